@@ -1,0 +1,26 @@
+"""What a layout costs: pure functions on arrays, in seconds and bytes. Never imports torch."""
+
+from costmodels.engine import Engine, MemoryPolicy
+from costmodels.estimate import Estimate, StageMemory, StepTime
+from costmodels.hardware import Cluster, Device, Link, Precision
+from costmodels.layout import SHORT_NAMES, Layout, Recompute, Schedule, even_split
+from costmodels.model_spec import LatentAttention, ModelSpec
+
+__all__ = [
+    "SHORT_NAMES",
+    "Cluster",
+    "Device",
+    "Engine",
+    "Estimate",
+    "LatentAttention",
+    "Layout",
+    "Link",
+    "MemoryPolicy",
+    "ModelSpec",
+    "Precision",
+    "Recompute",
+    "Schedule",
+    "StageMemory",
+    "StepTime",
+    "even_split",
+]

@@ -1,0 +1,64 @@
+"""`Estimate`: what a layout costs."""
+
+from __future__ import annotations
+
+from costmodels.words import NonNegative, Positive, Record
+
+
+class StepTime(Record):
+    """Parts of one optimizer step on the critical path, in seconds; they add up to the step."""
+
+    compute: NonNegative
+    """Matrix products of layers and head, forward and backward."""
+    attention: NonNegative
+    elementwise: NonNegative
+    recompute: NonNegative
+    """Forward work that backward repeats."""
+    tensor_parallel: NonNegative
+    pipeline_parallel: NonNegative
+    """Activations sent between stages."""
+    bubble: NonNegative
+    """Idle time of the slowest pipeline rank."""
+    data_parallel: NonNegative
+    """Gradient reduction and parameter gathering that compute does not hide."""
+    optimizer: NonNegative
+
+    @property
+    def total(self) -> float:
+        """Seconds of one optimizer step."""
+        return float(sum(getattr(self, part) for part in type(self).model_fields))
+
+
+class StageMemory(Record):
+    """Bytes on one device of one pipeline rank at the peak of the step."""
+
+    parameters: NonNegative
+    gradients: NonNegative
+    optimizer: NonNegative
+    activations: NonNegative
+    logits: NonNegative
+    overhead: NonNegative
+    """Driver context, communication buffers and allocator fragmentation."""
+
+    @property
+    def total(self) -> float:
+        """Bytes at the peak."""
+        return float(sum(getattr(self, part) for part in type(self).model_fields))
+
+
+class Estimate(Record):
+    """Predicted cost of one layout."""
+
+    step_time_s: Positive
+    time: StepTime
+    memory: tuple[StageMemory, ...]
+    """One entry for each pipeline rank."""
+    peak_memory_bytes: Positive
+    """The largest of the pipeline ranks."""
+    tokens_per_s: Positive
+    """Tokens of all devices together."""
+    tokens_per_s_per_device: Positive
+    tflops_per_device: Positive
+    """Model TFLOP/s by `ModelSpec.flops_per_sequence` (no recomputation, causal attention)."""
+    mfu: Positive
+    """Model FLOPs over the peak of the layout's precision, 0 to 1."""

@@ -1,0 +1,28 @@
+"""What all records of the vocabulary have in common."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import BaseModel, ConfigDict, Field
+
+Count = Annotated[int, Field(ge=1)]
+"""An integer of at least one."""
+
+CountOrZero = Annotated[int, Field(ge=0)]
+"""An integer that may be zero."""
+
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+"""A finite number above zero."""
+
+NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+"""A finite number of at least zero."""
+
+Fraction = Annotated[float, Field(ge=0, le=1)]
+"""A share of a whole, 0 to 1."""
+
+
+class Record(BaseModel):
+    """A frozen, validated record that refuses fields it does not know."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())

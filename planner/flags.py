@@ -1,0 +1,116 @@
+"""Command-line flags from dataclasses: one field, one flag, whose help is the field's own.
+
+The command line of `planner` and of `runtime.pretrain` are both made this way, so that a flag is
+described once.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import sys
+import typing
+from collections.abc import Callable
+from typing import Annotated, Any
+
+import typer
+from pydantic import ValidationError
+
+from costmodels.errors import InputError
+
+
+def flag(default: Any, help: str, *names: str, metavar: str | None = None) -> Any:
+    """A dataclass field that becomes a flag: `names`, or `--field-name` when none is given."""
+    metadata = {"help": help, "names": names, "metavar": metavar}
+    if isinstance(default, list):
+        return dataclasses.field(default_factory=lambda: list(default), metadata=metadata)
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+def flag_names(field: dataclasses.Field[Any]) -> tuple[str, ...]:
+    """The spellings under which a field is given on the command line."""
+    return tuple(field.metadata.get("names", ())) or ("--" + field.name.replace("_", "-"),)
+
+
+def _parameters(group: type) -> list[inspect.Parameter]:
+    hints = typing.get_type_hints(group)
+    parameters = []
+    for field in dataclasses.fields(group):
+        option = typer.Option(
+            *flag_names(field),
+            help=field.metadata.get("help"),
+            metavar=field.metadata.get("metavar"),
+            show_default=field.default not in (None, False, dataclasses.MISSING),
+        )
+        default = (
+            field.default_factory() if field.default_factory is not dataclasses.MISSING else field.default
+        )
+        parameters.append(
+            inspect.Parameter(
+                field.name,
+                inspect.Parameter.KEYWORD_ONLY,
+                default=default,
+                annotation=Annotated[hints[field.name], option],
+            )
+        )
+    return parameters
+
+
+def takes(**groups: type) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Give a command the flags of `groups` (dataclasses); it is called with one instance of each.
+
+    >>> @takes(model=ModelOptions, data=DataOptions)  # doctest: +SKIP
+    ... def command(model: ModelOptions, data: DataOptions) -> None: ...
+    """
+
+    def decorate(function: Callable[..., None]) -> Callable[..., None]:
+        def command(**values: Any) -> None:
+            function(
+                **{
+                    name: group(**{field.name: values[field.name] for field in dataclasses.fields(group)})
+                    for name, group in groups.items()
+                }
+            )
+
+        command.__name__ = function.__name__
+        command.__doc__ = function.__doc__
+        signature = [parameter for group in groups.values() for parameter in _parameters(group)]
+        command.__signature__ = inspect.Signature(signature)  # type: ignore[attr-defined]
+        command.__annotations__ = {parameter.name: parameter.annotation for parameter in signature}
+        return command
+
+    return decorate
+
+
+def one_line(error: Exception) -> str:
+    """The message of an error on a single line; a validation error names the field and its value."""
+    if isinstance(error, ValidationError):
+        parts = []
+        for item in error.errors():
+            where = ".".join(str(part) for part in item["loc"])
+            given = "" if isinstance(item["input"], dict) else f" {item['input']!r}"
+            parts.append(f"{where}{given}: {item['msg']}" if where else item["msg"])
+        return "; ".join(part.replace("Value error, ", "") for part in parts)
+    return " ".join(str(error).split())
+
+
+def run(app: typer.Typer, name: str) -> None:
+    """Run a typer app and exit: wrong input ends in one line on stderr, never a traceback."""
+    command = typer.main.get_command(app)
+    try:
+        code = command.main(prog_name=name, standalone_mode=False)
+    except typer.Exit as stop:
+        code = stop.exit_code
+    except typer.Abort:
+        code = 130
+    except KeyboardInterrupt:
+        code = 130
+    except (InputError, ValidationError) as error:
+        print(f"{name}: error: {one_line(error)}", file=sys.stderr)
+        code = getattr(error, "exit_code", 2)
+    except Exception as error:
+        if not hasattr(error, "format_message"):
+            raise
+        print(f"{name}: error: {' '.join(error.format_message().split())}", file=sys.stderr)
+        code = 2
+    sys.exit(code if isinstance(code, int) else 0)
