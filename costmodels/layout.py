@@ -89,9 +89,7 @@ class Layout(Record):
     @property
     def world_size(self) -> int:
         """Devices that the layout occupies."""
-        return (
-            self.tensor_parallel * self.pipeline_parallel * self.context_parallel * self.data_parallel
-        )
+        return self.tensor_parallel * self.pipeline_parallel * self.context_parallel * self.data_parallel
 
     @property
     def micro_batches(self) -> int:

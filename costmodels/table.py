@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from costmodels.hardware import Precision
-from costmodels.layout import Layout, Recompute
+from costmodels.layout import Layout, Recompute, Schedule
 
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
@@ -66,7 +66,7 @@ class LayoutTable:
         scalars = {name: getattr(self, name)[row].item() for name in ARRAY_FIELDS}
         split = self.splits[scalars.pop("split")]
         scalars["recompute"] = RECOMPUTE_KINDS[scalars["recompute"]]
-        schedule = "interleaved" if scalars["virtual_pipeline_parallel"] > 1 else "1f1b"
+        schedule: Schedule = "interleaved" if scalars["virtual_pipeline_parallel"] > 1 else "1f1b"
         return Layout(**scalars, schedule=schedule, layers_per_stage=split, precision=self.precision)
 
     @classmethod
@@ -86,13 +86,11 @@ class LayoutTable:
         columns["split"] = [splits.index(layout.layers_per_stage) for layout in layouts]
         arrays = {name: np.asarray(column, dtype=np.int64) for name, column in columns.items()}
         return cls(
-            **{**arrays, "sequence_parallel": arrays["sequence_parallel"].astype(bool)},  # type: ignore[arg-type]
+            **{**arrays, "sequence_parallel": arrays["sequence_parallel"].astype(bool)},
             splits=splits,
             precision=precisions.pop(),
         )
 
 
-ARRAY_FIELDS = tuple(
-    name for name in LayoutTable.__dataclass_fields__ if name not in ("splits", "precision")
-)
+ARRAY_FIELDS = tuple(name for name in LayoutTable.__dataclass_fields__ if name not in ("splits", "precision"))
 """Names of the per-row arrays."""
