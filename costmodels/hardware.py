@@ -66,8 +66,8 @@ class Cluster(Record):
         if self.world_size > self.devices_per_node and self.world_size % self.devices_per_node:
             down = self.world_size // self.devices_per_node * self.devices_per_node
             raise ValueError(
-                f"world size {self.world_size} is not a multiple of local world size {self.devices_per_node}; "
-                f"use {down} or {down + self.devices_per_node}"
+                f"world size {self.world_size} is not a multiple of local world size "
+                f"{self.devices_per_node}; use {down} or {down + self.devices_per_node}"
             )
         return self
 
