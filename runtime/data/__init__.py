@@ -1,0 +1,25 @@
+"""Text to training samples: tokenizers, Megatron's token files, its sample order. numpy, never torch."""
+
+from runtime.data.corpus import stdlib_corpus
+from runtime.data.datasets import Datasets, Samples, build_datasets, check_vocabulary
+from runtime.data.indexed import IndexedDataset, IndexedWriter, best_dtype
+from runtime.data.prepare import Summary, prepare
+from runtime.data.samples import SampleDataset, split_sequences
+from runtime.data.tokenizers import Tokenizer, load_tokenizer
+
+__all__ = [
+    "Datasets",
+    "IndexedDataset",
+    "IndexedWriter",
+    "SampleDataset",
+    "Samples",
+    "Summary",
+    "Tokenizer",
+    "best_dtype",
+    "build_datasets",
+    "check_vocabulary",
+    "load_tokenizer",
+    "prepare",
+    "split_sequences",
+    "stdlib_corpus",
+]

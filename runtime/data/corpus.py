@@ -1,0 +1,118 @@
+"""The corpus that every Python carries: the source of its own standard library.
+
+It lets a first job train on real text without a download. The documents are in an order that hashes the
+file names, so that the training and validation splits hold alike text.
+"""
+
+from __future__ import annotations
+
+import atexit
+import hashlib
+import os
+import platform
+import shutil
+import sysconfig
+import tempfile
+from pathlib import Path
+
+from costmodels.errors import InputError
+from runtime.data.indexed import IndexedDataset
+from runtime.data.prepare import prepare
+from runtime.data.tokenizers import Tokenizer
+
+# Some installations leave tests out or add packages to the same folder: without either, corpora are alike.
+_EXCLUDED = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
+_MOST_BYTES = 16 * 2**20
+_NAME = "stdlib"
+
+
+def stdlib_corpus(
+    tokenizer: Tokenizer, cache_dir: str | Path | None = None, stdlib: str | Path | None = None
+) -> Path:
+    """The prefix of the standard library's sources as token files, prepared at the first call.
+
+    One document a file, 16 MiB of text at most. The files are kept in `cache_dir`
+    (`$XDG_CACHE_HOME/llm-parallelism-planner` by default), which processes may fill at once; if it cannot be
+    written they live in a temporary folder until the process ends. `stdlib` is the folder to read instead.
+
+    Raises InputError if this Python carries no sources.
+    """
+    folder = Path(stdlib or sysconfig.get_path("stdlib"))
+    sources = _sources(folder)
+    if not sources:
+        raise InputError(
+            f"--data-path: none given, and this Python carries no .py files in {folder} to train on instead: "
+            "give --data-path PREFIX of files that `planner data prepare` wrote"
+        )
+    digest = hashlib.sha256(repr([(name, size) for name, _, size in sources]).encode()).hexdigest()[:12]
+    name = f"python-{platform.python_version()}-{tokenizer.name}-{digest}"
+    files = [path for _, path, _ in sources]
+    cache = Path(cache_dir) if cache_dir else _default_cache()
+    try:
+        return _cached(files, tokenizer, cache, name)
+    except OSError:
+        temporary = Path(tempfile.mkdtemp(prefix="llm-parallelism-planner-"))
+        atexit.register(shutil.rmtree, temporary, ignore_errors=True)
+        return _cached(files, tokenizer, temporary, name)
+
+
+def _default_cache() -> Path:
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path("~/.cache").expanduser()) / "llm-parallelism-planner"
+
+
+def _sources(folder: Path) -> list[tuple[str, Path, int]]:
+    """(name relative to the folder, path, bytes) of the sources, shuffled by a hash of the name, capped."""
+    found = []
+    for parent, below, names in os.walk(folder):
+        below[:] = set(below) - _EXCLUDED
+        for name in names:
+            if name.endswith(".py"):
+                path = Path(parent, name)
+                found.append((path.relative_to(folder).as_posix(), path, path.stat().st_size))
+    found.sort(key=lambda source: hashlib.sha256(source[0].encode()).digest())
+    chosen, total = [], 0
+    for source in found:
+        total += source[2]
+        if total > _MOST_BYTES:
+            break
+        chosen.append(source)
+    return chosen
+
+
+def _is_utf8(path: Path) -> bool:
+    try:
+        path.read_text("utf-8")
+    except UnicodeDecodeError:
+        return False
+    return True
+
+
+def _cached(files: list[Path], tokenizer: Tokenizer, cache: Path, name: str) -> Path:
+    """Prepare into a folder of our own and move it into place: a reader sees all of it or nothing."""
+    target = cache / name
+    prefix = target / f"{_NAME}_text_document"
+    if _is_readable(prefix):
+        return prefix
+    cache.mkdir(parents=True, exist_ok=True)
+    own = Path(tempfile.mkdtemp(prefix=f".{name}-", dir=cache))
+    try:
+        prepare([path for path in files if _is_utf8(path)], own / _NAME, tokenizer, workers=1, form="text")
+        try:
+            own.rename(target)
+        except OSError:
+            # Another process was first, or what lies there is damaged.
+            if not _is_readable(prefix):
+                shutil.rmtree(target)
+                own.rename(target)
+    finally:
+        shutil.rmtree(own, ignore_errors=True)
+    return prefix
+
+
+def _is_readable(prefix: Path) -> bool:
+    try:
+        IndexedDataset(prefix)
+    except InputError:
+        return False
+    return True

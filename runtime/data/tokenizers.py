@@ -1,0 +1,212 @@
+"""Text to token ids and back: GPT-2's byte-pair encoding, any `tokenizer.json`, or plain bytes."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import tokenizers as hf
+
+from costmodels.errors import InputError
+
+Ids = npt.NDArray[np.integer]
+
+END_OF_TEXT = "<|endoftext|>"
+# What widespread tokenizers call the end of a document, tried in turn when tokenizer_config.json is silent.
+_END_NAMES = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "[EOS]", "<|eos|>", "<｜end▁of▁sentence｜>")
+_GPT2_MERGES = Path(__file__).with_name("gpt2_merges.txt")
+
+
+class Tokenizer(Protocol):
+    """What the data preparation needs of a tokenizer.
+
+    `name` identifies it, contents included; ids are below `vocab_size`; `eod` ends a document.
+    """
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def eod(self) -> int: ...
+
+    def encode(self, texts: Sequence[str]) -> list[Ids]:
+        """The ids of each text, without any special token added."""
+
+    def decode(self, ids: Sequence[int] | Ids) -> str:
+        """The text of some ids."""
+
+
+@dataclass(frozen=True)
+class ByteTokenizer:
+    """UTF-8 bytes as ids 0 to 255; 256 ends a document."""
+
+    name: ClassVar[str] = "bytes"
+    vocab_size: ClassVar[int] = 257
+    eod: ClassVar[int] = 256
+
+    def encode(self, texts: Sequence[str]) -> list[Ids]:
+        return [np.frombuffer(text.encode(), np.uint8) for text in texts]
+
+    def decode(self, ids: Sequence[int] | Ids) -> str:
+        values = np.asarray(ids, np.int64)
+        return values[values < 256].astype(np.uint8).tobytes().decode(errors="replace")
+
+
+@dataclass(frozen=True)
+class BPETokenizer:
+    """A tokenizer of the `tokenizers` library."""
+
+    name: str
+    vocab_size: int
+    eod: int
+    model: hf.Tokenizer
+
+    def encode(self, texts: Sequence[str]) -> list[Ids]:
+        encoded = self.model.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [np.asarray(one.ids, np.int64) for one in encoded]
+
+    def decode(self, ids: Sequence[int] | Ids) -> str:
+        text: str = self.model.decode([int(token) for token in ids], skip_special_tokens=False)
+        return text
+
+
+def load_tokenizer(
+    kind: str,
+    vocab_file: str | Path | None = None,
+    merge_file: str | Path | None = None,
+    tokenizer_model: str | Path | None = None,
+) -> Tokenizer:
+    """The tokenizer that Megatron's `--tokenizer-type` names.
+
+    GPT2BPETokenizer reads `vocab_file` and `merge_file` (GPT-2's own, which the package carries, when
+    neither is given), HuggingFaceTokenizer the `tokenizer.json` or its folder in `tokenizer_model`, and
+    ByteTokenizer needs no file. Raises InputError if a file is missing or not what it should be.
+    """
+    if kind == "GPT2BPETokenizer":
+        if bool(vocab_file) != bool(merge_file):
+            given, lacking = ("vocab", "merge") if vocab_file else ("merge", "vocab")
+            raise InputError(
+                f"--{given}-file given without --{lacking}-file: give both, or neither for GPT-2's own"
+            )
+        return (
+            _gpt2_bpe(Path(vocab_file), Path(merge_file)) if vocab_file and merge_file else gpt2_tokenizer()
+        )
+    if kind == "HuggingFaceTokenizer":
+        if not tokenizer_model:
+            raise InputError(
+                "--tokenizer-type HuggingFaceTokenizer: give --tokenizer-model PATH-to-tokenizer.json"
+            )
+        return _hugging_face(Path(tokenizer_model))
+    if kind == "ByteTokenizer":
+        return ByteTokenizer()
+    raise InputError(
+        f"--tokenizer-type {kind!r}: expected GPT2BPETokenizer, HuggingFaceTokenizer or ByteTokenizer"
+    )
+
+
+def gpt2_tokenizer() -> BPETokenizer:
+    """GPT-2's tokenizer from the merges that the package carries."""
+    merges = _merges(_GPT2_MERGES)
+    return _byte_level_bpe("gpt2", gpt2_vocabulary(merges), merges, _GPT2_MERGES)
+
+
+def gpt2_vocabulary(merges: Sequence[tuple[str, str]]) -> dict[str, int]:
+    """GPT-2's ids: the symbols of the 256 bytes by code point, the merges in order, then <|endoftext|>."""
+    symbols = sorted(hf.pre_tokenizers.ByteLevel.alphabet())
+    return {
+        token: number
+        for number, token in enumerate([*symbols, *(first + second for first, second in merges), END_OF_TEXT])
+    }
+
+
+def _gpt2_bpe(vocab_file: Path, merge_file: Path) -> BPETokenizer:
+    vocabulary = _json_object(vocab_file, "--vocab-file")
+    if not all(isinstance(number, int) for number in vocabulary.values()):
+        raise InputError(f"--vocab-file {vocab_file}: expected a JSON object of token: id")
+    merges = _merges(merge_file)
+    digest = hashlib.sha256(repr((sorted(vocabulary.items()), merges)).encode()).hexdigest()[:12]
+    return _byte_level_bpe(f"gpt2-{digest}", vocabulary, merges, vocab_file)
+
+
+def _byte_level_bpe(
+    name: str, vocabulary: dict[str, int], merges: list[tuple[str, str]], source: Path
+) -> BPETokenizer:
+    if END_OF_TEXT not in vocabulary:
+        raise InputError(f"--vocab-file {source}: has no {END_OF_TEXT}, which ends a document")
+    try:
+        model = hf.Tokenizer(hf.models.BPE(vocabulary, merges))
+    except Exception as error:
+        # The library raises plain exceptions, e.g. for a merge whose token is not in the vocabulary.
+        raise InputError(f"--vocab-file {source}: does not belong to the merges: {error}") from None
+    model.pre_tokenizer = hf.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    model.decoder = hf.decoders.ByteLevel()
+    return BPETokenizer(name, max(vocabulary.values()) + 1, vocabulary[END_OF_TEXT], model)
+
+
+def _hugging_face(path: Path) -> BPETokenizer:
+    file = path / "tokenizer.json" if path.is_dir() else path
+    text = _read(file, "--tokenizer-model")
+    try:
+        model = hf.Tokenizer.from_str(text)
+    except Exception as error:
+        # The library raises plain exceptions for whatever it cannot parse.
+        raise InputError(f"--tokenizer-model {file}: not a tokenizer.json: {error}") from None
+    # Documents are encoded whole: a file made for fine-tuning may cut or pad them.
+    model.no_truncation()
+    model.no_padding()
+    vocabulary = model.get_vocab(with_added_tokens=True)
+    names = [_configured_end(file.with_name("tokenizer_config.json")), *_END_NAMES]
+    ends = [vocabulary[name] for name in names if name in vocabulary]
+    if not ends:
+        raise InputError(
+            f"--tokenizer-model {file}: no token ends a document: name it as eos_token in "
+            "tokenizer_config.json beside it"
+        )
+    name = f"{file.parent.name or 'tokenizer'}-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
+    return BPETokenizer(name, max(vocabulary.values()) + 1, ends[0], model)
+
+
+def _configured_end(path: Path) -> str | None:
+    if not path.is_file():
+        return None
+    end = _json_object(path, "--tokenizer-model").get("eos_token")
+    return end.get("content") if isinstance(end, dict) else end
+
+
+def _merges(path: Path) -> list[tuple[str, str]]:
+    lines = _read(path, "--merge-file").replace("\r\n", "\n").split("\n")
+    merges = []
+    for number, line in enumerate(lines, 1):
+        if not line.strip() or (number == 1 and line.startswith("#version")):
+            continue
+        pair = line.split(" ")
+        if len(pair) != 2:
+            raise InputError(f"--merge-file {path}: line {number} is not a pair of tokens: {line[:40]!r}")
+        merges.append((pair[0], pair[1]))
+    return merges
+
+
+def _json_object(path: Path, flag: str) -> dict[str, Any]:
+    try:
+        content = json.loads(_read(path, flag))
+    except json.JSONDecodeError as error:
+        raise InputError(f"{flag} {path}: not JSON: line {error.lineno}: {error.msg}") from None
+    if not isinstance(content, dict):
+        raise InputError(f"{flag} {path}: expected a JSON object, found a {type(content).__name__}")
+    return content
+
+
+def _read(path: Path, flag: str) -> str:
+    try:
+        return path.read_text("utf-8")
+    except OSError as error:
+        raise InputError(f"{flag} {path}: cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise InputError(f"{flag} {path}: not UTF-8 text: byte {error.start}") from None

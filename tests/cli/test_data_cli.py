@@ -1,0 +1,93 @@
+"""`planner data prepare` as a Megatron user types it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import typer
+
+from cli import data
+from planner.flags import run
+from runtime.data.indexed import IndexedDataset
+
+
+def planner(*arguments: str | Path) -> int:
+    """Run the command as `planner` mounts it; the exit code."""
+    app = typer.Typer()
+    app.add_typer(data.app, name="data")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["planner", *map(str, arguments)])
+        with pytest.raises(SystemExit) as stopped:
+            run(app, "planner")
+    return int(stopped.value.code or 0)
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    path = tmp_path / "corpus.json"
+    path.write_text("".join(json.dumps({"text": f"Hello world {number}"}) + "\n" for number in range(20)))
+    return path
+
+
+def test_megatrons_command_line(tmp_path: Path, text: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--input", text, "--output-prefix", tmp_path / "my-gpt2", "--dataset-impl", "mmap"]
+    arguments += [
+        "--tokenizer-type",
+        "GPT2BPETokenizer",
+        "--append-eod",
+        "--workers",
+        "2",
+        "--chunk-size",
+        "1",
+    ]
+    assert planner("data", "prepare", *arguments) == 0
+    dataset = IndexedDataset(tmp_path / "my-gpt2_text_document")
+    assert dataset.get(0).tolist() == [15496, 995, 657, 50256]
+    output = capsys.readouterr().out
+    assert output.count("\n") == 1 and "20 documents, 80 tokens" in output
+
+
+def test_inputs_repeat_and_expand(tmp_path: Path, text: Path) -> None:
+    (tmp_path / "more.txt").write_text("more")
+    arguments = ["--input", tmp_path / "corp*.json", "--input", tmp_path / "more.txt", "--workers", "1"]
+    arguments += ["--output-prefix", tmp_path / "out", "--tokenizer-type", "ByteTokenizer", "--no-append-eod"]
+    assert planner("data", "prepare", *arguments) == 0
+    dataset = IndexedDataset(tmp_path / "out_text_document")
+    assert dataset.documents == 21 and bytes(dataset.get(20).tolist()) == b"more"
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"--input": "none.json"}, "--input none.json: no such file"),
+        (
+            {"--vocab-file": "none-vocab.json", "--merge-file": "none"},
+            "--vocab-file none-vocab.json: cannot be",
+        ),
+        ({"--dataset-impl": "lazy"}, "--dataset-impl 'lazy': only mmap"),
+        ({"--json-keys": "body"}, "corpus.json:1: no 'body' in this object"),
+        ({"--workers": "many"}, "--workers"),
+        ({"--output-prefix": ""}, "--output-prefix: none given"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_code_2(
+    tmp_path: Path, text: Path, capsys: pytest.CaptureFixture[str], changed: dict[str, str], message: str
+) -> None:
+    arguments = {"--input": str(text), "--output-prefix": str(tmp_path / "out"), "--workers": "1", **changed}
+    assert planner("data", "prepare", *(part for pair in arguments.items() for part in pair)) == 2
+    error = capsys.readouterr().err.strip().splitlines()[-1]
+    assert error.startswith("planner: error: ") and message in error
+    assert list(tmp_path.glob("out*")) == []
+
+
+def test_data_stays_light() -> None:
+    """Neither the command line nor the data package loads torch; the former not even the tokenizers."""
+    code = (
+        "import sys, cli.data; assert 'tokenizers' not in sys.modules; "
+        "import runtime.data; assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[2])

@@ -1,0 +1,266 @@
+"""Text files to token files: every format, any number of workers, and nothing written when it fails."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from costmodels.errors import InputError
+from runtime.data import corpus, documents
+from runtime.data.corpus import stdlib_corpus
+from runtime.data.indexed import IndexedDataset
+from runtime.data.prepare import Summary, prepare
+from runtime.data.tokenizers import ByteTokenizer, gpt2_tokenizer
+
+BYTES = ByteTokenizer()
+TEXTS = ["first", "", "zweiter — ✓", "a\nb\n"]
+
+
+def jsonl(texts: list[str], key: str = "text") -> str:
+    return "".join(json.dumps({"id": number, key: text}) + "\n" for number, text in enumerate(texts))
+
+
+def written(prefix: Path) -> list[str]:
+    dataset = IndexedDataset(prefix)
+    ends = dataset.document_indices.tolist()
+    return [
+        "".join(BYTES.decode(dataset.get(sequence)) for sequence in range(start, end))
+        for start, end in pairwise(ends)
+    ]
+
+
+def prepared(folder: Path, content: str, name: str = "in.jsonl", **options: object) -> Summary:
+    (folder / name).write_text(content, newline="")
+    options = {"workers": 1, **options}
+    return prepare([folder / name], folder / "out", BYTES, **options)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("in.jsonl", jsonl(TEXTS)),
+        ("in", jsonl(TEXTS)),
+        ("in.jsonl", "\n" + jsonl(TEXTS).replace("\n", "\r\n\n")),
+        ("in.jsonl", "\ufeff" + jsonl(TEXTS)),
+        ("in.json", json.dumps(TEXTS)),
+        ("in", json.dumps([{"text": text} for text in TEXTS], indent=2)),
+        ("in.json", "\ufeff" + json.dumps(TEXTS, ensure_ascii=False, indent=1)),
+    ],
+)
+def test_all_json_formats_give_the_same_documents(tmp_path: Path, name: str, content: str) -> None:
+    summary = prepared(tmp_path, content, name)
+    assert summary.prefix == tmp_path / "out_text_document"
+    assert written(summary.prefix) == TEXTS
+    assert summary.documents == 4
+    assert len(content.encode()) - summary.bytes_read in (0, len("\ufeff".encode()))
+
+
+def test_end_of_document_follows_only_documents_with_text(tmp_path: Path) -> None:
+    summary = prepared(tmp_path, jsonl(["ab", "", "c"]))
+    dataset = IndexedDataset(summary.prefix)
+    assert dataset.tokens.tolist() == [97, 98, 256, 99, 256]
+    assert dataset.document_indices.tolist() == [0, 1, 1, 2]
+    summary = prepared(tmp_path, jsonl(["ab", "", "c"]), append_eod=False)
+    assert IndexedDataset(summary.prefix).tokens.tolist() == [97, 98, 99]
+    assert summary.tokens == 3
+
+
+def test_each_text_file_is_one_document(tmp_path: Path) -> None:
+    paths = [tmp_path / name for name in ("a.txt", "b.md", "c")]
+    for path, text in zip(paths, ("[not] {json}\n\nb", "[link](x)", "plain"), strict=True):
+        path.write_text(text)
+    summary = prepare(paths, tmp_path / "out", BYTES, workers=1)
+    assert written(summary.prefix) == ["[not] {json}\n\nb", "[link](x)", "plain"]
+
+
+def test_format_and_key_can_be_given(tmp_path: Path) -> None:
+    summary = prepared(tmp_path, jsonl(["x"], "body"), json_key="body")
+    assert summary.prefix.name == "out_body_document" and written(summary.prefix) == ["x"]
+    summary = prepared(tmp_path, jsonl(["x"]), form="text")
+    assert written(summary.prefix) == [jsonl(["x"])]
+
+
+def test_any_number_of_workers_writes_the_same_bytes(tmp_path: Path) -> None:
+    texts = [f"document {number} " * (number % 7) for number in range(300)]
+    (tmp_path / "a.jsonl").write_text(jsonl(texts))
+    (tmp_path / "b.json").write_text(json.dumps(texts[::-1]))
+    gpt2 = gpt2_tokenizer()
+    files = []
+    for workers, chunk_size in ((1, 1024), (1, 7), (2, 11), (3, 64)):
+        prefix = tmp_path / f"w{workers}-{chunk_size}"
+        seen: list[Summary] = []
+        summary = prepare(
+            [tmp_path / "a.jsonl", tmp_path / "b.json"],
+            prefix,
+            gpt2,
+            workers=workers,
+            chunk_size=chunk_size,
+            progress=seen.append,
+        )
+        assert seen[-1] == summary and summary.documents == 600
+        assert [item.documents for item in seen] == sorted({item.documents for item in seen})
+        files.append([Path(f"{summary.prefix}.{ending}").read_bytes() for ending in ("bin", "idx")])
+    assert files[0] == files[1] == files[2] == files[3]
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    values=st.lists(
+        st.text(max_size=30) | st.dictionaries(st.text(max_size=3), st.text(max_size=9)), max_size=9
+    ),
+    indent=st.sampled_from([None, 1]),
+    ascii_only=st.booleans(),
+    read=st.integers(1, 40),
+)
+def test_array_is_read_as_json_reads_it(
+    values: list, indent: int | None, ascii_only: bool, read: int
+) -> None:
+    text = json.dumps(values, indent=indent, ensure_ascii=ascii_only)
+    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        # As few characters at a time as one, so that every element is cut somewhere.
+        patch.setattr(documents, "_READ_CHARS", read)
+        path = Path(folder) / "a.json"
+        path.write_text(text, "utf-8", newline="")
+        pieces = list(documents.read_pieces(path, "json", 2))
+    assert [value for piece in pieces for value in piece.documents] == values
+    assert sum(piece.size for piece in pieces) == len(text.encode())
+    assert all(len(piece.documents) <= 2 for piece in pieces)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("in.jsonl", jsonl(["a"]) + '{"text": \n', r"in\.jsonl:2: bad JSON: Expecting value"),
+        ("in.jsonl", jsonl(["a"]) + "[1]\n", r"in\.jsonl:2: expected a string or an object"),
+        (
+            "in.jsonl",
+            '{"body": "x"}\n',
+            r"in\.jsonl:1: no 'text' in this object: give --json-keys one of 'body'",
+        ),
+        ("in.jsonl", '{"text": 3}\n', r"in\.jsonl:1: 'text' is a int"),
+        ("in.jsonl", '{"text": "\\ud800"}\n', r"in\.jsonl:1: a lone surrogate"),
+        ("in.jsonl", "[" * 100_000 + "\n", r"in\.jsonl:1: bad JSON"),
+        ("in.jsonl", "", "holds no text"),
+        ("in.jsonl", '{"text": ""}', "holds no text"),
+        ("in.json", "plain words", r"in\.json:1: bad JSON"),
+        ("in.json", '["a",\n"b" "c"]', r"in\.json:2: bad JSON array: expected ']', found '\"'"),
+        ("in.json", '["a",\n\n nope]', r"in\.json:3: bad JSON: Expecting value"),
+        ("in.json", '["a",\n{"text": 1,}]', r"in\.json:2: bad JSON: "),
+        ("in.json", '["a", "b', r"in\.json:1: bad JSON: Unterminated"),
+        ("in.json", '["a", "b"', r"in\.json:1: bad JSON array: expected ']', found the end of the file"),
+        ("in.json", '["a"] x', r"in\.json:1: text after the end"),
+        ("in.json", '["a",\n 7]', r"in\.json:2: expected a string or an object with 'text', found a int"),
+    ],
+)
+def test_bad_json_names_file_and_line_and_writes_nothing(
+    tmp_path: Path, name: str, content: str, message: str
+) -> None:
+    with pytest.raises(InputError, match=message) as caught:
+        prepared(tmp_path, content, name)
+    assert "\n" not in str(caught.value)
+    assert [path.name for path in tmp_path.iterdir()] == [name]
+
+
+def test_an_error_in_a_worker_is_the_same_line(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"in\.jsonl:41: bad JSON"):
+        prepared(tmp_path, jsonl(["a"] * 40) + "{\n" + jsonl(["b"] * 400), workers=2, chunk_size=8)
+    assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]
+
+
+@pytest.mark.parametrize("name", ["in.txt", "in.jsonl", "in.json"])
+def test_text_that_is_not_utf8_is_refused(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_bytes(b'["a\xff"]')
+    with pytest.raises(InputError, match="not UTF-8"):
+        prepare([tmp_path / name], tmp_path / "out", BYTES, workers=1)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"inputs": []}, "--input"),
+        ({"inputs": ["none.txt"]}, "none.txt: No such file"),
+        ({"inputs": ["."]}, "Is a directory"),
+        ({"workers": 0}, "--workers 0"),
+        ({"chunk_size": 0}, "--chunk-size 0"),
+        ({"form": "xml"}, "--format 'xml'"),
+    ],
+)
+def test_bad_arguments_are_one_line(tmp_path: Path, options: dict, message: str) -> None:
+    arguments = {"inputs": [__file__], "output_prefix": tmp_path / "out", "tokenizer": BYTES, **options}
+    with pytest.raises(InputError, match=message):
+        prepare(**arguments)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.fixture
+def sources(tmp_path: Path) -> Path:
+    folder = tmp_path / "stdlib"
+    for name in ("a.py", "b.py", "pkg/c.py", "pkg/tests/d.py", "site-packages/e.py", "test/f.py", "g.txt"):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(f"# {name}\n")
+    (folder / "h.py").write_bytes(b"# \xff\n")
+    return folder
+
+
+def test_corpus_holds_the_sources_without_tests_and_is_prepared_once(tmp_path: Path, sources: Path) -> None:
+    prefix = stdlib_corpus(BYTES, tmp_path / "cache", sources)
+    assert sorted(written(prefix)) == ["# a.py\n", "# b.py\n", "# pkg/c.py\n"]
+    before = prefix.with_suffix(".bin").stat().st_mtime_ns
+    assert stdlib_corpus(BYTES, tmp_path / "cache", sources) == prefix
+    assert prefix.with_suffix(".bin").stat().st_mtime_ns == before
+    assert [path.name for path in (tmp_path / "cache").iterdir()] == [prefix.parent.name]
+
+
+def test_damaged_corpus_is_prepared_anew(tmp_path: Path, sources: Path) -> None:
+    prefix = stdlib_corpus(BYTES, tmp_path / "cache", sources)
+    prefix.with_suffix(".idx").write_bytes(b"")
+    assert len(written(stdlib_corpus(BYTES, tmp_path / "cache", sources))) == 3
+
+
+def test_corpus_of_another_tokenizer_or_library_is_another(tmp_path: Path, sources: Path) -> None:
+    prefixes = {stdlib_corpus(tokenizer, tmp_path, sources) for tokenizer in (BYTES, gpt2_tokenizer())}
+    (sources / "a.py").write_text("# changed\n")
+    prefixes.add(stdlib_corpus(BYTES, tmp_path, sources))
+    assert len(prefixes) == 3
+
+
+def test_corpus_is_capped(tmp_path: Path, sources: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(corpus, "_MOST_BYTES", 16)
+    assert 1 <= len(written(stdlib_corpus(BYTES, tmp_path / "cache", sources))) <= 2
+
+
+def test_unwritable_cache_falls_back_to_a_temporary_folder(tmp_path: Path, sources: Path) -> None:
+    (tmp_path / "file").write_text("")
+    prefix = stdlib_corpus(BYTES, tmp_path / "file" / "cache", sources)
+    assert len(written(prefix)) == 3 and tmp_path not in prefix.parents
+
+
+def test_a_process_that_is_overtaken_takes_the_winners_corpus(
+    tmp_path: Path, sources: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def overtaken(*arguments: object, **options: object) -> Summary:
+        monkeypatch.setattr(corpus, "prepare", prepare)
+        stdlib_corpus(BYTES, tmp_path / "cache", sources)
+        return prepare(*arguments, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(corpus, "prepare", overtaken)
+    prefix = stdlib_corpus(BYTES, tmp_path / "cache", sources)
+    assert len(written(prefix)) == 3
+    assert [path.name for path in (tmp_path / "cache").iterdir()] == [prefix.parent.name]
+
+
+def test_python_without_sources_asks_for_data(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="give --data-path"):
+        stdlib_corpus(BYTES, tmp_path, tmp_path)
+
+
+def test_ids_stay_within_the_tokens_type(tmp_path: Path) -> None:
+    prefix = prepared(tmp_path, jsonl(["é"])).prefix
+    assert IndexedDataset(prefix).dtype == np.uint16
