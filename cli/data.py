@@ -88,7 +88,9 @@ def prepare(source: Source, encoding: Encoding, output: Output) -> None:
         TextColumn("{task.percentage:3.0f}%"),
         TimeRemainingColumn(),
     )
-    with Progress(*columns, console=Console(stderr=True), transient=True, auto_refresh=False) as bar:
+    console = Console(stderr=True)
+    silent = not console.is_terminal
+    with Progress(*columns, console=console, transient=True, auto_refresh=False, disable=silent) as bar:
         task = bar.add_task("tokenizing", total=sum(file.stat().st_size for file in files))
 
         def show(summary: Summary) -> None:

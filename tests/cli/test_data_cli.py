@@ -47,8 +47,10 @@ def test_megatrons_command_line(tmp_path: Path, text: Path, capsys: pytest.Captu
     assert planner("data", "prepare", *arguments) == 0
     dataset = IndexedDataset(tmp_path / "my-gpt2_text_document")
     assert dataset.get(0).tolist() == [15496, 995, 657, 50256]
-    output = capsys.readouterr().out
+    output, error = capsys.readouterr()
     assert output.count("\n") == 1 and "20 documents, 80 tokens" in output
+    # No bar where there is no terminal to draw it on.
+    assert error == ""
 
 
 def test_inputs_repeat_and_expand(tmp_path: Path, text: Path) -> None:

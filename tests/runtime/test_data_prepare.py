@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import tempfile
+from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
+from typing import NoReturn
 
 import numpy as np
 import pytest
@@ -172,6 +175,20 @@ def test_an_error_in_a_worker_is_the_same_line(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"in\.jsonl:41: bad JSON"):
         prepared(tmp_path, jsonl(["a"] * 40) + "{\n" + jsonl(["b"] * 400), workers=2, chunk_size=8)
     assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]
+
+
+class DyingTokenizer(ByteTokenizer):
+    """Ends the process that encodes, as the kernel does when memory runs out."""
+
+    def encode(self, texts: Sequence[str]) -> NoReturn:
+        os._exit(1)
+
+
+def test_a_killed_worker_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "in.txt").write_text("text")
+    with pytest.raises(InputError, match="--workers 2: a worker process was killed"):
+        prepare([tmp_path / "in.txt"], tmp_path / "out", DyingTokenizer(), workers=2)
+    assert [path.name for path in tmp_path.iterdir()] == ["in.txt"]
 
 
 @pytest.mark.parametrize("name", ["in.txt", "in.jsonl", "in.json"])
