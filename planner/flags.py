@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import reprlib
 import sys
 import typing
 from collections.abc import Callable
@@ -82,20 +83,48 @@ def takes(**groups: type) -> Callable[[Callable[..., None]], Callable[..., None]
     return decorate
 
 
+MOST_PARTS = 3
+"""Wrong fields that one line names; a file of another kind has all of them wrong."""
+
+
+def arguments(group: Any) -> list[str]:
+    """The command-line arguments that give `group` (an instance) its values; defaults are left out."""
+    words = []
+    for field in dataclasses.fields(group):
+        value = getattr(group, field.name)
+        name = flag_names(field)[0]
+        default = (
+            field.default_factory() if field.default_factory is not dataclasses.MISSING else field.default
+        )
+        if value == default:
+            continue
+        if isinstance(value, bool):
+            words.append(name)
+        else:
+            for item in value if isinstance(value, list) else [value]:
+                words += [name, str(item)]
+    return words
+
+
 def one_line(error: Exception) -> str:
-    """The message of an error on a single line; a validation error names the field and its value."""
-    if isinstance(error, ValidationError):
-        parts = []
-        for item in error.errors():
-            where = ".".join(str(part) for part in item["loc"])
-            given = "" if isinstance(item["input"], dict) else f" {item['input']!r}"
-            parts.append(f"{where}{given}: {item['msg']}" if where else item["msg"])
-        return "; ".join(part.replace("Value error, ", "") for part in parts)
-    return " ".join(str(error).split())
+    """The message of an error on a single line; a validation error names the fields and their values."""
+    if not isinstance(error, ValidationError):
+        return " ".join(str(error).split())
+    parts = []
+    for item in error.errors()[:MOST_PARTS]:
+        where = ".".join(str(part) for part in item["loc"])
+        given = "" if isinstance(item["input"], dict) else f" {reprlib.repr(item['input'])}"
+        message = " ".join(item["msg"].replace("Value error, ", "").split())
+        parts.append(f"{where}{given}: {message}" if where else message)
+    more = error.error_count() - len(parts)
+    return "; ".join(parts) + (f"; and {more} more" if more else "")
 
 
-def run(app: typer.Typer, name: str) -> None:
-    """Run a typer app and exit: wrong input ends in one line on stderr, never a traceback."""
+def run(app: typer.Typer, name: str, quiet: bool = False) -> None:
+    """Run a typer app and exit: wrong input ends in one line on stderr, never a traceback.
+
+    A `quiet` one exits with the same code and leaves the line to another process.
+    """
     command = typer.main.get_command(app)
     try:
         code = command.main(prog_name=name, standalone_mode=False)
@@ -106,11 +135,13 @@ def run(app: typer.Typer, name: str) -> None:
     except KeyboardInterrupt:
         code = 130
     except (InputError, ValidationError) as error:
-        print(f"{name}: error: {one_line(error)}", file=sys.stderr)
+        if not quiet:
+            print(f"{name}: error: {one_line(error)}", file=sys.stderr)
         code = getattr(error, "exit_code", 2)
     except Exception as error:
         if not hasattr(error, "format_message"):
             raise
-        print(f"{name}: error: {' '.join(error.format_message().split())}", file=sys.stderr)
+        if not quiet:
+            print(f"{name}: error: {' '.join(error.format_message().split())}", file=sys.stderr)
         code = 2
     sys.exit(code if isinstance(code, int) else 0)

@@ -1,0 +1,117 @@
+"""Losses of layouts against those of one rank: `python -m benchmarks.parity --layout tp=2,pp=2`."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+
+import numpy as np
+import typer
+
+from benchmarks.worker_pool import WorkerPool
+from costmodels import SHORT_NAMES, Layout, ModelSpec, even_split
+from costmodels.errors import InputError
+from planner.flags import run
+
+MODELS = {
+    "gpt2": ModelSpec(
+        name="parity-gpt2", layers=4, hidden=64, heads=4, vocab=250, seq=32, activation="gelu_tanh"
+    ),
+    "llama": ModelSpec(
+        name="parity-llama",
+        layers=4,
+        hidden=64,
+        heads=8,
+        kv_heads=4,
+        ffn=176,
+        vocab=250,
+        seq=32,
+        gated=True,
+        activation="silu",
+        norm="rmsnorm",
+        position="rope",
+        tied=False,
+        linear_bias=False,
+    ),
+}
+"""Small models with every kind of layer; their vocabularies need padding."""
+
+GLOBAL_BATCH_SIZE = 8
+SEED = 1234
+
+
+def parse_layout(text: str, spec: ModelSpec) -> Layout:
+    """A layout from `tp=2,pp=2`-style text; what is not said is 1, 0 or the even split."""
+    fields: dict[str, object] = {"precision": "fp32", "global_batch_size": GLOBAL_BATCH_SIZE}
+    for item in filter(None, text.split(",")):
+        name, _, value = item.partition("=")
+        name = SHORT_NAMES.get(name, name)
+        if name not in Layout.model_fields or not value:
+            raise InputError(
+                f"--layout {text}: {item!r} is not name=value with a name of "
+                f"{', '.join([*SHORT_NAMES, 'recompute', 'schedule', 'precision'])}"
+            )
+        fields[name] = int(value) if value.isdigit() else value
+    pp, vpp = (int(str(fields.get(SHORT_NAMES[name], 1))) for name in ("pp", "vpp"))
+    if vpp > 1:
+        fields.setdefault("schedule", "interleaved")
+    fields.setdefault("layers_per_stage", even_split(spec.layers, pp * vpp))
+    return Layout.model_validate(fields)
+
+
+def losses_of(spec: ModelSpec, layout: Layout, steps: int, learning_rate: float = 1e-2) -> list[float]:
+    """Losses of `steps` training steps on random tokens; runs on every rank of a process group."""
+    import torch
+
+    from runtime.options import TrainingOptions
+    from runtime.trainer import Trainer
+
+    options = TrainingOptions(train_iters=steps, lr=learning_rate, seed=SEED, clip_grad=1.0)
+    trainer = Trainer(spec, layout, options, torch.device("cpu"))
+    tokens = np.random.RandomState(SEED)
+    losses = []
+    for _ in range(steps):
+        batch = tokens.randint(0, spec.vocab, (layout.global_batch_size, spec.seq + 1)).astype(np.int64)
+        losses.append(float(trainer.train_step(batch[trainer.rows]).loss))
+    return losses
+
+
+def relative_difference(losses: Sequence[float], reference: Sequence[float]) -> float:
+    """Largest relative difference of two loss curves."""
+    return max(abs(a - b) / abs(b) for a, b in zip(losses, reference, strict=True))
+
+
+app = typer.Typer(add_completion=False)
+
+
+@app.command()
+def parity(
+    layout: list[str] = typer.Option(..., help="Layout such as tp=2,pp=2 (repeatable)."),
+    model: str = typer.Option("gpt2", help=f"One of {', '.join(MODELS)}."),
+    steps: int = typer.Option(20, help="Training steps."),
+    as_json: bool = typer.Option(False, "--json", help="Print one JSON object."),
+) -> None:
+    """Train each layout and one rank on the same tokens and compare the losses."""
+    if model not in MODELS:
+        raise InputError(f"--model {model}: choose one of {', '.join(MODELS)}")
+    if steps < 1:
+        raise InputError(f"--steps {steps}: must be at least 1")
+    spec = MODELS[model]
+    layouts = {text: parse_layout(text, spec) for text in layout}
+    with WorkerPool(max(one.world_size for one in layouts.values())) as pool:
+        reference = pool.run(losses_of, 1, spec, parse_layout("", spec), steps)[0]
+        results = {}
+        for text, one in layouts.items():
+            losses = pool.run(losses_of, one.world_size, spec, one, steps)[0]
+            difference = relative_difference(losses, reference)
+            results[text] = {"max_relative_difference": difference, "losses": losses}
+            if not as_json:
+                print(f"{text}: largest relative difference {difference:.2e} over {steps} steps")
+    if as_json:
+        json.dump({"model": model, "reference": reference, "layouts": results}, sys.stdout)
+        print()
+
+
+if __name__ == "__main__":
+    run(app, "benchmarks.parity")

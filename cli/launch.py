@@ -1,0 +1,214 @@
+"""`planner launch`: plan for this machine, train, and compare the plan with what happened."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import sys
+from datetime import datetime
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import typer
+
+from cli.tables import GIB, console, table
+from costmodels.errors import InputError
+from planner.flags import arguments, flag, takes
+from planner.options import BatchOptions, ClusterOptions, ModelOptions, ParallelOptions
+from planner.plan import Plan
+from planner.search import suggest
+from runtime.launch import Measured, measured, run_job, shell_line, torchrun_command
+from runtime.options import DataOptions, OutputOptions, TrainingOptions
+from runtime.preflight import check_folder, check_job
+from runtime.text import open_datasets
+
+MOST_CPU_RANKS = 8
+"""Ranks on a machine without GPUs, if it has as many cores and none are asked for."""
+
+
+@dataclasses.dataclass(frozen=True)
+class LaunchOptions:
+    """How the job is started."""
+
+    plan: str | None = flag(None, "Plan file to run instead of planning.", metavar="FILE")
+    dry_run: bool = flag(False, "Print the torchrun command and stop.")
+    distributed_timeout_minutes: float = flag(10.0, "Minutes after which a stuck collective is an error.")
+
+
+@takes(
+    model=ModelOptions,
+    cluster=ClusterOptions,
+    batch=BatchOptions,
+    parallel=ParallelOptions,
+    training=TrainingOptions,
+    data=DataOptions,
+    output=OutputOptions,
+    options=LaunchOptions,
+)
+def launch(
+    model: ModelOptions,
+    cluster: ClusterOptions,
+    batch: BatchOptions,
+    parallel: ParallelOptions,
+    training: TrainingOptions,
+    data: DataOptions,
+    output: OutputOptions,
+    options: LaunchOptions,
+) -> None:
+    """Plan for this machine and train the winner on all its GPUs, or on its CPU."""
+    training.check()
+    output.check()
+    plan = _plan(model, cluster, batch, parallel) if options.plan is None else _planned(options.plan, cluster)
+    ranks = plan.layout.world_size
+    check_job(plan.model, plan.layout, ranks)
+    log_dir = Path(output.log_dir or f"runs/{datetime.now():%Y%m%d-%H%M%S}-{Path(plan.model.name).name}")
+    if options.dry_run:
+        where = options.plan or str(log_dir / "plan.json")
+        print(
+            shell_line(torchrun_command(ranks, _arguments(where, log_dir, training, data, output, options)))
+        )
+        return
+    check_folder(log_dir, "--log-dir")
+    for name, folder in (("--save", output.save), ("--tensorboard-dir", output.tensorboard_dir)):
+        if folder is not None:
+            check_folder(folder, name)
+    plan_file = log_dir / "plan.json"
+    plan.save(plan_file)
+    _prepare_data(plan, training, data, output)
+    command = torchrun_command(ranks, _arguments(str(plan_file), log_dir, training, data, output, options))
+    print(f"{plan.model.name} on {ranks} x {plan.cluster.device.name}: {plan.layout.describe()}")
+    print(f"plan, metrics and output are in {log_dir}", flush=True)
+    with _Display(training.train_iters) as display:
+        outcome = run_job(command, ranks, log_dir, display.line, display.metrics)
+    if outcome.exit_code:
+        print(f"planner launch: error: {outcome.message}", file=sys.stderr)
+        raise typer.Exit(outcome.exit_code)
+    figures = measured(log_dir)
+    if figures is not None:
+        _print_comparison(plan, figures)
+
+
+def _plan(
+    model: ModelOptions, cluster: ClusterOptions, batch: BatchOptions, parallel: ParallelOptions
+) -> Plan:
+    """The best plan for the devices of this machine."""
+    spec = model.spec()
+    for note in model.notes():
+        print(f"assumed: {note}", file=sys.stderr)
+    from runtime.devices import detect_device, local_device_count
+
+    gpus = 0 if cluster.device == "cpu" else local_device_count()
+    if cluster.device not in (None, "cpu") and not gpus:
+        raise InputError(f"--device {cluster.device}: this machine has no GPUs; leave it out or give cpu")
+    ranks = cluster.world_size or gpus or min(MOST_CPU_RANKS, os.cpu_count() or 1)
+    if gpus and ranks > gpus:
+        raise InputError(
+            f"--world-size {ranks}: this machine has {gpus} GPUs; give at most that, or start torchrun on "
+            "every node with -m runtime.pretrain"
+        )
+    return suggest(
+        spec,
+        world_size=ranks,
+        local_world_size=ranks,
+        device=cluster.device or detect_device(ranks),
+        global_batch_size=batch.global_batch_size,
+        max_global_batch_size=batch.max_global_batch_size,
+        engine=parallel.engine,
+        pin=parallel.pins(spec),
+    )
+
+
+def _planned(path: str, cluster: ClusterOptions) -> Plan:
+    plan = Plan.load(path)
+    if cluster.world_size not in (None, plan.layout.world_size):
+        raise InputError(
+            f"--world-size {cluster.world_size}: the plan {path} is for world size {plan.layout.world_size}; "
+            "leave it out or plan again"
+        )
+    if plan.cluster.device.kind == "cpu":
+        return plan
+    from runtime.devices import local_device_count
+
+    if plan.layout.world_size > local_device_count():
+        raise InputError(
+            f"the plan {path} is for {plan.layout.world_size} x {plan.cluster.device.name}, but this machine has "
+            f"{local_device_count()} GPUs; plan for this machine, or start torchrun on every node"
+        )
+    return plan
+
+
+def _arguments(
+    plan_file: str,
+    log_dir: Path,
+    training: TrainingOptions,
+    data: DataOptions,
+    output: OutputOptions,
+    options: LaunchOptions,
+) -> list[str]:
+    """Flags of `runtime.pretrain`."""
+    logged = dataclasses.replace(output, log_dir=str(log_dir))
+    words = ["--plan", plan_file, *arguments(training), *arguments(data), *arguments(logged)]
+    if options.distributed_timeout_minutes != LaunchOptions().distributed_timeout_minutes:
+        words += ["--distributed-timeout-minutes", str(options.distributed_timeout_minutes)]
+    return words
+
+
+def _prepare_data(plan: Plan, training: TrainingOptions, data: DataOptions, output: OutputOptions) -> None:
+    """Open the data once before ranks start: it is checked, and the default corpus prepared."""
+    batch = plan.layout.global_batch_size
+    open_datasets(data, plan.model, training.seed, training.train_iters * batch, output.eval_iters * batch)
+
+
+def _print_comparison(plan: Plan, figures: Measured) -> None:
+    estimate = plan.estimate
+    rows = [
+        _compared("step time (s)", estimate.step_time_s, figures.step_time_s),
+        _compared("peak memory (GiB)", estimate.peak_memory_bytes / GIB, figures.peak_memory_bytes / GIB),
+    ]
+    console().print(table(["", "predicted", "measured", "predicted / measured"], rows, left=("",)))
+
+
+def _compared(name: str, predicted: float, seen: float) -> list[str]:
+    return [name, f"{predicted:.4g}", f"{seen:.4g}", f"{predicted / seen:.2f}"]
+
+
+class _Display:
+    """A progress bar under the lines of the job; on a pipe the lines alone."""
+
+    def __init__(self, train_iters: int) -> None:
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+        self.progress = Progress(
+            TextColumn("training"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeRemainingColumn(),
+            TextColumn("{task.description}"),
+            console=console(),
+            transient=True,
+            disable=not console().is_terminal,
+        )
+        self.task = self.progress.add_task("", total=train_iters)
+
+    def __enter__(self) -> _Display:
+        self.progress.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.progress.stop()
+
+    def line(self, text: str) -> None:
+        """Show a line of the job."""
+        if self.progress.disable:
+            print(text, flush=True)
+        else:
+            self.progress.console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    def metrics(self, record: dict[str, Any]) -> None:
+        """Move the bar to a logged step."""
+        if "step_time_s" in record:
+            text = f"loss {record['loss']:.3f}, {record['tokens_per_s']:,.0f} tokens/s"
+            self.progress.update(self.task, completed=record["iteration"], description=text)

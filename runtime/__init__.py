@@ -1,0 +1,1 @@
+"""Training of a `Plan` on PyTorch's distributed stack."""

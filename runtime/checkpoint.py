@@ -1,0 +1,109 @@
+"""Checkpoints: `FOLDER/iter_0000100`, written whole or not at all, through torch.distributed.checkpoint.
+
+Tensors are stored under their names in the whole model, so that any layout can read what another wrote.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.checkpoint.state_dict_loader import load as load_tensors
+from torch.distributed.checkpoint.state_dict_saver import save as save_tensors
+
+from costmodels import ModelSpec
+from costmodels.errors import InputError
+from runtime.trainer import Trainer
+
+TRACKER = "latest_checkpointed_iteration.txt"
+"""File that names the newest complete checkpoint (Megatron-LM's name)."""
+
+RUN_FILE = "run.json"
+"""What the checkpoint is of: model, iteration, seed and data."""
+
+
+def iteration_folder(folder: str | Path, iteration: int) -> Path:
+    """Where the checkpoint of an iteration lies (Megatron-LM's name)."""
+    return Path(folder) / f"iter_{iteration:07d}"
+
+
+def latest_iteration(folder: str | Path) -> int | None:
+    """Iteration of the newest complete checkpoint; None when there is none."""
+    tracker = Path(folder) / TRACKER
+    if not tracker.exists():
+        return None
+    text = tracker.read_text().strip()
+    if not text.isdigit():
+        raise InputError(f"{tracker}: {text!r} is not an iteration number; write the one to load")
+    if not (iteration_folder(folder, int(text)) / RUN_FILE).exists():
+        raise InputError(
+            f"{tracker} names iteration {text}, but {iteration_folder(folder, int(text))} "
+            "holds no complete checkpoint; write the number of one that does"
+        )
+    return int(text)
+
+
+def save(folder: str | Path, trainer: Trainer, spec: ModelSpec, run: dict[str, Any]) -> Path:
+    """Write the state of `trainer`; every rank calls it. Returns the checkpoint's folder."""
+    target = iteration_folder(folder, trainer.iteration)
+    partial = target.with_name(target.name + ".partial")
+    if dist.get_rank() == 0 and partial.exists():
+        shutil.rmtree(partial)
+    dist.barrier()
+    save_tensors(_state(trainer, spec, saving=True), checkpoint_id=partial)
+    if dist.get_rank() == 0:
+        contents = {"iteration": trainer.iteration, "model": spec.model_dump(mode="json"), **run}
+        (partial / RUN_FILE).write_text(json.dumps(contents, indent=1))
+        if target.exists():
+            shutil.rmtree(target)
+        partial.rename(target)
+        tracker = target.with_name(TRACKER)
+        fresh = tracker.with_name(TRACKER + ".partial")
+        fresh.write_text(str(trainer.iteration))
+        os.replace(fresh, tracker)
+    dist.barrier()
+    return target
+
+
+def load(folder: str | Path, trainer: Trainer, spec: ModelSpec, iteration: int) -> dict[str, Any]:
+    """Read a checkpoint into `trainer`; every rank calls it. Returns what `save` was given as `run`.
+
+    Raises:
+        InputError: the checkpoint is of another model.
+    """
+    source = iteration_folder(folder, iteration)
+    run: dict[str, Any] = json.loads((source / RUN_FILE).read_text())
+    stored = ModelSpec.model_validate(run.pop("model"))
+    different = [
+        f"{name} {getattr(stored, name)}"
+        for name in ModelSpec.model_fields
+        if name not in ("name", "source", "published_parameters")
+        and getattr(stored, name) != getattr(spec, name)
+    ]
+    if different:
+        raise InputError(
+            f"checkpoint {source} is of another model ({', '.join(different)}); give the same model"
+        )
+    trainer.iteration = run.pop("iteration")
+    load_tensors(_state(trainer, spec, saving=False), checkpoint_id=source)
+    return run
+
+
+def _state(trainer: Trainer, spec: ModelSpec, saving: bool) -> dict[str, Tensor]:
+    """Tensors by stored name. A tied head is the embedding: stored once, read by both stages."""
+    tensors: dict[str, Tensor] = {o.name: o.parameter.detach() for o in trainer.optimizer.owned}
+    tensors |= trainer.optimizer.moments(trainer.iteration)
+    if not spec.tied:
+        return tensors
+    head = {name for name in tensors if name.startswith("head.weight")}
+    if saving:
+        return {name: tensor for name, tensor in tensors.items() if name not in head}
+    return {
+        name.replace("head.weight", "embedding.tokens.weight") if name in head else name: tensor
+        for name, tensor in tensors.items()
+    }

@@ -1,0 +1,67 @@
+"""What this machine trains on, in the words of the catalogue."""
+
+from __future__ import annotations
+
+import torch
+
+from costmodels import Device
+from costmodels.catalogue import load_device
+from costmodels.errors import InputError
+from runtime.ranks import Ranks
+
+CATALOGUE_NAMES = (
+    ("GB200", "gb200"),
+    ("B200", "b200"),
+    ("H200", "h200"),
+    ("H20", "h20"),
+    ("H800", "h800"),
+    ("H100 PCIe", "h100-pcie"),
+    ("H100", "h100"),
+    ("A800", "a800-80g"),
+    ("A100-PCIE-40GB", "a100-pcie-40g"),
+    ("A100 80GB PCIe", "a100-pcie-80g"),
+    ("A100-SXM4-40GB", "a100-40g"),
+    ("A100", "a100-80g"),
+    ("L40S", "l40s"),
+    ("V100-SXM2-16GB", "v100-16g"),
+    ("V100-PCIE-16GB", "v100-16g"),
+    ("V100", "v100-32g"),
+    ("MI300X", "mi300x"),
+    ("MI250X", "mi250x"),
+)
+"""Part of the name that the driver reports, and the catalogue's name; the first match counts."""
+
+
+def local_device_count() -> int:
+    """GPUs of this machine."""
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
+def torch_device(on_cpu: bool, ranks: Ranks) -> torch.device:
+    """Where a rank computes."""
+    if on_cpu:
+        return torch.device("cpu")
+    if ranks.local_world_size > local_device_count():
+        raise InputError(
+            f"{ranks.local_world_size} ranks on a machine of {local_device_count()} GPUs; "
+            f"start at most {local_device_count()} or give --device cpu"
+        )
+    return torch.device("cuda", ranks.local_rank)
+
+
+def detect_device(ranks: int) -> Device:
+    """The catalogue entry of this machine's GPUs, with the memory that they really have; else its CPU.
+
+    Args:
+        ranks: CPU ranks that share the machine when there is no GPU.
+    """
+    if not local_device_count():
+        return load_device("cpu", ranks=ranks)
+    properties = torch.cuda.get_device_properties(0)
+    for part, name in CATALOGUE_NAMES:
+        if part.lower() in properties.name.lower():
+            return load_device(name).model_copy(update={"memory_bytes": float(properties.total_memory)})
+    raise InputError(
+        f"this machine's {properties.name} is not in the catalogue; give --device NAME (see `planner devices`), "
+        "--device FILE.yaml or --device cpu"
+    )

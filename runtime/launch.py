@@ -1,0 +1,192 @@
+"""Run torchrun on this machine and watch it: one process tree, started and ended together."""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import re
+import shlex
+import signal
+import statistics
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+from runtime.metrics_file import read_metrics
+
+ERROR_FILE_VARIABLE = "PLANNER_ERROR_FILE"
+"""Environment variable with the file in which a job states the input that it refuses."""
+
+STOP_TIMEOUT_S = 40.0
+"""How long torchrun may take to end its ranks: it gives them 30 s before it kills them."""
+
+# torchrun reports a dead rank in its own log format, then with a traceback of itself.
+_AGENT_LINE = re.compile(r"^[EWF]\d{4} \d\d:\d\d:\d\d\.\d+ .*torch/distributed/")
+
+
+def torchrun_command(ranks: int, arguments: Sequence[str]) -> list[str]:
+    """The command that starts `ranks` ranks of `runtime.pretrain` on this machine."""
+    return [
+        *(sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"),
+        *("-m", "runtime.pretrain", *arguments),
+    ]
+
+
+def shell_line(command: Sequence[str]) -> str:
+    """A command as one would type it."""
+    return shlex.join(command)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a job ended."""
+
+    exit_code: int
+    message: str
+    """Why it failed, in one line; empty after success."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What a job's metrics say of it."""
+
+    step_time_s: float
+    """Median over the logged steps, the first record left out: it holds the warm-up."""
+    peak_memory_bytes: int
+    """The largest of all ranks."""
+
+
+def measured(log_dir: str | Path) -> Measured | None:
+    """Figures of a finished job; None when it logged no step."""
+    steps = [record for record in read_metrics(log_dir) if "step_time_s" in record]
+    if not steps:
+        return None
+    settled = steps[1:] or steps
+    return Measured(
+        statistics.median(record["step_time_s"] for record in settled),
+        max(record["peak_memory_bytes"] for record in steps),
+    )
+
+
+def run_job(
+    command: Sequence[str],
+    ranks: int,
+    log_dir: Path,
+    on_line: Callable[[str], None],
+    on_metrics: Callable[[dict[str, Any]], None],
+) -> Outcome:
+    """Run `command` to its end; `KeyboardInterrupt` ends it with all its ranks and is raised again.
+
+    Args:
+        on_line: called with each line that the ranks print.
+        on_metrics: called with each new record of metrics.jsonl.
+    """
+    error_file = log_dir / "error.json"
+    error_file.unlink(missing_ok=True)
+    environment = {**os.environ, ERROR_FILE_VARIABLE: str(error_file), "PYTHONUNBUFFERED": "1"}
+    environment.setdefault("OMP_NUM_THREADS", str(max(1, len(_usable_cores()) // ranks)))
+    process = subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        errors="replace",
+        env=environment,
+        start_new_session=True,
+    )
+    previous = signal.signal(signal.SIGTERM, _interrupt)
+    try:
+        agent_lines = _follow(process, log_dir, error_file, on_line, on_metrics)
+        code = process.wait()
+    except BaseException:
+        _stop(process)
+        raise
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+    if code == 0:
+        return Outcome(0, "")
+    if error_file.exists():
+        report = json.loads(error_file.read_text())
+        return Outcome(report["exit_code"], report["message"])
+    return Outcome(1, f"{_cause(agent_lines, code)}; all ranks were stopped, logs are in {log_dir}")
+
+
+def _follow(
+    process: subprocess.Popen[str],
+    log_dir: Path,
+    error_file: Path,
+    on_line: Callable[[str], None],
+    on_metrics: Callable[[dict[str, Any]], None],
+) -> list[str]:
+    """Pass on output and metrics until both streams end; returns what torchrun said of itself."""
+    lines: queue.Queue[tuple[str, str | None]] = queue.Queue()
+    streams = {"out": process.stdout, "err": process.stderr}
+    for name, stream in streams.items():
+        assert stream is not None
+        threading.Thread(target=_read, args=(name, stream, lines), daemon=True).start()
+    agent_lines: list[str] = []
+    seen = 0
+    open_streams = len(streams)
+    with (log_dir / "output.log").open("a") as log:
+        while open_streams:
+            try:
+                name, line = lines.get(timeout=0.5)
+            except queue.Empty:
+                continue
+            if line is None:
+                open_streams -= 1
+                continue
+            log.write(line)
+            log.flush()
+            if name == "err" and (agent_lines or _AGENT_LINE.match(line)):
+                agent_lines.append(line)
+            elif name == "out" or not error_file.exists():
+                on_line(line.rstrip("\n"))
+            records = read_metrics(log_dir)
+            for record in records[seen:]:
+                on_metrics(record)
+            seen = len(records)
+    return agent_lines
+
+
+def _read(name: str, stream: IO[str], lines: queue.Queue[tuple[str, str | None]]) -> None:
+    for line in stream:
+        lines.put((name, line))
+    lines.put((name, None))
+
+
+def _interrupt(*_: object) -> None:
+    raise KeyboardInterrupt
+
+
+def _stop(process: subprocess.Popen[str]) -> None:
+    """End torchrun, which ends its ranks; kill it if it does not."""
+    if process.poll() is None:
+        process.send_signal(signal.SIGTERM)
+        try:
+            process.wait(STOP_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
+def _cause(agent_lines: Sequence[str], code: int) -> str:
+    text = "".join(agent_lines)
+    rank = re.search(r"local_rank: (\d+)", text)
+    exit_code = re.search(r"exitcode: (-?\d+)", text)
+    if rank is None or exit_code is None:
+        return f"training failed with exit code {code}"
+    number = int(exit_code[1])
+    how = f"was killed by {signal.Signals(-number).name}" if number < 0 else f"exited with code {number}"
+    return f"rank {rank[1]} {how}"
+
+
+def _usable_cores() -> set[int]:
+    if hasattr(os, "sched_getaffinity"):
+        return os.sched_getaffinity(0)
+    return set(range(os.cpu_count() or 1))

@@ -1,0 +1,79 @@
+"""Cross entropy over a vocabulary that may be split over ranks and padded."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+class _VocabParallelCrossEntropy(torch.autograd.Function):
+    """Sum of token losses from local logits (Megatron-LM, arXiv:1909.08053, section 3).
+
+    Full logits never exist: ranks exchange one maximum, one sum and one target logit for each token.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        logits: Tensor,
+        targets: Tensor,
+        start: int,
+        vocab: int,
+        group: dist.ProcessGroup | None,
+    ) -> Tensor:
+        real = max(0, min(vocab - start, logits.shape[-1]))
+        if real:
+            highest = logits[..., :real].amax(dim=-1).float()
+        else:
+            highest = logits.new_full(targets.shape, -torch.inf, dtype=torch.float32)
+        if group is not None:
+            dist.all_reduce(highest, dist.ReduceOp.MAX, group)
+        exponents = logits[..., :real] - highest.unsqueeze(-1)
+        local_targets = targets - start
+        foreign = (local_targets < 0) | (local_targets >= real)
+        local_targets = local_targets.masked_fill(foreign, 0)
+        if real:
+            target_scores = exponents.gather(-1, local_targets.unsqueeze(-1)).squeeze(-1)
+        else:
+            target_scores = torch.zeros_like(highest)
+        target_scores = target_scores.masked_fill(foreign, 0.0)
+        exponents = exponents.exp_()
+        sums = torch.stack((exponents.sum(dim=-1), target_scores))
+        if group is not None:
+            dist.all_reduce(sums, group=group)
+        ctx.save_for_backward(exponents.div_(sums[0].unsqueeze(-1)), local_targets, foreign)
+        ctx.shape, ctx.dtype = logits.shape, logits.dtype
+        return (sums[0].log() - sums[1]).sum()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        softmax, targets, foreign = ctx.saved_tensors
+        real = softmax.shape[-1]
+        if real:
+            softmax.scatter_add_(-1, targets.unsqueeze(-1), -(~foreign).unsqueeze(-1).to(softmax.dtype))
+            softmax.mul_(grad)
+        if real == ctx.shape[-1]:
+            gradient = softmax.to(ctx.dtype)
+        else:
+            gradient = torch.zeros(ctx.shape, dtype=ctx.dtype, device=softmax.device)
+            gradient[..., :real] = softmax
+        return gradient, None, None, None, None
+
+
+def cross_entropy_sum(
+    logits: Tensor, targets: Tensor, vocab: int, start: int = 0, group: dist.ProcessGroup | None = None
+) -> Tensor:
+    """Sum of the cross entropies of all tokens, in nats.
+
+    Args:
+        logits: [B, S, V / tp], this rank's slice of the padded vocabulary.
+        targets: [B, S], token ids below `vocab`.
+        vocab: entries of the tokenizer; logits beyond them take no part.
+        start: first vocabulary entry of this rank's slice.
+        group: ranks that hold the other slices, None when the slice is the whole vocabulary.
+    """
+    result: Tensor = _VocabParallelCrossEntropy.apply(logits, targets, start, vocab, group)  # type: ignore[no-untyped-call]
+    return result

@@ -1,0 +1,116 @@
+"""What a run reports: Megatron-LM's log line, metrics.jsonl and TensorBoard."""
+
+from __future__ import annotations
+
+import json
+import math
+import resource
+import sys
+from collections.abc import Mapping
+from datetime import datetime
+from typing import Any
+
+import torch
+
+from costmodels import Cluster, Layout, ModelSpec
+from runtime.metrics_file import keep_until
+
+
+def peak_memory_bytes(device: torch.device) -> int:
+    """Most memory this rank has held: allocated tensors on a GPU, the process on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    scale = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * scale
+
+
+def throughput(
+    spec: ModelSpec, layout: Layout, cluster: Cluster, step_time_s: float
+) -> dict[str, float | None]:
+    """Tokens per second of the job, model TFLOP/s and MFU of one device."""
+    flops = spec.flops_per_sequence() * layout.global_batch_size / layout.world_size / step_time_s
+    peak = cluster.device.peak_flops.get(layout.precision)
+    return {
+        "tokens_per_s": layout.global_batch_size * spec.seq / step_time_s,
+        "tflops_per_device": flops / 1e12,
+        "mfu": flops / peak if peak else None,
+    }
+
+
+def log_line(metrics: Mapping[str, Any], train_iters: int, global_batch_size: int, now: datetime) -> str:
+    """One line in the format that tools for Megatron-LM's logs parse."""
+    iteration = metrics["iteration"]
+    return (
+        f" [{now:%Y-%m-%d %H:%M:%S.%f}] iteration {iteration:8d}/{train_iters:8d} |"
+        f" consumed samples: {iteration * global_batch_size:12d} |"
+        f" elapsed time per iteration (ms): {metrics['step_time_s'] * 1e3:.1f} |"
+        f" throughput per GPU (TFLOP/s/GPU): {metrics['tflops_per_device']:.1f} |"
+        f" learning rate: {metrics['learning_rate']:.6E} |"
+        f" global batch size: {global_batch_size:5d} |"
+        f" lm loss: {metrics['loss']:.6E} |"
+        f" loss scale: 1.0 |"
+        f" grad norm: {metrics['grad_norm']:.3f} |"
+        f" number of skipped iterations: {0:3d} |"
+        f" number of nan iterations: {metrics['nan_iterations']:3d} |"
+    )
+
+
+def validation_line(iteration: int, loss: float) -> str:
+    """Megatron-LM's line of an evaluation."""
+    perplexity = math.exp(min(20.0, loss))
+    return (
+        f" validation loss at iteration {iteration} | lm loss value: {loss:.6E} |"
+        f" lm loss PPL: {perplexity:.6E} |"
+    )
+
+
+class Recorder:
+    """Writes metrics.jsonl and TensorBoard events; one rank of a job has one."""
+
+    def __init__(self, log_dir: str | None, tensorboard_dir: str | None, resumed_at: int) -> None:
+        self.file = None
+        if log_dir is not None:
+            self.file = keep_until(log_dir, resumed_at).open("a")
+        self.board = None
+        if tensorboard_dir is not None:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self.board = SummaryWriter(tensorboard_dir, purge_step=resumed_at + 1)
+
+    def step(self, metrics: Mapping[str, Any], global_batch_size: int) -> None:
+        """Record one logged training step."""
+        self._write({name: value for name, value in metrics.items() if name != "nan_iterations"})
+        tags = {
+            "lm loss": metrics["loss"],
+            "learning-rate": metrics["learning_rate"],
+            "grad-norm": metrics["grad_norm"],
+            "batch-size": global_batch_size,
+            "iteration-time": metrics["step_time_s"],
+            "throughput": metrics["tflops_per_device"],
+            "mem-max-allocated-bytes": metrics["peak_memory_bytes"],
+        }
+        self._board(tags, metrics["iteration"], global_batch_size)
+
+    def validation(self, iteration: int, loss: float, global_batch_size: int) -> None:
+        """Record one evaluation."""
+        self._write({"iteration": iteration, "validation_loss": loss})
+        self._board({"lm loss validation": loss}, iteration, global_batch_size)
+
+    def close(self) -> None:
+        """Flush and close the files."""
+        if self.file is not None:
+            self.file.close()
+        if self.board is not None:
+            self.board.close()
+
+    def _write(self, record: Mapping[str, Any]) -> None:
+        if self.file is not None:
+            self.file.write(json.dumps(record) + "\n")
+            self.file.flush()
+
+    def _board(self, tags: Mapping[str, float], iteration: int, global_batch_size: int) -> None:
+        if self.board is None:
+            return
+        for tag, value in tags.items():
+            self.board.add_scalar(tag, value, iteration)
+            self.board.add_scalar(f"{tag} vs samples", value, iteration * global_batch_size)

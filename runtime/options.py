@@ -1,0 +1,111 @@
+"""Flags of training, with Megatron-LM's spelling; `planner launch` and `runtime.pretrain` share them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from costmodels.errors import InputError
+from planner.flags import flag
+from runtime.learning_rate import DECAY_STYLES, LearningRate
+
+
+@dataclass(frozen=True)
+class TrainingOptions:
+    """Optimizer, schedule and length of a run."""
+
+    train_iters: int = flag(100, "Optimizer steps to run.")
+    lr: float = flag(6.0e-4, "Peak learning rate.")
+    min_lr: float = flag(0.0, "Learning rate after decay.")
+    lr_decay_style: str = flag("cosine", f"Decay of the learning rate: {', '.join(DECAY_STYLES)}.")
+    lr_decay_iters: int | None = flag(None, "Iterations of the decay; all of the run when not given.")
+    lr_warmup_iters: int | None = flag(None, "Iterations of linear warm-up.")
+    lr_warmup_fraction: float | None = flag(None, "Warm-up as a share of the decay iterations.")
+    weight_decay: float = flag(0.01, "Weight decay of matrices; biases and norms have none.")
+    adam_beta1: float = flag(0.9, "Decay of the first moment.")
+    adam_beta2: float = flag(0.999, "Decay of the second moment.")
+    adam_eps: float = flag(1e-8, "Term added to the denominator of Adam.")
+    clip_grad: float = flag(1.0, "Largest global gradient norm; 0 turns clipping off.")
+    seed: int = flag(1234, "Seed of initial weights and data order.")
+    init_method_std: float = flag(0.02, "Standard deviation of initial weights.")
+    attention_dropout: float = flag(0.0, "Only 0: a layout must not change the loss.")
+    hidden_dropout: float = flag(0.0, "Only 0: a layout must not change the loss.")
+
+    def check(self) -> None:
+        """Raise `InputError` for values that cannot be trained with."""
+        if self.train_iters < 1:
+            raise InputError(f"--train-iters {self.train_iters}: must be at least 1")
+        if self.lr_decay_style not in DECAY_STYLES:
+            raise InputError(
+                f"--lr-decay-style {self.lr_decay_style}: choose one of {', '.join(DECAY_STYLES)}"
+            )
+        if self.lr <= 0 or not 0 <= self.min_lr <= self.lr:
+            raise InputError(f"--lr {self.lr} --min-lr {self.min_lr}: need 0 <= min-lr <= lr and lr > 0")
+        if self.attention_dropout or self.hidden_dropout:
+            raise InputError(
+                "--attention-dropout and --hidden-dropout must be 0: the loss must not depend on the layout"
+            )
+        if self.lr_warmup_iters is not None and self.lr_warmup_fraction is not None:
+            raise InputError("--lr-warmup-iters and --lr-warmup-fraction exclude each other; give one")
+        if self.clip_grad < 0:
+            raise InputError(f"--clip-grad {self.clip_grad}: must be 0 (off) or positive")
+        for name, value in (("beta1", self.adam_beta1), ("beta2", self.adam_beta2)):
+            if not 0 <= value < 1:
+                raise InputError(f"--adam-{name} {value}: must be at least 0 and below 1")
+        schedule = self.learning_rate()
+        if not 0 <= schedule.warmup_iters < schedule.decay_iters:
+            raise InputError(
+                f"warm-up of {schedule.warmup_iters} iterations does not fit into {schedule.decay_iters} "
+                "decay iterations; lower --lr-warmup-iters or raise --lr-decay-iters"
+            )
+
+    def learning_rate(self) -> LearningRate:
+        """The schedule that the flags describe."""
+        decay = self.train_iters if self.lr_decay_iters is None else self.lr_decay_iters
+        warmup = self.lr_warmup_iters or 0
+        if self.lr_warmup_fraction is not None:
+            warmup = int(self.lr_warmup_fraction * decay)
+        return LearningRate(self.lr, self.min_lr, self.lr_decay_style, warmup, decay)
+
+
+@dataclass(frozen=True)
+class DataOptions:
+    """Where the text comes from."""
+
+    data_path: list[str] = flag(
+        [],
+        "Prefix of a .bin/.idx pair (repeatable as `weight prefix`); the standard library of Python "
+        "when not given.",
+    )
+    split: str = flag("969,30,1", "Shares of training, validation and test.")
+    tokenizer_type: str | None = flag(
+        None, "GPT2BPETokenizer, HuggingFaceTokenizer or ByteTokenizer; used for the default corpus."
+    )
+    vocab_file: str | None = flag(None, "GPT-2's vocab.json.")
+    merge_file: str | None = flag(None, "GPT-2's merges.txt.")
+    tokenizer_model: str | None = flag(None, "tokenizer.json of a Hugging Face tokenizer.")
+
+
+@dataclass(frozen=True)
+class OutputOptions:
+    """What a run writes, and when."""
+
+    log_interval: int = flag(10, "Iterations between log lines.")
+    eval_interval: int = flag(100, "Iterations between evaluations on the validation split.")
+    eval_iters: int = flag(10, "Global batches of one evaluation; 0 turns evaluation off.")
+    save: str | None = flag(None, "Folder to save checkpoints in.", metavar="FOLDER")
+    load: str | None = flag(None, "Folder to resume from, if it holds a checkpoint.", metavar="FOLDER")
+    save_interval: int | None = flag(None, "Iterations between checkpoints; the end of the run always.")
+    exit_interval: int | None = flag(None, "Stop after the first iteration that this divides.")
+    log_dir: str | None = flag(None, "Folder for metrics.jsonl and the plan.", metavar="FOLDER")
+    tensorboard_dir: str | None = flag(None, "Folder for TensorBoard event files.", metavar="FOLDER")
+
+    def check(self) -> None:
+        """Raise `InputError` for intervals that make no sense."""
+        for name in ("log_interval", "eval_interval", "save_interval", "exit_interval"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise InputError(f"--{name.replace('_', '-')} {value}: must be at least 1")
+        if self.eval_iters < 0:
+            raise InputError(f"--eval-iters {self.eval_iters}: must be 0 (off) or positive")
+        if self.save_interval is not None and self.save is None:
+            raise InputError("--save-interval needs --save FOLDER")

@@ -1,0 +1,92 @@
+"""Starting and agreeing: what the ranks of a job do together before and beside training."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from costmodels.errors import InputError
+
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """This process's place in the job, as torchrun's environment states it."""
+
+    rank: int
+    local_rank: int
+    world_size: int
+    local_world_size: int
+
+    @classmethod
+    def from_environment(cls) -> Ranks:
+        """Read `RANK`, `LOCAL_RANK`, `WORLD_SIZE` and `LOCAL_WORLD_SIZE`; a lone process without them."""
+        names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+        values = []
+        for name, default in zip(names, ("0", "0", "1", ""), strict=True):
+            text = os.environ.get(name, default) or os.environ.get("WORLD_SIZE", "1")
+            if not text.isdigit():
+                raise InputError(f"{name}={text}: must be a whole number, as torchrun sets it")
+            values.append(int(text))
+        return cls(*values)
+
+
+def start(ranks: Ranks, device: torch.device, timeout_minutes: float) -> None:
+    """Initialise the default process group: NCCL on GPUs, gloo on CPUs."""
+    timeout = timedelta(minutes=timeout_minutes)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    if "MASTER_ADDR" in os.environ:
+        dist.init_process_group(backend, timeout=timeout)
+        return
+    if ranks.world_size != 1:
+        raise InputError(f"WORLD_SIZE={ranks.world_size} without MASTER_ADDR: start the ranks with torchrun")
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+
+
+def together(work: Callable[[], Result]) -> Result:
+    """Call `work` on every rank; if it refuses input on one, all raise that rank's `InputError`."""
+    result, error = _attempt(work)
+    errors: list[InputError | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(errors, error)
+    for found in errors:
+        if found is not None:
+            raise found
+    return result  # type: ignore[return-value]
+
+
+def on_first_rank(work: Callable[[], Result]) -> Result:
+    """Call `work` on rank 0 and give its result, or its `InputError`, to all ranks."""
+    answer: list[Any] = [_attempt(work) if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(answer)
+    result, error = answer[0]
+    if error is not None:
+        raise error
+    return result  # type: ignore[no-any-return]
+
+
+def in_turns(ranks: Ranks, work: Callable[[], Result]) -> Result:
+    """Call `work` on rank 0, then on the first rank of each node, then on the others.
+
+    What one leaves in a cache, on a shared file system or on its node, the next ones find.
+    """
+    turn = 0 if ranks.rank == 0 else 1 if ranks.local_rank == 0 else 2
+    results = []
+    for now in range(3):
+        results.append(together(lambda mine=turn == now: work() if mine else None))  # type: ignore[misc]
+    return results[turn]  # type: ignore[return-value]
+
+
+def _attempt(work: Callable[[], Result]) -> tuple[Result | None, InputError | None]:
+    try:
+        return work(), None
+    except InputError as error:
+        return None, error

@@ -1,0 +1,91 @@
+"""One training step of a layout: batch, gradients, clipping, update."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from costmodels import Layout, ModelSpec
+from runtime.executor import build_executor
+from runtime.grid import build_grid
+from runtime.optimizer import ShardedAdamW, clip_factor
+from runtime.options import TrainingOptions
+
+
+class StepResult(NamedTuple):
+    """What one step reports; scalars stay on the device until they are read."""
+
+    loss: Tensor
+    """Mean token loss of the global batch before the update, in nats."""
+    grad_norm: Tensor
+    """L2 norm of the whole gradient before clipping."""
+    learning_rate: float
+
+
+def batch_rows(layout: Layout, dp_rank: int) -> npt.NDArray[np.int64]:
+    """Rows of the global batch that a data-parallel rank trains, micro batch after micro batch.
+
+    Each micro step consumes `micro_batch_size` consecutive rows of every rank (Megatron-LM's order).
+    """
+    rows = np.arange(layout.global_batch_size).reshape(-1, layout.data_parallel, layout.micro_batch_size)
+    return rows[:, dp_rank].reshape(-1)
+
+
+class Trainer:
+    """The model, its gradients and its optimizer, split as `layout` says.
+
+    Needs an initialised process group of `layout.world_size` ranks.
+    """
+
+    def __init__(
+        self, spec: ModelSpec, layout: Layout, options: TrainingOptions, device: torch.device
+    ) -> None:
+        self.layout = layout
+        self.grid = build_grid(layout, device)
+        self.executor = build_executor(spec, layout, self.grid, options.seed, options.init_method_std)
+        self.optimizer = ShardedAdamW(
+            self.executor.stages,
+            self.grid,
+            (options.adam_beta1, options.adam_beta2),
+            options.adam_eps,
+            options.weight_decay,
+        )
+        self.learning_rate = options.learning_rate()
+        self.clip_grad = options.clip_grad
+        self.rows = batch_rows(layout, self.grid.dp_rank)
+        self.iteration = 0
+
+    def train_step(self, samples: npt.NDArray[np.int64]) -> StepResult:
+        """Train on this rank's rows of a global batch, [len(self.rows), S + 1] token ids."""
+        loss = self.executor.train(*self._inputs(samples))
+        self.optimizer.collect_gradients()
+        totals = torch.stack((self._once(loss), self.optimizer.squared_norm()))
+        if dist.get_world_size() > 1:
+            dist.all_reduce(totals)
+        norm = totals[1].sqrt()
+        if self.clip_grad:
+            self.optimizer.scale(clip_factor(norm, self.clip_grad))
+        self.iteration += 1
+        rate = self.learning_rate.at(self.iteration)
+        self.optimizer.step(rate)
+        return StepResult(totals[0], norm, rate)
+
+    def evaluate(self, samples: npt.NDArray[np.int64]) -> float:
+        """Mean token loss of a global batch, given this rank's rows of it."""
+        total = self._once(self.executor.evaluate(*self._inputs(samples)))
+        if dist.get_world_size() > 1:
+            dist.all_reduce(total)
+        return float(total)
+
+    def _inputs(self, samples: npt.NDArray[np.int64]) -> tuple[Tensor, Tensor]:
+        batch = torch.from_numpy(samples).to(self.grid.device, non_blocking=True)
+        return batch[:, :-1].contiguous(), batch[:, 1:].contiguous()
+
+    def _once(self, loss: Tensor) -> Tensor:
+        """The loss on one of the tensor-parallel ranks, which all hold the same; zero on the others."""
+        return loss.double() if self.grid.tp_rank == 0 else torch.zeros_like(loss, dtype=torch.float64)
