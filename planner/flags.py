@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import os
 import reprlib
 import sys
 import typing
@@ -33,6 +34,26 @@ def flag_names(field: dataclasses.Field[Any]) -> tuple[str, ...]:
     return tuple(field.metadata.get("names", ())) or ("--" + field.name.replace("_", "-"),)
 
 
+def _number(kind: type[int] | type[float], what: str) -> Callable[[str], int | float]:
+    def number(text: str) -> int | float:
+        try:
+            return kind(text)
+        except ValueError:
+            raise typer.BadParameter(f"{text!r} is not {what}") from None
+
+    number.__name__ = kind.__name__  # Shown in the help.
+    return number
+
+
+_PARSERS = {int: _number(int, "a whole number"), float: _number(float, "a number")}
+"""Typer's own conversions do not name the value that they refuse."""
+
+
+def _parser(hint: Any) -> Callable[[str], int | float] | None:
+    kinds = [kind for kind in typing.get_args(hint) or (hint,) if kind in _PARSERS]
+    return _PARSERS[kinds[0]] if kinds and typing.get_origin(hint) is not list else None
+
+
 def _parameters(group: type) -> list[inspect.Parameter]:
     hints = typing.get_type_hints(group)
     parameters = []
@@ -41,6 +62,7 @@ def _parameters(group: type) -> list[inspect.Parameter]:
             *flag_names(field),
             help=field.metadata.get("help"),
             metavar=field.metadata.get("metavar"),
+            parser=_parser(hints[field.name]),
             show_default=field.default not in (None, False, dataclasses.MISSING),
         )
         default = (
@@ -128,6 +150,7 @@ def run(app: typer.Typer, name: str, quiet: bool = False) -> None:
     command = typer.main.get_command(app)
     try:
         code = command.main(prog_name=name, standalone_mode=False)
+        sys.stdout.flush()
     except typer.Exit as stop:
         code = stop.exit_code
     except typer.Abort:
@@ -138,10 +161,16 @@ def run(app: typer.Typer, name: str, quiet: bool = False) -> None:
         if not quiet:
             print(f"{name}: error: {one_line(error)}", file=sys.stderr)
         code = getattr(error, "exit_code", 2)
+    except BrokenPipeError:
+        # The reader of a pipe has seen enough; nothing may be flushed into it at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = 141
     except Exception as error:
         if not hasattr(error, "format_message"):
             raise
-        if not quiet:
+        if type(error).__name__ == "NoArgsIsHelpError":
+            print(error.format_message())
+        elif not quiet:
             print(f"{name}: error: {' '.join(error.format_message().split())}", file=sys.stderr)
         code = 2
     sys.exit(code if isinstance(code, int) else 0)

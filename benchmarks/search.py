@@ -1,0 +1,72 @@
+"""How fast the search is: layouts considered and priced, and the time of the whole command.
+
+python -m benchmarks.search [--json]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+from typing import Any
+
+from planner import search
+
+PROBLEMS: list[tuple[str, dict[str, Any]]] = [
+    ("gpt-22b", {"world_size": 64, "max_global_batch_size": 16}),
+    ("llama2-70b", {"world_size": 64, "max_global_batch_size": 1024}),
+    ("llama3-405b", {"world_size": 16384, "device": "h100-sxm", "global_batch_size": 2048}),
+]
+
+REPEATS = 3
+"""The quickest of these is reported: the rest is other work on the machine."""
+
+
+def measure(model: str, arguments: dict[str, Any]) -> dict[str, Any]:
+    """One problem: counts, seconds of the search alone and of the whole process."""
+    results = [search(model, **arguments) for _ in range(REPEATS)]
+    seconds = min(result.elapsed_s for result in results)
+    flags = [
+        text for name, value in arguments.items() for text in (f"--{name.replace('_', '-')}", str(value))
+    ]
+    command = [sys.executable, "-m", "planner", "suggest", "--model", model, *flags, "--json"]
+    return {
+        "model": model,
+        **arguments,
+        "considered": results[0].considered,
+        "legal": results[0].legal,
+        "feasible": results[0].feasible,
+        "search_s": seconds,
+        "considered_per_s": results[0].considered / seconds,
+        "priced_per_s": results[0].legal / seconds,
+        "process_s": min(_wall(command) for _ in range(REPEATS)),
+    }
+
+
+def _wall(command: list[str]) -> float:
+    started = time.perf_counter()
+    subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, check=True)
+    return time.perf_counter() - started
+
+
+def main() -> None:
+    """Print the figures of all problems."""
+    parser = argparse.ArgumentParser(description="Time the search for layouts.")
+    parser.add_argument("--json", action="store_true", help="print one JSON object a problem, as a list")
+    as_json = parser.parse_args().json
+    rows = [measure(model, arguments) for model, arguments in PROBLEMS]
+    if as_json:
+        print(json.dumps(rows, indent=2))
+        return
+    for row in rows:
+        print(
+            f"{row['model']} on {row['world_size']}: {row['considered']:,} layouts considered, {row['legal']:,} "
+            f"priced ({row['priced_per_s']:,.0f} a second), {row['feasible']:,} fit; "
+            f"search {row['search_s']:.3f} s, whole process {row['process_s']:.2f} s"
+        )
+
+
+if __name__ == "__main__":
+    main()

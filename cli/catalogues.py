@@ -1,0 +1,119 @@
+"""`planner models`, `planner devices`, `planner engines`: what the catalogues hold."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from cli.tables import GIB, billions, console, table
+from costmodels.catalogue import device_names, engine_names, load_device, load_engine, load_model, model_names
+from costmodels.hardware import Device
+from planner.flags import flag, takes
+
+WIDE = 150
+"""Columns of a terminal from which sources are shown too."""
+
+
+@dataclass(frozen=True)
+class Output:
+    """How a catalogue is printed."""
+
+    json: bool = flag(False, "Print JSON with all fields and sources.")
+
+
+@takes(output=Output)
+def models(output: Output) -> None:
+    """List the models of the catalogue."""
+    specs = [load_model(name) for name in model_names()]
+    if output.json:
+        _print_json([spec.model_dump() | {"parameters": spec.parameters} for spec in specs])
+        return
+    rows = [
+        [
+            spec.name,
+            billions(spec.parameters),
+            billions(spec.active_parameters) if spec.experts else "",
+            *(str(size) for size in (spec.layers, spec.hidden, spec.ffn, spec.heads, spec.kv_heads)),
+            *(str(size) for size in (spec.vocab, spec.seq)),
+            spec.source,
+        ]
+        for spec in specs
+    ]
+    columns = [
+        "model",
+        "parameters",
+        "active",
+        "layers",
+        "hidden",
+        "ffn",
+        "heads",
+        "kv",
+        "vocab",
+        "seq",
+        "source",
+    ]
+    _print_table(columns, rows, narrow=("active", "ffn", "vocab"))
+
+
+@takes(output=Output)
+def devices(output: Output) -> None:
+    """List the devices of the catalogue."""
+    found = [load_device(name) for name in device_names()]
+    if output.json:
+        _print_json([device.model_dump() for device in found])
+        return
+    columns = [
+        "device",
+        "vendor",
+        "TFLOP/s",
+        "GiB",
+        "GB/s",
+        "link GB/s",
+        "network GB/s",
+        "per node",
+        "source",
+    ]
+    _print_table(columns, [_device_row(device) for device in found], narrow=("vendor",))
+
+
+@takes(output=Output)
+def engines(output: Output) -> None:
+    """List the training engines of the catalogue."""
+    found = [load_engine(name) for name in engine_names()]
+    if output.json:
+        _print_json([engine.model_dump() for engine in found])
+        return
+    rows = [[engine.name, ", ".join(engine.memory), engine.source] for engine in found]
+    console().print(table(["engine", "precisions", "source"], rows, left=("engine", "precisions", "source")))
+
+
+def _device_row(device: Device) -> list[str]:
+    precision = device.default_precision
+    return [
+        device.name,
+        device.vendor,
+        f"{device.peak_flops[precision] / 1e12:.3g} {precision}",
+        f"{device.memory_bytes / GIB:.1f}",
+        *(f"{rate / 1e9:.4g}" for rate in (device.memory_bandwidth, device.intra_node.bandwidth)),
+        f"{device.inter_node.bandwidth / 1e9:.4g}",
+        str(device.devices_per_node),
+        device.source,
+    ]
+
+
+def _print_json(records: list[dict[str, Any]]) -> None:
+    print(json.dumps(records, indent=2))
+
+
+def _print_table(columns: list[str], rows: list[list[str]], narrow: tuple[str, ...]) -> None:
+    """Leave out the source, and in an 80-column terminal the columns named in `narrow`, for want of room."""
+    screen = console()
+    hidden = {"source"} if screen.width < WIDE else set()
+    if screen.width < 100:
+        hidden |= set(narrow)
+    kept = [index for index, column in enumerate(columns) if column not in hidden]
+    shown = [columns[index] for index in kept]
+    screen.print(
+        table(shown, [[row[index] for index in kept] for row in rows], left=("model", "device", "source"))
+    )

@@ -1,0 +1,42 @@
+"""Rich tables, made where they are printed: rich is imported by the commands that draw."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+GIB = float(2**30)
+
+
+def console() -> Console:
+    """Standard output, as wide as the terminal, or 80 columns where there is none."""
+    from rich.console import Console
+
+    return Console(highlight=False, soft_wrap=False)
+
+
+def table(columns: Sequence[str], rows: Iterable[Sequence[str]], left: Sequence[str] = ()) -> Table:
+    """A plain table; columns are aligned to the right but for those named in `left`."""
+    from rich.table import Table
+
+    made = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="bold")
+    for column in columns:
+        # Words may wrap, numbers never: a cut digit is a wrong number.
+        made.add_column(
+            column,
+            justify="left" if column in left else "right",
+            no_wrap=column not in left,
+            overflow="fold",
+        )
+    for row in rows:
+        made.add_row(*row)
+    return made
+
+
+def billions(count: float) -> str:
+    """A parameter count such as `22.1 B` or `124 M`."""
+    return f"{count / 1e9:.1f} B" if count >= 1e9 else f"{count / 1e6:.0f} M"

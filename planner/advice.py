@@ -1,0 +1,157 @@
+"""What to change when nothing is legal or nothing fits: the same search with one input changed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from costmodels.catalogue import device_names, load_device
+from costmodels.errors import InputError, NoLayoutFits
+from costmodels.hardware import Cluster
+from planner.pins import Pins
+from planner.ranking import Problem, SearchResult, rank
+from planner.space import Batch, obstacle
+
+GIB = float(2**30)
+
+REACH = 64
+"""Neighbouring world sizes and batches that are tried, to either side."""
+
+MOST_TIMES = 64
+"""How many times the devices are tried before advice gives up on more of them."""
+
+
+def no_legal_layout(problem: Problem) -> InputError:
+    """The error of a problem whose every layout breaks a rule, with the nearest inputs that work."""
+    world = problem.cluster.world_size
+    why = obstacle(problem.model, world, problem.batch, problem.pins)
+    line = f"no layout of {problem.model.name} is legal on {world} devices with {problem.batch}"
+    if problem.pins:
+        line += f" and {_named(problem.pins)}"
+    hints = [
+        f"{name} that work: {', '.join(map(str, sizes))}"
+        for name, sizes in (("world sizes", _world_sizes(problem)), ("batch sizes", _batch_sizes(problem)))
+        if sizes
+    ]
+    return InputError("; ".join([f"{line}: {why}", *hints]))
+
+
+def no_layout_fits(result: SearchResult) -> NoLayoutFits:
+    """The error of a problem whose every legal layout is too big, with the cheapest change that helps."""
+    problem, closest = result.problem, result.closest()[0]
+    cluster = problem.cluster
+    need, limit = closest.estimate.peak_memory_bytes / GIB, cluster.memory_bytes / GIB
+    line = (
+        f"no layout of {problem.model.name} fits {cluster.world_size} x {cluster.device.name} with "
+        f"{limit:.1f} GiB: the closest, {closest.layout.describe()}, needs {need:.1f} GiB and lacks "
+        f"{need - limit:.1f} GiB"
+    )
+    changes = [*_without_a_pin(problem), *_more_devices(problem), *_bigger_device(problem, need)]
+    return NoLayoutFits(f"{line}; it fits {', or '.join(changes)}" if changes else f"{line} on each device")
+
+
+def _named(pins: Pins) -> str:
+    return " ".join(f"{name}={value}" for name, value in pins.items())
+
+
+def _is_legal(problem: Problem) -> bool:
+    try:
+        return len(problem.space().table) > 0
+    except InputError:
+        return False
+
+
+def _fits(problem: Problem) -> bool:
+    try:
+        space = problem.space()
+    except InputError:
+        return False
+    return len(space.table) > 0 and rank(problem, space, 0.0).feasible > 0
+
+
+def _with_world_size(problem: Problem, world_size: int) -> Problem:
+    cluster = problem.cluster
+    # One node that is not full gains devices before a second one is needed.
+    local = cluster.devices_per_node
+    if cluster.world_size == local:
+        local = min(world_size, max(local, cluster.device.devices_per_node))
+    return replace(
+        problem,
+        cluster=Cluster(
+            device=cluster.device,
+            world_size=world_size,
+            devices_per_node=local,
+            memory_bytes=cluster.memory_bytes,
+        ),
+    )
+
+
+def _world_sizes(problem: Problem) -> list[int]:
+    """The nearest smaller and larger world sizes, of whole nodes, that have a legal layout."""
+    world, local = problem.cluster.world_size, problem.cluster.devices_per_node
+    if world <= local:
+        local = max(local, problem.cluster.device.devices_per_node)
+    below = [size for size in range(world - 1, 0, -1) if size < local or size % local == 0]
+    above = [size for size in range(world + 1, world + local * REACH) if size < local or size % local == 0]
+    found = []
+    for side in (below, above):
+        for size in side[:REACH]:
+            # Legality does not depend on nodes.
+            cluster = problem.cluster.model_copy(update={"world_size": size})
+            if _is_legal(replace(problem, cluster=cluster)):
+                found.append(size)
+                break
+    return found
+
+
+def _batch_sizes(problem: Problem) -> list[int]:
+    """The nearest batches (for a maximum: the smallest above it) that have a legal layout."""
+    size, maximum = problem.batch.size, problem.batch.maximum
+    sides = [range(size + 1, size + REACH + 1)]
+    if not maximum:
+        sides.insert(0, range(size - 1, max(0, size - REACH - 1), -1))
+    found = []
+    for side in sides:
+        for near in side:
+            if _is_legal(replace(problem, batch=Batch(near, maximum))):
+                found.append(near)
+                break
+    return found
+
+
+def _without_a_pin(problem: Problem) -> Iterator[str]:
+    for name, value in problem.pins.items():
+        others = {other: kept for other, kept in problem.pins.items() if other != name}
+        if _fits(replace(problem, pins=others)):
+            yield f"without the pin {name}={value}"
+            return
+
+
+def _more_devices(problem: Problem) -> Iterator[str]:
+    if problem.cluster.device.kind == "cpu":
+        return  # More ranks share the same memory.
+    times = 2
+    while times <= MOST_TIMES:
+        world = times * problem.cluster.world_size
+        if _fits(_with_world_size(problem, world)):
+            yield f"on {world} of them"
+            return
+        times *= 2
+
+
+def _bigger_device(problem: Problem, need_gib: float) -> Iterator[str]:
+    kind = problem.cluster.device.kind
+    devices = [load_device(name) for name in device_names() if name != "cpu"]
+    bigger = [
+        device
+        for device in devices
+        if device.kind == kind
+        and device.memory_bytes > problem.cluster.memory_bytes
+        and problem.precision in device.peak_flops
+    ]
+    for device in sorted(bigger, key=lambda device: (device.memory_bytes, device.name)):
+        cluster = problem.cluster.model_copy(update={"device": device, "memory_bytes": device.memory_bytes})
+        if _fits(replace(problem, cluster=cluster)):
+            yield f"on {problem.cluster.world_size} x {device.name} ({device.memory_bytes / GIB:.0f} GiB)"
+            return
+    yield f"on devices of at least {need_gib:.0f} GiB"

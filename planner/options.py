@@ -1,0 +1,266 @@
+"""The flags of a planning job as dataclasses, in Megatron-LM's spelling where it has one.
+
+The command line of `planner` and of `runtime.pretrain` take these flags through `planner.flags`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from costmodels.catalogue.yaml_files import build
+from costmodels.errors import InputError
+from costmodels.model_spec import ModelSpec
+from planner.flags import flag
+from planner.inputs import DEFAULT_DEVICE, DEFAULT_ENGINE, resolve_model, with_seq
+from planner.pins import Pins, parse_pins
+
+DEFAULT_MODEL = "gpt-22b"
+"""Model that is assumed when none is given: the GPT of 22 billion parameters of PAI's guide."""
+
+DEFAULT_VOCAB = 50257
+"""Vocabulary that is assumed for a model given by its dimensions: GPT-2's."""
+
+TASK_TYPE = "llmacc.megatron.GPT"
+
+_POSITIONS = {"learned_absolute": "learned", "rope": "rope", "none": "none"}
+_NORMS = {"LayerNorm": "layernorm", "RMSNorm": "rmsnorm"}
+
+
+@dataclass(frozen=True)
+class ModelOptions:
+    """What is trained: a named model, a model by its dimensions, or the one with changes by the other."""
+
+    model: str | None = flag(None, "Catalogue name, or path of a Hugging Face config.json or a YAML file.")
+    num_layers: int | None = flag(None, "Transformer layers.")
+    hidden_size: int | None = flag(None, "Width of the residual stream.")
+    ffn_hidden_size: int | None = flag(None, "Inner width of the MLP; 4 x hidden size unless given.")
+    num_attention_heads: int | None = flag(None, "Attention heads.")
+    kv_channels: int | None = flag(None, "Width of one head; hidden size / heads unless given.")
+    group_query_attention: bool = flag(False, "Use grouped-query attention.")
+    num_query_groups: int | None = flag(None, "Key/value heads of grouped-query attention.")
+    seq_length: int | None = flag(None, "Tokens of one training sample.")
+    max_position_embeddings: int | None = flag(None, "Longest sequence; rows of a learned position table.")
+    position_embedding_type: str | None = flag(None, "learned_absolute, rope or none.")
+    rotary_base: float | None = flag(None, "Base of the rotary embedding.")
+    normalization: str | None = flag(None, "LayerNorm or RMSNorm.")
+    norm_epsilon: float | None = flag(None, "Epsilon of the norms.")
+    swiglu: bool = flag(False, "Gated MLP with SiLU.")
+    squared_relu: bool = flag(False, "MLP with squared ReLU.")
+    disable_bias_linear: bool = flag(False, "No biases on the linear layers.")
+    add_qkv_bias: bool = flag(False, "Biases on query, key and value even without other biases.")
+    qk_layernorm: bool = flag(False, "Norms on queries and keys.")
+    untie_embeddings_and_output_weights: bool = flag(False, "An output head of its own.")
+    vocab_size: int | None = flag(None, "Entries of the tokenizer, before padding.")
+    num_experts: int | None = flag(None, "Routed experts of a mixture of experts.")
+    moe_router_topk: int | None = flag(None, "Experts of each token; 2 unless given.")
+    moe_ffn_hidden_size: int | None = flag(None, "Inner width of one expert; that of the MLP unless given.")
+    moe_shared_expert_intermediate_size: int | None = flag(None, "Inner width of all shared experts.")
+
+    def spec(self) -> ModelSpec:
+        """The model; raises `InputError` for an unknown one, missing dimensions or values that clash."""
+        changes = self._changes()
+        if self.model is None and {"layers", "hidden", "heads"} & changes.keys():
+            return self._from_dimensions(changes)
+        base = resolve_model(self.model or DEFAULT_MODEL)
+        if "seq" in changes and "max_positions" not in changes:
+            base = with_seq(base, changes.pop("seq"))
+        return self._changed(base, changes) if changes else base
+
+    def notes(self) -> list[str]:
+        """What was assumed because no flag said it."""
+        if self.model is not None:
+            return []
+        if self.num_layers is None:
+            return [f"no model given: {DEFAULT_MODEL} (the GPT of PAI's guide)"]
+        return [] if self.vocab_size else [f"no --vocab-size given: {DEFAULT_VOCAB} (GPT-2)"]
+
+    def _changes(self) -> dict[str, Any]:
+        """Fields of `ModelSpec` that a flag sets."""
+        given: dict[str, Any] = {
+            "layers": self.num_layers,
+            "hidden": self.hidden_size,
+            "ffn": self.ffn_hidden_size,
+            "heads": self.num_attention_heads,
+            "head_dim": self.kv_channels,
+            "kv_heads": self._query_groups(),
+            "seq": self.seq_length,
+            "max_positions": self.max_position_embeddings,
+            "position": _choice("--position-embedding-type", self.position_embedding_type, _POSITIONS),
+            "rope_theta": self.rotary_base,
+            "norm": _choice("--normalization", self.normalization, _NORMS),
+            "norm_eps": self.norm_epsilon,
+            "vocab": self.vocab_size,
+            "experts": self.num_experts,
+            "top_k": self.moe_router_topk,
+            "expert_ffn": self.moe_ffn_hidden_size,
+            "shared_expert_ffn": self.moe_shared_expert_intermediate_size,
+        }
+        changes = {name: value for name, value in given.items() if value is not None}
+        if self.swiglu and self.squared_relu:
+            raise InputError("--swiglu and --squared-relu contradict each other; give one")
+        if self.swiglu:
+            changes |= {"gated": True, "activation": "silu"}
+        if self.squared_relu:
+            changes |= {"gated": False, "activation": "relu2"}
+        if self.disable_bias_linear:
+            changes["linear_bias"] = False
+        if self.add_qkv_bias:
+            changes["qkv_bias"] = True
+        if self.qk_layernorm:
+            changes["qk_norm"] = True
+        if self.untie_embeddings_and_output_weights:
+            changes["tied"] = False
+        return changes
+
+    def _query_groups(self) -> int | None:
+        if self.group_query_attention:
+            return self.num_query_groups or 1  # Megatron's default is one group.
+        if self.num_query_groups is not None:
+            raise InputError(f"--num-query-groups {self.num_query_groups} needs --group-query-attention")
+        return None
+
+    def _from_dimensions(self, changes: dict[str, Any]) -> ModelSpec:
+        changes.setdefault("seq", self.max_position_embeddings)
+        flags = {
+            "layers": "--num-layers",
+            "hidden": "--hidden-size",
+            "heads": "--num-attention-heads",
+            "seq": "--seq-length",
+        }
+        missing = [name for field, name in flags.items() if changes.get(field) is None]
+        if missing:
+            raise InputError(
+                f"a model by its dimensions also needs {', '.join(missing)} (or give --model NAME)"
+            )
+        if changes.get("experts"):
+            changes.setdefault("top_k", 2)
+            changes.setdefault("expert_ffn", changes.get("ffn", 4 * changes["hidden"]))
+        changes.setdefault("vocab", DEFAULT_VOCAB)
+        name = f"gpt-{changes['layers']}x{changes['hidden']}"
+        return build(ModelSpec, {"name": name} | changes, "model")
+
+    def _changed(self, base: ModelSpec, changes: dict[str, Any]) -> ModelSpec:
+        """`base` with the fields that flags set; what followed from a changed width follows again."""
+        values = base.model_dump(exclude={"published_parameters", "source"})
+        if "hidden" in changes and "ffn" not in changes:
+            if base.ffn != 4 * base.hidden:
+                raise InputError(
+                    f"--hidden-size {changes['hidden']} changes {base.name}, whose MLP is {base.ffn} wide: "
+                    "give --ffn-hidden-size too"
+                )
+            values.pop("ffn")
+        if {"hidden", "heads"} & changes.keys() and "head_dim" not in changes:
+            values.pop("head_dim")
+        if "heads" in changes and base.kv_heads == base.heads:
+            values.pop("kv_heads")
+        if changes.get("seq", base.seq) > changes.get("max_positions", base.max_positions):
+            raise InputError(
+                f"--seq-length {changes.get('seq', base.seq)} is longer than "
+                f"--max-position-embeddings {changes.get('max_positions', base.max_positions)}"
+            )
+        name = f"{base.name} (changed)"
+        return build(ModelSpec, values | changes | {"name": name}, f"model {name}")
+
+
+@dataclass(frozen=True)
+class ClusterOptions:
+    """On what a job runs."""
+
+    world_size: int | None = flag(None, "Devices of the job.")
+    local_world_size: int | None = flag(None, "Devices of one node; as in the device's usual server.")
+    device: str | None = flag(
+        None, f"Catalogue name of the device (see `devices`); {DEFAULT_DEVICE} if none."
+    )
+
+    def required_world_size(self) -> int:
+        """The world size; raises `InputError` when none is given."""
+        if self.world_size is None:
+            raise InputError("no world size: give --world-size, the number of devices of the job")
+        return self.world_size
+
+    def notes(self) -> list[str]:
+        """What was assumed because no flag said it."""
+        return [] if self.device else [f"no device given: {DEFAULT_DEVICE}"]
+
+
+@dataclass(frozen=True)
+class BatchOptions:
+    """How many sequences one optimizer step takes: one of the two."""
+
+    global_batch_size: int | None = flag(None, "Sequences of one step, exactly.")
+    max_global_batch_size: int | None = flag(None, "Sequences of one step, at most.")
+
+
+@dataclass(frozen=True)
+class ParallelOptions:
+    """Degrees of freedom that are fixed instead of searched, and who executes the layout."""
+
+    pin: list[str] = flag(
+        [], "Fix a degree, such as tp=8 or recompute=full; repeatable.", metavar="NAME=VALUE"
+    )
+    tensor_model_parallel_size: int | None = flag(None, "Fix tensor_parallel.")
+    pipeline_model_parallel_size: int | None = flag(None, "Fix pipeline_parallel.")
+    num_virtual_stages_per_pipeline_rank: int | None = flag(None, "Fix virtual_pipeline_parallel.")
+    num_layers_per_virtual_pipeline_stage: int | None = flag(
+        None, "Fix virtual_pipeline_parallel by the layers of one chunk."
+    )
+    sequence_parallel: bool = flag(False, "Fix sequence_parallel=true.")
+    micro_batch_size: int | None = flag(None, "Fix micro_batch_size.")
+    recompute_granularity: str | None = flag(None, "Fix recompute: full or selective.")
+    recompute_activations: bool = flag(False, "Fix recompute=selective.")
+    use_distributed_optimizer: bool = flag(False, "Fix zero_stage=1.")
+    bf16: bool = flag(False, "Train in bf16; the device's usual format unless one is given.")
+    fp16: bool = flag(False, "Train in fp16.")
+    fp32: bool = flag(False, "Train in fp32.")
+    engine: str = flag(DEFAULT_ENGINE, "Who executes the layout (see `engines`).")
+    task_type: str | None = flag(None, f"Accepted for compatibility: {TASK_TYPE}.")
+
+    def pins(self, model: ModelSpec) -> Pins:
+        """All pins by full name; raises `InputError` for unknown, wrong or contradicting ones."""
+        if self.task_type not in (None, TASK_TYPE):
+            raise InputError(f"--task-type {self.task_type}: only {TASK_TYPE} is known")
+        granularities = ("full", "selective")
+        if self.recompute_granularity not in (None, *granularities):
+            raise InputError(
+                f"--recompute-granularity {self.recompute_granularity}: expected {' or '.join(granularities)}"
+            )
+        pairs = [
+            ("tensor_parallel", self.tensor_model_parallel_size),
+            ("pipeline_parallel", self.pipeline_model_parallel_size),
+            ("virtual_pipeline_parallel", self.num_virtual_stages_per_pipeline_rank),
+            ("sequence_parallel", self.sequence_parallel or None),
+            ("micro_batch_size", self.micro_batch_size),
+            ("recompute", self.recompute_granularity),
+            ("recompute", "selective" if self.recompute_activations else None),
+            ("zero_stage", 1 if self.use_distributed_optimizer else None),
+            *(("precision", kind if getattr(self, kind) else None) for kind in ("bf16", "fp16", "fp32")),
+        ]
+        strings = [*self.pin, *(f"{name}={value}" for name, value in pairs if value is not None)]
+        pins = parse_pins(strings)
+        if self.num_layers_per_virtual_pipeline_stage is None:
+            return pins
+        chunks = self._chunks(model, pins, self.num_layers_per_virtual_pipeline_stage)
+        return parse_pins([*strings, f"virtual_pipeline_parallel={chunks}"])
+
+    def _chunks(self, model: ModelSpec, pins: Pins, layers: int) -> int:
+        flag_text = f"--num-layers-per-virtual-pipeline-stage {layers}"
+        ranks = pins.get("pipeline_parallel")
+        if ranks is None:
+            raise InputError(f"{flag_text} needs --pipeline-model-parallel-size")
+        stages = int(str(ranks)) * layers
+        if layers < 1 or model.layers % stages:
+            raise InputError(
+                f"{flag_text} x pipeline_parallel {ranks} does not divide the {model.layers} layers "
+                f"of {model.name}"
+            )
+        return model.layers // stages
+
+
+def _choice(name: str, value: str | None, choices: dict[str, str]) -> str | None:
+    """What a flag's word means, None where it was not given."""
+    if value is None:
+        return None
+    if value not in choices:
+        raise InputError(f"{name} {value}: expected {', '.join(choices)}")
+    return choices[value]

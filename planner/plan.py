@@ -1,0 +1,118 @@
+"""`Plan`: the decision, with all that it rests on; one JSON file that loads back equal."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from pathlib import Path
+from typing import Literal
+
+from pydantic import ValidationError, model_validator
+
+from costmodels.engine import Engine
+from costmodels.errors import InputError
+from costmodels.estimate import Estimate
+from costmodels.hardware import Cluster
+from costmodels.layout import Layout
+from costmodels.model_spec import ModelSpec
+from costmodels.words import CountOrZero, Record
+from planner.flags import one_line
+
+VERSION = 1
+"""Version of the file format; files of a later one are refused."""
+
+
+class Plan(Record):
+    """How to train `model` on `cluster`: what the planner ranks and the runtime executes."""
+
+    version: Literal[1] = VERSION
+    model: ModelSpec
+    cluster: Cluster
+    engine: Engine
+    """The constants that the estimate was made with, so that the file needs no catalogue."""
+    layout: Layout
+    estimate: Estimate
+    fits: bool
+    """The estimated peak of every device is within the cluster's memory."""
+    reason: str
+    """Why this layout ranks where it does, against its nearest rival."""
+    considered: CountOrZero
+    """Layouts of the whole product, legal or not."""
+    legal: CountOrZero
+    feasible: CountOrZero
+    """Legal layouts that fit into memory."""
+    rejected: dict[str, CountOrZero]
+    """Layouts that are not feasible, by the rule that removed them."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Plan:
+        if self.layout.world_size != self.cluster.world_size:
+            raise ValueError(
+                f"layout {self.layout.describe()} occupies {self.layout.world_size} devices, "
+                f"but the cluster's world_size is {self.cluster.world_size}"
+            )
+        layers = sum(self.layout.layers_per_stage)
+        if layers != self.model.layers:
+            raise ValueError(
+                f"layers_per_stage adds up to {layers} layers, but {self.model.name} has {self.model.layers}"
+            )
+        if len(self.estimate.memory) != self.layout.pipeline_parallel:
+            raise ValueError(
+                f"estimate.memory has {len(self.estimate.memory)} entries, but pipeline_parallel is "
+                f"{self.layout.pipeline_parallel}"
+            )
+        return self
+
+    def save(self, path: str | Path) -> None:
+        """Write the plan as JSON; a reader sees the old file or the new one, never a part.
+
+        Raises `InputError` when the folder cannot be written.
+        """
+        target = Path(path)
+        text = json.dumps(self.model_dump(mode="json"), indent=2) + "\n"
+        temporary = target.with_name(f".{target.name}.{os.getpid()}")
+        try:
+            temporary.write_text(text, encoding="utf-8")
+            temporary.replace(target)
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                temporary.unlink(missing_ok=True)
+            raise InputError(f"plan {target}: cannot be written: {error.strerror or error}") from None
+
+    @classmethod
+    def load(cls, path: str | Path) -> Plan:
+        """Read a plan that `save` wrote.
+
+        Raises `InputError`, in one line that names the file, when it is missing, is not JSON, is of a
+        later version, or holds fields that do not make a plan.
+        """
+        try:
+            text = Path(path).read_text(encoding="utf-8")
+        except FileNotFoundError:
+            raise InputError(
+                f"plan {path}: no such file; write one with planner suggest --save {path}"
+            ) from None
+        except UnicodeDecodeError:
+            raise InputError(
+                f"plan {path}: not a text file; expected the JSON of planner suggest --save"
+            ) from None
+        except OSError as error:
+            raise InputError(f"plan {path}: cannot be read: {error.strerror or error}") from None
+        try:
+            values = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise InputError(
+                f"plan {path}: broken JSON at line {error.lineno}, column {error.colno}: {error.msg}"
+            ) from None
+        if not isinstance(values, dict):
+            raise InputError(f"plan {path}: expected a JSON object, not {type(values).__name__}")
+        version = values.get("version")
+        if isinstance(version, int) and version > VERSION:
+            raise InputError(
+                f"plan {path}: version {version} is of a later planner; this one reads up to {VERSION}"
+            )
+        try:
+            return cls.model_validate(values)
+        except ValidationError as error:
+            raise InputError(f"plan {path}: {one_line(error)}") from None

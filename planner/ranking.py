@@ -1,0 +1,153 @@
+"""Ranking: price the legal layouts of a problem and put them in order."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+import numpy as np
+
+from costmodels.engine import Engine
+from costmodels.estimate import Estimate
+from costmodels.hardware import Cluster, Precision
+from costmodels.layout import Layout
+from costmodels.model_spec import ModelSpec
+from costmodels.pricing import Prices, price
+from costmodels.table import Bools, Floats, Ints, LayoutTable
+from planner import reasons
+from planner.pins import Pins
+from planner.plan import Plan
+from planner.rules import DEVICE_MEMORY
+from planner.space import Batch, Space, build
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What is asked: all inputs, resolved."""
+
+    model: ModelSpec
+    cluster: Cluster
+    engine: Engine
+    batch: Batch
+    precision: Precision
+    pins: Pins
+
+    def space(self) -> Space:
+        """The legal layouts; raises `InputError` when the pins do not divide the world size."""
+        return build(self.model, self.cluster.world_size, self.batch, self.precision, self.pins)
+
+
+@dataclass(frozen=True)
+class SearchResult:
+    """All legal layouts of a problem, priced; plans are made from its rows on demand."""
+
+    problem: Problem
+    considered: int
+    """Layouts of the whole product: `legal` plus those that a rule removed."""
+    legal: int
+    feasible: int
+    """Legal layouts that fit into memory."""
+    rejected: dict[str, int]
+    """Layouts by the rule that removed them, `device_memory` included."""
+    elapsed_s: float
+    """Seconds of the search itself, without imports and input."""
+    table: LayoutTable
+    """The legal layouts."""
+    prices: Prices
+    order: Ints
+    """Rows of `table`, best first: those that fit by tokens per second, then the others by memory."""
+
+    @property
+    def best(self) -> Plan | None:
+        """The first plan that fits; None when none does."""
+        return self.plan(0) if self.feasible else None
+
+    def plans(self, top: int = 10) -> list[Plan]:
+        """The best `top` plans that fit, best first."""
+        return [self.plan(rank) for rank in range(min(top, self.feasible))]
+
+    def closest(self, top: int = 1) -> list[Plan]:
+        """The `top` plans that do not fit and lack least memory, nearest first."""
+        return [self.plan(rank) for rank in range(self.feasible, min(self.feasible + top, self.legal))]
+
+    def plan(self, rank: int) -> Plan:
+        """The plan at a place of the ranking, 0 being the first."""
+        layout, estimate = self._candidate(rank)
+        return Plan(
+            model=self.problem.model,
+            cluster=self.problem.cluster,
+            engine=self.problem.engine,
+            layout=layout,
+            estimate=estimate,
+            fits=rank < self.feasible,
+            reason=self._reason(rank),
+            considered=self.considered,
+            legal=self.legal,
+            feasible=self.feasible,
+            rejected=self.rejected,
+        )
+
+    def _candidate(self, rank: int) -> tuple[Layout, Estimate]:
+        row = int(self.order[rank])
+        return self.table.layout(row), self.prices.estimate(row)
+
+    def _reason(self, rank: int) -> str:
+        if rank >= self.feasible:
+            return reasons.too_big(self._candidate(rank)[1], self.problem.cluster)
+        if self.feasible == 1:
+            return "the only legal layout that fits into memory"
+        if rank == 0:
+            return reasons.ahead(self._candidate(0), self._candidate(1))
+        return reasons.behind(self._candidate(rank), self._candidate(0))
+
+
+def rank(problem: Problem, space: Space, started: float) -> SearchResult:
+    """Price and order the legal layouts of a problem, of which there must be one at least.
+
+    `started` is the reading of `time.perf_counter` from which `elapsed_s` counts.
+    """
+    prices = price(problem.model, problem.cluster, problem.engine, space.table)
+    fits = prices.peak_memory_bytes <= problem.cluster.memory_bytes
+    legal, feasible = len(space.table), int(np.count_nonzero(fits))
+    rejected = dict(space.illegal)
+    if legal > feasible:
+        rejected[DEVICE_MEMORY] = legal - feasible
+    order = _order(space.table, prices.tokens_per_s, prices.peak_memory_bytes, ~fits)
+    return SearchResult(
+        problem=problem,
+        considered=space.considered,
+        legal=legal,
+        feasible=feasible,
+        rejected=rejected,
+        elapsed_s=time.perf_counter() - started,
+        table=space.table,
+        prices=prices,
+        order=order,
+    )
+
+
+def _order(table: LayoutTable, tokens_per_s: Floats, memory: Floats, too_big: Bools) -> Ints:
+    """Rows in order: first what fits, by speed, then what does not, by memory; ties to the simplest."""
+    kinds = (
+        (table.tensor_parallel > 1).astype(np.int64)
+        + table.sequence_parallel
+        + (table.pipeline_parallel > 1)
+        + (table.virtual_pipeline_parallel > 1)
+        + (table.data_parallel > 1)
+        + (table.zero_stage > 0)
+    )
+    # Logarithms to nine digits: rounding errors of the sums must not decide between equal layouts.
+    score = np.round(np.where(too_big, np.log(memory), -np.log(tokens_per_s)), 9)
+    return np.lexsort(
+        (
+            table.micro_batch_size,
+            table.tensor_parallel,
+            table.pipeline_parallel,
+            table.virtual_pipeline_parallel,
+            table.zero_stage,
+            table.recompute,
+            kinds,
+            score,
+            too_big,
+        )
+    )

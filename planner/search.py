@@ -1,0 +1,141 @@
+"""The planner's questions: which layouts, which is best, and what does this one cost."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+from costmodels.engine import Engine
+from costmodels.errors import InputError
+from costmodels.estimate import Estimate
+from costmodels.hardware import Device
+from costmodels.layout import Layout
+from costmodels.model_spec import ModelSpec
+from costmodels.pricing import estimate as estimate_layout
+from planner import advice, inputs
+from planner.pins import PinInput, parse_pins
+from planner.plan import Plan
+from planner.ranking import Problem, SearchResult, rank
+from planner.rules import first_illegal
+
+
+def search(
+    model: ModelSpec | str | Path,
+    *,
+    world_size: int,
+    local_world_size: int | None = None,
+    device: Device | str | None = None,
+    global_batch_size: int | None = None,
+    max_global_batch_size: int | None = None,
+    engine: Engine | str = inputs.DEFAULT_ENGINE,
+    precision: str | None = None,
+    pin: PinInput = None,
+    device_memory_gib: float | None = None,
+) -> SearchResult:
+    """Price every legal layout of `model` on `world_size` devices and rank them.
+
+    `model` is a `ModelSpec`, a catalogue name, or the path of a YAML file or of a Hugging Face
+    config.json; `device` a `Device` or a catalogue name (`a100-80g` when not given). The batch counts
+    sequences a step: exactly `global_batch_size`, or for each layout the most that it can run up to
+    `max_global_batch_size`. `pin` fixes degrees of freedom (`["tp=8"]` or `{"tensor_parallel": 8}`).
+
+    Raises `InputError` for wrong input and when no layout is legal; a result without feasible layouts
+    is returned all the same.
+    """
+    pins = parse_pins(pin)
+    wanted = _agreed("precision", precision, pins.pop("precision", None))
+    if "global_batch_size" in pins:
+        pinned = int(str(pins.pop("global_batch_size")))
+        if max_global_batch_size is not None and pinned > max_global_batch_size:
+            raise InputError(
+                f"pin global_batch_size={pinned} exceeds max_global_batch_size {max_global_batch_size}"
+            )
+        global_batch_size = int(str(_agreed("global_batch_size", global_batch_size, pinned)))
+        max_global_batch_size = None
+    cluster = inputs.resolve_cluster(device, world_size, local_world_size, device_memory_gib)
+    resolved_engine = inputs.resolve_engine(engine)
+    problem = Problem(
+        model=inputs.resolve_model(model),
+        cluster=cluster,
+        engine=resolved_engine,
+        batch=inputs.resolve_batch(global_batch_size, max_global_batch_size),
+        precision=inputs.resolve_precision(
+            None if wanted is None else str(wanted), cluster.device, resolved_engine
+        ),
+        pins=pins,
+    )
+    started = time.perf_counter()
+    space = problem.space()
+    if not len(space.table):
+        raise advice.no_legal_layout(problem)
+    return rank(problem, space, started)
+
+
+def suggest(
+    model: ModelSpec | str | Path,
+    *,
+    world_size: int,
+    local_world_size: int | None = None,
+    device: Device | str | None = None,
+    global_batch_size: int | None = None,
+    max_global_batch_size: int | None = None,
+    engine: Engine | str = inputs.DEFAULT_ENGINE,
+    precision: str | None = None,
+    pin: PinInput = None,
+    device_memory_gib: float | None = None,
+) -> Plan:
+    """The best plan of `search`, which takes the same arguments.
+
+    Raises `NoLayoutFits` when every legal layout needs more memory than a device has; its line holds
+    the closest plan, what that lacks in GiB, and the cheapest change that would make it fit.
+    """
+    result = search(
+        model,
+        world_size=world_size,
+        local_world_size=local_world_size,
+        device=device,
+        global_batch_size=global_batch_size,
+        max_global_batch_size=max_global_batch_size,
+        engine=engine,
+        precision=precision,
+        pin=pin,
+        device_memory_gib=device_memory_gib,
+    )
+    if result.best is None:
+        raise advice.no_layout_fits(result)
+    return result.best
+
+
+def evaluate(
+    layout: Layout,
+    *,
+    model: ModelSpec | str | Path,
+    world_size: int | None = None,
+    local_world_size: int | None = None,
+    device: Device | str | None = None,
+    engine: Engine | str = inputs.DEFAULT_ENGINE,
+    device_memory_gib: float | None = None,
+) -> Estimate:
+    """What one layout costs, whether or not the search would emit it.
+
+    `world_size` is the layout's own when not given. Raises `InputError` for a layout that breaks a
+    rule, with the rule's numbers and what would be right. Whether it fits is for the caller to ask.
+    """
+    spec = inputs.resolve_model(model)
+    if world_size is not None and world_size != layout.world_size:
+        raise InputError(
+            f"layout {layout.describe()} occupies {layout.world_size} devices, not world_size {world_size}"
+        )
+    cluster = inputs.resolve_cluster(device, layout.world_size, local_world_size, device_memory_gib)
+    resolved_engine = inputs.resolve_engine(engine)
+    inputs.resolve_precision(layout.precision, cluster.device, resolved_engine)
+    message = first_illegal(spec, layout)
+    if message is not None:
+        raise InputError(message)
+    return estimate_layout(spec, cluster, resolved_engine, layout)
+
+
+def _agreed(name: str, given: object, pinned: object) -> object:
+    if given is not None and pinned is not None and given != pinned:
+        raise InputError(f"{name} {given} and pin {name}={pinned} contradict each other; give one")
+    return pinned if given is None else given
