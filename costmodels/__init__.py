@@ -5,6 +5,7 @@ from costmodels.estimate import Estimate, StageMemory, StepTime
 from costmodels.hardware import Cluster, Device, Link, Precision
 from costmodels.layout import SHORT_NAMES, Layout, Recompute, Schedule, even_split
 from costmodels.model_spec import LatentAttention, ModelSpec
+from costmodels.pricing import Prices, estimate, price
 
 __all__ = [
     "SHORT_NAMES",
@@ -18,9 +19,12 @@ __all__ = [
     "MemoryPolicy",
     "ModelSpec",
     "Precision",
+    "Prices",
     "Recompute",
     "Schedule",
     "StageMemory",
     "StepTime",
+    "estimate",
     "even_split",
+    "price",
 ]

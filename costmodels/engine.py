@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from costmodels.words import Fraction, NonNegative, Positive, Record
+from typing import Any
+
+from pydantic import Field, model_validator
+
+from costmodels.hardware import Device
+from costmodels.words import CountOrZero, Fraction, NonNegative, Positive, Record
 
 
 class MemoryPolicy(Record):
-    """Bytes that an engine keeps for each parameter, for one number format."""
+    """Bytes that an engine keeps and sends for each parameter, for one number format."""
 
     parameters: NonNegative
     """The copy that matrix products read; sharded by ZeRO 3."""
@@ -14,6 +19,12 @@ class MemoryPolicy(Record):
     """Accumulated gradients; sharded by ZeRO 2 and 3."""
     optimizer: NonNegative
     """Master copy and optimizer moments; sharded by ZeRO 1 and above."""
+    shard: NonNegative = 0.0
+    """A second copy that data parallelism keeps next to the gathered one below ZeRO 3; sharded by ZeRO 1."""
+    reduced: Positive = 4.0
+    """One gradient element on the wire of a reduction."""
+    gathered: Positive = 4.0
+    """One parameter on the wire of a gathering."""
 
 
 class Engine(Record):
@@ -24,6 +35,18 @@ class Engine(Record):
     """Bytes per parameter by precision: `fp32`, `fp16`, `bf16`, `fp8`."""
     flash_attention: bool = True
     """Core attention never writes its score matrix to memory."""
+    fused_activation: bool = True
+    """A gated MLP keeps its two inputs only; otherwise also the activated gate."""
+    dropout: bool = False
+    """Masks of attention and hidden dropout are kept for backward (GPT-2/3 recipes)."""
+    regathers_sequence: bool = True
+    """With sequence parallelism backward gathers layer inputs again instead of keeping them whole."""
+    eager_reduction_stage: CountOrZero = 2
+    """Lowest ZeRO stage that reduces gradients after every micro batch and so keeps shards only."""
+    logits_copies: NonNegative = 1.0
+    """Copies of the logits in fp32 at the peak of the loss, besides logits and gradient."""
+    communicator_bytes: NonNegative = 0.0
+    """Device memory of the buffers of one process group."""
     gemm_efficiency: Fraction
     """Share of peak FLOP/s that a large matrix product reaches."""
     attention_efficiency: Fraction
@@ -37,7 +60,29 @@ class Engine(Record):
     layer_overhead: NonNegative
     """Host seconds to launch one layer's forward pass: the floor under small layers."""
     data_parallel_overlap: Fraction
-    """Share of the data-parallel communication that can hide behind the last backward pass."""
+    """Share of the data-parallel communication that can hide behind computation."""
     fragmentation: NonNegative
     """Extra share of the dynamic memory that the allocator reserves but cannot use."""
+    devices: dict[str, dict[str, Any]] = Field(default_factory=dict)
+    """Constants that differ on devices whose name starts with the key (case aside), or of that kind."""
     source: str = ""
+
+    @model_validator(mode="after")
+    def _check(self) -> Engine:
+        allowed = [field for field in Engine.model_fields if field not in ("name", "devices")]
+        for key, overrides in self.devices.items():
+            unknown = sorted(set(overrides) - set(allowed))
+            if unknown:
+                raise ValueError(
+                    f"engine {self.name} overrides {', '.join(unknown)} for device {key}; "
+                    f"an override is one of {', '.join(allowed)}"
+                )
+        return self
+
+    def for_device(self, device: Device) -> Engine:
+        """The engine with its constants for `device`: the longest matching name wins over the kind."""
+        name = device.name.lower()
+        keys = [key for key in self.devices if name.startswith(key.lower())]
+        key = max(keys, key=len) if keys else device.kind
+        constants = self.model_dump(exclude={"devices"})
+        return Engine.model_validate({**constants, **self.devices.get(key, {})})

@@ -14,7 +14,13 @@ class StepTime(Record):
     elementwise: NonNegative
     recompute: NonNegative
     """Forward work that backward repeats."""
+    launch: NonNegative = 0.0
+    """Device idle while the host launches the kernels of small layers."""
     tensor_parallel: NonNegative
+    context_parallel: NonNegative = 0.0
+    """Keys and values passed around the ring that attention does not hide."""
+    expert_parallel: NonNegative = 0.0
+    """Tokens sent to their experts and back."""
     pipeline_parallel: NonNegative
     """Activations sent between stages."""
     bubble: NonNegative

@@ -1,0 +1,183 @@
+"""Seconds of the operators of a layer on one device: roofline rates, and the host's launch floor."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from costmodels.engine import Engine
+from costmodels.errors import InputError
+from costmodels.hardware import Device, Precision
+from costmodels.network import Group, all_gather, all_to_all
+from costmodels.operators import (
+    BACKWARD_FLASH,
+    BACKWARD_GEMM,
+    Gemm,
+    Operators,
+    element_bytes,
+)
+from costmodels.table import Floats, LayoutTable
+
+CAUSAL_SHARE = 0.5
+"""Part of the score matrix under the diagonal, which is all that flash attention computes."""
+
+FLASH_BACKWARD_RATE = 63 / 73
+"""Backward over forward FLOP/s of flash attention: 63 % and 73 % of an A100's peak (arXiv:2307.08691)."""
+
+BATCHED_GEMM_RATE = 0.7
+"""Small batched products of unfused attention, relative to large ones."""
+
+SCORE_PASSES = (4, 7)
+"""Reads and writes of the score matrix, forward and backward, when no kernel fuses product, softmax and
+product. Dropout reads and writes it once more each way, and one byte of mask."""
+
+TENSOR_PARALLEL_LAUNCH = 2.0
+"""Host time to launch a layer with tensor-parallel collectives, relative to one without."""
+
+SHARPNESS = 8
+"""Exponent of the p-norm that joins device time and launch floor."""
+
+
+@dataclass(frozen=True)
+class Passes:
+    """Seconds of forward and backward of one unit for one micro batch; arrays of shape [n]."""
+
+    compute: Floats
+    attention: Floats
+    elementwise: Floats
+    recompute: Floats
+    launch: Floats
+    tensor_parallel: Floats
+    context_parallel: Floats
+    expert_parallel: Floats
+    backward: Floats
+    """Part of the sum that is backward, what it recomputes included."""
+
+    @property
+    def total(self) -> Floats:
+        """Forward and backward."""
+        return sum((getattr(self, part) for part in PARTS), np.zeros(()))
+
+
+PARTS = tuple(name for name in Passes.__dataclass_fields__ if name != "backward")
+"""The parts that add up to a unit's time; named as the fields of `StepTime`."""
+
+
+def peak_flops(device: Device, precision: Precision) -> float:
+    """Data-sheet FLOP/s of matrix products in `precision`.
+
+    Raises:
+        InputError: the device does not compute in that format.
+    """
+    if precision not in device.peak_flops:
+        raise InputError(
+            f"precision {precision}: device {device.name} has no peak for it; "
+            f"use {', '.join(device.peak_flops)}"
+        )
+    return device.peak_flops[precision]
+
+
+def _wide_peak(device: Device, precision: Precision) -> float:
+    """Peak of what an fp8 recipe leaves in 16 bits: attention and the head."""
+    if precision != "fp8":
+        return peak_flops(device, precision)
+    wide: tuple[Precision, ...] = ("bf16", "fp16")
+    return max(device.peak_flops.get(name, 0.0) for name in wide) or peak_flops(device, precision)
+
+
+def gemm_seconds(gemms: tuple[Gemm, ...], flops: float, bandwidth: float, element: int) -> Floats | float:
+    """Seconds of matrix products at `flops` FLOP/s, never under their bytes over `bandwidth`."""
+    total: Floats | float = 0.0
+    for m, k, n, times in gemms:
+        arithmetic = 2.0 * m * k * n / flops
+        traffic = element * (m * k + k * n + m * n) / bandwidth
+        total = total + times * np.maximum(arithmetic, traffic)
+    return total
+
+
+def attention_seconds(
+    work: Operators, engine: Engine, flops: float, bandwidth: float, element: int
+) -> tuple[Floats, Floats]:
+    """Seconds of core attention, forward and backward, at a peak of `flops`."""
+    if engine.flash_attention:
+        forward = work.attention_flops * CAUSAL_SHARE / (flops * engine.attention_efficiency)
+        return forward, forward * BACKWARD_FLASH / FLASH_BACKWARD_RATE
+    products = work.attention_flops / (flops * engine.gemm_efficiency * BATCHED_GEMM_RATE)
+    dropout = engine.dropout * (2 * element + 1)
+    forward, backward = (
+        work.scores * (count * element + dropout) * engine.elementwise_passes / bandwidth
+        for count in SCORE_PASSES
+    )
+    return products + forward, BACKWARD_GEMM * products + backward
+
+
+def launch_floor(seconds: Floats, floor: Floats | float) -> Floats:
+    """Idle seconds of a device that works for `seconds` on what a host launches in `floor` seconds."""
+    scale = np.maximum(seconds, floor)
+    scale = np.where(scale > 0, scale, 1.0)
+    norm = ((seconds / scale) ** SHARPNESS + (floor / scale) ** SHARPNESS) ** (1 / SHARPNESS)
+    return norm * scale - seconds
+
+
+def passes(
+    work: Operators,
+    device: Device,
+    engine: Engine,
+    table: LayoutTable,
+    groups: dict[str, Group],
+    *,
+    repeats: bool,
+    wide: bool = False,
+) -> Passes:
+    """Seconds of one unit, forward and backward.
+
+    Args:
+        work: its operators.
+        groups: process groups `tp`, `cp`, `ep` and `etp` of each row.
+        repeats: the unit is a layer: recomputation and the launch floor apply.
+        wide: an fp8 recipe computes the unit in 16 bits.
+    """
+    e = element_bytes(table.precision)
+    bandwidth = device.memory_bandwidth * engine.memory_efficiency
+    wide_peak = _wide_peak(device, table.precision)
+    peak = wide_peak if wide else peak_flops(device, table.precision)
+    zero = np.zeros(len(table))
+    gemm = zero + gemm_seconds(work.gemms, peak * engine.gemm_efficiency, bandwidth, e)
+    attention, attention_back = attention_seconds(work, engine, wide_peak, bandwidth, e)
+    passes = engine.elementwise_passes / bandwidth
+    elementwise, elementwise_back = work.elementwise_forward * passes, work.elementwise_backward * passes
+
+    tp, cp, etp = groups["tp"], groups["cp"], groups["etp"]
+    gather = all_gather(tp, work.sequence_bytes)
+    tensor, tensor_back = work.gathers_forward * gather, work.gathers_backward * gather
+    # Keys and values travel around the ring while attention works on the last ones (arXiv:2310.01889,
+    # section 3); backward also returns their gradients.
+    ring = (cp.size - 1) * work.ring_bytes / cp.bandwidth + cp.latency
+    context = np.maximum(ring - attention, 0.0)
+    context_back = np.maximum(2 * ring - attention_back, 0.0)
+    # To the experts and back.
+    expert = np.where(
+        work.routed_bytes > 0,
+        2 * (all_to_all(groups["ep"], work.routed_bytes) + all_gather(etp, work.expert_gather_bytes)),
+        0.0,
+    )
+
+    full = (table.recompute == 2) & repeats
+    selective = (table.recompute == 1) & repeats
+    again = np.where(full, gemm + attention + elementwise, np.where(selective, attention, 0.0))
+    forward = gemm + attention + elementwise + tensor + context + expert
+    backward = BACKWARD_GEMM * gemm + attention_back + elementwise_back + tensor_back + context_back + expert
+    floor = engine.layer_overhead * np.where(table.tensor_parallel > 1, TENSOR_PARALLEL_LAUNCH, 1.0) * repeats
+    idle, idle_back = launch_floor(forward, floor), launch_floor(backward, floor)
+    return Passes(
+        compute=(1 + BACKWARD_GEMM) * gemm,
+        attention=attention + attention_back,
+        elementwise=elementwise + elementwise_back,
+        recompute=again,
+        launch=idle + idle_back + full * idle,
+        tensor_parallel=tensor + tensor_back + full * tensor,
+        context_parallel=context + context_back + full * context,
+        expert_parallel=2 * expert + full * expert,
+        backward=backward + idle_back + again + full * (tensor + context + expert + idle),
+    )

@@ -1,0 +1,223 @@
+"""What one layer of one micro batch does on one device: matrix products, attention, bytes, collectives.
+
+Shapes are those of Megatron-LM (Narayanan et al., arXiv:2104.04473, section 2.3; Korthikanti et al.,
+arXiv:2205.05198, section 4). All functions take a `LayoutTable` of n rows; sizes are per row.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from costmodels.engine import Engine
+from costmodels.model_spec import ModelSpec
+from costmodels.table import Floats, LayoutTable
+
+BACKWARD_GEMM = 2.0
+"""Backward work of a matrix product over its forward work: gradients of the input and of the weight."""
+
+BACKWARD_FLASH = 2.5
+"""The same for flash attention: five products instead of two (Dao, arXiv:2307.08691, section 3.1.2)."""
+
+
+class Gemm(NamedTuple):
+    """`times` matrix products of [m, k] by [k, n]."""
+
+    m: Floats
+    k: Floats
+    n: Floats
+    times: Floats
+
+
+@dataclass(frozen=True)
+class Operators:
+    """Forward work of a layer, an embedding or a head. Arrays of shape [n]; bytes and FLOPs."""
+
+    gemms: tuple[Gemm, ...]
+    attention_flops: Floats
+    """Scores and weighted values, all positions (causality not yet used)."""
+    scores: Floats
+    """Elements of the score matrices."""
+    elementwise_forward: Floats
+    """Bytes of element-wise work with perfect fusion."""
+    elementwise_backward: Floats
+    sequence_bytes: Floats
+    """Activations of a micro batch in full width: what a tensor-parallel collective moves."""
+    gathers_forward: Floats
+    """All-gathers or reduce-scatters of `sequence_bytes`; an all-reduce is two of them."""
+    gathers_backward: Floats
+    ring_bytes: Floats
+    """Keys and values of one rank, which context parallelism passes around."""
+    routed_bytes: Floats
+    """Tokens that one rank sends to experts of other ranks' devices, and gets back."""
+    expert_gather_bytes: Floats
+    """Routed tokens that an expert-tensor-parallel group gathers, and scatters again."""
+
+
+def element_bytes(precision: str) -> int:
+    """Bytes of one activation: 8-bit matrix products keep their activations in bf16."""
+    return 4 if precision in ("fp32", "tf32") else 2
+
+
+def tokens(model: ModelSpec, table: LayoutTable) -> Floats:
+    """Tokens of one micro batch on one context-parallel rank."""
+    return table.micro_batch_size * model.seq / table.context_parallel
+
+
+def expert_tensor_parallel(table: LayoutTable) -> Floats:
+    """Devices that share one expert: without expert parallelism, the tensor-parallel group."""
+    return np.where(table.expert_parallel > 1, table.expert_tensor_parallel, table.tensor_parallel) * 1.0
+
+
+def expert_replicas(table: LayoutTable) -> Floats:
+    """Devices that hold the same share of the same experts (Megatron-LM's expert data parallelism)."""
+    devices = table.tensor_parallel * table.context_parallel * table.data_parallel
+    return np.maximum(devices / (expert_tensor_parallel(table) * table.expert_parallel), 1.0)
+
+
+def attention_widths(model: ModelSpec) -> tuple[int, int]:
+    """Widths of all heads' queries and of all heads' values."""
+    mla = model.latent_attention
+    if mla is None:
+        return model.q_size, model.q_size
+    return model.heads * (mla.qk_nope_head_dim + mla.qk_rope_head_dim), model.heads * mla.v_head_dim
+
+
+def key_value_width(model: ModelSpec, table: LayoutTable) -> Floats:
+    """Width of keys and values together on one device; devices beyond `kv_heads` share a head."""
+    if model.latent_attention is not None:
+        result: Floats = sum(attention_widths(model)) / table.tensor_parallel
+        return result
+    return 2 * np.maximum(model.kv_heads / table.tensor_parallel, 1.0) * model.head_dim
+
+
+def routed_rows(model: ModelSpec, table: LayoutTable) -> Floats:
+    """Tokens that the experts of one device take in, each token once for each of its experts."""
+    spread = expert_tensor_parallel(table) / table.tensor_parallel
+    result: Floats = tokens(model, table) * model.top_k * spread
+    return result
+
+
+def _attention_gemms(model: ModelSpec, table: LayoutTable) -> tuple[Gemm, ...]:
+    t, tp, one = tokens(model, table), table.tensor_parallel, np.ones(len(table))
+    h, mla = model.hidden * one, model.latent_attention
+    queries, values = attention_widths(model)
+    output = Gemm(t, values / tp, h, one)
+    if mla is None:
+        return Gemm(t, h, queries / tp + key_value_width(model, table), one), output
+    # Every tensor-parallel rank computes the latents, of its own tokens with sequence parallelism.
+    own = t / np.where(table.sequence_parallel, tp, 1)
+    latent = mla.kv_lora_rank * one
+    down = Gemm(own, h, latent + mla.qk_rope_head_dim, one)
+    up = Gemm(t, latent, model.heads * (mla.qk_nope_head_dim + mla.v_head_dim) / tp, one)
+    if not mla.q_lora_rank:
+        return Gemm(t, h, queries / tp, one), down, up, output
+    rank = mla.q_lora_rank * one
+    return Gemm(own, h, rank, one), Gemm(t, rank, queries / tp, one), down, up, output
+
+
+def _mlp_gemms(model: ModelSpec, m: Floats, width: Floats, count: Floats) -> tuple[Gemm, ...]:
+    h = np.full_like(width, model.hidden)
+    return Gemm(m, h, (1 + model.gated) * width, count), Gemm(m, width, h, count)
+
+
+def layer(model: ModelSpec, engine: Engine, table: LayoutTable, moe: bool) -> Operators:
+    """Forward work of one layer with a dense MLP or, if `moe`, with experts.
+
+    Element-wise traffic per layer counts, forward, 6 tensors of width `hidden` (two norms, two residual
+    additions, fused) and a read and a write of what stands between matrix products; backward half as
+    much again. Expert load is taken as even.
+    """
+    e, one = element_bytes(table.precision), np.ones(len(table))
+    t, tp, sp = tokens(model, table), table.tensor_parallel, table.sequence_parallel
+    h = model.hidden
+    queries, values = attention_widths(model)
+    kv = key_value_width(model, table)
+    gemms = _attention_gemms(model, table)
+    between = t * (queries / tp + kv)
+    gathers, routed, expert_gather = 4.0 * one, 0.0 * one, 0.0 * one
+    if moe:
+        ep, etp = table.expert_parallel, expert_tensor_parallel(table)
+        rows = routed_rows(model, table)
+        gemms += (Gemm(t / np.where(sp, tp, 1), h * one, model.experts * one, one),)
+        gemms += _mlp_gemms(model, rows * ep / model.experts, model.expert_ffn / etp, model.experts / ep)
+        if model.shared_expert_ffn:
+            gemms += _mlp_gemms(model, t, model.shared_expert_ffn / tp, one)
+        inner = t * (model.top_k * model.expert_ffn + model.shared_expert_ffn) / tp
+        # Tokens are permuted to their experts and back.
+        between = between + inner * (1 + model.gated) + 2 * h * rows / etp
+        routed = np.where(ep > 1, e * h * t * model.top_k / tp, 0.0)
+        expert_gather = np.where((ep > 1) & (etp > 1), e * h * rows, 0.0)
+        if not model.shared_expert_ffn:
+            gathers = np.where(ep > 1, 2.0, 4.0)
+    else:
+        gemms += _mlp_gemms(model, t, model.ffn / tp, one)
+        between = between + t * (1 + model.gated) * model.ffn / tp
+    between = between + t * h / tp
+    whole = e * t * h / np.where(sp, tp, 1)
+    return Operators(
+        gemms=gemms,
+        attention_flops=2 * t * model.seq * (queries + values) / tp,
+        scores=t * model.seq * model.heads / tp,
+        elementwise_forward=6 * whole + 2 * e * between,
+        elementwise_backward=9 * whole + 3 * e * between,
+        sequence_bytes=e * t * h,
+        gathers_forward=gathers,
+        # Korthikanti et al., section 4.2.2: layer inputs, kept split, are gathered once more.
+        gathers_backward=gathers * np.where(sp & engine.regathers_sequence, 1.5, 1.0),
+        ring_bytes=np.where(table.context_parallel > 1, e * t * kv, 0.0),
+        routed_bytes=routed,
+        expert_gather_bytes=expert_gather,
+    )
+
+
+def embedding(model: ModelSpec, table: LayoutTable) -> Operators:
+    """Looking up tokens: each rank its slice of the vocabulary, then a sum (arXiv:1909.08053, section 3)."""
+    zero = np.zeros(len(table))
+    sp = table.sequence_parallel
+    whole = element_bytes(table.precision) * tokens(model, table) * model.hidden
+    return Operators(
+        gemms=(),
+        attention_flops=zero,
+        scores=zero,
+        elementwise_forward=2 * whole,
+        elementwise_backward=2 * whole,
+        sequence_bytes=whole,
+        gathers_forward=np.where(sp, 1.0, 2.0),
+        gathers_backward=np.where(sp, 1.0, 0.0),
+        ring_bytes=zero,
+        routed_bytes=zero,
+        expert_gather_bytes=zero,
+    )
+
+
+def head(model: ModelSpec, padded_vocab: Floats, table: LayoutTable) -> Operators:
+    """Final norm, output matrix and cross entropy over a vocabulary that tensor parallelism splits.
+
+    The loss reads the logits, keeps an fp32 copy, and passes over it for maximum, exponent and sum.
+    """
+    e, t = element_bytes(table.precision), tokens(model, table)
+    tp, sp, zero = table.tensor_parallel, table.sequence_parallel, np.zeros(len(table))
+    logits = t * padded_vocab / tp
+    norm = e * t * model.hidden / np.where(sp, tp, 1)
+    return Operators(
+        gemms=(Gemm(t, zero + model.hidden, padded_vocab / tp, zero + 1),),
+        attention_flops=zero,
+        scores=zero,
+        elementwise_forward=2 * norm + (e + 16) * logits,
+        elementwise_backward=3 * norm + (e + 4) * logits,
+        sequence_bytes=e * t * model.hidden,
+        gathers_forward=np.where(sp, 1.0, 0.0),
+        gathers_backward=np.where(sp, 1.0, 2.0),
+        ring_bytes=zero,
+        routed_bytes=zero,
+        expert_gather_bytes=zero,
+    )
+
+
+def padded_vocabulary(model: ModelSpec, table: LayoutTable) -> Floats:
+    """Rows of the stored vocabulary, `ModelSpec.padded_vocab` of each row's tensor parallelism."""
+    degrees, row = np.unique(table.tensor_parallel, return_inverse=True)
+    return np.array([model.padded_vocab(int(degree)) for degree in degrees], dtype=np.float64)[row]

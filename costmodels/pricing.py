@@ -1,0 +1,230 @@
+"""The price of layouts: seconds of one step and bytes of the fullest device, for all rows at once."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+
+import numpy as np
+
+from costmodels.compute import PARTS, Passes, passes, peak_flops
+from costmodels.data_parallel import exchange_seconds, optimizer_seconds
+from costmodels.engine import Engine
+from costmodels.estimate import Estimate, StageMemory, StepTime
+from costmodels.hardware import Cluster
+from costmodels.layout import Layout
+from costmodels.memory import UnitSizes, memory_policy, parameters, stage_memory, unit_sizes
+from costmodels.model_spec import ModelSpec
+from costmodels.network import all_reduce, group
+from costmodels.operators import (
+    embedding,
+    expert_tensor_parallel,
+    head,
+    layer,
+    padded_vocabulary,
+)
+from costmodels.pipeline import Ranks, all_ranks, bubble_seconds, deciding_ranks, send_seconds
+from costmodels.table import Bools, Floats, Ints, LayoutTable
+
+BLOCK = 32768
+"""Rows priced at a time, so that intermediate arrays stay small however long the table."""
+
+
+@dataclass(frozen=True)
+class Prices:
+    """What each row of a table costs. Arrays of shape [n]."""
+
+    time: Mapping[str, Floats]
+    """Seconds of each part of `StepTime`."""
+    step_time_s: Floats
+    memory: Mapping[str, Floats]
+    """Bytes of each part of `StageMemory` on the fullest pipeline rank."""
+    peak_memory_bytes: Floats
+    tokens_per_s: Floats
+    tokens_per_s_per_device: Floats
+    tflops_per_device: Floats
+    mfu: Floats
+    model: ModelSpec
+    cluster: Cluster
+    engine: Engine
+    """The engine with its constants for the device."""
+    table: LayoutTable
+
+    def __len__(self) -> int:
+        return len(self.step_time_s)
+
+    def estimate(self, row: int) -> Estimate:
+        """One row as an `Estimate`, with the memory of every pipeline rank."""
+        one = self.table.take(np.array([row]))
+        split, pipeline = one.splits[int(one.split[0])], int(one.pipeline_parallel[0])
+        every = all_ranks(split, pipeline, self.model.layers - self.model.moe_layers)
+        ranks = Ranks(**{field.name: getattr(every, field.name)[None, :] for field in fields(Ranks)})
+        sizes = unit_sizes(self.model, self.engine, one)
+        memory = stage_memory(self.cluster, self.engine, one, sizes, ranks)
+        return Estimate(
+            step_time_s=self.step_time_s[row],
+            time=StepTime(**{part: float(seconds[row]) for part, seconds in self.time.items()}),
+            memory=tuple(
+                StageMemory(**{part: float(held[0, rank]) for part, held in memory.items()})
+                for rank in range(pipeline)
+            ),
+            peak_memory_bytes=self.peak_memory_bytes[row],
+            tokens_per_s=self.tokens_per_s[row],
+            tokens_per_s_per_device=self.tokens_per_s_per_device[row],
+            tflops_per_device=self.tflops_per_device[row],
+            mfu=self.mfu[row],
+        )
+
+
+def _distinct(columns: list[Ints | Bools]) -> tuple[Ints, Ints]:
+    """First row of each distinct combination of columns of small numbers, and the combination of each row."""
+    key = columns[0].astype(np.int64)
+    for column in columns[1:]:
+        base = int(column.max(initial=0)) + 1
+        if int(key.max(initial=0)) > np.iinfo(np.int64).max // base - base:
+            key = np.unique(key, return_inverse=True)[1]
+        key = key * base + column
+    _, first, code = np.unique(key, return_index=True, return_inverse=True)
+    return first, code
+
+
+def _shapes(table: LayoutTable) -> tuple[LayoutTable, Ints]:
+    """The few rows that differ in the shape of their operators, and which of them each row is like."""
+    first, code = _distinct(
+        [
+            table.tensor_parallel,
+            table.sequence_parallel,
+            table.context_parallel,
+            table.expert_parallel,
+            table.expert_tensor_parallel,
+            table.micro_batch_size,
+            table.recompute,
+            table.pipeline_parallel > 1,
+        ]
+    )
+    return table.take(first), code
+
+
+def _units(model: ModelSpec, cluster: Cluster, engine: Engine, table: LayoutTable) -> dict[str, Passes]:
+    """Passes of what a pipeline rank holds, by the field of `Ranks` that counts it."""
+    tp, cp, ep = table.tensor_parallel, table.context_parallel, table.expert_parallel
+    etp = expert_tensor_parallel(table).astype(np.int64)
+    sizes_and_strides = {"tp": (tp, 1), "cp": (cp, tp), "etp": (etp, 1), "ep": (ep, etp)}
+    groups = {
+        name: group(cluster, engine.network_efficiency, size, np.asarray(stride))
+        for name, (size, stride) in sizes_and_strides.items()
+    }
+    device = cluster.device
+    ends = {"first": embedding(model, table), "last": head(model, padded_vocabulary(model, table), table)}
+    layers = {"dense": layer(model, engine, table, moe=False)}
+    if model.experts:
+        layers["moe"] = layer(model, engine, table, moe=True)
+    units = {held: passes(work, device, engine, table, groups, repeats=True) for held, work in layers.items()}
+    for held, work in ends.items():
+        units[held] = passes(work, device, engine, table, groups, repeats=False, wide=True)
+    return units
+
+
+def _on_ranks(units: dict[str, Passes], ranks: Ranks, row: Ints, part: str) -> Floats:
+    """Seconds of `part` for one micro batch on each rank; `row` says which row of `units` is meant."""
+    total = np.zeros_like(ranks.dense)
+    for held, unit in units.items():
+        seconds = getattr(unit, part)[row]
+        total += getattr(ranks, held) * seconds.reshape(-1, *(1,) * (total.ndim - 1))
+    return total
+
+
+def _tied_seconds(
+    model: ModelSpec, cluster: Cluster, engine: Engine, table: LayoutTable, vocabulary: Floats
+) -> Floats:
+    """Seconds to sum the gradients of both copies of a tied embedding, on the first and the last stage."""
+    apart = table.tensor_parallel * table.context_parallel * table.data_parallel
+    apart = apart * np.maximum(table.pipeline_parallel - 1, 1)
+    pair = group(cluster, engine.network_efficiency, np.minimum(table.pipeline_parallel, 2), apart)
+    count = vocabulary * model.hidden / table.tensor_parallel
+    return model.tied * all_reduce(pair, count * memory_policy(engine, table.precision).reduced)
+
+
+def _price_block(
+    model: ModelSpec, cluster: Cluster, engine: Engine, table: LayoutTable
+) -> tuple[dict[str, Floats], dict[str, Floats]]:
+    """Parts of the time and of the peak memory of each row."""
+    shapes, shape = _shapes(table)
+    units = _units(model, cluster, engine, shapes)
+    every = unit_sizes(model, engine, shapes)
+    sizes = UnitSizes(**{field.name: getattr(every, field.name)[shape] for field in fields(UnitSizes)})
+    ranks = deciding_ranks(model, table)
+
+    rank_seconds = _on_ranks(units, ranks, shape, "total")
+    slowest = rank_seconds.argmax(axis=1)[:, None]
+    slow = Ranks(
+        **{
+            field.name: np.take_along_axis(getattr(ranks, field.name), slowest, axis=1)[:, 0]
+            for field in fields(Ranks)
+        }
+    )
+    micro_batches = table.micro_batches
+    time = {part: micro_batches * _on_ranks(units, slow, shape, part) for part in PARTS}
+    backward = _on_ranks(units, slow, shape, "backward")
+    forward = np.take_along_axis(rank_seconds, slowest, axis=1)[:, 0] - backward
+    shared, experts = (count.max(axis=1) for count in parameters(sizes, ranks))
+    time["pipeline_parallel"] = send_seconds(model, cluster, engine.network_efficiency, table)
+    time["pipeline_parallel"] += _tied_seconds(
+        model, cluster, engine, table, padded_vocabulary(model, shapes)[shape]
+    )
+    time["bubble"] = bubble_seconds(
+        rank_seconds, ranks.count, table.virtual_pipeline_parallel.astype(np.float64)
+    )
+    time["data_parallel"] = exchange_seconds(
+        cluster, engine, table, shared, experts, slow.layers, forward, backward
+    )
+    time["optimizer"] = optimizer_seconds(engine, cluster.device.memory_bandwidth, table, shared, experts)
+
+    held = stage_memory(cluster, engine, table, sizes, ranks)
+    fullest = sum(held.values(), np.zeros(())).argmax(axis=1)[:, None]
+    memory = {part: np.take_along_axis(held[part], fullest, axis=1)[:, 0] for part in held}
+    return {part: time[part] for part in StepTime.model_fields}, memory
+
+
+def price(model: ModelSpec, cluster: Cluster, engine: Engine, table: LayoutTable) -> Prices:
+    """What each row of `table` costs.
+
+    Args:
+        engine: its constants; `Engine.for_device` is applied here.
+        table: legal layouts of `cluster.world_size` devices; legality is not checked.
+
+    Raises:
+        InputError: the device or the engine does not know the precision of the table.
+    """
+    engine = engine.for_device(cluster.device)
+    peak = peak_flops(cluster.device, table.precision)
+    memory_policy(engine, table.precision)
+    blocks = [
+        _price_block(model, cluster, engine, table.take(np.arange(start, min(start + BLOCK, len(table)))))
+        for start in range(0, max(len(table), 1), BLOCK)
+    ]
+    time = {part: np.concatenate([block[0][part] for block in blocks]) for part in StepTime.model_fields}
+    memory = {part: np.concatenate([block[1][part] for block in blocks]) for part in StageMemory.model_fields}
+    step_time = sum(time.values(), np.zeros(len(table)))
+    devices = table.tensor_parallel * table.pipeline_parallel * table.context_parallel * table.data_parallel
+    tokens_per_s = table.global_batch_size * model.seq / step_time
+    flops = table.global_batch_size * model.flops_per_sequence() / step_time / devices
+    return Prices(
+        time=time,
+        step_time_s=step_time,
+        memory=memory,
+        peak_memory_bytes=sum(memory.values(), np.zeros(len(table))),
+        tokens_per_s=tokens_per_s,
+        tokens_per_s_per_device=tokens_per_s / devices,
+        tflops_per_device=flops / 1e12,
+        mfu=flops / peak,
+        model=model,
+        cluster=cluster,
+        engine=engine,
+        table=table,
+    )
+
+
+def estimate(model: ModelSpec, cluster: Cluster, engine: Engine, layout: Layout) -> Estimate:
+    """What one layout costs; raises `InputError` as `price` does."""
+    return price(model, cluster, engine, LayoutTable.of([layout])).estimate(0)
