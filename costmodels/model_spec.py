@@ -78,10 +78,11 @@ class ModelSpec(Record):
         filled = dict(values)
         if "kv_heads" not in filled and "heads" in filled:
             filled["kv_heads"] = filled["heads"]
-        if "ffn" not in filled and "hidden" in filled:
-            filled["ffn"] = 4 * int(filled["hidden"])
-        if "head_dim" not in filled and filled.get("heads"):
-            hidden, heads = int(filled["hidden"]), int(filled["heads"])
+        hidden, heads = filled.get("hidden"), filled.get("heads")
+        # A size that is missing or of the wrong type is left for its own field's validation.
+        if "ffn" not in filled and isinstance(hidden, int):
+            filled["ffn"] = 4 * hidden
+        if "head_dim" not in filled and isinstance(hidden, int) and isinstance(heads, int) and heads > 0:
             if hidden % heads:
                 raise ValueError(
                     f"hidden {hidden} is not divisible by heads {heads}; "

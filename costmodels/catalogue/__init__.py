@@ -1,0 +1,132 @@
+"""Published models, devices and engines by name; each value of the YAML files names its source.
+
+Wherever a name is taken, the path of a user's YAML file that holds the fields of one model or device
+is taken too, so that a new accelerator needs no code.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from importlib.resources import files
+from typing import Any
+
+from costmodels.catalogue.host import host_device
+from costmodels.catalogue.yaml_files import build, is_file_name, packaged, unknown, user_fields
+from costmodels.engine import Engine
+from costmodels.errors import InputError
+from costmodels.hardware import Device
+from costmodels.model_spec import ModelSpec
+
+__all__ = [
+    "device_names",
+    "engine_names",
+    "load_device",
+    "load_engine",
+    "load_model",
+    "model_names",
+]
+
+HOST = "cpu"
+"""Name of the device that is not in the catalogue: the machine that asks."""
+
+SHAPELESS = {"name", "seq", "source", "published_parameters"}
+"""Model fields that can change without changing the parameter count."""
+
+
+@cache
+def _families() -> tuple[str, ...]:
+    folder = files(__package__) / "models"
+    return tuple(sorted(file.name.removesuffix(".yaml") for file in folder.iterdir()))
+
+
+def _family_of(name: str) -> dict[str, Any]:
+    # A model lives in the file whose name is the longest beginning of its own, so that one file is
+    # parsed for one model.
+    stems = [family for family in _families() if name.startswith(family)]
+    return packaged(f"models/{max(stems, key=len)}.yaml") if stems else {"models": {}}
+
+
+def _find(entries: dict[str, dict[str, Any]], name: str) -> tuple[str, dict[str, Any]] | None:
+    """The proper name and the fields of the entry that has `name` as its name or an alias."""
+    if name in entries:
+        return name, entries[name]
+    for proper, fields in entries.items():
+        if name in fields.get("aliases", ()):
+            return proper, fields
+    return None
+
+
+def model_names() -> list[str]:
+    """Names of the catalogue's models, without aliases, families together and smallest first."""
+    return [name for family in _families() for name in packaged(f"models/{family}.yaml")["models"]]
+
+
+def load_model(name: str, **overrides: Any) -> ModelSpec:
+    """The model of a catalogue name, an alias or a YAML file, with some fields replaced.
+
+    A model whose shape is overridden no longer has a published parameter count. `InputError` for an
+    unknown name, an unreadable file or a value that does not fit.
+    """
+    if is_file_name(name):
+        fields = user_fields(name, "model")
+        return build(ModelSpec, {**fields, **overrides}, f"model file {name!r}")
+    wanted = name.strip().lower()
+    family = _family_of(wanted)
+    found = _find(family["models"], wanted)
+    if found is None:
+        known = [alias for entry in model_names() for alias in (entry, *_aliases_of_model(entry))]
+        raise unknown("model", name, known, "`planner models` lists all; a YAML file of fields works too")
+    proper, entry = found
+    fields = {**family.get("defaults", {}), **entry, "name": proper}
+    fields.pop("aliases", None)
+    if overrides.keys() - SHAPELESS:
+        fields.pop("published_parameters", None)
+    return build(ModelSpec, {**fields, **overrides}, f"model {proper}")
+
+
+def _aliases_of_model(name: str) -> list[str]:
+    return list(_family_of(name)["models"][name].get("aliases", ()))
+
+
+def device_names() -> list[str]:
+    """Names of the catalogue's devices, without aliases; `cpu` is this machine."""
+    return [*packaged("devices.yaml")["devices"], HOST]
+
+
+def load_device(name: str, ranks: int = 1) -> Device:
+    """The device of a catalogue name, an alias or a YAML file.
+
+    `cpu` is one rank's share when `ranks` processes divide this machine; other devices are whole and
+    ignore `ranks`. `InputError` for an unknown name, an unreadable file or a value that does not fit.
+    """
+    if is_file_name(name):
+        return build(Device, user_fields(name, "device"), f"device file {name!r}")
+    wanted = name.strip().lower()
+    if wanted == HOST:
+        if ranks < 1:
+            raise InputError(f"ranks is {ranks}: device cpu is shared by at least one rank")
+        return host_device(ranks)
+    entries = packaged("devices.yaml")["devices"]
+    found = _find(entries, wanted)
+    if found is None:
+        known = [alias for entry, fields in entries.items() for alias in (entry, *fields.get("aliases", ()))]
+        raise unknown(
+            "device", name, [*known, HOST], "`planner devices` lists all; a YAML file of fields works too"
+        )
+    proper, entry = found
+    fields = {key: value for key, value in entry.items() if key != "aliases"}
+    return build(Device, {**fields, "name": proper}, f"device {proper}")
+
+
+def engine_names() -> list[str]:
+    """Names of the catalogue's engines."""
+    return list(packaged("engines.yaml")["engines"])
+
+
+def load_engine(name: str) -> Engine:
+    """The engine of a catalogue name; `InputError` for an unknown one."""
+    entries = packaged("engines.yaml")["engines"]
+    wanted = name.strip().lower()
+    if wanted not in entries:
+        raise unknown("engine", name, entries, f"the engines are {', '.join(entries)}")
+    return build(Engine, {**entries[wanted], "name": wanted}, f"engine {wanted}")

@@ -1,0 +1,319 @@
+"""The catalogues: every entry loads, matches what its authors published, and errors are one line."""
+
+import re
+import sys
+import time
+
+import numpy as np
+import pytest
+
+from costmodels import catalogue
+from costmodels.catalogue import (
+    device_names,
+    host,
+    load_device,
+    load_engine,
+    load_model,
+    model_names,
+    yaml_files,
+)
+from costmodels.errors import InputError
+
+OWN_MODELS = {"gpt2-nano", "llama-nano"}
+
+# Billions of parameters that one token uses, as the authors print them. DeepSeek-V2-Lite's 2.4B is left out:
+# its paper does not say which embeddings it counts.
+ACTIVE_BILLIONS = {
+    "mixtral-8x7b": 12.9,  # mistral.ai/news/mixtral-of-experts
+    "mixtral-8x22b": 39.0,  # mistral.ai/news/mixtral-8x22b
+    "qwen3-30b-a3b": 3.3,  # huggingface.co/Qwen/Qwen3-30B-A3B
+    "qwen3-235b-a22b": 22.0,  # huggingface.co/Qwen/Qwen3-235B-A22B
+    "deepseek-v2": 21.0,  # arXiv:2405.04434
+    "deepseek-v3": 37.0,  # arXiv:2412.19437
+}
+
+
+def one_line(error: pytest.ExceptionInfo[InputError]) -> str:
+    message = str(error.value)
+    assert "\n" not in message
+    return message
+
+
+@pytest.mark.parametrize("name", model_names())
+def test_parameters_match_the_published_count(name: str) -> None:
+    model = load_model(name)
+    assert model.source
+    if name in OWN_MODELS:
+        assert model.published_parameters == 0
+    else:
+        assert model.parameters == pytest.approx(model.published_parameters, rel=0.005)
+
+
+@pytest.mark.parametrize("name", [name for name in model_names() if name.startswith("sc21-")])
+def test_parameters_round_to_the_printed_figure(name: str) -> None:
+    printed = name.removeprefix("sc21-").removesuffix("b")
+    decimals = len(printed.partition(".")[2])
+    assert round(load_model(name).parameters / 1e9, decimals) == float(printed)
+
+
+@pytest.mark.parametrize(("name", "billions"), ACTIVE_BILLIONS.items())
+def test_active_parameters_match_the_published_count(name: str, billions: float) -> None:
+    assert load_model(name).active_parameters == pytest.approx(billions * 1e9, rel=0.02)
+
+
+def test_the_models_that_guides_and_papers_name_are_there() -> None:
+    sizes = {
+        "gpt-22b": (48, 6144, 64, 50257, 2048),
+        "sc21-1008b": (128, 25600, 160, 51200, 2048),
+        "korthikanti-530b": (105, 20480, 128, 51200, 2048),
+        "mindformers-gpt2-52b": (64, 8192, 32, 50257, 1024),
+        "llama3-405b": (126, 16384, 128, 128256, 8192),
+    }
+    for name, size in sizes.items():
+        model = load_model(name)
+        assert (model.layers, model.hidden, model.heads, model.vocab, model.seq) == size
+    assert load_model("mindformers-gpt-70b").kv_heads == 8
+    assert len([name for name in model_names() if name.startswith("sc21-")]) == 10
+
+
+def test_names_and_aliases_are_unique_and_lead_to_their_entry() -> None:
+    seen: dict[str, str] = {}
+    for name in model_names():
+        aliases = catalogue._aliases_of_model(name)
+        for word in (name, *aliases):
+            assert re.fullmatch(r"[a-z0-9.-]+", word)
+            assert seen.setdefault(word, name) == name
+            assert load_model(word).name == name
+    devices = yaml_files.packaged("devices.yaml")["devices"]
+    for name, fields in devices.items():
+        for word in (name, *fields.get("aliases", [])):
+            assert re.fullmatch(r"[a-z0-9.-]+", word)
+            assert seen.setdefault(word, name) == name
+            assert load_device(word).name == name
+
+
+@pytest.mark.parametrize(
+    ("alias", "name"),
+    [("gpt2", "gpt2-small"), ("GPT2-355M", "gpt2-medium"), (" llama3.1-405b ", "llama3-405b")],
+)
+def test_aliases(alias: str, name: str) -> None:
+    assert load_model(alias).name == name
+
+
+def test_overrides_replace_fields_and_drop_the_published_count() -> None:
+    whole = load_model("llama3-8b")
+    assert load_model("llama3-8b", seq=2048).published_parameters == whole.published_parameters
+    half = load_model("llama3-8b", layers=16)
+    assert half.layers == 16
+    assert half.published_parameters == 0
+    assert load_model("llama3-8b") == whole  # the shared file content is untouched
+
+
+@pytest.mark.parametrize("name", device_names())
+def test_devices_are_complete(name: str) -> None:
+    device = load_device(name)
+    assert device.source
+    assert device.default_precision in device.peak_flops
+    assert device.inter_node.bandwidth <= device.intra_node.bandwidth
+    assert device.inter_node.latency >= device.intra_node.latency
+    assert device.context_bytes < 0.1 * device.memory_bytes
+    flops = [device.peak_flops[kind] for kind in ("fp32", "tf32", "bf16", "fp8") if kind in device.peak_flops]
+    assert flops == sorted(flops)
+
+
+GIGABYTES = {
+    "v100-16g": 16, "v100-32g": 32, "a100-40g": 40, "a100-80g": 80, "a100-pcie-40g": 40, "a100-pcie-80g": 80,
+    "a800-80g": 80, "h100": 80, "h100-pcie": 80, "h800": 80, "h200": 141, "h20": 96, "b200": 180, "gb200": 186,
+    "l40s": 48, "mi250x": 64, "mi300x": 192, "ascend-910": 32, "ascend-910b": 64,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "gigabytes"), GIGABYTES.items())
+def test_device_memory_is_close_to_the_name_of_the_product(name: str, gigabytes: int) -> None:
+    # Vendors count in units between 10^9 and 2^30 bytes, and drivers keep a little.
+    assert gigabytes * 1e9 * 0.98 < load_device(name).memory_bytes <= gigabytes * 2**30
+
+
+def test_peaks_are_dense() -> None:
+    assert load_device("h100").peak_flops["bf16"] == pytest.approx(989.4e12)
+    assert load_device("a100").peak_flops["fp16"] == pytest.approx(312e12)
+    assert load_device("b200").peak_flops["fp8"] == pytest.approx(4500e12)
+    assert "bf16" not in load_device("v100").peak_flops
+
+
+def test_every_engine_loads() -> None:
+    names = catalogue.engine_names()
+    assert names
+    assert [load_engine(name).name for name in names] == names
+
+
+@pytest.mark.parametrize(
+    ("load", "name", "near", "listing"),
+    [
+        (load_model, "lama2-7b", "llama2-7b", "`planner models`"),
+        (load_model, "gpt2-smal", "gpt2-small", "`planner models`"),
+        (load_device, "h1000", "h100", "`planner devices`"),
+        (load_engine, "megatrn", "megatron", "bundled"),
+    ],
+)
+def test_an_unknown_name_is_answered_with_the_nearest(load, name, near, listing) -> None:  # type: ignore[no-untyped-def]
+    with pytest.raises(InputError) as error:
+        load(name)
+    message = one_line(error)
+    assert repr(name) in message
+    assert near in message
+    assert listing in message
+
+
+def test_a_user_adds_a_device_with_a_file(tmp_path) -> None:  # type: ignore[no-untyped-def]
+    file = tmp_path / "my-npu.yaml"
+    file.write_text(
+        "vendor: mine\nkind: npu\npeak_flops: {bf16: 100e12}\nmemory_bytes: 32e9\nmemory_bandwidth: 1.0e+12\n"
+        "cores: 16\nintra_node: {name: ring, bandwidth: 50e9, latency: 1e-6}\n"
+        "inter_node: {name: ethernet, bandwidth: 10e9, latency: 1e-5}\n"
+    )
+    device = load_device(str(file))
+    assert device.name == "my-npu"
+    assert device.peak_flops == {"bf16": 100e12}
+
+
+def test_a_user_adds_a_model_with_a_file(tmp_path) -> None:  # type: ignore[no-untyped-def]
+    file = tmp_path / "my.yaml"
+    file.write_text("name: mine\nlayers: 2\nhidden: 64\nheads: 4\nvocab: 100\nseq: 32\n")
+    model = load_model(str(file), seq=16, max_positions=32)
+    assert (model.name, model.ffn, model.head_dim, model.seq) == ("mine", 256, 16, 16)
+
+
+@pytest.mark.parametrize(
+    ("text", "parts"),
+    [
+        ("layers: 2\nhidden: 64\nheads: 5\nvocab: 9\nseq: 8\n", ["hidden 64 is not divisible by heads 5"]),
+        ("layers: 2\nheads: 4\nvocab: 9\nseq: 8\nffn: 4\nhead_dim: 4\n", ["field hidden is missing"]),
+        (
+            "layers: 0\nhidden: 64\nheads: 4\nvocab: 9\nseq: 8\n",
+            ["layers is 0", "greater than"],
+        ),
+        ("layers: 2\nhidden: [64]\nheads: 4\nvocab: 9\nseq: 8\nffn: 9\nhead_dim: 4\n", ["hidden is [64]"]),
+        ("layers: 2\nhiden: 64\nhidden: 64\nheads: 4\nvocab: 9\nseq: 8\n", ["unknown field hiden", "hidden"]),
+        ("layers: [2\nhidden: 64\n", ["not valid YAML at line 2"]),
+        ("- 1\n- 2\n", ["mapping"]),
+        ("", ["mapping"]),
+    ],
+)
+def test_a_broken_model_file_is_named_with_its_fault(tmp_path, text, parts) -> None:  # type: ignore[no-untyped-def]
+    file = tmp_path / "broken.yaml"
+    file.write_text(text)
+    with pytest.raises(InputError) as error:
+        load_model(str(file))
+    for part in ("broken.yaml", *parts):
+        assert part in one_line(error)
+
+
+def test_a_missing_file_is_named(tmp_path) -> None:  # type: ignore[no-untyped-def]
+    with pytest.raises(InputError) as error:
+        load_device(str(tmp_path / "none.yaml"))
+    assert "none.yaml" in one_line(error)
+    with pytest.raises(InputError) as error:
+        load_model(str(tmp_path / "none.yml"))
+    assert "none.yml" in one_line(error)
+
+
+def test_a_model_and_a_device_load_within_20_ms() -> None:
+    def seconds() -> float:
+        yaml_files.packaged.cache_clear()
+        catalogue._families.cache_clear()
+        start = time.perf_counter()
+        load_model("qwen2.5-72b")
+        load_device("mi300x")
+        load_device("cpu", ranks=2)
+        return time.perf_counter() - start
+
+    assert min(seconds() for _ in range(5)) < 0.020
+
+
+def test_the_host_is_divided_by_its_ranks() -> None:
+    whole, share = load_device("cpu"), load_device("cpu", ranks=4)
+    assert share.peak_flops["fp32"] == pytest.approx(whole.peak_flops["fp32"] / 4)
+    assert share.memory_bandwidth == pytest.approx(whole.memory_bandwidth / 4)
+    assert share.memory_bytes == pytest.approx(whole.memory_bytes / 4)
+    assert share.cores == max(1, whole.cores // 4)
+    assert whole.default_precision == "fp32"
+    with pytest.raises(InputError, match="ranks is 0"):
+        load_device("cpu", ranks=0)
+
+
+def test_the_hosts_peak_is_above_a_measured_matrix_product() -> None:
+    size = 1024
+    left = np.ones((size, size), dtype=np.float32)
+    seconds = []
+    for _ in range(6):
+        start = time.perf_counter()
+        left @ left
+        seconds.append(time.perf_counter() - start)
+    rate = 2 * size**3 / min(seconds)
+    assert load_device("cpu").peak_flops["fp32"] > rate
+
+
+def cpuinfo(vendor: str, family: int, model: int, name: str, flags: str) -> str:
+    return (
+        f"processor\t: 0\nvendor_id\t: {vendor}\ncpu family\t: {family}\nmodel\t\t: {model}\n"
+        f"model name\t: {name}\ncpu MHz\t\t: 2000.000\nflags\t\t: fpu sse {flags}\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "fp32", "bf16"),
+    [
+        (cpuinfo("AuthenticAMD", 23, 1, "AMD EPYC 7551", "avx avx2 fma"), 16, None),  # Zen 1
+        (cpuinfo("AuthenticAMD", 23, 49, "AMD EPYC 7742", "avx avx2 fma"), 32, None),  # Zen 2
+        (
+            cpuinfo("AuthenticAMD", 25, 17, "AMD EPYC 9654", "avx2 fma avx512f avx512_bf16"),
+            32,
+            64,
+        ),  # Zen 4
+        (
+            cpuinfo("AuthenticAMD", 26, 2, "AMD EPYC 9755", "avx2 fma avx512f avx512_bf16"),
+            64,
+            128,
+        ),  # Zen 5
+        (cpuinfo("GenuineIntel", 6, 85, "Intel(R) Xeon(R) Platinum 8168", "avx avx2 fma avx512f"), 64, None),
+        (cpuinfo("GenuineIntel", 6, 143, "Intel(R) Xeon(R)", "fma avx512f avx512_bf16 amx_bf16"), 64, 2048),
+        (cpuinfo("GenuineIntel", 6, 140, "11th Gen Intel(R) Core(TM) i7", "avx avx2 fma avx512f"), 32, None),
+        (cpuinfo("GenuineIntel", 6, 42, "Intel(R) Core(TM) i7-2600", "avx"), 16, None),
+        (cpuinfo("GenuineIntel", 6, 23, "Intel(R) Core(TM)2", ""), 8, None),
+    ],
+)
+def test_flops_per_cycle_by_processor(monkeypatch, text, fp32, bf16) -> None:  # type: ignore[no-untyped-def]
+    monkeypatch.setattr(host.platform, "machine", lambda: "x86_64")
+    core = host.describe_core(text)
+    assert core.flops_per_cycle["fp32"] == fp32
+    assert core.flops_per_cycle.get("bf16") == bf16
+    assert core.clock == pytest.approx(2.0e9 * host.TURBO)
+    assert host.describe_core(text, 3.5e9).clock == 3.5e9
+
+
+def test_an_arm_server_states_no_clock(monkeypatch) -> None:  # type: ignore[no-untyped-def]
+    monkeypatch.setattr(host.platform, "machine", lambda: "aarch64")
+    monkeypatch.setattr(sys, "platform", "linux")
+    core = host.describe_core("processor\t: 0\nFeatures\t: fp asimd sve bf16\nCPU implementer\t: 0x41\n")
+    assert core.flops_per_cycle == {"fp32": 32, "bf16": 128}
+    assert core.clock == host.DEFAULT_CLOCK
+
+
+def test_a_host_without_proc_is_described_too(monkeypatch, tmp_path) -> None:  # type: ignore[no-untyped-def]
+    for name in ("CPUINFO", "MEMINFO", "MAXIMAL_CLOCK"):
+        monkeypatch.setattr(host, name, tmp_path / "absent")
+    monkeypatch.setattr(host, "CGROUP_LIMITS", ())
+    monkeypatch.delattr(host.os, "sched_getaffinity", raising=False)
+    device = host.host_device(2)
+    assert device.peak_flops["fp32"] > 0
+    assert device.memory_bytes > 2**28
+
+
+def test_a_container_limits_the_memory(monkeypatch, tmp_path) -> None:  # type: ignore[no-untyped-def]
+    limit = tmp_path / "memory.max"
+    monkeypatch.setattr(host, "CGROUP_LIMITS", (limit,))
+    limit.write_text("max\n")
+    unlimited = host.available_memory()
+    limit.write_text("1073741824\n")
+    assert host.available_memory() == 2**30 < unlimited

@@ -1,0 +1,59 @@
+"""Clusters refuse sizes that do not fill their nodes; devices know their usual precision."""
+
+import pytest
+from pydantic import ValidationError
+
+from costmodels import Cluster, Device, Link
+
+DEVICE = Device(
+    name="d",
+    vendor="v",
+    peak_flops={"fp16": 1e12, "bf16": 1e12},
+    memory_bytes=1e9,
+    memory_bandwidth=1e9,
+    cores=1,
+    intra_node=Link(name="near", bandwidth=1e9, latency=1e-6),
+    inter_node=Link(name="far", bandwidth=1e8, latency=1e-5),
+)
+
+
+def cluster(world_size: int, devices_per_node: int) -> Cluster:
+    return Cluster(device=DEVICE, world_size=world_size, devices_per_node=devices_per_node, memory_bytes=1e9)
+
+
+@pytest.mark.parametrize(
+    ("world", "local", "nodes"), [(64, 8, 8), (8, 8, 1), (4, 8, 1), (1, 1, 1), (72, 4, 18)]
+)
+def test_nodes(world: int, local: int, nodes: int) -> None:
+    assert cluster(world, local).nodes == nodes
+
+
+def test_a_partly_filled_node_is_refused_with_the_nearest_sizes() -> None:
+    with pytest.raises(ValidationError, match="20 is not a multiple of local world size 8; use 16 or 24"):
+        cluster(20, 8)
+
+
+@pytest.mark.parametrize(
+    ("kind", "formats", "precision"),
+    [("gpu", ["fp16", "bf16"], "bf16"), ("npu", ["fp16"], "fp16"), ("cpu", ["fp32", "bf16"], "fp32")],
+)
+def test_default_precision(kind: str, formats: list[str], precision: str) -> None:
+    peaks = dict.fromkeys(formats, 1e12)
+    device = Device.model_validate({**DEVICE.model_dump(), "kind": kind, "peak_flops": peaks})
+    assert device.default_precision == precision
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"memory_bytes": 0},
+        {"memory_bytes": float("inf")},
+        {"peak_flops": {"int8": 1e12}},
+        {"cores": 0},
+        {"memory_bandwith": 1e9},
+        {"kind": "tpu"},
+    ],
+)
+def test_a_device_refuses_wrong_fields(wrong: dict[str, object]) -> None:
+    with pytest.raises(ValidationError):
+        Device.model_validate({**DEVICE.model_dump(), **wrong})
