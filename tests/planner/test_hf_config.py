@@ -1,0 +1,188 @@
+"""Hugging Face configurations become the catalogue's models; broken ones end in one line."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from costmodels.catalogue import load_model
+from costmodels.errors import InputError
+from planner.hf_config import model_from_hf_config
+
+LLAMA = {
+    "model_type": "llama", "hidden_act": "silu", "rms_norm_eps": 1e-5, "tie_word_embeddings": False,
+    "vocab_size": 32000, "max_position_embeddings": 4096, "attention_bias": False,
+    "num_hidden_layers": 80, "hidden_size": 8192, "intermediate_size": 28672, "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+}  # fmt: skip
+QWEN3_MOE = {
+    "model_type": "qwen3_moe", "hidden_act": "silu", "rms_norm_eps": 1e-6, "rope_theta": 1000000.0,
+    "vocab_size": 151936, "max_position_embeddings": 40960, "head_dim": 128, "num_hidden_layers": 48,
+    "hidden_size": 2048, "intermediate_size": 6144, "num_attention_heads": 32, "num_key_value_heads": 4,
+    "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "mlp_only_layers": [],
+    "decoder_sparse_step": 1, "tie_word_embeddings": False,
+}  # fmt: skip
+DEEPSEEK_V2 = {
+    "model_type": "deepseek_v2", "hidden_act": "silu", "rms_norm_eps": 1e-6, "rope_theta": 10000,
+    "vocab_size": 102400, "max_position_embeddings": 163840, "num_hidden_layers": 60, "hidden_size": 5120,
+    "intermediate_size": 12288, "num_attention_heads": 128, "num_key_value_heads": 128,
+    "n_routed_experts": 160, "n_shared_experts": 2, "num_experts_per_tok": 6, "moe_intermediate_size": 1536,
+    "first_k_dense_replace": 1, "moe_layer_freq": 1, "q_lora_rank": 1536, "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "tie_word_embeddings": False,
+}  # fmt: skip
+CONFIGS: dict[str, dict[str, Any]] = {
+    "gpt2-xl": {
+        "model_type": "gpt2", "n_layer": 48, "n_embd": 1600, "n_head": 25, "n_positions": 1024, "n_ctx": 1024,
+        "vocab_size": 50257, "activation_function": "gelu_new", "layer_norm_epsilon": 1e-5,
+    },
+    "llama2-70b": LLAMA,
+    "llama3-8b": {
+        **LLAMA, "vocab_size": 128256, "max_position_embeddings": 8192, "num_hidden_layers": 32,
+        "hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0},
+    },
+    "mixtral-8x7b": {
+        "model_type": "mixtral", "hidden_act": "silu", "rms_norm_eps": 1e-5, "rope_theta": 1000000.0,
+        "vocab_size": 32000, "max_position_embeddings": 32768, "num_hidden_layers": 32, "hidden_size": 4096,
+        "intermediate_size": 14336, "num_attention_heads": 32, "num_key_value_heads": 8,
+        "num_local_experts": 8, "num_experts_per_tok": 2, "sliding_window": None,
+    },
+    "qwen2.5-0.5b": {
+        "model_type": "qwen2", "hidden_act": "silu", "rms_norm_eps": 1e-6, "rope_theta": 1000000.0,
+        "vocab_size": 151936, "max_position_embeddings": 32768, "num_hidden_layers": 24, "hidden_size": 896,
+        "intermediate_size": 4864, "num_attention_heads": 14, "num_key_value_heads": 2,
+        "tie_word_embeddings": True,
+    },
+    "qwen3-8b": {
+        "model_type": "qwen3", "hidden_act": "silu", "rms_norm_eps": 1e-6, "rope_theta": 1000000,
+        "vocab_size": 151936, "max_position_embeddings": 40960, "head_dim": 128, "num_hidden_layers": 36,
+        "hidden_size": 4096, "intermediate_size": 12288, "num_attention_heads": 32, "num_key_value_heads": 8,
+        "tie_word_embeddings": False, "attention_bias": False,
+    },
+    "qwen3-30b-a3b": QWEN3_MOE,
+    "deepseek-v2": DEEPSEEK_V2,
+    "deepseek-v2-lite": {
+        **DEEPSEEK_V2, "num_hidden_layers": 27, "hidden_size": 2048, "intermediate_size": 10944,
+        "num_attention_heads": 16, "num_key_value_heads": 16, "n_routed_experts": 64,
+        "moe_intermediate_size": 1408, "q_lora_rank": None,
+    },
+    "deepseek-v3": {
+        **DEEPSEEK_V2, "model_type": "deepseek_v3", "vocab_size": 129280, "num_hidden_layers": 61,
+        "hidden_size": 7168, "intermediate_size": 18432, "n_routed_experts": 256, "n_shared_experts": 1,
+        "num_experts_per_tok": 8, "moe_intermediate_size": 2048, "first_k_dense_replace": 3,
+    },
+}  # fmt: skip
+UNCHECKED = {"name", "source", "published_parameters", "max_positions", "seq"}
+
+
+def write(folder: Path, config: object) -> Path:
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_config_is_the_catalogues_model(tmp_path: Path, name: str) -> None:
+    model = model_from_hf_config(write(tmp_path / name, CONFIGS[name]))
+    expected = load_model(name)
+    assert model.name == name
+    assert model.parameters == expected.parameters
+    assert model.active_parameters == expected.active_parameters
+    assert model.model_dump(exclude=UNCHECKED) == expected.model_dump(exclude=UNCHECKED)
+
+
+def test_qwen2_moe_has_shared_experts_and_qkv_biases(tmp_path: Path) -> None:
+    # Qwen1.5-MoE-A2.7B: 14.3B parameters, 2.7B of them active (qwenlm.github.io/blog/qwen-moe).
+    config = {
+        "model_type": "qwen2_moe", "vocab_size": 151936, "max_position_embeddings": 8192,
+        "hidden_act": "silu", "num_hidden_layers": 24, "hidden_size": 2048, "intermediate_size": 5632,
+        "num_attention_heads": 16, "num_key_value_heads": 16, "num_experts": 60, "num_experts_per_tok": 4,
+        "moe_intermediate_size": 1408,
+        "shared_expert_intermediate_size": 5632, "decoder_sparse_step": 1, "tie_word_embeddings": False,
+    }  # fmt: skip
+    model = model_from_hf_config(write(tmp_path / "m", config))
+    assert model.parameters == pytest.approx(14.3e9, rel=0.005)
+    assert model.active_parameters == pytest.approx(2.7e9, rel=0.02)
+
+
+def test_mistral_is_read_as_a_llama(tmp_path: Path) -> None:
+    # Mistral 7B: 7.24B parameters (huggingface.co/mistralai/Mistral-7B-v0.1).
+    config = CONFIGS["llama3-8b"] | {"model_type": "mistral", "vocab_size": 32000, "sliding_window": 4096}
+    assert model_from_hf_config(write(tmp_path / "m", config)).parameters == 7_241_732_096
+
+
+def test_sequence_defaults(tmp_path: Path) -> None:
+    gpt2 = write(tmp_path / "a", CONFIGS["gpt2-xl"])
+    llama = write(tmp_path / "b", CONFIGS["llama3-8b"])
+    assert model_from_hf_config(gpt2).seq == 1024
+    assert model_from_hf_config(llama).seq == 4096
+    assert model_from_hf_config(llama, seq=8192).seq == 8192
+    longer = model_from_hf_config(llama, seq=16384)
+    assert (longer.seq, longer.max_positions) == (16384, 16384)
+
+
+def test_a_file_is_named_after_itself_or_its_folder(tmp_path: Path) -> None:
+    folder = write(tmp_path / "My-Model", LLAMA)
+    assert model_from_hf_config(folder / "config.json").name == "My-Model"
+    (tmp_path / "other.json").write_text(json.dumps(LLAMA))
+    assert model_from_hf_config(str(tmp_path / "other.json")).name == "other"
+
+
+@pytest.mark.parametrize(
+    ("text", "parts"),
+    [
+        ('{"model_type": "llama",\n  "hidden_size": }', ["not valid JSON at line 2, column 18"]),
+        ("", ["not valid JSON at line 1, column 1"]),
+        ("[1, 2]", ["one JSON object"]),
+        ('{"model_type": "bert"}', ["'bert'", "gpt2, llama, mistral"]),
+        ('{"hidden_size": 8}', ["model_type None"]),
+        ('{"model_type": ["llama"]}', ["model_type ['llama']"]),
+        ('{"model_type": "gpt2", "n_layer": 2}', ["a gpt2 needs the key"]),
+    ],
+)
+def test_a_broken_file_is_named_with_its_fault(tmp_path: Path, text: str, parts: list[str]) -> None:
+    file = tmp_path / "config.json"
+    file.write_text(text)
+    with pytest.raises(InputError) as error:
+        model_from_hf_config(file)
+    message = str(error.value)
+    assert "\n" not in message
+    for part in ("config.json", *parts):
+        assert part in message
+
+
+@pytest.mark.parametrize(
+    "key", [key for key in DEEPSEEK_V2 if key.startswith(("num_hidden", "n_routed", "kv_lora"))]
+)
+def test_a_missing_key_is_named(tmp_path: Path, key: str) -> None:
+    config = {name: value for name, value in DEEPSEEK_V2.items() if name != key}
+    with pytest.raises(InputError, match=f"a deepseek_v2 needs the key '{key}'"):
+        model_from_hf_config(write(tmp_path / "m", config))
+
+
+@pytest.mark.parametrize(
+    ("config", "part"),
+    [
+        (LLAMA | {"attention_bias": True}, "attention_bias True is not supported"),
+        (LLAMA | {"hidden_act": "tanh"}, "activation 'tanh'"),
+        (LLAMA | {"hidden_act": ["silu"]}, "activation"),
+        (LLAMA | {"num_hidden_layers": "many"}, "layers is 'many'"),
+        (LLAMA | {"num_attention_heads": 60}, "not divisible"),
+        (LLAMA | {"max_position_embeddings": "long"}, "max_position_embeddings is 'long'"),
+        (CONFIGS["gpt2-xl"] | {"n_embd": "wide"}, "n_embd is 'wide'"),
+        (QWEN3_MOE | {"decoder_sparse_step": 2}, "decoder_sparse_step 2"),
+        (QWEN3_MOE | {"mlp_only_layers": [3]}, "mlp_only_layers [3]"),
+        (DEEPSEEK_V2 | {"moe_layer_freq": 2}, "moe_layer_freq 2"),
+        (DEEPSEEK_V2 | {"n_shared_experts": "two"}, "n_shared_experts is 'two'"),
+    ],
+)
+def test_what_cannot_be_expressed_is_refused(tmp_path: Path, config: dict[str, Any], part: str) -> None:
+    with pytest.raises(InputError) as error:
+        model_from_hf_config(write(tmp_path / "m", config))
+    assert part in str(error.value)
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"cannot read model config .*config\.json"):
+        model_from_hf_config(tmp_path)
