@@ -153,7 +153,7 @@ def passes(
     tensor, tensor_back = work.gathers_forward * gather, work.gathers_backward * gather
     # Keys and values travel around the ring while attention works on the last ones (arXiv:2310.01889,
     # section 3); backward also returns their gradients.
-    ring = (cp.size - 1) * work.ring_bytes / cp.bandwidth + cp.latency
+    ring = np.where(work.ring_bytes > 0, (cp.size - 1) * work.ring_bytes / cp.bandwidth + cp.latency, 0.0)
     context = np.maximum(ring - attention, 0.0)
     context_back = np.maximum(2 * ring - attention_back, 0.0)
     # To the experts and back.

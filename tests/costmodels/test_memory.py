@@ -1,0 +1,180 @@
+"""Bytes against the equations of the papers and the parameter counts of the models."""
+
+from dataclasses import fields
+
+import numpy as np
+import pytest
+
+from costmodels import MemoryPolicy
+from costmodels.errors import InputError
+from costmodels.memory import memory_policy, parameters, stage_memory, unit_sizes
+from costmodels.model_spec import ModelSpec
+from costmodels.pipeline import Ranks, all_ranks
+from costmodels.table import LayoutTable
+
+
+def on_ranks(model, table):
+    every = all_ranks(table.splits[0], int(table.pipeline_parallel[0]), model.layers - model.moe_layers)
+    return Ranks(**{field.name: getattr(every, field.name)[None, :] for field in fields(Ranks)})
+
+
+def memory_of(model, cluster, engine, layout):
+    table = LayoutTable.of([layout])
+    return stage_memory(cluster, engine, table, unit_sizes(model, engine, table), on_ranks(model, table))
+
+
+@pytest.mark.parametrize("name", ["gpt", "llama", "mixture"])
+@pytest.mark.parametrize("degrees", [{}, {"pp": 4}, {"pp": 2, "vpp": 2}])
+def test_ranks_hold_the_parameters_of_the_model(name, degrees, request, engine, layout):
+    model = request.getfixturevalue(name)
+    table = LayoutTable.of([layout(model, m=4, **degrees)])
+    shared, experts = parameters(unit_sizes(model, engine("megatron"), table), on_ranks(model, table))
+    copy = model.vocab * model.hidden if model.tied and degrees else 0
+    assert (shared + experts).sum() == model.parameters + copy
+
+
+def test_tensor_parallelism_splits_matrices_and_repeats_norms(llama, engine, layout):
+    table = LayoutTable.of([layout(llama, tp=tp) for tp in (1, 8)])
+    sizes = unit_sizes(llama, engine("megatron"), table)
+    whole, part = sizes.dense_layer
+    norms = 2 * llama.hidden
+    assert part == (whole - norms) / 8 + norms
+
+
+def test_expert_parallelism_divides_experts_only(mixture, engine, layout):
+    table = LayoutTable.of([layout(mixture, dp=8, ep=ep) for ep in (1, 8)])
+    sizes = unit_sizes(mixture, engine("megatron"), table)
+    assert sizes.experts[0] == 8 * sizes.experts[1] == 16 * mixture.mlp_parameters(1024)
+    assert sizes.moe_layer[0] == sizes.moe_layer[1] == mixture.shared_moe_layer_parameters
+
+
+def test_zero_divides_states_as_published(gpt, cluster, engine, layout):
+    """2 + 2 + 12 bytes a parameter: table 1 of arXiv:1910.02054, with 64 data-parallel ranks."""
+    policy = MemoryPolicy(parameters=2, gradients=2, optimizer=12)
+    zero = engine("megatron", memory={"fp16": policy})
+    expected = {0: 16, 1: 4 + 12 / 64, 2: 2 + 14 / 64, 3: 16 / 64}
+    for stage, per_parameter in expected.items():
+        found = memory_of(gpt, cluster(64), zero, layout(gpt, dp=64, zero=stage, m=4, precision="fp16"))
+        states = (found["parameters"] + found["gradients"] + found["optimizer"])[0, 0]
+        gathered = 2 * 4.0 * gpt.dense_layer_parameters if stage == 3 else 0
+        assert states - gathered == pytest.approx(per_parameter * gpt.parameters)
+
+
+def test_an_engine_that_reduces_once_a_step_keeps_whole_gradients(gpt, cluster, engine, layout):
+    def gradients(name, **degrees):
+        return memory_of(gpt, cluster(64), engine(name), layout(gpt, **degrees))["gradients"].max() / 4
+
+    assert gradients("bundled", dp=8, zero=2, m=4) == gpt.parameters
+    assert gradients("bundled", dp=8, zero=2, m=1) == gpt.parameters / 8
+    assert gradients("bundled", dp=8, zero=3, m=4) == gpt.parameters / 8
+    assert gradients("megatron", dp=8, zero=2, m=4) == gpt.parameters / 8
+    # A pipeline reduces after its last micro batch.
+    assert gradients("megatron", dp=8, zero=3, m=4, pp=2) > gpt.parameters / 4
+
+
+def test_fsdp2_keeps_its_shard_next_to_gathered_fp32_parameters(gpt, cluster, engine, layout):
+    def held(**degrees):
+        one = layout(gpt, precision="fp32", **degrees)
+        return memory_of(gpt, cluster(8), engine("bundled"), one)["parameters"][0, 0] / gpt.parameters
+
+    assert held() == 4
+    assert held(dp=8, zero=0) == 8
+    assert held(dp=8, zero=1) == pytest.approx(4 + 4 / 8)
+
+
+@pytest.mark.parametrize(("tp", "sp"), [(1, False), (8, False), (8, True)])
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+def test_activations_are_those_of_korthikanti(tp, sp, recompute, engine, layout):
+    """Bytes of a GPT layer in 16 bits with dropout: table 2 of arXiv:2205.05198."""
+    model = ModelSpec(name="22b", layers=48, hidden=6144, heads=64, vocab=51200, seq=2048)
+    table = LayoutTable.of([layout(model, tp=tp, sp=sp, mbs=4, recompute=recompute, precision="fp16")])
+    megatron = engine("megatron", flash_attention=False, dropout=True)
+    s, b, h, a = model.seq, 4, model.hidden, model.heads
+    scores = 5 * a * s / h / tp if recompute == "none" else 0
+    linear = 34 / tp if sp else 10 + 24 / tp
+    per_token = 2 / (tp if sp else 1) if recompute == "full" else linear + scores
+    assert unit_sizes(model, megatron, table).dense_activations[0] == pytest.approx(s * b * h * per_token)
+
+
+def test_flash_attention_keeps_no_scores(llama, engine, layout):
+    table = LayoutTable.of([layout(llama, tp=8, sp=True)])
+    sizes = [unit_sizes(llama, engine("nemo", flash_attention=flash), table) for flash in (True, False)]
+    flash, unfused = (size.dense_activations[0] for size in sizes)
+    assert unfused - flash == llama.seq * llama.heads / 8 * (2 * llama.seq - 4)
+
+
+def test_32_bit_activations_take_twice_the_bytes(gpt, engine, layout):
+    narrow, wide = (
+        unit_sizes(gpt, engine("bundled", flash_attention=False), LayoutTable.of([layout(gpt, precision=p)]))
+        for p in ("bf16", "fp32")
+    )
+    assert wide.dense_activations[0] == 2 * narrow.dense_activations[0]
+
+
+def test_a_gathered_input_that_is_kept_costs_the_whole_sequence(llama, engine, layout):
+    table = LayoutTable.of([layout(llama, tp=8, sp=True)])
+    again, kept = (
+        unit_sizes(llama, engine("nemo", regathers_sequence=flag), table).dense_activations[0]
+        for flag in (True, False)
+    )
+    assert kept - again == 2 * 2 * llama.seq * llama.hidden * (1 - 1 / 8)
+
+
+def test_recomputation_and_logits_count_at_the_peak(gpt, cluster, engine, layout):
+    full = memory_of(gpt, cluster(8), engine("megatron"), layout(gpt, pp=4, m=8, recompute="full"))
+    sizes = unit_sizes(gpt, engine("megatron"), LayoutTable.of([layout(gpt, recompute="none")]))
+    layer_input = 2 * gpt.seq * gpt.hidden
+    # Two layers a rank, pp - rank micro batches, and one layer whole while backward repeats it.
+    expected = [2 * (4 - rank) * layer_input + sizes.dense_activations[0] - layer_input for rank in range(4)]
+    assert full["activations"][0].tolist() == pytest.approx(expected)
+    assert (full["logits"][0] > 0).tolist() == [False, False, False, True]
+    assert full["logits"][0, 3] > gpt.seq * gpt.vocab * 8
+
+
+def test_overhead_counts_context_groups_and_fragmentation(gpt, cluster, engine, layout):
+    quiet = engine("megatron", fragmentation=0.0, communicator_bytes=0.0)
+    alone = memory_of(gpt, cluster(8), quiet, layout(gpt))
+    assert alone["overhead"][0, 0] == cluster(8).device.context_bytes
+    busy = quiet.model_copy(update={"communicator_bytes": 1e8, "fragmentation": 0.1})
+    found = memory_of(gpt, cluster(8), busy, layout(gpt, tp=2, dp=4))
+    dynamic = found["activations"][0, 0] + found["logits"][0, 0]
+    assert found["overhead"][0, 0] == pytest.approx(cluster(8).device.context_bytes + 2e8 + 0.1 * dynamic)
+
+
+def test_latent_attention_parameters_add_up(engine, layout):
+    deepseek = ModelSpec(
+        name="v2-lite",
+        layers=27,
+        hidden=2048,
+        ffn=10944,
+        heads=16,
+        vocab=102400,
+        seq=4096,
+        gated=True,
+        norm="rmsnorm",
+        position="rope",
+        tied=False,
+        linear_bias=False,
+        experts=64,
+        top_k=6,
+        expert_ffn=1408,
+        shared_expert_ffn=2816,
+        dense_layers=1,
+        latent_attention={
+            "q_lora_rank": 0,
+            "kv_lora_rank": 512,
+            "qk_nope_head_dim": 128,
+            "qk_rope_head_dim": 64,
+            "v_head_dim": 128,
+        },
+    )
+    table = LayoutTable.of([layout(deepseek)])
+    shared, experts = parameters(unit_sizes(deepseek, engine("megatron"), table), on_ranks(deepseek, table))
+    assert shared[0, 0] + experts[0, 0] == deepseek.parameters
+
+
+def test_an_unknown_precision_is_named_with_the_known_ones(engine):
+    with pytest.raises(InputError, match=r"precision fp8: engine nanotron .* use bf16, fp32$"):
+        memory_policy(engine("nanotron"), "fp8")
+    assert memory_policy(engine("nanotron"), "tf32") == memory_policy(engine("nanotron"), "fp32")
+    assert np.isclose(memory_policy(engine("nanotron"), "bf16").gathered, 2)

@@ -1,0 +1,212 @@
+"""Prices of whole steps: they add up, agree with each other, and with published measurements."""
+
+import csv
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from costmodels import Cluster, ModelSpec, StageMemory, StepTime, estimate, price
+from costmodels.errors import InputError
+from costmodels.table import LayoutTable
+
+MEASURED = Path(__file__).parents[3] / "shared" / "measured" / "korthikanti22.csv"
+
+
+@pytest.fixture
+def layouts(llama, layout):
+    """A variety of layouts of 64 devices."""
+    found = []
+    for tp, sp, pp, vpp, cp, zero in [
+        (1, False, 1, 1, 1, 3),
+        (2, True, 1, 1, 1, 1),
+        (8, True, 1, 1, 2, 1),
+        (4, False, 4, 1, 1, 0),
+        (8, True, 8, 2, 1, 0),
+        (8, True, 4, 5, 1, 1),
+        (1, False, 16, 1, 1, 1),
+        (2, False, 2, 1, 4, 2),
+    ]:
+        dp = 64 // (tp * pp * cp)
+        for recompute in ("none", "selective", "full"):
+            for mbs in (1, 2):
+                degrees = {"tp": tp, "sp": sp, "pp": pp, "vpp": vpp, "cp": cp, "dp": dp}
+                stage = zero if dp * cp > 1 else 0
+                found.append(layout(llama, **degrees, zero=stage, mbs=mbs, m=pp * 2, recompute=recompute))
+    return found
+
+
+@pytest.mark.parametrize("name", ["bundled", "megatron", "fsdp"])
+def test_a_table_prices_each_row_as_if_it_were_alone(name, llama, cluster, engine, layouts):
+    prices = price(llama, cluster(64), engine(name), LayoutTable.of(layouts))
+    assert len(prices) == len(layouts)
+    for row, one in enumerate(layouts):
+        found, alone = prices.estimate(row), estimate(llama, cluster(64), engine(name), one)
+        assert found.step_time_s == pytest.approx(alone.step_time_s, rel=1e-12)
+        assert found.peak_memory_bytes == pytest.approx(alone.peak_memory_bytes, rel=1e-12)
+        assert found.time.total == pytest.approx(found.step_time_s)
+        assert len(found.memory) == one.pipeline_parallel
+        assert max(stage.total for stage in found.memory) == pytest.approx(found.peak_memory_bytes)
+        tokens = one.global_batch_size * llama.seq
+        assert found.tokens_per_s == pytest.approx(tokens / found.step_time_s)
+        assert found.tokens_per_s_per_device == pytest.approx(found.tokens_per_s / 64)
+        assert 0 < found.mfu < 1
+        assert found.tflops_per_device == pytest.approx(found.mfu * 312)
+
+
+def test_parts_have_the_names_of_the_records(llama, cluster, engine, layouts):
+    prices = price(llama, cluster(64), engine("megatron"), LayoutTable.of(layouts))
+    assert list(prices.time) == list(StepTime.model_fields)
+    assert list(prices.memory) == list(StageMemory.model_fields)
+    assert all((seconds >= 0).all() for seconds in prices.time.values())
+    assert sum(prices.time.values()) == pytest.approx(prices.step_time_s)
+    assert sum(prices.memory.values()) == pytest.approx(prices.peak_memory_bytes)
+
+
+def test_blocks_change_nothing(llama, cluster, engine, layouts, monkeypatch):
+    table = LayoutTable.of(layouts)
+    whole = price(llama, cluster(64), engine("megatron"), table)
+    monkeypatch.setattr("costmodels.pricing.BLOCK", 7)
+    parts = price(llama, cluster(64), engine("megatron"), table)
+    np.testing.assert_allclose(parts.step_time_s, whole.step_time_s)
+    np.testing.assert_allclose(parts.peak_memory_bytes, whole.peak_memory_bytes)
+
+
+def test_no_layouts_cost_nothing(llama, cluster, engine, layouts):
+    table = LayoutTable.of(layouts).take(np.zeros(0, dtype=np.int64))
+    prices = price(llama, cluster(64), engine("megatron"), table)
+    assert len(prices) == len(prices.peak_memory_bytes) == 0
+
+
+def seconds(model, cluster, engine, layout):
+    return estimate(model, cluster, engine, layout).time
+
+
+def test_data_parallel_volume_is_that_of_zero(gpt, cluster, engine, layout):
+    """Twice the parameters up to ZeRO 2, three times for ZeRO 3 (arXiv:1910.02054, section 7)."""
+    plain = engine("megatron", data_parallel_overlap=0.0, network_efficiency=1.0)
+    times = [
+        seconds(gpt, cluster(8), plain, layout(gpt, dp=8, zero=stage, precision="fp16")).data_parallel
+        for stage in (0, 1, 3)
+    ]
+    expected = 2 * 2 * gpt.parameters * 7 / 8 / 300e9
+    assert times[0] == pytest.approx(expected, rel=0.1)  # and latency
+    assert times[1] == pytest.approx(times[0])
+    assert times[2] == pytest.approx(1.5 * times[0])
+
+
+def test_zero_3_gathers_for_every_micro_batch(gpt, cluster, engine, layout):
+    plain = engine("bundled", data_parallel_overlap=0.0)
+    once, often = (
+        seconds(gpt, cluster(8), plain, layout(gpt, dp=8, zero=3, m=m)).data_parallel for m in (1, 4)
+    )
+    assert often == pytest.approx(4 * once)
+    once, often = (
+        seconds(gpt, cluster(8), plain, layout(gpt, dp=8, zero=1, m=m)).data_parallel for m in (1, 4)
+    )
+    assert often == once
+
+
+def test_overlap_hides_communication_behind_computation_only(gpt, cluster, engine, layout):
+    one = layout(gpt, dp=16, zero=1, mbs=8)
+    shown, hidden = (
+        seconds(gpt, cluster(16), engine("megatron", data_parallel_overlap=share), one).data_parallel
+        for share in (0.0, 0.9)
+    )
+    assert hidden == pytest.approx(0.1 * shown)
+    tiny = ModelSpec.model_validate({**gpt.model_dump(), "seq": 16})
+    shown, hidden = (
+        seconds(
+            tiny,
+            cluster(16),
+            engine("megatron", data_parallel_overlap=share, layer_overhead=0.0),
+            layout(tiny, dp=16, zero=1),
+        ).data_parallel
+        for share in (0.0, 0.9)
+    )
+    assert hidden > 0.2 * shown
+
+
+def test_tensor_parallelism_across_nodes_costs_more_than_inside(llama, cluster, engine, layout):
+    inside, across = (
+        seconds(llama, cluster(64, devices_per_node=per_node), engine("megatron"), layout(llama, tp=8, dp=8))
+        for per_node in (8, 4)
+    )
+    assert across.tensor_parallel > 2 * inside.tensor_parallel
+    assert across.compute == inside.compute
+
+
+def test_interleaving_shrinks_the_bubble(llama, cluster, engine, layout):
+    plain, chunked = (
+        seconds(llama, cluster(64), engine("megatron"), layout(llama, tp=8, sp=True, pp=8, vpp=vpp, m=16))
+        for vpp in (1, 5)
+    )
+    assert chunked.bubble == pytest.approx(plain.bubble / 5)
+    assert chunked.pipeline_parallel > plain.pipeline_parallel
+
+
+def test_the_slowest_stage_sets_the_pace(llama, cluster, engine, layout):
+    even = layout(llama, tp=8, pp=4, m=64, layers_per_stage=(20, 20, 20, 20))
+    skewed = layout(llama, tp=8, pp=4, m=64, layers_per_stage=(10, 30, 20, 20))
+    fast, slow = (estimate(llama, cluster(32), engine("megatron"), one).step_time_s for one in (even, skewed))
+    assert slow / fast == pytest.approx(1.5, rel=0.1)
+
+
+def test_expert_parallelism_trades_memory_for_messages(mixture, cluster, engine, layout):
+    alone, spread = (
+        estimate(mixture, cluster(16), engine("megatron"), layout(mixture, dp=16, ep=ep)) for ep in (1, 8)
+    )
+    assert alone.time.expert_parallel == 0 < spread.time.expert_parallel
+    assert spread.memory[0].parameters < alone.memory[0].parameters / 2
+
+
+def test_context_parallelism_shows_what_attention_does_not_hide(llama, cluster, engine, layout):
+    long = ModelSpec.model_validate({**llama.model_dump(), "seq": 65536, "max_positions": 65536})
+    short = ModelSpec.model_validate({**llama.model_dump(), "seq": 2048})
+    hidden = seconds(long, cluster(64), engine("megatron"), layout(long, tp=8, cp=8))
+    shown = seconds(short, cluster(64), engine("megatron"), layout(short, tp=8, cp=8))
+    assert hidden.context_parallel == 0 < shown.context_parallel
+
+
+def test_a_step_on_this_kind_of_cpu_takes_seconds(a100, engine, layout):
+    """GPT-2 124M, 512 tokens on a core with 118 GFLOP/s of peak: 6 s measured (AMD EPYC)."""
+    cpu = a100.model_copy(
+        update={"name": "cpu", "kind": "cpu", "peak_flops": {"fp32": 118e9}, "memory_bandwidth": 28e9}
+    )
+    machine = Cluster(device=cpu, world_size=1, devices_per_node=1, memory_bytes=8e9)
+    gpt2 = ModelSpec(name="gpt2", layers=12, hidden=768, heads=12, vocab=50257, seq=512)
+    found = estimate(gpt2, machine, engine("bundled"), layout(gpt2, precision="fp32"))
+    assert 3 < found.step_time_s < 12
+
+
+@pytest.mark.parametrize(("name", "precision"), [("megatron", "fp8"), ("nemo", "fp16")])
+def test_a_precision_that_cannot_be_had_ends_in_one_line(name, precision, gpt, cluster, engine, layout):
+    with pytest.raises(InputError, match=rf"^precision {precision}: (device|engine) \S+ .*; use [^\n]*$"):
+        estimate(gpt, cluster(8), engine(name), layout(gpt, precision=precision))
+
+
+def measured_rows():
+    if not MEASURED.exists():
+        return []
+    with MEASURED.open(encoding="utf-8") as file:
+        return [row for row in csv.DictReader(file) if row["step_time_s"]]
+
+
+def test_published_steps_of_megatron_are_met_without_fitting(cluster, engine, layout):
+    """Table 5 of arXiv:2205.05198: 22B to 1T on 8 to 512 A100s, full and selective recomputation."""
+    rows = measured_rows()
+    if not rows:
+        pytest.skip(f"{MEASURED} is not here")
+    assert len(rows) == 8
+    # Core attention of 2022 wrote its scores to memory.
+    megatron = engine("megatron", flash_attention=False)
+    for row in rows:
+        shape = {name: int(row[name]) for name in ("layers", "hidden", "ffn", "heads", "vocab", "seq")}
+        model = ModelSpec(name=row["model_name"], **shape)
+        degrees = {name: int(row[name] or 1) for name in ("tp", "pp", "vpp", "dp", "mbs")}
+        batches = int(row["gbs"]) // (degrees["mbs"] * degrees["dp"])
+        one = layout(
+            model, m=batches, sp=row["sp"] == "1", recompute=row["recompute"], precision="fp16", **degrees
+        )
+        found = estimate(model, cluster(int(row["gpus"])), megatron, one)
+        assert found.step_time_s == pytest.approx(float(row["step_time_s"]), rel=0.25), row["model_name"]
