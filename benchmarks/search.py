@@ -62,8 +62,8 @@ def main() -> None:
         return
     for row in rows:
         print(
-            f"{row['model']} on {row['world_size']}: {row['considered']:,} layouts considered, {row['legal']:,} "
-            f"priced ({row['priced_per_s']:,.0f} a second), {row['feasible']:,} fit; "
+            f"{row['model']} on {row['world_size']}: {row['considered']:,} layouts considered, "
+            f"{row['legal']:,} priced ({row['priced_per_s']:,.0f} a second), {row['feasible']:,} fit; "
             f"search {row['search_s']:.3f} s, whole process {row['process_s']:.2f} s"
         )
 

@@ -124,7 +124,6 @@ def _without_a_pin(problem: Problem) -> Iterator[str]:
         others = {other: kept for other, kept in problem.pins.items() if other != name}
         if _fits(replace(problem, pins=others)):
             yield f"without the pin {name}={value}"
-            return
 
 
 def _more_devices(problem: Problem) -> Iterator[str]:

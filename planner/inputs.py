@@ -65,13 +65,13 @@ def resolve_cluster(
     for name, value in (("world_size", world_size), ("local_world_size", local_world_size)):
         if value is not None and value < 1:
             raise InputError(f"{name} {value}: expected a whole number of at least 1")
-    name = DEFAULT_DEVICE if device is None else device
-    if name == "cpu":
+    wanted = DEFAULT_DEVICE if device is None else device
+    if wanted == "cpu":
         # One rank's share of this machine depends on how many ranks share it.
-        resolved = load_device("cpu", ranks=local_world_size or world_size)
         local_world_size = local_world_size or world_size
+        resolved = load_device("cpu", ranks=local_world_size)
     else:
-        resolved = load_device(name) if isinstance(name, str) else name
+        resolved = load_device(wanted) if isinstance(wanted, str) else wanted
     memory = _memory_gib(device_memory_gib)
     values = {
         "device": resolved,

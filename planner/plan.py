@@ -6,7 +6,7 @@ import contextlib
 import json
 import os
 from pathlib import Path
-from typing import Literal
+from typing import Final, Literal
 
 from pydantic import ValidationError, model_validator
 
@@ -19,7 +19,7 @@ from costmodels.model_spec import ModelSpec
 from costmodels.words import CountOrZero, Record
 from planner.flags import one_line
 
-VERSION = 1
+VERSION: Final = 1
 """Version of the file format; files of a later one are refused."""
 
 

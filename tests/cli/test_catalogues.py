@@ -1,0 +1,58 @@
+"""`planner models`, `devices` and `engines`."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import pytest
+
+from cli import main as command_line
+from costmodels.catalogue import device_names, engine_names, model_names
+
+
+def printed(words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> str:
+    monkeypatch.setattr(sys, "argv", ["planner", *words])
+    with pytest.raises(SystemExit) as stop:
+        command_line.main()
+    assert stop.value.code == 0
+    return capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("command", "names"),
+    [("models", model_names()), ("devices", device_names()), ("engines", engine_names())],
+)
+@pytest.mark.parametrize("columns", ["80", "200"])
+def test_every_entry_is_listed_whole(
+    command: str,
+    names: list[str],
+    columns: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv("COLUMNS", columns)
+    first_words = {
+        line.split()[0] for line in printed([command], monkeypatch, capsys).splitlines() if line.strip()
+    }
+    assert set(names) <= first_words
+    records = json.loads(printed([command, "--json"], monkeypatch, capsys))
+    assert [record["name"] for record in records] == names
+    assert all(record["source"] for record in records)
+
+
+def test_models_state_their_parameters(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    records = {
+        record["name"]: record for record in json.loads(printed(["models", "--json"], monkeypatch, capsys))
+    }
+    assert records["gpt-22b"]["parameters"] == pytest.approx(22.1e9, rel=0.005)
+
+
+def test_devices_state_memory_and_peaks(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = printed(["devices"], monkeypatch, capsys).splitlines()
+    line = next(line for line in lines if line.startswith("a100-80g"))
+    assert "312 bf16" in line and "2039" in line

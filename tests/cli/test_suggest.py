@@ -1,0 +1,206 @@
+"""The command line: what is printed where, exit codes, and start-up."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cli import main as command_line
+from planner import Plan
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def planner(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
+    """Run `planner` with some words: exit code, standard output, standard error."""
+
+    def run(*words: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["planner", *words])
+        with pytest.raises(SystemExit) as stop:
+            command_line.main()
+        printed = capsys.readouterr()
+        return int(stop.value.code or 0), printed.out, printed.err
+
+    return run
+
+
+SMALL = ("suggest", "--model", "gpt2-124m", "--world-size", "8", "--device", "a100-80g")
+
+
+def test_json_holds_the_ranked_plans_and_the_whole_account(planner: Any) -> None:
+    code, out, err = planner(
+        "suggest", "--world-size", "64", "--max-global-batch-size", "16", "--json", "--top", "3"
+    )
+    answer = json.loads(out)
+    assert code == 0
+    assert len(answer["plans"]) == 3
+    for plan in answer["plans"]:
+        assert plan["fits"] is True
+        assert plan["layout"]["global_batch_size"] <= 16
+        assert plan["estimate"]["step_time_s"] > 0
+    speeds = [plan["estimate"]["tokens_per_s"] for plan in answer["plans"]]
+    assert speeds == sorted(speeds, reverse=True)
+    too_big = answer["rejected"].get("device_memory", 0)
+    assert answer["considered"] == answer["legal"] + sum(answer["rejected"].values()) - too_big
+    assert answer["legal"] == answer["feasible"] + too_big
+    assert 0 < answer["elapsed_s"] < 5
+    assert answer["model"]["name"] == "gpt-22b"
+    assert "gpt-22b" in err and "a100-80g" in err
+
+
+def test_the_report_says_model_cluster_assumptions_winner_and_rejections(planner: Any) -> None:
+    code, out, err = planner("suggest", "--world-size", "64", "--max-global-batch-size", "16")
+    assert (code, err) == (0, "")
+    for text in (
+        "gpt-22b: 22.1 B parameters",
+        "64 x a100-80g",
+        "assumed: no model given",
+        "why:",
+        "rejected: ",
+    ):
+        assert text in out
+    assert max(map(len, out.splitlines())) <= 80
+
+
+@pytest.mark.parametrize("columns", ["40", "60", "78", "200"])
+def test_no_number_is_cut_in_any_terminal(
+    planner: Any, monkeypatch: pytest.MonkeyPatch, columns: str
+) -> None:
+    monkeypatch.setenv("COLUMNS", columns)
+    code, out, _ = planner(*SMALL, "--global-batch-size", "64", "--top", "2", "--json")
+    best = json.loads(out)["plans"][0]["estimate"]
+    code, out, _ = planner(*SMALL, "--global-batch-size", "64", "--top", "2")
+    assert code == 0
+    assert f"{best['tokens_per_s_per_device']:,.0f}" in out
+    assert f"{100 * best['mfu']:.1f} %" in out
+    assert "…" not in out
+
+
+def test_save_writes_a_plan_that_loads(planner: Any, tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    code, out, err = planner(*SMALL, "--global-batch-size", "64", "--json", "--save", str(path))
+    assert code == 0 and "saved" in err
+    assert Plan.load(path).layout.model_dump(mode="json") == json.loads(out)["plans"][0]["layout"]
+
+
+def test_pins_and_megatrons_flags_are_obeyed(planner: Any) -> None:
+    words = ("--global-batch-size", "64", "--json", "--top", "5")
+    _, by_pin, _ = planner(*SMALL, *words, "--pin", "tp=2", "--pin", "sp=true", "--pin", "zero=1")
+    _, by_flag, _ = planner(
+        *SMALL,
+        *words,
+        "--tensor-model-parallel-size",
+        "2",
+        "--sequence-parallel",
+        "--use-distributed-optimizer",
+    )
+    assert json.loads(by_pin)["plans"] == json.loads(by_flag)["plans"]
+    for plan in json.loads(by_pin)["plans"]:
+        layout = plan["layout"]
+        assert (layout["tensor_parallel"], layout["sequence_parallel"], layout["zero_stage"]) == (2, True, 1)
+
+
+def test_when_nothing_fits_the_closest_plans_are_shown_and_the_code_is_3(planner: Any) -> None:
+    words = ("suggest", "--world-size", "2", "--max-global-batch-size", "16", "--device", "a100-80g")
+    code, out, err = planner(*words, "--json", "--top", "2")
+    answer = json.loads(out)
+    assert code == 3
+    assert [plan["fits"] for plan in answer["plans"]] == [False, False]
+    assert answer["feasible"] == 0
+    last = err.strip().splitlines()[-1]
+    assert last.startswith("planner: error: no layout of gpt-22b fits 2 x a100-80g") and "lacks" in last
+    code, out, err = planner(*words)
+    assert code == 3
+    assert "closest:" in out and "fits" in err
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (("suggest",), "no world size: give --world-size"),
+        (("suggest", "--world-size", "many"), "'--world-size': 'many' is not a whole number"),
+        (("suggest", "--world-size", "8"), "give global_batch_size or max_global_batch_size"),
+        ((*SMALL, "--max-global-batch-size", "8", "--model", "gpt-9"), "unknown model 'gpt-9'"),
+        ((*SMALL, "--max-global-batch-size", "8", "--top", "0"), "--top 0: expected a whole number"),
+        (
+            (*SMALL, "--max-global-batch-size", "8", "--pin", "tp=3"),
+            "tensor_parallel 3 does not divide world size 8",
+        ),
+        (
+            (*SMALL, "--max-global-batch-size", "8", "--pin", "tp=8"),
+            "tensor_parallel 8 does not divide 12 heads",
+        ),
+        (
+            (*SMALL, "--global-batch-size", "7", "--pin", "dp=8"),
+            "data_parallel 8 exceeds the global batch of 7",
+        ),
+        (("suggest", "--world-size", "12", "--max-global-batch-size", "8"), "use 8 or 16"),
+        (
+            (*SMALL, "--max-global-batch-size", "8", "--save", "/none/plan.json"),
+            "plan /none/plan.json: cannot be written",
+        ),
+        ((*SMALL, "--no-such-flag"), "--no-such-flag"),
+        (("sugest",), "sugest"),
+    ],
+)
+def test_wrong_input_ends_in_one_line_on_stderr_and_code_2(
+    planner: Any, words: tuple[str, ...], line: str
+) -> None:
+    code, _, err = planner(*words)
+    assert code == 2
+    assert err.startswith("planner: error: ") and err.count("\n") == 1
+    assert line in err
+
+
+def test_the_memory_variable_decides_what_fits(planner: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    words = ("suggest", "--world-size", "64", "--max-global-batch-size", "16", "--json")
+    feasible = []
+    for memory in ("80", "12", "1"):
+        monkeypatch.setenv("DEVICE_MEMORY_GB", memory)
+        code, out, _ = planner(*words)
+        feasible.append(json.loads(out)["feasible"])
+    assert feasible[0] > feasible[1] > feasible[2] == 0
+    assert code == 3
+
+
+def test_help_and_version(planner: Any) -> None:
+    code, out, _ = planner("--help")
+    assert code == 0
+    assert all(name in out for name in command_line.COMMANDS)
+    code, out, err = planner()
+    assert code == 2 and "suggest" in out and err == ""
+    code, out, _ = planner("--version")
+    assert code == 0 and out.startswith("planner ")
+    code, out, _ = planner("suggest", "--help")
+    assert code == 0 and "--max-global-batch-size" in out
+
+
+def test_suggest_loads_neither_torch_nor_what_it_does_not_draw_with() -> None:
+    script = (
+        "import sys; sys.argv = 'planner suggest --world-size 64 --max-global-batch-size 16 --json'.split()\n"
+        "import atexit; atexit.register(lambda: print(sorted({'torch', 'rich', 'networkx', 'tokenizers'}"
+        " & set(sys.modules)), file=sys.stderr))\n"
+        "from cli.main import main; main()"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert done.stderr.splitlines()[-1] == "[]"
+    assert json.loads(done.stdout)["feasible"] > 0
+
+
+def test_the_module_runs_as_the_command() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "planner", "suggest", "--world-size", "8"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 2
+    assert done.stderr == ("planner: error: no batch size: give global_batch_size or max_global_batch_size\n")

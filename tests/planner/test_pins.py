@@ -1,0 +1,56 @@
+"""Pins: names, values and the lines that refuse wrong ones."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from costmodels.errors import InputError
+from planner.pins import parse_pins
+
+
+def test_short_and_full_names_and_all_kinds_of_values() -> None:
+    pins = parse_pins(
+        ["tp=8", "sp=true", "zero=1", "recompute=full", "schedule=1f1b", "layers_per_stage=8,8,7,7"]
+    )
+    assert pins == {
+        "tensor_parallel": 8,
+        "sequence_parallel": True,
+        "zero_stage": 1,
+        "recompute": "full",
+        "schedule": "1f1b",
+        "layers_per_stage": (8, 8, 7, 7),
+    }
+    assert parse_pins({"tp": 8, "sequence_parallel": True, "layers_per_stage": (8, 8, 7, 7)}) == {
+        name: pins[name] for name in ("tensor_parallel", "sequence_parallel", "layers_per_stage")
+    }
+    assert parse_pins(None) == {}
+    assert parse_pins("pp = 4") == {"pipeline_parallel": 4}
+
+
+@pytest.mark.parametrize(
+    ("pin", "line"),
+    [
+        ("tensor_paralel=8", "pin tensor_paralel: no such field; did you mean tensor_parallel?"),
+        ("tp", "pin 'tp': expected name=value, such as tensor_parallel=8"),
+        ("tp=", "expected name=value"),
+        ("tp=eight", "pin tensor_parallel=eight: expected a whole number of at least 1"),
+        ("tp=0", "pin tensor_parallel=0: expected a whole number of at least 1"),
+        ("tp=2.5", "pin tensor_parallel=2.5: expected a whole number"),
+        ("sp=maybe", "pin sequence_parallel=maybe: expected true or false"),
+        ("zero=4", "pin zero_stage=4: expected one of 0, 1, 2, 3"),
+        ("recompute=some", "pin recompute=some: expected one of none, selective, full"),
+        ("precision=bf8", "pin precision=bf8: expected one of fp32"),
+        ("cp=2", "pin context_parallel=2: expected 1"),
+        ("layers_per_stage=8,x", "pin layers_per_stage=8,x: expected layers of each stage"),
+        (["tp=2", "tensor_parallel=4"], "pin tensor_parallel is given twice: 2 and 4"),
+        (["schedule=1f1b", "vpp=2"], "pin schedule=1f1b contradicts virtual_pipeline_parallel=2"),
+        ({"tp": True}, "pin tensor_parallel=True: expected a whole number"),
+    ],
+)
+def test_wrong_pins_are_refused_in_one_line(pin: Any, line: str) -> None:
+    with pytest.raises(InputError) as caught:
+        parse_pins(pin)
+    assert line in str(caught.value)
+    assert "\n" not in str(caught.value)

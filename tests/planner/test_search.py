@@ -1,0 +1,216 @@
+"""Search, suggest and evaluate: ranking, accounts, and what is said when nothing works."""
+
+from __future__ import annotations
+
+import re
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from costmodels import Layout, ModelSpec, even_split
+from costmodels.catalogue import load_device
+from costmodels.errors import InputError, NoLayoutFits
+from planner import Plan, evaluate, search, suggest
+
+TINY = ModelSpec(name="tiny", layers=4, hidden=256, heads=8, vocab=1000, seq=128)
+GIB = 2**30
+
+
+@settings(max_examples=8, deadline=None)
+@given(
+    layers=st.integers(1, 6),
+    world=st.sampled_from([1, 2, 4, 6, 8, 16]),
+    batch=st.integers(8, 40),
+    memory=st.sampled_from([None, 1.6, 1.7]),
+)
+def test_counts_add_up_and_plans_are_ranked(
+    layers: int, world: int, batch: int, memory: float | None
+) -> None:
+    model = ModelSpec(name="tiny", layers=layers, hidden=256, heads=8, vocab=1000, seq=128)
+    result = search(model, world_size=world, max_global_batch_size=batch, device_memory_gib=memory)
+    too_big = result.rejected.get("device_memory", 0)
+    assert result.considered == result.legal + sum(result.rejected.values()) - too_big
+    assert result.legal == result.feasible + too_big == len(result.table)
+    limit = result.problem.cluster.memory_bytes
+    plans = [*result.plans(result.legal), *result.closest(result.legal)]
+    assert len(plans) == result.legal
+    assert sorted(result.order.tolist()) == list(range(result.legal))
+    speeds = [plan.estimate.tokens_per_s for plan in plans if plan.fits]
+    assert all(later <= sooner * (1 + 1e-8) for sooner, later in pairwise(speeds))
+    needs = [plan.estimate.peak_memory_bytes for plan in plans if not plan.fits]
+    assert all(later >= sooner * (1 - 1e-8) for sooner, later in pairwise(needs))
+    assert all(plan.fits == (plan.estimate.peak_memory_bytes <= limit) for plan in plans)
+
+
+def test_evaluate_prices_a_plan_as_the_search_does() -> None:
+    result = search(TINY, world_size=8, global_batch_size=16)
+    for plan in result.plans(5):
+        again = evaluate(plan.layout, model=TINY, world_size=8)
+        assert again.step_time_s == pytest.approx(plan.estimate.step_time_s, rel=1e-12)
+        assert again.peak_memory_bytes == pytest.approx(plan.estimate.peak_memory_bytes, rel=1e-12)
+
+
+def test_equal_layouts_rank_the_simpler_one_first() -> None:
+    # One device: recomputation and larger micro batches are the only choices; none is simplest.
+    best = suggest(TINY, world_size=1, global_batch_size=1)
+    assert best.layout == Layout(layers_per_stage=(4,), global_batch_size=1)
+    result = search(TINY, world_size=8, global_batch_size=16)
+    rows = {plan.layout: rank for rank, plan in enumerate(result.plans(result.feasible))}
+    for layout, rank in rows.items():
+        if layout.recompute == "full":
+            assert rows[layout.model_copy(update={"recompute": "none"})] < rank
+
+
+def test_evaluate_takes_layouts_that_the_search_does_not_emit() -> None:
+    layout = Layout(
+        pipeline_parallel=2, data_parallel=2, zero_stage=2, layers_per_stage=(1, 3), global_batch_size=8
+    )
+    usual = layout.model_copy(update={"layers_per_stage": (2, 2), "zero_stage": 1})
+    assert evaluate(layout, model=TINY).step_time_s > evaluate(usual, model=TINY).step_time_s
+
+
+@pytest.mark.parametrize(
+    ("change", "line"),
+    [
+        ({"tensor_parallel": 16}, "tensor_parallel 16 does not divide 8 heads; use 1, 2, 4, 8"),
+        ({"layers_per_stage": (3,)}, "layers_per_stage adds up to 3 layers, but tiny has 4"),
+        ({"precision": "fp8"}, "precision fp8: a100-80g with engine bundled trains in"),
+    ],
+)
+def test_evaluate_refuses_what_breaks_a_rule(change: dict[str, Any], line: str) -> None:
+    layout = Layout(**{"layers_per_stage": (4,), "global_batch_size": 16, **change})
+    with pytest.raises(InputError, match=re.escape(line)):
+        evaluate(layout, model=TINY)
+
+
+def test_evaluate_refuses_another_world_size() -> None:
+    layout = Layout(data_parallel=4, layers_per_stage=(4,), global_batch_size=16)
+    with pytest.raises(InputError, match="occupies 4 devices, not world_size 8"):
+        evaluate(layout, model=TINY, world_size=8)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        ({"model": "gpt-99b"}, "unknown model 'gpt-99b'"),
+        ({"device": "a1000"}, "unknown device 'a1000'"),
+        ({"engine": "none"}, "unknown engine 'none'"),
+        ({"world_size": 0}, "world_size 0: expected a whole number of at least 1"),
+        ({"world_size": 127}, "world size 127 is not a multiple of local world size 8; use 120 or 128"),
+        ({"max_global_batch_size": 0}, "max_global_batch_size 0: expected a whole number"),
+        ({"global_batch_size": 8}, "global_batch_size 8 and max_global_batch_size 16: give one of the two"),
+        ({"max_global_batch_size": None}, "give global_batch_size or max_global_batch_size"),
+        ({"precision": "fp8"}, "precision fp8: a100-80g with engine bundled trains in"),
+        ({"precision": "fp16", "pin": "precision=bf16"}, "precision fp16 and pin precision=bf16 contradict"),
+        ({"pin": "gbs=32"}, "pin global_batch_size=32 exceeds max_global_batch_size 16"),
+        ({"device_memory_gib": -1.0}, "device_memory_gib=-1: expected a number of GiB above 0"),
+    ],
+)
+def test_wrong_input_ends_in_one_line(arguments: dict[str, Any], line: str) -> None:
+    usual = {"model": TINY, "world_size": 8, "max_global_batch_size": 16}
+    with pytest.raises(InputError) as caught:
+        search(**{**usual, **arguments})
+    assert line in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert caught.value.exit_code == 2
+
+
+def test_a_world_size_without_a_legal_layout_names_neighbours_that_have_one() -> None:
+    with pytest.raises(InputError) as caught:
+        search("gpt-22b", world_size=127, local_world_size=1, max_global_batch_size=16, device="a100-80g")
+    line = str(caught.value)
+    assert "127 stages, but there are 48 layers" in line
+    near = [int(size) for size in re.search(r"world sizes that work: (\d+), (\d+)", line).groups()]  # type: ignore[union-attr]
+    assert near[0] < 127 < near[1]
+    assert all(search("gpt-22b", world_size=size, max_global_batch_size=16).legal for size in near)
+
+
+def test_a_batch_that_is_not_divisible_names_neighbours_that_are() -> None:
+    with pytest.raises(InputError) as caught:
+        search(TINY, world_size=8, global_batch_size=7, pin={"data_parallel": 4})
+    assert "global_batch_size 7 is not divisible by micro_batch_size 1 x data_parallel 4" in str(caught.value)
+    assert "batch sizes that work: 4, 8" in str(caught.value)
+
+
+def test_a_pin_that_the_heads_do_not_allow_names_those_that_they_do() -> None:
+    model = ModelSpec(name="forty", layers=4, hidden=5120, heads=40, vocab=1000, seq=128)
+    with pytest.raises(
+        InputError, match="tensor_parallel 16 does not divide 40 heads; use 1, 2, 4, 5, 8, 10"
+    ):
+        search(model, world_size=16, max_global_batch_size=16, pin="tp=16")
+
+
+def test_no_layout_fits_says_what_is_missing_and_what_would_help() -> None:
+    with pytest.raises(NoLayoutFits) as caught:
+        suggest("gpt-22b", world_size=2, max_global_batch_size=16)
+    line = str(caught.value)
+    assert caught.value.exit_code == 3
+    need, lack = map(float, re.search(r"needs ([\d.]+) GiB and lacks ([\d.]+) GiB", line).groups())  # type: ignore[union-attr]
+    assert need - lack == pytest.approx(load_device("a100-80g").memory_bytes / GIB, abs=0.11)
+    more = int(re.search(r"it fits on (\d+) of them", line).group(1))  # type: ignore[union-attr]
+    assert suggest("gpt-22b", world_size=more, max_global_batch_size=16).fits
+    with pytest.raises(NoLayoutFits):
+        suggest("gpt-22b", world_size=more // 2, max_global_batch_size=16)
+    bigger = re.search(r"or on 2 x (\S+) \(", line).group(1)  # type: ignore[union-attr]
+    assert suggest("gpt-22b", world_size=2, max_global_batch_size=16, device=bigger).fits
+
+
+def test_no_layout_fits_names_the_pin_that_prevents_it() -> None:
+    with pytest.raises(NoLayoutFits, match=r"it fits .*without the pin zero_stage=0, or"):
+        suggest(
+            "gpt-22b", world_size=8, max_global_batch_size=16, pin=["tp=1", "pp=1", "zero=0"], device="h200"
+        )
+
+
+def test_a_search_where_nothing_fits_keeps_the_closest_plans() -> None:
+    result = search("gpt-22b", world_size=2, max_global_batch_size=16)
+    assert result.best is None and result.plans() == [] and result.feasible == 0
+    closest = result.closest(3)
+    assert [plan.fits for plan in closest] == [False] * 3
+    assert re.search(r"needs .* GiB of .* lacks", closest[0].reason)
+
+
+def test_the_memory_variable_replaces_the_devices_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DEVICE_MEMORY_GB", "40")
+    assert search(TINY, world_size=2, max_global_batch_size=4).problem.cluster.memory_bytes == 40 * GIB
+    given = search(TINY, world_size=2, max_global_batch_size=4, device_memory_gib=20)
+    assert given.problem.cluster.memory_bytes == 20 * GIB
+    monkeypatch.setenv("DEVICE_MEMORY_GB", "much")
+    with pytest.raises(InputError, match="DEVICE_MEMORY_GB=much: expected a number of GiB"):
+        search(TINY, world_size=2, max_global_batch_size=4)
+
+
+def test_a_pinned_batch_is_the_batch() -> None:
+    best = suggest(TINY, world_size=2, max_global_batch_size=16, pin="gbs=12")
+    assert best.layout.global_batch_size == 12
+
+
+def test_cpu_ranks_share_the_machine() -> None:
+    alone, shared = (
+        search(TINY, world_size=ranks, device="cpu", max_global_batch_size=8).problem.cluster
+        for ranks in (1, 2)
+    )
+    assert shared.memory_bytes == pytest.approx(alone.memory_bytes / 2, rel=0.2)
+    assert suggest(TINY, world_size=2, device="cpu", max_global_batch_size=8).layout.precision == "fp32"
+
+
+def test_a_model_can_be_a_yaml_file(tmp_path: Path) -> None:
+    file = tmp_path / "mine.yaml"
+    file.write_text("layers: 4\nhidden: 256\nheads: 8\nvocab: 1000\nseq: 128\n")
+    plan = suggest(file, world_size=2, max_global_batch_size=8)
+    assert plan.model.model_copy(update={"name": "tiny"}) == TINY
+    assert plan.model.name == "mine"
+
+
+def test_the_best_plan_says_why(tmp_path: Path) -> None:
+    result = search("gpt-22b", world_size=64, max_global_batch_size=16)
+    best, second = result.plans(2)
+    assert isinstance(best, Plan)
+    assert second.layout.describe() in best.reason
+    assert "fewer tokens/s than the best" in second.reason or "as fast" in second.reason
+    assert sum(best.layout.layers_per_stage) == 48
+    assert best.layout.layers_per_stage == even_split(48, len(best.layout.layers_per_stage))

@@ -1,0 +1,229 @@
+"""The space of layouts against plain loops, and the account of what was removed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from costmodels import Layout, ModelSpec, even_split
+from costmodels.errors import InputError
+from planner.pins import Pins
+from planner.rules import RULES, first_illegal
+from planner.space import Batch, build, micro_batch_sizes
+
+
+def spec(**sizes: int) -> ModelSpec:
+    usual = {"layers": 4, "hidden": 64, "heads": 8, "head_dim": 8, "ffn": 256, "vocab": 100, "seq": 64}
+    return ModelSpec(**{"name": "tiny", **usual, **sizes})
+
+
+def by_loops(model: ModelSpec, world: int, batch: Batch) -> tuple[int, set[tuple[Any, ...]]]:
+    """Considered layouts and the legal ones, from the rules as one would say them."""
+    considered, legal = 0, set()
+    chunk_counts = range(1, max(1, model.layers // 2) + 1)
+    for tp in range(1, world + 1):
+        for pp in range(1, world + 1):
+            if world % (tp * pp):
+                continue
+            dp = world // (tp * pp)
+            for vpp in chunk_counts:
+                for mbs in micro_batch_sizes(batch):
+                    for sp in (False, True):
+                        for recompute in ("none", "selective", "full"):
+                            for zero in range(4):
+                                considered += 1
+                                gbs = batch.size
+                                if batch.maximum:
+                                    unit = mbs * dp * (pp if vpp > 1 else 1)
+                                    gbs -= gbs % unit
+                                if any(
+                                    size % tp
+                                    for size in (model.heads, model.kv_heads, model.ffn, model.hidden)
+                                ):
+                                    continue
+                                if sp and (tp == 1 or model.seq % tp):
+                                    continue
+                                if pp * vpp > model.layers or (vpp > 1 and pp == 1):
+                                    continue
+                                if gbs == 0 or gbs % (mbs * dp):
+                                    continue
+                                count = gbs // (mbs * dp)
+                                if count < pp or (vpp > 1 and count % pp):
+                                    continue
+                                if (zero and dp == 1) or (zero == 2 and pp > 1):
+                                    continue
+                                legal.add((tp, sp, pp, vpp, dp, zero, mbs, gbs, recompute))
+    return considered, legal
+
+
+def key(layout: Layout) -> tuple[Any, ...]:
+    return (
+        layout.tensor_parallel,
+        layout.sequence_parallel,
+        layout.pipeline_parallel,
+        layout.virtual_pipeline_parallel,
+        layout.data_parallel,
+        layout.zero_stage,
+        layout.micro_batch_size,
+        layout.global_batch_size,
+        layout.recompute,
+    )
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    layers=st.integers(1, 7),
+    hidden=st.sampled_from([64, 60]),
+    heads=st.sampled_from([(8, 8), (8, 2), (6, 3), (5, 5)]),
+    ffn=st.sampled_from([256, 96, 30]),
+    seq=st.sampled_from([64, 60, 7]),
+    world=st.integers(1, 12),
+    size=st.integers(1, 24),
+    maximum=st.booleans(),
+)
+def test_the_space_agrees_with_plain_loops(
+    layers: int, hidden: int, heads: tuple[int, int], ffn: int, seq: int, world: int, size: int, maximum: bool
+) -> None:
+    model = spec(layers=layers, hidden=hidden, heads=heads[0], kv_heads=heads[1], ffn=ffn, seq=seq)
+    batch = Batch(size, maximum)
+    space = build(model, world, batch, "bf16", {})
+    considered, legal = by_loops(model, world, batch)
+    found = [space.table.layout(row) for row in range(len(space.table))]
+    assert space.considered == considered
+    assert len(found) == len(legal)
+    assert {key(layout) for layout in found} == legal
+    assert space.considered == len(found) + sum(space.illegal.values())
+    assert all(first_illegal(model, layout) is None for layout in found)
+    assert all(layout.world_size == world for layout in found)
+    assert all(
+        layout.layers_per_stage == even_split(layers, len(layout.layers_per_stage)) for layout in found
+    )
+
+
+@pytest.mark.parametrize(
+    ("pins", "holds"),
+    [
+        ({"tensor_parallel": 4}, lambda layout: layout.tensor_parallel == 4),
+        ({"pipeline_parallel": 2, "data_parallel": 2}, lambda layout: layout.tensor_parallel == 2),
+        ({"sequence_parallel": True}, lambda layout: layout.sequence_parallel),
+        ({"schedule": "interleaved"}, lambda layout: layout.virtual_pipeline_parallel > 1),
+        ({"schedule": "1f1b"}, lambda layout: layout.virtual_pipeline_parallel == 1),
+        (
+            {"recompute": "full", "zero_stage": 3},
+            lambda layout: (layout.recompute, layout.zero_stage) == ("full", 3),
+        ),
+        ({"micro_batch_size": 3}, lambda layout: layout.micro_batch_size == 3),
+        ({"layers_per_stage": (1, 3)}, lambda layout: layout.layers_per_stage == (1, 3)),
+        ({"virtual_pipeline_parallel": 2}, lambda layout: layout.schedule == "interleaved"),
+    ],
+)
+def test_pins_leave_only_what_agrees_and_still_add_up(pins: Pins, holds: Any) -> None:
+    space = build(spec(), 8, Batch(24, True), "bf16", pins)
+    layouts = [space.table.layout(row) for row in range(len(space.table))]
+    assert layouts and all(holds(layout) for layout in layouts)
+    assert space.considered == len(layouts) + sum(space.illegal.values())
+    if "layers_per_stage" not in pins:
+        free = build(spec(), 8, Batch(24, True), "bf16", {}).table
+        every = (
+            {key(free.layout(row)) for row in range(len(free))} if "micro_batch_size" not in pins else None
+        )
+        assert every is None or {key(layout) for layout in layouts} <= every
+
+
+def test_a_maximum_batch_is_used_up_to_the_last_whole_unit() -> None:
+    table = build(spec(), 8, Batch(100, True), "bf16", {}).table
+    for row in range(len(table)):
+        layout = table.layout(row)
+        unit = layout.micro_batch_size * layout.data_parallel
+        unit *= layout.pipeline_parallel if layout.schedule == "interleaved" else 1
+        assert layout.global_batch_size % unit == 0
+        assert 100 - unit < layout.global_batch_size <= 100
+
+
+def test_micro_batches_are_powers_of_two_and_divisors() -> None:
+    assert micro_batch_sizes(Batch(12)) == [1, 2, 3, 4, 6, 8, 12]
+
+
+def test_a_layer_count_that_the_pipeline_does_not_divide_is_legal() -> None:
+    table = build(spec(layers=7), 4, Batch(8), "bf16", {"pipeline_parallel": 4}).table
+    assert (2, 2, 2, 1) in {table.layout(row).layers_per_stage for row in range(len(table))}
+
+
+@pytest.mark.parametrize(
+    ("pins", "line"),
+    [
+        ({"tensor_parallel": 3}, "tensor_parallel 3 does not divide world size 8; use 1, 2, 4, 8"),
+        ({"tensor_parallel": 8, "pipeline_parallel": 2}, "is 16; it must divide world size 8"),
+        (
+            {"tensor_parallel": 2, "pipeline_parallel": 2, "data_parallel": 1},
+            "is 4; it must equal world size 8",
+        ),
+    ],
+)
+def test_pins_that_do_not_make_the_world_size_are_refused(pins: Pins, line: str) -> None:
+    with pytest.raises(InputError, match=line):
+        build(spec(), 8, Batch(8), "bf16", pins)
+
+
+@pytest.mark.parametrize(
+    ("rule", "sizes", "world", "batch", "pins"),
+    [
+        ("tensor_parallel_heads", {"heads": 5}, 8, 8, {}),
+        ("tensor_parallel_kv_heads", {"kv_heads": 2}, 8, 8, {}),
+        ("tensor_parallel_ffn", {"ffn": 30}, 8, 8, {}),
+        ("tensor_parallel_hidden", {"hidden": 60}, 8, 8, {}),
+        ("tensor_parallel_experts", {"experts": 4, "top_k": 2, "expert_ffn": 30}, 8, 8, {}),
+        ("sequence_parallel_group", {}, 8, 8, {}),
+        ("sequence_parallel_length", {"seq": 62}, 8, 8, {}),
+        ("virtual_pipeline_group", {}, 8, 8, {}),
+        ("pipeline_stages", {}, 8, 8, {}),
+        ("layers_per_stage", {}, 8, 8, {"layers_per_stage": (1, 2, 1)}),
+        ("layers_total", {}, 8, 8, {"layers_per_stage": (1, 2)}),
+        ("batch_too_small", {}, 8, 4, {}),
+        ("batch_divisibility", {}, 8, 7, {}),
+        ("pipeline_micro_batches", {}, 8, 2, {}),
+        ("interleaved_micro_batches", {}, 8, 9, {}),
+        ("zero_group", {}, 8, 8, {}),
+        ("zero2_pipeline", {}, 8, 8, {}),
+    ],
+)
+def test_each_rule_removes_what_breaks_it(
+    rule: str, sizes: dict[str, int], world: int, batch: int, pins: Pins
+) -> None:
+    assert build(spec(**sizes), world, Batch(batch), "bf16", pins).illegal.get(rule, 0) > 0
+    assert [known.name for known in RULES].count(rule) == 1
+
+
+@pytest.mark.parametrize(
+    ("degrees", "line"),
+    [
+        ({"context_parallel": 2, "seq": 66}, "context_parallel 2 needs a sequence that 4 divides, not 66"),
+        ({"expert_parallel": 2, "data_parallel": 2}, "expert_parallel 2 does not divide 0 experts; use 1"),
+        (
+            {"expert_parallel": 4, "data_parallel": 2, "experts": 4},
+            "does not divide the 2 devices of a stage",
+        ),
+        ({"tensor_parallel": 16}, "tensor_parallel 16 does not divide 8 heads; use 1, 2, 4, 8"),
+        ({"layers_per_stage": (5,)}, "layers_per_stage adds up to 5 layers, but tiny has 4"),
+        (
+            {"global_batch_size": 2, "pipeline_parallel": 4, "layers_per_stage": (1,) * 4},
+            "of at least 4 or fewer",
+        ),
+    ],
+)
+def test_an_illegal_layout_is_told_its_rule_and_numbers(degrees: dict[str, Any], line: str) -> None:
+    sizes = {name: degrees[name] for name in ("seq", "experts") if name in degrees}
+    moe = {"top_k": 1, "expert_ffn": 64} if "experts" in sizes else {}
+    split = {name: value for name, value in degrees.items() if name not in sizes}
+    layout = Layout(**{"layers_per_stage": (4,), "global_batch_size": 8, **split})
+    assert line in str(first_illegal(spec(**sizes, **moe), layout))
+
+
+def test_a_redundant_layout_is_not_called_illegal() -> None:
+    layout = Layout(
+        pipeline_parallel=2, data_parallel=2, zero_stage=2, layers_per_stage=(2, 2), global_batch_size=8
+    )
+    assert first_illegal(spec(), layout) is None
