@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
+from typing import Annotated
 
 import numpy as np
 import typer
@@ -52,7 +53,8 @@ def parse_layout(text: str, spec: ModelSpec) -> Layout:
                 f"--layout {text}: {item!r} is not name=value with a name of "
                 f"{', '.join([*SHORT_NAMES, 'recompute', 'schedule', 'precision'])}"
             )
-        fields[name] = int(value) if value.isdigit() else value
+        whole = ";" not in value and value.isdigit()
+        fields[name] = int(value) if whole else value.split(";") if ";" in value else value
     pp, vpp = (int(str(fields.get(SHORT_NAMES[name], 1))) for name in ("pp", "vpp"))
     if vpp > 1:
         fields.setdefault("schedule", "interleaved")
@@ -60,7 +62,7 @@ def parse_layout(text: str, spec: ModelSpec) -> Layout:
     return Layout.model_validate(fields)
 
 
-def losses_of(spec: ModelSpec, layout: Layout, steps: int, learning_rate: float = 1e-2) -> list[float]:
+def losses_of(spec: ModelSpec, layout: Layout, steps: int, learning_rate: float = 1e-3) -> list[float]:
     """Losses of `steps` training steps on random tokens; runs on every rank of a process group."""
     import torch
 
@@ -87,10 +89,10 @@ app = typer.Typer(add_completion=False)
 
 @app.command()
 def parity(
-    layout: list[str] = typer.Option(..., help="Layout such as tp=2,pp=2 (repeatable)."),
-    model: str = typer.Option("gpt2", help=f"One of {', '.join(MODELS)}."),
-    steps: int = typer.Option(20, help="Training steps."),
-    as_json: bool = typer.Option(False, "--json", help="Print one JSON object."),
+    layout: Annotated[list[str], typer.Option(help="Layout such as tp=2,pp=2 (repeatable).")],
+    model: Annotated[str, typer.Option(help=f"One of {', '.join(MODELS)}.")] = "gpt2",
+    steps: Annotated[int, typer.Option(help="Training steps.")] = 20,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Train each layout and one rank on the same tokens and compare the losses."""
     if model not in MODELS:

@@ -132,8 +132,8 @@ def _planned(path: str, cluster: ClusterOptions) -> Plan:
 
     if plan.layout.world_size > local_device_count():
         raise InputError(
-            f"the plan {path} is for {plan.layout.world_size} x {plan.cluster.device.name}, but this machine has "
-            f"{local_device_count()} GPUs; plan for this machine, or start torchrun on every node"
+            f"the plan {path} is for {plan.layout.world_size} x {plan.cluster.device.name}, but this machine "
+            f"has {local_device_count()} GPUs; plan for this machine, or start torchrun on every node"
         )
     return plan
 

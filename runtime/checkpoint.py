@@ -6,7 +6,6 @@ Tensors are stored under their names in the whole model, so that any layout can 
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -65,7 +64,7 @@ def save(folder: str | Path, trainer: Trainer, spec: ModelSpec, run: dict[str, A
         tracker = target.with_name(TRACKER)
         fresh = tracker.with_name(TRACKER + ".partial")
         fresh.write_text(str(trainer.iteration))
-        os.replace(fresh, tracker)
+        fresh.replace(tracker)
     dist.barrier()
     return target
 

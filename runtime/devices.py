@@ -62,6 +62,6 @@ def detect_device(ranks: int) -> Device:
         if part.lower() in properties.name.lower():
             return load_device(name).model_copy(update={"memory_bytes": float(properties.total_memory)})
     raise InputError(
-        f"this machine's {properties.name} is not in the catalogue; give --device NAME (see `planner devices`), "
-        "--device FILE.yaml or --device cpu"
+        f"this machine's {properties.name} is not in the catalogue; give --device NAME (see `planner "
+        "devices`), --device FILE.yaml or --device cpu"
     )

@@ -39,7 +39,7 @@ def tensor_parallel(stage: Transformer, mesh: DeviceMesh, sequence_parallel: boo
     plan: dict[str, ParallelStyle] = {}
     if stage.embedding is not None:
         plan["embedding.tokens"] = RowwiseParallel(input_layouts=Replicate(), output_layouts=between)
-        if stage.embedding.positions is not None:
+        if stage.embedding.positions is not None and sequence_parallel:
             plan["embedding.positions"] = RowwiseParallel(input_layouts=Replicate(), output_layouts=between)
     for index, block in stage.layers.items():
         plan |= {f"layers.{index}.{name}": style for name, style in _block_plan(block, between).items()}

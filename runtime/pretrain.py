@@ -203,7 +203,7 @@ class _Loop:
 
     def positions(self, first: int) -> list[int]:
         """Samples that this rank takes of the global batch which starts at sample `first`."""
-        return (first + self.trainer.rows).tolist()
+        return [first + int(row) for row in self.trainer.rows]
 
     def log(self, step_time_s: float) -> None:
         """Report the iterations since the last report."""

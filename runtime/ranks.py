@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
 
 from costmodels.errors import InputError
 
@@ -49,7 +50,7 @@ def start(ranks: Ranks, device: torch.device, timeout_minutes: float) -> None:
         return
     if ranks.world_size != 1:
         raise InputError(f"WORLD_SIZE={ranks.world_size} without MASTER_ADDR: start the ranks with torchrun")
-    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+    dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=timeout)
 
 
 def together(work: Callable[[], Result]) -> Result:

@@ -1,0 +1,40 @@
+"""Fixtures that several test folders share."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from benchmarks.worker_pool import WorkerPool
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture(scope="session")
+def pool() -> Iterator[WorkerPool]:
+    """Four gloo ranks that live for the whole session."""
+    with WorkerPool(4) as workers:
+        yield workers
+
+
+Command = Callable[..., tuple[int, str, str]]
+"""Runs `planner ARGUMENTS...`; returns exit code, standard output and standard error."""
+
+
+@pytest.fixture
+def planner_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Command:
+    """The command line, run in this process."""
+    from cli.main import main
+
+    def command(*arguments: str | Path) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["planner", *map(str, arguments)])
+        with pytest.raises(SystemExit) as stop:
+            main()
+        code = stop.value.code
+        out, err = capsys.readouterr()
+        return code if isinstance(code, int) else 0, out, err
+
+    return command

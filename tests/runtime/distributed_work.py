@@ -1,0 +1,88 @@
+"""What tests run on every rank of a worker pool."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from costmodels import Layout, ModelSpec
+from runtime import checkpoint
+from runtime.optimizer import local_part
+from runtime.options import TrainingOptions
+from runtime.trainer import Trainer
+
+CPU = torch.device("cpu")
+
+
+def batch_of(spec: ModelSpec, layout: Layout, step: int) -> np.ndarray:
+    """Random tokens of a step, the same for every layout."""
+    random = np.random.RandomState(step)
+    return random.randint(0, spec.vocab, (layout.global_batch_size, spec.seq + 1)).astype(np.int64)
+
+
+def trained_layers(spec: ModelSpec, layout: Layout) -> dict[str, bool]:
+    """Parameters of this rank by name, and whether one step has changed each."""
+    trainer = Trainer(spec, layout, TrainingOptions(train_iters=1, lr=1e-2, lr_decay_style="constant"), CPU)
+    owned = trainer.optimizer.owned
+    before = {o.name: o.shard.detach().clone() for o in owned}
+    trainer.train_step(batch_of(spec, layout, 0)[trainer.rows])
+    return {o.name: not torch.equal(before[o.name], o.shard) for o in owned}
+
+
+def whole_gradients(spec: ModelSpec, layout: Layout) -> tuple[float, dict[str, torch.Tensor]]:
+    """Gradient norm of one step, and the whole gradient of every parameter that this rank counts."""
+    from torch.distributed.tensor import DTensor
+
+    from runtime.optimizer import like_parameter
+
+    trainer = Trainer(spec, layout, TrainingOptions(train_iters=1, clip_grad=0.0), CPU)
+    trainer.executor.train(*trainer._inputs(batch_of(spec, layout, 0)[trainer.rows]))
+    trainer.optimizer.collect_gradients()
+    norm = trainer.optimizer.squared_norm()
+    torch.distributed.all_reduce(norm)
+    gradients = {}
+    for owned in trainer.optimizer.owned:
+        gradient = like_parameter(owned.shard.grad, owned.parameter)
+        gradients[owned.name] = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
+    return float(norm.sqrt()), gradients
+
+
+def resumed_losses(
+    spec: ModelSpec, before: Layout, after: Layout, folder: str, steps: int, save_at: int
+) -> tuple[list[float], list[float]]:
+    """Losses of an uninterrupted run under `before`, and of the steps after resuming under `after`."""
+    options = TrainingOptions(train_iters=steps, lr=1e-2)
+    first = Trainer(spec, before, options, CPU)
+    losses = []
+    for step in range(steps):
+        losses.append(float(first.train_step(batch_of(spec, before, step)[first.rows]).loss))
+        if step + 1 == save_at:
+            checkpoint.save(folder, first, spec, {"consumed_samples": 0})
+    second = Trainer(spec, after, options, CPU)
+    iteration = checkpoint.latest_iteration(folder)
+    assert iteration == save_at
+    checkpoint.load(folder, second, spec, iteration)
+    resumed = [
+        float(second.train_step(batch_of(spec, after, step)[second.rows]).loss)
+        for step in range(save_at, steps)
+    ]
+    return losses, resumed
+
+
+def initial_weights(spec: ModelSpec, layout: Layout) -> dict[str, torch.Tensor]:
+    """Local initial weights of this rank."""
+    trainer = Trainer(spec, layout, TrainingOptions(), CPU)
+    return {o.name: local_part(o.parameter.detach()).clone() for o in trainer.optimizer.owned}
+
+
+def load_other_model(spec: ModelSpec, other: ModelSpec, layout: Layout, folder: str) -> str:
+    """The message with which a checkpoint of `spec` refuses to load into `other`."""
+    checkpoint.save(folder, Trainer(spec, layout, TrainingOptions(), CPU), spec, {"consumed_samples": 0})
+    trainer = Trainer(other, layout, TrainingOptions(), CPU)
+    try:
+        checkpoint.load(Path(folder), trainer, other, 0)
+    except ValueError as error:
+        return str(error)
+    return ""

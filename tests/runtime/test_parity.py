@@ -1,0 +1,63 @@
+"""No layout changes the mathematics: every one gives the losses of one rank."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from benchmarks.parity import MODELS, losses_of, parse_layout, relative_difference
+from benchmarks.worker_pool import WorkerPool
+from costmodels import ModelSpec
+
+STEPS = 20
+BATCH = "gbs=4,"
+LAYOUTS = (
+    "tp=2",
+    "pp=2",
+    "dp=2",
+    "tp=2,pp=2",
+    "tp=2,sp=1",
+    "pp=2,vpp=2",
+    "pp=3",
+    "pp=3,layers_per_stage=1;1;2",
+    "dp=4",
+    "dp=2,zero=1",
+    "dp=2,zero=3",
+    "mbs=4,recompute=full",
+    "tp=2,sp=1,dp=2,zero=1,mbs=2,recompute=selective",
+    "tp=2,dp=2,zero=3,recompute=full",
+    "pp=2,dp=2,zero=2",
+    "tp=2,sp=1,pp=2,vpp=2,recompute=full",
+)
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def model(request: pytest.FixtureRequest) -> ModelSpec:
+    return MODELS[request.param]
+
+
+@pytest.fixture(scope="module")
+def reference(pool: WorkerPool, model: ModelSpec) -> list[float]:
+    return pool.run(losses_of, 1, model, parse_layout(BATCH, model), STEPS)[0]
+
+
+def test_the_first_loss_is_that_of_a_uniform_guess(reference: list[float]) -> None:
+    assert reference[0] == pytest.approx(math.log(250), rel=0.01)
+    assert len(set(reference)) == STEPS
+
+
+@pytest.mark.parametrize("text", LAYOUTS)
+def test_layout_gives_the_losses_of_one_rank(
+    pool: WorkerPool, model: ModelSpec, reference: list[float], text: str
+) -> None:
+    layout = parse_layout(BATCH + text, model)
+    by_rank = pool.run(losses_of, layout.world_size, model, layout, STEPS)
+    assert relative_difference(by_rank[0], reference) < 1e-5
+    assert all(losses == by_rank[0] for losses in by_rank)
+
+
+def test_bf16_follows_fp32(pool: WorkerPool, model: ModelSpec, reference: list[float]) -> None:
+    layout = parse_layout(BATCH + "dp=2,zero=1,precision=bf16", model)
+    losses = pool.run(losses_of, 2, model, layout, STEPS)[0]
+    assert 1e-6 < relative_difference(losses, reference) < 2e-2
