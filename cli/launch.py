@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import sys
-from datetime import datetime
+from datetime import datetime, timedelta
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -78,6 +78,7 @@ def launch(
     _prepare_data(plan, training, data, output)
     command = torchrun_command(ranks, _arguments(str(plan_file), log_dir, training, data, output, options))
     print(f"{plan.model.name} on {ranks} x {plan.cluster.device.name}: {plan.layout.describe()}")
+    print(_prediction(plan, training.train_iters))
     print(f"plan, metrics and output are in {log_dir}", flush=True)
     with _Display(training.train_iters) as display:
         outcome = run_job(command, ranks, log_dir, display.line, display.metrics)
@@ -158,6 +159,15 @@ def _prepare_data(plan: Plan, training: TrainingOptions, data: DataOptions, outp
     """Open the data once before ranks start: it is checked, and the default corpus prepared."""
     batch = plan.layout.global_batch_size
     open_datasets(data, plan.model, training.seed, training.train_iters * batch, output.eval_iters * batch)
+
+
+def _prediction(plan: Plan, train_iters: int) -> str:
+    estimate = plan.estimate
+    run = timedelta(seconds=round(estimate.step_time_s * train_iters))
+    return (
+        f"predicted: {estimate.step_time_s:.3g} s a step, {run} for {train_iters} iterations, "
+        f"{estimate.peak_memory_bytes / GIB:.2f} of {plan.cluster.memory_bytes / GIB:.1f} GiB a rank"
+    )
 
 
 def _print_comparison(plan: Plan, figures: Measured) -> None:

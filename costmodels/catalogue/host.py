@@ -11,6 +11,7 @@ import platform
 import re
 import sys
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
 from costmodels.hardware import Device, Link, Precision
@@ -42,8 +43,9 @@ MACHINE_BANDWIDTH = 80.0e9
 BANDWIDTH_PER_CORE = 5.0e9
 """Share of one core when all cores of a server read (12 channels of DDR5-4800 for 96 cores)."""
 
-CONTEXT_BYTES = 0.35e9
-"""Resident size of a Python process that has imported torch."""
+CONTEXT_BYTES = {"cpu": 0.334e9, "cuda": 0.749e9}
+"""Resident size of a rank before it builds a model, by build of torch: measured with torch 2.13 (CPU) and
+2.15 (CUDA 13), whose libraries are mapped into memory even where there is no GPU."""
 
 
 @dataclass(frozen=True)
@@ -73,9 +75,16 @@ def host_device(ranks: int = 1) -> Device:
         intra_node=Link(name="loopback", bandwidth=2.6e9, latency=60e-6),
         inter_node=Link(name="Ethernet 10G", bandwidth=1.25e9, latency=100e-6),
         devices_per_node=max(cores, ranks),
-        context_bytes=CONTEXT_BYTES,
+        context_bytes=CONTEXT_BYTES[torch_build()],
         source="this machine: its processors' features and clock, its memory; bandwidths are assumed",
     )
+
+
+def torch_build() -> str:
+    """`cuda` if the installed torch carries CUDA's libraries, else `cpu`; found without importing torch."""
+    found = find_spec("torch")
+    folders = (found.submodule_search_locations or []) if found else []
+    return "cuda" if any(Path(folder, "lib", "libtorch_cuda.so").exists() for folder in folders) else "cpu"
 
 
 def available_cores() -> int:
