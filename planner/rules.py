@@ -71,7 +71,7 @@ class Rule:
     message: Callable[[ModelSpec, Degrees], str]
     """What is wrong with one layout: its numbers, and what would be right."""
     redundant: bool = False
-    """The layout would run, but is the same as another one that the search covers."""
+    """The layout would run, but the search covers one that is at least as good."""
 
 
 def divisors(number: int) -> list[int]:
@@ -199,6 +199,17 @@ RULES: tuple[Rule, ...] = (
         lambda model, d: (
             f"layers_per_stage adds up to {d.layers} layers, but {model.name} has {model.layers}"
         ),
+    ),
+    # Unequal chunks stall the interleaved schedule at the longest one in every round.
+    Rule(
+        "virtual_pipeline_chunks",
+        lambda model, d: (d.virtual_pipeline_parallel > 1) & (d.layers % d.stages != 0),
+        lambda model, d: (
+            f"virtual_pipeline_parallel {d.virtual_pipeline_parallel} x pipeline_parallel "
+            f"{d.pipeline_parallel} does not divide {model.layers} layers into equal chunks; use a "
+            "virtual_pipeline_parallel that does, or 1"
+        ),
+        redundant=True,
     ),
     Rule(
         "batch_too_small",

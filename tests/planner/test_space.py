@@ -48,6 +48,8 @@ def by_loops(model: ModelSpec, world: int, batch: Batch) -> tuple[int, set[tuple
                                     continue
                                 if pp * vpp > model.layers or (vpp > 1 and pp == 1):
                                     continue
+                                if vpp > 1 and model.layers % (pp * vpp):
+                                    continue
                                 if gbs == 0 or gbs % (mbs * dp):
                                     continue
                                 count = gbs // (mbs * dp)
@@ -182,6 +184,7 @@ def test_pins_that_do_not_make_the_world_size_are_refused(pins: Pins, line: str)
         ("pipeline_stages", {}, 8, 8, {}),
         ("layers_per_stage", {}, 8, 8, {"layers_per_stage": (1, 2, 1)}),
         ("layers_total", {}, 8, 8, {"layers_per_stage": (1, 2)}),
+        ("virtual_pipeline_chunks", {"layers": 6}, 8, 8, {"pipeline_parallel": 2}),
         ("batch_too_small", {}, 8, 4, {}),
         ("batch_divisibility", {}, 8, 7, {}),
         ("pipeline_micro_batches", {}, 8, 2, {}),
