@@ -15,7 +15,7 @@ import typer
 from cli.tables import GIB, console, table
 from costmodels.errors import InputError
 from planner.flags import arguments, flag, takes
-from planner.options import BatchOptions, ClusterOptions, ModelOptions, ParallelOptions
+from planner.options import BatchOptions, ClusterOptions, ModelOptions, ParallelOptions, check_alone
 from planner.plan import Plan
 from planner.search import suggest
 from runtime.launch import Measured, measured, run_job, shell_line, torchrun_command
@@ -59,15 +59,21 @@ def launch(
     """Plan for this machine and train the winner on all its GPUs, or on its CPU."""
     training.check()
     output.check()
-    plan = _plan(model, cluster, batch, parallel) if options.plan is None else _planned(options.plan, cluster)
+    if options.plan is None:
+        plan = _plan(model, cluster, batch, parallel)
+    else:
+        check_alone(model, batch, parallel)
+        plan = _planned(options.plan, cluster)
     ranks = plan.layout.world_size
     check_job(plan.model, plan.layout, ranks)
     log_dir = Path(output.log_dir or f"runs/{datetime.now():%Y%m%d-%H%M%S}-{Path(plan.model.name).name}")
+    logged = dataclasses.replace(output, log_dir=str(log_dir))
+    settings = [*arguments(training), *arguments(data), *arguments(logged), *_timeout(options)]
     if options.dry_run:
-        where = options.plan or str(log_dir / "plan.json")
-        print(
-            shell_line(torchrun_command(ranks, _arguments(where, log_dir, training, data, output, options)))
-        )
+        device = ClusterOptions(device=cluster.device)
+        chosen = [word for group in (model, device, batch, parallel) for word in arguments(group)]
+        words = ["--plan", options.plan] if options.plan else chosen
+        print(shell_line(torchrun_command(ranks, [*words, *settings])))
         return
     check_folder(log_dir, "--log-dir")
     for name, folder in (("--save", output.save), ("--tensorboard-dir", output.tensorboard_dir)):
@@ -76,7 +82,7 @@ def launch(
     plan_file = log_dir / "plan.json"
     plan.save(plan_file)
     _prepare_data(plan, training, data, output)
-    command = torchrun_command(ranks, _arguments(str(plan_file), log_dir, training, data, output, options))
+    command = torchrun_command(ranks, ["--plan", str(plan_file), *settings])
     print(f"{plan.model.name} on {ranks} x {plan.cluster.device.name}: {plan.layout.describe()}")
     print(_prediction(plan, training.train_iters))
     print(f"plan, metrics and output are in {log_dir}", flush=True)
@@ -103,6 +109,10 @@ def _plan(
     if cluster.device not in (None, "cpu") and not gpus:
         raise InputError(f"--device {cluster.device}: this machine has no GPUs; leave it out or give cpu")
     ranks = cluster.world_size or gpus or min(MOST_CPU_RANKS, os.cpu_count() or 1)
+    if cluster.local_world_size not in (None, ranks):
+        raise InputError(
+            f"--local-world-size {cluster.local_world_size}: all {ranks} ranks start on this machine; leave it out"
+        )
     if gpus and ranks > gpus:
         raise InputError(
             f"--world-size {ranks}: this machine has {gpus} GPUs; give at most that, or start torchrun on "
@@ -139,20 +149,11 @@ def _planned(path: str, cluster: ClusterOptions) -> Plan:
     return plan
 
 
-def _arguments(
-    plan_file: str,
-    log_dir: Path,
-    training: TrainingOptions,
-    data: DataOptions,
-    output: OutputOptions,
-    options: LaunchOptions,
-) -> list[str]:
-    """Flags of `runtime.pretrain`."""
-    logged = dataclasses.replace(output, log_dir=str(log_dir))
-    words = ["--plan", plan_file, *arguments(training), *arguments(data), *arguments(logged)]
-    if options.distributed_timeout_minutes != LaunchOptions().distributed_timeout_minutes:
-        words += ["--distributed-timeout-minutes", str(options.distributed_timeout_minutes)]
-    return words
+def _timeout(options: LaunchOptions) -> list[str]:
+    minutes = options.distributed_timeout_minutes
+    if minutes == LaunchOptions().distributed_timeout_minutes:
+        return []
+    return ["--distributed-timeout-minutes", str(minutes)]
 
 
 def _prepare_data(plan: Plan, training: TrainingOptions, data: DataOptions, output: OutputOptions) -> None:

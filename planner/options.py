@@ -11,7 +11,7 @@ from typing import Any
 from costmodels.catalogue.yaml_files import build
 from costmodels.errors import InputError
 from costmodels.model_spec import ModelSpec
-from planner.flags import flag
+from planner.flags import arguments, flag
 from planner.inputs import DEFAULT_DEVICE, DEFAULT_ENGINE, resolve_model, with_seq
 from planner.pins import Pins, parse_pins
 
@@ -161,6 +161,16 @@ class ModelOptions:
             )
         name = f"{base.name} (changed)"
         return build(ModelSpec, values | changes | {"name": name}, f"model {name}")
+
+
+def check_alone(*groups: object) -> None:
+    """Raise `InputError` when `groups` give flags beside a plan, which says all that they would."""
+    given = [word for group in groups for word in arguments(group) if word.startswith("--")]
+    if given:
+        raise InputError(
+            f"--plan decides model, batch and layout: {', '.join(dict.fromkeys(given))} cannot change it; "
+            "leave that out, or plan again without --plan"
+        )
 
 
 @dataclass(frozen=True)

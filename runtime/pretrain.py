@@ -21,7 +21,7 @@ import typer
 import planner.flags
 from costmodels.errors import InputError
 from planner.flags import flag, takes
-from planner.options import BatchOptions, ClusterOptions, ModelOptions, ParallelOptions
+from planner.options import BatchOptions, ClusterOptions, ModelOptions, ParallelOptions, check_alone
 from planner.plan import Plan
 from runtime import checkpoint
 from runtime.data import Datasets
@@ -62,7 +62,14 @@ class Job:
 
 def plan_for(job: Job, ranks: Ranks) -> Plan:
     """The plan of the file that the flags name, or the best one for the ranks that exist."""
+    for name in ("world_size", "local_world_size"):
+        given, started = getattr(job.cluster, name), getattr(ranks, name)
+        if given not in (None, started):
+            raise InputError(
+                f"--{name.replace('_', '-')} {given}: torchrun started {started} ranks; leave the flag out"
+            )
     if job.run.plan is not None:
+        check_alone(job.model, job.batch, job.parallel)
         return Plan.load(job.run.plan)
     from planner.search import suggest
 
