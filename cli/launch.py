@@ -111,7 +111,8 @@ def _plan(
     ranks = cluster.world_size or gpus or min(MOST_CPU_RANKS, os.cpu_count() or 1)
     if cluster.local_world_size not in (None, ranks):
         raise InputError(
-            f"--local-world-size {cluster.local_world_size}: all {ranks} ranks start on this machine; leave it out"
+            f"--local-world-size {cluster.local_world_size}: all {ranks} ranks start on this machine; "
+            "leave it out"
         )
     if gpus and ranks > gpus:
         raise InputError(
