@@ -20,7 +20,7 @@ from planner.plan import Plan
 from planner.search import suggest
 from runtime.launch import Measured, measured, run_job, shell_line, torchrun_command
 from runtime.options import DataOptions, OutputOptions, TrainingOptions
-from runtime.preflight import check_folder, check_job
+from runtime.preflight import check_folder, check_job, check_model, check_timeout
 from runtime.text import open_datasets
 
 MOST_CPU_RANKS = 8
@@ -59,6 +59,7 @@ def launch(
     """Plan for this machine and train the winner on all its GPUs, or on its CPU."""
     training.check()
     output.check()
+    check_timeout(options.distributed_timeout_minutes)
     if options.plan is None:
         plan = _plan(model, cluster, batch, parallel)
     else:
@@ -75,21 +76,26 @@ def launch(
         words = ["--plan", options.plan] if options.plan else chosen
         print(shell_line(torchrun_command(ranks, [*words, *settings])))
         return
-    check_folder(log_dir, "--log-dir")
     for name, folder in (("--save", output.save), ("--tensorboard-dir", output.tensorboard_dir)):
         if folder is not None:
             check_folder(folder, name)
+    # Last, so that a job which is refused leaves no folder of a run behind.
+    _prepare_data(plan, training, data, output)
+    check_folder(log_dir, "--log-dir")
     plan_file = log_dir / "plan.json"
     plan.save(plan_file)
-    _prepare_data(plan, training, data, output)
     command = torchrun_command(ranks, ["--plan", str(plan_file), *settings])
     print(f"{plan.model.name} on {ranks} x {plan.cluster.device.name}: {plan.layout.describe()}")
     print(_prediction(plan, training.train_iters))
     print(f"plan, metrics and output are in {log_dir}", flush=True)
-    with _Display(training.train_iters) as display:
-        outcome = run_job(command, ranks, log_dir, display.line, display.metrics)
+    try:
+        with _Display(training.train_iters) as display:
+            outcome = run_job(command, ranks, log_dir, display.line, display.metrics)
+    except KeyboardInterrupt:
+        print(f"planner: stopped; all ranks have ended, their output is in {log_dir}", file=sys.stderr)
+        raise typer.Exit(130) from None
     if outcome.exit_code:
-        print(f"planner launch: error: {outcome.message}", file=sys.stderr)
+        print(f"planner: error: {outcome.message}", file=sys.stderr)
         raise typer.Exit(outcome.exit_code)
     figures = measured(log_dir)
     if figures is not None:
@@ -101,13 +107,14 @@ def _plan(
 ) -> Plan:
     """The best plan for the devices of this machine."""
     spec = model.spec()
-    for note in model.notes():
-        print(f"assumed: {note}", file=sys.stderr)
+    check_model(spec)
     from runtime.devices import detect_device, local_device_count
 
     gpus = 0 if cluster.device == "cpu" else local_device_count()
     if cluster.device not in (None, "cpu") and not gpus:
         raise InputError(f"--device {cluster.device}: this machine has no GPUs; leave it out or give cpu")
+    if cluster.world_size is not None and cluster.world_size < 1:
+        raise InputError(f"--world-size {cluster.world_size}: must be at least 1")
     ranks = cluster.world_size or gpus or min(MOST_CPU_RANKS, os.cpu_count() or 1)
     if cluster.local_world_size not in (None, ranks):
         raise InputError(
@@ -119,7 +126,7 @@ def _plan(
             f"--world-size {ranks}: this machine has {gpus} GPUs; give at most that, or start torchrun on "
             "every node with -m runtime.pretrain"
         )
-    return suggest(
+    plan = suggest(
         spec,
         world_size=ranks,
         local_world_size=ranks,
@@ -129,6 +136,9 @@ def _plan(
         engine=parallel.engine,
         pin=parallel.pins(spec),
     )
+    for note in model.notes():
+        print(f"planner: assumed: {note}", file=sys.stderr)
+    return plan
 
 
 def _planned(path: str, cluster: ClusterOptions) -> Plan:

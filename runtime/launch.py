@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from runtime.metrics_file import read_metrics
+from runtime.metrics_file import MetricsReader, read_metrics
 
 ERROR_FILE_VARIABLE = "PLANNER_ERROR_FILE"
 """Environment variable with the file in which a job states the input that it refuses."""
@@ -38,8 +38,12 @@ def torchrun_command(ranks: int, arguments: Sequence[str]) -> list[str]:
 
 
 def shell_line(command: Sequence[str]) -> str:
-    """A command as one would type it."""
-    return shlex.join(command)
+    """A command as one would type it: with the script `torchrun` where it lies beside this Python."""
+    words = list(command)
+    script = Path(sys.executable).with_name("torchrun")
+    if words[:3] == [sys.executable, "-m", "torch.distributed.run"] and script.is_file():
+        words[:3] = [str(script)]
+    return shlex.join(words)
 
 
 @dataclass(frozen=True)
@@ -99,7 +103,8 @@ def run_job(
         env=environment,
         start_new_session=True,
     )
-    previous = signal.signal(signal.SIGTERM, _interrupt)
+    # A shell that starts this in the background made it ignore Ctrl-C; a signal must stop it all the same.
+    previous = {number: signal.signal(number, _interrupt) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         agent_lines = _follow(process, log_dir, error_file, on_line, on_metrics)
         code = process.wait()
@@ -107,7 +112,8 @@ def run_job(
         _stop(process)
         raise
     finally:
-        signal.signal(signal.SIGTERM, previous)
+        for number, handler in previous.items():
+            signal.signal(number, handler)
     if code == 0:
         return Outcome(0, "")
     if error_file.exists():
@@ -130,7 +136,7 @@ def _follow(
         assert stream is not None
         threading.Thread(target=_read, args=(name, stream, lines), daemon=True).start()
     agent_lines: list[str] = []
-    seen = 0
+    reader = MetricsReader(log_dir)
     open_streams = len(streams)
     with (log_dir / "output.log").open("a") as log:
         while open_streams:
@@ -147,10 +153,8 @@ def _follow(
                 agent_lines.append(line)
             elif name == "out" or not error_file.exists():
                 on_line(line.rstrip("\n"))
-            records = read_metrics(log_dir)
-            for record in records[seen:]:
+            for record in reader.new_records():
                 on_metrics(record)
-            seen = len(records)
     return agent_lines
 
 

@@ -23,9 +23,40 @@ def read_metrics(log_dir: str | Path) -> list[dict[str, Any]]:
     return records
 
 
+class MetricsReader:
+    """Follows the file of a job that is about to start and, as it starts, puts a new one into its place."""
+
+    def __init__(self, log_dir: str | Path) -> None:
+        self.path = Path(log_dir) / METRICS_FILE
+        self.file, self.offset = self._state()
+
+    def new_records(self) -> list[dict[str, Any]]:
+        """Records that were completed since the last call; a new file is read from its beginning."""
+        file, size = self._state()
+        if file != self.file:
+            self.file, self.offset = file, 0
+        if size <= self.offset:
+            return []
+        with self.path.open("rb") as stream:
+            stream.seek(self.offset)
+            complete, newline, _ = stream.read().rpartition(b"\n")
+        self.offset += len(complete + newline)
+        return [json.loads(line) for line in complete.splitlines()]
+
+    def _state(self) -> tuple[int, int]:
+        """Inode and bytes of the file; zeros when there is none."""
+        try:
+            status = self.path.stat()
+        except FileNotFoundError:
+            return 0, 0
+        return status.st_ino, status.st_size
+
+
 def keep_until(log_dir: str | Path, iteration: int) -> Path:
     """Drop the records of steps after `iteration`, which a resumed run takes again; returns the file."""
     path = Path(log_dir) / METRICS_FILE
     kept = [record for record in read_metrics(log_dir) if 0 < iteration >= record["iteration"]]
-    path.write_text("".join(json.dumps(record) + "\n" for record in kept))
+    fresh = path.with_name(METRICS_FILE + ".partial")
+    fresh.write_text("".join(json.dumps(record) + "\n" for record in kept))
+    fresh.replace(path)
     return path

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from costmodels.errors import InputError
@@ -38,16 +39,30 @@ class TrainingOptions:
             raise InputError(
                 f"--lr-decay-style {self.lr_decay_style}: choose one of {', '.join(DECAY_STYLES)}"
             )
-        if self.lr <= 0 or not 0 <= self.min_lr <= self.lr:
+        if not (0 < self.lr < math.inf and 0 <= self.min_lr <= self.lr):
             raise InputError(f"--lr {self.lr} --min-lr {self.min_lr}: need 0 <= min-lr <= lr and lr > 0")
-        if self.attention_dropout or self.hidden_dropout:
+        for name in ("attention_dropout", "hidden_dropout"):
+            if getattr(self, name):
+                raise InputError(
+                    f"--{name.replace('_', '-')} {getattr(self, name)}: must be 0, as the loss must not "
+                    "depend on the layout"
+                )
+        if self.lr_decay_iters is not None and self.lr_decay_iters < 1:
+            raise InputError(f"--lr-decay-iters {self.lr_decay_iters}: must be at least 1")
+        if self.lr_warmup_fraction is not None and not 0 <= self.lr_warmup_fraction < 1:
             raise InputError(
-                "--attention-dropout and --hidden-dropout must be 0: the loss must not depend on the layout"
+                f"--lr-warmup-fraction {self.lr_warmup_fraction}: must be at least 0 and below 1"
             )
         if self.lr_warmup_iters is not None and self.lr_warmup_fraction is not None:
             raise InputError("--lr-warmup-iters and --lr-warmup-fraction exclude each other; give one")
-        if self.clip_grad < 0:
-            raise InputError(f"--clip-grad {self.clip_grad}: must be 0 (off) or positive")
+        for name in ("clip_grad", "weight_decay"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise InputError(
+                    f"--{name.replace('_', '-')} {getattr(self, name)}: must be 0 (off) or positive"
+                )
+        for name in ("adam_eps", "init_method_std"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise InputError(f"--{name.replace('_', '-')} {getattr(self, name)}: must be positive")
         for name, value in (("beta1", self.adam_beta1), ("beta2", self.adam_beta2)):
             if not 0 <= value < 1:
                 raise InputError(f"--adam-{name} {value}: must be at least 0 and below 1")
@@ -73,8 +88,8 @@ class DataOptions:
 
     data_path: list[str] = flag(
         [],
-        "Prefix of a .bin/.idx pair (repeatable as `weight prefix`); the standard library of Python "
-        "when not given.",
+        "Prefix of a .bin/.idx pair, or several with weights, as '0.3 PREFIX 0.7 PREFIX' in quotes; the "
+        "standard library of Python when not given.",
     )
     split: str = flag("969,30,1", "Shares of training, validation and test.")
     tokenizer_type: str | None = flag(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import tempfile
 from pathlib import Path
 
@@ -36,8 +37,8 @@ def check_job(spec: ModelSpec, layout: Layout, world_size: int) -> None:
     check_model(spec)
     if layout.world_size != world_size:
         raise InputError(
-            f"the plan is for world size {layout.world_size}, but {world_size} ranks were started; "
-            f"start {layout.world_size} or plan again for {world_size}"
+            f"the plan is for world size {layout.world_size}, but this job's is {world_size}; "
+            f"start {layout.world_size} ranks or plan again for {world_size}"
         )
     if layout.precision not in PRECISIONS:
         raise InputError(
@@ -50,6 +51,12 @@ def check_job(spec: ModelSpec, layout: Layout, world_size: int) -> None:
     broken = first_illegal(spec, layout)
     if broken is not None:
         raise InputError(broken)
+
+
+def check_timeout(minutes: float) -> None:
+    """Raise `InputError` when a collective would have no time."""
+    if not 0 < minutes < math.inf:
+        raise InputError(f"--distributed-timeout-minutes {minutes}: must be positive, such as 10")
 
 
 def check_folder(folder: str | Path, flag: str) -> Path:

@@ -29,8 +29,8 @@ from runtime.devices import detect_device, local_device_count, torch_device
 from runtime.launch import ERROR_FILE_VARIABLE
 from runtime.metrics import Recorder, log_line, peak_memory_bytes, throughput, validation_line
 from runtime.options import DataOptions, OutputOptions, TrainingOptions
-from runtime.preflight import check_folder, check_job
-from runtime.ranks import Ranks, in_turns, on_first_rank, start
+from runtime.preflight import check_folder, check_job, check_model, check_timeout
+from runtime.ranks import Ranks, end_with_agent, in_turns, on_first_rank, start
 from runtime.text import open_datasets
 from runtime.trainer import StepResult, Trainer
 
@@ -74,6 +74,7 @@ def plan_for(job: Job, ranks: Ranks) -> Plan:
     from planner.search import suggest
 
     spec = job.model.spec()
+    check_model(spec)
     device = job.cluster.device or detect_device(ranks.local_world_size)
     return suggest(
         spec,
@@ -100,10 +101,19 @@ def preflight(plan: Plan, job: Job, world_size: int) -> None:
 
 def train(job: Job) -> None:
     """Run the job on this rank."""
+    end_with_agent()
     ranks = Ranks.from_environment()
-    on_cpu = job.cluster.device == "cpu" if job.run.plan is None else _is_cpu_plan(job.run.plan)
+    on_cpu = job.cluster.device == "cpu" or (job.run.plan is not None and _is_cpu_plan(job.run.plan))
     device = torch_device(on_cpu or not local_device_count(), ranks)
+    check_timeout(job.run.distributed_timeout_minutes)
     start(ranks, device, job.run.distributed_timeout_minutes)
+    try:
+        _run(job, ranks, device)
+    finally:
+        dist.destroy_process_group()
+
+
+def _run(job: Job, ranks: Ranks, device: torch.device) -> None:
     plan = Plan.model_validate_json(on_first_rank(lambda: _prepare(job, ranks)))
     spec, layout = plan.model, plan.layout
     datasets = in_turns(ranks, lambda: _datasets(job, plan))
@@ -115,11 +125,7 @@ def train(job: Job) -> None:
             consumed = checkpoint.load(job.output.load, trainer, spec, iteration)["consumed_samples"]
     if ranks.rank == 0:
         _announce(plan, trainer.iteration, job.output.load)
-    try:
-        _Loop(job, plan, trainer, datasets, consumed).run()
-    finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()
+    _Loop(job, plan, trainer, datasets, consumed).run()
 
 
 def _is_cpu_plan(path: str) -> bool:
@@ -151,6 +157,8 @@ def _announce(plan: Plan, iteration: int, folder: str | None) -> None:
     )
     if iteration:
         print(f"resumed from {folder} at iteration {iteration}", flush=True)
+    elif folder is not None:
+        print(f"no checkpoint in {folder}: starting at iteration 0", flush=True)
 
 
 class _Loop:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import signal
+import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -15,6 +18,9 @@ from torch._C._distributed_c10d import HashStore
 from costmodels.errors import InputError
 
 Result = TypeVar("Result")
+
+AGENT_CHECK_S = 0.5
+"""Seconds between looks at whether torchrun is still there."""
 
 
 @dataclass(frozen=True)
@@ -37,6 +43,24 @@ class Ranks:
                 raise InputError(f"{name}={text}: must be a whole number, as torchrun sets it")
             values.append(int(text))
         return cls(*values)
+
+
+def end_with_agent() -> None:
+    """Watch the torchrun that started this rank and die with it, however it dies.
+
+    torchrun puts each rank into a session of its own; when it is killed it ends none of them, and they
+    would go on to write into the folders of the job that takes their place.
+    """
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        return
+    agent = os.getppid()
+
+    def watch() -> None:
+        while os.getppid() == agent:
+            time.sleep(AGENT_CHECK_S)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=watch, daemon=True).start()
 
 
 def start(ranks: Ranks, device: torch.device, timeout_minutes: float) -> None:

@@ -34,11 +34,28 @@ def tokenizer_for(options: DataOptions, vocab: int) -> Tokenizer:
     return tokenizer
 
 
+def _words(data_path: list[str]) -> list[str]:
+    """The words of a blend: one argument may hold several, `0.3 PREFIX 0.7 PREFIX`, if a weight is first."""
+    words = []
+    for text in data_path:
+        parts = text.split()
+        words += parts if len(parts) > 1 and _is_number(parts[0]) else [text]
+    return words
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
+
+
 def open_datasets(
     options: DataOptions, spec: ModelSpec, seed: int, train_samples: int, valid_samples: int
 ) -> Datasets:
     """Training and validation samples of a run; the default corpus is prepared at first use."""
-    paths = options.data_path or [str(stdlib_corpus(tokenizer_for(options, spec.vocab)))]
+    paths = _words(options.data_path) or [str(stdlib_corpus(tokenizer_for(options, spec.vocab)))]
     datasets = build_datasets(paths, options.split, spec.seq, seed, train_samples, valid_samples)
     check_vocabulary(datasets, spec.vocab)
     return datasets

@@ -67,7 +67,7 @@ def build_datasets(
     Raises InputError if a file is not readable or a split that is asked for holds no documents.
     """
     prefixes, weights = parse_data_path(data_path)
-    indexed = tuple(IndexedDataset(prefix) for prefix in prefixes)
+    indexed = tuple(_opened(prefix) for prefix in prefixes)
     for dataset in indexed:
         if dataset.tokens.size == 0:
             raise InputError(f"--data-path {dataset.prefix}: holds no tokens: prepare it from non-empty text")
@@ -76,6 +76,13 @@ def build_datasets(
         for number, samples in enumerate((train_samples, valid_samples, test_samples))
     )
     return Datasets(train, valid, test, indexed)
+
+
+def _opened(prefix: str) -> IndexedDataset:
+    try:
+        return IndexedDataset(prefix)
+    except InputError as error:
+        raise InputError(f"--data-path {error}") from None
 
 
 def _split_samples(

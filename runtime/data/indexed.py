@@ -200,7 +200,9 @@ def _mapped(path: Path) -> npt.NDArray[np.uint8]:
 def _read_header(path: Path, index: npt.NDArray[np.uint8]) -> tuple[np.dtype[np.integer], int, int]:
     """Token type, number of sequences and length of the document list; the file's size agrees with them."""
     if index.size < _HEADER.size:
-        raise InputError(f"{path}: truncated index: {index.size} bytes, the header alone has {_HEADER.size}")
+        raise InputError(
+            f"{path}: truncated index: {index.size} bytes, a header takes {_HEADER.size}; prepare it again"
+        )
     magic, version, code, sequences, documents = _HEADER.unpack(index[: _HEADER.size].tobytes())
     if magic != _MAGIC:
         raise InputError(f"{path}: not a Megatron index: starts with {magic!r} instead of {_MAGIC!r}")
@@ -213,6 +215,6 @@ def _read_header(path: Path, index: npt.NDArray[np.uint8]) -> tuple[np.dtype[np.
     if index.size not in (size, size + sequences):
         raise InputError(
             f"{path}: truncated or corrupt index: {index.size} bytes, but {sequences} sequences and "
-            f"{documents} document ends take {size}"
+            f"{documents} document ends take {size}; prepare it again"
         )
     return np.dtype(_DTYPES[code]).newbyteorder("<"), sequences, documents
