@@ -1,0 +1,205 @@
+"""What a run reports: throughput, Megatron-LM's log line, metrics.jsonl and TensorBoard."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from costmodels import ModelSpec
+from costmodels.catalogue import load_model
+from planner.inputs import resolve_cluster
+from runtime.metrics import Recorder, log_line, peak_memory_bytes, throughput, validation_line
+from runtime.metrics_file import METRICS_FILE, MetricsReader, keep_until, read_metrics
+from tests.runtime.layouts import layout_of
+
+KEYS = [
+    "iteration",
+    "loss",
+    "learning_rate",
+    "grad_norm",
+    "step_time_s",
+    "tokens_per_s",
+    "tflops_per_device",
+    "mfu",
+    "peak_memory_bytes",
+]
+
+SPEC: ModelSpec = load_model("gpt2-124m")
+
+
+def metrics_of(iteration: int, **changes: Any) -> dict[str, Any]:
+    """Figures of one logged step as the training loop makes them."""
+    return {
+        "iteration": iteration,
+        "loss": 10.34567,
+        "learning_rate": 1.5e-5,
+        "grad_norm": 3.12449,
+        "step_time_s": 0.8123,
+        "tokens_per_s": 1e4,
+        "tflops_per_device": 401.24,
+        "mfu": None,
+        "peak_memory_bytes": 2**30,
+        "nan_iterations": 0,
+        **changes,
+    }
+
+
+def test_the_log_line_is_megatrons_to_the_character() -> None:
+    line = log_line(metrics_of(10), 100, 64, datetime(2025, 1, 1))
+    assert line == (
+        " [2025-01-01 00:00:00.000000] iteration       10/     100 | consumed samples:          640 |"
+        " elapsed time per iteration (ms): 812.3 | throughput per GPU (TFLOP/s/GPU): 401.2 |"
+        " learning rate: 1.500000E-05 | global batch size:    64 | lm loss: 1.034567E+01 |"
+        " loss scale: 1.0 | grad norm: 3.124 | number of skipped iterations:   0 |"
+        " number of nan iterations:   0 |"
+    )
+
+
+@pytest.mark.parametrize(
+    ("iteration", "loss", "nans"), [(1, 0.001, 0), (99_999_999, 12.5, 3), (7, math.nan, 1), (7, math.inf, 1)]
+)
+def test_tools_that_read_megatrons_logs_read_ours(iteration: int, loss: float, nans: int) -> None:
+    line = log_line(metrics_of(iteration, loss=loss, nan_iterations=nans), 10**8, 1536, datetime.now())
+    found = re.search(r"iteration\s+(\d+)/\s*(\d+) \|", line)
+    assert found and (int(found[1]), int(found[2])) == (iteration, 10**8)
+    fields = dict(part.split(":", 1) for part in line.split(" | ")[1:])
+    values = {name.strip(): float(value.strip(" |")) for name, value in fields.items()}
+    assert values["consumed samples"] == iteration * 1536
+    assert values["elapsed time per iteration (ms)"] == 812.3
+    assert values["global batch size"] == 1536
+    assert values["lm loss"] == pytest.approx(loss, nan_ok=True)
+    assert values["number of nan iterations"] == nans
+    assert re.match(r"^ \[\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d{6}\] iteration ", line)
+
+
+def test_the_line_of_an_evaluation_is_megatrons() -> None:
+    assert validation_line(10, math.log(100.0)) == (
+        " validation loss at iteration 10 | lm loss value: 4.605170E+00 | lm loss PPL: 1.000000E+02 |"
+    )
+    # Megatron-LM caps the exponent at 20, so that an untrained model prints a number.
+    assert f"lm loss PPL: {math.exp(20):.6E}" in validation_line(1, 1e6)
+
+
+def test_throughput_counts_the_tokens_and_model_flops_of_a_step() -> None:
+    layout = layout_of(SPEC, tensor_parallel=2, data_parallel=4, global_batch_size=32, precision="bf16")
+    cluster = resolve_cluster("a100-80g", 8)
+    figures = throughput(SPEC, layout, cluster, 0.5)
+    assert figures["tokens_per_s"] == 32 * 1024 / 0.5
+    per_device = SPEC.flops_per_sequence() * 32 / 8 / 0.5
+    assert figures["tflops_per_device"] == pytest.approx(per_device / 1e12)
+    assert figures["mfu"] == pytest.approx(per_device / 312e12)
+
+
+def test_no_peak_no_utilisation() -> None:
+    cluster = resolve_cluster("a100-80g", 1)
+    unknown = cluster.device.model_copy(update={"peak_flops": {"bf16": 312e12}})
+    layout = layout_of(SPEC, global_batch_size=4, precision="fp32")
+    figures = throughput(SPEC, layout, cluster.model_copy(update={"device": unknown}), 0.5)
+    assert figures["mfu"] is None
+    assert figures["tflops_per_device"]
+
+
+def test_the_peak_of_a_cpu_rank_is_that_of_its_process() -> None:
+    before = peak_memory_bytes(torch.device("cpu"))
+    block = torch.ones(64 * 2**20, dtype=torch.uint8)
+    after = peak_memory_bytes(torch.device("cpu"))
+    assert block.nbytes + 2**26 < after < 2**36
+    assert after >= before
+
+
+def records_of(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / METRICS_FILE).read_text().splitlines()]
+
+
+def test_metrics_hold_exactly_the_promised_keys(tmp_path: Path) -> None:
+    recorder = Recorder(str(tmp_path), None, 0)
+    recorder.validation(0, 6.5, 8)
+    recorder.step(metrics_of(1), 8)
+    recorder.step(metrics_of(2, mfu=0.5), 8)
+    # Readable while the run goes on.
+    initial, first, second = records_of(tmp_path)
+    recorder.close()
+    assert initial == {"iteration": 0, "validation_loss": 6.5}
+    assert list(first) == list(second) == KEYS
+    assert (first["mfu"], second["mfu"]) == (None, 0.5)
+    assert read_metrics(tmp_path) == [initial, first, second]
+
+
+def test_resuming_keeps_the_records_up_to_the_checkpoint_and_no_others(tmp_path: Path) -> None:
+    recorder = Recorder(str(tmp_path), None, 0)
+    for iteration in range(1, 6):
+        recorder.step(metrics_of(iteration), 8)
+    recorder.validation(5, 6.5, 8)
+    recorder.close()
+    with (tmp_path / METRICS_FILE).open("a") as file:
+        file.write('{"iteration": 6, "lo')  # Killed while it wrote.
+    assert len(read_metrics(tmp_path)) == 6
+    resumed = Recorder(str(tmp_path), None, 3)
+    resumed.step(metrics_of(4, loss=1.0), 8)
+    resumed.close()
+    assert [(r["iteration"], r["loss"]) for r in records_of(tmp_path)] == [
+        (1, 10.34567),
+        (2, 10.34567),
+        (3, 10.34567),
+        (4, 1.0),
+    ]
+
+
+def test_a_run_that_starts_over_keeps_nothing(tmp_path: Path) -> None:
+    Recorder(str(tmp_path), None, 0).validation(0, 6.5, 8)
+    assert keep_until(tmp_path, 0).read_text() == ""
+    assert read_metrics(tmp_path / "none") == []
+    assert list(tmp_path.iterdir()) == [tmp_path / METRICS_FILE]
+
+
+def test_a_reader_follows_the_run_and_no_run_before_it(tmp_path: Path) -> None:
+    earlier = Recorder(str(tmp_path), None, 0)
+    for iteration in range(1, 4):
+        earlier.step(metrics_of(iteration), 8)
+    earlier.close()
+    reader = MetricsReader(tmp_path)
+    assert reader.new_records() == []
+    recorder = Recorder(str(tmp_path), None, 0)
+    assert reader.new_records() == []
+    recorder.step(metrics_of(1), 8)
+    recorder.step(metrics_of(2), 8)
+    assert [record["iteration"] for record in reader.new_records()] == [1, 2]
+    assert recorder.file is not None
+    recorder.file.write('{"iteration": 3')
+    recorder.file.flush()
+    assert reader.new_records() == []
+    recorder.file.write("}\n")
+    recorder.close()
+    assert reader.new_records() == [{"iteration": 3}]
+    assert MetricsReader(tmp_path / "none").new_records() == []
+
+
+def test_tensorboard_reads_the_events(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    recorder = Recorder(None, str(tmp_path), 0)
+    recorder.validation(0, 6.5, 8)
+    recorder.step(metrics_of(1), 8)
+    recorder.step(metrics_of(2, loss=4.0), 8)
+    recorder.close()
+    events = EventAccumulator(str(tmp_path))
+    events.Reload()
+
+    def points(tag: str) -> list[tuple[int, float]]:
+        return [(event.step, event.value) for event in events.Scalars(tag)]
+
+    assert points("lm loss") == [(1, pytest.approx(10.34567)), (2, 4.0)]
+    assert points("lm loss vs samples") == [(8, pytest.approx(10.34567)), (16, 4.0)]
+    assert points("lm loss validation") == [(0, 6.5)]
+    assert points("learning-rate")[0] == (1, pytest.approx(1.5e-5))
+    assert points("batch-size") == [(1, 8.0), (2, 8.0)]
+    assert {"grad-norm", "iteration-time", "throughput", "mem-max-allocated-bytes"} <= set(
+        events.Tags()["scalars"]
+    )

@@ -1,0 +1,84 @@
+"""What is refused before a job starts: models, layouts and folders that cannot work."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.parity import MODELS
+from costmodels.catalogue import load_model
+from costmodels.errors import InputError
+from runtime.preflight import check_folder, check_job, check_model
+from tests.runtime.layouts import layout_of
+
+SPEC = MODELS["gpt2"]
+
+
+@pytest.mark.parametrize("name", ["gpt2-124m", "gpt3-175b", "llama3-70b", "qwen2.5-7b", "gpt-22b"])
+def test_gpt_and_llama_blocks_are_trained(name: str) -> None:
+    check_model(load_model(name))
+
+
+@pytest.mark.parametrize(
+    ("name", "lacking"),
+    [
+        ("mixtral-8x7b", "mixture of experts"),
+        ("qwen3-8b", "query/key norms"),
+        ("deepseek-v3", "mixture of experts and latent attention"),
+    ],
+)
+def test_other_architectures_are_refused_by_name(name: str, lacking: str) -> None:
+    with pytest.raises(InputError, match=f"model {name}: the runtime does not train {lacking}; it trains"):
+        check_model(load_model(name))
+
+
+@pytest.mark.parametrize(
+    ("fields", "world_size", "message"),
+    [
+        ({"data_parallel": 2}, 4, "the plan is for world size 2, but this job's is 4; start 2 ranks or plan"),
+        ({"precision": "fp16"}, 1, "precision fp16: the runtime computes in fp32 or bf16"),
+        ({"precision": "fp8"}, 1, "precision fp8"),
+        ({"context_parallel": 2}, 2, "context_parallel 2: the runtime runs only 1"),
+        ({"tensor_parallel": 3}, 3, "tensor_parallel 3 does not divide 4 heads; use 1, 2, 4"),
+        ({"tensor_parallel": 8}, 8, "tensor_parallel 8 does not divide 4 heads"),
+        ({"layers_per_stage": (3,)}, 1, "layers_per_stage adds up to 3 layers, but parity-gpt2 has 4"),
+        (
+            {"pipeline_parallel": 4, "global_batch_size": 2},
+            4,
+            "2 micro batches do not fill pipeline_parallel 4",
+        ),
+    ],
+)
+def test_a_layout_that_cannot_run_is_refused(fields: dict[str, Any], world_size: int, message: str) -> None:
+    with pytest.raises(InputError) as refused:
+        check_job(SPEC, layout_of(SPEC, **fields), world_size)
+    assert message in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+def test_every_layout_of_the_runtime_passes() -> None:
+    for fields in (
+        {},
+        {"tensor_parallel": 4, "sequence_parallel": True},
+        {"pipeline_parallel": 3, "layers_per_stage": (1, 2, 1), "precision": "bf16"},
+        {"data_parallel": 2, "zero_stage": 2, "pipeline_parallel": 2},
+    ):
+        layout = layout_of(SPEC, **fields)
+        check_job(SPEC, layout, layout.world_size)
+
+
+def test_a_folder_is_made_and_left_empty(tmp_path: Path) -> None:
+    folder = tmp_path / "a" / "b"
+    assert check_folder(folder, "--save") == folder
+    assert check_folder(str(folder), "--save") == folder
+    assert list(folder.iterdir()) == []
+
+
+def test_a_folder_below_a_file_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(
+        InputError, match=r"--save .*file/below: cannot write there \(Not a directory\); give"
+    ):
+        check_folder(tmp_path / "file" / "below", "--save")
