@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import os
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -30,7 +31,7 @@ from runtime.launch import ERROR_FILE_VARIABLE
 from runtime.metrics import Recorder, log_line, peak_memory_bytes, throughput, validation_line
 from runtime.options import DataOptions, OutputOptions, TrainingOptions
 from runtime.preflight import check_folder, check_job, check_model, check_timeout
-from runtime.ranks import Ranks, end_with_agent, in_turns, on_first_rank, start
+from runtime.ranks import Ranks, end_with_agent, in_turns, is_lost_connection, on_first_rank, start
 from runtime.text import open_datasets
 from runtime.trainer import StepResult, Trainer
 
@@ -184,7 +185,10 @@ class _Loop:
         last = self.job.training.train_iters
         if trainer.iteration == 0:
             self.evaluate()
-        # Collector pauses on one rank stall all others; cycles are collected when the run logs.
+        # Collector pauses on one rank stall all others; cycles are collected when the run logs, among what
+        # the steps have made only: going through all that is imported takes a quarter of a second.
+        gc.collect()
+        gc.freeze()
         gc.disable()
         clock = _Clock(trainer.grid.device)
         while trainer.iteration < last:
@@ -193,8 +197,8 @@ class _Loop:
             stop = output.exit_interval is not None and iteration % output.exit_interval == 0
             if iteration % output.log_interval == 0 or iteration == last or stop:
                 self.log(clock.elapsed_s() / len(self.results))
-                gc.collect()
                 clock.restart()
+                gc.collect()
             with clock.paused():
                 if iteration % output.eval_interval == 0 or iteration == last:
                     self.evaluate()
@@ -319,6 +323,14 @@ def pretrain(**groups: Any) -> None:
             report = {"message": planner.flags.one_line(error), "exit_code": error.exit_code}
             Path(target).write_text(json.dumps(report))
         raise
+    except RuntimeError as error:
+        if not is_lost_connection(error):
+            raise
+        # torchrun blames the first rank that it sees ended: let that be the one that was lost.
+        time.sleep(1.0)
+        rank = os.environ.get("RANK", "0")
+        print(f"runtime.pretrain: rank {rank} lost the connection to another rank", file=sys.stderr)
+        raise typer.Exit(1) from None
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from costmodels.errors import InputError
 
 Result = TypeVar("Result")
 
-AGENT_CHECK_S = 0.5
+AGENT_CHECK_S = 0.2
 """Seconds between looks at whether torchrun is still there."""
 
 
@@ -75,6 +75,11 @@ def start(ranks: Ranks, device: torch.device, timeout_minutes: float) -> None:
     if ranks.world_size != 1:
         raise InputError(f"WORLD_SIZE={ranks.world_size} without MASTER_ADDR: start the ranks with torchrun")
     dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=timeout)
+
+
+def is_lost_connection(error: RuntimeError) -> bool:
+    """Whether gloo says that another rank went away; its errors have no type of their own."""
+    return any(text in str(error) for text in ("closed by peer", "reset by peer", "Broken pipe"))
 
 
 def together(work: Callable[[], Result]) -> Result:
