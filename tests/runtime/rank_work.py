@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from costmodels import Layout, ModelSpec
 from costmodels.errors import InputError
-from runtime import ranks
+from runtime import checkpoint, ranks
 from runtime.loss import cross_entropy_sum
 from runtime.model import Transformer
 from runtime.options import TrainingOptions
@@ -117,6 +117,19 @@ def _refuse_on(rank: int) -> None:
 
 def _join_queue(folder: str, rank: int) -> int:
     """Leave a file, and count those that were there before."""
-    before = len(os.listdir(folder))  # noqa: PTH208
-    with open(f"{folder}/{rank}", "w"):  # noqa: PTH123
-        return before
+    before = len(list(Path(folder).iterdir()))
+    (Path(folder) / str(rank)).touch()
+    return before
+
+
+def save_over_a_partial(spec: ModelSpec, layout: Layout, folder: str) -> dict[str, object]:
+    """Newest checkpoint before and after saving where an earlier save was killed, and what lies there."""
+    partial = Path(folder) / "iter_0000000.partial"
+    partial.mkdir()
+    (partial / "left_over").write_text("")
+    before = checkpoint.latest_iteration(folder)
+    trainer = Trainer(spec, layout, TrainingOptions(), CPU)
+    target = checkpoint.save(folder, trainer, spec, {"consumed_samples": 0})
+    assert not (target / "left_over").exists()
+    names = sorted(path.name for path in Path(folder).iterdir())
+    return {"before": before, "after": checkpoint.latest_iteration(folder), "names": names}

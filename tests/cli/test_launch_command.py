@@ -1,0 +1,137 @@
+"""`planner launch` as a user types it: what it prints and writes, and how it stops."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from planner import Plan
+from tests.conftest import ROOT, Command
+from tests.runtime.jobs import (
+    LAYOUT,
+    TINY,
+    descendants,
+    is_alive,
+    losses,
+    wait_until,
+    write_corpus,
+)
+
+ON_TWO = (*LAYOUT, "--world-size", "2")
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return write_corpus(tmp_path_factory.mktemp("data"))
+
+
+def test_a_dry_run_prints_the_torchrun_command_and_writes_nothing(
+    planner_command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    code, out, err = planner_command(
+        "launch",
+        *TINY,
+        *ON_TWO,
+        "--dry-run",
+        "--train-iters",
+        "7",
+        "--save",
+        "my checkpoints",
+        "--lr",
+        "1e-3",
+    )
+    assert (code, err) == (0, "")
+    assert out.count("\n") == 1
+    start, flags = out.split(" -m runtime.pretrain ")
+    assert start.endswith(" --standalone --nproc-per-node=2")
+    assert "torchrun" in start or "torch.distributed.run" in start
+    words = shlex.split(flags)
+    for expected in (
+        ["--pin", "dp=2", "--pin", "zero=1"],
+        ["--train-iters", "7"],
+        ["--save", "my checkpoints"],
+    ):
+        at = words.index(expected[0])
+        assert words[at : at + len(expected)] == expected
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_dry_run_of_a_plan_names_the_plan(planner_command: Command, tmp_path: Path) -> None:
+    plan = tmp_path / "plan.json"
+    assert planner_command("suggest", *TINY, *ON_TWO, "--save", plan)[0] == 0
+    code, out, _ = planner_command("launch", "--plan", plan, "--dry-run", "--log-dir", tmp_path / "logs")
+    assert code == 0
+    assert f"--plan {plan}" in out and "--model" not in out
+    assert [path.name for path in tmp_path.iterdir()] == ["plan.json"]
+
+
+def test_launch_trains_and_compares_the_plan_with_what_happened(
+    planner_command: Command, tmp_path: Path, data: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
+    folder = tmp_path / "run"
+    code, out, err = planner_command(
+        *("launch", *TINY, *ON_TWO, "--data-path", data, "--split", "90,10,0", "--train-iters", "6"),
+        *("--log-interval", "2", "--eval-iters", "1", "--log-dir", folder, "--save", folder / "checkpoints"),
+    )
+    assert (code, err) == (0, "")
+    plan = Plan.load(folder / "plan.json")
+    assert plan.layout.data_parallel == 2
+    assert plan.layout.describe() in out
+    assert len(re.findall(r"iteration +\d+/ +6 \| consumed samples", out)) == 3
+    assert out.count("validation loss at iteration") == 2
+    assert list(losses(folder)) == [2, 4, 6]
+    assert (folder / "checkpoints" / "latest_checkpointed_iteration.txt").read_text() == "6"
+    log = (folder / "output.log").read_text()
+    assert all(line in out for line in log.splitlines())
+    records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    table = out[out.index("predicted", out.index("validation loss at iteration 6")) :].splitlines()
+    assert "measured" in table[0]
+    for row, predicted, key in (
+        (table[1], plan.estimate.step_time_s, "step_time_s"),
+        (table[2], plan.estimate.peak_memory_bytes / 2**30, "peak_memory_bytes"),
+    ):
+        first, second, ratio = map(float, row.split()[-3:])
+        assert first == pytest.approx(predicted, rel=1e-3)
+        scale = 1 if key == "step_time_s" else 2**30
+        seen = [record[key] / scale for record in records if key in record]
+        assert min(seen) * 0.999 <= second <= max(seen) * 1.001
+        assert ratio == pytest.approx(first / second, abs=0.01)
+
+
+def test_ctrl_c_stops_every_process_within_seconds(tmp_path: Path, data: str) -> None:
+    folder = tmp_path / "run"
+    words = [*TINY, *ON_TWO, "--data-path", data, "--train-iters", "1000000", "--eval-iters", "0"]
+    words += ["--log-interval", "1", "--log-dir", str(folder)]
+    with (tmp_path / "out").open("w") as out, (tmp_path / "err").open("w") as err:
+        launcher = subprocess.Popen(
+            # Ctrl-C is ignored at the start, as in what a shell sends to the background.
+            ["sh", "-c", 'trap "" INT; exec "$@"', "sh", sys.executable, "-m", "planner", "launch", *words],
+            cwd=ROOT,
+            stdout=out,
+            stderr=err,
+        )
+    try:
+        wait_until(lambda: len(losses(folder)) >= 3, "the first steps")
+        below = descendants(launcher.pid)
+        assert len(below) == 3  # torchrun and two ranks
+        started = time.monotonic()
+        launcher.send_signal(signal.SIGINT)
+        assert launcher.wait(30) == 130
+        assert time.monotonic() - started < 15
+        assert not any(map(is_alive, below))
+    finally:
+        launcher.kill()
+        launcher.wait()
+    errors = (tmp_path / "err").read_text()
+    assert errors == f"planner: stopped; all ranks have ended, their output is in {folder}\n"
+    assert "Traceback" not in (tmp_path / "out").read_text()

@@ -1,0 +1,197 @@
+"""Starting a job and watching it: what is passed on, how it ends, and that nothing is left behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import textwrap
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from runtime import launch
+from runtime.launch import measured, run_job, shell_line, torchrun_command
+from tests.runtime.jobs import LAYOUT, ROOT, TINY, children, is_alive, wait_until, write_corpus
+
+
+@pytest.fixture(autouse=True)
+def at_the_root(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Jobs import this repository from the folder in which they start."""
+    monkeypatch.chdir(ROOT)
+
+
+def script(text: str) -> list[str]:
+    """A job that is not torchrun, but quick."""
+    return [sys.executable, "-c", textwrap.dedent(text)]
+
+
+class Watched:
+    """What a job has told its launcher."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+        self.records: list[dict[str, Any]] = []
+
+    def run(self, command: list[str], log_dir: Path) -> launch.Outcome:
+        return run_job(command, 2, log_dir, self.lines.append, self.records.append)
+
+
+def test_lines_and_metrics_are_passed_on_and_the_output_is_kept(tmp_path: Path) -> None:
+    watched = Watched()
+    (tmp_path / "metrics.jsonl").write_text('{"iteration": 99}\n')
+    outcome = watched.run(
+        script(
+            f"""
+            import os, sys
+            from runtime.metrics_file import keep_until
+            file = keep_until({str(tmp_path)!r}, 0).open("a")
+            for step in (1, 2):
+                file.write('{{"iteration": %d}}\\n' % step)
+                file.flush()
+                print("step", step)
+            print("a warning", file=sys.stderr)
+            print("threads", os.environ["OMP_NUM_THREADS"])
+            """
+        ),
+        tmp_path,
+    )
+    assert outcome == launch.Outcome(0, "")
+    assert sorted(watched.lines) == sorted(["step 1", "step 2", "a warning", "threads 1"])
+    assert [record["iteration"] for record in watched.records] == [1, 2]
+    assert sorted((tmp_path / "output.log").read_text().splitlines()) == sorted(watched.lines)
+
+
+def test_input_that_the_job_refuses_is_reported_in_its_own_words(tmp_path: Path) -> None:
+    watched = Watched()
+    outcome = watched.run(
+        script(
+            """
+            import json, os, sys, time
+            with open(os.environ["PLANNER_ERROR_FILE"], "w") as file:
+                json.dump({"message": "the vocabulary is too small", "exit_code": 3}, file)
+            time.sleep(0.2)
+            print("runtime.pretrain: error: the vocabulary is too small", file=sys.stderr)
+            sys.exit(1)
+            """
+        ),
+        tmp_path,
+    )
+    assert outcome == launch.Outcome(3, "the vocabulary is too small")
+    assert watched.lines == []
+    # A later job in the same folder does not inherit the report.
+    assert watched.run(script("raise SystemExit(7)"), tmp_path).message.startswith(
+        "training failed with exit code 7; all ranks were stopped, logs are in"
+    )
+
+
+AGENT_REPORT = """
+W1120 12:36:45.271000 22696 torch/distributed/elastic/multiprocessing/api.py:1028] Sending closing signal
+E1120 12:36:45.335000 22696 torch/distributed/elastic/multiprocessing/api.py:1002] failed (exitcode: {code}) \
+local_rank: 3 (pid: 22701) of binary: /usr/bin/python
+Traceback (most recent call last):
+  rank      : 1 (local_rank: 1)
+  exitcode  : -15 (pid: 22702)  (SIGTERM)
+"""
+
+
+@pytest.mark.parametrize(
+    ("code", "how"), [(-9, "rank 3 was killed by SIGKILL; all"), (1, "rank 3 exited with code 1; all")]
+)
+def test_torchruns_report_of_a_dead_rank_becomes_one_line(tmp_path: Path, code: int, how: str) -> None:
+    watched = Watched()
+    report = AGENT_REPORT.format(code=code)
+    command = script(f"import sys; print('boom', file=sys.stderr); sys.stderr.write({report!r}); sys.exit(1)")
+    outcome = watched.run(command, tmp_path)
+    assert outcome.exit_code == 1
+    assert how in outcome.message and "\n" not in outcome.message
+    assert [line for line in watched.lines if line] == ["boom"]
+    assert "Traceback" in (tmp_path / "output.log").read_text()
+
+
+def test_an_interrupt_ends_the_job_before_it_is_raised_again(tmp_path: Path) -> None:
+    started: list[int] = []
+
+    def interrupt(line: str) -> None:
+        started.append(int(line))
+        os.kill(os.getpid(), signal.SIGINT)
+
+    with pytest.raises(KeyboardInterrupt):
+        run_job(
+            script("import os, time; print(os.getpid(), flush=True); time.sleep(60)"),
+            *(2, tmp_path, interrupt, lambda record: None),
+        )
+    assert started and not is_alive(started[0])
+
+
+def test_a_job_that_does_not_listen_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "STOP_TIMEOUT_S", 0.3)
+    started: list[int] = []
+
+    def interrupt(line: str) -> None:
+        started.append(int(line))
+        raise KeyboardInterrupt
+
+    deaf = "import os, signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); "
+    before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt):
+        run_job(
+            script(deaf + "print(os.getpid(), flush=True); time.sleep(60)"),
+            *(2, tmp_path, interrupt, lambda record: None),
+        )
+    assert started and not is_alive(started[0])
+    assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == before
+
+
+def test_a_killed_rank_ends_the_job_and_is_named(tmp_path: Path) -> None:
+    victims: list[int] = []
+    torchruns: list[int] = []
+
+    def kill(record: dict[str, Any]) -> None:
+        if record["iteration"] == 3 and not victims:
+            [agent] = [pid for pid in children(os.getpid()) if len(children(pid)) == 2]
+            torchruns.append(agent)
+            victims.extend(children(agent))
+            os.kill(victims[1], signal.SIGKILL)
+
+    command = torchrun_command(
+        2,
+        [
+            *(*TINY, *LAYOUT, "--data-path", write_corpus(tmp_path), "--train-iters", "100000"),
+            *("--log-interval", "1", "--eval-iters", "0", "--log-dir", str(tmp_path)),
+        ],
+    )
+    lines: list[str] = []
+    started = time.monotonic()
+    outcome = run_job(command, 2, tmp_path, lines.append, kill)
+    assert outcome.exit_code == 1
+    assert outcome.message == f"rank 1 was killed by SIGKILL; all ranks were stopped, logs are in {tmp_path}"
+    assert time.monotonic() - started < 80
+    assert not any("Traceback" in line for line in lines)
+    wait_until(lambda: not any(map(is_alive, victims + torchruns)), "all processes to end", 5)
+
+
+def test_the_command_is_torchruns_on_this_machine() -> None:
+    command = torchrun_command(4, ["--plan", "a b.json"])
+    assert command[0] == sys.executable
+    assert command[-4:] == ["-m", "runtime.pretrain", "--plan", "a b.json"]
+    assert "--nproc-per-node=4" in command
+    line = shell_line(command)
+    assert "torchrun --standalone --nproc-per-node=4" in line or "-m torch.distributed.run" in line
+    assert line.endswith("-m runtime.pretrain --plan 'a b.json'")
+
+
+def test_the_first_logged_step_is_not_measured(tmp_path: Path) -> None:
+    assert measured(tmp_path) is None
+    rows = [(9.0, 5), (1.0, 7), (3.0, 6), (2.0, 6)]
+    text = '{"iteration": 0, "validation_loss": 1.0}\n'
+    text += "".join(
+        f'{{"iteration": {number}, "step_time_s": {seconds}, "peak_memory_bytes": {peak}}}\n'
+        for number, (seconds, peak) in enumerate(rows, start=1)
+    )
+    (tmp_path / "metrics.jsonl").write_text(text)
+    assert measured(tmp_path) == launch.Measured(2.0, 7)
+    (tmp_path / "metrics.jsonl").write_text("\n".join(text.splitlines()[:2]))
+    assert measured(tmp_path) == launch.Measured(9.0, 5)

@@ -1,0 +1,119 @@
+"""A job that is killed goes on as if nothing had happened: the same losses, to the bit."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+from pathlib import Path
+
+import pytest
+
+from benchmarks.parity import MODELS, parse_layout
+from benchmarks.worker_pool import WorkerPool
+from costmodels.errors import InputError
+from runtime import checkpoint
+from tests.runtime import rank_work
+from tests.runtime.jobs import LAYOUT, TINY, children, is_alive, losses, torchrun, wait_until, write_corpus
+
+ITERATIONS = 90
+SAVE_INTERVAL = 8
+
+
+def arguments(data: str, folder: Path) -> list[str]:
+    return [
+        *(*TINY, *LAYOUT, "--data-path", data, "--split", "90,10,0"),
+        *("--train-iters", str(ITERATIONS), "--lr", "1e-2", "--lr-warmup-iters", "3"),
+        *("--log-interval", "1", "--log-dir", str(folder), "--eval-interval", "20", "--eval-iters", "1"),
+        *("--save", str(folder / "checkpoints"), "--save-interval", str(SAVE_INTERVAL)),
+    ]
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return write_corpus(tmp_path_factory.mktemp("data"))
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory, data: str) -> Path:
+    """Folder of a job that planned for itself and was left alone."""
+    folder = tmp_path_factory.mktemp("uninterrupted")
+    job = torchrun(*arguments(data, folder), log=folder / "output")
+    code = job.wait(120)
+    assert code == 0, (folder / "output").read_text()
+    return folder
+
+
+def test_a_job_without_a_plan_plans_for_its_ranks_and_trains(uninterrupted: Path) -> None:
+    output = (uninterrupted / "output").read_text()
+    assert "training gpt2-nano (changed)" in output
+    assert "on 2 x cpu as tp=1 pp=1 dp=2 zero=1" in output
+    assert list(losses(uninterrupted)) == list(range(1, ITERATIONS + 1))
+    validation = [
+        float(x) for x in re.findall(r"validation loss at iteration \d+ \| lm loss value: (\S+)", output)
+    ]
+    assert len(validation) == 6
+    # Words of five letters: ln 512 before training, near ln 5 (and a space in every five bytes) in the end.
+    assert validation[-1] < 0.6 * validation[0]
+
+
+def test_a_killed_job_resumes_with_the_same_losses_to_the_bit(
+    uninterrupted: Path, data: str, tmp_path: Path
+) -> None:
+    expected = losses(uninterrupted)
+    tracker = tmp_path / "checkpoints" / checkpoint.TRACKER
+    first = torchrun(*arguments(data, tmp_path), log=tmp_path / "first")
+    # Somewhere between two checkpoints.
+    wait_until(lambda: len(losses(tmp_path)) > 2 * SAVE_INTERVAL + 3, "steps after a checkpoint")
+    ranks = children(first.pid)
+    assert len(ranks) == 2
+    # The ranks are in sessions of their own: nothing but their own watch ends them.
+    os.killpg(first.pid, signal.SIGKILL)
+    assert first.wait(10) == -signal.SIGKILL
+    wait_until(lambda: not any(map(is_alive, ranks)), "the ranks to end with torchrun", 10)
+    before = losses(tmp_path)
+    saved = int(tracker.read_text())
+    assert saved % SAVE_INTERVAL == 0 and 2 * SAVE_INTERVAL <= saved < ITERATIONS
+    assert before == {step: expected[step] for step in before}
+    # What a kill in the middle of saving leaves.
+    partial = tmp_path / "checkpoints" / "iter_9999999.partial"
+    partial.mkdir()
+    (partial / "__0_0.distcp").write_bytes(b"half")
+
+    resumed = torchrun(
+        *arguments(data, tmp_path), "--load", tmp_path / "checkpoints", log=tmp_path / "second"
+    )
+    assert resumed.wait(120) == 0, (tmp_path / "second").read_text()
+    assert f"at iteration {saved}\n" in (tmp_path / "second").read_text()
+    assert losses(tmp_path) == expected
+    records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    whole = [json.loads(line) for line in (uninterrupted / "metrics.jsonl").read_text().splitlines()]
+    for name in ("grad_norm", "learning_rate", "validation_loss"):
+        assert [r.get(name) for r in records] == [r.get(name) for r in whole]
+
+
+def test_a_checkpoint_that_is_half_written_is_ignored(pool: WorkerPool, tmp_path: Path) -> None:
+    spec = MODELS["gpt2"]
+    [saved] = pool.run(rank_work.save_over_a_partial, 1, spec, parse_layout("gbs=4", spec), str(tmp_path))
+    assert saved == {"before": None, "after": 0, "names": ["iter_0000000", checkpoint.TRACKER]}
+
+
+def test_the_newest_checkpoint_is_the_one_that_the_tracker_names(tmp_path: Path) -> None:
+    assert checkpoint.latest_iteration(tmp_path) is None
+    for iteration in (4, 8):
+        folder = checkpoint.iteration_folder(tmp_path, iteration)
+        folder.mkdir()
+        (folder / checkpoint.RUN_FILE).write_text("{}")
+    assert checkpoint.latest_iteration(tmp_path) is None
+    tracker = tmp_path / checkpoint.TRACKER
+    tracker.write_text("4\n")
+    assert checkpoint.latest_iteration(tmp_path) == 4
+    tracker.write_text("12")
+    with pytest.raises(
+        InputError, match=r"names iteration 12, but .*iter_0000012 holds no complete checkpoint"
+    ):
+        checkpoint.latest_iteration(tmp_path)
+    tracker.write_text("release")
+    with pytest.raises(InputError, match="'release' is not an iteration number; write the one to load"):
+        checkpoint.latest_iteration(tmp_path)
