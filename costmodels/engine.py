@@ -64,7 +64,7 @@ class Engine(Record):
     fragmentation: NonNegative
     """Extra share of the dynamic memory that the allocator reserves but cannot use."""
     devices: dict[str, dict[str, Any]] = Field(default_factory=dict)
-    """Constants that differ on devices whose name starts with the key (case aside), or of that kind."""
+    """Constants that differ on an architecture (`Device.architecture`) or a kind of device, by its name."""
     source: str = ""
 
     @model_validator(mode="after")
@@ -74,15 +74,13 @@ class Engine(Record):
             unknown = sorted(set(overrides) - set(allowed))
             if unknown:
                 raise ValueError(
-                    f"engine {self.name} overrides {', '.join(unknown)} for device {key}; "
+                    f"engine {self.name} overrides {', '.join(unknown)} for {key} devices; "
                     f"an override is one of {', '.join(allowed)}"
                 )
         return self
 
     def for_device(self, device: Device) -> Engine:
-        """The engine with its constants for `device`: the longest matching name wins over the kind."""
-        name = device.name.lower()
-        keys = [key for key in self.devices if name.startswith(key.lower())]
-        key = max(keys, key=len) if keys else device.kind
+        """The engine with its constants for `device`: those of its architecture, or else of its kind."""
+        key = device.architecture if device.architecture in self.devices else device.kind
         constants = self.model_dump(exclude={"devices"})
         return Engine.model_validate({**constants, **self.devices.get(key, {})})

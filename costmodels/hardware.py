@@ -28,6 +28,9 @@ class Device(Record):
     name: str
     vendor: str
     kind: Literal["gpu", "npu", "cpu"] = "gpu"
+    architecture: str = ""
+    """Generation of the design, such as `hopper`: what an engine's constants are fitted for. Devices that
+    share it differ by their data-sheet values alone; empty for one that no engine knows."""
     peak_flops: dict[Precision, Positive]
     """Dense FLOP/s by number format, as the data sheet states them (no sparsity)."""
     memory_bytes: Positive
@@ -35,7 +38,8 @@ class Device(Record):
     memory_bandwidth: Positive
     """Bytes per second."""
     cores: Count
-    """Streaming multiprocessors, compute units or CPU cores: the width of a wave of tiles."""
+    """Streaming multiprocessors, compute units or CPU cores: the width of a wave of tiles. No formula reads
+    it yet; it is what a calibration of wave quantisation needs."""
     intra_node: Link
     inter_node: Link
     devices_per_node: Count = 8

@@ -67,6 +67,7 @@ def host_device(ranks: int = 1) -> Device:
         name="cpu",
         vendor=_field(cpuinfo, "vendor_id") or platform.machine() or "unknown",
         kind="cpu",
+        architecture="cpu",
         peak_flops={kind: flops * core.clock * share for kind, flops in core.flops_per_cycle.items()},
         memory_bytes=available_memory() / ranks,
         memory_bandwidth=bandwidth / ranks,

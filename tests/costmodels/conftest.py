@@ -66,6 +66,7 @@ def a100() -> Device:
     return Device(
         name="a100-80gb",
         vendor="nvidia",
+        architecture="ampere",
         peak_flops={"fp32": 19.5e12, "tf32": 156e12, "fp16": 312e12, "bf16": 312e12},
         memory_bytes=80 * GIB,
         memory_bandwidth=2.039e12,

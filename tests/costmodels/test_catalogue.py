@@ -113,6 +113,7 @@ def test_overrides_replace_fields_and_drop_the_published_count() -> None:
 def test_devices_are_complete(name: str) -> None:
     device = load_device(name)
     assert device.source
+    assert device.architecture
     assert device.default_precision in device.peak_flops
     assert device.inter_node.bandwidth <= device.intra_node.bandwidth
     assert device.inter_node.latency >= device.intra_node.latency

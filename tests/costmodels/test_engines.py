@@ -7,6 +7,7 @@ import yaml
 from pydantic import ValidationError
 
 import costmodels
+from costmodels.catalogue import device_names, load_device
 
 NAMES = list(
     yaml.safe_load((Path(costmodels.__file__).parent / "catalogue" / "engines.yaml").read_text())["engines"]
@@ -21,7 +22,7 @@ def test_the_catalogue_has_the_engines_that_are_promised():
 def test_every_engine_loads_for_every_kind_of_device(name, engine, a100):
     entry = engine(name)
     assert entry.source
-    assert entry.for_device(a100.model_copy(update={"name": "x", "kind": "cpu"})).name == name
+    assert entry.for_device(a100.model_copy(update={"architecture": "", "kind": "cpu"})).name == name
     for policy in entry.memory.values():
         assert policy.optimizer >= 8  # Adam's moments
 
@@ -36,30 +37,38 @@ def test_bytes_per_parameter_are_those_published(name, precision, total, sharded
     assert policy.shard + policy.optimizer == sharded
 
 
-def test_the_longest_device_name_wins_over_the_kind(a100, engine):
+def test_the_architecture_wins_over_the_kind_and_the_name_says_nothing(a100, engine):
     fitted = engine(
         "nanotron",
         devices={
-            "a100": {"gemm_efficiency": 0.5},
-            "A100-80GB": {"gemm_efficiency": 0.6},
+            "ampere": {"gemm_efficiency": 0.6},
             "gpu": {"gemm_efficiency": 0.7},
+            "a100": {"gemm_efficiency": 0.5},
         },
     )
     assert fitted.for_device(a100).gemm_efficiency == 0.6
-    assert fitted.for_device(a100.model_copy(update={"name": "a100-40gb"})).gemm_efficiency == 0.5
-    assert fitted.for_device(a100.model_copy(update={"name": "mi300x"})).gemm_efficiency == 0.7
-    other = fitted.for_device(a100.model_copy(update={"name": "910b", "kind": "npu"}))
+    assert fitted.for_device(a100.model_copy(update={"name": "mine"})).gemm_efficiency == 0.6
+    assert fitted.for_device(a100.model_copy(update={"architecture": ""})).gemm_efficiency == 0.7
+    assert fitted.for_device(a100.model_copy(update={"architecture": "cdna3"})).gemm_efficiency == 0.7
+    other = fitted.for_device(a100.model_copy(update={"architecture": "ascend910b", "kind": "npu"}))
     assert other.gemm_efficiency == engine("nanotron").gemm_efficiency
 
 
 def test_an_override_of_an_unknown_constant_is_refused(engine):
     with pytest.raises(
-        ValidationError, match="overrides gemm for device a100; an override is one of memory, "
+        ValidationError, match="overrides gemm for ampere devices; an override is one of memory, "
     ):
-        engine("nanotron", devices={"a100": {"gemm": 0.5}})
+        engine("nanotron", devices={"ampere": {"gemm": 0.5}})
 
 
 def test_the_cpu_hides_no_communication(a100, engine):
-    cpu = a100.model_copy(update={"name": "cpu", "kind": "cpu"})
+    cpu = a100.model_copy(update={"name": "cpu", "kind": "cpu", "architecture": ""})
     assert engine("bundled").for_device(cpu).data_parallel_overlap == 0
     assert engine("bundled").for_device(a100).data_parallel_overlap > 0
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_constants_are_named_by_architectures_and_kinds_that_exist(name, engine):
+    devices = [load_device(device) for device in device_names()]
+    known = {device.architecture for device in devices} | {device.kind for device in devices}
+    assert set(engine(name).devices) <= known
