@@ -121,7 +121,8 @@ def test_ctrl_c_stops_every_process_within_seconds(tmp_path: Path, data: str) ->
             stderr=err,
         )
     try:
-        wait_until(lambda: len(losses(folder)) >= 3, "the first steps")
+        wait_until(lambda: len(losses(folder)) >= 3 or launcher.poll() is not None, "the first steps")
+        assert launcher.poll() is None, (tmp_path / "err").read_text()
         below = descendants(launcher.pid)
         assert len(below) == 3  # torchrun and two ranks
         started = time.monotonic()

@@ -65,7 +65,9 @@ def test_a_killed_job_resumes_with_the_same_losses_to_the_bit(
     tracker = tmp_path / "checkpoints" / checkpoint.TRACKER
     first = torchrun(*arguments(data, tmp_path), log=tmp_path / "first")
     # Somewhere between two checkpoints.
-    wait_until(lambda: len(losses(tmp_path)) > 2 * SAVE_INTERVAL + 3, "steps after a checkpoint")
+    enough = 2 * SAVE_INTERVAL + 3
+    wait_until(lambda: len(losses(tmp_path)) > enough or first.poll() is not None, "steps after a checkpoint")
+    assert first.poll() is None, (tmp_path / "first").read_text()
     ranks = children(first.pid)
     assert len(ranks) == 2
     # The ranks are in sessions of their own: nothing but their own watch ends them.
