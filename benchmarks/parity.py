@@ -14,6 +14,7 @@ from benchmarks.worker_pool import WorkerPool
 from costmodels import SHORT_NAMES, Layout, ModelSpec, even_split
 from costmodels.errors import InputError
 from planner.flags import run
+from runtime.preflight import check_job
 
 MODELS = {
     "gpt2": ModelSpec(
@@ -55,10 +56,10 @@ def parse_layout(text: str, spec: ModelSpec) -> Layout:
             )
         whole = ";" not in value and value.isdigit()
         fields[name] = int(value) if whole else value.split(";") if ";" in value else value
-    pp, vpp = (int(str(fields.get(SHORT_NAMES[name], 1))) for name in ("pp", "vpp"))
-    if vpp > 1:
-        fields.setdefault("schedule", "interleaved")
-    fields.setdefault("layers_per_stage", even_split(spec.layers, pp * vpp))
+    pp, vpp = (fields.get(SHORT_NAMES[name], 1) for name in ("pp", "vpp"))
+    if isinstance(pp, int) and isinstance(vpp, int) and pp * vpp > 0:
+        fields.setdefault("schedule", "interleaved" if vpp > 1 else "1f1b")
+        fields.setdefault("layers_per_stage", even_split(spec.layers, pp * vpp))
     return Layout.model_validate(fields)
 
 
@@ -101,15 +102,17 @@ def parity(
         raise InputError(f"--steps {steps}: must be at least 1")
     spec = MODELS[model]
     layouts = {text: parse_layout(text, spec) for text in layout}
-    with WorkerPool(max(one.world_size for one in layouts.values())) as pool:
-        reference = pool.run(losses_of, 1, spec, parse_layout("", spec), steps)[0]
-        results = {}
-        for text, one in layouts.items():
-            losses = pool.run(losses_of, one.world_size, spec, one, steps)[0]
-            difference = relative_difference(losses, reference)
-            results[text] = {"max_relative_difference": difference, "losses": losses}
-            if not as_json:
-                print(f"{text}: largest relative difference {difference:.2e} over {steps} steps")
+    for one in layouts.values():
+        check_job(spec, one, one.world_size)
+    pool = WorkerPool(max(one.world_size for one in layouts.values()))
+    reference = pool.run(losses_of, 1, spec, parse_layout("", spec), steps)[0]
+    results = {}
+    for text, one in layouts.items():
+        losses = pool.run(losses_of, one.world_size, spec, one, steps)[0]
+        difference = relative_difference(losses, reference)
+        results[text] = {"max_relative_difference": difference, "losses": losses}
+        if not as_json:
+            print(f"{text}: largest relative difference {difference:.2e} over {steps} steps")
     if as_json:
         json.dump({"model": model, "reference": reference, "layouts": results}, sys.stdout)
         print()

@@ -1,4 +1,8 @@
-"""Processes that stay alive between distributed jobs: importing torch is the slow part."""
+"""Distributed jobs on this machine that start in milliseconds.
+
+Importing torch is the slow part, so one process does it once and every rank of every job is a fork of it:
+jobs share no state, and what one leaves behind cannot reach the next.
+"""
 
 from __future__ import annotations
 
@@ -7,21 +11,25 @@ import os
 import tempfile
 import traceback
 from collections.abc import Callable
+from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 TIMEOUT_S = 120
 """Seconds after which a stuck collective is an error."""
 
+PRELOADED = ["benchmarks.parity", "runtime.checkpoint", "runtime.trainer"]
+"""Modules that the forked process imports beforehand."""
+
 
 class WorkerPool:
-    """Up to `size` gloo ranks on this machine; each job gets a fresh process group."""
+    """Up to `size` gloo ranks at a time."""
 
     def __init__(self, size: int) -> None:
         self.size = size
-        self.workers: list[tuple[multiprocessing.process.BaseProcess, Connection]] = []
+        self.context = multiprocessing.get_context("forkserver")
+        self.context.set_forkserver_preload(PRELOADED)
 
     def run(self, function: Callable[..., Any], world_size: int, *arguments: Any) -> list[Any]:
         """Call `function(*arguments)` on `world_size` ranks; returns the results by rank.
@@ -30,77 +38,69 @@ class WorkerPool:
         """
         if world_size > self.size:
             raise ValueError(f"a pool of {self.size} processes cannot run {world_size} ranks")
-        self._start()
         with tempfile.TemporaryDirectory() as folder:
             store = str(Path(folder) / "store")
+            ranks = []
             for rank in range(world_size):
-                self.workers[rank][1].send((function, rank, world_size, store, arguments))
-            pending = {self.workers[rank][1]: rank for rank in range(world_size)}
-            results: dict[int, Any] = {}
-            while pending:
-                for connection in wait(list(pending), timeout=5 * TIMEOUT_S) or [None]:
-                    rank = pending.pop(connection) if isinstance(connection, Connection) else -1
-                    try:
-                        ok, result = connection.recv() if rank >= 0 else (False, "no rank answered")
-                    except EOFError:
-                        ok, result = False, f"rank {rank} died"
-                    if not ok:
-                        self.close()
-                        raise RuntimeError(f"rank {rank} of {world_size} failed:\n{result}")
-                    results[rank] = result
-        return [results[rank] for rank in range(world_size)]
-
-    def close(self) -> None:
-        """End all processes."""
-        for process, connection in self.workers:
-            connection.close()
-            process.kill()
-        for process, _ in self.workers:
-            process.join()
-        self.workers = []
-
-    def __enter__(self) -> WorkerPool:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-    def _start(self) -> None:
-        context = multiprocessing.get_context("spawn")
-        while len(self.workers) < self.size:
-            ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(theirs,), daemon=True)
-            process.start()
-            theirs.close()
-            self.workers.append((process, ours))
+                ours, theirs = self.context.Pipe()
+                job = (theirs, function, rank, world_size, store, arguments)
+                process = self.context.Process(target=_work, args=job, daemon=True)
+                process.start()
+                theirs.close()
+                ranks.append((process, ours))
+            try:
+                return _results([connection for _, connection in ranks])
+            finally:
+                for process, connection in ranks:
+                    connection.close()
+                    process.kill()
+                    process.join()
 
 
-def _serve(connection: Connection) -> None:
+def _results(connections: list[Connection]) -> list[Any]:
+    results: dict[int, Any] = {}
+    while len(results) < len(connections):
+        pending = [one for rank, one in enumerate(connections) if rank not in results]
+        ready = wait(pending, timeout=5 * TIMEOUT_S)
+        if not ready:
+            raise RuntimeError("no rank answered")
+        for connection in ready:
+            rank = next(number for number, one in enumerate(connections) if one is connection)
+            try:
+                ok, result = connections[rank].recv()
+            except EOFError:
+                ok, result = False, "the process died"
+            if not ok:
+                raise RuntimeError(f"rank {rank} of {len(connections)} failed:\n{result}")
+            results[rank] = result
+    return [results[rank] for rank in range(len(connections))]
+
+
+def _work(
+    connection: Connection,
+    function: Callable[..., Any],
+    rank: int,
+    world_size: int,
+    store: str,
+    arguments: tuple[Any, ...],
+) -> None:
     import torch
     import torch.distributed as dist
 
     torch.set_num_threads(1)
-    while True:
-        try:
-            function, rank, world_size, store, arguments = connection.recv()
-        except EOFError:
-            return
-        os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size)}
-        try:
-            import datetime
-
-            dist.init_process_group(
-                "gloo",
-                init_method=f"file://{store}",
-                rank=rank,
-                world_size=world_size,
-                timeout=datetime.timedelta(seconds=TIMEOUT_S),
-            )
-            result = function(*arguments)
-            dist.destroy_process_group()
-            connection.send((True, result))
-        except BaseException:
-            connection.send((False, traceback.format_exc()))
-            return
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size)}
+    try:
+        dist.init_process_group(
+            "gloo",
+            init_method=f"file://{store}",
+            rank=rank,
+            world_size=world_size,
+            timeout=timedelta(seconds=TIMEOUT_S),
+        )
+        result = function(*arguments)
+        dist.barrier()
+        connection.send((True, result))
+    except BaseException:
+        connection.send((False, traceback.format_exc()))
+    # The parent ends the process: no rank goes away while another still talks to it.
+    connection.poll(None)

@@ -42,11 +42,7 @@ class Encoding:
     vocab_file: str | None = flag(None, "vocab.json of a GPT2BPETokenizer; GPT-2's own if not given")
     merge_file: str | None = flag(None, "merges.txt of a GPT2BPETokenizer; GPT-2's own if not given")
     tokenizer_model: str | None = flag(None, "tokenizer.json of a HuggingFaceTokenizer, or its folder")
-    append_eod: bool = flag(
-        True,
-        "end each document that is not empty with the end-of-document token",
-        "--append-eod/--no-append-eod",
-    )
+    append_eod: bool = flag(False, "end each document that is not empty with the end-of-document token")
 
 
 @dataclass(frozen=True)

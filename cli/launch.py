@@ -17,10 +17,10 @@ from costmodels.errors import InputError
 from planner.flags import arguments, flag, takes
 from planner.options import BatchOptions, ClusterOptions, ModelOptions, ParallelOptions, check_alone
 from planner.plan import Plan
-from planner.search import suggest
+from runtime.job import plan_here
 from runtime.launch import Measured, measured, run_job, shell_line, torchrun_command
 from runtime.options import DataOptions, OutputOptions, TrainingOptions
-from runtime.preflight import check_folder, check_job, check_model, check_timeout
+from runtime.preflight import check_folder, check_plan, check_timeout
 from runtime.text import open_datasets
 
 MOST_CPU_RANKS = 8
@@ -63,10 +63,10 @@ def launch(
     if options.plan is None:
         plan = _plan(model, cluster, batch, parallel)
     else:
-        check_alone(model, batch, parallel)
+        check_alone(model, batch, parallel, dataclasses.replace(cluster, world_size=None))
         plan = _planned(options.plan, cluster)
     ranks = plan.layout.world_size
-    check_job(plan.model, plan.layout, ranks)
+    check_plan(plan, ranks)
     log_dir = Path(output.log_dir or f"runs/{datetime.now():%Y%m%d-%H%M%S}-{Path(plan.model.name).name}")
     logged = dataclasses.replace(output, log_dir=str(log_dir))
     settings = [*arguments(training), *arguments(data), *arguments(logged), *_timeout(options)]
@@ -106,8 +106,6 @@ def _plan(
     model: ModelOptions, cluster: ClusterOptions, batch: BatchOptions, parallel: ParallelOptions
 ) -> Plan:
     """The best plan for the devices of this machine."""
-    spec = model.spec()
-    check_model(spec)
     from runtime.devices import detect_device, local_device_count
 
     gpus = 0 if cluster.device == "cpu" else local_device_count()
@@ -126,16 +124,7 @@ def _plan(
             f"--world-size {ranks}: this machine has {gpus} GPUs; give at most that, or start torchrun on "
             "every node with -m runtime.pretrain"
         )
-    plan = suggest(
-        spec,
-        world_size=ranks,
-        local_world_size=ranks,
-        device=cluster.device or detect_device(ranks),
-        global_batch_size=batch.global_batch_size,
-        max_global_batch_size=batch.max_global_batch_size,
-        engine=parallel.engine,
-        pin=parallel.pins(spec),
-    )
+    plan = plan_here(model, batch, parallel, cluster.device or detect_device(ranks), ranks, ranks)
     for note in model.notes():
         print(f"planner: assumed: {note}", file=sys.stderr)
     return plan
@@ -183,10 +172,15 @@ def _prediction(plan: Plan, train_iters: int) -> str:
 
 
 def _print_comparison(plan: Plan, figures: Measured) -> None:
-    estimate = plan.estimate
+    estimate, memory = plan.estimate, plan.estimate.peak_memory_bytes
+    what = "peak memory (GiB)"
+    if plan.cluster.device.kind != "cpu":
+        # A GPU's allocator counts tensors, not the driver's context or communication buffers.
+        memory = max(stage.total - stage.overhead for stage in estimate.memory)
+        what = "peak of tensors (GiB)"
     rows = [
         _compared("step time (s)", estimate.step_time_s, figures.step_time_s),
-        _compared("peak memory (GiB)", estimate.peak_memory_bytes / GIB, figures.peak_memory_bytes / GIB),
+        _compared(what, memory / GIB, figures.peak_memory_bytes / GIB),
     ]
     console().print(table(["", "predicted", "measured", "predicted / measured"], rows, left=("",)))
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ TRACKER = "latest_checkpointed_iteration.txt"
 """File that names the newest complete checkpoint (Megatron-LM's name)."""
 
 RUN_FILE = "run.json"
-"""What the checkpoint is of: model, iteration, seed and data."""
+"""What the checkpoint is of: the model, the iteration, and what `save` was told of the run."""
 
 
 def iteration_folder(folder: str | Path, iteration: int) -> Path:
@@ -69,11 +70,17 @@ def save(folder: str | Path, trainer: Trainer, spec: ModelSpec, run: dict[str, A
     return target
 
 
-def load(folder: str | Path, trainer: Trainer, spec: ModelSpec, iteration: int) -> dict[str, Any]:
+def load(
+    folder: str | Path,
+    trainer: Trainer,
+    spec: ModelSpec,
+    iteration: int,
+    expected: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
     """Read a checkpoint into `trainer`; every rank calls it. Returns what `save` was given as `run`.
 
     Raises:
-        InputError: the checkpoint is of another model.
+        InputError: the checkpoint is of another model, or its run differs from `expected`.
     """
     source = iteration_folder(folder, iteration)
     run: dict[str, Any] = json.loads((source / RUN_FILE).read_text())
@@ -88,6 +95,12 @@ def load(folder: str | Path, trainer: Trainer, spec: ModelSpec, iteration: int) 
         raise InputError(
             f"checkpoint {source} is of another model ({', '.join(different)}); give the same model"
         )
+    for name, value in (expected or {}).items():
+        if run.get(name) != value:
+            raise InputError(
+                f"checkpoint {source} was trained with {name} {run.get(name)}, not {value}: samples would "
+                "come in another order; give the same, or start anew in another folder"
+            )
     trainer.iteration = run.pop("iteration")
     load_tensors(_state(trainer, spec, saving=False), checkpoint_id=source)
     return run

@@ -26,7 +26,7 @@ class LearningRate:
     decay_iters: int
 
     def at(self, iteration: int) -> float:
-        """Rate of an iteration, the first being 1."""
+        """Rate after `iteration` updates; the first update is made with that of 0, as in Megatron-LM."""
         if self.warmup_iters and iteration <= self.warmup_iters:
             return self.peak * iteration / self.warmup_iters
         if self.style == "constant":

@@ -37,12 +37,18 @@ def throughput(
     }
 
 
-def log_line(metrics: Mapping[str, Any], train_iters: int, global_batch_size: int, now: datetime) -> str:
+def log_line(
+    metrics: Mapping[str, Any],
+    train_iters: int,
+    consumed_samples: int,
+    global_batch_size: int,
+    now: datetime,
+) -> str:
     """One line in the format that tools for Megatron-LM's logs parse."""
     iteration = metrics["iteration"]
     return (
         f" [{now:%Y-%m-%d %H:%M:%S.%f}] iteration {iteration:8d}/{train_iters:8d} |"
-        f" consumed samples: {iteration * global_batch_size:12d} |"
+        f" consumed samples: {consumed_samples:12d} |"
         f" elapsed time per iteration (ms): {metrics['step_time_s'] * 1e3:.1f} |"
         f" throughput per GPU (TFLOP/s/GPU): {metrics['tflops_per_device']:.1f} |"
         f" learning rate: {metrics['learning_rate']:.6E} |"
@@ -77,7 +83,7 @@ class Recorder:
 
             self.board = SummaryWriter(tensorboard_dir, purge_step=resumed_at + 1)
 
-    def step(self, metrics: Mapping[str, Any], global_batch_size: int) -> None:
+    def step(self, metrics: Mapping[str, Any], consumed_samples: int, global_batch_size: int) -> None:
         """Record one logged training step."""
         self._write({name: value for name, value in metrics.items() if name != "nan_iterations"})
         tags = {
@@ -89,12 +95,12 @@ class Recorder:
             "throughput": metrics["tflops_per_device"],
             "mem-max-allocated-bytes": metrics["peak_memory_bytes"],
         }
-        self._board(tags, metrics["iteration"], global_batch_size)
+        self._board(tags, metrics["iteration"], consumed_samples)
 
-    def validation(self, iteration: int, loss: float, global_batch_size: int) -> None:
+    def validation(self, iteration: int, loss: float, consumed_samples: int) -> None:
         """Record one evaluation."""
         self._write({"iteration": iteration, "validation_loss": loss})
-        self._board({"lm loss validation": loss}, iteration, global_batch_size)
+        self._board({"lm loss validation": loss}, iteration, consumed_samples)
 
     def close(self) -> None:
         """Flush and close the files."""
@@ -105,12 +111,17 @@ class Recorder:
 
     def _write(self, record: Mapping[str, Any]) -> None:
         if self.file is not None:
-            self.file.write(json.dumps(record) + "\n")
+            self.file.write(json.dumps({name: _finite(value) for name, value in record.items()}) + "\n")
             self.file.flush()
 
-    def _board(self, tags: Mapping[str, float], iteration: int, global_batch_size: int) -> None:
+    def _board(self, tags: Mapping[str, float], iteration: int, consumed_samples: int) -> None:
         if self.board is None:
             return
         for tag, value in tags.items():
             self.board.add_scalar(tag, value, iteration)
-            self.board.add_scalar(f"{tag} vs samples", value, iteration * global_batch_size)
+            self.board.add_scalar(f"{tag} vs samples", value, consumed_samples)
+
+
+def _finite(value: Any) -> Any:
+    """JSON has no word for NaN and infinity."""
+    return None if isinstance(value, float) and not math.isfinite(value) else value

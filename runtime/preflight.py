@@ -8,6 +8,8 @@ from pathlib import Path
 
 from costmodels import Layout, ModelSpec
 from costmodels.errors import InputError
+from planner.inputs import DEFAULT_ENGINE
+from planner.plan import Plan
 from planner.rules import first_illegal
 
 PRECISIONS = ("fp32", "bf16")
@@ -51,6 +53,16 @@ def check_job(spec: ModelSpec, layout: Layout, world_size: int) -> None:
     broken = first_illegal(spec, layout)
     if broken is not None:
         raise InputError(broken)
+
+
+def check_plan(plan: Plan, world_size: int) -> None:
+    """Raise `InputError` when `plan` is not one that the runtime executes on `world_size` ranks."""
+    if plan.engine.name != DEFAULT_ENGINE:
+        raise InputError(
+            f"the plan was made for engine {plan.engine.name}, and what trains here is {DEFAULT_ENGINE}; "
+            "plan again without --engine"
+        )
+    check_job(plan.model, plan.layout, world_size)
 
 
 def check_timeout(minutes: float) -> None:

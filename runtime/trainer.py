@@ -70,9 +70,9 @@ class Trainer:
         norm = totals[1].sqrt()
         if self.clip_grad:
             self.optimizer.scale(clip_factor(norm, self.clip_grad))
-        self.iteration += 1
         rate = self.learning_rate.at(self.iteration)
         self.optimizer.step(rate)
+        self.iteration += 1
         return StepResult(totals[0], norm, rate)
 
     def evaluate(self, samples: npt.NDArray[np.int64]) -> float:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -14,10 +14,9 @@ ROOT = Path(__file__).parents[1]
 
 
 @pytest.fixture(scope="session")
-def pool() -> Iterator[WorkerPool]:
-    """Four gloo ranks that live for the whole session."""
-    with WorkerPool(4) as workers:
-        yield workers
+def pool() -> WorkerPool:
+    """Up to four gloo ranks at a time."""
+    return WorkerPool(4)
 
 
 Command = Callable[..., tuple[int, str, str]]

@@ -56,7 +56,7 @@ def test_megatrons_command_line(tmp_path: Path, text: Path, capsys: pytest.Captu
 def test_inputs_repeat_and_expand(tmp_path: Path, text: Path) -> None:
     (tmp_path / "more.txt").write_text("more")
     arguments = ["--input", tmp_path / "corp*.json", "--input", tmp_path / "more.txt", "--workers", "1"]
-    arguments += ["--output-prefix", tmp_path / "out", "--tokenizer-type", "ByteTokenizer", "--no-append-eod"]
+    arguments += ["--output-prefix", tmp_path / "out", "--tokenizer-type", "ByteTokenizer"]
     assert planner("data", "prepare", *arguments) == 0
     dataset = IndexedDataset(tmp_path / "out_text_document")
     assert dataset.documents == 21 and bytes(dataset.get(20).tolist()) == b"more"

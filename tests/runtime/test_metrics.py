@@ -52,7 +52,7 @@ def metrics_of(iteration: int, **changes: Any) -> dict[str, Any]:
 
 
 def test_the_log_line_is_megatrons_to_the_character() -> None:
-    line = log_line(metrics_of(10), 100, 64, datetime(2025, 1, 1))
+    line = log_line(metrics_of(10), 100, 640, 64, datetime(2025, 1, 1))
     assert line == (
         " [2025-01-01 00:00:00.000000] iteration       10/     100 | consumed samples:          640 |"
         " elapsed time per iteration (ms): 812.3 | throughput per GPU (TFLOP/s/GPU): 401.2 |"
@@ -66,7 +66,8 @@ def test_the_log_line_is_megatrons_to_the_character() -> None:
     ("iteration", "loss", "nans"), [(1, 0.001, 0), (99_999_999, 12.5, 3), (7, math.nan, 1), (7, math.inf, 1)]
 )
 def test_tools_that_read_megatrons_logs_read_ours(iteration: int, loss: float, nans: int) -> None:
-    line = log_line(metrics_of(iteration, loss=loss, nan_iterations=nans), 10**8, 1536, datetime.now())
+    metrics = metrics_of(iteration, loss=loss, nan_iterations=nans)
+    line = log_line(metrics, 10**8, iteration * 1536, 1536, datetime.now())
     found = re.search(r"iteration\s+(\d+)/\s*(\d+) \|", line)
     assert found and (int(found[1]), int(found[2])) == (iteration, 10**8)
     fields = dict(part.split(":", 1) for part in line.split(" | ")[1:])
@@ -120,9 +121,9 @@ def records_of(folder: Path) -> list[dict[str, Any]]:
 
 def test_metrics_hold_exactly_the_promised_keys(tmp_path: Path) -> None:
     recorder = Recorder(str(tmp_path), None, 0)
-    recorder.validation(0, 6.5, 8)
-    recorder.step(metrics_of(1), 8)
-    recorder.step(metrics_of(2, mfu=0.5), 8)
+    recorder.validation(0, 6.5, 0)
+    recorder.step(metrics_of(1), 8 * 1, 8)
+    recorder.step(metrics_of(2, mfu=0.5), 8 * 2, 8)
     # Readable while the run goes on.
     initial, first, second = records_of(tmp_path)
     recorder.close()
@@ -135,14 +136,14 @@ def test_metrics_hold_exactly_the_promised_keys(tmp_path: Path) -> None:
 def test_resuming_keeps_the_records_up_to_the_checkpoint_and_no_others(tmp_path: Path) -> None:
     recorder = Recorder(str(tmp_path), None, 0)
     for iteration in range(1, 6):
-        recorder.step(metrics_of(iteration), 8)
-    recorder.validation(5, 6.5, 8)
+        recorder.step(metrics_of(iteration), 8 * iteration, 8)
+    recorder.validation(5, 6.5, 40)
     recorder.close()
     with (tmp_path / METRICS_FILE).open("a") as file:
         file.write('{"iteration": 6, "lo')  # Killed while it wrote.
     assert len(read_metrics(tmp_path)) == 6
     resumed = Recorder(str(tmp_path), None, 3)
-    resumed.step(metrics_of(4, loss=1.0), 8)
+    resumed.step(metrics_of(4, loss=1.0), 8 * 4, 8)
     resumed.close()
     assert [(r["iteration"], r["loss"]) for r in records_of(tmp_path)] == [
         (1, 10.34567),
@@ -153,7 +154,7 @@ def test_resuming_keeps_the_records_up_to_the_checkpoint_and_no_others(tmp_path:
 
 
 def test_a_run_that_starts_over_keeps_nothing(tmp_path: Path) -> None:
-    Recorder(str(tmp_path), None, 0).validation(0, 6.5, 8)
+    Recorder(str(tmp_path), None, 0).validation(0, 6.5, 0)
     assert keep_until(tmp_path, 0).read_text() == ""
     assert read_metrics(tmp_path / "none") == []
     assert list(tmp_path.iterdir()) == [tmp_path / METRICS_FILE]
@@ -162,14 +163,14 @@ def test_a_run_that_starts_over_keeps_nothing(tmp_path: Path) -> None:
 def test_a_reader_follows_the_run_and_no_run_before_it(tmp_path: Path) -> None:
     earlier = Recorder(str(tmp_path), None, 0)
     for iteration in range(1, 4):
-        earlier.step(metrics_of(iteration), 8)
+        earlier.step(metrics_of(iteration), 8 * iteration, 8)
     earlier.close()
     reader = MetricsReader(tmp_path)
     assert reader.new_records() == []
     recorder = Recorder(str(tmp_path), None, 0)
     assert reader.new_records() == []
-    recorder.step(metrics_of(1), 8)
-    recorder.step(metrics_of(2), 8)
+    recorder.step(metrics_of(1), 8 * 1, 8)
+    recorder.step(metrics_of(2), 8 * 2, 8)
     assert [record["iteration"] for record in reader.new_records()] == [1, 2]
     assert recorder.file is not None
     recorder.file.write('{"iteration": 3')
@@ -185,9 +186,9 @@ def test_tensorboard_reads_the_events(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     recorder = Recorder(None, str(tmp_path), 0)
-    recorder.validation(0, 6.5, 8)
-    recorder.step(metrics_of(1), 8)
-    recorder.step(metrics_of(2, loss=4.0), 8)
+    recorder.validation(0, 6.5, 0)
+    recorder.step(metrics_of(1), 8 * 1, 8)
+    recorder.step(metrics_of(2, loss=4.0), 8 * 2, 8)
     recorder.close()
     events = EventAccumulator(str(tmp_path))
     events.Reload()

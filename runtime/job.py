@@ -1,0 +1,82 @@
+"""A job as its flags describe it, and the plan that it makes for itself."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from costmodels import Device
+from costmodels.errors import InputError
+from planner.flags import flag
+from planner.inputs import DEFAULT_ENGINE, resolve_cluster
+from planner.options import BatchOptions, ClusterOptions, ModelOptions, ParallelOptions
+from planner.plan import Plan
+from planner.search import suggest
+from runtime.data import Datasets
+from runtime.options import DataOptions, OutputOptions, TrainingOptions
+from runtime.preflight import PRECISIONS, check_model
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """What to run, and how the ranks find each other."""
+
+    plan: str | None = flag(None, "Plan file of `planner suggest --save`; without it rank 0 plans.")
+    distributed_timeout_minutes: float = flag(10.0, "Minutes after which a stuck collective is an error.")
+
+
+@dataclass(frozen=True)
+class Job:
+    """The flags of a run."""
+
+    model: ModelOptions
+    cluster: ClusterOptions
+    batch: BatchOptions
+    parallel: ParallelOptions
+    training: TrainingOptions
+    data: DataOptions
+    output: OutputOptions
+    run: RunOptions
+
+
+def plan_here(
+    model: ModelOptions,
+    batch: BatchOptions,
+    parallel: ParallelOptions,
+    device: Device | str,
+    world_size: int,
+    local_world_size: int,
+) -> Plan:
+    """The best plan that the runtime can train on `world_size` devices.
+
+    A device without bf16 trains in fp32: the runtime has no fp16.
+    """
+    if parallel.engine != DEFAULT_ENGINE:
+        raise InputError(
+            f"--engine {parallel.engine}: what trains here is {DEFAULT_ENGINE}; leave the flag out, or price "
+            "other engines with `planner suggest`"
+        )
+    spec = model.spec()
+    check_model(spec)
+    pins = parallel.pins(spec)
+    cluster = resolve_cluster(device, world_size, local_world_size)
+    if "precision" not in pins and cluster.device.default_precision not in PRECISIONS:
+        pins = {**pins, "precision": "fp32"}
+    return suggest(
+        spec,
+        world_size=world_size,
+        local_world_size=local_world_size,
+        device=device,
+        global_batch_size=batch.global_batch_size,
+        max_global_batch_size=batch.max_global_batch_size,
+        pin=pins,
+    )
+
+
+def sample_order(job: Job, datasets: Datasets) -> dict[str, Any]:
+    """What the order of the training samples depends on; a checkpoint goes on with the same only."""
+    return {
+        "seed": job.training.seed,
+        "split": job.data.split,
+        "tokens": sum(int(indexed.tokens.size) for indexed in datasets.indexed),
+    }
