@@ -1,0 +1,45 @@
+"""Where a run's tokens come from: blends as they are typed, and the tokenizer of the default corpus."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from benchmarks.parity import MODELS
+from costmodels.errors import InputError
+from runtime.options import DataOptions
+from runtime.text import open_datasets, tokenizer_for
+from tests.runtime.jobs import write_corpus
+
+SPEC = MODELS["gpt2"].model_copy(update={"vocab": 257, "seq": 16})
+
+
+@pytest.mark.parametrize(
+    "typed", [["1 {a} 3 {b}"], ["1 {a}", "3 {b}"], ["1", "{a}", "3", "{b}"]], ids=["one", "pairs", "words"]
+)
+def test_a_blend_is_read_however_it_is_split_into_arguments(tmp_path: Path, typed: list[str]) -> None:
+    names = {}
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        names[name] = write_corpus(tmp_path / name)
+    options = DataOptions(data_path=[text.format(**names) for text in typed], split="90,10,0")
+    train = open_datasets(options, SPEC, seed=1, train_samples=8, valid_samples=0).train
+    assert train is not None
+    assert train.weights == [0.25, 0.75]  # type: ignore[union-attr]
+
+
+def test_a_prefix_may_hold_spaces(tmp_path: Path) -> None:
+    folder = tmp_path / "my data"
+    folder.mkdir()
+    options = DataOptions(data_path=[write_corpus(folder)], split="90,10,0")
+    datasets = open_datasets(options, SPEC, seed=1, train_samples=4, valid_samples=2)
+    assert datasets.train is not None and datasets.valid is not None
+    assert datasets.train.batch([0, 3]).shape == (2, SPEC.seq + 1)
+
+
+def test_the_default_tokenizer_is_gpt2s_where_the_vocabulary_has_room() -> None:
+    assert tokenizer_for(DataOptions(), 50257).name == "gpt2"
+    assert tokenizer_for(DataOptions(), 50256).name == "bytes"
+    with pytest.raises(InputError, match="the tokenizer bytes has 257 entries, but the model's vocabulary"):
+        tokenizer_for(DataOptions(), 256)
