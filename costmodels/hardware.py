@@ -69,9 +69,12 @@ class Cluster(Record):
     def _check(self) -> Cluster:
         if self.world_size > self.devices_per_node and self.world_size % self.devices_per_node:
             down = self.world_size // self.devices_per_node * self.devices_per_node
+            fewer = range(self.devices_per_node - 1, 0, -1)
+            local = [size for size in fewer if self.world_size % size == 0][:2]
             raise ValueError(
                 f"world size {self.world_size} is not a multiple of local world size "
-                f"{self.devices_per_node}; use {down} or {down + self.devices_per_node}"
+                f"{self.devices_per_node}; use {down} or {down + self.devices_per_node}, or a local world "
+                f"size of {' or '.join(map(str, local))}"
             )
         return self
 

@@ -6,6 +6,7 @@ from typing import Literal
 
 from pydantic import model_validator
 
+from costmodels.errors import InputError
 from costmodels.hardware import Precision
 from costmodels.words import Count, Record
 
@@ -129,7 +130,12 @@ def even_split(layers: int, stages: int) -> tuple[int, ...]:
 
     >>> even_split(30, 4)
     (8, 8, 7, 7)
+
+    Raises:
+        InputError: a stage would be empty, or there is none.
     """
-    if stages > layers:
-        raise ValueError(f"{stages} stages cannot share {layers} layers: each needs at least one")
+    if not 1 <= stages <= layers:
+        raise InputError(
+            f"{stages} stages cannot share {layers} layers: each needs at least one; use 1 to {layers} stages"
+        )
     return tuple(layers // stages + (stage < layers % stages) for stage in range(stages))

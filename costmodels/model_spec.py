@@ -48,6 +48,9 @@ class ModelSpec(Record):
     norm_eps: Positive = 1e-5
     position: Literal["learned", "rope", "none"] = "learned"
     rope_theta: Positive = 10000.0
+    rope_scaling: str = ""
+    """How rotary frequencies are stretched, such as `llama3` or `yarn`; empty when they are not. It costs
+    nothing and is recorded, because losses depend on it."""
     tied: bool = True
     """The output head shares the weight of the token embedding."""
     linear_bias: bool = True

@@ -22,6 +22,10 @@ Fraction = Annotated[float, Field(ge=0, le=1)]
 """A share of a whole, 0 to 1."""
 
 
+GIB = 2.0**30
+"""Bytes of one GiB, the unit in which people read memory."""
+
+
 class Record(BaseModel):
     """A frozen, validated record that refuses fields it does not know."""
 

@@ -33,6 +33,14 @@ def test_a_partly_filled_node_is_refused_with_the_nearest_sizes() -> None:
         cluster(20, 8)
 
 
+@pytest.mark.parametrize(("world", "local", "sizes"), [(12, 8, "6 or 4"), (127, 8, "1"), (18, 8, "6 or 3")])
+def test_local_world_sizes_that_divide_are_named_and_work(world: int, local: int, sizes: str) -> None:
+    with pytest.raises(ValidationError, match=rf"or a local world size of {sizes}") as caught:
+        cluster(world, local)
+    named = caught.value.errors()[0]["msg"].rpartition(" of ")[2]
+    assert all(cluster(world, int(size)).nodes == world // int(size) for size in named.split(" or "))
+
+
 @pytest.mark.parametrize(
     ("kind", "formats", "precision"),
     [("gpu", ["fp16", "bf16"], "bf16"), ("npu", ["fp16"], "fp16"), ("cpu", ["fp32", "bf16"], "fp32")],
