@@ -34,8 +34,8 @@ def model_from_hf_config(path: str | Path, seq: int | None = None) -> ModelSpec:
 
     `path` is the file or its folder. `seq`, in tokens, is by default `n_positions` of a GPT-2 and the
     lesser of `max_position_embeddings` and 4096 of the others; a longer one extends the positions.
-    `InputError` for a missing or broken file, a model type that is not supported, a missing key or an
-    option that `ModelSpec` cannot express.
+    `InputError` for a missing or broken file, a model type that is not supported, a missing key, an
+    option that `ModelSpec` cannot express, or attention within a window that is shorter than `seq`.
     """
     file = Path(path).expanduser()
     if file.is_dir():
@@ -55,6 +55,12 @@ def model_from_hf_config(path: str | Path, seq: int | None = None) -> ModelSpec:
     positions = fields["max_positions"]
     if seq is None:
         seq = positions if fields["position"] == "learned" else min(positions, LONGEST_DEFAULT_SEQ)
+    window = fields.pop("sliding_window", None)
+    if window is not None and window < seq:
+        raise InputError(
+            f"{origin}: sliding_window {window} is shorter than the sequence of {seq}, and attention within "
+            f"a window is not modelled; give --seq-length up to {window}"
+        )
     fields |= {"seq": seq, "max_positions": max(seq, positions)}
     fields |= {"name": _name(file), "source": f"{file.name} of Hugging Face type {model_type}"}
     return build(ModelSpec, fields, origin)
@@ -97,6 +103,32 @@ def _activation(name: Any) -> str:
     return ACTIVATIONS[name]
 
 
+def _rope_scaling(config: Config) -> str:
+    """The type under which rotary frequencies are stretched; empty when they are not."""
+    # Transformers 5 calls the mapping rope_parameters, and names an absent scaling "default".
+    scaling = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    if not isinstance(scaling, dict):
+        raise ValueError(f"rope_scaling is {scaling!r}, not a mapping")
+    name = scaling.get("rope_type", scaling.get("type"))
+    if name is None and config.get("rope_scaling"):
+        raise ValueError(f"rope_scaling {scaling!r} names no rope_type")
+    return "" if name in (None, "default") else str(name)
+
+
+def _sliding_window(config: Config, default: int | None = None) -> int | None:
+    """Tokens that attention looks back; None for all of them."""
+    window = config.get("sliding_window", default)
+    return None if window is None else _whole(config | {"sliding_window": window}, "sliding_window")
+
+
+def _late_sliding_window(config: Config) -> int | None:
+    """The window of Qwen models, whose layers from `max_window_layers` on use it."""
+    first = _whole(config, "max_window_layers", 28)
+    if not config.get("use_sliding_window") or first >= _whole(config, "num_hidden_layers"):
+        return None
+    return _sliding_window(config, default=4096)
+
+
 def _gpt2(config: Config) -> Config:
     return {
         "layers": config["n_layer"],
@@ -135,6 +167,7 @@ def _llama(config: Config) -> Config:
         "norm_eps": config.get("rms_norm_eps", 1e-6),
         "position": "rope",
         "rope_theta": base or 10000.0,
+        "rope_scaling": _rope_scaling(config),
         "tied": config.get("tie_word_embeddings", False),
         "linear_bias": False,
     }
@@ -143,8 +176,14 @@ def _llama(config: Config) -> Config:
     return fields
 
 
+def _mistral(config: Config) -> Config:
+    # A missing key means Transformers' default.
+    return _llama(config) | {"sliding_window": _sliding_window(config, default=4096)}
+
+
 def _mixtral(config: Config) -> Config:
     return _llama(config) | {
+        "sliding_window": _sliding_window(config),
         "experts": config["num_local_experts"],
         "top_k": config["num_experts_per_tok"],
         "expert_ffn": config["intermediate_size"],
@@ -152,7 +191,7 @@ def _mixtral(config: Config) -> Config:
 
 
 def _qwen2(config: Config) -> Config:
-    return _llama(config) | {"qkv_bias": True}
+    return _llama(config) | {"qkv_bias": True, "sliding_window": _late_sliding_window(config)}
 
 
 def _qwen_experts(config: Config) -> Config:
@@ -178,7 +217,11 @@ def _qwen2_moe(config: Config) -> Config:
 
 
 def _qwen3(config: Config) -> Config:
-    return _llama(config) | {"qk_norm": True, "head_dim": config.get("head_dim") or 128}
+    return _llama(config) | {
+        "qk_norm": True,
+        "head_dim": config.get("head_dim") or 128,
+        "sliding_window": _late_sliding_window(config),
+    }
 
 
 def _qwen3_moe(config: Config) -> Config:
@@ -214,7 +257,7 @@ def _deepseek(config: Config) -> Config:
 READERS: dict[str, Callable[[Config], Config]] = {
     "gpt2": _gpt2,
     "llama": _llama,
-    "mistral": _llama,
+    "mistral": _mistral,
     "mixtral": _mixtral,
     "qwen2": _qwen2,
     "qwen2_moe": _qwen2_moe,

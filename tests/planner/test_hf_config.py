@@ -109,7 +109,57 @@ def test_qwen2_moe_has_shared_experts_and_qkv_biases(tmp_path: Path) -> None:
 def test_mistral_is_read_as_a_llama(tmp_path: Path) -> None:
     # Mistral 7B: 7.24B parameters (huggingface.co/mistralai/Mistral-7B-v0.1).
     config = CONFIGS["llama3-8b"] | {"model_type": "mistral", "vocab_size": 32000, "sliding_window": 4096}
+    config["max_position_embeddings"] = 32768
     assert model_from_hf_config(write(tmp_path / "m", config)).parameters == 7_241_732_096
+
+
+MISTRAL = LLAMA | {"model_type": "mistral"}
+QWEN2 = CONFIGS["qwen2.5-0.5b"]
+
+
+@pytest.mark.parametrize(
+    ("config", "seq", "refused"),
+    [
+        (MISTRAL | {"sliding_window": 4096}, 4096, False),
+        (MISTRAL | {"sliding_window": 4096}, 8192, True),
+        (MISTRAL | {"sliding_window": None}, 8192, False),
+        (MISTRAL, 8192, True),  # Transformers leaves out a value that is its default of 4096.
+        (CONFIGS["mixtral-8x7b"] | {"sliding_window": 4096}, 8192, True),
+        (QWEN2 | {"sliding_window": 4096, "use_sliding_window": False}, 8192, False),
+        (QWEN2 | {"sliding_window": 4096, "use_sliding_window": True, "max_window_layers": 12}, 8192, True),
+        (QWEN2 | {"sliding_window": 4096, "use_sliding_window": True, "max_window_layers": 24}, 8192, False),
+        (CONFIGS["qwen3-8b"] | {"sliding_window": 4096, "use_sliding_window": True}, 8192, True),
+        (LLAMA | {"sliding_window": 16}, 8192, False),  # Not a key of a Llama.
+    ],
+)
+def test_a_window_in_use_must_hold_the_sequence(
+    tmp_path: Path, config: dict[str, Any], seq: int, refused: bool
+) -> None:
+    path = write(tmp_path / "m", config)
+    if not refused:
+        assert model_from_hf_config(path, seq=seq).seq == seq
+        return
+    with pytest.raises(InputError, match=f"sliding_window 4096 .* sequence of {seq}.* up to 4096") as caught:
+        model_from_hf_config(path, seq=seq)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("keys", "kind"),
+    [
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "llama3"),
+        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "linear"),
+        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "yarn"),
+        ({"rope_scaling": {"rope_type": "default"}}, ""),
+        ({"rope_scaling": None}, ""),
+        ({}, ""),
+    ],
+)
+def test_rope_scaling_is_recorded_and_costs_nothing(tmp_path: Path, keys: dict[str, Any], kind: str) -> None:
+    model = model_from_hf_config(write(tmp_path / "m", LLAMA | keys))
+    assert model.rope_scaling == kind
+    plain = model_from_hf_config(write(tmp_path / "p", LLAMA))
+    assert model.flops_per_sequence() == plain.flops_per_sequence()
 
 
 def test_sequence_defaults(tmp_path: Path) -> None:
@@ -166,6 +216,9 @@ def test_a_missing_key_is_named(tmp_path: Path, key: str) -> None:
     [
         (LLAMA | {"attention_bias": True}, "attention_bias True is not supported"),
         (LLAMA | {"hidden_act": "tanh"}, "activation 'tanh'"),
+        (LLAMA | {"rope_scaling": "yarn"}, "rope_scaling is 'yarn', not a mapping"),
+        (LLAMA | {"rope_scaling": {"factor": 2.0}}, "names no rope_type"),
+        (MISTRAL | {"sliding_window": "wide"}, "sliding_window is 'wide', not a whole number"),
         (LLAMA | {"hidden_act": ["silu"]}, "activation"),
         (LLAMA | {"num_hidden_layers": "many"}, "layers is 'many'"),
         (LLAMA | {"num_attention_heads": 60}, "not divisible"),
