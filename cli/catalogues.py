@@ -6,9 +6,10 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-from cli.tables import GIB, billions, console, table
+from cli.tables import billions, console, table
 from costmodels.catalogue import device_names, engine_names, load_device, load_engine, load_model, model_names
 from costmodels.hardware import Device
+from costmodels.words import GIB
 from planner.flags import flag, takes
 
 WIDE = 150
@@ -93,7 +94,7 @@ def _device_row(device: Device) -> list[str]:
     return [
         device.name,
         device.vendor,
-        f"{device.peak_flops[precision] / 1e12:.3g} {precision}",
+        f"{device.peak_flops[precision] / 1e12:.4g} {precision}",
         f"{device.memory_bytes / GIB:.1f}",
         *(f"{rate / 1e9:.4g}" for rate in (device.memory_bandwidth, device.intra_node.bandwidth)),
         f"{device.inter_node.bandwidth / 1e9:.4g}",

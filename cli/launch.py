@@ -12,8 +12,9 @@ from typing import Any
 
 import typer
 
-from cli.tables import GIB, console, table
+from cli.tables import console, table
 from costmodels.errors import InputError
+from costmodels.words import GIB
 from planner.flags import arguments, flag, takes
 from planner.options import BatchOptions, ClusterOptions, ModelOptions, ParallelOptions, check_alone
 from planner.plan import Plan

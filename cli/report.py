@@ -6,9 +6,10 @@ from collections.abc import Iterator
 
 from rich.console import Console
 
-from cli.tables import GIB, billions, console, table
+from cli.tables import billions, console, table
 from costmodels.estimate import Estimate, StageMemory, StepTime
 from costmodels.layout import Layout
+from costmodels.words import GIB
 from planner.plan import Plan
 from planner.ranking import SearchResult
 
@@ -19,11 +20,13 @@ MOST_RANKS = 6
 """Pipeline ranks whose memory is listed; of more, the first, the last and the fullest ones."""
 
 
-def print_report(result: SearchResult, plans: list[Plan], assumed: list[str]) -> None:
+def print_report(result: SearchResult, plans: list[Plan], assumed: list[str], notes: list[str]) -> None:
     """Header, ranking, the winner in detail, and what was rejected."""
     screen = console()
     for line in _header(result, assumed):
         screen.print(line)
+    for note in notes:
+        screen.print(f"note: {note}", markup=False)
     screen.print()
     _print_ranking(screen, plans)
     screen.print()
@@ -49,7 +52,7 @@ def _header(result: SearchResult, assumed: list[str]) -> Iterator[str]:
     for note in assumed:
         yield f"assumed: {note}"
     if problem.pins:
-        yield "pinned: " + " ".join(f"{name}={value}" for name, value in problem.pins.items())
+        yield "pinned: " + ", ".join(f"{name}={value}" for name, value in problem.pins.items())
     yield (
         f"{result.considered:,} layouts considered, {result.legal:,} legal, {result.feasible:,} fit; "
         f"{result.elapsed_s:.3f} s"

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from costmodels.errors import InputError
 from planner import advice
-from planner.flags import flag, takes
+from planner.flags import arguments, flag, ignored, takes
+from planner.inputs import DEFAULT_ENGINE
 from planner.options import BatchOptions, ClusterOptions, ModelOptions, ParallelOptions
+from planner.pins import WherePossible
 from planner.plan import Plan
-from planner.ranking import SearchResult
+from planner.ranking import Problem, SearchResult
 from planner.search import search
+from runtime.options import DataOptions, OutputOptions, TrainingOptions
+from runtime.preflight import PRECISIONS, check_model
 
 
 @dataclass(frozen=True)
@@ -26,6 +31,7 @@ class Output:
 
 
 @takes(
+    unused=ignored(TrainingOptions, DataOptions, OutputOptions, but=Output),
     model=ModelOptions,
     cluster=ClusterOptions,
     batch=BatchOptions,
@@ -38,8 +44,12 @@ def suggest(
     batch: BatchOptions,
     parallel: ParallelOptions,
     output: Output,
+    unused: object,
 ) -> None:
-    """Rank the parallel layouts of a training job by tokens per second."""
+    """Rank the parallel layouts of a training job by tokens per second.
+
+    The other flags of a training command are accepted too, so that one can be pasted; none is used.
+    """
     if output.top < 1:
         raise InputError(f"--top {output.top}: expected a whole number of at least 1")
     spec = model.spec()
@@ -54,15 +64,16 @@ def suggest(
         pin=parallel.pins(spec),
     )
     assumed = [*model.notes(), *cluster.notes()]
+    notes = [*_limits(result.problem), *_not_used(unused)]
     plans = result.plans(output.top) if result.feasible else result.closest(output.top)
     if output.json:
-        for note in assumed:
-            print(f"planner: assumed: {note}", file=sys.stderr)
-        print(json.dumps(as_json(result, plans, assumed), indent=2))
+        for line in [*(f"assumed: {note}" for note in assumed), *(f"note: {note}" for note in notes)]:
+            print(f"planner: {line}", file=sys.stderr)
+        print(json.dumps(as_json(result, plans, assumed, notes), indent=2))
     else:
         from cli.report import print_report  # Rich is loaded only to draw.
 
-        print_report(result, plans, assumed)
+        print_report(result, plans, assumed, notes)
     if not result.feasible:
         raise advice.no_layout_fits(result)
     if output.save is not None:
@@ -70,7 +81,33 @@ def suggest(
         print(f"planner: saved {output.save}", file=sys.stderr)
 
 
-def as_json(result: SearchResult, plans: list[Plan], assumed: list[str]) -> dict[str, Any]:
+def _limits(problem: Problem) -> Iterator[str]:
+    """What the plans leave out, and why this package's runtime could not train them."""
+    if problem.model.experts:
+        yield (
+            "expert parallelism is not searched yet: every data-parallel replica holds all "
+            f"{problem.model.experts} experts of its layers"
+        )
+    if problem.engine.name != DEFAULT_ENGINE:
+        return
+    try:
+        check_model(problem.model)
+    except InputError as error:
+        yield str(error)
+    if problem.precision not in PRECISIONS:
+        yield (
+            f"precision {problem.precision}: the runtime does not train in it; it computes in "
+            f"{' or '.join(PRECISIONS)}"
+        )
+
+
+def _not_used(unused: object) -> Iterator[str]:
+    given = [word for word in arguments(unused) if word.startswith("--")]
+    if given:
+        yield f"not used for planning: {', '.join(dict.fromkeys(given))}"
+
+
+def as_json(result: SearchResult, plans: list[Plan], assumed: list[str], notes: list[str]) -> dict[str, Any]:
     """The answer of `planner suggest --json`."""
     problem = result.problem
     shared = {"version", "model", "cluster", "engine", "considered", "legal", "feasible", "rejected"}
@@ -80,8 +117,12 @@ def as_json(result: SearchResult, plans: list[Plan], assumed: list[str]) -> dict
         "engine": problem.engine.name,
         "precision": problem.precision,
         "batch": {"size": problem.batch.size, "maximum": problem.batch.maximum},
-        "pins": problem.pins,
+        "pins": {
+            name: str(value) if isinstance(value, WherePossible) else value
+            for name, value in problem.pins.items()
+        },
         "assumed": assumed,
+        "notes": notes,
         "considered": result.considered,
         "legal": result.legal,
         "feasible": result.feasible,

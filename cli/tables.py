@@ -9,8 +9,6 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-GIB = float(2**30)
-
 
 def console() -> Console:
     """Standard output, as wide as the terminal, or 80 columns where there is none."""

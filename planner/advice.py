@@ -8,11 +8,10 @@ from dataclasses import replace
 from costmodels.catalogue import device_names, load_device
 from costmodels.errors import InputError, NoLayoutFits
 from costmodels.hardware import Cluster
+from costmodels.words import GIB
 from planner.pins import Pins
 from planner.ranking import Problem, SearchResult, rank
 from planner.space import Batch, obstacle
-
-GIB = float(2**30)
 
 REACH = 64
 """Neighbouring world sizes and batches that are tried, to either side."""

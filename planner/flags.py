@@ -21,9 +21,12 @@ from pydantic import ValidationError
 from costmodels.errors import InputError
 
 
-def flag(default: Any, help: str, *names: str, metavar: str | None = None) -> Any:
-    """A dataclass field that becomes a flag: `names`, or `--field-name` when none is given."""
-    metadata = {"help": help, "names": names, "metavar": metavar}
+def flag(default: Any, help: str, *names: str, metavar: str | None = None, hidden: bool = False) -> Any:
+    """A dataclass field that becomes a flag: `names`, or `--field-name` when none is given.
+
+    A `hidden` one is accepted and left out of the help.
+    """
+    metadata = {"help": help, "names": names, "metavar": metavar, "hidden": hidden}
     if isinstance(default, list):
         return dataclasses.field(default_factory=lambda: list(default), metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)
@@ -62,6 +65,7 @@ def _parameters(group: type) -> list[inspect.Parameter]:
             *flag_names(field),
             help=field.metadata.get("help"),
             metavar=field.metadata.get("metavar"),
+            hidden=field.metadata.get("hidden", False),
             parser=_parser(hints[field.name]),
             show_default=field.default not in (None, False, dataclasses.MISSING),
         )
@@ -77,6 +81,28 @@ def _parameters(group: type) -> list[inspect.Parameter]:
             )
         )
     return parameters
+
+
+def ignored(*groups: type, but: type) -> type:
+    """A dataclass of the flags of `groups`, hidden and None unless given, save those that `but` has too.
+
+    A command that takes it accepts the flags of other commands; `arguments` of an instance names them.
+    """
+    own = {field.name for field in dataclasses.fields(but)}
+    return dataclasses.make_dataclass(
+        "Ignored",
+        [
+            (field.name, typing.get_type_hints(group)[field.name] | None, _unset(field))
+            for group in groups
+            for field in dataclasses.fields(group)
+            if field.name not in own
+        ],
+        frozen=True,
+    )
+
+
+def _unset(field: dataclasses.Field[Any]) -> Any:
+    return flag(None, field.metadata.get("help", ""), *flag_names(field), hidden=True)
 
 
 def takes(**groups: type) -> Callable[[Callable[..., None]], Callable[..., None]]:

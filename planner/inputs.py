@@ -12,9 +12,8 @@ from costmodels.engine import Engine
 from costmodels.errors import InputError
 from costmodels.hardware import Cluster, Device, Precision
 from costmodels.model_spec import ModelSpec
+from costmodels.words import GIB
 from planner.space import Batch
-
-GIB = float(2**30)
 
 DEFAULT_DEVICE = "a100-80g"
 """Device that is assumed when none is named."""
@@ -35,12 +34,17 @@ def resolve_model(model: ModelSpec | str | Path, seq: int | None = None) -> Mode
     """
     if isinstance(model, ModelSpec):
         return with_seq(model, seq)
-    path = Path(model)
-    if path.suffix == ".json" or (path / "config.json").is_file():
+    if is_hf_config(model):
         from planner.hf_config import model_from_hf_config  # Only few runs read such a file.
 
-        return model_from_hf_config(path, seq=seq)
+        return model_from_hf_config(model, seq=seq)
     return with_seq(load_model(str(model)), seq)
+
+
+def is_hf_config(model: str | Path) -> bool:
+    """Whether a model is given as a Hugging Face config.json or its folder."""
+    path = Path(model)
+    return path.suffix == ".json" or (path / "config.json").is_file()
 
 
 def with_seq(model: ModelSpec, seq: int | None) -> ModelSpec:

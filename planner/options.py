@@ -8,12 +8,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from costmodels.catalogue.yaml_files import build
+from costmodels.catalogue.yaml_files import build, is_file_name
 from costmodels.errors import InputError
 from costmodels.model_spec import ModelSpec
 from planner.flags import arguments, flag
-from planner.inputs import DEFAULT_DEVICE, DEFAULT_ENGINE, resolve_model, with_seq
-from planner.pins import Pins, parse_pins
+from planner.inputs import DEFAULT_DEVICE, DEFAULT_ENGINE, is_hf_config, resolve_model
+from planner.pins import Pins, parse_pins, where_possible
 
 DEFAULT_MODEL = "gpt-22b"
 """Model that is assumed when none is given: the GPT of 22 billion parameters of PAI's guide."""
@@ -34,7 +34,9 @@ class ModelOptions:
     model: str | None = flag(None, "Catalogue name, or path of a Hugging Face config.json or a YAML file.")
     num_layers: int | None = flag(None, "Transformer layers.")
     hidden_size: int | None = flag(None, "Width of the residual stream.")
-    ffn_hidden_size: int | None = flag(None, "Inner width of the MLP; 4 x hidden size unless given.")
+    ffn_hidden_size: int | None = flag(
+        None, "Inner width of the MLP; 4 x hidden size unless given, 8/3 x with --swiglu (in steps of 64)."
+    )
     num_attention_heads: int | None = flag(None, "Attention heads.")
     kv_channels: int | None = flag(None, "Width of one head; hidden size / heads unless given.")
     group_query_attention: bool = flag(False, "Use grouped-query attention.")
@@ -62,15 +64,16 @@ class ModelOptions:
         changes = self._changes()
         if self.model is None and {"layers", "hidden", "heads"} & changes.keys():
             return self._from_dimensions(changes)
-        base = resolve_model(self.model or DEFAULT_MODEL)
-        if "seq" in changes and "max_positions" not in changes:
-            base = with_seq(base, changes.pop("seq"))
+        base = resolve_model(self.model or DEFAULT_MODEL, changes.pop("seq", None))
         return self._changed(base, changes) if changes else base
 
     def notes(self) -> list[str]:
         """What was assumed because no flag said it."""
         if self.model is not None:
-            return []
+            if self.seq_length is not None or not (is_file_name(self.model) or is_hf_config(self.model)):
+                return []
+            spec = self.spec()
+            return [f"sequence length {spec.seq} of at most {spec.max_positions} (no --seq-length given)"]
         if self.num_layers is None:
             return [f"no model given: {DEFAULT_MODEL} (the GPT of PAI's guide)"]
         return [] if self.vocab_size else [f"no --vocab-size given: {DEFAULT_VOCAB} (GPT-2)"]
@@ -133,34 +136,59 @@ class ModelOptions:
             raise InputError(
                 f"a model by its dimensions also needs {', '.join(missing)} (or give --model NAME)"
             )
-        if changes.get("experts"):
-            changes.setdefault("top_k", 2)
-            changes.setdefault("expert_ffn", changes.get("ffn", 4 * changes["hidden"]))
+        changes.setdefault("ffn", _usual_ffn(changes["hidden"], self.swiglu))
         changes.setdefault("vocab", DEFAULT_VOCAB)
         name = f"gpt-{changes['layers']}x{changes['hidden']}"
-        return build(ModelSpec, {"name": name} | changes, "model")
+        return self._built({"name": name} | changes, "model")
 
     def _changed(self, base: ModelSpec, changes: dict[str, Any]) -> ModelSpec:
         """`base` with the fields that flags set; what followed from a changed width follows again."""
         values = base.model_dump(exclude={"published_parameters", "source"})
-        if "hidden" in changes and "ffn" not in changes:
-            if base.ffn != 4 * base.hidden:
+        hidden, gated = changes.get("hidden", base.hidden), changes.get("gated", base.gated)
+        if (hidden, gated) != (base.hidden, base.gated) and "ffn" not in changes:
+            if base.ffn != _usual_ffn(base.hidden, base.gated):
+                gate = "--swiglu" if gated else "--squared-relu"
+                flag_text = f"--hidden-size {hidden}" if hidden != base.hidden else gate
                 raise InputError(
-                    f"--hidden-size {changes['hidden']} changes {base.name}, whose MLP is {base.ffn} wide: "
+                    f"{flag_text} changes {base.name}, whose MLP is {base.ffn} wide: "
                     "give --ffn-hidden-size too"
                 )
-            values.pop("ffn")
+            values["ffn"] = _usual_ffn(hidden, gated)
         if {"hidden", "heads"} & changes.keys() and "head_dim" not in changes:
             values.pop("head_dim")
         if "heads" in changes and base.kv_heads == base.heads:
             values.pop("kv_heads")
-        if changes.get("seq", base.seq) > changes.get("max_positions", base.max_positions):
+        if base.seq > changes.get("max_positions", base.max_positions):
             raise InputError(
-                f"--seq-length {changes.get('seq', base.seq)} is longer than "
-                f"--max-position-embeddings {changes.get('max_positions', base.max_positions)}"
+                f"--seq-length {base.seq} is longer than --max-position-embeddings {changes['max_positions']}"
             )
+        if changes.get("position", base.position) != "rope":
+            values["rope_scaling"] = ""
+        if not base.experts:  # Their sizes, zero in a dense model, are the defaults again.
+            values = {name: value for name, value in values.items() if name not in ("top_k", "expert_ffn")}
         name = f"{base.name} (changed)"
-        return build(ModelSpec, values | changes | {"name": name}, f"model {name}")
+        return self._built(values | changes | {"name": name}, f"model {name}")
+
+    def _built(self, values: dict[str, Any], origin: str) -> ModelSpec:
+        """The model of `values`, with the defaults that the flags of experts promise."""
+        if values.get("experts"):
+            values = {"top_k": 2, "expert_ffn": values["ffn"]} | values
+        spec = build(ModelSpec, values, origin)
+        if self.rotary_base is not None and spec.position != "rope":
+            raise InputError(
+                f"--rotary-base {self.rotary_base:g}: {spec.name} has no rotary positions; add "
+                "--position-embedding-type rope or leave it out"
+            )
+        return spec
+
+
+def _usual_ffn(hidden: int, gated: bool) -> int:
+    """Width of the MLP that Megatron-LM assumes (arguments.py `validate_args`).
+
+    Four times the residual; of a gated MLP two thirds of that, rounded down to a multiple of 64, so that
+    three matrices hold what two did.
+    """
+    return int((4 * hidden * 2 / 3) / 64) * 64 if gated else 4 * hidden
 
 
 def check_alone(*groups: object) -> None:
@@ -215,11 +243,13 @@ class ParallelOptions:
     num_layers_per_virtual_pipeline_stage: int | None = flag(
         None, "Fix virtual_pipeline_parallel by the layers of one chunk."
     )
-    sequence_parallel: bool = flag(False, "Fix sequence_parallel=true.")
+    sequence_parallel: bool = flag(False, "Fix sequence_parallel=true wherever tensor_parallel > 1.")
     micro_batch_size: int | None = flag(None, "Fix micro_batch_size.")
     recompute_granularity: str | None = flag(None, "Fix recompute: full or selective.")
     recompute_activations: bool = flag(False, "Fix recompute=selective.")
-    use_distributed_optimizer: bool = flag(False, "Fix zero_stage=1.")
+    recompute_method: str | None = flag(None, "With --recompute-granularity full: uniform.")
+    recompute_num_layers: int | None = flag(None, "With --recompute-method uniform: 1.")
+    use_distributed_optimizer: bool = flag(False, "Fix zero_stage=1 wherever data_parallel > 1.")
     bf16: bool = flag(False, "Train in bf16; the device's usual format unless one is given.")
     fp16: bool = flag(False, "Train in fp16.")
     fp32: bool = flag(False, "Train in fp32.")
@@ -235,23 +265,41 @@ class ParallelOptions:
             raise InputError(
                 f"--recompute-granularity {self.recompute_granularity}: expected {' or '.join(granularities)}"
             )
+        self._check_recompute()
         pairs = [
             ("tensor_parallel", self.tensor_model_parallel_size),
             ("pipeline_parallel", self.pipeline_model_parallel_size),
             ("virtual_pipeline_parallel", self.num_virtual_stages_per_pipeline_rank),
-            ("sequence_parallel", self.sequence_parallel or None),
             ("micro_batch_size", self.micro_batch_size),
             ("recompute", self.recompute_granularity),
             ("recompute", "selective" if self.recompute_activations else None),
-            ("zero_stage", 1 if self.use_distributed_optimizer else None),
             *(("precision", kind if getattr(self, kind) else None) for kind in ("bf16", "fp16", "fp32")),
         ]
         strings = [*self.pin, *(f"{name}={value}" for name, value in pairs if value is not None)]
         pins = parse_pins(strings)
-        if self.num_layers_per_virtual_pipeline_stage is None:
-            return pins
-        chunks = self._chunks(model, pins, self.num_layers_per_virtual_pipeline_stage)
-        return parse_pins([*strings, f"virtual_pipeline_parallel={chunks}"])
+        if self.num_layers_per_virtual_pipeline_stage is not None:
+            chunks = self._chunks(model, pins, self.num_layers_per_virtual_pipeline_stage)
+            pins = parse_pins([*strings, f"virtual_pipeline_parallel={chunks}"])
+        # Megatron-LM's scripts set both whatever the layout: they do nothing in a group of one.
+        if self.sequence_parallel:
+            pins = where_possible(pins, "sequence_parallel", True)
+        if self.use_distributed_optimizer:
+            pins = where_possible(pins, "zero_stage", 1)
+        return pins
+
+    def _check_recompute(self) -> None:
+        """Refuse what full recomputation, which keeps the input of every layer, does not do."""
+        given = {
+            "--recompute-method": (self.recompute_method, "uniform"),
+            "--recompute-num-layers": (self.recompute_num_layers, 1),
+        }
+        for name, (value, known) in given.items():
+            if value is not None and self.recompute_granularity != "full":
+                raise InputError(f"{name} {value} needs --recompute-granularity full")
+            if value not in (None, known):
+                raise InputError(
+                    f"{name} {value}: only {known} is planned, where every layer is recomputed by itself"
+                )
 
     def _chunks(self, model: ModelSpec, pins: Pins, layers: int) -> int:
         flag_text = f"--num-layers-per-virtual-pipeline-stage {layers}"

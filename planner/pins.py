@@ -11,7 +11,18 @@ from costmodels.errors import InputError
 from costmodels.hardware import Precision
 from costmodels.layout import SHORT_NAMES, Layout, Recompute, Schedule
 
-PinValue = int | bool | str | tuple[int, ...]
+
+@dataclass(frozen=True)
+class WherePossible:
+    """A value that holds wherever the group it needs has two ranks at least; elsewhere zero or false."""
+
+    value: int | bool
+
+    def __str__(self) -> str:
+        return f"{self.value} where possible"
+
+
+PinValue = int | bool | str | tuple[int, ...] | WherePossible
 Pins = dict[str, PinValue]
 """Values by the full name of a field of `Layout`, validated."""
 
@@ -39,6 +50,9 @@ _ALWAYS_ONE = ("context_parallel", "expert_parallel", "expert_tensor_parallel")
 """Degrees that the search does not vary."""
 
 ZERO_STAGES = (0, 1, 2, 3)
+
+GROUPED = ("sequence_parallel", "zero_stage")
+"""Degrees that need a group of ranks: the tensor-parallel and the data-parallel one."""
 
 
 @dataclass(frozen=True)
@@ -73,6 +87,17 @@ def parse_pins(pin: PinInput) -> Pins:
     return pins
 
 
+def where_possible(pins: Pins, name: str, value: int | bool) -> Pins:
+    """`pins` and `name` (one of `GROUPED`), fixed wherever its group allows; a strict pin of `value` stays.
+
+    Raises `InputError` when another value is pinned.
+    """
+    pinned = pins.get(name, WherePossible(value))
+    if pinned not in (value, WherePossible(value)):
+        raise InputError(f"pin {name} is given twice: {pinned} and {value}")
+    return {**pins, name: pinned}
+
+
 def _items(pin: PinInput) -> Iterable[_Item]:
     if pin is None:
         return
@@ -98,6 +123,11 @@ def _full_name(name: str) -> str:
 
 
 def _value(item: _Item) -> PinValue:
+    if isinstance(item.value, WherePossible):
+        if item.name not in GROUPED:
+            raise item.wrong(f"a plain value: only {' and '.join(GROUPED)} need a group")
+        _value(_Item(item.name, item.value.value))
+        return item.value
     text = str(item.value).strip().lower()
     if item.name == "sequence_parallel":
         if text not in _WORDS:

@@ -5,8 +5,7 @@ from __future__ import annotations
 from costmodels.estimate import Estimate, StepTime
 from costmodels.hardware import Cluster
 from costmodels.layout import Layout
-
-GIB = float(2**30)
+from costmodels.words import GIB
 
 Candidate = tuple[Layout, Estimate]
 

@@ -18,7 +18,7 @@ from costmodels.hardware import Precision
 from costmodels.layout import Recompute, even_split
 from costmodels.model_spec import ModelSpec
 from costmodels.table import RECOMPUTE_KINDS, Bools, Ints, LayoutTable
-from planner.pins import ZERO_STAGES, Pins, PinValue
+from planner.pins import ZERO_STAGES, Pins, PinValue, WherePossible
 from planner.rules import RULES, Degrees, divisors
 
 AXES = 6
@@ -82,10 +82,10 @@ def grid(model: ModelSpec, world_size: int, batch: Batch, pins: Pins) -> Degrees
     tp, pp, dp = (_along(0, mesh[:, column]) for column in range(3))
     vpp = _along(1, _chunks(model, pins))
     mbs = _along(2, _chosen(pins, "micro_batch_size", micro_batch_sizes(batch)))
-    sp = _along(3, _chosen(pins, "sequence_parallel", (False, True))).astype(bool)
+    sp = _grouped(pins, "sequence_parallel", tp, _along(3, (False, True))).astype(bool)
     kinds = _chosen(pins, "recompute", RECOMPUTE_KINDS)
     recompute = _along(4, [RECOMPUTE_KINDS.index(_kind(kind)) for kind in kinds])
-    zero = _along(5, _chosen(pins, "zero_stage", ZERO_STAGES))
+    zero = _grouped(pins, "zero_stage", dp, _along(5, ZERO_STAGES))
     split = pins.get("layers_per_stage")
     one = _along(0, [1])
     entries, layers = pp * vpp, _along(0, [model.layers])
@@ -193,6 +193,16 @@ def _along(axis: int, values: Sequence[int] | Sequence[PinValue] | Ints) -> Ints
 
 def _chosen(pins: Pins, name: str, values: Sequence[PinValue]) -> Sequence[PinValue]:
     return (pins[name],) if name in pins else values
+
+
+def _grouped(pins: Pins, name: str, size: Ints, values: Ints) -> Ints:
+    """A degree that needs a group of `size` ranks; where only possible it follows the size's axis."""
+    if name not in pins:
+        return values
+    pin = pins[name]
+    if isinstance(pin, WherePossible):
+        return np.where(size > 1, pin.value, 0)
+    return _along(0, [pin])
 
 
 def _kind(value: PinValue) -> Recompute:

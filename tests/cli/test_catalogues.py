@@ -56,3 +56,6 @@ def test_devices_state_memory_and_peaks(
     lines = printed(["devices"], monkeypatch, capsys).splitlines()
     line = next(line for line in lines if line.startswith("a100-80g"))
     assert "312 bf16" in line and "2039" in line
+    rows = "\n".join(lines)
+    assert "2250 bf16" in rows and "989.4 bf16" in rows
+    assert "e+" not in rows

@@ -91,19 +91,91 @@ def test_save_writes_a_plan_that_loads(planner: Any, tmp_path: Path) -> None:
 
 def test_pins_and_megatrons_flags_are_obeyed(planner: Any) -> None:
     words = ("--global-batch-size", "64", "--json", "--top", "5")
-    _, by_pin, _ = planner(*SMALL, *words, "--pin", "tp=2", "--pin", "sp=true", "--pin", "zero=1")
+    grid = ("--pin", "dp=4", "--pin", "tp=2")
+    _, by_pin, _ = planner(*SMALL, *words, *grid, "--pin", "sp=true", "--pin", "zero=1")
     _, by_flag, _ = planner(
-        *SMALL,
-        *words,
-        "--tensor-model-parallel-size",
-        "2",
-        "--sequence-parallel",
-        "--use-distributed-optimizer",
+        *SMALL, *words, *grid, "--sequence-parallel", "--use-distributed-optimizer", "--bf16"
     )
     assert json.loads(by_pin)["plans"] == json.loads(by_flag)["plans"]
     for plan in json.loads(by_pin)["plans"]:
         layout = plan["layout"]
         assert (layout["tensor_parallel"], layout["sequence_parallel"], layout["zero_stage"]) == (2, True, 1)
+
+
+def test_megatrons_switches_do_nothing_in_a_group_of_one(planner: Any) -> None:
+    switches = ("--use-distributed-optimizer", "--sequence-parallel")
+    words = ("suggest", "--world-size", "8", "--global-batch-size", "32", "--json")
+    code, out, _ = planner(*words, *switches, "--tensor-model-parallel-size", "8")
+    answer = json.loads(out)
+    assert code == 0
+    assert {
+        (plan["layout"]["zero_stage"], plan["layout"]["sequence_parallel"]) for plan in answer["plans"]
+    } == {(0, True)}
+    assert answer["pins"]["zero_stage"] == "1 where possible"
+    too_big = answer["rejected"].get("device_memory", 0)
+    assert answer["considered"] == answer["legal"] + sum(answer["rejected"].values()) - too_big
+    code, _, err = planner(*words, "--tensor-model-parallel-size", "8", "--pin", "zero_stage=1")
+    assert code == 2 and "zero_stage 1 needs data_parallel of at least 2" in err
+
+
+PASTED = [
+    *("--train-iters", "100", "--lr", "2.0e-4", "--min-lr", "2.0e-4", "--log-interval", "10"),
+    *("--vocab-file", "gpt2-vocab.json", "--merge-file", "gpt2-merges.txt", "--data-path", "wikitext_text"),
+]
+
+
+def test_a_pasted_training_command_is_planned_and_says_what_it_does_not_use(planner: Any) -> None:
+    words = (*SMALL, "--max-global-batch-size", "32", "--json")
+    _, plain, _ = planner(*words)
+    code, out, err = planner(*words, *PASTED)
+    answer = json.loads(out)
+    assert code == 0
+    assert answer["plans"] == json.loads(plain)["plans"]
+    assert json.loads(plain)["notes"] == []
+    (note,) = answer["notes"]
+    assert note.startswith("not used for planning: ")
+    given = {word for word in PASTED if word.startswith("--")}
+    assert set(note.partition(": ")[2].split(", ")) == given
+    assert f"planner: note: {note}" in err
+    code, out, _ = planner(*SMALL, "--max-global-batch-size", "32", *PASTED)
+    assert "note: not used for planning: --train-iters" in out
+
+
+def test_save_names_the_plan_also_beside_flags_of_a_run(planner: Any, tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    code, out, _ = planner(
+        *SMALL, "--global-batch-size", "64", "--json", "--save", str(path), "--save-interval", "5"
+    )
+    assert code == 0 and path.is_file()
+    assert json.loads(out)["notes"] == ["not used for planning: --save-interval"]
+
+
+@pytest.mark.parametrize(
+    ("words", "notes"),
+    [
+        (("--model", "gpt2-124m"), []),
+        (
+            ("--model", "mixtral-8x7b"),
+            ["expert parallelism is not searched yet", "the runtime does not train mixture of experts"],
+        ),
+        (("--model", "mixtral-8x7b", "--engine", "megatron"), ["expert parallelism is not searched yet"]),
+        (("--model", "gpt2-124m", "--fp16"), ["precision fp16: the runtime does not train in it"]),
+        (("--model", "gpt2-124m", "--fp16", "--engine", "megatron"), []),
+        (("--model", "qwen3-8b"), ["the runtime does not train query/key norms"]),
+    ],
+)
+def test_plans_that_the_runtime_cannot_train_are_noted(
+    planner: Any, words: tuple[str, ...], notes: list[str]
+) -> None:
+    command = ("suggest", "--world-size", "64", "--global-batch-size", "64", "--device", "h100", *words)
+    code, out, err = planner(*command, "--json", "--top", "1")
+    found = json.loads(out)["notes"]
+    assert code == 0
+    assert len(found) == len(notes)
+    assert all(part in note for part, note in zip(notes, found, strict=True))
+    assert err.count("planner: note: ") == len(notes)
+    _, printed, _ = planner(*command, "--top", "1")
+    assert printed.count("note: ") == len(notes)
 
 
 def test_when_nothing_fits_the_closest_plans_are_shown_and_the_code_is_3(planner: Any) -> None:
@@ -140,7 +212,11 @@ def test_when_nothing_fits_the_closest_plans_are_shown_and_the_code_is_3(planner
             (*SMALL, "--global-batch-size", "7", "--pin", "dp=8"),
             "data_parallel 8 exceeds the global batch of 7",
         ),
-        (("suggest", "--world-size", "12", "--max-global-batch-size", "8"), "use 8 or 16"),
+        (
+            ("suggest", "--world-size", "12", "--max-global-batch-size", "8"),
+            "use 8 or 16, or a local world size of 6",
+        ),
+        ((*SMALL, "--max-global-batch-size", "8", "--train-iters", "x"), "'x' is not a whole number"),
         (
             (*SMALL, "--max-global-batch-size", "8", "--save", "/none/plan.json"),
             "plan /none/plan.json: cannot be written",
@@ -179,6 +255,7 @@ def test_help_and_version(planner: Any) -> None:
     assert code == 0 and out.startswith("planner ")
     code, out, _ = planner("suggest", "--help")
     assert code == 0 and "--max-global-batch-size" in out
+    assert "--train-iters" not in out and "pasted" in out
 
 
 def test_suggest_loads_neither_torch_nor_what_it_does_not_draw_with() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +12,7 @@ from costmodels import ModelSpec
 from costmodels.catalogue import load_model
 from costmodels.errors import InputError
 from planner.options import BatchOptions, ClusterOptions, ModelOptions, ParallelOptions
+from planner.pins import WherePossible
 
 NAMES = {"name", "source", "published_parameters"}
 
@@ -91,6 +94,78 @@ def test_flags_override_a_named_model() -> None:
     assert (narrow.ffn, narrow.kv_heads, narrow.head_dim) == (4096, 16, 64)
 
 
+@pytest.mark.parametrize(
+    ("hidden", "width"),
+    # int((4 h * 2 / 3) / 64) * 64, as Megatron-LM's arguments.py has it.
+    [(4096, 10880), (5120, 13632), (6144, 16384), (1024, 2688)],
+)
+def test_a_gated_mlp_has_megatrons_width(hidden: int, width: int) -> None:
+    sizes = {"num_layers": 2, "num_attention_heads": 16, "seq_length": 64, "hidden_size": hidden}
+    assert ModelOptions(**sizes, swiglu=True).spec().ffn == width
+    assert ModelOptions(**sizes, swiglu=True, ffn_hidden_size=512).spec().ffn == 512
+    assert ModelOptions(**sizes).spec().ffn == 4 * hidden
+
+
+def test_a_named_model_that_becomes_gated_gets_that_width_and_one_that_is_keeps_its_own() -> None:
+    gated = ModelOptions(model="gpt-22b", swiglu=True).spec()
+    assert (gated.gated, gated.activation, gated.ffn) == (True, "silu", 16384)
+    narrow = ModelOptions(model="gpt-22b", swiglu=True, hidden_size=4096).spec()
+    assert narrow.ffn == 10880
+    assert ModelOptions(model="llama2-7b", swiglu=True).spec().ffn == 11008
+
+
+def test_experts_of_a_named_dense_model_have_the_promised_defaults() -> None:
+    mixture = ModelOptions(model="llama2-7b", num_experts=8).spec()
+    assert (mixture.experts, mixture.top_k, mixture.expert_ffn) == (8, 2, 11008)
+    fine = ModelOptions(model="llama2-7b", num_experts=8, moe_router_topk=4, moe_ffn_hidden_size=512).spec()
+    assert (fine.top_k, fine.expert_ffn) == (4, 512)
+    more = ModelOptions(model="mixtral-8x7b", num_experts=16).spec()
+    assert (more.top_k, more.expert_ffn) == (2, 14336)
+
+
+def test_a_rotary_base_goes_with_rotary_positions() -> None:
+    assert ModelOptions(model="llama2-7b", rotary_base=1e6).spec().rope_theta == 1e6
+    assert ModelOptions(rotary_base=1e6, position_embedding_type="rope").spec().rope_theta == 1e6
+
+
+LLAMA_CONFIG = {
+    "model_type": "mistral", "vocab_size": 32000, "max_position_embeddings": 32768, "num_hidden_layers": 2,
+    "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "sliding_window": 1024,
+}  # fmt: skip
+
+
+def test_the_sequence_length_of_a_file_is_said_unless_it_is_given(tmp_path: Path) -> None:
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(LLAMA_CONFIG | {"sliding_window": None}))
+    for path in (str(config), str(tmp_path)):
+        assert ModelOptions(model=path).notes() == [
+            "sequence length 4096 of at most 32768 (no --seq-length given)"
+        ]
+    assert ModelOptions(model=str(config), seq_length=512).notes() == []
+    file = tmp_path / "mine.yaml"
+    file.write_text("layers: 4\nhidden: 256\nheads: 8\nvocab: 1000\nseq: 128\n")
+    assert "sequence length 128" in ModelOptions(model=str(file)).notes()[0]
+
+
+def test_the_sliding_window_is_held_against_the_sequence_that_is_trained(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_CONFIG))
+    with pytest.raises(InputError, match="sliding_window 1024 is shorter than the sequence of 4096"):
+        ModelOptions(model=str(tmp_path)).spec()
+    with pytest.raises(InputError, match=r"shorter than the sequence of 1025.*--seq-length up to 1024"):
+        ModelOptions(model=str(tmp_path), seq_length=1025).spec()
+    assert ModelOptions(model=str(tmp_path), seq_length=1024).spec().seq == 1024
+
+
+def test_rope_scaling_goes_with_rotary_positions(tmp_path: Path) -> None:
+    scaled = {"rope_type": "yarn", "factor": 4.0}
+    (tmp_path / "config.json").write_text(
+        json.dumps(LLAMA_CONFIG | {"sliding_window": None, "rope_scaling": scaled})
+    )
+    path = str(tmp_path)
+    assert ModelOptions(model=path, rotary_base=1e6).spec().rope_scaling == "yarn"
+    assert ModelOptions(model=path, position_embedding_type="none").spec().rope_scaling == ""
+
+
 def test_a_longer_sequence_extends_the_positions() -> None:
     longer = ModelOptions(seq_length=4096).spec()
     assert (longer.seq, longer.max_positions) == (4096, 4096)
@@ -115,6 +190,11 @@ def test_a_longer_sequence_extends_the_positions() -> None:
         ({"model": "llama2-7b", "hidden_size": 2048}, "whose MLP is 11008 wide: give --ffn-hidden-size too"),
         ({"seq_length": 4096, "max_position_embeddings": 2048}, "--seq-length 4096 is longer than"),
         ({"vocab_size": 0}, "vocab is 0"),
+        ({"rotary_base": 1e6}, "--rotary-base 1e+06: gpt-22b (changed) has no rotary positions"),
+        (
+            {"model": "llama2-7b", "squared_relu": True},
+            "--squared-relu changes llama2-7b, whose MLP is 11008 wide: give --ffn-hidden-size too",
+        ),
     ],
 )
 def test_wrong_model_flags_end_in_one_line(flags: dict[str, Any], line: str) -> None:
@@ -145,14 +225,25 @@ def test_megatrons_parallel_flags_are_pins() -> None:
         "tensor_parallel": 4,
         "pipeline_parallel": 8,
         "virtual_pipeline_parallel": 2,
-        "sequence_parallel": True,
+        "sequence_parallel": WherePossible(True),
         "micro_batch_size": 2,
         "recompute": "full",
-        "zero_stage": 1,
+        "zero_stage": WherePossible(1),
         "precision": "bf16",
     }
     assert ParallelOptions().pins(GPT) == {}
     assert ParallelOptions(recompute_activations=True).pins(GPT) == {"recompute": "selective"}
+    uniform = ParallelOptions(
+        recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1
+    )
+    assert uniform.pins(GPT) == {"recompute": "full"}
+
+
+def test_a_strict_pin_outlives_the_flag_that_says_the_same() -> None:
+    options = ParallelOptions(
+        pin=["zero=1", "sp=true"], use_distributed_optimizer=True, sequence_parallel=True
+    )
+    assert options.pins(GPT) == {"zero_stage": 1, "sequence_parallel": True}
 
 
 @pytest.mark.parametrize(
@@ -160,6 +251,17 @@ def test_megatrons_parallel_flags_are_pins() -> None:
     [
         ({"pin": ["tp=2"], "tensor_model_parallel_size": 4}, "pin tensor_parallel is given twice: 2 and 4"),
         ({"bf16": True, "fp16": True}, "pin precision is given twice"),
+        ({"pin": ["zero=3"], "use_distributed_optimizer": True}, "pin zero_stage is given twice: 3 and 1"),
+        ({"pin": ["sp=no"], "sequence_parallel": True}, "sequence_parallel is given twice: False and True"),
+        ({"recompute_method": "uniform"}, "--recompute-method uniform needs --recompute-granularity full"),
+        (
+            {"recompute_granularity": "full", "recompute_method": "block"},
+            "--recompute-method block: only uniform is planned",
+        ),
+        (
+            {"recompute_granularity": "full", "recompute_num_layers": 4},
+            "--recompute-num-layers 4: only 1 is planned",
+        ),
         ({"recompute_granularity": "half"}, "--recompute-granularity half: expected full or selective"),
         ({"recompute_granularity": "full", "recompute_activations": True}, "pin recompute is given twice"),
         ({"num_layers_per_virtual_pipeline_stage": 3}, "needs --pipeline-model-parallel-size"),

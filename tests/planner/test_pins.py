@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from costmodels.errors import InputError
-from planner.pins import parse_pins
+from planner.pins import WherePossible, parse_pins, where_possible
 
 
 def test_short_and_full_names_and_all_kinds_of_values() -> None:
@@ -47,6 +47,8 @@ def test_short_and_full_names_and_all_kinds_of_values() -> None:
         (["tp=2", "tensor_parallel=4"], "pin tensor_parallel is given twice: 2 and 4"),
         (["schedule=1f1b", "vpp=2"], "pin schedule=1f1b contradicts virtual_pipeline_parallel=2"),
         ({"tp": True}, "pin tensor_parallel=True: expected a whole number"),
+        ({"zero": WherePossible(7)}, "pin zero_stage=7: expected one of 0, 1, 2, 3"),
+        ({"tp": WherePossible(2)}, "pin tensor_parallel=2 where possible: expected a plain value"),
     ],
 )
 def test_wrong_pins_are_refused_in_one_line(pin: Any, line: str) -> None:
@@ -54,3 +56,12 @@ def test_wrong_pins_are_refused_in_one_line(pin: Any, line: str) -> None:
         parse_pins(pin)
     assert line in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_where_possible_survives_another_parse_and_refuses_another_value() -> None:
+    pins = where_possible(parse_pins("tp=2"), "zero_stage", 1)
+    assert parse_pins(pins) == pins == {"tensor_parallel": 2, "zero_stage": WherePossible(1)}
+    assert where_possible(pins, "zero_stage", 1) == pins
+    assert where_possible(parse_pins("zero=1"), "zero_stage", 1) == {"zero_stage": 1}
+    with pytest.raises(InputError, match="pin zero_stage is given twice: 2 and 1"):
+        where_possible(parse_pins("zero=2"), "zero_stage", 1)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from costmodels import Layout, ModelSpec, even_split
 from costmodels.errors import InputError
-from planner.pins import Pins
+from planner.pins import Pins, WherePossible
 from planner.rules import RULES, first_illegal
 from planner.space import Batch, build, micro_batch_sizes
 
@@ -133,6 +133,27 @@ def test_pins_leave_only_what_agrees_and_still_add_up(pins: Pins, holds: Any) ->
             {key(free.layout(row)) for row in range(len(free))} if "micro_batch_size" not in pins else None
         )
         assert every is None or {key(layout) for layout in layouts} <= every
+
+
+def test_where_possible_is_the_value_in_groups_and_off_elsewhere() -> None:
+    pins: Pins = {"zero_stage": WherePossible(1), "sequence_parallel": WherePossible(True)}
+    space = build(spec(), 8, Batch(24, True), "bf16", pins)
+    free = build(spec(), 8, Batch(24, True), "bf16", {})
+    layouts = [space.table.layout(row) for row in range(len(space.table))]
+    every = [free.table.layout(row) for row in range(len(free.table))]
+    wanted = [
+        layout
+        for layout in every
+        if layout.zero_stage == (layout.data_parallel > 1)
+        and layout.sequence_parallel == (layout.tensor_parallel > 1)
+    ]
+    assert {key(layout) for layout in layouts} == {key(layout) for layout in wanted}
+    assert len(layouts) == len(wanted)
+    kinds = {(layout.zero_stage, layout.sequence_parallel) for layout in layouts}
+    assert kinds == {(0, True), (1, False), (1, True)}
+    assert space.considered == len(layouts) + sum(space.illegal.values())
+    assert free.considered == 8 * space.considered  # Four stages, with sequence parallelism and without.
+    assert not {"zero_group", "sequence_parallel_group"} & space.illegal.keys()
 
 
 def test_a_maximum_batch_is_used_up_to_the_last_whole_unit() -> None:
