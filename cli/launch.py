@@ -198,7 +198,7 @@ class _Display:
 
         self.progress = Progress(
             TextColumn("training"),
-            BarColumn(),
+            BarColumn(bar_width=20),
             MofNCompleteColumn(),
             TimeRemainingColumn(),
             TextColumn("{task.description}"),

@@ -24,6 +24,7 @@ def check_model(spec: ModelSpec) -> None:
             ("mixture of experts", bool(spec.experts)),
             ("latent attention", spec.latent_attention is not None),
             ("query/key norms", spec.qk_norm),
+            (f"{spec.rope_scaling} rope scaling", bool(spec.rope_scaling)),
         )
         if needed
     ]
