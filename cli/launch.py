@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 import sys
 from datetime import datetime, timedelta
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import Any
 import typer
 
 from cli.tables import console, table
+from costmodels.catalogue.host import available_cores
 from costmodels.errors import InputError
 from costmodels.words import GIB
 from planner.flags import arguments, flag, takes
@@ -114,7 +114,7 @@ def _plan(
         raise InputError(f"--device {cluster.device}: this machine has no GPUs; leave it out or give cpu")
     if cluster.world_size is not None and cluster.world_size < 1:
         raise InputError(f"--world-size {cluster.world_size}: must be at least 1")
-    ranks = cluster.world_size or gpus or min(MOST_CPU_RANKS, os.cpu_count() or 1)
+    ranks = cluster.world_size or gpus or min(MOST_CPU_RANKS, available_cores())
     if cluster.local_world_size not in (None, ranks):
         raise InputError(
             f"--local-world-size {cluster.local_world_size}: all {ranks} ranks start on this machine; "

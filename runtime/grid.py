@@ -52,6 +52,6 @@ def build_grid(layout: Layout, device: torch.device) -> Grid:
     if layout.pipeline_parallel > 1:
         for column in ranks.T.tolist():
             group = dist.new_group([column[0], column[-1]])
-            if dist.get_rank() in (column[0], column[-1]):
+            if isinstance(group, dist.ProcessGroup) and dist.get_rank() in (column[0], column[-1]):
                 embedding_group = group
     return Grid(mesh, device, pp, dp_replicate + dp_shard, tp, embedding_group)

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
+from costmodels.catalogue.host import available_cores
 from runtime.metrics_file import MetricsReader, read_metrics
 
 ERROR_FILE_VARIABLE = "PLANNER_ERROR_FILE"
@@ -93,7 +94,7 @@ def run_job(
     error_file = log_dir / "error.json"
     error_file.unlink(missing_ok=True)
     environment = {**os.environ, ERROR_FILE_VARIABLE: str(error_file), "PYTHONUNBUFFERED": "1"}
-    environment.setdefault("OMP_NUM_THREADS", str(max(1, len(_usable_cores()) // ranks)))
+    environment.setdefault("OMP_NUM_THREADS", str(max(1, available_cores() // ranks)))
     process = subprocess.Popen(
         command,
         stdout=subprocess.PIPE,
@@ -188,9 +189,3 @@ def _cause(agent_lines: Sequence[str], code: int) -> str:
     number = int(exit_code[1])
     how = f"was killed by {signal.Signals(-number).name}" if number < 0 else f"exited with code {number}"
     return f"rank {rank[1]} {how}"
-
-
-def _usable_cores() -> set[int]:
-    if hasattr(os, "sched_getaffinity"):
-        return os.sched_getaffinity(0)
-    return set(range(os.cpu_count() or 1))

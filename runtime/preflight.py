@@ -31,7 +31,7 @@ def check_model(spec: ModelSpec) -> None:
     if missing:
         raise InputError(
             f"model {spec.name}: the runtime does not train {' and '.join(missing)}; "
-            "it trains GPT-2/3 and Llama blocks (`planner suggest` still prices this model)"
+            "it trains GPT-2/3 and Llama blocks"
         )
 
 

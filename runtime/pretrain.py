@@ -27,7 +27,7 @@ from runtime.launch import ERROR_FILE_VARIABLE
 from runtime.loop import Loop
 from runtime.options import DataOptions, OutputOptions, TrainingOptions
 from runtime.preflight import check_folder, check_plan, check_timeout
-from runtime.ranks import Ranks, end_with_agent, in_turns, is_lost_connection, on_first_rank, start
+from runtime.ranks import Ranks, end_with_agent, finish, in_turns, is_lost_connection, on_first_rank, start
 from runtime.text import open_datasets
 from runtime.trainer import Trainer
 
@@ -71,8 +71,10 @@ def train(job: Job) -> None:
     start(ranks, device, job.run.distributed_timeout_minutes)
     try:
         _run(job, ranks, device)
-    finally:
+    except InputError:
         dist.destroy_process_group()
+        raise
+    finish(device)
 
 
 def _run(job: Job, ranks: Ranks, device: torch.device) -> None:

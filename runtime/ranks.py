@@ -77,6 +77,17 @@ def start(ranks: Ranks, device: torch.device, timeout_minutes: float) -> None:
     dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=timeout)
 
 
+def finish(device: torch.device) -> None:
+    """Wait for the other ranks before this process ends.
+
+    NCCL wants its communicators destroyed. gloo's are left to the end of the process: destroying them has
+    aborted ranks that had done all their work.
+    """
+    dist.barrier()
+    if device.type == "cuda":
+        dist.destroy_process_group()
+
+
 def is_lost_connection(error: RuntimeError) -> bool:
     """Whether gloo says that another rank went away; its errors have no type of their own."""
     return any(text in str(error) for text in ("closed by peer", "reset by peer", "Broken pipe"))
