@@ -43,8 +43,8 @@ MACHINE_BANDWIDTH = 80.0e9
 BANDWIDTH_PER_CORE = 5.0e9
 """Share of one core when all cores of a server read (12 channels of DDR5-4800 for 96 cores)."""
 
-CONTEXT_BYTES = {"cpu": 0.334e9, "cuda": 0.749e9}
-"""Resident size of a rank before it builds a model, by build of torch: measured with torch 2.13 (CPU) and
+CONTEXT_BYTES = {"cpu": 0.387e9, "cuda": 0.802e9}
+"""Resident size of a rank that trains a model of next to no size, by build of torch: measured with 2.13 (CPU) and
 2.15 (CUDA 13), whose libraries are mapped into memory even where there is no GPU."""
 
 
