@@ -54,8 +54,15 @@ def _is_number(text: str) -> bool:
 def open_datasets(
     options: DataOptions, spec: ModelSpec, seed: int, train_samples: int, valid_samples: int
 ) -> Datasets:
-    """Training and validation samples of a run; the default corpus is prepared at first use."""
-    paths = _words(options.data_path) or [str(stdlib_corpus(tokenizer_for(options, spec.vocab)))]
+    """Training and validation samples of a run; the default corpus is prepared at first use.
+
+    Prepared files need no tokenizer; one that is named all the same must fit the model.
+    """
+    named = (options.tokenizer_type, options.vocab_file, options.merge_file, options.tokenizer_model)
+    tokenizer = tokenizer_for(options, spec.vocab) if any(named) or not options.data_path else None
+    paths = _words(options.data_path)
+    if tokenizer is not None and not paths:
+        paths = [str(stdlib_corpus(tokenizer))]
     datasets = build_datasets(paths, options.split, spec.seq, seed, train_samples, valid_samples)
     check_vocabulary(datasets, spec.vocab)
     return datasets

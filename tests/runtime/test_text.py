@@ -43,3 +43,21 @@ def test_the_default_tokenizer_is_gpt2s_where_the_vocabulary_has_room() -> None:
     assert tokenizer_for(DataOptions(), 50256).name == "bytes"
     with pytest.raises(InputError, match="the tokenizer bytes has 257 entries, but the model's vocabulary"):
         tokenizer_for(DataOptions(), 256)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        (
+            {"tokenizer_type": "GPT2BPETokenizer"},
+            "gpt2 has 50257 entries, but the model's vocabulary holds 257",
+        ),
+        ({"vocab_file": "none.json", "merge_file": "none.txt"}, "none"),
+    ],
+)
+def test_a_tokenizer_named_beside_prepared_files_must_fit_the_model(
+    tmp_path: Path, fields: dict[str, str], message: str
+) -> None:
+    options = DataOptions(data_path=[write_corpus(tmp_path)], split="90,10,0", **fields)
+    with pytest.raises(InputError, match=message):
+        open_datasets(options, SPEC, seed=1, train_samples=4, valid_samples=2)
