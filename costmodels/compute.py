@@ -32,9 +32,6 @@ SCORE_PASSES = (4, 7)
 """Reads and writes of the score matrix, forward and backward, when no kernel fuses product, softmax and
 product. Dropout reads and writes it once more each way, and one byte of mask."""
 
-TENSOR_PARALLEL_LAUNCH = 2.0
-"""Host time to launch a layer with tensor-parallel collectives, relative to one without."""
-
 SHARPNESS = 8
 """Exponent of the p-norm that joins device time and launch floor."""
 
@@ -168,8 +165,13 @@ def passes(
     again = np.where(full, gemm + attention + elementwise, np.where(selective, attention, 0.0))
     forward = gemm + attention + elementwise + tensor + context + expert
     backward = BACKWARD_GEMM * gemm + attention_back + elementwise_back + tensor_back + context_back + expert
-    floor = engine.layer_overhead * np.where(table.tensor_parallel > 1, TENSOR_PARALLEL_LAUNCH, 1.0) * repeats
-    idle, idle_back = launch_floor(forward, floor), launch_floor(backward, floor)
+    split = np.where(table.sequence_parallel, engine.sequence_parallel_launch, engine.tensor_parallel_launch)
+    floor = engine.layer_overhead * np.where(table.tensor_parallel > 1, split, 1.0) * repeats
+    if device.kind == "cpu":
+        # The cores that launch are the ones that compute: nothing hides behind anything.
+        idle = idle_back = floor
+    else:
+        idle, idle_back = launch_floor(forward, floor), launch_floor(backward, floor)
     return Passes(
         compute=(1 + BACKWARD_GEMM) * gemm,
         attention=attention + attention_back,

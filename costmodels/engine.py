@@ -59,6 +59,10 @@ class Engine(Record):
     """Fused element-wise work as a multiple of the minimal traffic (one read and one write per tensor)."""
     layer_overhead: NonNegative
     """Host seconds to launch one layer's forward pass: the floor under small layers."""
+    tensor_parallel_launch: Positive = 2.0
+    """Host time of a layer with tensor-parallel collectives, relative to one without."""
+    sequence_parallel_launch: Positive = 2.0
+    """The same with sequence parallelism."""
     data_parallel_overlap: Fraction
     """Share of the data-parallel communication that can hide behind computation."""
     fragmentation: NonNegative

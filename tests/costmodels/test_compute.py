@@ -57,6 +57,17 @@ def test_the_host_bounds_small_layers(gpt, a100, engine, layout, cluster):
     assert sum(getattr(bound, part)[0] for part in PARTS) == bound.total[0]
 
 
+def test_on_a_cpu_launching_adds_to_computing(gpt, a100, engine, layout, cluster):
+    degrees = ({}, {"tp": 2}, {"tp": 2, "sp": True})
+    table = LayoutTable.of([layout(gpt, **degree) for degree in degrees])
+    slow = engine(
+        "megatron", layer_overhead=0.5, tensor_parallel_launch=3.0, sequence_parallel_launch=5.0, devices={}
+    )
+    cpu = a100.model_copy(update={"kind": "cpu"})
+    assert layer_passes(gpt, cpu, slow, table, cluster(8)).launch.tolist() == [1.0, 3.0, 5.0]
+    assert layer_passes(gpt, a100, slow, table, cluster(8)).launch[1] < 3.0
+
+
 def test_launch_floor_is_between_maximum_and_sum():
     seconds = np.array([0.0, 1.0, 1.0, 5.0])
     joined = seconds + launch_floor(seconds, 1.0)
