@@ -58,15 +58,19 @@ class Loop:
                 self.log(clock.elapsed_s() / len(self.results))
                 clock.restart()
                 gc.collect()
-            with clock.paused():
-                if iteration % output.eval_interval == 0 or iteration == last:
-                    self.evaluate()
-                if output.save is not None and (
-                    iteration == last
-                    or stop
-                    or (output.save_interval is not None and iteration % output.save_interval == 0)
-                ):
-                    self.save()
+            evaluates = iteration % output.eval_interval == 0 or iteration == last
+            saves = output.save is not None and (
+                iteration == last
+                or stop
+                or (output.save_interval is not None and iteration % output.save_interval == 0)
+            )
+            # A pause waits for the device, so a step without either must not make one.
+            if evaluates or saves:
+                with clock.paused():
+                    if evaluates:
+                        self.evaluate()
+                    if saves:
+                        self.save()
             if stop:
                 break
         if self.recorder is not None:
