@@ -39,6 +39,12 @@ MODELS = {
 }
 """Small models with every kind of layer; their vocabularies need padding."""
 
+LISTS = ("layers_per_stage", "recompute_modules")
+"""Fields whose values are separated by semicolons."""
+
+NAMES = [*SHORT_NAMES, *(name for name in Layout.model_fields if name not in SHORT_NAMES.values())]
+"""What a layout's text may name."""
+
 GLOBAL_BATCH_SIZE = 8
 SEED = 1234
 
@@ -50,12 +56,10 @@ def parse_layout(text: str, spec: ModelSpec) -> Layout:
         name, _, value = item.partition("=")
         name = SHORT_NAMES.get(name, name)
         if name not in Layout.model_fields or not value:
-            raise InputError(
-                f"--layout {text}: {item!r} is not name=value with a name of "
-                f"{', '.join([*SHORT_NAMES, 'recompute', 'schedule', 'precision'])}"
-            )
-        whole = ";" not in value and value.isdigit()
-        fields[name] = int(value) if whole else value.split(";") if ";" in value else value
+            raise InputError(f"--layout {text}: {item!r} is not name=value with a name of {', '.join(NAMES)}")
+        fields[name] = value.split(";") if name in LISTS else int(value) if value.isdigit() else value
+    if fields.get("schedule", "1f1b") != "1f1b":
+        fields.setdefault(SHORT_NAMES["vpp"], 2)
     pp, vpp = (fields.get(SHORT_NAMES[name], 1) for name in ("pp", "vpp"))
     if isinstance(pp, int) and isinstance(vpp, int) and pp * vpp > 0:
         fields.setdefault("schedule", "interleaved" if vpp > 1 else "1f1b")

@@ -19,7 +19,7 @@ from typing import Any
 TIMEOUT_S = 120
 """Seconds after which a stuck collective is an error."""
 
-PRELOADED = ["benchmarks.parity", "runtime.checkpoint", "runtime.trainer"]
+PRELOADED = ["runtime.checkpoint", "runtime.trainer"]
 """Modules that the forked process imports beforehand."""
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import model_validator
 
@@ -11,10 +11,37 @@ from costmodels.hardware import Precision
 from costmodels.words import Count, Record
 
 Recompute = Literal["none", "selective", "full"]
-"""Activations that backward computes again: none, core attention only, or whole layers."""
+"""Activations that backward computes again: none, those of some modules, or whole layers."""
 
-Schedule = Literal["1f1b", "interleaved"]
-"""Order of forward and backward passes in a pipeline."""
+RecomputeModule = Literal["core_attention", "mlp", "norm", "activation"]
+"""What selective recomputation computes again in every layer."""
+
+RecomputeMethod = Literal["uniform", "block"]
+"""Which layers recompute (Megatron-LM's `--recompute-method`).
+
+uniform: all, and full recomputation keeps one input for every `recompute_num_layers` layers;
+block: the first `recompute_num_layers` of each stage, one by one.
+"""
+
+Schedule = Literal["1f1b", "interleaved", "interleaved_zb", "zbv", "dualpipev"]
+"""Order of forward and backward passes in a pipeline: those of torch.distributed.pipelining.
+
+The last three split backward in gradients of inputs and of weights, which fill the bubble (arXiv:2401.10241).
+"""
+
+V_SCHEDULES: tuple[Schedule, ...] = ("zbv", "dualpipev")
+"""Schedules whose ranks hold two chunks each, placed as a V: rank 0 has the first and the last stage."""
+
+ContextParallelForm = Literal["all_gather", "all_to_all", "ring"]
+"""How attention reaches tokens of other context-parallel ranks.
+
+all_gather: every rank gathers keys and values (Llama 3, arXiv:2407.21783, section 3.3.2);
+all_to_all: ranks exchange tokens for heads (DeepSpeed-Ulysses, arXiv:2309.14509);
+ring: keys and values go round while attention runs (arXiv:2310.01889).
+"""
+
+GradientReduction = Literal["fp32", "bf16"]
+"""Number format in which data-parallel ranks sum gradients."""
 
 SHORT_NAMES = {
     "tp": "tensor_parallel",
@@ -26,6 +53,7 @@ SHORT_NAMES = {
     "etp": "expert_tensor_parallel",
     "dp": "data_parallel",
     "zero": "zero_stage",
+    "cp_form": "context_parallel_form",
     "mbs": "micro_batch_size",
     "gbs": "global_batch_size",
 }
@@ -44,22 +72,42 @@ class Layout(Record):
     """Norms and residuals are split over the sequence inside the tensor-parallel group."""
     pipeline_parallel: Count = 1
     virtual_pipeline_parallel: Count = 1
-    """Model chunks on each pipeline rank; above 1 the schedule is interleaved."""
+    """Model chunks on each pipeline rank."""
     context_parallel: Count = 1
+    context_parallel_form: ContextParallelForm = "all_gather"
     expert_parallel: Count = 1
     expert_tensor_parallel: Count = 1
     data_parallel: Count = 1
     zero_stage: Literal[0, 1, 2, 3] = 0
-    """Split over data-parallel ranks: 1 optimizer state, 2 and gradients, 3 and parameters."""
+    """Split over data- and context-parallel ranks: 1 optimizer state, 2 and gradients, 3 and parameters."""
+    zero_replicas: Count = 1
+    """Copies of what ZeRO splits: each is split over dp x cp / zero_replicas neighbouring ranks."""
     schedule: Schedule = "1f1b"
     layers_per_stage: tuple[Count, ...]
-    """Layers of each stage; stage i runs on pipeline rank i mod pp as its chunk i div pp."""
+    """Layers of each stage; `stages_of` tells which rank runs it."""
     micro_batch_size: Count = 1
     """Sequences of one forward pass on one data-parallel rank."""
     global_batch_size: Count
     """Sequences of one optimizer step over all ranks."""
     recompute: Recompute = "none"
+    recompute_modules: tuple[RecomputeModule, ...] = ()
+    """Of selective recomputation; core attention when not given."""
+    recompute_method: RecomputeMethod = "uniform"
+    recompute_num_layers: Count = 1
+    offload_activations: bool = False
+    """What attention keeps for backward waits in host memory (MindSpeed's swap-attention)."""
+    offload_optimizer: bool = False
+    """Optimizer state and master weights stay in host memory, and the step runs there."""
     precision: Precision = "bf16"
+    gradient_reduction: GradientReduction = "fp32"
+
+    @model_validator(mode="before")
+    @classmethod
+    def _usual_modules(cls, values: Any) -> Any:
+        selective = isinstance(values, dict) and values.get("recompute") == "selective"
+        if selective and not values.get("recompute_modules"):
+            return {**values, "recompute_modules": ("core_attention",)}
+        return values
 
     @model_validator(mode="after")
     def _check(self) -> Layout:
@@ -74,18 +122,43 @@ class Layout(Record):
                 f"global_batch_size {self.global_batch_size} is not divisible by micro_batch_size "
                 f"{self.micro_batch_size} times data_parallel {self.data_parallel}"
             )
-        if (self.schedule == "interleaved") != (self.virtual_pipeline_parallel > 1):
+        chunks = self.virtual_pipeline_parallel
+        if not schedule_runs(self.schedule, chunks):
             raise ValueError(
-                f"schedule {self.schedule} does not go with virtual_pipeline_parallel "
-                f"{self.virtual_pipeline_parallel}; interleaved needs at least 2, 1f1b exactly 1"
+                f"schedule {self.schedule} does not go with virtual_pipeline_parallel {chunks}; "
+                f"{CHUNKS_OF_SCHEDULES}"
             )
         if self.virtual_pipeline_parallel > 1 and self.pipeline_parallel == 1:
             raise ValueError("virtual_pipeline_parallel above 1 needs pipeline_parallel of at least 2")
         if self.sequence_parallel and self.tensor_parallel == 1:
             raise ValueError("sequence_parallel needs tensor_parallel of at least 2")
-        if self.zero_stage and self.data_parallel * self.context_parallel == 1:
+        replicas = self.data_parallel * self.context_parallel
+        if self.zero_stage and replicas == 1:
             raise ValueError(f"zero_stage {self.zero_stage} needs data_parallel of at least 2")
+        if self.zero_replicas > 1 and (not self.zero_stage or replicas % self.zero_replicas):
+            raise ValueError(
+                f"zero_replicas {self.zero_replicas} needs zero_stage of at least 1 and must divide "
+                f"data_parallel x context_parallel, which is {replicas}"
+            )
+        if self.context_parallel == 1 and self.context_parallel_form != "all_gather":
+            raise ValueError(
+                f"context_parallel_form {self.context_parallel_form} needs context_parallel of at least 2"
+            )
+        self._check_recompute()
         return self
+
+    def _check_recompute(self) -> None:
+        if self.recompute_modules and self.recompute != "selective":
+            raise ValueError(f"recompute_modules need recompute selective, not {self.recompute}")
+        if len(set(self.recompute_modules)) < len(self.recompute_modules):
+            raise ValueError(f"recompute_modules name one twice: {', '.join(self.recompute_modules)}")
+        chosen = (self.recompute_method, self.recompute_num_layers) != ("uniform", 1)
+        if chosen and self.recompute == "none":
+            raise ValueError("recompute_method and recompute_num_layers need recompute selective or full")
+        if chosen and self.recompute == "selective" and self.recompute_method == "uniform":
+            raise ValueError(
+                "recompute selective works layer by layer: recompute_num_layers needs method block"
+            )
 
     @property
     def world_size(self) -> int:
@@ -97,9 +170,21 @@ class Layout(Record):
         """Micro batches that each data-parallel rank runs in one step."""
         return self.global_batch_size // (self.micro_batch_size * self.data_parallel)
 
+    @property
+    def zero_shards(self) -> int:
+        """Ranks over which ZeRO splits; 1 without ZeRO."""
+        ranks = self.data_parallel * self.context_parallel
+        return ranks // self.zero_replicas if self.zero_stage else 1
+
     def stages_of(self, pipeline_rank: int) -> tuple[int, ...]:
-        """Indices of the stages that `pipeline_rank` holds, first chunk first."""
-        return tuple(range(pipeline_rank, len(self.layers_per_stage), self.pipeline_parallel))
+        """Indices of the stages that `pipeline_rank` holds, first chunk first.
+
+        Stage i runs on rank i mod pp; in a V every second round goes backwards.
+        """
+        stages = len(self.layers_per_stage)
+        if self.schedule in V_SCHEDULES:
+            return pipeline_rank, stages - 1 - pipeline_rank
+        return tuple(range(pipeline_rank, stages, self.pipeline_parallel))
 
     def layer_range(self, stage: int) -> range:
         """Global indices of the layers of `stage`."""
@@ -112,15 +197,45 @@ class Layout(Record):
         parts.append(f"pp={self.pipeline_parallel}")
         if self.virtual_pipeline_parallel > 1:
             parts.append(f"vpp={self.virtual_pipeline_parallel}")
+        if self.schedule not in ("1f1b", "interleaved"):
+            parts.append(f"schedule={self.schedule}")
         for short in ("cp", "ep", "etp"):
             value = getattr(self, SHORT_NAMES[short])
             if value > 1:
                 parts.append(f"{short}={value}")
+        if self.context_parallel > 1:
+            parts.append(f"cp_form={self.context_parallel_form}")
         parts.append(f"dp={self.data_parallel}")
         parts.append(f"zero={self.zero_stage}")
+        if self.zero_replicas > 1:
+            parts.append(f"zero_replicas={self.zero_replicas}")
         parts.append(f"mbs={self.micro_batch_size} x {self.micro_batches}")
-        parts.append(f"recompute={self.recompute}")
+        parts.append(f"recompute={self._describe_recompute()}")
+        offloaded = [name for name in ("activations", "optimizer") if getattr(self, f"offload_{name}")]
+        if offloaded:
+            parts.append(f"offload={'+'.join(offloaded)}")
         return " ".join(parts)
+
+    def _describe_recompute(self) -> str:
+        text: str = self.recompute
+        if self.recompute_modules not in ((), ("core_attention",)):
+            text += f"({'+'.join(self.recompute_modules)})"
+        if (self.recompute_method, self.recompute_num_layers) != ("uniform", 1):
+            text += f"/{self.recompute_method}:{self.recompute_num_layers}"
+        return text
+
+
+CHUNKS_OF_SCHEDULES = (
+    "1f1b needs exactly 1, interleaved and interleaved_zb at least 2, zbv and dualpipev exactly 2"
+)
+"""Model chunks (virtual_pipeline_parallel) that the schedules run."""
+
+
+def schedule_runs(schedule: Schedule, chunks: int) -> bool:
+    """Whether a schedule runs `chunks` model chunks on each rank."""
+    if schedule == "1f1b":
+        return chunks == 1
+    return chunks == 2 if schedule in V_SCHEDULES else chunks >= 2
 
 
 def even_split(layers: int, stages: int) -> tuple[int, ...]:

@@ -8,24 +8,29 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from costmodels import Layout
+from costmodels import Layout, ModelSpec
 
 
 @dataclass(frozen=True)
 class Grid:
-    """Coordinates of this rank, and the mesh that holds every process group of the layout.
+    """Coordinates of this rank, and the process groups of the layout.
 
-    The mesh has the dimensions pp, dp_replicate, dp_shard, tp; tp varies fastest, so that
-    rank = tp + TP * (dp + DP * pp).
+    rank = tp + TP * (cp + CP * (dp + DP * pp)). The mesh has the dimensions pp, dp_replicate, dp_shard, tp:
+    data- and context-parallel ranks together hold copies of the parameters, `zero_shards` neighbours one.
     """
 
     mesh: DeviceMesh
     device: torch.device
     pp_rank: int
     dp_rank: int
+    cp_rank: int
     tp_rank: int
+    cp_group: dist.ProcessGroup | None
+    """Ranks that share this rank's sequences; None without context parallelism."""
+    kv_group: dist.ProcessGroup | None
+    """Tensor-parallel ranks that share one key/value head; None where each has its own."""
     embedding_group: dist.ProcessGroup | None
-    """First and last pipeline rank, which share a tied embedding; None on ranks outside of it."""
+    """Two pipeline ranks that share a tied embedding; None where one rank holds both or none."""
 
     @property
     def pp_group(self) -> dist.ProcessGroup:
@@ -33,25 +38,36 @@ class Grid:
         return self.mesh.get_group("pp")
 
 
-def build_grid(layout: Layout, device: torch.device) -> Grid:
-    """Create the process groups of `layout`; every rank of the job must call it.
-
-    ZeRO 0 replicates over data-parallel ranks, ZeRO 1 to 3 shard over them.
-    """
-    replicate = layout.data_parallel if layout.zero_stage == 0 else 1
-    shape = (
-        layout.pipeline_parallel,
-        replicate,
-        layout.data_parallel // replicate,
-        layout.tensor_parallel,
-    )
+def build_grid(spec: ModelSpec, layout: Layout, device: torch.device) -> Grid:
+    """Create the process groups of `layout` for `spec`; every rank of the job must call it."""
+    tp, cp, pp = layout.tensor_parallel, layout.context_parallel, layout.pipeline_parallel
+    replicas = cp * layout.data_parallel // layout.zero_shards
+    shape = (pp, replicas, layout.zero_shards, tp)
     mesh = init_device_mesh(device.type, shape, mesh_dim_names=("pp", "dp_replicate", "dp_shard", "tp"))
-    pp, dp_replicate, dp_shard, tp = (int(index) for index in mesh.get_coordinate() or ())
-    ranks = mesh.mesh.reshape(layout.pipeline_parallel, -1)
-    embedding_group = None
-    if layout.pipeline_parallel > 1:
-        for column in ranks.T.tolist():
-            group = dist.new_group([column[0], column[-1]])
-            if isinstance(group, dist.ProcessGroup) and dist.get_rank() in (column[0], column[-1]):
-                embedding_group = group
-    return Grid(mesh, device, pp, dp_replicate + dp_shard, tp, embedding_group)
+    ranks = torch.arange(layout.world_size).view(pp, layout.data_parallel, cp, tp)
+    pp_rank, dp_rank, cp_rank, tp_rank = (int(i) for i in (ranks == dist.get_rank()).nonzero()[0])
+    sharers = tp // spec.kv_heads if tp > spec.kv_heads else 1
+    apart = spec.tied and pp > 1 and layout.stages_of(0)[-1] != len(layout.layers_per_stage) - 1
+    return Grid(
+        mesh=mesh,
+        device=device,
+        pp_rank=pp_rank,
+        dp_rank=dp_rank,
+        cp_rank=cp_rank,
+        tp_rank=tp_rank,
+        cp_group=_own_group(ranks.transpose(2, 3).reshape(-1, cp)),
+        kv_group=_own_group(ranks.reshape(-1, sharers)),
+        embedding_group=_own_group(ranks.reshape(pp, -1)[[0, -1]].T) if apart else None,
+    )
+
+
+def _own_group(rows: torch.Tensor) -> dist.ProcessGroup | None:
+    """The process group of the row of ranks that this rank is in; None when it is alone or in none."""
+    own = None
+    if rows.shape[1] == 1:
+        return own
+    for row in rows.tolist():
+        group = dist.new_group(row)
+        if isinstance(group, dist.ProcessGroup) and dist.get_rank() in row:
+            own = group
+    return own

@@ -8,6 +8,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from costmodels import Layout, ModelSpec
+from runtime.grid import Grid
+
 
 class _VocabParallelCrossEntropy(torch.autograd.Function):
     """Sum of token losses from local logits (Megatron-LM, arXiv:1909.08053, section 3).
@@ -77,3 +80,17 @@ def cross_entropy_sum(
     """
     result: Tensor = _VocabParallelCrossEntropy.apply(logits, targets, start, vocab, group)  # type: ignore[no-untyped-call]
     return result
+
+
+class TokenLoss:
+    """Sum of token losses of a micro batch over the number of tokens of the global batch."""
+
+    def __init__(self, spec: ModelSpec, layout: Layout, grid: Grid) -> None:
+        tp = layout.tensor_parallel
+        self.vocab = spec.vocab
+        self.start = grid.tp_rank * (spec.padded_vocab(tp) // tp)
+        self.group = grid.mesh.get_group("tp") if tp > 1 else None
+        self.tokens = layout.global_batch_size * spec.seq
+
+    def __call__(self, logits: Tensor, labels: Tensor) -> Tensor:
+        return cross_entropy_sum(logits, labels, self.vocab, self.start, self.group) / self.tokens

@@ -1,7 +1,8 @@
 """The transformer: GPT-2/3 and Llama blocks. It knows nothing of parallelism.
 
 Shapes: B micro batch, S sequence, D model width, N heads, K key/value heads, H head size, V padded
-vocabulary. Under tensor parallelism the same code runs on local slices (N/tp heads, V/tp entries).
+vocabulary. Under tensor parallelism the same code runs on local slices (N/tp heads, V/tp entries), under
+context parallelism on S/cp positions.
 """
 
 from __future__ import annotations
@@ -12,9 +13,8 @@ from functools import lru_cache
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
-from costmodels import ModelSpec, Recompute
+from costmodels import ModelSpec
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": F.gelu,
@@ -25,10 +25,16 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 @lru_cache(maxsize=8)
-def rotary_table(seq: int, head_dim: int, theta: float, device: torch.device) -> tuple[Tensor, Tensor]:
+def first_positions(seq: int, device: torch.device) -> Tensor:
+    """The positions 0 to `seq` - 1, [S]."""
+    return torch.arange(seq, device=device)
+
+
+@lru_cache(maxsize=8)
+def rotary_table(positions: Tensor, head_dim: int, theta: float) -> tuple[Tensor, Tensor]:
     """Cosines and sines [S, H] of rotary positions (RoFormer, arXiv:2104.09864, eq. 34), in fp32."""
-    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32, device=device) / head_dim
-    angles = torch.outer(torch.arange(seq, dtype=torch.float32, device=device), theta**-exponents)
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32, device=positions.device) / head_dim
+    angles = torch.outer(positions.float(), theta**-exponents)
     angles = torch.cat((angles, angles), dim=-1)
     return angles.cos(), angles.sin()
 
@@ -53,46 +59,37 @@ class Embedding(nn.Module):
         super().__init__()
         self.tokens = nn.Embedding(padded_vocab, spec.hidden)
         self.positions = nn.Embedding(spec.max_positions, spec.hidden) if spec.position == "learned" else None
+        self.at: Tensor | None = None
 
     def forward(self, tokens: Tensor) -> Tensor:
         x: Tensor = self.tokens(tokens)
         if self.positions is not None:
-            x = x + self.positions(torch.arange(tokens.shape[1], device=tokens.device).unsqueeze(0))
+            at = first_positions(tokens.shape[1], tokens.device) if self.at is None else self.at
+            x = x + self.positions(at.unsqueeze(0))
         return x
 
 
 class CoreAttention(nn.Module):
     """Causal scaled dot-product attention of [B, N, S, H] queries over [B, K, S, H] keys and values."""
 
-    def __init__(self, recompute: bool) -> None:
-        super().__init__()
-        self.recompute = recompute
-
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        if self.recompute and torch.is_grad_enabled():
-            result = checkpoint(self._attend, q, k, v, use_reentrant=False, preserve_rng_state=False)
-            assert isinstance(result, Tensor)
-            return result
-        return self._attend(q, k, v)
-
-    @staticmethod
-    def _attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
 
 
 class Attention(nn.Module):
     """Multi-head attention with grouped queries: [B, S, D] -> [B, S, D]."""
 
-    def __init__(self, spec: ModelSpec, recompute: bool) -> None:
+    def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
         qkv_bias = spec.linear_bias or spec.qkv_bias
         self.query = nn.Linear(spec.hidden, spec.q_size, bias=qkv_bias)
         self.key = nn.Linear(spec.hidden, spec.kv_size, bias=qkv_bias)
         self.value = nn.Linear(spec.hidden, spec.kv_size, bias=qkv_bias)
         self.output = nn.Linear(spec.q_size, spec.hidden, bias=spec.linear_bias)
-        self.core = CoreAttention(recompute)
+        self.core = CoreAttention()
         self.head_dim = spec.head_dim
         self.rope_theta = spec.rope_theta if spec.position == "rope" else None
+        self.at: Tensor | None = None
 
     def forward(self, x: Tensor) -> Tensor:
         batch, seq = x.shape[:2]
@@ -101,11 +98,23 @@ class Attention(nn.Module):
             for projection in (self.query, self.key, self.value)
         )
         if self.rope_theta is not None:
-            cos, sin = rotary_table(seq, self.head_dim, self.rope_theta, q.device)
+            at = first_positions(seq, x.device) if self.at is None else self.at
+            cos, sin = rotary_table(at, self.head_dim, self.rope_theta)
             q, k = rotate(q, cos, sin), rotate(k, cos, sin)
         attended = self.core(q, k, v).transpose(1, 2).reshape(batch, seq, -1)
         result: Tensor = self.output(attended)
         return result
+
+
+class Activation(nn.Module):
+    """What stands between the matrices of an MLP: f(up), or f(gate) x up."""
+
+    def __init__(self, spec: ModelSpec) -> None:
+        super().__init__()
+        self.function = ACTIVATIONS[spec.activation]
+
+    def forward(self, up: Tensor, gate: Tensor | None = None) -> Tensor:
+        return self.function(up) if gate is None else self.function(gate) * up
 
 
 class MLP(nn.Module):
@@ -115,37 +124,28 @@ class MLP(nn.Module):
         super().__init__()
         self.up = nn.Linear(spec.hidden, spec.ffn, bias=spec.linear_bias)
         self.gate = nn.Linear(spec.hidden, spec.ffn, bias=spec.linear_bias) if spec.gated else None
+        self.activation = Activation(spec)
         self.down = nn.Linear(spec.ffn, spec.hidden, bias=spec.linear_bias)
-        self.activation = ACTIVATIONS[spec.activation]
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.gate is None:
-            inner = self.activation(self.up(x))
-        else:
-            inner = self.activation(self.gate(x)) * self.up(x)
+        inner = (
+            self.activation(self.up(x)) if self.gate is None else self.activation(self.up(x), self.gate(x))
+        )
         result: Tensor = self.down(inner)
         return result
 
 
 class Block(nn.Module):
-    """One pre-norm transformer layer."""
+    """One pre-norm transformer layer: [B, S, D] -> [B, S, D]."""
 
-    def __init__(self, spec: ModelSpec, recompute: Recompute) -> None:
+    def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
         self.attention_norm = make_norm(spec)
-        self.attention = Attention(spec, recompute == "selective")
+        self.attention = Attention(spec)
         self.mlp_norm = make_norm(spec)
         self.mlp = MLP(spec)
-        self.recompute = recompute == "full"
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.recompute and torch.is_grad_enabled():
-            result = checkpoint(self._layer, x, use_reentrant=False, preserve_rng_state=False)
-            assert isinstance(result, Tensor)
-            return result
-        return self._layer(x)
-
-    def _layer(self, x: Tensor) -> Tensor:
         x = x + self.attention(self.attention_norm(x))
         result: Tensor = x + self.mlp(self.mlp_norm(x))
         return result
@@ -165,21 +165,32 @@ class Transformer(nn.Module):
         layers: range | None = None,
         with_embedding: bool = True,
         with_head: bool = True,
-        recompute: Recompute = "none",
     ) -> None:
         super().__init__()
         layers = range(spec.layers) if layers is None else layers
         self.embedding = Embedding(spec, padded_vocab) if with_embedding else None
-        self.layers = nn.ModuleDict({str(index): Block(spec, recompute) for index in layers})
+        self.layers = nn.ModuleDict({str(index): Block(spec) for index in layers})
         self.norm = make_norm(spec) if with_head else None
         self.head = nn.Linear(spec.hidden, padded_vocab, bias=False) if with_head else None
         self.tied = spec.tied
         self.tie()
 
+    @property
+    def blocks(self) -> list[Block]:
+        """The layers, in order."""
+        return [block for block in self.layers.values() if isinstance(block, Block)]
+
     def tie(self) -> None:
         """Make head and embedding one parameter if the model ties them and both are here."""
         if self.tied and self.embedding is not None and self.head is not None:
             self.head.weight = self.embedding.tokens.weight
+
+    def place(self, positions: Tensor) -> None:
+        """Tell the model which positions [S] its tokens have, where they are not the first ones in order."""
+        if self.embedding is not None:
+            self.embedding.at = positions
+        for block in self.blocks:
+            block.attention.at = positions
 
     def forward(self, x: Tensor) -> Tensor:
         if self.embedding is not None:

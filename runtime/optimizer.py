@@ -70,7 +70,7 @@ class ShardedAdamW:
             for stage in stages
             for name, p in stage.named_parameters()
         ]
-        self.tied = _tied_copy(stages) if grid.embedding_group is not None else None
+        self.tied = _tied_copies(stages, self.owned)
         groups = [
             {
                 "params": [o.shard for o in self.owned if is_decayed(o.name, o.parameter) == decayed],
@@ -90,8 +90,12 @@ class ShardedAdamW:
                 # Under tensor parallelism some gradients arrive as sums still to be made.
                 gradient = gradient.redistribute(placements=owned.parameter.placements)
             owned.shard.grad = None if gradient is None else local_part(gradient)
-            if owned.parameter is self.tied and owned.shard.grad is not None:
-                dist.all_reduce(owned.shard.grad, group=self.grid.embedding_group)
+        if len(self.tied) == 2:
+            first, second = (owned.shard for owned in self.tied)
+            if first.grad is not None and second.grad is not None:
+                first.grad = second.grad = first.grad + second.grad
+        elif self.tied and self.grid.embedding_group is not None:
+            dist.all_reduce(self.tied[0].shard.grad, group=self.grid.embedding_group)
 
     def squared_norm(self) -> Tensor:
         """This rank's part of the squared L2 norm of the gradient, a fp64 scalar."""
@@ -137,14 +141,15 @@ def clip_factor(norm: Tensor, limit: float) -> Tensor:
     return (limit / (norm + CLIP_EPSILON)).clamp(max=1.0).float()
 
 
-def _tied_copy(stages: Sequence[Transformer]) -> Tensor | None:
-    """This rank's copy of the tied weight: the embedding on the first stage, the head on the last."""
+def _tied_copies(stages: Sequence[Transformer], owned: Sequence[Owned]) -> list[Owned]:
+    """This rank's copies of the tied weight: the embedding of the first stage, the head of the last."""
+    copies = []
     for stage in stages:
         if stage.tied and stage.embedding is not None:
-            return stage.embedding.tokens.weight
-        if stage.tied and stage.head is not None:
-            return stage.head.weight
-    return None
+            copies.append(stage.embedding.tokens.weight)
+        elif stage.tied and stage.head is not None:
+            copies.append(stage.head.weight)
+    return [o for o in owned if any(o.parameter is copy for copy in copies)]
 
 
 def _counts(name: str, parameter: Tensor, stage: Transformer, grid: Grid) -> bool:

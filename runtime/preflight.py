@@ -12,7 +12,7 @@ from planner.inputs import DEFAULT_ENGINE
 from planner.plan import Plan
 from planner.rules import first_illegal
 
-PRECISIONS = ("fp32", "bf16")
+PRECISIONS = ("fp32", "bf16", "fp16", "fp8")
 """Number formats that the runtime computes in."""
 
 
@@ -48,7 +48,7 @@ def check_job(spec: ModelSpec, layout: Layout, world_size: int) -> None:
             f"precision {layout.precision}: the runtime computes in {' or '.join(PRECISIONS)}; "
             "pin one of them"
         )
-    for name in ("context_parallel", "expert_parallel", "expert_tensor_parallel"):
+    for name in ("expert_parallel", "expert_tensor_parallel"):
         if getattr(layout, name) > 1:
             raise InputError(f"{name} {getattr(layout, name)}: the runtime runs only 1")
     broken = first_illegal(spec, layout)

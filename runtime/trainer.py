@@ -11,10 +11,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from costmodels import Layout, ModelSpec
-from runtime.executor import build_executor
+from runtime.context_parallel import local_positions
 from runtime.grid import build_grid
 from runtime.optimizer import ShardedAdamW, clip_factor
 from runtime.options import TrainingOptions
+from runtime.stages import build_executor
 
 
 class StepResult(NamedTuple):
@@ -46,7 +47,7 @@ class Trainer:
         self, spec: ModelSpec, layout: Layout, options: TrainingOptions, device: torch.device
     ) -> None:
         self.layout = layout
-        self.grid = build_grid(layout, device)
+        self.grid = build_grid(spec, layout, device)
         self.executor = build_executor(spec, layout, self.grid, options.seed, options.init_method_std)
         self.optimizer = ShardedAdamW(
             self.executor.stages,
@@ -58,6 +59,7 @@ class Trainer:
         self.learning_rate = options.learning_rate()
         self.clip_grad = options.clip_grad
         self.rows = batch_rows(layout, self.grid.dp_rank)
+        self.positions = local_positions(spec, layout, self.grid.cp_rank)
         self.iteration = 0
 
     def train_step(self, samples: npt.NDArray[np.int64]) -> StepResult:
@@ -83,8 +85,10 @@ class Trainer:
         return float(total)
 
     def _inputs(self, samples: npt.NDArray[np.int64]) -> tuple[Tensor, Tensor]:
-        batch = torch.from_numpy(samples).to(self.grid.device, non_blocking=True)
-        return batch[:, :-1].contiguous(), batch[:, 1:].contiguous()
+        batch = torch.from_numpy(samples)
+        inputs, labels = (batch[:, self.positions + shift] for shift in (0, 1))
+        device = self.grid.device
+        return inputs.to(device, non_blocking=True), labels.to(device, non_blocking=True)
 
     def _once(self, loss: Tensor) -> Tensor:
         """The loss on one of the tensor-parallel ranks, which all hold the same; zero on the others."""

@@ -170,8 +170,8 @@ def test_a_later_token_changes_no_earlier_logit(spec: ModelSpec) -> None:
 
 
 def test_grouped_queries_equal_heads_with_repeated_keys_and_values() -> None:
-    grouped = Attention(LLAMA, recompute=False)
-    full = Attention(LLAMA.model_copy(update={"kv_heads": LLAMA.heads}), recompute=False)
+    grouped = Attention(LLAMA)
+    full = Attention(LLAMA.model_copy(update={"kv_heads": LLAMA.heads}))
     with torch.no_grad():
         full.query.weight.copy_(grouped.query.weight)
         full.output.weight.copy_(grouped.output.weight)

@@ -1,0 +1,83 @@
+"""Build the stages of this rank: everything that a layout does to the model, in order."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
+
+from costmodels import Layout, ModelSpec
+from runtime.context_parallel import context_parallel, local_positions
+from runtime.data_parallel import data_parallel, needs_data_parallel, settle_shards
+from runtime.executor import Accumulation, Executor
+from runtime.float8 import float8
+from runtime.grid import Grid
+from runtime.initialise import INIT_STD, initialise
+from runtime.loss import TokenLoss
+from runtime.model import Transformer
+from runtime.offload import offload_activations
+from runtime.pipeline import Pipeline
+from runtime.preflight import check_job
+from runtime.recompute import recompute
+from runtime.tensor_parallel import tensor_parallel
+
+
+def build_stage(spec: ModelSpec, layout: Layout, grid: Grid, index: int, compiled: bool) -> Transformer:
+    """One stage on the meta device, split and wrapped as `layout` says."""
+    with torch.device("meta"):
+        stage = Transformer(
+            spec,
+            spec.padded_vocab(layout.tensor_parallel),
+            layout.layer_range(index),
+            with_embedding=index == 0,
+            with_head=index == len(layout.layers_per_stage) - 1,
+        )
+    if layout.context_parallel > 1:
+        stage.place(local_positions(spec, layout, grid.cp_rank).to(grid.device))
+        context_parallel(stage, layout, grid)
+    if layout.tensor_parallel > 1:
+        tensor_parallel(stage, layout, grid)
+    if layout.precision == "fp8":
+        float8(stage)
+    if compiled:
+        for block in stage.blocks:
+            block.forward = torch.compile(block.forward)  # type: ignore[method-assign]
+    recompute(stage, layout)
+    if layout.offload_activations:
+        offload_activations(stage, layout)
+    if needs_data_parallel(layout):
+        data_parallel(stage, layout, grid)
+    return stage
+
+
+def build_executor(
+    spec: ModelSpec,
+    layout: Layout,
+    grid: Grid,
+    seed: int,
+    init_std: float = INIT_STD,
+    compiled: bool = False,
+) -> Executor:
+    """Build, split and initialise the stages of this rank.
+
+    Weights are drawn after splitting, into memory that holds this rank's part only.
+    """
+    check_job(spec, layout, dist.get_world_size())
+    stages = []
+    for index in layout.stages_of(grid.pp_rank):
+        stage = build_stage(spec, layout, grid, index, compiled)
+        stage.to_empty(device=grid.device)
+        stage.tie()
+        initialise(stage, spec, seed, init_std)
+        if isinstance(stage, FSDPModule):
+            settle_shards(stage)
+        stages.append(stage)
+    return executor_of(stages, spec, layout, grid)
+
+
+def executor_of(stages: list[Transformer], spec: ModelSpec, layout: Layout, grid: Grid) -> Executor:
+    """What runs the micro batches of `stages`."""
+    loss = TokenLoss(spec, layout, grid)
+    if layout.pipeline_parallel == 1:
+        return Accumulation(stages, layout, loss)
+    return Pipeline(stages, spec, layout, grid, loss)
