@@ -10,11 +10,15 @@ from cli.tables import billions, console, table
 from costmodels.estimate import Estimate, StageMemory, StepTime
 from costmodels.layout import Layout
 from costmodels.words import GIB
+from planner.pins import PinValue
 from planner.plan import Plan
 from planner.ranking import SearchResult
 
 NARROW = 78
 """Columns of a terminal under which a layout is one word, not a column for each degree."""
+
+ALWAYS = ("tp", "pp", "vpp", "dp", "zero", "mbs", "recompute")
+"""Columns that are shown even where they hold nothing unusual."""
 
 MOST_RANKS = 6
 """Pipeline ranks whose memory is listed; of more, the first, the last and the fullest ones."""
@@ -52,36 +56,57 @@ def _header(result: SearchResult, assumed: list[str]) -> Iterator[str]:
     for note in assumed:
         yield f"assumed: {note}"
     if problem.pins:
-        yield "pinned: " + ", ".join(f"{name}={value}" for name, value in problem.pins.items())
+        pinned = (f"{name}={_pinned(value)}" for name, value in problem.pins.items())
+        yield "pinned: " + ", ".join(pinned)
     yield (
         f"{result.considered:,} layouts considered, {result.legal:,} legal, {result.feasible:,} fit; "
         f"{result.elapsed_s:.3f} s"
     )
 
 
+def _pinned(value: PinValue) -> str:
+    return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
+
+
 def _print_ranking(screen: Console, plans: list[Plan]) -> None:
     costs = ["step", "tokens/s/dev", "MFU", "GiB"]
-    degrees = ["tp", "pp", "vpp", "dp", "zero", "mbs", "recompute"]
-    if screen.width < NARROW:
+    degrees = [_degrees(plan.layout) for plan in plans]
+    names = [name for name in degrees[0] if name in ALWAYS or any(row[name] for row in degrees)]
+    extra = sum(
+        max(len(name), *(len(row[name]) for row in degrees)) + 1 for name in names if name not in ALWAYS
+    )
+    if screen.width < NARROW + extra:
         rows = [
             [str(rank), plan.layout.describe(), *_costs(plan.estimate)] for rank, plan in enumerate(plans, 1)
         ]
         screen.print(table(["#", "layout", *costs], rows, left=("layout",)))
         return
-    rows = [[str(rank), *_degrees(plan.layout), *_costs(plan.estimate)] for rank, plan in enumerate(plans, 1)]
-    screen.print(table(["#", *degrees, *costs], rows))
-
-
-def _degrees(layout: Layout) -> list[str]:
-    return [
-        f"{layout.tensor_parallel}{'+sp' if layout.sequence_parallel else ''}",
-        str(layout.pipeline_parallel),
-        str(layout.virtual_pipeline_parallel),
-        str(layout.data_parallel),
-        str(layout.zero_stage),
-        f"{layout.micro_batch_size} x {layout.micro_batches}",
-        layout.recompute,
+    rows = [
+        [str(rank), *(row[name] for name in names), *_costs(plan.estimate)]
+        for rank, (row, plan) in enumerate(zip(degrees, plans, strict=True), 1)
     ]
+    screen.print(table(["#", *names, *costs], rows))
+
+
+def _degrees(layout: Layout) -> dict[str, str]:
+    """Words for each column; those of a column that is not always shown are empty for the usual value."""
+    context = layout.context_parallel > 1
+    usual_schedule = layout.schedule in ("1f1b", "interleaved")
+    offloaded = [name for name in ("activations", "optimizer") if getattr(layout, f"offload_{name}")]
+    return {
+        "tp": f"{layout.tensor_parallel}{'+sp' if layout.sequence_parallel else ''}",
+        "pp": str(layout.pipeline_parallel),
+        "vpp": str(layout.virtual_pipeline_parallel),
+        "schedule": "" if usual_schedule else layout.schedule,
+        "cp": f"{layout.context_parallel} {layout.context_parallel_form}" if context else "",
+        "dp": str(layout.data_parallel),
+        "zero": str(layout.zero_stage),
+        "copies": str(layout.zero_replicas) if layout.zero_replicas > 1 else "",
+        "mbs": f"{layout.micro_batch_size} x {layout.micro_batches}",
+        "recompute": layout.describe_recompute(),
+        "offload": "+".join(offloaded),
+        "grads": "" if layout.gradient_reduction == "fp32" else layout.gradient_reduction,
+    }
 
 
 def _costs(estimate: Estimate) -> list[str]:

@@ -9,6 +9,7 @@ import numpy as np
 from costmodels.engine import Engine
 from costmodels.errors import InputError
 from costmodels.hardware import Device, Precision
+from costmodels.layout import SPLIT_BACKWARD
 from costmodels.network import Group, all_gather, all_to_all
 from costmodels.operators import (
     BACKWARD_FLASH,
@@ -17,7 +18,9 @@ from costmodels.operators import (
     Operators,
     element_bytes,
 )
-from costmodels.table import Floats, LayoutTable
+from costmodels.table import RECOMPUTE_KINDS, Floats, LayoutTable
+
+FULL = RECOMPUTE_KINDS.index("full")
 
 CAUSAL_SHARE = 0.5
 """Part of the score matrix under the diagonal, which is all that flash attention computes."""
@@ -48,8 +51,11 @@ class Passes:
     tensor_parallel: Floats
     context_parallel: Floats
     expert_parallel: Floats
+    offload: Floats
     backward: Floats
     """Part of the sum that is backward, what it recomputes included."""
+    weights: Floats
+    """Part of backward that is gradients of weights, which split backward runs apart."""
 
     @property
     def total(self) -> Floats:
@@ -57,7 +63,7 @@ class Passes:
         return sum((getattr(self, part) for part in PARTS), np.zeros(()))
 
 
-PARTS = tuple(name for name in Passes.__dataclass_fields__ if name != "backward")
+PARTS = tuple(name for name in Passes.__dataclass_fields__ if name not in ("backward", "weights"))
 """The parts that add up to a unit's time; named as the fields of `StepTime`."""
 
 
@@ -148,11 +154,10 @@ def passes(
     tp, cp, etp = groups["tp"], groups["cp"], groups["etp"]
     gather = all_gather(tp, work.sequence_bytes)
     tensor, tensor_back = work.gathers_forward * gather, work.gathers_backward * gather
-    # Keys and values travel around the ring while attention works on the last ones (arXiv:2310.01889,
-    # section 3); backward also returns their gradients.
-    ring = np.where(work.ring_bytes > 0, (cp.size - 1) * work.ring_bytes / cp.bandwidth + cp.latency, 0.0)
-    context = np.maximum(ring - attention, 0.0)
-    context_back = np.maximum(2 * ring - attention_back, 0.0)
+    context, context_back = _context_seconds(work, table, cp, attention, attention_back)
+    # Each rank adds its attention to that of the ranks before it, in fp32.
+    merges = (cp.size - 1) * work.merge_bytes * passes
+    elementwise, elementwise_back = elementwise + merges, elementwise_back + merges
     # To the experts and back.
     expert = np.where(
         work.routed_bytes > 0,
@@ -160,9 +165,32 @@ def passes(
         0.0,
     )
 
-    full = (table.recompute == 2) & repeats
-    selective = (table.recompute == 1) & repeats
-    again = np.where(full, gemm + attention + elementwise, np.where(selective, attention, 0.0))
+    full = (table.recompute == FULL) & repeats
+    again = np.where(full, gemm + attention + elementwise, table.recomputes("core_attention") * attention)
+    mlp = table.recomputes("mlp") & repeats
+    mlp_gemm = gemm_seconds(work.mlp_gemms, peak * engine.gemm_efficiency, bandwidth, e)
+    activation = mlp | table.recomputes("activation")
+    lighter = mlp * mlp_gemm + activation * work.activation_bytes * passes
+    lighter = lighter + table.recomputes("norm") * work.norm_bytes * passes
+    again = again + lighter * repeats
+    # What holds weights is computed for the gradients of its inputs, and once more for those of weights.
+    apart = table.runs(*SPLIT_BACKWARD)
+    again = again + apart * np.where(full, again, lighter * repeats)
+    # The collectives in what is computed again: all of a layer's, or the MLP's half.
+    repeated = np.where(full, 1.0, 0.5 * mlp) * (1 + apart)
+    repeated_expert = (full | mlp) * (1.0 + apart)
+    # Sequence parallelism keeps the gathered outputs of norms, unless it gathers them again anyway.
+    regathers = table.recomputes("norm") & table.sequence_parallel & (not engine.regathers_sequence)
+    repeated = repeated + regathers * repeats * np.where(mlp, 0.25, 0.5) * (1 + apart)
+    repeated_all = full * (1.0 + apart)
+    repeated_context = repeated_all + table.recomputes("core_attention") * repeats
+    offload = offload_back = zero
+    if table.offload_activations.any():
+        moved = table.offload_activations * repeats * work.attention_bytes
+        seconds = moved / (device.host_bandwidth * engine.network_efficiency)
+        hides, hides_back = gemm + attention + elementwise, BACKWARD_GEMM * gemm + attention_back
+        offload = np.maximum(seconds - hides, 0.0)
+        offload_back = np.maximum(seconds - hides_back - elementwise_back, 0.0)
     forward = gemm + attention + elementwise + tensor + context + expert
     backward = BACKWARD_GEMM * gemm + attention_back + elementwise_back + tensor_back + context_back + expert
     split = np.where(table.sequence_parallel, engine.sequence_parallel_launch, engine.tensor_parallel_launch)
@@ -177,9 +205,39 @@ def passes(
         attention=attention + attention_back,
         elementwise=elementwise + elementwise_back,
         recompute=again,
-        launch=idle + idle_back + full * idle,
-        tensor_parallel=tensor + tensor_back + full * tensor,
-        context_parallel=context + context_back + full * context,
-        expert_parallel=2 * expert + full * expert,
-        backward=backward + idle_back + again + full * (tensor + context + expert + idle),
+        launch=idle + idle_back + repeated_all * idle,
+        tensor_parallel=tensor + tensor_back + repeated * tensor,
+        context_parallel=context + context_back + repeated_context * context,
+        expert_parallel=2 * expert + repeated_expert * expert,
+        offload=offload + offload_back,
+        backward=backward
+        + idle_back
+        + again
+        + offload_back
+        + repeated * tensor
+        + repeated_expert * expert
+        + repeated_context * context
+        + repeated_all * idle,
+        weights=(BACKWARD_GEMM - 1) * gemm,
     )
+
+
+def _context_seconds(
+    work: Operators, table: LayoutTable, cp: Group, attention: Floats, attention_back: Floats
+) -> tuple[Floats, Floats]:
+    """Seconds of context parallelism in forward and backward that nothing hides.
+
+    Gathered keys and values are kept, and their gradients are reduce-scattered. In a ring they travel
+    while attention works on the last ones (arXiv:2310.01889, section 3), in backward with their
+    gradients. Queries, keys, values and output change hands in four exchanges each way
+    (arXiv:2309.14509, section 3.2).
+    """
+    if not (table.context_parallel > 1).any():
+        return np.zeros(len(table)), np.zeros(len(table))
+    shared = work.ring_bytes > 0
+    gathered = np.where(shared, all_gather(cp, cp.size * work.ring_bytes), 0.0)
+    ring = np.where(shared, (cp.size - 1) * work.ring_bytes / cp.bandwidth + cp.latency, 0.0)
+    exchanged = np.where(shared, all_to_all(cp, work.exchange_bytes) + 3 * cp.latency, 0.0)
+    forms = [gathered, exchanged, np.maximum(ring - attention, 0.0)]
+    back = [gathered, exchanged, np.maximum(2 * ring - attention_back, 0.0)]
+    return np.choose(table.context_parallel_form, forms), np.choose(table.context_parallel_form, back)

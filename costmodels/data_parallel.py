@@ -2,7 +2,8 @@
 
 ZeRO's volumes (Rajbhandari et al., arXiv:1910.02054, section 7): one all-reduce of the gradients, or a
 reduce-scatter of gradients and an all-gather of parameters; stage 3 gathers in every forward and
-backward pass.
+backward pass. With copies of the shards (hybrid sharding, MiCS, arXiv:2205.00119, section 3) the copies'
+gradients are summed as well.
 """
 
 from __future__ import annotations
@@ -10,11 +11,11 @@ from __future__ import annotations
 import numpy as np
 
 from costmodels.engine import Engine
-from costmodels.hardware import Cluster
-from costmodels.memory import memory_policy, shards_gradients
-from costmodels.network import Group, all_gather, group, reduce_scatter
+from costmodels.hardware import Cluster, Device
+from costmodels.memory import expert_shards, memory_policy, reduced_bytes, shards_gradients
+from costmodels.network import all_gather, all_reduce, group, reduce_scatter
 from costmodels.operators import expert_replicas, expert_tensor_parallel
-from costmodels.table import Floats, LayoutTable
+from costmodels.table import Floats, Ints, LayoutTable
 
 ADAM_BYTES = 28.0
 """Traffic of Adam per parameter in fp32: reads weight, gradient and two moments, writes three of them."""
@@ -48,18 +49,25 @@ def exchange_seconds(
     reductions = np.where(eager, micro_batches, 1)
     gathers = np.where(stage == 3, 2 * micro_batches, np.minimum(stage, 1))
 
-    def seconds(members: Group, count: Floats) -> Floats:
-        scatter = reduce_scatter(members, count * policy.reduced, layers)
+    efficiency, reduced = engine.network_efficiency, reduced_bytes(engine, table)
+    copies = table.zero_replicas
+
+    def seconds(ranks: Ints, stride: Ints, count: Floats) -> Floats:
+        """`ranks` that lie `stride` apart hold the same `count` parameters."""
+        shards = np.maximum(ranks // copies, 1)
+        members = group(cluster, efficiency, shards, stride)
+        scatter = reduce_scatter(members, count * reduced, layers)
         gather = all_gather(members, count * policy.gathered, layers)
+        if (copies > 1).any():
+            # Neighbours share the shards; the copies of a shard lie farther apart and are summed.
+            among = group(cluster, efficiency, copies, stride * shards)
+            scatter = scatter + all_reduce(among, count * reduced / shards, layers)
         return np.where(stage == 0, 2.0 * scatter, reductions * scatter + gathers * gather)
 
-    efficiency = engine.network_efficiency
-    replicas = table.data_parallel * table.context_parallel
-    total = seconds(group(cluster, efficiency, replicas, table.tensor_parallel), shared)
+    total = seconds(table.replicas, table.tensor_parallel, shared)
     if experts.any():
         holders = (expert_tensor_parallel(table) * table.expert_parallel).astype(np.int64)
-        copies = expert_replicas(table).astype(np.int64)
-        total = total + seconds(group(cluster, efficiency, copies, holders), experts)
+        total = total + seconds(expert_replicas(table).astype(np.int64), holders, experts)
     # Stage 3 gathers in every pass, the others in the first forward pass.
     once = np.minimum(stage, 1) * forward + reductions * backward
     window = np.where(stage == 3, micro_batches * (forward + backward), once)
@@ -67,16 +75,23 @@ def exchange_seconds(
 
 
 def optimizer_seconds(
-    engine: Engine, bandwidth: float, table: LayoutTable, shared: Floats, experts: Floats
+    engine: Engine, device: Device, table: LayoutTable, shared: Floats, experts: Floats
 ) -> Floats:
-    """Seconds of one Adam step on one device, [n]: bytes through memory at `bandwidth`.
+    """Seconds of one Adam step on one device, [n]: bytes through memory.
 
     Each rank updates its shard (from ZeRO 1 on), writes the parameters that matrix products read,
-    and clears the gradients.
+    and clears the gradients. With the optimizer in host memory the shard's gradients go there and its
+    parameters come back, and the update runs at the host's bandwidth (ZeRO-Offload, arXiv:2101.06840,
+    section 4.1, without its delayed update).
     """
     policy = memory_policy(engine, table.precision)
     whole = policy.gathered + policy.gradients
-    shards = np.where(table.zero_stage >= 1, table.data_parallel * table.context_parallel, 1)
-    expert_shards = np.where(table.zero_stage >= 1, expert_replicas(table), 1.0)
-    traffic = shared * (ADAM_BYTES / shards + whole) + experts * (ADAM_BYTES / expert_shards + whole)
-    return traffic / (bandwidth * engine.memory_efficiency)
+    mine = shared / table.zero_shards + experts / expert_shards(table)
+    rate = device.memory_bandwidth * engine.memory_efficiency
+    seconds = (mine * ADAM_BYTES + (shared + experts) * whole) / rate
+    if table.offload_optimizer.any():
+        host = device.host_memory_bandwidth * engine.memory_efficiency
+        wire = (policy.gradients + policy.gathered) / (device.host_bandwidth * engine.network_efficiency)
+        away = mine * (ADAM_BYTES / host + wire) + (shared + experts) * whole / rate
+        seconds = np.where(table.offload_optimizer, away, seconds)
+    return seconds

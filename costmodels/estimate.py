@@ -18,9 +18,11 @@ class StepTime(Record):
     """Device idle while the host launches the kernels of small layers."""
     tensor_parallel: NonNegative
     context_parallel: NonNegative = 0.0
-    """Keys and values passed around the ring that attention does not hide."""
+    """Keys and values, or heads, of other ranks, as far as attention does not hide their way."""
     expert_parallel: NonNegative = 0.0
     """Tokens sent to their experts and back."""
+    offload: NonNegative = 0.0
+    """Activations on their way to host memory and back that compute does not hide."""
     pipeline_parallel: NonNegative
     """Activations sent between stages."""
     bubble: NonNegative
@@ -28,6 +30,7 @@ class StepTime(Record):
     data_parallel: NonNegative
     """Gradient reduction and parameter gathering that compute does not hide."""
     optimizer: NonNegative
+    """The optimizer step; with the optimizer in host memory, gradients and parameters on their way too."""
 
     @property
     def total(self) -> float:

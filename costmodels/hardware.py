@@ -37,6 +37,11 @@ class Device(Record):
     """Device memory in bytes, as the driver reports it where that is known."""
     memory_bandwidth: Positive
     """Bytes per second."""
+    host_bandwidth: Positive = 32.0e9
+    """Bytes per second and direction between the device and its host's memory; PCIe 4.0 x16 unless said."""
+    host_memory_bandwidth: Positive = 51.2e9
+    """One device's share of the bandwidth of its host's memory, in bytes per second; that of a server of 8
+    devices and two processors of eight DDR4-3200 channels (DGX A100) unless said."""
     cores: Count
     """Streaming multiprocessors, compute units or CPU cores: the width of a wave of tiles. No formula reads
     it yet; it is what a calibration of wave quantisation needs."""

@@ -32,6 +32,9 @@ The last three split backward in gradients of inputs and of weights, which fill 
 V_SCHEDULES: tuple[Schedule, ...] = ("zbv", "dualpipev")
 """Schedules whose ranks hold two chunks each, placed as a V: rank 0 has the first and the last stage."""
 
+SPLIT_BACKWARD: tuple[Schedule, ...] = ("interleaved_zb", "zbv", "dualpipev")
+"""Schedules that run the gradients of weights apart from those of inputs."""
+
 ContextParallelForm = Literal["all_gather", "all_to_all", "ring"]
 """How attention reaches tokens of other context-parallel ranks.
 
@@ -210,13 +213,16 @@ class Layout(Record):
         if self.zero_replicas > 1:
             parts.append(f"zero_replicas={self.zero_replicas}")
         parts.append(f"mbs={self.micro_batch_size} x {self.micro_batches}")
-        parts.append(f"recompute={self._describe_recompute()}")
+        parts.append(f"recompute={self.describe_recompute()}")
         offloaded = [name for name in ("activations", "optimizer") if getattr(self, f"offload_{name}")]
         if offloaded:
             parts.append(f"offload={'+'.join(offloaded)}")
+        if self.gradient_reduction != "fp32":
+            parts.append(f"gradient_reduction={self.gradient_reduction}")
         return " ".join(parts)
 
-    def _describe_recompute(self) -> str:
+    def describe_recompute(self) -> str:
+        """A short form of what is recomputed, such as `full`, `selective(norm+mlp)` or `full/block:2`."""
         text: str = self.recompute
         if self.recompute_modules not in ((), ("core_attention",)):
             text += f"({'+'.join(self.recompute_modules)})"

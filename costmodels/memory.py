@@ -1,32 +1,33 @@
 """Bytes on one device of each pipeline rank at the peak of the step.
 
-Model states follow ZeRO (Rajbhandari et al., arXiv:1910.02054, section 3), activations Korthikanti
-et al. (arXiv:2205.05198, sections 4 and 5), counted tensor by tensor so that grouped queries, gated
-MLPs, flash attention, experts and 32-bit activations come out of the same lines.
+Model states follow ZeRO (Rajbhandari et al., arXiv:1910.02054, section 3); activations are those of
+`costmodels.activations`, times what the schedule has in flight.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
+from costmodels.activations import layer_activations, waiting_activations
 from costmodels.engine import Engine, MemoryPolicy
 from costmodels.errors import InputError
 from costmodels.hardware import Cluster
+from costmodels.layout import SPLIT_BACKWARD
 from costmodels.model_spec import ModelSpec
 from costmodels.operators import (
-    attention_widths,
     element_bytes,
     expert_replicas,
     expert_tensor_parallel,
-    key_value_width,
     padded_vocabulary,
-    routed_rows,
     tokens,
 )
 from costmodels.pipeline import Ranks, in_flight
-from costmodels.table import Bools, Floats, LayoutTable
+from costmodels.table import RECOMPUTE_KINDS, RECOMPUTE_METHODS, Bools, Floats, Ints, LayoutTable
+
+FULL = RECOMPUTE_KINDS.index("full")
+UNIFORM = RECOMPUTE_METHODS.index("uniform")
 
 GATHERED_LAYERS = 2
 """Whole layers that ZeRO 3 holds at a time: the one at work and the next one, prefetched."""
@@ -52,9 +53,16 @@ class UnitSizes:
     """Kept from forward to backward."""
     moe_activations: Floats
     dense_working: Floats
-    """Recomputed in backward, one layer at a time."""
+    """Recomputed in backward, or fetched back from host memory, one layer at a time."""
     moe_working: Floats
+    dense_plain_activations: Floats
+    """Kept by layers that recompute nothing while others do."""
+    moe_plain_activations: Floats
+    waiting: Floats
+    """Gradients of a layer's activations that wait for those of its weights, when backward is split."""
     logits: Floats
+    logits_waiting: Floats
+    """The same of the output matrix."""
 
 
 def memory_policy(engine: Engine, precision: str) -> MemoryPolicy:
@@ -96,42 +104,6 @@ def _mlp_parameters(model: ModelSpec, width: int, degree: Floats) -> Floats:
     return split / degree + model.linear_bias * model.hidden
 
 
-def _layer_activations(
-    model: ModelSpec, engine: Engine, table: LayoutTable, moe: bool
-) -> tuple[Floats, Floats]:
-    """Bytes of one layer and micro batch: kept for backward, and recomputed there.
-
-    For a GPT layer of 16-bit activations with dropout this is s b h (10 + 24/t + 5 a s / (h t)), with
-    sequence parallelism s b h / t (34 + 5 a s / h) (arXiv:2205.05198, equations 2 and 4); selective
-    recomputation drops the scores (equation 6), full recomputation keeps the input of the layer only.
-    """
-    e, t = element_bytes(table.precision), tokens(model, table)
-    tp, sp, h = table.tensor_parallel, table.sequence_parallel, model.hidden
-    part = np.where(sp, tp, 1)
-    queries, values = attention_widths(model)
-    inner = e * (2 + model.gated * (1 if engine.fused_activation else 2))
-    residual = t * h / part
-    norms = 2 * e * residual + 2 * engine.dropout * residual
-    layer_inputs = 2 * e * t * h / (part if engine.regathers_sequence else 1)
-    attention = e * t * ((queries + values) / tp + key_value_width(model, table))
-    if model.latent_attention is not None:
-        mla = model.latent_attention
-        attention = attention + e * t * (mla.q_lora_rank + mla.kv_lora_rank + mla.qk_rope_head_dim) / part
-    if engine.flash_attention:
-        core = 4 * t * model.heads / tp
-    else:
-        core = t * model.seq * model.heads / tp * (e + engine.dropout * (e + 1))
-    if moe:
-        rows = routed_rows(model, table)
-        mlp = rows * (inner * model.expert_ffn / expert_tensor_parallel(table) + 2 * e * h)
-        mlp = mlp + inner * t * model.shared_expert_ffn / tp + 4 * t * model.experts / part
-    else:
-        mlp = inner * t * model.ffn / tp
-    whole = norms + layer_inputs + attention + core + mlp
-    kept = np.choose(table.recompute, [whole, whole - core, e * residual])
-    return kept, whole - kept
-
-
 def unit_sizes(model: ModelSpec, engine: Engine, table: LayoutTable) -> UnitSizes:
     """Sizes of the units of every row.
 
@@ -148,7 +120,7 @@ def unit_sizes(model: ModelSpec, engine: Engine, table: LayoutTable) -> UnitSize
     vocabulary = padded_vocabulary(model, table)
     positions = model.max_positions if model.position == "learned" else 0
     has_matrix = (table.pipeline_parallel > 1) | (not model.tied)
-    dense_kept, dense_working = _layer_activations(model, engine, table, moe=False)
+    dense_kept, dense_working = layer_activations(model, engine, table, moe=False)
     moe_layer = experts = moe_kept = moe_working = zero
     if model.experts:
         moe_layer = attention + model.norm_parameters + h * model.experts
@@ -156,7 +128,18 @@ def unit_sizes(model: ModelSpec, engine: Engine, table: LayoutTable) -> UnitSize
             moe_layer = moe_layer + _mlp_parameters(model, model.shared_expert_ffn, tp)
         expert = _mlp_parameters(model, model.expert_ffn, expert_tensor_parallel(table))
         experts = model.experts / table.expert_parallel * expert
-        moe_kept, moe_working = _layer_activations(model, engine, table, moe=True)
+        moe_kept, moe_working = layer_activations(model, engine, table, moe=True)
+    dense_plain = moe_plain = zero
+    if table.recompute_method.any():
+        plain = replace(
+            table,
+            recompute=np.zeros_like(table.recompute),
+            recompute_modules=np.zeros_like(table.recompute_modules),
+        )
+        dense_plain, plain_working = layer_activations(model, engine, plain, moe=False)
+        dense_working = np.maximum(dense_working, plain_working)
+        if model.experts:
+            moe_plain, _ = layer_activations(model, engine, plain, moe=True)
     logits = t * vocabulary / tp * (2 * e + 4 * engine.logits_copies)
     head_input = e * t * h / (part if engine.regathers_sequence else 1)
     return UnitSizes(
@@ -169,17 +152,22 @@ def unit_sizes(model: ModelSpec, engine: Engine, table: LayoutTable) -> UnitSize
         moe_activations=moe_kept,
         dense_working=dense_working,
         moe_working=moe_working,
+        dense_plain_activations=dense_plain,
+        moe_plain_activations=moe_plain,
+        waiting=waiting_activations(model, table),
+        logits_waiting=e * t * vocabulary / tp,
         logits=logits + e * t * h / part + head_input,
     )
 
 
 def parameters(sizes: UnitSizes, ranks: Ranks) -> tuple[Floats, Floats]:
     """Parameters of each pipeline rank on one device, [n, k]: all but routed experts, and routed experts."""
-    shared = ranks.dense * sizes.dense_layer[:, None] + ranks.first * sizes.embedding[:, None]
+    shared = ranks.all_dense * sizes.dense_layer[:, None]
+    shared += ranks.first * sizes.embedding[:, None]
     shared += ranks.last * sizes.head[:, None]
     if not sizes.experts.any():
         return shared, np.zeros_like(shared)
-    return shared + ranks.moe * sizes.moe_layer[:, None], ranks.moe * sizes.experts[:, None]
+    return shared + ranks.all_moe * sizes.moe_layer[:, None], ranks.all_moe * sizes.experts[:, None]
 
 
 def shards_gradients(engine: Engine, table: LayoutTable) -> Bools:
@@ -192,16 +180,32 @@ def shards_gradients(engine: Engine, table: LayoutTable) -> Bools:
     return result
 
 
-def _states(engine: Engine, table: LayoutTable, replicas: Floats) -> tuple[Floats, Floats, Floats]:
-    """Bytes per parameter of parameters, gradients and optimizer state that `replicas` ranks share."""
+def expert_shards(table: LayoutTable) -> Floats:
+    """Ranks over which ZeRO splits the experts of one device; 1 without ZeRO."""
+    shards = np.maximum(expert_replicas(table) / table.zero_replicas, 1.0)
+    return np.where(table.zero_stage > 0, shards, 1.0)
+
+
+def reduced_bytes(engine: Engine, table: LayoutTable) -> float:
+    """Bytes of one gradient element on the wire of a reduction."""
+    reduced = memory_policy(engine, table.precision).reduced
+    return min(reduced, 2.0) if table.gradient_reduction == "bf16" else reduced
+
+
+def _states(
+    engine: Engine, table: LayoutTable, replicas: Floats | Ints, shards: Floats | Ints
+) -> tuple[Floats, Floats, Floats]:
+    """Bytes per parameter of parameters, gradients and optimizer state.
+
+    `replicas` ranks hold the same parameters, and ZeRO splits over `shards` of them (1 without ZeRO).
+    """
     policy = memory_policy(engine, table.precision)
     stage = table.zero_stage
-    copy = np.where((stage < 3) & (replicas > 1), policy.shard, 0.0)
-    copy = copy / np.where(stage >= 1, replicas, 1.0)
+    copy = np.where((stage < 3) & (replicas > 1), policy.shard, 0.0) / shards
     return (
-        policy.parameters / np.where(stage == 3, replicas, 1.0) + copy,
-        policy.gradients / np.where(shards_gradients(engine, table), replicas, 1.0),
-        policy.optimizer / np.where(stage >= 1, replicas, 1.0),
+        policy.parameters / np.where(stage == 3, shards, 1.0) + copy,
+        policy.gradients / np.where(shards_gradients(engine, table), shards, 1.0),
+        np.where(table.offload_optimizer, 0.0, policy.optimizer / shards),
     )
 
 
@@ -210,24 +214,40 @@ def stage_memory(
 ) -> dict[str, Floats]:
     """Bytes on a device of each pipeline rank at the peak: the fields of `StageMemory`, each [n, k]."""
     shared, experts = parameters(sizes, ranks)
-    replicas = (table.data_parallel * table.context_parallel).astype(np.float64)
-    states = [per[:, None] * shared for per in _states(engine, table, replicas)]
+    replicas = table.replicas
+    states = [per[:, None] * shared for per in _states(engine, table, replicas, table.zero_shards)]
     has_experts = bool(sizes.experts.any())
     if has_experts:
-        for state, per in zip(states, _states(engine, table, expert_replicas(table)), strict=True):
+        every = _states(engine, table, expert_replicas(table), expert_shards(table))
+        for state, per in zip(states, every, strict=True):
             state += per[:, None] * experts
     gathered = GATHERED_LAYERS * (table.zero_stage == 3) * memory_policy(engine, table.precision).gathered
     layer = np.maximum(sizes.dense_layer, sizes.moe_layer + sizes.experts)
-    held = np.minimum(ranks.layers, 1.0) * (gathered * layer)[:, None]
+    held = (gathered * layer)[:, None] * (ranks.layers > 0)
 
-    dense, moe = in_flight(ranks, table.micro_batches[:, None].astype(np.float64))
-    activations = dense * sizes.dense_activations[:, None]
-    working = np.minimum(ranks.dense, 1.0) * sizes.dense_working[:, None]
+    working = np.minimum(ranks.all_dense, 1.0) * sizes.dense_working[:, None]
     if has_experts:
-        activations += moe * sizes.moe_activations[:, None]
-        working = np.maximum(working, np.minimum(ranks.moe, 1.0) * sizes.moe_working[:, None])
-    activations += working
+        working = np.maximum(working, np.minimum(ranks.all_moe, 1.0) * sizes.moe_working[:, None])
+    if table.recompute_num_layers.max(initial=1) > 1:
+        # Uniform recomputation repeats several layers from one input, and holds all of them.
+        several = (table.recompute == FULL) & (table.recompute_method == UNIFORM)
+        layers = np.where(several, table.recompute_num_layers, 1)[:, None]
+        inner = np.maximum(sizes.dense_activations, sizes.moe_activations)[:, None]
+        layers = np.clip(layers, 1.0, np.maximum(ranks.layers, 1.0))
+        working = layers * working + (layers - 1) * inner
+    activations = working
+    for kind, layers in in_flight(ranks, table.micro_batches[:, None].astype(np.float64)).items():
+        activations = activations + layers * getattr(sizes, f"{kind}_activations")[:, None]
     logits = ranks.last * sizes.logits[:, None]
+    if ranks.waiting.any():
+        activations += (
+            np.minimum(ranks.waiting, table.micro_batches[:, None] * ranks.layers) * (sizes.waiting[:, None])
+        )
+        # The last stage is on the last rank, which runs as many gradients of inputs ahead as there are
+        # ranks; in a V it is on the first rank, and runs one ahead.
+        ahead = np.where(table.runs("interleaved_zb"), table.pipeline_parallel, 1)
+        ahead = np.where(table.runs(*SPLIT_BACKWARD), ahead, 0)
+        logits += ranks.last * (ahead * sizes.logits_waiting)[:, None]
     groups = (
         (table.tensor_parallel > 1) * 1.0
         + (table.context_parallel > 1)

@@ -13,13 +13,16 @@ import numpy as np
 
 from costmodels.engine import Engine
 from costmodels.model_spec import ModelSpec
-from costmodels.table import Floats, LayoutTable
+from costmodels.table import CONTEXT_FORMS, Floats, LayoutTable
 
 BACKWARD_GEMM = 2.0
 """Backward work of a matrix product over its forward work: gradients of the input and of the weight."""
 
 BACKWARD_FLASH = 2.5
 """The same for flash attention: five products instead of two (Dao, arXiv:2307.08691, section 3.1.2)."""
+
+
+ALL_GATHER, ALL_TO_ALL, RING = (CONTEXT_FORMS.index(form) for form in ("all_gather", "all_to_all", "ring"))
 
 
 class Gemm(NamedTuple):
@@ -36,6 +39,8 @@ class Operators:
     """Forward work of a layer, an embedding or a head. Arrays of shape [n]; bytes and FLOPs."""
 
     gemms: tuple[Gemm, ...]
+    mlp_gemms: tuple[Gemm, ...]
+    """Those of `gemms` that are the MLP's or the experts'."""
     attention_flops: Floats
     """Scores and weighted values, all positions (causality not yet used)."""
     scores: Floats
@@ -43,13 +48,23 @@ class Operators:
     elementwise_forward: Floats
     """Bytes of element-wise work with perfect fusion."""
     elementwise_backward: Floats
+    norm_bytes: Floats
+    """The part of `elementwise_forward` that is norms."""
+    activation_bytes: Floats
+    """The part of `elementwise_forward` that is the activation function of the MLP."""
+    attention_bytes: Floats
+    """Input of attention, its queries, keys and values, and its output: what it keeps for backward."""
     sequence_bytes: Floats
     """Activations of a micro batch in full width: what a tensor-parallel collective moves."""
     gathers_forward: Floats
     """All-gathers or reduce-scatters of `sequence_bytes`; an all-reduce is two of them."""
     gathers_backward: Floats
     ring_bytes: Floats
-    """Keys and values of one rank, which context parallelism passes around."""
+    """Keys and values of one rank, which context parallelism passes around or gathers."""
+    exchange_bytes: Floats
+    """Queries, keys, values and output of one rank, where it exchanges tokens for heads."""
+    merge_bytes: Floats
+    """Traffic of adding one rank's attention to that of the ranks before it, in fp32."""
     routed_bytes: Floats
     """Tokens that one rank sends to experts of other ranks' devices, and gets back."""
     expert_gather_bytes: Floats
@@ -91,6 +106,19 @@ def key_value_width(model: ModelSpec, table: LayoutTable) -> Floats:
         result: Floats = sum(attention_widths(model)) / table.tensor_parallel
         return result
     return 2 * np.maximum(model.kv_heads / table.tensor_parallel, 1.0) * model.head_dim
+
+
+def kept_heads_width(model: ModelSpec, table: LayoutTable) -> Floats:
+    """Width of keys and values on one device when context-parallel ranks share out whole heads.
+
+    Fewer heads than ranks are repeated before the exchange, one for each rank.
+    """
+    width = key_value_width(model, table)
+    if model.latent_attention is not None:
+        return width
+    heads = np.maximum(model.kv_heads / table.tensor_parallel, 1.0)
+    result: Floats = width * np.maximum(table.context_parallel / heads, 1.0)
+    return result
 
 
 def routed_rows(model: ModelSpec, table: LayoutTable) -> Floats:
@@ -135,7 +163,8 @@ def layer(model: ModelSpec, engine: Engine, table: LayoutTable, moe: bool) -> Op
     h = model.hidden
     queries, values = attention_widths(model)
     kv = key_value_width(model, table)
-    gemms = _attention_gemms(model, table)
+    attention = _attention_gemms(model, table)
+    gemms: tuple[Gemm, ...] = ()
     between = t * (queries / tp + kv)
     gathers, routed, expert_gather = 4.0 * one, 0.0 * one, 0.0 * one
     if moe:
@@ -147,27 +176,37 @@ def layer(model: ModelSpec, engine: Engine, table: LayoutTable, moe: bool) -> Op
             gemms += _mlp_gemms(model, t, model.shared_expert_ffn / tp, one)
         inner = t * (model.top_k * model.expert_ffn + model.shared_expert_ffn) / tp
         # Tokens are permuted to their experts and back.
-        between = between + inner * (1 + model.gated) + 2 * h * rows / etp
+        activated = inner * (1 + model.gated)
+        between = between + activated + 2 * h * rows / etp
         routed = np.where(ep > 1, e * h * t * model.top_k / tp, 0.0)
         expert_gather = np.where((ep > 1) & (etp > 1), e * h * rows, 0.0)
         if not model.shared_expert_ffn:
             gathers = np.where(ep > 1, 2.0, 4.0)
     else:
         gemms += _mlp_gemms(model, t, model.ffn / tp, one)
-        between = between + t * (1 + model.gated) * model.ffn / tp
+        activated = t * (1 + model.gated) * model.ffn / tp
+        between = between + activated
     between = between + t * h / tp
     whole = e * t * h / np.where(sp, tp, 1)
+    forms = table.context_parallel_form * (table.context_parallel > 1)
+    exchanged = kept_heads_width(model, table) + (queries + values) / tp
     return Operators(
-        gemms=gemms,
+        gemms=attention + gemms,
+        mlp_gemms=gemms,
         attention_flops=2 * t * model.seq * (queries + values) / tp,
         scores=t * model.seq * model.heads / tp,
         elementwise_forward=6 * whole + 2 * e * between,
         elementwise_backward=9 * whole + 3 * e * between,
+        norm_bytes=4 * whole,
+        activation_bytes=2 * e * activated,
+        attention_bytes=e * t * (h + (queries + values) / tp + kv),
         sequence_bytes=e * t * h,
         gathers_forward=gathers,
         # Korthikanti et al., section 4.2.2: layer inputs, kept split, are gathered once more.
         gathers_backward=gathers * np.where(sp & engine.regathers_sequence, 1.5, 1.0),
         ring_bytes=np.where(table.context_parallel > 1, e * t * kv, 0.0),
+        exchange_bytes=np.where(forms == ALL_TO_ALL, e * t * exchanged, 0.0),
+        merge_bytes=np.where(forms == RING, (e + 8) * t * values / tp, 0.0),
         routed_bytes=routed,
         expert_gather_bytes=expert_gather,
     )
@@ -180,14 +219,20 @@ def embedding(model: ModelSpec, table: LayoutTable) -> Operators:
     whole = element_bytes(table.precision) * tokens(model, table) * model.hidden
     return Operators(
         gemms=(),
+        mlp_gemms=(),
         attention_flops=zero,
         scores=zero,
         elementwise_forward=2 * whole,
         elementwise_backward=2 * whole,
+        norm_bytes=zero,
+        activation_bytes=zero,
+        attention_bytes=zero,
         sequence_bytes=whole,
         gathers_forward=np.where(sp, 1.0, 2.0),
         gathers_backward=np.where(sp, 1.0, 0.0),
         ring_bytes=zero,
+        exchange_bytes=zero,
+        merge_bytes=zero,
         routed_bytes=zero,
         expert_gather_bytes=zero,
     )
@@ -204,14 +249,20 @@ def head(model: ModelSpec, padded_vocab: Floats, table: LayoutTable) -> Operator
     norm = e * t * model.hidden / np.where(sp, tp, 1)
     return Operators(
         gemms=(Gemm(t, zero + model.hidden, padded_vocab / tp, zero + 1),),
+        mlp_gemms=(),
         attention_flops=zero,
         scores=zero,
         elementwise_forward=2 * norm + (e + 16) * logits,
         elementwise_backward=3 * norm + (e + 4) * logits,
+        norm_bytes=zero,
+        activation_bytes=zero,
+        attention_bytes=zero,
         sequence_bytes=e * t * model.hidden,
         gathers_forward=np.where(sp, 1.0, 0.0),
         gathers_backward=np.where(sp, 1.0, 2.0),
         ring_bytes=zero,
+        exchange_bytes=zero,
+        merge_bytes=zero,
         routed_bytes=zero,
         expert_gather_bytes=zero,
     )

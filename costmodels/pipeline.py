@@ -1,20 +1,31 @@
 """What pipeline ranks hold, and how long their schedule takes.
 
-Closed forms of Narayanan et al. (arXiv:2104.04473, section 2.2) with unequal stages.
+Closed forms of Narayanan et al. (arXiv:2104.04473, section 2.2) and of the zero-bubble papers, with unequal
+stages; the tests play out the orders of PyTorch's schedules against them.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from functools import lru_cache
 
 import numpy as np
 
 from costmodels.hardware import Cluster
+from costmodels.layout import SPLIT_BACKWARD, V_SCHEDULES, Schedule
 from costmodels.model_spec import ModelSpec
 from costmodels.network import send
 from costmodels.operators import element_bytes, tokens
-from costmodels.table import Floats, LayoutTable
+from costmodels.table import (
+    RECOMPUTE_KINDS,
+    RECOMPUTE_METHODS,
+    SCHEDULES,
+    Floats,
+    Ints,
+    LayoutTable,
+    distinct,
+)
 
 
 @dataclass(frozen=True)
@@ -30,71 +41,154 @@ class Ranks:
     """Layers with a dense MLP, over all chunks."""
     moe: Floats
     """Layers with experts."""
+    dense_plain: Floats
+    """Further layers with a dense MLP, which recompute nothing while the first ones of a stage do."""
+    moe_plain: Floats
     first: Floats
     """1 with the embedding, else 0."""
     last: Floats
     """1 with head and loss, else 0."""
     dense_in_flight: Floats
-    """Dense layers alive at most, times the micro batches each is alive for, with many micro batches."""
+    """Dense layers alive at most, times the micro batches each is alive for, with many micro batches; where
+    one input is kept for several layers, they count as one."""
     moe_in_flight: Floats
+    dense_plain_in_flight: Floats
+    moe_plain_in_flight: Floats
+    waiting: Floats
+    """Layers whose gradients of weights are still to come, counted in the same way."""
 
     @property
     def layers(self) -> Floats:
         """Layers of each rank."""
-        return self.dense + self.moe
+        return self.all_dense + self.all_moe if self.all_moe.any() else self.all_dense
 
+    @property
+    def all_dense(self) -> Floats:
+        """Layers with a dense MLP, whether they recompute or not."""
+        return self.dense + self.dense_plain if self.dense_plain.any() else self.dense
+
+    @property
+    def all_moe(self) -> Floats:
+        """Layers with experts, whether they recompute or not."""
+        return self.moe + self.moe_plain if self.moe_plain.any() else self.moe
+
+    def each(self, change: Callable[[Floats], Floats]) -> Ranks:
+        """The ranks with `change` made to every field, save those that are `NONE`."""
+        held = {field.name: getattr(self, field.name) for field in fields(Ranks)}
+        return Ranks(**{name: array if array is NONE else change(array) for name, array in held.items()})
+
+
+NONE: Floats = np.zeros((1, 1))
+"""In a table, what stands for a field that is zero on every rank, such as the experts of a dense model."""
+
+LAYER_KINDS = ("dense", "moe", "dense_plain", "moe_plain")
+"""Fields of `Ranks` that count layers."""
 
 FIELDS = tuple(field.name for field in fields(Ranks))
 
+WORK = FIELDS[1 : FIELDS.index("last") + 1]
+"""The fields that decide how long a rank computes; the others tell what it keeps."""
 
-def _in_flight(rank: int, pipeline: int, chunks: int) -> list[int]:
-    """Micro batches that each chunk of a pipeline rank holds when its warm-up ends.
+
+def _in_flight(rank: int, pipeline: int, chunks: int, schedule: Schedule) -> list[list[int]]:
+    """Micro batches that each chunk of a pipeline rank holds at moments that can be the fullest.
 
     1F1B: pp - rank (arXiv:2104.04473, section 2.2.1). Interleaved: Megatron-LM's warm-up of
     2 (pp - rank - 1) + (vpp - 1) pp slots and one more, chunks taking turns of pp micro batches.
+    With split backward, activations stay until the gradients of weights are computed: as many on every
+    rank as on the first (ZB-H1, arXiv:2401.10241, section 2.3; ZB-V, section 6), and one chunk more in
+    DualPipeV (arXiv:2412.19437, section 3.2.1, cut in half).
     """
+    if schedule == "interleaved_zb":
+        ends = [2 * pipeline, *[pipeline] * (chunks - 2), 0]
+        return [[pipeline] * chunks, ends]
+    if schedule == "zbv":
+        return [[2 * pipeline - rank, rank], [2 * pipeline - rank - 1, rank + 1]]
+    if schedule == "dualpipev":
+        return [[2 * pipeline - rank, rank + 1]]
     if chunks == 1:
-        return [pipeline - rank]
+        return [[pipeline - rank]]
     slots = 2 * (pipeline - rank - 1) + (chunks - 1) * pipeline + 1
     rounds, rest = divmod(slots, pipeline * chunks)
-    return [rounds * pipeline + min(max(rest - chunk * pipeline, 0), pipeline) for chunk in range(chunks)]
+    return [[rounds * pipeline + min(max(rest - chunk * pipeline, 0), pipeline) for chunk in range(chunks)]]
+
+
+def _waiting(rank: int, schedule: Schedule) -> int:
+    """Chunks of a rank whose gradients of weights are still to come, at most."""
+    if schedule not in SPLIT_BACKWARD:
+        return 0
+    return 2 * rank + 1 if schedule == "zbv" else rank + 1
 
 
 @lru_cache(maxsize=4096)
-def all_ranks(split: tuple[int, ...], pipeline: int, leading_dense: int) -> Ranks:
+def all_ranks(
+    split: tuple[int, ...],
+    pipeline: int,
+    leading_dense: int,
+    schedule: Schedule = "interleaved",
+    block: int | None = None,
+    together: int = 1,
+) -> Ranks:
     """Every pipeline rank of a layout, arrays of shape [pp].
 
     Args:
-        split: layers of each stage; stage i runs on rank i mod pp.
+        split: layers of each stage, placed as `Layout.stages_of` says.
         leading_dense: layers at the start of the model that keep a dense MLP.
+        block: layers of each stage that recompute, when the others do not.
+        together: layers for which recomputation keeps one input.
     """
     chunks = len(split) // pipeline
-    sizes = np.array(split).reshape(chunks, pipeline)
-    starts = np.concatenate(([0], np.cumsum(split)[:-1])).reshape(chunks, pipeline)
-    dense = np.clip(leading_dense - starts, 0, sizes)
-    flight = np.array([_in_flight(rank, pipeline, chunks) for rank in range(pipeline)]).T
+    place = np.arange(len(split)).reshape(chunks, pipeline)
+    if schedule in V_SCHEDULES:
+        place[1] = place[1, ::-1].copy()
+    sizes = np.array(split)[place]
+    starts = np.concatenate(([0], np.cumsum(split)[:-1]))[place]
+    marked = sizes if block is None else np.minimum(sizes, block)
+    dense = np.clip(leading_dense - starts, 0, marked)
+    moe = marked - dense
+    dense_plain = np.clip(leading_dense - starts, 0, sizes) - dense
+    moe_plain = sizes - marked - dense_plain
     rank = np.arange(pipeline)
+    # [moments, chunks, ranks]
+    flight = np.array([_in_flight(each, pipeline, chunks, schedule) for each in range(pipeline)]).transpose(
+        1, 2, 0
+    )
+
+    def alive(layers: Ints) -> Ints:
+        most: Ints = (layers * flight).sum(axis=1).max(axis=0)
+        return most
+
     columns = {
         "count": np.ones(pipeline),
         "dense": dense.sum(axis=0),
-        "moe": (sizes - dense).sum(axis=0),
+        "moe": moe.sum(axis=0),
+        "dense_plain": dense_plain.sum(axis=0),
+        "moe_plain": moe_plain.sum(axis=0),
         "first": rank == 0,
-        "last": rank == pipeline - 1,
-        "dense_in_flight": (dense * flight).sum(axis=0),
-        "moe_in_flight": ((sizes - dense) * flight).sum(axis=0),
+        "last": rank == (0 if schedule in V_SCHEDULES else pipeline - 1),
+        "dense_in_flight": alive(-(-dense // together)),
+        "moe_in_flight": alive(-(-moe // together)),
+        "dense_plain_in_flight": alive(dense_plain),
+        "moe_plain_in_flight": alive(moe_plain),
+        "waiting": sizes.max(axis=0) * [_waiting(each, schedule) for each in range(pipeline)],
     }
     return Ranks(**{name: column.astype(np.float64) for name, column in columns.items()})
 
 
+Entry = tuple[tuple[int, ...], int, int, Schedule, int | None, int]
+"""The arguments of `all_ranks`."""
+
+
 @lru_cache(maxsize=4096)
-def _deciding(split: tuple[int, ...], pipeline: int, leading_dense: int) -> tuple[tuple[float, ...], ...]:
+def _deciding(entry: Entry) -> tuple[tuple[float, ...], ...]:
     """Rows of `Ranks` that can be slowest or fullest: of equal ranks, those that keep the most in flight."""
-    every = all_ranks(split, pipeline, leading_dense)
+    every = all_ranks(*entry)
     kinds: dict[tuple[float, ...], list[list[float]]] = {}
+    kept_from = 1 + len(WORK)
     for row in zip(*(getattr(every, name).tolist() for name in FIELDS), strict=True):
-        work, flight = row[1:5], row[5:]
+        work, flight = row[1:kept_from], row[kept_from:]
         kept = kinds.setdefault(work, [])
-        if all(any(f > k for f, k in zip(flight, other[5:], strict=True)) for other in kept):
+        if all(any(f > k for f, k in zip(flight, other[kept_from:], strict=True)) for other in kept):
             kept.append([float(not kept), *row[1:]])
             kept[0][0] += len(kept) > 1
         else:
@@ -102,39 +196,96 @@ def _deciding(split: tuple[int, ...], pipeline: int, leading_dense: int) -> tupl
     return tuple(tuple(row) for kept in kinds.values() for row in kept)
 
 
+def ranks_entry(model: ModelSpec, table: LayoutTable, row: int) -> Entry:
+    """What `all_ranks` takes for one row of a table."""
+    layers = int(table.recompute_num_layers[row])
+    recomputes = RECOMPUTE_KINDS[int(table.recompute[row])] != "none"
+    block = recomputes and RECOMPUTE_METHODS[int(table.recompute_method[row])] == "block"
+    return (
+        table.splits[int(table.split[row])],
+        int(table.pipeline_parallel[row]),
+        model.layers - model.moe_layers,
+        SCHEDULES[int(table.schedule[row])],
+        layers if block else None,
+        1 if block or not recomputes else layers,
+    )
+
+
 def deciding_ranks(model: ModelSpec, table: LayoutTable) -> Ranks:
     """The ranks that can be slowest or fullest, for every row of a table: arrays of shape [n, k]."""
-    leading_dense = model.layers - model.moe_layers
-    width = int(table.pipeline_parallel.max(initial=0)) + 1
-    keys, code = np.unique(table.split * width + table.pipeline_parallel, return_inverse=True)
-    entries = [_deciding(table.splits[key // width], int(key % width), leading_dense) for key in keys]
+    columns = [table.split, table.pipeline_parallel, table.schedule]
+    if table.recompute_num_layers.max(initial=1) > 1 or table.recompute_method.any():
+        columns += [table.recompute, table.recompute_method, table.recompute_num_layers]
+    first, code = distinct(columns)
+    entries = [_deciding(ranks_entry(model, table, int(row))) for row in first]
     most = max(map(len, entries), default=1)
     filled = np.zeros((len(FIELDS), len(entries), most))
     for index, entry in enumerate(entries):
         filled[:, index, : len(entry)] = np.transpose(entry)
-    return Ranks(**{name: filled[position][code] for position, name in enumerate(FIELDS)})
-
-
-def in_flight(ranks: Ranks, micro_batches: Floats) -> tuple[Floats, Floats]:
-    """Layers whose activations are alive at the peak: dense and with experts, for given micro batches."""
-    return (
-        np.minimum(ranks.dense_in_flight, micro_batches * ranks.dense),
-        np.minimum(ranks.moe_in_flight, micro_batches * ranks.moe),
+    return Ranks(
+        **{
+            name: held[code] if held.any() or name == "dense" else NONE
+            for name, held in zip(FIELDS, filled, strict=True)
+        }
     )
 
 
-def bubble_seconds(rank_seconds: Floats, count: Floats, chunks: Floats) -> Floats:
+def in_flight(ranks: Ranks, micro_batches: Floats) -> dict[str, Floats]:
+    """Layers whose activations are alive at the peak, by their kind, for given micro batches.
+
+    The kinds are the fields of `Ranks` that count layers; those that no rank has are left out.
+    """
+    return {
+        kind: np.minimum(getattr(ranks, f"{kind}_in_flight"), micro_batches * getattr(ranks, kind))
+        for kind in LAYER_KINDS
+        if getattr(ranks, kind).any()
+    }
+
+
+def bubble_seconds(
+    rank_seconds: Floats, count: Floats, chunks: Floats, slowest: Ints | None = None
+) -> Floats:
     """Idle time of the slowest rank of each row: filling and draining all other ranks, one chunk deep.
 
-    (sum of t - max of t) / vpp, which for equal ranks is Narayanan et al.'s (pp - 1) t / vpp.
+    (sum of t - t of the slowest) / vpp, which for equal ranks is Narayanan et al.'s (pp - 1) t / vpp.
 
     Args:
-        rank_seconds: [n, k], forward and backward of one micro batch on each rank.
+        rank_seconds: [n, k], what one micro batch takes on each rank while the pipeline fills and drains:
+            forward and backward, or less where the gradients of weights fill the bubble.
         count: [n, k], ranks that the entry stands for.
         chunks: [n], model chunks on each rank.
+        slowest: [n], the slowest rank; that of the largest `rank_seconds` when not given.
     """
-    result: Floats = ((rank_seconds * count).sum(axis=1) - rank_seconds.max(axis=1)) / chunks
+    slow = rank_seconds.argmax(axis=1) if slowest is None else slowest
+    own = np.take_along_axis(rank_seconds, slow[:, None], axis=1)[:, 0]
+    result: Floats = ((rank_seconds * count).sum(axis=1) - own) / chunks
     return np.maximum(result, 0.0)
+
+
+def split_bubble_seconds(
+    table: LayoutTable, forward: Floats, inputs: Floats, weights: Floats, count: Floats
+) -> Floats:
+    """`bubble_seconds` of schedules that run the gradients of weights apart, [n].
+
+    With f, i and w for forward, gradients of inputs and gradients of weights of a rank, every other rank
+    costs f + max(i - w, 0) in ZB-H1 (arXiv:2401.10241, table 1: pp - 1 times f + i - w) and in DualPipeV,
+    whose two directions also wait for each other where i > f; max(f, i, 2 (i - w)) in ZB-V (section 6,
+    for times that differ). The forms are fitted to the orders that PyTorch's schedules run.
+
+    Args:
+        forward, inputs, weights: [n, k], seconds of one micro batch on each rank.
+        count: [n, k], ranks that the entry stands for.
+    """
+    slowest = (forward + inputs + weights).argmax(axis=1)
+    chunks = table.virtual_pipeline_parallel.astype(np.float64)
+    own = np.take_along_axis(forward, slowest[:, None], axis=1)[:, 0]
+    uneven = bubble_seconds(inputs - forward, count, chunks, slowest) - own / chunks
+    filled = forward + np.maximum(inputs - weights, 0.0)
+    in_v = np.maximum(np.maximum(forward, inputs), 2.0 * (inputs - weights))
+    in_v = in_v + np.maximum(forward - inputs, 0.0)
+    each = np.where(table.runs("zbv")[:, None], in_v, filled)
+    both = bubble_seconds(each, count, chunks, slowest)
+    return both + np.where(table.runs("dualpipev"), np.maximum(uneven, 0.0), 0.0)
 
 
 def send_seconds(model: ModelSpec, cluster: Cluster, efficiency: float, table: LayoutTable) -> Floats:

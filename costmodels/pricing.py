@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 
@@ -12,8 +12,15 @@ from costmodels.data_parallel import exchange_seconds, optimizer_seconds
 from costmodels.engine import Engine
 from costmodels.estimate import Estimate, StageMemory, StepTime
 from costmodels.hardware import Cluster
-from costmodels.layout import Layout
-from costmodels.memory import UnitSizes, memory_policy, parameters, stage_memory, unit_sizes
+from costmodels.layout import SPLIT_BACKWARD, V_SCHEDULES, Layout
+from costmodels.memory import (
+    UnitSizes,
+    memory_policy,
+    parameters,
+    reduced_bytes,
+    stage_memory,
+    unit_sizes,
+)
 from costmodels.model_spec import ModelSpec
 from costmodels.network import all_reduce, group
 from costmodels.operators import (
@@ -23,10 +30,18 @@ from costmodels.operators import (
     layer,
     padded_vocabulary,
 )
-from costmodels.pipeline import Ranks, all_ranks, bubble_seconds, deciding_ranks, send_seconds
-from costmodels.table import Bools, Floats, Ints, LayoutTable
+from costmodels.pipeline import (
+    Ranks,
+    all_ranks,
+    bubble_seconds,
+    deciding_ranks,
+    ranks_entry,
+    send_seconds,
+    split_bubble_seconds,
+)
+from costmodels.table import Floats, Ints, LayoutTable, distinct
 
-BLOCK = 32768
+BLOCK = 16384
 """Rows priced at a time, so that intermediate arrays stay small however long the table."""
 
 
@@ -56,9 +71,8 @@ class Prices:
     def estimate(self, row: int) -> Estimate:
         """One row as an `Estimate`, with the memory of every pipeline rank."""
         one = self.table.take(np.array([row]))
-        split, pipeline = one.splits[int(one.split[0])], int(one.pipeline_parallel[0])
-        every = all_ranks(split, pipeline, self.model.layers - self.model.moe_layers)
-        ranks = Ranks(**{field.name: getattr(every, field.name)[None, :] for field in fields(Ranks)})
+        every = all_ranks(*ranks_entry(self.model, one, 0))
+        ranks = every.each(lambda held: held[None, :])
         sizes = unit_sizes(self.model, self.engine, one)
         memory = stage_memory(self.cluster, self.engine, one, sizes, ranks)
         return Estimate(
@@ -66,7 +80,7 @@ class Prices:
             time=StepTime(**{part: float(seconds[row]) for part, seconds in self.time.items()}),
             memory=tuple(
                 StageMemory(**{part: float(held[0, rank]) for part, held in memory.items()})
-                for rank in range(pipeline)
+                for rank in range(len(every.count))
             ),
             peak_memory_bytes=self.peak_memory_bytes[row],
             tokens_per_s=self.tokens_per_s[row],
@@ -76,30 +90,24 @@ class Prices:
         )
 
 
-def _distinct(columns: list[Ints | Bools]) -> tuple[Ints, Ints]:
-    """First row of each distinct combination of columns of small numbers, and the combination of each row."""
-    key = columns[0].astype(np.int64)
-    for column in columns[1:]:
-        base = int(column.max(initial=0)) + 1
-        if int(key.max(initial=0)) > np.iinfo(np.int64).max // base - base:
-            key = np.unique(key, return_inverse=True)[1]
-        key = key * base + column
-    _, first, code = np.unique(key, return_index=True, return_inverse=True)
-    return first, code
-
-
 def _shapes(table: LayoutTable) -> tuple[LayoutTable, Ints]:
     """The few rows that differ in the shape of their operators, and which of them each row is like."""
-    first, code = _distinct(
+    first, code = distinct(
         [
             table.tensor_parallel,
             table.sequence_parallel,
             table.context_parallel,
+            table.context_parallel_form,
             table.expert_parallel,
             table.expert_tensor_parallel,
             table.micro_batch_size,
             table.recompute,
+            table.recompute_modules,
+            table.recompute_num_layers,
+            table.recompute_method,
+            table.offload_activations,
             table.pipeline_parallel > 1,
+            table.runs(*SPLIT_BACKWARD),
         ]
     )
     return table.take(first), code
@@ -120,6 +128,11 @@ def _units(model: ModelSpec, cluster: Cluster, engine: Engine, table: LayoutTabl
     if model.experts:
         layers["moe"] = layer(model, engine, table, moe=True)
     units = {held: passes(work, device, engine, table, groups, repeats=True) for held, work in layers.items()}
+    if table.recompute_method.any():
+        none = np.zeros_like(table.recompute)
+        plain = replace(table, recompute=none, recompute_modules=none)
+        for held, work in layers.items():
+            units[f"{held}_plain"] = passes(work, device, engine, plain, groups, repeats=True)
     for held, work in ends.items():
         units[held] = passes(work, device, engine, table, groups, repeats=False, wide=True)
     return units
@@ -129,8 +142,10 @@ def _on_ranks(units: dict[str, Passes], ranks: Ranks, row: Ints, part: str) -> F
     """Seconds of `part` for one micro batch on each rank; `row` says which row of `units` is meant."""
     total = np.zeros_like(ranks.dense)
     for held, unit in units.items():
-        seconds = getattr(unit, part)[row]
-        total += getattr(ranks, held) * seconds.reshape(-1, *(1,) * (total.ndim - 1))
+        seconds = getattr(unit, part)
+        if seconds.any():
+            seconds = seconds[row]
+            total += getattr(ranks, held) * seconds.reshape(-1, *(1,) * (total.ndim - 1))
     return total
 
 
@@ -142,7 +157,9 @@ def _tied_seconds(
     apart = apart * np.maximum(table.pipeline_parallel - 1, 1)
     pair = group(cluster, engine.network_efficiency, np.minimum(table.pipeline_parallel, 2), apart)
     count = vocabulary * model.hidden / table.tensor_parallel
-    return model.tied * all_reduce(pair, count * memory_policy(engine, table.precision).reduced)
+    # In a V both are on the first rank.
+    apart_from_another = ~table.runs(*V_SCHEDULES) * model.tied
+    return apart_from_another * all_reduce(pair, count * reduced_bytes(engine, table))
 
 
 def _price_block(
@@ -157,32 +174,34 @@ def _price_block(
 
     rank_seconds = _on_ranks(units, ranks, shape, "total")
     slowest = rank_seconds.argmax(axis=1)[:, None]
-    slow = Ranks(
-        **{
-            field.name: np.take_along_axis(getattr(ranks, field.name), slowest, axis=1)[:, 0]
-            for field in fields(Ranks)
-        }
-    )
+    rows = np.arange(len(table))
+    slow = ranks.each(lambda held: held[rows, slowest[:, 0]])
     micro_batches = table.micro_batches
     time = {part: micro_batches * _on_ranks(units, slow, shape, part) for part in PARTS}
     backward = _on_ranks(units, slow, shape, "backward")
-    forward = np.take_along_axis(rank_seconds, slowest, axis=1)[:, 0] - backward
+    forward = rank_seconds[rows, slowest[:, 0]] - backward
     shared, experts = (count.max(axis=1) for count in parameters(sizes, ranks))
     time["pipeline_parallel"] = send_seconds(model, cluster, engine.network_efficiency, table)
     time["pipeline_parallel"] += _tied_seconds(
         model, cluster, engine, table, padded_vocabulary(model, shapes)[shape]
     )
     time["bubble"] = bubble_seconds(
-        rank_seconds, ranks.count, table.virtual_pipeline_parallel.astype(np.float64)
+        rank_seconds, ranks.count, table.virtual_pipeline_parallel.astype(np.float64), slowest[:, 0]
     )
+    if (apart := table.runs(*SPLIT_BACKWARD)).any():
+        some = ranks.each(lambda held: held[apart])
+        weights = _on_ranks(units, some, shape[apart], "weights")
+        inputs = _on_ranks(units, some, shape[apart], "backward") - weights
+        ahead = rank_seconds[apart] - inputs - weights
+        time["bubble"][apart] = split_bubble_seconds(table.take(apart), ahead, inputs, weights, some.count)
     time["data_parallel"] = exchange_seconds(
         cluster, engine, table, shared, experts, slow.layers, forward, backward
     )
-    time["optimizer"] = optimizer_seconds(engine, cluster.device.memory_bandwidth, table, shared, experts)
+    time["optimizer"] = optimizer_seconds(engine, cluster.device, table, shared, experts)
 
     held = stage_memory(cluster, engine, table, sizes, ranks)
-    fullest = sum(held.values(), np.zeros(())).argmax(axis=1)[:, None]
-    memory = {part: np.take_along_axis(held[part], fullest, axis=1)[:, 0] for part in held}
+    fullest = sum(held.values(), np.zeros(())).argmax(axis=1)
+    memory = {part: held[part][rows, fullest] for part in held}
     return {part: time[part] for part in StepTime.model_fields}, memory
 
 

@@ -6,10 +6,11 @@ The command line of `planner` and of `runtime.pretrain` take these flags through
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
 from costmodels.catalogue.yaml_files import build, is_file_name
 from costmodels.errors import InputError
+from costmodels.layout import RecomputeMethod, Schedule
 from costmodels.model_spec import ModelSpec
 from planner.flags import arguments, flag
 from planner.inputs import DEFAULT_DEVICE, DEFAULT_ENGINE, is_hf_config, resolve_model
@@ -25,6 +26,23 @@ TASK_TYPE = "llmacc.megatron.GPT"
 
 _POSITIONS = {"learned_absolute": "learned", "rope": "rope", "none": "none"}
 _NORMS = {"LayerNorm": "layernorm", "RMSNorm": "rmsnorm"}
+_CONTEXT_FORMS = {
+    "p2p": "ring",
+    "all_gather": "all_gather",
+    "a2a": "all_to_all",
+    "ring": "ring",
+    "all_to_all": "all_to_all",
+}
+_MODULES = {
+    "core_attn": "core_attention",
+    "layernorm": "norm",
+    "mlp": "mlp",
+    "moe_act": "activation",
+    "core_attention": "core_attention",
+    "norm": "norm",
+    "activation": "activation",
+}
+"""Megatron-LM's words first, then those of `Layout`."""
 
 
 @dataclass(frozen=True)
@@ -243,16 +261,35 @@ class ParallelOptions:
     num_layers_per_virtual_pipeline_stage: int | None = flag(
         None, "Fix virtual_pipeline_parallel by the layers of one chunk."
     )
+    pipeline_schedule: str | None = flag(
+        None, f"Fix schedule: {', '.join(get_args(Schedule))}.", metavar="NAME"
+    )
+    context_parallel_size: int | None = flag(None, "Fix context_parallel.")
+    cp_comm_type: str | None = flag(
+        None, "Fix context_parallel_form wherever context_parallel > 1: p2p (ring), all_gather or a2a."
+    )
     sequence_parallel: bool = flag(False, "Fix sequence_parallel=true wherever tensor_parallel > 1.")
     micro_batch_size: int | None = flag(None, "Fix micro_batch_size.")
     recompute_granularity: str | None = flag(None, "Fix recompute: full or selective.")
     recompute_activations: bool = flag(False, "Fix recompute=selective.")
-    recompute_method: str | None = flag(None, "With --recompute-granularity full: uniform.")
-    recompute_num_layers: int | None = flag(None, "With --recompute-method uniform: 1.")
+    recompute_modules: list[str] = flag(
+        [],
+        "With selective recomputation: core_attn, layernorm, mlp, moe_act; repeatable, or with commas.",
+        metavar="NAME",
+    )
+    recompute_method: str | None = flag(None, "With --recompute-granularity full: uniform or block.")
+    recompute_num_layers: int | None = flag(
+        None, "Layers that uniform recomputation repeats from one input, or that block recomputes in a stage."
+    )
     use_distributed_optimizer: bool = flag(False, "Fix zero_stage=1 wherever data_parallel > 1.")
+    num_distributed_optimizer_instances: int | None = flag(None, "Fix zero_replicas.")
+    optimizer_cpu_offload: bool = flag(False, "Fix offload_optimizer=true.")
+    swap_attention: bool = flag(False, "Fix offload_activations=true.")
+    grad_reduce_in_bf16: bool = flag(False, "Fix gradient_reduction=bf16.")
     bf16: bool = flag(False, "Train in bf16; the device's usual format unless one is given.")
     fp16: bool = flag(False, "Train in fp16.")
     fp32: bool = flag(False, "Train in fp32.")
+    fp8: bool = flag(False, "Matrix products of the layers in fp8, all else in bf16.")
     engine: str = flag(DEFAULT_ENGINE, "Who executes the layout (see `engines`).")
     task_type: str | None = flag(None, f"Accepted for compatibility: {TASK_TYPE}.")
 
@@ -270,10 +307,19 @@ class ParallelOptions:
             ("tensor_parallel", self.tensor_model_parallel_size),
             ("pipeline_parallel", self.pipeline_model_parallel_size),
             ("virtual_pipeline_parallel", self.num_virtual_stages_per_pipeline_rank),
+            ("schedule", self.pipeline_schedule),
+            ("context_parallel", self.context_parallel_size),
             ("micro_batch_size", self.micro_batch_size),
+            ("zero_replicas", self.num_distributed_optimizer_instances),
+            ("offload_optimizer", self.optimizer_cpu_offload or None),
+            ("offload_activations", self.swap_attention or None),
+            ("gradient_reduction", "bf16" if self.grad_reduce_in_bf16 else None),
             ("recompute", self.recompute_granularity),
             ("recompute", "selective" if self.recompute_activations else None),
-            *(("precision", kind if getattr(self, kind) else None) for kind in ("bf16", "fp16", "fp32")),
+            ("recompute_modules", self._recompute_modules()),
+            ("recompute_method", self.recompute_method),
+            ("recompute_num_layers", self.recompute_num_layers),
+            *(("precision", kind) for kind in self._precisions()),
         ]
         strings = [*self.pin, *(f"{name}={value}" for name, value in pairs if value is not None)]
         pins = parse_pins(strings)
@@ -285,21 +331,42 @@ class ParallelOptions:
             pins = where_possible(pins, "sequence_parallel", True)
         if self.use_distributed_optimizer:
             pins = where_possible(pins, "zero_stage", 1)
-        return pins
+        form = _choice("--cp-comm-type", self.cp_comm_type, _CONTEXT_FORMS)
+        return where_possible(pins, "context_parallel_form", form) if form else pins
+
+    def _precisions(self) -> list[str]:
+        """The formats that are asked for; scripts of Megatron-LM say bf16 beside fp8."""
+        given = [kind for kind in ("bf16", "fp16", "fp32", "fp8") if getattr(self, kind)]
+        return ["fp8"] if given == ["bf16", "fp8"] else given
+
+    def _recompute_modules(self) -> str | None:
+        words = [word.strip() for given in self.recompute_modules for word in given.split(",")]
+        if not words:
+            return None
+        if self.recompute_granularity == "full":
+            raise InputError("--recompute-modules need --recompute-granularity selective, not full")
+        unknown = [word for word in words if word not in _MODULES]
+        if unknown:
+            raise InputError(
+                f"--recompute-modules {unknown[0]}: expected some of {', '.join(dict.fromkeys(_MODULES))}"
+            )
+        return ",".join(dict.fromkeys(_MODULES[word] for word in words))
 
     def _check_recompute(self) -> None:
-        """Refuse what full recomputation, which keeps the input of every layer, does not do."""
-        given = {
-            "--recompute-method": (self.recompute_method, "uniform"),
-            "--recompute-num-layers": (self.recompute_num_layers, 1),
-        }
-        for name, (value, known) in given.items():
+        """Megatron-LM's rules: only full recomputation chooses layers, and how many needs a method."""
+        for name, value in (
+            ("--recompute-method", self.recompute_method),
+            ("--recompute-num-layers", self.recompute_num_layers),
+        ):
             if value is not None and self.recompute_granularity != "full":
                 raise InputError(f"{name} {value} needs --recompute-granularity full")
-            if value not in (None, known):
-                raise InputError(
-                    f"{name} {value}: only {known} is planned, where every layer is recomputed by itself"
-                )
+        if self.recompute_method not in (None, *get_args(RecomputeMethod)):
+            raise InputError(f"--recompute-method {self.recompute_method}: expected uniform or block")
+        if self.recompute_num_layers is not None and self.recompute_method is None:
+            raise InputError(
+                f"--recompute-num-layers {self.recompute_num_layers} needs --recompute-method, "
+                "uniform or block"
+            )
 
     def _chunks(self, model: ModelSpec, pins: Pins, layers: int) -> int:
         flag_text = f"--num-layers-per-virtual-pipeline-stage {layers}"

@@ -9,20 +9,31 @@ from typing import get_args
 
 from costmodels.errors import InputError
 from costmodels.hardware import Precision
-from costmodels.layout import SHORT_NAMES, Layout, Recompute, Schedule
+from costmodels.layout import (
+    CHUNKS_OF_SCHEDULES,
+    SHORT_NAMES,
+    ContextParallelForm,
+    GradientReduction,
+    Layout,
+    Recompute,
+    RecomputeMethod,
+    RecomputeModule,
+    Schedule,
+    schedule_runs,
+)
 
 
 @dataclass(frozen=True)
 class WherePossible:
-    """A value that holds wherever the group it needs has two ranks at least; elsewhere zero or false."""
+    """A value that holds wherever the group it needs has two ranks at least; elsewhere the default."""
 
-    value: int | bool
+    value: int | bool | str
 
     def __str__(self) -> str:
         return f"{self.value} where possible"
 
 
-PinValue = int | bool | str | tuple[int, ...] | WherePossible
+PinValue = int | bool | str | tuple[int, ...] | tuple[str, ...] | WherePossible
 Pins = dict[str, PinValue]
 """Values by the full name of a field of `Layout`, validated."""
 
@@ -44,15 +55,20 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "recompute": get_args(Recompute),
     "schedule": get_args(Schedule),
     "precision": get_args(Precision),
+    "context_parallel_form": get_args(ContextParallelForm),
+    "recompute_method": get_args(RecomputeMethod),
+    "gradient_reduction": get_args(GradientReduction),
 }
 
-_ALWAYS_ONE = ("context_parallel", "expert_parallel", "expert_tensor_parallel")
+_BOOLEANS = ("sequence_parallel", "offload_activations", "offload_optimizer")
+
+_ALWAYS_ONE = ("expert_parallel", "expert_tensor_parallel")
 """Degrees that the search does not vary."""
 
 ZERO_STAGES = (0, 1, 2, 3)
 
-GROUPED = ("sequence_parallel", "zero_stage")
-"""Degrees that need a group of ranks: the tensor-parallel and the data-parallel one."""
+GROUPED = ("sequence_parallel", "zero_stage", "context_parallel_form")
+"""Degrees that need a group of ranks: the tensor-, the data- and the context-parallel one."""
 
 
 @dataclass(frozen=True)
@@ -74,20 +90,39 @@ def parse_pins(pin: PinInput) -> Pins:
         value = _value(item)
         if pins.setdefault(item.name, value) != value:
             raise InputError(f"pin {item.name} is given twice: {pins[item.name]} and {value}")
-    chunks = pins.get("virtual_pipeline_parallel")
-    if (
-        chunks is not None
-        and "schedule" in pins
-        and (pins["schedule"] == "interleaved") != (int(str(chunks)) > 1)
-    ):
-        raise InputError(
-            f"pin schedule={pins['schedule']} contradicts virtual_pipeline_parallel={chunks}; "
-            "interleaved needs at least 2, 1f1b exactly 1"
-        )
+    _check_together(pins)
+    if "recompute_modules" in pins:
+        pins.setdefault("recompute", "selective")
     return pins
 
 
-def where_possible(pins: Pins, name: str, value: int | bool) -> Pins:
+def _check_together(pins: Pins) -> None:
+    """Refuse pins that no layout can hold at the same time, whatever the job."""
+    chunks, schedule = pins.get("virtual_pipeline_parallel"), pins.get("schedule")
+    for kind in get_args(Schedule):
+        if kind == schedule and chunks is not None and not schedule_runs(kind, int(str(chunks))):
+            raise InputError(
+                f"pin schedule={kind} contradicts virtual_pipeline_parallel={chunks}; {CHUNKS_OF_SCHEDULES}"
+            )
+    recompute = pins.get("recompute", "selective")
+    if "recompute_modules" in pins and recompute != "selective":
+        raise InputError(f"pin recompute_modules needs recompute=selective, not {recompute}")
+    method, layers = pins.get("recompute_method", "uniform"), pins.get("recompute_num_layers", 1)
+    if (method, layers) != ("uniform", 1) and pins.get("recompute") == "none":
+        raise InputError("pins recompute_method and recompute_num_layers need recompute=selective or full")
+    if layers != 1 and method == "uniform" and pins.get("recompute") == "selective":
+        raise InputError(
+            f"pin recompute_num_layers={layers}: recompute=selective works layer by layer; add "
+            "recompute_method=block"
+        )
+    form = pins.get("context_parallel_form")
+    if isinstance(form, str) and pins.get("context_parallel") == 1:
+        raise InputError(f"pin context_parallel_form={form} needs context_parallel of at least 2, not 1")
+    if pins.get("zero_replicas", 1) != 1 and pins.get("zero_stage") == 0:
+        raise InputError(f"pin zero_replicas={pins['zero_replicas']} needs zero_stage of at least 1, not 0")
+
+
+def where_possible(pins: Pins, name: str, value: int | bool | str) -> Pins:
     """`pins` and `name` (one of `GROUPED`), fixed wherever its group allows; a strict pin of `value` stays.
 
     Raises `InputError` when another value is pinned.
@@ -129,7 +164,7 @@ def _value(item: _Item) -> PinValue:
         _value(_Item(item.name, item.value.value))
         return item.value
     text = str(item.value).strip().lower()
-    if item.name == "sequence_parallel":
+    if item.name in _BOOLEANS:
         if text not in _WORDS:
             raise item.wrong("true or false")
         return _WORDS[text]
@@ -140,6 +175,8 @@ def _value(item: _Item) -> PinValue:
     if item.name == "layers_per_stage":
         parts = item.value if isinstance(item.value, (list, tuple)) else text.split(",")
         return tuple(_count(item, str(part), "layers of each stage such as 8,8,7,7") for part in parts)
+    if item.name == "recompute_modules":
+        return _modules(item, item.value if isinstance(item.value, (list, tuple)) else text.split(","))
     if item.name == "zero_stage":
         if text not in map(str, ZERO_STAGES):
             raise item.wrong(f"one of {', '.join(map(str, ZERO_STAGES))}")
@@ -148,6 +185,14 @@ def _value(item: _Item) -> PinValue:
     if item.name in _ALWAYS_ONE and value != 1:
         raise item.wrong("1: the search does not vary this degree")
     return value
+
+
+def _modules(item: _Item, words: Iterable[object]) -> tuple[str, ...]:
+    known = get_args(RecomputeModule)
+    given = [str(word).strip() for word in words]
+    if not given or not set(given) <= set(known) or len(set(given)) < len(given):
+        raise item.wrong(f"some of {', '.join(known)}, separated by commas, each once")
+    return tuple(module for module in known if module in given)
 
 
 def _count(item: _Item, text: str, expected: str) -> int:

@@ -13,7 +13,7 @@ from costmodels.hardware import Cluster, Precision
 from costmodels.layout import Layout
 from costmodels.model_spec import ModelSpec
 from costmodels.pricing import Prices, price
-from costmodels.table import Bools, Floats, Ints, LayoutTable
+from costmodels.table import Bools, Floats, Ints, LayoutTable, combined
 from planner import reasons
 from planner.pins import Pins
 from planner.plan import Plan
@@ -131,6 +131,7 @@ def _order(table: LayoutTable, tokens_per_s: Floats, memory: Floats, too_big: Bo
     kinds = (
         (table.tensor_parallel > 1).astype(np.int64)
         + table.sequence_parallel
+        + (table.context_parallel > 1)
         + (table.pipeline_parallel > 1)
         + (table.virtual_pipeline_parallel > 1)
         + (table.data_parallel > 1)
@@ -138,16 +139,16 @@ def _order(table: LayoutTable, tokens_per_s: Floats, memory: Floats, too_big: Bo
     )
     # Logarithms to nine digits: rounding errors of the sums must not decide between equal layouts.
     score = np.round(np.where(too_big, np.log(memory), -np.log(tokens_per_s)), 9)
-    return np.lexsort(
-        (
-            table.micro_batch_size,
-            table.tensor_parallel,
-            table.pipeline_parallel,
-            table.virtual_pipeline_parallel,
-            table.zero_stage,
-            table.recompute,
-            kinds,
-            score,
-            too_big,
-        )
-    )
+    ties = [
+        kinds,
+        table.recompute,
+        table.zero_stage,
+        table.virtual_pipeline_parallel,
+        table.pipeline_parallel,
+        table.schedule,
+        table.context_parallel,
+        table.context_parallel_form,
+        table.tensor_parallel,
+        table.micro_batch_size,
+    ]
+    return np.lexsort((combined(ties), score, too_big))

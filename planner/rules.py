@@ -8,70 +8,26 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields
+from typing import Any
 
 import numpy as np
 
-from costmodels.layout import Layout
+from costmodels.layout import (
+    SPLIT_BACKWARD,
+    V_SCHEDULES,
+    Layout,
+    Schedule,
+)
 from costmodels.model_spec import ModelSpec
-from costmodels.table import RECOMPUTE_KINDS, Bools, Ints
-
-
-@dataclass(frozen=True)
-class Degrees:
-    """The degrees of freedom of one layout or of a grid of them; named as the fields of `Layout`."""
-
-    tensor_parallel: Ints
-    sequence_parallel: Bools
-    pipeline_parallel: Ints
-    virtual_pipeline_parallel: Ints
-    context_parallel: Ints
-    expert_parallel: Ints
-    expert_tensor_parallel: Ints
-    data_parallel: Ints
-    zero_stage: Ints
-    micro_batch_size: Ints
-    global_batch_size: Ints
-    """Sequences of one step; the maximum itself where not even one micro batch per rank fits under it."""
-    recompute: Ints
-    entries: Ints
-    """Entries of `layers_per_stage`."""
-    layers: Ints
-    """Layers that the stages hold together."""
-
-    @property
-    def stages(self) -> Ints:
-        """Pipeline stages: ranks times chunks."""
-        return self.pipeline_parallel * self.virtual_pipeline_parallel
-
-    @property
-    def micro_batches(self) -> Ints:
-        """Whole micro batches of each data-parallel rank in one step."""
-        return self.global_batch_size // (self.micro_batch_size * self.data_parallel)
-
-    @classmethod
-    def of(cls, layout: Layout) -> Degrees:
-        """The degrees of one layout."""
-        same = {field.name for field in fields(cls)} - {"recompute", "entries", "layers"}
-        return cls(
-            **{name: np.asarray(getattr(layout, name)) for name in same},
-            recompute=np.asarray(RECOMPUTE_KINDS.index(layout.recompute)),
-            entries=np.asarray(len(layout.layers_per_stage)),
-            layers=np.asarray(sum(layout.layers_per_stage)),
-        )
-
-
-@dataclass(frozen=True)
-class Rule:
-    """One reason why a layout is not considered further."""
-
-    name: str
-    broken: Callable[[ModelSpec, Degrees], Bools]
-    """True where the rule is broken; the shape broadcasts to that of the grid."""
-    message: Callable[[ModelSpec, Degrees], str]
-    """What is wrong with one layout: its numbers, and what would be right."""
-    redundant: bool = False
-    """The layout would run, but the search covers one that is at least as good."""
+from costmodels.table import (
+    CONTEXT_FORMS,
+    RECOMPUTE_KINDS,
+    RECOMPUTE_METHODS,
+    SCHEDULES,
+    Bools,
+    Ints,
+)
+from planner.degrees import Degrees, Rule
 
 
 def divisors(number: int) -> list[int]:
@@ -82,8 +38,33 @@ def divisors(number: int) -> list[int]:
 
 def tensor_parallel_choices(model: ModelSpec) -> str:
     """The tensor-parallel degrees that a model's shape allows, as text."""
-    common = math.gcd(model.heads, model.kv_heads, model.ffn, model.hidden, _expert_width(model))
-    return ", ".join(str(degree) for degree in divisors(common))
+    common = math.gcd(model.heads, model.ffn, model.hidden, _expert_width(model))
+    return ", ".join(str(degree) for degree in divisors(common) if _shares_kv_heads(model, degree))
+
+
+def _shares_kv_heads(model: ModelSpec, tp: Ints | int) -> Any:
+    """Whether ranks get whole key/value heads, or equal groups of ranks share one.
+
+    The weights stay split, so their columns must be divisible too.
+    """
+    kv = model.kv_heads
+    whole = (kv % tp == 0) | (tp % kv == 0)
+    return whole & (kv * model.head_dim % tp == 0)
+
+
+def _is(schedules: tuple[Schedule, ...], d: Degrees) -> Bools:
+    result: Bools = np.isin(d.schedule, [SCHEDULES.index(schedule) for schedule in schedules])
+    return result
+
+
+def _sequence_parts(d: Degrees) -> Ints:
+    """Equal parts into which context parallelism cuts the sequence."""
+    return np.where(d.context_parallel_form == ALL_TO_ALL, 1, 2) * d.context_parallel
+
+
+NONE, SELECTIVE, FULL = (RECOMPUTE_KINDS.index(kind) for kind in ("none", "selective", "full"))
+UNIFORM = RECOMPUTE_METHODS.index("uniform")
+ALL_TO_ALL = CONTEXT_FORMS.index("all_to_all")
 
 
 def _expert_width(model: ModelSpec) -> int:
@@ -109,8 +90,15 @@ def _divides(name: str, size: Callable[[ModelSpec], int], what: str) -> Rule:
 
 RULES: tuple[Rule, ...] = (
     _divides("tensor_parallel_heads", lambda model: model.heads, "heads"),
-    # Keys and values are split, never replicated.
-    _divides("tensor_parallel_kv_heads", lambda model: model.kv_heads, "kv_heads"),
+    Rule(
+        "tensor_parallel_kv_heads",
+        lambda model, d: ~_shares_kv_heads(model, d.tensor_parallel),
+        lambda model, d: (
+            f"tensor_parallel {d.tensor_parallel} neither divides {model.kv_heads} kv_heads of width "
+            f"{model.head_dim} nor is a multiple that splits their {model.kv_heads * model.head_dim} "
+            f"columns; use {tensor_parallel_choices(model)}"
+        ),
+    ),
     _divides("tensor_parallel_ffn", lambda model: model.ffn, "columns of the MLP (ffn)"),
     _divides("tensor_parallel_hidden", lambda model: model.hidden, "columns of the residual (hidden)"),
     Rule(
@@ -146,26 +134,25 @@ RULES: tuple[Rule, ...] = (
             "of a stage"
         ),
     ),
-    # Causal attention is balanced by giving each rank one chunk from either end of the sequence.
+    # Causal attention is balanced by giving each rank one chunk from either end of the sequence; an exchange
+    # of tokens for heads needs no balance.
     Rule(
         "context_parallel",
-        lambda model, d: (d.context_parallel > 1) & (model.seq % (2 * d.context_parallel) != 0),
+        lambda model, d: (d.context_parallel > 1) & (model.seq % _sequence_parts(d) != 0),
         lambda model, d: (
-            f"context_parallel {d.context_parallel} needs a sequence that {2 * d.context_parallel} divides, "
+            f"context_parallel {d.context_parallel} needs a sequence that {_sequence_parts(d)} divides, "
             f"not {model.seq}"
         ),
     ),
     Rule(
-        "sequence_parallel_group",
-        lambda model, d: d.sequence_parallel & (d.tensor_parallel == 1),
-        lambda model, d: "sequence_parallel needs tensor_parallel of at least 2, not 1",
-    ),
-    Rule(
-        "sequence_parallel_length",
-        lambda model, d: d.sequence_parallel & (model.seq % (d.tensor_parallel * d.context_parallel) != 0),
+        "context_parallel_heads",
         lambda model, d: (
-            f"sequence_parallel: tensor_parallel {d.tensor_parallel} x context_parallel "
-            f"{d.context_parallel} does not divide seq {model.seq}; use sequence_parallel=false"
+            (d.context_parallel_form == ALL_TO_ALL)
+            & (model.heads % (d.tensor_parallel * d.context_parallel) != 0)
+        ),
+        lambda model, d: (
+            f"context_parallel_form all_to_all: tensor_parallel {d.tensor_parallel} x context_parallel "
+            f"{d.context_parallel} does not divide {model.heads} heads; use all_gather or ring"
         ),
     ),
     Rule(
@@ -200,7 +187,7 @@ RULES: tuple[Rule, ...] = (
             f"layers_per_stage adds up to {d.layers} layers, but {model.name} has {model.layers}"
         ),
     ),
-    # Unequal chunks stall the interleaved schedule at the longest one in every round.
+    # Unequal chunks stall every schedule of several chunks at the longest one in every round.
     Rule(
         "virtual_pipeline_chunks",
         lambda model, d: (d.virtual_pipeline_parallel > 1) & (d.layers % d.stages != 0),
@@ -210,6 +197,20 @@ RULES: tuple[Rule, ...] = (
             "virtual_pipeline_parallel that does, or 1"
         ),
         redundant=True,
+        lifted_by=("virtual_pipeline_parallel", "pipeline_parallel"),
+    ),
+    Rule(
+        "sequence_parallel_group",
+        lambda model, d: d.sequence_parallel & (d.tensor_parallel == 1),
+        lambda model, d: "sequence_parallel needs tensor_parallel of at least 2, not 1",
+    ),
+    Rule(
+        "sequence_parallel_length",
+        lambda model, d: d.sequence_parallel & (model.seq % (d.tensor_parallel * d.context_parallel) != 0),
+        lambda model, d: (
+            f"sequence_parallel: tensor_parallel {d.tensor_parallel} x context_parallel "
+            f"{d.context_parallel} does not divide seq {model.seq}; use sequence_parallel=false"
+        ),
     ),
     Rule(
         "batch_too_small",
@@ -241,16 +242,40 @@ RULES: tuple[Rule, ...] = (
     # Interleaving runs the micro batches in rounds of one for each pipeline rank.
     Rule(
         "interleaved_micro_batches",
-        lambda model, d: (d.virtual_pipeline_parallel > 1) & (d.micro_batches % d.pipeline_parallel != 0),
         lambda model, d: (
-            f"the interleaved schedule needs micro batches in multiples of pipeline_parallel "
-            f"{d.pipeline_parallel}, not {d.micro_batches}"
+            _is(("interleaved", "interleaved_zb"), d) & (d.micro_batches % d.pipeline_parallel != 0)
+        ),
+        lambda model, d: (
+            f"the {SCHEDULES[int(d.schedule)]} schedule needs micro batches in multiples of "
+            f"pipeline_parallel {d.pipeline_parallel}, not {d.micro_batches}"
+        ),
+    ),
+    # ScheduleDualPipeV refuses fewer; ScheduleZBVZeroBubble is made for as many, less one.
+    Rule(
+        "v_micro_batches",
+        lambda model, d: _is(V_SCHEDULES, d) & (d.micro_batches < 2 * d.pipeline_parallel),
+        lambda model, d: (
+            f"the {SCHEDULES[int(d.schedule)]} schedule needs a micro batch for each of its "
+            f"{2 * d.pipeline_parallel} stages, not {d.micro_batches}; use a global batch of at least "
+            f"{d.micro_batch_size * d.data_parallel * 2 * d.pipeline_parallel} or fewer stages"
         ),
     ),
     Rule(
         "zero_group",
-        lambda model, d: (d.zero_stage > 0) & (d.data_parallel * d.context_parallel == 1),
+        lambda model, d: (d.zero_stage > 0) & (d.replicas == 1),
         lambda model, d: f"zero_stage {d.zero_stage} needs data_parallel of at least 2, not 1",
+    ),
+    Rule(
+        "zero_replicas",
+        lambda model, d: (
+            (d.zero_replicas > 1)
+            & ((d.zero_stage == 0) | (d.replicas % d.zero_replicas != 0) | (d.zero_replicas == d.replicas))
+        ),
+        lambda model, d: (
+            f"zero_replicas {d.zero_replicas} with zero_stage {d.zero_stage} on {d.replicas} data- and "
+            "context-parallel ranks: it needs zero_stage of at least 1, and must divide the ranks into "
+            f"shards of at least 2; use {', '.join(map(str, divisors(int(d.replicas))[:-1] or [1]))}"
+        ),
     ),
     # Under a pipeline the gradients of all micro batches accumulate before they are reduced once.
     Rule(
@@ -261,6 +286,50 @@ RULES: tuple[Rule, ...] = (
             "micro batch, as zero_stage 1 does; use 1 or 3"
         ),
         redundant=True,
+        lifted_by=("zero_stage", "pipeline_parallel"),
+    ),
+    Rule(
+        "recompute_layers",
+        lambda model, d: (
+            ((d.recompute_method != UNIFORM) | (d.recompute_num_layers > 1))
+            & ((d.recompute == NONE) | ((d.recompute == SELECTIVE) & (d.recompute_method == UNIFORM)))
+        ),
+        lambda model, d: (
+            f"recompute_num_layers {d.recompute_num_layers} with recompute_method "
+            f"{RECOMPUTE_METHODS[int(d.recompute_method)]} does not go with recompute "
+            f"{RECOMPUTE_KINDS[int(d.recompute)]}; uniform chunks need full, block full or selective"
+        ),
+    ),
+    Rule(
+        "recompute_depth",
+        lambda model, d: (d.recompute_num_layers > 1) & (d.recompute_num_layers > d.deepest),
+        lambda model, d: (
+            f"recompute_num_layers {d.recompute_num_layers} is more than the {d.deepest} layers of any "
+            f"stage; use at most {d.deepest}"
+        ),
+        redundant=True,
+        lifted_by=("recompute_num_layers", "pipeline_parallel"),
+    ),
+    # Backward of weights comes apart from that of inputs, and each of them would compute the layers again.
+    Rule(
+        "recompute_split_backward",
+        lambda model, d: (d.recompute == FULL) & _is(SPLIT_BACKWARD, d),
+        lambda model, d: (
+            f"recompute full with schedule {SCHEDULES[int(d.schedule)]} computes every layer twice again; "
+            "use recompute selective, or schedule interleaved"
+        ),
+        redundant=True,
+        lifted_by=("recompute", "schedule"),
+    ),
+    Rule(
+        "offload_recompute",
+        lambda model, d: d.offload_activations & (d.recompute == FULL) & (d.recompute_method == UNIFORM),
+        lambda model, d: (
+            "offload_activations with recompute full moves what attention keeps for one layer at a time; use "
+            "one of the two"
+        ),
+        redundant=True,
+        lifted_by=("offload_activations", "recompute"),
     ),
 )
 """In the order in which they are applied: a layout is counted under the first rule that it breaks."""

@@ -10,19 +10,45 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from typing import Any
 
 import numpy as np
 
 from costmodels.errors import InputError
 from costmodels.hardware import Precision
-from costmodels.layout import Recompute, even_split
+from costmodels.layout import V_SCHEDULES, GradientReduction, even_split, schedule_runs
 from costmodels.model_spec import ModelSpec
-from costmodels.table import RECOMPUTE_KINDS, Bools, Ints, LayoutTable
+from costmodels.table import (
+    ARRAY_FIELDS,
+    BOOLEANS,
+    CONTEXT_FORMS,
+    RECOMPUTE_KINDS,
+    SCHEDULES,
+    Bools,
+    Ints,
+    LayoutTable,
+    code_of,
+)
+from planner.degrees import Degrees, Rule
 from planner.pins import ZERO_STAGES, Pins, PinValue, WherePossible
-from planner.rules import RULES, Degrees, divisors
+from planner.rules import RULES, SELECTIVE, divisors
 
 AXES = 6
-"""Axes of the grid: mesh (tp, pp, dp), chunks, micro batch, sequence parallel, recompute, ZeRO."""
+"""Axes of the grid: mesh (tp, pp, cp and its form, dp), chunks and schedule, micro batch, sequence parallel,
+recompute, ZeRO."""
+
+UNVARIED = {
+    "expert_parallel": 1,
+    "expert_tensor_parallel": 1,
+    "zero_replicas": 1,
+    "recompute_method": "uniform",
+    "recompute_num_layers": 1,
+    "offload_activations": False,
+    "offload_optimizer": False,
+}
+"""Fields that have one value in a search: this, or the pinned one."""
+
+PLAIN_SCHEDULES = ("1f1b", "interleaved")
 
 
 @dataclass(frozen=True)
@@ -47,19 +73,22 @@ class Space:
     """Layouts by the first rule that they break; rules that none breaks are left out."""
 
 
-def meshes(world_size: int, pins: Pins) -> list[tuple[int, int, int]]:
-    """All (tp, pp, dp) whose product is the world size and that agree with the pins.
+def meshes(world_size: int, pins: Pins) -> list[tuple[int, int, int, int]]:
+    """All (tp, pp, cp, dp) whose product is the world size and that agree with the pins.
 
     Raises `InputError` when the pins leave none.
     """
-    names = ("tensor_parallel", "pipeline_parallel", "data_parallel")
+    names = ("tensor_parallel", "pipeline_parallel", "context_parallel", "data_parallel")
     pinned = {name: int(str(pins[name])) for name in names if name in pins}
     for name, value in pinned.items():
         if world_size % value:
             choices = ", ".join(map(str, divisors(world_size)))
             raise InputError(f"{name} {value} does not divide world size {world_size}; use {choices}")
     every = [
-        (tp, pp, world_size // (tp * pp)) for tp in divisors(world_size) for pp in divisors(world_size // tp)
+        (tp, pp, cp, world_size // (tp * pp * cp))
+        for tp in divisors(world_size)
+        for pp in divisors(world_size // tp)
+        for cp in divisors(world_size // (tp * pp))
     ]
     wanted = tuple(pinned.get(name) for name in names)
     found = [mesh for mesh in every if all(w in (None, v) for w, v in zip(wanted, mesh, strict=True))]
@@ -70,42 +99,68 @@ def meshes(world_size: int, pins: Pins) -> list[tuple[int, int, int]]:
     return found
 
 
+def _meshes_with_forms(world_size: int, pins: Pins) -> Ints:
+    """Rows (tp, pp, cp, dp, code of the context-parallel form); only one form has a group of one."""
+    pin = pins.get("context_parallel_form")
+    value = pin.value if isinstance(pin, WherePossible) else pin
+    forms = range(len(CONTEXT_FORMS)) if pin is None else [CONTEXT_FORMS.index(str(value))]
+    alone = [] if pin is not None and not isinstance(pin, WherePossible) else [0]
+    rows = [(*mesh, form) for mesh in meshes(world_size, pins) for form in (forms if mesh[2] > 1 else alone)]
+    if not rows:
+        raise InputError(
+            f"context_parallel_form {pin} needs context_parallel of at least 2, which the other pins and "
+            f"world size {world_size} do not leave"
+        )
+    return np.asarray(rows, dtype=np.int64)
+
+
 def micro_batch_sizes(batch: Batch) -> list[int]:
     """Powers of two and divisors up to the batch, ascending."""
     powers = [1 << exponent for exponent in range(batch.size.bit_length())]
     return sorted({*powers, *divisors(batch.size)})
 
 
-def grid(model: ModelSpec, world_size: int, batch: Batch, pins: Pins) -> Degrees:
-    """The raw product as an open grid with `AXES` axes."""
-    mesh = np.asarray(meshes(world_size, pins), dtype=np.int64)
-    tp, pp, dp = (_along(0, mesh[:, column]) for column in range(3))
-    vpp = _along(1, _chunks(model, pins))
+def grid(
+    model: ModelSpec, world_size: int, batch: Batch, pins: Pins, schedules: Sequence[str] = SCHEDULES
+) -> Degrees:
+    """The raw product as an open grid with `AXES` axes; `schedules` are those that are not pinned away."""
+    mesh = _meshes_with_forms(world_size, pins)
+    tp, pp, cp, dp, form = (_along(0, mesh[:, column]) for column in range(5))
+    vpp, schedule = (_along(1, column) for column in _chunks(model, pins, schedules))
     mbs = _along(2, _chosen(pins, "micro_batch_size", micro_batch_sizes(batch)))
     sp = _grouped(pins, "sequence_parallel", tp, _along(3, (False, True))).astype(bool)
     kinds = _chosen(pins, "recompute", RECOMPUTE_KINDS)
-    recompute = _along(4, [RECOMPUTE_KINDS.index(_kind(kind)) for kind in kinds])
-    zero = _grouped(pins, "zero_stage", dp, _along(5, ZERO_STAGES))
+    recompute = _along(4, [code_of("recompute", kind) for kind in kinds])
+    modules = code_of("recompute_modules", pins.get("recompute_modules", ("core_attention",)))
+    zero = _grouped(pins, "zero_stage", dp * cp, _along(5, ZERO_STAGES))
+    fixed: dict[str, Any] = {
+        name: _along(0, [code_of(name, pins.get(name, usual))]) for name, usual in UNVARIED.items()
+    }
+    fixed |= {name: fixed[name].astype(bool) for name in BOOLEANS if name in fixed}
     split = pins.get("layers_per_stage")
-    one = _along(0, [1])
     entries, layers = pp * vpp, _along(0, [model.layers])
+    deepest = -(-model.layers // entries)
     if isinstance(split, tuple):
-        entries, layers = _along(0, [len(split)]), _along(0, [sum(split)])
+        counts = [int(count) for count in split]
+        entries, layers, deepest = (_along(0, [n]) for n in (len(counts), sum(counts), max(counts)))
     return Degrees(
         tensor_parallel=tp,
         sequence_parallel=sp,
         pipeline_parallel=pp,
         virtual_pipeline_parallel=vpp,
-        context_parallel=one,
-        expert_parallel=one,
-        expert_tensor_parallel=one,
+        context_parallel=cp,
+        context_parallel_form=form,
         data_parallel=dp,
         zero_stage=zero,
+        schedule=schedule,
         micro_batch_size=mbs,
-        global_batch_size=_global_batch(batch, mbs * dp, pp, vpp),
+        global_batch_size=_global_batch(batch, mbs * dp, pp, schedule),
         recompute=recompute,
+        recompute_modules=np.where(recompute == SELECTIVE, modules, 0),
         entries=entries,
         layers=layers,
+        deepest=deepest,
+        **fixed,
     )
 
 
@@ -116,22 +171,58 @@ def build(model: ModelSpec, world_size: int, batch: Batch, precision: Precision,
     not divide the world size.
     """
     degrees = grid(model, world_size, batch, pins)
-    legal = np.ones(_shape(degrees), dtype=bool)
+    legal = np.ones((1,) * AXES, dtype=bool)
     illegal: dict[str, int] = {}
-    remaining = considered = legal.size
-    for rule in RULES:
-        legal &= ~rule.broken(model, degrees)
-        before, remaining = remaining, int(np.count_nonzero(legal))
+    remaining = considered = math.prod(_shape(degrees))
+    for rule in _rules(pins):
+        broken = rule.broken(model, degrees)
+        if legal.shape[1] > 1 and max(broken.shape[2:]) > 1:
+            # The first rule that looks past mesh and chunks is asked about those that are left.
+            degrees, legal = _flattened(degrees, legal)
+            broken = rule.broken(model, degrees)
+        legal = legal & ~broken
+        before, remaining = remaining, _count(legal, _shape(degrees))
         if before > remaining:
             illegal[rule.name] = before - remaining
+    legal = np.broadcast_to(legal, _shape(degrees))
     return Space(_rows(model, degrees, legal, precision, pins), considered, illegal)
 
 
-def obstacle(model: ModelSpec, world_size: int, batch: Batch, pins: Pins) -> str:
-    """Why no layout is legal: the rule that stops those which break fewest rules, with its numbers."""
-    degrees = grid(model, world_size, batch, pins)
+def _rules(pins: Pins) -> list[Rule]:
+    """The rules of a search: one that forbids what is merely redundant gives way to pins that ask for it."""
+    return [rule for rule in RULES if not (rule.lifted_by and pins.keys() >= set(rule.lifted_by))]
+
+
+def _count(legal: Bools, shape: tuple[int, ...]) -> int:
+    """Layouts of a grid of `shape` that a mask selects, whose axes of length one stand for all of an axis."""
+    return int(np.count_nonzero(legal)) * (math.prod(shape) // legal.size if legal.size else 0)
+
+
+def _flattened(degrees: Degrees, legal: Bools) -> tuple[Degrees, Bools]:
+    """The grid of the pairs of mesh and chunks that `legal` leaves, which lie along the first axis."""
     shape = _shape(degrees)
-    broken = [np.broadcast_to(rule.broken(model, degrees), shape) for rule in RULES]
+    rows, columns = np.nonzero(np.broadcast_to(legal, (*shape[:2], 1, 1, 1, 1))[:, :, 0, 0, 0, 0])
+
+    def taken(array: Ints | Bools) -> Any:
+        if array.shape[:2] == (1, 1):
+            return array
+        picked = array[rows if array.shape[0] > 1 else 0, columns if array.shape[1] > 1 else 0]
+        return picked[:, None]
+
+    arrays = {field.name: taken(getattr(degrees, field.name)) for field in fields(degrees)}
+    return Degrees(**arrays), np.ones((len(rows), *(1,) * (AXES - 1)), dtype=bool)
+
+
+def obstacle(model: ModelSpec, world_size: int, batch: Batch, pins: Pins) -> str:
+    """Why no layout is legal: the rule that stops those which break fewest rules, with its numbers.
+
+    Only plain layouts are asked where pins leave them: what stops the others is seldom simpler.
+    """
+    plain: Pins = {} if "context_parallel_form" in pins else {"context_parallel": 1}
+    degrees = grid(model, world_size, batch, plain | pins, PLAIN_SCHEDULES)
+    shape = _shape(degrees)
+    rules = _rules(pins)
+    broken = [np.broadcast_to(rule.broken(model, degrees), shape) for rule in rules]
     breaks = np.zeros(shape, dtype=np.int64)
     for mask in broken:
         breaks += mask
@@ -143,41 +234,28 @@ def obstacle(model: ModelSpec, world_size: int, batch: Batch, pins: Pins) -> str
         field.name: np.asarray(np.broadcast_to(getattr(degrees, field.name), shape)[where])
         for field in fields(degrees)
     }
-    return RULES[first].message(model, Degrees(**layout))
+    return rules[first].message(model, Degrees(**layout))
 
 
 def _rows(model: ModelSpec, degrees: Degrees, legal: Bools, precision: Precision, pins: Pins) -> LayoutTable:
     where = np.nonzero(legal)
 
-    def column(array: Ints | Bools) -> Ints:
+    def column(array: Ints | Bools) -> Any:
         # An axis of length one holds the same value wherever the row lies on it.
-        index = tuple(axis if size > 1 else 0 for axis, size in zip(where, array.shape, strict=True))
-        values: Ints = np.broadcast_to(array[index], where[0].shape)
-        return values
+        index = tuple(axis if size != 1 else 0 for axis, size in zip(where, array.shape, strict=True))
+        return np.broadcast_to(array[index], where[0].shape)
 
     pinned_split = pins.get("layers_per_stage")
     if isinstance(pinned_split, tuple):
-        splits: tuple[tuple[int, ...], ...] = (pinned_split,)
+        splits: tuple[tuple[int, ...], ...] = (tuple(int(count) for count in pinned_split),)
         split = np.zeros(len(where[0]), dtype=np.int64)
     else:
         stages, split = np.unique(column(degrees.stages), return_inverse=True)
         splits = tuple(even_split(model.layers, int(count)) for count in stages)
+    columns = {name: column(getattr(degrees, name)) for name in ARRAY_FIELDS if name != "split"}
+    reduction: GradientReduction = "bf16" if pins.get("gradient_reduction") == "bf16" else "fp32"
     return LayoutTable(
-        tensor_parallel=column(degrees.tensor_parallel),
-        sequence_parallel=column(degrees.sequence_parallel).astype(bool),
-        pipeline_parallel=column(degrees.pipeline_parallel),
-        virtual_pipeline_parallel=column(degrees.virtual_pipeline_parallel),
-        context_parallel=column(degrees.context_parallel),
-        expert_parallel=column(degrees.expert_parallel),
-        expert_tensor_parallel=column(degrees.expert_tensor_parallel),
-        data_parallel=column(degrees.data_parallel),
-        zero_stage=column(degrees.zero_stage),
-        micro_batch_size=column(degrees.micro_batch_size),
-        global_batch_size=column(degrees.global_batch_size),
-        recompute=column(degrees.recompute),
-        split=split,
-        splits=splits,
-        precision=precision,
+        **columns, split=split, splits=splits, precision=precision, gradient_reduction=reduction
     )
 
 
@@ -205,28 +283,30 @@ def _grouped(pins: Pins, name: str, size: Ints, values: Ints) -> Ints:
     return _along(0, [pin])
 
 
-def _kind(value: PinValue) -> Recompute:
-    return next(kind for kind in RECOMPUTE_KINDS if kind == value)
+def _chunks(model: ModelSpec, pins: Pins, schedules: Sequence[str]) -> tuple[list[int], list[int]]:
+    """Numbers of chunks, and the code of the schedule that goes with each, as the pins allow.
 
-
-def _chunks(model: ModelSpec, pins: Pins) -> Sequence[PinValue]:
+    Where no number of chunks that the layers allow goes with a pinned schedule, the rules say so of two.
+    """
+    pinned = pins.get("virtual_pipeline_parallel")
     # Two pipeline ranks are the fewest that interleave.
-    values = list(range(1, max(1, model.layers // 2) + 1))
-    if pins.get("schedule") == "1f1b":
-        values = [1]
-    elif pins.get("schedule") == "interleaved":
-        values = values[1:] or [2]
-    return _chosen(pins, "virtual_pipeline_parallel", values)
+    counts = range(1, max(1, model.layers // 2) + 1) if pinned is None else [int(str(pinned))]
+    wanted = [str(pins["schedule"])] if "schedule" in pins else schedules
+    kinds = [schedule for schedule in SCHEDULES if schedule in wanted]
+    pairs = [(count, kind) for count in counts for kind in kinds if schedule_runs(kind, count)]
+    pairs = pairs or [(2, kind) for kind in kinds]
+    return [count for count, _ in pairs], [code_of("schedule", kind) for _, kind in pairs]
 
 
-def _global_batch(batch: Batch, unit: Ints, pp: Ints, vpp: Ints) -> Ints:
+def _global_batch(batch: Batch, unit: Ints, pp: Ints, schedule: Ints) -> Ints:
     """The batch of each layout: the given one, or the largest its schedule can run under the maximum.
 
-    `unit` is micro_batch_size x data_parallel; the interleaved schedule needs multiples of pp of it.
+    `unit` is micro_batch_size x data_parallel; interleaved schedules need multiples of pp of it.
     Where not even that many fit, the multiple of the smaller unit (or the maximum) shows what is missing.
     """
     if not batch.maximum:
         return np.full_like(unit, batch.size)
     whole = batch.size // unit * unit
-    rounds = np.where(vpp > 1, unit * pp, unit)
+    free = np.isin(schedule, [code_of("schedule", kind) for kind in ("1f1b", *V_SCHEDULES)])
+    rounds = np.where(free, unit, unit * pp)
     return np.where(rounds <= batch.size, batch.size // rounds * rounds, np.where(whole, whole, batch.size))

@@ -18,13 +18,14 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_tensors
 
 from costmodels import ModelSpec
 from costmodels.errors import InputError
+from runtime.optimizer import local_part
 from runtime.trainer import Trainer
 
 TRACKER = "latest_checkpointed_iteration.txt"
 """File that names the newest complete checkpoint (Megatron-LM's name)."""
 
 RUN_FILE = "run.json"
-"""What the checkpoint is of: the model, the iteration, and what `save` was told of the run."""
+"""What the checkpoint is of: the model, the iteration, the loss scale, and what `save` was told of the run."""
 
 
 def iteration_folder(folder: str | Path, iteration: int) -> Path:
@@ -55,9 +56,15 @@ def save(folder: str | Path, trainer: Trainer, spec: ModelSpec, run: dict[str, A
     if dist.get_rank() == 0 and partial.exists():
         shutil.rmtree(partial)
     dist.barrier()
-    save_tensors(_state(trainer, spec, saving=True), checkpoint_id=partial)
+    _save_tensors(trainer, spec, partial)
     if dist.get_rank() == 0:
-        contents = {"iteration": trainer.iteration, "model": spec.model_dump(mode="json"), **run}
+        contents = {
+            "iteration": trainer.iteration,
+            "skipped_iterations": trainer.iteration - trainer.updates,
+            "loss_scale": None if trainer.loss_scale is None else trainer.loss_scale.state(),
+            "model": spec.model_dump(mode="json"),
+            **run,
+        }
         (partial / RUN_FILE).write_text(json.dumps(contents, indent=1))
         if target.exists():
             shutil.rmtree(target)
@@ -102,20 +109,38 @@ def load(
                 "come in another order; give the same, or start anew in another folder"
             )
     trainer.iteration = run.pop("iteration")
-    load_tensors(_state(trainer, spec, saving=False), checkpoint_id=source)
+    trainer.updates = trainer.iteration - run.pop("skipped_iterations", 0)
+    scale = run.pop("loss_scale", None)
+    if scale is not None and trainer.loss_scale is not None:
+        trainer.loss_scale.load(scale)
+    _load_tensors(trainer, spec, source)
     return run
 
 
-def _state(trainer: Trainer, spec: ModelSpec, saving: bool) -> dict[str, Tensor]:
-    """Tensors by stored name. A tied head is the embedding: stored once, read by both stages."""
-    tensors: dict[str, Tensor] = {o.name: o.parameter.detach() for o in trainer.optimizer.owned}
-    tensors |= trainer.optimizer.moments(trainer.iteration)
-    if not spec.tied:
-        return tensors
-    head = {name for name in tensors if name.startswith("head.weight")}
-    if saving:
-        return {name: tensor for name, tensor in tensors.items() if name not in head}
-    return {
-        name.replace("head.weight", "embedding.tokens.weight") if name in head else name: tensor
-        for name, tensor in tensors.items()
-    }
+def _tensors(trainer: Trainer) -> dict[str, Tensor]:
+    """Parameters and moments of this rank."""
+    weights: dict[str, Tensor] = {o.name: o.parameter.detach() for o in trainer.optimizer.owned}
+    return weights | trainer.optimizer.moments(trainer.updates)
+
+
+def _stored_name(name: str, spec: ModelSpec) -> str:
+    """A tied head is the embedding: stored once, read by all that hold a copy."""
+    return name.replace("head.weight", "embedding.tokens.weight") if spec.tied else name
+
+
+def _save_tensors(trainer: Trainer, spec: ModelSpec, folder: Path) -> None:
+    tensors = {name: tensor for name, tensor in _tensors(trainer).items() if _stored_name(name, spec) == name}
+    save_tensors(tensors, checkpoint_id=folder)
+
+
+def _load_tensors(trainer: Trainer, spec: ModelSpec, folder: Path) -> None:
+    tensors = _tensors(trainer)
+    stored: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        stored.setdefault(_stored_name(name, spec), tensor)
+    load_tensors(stored, checkpoint_id=folder)
+    for name, tensor in tensors.items():
+        source = stored[_stored_name(name, spec)]
+        if source is not tensor:
+            # In a V, the first rank holds the first and the last stage: two copies, split alike.
+            local_part(tensor).copy_(local_part(source))

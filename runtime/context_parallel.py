@@ -1,19 +1,69 @@
-"""Split sequences over context-parallel ranks, and let attention reach across."""
+"""Split sequences over context-parallel ranks, and let attention reach across.
+
+Everything but attention works token by token, so a rank runs the model on its S/cp positions; only the core
+of attention, softmax(q k) v, needs the keys and values of other ranks. `Layout.context_parallel_form` says
+how they meet. Bytes that one rank sends for one layer and micro batch, with e bytes an element, s = S/cp,
+N and K the query and key/value heads after tensor parallelism, and kv = 2 B K s H:
+
+    form         forward                             backward
+    all_gather   (cp - 1) kv e                       (cp - 1) kv e
+    all_to_all   (cp - 1) / cp B s H 2 (N + K') e    the same; K' = K cp / gcd(K, cp)
+    ring         (cp - 1) kv e                       (cp - 1) kv e + cp kv 4
+
+Recomputing core attention repeats the forward part, but for all_to_all's way back to tokens.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from costmodels import Layout, ModelSpec
+from costmodels.layout import ContextParallelForm
+from runtime.context_attention import exchanged_attention, gathered_attention
 from runtime.grid import Grid
 from runtime.model import Transformer
+from runtime.ring_attention import prepare_ring, ring_attention
+
+CoreForward = Callable[..., Tensor]
+"""Maps q [B, N, S/cp, H] and k, v [B, K, S/cp, H] of one rank, and its group, to [B, N, S/cp, H]."""
+
+FORMS: dict[ContextParallelForm, CoreForward] = {
+    "all_gather": gathered_attention,
+    "all_to_all": exchanged_attention,
+    "ring": ring_attention,
+}
 
 
 def local_positions(spec: ModelSpec, layout: Layout, cp_rank: int) -> Tensor:
-    """Positions of the sequence that a context-parallel rank holds, [S / cp]."""
-    return torch.arange(spec.seq)
+    """Positions of the sequence that a context-parallel rank holds, in its order: [S / cp].
+
+    Later tokens attend to more keys. Where ranks keep their tokens in attention, the sequence is cut in
+    2 cp chunks and rank i holds chunks i and 2 cp - 1 - i: all ranks do equal work (Llama 3,
+    arXiv:2407.21783, section 3.3.2). all_to_all has whole sequences in attention: one chunk for each rank.
+    """
+    positions = torch.arange(spec.seq)
+    ranks = layout.context_parallel
+    if ranks == 1:
+        return positions
+    if layout.context_parallel_form == "all_to_all":
+        return positions.chunk(ranks)[cp_rank]
+    chunks = positions.chunk(2 * ranks)
+    return torch.cat((chunks[cp_rank], chunks[-1 - cp_rank]))
 
 
 def context_parallel(stage: Transformer, layout: Layout, grid: Grid) -> None:
-    """Let the attention of `stage` reach the tokens of all context-parallel ranks."""
+    """Let the attention of `stage` reach the tokens of all context-parallel ranks.
+
+    Raises:
+        InputError: the form is ring and this PyTorch has no ring attention.
+    """
+    assert grid.cp_group is not None
+    if layout.context_parallel_form == "ring":
+        prepare_ring()
+    forward = partial(FORMS[layout.context_parallel_form], group=grid.cp_group)
+    for block in stage.blocks:
+        block.attention.core.forward = forward  # type: ignore[method-assign]

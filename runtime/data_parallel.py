@@ -3,9 +3,16 @@
 from __future__ import annotations
 
 import warnings
+from typing import Any
 
 import torch
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
 
 from costmodels import Layout
 from runtime.grid import Grid
@@ -19,24 +26,36 @@ warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a vi
 
 
 def needs_data_parallel(layout: Layout) -> bool:
-    """Whether `layout` wraps its stages: to share work, or to keep fp32 copies of 16-bit parameters."""
-    return layout.data_parallel * layout.context_parallel > 1 or layout.precision != "fp32"
+    """Whether `layout` wraps its stages: to share work, or to keep fp32 parameters apart from what computes."""
+    shares = layout.data_parallel * layout.context_parallel > 1
+    return shares or layout.precision != "fp32" or layout.offload_optimizer
 
 
 def data_parallel(stage: Transformer, layout: Layout, grid: Grid) -> None:
     """Shard (ZeRO 1 to 3) or replicate (ZeRO 0) `stage` with FSDP2, or both (hybrid).
 
-    Gradients are summed, not averaged: the loss is already divided by the tokens of the global batch.
+    Gradients are summed, not averaged: the loss is already divided by the tokens of the global batch. Those
+    of several micro batches are added up in the format of the reduction too, as with Megatron-LM's
+    `--grad-reduce-in-bf16`; the optimizer always sees fp32.
+
+    When the optimizer is offloaded, the fp32 shards lie in host memory. FSDP2 copies them to the device
+    before it gathers parameters, and gradients back once they are reduced.
     """
     policy = MixedPrecisionPolicy(
         param_dtype=DTYPES[layout.precision], reduce_dtype=DTYPES[layout.gradient_reduction]
     )
     shards_only = layout.zero_stage > 0 and layout.zero_replicas == 1
     mesh = grid.mesh["dp_shard"] if shards_only else grid.mesh[("dp_replicate", "dp_shard")]
-    reshard = layout.zero_stage == 3
+    offload = CPUOffloadPolicy(pin_memory=grid.device.type == "cuda") if layout.offload_optimizer else None
+    options: dict[str, Any] = {
+        "mesh": mesh,
+        "reshard_after_forward": layout.zero_stage == 3,
+        "mp_policy": policy,
+        "offload_policy": offload or OffloadPolicy(),
+    }
     for block in stage.blocks:
-        fully_shard(block, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy)
-    fully_shard(stage, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy)
+        fully_shard(block, **options)
+    fully_shard(stage, **options)
     for module in stage.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)

@@ -8,13 +8,13 @@ from typing import Any
 from costmodels import Device
 from costmodels.errors import InputError
 from planner.flags import flag
-from planner.inputs import DEFAULT_ENGINE, resolve_cluster
+from planner.inputs import DEFAULT_ENGINE
 from planner.options import BatchOptions, ClusterOptions, ModelOptions, ParallelOptions
 from planner.plan import Plan
 from planner.search import suggest
 from runtime.data import Datasets
 from runtime.options import DataOptions, OutputOptions, TrainingOptions
-from runtime.preflight import PRECISIONS, check_model
+from runtime.preflight import check_model
 
 
 @dataclass(frozen=True)
@@ -47,10 +47,7 @@ def plan_here(
     world_size: int,
     local_world_size: int,
 ) -> Plan:
-    """The best plan that the runtime can train on `world_size` devices.
-
-    A device without bf16 trains in fp32: the runtime has no fp16.
-    """
+    """The best plan that the runtime can train on `world_size` devices."""
     if parallel.engine != DEFAULT_ENGINE:
         raise InputError(
             f"--engine {parallel.engine}: what trains here is {DEFAULT_ENGINE}; leave the flag out, or price "
@@ -58,10 +55,6 @@ def plan_here(
         )
     spec = model.spec()
     check_model(spec)
-    pins = parallel.pins(spec)
-    cluster = resolve_cluster(device, world_size, local_world_size)
-    if "precision" not in pins and cluster.device.default_precision not in PRECISIONS:
-        pins = {**pins, "precision": "fp32"}
     return suggest(
         spec,
         world_size=world_size,
@@ -69,7 +62,7 @@ def plan_here(
         device=device,
         global_batch_size=batch.global_batch_size,
         max_global_batch_size=batch.max_global_batch_size,
-        pin=pins,
+        pin=parallel.pins(spec),
     )
 
 

@@ -93,15 +93,19 @@ class Loop:
         peak = peak.to(self.trainer.grid.device)
         dist.all_reduce(peak, dist.ReduceOp.MAX)
         losses = torch.stack([result.loss for result in self.results])
+        kept = [number for number, result in enumerate(self.results) if not result.skipped]
         metrics: dict[str, Any] = {
             "iteration": self.trainer.iteration,
-            "loss": float(losses.mean()),
+            # As in Megatron-LM, that of the steps that changed the weights.
+            "loss": float((losses[kept] if kept else losses).mean()),
             "learning_rate": self.results[-1].learning_rate,
             "grad_norm": float(self.results[-1].grad_norm),
             "step_time_s": step_time_s,
             **throughput(self.plan.model, self.plan.layout, self.plan.cluster, step_time_s),
             "peak_memory_bytes": int(peak),
             "nan_iterations": int((~losses.isfinite()).sum()),
+            "loss_scale": self.results[-1].loss_scale,
+            "skipped_iterations": len(self.results) - len(kept),
         }
         self.results = []
         if self.recorder is not None:

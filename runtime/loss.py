@@ -83,7 +83,10 @@ def cross_entropy_sum(
 
 
 class TokenLoss:
-    """Sum of token losses of a micro batch over the number of tokens of the global batch."""
+    """Sum of token losses of a micro batch over the number of tokens of the global batch, times `scale`."""
+
+    scale: float = 1.0
+    """Loss scale of the running step; the trainer sets it and takes it out of what it reports."""
 
     def __init__(self, spec: ModelSpec, layout: Layout, grid: Grid) -> None:
         tp = layout.tensor_parallel
@@ -93,4 +96,5 @@ class TokenLoss:
         self.tokens = layout.global_batch_size * spec.seq
 
     def __call__(self, logits: Tensor, labels: Tensor) -> Tensor:
-        return cross_entropy_sum(logits, labels, self.vocab, self.start, self.group) / self.tokens
+        total = cross_entropy_sum(logits, labels, self.vocab, self.start, self.group)
+        return total / (self.tokens / self.scale)

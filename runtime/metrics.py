@@ -15,6 +15,9 @@ import torch
 from costmodels import Cluster, Layout, ModelSpec
 from runtime.metrics_file import keep_until
 
+LOG_LINE_ONLY = ("nan_iterations", "loss_scale", "skipped_iterations")
+"""What metrics.jsonl leaves out."""
+
 
 def peak_memory_bytes(device: torch.device) -> int:
     """Most memory this rank has held: allocated tensors on a GPU, the process on a CPU."""
@@ -54,9 +57,9 @@ def log_line(
         f" learning rate: {metrics['learning_rate']:.6E} |"
         f" global batch size: {global_batch_size:5d} |"
         f" lm loss: {metrics['loss']:.6E} |"
-        f" loss scale: 1.0 |"
+        f" loss scale: {metrics['loss_scale']:.1f} |"
         f" grad norm: {metrics['grad_norm']:.3f} |"
-        f" number of skipped iterations: {0:3d} |"
+        f" number of skipped iterations: {metrics['skipped_iterations']:3d} |"
         f" number of nan iterations: {metrics['nan_iterations']:3d} |"
     )
 
@@ -85,11 +88,12 @@ class Recorder:
 
     def step(self, metrics: Mapping[str, Any], consumed_samples: int, global_batch_size: int) -> None:
         """Record one logged training step."""
-        self._write({name: value for name, value in metrics.items() if name != "nan_iterations"})
+        self._write({name: value for name, value in metrics.items() if name not in LOG_LINE_ONLY})
         tags = {
             "lm loss": metrics["loss"],
             "learning-rate": metrics["learning_rate"],
             "grad-norm": metrics["grad_norm"],
+            "loss-scale": metrics["loss_scale"],
             "batch-size": global_batch_size,
             "iteration-time": metrics["step_time_s"],
             "throughput": metrics["tflops_per_device"],

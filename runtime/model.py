@@ -192,11 +192,16 @@ class Transformer(nn.Module):
         for block in self.blocks:
             block.attention.at = positions
 
+    def run_layers(self, x: Tensor) -> Tensor:
+        """All layers, one after the other: [B, S, D] -> [B, S, D]."""
+        for block in self.layers.values():
+            x = block(x)
+        return x
+
     def forward(self, x: Tensor) -> Tensor:
         if self.embedding is not None:
             x = self.embedding(x)
-        for block in self.layers.values():
-            x = block(x)
+        x = self.run_layers(x)
         if self.norm is not None and self.head is not None:
             x = self.head(self.norm(x))
         return x

@@ -26,14 +26,8 @@ def like_parameter(local: Tensor, parameter: Tensor) -> Tensor:
     """`local` as a distributed tensor that is split the way `parameter` is."""
     if not isinstance(parameter, DTensor):
         return local
-    return DTensor.from_local(
-        local,
-        parameter.device_mesh,
-        parameter.placements,
-        run_check=False,
-        shape=parameter.shape,
-        stride=parameter.stride(),
-    )
+    # Not from_local, which would move what is offloaded to the host to the device of the mesh.
+    return DTensor(local, parameter._spec, requires_grad=False)  # type: ignore[no-untyped-call]
 
 
 def is_decayed(name: str, parameter: Tensor) -> bool:
@@ -54,7 +48,11 @@ class Owned:
 
 
 class ShardedAdamW:
-    """AdamW whose every tensor is a plain local one: element-wise work needs no distributed tensors."""
+    """AdamW whose every tensor is a plain local one: element-wise work needs no distributed tensors.
+
+    It runs where FSDP2 keeps the shards: on the device or, when the layout offloads the optimizer, on the
+    host.
+    """
 
     def __init__(
         self,
@@ -91,11 +89,19 @@ class ShardedAdamW:
                 gradient = gradient.redistribute(placements=owned.parameter.placements)
             owned.shard.grad = None if gradient is None else local_part(gradient)
         if len(self.tied) == 2:
-            first, second = (owned.shard for owned in self.tied)
-            if first.grad is not None and second.grad is not None:
-                first.grad = second.grad = first.grad + second.grad
+            first, second = (owned.shard.grad for owned in self.tied)
+            if first is not None and second is not None:
+                first += second
+                second.copy_(first)
         elif self.tied and self.grid.embedding_group is not None:
-            dist.all_reduce(self.tied[0].shard.grad, group=self.grid.embedding_group)
+            self._sum_over(self.grid.embedding_group, self.tied[0].shard)
+
+    def _sum_over(self, group: dist.ProcessGroup, shard: nn.Parameter) -> None:
+        """Sum the gradient of `shard`, which may lie in host memory, over the ranks of `group`."""
+        if shard.grad is not None:
+            gradient = shard.grad.to(self.grid.device)
+            dist.all_reduce(gradient, group=group)
+            shard.grad.copy_(gradient)
 
     def squared_norm(self) -> Tensor:
         """This rank's part of the squared L2 norm of the gradient, a fp64 scalar."""
@@ -103,24 +109,30 @@ class ShardedAdamW:
         if not gradients:
             return torch.zeros((), dtype=torch.float64, device=self.grid.device)
         norms = torch._foreach_norm(gradients)
-        return torch.stack(norms).double().square().sum()
+        return torch.stack(norms).double().square().sum().to(self.grid.device)
 
     def scale(self, factor: Tensor) -> None:
         """Multiply all gradients by `factor`, a scalar tensor."""
-        torch._foreach_mul_([o.shard.grad for o in self.owned if o.shard.grad is not None], factor)
+        gradients = [o.shard.grad for o in self.owned if o.shard.grad is not None]
+        if gradients:
+            torch._foreach_mul_(gradients, factor.to(gradients[0].device))
 
     def step(self, learning_rate: float) -> None:
         """Update the weights and drop the gradients."""
         for group in self.adam.param_groups:
             group["lr"] = learning_rate
         self.adam.step()
+        self.drop_gradients()
+
+    def drop_gradients(self) -> None:
+        """Forget the gradients."""
         for owned in self.owned:
             owned.parameter.grad = owned.shard.grad = None
 
-    def moments(self, iteration: int | None = None) -> dict[str, Tensor]:
+    def moments(self, updates: int | None = None) -> dict[str, Tensor]:
         """Moments of Adam as `name.moment`, split as the parameters are; zeros before the first step.
 
-        `iteration` sets the number of steps that the moments have seen.
+        `updates` sets the number of steps that the moments have seen.
         """
         moments = {}
         for owned in self.owned:
@@ -129,8 +141,8 @@ class ShardedAdamW:
                 slots["step"] = torch.zeros((), dtype=torch.float32, device=owned.shard.device)
                 slots["exp_avg"] = torch.zeros_like(owned.shard)
                 slots["exp_avg_sq"] = torch.zeros_like(owned.shard)
-            if iteration is not None:
-                slots["step"].fill_(iteration)
+            if updates is not None:
+                slots["step"].fill_(updates)
             for slot in ("exp_avg", "exp_avg_sq"):
                 moments[f"{owned.name}.{slot}"] = like_parameter(slots[slot], owned.parameter)
         return moments

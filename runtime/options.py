@@ -5,9 +5,13 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from costmodels import Layout
 from costmodels.errors import InputError
 from planner.flags import flag
 from runtime.learning_rate import DECAY_STYLES, LearningRate
+
+SPLIT_BACKWARD_SCHEDULES = ("interleaved_zb", "zbv", "dualpipev")
+"""Schedules that compute gradients of inputs and of weights apart."""
 
 
 @dataclass(frozen=True)
@@ -28,6 +32,13 @@ class TrainingOptions:
     clip_grad: float = flag(1.0, "Largest global gradient norm; 0 turns clipping off.")
     seed: int = flag(1234, "Seed of initial weights and data order.")
     init_method_std: float = flag(0.02, "Standard deviation of initial weights.")
+    loss_scale: float | None = flag(None, "Constant loss scale of fp16; a dynamic one when not given.")
+    initial_loss_scale: float = flag(2.0**32, "First dynamic loss scale of fp16.")
+    min_loss_scale: float = flag(1.0, "Smallest dynamic loss scale.")
+    loss_scale_window: int = flag(1000, "Steps in a row without overflow that double the loss scale.")
+    hysteresis: int = flag(2, "Overflows until the loss scale halves.")
+    compile: bool = flag(False, "Compile the layers with torch.compile; the default on GPUs.")
+    no_compile: bool = flag(False, "Do not compile the layers; the default on CPUs.")
     attention_dropout: float = flag(0.0, "Only 0: a layout must not change the loss.")
     hidden_dropout: float = flag(0.0, "Only 0: a layout must not change the loss.")
 
@@ -60,9 +71,21 @@ class TrainingOptions:
                 raise InputError(
                     f"--{name.replace('_', '-')} {getattr(self, name)}: must be 0 (off) or positive"
                 )
-        for name in ("adam_eps", "init_method_std"):
+        for name in ("adam_eps", "init_method_std", "loss_scale", "initial_loss_scale", "min_loss_scale"):
+            if getattr(self, name) is None:
+                continue
             if not 0 < getattr(self, name) < math.inf:
                 raise InputError(f"--{name.replace('_', '-')} {getattr(self, name)}: must be positive")
+        if self.initial_loss_scale < self.min_loss_scale:
+            raise InputError(
+                f"--initial-loss-scale {self.initial_loss_scale}: must be at least --min-loss-scale "
+                f"{self.min_loss_scale}"
+            )
+        for name in ("loss_scale_window", "hysteresis"):
+            if getattr(self, name) < 1:
+                raise InputError(f"--{name.replace('_', '-')} {getattr(self, name)}: must be at least 1")
+        if self.compile and self.no_compile:
+            raise InputError("--compile and --no-compile exclude each other; give one")
         for name, value in (("beta1", self.adam_beta1), ("beta2", self.adam_beta2)):
             if not 0 <= value < 1:
                 raise InputError(f"--adam-{name} {value}: must be at least 0 and below 1")
@@ -72,6 +95,20 @@ class TrainingOptions:
                 f"warm-up of {schedule.warmup_iters} iterations does not fit into {schedule.decay_iters} "
                 "decay iterations; lower --lr-warmup-iters or raise --lr-decay-iters"
             )
+
+    def compiles(self, layout: Layout, on_gpu: bool) -> bool:
+        """Whether the layers are compiled: by default on GPUs, where the schedule can run compiled layers.
+
+        Raises:
+            InputError: compilation is asked for with a schedule that splits backward.
+        """
+        splits = layout.schedule in SPLIT_BACKWARD_SCHEDULES
+        if self.compile and splits:
+            raise InputError(
+                f"--compile: schedule {layout.schedule} splits backward, which PyTorch does not do with "
+                "compiled layers; leave the flag out, or pin schedule 1f1b or interleaved"
+            )
+        return self.compile or (on_gpu and not splits and not self.no_compile)
 
     def learning_rate(self) -> LearningRate:
         """The schedule that the flags describe."""

@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.pipelining import Schedule1F1B
 
 from costmodels import Layout, ModelSpec
+from costmodels.layout import SPLIT_BACKWARD
 from runtime.data_parallel import DTYPES
 from runtime.grid import Grid
 from runtime.loss import TokenLoss
 from runtime.model import Transformer
+from runtime.pipeline_stage import LeanStage
+from runtime.schedule_order import SCHEDULES, forward_only
 
 
 class Pipeline:
-    """Layers spread over pipeline ranks, run by PyTorch's 1F1B or interleaved schedule."""
+    """Layers spread over pipeline ranks, run by one of PyTorch's schedules."""
 
     def __init__(
         self, stages: list[Transformer], spec: ModelSpec, layout: Layout, grid: Grid, loss: TokenLoss
@@ -25,48 +31,63 @@ class Pipeline:
         self.device = grid.device
         self.is_first = any(stage.embedding is not None for stage in stages)
         self.is_last = any(stage.head is not None for stage in stages)
+        if layout.schedule in SPLIT_BACKWARD:
+            _keep_gathered(stages)
         wrapped = [
             _pipeline_stage(stage, index, spec, layout, grid)
             for stage, index in zip(stages, layout.stages_of(grid.pp_rank), strict=True)
         ]
-        options: dict[str, Any] = {
-            "n_microbatches": layout.micro_batches,
-            "loss_fn": loss,
-            "scale_grads": False,
-        }
-        self.schedule = (
-            ScheduleInterleaved1F1B(list(wrapped), **options)
-            if layout.schedule == "interleaved"
-            else Schedule1F1B(wrapped[0], **options)
+        kind: Any = SCHEDULES[layout.schedule]
+        self.schedule = kind(
+            wrapped[0] if kind is Schedule1F1B else wrapped,
+            n_microbatches=layout.micro_batches,
+            loss_fn=loss,
+            scale_grads=False,
         )
+        # PyTorch's eval walks through the backward actions too, and a V fails at them.
+        self.evaluation = copy.copy(self.schedule)
+        if kind is not Schedule1F1B:
+            self.evaluation.pipeline_order_with_comms = {
+                rank: forward_only(actions)
+                for rank, actions in self.schedule.pipeline_order_with_comms.items()
+            }
 
     def train(self, tokens: Tensor, labels: Tensor) -> Tensor:
-        return self._run(self.schedule.step, tokens, labels, return_outputs=False)
+        return self._run(self.schedule.step, tokens, labels)
 
+    @torch.no_grad()
     def evaluate(self, tokens: Tensor, labels: Tensor) -> Tensor:
-        with torch.no_grad():
-            return self._run(self.schedule.eval, tokens, labels, return_outputs=False)
+        return self._run(self.evaluation.eval, tokens, labels)
 
-    def _run(self, step: Any, tokens: Tensor, labels: Tensor, **options: Any) -> Tensor:
+    def _run(self, step: Any, tokens: Tensor, labels: Tensor) -> Tensor:
         arguments = (tokens,) if self.is_first else ()
         losses: list[Tensor] = []
-        if self.is_last:
-            options |= {"target": labels, "losses": losses}
-        step(*arguments, **options)
+        options: dict[str, Any] = {"target": labels, "losses": losses} if self.is_last else {}
+        step(*arguments, return_outputs=False, **options)
         return torch.stack(losses).sum().detach() if losses else torch.zeros((), device=self.device)
 
 
-def _pipeline_stage(
-    stage: Transformer, index: int, spec: ModelSpec, layout: Layout, grid: Grid
-) -> PipelineStage:
+def _keep_gathered(stages: Sequence[Transformer]) -> None:
+    """Keep parameters whole from the first to the last action of a step, under ZeRO 3 too.
+
+    A schedule that splits backward looks for the weights of a graph before FSDP2 would gather them, and
+    the gradients of weights that it does not find are lost.
+    """
+    for stage in stages:
+        if isinstance(stage, FSDPModule):
+            stage.set_reshard_after_forward(False)
+
+
+def _pipeline_stage(stage: Transformer, index: int, spec: ModelSpec, layout: Layout, grid: Grid) -> LeanStage:
     """Wrap a stage, with the shapes of its input and output given so that none is sent to find out."""
-    batch, seq, tp = layout.micro_batch_size, spec.seq, layout.tensor_parallel
+    batch, tp = layout.micro_batch_size, layout.tensor_parallel
+    seq = spec.seq // layout.context_parallel
     local_seq = seq // tp if layout.sequence_parallel else seq
     dtype = DTYPES[layout.precision]
     activation = torch.empty(batch, local_seq, spec.hidden, dtype=dtype, device="meta", requires_grad=True)
     tokens = torch.empty(batch, seq, dtype=torch.int64, device="meta")
     logits = torch.empty(batch, seq, spec.padded_vocab(tp) // tp, dtype=dtype, device="meta")
-    return PipelineStage(
+    return LeanStage(
         stage,
         index,
         len(layout.layers_per_stage),

@@ -1,32 +1,267 @@
-"""Compute activations again in backward instead of keeping them."""
+"""Compute activations again in backward instead of keeping them (arXiv:1604.06174, arXiv:2205.05198).
+
+What is dropped is computed again when backward first asks for a part of it, and each tensor leaves as soon as
+it is used. This is `torch.utils.checkpoint`, with two differences:
+
+- The output of a norm or an activation function, which the matrices after it keep as their input, is dropped
+  as well (Megatron-Core's `CheckpointWithoutOutput`, MindSpeed's activation function recomputation).
+- A backward that is split in gradients of inputs and of weights (arXiv:2401.10241) computes twice, once for
+  each; `checkpoint` computes once for every weight, and keeps what that weight did not use.
+
+Compiled layers use `checkpoint`: there the compiler drops the outputs too.
+
+Bytes that a layer keeps per token, for e bytes an element, hidden size h, and on one rank q elements of
+queries, k of keys, f of the MLP, and n heads. A norm keeps s bytes of statistics: 8 for layernorm and 4 for
+rmsnorm; on a CPU, where PyTorch has no fused rmsnorm, that is 4 + 4h.
+
+- none: 2 e h of inputs and 2 e h of outputs of norms, e (2q + 2k) + 4n + 2s, and of the MLP 2 e f, with a
+  gate 4 e f;
+- core_attention: less 4n, the logsumexp of flash attention (the matrix after it keeps its output);
+- mlp: less all of the MLP, which keeps its input only;
+- norm: less 2 (e h + s);
+- activation: less e f, with a gate 2 e f;
+- full: e h, the input, and in units of several layers one for each unit.
+
+Sequence parallelism divides inputs and statistics of norms by tp, and what the MLP keeps if it is recomputed.
+Outputs of norms are kept gathered, and recomputing norms gathers again: one more all-gather in backward for
+each norm whose output matrices keep.
+"""
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 from costmodels import Layout
-from runtime.model import Transformer
+from runtime.model import Block, Transformer
+
+Packed = Tensor | Callable[[], Tensor]
+"""What the autograd graph holds for a tensor: the tensor, or a function that returns it."""
 
 
 def recompute(stage: Transformer, layout: Layout) -> None:
-    """Wrap what `layout` recomputes."""
-    for block in stage.blocks:
-        if layout.recompute == "full":
+    """Wrap what `layout` recomputes; before compilation, so that the compiler sees it."""
+    layers = layout.recompute_num_layers
+    blocks = recomputed_blocks(stage, layout)
+    if layout.recompute == "selective":
+        for block in blocks:
+            _recompute_modules(block, layout)
+    elif layout.recompute_method == "uniform" and blocks and layers > 1:
+        units = [blocks[start : start + layers] for start in range(0, len(blocks), layers)]
+        stage.run_layers = partial(_run_units, units)  # type: ignore[method-assign]
+    else:
+        for block in blocks:
             _wrap(block)
-        if layout.recompute == "selective":
-            _wrap(block.attention.core)
 
 
-def _wrap(module: nn.Module) -> None:
+def recomputed_blocks(stage: Transformer, layout: Layout) -> list[Block]:
+    """Layers of `stage` that recompute something."""
+    if layout.recompute == "none":
+        return []
+    return stage.blocks[: layout.recompute_num_layers if layout.recompute_method == "block" else None]
+
+
+def unpacked(packed: Packed) -> Tensor:
+    """The tensor that `packed` stands for."""
+    return packed if isinstance(packed, Tensor) else packed()
+
+
+def pack(tensor: Tensor) -> Packed:
+    """What stands for `tensor`: a function if it is a view of an output that the running layer recomputes."""
+    if type(tensor) is Tensor:
+        for reference, call in _outputs:
+            output = reference()
+            if output is not None and _is_view(tensor, output):
+                return call.pack_output(tensor)
+    # Detached: a node that saves its own output would otherwise own itself, and never be freed.
+    return tensor.detach()
+
+
+def _recompute_modules(block: Block, layout: Layout) -> None:
+    modules = layout.recompute_modules
+    if "core_attention" in modules:
+        _wrap(block.attention.core)
+    if "mlp" in modules:
+        _wrap(block.mlp)
+    with_output: list[nn.Module] = []
+    if "norm" in modules:
+        with_output += [block.attention_norm, block.mlp_norm]
+        if layout.sequence_parallel:
+            # What the matrices keep is the norm's output gathered from all ranks; these gather it again.
+            gathering = (block.attention,) if "mlp" in modules else (block.attention, block.mlp)
+            with_output += [module.get_submodule("entry") for module in gathering]
+    if "activation" in modules and "mlp" not in modules:
+        with_output.append(block.mlp.activation)
+    for module in with_output:
+        _wrap(module, drop_output=True)
+    if with_output:
+        _drop_outputs(block)
+
+
+def _wrap(module: nn.Module, drop_output: bool = False) -> None:
     forward = module.forward
 
-    def again(*arguments: Any) -> Any:
+    def again(*inputs: Tensor) -> Tensor:
         if not torch.is_grad_enabled():
-            return forward(*arguments)
-        return checkpoint(forward, *arguments, use_reentrant=False, preserve_rng_state=False)
+            result: Tensor = forward(*inputs)
+        elif torch.compiler.is_compiling():
+            result = checkpoint(forward, *inputs, use_reentrant=False, preserve_rng_state=False)
+        else:
+            call = _Call(forward, inputs)
+            result = call.run(*inputs)
+            if drop_output:
+                _outputs.append((weakref.ref(result), call))
+        return result
 
     module.forward = again  # type: ignore[method-assign]
+
+
+def _run_units(units: Sequence[Sequence[Block]], x: Tensor) -> Tensor:
+    # The layers are called, not their forward functions: FSDP2 gathers parameters around the call.
+    for unit in units:
+        run = partial(_run_blocks, unit)
+        x = _Call(run, (x,)).run(x) if torch.is_grad_enabled() else run(x)
+    return x
+
+
+def _run_blocks(blocks: Sequence[Block], x: Tensor) -> Tensor:
+    for block in blocks:
+        x = block(x)
+    return x
+
+
+def _drop_outputs(block: Block) -> None:
+    forward = block.forward
+
+    def dropping(x: Tensor) -> Tensor:
+        if not torch.is_grad_enabled() or torch.compiler.is_compiling():
+            return forward(x)
+        with _outputs_of_one_layer(), saved_tensors_hooks(pack, unpacked):
+            return forward(x)
+
+    block.forward = dropping  # type: ignore[method-assign]
+
+
+_outputs: list[tuple[weakref.ref[Tensor], _Call]] = []
+"""Outputs that the running layer recomputes, and the calls that gave them."""
+
+
+@contextmanager
+def _outputs_of_one_layer() -> Iterator[None]:
+    try:
+        yield
+    finally:
+        _outputs.clear()
+
+
+def _is_view(tensor: Tensor, output: Tensor) -> bool:
+    at = output.untyped_storage().data_ptr()
+    return at != 0 and tensor.untyped_storage().data_ptr() == at and tensor.dtype == output.dtype
+
+
+class _Enough(Exception):
+    """All that backward needs has been computed."""
+
+
+class _Inputs(torch.autograd.Function):
+    """Keeps inputs as autograd keeps tensors, so that hooks around this call see them."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, *inputs: Tensor) -> Tensor:
+        ctx.save_for_backward(*inputs)
+        return anchor.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> None:
+        raise AssertionError("nothing uses the output of this node")
+
+
+class _Call:
+    """One call of `function`, of which the autograd graph keeps the inputs only.
+
+    Tensors that backward needs are numbered in the order in which the function saves them; the same order
+    finds them when it runs again, which takes a function that does the same on every run.
+    """
+
+    def __init__(self, function: Callable[..., Tensor], inputs: tuple[Tensor, ...]) -> None:
+        self.function = function
+        anchor = _Inputs.apply(torch.empty(0, requires_grad=True), *inputs)  # type: ignore[no-untyped-call]
+        self.inputs: Any = anchor.grad_fn
+        self.saved = 0
+        self.internals: dict[int, Tensor] = {}
+        self.served = False
+        """Backward has had all internals once: the second part of a split backward may need none."""
+        self.views = 0
+        self.unpacked_views = 0
+        self.output: Tensor | None = None
+
+    def run(self, *inputs: Tensor) -> Tensor:
+        """Forward, without keeping what it saves."""
+        with saved_tensors_hooks(self._pack_internal, unpacked):
+            return self.function(*inputs)
+
+    def pack_output(self, view: Tensor) -> Packed:
+        """What stands for a view of the output."""
+        self.views += 1
+        return partial(self._output, view.shape, view.stride(), int(view.storage_offset()))
+
+    def _pack_internal(self, tensor: Tensor) -> Packed:
+        self.saved += 1
+        return partial(self._internal, self.saved - 1)
+
+    def _internal(self, number: int) -> Tensor:
+        if number not in self.internals:
+            self._run_again(with_internals=True)
+        tensor = self.internals.pop(number)
+        self.served = self.served or not self.internals
+        return tensor
+
+    def _output(self, shape: Sequence[int], stride: Sequence[int], offset: int) -> Tensor:
+        if self.output is None:
+            self._run_again(with_internals=not self.served)
+        assert self.output is not None
+        view = self.output.as_strided(shape, stride, offset)
+        self.unpacked_views += 1
+        if self.unpacked_views == self.views:
+            self.unpacked_views, self.output = 0, None
+        return view
+
+    def _run_again(self, with_internals: bool) -> None:
+        # Backward of internals comes after that of the views: then nobody needs the output any more.
+        with_output = self.views > 0 and (not self.served or not with_internals)
+        inputs = [
+            None if tensor is None else tensor.detach().requires_grad_(tensor.requires_grad)
+            for tensor in self.inputs.saved_tensors
+        ]
+        if not with_internals:
+            with torch.no_grad():
+                self.output = self.function(*inputs)
+            return
+        found: list[Tensor] = []
+
+        def capture(tensor: Tensor) -> None:
+            found.append(tensor.detach())
+            if len(found) == self.saved and not with_output:
+                raise _Enough
+
+        try:
+            with torch.enable_grad(), saved_tensors_hooks(capture, unpacked):
+                output = self.function(*inputs)
+            if with_output:
+                self.output = output.detach()
+        except _Enough:
+            pass
+        if len(found) != self.saved:
+            raise RuntimeError(
+                f"{self.function}: forward saved {self.saved} tensors, its repetition {len(found)}; "
+                "recompute only what does the same on every run"
+            )
+        self.internals = dict(enumerate(found))

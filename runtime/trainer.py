@@ -13,6 +13,7 @@ from torch import Tensor
 from costmodels import Layout, ModelSpec
 from runtime.context_parallel import local_positions
 from runtime.grid import build_grid
+from runtime.loss_scale import loss_scale_of
 from runtime.optimizer import ShardedAdamW, clip_factor
 from runtime.options import TrainingOptions
 from runtime.stages import build_executor
@@ -26,6 +27,10 @@ class StepResult(NamedTuple):
     grad_norm: Tensor
     """L2 norm of the whole gradient before clipping."""
     learning_rate: float
+    loss_scale: float = 1.0
+    """Of the next step."""
+    skipped: bool = False
+    """The gradient overflowed in fp16: the step has changed nothing but the loss scale."""
 
 
 def batch_rows(layout: Layout, dp_rank: int) -> npt.NDArray[np.int64]:
@@ -47,8 +52,12 @@ class Trainer:
         self, spec: ModelSpec, layout: Layout, options: TrainingOptions, device: torch.device
     ) -> None:
         self.layout = layout
+        self.loss_scale = loss_scale_of(options, layout)
+        compiled = options.compiles(layout, on_gpu=device.type == "cuda")
         self.grid = build_grid(spec, layout, device)
-        self.executor = build_executor(spec, layout, self.grid, options.seed, options.init_method_std)
+        self.executor = build_executor(
+            spec, layout, self.grid, options.seed, options.init_method_std, compiled
+        )
         self.optimizer = ShardedAdamW(
             self.executor.stages,
             self.grid,
@@ -61,24 +70,46 @@ class Trainer:
         self.rows = batch_rows(layout, self.grid.dp_rank)
         self.positions = local_positions(spec, layout, self.grid.cp_rank)
         self.iteration = 0
+        self.updates = 0
+        """Iterations that changed the weights; the learning rate and Adam count these."""
 
     def train_step(self, samples: npt.NDArray[np.int64]) -> StepResult:
         """Train on this rank's rows of a global batch, [len(self.rows), S + 1] token ids."""
+        scale = 1.0
+        if self.loss_scale is not None:
+            self.executor.loss.scale = scale = self.loss_scale.value
         loss = self.executor.train(*self._inputs(samples))
         self.optimizer.collect_gradients()
         totals = torch.stack((self._once(loss), self.optimizer.squared_norm()))
         if dist.get_world_size() > 1:
             dist.all_reduce(totals)
-        norm = totals[1].sqrt()
-        if self.clip_grad:
-            self.optimizer.scale(clip_factor(norm, self.clip_grad))
-        rate = self.learning_rate.at(self.iteration)
-        self.optimizer.step(rate)
+        loss, norm = totals[0], totals[1].sqrt()
+        rate = self.learning_rate.at(self.updates)
         self.iteration += 1
-        return StepResult(totals[0], norm, rate)
+        if self.loss_scale is not None:
+            loss, norm = loss / scale, norm / scale
+            # The norm is that of all ranks, so all skip the same steps.
+            overflow = not bool(norm.isfinite())
+            self.loss_scale.update(overflow)
+            if overflow:
+                self.optimizer.drop_gradients()
+                return StepResult(loss, norm, rate, self.loss_scale.value, skipped=True)
+        self._update(norm, rate, scale)
+        return StepResult(loss, norm, rate, 1.0 if self.loss_scale is None else self.loss_scale.value)
+
+    def _update(self, norm: Tensor, rate: float, scale: float) -> None:
+        """Clip gradients that are `scale` times too large, whose true norm is `norm`, and apply them."""
+        if self.clip_grad:
+            self.optimizer.scale(clip_factor(norm, self.clip_grad) / scale)
+        elif scale != 1.0:
+            self.optimizer.scale(torch.full_like(norm, 1.0 / scale).float())
+        self.optimizer.step(rate)
+        self.updates += 1
 
     def evaluate(self, samples: npt.NDArray[np.int64]) -> float:
         """Mean token loss of a global batch, given this rank's rows of it."""
+        if self.loss_scale is not None:
+            self.executor.loss.scale = 1.0
         total = self._once(self.executor.evaluate(*self._inputs(samples)))
         if dist.get_world_size() > 1:
             dist.all_reduce(total)

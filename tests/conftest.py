@@ -15,8 +15,8 @@ ROOT = Path(__file__).parents[1]
 
 @pytest.fixture(scope="session")
 def pool() -> WorkerPool:
-    """Up to four gloo ranks at a time."""
-    return WorkerPool(4)
+    """Up to eight gloo ranks at a time."""
+    return WorkerPool(8)
 
 
 Command = Callable[..., tuple[int, str, str]]

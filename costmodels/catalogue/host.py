@@ -71,6 +71,8 @@ def host_device(ranks: int = 1) -> Device:
         peak_flops={kind: flops * core.clock * share for kind, flops in core.flops_per_cycle.items()},
         memory_bytes=available_memory() / ranks,
         memory_bandwidth=bandwidth / ranks,
+        host_bandwidth=bandwidth / ranks,
+        host_memory_bandwidth=bandwidth / ranks,
         cores=max(1, cores // ranks),
         # gloo over the loopback device: 2.6 GB/s and 60 us a message measured between two processes.
         intra_node=Link(name="loopback", bandwidth=2.6e9, latency=60e-6),

@@ -159,8 +159,8 @@ def test_save_names_the_plan_also_beside_flags_of_a_run(planner: Any, tmp_path: 
             ["expert parallelism is not searched yet", "the runtime does not train mixture of experts"],
         ),
         (("--model", "mixtral-8x7b", "--engine", "megatron"), ["expert parallelism is not searched yet"]),
-        (("--model", "gpt2-124m", "--fp16"), ["precision fp16: the runtime does not train in it"]),
-        (("--model", "gpt2-124m", "--fp16", "--engine", "megatron"), []),
+        (("--model", "gpt2-124m", "--pin", "precision=fp8"), []),
+        (("--model", "gpt2-124m", "--fp16"), []),
         (("--model", "qwen3-8b"), ["the runtime does not train query/key norms"]),
     ],
 )
@@ -281,3 +281,37 @@ def test_the_module_runs_as_the_command() -> None:
     )
     assert done.returncode == 2
     assert done.stderr == ("planner: error: no batch size: give global_batch_size or max_global_batch_size\n")
+
+
+def test_what_is_not_usual_has_its_column_or_word(planner: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    words = (*SMALL, "--global-batch-size", "64", "--top", "2", "--pin", "cp=2", "--pin", "pp=2")
+    unusual = (
+        "--cp-comm-type",
+        "p2p",
+        "--pipeline-schedule",
+        "zbv",
+        "--num-distributed-optimizer-instances",
+        "2",
+        "--swap-attention",
+        "--optimizer-cpu-offload",
+        "--grad-reduce-in-bf16",
+        "--recompute-activations",
+        "--recompute-modules",
+        "layernorm,moe_act",
+    )
+    monkeypatch.setenv("COLUMNS", "200")
+    code, out, _ = planner(*words, *unusual)
+    assert code == 0
+    header = next(line for line in out.splitlines() if line.lstrip().startswith("# "))
+    assert all(name in header.split() for name in ("schedule", "cp", "copies", "offload", "grads"))
+    row = next(line for line in out.splitlines() if line.startswith("1 "))
+    for text in ("zbv", "2 ring", "selective(norm+activation)", "activations+optimizer", "bf16"):
+        assert text in row
+    monkeypatch.setenv("COLUMNS", "80")
+    code, out, _ = planner(*words, *unusual)
+    assert code == 0 and max(map(len, out.splitlines())) <= 80
+    assert "schedule=zbv" in out and "cp_form=ring" in out
+    monkeypatch.setenv("COLUMNS", "200")
+    _, plain, _ = planner(*SMALL, "--global-batch-size", "64", "--pin", "cp=1", "--pin", "schedule=1f1b")
+    header = next(line for line in plain.splitlines() if line.lstrip().startswith("# "))
+    assert "cp" not in header.split() and "schedule" not in header.split()

@@ -116,7 +116,7 @@ def layout() -> Callable[..., Layout]:
         vpp = int(str(fields.get("virtual_pipeline_parallel", 1)))
         dp = int(str(fields.get("data_parallel", 1)))
         fields.setdefault("layers_per_stage", even_split(model.layers, pp * vpp))
-        fields["schedule"] = "interleaved" if vpp > 1 else "1f1b"
+        fields.setdefault("schedule", "interleaved" if vpp > 1 else "1f1b")
         return Layout.model_validate({**fields, "micro_batch_size": mbs, "global_batch_size": mbs * dp * m})
 
     return make

@@ -1,7 +1,5 @@
 """Bytes against the equations of the papers and the parameter counts of the models."""
 
-from dataclasses import fields
-
 import numpy as np
 import pytest
 
@@ -9,13 +7,12 @@ from costmodels import MemoryPolicy
 from costmodels.errors import InputError
 from costmodels.memory import memory_policy, parameters, stage_memory, unit_sizes
 from costmodels.model_spec import ModelSpec
-from costmodels.pipeline import Ranks, all_ranks
+from costmodels.pipeline import all_ranks, ranks_entry
 from costmodels.table import LayoutTable
 
 
 def on_ranks(model, table):
-    every = all_ranks(table.splits[0], int(table.pipeline_parallel[0]), model.layers - model.moe_layers)
-    return Ranks(**{field.name: getattr(every, field.name)[None, :] for field in fields(Ranks)})
+    return all_ranks(*ranks_entry(model, table, 0)).each(lambda held: held[None, :])
 
 
 def memory_of(model, cluster, engine, layout):
@@ -178,3 +175,88 @@ def test_an_unknown_precision_is_named_with_the_known_ones(engine):
         memory_policy(engine("nanotron"), "fp8")
     assert memory_policy(engine("nanotron"), "tf32") == memory_policy(engine("nanotron"), "fp32")
     assert np.isclose(memory_policy(engine("nanotron"), "bf16").gathered, 2)
+
+
+def kept(model, engine, layout):
+    return unit_sizes(model, engine, LayoutTable.of([layout])).dense_activations[0]
+
+
+def test_each_module_that_is_recomputed_drops_its_own_bytes(llama, engine, layout):
+    """Of a gated MLP with separate operators: gate, up, activated gate and product of 2 bytes each."""
+    bundled = engine("bundled")
+    whole = kept(llama, bundled, layout(llama))
+    token = llama.seq
+    expected = {
+        ("norm",): 2 * 2 * llama.hidden,
+        ("activation",): 2 * 2 * llama.ffn,
+        ("mlp",): 4 * 2 * llama.ffn,
+        ("mlp", "activation"): 4 * 2 * llama.ffn,
+        ("core_attention",): 4 * llama.heads,
+        ("core_attention", "norm"): 4 * llama.heads + 2 * 2 * llama.hidden,
+    }
+    for modules, per_token in expected.items():
+        one = layout(llama, recompute="selective", recompute_modules=modules)
+        assert whole - kept(llama, bundled, one) == token * per_token
+
+
+def test_uniform_chunks_and_blocks_of_layers_add_up(gpt, cluster, engine, layout):
+    plain = engine("megatron", fragmentation=0.0)
+    layer_input = 2 * gpt.seq * gpt.hidden
+    whole = kept(gpt, plain, layout(gpt))
+
+    def activations(**fields):
+        return memory_of(gpt, cluster(8), plain, layout(gpt, **fields))["activations"][0, 0]
+
+    full = {"recompute": "full"}
+    assert activations(**full) == 8 * layer_input + whole - layer_input
+    # Two inputs, and four layers while backward repeats them.
+    assert activations(**full, recompute_num_layers=4) == 2 * layer_input + 4 * whole - layer_input
+    block = {"recompute_method": "block", "recompute_num_layers": 3}
+    assert activations(**full, **block) == 3 * layer_input + 5 * whole + whole - layer_input
+    assert activations(**full, recompute_method="block", recompute_num_layers=8) == activations(**full)
+
+
+def test_copies_of_the_shards_hold_more(gpt, cluster, engine, layout):
+    states = [
+        memory_of(gpt, cluster(64), engine("megatron"), layout(gpt, dp=64, zero=1, zero_replicas=n))
+        for n in (1, 8)
+    ]
+    assert 8 * states[0]["optimizer"][0, 0] == states[1]["optimizer"][0, 0]
+
+
+def test_offloading_empties_the_device(gpt, cluster, engine, layout):
+    usual, away = (
+        memory_of(
+            gpt, cluster(8), engine("bundled"), layout(gpt, offload_activations=flag, offload_optimizer=flag)
+        )
+        for flag in (False, True)
+    )
+    assert away["optimizer"].max() == 0 < usual["optimizer"].max()
+    # Input, queries, keys, values and output leave, but for those of two layers.
+    assert usual["activations"][0, 0] - away["activations"][0, 0] == (8 - 2) * 2 * gpt.seq * 5 * gpt.hidden
+
+
+def test_context_parallel_forms_keep_their_copies(llama, engine, layout):
+    forms = {
+        form: kept(llama, engine("bundled"), layout(llama, cp=4, cp_form=form))
+        for form in ("ring", "all_gather", "all_to_all")
+    }
+    own = 2 * llama.seq / 4
+    assert forms["all_gather"] - forms["ring"] == own * 3 * 2 * llama.kv_heads * llama.head_dim
+    assert forms["all_to_all"] - forms["ring"] == own * llama.q_size
+    repeated = kept(llama, engine("bundled"), layout(llama, cp=16, cp_form="all_to_all"))
+    ring = kept(llama, engine("bundled"), layout(llama, cp=16, cp_form="ring"))
+    # Two copies of each of 8 heads.
+    assert repeated - ring == own / 4 * (llama.q_size + 2 * llama.kv_heads * llama.head_dim)
+
+
+def test_split_backward_keeps_gradients_until_those_of_weights(llama, cluster, engine, layout):
+    usual, apart = (
+        memory_of(llama, cluster(64), engine("bundled"), layout(llama, pp=4, vpp=2, m=16, schedule=schedule))
+        for schedule in ("interleaved", "interleaved_zb")
+    )
+    assert apart["activations"][0, 3] > usual["activations"][0, 3]
+    # Every rank holds as many micro batches as there are ranks, and the last one most of those gradients.
+    assert (np.diff(apart["activations"][0]) > 0).all()
+    logits = 2 * llama.seq * llama.vocab
+    assert apart["logits"][0, 3] - usual["logits"][0, 3] == 4 * logits

@@ -33,6 +33,16 @@ def layouts(llama, layout):
                 degrees = {"tp": tp, "sp": sp, "pp": pp, "vpp": vpp, "cp": cp, "dp": dp}
                 stage = zero if dp * cp > 1 else 0
                 found.append(layout(llama, **degrees, zero=stage, mbs=mbs, m=pp * 2, recompute=recompute))
+    for fields in (
+        {"tp": 4, "pp": 4, "vpp": 2, "dp": 4, "schedule": "zbv", "zero": 1, "zero_replicas": 2},
+        {"tp": 4, "pp": 4, "vpp": 2, "dp": 4, "schedule": "dualpipev", "offload_optimizer": True},
+        {"tp": 8, "pp": 2, "vpp": 4, "dp": 4, "schedule": "interleaved_zb", "recompute": "full"},
+        {"tp": 2, "cp": 8, "dp": 4, "cp_form": "all_to_all", "offload_activations": True},
+        {"tp": 2, "cp": 8, "dp": 4, "cp_form": "ring", "recompute": "full", "recompute_num_layers": 4},
+        {"pp": 8, "dp": 8, "recompute": "full", "recompute_method": "block", "recompute_num_layers": 3},
+        {"dp": 64, "recompute": "selective", "recompute_modules": ("mlp", "norm")},
+    ):
+        found.append(layout(llama, **fields, m=16))
     return found
 
 
@@ -163,9 +173,87 @@ def test_expert_parallelism_trades_memory_for_messages(mixture, cluster, engine,
 def test_context_parallelism_shows_what_attention_does_not_hide(llama, cluster, engine, layout):
     long = ModelSpec.model_validate({**llama.model_dump(), "seq": 65536, "max_positions": 65536})
     short = ModelSpec.model_validate({**llama.model_dump(), "seq": 2048})
-    hidden = seconds(long, cluster(64), engine("megatron"), layout(long, tp=8, cp=8))
-    shown = seconds(short, cluster(64), engine("megatron"), layout(short, tp=8, cp=8))
+    hidden = seconds(long, cluster(64), engine("megatron"), layout(long, tp=8, cp=8, cp_form="ring"))
+    shown = seconds(short, cluster(64), engine("megatron"), layout(short, tp=8, cp=8, cp_form="ring"))
     assert hidden.context_parallel == 0 < shown.context_parallel
+
+
+@pytest.fixture
+def prompt(cluster, a100):
+    """64 devices whose links have no latency."""
+    links = {
+        tier: getattr(a100, tier).model_copy(update={"latency": 0.0}) for tier in ("intra_node", "inter_node")
+    }
+    return cluster(64).model_copy(update={"device": a100.model_copy(update=links)})
+
+
+def test_context_parallel_forms_move_what_their_papers_say(llama, prompt, engine, layout):
+    plain = engine("megatron", network_efficiency=1.0, layer_overhead=0.0)
+    found = {
+        form: seconds(llama, prompt, plain, layout(llama, cp=8, dp=8, cp_form=form)).context_parallel
+        for form in ("all_gather", "all_to_all")
+    }
+    own = 2 * llama.seq / 8
+    kv, q = 2 * llama.kv_heads * llama.head_dim, llama.q_size
+    gathered = 2 * llama.layers * own * kv * 7 / 300e9
+    exchanged = 2 * llama.layers * own * (2 * q + kv) * 7 / 8 / 300e9
+    assert found["all_gather"] == pytest.approx(gathered)
+    assert found["all_to_all"] == pytest.approx(exchanged)
+
+
+def test_copies_of_shards_gather_among_neighbours(gpt, prompt, engine, layout):
+    """Shards in a node, and a sum over the eight nodes of what each device holds of the gradients."""
+    plain = engine("megatron", data_parallel_overlap=0.0, network_efficiency=1.0)
+    one = layout(gpt, dp=64, zero=3, zero_replicas=8)
+    found = seconds(gpt, prompt, plain, one).data_parallel
+    inside = (4 + 2 * 2) * 7 / 8 / 300e9
+    assert found == pytest.approx(gpt.parameters * (inside + 2 * 4 / 8 * 7 / 8 / 25e9))
+
+
+def test_gradients_in_bf16_are_half_the_bytes(gpt, cluster, engine, layout):
+    plain = engine("bundled", data_parallel_overlap=0.0)
+    wide, narrow = (
+        seconds(gpt, cluster(8), plain, layout(gpt, dp=8, gradient_reduction=kind)).data_parallel
+        for kind in ("fp32", "bf16")
+    )
+    assert narrow == pytest.approx(wide / 2, rel=0.05)  # and latency
+
+
+def test_the_host_link_bounds_what_is_offloaded(gpt, a100, cluster, engine, layout):
+    slow = cluster(8).model_copy(update={"device": a100.model_copy(update={"host_bandwidth": 1e9})})
+    usual, away = (
+        seconds(gpt, slow, engine("bundled"), layout(gpt, dp=8, offload_activations=flag)) for flag in (0, 1)
+    )
+    moved = 8 * 2 * gpt.seq * 5 * gpt.hidden / (1e9 * 0.8)
+    assert usual.offload == 0
+    assert moved < away.offload + usual.total < 2 * moved + usual.total
+    fast = seconds(gpt, cluster(8), engine("bundled"), layout(gpt, dp=8, offload_activations=True))
+    assert fast.offload < 0.1 * away.offload
+    away = seconds(gpt, slow, engine("bundled"), layout(gpt, dp=8, zero=1, offload_optimizer=True))
+    assert away.optimizer > gpt.parameters / 8 * 6 / 1e9
+
+
+def test_what_is_recomputed_costs_its_part_of_the_forward_pass(gpt, cluster, engine, layout):
+    quick = engine("bundled", layer_overhead=0.0)
+
+    def again(**fields):
+        return seconds(gpt, cluster(8), quick, layout(gpt, **fields)).recompute
+
+    one = {"recompute": "selective"}
+    parts = {
+        name: again(**one, recompute_modules=(name,))
+        for name in ("core_attention", "mlp", "norm", "activation")
+    }
+    whole = again(recompute="full")
+    assert 0 < parts["activation"] < parts["mlp"] < whole
+    assert 0 < parts["norm"] < parts["core_attention"] + parts["norm"]
+    assert again(**one, recompute_modules=("core_attention", "mlp")) == pytest.approx(
+        parts["core_attention"] + parts["mlp"]
+    )
+    half = again(recompute="full", recompute_method="block", recompute_num_layers=4)
+    assert half == pytest.approx(whole / 2)
+    apart = again(recompute="full", pp=4, vpp=2, m=8, schedule="zbv")
+    assert apart == pytest.approx(2 * 8 * whole / 4)
 
 
 def test_a_step_on_this_kind_of_cpu_takes_seconds(a100, engine, layout):

@@ -236,7 +236,45 @@ def test_megatrons_parallel_flags_are_pins() -> None:
     uniform = ParallelOptions(
         recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1
     )
-    assert uniform.pins(GPT) == {"recompute": "full"}
+    assert uniform.pins(GPT) == {
+        "recompute": "full",
+        "recompute_method": "uniform",
+        "recompute_num_layers": 1,
+    }
+
+
+@pytest.mark.parametrize(
+    ("flags", "pins"),
+    [
+        (
+            {"context_parallel_size": 4, "cp_comm_type": "p2p"},
+            {"context_parallel": 4, "context_parallel_form": WherePossible("ring")},
+        ),
+        ({"cp_comm_type": "a2a"}, {"context_parallel_form": WherePossible("all_to_all")}),
+        (
+            {"recompute_granularity": "selective", "recompute_modules": ["core_attn,layernorm", "moe_act"]},
+            {"recompute": "selective", "recompute_modules": ("core_attention", "norm", "activation")},
+        ),
+        (
+            {"recompute_activations": True, "recompute_modules": ["mlp"]},
+            {"recompute": "selective", "recompute_modules": ("mlp",)},
+        ),
+        (
+            {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 4},
+            {"recompute": "full", "recompute_method": "block", "recompute_num_layers": 4},
+        ),
+        ({"num_distributed_optimizer_instances": 2}, {"zero_replicas": 2}),
+        ({"pipeline_schedule": "dualpipev"}, {"schedule": "dualpipev"}),
+        (
+            {"optimizer_cpu_offload": True, "swap_attention": True, "grad_reduce_in_bf16": True},
+            {"offload_optimizer": True, "offload_activations": True, "gradient_reduction": "bf16"},
+        ),
+        ({"fp8": True}, {"precision": "fp8"}),
+        ({"fp8": True, "bf16": True}, {"precision": "fp8"}),
+    ],
+)
+def test_flags_of_every_parallelism_are_pins(flags: dict[str, Any], pins: dict[str, Any]) -> None:
+    assert ParallelOptions(**flags).pins(GPT) == pins
 
 
 def test_a_strict_pin_outlives_the_flag_that_says_the_same() -> None:
@@ -255,13 +293,37 @@ def test_a_strict_pin_outlives_the_flag_that_says_the_same() -> None:
         ({"pin": ["sp=no"], "sequence_parallel": True}, "sequence_parallel is given twice: False and True"),
         ({"recompute_method": "uniform"}, "--recompute-method uniform needs --recompute-granularity full"),
         (
-            {"recompute_granularity": "full", "recompute_method": "block"},
-            "--recompute-method block: only uniform is planned",
+            {"recompute_granularity": "full", "recompute_method": "some"},
+            "--recompute-method some: expected uniform or block",
         ),
         (
             {"recompute_granularity": "full", "recompute_num_layers": 4},
-            "--recompute-num-layers 4: only 1 is planned",
+            "--recompute-num-layers 4 needs --recompute-method",
         ),
+        (
+            {"recompute_granularity": "selective", "recompute_num_layers": 4},
+            "--recompute-num-layers 4 needs --recompute-granularity full",
+        ),
+        ({"recompute_modules": ["shared_experts"]}, "--recompute-modules shared_experts: expected some of"),
+        (
+            {"recompute_granularity": "full", "recompute_modules": ["mlp"]},
+            "--recompute-modules need --recompute-granularity selective, not full",
+        ),
+        ({"cp_comm_type": "a2a+p2p"}, "--cp-comm-type a2a+p2p: expected p2p, all_gather, a2a"),
+        ({"context_parallel_size": 0}, "pin context_parallel=0: expected a whole number of at least 1"),
+        ({"pipeline_schedule": "gpipe"}, "pin schedule=gpipe: expected one of 1f1b, interleaved"),
+        (
+            {"pipeline_schedule": "zbv", "num_virtual_stages_per_pipeline_rank": 4},
+            "pin schedule=zbv contradicts virtual_pipeline_parallel=4",
+        ),
+        ({"num_distributed_optimizer_instances": 0}, "pin zero_replicas=0: expected a whole number"),
+        ({"fp8": True, "fp16": True}, "pin precision is given twice: fp16 and fp8"),
+        (
+            {"pin": ["offload_optimizer=no"], "optimizer_cpu_offload": True},
+            "given twice: False and True",
+        ),
+        ({"pin": ["offload_activations=no"], "swap_attention": True}, "offload_activations is given twice"),
+        ({"pin": ["gradient_reduction=fp32"], "grad_reduce_in_bf16": True}, "is given twice: fp32 and bf16"),
         ({"recompute_granularity": "half"}, "--recompute-granularity half: expected full or selective"),
         ({"recompute_granularity": "full", "recompute_activations": True}, "pin recompute is given twice"),
         ({"num_layers_per_virtual_pipeline_stage": 3}, "needs --pipeline-model-parallel-size"),

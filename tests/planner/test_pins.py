@@ -25,6 +25,20 @@ def test_short_and_full_names_and_all_kinds_of_values() -> None:
     assert parse_pins({"tp": 8, "sequence_parallel": True, "layers_per_stage": (8, 8, 7, 7)}) == {
         name: pins[name] for name in ("tensor_parallel", "sequence_parallel", "layers_per_stage")
     }
+    assert parse_pins(
+        ["cp=2", "cp_form=ring", "recompute_modules=norm,core_attention", "zero_replicas=2"]
+    ) == {
+        "context_parallel": 2,
+        "context_parallel_form": "ring",
+        "recompute": "selective",
+        "recompute_modules": ("core_attention", "norm"),
+        "zero_replicas": 2,
+    }
+    assert parse_pins({"recompute_modules": ("mlp",), "offload_activations": True}) == {
+        "recompute": "selective",
+        "recompute_modules": ("mlp",),
+        "offload_activations": True,
+    }
     assert parse_pins(None) == {}
     assert parse_pins("pp = 4") == {"pipeline_parallel": 4}
 
@@ -42,7 +56,18 @@ def test_short_and_full_names_and_all_kinds_of_values() -> None:
         ("zero=4", "pin zero_stage=4: expected one of 0, 1, 2, 3"),
         ("recompute=some", "pin recompute=some: expected one of none, selective, full"),
         ("precision=bf8", "pin precision=bf8: expected one of fp32"),
-        ("cp=2", "pin context_parallel=2: expected 1"),
+        ("ep=2", "pin expert_parallel=2: expected 1"),
+        ("cp_form=mesh", "pin context_parallel_form=mesh: expected one of all_gather, all_to_all, ring"),
+        (["cp=1", "cp_form=ring"], "context_parallel_form=ring needs context_parallel of at least 2"),
+        (["schedule=zbv", "vpp=3"], "pin schedule=zbv contradicts virtual_pipeline_parallel=3; 1f1b needs"),
+        ("recompute_modules=norm,head", "expected some of core_attention, mlp, norm, activation"),
+        ("recompute_modules=norm,norm", "each once"),
+        (["recompute=full", "recompute_modules=norm"], "recompute_modules needs recompute=selective, not"),
+        (["recompute=none", "recompute_num_layers=2"], "need recompute=selective or full"),
+        (["recompute=selective", "recompute_num_layers=2"], "add recompute_method=block"),
+        ("offload_optimizer=maybe", "pin offload_optimizer=maybe: expected true or false"),
+        (["zero=0", "zero_replicas=2"], "pin zero_replicas=2 needs zero_stage of at least 1, not 0"),
+        ("gradient_reduction=fp8", "expected one of fp32, bf16"),
         ("layers_per_stage=8,x", "pin layers_per_stage=8,x: expected layers of each stage"),
         (["tp=2", "tensor_parallel=4"], "pin tensor_parallel is given twice: 2 and 4"),
         (["schedule=1f1b", "vpp=2"], "pin schedule=1f1b contradicts virtual_pipeline_parallel=2"),

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from costmodels import Layout, ModelSpec, even_split
 from costmodels.errors import InputError
+from costmodels.table import RECOMPUTE_KINDS
 from planner.pins import Pins, WherePossible
 from planner.rules import RULES, first_illegal
 from planner.space import Batch, build, micro_batch_sizes
@@ -24,40 +25,51 @@ def by_loops(model: ModelSpec, world: int, batch: Batch) -> tuple[int, set[tuple
     """Considered layouts and the legal ones, from the rules as one would say them."""
     considered, legal = 0, set()
     chunk_counts = range(1, max(1, model.layers // 2) + 1)
-    for tp in range(1, world + 1):
-        for pp in range(1, world + 1):
-            if world % (tp * pp):
+    meshes = [
+        (tp, pp, cp, form, world // (tp * pp * cp))
+        for tp in range(1, world + 1)
+        for pp in range(1, world + 1)
+        for cp in range(1, world + 1)
+        for form in (("all_gather", "all_to_all", "ring") if cp > 1 else ("all_gather",))
+        if world % (tp * pp * cp) == 0
+    ]
+    chunks = [(1, "1f1b")]
+    chunks += [(vpp, schedule) for vpp in chunk_counts[1:] for schedule in ("interleaved", "interleaved_zb")]
+    chunks += [(2, "zbv"), (2, "dualpipev")] if 2 in chunk_counts else []
+    rest = [(sp, recompute, zero) for sp in (0, 1) for recompute in RECOMPUTE_KINDS for zero in range(4)]
+    considered = len(meshes) * len(chunks) * len(micro_batch_sizes(batch)) * len(rest)
+    for tp, pp, cp, form, dp in meshes:
+        kv = model.kv_heads
+        if any(size % tp for size in (model.heads, model.ffn, model.hidden, kv * model.head_dim)):
+            continue
+        if kv % tp and tp % kv:
+            continue
+        if cp > 1 and model.seq % (cp if form == "all_to_all" else 2 * cp):
+            continue
+        if form == "all_to_all" and model.heads // tp % cp:
+            continue
+        for vpp, schedule in chunks:
+            if pp * vpp > model.layers or (vpp > 1 and (pp == 1 or model.layers % (pp * vpp))):
                 continue
-            dp = world // (tp * pp)
-            for vpp in chunk_counts:
-                for mbs in micro_batch_sizes(batch):
-                    for sp in (False, True):
-                        for recompute in ("none", "selective", "full"):
-                            for zero in range(4):
-                                considered += 1
-                                gbs = batch.size
-                                if batch.maximum:
-                                    unit = mbs * dp * (pp if vpp > 1 else 1)
-                                    gbs -= gbs % unit
-                                if any(
-                                    size % tp
-                                    for size in (model.heads, model.kv_heads, model.ffn, model.hidden)
-                                ):
-                                    continue
-                                if sp and (tp == 1 or model.seq % tp):
-                                    continue
-                                if pp * vpp > model.layers or (vpp > 1 and pp == 1):
-                                    continue
-                                if vpp > 1 and model.layers % (pp * vpp):
-                                    continue
-                                if gbs == 0 or gbs % (mbs * dp):
-                                    continue
-                                count = gbs // (mbs * dp)
-                                if count < pp or (vpp > 1 and count % pp):
-                                    continue
-                                if (zero and dp == 1) or (zero == 2 and pp > 1):
-                                    continue
-                                legal.add((tp, sp, pp, vpp, dp, zero, mbs, gbs, recompute))
+            for mbs in micro_batch_sizes(batch):
+                gbs = batch.size
+                if batch.maximum:
+                    gbs -= gbs % (mbs * dp * (pp if schedule.startswith("interleaved") else 1))
+                if gbs == 0 or gbs % (mbs * dp):
+                    continue
+                count = gbs // (mbs * dp)
+                if count < pp or (schedule.startswith("interleaved") and count % pp):
+                    continue
+                if schedule in ("zbv", "dualpipev") and count < 2 * pp:
+                    continue
+                for sp, recompute, zero in rest:
+                    if sp and (tp == 1 or model.seq % (tp * cp)):
+                        continue
+                    if (zero and dp * cp == 1) or (zero == 2 and pp > 1):
+                        continue
+                    if recompute == "full" and schedule in ("interleaved_zb", "zbv", "dualpipev"):
+                        continue
+                    legal.add((tp, bool(sp), pp, vpp, schedule, cp, form, dp, zero, mbs, gbs, recompute))
     return considered, legal
 
 
@@ -67,6 +79,9 @@ def key(layout: Layout) -> tuple[Any, ...]:
         layout.sequence_parallel,
         layout.pipeline_parallel,
         layout.virtual_pipeline_parallel,
+        layout.schedule,
+        layout.context_parallel,
+        layout.context_parallel_form,
         layout.data_parallel,
         layout.zero_stage,
         layout.micro_batch_size,
@@ -75,14 +90,14 @@ def key(layout: Layout) -> tuple[Any, ...]:
     )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(
     layers=st.integers(1, 7),
     hidden=st.sampled_from([64, 60]),
     heads=st.sampled_from([(8, 8), (8, 2), (6, 3), (5, 5)]),
     ffn=st.sampled_from([256, 96, 30]),
     seq=st.sampled_from([64, 60, 7]),
-    world=st.integers(1, 12),
+    world=st.sampled_from([1, 2, 3, 4, 6, 8, 12]),
     size=st.integers(1, 24),
     maximum=st.booleans(),
 )
@@ -109,7 +124,12 @@ def test_the_space_agrees_with_plain_loops(
     ("pins", "holds"),
     [
         ({"tensor_parallel": 4}, lambda layout: layout.tensor_parallel == 4),
-        ({"pipeline_parallel": 2, "data_parallel": 2}, lambda layout: layout.tensor_parallel == 2),
+        (
+            {"pipeline_parallel": 2, "data_parallel": 2},
+            lambda layout: layout.tensor_parallel * layout.context_parallel == 2,
+        ),
+        ({"context_parallel_form": "ring"}, lambda layout: layout.context_parallel > 1),
+        ({"schedule": "zbv"}, lambda layout: layout.virtual_pipeline_parallel == 2),
         ({"sequence_parallel": True}, lambda layout: layout.sequence_parallel),
         ({"schedule": "interleaved"}, lambda layout: layout.virtual_pipeline_parallel > 1),
         ({"schedule": "1f1b"}, lambda layout: layout.virtual_pipeline_parallel == 1),
@@ -119,7 +139,7 @@ def test_the_space_agrees_with_plain_loops(
         ),
         ({"micro_batch_size": 3}, lambda layout: layout.micro_batch_size == 3),
         ({"layers_per_stage": (1, 3)}, lambda layout: layout.layers_per_stage == (1, 3)),
-        ({"virtual_pipeline_parallel": 2}, lambda layout: layout.schedule == "interleaved"),
+        ({"virtual_pipeline_parallel": 2}, lambda layout: layout.schedule != "1f1b"),
     ],
 )
 def test_pins_leave_only_what_agrees_and_still_add_up(pins: Pins, holds: Any) -> None:
@@ -144,7 +164,7 @@ def test_where_possible_is_the_value_in_groups_and_off_elsewhere() -> None:
     wanted = [
         layout
         for layout in every
-        if layout.zero_stage == (layout.data_parallel > 1)
+        if layout.zero_stage == (layout.data_parallel * layout.context_parallel > 1)
         and layout.sequence_parallel == (layout.tensor_parallel > 1)
     ]
     assert {key(layout) for layout in layouts} == {key(layout) for layout in wanted}
@@ -161,7 +181,7 @@ def test_a_maximum_batch_is_used_up_to_the_last_whole_unit() -> None:
     for row in range(len(table)):
         layout = table.layout(row)
         unit = layout.micro_batch_size * layout.data_parallel
-        unit *= layout.pipeline_parallel if layout.schedule == "interleaved" else 1
+        unit *= layout.pipeline_parallel if layout.schedule.startswith("interleaved") else 1
         assert layout.global_batch_size % unit == 0
         assert 100 - unit < layout.global_batch_size <= 100
 
@@ -181,7 +201,7 @@ def test_a_layer_count_that_the_pipeline_does_not_divide_is_legal() -> None:
         ({"tensor_parallel": 3}, "tensor_parallel 3 does not divide world size 8; use 1, 2, 4, 8"),
         ({"tensor_parallel": 8, "pipeline_parallel": 2}, "is 16; it must divide world size 8"),
         (
-            {"tensor_parallel": 2, "pipeline_parallel": 2, "data_parallel": 1},
+            {"tensor_parallel": 2, "pipeline_parallel": 2, "context_parallel": 1, "data_parallel": 1},
             "is 4; it must equal world size 8",
         ),
     ],
@@ -195,7 +215,15 @@ def test_pins_that_do_not_make_the_world_size_are_refused(pins: Pins, line: str)
     ("rule", "sizes", "world", "batch", "pins"),
     [
         ("tensor_parallel_heads", {"heads": 5}, 8, 8, {}),
-        ("tensor_parallel_kv_heads", {"kv_heads": 2}, 8, 8, {}),
+        ("tensor_parallel_kv_heads", {"heads": 12, "kv_heads": 6, "head_dim": 8}, 8, 8, {}),
+        ("context_parallel", {"seq": 60}, 8, 8, {}),
+        ("context_parallel_heads", {"heads": 3, "kv_heads": 1}, 8, 8, {}),
+        ("v_micro_batches", {}, 8, 8, {}),
+        ("zero_replicas", {}, 8, 8, {"zero_replicas": 2}),
+        ("recompute_layers", {}, 8, 8, {"recompute_num_layers": 2}),
+        ("recompute_depth", {}, 8, 8, {"recompute_num_layers": 3, "recompute": "full"}),
+        ("recompute_split_backward", {}, 8, 16, {}),
+        ("offload_recompute", {}, 8, 8, {"offload_activations": True}),
         ("tensor_parallel_ffn", {"ffn": 30}, 8, 8, {}),
         ("tensor_parallel_hidden", {"hidden": 60}, 8, 8, {}),
         ("tensor_parallel_experts", {"experts": 4, "top_k": 2, "expert_ffn": 30}, 8, 8, {}),
@@ -225,6 +253,30 @@ def test_each_rule_removes_what_breaks_it(
     ("degrees", "line"),
     [
         ({"context_parallel": 2, "seq": 66}, "context_parallel 2 needs a sequence that 4 divides, not 66"),
+        (
+            {"context_parallel": 4, "context_parallel_form": "all_to_all", "tensor_parallel": 4},
+            "all_to_all: tensor_parallel 4 x context_parallel 4 does not divide 8 heads; use all_gather",
+        ),
+        (
+            {"tensor_parallel": 8, "kv_heads": 4, "head_dim": 1},
+            "tensor_parallel 8 neither divides 4 kv_heads of width 1 nor is a multiple that splits their 4 "
+            "columns; use 1, 2, 4",
+        ),
+        (
+            {"data_parallel": 4, "zero_stage": 1, "zero_replicas": 4},
+            "zero_replicas 4 with zero_stage 1 on 4 data- and context-parallel ranks",
+        ),
+        (
+            {
+                "pipeline_parallel": 2,
+                "virtual_pipeline_parallel": 2,
+                "schedule": "zbv",
+                "layers_per_stage": (1,) * 4,
+                "global_batch_size": 3,
+            },
+            "the zbv schedule needs a micro batch for each of its 4 stages, not 3; use a global batch of at "
+            "least 4",
+        ),
         ({"expert_parallel": 2, "data_parallel": 2}, "expert_parallel 2 does not divide 0 experts; use 1"),
         (
             {"expert_parallel": 4, "data_parallel": 2, "experts": 4},
@@ -239,7 +291,7 @@ def test_each_rule_removes_what_breaks_it(
     ],
 )
 def test_an_illegal_layout_is_told_its_rule_and_numbers(degrees: dict[str, Any], line: str) -> None:
-    sizes = {name: degrees[name] for name in ("seq", "experts") if name in degrees}
+    sizes = {name: degrees[name] for name in ("seq", "experts", "kv_heads", "head_dim") if name in degrees}
     moe = {"top_k": 1, "expert_ffn": 64} if "experts" in sizes else {}
     split = {name: value for name, value in degrees.items() if name not in sizes}
     layout = Layout(**{"layers_per_stage": (4,), "global_batch_size": 8, **split})
@@ -251,3 +303,55 @@ def test_a_redundant_layout_is_not_called_illegal() -> None:
         pipeline_parallel=2, data_parallel=2, zero_stage=2, layers_per_stage=(2, 2), global_batch_size=8
     )
     assert first_illegal(spec(), layout) is None
+
+
+@pytest.mark.parametrize(
+    "pins",
+    [
+        {"recompute": "full", "schedule": "zbv"},
+        {"zero_stage": 2, "pipeline_parallel": 2},
+        {"offload_activations": True, "recompute": "full"},
+        {"virtual_pipeline_parallel": 3, "pipeline_parallel": 2, "schedule": "interleaved"},
+    ],
+)
+def test_pins_that_ask_for_a_redundant_layout_get_it(pins: Pins) -> None:
+    table = build(spec(layers=8), 8, Batch(16), "bf16", pins).table
+    assert len(table)
+    layout = table.layout(0)
+    assert all(getattr(layout, name) == value for name, value in pins.items())
+
+
+def test_more_ranks_than_key_value_heads_share_them() -> None:
+    table = build(spec(kv_heads=2), 8, Batch(8), "bf16", {"tensor_parallel": 8}).table
+    assert len(table)
+
+
+def test_a_context_parallel_form_where_possible_leaves_groups_of_one_alone() -> None:
+    pins: Pins = {"context_parallel_form": WherePossible("ring")}
+    table = build(spec(), 4, Batch(8), "bf16", pins).table
+    kinds = {
+        (layout.context_parallel > 1, layout.context_parallel_form)
+        for layout in map(table.layout, range(len(table)))
+    }
+    assert kinds == {(False, "all_gather"), (True, "ring")}
+    with pytest.raises(InputError, match="context_parallel_form ring needs context_parallel of at least 2"):
+        build(spec(), 1, Batch(8), "bf16", {"context_parallel_form": "ring"})
+
+
+def test_what_is_not_searched_is_pinned_in_every_row() -> None:
+    pins: Pins = {
+        "recompute": "selective",
+        "recompute_modules": ("mlp", "norm"),
+        "recompute_method": "block",
+        "recompute_num_layers": 2,
+        "offload_activations": True,
+        "offload_optimizer": True,
+        "zero_replicas": 2,
+        "gradient_reduction": "bf16",
+    }
+    table = build(spec(), 4, Batch(8), "bf16", pins).table
+    assert len(table)
+    for row in range(len(table)):
+        layout = table.layout(row)
+        assert all(getattr(layout, name) == value for name, value in pins.items())
+        assert layout.zero_stage and layout.zero_shards == 2

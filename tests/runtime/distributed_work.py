@@ -32,20 +32,38 @@ def trained_layers(spec: ModelSpec, layout: Layout) -> dict[str, bool]:
 
 
 def whole_gradients(spec: ModelSpec, layout: Layout) -> tuple[float, dict[str, torch.Tensor]]:
-    """Gradient norm of one step, and the whole gradient of every parameter that this rank counts."""
+    """Gradient norm of one step, and the whole gradient of every parameter of this rank."""
+    return _gradients(Trainer(spec, layout, TrainingOptions(train_iters=1, clip_grad=0.0), CPU), spec, 0)
+
+
+def curve_and_gradients(
+    spec: ModelSpec, layout: Layout, steps: int
+) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """Losses of training steps, and the whole gradient of every parameter of this rank before the first."""
+    trainer = Trainer(spec, layout, TrainingOptions(train_iters=100, lr=1e-3), CPU)
+    _, gradients = _gradients(trainer, spec, 0)
+    for owned in trainer.optimizer.owned:
+        owned.parameter.grad = owned.shard.grad = None
+    losses = [
+        float(trainer.train_step(batch_of(spec, layout, step)[trainer.rows]).loss) for step in range(steps)
+    ]
+    return losses, gradients
+
+
+def _gradients(trainer: Trainer, spec: ModelSpec, step: int) -> tuple[float, dict[str, torch.Tensor]]:
     from torch.distributed.tensor import DTensor
 
     from runtime.optimizer import like_parameter
 
-    trainer = Trainer(spec, layout, TrainingOptions(train_iters=1, clip_grad=0.0), CPU)
-    trainer.executor.train(*trainer._inputs(batch_of(spec, layout, 0)[trainer.rows]))
+    trainer.executor.train(*trainer._inputs(batch_of(spec, trainer.layout, step)[trainer.rows]))
     trainer.optimizer.collect_gradients()
     norm = trainer.optimizer.squared_norm()
     torch.distributed.all_reduce(norm)
     gradients = {}
     for owned in trainer.optimizer.owned:
         gradient = like_parameter(owned.shard.grad, owned.parameter)
-        gradients[owned.name] = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
+        whole = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
+        gradients[owned.name] = whole.clone()
     return float(norm.sqrt()), gradients
 
 

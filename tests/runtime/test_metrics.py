@@ -47,6 +47,8 @@ def metrics_of(iteration: int, **changes: Any) -> dict[str, Any]:
         "mfu": None,
         "peak_memory_bytes": 2**30,
         "nan_iterations": 0,
+        "loss_scale": 1.0,
+        "skipped_iterations": 0,
         **changes,
     }
 
@@ -60,6 +62,9 @@ def test_the_log_line_is_megatrons_to_the_character() -> None:
         " loss scale: 1.0 | grad norm: 3.124 | number of skipped iterations:   0 |"
         " number of nan iterations:   0 |"
     )
+    scaled = log_line(metrics_of(10, loss_scale=2.0**32, skipped_iterations=2), 100, 640, 64, datetime.now())
+    assert "| loss scale: 4294967296.0 | grad norm" in scaled
+    assert "| number of skipped iterations:   2 |" in scaled
 
 
 @pytest.mark.parametrize(
@@ -201,6 +206,7 @@ def test_tensorboard_reads_the_events(tmp_path: Path) -> None:
     assert points("lm loss validation") == [(0, 6.5)]
     assert points("learning-rate")[0] == (1, pytest.approx(1.5e-5))
     assert points("batch-size") == [(1, 8.0), (2, 8.0)]
+    assert points("loss-scale") == [(1, 1.0), (2, 1.0)]
     assert {"grad-norm", "iteration-time", "throughput", "mem-max-allocated-bytes"} <= set(
         events.Tags()["scalars"]
     )

@@ -12,7 +12,6 @@ from torch import Tensor
 from benchmarks.parity import MODELS
 from costmodels import ModelSpec
 from runtime.initialise import initialise
-from runtime.loss import cross_entropy_sum
 from runtime.model import Attention, Transformer, rotary_table, rotate
 
 SMALL: dict[str, Any] = {"name": "small", "layers": 2, "hidden": 32, "heads": 4, "vocab": 100, "seq": 12}
@@ -184,7 +183,7 @@ def test_grouped_queries_equal_heads_with_repeated_keys_and_values() -> None:
 
 
 def test_rotary_scores_depend_on_the_distance_only() -> None:
-    cos, sin = rotary_table(32, 8, 10000.0, torch.device("cpu"))
+    cos, sin = rotary_table(torch.arange(32), 8, 10000.0)
     q, k = torch.randn(2, 8, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
 
     def score(at: int, other: int) -> float:
@@ -197,32 +196,6 @@ def test_rotary_scores_depend_on_the_distance_only() -> None:
     assert score(0, 0) == pytest.approx(float(q @ k), abs=1e-5)
     assert abs(score(5, 0) - score(0, 0)) > 1e-2
     assert abs(score(5, 0) - score(0, 5)) > 1e-3
-
-
-@pytest.mark.parametrize("spec", [GPT2, LLAMA], ids=["gpt2", "llama"])
-@pytest.mark.parametrize("recompute", ["selective", "full"])
-def test_recomputing_gives_the_same_gradients(spec: ModelSpec, recompute: str) -> None:
-    ids = tokens(spec)
-    gradients = []
-    saved: list[int] = []
-    for kind in ("none", recompute):
-        model = built(spec, recompute=kind)
-        kept = 0
-
-        def pack(tensor: Tensor) -> Tensor:
-            nonlocal kept
-            kept += tensor.nbytes
-            return tensor
-
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            loss = cross_entropy_sum(model(ids), ids.roll(-1, 1), spec.vocab)
-        loss.backward()
-        saved.append(kept)
-        gradients.append({name: p.grad for name, p in model.named_parameters()})
-    for name, gradient in gradients[0].items():
-        assert gradient is not None
-        assert torch.equal(gradient, gradients[1][name]), name
-    assert saved[1] < saved[0]
 
 
 def test_biases_are_where_the_model_has_them() -> None:

@@ -9,12 +9,13 @@ import signal
 from pathlib import Path
 
 import pytest
+import torch
 
 from benchmarks.parity import MODELS, parse_layout
 from benchmarks.worker_pool import WorkerPool
 from costmodels.errors import InputError
 from runtime import checkpoint
-from tests.runtime import rank_work
+from tests.runtime import precision_work, rank_work
 from tests.runtime.jobs import LAYOUT, TINY, children, is_alive, losses, torchrun, wait_until, write_corpus
 
 ITERATIONS = 90
@@ -119,3 +120,16 @@ def test_the_newest_checkpoint_is_the_one_that_the_tracker_names(tmp_path: Path)
     tracker.write_text("release")
     with pytest.raises(InputError, match="'release' is not an iteration number; write the one to load"):
         checkpoint.latest_iteration(tmp_path)
+
+
+def test_both_copies_of_a_tied_embedding_are_loaded_where_one_rank_holds_two(
+    pool: WorkerPool, tmp_path: Path
+) -> None:
+    spec = MODELS["gpt2"]
+    layout = parse_layout("pp=2,schedule=zbv", spec)
+    first, last = pool.run(precision_work.copies_after_loading, 2, spec, layout, str(tmp_path))
+    assert not any(name.startswith(("head", "embedding")) for name in last)
+    for kind in ("", ".exp_avg", ".exp_avg_sq"):
+        copies = [first[f"{name}.weight{kind}"] for name in ("embedding.tokens", "head")]
+        assert torch.equal(*copies)
+        assert float(copies[0].mean()) == pytest.approx(2.0 if kind else 1.0, abs=0.01)

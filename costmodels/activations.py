@@ -1,0 +1,108 @@
+"""Bytes that one layer keeps of one micro batch from forward to backward, tensor by tensor.
+
+Korthikanti et al. (arXiv:2205.05198, sections 4 and 5), so counted that grouped queries, gated MLPs, flash
+attention, experts, context parallelism and 32-bit activations come out of the same lines.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from costmodels.engine import Engine
+from costmodels.model_spec import ModelSpec
+from costmodels.operators import (
+    attention_widths,
+    element_bytes,
+    expert_tensor_parallel,
+    kept_heads_width,
+    key_value_width,
+    routed_rows,
+    tokens,
+)
+from costmodels.table import RECOMPUTE_KINDS, Floats, LayoutTable
+
+SELECTIVE, FULL = RECOMPUTE_KINDS.index("selective"), RECOMPUTE_KINDS.index("full")
+
+
+def layer_activations(
+    model: ModelSpec, engine: Engine, table: LayoutTable, moe: bool
+) -> tuple[Floats, Floats]:
+    """Bytes of one layer and micro batch: kept for backward, and recomputed there.
+
+    For a GPT layer of 16-bit activations with dropout this is s b h (10 + 24/t + 5 a s / (h t)), with
+    sequence parallelism s b h / t (34 + 5 a s / h) (arXiv:2205.05198, equations 2 and 4); selective
+    recomputation drops the scores (equation 6), full recomputation keeps the input of the layer only.
+    """
+    e, t = element_bytes(table.precision), tokens(model, table)
+    tp, sp, h = table.tensor_parallel, table.sequence_parallel, model.hidden
+    part = np.where(sp, tp, 1)
+    queries, values = attention_widths(model)
+    activated = e * (1 + (model.gated and not engine.fused_activation))
+    inner = e * (1 + model.gated) + activated
+    residual = t * h / part
+    norms = 2 * e * residual + 2 * engine.dropout * residual
+    layer_inputs = 2 * e * t * h / (part if engine.regathers_sequence else 1)
+    attention = e * t * ((queries + values) / tp + key_value_width(model, table))
+    if model.latent_attention is not None:
+        mla = model.latent_attention
+        attention = attention + e * t * (mla.q_lora_rank + mla.kv_lora_rank + mla.qk_rope_head_dim) / part
+    if engine.flash_attention:
+        core = 4 * t * model.heads / tp
+    else:
+        core = t * model.seq * model.heads / tp * (e + engine.dropout * (e + 1))
+    if moe:
+        rows = routed_rows(model, table)
+        mlp = rows * (inner * model.expert_ffn / expert_tensor_parallel(table) + 2 * e * h)
+        mlp = mlp + inner * t * model.shared_expert_ffn / tp + 4 * t * model.experts / part
+    else:
+        mlp = inner * t * model.ffn / tp
+    copies = _context_copies(model, table)
+    whole = norms + layer_inputs + attention + copies + core + mlp
+    norm = table.recomputes("norm")
+    dropped = table.recomputes("core_attention") * (core + copies) + norm * layer_inputs
+    dropped = dropped + np.where(
+        table.recomputes("mlp"), mlp, table.recomputes("activation") * activated * mlp / inner
+    )
+    chosen = np.where(table.recompute == SELECTIVE, whole - dropped, whole)
+    kept = np.where(table.recompute == FULL, e * residual, chosen)
+    working = whole - kept
+    if not table.offload_activations.any():
+        return kept, working
+    # The input of attention, its queries, keys and values, and its output.
+    moved = attention + copies * ~table.recomputes("core_attention") + 0.5 * layer_inputs * ~norm
+    moved = np.where(table.offload_activations & (table.recompute != FULL), moved, 0.0)
+    # What one layer uses, and what comes back for the next one.
+    return kept - moved, working + 2 * moved
+
+
+def _context_copies(model: ModelSpec, table: LayoutTable) -> Floats:
+    """Bytes that context parallelism keeps of one layer besides the rank's own queries, keys and values.
+
+    Gathered keys and values of the whole sequence; or attention's output before and after the exchange,
+    and the repeats of key/value heads.
+    """
+    e, t = element_bytes(table.precision), tokens(model, table)
+    kv = key_value_width(model, table)
+    values = attention_widths(model)[1] / table.tensor_parallel
+    gathered = kv * (table.context_parallel - 1)
+    exchanged = values + kept_heads_width(model, table) - kv
+    forms = [gathered, exchanged, 0.0 * kv]
+    result: Floats = (
+        e * t * np.where(table.context_parallel > 1, np.choose(table.context_parallel_form, forms), 0.0)
+    )
+    return result
+
+
+def waiting_activations(model: ModelSpec, table: LayoutTable) -> Floats:
+    """Bytes of the gradients of the outputs of a layer's matrix products, for one micro batch.
+
+    Split backward keeps them from the gradients of inputs to those of weights (arXiv:2401.10241,
+    section 2.1); a layer with experts is taken as the larger of its two MLPs.
+    """
+    e, t, tp = element_bytes(table.precision), tokens(model, table), table.tensor_parallel
+    queries, _ = attention_widths(model)
+    dense = (1 + model.gated) * t * model.ffn / tp
+    experts = (1 + model.gated) * routed_rows(model, table) * model.expert_ffn / tp
+    width = t * (queries / tp + key_value_width(model, table) + 2 * model.hidden)
+    result: Floats = e * (width + np.maximum(dense, experts))
+    return result

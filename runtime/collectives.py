@@ -1,0 +1,120 @@
+"""Collectives that autograd differentiates: each one's backward is its conjugate.
+
+All ranks of `group` call them in the same order. Sums are made in the dtype of what is summed. Results are
+ready on the current stream when a function returns, and no function has parameters among its arguments, so
+that a schedule may compute gradients of inputs and of weights apart.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+# PyTorch 2.13 renamed both.
+_all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+def copy_to_ranks(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """`x`, the same on all ranks, for ranks that use it differently.
+
+    Backward sums the gradients (f of Megatron-LM, arXiv:1909.08053, section 3).
+    """
+    result: Tensor = _Copy.apply(x, group)  # type: ignore[no-untyped-call]
+    return result
+
+
+def reduce_from_ranks(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """The sum of `x` over the ranks, written over `x`: nothing else may read it.
+
+    Backward is the identity (g of Megatron-LM, arXiv:1909.08053, section 3).
+    """
+    result: Tensor = _Reduce.apply(x, group)  # type: ignore[no-untyped-call]
+    return result
+
+
+def gather(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
+    """The slices `x` of all ranks, joined along `dim`.
+
+    Backward sums the gradients and keeps this rank's slice (g of arXiv:2205.05198, section 4.2.2).
+    """
+    result: Tensor = _Gather.apply(x, dim, group)  # type: ignore[no-untyped-call]
+    return result
+
+
+def reduce_scatter(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
+    """This rank's slice along `dim` of the sum of `x` over the ranks; their number divides the dimension.
+
+    Backward gathers the gradients (g-bar of arXiv:2205.05198, section 4.2.2).
+    """
+    result: Tensor = _ReduceScatter.apply(x, dim, group)  # type: ignore[no-untyped-call]
+    return result
+
+
+def _sum(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """The sum over the ranks, in place where the memory allows it."""
+    x = x.contiguous()
+    dist.all_reduce(x, group=group)
+    return x
+
+
+def _join(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
+    ranks = group.size()
+    parts = torch.empty((ranks, *x.shape), dtype=x.dtype, device=x.device)
+    _all_gather(parts.flatten(0, 1), x.contiguous(), group=group)
+    return parts.movedim(0, dim).flatten(dim, dim + 1)
+
+
+def _sum_slice(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
+    ranks = group.size()
+    split = x.reshape(*x.shape[:dim], ranks, x.shape[dim] // ranks, *x.shape[dim + 1 :])
+    parts = split.movedim(dim, 0).contiguous()
+    result = torch.empty(parts.shape[1:], dtype=x.dtype, device=x.device)
+    _reduce_scatter(result, parts.flatten(0, 1), group=group)
+    return result
+
+
+class _Copy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return _sum(grad, ctx.group), None
+
+
+class _Reduce(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        return _sum(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return grad, None
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
+        ctx.dim, ctx.group = dim, group
+        return _join(x, dim, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+        return _sum_slice(grad, ctx.dim, ctx.group), None, None
+
+
+class _ReduceScatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
+        ctx.dim, ctx.group = dim, group
+        return _sum_slice(x, dim, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+        return _join(grad, ctx.dim, ctx.group), None, None

@@ -1,0 +1,201 @@
+"""Causal attention over a sequence that is split over ranks, by gathering keys or by exchanging heads.
+
+Shapes: B micro batch, S sequence, s = S/cp, N query heads, K key/value heads, H head size; heads are those
+of this rank under tensor parallelism. Tensors travel with their tokens in front, [s, ...], so that what
+arrives from all ranks is the whole sequence without further copies.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+FLASH_DTYPES = (torch.float16, torch.bfloat16)
+FLASH_HEAD_SIZE = 256
+"""Largest head that the CUDA flash kernel takes."""
+
+
+def takes_flash(q: Tensor) -> bool:
+    """Whether PyTorch's CUDA flash kernel takes `q`; it runs grouped queries without copies of keys."""
+    return q.device.type == "cuda" and q.dtype in FLASH_DTYPES and q.shape[-1] <= FLASH_HEAD_SIZE
+
+
+def pad_heads(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """The tensors with zeros added to each head up to a multiple of 8 elements, as CUDA kernels need it."""
+    missing = -tensors[0].shape[-1] % 8
+    return tuple(F.pad(x, (0, missing)) for x in tensors) if missing else tensors
+
+
+def suffix_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Causal attention of the last tokens of a sequence.
+
+    Args:
+        q: [B, N, T, H], the last T tokens of those of `k`.
+        k: [B, K, P, H], P at least T.
+        v: the same shape.
+
+    Returns:
+        [B, N, T, H]. The flash kernel skips what the mask hides: its causal mask is that of the last tokens
+        (FlashAttention 2.1). Other devices and dtypes get a mask of [T, P].
+    """
+    grouped = q.shape[1] != k.shape[1]
+    tokens, keys, head = q.shape[2], k.shape[2], q.shape[3]
+    if tokens == keys:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
+    if takes_flash(q):
+        q, k, v = pad_heads(q, k, v)
+        flash = torch.ops.aten._scaled_dot_product_flash_attention
+        result: Tensor = flash(q, k, v, 0.0, True, scale=head**-0.5)[0]
+        return result.narrow(-1, 0, head)
+    if grouped and q.device.type == "cuda":
+        # No CUDA kernel but flash takes grouped queries, and the fallback would hold all scores.
+        k, v = repeat_heads(k, q.shape[1]), repeat_heads(v, q.shape[1])
+        grouped = False
+    mask = torch.ones(tokens, keys, dtype=torch.bool, device=q.device).tril(keys - tokens)
+    return F.scaled_dot_product_attention(q, k, v, mask, enable_gqa=grouped)
+
+
+def repeat_heads(x: Tensor, heads: int) -> Tensor:
+    """Each head of [B, K, S, H] several times, side by side: [B, heads, S, H]."""
+    times = heads // x.shape[1]
+    return x.repeat_interleave(times, dim=1) if times > 1 else x
+
+
+def gathered_attention(q: Tensor, k: Tensor, v: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Causal attention of this rank's two chunks of queries over gathered keys and values.
+
+    The form of Llama 3 (arXiv:2407.21783, section 3.3.2) with the chunks of `local_positions`. Only the K
+    key/value heads travel, keys and values in one all-gather; backward reduce-scatters their gradients.
+    A rank sends (cp - 1) 2 B K s H elements forward and as many backward. Backward keeps the gathered keys
+    and values, 2 B K S H elements instead of 2 B K s H, and its two results besides the joined one,
+    B N s H more than plain attention on s tokens; core attention that is recomputed keeps neither.
+
+    Args:
+        q: [B, N, s, H], tokens of chunk i, then of chunk 2 cp - 1 - i on rank i of `group`.
+        k: [B, K, s, H], of the same tokens.
+        v: the same shape.
+        group: the context-parallel ranks.
+
+    Returns:
+        [B, N, s, H].
+    """
+    name, size, rank = group.group_name, group.size(), group.rank()
+    first, last = q.chunk(2, dim=2)
+    k_first, v_first, k_last, v_last = _GatherPrefixes.apply(k, v, name, size, rank)  # type: ignore[no-untyped-call]
+    parts = suffix_attention(first, k_first, v_first), suffix_attention(last, k_last, v_last)
+    # Token by token in memory, as the output matrix reads it.
+    return torch.cat([part.transpose(1, 2) for part in parts], dim=1).transpose(1, 2)
+
+
+class _GatherPrefixes(torch.autograd.Function):
+    """Keys and values up to the end of this rank's first chunk, and to that of its second one."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, k: Tensor, v: Tensor, group: str, size: int, rank: int
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        local = torch.stack((k.permute(2, 0, 1, 3), v.permute(2, 0, 1, 3)), dim=1)
+        chunks = _all_gather(local, group, size).chunk(2 * size)
+        whole = torch.cat([*chunks[0::2], *reversed(chunks[1::2])])
+        chunk = k.shape[2] // 2
+        ctx.ends = (rank + 1) * chunk, (2 * size - rank) * chunk
+        ctx.group, ctx.size, ctx.seq = group, size, whole.shape[0]
+        k_first, v_first, k_last, v_last = (
+            whole[:end, which].permute(1, 2, 0, 3) for end in ctx.ends for which in (0, 1)
+        )
+        return k_first, v_first, k_last, v_last
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        k_first, v_first, k_last, v_last = (grad.permute(2, 0, 1, 3) for grad in grads)
+        first, last = ctx.ends
+        whole = k_last.new_empty(ctx.seq, 2, *k_last.shape[1:])
+        whole[:last, 0], whole[:last, 1] = k_last, v_last
+        whole[last:] = 0
+        whole[:first, 0] += k_first
+        whole[:first, 1] += v_first
+        chunks = whole.chunk(2 * ctx.size)
+        by_rank = torch.cat([c for rank in range(ctx.size) for c in (chunks[rank], chunks[-1 - rank])])
+        local = _reduce_scatter(by_rank, ctx.group, ctx.size)
+        k, v = (local[:, which].permute(1, 2, 0, 3) for which in (0, 1))
+        return k, v, None, None, None
+
+
+def exchanged_attention(q: Tensor, k: Tensor, v: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Causal attention of whole sequences, each rank on its share of the heads.
+
+    DeepSpeed-Ulysses (arXiv:2309.14509, section 3): one all-to-all trades tokens for heads of q, k and v,
+    another one brings the result back; backward does the same the other way round. Each key/value head is
+    first repeated cp / gcd(K, cp) times, the fewest with which every rank has the ones that its queries
+    need. A rank sends (cp - 1) / cp B s H (2 N + 2 K cp / gcd(K, cp)) elements forward and as many backward.
+    Backward keeps the repeated keys and values, and the result on either side of the exchange: B N s H
+    elements more than plain attention on s tokens.
+
+    Args:
+        q: [B, N, s, H], the tokens of chunk i of cp on rank i of `group`; cp divides N.
+        k: [B, K, s, H], of the same tokens.
+        v: the same shape.
+        group: the context-parallel ranks.
+
+    Returns:
+        [B, N, s, H].
+    """
+    name, size = group.group_name, group.size()
+    batch, heads, tokens, head = q.shape
+    kv_heads = math.lcm(k.shape[1], size)
+    k, v = repeat_heads(k, kv_heads), repeat_heads(v, kv_heads)
+    shares = [heads // size, kv_heads // size, kv_heads // size]
+    # [cp, s, B, heads / cp, H]: what rank j needs is slice j.
+    parts = [
+        x.view(batch, size, share, tokens, head).permute(1, 3, 0, 2, 4)
+        for x, share in zip((q, k, v), shares, strict=True)
+    ]
+    sent = torch.cat(parts, dim=3).flatten(0, 1)
+    received = _Exchange.apply(sent, name, size).split(shares, dim=2)  # type: ignore[no-untyped-call]
+    q, k, v = (x.permute(1, 2, 0, 3) for x in received)
+    result = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=shares[0] != shares[1])
+    back = _Exchange.apply(result.permute(2, 0, 1, 3).contiguous(), name, size)  # type: ignore[no-untyped-call]
+    # [cp, s, B, N / cp, H] to [B, N, s, H], token by token in memory.
+    own = back.view(size, tokens, batch, heads // size, head).permute(2, 1, 0, 3, 4)
+    attended: Tensor = own.reshape(batch, tokens, heads, head).transpose(1, 2)
+    return attended
+
+
+class _Exchange(torch.autograd.Function):
+    """Send slice j of the first dimension to rank j, and receive one from every rank."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: str, size: int) -> Tensor:
+        ctx.group, ctx.size = group, size
+        return _all_to_all(x, group, size)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        return _all_to_all(grad.contiguous(), ctx.group, ctx.size), None, None
+
+
+# The operators behind torch.distributed's functional collectives. Their public names change between the
+# versions of PyTorch that this runs with; these do not, and torch.compile and fake tensors know them.
+
+
+def _all_gather(x: Tensor, group: str, size: int) -> Tensor:
+    return _wait(torch.ops._c10d_functional.all_gather_into_tensor(x, size, group))
+
+
+def _reduce_scatter(x: Tensor, group: str, size: int) -> Tensor:
+    return _wait(torch.ops._c10d_functional.reduce_scatter_tensor(x, "sum", size, group))
+
+
+def _all_to_all(x: Tensor, group: str, size: int) -> Tensor:
+    splits = [x.shape[0] // size] * size
+    return _wait(torch.ops._c10d_functional.all_to_all_single(x, splits, splits, group))
+
+
+def _wait(x: Tensor) -> Tensor:
+    done: Tensor = torch.ops._c10d_functional.wait_tensor(x)
+    return done

@@ -1,0 +1,78 @@
+"""A pipeline stage that keeps only what the schedule still needs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch.distributed.pipelining import PipelineStage
+
+
+class LeanStage(PipelineStage):
+    """PyTorch's stage, whose receive buffers live from the receive to the use.
+
+    PyTorch allocates a buffer for the input and one for the gradient of every micro batch of a step, and
+    keeps them for good: with many micro batches, more than all other activations. It also keeps the
+    outputs of every micro batch of an evaluation, logits included, to its end.
+    """
+
+    def _prepare_forward_infra(self, *args: Any, **kwargs: Any) -> Any:
+        return self._without_memory(super()._prepare_forward_infra, *args, **kwargs)
+
+    def _prepare_backward_infra(self, *args: Any, **kwargs: Any) -> Any:
+        return self._without_memory(super()._prepare_backward_infra, *args, **kwargs)
+
+    def _without_memory(self, prepare: Any, *args: Any, **kwargs: Any) -> Any:
+        """Call `prepare` so that the buffers it makes have shapes but no memory."""
+        device, self.device = self.device, torch.device("meta")
+        try:
+            return prepare(*args, **kwargs)
+        finally:
+            self.device = device
+
+    def get_fwd_recv_ops(self, fwd_chunk_id: int) -> Any:
+        if not self.is_first:
+            _move(self.args_recv_info[fwd_chunk_id], self.device, self.has_backward)
+        return super().get_fwd_recv_ops(fwd_chunk_id)
+
+    def get_bwd_recv_ops(self, bwd_chunk_id: int) -> Any:
+        if self.has_backward and not self.is_last:
+            _move(self.grad_recv_info[bwd_chunk_id], self.device)
+        return super().get_bwd_recv_ops(bwd_chunk_id)
+
+    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        output = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+        if not self.is_first:
+            _move(self.args_recv_info[fwd_chunk_id], "meta")
+        if not self.has_backward and (self.is_last or self._is_local(self.stage_index + 1)):
+            self.fwd_cache[fwd_chunk_id] = ((), [])
+        return output
+
+    def get_fwd_send_ops(self, fwd_chunk_id: int) -> Any:
+        operations = super().get_fwd_send_ops(fwd_chunk_id)
+        if not self.has_backward:
+            self.fwd_cache[fwd_chunk_id] = ((), [])
+        return operations
+
+    def backward_one_chunk(
+        self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: Any = False
+    ) -> None:
+        super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
+        if not self.has_backward:
+            return
+        if loss is not None:
+            # The schedule keeps it to the end of the step, and its graph would keep the stage's input.
+            loss.detach_()
+        else:
+            _move(self.grad_recv_info[bwd_chunk_id], "meta")
+
+    def _is_local(self, stage: int) -> bool:
+        """Whether this rank holds `stage` too, as at the bottom of a V."""
+        return self.stage_index_to_group_rank[stage] == self.group_rank
+
+
+def _move(infos: Iterable[Any], device: torch.device | str, requires_grad: bool = False) -> None:
+    """Replace receive buffers by fresh ones on `device`; those on `meta` take no memory."""
+    for info in infos:
+        info.buffer = torch.empty_like(info.buffer, device=device, requires_grad=requires_grad)

@@ -1,0 +1,90 @@
+"""Tables of layouts: every field survives the way into columns and back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from costmodels import Layout, even_split
+from costmodels.layout import schedule_runs
+from costmodels.table import RECOMPUTE_MODULES, SCHEDULES, LayoutTable, combined, distinct
+
+
+@st.composite
+def layouts(draw: st.DrawFn) -> Layout:
+    """Layouts that use any field."""
+    tp, cp, dp, pp = (draw(st.sampled_from([1, 2, 4])) for _ in range(4))
+    chunks = draw(st.integers(1, 3)) if pp > 1 else 1
+    schedule = draw(st.sampled_from([name for name in SCHEDULES if schedule_runs(name, chunks)]))
+    zero = draw(st.integers(0, 3)) if dp * cp > 1 else 0
+    recompute = draw(st.sampled_from(["none", "selective", "full"]))
+    modules = draw(st.sets(st.sampled_from(RECOMPUTE_MODULES), min_size=1))
+    fields: dict[str, Any] = {
+        "recompute_modules": tuple(name for name in RECOMPUTE_MODULES if name in modules),
+    }
+    if recompute != "none":
+        method = draw(st.sampled_from(["uniform", "block"]))
+        several = method == "block" or recompute == "full"
+        number = draw(st.integers(1, 4)) if several else 1
+        fields |= {"recompute_method": method, "recompute_num_layers": number}
+    if recompute != "selective":
+        del fields["recompute_modules"]
+    return Layout(
+        tensor_parallel=tp,
+        sequence_parallel=draw(st.booleans()) if tp > 1 else False,
+        pipeline_parallel=pp,
+        virtual_pipeline_parallel=chunks,
+        context_parallel=cp,
+        context_parallel_form=draw(st.sampled_from(["all_gather", "all_to_all", "ring"]))
+        if cp > 1
+        else "all_gather",
+        expert_parallel=draw(st.sampled_from([1, 2])),
+        expert_tensor_parallel=draw(st.sampled_from([1, 2])),
+        data_parallel=dp,
+        zero_stage=zero,
+        zero_replicas=draw(st.sampled_from([1, 2])) if zero else 1,
+        schedule=schedule,
+        layers_per_stage=even_split(24, pp * chunks),
+        micro_batch_size=draw(st.integers(1, 2)),
+        global_batch_size=8 * dp,
+        recompute=recompute,
+        offload_activations=draw(st.booleans()),
+        offload_optimizer=draw(st.booleans()),
+        precision="fp16",
+        gradient_reduction="bf16",
+        **fields,
+    )
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(layouts(), min_size=1, max_size=5))
+def test_every_field_survives_the_table(several: list[Layout]) -> None:
+    table = LayoutTable.of(several)
+    assert [table.layout(row) for row in range(len(table))] == several
+    reversed_rows = table.take(np.arange(len(several))[::-1])
+    assert [reversed_rows.layout(row) for row in range(len(table))] == several[::-1]
+    assert table.micro_batches.tolist() == [layout.micro_batches for layout in several]
+    assert table.zero_shards.tolist() == [layout.zero_shards for layout in several]
+    for module in RECOMPUTE_MODULES:
+        expected = [module in layout.recompute_modules for layout in several]
+        assert table.recomputes(module).tolist() == expected
+
+
+def test_a_table_holds_one_precision_and_one_gradient_reduction() -> None:
+    usual = Layout(layers_per_stage=(4,), global_batch_size=8)
+    for other in ({"precision": "fp8"}, {"gradient_reduction": "bf16"}):
+        with pytest.raises(ValueError, match="one precision and one gradient reduction"):
+            LayoutTable.of([usual, usual.model_copy(update=other)])
+
+
+def test_combined_columns_order_rows_as_the_columns_do_however_large() -> None:
+    rng = np.random.default_rng(0)
+    columns = [rng.integers(0, 1 << 20, 50) for _ in range(5)]
+    columns[0][:25] = columns[0][25:]
+    assert np.argsort(combined(columns)).tolist() == np.lexsort(columns[::-1]).tolist()
+    first, code = distinct([np.array([3, 1, 3, 1]), np.array([True, False, True, True])])
+    assert first[code].tolist() == [0, 1, 0, 3]

@@ -1,0 +1,35 @@
+"""How closely the gradients of two layouts must agree."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import Tensor
+
+from costmodels import ModelSpec
+
+ROUNDING = 1e-6
+"""Relative difference that another order of fp32 sums may leave in the gradient of the last layer."""
+
+
+def depth_below_loss(spec: ModelSpec, name: str) -> int:
+    """Layers that a gradient has passed on its way from the loss."""
+    if name.startswith("layers."):
+        return spec.layers - int(name.split(".")[1])
+    return spec.layers + 1 if name.startswith("embedding") else 1
+
+
+def check_gradients(
+    spec: ModelSpec, found: Mapping[str, Tensor], expected: Mapping[str, Tensor], rounding: float = ROUNDING
+) -> None:
+    """Assert that every gradient is the expected one up to a rounding that grows with every layer passed.
+
+    The bound is on the norm of the difference over the norm of the gradient; what a softmax cancels (key
+    biases) has no gradient but rounding and is compared with the norm of the query's.
+    """
+    for name, gradient in found.items():
+        whole = expected["embedding.tokens.weight" if name == "head.weight" and spec.tied else name]
+        scale = expected[name.replace("key.bias", "query.bias")] if name.endswith("key.bias") else whole
+        difference = float((gradient - whole).norm() / scale.norm())
+        bound = rounding * (1 + depth_below_loss(spec, name))
+        assert difference <= bound, f"{name}: relative difference {difference:.2e} exceeds {bound:.2e}"

@@ -1,0 +1,96 @@
+"""What tests of number formats run on every rank of a worker pool."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from costmodels import Layout, ModelSpec
+from runtime import checkpoint
+from runtime.optimizer import local_part
+from runtime.options import TrainingOptions
+from runtime.trainer import Trainer
+from tests.runtime.distributed_work import CPU, batch_of
+
+
+class Step(NamedTuple):
+    """What one step reported, as numbers."""
+
+    loss: float
+    grad_norm: float
+    learning_rate: float
+    loss_scale: float
+    skipped: bool
+
+
+def steps_of(spec: ModelSpec, layout: Layout, options: TrainingOptions, batches: list[int]) -> list[Step]:
+    """Train on the batches of these numbers."""
+    trainer = Trainer(spec, layout, options, CPU)
+    return [step_of(trainer, spec, number) for number in batches]
+
+
+def step_of(trainer: Trainer, spec: ModelSpec, number: int) -> Step:
+    """Train on one batch."""
+    result = trainer.train_step(batch_of(spec, trainer.layout, number)[trainer.rows])
+    return Step(float(result.loss), float(result.grad_norm), *result[2:])
+
+
+def tensors_of(trainer: Trainer) -> dict[str, Tensor]:
+    """Copies of this rank's part of weights and moments, and Adam's counts of steps."""
+    optimizer = trainer.optimizer
+    tensors = {o.name: o.shard.detach().clone() for o in optimizer.owned}
+    tensors |= {name: local_part(t).clone() for name, t in optimizer.moments().items()}
+    counts = {f"{o.name}.step": optimizer.adam.state[o.shard]["step"].clone() for o in optimizer.owned}
+    return tensors | counts
+
+
+def overflow(spec: ModelSpec, layout: Layout, options: TrainingOptions) -> tuple[Step, Step, Step, list[str]]:
+    """Steps before, at and after an overflow, and the names of the tensors that the overflow changed."""
+    trainer = Trainer(spec, layout, options, CPU)
+    before = step_of(trainer, spec, 0)
+    tensors = tensors_of(trainer)
+    assert trainer.loss_scale is not None
+    scale, trainer.loss_scale.value = trainer.loss_scale.value, 2.0**60
+    at = step_of(trainer, spec, 1)
+    changed = [name for name, tensor in tensors_of(trainer).items() if not torch.equal(tensor, tensors[name])]
+    trainer.loss_scale.value = scale
+    return before, at, step_of(trainer, spec, 1), changed
+
+
+def resumed_steps(
+    spec: ModelSpec, layout: Layout, options: TrainingOptions, folder: str, save_at: int
+) -> tuple[list[Step], list[Step]]:
+    """Steps after `save_at` of a run that goes on, and of one that resumes there."""
+    first = Trainer(spec, layout, options, CPU)
+    for number in range(save_at):
+        step_of(first, spec, number)
+    checkpoint.save(folder, first, spec, {})
+    rest = range(save_at, options.train_iters)
+    going_on = [step_of(first, spec, number) for number in rest]
+    second = Trainer(spec, layout, options, CPU)
+    checkpoint.load(folder, second, spec, save_at)
+    return going_on, [step_of(second, spec, number) for number in rest]
+
+
+def gradients_of(spec: ModelSpec, layout: Layout) -> dict[str, Tensor]:
+    """This rank's part of the gradient of one step."""
+    trainer = Trainer(spec, layout, TrainingOptions(train_iters=1), CPU)
+    trainer.executor.train(*trainer._inputs(batch_of(spec, layout, 0)[trainer.rows]))
+    trainer.optimizer.collect_gradients()
+    return {o.name: o.shard.grad for o in trainer.optimizer.owned if o.shard.grad is not None}
+
+
+def copies_after_loading(spec: ModelSpec, layout: Layout, folder: str) -> dict[str, Tensor]:
+    """This rank's weights and moments after loading a checkpoint of other values."""
+    first = Trainer(spec, layout, TrainingOptions(train_iters=2, seed=1), CPU)
+    with torch.no_grad():
+        for owned in first.optimizer.owned:
+            owned.shard.add_(1.0)
+        for tensor in first.optimizer.moments().values():
+            local_part(tensor).add_(2.0)
+    checkpoint.save(folder, first, spec, {})
+    second = Trainer(spec, layout, TrainingOptions(train_iters=2, seed=2), CPU)
+    checkpoint.load(folder, second, spec, 0)
+    return {name: tensor for name, tensor in tensors_of(second).items() if not name.endswith("step")}

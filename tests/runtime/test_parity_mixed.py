@@ -1,0 +1,50 @@
+"""Layouts that combine many kinds of parallelism, as the planner emits them, train like one rank."""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks.parity import MODELS, parse_layout
+from benchmarks.worker_pool import WorkerPool
+from costmodels import Layout
+from tests.runtime.distributed_work import curve_and_gradients
+from tests.runtime.gradients import check_gradients
+from tests.runtime.matrix import mixed_layouts
+
+STEPS = 10
+BATCH = 8
+
+SEEDED = (("gpt2", 4, 7, 0), ("llama", 4, 7, 1), ("gpt2", 8, 6, 2), ("llama", 8, 6, 3))
+"""Model, ranks, layouts and the seed of their choice."""
+
+LAYOUTS = [
+    (model, layout)
+    for model, world_size, count, seed in SEEDED
+    for layout in mixed_layouts(MODELS[model], world_size, BATCH, count, seed)
+]
+
+
+@pytest.fixture(scope="module")
+def references(pool: WorkerPool) -> dict[str, tuple]:
+    """Losses and gradients of one rank, by model."""
+    return {
+        name: pool.run(curve_and_gradients, 1, spec, parse_layout(f"gbs={BATCH}", spec), STEPS)[0]
+        for name, spec in MODELS.items()
+    }
+
+
+@pytest.mark.parametrize(
+    ("model", "layout"), LAYOUTS, ids=[f"{model} {layout.describe()}" for model, layout in LAYOUTS]
+)
+def test_mixed_layout_trains_like_one_rank(
+    pool: WorkerPool, references: dict[str, tuple], model: str, layout: Layout
+) -> None:
+    spec = MODELS[model]
+    losses, gradients = references[model]
+    by_rank = pool.run(curve_and_gradients, layout.world_size, spec, layout, STEPS)
+    for curve, found in by_rank:
+        assert curve == by_rank[0][0]
+        assert curve == pytest.approx(losses, rel=1e-5)
+        check_gradients(spec, found, gradients)
+    held = {name for _, found in by_rank for name in found}
+    assert set(gradients) <= held

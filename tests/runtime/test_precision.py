@@ -1,0 +1,178 @@
+"""Number formats: fp16 with loss scaling, fp8, and the format in which gradients are summed."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks.parity import MODELS, losses_of, parse_layout, relative_difference
+from benchmarks.worker_pool import WorkerPool
+from costmodels import ModelSpec
+from costmodels.errors import InputError
+from runtime.float8 import check_float8
+from runtime.loss_scale import LossScale, loss_scale_of
+from runtime.options import TrainingOptions
+from tests.runtime import precision_work as work
+
+OPTIONS = TrainingOptions(train_iters=16, lr=1e-3, lr_warmup_iters=4, initial_loss_scale=2.0**22)
+"""So high a scale that the first steps overflow."""
+
+LLAMA = MODELS["llama"]
+
+
+def followed(scale: LossScale, steps: str) -> list[float]:
+    """Values of the scale after steps that overflow (x) or do not (.)."""
+    values = []
+    for step in steps:
+        scale.update(step == "x")
+        values.append(scale.value)
+    return values
+
+
+def test_the_scale_halves_after_the_hysteresis_and_doubles_after_the_window() -> None:
+    scale = LossScale(64.0, dynamic=True, minimum=8.0, window=3, hysteresis=2)
+    # The first overflow is forgiven; the ones after it are not, even after good steps: Megatron-LM forgives
+    # anew only once the scale has grown.
+    assert followed(scale, "x..x.xx") == [64, 64, 64, 32, 32, 16, 8]
+    assert followed(scale, "x") == [8]
+    assert followed(scale, "...xx..") == [8, 8, 16, 16, 8, 8, 8]
+
+
+def test_a_constant_scale_stays() -> None:
+    scale = LossScale(64.0, dynamic=False)
+    assert followed(scale, "xxx" + "." * 2000) == [64.0] * 2003
+
+
+def test_flags_choose_the_scale_of_fp16_only() -> None:
+    fp16, bf16 = (parse_layout(f"precision={name}", LLAMA) for name in ("fp16", "bf16"))
+    assert loss_scale_of(TrainingOptions(), fp16) == LossScale(2.0**32, dynamic=True)
+    assert loss_scale_of(TrainingOptions(loss_scale=128.0), fp16) == LossScale(128.0, dynamic=False)
+    given = TrainingOptions(initial_loss_scale=64.0, min_loss_scale=2.0, loss_scale_window=5, hysteresis=1)
+    assert loss_scale_of(given, fp16) == LossScale(64.0, True, 2.0, 5, 1)
+    assert loss_scale_of(given, bf16) is None
+    with pytest.raises(InputError, match=r"--loss-scale 128.0: precision bf16 needs none; leave"):
+        loss_scale_of(TrainingOptions(loss_scale=128.0), bf16)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({"loss_scale": 0.0}, "--loss-scale 0.0: must be positive"),
+        ({"initial_loss_scale": float("inf")}, "--initial-loss-scale inf: must be positive"),
+        ({"initial_loss_scale": 1.0, "min_loss_scale": 2.0}, "must be at least --min-loss-scale 2.0"),
+        ({"loss_scale_window": 0}, "--loss-scale-window 0: must be at least 1"),
+        ({"hysteresis": 0}, "--hysteresis 0: must be at least 1"),
+        ({"compile": True, "no_compile": True}, "--compile and --no-compile exclude each other"),
+    ],
+)
+def test_flags_that_cannot_be_trained_with(flags: dict[str, float], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        TrainingOptions(**flags).check()  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("text", ["dp=2,zero=1", "tp=2,gradient_reduction=bf16", "pp=2"])
+def test_fp16_follows_fp32_once_the_scale_fits(pool: WorkerPool, text: str) -> None:
+    layout = parse_layout("gbs=4,precision=fp16," + text, LLAMA)
+    batches = list(range(OPTIONS.train_iters))
+    first, *others = pool.run(work.steps_of, 2, LLAMA, layout, OPTIONS, batches)
+    # Compared as text: the gradient norm of a skipped step may be NaN.
+    assert all(str(steps) == str(first) for steps in others)
+    skipped = [step.skipped for step in first]
+    assert skipped[:2] == [True, True] and sum(skipped) <= 8
+    trained = [number for number in batches if not skipped[number]]
+    [expected] = pool.run(work.steps_of, 1, LLAMA, parse_layout("gbs=4", LLAMA), OPTIONS, trained)
+    for number, reference in zip(trained, expected, strict=True):
+        step = first[number]
+        assert step.loss == pytest.approx(reference.loss, rel=2e-3)
+        assert step.grad_norm == pytest.approx(reference.grad_norm, rel=1e-2)
+        # A skipped step does not advance the schedule.
+        assert step.learning_rate == reference.learning_rate
+    # The reported loss of a skipped step is that of the batch all the same.
+    assert first[0].loss == pytest.approx(expected[0].loss, rel=0.1)
+
+
+def test_a_step_that_overflows_changes_nothing(pool: WorkerPool) -> None:
+    options = TrainingOptions(train_iters=4, lr=1e-2, lr_warmup_iters=2, initial_loss_scale=2.0**16)
+    layout = parse_layout("gbs=4,precision=fp16,dp=2,zero=1", LLAMA)
+    for before, at, after, changed in pool.run(work.overflow, 2, LLAMA, layout, options):
+        assert (before.skipped, at.skipped, after.skipped) == (False, True, False)
+        assert changed == []
+        assert at.learning_rate == after.learning_rate == options.learning_rate().at(1)
+        assert at.loss == after.loss
+
+
+def test_a_run_in_fp16_resumes_exactly_amid_its_overflows(pool: WorkerPool, tmp_path: Path) -> None:
+    options = TrainingOptions(train_iters=12, lr=1e-2, initial_loss_scale=2.0**25, loss_scale_window=3)
+    layout = parse_layout("gbs=4,precision=fp16,dp=2,zero=1", LLAMA)
+    for save_at in (2, 8):
+        folder = str(tmp_path / str(save_at))
+        for going_on, resumed in pool.run(work.resumed_steps, 2, LLAMA, layout, options, folder, save_at):
+            assert len(going_on) == 12 - save_at
+            assert str(resumed) == str(going_on)
+    assert len({step.loss_scale for step in going_on}) > 1
+
+
+def test_gradients_are_summed_in_the_format_that_the_layout_names(pool: WorkerPool) -> None:
+    text = "precision=bf16,dp=2,zero=1"
+    wide, narrow = (
+        pool.run(work.gradients_of, 2, LLAMA, parse_layout(f"{text},gradient_reduction={name}", LLAMA))[0]
+        for name in ("fp32", "bf16")
+    )
+    fits = {name: torch.equal(g, g.bfloat16().float()) for name, g in narrow.items()}
+    assert all(fits.values()), fits
+    assert not any(torch.equal(g, g.bfloat16().float()) for g in wide.values())
+    for name, gradient in narrow.items():
+        assert gradient.dtype == wide[name].dtype == torch.float32
+        assert float((gradient - wide[name]).norm() / wide[name].norm()) < 2**-6, name
+
+
+@pytest.mark.parametrize("text", ["", "dp=2,zero=3", "tp=2"])
+def test_fp8_follows_bf16(pool: WorkerPool, text: str) -> None:
+    if find_spec("torchao") is None:
+        pytest.skip("torchao is not installed")
+    layout = parse_layout("gbs=2,precision=fp8" + ("," + text if text else ""), LLAMA)
+    bf16 = layout.model_copy(update={"precision": "bf16"})
+    losses = pool.run(losses_of, layout.world_size, LLAMA, layout, 6)
+    expected = pool.run(losses_of, layout.world_size, LLAMA, bf16, 6)
+    assert all(one == losses[0] for one in losses)
+    assert 1e-5 < relative_difference(losses[0], expected[0]) < 2e-2
+
+
+def test_fp8_multiplies_in_the_blocks_where_the_shapes_allow_it() -> None:
+    if find_spec("torchao") is None:
+        pytest.skip("torchao is not installed")
+    from runtime.float8 import float8
+    from runtime.model import Transformer
+
+    spec = ModelSpec(name="odd", layers=1, hidden=32, heads=2, ffn=40, vocab=64, seq=16)
+    stage = Transformer(spec, 64).bfloat16()
+    float8(stage)
+    converted = [name for name, module in stage.named_modules() if hasattr(module, "product")]
+    assert converted == [f"layers.0.attention.{name}" for name in ("query", "key", "value", "output")]
+    linear = stage.blocks[0].attention.query
+    x = torch.randn(2, 5, 32, generator=torch.Generator().manual_seed(0)).bfloat16().requires_grad_()
+    result = linear(x)
+    result.float().square().sum().backward()
+    exact = torch.nn.functional.linear(x, linear.weight, linear.bias).detach()
+    assert result.dtype == torch.bfloat16
+    assert 0 < float((result.detach() - exact).norm() / exact.norm()) < 0.1
+    assert x.grad is not None and linear.weight.grad is not None and linear.bias.grad is not None
+
+
+def test_fp8_is_refused_where_the_device_cannot_multiply_in_it() -> None:
+    with pytest.raises(InputError, match=r"precision fp8: device cpu has no fp8 .*; pin precision=bf16"):
+        check_float8(torch.device("cpu"))
+
+
+def test_layers_are_compiled_on_gpus_and_on_demand() -> None:
+    usual, split = parse_layout("pp=2", LLAMA), parse_layout("pp=2,schedule=zbv", LLAMA)
+    assert TrainingOptions().compiles(usual, on_gpu=True)
+    assert not TrainingOptions().compiles(usual, on_gpu=False)
+    assert not TrainingOptions(no_compile=True).compiles(usual, on_gpu=True)
+    assert TrainingOptions(compile=True).compiles(usual, on_gpu=False)
+    assert not TrainingOptions().compiles(split, on_gpu=True)
+    with pytest.raises(InputError, match="--compile: schedule zbv splits backward"):
+        TrainingOptions(compile=True).compiles(split, on_gpu=True)

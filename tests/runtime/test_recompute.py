@@ -1,0 +1,237 @@
+"""What recomputation keeps, and that it changes no gradient."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
+
+from benchmarks.parity import MODELS, losses_of, parse_layout, relative_difference
+from benchmarks.worker_pool import WorkerPool
+from costmodels import Layout, ModelSpec
+from runtime.initialise import initialise
+from runtime.loss import cross_entropy_sum
+from runtime.model import Transformer
+from runtime.recompute import recompute
+from tests.runtime.recompute_work import BATCH, kept, kept_on_rank
+
+MODULE_SETS = [
+    ("core_attention",),
+    ("mlp",),
+    ("norm",),
+    ("activation",),
+    ("norm", "activation"),
+    ("norm", "mlp"),
+    ("mlp", "activation"),
+    ("core_attention", "mlp", "norm", "activation"),
+]
+SELECTIVE = [f"recompute=selective,recompute_modules={';'.join(modules)}" for modules in MODULE_SETS]
+FULL = [
+    "recompute=full",
+    "recompute=full,recompute_num_layers=2",
+    "recompute=full,recompute_num_layers=3",
+    "recompute=full,recompute_method=block,recompute_num_layers=1",
+]
+BLOCK = "recompute=selective,recompute_modules=norm;mlp,recompute_method=block,recompute_num_layers=1"
+EVERY = [*SELECTIVE, *FULL, BLOCK]
+
+
+def built(spec: ModelSpec, layout: Layout | None) -> Transformer:
+    model = Transformer(spec, spec.padded_vocab(1))
+    initialise(model, spec, seed=1, std=0.3)
+    if layout is not None:
+        recompute(model, layout)
+    return model
+
+
+def tokens(spec: ModelSpec) -> Tensor:
+    return torch.randint(0, spec.vocab, (BATCH, spec.seq), generator=torch.Generator().manual_seed(3))
+
+
+def loss_of(model: Transformer, spec: ModelSpec) -> Tensor:
+    ids = tokens(spec)
+    return cross_entropy_sum(model(ids), ids.roll(-1, 1), spec.vocab)
+
+
+def gradients(spec: ModelSpec, text: str) -> dict[str, Tensor]:
+    model = built(spec, parse_layout(text, spec))
+    loss_of(model, spec).backward()  # type: ignore[no-untyped-call]
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("name", list(MODELS))
+@pytest.mark.parametrize("text", EVERY)
+def test_gradients_are_the_same_to_the_last_bit(name: str, text: str) -> None:
+    spec = MODELS[name]
+    plain, again = gradients(spec, ""), gradients(spec, text)
+    assert plain.keys() == again.keys()
+    for parameter, gradient in plain.items():
+        assert torch.equal(gradient, again[parameter]), parameter
+
+
+@pytest.mark.parametrize("name", list(MODELS))
+@pytest.mark.parametrize("text", ["", *EVERY])
+def test_losses_without_gradients_are_the_same(name: str, text: str) -> None:
+    spec = MODELS[name]
+    model = built(spec, parse_layout(text, spec))
+    with torch.no_grad():
+        assert torch.equal(loss_of(model, spec), loss_of(built(spec, None), spec))
+
+
+def kept_per_token(spec: ModelSpec, modules: tuple[str, ...], tp: int = 1, sp: bool = False) -> float:
+    """The formulas of runtime.recompute, for fp32 on a CPU."""
+    e, h, f, part = 4, spec.hidden, spec.ffn / tp, tp if sp else 1
+    statistics = (8 if spec.norm == "layernorm" else 4 + 4 * h) / part
+    inputs, outputs = 2 * e * h / part, 2 * e * h
+    if "mlp" in modules:
+        outputs = e * h + e * h / part
+    attention = e * (2 * spec.q_size + 2 * spec.kv_size) / tp + 4 * spec.heads / tp
+    kept = inputs + outputs + 2 * statistics + attention
+    if "core_attention" in modules:
+        kept -= 4 * spec.heads / tp
+    if "norm" in modules:
+        kept -= outputs + 2 * statistics
+    if "mlp" not in modules:
+        kept += e * f * (4 if spec.gated else 2)
+        if "activation" in modules:
+            kept -= e * f * (2 if spec.gated else 1)
+    return kept
+
+
+def measured(spec: ModelSpec, text: str, layers: int = 1) -> float:
+    """Bytes per token that stay after the forward pass of `layers` layers, their output included."""
+    small = spec.model_copy(update={"layers": layers})
+    model = built(small, parse_layout(text, small))
+    forward, after = kept(model, torch.randn(BATCH, spec.seq, spec.hidden, requires_grad=True))
+    assert after == 0
+    return forward
+
+
+@pytest.mark.parametrize("name", list(MODELS))
+def test_a_layer_keeps_what_the_formulas_say(name: str) -> None:
+    spec = MODELS[name]
+    assert measured(spec, "") == kept_per_token(spec, ())
+    for modules, text in zip(MODULE_SETS, SELECTIVE, strict=True):
+        assert measured(spec, text) == kept_per_token(spec, modules), modules
+
+
+@pytest.mark.parametrize("name", list(MODELS))
+def test_full_recomputation_keeps_one_input_for_every_unit(name: str) -> None:
+    spec = MODELS[name]
+    one, all_of_it = 4 * spec.hidden, kept_per_token(spec, ())
+    assert measured(spec, "recompute=full", layers=4) == 4 * one
+    assert measured(spec, "recompute=full,recompute_num_layers=2", layers=4) == 2 * one
+    assert measured(spec, "recompute=full,recompute_num_layers=3", layers=4) == 2 * one
+    text = "recompute=full,recompute_method=block,recompute_num_layers=1"
+    assert measured(spec, text, layers=4) == one + 3 * all_of_it
+    assert measured(spec, BLOCK, layers=4) == kept_per_token(spec, ("norm", "mlp")) + 3 * all_of_it
+
+
+@pytest.mark.parametrize("sp", [0, 1])
+def test_two_tensor_parallel_ranks_keep_what_the_formulas_say(sp: int, pool: WorkerPool) -> None:
+    for name, modules in (("llama", ()), ("gpt2", ("norm", "activation")), ("llama", ("norm", "mlp"))):
+        spec = MODELS[name].model_copy(update={"layers": 1})
+        text = f"tp=2,sp={sp}"
+        if modules:
+            text += f",recompute=selective,recompute_modules={';'.join(modules)}"
+        expected = kept_per_token(spec, modules, tp=2, sp=bool(sp))
+        ranks = pool.run(kept_on_rank, 2, spec, parse_layout(text, spec), expected)
+        assert ranks == [expected] * 2, text
+
+
+def counted_forwards(model: Transformer) -> Counter[str]:
+    """Counts how often each linear and norm runs from now on."""
+    calls: Counter[str] = Counter()
+    for name, module in model.named_modules():
+        if isinstance(module, (nn.Linear, nn.LayerNorm, nn.RMSNorm)):
+            forward = module.forward
+
+            def counting(x: Tensor, name: str = name, forward: Any = forward) -> Tensor:
+                calls[name] += 1
+                result: Tensor = forward(x)
+                return result
+
+            module.forward = counting  # type: ignore[method-assign]
+    return calls
+
+
+def split_backward(text: str, spec: ModelSpec) -> tuple[list[Tensor], Counter[str]]:
+    """Gradients of the input and of the weights, made apart as zero-bubble schedules do; what ran there."""
+    model = built(spec, None)
+    calls = counted_forwards(model)
+    recompute(model, parse_layout(text, spec))
+    x = torch.randn(BATCH, spec.seq, spec.hidden, generator=torch.Generator().manual_seed(4)).requires_grad_()
+    weights = [p for block in model.blocks for p in block.parameters()]
+    output = model.run_layers(x)
+    calls.clear()
+    (gradient,), groups = stage_backward_input([output], [torch.ones_like(output)], [x], iter(weights))
+    assert gradient is not None
+    stage_backward_weight(iter(weights), groups)
+    return [gradient, *(weight.grad for weight in weights if weight.grad is not None)], calls
+
+
+@pytest.mark.parametrize("name", list(MODELS))
+@pytest.mark.parametrize("text", EVERY)
+def test_a_split_backward_gives_the_same_gradients(name: str, text: str) -> None:
+    spec = MODELS[name].model_copy(update={"layers": 2})
+    plain, calls = split_backward("", spec)
+    assert not calls
+    again, _ = split_backward(text, spec)
+    assert len(plain) == 1 + sum(1 for block in built(spec, None).blocks for _ in block.parameters())
+    assert all(torch.equal(one, other) for one, other in zip(plain, again, strict=True))
+
+
+@pytest.mark.parametrize("name", list(MODELS))
+def test_each_part_of_a_split_backward_computes_once(name: str) -> None:
+    spec = MODELS[name].model_copy(update={"layers": 2})
+    _, calls = split_backward("recompute=full", spec)
+    for matrix, times in calls.items():
+        assert times == 2, matrix
+    _, calls = split_backward("recompute=selective,recompute_modules=norm;activation", spec)
+    # The weights of a norm need its statistics, and those of the matrices after it its output.
+    assert calls
+    assert max(calls.values()) <= 3
+
+
+@pytest.mark.parametrize("name", list(MODELS))
+def test_backward_computes_again_once(name: str) -> None:
+    spec = MODELS[name].model_copy(update={"layers": 2})
+    for text in EVERY:
+        model = built(spec, None)
+        calls = counted_forwards(model)
+        recompute(model, parse_layout(text, spec))
+        output = model.run_layers(torch.randn(BATCH, spec.seq, spec.hidden, requires_grad=True))
+        calls.clear()
+        output.sum().backward()  # type: ignore[no-untyped-call]
+        assert set(calls.values()) <= {1}, text
+
+
+@pytest.mark.parametrize("text", [SELECTIVE[-1], FULL[0], FULL[1]])
+def test_compiled_layers_give_the_same_gradients(text: str) -> None:
+    spec = MODELS["llama"].model_copy(update={"layers": 2})
+    plain = gradients(spec, "")
+    model = built(spec, parse_layout(text, spec))
+    for block in model.blocks:
+        block.forward = torch.compile(block.forward, backend="aot_eager")  # type: ignore[method-assign]
+    loss_of(model, spec).backward()  # type: ignore[no-untyped-call]
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter.grad, plain[name], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", list(MODELS))
+def test_layouts_that_recompute_have_the_same_losses(name: str, pool: WorkerPool) -> None:
+    spec = MODELS[name]
+    reference = pool.run(losses_of, 1, spec, parse_layout("", spec), 3)[0]
+    for text in (
+        f"tp=2,sp=1,{SELECTIVE[4]}",
+        f"dp=2,zero=3,{FULL[1]}",
+        f"dp=2,zero=3,{SELECTIVE[-1]}",
+        f"pp=2,schedule=zbv,{FULL[0]}",
+    ):
+        layout = parse_layout(text, spec)
+        losses = pool.run(losses_of, layout.world_size, spec, layout, 3)[0]
+        assert relative_difference(losses, reference) < 1e-6, text
