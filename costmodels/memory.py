@@ -17,6 +17,7 @@ from costmodels.hardware import Cluster
 from costmodels.layout import SPLIT_BACKWARD
 from costmodels.model_spec import ModelSpec
 from costmodels.operators import (
+    attention_widths,
     element_bytes,
     expert_replicas,
     expert_tensor_parallel,
@@ -92,8 +93,9 @@ def _attention_parameters(model: ModelSpec, tp: Floats) -> tuple[Floats, Floats]
         down += mla.q_lora_rank * (h + 1)
         return up / tp, norm + down + 0 * tp
     bias = model.linear_bias or model.qkv_bias
-    kv = 2 * np.maximum(model.kv_heads / tp, 1.0) * model.head_dim
-    split = (model.q_size / tp + kv) * (h + bias) + model.q_size * h / tp
+    # Ranks that share a key/value head split its weights too.
+    kv = 2 * model.kv_heads * model.head_dim
+    split = ((model.q_size + kv) * (h + bias) + model.q_size * h) / tp
     return split, norm + model.linear_bias * h + 2 * model.head_dim * model.qk_norm + 0 * tp
 
 

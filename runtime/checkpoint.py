@@ -25,7 +25,7 @@ TRACKER = "latest_checkpointed_iteration.txt"
 """File that names the newest complete checkpoint (Megatron-LM's name)."""
 
 RUN_FILE = "run.json"
-"""What the checkpoint is of: the model, the iteration, the loss scale, and what `save` was told of the run."""
+"""What the checkpoint is of: model, iteration, loss scale, and what `save` was told of the run."""
 
 
 def iteration_folder(folder: str | Path, iteration: int) -> Path:

@@ -19,10 +19,16 @@ FLASH_DTYPES = (torch.float16, torch.bfloat16)
 FLASH_HEAD_SIZE = 256
 """Largest head that the CUDA flash kernel takes."""
 
+FLASH_CAPABILITY = (8, 0)
+"""First architecture that it runs on: Ampere."""
+
 
 def takes_flash(q: Tensor) -> bool:
     """Whether PyTorch's CUDA flash kernel takes `q`; it runs grouped queries without copies of keys."""
-    return q.device.type == "cuda" and q.dtype in FLASH_DTYPES and q.shape[-1] <= FLASH_HEAD_SIZE
+    if q.device.type != "cuda" or q.dtype not in FLASH_DTYPES or q.shape[-1] > FLASH_HEAD_SIZE:
+        return False
+    # Without a GPU these are fake tensors, which stand for ones on a GPU of today.
+    return not torch.cuda.is_available() or torch.cuda.get_device_capability(q.device) >= FLASH_CAPABILITY
 
 
 def pad_heads(*tensors: Tensor) -> tuple[Tensor, ...]:

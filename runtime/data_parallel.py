@@ -26,7 +26,7 @@ warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a vi
 
 
 def needs_data_parallel(layout: Layout) -> bool:
-    """Whether `layout` wraps its stages: to share work, or to keep fp32 parameters apart from what computes."""
+    """Whether `layout` wraps its stages: to share work, or to keep fp32 shards apart from what computes."""
     shares = layout.data_parallel * layout.context_parallel > 1
     return shares or layout.precision != "fp32" or layout.offload_optimizer
 

@@ -17,6 +17,7 @@ class Executor(Protocol):
     """Runs the micro batches that one data-parallel rank owes to a step."""
 
     stages: list[Transformer]
+    loss: TokenLoss
 
     def train(self, tokens: Tensor, labels: Tensor) -> Tensor:
         """Accumulate the gradients of a batch.

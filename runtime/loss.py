@@ -47,22 +47,23 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
         sums = torch.stack((exponents.sum(dim=-1), target_scores))
         if group is not None:
             dist.all_reduce(sums, group=group)
-        ctx.save_for_backward(exponents.div_(sums[0].unsqueeze(-1)), local_targets, foreign)
+        ctx.save_for_backward(exponents, sums[0], local_targets, foreign)
         ctx.shape, ctx.dtype = logits.shape, logits.dtype
         return (sums[0].log() - sums[1]).sum()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        softmax, targets, foreign = ctx.saved_tensors
-        real = softmax.shape[-1]
+        exponents, sums, targets, foreign = ctx.saved_tensors
+        real = exponents.shape[-1]
         if real:
-            softmax.scatter_add_(-1, targets.unsqueeze(-1), -(~foreign).unsqueeze(-1).to(softmax.dtype))
-            softmax.mul_(grad)
+            # Softmax less one at the target, times `grad`; the only pass over all logits.
+            exponents.mul_((grad / sums).unsqueeze(-1))
+            exponents.scatter_add_(-1, targets.unsqueeze(-1), (~foreign * -grad).unsqueeze(-1))
         if real == ctx.shape[-1]:
-            gradient = softmax.to(ctx.dtype)
+            gradient = exponents.to(ctx.dtype)
         else:
-            gradient = torch.zeros(ctx.shape, dtype=ctx.dtype, device=softmax.device)
-            gradient[..., :real] = softmax
+            gradient = torch.zeros(ctx.shape, dtype=ctx.dtype, device=exponents.device)
+            gradient[..., :real] = exponents
         return gradient, None, None, None, None
 
 

@@ -28,6 +28,7 @@ class Pipeline:
         self, stages: list[Transformer], spec: ModelSpec, layout: Layout, grid: Grid, loss: TokenLoss
     ) -> None:
         self.stages = stages
+        self.loss = loss
         self.device = grid.device
         self.is_first = any(stage.embedding is not None for stage in stages)
         self.is_last = any(stage.head is not None for stage in stages)

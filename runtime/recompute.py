@@ -77,7 +77,7 @@ def unpacked(packed: Packed) -> Tensor:
 def pack(tensor: Tensor) -> Packed:
     """What stands for `tensor`: a function if it is a view of an output that the running layer recomputes."""
     if type(tensor) is Tensor:
-        for reference, call in _outputs:
+        for reference, call in _outputs[-1] if _outputs else ():
             output = reference()
             if output is not None and _is_view(tensor, output):
                 return call.pack_output(tensor)
@@ -117,8 +117,8 @@ def _wrap(module: nn.Module, drop_output: bool = False) -> None:
         else:
             call = _Call(forward, inputs)
             result = call.run(*inputs)
-            if drop_output:
-                _outputs.append((weakref.ref(result), call))
+            if drop_output and _outputs:
+                _outputs[-1].append((weakref.ref(result), call))
         return result
 
     module.forward = again  # type: ignore[method-assign]
@@ -150,16 +150,17 @@ def _drop_outputs(block: Block) -> None:
     block.forward = dropping  # type: ignore[method-assign]
 
 
-_outputs: list[tuple[weakref.ref[Tensor], _Call]] = []
-"""Outputs that the running layer recomputes, and the calls that gave them."""
+_outputs: list[list[tuple[weakref.ref[Tensor], _Call]]] = []
+"""Outputs that the running layer, the last, recomputes, and the calls that gave them."""
 
 
 @contextmanager
 def _outputs_of_one_layer() -> Iterator[None]:
+    _outputs.append([])
     try:
         yield
     finally:
-        _outputs.clear()
+        _outputs.pop()
 
 
 def _is_view(tensor: Tensor, output: Tensor) -> bool:

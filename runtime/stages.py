@@ -39,10 +39,10 @@ def build_stage(spec: ModelSpec, layout: Layout, grid: Grid, index: int, compile
         tensor_parallel(stage, layout, grid)
     if layout.precision == "fp8":
         float8(stage)
+    recompute(stage, layout)
     if compiled:
         for block in stage.blocks:
             block.forward = torch.compile(block.forward)  # type: ignore[method-assign]
-    recompute(stage, layout)
     if layout.offload_activations:
         offload_activations(stage, layout)
     if needs_data_parallel(layout):
