@@ -228,16 +228,19 @@ def _context_seconds(
     """Seconds of context parallelism in forward and backward that nothing hides.
 
     Gathered keys and values are kept, and their gradients are reduce-scattered. In a ring they travel
-    while attention works on the last ones (arXiv:2310.01889, section 3), in backward with their
-    gradients. Queries, keys, values and output change hands in four exchanges each way
-    (arXiv:2309.14509, section 3.2).
+    while attention works on the last ones (arXiv:2310.01889, section 3), in backward with their fp32
+    gradients, whose last hop nothing hides. Queries, keys and values change hands in one exchange, the
+    output in another one, and so do their gradients (arXiv:2309.14509, section 3.2).
     """
     if not (table.context_parallel > 1).any():
         return np.zeros(len(table)), np.zeros(len(table))
     shared = work.ring_bytes > 0
     gathered = np.where(shared, all_gather(cp, cp.size * work.ring_bytes), 0.0)
-    ring = np.where(shared, (cp.size - 1) * work.ring_bytes / cp.bandwidth + cp.latency, 0.0)
-    exchanged = np.where(shared, all_to_all(cp, work.exchange_bytes) + 3 * cp.latency, 0.0)
+    hop = np.where(shared, work.ring_bytes / cp.bandwidth, 0.0)
+    ring = (cp.size - 1) * hop + np.where(shared, cp.latency, 0.0)
+    gradient_hop = 4 / element_bytes(table.precision) * hop
+    exchanged = np.where(shared, all_to_all(cp, work.exchange_bytes) + cp.latency, 0.0)
+    ring_back = np.maximum(ring + (cp.size - 1) * gradient_hop - attention_back, 0.0) + gradient_hop
     forms = [gathered, exchanged, np.maximum(ring - attention, 0.0)]
-    back = [gathered, exchanged, np.maximum(2 * ring - attention_back, 0.0)]
+    back = [gathered, exchanged, ring_back]
     return np.choose(table.context_parallel_form, forms), np.choose(table.context_parallel_form, back)

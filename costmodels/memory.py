@@ -182,6 +182,15 @@ def shards_gradients(engine: Engine, table: LayoutTable) -> Bools:
     return result
 
 
+def frees_parameters(table: LayoutTable) -> Bools:
+    """Rows that keep a shard of the parameters only, and gather a layer at a time.
+
+    A pipeline keeps what a backward pass has gathered for the forward pass that follows.
+    """
+    result: Bools = (table.zero_stage == 3) & (table.pipeline_parallel == 1)
+    return result
+
+
 def expert_shards(table: LayoutTable) -> Floats:
     """Ranks over which ZeRO splits the experts of one device; 1 without ZeRO."""
     shards = np.maximum(expert_replicas(table) / table.zero_replicas, 1.0)
@@ -202,10 +211,10 @@ def _states(
     `replicas` ranks hold the same parameters, and ZeRO splits over `shards` of them (1 without ZeRO).
     """
     policy = memory_policy(engine, table.precision)
-    stage = table.zero_stage
-    copy = np.where((stage < 3) & (replicas > 1), policy.shard, 0.0) / shards
+    frees = frees_parameters(table)
+    copy = np.where(~frees & (replicas > 1), policy.shard, 0.0) / shards
     return (
-        policy.parameters / np.where(stage == 3, shards, 1.0) + copy,
+        policy.parameters / np.where(frees, shards, 1.0) + copy,
         policy.gradients / np.where(shards_gradients(engine, table), shards, 1.0),
         np.where(table.offload_optimizer, 0.0, policy.optimizer / shards),
     )
@@ -223,7 +232,7 @@ def stage_memory(
         every = _states(engine, table, expert_replicas(table), expert_shards(table))
         for state, per in zip(states, every, strict=True):
             state += per[:, None] * experts
-    gathered = GATHERED_LAYERS * (table.zero_stage == 3) * memory_policy(engine, table.precision).gathered
+    gathered = GATHERED_LAYERS * frees_parameters(table) * memory_policy(engine, table.precision).gathered
     layer = np.maximum(sizes.dense_layer, sizes.moe_layer + sizes.experts)
     held = (gathered * layer)[:, None] * (ranks.layers > 0)
 

@@ -111,13 +111,14 @@ def key_value_width(model: ModelSpec, table: LayoutTable) -> Floats:
 def kept_heads_width(model: ModelSpec, table: LayoutTable) -> Floats:
     """Width of keys and values on one device when context-parallel ranks share out whole heads.
 
-    Fewer heads than ranks are repeated before the exchange, one for each rank.
+    Each of K heads is repeated cp / gcd(K, cp) times before the exchange: the fewest with which every rank
+    has those that its queries need.
     """
     width = key_value_width(model, table)
     if model.latent_attention is not None:
         return width
-    heads = np.maximum(model.kv_heads / table.tensor_parallel, 1.0)
-    result: Floats = width * np.maximum(table.context_parallel / heads, 1.0)
+    heads = np.maximum(model.kv_heads // table.tensor_parallel, 1)
+    result: Floats = width * (table.context_parallel // np.gcd(heads, table.context_parallel))
     return result
 
 

@@ -277,13 +277,14 @@ RULES: tuple[Rule, ...] = (
             f"shards of at least 2; use {', '.join(map(str, divisors(int(d.replicas))[:-1] or [1]))}"
         ),
     ),
-    # Under a pipeline the gradients of all micro batches accumulate before they are reduced once.
+    # Under a pipeline the gradients of all micro batches accumulate before they are reduced once, and what a
+    # backward pass has gathered stays for the forward pass that comes next.
     Rule(
-        "zero2_pipeline",
-        lambda model, d: (d.zero_stage == 2) & (d.pipeline_parallel > 1),
+        "zero_pipeline",
+        lambda model, d: (d.zero_stage >= 2) & (d.pipeline_parallel > 1),
         lambda model, d: (
-            f"zero_stage 2 with pipeline_parallel {d.pipeline_parallel} keeps whole gradients until the last "
-            "micro batch, as zero_stage 1 does; use 1 or 3"
+            f"zero_stage {d.zero_stage} with pipeline_parallel {d.pipeline_parallel} keeps gradients and "
+            "parameters whole until the last micro batch, as zero_stage 1 does; use 1"
         ),
         redundant=True,
         lifted_by=("zero_stage", "pipeline_parallel"),

@@ -175,7 +175,9 @@ def test_context_parallelism_shows_what_attention_does_not_hide(llama, cluster, 
     short = ModelSpec.model_validate({**llama.model_dump(), "seq": 2048})
     hidden = seconds(long, cluster(64), engine("megatron"), layout(long, tp=8, cp=8, cp_form="ring"))
     shown = seconds(short, cluster(64), engine("megatron"), layout(short, tp=8, cp=8, cp_form="ring"))
-    assert hidden.context_parallel == 0 < shown.context_parallel
+    # Nothing hides the last hop of the gradients.
+    assert hidden.context_parallel < 0.02 * hidden.attention
+    assert shown.context_parallel > 0.2 * shown.attention
 
 
 @pytest.fixture

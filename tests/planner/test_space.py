@@ -65,7 +65,7 @@ def by_loops(model: ModelSpec, world: int, batch: Batch) -> tuple[int, set[tuple
                 for sp, recompute, zero in rest:
                     if sp and (tp == 1 or model.seq % (tp * cp)):
                         continue
-                    if (zero and dp * cp == 1) or (zero == 2 and pp > 1):
+                    if (zero and dp * cp == 1) or (zero >= 2 and pp > 1):
                         continue
                     if recompute == "full" and schedule in ("interleaved_zb", "zbv", "dualpipev"):
                         continue
@@ -239,7 +239,7 @@ def test_pins_that_do_not_make_the_world_size_are_refused(pins: Pins, line: str)
         ("pipeline_micro_batches", {}, 8, 2, {}),
         ("interleaved_micro_batches", {}, 8, 9, {}),
         ("zero_group", {}, 8, 8, {}),
-        ("zero2_pipeline", {}, 8, 8, {}),
+        ("zero_pipeline", {}, 8, 8, {}),
     ],
 )
 def test_each_rule_removes_what_breaks_it(

@@ -38,9 +38,8 @@ def test_other_architectures_are_refused_by_name(name: str, lacking: str) -> Non
     ("fields", "world_size", "message"),
     [
         ({"data_parallel": 2}, 4, "the plan is for world size 2, but this job's is 4; start 2 ranks or plan"),
-        ({"precision": "fp16"}, 1, "precision fp16: the runtime computes in fp32 or bf16"),
-        ({"precision": "fp8"}, 1, "precision fp8"),
-        ({"context_parallel": 2}, 2, "context_parallel 2: the runtime runs only 1"),
+        ({"precision": "tf32"}, 1, "precision tf32: the runtime computes in fp32 or bf16 or fp16 or fp8"),
+        ({"expert_parallel": 2, "data_parallel": 2}, 2, "expert_parallel 2: the runtime runs only 1"),
         ({"tensor_parallel": 3}, 3, "tensor_parallel 3 does not divide 4 heads; use 1, 2, 4"),
         ({"tensor_parallel": 8}, 8, "tensor_parallel 8 does not divide 4 heads"),
         ({"layers_per_stage": (3,)}, 1, "layers_per_stage adds up to 3 layers, but parity-gpt2 has 4"),
@@ -64,6 +63,8 @@ def test_every_layout_of_the_runtime_passes() -> None:
         {"tensor_parallel": 4, "sequence_parallel": True},
         {"pipeline_parallel": 3, "layers_per_stage": (1, 2, 1), "precision": "bf16"},
         {"data_parallel": 2, "zero_stage": 2, "pipeline_parallel": 2},
+        {"context_parallel": 2, "context_parallel_form": "ring", "precision": "fp16"},
+        {"pipeline_parallel": 2, "virtual_pipeline_parallel": 2, "schedule": "zbv"},
     ):
         layout = layout_of(SPEC, **fields)
         check_job(SPEC, layout, layout.world_size)
