@@ -41,13 +41,13 @@ MODEL = ModelSpec(
 )
 """A Llama of 30 M parameters; its head weighs as much as seven of its layers."""
 
-GLOBAL_BATCH_SIZE = 16
+GLOBAL_BATCH_SIZE = 8
 
 LAYOUTS = (
     "dp=2,mbs=4",
     "dp=2,zero=1,mbs=4",
     "tp=2,mbs=4",
-    "pp=2,mbs=2,layers_per_stage=8;2",
+    "pp=2,mbs=1,layers_per_stage=8;2",
 )
 """What the planner would weigh: the pipeline gives its second rank two layers and the head."""
 
@@ -127,8 +127,8 @@ app = typer.Typer(add_completion=False)
 @app.command()
 def runtime(
     layout: Annotated[list[str], typer.Option(help="Layout of 2 ranks (repeatable).")] = list(LAYOUTS),  # noqa: B006
-    rounds: Annotated[int, typer.Option(help="Turns of each contestant.")] = 7,
-    steps: Annotated[int, typer.Option(help="Training steps of a turn.")] = 2,
+    rounds: Annotated[int, typer.Option(help="Turns of each contestant.")] = 5,
+    steps: Annotated[int, typer.Option(help="Training steps of a turn.")] = 1,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Train each layout and DDP in turns and compare their speed."""

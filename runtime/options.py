@@ -7,11 +7,9 @@ from dataclasses import dataclass
 
 from costmodels import Layout
 from costmodels.errors import InputError
+from costmodels.layout import SPLIT_BACKWARD
 from planner.flags import flag
 from runtime.learning_rate import DECAY_STYLES, LearningRate
-
-SPLIT_BACKWARD_SCHEDULES = ("interleaved_zb", "zbv", "dualpipev")
-"""Schedules that compute gradients of inputs and of weights apart."""
 
 
 @dataclass(frozen=True)
@@ -102,7 +100,7 @@ class TrainingOptions:
         Raises:
             InputError: compilation is asked for with a schedule that splits backward.
         """
-        splits = layout.schedule in SPLIT_BACKWARD_SCHEDULES
+        splits = layout.schedule in SPLIT_BACKWARD
         if self.compile and splits:
             raise InputError(
                 f"--compile: schedule {layout.schedule} splits backward, which PyTorch does not do with "

@@ -22,12 +22,23 @@ from planner.plan import Plan
 from runtime import checkpoint
 from runtime.data import Datasets
 from runtime.devices import detect_device, local_device_count, torch_device
+from runtime.float8 import check_float8
 from runtime.job import Job, RunOptions, plan_here, sample_order
 from runtime.launch import ERROR_FILE_VARIABLE
 from runtime.loop import Loop
+from runtime.loss_scale import loss_scale_of
 from runtime.options import DataOptions, OutputOptions, TrainingOptions
 from runtime.preflight import check_folder, check_plan, check_timeout
-from runtime.ranks import Ranks, end_with_agent, finish, in_turns, is_lost_connection, on_first_rank, start
+from runtime.ranks import (
+    Ranks,
+    end_with_agent,
+    finish,
+    in_turns,
+    is_lost_connection,
+    on_first_rank,
+    start,
+    together,
+)
 from runtime.text import open_datasets
 from runtime.trainer import Trainer
 
@@ -55,6 +66,8 @@ def preflight(plan: Plan, job: Job, world_size: int) -> None:
     job.training.check()
     job.output.check()
     check_plan(plan, world_size)
+    loss_scale_of(job.training, plan.layout)
+    job.training.compiles(plan.layout, on_gpu=False)
     for name in ("save", "log_dir", "tensorboard_dir"):
         folder = getattr(job.output, name)
         if folder is not None:
@@ -80,6 +93,8 @@ def train(job: Job) -> None:
 def _run(job: Job, ranks: Ranks, device: torch.device) -> None:
     plan = Plan.model_validate_json(on_first_rank(lambda: _prepare(job, ranks)))
     spec, layout = plan.model, plan.layout
+    if layout.precision == "fp8":
+        together(lambda: check_float8(device))
     datasets = in_turns(ranks, lambda: _datasets(job, plan))
     trainer = Trainer(spec, layout, job.training, device)
     consumed = 0

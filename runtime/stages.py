@@ -66,7 +66,8 @@ def build_executor(
     stages = []
     for index in layout.stages_of(grid.pp_rank):
         stage = build_stage(spec, layout, grid, index, compiled)
-        stage.to_empty(device=grid.device)
+        # FSDP2 keeps shards in host memory whose optimizer state is there.
+        stage.to_empty(device="cpu" if layout.offload_optimizer else grid.device)
         stage.tie()
         initialise(stage, spec, seed, init_std)
         if isinstance(stage, FSDPModule):
