@@ -67,14 +67,14 @@ def parse_layout(text: str, spec: ModelSpec) -> Layout:
     return Layout.model_validate(fields)
 
 
-def losses_of(spec: ModelSpec, layout: Layout, steps: int, learning_rate: float = 1e-3) -> list[float]:
+def losses_of(spec: ModelSpec, layout: Layout, steps: int, compiled: bool = False) -> list[float]:
     """Losses of `steps` training steps on random tokens; runs on every rank of a process group."""
     import torch
 
     from runtime.options import TrainingOptions
     from runtime.trainer import Trainer
 
-    options = TrainingOptions(train_iters=steps, lr=learning_rate, seed=SEED, clip_grad=1.0)
+    options = TrainingOptions(train_iters=steps, lr=1e-3, seed=SEED, compile=compiled)
     trainer = Trainer(spec, layout, options, torch.device("cpu"))
     tokens = np.random.RandomState(SEED)
     losses = []
@@ -97,6 +97,7 @@ def parity(
     layout: Annotated[list[str], typer.Option(help="Layout such as tp=2,pp=2 (repeatable).")],
     model: Annotated[str, typer.Option(help=f"One of {', '.join(MODELS)}.")] = "gpt2",
     steps: Annotated[int, typer.Option(help="Training steps.")] = 20,
+    compiled: Annotated[bool, typer.Option("--compile", help="Compile the layers of the layouts.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Train each layout and one rank on the same tokens and compare the losses."""
@@ -112,7 +113,7 @@ def parity(
     reference = pool.run(losses_of, 1, spec, parse_layout("", spec), steps)[0]
     results = {}
     for text, one in layouts.items():
-        losses = pool.run(losses_of, one.world_size, spec, one, steps)[0]
+        losses = pool.run(losses_of, one.world_size, spec, one, steps, compiled)[0]
         difference = relative_difference(losses, reference)
         results[text] = {"max_relative_difference": difference, "losses": losses}
         if not as_json:

@@ -12,6 +12,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from importlib.util import find_spec
 from typing import Annotated, Any
 
 import numpy as np
@@ -134,6 +135,8 @@ def runtime(
     """Train each layout and DDP in turns and compare their speed."""
     if rounds < 1 or steps < 1:
         raise InputError(f"--rounds {rounds} --steps {steps}: both must be at least 1")
+    if find_spec("transformers") is None:
+        raise InputError("the transformers library is not installed; run `pip install '.[benchmarks]'`")
     layouts = {text: parse_layout(f"gbs={GLOBAL_BATCH_SIZE},{text}", MODEL) for text in layout}
     for one in layouts.values():
         check_job(MODEL, one, 2)

@@ -30,7 +30,6 @@ def first_positions(seq: int, device: torch.device) -> Tensor:
     return torch.arange(seq, device=device)
 
 
-@lru_cache(maxsize=8)
 def rotary_table(positions: Tensor, head_dim: int, theta: float) -> tuple[Tensor, Tensor]:
     """Cosines and sines [S, H] of rotary positions (RoFormer, arXiv:2104.09864, eq. 34), in fp32."""
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float32, device=positions.device) / head_dim
@@ -89,7 +88,7 @@ class Attention(nn.Module):
         self.core = CoreAttention()
         self.head_dim = spec.head_dim
         self.rope_theta = spec.rope_theta if spec.position == "rope" else None
-        self.at: Tensor | None = None
+        self.rotary: tuple[Tensor, Tensor] | None = None
 
     def forward(self, x: Tensor) -> Tensor:
         batch, seq = x.shape[:2]
@@ -98,8 +97,10 @@ class Attention(nn.Module):
             for projection in (self.query, self.key, self.value)
         )
         if self.rope_theta is not None:
-            at = first_positions(seq, x.device) if self.at is None else self.at
-            cos, sin = rotary_table(at, self.head_dim, self.rope_theta)
+            tables = self.rotary
+            if tables is None:
+                tables = rotary_table(first_positions(seq, x.device), self.head_dim, self.rope_theta)
+            cos, sin = tables
             q, k = rotate(q, cos, sin), rotate(k, cos, sin)
         attended = self.core(q, k, v).transpose(1, 2).reshape(batch, seq, -1)
         result: Tensor = self.output(attended)
@@ -186,11 +187,17 @@ class Transformer(nn.Module):
             self.head.weight = self.embedding.tokens.weight
 
     def place(self, positions: Tensor) -> None:
-        """Tell the model which positions [S] its tokens have, where they are not the first ones in order."""
+        """Tell the model which positions [S] its tokens have; without it, the first ones in order.
+
+        Rotary tables are made here, once for all layers, so that compiled layers need not make them.
+        """
         if self.embedding is not None:
             self.embedding.at = positions
-        for block in self.blocks:
-            block.attention.at = positions
+        tables = None
+        for attention in (block.attention for block in self.blocks):
+            if attention.rope_theta is not None:
+                tables = tables or rotary_table(positions, attention.head_dim, attention.rope_theta)
+                attention.rotary = tables
 
     def run_layers(self, x: Tensor) -> Tensor:
         """All layers, one after the other: [B, S, D] -> [B, S, D]."""

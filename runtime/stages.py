@@ -32,8 +32,8 @@ def build_stage(spec: ModelSpec, layout: Layout, grid: Grid, index: int, compile
             with_embedding=index == 0,
             with_head=index == len(layout.layers_per_stage) - 1,
         )
+    stage.place(local_positions(spec, layout, grid.cp_rank).to(grid.device))
     if layout.context_parallel > 1:
-        stage.place(local_positions(spec, layout, grid.cp_rank).to(grid.device))
         context_parallel(stage, layout, grid)
     if layout.tensor_parallel > 1:
         tensor_parallel(stage, layout, grid)

@@ -51,7 +51,6 @@ def kept(model: Transformer, x: Tensor, patience: float = 0.0, expected: float =
     gets `patience` seconds to go away.
     """
     tokens = BATCH * x.shape[1]
-    model.run_layers(x)  # Makes the rotary tables.
     storages = Storages()
     with storages:
         output = model.run_layers(x)

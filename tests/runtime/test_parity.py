@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shutil
 
 import pytest
 
@@ -10,26 +11,41 @@ from benchmarks.parity import MODELS, losses_of, parse_layout, relative_differen
 from benchmarks.worker_pool import WorkerPool
 from costmodels import ModelSpec
 
-STEPS = 20
+STEPS = 10
 BATCH = "gbs=4,"
 LAYOUTS = (
     "tp=2",
-    "pp=2",
-    "dp=2",
-    "tp=2,pp=2",
     "tp=2,sp=1",
-    "pp=2,vpp=2",
+    "pp=2",
     "pp=3",
     "pp=3,layers_per_stage=1;1;2",
+    "pp=2,vpp=2",
+    "pp=2,schedule=interleaved_zb",
+    "pp=2,schedule=zbv",
+    "pp=2,schedule=dualpipev",
+    "cp=2,cp_form=all_gather",
+    "cp=2,cp_form=all_to_all",
+    "cp=2,cp_form=ring",
+    "dp=2",
     "dp=4",
     "dp=2,zero=1",
+    "dp=2,zero=2,mbs=2",
     "dp=2,zero=3",
-    "mbs=4,recompute=full",
-    "tp=2,sp=1,dp=2,zero=1,mbs=2,recompute=selective",
-    "tp=2,dp=2,zero=3,recompute=full",
-    "pp=2,dp=2,zero=2",
+    "dp=4,zero=1,zero_replicas=2",
+    "dp=4,zero=3,zero_replicas=2",
+    "mbs=2,recompute=selective",
+    "mbs=2,recompute=selective,recompute_modules=mlp",
+    "mbs=2,recompute=selective,recompute_modules=norm",
+    "mbs=2,recompute=selective,recompute_modules=activation",
+    "mbs=2,recompute=selective,recompute_method=block,recompute_num_layers=1",
+    "mbs=2,recompute=full",
+    "mbs=2,recompute=full,recompute_num_layers=2",
+    "mbs=2,recompute=full,recompute_method=block,recompute_num_layers=3",
+    "mbs=2,offload_activations=1",
+    "dp=2,zero=1,offload_optimizer=1",
     "tp=2,sp=1,pp=2,vpp=2,recompute=full",
 )
+"""Every kind of parallelism and of saving memory, mostly alone; mixtures are in `test_parity_mixed`."""
 
 
 @pytest.fixture(scope="module", params=MODELS)
@@ -55,6 +71,22 @@ def test_layout_gives_the_losses_of_one_rank(
     by_rank = pool.run(losses_of, layout.world_size, model, layout, STEPS)
     assert relative_difference(by_rank[0], reference) < 1e-5
     assert all(losses == by_rank[0] for losses in by_rank)
+
+
+def test_tensor_parallelism_beyond_the_key_value_heads(pool: WorkerPool) -> None:
+    spec = MODELS["llama"].model_copy(update={"kv_heads": 2})
+    layout = parse_layout(BATCH + "tp=4", spec)
+    [expected] = pool.run(losses_of, 1, spec, parse_layout(BATCH, spec), STEPS)
+    assert relative_difference(pool.run(losses_of, 4, spec, layout, STEPS)[0], expected) < 1e-5
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler")
+def test_compiled_layers_give_the_same_losses(
+    pool: WorkerPool, model: ModelSpec, reference: list[float]
+) -> None:
+    layout = parse_layout(BATCH + "dp=2,zero=1,recompute=selective,recompute_modules=norm", model)
+    losses = pool.run(losses_of, 2, model, layout, STEPS, True)[0]
+    assert relative_difference(losses, reference) < 1e-5
 
 
 def test_bf16_follows_fp32(pool: WorkerPool, model: ModelSpec, reference: list[float]) -> None:

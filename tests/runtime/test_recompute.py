@@ -43,6 +43,7 @@ EVERY = [*SELECTIVE, *FULL, BLOCK]
 def built(spec: ModelSpec, layout: Layout | None) -> Transformer:
     model = Transformer(spec, spec.padded_vocab(1))
     initialise(model, spec, seed=1, std=0.3)
+    model.place(torch.arange(spec.seq))
     if layout is not None:
         recompute(model, layout)
     return model
