@@ -26,8 +26,8 @@ SELECTIVE, FULL = RECOMPUTE_KINDS.index("selective"), RECOMPUTE_KINDS.index("ful
 
 def layer_activations(
     model: ModelSpec, engine: Engine, table: LayoutTable, moe: bool
-) -> tuple[Floats, Floats]:
-    """Bytes of one layer and micro batch: kept for backward, and recomputed there.
+) -> tuple[Floats, Floats, Floats]:
+    """Bytes of one layer and micro batch: kept on the device, recomputed, and kept on the host.
 
     For a GPT layer of 16-bit activations with dropout this is s b h (10 + 24/t + 5 a s / (h t)), with
     sequence parallelism s b h / t (34 + 5 a s / h) (arXiv:2205.05198, equations 2 and 4); selective
@@ -67,24 +67,23 @@ def layer_activations(
     kept = np.where(table.recompute == FULL, e * residual, chosen)
     working = whole - kept
     if not table.offload_activations.any():
-        return kept, working
+        return kept, working, np.zeros(len(table))
     # The input of attention, its queries, keys and values, and its output.
     moved = attention + copies * ~table.recomputes("core_attention") + 0.5 * layer_inputs * ~norm
     moved = np.where(table.offload_activations & (table.recompute != FULL), moved, 0.0)
-    # What one layer uses, and what comes back for the next one.
-    return kept - moved, working + 2 * moved
+    return kept - moved, working, moved
 
 
 def _context_copies(model: ModelSpec, table: LayoutTable) -> Floats:
     """Bytes that context parallelism keeps of one layer besides the rank's own queries, keys and values.
 
-    Gathered keys and values of the whole sequence; or attention's output before and after the exchange,
-    and the repeats of key/value heads.
+    Gathered keys and values of the whole sequence, and the outputs of the two chunks of queries besides the
+    joined one; or attention's output before and after the exchange, and the repeats of key/value heads.
     """
     e, t = element_bytes(table.precision), tokens(model, table)
     kv = key_value_width(model, table)
     values = attention_widths(model)[1] / table.tensor_parallel
-    gathered = kv * (table.context_parallel - 1)
+    gathered = kv * (table.context_parallel - 1) + values
     exchanged = values + kept_heads_width(model, table) - kv
     forms = [gathered, exchanged, 0.0 * kv]
     result: Floats = (

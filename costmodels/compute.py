@@ -18,9 +18,10 @@ from costmodels.operators import (
     Operators,
     element_bytes,
 )
-from costmodels.table import RECOMPUTE_KINDS, Floats, LayoutTable
+from costmodels.table import RECOMPUTE_KINDS, RECOMPUTE_METHODS, Floats, LayoutTable
 
 FULL = RECOMPUTE_KINDS.index("full")
+UNIFORM = RECOMPUTE_METHODS.index("uniform")
 
 CAUSAL_SHARE = 0.5
 """Part of the score matrix under the diagonal, which is all that flash attention computes."""
@@ -99,6 +100,16 @@ def gemm_seconds(gemms: tuple[Gemm, ...], flops: float, bandwidth: float, elemen
     return total
 
 
+def cast_elements(gemms: tuple[Gemm, ...]) -> tuple[Floats | float, Floats | float]:
+    """Operands of matrix products in elements: of the forward ones, and of the two backward ones of each."""
+    forward: Floats | float = 0.0
+    backward: Floats | float = 0.0
+    for m, k, n, times in gemms:
+        forward = forward + times * (m * k + k * n)
+        backward = backward + times * (2 * m * n + k * n + m * k)
+    return forward, backward
+
+
 def attention_seconds(
     work: Operators, engine: Engine, flops: float, bandwidth: float, element: int
 ) -> tuple[Floats, Floats]:
@@ -148,8 +159,17 @@ def passes(
     zero = np.zeros(len(table))
     gemm = zero + gemm_seconds(work.gemms, peak * engine.gemm_efficiency, bandwidth, e)
     attention, attention_back = attention_seconds(work, engine, wide_peak, bandwidth, e)
-    passes = engine.elementwise_passes / bandwidth
+    apart = table.runs(*SPLIT_BACKWARD)
+    passes = engine.elementwise_passes * np.where(apart, engine.split_backward_elementwise, 1.0) / bandwidth
     elementwise, elementwise_back = work.elementwise_forward * passes, work.elementwise_backward * passes
+    casts = table.precision == "fp8" and not wide
+    cast = engine.fp8_cast_bytes / bandwidth if casts else 0.0
+    if cast:
+        cast_forward, cast_backward = cast_elements(work.gemms)
+        elementwise, elementwise_back = (
+            elementwise + cast * cast_forward,
+            elementwise_back + cast * cast_backward,
+        )
 
     tp, cp, etp = groups["tp"], groups["cp"], groups["etp"]
     gather = all_gather(tp, work.sequence_bytes)
@@ -157,6 +177,8 @@ def passes(
     context, context_back = _context_seconds(work, table, cp, attention, attention_back)
     # Each rank adds its attention to that of the ranks before it, in fp32.
     merges = (cp.size - 1) * work.merge_bytes * passes
+    # What is gathered is put in the order of the sequence, and its gradients back in that of the ranks.
+    merges = merges + 2 * work.gathered_bytes / bandwidth
     elementwise, elementwise_back = elementwise + merges, elementwise_back + merges
     # To the experts and back.
     expert = np.where(
@@ -166,18 +188,28 @@ def passes(
     )
 
     full = (table.recompute == FULL) & repeats
-    again = np.where(full, gemm + attention + elementwise, table.recomputes("core_attention") * attention)
+    stops = engine.recompute_stops_early and bool(work.last_gemms)
+    # Of several layers that are repeated from one input, the last one ends early.
+    ends = stops / np.where(table.recompute_method == UNIFORM, table.recompute_num_layers, 1)
+    last_gemm = last_cast = 0.0 * zero
+    if stops:
+        last_gemm = last_gemm + gemm_seconds(work.last_gemms, peak * engine.gemm_efficiency, bandwidth, e)
+        last_cast = last_cast + cast * cast_elements(work.last_gemms)[0]
+    whole = gemm + attention + elementwise - ends * (last_gemm + last_cast)
+    again = np.where(full, whole, table.recomputes("core_attention") * attention)
     mlp = table.recomputes("mlp") & repeats
-    mlp_gemm = gemm_seconds(work.mlp_gemms, peak * engine.gemm_efficiency, bandwidth, e)
+    mlp_gemm = gemm_seconds(work.mlp_gemms, peak * engine.gemm_efficiency, bandwidth, e) - last_gemm
+    mlp_gemm = mlp_gemm + cast * cast_elements(work.mlp_gemms)[0] - last_cast
     activation = mlp | table.recomputes("activation")
     lighter = mlp * mlp_gemm + activation * work.activation_bytes * passes
     lighter = lighter + table.recomputes("norm") * work.norm_bytes * passes
     again = again + lighter * repeats
     # What holds weights is computed for the gradients of its inputs, and once more for those of weights.
-    apart = table.runs(*SPLIT_BACKWARD)
     again = again + apart * np.where(full, again, lighter * repeats)
-    # The collectives in what is computed again: all of a layer's, or the MLP's half.
-    repeated = np.where(full, 1.0, 0.5 * mlp) * (1 + apart)
+    # The collectives in what is computed again: all of a layer's, or the MLP's half. The last one is a
+    # reduce-scatter, a quarter of a layer's, or an all-reduce, half of them.
+    last = np.where(table.sequence_parallel, 0.25, 0.5)
+    repeated = np.where(full, 1.0 - ends * last, (0.5 - stops * last) * mlp) * (1 + apart)
     repeated_expert = (full | mlp) * (1.0 + apart)
     # Sequence parallelism keeps the gathered outputs of norms, unless it gathers them again anyway.
     regathers = table.recomputes("norm") & table.sequence_parallel & (not engine.regathers_sequence)
@@ -186,7 +218,8 @@ def passes(
     repeated_context = repeated_all + table.recomputes("core_attention") * repeats
     offload = offload_back = zero
     if table.offload_activations.any():
-        moved = table.offload_activations * repeats * work.attention_bytes
+        # A layer that is recomputed as a whole keeps nothing that could leave.
+        moved = table.offload_activations * repeats * ~full * work.attention_bytes
         seconds = moved / (device.host_bandwidth * engine.network_efficiency)
         hides, hides_back = gemm + attention + elementwise, BACKWARD_GEMM * gemm + attention_back
         offload = np.maximum(seconds - hides, 0.0)
@@ -195,6 +228,7 @@ def passes(
     backward = BACKWARD_GEMM * gemm + attention_back + elementwise_back + tensor_back + context_back + expert
     split = np.where(table.sequence_parallel, engine.sequence_parallel_launch, engine.tensor_parallel_launch)
     floor = engine.layer_overhead * np.where(table.tensor_parallel > 1, split, 1.0) * repeats
+    floor = floor * np.where(apart, engine.split_backward_launch, 1.0)
     if device.kind == "cpu":
         # The cores that launch are the ones that compute: nothing hides behind anything.
         idle = idle_back = floor
@@ -236,7 +270,9 @@ def _context_seconds(
         return np.zeros(len(table)), np.zeros(len(table))
     shared = work.ring_bytes > 0
     gathered = np.where(shared, all_gather(cp, cp.size * work.ring_bytes), 0.0)
-    hop = np.where(shared, work.ring_bytes / cp.bandwidth, 0.0)
+    # One neighbour sends to one other: where the ring leaves a node, through a single device's network card.
+    neighbour = np.where(cp.local >= cp.size, cp.intra_bandwidth, cp.inter_bandwidth)
+    hop = np.where(shared, work.ring_bytes / neighbour, 0.0)
     ring = (cp.size - 1) * hop + np.where(shared, cp.latency, 0.0)
     gradient_hop = 4 / element_bytes(table.precision) * hop
     exchanged = np.where(shared, all_to_all(cp, work.exchange_bytes) + cp.latency, 0.0)

@@ -8,17 +8,68 @@ gradients are summed as well.
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from costmodels.engine import Engine
 from costmodels.hardware import Cluster, Device
-from costmodels.memory import expert_shards, memory_policy, reduced_bytes, shards_gradients
+from costmodels.memory import (
+    MASTER,
+    expert_shards,
+    memory_policy,
+    reduced_bytes,
+    shards_gradients,
+    wraps_parameters,
+)
 from costmodels.network import all_gather, all_reduce, group, reduce_scatter
 from costmodels.operators import expert_replicas, expert_tensor_parallel
 from costmodels.table import Floats, Ints, LayoutTable
 
 ADAM_BYTES = 28.0
 """Traffic of Adam per parameter in fp32: reads weight, gradient and two moments, writes three of them."""
+
+
+def _calls(engine: Engine, table: LayoutTable) -> tuple[Ints, Ints]:
+    """How often a step reduces the gradients of a layer, and gathers its parameters."""
+    micro_batches = table.micro_batches
+    reductions = np.where(shards_gradients(engine, table), micro_batches, 1)
+    gathers = np.where(table.zero_stage == 3, 2 * micro_batches, np.minimum(table.zero_stage, 1))
+    return reductions, gathers
+
+
+def accumulation_seconds(engine: Engine, device: Device, table: LayoutTable) -> tuple[Floats, Floats]:
+    """Seconds per parameter to add up gradients and to copy them: for each micro batch, and once a step.
+
+    With g bytes of a gradient as backward leaves it and a bytes of a sum, an addition is 2a + g bytes of
+    memory traffic; a matrix product that adds up its own result reads and writes a. FSDP2
+    (torch/distributed/fsdp/_fully_shard, `_fsdp_param.py` and `_fsdp_collectives.py`) casts the first
+    gradient to the format of the sum (g + a), adds the others, and copies the sum into the buffer of the
+    reduction (2a, or g + a for the gradient of a single micro batch); gathering casts the fp32 shard and
+    copies what arrives out of a buffer (2g). Where it reduces every micro batch, only shards add up. The
+    time once a step is less than zero where the first gradient needs no addition.
+    """
+    policy = memory_policy(engine, table.precision)
+    gradient, total = policy.gathered, reduced_bytes(engine, table)
+    rate = device.memory_bandwidth * engine.memory_efficiency
+    adding = 2 * total + (0 if engine.fused_accumulation else gradient)
+    zero = np.zeros(len(table))
+    if not engine.fully_sharded:
+        return zero + adding / rate, zero
+    wrapped, several = wraps_parameters(table), table.micro_batches > 1
+    first = 0.0 if total == gradient else gradient + total
+    _, gathers = _calls(engine, table)
+    copied_out = 2 * gradient + (MASTER + gradient) / table.zero_shards
+    handed_over = np.where(several, 2 * total, gradient + total)
+    eager = shards_gradients(engine, table)
+    sharded = gradient + total + several * 3 * MASTER / table.zero_shards
+    each: Floats = np.where(eager, sharded, several * adding)
+    once: Floats = np.where(eager, 0.0, several * (first - adding) + wrapped * handed_over)
+    # Stage 3 gathers in every pass, the others in the first one.
+    every = table.zero_stage == 3
+    each = each + every * copied_out * gathers / table.micro_batches
+    once = once + ~every * wrapped * copied_out
+    return each / rate, once / rate
 
 
 def exchange_seconds(
@@ -45,9 +96,7 @@ def exchange_seconds(
     """
     policy = memory_policy(engine, table.precision)
     stage, micro_batches = table.zero_stage, table.micro_batches
-    eager = shards_gradients(engine, table)
-    reductions = np.where(eager, micro_batches, 1)
-    gathers = np.where(stage == 3, 2 * micro_batches, np.minimum(stage, 1))
+    reductions, gathers = _calls(engine, table)
 
     efficiency, reduced = engine.network_efficiency, reduced_bytes(engine, table)
     copies = table.zero_replicas
@@ -79,19 +128,26 @@ def optimizer_seconds(
 ) -> Floats:
     """Seconds of one Adam step on one device, [n]: bytes through memory.
 
-    Each rank updates its shard (from ZeRO 1 on), writes the parameters that matrix products read,
-    and clears the gradients. With the optimizer in host memory the shard's gradients go there and its
-    parameters come back, and the update runs at the host's bandwidth (ZeRO-Offload, arXiv:2101.06840,
-    section 4.1, without its delayed update).
+    Each rank updates its shard (from ZeRO 1 on) and, without FSDP2 (see `accumulation_seconds`), writes
+    the parameters that matrix products read and clears the gradients. With the optimizer in host memory the
+    shard's gradients go there and its parameters come back, and the update runs at the host's bandwidth
+    (ZeRO-Offload, arXiv:2101.06840, section 4.1, without its delayed update). FSDP2 moves both in fp32,
+    parameters for every gathering and gradients for every reduction, which add up on the host.
     """
     policy = memory_policy(engine, table.precision)
-    whole = policy.gathered + policy.gradients
+    whole = 0.0 if engine.fully_sharded else policy.gathered + policy.gradients
     mine = shared / table.zero_shards + experts / expert_shards(table)
     rate = device.memory_bandwidth * engine.memory_efficiency
     seconds = (mine * ADAM_BYTES + (shared + experts) * whole) / rate
     if table.offload_optimizer.any():
         host = device.host_memory_bandwidth * engine.memory_efficiency
-        wire = (policy.gradients + policy.gathered) / (device.host_bandwidth * engine.network_efficiency)
-        away = mine * (ADAM_BYTES / host + wire) + (shared + experts) * whole / rate
+        update: Any = ADAM_BYTES
+        sent: Any = policy.gradients + policy.gathered
+        if engine.fully_sharded:
+            reductions, gathers = _calls(engine, table)
+            update = ADAM_BYTES + (reductions - 1) * 3 * MASTER
+            sent = (np.maximum(gathers, 1) + reductions) * MASTER
+        wire = sent / (device.host_bandwidth * engine.network_efficiency)
+        away = mine * (update / host + wire) + (shared + experts) * whole / rate
         seconds = np.where(table.offload_optimizer, away, seconds)
     return seconds

@@ -63,6 +63,21 @@ class Engine(Record):
     """Host time of a layer with tensor-parallel collectives, relative to one without."""
     sequence_parallel_launch: Positive = 2.0
     """The same with sequence parallelism."""
+    recompute_stops_early: bool = False
+    """Recomputation ends with the last tensor that backward needs: a dense layer's last product and the
+    collective after it are not repeated."""
+    fp8_cast_bytes: NonNegative = 0.0
+    """Traffic of casting one element of an operand of an 8-bit product, for each product that reads it."""
+    split_backward_elementwise: Positive = 1.0
+    """Element-wise work under a schedule that splits backward, relative to the others."""
+    split_backward_launch: Positive = 1.0
+    """Host time of a layer under a schedule that splits backward, relative to the others."""
+    fully_sharded: bool = False
+    """Data parallelism is FSDP2's: what is gathered and reduced is copied out of and into the buffers of the
+    collectives, gradients are freed as they are reduced, and fp32 shards are what is offloaded. Otherwise
+    parameters and gradients lie in the buffers of the collectives, which are cleared after every step."""
+    fused_accumulation: bool = False
+    """Matrix products add the gradients of weights to those of earlier micro batches themselves."""
     data_parallel_overlap: Fraction
     """Share of the data-parallel communication that can hide behind computation."""
     fragmentation: NonNegative

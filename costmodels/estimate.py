@@ -29,6 +29,8 @@ class StepTime(Record):
     """Idle time of the slowest pipeline rank."""
     data_parallel: NonNegative
     """Gradient reduction and parameter gathering that compute does not hide."""
+    accumulation: NonNegative = 0.0
+    """Adding up the gradients of micro batches; copies to and from buffers of collectives."""
     optimizer: NonNegative
     """The optimizer step; with the optimizer in host memory, gradients and parameters on their way too."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Literal
 
 from pydantic import model_validator
@@ -147,21 +148,16 @@ class Layout(Record):
             raise ValueError(
                 f"context_parallel_form {self.context_parallel_form} needs context_parallel of at least 2"
             )
-        self._check_recompute()
+        conflict = recompute_conflict(
+            self.recompute,
+            self.recompute_modules,
+            self.recompute_method,
+            self.recompute_num_layers,
+            self.offload_activations,
+        )
+        if conflict is not None:
+            raise ValueError(conflict)
         return self
-
-    def _check_recompute(self) -> None:
-        if self.recompute_modules and self.recompute != "selective":
-            raise ValueError(f"recompute_modules need recompute selective, not {self.recompute}")
-        if len(set(self.recompute_modules)) < len(self.recompute_modules):
-            raise ValueError(f"recompute_modules name one twice: {', '.join(self.recompute_modules)}")
-        chosen = (self.recompute_method, self.recompute_num_layers) != ("uniform", 1)
-        if chosen and self.recompute == "none":
-            raise ValueError("recompute_method and recompute_num_layers need recompute selective or full")
-        if chosen and self.recompute == "selective" and self.recompute_method == "uniform":
-            raise ValueError(
-                "recompute selective works layer by layer: recompute_num_layers needs method block"
-            )
 
     @property
     def world_size(self) -> int:
@@ -229,6 +225,31 @@ class Layout(Record):
         if (self.recompute_method, self.recompute_num_layers) != ("uniform", 1):
             text += f"/{self.recompute_method}:{self.recompute_num_layers}"
         return text
+
+
+NOTHING_TO_OFFLOAD = (
+    "offload_activations has nothing to send with recompute full; use recompute selective, or "
+    "recompute_method block"
+)
+"""Layers that are recomputed as a whole keep their input only."""
+
+
+def recompute_conflict(
+    recompute: str, modules: Sequence[str], method: str, layers: int, offloads: bool
+) -> str | None:
+    """Why the fields of a layout that say what is recomputed and offloaded contradict each other, or None."""
+    if modules and recompute != "selective":
+        return f"recompute_modules need recompute selective, not {recompute}"
+    if len(set(modules)) < len(modules):
+        return f"recompute_modules name one twice: {', '.join(modules)}"
+    if (method, layers) != ("uniform", 1) and recompute == "none":
+        return "recompute_method and recompute_num_layers need recompute selective or full"
+    if method == "uniform" and layers > 1 and recompute == "selective":
+        return (
+            f"recompute_num_layers {layers}: recompute selective works layer by layer; add "
+            "recompute_method block"
+        )
+    return NOTHING_TO_OFFLOAD if offloads and recompute == "full" and method == "uniform" else None
 
 
 CHUNKS_OF_SCHEDULES = (

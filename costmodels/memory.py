@@ -30,6 +30,12 @@ from costmodels.table import RECOMPUTE_KINDS, RECOMPUTE_METHODS, Bools, Floats, 
 FULL = RECOMPUTE_KINDS.index("full")
 UNIFORM = RECOMPUTE_METHODS.index("uniform")
 
+NARROW, MASTER = 2.0, 4.0
+"""Bytes of a gradient in 16 bits, and of a gradient or a parameter as the optimizer sees it."""
+
+FETCHED_LAYERS = 2
+"""Layers whose offloaded activations are on the device: the one in backward and the next one, on its way."""
+
 GATHERED_LAYERS = 2
 """Whole layers that ZeRO 3 holds at a time: the one at work and the next one, prefetched."""
 
@@ -54,11 +60,16 @@ class UnitSizes:
     """Kept from forward to backward."""
     moe_activations: Floats
     dense_working: Floats
-    """Recomputed in backward, or fetched back from host memory, one layer at a time."""
+    """Recomputed in backward, one layer at a time."""
     moe_working: Floats
+    dense_moved: Floats
+    """Kept in host memory, but for those layers that backward uses or is about to."""
+    moe_moved: Floats
     dense_plain_activations: Floats
     """Kept by layers that recompute nothing while others do."""
     moe_plain_activations: Floats
+    dense_plain_moved: Floats
+    moe_plain_moved: Floats
     waiting: Floats
     """Gradients of a layer's activations that wait for those of its weights, when backward is split."""
     logits: Floats
@@ -122,26 +133,25 @@ def unit_sizes(model: ModelSpec, engine: Engine, table: LayoutTable) -> UnitSize
     vocabulary = padded_vocabulary(model, table)
     positions = model.max_positions if model.position == "learned" else 0
     has_matrix = (table.pipeline_parallel > 1) | (not model.tied)
-    dense_kept, dense_working = layer_activations(model, engine, table, moe=False)
-    moe_layer = experts = moe_kept = moe_working = zero
+    dense_kept, dense_working, dense_moved = layer_activations(model, engine, table, moe=False)
+    moe_layer = experts = moe_kept = moe_working = moe_moved = zero
     if model.experts:
         moe_layer = attention + model.norm_parameters + h * model.experts
         if model.shared_expert_ffn:
             moe_layer = moe_layer + _mlp_parameters(model, model.shared_expert_ffn, tp)
         expert = _mlp_parameters(model, model.expert_ffn, expert_tensor_parallel(table))
         experts = model.experts / table.expert_parallel * expert
-        moe_kept, moe_working = layer_activations(model, engine, table, moe=True)
-    dense_plain = moe_plain = zero
+        moe_kept, moe_working, moe_moved = layer_activations(model, engine, table, moe=True)
+    dense_plain = moe_plain = dense_plain_moved = moe_plain_moved = zero
     if table.recompute_method.any():
         plain = replace(
             table,
             recompute=np.zeros_like(table.recompute),
             recompute_modules=np.zeros_like(table.recompute_modules),
         )
-        dense_plain, plain_working = layer_activations(model, engine, plain, moe=False)
-        dense_working = np.maximum(dense_working, plain_working)
+        dense_plain, _, dense_plain_moved = layer_activations(model, engine, plain, moe=False)
         if model.experts:
-            moe_plain, _ = layer_activations(model, engine, plain, moe=True)
+            moe_plain, _, moe_plain_moved = layer_activations(model, engine, plain, moe=True)
     logits = t * vocabulary / tp * (2 * e + 4 * engine.logits_copies)
     head_input = e * t * h / (part if engine.regathers_sequence else 1)
     return UnitSizes(
@@ -154,8 +164,12 @@ def unit_sizes(model: ModelSpec, engine: Engine, table: LayoutTable) -> UnitSize
         moe_activations=moe_kept,
         dense_working=dense_working,
         moe_working=moe_working,
+        dense_moved=dense_moved,
+        moe_moved=moe_moved,
         dense_plain_activations=dense_plain,
         moe_plain_activations=moe_plain,
+        dense_plain_moved=dense_plain_moved,
+        moe_plain_moved=moe_plain_moved,
         waiting=waiting_activations(model, table),
         logits_waiting=e * t * vocabulary / tp,
         logits=logits + e * t * h / part + head_input,
@@ -175,10 +189,19 @@ def parameters(sizes: UnitSizes, ranks: Ranks) -> tuple[Floats, Floats]:
 def shards_gradients(engine: Engine, table: LayoutTable) -> Bools:
     """Rows that reduce gradients before they accumulate, and so keep a shard of them only.
 
-    A pipeline interleaves backward passes of micro batches, so it reduces after the last one.
+    A pipeline interleaves backward passes of micro batches, so it reduces after the last one. With one micro
+    batch nothing accumulates: FSDP2, for which ZeRO 1 and 2 are the same, frees what it has reduced.
     """
     eager = (table.zero_stage >= engine.eager_reduction_stage) & (table.pipeline_parallel == 1)
-    result: Bools = (table.zero_stage >= 2) & (eager | (table.micro_batches == 1))
+    single = (table.micro_batches == 1) & (table.zero_stage >= (1 if engine.fully_sharded else 2))
+    result: Bools = (table.zero_stage >= 2) & eager | single
+    return result
+
+
+def wraps_parameters(table: LayoutTable) -> Bools:
+    """Rows whose parameters FSDP2 manages: all but those of fp32 on one rank, which need no second copy."""
+    apart = table.precision not in ("fp32", "tf32")
+    result: Bools = (table.replicas > 1) | table.offload_optimizer | apart
     return result
 
 
@@ -208,14 +231,26 @@ def _states(
 ) -> tuple[Floats, Floats, Floats]:
     """Bytes per parameter of parameters, gradients and optimizer state.
 
-    `replicas` ranks hold the same parameters, and ZeRO splits over `shards` of them (1 without ZeRO).
+    `replicas` ranks hold the same parameters, and ZeRO splits over `shards` of them (1 without ZeRO). Of an
+    offloaded optimizer, FSDP2 keeps all fp32 shards and sharded gradients in host memory.
+
+    Gradients that are reduced in bf16 add up in bf16, and the optimizer gets an fp32 copy of its shard. FSDP2
+    makes that copy of a layer as it frees the sum, so that one follows the other; elsewhere both are there.
     """
     policy = memory_policy(engine, table.precision)
     frees = frees_parameters(table)
-    copy = np.where(~frees & (replicas > 1), policy.shard, 0.0) / shards
+    on_host = table.offload_optimizer & engine.fully_sharded
+    copy = np.where(~frees & (replicas > 1) & ~on_host, policy.shard, 0.0) / shards
+    parameters = np.where(frees, np.where(on_host, 0.0, policy.parameters / shards), policy.parameters)
+    whole: Floats | float = policy.gradients
+    if table.gradient_reduction == "bf16" and policy.gradients > NARROW:
+        master = np.where(on_host, 0.0, MASTER / shards)
+        summed = np.maximum(NARROW, master) if engine.fully_sharded else NARROW + master
+        whole = np.where(wraps_parameters(table), summed, whole) if engine.fully_sharded else summed
+    sharded = np.where(on_host, 0.0, policy.gradients / shards)
     return (
-        policy.parameters / np.where(frees, shards, 1.0) + copy,
-        policy.gradients / np.where(shards_gradients(engine, table), shards, 1.0),
+        parameters + copy,
+        np.where(shards_gradients(engine, table), sharded, whole),
         np.where(table.offload_optimizer, 0.0, policy.optimizer / shards),
     )
 
@@ -246,9 +281,12 @@ def stage_memory(
         inner = np.maximum(sizes.dense_activations, sizes.moe_activations)[:, None]
         layers = np.clip(layers, 1.0, np.maximum(ranks.layers, 1.0))
         working = layers * working + (layers - 1) * inner
-    activations = working
+    activations, fetched = working, np.zeros(())
     for kind, layers in in_flight(ranks, table.micro_batches[:, None].astype(np.float64)).items():
         activations = activations + layers * getattr(sizes, f"{kind}_activations")[:, None]
+        if (moved := getattr(sizes, f"{kind}_moved")).any():
+            fetched = np.maximum(fetched, np.minimum(layers, FETCHED_LAYERS) * moved[:, None])
+    activations = activations + fetched
     logits = ranks.last * sizes.logits[:, None]
     if ranks.waiting.any():
         activations += (

@@ -41,6 +41,8 @@ class Operators:
     gemms: tuple[Gemm, ...]
     mlp_gemms: tuple[Gemm, ...]
     """Those of `gemms` that are the MLP's or the experts'."""
+    last_gemms: tuple[Gemm, ...]
+    """Those of `gemms` after which nothing is kept for backward: the one that ends a dense layer."""
     attention_flops: Floats
     """Scores and weighted values, all positions (causality not yet used)."""
     scores: Floats
@@ -63,6 +65,8 @@ class Operators:
     """Keys and values of one rank, which context parallelism passes around or gathers."""
     exchange_bytes: Floats
     """Queries, keys, values and output of one rank, where it exchanges tokens for heads."""
+    gathered_bytes: Floats
+    """Keys and values of the whole sequence, where they are gathered."""
     merge_bytes: Floats
     """Traffic of adding one rank's attention to that of the ranks before it, in fp32."""
     routed_bytes: Floats
@@ -194,6 +198,7 @@ def layer(model: ModelSpec, engine: Engine, table: LayoutTable, moe: bool) -> Op
     return Operators(
         gemms=attention + gemms,
         mlp_gemms=gemms,
+        last_gemms=() if moe else gemms[-1:],
         attention_flops=2 * t * model.seq * (queries + values) / tp,
         scores=t * model.seq * model.heads / tp,
         elementwise_forward=6 * whole + 2 * e * between,
@@ -207,6 +212,9 @@ def layer(model: ModelSpec, engine: Engine, table: LayoutTable, moe: bool) -> Op
         gathers_backward=gathers * np.where(sp & engine.regathers_sequence, 1.5, 1.0),
         ring_bytes=np.where(table.context_parallel > 1, e * t * kv, 0.0),
         exchange_bytes=np.where(forms == ALL_TO_ALL, e * t * exchanged, 0.0),
+        gathered_bytes=np.where(
+            (table.context_parallel > 1) & (forms == ALL_GATHER), e * t * kv * table.context_parallel, 0.0
+        ),
         merge_bytes=np.where(forms == RING, (e + 8) * t * values / tp, 0.0),
         routed_bytes=routed,
         expert_gather_bytes=expert_gather,
@@ -221,6 +229,7 @@ def embedding(model: ModelSpec, table: LayoutTable) -> Operators:
     return Operators(
         gemms=(),
         mlp_gemms=(),
+        last_gemms=(),
         attention_flops=zero,
         scores=zero,
         elementwise_forward=2 * whole,
@@ -233,6 +242,7 @@ def embedding(model: ModelSpec, table: LayoutTable) -> Operators:
         gathers_backward=np.where(sp, 1.0, 0.0),
         ring_bytes=zero,
         exchange_bytes=zero,
+        gathered_bytes=zero,
         merge_bytes=zero,
         routed_bytes=zero,
         expert_gather_bytes=zero,
@@ -251,6 +261,7 @@ def head(model: ModelSpec, padded_vocab: Floats, table: LayoutTable) -> Operator
     return Operators(
         gemms=(Gemm(t, zero + model.hidden, padded_vocab / tp, zero + 1),),
         mlp_gemms=(),
+        last_gemms=(),
         attention_flops=zero,
         scores=zero,
         elementwise_forward=2 * norm + (e + 16) * logits,
@@ -263,6 +274,7 @@ def head(model: ModelSpec, padded_vocab: Floats, table: LayoutTable) -> Operator
         gathers_backward=np.where(sp, 1.0, 2.0),
         ring_bytes=zero,
         exchange_bytes=zero,
+        gathered_bytes=zero,
         merge_bytes=zero,
         routed_bytes=zero,
         expert_gather_bytes=zero,

@@ -6,6 +6,7 @@ stages; the tests play out the orders of PyTorch's schedules against them.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from functools import lru_cache
@@ -183,17 +184,25 @@ Entry = tuple[tuple[int, ...], int, int, Schedule, int | None, int]
 def _deciding(entry: Entry) -> tuple[tuple[float, ...], ...]:
     """Rows of `Ranks` that can be slowest or fullest: of equal ranks, those that keep the most in flight."""
     every = all_ranks(*entry)
-    kinds: dict[tuple[float, ...], list[list[float]]] = {}
+    counts: Counter[tuple[float, ...]] = Counter()
+    fullest: dict[tuple[float, ...], list[tuple[float, ...]]] = {}
     kept_from = 1 + len(WORK)
     for row in zip(*(getattr(every, name).tolist() for name in FIELDS), strict=True):
         work, flight = row[1:kept_from], row[kept_from:]
-        kept = kinds.setdefault(work, [])
-        if all(any(f > k for f, k in zip(flight, other[kept_from:], strict=True)) for other in kept):
-            kept.append([float(not kept), *row[1:]])
-            kept[0][0] += len(kept) > 1
-        else:
-            kept[0][0] += 1
-    return tuple(tuple(row) for kept in kinds.values() for row in kept)
+        counts[work] += 1
+        kept = fullest.setdefault(work, [])
+        if not any(_at_most(flight, other) for other in kept):
+            kept[:] = [*(other for other in kept if not _at_most(other, flight)), flight]
+    # The first of equal ranks counts for all of them.
+    return tuple(
+        (0.0 if place else float(counts[work]), *work, *flight)
+        for work, kept in fullest.items()
+        for place, flight in enumerate(kept)
+    )
+
+
+def _at_most(flight: tuple[float, ...], other: tuple[float, ...]) -> bool:
+    return all(own <= others for own, others in zip(flight, other, strict=True))
 
 
 def ranks_entry(model: ModelSpec, table: LayoutTable, row: int) -> Entry:

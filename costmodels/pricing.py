@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields, replace
 import numpy as np
 
 from costmodels.compute import PARTS, Passes, passes, peak_flops
-from costmodels.data_parallel import exchange_seconds, optimizer_seconds
+from costmodels.data_parallel import accumulation_seconds, exchange_seconds, optimizer_seconds
 from costmodels.engine import Engine
 from costmodels.estimate import Estimate, StageMemory, StepTime
 from costmodels.hardware import Cluster
@@ -31,6 +31,7 @@ from costmodels.operators import (
     padded_vocabulary,
 )
 from costmodels.pipeline import (
+    NONE,
     Ranks,
     all_ranks,
     bubble_seconds,
@@ -142,10 +143,9 @@ def _on_ranks(units: dict[str, Passes], ranks: Ranks, row: Ints, part: str) -> F
     """Seconds of `part` for one micro batch on each rank; `row` says which row of `units` is meant."""
     total = np.zeros_like(ranks.dense)
     for held, unit in units.items():
-        seconds = getattr(unit, part)
-        if seconds.any():
-            seconds = seconds[row]
-            total += getattr(ranks, held) * seconds.reshape(-1, *(1,) * (total.ndim - 1))
+        count, seconds = getattr(ranks, held), getattr(unit, part)
+        if count is not NONE and seconds.any():
+            total += count * seconds[row].reshape(-1, *(1,) * (total.ndim - 1))
     return total
 
 
@@ -172,15 +172,21 @@ def _price_block(
     sizes = UnitSizes(**{field.name: getattr(every, field.name)[shape] for field in fields(UnitSizes)})
     ranks = deciding_ranks(model, table)
 
-    rank_seconds = _on_ranks(units, ranks, shape, "total")
+    held_shared, held_experts = parameters(sizes, ranks)
+    adding, once = accumulation_seconds(engine, cluster.device, table)
+    # Each micro batch adds its gradients to those of the ones before it.
+    added = (held_shared + held_experts) * adding[:, None]
+    rank_seconds = _on_ranks(units, ranks, shape, "total") + added
     slowest = rank_seconds.argmax(axis=1)[:, None]
     rows = np.arange(len(table))
     slow = ranks.each(lambda held: held[rows, slowest[:, 0]])
     micro_batches = table.micro_batches
     time = {part: micro_batches * _on_ranks(units, slow, shape, part) for part in PARTS}
-    backward = _on_ranks(units, slow, shape, "backward")
+    slow_added = added[rows, slowest[:, 0]]
+    backward = _on_ranks(units, slow, shape, "backward") + slow_added
     forward = rank_seconds[rows, slowest[:, 0]] - backward
-    shared, experts = (count.max(axis=1) for count in parameters(sizes, ranks))
+    shared, experts = held_shared.max(axis=1), held_experts.max(axis=1)
+    time["accumulation"] = np.maximum(micro_batches * slow_added + (shared + experts) * once, 0.0)
     time["pipeline_parallel"] = send_seconds(model, cluster, engine.network_efficiency, table)
     time["pipeline_parallel"] += _tied_seconds(
         model, cluster, engine, table, padded_vocabulary(model, shapes)[shape]
@@ -192,6 +198,7 @@ def _price_block(
         some = ranks.each(lambda held: held[apart])
         weights = _on_ranks(units, some, shape[apart], "weights")
         inputs = _on_ranks(units, some, shape[apart], "backward") - weights
+        weights += added[apart]
         ahead = rank_seconds[apart] - inputs - weights
         time["bubble"][apart] = split_bubble_seconds(table.take(apart), ahead, inputs, weights, some.count)
     time["data_parallel"] = exchange_seconds(

@@ -197,6 +197,9 @@ def run(app: typer.Typer, name: str, quiet: bool = False) -> None:
         if type(error).__name__ == "NoArgsIsHelpError":
             print(error.format_message())
         elif not quiet:
-            print(f"{name}: error: {' '.join(error.format_message().split())}", file=sys.stderr)
+            line = " ".join(error.format_message().split())
+            if "unexpected extra argument" in line:
+                line += "; a flag takes one word: put commas, no blanks, between several names"
+            print(f"{name}: error: {line}", file=sys.stderr)
         code = 2
     sys.exit(code if isinstance(code, int) else 0)

@@ -274,8 +274,9 @@ class ParallelOptions:
     recompute_activations: bool = flag(False, "Fix recompute=selective.")
     recompute_modules: list[str] = flag(
         [],
-        "With selective recomputation: core_attn, layernorm, mlp, moe_act; repeatable, or with commas.",
-        metavar="NAME",
+        "With selective recomputation: core_attn, layernorm, mlp, moe_act; several with commas between them, "
+        "not blanks.",
+        metavar="NAMES",
     )
     recompute_method: str | None = flag(None, "With --recompute-granularity full: uniform or block.")
     recompute_num_layers: int | None = flag(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import get_args
+from typing import Any, get_args
 
 from costmodels.errors import InputError
 from costmodels.hardware import Precision
@@ -19,8 +19,10 @@ from costmodels.layout import (
     RecomputeMethod,
     RecomputeModule,
     Schedule,
+    recompute_conflict,
     schedule_runs,
 )
+from costmodels.table import BOOLEANS
 
 
 @dataclass(frozen=True)
@@ -60,8 +62,6 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "gradient_reduction": get_args(GradientReduction),
 }
 
-_BOOLEANS = ("sequence_parallel", "offload_activations", "offload_optimizer")
-
 _ALWAYS_ONE = ("expert_parallel", "expert_tensor_parallel")
 """Degrees that the search does not vary."""
 
@@ -90,9 +90,9 @@ def parse_pins(pin: PinInput) -> Pins:
         value = _value(item)
         if pins.setdefault(item.name, value) != value:
             raise InputError(f"pin {item.name} is given twice: {pins[item.name]} and {value}")
-    _check_together(pins)
     if "recompute_modules" in pins:
         pins.setdefault("recompute", "selective")
+    _check_together(pins)
     return pins
 
 
@@ -104,17 +104,19 @@ def _check_together(pins: Pins) -> None:
             raise InputError(
                 f"pin schedule={kind} contradicts virtual_pipeline_parallel={chunks}; {CHUNKS_OF_SCHEDULES}"
             )
-    recompute = pins.get("recompute", "selective")
-    if "recompute_modules" in pins and recompute != "selective":
-        raise InputError(f"pin recompute_modules needs recompute=selective, not {recompute}")
-    method, layers = pins.get("recompute_method", "uniform"), pins.get("recompute_num_layers", 1)
-    if (method, layers) != ("uniform", 1) and pins.get("recompute") == "none":
-        raise InputError("pins recompute_method and recompute_num_layers need recompute=selective or full")
-    if layers != 1 and method == "uniform" and pins.get("recompute") == "selective":
+    method = str(pins.get("recompute_method", "uniform"))
+    if method == "block" and "recompute_num_layers" not in pins:
         raise InputError(
-            f"pin recompute_num_layers={layers}: recompute=selective works layer by layer; add "
-            "recompute_method=block"
+            "pin recompute_method=block needs recompute_num_layers (--recompute-num-layers), the layers of "
+            "each stage that recompute"
         )
+    if "recompute" in pins:
+        modules: Any = pins.get("recompute_modules", ())
+        layers = int(str(pins.get("recompute_num_layers", 1)))
+        offloads = pins.get("offload_activations") is True
+        conflict = recompute_conflict(str(pins["recompute"]), modules, method, layers, offloads)
+        if conflict is not None:
+            raise InputError(f"pin {conflict}")
     form = pins.get("context_parallel_form")
     if isinstance(form, str) and pins.get("context_parallel") == 1:
         raise InputError(f"pin context_parallel_form={form} needs context_parallel of at least 2, not 1")
@@ -164,7 +166,7 @@ def _value(item: _Item) -> PinValue:
         _value(_Item(item.name, item.value.value))
         return item.value
     text = str(item.value).strip().lower()
-    if item.name in _BOOLEANS:
+    if item.name in BOOLEANS:
         if text not in _WORDS:
             raise item.wrong("true or false")
         return _WORDS[text]

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from costmodels.layout import (
+    NOTHING_TO_OFFLOAD,
     SPLIT_BACKWARD,
     V_SCHEDULES,
     Layout,
@@ -268,14 +269,18 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "zero_replicas",
         lambda model, d: (
-            (d.zero_replicas > 1)
-            & ((d.zero_stage == 0) | (d.replicas % d.zero_replicas != 0) | (d.zero_replicas == d.replicas))
+            (d.zero_replicas > 1) & ((d.replicas % d.zero_replicas != 0) | (d.zero_replicas == d.replicas))
         ),
         lambda model, d: (
-            f"zero_replicas {d.zero_replicas} with zero_stage {d.zero_stage} on {d.replicas} data- and "
-            "context-parallel ranks: it needs zero_stage of at least 1, and must divide the ranks into "
-            f"shards of at least 2; use {', '.join(map(str, divisors(int(d.replicas))[:-1] or [1]))}"
+            f"zero_replicas {d.zero_replicas} does not divide the {d.replicas} ranks of data_parallel x "
+            "context_parallel into groups of at least 2; use "
+            f"{', '.join(map(str, divisors(int(d.replicas))[:-1] or [1]))}"
         ),
+    ),
+    Rule(
+        "zero_replicas_stage",
+        lambda model, d: (d.zero_replicas > 1) & (d.zero_stage == 0),
+        lambda model, d: f"zero_replicas {d.zero_replicas} needs zero_stage of at least 1, not 0",
     ),
     # Under a pipeline the gradients of all micro batches accumulate before they are reduced once, and what a
     # backward pass has gathered stays for the forward pass that comes next.
@@ -325,12 +330,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "offload_recompute",
         lambda model, d: d.offload_activations & (d.recompute == FULL) & (d.recompute_method == UNIFORM),
-        lambda model, d: (
-            "offload_activations with recompute full moves what attention keeps for one layer at a time; use "
-            "one of the two"
-        ),
-        redundant=True,
-        lifted_by=("offload_activations", "recompute"),
+        lambda model, d: NOTHING_TO_OFFLOAD,
     ),
 )
 """In the order in which they are applied: a layout is counted under the first rule that it breaks."""

@@ -9,16 +9,32 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.pipelining import Schedule1F1B
+from torch.distributed.pipelining import (
+    Schedule1F1B,
+    ScheduleDualPipeV,
+    ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+    ScheduleZBVZeroBubble,
+)
 
 from costmodels import Layout, ModelSpec
-from costmodels.layout import SPLIT_BACKWARD
+from costmodels.layout import SPLIT_BACKWARD, Schedule
 from runtime.data_parallel import DTYPES
 from runtime.grid import Grid
 from runtime.loss import TokenLoss
 from runtime.model import Transformer
 from runtime.pipeline_stage import LeanStage
-from runtime.schedule_order import SCHEDULES, forward_only
+
+SCHEDULES: dict[Schedule, type] = {
+    "1f1b": Schedule1F1B,
+    "interleaved": ScheduleInterleaved1F1B,
+    "interleaved_zb": ScheduleInterleavedZeroBubble,
+    "zbv": ScheduleZBVZeroBubble,
+    "dualpipev": ScheduleDualPipeV,
+}
+
+FORWARD_ACTIONS = ("F", "SEND_F", "RECV_F", "UNSHARD", "RESHARD")
+"""What a forward pass needs of PyTorch's actions."""
 
 
 class Pipeline:
@@ -49,7 +65,7 @@ class Pipeline:
         self.evaluation = copy.copy(self.schedule)
         if kind is not Schedule1F1B:
             self.evaluation.pipeline_order_with_comms = {
-                rank: forward_only(actions)
+                rank: _forward_only(actions)
                 for rank, actions in self.schedule.pipeline_order_with_comms.items()
             }
 
@@ -66,6 +82,12 @@ class Pipeline:
         options: dict[str, Any] = {"target": labels, "losses": losses} if self.is_last else {}
         step(*arguments, return_outputs=False, **options)
         return torch.stack(losses).sum().detach() if losses else torch.zeros((), device=self.device)
+
+
+def _forward_only(actions: list[Any]) -> list[Any]:
+    """Those of one rank's actions in PyTorch's form, communication included, that a forward pass needs."""
+    parts = [part for action in actions for part in action.sub_actions or (action,)]
+    return [part for part in parts if part.computation_type.value in FORWARD_ACTIONS]
 
 
 def _keep_gathered(stages: Sequence[Transformer]) -> None:

@@ -84,6 +84,11 @@ CASES: dict[str, tuple[Words, int, tuple[str, ...]]] = {
         2,
         ("unknown model 'gpt2-nanoo'", "did you mean gpt2-nano"),
     ),
+    "several words after one flag": (
+        lambda f: ("suggest", *NANO, *EIGHT, "--recompute-modules", "core_attn", "layernorm"),
+        2,
+        ("unexpected extra argument", "layernorm", "put commas, no blanks, between several names"),
+    ),
     "world size that nothing divides": (
         lambda f: (*LAUNCH[:-1], "7", "--global-batch-size", "8"),
         2,

@@ -93,6 +93,24 @@ def test_fp8_speeds_up_layers_but_not_the_head(gpt, a100, engine, layout, cluste
     assert seconds["fp8"][1:] == seconds["bf16"][1:]
 
 
+def test_fp8_casts_both_operands_of_every_product(gpt, a100, engine, layout, cluster):
+    """x and w forward; gradient and w, gradient and x backward: two sides of each of the three matrices."""
+    device = a100.model_copy(update={"peak_flops": {"bf16": 1e15, "fp8": 2e15}})
+    table = LayoutTable.of([layout(gpt, precision="fp8")])
+    free, priced = (
+        layer_passes(gpt, device, engine("bundled", fp8_cast_bytes=cost), table, cluster(8))
+        for cost in (0.0, 5.0)
+    )
+    t, h = gpt.seq, gpt.hidden
+    shapes = [(t, h, 3 * h), (t, h, h), (t, h, 4 * h), (t, 4 * h, h)]
+    elements = sum(2 * (m * k + k * n + m * n) for m, k, n in shapes)
+    rate = 2.039e12 * 0.85
+    assert priced.elementwise[0] - free.elementwise[0] == pytest.approx(5 * elements / rate)
+    assert engine("bundled").fp8_cast_bytes == 5
+    bf16 = LayoutTable.of([layout(gpt, precision="bf16")])
+    assert layer_passes(gpt, device, engine("bundled"), bf16, cluster(8)).elementwise == free.elementwise
+
+
 def test_a_format_that_the_device_lacks_is_named_with_those_it_has(a100):
     with pytest.raises(InputError, match=r"precision fp8: device a100-80gb .* use fp32, tf32, fp16, bf16$"):
         peak_flops(a100, "fp8")

@@ -63,6 +63,9 @@ def test_an_engine_that_reduces_once_a_step_keeps_whole_gradients(gpt, cluster, 
 
     assert gradients("bundled", dp=8, zero=2, m=4) == gpt.parameters
     assert gradients("bundled", dp=8, zero=2, m=1) == gpt.parameters / 8
+    # FSDP2 knows no ZeRO 1 without 2; Megatron-LM's buffers stay.
+    assert gradients("bundled", dp=8, zero=1, m=1) == gpt.parameters / 8
+    assert gradients("megatron", dp=8, zero=1, m=1) == gpt.parameters
     assert gradients("bundled", dp=8, zero=3, m=4) == gpt.parameters / 8
     assert gradients("megatron", dp=8, zero=2, m=4) == gpt.parameters / 8
     # A pipeline reduces after its last micro batch.
@@ -236,13 +239,56 @@ def test_offloading_empties_the_device(gpt, cluster, engine, layout):
     assert usual["activations"][0, 0] - away["activations"][0, 0] == (8 - 2) * 2 * gpt.seq * 5 * gpt.hidden
 
 
+def test_gradients_that_are_reduced_in_bf16_are_kept_in_bf16(gpt, cluster, engine, layout):
+    def gradients(name, **fields):
+        one = layout(gpt, **{"dp": 8, "m": 4, "gradient_reduction": "bf16", **fields})
+        return memory_of(gpt, cluster(8), engine(name), one)["gradients"].max() / gpt.parameters
+
+    assert gradients("bundled", gradient_reduction="fp32") == 4
+    # FSDP2 frees the sums of a layer as it makes their fp32 shard.
+    assert gradients("bundled", zero=1) == 2
+    assert gradients("bundled", zero=0) == 4
+    assert gradients("bundled", dp=1, precision="fp32") == 4
+    # Megatron-LM's optimizer copies its shard, and the buffer stays.
+    assert gradients("megatron", zero=1) == 2 + 4 / 8
+    assert gradients("bundled", zero=3) == 4 / 8
+
+
+def test_an_offloaded_optimizer_takes_its_shards_along(gpt, cluster, engine, layout):
+    def states(name, **fields):
+        one = layout(gpt, dp=8, offload_optimizer=True, **{"m": 4, **fields})
+        found = memory_of(gpt, cluster(8), engine(name), one)
+        return [found[part][0, 0] / gpt.parameters for part in ("parameters", "gradients", "optimizer")]
+
+    # fp32: the gathered copy and the sums, no shard of 4 / 8.
+    assert states("bundled", zero=1, precision="fp32") == [4, 4, 0]
+    layers = 2 * 2 * gpt.dense_layer_parameters / gpt.parameters
+    assert states("bundled", zero=3) == pytest.approx([layers, 0, 0])
+    assert states("megatron", zero=1) == [2, 4, 0]
+
+
+def test_one_layer_in_flight_is_no_fuller_for_offloading(gpt, cluster, engine, layout):
+    def activations(rank, flag):
+        one = layout(gpt, pp=8, m=8, offload_activations=flag)
+        return memory_of(gpt, cluster(8), engine("bundled"), one)["activations"][0, rank]
+
+    moved = 2 * gpt.seq * 5 * gpt.hidden
+    # One layer a rank: alive for 8 micro batches on the first and for one on the last.
+    assert activations(0, False) - activations(0, True) == 6 * moved
+    assert activations(6, False) == activations(6, True)
+    assert activations(7, False) == activations(7, True)
+
+
 def test_context_parallel_forms_keep_their_copies(llama, engine, layout):
     forms = {
         form: kept(llama, engine("bundled"), layout(llama, cp=4, cp_form=form))
         for form in ("ring", "all_gather", "all_to_all")
     }
     own = 2 * llama.seq / 4
-    assert forms["all_gather"] - forms["ring"] == own * 3 * 2 * llama.kv_heads * llama.head_dim
+    # What others' keys and values take, and the results of two chunks of queries besides the joined one.
+    assert forms["all_gather"] - forms["ring"] == own * (
+        3 * 2 * llama.kv_heads * llama.head_dim + llama.q_size
+    )
     assert forms["all_to_all"] - forms["ring"] == own * llama.q_size
     repeated = kept(llama, engine("bundled"), layout(llama, cp=16, cp_form="all_to_all"))
     ring = kept(llama, engine("bundled"), layout(llama, cp=16, cp_form="ring"))

@@ -247,6 +247,7 @@ def test_what_is_recomputed_costs_its_part_of_the_forward_pass(gpt, cluster, eng
         for name in ("core_attention", "mlp", "norm", "activation")
     }
     whole = again(recompute="full")
+    zbv = {"pp": 4, "vpp": 2, "m": 8, "schedule": "zbv"}
     assert 0 < parts["activation"] < parts["mlp"] < whole
     assert 0 < parts["norm"] < parts["core_attention"] + parts["norm"]
     assert again(**one, recompute_modules=("core_attention", "mlp")) == pytest.approx(
@@ -254,8 +255,114 @@ def test_what_is_recomputed_costs_its_part_of_the_forward_pass(gpt, cluster, eng
     )
     half = again(recompute="full", recompute_method="block", recompute_num_layers=4)
     assert half == pytest.approx(whole / 2)
-    apart = again(recompute="full", pp=4, vpp=2, m=8, schedule="zbv")
-    assert apart == pytest.approx(2 * 8 * whole / 4)
+    quick = engine("bundled", layer_overhead=0.0, split_backward_elementwise=1.0)
+    assert again(recompute="full", **zbv) == pytest.approx(2 * 8 * whole / 4)
+
+
+def test_recomputation_ends_with_the_last_tensor_that_backward_needs(llama, a100, engine, layout, cluster):
+    """The product that ends a layer, and the collective after it, run once; Megatron-LM's run twice."""
+    bundled = engine("bundled", layer_overhead=0.0).for_device(a100)
+    last = llama.layers * 2 * llama.seq * llama.ffn * llama.hidden / (312e12 * bundled.gemm_efficiency)
+
+    def time(stops, **fields):
+        chosen = bundled.model_copy(update={"recompute_stops_early": stops})
+        return seconds(llama, cluster(8), chosen, layout(llama, **fields))
+
+    mlp = {"recompute": "selective", "recompute_modules": ("mlp",)}
+    units = {"recompute": "full", "recompute_num_layers": 4}
+    for fields, spared in (({"recompute": "full"}, last), (mlp, last), (units, last / 4)):
+        assert time(False, **fields).recompute - time(True, **fields).recompute == pytest.approx(spared)
+    # Of a layer's all-gathers and reduce-scatters (4 forward, 4 backward) sequence parallelism repeats 3 with
+    # full recomputation and 1 with that of the MLP; without it, 1 of 2 all-reduces and none.
+    for sp, recompute, repeated in (
+        (True, {"recompute": "full"}, 3),
+        (True, mlp, 1),
+        (False, {"recompute": "full"}, 2),
+        (False, mlp, 0),
+    ):
+        usual, again = (time(True, tp=8, sp=sp, pp=1, **fields).tensor_parallel for fields in ({}, recompute))
+        layer = (time(True, tp=8, sp=sp, pp=1).tensor_parallel - ends_of(llama, sp)) / 8
+        assert again - usual == pytest.approx(repeated * layer)
+
+
+def ends_of(model, sp):
+    """Seconds of the collectives of embedding and head: two all-gathers each way, or all-reduces."""
+    once = 2 * model.seq * model.hidden * 7 / 8 / (300e9 * 0.8) + 3 * 3e-6
+    return 4 * once
+
+
+def test_recomputing_every_layer_of_a_block_is_recomputing_all(gpt, cluster, engine, layout):
+    for degrees in ({"m": 4}, {"pp": 4, "m": 8}, {"pp": 2, "vpp": 2, "m": 4}):
+        full, block = (
+            estimate(gpt, cluster(8), engine("bundled"), layout(gpt, **degrees, recompute="full", **fields))
+            for fields in ({}, {"recompute_method": "block", "recompute_num_layers": 8})
+        )
+        assert block.time == full.time
+        assert block.memory == full.memory
+
+
+def test_what_splits_backward_is_not_compiled(gpt, cluster, engine, layout):
+    fields = {"pp": 4, "vpp": 2, "m": 8}
+    for constant, part in (
+        ("split_backward_elementwise", "elementwise"),
+        ("split_backward_launch", "launch"),
+    ):
+        plain, slow = (engine("bundled", layer_overhead=1e-3, **{constant: factor}) for factor in (1.0, 2.0))
+        usual, apart = ({**fields, "schedule": name} for name in ("interleaved", "zbv"))
+        before, after = (
+            [getattr(seconds(gpt, cluster(4), one, layout(gpt, **each)), part) for each in (usual, apart)]
+            for one in (plain, slow)
+        )
+        assert before[0] == after[0]
+        assert after[1] > 1.5 * before[1]
+
+
+def test_a_ring_across_nodes_goes_through_one_network_card(llama, prompt, engine, layout):
+    """Nothing hides the last hop of the fp32 gradients of keys and values."""
+    long = ModelSpec.model_validate({**llama.model_dump(), "seq": 262144, "max_positions": 262144})
+    plain = engine("megatron", network_efficiency=1.0, layer_overhead=0.0)
+    for size, rate in ((8, 300e9), (64, 25e9)):
+        one = layout(long, cp=size, dp=64 // size, cp_form="ring")
+        hop = 4 * long.seq / size * 2 * long.kv_heads * long.head_dim / rate
+        assert seconds(long, prompt, plain, one).context_parallel == pytest.approx(long.layers * hop)
+
+
+def test_gathered_keys_and_values_are_put_in_order(llama, prompt, engine, layout):
+    """One read and one write of keys and values of the whole sequence in each direction."""
+    plain = engine("megatron")
+    gather, ring = (
+        seconds(llama, prompt, plain, layout(llama, cp=8, dp=8, cp_form=form)).elementwise
+        for form in ("all_gather", "ring")
+    )
+    moved = 2 * 2 * 2 * llama.seq * 2 * llama.kv_heads * llama.head_dim / (2.039e12 * 0.85)
+    merged = 2 * 7 * (2 + 8) * llama.seq / 8 * llama.q_size * plain.elementwise_passes / (2.039e12 * 0.85)
+    assert gather - ring == pytest.approx(llama.layers * (moved - merged))
+
+
+def test_an_offloaded_optimizer_moves_fp32_shards(gpt, cluster, engine, layout):
+    """Up for every gathering and down for every reduction; Megatron-LM sends 16-bit parameters up."""
+    wire, host, device = 32e9 * 0.8, 51.2e9 * 0.85, 2.039e12 * 0.85
+
+    def optimizer(name, **fields):
+        one = layout(gpt, dp=8, offload_optimizer=True, **fields)
+        return seconds(gpt, cluster(8), engine(name), one).optimizer / gpt.parameters
+
+    assert optimizer("bundled", zero=1, m=4) == pytest.approx((28 / host + 8 / wire) / 8)
+    # Two gatherings and a reduction for each of four micro batches; three times two gradients add up.
+    expected = (28 + 3 * 12) / host + 4 * (2 * 4 + 4) / wire
+    assert optimizer("bundled", zero=3, m=4) == pytest.approx(expected / 8)
+    assert optimizer("megatron", zero=1, m=4) == pytest.approx((28 / host + 6 / wire) / 8 + 6 / device)
+
+
+def test_whole_layers_that_are_recomputed_send_nothing_to_the_host(gpt, a100, cluster, engine, layout):
+    slow = cluster(8).model_copy(update={"device": a100.model_copy(update={"host_bandwidth": 1e8})})
+    block = {"recompute": "full", "recompute_method": "block", "offload_activations": True}
+    sent = [
+        seconds(gpt, slow, engine("bundled"), layout(gpt, **block, recompute_num_layers=layers)).offload
+        for layers in (8, 4, 2)
+    ]
+    assert sent[0] == 0
+    assert sent[2] == pytest.approx(1.5 * sent[1])
 
 
 def test_a_step_on_this_kind_of_cpu_takes_seconds(a100, engine, layout):

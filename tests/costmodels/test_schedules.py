@@ -10,7 +10,7 @@ import pytest
 from costmodels.layout import SPLIT_BACKWARD, Layout, even_split
 from costmodels.pipeline import all_ranks, bubble_seconds, in_flight, split_bubble_seconds
 from costmodels.table import LayoutTable
-from runtime.schedule_order import Action, action_order
+from tests.runtime.schedule_play import Action, action_order
 
 
 def layout_of(schedule, pipeline, chunks, micro_batches, split=None):

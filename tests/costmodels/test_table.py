@@ -22,12 +22,15 @@ def layouts(draw: st.DrawFn) -> Layout:
     schedule = draw(st.sampled_from([name for name in SCHEDULES if schedule_runs(name, chunks)]))
     zero = draw(st.integers(0, 3)) if dp * cp > 1 else 0
     recompute = draw(st.sampled_from(["none", "selective", "full"]))
+    offloads = draw(st.booleans())
     modules = draw(st.sets(st.sampled_from(RECOMPUTE_MODULES), min_size=1))
     fields: dict[str, Any] = {
         "recompute_modules": tuple(name for name in RECOMPUTE_MODULES if name in modules),
     }
     if recompute != "none":
-        method = draw(st.sampled_from(["uniform", "block"]))
+        # Whole layers that are recomputed leave nothing to offload.
+        block_only = recompute == "full" and offloads
+        method = "block" if block_only else draw(st.sampled_from(["uniform", "block"]))
         several = method == "block" or recompute == "full"
         number = draw(st.integers(1, 4)) if several else 1
         fields |= {"recompute_method": method, "recompute_num_layers": number}
@@ -52,7 +55,7 @@ def layouts(draw: st.DrawFn) -> Layout:
         micro_batch_size=draw(st.integers(1, 2)),
         global_batch_size=8 * dp,
         recompute=recompute,
-        offload_activations=draw(st.booleans()),
+        offload_activations=offloads,
         offload_optimizer=draw(st.booleans()),
         precision="fp16",
         gradient_reduction="bf16",

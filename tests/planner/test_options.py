@@ -304,6 +304,14 @@ def test_a_strict_pin_outlives_the_flag_that_says_the_same() -> None:
             {"recompute_granularity": "selective", "recompute_num_layers": 4},
             "--recompute-num-layers 4 needs --recompute-granularity full",
         ),
+        (
+            {"recompute_granularity": "full", "recompute_method": "block"},
+            "recompute_method=block needs recompute_num_layers (--recompute-num-layers)",
+        ),
+        (
+            {"recompute_granularity": "full", "swap_attention": True},
+            "offload_activations has nothing to send with recompute full",
+        ),
         ({"recompute_modules": ["shared_experts"]}, "--recompute-modules shared_experts: expected some of"),
         (
             {"recompute_granularity": "full", "recompute_modules": ["mlp"]},

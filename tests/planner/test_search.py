@@ -54,6 +54,30 @@ def test_evaluate_prices_a_plan_as_the_search_does() -> None:
         assert again.peak_memory_bytes == pytest.approx(plan.estimate.peak_memory_bytes, rel=1e-12)
 
 
+@pytest.mark.parametrize(
+    ("job", "best"),
+    [
+        (
+            {"model": "llama2-70b", "world_size": 64, "max_global_batch_size": 64},
+            {"tensor_parallel": 4, "sequence_parallel": True, "pipeline_parallel": 4, "context_parallel": 1},
+        ),
+        (
+            {"model": "llama3-8b", "world_size": 64, "device": "h100", "max_global_batch_size": 128},
+            {"tensor_parallel": 1, "pipeline_parallel": 1, "data_parallel": 64, "zero_stage": 3},
+        ),
+        (
+            {"model": "llama3-405b", "world_size": 16384, "device": "h100", "global_batch_size": 2048},
+            {"tensor_parallel": 8, "sequence_parallel": True, "pipeline_parallel": 32},
+        ),
+    ],
+)
+def test_well_known_jobs_get_layouts_that_practice_uses(job: dict[str, Any], best: dict[str, Any]) -> None:
+    """Each micro batch adds all gradients of a device: few devices to a copy of the model do not pay."""
+    found = suggest(**job).layout
+    assert {name: getattr(found, name) for name in best} == best
+    assert found.context_parallel <= 4
+
+
 def test_equal_layouts_rank_the_simpler_one_first() -> None:
     # One device: recomputation and larger micro batches are the only choices; none is simplest.
     best = suggest(TINY, world_size=1, global_batch_size=1)

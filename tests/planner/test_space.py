@@ -13,7 +13,7 @@ from costmodels.errors import InputError
 from costmodels.table import RECOMPUTE_KINDS
 from planner.pins import Pins, WherePossible
 from planner.rules import RULES, first_illegal
-from planner.space import Batch, build, micro_batch_sizes
+from planner.space import Batch, build, micro_batch_sizes, obstacle
 
 
 def spec(**sizes: int) -> ModelSpec:
@@ -220,6 +220,7 @@ def test_pins_that_do_not_make_the_world_size_are_refused(pins: Pins, line: str)
         ("context_parallel_heads", {"heads": 3, "kv_heads": 1}, 8, 8, {}),
         ("v_micro_batches", {}, 8, 8, {}),
         ("zero_replicas", {}, 8, 8, {"zero_replicas": 2}),
+        ("zero_replicas_stage", {}, 8, 8, {"zero_replicas": 2}),
         ("recompute_layers", {}, 8, 8, {"recompute_num_layers": 2}),
         ("recompute_depth", {}, 8, 8, {"recompute_num_layers": 3, "recompute": "full"}),
         ("recompute_split_backward", {}, 8, 16, {}),
@@ -264,7 +265,7 @@ def test_each_rule_removes_what_breaks_it(
         ),
         (
             {"data_parallel": 4, "zero_stage": 1, "zero_replicas": 4},
-            "zero_replicas 4 with zero_stage 1 on 4 data- and context-parallel ranks",
+            "zero_replicas 4 does not divide the 4 ranks of data_parallel x context_parallel into groups",
         ),
         (
             {
@@ -310,7 +311,6 @@ def test_a_redundant_layout_is_not_called_illegal() -> None:
     [
         {"recompute": "full", "schedule": "zbv"},
         {"zero_stage": 2, "pipeline_parallel": 2},
-        {"offload_activations": True, "recompute": "full"},
         {"virtual_pipeline_parallel": 3, "pipeline_parallel": 2, "schedule": "interleaved"},
     ],
 )
@@ -336,6 +336,17 @@ def test_a_context_parallel_form_where_possible_leaves_groups_of_one_alone() -> 
     assert kinds == {(False, "all_gather"), (True, "ring")}
     with pytest.raises(InputError, match="context_parallel_form ring needs context_parallel of at least 2"):
         build(spec(), 1, Batch(8), "bf16", {"context_parallel_form": "ring"})
+
+
+@pytest.mark.parametrize("copies", [3, 128])
+def test_copies_that_do_not_divide_the_ranks_are_the_obstacle_and_not_zero(copies: int) -> None:
+    line = f"zero_replicas {copies} does not divide the 64 ranks of data_parallel x context_parallel"
+    assert obstacle(spec(), 64, Batch(64), {"zero_replicas": copies}).startswith(line)
+
+
+def test_whole_layers_that_are_recomputed_are_not_searched_with_offloading() -> None:
+    table = build(spec(), 4, Batch(8), "bf16", {"offload_activations": True}).table
+    assert {table.layout(row).recompute for row in range(len(table))} == {"none", "selective"}
 
 
 def test_what_is_not_searched_is_pinned_in_every_row() -> None:

@@ -1,11 +1,69 @@
-"""Play out the orders of pipeline schedules: what is alive, and who waits how long."""
+"""The orders of pipeline schedules, without ranks or models: what is alive, and who waits how long."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
-from runtime.schedule_order import Action
+from costmodels.layout import Schedule
+from runtime.pipeline import SCHEDULES
+
+
+class Action(NamedTuple):
+    """One piece of work of a pipeline rank."""
+
+    kind: str
+    """F forward, B backward, or its halves: I gradients of inputs, W gradients of weights."""
+    stage: int
+    micro_batch: int
+
+
+def action_order(
+    schedule: Schedule, pipeline_parallel: int, chunks: int, micro_batches: int
+) -> list[list[Action]]:
+    """The actions of each pipeline rank, in the order in which it runs them.
+
+    Raises:
+        ValueError: the schedule does not take this number of micro batches.
+    """
+    if schedule == "1f1b":
+        return [
+            _one_forward_one_backward(rank, pipeline_parallel, micro_batches)
+            for rank in range(pipeline_parallel)
+        ]
+    stage = SimpleNamespace(
+        stage_index=0,
+        num_stages=pipeline_parallel * chunks,
+        group_size=pipeline_parallel,
+        group_rank=0,
+        submod=None,
+    )
+    kind: Any = SCHEDULES[schedule]
+    orders = kind([stage] * chunks, n_microbatches=micro_batches).pipeline_order
+    return [
+        [
+            Action(part.computation_type.value, part.stage_index, part.microbatch_index)
+            for action in orders[rank]
+            if action is not None
+            for part in action.sub_actions or (action,)
+        ]
+        for rank in range(pipeline_parallel)
+    ]
+
+
+def _one_forward_one_backward(rank: int, pipeline_parallel: int, micro_batches: int) -> list[Action]:
+    """What Schedule1F1B runs; its own `pipeline_order` counts the last rank's micro batches from 1."""
+    if micro_batches < pipeline_parallel:
+        raise ValueError(f"1f1b needs at least {pipeline_parallel} micro batches, not {micro_batches}")
+    warm_up = pipeline_parallel - rank
+    order = [Action("F", rank, number) for number in range(warm_up)]
+    for number in range(micro_batches):
+        order.append(Action("B", rank, number))
+        if number + warm_up < micro_batches:
+            order.append(Action("F", rank, number + warm_up))
+    return order
 
 
 def most_alive(order: Sequence[Action]) -> int:

@@ -11,9 +11,9 @@ from benchmarks.parity import MODELS, parse_layout
 from benchmarks.worker_pool import WorkerPool
 from costmodels import Layout
 from costmodels.layout import Schedule
-from runtime.schedule_order import SCHEDULES, action_order
+from runtime.pipeline import SCHEDULES
 from tests.runtime import schedule_work as work
-from tests.runtime.schedule_play import alive_by_stage, makespan, most_waiting
+from tests.runtime.schedule_play import action_order, alive_by_stage, makespan, most_waiting
 
 CASES = (
     ("gpt2", "pp=2,schedule=zbv"),
