@@ -267,9 +267,11 @@ def stage_memory(
         every = _states(engine, table, expert_replicas(table), expert_shards(table))
         for state, per in zip(states, every, strict=True):
             state += per[:, None] * experts
-    gathered = GATHERED_LAYERS * frees_parameters(table) * memory_policy(engine, table.precision).gathered
+    # Embedding and head are gathered together, and stay for the backward pass that begins with them.
     layer = np.maximum(sizes.dense_layer, sizes.moe_layer + sizes.experts)
-    held = (gathered * layer)[:, None] * (ranks.layers > 0)
+    held = GATHERED_LAYERS * layer[:, None] * (ranks.layers > 0)
+    held = held + ranks.first * sizes.embedding[:, None] + ranks.last * sizes.head[:, None]
+    held = held * (frees_parameters(table) * memory_policy(engine, table.precision).gathered)[:, None]
 
     working = np.minimum(ranks.all_dense, 1.0) * sizes.dense_working[:, None]
     if has_experts:

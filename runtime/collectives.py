@@ -13,10 +13,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-# PyTorch 2.13 renamed both.
-_all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-
 
 def copy_to_ranks(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """`x`, the same on all ranks, for ranks that use it differently.
@@ -62,19 +58,15 @@ def _sum(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def _join(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
-    ranks = group.size()
-    parts = torch.empty((ranks, *x.shape), dtype=x.dtype, device=x.device)
-    _all_gather(parts.flatten(0, 1), x.contiguous(), group=group)
+    parts = all_gather(x.contiguous(), group.group_name, group.size()).view(group.size(), *x.shape)
     return parts.movedim(0, dim).flatten(dim, dim + 1)
 
 
 def _sum_slice(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
     ranks = group.size()
     split = x.reshape(*x.shape[:dim], ranks, x.shape[dim] // ranks, *x.shape[dim + 1 :])
-    parts = split.movedim(dim, 0).contiguous()
-    result = torch.empty(parts.shape[1:], dtype=x.dtype, device=x.device)
-    _reduce_scatter(result, parts.flatten(0, 1), group=group)
-    return result
+    parts = split.movedim(dim, 0).flatten(0, 1).contiguous()
+    return sum_parts(parts, group.group_name, ranks)
 
 
 class _Copy(torch.autograd.Function):
@@ -118,3 +110,28 @@ class _ReduceScatter(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
         return _join(grad, ctx.dim, ctx.group), None, None
+
+
+# The operators behind torch.distributed's functional collectives. Their public names change between the
+# versions of PyTorch that this runs with; these do not, and torch.compile and fake tensors know them.
+
+
+def all_gather(x: Tensor, group: str, size: int) -> Tensor:
+    """`x` of all `size` ranks of a group (its name), joined along the first dimension; no gradient."""
+    return _wait(torch.ops._c10d_functional.all_gather_into_tensor(x, size, group))
+
+
+def sum_parts(x: Tensor, group: str, size: int) -> Tensor:
+    """This rank's part along the first dimension of the sum of `x` over the ranks; no gradient."""
+    return _wait(torch.ops._c10d_functional.reduce_scatter_tensor(x, "sum", size, group))
+
+
+def all_to_all(x: Tensor, group: str, size: int) -> Tensor:
+    """Part i along the first dimension of the `x` of every rank, for this rank i; no gradient."""
+    splits = [x.shape[0] // size] * size
+    return _wait(torch.ops._c10d_functional.all_to_all_single(x, splits, splits, group))
+
+
+def _wait(x: Tensor) -> Tensor:
+    done: Tensor = torch.ops._c10d_functional.wait_tensor(x)
+    return done

@@ -15,6 +15,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from runtime.collectives import all_gather, all_to_all, sum_parts
+
 FLASH_DTYPES = (torch.float16, torch.bfloat16)
 FLASH_HEAD_SIZE = 256
 """Largest head that the CUDA flash kernel takes."""
@@ -106,7 +108,7 @@ class _GatherPrefixes(torch.autograd.Function):
         ctx: Any, k: Tensor, v: Tensor, group: str, size: int, rank: int
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         local = torch.stack((k.permute(2, 0, 1, 3), v.permute(2, 0, 1, 3)), dim=1)
-        chunks = _all_gather(local, group, size).chunk(2 * size)
+        chunks = all_gather(local, group, size).chunk(2 * size)
         whole = torch.cat([*chunks[0::2], *reversed(chunks[1::2])])
         chunk = k.shape[2] // 2
         ctx.ends = (rank + 1) * chunk, (2 * size - rank) * chunk
@@ -127,7 +129,7 @@ class _GatherPrefixes(torch.autograd.Function):
         whole[:first, 1] += v_first
         chunks = whole.chunk(2 * ctx.size)
         by_rank = torch.cat([c for rank in range(ctx.size) for c in (chunks[rank], chunks[-1 - rank])])
-        local = _reduce_scatter(by_rank, ctx.group, ctx.size)
+        local = sum_parts(by_rank, ctx.group, ctx.size)
         k, v = (local[:, which].permute(1, 2, 0, 3) for which in (0, 1))
         return k, v, None, None, None
 
@@ -178,30 +180,8 @@ class _Exchange(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: str, size: int) -> Tensor:
         ctx.group, ctx.size = group, size
-        return _all_to_all(x, group, size)
+        return all_to_all(x, group, size)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        return _all_to_all(grad.contiguous(), ctx.group, ctx.size), None, None
-
-
-# The operators behind torch.distributed's functional collectives. Their public names change between the
-# versions of PyTorch that this runs with; these do not, and torch.compile and fake tensors know them.
-
-
-def _all_gather(x: Tensor, group: str, size: int) -> Tensor:
-    return _wait(torch.ops._c10d_functional.all_gather_into_tensor(x, size, group))
-
-
-def _reduce_scatter(x: Tensor, group: str, size: int) -> Tensor:
-    return _wait(torch.ops._c10d_functional.reduce_scatter_tensor(x, "sum", size, group))
-
-
-def _all_to_all(x: Tensor, group: str, size: int) -> Tensor:
-    splits = [x.shape[0] // size] * size
-    return _wait(torch.ops._c10d_functional.all_to_all_single(x, splits, splits, group))
-
-
-def _wait(x: Tensor) -> Tensor:
-    done: Tensor = torch.ops._c10d_functional.wait_tensor(x)
-    return done
+        return all_to_all(grad.contiguous(), ctx.group, ctx.size), None, None

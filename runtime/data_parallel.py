@@ -49,13 +49,14 @@ def data_parallel(stage: Transformer, layout: Layout, grid: Grid) -> None:
     offload = CPUOffloadPolicy(pin_memory=grid.device.type == "cuda") if layout.offload_optimizer else None
     options: dict[str, Any] = {
         "mesh": mesh,
-        "reshard_after_forward": layout.zero_stage == 3,
         "mp_policy": policy,
         "offload_policy": offload or OffloadPolicy(),
     }
+    frees = layout.zero_stage == 3
     for block in stage.blocks:
-        fully_shard(block, **options)
-    fully_shard(stage, **options)
+        fully_shard(block, reshard_after_forward=frees, **options)
+    # Embedding and head are the first that backward gathers: PyTorch's default keeps them.
+    fully_shard(stage, reshard_after_forward=None if frees else False, **options)
     for module in stage.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)

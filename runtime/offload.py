@@ -3,7 +3,8 @@
 While forward goes on, side streams copy to pinned memory what the attention of a layer saves: its input, the
 queries, keys and values, and the output of its core: e (h + 2q + 2k) bytes per token in the words of
 `runtime.recompute`, less e h if norms are recomputed. In backward, each layer starts the copies back of the
-layer before it. Statistics, rotary tables and parameters stay.
+layer before it. Statistics, rotary tables and parameters stay, but for the weights of keys and values that
+tensor-parallel ranks share, and so gather for each use.
 
 On one pipeline rank the last layer of the stage keeps everything: its backward comes at once. PyTorch rounds
 every piece of pinned memory up to a power of two.

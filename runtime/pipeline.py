@@ -33,7 +33,7 @@ SCHEDULES: dict[Schedule, type] = {
     "dualpipev": ScheduleDualPipeV,
 }
 
-FORWARD_ACTIONS = ("F", "SEND_F", "RECV_F", "UNSHARD", "RESHARD")
+FORWARD_ACTIONS = ("F", "SEND_F", "WAIT_SEND_F", "RECV_F", "UNSHARD", "RESHARD")
 """What a forward pass needs of PyTorch's actions."""
 
 

@@ -6,16 +6,25 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch.distributed.pipelining import PipelineStage
+import torch.distributed as dist
+from torch.distributed.pipelining import PipelineStage, stage
+
+FREES_BUFFERS = hasattr(stage._RecvInfo, "allocate_buffer")
+"""PyTorch frees receive buffers itself, since 2.15."""
 
 
 class LeanStage(PipelineStage):
     """PyTorch's stage, whose receive buffers live from the receive to the use.
 
-    PyTorch allocates a buffer for the input and one for the gradient of every micro batch of a step, and
-    keeps them for good: with many micro batches, more than all other activations. It also keeps the
-    outputs of every micro batch of an evaluation, logits included, to its end.
+    Before 2.15, PyTorch allocates a buffer for the input and one for the gradient of every micro batch of a
+    step, and keeps them for good: with many micro batches, more than all other activations. It also keeps
+    the outputs of every micro batch of an evaluation, logits included, to its end.
     """
+
+    def _get_init_p2p_neighbors_ops(self) -> Any:
+        # At the bottom of a V a rank is its own neighbour, to which gloo has no connection.
+        own = dist.get_rank()
+        return [op for op in super()._get_init_p2p_neighbors_ops() if op.peer != own]
 
     def _prepare_forward_infra(self, *args: Any, **kwargs: Any) -> Any:
         return self._without_memory(super()._prepare_forward_infra, *args, **kwargs)
@@ -25,6 +34,8 @@ class LeanStage(PipelineStage):
 
     def _without_memory(self, prepare: Any, *args: Any, **kwargs: Any) -> Any:
         """Call `prepare` so that the buffers it makes have shapes but no memory."""
+        if FREES_BUFFERS:
+            return prepare(*args, **kwargs)
         device, self.device = self.device, torch.device("meta")
         try:
             return prepare(*args, **kwargs)
@@ -46,13 +57,13 @@ class LeanStage(PipelineStage):
         if not self.is_first:
             _move(self.args_recv_info[fwd_chunk_id], "meta")
         if not self.has_backward and (self.is_last or self._is_local(self.stage_index + 1)):
-            self.fwd_cache[fwd_chunk_id] = ((), [])
+            self._forget(fwd_chunk_id)
         return output
 
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> Any:
         operations = super().get_fwd_send_ops(fwd_chunk_id)
         if not self.has_backward:
-            self.fwd_cache[fwd_chunk_id] = ((), [])
+            self._forget(fwd_chunk_id)
         return operations
 
     def backward_one_chunk(
@@ -67,6 +78,15 @@ class LeanStage(PipelineStage):
         else:
             _move(self.grad_recv_info[bwd_chunk_id], "meta")
 
+    def _forget(self, fwd_chunk_id: int) -> None:
+        """Drop what backward would need of a micro batch."""
+        if FREES_BUFFERS:
+            state: Any = getattr(self, "_forward_chunk_states")[fwd_chunk_id]  # noqa: B009
+            state.live_outputs[:] = [None] * len(state.live_outputs)
+            state.input_values.clear()
+        else:
+            self.fwd_cache[fwd_chunk_id] = ((), [])
+
     def _is_local(self, stage: int) -> bool:
         """Whether this rank holds `stage` too, as at the bottom of a V."""
         return self.stage_index_to_group_rank[stage] == self.group_rank
@@ -74,5 +94,7 @@ class LeanStage(PipelineStage):
 
 def _move(infos: Iterable[Any], device: torch.device | str, requires_grad: bool = False) -> None:
     """Replace receive buffers by fresh ones on `device`; those on `meta` take no memory."""
+    if FREES_BUFFERS:
+        return
     for info in infos:
         info.buffer = torch.empty_like(info.buffer, device=device, requires_grad=requires_grad)

@@ -194,8 +194,8 @@ class _Call:
 
     def __init__(self, function: Callable[..., Tensor], inputs: tuple[Tensor, ...]) -> None:
         self.function = function
-        anchor = _Inputs.apply(torch.empty(0, requires_grad=True), *inputs)  # type: ignore[no-untyped-call]
-        self.inputs: Any = anchor.grad_fn
+        # The tensor keeps its node, and that the inputs.
+        self.anchor: Any = _Inputs.apply(torch.empty(0, requires_grad=True), *inputs)  # type: ignore[no-untyped-call]
         self.saved = 0
         self.internals: dict[int, Tensor] = {}
         self.served = False
@@ -240,7 +240,7 @@ class _Call:
         with_output = self.views > 0 and (not self.served or not with_internals)
         inputs = [
             None if tensor is None else tensor.detach().requires_grad_(tensor.requires_grad)
-            for tensor in self.inputs.saved_tensors
+            for tensor in self.anchor.grad_fn.saved_tensors
         ]
         if not with_internals:
             with torch.no_grad():
@@ -266,3 +266,21 @@ class _Call:
                 "recompute only what does the same on every run"
             )
         self.internals = dict(enumerate(found))
+        if self.served:
+            _forget_last(self)
+
+
+_last: list[weakref.ref[_Call]] = []
+"""The call that computed again last for a gradient that was split off."""
+
+
+def _forget_last(call: _Call) -> None:
+    """Drop what the call before `call` computed for gradients of weights, and these have not read.
+
+    They read some of a layer's internals only; without this, the rest would stay until the whole stage is
+    done.
+    """
+    for last in (reference() for reference in _last):
+        if last is not None and last is not call:
+            last.internals.clear()
+    _last[:] = [weakref.ref(call)]

@@ -84,8 +84,11 @@ def report(spec: ModelSpec, layout: Layout) -> Report:
 
 def events(spec: ModelSpec, layout: Layout) -> list[str]:
     """What this rank does in a step: actions and the stages they are of, such as "F0", and "reduce"."""
-    trainer = Trainer(spec, layout, TrainingOptions(train_iters=1), CPU)
-    inputs = trainer._inputs(batch_of(spec, layout, 0)[trainer.rows])
+    trainer = Trainer(spec, layout, TrainingOptions(train_iters=2), CPU)
+    samples = batch_of(spec, layout, 0)[trainer.rows]
+    # Ranks agree on shapes before the first step.
+    trainer.train_step(samples)
+    inputs = trainer._inputs(samples)
     executor: Any = trainer.executor
     with Watch() as watch, _actions(executor.schedule, watch.events.append):
         executor.train(*inputs)

@@ -41,7 +41,7 @@ class Watch(TorchDispatchMode):
         self.widths: set[int] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace == "c10d":
+        if func.namespace in ("c10d", "_c10d_functional"):
             name = func.__name__.replace("all_", "all").lstrip("_")
             self.collectives.update(kind for kind in KINDS if name.startswith(kind))
         results = func(*args, **(kwargs or {}))
