@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch.distributed.pipelining import PipelineStage, stage
 
-FREES_BUFFERS = hasattr(stage._RecvInfo, "allocate_buffer")
+# Any: what the stage is made of differs between the versions of PyTorch that this runs with.
+_modules: Any = stage
+FREES_BUFFERS = hasattr(_modules._RecvInfo, "allocate_buffer")
 """PyTorch frees receive buffers itself, since 2.15."""
 
 
@@ -23,8 +25,8 @@ class LeanStage(PipelineStage):
 
     def _get_init_p2p_neighbors_ops(self) -> Any:
         # At the bottom of a V a rank is its own neighbour, to which gloo has no connection.
-        own = dist.get_rank()
-        return [op for op in super()._get_init_p2p_neighbors_ops() if op.peer != own]
+        own, base = dist.get_rank(), cast(Any, super())
+        return [op for op in base._get_init_p2p_neighbors_ops() if op.peer != own]
 
     def _prepare_forward_infra(self, *args: Any, **kwargs: Any) -> Any:
         return self._without_memory(super()._prepare_forward_infra, *args, **kwargs)
@@ -80,12 +82,13 @@ class LeanStage(PipelineStage):
 
     def _forget(self, fwd_chunk_id: int) -> None:
         """Drop what backward would need of a micro batch."""
+        own = cast(Any, self)
         if FREES_BUFFERS:
-            state: Any = getattr(self, "_forward_chunk_states")[fwd_chunk_id]  # noqa: B009
+            state = own._forward_chunk_states[fwd_chunk_id]
             state.live_outputs[:] = [None] * len(state.live_outputs)
             state.input_values.clear()
         else:
-            self.fwd_cache[fwd_chunk_id] = ((), [])
+            own.fwd_cache[fwd_chunk_id] = ((), [])
 
     def _is_local(self, stage: int) -> bool:
         """Whether this rank holds `stage` too, as at the bottom of a V."""
