@@ -50,7 +50,10 @@ SEED = 1234
 
 
 def parse_layout(text: str, spec: ModelSpec) -> Layout:
-    """A layout from `tp=2,pp=2`-style text; what is not said is 1, 0 or the even split."""
+    """A layout from `tp=2,pp=2`-style text; what is not said is 1, 0 or the even split.
+
+    A schedule of several chunks means two pipeline ranks of two chunks unless other numbers are given.
+    """
     fields: dict[str, object] = {"precision": "fp32", "global_batch_size": GLOBAL_BATCH_SIZE}
     for item in filter(None, text.split(",")):
         name, _, value = item.partition("=")
@@ -60,6 +63,8 @@ def parse_layout(text: str, spec: ModelSpec) -> Layout:
         fields[name] = value.split(";") if name in LISTS else int(value) if value.isdigit() else value
     if fields.get("schedule", "1f1b") != "1f1b":
         fields.setdefault(SHORT_NAMES["vpp"], 2)
+    if fields.get(SHORT_NAMES["vpp"], 1) != 1:
+        fields.setdefault(SHORT_NAMES["pp"], 2)
     pp, vpp = (fields.get(SHORT_NAMES[name], 1) for name in ("pp", "vpp"))
     if isinstance(pp, int) and isinstance(vpp, int) and pp * vpp > 0:
         fields.setdefault("schedule", "interleaved" if vpp > 1 else "1f1b")

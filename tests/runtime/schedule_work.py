@@ -95,6 +95,16 @@ def events(spec: ModelSpec, layout: Layout) -> list[str]:
     return watch.events
 
 
+def accumulation_events(spec: ModelSpec, layout: Layout) -> list[str]:
+    """What a rank without a pipeline does in a step: "forward" for each micro batch, and "reduce"."""
+    trainer = Trainer(spec, layout, TrainingOptions(train_iters=1), CPU)
+    inputs = trainer._inputs(batch_of(spec, layout, 0)[trainer.rows])
+    with Watch() as watch:
+        trainer.executor.stages[0].register_forward_pre_hook(lambda *_: watch.events.append("forward"))
+        trainer.executor.train(*inputs)
+    return watch.events
+
+
 def live_activations(spec: ModelSpec, layout: Layout) -> Trace:
     """What is alive during and after a step and an evaluation, weights and gradients apart."""
     trainer = Trainer(spec, layout, TrainingOptions(train_iters=2), CPU)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import groupby
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from benchmarks.parity import MODELS, parse_layout
 from benchmarks.worker_pool import WorkerPool
 from costmodels import ModelSpec
 from tests.runtime import distributed_work as work
+from tests.runtime import schedule_work
 
 DEEP = ModelSpec(name="deep", layers=30, hidden=16, heads=2, vocab=100, seq=16)
 """The depth of which Megatron-LM silently built 28 layers on four stages."""
@@ -88,3 +90,18 @@ def test_a_checkpoint_of_another_model_is_refused(pool: WorkerPool, tmp_path: Pa
     [message] = pool.run(work.load_other_model, 1, spec, other, parse_layout("gbs=4", spec), str(tmp_path))
     assert "another model" in message
     assert "hidden 64" in message
+
+
+@pytest.mark.parametrize(("zero", "reductions"), [(0, 1), (1, 1), (2, 1), (3, 2)])
+def test_gradients_travel_after_the_last_micro_batch_unless_they_are_sharded_with_parameters(
+    pool: WorkerPool, zero: int, reductions: int
+) -> None:
+    spec = MODELS["llama"]
+    layout = parse_layout(f"dp=2,zero={zero},mbs=2", spec)
+    assert layout.micro_batches == 2
+    for events in pool.run(schedule_work.accumulation_events, 2, spec, layout):
+        per_backward = [len(list(group)) for reduce, group in groupby(events, "reduce".__eq__) if reduce]
+        # One collective for each layer, and one for embedding and head.
+        assert sum(per_backward) == reductions * (spec.layers + 1)
+        if zero < 3:
+            assert "reduce" not in events[: events.index("forward", 1)]
