@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -63,11 +64,10 @@ def build_grid(spec: ModelSpec, layout: Layout, device: torch.device) -> Grid:
 
 def _own_group(rows: torch.Tensor) -> dist.ProcessGroup | None:
     """The process group of the row of ranks that this rank is in; None when it is alone or in none."""
-    own = None
-    if rows.shape[1] == 1:
-        return own
-    for row in rows.tolist():
-        group = dist.new_group(row)
-        if isinstance(group, dist.ProcessGroup) and dist.get_rank() in row:
-            own = group
-    return own
+    rank = dist.get_rank()
+    own: list[int] = next((row for row in rows.tolist() if rank in row), [])
+    if len(own) < 2:
+        return None
+    # Only its members meet: thousands of ranks need not wait for each other's groups.
+    group: Any = dist.new_group(own, use_local_synchronization=True)
+    return group if isinstance(group, dist.ProcessGroup) else None

@@ -21,6 +21,11 @@ from runtime.preflight import check_job
 from runtime.stages import build_stage, executor_of
 
 PINS = (
+    "tp=2",
+    "tp=4",
+    "pp=2",
+    "pp=4",
+    "vpp=2",
     "zero_replicas=2",
     "cp=2",
     "cp=4",
