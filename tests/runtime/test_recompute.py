@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import Counter
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch.distributed.pipelining._backward import stage_backward_input, stage_b
 from benchmarks.parity import MODELS, losses_of, parse_layout, relative_difference
 from benchmarks.worker_pool import WorkerPool
 from costmodels import Layout, ModelSpec
+from runtime import recompute as again
 from runtime.initialise import initialise
 from runtime.loss import cross_entropy_sum
 from runtime.model import Transformer
@@ -196,6 +198,31 @@ def test_each_part_of_a_split_backward_computes_once(name: str) -> None:
     # The weights of a norm need its statistics, and those of the matrices after it its output.
     assert calls
     assert max(calls.values()) <= 3
+
+
+@pytest.mark.parametrize("text", ["recompute=full", SELECTIVE[1], SELECTIVE[4]])
+def test_a_split_backward_holds_what_it_computes_again_for_one_layer(
+    text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    repetitions: list[Any] = []
+    held: list[int] = []
+    run_again = again._Call._run_again
+
+    def watched(call: Any, with_internals: bool) -> None:
+        run_again(call, with_internals)
+        repetitions.append(weakref.ref(call))
+        calls = {id(c): c for c in (reference() for reference in repetitions) if c is not None}
+        tensors = {t.data_ptr(): t.nbytes for c in calls.values() for t in c.internals.values()}
+        held.append(sum(tensors.values()))
+
+    monkeypatch.setattr(again._Call, "_run_again", watched)
+    peaks = []
+    for layers in (2, 6):
+        held.clear()
+        split_backward(text, MODELS["llama"].model_copy(update={"layers": layers}))
+        peaks.append(max(held))
+    # The model's parameters are among the tensors of a layer, once.
+    assert peaks[1] <= 1.01 * peaks[0]
 
 
 @pytest.mark.parametrize("name", list(MODELS))
