@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
-from typing import Annotated
+from functools import cache
+from typing import Annotated, Any
 
 import numpy as np
 import typer
@@ -13,6 +14,7 @@ import typer
 from benchmarks.worker_pool import WorkerPool
 from costmodels import SHORT_NAMES, Layout, ModelSpec, even_split
 from costmodels.errors import InputError
+from costmodels.layout import V_SCHEDULES
 from planner.flags import run
 from runtime.preflight import check_job
 
@@ -39,6 +41,8 @@ MODELS = {
 }
 """Small models with every kind of layer; their vocabularies need padding."""
 
+COUNTS = ("pipeline_parallel", "virtual_pipeline_parallel", "data_parallel", "micro_batch_size")
+
 LISTS = ("layers_per_stage", "recompute_modules")
 """Fields whose values are separated by semicolons."""
 
@@ -52,24 +56,51 @@ SEED = 1234
 def parse_layout(text: str, spec: ModelSpec) -> Layout:
     """A layout from `tp=2,pp=2`-style text; what is not said is 1, 0 or the even split.
 
-    A schedule of several chunks means two pipeline ranks of two chunks unless other numbers are given.
+    A schedule of several chunks means two pipeline ranks of two chunks, and the batch is the least from 8
+    sequences on that the schedule runs, unless other numbers are given.
     """
-    fields: dict[str, object] = {"precision": "fp32", "global_batch_size": GLOBAL_BATCH_SIZE}
+    fields = _fields(text)
+    fields.setdefault("layers_per_stage", even_split(spec.layers, _stages(fields)))
+    return Layout.model_validate(fields)
+
+
+def deep_enough(text: str, spec: ModelSpec) -> ModelSpec:
+    """`spec`, with a layer for each stage of the layout that `text` describes."""
+    return spec.model_copy(update={"layers": max(spec.layers, _stages(_fields(text)))})
+
+
+def _fields(text: str) -> dict[str, Any]:
+    fields: dict[str, Any] = {"precision": "fp32"}
     for item in filter(None, text.split(",")):
         name, _, value = item.partition("=")
         name = SHORT_NAMES.get(name, name)
         if name not in Layout.model_fields or not value:
             raise InputError(f"--layout {text}: {item!r} is not name=value with a name of {', '.join(NAMES)}")
+        if name in COUNTS and not (value.isdigit() and int(value)):
+            raise InputError(f"--layout {text}: {item!r} is not a whole number of at least 1")
         fields[name] = value.split(";") if name in LISTS else int(value) if value.isdigit() else value
     if fields.get("schedule", "1f1b") != "1f1b":
-        fields.setdefault(SHORT_NAMES["vpp"], 2)
-    if fields.get(SHORT_NAMES["vpp"], 1) != 1:
-        fields.setdefault(SHORT_NAMES["pp"], 2)
-    pp, vpp = (fields.get(SHORT_NAMES[name], 1) for name in ("pp", "vpp"))
-    if isinstance(pp, int) and isinstance(vpp, int) and pp * vpp > 0:
-        fields.setdefault("schedule", "interleaved" if vpp > 1 else "1f1b")
-        fields.setdefault("layers_per_stage", even_split(spec.layers, pp * vpp))
-    return Layout.model_validate(fields)
+        fields.setdefault("virtual_pipeline_parallel", 2)
+    chunks = fields.get("virtual_pipeline_parallel", 1)
+    if chunks != 1:
+        fields.setdefault("pipeline_parallel", 2)
+    fields.setdefault("schedule", "interleaved" if chunks > 1 else "1f1b")
+    fields.setdefault("global_batch_size", _least_batch(fields))
+    return fields
+
+
+def _stages(fields: dict[str, Any]) -> int:
+    stages: int = fields.get("pipeline_parallel", 1) * fields.get("virtual_pipeline_parallel", 1)
+    return stages
+
+
+def _least_batch(fields: dict[str, Any]) -> int:
+    """Sequences of one step: a micro batch for each rank and stage that needs one, and at least 8."""
+    of_ranks: int = fields.get("micro_batch_size", 1) * fields.get("data_parallel", 1)
+    ranks = fields.get("pipeline_parallel", 1)
+    once = of_ranks * (ranks if fields["schedule"].startswith("interleaved") else 1)
+    least = of_ranks * (2 * ranks if fields["schedule"] in V_SCHEDULES else ranks)
+    return -(-max(least, GLOBAL_BATCH_SIZE) // once) * once
 
 
 def losses_of(spec: ModelSpec, layout: Layout, steps: int, compiled: bool = False) -> list[float]:
@@ -111,20 +142,30 @@ def parity(
     if steps < 1:
         raise InputError(f"--steps {steps}: must be at least 1")
     spec = MODELS[model]
-    layouts = {text: parse_layout(text, spec) for text in layout}
-    for one in layouts.values():
-        check_job(spec, one, one.world_size)
-    pool = WorkerPool(max(one.world_size for one in layouts.values()))
-    reference = pool.run(losses_of, 1, spec, parse_layout("", spec), steps)[0]
+    jobs = {}
+    for text in layout:
+        deep = deep_enough(text, spec)
+        jobs[text] = deep, parse_layout(text, deep)
+        check_job(*jobs[text], jobs[text][1].world_size)
+    pool = WorkerPool(max(one.world_size for _, one in jobs.values()))
+
+    @cache
+    def reference(layers: int, batch: int) -> list[float]:
+        same = spec.model_copy(update={"layers": layers})
+        curve: list[float] = pool.run(losses_of, 1, same, parse_layout(f"gbs={batch}", same), steps)[0]
+        return curve
+
     results = {}
-    for text, one in layouts.items():
-        losses = pool.run(losses_of, one.world_size, spec, one, steps, compiled)[0]
-        difference = relative_difference(losses, reference)
-        results[text] = {"max_relative_difference": difference, "losses": losses}
+    for text, (deep, one) in jobs.items():
+        losses = pool.run(losses_of, one.world_size, deep, one, steps, compiled)[0]
+        expected = reference(deep.layers, one.global_batch_size)
+        difference = relative_difference(losses, expected)
+        results[text] = {"max_relative_difference": difference, "losses": losses, "reference": expected}
         if not as_json:
-            print(f"{text}: largest relative difference {difference:.2e} over {steps} steps")
+            print(f"{text}: largest relative difference {difference:.2e} over {steps} steps", flush=True)
     if as_json:
-        json.dump({"model": model, "reference": reference, "layouts": results}, sys.stdout)
+        usual = reference(spec.layers, GLOBAL_BATCH_SIZE)
+        json.dump({"model": model, "reference": usual, "layouts": results}, sys.stdout)
         print()
 
 

@@ -7,9 +7,10 @@ import shutil
 
 import pytest
 
-from benchmarks.parity import MODELS, losses_of, parse_layout, relative_difference
+from benchmarks.parity import MODELS, deep_enough, losses_of, parse_layout, relative_difference
 from benchmarks.worker_pool import WorkerPool
 from costmodels import ModelSpec
+from runtime.preflight import check_job
 
 STEPS = 10
 BATCH = "gbs=4,"
@@ -56,6 +57,25 @@ def model(request: pytest.FixtureRequest) -> ModelSpec:
 @pytest.fixture(scope="module")
 def reference(pool: WorkerPool, model: ModelSpec) -> list[float]:
     return pool.run(losses_of, 1, model, parse_layout(BATCH, model), STEPS)[0]
+
+
+@pytest.mark.parametrize(
+    ("text", "layers", "ranks", "batch"),
+    [
+        ("tp=2,cp=2,schedule=interleaved,vpp=2,recompute=selective", 4, 8, 8),
+        ("pp=4,schedule=dualpipev,dp=2,mbs=2", 8, 8, 32),
+        ("pp=3,vpp=2", 6, 3, 9),
+        ("dp=3", 4, 3, 9),
+        ("gbs=16,dp=4", 4, 4, 16),
+    ],
+)
+def test_what_a_layout_leaves_out_is_chosen_so_that_it_runs(
+    text: str, layers: int, ranks: int, batch: int
+) -> None:
+    spec = deep_enough(text, MODELS["llama"])
+    layout = parse_layout(text, spec)
+    assert (spec.layers, layout.world_size, layout.global_batch_size) == (layers, ranks, batch)
+    check_job(spec, layout, ranks)
 
 
 def test_the_first_loss_is_that_of_a_uniform_guess(reference: list[float]) -> None:
