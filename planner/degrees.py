@@ -1,14 +1,12 @@
-"""Degrees of freedom of a layout as arrays, and what a rule about them is."""
+"""Degrees of freedom of a layout as arrays: those of one, or of a grid of them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 
 from costmodels.layout import Layout
-from costmodels.model_spec import ModelSpec
 from costmodels.table import ARRAY_FIELDS, BOOLEANS, Bools, Ints, code_of
 
 
@@ -76,18 +74,3 @@ class Degrees:
             layers=np.asarray(sum(split)),
             deepest=np.asarray(max(split)),
         )
-
-
-@dataclass(frozen=True)
-class Rule:
-    """One reason why a layout is not considered further."""
-
-    name: str
-    broken: Callable[[ModelSpec, Degrees], Bools]
-    """True where the rule is broken; the shape broadcasts to that of the grid."""
-    message: Callable[[ModelSpec, Degrees], str]
-    """What is wrong with one layout: its numbers, and what would be right."""
-    redundant: bool = False
-    """The layout would run, but the search covers one that is at least as good."""
-    lifted_by: tuple[str, ...] = ()
-    """Degrees whose pins, all given, say that the user wants the redundant layout all the same."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -28,7 +29,22 @@ from costmodels.table import (
     Bools,
     Ints,
 )
-from planner.degrees import Degrees, Rule
+from planner.degrees import Degrees
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One reason why a layout is not considered further."""
+
+    name: str
+    broken: Callable[[ModelSpec, Degrees], Bools]
+    """True where the rule is broken; the shape broadcasts to that of the grid."""
+    message: Callable[[ModelSpec, Degrees], str]
+    """What is wrong with one layout: its numbers, and what would be right."""
+    redundant: bool = False
+    """The layout would run, but the search covers one that is at least as good."""
+    lifted_by: tuple[str, ...] = ()
+    """Degrees whose pins, all given, say that the user wants the redundant layout all the same."""
 
 
 def divisors(number: int) -> list[int]:

@@ -29,9 +29,9 @@ from costmodels.table import (
     LayoutTable,
     code_of,
 )
-from planner.degrees import Degrees, Rule
+from planner.degrees import Degrees
 from planner.pins import ZERO_STAGES, Pins, PinValue, WherePossible
-from planner.rules import RULES, SELECTIVE, divisors
+from planner.rules import RULES, SELECTIVE, Rule, divisors
 
 AXES = 6
 """Axes of the grid: mesh (tp, pp, cp and its form, dp), chunks and schedule, micro batch, sequence parallel,
