@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 from collections.abc import Sequence
 from functools import cache
@@ -12,36 +13,94 @@ import numpy as np
 import typer
 
 from benchmarks.worker_pool import WorkerPool
-from costmodels import SHORT_NAMES, Layout, ModelSpec, even_split
+from costmodels import SHORT_NAMES, LatentAttention, Layout, ModelSpec, RopeScaling, Router, even_split
 from costmodels.errors import InputError
 from costmodels.layout import V_SCHEDULES
 from planner.flags import run
 from runtime.preflight import check_job
 
+LLAMA = ModelSpec(
+    name="parity-llama",
+    layers=4,
+    hidden=64,
+    heads=8,
+    kv_heads=4,
+    ffn=176,
+    vocab=250,
+    seq=32,
+    gated=True,
+    activation="silu",
+    norm="rmsnorm",
+    position="rope",
+    tied=False,
+    linear_bias=False,
+)
+
 MODELS = {
     "gpt2": ModelSpec(
         name="parity-gpt2", layers=4, hidden=64, heads=4, vocab=250, seq=32, activation="gelu_tanh"
     ),
-    "llama": ModelSpec(
-        name="parity-llama",
-        layers=4,
-        hidden=64,
-        heads=8,
-        kv_heads=4,
-        ffn=176,
-        vocab=250,
-        seq=32,
-        gated=True,
-        activation="silu",
-        norm="rmsnorm",
-        position="rope",
-        tied=False,
-        linear_bias=False,
+    "llama": LLAMA,
+    "mixtral": LLAMA.model_copy(
+        update={"name": "parity-mixtral", "experts": 4, "top_k": 2, "expert_ffn": 96}
+    ),
+    "qwen": LLAMA.model_copy(
+        update={
+            "name": "parity-qwen",
+            "qkv_bias": True,
+            "qk_norm": True,
+            "head_dim": 16,
+            "experts": 8,
+            "top_k": 3,
+            "expert_ffn": 32,
+            "shared_expert_ffn": 64,
+            "shared_expert_gate": True,
+            "router": Router(normalised=False),
+        }
+    ),
+    "deepseek": LLAMA.model_copy(
+        update={
+            "name": "parity-deepseek",
+            "heads": 4,
+            "kv_heads": 4,
+            "head_dim": 24,
+            "rope_scaling": RopeScaling(
+                kind="yarn", factor=4.0, original_positions=8, mscale=1.0, mscale_all_dim=0.7
+            ),
+            "latent_attention": LatentAttention(
+                q_lora_rank=32, kv_lora_rank=24, qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=12
+            ),
+            "experts": 8,
+            "top_k": 2,
+            "expert_ffn": 32,
+            "shared_expert_ffn": 32,
+            "dense_layers": 1,
+            "router": Router(
+                score="sigmoid", scale=2.5, groups=4, top_groups=2, group_score="top2", expert_bias=True
+            ),
+        }
     ),
 }
 """Small models with every kind of layer; their vocabularies need padding."""
 
-COUNTS = ("pipeline_parallel", "virtual_pipeline_parallel", "data_parallel", "micro_batch_size")
+ROUTING = {
+    "moe_router_load_balancing_type": "seq_aux_loss",
+    "moe_aux_loss_coeff": 1e-2,
+    "moe_z_loss_coeff": 1e-3,
+    "moe_router_bias_update_rate": 1e-2,
+}
+"""Options of routing, so that parity covers what they do; other kinds of balancing look at micro batches."""
+
+COUNTS = (
+    "tensor_parallel",
+    "pipeline_parallel",
+    "virtual_pipeline_parallel",
+    "context_parallel",
+    "expert_parallel",
+    "expert_tensor_parallel",
+    "data_parallel",
+    "micro_batch_size",
+)
 
 LISTS = ("layers_per_stage", "recompute_modules")
 """Fields whose values are separated by semicolons."""
@@ -57,7 +116,8 @@ def parse_layout(text: str, spec: ModelSpec) -> Layout:
     """A layout from `tp=2,pp=2`-style text; what is not said is 1, 0 or the even split.
 
     A schedule of several chunks means two pipeline ranks of two chunks, and the batch is the least from 8
-    sequences on that the schedule runs, unless other numbers are given.
+    sequences on that the schedule runs, unless other numbers are given. Data-parallel ranks are as many as
+    the experts need besides the others.
     """
     fields = _fields(text)
     fields.setdefault("layers_per_stage", even_split(spec.layers, _stages(fields)))
@@ -85,6 +145,9 @@ def _fields(text: str) -> dict[str, Any]:
     if chunks != 1:
         fields.setdefault("pipeline_parallel", 2)
     fields.setdefault("schedule", "interleaved" if chunks > 1 else "1f1b")
+    holders = fields.get("expert_parallel", 1) * fields.get("expert_tensor_parallel", 1)
+    group = fields.get("tensor_parallel", 1) * fields.get("context_parallel", 1)
+    fields.setdefault("data_parallel", holders // math.gcd(holders, group))
     fields.setdefault("global_batch_size", _least_batch(fields))
     return fields
 
@@ -110,7 +173,7 @@ def losses_of(spec: ModelSpec, layout: Layout, steps: int, compiled: bool = Fals
     from runtime.options import TrainingOptions
     from runtime.trainer import Trainer
 
-    options = TrainingOptions(train_iters=steps, lr=1e-3, seed=SEED, compile=compiled)
+    options = TrainingOptions(train_iters=steps, lr=1e-3, seed=SEED, compile=compiled, **ROUTING)
     trainer = Trainer(spec, layout, options, torch.device("cpu"))
     tokens = np.random.RandomState(SEED)
     losses = []

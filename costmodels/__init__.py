@@ -4,7 +4,7 @@ from costmodels.engine import Engine, MemoryPolicy
 from costmodels.estimate import Estimate, StageMemory, StepTime
 from costmodels.hardware import Cluster, Device, Link, Precision
 from costmodels.layout import SHORT_NAMES, Layout, Recompute, Schedule, even_split
-from costmodels.model_spec import LatentAttention, ModelSpec
+from costmodels.model_spec import LatentAttention, ModelSpec, RopeScaling, Router
 from costmodels.pricing import Prices, estimate, price
 
 __all__ = [
@@ -21,6 +21,8 @@ __all__ = [
     "Precision",
     "Prices",
     "Recompute",
+    "RopeScaling",
+    "Router",
     "Schedule",
     "StageMemory",
     "StepTime",

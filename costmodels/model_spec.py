@@ -7,7 +7,7 @@ from typing import Literal
 
 from pydantic import model_validator
 
-from costmodels.words import Count, CountOrZero, Positive, Record
+from costmodels.words import Count, CountOrZero, NonNegative, Positive, Record
 
 VOCAB_MULTIPLE = 128
 """Vocabularies are padded to a multiple of this, as Megatron-LM does (`--make-vocab-size-divisible-by`)."""
@@ -22,6 +22,51 @@ class LatentAttention(Record):
     qk_nope_head_dim: Count
     qk_rope_head_dim: Count
     v_head_dim: Count
+
+
+class RopeScaling(Record):
+    """How rotary frequencies are stretched for sequences longer than those of pre-training.
+
+    Words and defaults are those of Hugging Face's `rope_scaling`; a field that its kind does not use is
+    ignored. It costs nothing, and losses depend on it.
+    """
+
+    kind: str
+    """`linear` (arXiv:2306.15595), `llama3` (arXiv:2407.21783, section 3.4.2) or `yarn` (arXiv:2309.00071);
+    others can be planned, not trained."""
+    factor: Positive = 1.0
+    original_positions: CountOrZero = 0
+    """Longest sequence of pre-training; 0 when the kind needs none."""
+    low_freq_factor: Positive = 1.0
+    high_freq_factor: Positive = 4.0
+    beta_fast: Positive = 32.0
+    beta_slow: Positive = 1.0
+    mscale: NonNegative = 0.0
+    mscale_all_dim: NonNegative = 0.0
+    attention_factor: NonNegative = 0.0
+    """Factor of cosines and sines; 0 for the one that YaRN derives."""
+    truncate: bool = True
+    """Round the bounds of YaRN's ramp to whole dimensions."""
+
+
+class Router(Record):
+    """How tokens choose their experts."""
+
+    score: Literal["softmax", "sigmoid"] = "softmax"
+    normalised: bool = True
+    """The weights of a token's experts add up to one, before `scale`."""
+    scale: Positive = 1.0
+    """Factor of the weights (DeepSeek's `routed_scaling_factor`)."""
+    groups: Count = 1
+    """Groups of experts, of which a token may use `top_groups` (DeepSeek-V2, arXiv:2405.04434, 2.2.2)."""
+    top_groups: Count = 1
+    group_score: Literal["max", "top2"] = "max"
+    """What ranks groups: their best expert, or the sum of the two best (DeepSeek-V3)."""
+    expert_bias: bool = False
+    """A bias of each expert that takes part in the choice only and follows its load (arXiv:2408.15664)."""
+    capacity_factor: NonNegative = 0.0
+    """An expert takes in at most ceil(S x top_k / experts x factor) tokens of each sequence of S, those with
+    the largest weights; 0 for all (dropless)."""
 
 
 class ModelSpec(Record):
@@ -48,9 +93,7 @@ class ModelSpec(Record):
     norm_eps: Positive = 1e-5
     position: Literal["learned", "rope", "none"] = "learned"
     rope_theta: Positive = 10000.0
-    rope_scaling: str = ""
-    """How rotary frequencies are stretched, such as `llama3` or `yarn`; empty when they are not. It costs
-    nothing and is recorded, because losses depend on it."""
+    rope_scaling: RopeScaling | None = None
     tied: bool = True
     """The output head shares the weight of the token embedding."""
     linear_bias: bool = True
@@ -66,6 +109,9 @@ class ModelSpec(Record):
     """Inner width of one routed expert."""
     shared_expert_ffn: CountOrZero = 0
     """Inner width of all shared experts of a layer together."""
+    shared_expert_gate: bool = False
+    """A sigmoid of each token scales what its shared experts give (Qwen 2)."""
+    router: Router = Router()
     dense_layers: CountOrZero = 0
     """Leading layers that keep the dense MLP in a mixture-of-experts model."""
     latent_attention: LatentAttention | None = None
@@ -106,6 +152,20 @@ class ModelSpec(Record):
             raise ValueError(
                 f"a model of {self.experts} experts needs expert_ffn and a top_k of 1 to {self.experts}"
             )
+        groups, top_groups = self.router.groups, self.router.top_groups
+        if self.experts and (self.experts % groups or top_groups > groups):
+            raise ValueError(
+                f"router groups {groups} must divide experts {self.experts}, and top_groups {top_groups} "
+                "must be at most as many"
+            )
+        if self.experts and self.top_k > self.experts // groups * top_groups:
+            raise ValueError(
+                f"top_k {self.top_k} is more than the experts of {top_groups} of {groups} router groups"
+            )
+        if self.router.group_score == "top2" and groups > 1 and self.experts // groups < 2:
+            raise ValueError(f"router group_score top2 needs two experts in each of the {groups} groups")
+        if self.shared_expert_gate and not self.shared_expert_ffn:
+            raise ValueError("shared_expert_gate needs shared experts; set shared_expert_ffn")
         if self.dense_layers > self.layers:
             raise ValueError(f"dense_layers {self.dense_layers} exceeds layers {self.layers}")
         return self
@@ -163,6 +223,7 @@ class ModelSpec(Record):
     def shared_moe_layer_parameters(self) -> int:
         """Parameters of one mixture-of-experts layer outside its routed experts."""
         shared = self.mlp_parameters(self.shared_expert_ffn) if self.shared_expert_ffn else 0
+        shared += self.hidden * self.shared_expert_gate
         return self.attention_parameters + shared + self.hidden * self.experts + 2 * self.norm_parameters
 
     @property

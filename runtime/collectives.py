@@ -50,6 +50,64 @@ def reduce_scatter(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
     return result
 
 
+def split_to_ranks(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
+    """This rank's slice along `dim` of `x`, the same on all ranks; their number divides the dimension.
+
+    Backward gathers the gradients.
+    """
+    result: Tensor = _Split.apply(x, dim, group)  # type: ignore[no-untyped-call]
+    return result
+
+
+def join_from_ranks(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
+    """The slices `x` of all ranks, joined along `dim`, for ranks that all use it in the same way.
+
+    Backward keeps this rank's slice of the gradient, which is the same on all ranks.
+    """
+    result: Tensor = _JoinSame.apply(x, dim, group)  # type: ignore[no-untyped-call]
+    return result
+
+
+class Exchange:
+    """Rows that travel between ranks, each to one of `group`.
+
+    `start` sends them off and `finish` waits for those that come; in backward `finish` sends the gradients
+    off and `start` waits. What runs in between runs while the rows travel.
+    """
+
+    def __init__(self, sent: list[int], received: list[int], group: dist.ProcessGroup) -> None:
+        """`sent` and `received`: rows to, and from, each rank of `group`."""
+        self.sent, self.received, self.group = sent, received, group
+        self.travelling: Tensor | None = None
+
+    def start(self, x: Tensor) -> Tensor:
+        """Send the rows of `x` [R, D]; the result has no content and goes to `finish`."""
+        result: Tensor = _Start.apply(x, self)  # type: ignore[no-untyped-call]
+        return result
+
+    def finish(self, started: Tensor) -> Tensor:
+        """The rows that have come."""
+        result: Tensor = _Finish.apply(started, self)  # type: ignore[no-untyped-call]
+        return result
+
+    def whole(self, x: Tensor) -> Tensor:
+        """`start` and `finish` at once."""
+        return self.finish(self.start(x))
+
+    def _send(self, x: Tensor, sent: list[int], received: list[int]) -> None:
+        exchange = torch.ops._c10d_functional.all_to_all_single
+        self.travelling = exchange(x.contiguous(), received, sent, self.group.group_name)
+
+    def _arrived(self) -> Tensor:
+        assert self.travelling is not None
+        arrived, self.travelling = _wait(self.travelling), None
+        return arrived
+
+
+def _own_slice(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
+    return x.chunk(group.size(), dim)[group.rank()].contiguous()
+
+
 def _sum(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """The sum over the ranks, in place where the memory allows it."""
     x = x.contiguous()
@@ -110,6 +168,53 @@ class _ReduceScatter(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
         return _join(grad, ctx.dim, ctx.group), None, None
+
+
+class _Split(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
+        ctx.dim, ctx.group = dim, group
+        return _own_slice(x, dim, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+        return _join(grad, ctx.dim, ctx.group), None, None
+
+
+class _JoinSame(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
+        ctx.dim, ctx.group = dim, group
+        return _join(x, dim, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+        return _own_slice(grad, ctx.dim, ctx.group), None, None
+
+
+class _Start(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, exchange: Exchange) -> Tensor:
+        ctx.exchange = exchange
+        exchange._send(x, exchange.sent, exchange.received)
+        return x.new_empty(0)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return ctx.exchange._arrived(), None
+
+
+class _Finish(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, started: Tensor, exchange: Exchange) -> Tensor:
+        ctx.exchange = exchange
+        return exchange._arrived()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        exchange = ctx.exchange
+        exchange._send(grad, exchange.received, exchange.sent)
+        return grad.new_empty(0), None
 
 
 # The operators behind torch.distributed's functional collectives. Their public names change between the

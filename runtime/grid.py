@@ -18,6 +18,8 @@ class Grid:
 
     rank = tp + TP * (cp + CP * (dp + DP * pp)). The mesh has the dimensions pp, dp_replicate, dp_shard, tp:
     data- and context-parallel ranks together hold copies of the parameters, `zero_shards` neighbours one.
+    Experts have a mesh of their own over the same ranks, pp, e_replicate, e_shard, ep, etp
+    (Megatron-LM's order etp-ep-edp-pp).
     """
 
     mesh: DeviceMesh
@@ -30,6 +32,8 @@ class Grid:
     """Ranks that share this rank's sequences; None without context parallelism."""
     kv_group: dist.ProcessGroup | None
     """Tensor-parallel ranks that share one key/value head; None where each has its own."""
+    expert_mesh: DeviceMesh | None
+    """None for a model without experts."""
     embedding_group: dist.ProcessGroup | None
     """Two pipeline ranks that share a tied embedding; None where one rank holds both or none."""
 
@@ -37,6 +41,23 @@ class Grid:
     def pp_group(self) -> dist.ProcessGroup:
         """Ranks that hold the other pipeline stages of this rank's replica."""
         return self.mesh.get_group("pp")
+
+    @property
+    def sequence_groups(self) -> list[dist.ProcessGroup]:
+        """Groups over which the tokens of one sequence are spread where experts choose them."""
+        tp_group = self.mesh.get_group("tp") if self.mesh["tp"].size() > 1 else None
+        return [group for group in (tp_group, self.cp_group) if group is not None]
+
+
+def expert_mesh_shape(layout: Layout) -> tuple[int, int, int, int, int]:
+    """Sizes of pp, e_replicate, e_shard, ep, etp.
+
+    What ZeRO splits over `zero_shards` neighbours it splits for experts over as many as there are.
+    """
+    ep, etp = layout.expert_parallel, layout.expert_tensor_parallel
+    holders = layout.world_size // (layout.pipeline_parallel * ep * etp)
+    shards = max(1, holders // layout.zero_replicas) if layout.zero_stage else 1
+    return layout.pipeline_parallel, holders // shards, shards, ep, etp
 
 
 def build_grid(spec: ModelSpec, layout: Layout, device: torch.device) -> Grid:
@@ -48,6 +69,10 @@ def build_grid(spec: ModelSpec, layout: Layout, device: torch.device) -> Grid:
     ranks = torch.arange(layout.world_size).view(pp, layout.data_parallel, cp, tp)
     pp_rank, dp_rank, cp_rank, tp_rank = (int(i) for i in (ranks == dist.get_rank()).nonzero()[0])
     sharers = tp // spec.kv_heads if tp > spec.kv_heads else 1
+    expert_mesh = None
+    if spec.experts:
+        names = ("pp", "e_replicate", "e_shard", "ep", "etp")
+        expert_mesh = init_device_mesh(device.type, expert_mesh_shape(layout), mesh_dim_names=names)
     apart = spec.tied and pp > 1 and layout.stages_of(0)[-1] != len(layout.layers_per_stage) - 1
     return Grid(
         mesh=mesh,
@@ -58,6 +83,7 @@ def build_grid(spec: ModelSpec, layout: Layout, device: torch.device) -> Grid:
         tp_rank=tp_rank,
         cp_group=_own_group(ranks.transpose(2, 3).reshape(-1, cp)),
         kv_group=_own_group(ranks.reshape(-1, sharers)),
+        expert_mesh=expert_mesh,
         embedding_group=_own_group(ranks.reshape(pp, -1)[[0, -1]].T) if apart else None,
     )
 

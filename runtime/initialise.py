@@ -7,14 +7,20 @@ import math
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
 from costmodels import ModelSpec
+from runtime.optimizer import local_part
 
 INIT_STD = 0.02
 """Standard deviation of initial weights (GPT-2; Megatron-LM's `--init-method-std`)."""
 
-OUTPUT_PROJECTIONS = ("attention.output.weight", "mlp.down.weight")
+OUTPUT_PROJECTIONS = (
+    "attention.output.weight",
+    "mlp.down.weight",
+    "mlp.shared.down.weight",
+    "mlp.experts.down",
+)
 """Weights that write to the residual stream; GPT-2 scales them down by sqrt(2 x layers)."""
 
 
@@ -24,8 +30,10 @@ def name_seed(seed: int, name: str) -> int:
     return int.from_bytes(digest[:8], "little") >> 1
 
 
-def full_weight(name: str, shape: torch.Size, spec: ModelSpec, seed: int, std: float) -> Tensor:
-    """The whole initial value of a parameter, on the CPU in fp32.
+def full_weight(
+    name: str, shape: torch.Size, spec: ModelSpec, seed: int, std: float, expert: int | None = None
+) -> Tensor:
+    """The whole initial value of a parameter, or of the part that `expert` has in it, on the CPU in fp32.
 
     Vocabulary rows beyond `spec.vocab` are zero, so that padding changes nothing.
     """
@@ -36,7 +44,8 @@ def full_weight(name: str, shape: torch.Size, spec: ModelSpec, seed: int, std: f
         return value.fill_(1.0)
     if name.endswith(OUTPUT_PROJECTIONS):
         std /= math.sqrt(2 * spec.layers)
-    generator = torch.Generator().manual_seed(name_seed(seed, name))
+    drawn = name if expert is None else f"{name}.{expert}"
+    generator = torch.Generator().manual_seed(name_seed(seed, drawn))
     rows = spec.vocab if name in ("embedding.tokens.weight", "head.weight") else shape[0]
     value[:rows].normal_(0.0, std, generator=generator)
     return value
@@ -49,6 +58,9 @@ def initialise(model: nn.Module, spec: ModelSpec, seed: int, std: float = INIT_S
     A tied head on another stage than the embedding starts from the embedding's value.
     """
     for name, parameter in model.named_parameters():
+        if ".experts." in name:
+            local_part(parameter).copy_(_own_experts(name, parameter, spec, seed, std))
+            continue
         source = "embedding.tokens.weight" if spec.tied and name == "head.weight" else name
         value = full_weight(source, parameter.shape, spec, seed, std)
         if isinstance(parameter, DTensor):
@@ -59,3 +71,31 @@ def initialise(model: nn.Module, spec: ModelSpec, seed: int, std: float = INIT_S
             parameter.to_local().copy_(local)
         else:
             parameter.copy_(value)
+    for buffer in model.buffers():
+        buffer.zero_()
+
+
+def _own_experts(name: str, parameter: Tensor, spec: ModelSpec, seed: int, std: float) -> Tensor:
+    """This rank's part of a parameter of all experts, [E, ...]: only its own experts are drawn."""
+    count, first, splits = spec.experts, 0, {}
+    if isinstance(parameter, DTensor):
+        mesh = parameter.device_mesh
+        own = zip(parameter.placements, mesh.get_coordinate() or (), mesh.shape, strict=True)
+        splits = dict(zip(mesh.mesh_dim_names or (), own, strict=True))
+    if "ep" in splits:
+        _, rank, ranks = splits["ep"]
+        count //= ranks
+        first = rank * count
+    value = torch.stack(
+        [
+            full_weight(name, parameter.shape[1:], spec, seed, std, expert)
+            for expert in range(first, first + count)
+        ]
+    )
+    # FSDP2 splits what expert parallelism has left.
+    for dim in ("etp", "e_shard"):
+        placement, rank, ranks = splits.get(dim, (Replicate(), 0, 1))
+        if not placement.is_replicate():
+            chunks = value.chunk(ranks, placement.dim)
+            value = chunks[rank] if rank < len(chunks) else chunks[0].narrow(placement.dim, 0, 0)
+    return value

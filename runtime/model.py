@@ -1,8 +1,8 @@
-"""The transformer: GPT-2/3 and Llama blocks. It knows nothing of parallelism.
+"""The transformer: blocks of GPT, Llama, Qwen, Mixtral and DeepSeek. It knows nothing of parallelism.
 
 Shapes: B micro batch, S sequence, D model width, N heads, K key/value heads, H head size, V padded
-vocabulary. Under tensor parallelism the same code runs on local slices (N/tp heads, V/tp entries), under
-context parallelism on S/cp positions.
+vocabulary, E experts, k experts of a token, F inner width of an expert. Under tensor parallelism the same
+code runs on local slices (N/tp heads, V/tp entries), under context parallelism on S/cp positions.
 """
 
 from __future__ import annotations
@@ -14,7 +14,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from costmodels import LatentAttention as LatentSizes
 from costmodels import ModelSpec
+from runtime.rotary import rotary_table, rotate, score_factor
+from runtime.routing import (
+    Dispatch,
+    LocalDispatch,
+    capacity,
+    grouped_linear,
+    wide_product,
+    within_capacity,
+)
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": F.gelu,
@@ -28,21 +38,6 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 def first_positions(seq: int, device: torch.device) -> Tensor:
     """The positions 0 to `seq` - 1, [S]."""
     return torch.arange(seq, device=device)
-
-
-def rotary_table(positions: Tensor, head_dim: int, theta: float) -> tuple[Tensor, Tensor]:
-    """Cosines and sines [S, H] of rotary positions (RoFormer, arXiv:2104.09864, eq. 34), in fp32."""
-    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32, device=positions.device) / head_dim
-    angles = torch.outer(positions.float(), theta**-exponents)
-    angles = torch.cat((angles, angles), dim=-1)
-    return angles.cos(), angles.sin()
-
-
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Apply rotary positions to `x` [B, N, S, H], halves rotated as in Llama."""
-    first, second = x.float().chunk(2, dim=-1)
-    turned = torch.cat((-second, first), dim=-1)
-    return (x.float() * cos + turned * sin).to(x.dtype)
 
 
 def make_norm(spec: ModelSpec) -> nn.Module:
@@ -69,10 +64,17 @@ class Embedding(nn.Module):
 
 
 class CoreAttention(nn.Module):
-    """Causal scaled dot-product attention of [B, N, S, H] queries over [B, K, S, H] keys and values."""
+    """Causal scaled dot-product attention of [B, N, S, H] queries over [B, K, S, H] keys and values.
+
+    Heads of values may have another size than those of queries and keys, and results have theirs.
+    """
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
+
+
+Rotary = tuple[Tensor, Tensor]
+"""Cosines and sines, [S, H] each."""
 
 
 class Attention(nn.Module):
@@ -84,24 +86,93 @@ class Attention(nn.Module):
         self.query = nn.Linear(spec.hidden, spec.q_size, bias=qkv_bias)
         self.key = nn.Linear(spec.hidden, spec.kv_size, bias=qkv_bias)
         self.value = nn.Linear(spec.hidden, spec.kv_size, bias=qkv_bias)
+        self.query_norm = nn.RMSNorm(spec.head_dim, eps=spec.norm_eps) if spec.qk_norm else None
+        self.key_norm = nn.RMSNorm(spec.head_dim, eps=spec.norm_eps) if spec.qk_norm else None
         self.output = nn.Linear(spec.q_size, spec.hidden, bias=spec.linear_bias)
         self.core = CoreAttention()
         self.head_dim = spec.head_dim
-        self.rope_theta = spec.rope_theta if spec.position == "rope" else None
-        self.rotary: tuple[Tensor, Tensor] | None = None
+        self.rotates = spec.position == "rope"
+        self.make_rotary = lambda positions: rotary_table(
+            positions, spec.head_dim, spec.rope_theta, spec.rope_scaling
+        )
+        self.rotary: Rotary | None = None
 
     def forward(self, x: Tensor) -> Tensor:
         batch, seq = x.shape[:2]
         q, k, v = (
-            projection(x).view(batch, seq, -1, self.head_dim).transpose(1, 2)
+            projection(x).view(batch, seq, -1, self.head_dim)
             for projection in (self.query, self.key, self.value)
         )
-        if self.rope_theta is not None:
-            tables = self.rotary
-            if tables is None:
-                tables = rotary_table(first_positions(seq, x.device), self.head_dim, self.rope_theta)
-            cos, sin = tables
+        if self.query_norm is not None and self.key_norm is not None:
+            q, k = self.query_norm(q), self.key_norm(k)
+        q, k, v = (heads.transpose(1, 2) for heads in (q, k, v))
+        if self.rotates:
+            cos, sin = self.rotary or self.make_rotary(first_positions(seq, x.device))
             q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+        attended = self.core(q, k, v).transpose(1, 2).reshape(batch, seq, -1)
+        result: Tensor = self.output(attended)
+        return result
+
+
+class Compression(nn.Module):
+    """What latent attention makes of a token before its heads part: [B, S, D] -> [B, S, Q + C + R].
+
+    Q: the compressed query, or the input itself where queries are not compressed; C: the latent of keys and
+    values; R: the rotary part of the key, which all heads share (arXiv:2405.04434, section 2.1.2 and 2.1.3).
+    """
+
+    def __init__(self, spec: ModelSpec, sizes: LatentSizes) -> None:
+        super().__init__()
+        self.query = self.query_norm = None
+        if sizes.q_lora_rank:
+            self.query = nn.Linear(spec.hidden, sizes.q_lora_rank, bias=spec.linear_bias)
+            self.query_norm = nn.RMSNorm(sizes.q_lora_rank, eps=spec.norm_eps)
+        self.latent = nn.Linear(
+            spec.hidden, sizes.kv_lora_rank + sizes.qk_rope_head_dim, bias=spec.linear_bias
+        )
+        self.latent_norm = nn.RMSNorm(sizes.kv_lora_rank, eps=spec.norm_eps)
+        self.parts = [sizes.q_lora_rank or spec.hidden, sizes.kv_lora_rank, sizes.qk_rope_head_dim]
+
+    def forward(self, x: Tensor) -> Tensor:
+        latent, rope = self.latent(x).split(self.parts[1:], dim=-1)
+        if self.query is not None and self.query_norm is not None:
+            x = self.query_norm(self.query(x))
+        return torch.cat((x, self.latent_norm(latent), rope), dim=-1)
+
+
+class LatentAttention(nn.Module):
+    """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1): [B, S, D] -> [B, S, D]."""
+
+    def __init__(self, spec: ModelSpec, sizes: LatentSizes) -> None:
+        super().__init__()
+        nope, rope, value = sizes.qk_nope_head_dim, sizes.qk_rope_head_dim, sizes.v_head_dim
+        self.compress = Compression(spec, sizes)
+        queries, latents, _ = self.compress.parts
+        self.query = nn.Linear(queries, spec.heads * (nope + rope), bias=spec.linear_bias)
+        self.key_value = nn.Linear(latents, spec.heads * (nope + value), bias=spec.linear_bias)
+        self.output = nn.Linear(spec.heads * value, spec.hidden, bias=spec.linear_bias)
+        self.core = CoreAttention()
+        self.nope, self.rope, self.value = nope, rope, value
+        self.score_factor = score_factor(spec.rope_scaling)
+        self.rotates = spec.position == "rope"
+        self.make_rotary = lambda positions: rotary_table(positions, rope, spec.rope_theta, spec.rope_scaling)
+        self.rotary: Rotary | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        queries, latent, k_rope = self.compress(x).split(self.compress.parts, dim=-1)
+        batch, seq = queries.shape[:2]
+        q = self.query(queries).view(batch, seq, -1, self.nope + self.rope).transpose(1, 2)
+        kv = self.key_value(latent).view(batch, seq, -1, self.nope + self.value).transpose(1, 2)
+        k_nope, v = kv.split((self.nope, self.value), dim=-1)
+        k_rope = k_rope.unsqueeze(1)
+        if self.rotates:
+            cos, sin = self.rotary or self.make_rotary(first_positions(seq, x.device))
+            q_nope, q_rope = q.split((self.nope, self.rope), dim=-1)
+            q = torch.cat((q_nope, rotate(q_rope, cos, sin)), dim=-1)
+            k_rope = rotate(k_rope, cos, sin)
+        if self.score_factor != 1.0:
+            q = q * self.score_factor
+        k = torch.cat((k_nope, k_rope.expand(-1, k_nope.shape[1], -1, -1)), dim=-1)
         attended = self.core(q, k, v).transpose(1, 2).reshape(batch, seq, -1)
         result: Tensor = self.output(attended)
         return result
@@ -119,14 +190,14 @@ class Activation(nn.Module):
 
 
 class MLP(nn.Module):
-    """Feed-forward network, gated (SwiGLU) or not: [B, S, D] -> [B, S, D]."""
+    """Feed-forward network, gated (SwiGLU) or not, of inner width `width`: [B, S, D] -> [B, S, D]."""
 
-    def __init__(self, spec: ModelSpec) -> None:
+    def __init__(self, spec: ModelSpec, width: int) -> None:
         super().__init__()
-        self.up = nn.Linear(spec.hidden, spec.ffn, bias=spec.linear_bias)
-        self.gate = nn.Linear(spec.hidden, spec.ffn, bias=spec.linear_bias) if spec.gated else None
+        self.up = nn.Linear(spec.hidden, width, bias=spec.linear_bias)
+        self.gate = nn.Linear(spec.hidden, width, bias=spec.linear_bias) if spec.gated else None
         self.activation = Activation(spec)
-        self.down = nn.Linear(spec.ffn, spec.hidden, bias=spec.linear_bias)
+        self.down = nn.Linear(width, spec.hidden, bias=spec.linear_bias)
 
     def forward(self, x: Tensor) -> Tensor:
         inner = (
@@ -136,15 +207,138 @@ class MLP(nn.Module):
         return result
 
 
-class Block(nn.Module):
-    """One pre-norm transformer layer: [B, S, D] -> [B, S, D]."""
+class Router(nn.Module):
+    """Chooses the experts of each token: [B, S, D] -> weights [B, S, k] and numbers of experts [B, S, k].
+
+    Computes in fp32. Of a sequence that fills an expert beyond its capacity, the smallest weights are
+    dropped: their weight is zero, and their expert has the number E. The weights of a token's other experts
+    stay as they are.
+    """
 
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
+        self.weight = nn.Parameter(torch.empty(spec.experts, spec.hidden))
+        bias = torch.zeros(spec.experts, dtype=torch.float32) if spec.router.expert_bias else None
+        self.register_buffer("expert_bias", bias)
+        self.expert_bias: Tensor | None
+        self.top_k, self.options = spec.top_k, spec.router
+        self.observe: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor | None], Tensor] | None = None
+        """Sees logits and scores [B, S, E], choices, weights and which of them an expert takes in [B, S, k]
+        (None for all), and returns the weights."""
+
+    def logits(self, x: Tensor) -> Tensor:
+        return wide_product(x, self.weight)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        logits = self.logits(x)
+        scores = logits.softmax(-1) if self.options.score == "softmax" else logits.sigmoid()
+        chosen = self.choose(scores.detach())
+        weights = scores.gather(-1, chosen)
+        if self.options.normalised:
+            weights = weights / (weights.sum(-1, keepdim=True) + SMALLEST_SUM)
+        if self.options.scale != 1.0:
+            weights = weights * self.options.scale
+        kept = None
+        if self.options.capacity_factor:
+            kept = self.within_capacity(weights.detach(), chosen)
+        if self.observe is not None:
+            weights = self.observe(logits, scores, chosen, weights, kept)
+        if kept is not None:
+            weights = weights.masked_fill(~kept, 0.0)
+            chosen = chosen.masked_fill(~kept, scores.shape[-1])
+        return weights, chosen
+
+    def to_device(self, device: torch.device) -> None:
+        """Move the biases, which are no parameters, to where routing computes."""
+        if self.expert_bias is not None:
+            self.expert_bias = self.expert_bias.to(device)
+
+    def choose(self, scores: Tensor) -> Tensor:
+        """The experts of each token, [B, S, k], by scores [B, S, E] and biases."""
+        options = self.options
+        if self.expert_bias is not None:
+            scores = scores + self.expert_bias
+        if options.groups > 1:
+            grouped = scores.unflatten(-1, (options.groups, -1))
+            best = grouped.topk(2, -1).values.sum(-1) if options.group_score == "top2" else grouped.amax(-1)
+            open_groups = torch.zeros_like(best, dtype=torch.bool)
+            open_groups.scatter_(-1, best.topk(options.top_groups, -1).indices, True)
+            scores = grouped.masked_fill(~open_groups.unsqueeze(-1), -torch.inf).flatten(-2)
+        return scores.topk(self.top_k, -1).indices
+
+    def within_capacity(self, weights: Tensor, chosen: Tensor) -> Tensor:
+        """Which pairs of whole sequences their experts take in: [B, S, k] booleans."""
+        experts = self.weight.shape[0]
+        limit = capacity(weights.shape[1], self.top_k, experts, self.options.capacity_factor)
+        return within_capacity(weights, chosen, experts, limit)
+
+
+SMALLEST_SUM = 1e-20
+"""Added to the sum that weights are divided by: sigmoids may all be zero (DeepSeek-V3)."""
+
+
+class Experts(nn.Module):
+    """The experts' networks, stacked: rows [R, D] sorted by expert, and counts [E] -> [R, D]."""
+
+    def __init__(self, spec: ModelSpec) -> None:
+        super().__init__()
+        experts, hidden, width = spec.experts, spec.hidden, spec.expert_ffn
+        shapes = {"up": (width, hidden), "gate": (width, hidden), "down": (hidden, width)}
+        for name, shape in shapes.items():
+            used = name != "gate" or spec.gated
+            weight = nn.Parameter(torch.empty(experts, *shape)) if used else None
+            bias = nn.Parameter(torch.empty(experts, shape[0])) if used and spec.linear_bias else None
+            self.register_parameter(name, weight)
+            self.register_parameter(f"{name}_bias", bias)
+        self.activation = Activation(spec)
+
+    def product(self, name: str, rows: Tensor, counts: Tensor) -> Tensor:
+        """The linear layer `name` of each expert on its rows."""
+        return grouped_linear(rows, getattr(self, name), counts, getattr(self, f"{name}_bias"))
+
+    def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
+        inner = [self.product("up", rows, counts)]
+        if self.gate is not None:
+            inner.append(self.product("gate", rows, counts))
+        return self.product("down", self.activation(*inner), counts)
+
+
+class MixtureOfExperts(nn.Module):
+    """Experts of which each token uses a few, and shared ones that all use: [B, S, D] -> [B, S, D].
+
+    What carries tokens to experts may take its time while the shared experts compute.
+    """
+
+    def __init__(self, spec: ModelSpec) -> None:
+        super().__init__()
+        self.router = Router(spec)
+        self.experts = Experts(spec)
+        self.shared = MLP(spec, spec.shared_expert_ffn) if spec.shared_expert_ffn else None
+        self.shared_gate = nn.Linear(spec.hidden, 1, bias=False) if spec.shared_expert_gate else None
+        self.dispatch: Dispatch = LocalDispatch(spec.experts, drops=bool(spec.router.capacity_factor))
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, chosen = self.router(x)
+        sent = self.dispatch.send(x.flatten(0, 1), weights.flatten(0, 1), chosen.flatten(0, 1))
+        shared = None if self.shared is None else self.shared(x)
+        if shared is not None and self.shared_gate is not None:
+            shared = shared * self.shared_gate(x).sigmoid()
+        rows, counts = self.dispatch.receive(sent)
+        result = self.dispatch.give_back(sent, self.experts(rows, counts)).view_as(x)
+        return result if shared is None else result + shared
+
+
+class Block(nn.Module):
+    """One pre-norm transformer layer: [B, S, D] -> [B, S, D]."""
+
+    def __init__(self, spec: ModelSpec, layer: int) -> None:
+        super().__init__()
+        latent = spec.latent_attention
         self.attention_norm = make_norm(spec)
-        self.attention = Attention(spec)
+        self.attention = Attention(spec) if latent is None else LatentAttention(spec, latent)
         self.mlp_norm = make_norm(spec)
-        self.mlp = MLP(spec)
+        routed = spec.experts and layer >= spec.dense_layers
+        self.mlp = MixtureOfExperts(spec) if routed else MLP(spec, spec.ffn)
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.attention(self.attention_norm(x))
@@ -170,7 +364,7 @@ class Transformer(nn.Module):
         super().__init__()
         layers = range(spec.layers) if layers is None else layers
         self.embedding = Embedding(spec, padded_vocab) if with_embedding else None
-        self.layers = nn.ModuleDict({str(index): Block(spec) for index in layers})
+        self.layers = nn.ModuleDict({str(index): Block(spec, index) for index in layers})
         self.norm = make_norm(spec) if with_head else None
         self.head = nn.Linear(spec.hidden, padded_vocab, bias=False) if with_head else None
         self.tied = spec.tied
@@ -180,6 +374,15 @@ class Transformer(nn.Module):
     def blocks(self) -> list[Block]:
         """The layers, in order."""
         return [block for block in self.layers.values() if isinstance(block, Block)]
+
+    @property
+    def routers(self) -> dict[int, Router]:
+        """Routers by the number of their layer."""
+        return {
+            int(index): block.mlp.router
+            for index, block in self.layers.items()
+            if isinstance(block, Block) and isinstance(block.mlp, MixtureOfExperts)
+        }
 
     def tie(self) -> None:
         """Make head and embedding one parameter if the model ties them and both are here."""
@@ -195,8 +398,8 @@ class Transformer(nn.Module):
             self.embedding.at = positions
         tables = None
         for attention in (block.attention for block in self.blocks):
-            if attention.rope_theta is not None:
-                tables = tables or rotary_table(positions, attention.head_dim, attention.rope_theta)
+            if attention.rotates:
+                tables = tables or attention.make_rotary(positions)
                 attention.rotary = tables
 
     def run_layers(self, x: Tensor) -> Tensor:

@@ -41,7 +41,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 from costmodels import Layout
-from runtime.model import Block, Transformer
+from runtime.model import MLP, Block, Experts, MixtureOfExperts, Transformer
 
 Packed = Tensor | Callable[[], Tensor]
 """What the autograd graph holds for a tensor: the tensor, or a function that returns it."""
@@ -92,18 +92,28 @@ def _recompute_modules(block: Block, layout: Layout) -> None:
     if "mlp" in modules:
         _wrap(block.mlp)
     with_output: list[nn.Module] = []
+    networks = [] if "mlp" in modules else _networks(block)
     if "norm" in modules:
         with_output += [block.attention_norm, block.mlp_norm]
         if layout.sequence_parallel:
             # What the matrices keep is the norm's output gathered from all ranks; these gather it again.
-            gathering = (block.attention,) if "mlp" in modules else (block.attention, block.mlp)
+            gathering = [block.attention, *(network for network in networks if isinstance(network, MLP))]
             with_output += [module.get_submodule("entry") for module in gathering]
-    if "activation" in modules and "mlp" not in modules:
-        with_output.append(block.mlp.activation)
+    if "activation" in modules:
+        with_output += [network.activation for network in networks]
     for module in with_output:
         _wrap(module, drop_output=True)
     if with_output:
         _drop_outputs(block)
+
+
+def _networks(block: Block) -> list[MLP | Experts]:
+    """The MLP of a layer, or its experts and the shared ones."""
+    if isinstance(block.mlp, MLP):
+        return [block.mlp]
+    assert isinstance(block.mlp, MixtureOfExperts)
+    shared = [] if block.mlp.shared is None else [block.mlp.shared]
+    return [block.mlp.experts, *shared]
 
 
 def _wrap(module: nn.Module, drop_output: bool = False) -> None:
@@ -148,6 +158,15 @@ def _drop_outputs(block: Block) -> None:
             return forward(x)
 
     block.forward = dropping  # type: ignore[method-assign]
+
+
+_depth = [0]
+"""Calls that are computing again now, one inside the other."""
+
+
+def repeating() -> bool:
+    """Whether what runs now has run before: what a forward pass counts must not count twice."""
+    return _depth[0] > 0
 
 
 _outputs: list[list[tuple[weakref.ref[Tensor], _Call]]] = []
@@ -236,6 +255,13 @@ class _Call:
         return view
 
     def _run_again(self, with_internals: bool) -> None:
+        _depth[0] += 1
+        try:
+            self._compute_again(with_internals)
+        finally:
+            _depth[0] -= 1
+
+    def _compute_again(self, with_internals: bool) -> None:
         # Backward of internals comes after that of the views: then nobody needs the output any more.
         with_output = self.views > 0 and (not self.served or not with_internals)
         inputs = [

@@ -10,11 +10,12 @@ from costmodels import Layout, ModelSpec
 from runtime.context_parallel import context_parallel, local_positions
 from runtime.data_parallel import data_parallel, needs_data_parallel, settle_shards
 from runtime.executor import Accumulation, Executor
+from runtime.expert_parallel import expert_parallel
 from runtime.float8 import float8
 from runtime.grid import Grid
 from runtime.initialise import INIT_STD, initialise
 from runtime.loss import TokenLoss
-from runtime.model import Transformer
+from runtime.model import MixtureOfExperts, Transformer
 from runtime.offload import offload_activations
 from runtime.pipeline import Pipeline
 from runtime.preflight import check_job
@@ -37,15 +38,19 @@ def build_stage(spec: ModelSpec, layout: Layout, grid: Grid, index: int, compile
         context_parallel(stage, layout, grid)
     if layout.tensor_parallel > 1:
         tensor_parallel(stage, layout, grid)
+    expert_parallel(stage, layout, grid)
     if layout.precision == "fp8":
         float8(stage)
     recompute(stage, layout)
     if compiled:
         for block in stage.blocks:
+            if isinstance(block.mlp, MixtureOfExperts):
+                # How many rows an expert gets is known only when it runs.
+                block.mlp.forward = torch.compiler.disable(block.mlp.forward)  # type: ignore[method-assign]
             block.forward = torch.compile(block.forward)  # type: ignore[method-assign]
     if layout.offload_activations:
         offload_activations(stage, layout)
-    if needs_data_parallel(layout):
+    if needs_data_parallel(layout, grid):
         data_parallel(stage, layout, grid)
     return stage
 
@@ -68,6 +73,8 @@ def build_executor(
         stage = build_stage(spec, layout, grid, index, compiled)
         # FSDP2 keeps shards in host memory whose optimizer state is there.
         stage.to_empty(device="cpu" if layout.offload_optimizer else grid.device)
+        for router in stage.routers.values():
+            router.to_device(grid.device)
         stage.tie()
         initialise(stage, spec, seed, init_std)
         if isinstance(stage, FSDPModule):

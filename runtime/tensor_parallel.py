@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch.distributed as dist
@@ -13,9 +13,25 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 
 from costmodels import Layout
-from runtime.collectives import copy_to_ranks, gather, reduce_from_ranks, reduce_scatter
+from runtime.collectives import (
+    copy_to_ranks,
+    gather,
+    join_from_ranks,
+    reduce_from_ranks,
+    reduce_scatter,
+    split_to_ranks,
+)
 from runtime.grid import Grid
-from runtime.model import Block, Embedding, Transformer
+from runtime.model import (
+    MLP,
+    Attention,
+    Block,
+    Embedding,
+    LatentAttention,
+    MixtureOfExperts,
+    Transformer,
+)
+from runtime.routing import wide_product
 
 
 def tensor_parallel(stage: Transformer, layout: Layout, grid: Grid) -> None:
@@ -33,6 +49,9 @@ def tensor_parallel(stage: Transformer, layout: Layout, grid: Grid) -> None:
     With fewer key/value heads than ranks, each rank stores its share of the rows of one head and gathers the
     rest from the ranks that share the head, in every forward pass. These rows are far fewer than the
     activations, and nothing is stored twice.
+
+    Experts choose among the tokens that a rank holds alone: without sequence parallelism a rank takes its
+    slice of them before, and all gather the results. `runtime.expert_parallel` splits the experts.
     """
     mesh = grid.mesh["tp"]
     region = _Region(mesh, mesh.get_group(), grid.tp_rank, layout.tensor_parallel, layout.sequence_parallel)
@@ -73,18 +92,68 @@ class _Region:
 
 def _split_block(block: Block, region: _Region, kv_group: dist.ProcessGroup | None) -> None:
     attention, mlp = block.attention, block.mlp
+    if isinstance(attention, LatentAttention):
+        _split_latent_attention(attention, region)
+    else:
+        _split_attention(attention, region, kv_group)
+    if isinstance(mlp, MixtureOfExperts):
+        _split_tokens(mlp, region)
+    else:
+        _split_mlp(mlp, region)
+    for norm in (block.attention_norm, block.mlp_norm):
+        _split_norm(norm, region)
+
+
+def _split_attention(attention: Attention, region: _Region, kv_group: dist.ProcessGroup | None) -> None:
     _split_columns(attention.query, region)
     for linear in (attention.key, attention.value):
         _split_columns(linear, region, kv_group)
+    # Every rank normalises other heads with the same weights.
+    for norm in (attention.query_norm, attention.key_norm):
+        if norm is not None:
+            _split_norm(norm, replace(region, sequence_parallel=True))
     _split_rows(attention.output, region)
+    _enter_first(attention, region)
+
+
+def _split_latent_attention(attention: LatentAttention, region: _Region) -> None:
+    """Split the heads. Ranks compress the tokens that they hold, and gather what is compressed."""
+    compress = attention.compress
+    for linear in (compress.query, compress.latent):
+        if linear is not None:
+            _keep_whole(linear, region)
+    for norm in (compress.query_norm, compress.latent_norm):
+        if norm is not None:
+            _split_norm(norm, region)
+    forward, entry = compress.forward, _Entry(region)
+    attention.entry = entry
+    _replace_forward(compress, lambda x: entry(forward(x)))
+    for linear in (attention.query, attention.key_value):
+        _split_columns(linear, region)
+    _split_rows(attention.output, region)
+
+
+def _split_mlp(mlp: MLP, region: _Region) -> None:
     _split_columns(mlp.up, region)
     if mlp.gate is not None:
         _split_columns(mlp.gate, region)
     _split_rows(mlp.down, region)
-    for module in (attention, mlp):
-        _enter_first(module, region)
-    for norm in (block.attention_norm, block.mlp_norm):
-        _split_norm(norm, region)
+    _enter_first(mlp, region)
+
+
+def _split_tokens(experts: MixtureOfExperts, region: _Region) -> None:
+    """Let each rank route the tokens that it alone holds."""
+    inner = replace(region, sequence_parallel=True)
+    router = experts.router
+    _share(router, inner)
+    router.logits = lambda x: wide_product(x, local_weight(router.weight))  # type: ignore[method-assign]
+    if experts.shared is not None:
+        _split_mlp(experts.shared, inner)
+    if experts.shared_gate is not None:
+        _keep_whole(experts.shared_gate, inner)
+    if not region.sequence_parallel:
+        forward, group = experts.forward, region.group
+        _replace_forward(experts, lambda x: join_from_ranks(forward(split_to_ranks(x, 1, group)), 1, group))
 
 
 def _enter_first(module: nn.Module, region: _Region) -> None:
@@ -113,7 +182,7 @@ def _split_columns(linear: nn.Linear, region: _Region, sharers: dist.ProcessGrou
     _distribute(linear, "bias", Shard(0), region)
 
     def forward(x: Tensor) -> Tensor:
-        weight, bias = _local(linear.weight), _local(linear.bias)
+        weight, bias = local_weight(linear.weight), local_weight(linear.bias)
         if sharers is not None:
             weight = gather(weight, 0, sharers)
             bias = None if bias is None else gather(bias, 0, sharers)
@@ -129,10 +198,20 @@ def _split_rows(linear: nn.Linear, region: _Region) -> None:
     _share(linear, region)
 
     def forward(x: Tensor) -> Tensor:
-        result = region.leave(_multiply(linear, x, _local(linear.weight), None))
-        return result if linear.bias is None else result.add(_local(linear.bias))
+        result = region.leave(_multiply(linear, x, local_weight(linear.weight), None))
+        return result if linear.bias is None else result.add(local_weight(linear.bias))
 
     _replace_forward(linear, forward)
+
+
+def _keep_whole(linear: nn.Linear, region: _Region) -> None:
+    """Let each rank multiply the tokens that it holds by the whole matrix."""
+    if region.sequence_parallel:
+        linear.product = F.linear  # type: ignore[assignment]
+        _share(linear, region)
+        _replace_forward(
+            linear, lambda x: _multiply(linear, x, local_weight(linear.weight), local_weight(linear.bias))
+        )
 
 
 def _multiply(linear: nn.Linear, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -150,7 +229,7 @@ def _split_embedding(embedding: Embedding, region: _Region) -> None:
     def look_up(ids: Tensor) -> Tensor:
         ids = ids - region.rank * rows
         foreign = (ids < 0) | (ids >= rows)
-        found = F.embedding(ids.masked_fill(foreign, 0), _local(tokens.weight))
+        found = F.embedding(ids.masked_fill(foreign, 0), local_weight(tokens.weight))
         return region.leave(found.masked_fill(foreign.unsqueeze(-1), 0.0))
 
     _replace_forward(tokens, look_up)
@@ -158,7 +237,8 @@ def _split_embedding(embedding: Embedding, region: _Region) -> None:
         table = positions
         _share(table, region)
         _replace_forward(
-            table, lambda at: F.embedding(at.chunk(region.size, dim=1)[region.rank], _local(table.weight))
+            table,
+            lambda at: F.embedding(at.chunk(region.size, dim=1)[region.rank], local_weight(table.weight)),
         )
 
 
@@ -169,10 +249,12 @@ def _split_norm(norm: nn.Module, region: _Region) -> None:
     _share(norm, region)
     if isinstance(norm, nn.LayerNorm):
         shape, eps = norm.normalized_shape, norm.eps
-        _replace_forward(norm, lambda x: F.layer_norm(x, shape, _local(norm.weight), _local(norm.bias), eps))
+        _replace_forward(
+            norm, lambda x: F.layer_norm(x, shape, local_weight(norm.weight), local_weight(norm.bias), eps)
+        )
     elif isinstance(norm, nn.RMSNorm):
         shape, epsilon = norm.normalized_shape, norm.eps
-        _replace_forward(norm, lambda x: F.rms_norm(x, shape, _local(norm.weight), epsilon))
+        _replace_forward(norm, lambda x: F.rms_norm(x, shape, local_weight(norm.weight), epsilon))
 
 
 def _share(module: nn.Module, region: _Region) -> None:
@@ -198,9 +280,9 @@ def _distribute(module: nn.Module, name: str, placement: Placement, region: _Reg
         module.register_parameter(name, nn.Parameter(part))
 
 
-def _local(parameter: Tensor | None) -> Any:
+def local_weight(parameter: Tensor | None) -> Any:
     """This rank's part of a parameter; the gradient of one that all hold whole is a sum still to be made."""
     if not isinstance(parameter, DTensor):
         return parameter
-    (placement,) = parameter.placements
-    return parameter.to_local(grad_placements=(Partial() if placement.is_replicate() else placement,))
+    sums = [Partial() if placement.is_replicate() else placement for placement in parameter.placements]
+    return parameter.to_local(grad_placements=sums)

@@ -12,7 +12,8 @@ from torch import Tensor
 from benchmarks.parity import MODELS
 from costmodels import ModelSpec
 from runtime.initialise import initialise
-from runtime.model import Attention, Transformer, rotary_table, rotate
+from runtime.model import Attention, Transformer
+from runtime.rotary import rotary_table, rotate
 
 SMALL: dict[str, Any] = {"name": "small", "layers": 2, "hidden": 32, "heads": 4, "vocab": 100, "seq": 12}
 
@@ -183,7 +184,7 @@ def test_grouped_queries_equal_heads_with_repeated_keys_and_values() -> None:
 
 
 def test_rotary_scores_depend_on_the_distance_only() -> None:
-    cos, sin = rotary_table(torch.arange(32), 8, 10000.0)
+    cos, sin = rotary_table(torch.arange(32), 8, 10000.0, None)
     q, k = torch.randn(2, 8, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
 
     def score(at: int, other: int) -> float:

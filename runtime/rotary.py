@@ -1,0 +1,138 @@
+"""Rotary positions (RoFormer, arXiv:2104.09864) and how they are stretched for longer sequences."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from costmodels.errors import InputError
+from costmodels.model_spec import RopeScaling
+
+
+def rotary_table(
+    positions: Tensor, dim: int, theta: float, scaling: RopeScaling | None
+) -> tuple[Tensor, Tensor]:
+    """Cosines and sines [S, dim] of the `positions` [S], in fp32 (RoFormer, eq. 34).
+
+    The second half repeats the first, as `rotate` wants it. `InputError` where `scaling` is of a kind that
+    is not in `ROPE_KINDS`, or lacks what its kind needs.
+    """
+    angles = torch.outer(positions.float(), frequencies(dim, theta, scaling, positions.device))
+    angles = torch.cat((angles, angles), dim=-1)
+    factor = table_factor(scaling)
+    return angles.cos() * factor, angles.sin() * factor
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Apply rotary positions to `x` [B, N, S, H], halves rotated as in Llama."""
+    first, second = x.float().chunk(2, dim=-1)
+    turned = torch.cat((-second, first), dim=-1)
+    return (x.float() * cos + turned * sin).to(x.dtype)
+
+
+def frequencies(
+    dim: int, theta: float, scaling: RopeScaling | None, device: torch.device | None = None
+) -> Tensor:
+    """Radians that each pair of a vector of `dim` elements turns by from one position to the next, [dim / 2].
+
+    `InputError` as `rotary_table`.
+    """
+    exponents = torch.arange(0, dim, 2, dtype=torch.float32, device=device) / dim
+    plain = 1.0 / theta**exponents
+    if scaling is None:
+        return plain
+    if scaling.kind not in ROPE_KINDS:
+        raise InputError(
+            f"rope_scaling kind {scaling.kind!r} can be planned, not trained: the runtime computes "
+            f"{', '.join(ROPE_KINDS)}"
+        )
+    return ROPE_KINDS[scaling.kind](plain, theta, scaling)
+
+
+def table_factor(scaling: RopeScaling | None) -> float:
+    """What cosines and sines are multiplied by: 1, or the attention factor of YaRN.
+
+    It is sqrt(1/t) = 0.1 ln(factor) + 1 (arXiv:2309.00071, section 3.4), and DeepSeek's ratio of that with
+    `mscale` to that with `mscale_all_dim` if both are given: `score_factor` has the rest.
+    """
+    if scaling is None or scaling.kind != "yarn":
+        return 1.0
+    if scaling.attention_factor:
+        return scaling.attention_factor
+    if scaling.mscale and scaling.mscale_all_dim:
+        return _yarn_scale(scaling.factor, scaling.mscale) / _yarn_scale(
+            scaling.factor, scaling.mscale_all_dim
+        )
+    return _yarn_scale(scaling.factor, 1.0)
+
+
+def score_factor(scaling: RopeScaling | None) -> float:
+    """What models with latent attention multiply the scale of their scores by.
+
+    (0.1 x mscale_all_dim x ln(factor) + 1)^2, as in the models that DeepSeek-V2 and V3 published: YaRN's
+    factor on queries and keys alike, also for the elements that are not rotated. 1 without `mscale_all_dim`.
+    """
+    if scaling is None or not scaling.mscale_all_dim:
+        return 1.0
+    return _yarn_scale(scaling.factor, scaling.mscale_all_dim) ** 2
+
+
+def _yarn_scale(factor: float, mscale: float) -> float:
+    return 1.0 if factor <= 1.0 else 0.1 * mscale * math.log(factor) + 1.0
+
+
+def _linear(plain: Tensor, theta: float, scaling: RopeScaling) -> Tensor:
+    """Position interpolation (arXiv:2306.15595, eq. 4)."""
+    return plain / scaling.factor
+
+
+def _llama3(plain: Tensor, theta: float, scaling: RopeScaling) -> Tensor:
+    """Waves longer than `original / low_freq_factor` are stretched, those shorter than
+    `original / high_freq_factor` kept, and those between mixed (Llama 3.1's `apply_scaling`)."""
+    original = _original_positions(scaling)
+    low, high = scaling.low_freq_factor, scaling.high_freq_factor
+    if low >= high:
+        raise InputError(
+            f"rope_scaling llama3: low_freq_factor {low:g} must be less than high_freq_factor {high:g}"
+        )
+    turns = original * plain / (2 * math.pi)
+    kept = ((turns - low) / (high - low)).clamp(0.0, 1.0)
+    return (1 - kept) * plain / scaling.factor + kept * plain
+
+
+def _yarn(plain: Tensor, theta: float, scaling: RopeScaling) -> Tensor:
+    """NTK-by-parts interpolation (arXiv:2309.00071, section 3.2): a ramp over the dimensions, from those that
+    turn `beta_fast` times within the original length (kept) to those that turn `beta_slow` times."""
+    original = _original_positions(scaling)
+    dim = 2 * len(plain)
+
+    def dimension(turns: float) -> float:
+        return dim * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(theta))
+
+    first, last = dimension(scaling.beta_fast), dimension(scaling.beta_slow)
+    if scaling.truncate:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, dim - 1)
+    # A ramp of no width would divide by zero.
+    width = last - first or 0.001
+    stretched = ((torch.arange(len(plain), device=plain.device) - first) / width).clamp(0.0, 1.0)
+    return plain / scaling.factor * stretched + plain * (1 - stretched)
+
+
+def _original_positions(scaling: RopeScaling) -> int:
+    if not scaling.original_positions:
+        raise InputError(
+            f"rope_scaling {scaling.kind} needs original_positions, the longest sequence of pre-training"
+        )
+    return scaling.original_positions
+
+
+ROPE_KINDS: dict[str, Callable[[Tensor, float, RopeScaling], Tensor]] = {
+    "linear": _linear,
+    "llama3": _llama3,
+    "yarn": _yarn,
+}
+"""By `RopeScaling.kind`: stretched frequencies from the plain ones [dim / 2], their base and the scaling."""
