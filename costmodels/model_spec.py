@@ -48,6 +48,19 @@ class RopeScaling(Record):
     truncate: bool = True
     """Round the bounds of YaRN's ramp to whole dimensions."""
 
+    @model_validator(mode="after")
+    def _check(self) -> RopeScaling:
+        if self.kind in ("llama3", "yarn") and not self.original_positions:
+            raise ValueError(
+                f"rope_scaling {self.kind} needs original_positions, the longest sequence of pre-training"
+            )
+        if self.kind == "llama3" and self.low_freq_factor >= self.high_freq_factor:
+            raise ValueError(
+                f"rope_scaling llama3: low_freq_factor {self.low_freq_factor:g} must be less than "
+                f"high_freq_factor {self.high_freq_factor:g}"
+            )
+        return self
+
 
 class Router(Record):
     """How tokens choose their experts."""

@@ -22,6 +22,11 @@ rmsnorm; on a CPU, where PyTorch has no fused rmsnorm, that is 4 + 4h.
 - activation: less e f, with a gate 2 e f;
 - full: e h, the input, and in units of several layers one for each unit.
 
+With experts, each of the rows that come to a rank's experts keeps 2 e h, itself and its result, and the MLP's
+bytes for an expert's share of f; the router keeps fp32 scores. "mlp" is then all of the layer's experts, and
+computing them again sends tokens again; "activation" is that of routed and shared experts. Latent attention
+keeps e times the ranks of its latents besides.
+
 Sequence parallelism divides inputs and statistics of norms by tp, and what the MLP keeps if it is recomputed.
 Outputs of norms are kept gathered, and recomputing norms gathers again: one more all-gather in backward for
 each norm whose output matrices keep.

@@ -18,7 +18,7 @@ def rotary_table(
     """Cosines and sines [S, dim] of the `positions` [S], in fp32 (RoFormer, eq. 34).
 
     The second half repeats the first, as `rotate` wants it. `InputError` where `scaling` is of a kind that
-    is not in `ROPE_KINDS`, or lacks what its kind needs.
+    is not in `ROPE_KINDS`.
     """
     angles = torch.outer(positions.float(), frequencies(dim, theta, scaling, positions.device))
     angles = torch.cat((angles, angles), dim=-1)
@@ -92,13 +92,8 @@ def _linear(plain: Tensor, theta: float, scaling: RopeScaling) -> Tensor:
 def _llama3(plain: Tensor, theta: float, scaling: RopeScaling) -> Tensor:
     """Waves longer than `original / low_freq_factor` are stretched, those shorter than
     `original / high_freq_factor` kept, and those between mixed (Llama 3.1's `apply_scaling`)."""
-    original = _original_positions(scaling)
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
-    if low >= high:
-        raise InputError(
-            f"rope_scaling llama3: low_freq_factor {low:g} must be less than high_freq_factor {high:g}"
-        )
-    turns = original * plain / (2 * math.pi)
+    turns = scaling.original_positions * plain / (2 * math.pi)
     kept = ((turns - low) / (high - low)).clamp(0.0, 1.0)
     return (1 - kept) * plain / scaling.factor + kept * plain
 
@@ -106,11 +101,10 @@ def _llama3(plain: Tensor, theta: float, scaling: RopeScaling) -> Tensor:
 def _yarn(plain: Tensor, theta: float, scaling: RopeScaling) -> Tensor:
     """NTK-by-parts interpolation (arXiv:2309.00071, section 3.2): a ramp over the dimensions, from those that
     turn `beta_fast` times within the original length (kept) to those that turn `beta_slow` times."""
-    original = _original_positions(scaling)
     dim = 2 * len(plain)
 
     def dimension(turns: float) -> float:
-        return dim * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(theta))
+        return dim * math.log(scaling.original_positions / (turns * 2 * math.pi)) / (2 * math.log(theta))
 
     first, last = dimension(scaling.beta_fast), dimension(scaling.beta_slow)
     if scaling.truncate:
@@ -120,14 +114,6 @@ def _yarn(plain: Tensor, theta: float, scaling: RopeScaling) -> Tensor:
     width = last - first or 0.001
     stretched = ((torch.arange(len(plain), device=plain.device) - first) / width).clamp(0.0, 1.0)
     return plain / scaling.factor * stretched + plain * (1 - stretched)
-
-
-def _original_positions(scaling: RopeScaling) -> int:
-    if not scaling.original_positions:
-        raise InputError(
-            f"rope_scaling {scaling.kind} needs original_positions, the longest sequence of pre-training"
-        )
-    return scaling.original_positions
 
 
 ROPE_KINDS: dict[str, Callable[[Tensor, float, RopeScaling], Tensor]] = {

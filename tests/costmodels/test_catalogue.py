@@ -26,6 +26,8 @@ OWN_MODELS = {"gpt2-nano", "llama-nano"}
 ACTIVE_BILLIONS = {
     "mixtral-8x7b": 12.9,  # mistral.ai/news/mixtral-of-experts
     "mixtral-8x22b": 39.0,  # mistral.ai/news/mixtral-8x22b
+    "qwen1.5-moe-a2.7b": 2.7,  # qwenlm.github.io/blog/qwen-moe
+    "qwen2-57b-a14b": 14.0,  # arXiv:2407.10671
     "qwen3-30b-a3b": 3.3,  # huggingface.co/Qwen/Qwen3-30B-A3B
     "qwen3-235b-a22b": 22.0,  # huggingface.co/Qwen/Qwen3-235B-A22B
     "deepseek-v2": 21.0,  # arXiv:2405.04434
@@ -59,6 +61,38 @@ def test_parameters_round_to_the_printed_figure(name: str) -> None:
 @pytest.mark.parametrize(("name", "billions"), ACTIVE_BILLIONS.items())
 def test_active_parameters_match_the_published_count(name: str, billions: float) -> None:
     assert load_model(name).active_parameters == pytest.approx(billions * 1e9, rel=0.02)
+
+
+def test_routers_are_those_of_the_papers() -> None:
+    v3 = load_model("deepseek-v3").router
+    # arXiv:2412.19437, sections 2.1.2 and 4.2: at most 4 of 8 nodes, ranked by the sum of their best two.
+    assert (v3.score, v3.normalised, v3.scale, v3.expert_bias) == ("sigmoid", True, 2.5, True)
+    assert (v3.groups, v3.top_groups, v3.group_score) == (8, 4, "top2")
+    v2 = load_model("deepseek-v2").router
+    # arXiv:2405.04434, section 3.1.2: 160 experts on 8 devices, of which a token uses at most 3.
+    assert (v2.score, v2.normalised, v2.scale, v2.expert_bias) == ("softmax", False, 16.0, False)
+    assert (v2.groups, v2.top_groups, v2.group_score) == (8, 3, "max")
+    models = [load_model(name) for name in model_names()]
+    gated = {model.name for model in models if model.shared_expert_gate}
+    assert gated == {"qwen1.5-moe-a2.7b", "qwen2-57b-a14b"}
+    plain = {model.name for model in models if not model.router.normalised}
+    assert plain == gated | {"deepseek-v2-lite", "deepseek-v2"}
+
+
+def test_releases_that_stretch_rotary_positions() -> None:
+    kinds = {name: scaling.kind for name in model_names() if (scaling := load_model(name).rope_scaling)}
+    llama = {"llama3.1-8b", "llama3.1-70b", "llama3-405b"}
+    deepseek = {"deepseek-v2-lite", "deepseek-v2", "deepseek-v3"}
+    assert kinds == dict.fromkeys(llama, "llama3") | dict.fromkeys(deepseek, "yarn")
+    plain, stretched = load_model("llama3-8b"), load_model("llama3.1-8b")
+    assert stretched.rope_scaling is not None
+    # arXiv:2405.04434, section 3.1.4, and arXiv:2412.19437, section 4.3: s = 40.
+    for name, mscale in (("deepseek-v2", 0.707), ("deepseek-v3", 1.0)):
+        scaling = load_model(name).rope_scaling
+        assert scaling is not None
+        assert (scaling.factor, scaling.mscale_all_dim, scaling.original_positions) == (40.0, mscale, 4096)
+    same = {"name", "source", "rope_scaling"}
+    assert plain.model_dump(exclude=same) == stretched.model_dump(exclude=same)
 
 
 def test_the_models_that_guides_and_papers_name_are_there() -> None:

@@ -95,6 +95,9 @@ def test_defaults_are_those_of_a_plain_transformer() -> None:
     assert model.active_parameters == model.parameters
 
 
+EXPERTS = {"experts": 8, "top_k": 2, "expert_ffn": 8}
+
+
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
@@ -104,6 +107,19 @@ def test_defaults_are_those_of_a_plain_transformer() -> None:
         ({"experts": 4}, "a model of 4 experts needs expert_ffn"),
         ({"experts": 4, "top_k": 5, "expert_ffn": 8}, "top_k of 1 to 4"),
         ({"dense_layers": 4}, "dense_layers 4 exceeds layers 3"),
+        (EXPERTS | {"router": {"groups": 3}}, "router groups 3 must divide experts 8"),
+        (EXPERTS | {"router": {"groups": 4, "top_groups": 5}}, "top_groups 5 must be at most as many"),
+        (
+            EXPERTS | {"top_k": 3, "router": {"groups": 4}},
+            "top_k 3 is more than the experts of 1 of 4 router",
+        ),
+        (EXPERTS | {"router": {"groups": 8, "top_groups": 8, "group_score": "top2"}}, "needs two experts"),
+        (EXPERTS | {"shared_expert_gate": True}, "shared_expert_gate needs shared experts"),
+        ({"rope_scaling": {"kind": "yarn"}}, "yarn needs original_positions"),
+        (
+            {"rope_scaling": {"kind": "llama3", "original_positions": 8, "high_freq_factor": 1.0}},
+            "must be less than high_freq_factor 1",
+        ),
         ({"layers": 0}, "layers"),
         ({"hidden": None}, "hidden"),
         ({"hidden": [1]}, "hidden"),

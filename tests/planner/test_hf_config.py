@@ -8,6 +8,7 @@ import pytest
 
 from costmodels.catalogue import load_model
 from costmodels.errors import InputError
+from costmodels.model_spec import RopeScaling, Router
 from planner.hf_config import model_from_hf_config
 
 LLAMA = {
@@ -21,7 +22,23 @@ QWEN3_MOE = {
     "vocab_size": 151936, "max_position_embeddings": 40960, "head_dim": 128, "num_hidden_layers": 48,
     "hidden_size": 2048, "intermediate_size": 6144, "num_attention_heads": 32, "num_key_value_heads": 4,
     "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "mlp_only_layers": [],
-    "decoder_sparse_step": 1, "tie_word_embeddings": False,
+    "decoder_sparse_step": 1, "tie_word_embeddings": False, "norm_topk_prob": True,
+}  # fmt: skip
+QWEN2_MOE = {
+    "model_type": "qwen2_moe", "vocab_size": 151936, "max_position_embeddings": 8192, "hidden_act": "silu",
+    "rms_norm_eps": 1e-6, "rope_theta": 1000000.0, "num_hidden_layers": 24, "hidden_size": 2048,
+    "intermediate_size": 5632, "num_attention_heads": 16, "num_key_value_heads": 16, "num_experts": 60,
+    "num_experts_per_tok": 4, "moe_intermediate_size": 1408, "shared_expert_intermediate_size": 5632,
+    "decoder_sparse_step": 1, "norm_topk_prob": False, "tie_word_embeddings": False,
+    "use_sliding_window": False, "sliding_window": 32768, "max_window_layers": 21,
+}  # fmt: skip
+YARN = {
+    "type": "yarn", "factor": 40, "original_max_position_embeddings": 4096, "beta_fast": 32, "beta_slow": 1,
+    "mscale": 0.707, "mscale_all_dim": 0.707,
+}  # fmt: skip
+LLAMA3_ROPE = {
+    "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
 }  # fmt: skip
 DEEPSEEK_V2 = {
     "model_type": "deepseek_v2", "hidden_act": "silu", "rms_norm_eps": 1e-6, "rope_theta": 10000,
@@ -30,6 +47,16 @@ DEEPSEEK_V2 = {
     "n_routed_experts": 160, "n_shared_experts": 2, "num_experts_per_tok": 6, "moe_intermediate_size": 1536,
     "first_k_dense_replace": 1, "moe_layer_freq": 1, "q_lora_rank": 1536, "kv_lora_rank": 512,
     "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "tie_word_embeddings": False,
+    "rope_scaling": YARN, "scoring_func": "softmax", "topk_method": "group_limited_greedy", "n_group": 8,
+    "topk_group": 3, "routed_scaling_factor": 16.0, "norm_topk_prob": False,
+}  # fmt: skip
+DEEPSEEK_V3 = {
+    **DEEPSEEK_V2, "model_type": "deepseek_v3", "vocab_size": 129280, "num_hidden_layers": 61,
+    "hidden_size": 7168, "intermediate_size": 18432, "n_routed_experts": 256, "n_shared_experts": 1,
+    "num_experts_per_tok": 8, "moe_intermediate_size": 2048, "first_k_dense_replace": 3,
+    "rope_scaling": YARN | {"mscale": 1.0, "mscale_all_dim": 1.0}, "scoring_func": "sigmoid",
+    "topk_method": "noaux_tc", "n_group": 8, "topk_group": 4, "routed_scaling_factor": 2.5,
+    "norm_topk_prob": True,
 }  # fmt: skip
 CONFIGS: dict[str, dict[str, Any]] = {
     "gpt2-xl": {
@@ -41,6 +68,11 @@ CONFIGS: dict[str, dict[str, Any]] = {
         **LLAMA, "vocab_size": 128256, "max_position_embeddings": 8192, "num_hidden_layers": 32,
         "hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32,
         "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0},
+    },
+    "llama3.1-8b": {
+        **LLAMA, "vocab_size": 128256, "max_position_embeddings": 131072, "num_hidden_layers": 32,
+        "hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32, "rope_theta": 500000.0,
+        "rope_scaling": LLAMA3_ROPE,
     },
     "mixtral-8x7b": {
         "model_type": "mixtral", "hidden_act": "silu", "rms_norm_eps": 1e-5, "rope_theta": 1000000.0,
@@ -60,18 +92,22 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "hidden_size": 4096, "intermediate_size": 12288, "num_attention_heads": 32, "num_key_value_heads": 8,
         "tie_word_embeddings": False, "attention_bias": False,
     },
+    "qwen1.5-moe-a2.7b": QWEN2_MOE,
+    "qwen2-57b-a14b": {
+        **QWEN2_MOE, "max_position_embeddings": 131072, "num_hidden_layers": 28, "hidden_size": 3584,
+        "intermediate_size": 18944, "num_attention_heads": 28, "num_key_value_heads": 4, "num_experts": 64,
+        "num_experts_per_tok": 8, "moe_intermediate_size": 2560, "shared_expert_intermediate_size": 20480,
+        "max_window_layers": 28,
+    },
     "qwen3-30b-a3b": QWEN3_MOE,
     "deepseek-v2": DEEPSEEK_V2,
     "deepseek-v2-lite": {
         **DEEPSEEK_V2, "num_hidden_layers": 27, "hidden_size": 2048, "intermediate_size": 10944,
         "num_attention_heads": 16, "num_key_value_heads": 16, "n_routed_experts": 64,
-        "moe_intermediate_size": 1408, "q_lora_rank": None,
+        "moe_intermediate_size": 1408, "q_lora_rank": None, "topk_method": "greedy", "n_group": 1,
+        "topk_group": 1, "routed_scaling_factor": 1.0,
     },
-    "deepseek-v3": {
-        **DEEPSEEK_V2, "model_type": "deepseek_v3", "vocab_size": 129280, "num_hidden_layers": 61,
-        "hidden_size": 7168, "intermediate_size": 18432, "n_routed_experts": 256, "n_shared_experts": 1,
-        "num_experts_per_tok": 8, "moe_intermediate_size": 2048, "first_k_dense_replace": 3,
-    },
+    "deepseek-v3": DEEPSEEK_V3,
 }  # fmt: skip
 UNCHECKED = {"name", "source", "published_parameters", "max_positions", "seq"}
 
@@ -92,18 +128,92 @@ def test_a_config_is_the_catalogues_model(tmp_path: Path, name: str) -> None:
     assert model.model_dump(exclude=UNCHECKED) == expected.model_dump(exclude=UNCHECKED)
 
 
-def test_qwen2_moe_has_shared_experts_and_qkv_biases(tmp_path: Path) -> None:
-    # Qwen1.5-MoE-A2.7B: 14.3B parameters, 2.7B of them active (qwenlm.github.io/blog/qwen-moe).
-    config = {
-        "model_type": "qwen2_moe", "vocab_size": 151936, "max_position_embeddings": 8192,
-        "hidden_act": "silu", "num_hidden_layers": 24, "hidden_size": 2048, "intermediate_size": 5632,
-        "num_attention_heads": 16, "num_key_value_heads": 16, "num_experts": 60, "num_experts_per_tok": 4,
-        "moe_intermediate_size": 1408,
-        "shared_expert_intermediate_size": 5632, "decoder_sparse_step": 1, "tie_word_embeddings": False,
-    }  # fmt: skip
+def test_qwen2_moe_may_go_without_biases_and_shared_experts(tmp_path: Path) -> None:
+    assert model_from_hf_config(write(tmp_path / "m", QWEN2_MOE)).qkv_bias
+    config = QWEN2_MOE | {"qkv_bias": False, "shared_expert_intermediate_size": 0}
     model = model_from_hf_config(write(tmp_path / "m", config))
-    assert model.parameters == pytest.approx(14.3e9, rel=0.005)
-    assert model.active_parameters == pytest.approx(2.7e9, rel=0.02)
+    assert not model.qkv_bias and not model.shared_expert_ffn and not model.shared_expert_gate
+
+
+def test_transformers_5_has_another_name_for_the_number_of_experts(tmp_path: Path) -> None:
+    config = {key: value for key, value in QWEN3_MOE.items() if key != "num_experts"}
+    model = model_from_hf_config(write(tmp_path / "m", config | {"num_local_experts": 128}))
+    assert model.experts == 128
+
+
+ROUTER_KEYS = (
+    "norm_topk_prob",
+    "routed_scaling_factor",
+    "topk_method",
+    "scoring_func",
+    "n_group",
+    "topk_group",
+)
+
+
+@pytest.mark.parametrize(
+    ("config", "router"),
+    [
+        (QWEN3_MOE, Router(normalised=False)),
+        (QWEN2_MOE, Router(normalised=False)),
+        (DEEPSEEK_V2, Router(normalised=False)),
+        (DEEPSEEK_V3, load_model("deepseek-v3").router),
+    ],
+)
+def test_router_keys_that_are_left_out_are_transformers_defaults(
+    tmp_path: Path, config: dict[str, Any], router: Router
+) -> None:
+    for null in ({}, dict.fromkeys(ROUTER_KEYS)):
+        bare = {key: value for key, value in config.items() if key not in ROUTER_KEYS}
+        assert model_from_hf_config(write(tmp_path / "m", bare | null)).router == router
+
+
+@pytest.mark.parametrize(
+    ("config", "scaling"),
+    [
+        (
+            {"rope_scaling": YARN},
+            RopeScaling(
+                kind="yarn", factor=40.0, original_positions=4096, mscale=0.707, mscale_all_dim=0.707
+            ),
+        ),
+        (
+            {"rope_parameters": LLAMA3_ROPE | {"rope_theta": 5e5}},
+            RopeScaling(kind="llama3", factor=8.0, original_positions=8192),
+        ),
+        ({"rope_scaling": {"type": "linear", "factor": 2}}, RopeScaling(kind="linear", factor=2.0)),
+        # Without a length of pre-training it is the present one; without a factor, their ratio.
+        (
+            {"rope_scaling": {"type": "yarn", "factor": 2.0, "truncate": False, "attention_factor": 1.5}},
+            RopeScaling(
+                kind="yarn", factor=2.0, original_positions=4096, truncate=False, attention_factor=1.5
+            ),
+        ),
+        (
+            {"rope_scaling": {"type": "yarn", "original_max_position_embeddings": 1024, "mscale": None}},
+            RopeScaling(kind="yarn", factor=4.0, original_positions=1024),
+        ),
+        (
+            {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}},
+            RopeScaling(kind="dynamic", factor=2.0),
+        ),
+        # The ratio of a length of pre-training that is not given either.
+        (
+            {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}},
+            RopeScaling(kind="yarn", original_positions=4096),
+        ),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}, None),
+        ({"rope_scaling": {"rope_type": "default"}}, None),
+        ({"rope_scaling": None}, None),
+        ({}, None),
+    ],
+)
+def test_rope_scaling_is_recorded_and_costs_nothing(
+    tmp_path: Path, config: dict[str, Any], scaling: RopeScaling | None
+) -> None:
+    model = model_from_hf_config(write(tmp_path / "m", LLAMA | config))
+    assert model.rope_scaling == scaling
+    assert model.flops_per_sequence() == load_model("llama2-70b").flops_per_sequence()
 
 
 def test_mistral_is_read_as_a_llama(tmp_path: Path) -> None:
@@ -142,24 +252,6 @@ def test_a_window_in_use_must_hold_the_sequence(
     with pytest.raises(InputError, match=f"sliding_window 4096 .* sequence of {seq}.* up to 4096") as caught:
         model_from_hf_config(path, seq=seq)
     assert "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("keys", "kind"),
-    [
-        ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "llama3"),
-        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "linear"),
-        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "yarn"),
-        ({"rope_scaling": {"rope_type": "default"}}, ""),
-        ({"rope_scaling": None}, ""),
-        ({}, ""),
-    ],
-)
-def test_rope_scaling_is_recorded_and_costs_nothing(tmp_path: Path, keys: dict[str, Any], kind: str) -> None:
-    model = model_from_hf_config(write(tmp_path / "m", LLAMA | keys))
-    assert model.rope_scaling == kind
-    plain = model_from_hf_config(write(tmp_path / "p", LLAMA))
-    assert model.flops_per_sequence() == plain.flops_per_sequence()
 
 
 def test_sequence_defaults(tmp_path: Path) -> None:
@@ -218,16 +310,24 @@ def test_a_missing_key_is_named(tmp_path: Path, key: str) -> None:
         (LLAMA | {"hidden_act": "tanh"}, "activation 'tanh'"),
         (LLAMA | {"rope_scaling": "yarn"}, "rope_scaling is 'yarn', not a mapping"),
         (LLAMA | {"rope_scaling": {"factor": 2.0}}, "names no rope_type"),
+        (LLAMA | {"rope_scaling": {"type": "linear"}}, "names no factor"),
+        (LLAMA | {"rope_scaling": LLAMA3_ROPE | {"factor": "far"}}, "rope_scaling.factor is 'far'"),
         (MISTRAL | {"sliding_window": "wide"}, "sliding_window is 'wide', not a whole number"),
         (LLAMA | {"hidden_act": ["silu"]}, "activation"),
         (LLAMA | {"num_hidden_layers": "many"}, "layers is 'many'"),
         (LLAMA | {"num_attention_heads": 60}, "not divisible"),
         (LLAMA | {"max_position_embeddings": "long"}, "max_position_embeddings is 'long'"),
         (CONFIGS["gpt2-xl"] | {"n_embd": "wide"}, "n_embd is 'wide'"),
+        (CONFIGS["gpt2-xl"] | {"scale_attn_weights": False}, "scale_attn_weights False is not supported"),
         (QWEN3_MOE | {"decoder_sparse_step": 2}, "decoder_sparse_step 2"),
         (QWEN3_MOE | {"mlp_only_layers": [3]}, "mlp_only_layers [3]"),
         (DEEPSEEK_V2 | {"moe_layer_freq": 2}, "moe_layer_freq 2"),
         (DEEPSEEK_V2 | {"n_shared_experts": "two"}, "n_shared_experts is 'two'"),
+        (DEEPSEEK_V2 | {"norm_topk_prob": True}, "norm_topk_prob True of a deepseek_v2"),
+        (DEEPSEEK_V2 | {"topk_method": "noaux_tc"}, "topk_method 'noaux_tc' is not supported"),
+        (DEEPSEEK_V2 | {"scoring_func": "sigmoid"}, "scoring_func 'sigmoid' is not supported"),
+        (DEEPSEEK_V3 | {"scoring_func": "softmax"}, "scoring_func 'softmax' is not supported"),
+        (DEEPSEEK_V3 | {"n_group": 7}, "router groups 7 must divide experts 256"),
     ],
 )
 def test_what_cannot_be_expressed_is_refused(tmp_path: Path, config: dict[str, Any], part: str) -> None:

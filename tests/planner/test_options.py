@@ -162,8 +162,9 @@ def test_rope_scaling_goes_with_rotary_positions(tmp_path: Path) -> None:
         json.dumps(LLAMA_CONFIG | {"sliding_window": None, "rope_scaling": scaled})
     )
     path = str(tmp_path)
-    assert ModelOptions(model=path, rotary_base=1e6).spec().rope_scaling == "yarn"
-    assert ModelOptions(model=path, position_embedding_type="none").spec().rope_scaling == ""
+    scaling = ModelOptions(model=path, rotary_base=1e6).spec().rope_scaling
+    assert scaling is not None and scaling.kind == "yarn"
+    assert ModelOptions(model=path, position_embedding_type="none").spec().rope_scaling is None
 
 
 def test_a_longer_sequence_extends_the_positions() -> None:
