@@ -185,7 +185,8 @@ def losses_of(spec: ModelSpec, layout: Layout, steps: int, compiled: bool = Fals
 
 def relative_difference(losses: Sequence[float], reference: Sequence[float]) -> float:
     """Largest relative difference of two loss curves."""
-    return max(abs(a - b) / abs(b) for a, b in zip(losses, reference, strict=True))
+    # Not max(), which may overlook a NaN.
+    return float(np.max(np.abs(np.subtract(losses, reference)) / np.abs(reference)))
 
 
 app = typer.Typer(add_completion=False)

@@ -24,10 +24,11 @@ PRELOADED = ["runtime.checkpoint", "runtime.trainer"]
 
 
 class WorkerPool:
-    """Up to `size` gloo ranks at a time."""
+    """Up to `size` ranks at a time, that talk by `backend`."""
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, backend: str = "gloo") -> None:
         self.size = size
+        self.backend = backend
         self.context = multiprocessing.get_context("forkserver")
         self.context.set_forkserver_preload(PRELOADED)
 
@@ -43,7 +44,7 @@ class WorkerPool:
             ranks = []
             for rank in range(world_size):
                 ours, theirs = self.context.Pipe()
-                job = (theirs, function, rank, world_size, store, arguments)
+                job = (theirs, function, rank, world_size, store, self.backend, arguments)
                 process = self.context.Process(target=_work, args=job, daemon=True)
                 process.start()
                 theirs.close()
@@ -82,6 +83,7 @@ def _work(
     rank: int,
     world_size: int,
     store: str,
+    backend: str,
     arguments: tuple[Any, ...],
 ) -> None:
     import torch
@@ -91,7 +93,7 @@ def _work(
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size)}
     try:
         dist.init_process_group(
-            "gloo",
+            backend,
             init_method=f"file://{store}",
             rank=rank,
             world_size=world_size,
