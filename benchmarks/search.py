@@ -18,6 +18,8 @@ PROBLEMS: list[tuple[str, dict[str, Any]]] = [
     ("gpt-22b", {"world_size": 64, "max_global_batch_size": 16}),
     ("llama2-70b", {"world_size": 64, "max_global_batch_size": 1024}),
     ("llama3-405b", {"world_size": 16384, "device": "h100-sxm", "global_batch_size": 2048}),
+    ("mixtral-8x7b", {"world_size": 64, "device": "h100-sxm", "max_global_batch_size": 256}),
+    ("deepseek-v3", {"world_size": 2048, "device": "h100-sxm", "max_global_batch_size": 15360}),
 ]
 
 REPEATS = 3

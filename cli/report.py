@@ -99,12 +99,15 @@ def _degrees(layout: Layout) -> dict[str, str]:
         "vpp": str(layout.virtual_pipeline_parallel),
         "schedule": "" if usual_schedule else layout.schedule,
         "cp": f"{layout.context_parallel} {layout.context_parallel_form}" if context else "",
+        "ep": str(layout.expert_parallel) if layout.expert_parallel > 1 else "",
+        "etp": str(layout.expert_tensor_parallel) if layout.expert_tensor_parallel > 1 else "",
         "dp": str(layout.data_parallel),
         "zero": str(layout.zero_stage),
         "copies": str(layout.zero_replicas) if layout.zero_replicas > 1 else "",
         "mbs": f"{layout.micro_batch_size} x {layout.micro_batches}",
         "recompute": layout.describe_recompute(),
         "offload": "+".join(offloaded),
+        "optimizer": "" if layout.optimizer == "adam" else layout.optimizer,
         "grads": "" if layout.gradient_reduction == "fp32" else layout.gradient_reduction,
     }
 

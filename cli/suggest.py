@@ -30,8 +30,15 @@ class Output:
     save: str | None = flag(None, "Write the best plan to this file.", metavar="FILE")
 
 
+@dataclass(frozen=True)
+class Waiting:
+    """What only a job that runs needs."""
+
+    distributed_timeout_minutes: float | None = flag(None, "Minutes after which a collective is an error.")
+
+
 @takes(
-    unused=ignored(TrainingOptions, DataOptions, OutputOptions, but=Output),
+    unused=ignored(TrainingOptions, DataOptions, OutputOptions, Waiting, but=Output),
     model=ModelOptions,
     cluster=ClusterOptions,
     batch=BatchOptions,
@@ -83,11 +90,6 @@ def suggest(
 
 def _limits(problem: Problem) -> Iterator[str]:
     """What the plans leave out, and why this package's runtime could not train them."""
-    if problem.model.experts:
-        yield (
-            "expert parallelism is not searched yet: every data-parallel replica holds all "
-            f"{problem.model.experts} experts of its layers"
-        )
     if problem.engine.name != DEFAULT_ENGINE:
         return
     try:

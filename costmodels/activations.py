@@ -10,10 +10,9 @@ import numpy as np
 
 from costmodels.engine import Engine
 from costmodels.model_spec import ModelSpec
-from costmodels.operators import (
+from costmodels.shapes import (
     attention_widths,
     element_bytes,
-    expert_tensor_parallel,
     kept_heads_width,
     key_value_width,
     routed_rows,
@@ -41,27 +40,41 @@ def layer_activations(
     inner = e * (1 + model.gated) + activated
     residual = t * h / part
     norms = 2 * e * residual + 2 * engine.dropout * residual
-    layer_inputs = 2 * e * t * h / (part if engine.regathers_sequence else 1)
+    gathered = part if engine.regathers_sequence else 1
+    attention_input, mlp_input = e * t * h / gathered, e * t * h / gathered
     attention = e * t * ((queries + values) / tp + key_value_width(model, table))
+    if model.qk_norm:
+        # Queries and keys before their norms too.
+        attention = attention + e * t * (queries / tp + key_value_width(model, table) / 2)
     if model.latent_attention is not None:
+        # Ranks compress their own tokens, and gather what is compressed and normalised.
         mla = model.latent_attention
-        attention = attention + e * t * (mla.q_lora_rank + mla.kv_lora_rank + mla.qk_rope_head_dim) / part
+        compressed = mla.q_lora_rank + mla.kv_lora_rank + mla.qk_rope_head_dim
+        attention = attention + e * t * compressed * (1 / part + 1 / gathered)
+        attention_input = e * t * h / (part if mla.q_lora_rank else gathered)
     if engine.flash_attention:
         core = 4 * t * model.heads / tp
     else:
         core = t * model.seq * model.heads / tp * (e + engine.dropout * (e + 1))
     if moe:
         rows = routed_rows(model, table)
-        mlp = rows * (inner * model.expert_ffn / expert_tensor_parallel(table) + 2 * e * h)
-        mlp = mlp + inner * t * model.shared_expert_ffn / tp + 4 * t * model.experts / part
+        etp = table.expert_tensor_parallel
+        width = rows * model.expert_ffn / etp + t * model.shared_expert_ffn / tp
+        # The router's input, and that of the shared experts where they gather it and keep it.
+        apart = (tp > 1) & (np.asarray(gathered) == 1) & (model.shared_expert_ffn > 0)
+        mlp_input = e * t * h * (1 / tp + apart)
+        # The rows that experts take in, those that are summed up, and the router's fp32 scores.
+        summed = rows / np.where(table.expert_parallel > 1, etp, 1)
+        routing = e * h * (rows + summed) + 4 * t * model.experts / tp
     else:
-        mlp = inner * t * model.ffn / tp
+        width, routing = t * model.ffn / tp, np.zeros(len(table))
+    mlp, layer_inputs = inner * width, attention_input + mlp_input
     copies = _context_copies(model, table)
-    whole = norms + layer_inputs + attention + copies + core + mlp
+    whole = norms + layer_inputs + attention + copies + core + mlp + routing
     norm = table.recomputes("norm")
     dropped = table.recomputes("core_attention") * (core + copies) + norm * layer_inputs
     dropped = dropped + np.where(
-        table.recomputes("mlp"), mlp, table.recomputes("activation") * activated * mlp / inner
+        table.recomputes("mlp"), mlp, table.recomputes("activation") * activated * width
     )
     chosen = np.where(table.recompute == SELECTIVE, whole - dropped, whole)
     kept = np.where(table.recompute == FULL, e * residual, chosen)
@@ -69,7 +82,7 @@ def layer_activations(
     if not table.offload_activations.any():
         return kept, working, np.zeros(len(table))
     # The input of attention, its queries, keys and values, and its output.
-    moved = attention + copies * ~table.recomputes("core_attention") + 0.5 * layer_inputs * ~norm
+    moved = attention + copies * ~table.recomputes("core_attention") + attention_input * ~norm
     moved = np.where(table.offload_activations & (table.recompute != FULL), moved, 0.0)
     return kept - moved, working, moved
 
@@ -96,12 +109,14 @@ def waiting_activations(model: ModelSpec, table: LayoutTable) -> Floats:
     """Bytes of the gradients of the outputs of a layer's matrix products, for one micro batch.
 
     Split backward keeps them from the gradients of inputs to those of weights (arXiv:2401.10241,
-    section 2.1); a layer with experts is taken as the larger of its two MLPs.
+    section 2.1); of a model with experts the larger of its two MLPs counts.
     """
     e, t, tp = element_bytes(table.precision), tokens(model, table), table.tensor_parallel
     queries, _ = attention_widths(model)
-    dense = (1 + model.gated) * t * model.ffn / tp
-    experts = (1 + model.gated) * routed_rows(model, table) * model.expert_ffn / tp
-    width = t * (queries / tp + key_value_width(model, table) + 2 * model.hidden)
-    result: Floats = e * (width + np.maximum(dense, experts))
+    inputs, rows = 1 + model.gated, routed_rows(model, table)
+    dense = (inputs * model.ffn / tp + model.hidden) * t * (model.moe_layers < model.layers)
+    shared = inputs * model.shared_expert_ffn / tp + model.hidden * bool(model.shared_expert_ffn)
+    experts = (inputs * model.expert_ffn / table.expert_tensor_parallel + model.hidden) * rows
+    width = t * (queries / tp + key_value_width(model, table) + model.hidden)
+    result: Floats = e * (width + np.maximum(dense, experts + shared * t))
     return result

@@ -16,8 +16,8 @@ from costmodels.operators import (
     BACKWARD_GEMM,
     Gemm,
     Operators,
-    element_bytes,
 )
+from costmodels.shapes import element_bytes
 from costmodels.table import RECOMPUTE_KINDS, RECOMPUTE_METHODS, Floats, LayoutTable
 
 FULL = RECOMPUTE_KINDS.index("full")
@@ -90,11 +90,16 @@ def _wide_peak(device: Device, precision: Precision) -> float:
     return max(device.peak_flops.get(name, 0.0) for name in wide) or peak_flops(device, precision)
 
 
-def gemm_seconds(gemms: tuple[Gemm, ...], flops: float, bandwidth: float, element: int) -> Floats | float:
-    """Seconds of matrix products at `flops` FLOP/s, never under their bytes over `bandwidth`."""
+def gemm_seconds(
+    gemms: tuple[Gemm, ...], flops: float, bandwidth: float, element: int, wide_flops: float | None = None
+) -> Floats | float:
+    """Seconds of matrix products at `flops` FLOP/s, never under their bytes over `bandwidth`.
+
+    Those that stay in 16 bits run at `wide_flops`, where that is given.
+    """
     total: Floats | float = 0.0
-    for m, k, n, times in gemms:
-        arithmetic = 2.0 * m * k * n / flops
+    for m, k, n, times, wide in gemms:
+        arithmetic = 2.0 * m * k * n / (wide_flops if wide and wide_flops is not None else flops)
         traffic = element * (m * k + k * n + m * n) / bandwidth
         total = total + times * np.maximum(arithmetic, traffic)
     return total
@@ -104,7 +109,7 @@ def cast_elements(gemms: tuple[Gemm, ...]) -> tuple[Floats | float, Floats | flo
     """Operands of matrix products in elements: of the forward ones, and of the two backward ones of each."""
     forward: Floats | float = 0.0
     backward: Floats | float = 0.0
-    for m, k, n, times in gemms:
+    for m, k, n, times in (gemm[:4] for gemm in gemms if not gemm.wide):
         forward = forward + times * (m * k + k * n)
         backward = backward + times * (2 * m * n + k * n + m * k)
     return forward, backward
@@ -157,7 +162,12 @@ def passes(
     wide_peak = _wide_peak(device, table.precision)
     peak = wide_peak if wide else peak_flops(device, table.precision)
     zero = np.zeros(len(table))
-    gemm = zero + gemm_seconds(work.gemms, peak * engine.gemm_efficiency, bandwidth, e)
+
+    def products(gemms: tuple[Gemm, ...]) -> Floats | float:
+        share = engine.gemm_efficiency
+        return gemm_seconds(gemms, peak * share, bandwidth, e, wide_peak * share)
+
+    gemm = zero + products(work.gemms)
     attention, attention_back = attention_seconds(work, engine, wide_peak, bandwidth, e)
     apart = table.runs(*SPLIT_BACKWARD)
     passes = engine.elementwise_passes * np.where(apart, engine.split_backward_elementwise, 1.0) / bandwidth
@@ -171,7 +181,7 @@ def passes(
             elementwise_back + cast * cast_backward,
         )
 
-    tp, cp, etp = groups["tp"], groups["cp"], groups["etp"]
+    tp, cp = groups["tp"], groups["cp"]
     gather = all_gather(tp, work.sequence_bytes)
     tensor, tensor_back = work.gathers_forward * gather, work.gathers_backward * gather
     context, context_back = _context_seconds(work, table, cp, attention, attention_back)
@@ -180,12 +190,12 @@ def passes(
     # What is gathered is put in the order of the sequence, and its gradients back in that of the ranks.
     merges = merges + 2 * work.gathered_bytes / bandwidth
     elementwise, elementwise_back = elementwise + merges, elementwise_back + merges
-    # To the experts and back.
-    expert = np.where(
-        work.routed_bytes > 0,
-        2 * (all_to_all(groups["ep"], work.routed_bytes) + all_gather(etp, work.expert_gather_bytes)),
-        0.0,
-    )
+    # To the experts and back; shared experts compute while tokens travel to other ranks.
+    exchange = np.where(work.routed_bytes > 0, all_to_all(groups["ep"], work.routed_bytes), 0.0)
+    meanwhile = 0.0 if device.kind == "cpu" else products(work.shared_gemms)
+    gathered = all_gather(groups["etp"], work.expert_gather_bytes)
+    expert_back = 2 * (exchange + np.where(work.expert_gather_bytes > 0, gathered, 0.0))
+    expert = expert_back - np.minimum(exchange, meanwhile)
 
     full = (table.recompute == FULL) & repeats
     stops = engine.recompute_stops_early and bool(work.last_gemms)
@@ -193,12 +203,12 @@ def passes(
     ends = stops / np.where(table.recompute_method == UNIFORM, table.recompute_num_layers, 1)
     last_gemm = last_cast = 0.0 * zero
     if stops:
-        last_gemm = last_gemm + gemm_seconds(work.last_gemms, peak * engine.gemm_efficiency, bandwidth, e)
+        last_gemm = last_gemm + products(work.last_gemms)
         last_cast = last_cast + cast * cast_elements(work.last_gemms)[0]
     whole = gemm + attention + elementwise - ends * (last_gemm + last_cast)
     again = np.where(full, whole, table.recomputes("core_attention") * attention)
     mlp = table.recomputes("mlp") & repeats
-    mlp_gemm = gemm_seconds(work.mlp_gemms, peak * engine.gemm_efficiency, bandwidth, e) - last_gemm
+    mlp_gemm = products(work.mlp_gemms) - last_gemm
     mlp_gemm = mlp_gemm + cast * cast_elements(work.mlp_gemms)[0] - last_cast
     activation = mlp | table.recomputes("activation")
     lighter = mlp * mlp_gemm + activation * work.activation_bytes * passes
@@ -206,15 +216,18 @@ def passes(
     again = again + lighter * repeats
     # What holds weights is computed for the gradients of its inputs, and once more for those of weights.
     again = again + apart * np.where(full, again, lighter * repeats)
-    # The collectives in what is computed again: all of a layer's, or the MLP's half. The last one is a
-    # reduce-scatter, a quarter of a layer's, or an all-reduce, half of them.
+    # The collectives in what is computed again: all of a layer's, or the MLP's. The last one of a dense layer
+    # is a reduce-scatter, a quarter of the layer's, or an all-reduce, half of them.
     last = np.where(table.sequence_parallel, 0.25, 0.5)
-    repeated = np.where(full, 1.0 - ends * last, (0.5 - stops * last) * mlp) * (1 + apart)
-    repeated_expert = (full | mlp) * (1.0 + apart)
+    every = np.maximum(work.gathers_forward, 1.0)
+    repeated = np.where(full, 1.0 - ends * last, (work.mlp_gathers / every - stops * last) * mlp)
+    repeated = repeated * (1 + apart)
     # Sequence parallelism keeps the gathered outputs of norms, unless it gathers them again anyway.
     regathers = table.recomputes("norm") & table.sequence_parallel & (not engine.regathers_sequence)
-    repeated = repeated + regathers * repeats * np.where(mlp, 0.25, 0.5) * (1 + apart)
+    inputs = np.where(mlp, 1.0, 1.0 + work.mlp_gathers / 2) / every
+    repeated = repeated + regathers * repeats * inputs * (1 + apart)
     repeated_all = full * (1.0 + apart)
+    repeated_experts = repeated_all + mlp * (1.0 + apart)
     repeated_context = repeated_all + table.recomputes("core_attention") * repeats
     offload = offload_back = zero
     if table.offload_activations.any():
@@ -225,7 +238,8 @@ def passes(
         offload = np.maximum(seconds - hides, 0.0)
         offload_back = np.maximum(seconds - hides_back - elementwise_back, 0.0)
     forward = gemm + attention + elementwise + tensor + context + expert
-    backward = BACKWARD_GEMM * gemm + attention_back + elementwise_back + tensor_back + context_back + expert
+    backward = BACKWARD_GEMM * gemm + attention_back + elementwise_back + tensor_back + context_back
+    backward = backward + expert_back
     split = np.where(table.sequence_parallel, engine.sequence_parallel_launch, engine.tensor_parallel_launch)
     floor = engine.layer_overhead * np.where(table.tensor_parallel > 1, split, 1.0) * repeats
     floor = floor * np.where(apart, engine.split_backward_launch, 1.0)
@@ -242,14 +256,14 @@ def passes(
         launch=idle + idle_back + repeated_all * idle,
         tensor_parallel=tensor + tensor_back + repeated * tensor,
         context_parallel=context + context_back + repeated_context * context,
-        expert_parallel=2 * expert + repeated_expert * expert,
+        expert_parallel=expert + expert_back + repeated_experts * expert,
         offload=offload + offload_back,
         backward=backward
         + idle_back
         + again
         + offload_back
         + repeated * tensor
-        + repeated_expert * expert
+        + repeated_experts * expert
         + repeated_context * context
         + repeated_all * idle,
         weights=(BACKWARD_GEMM - 1) * gemm,

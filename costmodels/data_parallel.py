@@ -16,18 +16,16 @@ from costmodels.engine import Engine
 from costmodels.hardware import Cluster, Device
 from costmodels.memory import (
     MASTER,
-    expert_shards,
     memory_policy,
     reduced_bytes,
     shards_gradients,
     wraps_parameters,
 )
+from costmodels.model_spec import ModelSpec
 from costmodels.network import all_gather, all_reduce, group, reduce_scatter
-from costmodels.operators import expert_replicas, expert_tensor_parallel
+from costmodels.optimizer import newton_schulz_flops, newton_schulz_rate, orthogonalises, update_traffic
+from costmodels.shapes import element_bytes
 from costmodels.table import Floats, Ints, LayoutTable
-
-ADAM_BYTES = 28.0
-"""Traffic of Adam per parameter in fp32: reads weight, gradient and two moments, writes three of them."""
 
 
 def _calls(engine: Engine, table: LayoutTable) -> tuple[Ints, Ints]:
@@ -109,14 +107,14 @@ def exchange_seconds(
         gather = all_gather(members, count * policy.gathered, layers)
         if (copies > 1).any():
             # Neighbours share the shards; the copies of a shard lie farther apart and are summed.
-            among = group(cluster, efficiency, copies, stride * shards)
+            among = group(cluster, efficiency, np.minimum(ranks, copies), stride * shards)
             scatter = scatter + all_reduce(among, count * reduced / shards, layers)
         return np.where(stage == 0, 2.0 * scatter, reductions * scatter + gathers * gather)
 
     total = seconds(table.replicas, table.tensor_parallel, shared)
     if experts.any():
-        holders = (expert_tensor_parallel(table) * table.expert_parallel).astype(np.int64)
-        total = total + seconds(expert_replicas(table).astype(np.int64), holders, experts)
+        holders = table.expert_tensor_parallel * table.expert_parallel
+        total = total + seconds(table.expert_replicas, holders, experts)
     # Stage 3 gathers in every pass, the others in the first forward pass.
     once = np.minimum(stage, 1) * forward + reductions * backward
     window = np.where(stage == 3, micro_batches * (forward + backward), once)
@@ -126,7 +124,7 @@ def exchange_seconds(
 def optimizer_seconds(
     engine: Engine, device: Device, table: LayoutTable, shared: Floats, experts: Floats
 ) -> Floats:
-    """Seconds of one Adam step on one device, [n]: bytes through memory.
+    """Seconds of one step of the optimizer on one device, [n]: bytes through memory.
 
     Each rank updates its shard (from ZeRO 1 on) and, without FSDP2 (see `accumulation_seconds`), writes
     the parameters that matrix products read and clears the gradients. With the optimizer in host memory the
@@ -135,19 +133,53 @@ def optimizer_seconds(
     parameters for every gathering and gradients for every reduction, which add up on the host.
     """
     policy = memory_policy(engine, table.precision)
+    traffic: Any = update_traffic(table)
     whole = 0.0 if engine.fully_sharded else policy.gathered + policy.gradients
-    mine = shared / table.zero_shards + experts / expert_shards(table)
+    mine = shared / table.zero_shards + experts / table.expert_shards
     rate = device.memory_bandwidth * engine.memory_efficiency
-    seconds = (mine * ADAM_BYTES + (shared + experts) * whole) / rate
+    seconds = (mine * traffic + (shared + experts) * whole) / rate
     if table.offload_optimizer.any():
         host = device.host_memory_bandwidth * engine.memory_efficiency
-        update: Any = ADAM_BYTES
+        update = traffic
         sent: Any = policy.gradients + policy.gathered
         if engine.fully_sharded:
             reductions, gathers = _calls(engine, table)
-            update = ADAM_BYTES + (reductions - 1) * 3 * MASTER
+            update = traffic + (reductions - 1) * 3 * MASTER
             sent = (np.maximum(gathers, 1) + reductions) * MASTER
         wire = sent / (device.host_bandwidth * engine.network_efficiency)
         away = mine * (update / host + wire) + (shared + experts) * whole / rate
         seconds = np.where(table.offload_optimizer, away, seconds)
-    return seconds
+    result: Floats = seconds
+    return result
+
+
+def orthogonal_seconds(
+    model: ModelSpec, cluster: Cluster, engine: Engine, table: LayoutTable, shared: Floats, experts: Floats
+) -> Floats:
+    """Seconds in which Muon's updates become orthogonal on one device, [n]; 0 for other optimizers.
+
+    The ranks that share a matrix gather its momentum, and each runs the Newton-Schulz steps of the whole
+    (kellerjordan.github.io/posts/muon). ZeRO shares out whole experts where it can.
+
+    Args:
+        shared: parameters of layers on one device outside routed experts.
+        experts: parameters of routed experts on one device.
+    """
+    chosen = orthogonalises(table)
+    if not chosen.any():
+        return np.zeros(len(table))
+    tp, ep, etp = table.tensor_parallel, table.expert_parallel, table.expert_tensor_parallel
+    shards = table.expert_shards
+    whole = (model.experts // ep) % shards == 0
+    own = experts / np.where(whole, shards, 1)
+    rate = newton_schulz_rate(cluster.device) * engine.gemm_efficiency
+    seconds = (shared * tp + own * etp) * newton_schulz_flops(model) / rate
+    element = element_bytes(table.precision)
+    for count, split, over, stride in (
+        (shared, tp, table.zero_shards, tp),
+        (own, etp, np.where(whole, 1, shards), ep * etp),
+    ):
+        within = group(cluster, engine.network_efficiency, over, stride)
+        across = group(cluster, engine.network_efficiency, split, 1)
+        seconds = seconds + all_gather(within, count * element) + all_gather(across, count * split * element)
+    return np.where(chosen, seconds, 0.0)

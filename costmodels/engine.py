@@ -68,6 +68,8 @@ class Engine(Record):
     collective after it are not repeated."""
     fp8_cast_bytes: NonNegative = 0.0
     """Traffic of casting one element of an operand of an 8-bit product, for each product that reads it."""
+    fp8_experts: bool = True
+    """An fp8 recipe computes routed experts in 8 bits too."""
     split_backward_elementwise: Positive = 1.0
     """Element-wise work under a schedule that splits backward, relative to the others."""
     split_backward_launch: Positive = 1.0

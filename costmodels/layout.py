@@ -47,6 +47,15 @@ ring: keys and values go round while attention runs (arXiv:2310.01889).
 GradientReduction = Literal["fp32", "bf16"]
 """Number format in which data-parallel ranks sum gradients."""
 
+Optimizer = Literal["adam", "sgd", "adafactor", "muon", "adam8bit"]
+"""Who updates the weights: their states differ in size.
+
+adam: Adam, two moments of each weight; sgd: one, the momentum;
+adafactor: a mean for each row and column (arXiv:1804.04235);
+muon: the momentum of matrices of the layers, Adam for the rest (kellerjordan.github.io/posts/muon);
+adam8bit: both moments in 8 bits (arXiv:2110.02861).
+"""
+
 SHORT_NAMES = {
     "tp": "tensor_parallel",
     "sp": "sequence_parallel",
@@ -68,7 +77,9 @@ class Layout(Record):
     """One way to split a training job over `world_size` devices.
 
     Ranks are placed in the order tp, cp, dp, pp, the first varying fastest (Megatron-LM's
-    `tp-cp-ep-dp-pp`): rank = tp + TP * (cp + CP * (dp + DP * pp)). Experts are spread over dp x cp.
+    `tp-cp-ep-dp-pp`): rank = tp + TP * (cp + CP * (dp + DP * pp)). Experts are spread over the
+    tp x cp x dp ranks of a stage: the place of a rank among them is etp + ETP * (ep + EP * edp), so that
+    tp x cp x dp / (ep x etp) ranks hold the same experts (parallel folding, arXiv:2504.14960, section 3.1).
     """
 
     tensor_parallel: Count = 1
@@ -80,7 +91,9 @@ class Layout(Record):
     context_parallel: Count = 1
     context_parallel_form: ContextParallelForm = "all_gather"
     expert_parallel: Count = 1
+    """Ranks over which the routed experts of a layer are spread."""
     expert_tensor_parallel: Count = 1
+    """Ranks that share one routed expert, whatever `expert_parallel` is."""
     data_parallel: Count = 1
     zero_stage: Literal[0, 1, 2, 3] = 0
     """Split over data- and context-parallel ranks: 1 optimizer state, 2 and gradients, 3 and parameters."""
@@ -104,6 +117,7 @@ class Layout(Record):
     """Optimizer state and master weights stay in host memory, and the step runs there."""
     precision: Precision = "bf16"
     gradient_reduction: GradientReduction = "fp32"
+    optimizer: Optimizer = "adam"
 
     @model_validator(mode="before")
     @classmethod
@@ -143,6 +157,13 @@ class Layout(Record):
             raise ValueError(
                 f"zero_replicas {self.zero_replicas} needs zero_stage of at least 1 and must divide "
                 f"data_parallel x context_parallel, which is {replicas}"
+            )
+        devices, groups = replicas * self.tensor_parallel, self.expert_parallel * self.expert_tensor_parallel
+        if devices % groups:
+            raise ValueError(
+                f"expert_parallel {self.expert_parallel} x expert_tensor_parallel "
+                f"{self.expert_tensor_parallel} does not divide the {devices} devices of a stage "
+                "(tensor_parallel x context_parallel x data_parallel)"
             )
         if self.context_parallel == 1 and self.context_parallel_form != "all_gather":
             raise ValueError(
@@ -215,6 +236,8 @@ class Layout(Record):
             parts.append(f"offload={'+'.join(offloaded)}")
         if self.gradient_reduction != "fp32":
             parts.append(f"gradient_reduction={self.gradient_reduction}")
+        if self.optimizer != "adam":
+            parts.append(f"optimizer={self.optimizer}")
         return " ".join(parts)
 
     def describe_recompute(self) -> str:

@@ -16,15 +16,10 @@ from costmodels.errors import InputError
 from costmodels.hardware import Cluster
 from costmodels.layout import SPLIT_BACKWARD
 from costmodels.model_spec import ModelSpec
-from costmodels.operators import (
-    attention_widths,
-    element_bytes,
-    expert_replicas,
-    expert_tensor_parallel,
-    padded_vocabulary,
-    tokens,
-)
+from costmodels.operators import padded_vocabulary
+from costmodels.optimizer import ADAM_STATE, end_state, layer_state
 from costmodels.pipeline import Ranks, in_flight
+from costmodels.shapes import attention_widths, element_bytes, tokens
 from costmodels.table import RECOMPUTE_KINDS, RECOMPUTE_METHODS, Bools, Floats, Ints, LayoutTable
 
 FULL = RECOMPUTE_KINDS.index("full")
@@ -136,10 +131,10 @@ def unit_sizes(model: ModelSpec, engine: Engine, table: LayoutTable) -> UnitSize
     dense_kept, dense_working, dense_moved = layer_activations(model, engine, table, moe=False)
     moe_layer = experts = moe_kept = moe_working = moe_moved = zero
     if model.experts:
-        moe_layer = attention + model.norm_parameters + h * model.experts
+        moe_layer = attention + model.norm_parameters + h * (model.experts + model.shared_expert_gate)
         if model.shared_expert_ffn:
             moe_layer = moe_layer + _mlp_parameters(model, model.shared_expert_ffn, tp)
-        expert = _mlp_parameters(model, model.expert_ffn, expert_tensor_parallel(table))
+        expert = _mlp_parameters(model, model.expert_ffn, table.expert_tensor_parallel.astype(np.float64))
         experts = model.experts / table.expert_parallel * expert
         moe_kept, moe_working, moe_moved = layer_activations(model, engine, table, moe=True)
     dense_plain = moe_plain = dense_plain_moved = moe_plain_moved = zero
@@ -176,11 +171,14 @@ def unit_sizes(model: ModelSpec, engine: Engine, table: LayoutTable) -> UnitSize
     )
 
 
+def end_parameters(sizes: UnitSizes, ranks: Ranks) -> Floats:
+    """Parameters of embedding and head on one device of each pipeline rank, [n, k]."""
+    return ranks.first * sizes.embedding[:, None] + ranks.last * sizes.head[:, None]
+
+
 def parameters(sizes: UnitSizes, ranks: Ranks) -> tuple[Floats, Floats]:
     """Parameters of each pipeline rank on one device, [n, k]: all but routed experts, and routed experts."""
-    shared = ranks.all_dense * sizes.dense_layer[:, None]
-    shared += ranks.first * sizes.embedding[:, None]
-    shared += ranks.last * sizes.head[:, None]
+    shared = ranks.all_dense * sizes.dense_layer[:, None] + end_parameters(sizes, ranks)
     if not sizes.experts.any():
         return shared, np.zeros_like(shared)
     return shared + ranks.all_moe * sizes.moe_layer[:, None], ranks.all_moe * sizes.experts[:, None]
@@ -214,12 +212,6 @@ def frees_parameters(table: LayoutTable) -> Bools:
     return result
 
 
-def expert_shards(table: LayoutTable) -> Floats:
-    """Ranks over which ZeRO splits the experts of one device; 1 without ZeRO."""
-    shards = np.maximum(expert_replicas(table) / table.zero_replicas, 1.0)
-    return np.where(table.zero_stage > 0, shards, 1.0)
-
-
 def reduced_bytes(engine: Engine, table: LayoutTable) -> float:
     """Bytes of one gradient element on the wire of a reduction."""
     reduced = memory_policy(engine, table.precision).reduced
@@ -248,10 +240,11 @@ def _states(
         summed = np.maximum(NARROW, master) if engine.fully_sharded else NARROW + master
         whole = np.where(wraps_parameters(table), summed, whole) if engine.fully_sharded else summed
     sharded = np.where(on_host, 0.0, policy.gradients / shards)
+    state = policy.optimizer - ADAM_STATE + layer_state(table)
     return (
         parameters + copy,
         np.where(shards_gradients(engine, table), sharded, whole),
-        np.where(table.offload_optimizer, 0.0, policy.optimizer / shards),
+        np.where(table.offload_optimizer, 0.0, state / shards),
     )
 
 
@@ -264,14 +257,18 @@ def stage_memory(
     states = [per[:, None] * shared for per in _states(engine, table, replicas, table.zero_shards)]
     has_experts = bool(sizes.experts.any())
     if has_experts:
-        every = _states(engine, table, expert_replicas(table), expert_shards(table))
+        every = _states(engine, table, table.expert_replicas, table.expert_shards)
         for state, per in zip(states, every, strict=True):
             state += per[:, None] * experts
-    # Embedding and head are gathered together, and stay for the backward pass that begins with them.
-    layer = np.maximum(sizes.dense_layer, sizes.moe_layer + sizes.experts)
+    ends, more = end_parameters(sizes, ranks), end_state(table) - layer_state(table)
+    if more.any():
+        states[2] = states[2] + (~table.offload_optimizer * more / table.zero_shards)[:, None] * ends
+    # Embedding and head are gathered together, and stay for the backward pass that begins with them. Experts
+    # that no other rank holds are never gathered.
+    layer = np.maximum(sizes.dense_layer, sizes.moe_layer + sizes.experts * (table.expert_replicas > 1))
     held = GATHERED_LAYERS * layer[:, None] * (ranks.layers > 0)
-    held = held + ranks.first * sizes.embedding[:, None] + ranks.last * sizes.head[:, None]
-    held = held * (frees_parameters(table) * memory_policy(engine, table.precision).gathered)[:, None]
+    gathered = frees_parameters(table) * memory_policy(engine, table.precision).gathered
+    held = (held + ends) * gathered[:, None]
 
     working = np.minimum(ranks.all_dense, 1.0) * sizes.dense_working[:, None]
     if has_experts:
@@ -303,6 +300,7 @@ def stage_memory(
         (table.tensor_parallel > 1) * 1.0
         + (table.context_parallel > 1)
         + (table.expert_parallel > 1)
+        + (table.expert_tensor_parallel > 1)
         + (table.pipeline_parallel > 1)
         + (replicas > 1)
     )

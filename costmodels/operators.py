@@ -13,6 +13,15 @@ import numpy as np
 
 from costmodels.engine import Engine
 from costmodels.model_spec import ModelSpec
+from costmodels.shapes import (
+    attention_widths,
+    element_bytes,
+    entry_width,
+    kept_heads_width,
+    key_value_width,
+    routed_rows,
+    tokens,
+)
 from costmodels.table import CONTEXT_FORMS, Floats, LayoutTable
 
 BACKWARD_GEMM = 2.0
@@ -32,6 +41,8 @@ class Gemm(NamedTuple):
     k: Floats
     n: Floats
     times: Floats
+    wide: bool = False
+    """An fp8 recipe leaves them in 16 bits."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +51,9 @@ class Operators:
 
     gemms: tuple[Gemm, ...]
     mlp_gemms: tuple[Gemm, ...]
-    """Those of `gemms` that are the MLP's or the experts'."""
+    """Those of `gemms` that are the MLP's or the experts', without their router."""
+    shared_gemms: tuple[Gemm, ...]
+    """Those of `gemms` that are the shared experts': tokens travel to the routed ones meanwhile."""
     last_gemms: tuple[Gemm, ...]
     """Those of `gemms` after which nothing is kept for backward: the one that ends a dense layer."""
     attention_flops: Floats
@@ -61,6 +74,8 @@ class Operators:
     gathers_forward: Floats
     """All-gathers or reduce-scatters of `sequence_bytes`; an all-reduce is two of them."""
     gathers_backward: Floats
+    mlp_gathers: Floats
+    """Those of `gathers_forward` that are the MLP's or the shared experts'."""
     ring_bytes: Floats
     """Keys and values of one rank, which context parallelism passes around or gathers."""
     exchange_bytes: Floats
@@ -72,65 +87,7 @@ class Operators:
     routed_bytes: Floats
     """Tokens that one rank sends to experts of other ranks' devices, and gets back."""
     expert_gather_bytes: Floats
-    """Routed tokens that an expert-tensor-parallel group gathers, and scatters again."""
-
-
-def element_bytes(precision: str) -> int:
-    """Bytes of one activation: 8-bit matrix products keep their activations in bf16."""
-    return 4 if precision in ("fp32", "tf32") else 2
-
-
-def tokens(model: ModelSpec, table: LayoutTable) -> Floats:
-    """Tokens of one micro batch on one context-parallel rank."""
-    return table.micro_batch_size * model.seq / table.context_parallel
-
-
-def expert_tensor_parallel(table: LayoutTable) -> Floats:
-    """Devices that share one expert: without expert parallelism, the tensor-parallel group."""
-    return np.where(table.expert_parallel > 1, table.expert_tensor_parallel, table.tensor_parallel) * 1.0
-
-
-def expert_replicas(table: LayoutTable) -> Floats:
-    """Devices that hold the same share of the same experts (Megatron-LM's expert data parallelism)."""
-    devices = table.tensor_parallel * table.context_parallel * table.data_parallel
-    return np.maximum(devices / (expert_tensor_parallel(table) * table.expert_parallel), 1.0)
-
-
-def attention_widths(model: ModelSpec) -> tuple[int, int]:
-    """Widths of all heads' queries and of all heads' values."""
-    mla = model.latent_attention
-    if mla is None:
-        return model.q_size, model.q_size
-    return model.heads * (mla.qk_nope_head_dim + mla.qk_rope_head_dim), model.heads * mla.v_head_dim
-
-
-def key_value_width(model: ModelSpec, table: LayoutTable) -> Floats:
-    """Width of keys and values together on one device; devices beyond `kv_heads` share a head."""
-    if model.latent_attention is not None:
-        result: Floats = sum(attention_widths(model)) / table.tensor_parallel
-        return result
-    return 2 * np.maximum(model.kv_heads / table.tensor_parallel, 1.0) * model.head_dim
-
-
-def kept_heads_width(model: ModelSpec, table: LayoutTable) -> Floats:
-    """Width of keys and values on one device when context-parallel ranks share out whole heads.
-
-    Each of K heads is repeated cp / gcd(K, cp) times before the exchange: the fewest with which every rank
-    has those that its queries need.
-    """
-    width = key_value_width(model, table)
-    if model.latent_attention is not None:
-        return width
-    heads = np.maximum(model.kv_heads // table.tensor_parallel, 1)
-    result: Floats = width * (table.context_parallel // np.gcd(heads, table.context_parallel))
-    return result
-
-
-def routed_rows(model: ModelSpec, table: LayoutTable) -> Floats:
-    """Tokens that the experts of one device take in, each token once for each of its experts."""
-    spread = expert_tensor_parallel(table) / table.tensor_parallel
-    result: Floats = tokens(model, table) * model.top_k * spread
-    return result
+    """Tokens that the ranks which share experts gather, and whose results they sum and scatter."""
 
 
 def _attention_gemms(model: ModelSpec, table: LayoutTable) -> tuple[Gemm, ...]:
@@ -151,9 +108,11 @@ def _attention_gemms(model: ModelSpec, table: LayoutTable) -> tuple[Gemm, ...]:
     return Gemm(own, h, rank, one), Gemm(t, rank, queries / tp, one), down, up, output
 
 
-def _mlp_gemms(model: ModelSpec, m: Floats, width: Floats, count: Floats) -> tuple[Gemm, ...]:
+def _mlp_gemms(
+    model: ModelSpec, m: Floats, width: Floats, count: Floats, wide: bool = False
+) -> tuple[Gemm, ...]:
     h = np.full_like(width, model.hidden)
-    return Gemm(m, h, (1 + model.gated) * width, count), Gemm(m, width, h, count)
+    return Gemm(m, h, (1 + model.gated) * width, count, wide), Gemm(m, width, h, count, wide)
 
 
 def layer(model: ModelSpec, engine: Engine, table: LayoutTable, moe: bool) -> Operators:
@@ -161,7 +120,13 @@ def layer(model: ModelSpec, engine: Engine, table: LayoutTable, moe: bool) -> Op
 
     Element-wise traffic per layer counts, forward, 6 tensors of width `hidden` (two norms, two residual
     additions, fused) and a read and a write of what stands between matrix products; backward half as
-    much again. Expert load is taken as even.
+    much again.
+
+    A layer with experts (arXiv:2504.14960, section 3): each rank routes its own 1/tp of the tokens, takes
+    that slice first and gathers the layer's output at the end where sequence parallelism has not split
+    them. With ep > 1 a copy of a token travels to each of its experts by all-to-all, and with etp > 1 the
+    ranks that share these experts gather what each got; with ep = 1 they gather the tokens once, and choose
+    the copies after that. Shared experts are split over tp as a dense MLP is.
     """
     e, one = element_bytes(table.precision), np.ones(len(table))
     t, tp, sp = tokens(model, table), table.tensor_parallel, table.sequence_parallel
@@ -170,34 +135,44 @@ def layer(model: ModelSpec, engine: Engine, table: LayoutTable, moe: bool) -> Op
     kv = key_value_width(model, table)
     attention = _attention_gemms(model, table)
     gemms: tuple[Gemm, ...] = ()
+    shared: tuple[Gemm, ...] = ()
     between = t * (queries / tp + kv)
-    gathers, routed, expert_gather = 4.0 * one, 0.0 * one, 0.0 * one
+    mlp_gathers, joins, routed, expert_gather = 2.0, 0.0 * one, 0.0 * one, 0.0 * one
     if moe:
-        ep, etp = table.expert_parallel, expert_tensor_parallel(table)
-        rows = routed_rows(model, table)
-        gemms += (Gemm(t / np.where(sp, tp, 1), h * one, model.experts * one, one),)
-        gemms += _mlp_gemms(model, rows * ep / model.experts, model.expert_ffn / etp, model.experts / ep)
+        ep, etp = table.expert_parallel, table.expert_tensor_parallel
+        rows, apart = routed_rows(model, table), ep > 1
+        gemms += (Gemm(t / tp, h * one, model.experts * one, one, wide=True),)
+        wide = not engine.fp8_experts
+        gemms += _mlp_gemms(
+            model, rows * ep / model.experts, model.expert_ffn / etp, model.experts / ep, wide
+        )
         if model.shared_expert_ffn:
-            gemms += _mlp_gemms(model, t, model.shared_expert_ffn / tp, one)
-        inner = t * (model.top_k * model.expert_ffn + model.shared_expert_ffn) / tp
-        # Tokens are permuted to their experts and back.
+            shared = _mlp_gemms(model, t, model.shared_expert_ffn / tp, one)
+            gemms += shared
+        inner = rows * model.expert_ffn / etp + t * model.shared_expert_ffn / tp
         activated = inner * (1 + model.gated)
-        between = between + activated + 2 * h * rows / etp
-        routed = np.where(ep > 1, e * h * t * model.top_k / tp, 0.0)
-        expert_gather = np.where((ep > 1) & (etp > 1), e * h * rows, 0.0)
-        if not model.shared_expert_ffn:
-            gathers = np.where(ep > 1, 2.0, 4.0)
+        # Copies of tokens are put in the order of the experts and back, on either side of their way.
+        between = between + activated + 2 * h * (rows + apart * rows / etp)
+        routed = np.where(apart, e * h * rows / etp, 0.0)
+        expert_gather = np.where(etp > 1, e * h * np.where(apart, rows, t * etp / tp), 0.0)
+        # Those of the shared experts, and of the output where sequence parallelism has not split it.
+        mlp_gathers, joins = 2.0 * bool(shared), np.where(sp, 0.0, 1.0)
     else:
         gemms += _mlp_gemms(model, t, model.ffn / tp, one)
         activated = t * (1 + model.gated) * model.ffn / tp
         between = between + activated
     between = between + t * h / tp
     whole = e * t * h / np.where(sp, tp, 1)
+    # Latent attention gathers what is compressed; without sequence parallelism that costs backward only.
+    entry = entry_width(model) / h
+    gathers = np.where(sp, 1.0 + entry, 2.0) + mlp_gathers + joins
+    gathers_back = np.where(sp, 1.0 + entry, 2.0 * entry) + mlp_gathers + joins
     forms = table.context_parallel_form * (table.context_parallel > 1)
     exchanged = kept_heads_width(model, table) + (queries + values) / tp
     return Operators(
         gemms=attention + gemms,
-        mlp_gemms=gemms,
+        mlp_gemms=gemms[1:] if moe else gemms,
+        shared_gemms=shared,
         last_gemms=() if moe else gemms[-1:],
         attention_flops=2 * t * model.seq * (queries + values) / tp,
         scores=t * model.seq * model.heads / tp,
@@ -209,7 +184,8 @@ def layer(model: ModelSpec, engine: Engine, table: LayoutTable, moe: bool) -> Op
         sequence_bytes=e * t * h,
         gathers_forward=gathers,
         # Korthikanti et al., section 4.2.2: layer inputs, kept split, are gathered once more.
-        gathers_backward=gathers * np.where(sp & engine.regathers_sequence, 1.5, 1.0),
+        gathers_backward=gathers_back * np.where(sp & engine.regathers_sequence, 1.5, 1.0),
+        mlp_gathers=mlp_gathers * one,
         ring_bytes=np.where(table.context_parallel > 1, e * t * kv, 0.0),
         exchange_bytes=np.where(forms == ALL_TO_ALL, e * t * exchanged, 0.0),
         gathered_bytes=np.where(
@@ -229,6 +205,7 @@ def embedding(model: ModelSpec, table: LayoutTable) -> Operators:
     return Operators(
         gemms=(),
         mlp_gemms=(),
+        shared_gemms=(),
         last_gemms=(),
         attention_flops=zero,
         scores=zero,
@@ -240,6 +217,7 @@ def embedding(model: ModelSpec, table: LayoutTable) -> Operators:
         sequence_bytes=whole,
         gathers_forward=np.where(sp, 1.0, 2.0),
         gathers_backward=np.where(sp, 1.0, 0.0),
+        mlp_gathers=zero,
         ring_bytes=zero,
         exchange_bytes=zero,
         gathered_bytes=zero,
@@ -261,6 +239,7 @@ def head(model: ModelSpec, padded_vocab: Floats, table: LayoutTable) -> Operator
     return Operators(
         gemms=(Gemm(t, zero + model.hidden, padded_vocab / tp, zero + 1),),
         mlp_gemms=(),
+        shared_gemms=(),
         last_gemms=(),
         attention_flops=zero,
         scores=zero,
@@ -272,6 +251,7 @@ def head(model: ModelSpec, padded_vocab: Floats, table: LayoutTable) -> Operator
         sequence_bytes=e * t * model.hidden,
         gathers_forward=np.where(sp, 1.0, 0.0),
         gathers_backward=np.where(sp, 1.0, 2.0),
+        mlp_gathers=zero,
         ring_bytes=zero,
         exchange_bytes=zero,
         gathered_bytes=zero,

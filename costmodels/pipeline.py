@@ -17,7 +17,7 @@ from costmodels.hardware import Cluster
 from costmodels.layout import SPLIT_BACKWARD, V_SCHEDULES, Schedule
 from costmodels.model_spec import ModelSpec
 from costmodels.network import send
-from costmodels.operators import element_bytes, tokens
+from costmodels.shapes import element_bytes, tokens
 from costmodels.table import (
     RECOMPUTE_KINDS,
     RECOMPUTE_METHODS,

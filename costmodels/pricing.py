@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 
 import numpy as np
 
 from costmodels.compute import PARTS, Passes, passes, peak_flops
-from costmodels.data_parallel import accumulation_seconds, exchange_seconds, optimizer_seconds
+from costmodels.data_parallel import (
+    accumulation_seconds,
+    exchange_seconds,
+    optimizer_seconds,
+    orthogonal_seconds,
+)
 from costmodels.engine import Engine
 from costmodels.estimate import Estimate, StageMemory, StepTime
 from costmodels.hardware import Cluster
 from costmodels.layout import SPLIT_BACKWARD, V_SCHEDULES, Layout
 from costmodels.memory import (
     UnitSizes,
+    end_parameters,
     memory_policy,
     parameters,
     reduced_bytes,
@@ -25,7 +31,6 @@ from costmodels.model_spec import ModelSpec
 from costmodels.network import all_reduce, group
 from costmodels.operators import (
     embedding,
-    expert_tensor_parallel,
     head,
     layer,
     padded_vocabulary,
@@ -117,7 +122,7 @@ def _shapes(table: LayoutTable) -> tuple[LayoutTable, Ints]:
 def _units(model: ModelSpec, cluster: Cluster, engine: Engine, table: LayoutTable) -> dict[str, Passes]:
     """Passes of what a pipeline rank holds, by the field of `Ranks` that counts it."""
     tp, cp, ep = table.tensor_parallel, table.context_parallel, table.expert_parallel
-    etp = expert_tensor_parallel(table).astype(np.int64)
+    etp = table.expert_tensor_parallel
     sizes_and_strides = {"tp": (tp, 1), "cp": (cp, tp), "etp": (etp, 1), "ep": (ep, etp)}
     groups = {
         name: group(cluster, engine.network_efficiency, size, np.asarray(stride))
@@ -162,15 +167,40 @@ def _tied_seconds(
     return apart_from_another * all_reduce(pair, count * reduced_bytes(engine, table))
 
 
+def _blocks(table: LayoutTable) -> Iterator[LayoutTable]:
+    for start in range(0, max(len(table), 1), BLOCK):
+        yield table.take(np.arange(start, min(start + BLOCK, len(table))))
+
+
+def _sizes(model: ModelSpec, engine: Engine, shapes: LayoutTable, shape: Ints) -> UnitSizes:
+    every = unit_sizes(model, engine, shapes)
+    return UnitSizes(**{field.name: getattr(every, field.name)[shape] for field in fields(UnitSizes)})
+
+
+def peak_memory(model: ModelSpec, cluster: Cluster, engine: Engine, table: LayoutTable) -> Floats:
+    """Bytes of the fullest device of each row, as `price` has them, in a fraction of its time.
+
+    Raises:
+        InputError: the engine does not know the precision of the table.
+    """
+    engine = engine.for_device(cluster.device)
+
+    def peak(block: LayoutTable) -> Floats:
+        sizes, ranks = _sizes(model, engine, *_shapes(block)), deciding_ranks(model, block)
+        held = stage_memory(cluster, engine, block, sizes, ranks)
+        most: Floats = sum(held.values(), np.zeros(())).max(axis=1)
+        return most
+
+    return np.concatenate([peak(block) for block in _blocks(table)])
+
+
 def _price_block(
     model: ModelSpec, cluster: Cluster, engine: Engine, table: LayoutTable
 ) -> tuple[dict[str, Floats], dict[str, Floats]]:
     """Parts of the time and of the peak memory of each row."""
     shapes, shape = _shapes(table)
     units = _units(model, cluster, engine, shapes)
-    every = unit_sizes(model, engine, shapes)
-    sizes = UnitSizes(**{field.name: getattr(every, field.name)[shape] for field in fields(UnitSizes)})
-    ranks = deciding_ranks(model, table)
+    sizes, ranks = _sizes(model, engine, shapes, shape), deciding_ranks(model, table)
 
     held_shared, held_experts = parameters(sizes, ranks)
     adding, once = accumulation_seconds(engine, cluster.device, table)
@@ -205,6 +235,8 @@ def _price_block(
         cluster, engine, table, shared, experts, slow.layers, forward, backward
     )
     time["optimizer"] = optimizer_seconds(engine, cluster.device, table, shared, experts)
+    layers = (held_shared - end_parameters(sizes, ranks)).max(axis=1)
+    time["optimizer"] += orthogonal_seconds(model, cluster, engine, table, layers, experts)
 
     held = stage_memory(cluster, engine, table, sizes, ranks)
     fullest = sum(held.values(), np.zeros(())).argmax(axis=1)
@@ -225,10 +257,7 @@ def price(model: ModelSpec, cluster: Cluster, engine: Engine, table: LayoutTable
     engine = engine.for_device(cluster.device)
     peak = peak_flops(cluster.device, table.precision)
     memory_policy(engine, table.precision)
-    blocks = [
-        _price_block(model, cluster, engine, table.take(np.arange(start, min(start + BLOCK, len(table)))))
-        for start in range(0, max(len(table), 1), BLOCK)
-    ]
+    blocks = [_price_block(model, cluster, engine, block) for block in _blocks(table)]
     time = {part: np.concatenate([block[0][part] for block in blocks]) for part in StepTime.model_fields}
     memory = {part: np.concatenate([block[1][part] for block in blocks]) for part in StageMemory.model_fields}
     step_time = sum(time.values(), np.zeros(len(table)))

@@ -15,6 +15,7 @@ from costmodels.layout import (
     ContextParallelForm,
     GradientReduction,
     Layout,
+    Optimizer,
     Recompute,
     RecomputeMethod,
     RecomputeModule,
@@ -37,11 +38,14 @@ SCHEDULES: tuple[Schedule, ...] = get_args(Schedule)
 
 CONTEXT_FORMS: tuple[ContextParallelForm, ...] = get_args(ContextParallelForm)
 
+OPTIMIZERS: tuple[Optimizer, ...] = get_args(Optimizer)
+
 CODES: dict[str, tuple[str, ...]] = {
     "context_parallel_form": CONTEXT_FORMS,
     "schedule": SCHEDULES,
     "recompute": RECOMPUTE_KINDS,
     "recompute_method": RECOMPUTE_METHODS,
+    "optimizer": OPTIMIZERS,
 }
 """Fields of words, whose columns hold positions in these tuples."""
 
@@ -97,6 +101,8 @@ class LayoutTable:
     recompute_num_layers: Ints
     offload_activations: Bools
     offload_optimizer: Bools
+    optimizer: Ints
+    """Codes: indices of `OPTIMIZERS`."""
     split: Ints
     splits: tuple[tuple[int, ...], ...]
     precision: Precision
@@ -119,6 +125,17 @@ class LayoutTable:
     def zero_shards(self) -> Ints:
         """Ranks over which ZeRO splits; 1 without ZeRO."""
         return np.where(self.zero_stage > 0, self.replicas // self.zero_replicas, 1)
+
+    @cached_property
+    def expert_replicas(self) -> Ints:
+        """Ranks that hold the same share of the same experts (Megatron-LM's expert data parallelism)."""
+        return self.tensor_parallel * self.replicas // (self.expert_parallel * self.expert_tensor_parallel)
+
+    @cached_property
+    def expert_shards(self) -> Ints:
+        """Ranks over which ZeRO splits the experts of one device: those of a copy of the other parameters."""
+        shards = np.maximum(self.expert_replicas // self.zero_replicas, 1)
+        return np.where(self.zero_stage > 0, shards, 1)
 
     def recomputes(self, module: RecomputeModule) -> Bools:
         """Rows that compute `module` again by selective recomputation."""

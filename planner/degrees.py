@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
-from costmodels.layout import Layout
+from costmodels.layout import V_SCHEDULES, Layout
 from costmodels.table import ARRAY_FIELDS, BOOLEANS, Bools, Ints, code_of
 
 
@@ -30,20 +31,38 @@ class Degrees:
     zero_replicas: Ints
     schedule: Ints
     micro_batch_size: Ints
-    global_batch_size: Ints
-    """Sequences of one step; the maximum itself where not even one micro batch per rank fits under it."""
+    batch: Ints
+    """Sequences of one step that are asked for: exactly, or at most."""
+    batch_is_maximum: Bools
     recompute: Ints
     recompute_modules: Ints
     recompute_method: Ints
     recompute_num_layers: Ints
     offload_activations: Bools
     offload_optimizer: Bools
+    optimizer: Ints
     entries: Ints
     """Entries of `layers_per_stage`."""
     layers: Ints
     """Layers that the stages hold together."""
     deepest: Ints
     """Layers of the largest stage."""
+
+    @cached_property
+    def global_batch_size(self) -> Ints:
+        """Sequences of one step: the given ones, or the most under the maximum that the schedule can run.
+
+        Interleaved schedules need multiples of pp micro batches. Where not even that many fit, the multiple
+        of the smaller unit (or the maximum) shows what is missing.
+        """
+        unit = self.micro_batch_size * self.data_parallel
+        if not self.batch_is_maximum.any():
+            return np.broadcast_to(self.batch, unit.shape)
+        whole = self.batch // unit * unit
+        free = np.isin(self.schedule, [code_of("schedule", kind) for kind in ("1f1b", *V_SCHEDULES)])
+        rounds = np.where(free, unit, unit * self.pipeline_parallel)
+        fewer = np.where(whole, whole, self.batch)
+        return np.where(rounds <= self.batch, self.batch // rounds * rounds, fewer)
 
     @property
     def stages(self) -> Ints:
@@ -60,16 +79,25 @@ class Degrees:
         """Ranks over which ZeRO may split."""
         return self.data_parallel * self.context_parallel
 
+    @property
+    def expert_replicas(self) -> Ints:
+        """Ranks that hold the same share of the same experts."""
+        devices = self.tensor_parallel * self.replicas
+        return np.maximum(devices // (self.expert_parallel * self.expert_tensor_parallel), 1)
+
     @classmethod
     def of(cls, layout: Layout) -> Degrees:
         """The degrees of one layout."""
         split = layout.layers_per_stage
-        codes = {name: code_of(name, getattr(layout, name)) for name in ARRAY_FIELDS if name != "split"}
+        own = [name for name in ARRAY_FIELDS if name not in ("split", "global_batch_size")]
+        codes = {name: code_of(name, getattr(layout, name)) for name in own}
         arrays = {name: np.asarray(code) for name, code in codes.items()}
         for name in BOOLEANS:
             arrays[name] = arrays[name].astype(bool)
         return cls(
             **arrays,
+            batch=np.asarray(layout.global_batch_size),
+            batch_is_maximum=np.asarray(False),
             entries=np.asarray(len(split)),
             layers=np.asarray(sum(split)),
             deepest=np.asarray(max(split)),

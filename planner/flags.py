@@ -108,6 +108,8 @@ def _unset(field: dataclasses.Field[Any]) -> Any:
 def takes(**groups: type) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Give a command the flags of `groups` (dataclasses); it is called with one instance of each.
 
+    Groups that have a `help_note` add it to the help of the command.
+
     >>> @takes(model=ModelOptions, data=DataOptions)  # doctest: +SKIP
     ... def command(model: ModelOptions, data: DataOptions) -> None: ...
     """
@@ -122,7 +124,8 @@ def takes(**groups: type) -> Callable[[Callable[..., None]], Callable[..., None]
             )
 
         command.__name__ = function.__name__
-        command.__doc__ = function.__doc__
+        notes = [group.help_note() for group in groups.values() if hasattr(group, "help_note")]
+        command.__doc__ = "\n\n".join([inspect.cleandoc(function.__doc__ or ""), *notes])
         signature = [parameter for group in groups.values() for parameter in _parameters(group)]
         command.__signature__ = inspect.Signature(signature)  # type: ignore[attr-defined]
         command.__annotations__ = {parameter.name: parameter.annotation for parameter in signature}

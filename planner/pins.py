@@ -15,6 +15,7 @@ from costmodels.layout import (
     ContextParallelForm,
     GradientReduction,
     Layout,
+    Optimizer,
     Recompute,
     RecomputeMethod,
     RecomputeModule,
@@ -60,10 +61,11 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "context_parallel_form": get_args(ContextParallelForm),
     "recompute_method": get_args(RecomputeMethod),
     "gradient_reduction": get_args(GradientReduction),
+    "optimizer": get_args(Optimizer),
 }
 
-_ALWAYS_ONE = ("expert_parallel", "expert_tensor_parallel")
-"""Degrees that the search does not vary."""
+_SYNONYMS = {("optimizer", "adamw"): "adam"}
+"""Other words for a choice: weight decay is decoupled either way."""
 
 ZERO_STAGES = (0, 1, 2, 3)
 
@@ -171,6 +173,7 @@ def _value(item: _Item) -> PinValue:
             raise item.wrong("true or false")
         return _WORDS[text]
     if item.name in _CHOICES:
+        text = _SYNONYMS.get((item.name, text), text)
         if text not in _CHOICES[item.name]:
             raise item.wrong(f"one of {', '.join(_CHOICES[item.name])}")
         return text
@@ -183,10 +186,7 @@ def _value(item: _Item) -> PinValue:
         if text not in map(str, ZERO_STAGES):
             raise item.wrong(f"one of {', '.join(map(str, ZERO_STAGES))}")
         return int(text)
-    value = _count(item, text, "a whole number of at least 1")
-    if item.name in _ALWAYS_ONE and value != 1:
-        raise item.wrong("1: the search does not vary this degree")
-    return value
+    return _count(item, text, "a whole number of at least 1")
 
 
 def _modules(item: _Item, words: Iterable[object]) -> tuple[str, ...]:

@@ -12,8 +12,8 @@ from costmodels.estimate import Estimate
 from costmodels.hardware import Cluster, Precision
 from costmodels.layout import Layout
 from costmodels.model_spec import ModelSpec
-from costmodels.pricing import Prices, price
-from costmodels.table import Bools, Floats, Ints, LayoutTable, combined
+from costmodels.pricing import Prices, estimate, peak_memory, price
+from costmodels.table import Floats, Ints, LayoutTable, combined
 from planner import reasons
 from planner.pins import Pins
 from planner.plan import Plan
@@ -53,9 +53,12 @@ class SearchResult:
     """Seconds of the search itself, without imports and input."""
     table: LayoutTable
     """The legal layouts."""
-    prices: Prices
     order: Ints
     """Rows of `table`, best first: those that fit by tokens per second, then the others by memory."""
+    prices: Prices
+    """Of the layouts that fit."""
+    places: Ints
+    """Rows of `prices`, best first."""
 
     @property
     def best(self) -> Plan | None:
@@ -88,8 +91,11 @@ class SearchResult:
         )
 
     def _candidate(self, rank: int) -> tuple[Layout, Estimate]:
-        row = int(self.order[rank])
-        return self.table.layout(row), self.prices.estimate(row)
+        layout = self.table.layout(int(self.order[rank]))
+        if rank < self.feasible:
+            return layout, self.prices.estimate(int(self.places[rank]))
+        problem = self.problem
+        return layout, estimate(problem.model, problem.cluster, problem.engine, layout)
 
     def _reason(self, rank: int) -> str:
         if rank >= self.feasible:
@@ -106,13 +112,18 @@ def rank(problem: Problem, space: Space, started: float) -> SearchResult:
 
     `started` is the reading of `time.perf_counter` from which `elapsed_s` counts.
     """
-    prices = price(problem.model, problem.cluster, problem.engine, space.table)
-    fits = prices.peak_memory_bytes <= problem.cluster.memory_bytes
-    legal, feasible = len(space.table), int(np.count_nonzero(fits))
+    model, cluster, engine, table = problem.model, problem.cluster, problem.engine, space.table
+    memory = peak_memory(model, cluster, engine, table)
+    fits = memory <= cluster.memory_bytes
+    fitting, too_big = np.flatnonzero(fits), np.flatnonzero(~fits)
+    # Most layouts of a large model do not fit; only the others are timed.
+    prices = price(model, cluster, engine, table.take(fitting))
+    places = _order(table, fitting, -np.log(prices.tokens_per_s))
+    nearest = _order(table, too_big, np.log(memory[too_big]))
+    legal, feasible = len(table), len(fitting)
     rejected = dict(space.illegal)
     if legal > feasible:
         rejected[DEVICE_MEMORY] = legal - feasible
-    order = _order(space.table, prices.tokens_per_s, prices.peak_memory_bytes, ~fits)
     return SearchResult(
         problem=problem,
         considered=space.considered,
@@ -120,25 +131,28 @@ def rank(problem: Problem, space: Space, started: float) -> SearchResult:
         feasible=feasible,
         rejected=rejected,
         elapsed_s=time.perf_counter() - started,
-        table=space.table,
+        table=table,
+        order=np.concatenate([fitting[places], too_big[nearest]]),
         prices=prices,
-        order=order,
+        places=places,
     )
 
 
-def _order(table: LayoutTable, tokens_per_s: Floats, memory: Floats, too_big: Bools) -> Ints:
-    """Rows in order: first what fits, by speed, then what does not, by memory; ties to the simplest."""
+def _order(table: LayoutTable, rows: Ints, logarithm: Floats) -> Ints:
+    """Places in `rows` by the logarithm of what is to be least; ties to the simplest."""
     kinds = (
         (table.tensor_parallel > 1).astype(np.int64)
         + table.sequence_parallel
         + (table.context_parallel > 1)
+        + (table.expert_parallel > 1)
+        + (table.expert_tensor_parallel > 1)
         + (table.pipeline_parallel > 1)
         + (table.virtual_pipeline_parallel > 1)
         + (table.data_parallel > 1)
         + (table.zero_stage > 0)
     )
-    # Logarithms to nine digits: rounding errors of the sums must not decide between equal layouts.
-    score = np.round(np.where(too_big, np.log(memory), -np.log(tokens_per_s)), 9)
+    # To nine digits: rounding errors of the sums must not decide between equal layouts.
+    score = np.round(logarithm, 9)
     ties = [
         kinds,
         table.recompute,
@@ -148,7 +162,9 @@ def _order(table: LayoutTable, tokens_per_s: Floats, memory: Floats, too_big: Bo
         table.schedule,
         table.context_parallel,
         table.context_parallel_form,
+        table.expert_tensor_parallel,
+        table.expert_parallel,
         table.tensor_parallel,
         table.micro_batch_size,
     ]
-    return np.lexsort((combined(ties), score, too_big))
+    return np.lexsort((combined([column[rows] for column in ties]), score))

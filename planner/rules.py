@@ -6,10 +6,7 @@ two degrees of freedom is evaluated on their two axes only. For one layout the f
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterator
 
 import numpy as np
 
@@ -21,52 +18,13 @@ from costmodels.layout import (
     Schedule,
 )
 from costmodels.model_spec import ModelSpec
-from costmodels.table import (
-    CONTEXT_FORMS,
-    RECOMPUTE_KINDS,
-    RECOMPUTE_METHODS,
-    SCHEDULES,
-    Bools,
-    Ints,
-)
+from costmodels.table import RECOMPUTE_KINDS, RECOMPUTE_METHODS, SCHEDULES, Bools
 from planner.degrees import Degrees
+from planner.mesh_rules import MESH_RULES
+from planner.rule import Rule, divisors
 
-
-@dataclass(frozen=True)
-class Rule:
-    """One reason why a layout is not considered further."""
-
-    name: str
-    broken: Callable[[ModelSpec, Degrees], Bools]
-    """True where the rule is broken; the shape broadcasts to that of the grid."""
-    message: Callable[[ModelSpec, Degrees], str]
-    """What is wrong with one layout: its numbers, and what would be right."""
-    redundant: bool = False
-    """The layout would run, but the search covers one that is at least as good."""
-    lifted_by: tuple[str, ...] = ()
-    """Degrees whose pins, all given, say that the user wants the redundant layout all the same."""
-
-
-def divisors(number: int) -> list[int]:
-    """All divisors of `number`, ascending."""
-    low = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
-    return low + [number // d for d in reversed(low) if d * d != number]
-
-
-def tensor_parallel_choices(model: ModelSpec) -> str:
-    """The tensor-parallel degrees that a model's shape allows, as text."""
-    common = math.gcd(model.heads, model.ffn, model.hidden, _expert_width(model))
-    return ", ".join(str(degree) for degree in divisors(common) if _shares_kv_heads(model, degree))
-
-
-def _shares_kv_heads(model: ModelSpec, tp: Ints | int) -> Any:
-    """Whether ranks get whole key/value heads, or equal groups of ranks share one.
-
-    The weights stay split, so their columns must be divisible too.
-    """
-    kv = model.kv_heads
-    whole = (kv % tp == 0) | (tp % kv == 0)
-    return whole & (kv * model.head_dim % tp == 0)
+NONE, SELECTIVE, FULL = (RECOMPUTE_KINDS.index(kind) for kind in ("none", "selective", "full"))
+UNIFORM = RECOMPUTE_METHODS.index("uniform")
 
 
 def _is(schedules: tuple[Schedule, ...], d: Degrees) -> Bools:
@@ -74,104 +32,8 @@ def _is(schedules: tuple[Schedule, ...], d: Degrees) -> Bools:
     return result
 
 
-def _sequence_parts(d: Degrees) -> Ints:
-    """Equal parts into which context parallelism cuts the sequence."""
-    return np.where(d.context_parallel_form == ALL_TO_ALL, 1, 2) * d.context_parallel
-
-
-NONE, SELECTIVE, FULL = (RECOMPUTE_KINDS.index(kind) for kind in ("none", "selective", "full"))
-UNIFORM = RECOMPUTE_METHODS.index("uniform")
-ALL_TO_ALL = CONTEXT_FORMS.index("all_to_all")
-
-
-def _expert_width(model: ModelSpec) -> int:
-    """The width that routed and shared experts are split over; 0 for a dense model."""
-    return math.gcd(model.expert_ffn, model.shared_expert_ffn)
-
-
-def _expert_split(d: Degrees) -> Ints:
-    """Devices that share one expert: without expert parallelism, the tensor-parallel group."""
-    return np.where(d.expert_parallel > 1, d.expert_tensor_parallel, d.tensor_parallel)
-
-
-def _divides(name: str, size: Callable[[ModelSpec], int], what: str) -> Rule:
-    return Rule(
-        name,
-        lambda model, d: size(model) % d.tensor_parallel != 0,
-        lambda model, d: (
-            f"tensor_parallel {d.tensor_parallel} does not divide {size(model)} {what}; "
-            f"use {tensor_parallel_choices(model)}"
-        ),
-    )
-
-
 RULES: tuple[Rule, ...] = (
-    _divides("tensor_parallel_heads", lambda model: model.heads, "heads"),
-    Rule(
-        "tensor_parallel_kv_heads",
-        lambda model, d: ~_shares_kv_heads(model, d.tensor_parallel),
-        lambda model, d: (
-            f"tensor_parallel {d.tensor_parallel} neither divides {model.kv_heads} kv_heads of width "
-            f"{model.head_dim} nor is a multiple that splits their {model.kv_heads * model.head_dim} "
-            f"columns; use {tensor_parallel_choices(model)}"
-        ),
-    ),
-    _divides("tensor_parallel_ffn", lambda model: model.ffn, "columns of the MLP (ffn)"),
-    _divides("tensor_parallel_hidden", lambda model: model.hidden, "columns of the residual (hidden)"),
-    Rule(
-        "tensor_parallel_experts",
-        lambda model, d: _expert_width(model) % _expert_split(d) != 0,
-        lambda model, d: (
-            f"{_expert_split(d)} devices cannot share experts of width {model.expert_ffn} (shared: "
-            f"{model.shared_expert_ffn}); use a divisor of {_expert_width(model)}"
-        ),
-    ),
-    Rule(
-        "expert_parallel",
-        lambda model, d: (
-            (d.expert_parallel > 1) & ((model.experts == 0) | (model.experts % d.expert_parallel != 0))
-        ),
-        lambda model, d: (
-            f"expert_parallel {d.expert_parallel} does not divide {model.experts} experts; "
-            f"use {', '.join(map(str, divisors(max(1, model.experts))))}"
-        ),
-    ),
-    Rule(
-        "expert_parallel_group",
-        lambda model, d: (
-            d.tensor_parallel
-            * d.context_parallel
-            * d.data_parallel
-            % (d.expert_parallel * d.expert_tensor_parallel)
-            != 0
-        ),
-        lambda model, d: (
-            f"expert_parallel {d.expert_parallel} x expert_tensor_parallel {d.expert_tensor_parallel} "
-            f"does not divide the {d.tensor_parallel * d.context_parallel * d.data_parallel} devices "
-            "of a stage"
-        ),
-    ),
-    # Causal attention is balanced by giving each rank one chunk from either end of the sequence; an exchange
-    # of tokens for heads needs no balance.
-    Rule(
-        "context_parallel",
-        lambda model, d: (d.context_parallel > 1) & (model.seq % _sequence_parts(d) != 0),
-        lambda model, d: (
-            f"context_parallel {d.context_parallel} needs a sequence that {_sequence_parts(d)} divides, "
-            f"not {model.seq}"
-        ),
-    ),
-    Rule(
-        "context_parallel_heads",
-        lambda model, d: (
-            (d.context_parallel_form == ALL_TO_ALL)
-            & (model.heads % (d.tensor_parallel * d.context_parallel) != 0)
-        ),
-        lambda model, d: (
-            f"context_parallel_form all_to_all: tensor_parallel {d.tensor_parallel} x context_parallel "
-            f"{d.context_parallel} does not divide {model.heads} heads; use all_gather or ring"
-        ),
-    ),
+    *MESH_RULES,
     Rule(
         "virtual_pipeline_group",
         lambda model, d: (d.virtual_pipeline_parallel > 1) & (d.pipeline_parallel == 1),
@@ -297,6 +159,14 @@ RULES: tuple[Rule, ...] = (
         "zero_replicas_stage",
         lambda model, d: (d.zero_replicas > 1) & (d.zero_stage == 0),
         lambda model, d: f"zero_replicas {d.zero_replicas} needs zero_stage of at least 1, not 0",
+    ),
+    Rule(
+        "zero_replicas_experts",
+        lambda model, d: d.expert_replicas % np.clip(d.zero_replicas, 1, d.expert_replicas) != 0,
+        lambda model, d: (
+            f"zero_replicas {d.zero_replicas} does not divide the {d.expert_replicas} devices that hold the "
+            f"same experts; use {', '.join(map(str, divisors(int(d.expert_replicas))))}"
+        ),
     ),
     # Under a pipeline the gradients of all micro batches accumulate before they are reduced once, and what a
     # backward pass has gathered stays for the forward pass that comes next.

@@ -16,7 +16,7 @@ import numpy as np
 
 from costmodels.errors import InputError
 from costmodels.hardware import Precision
-from costmodels.layout import V_SCHEDULES, GradientReduction, even_split, schedule_runs
+from costmodels.layout import GradientReduction, even_split, schedule_runs
 from costmodels.model_spec import ModelSpec
 from costmodels.table import (
     ARRAY_FIELDS,
@@ -31,20 +31,20 @@ from costmodels.table import (
 )
 from planner.degrees import Degrees
 from planner.pins import ZERO_STAGES, Pins, PinValue, WherePossible
-from planner.rules import RULES, SELECTIVE, Rule, divisors
+from planner.rule import Rule, divisors
+from planner.rules import RULES, SELECTIVE
 
 AXES = 6
-"""Axes of the grid: mesh (tp, pp, cp and its form, dp), chunks and schedule, micro batch, sequence parallel,
-recompute, ZeRO."""
+"""Axes of the grid: mesh (tp, pp, cp and its form, dp, ep, etp), chunks and schedule, micro batch, sequence
+parallel, recompute, ZeRO."""
 
 UNVARIED = {
-    "expert_parallel": 1,
-    "expert_tensor_parallel": 1,
     "zero_replicas": 1,
     "recompute_method": "uniform",
     "recompute_num_layers": 1,
     "offload_activations": False,
     "offload_optimizer": False,
+    "optimizer": "adam",
 }
 """Fields that have one value in a search: this, or the pinned one."""
 
@@ -114,6 +114,17 @@ def _meshes_with_forms(world_size: int, pins: Pins) -> Ints:
     return np.asarray(rows, dtype=np.int64)
 
 
+def _with_experts(model: ModelSpec, meshes: Ints, pins: Pins) -> Ints:
+    """Rows of meshes with ep and etp: all divisors of the experts, and one device or tp of them an expert."""
+    spread = _chosen(pins, "expert_parallel", divisors(model.experts) if model.experts else [1])
+    tp = meshes[:, 0] if model.experts else np.ones_like(meshes[:, 0])
+    shared = [_chosen(pins, "expert_tensor_parallel", sorted({1, int(size)})) for size in tp]
+    rows = [
+        (*mesh, ep, etp) for mesh, sizes in zip(meshes, shared, strict=True) for ep in spread for etp in sizes
+    ]
+    return np.asarray(rows, dtype=np.int64)
+
+
 def micro_batch_sizes(batch: Batch) -> list[int]:
     """Powers of two and divisors up to the batch, ascending."""
     powers = [1 << exponent for exponent in range(batch.size.bit_length())]
@@ -124,8 +135,8 @@ def grid(
     model: ModelSpec, world_size: int, batch: Batch, pins: Pins, schedules: Sequence[str] = SCHEDULES
 ) -> Degrees:
     """The raw product as an open grid with `AXES` axes; `schedules` are those that are not pinned away."""
-    mesh = _meshes_with_forms(world_size, pins)
-    tp, pp, cp, dp, form = (_along(0, mesh[:, column]) for column in range(5))
+    mesh = _with_experts(model, _meshes_with_forms(world_size, pins), pins)
+    tp, pp, cp, dp, form, ep, etp = (_along(0, column) for column in mesh.T)
     vpp, schedule = (_along(1, column) for column in _chunks(model, pins, schedules))
     mbs = _along(2, _chosen(pins, "micro_batch_size", micro_batch_sizes(batch)))
     sp = _grouped(pins, "sequence_parallel", tp, _along(3, (False, True))).astype(bool)
@@ -150,11 +161,14 @@ def grid(
         virtual_pipeline_parallel=vpp,
         context_parallel=cp,
         context_parallel_form=form,
+        expert_parallel=ep,
+        expert_tensor_parallel=etp,
         data_parallel=dp,
         zero_stage=zero,
         schedule=schedule,
         micro_batch_size=mbs,
-        global_batch_size=_global_batch(batch, mbs * dp, pp, schedule),
+        batch=_along(0, [batch.size]),
+        batch_is_maximum=_along(0, [batch.maximum]).astype(bool),
         recompute=recompute,
         recompute_modules=np.where(recompute == SELECTIVE, modules, 0),
         entries=entries,
@@ -218,7 +232,9 @@ def obstacle(model: ModelSpec, world_size: int, batch: Batch, pins: Pins) -> str
 
     Only plain layouts are asked where pins leave them: what stops the others is seldom simpler.
     """
-    plain: Pins = {} if "context_parallel_form" in pins else {"context_parallel": 1}
+    plain: Pins = {"expert_parallel": 1, "expert_tensor_parallel": 1}
+    if "context_parallel_form" not in pins:
+        plain["context_parallel"] = 1
     degrees = grid(model, world_size, batch, plain | pins, PLAIN_SCHEDULES)
     shape = _shape(degrees)
     rules = _rules(pins)
@@ -296,17 +312,3 @@ def _chunks(model: ModelSpec, pins: Pins, schedules: Sequence[str]) -> tuple[lis
     pairs = [(count, kind) for count in counts for kind in kinds if schedule_runs(kind, count)]
     pairs = pairs or [(2, kind) for kind in kinds]
     return [count for count, _ in pairs], [code_of("schedule", kind) for _, kind in pairs]
-
-
-def _global_batch(batch: Batch, unit: Ints, pp: Ints, schedule: Ints) -> Ints:
-    """The batch of each layout: the given one, or the largest its schedule can run under the maximum.
-
-    `unit` is micro_batch_size x data_parallel; interleaved schedules need multiples of pp of it.
-    Where not even that many fit, the multiple of the smaller unit (or the maximum) shows what is missing.
-    """
-    if not batch.maximum:
-        return np.full_like(unit, batch.size)
-    whole = batch.size // unit * unit
-    free = np.isin(schedule, [code_of("schedule", kind) for kind in ("1f1b", *V_SCHEDULES)])
-    rounds = np.where(free, unit, unit * pp)
-    return np.where(rounds <= batch.size, batch.size // rounds * rounds, np.where(whole, whole, batch.size))

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 ALIGNMENT_BYTES = 16
-"""What rows of matrices must be multiples of in PyTorch's grouped CUDA kernel."""
+"""What rows of matrices must be multiples of in PyTorch's grouped product."""
 
 
 class Assignment(NamedTuple):
@@ -82,12 +82,27 @@ class _Permute(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
         (order,) = ctx.saved_tensors
         pairs = spread(grad, order, ctx.tokens * ctx.top_k)
-        return pairs.unflatten(0, (ctx.tokens, ctx.top_k)).sum(1), None, None
+        return pairs.view(ctx.tokens, ctx.top_k, grad.shape[1]).sum(1), None, None
+
+
+class _Spread(torch.autograd.Function):
+    """Rows at their places; unlike index_copy's own, backward keeps the places only."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, order: Tensor, places: int) -> Tensor:
+        ctx.save_for_backward(order)
+        return rows.new_zeros(places, rows.shape[1]).index_copy_(0, order, rows)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+        (order,) = ctx.saved_tensors
+        return grad.index_select(0, order), None, None
 
 
 def spread(rows: Tensor, order: Tensor, places: int) -> Tensor:
     """[places, D] with row i of [R, D] at place order[i], and zeros where none belongs."""
-    return rows.new_zeros(places, rows.shape[1]).index_copy(0, order, rows)
+    result: Tensor = _Spread.apply(rows, order, places)  # type: ignore[no-untyped-call]
+    return result
 
 
 def permute(x: Tensor, order: Tensor, top_k: int) -> Tensor:
@@ -98,7 +113,7 @@ def permute(x: Tensor, order: Tensor, top_k: int) -> Tensor:
 
 def combine(rows: Tensor, weights: Tensor, order: Tensor) -> Tensor:
     """The weighted sum [T, D] of each token's rows [R, D]; `weights` is [T, k]."""
-    pairs = spread(rows, order, weights.numel()).view(*weights.shape, -1)
+    pairs = spread(rows, order, weights.numel()).view(*weights.shape, rows.shape[1])
     return torch.bmm(weights.unsqueeze(1).to(rows.dtype), pairs).squeeze(1)
 
 
@@ -119,7 +134,7 @@ def grouped_linear(x: Tensor, weight: Tensor, counts: Tensor, bias: Tensor | Non
     if _takes_grouped(x, weight):
         product = F.grouped_mm(x, weight.transpose(1, 2), offs=counts.cumsum(0, dtype=torch.int32))
     else:
-        parts = x.split(counts.tolist())
+        parts = torch.split(x, counts.tolist())
         product = torch.cat([F.linear(part, one) for part, one in zip(parts, weight.unbind(), strict=True)])
     if bias is None:
         return product
@@ -128,10 +143,8 @@ def grouped_linear(x: Tensor, weight: Tensor, counts: Tensor, bias: Tensor | Non
 
 def _takes_grouped(x: Tensor, weight: Tensor) -> bool:
     """Whether PyTorch's grouped product takes these operands."""
-    if x.device.type != "cuda":
-        return True
     aligned = all(side * x.element_size() % ALIGNMENT_BYTES == 0 for side in weight.shape[1:])
-    return x.dtype == torch.bfloat16 and aligned
+    return aligned and (x.device.type != "cuda" or x.dtype == torch.bfloat16)
 
 
 class _WideProduct(torch.autograd.Function):

@@ -238,10 +238,15 @@ CASES: dict[str, tuple[Words, int, tuple[str, ...]]] = {
         ("--attention-dropout 0.1: must be 0",),
     ),
     "fp16": (lambda f: (*LAUNCH, *EIGHT, "--fp16"), 2, ("precision fp16", "trains in fp32, bf16")),
-    "mixture of experts": (
-        lambda f: ("launch", "--model", "mixtral-8x7b", *EIGHT),
+    "experts of a dense model": (
+        lambda f: (*LAUNCH, *EIGHT, "--expert-model-parallel-size", "2"),
         2,
-        ("model mixtral-8x7b: the runtime does not train mixture of experts", "it trains GPT-2/3 and Llama"),
+        ("expert_parallel 2 and expert_tensor_parallel 1 need a mixture of experts", "has none; use 1 and 1"),
+    ),
+    "another dispatcher": (
+        lambda f: (*LAUNCH, *EIGHT, "--moe-token-dispatcher-type", "allgather"),
+        2,
+        ("--moe-token-dispatcher-type allgather: tokens travel to experts by all-to-all; use alltoall",),
     ),
     "no time for a collective": (
         lambda f: (*LAUNCH, *EIGHT, "--distributed-timeout-minutes", "0"),

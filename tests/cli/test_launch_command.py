@@ -65,6 +65,23 @@ def test_a_dry_run_prints_the_torchrun_command_and_writes_nothing(
     assert list(tmp_path.iterdir()) == []
 
 
+def test_flags_of_other_scripts_reach_the_ranks(planner_command: Command, tmp_path: Path) -> None:
+    """Those of MindSpeed's guide to mixtures of experts that say what happens anyway, and its experts."""
+    accepted = [
+        *("--use-mcore-models", "--use-flash-attn", "--use-fused-rotary-pos-emb", "--overlap-grad-reduce"),
+        *("--moe-model-type", "megatron_moe", "--moe-permutation-async-comm", "--moe-grouped-gemm"),
+        *("--moe-token-dispatcher-type", "alltoall", "--no-gradient-accumulation-fusion"),
+        *("--no-bias-gelu-fusion", "--no-bias-dropout-fusion", "--reuse-fp32-param", "--log-throughput"),
+        *("--timing-log-option", "max", "--timing-log-level", "0", "--no-barrier-with-level-1-timing"),
+        *("--num-workers", "4", "--distributed-backend", "nccl"),
+    ]
+    experts = ["--num-experts", "4", "--moe-router-topk", "2", "--expert-model-parallel-size", "2"]
+    code, out, err = planner_command("launch", *TINY, *ON_TWO, *accepted, *experts, "--dry-run")
+    assert (code, err) == (0, "")
+    words = shlex.split(out)
+    assert set(accepted) | set(experts) <= set(words)
+
+
 def test_a_dry_run_of_a_plan_names_the_plan(planner_command: Command, tmp_path: Path) -> None:
     plan = tmp_path / "plan.json"
     assert planner_command("suggest", *TINY, *ON_TWO, "--save", plan)[0] == 0

@@ -141,6 +141,40 @@ def test_a_pasted_training_command_is_planned_and_says_what_it_does_not_use(plan
     assert "note: not used for planning: --train-iters" in out
 
 
+MINDSPEED = """
+    --expert-model-parallel-size 2 --moe-model-type megatron_moe --num-experts 4 --moe-permutation-async-comm
+    --moe-grouped-gemm --moe-token-dispatcher-type alltoall --moe-router-topk 2
+    --recompute-activation-function --swap-attention --recompute-num-layers 1
+    --tensor-model-parallel-size 2 --pipeline-model-parallel-size 1 --disable-bias-linear --reuse-fp32-param
+    --use-mcore-models --use-distributed-optimizer --overlap-grad-reduce --use-fused-rotary-pos-emb
+    --sequence-parallel --num-layers 2 --hidden-size 12288 --num-attention-heads 96 --seq-length 8192
+    --max-position-embeddings 8192 --micro-batch-size 1 --global-batch-size 4 --train-iters 1000 --lr 5.0e-7
+    --lr-decay-iters 320000 --lr-decay-style cosine --clip-grad 1.0 --weight-decay 0.1 --adam-beta1 0.9
+    --adam-beta2 0.95 --init-method-std 0.006 --no-gradient-accumulation-fusion --use-flash-attn
+    --position-embedding-type rope --no-bias-gelu-fusion --no-bias-dropout-fusion --attention-dropout 0.0
+    --hidden-dropout 0.0 --bf16 --data-path my-t5_text_sentence --vocab-file gpt2-vocab.json
+    --merge-file gpt2-merges.txt --vocab-size 50257 --num-workers 4 --split 949,50,1 --log-interval 1
+    --save-interval 10000 --eval-interval 10000 --eval-iters 10 --log-throughput --timing-log-option max
+    --no-barrier-with-level-1-timing --timing-log-level 0 --distributed-backend nccl
+    --distributed-timeout-minutes 10 --seed 1234
+"""
+"""The arguments of MindSpeed's guide to mixtures of experts."""
+
+
+def test_mindspeeds_guide_is_planned_as_it_stands_on_eight_devices(planner: Any) -> None:
+    words = ("suggest", "--world-size", "8", "--device", "ascend-910b", "--json")
+    code, out, _ = planner(*words, *MINDSPEED.split())
+    answer = json.loads(out)
+    assert code == 0
+    assert 10e9 < answer["model"]["parameters"] < 12e9
+    best = answer["plans"][0]
+    assert best["fits"] is True
+    layout = best["layout"]
+    assert (layout["tensor_parallel"], layout["sequence_parallel"], layout["zero_stage"]) == (2, True, 1)
+    assert (layout["expert_parallel"], layout["offload_activations"]) == (2, True)
+    assert layout["recompute_modules"] == ["activation"]
+
+
 def test_save_names_the_plan_also_beside_flags_of_a_run(planner: Any, tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     code, out, _ = planner(
@@ -154,14 +188,12 @@ def test_save_names_the_plan_also_beside_flags_of_a_run(planner: Any, tmp_path: 
     ("words", "notes"),
     [
         (("--model", "gpt2-124m"), []),
-        (
-            ("--model", "mixtral-8x7b"),
-            ["expert parallelism is not searched yet", "the runtime does not train mixture of experts"],
-        ),
-        (("--model", "mixtral-8x7b", "--engine", "megatron"), ["expert parallelism is not searched yet"]),
+        (("--model", "mixtral-8x7b"), []),
+        (("--model", "mixtral-8x7b", "--engine", "megatron"), []),
         (("--model", "gpt2-124m", "--pin", "precision=fp8"), []),
         (("--model", "gpt2-124m", "--fp16"), []),
-        (("--model", "qwen3-8b"), ["the runtime does not train query/key norms"]),
+        (("--model", "qwen3-8b"), []),
+        (("--model", "gpt2-124m", "--bf16", "--lr", "1e-4"), ["not used for planning: --lr"]),
     ],
 )
 def test_plans_that_the_runtime_cannot_train_are_noted(
@@ -294,6 +326,8 @@ def test_what_is_not_usual_has_its_column_or_word(planner: Any, monkeypatch: pyt
         "2",
         "--swap-attention",
         "--optimizer-cpu-offload",
+        "--optimizer",
+        "sgd",
         "--grad-reduce-in-bf16",
         "--recompute-activations",
         "--recompute-modules",
@@ -303,7 +337,9 @@ def test_what_is_not_usual_has_its_column_or_word(planner: Any, monkeypatch: pyt
     code, out, _ = planner(*words, *unusual)
     assert code == 0
     header = next(line for line in out.splitlines() if line.lstrip().startswith("# "))
-    assert all(name in header.split() for name in ("schedule", "cp", "copies", "offload", "grads"))
+    assert all(
+        name in header.split() for name in ("schedule", "cp", "copies", "offload", "optimizer", "grads")
+    )
     row = next(line for line in out.splitlines() if line.startswith("1 "))
     for text in ("zbv", "2 ring", "selective(norm+activation)", "activations+optimizer", "bf16"):
         assert text in row
@@ -312,6 +348,11 @@ def test_what_is_not_usual_has_its_column_or_word(planner: Any, monkeypatch: pyt
     assert code == 0 and max(map(len, out.splitlines())) <= 80
     assert "schedule=zbv" in out and "cp_form=ring" in out
     monkeypatch.setenv("COLUMNS", "200")
+    mixture = ("suggest", "--model", "mixtral-8x7b", "--world-size", "16", "--global-batch-size", "64")
+    _, out, _ = planner(*mixture, "--pin", "ep=4", "--pin", "etp=2", "--pin", "optimizer=adam8bit")
+    header = next(line for line in out.splitlines() if line.lstrip().startswith("# "))
+    assert all(name in header.split() for name in ("ep", "etp", "optimizer"))
+    assert "ep=4 etp=2" in out and "optimizer=adam8bit" in out
     _, plain, _ = planner(*SMALL, "--global-batch-size", "64", "--pin", "cp=1", "--pin", "schedule=1f1b")
     header = next(line for line in plain.splitlines() if line.lstrip().startswith("# "))
     assert "cp" not in header.split() and "schedule" not in header.split()

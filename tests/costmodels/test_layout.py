@@ -17,6 +17,25 @@ def test_a_split_into_empty_stages_is_refused_in_one_line(stages: int) -> None:
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize(("ep", "etp", "legal"), [(8, 1, True), (2, 4, True), (4, 4, False), (3, 1, False)])
+def test_experts_are_spread_over_the_devices_of_a_stage(ep: int, etp: int, legal: bool) -> None:
+    fields = {"tensor_parallel": 2, "data_parallel": 4, "layers_per_stage": (4,), "global_batch_size": 8}
+    experts = {"expert_parallel": ep, "expert_tensor_parallel": etp}
+    if legal:
+        assert f"ep={ep}" in Layout(**fields, **experts).describe()
+        return
+    with pytest.raises(
+        ValueError, match=f"expert_parallel {ep} x expert_tensor_parallel {etp} does not divide"
+    ):
+        Layout(**fields, **experts)
+
+
+def test_the_optimizer_is_described_when_it_is_not_adam() -> None:
+    usual = {"layers_per_stage": (4,), "global_batch_size": 8}
+    assert "optimizer" not in Layout(**usual).describe()
+    assert Layout(**usual, optimizer="muon").describe().endswith("optimizer=muon")
+
+
 def test_stages_differ_by_one_layer_and_the_first_have_more() -> None:
     assert even_split(30, 4) == (8, 8, 7, 7)
     assert even_split(4, 4) == (1, 1, 1, 1)

@@ -310,3 +310,22 @@ def test_split_backward_keeps_gradients_until_those_of_weights(llama, cluster, e
     assert (np.diff(apart["activations"][0]) > 0).all()
     logits = 2 * llama.seq * llama.vocab
     assert apart["logits"][0, 3] - usual["logits"][0, 3] == 4 * logits
+
+
+def test_norms_of_queries_and_keys_keep_their_inputs(llama, engine, layout):
+    normed = ModelSpec.model_validate({**llama.model_dump(), "qk_norm": True})
+    more = kept(normed, engine("bundled"), layout(normed)) - kept(llama, engine("bundled"), layout(llama))
+    assert more == 2 * llama.seq * (llama.q_size + llama.kv_heads * llama.head_dim)
+
+
+def test_latent_attention_keeps_what_is_compressed_twice(llama, engine, layout):
+    """Before the latents' norms and after them, besides what plain attention of its widths keeps."""
+    sizes = {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 192}
+    plain = {**llama.model_dump(), "kv_heads": 64, "head_dim": 192}
+    without = ModelSpec.model_validate(plain)
+    for rank in (0, 1536):
+        model = ModelSpec.model_validate({**plain, "latent_attention": {"q_lora_rank": rank, **sizes}})
+        found = kept(model, engine("bundled"), layout(model)) - kept(
+            without, engine("bundled"), layout(without)
+        )
+        assert found == 2 * 2 * llama.seq * (rank + 512 + 64)

@@ -5,16 +5,17 @@ import pytest
 
 from costmodels.model_spec import LatentAttention, ModelSpec
 from costmodels.operators import embedding, head, layer, padded_vocabulary
+from costmodels.shapes import routed_rows
 from costmodels.table import LayoutTable
 
 
 def flops(work):
-    products = sum(2 * m * k * n * times for m, k, n, times in work.gemms)
+    products = sum(2 * m * k * n * times for m, k, n, times, _ in work.gemms)
     return products + work.attention_flops / 2
 
 
 def model_flops(model, engine, table):
-    """Forward FLOPs of all devices of a tensor-parallel group for one micro batch."""
+    """Forward FLOPs of all devices of a tensor-parallel group for one micro batch, with their routers'."""
     total = (model.layers - model.moe_layers) * flops(layer(model, engine, table, moe=False))
     if model.experts:
         total = total + model.moe_layers * flops(layer(model, engine, table, moe=True))
@@ -27,7 +28,8 @@ def test_forward_work_is_a_third_of_the_model_flops_however_it_is_split(name, re
     model = request.getfixturevalue(name)
     table = LayoutTable.of([layout(model, tp=tp, mbs=mbs) for tp in (1, 2, 4, 8) for mbs in (1, 2)])
     expected = model.flops_per_sequence() / 3 * table.micro_batch_size
-    router = 2 * model.seq * model.hidden * model.experts * model.moe_layers * table.tensor_parallel
+    # Every rank routes tokens of its own.
+    router = 2 * model.seq * model.hidden * model.experts * model.moe_layers
     found = model_flops(model, engine("megatron"), table)
     np.testing.assert_allclose(found, expected + router * table.micro_batch_size, rtol=1e-9)
 
@@ -52,6 +54,47 @@ def test_expert_work_depends_on_neither_expert_nor_expert_tensor_parallelism(mix
     assert work.routed_bytes[0] == 0
     assert (work.routed_bytes[1:] == 2 * mixture.hidden * mixture.seq * mixture.top_k / 2).all()
     assert (work.expert_gather_bytes > 0).tolist() == [False, False, False, True]
+
+
+def test_tokens_travel_once_for_each_expert_or_are_gathered_once(mixture, engine, layout):
+    own = 2 * mixture.hidden * mixture.seq / 4
+    kinds = {(1, 4): (0, 4 * own), (4, 1): (2 * own, 0), (2, 2): (2 * own, 2 * 2 * own), (1, 1): (0, 0)}
+    table = LayoutTable.of([layout(mixture, tp=4, sp=True, dp=4, ep=ep, etp=etp) for ep, etp in kinds])
+    work = layer(mixture, engine("bundled"), table, moe=True)
+    found = zip(work.routed_bytes.tolist(), work.expert_gather_bytes.tolist(), strict=True)
+    assert list(found) == list(kinds.values())
+
+
+def test_without_sequence_parallelism_the_output_of_experts_is_gathered(mixture, engine, layout):
+    table = LayoutTable.of([layout(mixture, tp=4, sp=sp, dp=4, ep=4) for sp in (True, False)])
+    alone = ModelSpec.model_validate({**mixture.model_dump(), "shared_expert_ffn": 0})
+    for model, expected in ((mixture, [4, 5]), (alone, [2, 3])):
+        work = layer(model, engine("bundled"), table, moe=True)
+        assert work.gathers_forward.tolist() == work.gathers_backward.tolist() == expected
+
+
+def test_latent_attention_gathers_what_is_compressed(llama, engine, layout):
+    sizes = {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
+    table = LayoutTable.of([layout(llama, tp=8, sp=True), layout(llama, tp=8)])
+    for rank, gathered in ((1536, 1536 + 512 + 64), (0, 8192 + 512 + 64)):
+        mla = LatentAttention(q_lora_rank=rank, **sizes)
+        model = ModelSpec.model_validate({**llama.model_dump(), "latent_attention": mla})
+        work = layer(model, engine("bundled"), table, moe=False)
+        entry = gathered / 8192
+        assert work.gathers_forward.tolist() == [3 + entry, 4]
+        assert work.gathers_backward.tolist() == [3 + entry, 2 + 2 * entry]
+
+
+def test_a_limited_capacity_bounds_the_rows(mixture, layout):
+    table = LayoutTable.of([layout(mixture, tp=2, sp=True, dp=8, ep=4, etp=2)])
+    rows = {
+        factor: routed_rows(
+            ModelSpec.model_validate({**mixture.model_dump(), "router": {"capacity_factor": factor}}), table
+        )[0]
+        for factor in (0.0, 0.5, 1.0, 2.0)
+    }
+    assert rows[0.0] == rows[1.0] == rows[2.0] == mixture.seq * 2
+    assert rows[0.5] == mixture.seq
 
 
 def test_sequence_parallelism_splits_norms_and_regathers_inputs(gpt, engine, layout):

@@ -11,13 +11,14 @@ from hypothesis import strategies as st
 
 from costmodels import Layout, even_split
 from costmodels.layout import schedule_runs
-from costmodels.table import RECOMPUTE_MODULES, SCHEDULES, LayoutTable, combined, distinct
+from costmodels.table import OPTIMIZERS, RECOMPUTE_MODULES, SCHEDULES, LayoutTable, combined, distinct
 
 
 @st.composite
 def layouts(draw: st.DrawFn) -> Layout:
     """Layouts that use any field."""
     tp, cp, dp, pp = (draw(st.sampled_from([1, 2, 4])) for _ in range(4))
+    ep = draw(st.sampled_from([1, 2])) if tp * cp * dp > 1 else 1
     chunks = draw(st.integers(1, 3)) if pp > 1 else 1
     schedule = draw(st.sampled_from([name for name in SCHEDULES if schedule_runs(name, chunks)]))
     zero = draw(st.integers(0, 3)) if dp * cp > 1 else 0
@@ -45,8 +46,8 @@ def layouts(draw: st.DrawFn) -> Layout:
         context_parallel_form=draw(st.sampled_from(["all_gather", "all_to_all", "ring"]))
         if cp > 1
         else "all_gather",
-        expert_parallel=draw(st.sampled_from([1, 2])),
-        expert_tensor_parallel=draw(st.sampled_from([1, 2])),
+        expert_parallel=ep,
+        expert_tensor_parallel=draw(st.sampled_from([1, 2])) if tp * cp * dp // ep > 1 else 1,
         data_parallel=dp,
         zero_stage=zero,
         zero_replicas=draw(st.sampled_from([1, 2])) if zero else 1,
@@ -57,6 +58,7 @@ def layouts(draw: st.DrawFn) -> Layout:
         recompute=recompute,
         offload_activations=offloads,
         offload_optimizer=draw(st.booleans()),
+        optimizer=draw(st.sampled_from(OPTIMIZERS)),
         precision="fp16",
         gradient_reduction="bf16",
         **fields,

@@ -270,6 +270,17 @@ def test_megatrons_parallel_flags_are_pins() -> None:
             {"optimizer_cpu_offload": True, "swap_attention": True, "grad_reduce_in_bf16": True},
             {"offload_optimizer": True, "offload_activations": True, "gradient_reduction": "bf16"},
         ),
+        (
+            {"expert_model_parallel_size": 4, "expert_tensor_parallel_size": 2},
+            {"expert_parallel": 4, "expert_tensor_parallel": 2},
+        ),
+        ({"optimizer": "adamw"}, {"optimizer": "adam"}),
+        ({"optimizer": "muon"}, {"optimizer": "muon"}),
+        # MindSpeed's scripts name a number of layers without a granularity.
+        (
+            {"recompute_activation_function": True, "swap_attention": True, "recompute_num_layers": 1},
+            {"recompute": "selective", "recompute_modules": ("activation",), "offload_activations": True},
+        ),
         ({"fp8": True}, {"precision": "fp8"}),
         ({"fp8": True, "bf16": True}, {"precision": "fp8"}),
     ],
@@ -326,6 +337,11 @@ def test_a_strict_pin_outlives_the_flag_that_says_the_same() -> None:
             "pin schedule=zbv contradicts virtual_pipeline_parallel=4",
         ),
         ({"num_distributed_optimizer_instances": 0}, "pin zero_replicas=0: expected a whole number"),
+        ({"optimizer": "lion"}, "pin optimizer=lion: expected one of adam, sgd, adafactor, muon, adam8bit"),
+        (
+            {"recompute_granularity": "full", "recompute_activation_function": True},
+            "--recompute-modules need --recompute-granularity selective, not full",
+        ),
         ({"fp8": True, "fp16": True}, "pin precision is given twice: fp16 and fp8"),
         (
             {"pin": ["offload_optimizer=no"], "optimizer_cpu_offload": True},

@@ -39,6 +39,11 @@ def test_short_and_full_names_and_all_kinds_of_values() -> None:
         "recompute_modules": ("mlp",),
         "offload_activations": True,
     }
+    assert parse_pins(["ep=4", "etp=2", "optimizer=AdamW"]) == {
+        "expert_parallel": 4,
+        "expert_tensor_parallel": 2,
+        "optimizer": "adam",
+    }
     assert parse_pins(None) == {}
     assert parse_pins("pp = 4") == {"pipeline_parallel": 4}
 
@@ -56,7 +61,8 @@ def test_short_and_full_names_and_all_kinds_of_values() -> None:
         ("zero=4", "pin zero_stage=4: expected one of 0, 1, 2, 3"),
         ("recompute=some", "pin recompute=some: expected one of none, selective, full"),
         ("precision=bf8", "pin precision=bf8: expected one of fp32"),
-        ("ep=2", "pin expert_parallel=2: expected 1"),
+        ("ep=0", "pin expert_parallel=0: expected a whole number of at least 1"),
+        ("optimizer=lion", "pin optimizer=lion: expected one of adam, sgd, adafactor, muon, adam8bit"),
         ("cp_form=mesh", "pin context_parallel_form=mesh: expected one of all_gather, all_to_all, ring"),
         (["cp=1", "cp_form=ring"], "context_parallel_form=ring needs context_parallel of at least 2"),
         (["schedule=zbv", "vpp=3"], "pin schedule=zbv contradicts virtual_pipeline_parallel=3; 1f1b needs"),

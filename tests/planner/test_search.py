@@ -238,3 +238,44 @@ def test_the_best_plan_says_why(tmp_path: Path) -> None:
     assert "fewer tokens/s than the best" in second.reason or "as fast" in second.reason
     assert sum(best.layout.layers_per_stage) == 48
     assert best.layout.layers_per_stage == even_split(48, len(best.layout.layers_per_stage))
+
+
+def test_experts_are_spread_inside_a_node() -> None:
+    problem: dict[str, Any] = {"world_size": 64, "device": "h100-sxm", "max_global_batch_size": 256}
+    best = suggest("mixtral-8x7b", **problem)
+    assert 1 < best.layout.expert_parallel * best.layout.expert_tensor_parallel <= 8
+    assert best.estimate.time.expert_parallel > 0
+    whole = suggest("mixtral-8x7b", **problem, pin=["ep=1", "etp=1"])
+    assert whole.estimate.tokens_per_s < best.estimate.tokens_per_s
+
+
+def test_optimizers_with_less_state_leave_room() -> None:
+    peaks = [
+        suggest("gpt-22b", world_size=8, global_batch_size=8, pin=f"optimizer={kind}", device="h200")
+        for kind in ("adam", "adam8bit")
+    ]
+    assert [plan.layout.optimizer for plan in peaks] == ["adam", "adam8bit"]
+    usual, light = (
+        search("gpt-22b", world_size=8, global_batch_size=8, pin=f"optimizer={kind}").feasible
+        for kind in ("adam", "adam8bit")
+    )
+    assert usual < light
+
+
+def test_layouts_with_shared_experts_that_are_not_searched_are_no_better() -> None:
+    """What the rule `expert_tensor_parallel_spread` leaves out, against what takes its place."""
+    found = []
+    for pin in (["ep=2", "etp=2"], ["ep=4", "etp=1"]):
+        usual = ["vpp=1", "cp=1", "recompute=none"]
+        problem: dict[str, Any] = {"world_size": 16, "global_batch_size": 32, "device_memory_gib": 1e5}
+        result = search("mixtral-8x7b", **problem, pin=[*pin, *usual])
+        same = {"expert_parallel": 1, "expert_tensor_parallel": 1}
+        layouts = map(result.prices.table.layout, range(result.feasible))
+        keys = [layout.model_copy(update=same) for layout in layouts]
+        costs = zip(result.prices.step_time_s, result.prices.peak_memory_bytes, strict=True)
+        found.append(dict(zip(keys, costs, strict=True)))
+    shared, spread = found
+    assert len(shared) > 50 and shared.keys() <= spread.keys()
+    for layout, (seconds, memory) in shared.items():
+        assert spread[layout][0] <= seconds * (1 + 1e-9)
+        assert spread[layout][1] < memory

@@ -21,6 +21,9 @@ def spec(**sizes: int) -> ModelSpec:
     return ModelSpec(**{"name": "tiny", **usual, **sizes})
 
 
+MIXTURE = {"experts": 4, "top_k": 2, "expert_ffn": 64}
+
+
 def by_loops(model: ModelSpec, world: int, batch: Batch) -> tuple[int, set[tuple[Any, ...]]]:
     """Considered layouts and the legal ones, from the rules as one would say them."""
     considered, legal = 0, set()
@@ -37,10 +40,23 @@ def by_loops(model: ModelSpec, world: int, batch: Batch) -> tuple[int, set[tuple
     chunks += [(vpp, schedule) for vpp in chunk_counts[1:] for schedule in ("interleaved", "interleaved_zb")]
     chunks += [(2, "zbv"), (2, "dualpipev")] if 2 in chunk_counts else []
     rest = [(sp, recompute, zero) for sp in (0, 1) for recompute in RECOMPUTE_KINDS for zero in range(4)]
-    considered = len(meshes) * len(chunks) * len(micro_batch_sizes(batch)) * len(rest)
-    for tp, pp, cp, form, dp in meshes:
+    spreads = [ep for ep in range(1, model.experts + 1) if model.experts % ep == 0] or [1]
+    expert_meshes = [
+        (*mesh, ep, etp)
+        for mesh in meshes
+        for ep in spreads
+        for etp in ({1, mesh[0]} if model.experts else {1})
+    ]
+    considered = len(expert_meshes) * len(chunks) * len(micro_batch_sizes(batch)) * len(rest)
+    for tp, pp, cp, form, dp, ep, etp in expert_meshes:
         kv = model.kv_heads
-        if any(size % tp for size in (model.heads, model.ffn, model.hidden, kv * model.head_dim)):
+        dense = model.ffn if model.dense_layers or not model.experts else 0
+        split = (model.heads, dense, model.hidden, kv * model.head_dim, model.shared_expert_ffn)
+        if any(size % tp for size in split) or model.expert_ffn % etp or tp * cp * dp % (ep * etp):
+            continue
+        if etp > 1 and ep > 1 and model.experts % (ep * etp) == 0:
+            continue
+        if model.experts and tp > 1 and model.seq % (tp * cp):
             continue
         if kv % tp and tp % kv:
             continue
@@ -69,7 +85,8 @@ def by_loops(model: ModelSpec, world: int, batch: Batch) -> tuple[int, set[tuple
                         continue
                     if recompute == "full" and schedule in ("interleaved_zb", "zbv", "dualpipev"):
                         continue
-                    legal.add((tp, bool(sp), pp, vpp, schedule, cp, form, dp, zero, mbs, gbs, recompute))
+                    mesh = (tp, bool(sp), pp, vpp, schedule, cp, form, dp, ep, etp)
+                    legal.add((*mesh, zero, mbs, gbs, recompute))
     return considered, legal
 
 
@@ -83,6 +100,8 @@ def key(layout: Layout) -> tuple[Any, ...]:
         layout.context_parallel,
         layout.context_parallel_form,
         layout.data_parallel,
+        layout.expert_parallel,
+        layout.expert_tensor_parallel,
         layout.zero_stage,
         layout.micro_batch_size,
         layout.global_batch_size,
@@ -100,11 +119,23 @@ def key(layout: Layout) -> tuple[Any, ...]:
     world=st.sampled_from([1, 2, 3, 4, 6, 8, 12]),
     size=st.integers(1, 24),
     maximum=st.booleans(),
+    experts=st.sampled_from(
+        [{}, {}, {"experts": 6, "top_k": 2, "expert_ffn": 96}, MIXTURE | {"shared_expert_ffn": 30}]
+    ),
 )
 def test_the_space_agrees_with_plain_loops(
-    layers: int, hidden: int, heads: tuple[int, int], ffn: int, seq: int, world: int, size: int, maximum: bool
+    layers: int,
+    hidden: int,
+    heads: tuple[int, int],
+    ffn: int,
+    seq: int,
+    world: int,
+    size: int,
+    maximum: bool,
+    experts: dict[str, int],
 ) -> None:
-    model = spec(layers=layers, hidden=hidden, heads=heads[0], kv_heads=heads[1], ffn=ffn, seq=seq)
+    sizes = {"layers": layers, "hidden": hidden, "ffn": ffn, "seq": seq}
+    model = spec(**sizes, heads=heads[0], kv_heads=heads[1], **experts)
     batch = Batch(size, maximum)
     space = build(model, world, batch, "bf16", {})
     considered, legal = by_loops(model, world, batch)
@@ -227,7 +258,15 @@ def test_pins_that_do_not_make_the_world_size_are_refused(pins: Pins, line: str)
         ("offload_recompute", {}, 8, 8, {"offload_activations": True}),
         ("tensor_parallel_ffn", {"ffn": 30}, 8, 8, {}),
         ("tensor_parallel_hidden", {"hidden": 60}, 8, 8, {}),
-        ("tensor_parallel_experts", {"experts": 4, "top_k": 2, "expert_ffn": 30}, 8, 8, {}),
+        ("tensor_parallel_shared_experts", MIXTURE | {"shared_expert_ffn": 30}, 8, 8, {}),
+        ("expert_parallel_dense", {}, 8, 8, {"expert_parallel": 2}),
+        ("expert_parallel_dense", {}, 8, 8, {"expert_tensor_parallel": 2}),
+        ("expert_parallel", MIXTURE, 8, 8, {"expert_parallel": 8}),
+        ("expert_parallel_group", MIXTURE, 2, 8, {}),
+        ("expert_tensor_parallel", MIXTURE | {"expert_ffn": 30}, 8, 8, {}),
+        ("expert_tensor_parallel_spread", MIXTURE, 8, 8, {}),
+        ("expert_tokens", MIXTURE | {"seq": 60}, 8, 8, {}),
+        ("zero_replicas_experts", MIXTURE, 12, 12, {"zero_replicas": 2, "expert_parallel": 4}),
         ("sequence_parallel_group", {}, 8, 8, {}),
         ("sequence_parallel_length", {"seq": 62}, 8, 8, {}),
         ("virtual_pipeline_group", {}, 8, 8, {}),
@@ -278,10 +317,32 @@ def test_each_rule_removes_what_breaks_it(
             "the zbv schedule needs a micro batch for each of its 4 stages, not 3; use a global batch of at "
             "least 4",
         ),
-        ({"expert_parallel": 2, "data_parallel": 2}, "expert_parallel 2 does not divide 0 experts; use 1"),
         (
-            {"expert_parallel": 4, "data_parallel": 2, "experts": 4},
-            "does not divide the 2 devices of a stage",
+            {"expert_parallel": 2, "data_parallel": 2},
+            "expert_parallel 2 and expert_tensor_parallel 1 need a mixture of experts, and tiny has none",
+        ),
+        (
+            {"expert_parallel": 2, "data_parallel": 2, "experts": 3},
+            "expert_parallel 2 does not divide 3 experts; use 1, 3",
+        ),
+        (
+            {"expert_tensor_parallel": 3, "data_parallel": 3, "experts": 4, "global_batch_size": 9},
+            "expert_tensor_parallel 3 does not divide the 64 columns of an expert (expert_ffn); use 1, 2, 4",
+        ),
+        (
+            {"tensor_parallel": 4, "experts": 4, "seq": 62},
+            "tensor_parallel 4 x context_parallel 1 does not divide seq 62, whose tokens they share out",
+        ),
+        (
+            {
+                "data_parallel": 12,
+                "zero_stage": 1,
+                "zero_replicas": 2,
+                "expert_parallel": 4,
+                "experts": 4,
+                "global_batch_size": 12,
+            },
+            "zero_replicas 2 does not divide the 3 devices that hold the same experts; use 1, 3",
         ),
         ({"tensor_parallel": 16}, "tensor_parallel 16 does not divide 8 heads; use 1, 2, 4, 8"),
         ({"layers_per_stage": (5,)}, "layers_per_stage adds up to 5 layers, but tiny has 4"),
@@ -297,6 +358,32 @@ def test_an_illegal_layout_is_told_its_rule_and_numbers(degrees: dict[str, Any],
     split = {name: value for name, value in degrees.items() if name not in sizes}
     layout = Layout(**{"layers_per_stage": (4,), "global_batch_size": 8, **split})
     assert line in str(first_illegal(spec(**sizes, **moe), layout))
+
+
+def test_experts_are_spread_over_all_that_the_stage_leaves() -> None:
+    mixture = spec(experts=8, top_k=2, expert_ffn=64)
+    table = build(mixture, 8, Batch(16), "bf16", {}).table
+    spread = set(zip(table.expert_parallel.tolist(), table.expert_tensor_parallel.tolist(), strict=True))
+    assert spread == {(1, 1), (2, 1), (4, 1), (8, 1), (1, 2), (1, 4), (1, 8)}
+    # Wider than that only where a pin asks for it.
+    table = build(mixture, 8, Batch(16), "bf16", {"expert_tensor_parallel": 2}).table
+    assert set(table.expert_parallel.tolist()) == {1, 2, 4}
+    dense = build(spec(), 8, Batch(16), "bf16", {}).table
+    assert set(dense.expert_parallel.tolist()) == set(dense.expert_tensor_parallel.tolist()) == {1}
+
+
+def test_latent_attention_has_keys_of_its_own_on_every_rank() -> None:
+    sizes = {
+        "q_lora_rank": 0,
+        "kv_lora_rank": 8,
+        "qk_nope_head_dim": 3,
+        "qk_rope_head_dim": 2,
+        "v_head_dim": 3,
+    }
+    model = ModelSpec.model_validate(
+        {**spec(heads=6, head_dim=5, ffn=96).model_dump(), "hidden": 96, "latent_attention": sizes}
+    )
+    assert set(build(model, 12, Batch(12), "bf16", {}).table.tensor_parallel.tolist()) == {1, 2, 3, 6}
 
 
 def test_a_redundant_layout_is_not_called_illegal() -> None:
@@ -359,6 +446,7 @@ def test_what_is_not_searched_is_pinned_in_every_row() -> None:
         "offload_optimizer": True,
         "zero_replicas": 2,
         "gradient_reduction": "bf16",
+        "optimizer": "sgd",
     }
     table = build(spec(), 4, Batch(8), "bf16", pins).table
     assert len(table)

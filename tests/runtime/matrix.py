@@ -16,6 +16,8 @@ KINDS = (
     "pipeline_parallel",
     "context_parallel",
     "context_parallel_form",
+    "expert_parallel",
+    "expert_tensor_parallel",
     "data_parallel",
     "zero_stage",
     "schedule",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import hypothesis.strategies as st
 import pytest
@@ -41,20 +42,28 @@ PINS = (
     "offload_activations=true",
     "offload_optimizer=true",
     "gradient_reduction=bf16",
+    "optimizer=muon",
+    "ep=2",
+    "ep=4",
+    "etp=2",
 )
 """Degrees that a user may fix, also those that the search leaves alone."""
 
 
 @st.composite
 def specs(draw: st.DrawFn) -> ModelSpec:
-    """A small dense model of any kind that the runtime trains."""
+    """A small model of any kind that the runtime trains."""
     heads = draw(st.sampled_from([1, 2, 3, 4, 8, 12]))
     kv_heads = draw(st.sampled_from([k for k in range(1, heads + 1) if heads % k == 0]))
     gated = draw(st.booleans())
     seq = draw(st.sampled_from([8, 12, 32]))
+    layers = draw(st.integers(1, 12))
+    kinds = draw(st.sampled_from([{}, {}, LATENT, LATENT_QUERIES]))
+    if kinds:
+        kv_heads = heads
     return ModelSpec(
         name="drawn",
-        layers=draw(st.integers(1, 12)),
+        layers=layers,
         hidden=heads * 8,
         heads=heads,
         kv_heads=kv_heads,
@@ -68,7 +77,34 @@ def specs(draw: st.DrawFn) -> ModelSpec:
         tied=draw(st.booleans()),
         linear_bias=draw(st.booleans()),
         qkv_bias=draw(st.booleans()),
+        qk_norm=draw(st.booleans()),
+        **kinds,
+        **(draw(experts(layers)) if draw(st.booleans()) else {}),
     )
+
+
+SIZES = {"kv_lora_rank": 12, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 6}
+LATENT: dict[str, Any] = {"latent_attention": {"q_lora_rank": 0, **SIZES}}
+LATENT_QUERIES: dict[str, Any] = {"latent_attention": {"q_lora_rank": 20, **SIZES}}
+
+
+@st.composite
+def experts(draw: st.DrawFn, layers: int) -> dict[str, Any]:
+    """What makes a model one of experts."""
+    shared = draw(st.sampled_from([0, 0, 24, 48]))
+    return {
+        "experts": draw(st.sampled_from([2, 4, 6, 8])),
+        "top_k": draw(st.sampled_from([1, 2])),
+        "expert_ffn": draw(st.sampled_from([12, 16, 24])),
+        "dense_layers": draw(st.integers(0, layers)),
+        "shared_expert_ffn": shared,
+        "shared_expert_gate": bool(shared) and draw(st.booleans()),
+        "router": {
+            "score": draw(st.sampled_from(["softmax", "sigmoid"])),
+            "expert_bias": draw(st.booleans()),
+            "capacity_factor": draw(st.sampled_from([0.0, 1.0])),
+        },
+    }
 
 
 @st.composite

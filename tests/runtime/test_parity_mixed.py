@@ -14,7 +14,16 @@ from tests.runtime.matrix import mixed_layouts
 STEPS = 10
 BATCH = 8
 
-SEEDED = (("gpt2", 4, 7, 0), ("llama", 4, 7, 1), ("gpt2", 8, 6, 2), ("llama", 8, 6, 3))
+SEEDED = (
+    ("gpt2", 4, 7, 0),
+    ("llama", 4, 7, 1),
+    ("gpt2", 8, 6, 2),
+    ("llama", 8, 6, 3),
+    ("mixtral", 4, 6, 4),
+    ("qwen", 8, 5, 5),
+    ("deepseek", 4, 5, 6),
+    ("deepseek", 8, 5, 7),
+)
 """Model, ranks, layouts and the seed of their choice."""
 
 LAYOUTS = [

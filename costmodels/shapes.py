@@ -1,0 +1,76 @@
+"""Sizes of a micro batch on one device: tokens, the widths of attention, and the rows of experts."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from costmodels.model_spec import ModelSpec
+from costmodels.table import Floats, LayoutTable
+
+LOAD = 1.0
+"""Tokens of the busiest device's experts over those of an even load, which routers are trained for."""
+
+
+def element_bytes(precision: str) -> int:
+    """Bytes of one activation: 8-bit matrix products keep their activations in bf16."""
+    return 4 if precision in ("fp32", "tf32") else 2
+
+
+def tokens(model: ModelSpec, table: LayoutTable) -> Floats:
+    """Tokens of one micro batch on one context-parallel rank."""
+    return table.micro_batch_size * model.seq / table.context_parallel
+
+
+def attention_widths(model: ModelSpec) -> tuple[int, int]:
+    """Widths of all heads' queries and of all heads' values."""
+    mla = model.latent_attention
+    if mla is None:
+        return model.q_size, model.q_size
+    return model.heads * (mla.qk_nope_head_dim + mla.qk_rope_head_dim), model.heads * mla.v_head_dim
+
+
+def entry_width(model: ModelSpec) -> int:
+    """Width of what attention gathers: its input, or what latent attention has compressed of it."""
+    mla = model.latent_attention
+    if mla is None:
+        return model.hidden
+    return (mla.q_lora_rank or model.hidden) + mla.kv_lora_rank + mla.qk_rope_head_dim
+
+
+def key_value_width(model: ModelSpec, table: LayoutTable) -> Floats:
+    """Width of keys and values together on one device; devices beyond `kv_heads` share a head."""
+    if model.latent_attention is not None:
+        result: Floats = sum(attention_widths(model)) / table.tensor_parallel
+        return result
+    return 2 * np.maximum(model.kv_heads / table.tensor_parallel, 1.0) * model.head_dim
+
+
+def kept_heads_width(model: ModelSpec, table: LayoutTable) -> Floats:
+    """Width of keys and values on one device when context-parallel ranks share out whole heads.
+
+    Each of K heads is repeated cp / gcd(K, cp) times before the exchange: the fewest with which every rank
+    has those that its queries need.
+    """
+    width = key_value_width(model, table)
+    if model.latent_attention is not None:
+        return width
+    heads = np.maximum(model.kv_heads // table.tensor_parallel, 1)
+    result: Floats = width * (table.context_parallel // np.gcd(heads, table.context_parallel))
+    return result
+
+
+def experts_of_a_token(model: ModelSpec) -> float:
+    """Experts that work on a token, on average: fewer than `top_k` where capacity drops some of them."""
+    kept = min(1.0, model.router.capacity_factor or 1.0)
+    return model.top_k * kept * LOAD
+
+
+def routed_rows(model: ModelSpec, table: LayoutTable) -> Floats:
+    """Tokens that the experts of one device take in, each token once for each of its experts.
+
+    Every rank sends out tokens of its own, 1/tp of those of a micro batch; the experts of ep x etp ranks are
+    spread over ep of them.
+    """
+    spread = table.expert_tensor_parallel / table.tensor_parallel
+    result: Floats = tokens(model, table) * experts_of_a_token(model) * spread
+    return result

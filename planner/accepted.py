@@ -1,0 +1,108 @@
+"""Flags of Megatron-LM and MindSpeed scripts that say what this runtime does anyway.
+
+They are data: what each means here, and the values that mean it. They change no result; a value that would
+mean something else is refused.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from costmodels.errors import InputError
+from planner.flags import flag, flag_names
+
+
+def _same(meaning: str, *values: str, instead: str = "") -> Any:
+    """A switch, or a flag that takes one of `values` (any, for none of them but a default of None)."""
+    field = flag(None if values else False, meaning, hidden=True)
+    return dataclasses.field(
+        default=field.default, metadata={**field.metadata, "accepted": values, "instead": instead}
+    )
+
+
+ANY = "*"
+"""Stands for any value."""
+
+
+@dataclasses.dataclass(frozen=True)
+class AcceptedFlags:
+    """One field for each flag."""
+
+    use_mcore_models: bool = _same("there is one model")
+    transformer_impl: str | None = _same("PyTorch's own operators", "local", "transformer_engine")
+    use_flash_attn: bool = _same("flash attention through scaled_dot_product_attention")
+    attention_backend: str | None = _same(
+        "flash attention where it runs", "auto", "flash", "fused", instead="flash attention is used"
+    )
+    attention_softmax_in_fp32: bool = _same("attention's softmax is in fp32")
+    use_fused_rotary_pos_emb: bool = _same("fused where layers are compiled")
+    use_fused_rmsnorm: bool = _same("PyTorch's rms_norm")
+    use_fused_swiglu: bool = _same("fused where layers are compiled")
+    no_rope_fusion: bool = _same("no kernel of its own")
+    no_bias_gelu_fusion: bool = _same("no kernel of its own")
+    no_bias_swiglu_fusion: bool = _same("no kernel of its own")
+    no_bias_dropout_fusion: bool = _same("no kernel of its own")
+    no_masked_softmax_fusion: bool = _same("no kernel of its own")
+    no_gradient_accumulation_fusion: bool = _same("gradients are added up after their products")
+    no_async_tensor_model_parallel_allreduce: bool = _same("PyTorch orders the collectives")
+    overlap_grad_reduce: bool = _same("FSDP2 reduces gradients during backward")
+    overlap_param_gather: bool = _same("FSDP2 gathers parameters ahead of forward")
+    reuse_fp32_param: bool = _same("the fp32 shard is the only master copy")
+    accumulate_allreduce_grads_in_fp32: bool = _same("gradients add up in fp32")
+    make_vocab_size_divisible_by: str | None = _same(
+        "the table's rows", "128", instead="the vocabulary is padded to a multiple of 128"
+    )
+    moe_model_type: str | None = _same(
+        "Megatron-Core's experts", "megatron_moe", instead="experts are Megatron-Core's; use megatron_moe"
+    )
+    moe_grouped_gemm: bool = _same("experts are one grouped product")
+    moe_token_dispatcher_type: str | None = _same(
+        "tokens travel by all-to-all",
+        "alltoall",
+        "alltoall_seq",
+        instead="tokens travel to experts by all-to-all; use alltoall",
+    )
+    moe_permutation_async_comm: bool = _same("shared experts compute while tokens travel")
+    moe_shared_expert_overlap: bool = _same("shared experts compute while tokens travel")
+    moe_permute_fusion: bool = _same("rows are sorted by index")
+    moe_router_dtype: str | None = _same("the router computes in fp32", "fp32", instead="routers run in fp32")
+    moe_token_drop_policy: str | None = _same(
+        "the smallest weights are dropped", "probs", instead="the smallest weights are dropped; use probs"
+    )
+    distributed_backend: str | None = _same(
+        "nccl on GPUs, gloo on CPUs",
+        "nccl",
+        "gloo",
+        instead="ranks talk through nccl on GPUs and gloo on CPUs; leave it out",
+    )
+    num_workers: str | None = _same("samples are mapped from the file", ANY)
+    dataloader_type: str | None = _same(
+        "samples come in the order of a seed", "single", instead="one order of samples; use single"
+    )
+    log_throughput: bool = _same("every log line has tokens/s")
+    timing_log_level: str | None = _same("steps are timed as a whole", "0", "1", "2")
+    timing_log_option: str | None = _same("steps are timed as a whole", "max", "minmax", "all")
+    no_barrier_with_level_1_timing: bool = _same("no barriers for timing")
+
+    @staticmethod
+    def help_note() -> str:
+        """One paragraph for the help of a command."""
+        names = ", ".join(flag_names(field)[0] for field in ACCEPTED)
+        return f"Accepted too, as what they say happens anyway: {names}."
+
+    def check_accepted(self) -> None:
+        """Raise `InputError` for a value that means something else than what happens."""
+        for field in ACCEPTED:
+            values, given = field.metadata["accepted"], getattr(self, field.name)
+            if values and given is not None and ANY not in values and given not in values:
+                why = field.metadata["instead"] or f"expected {' or '.join(values)}"
+                raise InputError(f"{flag_names(field)[0]} {given}: {why}")
+
+
+ACCEPTED = dataclasses.fields(AcceptedFlags)
+
+
+def accepted_names() -> set[str]:
+    """The spellings of the flags."""
+    return {name for field in ACCEPTED for name in flag_names(field)}

@@ -1,0 +1,187 @@
+"""What the flags of experts and of latent attention say about a model."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+from costmodels.errors import InputError
+from costmodels.model_spec import LatentAttention, ModelSpec
+from planner.flags import flag, flag_names
+
+MOST_LAYERS = 100_000
+"""Length of a pattern of layers beyond which it is refused before it is written out."""
+
+
+@dataclass(frozen=True)
+class ExpertFlags:
+    """A mixture of experts, with Megatron-LM's meanings and defaults."""
+
+    num_experts: int | None = flag(None, "Routed experts of a mixture of experts.")
+    moe_router_topk: int | None = flag(None, "Experts of each token; 2 unless given.")
+    moe_ffn_hidden_size: int | None = flag(None, "Inner width of one expert; that of the MLP unless given.")
+    moe_shared_expert_intermediate_size: int | None = flag(None, "Inner width of all shared experts.")
+    moe_shared_expert_gate: bool = flag(False, "A sigmoid of each token scales its shared experts.")
+    moe_layer_freq: str | None = flag(
+        None, "Layers with experts: 1 for all, or a list whose first ones are dense, as ([0]*3+[1]*58)."
+    )
+    moe_router_score_function: str | None = flag(None, "softmax or sigmoid; softmax unless given.")
+    moe_router_pre_softmax: bool = flag(False, "Softmax over all experts, not over the chosen ones.")
+    moe_router_topk_scaling_factor: float | None = flag(None, "Factor of the weights of experts.")
+    moe_router_num_groups: int | None = flag(None, "Groups of experts, of which a token uses a few.")
+    moe_router_group_topk: int | None = flag(None, "Groups of experts that a token uses.")
+    moe_router_enable_expert_bias: bool = flag(False, "Biases that balance the load without a loss.")
+    moe_expert_capacity_factor: float | None = flag(
+        None, "Tokens that an expert takes in, as a multiple of an even load; all unless given."
+    )
+
+
+@dataclass(frozen=True)
+class LatentFlags:
+    """Multi-head latent attention, with Megatron-LM's meanings and defaults."""
+
+    multi_latent_attention: bool = flag(False, "Attend through compressed keys and values.")
+    q_lora_rank: int | None = flag(None, "Rank of compressed queries; not compressed unless given.")
+    kv_lora_rank: int | None = flag(None, "Rank of compressed keys and values; 32 unless given.")
+    qk_head_dim: int | None = flag(None, "Width of a query without its rotary part; 128 unless given.")
+    qk_pos_emb_head_dim: int | None = flag(None, "Width of the rotary part of a query; 64 unless given.")
+    v_head_dim: int | None = flag(None, "Width of a value; 128 unless given.")
+
+
+def expert_changes(flags: ExpertFlags, base: ModelSpec | None, layers: int) -> dict[str, Any]:
+    """Fields of `ModelSpec` that the flags of experts set.
+
+    Raises `InputError` for values that Megatron-LM refuses too, or that no layer here has.
+    """
+    given = {
+        "experts": flags.num_experts,
+        "top_k": flags.moe_router_topk,
+        "expert_ffn": flags.moe_ffn_hidden_size,
+        "shared_expert_ffn": flags.moe_shared_expert_intermediate_size,
+    }
+    changes: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+    words = _given(ExpertFlags, flags)
+    if words and not (changes.get("experts") or (base is not None and base.experts)):
+        raise InputError(f"{words[0]} needs a mixture of experts; give --num-experts too")
+    if flags.moe_shared_expert_gate:
+        changes["shared_expert_gate"] = True
+    if flags.moe_layer_freq is not None:
+        changes["dense_layers"] = _leading_dense(flags.moe_layer_freq, layers)
+    top_k = changes.get("top_k", base.top_k if base is not None and base.experts else 2)
+    router = _router_changes(flags, base, int(top_k))
+    if router:
+        usual = {} if base is None else base.router.model_dump()
+        changes["router"] = usual | router
+    return changes
+
+
+def _given(group: type, flags: object) -> list[str]:
+    """The names of the flags of `group` that are given."""
+    every = dataclasses.fields(group)
+    return [flag_names(field)[0] for field in every if getattr(flags, field.name) != field.default]
+
+
+def _router_changes(flags: ExpertFlags, base: ModelSpec | None, top_k: int) -> dict[str, Any]:
+    score = flags.moe_router_score_function
+    if score not in (None, "softmax", "sigmoid"):
+        raise InputError(f"--moe-router-score-function {score}: expected softmax or sigmoid")
+    found: dict[str, Any] = {} if score is None else {"score": score}
+    # Megatron-LM's weights of a single expert by sigmoid are not divided by their sum (moe_utils.py).
+    if score is not None:
+        found["normalised"] = score == "softmax" or top_k > 1
+    if flags.moe_router_pre_softmax:
+        if (score or (base.router.score if base is not None else "softmax")) == "sigmoid":
+            raise InputError(
+                "--moe-router-pre-softmax needs --moe-router-score-function softmax, not sigmoid"
+            )
+        found["normalised"] = False
+    if flags.moe_router_topk_scaling_factor is not None:
+        found["scale"] = flags.moe_router_topk_scaling_factor
+    if flags.moe_router_enable_expert_bias:
+        found["expert_bias"] = True
+    if flags.moe_expert_capacity_factor is not None:
+        found["capacity_factor"] = flags.moe_expert_capacity_factor
+    return found | _groups(flags, top_k)
+
+
+def _groups(flags: ExpertFlags, top_k: int) -> dict[str, Any]:
+    """Group-limited routing: a group counts as much as its `top_k / group_topk` best experts together."""
+    groups, chosen = flags.moe_router_num_groups, flags.moe_router_group_topk
+    if groups is None and chosen is None:
+        return {}
+    if groups is None or chosen is None:
+        raise InputError("--moe-router-num-groups and --moe-router-group-topk go together; give both")
+    best = {1: "max", 2: "top2"}.get(top_k // chosen if chosen > 0 else 0)
+    if best is None:
+        raise InputError(
+            f"--moe-router-group-topk {chosen}: groups are ranked by their best expert or their two best, "
+            f"which --moe-router-topk {top_k} // group top-k must be"
+        )
+    return {"groups": groups, "top_groups": chosen, "group_score": best}
+
+
+def _leading_dense(text: str, layers: int) -> int:
+    """Dense layers before those with experts; `text` is Megatron-LM's frequency or list of layers."""
+    pattern = [1] * layers if text.strip() == "1" else _pattern(text)
+    dense = pattern.index(1) if pattern and 1 in pattern else len(pattern or ())
+    if pattern is None or 0 in pattern[dense:] or not set(pattern) <= {0, 1} or dense == len(pattern):
+        raise InputError(
+            f"--moe-layer-freq {text}: experts are in every layer but the first ones; give 1, or a list such "
+            "as ([0]*3+[1]*58)"
+        )
+    if len(pattern) != layers:
+        raise InputError(f"--moe-layer-freq {text}: lists {len(pattern)} layers, but the model has {layers}")
+    return dense
+
+
+def _pattern(text: str) -> list[int] | None:
+    """The list that an expression of lists of whole numbers, + and * makes; None for anything else."""
+    try:
+        result = _evaluated(ast.parse(text.strip(), mode="eval").body)
+    except (SyntaxError, ValueError, RecursionError):
+        return None
+    return result if isinstance(result, list) else None
+
+
+def _evaluated(node: ast.expr) -> list[int] | int:
+    if isinstance(node, ast.Constant) and type(node.value) is int:
+        return node.value
+    if isinstance(node, ast.List):
+        items = [_evaluated(item) for item in node.elts]
+        return [item for item in items if isinstance(item, int)]
+    if isinstance(node, ast.BinOp):
+        left, right = _evaluated(node.left), _evaluated(node.right)
+        if isinstance(node.op, ast.Add) and isinstance(left, list) and isinstance(right, list):
+            return left + right
+        times = isinstance(node.op, ast.Mult)
+        if times and isinstance(left, list) and isinstance(right, int) and len(left) * right <= MOST_LAYERS:
+            return left * right
+    raise ValueError("not a list of layers")
+
+
+def latent_changes(flags: LatentFlags, base: ModelSpec | None, heads: int) -> dict[str, Any]:
+    """Fields of `ModelSpec` that the flags of latent attention set; `heads` are those of the model."""
+    words = _given(LatentFlags, flags)
+    usual = None if base is None else base.latent_attention
+    if not words:
+        return {}
+    if not flags.multi_latent_attention and usual is None:
+        raise InputError(f"{words[0]} needs --multi-latent-attention")
+    start = usual or LatentAttention(
+        q_lora_rank=0, kv_lora_rank=32, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128
+    )
+    given = {
+        "q_lora_rank": flags.q_lora_rank,
+        "kv_lora_rank": flags.kv_lora_rank,
+        "qk_nope_head_dim": flags.qk_head_dim,
+        "qk_rope_head_dim": flags.qk_pos_emb_head_dim,
+        "v_head_dim": flags.v_head_dim,
+    }
+    sizes = start.model_dump() | {name: value for name, value in given.items() if value is not None}
+    return {
+        "latent_attention": sizes,
+        "head_dim": sizes["qk_nope_head_dim"] + sizes["qk_rope_head_dim"],
+        "kv_heads": heads,
+    }

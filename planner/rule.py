@@ -1,0 +1,32 @@
+"""`Rule`: one reason why a layout is not considered."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from costmodels.model_spec import ModelSpec
+from costmodels.table import Bools
+from planner.degrees import Degrees
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One reason why a layout is not considered further."""
+
+    name: str
+    broken: Callable[[ModelSpec, Degrees], Bools]
+    """True where the rule is broken; the shape broadcasts to that of the grid."""
+    message: Callable[[ModelSpec, Degrees], str]
+    """What is wrong with one layout: its numbers, and what would be right."""
+    redundant: bool = False
+    """The layout would run, but the search covers one that is at least as good."""
+    lifted_by: tuple[str, ...] = ()
+    """Degrees whose pins, all given, say that the user wants the redundant layout all the same."""
+
+
+def divisors(number: int) -> list[int]:
+    """All divisors of `number`, ascending."""
+    low = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
+    return low + [number // d for d in reversed(low) if d * d != number]

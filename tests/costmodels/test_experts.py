@@ -1,0 +1,238 @@
+"""Experts: what devices hold of them, keep for them and wait for, and published steps."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from costmodels import ModelSpec, even_split
+from costmodels.catalogue import load_device, load_engine
+from costmodels.hardware import Cluster
+from costmodels.layout import Layout
+from costmodels.memory import stage_memory, unit_sizes
+from costmodels.model_spec import Router
+from costmodels.pipeline import all_ranks, ranks_entry
+from costmodels.pricing import estimate, peak_memory, price
+from costmodels.table import LayoutTable
+
+MEASURED = Path(__file__).parents[3] / "shared" / "measured" / "moe_parallel_folding.csv"
+
+
+def changed(model, **fields):
+    return ModelSpec.model_validate({**model.model_dump(), **fields})
+
+
+def memory_of(model, cluster, engine, layout):
+    table = LayoutTable.of([layout])
+    ranks = all_ranks(*ranks_entry(model, table, 0)).each(lambda held: held[None, :])
+    return stage_memory(cluster, engine, table, unit_sizes(model, engine, table), ranks)
+
+
+def test_expert_tensor_parallelism_is_literal(mixture, engine, layout):
+    """An expert is whole on a device unless etp splits it, whatever tp is."""
+    table = LayoutTable.of(
+        [layout(mixture, tp=4, dp=4, ep=ep, etp=etp) for ep, etp in ((1, 1), (1, 4), (4, 1), (4, 4))]
+    )
+    sizes = unit_sizes(mixture, engine("bundled"), table)
+    every = 16 * mixture.mlp_parameters(1024)
+    assert sizes.experts.tolist() == [every, every / 4, every / 4, every / 16]
+    assert table.expert_replicas.tolist() == [16, 4, 4, 1]
+
+
+def test_zero_splits_experts_over_the_ranks_that_hold_the_same(mixture, cluster, engine, layout):
+    def states(**degrees):
+        one = layout(mixture, tp=2, dp=8, m=2, zero=1, **degrees)
+        return memory_of(mixture, cluster(16), engine("bundled"), one)["optimizer"][0, 0]
+
+    shared = unit_sizes(mixture, engine("bundled"), LayoutTable.of([layout(mixture, tp=2, dp=8)]))
+    experts = mixture.moe_layers * 16 * mixture.mlp_parameters(1024)
+    others = 2 * shared.dense_layer[0] + mixture.moe_layers * shared.moe_layer[0]
+    others += shared.embedding[0] + shared.head[0]
+    for ep, etp in ((1, 1), (4, 1), (8, 2), (16, 1)):
+        # What a device has of the experts is the same share of a whole, however many hold it.
+        assert states(ep=ep, etp=etp) == pytest.approx(12 * (others / 8 + experts / 16))
+    copies = states(ep=8, zero_replicas=2) - states(ep=8)
+    assert copies == pytest.approx(12 * (others / 8 + experts / 16))
+
+
+def test_experts_of_one_rank_only_are_never_gathered(mixture, cluster, engine, layout):
+    wide = changed(mixture, expert_ffn=8192)
+    held = [
+        memory_of(wide, cluster(16), engine("bundled"), layout(wide, dp=16, ep=ep, zero=3))["parameters"][
+            0, 0
+        ]
+        for ep in (8, 16)
+    ]
+    experts = 16 * wide.mlp_parameters(8192) / 8
+    # Of two layers in bf16: with experts the larger one is that with experts, without them the dense one.
+    dense, moe = wide.dense_layer_parameters, wide.shared_moe_layer_parameters
+    assert held[0] - held[1] == pytest.approx(2 * 2 * (moe + experts - dense))
+
+
+def test_rows_of_experts_are_what_a_layer_keeps(mixture, engine, layout):
+    """Input, gated parts and result of each row, and the router's scores and input, of S / tp tokens."""
+    bundled, alone = engine("bundled"), changed(mixture, shared_expert_ffn=0)
+
+    def kept(**degrees):
+        table = LayoutTable.of([layout(alone, tp=2, sp=True, dp=8, **degrees)])
+        sizes = unit_sizes(alone, bundled, table)
+        return sizes.moe_activations[0], sizes.dense_activations[0]
+
+    h, tokens = alone.hidden, alone.seq / 2
+    moe, dense = kept(ep=4)
+    rows = 2 * tokens
+    expected = rows * (4 * 2 * 1024 + 2 * 2 * h) + 4 * tokens * 16 + 2 * tokens * h
+    mlp = 4 * 2 * alone.seq * alone.ffn / 2 + 2 * alone.seq * h
+    assert moe - dense == pytest.approx(expected - mlp)
+    # Four times the rows with a quarter of the width, all of them gathered.
+    wide, _ = kept(ep=1, etp=2)
+    assert wide - moe == pytest.approx(rows * 2 * 2 * h)
+    less, _ = kept(ep=4, recompute="selective", recompute_modules=("mlp",))
+    assert moe - less == pytest.approx(rows * 4 * 2 * 1024)
+
+
+def test_shared_experts_keep_an_input_of_their_own_where_it_is_gathered(mixture, engine, layout):
+    alone = changed(mixture, shared_expert_ffn=0)
+    token = 2 * mixture.seq
+
+    def more(name, tp, sp):
+        table = LayoutTable.of([layout(mixture, tp=tp, sp=sp, dp=8)])
+        kept = [unit_sizes(one, engine(name), table).moe_activations[0] for one in (mixture, alone)]
+        parts = 3 if name == "megatron" else 4
+        return kept[0] - kept[1] - token * parts * 1024 / tp
+
+    assert more("bundled", 1, False) == 0
+    assert more("bundled", 4, True) == more("bundled", 4, False) == token * mixture.hidden
+    assert more("megatron", 4, True) == 0
+
+
+def test_shared_experts_hide_the_way_to_the_others(mixture, cluster, engine, layout):
+    """On GPUs the way there hides behind the shared experts' products, the way back behind nothing."""
+    bundled = engine("bundled", layer_overhead=0.0)
+
+    def seconds(model, **degrees):
+        return estimate(model, cluster(16), bundled, layout(model, dp=16, **degrees)).time.expert_parallel
+
+    alone, helped = changed(mixture, shared_expert_ffn=0), changed(mixture, shared_expert_ffn=65536)
+    assert seconds(helped, ep=8) == pytest.approx(3 / 4 * seconds(alone, ep=8))
+    assert seconds(alone, ep=1) == 0
+    assert seconds(alone, ep=8) < seconds(alone, ep=16)
+
+
+def test_recomputing_layers_or_their_experts_sends_tokens_again(mixture, cluster, engine, layout):
+    def seconds(**fields):
+        one = layout(changed(mixture, shared_expert_ffn=0), dp=16, ep=8, **fields)
+        return estimate(changed(mixture, shared_expert_ffn=0), cluster(16), engine("bundled"), one).time
+
+    usual = seconds().expert_parallel
+    for recompute in ({"recompute": "full"}, {"recompute": "selective", "recompute_modules": ("mlp",)}):
+        again = seconds(**recompute)
+        assert again.expert_parallel == pytest.approx(1.5 * usual)
+        assert again.recompute > 0
+    activation = seconds(recompute="selective", recompute_modules=("activation",))
+    assert activation.expert_parallel == pytest.approx(usual)
+
+
+def test_the_bundled_runtime_keeps_experts_in_16_bits(mixture, engine, layout):
+    h100 = load_device("h100-sxm")
+    machine = Cluster(device=h100, world_size=8, devices_per_node=8, memory_bytes=h100.memory_bytes)
+    large = changed(mixture, expert_ffn=16384)
+
+    def compute(precision, **constants):
+        one = engine("bundled", **constants)
+        return estimate(large, machine, one, layout(large, dp=8, precision=precision)).time.compute
+
+    wide = compute("bf16")
+    assert compute("fp8", fp8_experts=True) < 0.65 * wide < compute("fp8") < wide
+
+
+def test_peak_memory_is_that_of_the_prices(mixture, cluster, engine, layout):
+    table = LayoutTable.of(
+        [
+            layout(mixture, tp=tp, sp=tp > 1, pp=2, dp=16 // tp, ep=ep, m=8, zero=zero)
+            for tp in (1, 2)
+            for ep in (1, 4, 16)
+            for zero in (0, 1, 3)
+        ]
+    )
+    for name in ("bundled", "megatron"):
+        whole = price(mixture, cluster(32), engine(name), table).peak_memory_bytes
+        np.testing.assert_allclose(peak_memory(mixture, cluster(32), engine(name), table), whole, rtol=1e-12)
+
+
+def folded(row, engine, device):
+    """The faster of the choices that table 3 of arXiv:2504.14960 leaves open, in TFLOP/s, that fit."""
+    number = {name: int(row[name]) for name in ("tp", "pp", "dp", "cp", "ep", "gbs")}
+    shape = {name: int(row[name]) for name in ("layers", "hidden", "heads", "kv_heads", "vocab", "seq")}
+    model = ModelSpec(
+        name=row["model_name"],
+        **shape,
+        ffn=int(row["ffn"]),
+        expert_ffn=int(row["ffn"]),
+        experts=int(row["moe_experts"]),
+        top_k=int(row["topk"]),
+        gated=True,
+        norm="rmsnorm",
+        position="rope",
+        tied=False,
+        linear_bias=False,
+        router=Router(capacity_factor=1.0),
+    )
+    chunks = [
+        n for n in (1, 2, 4, 7) if model.layers % (number["pp"] * n) == 0 and (n == 1 or number["pp"] > 1)
+    ]
+    layouts = [
+        Layout(
+            tensor_parallel=number["tp"],
+            sequence_parallel=number["tp"] > 1,
+            pipeline_parallel=number["pp"],
+            virtual_pipeline_parallel=n,
+            schedule="interleaved" if n > 1 else "1f1b",
+            context_parallel=number["cp"],
+            data_parallel=number["dp"],
+            expert_parallel=number["ep"],
+            expert_tensor_parallel=1 if "w/ Folding" in row["notes"] else number["tp"],
+            zero_stage=1,
+            layers_per_stage=even_split(model.layers, number["pp"] * n),
+            global_batch_size=number["gbs"],
+            recompute=recompute,
+        )
+        for n in chunks
+        for recompute in ("none", "full")
+    ]
+    size = int(row["gpus"])
+    cluster = Cluster(device=device, world_size=size, devices_per_node=8, memory_bytes=device.memory_bytes)
+    prices = price(model, cluster, engine, LayoutTable.of(layouts))
+    fits = prices.peak_memory_bytes <= cluster.memory_bytes
+    return float(prices.tflops_per_device[fits].max())
+
+
+def test_published_mixtures_of_experts_are_met_without_fitting():
+    """Mixtral 8x22B on 128 to 1024 H100s, with experts split as the MLP and folded over all ranks."""
+    if not MEASURED.exists():
+        pytest.skip(f"{MEASURED} is not here")
+    with MEASURED.open(encoding="utf-8") as file:
+        rows = [
+            row
+            for row in csv.DictReader(file)
+            if row["model_name"] == "Mixtral-8x22B"
+            and "method=MCore" in row["notes"]
+            and row["precision"] == "bf16"
+        ]
+    assert len(rows) > 15
+    engine, device = load_engine("megatron"), load_device("h100-sxm")
+    ratios = [folded(row, engine, device) / float(row["tflops_per_gpu"]) for row in rows]
+    assert np.median(np.abs(np.log(ratios))) < 0.08
+    assert max(ratios) < 1.2 and min(ratios) > 0.85
+    short = [
+        (row["notes"].count("w/ Folding"), folded(row, engine, device))
+        for row in rows
+        if row["seq"] == "4096"
+    ]
+    # Folding is the faster of the two, as it was found to be.
+    assert np.mean([speed for fold, speed in short if fold]) > np.mean(
+        [speed for fold, speed in short if not fold]
+    )

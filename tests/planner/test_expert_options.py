@@ -1,0 +1,177 @@
+"""Flags of experts and latent attention: the model they describe, and the lines that refuse wrong ones."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from costmodels.catalogue import load_model
+from costmodels.errors import InputError
+from planner.model_options import ModelOptions
+
+SIZES: dict[str, Any] = {
+    "num_layers": 6,
+    "hidden_size": 512,
+    "num_attention_heads": 8,
+    "seq_length": 128,
+    "num_experts": 8,
+}
+
+DEEPSEEK = {
+    "num_layers": 61,
+    "hidden_size": 7168,
+    "ffn_hidden_size": 18432,
+    "num_attention_heads": 128,
+    "seq_length": 4096,
+    "max_position_embeddings": 163840,
+    "position_embedding_type": "rope",
+    "rotary_base": 10000.0,
+    "normalization": "RMSNorm",
+    "norm_epsilon": 1e-6,
+    "swiglu": True,
+    "disable_bias_linear": True,
+    "untie_embeddings_and_output_weights": True,
+    "qk_layernorm": True,
+    "vocab_size": 129280,
+    "num_experts": 256,
+    "moe_ffn_hidden_size": 2048,
+    "moe_shared_expert_intermediate_size": 2048,
+    "moe_layer_freq": "([0]*3+[1]*58)",
+    "moe_router_topk": 8,
+    "moe_router_num_groups": 8,
+    "moe_router_group_topk": 4,
+    "moe_router_score_function": "sigmoid",
+    "moe_router_enable_expert_bias": True,
+    "moe_router_topk_scaling_factor": 2.5,
+    "multi_latent_attention": True,
+    "q_lora_rank": 1536,
+    "kv_lora_rank": 512,
+    "qk_head_dim": 128,
+    "qk_pos_emb_head_dim": 64,
+    "v_head_dim": 128,
+}
+
+
+def test_the_flags_of_deepseek_describe_it() -> None:
+    """Those of Megatron-Core's published recipe for DeepSeek-V3."""
+    leave = {"name", "source", "published_parameters", "rope_scaling"}
+    found = ModelOptions(**DEEPSEEK).spec().model_dump(exclude=leave)
+    assert found == load_model("deepseek-v3").model_dump(exclude=leave)
+
+
+@pytest.mark.parametrize(
+    ("flags", "router"),
+    [
+        ({}, {"score": "softmax", "normalised": True, "scale": 1.0, "expert_bias": False}),
+        ({"moe_router_pre_softmax": True}, {"score": "softmax", "normalised": False}),
+        ({"moe_router_score_function": "sigmoid"}, {"score": "sigmoid", "normalised": True}),
+        (
+            {"moe_router_score_function": "sigmoid", "moe_router_topk": 1},
+            {"score": "sigmoid", "normalised": False},
+        ),
+        ({"moe_router_topk_scaling_factor": 2.5}, {"scale": 2.5}),
+        ({"moe_expert_capacity_factor": 1.25}, {"capacity_factor": 1.25}),
+        (
+            {"moe_router_num_groups": 4, "moe_router_group_topk": 2, "moe_router_topk": 2},
+            {"groups": 4, "top_groups": 2, "group_score": "max"},
+        ),
+        (
+            {"moe_router_num_groups": 4, "moe_router_group_topk": 2, "moe_router_topk": 4},
+            {"groups": 4, "top_groups": 2, "group_score": "top2"},
+        ),
+    ],
+)
+def test_routers_are_megatrons(flags: dict[str, Any], router: dict[str, Any]) -> None:
+    found = ModelOptions(**SIZES | flags).spec().router.model_dump()
+    assert {name: found[name] for name in router} == router
+
+
+def test_flags_change_one_field_of_a_named_models_router() -> None:
+    usual = load_model("deepseek-v3")
+    limited = ModelOptions(model="deepseek-v3", moe_expert_capacity_factor=1.0).spec()
+    assert limited.router == usual.router.model_copy(update={"capacity_factor": 1.0})
+    assert ModelOptions(model="deepseek-v3", kv_lora_rank=256).spec().latent_attention == (
+        usual.latent_attention.model_copy(update={"kv_lora_rank": 256}) if usual.latent_attention else None
+    )
+    narrow = ModelOptions(model="deepseek-v3", num_attention_heads=64).spec()
+    assert (narrow.kv_heads, narrow.head_dim) == (64, 192)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "dense"),
+    [
+        ("1", 0),
+        ("[1]*6", 0),
+        ("([0]*2+[1]*4)", 2),
+        ("[0]+[1]*5", 1),
+        ("[0,0,0,1,1,1]", 3),
+        ("[0]+([1]*5)", 1),
+    ],
+)
+def test_leading_layers_may_be_dense(pattern: str, dense: int) -> None:
+    assert ModelOptions(**SIZES, moe_layer_freq=pattern).spec().dense_layers == dense
+
+
+def test_latent_attention_has_megatrons_defaults() -> None:
+    options = ModelOptions(**SIZES, multi_latent_attention=True, position_embedding_type="rope")
+    spec = options.spec()
+    assert spec.latent_attention is not None
+    assert spec.latent_attention.model_dump() == {
+        "q_lora_rank": 0,
+        "kv_lora_rank": 32,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 128,
+    }
+    assert (spec.head_dim, spec.kv_heads, spec.qk_norm) == (192, 8, False)
+
+
+DENSE = {name: value for name, value in SIZES.items() if name != "num_experts"}
+LATENT = {"multi_latent_attention": True, "position_embedding_type": "rope"}
+
+
+@pytest.mark.parametrize(
+    ("flags", "line"),
+    [
+        (DENSE | {"moe_router_topk": 2}, "--moe-router-topk needs a mixture of experts; give --num-experts"),
+        ({"model": "llama2-7b", "moe_layer_freq": "1"}, "--moe-layer-freq needs a mixture of experts"),
+        (SIZES | {"moe_router_topk": 9}, "a top_k of 1 to 8"),
+        (SIZES | {"moe_router_score_function": "tanh"}, "--moe-router-score-function tanh: expected softmax"),
+        (
+            SIZES | {"moe_router_score_function": "sigmoid", "moe_router_pre_softmax": True},
+            "--moe-router-pre-softmax needs --moe-router-score-function softmax, not sigmoid",
+        ),
+        (
+            SIZES | {"moe_router_num_groups": 4},
+            "--moe-router-num-groups and --moe-router-group-topk go together",
+        ),
+        (
+            SIZES | {"moe_router_num_groups": 2, "moe_router_group_topk": 1, "moe_router_topk": 3},
+            "--moe-router-group-topk 1: groups are ranked by their best expert or their two best",
+        ),
+        (SIZES | {"moe_router_num_groups": 3, "moe_router_group_topk": 1}, "router groups 3 must divide"),
+        (SIZES | {"moe_shared_expert_gate": True}, "shared_expert_gate needs shared experts"),
+        (
+            SIZES | {"moe_layer_freq": "2"},
+            "--moe-layer-freq 2: experts are in every layer but the first ones",
+        ),
+        (SIZES | {"moe_layer_freq": "[1]*3+[0]*3"}, "experts are in every layer but the first ones; give 1"),
+        (SIZES | {"moe_layer_freq": "[0]*6"}, "experts are in every layer but the first ones"),
+        (SIZES | {"moe_layer_freq": "[1]*99999999"}, "experts are in every layer but the first ones"),
+        (SIZES | {"moe_layer_freq": "open('x')"}, "experts are in every layer but the first ones"),
+        (SIZES | {"moe_layer_freq": "[0]+[1]*6"}, "lists 7 layers, but the model has 6"),
+        (SIZES | {"kv_lora_rank": 64}, "--kv-lora-rank needs --multi-latent-attention"),
+        (SIZES | {"multi_latent_attention": True}, "needs --position-embedding-type rope"),
+        (SIZES | LATENT | {"kv_channels": 64}, "--kv-channels 64: heads of latent attention have the widths"),
+        (
+            SIZES | LATENT | {"group_query_attention": True, "num_query_groups": 2},
+            "--num-query-groups 2: heads of latent attention",
+        ),
+    ],
+)
+def test_wrong_flags_of_experts_end_in_one_line(flags: dict[str, Any], line: str) -> None:
+    with pytest.raises(InputError) as caught:
+        ModelOptions(**flags).spec()
+    assert line in str(caught.value)
+    assert "\n" not in str(caught.value)
