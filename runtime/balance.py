@@ -22,9 +22,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from costmodels import Layout, ModelSpec
+from costmodels import ModelSpec
+from runtime.executor import Executor
 from runtime.grid import Grid
-from runtime.model import Router, Transformer
+from runtime.model import Router
 from runtime.options import TrainingOptions
 from runtime.recompute import repeating
 
@@ -57,17 +58,13 @@ class _AddToObjective(torch.autograd.Function):
 class Balance:
     """Watches the routers of this rank's stages."""
 
-    scale: float = 1.0
-    """What the gradient of the objective is multiplied by in this step, such as a loss scale."""
-
-    def __init__(
-        self, stages: list[Transformer], spec: ModelSpec, layout: Layout, grid: Grid, options: TrainingOptions
-    ) -> None:
+    def __init__(self, executor: Executor, spec: ModelSpec, grid: Grid, options: TrainingOptions) -> None:
         self.routers: dict[int, Router] = {}
-        for stage in stages:
+        for stage in executor.stages:
             self.routers |= stage.routers
         self.spec, self.grid = spec, grid
-        self.sequences = layout.global_batch_size
+        # What the losses of tokens are divided and multiplied by in a step holds for the routers' too.
+        self.loss = executor.loss
         by_unit = options.moe_router_load_balancing_type
         self.aux = 0.0 if by_unit == "none" else options.moe_aux_loss_coeff
         self.by_sequence = by_unit == "seq_aux_loss"
@@ -110,7 +107,7 @@ class Balance:
         if first:
             self.totals[:2] += torch.stack((aux.detach(), z.detach())).double()
         objective = self.aux * aux + self.z * z
-        result: Tensor = _AddToObjective.apply(weights, objective, self.scale)  # type: ignore[no-untyped-call]
+        result: Tensor = _AddToObjective.apply(weights, objective, self.loss.scale)  # type: ignore[no-untyped-call]
         return result
 
     def end_step(self, updated: bool) -> None:
@@ -168,12 +165,12 @@ class Balance:
         if not self.by_sequence:
             tokens *= counts.shape[0]
             counts, sums = counts.sum(0), sums.sum(0)
-        factor = self.spec.experts / (self.spec.top_k * tokens * self.spec.seq * self.sequences)
+        factor = self.spec.experts / (self.spec.top_k * tokens * self.loss.tokens)
         return factor * (counts * sums).sum()
 
     def _z(self, logits: Tensor) -> Tensor:
         """This rank's part of the mean of z over the tokens of the global batch."""
-        return logits.logsumexp(-1).square().sum() / (self.sequences * self.spec.seq)
+        return logits.logsumexp(-1).square().sum() / self.loss.tokens
 
     def _sum(self, values: Tensor) -> Tensor:
         """The sum over all ranks, each of which holds other tokens or other layers."""

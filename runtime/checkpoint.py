@@ -18,14 +18,14 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_tensors
 
 from costmodels import ModelSpec
 from costmodels.errors import InputError
-from runtime.optimizer import local_part
+from runtime.optimizer import MOMENTS, local_part
 from runtime.trainer import Trainer
 
 TRACKER = "latest_checkpointed_iteration.txt"
 """File that names the newest complete checkpoint (Megatron-LM's name)."""
 
 RUN_FILE = "run.json"
-"""What the checkpoint is of: model, iteration, loss scale, and what `save` was told of the run."""
+"""What the checkpoint is of: model, iteration, optimizer state, loss scale, and what `save` was told."""
 
 
 def iteration_folder(folder: str | Path, iteration: int) -> Path:
@@ -61,6 +61,7 @@ def save(folder: str | Path, trainer: Trainer, spec: ModelSpec, run: dict[str, A
         contents = {
             "iteration": trainer.iteration,
             "skipped_iterations": trainer.iteration - trainer.updates,
+            "optimizer_state": sorted(trainer.optimizer.rule.slots),
             "loss_scale": None if trainer.loss_scale is None else trainer.loss_scale.state(),
             "model": spec.model_dump(mode="json"),
             **run,
@@ -87,7 +88,7 @@ def load(
     """Read a checkpoint into `trainer`; every rank calls it. Returns what `save` was given as `run`.
 
     Raises:
-        InputError: the checkpoint is of another model, or its run differs from `expected`.
+        InputError: the checkpoint is of another model or optimizer, or its run differs from `expected`.
     """
     source = iteration_folder(folder, iteration)
     run: dict[str, Any] = json.loads((source / RUN_FILE).read_text())
@@ -108,6 +109,12 @@ def load(
                 f"checkpoint {source} was trained with {name} {run.get(name)}, not {value}: samples would "
                 "come in another order; give the same, or start anew in another folder"
             )
+    slots = sorted(run.pop("optimizer_state", MOMENTS))
+    if slots != sorted(trainer.optimizer.rule.slots):
+        raise InputError(
+            f"checkpoint {source} holds other optimizer state ({', '.join(slots) or 'none'}) than that of "
+            f"--optimizer {trainer.layout.optimizer}; give the optimizer that it was trained with"
+        )
     trainer.iteration = run.pop("iteration")
     trainer.updates = trainer.iteration - run.pop("skipped_iterations", 0)
     scale = run.pop("loss_scale", None)
@@ -118,9 +125,12 @@ def load(
 
 
 def _tensors(trainer: Trainer) -> dict[str, Tensor]:
-    """Parameters and moments of this rank."""
+    """Parameters and buffers of this rank."""
     weights: dict[str, Tensor] = {o.name: o.parameter.detach() for o in trainer.optimizer.owned}
-    return weights | trainer.optimizer.moments(trainer.updates)
+    for stage in trainer.executor.stages:
+        kept = stage.state_dict().keys()
+        weights |= {name: buffer for name, buffer in stage.named_buffers() if name in kept}
+    return weights
 
 
 def _stored_name(name: str, spec: ModelSpec) -> str:
@@ -129,12 +139,14 @@ def _stored_name(name: str, spec: ModelSpec) -> str:
 
 
 def _save_tensors(trainer: Trainer, spec: ModelSpec, folder: Path) -> None:
-    tensors = {name: tensor for name, tensor in _tensors(trainer).items() if _stored_name(name, spec) == name}
-    save_tensors(tensors, checkpoint_id=folder)
+    tensors = _tensors(trainer) | trainer.optimizer.rule.states()
+    stored = {name: tensor for name, tensor in tensors.items() if _stored_name(name, spec) == name}
+    save_tensors(stored, checkpoint_id=folder)
 
 
 def _load_tensors(trainer: Trainer, spec: ModelSpec, folder: Path) -> None:
-    tensors = _tensors(trainer)
+    states = trainer.optimizer.rule.states()
+    tensors = _tensors(trainer) | states
     stored: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         stored.setdefault(_stored_name(name, spec), tensor)
@@ -144,3 +156,4 @@ def _load_tensors(trainer: Trainer, spec: ModelSpec, folder: Path) -> None:
         if source is not tensor:
             # In a V, the first rank holds the first and the last stage: two copies, split alike.
             local_part(tensor).copy_(local_part(source))
+    trainer.optimizer.rule.load(states, trainer.updates)

@@ -23,7 +23,7 @@ class Executor(Protocol):
         """Accumulate the gradients of a batch.
 
         Args:
-            tokens: [micro batches x B, S] token ids.
+            tokens: [micro batches x B, S] token ids, of as many micro batches as the layout can run.
             labels: the same shape, the ids to predict.
 
         Returns:

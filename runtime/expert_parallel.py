@@ -47,7 +47,7 @@ def expert_parallel(stage: Transformer, layout: Layout, grid: Grid) -> None:
     """Split the experts of `stage` as `layout` says, and let tokens travel."""
     for block in stage.blocks:
         if isinstance(block.mlp, MixtureOfExperts):
-            _choose_over_sequences(block.mlp.router, grid)
+            _choose_over_sequences(block.mlp.router, layout, grid)
             if layout.expert_parallel * layout.expert_tensor_parallel > 1:
                 _split_experts(block.mlp, layout, grid)
 
@@ -173,19 +173,37 @@ class ExchangeDispatch:
         return torch.cat(places)[torch.cat(owners).argsort(stable=True)]
 
 
-def _choose_over_sequences(router: Router, grid: Grid) -> None:
+def _choose_over_sequences(router: Router, layout: Layout, grid: Grid) -> None:
     """Let a limited capacity count whole sequences, whose tokens several ranks hold."""
     groups = grid.sequence_groups
     if not router.options.capacity_factor or not groups:
         return
+    experts = router.weight.shape[0]
+    dealt = 1 if layout.context_parallel_form == "all_to_all" else layout.context_parallel
 
     def kept(weights: Tensor, chosen: Tensor) -> Tensor:
         own, tokens = 0, weights.shape[1]
         for group in groups:
             own += group.rank() * weights.shape[1]
             weights, chosen = gather(weights, 1, group), gather(chosen, 1, group)
-        experts, top_k = router.weight.shape[0], router.top_k
-        limit = capacity(weights.shape[1], top_k, experts, router.options.capacity_factor)
-        return within_capacity(weights, chosen, experts, limit)[:, own : own + tokens]
+        limit = capacity(weights.shape[1], router.top_k, experts, router.options.capacity_factor)
+        in_order = _in_order(weights, dealt), _in_order(chosen, dealt)
+        return _by_rank(within_capacity(*in_order, experts, limit), dealt)[:, own : own + tokens]
 
     router.within_capacity = kept  # type: ignore[method-assign]
+
+
+def _in_order(x: Tensor, ranks: int) -> Tensor:
+    """Whole sequences [B, S, k] in their order, of which each rank has two chunks (`local_positions`)."""
+    if ranks == 1:
+        return x
+    chunks = x.chunk(2 * ranks, dim=1)
+    return torch.cat([*chunks[0::2], *reversed(chunks[1::2])], dim=1)
+
+
+def _by_rank(x: Tensor, ranks: int) -> Tensor:
+    """The reverse of `_in_order`."""
+    if ranks == 1:
+        return x
+    chunks = x.chunk(2 * ranks, dim=1)
+    return torch.cat([chunks[place] for rank in range(ranks) for place in (rank, -1 - rank)], dim=1)

@@ -53,8 +53,8 @@ def float8(stage: Transformer) -> None:
     own (torchao's recipe "rowwise"), so that no scale depends on what another rank or sequence holds. What
     goes in and comes out is bf16. On a CPU, fp32 products of the rounded operands stand in.
 
-    Routed experts, and layers with a side that is not a multiple of 16, stay in bf16. A layer whose forward is its own (one that
-    tensor parallelism has split) finds what multiplies as its attribute `product`.
+    Routed experts, and layers with a side that is not a multiple of 16, stay in bf16. A layer whose forward
+    is its own (one that tensor parallelism has split) finds what multiplies as its attribute `product`.
     """
     product = _product()
     for block in stage.blocks:

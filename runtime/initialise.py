@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
 from costmodels import ModelSpec
 from runtime.optimizer import local_part
+from runtime.sharding import split_dim
 
 INIT_STD = 0.02
 """Standard deviation of initial weights (GPT-2; Megatron-LM's `--init-method-std`)."""
@@ -93,9 +94,10 @@ def _own_experts(name: str, parameter: Tensor, spec: ModelSpec, seed: int, std: 
         ]
     )
     # FSDP2 splits what expert parallelism has left.
-    for dim in ("etp", "e_shard"):
-        placement, rank, ranks = splits.get(dim, (Replicate(), 0, 1))
-        if not placement.is_replicate():
-            chunks = value.chunk(ranks, placement.dim)
-            value = chunks[rank] if rank < len(chunks) else chunks[0].narrow(placement.dim, 0, 0)
+    for name_of_dim in ("etp", "e_shard"):
+        placement, rank, ranks = splits.get(name_of_dim, (Replicate(), 0, 1))
+        dim = split_dim(placement)
+        if dim is not None:
+            chunks = value.chunk(ranks, dim)
+            value = chunks[rank] if rank < len(chunks) else chunks[0].narrow(dim, 0, 0)
     return value

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from datetime import datetime
 from typing import Any
@@ -17,7 +17,7 @@ from planner.plan import Plan
 from runtime import checkpoint
 from runtime.data import Datasets
 from runtime.job import Job, sample_order
-from runtime.metrics import Recorder, log_line, peak_memory_bytes, throughput, validation_line
+from runtime.metrics import Recorder, expert_metrics, log_line, peak_memory_bytes, throughput, validation_line
 from runtime.trainer import StepResult, Trainer
 
 
@@ -29,7 +29,9 @@ class Loop:
     ) -> None:
         self.job, self.plan, self.trainer, self.datasets = job, plan, trainer, datasets
         self.consumed_samples = consumed_samples
-        self.batch = plan.layout.global_batch_size
+        self.batches = job.training.batches(plan.layout)
+        self.batch = self.batches.at(consumed_samples)
+        self.logged_samples = consumed_samples
         self.is_first = dist.get_rank() == 0
         self.recorder = (
             Recorder(job.output.log_dir, job.output.tensorboard_dir, trainer.iteration)
@@ -79,13 +81,15 @@ class Loop:
     def step(self) -> None:
         """Train on the next global batch."""
         assert self.datasets.train is not None
-        samples = self.datasets.train.batch(self.positions(self.consumed_samples))
+        self.batch = self.batches.at(self.consumed_samples)
+        rows = self.trainer.rows_of(self.batch)
+        samples = self.datasets.train.batch(self.positions(self.consumed_samples, rows))
         self.results.append(self.trainer.train_step(samples))
         self.consumed_samples += self.batch
 
-    def positions(self, first: int) -> list[int]:
+    def positions(self, first: int, rows: Iterable[int]) -> list[int]:
         """Samples that this rank takes of the global batch which starts at sample `first`."""
-        return [first + int(row) for row in self.trainer.rows]
+        return [first + int(row) for row in rows]
 
     def log(self, step_time_s: float) -> None:
         """Report the iterations since the last report."""
@@ -94,6 +98,7 @@ class Loop:
         dist.all_reduce(peak, dist.ReduceOp.MAX)
         losses = torch.stack([result.loss for result in self.results])
         kept = [number for number, result in enumerate(self.results) if not result.skipped]
+        sequences = (self.consumed_samples - self.logged_samples) / len(self.results)
         metrics: dict[str, Any] = {
             "iteration": self.trainer.iteration,
             # As in Megatron-LM, that of the steps that changed the weights.
@@ -101,13 +106,15 @@ class Loop:
             "learning_rate": self.results[-1].learning_rate,
             "grad_norm": float(self.results[-1].grad_norm),
             "step_time_s": step_time_s,
-            **throughput(self.plan.model, self.plan.layout, self.plan.cluster, step_time_s),
+            **throughput(self.plan.model, self.plan.layout, self.plan.cluster, sequences / step_time_s),
             "peak_memory_bytes": int(peak),
             "nan_iterations": int((~losses.isfinite()).sum()),
             "loss_scale": self.results[-1].loss_scale,
             "skipped_iterations": len(self.results) - len(kept),
         }
-        self.results = []
+        if self.trainer.balance is not None:
+            metrics |= expert_metrics(self.trainer.balance.report())
+        self.results, self.logged_samples = [], self.consumed_samples
         if self.recorder is not None:
             self.recorder.step(metrics, self.consumed_samples, self.batch)
             last = self.job.training.train_iters
@@ -118,8 +125,9 @@ class Loop:
         iteration, batches = self.trainer.iteration, self.job.output.eval_iters
         if self.datasets.valid is None or self.evaluated_at == iteration:
             return
+        batch, rows = self.plan.layout.global_batch_size, self.trainer.rows
         losses = [
-            self.trainer.evaluate(self.datasets.valid.batch(self.positions(number * self.batch)))
+            self.trainer.evaluate(self.datasets.valid.batch(self.positions(number * batch, rows)))
             for number in range(batches)
         ]
         loss = float(np.mean(losses))

@@ -87,7 +87,8 @@ class TokenLoss:
     """Sum of token losses of a micro batch over the number of tokens of the global batch, times `scale`."""
 
     scale: float = 1.0
-    """Loss scale of the running step; the trainer sets it and takes it out of what it reports."""
+    """Factor of the running step: the loss scale, and the number of tokens where the sum is optimised. The
+    trainer sets it and takes it out of what it reports."""
 
     def __init__(self, spec: ModelSpec, layout: Layout, grid: Grid) -> None:
         tp = layout.tensor_parallel
@@ -95,6 +96,7 @@ class TokenLoss:
         self.start = grid.tp_rank * (spec.padded_vocab(tp) // tp)
         self.group = grid.mesh.get_group("tp") if tp > 1 else None
         self.tokens = layout.global_batch_size * spec.seq
+        """Of the global batch of the running step, which the trainer sets too."""
 
     def __call__(self, logits: Tensor, labels: Tensor) -> Tensor:
         total = cross_entropy_sum(logits, labels, self.vocab, self.start, self.group)

@@ -13,10 +13,15 @@ from typing import Any
 import torch
 
 from costmodels import Cluster, Layout, ModelSpec
+from runtime.balance import Load
 from runtime.metrics_file import keep_until
 
 LOG_LINE_ONLY = ("nan_iterations", "loss_scale", "skipped_iterations")
 """What metrics.jsonl leaves out."""
+
+
+ROUTER_LOSSES = ("load_balancing_loss", "z_loss")
+"""Megatron-LM's names of what keeps the load of experts even."""
 
 
 def peak_memory_bytes(device: torch.device) -> int:
@@ -28,16 +33,27 @@ def peak_memory_bytes(device: torch.device) -> int:
 
 
 def throughput(
-    spec: ModelSpec, layout: Layout, cluster: Cluster, step_time_s: float
+    spec: ModelSpec, layout: Layout, cluster: Cluster, sequences_per_s: float
 ) -> dict[str, float | None]:
     """Tokens per second of the job, model TFLOP/s and MFU of one device."""
-    flops = spec.flops_per_sequence() * layout.global_batch_size / layout.world_size / step_time_s
+    flops = spec.flops_per_sequence() * sequences_per_s / layout.world_size
     peak = cluster.device.peak_flops.get(layout.precision)
     return {
-        "tokens_per_s": layout.global_batch_size * spec.seq / step_time_s,
+        "tokens_per_s": sequences_per_s * spec.seq,
         "tflops_per_device": flops / 1e12,
         "mfu": flops / peak if peak else None,
     }
+
+
+def expert_metrics(load: Load) -> dict[str, Any]:
+    """What is reported of the experts; losses that no coefficient asks for are left out."""
+    values = {
+        "expert_load": [[round(share, 4) for share in layer] for layer in load.shares],
+        "load_balancing_loss": load.balancing_loss,
+        "z_loss": load.z_loss,
+        "dropped_share": load.dropped or None,
+    }
+    return {name: value for name, value in values.items() if value is not None}
 
 
 def log_line(
@@ -57,11 +73,23 @@ def log_line(
         f" learning rate: {metrics['learning_rate']:.6E} |"
         f" global batch size: {global_batch_size:5d} |"
         f" lm loss: {metrics['loss']:.6E} |"
+        f"{_expert_words(metrics)}"
         f" loss scale: {metrics['loss_scale']:.1f} |"
         f" grad norm: {metrics['grad_norm']:.3f} |"
         f" number of skipped iterations: {metrics['skipped_iterations']:3d} |"
         f" number of nan iterations: {metrics['nan_iterations']:3d} |"
     )
+
+
+def _expert_words(metrics: Mapping[str, Any]) -> str:
+    """Losses of routers with Megatron-LM's names, and how full the fullest expert of any layer is."""
+    words = ""
+    for name in ROUTER_LOSSES:
+        if name in metrics:
+            words += f" {name}: {metrics[name]:.6E} |"
+    if "expert_load" in metrics:
+        words += f" fullest expert: {max(max(layer) for layer in metrics['expert_load']):.2f} |"
+    return words
 
 
 def validation_line(iteration: int, loss: float) -> str:
@@ -99,6 +127,11 @@ class Recorder:
             "throughput": metrics["tflops_per_device"],
             "mem-max-allocated-bytes": metrics["peak_memory_bytes"],
         }
+        for name in ROUTER_LOSSES:
+            if name in metrics:
+                tags[name] = metrics[name]
+        for number, layer in enumerate(metrics.get("expert_load", ())):
+            tags[f"fullest expert/moe layer {number}"] = max(layer)
         self._board(tags, metrics["iteration"], consumed_samples)
 
     def validation(self, iteration: int, loss: float, consumed_samples: int) -> None:

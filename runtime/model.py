@@ -8,7 +8,7 @@ code runs on local slices (N/tp heads, V/tp entries), under context parallelism 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import torch
 import torch.nn.functional as F
@@ -76,6 +76,9 @@ class CoreAttention(nn.Module):
 Rotary = tuple[Tensor, Tensor]
 """Cosines and sines, [S, H] each."""
 
+MakeRotary = Callable[[Tensor], Rotary]
+"""Tables of positions [S]."""
+
 
 class Attention(nn.Module):
     """Multi-head attention with grouped queries: [B, S, D] -> [B, S, D]."""
@@ -92,8 +95,8 @@ class Attention(nn.Module):
         self.core = CoreAttention()
         self.head_dim = spec.head_dim
         self.rotates = spec.position == "rope"
-        self.make_rotary = lambda positions: rotary_table(
-            positions, spec.head_dim, spec.rope_theta, spec.rope_scaling
+        self.make_rotary: MakeRotary = partial(
+            rotary_table, dim=spec.head_dim, theta=spec.rope_theta, scaling=spec.rope_scaling
         )
         self.rotary: Rotary | None = None
 
@@ -155,7 +158,9 @@ class LatentAttention(nn.Module):
         self.nope, self.rope, self.value = nope, rope, value
         self.score_factor = score_factor(spec.rope_scaling)
         self.rotates = spec.position == "rope"
-        self.make_rotary = lambda positions: rotary_table(positions, rope, spec.rope_theta, spec.rope_scaling)
+        self.make_rotary: MakeRotary = partial(
+            rotary_table, dim=rope, theta=spec.rope_theta, scaling=spec.rope_scaling
+        )
         self.rotary: Rotary | None = None
 
     def forward(self, x: Tensor) -> Tensor:
@@ -259,7 +264,7 @@ class Router(nn.Module):
         if self.expert_bias is not None:
             scores = scores + self.expert_bias
         if options.groups > 1:
-            grouped = scores.unflatten(-1, (options.groups, -1))
+            grouped = scores.view(*scores.shape[:-1], options.groups, -1)
             best = grouped.topk(2, -1).values.sum(-1) if options.group_score == "top2" else grouped.amax(-1)
             open_groups = torch.zeros_like(best, dtype=torch.bool)
             open_groups.scatter_(-1, best.topk(options.top_groups, -1).indices, True)

@@ -1,9 +1,10 @@
-"""AdamW on this rank's shards, and the gradient norm of the whole model."""
+"""The shards that an optimizer updates, their gradients, and the gradient norm of the whole model."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -15,6 +16,12 @@ from runtime.model import Transformer
 
 CLIP_EPSILON = 1e-6
 """Added to the norm before dividing by it, as Megatron-LM and PyTorch do."""
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+"""PyTorch's names of Adam's moments."""
+
+EXPERT_DIM = "ep"
+"""Dimension of a device mesh that only experts are on."""
 
 
 def local_part(tensor: Tensor) -> Tensor:
@@ -46,21 +53,46 @@ class Owned:
     counts: bool
     """This rank counts the shard in the norm: exactly one rank does for every element."""
 
+    @property
+    def decayed(self) -> bool:
+        """Whether weight decay applies."""
+        return is_decayed(self.name, self.parameter)
 
-class ShardedAdamW:
-    """AdamW whose every tensor is a plain local one: element-wise work needs no distributed tensors.
 
-    It runs where FSDP2 keeps the shards: on the device or, when the layout offloads the optimizer, on the
-    host.
+def parameter_groups(owned: Sequence[Owned]) -> list[dict[str, Any]]:
+    """Groups for an optimizer of PyTorch, with weight decay and without."""
+    groups = [
+        {"params": [o.shard for o in owned if o.decayed == decayed], "decayed": decayed}
+        for decayed in (True, False)
+    ]
+    return [group for group in groups if group["params"]]
+
+
+class UpdateRule(Protocol):
+    """Who changes weights by gradients, shard by shard: Adam, Muon, ..."""
+
+    slots: tuple[str, ...]
+    """Names of its state tensors; not every parameter has all."""
+
+    def step(self, learning_rate: float, weight_decay: float) -> None:
+        """Update the shards that have gradients; `weight_decay` is that of the decayed ones."""
+
+    def states(self) -> dict[str, Tensor]:
+        """State as `name.slot`, split as the parameters are; zeros before the first step."""
+
+    def load(self, states: Mapping[str, Tensor], updates: int) -> None:
+        """Go on after `updates` steps from `states`, which are those of `states()` with other contents."""
+
+
+class ShardedOptimizer:
+    """Gradients and updates on plain local tensors: element-wise work needs no distributed ones.
+
+    The rule runs where FSDP2 keeps the shards: on the device or, when the layout offloads the optimizer, on
+    the host.
     """
 
     def __init__(
-        self,
-        stages: Sequence[Transformer],
-        grid: Grid,
-        betas: tuple[float, float],
-        eps: float,
-        weight_decay: float,
+        self, stages: Sequence[Transformer], grid: Grid, rule: Callable[[list[Owned]], UpdateRule]
     ) -> None:
         self.grid = grid
         self.owned = [
@@ -69,16 +101,7 @@ class ShardedAdamW:
             for name, p in stage.named_parameters()
         ]
         self.tied = _tied_copies(stages, self.owned)
-        groups = [
-            {
-                "params": [o.shard for o in self.owned if is_decayed(o.name, o.parameter) == decayed],
-                "weight_decay": weight_decay if decayed else 0.0,
-            }
-            for decayed in (True, False)
-        ]
-        self.adam = torch.optim.AdamW(
-            [group for group in groups if group["params"]], lr=0.0, betas=betas, eps=eps, fused=True
-        )
+        self.rule = rule(self.owned)
 
     def collect_gradients(self) -> None:
         """Hand the accumulated gradients to the shards, whole sums of every part of the batch."""
@@ -87,6 +110,9 @@ class ShardedAdamW:
             if isinstance(gradient, DTensor) and isinstance(owned.parameter, DTensor):
                 # Under tensor parallelism some gradients arrive as sums still to be made.
                 gradient = gradient.redistribute(placements=owned.parameter.placements)
+            if gradient is None and _is_expert(owned.parameter):
+                # No token has chosen the experts of this rank; others of the stack have a gradient.
+                gradient = torch.zeros_like(owned.shard)
             owned.shard.grad = None if gradient is None else local_part(gradient)
         if len(self.tied) == 2:
             first, second = (owned.shard.grad for owned in self.tied)
@@ -117,35 +143,19 @@ class ShardedAdamW:
         if gradients:
             torch._foreach_mul_(gradients, factor.to(gradients[0].device))
 
-    def step(self, learning_rate: float) -> None:
+    def clip_values(self, limit: float) -> None:
+        """Bring every element of the gradient into [-limit, limit]."""
+        nn.utils.clip_grad_value_([owned.shard for owned in self.owned], limit)
+
+    def step(self, learning_rate: float, weight_decay: float) -> None:
         """Update the weights and drop the gradients."""
-        for group in self.adam.param_groups:
-            group["lr"] = learning_rate
-        self.adam.step()
+        self.rule.step(learning_rate, weight_decay)
         self.drop_gradients()
 
     def drop_gradients(self) -> None:
         """Forget the gradients."""
         for owned in self.owned:
             owned.parameter.grad = owned.shard.grad = None
-
-    def moments(self, updates: int | None = None) -> dict[str, Tensor]:
-        """Moments of Adam as `name.moment`, split as the parameters are; zeros before the first step.
-
-        `updates` sets the number of steps that the moments have seen.
-        """
-        moments = {}
-        for owned in self.owned:
-            slots = self.adam.state[owned.shard]
-            if not slots:
-                slots["step"] = torch.zeros((), dtype=torch.float32, device=owned.shard.device)
-                slots["exp_avg"] = torch.zeros_like(owned.shard)
-                slots["exp_avg_sq"] = torch.zeros_like(owned.shard)
-            if updates is not None:
-                slots["step"].fill_(updates)
-            for slot in ("exp_avg", "exp_avg_sq"):
-                moments[f"{owned.name}.{slot}"] = like_parameter(slots[slot], owned.parameter)
-        return moments
 
 
 def clip_factor(norm: Tensor, limit: float) -> Tensor:
@@ -164,13 +174,22 @@ def _tied_copies(stages: Sequence[Transformer], owned: Sequence[Owned]) -> list[
     return [o for o in owned if any(o.parameter is copy for copy in copies)]
 
 
+def _is_expert(parameter: Tensor) -> bool:
+    names = parameter.device_mesh.mesh_dim_names if isinstance(parameter, DTensor) else None
+    return EXPERT_DIM in (names or ())
+
+
 def _counts(name: str, parameter: Tensor, stage: Transformer, grid: Grid) -> bool:
     if name == "head.weight" and stage.tied:
         return False
+    # Copies differ in the coordinates of dimensions that do not split the parameter.
     coordinates = {"tp": grid.tp_rank}
     if isinstance(parameter, DTensor):
         mesh = parameter.device_mesh
         dims, own = mesh.mesh_dim_names or (), mesh.get_coordinate() or ()
+        if _is_expert(parameter):
+            # The mesh of experts covers the tensor-parallel ranks too.
+            coordinates = {}
         for dim, place, index in zip(dims, parameter.placements, own, strict=True):
             coordinates[dim] = index if place.is_replicate() else 0
     return not any(coordinates.values())

@@ -3,13 +3,37 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from costmodels import Layout
 from costmodels.errors import InputError
 from costmodels.layout import SPLIT_BACKWARD
 from planner.flags import flag
-from runtime.learning_rate import DECAY_STYLES, LearningRate
+from runtime.batch_ramp import BatchRamp, batch_ramp, ramp_numbers
+from runtime.learning_rate import (
+    DECAY_STYLES,
+    WEIGHT_DECAY_STYLES,
+    WSD_DECAY_STYLES,
+    LearningRate,
+    WeightDecay,
+)
+
+LOAD_BALANCING = ("aux_loss", "seq_aux_loss", "none")
+"""What a balancing loss counts the tokens of: each micro batch, each sequence, or nothing."""
+
+LOSS_REDUCTIONS = ("mean", "sum")
+
+MUON_SCALE_MODES = ("spectral", "shape_scaling", "unit_rms_norm")
+"""How Muon scales its update of a matrix of r rows and c columns, in Megatron-LM's words.
+
+spectral: sqrt(max(r, c)); with the factor 0.2 the `match_rms_adamw` of PyTorch (arXiv:2502.16982, eq. 4);
+shape_scaling: sqrt(max(1, r / c)); with the factor 1 the `original` of PyTorch;
+unit_rms_norm: sqrt(r / c).
+"""
+
+CLIP_GRAD = 1.0
+"""Largest global gradient norm where nothing else is asked for."""
 
 
 @dataclass(frozen=True)
@@ -17,17 +41,62 @@ class TrainingOptions:
     """Optimizer, schedule and length of a run."""
 
     train_iters: int = flag(100, "Optimizer steps to run.")
+    rampup_batch_size: str | None = flag(
+        None,
+        "Start the global batch at START sequences and add INCREMENT at even distances, until the plan's is "
+        "reached after SAMPLES sequences; schedules go on counting iterations.",
+        metavar="START,INCREMENT,SAMPLES",
+    )
     lr: float = flag(6.0e-4, "Peak learning rate.")
     min_lr: float = flag(0.0, "Learning rate after decay.")
     lr_decay_style: str = flag("cosine", f"Decay of the learning rate: {', '.join(DECAY_STYLES)}.")
     lr_decay_iters: int | None = flag(None, "Iterations of the decay; all of the run when not given.")
+    lr_wsd_decay_style: str = flag("exponential", f"Last part of WSD: {', '.join(WSD_DECAY_STYLES)}.")
+    lr_wsd_decay_iters: int | None = flag(None, "Iterations of the last part of WSD.")
     lr_warmup_iters: int | None = flag(None, "Iterations of linear warm-up.")
     lr_warmup_fraction: float | None = flag(None, "Warm-up as a share of the decay iterations.")
+    lr_warmup_init: float = flag(0.0, "Learning rate that warm-up rises from.")
     weight_decay: float = flag(0.01, "Weight decay of matrices; biases and norms have none.")
+    start_weight_decay: float | None = flag(None, "Weight decay of the first step, if it is to grow.")
+    end_weight_decay: float | None = flag(None, "Weight decay of the last step, if it is to grow.")
+    weight_decay_incr_style: str = flag(
+        "constant", f"Growth of weight decay over the run: {', '.join(WEIGHT_DECAY_STYLES)}."
+    )
+    no_decoupled_weight_decay: bool = flag(
+        False, "Adam as first published, with weight decay as a part of the gradient, instead of AdamW."
+    )
     adam_beta1: float = flag(0.9, "Decay of the first moment.")
     adam_beta2: float = flag(0.999, "Decay of the second moment.")
     adam_eps: float = flag(1e-8, "Term added to the denominator of Adam.")
-    clip_grad: float = flag(1.0, "Largest global gradient norm; 0 turns clipping off.")
+    sgd_momentum: float = flag(0.9, "Momentum of SGD.")
+    muon_momentum: float = flag(0.95, "Momentum of Muon.")
+    no_muon_nesterov: bool = flag(False, "Muon without Nesterov's look ahead.")
+    muon_num_ns_steps: int = flag(5, "Newton-Schulz steps that make Muon's update orthogonal.")
+    muon_scale_mode: str = flag(
+        "spectral",
+        f"What Muon scales its update with: {', '.join(MUON_SCALE_MODES)}. PyTorch's match_rms_adamw is "
+        "spectral, its original shape_scaling with a factor of 1.",
+    )
+    muon_extra_scale_factor: float = flag(
+        0.2, "Further factor of Muon's update; with 0.2, learning rates of Adam suit it."
+    )
+    loss_reduction: str = flag(
+        "mean",
+        f"What is optimised over the tokens of a batch: {', '.join(LOSS_REDUCTIONS)}. The loss that is "
+        "reported is the mean all the same; the gradient norm is that of what is optimised.",
+    )
+    clip_grad: float | None = flag(
+        None, f"Largest global gradient norm; 0 turns clipping off, {CLIP_GRAD} when not given."
+    )
+    clip_grad_value: float | None = flag(
+        None, "Largest absolute value of a gradient's element, instead of clipping by norm."
+    )
+    moe_aux_loss_coeff: float = flag(0.0, "Weight of the loss that balances the load of experts.")
+    moe_z_loss_coeff: float = flag(0.0, "Weight of the loss that keeps router logits small.")
+    moe_router_load_balancing_type: str = flag(
+        "aux_loss", f"What the balancing loss looks at: {', '.join(LOAD_BALANCING)}."
+    )
+    moe_router_bias_update_rate: float = flag(1e-3, "Step of expert biases towards an even load.")
     seed: int = flag(1234, "Seed of initial weights and data order.")
     init_method_std: float = flag(0.02, "Standard deviation of initial weights.")
     loss_scale: float | None = flag(None, "Constant loss scale of fp16; a dynamic one when not given.")
@@ -42,56 +111,73 @@ class TrainingOptions:
 
     def check(self) -> None:
         """Raise `InputError` for values that cannot be trained with."""
-        if self.train_iters < 1:
-            raise InputError(f"--train-iters {self.train_iters}: must be at least 1")
-        if self.lr_decay_style not in DECAY_STYLES:
-            raise InputError(
-                f"--lr-decay-style {self.lr_decay_style}: choose one of {', '.join(DECAY_STYLES)}"
-            )
         if not (0 < self.lr < math.inf and 0 <= self.min_lr <= self.lr):
             raise InputError(f"--lr {self.lr} --min-lr {self.min_lr}: need 0 <= min-lr <= lr and lr > 0")
         for name in ("attention_dropout", "hidden_dropout"):
             if getattr(self, name):
-                raise InputError(
-                    f"--{name.replace('_', '-')} {getattr(self, name)}: must be 0, as the loss must not "
-                    "depend on the layout"
-                )
-        if self.lr_decay_iters is not None and self.lr_decay_iters < 1:
-            raise InputError(f"--lr-decay-iters {self.lr_decay_iters}: must be at least 1")
-        if self.lr_warmup_fraction is not None and not 0 <= self.lr_warmup_fraction < 1:
-            raise InputError(
-                f"--lr-warmup-fraction {self.lr_warmup_fraction}: must be at least 0 and below 1"
+                raise self._refusal(name, "must be 0, as the loss must not depend on the layout")
+        for names, is_right, what in _RANGES:
+            for name in names:
+                value = getattr(self, name)
+                if value is not None and not is_right(value):
+                    raise self._refusal(name, f"must be {what}")
+        for name, choices in _CHOICES.items():
+            if getattr(self, name) not in choices:
+                raise self._refusal(name, f"choose one of {', '.join(choices)}")
+        if self.initial_loss_scale < self.min_loss_scale:
+            raise self._refusal(
+                "initial_loss_scale", f"must be at least --min-loss-scale {self.min_loss_scale}"
             )
+        for first, second in _EXCLUSIVE:
+            if getattr(self, first) and getattr(self, second):
+                raise InputError(f"{_flag(first)} and {_flag(second)} exclude each other; give one")
+        if self.rampup_batch_size is not None:
+            ramp_numbers(self.rampup_batch_size)
+        self._check_learning_rate()
+        self._check_weight_decay()
+
+    def _check_learning_rate(self) -> None:
         if self.lr_warmup_iters is not None and self.lr_warmup_fraction is not None:
             raise InputError("--lr-warmup-iters and --lr-warmup-fraction exclude each other; give one")
-        for name in ("clip_grad", "weight_decay"):
-            if not 0 <= getattr(self, name) < math.inf:
-                raise InputError(
-                    f"--{name.replace('_', '-')} {getattr(self, name)}: must be 0 (off) or positive"
-                )
-        for name in ("adam_eps", "init_method_std", "loss_scale", "initial_loss_scale", "min_loss_scale"):
-            if getattr(self, name) is None:
-                continue
-            if not 0 < getattr(self, name) < math.inf:
-                raise InputError(f"--{name.replace('_', '-')} {getattr(self, name)}: must be positive")
-        if self.initial_loss_scale < self.min_loss_scale:
-            raise InputError(
-                f"--initial-loss-scale {self.initial_loss_scale}: must be at least --min-loss-scale "
-                f"{self.min_loss_scale}"
-            )
-        for name in ("loss_scale_window", "hysteresis"):
-            if getattr(self, name) < 1:
-                raise InputError(f"--{name.replace('_', '-')} {getattr(self, name)}: must be at least 1")
-        if self.compile and self.no_compile:
-            raise InputError("--compile and --no-compile exclude each other; give one")
-        for name, value in (("beta1", self.adam_beta1), ("beta2", self.adam_beta2)):
-            if not 0 <= value < 1:
-                raise InputError(f"--adam-{name} {value}: must be at least 0 and below 1")
         schedule = self.learning_rate()
         if not 0 <= schedule.warmup_iters < schedule.decay_iters:
             raise InputError(
                 f"warm-up of {schedule.warmup_iters} iterations does not fit into {schedule.decay_iters} "
                 "decay iterations; lower --lr-warmup-iters or raise --lr-decay-iters"
+            )
+        if not 0 <= self.lr_warmup_init <= self.lr:
+            raise self._refusal("lr_warmup_init", f"must be at least 0 and at most --lr {self.lr}")
+        after = schedule.decay_iters - schedule.warmup_iters
+        if schedule.style == "WSD" and not 1 <= schedule.wsd_decay_iters <= after:
+            raise InputError(
+                f"--lr-decay-style WSD needs --lr-wsd-decay-iters of 1 to {after}, the decay iterations that "
+                "warm-up leaves"
+            )
+        if schedule.style != "WSD" and self.lr_wsd_decay_iters is not None:
+            raise self._refusal("lr_wsd_decay_iters", "needs --lr-decay-style WSD")
+
+    def _check_weight_decay(self) -> None:
+        start, end, style = self.start_weight_decay, self.end_weight_decay, self.weight_decay_incr_style
+        if style == "constant" and (start, end) != (None, None):
+            raise InputError(
+                "--start-weight-decay and --end-weight-decay need --weight-decay-incr-style linear or "
+                "cosine; give it, or --weight-decay alone"
+            )
+        if style != "constant" and (start is None or end is None or start > end):
+            raise self._refusal(
+                "weight_decay_incr_style",
+                "needs --start-weight-decay and an --end-weight-decay that is not below it",
+            )
+
+    def _refusal(self, name: str, what: str) -> InputError:
+        return InputError(f"{_flag(name)} {getattr(self, name)}: {what}")
+
+    def check_optimizer(self, layout: Layout) -> None:
+        """Raise `InputError` when a flag contradicts the optimizer of `layout`."""
+        if self.no_decoupled_weight_decay and layout.optimizer != "adam":
+            raise InputError(
+                f"--no-decoupled-weight-decay: optimizer {layout.optimizer} has one form of weight decay; "
+                "leave the flag out, or train with --optimizer adam"
             )
 
     def compiles(self, layout: Layout, on_gpu: bool) -> bool:
@@ -114,7 +200,82 @@ class TrainingOptions:
         warmup = self.lr_warmup_iters or 0
         if self.lr_warmup_fraction is not None:
             warmup = int(self.lr_warmup_fraction * decay)
-        return LearningRate(self.lr, self.min_lr, self.lr_decay_style, warmup, decay)
+        return LearningRate(
+            self.lr,
+            self.min_lr,
+            self.lr_decay_style,
+            warmup,
+            decay,
+            self.lr_warmup_init,
+            self.lr_wsd_decay_style,
+            self.lr_wsd_decay_iters or 0,
+        )
+
+    def weight_decays(self) -> WeightDecay:
+        """The weight decay of each step."""
+        start, end = self.start_weight_decay, self.end_weight_decay
+        return WeightDecay(
+            self.weight_decay if start is None else start,
+            self.weight_decay if end is None else end,
+            self.weight_decay_incr_style,
+            self.train_iters,
+        )
+
+    def largest_norm(self) -> float:
+        """What the global gradient norm is clipped to; 0 for no clipping by norm."""
+        if self.clip_grad is None:
+            return 0.0 if self.clip_grad_value is not None else CLIP_GRAD
+        return self.clip_grad
+
+    def batches(self, layout: Layout) -> BatchRamp:
+        """The sizes of the global batches of a run; all alike without a ramp."""
+        return batch_ramp(self.rampup_batch_size, layout)
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+_RANGES: tuple[tuple[tuple[str, ...], Callable[[float], bool], str], ...] = (
+    (
+        ("train_iters", "lr_decay_iters", "loss_scale_window", "hysteresis", "muon_num_ns_steps"),
+        lambda value: value >= 1,
+        "at least 1",
+    ),
+    (
+        (
+            *("clip_grad", "weight_decay", "start_weight_decay", "end_weight_decay"),
+            *("moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_router_bias_update_rate"),
+        ),
+        lambda value: 0 <= value < math.inf,
+        "0 (off) or positive",
+    ),
+    (
+        (
+            *("adam_eps", "init_method_std", "loss_scale", "initial_loss_scale", "min_loss_scale"),
+            *("clip_grad_value", "muon_extra_scale_factor"),
+        ),
+        lambda value: 0 < value < math.inf,
+        "positive",
+    ),
+    (
+        ("adam_beta1", "adam_beta2", "sgd_momentum", "muon_momentum", "lr_warmup_fraction"),
+        lambda value: 0 <= value < 1,
+        "at least 0 and below 1",
+    ),
+)
+"""Flags, the values that they may have, and those in words."""
+
+_CHOICES: dict[str, tuple[str, ...]] = {
+    "lr_decay_style": DECAY_STYLES,
+    "lr_wsd_decay_style": WSD_DECAY_STYLES,
+    "weight_decay_incr_style": WEIGHT_DECAY_STYLES,
+    "muon_scale_mode": MUON_SCALE_MODES,
+    "loss_reduction": LOSS_REDUCTIONS,
+    "moe_router_load_balancing_type": LOAD_BALANCING,
+}
+
+_EXCLUSIVE = (("compile", "no_compile"), ("clip_grad", "clip_grad_value"))
 
 
 @dataclass(frozen=True)

@@ -50,31 +50,45 @@ class Pipeline:
         self.is_last = any(stage.head is not None for stage in stages)
         if layout.schedule in SPLIT_BACKWARD:
             _keep_gathered(stages)
-        wrapped = [
+        self.micro_batch_size = layout.micro_batch_size
+        self.kind: Any = SCHEDULES[layout.schedule]
+        self.wrapped = [
             _pipeline_stage(stage, index, spec, layout, grid)
             for stage, index in zip(stages, layout.stages_of(grid.pp_rank), strict=True)
         ]
-        kind: Any = SCHEDULES[layout.schedule]
-        self.schedule = kind(
-            wrapped[0] if kind is Schedule1F1B else wrapped,
-            n_microbatches=layout.micro_batches,
-            loss_fn=loss,
+        self._plan(layout.micro_batches)
+
+    def _plan(self, micro_batches: int) -> None:
+        """Make the schedules of training and evaluation for batches of this size."""
+        self.micro_batches = micro_batches
+        self.schedule = self.kind(
+            self.wrapped[0] if self.kind is Schedule1F1B else self.wrapped,
+            n_microbatches=micro_batches,
+            loss_fn=self.loss,
             scale_grads=False,
         )
         # PyTorch's eval walks through the backward actions too, and a V fails at them.
         self.evaluation = copy.copy(self.schedule)
-        if kind is not Schedule1F1B:
+        if self.kind is not Schedule1F1B:
             self.evaluation.pipeline_order_with_comms = {
                 rank: _forward_only(actions)
                 for rank, actions in self.schedule.pipeline_order_with_comms.items()
             }
 
     def train(self, tokens: Tensor, labels: Tensor) -> Tensor:
+        self._fit(tokens)
         return self._run(self.schedule.step, tokens, labels)
 
     @torch.no_grad()
     def evaluate(self, tokens: Tensor, labels: Tensor) -> Tensor:
+        self._fit(tokens)
         return self._run(self.evaluation.eval, tokens, labels)
+
+    def _fit(self, tokens: Tensor) -> None:
+        """Plan anew for a batch of another size: the stages are readied for one number of micro batches."""
+        micro_batches = len(tokens) // self.micro_batch_size
+        if micro_batches != self.micro_batches:
+            self._plan(micro_batches)
 
     def _run(self, step: Any, tokens: Tensor, labels: Tensor) -> Tensor:
         arguments = (tokens,) if self.is_first else ()

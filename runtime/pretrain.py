@@ -20,6 +20,8 @@ from planner.flags import takes
 from planner.options import BatchOptions, ClusterOptions, ModelOptions, ParallelOptions, check_alone
 from planner.plan import Plan
 from runtime import checkpoint
+from runtime.adam8bit import check_adam8bit
+from runtime.batch_ramp import check_ramp
 from runtime.data import Datasets
 from runtime.devices import detect_device, local_device_count, torch_device
 from runtime.float8 import check_float8
@@ -67,6 +69,8 @@ def preflight(plan: Plan, job: Job, world_size: int) -> None:
     job.output.check()
     check_plan(plan, world_size)
     loss_scale_of(job.training, plan.layout)
+    job.training.check_optimizer(plan.layout)
+    check_ramp(job.training.batches(plan.layout), plan.model, plan.layout)
     job.training.compiles(plan.layout, on_gpu=False)
     for name in ("save", "log_dir", "tensorboard_dir"):
         folder = getattr(job.output, name)
@@ -95,6 +99,8 @@ def _run(job: Job, ranks: Ranks, device: torch.device) -> None:
     spec, layout = plan.model, plan.layout
     if layout.precision == "fp8":
         together(lambda: check_float8(device))
+    if layout.optimizer == "adam8bit":
+        together(check_adam8bit)
     datasets = in_turns(ranks, lambda: _datasets(job, plan))
     trainer = Trainer(spec, layout, job.training, device)
     consumed = 0
@@ -124,7 +130,7 @@ def _datasets(job: Job, plan: Plan) -> Datasets:
         job.data,
         plan.model,
         job.training.seed,
-        job.training.train_iters * batch,
+        job.training.batches(plan.layout).total(job.training.train_iters),
         job.output.eval_iters * batch,
     )
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
@@ -46,7 +48,8 @@ def build_stage(spec: ModelSpec, layout: Layout, grid: Grid, index: int, compile
         for block in stage.blocks:
             if isinstance(block.mlp, MixtureOfExperts):
                 # How many rows an expert gets is known only when it runs.
-                block.mlp.forward = torch.compiler.disable(block.mlp.forward)  # type: ignore[method-assign]
+                plain: Any = torch.compiler.disable(block.mlp.forward)  # type: ignore[no-untyped-call]
+                block.mlp.forward = plain  # type: ignore[method-assign]
             block.forward = torch.compile(block.forward)  # type: ignore[method-assign]
     if layout.offload_activations:
         offload_activations(stage, layout)

@@ -11,12 +11,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from costmodels import Layout, ModelSpec
+from runtime.balance import Balance
 from runtime.context_parallel import local_positions
 from runtime.grid import build_grid
 from runtime.loss_scale import loss_scale_of
-from runtime.optimizer import ShardedAdamW, clip_factor
+from runtime.optimizer import ShardedOptimizer, clip_factor
 from runtime.options import TrainingOptions
 from runtime.stages import build_executor
+from runtime.update_rules import update_rule
 
 
 class StepResult(NamedTuple):
@@ -25,7 +27,7 @@ class StepResult(NamedTuple):
     loss: Tensor
     """Mean token loss of the global batch before the update, in nats."""
     grad_norm: Tensor
-    """L2 norm of the whole gradient before clipping."""
+    """L2 norm of the whole gradient of what is optimised, before clipping."""
     learning_rate: float
     loss_scale: float = 1.0
     """Of the next step."""
@@ -33,12 +35,16 @@ class StepResult(NamedTuple):
     """The gradient overflowed in fp16: the step has changed nothing but the loss scale."""
 
 
-def batch_rows(layout: Layout, dp_rank: int) -> npt.NDArray[np.int64]:
-    """Rows of the global batch that a data-parallel rank trains, micro batch after micro batch.
+def batch_rows(layout: Layout, dp_rank: int, batch: int | None = None) -> npt.NDArray[np.int64]:
+    """Rows of a global batch that a data-parallel rank trains, micro batch after micro batch.
 
     Each micro step consumes `micro_batch_size` consecutive rows of every rank (Megatron-LM's order).
+
+    Args:
+        batch: sequences of the global batch; those of the layout when not given.
     """
-    rows = np.arange(layout.global_batch_size).reshape(-1, layout.data_parallel, layout.micro_batch_size)
+    batch = layout.global_batch_size if batch is None else batch
+    rows = np.arange(batch).reshape(-1, layout.data_parallel, layout.micro_batch_size)
     return rows[:, dp_rank].reshape(-1)
 
 
@@ -51,65 +57,90 @@ class Trainer:
     def __init__(
         self, spec: ModelSpec, layout: Layout, options: TrainingOptions, device: torch.device
     ) -> None:
-        self.layout = layout
+        self.spec, self.layout = spec, layout
         self.loss_scale = loss_scale_of(options, layout)
         compiled = options.compiles(layout, on_gpu=device.type == "cuda")
         self.grid = build_grid(spec, layout, device)
         self.executor = build_executor(
             spec, layout, self.grid, options.seed, options.init_method_std, compiled
         )
-        self.optimizer = ShardedAdamW(
+        self.optimizer = ShardedOptimizer(
             self.executor.stages,
             self.grid,
-            (options.adam_beta1, options.adam_beta2),
-            options.adam_eps,
-            options.weight_decay,
+            lambda owned: update_rule(owned, spec, layout, options, self.grid),
         )
-        self.learning_rate = options.learning_rate()
-        self.clip_grad = options.clip_grad
+        self.balance = Balance(self.executor, spec, self.grid, options) if spec.experts else None
+        """Watches over the load of experts, if there are any."""
+        self.learning_rate, self.weight_decay = options.learning_rate(), options.weight_decays()
+        self.largest_norm, self.largest_value = options.largest_norm(), options.clip_grad_value
+        self.sums_losses = options.loss_reduction == "sum"
         self.rows = batch_rows(layout, self.grid.dp_rank)
         self.positions = local_positions(spec, layout, self.grid.cp_rank)
         self.iteration = 0
         self.updates = 0
-        """Iterations that changed the weights; the learning rate and Adam count these."""
+        """Iterations that changed the weights; schedules and the optimizer count these."""
+
+    def rows_of(self, batch: int) -> npt.NDArray[np.int64]:
+        """Rows that this rank trains of a global batch of `batch` sequences."""
+        return batch_rows(self.layout, self.grid.dp_rank, batch)
 
     def train_step(self, samples: npt.NDArray[np.int64]) -> StepResult:
-        """Train on this rank's rows of a global batch, [len(self.rows), S + 1] token ids."""
-        scale = 1.0
-        if self.loss_scale is not None:
-            self.executor.loss.scale = scale = self.loss_scale.value
+        """Train on this rank's rows of a global batch, [len(rows), S + 1] token ids.
+
+        The batch is that of the layout, or a smaller one that the layout can run.
+        """
+        scale = 1.0 if self.loss_scale is None else self.loss_scale.value
+        tokens = self._set_batch(samples)
+        # Of the mean: the sum is the mean times the number of tokens.
+        factor = scale * tokens if self.sums_losses else scale
+        self.executor.loss.scale = factor
         loss = self.executor.train(*self._inputs(samples))
         self.optimizer.collect_gradients()
         totals = torch.stack((self._once(loss), self.optimizer.squared_norm()))
         if dist.get_world_size() > 1:
             dist.all_reduce(totals)
         loss, norm = totals[0], totals[1].sqrt()
+        if factor != 1.0:
+            loss, norm = loss / factor, norm / scale
         rate = self.learning_rate.at(self.updates)
         self.iteration += 1
         if self.loss_scale is not None:
-            loss, norm = loss / scale, norm / scale
             # The norm is that of all ranks, so all skip the same steps.
             overflow = not bool(norm.isfinite())
             self.loss_scale.update(overflow)
             if overflow:
                 self.optimizer.drop_gradients()
+                self._end_step(updated=False)
                 return StepResult(loss, norm, rate, self.loss_scale.value, skipped=True)
-        self._update(norm, rate, scale)
+        self._clip(norm, scale)
+        self.optimizer.step(rate, self.weight_decay.at(self.updates))
+        self.updates += 1
+        self._end_step(updated=True)
         return StepResult(loss, norm, rate, 1.0 if self.loss_scale is None else self.loss_scale.value)
 
-    def _update(self, norm: Tensor, rate: float, scale: float) -> None:
-        """Clip gradients that are `scale` times too large, whose true norm is `norm`, and apply them."""
-        if self.clip_grad:
-            self.optimizer.scale(clip_factor(norm, self.clip_grad) / scale)
+    def _end_step(self, updated: bool) -> None:
+        if self.balance is not None:
+            self.balance.end_step(updated)
+
+    def _set_batch(self, samples: npt.NDArray[np.int64]) -> int:
+        """Tell the loss the number of tokens of the global batch, which is returned."""
+        tokens = len(samples) * self.layout.data_parallel * self.spec.seq
+        self.executor.loss.tokens = tokens
+        return tokens
+
+    def _clip(self, norm: Tensor, scale: float) -> None:
+        """Clip gradients that are `scale` times too large, whose true norm is `norm`."""
+        if self.largest_norm:
+            self.optimizer.scale(clip_factor(norm, self.largest_norm) / scale)
         elif scale != 1.0:
             self.optimizer.scale(torch.full_like(norm, 1.0 / scale).float())
-        self.optimizer.step(rate)
-        self.updates += 1
+        if self.largest_value is not None:
+            self.optimizer.clip_values(self.largest_value)
 
     def evaluate(self, samples: npt.NDArray[np.int64]) -> float:
         """Mean token loss of a global batch, given this rank's rows of it."""
-        if self.loss_scale is not None:
-            self.executor.loss.scale = 1.0
+        self._set_batch(samples)
+        self.executor.loss.scale = 1.0
         total = self._once(self.executor.evaluate(*self._inputs(samples)))
         if dist.get_world_size() > 1:
             dist.all_reduce(total)

@@ -1,0 +1,106 @@
+"""Muon: momentum made orthogonal (kellerjordan.github.io/posts/muon), as torch.optim.Muon."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from runtime.optimizer import Owned, UpdateRule, like_parameter
+from runtime.options import TrainingOptions
+from runtime.sharding import own_part, whole_matrices
+
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+"""Of the quintic Newton-Schulz iteration: Keller Jordan's, which PyTorch has too."""
+
+EPSILON = 1e-7
+"""Least norm that the iteration divides by."""
+
+SLOT = "momentum_buffer"
+"""PyTorch's name of the momentum."""
+
+
+def is_orthogonalised(owned: Owned) -> bool:
+    """Muon updates the matrices of the layers, those of each expert too; Adam the rest of the model."""
+    return owned.name.startswith("layers.") and owned.decayed
+
+
+def orthogonalise(matrices: Tensor, steps: int) -> Tensor:
+    """Bring the singular values of [.., R, C] close to one, in the number format of `matrices`.
+
+    Args:
+        steps: Newton-Schulz iterations.
+    """
+    a, b, c = COEFFICIENTS
+    multiply_add = torch.addmm if matrices.ndim == 2 else torch.baddbmm
+    is_tall = matrices.shape[-2] > matrices.shape[-1]
+    x = matrices.mT if is_tall else matrices
+    x = x / x.norm(dim=(-2, -1), keepdim=True).clamp(min=EPSILON)
+    for _ in range(steps):
+        gram = x @ x.mT
+        x = multiply_add(x, multiply_add(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.mT if is_tall else x
+
+
+def update_scale(mode: str, rows: int, columns: int) -> float:
+    """Factor of the update of a matrix; `mode` is one of `runtime.options.MUON_SCALE_MODES`."""
+    if mode == "spectral":
+        return math.sqrt(max(rows, columns))
+    ratio = rows / columns
+    return math.sqrt(max(1.0, ratio) if mode == "shape_scaling" else ratio)
+
+
+class Muon:
+    """Muon for the matrices of the layers, `rest` for all other parameters.
+
+    Momentum is element-wise and stays on the shards. To be made orthogonal, the update of one matrix after
+    the other is gathered in `dtype` by the ranks that share it; each computes the whole and keeps its part.
+    PyTorch's Muon does so in bf16.
+    """
+
+    def __init__(
+        self,
+        owned: Sequence[Owned],
+        rest: UpdateRule,
+        options: TrainingOptions,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.matrices = [o for o in owned if is_orthogonalised(o)]
+        self.momenta = [torch.zeros_like(o.shard, requires_grad=False) for o in self.matrices]
+        self.rest = rest
+        self.slots = (*rest.slots, SLOT)
+        self.options = options
+        self.dtype = dtype
+        self.device = device
+
+    @torch.no_grad()
+    def step(self, learning_rate: float, weight_decay: float) -> None:
+        self.rest.step(learning_rate, weight_decay)
+        for owned, momentum in zip(self.matrices, self.momenta, strict=True):
+            if owned.shard.grad is not None:
+                self._update(owned, owned.shard.grad, momentum, learning_rate, weight_decay)
+
+    def _update(
+        self, owned: Owned, gradient: Tensor, momentum: Tensor, learning_rate: float, weight_decay: float
+    ) -> None:
+        options, parameter = self.options, owned.parameter
+        momentum.lerp_(gradient, 1.0 - options.muon_momentum)
+        update = momentum if options.no_muon_nesterov else gradient.lerp(momentum, options.muon_momentum)
+        whole = whole_matrices(update.to(self.device, self.dtype), parameter)
+        part = own_part(orthogonalise(whole, options.muon_num_ns_steps), parameter)
+        scale = options.muon_extra_scale_factor * update_scale(options.muon_scale_mode, *parameter.shape[-2:])
+        owned.shard.mul_(1.0 - learning_rate * weight_decay)
+        owned.shard.add_(part.to(owned.shard.device), alpha=-learning_rate * scale)
+
+    def states(self) -> dict[str, Tensor]:
+        own = {
+            f"{owned.name}.{SLOT}": like_parameter(momentum, owned.parameter)
+            for owned, momentum in zip(self.matrices, self.momenta, strict=True)
+        }
+        return own | self.rest.states()
+
+    def load(self, states: Mapping[str, Tensor], updates: int) -> None:
+        self.rest.load(states, updates)
