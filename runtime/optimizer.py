@@ -20,8 +20,8 @@ CLIP_EPSILON = 1e-6
 MOMENTS = ("exp_avg", "exp_avg_sq")
 """PyTorch's names of Adam's moments."""
 
-EXPERT_DIM = "ep"
-"""Dimension of a device mesh that only experts are on."""
+EXPERT_DIMS = frozenset(("e_replicate", "e_shard", "ep", "etp"))
+"""Dimensions of a device mesh that only experts are on."""
 
 
 def local_part(tensor: Tensor) -> Tensor:
@@ -176,7 +176,7 @@ def _tied_copies(stages: Sequence[Transformer], owned: Sequence[Owned]) -> list[
 
 def _is_expert(parameter: Tensor) -> bool:
     names = parameter.device_mesh.mesh_dim_names if isinstance(parameter, DTensor) else None
-    return EXPERT_DIM in (names or ())
+    return not EXPERT_DIMS.isdisjoint(names or ())
 
 
 def _counts(name: str, parameter: Tensor, stage: Transformer, grid: Grid) -> bool:

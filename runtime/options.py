@@ -305,7 +305,9 @@ class OutputOptions:
     eval_iters: int = flag(10, "Global batches of one evaluation; 0 turns evaluation off.")
     save: str | None = flag(None, "Folder to save checkpoints in.", metavar="FOLDER")
     load: str | None = flag(None, "Folder to resume from, if it holds a checkpoint.", metavar="FOLDER")
-    save_interval: int | None = flag(None, "Iterations between checkpoints; the end of the run always.")
+    save_interval: int | None = flag(
+        None, "Iterations between checkpoints, where --save is given; the end of the run always."
+    )
     exit_interval: int | None = flag(None, "Stop after the first iteration that this divides.")
     log_dir: str | None = flag(None, "Folder for metrics.jsonl and the plan.", metavar="FOLDER")
     tensorboard_dir: str | None = flag(None, "Folder for TensorBoard event files.", metavar="FOLDER")
@@ -318,5 +320,3 @@ class OutputOptions:
                 raise InputError(f"--{name.replace('_', '-')} {value}: must be at least 1")
         if self.eval_iters < 0:
             raise InputError(f"--eval-iters {self.eval_iters}: must be 0 (off) or positive")
-        if self.save_interval is not None and self.save is None:
-            raise InputError("--save-interval needs --save FOLDER")

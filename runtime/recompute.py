@@ -165,13 +165,10 @@ def _drop_outputs(block: Block) -> None:
     block.forward = dropping  # type: ignore[method-assign]
 
 
-_depth = [0]
-"""Calls that are computing again now, one inside the other."""
-
-
 def repeating() -> bool:
     """Whether what runs now has run before: what a forward pass counts must not count twice."""
-    return _depth[0] > 0
+    # Only backward runs forward functions a second time, in compiled layers too.
+    return torch._C._current_graph_task_id() != -1
 
 
 _outputs: list[list[tuple[weakref.ref[Tensor], _Call]]] = []
@@ -260,13 +257,6 @@ class _Call:
         return view
 
     def _run_again(self, with_internals: bool) -> None:
-        _depth[0] += 1
-        try:
-            self._compute_again(with_internals)
-        finally:
-            _depth[0] -= 1
-
-    def _compute_again(self, with_internals: bool) -> None:
         # Backward of internals comes after that of the views: then nobody needs the output any more.
         with_output = self.views > 0 and (not self.served or not with_internals)
         inputs = [

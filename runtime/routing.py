@@ -160,8 +160,17 @@ class _WideProduct(torch.autograd.Function):
         return (grad @ weight.float()).to(x.dtype), to_weight.to(weight.dtype)
 
 
+KEEPS_PYTHON_NODES = torch.__version__ >= "2.13"
+"""Before, schedules that split backward lose the gradient of a weight that a Function takes."""
+
+
 def wide_product(x: Tensor, weight: Tensor) -> Tensor:
-    """The product [..., N] of `x` [..., K] and `weight` [N, K] in fp32; backward keeps both as they are."""
+    """The product [..., N] of `x` [..., K] and `weight` [N, K] in fp32.
+
+    Backward keeps both in the format that they have, from PyTorch 2.13 on.
+    """
+    if x.dtype == torch.float32 or not KEEPS_PYTHON_NODES:
+        return F.linear(x.float(), weight.float())
     result: Tensor = _WideProduct.apply(x, weight)  # type: ignore[no-untyped-call]
     return result
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import shlex
 import signal
@@ -14,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from planner import Plan
+from tests.cli.scripts import MINDSPEED
 from tests.conftest import ROOT, Command
 from tests.runtime.jobs import (
     LAYOUT,
@@ -123,6 +125,36 @@ def test_launch_trains_and_compares_the_plan_with_what_happened(
         seen = [record[key] / scale for record in records if key in record]
         assert min(seen) * 0.999 <= second <= max(seen) * 1.001
         assert ratio == pytest.approx(first / second, abs=0.01)
+
+
+def test_mindspeeds_guide_to_experts_trains_in_small_on_four_ranks(
+    planner_command: Command, tmp_path: Path, data: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two layers of four experts, top 2, tp 2, ep 2, sequence parallel, rotary, distributed optimizer."""
+    monkeypatch.chdir(ROOT)
+    small = {"--hidden-size": "32", "--num-attention-heads": "4", "--seq-length": "32", "--vocab-size": "257"}
+    small |= {"--max-position-embeddings": "32", "--train-iters": "12", "--lr": "1e-2", "--data-path": data}
+    words = MINDSPEED.split()
+    for name, value in small.items():
+        words[words.index(name) + 1] = value
+    for name in ("--vocab-file", "--merge-file"):
+        del words[words.index(name) : words.index(name) + 2]
+    on_four = ("--device", "cpu", "--world-size", "4", "--log-dir", tmp_path / "run")
+    code, _, err = planner_command("launch", *words, *on_four)
+    assert (code, err) == (0, "")
+    layout = Plan.load(tmp_path / "run" / "plan.json").layout
+    assert (layout.tensor_parallel, layout.expert_parallel, layout.data_parallel) == (2, 2, 2)
+    assert layout.sequence_parallel and layout.zero_stage == 1 and layout.offload_activations
+    curve = losses(tmp_path / "run")
+    assert curve[1] == pytest.approx(math.log(257), rel=0.02)
+    assert curve[12] < 0.75 * curve[1]
+    records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    shares = [record["expert_load"] for record in records if "expert_load" in record]
+    assert len(shares) == 12
+    for layers in shares:
+        assert len(layers) == 2
+        for layer in layers:
+            assert len(layer) == 4 and sum(layer) == pytest.approx(4.0, abs=1e-3)
 
 
 def test_ctrl_c_stops_every_process_within_seconds(tmp_path: Path, data: str) -> None:

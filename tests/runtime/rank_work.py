@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -13,8 +14,11 @@ from torch.nn import functional
 from costmodels import Layout, ModelSpec
 from costmodels.errors import InputError
 from runtime import checkpoint, ranks
+from runtime.adafactor import PADDED
 from runtime.loss import cross_entropy_sum
 from runtime.model import Transformer
+from runtime.muon import Muon
+from runtime.optimizer import local_part
 from runtime.options import TrainingOptions
 from runtime.trainer import Trainer
 from tests.runtime.distributed_work import CPU, batch_of
@@ -31,52 +35,211 @@ def split_loss(logits: Tensor, targets: Tensor, vocab: int) -> tuple[Tensor, Ten
     return loss.detach(), part.grad
 
 
-def adamw_steps(
-    spec: ModelSpec, layout: Layout, options: TrainingOptions
-) -> list[tuple[float, float, dict[str, float]]]:
-    """Per step: gradient norm, the norm that PyTorch finds, and the largest difference of each weight."""
+class StepReport(NamedTuple):
+    """One step, and the same on the whole model by PyTorch's own optimizers."""
+
+    loss: float
+    norm: float
+    expected_norm: float
+    differences: dict[str, float]
+    """Largest difference of each weight of this rank."""
+
+
+def optimizer_steps(spec: ModelSpec, layout: Layout, options: TrainingOptions) -> list[StepReport]:
+    """Train, and compare each step with PyTorch's own optimizer on the whole model."""
     trainer = Trainer(spec, layout, options, CPU)
     plain = Transformer(spec, spec.padded_vocab(layout.tensor_parallel))
     plain.load_state_dict(_whole_weights(trainer) | _tied_head(spec, trainer))
-    decayed = [p for p in plain.parameters() if p.ndim > 1]
-    others = [p for p in plain.parameters() if p.ndim == 1]
-    adam = torch.optim.AdamW(
-        [
-            {"params": decayed, "weight_decay": options.weight_decay},
-            {"params": others, "weight_decay": 0.0},
-        ],
-        betas=(options.adam_beta1, options.adam_beta2),
-        eps=options.adam_eps,
-    )
+    weights = dict(plain.named_parameters())
+    optimizers = _reference(weights, layout, options)
     results = []
     for step in range(options.train_iters):
         samples = batch_of(spec, layout, step)
         result = trainer.train_step(samples[trainer.rows])
-        norm = _plain_step(plain, adam, torch.from_numpy(samples), spec.vocab, options, result.learning_rate)
-        whole = _whole_weights(trainer)
+        norm = _plain_step(plain, optimizers, torch.from_numpy(samples), spec.vocab, options, step)
         differences = {
-            name: float((whole[name] - p.detach()).abs().max()) for name, p in plain.named_parameters()
+            name: float((whole - weights[name].detach()).abs().max())
+            for name, whole in _whole_weights(trainer).items()
         }
-        results.append((float(result.grad_norm), norm, differences))
+        results.append(StepReport(float(result.loss), float(result.grad_norm), norm, differences))
     return results
 
 
 def _plain_step(
     model: nn.Module,
-    adam: torch.optim.Optimizer,
+    optimizers: list[torch.optim.Optimizer],
     samples: Tensor,
     vocab: int,
     options: TrainingOptions,
-    lr: float,
+    step: int,
 ) -> float:
-    adam.zero_grad()
-    logits = model(samples[:, :-1])[..., :vocab]
-    functional.cross_entropy(logits.flatten(0, 1), samples[:, 1:].flatten()).backward()
-    norm = nn.utils.clip_grad_norm_(model.parameters(), options.clip_grad or float("inf"))
-    for group in adam.param_groups:
-        group["lr"] = lr
-    adam.step()
+    model.zero_grad()
+    logits = model(samples[:, :-1])[..., :vocab].flatten(0, 1)
+    targets = samples[:, 1:].flatten()
+    functional.cross_entropy(logits, targets, reduction=options.loss_reduction).backward()
+    norm = nn.utils.clip_grad_norm_(model.parameters(), options.largest_norm() or float("inf"))
+    if options.clip_grad_value is not None:
+        nn.utils.clip_grad_value_(model.parameters(), options.clip_grad_value)
+    _reference_step(optimizers, options, step)
     return float(norm)
+
+
+def rule_steps(spec: ModelSpec, layout: Layout, options: TrainingOptions) -> dict[str, float]:
+    """Largest differences to PyTorch's optimizers on whole weights, after steps with made-up gradients.
+
+    A gradient is a function of the weight, element by element, so that every rank knows its part of it.
+    """
+    trainer = Trainer(spec, layout, options, CPU)
+    rule = trainer.optimizer.rule
+    if isinstance(rule, Muon):
+        rule.dtype = torch.bfloat16
+    whole = _whole_weights(trainer)
+    weights = {
+        part: nn.Parameter(tensor.clone()) for part, tensor in _for_pytorch(whole, spec, layout).items()
+    }
+    optimizers = _reference(weights, layout, options)
+    with torch.compiler.set_stance("force_eager"):
+        for step in range(options.train_iters):
+            for owned in trainer.optimizer.owned:
+                owned.shard.grad = _made_up_gradient(owned.shard)
+            for weight in weights.values():
+                weight.grad = _made_up_gradient(weight)
+            trainer.optimizer.step(options.learning_rate().at(step), options.weight_decays().at(step))
+            _reference_step(optimizers, options, step)
+    after = _whole_weights(trainer)
+    # Where all is zero, as in the biases of GPT-2, the gradient is too.
+    assert not [name for name in after if whole[name].any() and torch.equal(after[name], whole[name])]
+    return {
+        part: float((tensor - weights[part].detach()).abs().max())
+        for part, tensor in _for_pytorch(after, spec, layout).items()
+    }
+
+
+def _made_up_gradient(weight: Tensor) -> Tensor:
+    value = weight.detach()
+    return value - 30.0 * value * value
+
+
+def _for_pytorch(whole: dict[str, Tensor], spec: ModelSpec, layout: Layout) -> dict[str, Tensor]:
+    """Weights as PyTorch's optimizers should see them, by name.
+
+    Adafactor's means are over the vocabulary without its padding, and Muon takes the matrix of each expert.
+    """
+    if layout.optimizer == "adafactor":
+        return {name: tensor[: spec.vocab if name in PADDED else None] for name, tensor in whole.items()}
+    if layout.optimizer == "muon":
+        stacks = {name: tensor for name, tensor in whole.items() if tensor.ndim > 2}
+        parts = {f"{name}.{number}": m for name, stack in stacks.items() for number, m in enumerate(stack)}
+        return {name: tensor for name, tensor in whole.items() if name not in stacks} | parts
+    return whole
+
+
+def _reference(
+    weights: dict[str, nn.Parameter], layout: Layout, options: TrainingOptions
+) -> list[torch.optim.Optimizer]:
+    """PyTorch's optimizers, with groups for decayed weights and others."""
+    adam: dict[str, Any] = {"betas": (options.adam_beta1, options.adam_beta2), "eps": options.adam_eps}
+    if layout.optimizer == "muon":
+        matrices = {n: p for n, p in weights.items() if n.startswith("layers.") and p.ndim == 2}
+        rest = {n: p for n, p in weights.items() if n not in matrices}
+        adjust = "match_rms_adamw" if options.muon_scale_mode == "spectral" else "original"
+        settings = {"momentum": options.muon_momentum, "nesterov": not options.no_muon_nesterov}
+        muon = torch.optim.Muon(_groups(matrices), adjust_lr_fn=adjust, **settings)
+        return [muon, *([torch.optim.AdamW(_groups(rest), **adam)] if rest else [])]
+    if layout.optimizer == "sgd":
+        return [torch.optim.SGD(_groups(weights), momentum=options.sgd_momentum)]
+    if layout.optimizer == "adafactor":
+        return [torch.optim.Adafactor(_groups(weights))]
+    if layout.optimizer == "adam8bit":
+        from torchao.optim import AdamW8bit
+
+        return [AdamW8bit(_groups(weights), **adam)]
+    kind = torch.optim.Adam if options.no_decoupled_weight_decay else torch.optim.AdamW
+    return [kind(_groups(weights), **adam)]
+
+
+def _groups(weights: dict[str, nn.Parameter]) -> list[dict[str, Any]]:
+    groups = [[p for p in weights.values() if (p.ndim > 1) == decayed] for decayed in (True, False)]
+    return [
+        {"params": group, "decayed": decayed}
+        for group, decayed in zip(groups, (True, False), strict=True)
+        if group
+    ]
+
+
+def _reference_step(optimizers: list[torch.optim.Optimizer], options: TrainingOptions, step: int) -> None:
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            rate = options.learning_rate().at(step)
+            group["lr"] = torch.tensor(rate) if isinstance(group["lr"], Tensor) else rate
+            group["weight_decay"] = options.weight_decays().at(step) if group["decayed"] else 0.0
+        optimizer.step()
+
+
+def losses_with(spec: ModelSpec, layout: Layout, options: TrainingOptions) -> list[float]:
+    """Losses of training steps."""
+    trainer = Trainer(spec, layout, options, CPU)
+    return [
+        float(trainer.train_step(batch_of(spec, layout, step)[trainer.rows]).loss)
+        for step in range(options.train_iters)
+    ]
+
+
+def losses_of_sizes(
+    spec: ModelSpec, layout: Layout, options: TrainingOptions, sizes: list[int]
+) -> tuple[list[float], list[float]]:
+    """Losses of batches of these sizes, and those of an evaluation of a full batch after each."""
+    trainer = Trainer(spec, layout, options, CPU)
+    losses, valid = [], []
+    for step, size in enumerate(sizes):
+        samples = batch_of(spec, layout.model_copy(update={"global_batch_size": size}), step)
+        losses.append(float(trainer.train_step(samples[trainer.rows_of(size)]).loss))
+        valid.append(trainer.evaluate(batch_of(spec, layout, 0)[trainer.rows]))
+    return losses, valid
+
+
+def resumed_losses(
+    spec: ModelSpec, before: Layout, after: Layout, options: TrainingOptions, folder: str
+) -> tuple[list[float], list[float]]:
+    """Losses of a run under `before`, and of one under `after` that goes on from its second step."""
+    with torch.compiler.set_stance("force_eager"):
+        first = Trainer(spec, before, options, CPU)
+        losses = []
+        for step in range(options.train_iters):
+            if step == 2:
+                checkpoint.save(folder, first, spec, {})
+            losses.append(float(first.train_step(batch_of(spec, before, step)[first.rows]).loss))
+        second = Trainer(spec, after, options, CPU)
+        checkpoint.load(folder, second, spec, 2)
+        resumed = [
+            float(second.train_step(batch_of(spec, after, step)[second.rows]).loss)
+            for step in range(2, options.train_iters)
+        ]
+    return losses, resumed
+
+
+def overflowing_step(
+    spec: ModelSpec, layout: Layout, options: TrainingOptions
+) -> tuple[bool, list[str], float]:
+    """Whether a step was skipped whose gradient overflows, what it changed, and the loss after another."""
+    with torch.compiler.set_stance("force_eager"):
+        trainer = Trainer(spec, layout, options, CPU)
+        trainer.train_step(batch_of(spec, layout, 0)[trainer.rows])
+        before = _all_state(trainer)
+        assert trainer.loss_scale is not None
+        scale, trainer.loss_scale.value = trainer.loss_scale.value, 2.0**60
+        skipped = trainer.train_step(batch_of(spec, layout, 1)[trainer.rows]).skipped
+        changed = [
+            name for name, tensor in _all_state(trainer).items() if not torch.equal(tensor, before[name])
+        ]
+        trainer.loss_scale.value = scale
+        return skipped, changed, float(trainer.train_step(batch_of(spec, layout, 1)[trainer.rows]).loss)
+
+
+def _all_state(trainer: Trainer) -> dict[str, Tensor]:
+    """Copies of this rank's weights and optimizer state."""
+    weights = {o.name: o.shard.detach().clone() for o in trainer.optimizer.owned}
+    return weights | {n: local_part(t).clone() for n, t in trainer.optimizer.rule.states().items()}
 
 
 def _whole_weights(trainer: Trainer) -> dict[str, Tensor]:

@@ -96,7 +96,7 @@ def test_the_line_of_an_evaluation_is_megatrons() -> None:
 def test_throughput_counts_the_tokens_and_model_flops_of_a_step() -> None:
     layout = layout_of(SPEC, tensor_parallel=2, data_parallel=4, global_batch_size=32, precision="bf16")
     cluster = resolve_cluster("a100-80g", 8)
-    figures = throughput(SPEC, layout, cluster, 0.5)
+    figures = throughput(SPEC, layout, cluster, 32 / 0.5)
     assert figures["tokens_per_s"] == 32 * 1024 / 0.5
     per_device = SPEC.flops_per_sequence() * 32 / 8 / 0.5
     assert figures["tflops_per_device"] == pytest.approx(per_device / 1e12)
@@ -107,7 +107,7 @@ def test_no_peak_no_utilisation() -> None:
     cluster = resolve_cluster("a100-80g", 1)
     unknown = cluster.device.model_copy(update={"peak_flops": {"bf16": 312e12}})
     layout = layout_of(SPEC, global_batch_size=4, precision="fp32")
-    figures = throughput(SPEC, layout, cluster.model_copy(update={"device": unknown}), 0.5)
+    figures = throughput(SPEC, layout, cluster.model_copy(update={"device": unknown}), 8.0)
     assert figures["mfu"] is None
     assert figures["tflops_per_device"]
 

@@ -1,15 +1,41 @@
-"""The sharded AdamW against PyTorch's own on the whole model."""
+"""The sharded optimizers against PyTorch's own on the whole model."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import pytest
 import torch
 
 from benchmarks.parity import MODELS, parse_layout
 from benchmarks.worker_pool import WorkerPool
+from runtime.muon import update_scale
 from runtime.optimizer import clip_factor, is_decayed
 from runtime.options import TrainingOptions
-from tests.runtime import rank_work
+from tests.runtime import distributed_work, rank_work
+
+SETTINGS: dict[str, Any] = {
+    "train_iters": 4,
+    "lr": 1e-2,
+    "lr_warmup_iters": 2,
+    "weight_decay": 0.5,
+    "adam_beta2": 0.95,
+    # Large enough that the rounding of gradients which are zero in theory is not blown up to a step.
+    "adam_eps": 1e-4,
+}
+
+
+def check_steps(pool: WorkerPool, model: str, text: str, **settings: Any) -> None:
+    """Train under a layout: gradient norms and weights must be those of PyTorch."""
+    spec = MODELS[model]
+    layout = parse_layout("gbs=4" + ("," + text if text else ""), spec)
+    options = TrainingOptions(**{**SETTINGS, **settings})
+    for steps in pool.run(rank_work.optimizer_steps, layout.world_size, spec, layout, options):
+        assert len(steps) == 4
+        for step in steps:
+            assert step.norm == pytest.approx(step.expected_norm, rel=1e-5)
+            assert step.norm > 0.05
+            assert step.differences and max(step.differences.values()) < 2e-5, step.differences
 
 
 @pytest.mark.parametrize("clip_grad", [0.05, 0.0], ids=["clipped", "unclipped"])
@@ -17,24 +43,134 @@ from tests.runtime import rank_work
     ("model", "text"), [("gpt2", ""), ("llama", ""), ("gpt2", "dp=2,zero=1"), ("llama", "tp=2")]
 )
 def test_steps_are_those_of_pytorchs_adamw(pool: WorkerPool, model: str, text: str, clip_grad: float) -> None:
+    check_steps(pool, model, text, clip_grad=clip_grad)
+
+
+@pytest.mark.parametrize("text", ["", "tp=2"])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"clip_grad_value": 1e-3},
+        {"loss_reduction": "sum", "lr": 1e-3},
+        {"loss_reduction": "sum", "lr": 1e-3, "clip_grad_value": 0.1},
+        {"no_decoupled_weight_decay": True, "weight_decay": 0.01},
+        {"weight_decay_incr_style": "cosine", "start_weight_decay": 0.1, "end_weight_decay": 0.9},
+    ],
+    ids=lambda settings: "-".join(settings),
+)
+def test_options_mean_what_they_mean_in_pytorch(
+    pool: WorkerPool, text: str, settings: dict[str, Any]
+) -> None:
+    check_steps(pool, "llama", text, **settings)
+
+
+@pytest.mark.parametrize("text", ["dp=2,ep=2,tp=2,etp=2", "dp=4,ep=2,zero=1", "tp=2,dp=2,ep=4", "tp=2"])
+def test_the_gradient_norm_counts_every_expert_once(pool: WorkerPool, text: str) -> None:
+    spec = MODELS["mixtral"]
+    alone, split = (parse_layout(f"gbs=4{more}", spec) for more in ("", f",{text}"))
+    [(expected, _)] = pool.run(distributed_work.whole_gradients, 1, spec, alone)
+    for norm, _ in pool.run(distributed_work.whole_gradients, split.world_size, spec, split):
+        assert norm == pytest.approx(expected, rel=1e-5)
+
+
+RULES = ("adam", "sgd", "adafactor", "muon", "adam8bit")
+
+DENSE = ("", "dp=2,zero=3", "tp=2", "pp=2", "tp=2,dp=2,zero=2", "dp=2,zero=1,offload_optimizer=1")
+
+SPARSE = ("dp=4,ep=2,zero=3", "dp=2,tp=2,ep=2,etp=2")
+
+
+@pytest.mark.parametrize(
+    ("model", "text"),
+    [*((("gpt2", "llama")[number % 2], text) for number, text in enumerate(DENSE))]
+    + [("mixtral", text) for text in SPARSE],
+)
+@pytest.mark.parametrize("optimizer", [rule for rule in RULES if rule != "adam8bit"])
+def test_an_optimizer_is_that_of_pytorch_whatever_splits_the_weights(
+    pool: WorkerPool, model: str, optimizer: str, text: str
+) -> None:
+    for differences in rule_differences(pool, model, f"{text},optimizer={optimizer}"):
+        assert max(differences.values()) < 1e-6, differences
+        if optimizer == "muon":
+            # The same bits: what is gathered and what is not take no part in the arithmetic.
+            matrices = {n: d for n, d in differences.items() if ".mlp." in n and "bias" not in n}
+            assert matrices and not any(matrices.values()), matrices
+
+
+def rule_differences(pool: WorkerPool, model: str, text: str, **settings: Any) -> list[dict[str, float]]:
+    """Differences of the weights of all ranks to PyTorch's optimizer after four steps."""
     spec = MODELS[model]
-    layout = parse_layout("gbs=4" + ("," + text if text else ""), spec)
-    options = TrainingOptions(
-        train_iters=4,
-        lr=1e-2,
-        lr_warmup_iters=2,
-        weight_decay=0.5,
-        adam_beta2=0.95,
-        # Large enough that the rounding of gradients which are zero in theory is not blown up to a step.
-        adam_eps=1e-4,
-        clip_grad=clip_grad,
-    )
-    for steps in pool.run(rank_work.adamw_steps, layout.world_size, spec, layout, options):
-        assert len(steps) == 4
-        for norm, expected, differences in steps:
-            assert norm == pytest.approx(expected, rel=1e-5)
-            assert norm > 0.05
-            assert differences and max(differences.values()) < 2e-5, differences
+    layout = parse_layout("gbs=4," + text.lstrip(","), spec)
+    growing = {"weight_decay_incr_style": "linear", "start_weight_decay": 0.1, "end_weight_decay": 0.5}
+    options = TrainingOptions(**{**SETTINGS, **growing, **settings})
+    found: list[dict[str, float]] = pool.run(rank_work.rule_steps, layout.world_size, spec, layout, options)
+    return found
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"muon_scale_mode": "shape_scaling", "muon_extra_scale_factor": 1.0},
+        {"no_muon_nesterov": True, "muon_momentum": 0.5},
+    ],
+    ids=["original", "plain momentum"],
+)
+def test_muon_has_the_settings_of_pytorch(pool: WorkerPool, settings: dict[str, Any]) -> None:
+    [differences] = rule_differences(pool, "llama", "optimizer=muon", **settings)
+    assert max(differences.values()) < 1e-6
+
+
+def test_muon_scales_updates_as_megatron_lm_does() -> None:
+    modes = ("spectral", "shape_scaling", "unit_rms_norm")
+    assert [update_scale(mode, 4, 16) for mode in modes] == [4.0, 1.0, 0.5]
+    assert [update_scale(mode, 16, 4) for mode in modes] == [4.0, 2.0, 2.0]
+
+
+def test_adam_of_8_bits_is_torchaos(pool: WorkerPool) -> None:
+    pytest.importorskip("torchao")
+    [differences] = rule_differences(pool, "gpt2", "optimizer=adam8bit")
+    assert max(differences.values()) == 0.0
+
+
+def test_layouts_of_8_bits_agree_to_the_error_of_quantisation(pool: WorkerPool) -> None:
+    pytest.importorskip("torchao")
+    for text in ("dp=2,zero=1", "tp=2", "pp=2"):
+        for differences in rule_differences(pool, "gpt2", f"{text},optimizer=adam8bit"):
+            # Four steps of at most 1e-2.
+            assert max(differences.values()) < 2e-3
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adafactor", "muon"])
+@pytest.mark.parametrize("text", ["dp=2,zero=1", "dp=2,zero=3", "tp=2", "pp=2"])
+def test_losses_do_not_depend_on_the_layout(pool: WorkerPool, optimizer: str, text: str) -> None:
+    spec = MODELS["gpt2"]
+    split, alone = (parse_layout(f"gbs=4,optimizer={optimizer}" + more, spec) for more in (f",{text}", ""))
+    options = TrainingOptions(train_iters=8, lr=1e-2)
+    [expected] = pool.run(rank_work.losses_with, 1, spec, alone, options)
+    for losses in pool.run(rank_work.losses_with, split.world_size, spec, split, options):
+        assert losses == pytest.approx(expected, rel=1e-5)
+    assert len(set(expected)) == 8
+
+
+@pytest.mark.parametrize("optimizer", RULES)
+def test_a_step_that_overflows_changes_no_state(pool: WorkerPool, optimizer: str) -> None:
+    spec = MODELS["gpt2"]
+    layout = parse_layout(f"gbs=4,dp=2,zero=1,precision=fp16,optimizer={optimizer}", spec)
+    options = TrainingOptions(train_iters=4, lr=1e-2, initial_loss_scale=2.0**16)
+    for skipped, changed, after in pool.run(rank_work.overflowing_step, 2, spec, layout, options):
+        assert skipped and not changed
+        assert after < 6.0
+
+
+def test_the_whole_gradient_is_clipped_by_value_under_a_loss_scale(pool: WorkerPool) -> None:
+    spec = MODELS["gpt2"]
+    options = [
+        TrainingOptions(train_iters=4, lr=1e-2, clip_grad_value=1e-3, loss_scale=scale)
+        for scale in (1.0, 2.0**10)
+    ]
+    layout = parse_layout("gbs=4,dp=2,precision=fp16,optimizer=sgd", spec)
+    one, other = (pool.run(rank_work.losses_with, 2, spec, layout, each)[0] for each in options)
+    assert one == pytest.approx(other, rel=1e-4)
 
 
 def test_gradients_are_clipped_as_pytorch_does() -> None:

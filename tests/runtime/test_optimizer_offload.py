@@ -34,13 +34,13 @@ def offload_policies() -> tuple[set[str], set[str]]:
     """Where shards of a model live, by FSDP2's policy and by their device."""
     layout = parse_layout("offload_optimizer=1", SPEC)
     trainer = Trainer(SPEC, layout, TrainingOptions(), CPU)
+    assert needs_data_parallel(layout, trainer.grid)
     states = [m._get_fsdp_state() for m in trainer.executor.stages[0].modules() if hasattr(m, "unshard")]
     policies = {type(state._fsdp_param_groups[0].offload_policy).__name__ for state in states}
     return policies, {owned.shard.device.type for owned in trainer.optimizer.owned}
 
 
 def test_every_shard_is_offloaded(pool: WorkerPool) -> None:
-    assert needs_data_parallel(parse_layout("offload_optimizer=1", SPEC))
     assert pool.run(offload_policies, 1) == [({CPUOffloadPolicy.__name__}, {"cpu"})]
 
 
