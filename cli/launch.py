@@ -21,7 +21,7 @@ from planner.plan import Plan
 from runtime.job import plan_here
 from runtime.launch import Measured, measured, run_job, shell_line, torchrun_command
 from runtime.options import DataOptions, OutputOptions, TrainingOptions
-from runtime.preflight import check_folder, check_plan, check_timeout
+from runtime.preflight import check_folder, check_plan, check_timeout, check_training
 from runtime.text import open_datasets
 
 MOST_CPU_RANKS = 8
@@ -68,6 +68,7 @@ def launch(
         plan = _planned(options.plan, cluster)
     ranks = plan.layout.world_size
     check_plan(plan, ranks)
+    check_training(plan, training)
     log_dir = Path(output.log_dir or f"runs/{datetime.now():%Y%m%d-%H%M%S}-{Path(plan.model.name).name}")
     logged = dataclasses.replace(output, log_dir=str(log_dir))
     settings = [*arguments(training), *arguments(data), *arguments(logged), *_timeout(options)]
@@ -159,8 +160,9 @@ def _timeout(options: LaunchOptions) -> list[str]:
 
 def _prepare_data(plan: Plan, training: TrainingOptions, data: DataOptions, output: OutputOptions) -> None:
     """Open the data once before ranks start: it is checked, and the default corpus prepared."""
-    batch = plan.layout.global_batch_size
-    open_datasets(data, plan.model, training.seed, training.train_iters * batch, output.eval_iters * batch)
+    samples = training.batches(plan.layout).total(training.train_iters)
+    evaluated = output.eval_iters * plan.layout.global_batch_size
+    open_datasets(data, plan.model, training.seed, samples, evaluated)
 
 
 def _prediction(plan: Plan, train_iters: int) -> str:

@@ -11,6 +11,9 @@ from costmodels.errors import InputError
 from planner.inputs import DEFAULT_ENGINE
 from planner.plan import Plan
 from planner.rules import first_illegal
+from runtime.batch_ramp import check_ramp
+from runtime.loss_scale import loss_scale_of
+from runtime.options import TrainingOptions
 
 PRECISIONS = ("fp32", "bf16", "fp16", "fp8")
 """Number formats that the runtime computes in."""
@@ -56,6 +59,14 @@ def check_plan(plan: Plan, world_size: int) -> None:
             "plan again without --engine"
         )
     check_job(plan.model, plan.layout, world_size)
+
+
+def check_training(plan: Plan, training: TrainingOptions) -> None:
+    """Raise `InputError` when `training` asks for what the plan's layout does not do."""
+    loss_scale_of(training, plan.layout)
+    training.check_optimizer(plan.layout)
+    training.compiles(plan.layout, on_gpu=False)
+    check_ramp(training.batches(plan.layout), plan.model, plan.layout)
 
 
 def check_timeout(minutes: float) -> None:

@@ -21,16 +21,14 @@ from planner.options import BatchOptions, ClusterOptions, ModelOptions, Parallel
 from planner.plan import Plan
 from runtime import checkpoint
 from runtime.adam8bit import check_adam8bit
-from runtime.batch_ramp import check_ramp
 from runtime.data import Datasets
 from runtime.devices import detect_device, local_device_count, torch_device
 from runtime.float8 import check_float8
 from runtime.job import Job, RunOptions, plan_here, sample_order
 from runtime.launch import ERROR_FILE_VARIABLE
 from runtime.loop import Loop
-from runtime.loss_scale import loss_scale_of
 from runtime.options import DataOptions, OutputOptions, TrainingOptions
-from runtime.preflight import check_folder, check_plan, check_timeout
+from runtime.preflight import check_folder, check_plan, check_timeout, check_training
 from runtime.ranks import (
     Ranks,
     end_with_agent,
@@ -68,10 +66,7 @@ def preflight(plan: Plan, job: Job, world_size: int) -> None:
     job.training.check()
     job.output.check()
     check_plan(plan, world_size)
-    loss_scale_of(job.training, plan.layout)
-    job.training.check_optimizer(plan.layout)
-    check_ramp(job.training.batches(plan.layout), plan.model, plan.layout)
-    job.training.compiles(plan.layout, on_gpu=False)
+    check_training(plan, job.training)
     for name in ("save", "log_dir", "tensorboard_dir"):
         folder = getattr(job.output, name)
         if folder is not None:

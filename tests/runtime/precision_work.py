@@ -12,6 +12,7 @@ from runtime import checkpoint
 from runtime.optimizer import local_part
 from runtime.options import TrainingOptions
 from runtime.trainer import Trainer
+from runtime.update_rules import ElementWise
 from tests.runtime.distributed_work import CPU, batch_of
 
 
@@ -41,8 +42,11 @@ def tensors_of(trainer: Trainer) -> dict[str, Tensor]:
     """Copies of this rank's part of weights and moments, and Adam's counts of steps."""
     optimizer = trainer.optimizer
     tensors = {o.name: o.shard.detach().clone() for o in optimizer.owned}
-    tensors |= {name: local_part(t).clone() for name, t in optimizer.moments().items()}
-    counts = {f"{o.name}.step": optimizer.adam.state[o.shard]["step"].clone() for o in optimizer.owned}
+    tensors |= {name: local_part(t).clone() for name, t in optimizer.rule.states().items()}
+    assert isinstance(optimizer.rule, ElementWise)
+    adam = optimizer.rule.torch
+    assert adam is not None
+    counts = {f"{o.name}.step": adam.state[o.shard]["step"].clone() for o in optimizer.owned}
     return tensors | counts
 
 
@@ -88,7 +92,7 @@ def copies_after_loading(spec: ModelSpec, layout: Layout, folder: str) -> dict[s
     with torch.no_grad():
         for owned in first.optimizer.owned:
             owned.shard.add_(1.0)
-        for tensor in first.optimizer.moments().values():
+        for tensor in first.optimizer.rule.states().values():
             local_part(tensor).add_(2.0)
     checkpoint.save(folder, first, spec, {})
     second = Trainer(spec, layout, TrainingOptions(train_iters=2, seed=2), CPU)

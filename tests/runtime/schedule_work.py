@@ -143,7 +143,7 @@ def clipped(spec: ModelSpec, layout: Layout, clip_grad: float) -> dict[str, torc
     trainer = Trainer(spec, layout, TrainingOptions(train_iters=1, clip_grad=clip_grad), CPU)
     seen: dict[str, torch.Tensor] = {}
 
-    def step(learning_rate: float) -> None:
+    def step(learning_rate: float, weight_decay: float) -> None:
         seen.update(
             {o.name: o.shard.grad.clone() for o in trainer.optimizer.owned if o.shard.grad is not None}
         )
