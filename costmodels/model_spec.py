@@ -216,7 +216,8 @@ class ModelSpec(Record):
             )
             latents = h * (mla.kv_lora_rank + mla.qk_rope_head_dim) + mla.kv_lora_rank
             keys_values = mla.kv_lora_rank * self.heads * (mla.qk_nope_head_dim + mla.v_head_dim)
-            return queries + latents + keys_values + self.heads * mla.v_head_dim * h
+            output = self.heads * mla.v_head_dim * h + h * self.linear_bias
+            return queries + latents + keys_values + output
         weights = h * (self.q_size + 2 * self.kv_size) + self.q_size * h
         biases = (self.q_size + 2 * self.kv_size) * (self.linear_bias or self.qkv_bias)
         biases += h * self.linear_bias

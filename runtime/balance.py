@@ -10,7 +10,8 @@ The objective is the mean token loss, plus for every layer the coefficients time
 units and of z over the tokens of the global batch. What is reported as loss leaves both out.
 
 A micro batch is the same set of sequences for every layout with the same micro_batch_size; the aux loss of
-sequences (DeepSeek-V3, arXiv:2412.19437, equations 17 to 20) does not depend on the layout at all.
+sequences (DeepSeek-V3, arXiv:2412.19437, equations 17 to 20) does not depend on the layout at all. Where
+experts have biases, n_i counts what the scores alone would choose, as there.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from torch import Tensor
 from costmodels import ModelSpec
 from runtime.executor import Executor
 from runtime.grid import Grid
-from runtime.model import Router
+from runtime.model import SMALLEST_SUM, Router
 from runtime.options import TrainingOptions
 from runtime.recompute import repeating
 
@@ -33,13 +34,13 @@ from runtime.recompute import repeating
 class Load(NamedTuple):
     """What the experts of all layers took in since the last report."""
 
-    shares: list[list[float]]
-    """Share of a layer's tokens that chose each expert, times E / k: 1 where all are even. [layers][E]"""
+    shares: dict[int, list[float]]
+    """By layer: the share of its tokens that chose each expert, times E / k: 1 where all are even."""
     balancing_loss: float | None
     """Mean of aux over layers and units; None where its coefficient is zero."""
     z_loss: float | None
-    dropped: float
-    """Share of the pairs of tokens and experts that found no room."""
+    dropped: float | None
+    """Share of the pairs of tokens and experts that found no room; None for dropless models."""
 
 
 class _AddToObjective(torch.autograd.Function):
@@ -92,10 +93,7 @@ class Balance:
         """Count the choices of a micro batch, and tie its share of the objective to `weights`."""
         if not torch.is_grad_enabled():
             return weights
-        batch, _, experts = scores.shape
-        counts = torch.zeros(batch, experts, dtype=torch.int64, device=scores.device)
-        flat = chosen.flatten(1)
-        counts.scatter_add_(1, flat, torch.ones_like(flat))
+        counts = self._count(chosen)
         first = not repeating()
         if first:
             self.counts[layer] += counts.sum(0)
@@ -103,6 +101,8 @@ class Balance:
                 self.totals[2] += (~kept).sum()
         if not (self.aux or self.z):
             return weights
+        if self.spec.router.expert_bias:
+            counts = self._count(scores.topk(self.spec.top_k, -1).indices)
         aux, z = self._aux(scores, counts), self._z(logits)
         if first:
             self.totals[:2] += torch.stack((aux.detach(), z.detach())).double()
@@ -130,7 +130,8 @@ class Balance:
     def report(self) -> Load:
         """What has happened since the last report; every rank calls it."""
         counts, totals = self._sum(self.counts), self._sum(self.totals)
-        routed = counts[self.spec.layers - self.spec.moe_layers :].double()
+        first = self.spec.layers - self.spec.moe_layers
+        routed = counts[first:].double()
         pairs = routed.sum(dim=1, keepdim=True).clamp(min=1)
         shares = (routed / pairs * self.spec.experts).tolist()
         aux, z, dropped = totals.tolist()
@@ -140,10 +141,10 @@ class Balance:
         self.totals.zero_()
         self.steps = 0
         return Load(
-            shares,
+            dict(enumerate(shares, start=first)),
             aux * mean if self.aux else None,
             z * mean if self.z else None,
-            dropped / float(pairs.sum()),
+            dropped / float(pairs.sum()) if self.spec.router.capacity_factor else None,
         )
 
     def biases(self) -> dict[str, Tensor]:
@@ -154,12 +155,18 @@ class Balance:
             if router.expert_bias is not None
         }
 
+    def _count(self, chosen: Tensor) -> Tensor:
+        """How often each expert was chosen in each sequence: [B, S, k] -> [B, E]."""
+        flat = chosen.flatten(1)
+        counts = torch.zeros(len(flat), self.spec.experts, dtype=torch.int64, device=flat.device)
+        return counts.scatter_add_(1, flat, torch.ones_like(flat))
+
     def _aux(self, scores: Tensor, counts: Tensor) -> Tensor:
         """This rank's part of the mean of aux over the units of the global batch."""
-        for group in self.grid.sequence_groups:
-            dist.all_reduce(counts, group=group)
+        if self.grid.sequence_group is not None:
+            dist.all_reduce(counts, group=self.grid.sequence_group)
         if self.spec.router.score == "sigmoid":
-            scores = scores / scores.sum(-1, keepdim=True)
+            scores = scores / (scores.sum(-1, keepdim=True) + SMALLEST_SUM)
         sums = scores.sum(1)
         tokens = self.spec.seq
         if not self.by_sequence:

@@ -19,14 +19,13 @@ from collections.abc import Callable
 from functools import partial
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from costmodels import Layout, ModelSpec
 from costmodels.layout import ContextParallelForm
 from runtime.context_attention import exchanged_attention, gathered_attention
 from runtime.grid import Grid
-from runtime.model import LatentAttention, Transformer
+from runtime.model import Transformer, with_equal_heads
 from runtime.ring_attention import prepare_ring, ring_attention
 
 CoreForward = Callable[..., Tensor]
@@ -67,21 +66,5 @@ def context_parallel(stage: Transformer, layout: Layout, grid: Grid) -> None:
         prepare_ring()
     forward = partial(FORMS[layout.context_parallel_form], group=grid.cp_group)
     for block in stage.blocks:
-        latent = isinstance(block.attention, LatentAttention)
-        block.attention.core.forward = (  # type: ignore[method-assign]
-            partial(_with_equal_heads, forward) if latent else forward
-        )
-
-
-def _with_equal_heads(forward: CoreForward, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Attention whose heads of values have another size than those of keys: zeros fill up the smaller ones.
-
-    Keys and values travel together, and CUDA's flash kernel takes one size only.
-    """
-    keys, values = q.shape[-1], v.shape[-1]
-    if keys < values:
-        # What computes divides scores by the square root of the size that it sees.
-        q, k = (F.pad(x, (0, values - keys)) for x in (q * (values / keys) ** 0.5, k))
-    elif values < keys:
-        v = F.pad(v, (0, keys - values))
-    return forward(q, k, v)[..., :values]
+        # Keys and values travel together, so their heads must have the same size.
+        block.attention.core.forward = partial(with_equal_heads, forward)  # type: ignore[method-assign]

@@ -76,7 +76,7 @@ def data_parallel(stage: Transformer, layout: Layout, grid: Grid) -> None:
                 **options,
             )
         wrapped: Any = fully_shard(block, mesh=mesh, reshard_after_forward=frees, **options)
-        if experts is not None and frees:
+        if experts is not None:
             # The host waits for the sizes of parts before experts compute: gather their weights ahead of it.
             wrapped.set_modules_to_forward_prefetch([experts])
     # Embedding and head are the first that backward gathers: PyTorch's default keeps them.

@@ -60,14 +60,15 @@ def _split_experts(mixture: MixtureOfExperts, layout: Layout, grid: Grid) -> Non
     _distribute(experts, layout, grid)
     first = etp == 1 or grid.expert_mesh.get_local_rank("etp") == 0
 
-    def product(name: str, rows: Tensor, counts: Tensor) -> Tensor:
+    def product(name: str, rows: Tensor, counts: Tensor, sizes: list[int] | None) -> Tensor:
         weight, bias = (local_weight(getattr(experts, key)) for key in (name, f"{name}_bias"))
         if bias is not None and name == "down" and not first:
             # The ranks of an expert add up their results, and so its bias: it must count once.
             bias = bias * 0.0
-        return grouped_linear(rows, weight, counts, bias)
+        return grouped_linear(rows, weight, counts, bias, sizes)
 
     experts.product = product  # type: ignore[method-assign]
+    experts.width //= etp
     etp_group = grid.expert_mesh.get_group("etp") if etp > 1 else None
     if ep > 1:
         group = grid.expert_mesh.get_group("ep")
@@ -114,10 +115,12 @@ class _Travelling(NamedTuple):
     weights: Tensor
     assignment: Assignment
     exchange: Exchange
-    arriving: Tensor
-    """[etp, ep, E / ep] rows by the rank of the same experts that they come to, source and expert."""
+    counts: Tensor
+    """[E / ep] rows of each expert that works here, of all ranks that have a part of it."""
     totals: list[int]
     """Rows that come to each of the etp ranks of the same experts."""
+    order: Tensor
+    """Places of the rows, sorted by expert, in what arrives, each rank's part of the same length."""
 
 
 class ExchangeDispatch:
@@ -130,8 +133,7 @@ class ExchangeDispatch:
         self.group, self.etp_group = group, etp_group
 
     def send(self, x: Tensor, weights: Tensor, chosen: Tensor) -> _Travelling:
-        assignment = assign(chosen, self.experts, self.drops)
-        rows = permute(x, assignment.order, chosen.shape[1])
+        assignment = assign(chosen, self.experts)
         ranks = self.group.size()
         leaving = assignment.counts.view(ranks, -1)
         arriving = all_to_all(leaving, self.group.group_name, ranks).unsqueeze(0)
@@ -142,53 +144,59 @@ class ExchangeDispatch:
         # The only wait for the device: an exchange of uneven parts needs their sizes on the host.
         sizes = torch.cat((leaving.sum(1), arriving[own].sum(1), arriving.sum((1, 2)))).tolist()
         exchange = Exchange(sizes[:ranks], sizes[ranks : 2 * ranks], self.group)
-        started = exchange.start(rows)
-        return _Travelling(started, weights, assignment, exchange, arriving, sizes[2 * ranks :])
+        if self.drops:
+            assignment = assignment.kept(sum(exchange.sent))
+        started = exchange.start(permute(x, assignment.order, chosen.shape[1]))
+        totals = sizes[2 * ranks :]
+        order = _places_by_expert(arriving, totals)
+        return _Travelling(started, weights, assignment, exchange, arriving.sum((0, 1)), totals, order)
 
     def receive(self, sent: _Travelling) -> tuple[Tensor, Tensor]:
         rows = sent.exchange.finish(sent.started)
         if self.etp_group is not None:
-            rows = gather(F.pad(rows, (0, 0, 0, max(sent.totals) - rows.shape[0])), 0, self.etp_group)
-        return permute(rows, self._order(sent), 1), sent.arriving.sum((0, 1))
+            missing = max(sent.totals) - rows.shape[0]
+            rows = gather(F.pad(rows, (0, 0, 0, missing)) if missing else rows, 0, self.etp_group)
+        return permute(rows, sent.order, 1), sent.counts
 
     def give_back(self, sent: _Travelling, rows: Tensor) -> Tensor:
-        longest = max(sent.totals)
-        rows = spread(rows, self._order(sent), len(sent.totals) * longest)
+        rows = spread(rows, sent.order, len(sent.totals) * max(sent.totals))
         if self.etp_group is not None:
             rows = reduce_scatter(rows, 0, self.etp_group)[: sum(sent.exchange.received)]
         rows = Exchange(sent.exchange.received, sent.exchange.sent, self.group).whole(rows)
         return combine(rows, sent.weights, sent.assignment.order)
 
-    def _order(self, sent: _Travelling) -> Tensor:
-        """Places of the rows, sorted by expert, in what has arrived, each rank's part of the same length."""
-        sources, local = sent.arriving.shape[1:]
-        device, longest = sent.arriving.device, max(sent.totals)
-        experts = torch.arange(local, device=device).repeat(sources)
-        parts = list(zip(sent.arriving, sent.totals, strict=True))
-        owners = [experts.repeat_interleave(part.flatten(), output_size=total) for part, total in parts]
-        places = [
-            torch.arange(number * longest, number * longest + total, device=device)
-            for number, (_, total) in enumerate(parts)
-        ]
-        return torch.cat(places)[torch.cat(owners).argsort(stable=True)]
+
+def _places_by_expert(arriving: Tensor, totals: list[int]) -> Tensor:
+    """Where the rows of each expert lie in what arrives.
+
+    Args:
+        arriving: [etp, ep, E / ep] rows by the rank of the same experts that they come to, source and expert.
+        totals: rows that come to each of the etp ranks, whose parts are as long as the longest.
+    """
+    device, longest = arriving.device, max(totals)
+    experts = torch.arange(arriving.shape[2], device=device).repeat(arriving.shape[1])
+    parts = list(zip(arriving, totals, strict=True))
+    owners = [experts.repeat_interleave(part.flatten(), output_size=total) for part, total in parts]
+    places = [
+        torch.arange(number * longest, number * longest + total, device=device)
+        for number, (_, total) in enumerate(parts)
+    ]
+    return torch.cat(places)[torch.cat(owners).argsort(stable=True)]
 
 
 def _choose_over_sequences(router: Router, layout: Layout, grid: Grid) -> None:
     """Let a limited capacity count whole sequences, whose tokens several ranks hold."""
-    groups = grid.sequence_groups
-    if not router.options.capacity_factor or not groups:
+    group = grid.sequence_group
+    if not router.options.capacity_factor or group is None:
         return
     experts = router.weight.shape[0]
     dealt = 1 if layout.context_parallel_form == "all_to_all" else layout.context_parallel
 
     def kept(weights: Tensor, chosen: Tensor) -> Tensor:
-        own, tokens = 0, weights.shape[1]
-        for group in groups:
-            own += group.rank() * weights.shape[1]
-            weights, chosen = gather(weights, 1, group), gather(chosen, 1, group)
+        weights, chosen = (_in_order(gather(part, 1, group), dealt) for part in (weights, chosen))
         limit = capacity(weights.shape[1], router.top_k, experts, router.options.capacity_factor)
-        in_order = _in_order(weights, dealt), _in_order(chosen, dealt)
-        return _by_rank(within_capacity(*in_order, experts, limit), dealt)[:, own : own + tokens]
+        mask = _by_rank(within_capacity(weights, chosen, experts, limit), dealt)
+        return mask.chunk(group.size(), dim=1)[group.rank()]
 
     router.within_capacity = kept  # type: ignore[method-assign]
 

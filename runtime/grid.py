@@ -28,25 +28,22 @@ class Grid:
     dp_rank: int
     cp_rank: int
     tp_rank: int
-    cp_group: dist.ProcessGroup | None
+    cp_group: dist.ProcessGroup | None = None
     """Ranks that share this rank's sequences; None without context parallelism."""
-    kv_group: dist.ProcessGroup | None
+    kv_group: dist.ProcessGroup | None = None
     """Tensor-parallel ranks that share one key/value head; None where each has its own."""
-    expert_mesh: DeviceMesh | None
+    expert_mesh: DeviceMesh | None = None
     """None for a model without experts."""
-    embedding_group: dist.ProcessGroup | None
+    sequence_group: dist.ProcessGroup | None = None
+    """Ranks over which the tokens of one sequence are spread where they choose experts: tensor- and context-
+    parallel ones, in this order; None where one rank has them all, or there are no experts."""
+    embedding_group: dist.ProcessGroup | None = None
     """Two pipeline ranks that share a tied embedding; None where one rank holds both or none."""
 
     @property
     def pp_group(self) -> dist.ProcessGroup:
         """Ranks that hold the other pipeline stages of this rank's replica."""
         return self.mesh.get_group("pp")
-
-    @property
-    def sequence_groups(self) -> list[dist.ProcessGroup]:
-        """Groups over which the tokens of one sequence are spread where experts choose them."""
-        tp_group = self.mesh.get_group("tp") if self.mesh["tp"].size() > 1 else None
-        return [group for group in (tp_group, self.cp_group) if group is not None]
 
 
 def expert_mesh_shape(layout: Layout) -> tuple[int, int, int, int, int]:
@@ -69,10 +66,14 @@ def build_grid(spec: ModelSpec, layout: Layout, device: torch.device) -> Grid:
     ranks = torch.arange(layout.world_size).view(pp, layout.data_parallel, cp, tp)
     pp_rank, dp_rank, cp_rank, tp_rank = (int(i) for i in (ranks == dist.get_rank()).nonzero()[0])
     sharers = tp // spec.kv_heads if tp > spec.kv_heads else 1
-    expert_mesh = None
+    cp_group = _own_group(ranks.transpose(2, 3).reshape(-1, cp))
+    expert_mesh = sequence_group = None
     if spec.experts:
         names = ("pp", "e_replicate", "e_shard", "ep", "etp")
         expert_mesh = init_device_mesh(device.type, expert_mesh_shape(layout), mesh_dim_names=names)
+        sequence_group = cp_group if tp == 1 else mesh.get_group("tp")
+        if tp > 1 and cp > 1:
+            sequence_group = _own_group(ranks.reshape(-1, cp * tp))
     apart = spec.tied and pp > 1 and layout.stages_of(0)[-1] != len(layout.layers_per_stage) - 1
     return Grid(
         mesh=mesh,
@@ -81,9 +82,10 @@ def build_grid(spec: ModelSpec, layout: Layout, device: torch.device) -> Grid:
         dp_rank=dp_rank,
         cp_rank=cp_rank,
         tp_rank=tp_rank,
-        cp_group=_own_group(ranks.transpose(2, 3).reshape(-1, cp)),
+        cp_group=cp_group,
         kv_group=_own_group(ranks.reshape(-1, sharers)),
         expert_mesh=expert_mesh,
+        sequence_group=sequence_group,
         embedding_group=_own_group(ranks.reshape(pp, -1)[[0, -1]].T) if apart else None,
     )
 

@@ -22,6 +22,7 @@ from runtime.routing import (
     LocalDispatch,
     capacity,
     grouped_linear,
+    takes_grouped,
     wide_product,
     within_capacity,
 )
@@ -70,7 +71,22 @@ class CoreAttention(nn.Module):
     """
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
+        attend = partial(F.scaled_dot_product_attention, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
+        # The CPU's flash kernel takes one size of heads only, and without it all scores are kept.
+        return with_equal_heads(attend, q, k, v) if q.device.type == "cpu" else attend(q, k, v)
+
+
+def with_equal_heads(attend: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Attention by a kernel that takes one size of heads only: zeros fill up the smaller ones."""
+    keys, values = q.shape[-1], v.shape[-1]
+    if keys == values:
+        return attend(q, k, v)
+    if keys < values:
+        # What computes divides scores by the square root of the size that it sees.
+        q, k = (F.pad(x, (0, values - keys)) for x in (q * (values / keys) ** 0.5, k))
+    else:
+        v = F.pad(v, (0, keys - values))
+    return attend(q, k, v)[..., :values]
 
 
 Rotary = tuple[Tensor, Tensor]
@@ -118,7 +134,7 @@ class Attention(nn.Module):
 
 
 class Compression(nn.Module):
-    """What latent attention makes of a token before its heads part: [B, S, D] -> [B, S, Q + C + R].
+    """What latent attention makes of a token [B, S, D] before it has heads: Q, C and R of [B, S, ...].
 
     Q: the compressed query, or the input itself where queries are not compressed; C: the latent of keys and
     values; R: the rotary part of the key, which all heads share (arXiv:2405.04434, section 2.1.2 and 2.1.3).
@@ -128,19 +144,17 @@ class Compression(nn.Module):
         super().__init__()
         self.query = self.query_norm = None
         if sizes.q_lora_rank:
-            self.query = nn.Linear(spec.hidden, sizes.q_lora_rank, bias=spec.linear_bias)
+            self.query = nn.Linear(spec.hidden, sizes.q_lora_rank, bias=False)
             self.query_norm = nn.RMSNorm(sizes.q_lora_rank, eps=spec.norm_eps)
-        self.latent = nn.Linear(
-            spec.hidden, sizes.kv_lora_rank + sizes.qk_rope_head_dim, bias=spec.linear_bias
-        )
+        self.latent = nn.Linear(spec.hidden, sizes.kv_lora_rank + sizes.qk_rope_head_dim, bias=False)
         self.latent_norm = nn.RMSNorm(sizes.kv_lora_rank, eps=spec.norm_eps)
-        self.parts = [sizes.q_lora_rank or spec.hidden, sizes.kv_lora_rank, sizes.qk_rope_head_dim]
+        self.widths = [sizes.q_lora_rank or spec.hidden, sizes.kv_lora_rank, sizes.qk_rope_head_dim]
 
-    def forward(self, x: Tensor) -> Tensor:
-        latent, rope = self.latent(x).split(self.parts[1:], dim=-1)
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        latent, rope = self.latent(x).split(self.widths[1:], dim=-1)
         if self.query is not None and self.query_norm is not None:
             x = self.query_norm(self.query(x))
-        return torch.cat((x, self.latent_norm(latent), rope), dim=-1)
+        return x, self.latent_norm(latent), rope
 
 
 class LatentAttention(nn.Module):
@@ -150,9 +164,9 @@ class LatentAttention(nn.Module):
         super().__init__()
         nope, rope, value = sizes.qk_nope_head_dim, sizes.qk_rope_head_dim, sizes.v_head_dim
         self.compress = Compression(spec, sizes)
-        queries, latents, _ = self.compress.parts
-        self.query = nn.Linear(queries, spec.heads * (nope + rope), bias=spec.linear_bias)
-        self.key_value = nn.Linear(latents, spec.heads * (nope + value), bias=spec.linear_bias)
+        queries, latents, _ = self.compress.widths
+        self.query = nn.Linear(queries, spec.heads * (nope + rope), bias=False)
+        self.key_value = nn.Linear(latents, spec.heads * (nope + value), bias=False)
         self.output = nn.Linear(spec.heads * value, spec.hidden, bias=spec.linear_bias)
         self.core = CoreAttention()
         self.nope, self.rope, self.value = nope, rope, value
@@ -164,11 +178,13 @@ class LatentAttention(nn.Module):
         self.rotary: Rotary | None = None
 
     def forward(self, x: Tensor) -> Tensor:
-        queries, latent, k_rope = self.compress(x).split(self.compress.parts, dim=-1)
+        queries, latent, k_rope = self.compress(x)
         batch, seq = queries.shape[:2]
         q = self.query(queries).view(batch, seq, -1, self.nope + self.rope).transpose(1, 2)
         kv = self.key_value(latent).view(batch, seq, -1, self.nope + self.value).transpose(1, 2)
         k_nope, v = kv.split((self.nope, self.value), dim=-1)
+        # Backward keeps values: a view would keep the keys beside them too.
+        v = v.contiguous()
         k_rope = k_rope.unsqueeze(1)
         if self.rotates:
             cos, sin = self.rotary or self.make_rotary(first_positions(seq, x.device))
@@ -237,7 +253,9 @@ class Router(nn.Module):
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         logits = self.logits(x)
         scores = logits.softmax(-1) if self.options.score == "softmax" else logits.sigmoid()
-        chosen = self.choose(scores.detach())
+        # Where the chosen alone share the weights, logits choose, as in Megatron-LM.
+        late = self.options.score == "softmax" and self.options.normalised and self.expert_bias is None
+        chosen = self.choose((logits if late else scores).detach())
         weights = scores.gather(-1, chosen)
         if self.options.normalised:
             weights = weights / (weights.sum(-1, keepdim=True) + SMALLEST_SUM)
@@ -259,7 +277,7 @@ class Router(nn.Module):
             self.expert_bias = self.expert_bias.to(device)
 
     def choose(self, scores: Tensor) -> Tensor:
-        """The experts of each token, [B, S, k], by scores [B, S, E] and biases."""
+        """The experts of each token, [B, S, k], by scores or logits [B, S, E] and biases."""
         options = self.options
         if self.expert_bias is not None:
             scores = scores + self.expert_bias
@@ -288,6 +306,8 @@ class Experts(nn.Module):
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
         experts, hidden, width = spec.experts, spec.hidden, spec.expert_ffn
+        self.width = width
+        """Inner width of the part of an expert that is here."""
         shapes = {"up": (width, hidden), "gate": (width, hidden), "down": (hidden, width)}
         for name, shape in shapes.items():
             used = name != "gate" or spec.gated
@@ -297,15 +317,16 @@ class Experts(nn.Module):
             self.register_parameter(f"{name}_bias", bias)
         self.activation = Activation(spec)
 
-    def product(self, name: str, rows: Tensor, counts: Tensor) -> Tensor:
+    def product(self, name: str, rows: Tensor, counts: Tensor, sizes: list[int] | None) -> Tensor:
         """The linear layer `name` of each expert on its rows."""
-        return grouped_linear(rows, getattr(self, name), counts, getattr(self, f"{name}_bias"))
+        return grouped_linear(rows, getattr(self, name), counts, getattr(self, f"{name}_bias"), sizes)
 
     def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
-        inner = [self.product("up", rows, counts)]
+        sizes = None if takes_grouped(rows, rows.shape[1], self.width) else counts.tolist()
+        inner = [self.product("up", rows, counts, sizes)]
         if self.gate is not None:
-            inner.append(self.product("gate", rows, counts))
-        return self.product("down", self.activation(*inner), counts)
+            inner.append(self.product("gate", rows, counts, sizes))
+        return self.product("down", self.activation(*inner), counts, sizes)
 
 
 class MixtureOfExperts(nn.Module):

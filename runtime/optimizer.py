@@ -110,9 +110,6 @@ class ShardedOptimizer:
             if isinstance(gradient, DTensor) and isinstance(owned.parameter, DTensor):
                 # Under tensor parallelism some gradients arrive as sums still to be made.
                 gradient = gradient.redistribute(placements=owned.parameter.placements)
-            if gradient is None and _is_expert(owned.parameter):
-                # No token has chosen the experts of this rank; others of the stack have a gradient.
-                gradient = torch.zeros_like(owned.shard)
             owned.shard.grad = None if gradient is None else local_part(gradient)
         if len(self.tied) == 2:
             first, second = (owned.shard.grad for owned in self.tied)

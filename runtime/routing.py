@@ -16,28 +16,30 @@ from torch import Tensor
 ALIGNMENT_BYTES = 16
 """What rows of matrices must be multiples of in PyTorch's grouped product."""
 
+GROUPED_MAJORS = (9, 10)
+"""Compute capabilities that its kernels are made for; AMD's MI300 and MI350 report 9 too."""
+
 
 class Assignment(NamedTuple):
     """Rows in the order of their experts."""
 
     order: Tensor
-    """[R] numbers of the pairs that experts take in."""
+    """Numbers of the pairs: the R that experts take in, then those that are dropped."""
     counts: Tensor
     """[E] rows of each expert."""
 
+    def kept(self, rows: int) -> Assignment:
+        """The same without the dropped pairs, when `rows` are left."""
+        return Assignment(self.order[:rows], self.counts)
 
-def assign(chosen: Tensor, experts: int, drops: bool) -> Assignment:
-    """Sort the pairs of `chosen` [T, k] by expert; those with the number `experts` are dropped.
 
-    Finding how many are left waits for the device, so only where `drops` says that there may be some.
-    """
+def assign(chosen: Tensor, experts: int) -> Assignment:
+    """Sort the pairs of `chosen` [T, k] by expert; those with the number `experts` are dropped and last."""
     flat = chosen.flatten()
-    order = flat.argsort(stable=True)
     # Not bincount, which waits for the device.
     counts = torch.zeros(experts + 1, dtype=torch.int64, device=flat.device)
     counts.scatter_add_(0, flat, torch.ones_like(flat))
-    counts = counts[:experts]
-    return Assignment(order[: int(counts.sum())] if drops else order, counts)
+    return Assignment(flat.argsort(stable=True), counts[:experts])
 
 
 def capacity(seq: int, top_k: int, experts: int, factor: float) -> int:
@@ -82,6 +84,8 @@ class _Permute(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
         (order,) = ctx.saved_tensors
         pairs = spread(grad, order, ctx.tokens * ctx.top_k)
+        if ctx.top_k == 1:
+            return pairs, None, None
         return pairs.view(ctx.tokens, ctx.top_k, grad.shape[1]).sum(1), None, None
 
 
@@ -91,7 +95,9 @@ class _Spread(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, order: Tensor, places: int) -> Tensor:
         ctx.save_for_backward(order)
-        return rows.new_zeros(places, rows.shape[1]).index_copy_(0, order, rows)
+        shape = places, rows.shape[1]
+        result = rows.new_empty(shape) if len(order) == places else rows.new_zeros(shape)
+        return result.index_copy_(0, order, rows)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
@@ -117,7 +123,26 @@ def combine(rows: Tensor, weights: Tensor, order: Tensor) -> Tensor:
     return torch.bmm(weights.unsqueeze(1).to(rows.dtype), pairs).squeeze(1)
 
 
-def grouped_linear(x: Tensor, weight: Tensor, counts: Tensor, bias: Tensor | None = None) -> Tensor:
+class _UsedOnly(torch.autograd.Function):
+    """Weights [E, ...] of experts; backward clears the gradients of those without rows.
+
+    Some kernels leave what was in memory there (github.com/pytorch/pytorch/issues/172439).
+    """
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, counts: Tensor) -> Tensor:
+        ctx.save_for_backward(counts)
+        return weight.view_as(weight)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        (counts,) = ctx.saved_tensors
+        return grad.masked_fill((counts == 0).view(-1, 1, 1), 0.0), None
+
+
+def grouped_linear(
+    x: Tensor, weight: Tensor, counts: Tensor, bias: Tensor | None = None, sizes: list[int] | None = None
+) -> Tensor:
     """A linear layer of each expert on its rows.
 
     Args:
@@ -125,26 +150,39 @@ def grouped_linear(x: Tensor, weight: Tensor, counts: Tensor, bias: Tensor | Non
         weight: [E, N, K].
         counts: [E] rows of each expert.
         bias: [E, N] or None.
+        sizes: `counts` on the host, where PyTorch's grouped product does not take the operands.
 
     Returns:
         [R, N]. Without rows too the weights get a gradient, of zeros: ranks reduce gradients together.
     """
     if not x.shape[0]:
         return F.linear(x, weight[0], None if bias is None else bias[0])
-    if _takes_grouped(x, weight):
+    if sizes is None:
+        if x.device.type == "cuda":
+            weight = _UsedOnly.apply(weight, counts)  # type: ignore[no-untyped-call]
         product = F.grouped_mm(x, weight.transpose(1, 2), offs=counts.cumsum(0, dtype=torch.int32))
     else:
-        parts = torch.split(x, counts.tolist())
+        parts = torch.split(x, sizes)
         product = torch.cat([F.linear(part, one) for part, one in zip(parts, weight.unbind(), strict=True)])
     if bias is None:
         return product
     return product + bias.repeat_interleave(counts, dim=0, output_size=x.shape[0])
 
 
-def _takes_grouped(x: Tensor, weight: Tensor) -> bool:
-    """Whether PyTorch's grouped product takes these operands."""
-    aligned = all(side * x.element_size() % ALIGNMENT_BYTES == 0 for side in weight.shape[1:])
-    return aligned and (x.device.type != "cuda" or x.dtype == torch.bfloat16)
+def takes_grouped(x: Tensor, *widths: int) -> bool:
+    """Whether PyTorch's grouped product takes `x` and weights of these widths, without a loop of its own.
+
+    CUDA kernels are made for bf16 on Hopper and data-centre Blackwell; elsewhere PyTorch asks the device for
+    the sizes of groups in every product.
+    """
+    if any(width * x.element_size() % ALIGNMENT_BYTES for width in widths):
+        return False
+    if x.device.type != "cuda":
+        return True
+    if x.dtype != torch.bfloat16:
+        return False
+    # Without a GPU these are fake tensors, which stand for ones on a GPU of today.
+    return not torch.cuda.is_available() or torch.cuda.get_device_capability(x.device)[0] in GROUPED_MAJORS
 
 
 class _WideProduct(torch.autograd.Function):
@@ -201,7 +239,10 @@ class LocalDispatch:
         self.experts, self.drops = experts, drops
 
     def send(self, x: Tensor, weights: Tensor, chosen: Tensor) -> _Sorted:
-        assignment = assign(chosen, self.experts, self.drops)
+        assignment = assign(chosen, self.experts)
+        if self.drops:
+            # Finding how many are left waits for the device.
+            assignment = assignment.kept(int(assignment.counts.sum()))
         return _Sorted(permute(x, assignment.order, chosen.shape[1]), weights, assignment)
 
     def receive(self, sent: _Sorted) -> tuple[Tensor, Tensor]:

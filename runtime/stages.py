@@ -17,7 +17,7 @@ from runtime.float8 import float8
 from runtime.grid import Grid
 from runtime.initialise import INIT_STD, initialise
 from runtime.loss import TokenLoss
-from runtime.model import MixtureOfExperts, Transformer
+from runtime.model import Block, MixtureOfExperts, Transformer
 from runtime.offload import offload_activations
 from runtime.pipeline import Pipeline
 from runtime.preflight import check_job
@@ -46,16 +46,25 @@ def build_stage(spec: ModelSpec, layout: Layout, grid: Grid, index: int, compile
     recompute(stage, layout)
     if compiled:
         for block in stage.blocks:
-            if isinstance(block.mlp, MixtureOfExperts):
-                # How many rows an expert gets is known only when it runs.
-                plain: Any = torch.compiler.disable(block.mlp.forward)  # type: ignore[no-untyped-call]
-                block.mlp.forward = plain  # type: ignore[method-assign]
-            block.forward = torch.compile(block.forward)  # type: ignore[method-assign]
+            _compile(block)
     if layout.offload_activations:
         offload_activations(stage, layout)
     if needs_data_parallel(layout, grid):
         data_parallel(stage, layout, grid)
     return stage
+
+
+def _compile(block: Block) -> None:
+    """Compile a layer; of one with experts, all but what depends on how many rows an expert gets."""
+    if isinstance(block.mlp, MixtureOfExperts):
+        shared = block.mlp.shared
+        if shared is not None:
+            shared.forward = torch.compile(shared.forward)  # type: ignore[method-assign]
+        activation = block.mlp.experts.activation
+        activation.forward = torch.compile(activation.forward, dynamic=True)  # type: ignore[method-assign]
+        plain: Any = torch.compiler.disable(block.mlp.forward)  # type: ignore[no-untyped-call]
+        block.mlp.forward = plain  # type: ignore[method-assign]
+    block.forward = torch.compile(block.forward)  # type: ignore[method-assign]
 
 
 def build_executor(

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -127,7 +128,8 @@ def _split_latent_attention(attention: LatentAttention, region: _Region) -> None
             _split_norm(norm, region)
     forward, entry = compress.forward, _Entry(region)
     attention.entry = entry
-    _replace_forward(compress, lambda x: entry(forward(x)))
+    # One message for all three.
+    _replace_forward(compress, lambda x: entry(torch.cat(forward(x), dim=-1)).split(compress.widths, dim=-1))
     for linear in (attention.query, attention.key_value):
         _split_columns(linear, region)
     _split_rows(attention.output, region)
@@ -268,7 +270,7 @@ def _share(module: nn.Module, region: _Region) -> None:
                 _distribute(module, name, Replicate(), region)
 
 
-def _replace_forward(module: nn.Module, forward: Callable[[Tensor], Tensor]) -> None:
+def _replace_forward(module: nn.Module, forward: Callable[[Tensor], Any]) -> None:
     module.forward = forward  # type: ignore[method-assign]
 
 

@@ -69,7 +69,7 @@ class Trainer:
             self.grid,
             lambda owned: update_rule(owned, spec, layout, options, self.grid),
         )
-        self.balance = Balance(self.executor, spec, self.grid, options) if spec.experts else None
+        self.balance = Balance(self.executor, spec, self.grid, options) if spec.moe_layers else None
         """Watches over the load of experts, if there are any."""
         self.learning_rate, self.weight_decay = options.learning_rate(), options.weight_decays()
         self.largest_norm, self.largest_value = options.largest_norm(), options.clip_grad_value

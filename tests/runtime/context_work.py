@@ -98,7 +98,7 @@ def core_of(form: str, heads: Heads) -> tuple[Callable[..., Tensor], Tensor]:
     )
     layout = layout_of(spec, context_parallel=ranks, context_parallel_form=form)
     mesh = init_device_mesh("cpu", (ranks,))
-    grid = Grid(mesh, CPU, 0, 0, rank, 0, dist.group.WORLD, None, None, None)
+    grid = Grid(mesh, CPU, 0, 0, rank, 0, cp_group=dist.group.WORLD)
     with torch.device("meta"):
         stage = Transformer(spec, 128)
     context_parallel(stage, layout, grid)

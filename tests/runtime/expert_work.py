@@ -149,7 +149,12 @@ def _remember(
 
 
 def _aux(spec: ModelSpec, logits: Tensor, chosen: Tensor) -> Tensor:
-    """E sum_i f_i P_i: the share of choices that expert i has, and the mean of its scores."""
+    """E sum_i f_i P_i: the share of choices that expert i has, and the mean of its scores.
+
+    Biases move choices but not the loss.
+    """
+    if spec.router.expert_bias:
+        chosen = logits.topk(spec.top_k).indices
     scores = logits.softmax(-1)
     if spec.router.score == "sigmoid":
         scores = logits.sigmoid() / logits.sigmoid().sum(-1, keepdim=True)

@@ -6,6 +6,9 @@ from typing import Any
 
 from costmodels import Layout, ModelSpec, even_split
 
+DENSE = ("gpt2", "llama")
+"""Models of `benchmarks.parity` without experts."""
+
 
 def layout_of(spec: ModelSpec, **fields: Any) -> Layout:
     """A layout of `spec`; layers are split evenly, and the batch is 8 unless given."""

@@ -17,6 +17,7 @@ from runtime import context_attention, ring_attention
 from runtime.context_parallel import local_positions
 from tests.runtime import context_work as work
 from tests.runtime.context_work import Heads
+from tests.runtime.layouts import DENSE
 
 FORMS = ("all_gather", "all_to_all", "ring")
 BALANCED = ("all_gather", "ring")
@@ -108,7 +109,7 @@ TOGETHER = {
 """Layouts of four ranks; a model's own kinds of layer meet each other kind of parallelism."""
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", DENSE)
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_losses_and_gradients_are_those_of_one_rank(

@@ -11,6 +11,7 @@ from benchmarks.parity import MODELS, deep_enough, losses_of, parse_layout, rela
 from benchmarks.worker_pool import WorkerPool
 from costmodels import ModelSpec
 from runtime.preflight import check_job
+from tests.runtime.layouts import DENSE
 
 STEPS = 10
 BATCH = "gbs=4,"
@@ -49,7 +50,7 @@ LAYOUTS = (
 """Every kind of parallelism and of saving memory, mostly alone; mixtures are in `test_parity_mixed`."""
 
 
-@pytest.fixture(scope="module", params=["gpt2", "llama"])
+@pytest.fixture(scope="module", params=DENSE)
 def model(request: pytest.FixtureRequest) -> ModelSpec:
     return MODELS[request.param]
 

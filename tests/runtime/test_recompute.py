@@ -19,6 +19,7 @@ from runtime.initialise import initialise
 from runtime.loss import cross_entropy_sum
 from runtime.model import Transformer
 from runtime.recompute import recompute
+from tests.runtime.layouts import DENSE
 from tests.runtime.recompute_work import BATCH, kept, kept_on_rank
 
 MODULE_SETS = [
@@ -114,7 +115,7 @@ def measured(spec: ModelSpec, text: str, layers: int = 1) -> float:
     return forward
 
 
-@pytest.mark.parametrize("name", list(MODELS))
+@pytest.mark.parametrize("name", DENSE)
 def test_a_layer_keeps_what_the_formulas_say(name: str) -> None:
     spec = MODELS[name]
     assert measured(spec, "") == kept_per_token(spec, ())
@@ -122,7 +123,7 @@ def test_a_layer_keeps_what_the_formulas_say(name: str) -> None:
         assert measured(spec, text) == kept_per_token(spec, modules), modules
 
 
-@pytest.mark.parametrize("name", list(MODELS))
+@pytest.mark.parametrize("name", DENSE)
 def test_full_recomputation_keeps_one_input_for_every_unit(name: str) -> None:
     spec = MODELS[name]
     one, all_of_it = 4 * spec.hidden, kept_per_token(spec, ())

@@ -18,12 +18,14 @@ from costmodels import Router as Routing
 from runtime.model import MixtureOfExperts, Router
 from runtime.routing import (
     LocalDispatch,
+    _UsedOnly,
     assign,
     capacity,
     combine,
     grouped_linear,
     permute,
     spread,
+    takes_grouped,
     wide_product,
     within_capacity,
 )
@@ -78,7 +80,8 @@ def test_sorted_rows_compute_what_every_token_would(
     sent = dispatch.send(x, weights, chosen)
     rows, counts = dispatch.receive(sent)
     assert counts.tolist() == [int((chosen == expert).sum()) for expert in range(experts)]
-    found = dispatch.give_back(sent, grouped_linear(rows, matrix, counts, bias))
+    sizes = None if takes_grouped(rows, width, inner) else counts.tolist()
+    found = dispatch.give_back(sent, grouped_linear(rows, matrix, counts, bias, sizes))
     expected = x.new_zeros(tokens, inner)
     for expert in range(experts):
         taken = F.linear(x, matrix[expert], None if bias is None else bias[expert])
@@ -91,12 +94,22 @@ def test_sorted_rows_compute_what_every_token_would(
 @settings(max_examples=50, deadline=None)
 def test_pairs_are_sorted_by_expert_and_stay_in_order(choice: tuple[Tensor, int]) -> None:
     chosen, experts = choice
-    assignment = assign(chosen, experts, drops=True)
+    assignment = assign(chosen, experts)
     pairs = [(int(expert), number) for number, expert in enumerate(chosen.flatten())]
-    assert assignment.order.tolist() == [number for expert, number in sorted(pairs) if expert < experts]
-    if not (chosen == experts).any():
-        for one, other in zip(assign(chosen, experts, drops=False), assignment, strict=True):
-            assert torch.equal(one, other)
+    assert assignment.order.tolist() == [number for _, number in sorted(pairs)]
+    kept = assignment.kept(int(assignment.counts.sum()))
+    assert kept.order.tolist() == [number for expert, number in sorted(pairs) if expert < experts]
+
+
+@pytest.mark.parametrize("counts", [[8, 0, 8, 0], [0, 3, 0, 13]])
+def test_grouped_products_and_a_loop_agree_also_for_experts_without_rows(counts: list[int]) -> None:
+    x, weight, bias = leaf(16, 8, seed=1), leaf(4, 12, 8, seed=2), leaf(4, 12, seed=3)
+    numbers = torch.tensor(counts)
+    found = grouped_linear(x, weight, numbers, bias)
+    assert_same_gradients(found, grouped_linear(x, weight, numbers, bias, counts), [x, weight, bias], seed=4)
+    used = _UsedOnly.apply(weight, numbers)  # type: ignore[no-untyped-call]
+    [gradient] = torch.autograd.grad(used, weight, torch.ones_like(weight))
+    assert gradient.amax((1, 2)).tolist() == [float(count > 0) for count in counts]
 
 
 def test_permute_and_spread_undo_each_other() -> None:
