@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
 from costmodels import ModelSpec
 from runtime.optimizer import local_part
-from runtime.sharding import split_dim
+from runtime.optimizers.sharding import split_dim
 
 INIT_STD = 0.02
 """Standard deviation of initial weights (GPT-2; Megatron-LM's `--init-method-std`)."""

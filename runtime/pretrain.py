@@ -20,13 +20,13 @@ from planner.flags import takes
 from planner.options import BatchOptions, ClusterOptions, ModelOptions, ParallelOptions, check_alone
 from planner.plan import Plan
 from runtime import checkpoint
-from runtime.adam8bit import check_adam8bit
 from runtime.data import Datasets
 from runtime.devices import detect_device, local_device_count, torch_device
 from runtime.float8 import check_float8
 from runtime.job import Job, RunOptions, plan_here, sample_order
 from runtime.launch import ERROR_FILE_VARIABLE
 from runtime.loop import Loop
+from runtime.optimizers.adam8bit import check_adam8bit
 from runtime.options import DataOptions, OutputOptions, TrainingOptions
 from runtime.preflight import check_folder, check_plan, check_timeout, check_training
 from runtime.ranks import (

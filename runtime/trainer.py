@@ -16,9 +16,9 @@ from runtime.context_parallel import local_positions
 from runtime.grid import build_grid
 from runtime.loss_scale import loss_scale_of
 from runtime.optimizer import ShardedOptimizer, clip_factor
+from runtime.optimizers.update_rules import update_rule
 from runtime.options import TrainingOptions
 from runtime.stages import build_executor
-from runtime.update_rules import update_rule
 
 
 class StepResult(NamedTuple):

@@ -14,11 +14,11 @@ from torch.nn import functional
 from costmodels import Layout, ModelSpec
 from costmodels.errors import InputError
 from runtime import checkpoint, ranks
-from runtime.adafactor import PADDED
 from runtime.loss import cross_entropy_sum
 from runtime.model import Transformer
-from runtime.muon import Muon
 from runtime.optimizer import local_part
+from runtime.optimizers.adafactor import PADDED
+from runtime.optimizers.muon import Muon
 from runtime.options import TrainingOptions
 from runtime.trainer import Trainer
 from tests.runtime.distributed_work import CPU, batch_of

@@ -9,8 +9,8 @@ import torch
 
 from benchmarks.parity import MODELS, parse_layout
 from benchmarks.worker_pool import WorkerPool
-from runtime.muon import update_scale
 from runtime.optimizer import clip_factor, is_decayed
+from runtime.optimizers.muon import update_scale
 from runtime.options import TrainingOptions
 from tests.runtime import distributed_work, rank_work
 

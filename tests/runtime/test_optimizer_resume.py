@@ -98,7 +98,7 @@ def test_another_optimizer_is_refused_in_one_line(pool: WorkerPool, tmp_path: Pa
 @pytest.mark.parametrize("signed", [True, False])
 def test_moments_of_8_bits_survive_a_checkpoint_exactly(signed: bool) -> None:
     subclass = pytest.importorskip("torchao.optim.subclass_8bit")
-    from runtime.adam8bit import store, values
+    from runtime.optimizers.adam8bit import store, values
 
     random = torch.Generator().manual_seed(0)
     numbers = torch.randn(4096, 256, generator=random) * torch.logspace(-12, 4, 4096).unsqueeze(-1)
@@ -116,7 +116,7 @@ def test_moments_of_8_bits_survive_a_checkpoint_exactly(signed: bool) -> None:
 
 def test_moments_of_other_blocks_are_quantised_as_torchao_does() -> None:
     subclass = pytest.importorskip("torchao.optim.subclass_8bit")
-    from runtime.adam8bit import store, values
+    from runtime.optimizers.adam8bit import store, values
 
     numbers = torch.randn(64, 256, generator=torch.Generator().manual_seed(0))
     ours, theirs = (subclass.OptimState8bit.zeros(numbers.shape, True) for _ in range(2))

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from costmodels import Layout, ModelSpec
-from runtime.adafactor import Adafactor
-from runtime.adam8bit import Adam8bit
 from runtime.grid import Grid
-from runtime.muon import Muon, is_orthogonalised
 from runtime.optimizer import MOMENTS, Owned, UpdateRule, like_parameter, parameter_groups
+from runtime.optimizers.adafactor import Adafactor
+from runtime.optimizers.adam8bit import Adam8bit
+from runtime.optimizers.muon import Muon, is_orthogonalised
 from runtime.options import TrainingOptions
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
 from runtime.optimizer import Owned, like_parameter, local_part
-from runtime.sharding import Groups, groups_of, split_dim, sum_over
+from runtime.optimizers.sharding import Groups, groups_of, split_dim, sum_over
 
 BETA2_DECAY = -0.8
 """Step t keeps 1 - t^-0.8 of the second moments (section 7.2)."""

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from runtime.optimizer import Owned, UpdateRule, like_parameter
+from runtime.optimizers.sharding import own_part, whole_matrices
 from runtime.options import TrainingOptions
-from runtime.sharding import own_part, whole_matrices
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 """Of the quintic Newton-Schulz iteration: Keller Jordan's, which PyTorch has too."""
