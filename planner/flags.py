@@ -151,6 +151,8 @@ def arguments(group: Any) -> list[str]:
             continue
         if isinstance(value, bool):
             words.append(name)
+        elif isinstance(value, tuple):
+            words += [name, *map(str, value)]
         else:
             for item in value if isinstance(value, list) else [value]:
                 words += [name, str(item)]

@@ -47,37 +47,23 @@ class BatchRamp:
         return consumed
 
 
-def batch_ramp(text: str | None, layout: Layout) -> BatchRamp:
+def batch_ramp(numbers: tuple[int, int, int] | None, layout: Layout) -> BatchRamp:
     """The ramp that `--rampup-batch-size` describes, up to the batch of `layout`; all alike without one.
 
     Raises:
-        InputError: `text` is not three numbers, or they do not lead to the batch of `layout`.
+        InputError: the numbers do not lead to the batch of `layout`.
     """
     full = layout.global_batch_size
-    if text is None:
+    if numbers is None:
         return BatchRamp(full, 1, 0, full)
-    start, increment, samples = ramp_numbers(text)
+    start, increment, samples = numbers
     if start > full or (full - start) % increment:
         raise InputError(
-            f"{FLAG} {text}: batches of {start} do not grow by {increment} to the plan's global batch size "
-            f"{full}; give a start below it and an increment that divides the difference"
+            f"{FLAG} {start} {increment} {samples}: batches of {start} do not grow by {increment} to the "
+            f"plan's global batch size {full}; give a start below it and an increment that divides the "
+            "difference"
         )
     return BatchRamp(start, increment, samples, full)
-
-
-def ramp_numbers(text: str) -> tuple[int, int, int]:
-    """Start, increment and samples of a ramp.
-
-    Raises:
-        InputError: `text` is not three positive numbers.
-    """
-    words = text.replace(",", " ").split()
-    if len(words) != 3 or not all(word.isdigit() and int(word) for word in words):
-        raise InputError(
-            f"{FLAG} {text}: give three whole numbers above 0, START,INCREMENT,SAMPLES, such as 16,8,5000"
-        )
-    start, increment, samples = map(int, words)
-    return start, increment, samples
 
 
 def check_ramp(ramp: BatchRamp, spec: ModelSpec, layout: Layout) -> None:

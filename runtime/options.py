@@ -10,7 +10,7 @@ from costmodels import Layout
 from costmodels.errors import InputError
 from costmodels.layout import SPLIT_BACKWARD
 from planner.flags import flag
-from runtime.batch_ramp import BatchRamp, batch_ramp, ramp_numbers
+from runtime.batch_ramp import FLAG, BatchRamp, batch_ramp
 from runtime.learning_rate import (
     DECAY_STYLES,
     WEIGHT_DECAY_STYLES,
@@ -41,11 +41,11 @@ class TrainingOptions:
     """Optimizer, schedule and length of a run."""
 
     train_iters: int = flag(100, "Optimizer steps to run.")
-    rampup_batch_size: str | None = flag(
+    rampup_batch_size: tuple[int, int, int] | None = flag(
         None,
         "Start the global batch at START sequences and add INCREMENT at even distances, until the plan's is "
         "reached after SAMPLES sequences; schedules go on counting iterations.",
-        metavar="START,INCREMENT,SAMPLES",
+        metavar="START INCREMENT SAMPLES",
     )
     lr: float = flag(6.0e-4, "Peak learning rate.")
     min_lr: float = flag(0.0, "Learning rate after decay.")
@@ -131,8 +131,9 @@ class TrainingOptions:
         for first, second in _EXCLUSIVE:
             if getattr(self, first) and getattr(self, second):
                 raise InputError(f"{_flag(first)} and {_flag(second)} exclude each other; give one")
-        if self.rampup_batch_size is not None:
-            ramp_numbers(self.rampup_batch_size)
+        if min(self.rampup_batch_size or (1,)) < 1:
+            words = " ".join(map(str, self.rampup_batch_size or ()))
+            raise InputError(f"{FLAG} {words}: give three whole numbers above 0, such as 16 8 5000")
         self._check_learning_rate()
         self._check_weight_decay()
 

@@ -10,6 +10,7 @@ import pytest
 from benchmarks.parity import MODELS, parse_layout
 from benchmarks.worker_pool import WorkerPool
 from costmodels.errors import InputError
+from planner.flags import arguments
 from runtime.batch_ramp import BatchRamp, batch_ramp, check_ramp
 from runtime.options import TrainingOptions
 from tests.runtime import rank_work
@@ -38,31 +39,35 @@ def test_all_samples_of_a_run_are_counted() -> None:
     assert (constant.at(0), constant.at(100), constant.total(7), list(constant.sizes())) == (8, 8, 56, [8])
 
 
-@pytest.mark.parametrize("text", ["16 8 300", "16,8,300", " 16, 8, 300 "])
-def test_three_numbers_make_a_ramp(text: str) -> None:
-    assert batch_ramp(text, parse_layout("gbs=32", SPEC)) == BatchRamp(16, 8, 300, 32)
+def test_three_numbers_make_a_ramp() -> None:
+    assert batch_ramp((16, 8, 300), parse_layout("gbs=32", SPEC)) == BatchRamp(16, 8, 300, 32)
+    assert arguments(TrainingOptions(rampup_batch_size=(16, 8, 300))) == [
+        "--rampup-batch-size",
+        "16",
+        "8",
+        "300",
+    ]
 
 
 @pytest.mark.parametrize(
-    ("text", "layout", "message"),
+    ("numbers", "layout", "message"),
     [
-        ("16 8", "gbs=32", "16 8: give three whole numbers above 0, START,INCREMENT,SAMPLES"),
-        ("16 8 0", "gbs=32", "16 8 0: give three whole numbers above 0"),
-        ("16 8 1.5", "gbs=32", "16 8 1.5: give three whole numbers above 0"),
-        ("16 7 100", "gbs=32", "batches of 16 do not grow by 7 to the plan's global batch size 32"),
-        ("64 8 100", "gbs=32", "batches of 64 do not grow by 8 to the plan's global batch size 32"),
+        ((16, 7, 100), "gbs=32", "batches of 16 do not grow by 7 to the plan's global batch size 32"),
+        ((64, 8, 100), "gbs=32", "batches of 64 do not grow by 8 to the plan's global batch size 32"),
         (
-            "2 2 100",
+            (2, 2, 100),
             "gbs=8,dp=2,mbs=2",
             "has a batch of 2 that the layout cannot run: global_batch_size 2 is",
         ),
-        ("2 2 100", "gbs=8,schedule=zbv", "has a batch of 2 that the layout cannot run: "),
+        ((2, 2, 100), "gbs=8,schedule=zbv", "has a batch of 2 that the layout cannot run: "),
     ],
 )
-def test_a_ramp_that_cannot_run_is_refused_in_one_line(text: str, layout: str, message: str) -> None:
+def test_a_ramp_that_cannot_run_is_refused_in_one_line(
+    numbers: tuple[int, int, int], layout: str, message: str
+) -> None:
     full = parse_layout(layout, SPEC)
     with pytest.raises(InputError) as refused:
-        check_ramp(batch_ramp(text, full), SPEC, full)
+        check_ramp(batch_ramp(numbers, full), SPEC, full)
     assert str(refused.value).startswith("--rampup-batch-size")
     assert message in str(refused.value)
     assert "\n" not in str(refused.value)
@@ -101,7 +106,9 @@ def test_a_run_resumes_in_the_middle_of_a_ramp(tmp_path: Path) -> None:
         *("--fp32", "--data-path", data, "--split", "90,10,0", "--train-iters", "8", "--lr", "1e-2"),
         *(
             "--rampup-batch-size",
-            "4,4,24",
+            "4",
+            "4",
+            "24",
             "--log-interval",
             "1",
             "--eval-interval",

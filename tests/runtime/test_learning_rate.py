@@ -185,7 +185,7 @@ def test_only_adam_has_two_forms_of_weight_decay(optimizer: str) -> None:
             {"moe_router_load_balancing_type": "x"},
             "--moe-router-load-balancing-type x: choose one of aux_loss",
         ),
-        ({"rampup_batch_size": "4 4"}, "--rampup-batch-size 4 4: give three whole numbers above 0"),
+        ({"rampup_batch_size": (4, 0, 8)}, "--rampup-batch-size 4 0 8: give three whole numbers above 0"),
     ],
 )
 def test_what_cannot_be_trained_with_is_refused(values: dict[str, Any], message: str) -> None:
