@@ -11,6 +11,7 @@ from typing import Any
 
 import typer
 
+from cli.notes import unbalanced_experts, whole_optimizer
 from cli.tables import console, table
 from costmodels.catalogue.host import available_cores
 from costmodels.errors import InputError
@@ -89,6 +90,8 @@ def launch(
     command = torchrun_command(ranks, ["--plan", str(plan_file), *settings])
     print(f"{plan.model.name} on {ranks} x {plan.cluster.device.name}: {plan.layout.describe()}")
     print(_prediction(plan, training.train_iters))
+    for note in (*unbalanced_experts(plan, training), *whole_optimizer(plan, parallel)):
+        print(f"note: {note}")
     print(f"plan, metrics and output are in {log_dir}", flush=True)
     try:
         with _Display(training.train_iters) as display:

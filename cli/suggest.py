@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from cli.notes import HEAD_ROOM, needs_head_room, whole_optimizer
 from costmodels.errors import InputError
 from planner import advice
 from planner.flags import arguments, flag, ignored, takes
@@ -71,8 +72,8 @@ def suggest(
         pin=parallel.pins(spec),
     )
     assumed = [*model.notes(), *cluster.notes()]
-    notes = [*_limits(result.problem), *_not_used(unused)]
     plans = result.plans(output.top) if result.feasible else result.closest(output.top)
+    notes = [*_limits(result.problem), *_of_plans(plans, parallel), *_not_used(unused, parallel)]
     if output.json:
         for line in [*(f"assumed: {note}" for note in assumed), *(f"note: {note}" for note in notes)]:
             print(f"planner: {line}", file=sys.stderr)
@@ -103,8 +104,18 @@ def _limits(problem: Problem) -> Iterator[str]:
         )
 
 
-def _not_used(unused: object) -> Iterator[str]:
+def _of_plans(plans: list[Plan], parallel: ParallelOptions) -> Iterator[str]:
+    """What the figures of plans rest on, and what would lower them."""
+    if any(map(needs_head_room, plans)):
+        yield HEAD_ROOM
+    yield from whole_optimizer(plans[0], parallel)
+
+
+def _not_used(unused: object, parallel: ParallelOptions) -> Iterator[str]:
+    """Flags of other commands, and those that say what only this package's runtime does anyway."""
     given = [word for word in arguments(unused) if word.startswith("--")]
+    if parallel.engine != DEFAULT_ENGINE:
+        given += parallel.given_accepted()
     if given:
         yield f"not used for planning: {', '.join(dict.fromkeys(given))}"
 

@@ -15,7 +15,7 @@ from costmodels.shapes import (
     element_bytes,
     kept_heads_width,
     key_value_width,
-    routed_rows,
+    peak_routed_rows,
     tokens,
 )
 from costmodels.table import RECOMPUTE_KINDS, Floats, LayoutTable
@@ -57,7 +57,7 @@ def layer_activations(
     else:
         core = t * model.seq * model.heads / tp * (e + engine.dropout * (e + 1))
     if moe:
-        rows = routed_rows(model, table)
+        rows = peak_routed_rows(model, table)
         etp = table.expert_tensor_parallel
         width = rows * model.expert_ffn / etp + t * model.shared_expert_ffn / tp
         # The router's input, and that of the shared experts where they gather it and keep it.
@@ -69,6 +69,9 @@ def layer_activations(
     else:
         width, routing = t * model.ffn / tp, np.zeros(len(table))
     mlp, layer_inputs = inner * width, attention_input + mlp_input
+    if moe and model.shared_expert_gate:
+        # What the shared experts give, before its gate.
+        mlp = mlp + e * t * h / tp
     copies = _context_copies(model, table)
     whole = norms + layer_inputs + attention + copies + core + mlp + routing
     norm = table.recomputes("norm")
@@ -113,7 +116,7 @@ def waiting_activations(model: ModelSpec, table: LayoutTable) -> Floats:
     """
     e, t, tp = element_bytes(table.precision), tokens(model, table), table.tensor_parallel
     queries, _ = attention_widths(model)
-    inputs, rows = 1 + model.gated, routed_rows(model, table)
+    inputs, rows = 1 + model.gated, peak_routed_rows(model, table)
     dense = (inputs * model.ffn / tp + model.hidden) * t * (model.moe_layers < model.layers)
     shared = inputs * model.shared_expert_ffn / tp + model.hidden * bool(model.shared_expert_ffn)
     experts = (inputs * model.expert_ffn / table.expert_tensor_parallel + model.hidden) * rows

@@ -96,7 +96,7 @@ def _attention_parameters(model: ModelSpec, tp: Floats) -> tuple[Floats, Floats]
         down = h * (mla.kv_lora_rank + mla.qk_rope_head_dim) + mla.kv_lora_rank
         up = mla.kv_lora_rank * model.heads * (mla.qk_nope_head_dim + mla.v_head_dim) + values * h
         up += (mla.q_lora_rank or h) * queries
-        down += mla.q_lora_rank * (h + 1)
+        down += mla.q_lora_rank * (h + 1) + h * model.linear_bias
         return up / tp, norm + down + 0 * tp
     bias = model.linear_bias or model.qkv_bias
     # Ranks that share a key/value head split its weights too.
@@ -196,11 +196,14 @@ def shards_gradients(engine: Engine, table: LayoutTable) -> Bools:
     return result
 
 
-def wraps_parameters(table: LayoutTable) -> Bools:
-    """Rows whose parameters FSDP2 manages: all but those of fp32 on one rank, which need no second copy."""
+def wraps_parameters(table: LayoutTable, has_experts: bool) -> Bools:
+    """Rows whose parameters FSDP2 manages: all but those of fp32 that no other rank holds.
+
+    The runtime wraps all of a stage or nothing of it, and tensor-parallel ranks may hold the same experts.
+    """
     apart = table.precision not in ("fp32", "tf32")
     result: Bools = (table.replicas > 1) | table.offload_optimizer | apart
-    return result
+    return result | (table.expert_replicas > 1) if has_experts else result
 
 
 def frees_parameters(table: LayoutTable) -> Bools:
@@ -219,26 +222,31 @@ def reduced_bytes(engine: Engine, table: LayoutTable) -> float:
 
 
 def _states(
-    engine: Engine, table: LayoutTable, replicas: Floats | Ints, shards: Floats | Ints
+    engine: Engine, table: LayoutTable, replicas: Ints, shards: Ints, has_experts: bool
 ) -> tuple[Floats, Floats, Floats]:
     """Bytes per parameter of parameters, gradients and optimizer state.
 
-    `replicas` ranks hold the same parameters, and ZeRO splits over `shards` of them (1 without ZeRO). Of an
-    offloaded optimizer, FSDP2 keeps all fp32 shards and sharded gradients in host memory.
+    `replicas` ranks hold the same parameters, and ZeRO splits over `shards` of them (1 without ZeRO). FSDP2
+    computes with copies of its fp32 shards (which the bytes of parameters, or of a 16-bit optimizer, count),
+    also of those of one rank, and frees all of them after use in ZeRO 3. Of an offloaded optimizer it keeps
+    all fp32 shards and sharded gradients in host memory.
 
     Gradients that are reduced in bf16 add up in bf16, and the optimizer gets an fp32 copy of its shard. FSDP2
     makes that copy of a layer as it frees the sum, so that one follows the other; elsewhere both are there.
     """
     policy = memory_policy(engine, table.precision)
-    frees = frees_parameters(table)
+    frees, wraps = frees_parameters(table), wraps_parameters(table, has_experts)
     on_host = table.offload_optimizer & engine.fully_sharded
-    copy = np.where(~frees & (replicas > 1) & ~on_host, policy.shard, 0.0) / shards
-    parameters = np.where(frees, np.where(on_host, 0.0, policy.parameters / shards), policy.parameters)
+    copies = wraps if engine.fully_sharded else replicas > 1
+    copy = np.where(~frees & copies & ~on_host, policy.shard, 0.0) / shards
+    master = engine.fully_sharded and policy.optimizer > ADAM_STATE
+    permanent = 0.0 if master else np.where(on_host, 0.0, policy.parameters / shards)
+    parameters = np.where(frees, permanent, policy.parameters)
     whole: Floats | float = policy.gradients
     if table.gradient_reduction == "bf16" and policy.gradients > NARROW:
-        master = np.where(on_host, 0.0, MASTER / shards)
-        summed = np.maximum(NARROW, master) if engine.fully_sharded else NARROW + master
-        whole = np.where(wraps_parameters(table), summed, whole) if engine.fully_sharded else summed
+        wide = np.where(on_host, 0.0, MASTER / shards)
+        summed = np.maximum(NARROW, wide) if engine.fully_sharded else NARROW + wide
+        whole = np.where(wraps, summed, whole) if engine.fully_sharded else summed
     sharded = np.where(on_host, 0.0, policy.gradients / shards)
     state = policy.optimizer - ADAM_STATE + layer_state(table)
     return (
@@ -253,19 +261,20 @@ def stage_memory(
 ) -> dict[str, Floats]:
     """Bytes on a device of each pipeline rank at the peak: the fields of `StageMemory`, each [n, k]."""
     shared, experts = parameters(sizes, ranks)
-    replicas = table.replicas
-    states = [per[:, None] * shared for per in _states(engine, table, replicas, table.zero_shards)]
-    has_experts = bool(sizes.experts.any())
+    replicas, has_experts = table.replicas, bool(sizes.experts.any())
+    each = _states(engine, table, replicas, table.zero_shards, has_experts)
+    states = [per[:, None] * shared for per in each]
     if has_experts:
-        every = _states(engine, table, table.expert_replicas, table.expert_shards)
+        every = _states(engine, table, table.expert_replicas, table.expert_shards, has_experts)
         for state, per in zip(states, every, strict=True):
             state += per[:, None] * experts
     ends, more = end_parameters(sizes, ranks), end_state(table) - layer_state(table)
     if more.any():
         states[2] = states[2] + (~table.offload_optimizer * more / table.zero_shards)[:, None] * ends
     # Embedding and head are gathered together, and stay for the backward pass that begins with them. Experts
-    # that no other rank holds are never gathered.
-    layer = np.maximum(sizes.dense_layer, sizes.moe_layer + sizes.experts * (table.expert_replicas > 1))
+    # that no other rank holds need no gathering, but FSDP2 copies them too.
+    copied = engine.fully_sharded | (table.expert_replicas > 1)
+    layer = np.maximum(sizes.dense_layer, sizes.moe_layer + sizes.experts * copied)
     held = GATHERED_LAYERS * layer[:, None] * (ranks.layers > 0)
     gathered = frees_parameters(table) * memory_policy(engine, table.precision).gathered
     held = (held + ends) * gathered[:, None]
@@ -303,6 +312,7 @@ def stage_memory(
         + (table.expert_tensor_parallel > 1)
         + (table.pipeline_parallel > 1)
         + (replicas > 1)
+        + has_experts * (table.expert_replicas > 1)
     )
     fixed = cluster.device.context_bytes + groups * engine.communicator_bytes
     return {

@@ -203,7 +203,7 @@ def _price_block(
     sizes, ranks = _sizes(model, engine, shapes, shape), deciding_ranks(model, table)
 
     held_shared, held_experts = parameters(sizes, ranks)
-    adding, once = accumulation_seconds(engine, cluster.device, table)
+    adding, once = accumulation_seconds(engine, cluster.device, table, model.experts > 0)
     # Each micro batch adds its gradients to those of the ones before it.
     added = (held_shared + held_experts) * adding[:, None]
     rank_seconds = _on_ranks(units, ranks, shape, "total") + added

@@ -8,7 +8,13 @@ from costmodels.model_spec import ModelSpec
 from costmodels.table import Floats, LayoutTable
 
 LOAD = 1.0
-"""Tokens of the busiest device's experts over those of an even load, which routers are trained for."""
+"""For time: rows of the busiest device's experts over those of an even load, as routers are trained for."""
+
+PEAK_LOAD = 1.25
+"""For memory: the same of the fullest micro batch.
+
+An assumption, which holds for balanced routers; one that nothing balances can be worse.
+"""
 
 
 def element_bytes(precision: str) -> int:
@@ -59,10 +65,9 @@ def kept_heads_width(model: ModelSpec, table: LayoutTable) -> Floats:
     return result
 
 
-def experts_of_a_token(model: ModelSpec) -> float:
-    """Experts that work on a token, on average: fewer than `top_k` where capacity drops some of them."""
-    kept = min(1.0, model.router.capacity_factor or 1.0)
-    return model.top_k * kept * LOAD
+def _kept_load(model: ModelSpec, load: float) -> float:
+    """A load, or as much of it as a limited capacity takes in."""
+    return min(load, model.router.capacity_factor or load)
 
 
 def routed_rows(model: ModelSpec, table: LayoutTable) -> Floats:
@@ -71,6 +76,17 @@ def routed_rows(model: ModelSpec, table: LayoutTable) -> Floats:
     Every rank sends out tokens of its own, 1/tp of those of a micro batch; the experts of ep x etp ranks are
     spread over ep of them.
     """
+    return _even_rows(model, table) * _kept_load(model, LOAD)
+
+
+def peak_routed_rows(model: ModelSpec, table: LayoutTable) -> Floats:
+    """The same with the head-room of `PEAK_LOAD`, which a device that has all experts does not need."""
+    peak = np.where(table.expert_parallel > 1, _kept_load(model, PEAK_LOAD), _kept_load(model, LOAD))
+    result: Floats = _even_rows(model, table) * peak
+    return result
+
+
+def _even_rows(model: ModelSpec, table: LayoutTable) -> Floats:
     spread = table.expert_tensor_parallel / table.tensor_parallel
-    result: Floats = tokens(model, table) * experts_of_a_token(model) * spread
+    result: Floats = tokens(model, table) * model.top_k * spread
     return result

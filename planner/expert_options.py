@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from costmodels.errors import InputError
-from costmodels.model_spec import LatentAttention, ModelSpec
+from costmodels.model_spec import LatentAttention, ModelSpec, Router
 from planner.flags import flag, flag_names
 
 MOST_LAYERS = 100_000
@@ -19,7 +19,7 @@ MOST_LAYERS = 100_000
 class ExpertFlags:
     """A mixture of experts, with Megatron-LM's meanings and defaults."""
 
-    num_experts: int | None = flag(None, "Routed experts of a mixture of experts.")
+    num_experts: int | None = flag(None, "Routed experts of a mixture of experts; 0 for a dense model.")
     moe_router_topk: int | None = flag(None, "Experts of each token; 2 unless given.")
     moe_ffn_hidden_size: int | None = flag(None, "Inner width of one expert; that of the MLP unless given.")
     moe_shared_expert_intermediate_size: int | None = flag(None, "Inner width of all shared experts.")
@@ -34,7 +34,8 @@ class ExpertFlags:
     moe_router_group_topk: int | None = flag(None, "Groups of experts that a token uses.")
     moe_router_enable_expert_bias: bool = flag(False, "Biases that balance the load without a loss.")
     moe_expert_capacity_factor: float | None = flag(
-        None, "Tokens that an expert takes in, as a multiple of an even load; all unless given."
+        None,
+        "Tokens that an expert takes in, as a multiple of an even load; all unless given, or if negative.",
     )
 
 
@@ -61,20 +62,65 @@ def expert_changes(flags: ExpertFlags, base: ModelSpec | None, layers: int) -> d
         "expert_ffn": flags.moe_ffn_hidden_size,
         "shared_expert_ffn": flags.moe_shared_expert_intermediate_size,
     }
+    usual = base if base is not None and base.experts else None
+    if flags.num_experts == 0:
+        return _without_experts(flags, usual)
     changes: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
     words = _given(ExpertFlags, flags)
-    if words and not (changes.get("experts") or (base is not None and base.experts)):
+    if words and not (flags.num_experts or usual):
         raise InputError(f"{words[0]} needs a mixture of experts; give --num-experts too")
+    top_k = flags.moe_router_topk or (usual.top_k if usual is not None else 2)
+    if words:
+        _check_ranges(flags, flags.num_experts or (usual.experts if usual is not None else 0), top_k)
     if flags.moe_shared_expert_gate:
         changes["shared_expert_gate"] = True
     if flags.moe_layer_freq is not None:
         changes["dense_layers"] = _leading_dense(flags.moe_layer_freq, layers)
-    top_k = changes.get("top_k", base.top_k if base is not None and base.experts else 2)
-    router = _router_changes(flags, base, int(top_k))
+    router = _router_changes(flags, usual, top_k)
     if router:
-        usual = {} if base is None else base.router.model_dump()
-        changes["router"] = usual | router
+        changes["router"] = (usual.router.model_dump() if usual is not None else {}) | router
     return changes
+
+
+EXPERT_FIELDS = (
+    "experts",
+    "top_k",
+    "expert_ffn",
+    "shared_expert_ffn",
+    "shared_expert_gate",
+    "router",
+    "dense_layers",
+)
+"""Fields of `ModelSpec` that a dense model leaves at their defaults."""
+
+
+def _without_experts(flags: ExpertFlags, usual: ModelSpec | None) -> dict[str, Any]:
+    """What makes `usual`, a mixture of experts or None, a dense model."""
+    others = [word for word in _given(ExpertFlags, flags) if word != "--num-experts"]
+    if others:
+        raise InputError(f"{others[0]} needs a mixture of experts, and --num-experts 0 is none; give one")
+    if usual is None:
+        return {}
+    return {name: ModelSpec.model_fields[name].default for name in EXPERT_FIELDS}
+
+
+def _check_ranges(flags: ExpertFlags, experts: int, top_k: int) -> None:
+    for name, value, least in (
+        ("--num-experts", flags.num_experts, 0),
+        ("--moe-router-topk", flags.moe_router_topk, 1),
+        ("--moe-ffn-hidden-size", flags.moe_ffn_hidden_size, 1),
+        ("--moe-shared-expert-intermediate-size", flags.moe_shared_expert_intermediate_size, 0),
+        ("--moe-router-num-groups", flags.moe_router_num_groups, 1),
+        ("--moe-router-group-topk", flags.moe_router_group_topk, 1),
+    ):
+        if value is not None and value < least:
+            raise InputError(f"{name} {value}: expected a whole number of at least {least}")
+    if top_k > experts and flags.moe_router_topk is not None:
+        raise InputError(f"--moe-router-topk {top_k}: expected 1 to {experts}, the number of experts")
+    if top_k > experts:
+        raise InputError(
+            f"--num-experts {experts}: each token uses {top_k} of them; give --moe-router-topk too"
+        )
 
 
 def _given(group: type, flags: object) -> list[str]:
@@ -84,42 +130,82 @@ def _given(group: type, flags: object) -> list[str]:
 
 
 def _router_changes(flags: ExpertFlags, base: ModelSpec | None, top_k: int) -> dict[str, Any]:
-    score = flags.moe_router_score_function
-    if score not in (None, "softmax", "sigmoid"):
-        raise InputError(f"--moe-router-score-function {score}: expected softmax or sigmoid")
-    found: dict[str, Any] = {} if score is None else {"score": score}
-    # Megatron-LM's weights of a single expert by sigmoid are not divided by their sum (moe_utils.py).
-    if score is not None:
-        found["normalised"] = score == "softmax" or top_k > 1
-    if flags.moe_router_pre_softmax:
-        if (score or (base.router.score if base is not None else "softmax")) == "sigmoid":
-            raise InputError(
-                "--moe-router-pre-softmax needs --moe-router-score-function softmax, not sigmoid"
-            )
-        found["normalised"] = False
+    """Fields of `Router` that the flags set; `base` is a mixture of experts or None."""
+    usual = Router() if base is None else base.router
+    found = _score_changes(flags, usual, top_k)
     if flags.moe_router_topk_scaling_factor is not None:
         found["scale"] = flags.moe_router_topk_scaling_factor
     if flags.moe_router_enable_expert_bias:
         found["expert_bias"] = True
-    if flags.moe_expert_capacity_factor is not None:
-        found["capacity_factor"] = flags.moe_expert_capacity_factor
-    return found | _groups(flags, top_k)
+    factor = flags.moe_expert_capacity_factor
+    if factor == 0:
+        raise InputError(
+            "--moe-expert-capacity-factor 0: experts would take in nothing; give more, or a negative number "
+            "for all tokens"
+        )
+    if factor is not None:
+        found["capacity_factor"] = max(factor, 0.0)
+    return found | _groups(flags, base, top_k)
 
 
-def _groups(flags: ExpertFlags, top_k: int) -> dict[str, Any]:
+def _score_changes(flags: ExpertFlags, usual: Router, top_k: int) -> dict[str, Any]:
+    given = flags.moe_router_score_function
+    if given not in (None, "softmax", "sigmoid"):
+        raise InputError(f"--moe-router-score-function {given}: expected softmax or sigmoid")
+    score = given or usual.score
+    found: dict[str, Any] = {} if given is None else {"score": score, "normalised": True}
+    if flags.moe_router_pre_softmax:
+        if score == "sigmoid":
+            raise InputError(
+                "--moe-router-pre-softmax needs --moe-router-score-function softmax, not sigmoid"
+            )
+        found["normalised"] = False
+    if score == "softmax" and flags.moe_router_enable_expert_bias:
+        raise InputError(
+            "--moe-router-enable-expert-bias needs --moe-router-score-function sigmoid, not softmax"
+        )
+    if given == "softmax" and usual.expert_bias:
+        raise InputError(
+            "--moe-router-score-function softmax: the model's experts have biases, which need sigmoid"
+        )
+    if top_k == 1 and (given is not None or flags.moe_router_topk is not None):
+        if score == "softmax" and found.get("normalised", usual.normalised):
+            raise InputError(
+                "--moe-router-topk 1 needs --moe-router-pre-softmax: the weight of one expert would always "
+                "be 1"
+            )
+        # Megatron-LM's weights of a single expert by sigmoid are not divided by their sum (moe_utils.py).
+        found["normalised"] = False
+    return found
+
+
+def _groups(flags: ExpertFlags, base: ModelSpec | None, top_k: int) -> dict[str, Any]:
     """Group-limited routing: a group counts as much as its `top_k / group_topk` best experts together."""
     groups, chosen = flags.moe_router_num_groups, flags.moe_router_group_topk
     if groups is None and chosen is None:
-        return {}
+        if base is None or base.router.groups == 1 or flags.moe_router_topk is None:
+            return {}
+        groups, chosen = base.router.groups, base.router.top_groups
+        if base.router.group_score != _group_score(base.top_k, chosen):
+            return {}  # Its groups are not ranked as Megatron-LM's.
     if groups is None or chosen is None:
         raise InputError("--moe-router-num-groups and --moe-router-group-topk go together; give both")
-    best = {1: "max", 2: "top2"}.get(top_k // chosen if chosen > 0 else 0)
-    if best is None:
+    if chosen > groups:
+        raise InputError(f"--moe-router-group-topk {chosen}: expected 1 to {groups}, the number of groups")
+    if chosen == groups:
+        return {"groups": 1, "top_groups": 1, "group_score": "max"}
+    score = _group_score(top_k, chosen)
+    if score is None:
         raise InputError(
             f"--moe-router-group-topk {chosen}: groups are ranked by their best expert or their two best, "
             f"which --moe-router-topk {top_k} // group top-k must be"
         )
-    return {"groups": groups, "top_groups": chosen, "group_score": best}
+    return {"groups": groups, "top_groups": chosen, "group_score": score}
+
+
+def _group_score(top_k: int, chosen: int) -> str | None:
+    """What ranks groups in Megatron-LM, as `Router.group_score`; None where that is neither."""
+    return {1: "max", 2: "top2"}.get(top_k // chosen)
 
 
 def _leading_dense(text: str, layers: int) -> int:

@@ -128,7 +128,8 @@ MESH_RULES: tuple[Rule, ...] = (
             f"divides {model.experts} experts too"
         ),
         redundant=True,
-        lifted_by=("expert_tensor_parallel",),
+        # Beside a fixed expert_parallel, Megatron-LM's default for the other is the tensor-parallel degree.
+        lifted_by=(("expert_tensor_parallel",), ("expert_parallel",)),
     ),
     # Every tensor-parallel rank routes tokens of its own, with sequence parallelism or without.
     Rule(

@@ -39,6 +39,8 @@ class Dimensions:
     seq_length: int | None = flag(None, "Tokens of one training sample.")
     max_position_embeddings: int | None = flag(None, "Longest sequence; rows of a learned position table.")
     position_embedding_type: str | None = flag(None, "learned_absolute, rope or none.")
+    use_rotary_position_embeddings: bool = flag(False, "The same as --position-embedding-type rope.")
+    no_position_embedding: bool = flag(False, "No table of positions; goes with rope or none.")
     rotary_base: float | None = flag(None, "Base of the rotary embedding.")
     normalization: str | None = flag(None, "LayerNorm or RMSNorm.")
     norm_epsilon: float | None = flag(None, "Epsilon of the norms.")
@@ -57,6 +59,20 @@ class ModelOptions(LatentFlags, ExpertFlags, Dimensions):
 
     def spec(self) -> ModelSpec:
         """The model; raises `InputError` for an unknown one, missing dimensions or values that clash."""
+        spec = self._described()
+        if self.rotary_base is not None and spec.position != "rope":
+            raise InputError(
+                f"--rotary-base {self.rotary_base:g}: {spec.name} has no rotary positions; add "
+                "--position-embedding-type rope or leave it out"
+            )
+        if self.no_position_embedding and spec.position == "learned":
+            raise InputError(
+                f"--no-position-embedding: {spec.name} learns a table of positions; add "
+                "--position-embedding-type rope or none"
+            )
+        return spec
+
+    def _described(self) -> ModelSpec:
         changes = self._changes()
         if self.model is None and {"layers", "hidden", "heads"} & changes.keys():
             return self._from_dimensions(changes)
@@ -67,6 +83,12 @@ class ModelOptions(LatentFlags, ExpertFlags, Dimensions):
 
     def notes(self) -> list[str]:
         """What was assumed because no flag said it."""
+        notes = self._assumed()
+        if self.multi_latent_attention and not self.qk_layernorm:
+            notes.append("latent attention normalises its latents (Megatron-LM: with --qk-layernorm only)")
+        return notes
+
+    def _assumed(self) -> list[str]:
         if self.model is not None:
             if self.seq_length is not None or not (is_file_name(self.model) or is_hf_config(self.model)):
                 return []
@@ -87,7 +109,7 @@ class ModelOptions(LatentFlags, ExpertFlags, Dimensions):
             "kv_heads": self._query_groups(),
             "seq": self.seq_length,
             "max_positions": self.max_position_embeddings,
-            "position": choice("--position-embedding-type", self.position_embedding_type, _POSITIONS),
+            "position": self._position(),
             "rope_theta": self.rotary_base,
             "norm": choice("--normalization", self.normalization, _NORMS),
             "norm_eps": self.norm_epsilon,
@@ -109,6 +131,15 @@ class ModelOptions(LatentFlags, ExpertFlags, Dimensions):
         if self.untie_embeddings_and_output_weights:
             changes["tied"] = False
         return changes
+
+    def _position(self) -> str | None:
+        position = choice("--position-embedding-type", self.position_embedding_type, _POSITIONS)
+        if self.use_rotary_position_embeddings and position not in (None, "rope"):
+            raise InputError(
+                f"--use-rotary-position-embeddings and --position-embedding-type "
+                f"{self.position_embedding_type} contradict each other; give one"
+            )
+        return "rope" if self.use_rotary_position_embeddings else position
 
     def _query_groups(self) -> int | None:
         if self.group_query_attention:
@@ -139,17 +170,7 @@ class ModelOptions(LatentFlags, ExpertFlags, Dimensions):
 
     def _changed(self, base: ModelSpec, changes: dict[str, Any]) -> ModelSpec:
         """`base` with the fields that flags set; what followed from a changed width follows again."""
-        values = base.model_dump(exclude={"published_parameters", "source"})
-        hidden, gated = changes.get("hidden", base.hidden), changes.get("gated", base.gated)
-        if (hidden, gated) != (base.hidden, base.gated) and "ffn" not in changes:
-            if base.ffn != _usual_ffn(base.hidden, base.gated):
-                gate = "--swiglu" if gated else "--squared-relu"
-                flag_text = f"--hidden-size {hidden}" if hidden != base.hidden else gate
-                raise InputError(
-                    f"{flag_text} changes {base.name}, whose MLP is {base.ffn} wide: "
-                    "give --ffn-hidden-size too"
-                )
-            values["ffn"] = _usual_ffn(hidden, gated)
+        values = base.model_dump(exclude={"published_parameters", "source"}) | _widths(base, changes)
         resized = {"hidden", "heads"} & changes.keys() and base.latent_attention is None
         if resized and "head_dim" not in changes:
             values.pop("head_dim")
@@ -174,13 +195,7 @@ class ModelOptions(LatentFlags, ExpertFlags, Dimensions):
             # Megatron-LM's norms of queries and keys are then those of the latents, which are always there.
             values = values | {"qk_norm": False}
             self._check_latent(values)
-        spec = build(ModelSpec, values, origin)
-        if self.rotary_base is not None and spec.position != "rope":
-            raise InputError(
-                f"--rotary-base {self.rotary_base:g}: {spec.name} has no rotary positions; add "
-                "--position-embedding-type rope or leave it out"
-            )
-        return spec
+        return build(ModelSpec, values, origin)
 
     def _check_latent(self, values: dict[str, Any]) -> None:
         for given, name in ((self.kv_channels, "kv-channels"), (self.num_query_groups, "num-query-groups")):
@@ -191,6 +206,35 @@ class ModelOptions(LatentFlags, ExpertFlags, Dimensions):
                 )
         if values.get("position", "learned") != "rope":
             raise InputError("--multi-latent-attention needs --position-embedding-type rope")
+
+
+def _widths(base: ModelSpec, changes: dict[str, Any]) -> dict[str, Any]:
+    """Inner widths of `base` that follow from those in `changes`, or from other changed sizes.
+
+    Raises `InputError` where none follows, and where no layer has the width that is given.
+    """
+    hidden, gated = changes.get("hidden", base.hidden), changes.get("gated", base.gated)
+    # Experts as wide as the dense MLP stay so; where all layers have others, nothing is that wide.
+    follow = base.experts > 0 and base.expert_ffn == base.ffn
+    some_dense = not changes.get("experts", base.experts) or changes.get("dense_layers", base.dense_layers)
+    unused = base.experts > 0 and not follow and not some_dense
+    if "ffn" in changes and unused and "expert_ffn" not in changes:
+        raise InputError(
+            f"--ffn-hidden-size {changes['ffn']}: all layers of {base.name} have experts, which are "
+            f"{base.expert_ffn} wide; give --moe-ffn-hidden-size"
+        )
+    ffn = changes.get("ffn")
+    if ffn is None and (hidden, gated) != (base.hidden, base.gated) and not unused:
+        if base.ffn != _usual_ffn(base.hidden, base.gated):
+            gate = "--swiglu" if gated else "--squared-relu"
+            flag_text = f"--hidden-size {hidden}" if hidden != base.hidden else gate
+            raise InputError(
+                f"{flag_text} changes {base.name}, whose MLP is {base.ffn} wide: give --ffn-hidden-size too"
+            )
+        ffn = _usual_ffn(hidden, gated)
+    if ffn is None:
+        return {}
+    return {"ffn": ffn} | ({"expert_ffn": ffn} if follow else {})
 
 
 def _usual_ffn(hidden: int, gated: bool) -> int:

@@ -171,6 +171,7 @@ class ParallelOptions(AcceptedFlags):
         ]
         strings = [*self.pin, *(f"{name}={value}" for name, value in pairs if value is not None)]
         pins = parse_pins(strings)
+        self._check_formats(pins)
         if self.num_layers_per_virtual_pipeline_stage is not None:
             chunks = self._chunks(model, pins, self.num_layers_per_virtual_pipeline_stage)
             pins = parse_pins([*strings, f"virtual_pipeline_parallel={chunks}"])
@@ -186,6 +187,16 @@ class ParallelOptions(AcceptedFlags):
         """The formats that are asked for; scripts of Megatron-LM say bf16 beside fp8."""
         given = [kind for kind in ("bf16", "fp16", "fp32", "fp8") if getattr(self, kind)]
         return ["fp8"] if given == ["bf16", "fp8"] else given
+
+    def _check_formats(self, pins: Pins) -> None:
+        """What Megatron-LM and MindSpeed say of accepted flags that ask for number formats."""
+        if self.accumulate_allreduce_grads_in_fp32 and pins.get("gradient_reduction") == "bf16":
+            raise InputError(
+                "--accumulate-allreduce-grads-in-fp32 and gradients summed in bf16 "
+                "(--grad-reduce-in-bf16) contradict each other; give one"
+            )
+        if self.reuse_fp32_param and not (self.bf16 or pins.get("precision") == "bf16"):
+            raise InputError("--reuse-fp32-param is about weights in bf16; add --bf16 or leave it out")
 
     def _recompute_modules(self) -> str | None:
         words = [word.strip() for given in self.recompute_modules for word in given.split(",")]

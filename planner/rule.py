@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from dataclasses import dataclass
 
 from costmodels.model_spec import ModelSpec
@@ -22,8 +22,12 @@ class Rule:
     """What is wrong with one layout: its numbers, and what would be right."""
     redundant: bool = False
     """The layout would run, but the search covers one that is at least as good."""
-    lifted_by: tuple[str, ...] = ()
-    """Degrees whose pins, all given, say that the user wants the redundant layout all the same."""
+    lifted_by: tuple[tuple[str, ...], ...] = ()
+    """Groups of degrees: pins of all of any one group say that the user wants the redundant layout."""
+
+    def is_lifted(self, pinned: Set[str]) -> bool:
+        """Whether pins of the degrees `pinned` ask for what the rule forbids."""
+        return any(pinned >= set(group) for group in self.lifted_by)
 
 
 def divisors(number: int) -> list[int]:

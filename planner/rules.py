@@ -76,7 +76,7 @@ RULES: tuple[Rule, ...] = (
             "virtual_pipeline_parallel that does, or 1"
         ),
         redundant=True,
-        lifted_by=("virtual_pipeline_parallel", "pipeline_parallel"),
+        lifted_by=(("virtual_pipeline_parallel", "pipeline_parallel"),),
     ),
     Rule(
         "sequence_parallel_group",
@@ -178,7 +178,7 @@ RULES: tuple[Rule, ...] = (
             "parameters whole until the last micro batch, as zero_stage 1 does; use 1"
         ),
         redundant=True,
-        lifted_by=("zero_stage", "pipeline_parallel"),
+        lifted_by=(("zero_stage", "pipeline_parallel"),),
     ),
     Rule(
         "recompute_layers",
@@ -200,7 +200,7 @@ RULES: tuple[Rule, ...] = (
             f"stage; use at most {d.deepest}"
         ),
         redundant=True,
-        lifted_by=("recompute_num_layers", "pipeline_parallel"),
+        lifted_by=(("recompute_num_layers", "pipeline_parallel"),),
     ),
     # Backward of weights comes apart from that of inputs, and each of them would compute the layers again.
     Rule(
@@ -211,7 +211,7 @@ RULES: tuple[Rule, ...] = (
             "use recompute selective, or schedule interleaved"
         ),
         redundant=True,
-        lifted_by=("recompute", "schedule"),
+        lifted_by=(("recompute", "schedule"),),
     ),
     Rule(
         "offload_recompute",

@@ -204,7 +204,7 @@ def build(model: ModelSpec, world_size: int, batch: Batch, precision: Precision,
 
 def _rules(pins: Pins) -> list[Rule]:
     """The rules of a search: one that forbids what is merely redundant gives way to pins that ask for it."""
-    return [rule for rule in RULES if not (rule.lifted_by and pins.keys() >= set(rule.lifted_by))]
+    return [rule for rule in RULES if not rule.is_lifted(pins.keys())]
 
 
 def _count(legal: Bools, shape: tuple[int, ...]) -> int:

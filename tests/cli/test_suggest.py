@@ -169,8 +169,19 @@ def test_save_names_the_plan_also_beside_flags_of_a_run(planner: Any, tmp_path: 
     ("words", "notes"),
     [
         (("--model", "gpt2-124m"), []),
-        (("--model", "mixtral-8x7b"), []),
-        (("--model", "mixtral-8x7b", "--engine", "megatron"), []),
+        (("--model", "mixtral-8x7b"), ["the fullest device may take in 25 % more rows than the mean"]),
+        (("--model", "mixtral-8x7b", "--pin", "ep=1"), []),
+        (("--model", "mixtral-8x7b", "--moe-expert-capacity-factor", "1.25"), []),
+        (
+            ("--model", "mixtral-8x7b", "--engine", "megatron", "--moe-grouped-gemm", "--use-flash-attn"),
+            ["may take in 25 % more rows", "not used for planning: --use-flash-attn, --moe-grouped-gemm"],
+        ),
+        (("--model", "mixtral-8x7b", "--moe-grouped-gemm", "--pin", "ep=1"), []),
+        (
+            ("--model", "gpt2-124m", "--reuse-fp32-param", "--bf16", "--pin", "zero=0"),
+            ["--reuse-fp32-param saves nothing here; --use-distributed-optimizer splits"],
+        ),
+        (("--model", "gpt2-124m", "--reuse-fp32-param", "--bf16", "--use-distributed-optimizer"), []),
         (("--model", "gpt2-124m", "--pin", "precision=fp8"), []),
         (("--model", "gpt2-124m", "--fp16"), []),
         (("--model", "qwen3-8b"), []),

@@ -40,6 +40,18 @@ def test_one_rank_in_fp32_adds_in_place(gpt, cluster, engine, layout):
         assert traffic(gpt, cluster(1), engine("bundled"), one) == pytest.approx(12 * (m - 1))
 
 
+def test_experts_that_tensor_parallel_ranks_replicate_are_reduced_from_a_buffer(
+    mixture, cluster, engine, layout
+):
+    """In fp32 on tp ranks alone, FSDP2 is there for the experts only: it copies all parameters out and in."""
+
+    def seconds(**degrees):
+        one = layout(mixture, tp=2, precision="fp32", **degrees)
+        return estimate(mixture, cluster(2), engine("bundled"), one).time.accumulation
+
+    assert seconds(ep=2) == 0 < seconds(ep=1)
+
+
 @pytest.mark.parametrize(
     ("name", "precision", "each"),
     [("megatron", "bf16", 8), ("megatron", "fp16", 4), ("nanotron", "bf16", 10), ("nemo", "bf16", 8)],

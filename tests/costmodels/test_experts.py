@@ -58,18 +58,87 @@ def test_zero_splits_experts_over_the_ranks_that_hold_the_same(mixture, cluster,
     assert copies == pytest.approx(12 * (others / 8 + experts / 16))
 
 
-def test_experts_of_one_rank_only_are_never_gathered(mixture, cluster, engine, layout):
+@pytest.mark.parametrize(
+    ("name", "precision", "permanent"), [("bundled", "bf16", 0), ("bundled", "fp32", 4), ("nemo", "bf16", 2)]
+)
+def test_experts_of_one_rank_only_are_copied_by_fsdp2_alone(
+    name, precision, permanent, mixture, cluster, engine, layout
+):
+    """ZeRO 3: FSDP2 copies them from fp32 shards for each use, other engines compute with what is there."""
     wide = changed(mixture, expert_ffn=8192)
-    held = [
-        memory_of(wide, cluster(16), engine("bundled"), layout(wide, dp=16, ep=ep, zero=3))["parameters"][
-            0, 0
-        ]
-        for ep in (8, 16)
-    ]
-    experts = 16 * wide.mlp_parameters(8192) / 8
-    # Of two layers in bf16: with experts the larger one is that with experts, without them the dense one.
-    dense, moe = wide.dense_layer_parameters, wide.shared_moe_layer_parameters
-    assert held[0] - held[1] == pytest.approx(2 * 2 * (moe + experts - dense))
+    one = layout(wide, dp=16, ep=16, zero=3, precision=precision)
+    held = memory_of(wide, cluster(16), engine(name), one)["parameters"][0, 0]
+    experts, moe = wide.mlp_parameters(8192), wide.shared_moe_layer_parameters
+    ends = 2 * wide.vocab * wide.hidden + wide.norm_parameters
+    shared = 2 * wide.dense_layer_parameters + 14 * moe + ends
+    layer = max(wide.dense_layer_parameters, moe + experts * (name == "bundled"))
+    element = 4 if precision == "fp32" else 2
+    expected = permanent * (shared / 16 + 14 * experts) + element * (2 * layer + ends)
+    assert held == pytest.approx(expected)
+
+
+def test_fsdp2_copies_experts_in_fp32_wherever_it_wraps(mixture, cluster, engine, layout):
+    """Also those of one rank, and all that is beside experts of which tensor-parallel ranks hold copies."""
+
+    def held(size, **degrees):
+        one = layout(mixture, precision="fp32", **degrees)
+        return memory_of(mixture, cluster(size), engine("bundled"), one)["parameters"][0, 0]
+
+    experts = mixture.moe_layers * 16 * mixture.mlp_parameters(1024)
+    others = mixture.parameters - experts
+    assert held(8, dp=8, ep=8, zero=1) == pytest.approx(4 * others * (1 + 1 / 8) + 8 * experts / 8)
+    sizes = unit_sizes(mixture, engine("bundled"), LayoutTable.of([layout(mixture, tp=2)]))
+    shared = 2 * sizes.dense_layer[0] + mixture.moe_layers * sizes.moe_layer[0]
+    shared += sizes.embedding[0] + sizes.head[0]
+    assert held(2, tp=2) == pytest.approx(8 * (shared + experts))
+    assert held(2, tp=2, ep=2) == pytest.approx(4 * (shared + experts / 2))
+    alone = ModelSpec.model_validate({**mixture.model_dump(), "experts": 0, "top_k": 0})
+    split = unit_sizes(alone, engine("bundled"), LayoutTable.of([layout(alone, tp=2)]))
+    dense = alone.layers * split.dense_layer[0] + split.embedding[0] + split.head[0]
+    one = layout(alone, tp=2, precision="fp32")
+    found = memory_of(alone, cluster(2), engine("bundled"), one)["parameters"][0, 0]
+    assert found == pytest.approx(4 * dense)
+
+
+def test_experts_that_ranks_replicate_have_a_group_of_their_own(mixture, cluster, engine, layout):
+    quiet = engine("bundled", fragmentation=0.0, communicator_bytes=1e8)
+
+    def groups(**degrees):
+        found = memory_of(mixture, cluster(16), quiet, layout(mixture, dp=16, **degrees))
+        return (found["overhead"][0, 0] - cluster(16).device.context_bytes) / 1e8
+
+    # Data parallel, expert parallel, and the copies of experts.
+    assert (groups(), groups(ep=4), groups(ep=16)) == pytest.approx((2, 3, 2))
+
+
+def test_dropless_experts_on_several_ranks_are_given_head_room(mixture, cluster, engine, layout):
+    """A quarter more rows to keep and to wait for, and no more time; none where a rank has all experts."""
+    alone = changed(mixture, shared_expert_ffn=0, expert_ffn=16384)
+    one, spread = layout(alone, dp=8), layout(alone, dp=8, ep=8)
+
+    def sizes(factor, which):
+        model = changed(alone, router={"capacity_factor": factor})
+        return unit_sizes(model, engine("bundled"), LayoutTable.of([which]))
+
+    even, kept = 2 * alone.seq, 4 * 2 * 16384 + 2 * 2 * alone.hidden
+    waiting = 2 * (2 * 16384 + alone.hidden)
+    for factor, load in ((0.0, 1.25), (0.5, 0.5), (1.0, 1.0), (1.1, 1.1), (2.0, 1.25)):
+        for which, rows in ((spread, load), (one, min(load, 1.0))):
+            found, usual = sizes(factor, which), sizes(1.0, which)
+            more = (rows - 1) * even
+            assert found.moe_activations - usual.moe_activations == pytest.approx(more * kept)
+            assert found.waiting - usual.waiting == pytest.approx(more * waiting)
+    time = estimate(alone, cluster(8), engine("bundled"), spread).time
+    limited = changed(alone, router={"capacity_factor": 1.0})
+    assert time == estimate(limited, cluster(8), engine("bundled"), spread).time
+
+
+def test_the_gate_of_shared_experts_keeps_what_they_give(mixture, engine, layout):
+    gated = changed(mixture, shared_expert_gate=True)
+    for degrees in ({}, {"tp": 4}, {"tp": 4, "sp": True}):
+        table = LayoutTable.of([layout(mixture, dp=4, **degrees)])
+        kept = [unit_sizes(one, engine("bundled"), table).moe_activations[0] for one in (gated, mixture)]
+        assert kept[0] - kept[1] == 2 * mixture.seq / degrees.get("tp", 1) * mixture.hidden
 
 
 def test_rows_of_experts_are_what_a_layer_keeps(mixture, engine, layout):
@@ -82,16 +151,19 @@ def test_rows_of_experts_are_what_a_layer_keeps(mixture, engine, layout):
         return sizes.moe_activations[0], sizes.dense_activations[0]
 
     h, tokens = alone.hidden, alone.seq / 2
-    moe, dense = kept(ep=4)
+    moe, dense = kept(ep=1)
     rows = 2 * tokens
     expected = rows * (4 * 2 * 1024 + 2 * 2 * h) + 4 * tokens * 16 + 2 * tokens * h
     mlp = 4 * 2 * alone.seq * alone.ffn / 2 + 2 * alone.seq * h
     assert moe - dense == pytest.approx(expected - mlp)
-    # Four times the rows with a quarter of the width, all of them gathered.
+    # Twice the rows with half of the width, all of them gathered.
     wide, _ = kept(ep=1, etp=2)
     assert wide - moe == pytest.approx(rows * 2 * 2 * h)
+    # Over several ranks the fullest has a quarter more.
+    spread, _ = kept(ep=4)
+    assert spread - moe == pytest.approx(0.25 * rows * (4 * 2 * 1024 + 2 * 2 * h))
     less, _ = kept(ep=4, recompute="selective", recompute_modules=("mlp",))
-    assert moe - less == pytest.approx(rows * 4 * 2 * 1024)
+    assert spread - less == pytest.approx(1.25 * rows * 4 * 2 * 1024)
 
 
 def test_shared_experts_keep_an_input_of_their_own_where_it_is_gathered(mixture, engine, layout):

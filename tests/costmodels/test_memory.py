@@ -173,9 +173,11 @@ def test_latent_attention_parameters_add_up(engine, layout):
             "v_head_dim": 128,
         },
     )
-    table = LayoutTable.of([layout(deepseek)])
-    shared, experts = parameters(unit_sizes(deepseek, engine("megatron"), table), on_ranks(deepseek, table))
-    assert shared[0, 0] + experts[0, 0] == deepseek.parameters
+    for bias in (False, True):
+        model = ModelSpec.model_validate({**deepseek.model_dump(), "linear_bias": bias})
+        table = LayoutTable.of([layout(model)])
+        shared, experts = parameters(unit_sizes(model, engine("megatron"), table), on_ranks(model, table))
+        assert shared[0, 0] + experts[0, 0] == model.parameters
 
 
 def test_an_unknown_precision_is_named_with_the_known_ones(engine):

@@ -6,7 +6,7 @@ import pytest
 
 from costmodels.catalogue import load_model
 from costmodels.errors import InputError
-from planner.accepted import ACCEPTED, ANY
+from planner.accepted import ACCEPTED, WHOLE
 from planner.flags import flag_names
 from planner.options import ParallelOptions, check_alone
 
@@ -17,8 +17,8 @@ def test_every_accepted_flag_changes_nothing() -> None:
     for field in ACCEPTED:
         values = field.metadata["accepted"]
         for value in values or (True,):
-            given = "4" if value == ANY else value
-            assert ParallelOptions(**{field.name: given}).pins(GPT) == {}
+            given = "4" if value == WHOLE else value
+            assert ParallelOptions(**{field.name: given}, bf16=True).pins(GPT) == {"precision": "bf16"}
         assert field.metadata["help"]
 
 
@@ -33,6 +33,10 @@ def test_every_accepted_flag_changes_nothing() -> None:
         ("moe_router_dtype", "fp64", "routers run in fp32"),
         ("moe_token_drop_policy", "position", "use probs"),
         ("dataloader_type", "cyclic", "use single"),
+        ("num_workers", "four", "expected a whole number"),
+        ("num_workers", "-1", "expected a whole number"),
+        ("num_workers", "1.5", "expected a whole number"),
+        ("rotary_percent", "0.5", "rotary positions turn whole heads; use 1.0"),
     ],
 )
 def test_a_value_that_means_something_else_is_refused(name: str, value: str, instead: str) -> None:

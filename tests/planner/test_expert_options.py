@@ -72,6 +72,17 @@ def test_the_flags_of_deepseek_describe_it() -> None:
         ),
         ({"moe_router_topk_scaling_factor": 2.5}, {"scale": 2.5}),
         ({"moe_expert_capacity_factor": 1.25}, {"capacity_factor": 1.25}),
+        ({"moe_expert_capacity_factor": -1.0}, {"capacity_factor": 0.0}),
+        ({"moe_router_topk": 1, "moe_router_pre_softmax": True}, {"score": "softmax", "normalised": False}),
+        ({"moe_router_num_groups": 1, "moe_router_group_topk": 1}, {"groups": 1, "top_groups": 1}),
+        (
+            {"moe_router_num_groups": 4, "moe_router_group_topk": 4, "moe_router_topk": 3},
+            {"groups": 1, "top_groups": 1, "group_score": "max"},
+        ),
+        (
+            {"moe_router_enable_expert_bias": True, "moe_router_score_function": "sigmoid"},
+            {"score": "sigmoid", "expert_bias": True},
+        ),
         (
             {"moe_router_num_groups": 4, "moe_router_group_topk": 2, "moe_router_topk": 2},
             {"groups": 4, "top_groups": 2, "group_score": "max"},
@@ -94,8 +105,51 @@ def test_flags_change_one_field_of_a_named_models_router() -> None:
     assert ModelOptions(model="deepseek-v3", kv_lora_rank=256).spec().latent_attention == (
         usual.latent_attention.model_copy(update={"kv_lora_rank": 256}) if usual.latent_attention else None
     )
+    fewer = ModelOptions(model="deepseek-v3", moe_router_topk=4).spec()
+    assert fewer.router == usual.router.model_copy(update={"group_score": "max"})
+    # DeepSeek-V2 ranks groups by their best expert, whatever top_k is.
+    best = ModelOptions(model="deepseek-v2", moe_router_topk=7).spec()
+    assert best.router == load_model("deepseek-v2").router
+    single = ModelOptions(
+        model="deepseek-v3", moe_router_topk=1, moe_router_num_groups=1, moe_router_group_topk=1
+    ).spec()
+    assert single.router == usual.router.model_copy(
+        update={"normalised": False, "groups": 1, "top_groups": 1, "group_score": "max"}
+    )
     narrow = ModelOptions(model="deepseek-v3", num_attention_heads=64).spec()
     assert (narrow.kv_heads, narrow.head_dim) == (64, 192)
+
+
+@pytest.mark.parametrize("name", ["mixtral-8x7b", "deepseek-v3", "qwen1.5-moe-a2.7b"])
+def test_no_experts_make_a_model_dense(name: str) -> None:
+    usual, dense = load_model(name), ModelOptions(model=name, num_experts=0).spec()
+    assert (dense.experts, dense.moe_layers, dense.shared_expert_ffn) == (0, 0, 0)
+    assert dense.parameters == dense.active_parameters < usual.parameters
+    assert dense.ffn == usual.ffn and dense.attention_parameters == usual.attention_parameters
+    sizes = SIZES | {"num_experts": 0}
+    assert ModelOptions(**sizes).spec() == ModelOptions(**DENSE).spec()
+    assert ModelOptions(model="llama2-7b", num_experts=0).spec() == load_model("llama2-7b")
+
+
+def test_experts_as_wide_as_the_mlp_follow_it() -> None:
+    wide = ModelOptions(model="mixtral-8x7b", ffn_hidden_size=8192).spec()
+    assert (wide.ffn, wide.expert_ffn) == (8192, 8192)
+    apart = ModelOptions(model="mixtral-8x7b", ffn_hidden_size=8192, moe_ffn_hidden_size=1024).spec()
+    assert (apart.ffn, apart.expert_ffn) == (8192, 1024)
+    some_dense = ModelOptions(model="deepseek-v3", ffn_hidden_size=8192).spec()
+    assert (some_dense.ffn, some_dense.expert_ffn) == (8192, 2048)
+    # No layer of this one has the width of the dense MLP, which need not be given.
+    narrow = ModelOptions(model="qwen3-30b-a3b", hidden_size=1024).spec()
+    assert (narrow.hidden, narrow.expert_ffn) == (1024, 768)
+    both = ModelOptions(model="qwen3-30b-a3b", ffn_hidden_size=6144, moe_ffn_hidden_size=512).spec()
+    assert both.expert_ffn == 512
+
+
+def test_norms_of_latents_that_megatron_would_not_have_are_said() -> None:
+    latent = DEEPSEEK | {"moe_layer_freq": None}
+    assert ModelOptions(**latent).notes() == []
+    (note,) = ModelOptions(**latent | {"qk_layernorm": False}).notes()
+    assert note == "latent attention normalises its latents (Megatron-LM: with --qk-layernorm only)"
 
 
 @pytest.mark.parametrize(
@@ -136,7 +190,51 @@ LATENT = {"multi_latent_attention": True, "position_embedding_type": "rope"}
     [
         (DENSE | {"moe_router_topk": 2}, "--moe-router-topk needs a mixture of experts; give --num-experts"),
         ({"model": "llama2-7b", "moe_layer_freq": "1"}, "--moe-layer-freq needs a mixture of experts"),
-        (SIZES | {"moe_router_topk": 9}, "a top_k of 1 to 8"),
+        (SIZES | {"moe_router_topk": 9}, "--moe-router-topk 9: expected 1 to 8, the number of experts"),
+        (SIZES | {"moe_router_topk": 0}, "--moe-router-topk 0: expected a whole number of at least 1"),
+        (SIZES | {"num_experts": -1}, "--num-experts -1: expected a whole number of at least 0"),
+        (SIZES | {"num_experts": 1}, "--num-experts 1: each token uses 2 of them; give --moe-router-topk"),
+        ({"model": "deepseek-v3", "num_experts": 4}, "--num-experts 4: each token uses 8 of them"),
+        (SIZES | {"moe_ffn_hidden_size": 0}, "--moe-ffn-hidden-size 0: expected a whole number of at least"),
+        (
+            SIZES | {"num_experts": 0, "moe_router_topk": 2},
+            "--moe-router-topk needs a mixture of experts, and --num-experts 0 is none",
+        ),
+        (
+            SIZES | {"moe_router_topk": 1},
+            "--moe-router-topk 1 needs --moe-router-pre-softmax: the weight of one expert would always be 1",
+        ),
+        ({"model": "mixtral-8x7b", "moe_router_topk": 1}, "--moe-router-topk 1 needs --moe-router-pre-soft"),
+        (
+            SIZES | {"moe_router_enable_expert_bias": True},
+            "--moe-router-enable-expert-bias needs --moe-router-score-function sigmoid, not softmax",
+        ),
+        (
+            {"model": "deepseek-v3", "moe_router_score_function": "softmax"},
+            "--moe-router-score-function softmax: the model's experts have biases, which need sigmoid",
+        ),
+        (
+            SIZES | {"moe_expert_capacity_factor": 0.0},
+            "--moe-expert-capacity-factor 0: experts would take in nothing",
+        ),
+        (
+            SIZES | {"moe_router_num_groups": 2, "moe_router_group_topk": 3},
+            "--moe-router-group-topk 3: expected 1 to 2, the number of groups",
+        ),
+        (
+            SIZES | {"moe_router_num_groups": 0, "moe_router_group_topk": 0},
+            "--moe-router-num-groups 0: expected a whole number of at least 1",
+        ),
+        (
+            {"model": "deepseek-v3", "moe_router_topk": 12},
+            "--moe-router-group-topk 4: groups are ranked by their best expert or their two best, which "
+            "--moe-router-topk 12",
+        ),
+        (
+            {"model": "qwen3-30b-a3b", "ffn_hidden_size": 8192},
+            "--ffn-hidden-size 8192: all layers of qwen3-30b-a3b have experts, which are 768 wide; give "
+            "--moe-ffn-hidden-size",
+        ),
         (SIZES | {"moe_router_score_function": "tanh"}, "--moe-router-score-function tanh: expected softmax"),
         (
             SIZES | {"moe_router_score_function": "sigmoid", "moe_router_pre_softmax": True},

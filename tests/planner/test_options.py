@@ -128,6 +128,14 @@ def test_a_rotary_base_goes_with_rotary_positions() -> None:
     assert ModelOptions(rotary_base=1e6, position_embedding_type="rope").spec().rope_theta == 1e6
 
 
+def test_megatrons_older_words_for_rotary_positions() -> None:
+    new = ModelOptions(position_embedding_type="rope").spec()
+    assert ModelOptions(use_rotary_position_embeddings=True).spec() == new
+    both = ModelOptions(use_rotary_position_embeddings=True, no_position_embedding=True)
+    assert both.spec() == new
+    assert ModelOptions(model="llama2-7b", no_position_embedding=True).spec() == load_model("llama2-7b")
+
+
 LLAMA_CONFIG = {
     "model_type": "mistral", "vocab_size": 32000, "max_position_embeddings": 32768, "num_hidden_layers": 2,
     "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "sliding_window": 1024,
@@ -191,6 +199,14 @@ def test_a_longer_sequence_extends_the_positions() -> None:
         ({"model": "llama2-7b", "hidden_size": 2048}, "whose MLP is 11008 wide: give --ffn-hidden-size too"),
         ({"seq_length": 4096, "max_position_embeddings": 2048}, "--seq-length 4096 is longer than"),
         ({"vocab_size": 0}, "vocab is 0"),
+        (
+            {"use_rotary_position_embeddings": True, "position_embedding_type": "none"},
+            "--use-rotary-position-embeddings and --position-embedding-type none contradict each other",
+        ),
+        (
+            {"no_position_embedding": True},
+            "--no-position-embedding: gpt-22b learns a table of positions; add --position-embedding-type",
+        ),
         ({"rotary_base": 1e6}, "--rotary-base 1e+06: gpt-22b (changed) has no rotary positions"),
         (
             {"model": "llama2-7b", "squared_relu": True},
@@ -349,6 +365,16 @@ def test_a_strict_pin_outlives_the_flag_that_says_the_same() -> None:
         ),
         ({"pin": ["offload_activations=no"], "swap_attention": True}, "offload_activations is given twice"),
         ({"pin": ["gradient_reduction=fp32"], "grad_reduce_in_bf16": True}, "is given twice: fp32 and bf16"),
+        (
+            {"accumulate_allreduce_grads_in_fp32": True, "grad_reduce_in_bf16": True},
+            "--accumulate-allreduce-grads-in-fp32 and gradients summed in bf16 (--grad-reduce-in-bf16)",
+        ),
+        (
+            {"accumulate_allreduce_grads_in_fp32": True, "pin": ["gradient_reduction=bf16"]},
+            "contradict each other; give one",
+        ),
+        ({"reuse_fp32_param": True}, "--reuse-fp32-param is about weights in bf16; add --bf16"),
+        ({"reuse_fp32_param": True, "fp16": True}, "--reuse-fp32-param is about weights in bf16"),
         ({"recompute_granularity": "half"}, "--recompute-granularity half: expected full or selective"),
         ({"recompute_granularity": "full", "recompute_activations": True}, "pin recompute is given twice"),
         ({"num_layers_per_virtual_pipeline_stage": 3}, "needs --pipeline-model-parallel-size"),

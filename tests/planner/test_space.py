@@ -368,6 +368,10 @@ def test_experts_are_spread_over_all_that_the_stage_leaves() -> None:
     # Wider than that only where a pin asks for it.
     table = build(mixture, 8, Batch(16), "bf16", {"expert_tensor_parallel": 2}).table
     assert set(table.expert_parallel.tolist()) == {1, 2, 4}
+    table = build(mixture, 8, Batch(16), "bf16", {"expert_parallel": 2}).table
+    shared = set(zip(table.tensor_parallel.tolist(), table.expert_tensor_parallel.tolist(), strict=True))
+    # Megatron-LM's default is among them: as many devices an expert as tensor-parallel ranks.
+    assert {(2, 1), (2, 2), (4, 1), (4, 4)} <= shared
     dense = build(spec(), 8, Batch(16), "bf16", {}).table
     assert set(dense.expert_parallel.tolist()) == set(dense.expert_tensor_parallel.tolist()) == {1}
 

@@ -1,0 +1,64 @@
+"""What is said about plans besides their figures."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from cli.notes import needs_head_room, unbalanced_experts, whole_optimizer
+from planner.options import ParallelOptions
+from planner.plan import Plan
+from planner.search import suggest
+from runtime.options import TrainingOptions
+
+
+def planned(model: str, *pins: str, world_size: int = 64) -> Plan:
+    return suggest(model, world_size=world_size, device="h200", global_batch_size=64, pin=list(pins))
+
+
+@pytest.mark.parametrize(
+    ("model", "pin", "flags", "noted"),
+    [
+        ("mixtral-8x7b", "ep=8", {}, True),
+        ("mixtral-8x7b", "ep=8", {"moe_z_loss_coeff": 1e-3}, True),
+        ("mixtral-8x7b", "ep=8", {"moe_aux_loss_coeff": 1e-2}, False),
+        (
+            "mixtral-8x7b",
+            "ep=8",
+            {"moe_aux_loss_coeff": 1e-2, "moe_router_load_balancing_type": "none"},
+            True,
+        ),
+        ("mixtral-8x7b", "ep=1", {}, False),
+        ("llama2-7b", "tp=2", {}, False),
+    ],
+)
+def test_experts_that_nothing_balances_are_noted(
+    model: str, pin: str, flags: dict[str, Any], noted: bool
+) -> None:
+    notes = list(unbalanced_experts(planned(model, pin), TrainingOptions(**flags)))
+    assert len(notes) == noted
+    assert all("25 % more rows" in note and "--moe-aux-loss-coeff" in note for note in notes)
+
+
+def test_biases_and_capacities_bound_the_load() -> None:
+    plan = planned("mixtral-8x7b", "ep=8")
+    for changes, head_room in (({"expert_bias": True}, True), ({"capacity_factor": 1.0}, False)):
+        router = plan.model.router.model_copy(update=changes)
+        other = plan.model_copy(update={"model": plan.model.model_copy(update={"router": router})})
+        assert needs_head_room(other) is head_room
+        assert not list(unbalanced_experts(other, TrainingOptions()))
+
+
+def test_reused_parameters_are_noted_where_zero_would_save_more() -> None:
+    asked = ParallelOptions(reuse_fp32_param=True, bf16=True)
+    whole = planned("gpt2-124m", "zero=0", "dp=8")
+    alone = planned("gpt2-124m", "dp=1", "cp=1", world_size=4)
+    (note,) = whole_optimizer(whole, asked)
+    assert "--use-distributed-optimizer" in note
+    for plan, options in (
+        (planned("gpt2-124m", "zero=1"), asked),
+        (alone, asked),
+        (whole, ParallelOptions()),
+    ):
+        assert not list(whole_optimizer(plan, options))
