@@ -114,7 +114,11 @@ CASES = (
 
 @pytest.mark.parametrize(("name", "text"), CASES, ids=[f"{name} {text}" for name, text in CASES])
 def test_layouts_train_like_one_rank(pool: WorkerPool, reference: Reference, name: str, text: str) -> None:
-    assert_like_one_rank(pool, reference, MODELS[name], text)
+    spec = MODELS[name]
+    if "pp=" not in text:
+        # A pipeline takes four layers and eight sequences; elsewhere fewer are as good, and quicker.
+        spec, text = spec.model_copy(update={"layers": 2}), f"gbs=4,{text}"
+    assert_like_one_rank(pool, reference, spec, text)
 
 
 @pytest.mark.parametrize(
@@ -208,18 +212,19 @@ def test_ranks_keep_their_share_of_the_experts(pool: WorkerPool) -> None:
 @pytest.mark.parametrize("name", ["deepseek", "biased"])
 def test_a_job_goes_on_under_another_layout(pool: WorkerPool, tmp_path: Path, name: str) -> None:
     spec = ALL[name]
-    layouts = [parse_layout(text, spec) for text in ("ep=2", "etp=2,tp=2", "dp=2,zero=3", "ep=2,pp=1,zero=1")]
+    texts = ("ep=2", "etp=2,tp=2", "dp=2,zero=3", "ep=2,zero=1")
+    layouts = [parse_layout(f"gbs=4,{text}", spec) for text in texts]
     losses = pool.run(work.moved, 2, spec, layouts, str(tmp_path / "moved"), 3)
-    alone = parse_layout("", spec)
+    alone = parse_layout("gbs=4", spec)
     [expected] = pool.run(work.moved, 1, spec, [alone] * len(layouts), str(tmp_path / "alone"), 3)
     assert losses[0] == losses[1] == pytest.approx(expected, rel=1e-5)
 
 
 @pytest.mark.parametrize("text", ["ep=2,tp=2,sp=1,precision=bf16", "ep=2,dp=4,zero=3,precision=bf16"])
 def test_bf16_follows_fp32(pool: WorkerPool, reference: Reference, text: str) -> None:
-    spec = MODELS["qwen"]
-    layout = parse_layout(text, spec)
-    expected = reference(spec, "gbs=8,mbs=1", 5, {"compile": False}, None).losses
+    spec = MODELS["qwen"].model_copy(update={"layers": 2})
+    layout = parse_layout(f"gbs=4,{text}", spec)
+    expected = reference(spec, "gbs=4,mbs=1", 5, {"compile": False}, None).losses
     losses = pool.run(work.trained, layout.world_size, spec, layout, 5, {})[0].losses
     assert losses != expected
     assert losses == pytest.approx(expected, rel=2e-2)
