@@ -80,7 +80,7 @@ def _split_experts(mixture: MixtureOfExperts, layout: Layout, grid: Grid) -> Non
 def _distribute(experts: Experts, layout: Layout, grid: Grid) -> None:
     assert grid.expert_mesh is not None
     sizes = {"ep": layout.expert_parallel, "etp": layout.expert_tensor_parallel}
-    # FSDP2 takes parameters that two dimensions split, but not more of them than there are ranks for.
+    # FSDP2 takes what one or two dimensions split; those of one rank are left out.
     dims = tuple(dim for dim, size in sizes.items() if size > 1)
     mesh = grid.expert_mesh[dims]
     for name, parameter in list(experts.named_parameters(recurse=False)):
