@@ -9,6 +9,9 @@ from costmodels import Layout, ModelSpec, even_split
 DENSE = ("gpt2", "llama")
 """Models of `benchmarks.parity` without experts."""
 
+KINDS = (*DENSE, "deepseek")
+"""One more, with every part that the others have."""
+
 
 def layout_of(spec: ModelSpec, **fields: Any) -> Layout:
     """A layout of `spec`; layers are split evenly, and the batch is 8 unless given."""

@@ -13,7 +13,7 @@ from benchmarks.worker_pool import WorkerPool
 from runtime.options import TrainingOptions
 from tests.runtime import rank_work
 
-SPEC = MODELS["llama"]
+SPEC = MODELS["llama"].model_copy(update={"layers": 2})
 
 WSD: dict[str, Any] = {"lr_decay_style": "WSD", "lr_wsd_decay_iters": 3, "lr_warmup_iters": 1}
 

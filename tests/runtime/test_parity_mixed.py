@@ -19,10 +19,10 @@ SEEDED = (
     ("llama", 4, 7, 1),
     ("gpt2", 8, 6, 2),
     ("llama", 8, 6, 3),
-    ("mixtral", 4, 6, 4),
-    ("qwen", 8, 4, 5),
-    ("deepseek", 4, 5, 6),
-    ("deepseek", 8, 4, 7),
+    ("mixtral", 4, 4, 4),
+    ("qwen", 8, 2, 5),
+    ("deepseek", 4, 3, 6),
+    ("deepseek", 8, 2, 7),
 )
 """Model, ranks, layouts and the seed of their choice."""
 

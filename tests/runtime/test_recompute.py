@@ -19,7 +19,7 @@ from runtime.initialise import initialise
 from runtime.loss import cross_entropy_sum
 from runtime.model import Transformer
 from runtime.recompute import recompute
-from tests.runtime.layouts import DENSE
+from tests.runtime.layouts import DENSE, KINDS
 from tests.runtime.recompute_work import BATCH, kept, kept_on_rank
 
 MODULE_SETS = [
@@ -251,7 +251,7 @@ def test_compiled_layers_give_the_same_gradients(text: str) -> None:
         torch.testing.assert_close(parameter.grad, plain[name], rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", list(MODELS))
+@pytest.mark.parametrize("name", KINDS)
 def test_layouts_that_recompute_have_the_same_losses(name: str, pool: WorkerPool) -> None:
     spec = MODELS[name]
     reference = pool.run(losses_of, 1, spec, parse_layout("", spec), 3)[0]

@@ -13,6 +13,7 @@ from benchmarks.worker_pool import WorkerPool
 from costmodels import ModelSpec
 from tests.runtime import distributed_work as work
 from tests.runtime import schedule_work
+from tests.runtime.layouts import KINDS
 
 DEEP = ModelSpec(name="deep", layers=30, hidden=16, heads=2, vocab=100, seq=16)
 """The depth of which Megatron-LM silently built 28 layers on four stages."""
@@ -30,7 +31,7 @@ def test_every_layer_trains_when_the_pipeline_does_not_divide_them(pool: WorkerP
     assert all(moved for name, moved in changed.items() if not name.endswith("key.bias"))
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", KINDS)
 @pytest.mark.parametrize(
     "text", ["tp=2,sp=1,pp=2,gbs=4", "dp=2,zero=3,tp=2,gbs=4", "pp=2,vpp=2,dp=2,zero=1,gbs=4"]
 )
@@ -60,7 +61,7 @@ def test_initial_weights_do_not_depend_on_the_layout(pool: WorkerPool) -> None:
     assert not table[spec.vocab :].any()
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", KINDS)
 @pytest.mark.parametrize("text", ["tp=2,pp=2", "dp=2,zero=1,tp=2", "pp=2,vpp=2,dp=2", "dp=2,zero=3"])
 def test_resuming_repeats_the_losses_to_the_bit(
     pool: WorkerPool, tmp_path: Path, model: str, text: str
