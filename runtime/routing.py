@@ -20,6 +20,10 @@ GROUPED_MAJORS = (9, 10)
 """Compute capabilities that its kernels are made for; AMD's MI300 and MI350 report 9 too."""
 
 
+BLACKWELL = 10
+"""Compute capability from which the kernels have the fault that `_UsedOnly` mends."""
+
+
 class Assignment(NamedTuple):
     """Rows in the order of their experts."""
 
@@ -158,7 +162,7 @@ def grouped_linear(
     if not x.shape[0]:
         return F.linear(x, weight[0], None if bias is None else bias[0])
     if sizes is None:
-        if x.device.type == "cuda":
+        if _leaves_garbage(x.device):
             weight = _UsedOnly.apply(weight, counts)  # type: ignore[no-untyped-call]
         product = F.grouped_mm(x, weight.transpose(1, 2), offs=counts.cumsum(0, dtype=torch.int32))
     else:
@@ -167,6 +171,13 @@ def grouped_linear(
     if bias is None:
         return product
     return product + bias.repeat_interleave(counts, dim=0, output_size=x.shape[0])
+
+
+def _leaves_garbage(device: torch.device) -> bool:
+    """Whether grouped products of `device` may not write the gradients of weights without rows."""
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return False
+    return torch.version.hip is not None or torch.cuda.get_device_capability(device)[0] >= BLACKWELL
 
 
 def takes_grouped(x: Tensor, *widths: int) -> bool:
