@@ -73,9 +73,10 @@ def devices(output: Output) -> None:
         "link GB/s",
         "network GB/s",
         "per node",
+        "island",
         "source",
     ]
-    _print_table(columns, [_device_row(device) for device in found], narrow=("vendor",))
+    _print_table(columns, [_device_row(device) for device in found], narrow=("vendor", "island"))
 
 
 @takes(output=Output)
@@ -99,6 +100,7 @@ def _device_row(device: Device) -> list[str]:
         *(f"{rate / 1e9:.4g}" for rate in (device.memory_bandwidth, device.intra_node.bandwidth)),
         f"{device.inter_node.bandwidth / 1e9:.4g}",
         str(device.devices_per_node),
+        str(device.island or device.devices_per_node),
         device.source,
     ]
 

@@ -74,8 +74,9 @@ def launch(
     logged = dataclasses.replace(output, log_dir=str(log_dir))
     settings = [*arguments(training), *arguments(data), *arguments(logged), *_timeout(options)]
     if options.dry_run:
-        device = ClusterOptions(device=cluster.device)
-        chosen = [word for group in (model, device, batch, parallel) for word in arguments(group)]
+        # torchrun says how many ranks there are.
+        joined = dataclasses.replace(cluster, world_size=None, local_world_size=None)
+        chosen = [word for group in (model, joined, batch, parallel) for word in arguments(group)]
         words = ["--plan", options.plan] if options.plan else chosen
         print(shell_line(torchrun_command(ranks, [*words, *settings])))
         return
@@ -129,7 +130,8 @@ def _plan(
             f"--world-size {ranks}: this machine has {gpus} GPUs; give at most that, or start torchrun on "
             "every node with -m runtime.pretrain"
         )
-    plan = plan_here(model, batch, parallel, cluster.device or detect_device(ranks), ranks, ranks)
+    device = cluster.device or detect_device(ranks)
+    plan = plan_here(model, batch, parallel, device, ranks, ranks, **cluster.network())
     for note in model.notes():
         print(f"planner: assumed: {note}", file=sys.stderr)
     return plan

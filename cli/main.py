@@ -14,6 +14,7 @@ from planner.flags import run
 COMMANDS = {
     "suggest": "cli.suggest",
     "launch": "cli.launch",
+    "timeline": "cli.timeline",
     "models": "cli.catalogues",
     "devices": "cli.catalogues",
     "engines": "cli.catalogues",

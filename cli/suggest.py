@@ -10,6 +10,7 @@ from typing import Any
 
 from cli.notes import HEAD_ROOM, needs_head_room, whole_optimizer
 from costmodels.errors import InputError
+from costmodels.topology import describe
 from planner import advice
 from planner.flags import arguments, flag, ignored, takes
 from planner.inputs import DEFAULT_ENGINE
@@ -29,6 +30,9 @@ class Output:
     top: int = flag(10, "Plans to show.")
     json: bool = flag(False, "Print one JSON object instead of tables.")
     save: str | None = flag(None, "Write the best plan to this file.", metavar="FILE")
+    timeline: str | None = flag(
+        None, "Write the best plan's simulated pipeline for chrome://tracing or ui.perfetto.dev.", metavar="FILE"
+    )
 
 
 @dataclass(frozen=True)
@@ -70,10 +74,16 @@ def suggest(
         max_global_batch_size=batch.max_global_batch_size,
         engine=parallel.engine,
         pin=parallel.pins(spec),
+        **cluster.network(),
     )
     assumed = [*model.notes(), *cluster.notes()]
     plans = result.plans(output.top) if result.feasible else result.closest(output.top)
-    notes = [*_limits(result.problem), *_of_plans(plans, parallel), *_not_used(unused, parallel)]
+    notes = [
+        *_joined(result.problem, cluster),
+        *_limits(result.problem),
+        *_of_plans(plans, parallel),
+        *_not_used(unused, parallel),
+    ]
     if output.json:
         for line in [*(f"assumed: {note}" for note in assumed), *(f"note: {note}" for note in notes)]:
             print(f"planner: {line}", file=sys.stderr)
@@ -87,6 +97,15 @@ def suggest(
     if output.save is not None:
         plans[0].save(output.save)
         print(f"planner: saved {output.save}", file=sys.stderr)
+    if output.timeline is not None:
+        plans[0].timeline().save(output.timeline)
+        print(f"planner: saved {output.timeline}", file=sys.stderr)
+
+
+def _joined(problem: Problem, cluster: ClusterOptions) -> Iterator[str]:
+    """The network as it was understood, where flags say something of it."""
+    if cluster.network():
+        yield f"network: {describe(problem.cluster)}"
 
 
 def _limits(problem: Problem) -> Iterator[str]:

@@ -2,7 +2,7 @@
 
 from costmodels.engine import Engine, MemoryPolicy
 from costmodels.estimate import Estimate, StageMemory, StepTime
-from costmodels.hardware import Cluster, Device, Link, Precision
+from costmodels.hardware import Cluster, Device, Link, MeasuredCollective, Precision
 from costmodels.layout import SHORT_NAMES, Layout, Recompute, Schedule, even_split
 from costmodels.model_spec import LatentAttention, ModelSpec, RopeScaling, Router
 from costmodels.pricing import Prices, estimate, price
@@ -16,6 +16,7 @@ __all__ = [
     "LatentAttention",
     "Layout",
     "Link",
+    "MeasuredCollective",
     "MemoryPolicy",
     "ModelSpec",
     "Precision",

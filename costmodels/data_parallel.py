@@ -72,6 +72,21 @@ def accumulation_seconds(
     return each / rate, once / rate
 
 
+def hidden(communication: Floats, window: Floats, sharpness: float) -> Floats:
+    """Seconds of `communication` that do not show when it runs beside `window` seconds of computation.
+
+    Both together take the p-norm of the two: the longer one alone where one is far longer, more where they
+    are alike and share memory bandwidth and multiprocessors.
+    """
+    longer = np.maximum(np.maximum(communication, window), TINY)
+    joined = ((communication / longer) ** sharpness + (window / longer) ** sharpness) ** (1 / sharpness)
+    return communication + window - joined * longer
+
+
+TINY = 1e-30
+"""Seconds; keeps a ratio of nothing to nothing finite."""
+
+
 def exchange_seconds(
     cluster: Cluster,
     engine: Engine,
@@ -98,20 +113,22 @@ def exchange_seconds(
     stage, micro_batches = table.zero_stage, table.micro_batches
     reductions, gathers = _calls(engine, table)
 
-    efficiency, reduced = engine.network_efficiency, reduced_bytes(engine, table)
+    reduced = reduced_bytes(engine, table)
     copies = table.zero_replicas
 
     def seconds(ranks: Ints, stride: Ints, count: Floats) -> Floats:
         """`ranks` that lie `stride` apart hold the same `count` parameters."""
         shards = np.maximum(ranks // copies, 1)
-        members = group(cluster, efficiency, shards, stride)
+        members = group(cluster, engine, shards, stride)
         scatter = reduce_scatter(members, count * reduced, layers)
         gather = all_gather(members, count * policy.gathered, layers)
         if (copies > 1).any():
             # Neighbours share the shards; the copies of a shard lie farther apart and are summed.
-            among = group(cluster, efficiency, np.minimum(ranks, copies), stride * shards)
+            among = group(cluster, engine, np.minimum(ranks, copies), stride * shards)
             scatter = scatter + all_reduce(among, count * reduced / shards, layers)
-        return np.where(stage == 0, 2.0 * scatter, reductions * scatter + gathers * gather)
+        # Switches that add up and trees make a plain all-reduce faster than a reduce-scatter and a gathering.
+        summed = all_reduce(members, count * reduced, layers)
+        return np.where(stage == 0, summed, reductions * scatter + gathers * gather)
 
     total = seconds(table.replicas, table.tensor_parallel, shared)
     if experts.any():
@@ -120,7 +137,7 @@ def exchange_seconds(
     # Stage 3 gathers in every pass, the others in the first forward pass.
     once = np.minimum(stage, 1) * forward + reductions * backward
     window = np.where(stage == 3, micro_batches * (forward + backward), once)
-    return total - np.minimum(engine.data_parallel_overlap * total, window)
+    return total - hidden(engine.data_parallel_overlap * total, window, engine.overlap_sharpness)
 
 
 def optimizer_seconds(
@@ -181,7 +198,7 @@ def orthogonal_seconds(
         (shared, tp, table.zero_shards, tp),
         (own, etp, np.where(whole, 1, shards), ep * etp),
     ):
-        within = group(cluster, engine.network_efficiency, over, stride)
-        across = group(cluster, engine.network_efficiency, split, 1)
+        within = group(cluster, engine, over, stride)
+        across = group(cluster, engine, split, 1)
         seconds = seconds + all_gather(within, count * element) + all_gather(across, count * split * element)
     return np.where(chosen, seconds, 0.0)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
+from typing import Annotated, Any
 
 from pydantic import Field, model_validator
 
@@ -27,6 +28,19 @@ class MemoryPolicy(Record):
     """One parameter on the wire of a gathering."""
 
 
+class Spread(Record):
+    """What the 80 % range of a step time is made of, as natural logarithms (`costmodels/uncertainty.py`)."""
+
+    base: NonNegative = 0.15
+    """Of the whole step: wide where the engine was never measured on the device."""
+    network: NonNegative = 0.15
+    """Of the share of the step that waits for links, for the first node and for each doubling of nodes."""
+    launch: NonNegative = 0.3
+    """Of the share in which the device waits for the host."""
+    bubble: NonNegative = 0.3
+    """Of the share in which the slowest pipeline rank waits for others."""
+
+
 class Engine(Record):
     """Constants of one training engine; rates are shares of the device's data-sheet peak."""
 
@@ -35,6 +49,14 @@ class Engine(Record):
     """Bytes per parameter by precision: `fp32`, `fp16`, `bf16`, `fp8`."""
     flash_attention: bool = True
     """Core attention never writes its score matrix to memory."""
+    softmax_passes: Positive = 1.0
+    """Without flash attention: traffic of scale, mask, softmax and dropout, relative to one fused kernel."""
+    attention_scale: Positive = 1.0
+    """Rate of the attention kernel relative to `attention_efficiency`: older ones are slower."""
+    norm_passes: Positive = 1.0
+    """Traffic of a norm relative to one fused kernel: more for a chain of element-wise ones."""
+    gathers_logits: bool = False
+    """Tensor-parallel ranks gather the logits, and each computes the whole loss."""
     fused_activation: bool = True
     """A gated MLP keeps its two inputs only; otherwise also the activated gate."""
     dropout: bool = False
@@ -49,20 +71,49 @@ class Engine(Record):
     """Device memory of the buffers of one process group."""
     gemm_efficiency: Fraction
     """Share of peak FLOP/s that a large matrix product reaches."""
+    gemm_launch: NonNegative = 5.5e-6
+    """Device seconds of a matrix product however small it is."""
+    gemm_wave: NonNegative = 0.05
+    """Share of a wave of tiles that the end of a matrix product leaves idle."""
+    fp8_gemm_efficiency: Fraction | None = None
+    """`gemm_efficiency` of 8-bit products; the same when not given."""
+    fp8_half_width: NonNegative = 290.0
+    """Inner width k at which an 8-bit product runs at half of its rate: k / (k + half)."""
     attention_efficiency: Fraction
-    """Share of peak FLOP/s that the attention kernel reaches."""
+    """Share of peak FLOP/s that the attention kernel reaches on long sequences and wide heads."""
+    attention_wave: NonNegative = 0.0
+    """Share of a wave of blocks of 128 queries, one a multiprocessor, that flash attention leaves idle."""
+    attention_half_seq: NonNegative = 0.0
+    """Tokens at which flash attention runs at half of that rate: s / (s + half)."""
+    attention_half_head: NonNegative = 0.0
+    """Elements of a head at which it does: d / (d + half)."""
     memory_efficiency: Fraction
     """Share of memory bandwidth that element-wise work reaches."""
     network_efficiency: Fraction
     """Share of link bandwidth that a large collective reaches."""
+    inter_node_efficiency: Fraction | None = None
+    """The same of links between nodes; as `network_efficiency` when not given."""
+    collective_latency: NonNegative = 0.0
+    """Seconds of one call of a collective on top of the hops of its links: launch and synchronisation."""
     elementwise_passes: Positive
     """Fused element-wise work as a multiple of the minimal traffic (one read and one write per tensor)."""
+    loss_bytes: NonNegative = 24.0
+    """Memory traffic of cross entropy for each logit, forward and backward, at `elementwise_passes` of 1."""
+    kernel_gaps: NonNegative = 0.0
+    """Seconds that one layer's forward pass loses between its kernels, however large they are; backward
+    loses twice as much."""
     layer_overhead: NonNegative
     """Host seconds to launch one layer's forward pass: the floor under small layers."""
-    tensor_parallel_launch: Positive = 2.0
-    """Host time of a layer with tensor-parallel collectives, relative to one without."""
-    sequence_parallel_launch: Positive = 2.0
+    backward_launch: Positive = 1.0
+    """Host time of a layer's backward pass, relative to its forward pass."""
+    tensor_parallel_launch: Positive = 1.0
+    """Factor of the host time of a layer for each doubling of tensor parallelism in a node."""
+    sequence_parallel_launch: Positive = 1.0
     """The same with sequence parallelism."""
+    pipeline_launch: Positive = 1.0
+    """Factor of the host time of a layer with tensor-parallel collectives in a pipeline."""
+    pipeline_launch_growth: NonNegative = 0.0
+    """Exponent of the tensor-parallel ranks of a node in that factor."""
     recompute_stops_early: bool = False
     """Recomputation ends with the last tensor that backward needs: a dense layer's last product and the
     collective after it are not repeated."""
@@ -80,13 +131,27 @@ class Engine(Record):
     parameters and gradients lie in the buffers of the collectives, which are cleared after every step."""
     fused_accumulation: bool = False
     """Matrix products add the gradients of weights to those of earlier micro batches themselves."""
+    dispatches_by_node: bool = False
+    """A token travels once to each node that has experts of its, not once to each expert."""
+    tensor_parallel_overlap: Fraction = 0.0
+    """Share of the time of tensor-parallel collectives that products of the same layer hide, chunk by chunk."""
     data_parallel_overlap: Fraction
     """Share of the data-parallel communication that can hide behind computation."""
+    overlap_sharpness: Annotated[float, Field(ge=1)] = 8.0
+    """Exponent of the p-norm that joins what can hide and what it hides behind: large where only what is
+    longer shows, small where both slow each other down."""
     fragmentation: NonNegative
     """Extra share of the dynamic memory that the allocator reserves but cannot use."""
+    spread: Spread = Spread()
     devices: dict[str, dict[str, Any]] = Field(default_factory=dict)
     """Constants that differ on an architecture (`Device.architecture`) or a kind of device, by its name."""
     source: str = ""
+
+    @property
+    def across(self) -> float:
+        """Share of the bandwidth of links between nodes that a large collective reaches."""
+        own = self.inter_node_efficiency
+        return self.network_efficiency if own is None else own
 
     @model_validator(mode="after")
     def _check(self) -> Engine:
@@ -99,6 +164,14 @@ class Engine(Record):
                     f"an override is one of {', '.join(allowed)}"
                 )
         return self
+
+    def with_switches(self, switches: Mapping[str, Any]) -> Engine:
+        """The engine with other values of some fields, on every device."""
+        devices = {
+            name: {field: value for field, value in overrides.items() if field not in switches}
+            for name, overrides in self.devices.items()
+        }
+        return Engine.model_validate({**self.model_dump(), **switches, "devices": devices})
 
     def for_device(self, device: Device) -> Engine:
         """The engine with its constants for `device`: those of its architecture, or else of its kind."""

@@ -24,9 +24,10 @@ class StepTime(Record):
     offload: NonNegative = 0.0
     """Activations on their way to host memory and back that compute does not hide."""
     pipeline_parallel: NonNegative
-    """Activations sent between stages."""
+    """What sending activations and gradients between stages adds to the pipeline; the gradients of a tied
+    embedding, summed."""
     bubble: NonNegative
-    """Idle time of the slowest pipeline rank."""
+    """What the pipeline takes longer than its slowest rank computes, were messages to take no time."""
     data_parallel: NonNegative
     """Gradient reduction and parameter gathering that compute does not hide."""
     accumulation: NonNegative = 0.0

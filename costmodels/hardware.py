@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import model_validator
+from pydantic import Field, model_validator
 
 from costmodels.words import Count, NonNegative, Positive, Record
 
 Precision = Literal["fp32", "tf32", "fp16", "bf16", "fp8"]
 """Number formats that matrix products run in."""
+
+Collective = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send"]
+"""What a group of ranks does together; `send` is a message from one rank to another."""
 
 
 class Link(Record):
@@ -20,6 +23,30 @@ class Link(Record):
     """Bytes per second and direction that one device can send (data-sheet value)."""
     latency: NonNegative
     """Seconds of one hop of a collective."""
+    wiring: Literal["switch", "mesh"] = "switch"
+    """How devices are joined: through switches that give any two of them the whole bandwidth, or each
+    pair by a wire of its own, so that a group has no more than the wires between its members."""
+
+
+class MeasuredCollective(Record):
+    """Bus bandwidth of one collective, as nccl-tests print it."""
+
+    collective: Collective
+    devices: Count
+    """Ranks of the group."""
+    nodes: Count
+    """Nodes over which they were spread evenly."""
+    bus_bandwidth: Positive
+    """Bytes per second: what nccl-tests call busbw, which is the link's whatever the number of ranks."""
+    message_bytes: Positive | None = None
+
+    @model_validator(mode="after")
+    def _check(self) -> MeasuredCollective:
+        if self.devices < 2 or self.devices % self.nodes:
+            raise ValueError(
+                f"{self.devices} devices on {self.nodes} nodes: expected at least 2, as many on every node"
+            )
+        return self
 
 
 class Device(Record):
@@ -43,12 +70,16 @@ class Device(Record):
     """One device's share of the bandwidth of its host's memory, in bytes per second; that of a server of 8
     devices and two processors of eight DDR4-3200 channels (DGX A100) unless said."""
     cores: Count
-    """Streaming multiprocessors, compute units or CPU cores: the width of a wave of tiles. No formula reads
-    it yet; it is what a calibration of wave quantisation needs."""
+    """Streaming multiprocessors, compute units or CPU cores: the width of a wave of tiles."""
     intra_node: Link
     inter_node: Link
+    """One device's share of the network cards of the usual server."""
     devices_per_node: Count = 8
     """Devices in the usual server, used when the user does not say."""
+    island: Count | None = None
+    """Devices that `intra_node` joins: fewer than a node holds, or more than one node's; a node's if None."""
+    nics_per_node: Count | None = None
+    """Network cards of the usual server; as many as devices if None."""
     context_bytes: NonNegative = 0.0
     """Memory that the driver context and the libraries take before the first tensor."""
     source: str = ""
@@ -62,24 +93,49 @@ class Device(Record):
 
 
 class Cluster(Record):
-    """`world_size` equal devices, `devices_per_node` of them in each node."""
+    """`world_size` equal devices, `devices_per_node` of them in each node, and what joins them."""
 
     device: Device
     world_size: Count
     devices_per_node: Count
     memory_bytes: Positive
     """Bytes of one device that the job may use; the device's own unless overridden."""
+    intra_node: Link | None = None
+    """The fast link inside an island; the device's own if None."""
+    inter_node: Link | None = None
+    """The network between nodes; the device's own if None. Its bandwidth is that of one network card where
+    `nics_per_node` is given, and otherwise one device's share of the cards."""
+    island: Count | None = None
+    """Devices that the fast link joins; the device's own if None."""
+    nics_per_node: Count | None = None
+    """Network cards that the devices of a node share evenly; as in the device's usual server if None."""
+    nodes_per_pod: Count | None = None
+    """Nodes under the same leaf switches; all if None."""
+    oversubscription: Annotated[float, Field(ge=1, allow_inf_nan=False)] = 1.0
+    """Bandwidth of a pod's network cards over that of its links to the spine."""
+    measured: tuple[MeasuredCollective, ...] = ()
+    """A measured sweep of collectives; it replaces the bandwidth of links and the engine's efficiency."""
 
     @model_validator(mode="after")
     def _check(self) -> Cluster:
-        if self.world_size > self.devices_per_node and self.world_size % self.devices_per_node:
-            down = self.world_size // self.devices_per_node * self.devices_per_node
-            fewer = range(self.devices_per_node - 1, 0, -1)
-            local = [size for size in fewer if self.world_size % size == 0][:2]
+        local = self.devices_per_node
+        if self.world_size > local and self.world_size % local:
+            down = self.world_size // local * local
+            fewer = [size for size in range(local - 1, 0, -1) if self.world_size % size == 0][:2]
             raise ValueError(
                 f"world size {self.world_size} is not a multiple of local world size "
-                f"{self.devices_per_node}; use {down} or {down + self.devices_per_node}, or a local world "
-                f"size of {' or '.join(map(str, local))}"
+                f"{local}; use {down} or {down + local}, or a local world "
+                f"size of {' or '.join(map(str, fewer))}"
+            )
+        island = self.island
+        if island is not None and max(island, local) % min(island, local):
+            raise ValueError(
+                f"island {island}: expected whole nodes of {local} devices, or a part that divides a node"
+            )
+        if self.oversubscription > 1 and self.nodes_per_pod is None:
+            raise ValueError(
+                f"oversubscription {self.oversubscription:g} needs nodes_per_pod, the nodes of a pod; "
+                "the network beyond a pod is what is oversubscribed"
             )
         return self
 
@@ -87,3 +143,29 @@ class Cluster(Record):
     def nodes(self) -> int:
         """Number of nodes."""
         return max(1, self.world_size // self.devices_per_node)
+
+    @property
+    def fast_link(self) -> Link:
+        """The link inside an island."""
+        return self.intra_node or self.device.intra_node
+
+    @property
+    def slow_link(self) -> Link:
+        """The network between nodes; its bandwidth is one device's share of the cards of a node."""
+        device, cards = self.device, self.nics_per_node
+        link = self.inter_node or device.inter_node
+        if cards is None:
+            return link
+        card = link.bandwidth
+        if self.inter_node is None:
+            card *= device.devices_per_node / (device.nics_per_node or device.devices_per_node)
+        return link.model_copy(update={"bandwidth": card * cards / self.devices_per_node})
+
+    @property
+    def joined(self) -> int:
+        """Devices that the fast link joins, whether or not the job has as many."""
+        if self.island is not None:
+            return self.island
+        own, local = self.device.island or self.devices_per_node, self.devices_per_node
+        # The island of a server ends with the part of it that a job uses; that of a rack does not.
+        return own if own > self.device.devices_per_node else min(own, local)

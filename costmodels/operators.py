@@ -56,6 +56,9 @@ class Operators:
     """Those of `gemms` that are the shared experts': tokens travel to the routed ones meanwhile."""
     last_gemms: tuple[Gemm, ...]
     """Those of `gemms` after which nothing is kept for backward: the one that ends a dense layer."""
+    seq: int
+    """Tokens that attention runs over."""
+    head_dim: int
     attention_flops: Floats
     """Scores and weighted values, all positions (causality not yet used)."""
     scores: Floats
@@ -84,6 +87,8 @@ class Operators:
     """Keys and values of the whole sequence, where they are gathered."""
     merge_bytes: Floats
     """Traffic of adding one rank's attention to that of the ranks before it, in fp32."""
+    top_k: int
+    """Experts of a token."""
     routed_bytes: Floats
     """Tokens that one rank sends to experts of other ranks' devices, and gets back."""
     expert_gather_bytes: Floats
@@ -169,16 +174,19 @@ def layer(model: ModelSpec, engine: Engine, table: LayoutTable, moe: bool) -> Op
     gathers_back = np.where(sp, 1.0 + entry, 2.0 * entry) + mlp_gathers + joins
     forms = table.context_parallel_form * (table.context_parallel > 1)
     exchanged = kept_heads_width(model, table) + (queries + values) / tp
+    norms = 4 * engine.norm_passes
     return Operators(
         gemms=attention + gemms,
         mlp_gemms=gemms[1:] if moe else gemms,
         shared_gemms=shared,
         last_gemms=() if moe else gemms[-1:],
+        seq=model.seq,
+        head_dim=model.head_dim,
         attention_flops=2 * t * model.seq * (queries + values) / tp,
         scores=t * model.seq * model.heads / tp,
-        elementwise_forward=6 * whole + 2 * e * between,
-        elementwise_backward=9 * whole + 3 * e * between,
-        norm_bytes=4 * whole,
+        elementwise_forward=(2 + norms) * whole + 2 * e * between,
+        elementwise_backward=(3 + 1.5 * norms) * whole + 3 * e * between,
+        norm_bytes=norms * whole,
         activation_bytes=2 * e * activated,
         attention_bytes=e * t * (h + (queries + values) / tp + kv),
         sequence_bytes=e * t * h,
@@ -192,6 +200,7 @@ def layer(model: ModelSpec, engine: Engine, table: LayoutTable, moe: bool) -> Op
             (table.context_parallel > 1) & (forms == ALL_GATHER), e * t * kv * table.context_parallel, 0.0
         ),
         merge_bytes=np.where(forms == RING, (e + 8) * t * values / tp, 0.0),
+        top_k=model.top_k,
         routed_bytes=routed,
         expert_gather_bytes=expert_gather,
     )
@@ -207,6 +216,8 @@ def embedding(model: ModelSpec, table: LayoutTable) -> Operators:
         mlp_gemms=(),
         shared_gemms=(),
         last_gemms=(),
+        seq=model.seq,
+        head_dim=model.head_dim,
         attention_flops=zero,
         scores=zero,
         elementwise_forward=2 * whole,
@@ -222,40 +233,47 @@ def embedding(model: ModelSpec, table: LayoutTable) -> Operators:
         exchange_bytes=zero,
         gathered_bytes=zero,
         merge_bytes=zero,
+        top_k=0,
         routed_bytes=zero,
         expert_gather_bytes=zero,
     )
 
 
-def head(model: ModelSpec, padded_vocab: Floats, table: LayoutTable) -> Operators:
+def head(model: ModelSpec, engine: Engine, padded_vocab: Floats, table: LayoutTable) -> Operators:
     """Final norm, output matrix and cross entropy over a vocabulary that tensor parallelism splits.
 
-    The loss reads the logits, keeps an fp32 copy, and passes over it for maximum, exponent and sum.
+    `engine.loss_bytes` is the traffic of the loss for each logit, a third of it in backward: fused kernels
+    read and write a logit a few times, chains of element-wise ones many times. Gathering the logits costs
+    vocabulary / hidden times as much as gathering a layer's input.
     """
     e, t = element_bytes(table.precision), tokens(model, table)
     tp, sp, zero = table.tensor_parallel, table.sequence_parallel, np.zeros(len(table))
-    logits = t * padded_vocab / tp
-    norm = e * t * model.hidden / np.where(sp, tp, 1)
+    logits = t * padded_vocab / (1 if engine.gathers_logits else tp)
+    norm = engine.norm_passes * e * t * model.hidden / np.where(sp, tp, 1)
+    gathered = engine.gathers_logits * padded_vocab / model.hidden
     return Operators(
         gemms=(Gemm(t, zero + model.hidden, padded_vocab / tp, zero + 1),),
         mlp_gemms=(),
         shared_gemms=(),
         last_gemms=(),
+        seq=model.seq,
+        head_dim=model.head_dim,
         attention_flops=zero,
         scores=zero,
-        elementwise_forward=2 * norm + (e + 16) * logits,
-        elementwise_backward=3 * norm + (e + 4) * logits,
+        elementwise_forward=2 * norm + engine.loss_bytes * logits * 2 / 3,
+        elementwise_backward=3 * norm + engine.loss_bytes * logits / 3,
         norm_bytes=zero,
         activation_bytes=zero,
         attention_bytes=zero,
         sequence_bytes=e * t * model.hidden,
-        gathers_forward=np.where(sp, 1.0, 0.0),
+        gathers_forward=np.where(sp, 1.0, 0.0) + gathered,
         gathers_backward=np.where(sp, 1.0, 2.0),
         mlp_gathers=zero,
         ring_bytes=zero,
         exchange_bytes=zero,
         gathered_bytes=zero,
         merge_bytes=zero,
+        top_k=0,
         routed_bytes=zero,
         expert_gather_bytes=zero,
     )

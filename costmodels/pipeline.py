@@ -1,8 +1,4 @@
-"""What pipeline ranks hold, and how long their schedule takes.
-
-Closed forms of Narayanan et al. (arXiv:2104.04473, section 2.2) and of the zero-bubble papers, with unequal
-stages; the tests play out the orders of PyTorch's schedules against them.
-"""
+"""What pipeline ranks hold: their layers, and the micro batches that each keeps in flight."""
 
 from __future__ import annotations
 
@@ -13,11 +9,8 @@ from functools import lru_cache
 
 import numpy as np
 
-from costmodels.hardware import Cluster
 from costmodels.layout import SPLIT_BACKWARD, V_SCHEDULES, Schedule
 from costmodels.model_spec import ModelSpec
-from costmodels.network import send
-from costmodels.shapes import element_bytes, tokens
 from costmodels.table import (
     RECOMPUTE_KINDS,
     RECOMPUTE_METHODS,
@@ -220,6 +213,12 @@ def ranks_entry(model: ModelSpec, table: LayoutTable, row: int) -> Entry:
     )
 
 
+def stages_as_ranks(model: ModelSpec, table: LayoutTable, row: int) -> Ranks:
+    """What each stage of one row holds, as if each were a rank of its own: arrays of shape [stages]."""
+    split, _, leading_dense, _, block, together = ranks_entry(model, table, row)
+    return all_ranks(split, len(split), leading_dense, "1f1b", block, together)
+
+
 def deciding_ranks(model: ModelSpec, table: LayoutTable) -> Ranks:
     """The ranks that can be slowest or fullest, for every row of a table: arrays of shape [n, k]."""
     columns = [table.split, table.pipeline_parallel, table.schedule]
@@ -249,63 +248,3 @@ def in_flight(ranks: Ranks, micro_batches: Floats) -> dict[str, Floats]:
         for kind in LAYER_KINDS
         if getattr(ranks, kind).any()
     }
-
-
-def bubble_seconds(
-    rank_seconds: Floats, count: Floats, chunks: Floats, slowest: Ints | None = None
-) -> Floats:
-    """Idle time of the slowest rank of each row: filling and draining all other ranks, one chunk deep.
-
-    (sum of t - t of the slowest) / vpp, which for equal ranks is Narayanan et al.'s (pp - 1) t / vpp.
-
-    Args:
-        rank_seconds: [n, k], what one micro batch takes on each rank while the pipeline fills and drains:
-            forward and backward, or less where the gradients of weights fill the bubble.
-        count: [n, k], ranks that the entry stands for.
-        chunks: [n], model chunks on each rank.
-        slowest: [n], the slowest rank; that of the largest `rank_seconds` when not given.
-    """
-    slow = rank_seconds.argmax(axis=1) if slowest is None else slowest
-    own = np.take_along_axis(rank_seconds, slow[:, None], axis=1)[:, 0]
-    result: Floats = ((rank_seconds * count).sum(axis=1) - own) / chunks
-    return np.maximum(result, 0.0)
-
-
-def split_bubble_seconds(
-    table: LayoutTable, forward: Floats, inputs: Floats, weights: Floats, count: Floats
-) -> Floats:
-    """`bubble_seconds` of schedules that run the gradients of weights apart, [n].
-
-    With f, i and w for forward, gradients of inputs and gradients of weights of a rank, every other rank
-    costs f + max(i - w, 0) in ZB-H1 (arXiv:2401.10241, table 1: pp - 1 times f + i - w) and in DualPipeV,
-    whose two directions also wait for each other where i > f; max(f, i, 2 (i - w)) in ZB-V (section 6,
-    for times that differ). The forms are fitted to the orders that PyTorch's schedules run.
-
-    Args:
-        forward, inputs, weights: [n, k], seconds of one micro batch on each rank.
-        count: [n, k], ranks that the entry stands for.
-    """
-    slowest = (forward + inputs + weights).argmax(axis=1)
-    chunks = table.virtual_pipeline_parallel.astype(np.float64)
-    own = np.take_along_axis(forward, slowest[:, None], axis=1)[:, 0]
-    uneven = bubble_seconds(inputs - forward, count, chunks, slowest) - own / chunks
-    filled = forward + np.maximum(inputs - weights, 0.0)
-    in_v = np.maximum(np.maximum(forward, inputs), 2.0 * (inputs - weights))
-    in_v = in_v + np.maximum(forward - inputs, 0.0)
-    each = np.where(table.runs("zbv")[:, None], in_v, filled)
-    both = bubble_seconds(each, count, chunks, slowest)
-    return both + np.where(table.runs("dualpipev"), np.maximum(uneven, 0.0), 0.0)
-
-
-def send_seconds(model: ModelSpec, cluster: Cluster, efficiency: float, table: LayoutTable) -> Floats:
-    """Seconds of sending activations and their gradients between stages in one step, [n].
-
-    One message each way for each micro batch and chunk, and for each stage that fills the pipeline;
-    sequence parallelism sends its part of the sequence only.
-    """
-    split = np.where(table.sequence_parallel, table.tensor_parallel, 1)
-    payload = element_bytes(table.precision) * tokens(model, table) * model.hidden / split
-    stride = table.tensor_parallel * table.context_parallel * table.data_parallel
-    pipeline = table.pipeline_parallel
-    messages = table.micro_batches * table.virtual_pipeline_parallel + pipeline - 1
-    return 2.0 * messages * send(cluster, efficiency, payload, pipeline, stride)

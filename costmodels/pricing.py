@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 
-from costmodels.compute import PARTS, Passes, passes, peak_flops
+from costmodels.bubble import (
+    bubble_seconds,
+    held_seconds,
+    message_seconds,
+    send_seconds,
+    split_bubble_seconds,
+    uneven_bubble_seconds,
+)
+from costmodels.compute import PARTS, Passes, peak_flops
 from costmodels.data_parallel import (
     accumulation_seconds,
     exchange_seconds,
@@ -16,10 +25,10 @@ from costmodels.data_parallel import (
 )
 from costmodels.engine import Engine
 from costmodels.estimate import Estimate, StageMemory, StepTime
+from costmodels.exact import pipeline_parts
 from costmodels.hardware import Cluster
 from costmodels.layout import SPLIT_BACKWARD, V_SCHEDULES, Layout
 from costmodels.memory import (
-    UnitSizes,
     end_parameters,
     memory_policy,
     parameters,
@@ -29,23 +38,10 @@ from costmodels.memory import (
 )
 from costmodels.model_spec import ModelSpec
 from costmodels.network import all_reduce, group
-from costmodels.operators import (
-    embedding,
-    head,
-    layer,
-    padded_vocabulary,
-)
-from costmodels.pipeline import (
-    NONE,
-    Ranks,
-    all_ranks,
-    bubble_seconds,
-    deciding_ranks,
-    ranks_entry,
-    send_seconds,
-    split_bubble_seconds,
-)
-from costmodels.table import Floats, Ints, LayoutTable, distinct
+from costmodels.operators import padded_vocabulary
+from costmodels.pipeline import Ranks, all_ranks, deciding_ranks, ranks_entry
+from costmodels.table import Bools, Floats, Ints, LayoutTable
+from costmodels.units import on_ranks, shapes_of, sizes_of, units_of
 
 BLOCK = 16384
 """Rows priced at a time, so that intermediate arrays stay small however long the table."""
@@ -57,14 +53,10 @@ class Prices:
 
     time: Mapping[str, Floats]
     """Seconds of each part of `StepTime`."""
-    step_time_s: Floats
     memory: Mapping[str, Floats]
     """Bytes of each part of `StageMemory` on the fullest pipeline rank."""
-    peak_memory_bytes: Floats
-    tokens_per_s: Floats
-    tokens_per_s_per_device: Floats
-    tflops_per_device: Floats
-    mfu: Floats
+    simulated: Bools
+    """Rows whose pipeline was simulated; closed forms say what the others take."""
     model: ModelSpec
     cluster: Cluster
     engine: Engine
@@ -72,86 +64,89 @@ class Prices:
     table: LayoutTable
 
     def __len__(self) -> int:
-        return len(self.step_time_s)
+        return len(self.table)
+
+    @cached_property
+    def step_time_s(self) -> Floats:
+        """Seconds of one optimizer step."""
+        return sum(self.time.values(), np.zeros(len(self)))
+
+    @cached_property
+    def peak_memory_bytes(self) -> Floats:
+        """Bytes of the fullest device."""
+        return sum(self.memory.values(), np.zeros(len(self)))
+
+    @cached_property
+    def tokens_per_s(self) -> Floats:
+        """Tokens of all devices together."""
+        return self.table.global_batch_size * self.model.seq / self.step_time_s
+
+    @property
+    def tokens_per_s_per_device(self) -> Floats:
+        """Tokens of one device."""
+        return self.tokens_per_s / self._devices
+
+    @property
+    def tflops_per_device(self) -> Floats:
+        """Model TFLOP/s by `ModelSpec.flops_per_sequence`."""
+        sequences = self.table.global_batch_size * self.model.flops_per_sequence()
+        return sequences / self.step_time_s / self._devices / 1e12
+
+    @property
+    def mfu(self) -> Floats:
+        """Model FLOPs over the peak of the table's precision, 0 to 1."""
+        return self.tflops_per_device * 1e12 / peak_flops(self.cluster.device, self.table.precision)
+
+    @property
+    def _devices(self) -> Ints:
+        return self.table.tensor_parallel * self.table.pipeline_parallel * self.table.replicas
+
+    def take(self, rows: Ints | Bools) -> Prices:
+        """The rows that an index or mask array selects."""
+        return replace(
+            self,
+            time={part: seconds[rows] for part, seconds in self.time.items()},
+            memory={part: held[rows] for part, held in self.memory.items()},
+            simulated=self.simulated[rows],
+            table=self.table.take(rows),
+        )
+
+    def simulate(self, rows: Ints) -> Prices:
+        """The same, with the bubble and the sends of `rows` as their simulated pipelines have them."""
+        table = self.table.take(rows)
+        bubble, sends, found = pipeline_parts(self.model, self.cluster, self.engine, table)
+        sends += _tied_seconds(
+            self.model, self.cluster, self.engine, table, padded_vocabulary(self.model, table)
+        )
+        time, simulated = dict(self.time), self.simulated.copy()
+        for part, seconds in (("bubble", bubble), ("pipeline_parallel", sends)):
+            time[part] = time[part].copy()
+            time[part][rows[found]] = seconds[found]
+        simulated[rows] = found
+        return replace(self, time=time, simulated=simulated)
 
     def estimate(self, row: int) -> Estimate:
-        """One row as an `Estimate`, with the memory of every pipeline rank."""
-        one = self.table.take(np.array([row]))
-        every = all_ranks(*ranks_entry(self.model, one, 0))
+        """One row as an `Estimate`, its pipeline simulated, with the memory of every pipeline rank."""
+        one = self.take(np.array([row]))
+        if not one.simulated[0]:
+            one = one.simulate(np.array([0]))
+        every = all_ranks(*ranks_entry(self.model, one.table, 0))
         ranks = every.each(lambda held: held[None, :])
-        sizes = unit_sizes(self.model, self.engine, one)
-        memory = stage_memory(self.cluster, self.engine, one, sizes, ranks)
+        sizes = unit_sizes(self.model, self.engine, one.table)
+        memory = stage_memory(self.cluster, self.engine, one.table, sizes, ranks)
         return Estimate(
-            step_time_s=self.step_time_s[row],
-            time=StepTime(**{part: float(seconds[row]) for part, seconds in self.time.items()}),
+            step_time_s=one.step_time_s[0],
+            time=StepTime(**{part: float(seconds[0]) for part, seconds in one.time.items()}),
             memory=tuple(
                 StageMemory(**{part: float(held[0, rank]) for part, held in memory.items()})
                 for rank in range(len(every.count))
             ),
-            peak_memory_bytes=self.peak_memory_bytes[row],
-            tokens_per_s=self.tokens_per_s[row],
-            tokens_per_s_per_device=self.tokens_per_s_per_device[row],
-            tflops_per_device=self.tflops_per_device[row],
-            mfu=self.mfu[row],
+            peak_memory_bytes=one.peak_memory_bytes[0],
+            tokens_per_s=one.tokens_per_s[0],
+            tokens_per_s_per_device=one.tokens_per_s_per_device[0],
+            tflops_per_device=one.tflops_per_device[0],
+            mfu=one.mfu[0],
         )
-
-
-def _shapes(table: LayoutTable) -> tuple[LayoutTable, Ints]:
-    """The few rows that differ in the shape of their operators, and which of them each row is like."""
-    first, code = distinct(
-        [
-            table.tensor_parallel,
-            table.sequence_parallel,
-            table.context_parallel,
-            table.context_parallel_form,
-            table.expert_parallel,
-            table.expert_tensor_parallel,
-            table.micro_batch_size,
-            table.recompute,
-            table.recompute_modules,
-            table.recompute_num_layers,
-            table.recompute_method,
-            table.offload_activations,
-            table.pipeline_parallel > 1,
-            table.runs(*SPLIT_BACKWARD),
-        ]
-    )
-    return table.take(first), code
-
-
-def _units(model: ModelSpec, cluster: Cluster, engine: Engine, table: LayoutTable) -> dict[str, Passes]:
-    """Passes of what a pipeline rank holds, by the field of `Ranks` that counts it."""
-    tp, cp, ep = table.tensor_parallel, table.context_parallel, table.expert_parallel
-    etp = table.expert_tensor_parallel
-    sizes_and_strides = {"tp": (tp, 1), "cp": (cp, tp), "etp": (etp, 1), "ep": (ep, etp)}
-    groups = {
-        name: group(cluster, engine.network_efficiency, size, np.asarray(stride))
-        for name, (size, stride) in sizes_and_strides.items()
-    }
-    device = cluster.device
-    ends = {"first": embedding(model, table), "last": head(model, padded_vocabulary(model, table), table)}
-    layers = {"dense": layer(model, engine, table, moe=False)}
-    if model.experts:
-        layers["moe"] = layer(model, engine, table, moe=True)
-    units = {held: passes(work, device, engine, table, groups, repeats=True) for held, work in layers.items()}
-    if table.recompute_method.any():
-        none = np.zeros_like(table.recompute)
-        plain = replace(table, recompute=none, recompute_modules=none)
-        for held, work in layers.items():
-            units[f"{held}_plain"] = passes(work, device, engine, plain, groups, repeats=True)
-    for held, work in ends.items():
-        units[held] = passes(work, device, engine, table, groups, repeats=False, wide=True)
-    return units
-
-
-def _on_ranks(units: dict[str, Passes], ranks: Ranks, row: Ints, part: str) -> Floats:
-    """Seconds of `part` for one micro batch on each rank; `row` says which row of `units` is meant."""
-    total = np.zeros_like(ranks.dense)
-    for held, unit in units.items():
-        count, seconds = getattr(ranks, held), getattr(unit, part)
-        if count is not NONE and seconds.any():
-            total += count * seconds[row].reshape(-1, *(1,) * (total.ndim - 1))
-    return total
 
 
 def _tied_seconds(
@@ -160,7 +155,7 @@ def _tied_seconds(
     """Seconds to sum the gradients of both copies of a tied embedding, on the first and the last stage."""
     apart = table.tensor_parallel * table.context_parallel * table.data_parallel
     apart = apart * np.maximum(table.pipeline_parallel - 1, 1)
-    pair = group(cluster, engine.network_efficiency, np.minimum(table.pipeline_parallel, 2), apart)
+    pair = group(cluster, engine, np.minimum(table.pipeline_parallel, 2), apart)
     count = vocabulary * model.hidden / table.tensor_parallel
     # In a V both are on the first rank.
     apart_from_another = ~table.runs(*V_SCHEDULES) * model.tied
@@ -172,11 +167,6 @@ def _blocks(table: LayoutTable) -> Iterator[LayoutTable]:
         yield table.take(np.arange(start, min(start + BLOCK, len(table))))
 
 
-def _sizes(model: ModelSpec, engine: Engine, shapes: LayoutTable, shape: Ints) -> UnitSizes:
-    every = unit_sizes(model, engine, shapes)
-    return UnitSizes(**{field.name: getattr(every, field.name)[shape] for field in fields(UnitSizes)})
-
-
 def peak_memory(model: ModelSpec, cluster: Cluster, engine: Engine, table: LayoutTable) -> Floats:
     """Bytes of the fullest device of each row, as `price` has them, in a fraction of its time.
 
@@ -186,7 +176,7 @@ def peak_memory(model: ModelSpec, cluster: Cluster, engine: Engine, table: Layou
     engine = engine.for_device(cluster.device)
 
     def peak(block: LayoutTable) -> Floats:
-        sizes, ranks = _sizes(model, engine, *_shapes(block)), deciding_ranks(model, block)
+        sizes, ranks = sizes_of(model, engine, *shapes_of(block)), deciding_ranks(model, block)
         held = stage_memory(cluster, engine, block, sizes, ranks)
         most: Floats = sum(held.values(), np.zeros(())).max(axis=1)
         return most
@@ -198,39 +188,33 @@ def _price_block(
     model: ModelSpec, cluster: Cluster, engine: Engine, table: LayoutTable
 ) -> tuple[dict[str, Floats], dict[str, Floats]]:
     """Parts of the time and of the peak memory of each row."""
-    shapes, shape = _shapes(table)
-    units = _units(model, cluster, engine, shapes)
-    sizes, ranks = _sizes(model, engine, shapes, shape), deciding_ranks(model, table)
+    shapes, shape = shapes_of(table)
+    units = units_of(model, cluster, engine, shapes)
+    sizes, ranks = sizes_of(model, engine, shapes, shape), deciding_ranks(model, table)
 
     held_shared, held_experts = parameters(sizes, ranks)
     adding, once = accumulation_seconds(engine, cluster.device, table, model.experts > 0)
     # Each micro batch adds its gradients to those of the ones before it.
     added = (held_shared + held_experts) * adding[:, None]
-    rank_seconds = _on_ranks(units, ranks, shape, "total") + added
+    rank_seconds = on_ranks(units, ranks, shape, "total") + added
     slowest = rank_seconds.argmax(axis=1)[:, None]
     rows = np.arange(len(table))
     slow = ranks.each(lambda held: held[rows, slowest[:, 0]])
     micro_batches = table.micro_batches
-    time = {part: micro_batches * _on_ranks(units, slow, shape, part) for part in PARTS}
+    time = {part: micro_batches * on_ranks(units, slow, shape, part) for part in PARTS}
     slow_added = added[rows, slowest[:, 0]]
-    backward = _on_ranks(units, slow, shape, "backward") + slow_added
+    backward = on_ranks(units, slow, shape, "backward") + slow_added
     forward = rank_seconds[rows, slowest[:, 0]] - backward
     shared, experts = held_shared.max(axis=1), held_experts.max(axis=1)
     time["accumulation"] = np.maximum(micro_batches * slow_added + (shared + experts) * once, 0.0)
-    time["pipeline_parallel"] = send_seconds(model, cluster, engine.network_efficiency, table)
+    bubble, spare, weights = _bubbles(units, table, ranks, shape, rank_seconds, added, slowest[:, 0])
+    message = message_seconds(model, cluster, engine, table)
+    waiting = held_seconds(table, rank_seconds, ranks, message)
+    time["bubble"] = bubble
+    time["pipeline_parallel"] = send_seconds(table, message, waiting, spare, forward, backward, weights)
     time["pipeline_parallel"] += _tied_seconds(
         model, cluster, engine, table, padded_vocabulary(model, shapes)[shape]
     )
-    time["bubble"] = bubble_seconds(
-        rank_seconds, ranks.count, table.virtual_pipeline_parallel.astype(np.float64), slowest[:, 0]
-    )
-    if (apart := table.runs(*SPLIT_BACKWARD)).any():
-        some = ranks.each(lambda held: held[apart])
-        weights = _on_ranks(units, some, shape[apart], "weights")
-        inputs = _on_ranks(units, some, shape[apart], "backward") - weights
-        weights += added[apart]
-        ahead = rank_seconds[apart] - inputs - weights
-        time["bubble"][apart] = split_bubble_seconds(table.take(apart), ahead, inputs, weights, some.count)
     time["data_parallel"] = exchange_seconds(
         cluster, engine, table, shared, experts, slow.layers, forward, backward
     )
@@ -244,8 +228,43 @@ def _price_block(
     return {part: time[part] for part in StepTime.model_fields}, memory
 
 
+def _bubbles(
+    units: dict[str, Passes],
+    table: LayoutTable,
+    ranks: Ranks,
+    shape: Ints,
+    rank_seconds: Floats,
+    added: Floats,
+    slowest: Ints,
+) -> tuple[Floats, Floats, Floats]:
+    """In closed form, the bubble of each row, its spare seconds, and the gradients of weights of its slowest
+    rank, [n]. The last two are zero where backward is one pass.
+    """
+    chunks = table.virtual_pipeline_parallel
+    bubble = bubble_seconds(rank_seconds, ranks.count, chunks.astype(np.float64), slowest)
+    spare, weights_of_slowest = np.zeros(len(table)), np.zeros(len(table))
+    uneven = (chunks == 1) & (table.pipeline_parallel > 1) & (ranks.last[np.arange(len(table)), slowest] == 0)
+    if uneven.any():
+        some = ranks.each(lambda held: held[uneven])
+        backward = on_ranks(units, some, shape[uneven], "backward") + added[uneven]
+        own = rank_seconds[uneven]
+        ahead = np.take_along_axis(own - backward, slowest[uneven][:, None], axis=1)[:, 0]
+        bubble[uneven] = uneven_bubble_seconds(own, ahead, some, slowest[uneven])
+    if (apart := table.runs(*SPLIT_BACKWARD)).any():
+        some = ranks.each(lambda held: held[apart])
+        weights = on_ranks(units, some, shape[apart], "weights")
+        inputs = on_ranks(units, some, shape[apart], "backward") - weights
+        weights += added[apart]
+        ahead = rank_seconds[apart] - inputs - weights
+        bubble[apart], spare[apart] = split_bubble_seconds(
+            table.take(apart), ahead, inputs, weights, some.count
+        )
+        weights_of_slowest[apart] = np.take_along_axis(weights, slowest[apart][:, None], axis=1)[:, 0]
+    return bubble, spare, weights_of_slowest
+
+
 def price(model: ModelSpec, cluster: Cluster, engine: Engine, table: LayoutTable) -> Prices:
-    """What each row of `table` costs.
+    """What each row of `table` costs, its pipeline by closed forms (`Prices.simulate` replaces them).
 
     Args:
         engine: its constants; `Engine.for_device` is applied here.
@@ -255,24 +274,16 @@ def price(model: ModelSpec, cluster: Cluster, engine: Engine, table: LayoutTable
         InputError: the device or the engine does not know the precision of the table.
     """
     engine = engine.for_device(cluster.device)
-    peak = peak_flops(cluster.device, table.precision)
+    peak_flops(cluster.device, table.precision)
     memory_policy(engine, table.precision)
     blocks = [_price_block(model, cluster, engine, block) for block in _blocks(table)]
-    time = {part: np.concatenate([block[0][part] for block in blocks]) for part in StepTime.model_fields}
-    memory = {part: np.concatenate([block[1][part] for block in blocks]) for part in StageMemory.model_fields}
-    step_time = sum(time.values(), np.zeros(len(table)))
-    devices = table.tensor_parallel * table.pipeline_parallel * table.context_parallel * table.data_parallel
-    tokens_per_s = table.global_batch_size * model.seq / step_time
-    flops = table.global_batch_size * model.flops_per_sequence() / step_time / devices
     return Prices(
-        time=time,
-        step_time_s=step_time,
-        memory=memory,
-        peak_memory_bytes=sum(memory.values(), np.zeros(len(table))),
-        tokens_per_s=tokens_per_s,
-        tokens_per_s_per_device=tokens_per_s / devices,
-        tflops_per_device=flops / 1e12,
-        mfu=flops / peak,
+        time={part: np.concatenate([time[part] for time, _ in blocks]) for part in StepTime.model_fields},
+        memory={
+            part: np.concatenate([memory[part] for _, memory in blocks]) for part in StageMemory.model_fields
+        },
+        # Without pipeline parallelism there is nothing to simulate.
+        simulated=table.pipeline_parallel == 1,
         model=model,
         cluster=cluster,
         engine=engine,
@@ -281,5 +292,5 @@ def price(model: ModelSpec, cluster: Cluster, engine: Engine, table: LayoutTable
 
 
 def estimate(model: ModelSpec, cluster: Cluster, engine: Engine, layout: Layout) -> Estimate:
-    """What one layout costs; raises `InputError` as `price` does."""
+    """What one layout costs, its pipeline simulated; raises `InputError` as `price` does."""
     return price(model, cluster, engine, LayoutTable.of([layout])).estimate(0)

@@ -7,7 +7,6 @@ from dataclasses import replace
 
 from costmodels.catalogue import device_names, load_device
 from costmodels.errors import InputError, NoLayoutFits
-from costmodels.hardware import Cluster
 from costmodels.words import GIB
 from planner.pins import Pins
 from planner.ranking import Problem, SearchResult, rank
@@ -76,12 +75,8 @@ def _with_world_size(problem: Problem, world_size: int) -> Problem:
         local = min(world_size, max(local, cluster.device.devices_per_node))
     return replace(
         problem,
-        cluster=Cluster(
-            device=cluster.device,
-            world_size=world_size,
-            devices_per_node=local,
-            memory_bytes=cluster.memory_bytes,
-        ),
+        # What joins the devices stays as it is.
+        cluster=cluster.model_copy(update={"world_size": world_size, "devices_per_node": local}),
     )
 
 

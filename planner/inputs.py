@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import math
 import os
 from pathlib import Path
-from typing import get_args
+from typing import TYPE_CHECKING, TypedDict, get_args
 
 from costmodels.catalogue import load_device, load_engine, load_model
 from costmodels.catalogue.yaml_files import build
 from costmodels.engine import Engine
 from costmodels.errors import InputError
-from costmodels.hardware import Cluster, Device, Precision
+from costmodels.hardware import Cluster, Device, Link, MeasuredCollective, Precision
 from costmodels.model_spec import ModelSpec
+from costmodels.network_table import read_network_table
 from costmodels.words import GIB
 from planner.space import Batch
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 DEFAULT_DEVICE = "a100-80g"
 """Device that is assumed when none is named."""
@@ -25,6 +30,29 @@ MEMORY_VARIABLE = "DEVICE_MEMORY_GB"
 
 Cards are sold by GB and hold GiB (an "80 GB" A100 has 80 GiB of HBM), so the number counts GiB.
 """
+
+LEAST_GBPS, MOST_GBPS = 0.1, 1e5
+"""Gigabits per second that a link may have: a tenth of an office network, and ten times NVLink 5."""
+
+
+class NetworkOptions(TypedDict, total=False):
+    """What joins the devices, where it is not what the catalogue says of them."""
+
+    intra_node_gbps: float | None
+    """Gigabits (10^9 bits, an eighth of gigabytes) per second and direction of one device's fast link."""
+    inter_node_gbps: float | None
+    """The same of the network: of one network card where `nics_per_node` is given, otherwise of one
+    device's share of the cards."""
+    island: int | None
+    """Devices that the fast link joins."""
+    nics_per_node: int | None
+    """Network cards of a node."""
+    nodes_per_pod: int | None
+    """Nodes under the same leaf switches."""
+    oversubscription: float | None
+    """Bandwidth of a pod's network cards over that of its links to the spine, such as 2 for 2:1."""
+    network_table: str | Path | tuple[MeasuredCollective, ...] | None
+    """Measured collectives, or the CSV file that holds them (`read_network_table`)."""
 
 
 def resolve_model(model: ModelSpec | str | Path, seq: int | None = None) -> ModelSpec:
@@ -60,11 +88,13 @@ def resolve_cluster(
     world_size: int,
     local_world_size: int | None = None,
     device_memory_gib: float | None = None,
+    **network: Unpack[NetworkOptions],
 ) -> Cluster:
     """The cluster of `world_size` devices, `local_world_size` in each node.
 
     A node holds as many as the device's usual server when that is not given. Memory is the device's
-    own, unless `device_memory_gib` or the environment's `DEVICE_MEMORY_GB` replaces it.
+    own, unless `device_memory_gib` or the environment's `DEVICE_MEMORY_GB` replaces it. Links are the
+    device's own as far as `network` (`NetworkOptions`) does not replace them.
     """
     for name, value in (("world_size", world_size), ("local_world_size", local_world_size)):
         if value is not None and value < 1:
@@ -83,7 +113,60 @@ def resolve_cluster(
         "devices_per_node": local_world_size or min(world_size, resolved.devices_per_node),
         "memory_bytes": resolved.memory_bytes if memory is None else memory * GIB,
     }
-    return build(Cluster, values, "cluster")
+    cluster = build(Cluster, values | _network(resolved, **network), "cluster")
+    given = cluster.intra_node or cluster.inter_node
+    fast, slow = cluster.fast_link, cluster.slow_link
+    if given and cluster.nodes > 1 and slow.bandwidth > fast.bandwidth:
+        raise InputError(
+            f"{fast.bandwidth * 8 / 1e9:g} gigabits per second of a device inside a node and "
+            f"{slow.bandwidth * 8 / 1e9:g} between nodes: expected no less inside; both intra_node_gbps and "
+            "inter_node_gbps count gigabits (8 x GB/s)"
+        )
+    return cluster
+
+
+def _network(
+    device: Device,
+    *,
+    intra_node_gbps: float | None = None,
+    inter_node_gbps: float | None = None,
+    island: int | None = None,
+    nics_per_node: int | None = None,
+    nodes_per_pod: int | None = None,
+    oversubscription: float | None = None,
+    network_table: str | Path | tuple[MeasuredCollective, ...] | None = None,
+) -> dict[str, object]:
+    """The fields of `Cluster` that say how devices are joined."""
+    counts = {"island": island, "nics_per_node": nics_per_node, "nodes_per_pod": nodes_per_pod}
+    for name, count in counts.items():
+        if count is not None and count < 1:
+            raise InputError(f"{name} {count}: expected a whole number of at least 1")
+    values: dict[str, object] = dict(counts)
+    for name, gbps, own in (
+        ("intra_node", intra_node_gbps, device.intra_node),
+        ("inter_node", inter_node_gbps, device.inter_node),
+    ):
+        if gbps is not None:
+            values[name] = _link(f"{name}_gbps", gbps, own)
+    if oversubscription is not None:
+        if not 1 <= oversubscription < math.inf:
+            raise InputError(f"oversubscription {oversubscription:g}: expected a number of at least 1")
+        values["oversubscription"] = oversubscription
+    if network_table is not None:
+        if not isinstance(network_table, tuple):
+            network_table = read_network_table(network_table)
+        values["measured"] = network_table
+    return values
+
+
+def _link(name: str, gbps: float, own: Link) -> Link:
+    """`own` with another bandwidth, given in gigabits per second."""
+    if not LEAST_GBPS <= gbps <= MOST_GBPS:
+        raise InputError(
+            f"{name} {gbps:g}: expected gigabits per second (8 x GB/s) from {LEAST_GBPS:g} to {MOST_GBPS:g}; "
+            f"{own.name} has {own.bandwidth * 8 / 1e9:g}"
+        )
+    return own.model_copy(update={"bandwidth": gbps * 1e9 / 8})
 
 
 def _memory_gib(given: float | None) -> float | None:

@@ -6,14 +6,14 @@ The command line of `planner` and of `runtime.pretrain` take these flags through
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import get_args
+from typing import cast, get_args
 
 from costmodels.errors import InputError
 from costmodels.layout import Optimizer, RecomputeMethod, Schedule
 from costmodels.model_spec import ModelSpec
 from planner.accepted import AcceptedFlags, accepted_names
 from planner.flags import arguments, flag
-from planner.inputs import DEFAULT_DEVICE, DEFAULT_ENGINE
+from planner.inputs import DEFAULT_DEVICE, DEFAULT_ENGINE, NetworkOptions
 from planner.model_options import ModelOptions, choice
 from planner.pins import Pins, parse_pins, where_possible
 
@@ -63,6 +63,36 @@ class ClusterOptions:
     device: str | None = flag(
         None, f"Catalogue name of the device (see `devices`); {DEFAULT_DEVICE} if none."
     )
+    intra_node_gbps: float | None = flag(
+        None,
+        "Gigabits per second (8 x GB/s) and direction of one device's fast link (NVLink, HCCS); the data "
+        "sheet's unless given.",
+    )
+    inter_node_gbps: float | None = flag(
+        None,
+        "Gigabits per second (8 x GB/s) of the network between nodes: of one card with --nics-per-node, "
+        "otherwise of one device's share of the cards.",
+    )
+    island: int | None = flag(
+        None, "Devices that the fast link joins: a part of a node, or several nodes (72 for an NVL72 rack)."
+    )
+    nics_per_node: int | None = flag(None, "Network cards of a node, shared by its devices.")
+    nodes_per_pod: int | None = flag(None, "Nodes under the same leaf switches (a rack or pod).")
+    oversubscription: float | None = flag(
+        None, "Bandwidth of a pod's cards over that of its spine links, such as 2; needs --nodes-per-pod."
+    )
+    network_table: str | None = flag(
+        None,
+        "CSV of measured collectives (collective, devices, nodes, busbw_gbs in GB/s, bytes), which replace "
+        "the bandwidth of links.",
+        metavar="FILE",
+    )
+
+    def network(self) -> NetworkOptions:
+        """What joins the devices, as far as flags say it."""
+        names = NetworkOptions.__annotations__
+        given = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+        return cast(NetworkOptions, given)
 
     def required_world_size(self) -> int:
         """The world size; raises `InputError` when none is given."""

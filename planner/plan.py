@@ -16,6 +16,7 @@ from costmodels.estimate import Estimate
 from costmodels.hardware import Cluster
 from costmodels.layout import Layout
 from costmodels.model_spec import ModelSpec
+from costmodels.timeline import Timeline, timeline
 from costmodels.words import CountOrZero, Record
 from planner.flags import one_line
 
@@ -63,6 +64,13 @@ class Plan(Record):
                 f"{self.layout.pipeline_parallel}"
             )
         return self
+
+    def timeline(self) -> Timeline:
+        """When each forward and backward pass and each message of one step runs, simulated.
+
+        Raises `InputError` where the schedule does not run the plan's micro batches, or they are too many.
+        """
+        return timeline(self.model, self.cluster, self.engine, self.layout)
 
     def save(self, path: str | Path) -> None:
         """Write the plan as JSON; a reader sees the old file or the new one, never a part.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -13,12 +14,19 @@ from costmodels.hardware import Cluster, Precision
 from costmodels.layout import Layout
 from costmodels.model_spec import ModelSpec
 from costmodels.pricing import Prices, estimate, peak_memory, price
+from costmodels.simulation import FIRST_TRY
 from costmodels.table import Floats, Ints, LayoutTable, combined
 from planner import reasons
 from planner.pins import Pins
 from planner.plan import Plan
 from planner.rules import DEVICE_MEMORY
 from planner.space import Batch, Space, build
+
+FEWEST, MOST = 10, 40
+"""Plans at the top of the ranking whose pipelines are simulated, however long they take, and at most."""
+
+MOST_PASSES = 50_000
+"""Passes of the pipelines after the first `FEWEST` that are simulated."""
 
 
 @dataclass(frozen=True)
@@ -54,9 +62,12 @@ class SearchResult:
     table: LayoutTable
     """The legal layouts."""
     order: Ints
-    """Rows of `table`, best first: those that fit by tokens per second, then the others by memory."""
+    """Rows of `table`, best first: those that fit by tokens per second, then the others by memory.
+
+    The first ones are ordered by their simulated pipelines, those behind them by closed forms.
+    """
     prices: Prices
-    """Of the layouts that fit."""
+    """Of the layouts that fit; those at the top of the ranking with simulated pipelines."""
     places: Ints
     """Rows of `prices`, best first."""
 
@@ -90,12 +101,21 @@ class SearchResult:
             rejected=self.rejected,
         )
 
+    @cached_property
+    def _candidates(self) -> dict[int, tuple[Layout, Estimate]]:
+        """Those that were asked for: a plan is compared with others, which cost some time each."""
+        return {}
+
     def _candidate(self, rank: int) -> tuple[Layout, Estimate]:
-        layout = self.table.layout(int(self.order[rank]))
-        if rank < self.feasible:
-            return layout, self.prices.estimate(int(self.places[rank]))
-        problem = self.problem
-        return layout, estimate(problem.model, problem.cluster, problem.engine, layout)
+        if rank not in self._candidates:
+            layout = self.table.layout(int(self.order[rank]))
+            if rank < self.feasible:
+                cost = self.prices.estimate(int(self.places[rank]))
+            else:
+                problem = self.problem
+                cost = estimate(problem.model, problem.cluster, problem.engine, layout)
+            self._candidates[rank] = layout, cost
+        return self._candidates[rank]
 
     def _reason(self, rank: int) -> str:
         if rank >= self.feasible:
@@ -119,6 +139,9 @@ def rank(problem: Problem, space: Space, started: float) -> SearchResult:
     # Most layouts of a large model do not fit; only the others are timed.
     prices = price(model, cluster, engine, table.take(fitting))
     places = _order(table, fitting, -np.log(prices.tokens_per_s))
+    first = places[: _simulated(prices.table.take(places[:MOST]))]
+    prices = prices.simulate(first)
+    places[: len(first)] = first[_order(table, fitting[first], -np.log(prices.tokens_per_s[first]))]
     nearest = _order(table, too_big, np.log(memory[too_big]))
     legal, feasible = len(table), len(fitting)
     rejected = dict(space.illegal)
@@ -136,6 +159,15 @@ def rank(problem: Problem, space: Space, started: float) -> SearchResult:
         prices=prices,
         places=places,
     )
+
+
+def _simulated(table: LayoutTable) -> int:
+    """How many rows at the top of the ranking are simulated."""
+    pipeline = table.pipeline_parallel
+    # Long schedules are played until they are steady, which most are by then.
+    played = np.minimum(table.micro_batches, 2 * FIRST_TRY * pipeline)
+    passes = np.where(pipeline > 1, 2 * played * pipeline * table.virtual_pipeline_parallel, 0).cumsum()
+    return max(min(len(table), FEWEST), int(np.searchsorted(passes, MOST_PASSES)))
 
 
 def _order(table: LayoutTable, rows: Ints, logarithm: Floats) -> Ints:

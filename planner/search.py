@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from costmodels.engine import Engine
 from costmodels.errors import InputError
@@ -18,6 +19,9 @@ from planner.plan import Plan
 from planner.ranking import Problem, SearchResult, rank
 from planner.rules import first_illegal
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
 
 def search(
     model: ModelSpec | str | Path,
@@ -31,6 +35,7 @@ def search(
     precision: str | None = None,
     pin: PinInput = None,
     device_memory_gib: float | None = None,
+    **network: Unpack[inputs.NetworkOptions],
 ) -> SearchResult:
     """Price every legal layout of `model` on `world_size` devices and rank them.
 
@@ -38,6 +43,8 @@ def search(
     config.json; `device` a `Device` or a catalogue name (`a100-80g` when not given). The batch counts
     sequences a step: exactly `global_batch_size`, or for each layout the most that it can run up to
     `max_global_batch_size`. `pin` fixes degrees of freedom (`["tp=8"]` or `{"tensor_parallel": 8}`).
+    `network` says what joins the devices where it differs from the catalogue (`NetworkOptions`), such
+    as `inter_node_gbps=200` or `network_table="nccl.csv"`.
 
     Raises `InputError` for wrong input and when no layout is legal; a result without feasible layouts
     is returned all the same.
@@ -52,7 +59,7 @@ def search(
             )
         global_batch_size = int(str(_agreed("global_batch_size", global_batch_size, pinned)))
         max_global_batch_size = None
-    cluster = inputs.resolve_cluster(device, world_size, local_world_size, device_memory_gib)
+    cluster = inputs.resolve_cluster(device, world_size, local_world_size, device_memory_gib, **network)
     resolved_engine = inputs.resolve_engine(engine)
     problem = Problem(
         model=inputs.resolve_model(model),
@@ -83,6 +90,7 @@ def suggest(
     precision: str | None = None,
     pin: PinInput = None,
     device_memory_gib: float | None = None,
+    **network: Unpack[inputs.NetworkOptions],
 ) -> Plan:
     """The best plan of `search`, which takes the same arguments.
 
@@ -100,6 +108,7 @@ def suggest(
         precision=precision,
         pin=pin,
         device_memory_gib=device_memory_gib,
+        **network,
     )
     if result.best is None:
         raise advice.no_layout_fits(result)
@@ -115,18 +124,22 @@ def evaluate(
     device: Device | str | None = None,
     engine: Engine | str = inputs.DEFAULT_ENGINE,
     device_memory_gib: float | None = None,
+    **network: Unpack[inputs.NetworkOptions],
 ) -> Estimate:
     """What one layout costs, whether or not the search would emit it.
 
-    `world_size` is the layout's own when not given. Raises `InputError` for a layout that breaks a
-    rule, with the rule's numbers and what would be right. Whether it fits is for the caller to ask.
+    `world_size` is the layout's own when not given; `network` as in `search`. Raises `InputError` for a
+    layout that breaks a rule, with the rule's numbers and what would be right. Whether it fits is for the
+    caller to ask.
     """
     spec = inputs.resolve_model(model)
     if world_size is not None and world_size != layout.world_size:
         raise InputError(
             f"layout {layout.describe()} occupies {layout.world_size} devices, not world_size {world_size}"
         )
-    cluster = inputs.resolve_cluster(device, layout.world_size, local_world_size, device_memory_gib)
+    cluster = inputs.resolve_cluster(
+        device, layout.world_size, local_world_size, device_memory_gib, **network
+    )
     resolved_engine = inputs.resolve_engine(engine)
     inputs.resolve_precision(layout.precision, cluster.device, resolved_engine)
     message = first_illegal(spec, layout)

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from costmodels import Device
 from costmodels.errors import InputError
 from planner.flags import flag
-from planner.inputs import DEFAULT_ENGINE
+from planner.inputs import DEFAULT_ENGINE, NetworkOptions
 from planner.options import BatchOptions, ClusterOptions, ModelOptions, ParallelOptions
 from planner.plan import Plan
 from planner.search import suggest
 from runtime.data import Datasets
 from runtime.options import DataOptions, OutputOptions, TrainingOptions
 from runtime.preflight import check_model
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 
 @dataclass(frozen=True)
@@ -46,8 +49,9 @@ def plan_here(
     device: Device | str,
     world_size: int,
     local_world_size: int,
+    **network: Unpack[NetworkOptions],
 ) -> Plan:
-    """The best plan that the runtime can train on `world_size` devices."""
+    """The best plan that the runtime can train on `world_size` devices, joined as `network` says."""
     if parallel.engine != DEFAULT_ENGINE:
         raise InputError(
             f"--engine {parallel.engine}: what trains here is {DEFAULT_ENGINE}; leave the flag out, or price "
@@ -63,6 +67,7 @@ def plan_here(
         global_batch_size=batch.global_batch_size,
         max_global_batch_size=batch.max_global_batch_size,
         pin=parallel.pins(spec),
+        **network,
     )
 
 

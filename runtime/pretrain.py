@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import dataclasses
 import json
 import os
 import sys
@@ -55,10 +56,12 @@ def plan_for(job: Job, ranks: Ranks) -> Plan:
                 f"--{name.replace('_', '-')} {given}: torchrun started {started} ranks; leave the flag out"
             )
     if job.run.plan is not None:
-        check_alone(job.model, job.batch, job.parallel)
+        joined = dataclasses.replace(job.cluster, world_size=None, local_world_size=None, device=None)
+        check_alone(job.model, job.batch, job.parallel, joined)
         return Plan.load(job.run.plan)
     device = job.cluster.device or detect_device(ranks.local_world_size)
-    return plan_here(job.model, job.batch, job.parallel, device, ranks.world_size, ranks.local_world_size)
+    sizes = ranks.world_size, ranks.local_world_size
+    return plan_here(job.model, job.batch, job.parallel, device, *sizes, **job.cluster.network())
 
 
 def preflight(plan: Plan, job: Job, world_size: int) -> None:

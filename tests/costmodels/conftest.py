@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
-import yaml
 
 import costmodels
 from costmodels import Cluster, Device, Engine, Layout, Link, ModelSpec, even_split
+from costmodels.catalogue import load_engine
 
 GIB = 2.0**30
 
@@ -95,11 +94,9 @@ def cluster(a100: Device) -> Callable[..., Cluster]:
 @pytest.fixture
 def engine() -> Callable[..., Engine]:
     """Makes an engine of the catalogue, with some constants replaced: `engine("megatron", dropout=False)`."""
-    path = Path(costmodels.__file__).parent / "catalogue" / "engines.yaml"
-    entries = yaml.safe_load(path.read_text())["engines"]
 
     def make(name: str, **constants: object) -> Engine:
-        return Engine.model_validate({"name": name, **entries[name], **constants})
+        return Engine.model_validate({**load_engine(name).model_dump(), **constants})
 
     return make
 

@@ -152,6 +152,9 @@ def test_devices_are_complete(name: str) -> None:
     assert device.inter_node.bandwidth <= device.intra_node.bandwidth
     assert device.inter_node.latency >= device.intra_node.latency
     assert device.context_bytes < 0.1 * device.memory_bytes
+    island = device.island or device.devices_per_node
+    assert max(island, device.devices_per_node) % min(island, device.devices_per_node) == 0
+    assert (device.nics_per_node or 1) <= device.devices_per_node
     flops = [device.peak_flops[kind] for kind in ("fp32", "tf32", "bf16", "fp8") if kind in device.peak_flops]
     assert flops == sorted(flops)
 
@@ -159,7 +162,8 @@ def test_devices_are_complete(name: str) -> None:
 GIGABYTES = {
     "v100-16g": 16, "v100-32g": 32, "a100-40g": 40, "a100-80g": 80, "a100-pcie-40g": 40, "a100-pcie-80g": 80,
     "a800-80g": 80, "h100": 80, "h100-pcie": 80, "h800": 80, "h200": 141, "h20": 96, "b200": 180,
-    "gb200": 186, "l40s": 48, "mi250x": 64, "mi300x": 192, "ascend-910": 32, "ascend-910b": 64,
+    "gb200": 186, "b300": 270, "gb300": 279, "l40s": 48, "mi250x": 64, "mi300x": 192, "ascend-910": 32,
+    "ascend-910b": 64,
 }  # fmt: skip
 
 
@@ -173,7 +177,25 @@ def test_peaks_are_dense() -> None:
     assert load_device("h100").peak_flops["bf16"] == pytest.approx(989.4e12)
     assert load_device("a100").peak_flops["fp16"] == pytest.approx(312e12)
     assert load_device("b200").peak_flops["fp8"] == pytest.approx(4500e12)
+    assert load_device("gb300").peak_flops["fp8"] == pytest.approx(5000e12)
     assert "bf16" not in load_device("v100").peak_flops
+
+
+def test_links_are_those_of_the_data_sheets() -> None:
+    racks = {name for name in device_names() if (load_device(name).island or 0) > 8}
+    assert racks == {"gb200", "gb300"}
+    assert all(load_device(name).island == 72 and load_device(name).devices_per_node == 4 for name in racks)
+    meshes = {name for name in device_names() if load_device(name).intra_node.wiring == "mesh"}
+    assert meshes == {"mi300x", "ascend-910", "ascend-910b"}
+    # Cards of 100, 200 and 400 Gb/s that two devices share.
+    shared = {"v100-16g": 100, "v100-32g": 100, "a100-pcie-40g": 200, "a100-pcie-80g": 200, "l40s": 200}
+    shared |= {"mi250x": 200, "h100-pcie": 400}
+    for name in device_names():
+        device = load_device(name)
+        cards = device.nics_per_node or device.devices_per_node
+        card = device.inter_node.bandwidth * device.devices_per_node / cards
+        assert name not in shared or card == pytest.approx(shared[name] * 1e9 / 8)
+        assert (cards < device.devices_per_node) == (name in shared)
 
 
 def test_every_engine_loads() -> None:

@@ -214,8 +214,8 @@ def test_the_bundled_runtime_keeps_experts_in_16_bits(mixture, engine, layout):
     large = changed(mixture, expert_ffn=16384)
 
     def compute(precision, **constants):
-        one = engine("bundled", **constants)
-        return estimate(large, machine, one, layout(large, dp=8, precision=precision)).time.compute
+        one = engine("bundled", fp8_half_width=0.0, **constants)
+        return estimate(large, machine, one, layout(large, dp=8, mbs=8, precision=precision)).time.compute
 
     wide = compute("bf16")
     assert compute("fp8", fp8_experts=True) < 0.65 * wide < compute("fp8") < wide

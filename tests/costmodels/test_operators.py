@@ -19,7 +19,7 @@ def model_flops(model, engine, table):
     total = (model.layers - model.moe_layers) * flops(layer(model, engine, table, moe=False))
     if model.experts:
         total = total + model.moe_layers * flops(layer(model, engine, table, moe=True))
-    total = total + flops(head(model, padded_vocabulary(model, table), table))
+    total = total + flops(head(model, engine, padded_vocabulary(model, table), table))
     return total * table.tensor_parallel
 
 

@@ -5,8 +5,9 @@ from dataclasses import fields
 import numpy as np
 import pytest
 
+from costmodels.bubble import bubble_seconds, message_seconds
 from costmodels.layout import even_split
-from costmodels.pipeline import Ranks, all_ranks, bubble_seconds, deciding_ranks, in_flight, send_seconds
+from costmodels.pipeline import Ranks, all_ranks, deciding_ranks, in_flight
 from costmodels.table import LayoutTable
 
 
@@ -106,8 +107,8 @@ def test_an_equal_pipeline_takes_as_long_as_when_played_out():
     assert max(clock) == pytest.approx(m * (f + b) + bubble)
 
 
-def test_sequence_parallel_stages_send_their_part(gpt, cluster, layout):
+def test_sequence_parallel_stages_send_their_part(gpt, cluster, layout, engine):
     table = LayoutTable.of([layout(gpt, tp=4, sp=sp, pp=4, m=8) for sp in (False, True)])
-    whole, part = send_seconds(gpt, cluster(16), 1.0, table)
-    latency = 2 * (8 + 3) * 5e-6
+    whole, part = message_seconds(gpt, cluster(16), engine("megatron"), table)
+    latency = 5e-6
     assert whole - latency == pytest.approx(4 * (part - latency))

@@ -147,12 +147,12 @@ def test_tensor_parallelism_across_nodes_costs_more_than_inside(llama, cluster, 
 
 
 def test_interleaving_shrinks_the_bubble(llama, cluster, engine, layout):
-    plain, chunked = (
-        seconds(llama, cluster(64), engine("megatron"), layout(llama, tp=8, sp=True, pp=8, vpp=vpp, m=16))
-        for vpp in (1, 5)
-    )
-    assert chunked.bubble == pytest.approx(plain.bubble / 5)
-    assert chunked.pipeline_parallel > plain.pipeline_parallel
+    layouts = [layout(llama, tp=8, sp=True, pp=8, vpp=vpp, m=16) for vpp in (1, 5)]
+    plain, chunked = price(llama, cluster(64), engine("megatron"), LayoutTable.of(layouts)).time["bubble"]
+    assert chunked == pytest.approx(plain / 5)
+    once, five = (seconds(llama, cluster(64), engine("megatron"), one) for one in layouts)
+    assert five.bubble == pytest.approx(once.bubble / 5, rel=0.05)  # The head lengthens the last stage.
+    assert five.pipeline_parallel > once.pipeline_parallel
 
 
 def test_the_slowest_stage_sets_the_pace(llama, cluster, engine, layout):
@@ -261,7 +261,8 @@ def test_what_is_recomputed_costs_its_part_of_the_forward_pass(gpt, cluster, eng
 
 def test_recomputation_ends_with_the_last_tensor_that_backward_needs(llama, a100, engine, layout, cluster):
     """The product that ends a layer, and the collective after it, run once; Megatron-LM's run twice."""
-    bundled = engine("bundled", layer_overhead=0.0).for_device(a100)
+    bundled = engine("bundled", layer_overhead=0.0, gemm_launch=0.0, gemm_wave=0.0).for_device(a100)
+    bundled = bundled.model_copy(update={"memory_efficiency": 1.0})
     last = llama.layers * 2 * llama.seq * llama.ffn * llama.hidden / (312e12 * bundled.gemm_efficiency)
 
     def time(stops, **fields):
@@ -271,7 +272,7 @@ def test_recomputation_ends_with_the_last_tensor_that_backward_needs(llama, a100
     mlp = {"recompute": "selective", "recompute_modules": ("mlp",)}
     units = {"recompute": "full", "recompute_num_layers": 4}
     for fields, spared in (({"recompute": "full"}, last), (mlp, last), (units, last / 4)):
-        assert time(False, **fields).recompute - time(True, **fields).recompute == pytest.approx(spared)
+        assert time(False, **fields).recompute - time(True, **fields).recompute == pytest.approx(spared, rel=1e-2)
     # Of a layer's all-gathers and reduce-scatters (4 forward, 4 backward) sequence parallelism repeats 3 with
     # full recomputation and 1 with that of the MLP; without it, 1 of 2 all-reduces and none.
     for sp, recompute, repeated in (

@@ -1,4 +1,4 @@
-"""Bubble and memory of split backward against the orders that PyTorch's schedules run."""
+"""Orders of passes, and bubble and memory of split backward, against what PyTorch's schedules run."""
 
 from __future__ import annotations
 
@@ -7,8 +7,11 @@ from collections import Counter, defaultdict
 import numpy as np
 import pytest
 
+from costmodels.bubble import bubble_seconds, split_bubble_seconds
+from costmodels.errors import InputError
 from costmodels.layout import SPLIT_BACKWARD, Layout, even_split
-from costmodels.pipeline import all_ranks, bubble_seconds, in_flight, split_bubble_seconds
+from costmodels.pipeline import all_ranks, in_flight
+from costmodels.schedules import orders, runs
 from costmodels.table import LayoutTable
 from tests.runtime.schedule_play import Action, action_order
 
@@ -49,6 +52,37 @@ def played_seconds(orders: list[list[Action]], seconds: dict[str, list[float]]) 
     return max(clock)
 
 
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved", *SPLIT_BACKWARD])
+@pytest.mark.parametrize("pipeline", [1, 2, 3, 4, 7, 8])
+def test_orders_are_those_of_pytorch(schedule, pipeline):
+    chunk_counts = {"1f1b": [1], "zbv": [2], "dualpipev": [2]}.get(schedule, [2, 3, 5])
+    compared = 0
+    for chunks in chunk_counts:
+        for micro_batches in (1, 2, 3, 4, 5, 7, 8, 9, 12, 16, 19, 24, 33):
+            try:
+                expected = action_order(schedule, pipeline, chunks, micro_batches)
+            except ValueError:
+                # Megatron-LM runs 1F1B with fewer micro batches than ranks.
+                assert schedule == "1f1b" or not runs(schedule, pipeline, chunks, micro_batches)
+                continue
+            found = orders(schedule, pipeline, chunks, micro_batches)
+            for order, actions in zip(found, expected, strict=True):
+                columns = (order.kind.tolist(), order.stage.tolist(), order.micro_batch.tolist())
+                passes = [("FBIW"[kind], stage, number) for kind, stage, number in zip(*columns, strict=True)]
+                assert passes == [tuple(action) for action in actions]
+            compared += 1
+    assert compared > len(chunk_counts)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "chunks", "micro_batches"),
+    [("interleaved", 2, 9), ("interleaved_zb", 1, 8), ("dualpipev", 2, 7), ("zbv", 3, 8), ("1f1b", 2, 8)],
+)
+def test_schedules_that_do_not_run_are_named(schedule, chunks, micro_batches):
+    with pytest.raises(InputError, match=f"schedule {schedule} does not run {micro_batches} micro batches"):
+        orders(schedule, 4, chunks, micro_batches)
+
+
 CASES = [(2, 2, 8), (4, 2, 8), (4, 2, 20), (8, 2, 32)]
 
 
@@ -65,8 +99,8 @@ def test_the_bubble_is_that_of_the_schedule(schedule, pipeline, chunks, micro_ba
         {kind: [time] * stages for kind, time in zip("FIW", seconds, strict=True)},
     )
     whole = [np.full((1, 1), time * chunks) for time in seconds]
-    bubble = split_bubble_seconds(LayoutTable.of([layout]), *whole, np.full((1, 1), float(pipeline)))[0]
-    assert micro_batches * chunks * sum(seconds) + bubble == pytest.approx(played)
+    bubble, _ = split_bubble_seconds(LayoutTable.of([layout]), *whole, np.full((1, 1), float(pipeline)))
+    assert micro_batches * chunks * sum(seconds) + bubble[0] == pytest.approx(played)
 
 
 @pytest.mark.parametrize("schedule", SPLIT_BACKWARD)
@@ -79,8 +113,8 @@ def test_a_head_makes_its_rank_the_slowest_and_the_others_wait(schedule):
         np.array([[sum(times[kind][stage] for stage in layout.stages_of(rank)) for rank in range(pipeline)]])
         for kind in "FIW"
     ]
-    bubble = split_bubble_seconds(LayoutTable.of([layout]), *ranks, np.ones((1, pipeline)))[0]
-    assert micro_batches * sum(ranks).max() + bubble == pytest.approx(played, rel=0.05)
+    bubble, _ = split_bubble_seconds(LayoutTable.of([layout]), *ranks, np.ones((1, pipeline)))
+    assert micro_batches * sum(ranks).max() + bubble[0] == pytest.approx(played, rel=0.05)
 
 
 def test_zero_bubble_schedules_leave_less_idle_than_interleaving():
@@ -89,7 +123,7 @@ def test_zero_bubble_schedules_leave_less_idle_than_interleaving():
     interleaved = bubble_seconds(sum(times), count, chunks)[0]
     for schedule in SPLIT_BACKWARD:
         table = LayoutTable.of([layout_of(schedule, 4, 2, 16)])
-        assert split_bubble_seconds(table, *times, count)[0] == pytest.approx(interleaved / 3)
+        assert split_bubble_seconds(table, *times, count)[0][0] == pytest.approx(interleaved / 3)
 
 
 @pytest.mark.parametrize(("pipeline", "chunks", "micro_batches"), [*CASES, (4, 3, 16)])

@@ -1,0 +1,94 @@
+"""Fit the constants of engines to published measurements and write them into the catalogue.
+
+python -m benchmarks.calibrate --rows FILE... [--only ENGINE/ARCHITECTURE]... [--write]
+
+The fits are those of costmodels/catalogue/fits.yaml; the result is costmodels/catalogue/calibrated.yaml. Only the
+rows of `costmodels.calibration.scoring.fitted` are used, so that the others tell how good the constants are.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import yaml
+
+import costmodels.catalogue
+from costmodels.calibration.fit import FitPlan, belongs, errors, fit, fit_spread, plans
+from costmodels.calibration.measured import Measurement, read
+from costmodels.calibration.scoring import fitted
+from costmodels.catalogue.yaml_files import packaged
+from costmodels.errors import InputError
+from costmodels.table import Floats
+
+TARGET = Path(costmodels.catalogue.__file__).with_name("calibrated.yaml")
+
+HEADER = """\
+# Constants fitted to published measurements by `python -m benchmarks.calibrate --rows FILE... --write`; not to be
+# edited by hand. Priors and rows of each fit are in fits.yaml, its errors on rows that it did not see here.
+"""
+
+
+def _percent(logarithms: Floats) -> dict[str, float]:
+    missed = 100 * np.abs(np.expm1(logarithms))
+    return {
+        "n": len(missed),
+        "median_ape": round(float(np.median(missed)), 2),
+        "mean_ape": round(float(missed.mean()), 2),
+    }
+
+
+def calibrate(plan: FitPlan, rows: list[Measurement]) -> dict[str, Any]:
+    """One entry of the catalogue: constants, range, and errors on rows that the fit did not see."""
+    usable = [row for row in rows if belongs(row, plan)]
+    seen = [row for row in usable if fitted(row)]
+    unseen = [row for row in usable if not fitted(row)]
+    found = fit(plan, seen)
+    spread = fit_spread(found, seen)
+    entry = {
+        "sources": list(plan.sources),
+        "rows": len(seen),
+        "constants": found.constants,
+        "spread": spread,
+    }
+    if unseen:
+        entry["held_out"] = _percent(errors(found, unseen))
+    return entry
+
+
+def main() -> None:
+    """Fit, print and, where asked to, write."""
+    parser = argparse.ArgumentParser(description="Fit the constants of engines to measured step times.")
+    parser.add_argument("--rows", nargs="+", required=True, metavar="FILE", help="CSV files of measurements")
+    parser.add_argument("--only", action="append", metavar="ENGINE/ARCHITECTURE", help="fit these alone")
+    parser.add_argument("--write", action="store_true", help=f"write {TARGET.name}")
+    arguments = parser.parse_args()
+    try:
+        _run(arguments.rows, arguments.only, arguments.write)
+    except InputError as error:
+        sys.exit(f"error: {error}")
+
+
+def _run(files: list[str], only: list[str] | None, write: bool) -> None:
+    wanted = [plan for plan in plans() if only is None or f"{plan.engine}/{plan.architecture}" in only]
+    if not wanted:
+        names = ", ".join(f"{plan.engine}/{plan.architecture}" for plan in plans())
+        raise InputError(f"--only {' '.join(only or ())}: no such fit; fits.yaml lists {names}")
+    rows = [row for file in files for row in read(file)[0]]
+    entries: dict[str, Any] = {name: dict(fits) for name, fits in packaged("calibrated.yaml")["engines"].items()}
+    for plan in wanted:
+        entry = calibrate(plan, rows)
+        entries.setdefault(plan.engine, {})[plan.architecture] = entry
+        print(f"{plan.engine} on {plan.architecture}: {entry['rows']} rows, not seen: {entry.get('held_out')}")
+        print(f"  {entry['constants']}\n  spread {entry['spread']}")
+    if write:
+        text = yaml.safe_dump({"engines": entries}, sort_keys=True, width=110)
+        TARGET.write_text(HEADER + text, encoding="utf-8")
+        print(f"wrote {TARGET}")
+
+
+if __name__ == "__main__":
+    main()

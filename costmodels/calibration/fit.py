@@ -1,0 +1,209 @@
+"""Fitting an engine's constants for one device architecture to measured step times.
+
+Few constants, each with what is known of it beforehand, and residuals in log space: a step that is 10 %
+too long counts as much as one that is 10 % too short, whatever it takes. Rows that nothing explains must not
+bend the constants, so large residuals count less than in squares (soft L1, Huber 1964).
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from costmodels.calibration.measured import Measurement
+from costmodels.catalogue.yaml_files import packaged
+from costmodels.engine import Engine, Spread
+from costmodels.errors import InputError
+from costmodels.hardware import Cluster
+from costmodels.model_spec import ModelSpec
+from costmodels.pricing import price
+from costmodels.table import Floats, LayoutTable
+from costmodels.uncertainty import spread
+from costmodels.words import Positive, Record
+
+EVALUATIONS = 60
+"""Most evaluations of all rows, those of derivatives not counted."""
+
+STEP = 1e-3
+"""Step of the derivatives, as a share of a constant's limits."""
+
+
+class Prior(Record):
+    """What is known of a constant before the fit."""
+
+    start: float
+    within: Positive
+    """Likely deviation from `start`, as a natural logarithm."""
+    limits: tuple[float, float]
+
+
+class FitPlan(Record):
+    """One fit of `fits.yaml`."""
+
+    engine: str
+    architecture: str
+    sources: tuple[str, ...]
+    tolerance: Positive
+    constants: dict[str, Prior]
+
+
+@dataclass(frozen=True)
+class Fitted:
+    """Result of one fit."""
+
+    plan: FitPlan
+    constants: dict[str, float]
+    rows: int
+
+
+def plans() -> list[FitPlan]:
+    """The fits that `fits.yaml` lists."""
+    return [FitPlan.model_validate(fields) for fields in packaged("fits.yaml")["fits"]]
+
+
+def errors(found: Fitted, measurements: Sequence[Measurement]) -> Floats:
+    """Natural logarithms of predicted over measured step time, [n]."""
+    measured = np.log([row.step_time_s for row in measurements])
+    predicted = _step_times(_batches(measurements), found.constants, len(measured))
+    result: Floats = np.log(predicted) - measured
+    return result
+
+
+def fit_spread(found: Fitted, measurements: Sequence[Measurement]) -> dict[str, float]:
+    """The fields of `Spread` under which `COVERED` of the measured steps lie in their range.
+
+    Quantile regression (Koenker and Bassett 1978) of the absolute errors on the width of the range.
+    """
+    from scipy.optimize import minimize
+
+    missed = np.abs(errors(found, measurements))
+    names = list(Spread.model_fields)
+    priced = [
+        (batch, batch.engine.model_copy(update={**found.constants, "devices": {}}))
+        for batch in _batches(measurements)
+    ]
+    prices = [
+        (batch, engine, price(batch.model, batch.cluster, engine, batch.table)) for batch, engine in priced
+    ]
+
+    def widths(values: Floats) -> Floats:
+        chosen = Spread(**dict(zip(names, np.exp(values).tolist(), strict=True)))
+        result = np.empty(len(missed))
+        for batch, engine, costs in prices:
+            own = engine.model_copy(update={"spread": chosen})
+            result[batch.rows] = spread(batch.cluster, own, costs.time, costs.step_time_s)
+        return result
+
+    def loss(values: Floats) -> float:
+        over = missed - widths(values)
+        pinball = np.maximum(COVERED * over, (COVERED - 1) * over)
+        # Weak pull towards the defaults, for terms that the rows do not show.
+        return float(pinball.mean() + PULL * np.square(values - start).mean())
+
+    start = np.log([field.default for field in Spread.model_fields.values()])
+    found_at = minimize(loss, start, method="Nelder-Mead", options={"maxiter": 2000, "xatol": 1e-3}).x
+    return {name: float(f"{value:.3g}") for name, value in zip(names, np.exp(found_at), strict=True)}
+
+
+COVERED = 0.82
+"""Share of the rows that were fitted which the range covers: a little more than of those that were not."""
+
+PULL = 2e-5
+
+
+@dataclass(frozen=True)
+class _Batch:
+    """Rows that are priced together."""
+
+    model: ModelSpec
+    cluster: Cluster
+    engine: Engine
+    table: LayoutTable
+    rows: list[int]
+
+
+def _batches(measurements: Sequence[Measurement]) -> list[_Batch]:
+    alike: dict[tuple[str, ...], list[int]] = defaultdict(list)
+    for row, one in enumerate(measurements):
+        records = (one.model, one.cluster, one.engine)
+        layout = one.layouts[0]
+        key = (*(record.model_dump_json() for record in records), layout.precision, layout.gradient_reduction)
+        alike[key].append(row)
+    result = []
+    for rows in alike.values():
+        first = measurements[rows[0]]
+        table = LayoutTable.of([measurements[row].layouts[0] for row in rows])
+        engine = first.engine.for_device(first.cluster.device)
+        result.append(_Batch(first.model, first.cluster, engine, table, rows))
+    return result
+
+
+def _step_times(batches: Sequence[_Batch], constants: dict[str, float], count: int) -> Floats:
+    result = np.empty(count)
+    for batch in batches:
+        engine = batch.engine.model_copy(update={**constants, "devices": {}})
+        result[batch.rows] = price(batch.model, batch.cluster, engine, batch.table).step_time_s
+    return result
+
+
+def belongs(measurement: Measurement, plan: FitPlan) -> bool:
+    """Whether a row is one that `plan` may fit."""
+    return (
+        measurement.source in plan.sources
+        and measurement.step_time_s is not None
+        and measurement.engine.name == plan.engine
+        and measurement.cluster.device.architecture == plan.architecture
+    )
+
+
+def fit(plan: FitPlan, measurements: Sequence[Measurement]) -> Fitted:
+    """The constants that bring the predicted step times of `measurements` nearest to the measured ones.
+
+    Raises:
+        InputError: scipy is not installed, or there are fewer rows than constants.
+    """
+    try:
+        from scipy.optimize import least_squares
+    except ImportError:
+        raise InputError("fitting needs scipy: pip install 'llm-parallelism-planner[calibrate]'") from None
+    if len(measurements) < len(plan.constants):
+        raise InputError(
+            f"fit of {plan.engine} on {plan.architecture}: {len(measurements)} rows for "
+            f"{len(plan.constants)} constants; give more rows"
+        )
+    names = list(plan.constants)
+    priors = list(plan.constants.values())
+    low, high = (np.array([prior.limits[side] for prior in priors]) for side in (0, 1))
+    start = np.array([prior.start for prior in priors])
+    within = np.array([prior.within for prior in priors])
+    measured = np.log([row.step_time_s for row in measurements])
+    batches = _batches(measurements)
+
+    def residuals(shares: Floats) -> Any:
+        values = low + shares * (high - low)
+        predicted = _step_times(batches, dict(zip(names, values.tolist(), strict=True)), len(measured))
+        errors = np.log(predicted) - measured
+        # A constant that deviates as far as is likely weighs as much as one row at the tolerance.
+        known = plan.tolerance * np.log((values + SMALL) / (start + SMALL)) / within
+        return np.concatenate([errors, known])
+
+    found = least_squares(
+        residuals,
+        (start - low) / (high - low),
+        bounds=(0.0, 1.0),
+        loss="soft_l1",
+        f_scale=plan.tolerance,
+        diff_step=STEP,
+        max_nfev=EVALUATIONS,
+    )
+    values = low + found.x * (high - low)
+    constants = {name: float(f"{value:.4g}") for name, value in zip(names, values, strict=True)}
+    return Fitted(plan, constants, len(measurements))
+
+
+SMALL = 1e-9
+"""Keeps the logarithm of a constant that is zero finite."""

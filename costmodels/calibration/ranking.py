@@ -1,0 +1,60 @@
+"""How well a model ranks measured runs: Kendall's tau, and what its choice costs."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+
+import numpy as np
+
+from costmodels.table import Floats, Ints
+
+SHORTEST = 3
+"""Rows of a sweep, at least, for it to have an order worth comparing."""
+
+TIE = 9
+"""Decimals of the logarithm of a throughput: what is equal up to here ranks equal."""
+
+
+def kendall_tau(first: Floats | Ints, second: Floats | Ints) -> float | None:
+    """Kendall's tau-b of two rankings of the same rows; None where one of them ranks all rows equal.
+
+    Concordant less discordant pairs, over the geometric mean of the pairs that either ranking tells apart
+    (Kendall, "The treatment of ties in ranking problems", Biometrika 33, 1945).
+    """
+    above = np.triu_indices(len(first), 1)
+    one, other = (np.sign(values[:, None] - values)[above] for values in (first, second))
+    pairs = np.sqrt(np.count_nonzero(one) * float(np.count_nonzero(other)))
+    return float((one * other).sum() / pairs) if pairs else None
+
+
+def regret(measured: Floats, predicted: Floats) -> float:
+    """Share of the best measured throughput that is lost with the row that `predicted` puts first, 0 to 1.
+
+    Both are throughputs. Of rows that tie at the top of `predicted` the mean counts.
+    """
+    return float(1 - measured[predicted == predicted.max()].mean() / measured.max())
+
+
+def rank_sweeps(
+    sweeps: Sequence[str], measured: Floats, predicted: Floats
+) -> tuple[list[float], list[float]]:
+    """Kendall's tau of each sweep that has one, and the regret of each, over those of `SHORTEST` rows or more.
+
+    Args:
+        sweeps: name of the sweep of each row; rows without a name are in none.
+        measured, predicted: throughputs, [n].
+    """
+    rows_of: defaultdict[str, list[int]] = defaultdict(list)
+    for row, sweep in enumerate(sweeps):
+        if sweep:
+            rows_of[sweep].append(row)
+    taus, regrets = [], []
+    for rows in rows_of.values():
+        if len(rows) < SHORTEST:
+            continue
+        seen, said = (np.round(np.log(speeds[rows]), TIE) for speeds in (measured, predicted))
+        regrets.append(regret(measured[rows], said))
+        if (tau := kendall_tau(seen, said)) is not None:
+            taus.append(tau)
+    return taus, regrets

@@ -1,0 +1,60 @@
+"""How the engines of published measurements share layers among pipeline stages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from costmodels.calibration.row_models import Unusable
+from costmodels.layout import even_split
+from costmodels.model_spec import ModelSpec
+
+
+def even_stages(model: ModelSpec, stages: int) -> tuple[int, ...]:
+    """Equal stages; embedding and head count as a layer each where that makes the stages even (Megatron-LM's
+    `--account-for-embedding-in-pipeline-split` and `--account-for-loss-in-pipeline-split`)."""
+    layers = model.layers
+    each = (layers + 2) // stages
+    if layers % stages and (layers + 2) % stages == 0 and stages > 1:
+        return (each - 1, *[each] * (stages - 2), each - 1)
+    if stages > layers:
+        raise Unusable("more stages than layers")
+    return even_split(layers, stages)
+
+
+def stages_by_cost(model: ModelSpec, stages: int) -> tuple[int, ...]:
+    """nanotron's split: blocks in their order, a new stage once their sum reaches its share of the whole.
+
+    A layer costs its weights, the head its own, the embedding nothing (`get_block_compute_costs` of
+    nanotron's llama). Stages may be left without a layer, the last one also without the head; here that
+    stage and the one with the head change places, which takes as long.
+    """
+    layer, head = model.hidden * (4 * model.q_size + 3 * model.ffn), model.vocab * model.hidden
+    whole, total, stage = layer * model.layers + head, 0, 0
+    counts = [0] * stages
+    for _ in range(model.layers):
+        counts[stage] += 1
+        total += layer
+        if stage < stages - 1 and total * stages >= whole * (stage + 1):
+            stage += 1
+    counts[stage], counts[-1] = counts[-1], counts[stage]
+    return tuple(counts)
+
+
+def balanced_stages(model: ModelSpec, stages: int) -> tuple[int, ...]:
+    """The split whose largest stage holds the fewest parameters, embedding and head included."""
+    layer, ends = model.dense_layer_parameters, model.vocab * model.hidden
+    whole = layer * model.layers + 2 * ends
+    borders = [0]
+    for stage in range(1, stages):
+        borders.append(round((whole * stage / stages - ends) / layer))
+    return tuple(np.diff([*borders, model.layers]).tolist())
+
+
+SPLITS: dict[str, Callable[[ModelSpec, int], tuple[int, ...]]] = {
+    "even": even_stages,
+    "by_cost": stages_by_cost,
+    "balanced": balanced_stages,
+}
+"""Splits by the name under which `measurements.yaml` gives them to a source."""

@@ -1,0 +1,300 @@
+"""How far the cost model is from published measurements: predictions of rows, and errors by source.
+
+Every measurement is priced as `planner suggest` prices the plans that it shows: its pipeline is simulated.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from costmodels.calibration.measured import Measurement
+from costmodels.calibration.ranking import rank_sweeps
+from costmodels.errors import InputError
+from costmodels.memory import stage_memory
+from costmodels.pipeline import FIELDS, Ranks, all_ranks, ranks_entry
+from costmodels.pricing import Prices, price
+from costmodels.table import Bools, Floats, LayoutTable
+from costmodels.uncertainty import spread
+from costmodels.units import shapes_of, sizes_of
+
+FITTED_SOURCES = (
+    "vtrain_single",
+    "vtrain_multi",
+    "aleph_layouts",
+    "mosaic_llmfoundry",
+    "nvidia_dgxc",
+    "hf_ultrascale",
+)
+"""The sources that the constants of engines.yaml are fitted on; they never see another one."""
+
+FIT_SHARE = 0.4
+"""Share of the rows of those sources that the fit may see."""
+
+Scalars = Mapping[tuple[str, str], float]
+"""Factors of step times by the names of engine and device."""
+
+
+@dataclass(frozen=True)
+class Predictions:
+    """What the model says of each measurement. Arrays of shape [n]."""
+
+    step_time_s: Floats
+    """NaN where the row cannot be priced."""
+    spread: Floats
+    """Half the width of the 80 % range as a natural logarithm (`costmodels.uncertainty`)."""
+    fits: Bools
+    """The peak of the fullest device is within the memory of the devices."""
+    allocated_bytes: Floats
+    """Peak of what the training job's tensors take on the rank that was measured; NaN where none was."""
+    reserved_bytes: Floats
+    """The same with what the allocator holds and cannot use."""
+    refused: Mapping[int, str] = field(default_factory=dict)
+    """Why rows cannot be priced, by their index."""
+
+
+@dataclass(frozen=True)
+class OomScore:
+    """Which rows fit into memory, against which ran. Shares of 0 to 1, None without a row to count."""
+
+    n: int
+    """Rows that ran out of memory; without any there is nothing to tell apart, and no shares."""
+    precision_fits: float | None
+    """Of the rows that are said to fit, those that ran."""
+    recall_fits: float | None
+    """Of the rows that ran, those that are said to fit."""
+
+
+@dataclass(frozen=True)
+class MemoryScore:
+    """Errors of the peak memory in percent, over the `n` rows that published one."""
+
+    n: int
+    median_ape: float | None
+    p90_ape: float | None
+
+
+@dataclass(frozen=True)
+class SourceScore:
+    """Errors of one source in percent; None where no row has the figure."""
+
+    n: int
+    """Rows with a step time that were priced."""
+    skipped: Mapping[str, int]
+    """The others, by reason."""
+    median_ape: float | None
+    mean_ape: float | None
+    p90_ape: float | None
+    kendall_tau: float | None
+    """Mean over sweeps, -1 to 1."""
+    regret: float | None
+    """Mean over sweeps, in percent of the best throughput that was measured."""
+    coverage_80: float | None
+    """Rows whose step time lies in their 80 % range, in percent."""
+    oom: OomScore
+    memory: MemoryScore
+
+
+def fitted(measurement: Measurement) -> bool:
+    """Whether the fit of the engines' constants may see a row; it stays the same wherever the row stands.
+
+    A row is told from others by where it was published, and by its job where one reference has several.
+    """
+    if measurement.source not in FITTED_SOURCES:
+        return False
+    layout = measurement.layouts[0]
+    identity = (
+        measurement.reference,
+        measurement.model.name,
+        measurement.model.seq,
+        measurement.cluster.world_size,
+        layout.precision,
+        layout.tensor_parallel,
+        layout.pipeline_parallel,
+        layout.virtual_pipeline_parallel,
+        layout.context_parallel,
+        layout.micro_batch_size,
+        layout.global_batch_size,
+    )
+    digest = hashlib.sha256("\n".join(map(str, identity)).encode()).digest()
+    return int.from_bytes(digest[:8], "big") / 2.0**64 < FIT_SHARE
+
+
+def predict(measurements: Sequence[Measurement], scale: Scalars | None = None) -> Predictions:
+    """Price measurements, those that share model, cluster and engine at once.
+
+    Args:
+        scale: factors of the step times of an engine on a device; 1 where none is given.
+    """
+    count = len(measurements)
+    seconds, width, allocated, reserved = (np.full(count, np.nan) for _ in range(4))
+    fits = np.zeros(count, dtype=bool)
+    refused: dict[int, str] = {}
+    for rows in _alike(measurements):
+        try:
+            prices = _chosen([measurements[row] for row in rows])
+        except InputError as error:
+            refused |= dict.fromkeys(rows, str(error))
+            continue
+        factor = (scale or {}).get((prices.engine.name, prices.cluster.device.name), 1.0)
+        seconds[rows] = prices.step_time_s * factor
+        width[rows] = spread(prices.cluster, prices.engine, prices.time, prices.step_time_s)
+        fits[rows] = prices.peak_memory_bytes <= prices.cluster.memory_bytes
+        if any(_peak(measurements[row]) for row in rows):
+            first_only = np.array([measurements[row].first_rank_only for row in rows])
+            allocated[rows], reserved[rows] = _peaks(prices, first_only)
+    return Predictions(seconds, width, fits, allocated, reserved, refused)
+
+
+def _alike(measurements: Sequence[Measurement]) -> Iterable[list[int]]:
+    """Rows that one table can hold."""
+    groups: defaultdict[tuple[str, ...], list[int]] = defaultdict(list)
+    for row, measurement in enumerate(measurements):
+        layout = measurement.layouts[0]
+        key = (
+            measurement.model.model_dump_json(),
+            measurement.cluster.model_dump_json(),
+            measurement.engine.model_dump_json(),
+            layout.precision,
+            layout.gradient_reduction,
+        )
+        groups[key].append(row)
+    return groups.values()
+
+
+def _chosen(alike: Sequence[Measurement]) -> Prices:
+    """One price a measurement: the fastest of its layouts that fits, or the smallest one if none does."""
+    first = alike[0]
+    table = LayoutTable.of([layout for measurement in alike for layout in measurement.layouts])
+    prices = price(first.model, first.cluster, first.engine, table)
+    too_big = prices.peak_memory_bytes > first.cluster.memory_bytes
+    picked, start = [], 0
+    for measurement in alike:
+        own = np.arange(start, start + len(measurement.layouts))
+        start += len(own)
+        fitting = own[~too_big[own]]
+        by = prices.step_time_s if len(fitting) else prices.peak_memory_bytes
+        own = fitting if len(fitting) else own
+        picked.append(own[by[own].argmin()])
+    prices = prices.take(np.array(picked))
+    # Only those that ran have a time to compare.
+    ran = np.array([measurement.step_time_s is not None for measurement in alike])
+    return prices.simulate(np.flatnonzero(ran & ~prices.simulated))
+
+
+def _peaks(prices: Prices, first_only: Bools) -> tuple[Floats, Floats]:
+    """Allocated and reserved bytes, [n], of the fullest pipeline rank, or of the first where that is meant.
+
+    PyTorch counts neither the driver's context nor the buffers of communicators.
+    """
+    table, model, engine = prices.table, prices.model, prices.engine
+    every = [all_ranks(*ranks_entry(model, table, row)) for row in range(len(table))]
+    filled = np.zeros((len(FIELDS), len(table), max(len(ranks.count) for ranks in every)))
+    for row, ranks in enumerate(every):
+        for column, name in zip(filled, FIELDS, strict=True):
+            column[row, : len(ranks.count)] = getattr(ranks, name)
+    ranks = Ranks(**dict(zip(FIELDS, filled, strict=True)))
+    held = stage_memory(prices.cluster, engine, table, sizes_of(model, engine, *shapes_of(table)), ranks)
+    tensors = sum((held[part] for part in held if part != "overhead"), np.zeros(()))
+    lost = engine.fragmentation * (held["activations"] + held["logits"])
+    allocated, reserved = (
+        np.where(first_only, bytes_[:, 0], bytes_.max(axis=1)) for bytes_ in (tensors, tensors + lost)
+    )
+    return allocated, reserved
+
+
+def _peak(measurement: Measurement) -> float | None:
+    """The published peak, allocated bytes where both are known."""
+    return measurement.allocated_bytes or measurement.reserved_bytes
+
+
+def scalars(measurements: Sequence[Measurement], predictions: Predictions) -> dict[tuple[str, str], float]:
+    """One factor for each engine and device: the geometric median of measured over predicted step times."""
+    logs: defaultdict[tuple[str, str], list[float]] = defaultdict(list)
+    for measurement, predicted in zip(measurements, predictions.step_time_s, strict=True):
+        if measurement.step_time_s is not None and np.isfinite(predicted):
+            key = measurement.engine.name, measurement.cluster.device.name
+            logs[key].append(float(np.log(measurement.step_time_s / predicted)))
+    return {key: float(np.exp(np.median(logs[key]))) for key in sorted(logs)}
+
+
+def score(
+    measurements: Sequence[Measurement],
+    predictions: Predictions,
+    skipped: Mapping[tuple[str, str], int] | None = None,
+) -> dict[str, SourceScore]:
+    """Errors of each source, by name.
+
+    Args:
+        skipped: rows that are no measurements, by source and reason.
+    """
+    reasons: defaultdict[str, Counter[str]] = defaultdict(Counter)
+    rows: defaultdict[str, list[int]] = defaultdict(list)
+    for (source, reason), count in (skipped or {}).items():
+        reasons[source][reason] += count
+    for row, measurement in enumerate(measurements):
+        if row in predictions.refused:
+            reasons[measurement.source][predictions.refused[row]] += 1
+        else:
+            rows[measurement.source].append(row)
+    return {
+        source: _score(measurements, predictions, rows[source], reasons[source])
+        for source in sorted({*rows, *reasons})
+    }
+
+
+def _score(
+    measurements: Sequence[Measurement], predictions: Predictions, rows: list[int], skipped: Counter[str]
+) -> SourceScore:
+    ran = [row for row in rows if not measurements[row].oom]
+    seconds = np.array([measurements[row].step_time_s for row in ran], dtype=np.float64)
+    ratio = predictions.step_time_s[ran] / seconds
+    errors = 100 * np.abs(ratio - 1)
+    speed = np.array([_tokens_per_s_per_device(measurements[row]) for row in ran])
+    taus, regrets = rank_sweeps([measurements[row].sweep for row in ran], speed, speed / ratio)
+    covered = np.abs(np.log(ratio)) <= predictions.spread[ran]
+    peaks = [row for row in ran if _peak(measurements[row])]
+    bytes_errors = np.array([_memory_error(measurements[row], predictions, row) for row in peaks])
+    return SourceScore(
+        n=len(ran),
+        skipped=dict(sorted(skipped.items())),
+        median_ape=_percentile(errors, 50),
+        mean_ape=_mean(errors),
+        p90_ape=_percentile(errors, 90),
+        kendall_tau=_mean(taus),
+        regret=_mean([100 * each for each in regrets]),
+        coverage_80=_mean(np.where(covered, 100.0, 0.0)),
+        oom=_oom(predictions.fits[rows], np.array([not measurements[row].oom for row in rows], dtype=bool)),
+        memory=MemoryScore(len(peaks), _percentile(bytes_errors, 50), _percentile(bytes_errors, 90)),
+    )
+
+
+def _memory_error(measurement: Measurement, predictions: Predictions, row: int) -> float:
+    measured = _peak(measurement) or np.nan
+    allocated = measured == measurement.allocated_bytes
+    predicted = (predictions.allocated_bytes if allocated else predictions.reserved_bytes)[row]
+    return float(100 * abs(predicted / measured - 1))
+
+
+def _oom(fits: Bools, ran: Bools) -> OomScore:
+    out = int((~ran).sum())
+    if not out:
+        return OomScore(0, None, None)
+    return OomScore(out, _mean(ran[fits]), _mean(fits[ran]))
+
+
+def _tokens_per_s_per_device(measurement: Measurement) -> float:
+    tokens = measurement.layouts[0].global_batch_size * measurement.model.seq
+    return tokens / (measurement.step_time_s or np.nan) / measurement.cluster.world_size
+
+
+def _percentile(values: Floats, percent: float) -> float | None:
+    return float(np.percentile(values, percent)) if len(values) else None
+
+
+def _mean(values: Floats | Bools | Sequence[float]) -> float | None:
+    return float(np.mean(values)) if len(values) else None

@@ -1,0 +1,84 @@
+"""The pipeline of a few layouts, simulated: what replaces the closed forms for plans that are shown."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from costmodels.bubble import message_seconds
+from costmodels.data_parallel import accumulation_seconds
+from costmodels.engine import Engine
+from costmodels.hardware import Cluster
+from costmodels.memory import parameters
+from costmodels.model_spec import ModelSpec
+from costmodels.pipeline import FIELDS, Ranks, stages_as_ranks
+from costmodels.simulation import StageSeconds, pipeline_seconds
+from costmodels.table import SCHEDULES, Bools, Floats, LayoutTable
+from costmodels.units import on_ranks, shapes_of, sizes_of, units_of
+
+
+def stage_seconds(
+    model: ModelSpec, cluster: Cluster, engine: Engine, table: LayoutTable
+) -> list[StageSeconds]:
+    """Seconds of one micro batch on each stage of each row, adding up its gradients included.
+
+    Args:
+        engine: with its constants for the device.
+
+    Raises:
+        InputError: the device or the engine does not know the precision of the table.
+    """
+    every = [stages_as_ranks(model, table, row) for row in range(len(table))]
+    lengths = [len(stages.count) for stages in every]
+    filled = np.zeros((len(FIELDS), len(table), max(lengths, default=1)))
+    for row, stages in enumerate(every):
+        for column, name in zip(filled, FIELDS, strict=True):
+            column[row, : lengths[row]] = getattr(stages, name)
+    stages = Ranks(**dict(zip(FIELDS, filled, strict=True)))
+    shapes, shape = shapes_of(table)
+    units = units_of(model, cluster, engine, shapes)
+    adding, _ = accumulation_seconds(engine, cluster.device, table, model.experts > 0)
+    shared, experts = parameters(sizes_of(model, engine, shapes, shape), stages)
+    total, backward, weights = (
+        on_ranks(units, stages, shape, part) for part in ("total", "backward", "weights")
+    )
+    added = (shared + experts) * adding[:, None]
+    sends = message_seconds(model, cluster, engine, table)
+    return [
+        StageSeconds(
+            forward=(total - backward)[row, :length],
+            inputs=(backward - weights)[row, :length],
+            weights=(weights + added)[row, :length],
+            send=np.full(length - 1, sends[row]),
+        )
+        for row, length in enumerate(lengths)
+    ]
+
+
+def pipeline_parts(
+    model: ModelSpec, cluster: Cluster, engine: Engine, table: LayoutTable
+) -> tuple[Floats, Floats, Bools]:
+    """Bubble and sends of each row in seconds, [n], as the simulated schedule has them.
+
+    The bubble is what the pipeline takes longer than its slowest rank computes where messages take no
+    time; sends are what it takes longer where they do. Both are zero with one pipeline rank.
+
+    The last array tells which rows were simulated: schedules that PyTorch refuses, and those that are too
+    long (`costmodels.simulation.MOST_PASSES`), are not.
+    """
+    bubble, sends, found = np.zeros(len(table)), np.zeros(len(table)), np.ones(len(table), dtype=bool)
+    piped = np.flatnonzero(table.pipeline_parallel > 1)
+    if not len(piped):
+        return bubble, sends, found
+    several = table.take(piped)
+    for row, seconds in zip(piped, stage_seconds(model, cluster, engine, several), strict=True):
+        pipeline, chunks = int(table.pipeline_parallel[row]), int(table.virtual_pipeline_parallel[row])
+        problem = (SCHEDULES[int(table.schedule[row])], pipeline, chunks, int(table.micro_batches[row]))
+        alone = pipeline_seconds(*problem, seconds.without_sends())
+        whole = pipeline_seconds(*problem, seconds)
+        if alone is None or whole is None:
+            found[row] = False
+            continue
+        bubble[row] = alone - problem[3] * seconds.slowest_rank(problem[0], pipeline)
+        sends[row] = whole - alone
+    # Rounding errors of sums in another order are no time.
+    return np.maximum(bubble, 0.0), np.maximum(sends, 0.0), found

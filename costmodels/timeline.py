@@ -1,0 +1,190 @@
+"""`Timeline`: when each pass and each message of a simulated pipeline runs, for people to look at."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from costmodels.engine import Engine
+from costmodels.errors import InputError
+from costmodels.exact import stage_seconds
+from costmodels.hardware import Cluster
+from costmodels.layout import Layout
+from costmodels.model_spec import ModelSpec
+from costmodels.schedules import BACKWARD, FORWARD, INPUTS, WEIGHTS
+from costmodels.simulation import Simulation, simulate
+from costmodels.table import Floats, LayoutTable
+
+LETTERS = {FORWARD: "F", BACKWARD: "B", INPUTS: "I", WEIGHTS: "W"}
+"""Kinds of passes: forward, whole backward, gradients of inputs, gradients of weights."""
+
+COLOURS = {
+    "F": "thread_state_runnable",
+    "B": "thread_state_running",
+    "I": "thread_state_running",
+    "W": "thread_state_iowait",
+}
+"""Names of colours that trace viewers know."""
+
+MOST_PASSES = 500_000
+"""Passes of the longest timeline that is made: its file has some 200 bytes for each."""
+
+MICROSECONDS = 1e6
+
+
+@dataclass(frozen=True)
+class Event:
+    """A pass of a pipeline rank, or a message that it sends."""
+
+    kind: str
+    """`F`, `B`, `I` or `W` (`LETTERS`)."""
+    rank: int
+    stage: int
+    chunk: int
+    """Place of the stage among those of its rank."""
+    micro_batch: int
+    start_s: float
+    end_s: float
+
+    @property
+    def name(self) -> str:
+        """Such as `F3`: kind and micro batch."""
+        return f"{self.kind}{self.micro_batch}"
+
+
+@dataclass(frozen=True, eq=False)
+class Timeline:
+    """One step of a pipeline, without what follows the last pass, such as the optimizer."""
+
+    passes: list[Event]
+    """Sorted by rank, then by time."""
+    messages: list[Event]
+    """Activations (F) and gradients (B, I) on their way to the next rank, from the end of their pass."""
+    seconds: float
+    """From the first to the last pass."""
+    busy_s: list[float]
+    """Seconds that each pipeline rank computes."""
+    chunks: int
+    """Model chunks on each rank."""
+
+    @property
+    def ranks(self) -> int:
+        """Pipeline ranks."""
+        return len(self.busy_s)
+
+    @property
+    def idle_s(self) -> list[float]:
+        """Seconds that each pipeline rank waits."""
+        return [self.seconds - busy for busy in self.busy_s]
+
+    @classmethod
+    def of(cls, simulation: Simulation, send: Floats) -> Timeline:
+        """The timeline of a simulated pipeline.
+
+        Args:
+            send: [stages - 1], seconds of a message across each boundary between stages.
+        """
+        graph, ranks = simulation.graph, simulation.ranks
+        order = np.lexsort((simulation.start, graph.rank))
+        columns = [
+            graph.kind[order],
+            graph.rank[order],
+            graph.stage[order],
+            graph.stage[order] // ranks,
+            graph.micro_batch[order],
+            simulation.start[order],
+            simulation.end[order],
+            graph.sent[order],
+        ]
+        passes, messages = [], []
+        for kind, rank, stage, chunk, number, start, end, boundary in zip(
+            *(column.tolist() for column in columns), strict=True
+        ):
+            letter = LETTERS[kind]
+            passes.append(Event(letter, rank, stage, chunk, number, start, end))
+            if boundary:
+                arrival = end + float(send[boundary - 1])
+                messages.append(Event(letter, rank, stage, chunk, number, end, arrival))
+        return cls(
+            passes=passes,
+            messages=messages,
+            seconds=simulation.seconds,
+            busy_s=simulation.busy.tolist(),
+            chunks=int(graph.stage.max()) // ranks + 1,
+        )
+
+    def chrome_trace(self) -> dict[str, Any]:
+        """The timeline in the Trace Event Format that chrome://tracing and ui.perfetto.dev open.
+
+        One row a rank for its passes, named such as `F3`, or `F3.1` where ranks hold several chunks, and one
+        each for the activations and the gradients that it sends. Times are in microseconds.
+        """
+        rows = (
+            (0, "compute", self.passes),
+            (1, "activations sent", [event for event in self.messages if event.kind == "F"]),
+            (2, "gradients sent", [event for event in self.messages if event.kind != "F"]),
+        )
+        events: list[dict[str, Any]] = []
+        for process, title, found in rows:
+            if not found:
+                continue
+            events += _titles(process, title, sorted({event.rank for event in found}))
+            events += [self._trace_event(process, event) for event in found]
+        return {"displayTimeUnit": "ms", "traceEvents": events}
+
+    def _trace_event(self, process: int, event: Event) -> dict[str, Any]:
+        return {
+            "name": f"{event.name}.{event.chunk}" if self.chunks > 1 else event.name,
+            "cat": event.kind,
+            "ph": "X",
+            "ts": event.start_s * MICROSECONDS,
+            "dur": (event.end_s - event.start_s) * MICROSECONDS,
+            "pid": process,
+            "tid": event.rank,
+            "cname": COLOURS[event.kind],
+            "args": {"micro_batch": event.micro_batch, "stage": event.stage, "chunk": event.chunk},
+        }
+
+    def save(self, path: str | Path) -> None:
+        """Write `chrome_trace` as JSON; raises `InputError` when the file cannot be written."""
+        try:
+            Path(path).write_text(json.dumps(self.chrome_trace()) + "\n", encoding="utf-8")
+        except OSError as error:
+            raise InputError(f"timeline {path}: cannot be written: {error.strerror or error}") from None
+
+
+def timeline(model: ModelSpec, cluster: Cluster, engine: Engine, layout: Layout) -> Timeline:
+    """The timeline of one step of a layout; without pipeline parallelism, of its micro batches on one rank.
+
+    Args:
+        engine: its constants; `Engine.for_device` is applied here.
+
+    Raises:
+        InputError: the schedule does not run the layout's number of micro batches, there are more than
+            `MOST_PASSES` passes, or the device or the engine does not know the precision.
+    """
+    passes, micro_batches = 2 * len(layout.layers_per_stage), layout.micro_batches
+    if passes * micro_batches > MOST_PASSES:
+        raise InputError(
+            f"timeline of {layout.describe()}: {micro_batches} micro batches are too many to draw; "
+            f"use a batch of at most {MOST_PASSES // passes} micro batches"
+        )
+    engine = engine.for_device(cluster.device)
+    [seconds] = stage_seconds(model, cluster, engine, LayoutTable.of([layout]))
+    pipeline, chunks = layout.pipeline_parallel, layout.virtual_pipeline_parallel
+    played = simulate(layout.schedule, pipeline, chunks, micro_batches, seconds)
+    return Timeline.of(played, seconds.send)
+
+
+def _titles(process: int, title: str, ranks: list[int]) -> Iterator[dict[str, Any]]:
+    """Names of a group of rows and of its rows, in the order of the ranks."""
+    yield {"name": "process_name", "ph": "M", "pid": process, "tid": 0, "args": {"name": title}}
+    for rank in ranks:
+        named = {"ph": "M", "pid": process, "tid": rank}
+        yield {"name": "thread_name", **named, "args": {"name": f"rank {rank}"}}
+        yield {"name": "thread_sort_index", **named, "args": {"sort_index": rank}}
