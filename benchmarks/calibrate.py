@@ -2,8 +2,8 @@
 
 python -m benchmarks.calibrate --rows FILE... [--only ENGINE/ARCHITECTURE]... [--write]
 
-The fits are those of costmodels/catalogue/fits.yaml; the result is costmodels/catalogue/calibrated.yaml. Only the
-rows of `costmodels.calibration.scoring.fitted` are used, so that the others tell how good the constants are.
+The fits are those of costmodels/catalogue/fits.yaml; the result is costmodels/catalogue/calibrated.yaml. Only
+the rows of `costmodels.calibration.scoring.fitted` are used: the others tell how good the constants are.
 """
 
 from __future__ import annotations
@@ -27,8 +27,9 @@ from costmodels.table import Floats
 TARGET = Path(costmodels.catalogue.__file__).with_name("calibrated.yaml")
 
 HEADER = """\
-# Constants fitted to published measurements by `python -m benchmarks.calibrate --rows FILE... --write`; not to be
-# edited by hand. Priors and rows of each fit are in fits.yaml, its errors on rows that it did not see here.
+# Constants fitted to published measurements; not to be edited by hand, but written by
+#   python -m benchmarks.calibrate --rows FILE... --write
+# Priors and rows of each fit are in fits.yaml, its errors on rows that it did not see here.
 """
 
 
@@ -78,11 +79,15 @@ def _run(files: list[str], only: list[str] | None, write: bool) -> None:
         names = ", ".join(f"{plan.engine}/{plan.architecture}" for plan in plans())
         raise InputError(f"--only {' '.join(only or ())}: no such fit; fits.yaml lists {names}")
     rows = [row for file in files for row in read(file)[0]]
-    entries: dict[str, Any] = {name: dict(fits) for name, fits in packaged("calibrated.yaml")["engines"].items()}
+    entries: dict[str, Any] = {
+        name: dict(fits) for name, fits in packaged("calibrated.yaml")["engines"].items()
+    }
     for plan in wanted:
         entry = calibrate(plan, rows)
         entries.setdefault(plan.engine, {})[plan.architecture] = entry
-        print(f"{plan.engine} on {plan.architecture}: {entry['rows']} rows, not seen: {entry.get('held_out')}")
+        print(
+            f"{plan.engine} on {plan.architecture}: {entry['rows']} rows, not seen: {entry.get('held_out')}"
+        )
         print(f"  {entry['constants']}\n  spread {entry['spread']}")
     if write:
         text = yaml.safe_dump({"engines": entries}, sort_keys=True, width=110)

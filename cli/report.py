@@ -131,7 +131,9 @@ def _print_winner(screen: Console, plan: Plan) -> None:
         for name, share in sorted(parts.items(), key=lambda part: -part[1])
         if share >= 5e-4
     ]
+    low, high = _seconds(estimate.step_time_low_s), _seconds(estimate.step_time_high_s)
     screen.print(f"step {_seconds(estimate.step_time_s)}: {', '.join(shares)}")
+    screen.print(f"range {low} to {high}: holds four of five measured steps")
     screen.print(f"memory in GiB of {plan.cluster.memory_bytes / GIB:.1f}, by pipeline rank:")
     kinds = list(StageMemory.model_fields)
     rows = [

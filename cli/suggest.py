@@ -31,7 +31,7 @@ class Output:
     json: bool = flag(False, "Print one JSON object instead of tables.")
     save: str | None = flag(None, "Write the best plan to this file.", metavar="FILE")
     timeline: str | None = flag(
-        None, "Write the best plan's simulated pipeline for chrome://tracing or ui.perfetto.dev.", metavar="FILE"
+        None, "Write the best plan's simulated pipeline for chrome://tracing or Perfetto.", metavar="FILE"
     )
 
 

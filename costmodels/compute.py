@@ -156,7 +156,11 @@ def attention_seconds(
         slower = (1 + engine.attention_half_seq / work.seq) * (1 + engine.attention_half_head / work.head_dim)
         wave = engine.attention_wave * device.cores * QUERY_BLOCK * work.seq
         rate = flops * engine.attention_efficiency * engine.attention_scale / slower
-        forward = (work.attention_flops + wave * work.attention_flops / np.maximum(work.scores, 1.0)) * CAUSAL_SHARE / rate
+        forward = (
+            (work.attention_flops + wave * work.attention_flops / np.maximum(work.scores, 1.0))
+            * CAUSAL_SHARE
+            / rate
+        )
         return forward, forward * BACKWARD_FLASH / FLASH_BACKWARD_RATE
     products = work.attention_flops / (flops * engine.gemm_efficiency * BATCHED_GEMM_RATE)
     dropout = engine.dropout * (2 * element + 1)

@@ -134,7 +134,7 @@ class Engine(Record):
     dispatches_by_node: bool = False
     """A token travels once to each node that has experts of its, not once to each expert."""
     tensor_parallel_overlap: Fraction = 0.0
-    """Share of the time of tensor-parallel collectives that products of the same layer hide, chunk by chunk."""
+    """Share of tensor-parallel collectives that products of the same layer hide, chunk by chunk."""
     data_parallel_overlap: Fraction
     """Share of the data-parallel communication that can hide behind computation."""
     overlap_sharpness: Annotated[float, Field(ge=1)] = 8.0

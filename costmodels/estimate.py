@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+from pydantic import model_validator
+
 from costmodels.words import NonNegative, Positive, Record
 
 
@@ -62,6 +66,9 @@ class Estimate(Record):
     """Predicted cost of one layout."""
 
     step_time_s: Positive
+    step_time_low_s: Positive
+    """With `step_time_high_s`, the range that holds four of five measured steps."""
+    step_time_high_s: Positive
     time: StepTime
     memory: tuple[StageMemory, ...]
     """One entry for each pipeline rank."""
@@ -74,3 +81,12 @@ class Estimate(Record):
     """Model TFLOP/s by `ModelSpec.flops_per_sequence` (no recomputation, causal attention)."""
     mfu: Positive
     """Model FLOPs over the peak of the layout's precision, 0 to 1."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_range(cls, values: Any) -> Any:
+        # Plans that were saved before estimates had a range.
+        if isinstance(values, dict) and "step_time_s" in values:
+            point = {"step_time_low_s": values["step_time_s"], "step_time_high_s": values["step_time_s"]}
+            return {**point, **values}
+        return values

@@ -147,7 +147,8 @@ def unit_sizes(model: ModelSpec, engine: Engine, table: LayoutTable) -> UnitSize
         dense_plain, _, dense_plain_moved = layer_activations(model, engine, plain, moe=False)
         if model.experts:
             moe_plain, _, moe_plain_moved = layer_activations(model, engine, plain, moe=True)
-    logits = t * vocabulary / tp * (2 * e + 4 * engine.logits_copies)
+    shown = t * vocabulary / (1 if engine.gathers_logits else tp)
+    logits = shown * (2 * e + 4 * engine.logits_copies)
     head_input = e * t * h / (part if engine.regathers_sequence else 1)
     return UnitSizes(
         dense_layer=attention + mlp,
@@ -166,7 +167,7 @@ def unit_sizes(model: ModelSpec, engine: Engine, table: LayoutTable) -> UnitSize
         dense_plain_moved=dense_plain_moved,
         moe_plain_moved=moe_plain_moved,
         waiting=waiting_activations(model, table),
-        logits_waiting=e * t * vocabulary / tp,
+        logits_waiting=e * shown,
         logits=logits + e * t * h / part + head_input,
     )
 

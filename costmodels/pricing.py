@@ -41,6 +41,7 @@ from costmodels.network import all_reduce, group
 from costmodels.operators import padded_vocabulary
 from costmodels.pipeline import Ranks, all_ranks, deciding_ranks, ranks_entry
 from costmodels.table import Bools, Floats, Ints, LayoutTable
+from costmodels.uncertainty import spread
 from costmodels.units import on_ranks, shapes_of, sizes_of, units_of
 
 BLOCK = 16384
@@ -70,6 +71,11 @@ class Prices:
     def step_time_s(self) -> Floats:
         """Seconds of one optimizer step."""
         return sum(self.time.values(), np.zeros(len(self)))
+
+    @property
+    def spread(self) -> Floats:
+        """Half the width of the 80 % range of the step time, as a natural logarithm."""
+        return spread(self.cluster, self.engine, self.time, self.step_time_s)
 
     @cached_property
     def peak_memory_bytes(self) -> Floats:
@@ -136,6 +142,8 @@ class Prices:
         memory = stage_memory(self.cluster, self.engine, one.table, sizes, ranks)
         return Estimate(
             step_time_s=one.step_time_s[0],
+            step_time_low_s=one.step_time_s[0] * np.exp(-one.spread[0]),
+            step_time_high_s=one.step_time_s[0] * np.exp(one.spread[0]),
             time=StepTime(**{part: float(seconds[0]) for part, seconds in one.time.items()}),
             memory=tuple(
                 StageMemory(**{part: float(held[0, rank]) for part, held in memory.items()})

@@ -67,7 +67,7 @@ def plans() -> list[FitPlan]:
 
 def errors(found: Fitted, measurements: Sequence[Measurement]) -> Floats:
     """Natural logarithms of predicted over measured step time, [n]."""
-    measured = np.log([row.step_time_s for row in measurements])
+    measured = np.log([row.step_time_s or np.nan for row in measurements])
     predicted = _step_times(_batches(measurements), found.constants, len(measured))
     result: Floats = np.log(predicted) - measured
     return result
@@ -180,7 +180,7 @@ def fit(plan: FitPlan, measurements: Sequence[Measurement]) -> Fitted:
     low, high = (np.array([prior.limits[side] for prior in priors]) for side in (0, 1))
     start = np.array([prior.start for prior in priors])
     within = np.array([prior.within for prior in priors])
-    measured = np.log([row.step_time_s for row in measurements])
+    measured = np.log([row.step_time_s or np.nan for row in measurements])
     batches = _batches(measurements)
 
     def residuals(shares: Floats) -> Any:

@@ -1,13 +1,14 @@
 """Rows of published measurements: what was trained, on what, how it was split, and what was seen.
 
-The columns are those of Megatron's vocabulary in short form (`tp, pp, vpp, dp, cp, ep, sp, mbs, gbs`, ...). A row
-that lacks what its price depends on is skipped under the name of what is missing; only what `measurements.yaml`
-knows of a whole source fills a blank.
+The columns are those of Megatron's vocabulary in short form (`tp, pp, vpp, dp, cp, ep, sp, mbs, gbs`, ...).
+A row that lacks what its price depends on is skipped under the name of what is missing; only what
+`measurements.yaml` knows of a whole source fills a blank.
 """
 
 from __future__ import annotations
 
 import csv
+import io
 import re
 from collections import Counter
 from collections.abc import Mapping
@@ -18,7 +19,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from costmodels.calibration.row_models import Unusable, model_of
+from costmodels.calibration.row_models import MOST, MOST_LAYERS, Unusable, model_of
 from costmodels.calibration.row_stages import SPLITS
 from costmodels.catalogue import load_device, load_engine
 from costmodels.catalogue.yaml_files import packaged
@@ -47,6 +48,9 @@ PRECISIONS = {
     "fp8-cs (fp8-mx)": "fp8",
 }
 """Spellings of number formats."""
+
+LARGEST = 1e12
+"""Seconds, tokens a second and GiB are less than this, and more than one over it."""
 
 SCHEDULES = {"1F1B": "1f1b", "1F1B-I": "interleaved"}
 """Spellings of schedules in the notes of rows that name one."""
@@ -91,18 +95,20 @@ def read(path: str | Path) -> tuple[list[Measurement], Counter[tuple[str, str]]]
     """
     try:
         text = Path(path).read_text(encoding="utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
+        rows = csv.DictReader(io.StringIO(text, newline=""))
+        columns = rows.fieldnames
+        every = [(rows.line_num, row) for row in rows]
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise InputError(f"rows {path}: cannot read them ({error})") from error
-    rows = csv.DictReader(text.splitlines(keepends=True))
-    missing = sorted({"source_id", "row_status", "gpus", "gbs"} - set(rows.fieldnames or ()))
-    if missing:
-        raise InputError(f"rows {path}: no column {', '.join(missing)}; expected a table of measurements")
+    # Without other columns rows are skipped, under the name of what they lack.
+    if columns and "source_id" not in columns:
+        raise InputError(f"rows {path}: no column source_id; expected a table of measurements")
     measurements: list[Measurement] = []
     skipped: Counter[tuple[str, str]] = Counter()
-    for row in rows:
+    for line, row in every:
         source = (row.get("source_id") or "").strip() or "unnamed"
         try:
-            measurements.append(measurement_of(row, rows.line_num))
+            measurements.append(measurement_of(row, line))
         except Unusable as reason:
             skipped[source, str(reason)] += 1
     return measurements, skipped
@@ -114,7 +120,7 @@ def measurement_of(raw: Mapping[str, str | None], line: int = 0) -> Measurement:
     status = row.get("row_status", "")
     if status not in ("ok", "oom"):
         raise Unusable(f"row_status {status or 'blank'}")
-    source = known()["sources"].get(row["source_id"])
+    source = known()["sources"].get(row.get("source_id", ""))
     if source is None:
         raise Unusable("source unknown: no engine")
     for name, value in source.get("blank", {}).items():
@@ -147,6 +153,8 @@ def _number(row: Mapping[str, str], name: str) -> float | None:
         value = float(text)
     except ValueError:
         raise Unusable(f"{name} is no number") from None
+    if value and not 1 / LARGEST < abs(value) < LARGEST:
+        raise Unusable(f"{name} is out of range")
     return value if value == value else None
 
 
@@ -156,8 +164,8 @@ def _count(row: Mapping[str, str], name: str, otherwise: int | None = None) -> i
         if otherwise is None:
             raise Unusable(f"{name} not published")
         return otherwise
-    if value != int(value) or value < 1:
-        raise Unusable(f"{name} is no whole number of at least 1")
+    if not 1 <= value <= MOST or value != int(value):
+        raise Unusable(f"{name} is no whole number of 1 to {MOST}")
     return int(value)
 
 
@@ -181,15 +189,15 @@ def _cluster(row: Mapping[str, str], source: Mapping[str, Any]) -> Cluster:
         "world_size": world,
         "devices_per_node": min(world, per_node),
         "memory_bytes": device.memory_bytes,
-        "measured": _measured(row, world, per_node),
     }
     if "inter_node_bandwidth" in source:
         link = device.inter_node.model_copy(update={"bandwidth": float(source["inter_node_bandwidth"])})
         values["inter_node"] = link
     try:
-        return Cluster(**values)
+        cluster = Cluster(**values)
     except ValidationError:
         raise Unusable("gpus is no multiple of gpus_per_node") from None
+    return cluster.model_copy(update={"measured": _measured(row, world, cluster.nodes)})
 
 
 @cache
@@ -202,16 +210,15 @@ def _changed(named: Mapping[str, Any]) -> Device:
     return _device(named["name"]).model_copy(update=changes)
 
 
-def _measured(row: Mapping[str, str], world: int, per_node: int) -> tuple[MeasuredCollective, ...]:
+def _measured(row: Mapping[str, str], world: int, nodes: int) -> tuple[MeasuredCollective, ...]:
     """The bus bandwidth that the job saw on its own nodes, where the notes print it.
 
     Only that of all-reduces: those of gatherings are printed beside it without the factor that turns the
     rate of a message into that of a link (both differ by 2 (n - 1) / n).
     """
-    seen = re.search(r"AR/AG/RS=([\d.]+)/", row.get("notes", ""))
-    if seen is None or not float(seen[1]):
+    seen = re.search(r"AR/AG/RS=(\d{1,9}(?:\.\d{1,9})?)/", row.get("notes", ""))
+    if seen is None or not float(seen[1]) or world == 1:
         return ()
-    nodes = max(1, world // per_node)
     return (
         MeasuredCollective(
             collective="all_reduce", devices=world, nodes=nodes, bus_bandwidth=float(seen[1]) * 1e9
@@ -258,13 +265,17 @@ def _layout(row: Mapping[str, str], model: ModelSpec, stages: str) -> Layout:
     gpus, dp, cp = _count(row, "gpus"), _number(row, "dp"), _number(row, "cp")
     if dp is None and cp is None:
         raise Unusable("dp and cp not published")
+    if any(degree is not None and degree < 1 for degree in (dp, cp)):
+        raise Unusable("tp x pp x cp x dp is not gpus")
     # One of the two follows from the others.
     cp = gpus / (tp * pp * dp) if cp is None and dp is not None else cp
     dp = gpus / (tp * pp * cp) if dp is None and cp is not None else dp
     if cp is None or dp is None or tp * pp * cp * dp != gpus or cp != int(cp) or dp != int(dp):
         raise Unusable("tp x pp x cp x dp is not gpus")
     ep = _count(row, "ep", None if model.experts else 1)
-    vpp = _count(row, "vpp", 1 if pp == 1 else None) if pp > 1 else 1
+    # A source that names plain 1F1B has one chunk a device.
+    plain = pp == 1 or _named_schedule(row) == "1F1B"
+    vpp = 1 if plain and not row.get("vpp") else _count(row, "vpp")
     recompute = row.get("recompute", "")
     modules: tuple[str, ...] = ()
     if recompute == "norm+activation":
@@ -272,6 +283,8 @@ def _layout(row: Mapping[str, str], model: ModelSpec, stages: str) -> Layout:
     if recompute not in ("none", "selective", "full"):
         raise Unusable("recompute not published" if not recompute else "recompute of a kind not modelled")
     mbs, gbs = _count(row, "mbs"), _count(row, "gbs")
+    if pp * vpp > MOST_LAYERS:
+        raise Unusable("more stages than layers")
     zero, replicas = _zero(row, int(dp * cp))
     layout: dict[str, Any] = {
         "tensor_parallel": tp,
@@ -305,7 +318,7 @@ def _layout(row: Mapping[str, str], model: ModelSpec, stages: str) -> Layout:
 def _expert_tensor_parallel(row: Mapping[str, str], tp: int, stage: int) -> int:
     """Printed in the notes of folded layouts; otherwise Megatron-Core's default, the tensor-parallel group,
     where that is possible on the `stage` devices of a pipeline stage."""
-    printed = re.search(r"\bETP=(\d+)", row.get("notes", ""))
+    printed = re.search(r"\bETP=(\d{1,9})", row.get("notes", ""))
     if printed:
         return int(printed[1])
     whole = "FSDP" in row.get("zero_stage", "") or stage % (_count(row, "ep") * tp) > 0
@@ -313,10 +326,15 @@ def _expert_tensor_parallel(row: Mapping[str, str], tp: int, stage: int) -> int:
 
 
 def _schedule(row: Mapping[str, str], vpp: int) -> str:
-    named = re.search(r"schedule=([^;]*)", row.get("notes", ""))
-    if named is not None and named[1].strip() not in SCHEDULES:
-        raise Unusable(f"schedule {named[1].strip()} not modelled")
+    named = _named_schedule(row)
+    if named is not None and named not in SCHEDULES:
+        raise Unusable(f"schedule {named} not modelled")
     return "interleaved" if vpp > 1 else "1f1b"
+
+
+def _named_schedule(row: Mapping[str, str]) -> str | None:
+    named = re.search(r"schedule=([^;]*)", row.get("notes", ""))
+    return None if named is None else named[1].strip()
 
 
 def _precision(row: Mapping[str, str]) -> str:
@@ -333,13 +351,13 @@ def _zero(row: Mapping[str, str], ranks: int) -> tuple[int, int]:
     text = row.get("zero_stage", "").lower()
     if not text:
         raise Unusable("zero_stage not published")
-    sharded = re.search(r"fsdp=(\d+)", text)
+    sharded = re.search(r"fsdp=(\d{1,9})", text)
     number = re.search(r"\d", re.sub(r"fsdp\d*(=\d+)?", "", text))
     stage = int(number[0]) if number else 3 if "fsdp" in text else 0
     if ranks == 1:
         return 0, 1
     shards = int(sharded[1]) if sharded else ranks
-    if ranks % shards:
+    if not shards or ranks % shards:
         raise Unusable("ZeRO's shards do not divide the data-parallel ranks")
     return min(stage, 3), ranks // shards if stage else 1
 

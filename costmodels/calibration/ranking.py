@@ -39,7 +39,7 @@ def regret(measured: Floats, predicted: Floats) -> float:
 def rank_sweeps(
     sweeps: Sequence[str], measured: Floats, predicted: Floats
 ) -> tuple[list[float], list[float]]:
-    """Kendall's tau of each sweep that has one, and the regret of each, over those of `SHORTEST` rows or more.
+    """Kendall's tau, where there is one, and regret of each sweep that has `SHORTEST` rows or more.
 
     Args:
         sweeps: name of the sweep of each row; rows without a name are in none.
@@ -53,7 +53,7 @@ def rank_sweeps(
     for rows in rows_of.values():
         if len(rows) < SHORTEST:
             continue
-        seen, said = (np.round(np.log(speeds[rows]), TIE) for speeds in (measured, predicted))
+        seen, said = (np.log(speeds[rows]).round(TIE) for speeds in (measured, predicted))
         regrets.append(regret(measured[rows], said))
         if (tau := kendall_tau(seen, said)) is not None:
             taus.append(tau)

@@ -15,6 +15,9 @@ class Unusable(Exception):
     """Why a row cannot be priced: the name under which it is skipped."""
 
 
+MOST, MOST_LAYERS = 10**7, 10**4
+"""More than any model or job has; what is larger would not end in a price."""
+
 SIZES = ("layers", "hidden", "ffn", "heads", "vocab")
 
 
@@ -76,8 +79,9 @@ def _whole(row: Mapping[str, str], field: str) -> int:
         value = float(row[field])
     except ValueError:
         raise Unusable(f"{field} is no number") from None
-    if value != int(value) or value < 1:
-        raise Unusable(f"{field} is no whole number of at least 1")
+    most = MOST_LAYERS if field == "layers" else MOST
+    if not 1 <= value <= most or value != int(value):
+        raise Unusable(f"{field} is no whole number of 1 to {most}")
     return int(value)
 
 

@@ -48,7 +48,8 @@ def balanced_stages(model: ModelSpec, stages: int) -> tuple[int, ...]:
     whole = layer * model.layers + 2 * ends
     borders = [0]
     for stage in range(1, stages):
-        borders.append(round((whole * stage / stages - ends) / layer))
+        # An end may weigh more than a stage's share.
+        borders.append(min(max(round((whole * stage / stages - ends) / layer), 0), model.layers))
     return tuple(np.diff([*borders, model.layers]).tolist())
 
 

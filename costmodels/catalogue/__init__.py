@@ -126,20 +126,26 @@ def engine_names() -> list[str]:
 def load_engine(name: str) -> Engine:
     """The engine of a catalogue name; `InputError` for an unknown one.
 
-    What was fitted to measurements (calibrated.yaml) comes before what engines.yaml says of a device.
+    Its constants for a device are those of engines.yaml and those fitted to measurements (calibrated.yaml).
     """
     entries = packaged("engines.yaml")["engines"]
     wanted = name.strip().lower()
     if wanted not in entries:
         raise unknown("engine", name, entries, f"the engines are {', '.join(entries)}")
     own = entries[wanted].get("devices", {})
-    devices = {key: _constants(wanted, key) for key in {**own, **packaged("calibrated.yaml")["engines"].get(wanted, {})}}
+    devices = {
+        key: _constants(wanted, key)
+        for key in {**own, **packaged("calibrated.yaml")["engines"].get(wanted, {})}
+    }
     return build(Engine, {**entries[wanted], "devices": devices, "name": wanted}, f"engine {wanted}")
 
 
 def _constants(engine: str, key: str) -> dict[str, Any]:
-    """An engine's constants for an architecture or a kind of device: those of one that it is `like`, those that
-    were fitted, and its own, the last ones first."""
+    """An engine's constants for an architecture or a kind of device.
+
+    What engines.yaml says comes first, then what was fitted, then those of the engine and architecture that
+    it is `like`.
+    """
     own = dict(packaged("engines.yaml")["engines"][engine].get("devices", {}).get(key, {}))
     fit = packaged("calibrated.yaml")["engines"].get(engine, {}).get(key)
     fitted = {} if fit is None else {**fit["constants"], "spread": fit["spread"]}

@@ -272,7 +272,9 @@ def test_recomputation_ends_with_the_last_tensor_that_backward_needs(llama, a100
     mlp = {"recompute": "selective", "recompute_modules": ("mlp",)}
     units = {"recompute": "full", "recompute_num_layers": 4}
     for fields, spared in (({"recompute": "full"}, last), (mlp, last), (units, last / 4)):
-        assert time(False, **fields).recompute - time(True, **fields).recompute == pytest.approx(spared, rel=1e-2)
+        assert time(False, **fields).recompute - time(True, **fields).recompute == pytest.approx(
+            spared, rel=1e-2
+        )
     # Of a layer's all-gathers and reduce-scatters (4 forward, 4 backward) sequence parallelism repeats 3 with
     # full recomputation and 1 with that of the MLP; without it, 1 of 2 all-reduces and none.
     for sp, recompute, repeated in (

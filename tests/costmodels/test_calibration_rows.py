@@ -1,0 +1,380 @@
+"""Rows of published measurements as inputs of the cost model: what is read, derived and refused."""
+
+import csv
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from costmodels.calibration.measured import known, measurement_of, read
+from costmodels.calibration.row_models import Unusable
+from costmodels.calibration.row_stages import stages_by_cost
+from costmodels.calibration.scoring import predict, score
+from costmodels.errors import InputError
+
+MEASURED = Path(__file__).parents[3] / "shared" / "measured"
+
+ROW = {
+    "source_id": "nvidia_dgxc",
+    "source_ref": "a table",
+    "model_name": "llama-of-ours",
+    "layers": "16",
+    "hidden": "2048",
+    "ffn": "8192",
+    "heads": "32",
+    "kv_heads": "8",
+    "vocab": "32000",
+    "seq": "4096",
+    "moe_experts": "",
+    "topk": "",
+    "gpu": "H100-80GB-SXM",
+    "gpus": "32",
+    "gpus_per_node": "8",
+    "tp": "2",
+    "pp": "4",
+    "vpp": "2",
+    "dp": "4",
+    "cp": "1",
+    "ep": "",
+    "sp": "1",
+    "mbs": "1",
+    "gbs": "64",
+    "recompute": "selective",
+    "zero_stage": "1",
+    "precision": "bf16",
+    "flash": "1",
+    "step_time_s": "2.5",
+    "step_time_derived_s": "",
+    "tokens_per_s_per_gpu": "",
+    "peak_mem_gib": "",
+    "peak_reserved_gib": "",
+    "oom": "0",
+    "mem_kind": "",
+    "row_status": "ok",
+    "sweep_id": "one",
+    "notes": "",
+}
+"""A row that lacks nothing."""
+
+
+def of(**cells):
+    """The measurement of the usual row with other cells."""
+    return measurement_of({**ROW, **cells})
+
+
+def refused(**cells):
+    """Why the usual row with other cells is skipped."""
+    with pytest.raises(Unusable) as reason:
+        of(**cells)
+    return str(reason.value)
+
+
+def written(path, rows, columns=tuple(ROW)):
+    """A CSV file of the usual row with other cells."""
+    with path.open("w", newline="") as file:
+        table = csv.DictWriter(file, columns, extrasaction="ignore")
+        table.writeheader()
+        table.writerows({**ROW, **row} for row in rows)
+    return path
+
+
+def test_a_row_becomes_model_cluster_engine_and_layout():
+    row = of()
+    assert (row.source, row.sweep, row.reference) == ("nvidia_dgxc", "one", "a table")
+    assert (row.model.layers, row.model.kv_heads, row.model.seq, row.model.gated) == (16, 8, 4096, True)
+    assert (row.cluster.device.name, row.cluster.world_size, row.cluster.nodes) == ("h100", 32, 4)
+    assert row.engine.name == "nemo"
+    (layout,) = row.layouts
+    assert layout.describe() == "tp=2+sp pp=4 vpp=2 dp=4 zero=1 mbs=1 x 16 recompute=selective"
+    assert layout.schedule == "interleaved"
+    assert (row.step_time_s, row.oom) == (2.5, False)
+    assert (row.allocated_bytes, row.reserved_bytes) == (None, None)
+
+
+@pytest.mark.parametrize(
+    ("text", "precision"),
+    [("bf16", "bf16"), ("BF16", "bf16"), ("amp_bf16", "bf16"), ("fp16", "fp16"), ("amp_fp8", "fp8")]
+    + [(text, "fp8") for text in ("FP8", "MXFP8", "FP8-CS", "FP8-CS (FP8-MX)", "fp8 blockwise/MXFP8")],
+)
+def test_spellings_of_precisions(text, precision):
+    # An engine that trains in all of them is not needed to read a row.
+    assert of(precision=text).layouts[0].precision == precision
+
+
+@pytest.mark.parametrize(
+    ("text", "stage", "replicas"),
+    [
+        ("0", 0, 1),
+        ("1", 1, 1),
+        ("1(distributed optimizer)", 1, 1),
+        ("1(dist-opt)", 1, 1),
+        ("fsdp_grad_op(2)", 2, 1),
+        ("fsdp_full(3)", 3, 1),
+        ("3(FSDP)", 3, 1),
+        ("3(FSDP2)", 3, 1),
+        ("fsdp", 3, 1),
+        ("fsdp(fsdp=2)", 3, 2),
+    ],
+)
+def test_spellings_of_zero(text, stage, replicas):
+    layout = of(zero_stage=text).layouts[0]
+    assert (layout.zero_stage, layout.zero_replicas) == (stage, replicas)
+
+
+def test_zero_has_nothing_to_split_over_one_rank():
+    assert of(gpus="8", dp="1", gbs="16", zero_stage="1").layouts[0].zero_stage == 0
+
+
+@pytest.mark.parametrize(
+    ("column", "reason"),
+    [(name, f"{name} not published") for name in ("layers", "hidden", "ffn", "heads", "vocab", "seq")]
+    + [(name, f"{name} not published") for name in ("gpu", "gpus", "gpus_per_node", "tp", "pp", "vpp")]
+    + [(name, f"{name} not published") for name in ("sp", "mbs", "gbs", "recompute", "zero_stage", "flash")]
+    + [
+        ("precision", "precision not published"),
+        ("row_status", "row_status blank"),
+        ("step_time_s", "no step time and no throughput"),
+        ("model_name", "architecture unknown"),
+    ],
+)
+def test_blanks_are_skipped_under_their_name(column, reason):
+    assert refused(**{column: ""}) == reason
+    # A missing column is a blank one.
+    with pytest.raises(Unusable, match=f"^{reason}$"):
+        measurement_of({name: text for name, text in ROW.items() if name != column})
+
+
+@pytest.mark.parametrize(
+    ("cells", "reason"),
+    [
+        ({"source_id": "elsewhere"}, "source unknown: no engine"),
+        ({"row_status": "config_uncertain"}, "row_status config_uncertain"),
+        ({"gpu": "TPU v9"}, "gpu unknown"),
+        ({"model_name": "mamba-3b"}, "architecture unknown"),
+        ({"precision": "nvfp4"}, "precision nvfp4 not modelled"),
+        ({"layers": "many"}, "layers is no number"),
+        ({"tp": "two"}, "tp is no number"),
+        ({"dp": "2"}, "tp x pp x cp x dp is not gpus"),
+        ({"dp": "", "cp": ""}, "dp and cp not published"),
+        ({"layers": "7"}, "more stages than layers"),
+        ({"gpus": "36", "dp": "4.5"}, "gpus is no multiple of gpus_per_node"),
+        ({"recompute": "sometimes"}, "recompute of a kind not modelled"),
+    ],
+)
+def test_what_cannot_be_priced_is_skipped_under_a_name(cells, reason):
+    assert refused(**cells) == reason
+
+
+def test_illegal_layouts_share_a_reason_whatever_their_numbers():
+    assert refused(gbs="63") == refused(gbs="65")
+    assert refused(gbs="63").startswith("layout not legal: global_batch_size #")
+
+
+def test_of_dp_and_cp_one_follows_from_the_other():
+    assert of(dp="").layouts[0].data_parallel == 4
+    assert of(cp="", dp="2").layouts[0].context_parallel == 2
+
+
+def test_step_times_follow_from_throughput():
+    derived = {"step_time_s": "", "tokens_per_s_per_gpu": "1024"}
+    assert of(**derived).step_time_s == pytest.approx(64 * 4096 / (1024 * 32))
+    assert of(**derived, step_time_derived_s="3").step_time_s == 3
+
+
+def test_rows_out_of_memory_need_no_step_time():
+    for cells in ({"row_status": "oom"}, {"oom": "1"}):
+        row = of(**cells, step_time_s="")
+        assert (row.oom, row.step_time_s) == (True, None)
+
+
+def test_what_kind_of_memory_was_measured():
+    gib = 2.0**30
+    both = of(peak_mem_gib="40", peak_reserved_gib="44", mem_kind="torch max_allocated; reserved separately")
+    assert (both.allocated_bytes, both.reserved_bytes) == (40 * gib, 44 * gib)
+    first = of(peak_mem_gib="40", mem_kind="rank0 torch RESERVED high-water mark (first pipeline stage only)")
+    assert (first.allocated_bytes, first.reserved_bytes, first.first_rank_only) == (None, 40 * gib, True)
+    whole = of(peak_mem_gib="40", mem_kind="nvidia-smi GB")
+    assert (whole.allocated_bytes, whole.reserved_bytes, whole.first_rank_only) == (None, None, False)
+
+
+def test_the_bandwidth_of_the_jobs_own_nodes_is_taken_from_the_notes():
+    row = of(notes="x; collective busbw GB/s on job nodes AR/AG/RS=425.3/241.3/241.7; y")
+    (seen,) = row.cluster.measured
+    assert (seen.collective, seen.devices, seen.nodes) == ("all_reduce", 32, 4)
+    assert seen.bus_bandwidth == pytest.approx(425.3e9)
+    assert of(notes="AR/AG/RS=0/0/0").cluster.measured == ()
+    assert of().cluster.measured == ()
+
+
+def test_nanotron_splits_by_cost():
+    nanotron = {"source_id": "hf_ultrascale", "ffn": "8192", "vocab": "131072", "kv_heads": "32"}
+    row = of(**nanotron, gpus="16", tp="1", sp="0", pp="8", vpp="1", dp="2", gbs="256")
+    assert row.engine.name == "nanotron"
+    assert row.layouts[0].layers_per_stage == (3, 2, 3, 2, 3, 2, 0, 1)
+
+
+@given(layers=st.integers(1, 40), stages=st.integers(1, 12), vocab=st.integers(1, 10**6))
+def test_splits_by_cost_keep_all_layers(layers, stages, vocab):
+    model = of(layers=str(max(layers, 8)), vocab=str(vocab)).model
+    split = stages_by_cost(model, min(stages, model.layers))
+    assert len(split) == min(stages, model.layers)
+    assert sum(split) == model.layers
+    assert min(split) >= 0
+
+
+def test_tuned_columns_are_tried_where_they_are_blank():
+    tuned = {"source_id": "moe_parallel_folding", "model_name": "mixtral", "moe_experts": "8", "topk": "2"}
+    tuned |= {"ep": "4", "sp": "", "vpp": "", "mbs": "", "notes": "ETP=1"}
+    row = of(**tuned, recompute="")
+    assert {layout.recompute for layout in row.layouts} == {"none", "selective", "full"}
+    assert {layout.micro_batch_size for layout in row.layouts} >= {1, 2, 4}
+    assert {layout.expert_tensor_parallel for layout in row.layouts} == {1}
+    assert {layout.recompute for layout in of(**tuned, recompute="full").layouts} == {"full"}
+
+
+def test_sources_fill_what_they_leave_blank(tmp_path):
+    row = {"source_id": "vtrain_single", "model_name": "GPT-3.6B", "gpu": "A100", "vpp": "1"}
+    blank = of(**row, precision="", flash="", sp="", zero_stage="")
+    assert (blank.layouts[0].precision, blank.layouts[0].sequence_parallel) == ("fp16", False)
+    assert not blank.engine.flash_attention
+    assert of(**row, precision="bf16", flash="", sp="", zero_stage="").layouts[0].precision == "bf16"
+
+
+def test_engines_devices_and_models_of_the_catalogue_exist():
+    for name, source in known()["sources"].items():
+        cells = {"source_id": name, "precision": "fp16", "model_name": "GPT"}
+        if "kernels" not in source:
+            assert of(**cells).engine.name == source["engine"]
+    for gpu in known()["gpus"]:
+        assert of(gpu=gpu).cluster.device.memory_bytes > 0
+
+
+def test_a_file_is_read_with_its_lines_and_reasons(tmp_path):
+    rows = [{}, {"tp": ""}, {"source_id": ""}, {"tp": "", "source_id": " nvidia_dgxc "}, {"notes": "a\nb"}]
+    usable, skipped = read(written(tmp_path / "rows.csv", rows))
+    assert [row.line for row in usable] == [2, 7]
+    assert skipped == {
+        ("nvidia_dgxc", "tp not published"): 2,
+        ("unnamed", "source unknown: no engine"): 1,
+    }
+
+
+def test_missing_columns_are_blanks_and_an_empty_file_has_no_rows(tmp_path):
+    few = written(tmp_path / "few.csv", [{}, {}], columns=("source_id", "tp"))
+    assert read(few) == ([], Counter({("nvidia_dgxc", "row_status blank"): 2}))
+    empty = tmp_path / "empty.csv"
+    for text in ("", ",".join(ROW), "\n"):
+        empty.write_text(text)
+        assert read(empty) == ([], Counter())
+
+
+def test_short_and_long_lines_are_no_error(tmp_path):
+    file = tmp_path / "ragged.csv"
+    file.write_text(",".join(ROW) + "\nnvidia_dgxc\n" + ",".join(ROW.values()) + ",more,and more\n")
+    usable, skipped = read(file)
+    assert (len(usable), sum(skipped.values())) == (1, 1)
+
+
+@pytest.mark.parametrize("content", [b"\x89PNG\xff\xfe", b"{}\n1\n", b"a,b\n1,2\n"])
+def test_what_is_no_table_of_measurements_is_one_line(tmp_path, content):
+    file = tmp_path / "odd.csv"
+    file.write_bytes(content)
+    with pytest.raises(InputError, match=r"odd\.csv") as error:
+        read(file)
+    assert "\n" not in str(error.value)
+
+
+def test_files_that_cannot_be_read_are_one_line(tmp_path):
+    for path in (tmp_path, tmp_path / "missing.csv"):
+        with pytest.raises(InputError, match="cannot read"):
+            read(path)
+
+
+ODD = (
+    *(
+        "1e9",
+        "1e300",
+        "99999999999999999999",
+        "0",
+        "-1",
+        "1.5",
+        "3",
+        "7",
+        "1000000",
+        "10000000",
+        "nan",
+        "-inf",
+    ),
+    *("deepseekv3", "grok1", "A100", "fp8", "fsdp=0", "fsdp(fsdp=7)", "full"),
+    *("AR/AG/RS=./", "AR/AG/RS=1.2.3/4/5", "ETP=0", "ETP=99999999999999999999", "schedule=;kernel="),
+)
+"""Cells that look like something."""
+
+GARBAGE = st.one_of(
+    st.text(max_size=12),
+    st.floats().map(str),
+    st.integers().map(str),
+    st.sampled_from(ODD),
+)
+
+
+@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    source=st.sampled_from([*known()["sources"], "elsewhere"]),
+    cells=st.dictionaries(st.sampled_from(list(ROW)), GARBAGE, max_size=4),
+)
+def test_garbage_is_skipped_or_priced_never_a_traceback(source, cells):
+    try:
+        row = measurement_of({**ROW, "source_id": source, **cells})
+    except Unusable as reason:
+        assert str(reason)
+        return
+    found = score([row], predict([row]))[row.source]
+    assert found.n + sum(found.skipped.values()) == (not row.oom or bool(found.skipped))
+
+
+@settings(max_examples=50, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(content=st.binary(max_size=200) | st.text(max_size=200).map(str.encode))
+def test_garbage_files_raise_nothing_but_input_errors(tmp_path, content):
+    file = tmp_path / "garbage.csv"
+    for start in (b"", ",".join(ROW).encode() + b"\n"):
+        file.write_bytes(start + content)
+        try:
+            usable, _ = read(file)
+        except InputError:
+            continue
+        assert usable == []
+
+
+PRICED = {
+    "aleph_layouts": 422,
+    "hf_ultrascale": 946,
+    "korthikanti22": 10,
+    "mosaic_llmfoundry": 182,
+    "nvidia_dgxc": 131,
+    "vtrain_multi": 41,
+    "vtrain_single": 540,
+}
+"""Usable rows of the sources that lack little."""
+
+
+@pytest.mark.skipif(not MEASURED.is_dir(), reason="the published measurements are not here")
+def test_published_files_are_read():
+    for name, count in PRICED.items():
+        usable, skipped = read(MEASURED / f"{name}.csv")
+        assert (name, len(usable)) == (name, count)
+        assert {row.source for row in usable} == {name}
+        assert {source for source, _ in skipped} <= {name}
+    refused_files = []
+    for path in sorted(MEASURED.glob("*.csv")):
+        with path.open(encoding="utf-8-sig", newline="") as file:
+            count = sum(1 for _ in csv.DictReader(file))
+        try:
+            usable, skipped = read(path)
+        except InputError:
+            refused_files.append(path.stem)
+            continue
+        assert len(usable) + sum(skipped.values()) == count
+    assert all(name.startswith("micro_") or name == "model_dims" for name in refused_files)
