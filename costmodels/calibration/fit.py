@@ -2,7 +2,8 @@
 
 Few constants, each with what is known of it beforehand, and residuals in log space: a step that is 10 %
 too long counts as much as one that is 10 % too short, whatever it takes. Rows that nothing explains must not
-bend the constants, so large residuals count less than in squares (soft L1, Huber 1964).
+bend the constants: from where a convex loss leads (soft L1), Cauchy's goes on, for which large residuals
+count less and less.
 """
 
 from __future__ import annotations
@@ -191,18 +192,38 @@ def fit(plan: FitPlan, measurements: Sequence[Measurement]) -> Fitted:
         known = plan.tolerance * np.log((values + SMALL) / (start + SMALL)) / within
         return np.concatenate([errors, known])
 
-    found = least_squares(
-        residuals,
-        (start - low) / (high - low),
-        bounds=(0.0, 1.0),
-        loss="soft_l1",
-        f_scale=plan.tolerance,
-        diff_step=STEP,
-        max_nfev=EVALUATIONS,
-    )
-    values = low + found.x * (high - low)
+    shares = (start - low) / (high - low)
+    for loss in (_soft_l1, _cauchy):
+
+        def robust(squares: Floats, of_rows: Any = loss) -> Floats:
+            """Value and derivatives: a robust loss of rows, the squares of what is known of constants."""
+            rows, known = squares[: len(measured)], squares[len(measured) :]
+            plain = np.array([known, np.ones_like(known), np.zeros_like(known)])
+            return np.concatenate([of_rows(rows), plain], axis=1)
+
+        found = least_squares(
+            residuals,
+            shares,
+            bounds=(0.0, 1.0),
+            loss=robust,
+            f_scale=plan.tolerance,
+            diff_step=STEP,
+            max_nfev=EVALUATIONS,
+        )
+        shares = np.clip(found.x, 0.0, 1.0)
+    values = low + shares * (high - low)
     constants = {name: float(f"{value:.4g}") for name, value in zip(names, values, strict=True)}
     return Fitted(plan, constants, len(measurements))
+
+
+def _soft_l1(squares: Floats) -> Floats:
+    root = np.sqrt(1.0 + squares)
+    return np.array([2.0 * (root - 1.0), 1.0 / root, -0.5 / root**3])
+
+
+def _cauchy(squares: Floats) -> Floats:
+    more = 1.0 + squares
+    return np.array([np.log(more), 1.0 / more, -1.0 / more**2])
 
 
 SMALL = 1e-9

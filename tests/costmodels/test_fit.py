@@ -1,0 +1,127 @@
+"""Fits: constants that are known come back, outliers and silent rows bend nothing, ranges cover their share."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from costmodels import Cluster, price
+from costmodels.calibration.fit import FitPlan, belongs, errors, fit, fit_spread, plans
+from costmodels.calibration.measured import Measurement
+from costmodels.calibration.scoring import FITTED_SOURCES
+from costmodels.catalogue import engine_names, load_engine
+from costmodels.engine import Engine, Spread
+from costmodels.errors import InputError
+from costmodels.table import LayoutTable
+from costmodels.uncertainty import spread
+
+TRUE = {"gemm_efficiency": 0.62, "loss_bytes": 60.0}
+
+PLAN = FitPlan(
+    engine="megatron",
+    architecture="ampere",
+    sources=("here",),
+    tolerance=0.02,
+    constants={
+        "gemm_efficiency": {"start": 0.8, "within": 2.0, "limits": (0.3, 1.0)},
+        "loss_bytes": {"start": 24, "within": 5.0, "limits": (4, 250)},
+    },
+)
+
+
+@pytest.fixture
+def rows(gpt, cluster, engine, layout, a100):
+    """Makes measurements of an engine with the constants of `TRUE`, some of them wrong by a factor."""
+
+    def make(wrong: dict[int, float], noise: float = 0.0) -> list[Measurement]:
+        base = engine("megatron", devices={})
+        real = base.model_copy(update=TRUE)
+        splits = [
+            {"tp": tp, "dp": 8 // tp, "mbs": mbs, "m": m}
+            for tp in (1, 2, 4)
+            for mbs in (1, 2, 4)
+            for m in (1, 4, 16)
+        ]
+        layouts = [layout(gpt, **split) for split in splits]
+        machine: Cluster = cluster(8)
+        seconds = price(gpt, machine, real, LayoutTable.of(layouts)).step_time_s
+        seconds = seconds * np.exp(noise * np.random.default_rng(1).standard_normal(len(seconds)))
+        return [
+            Measurement(
+                source="here",
+                sweep="",
+                reference="table 1",
+                line=line,
+                model=gpt,
+                cluster=machine,
+                engine=base,
+                layouts=(one,),
+                step_time_s=float(seconds[line] * wrong.get(line, 1.0)),
+                oom=False,
+                allocated_bytes=None,
+                reserved_bytes=None,
+                first_rank_only=False,
+            )
+            for line, one in enumerate(layouts)
+        ]
+
+    return make
+
+
+@pytest.mark.parametrize("wrong", [{}, {3: 4.0, 11: 3.0}], ids=["clean", "two rows that nothing explains"])
+def test_a_fit_finds_the_constants_that_made_the_rows(rows, wrong):
+    found = fit(PLAN, rows(wrong))
+    assert found.constants["gemm_efficiency"] == pytest.approx(TRUE["gemm_efficiency"], rel=0.02)
+    assert found.constants["loss_bytes"] == pytest.approx(TRUE["loss_bytes"], rel=0.1)
+    assert np.median(np.abs(errors(found, rows({})))) < 0.01
+
+
+def test_a_constant_that_no_row_speaks_of_stays_where_it_was(rows):
+    silent = {"start": 0.4, "within": 0.3, "limits": (0.1, 1.0)}
+    plan = FitPlan(**{**PLAN.model_dump(), "constants": {**PLAN.constants, "fp8_gemm_efficiency": silent}})
+    assert fit(plan, rows({})).constants["fp8_gemm_efficiency"] == pytest.approx(0.4, rel=1e-3)
+
+
+def test_a_fit_of_too_few_rows_is_refused(rows):
+    with pytest.raises(
+        InputError, match=r"^fit of megatron on ampere: 1 rows for 2 constants; give more rows$"
+    ):
+        fit(PLAN, rows({})[:1])
+
+
+def test_the_range_covers_its_share_of_noisy_rows(rows):
+    noisy = rows({}, noise=0.1)
+    found = fit(PLAN, noisy)
+    fields = fit_spread(found, noisy)
+    own = noisy[0].engine.model_copy(update={**found.constants, "spread": Spread(**fields)})
+    prices = price(noisy[0].model, noisy[0].cluster, own, LayoutTable.of([row.layouts[0] for row in noisy]))
+    width = spread(noisy[0].cluster, own, prices.time, prices.step_time_s)
+    covered = np.mean(np.abs(errors(found, noisy)) <= width)
+    assert 0.7 <= covered <= 0.93
+
+
+def test_only_measured_rows_of_the_engine_and_architecture_belong_to_a_fit(rows):
+    from dataclasses import replace
+
+    row = rows({})[0]
+    assert belongs(row, PLAN)
+    assert not belongs(replace(row, source="there"), PLAN)
+    assert not belongs(replace(row, step_time_s=None), PLAN)
+    assert not belongs(row, PLAN.model_copy(update={"architecture": "hopper"}))
+    assert not belongs(row, PLAN.model_copy(update={"engine": "nemo"}))
+
+
+def test_fits_name_engines_constants_and_sources_that_exist():
+    for plan in plans():
+        assert plan.engine in engine_names()
+        assert set(plan.constants) <= set(Engine.model_fields)
+        assert set(plan.sources) <= set(FITTED_SOURCES)
+        for prior in plan.constants.values():
+            assert prior.limits[0] <= prior.start <= prior.limits[1]
+
+
+def test_an_architecture_may_be_like_another_one():
+    nemo = load_engine("nemo")
+    hopper, blackwell = nemo.devices["hopper"], nemo.devices["blackwell"]
+    assert blackwell["elementwise_passes"] == hopper["elementwise_passes"]
+    assert blackwell["gemm_efficiency"] != hopper["gemm_efficiency"]
