@@ -184,15 +184,13 @@ def _copies_by_node(ep: Group, top_k: int) -> Floats:
 def _launch_seconds(engine: Engine, table: LayoutTable, tp: Group) -> Floats:
     """Host seconds of a layer's forward pass, whatever its size.
 
-    Every doubling of tensor parallelism in a node multiplies it, and it grows in proportion to the ranks
-    where a group spans nodes, whose rings wait for each other. In a pipeline the calls of tensor-parallel
-    groups queue behind the messages between stages.
+    Every doubling of tensor parallelism in a node multiplies it, and so do the nodes that a group spans,
+    whose rings wait for each other.
     """
     split = np.where(table.sequence_parallel, engine.sequence_parallel_launch, engine.tensor_parallel_launch)
-    result = engine.layer_overhead * split ** np.log2(tp.local) * (tp.size / tp.local)
-    queued = (table.pipeline_parallel > 1) & (tp.size > 1)
-    behind = engine.pipeline_launch * tp.local**engine.pipeline_launch_growth
-    result = result * np.where(queued, behind, 1.0)
+    steps = engine.tensor_parallel_step * np.where(tp.size > 1, tp.local, 0)
+    result = engine.layer_overhead * split ** np.log2(tp.local) + steps
+    result = result * (tp.size / tp.local) ** engine.node_launch
     return result * np.where(table.runs(*SPLIT_BACKWARD), engine.split_backward_launch, 1.0)
 
 
@@ -260,6 +258,7 @@ def passes(
     tp, cp = groups["tp"], groups["cp"]
     gather = all_gather(tp, work.sequence_bytes)
     gather = (1 - engine.tensor_parallel_overlap) * gather
+    gather = gather + engine.ring_step * np.where(tp.size > tp.local, tp.size, 0)
     tensor, tensor_back = work.gathers_forward * gather, work.gathers_backward * gather
     context, context_back = _context_seconds(work, table, cp, attention, attention_back)
     # Each rank adds its attention to that of the ranks before it, in fp32.

@@ -107,7 +107,8 @@ def exchange_seconds(
         backward: the same of its backward pass.
 
     The reductions hide behind the backward passes that produce gradients, a gathering behind the
-    forward pass that needs the parameters; at most `engine.data_parallel_overlap` of all hides.
+    forward pass that needs the parameters; at most `engine.data_parallel_overlap` of all hides (with ZeRO
+    `engine.sharded_overlap`, if given).
     """
     policy = memory_policy(engine, table.precision)
     stage, micro_batches = table.zero_stage, table.micro_batches
@@ -120,14 +121,20 @@ def exchange_seconds(
         """`ranks` that lie `stride` apart hold the same `count` parameters."""
         shards = np.maximum(ranks // copies, 1)
         members = group(cluster, engine, shards, stride)
-        scatter = reduce_scatter(members, count * reduced, layers)
-        gather = all_gather(members, count * policy.gathered, layers)
+        calls, buckets = layers, layers
+        if engine.reduction_bucket:
+            calls = np.ones_like(layers)
+            buckets = np.ceil(count * policy.gathered / engine.reduction_bucket)
+        packed = count / engine.sharded_efficiency
+        scatter = reduce_scatter(members, packed * reduced, calls)
+        scatter = scatter + engine.shard_launch * layers * np.where(shards > 1, shards, 0)
+        gather = all_gather(members, packed * policy.gathered, calls)
         if (copies > 1).any():
             # Neighbours share the shards; the copies of a shard lie farther apart and are summed.
             among = group(cluster, engine, np.minimum(ranks, copies), stride * shards)
             scatter = scatter + all_reduce(among, count * reduced / shards, layers)
         # Switches that add up and trees make a plain all-reduce faster than a reduce-scatter and a gathering.
-        summed = all_reduce(members, count * reduced, layers)
+        summed = all_reduce(members, count * reduced, buckets)
         return np.where(stage == 0, summed, reductions * scatter + gathers * gather)
 
     total = seconds(table.replicas, table.tensor_parallel, shared)
@@ -137,7 +144,13 @@ def exchange_seconds(
     # Stage 3 gathers in every pass, the others in the first forward pass.
     once = np.minimum(stage, 1) * forward + reductions * backward
     window = np.where(stage == 3, micro_batches * (forward + backward), once)
-    return total - hidden(engine.data_parallel_overlap * total, window, engine.overlap_sharpness)
+    own = engine.data_parallel_overlap
+    overlap = own if engine.sharded_overlap is None else np.where(stage > 0, engine.sharded_overlap, own)
+    exposed = total - hidden(overlap * total, window, engine.overlap_sharpness)
+    if engine.step_reductions:
+        everyone = group(cluster, engine, np.full(len(table), cluster.world_size), 1)
+        exposed = exposed + engine.step_reductions * all_reduce(everyone, np.zeros(len(table)))
+    return exposed
 
 
 def optimizer_seconds(

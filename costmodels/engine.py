@@ -95,6 +95,19 @@ class Engine(Record):
     """The same of links between nodes; as `network_efficiency` when not given."""
     collective_latency: NonNegative = 0.0
     """Seconds of one call of a collective on top of the hops of its links: launch and synchronisation."""
+    message_latency: NonNegative = 0.0
+    """Seconds of a message between pipeline stages on top of that."""
+    ring_step: NonNegative = 0.0
+    """Seconds of a tensor-parallel collective between nodes for each rank of its group."""
+    reduction_bucket: NonNegative = 0.0
+    """Bytes of parameters whose gradients one all-reduce of ZeRO 0 takes, while ZeRO 1 and above exchange
+    all in one call; where it is 0, each layer is a call."""
+    sharded_efficiency: Annotated[Fraction, Field(gt=0)] = 1.0
+    """Bandwidth of ZeRO 1 and above, which pack and unpack shards, relative to other collectives."""
+    shard_launch: NonNegative = 0.0
+    """Host seconds to cut what a layer exchanges into shards, for each of them, with ZeRO 1 and above."""
+    step_reductions: NonNegative = 0.0
+    """All-reduces of a few bytes among all devices that end a step: of the gradient norm and the loss."""
     elementwise_passes: Positive
     """Fused element-wise work as a multiple of the minimal traffic (one read and one write per tensor)."""
     loss_bytes: NonNegative = 24.0
@@ -110,10 +123,11 @@ class Engine(Record):
     """Factor of the host time of a layer for each doubling of tensor parallelism in a node."""
     sequence_parallel_launch: Positive = 1.0
     """The same with sequence parallelism."""
-    pipeline_launch: Positive = 1.0
-    """Factor of the host time of a layer with tensor-parallel collectives in a pipeline."""
-    pipeline_launch_growth: NonNegative = 0.0
-    """Exponent of the tensor-parallel ranks of a node in that factor."""
+    node_launch: NonNegative = 1.0
+    """Exponent of the nodes that a tensor-parallel group spans in the host time of a layer."""
+    tensor_parallel_step: NonNegative = 0.0
+    """Host seconds of a layer's forward pass for each tensor-parallel rank of a node, on top of that: where
+    the host waits for every step of a ring."""
     recompute_stops_early: bool = False
     """Recomputation ends with the last tensor that backward needs: a dense layer's last product and the
     collective after it are not repeated."""
@@ -137,6 +151,8 @@ class Engine(Record):
     """Share of tensor-parallel collectives that products of the same layer hide, chunk by chunk."""
     data_parallel_overlap: Fraction
     """Share of the data-parallel communication that can hide behind computation."""
+    sharded_overlap: Fraction | None = None
+    """The same with ZeRO 1 and above; as `data_parallel_overlap` when not given."""
     overlap_sharpness: Annotated[float, Field(ge=1)] = 8.0
     """Exponent of the p-norm that joins what can hide and what it hides behind: large where only what is
     longer shows, small where both slow each other down."""

@@ -39,6 +39,8 @@ class MeasuredCollective(Record):
     bus_bandwidth: Positive
     """Bytes per second: what nccl-tests call busbw, which is the link's whatever the number of ranks."""
     message_bytes: Positive | None = None
+    latency: NonNegative = 0.0
+    """Seconds of a call however small its message; other groups take it in proportion to their nodes."""
 
     @model_validator(mode="after")
     def _check(self) -> MeasuredCollective:

@@ -144,6 +144,12 @@ class Placement:
             far = table.outside(two, one, np.asarray(far))
         return near, far
 
+    def lag(self, collective: Collective) -> Floats | float:
+        """Seconds of a call of next to no bytes between nodes as measured; 0 where no table tells it."""
+        if not self.cluster.measured:
+            return 0.0
+        return np.where(self.size > 1, self.measured(collective).lag(self.spans[self.home][1]), 0.0)
+
     @cached_property
     def call(self) -> Floats | float:
         """Seconds that every call takes besides its hops."""
@@ -198,6 +204,11 @@ class Group:
         """As `bandwidth`, of an all-reduce, which switches that add up make faster."""
         return self.placement.ring("all_reduce") if self.placement.cluster.measured else self.bandwidth
 
+    def wait(self, collective: Collective) -> Floats:
+        """`latency`, or as measured where that is longer."""
+        result: Floats = np.maximum(self.latency, self.placement.lag(collective))
+        return result
+
     @cached_property
     def tree_latency(self) -> Floats:
         """Seconds of one pass of nothing along a tree through all ranks."""
@@ -235,14 +246,14 @@ def group(cluster: Cluster, engine: Engine, size: Ints, stride: Ints | npt.NDArr
 def all_gather(members: Group, payload: Floats, calls: Floats | float = 1.0) -> Floats:
     """Seconds to gather `payload` bytes (the whole, on every rank) in `calls` calls."""
     share = (members.size - 1) / members.size
-    result: Floats = payload * share / members.bandwidth + calls * members.latency
+    result: Floats = payload * share / members.bandwidth + calls * members.wait("all_gather")
     return result
 
 
 def reduce_scatter(members: Group, payload: Floats, calls: Floats | float = 1.0) -> Floats:
     """Seconds to sum `payload` bytes of every rank, a part on each: an all-gather in reverse."""
     share = (members.size - 1) / members.size
-    result: Floats = payload * share / members.scatter_bandwidth + calls * members.latency
+    result: Floats = payload * share / members.scatter_bandwidth + calls * members.wait("reduce_scatter")
     return result
 
 
@@ -253,10 +264,11 @@ def all_reduce(members: Group, payload: Floats, calls: Floats | float = 1.0) -> 
     fewer hops (Sanders, Speck, Traeff, Parallel Computing 35(12), 2009; latencies and bandwidth of both in
     NCCL's src/graph/tuning.cc).
     """
-    sent = 2.0 * payload / members.reduce_bandwidth
-    ring = sent * (members.size - 1) / members.size + 2.0 * calls * members.latency
-    tree = sent / TREE + 2.0 * calls * members.tree_latency
-    result: Floats = np.minimum(ring, tree) - calls * members.placement.call
+    sent, share = 2.0 * payload / members.reduce_bandwidth, (members.size - 1) / members.size
+    once, least = members.placement.call, members.placement.lag("all_reduce")
+    ring = sent * share + calls * np.maximum(2.0 * members.latency - once, least)
+    tree = sent / TREE + calls * np.maximum(2.0 * members.tree_latency - once, least)
+    result: Floats = np.minimum(ring, tree)
     return result
 
 
@@ -276,4 +288,4 @@ def send(cluster: Cluster, engine: Engine, payload: Floats, size: Ints, stride: 
     result = payload / near + placed.tiers[0].latency
     for below, tier in pairwise(placed.tiers):
         result = np.where(placed.crosses(below, tier), payload / far + tier.latency, result)
-    return np.where(size > 1, result + engine.collective_latency, 0.0)
+    return np.where(size > 1, result + engine.collective_latency + engine.message_latency, 0.0)

@@ -23,9 +23,10 @@ SUBSTITUTES: dict[Collective, tuple[Collective, ...]] = {
     "reduce_scatter": ("reduce_scatter", "all_gather", "all_reduce"),
     "all_reduce": ("all_reduce", "all_gather", "reduce_scatter"),
     "all_to_all": ("all_to_all", "all_gather", "reduce_scatter", "all_reduce"),
-    "send": ("send", "all_gather", "reduce_scatter", "all_reduce"),
+    "send": ("send",),
 }
-"""Which rows stand for a collective, the first that a table has."""
+"""Which rows stand for a collective, the first that a table has. None of them for messages of one device to
+another, which the state of a network slows down far less."""
 
 _WORDS = {word.replace("_", ""): word for word in get_args(Collective)} | {"sendrecv": "send"}
 """Collectives by their letters alone, as nccl-tests and others spell them differently."""
@@ -98,6 +99,15 @@ class Rates:
     across: tuple[tuple[int, Floats, Floats], ...]
     """For each number of ranks a node: logarithms of the nodes, and one rank's share of the network; empty
     if unmeasured."""
+    late: tuple[Floats, Floats] | None = None
+    """Logarithms of the nodes, and a call's latency for each of them; None where no row tells it."""
+
+    def lag(self, nodes: Ints) -> Floats | float:
+        """Seconds of a call of next to no bytes in groups on `nodes` nodes, [n]."""
+        if self.late is None:
+            return 0.0
+        result: Floats = np.where(nodes > 1, nodes * np.interp(np.log2(nodes), *self.late), 0.0)
+        return result
 
     def inside(self, local: Ints, links: Floats) -> Floats:
         """Bus bandwidth of groups of `local` ranks in one node, [n]; `links` says it where nothing does."""
@@ -133,6 +143,7 @@ def rates(
     """
     within: dict[int, float] = {}
     across: dict[int, dict[float, float]] = {}
+    late: dict[float, float] = {}
     for kind in SUBSTITUTES[collective]:
         rows = _largest(measured, kind)
         inside = {row.devices: row.bus_bandwidth for row in rows if _is_inside(row, home, per_node)}
@@ -142,9 +153,11 @@ def rates(
                 homes = max(row.nodes * per_node / max(home, per_node), 1.0)
                 local = max(round(row.devices / homes), 1)
                 outside[local][homes] = _share(row, kind, local)
+        if not across:
+            late = {row.nodes: row.latency / row.nodes for row in rows if row.latency and row.nodes > 1}
         within, across = within or inside, across or outside
     curves = tuple((local, *_curve(points)) for local, points in sorted(across.items(), reverse=True))
-    return Rates(_curve(within) if within else None, curves)
+    return Rates(_curve(within) if within else None, curves, _curve(late) if late else None)
 
 
 def _is_inside(row: MeasuredCollective, home: int, per_node: int) -> bool:

@@ -20,12 +20,13 @@ from typing import Any
 from pydantic import ValidationError
 
 from costmodels.calibration.row_models import MOST, MOST_LAYERS, Unusable, model_of
+from costmodels.calibration.row_network import collectives, state
 from costmodels.calibration.row_stages import SPLITS
 from costmodels.catalogue import load_device, load_engine
 from costmodels.catalogue.yaml_files import packaged
 from costmodels.engine import Engine
 from costmodels.errors import InputError
-from costmodels.hardware import Cluster, Device, MeasuredCollective
+from costmodels.hardware import Cluster, Device
 from costmodels.layout import Layout
 from costmodels.model_spec import ModelSpec
 from costmodels.words import GIB
@@ -137,7 +138,7 @@ def measurement_of(raw: Mapping[str, str | None], line: int = 0) -> Measurement:
         line=line,
         model=model,
         cluster=cluster,
-        engine=_engine(row, source),
+        engine=_engine(row, source, cluster.nodes),
         layouts=_layouts(row, source, model),
         step_time_s=None if oom else _step_time(row, model),
         oom=oom,
@@ -197,7 +198,10 @@ def _cluster(row: Mapping[str, str], source: Mapping[str, Any]) -> Cluster:
         cluster = Cluster(**values)
     except ValidationError:
         raise Unusable("gpus is no multiple of gpus_per_node") from None
-    return cluster.model_copy(update={"measured": _measured(row, world, cluster.nodes)})
+    if "network" not in source:
+        return cluster
+    seen = collectives(row.get("notes", ""), source["network"], world, cluster.nodes)
+    return cluster.model_copy(update={"measured": seen})
 
 
 @cache
@@ -210,24 +214,10 @@ def _changed(named: Mapping[str, Any]) -> Device:
     return _device(named["name"]).model_copy(update=changes)
 
 
-def _measured(row: Mapping[str, str], world: int, nodes: int) -> tuple[MeasuredCollective, ...]:
-    """The bus bandwidth that the job saw on its own nodes, where the notes print it.
-
-    Only that of all-reduces: those of gatherings are printed beside it without the factor that turns the
-    rate of a message into that of a link (both differ by 2 (n - 1) / n).
-    """
-    seen = re.search(r"AR/AG/RS=(\d{1,9}(?:\.\d{1,9})?)/", row.get("notes", ""))
-    if seen is None or not float(seen[1]) or world == 1:
-        return ()
-    return (
-        MeasuredCollective(
-            collective="all_reduce", devices=world, nodes=nodes, bus_bandwidth=float(seen[1]) * 1e9
-        ),
-    )
-
-
-def _engine(row: Mapping[str, str], source: Mapping[str, Any]) -> Engine:
+def _engine(row: Mapping[str, str], source: Mapping[str, Any], nodes: int) -> Engine:
     changes = dict(source.get("switches", {}))
+    if "network" in source:
+        changes |= state(row.get("notes", ""), source["network"], nodes)
     kernel = re.search(r"kernel=([^;]*)", row.get("notes", ""))
     if kernel is not None and "kernels" in source:
         named = source["kernels"].get(kernel[1].strip())

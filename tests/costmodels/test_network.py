@@ -197,3 +197,23 @@ def test_nodes_of_an_island_are_measured_as_one(cluster, one):
     assert one(measured, 64, 1).bandwidth[0] == pytest.approx(600e9)
     assert one(measured, 128, 1).bandwidth[0] == pytest.approx(320e9)
     assert one(measured, 2, 64).bandwidth[0] == pytest.approx(5e9)
+
+
+def test_a_measured_latency_grows_with_the_nodes_of_a_group(cluster, one, ideal):
+    row = MeasuredCollective(collective="all_reduce", devices=64, nodes=8, bus_bandwidth=200e9, latency=8e-3)
+    measured = cluster(64).model_copy(update={"measured": (row,)})
+    nothing = np.array([0.0])
+    for collective in (all_gather, reduce_scatter, all_reduce):
+        assert collective(one(measured, 8, 8), nothing, 5.0)[0] == pytest.approx(5 * 8e-3)
+        assert collective(one(measured, 16, 1), nothing)[0] == pytest.approx(2e-3)
+        assert collective(one(measured, 8, 1), nothing)[0] < 1e-4
+        assert collective(one(measured, 1, 8), nothing)[0] == 0
+
+
+def test_a_message_between_two_devices_is_not_as_slow_as_a_collective(cluster, ideal):
+    measured = with_table(cluster(64), ("all_reduce", 64, 8, 8))
+    seconds = send(measured, ideal, np.array([1e9]), np.array([4]), np.array([16]))[0]
+    assert seconds == pytest.approx(1e9 / INTER, rel=0.01)
+    slow = ideal.model_copy(update={"message_latency": 0.5})
+    late = send(measured, slow, np.array([1e9]), np.array([4]), np.array([16]))[0]
+    assert late == pytest.approx(seconds + 0.5)

@@ -1,0 +1,68 @@
+"""What the notes of a row say of the network that its job saw."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from costmodels.hardware import Collective, MeasuredCollective
+
+NUMBER = r"(\d{1,9}(?:\.\d{1,9})?)"
+PRINTED = re.compile(f"AR/AG/RS={NUMBER}/{NUMBER}/{NUMBER}")
+"""GB/s of an all-reduce, an all-gather and a reduce-scatter among all devices of the job."""
+
+KINDS: tuple[Collective, ...] = ("all_reduce", "all_gather", "reduce_scatter")
+
+
+def collectives(
+    notes: str, known: Mapping[str, Any], world: int, nodes: int
+) -> tuple[MeasuredCollective, ...]:
+    """The collectives that a job timed on its own devices before it trained, where the notes print them.
+
+    An all-reduce is printed as bus bandwidth; the others as half of the message over its time, which
+    2 (n - 1) / n turns into bus bandwidth (in one node all three then agree). A message of
+    `known["message_bytes"]` takes longer the more nodes there are, at 64 of them seven times as long as at
+    one, while training moves ten times as much in a fraction of the time that this rate would take: beyond
+    `known["bus_bandwidth"]` it is latency.
+    """
+    seen = PRINTED.search(notes)
+    if seen is None or not all(map(float, seen.groups())) or world == 1:
+        return ()
+    message, links = float(known["message_bytes"]), float(known["bus_bandwidth"])
+    found = []
+    for kind, printed in zip(KINDS, seen.groups(), strict=True):
+        passes = 2 * (world - 1) / world
+        bus = float(printed) * 1e9 * (1 if kind == "all_reduce" else passes)
+        latency = 0.0
+        if nodes > 1 and bus < links:
+            sent = message * passes / (1 if kind == "all_reduce" else 2)
+            bus, latency = links, sent / bus - sent / links
+        found.append(
+            MeasuredCollective(
+                collective=kind,
+                devices=world,
+                nodes=nodes,
+                bus_bandwidth=bus,
+                message_bytes=message,
+                latency=latency,
+            )
+        )
+    return tuple(found)
+
+
+def state(notes: str, known: Mapping[str, Any], nodes: int) -> Mapping[str, Any]:
+    """Constants of the engine that differ in the state that a job found its cluster in.
+
+    Told by the seconds that its all-gather took: longer than `first` on one node and `more` for each
+    further one. Of the `states` that match, the last one counts.
+    """
+    seen = PRINTED.search(notes)
+    changes: Mapping[str, Any] = {}
+    if seen is None or not float(seen[2]):
+        return changes
+    seconds = float(known["message_bytes"]) / (2e9 * float(seen[2]))
+    for each in known["states"]:
+        if nodes <= each.get("nodes", nodes) and seconds > each["first"] + each["more"] * (nodes - 1):
+            changes = each["switches"]
+    return changes
