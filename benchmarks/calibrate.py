@@ -17,7 +17,8 @@ import numpy as np
 import yaml
 
 import costmodels.catalogue
-from costmodels.calibration.fit import FitPlan, belongs, errors, fit, fit_spread, plans
+from costmodels.calibration.fit import COVERED, FitPlan, belongs, errors, fit, fit_spread, plans
+from costmodels.calibration.layers import fit_layers
 from costmodels.calibration.measured import Measurement, read
 from costmodels.calibration.scoring import fitted
 from costmodels.catalogue.yaml_files import packaged
@@ -42,6 +43,12 @@ def _percent(logarithms: Floats) -> dict[str, float]:
     }
 
 
+def _plain(constants: dict[str, Any]) -> dict[str, Any]:
+    """Constants as YAML writes them."""
+    layers = constants.get("measured_layers", ())
+    return {**constants, **({"measured_layers": [one.model_dump() for one in layers]} if layers else {})}
+
+
 def calibrate(plan: FitPlan, rows: list[Measurement]) -> dict[str, Any]:
     """One entry of the catalogue: constants, range, and errors on rows that the fit did not see."""
     usable = [row for row in rows if belongs(row, plan)]
@@ -49,10 +56,13 @@ def calibrate(plan: FitPlan, rows: list[Measurement]) -> dict[str, Any]:
     unseen = [row for row in usable if not fitted(row)]
     found = fit(plan, seen)
     spread = fit_spread(found, seen)
+    if plan.layers:
+        found = found.with_layers(fit_layers(found, seen))
+        spread["measured"] = float(f"{np.quantile(np.abs(errors(found, seen)), COVERED):.3g}")
     entry = {
         "sources": list(plan.sources),
         "rows": len(seen),
-        "constants": found.constants,
+        "constants": _plain(found.constants),
         "spread": spread,
     }
     if unseen:

@@ -19,7 +19,7 @@ from costmodels.operators import (
     Operators,
 )
 from costmodels.shapes import element_bytes
-from costmodels.table import RECOMPUTE_KINDS, RECOMPUTE_METHODS, Floats, LayoutTable
+from costmodels.table import RECOMPUTE_KINDS, RECOMPUTE_METHODS, Bools, Floats, LayoutTable
 
 FULL = RECOMPUTE_KINDS.index("full")
 UNIFORM = RECOMPUTE_METHODS.index("uniform")
@@ -42,9 +42,6 @@ QUERY_BLOCK = 128
 
 TILE = 128 * 128
 """Elements of the output that one multiprocessor computes at a time."""
-
-SHARPNESS = 8
-"""Exponent of the p-norm that joins device time and launch floor."""
 
 
 @dataclass(frozen=True)
@@ -181,24 +178,36 @@ def _copies_by_node(ep: Group, top_k: int) -> Floats:
     return result
 
 
-def _launch_seconds(engine: Engine, table: LayoutTable, tp: Group) -> Floats:
+def _unfused(work: Operators, engine: Engine) -> Bools | bool:
+    """Whether the fused softmax kernel does not take the sequences times heads of a device, [n]."""
+    if engine.flash_attention or not engine.softmax_batch:
+        return False
+    unfused: Bools = (work.scores / work.seq**2) % engine.softmax_batch > 0
+    return unfused
+
+
+def _launch_seconds(work: Operators, engine: Engine, table: LayoutTable, tp: Group) -> Floats:
     """Host seconds of a layer's forward pass, whatever its size.
 
     Every doubling of tensor parallelism in a node multiplies it, and so do the nodes that a group spans,
-    whose rings wait for each other.
+    whose rings wait for each other. A softmax that no kernel fuses is several launches instead of one.
     """
     split = np.where(table.sequence_parallel, engine.sequence_parallel_launch, engine.tensor_parallel_launch)
     steps = engine.tensor_parallel_step * np.where(tp.size > 1, tp.local, 0)
     result = engine.layer_overhead * split ** np.log2(tp.local) + steps
     result = result * (tp.size / tp.local) ** engine.node_launch
+    result = result * np.where(_unfused(work, engine), engine.unfused_softmax_launch, 1.0)
     return result * np.where(table.runs(*SPLIT_BACKWARD), engine.split_backward_launch, 1.0)
 
 
-def launch_floor(seconds: Floats, floor: Floats | float) -> Floats:
-    """Idle seconds of a device that works for `seconds` on what a host launches in `floor` seconds."""
+def launch_floor(seconds: Floats, floor: Floats | float, sharpness: float = 8.0) -> Floats:
+    """Idle seconds of a device that works for `seconds` on what a host launches in `floor` seconds.
+
+    Both together take their p-norm, whose exponent is `sharpness`.
+    """
     scale = np.maximum(seconds, floor)
     scale = np.where(scale > 0, scale, 1.0)
-    norm = ((seconds / scale) ** SHARPNESS + (floor / scale) ** SHARPNESS) ** (1 / SHARPNESS)
+    norm = ((seconds / scale) ** sharpness + (floor / scale) ** sharpness) ** (1 / sharpness)
     return norm * scale - seconds
 
 
@@ -242,6 +251,8 @@ def passes(
         return gemm_seconds(gemms, rates)
 
     gemm = zero + products(work.gemms)
+    if not repeats and engine.whole_head_efficiency != 1:
+        gemm = gemm / np.where(table.tensor_parallel == 1, engine.whole_head_efficiency, 1.0)
     attention, attention_back = attention_seconds(work, device, engine, wide_peak, bandwidth, e)
     apart = table.runs(*SPLIT_BACKWARD)
     passes = engine.elementwise_passes * np.where(apart, engine.split_backward_elementwise, 1.0) / bandwidth
@@ -319,12 +330,14 @@ def passes(
     forward = gemm + attention + elementwise + tensor + context + expert + gaps
     backward = BACKWARD_GEMM * gemm + attention_back + elementwise_back + tensor_back + context_back
     backward = backward + expert_back + BACKWARD_GEMM * gaps
-    floor = _launch_seconds(engine, table, tp) * repeats
+    floor = _launch_seconds(work, engine, table, tp) * repeats
     if device.kind == "cpu":
         # The cores that launch are the ones that compute: nothing hides behind anything.
         idle = idle_back = floor
     else:
-        idle, idle_back = launch_floor(forward, floor), launch_floor(backward, floor * engine.backward_launch)
+        sharpness = engine.launch_sharpness
+        idle = launch_floor(forward, floor, sharpness)
+        idle_back = launch_floor(backward, floor * engine.backward_launch, sharpness)
     idle, idle_back = idle + gaps, idle_back + BACKWARD_GEMM * gaps
     backward = backward - BACKWARD_GEMM * gaps
     return Passes(

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 from pydantic import Field, model_validator
 
 from costmodels.hardware import Device
-from costmodels.words import CountOrZero, Fraction, NonNegative, Positive, Record
+from costmodels.words import Count, CountOrZero, Fraction, NonNegative, Positive, Record
 
 
 class MemoryPolicy(Record):
@@ -33,12 +33,27 @@ class Spread(Record):
 
     base: NonNegative = 0.15
     """Of the whole step: wide where the engine was never measured on the device."""
+    measured: NonNegative = 0.02
+    """Of the whole step instead of all others, where layers of its shape were measured often."""
     network: NonNegative = 0.15
     """Of the share of the step that waits for links, for the first node and for each doubling of nodes."""
     launch: NonNegative = 0.3
     """Of the share in which the device waits for the host."""
     bubble: NonNegative = 0.3
     """Of the share in which the slowest pipeline rank waits for others."""
+
+
+class MeasuredLayer(Record):
+    """How much longer or shorter layers of one shape took than the formulas say."""
+
+    hidden: Count
+    tensor_parallel: Count
+    tokens: Count
+    """Tokens of one micro batch on a device: sequences times their tokens."""
+    factor: Positive
+    """Measured over predicted time of a layer, forward and backward."""
+    rows: Count = 1
+    """Measured steps that say so."""
 
 
 class Engine(Record):
@@ -51,6 +66,11 @@ class Engine(Record):
     """Core attention never writes its score matrix to memory."""
     softmax_passes: Positive = 1.0
     """Without flash attention: traffic of scale, mask, softmax and dropout, relative to one fused kernel."""
+    softmax_batch: CountOrZero = 0
+    """The fused softmax kernel takes sequences times heads of one device that are a multiple of this only
+    (Megatron-LM's `FusedScaleMaskSoftmax.is_kernel_available`: 4); 0 for a kernel that takes all."""
+    unfused_softmax_launch: Positive = 1.0
+    """Host time of a layer where that kernel cannot run, relative to where it does."""
     attention_scale: Positive = 1.0
     """Rate of the attention kernel relative to `attention_efficiency`: older ones are slower."""
     norm_passes: Positive = 1.0
@@ -71,6 +91,8 @@ class Engine(Record):
     """Device memory of the buffers of one process group."""
     gemm_efficiency: Fraction
     """Share of peak FLOP/s that a large matrix product reaches."""
+    whole_head_efficiency: Positive = 1.0
+    """Rate of the head's products where one device holds the whole vocabulary, relative to other products."""
     gemm_launch: NonNegative = 5.5e-6
     """Device seconds of a matrix product however small it is."""
     gemm_wave: NonNegative = 0.05
@@ -119,6 +141,9 @@ class Engine(Record):
     """Host seconds to launch one layer's forward pass: the floor under small layers."""
     backward_launch: Positive = 1.0
     """Host time of a layer's backward pass, relative to its forward pass."""
+    launch_sharpness: Annotated[float, Field(ge=1)] = 8.0
+    """Exponent of the p-norm that joins the device time of a pass of a layer and its launch floor: small
+    where the device waits for the host in some parts of a layer and the host for the device in others."""
     tensor_parallel_launch: Positive = 1.0
     """Factor of the host time of a layer for each doubling of tensor parallelism in a node."""
     sequence_parallel_launch: Positive = 1.0
@@ -131,6 +156,8 @@ class Engine(Record):
     recompute_stops_early: bool = False
     """Recomputation ends with the last tensor that backward needs: a dense layer's last product and the
     collective after it are not repeated."""
+    measured_layers: tuple[MeasuredLayer, ...] = ()
+    """Corrections of dense layers by their shape, for one device (`costmodels/layer_table.py`)."""
     fp8_cast_bytes: NonNegative = 0.0
     """Traffic of casting one element of an operand of an 8-bit product, for each product that reads it."""
     fp8_experts: bool = True

@@ -27,6 +27,7 @@ from costmodels.engine import Engine
 from costmodels.estimate import Estimate, StageMemory, StepTime
 from costmodels.exact import pipeline_parts
 from costmodels.hardware import Cluster
+from costmodels.layer_table import known_share
 from costmodels.layout import SPLIT_BACKWARD, V_SCHEDULES, Layout
 from costmodels.memory import (
     end_parameters,
@@ -75,7 +76,8 @@ class Prices:
     @property
     def spread(self) -> Floats:
         """Half the width of the 80 % range of the step time, as a natural logarithm."""
-        return spread(self.cluster, self.engine, self.time, self.step_time_s)
+        known = known_share(self.model, self.engine, self.table)
+        return spread(self.cluster, self.engine, self.time, self.step_time_s, known)
 
     @cached_property
     def peak_memory_bytes(self) -> Floats:

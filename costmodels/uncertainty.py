@@ -26,16 +26,24 @@ COMMUNICATION = (
 """Parts of `StepTime` that wait for links."""
 
 
-def spread(cluster: Cluster, engine: Engine, time: Mapping[str, Floats], step_time: Floats) -> Floats:
+def spread(
+    cluster: Cluster,
+    engine: Engine,
+    time: Mapping[str, Floats],
+    step_time: Floats,
+    known: Floats | float = 0.0,
+) -> Floats:
     """Half the width of the 80 % range as a natural logarithm, [n].
 
     Independent errors add in squares: `base` of the whole, `network` of the share of communication for each
-    doubling of nodes, `launch` of the share of the launch floor.
+    doubling of nodes, `launch` of the share of the launch floor. Measured layers leave `measured` instead, as
+    far as they are known.
 
     Args:
         engine: with its constants for the device.
         time: seconds of each part of `StepTime`, arrays of shape [n].
         step_time: their sum.
+        known: `layer_table.known_share` of the rows, 0 to 1.
     """
     width = engine.spread
     waits = sum((time[part] for part in COMMUNICATION), np.zeros_like(step_time)) / step_time
@@ -43,5 +51,6 @@ def spread(cluster: Cluster, engine: Engine, time: Mapping[str, Floats], step_ti
     network = width.network * waits * (1.0 + np.log2(cluster.nodes))
     launch = width.launch * time["launch"] / step_time
     pipeline = width.bubble * time["bubble"] / step_time
-    result: Floats = np.sqrt(width.base**2 + network**2 + launch**2 + pipeline**2)
+    formulas = np.sqrt(width.base**2 + network**2 + launch**2 + pipeline**2)
+    result: Floats = formulas + (width.measured - formulas) * known
     return result

@@ -9,6 +9,7 @@ import numpy as np
 from costmodels.compute import Passes, passes
 from costmodels.engine import Engine
 from costmodels.hardware import Cluster
+from costmodels.layer_table import corrected
 from costmodels.layout import SPLIT_BACKWARD
 from costmodels.memory import UnitSizes, unit_sizes
 from costmodels.model_spec import ModelSpec
@@ -59,11 +60,13 @@ def units_of(model: ModelSpec, cluster: Cluster, engine: Engine, table: LayoutTa
     if model.experts:
         layers["moe"] = layer(model, engine, table, moe=True)
     units = {held: passes(work, device, engine, table, groups, repeats=True) for held, work in layers.items()}
+    units["dense"] = corrected(units["dense"], model, engine, table)
     if table.recompute_method.any():
         none = np.zeros_like(table.recompute)
         plain = replace(table, recompute=none, recompute_modules=none)
         for held, work in layers.items():
             units[f"{held}_plain"] = passes(work, device, engine, plain, groups, repeats=True)
+        units["dense_plain"] = corrected(units["dense_plain"], model, engine, table)
     for held, work in ends.items():
         units[held] = passes(work, device, engine, table, groups, repeats=False, wide=True)
     return units

@@ -10,14 +10,15 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+from pydantic import Field
 
 from costmodels.calibration.measured import Measurement
 from costmodels.catalogue.yaml_files import packaged
-from costmodels.engine import Engine, Spread
+from costmodels.engine import Engine, MeasuredLayer, Spread
 from costmodels.errors import InputError
 from costmodels.hardware import Cluster
 from costmodels.model_spec import ModelSpec
@@ -49,6 +50,10 @@ class FitPlan(Record):
     architecture: str
     sources: tuple[str, ...]
     tolerance: Positive
+    weights: dict[str, Positive] = Field(default_factory=dict)
+    """How often a row of a source counts; once where it is not named."""
+    layers: bool = False
+    """Layers are corrected by their shape too (`costmodels/calibration/layers.py`)."""
     constants: dict[str, Prior]
 
 
@@ -57,8 +62,12 @@ class Fitted:
     """Result of one fit."""
 
     plan: FitPlan
-    constants: dict[str, float]
+    constants: dict[str, Any]
     rows: int
+
+    def with_layers(self, layers: tuple[MeasuredLayer, ...]) -> Fitted:
+        """The same with corrections of layers by their shape."""
+        return replace(self, constants={**self.constants, "measured_layers": layers})
 
 
 def plans() -> list[FitPlan]:
@@ -82,7 +91,7 @@ def fit_spread(found: Fitted, measurements: Sequence[Measurement]) -> dict[str, 
     from scipy.optimize import minimize
 
     missed = np.abs(errors(found, measurements))
-    names = list(Spread.model_fields)
+    names = [name for name in Spread.model_fields if name != "measured"]
     priced = [
         (batch, batch.engine.model_copy(update={**found.constants, "devices": {}}))
         for batch in _batches(measurements)
@@ -105,7 +114,7 @@ def fit_spread(found: Fitted, measurements: Sequence[Measurement]) -> dict[str, 
         # Weak pull towards the defaults, for terms that the rows do not show.
         return float(pinball.mean() + PULL * np.square(values - start).mean())
 
-    start = np.log([field.default for field in Spread.model_fields.values()])
+    start = np.log([Spread.model_fields[name].default for name in names])
     found_at = minimize(loss, start, method="Nelder-Mead", options={"maxiter": 2000, "xatol": 1e-3}).x
     return {name: float(f"{value:.3g}") for name, value in zip(names, np.exp(found_at), strict=True)}
 
@@ -139,11 +148,13 @@ def _batches(measurements: Sequence[Measurement]) -> list[_Batch]:
         first = measurements[rows[0]]
         table = LayoutTable.of([measurements[row].layouts[0] for row in rows])
         engine = first.engine.for_device(first.cluster.device)
+        # Corrections of an earlier fit are not what this one starts from.
+        engine = engine.model_copy(update={"measured_layers": ()})
         result.append(_Batch(first.model, first.cluster, engine, table, rows))
     return result
 
 
-def _step_times(batches: Sequence[_Batch], constants: dict[str, float], count: int) -> Floats:
+def _step_times(batches: Sequence[_Batch], constants: dict[str, Any], count: int) -> Floats:
     result = np.empty(count)
     for batch in batches:
         engine = batch.engine.model_copy(update={**constants, "devices": {}})
@@ -182,12 +193,13 @@ def fit(plan: FitPlan, measurements: Sequence[Measurement]) -> Fitted:
     start = np.array([prior.start for prior in priors])
     within = np.array([prior.within for prior in priors])
     measured = np.log([row.step_time_s or np.nan for row in measurements])
+    weights = np.array([plan.weights.get(row.source, 1.0) for row in measurements])
     batches = _batches(measurements)
 
     def residuals(shares: Floats) -> Any:
         values = low + shares * (high - low)
         predicted = _step_times(batches, dict(zip(names, values.tolist(), strict=True)), len(measured))
-        errors = np.log(predicted) - measured
+        errors = weights * (np.log(predicted) - measured)
         # A constant that deviates as far as is likely weighs as much as one row at the tolerance.
         known = plan.tolerance * np.log((values + SMALL) / (start + SMALL)) / within
         return np.concatenate([errors, known])

@@ -20,7 +20,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from costmodels.calibration.row_models import MOST, MOST_LAYERS, Unusable, model_of
-from costmodels.calibration.row_network import collectives, state
+from costmodels.calibration.row_network import collectives, in_one_node, state
 from costmodels.calibration.row_stages import SPLITS
 from costmodels.catalogue import load_device, load_engine
 from costmodels.catalogue.yaml_files import packaged
@@ -126,6 +126,7 @@ def measurement_of(raw: Mapping[str, str | None], line: int = 0) -> Measurement:
         raise Unusable("source unknown: no engine")
     for name, value in source.get("blank", {}).items():
         row[name] = row.get(name) or value
+    row |= source.get("instead", {})
     if "after_pp_fix=False" in row.get("notes", "") and _count(row, "pp") > 1:
         raise Unusable("older pipeline (after_pp_fix=False)")
     model = model_of(row, known())
@@ -198,9 +199,10 @@ def _cluster(row: Mapping[str, str], source: Mapping[str, Any]) -> Cluster:
         cluster = Cluster(**values)
     except ValidationError:
         raise Unusable("gpus is no multiple of gpus_per_node") from None
-    if "network" not in source:
-        return cluster
-    seen = collectives(row.get("notes", ""), source["network"], world, cluster.nodes)
+    if "network" in source:
+        seen = collectives(row.get("notes", ""), source["network"], world, cluster.nodes)
+    else:
+        seen = in_one_node(source.get("bus_bandwidth", {}))
     return cluster.model_copy(update={"measured": seen})
 
 

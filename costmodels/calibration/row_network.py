@@ -51,6 +51,14 @@ def collectives(
     return tuple(found)
 
 
+def in_one_node(bus_bandwidth: Mapping[int, float]) -> tuple[MeasuredCollective, ...]:
+    """What a source measured of its all-reduces in one node: bytes per second by ranks."""
+    return tuple(
+        MeasuredCollective(collective="all_reduce", devices=ranks, nodes=1, bus_bandwidth=rate)
+        for ranks, rate in bus_bandwidth.items()
+    )
+
+
 def state(notes: str, known: Mapping[str, Any], nodes: int) -> Mapping[str, Any]:
     """Constants of the engine that differ in the state that a job found its cluster in.
 

@@ -19,7 +19,6 @@ from costmodels.memory import stage_memory
 from costmodels.pipeline import FIELDS, Ranks, all_ranks, ranks_entry
 from costmodels.pricing import Prices, price
 from costmodels.table import Bools, Floats, LayoutTable
-from costmodels.uncertainty import spread
 from costmodels.units import shapes_of, sizes_of
 
 FITTED_SOURCES = (
@@ -145,7 +144,7 @@ def predict(measurements: Sequence[Measurement], scale: Scalars | None = None) -
             continue
         factor = (scale or {}).get((prices.engine.name, prices.cluster.device.name), 1.0)
         seconds[rows] = prices.step_time_s * factor
-        width[rows] = spread(prices.cluster, prices.engine, prices.time, prices.step_time_s)
+        width[rows] = prices.spread
         fits[rows] = prices.peak_memory_bytes <= prices.cluster.memory_bytes
         if any(_peak(measurements[row]) for row in rows):
             first_only = np.array([measurements[row].first_rank_only for row in rows])

@@ -173,3 +173,43 @@ def test_fp8_casts_both_operands_of_every_product(gpt, a100, engine, layout, clu
 def test_a_format_that_the_device_lacks_is_named_with_those_it_has(a100):
     with pytest.raises(InputError, match=r"precision fp8: device a100-80gb .* use fp32, tf32, fp16, bf16$"):
         peak_flops(a100, "fp8")
+
+
+def test_a_softmax_that_no_kernel_fuses_takes_more_launches(gpt, a100, engine, layout, cluster):
+    slow = {"layer_overhead": 0.1, "flash_attention": False, "unfused_softmax_launch": 1.5}
+    table = LayoutTable.of([layout(gpt, tp=8, mbs=mbs, m=2) for mbs in (1, 2)])
+    plain = layer_passes(gpt, a100, engine("megatron", **slow), table, cluster(8)).launch
+    four = layer_passes(gpt, a100, engine("megatron", softmax_batch=4, **slow), table, cluster(8)).launch
+    # 16 heads on 8 devices: two for each sequence.
+    assert four[0] == pytest.approx(1.5 * plain[0], rel=1e-2)
+    assert four[1] == plain[1]
+
+
+def test_a_blunt_floor_leaves_more_idle_time():
+    seconds = np.array([1.0, 1.0])
+    sharp, blunt = (launch_floor(seconds, np.array([1.0, 0.5]), power) for power in (8.0, 2.0))
+    assert blunt == pytest.approx([2**0.5 - 1, 1.25**0.5 - 1])
+    assert (sharp < blunt).all()
+
+
+def test_hosts_of_groups_over_nodes_wait_as_the_engine_says(gpt, a100, engine, layout, cluster):
+    table = LayoutTable.of([layout(gpt, tp=16)])
+    waits, runs = (
+        layer_passes(gpt, a100, engine("megatron", layer_overhead=0.1, node_launch=power), table, cluster(16))
+        for power in (1, 0)
+    )
+    assert waits.launch == pytest.approx(2 * runs.launch, rel=0.05)
+
+
+def test_a_whole_vocabulary_may_run_slower(gpt, a100, engine, layout, cluster):
+    table = LayoutTable.of([layout(gpt, tp=tp) for tp in (1, 2)])
+    alone = np.ones(2, dtype=np.int64)
+    groups = {name: group(cluster(2), engine("megatron"), alone, alone) for name in ("tp", "cp", "ep", "etp")}
+
+    def head_seconds(**constants):
+        chosen = engine("megatron", **constants)
+        work = head(gpt, chosen, padded_vocabulary(gpt, table), table)
+        return passes(work, a100, chosen, table, groups, repeats=False).compute
+
+    ratio = head_seconds(whole_head_efficiency=0.5) / head_seconds()
+    assert ratio == pytest.approx([2.0, 1.0])

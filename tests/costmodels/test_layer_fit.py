@@ -1,0 +1,65 @@
+"""Layers by their shape, as measured steps tell them, and what a source knows besides its columns."""
+
+import math
+from dataclasses import replace
+
+import pytest
+
+from costmodels.calibration.fit import Fitted, errors, plans
+from costmodels.calibration.layers import DOUBT, fit_layers
+from costmodels.calibration.measured import known, measurement_of
+from costmodels.engine import MeasuredLayer
+from tests.costmodels.test_calibration_rows import ROW
+
+
+def vtrain(source="vtrain_single", **cells):
+    usual = {"source_id": source, "model_name": "GPT-L12", "gpu": "A100", "gpus": "8", "hidden": "1024"}
+    one = {
+        "tp": "8",
+        "pp": "1",
+        "vpp": "",
+        "dp": "1",
+        "kv_heads": "",
+        "seq": "1024",
+        "recompute": "full",
+        "sp": "",
+    }
+    return measurement_of({**ROW, **usual, **one, "precision": "", "flash": "", "zero_stage": "", **cells})
+
+
+@pytest.fixture
+def nothing():
+    """A fit without constants: those of the catalogue, layers as the formulas say."""
+    plan = next(plan for plan in plans() if plan.engine == "megatron-deepspeed")
+    return Fitted(plan, {}, 0)
+
+
+def test_layers_that_took_longer_are_found(nothing):
+    rows = [vtrain(mbs=mbs, gbs=gbs) for mbs in "24" for gbs in ("8", "16", "32", "64")]
+    slow = nothing.with_layers((MeasuredLayer(hidden=1024, tensor_parallel=8, tokens=2048, factor=1.3),))
+    true = [replace(row, step_time_s=1.0) for row in rows]
+    seconds = [math.exp(over) for over in errors(slow, true)]
+    found = fit_layers(nothing, [replace(row, step_time_s=s) for row, s in zip(rows, seconds, strict=True)])
+    two, four = sorted(found, key=lambda layer: layer.tokens)
+    believed = 4 / (4 + DOUBT)
+    assert (two.tokens, two.rows) == (2048, 4)
+    assert two.factor == pytest.approx(1.3**believed, rel=0.01)
+    assert 1.0 < four.factor < 1.3  # it lies an octave away from the shape that is slow
+    assert abs(errors(nothing.with_layers(found), true) - [math.log(s) for s in seconds]).max() < 0.05
+
+
+def test_what_layers_cannot_explain_is_left_alone(nothing):
+    rows = [replace(vtrain(gbs=gbs), step_time_s=60.0) for gbs in ("8", "16")]
+    assert fit_layers(nothing, rows) == ()
+
+
+def test_a_source_may_correct_its_columns():
+    assert known()["sources"]["vtrain_single"]["instead"] == {"recompute": "none"}
+    assert vtrain().layouts[0].recompute == "none"
+    assert vtrain("vtrain_multi").layouts[0].recompute == "full"
+
+
+def test_a_source_may_have_measured_its_nodes():
+    measured = vtrain().cluster.measured
+    assert [(row.devices, row.nodes) for row in measured] == [(2, 1), (4, 1), (8, 1)]
+    assert [row.bus_bandwidth for row in measured] == sorted(row.bus_bandwidth for row in measured)
