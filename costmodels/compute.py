@@ -236,9 +236,11 @@ def passes(
     zero = np.zeros(len(table))
 
     narrow = table.precision == "fp8" and not wide
-    fp8_share = engine.fp8_gemm_efficiency if narrow else None
+    own = engine.fp8_gemm_efficiency if narrow else None
+    if table.precision in ("fp32", "tf32"):
+        own = engine.fp32_gemm_efficiency
     rates = GemmRates(
-        flops=peak * (engine.gemm_efficiency if fp8_share is None else fp8_share),
+        flops=peak * (engine.gemm_efficiency if own is None else own),
         wide_flops=wide_peak * engine.gemm_efficiency,
         bandwidth=bandwidth,
         element=e,

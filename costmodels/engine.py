@@ -97,6 +97,8 @@ class Engine(Record):
     """Device seconds of a matrix product however small it is."""
     gemm_wave: NonNegative = 0.05
     """Share of a wave of tiles that the end of a matrix product leaves idle."""
+    fp32_gemm_efficiency: Fraction | None = None
+    """`gemm_efficiency` of 32-bit products, tf32 too, which power limits less; the same when not given."""
     fp8_gemm_efficiency: Fraction | None = None
     """`gemm_efficiency` of 8-bit products; the same when not given."""
     fp8_half_width: NonNegative = 290.0

@@ -93,10 +93,13 @@ def cluster(a100: Device) -> Callable[..., Cluster]:
 
 @pytest.fixture
 def engine() -> Callable[..., Engine]:
-    """Makes an engine of the catalogue, with some constants replaced: `engine("megatron", dropout=False)`."""
+    """Makes an engine of the catalogue, with some constants replaced: `engine("megatron", dropout=False)`.
+
+    Without what was fitted for single architectures, which would replace them once more.
+    """
 
     def make(name: str, **constants: object) -> Engine:
-        return Engine.model_validate({**load_engine(name).model_dump(), **constants})
+        return Engine.model_validate({**load_engine(name).model_dump(), "devices": {}, **constants})
 
     return make
 

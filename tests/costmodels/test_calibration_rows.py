@@ -200,12 +200,20 @@ def test_what_kind_of_memory_was_measured():
 
 
 def test_the_bandwidth_of_the_jobs_own_nodes_is_taken_from_the_notes():
-    row = of(notes="x; collective busbw GB/s on job nodes AR/AG/RS=425.3/241.3/241.7; y")
-    (seen,) = row.cluster.measured
-    assert (seen.collective, seen.devices, seen.nodes) == ("all_reduce", 32, 4)
-    assert seen.bus_bandwidth == pytest.approx(425.3e9)
-    assert of(notes="AR/AG/RS=0/0/0").cluster.measured == ()
-    assert of().cluster.measured == ()
+    nanotron = {"source_id": "hf_ultrascale"}
+    row = of(**nanotron, notes="x; collective busbw GB/s on job nodes AR/AG/RS=425.3/241.3/241.7; y")
+    assert [seen.collective for seen in row.cluster.measured] == ["all_reduce", "all_gather", "reduce_scatter"]
+    assert {(seen.devices, seen.nodes) for seen in row.cluster.measured} == {(32, 4)}
+    assert row.cluster.measured[0].bus_bandwidth == pytest.approx(425.3e9)
+    assert of(**nanotron, notes="AR/AG/RS=0/0/0").cluster.measured == ()
+    assert of(**nanotron).cluster.measured == ()
+    assert of(notes="AR/AG/RS=425.3/241.3/241.7").cluster.measured == ()
+
+
+def test_vtrains_own_sweeps_of_all_reduces_are_its_links():
+    row = of(source_id="vtrain_multi", gpu="A100", precision="", flash="", sp="", zero_stage="")
+    assert {seen.devices: seen.bus_bandwidth for seen in row.cluster.measured}[8] == pytest.approx(231e9)
+    assert {seen.nodes for seen in row.cluster.measured} == {1}
 
 
 def test_nanotron_splits_by_cost():

@@ -7,7 +7,7 @@ import yaml
 from pydantic import ValidationError
 
 import costmodels
-from costmodels.catalogue import device_names, load_device
+from costmodels.catalogue import device_names, load_device, load_engine
 
 NAMES = list(
     yaml.safe_load((Path(costmodels.__file__).parent / "catalogue" / "engines.yaml").read_text())["engines"]
@@ -19,8 +19,8 @@ def test_the_catalogue_has_the_engines_that_are_promised():
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_every_engine_loads_for_every_kind_of_device(name, engine, a100):
-    entry = engine(name)
+def test_every_engine_loads_for_every_kind_of_device(name, a100):
+    entry = load_engine(name)
     assert entry.source
     assert entry.for_device(a100.model_copy(update={"architecture": "", "kind": "cpu"})).name == name
     for policy in entry.memory.values():
@@ -61,14 +61,14 @@ def test_an_override_of_an_unknown_constant_is_refused(engine):
         engine("nanotron", devices={"ampere": {"gemm": 0.5}})
 
 
-def test_the_cpu_hides_no_communication(a100, engine):
+def test_the_cpu_hides_no_communication(a100):
     cpu = a100.model_copy(update={"name": "cpu", "kind": "cpu", "architecture": ""})
-    assert engine("bundled").for_device(cpu).data_parallel_overlap == 0
-    assert engine("bundled").for_device(a100).data_parallel_overlap > 0
+    assert load_engine("bundled").for_device(cpu).data_parallel_overlap == 0
+    assert load_engine("bundled").for_device(a100).data_parallel_overlap > 0
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_constants_are_named_by_architectures_and_kinds_that_exist(name, engine):
+def test_constants_are_named_by_architectures_and_kinds_that_exist(name):
     devices = [load_device(device) for device in device_names()]
     known = {device.architecture for device in devices} | {device.kind for device in devices}
-    assert set(engine(name).devices) <= known
+    assert set(load_engine(name).devices) <= known

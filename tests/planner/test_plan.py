@@ -30,6 +30,8 @@ RATES = st.floats(min_value=0, exclude_min=True, allow_nan=False, allow_infinity
 ESTIMATES = st.builds(
     Estimate,
     step_time_s=RATES,
+    step_time_low_s=RATES,
+    step_time_high_s=RATES,
     time=st.builds(StepTime, **dict.fromkeys(StepTime.model_fields, SIZES)),
     memory=st.lists(
         st.builds(StageMemory, **dict.fromkeys(StageMemory.model_fields, SIZES)),
@@ -66,6 +68,14 @@ def test_a_saved_plan_loads_back_equal(
     )
     plan.save(path)
     assert Plan.load(path) == plan
+
+
+def test_a_plan_of_before_ranges_has_its_point_for_both_ends() -> None:
+    fields = PLAN.estimate.model_dump()
+    assert 0 < fields["step_time_low_s"] < fields["step_time_s"] < fields["step_time_high_s"]
+    old = {name: value for name, value in fields.items() if name not in ("step_time_low_s", "step_time_high_s")}
+    loaded = Estimate.model_validate(old)
+    assert loaded.step_time_low_s == loaded.step_time_high_s == loaded.step_time_s
 
 
 @pytest.mark.parametrize("engine", ["bundled", "megatron", "nanotron"])
