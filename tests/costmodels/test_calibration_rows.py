@@ -202,7 +202,11 @@ def test_what_kind_of_memory_was_measured():
 def test_the_bandwidth_of_the_jobs_own_nodes_is_taken_from_the_notes():
     nanotron = {"source_id": "hf_ultrascale"}
     row = of(**nanotron, notes="x; collective busbw GB/s on job nodes AR/AG/RS=425.3/241.3/241.7; y")
-    assert [seen.collective for seen in row.cluster.measured] == ["all_reduce", "all_gather", "reduce_scatter"]
+    assert [seen.collective for seen in row.cluster.measured] == [
+        "all_reduce",
+        "all_gather",
+        "reduce_scatter",
+    ]
     assert {(seen.devices, seen.nodes) for seen in row.cluster.measured} == {(32, 4)}
     assert row.cluster.measured[0].bus_bandwidth == pytest.approx(425.3e9)
     assert of(**nanotron, notes="AR/AG/RS=0/0/0").cluster.measured == ()

@@ -101,7 +101,6 @@ def test_the_range_covers_its_share_of_noisy_rows(rows):
 
 
 def test_only_measured_rows_of_the_engine_and_architecture_belong_to_a_fit(rows):
-    from dataclasses import replace
 
     row = rows({})[0]
     assert belongs(row, PLAN)

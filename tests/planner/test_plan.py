@@ -73,7 +73,9 @@ def test_a_saved_plan_loads_back_equal(
 def test_a_plan_of_before_ranges_has_its_point_for_both_ends() -> None:
     fields = PLAN.estimate.model_dump()
     assert 0 < fields["step_time_low_s"] < fields["step_time_s"] < fields["step_time_high_s"]
-    old = {name: value for name, value in fields.items() if name not in ("step_time_low_s", "step_time_high_s")}
+    old = {
+        name: value for name, value in fields.items() if name not in ("step_time_low_s", "step_time_high_s")
+    }
     loaded = Estimate.model_validate(old)
     assert loaded.step_time_low_s == loaded.step_time_high_s == loaded.step_time_s
 
