@@ -1,4 +1,4 @@
-"""Fits: constants that are known come back, outliers and silent rows bend nothing, ranges cover their share."""
+"""Fits: known constants come back, outliers and silent rows bend nothing, ranges cover their share."""
 
 from dataclasses import replace
 
