@@ -191,6 +191,7 @@ def _cluster(row: Mapping[str, str], source: Mapping[str, Any]) -> Cluster:
         "world_size": world,
         "devices_per_node": min(world, per_node),
         "memory_bytes": device.memory_bytes,
+        "island": source.get("island", {}).get(row["gpu"]),
     }
     if "inter_node_bandwidth" in source:
         link = device.inter_node.model_copy(update={"bandwidth": float(source["inter_node_bandwidth"])})
