@@ -9,7 +9,6 @@ the rows of `costmodels.calibration.scoring.fitted` are used: the others tell ho
 from __future__ import annotations
 
 import argparse
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -80,14 +79,15 @@ def main() -> None:
     try:
         _run(arguments.rows, arguments.only, arguments.write)
     except InputError as error:
-        sys.exit(f"error: {error}")
+        parser.error(str(error))
 
 
 def _run(files: list[str], only: list[str] | None, write: bool) -> None:
-    wanted = [plan for plan in plans() if only is None or f"{plan.engine}/{plan.architecture}" in only]
-    if not wanted:
-        names = ", ".join(f"{plan.engine}/{plan.architecture}" for plan in plans())
-        raise InputError(f"--only {' '.join(only or ())}: no such fit; fits.yaml lists {names}")
+    named = {f"{plan.engine}/{plan.architecture}": plan for plan in plans()}
+    for name in only or ():
+        if name not in named:
+            raise InputError(f"--only {name}: no such fit; fits.yaml lists {', '.join(named)}")
+    wanted = [plan for name, plan in named.items() if only is None or name in only]
     rows = [row for file in files for row in read(file)[0]]
     entries: dict[str, Any] = {
         name: dict(fits) for name, fits in packaged("calibrated.yaml")["engines"].items()

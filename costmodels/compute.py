@@ -111,6 +111,8 @@ class GemmRates(NamedTuple):
     """Elements of the output that are computed for nothing in the last wave of tiles."""
     half_width: float = 0.0
     """Inner width k at which the rate is half of that of a wide product."""
+    grouped: bool = False
+    """Several products of one shape, those of experts, are one kernel."""
 
 
 def gemm_seconds(gemms: tuple[Gemm, ...], rates: GemmRates) -> Floats | float:
@@ -123,9 +125,11 @@ def gemm_seconds(gemms: tuple[Gemm, ...], rates: GemmRates) -> Floats | float:
     total: Floats | float = 0.0
     for m, k, n, times, wide in gemms:
         flops = rates.wide_flops if wide else rates.flops
-        arithmetic = 2.0 * (k + rates.half_width) * (m * n + rates.wave) / flops
-        traffic = rates.element * (m * k + k * n + m * n) / rates.bandwidth
-        total = total + times * (np.hypot(arithmetic, traffic) + rates.launch)
+        # Tiles of one kernel fill the same waves, whichever of its products they are of.
+        kernels = 1.0 if rates.grouped else times
+        arithmetic = 2.0 * (k + rates.half_width) * (times * m * n + kernels * rates.wave) / flops
+        traffic = times * rates.element * (m * k + k * n + m * n) / rates.bandwidth
+        total = total + np.hypot(arithmetic, traffic) + kernels * rates.launch
     return total
 
 
@@ -189,13 +193,13 @@ def _unfused(work: Operators, engine: Engine) -> Bools | bool:
 def _launch_seconds(work: Operators, engine: Engine, table: LayoutTable, tp: Group) -> Floats:
     """Host seconds of a layer's forward pass, whatever its size.
 
-    Every doubling of tensor parallelism in a node multiplies it, and so do the nodes that a group spans,
-    whose rings wait for each other. A softmax that no kernel fuses is several launches instead of one.
+    Every doubling of tensor parallelism in a node multiplies it, and so do the nodes (islands) that a group
+    spans, whose rings wait for each other. A softmax that no kernel fuses is several launches instead of one.
     """
     split = np.where(table.sequence_parallel, engine.sequence_parallel_launch, engine.tensor_parallel_launch)
     steps = engine.tensor_parallel_step * np.where(tp.size > 1, tp.local, 0)
     result = engine.layer_overhead * split ** np.log2(tp.local) + steps
-    result = result * (tp.size / tp.local) ** engine.node_launch
+    result = result * tp.islands**engine.node_launch
     result = result * np.where(_unfused(work, engine), engine.unfused_softmax_launch, 1.0)
     return result * np.where(table.runs(*SPLIT_BACKWARD), engine.split_backward_launch, 1.0)
 
@@ -247,6 +251,7 @@ def passes(
         launch=engine.gemm_launch,
         wave=engine.gemm_wave * device.cores * TILE,
         half_width=engine.fp8_half_width if narrow else 0.0,
+        grouped=engine.grouped_products,
     )
 
     def products(gemms: tuple[Gemm, ...]) -> Floats | float:
@@ -338,8 +343,8 @@ def passes(
         idle = idle_back = floor
     else:
         sharpness = engine.launch_sharpness
-        idle = launch_floor(forward, floor, sharpness)
-        idle_back = launch_floor(backward, floor * engine.backward_launch, sharpness)
+        idle = launch_floor(forward + offload, floor, sharpness)
+        idle_back = launch_floor(backward + offload_back, floor * engine.backward_launch, sharpness)
     idle, idle_back = idle + gaps, idle_back + BACKWARD_GEMM * gaps
     backward = backward - BACKWARD_GEMM * gaps
     return Passes(

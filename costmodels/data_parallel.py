@@ -80,7 +80,7 @@ def hidden(communication: Floats, window: Floats, sharpness: float) -> Floats:
     """
     longer = np.maximum(np.maximum(communication, window), TINY)
     joined = ((communication / longer) ** sharpness + (window / longer) ** sharpness) ** (1 / sharpness)
-    return communication + window - joined * longer
+    return np.minimum(communication + window - joined * longer, communication)
 
 
 TINY = 1e-30

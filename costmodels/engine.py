@@ -151,7 +151,8 @@ class Engine(Record):
     sequence_parallel_launch: Positive = 1.0
     """The same with sequence parallelism."""
     node_launch: NonNegative = 1.0
-    """Exponent of the nodes that a tensor-parallel group spans in the host time of a layer."""
+    """Exponent of the islands (nodes, unless the device says otherwise) that a tensor-parallel group spans in
+    the host time of a layer."""
     tensor_parallel_step: NonNegative = 0.0
     """Host seconds of a layer's forward pass for each tensor-parallel rank of a node, on top of that: where
     the host waits for every step of a ring."""
@@ -162,6 +163,8 @@ class Engine(Record):
     """Corrections of dense layers by their shape, for one device (`costmodels/layer_table.py`)."""
     fp8_cast_bytes: NonNegative = 0.0
     """Traffic of casting one element of an operand of an 8-bit product, for each product that reads it."""
+    grouped_products: bool = False
+    """The products of all experts of a device are one kernel, not one each."""
     fp8_experts: bool = True
     """An fp8 recipe computes routed experts in 8 bits too."""
     split_backward_elementwise: Positive = 1.0

@@ -194,6 +194,11 @@ class Group:
     """The same to a rank of another island, between the neighbours that lie farthest from each other."""
     placement: Placement = field(repr=False)
 
+    @property
+    def islands(self) -> Ints:
+        """Islands that it touches; the most where it lies across borders."""
+        return self.placement.spans[0][1]
+
     @cached_property
     def scatter_bandwidth(self) -> Floats:
         """As `bandwidth`, of a reduce-scatter."""

@@ -8,7 +8,6 @@ count less and less.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -16,7 +15,7 @@ from typing import Any
 import numpy as np
 from pydantic import Field
 
-from costmodels.calibration.measured import Measurement
+from costmodels.calibration.measured import Measurement, alike
 from costmodels.catalogue.yaml_files import packaged
 from costmodels.engine import Engine, MeasuredLayer, Spread
 from costmodels.errors import InputError
@@ -51,7 +50,7 @@ class FitPlan(Record):
     sources: tuple[str, ...]
     tolerance: Positive
     weights: dict[str, Positive] = Field(default_factory=dict)
-    """How often a row of a source counts; once where it is not named."""
+    """Factor of the errors of a source's rows, so that they also count as outliers sooner; otherwise 1."""
     layers: bool = False
     """Layers are corrected by their shape too (`costmodels/calibration/layers.py`)."""
     constants: dict[str, Prior]
@@ -137,14 +136,8 @@ class _Batch:
 
 
 def _batches(measurements: Sequence[Measurement]) -> list[_Batch]:
-    alike: dict[tuple[str, ...], list[int]] = defaultdict(list)
-    for row, one in enumerate(measurements):
-        records = (one.model, one.cluster, one.engine)
-        layout = one.layouts[0]
-        key = (*(record.model_dump_json() for record in records), layout.precision, layout.gradient_reduction)
-        alike[key].append(row)
     result = []
-    for rows in alike.values():
+    for rows in alike(measurements):
         first = measurements[rows[0]]
         table = LayoutTable.of([measurements[row].layouts[0] for row in rows])
         engine = first.engine.for_device(first.cluster.device)

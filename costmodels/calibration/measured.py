@@ -10,8 +10,8 @@ from __future__ import annotations
 import csv
 import io
 import re
-from collections import Counter
-from collections.abc import Mapping
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -82,6 +82,17 @@ class Measurement:
     """The memory is that of the first pipeline rank, not of the fullest."""
 
 
+def alike(measurements: Sequence[Measurement]) -> Iterable[list[int]]:
+    """Places of the rows that one table of layouts can hold."""
+    groups: defaultdict[tuple[str, ...], list[int]] = defaultdict(list)
+    for place, row in enumerate(measurements):
+        records = (row.model, row.cluster, row.engine)
+        layout = row.layouts[0]
+        key = (*(record.model_dump_json() for record in records), layout.precision, layout.gradient_reduction)
+        groups[key].append(place)
+    return groups.values()
+
+
 @cache
 def known() -> dict[str, Any]:
     """The contents of `measurements.yaml`."""
@@ -121,9 +132,7 @@ def measurement_of(raw: Mapping[str, str | None], line: int = 0) -> Measurement:
     status = row.get("row_status", "")
     if status not in ("ok", "oom"):
         raise Unusable(f"row_status {status or 'blank'}")
-    source = known()["sources"].get(row.get("source_id", ""))
-    if source is None:
-        raise Unusable("source unknown: no engine")
+    source = known()["sources"].get(row.get("source_id", "")) or _by_name(row)
     for name, value in source.get("blank", {}).items():
         row[name] = row.get(name) or value
     row |= source.get("instead", {})
@@ -133,7 +142,7 @@ def measurement_of(raw: Mapping[str, str | None], line: int = 0) -> Measurement:
     cluster = _cluster(row, source)
     oom = status == "oom" or row.get("oom") == "1"
     return Measurement(
-        source=row["source_id"],
+        source=row.get("source_id") or "unnamed",
         sweep=row.get("sweep_id") or "",
         reference=row.get("source_ref", ""),
         line=line,
@@ -147,6 +156,15 @@ def measurement_of(raw: Mapping[str, str | None], line: int = 0) -> Measurement:
     )
 
 
+def _by_name(row: Mapping[str, str]) -> Mapping[str, Any]:
+    """What is known of a row of another source, whose reference or notes name the engine that ran."""
+    said = f"{row.get('source_ref', '')} {row.get('notes', '')}".lower()
+    for word, engine in known()["named"].items():
+        if word in said:
+            return {"engine": engine}
+    raise Unusable("source unknown: no engine")
+
+
 def _number(row: Mapping[str, str], name: str) -> float | None:
     text = row.get(name, "")
     if not text:
@@ -155,9 +173,11 @@ def _number(row: Mapping[str, str], name: str) -> float | None:
         value = float(text)
     except ValueError:
         raise Unusable(f"{name} is no number") from None
+    if value != value:
+        return None  # How other programs write a blank.
     if value and not 1 / LARGEST < abs(value) < LARGEST:
         raise Unusable(f"{name} is out of range")
-    return value if value == value else None
+    return value
 
 
 def _count(row: Mapping[str, str], name: str, otherwise: int | None = None) -> int:
@@ -369,6 +389,8 @@ def _step_time(row: Mapping[str, str], model: ModelSpec) -> float:
 def _memory(row: Mapping[str, str]) -> dict[str, Any]:
     kind = row.get("mem_kind", "").lower()
     peak, reserved = _number(row, "peak_mem_gib"), _number(row, "peak_reserved_gib")
+    if min(peak or 0.0, reserved or 0.0) < 0:
+        raise Unusable("peak memory is out of range")
     if "reserved" in kind and "allocated" not in kind:
         peak, reserved = None, reserved or peak
     elif "nvidia-smi" in kind:

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from costmodels.calibration.measured import Measurement
+from costmodels.calibration.measured import Measurement, alike
 from costmodels.calibration.ranking import rank_sweeps
 from costmodels.errors import InputError
 from costmodels.memory import stage_memory
@@ -136,7 +136,7 @@ def predict(measurements: Sequence[Measurement], scale: Scalars | None = None) -
     seconds, width, allocated, reserved = (np.full(count, np.nan) for _ in range(4))
     fits = np.zeros(count, dtype=bool)
     refused: dict[int, str] = {}
-    for rows in _alike(measurements):
+    for rows in alike(measurements):
         try:
             prices = _chosen([measurements[row] for row in rows])
         except InputError as error:
@@ -150,22 +150,6 @@ def predict(measurements: Sequence[Measurement], scale: Scalars | None = None) -
             first_only = np.array([measurements[row].first_rank_only for row in rows])
             allocated[rows], reserved[rows] = _peaks(prices, first_only)
     return Predictions(seconds, width, fits, allocated, reserved, refused)
-
-
-def _alike(measurements: Sequence[Measurement]) -> Iterable[list[int]]:
-    """Rows that one table can hold."""
-    groups: defaultdict[tuple[str, ...], list[int]] = defaultdict(list)
-    for row, measurement in enumerate(measurements):
-        layout = measurement.layouts[0]
-        key = (
-            measurement.model.model_dump_json(),
-            measurement.cluster.model_dump_json(),
-            measurement.engine.model_dump_json(),
-            layout.precision,
-            layout.gradient_reduction,
-        )
-        groups[key].append(row)
-    return groups.values()
 
 
 def _chosen(alike: Sequence[Measurement]) -> Prices:

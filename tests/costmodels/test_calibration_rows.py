@@ -390,3 +390,8 @@ def test_published_files_are_read():
             continue
         assert len(usable) + sum(skipped.values()) == count
     assert all(name.startswith("micro_") or name == "model_dims" for name in refused_files)
+
+
+def test_nan_is_a_blank():
+    assert of(peak_mem_gib="nan").allocated_bytes is None
+    assert refused(peak_mem_gib="-5") == "peak memory is out of range"

@@ -47,6 +47,10 @@ def test_small_products_pay_for_their_launch_their_last_wave_and_a_narrow_inside
     assert gemm_seconds((small,), plain._replace(launch=5e-6))[0] == pytest.approx(free + 5e-6)
     assert gemm_seconds((small,), plain._replace(wave=256.0**2))[0] == pytest.approx(2 * free, rel=1e-2)
     assert gemm_seconds((small,), plain._replace(half_width=256.0))[0] == pytest.approx(2 * free, rel=1e-2)
+    experts = small._replace(times=np.full(1, 64.0))
+    launched = plain._replace(launch=5e-6)
+    assert gemm_seconds((experts,), launched)[0] == pytest.approx(64 * (free + 5e-6))
+    assert gemm_seconds((experts,), launched._replace(grouped=True))[0] == pytest.approx(64 * free + 5e-6)
 
 
 def test_flash_attention_skips_what_causality_masks(gpt, a100, engine, layout):
