@@ -153,8 +153,9 @@ def send_seconds(
     of them. In the steady state the ranks of 1F1B wait for every message. Those of other schedules compute
     meanwhile: a message costs time where it takes longer than what the order leaves between sending and
     use, which is a forward pass of a chunk or half of both passes (interleaved), half of the gradients of
-    weights (ZB-H1), those and a forward pass (ZB-V), a forward pass (DualPipeV). The forms are those of
-    the simulation with equal stages.
+    weights (ZB-H1), those and a forward pass (ZB-V), a forward pass (DualPipeV); and all messages of a
+    micro batch take no less than their way out of a rank. The forms are those of the simulation with equal
+    stages.
 
     Args:
         message: [n], seconds of one message.
@@ -174,6 +175,9 @@ def send_seconds(
         least = np.select(split, [pp * (vpp + 1.0) - 2, 3.0 * (pp - 1), 4.0 * (pp - 1)], least)
         waits = [2 * message - gradients, message - ahead - gradients, message - ahead]
         late = np.select(split, [np.maximum(wait, 0.0) * hops * vpp for wait in waits], late)
+    # Each chunk sends activations and gradients; of two ranks only one has messages at an end to keep.
+    sent = np.where(pp > 2, 2 * vpp, np.where(zbv | dual, vpp, 2 * vpp - 1))
+    late = np.maximum(late, sent * message - (forward + backward))
     alone = vpp == 1
     through = np.where(alone, 2.0 * (pp - 1) - np.where(pp == 2, 1, 3), through)
     filling = np.maximum(through * message - spare, np.minimum(least, through) * message)

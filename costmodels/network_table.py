@@ -148,13 +148,16 @@ def rates(
         rows = _largest(measured, kind)
         inside = {row.devices: row.bus_bandwidth for row in rows if _is_inside(row, home, per_node)}
         outside: dict[int, dict[float, float]] = defaultdict(dict)
+        slow: dict[float, float] = {}
         for row in rows:
             if not _is_inside(row, home, per_node):
                 homes = max(row.nodes * per_node / max(home, per_node), 1.0)
                 local = max(round(row.devices / homes), 1)
                 outside[local][homes] = _share(row, kind, local)
+                if row.latency:
+                    slow[homes] = row.latency / homes
         if not across:
-            late = {row.nodes: row.latency / row.nodes for row in rows if row.latency and row.nodes > 1}
+            late = slow
         within, across = within or inside, across or outside
     curves = tuple((local, *_curve(points)) for local, points in sorted(across.items(), reverse=True))
     return Rates(_curve(within) if within else None, curves, _curve(late) if late else None)

@@ -2,8 +2,8 @@
 
 Passes are the nodes of a graph. A pass starts when its rank has finished the pass before it and what it
 needs has arrived: a forward pass needs the activations of the stage before, a backward pass the gradients
-of the stage behind, each sent over a link that takes its time. The end of the last pass is the length of
-the critical path.
+of the stage behind, each sent over a link that takes its time. A rank sends its messages one after the
+other: they share its way out. The end of the last pass is the length of the critical path.
 """
 
 from __future__ import annotations
@@ -72,8 +72,6 @@ class Graph:
     micro_batch: Ints
     needs: Ints
     """Place of the pass of another rank whose output it needs, counted from 1; 0 without one."""
-    crossed: Ints
-    """The boundary that this output crosses, by the stage before it; 0 without one."""
     sent: Ints
     """The boundary that its own output crosses to another rank, counted from 1; 0 without one."""
     before: Ints
@@ -89,6 +87,8 @@ class Simulation:
     graph: Graph
     start: Floats
     end: Floats
+    arrive: Floats
+    """When the output of each pass is where it is needed."""
     ranks: int
 
     @property
@@ -140,7 +140,6 @@ def graph(schedule: Schedule, pipeline: int, chunks: int, micro_batches: int) ->
     needed[sooner] = place[1, stage[sooner] + 1, micro_batch[sooner]]
     # What its own rank computed is there: the orders see to it.
     needed[(needed >= 0) & (rank[needed] == rank)] = -1
-    boundary = np.where(forward, stage - 1, stage)
     target = np.where(forward, np.minimum(stage + 1, stages - 1), np.maximum(stage - 1, 0))
     leaves = (forward | backward) & (rank_of[target] != rank)
     before, after = _steady(schedule, pipeline, chunks, rank, kind, stage, micro_batch)
@@ -154,7 +153,6 @@ def graph(schedule: Schedule, pipeline: int, chunks: int, micro_batches: int) ->
         stage=stage[sequence],
         micro_batch=micro_batch[sequence],
         needs=needs[sequence],
-        crossed=np.where(needed >= 0, boundary, 0)[sequence],
         sent=np.where(leaves, np.where(forward, stage + 1, stage), 0)[sequence],
         before=position[before],
         after=position[after],
@@ -228,8 +226,8 @@ def simulate(
     """
     passes = graph(schedule, pipeline, chunks, micro_batches)
     took = _pass_seconds(passes, seconds)
-    end = np.array(_play(schedule, pipeline, passes, took, seconds.send))
-    return Simulation(graph=passes, start=end - took, end=end, ranks=pipeline)
+    end, arrive = map(np.array, _play(schedule, pipeline, passes, took, seconds.send))
+    return Simulation(graph=passes, start=end - took, end=end, arrive=arrive, ranks=pipeline)
 
 
 def _pass_seconds(passes: Graph, seconds: StageSeconds) -> Floats:
@@ -240,8 +238,10 @@ def _pass_seconds(passes: Graph, seconds: StageSeconds) -> Floats:
     return took
 
 
-def _play(schedule: Schedule, pipeline: int, passes: Graph, took: Floats, send: Floats) -> list[float]:
-    """When each pass ends."""
+def _play(
+    schedule: Schedule, pipeline: int, passes: Graph, took: Floats, send: Floats
+) -> tuple[list[float], list[float]]:
+    """When each pass ends, and when its output arrives."""
     # The first one stands for passes that need nothing of another rank.
     ends, free = [0.0], [0.0] * pipeline
     add = ends.append
@@ -251,15 +251,18 @@ def _play(schedule: Schedule, pipeline: int, passes: Graph, took: Floats, send: 
             start, arrived = free[rank], ends[need]
             end = free[rank] = (arrived if arrived > start else start) + time
             add(end)
-        return ends[1:]
-    way = np.where(passes.needs > 0, send[passes.crossed], 0.0).tolist()
-    held = np.concatenate(([0.0], send))[passes.sent] if schedule in BLOCKING else np.zeros(len(way))
-    for (rank, need, time), late, hold in zip(rows, way, held.tolist(), strict=True):
-        start, arrived = free[rank], ends[need] + late
-        end = (arrived if arrived > start else start) + time
-        free[rank] = end + hold
+        return ends[1:], ends[1:]
+    arrivals, way_out, blocking = [0.0], [0.0] * pipeline, schedule in BLOCKING
+    for (rank, need, time), way in zip(rows, np.append(0.0, send)[passes.sent].tolist(), strict=True):
+        start, arrived = free[rank], arrivals[need]
+        end = arrives = free[rank] = (arrived if arrived > start else start) + time
+        if way:
+            arrives = way_out[rank] = max(end, way_out[rank]) + way
+            if blocking:
+                free[rank] = arrives
         add(end)
-    return ends[1:]
+        arrivals.append(arrives)
+    return ends[1:], arrivals[1:]
 
 
 def pipeline_seconds(
@@ -270,10 +273,10 @@ def pipeline_seconds(
     None for a schedule that does not run these numbers, and where more than `MOST_PASSES` would have to
     be played.
 
-    Once all ranks take the same time for a period of their steady state, they do so until the pipeline
-    drains: when a pass starts is a maximum of sums of earlier moments and constants, so moments that are
-    all later by the same time are followed by moments that are. What follows a period needs nothing
-    from before it, and more micro batches add whole periods to its end. So schedules of fewer micro
+    Once all ranks take the same time for a period of their steady state, and so do their messages, they do so
+    until the pipeline drains: when a pass starts is a maximum of sums of earlier moments and constants, so
+    moments that are all later by the same time are followed by moments that are. What follows a period needs
+    nothing from before it, and more micro batches add whole periods to its end. So schedules of fewer micro
     batches are played until two periods are alike, and the others are added.
     """
     if not runs(schedule, pipeline, chunks, micro_batches):
@@ -283,12 +286,13 @@ def pipeline_seconds(
     count = FIRST_TRY * pipeline
     while micro_batches % period == 0 and 2 * count <= micro_batches and count * passes_each <= MOST_PASSES:
         passes = graph(schedule, pipeline, chunks, count)
-        end = np.array(_play(schedule, pipeline, passes, _pass_seconds(passes, seconds), seconds.send))
-        gained = end[passes.after] - end[passes.before]
-        if len(gained) and np.ptp(gained) <= SAME * end.max():
-            return float(end.max() + (micro_batches - count) // period * gained.mean())
+        took = _pass_seconds(passes, seconds)
+        moments = np.array(_play(schedule, pipeline, passes, took, seconds.send))
+        gained, last = moments[:, passes.after] - moments[:, passes.before], moments[0].max()
+        if gained.size and np.ptp(gained) <= SAME * last:
+            return float(last + (micro_batches - count) // period * gained.mean())
         count *= 2
     if micro_batches * passes_each > MOST_PASSES:
         return None
     passes = graph(schedule, pipeline, chunks, micro_batches)
-    return max(_play(schedule, pipeline, passes, _pass_seconds(passes, seconds), seconds.send))
+    return max(_play(schedule, pipeline, passes, _pass_seconds(passes, seconds), seconds.send)[0])

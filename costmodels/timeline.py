@@ -13,6 +13,7 @@ import numpy as np
 from costmodels.engine import Engine
 from costmodels.errors import InputError
 from costmodels.exact import stage_seconds
+from costmodels.files import write_whole
 from costmodels.hardware import Cluster
 from costmodels.layout import Layout
 from costmodels.model_spec import ModelSpec
@@ -64,7 +65,7 @@ class Timeline:
     passes: list[Event]
     """Sorted by rank, then by time."""
     messages: list[Event]
-    """Activations (F) and gradients (B, I) on their way to the next rank, from the end of their pass."""
+    """Activations (F) and gradients (B, I) on their way to the next rank; a rank sends one at a time."""
     seconds: float
     """From the first to the last pass."""
     busy_s: list[float]
@@ -100,16 +101,17 @@ class Timeline:
             simulation.start[order],
             simulation.end[order],
             graph.sent[order],
+            simulation.arrive[order],
         ]
         passes, messages = [], []
-        for kind, rank, stage, chunk, number, start, end, boundary in zip(
+        for kind, rank, stage, chunk, number, start, end, boundary, arrival in zip(
             *(column.tolist() for column in columns), strict=True
         ):
             letter = LETTERS[kind]
             passes.append(Event(letter, rank, stage, chunk, number, start, end))
             if boundary:
-                arrival = end + float(send[boundary - 1])
-                messages.append(Event(letter, rank, stage, chunk, number, end, arrival))
+                leaves = arrival - float(send[boundary - 1])
+                messages.append(Event(letter, rank, stage, chunk, number, leaves, arrival))
         return cls(
             passes=passes,
             messages=messages,
@@ -152,10 +154,7 @@ class Timeline:
 
     def save(self, path: str | Path) -> None:
         """Write `chrome_trace` as JSON; raises `InputError` when the file cannot be written."""
-        try:
-            Path(path).write_text(json.dumps(self.chrome_trace()) + "\n", encoding="utf-8")
-        except OSError as error:
-            raise InputError(f"timeline {path}: cannot be written: {error.strerror or error}") from None
+        write_whole("timeline", path, json.dumps(self.chrome_trace()) + "\n")
 
 
 def timeline(model: ModelSpec, cluster: Cluster, engine: Engine, layout: Layout) -> Timeline:

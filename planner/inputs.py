@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING, TypedDict, get_args
@@ -30,6 +29,9 @@ MEMORY_VARIABLE = "DEVICE_MEMORY_GB"
 
 Cards are sold by GB and hold GiB (an "80 GB" A100 has 80 GiB of HBM), so the number counts GiB.
 """
+
+MOST_OVERSUBSCRIPTION = 1e3
+"""Beyond what anyone builds; sums of seconds overflow far beyond it."""
 
 LEAST_GBPS, MOST_GBPS = 0.1, 1e5
 """Gigabits per second that a link may have: a tenth of an office network, and ten times NVLink 5."""
@@ -114,13 +116,13 @@ def resolve_cluster(
         "memory_bytes": resolved.memory_bytes if memory is None else memory * GIB,
     }
     cluster = build(Cluster, values | _network(resolved, **network), "cluster")
-    given = cluster.intra_node or cluster.inter_node
+    given = cluster.intra_node or cluster.inter_node or cluster.nics_per_node
     fast, slow = cluster.fast_link, cluster.slow_link
     if given and cluster.nodes > 1 and slow.bandwidth > fast.bandwidth:
         raise InputError(
             f"{fast.bandwidth * 8 / 1e9:g} gigabits per second of a device inside a node and "
             f"{slow.bandwidth * 8 / 1e9:g} between nodes: expected no less inside; both intra_node_gbps and "
-            "inter_node_gbps count gigabits (8 x GB/s)"
+            "inter_node_gbps count gigabits (8 x GB/s), the latter of one card with nics_per_node"
         )
     return cluster
 
@@ -149,8 +151,11 @@ def _network(
         if gbps is not None:
             values[name] = _link(f"{name}_gbps", gbps, own)
     if oversubscription is not None:
-        if not 1 <= oversubscription < math.inf:
-            raise InputError(f"oversubscription {oversubscription:g}: expected a number of at least 1")
+        if not 1 <= oversubscription <= MOST_OVERSUBSCRIPTION:
+            raise InputError(
+                f"oversubscription {oversubscription:g}: expected a number of at least 1, such as 2 for 2:1, "
+                f"and at most {MOST_OVERSUBSCRIPTION:g}"
+            )
         values["oversubscription"] = oversubscription
     if network_table is not None:
         if not isinstance(network_table, tuple):

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
 from pathlib import Path
 from typing import Final, Literal
 
@@ -13,6 +11,7 @@ from pydantic import ValidationError, model_validator
 from costmodels.engine import Engine
 from costmodels.errors import InputError
 from costmodels.estimate import Estimate
+from costmodels.files import write_whole
 from costmodels.hardware import Cluster
 from costmodels.layout import Layout
 from costmodels.model_spec import ModelSpec
@@ -77,16 +76,7 @@ class Plan(Record):
 
         Raises `InputError` when the folder cannot be written.
         """
-        target = Path(path)
-        text = json.dumps(self.model_dump(mode="json"), indent=2) + "\n"
-        temporary = target.with_name(f".{target.name}.{os.getpid()}")
-        try:
-            temporary.write_text(text, encoding="utf-8")
-            temporary.replace(target)
-        except OSError as error:
-            with contextlib.suppress(OSError):
-                temporary.unlink(missing_ok=True)
-            raise InputError(f"plan {target}: cannot be written: {error.strerror or error}") from None
+        write_whole("plan", path, json.dumps(self.model_dump(mode="json"), indent=2) + "\n")
 
     @classmethod
     def load(cls, path: str | Path) -> Plan:
@@ -113,6 +103,8 @@ class Plan(Record):
             raise InputError(
                 f"plan {path}: broken JSON at line {error.lineno}, column {error.colno}: {error.msg}"
             ) from None
+        except RecursionError:
+            raise InputError(f"plan {path}: its JSON is nested too deeply to be a plan") from None
         if not isinstance(values, dict):
             raise InputError(f"plan {path}: expected a JSON object, not {type(values).__name__}")
         version = values.get("version")

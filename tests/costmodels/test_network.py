@@ -210,6 +210,13 @@ def test_a_measured_latency_grows_with_the_nodes_of_a_group(cluster, one, ideal)
         assert collective(one(measured, 1, 8), nothing)[0] == 0
 
 
+def test_a_measured_latency_counts_islands_as_groups_do(cluster, one, ideal):
+    rack = cluster(256, devices_per_node=4).model_copy(update={"island": 64})
+    row = MeasuredCollective(collective="all_reduce", devices=256, nodes=64, bus_bandwidth=2e11, latency=8e-3)
+    measured = rack.model_copy(update={"measured": (row,)})
+    assert all_gather(one(measured, 256, 1), np.array([0.0]))[0] == pytest.approx(8e-3)
+
+
 def test_a_message_between_two_devices_is_not_as_slow_as_a_collective(cluster, ideal):
     measured = with_table(cluster(64), ("all_reduce", 64, 8, 8))
     seconds = send(measured, ideal, np.array([1e9]), np.array([4]), np.array([16]))[0]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
+from itertools import zip_longest
 
 import networkx as nx
 import numpy as np
@@ -17,7 +17,7 @@ from costmodels.layout import SPLIT_BACKWARD, V_SCHEDULES, Layout, Schedule
 from costmodels.pipeline import Ranks
 from costmodels.simulation import StageSeconds, graph, period_of, pipeline_seconds, simulate
 from costmodels.table import LayoutTable
-from tests.runtime.schedule_play import action_order, makespan
+from tests.runtime.schedule_play import Action, action_order, makespan
 
 SCHEDULES: tuple[Schedule, ...] = ("1f1b", "interleaved", *SPLIT_BACKWARD)
 
@@ -66,17 +66,30 @@ def longest_path(schedule, pipeline, chunks, micro_batches, seconds: StageSecond
         for action in order:
             # Each edge carries the seconds of the pass before it and what lies between the two.
             paths.add_edge(action, "end", seconds=took[action.kind][action.stage])
-        for sooner, later in pairwise(order):
-            target = sooner.stage + (1 if sooner.kind == "F" else -1)
-            sends = sooner.kind != "W" and 0 <= target < stages and rank_of[target] != rank_of[sooner.stage]
-            held = seconds.send[min(sooner.stage, target)] if schedule == "1f1b" and sends else 0.0
-            paths.add_edge(sooner, later, seconds=took[sooner.kind][sooner.stage] + held)
-    for passes, step in ((forward, 1), (backward, -1)):
-        for (stage, number), action in passes.items():
-            later = passes.get((stage + step, number))
-            if later is not None and rank_of[stage] != rank_of[stage + step]:
-                late = seconds.send[min(stage, stage + step)]
-                paths.add_edge(action, later, seconds=took[action.kind][stage] + late)
+        sent: list[Action] = []
+        for action, later in zip_longest(order, order[1:]):
+            target = action.stage + (1 if action.kind == "F" else -1)
+            own = took[action.kind][action.stage]
+            if later is not None:
+                paths.add_edge(action, later, seconds=own)
+            if action.kind == "W" or not 0 <= target < stages or rank_of[target] == rank_of[action.stage]:
+                continue
+            # A message leaves after its pass and after the message before it.
+            way = seconds.send[min(action.stage, target)]
+            paths.add_edge(action, ("sent", action), seconds=own)
+            paths.add_edge(
+                ("sent", action),
+                (forward if action.kind == "F" else backward)[target, action.micro_batch],
+                seconds=way,
+            )
+            if sent:
+                before = seconds.send[
+                    min(sent[-1].stage, sent[-1].stage + (1 if sent[-1].kind == "F" else -1))
+                ]
+                paths.add_edge(("sent", sent[-1]), ("sent", action), seconds=before)
+            sent.append(action)
+            if schedule == "1f1b" and later is not None:
+                paths.add_edge(("sent", action), later, seconds=way)
     return nx.dag_longest_path_length(paths, weight="seconds")
 
 
@@ -110,8 +123,12 @@ def test_each_rank_runs_one_pass_at_a_time_and_nothing_before_it_arrives(problem
         own = np.flatnonzero(found.rank == rank)
         assert (played.start[own][1:] >= played.end[own][:-1] - 1e-9).all()
     waits = np.flatnonzero(found.needs)
-    arrival = played.end[found.needs[waits] - 1] + seconds.send[found.crossed[waits]]
-    assert (played.start[waits] >= arrival - 1e-9).all()
+    assert (played.start[waits] >= played.arrive[found.needs[waits] - 1] - 1e-9).all()
+    leaves = played.arrive - np.append(0.0, seconds.send)[found.sent]
+    assert (leaves >= played.end - 1e-9).all()
+    for rank in range(pipeline):
+        own = np.flatnonzero((found.rank == rank) & (found.sent > 0))
+        assert (leaves[own][1:] >= played.arrive[own][:-1] - 1e-9).all()
     whole = (seconds.forward + seconds.inputs + seconds.weights).sum() * micro_batches
     assert played.busy.sum() == pytest.approx(whole)
     assert played.busy + played.idle == pytest.approx(np.full(pipeline, played.seconds))
@@ -205,6 +222,21 @@ def test_one_rank_runs_its_micro_batches_in_turn():
 def test_fewer_micro_batches_than_ranks_still_pass_through():
     """Megatron-LM runs them, PyTorch's Schedule1F1B does not: f + b of every rank, and of the others."""
     assert simulate("1f1b", 8, 1, 2, equal(8)).seconds == pytest.approx((8 - 1 + 2) * 3.0)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("pipeline", [2, 4])
+@pytest.mark.parametrize("send", [4.0, 10.0])
+def test_no_rank_sends_more_than_its_link_carries(schedule, pipeline, send):
+    """Where messages take longer than compute, both the simulation and the closed form say so."""
+    chunks, micro_batches = chunks_of(schedule), 8 * pipeline
+    seconds = equal(pipeline * chunks, send=send)
+    found = simulate(schedule, pipeline, chunks, micro_batches, seconds)
+    sent = np.bincount(found.graph.rank[found.graph.sent > 0], minlength=pipeline).max() * send
+    assert found.seconds >= sent
+    parts = closed(schedule, pipeline, chunks, micro_batches, seconds)
+    own = micro_batches * seconds.slowest_rank(schedule, pipeline)
+    assert own + sum(parts) == pytest.approx(found.seconds, rel=0.16)
 
 
 @settings(max_examples=30, deadline=None)

@@ -86,3 +86,18 @@ def test_what_cannot_be_drawn_is_refused_in_one_line(timeline_of, tmp_path, monk
     monkeypatch.setattr(timelines, "MOST_PASSES", 100)
     with pytest.raises(InputError, match="13 micro batches are too many to draw; use a batch of at most 12"):
         timeline_of(pp=4, dp=4, m=13)
+
+
+def test_a_trace_that_cannot_be_written_leaves_the_old_one(timeline_of, tmp_path, monkeypatch):
+    found, file = timeline_of(), tmp_path / "trace.json"
+    found.save(file)
+    old = file.read_text()
+
+    def full(*arguments):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("pathlib.Path.replace", full)
+    with pytest.raises(InputError, match=r"trace\.json: cannot be written: No space left on device"):
+        found.save(file)
+    assert file.read_text() == old
+    assert list(tmp_path.iterdir()) == [file]

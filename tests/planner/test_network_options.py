@@ -124,7 +124,9 @@ def test_a_file_that_is_no_table_is_named(tmp_path: Path, content: bytes, messag
         ({"nodes_per_pod": 0}, "nodes_per_pod 0"),
         ({"oversubscription": 0.5, "nodes_per_pod": 2}, "oversubscription 0.5: expected a number of at"),
         ({"oversubscription": float("inf"), "nodes_per_pod": 2}, "oversubscription inf"),
+        ({"oversubscription": 1e300, "nodes_per_pod": 2}, "oversubscription 1e\\+300: .* at most 1000"),
         ({"oversubscription": 2}, "oversubscription 2 needs nodes_per_pod"),
+        ({"nics_per_node": 1000}, "2400 gigabits per second .* and 25000 between nodes"),
     ],
 )
 def test_what_makes_no_sense_is_refused(network: Any, message: str) -> None:
