@@ -22,10 +22,10 @@ from planner.plan import Plan
 from planner.rules import DEVICE_MEMORY
 from planner.space import Batch, Space, build
 
-FEWEST, MOST = 10, 40
+FEWEST, MOST = 10, 20
 """Plans at the top of the ranking whose pipelines are simulated, however long they take, and at most."""
 
-MOST_PASSES = 50_000
+MOST_PASSES = 20_000
 """Passes of the pipelines after the first `FEWEST` that are simulated."""
 
 
