@@ -177,6 +177,8 @@ class Engine(Record):
     parameters and gradients lie in the buffers of the collectives, which are cleared after every step."""
     fused_accumulation: bool = False
     """Matrix products add the gradients of weights to those of earlier micro batches themselves."""
+    expert_load: Annotated[float, Field(ge=1)] = 1.0
+    """Tokens of the fullest expert-parallel rank over the mean, for which the others wait."""
     dispatches_by_node: bool = False
     """A token travels once to each node that has experts of its, not once to each expert."""
     tensor_parallel_overlap: Fraction = 0.0

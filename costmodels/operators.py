@@ -145,7 +145,7 @@ def layer(model: ModelSpec, engine: Engine, table: LayoutTable, moe: bool) -> Op
     mlp_gathers, joins, routed, expert_gather = 2.0, 0.0 * one, 0.0 * one, 0.0 * one
     if moe:
         ep, etp = table.expert_parallel, table.expert_tensor_parallel
-        rows, apart = routed_rows(model, table), ep > 1
+        rows, apart = routed_rows(model, table, engine.expert_load), ep > 1
         gemms += (Gemm(t / tp, h * one, model.experts * one, one, wide=True),)
         wide = not engine.fp8_experts
         gemms += _mlp_gemms(

@@ -70,20 +70,20 @@ def _kept_load(model: ModelSpec, load: float) -> float:
     return min(load, model.router.capacity_factor or load)
 
 
-def routed_rows(model: ModelSpec, table: LayoutTable) -> Floats:
+def routed_rows(model: ModelSpec, table: LayoutTable, load: float = LOAD) -> Floats:
     """Tokens that the experts of one device take in, each token once for each of its experts.
 
     Every rank sends out tokens of its own, 1/tp of those of a micro batch; the experts of ep x etp ranks are
-    spread over ep of them.
+    spread over ep of them. `load` is that of the fullest device over the mean, where there are several.
     """
-    return _even_rows(model, table) * _kept_load(model, LOAD)
+    uneven = np.where(table.expert_parallel > 1, _kept_load(model, load), _kept_load(model, LOAD))
+    result: Floats = _even_rows(model, table) * uneven
+    return result
 
 
 def peak_routed_rows(model: ModelSpec, table: LayoutTable) -> Floats:
     """The same with the head-room of `PEAK_LOAD`, which a device that has all experts does not need."""
-    peak = np.where(table.expert_parallel > 1, _kept_load(model, PEAK_LOAD), _kept_load(model, LOAD))
-    result: Floats = _even_rows(model, table) * peak
-    return result
+    return routed_rows(model, table, PEAK_LOAD)
 
 
 def _even_rows(model: ModelSpec, table: LayoutTable) -> Floats:

@@ -77,7 +77,7 @@ class SearchResult:
         return self.plan(0) if self.feasible else None
 
     def plans(self, top: int = 10) -> list[Plan]:
-        """The best `top` plans that fit, best first."""
+        """The best `top` plans that fit, best first as `order` has them."""
         return [self.plan(rank) for rank in range(min(top, self.feasible))]
 
     def closest(self, top: int = 1) -> list[Plan]:

@@ -308,3 +308,15 @@ def test_published_mixtures_of_experts_are_met_without_fitting():
     assert np.mean([speed for fold, speed in short if fold]) > np.mean(
         [speed for fold, speed in short if not fold]
     )
+
+
+def test_all_wait_for_the_fullest_rank_of_experts(mixture, cluster, engine, layout):
+    def times(load, **degrees):
+        one = engine("megatron", expert_load=load)
+        return estimate(mixture, cluster(8), one, layout(mixture, dp=8, **degrees)).time
+
+    even, uneven = times(1.0, ep=4), times(1.5, ep=4)
+    assert uneven.compute > 1.1 * even.compute
+    assert uneven.expert_parallel > 1.2 * even.expert_parallel
+    # A device that has all experts has all their tokens.
+    assert times(1.5) == times(1.0)
