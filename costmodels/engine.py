@@ -193,6 +193,7 @@ class Engine(Record):
     fragmentation: NonNegative
     """Extra share of the dynamic memory that the allocator reserves but cannot use."""
     spread: Spread = Spread()
+    """How far measured steps lie from the estimate."""
     devices: dict[str, dict[str, Any]] = Field(default_factory=dict)
     """Constants that differ on an architecture (`Device.architecture`) or a kind of device, by its name."""
     source: str = ""

@@ -13,6 +13,17 @@ from benchmarks.worker_pool import WorkerPool
 ROOT = Path(__file__).parents[1]
 
 
+STARTS_RANKS = ("runtime", "cli", "benchmarks")
+"""Folders whose tests start processes of their own, as many as this machine has cores or more."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Keep the tests that start ranks in one process of pytest, so that their ranks do not crowd each other."""
+    for item in items:
+        if item.path.relative_to(Path(__file__).parent).parts[0] in STARTS_RANKS:
+            item.add_marker(pytest.mark.xdist_group("ranks"))
+
+
 @pytest.fixture(scope="session")
 def pool() -> WorkerPool:
     """Up to eight gloo ranks at a time."""
