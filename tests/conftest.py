@@ -20,7 +20,7 @@ STARTS_RANKS = ("runtime", "cli", "benchmarks")
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Keep tests that start ranks in one process of pytest: ranks of several would crowd each other."""
     for item in items:
-        if item.path.relative_to(Path(__file__).parent).parts[0] in STARTS_RANKS:
+        if any(item.path.is_relative_to(Path(__file__).parent / folder) for folder in STARTS_RANKS):
             item.add_marker(pytest.mark.xdist_group("ranks"))
 
 
