@@ -2,8 +2,8 @@
 
 python -m benchmarks.search [--json]
 
-Layouts priced a second: memory of every legal one and step time of those that fit, without building the space,
-ranking, and playing out the first plans, which the time of the search has too.
+Layouts priced a second: memory of every legal one and step time of those that fit, without building the
+space, ranking, and playing out the first plans, which the time of the search has too.
 """
 
 from __future__ import annotations
