@@ -117,9 +117,11 @@ def split_bubble_seconds(
 def message_seconds(model: ModelSpec, cluster: Cluster, engine: Engine, table: LayoutTable) -> Floats:
     """Seconds of one message between stages: activations of a micro batch, or their gradients, [n].
 
-    Sequence parallelism sends its part of the sequence only. The slowest pair of neighbours counts.
+    Sequence parallelism sends its part of the sequence only; without it an engine may let every
+    tensor-parallel rank send a part, which the receivers gather over their own links (arXiv:2104.04473,
+    section 4.1). The slowest pair of neighbours counts.
     """
-    split = np.where(table.sequence_parallel, table.tensor_parallel, 1)
+    split = np.where(table.sequence_parallel | engine.scatters_messages, table.tensor_parallel, 1)
     payload = element_bytes(table.precision) * tokens(model, table) * model.hidden / split
     stride = table.tensor_parallel * table.context_parallel * table.data_parallel
     return send(cluster, engine, payload, table.pipeline_parallel, stride)

@@ -121,6 +121,8 @@ class Engine(Record):
     """Seconds of one call of a collective on top of the hops of its links: launch and synchronisation."""
     message_latency: NonNegative = 0.0
     """Seconds of a message between pipeline stages on top of that."""
+    scatters_messages: bool = False
+    """Every tensor-parallel rank sends a part of what pipeline stages exchange, and the receivers gather it."""
     ring_step: NonNegative = 0.0
     """Seconds of a tensor-parallel collective between nodes for each rank of its group."""
     reduction_bucket: NonNegative = 0.0
