@@ -122,7 +122,7 @@ class Engine(Record):
     message_latency: NonNegative = 0.0
     """Seconds of a message between pipeline stages on top of that."""
     scatters_messages: bool = False
-    """Every tensor-parallel rank sends a part of what pipeline stages exchange, and the receivers gather it."""
+    """Every tensor-parallel rank sends a part of what pipeline stages exchange; the receivers gather it."""
     ring_step: NonNegative = 0.0
     """Seconds of a tensor-parallel collective between nodes for each rank of its group."""
     reduction_bucket: NonNegative = 0.0
