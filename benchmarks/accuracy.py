@@ -11,6 +11,7 @@ import json
 import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from cli.tables import console, table
 from costmodels.calibration.measured import Measurement, read
@@ -84,6 +85,18 @@ def report(scores: Mapping[str, SourceScore], scale: Mapping[tuple[str, str], fl
         for source, one in scores.items()
     ]
     out.print(table(columns, rows, left=("source",)))
+    kinds = [
+        (source, kind, str(peak.n), _shown(peak.median_ape, 2), _shown(peak.p90_ape, 2))
+        for source, one in scores.items()
+        for kind, peak in one.memory.kinds.items()
+    ]
+    if kinds:
+        out.print()
+        out.print(
+            table(
+                ("source", "peak memory", "rows", "median %", "p90 %"), kinds, left=("source", "peak memory")
+            )
+        )
     reasons = [
         (source, str(count), reason)
         for source, one in scores.items()
@@ -92,6 +105,14 @@ def report(scores: Mapping[str, SourceScore], scale: Mapping[tuple[str, str], fl
     if reasons:
         out.print()
         out.print(table(("source", "skipped", "because"), reasons, left=("source", "because")))
+
+
+def as_json(one: SourceScore) -> dict[str, Any]:
+    """One source of the JSON object; kinds of peak memory where there are some."""
+    fields = dataclasses.asdict(one)
+    if not one.memory.kinds:
+        del fields["memory"]["kinds"]
+    return fields
 
 
 def _shown(value: float | None, digits: int) -> str:
@@ -130,7 +151,7 @@ def main() -> None:
     if not given.json:
         report(scores, scale)
         return
-    result: dict[str, object] = {"sources": {name: dataclasses.asdict(one) for name, one in scores.items()}}
+    result: dict[str, object] = {"sources": {name: as_json(one) for name, one in scores.items()}}
     if given.fit:
         result["scalars"] = {f"{engine} on {device}": factor for (engine, device), factor in scale.items()}
     print(json.dumps(result, indent=2, allow_nan=False))

@@ -1,14 +1,17 @@
 """Fit the constants of engines to published measurements and write them into the catalogue.
 
-python -m benchmarks.calibrate --rows FILE... [--only ENGINE/ARCHITECTURE]... [--write]
+python -m benchmarks.calibrate --rows FILE... [--only ENGINE/ARCHITECTURE]... [--write | --cross-validate]
 
 The fits are those of costmodels/catalogue/fits.yaml; the result is costmodels/catalogue/calibrated.yaml. Only
 the rows of `costmodels.calibration.scoring.fitted` are used: the others tell how good the constants are.
+--cross-validate fits each half of the rows and prices the other with it, so that whole sweeps are ranked by
+constants that did not see the row.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +19,11 @@ import numpy as np
 import yaml
 
 import costmodels.catalogue
-from costmodels.calibration.fit import COVERED, FitPlan, belongs, errors, fit, fit_spread, plans
+from costmodels.calibration.fit import COVERED, FitPlan, Fitted, belongs, errors, fit, fit_spread, plans
 from costmodels.calibration.layers import fit_layers
 from costmodels.calibration.measured import Measurement, read
-from costmodels.calibration.scoring import fitted
+from costmodels.calibration.ranking import rank_sweeps
+from costmodels.calibration.scoring import fitted, tokens_per_s_per_device
 from costmodels.catalogue.yaml_files import packaged
 from costmodels.errors import InputError
 from costmodels.table import Floats
@@ -48,11 +52,39 @@ def _plain(constants: dict[str, Any]) -> dict[str, Any]:
     return {**constants, **({"measured_layers": [one.model_dump() for one in layers]} if layers else {})}
 
 
+def _halves(plan: FitPlan, rows: list[Measurement]) -> tuple[list[Measurement], list[Measurement]]:
+    """The rows that belong to a fit: those that it may see, and the others."""
+    usable = [row for row in rows if belongs(row, plan)]
+    return [row for row in usable if fitted(row)], [row for row in usable if not fitted(row)]
+
+
+def _fit(plan: FitPlan, seen: list[Measurement]) -> Fitted:
+    found = fit(plan, seen)
+    return found.with_layers(fit_layers(found, seen)) if plan.layers else found
+
+
+def cross_validate(wanted: list[FitPlan], rows: list[Measurement]) -> dict[str, dict[str, float]]:
+    """Errors and regret of each source in percent, every row priced by the fit of the half without it."""
+    priced: list[tuple[Measurement, float]] = []
+    for plan in wanted:
+        for unseen, seen in itertools.permutations(_halves(plan, rows)):
+            missed = errors(_fit(plan, seen), unseen)
+            priced += zip(unseen, missed.tolist(), strict=True)
+    result = {}
+    for source in sorted({row.source for row, _ in priced}):
+        own = [(row, missed) for row, missed in priced if row.source == source]
+        speed = np.array([tokens_per_s_per_device(row) for row, _ in own])
+        missed = np.array([missed for _, missed in own])
+        _, regrets = rank_sweeps([row.sweep for row, _ in own], speed, speed * np.exp(-missed))
+        result[source] = _percent(missed)
+        if regrets:
+            result[source] |= {"sweeps": len(regrets), "regret": round(100 * float(np.mean(regrets)), 2)}
+    return result
+
+
 def calibrate(plan: FitPlan, rows: list[Measurement]) -> dict[str, Any]:
     """One entry of the catalogue: constants, range, and errors on rows that the fit did not see."""
-    usable = [row for row in rows if belongs(row, plan)]
-    seen = [row for row in usable if fitted(row)]
-    unseen = [row for row in usable if not fitted(row)]
+    seen, unseen = _halves(plan, rows)
     found = fit(plan, seen)
     spread = fit_spread(found, seen)
     if plan.layers:
@@ -74,21 +106,30 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Fit the constants of engines to measured step times.")
     parser.add_argument("--rows", nargs="+", required=True, metavar="FILE", help="CSV files of measurements")
     parser.add_argument("--only", action="append", metavar="ENGINE/ARCHITECTURE", help="fit these alone")
-    parser.add_argument("--write", action="store_true", help=f"write {TARGET.name}")
+    result = parser.add_mutually_exclusive_group()
+    result.add_argument("--write", action="store_true", help=f"write {TARGET.name}")
+    result.add_argument(
+        "--cross-validate", action="store_true", help="price each half of the rows by the other"
+    )
     arguments = parser.parse_args()
     try:
-        _run(arguments.rows, arguments.only, arguments.write)
+        _run(arguments)
     except InputError as error:
         parser.error(str(error))
 
 
-def _run(files: list[str], only: list[str] | None, write: bool) -> None:
+def _run(arguments: argparse.Namespace) -> None:
+    only = arguments.only
     named = {f"{plan.engine}/{plan.architecture}": plan for plan in plans()}
     for name in only or ():
         if name not in named:
             raise InputError(f"--only {name}: no such fit; fits.yaml lists {', '.join(named)}")
     wanted = [plan for name, plan in named.items() if only is None or name in only]
-    rows = [row for file in files for row in read(file)[0]]
+    rows = [row for file in arguments.rows for row in read(file)[0]]
+    if arguments.cross_validate:
+        for source, found in cross_validate(wanted, rows).items():
+            print(f"{source}: {found}")
+        return
     entries: dict[str, Any] = {
         name: dict(fits) for name, fits in packaged("calibrated.yaml")["engines"].items()
     }
@@ -99,7 +140,7 @@ def _run(files: list[str], only: list[str] | None, write: bool) -> None:
             f"{plan.engine} on {plan.architecture}: {entry['rows']} rows, not seen: {entry.get('held_out')}"
         )
         print(f"  {entry['constants']}\n  spread {entry['spread']}")
-    if write:
+    if arguments.write:
         text = yaml.safe_dump({"engines": entries}, sort_keys=True, width=110)
         TARGET.write_text(HEADER + text, encoding="utf-8")
         print(f"wrote {TARGET}")

@@ -18,9 +18,12 @@ from costmodels.shapes import (
     peak_routed_rows,
     tokens,
 )
-from costmodels.table import RECOMPUTE_KINDS, Floats, LayoutTable
+from costmodels.table import RECOMPUTE_KINDS, Floats, LayoutTable, code_of
 
 SELECTIVE, FULL = RECOMPUTE_KINDS.index("selective"), RECOMPUTE_KINDS.index("full")
+
+CORE_ATTENTION = code_of("recompute_modules", ("core_attention",))
+"""What selective recomputation repeats unless modules are named."""
 
 
 def layer_activations(
@@ -39,13 +42,17 @@ def layer_activations(
     activated = e * (1 + (model.gated and not engine.fused_activation))
     inner = e * (1 + model.gated) + activated
     residual = t * h / part
-    norms = 2 * e * residual + 2 * engine.dropout * residual
+    unfused = engine.unfused_norm_bytes * (engine.norm_passes > 1)
+    norms = (2 * e + 2 * engine.dropout + engine.norm_bytes + unfused) * residual
     gathered = part if engine.regathers_sequence else 1
     attention_input, mlp_input = e * t * h / gathered, e * t * h / gathered
     attention = e * t * ((queries + values) / tp + key_value_width(model, table))
-    if model.qk_norm:
-        # Queries and keys before their norms too.
-        attention = attention + e * t * (queries / tp + key_value_width(model, table) / 2)
+    # Queries and keys before their norms too, and before their positions.
+    before = int(model.qk_norm) + int(engine.keeps_unrotated and model.position == "rope")
+    if before:
+        attention = attention + before * e * t * (queries / tp + key_value_width(model, table) / 2)
+    if engine.packs_attention and engine.flash_attention:
+        attention = attention + e * t * (queries / tp + key_value_width(model, table))
     if model.latent_attention is not None:
         # Ranks compress their own tokens, and gather what is compressed and normalised.
         mla = model.latent_attention
@@ -55,7 +62,8 @@ def layer_activations(
     if engine.flash_attention:
         core = 4 * t * model.heads / tp
     else:
-        core = t * model.seq * model.heads / tp * (e + engine.dropout * (e + 1))
+        score = e + engine.dropout * (e + 1) if engine.score_bytes is None else engine.score_bytes
+        core = t * model.seq * model.heads / tp * score
     if moe:
         rows = peak_routed_rows(model, table)
         etp = table.expert_tensor_parallel
@@ -80,6 +88,12 @@ def layer_activations(
         table.recomputes("mlp"), mlp, table.recomputes("activation") * activated * width
     )
     chosen = np.where(table.recompute == SELECTIVE, whole - dropped, whole)
+    if engine.saves_alternate_products and not moe:
+        usual = (table.recompute == SELECTIVE) & (table.recompute_modules == CORE_ATTENTION)
+        # The last product's output is a whole partial sum; those of reduce-scatters are saved besides.
+        saved = residual * np.where(tp > 1, 3, 1) + t * h + width + t * (queries + values) / tp
+        saved = e * (saved + t * key_value_width(model, table) / 2) + core
+        chosen = np.where(usual, saved, chosen)
     kept = np.where(table.recompute == FULL, e * residual, chosen)
     working = whole - kept
     if not table.offload_activations.any():

@@ -127,15 +127,18 @@ def message_seconds(model: ModelSpec, cluster: Cluster, engine: Engine, table: L
     return send(cluster, engine, payload, table.pipeline_parallel, stride)
 
 
-def held_seconds(table: LayoutTable, rank_seconds: Floats, ranks: Ranks, message: Floats) -> Floats:
-    """Seconds by which waiting for its own messages makes the slowest rank of 1F1B slower, [n].
+def held_seconds(
+    table: LayoutTable, rank_seconds: Floats, ranks: Ranks, message: Floats, waits: bool
+) -> Floats:
+    """Seconds by which waiting for its own messages makes the slowest rank slower, [n].
 
-    For each micro batch the first and the last rank send one, those between them two.
+    For each micro batch and chunk a rank sends two, but the first and the last rank one less in all. That is
+    so in 1F1B, and with `waits` in interleaved schedules.
     """
-    slower = np.zeros(len(table))
-    rows = (table.virtual_pipeline_parallel == 1) & (table.pipeline_parallel > 1)
+    slower, chunks = np.zeros(len(table)), table.virtual_pipeline_parallel
+    rows = ((chunks == 1) | (waits & table.runs("interleaved"))) & (table.pipeline_parallel > 1)
     some, own = ranks.each(lambda held: held[rows]), rank_seconds[rows]
-    sent = np.where(some.layers > 0, 2.0 - some.first - some.last, 0.0)
+    sent = np.where(some.layers > 0, 2.0 * chunks[rows, None] - some.first - some.last, 0.0)
     slower[rows] = (own + sent * message[rows, None]).max(axis=1) - own.max(axis=1)
     return slower
 
@@ -148,6 +151,7 @@ def send_seconds(
     forward: Floats,
     backward: Floats,
     weights: Floats,
+    waits: bool,
 ) -> Floats:
     """Seconds that sending activations and their gradients between stages adds to one step, [n].
 
@@ -164,6 +168,7 @@ def send_seconds(
         held: [n], `held_seconds`.
         spare: [n], as `split_bubble_seconds` has it; of other schedules 0.
         forward, backward, weights: [n], seconds of the slowest rank for one micro batch, all of its chunks.
+        waits: ranks of interleaved schedules wait for every message too.
     """
     pp, vpp = table.pipeline_parallel, table.virtual_pipeline_parallel
     micro_batches, hops = table.micro_batches, (pp - 1) / pp
@@ -175,8 +180,8 @@ def send_seconds(
         split = [zb, zbv, dual]
         through = np.select(split, [pp * (vpp + 3.0) - 4, 6.0 * pp - 8, 6.0 * (pp - 1)], through)
         least = np.select(split, [pp * (vpp + 1.0) - 2, 3.0 * (pp - 1), 4.0 * (pp - 1)], least)
-        waits = [2 * message - gradients, message - ahead - gradients, message - ahead]
-        late = np.select(split, [np.maximum(wait, 0.0) * hops * vpp for wait in waits], late)
+        shown = [2 * message - gradients, message - ahead - gradients, message - ahead]
+        late = np.select(split, [np.maximum(wait, 0.0) * hops * vpp for wait in shown], late)
     # Each chunk sends activations and gradients; of two ranks only one has messages at an end to keep.
     sent = np.where(pp > 2, 2 * vpp, np.where(zbv | dual, vpp, 2 * vpp - 1))
     late = np.maximum(late, sent * message - (forward + backward))
@@ -184,4 +189,9 @@ def send_seconds(
     through = np.where(alone, 2.0 * (pp - 1) - np.where(pp == 2, 1, 3), through)
     filling = np.maximum(through * message - spare, np.minimum(least, through) * message)
     result: Floats = filling + micro_batches * np.where(alone, held, late)
+    if waits:
+        # Ranks between the ends send one message more, and have the passes of one chunk to spare.
+        least = micro_batches * (2 * vpp - 1) * message
+        every = (2 * pp - 3) * message + least + np.maximum(micro_batches * held - least - both, 0.0)
+        result = np.where(table.runs("interleaved"), every, result)
     return np.where(pp > 1, result, 0.0)

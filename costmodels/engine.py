@@ -18,6 +18,8 @@ class MemoryPolicy(Record):
     """The copy that matrix products read; sharded by ZeRO 3."""
     gradients: NonNegative
     """Accumulated gradients; sharded by ZeRO 2 and 3."""
+    gradients_alone: NonNegative | None = None
+    """The same where no other rank holds the parameters; as `gradients` when not given."""
     optimizer: NonNegative
     """Master copy and optimizer moments; sharded by ZeRO 1 and above."""
     shard: NonNegative = 0.0
@@ -26,6 +28,10 @@ class MemoryPolicy(Record):
     """One gradient element on the wire of a reduction."""
     gathered: Positive = 4.0
     """One parameter on the wire of a gathering."""
+    stepping_whole: NonNegative = 0.0
+    """With ZeRO 1 and above, held for each parameter while the optimizer steps: what it gathers."""
+    stepping_shard: NonNegative = 0.0
+    """The same for each parameter of a rank's shard: what it sends."""
 
 
 class Spread(Record):
@@ -33,6 +39,8 @@ class Spread(Record):
 
     base: NonNegative = 0.15
     """Of the whole step: wide where the engine was never measured on the device."""
+    narrow: NonNegative = 0.0
+    """Of the whole step besides, at a hidden size of 1024; in proportion less for wider models."""
     measured: NonNegative = 0.02
     """Of the whole step instead of all others, where layers of its shape were measured often."""
     network: NonNegative = 0.15
@@ -75,6 +83,18 @@ class Engine(Record):
     """Rate of the attention kernel relative to `attention_efficiency`: older ones are slower."""
     norm_passes: Positive = 1.0
     """Traffic of a norm relative to one fused kernel: more for a chain of element-wise ones."""
+    norm_bytes: NonNegative = 0.0
+    """Kept by a layer's norms and residual sums for each element of the residual stream, besides inputs and
+    outputs of norms in the number format of activations: copies in fp32."""
+    unfused_norm_bytes: NonNegative = 0.0
+    """Kept on top of that where norms are chains of element-wise kernels (`norm_passes` above 1)."""
+    keeps_unrotated: bool = False
+    """Queries and keys are kept before the rotation of their positions, too."""
+    packs_attention: bool = False
+    """The attention kernel keeps queries, keys and values packed in one more tensor (FlashAttention 1)."""
+    score_bytes: NonNegative | None = None
+    """Kept of each attention score without flash attention; the softmax in the number format of activations,
+    with dropout also its mask and output, when not given."""
     gathers_logits: bool = False
     """Tensor-parallel ranks gather the logits, and each computes the whole loss."""
     fused_activation: bool = True
@@ -87,8 +107,24 @@ class Engine(Record):
     """Lowest ZeRO stage that reduces gradients after every micro batch and so keeps shards only."""
     logits_copies: NonNegative = 1.0
     """Copies of the logits in fp32 at the peak of the loss, besides logits and gradient."""
+    score_reserve: NonNegative = 0.0
+    """Bytes for each attention score of one layer that the allocator holds and cannot use, without flash
+    attention: blocks that large are not given out again in parts."""
+    split_logits_copies: NonNegative | None = None
+    """The same where tensor-parallel ranks split the vocabulary; as `logits_copies` when not given."""
+    loss_apart: bool = False
+    """The peaks of the loss and of a recomputed layer count as two moments, of which the fuller decides."""
+    held_reductions: NonNegative = 0.0
+    """With sequence parallelism, whole outputs of each layer that asynchronous reductions still hold while
+    the host runs ahead of the device (`torch.Tensor.record_stream`)."""
+    sequence_buffers: NonNegative = 0.0
+    """With sequence parallelism, permanent buffers that each hold a whole input of a layer."""
+    rotary_tables: bool = False
+    """Every layer has a table of its own for the rotation of all positions, in fp32."""
+    workspace_bytes: NonNegative = 0.0
+    """Workspaces of libraries inside of the allocator: cuBLAS takes one for each stream and thread."""
     communicator_bytes: NonNegative = 0.0
-    """Device memory of the buffers of one process group."""
+    """Device memory of the buffers of one process group, outside of the allocator."""
     gemm_efficiency: Fraction
     """Share of peak FLOP/s that a large matrix product reaches."""
     whole_head_efficiency: Positive = 1.0
@@ -123,6 +159,8 @@ class Engine(Record):
     """Seconds of a message between pipeline stages on top of that."""
     scatters_messages: bool = False
     """Every tensor-parallel rank sends a part of what pipeline stages exchange; the receivers gather it."""
+    waits_for_messages: bool = False
+    """Ranks of an interleaved pipeline compute nothing while they send, as those of 1F1B."""
     ring_step: NonNegative = 0.0
     """Seconds of a tensor-parallel collective between nodes for each rank of its group."""
     reduction_bucket: NonNegative = 0.0
@@ -158,6 +196,10 @@ class Engine(Record):
     tensor_parallel_step: NonNegative = 0.0
     """Host seconds of a layer's forward pass for each tensor-parallel rank of a node, on top of that: where
     the host waits for every step of a ring."""
+    saves_alternate_products: bool = False
+    """Selective recomputation of a dense layer, unless modules are named, saves its input, the output of
+    attention and of every second matrix product: those of queries, values, the first of the MLP and its last
+    (torchtitan's policy `op`)."""
     recompute_stops_early: bool = False
     """Recomputation ends with the last tensor that backward needs: a dense layer's last product and the
     collective after it are not repeated."""
@@ -193,7 +235,8 @@ class Engine(Record):
     """Exponent of the p-norm that joins what can hide and what it hides behind: large where only what is
     longer shows, small where both slow each other down."""
     fragmentation: NonNegative
-    """Extra share of the dynamic memory that the allocator reserves but cannot use."""
+    """Extra share of the dynamic memory that the allocator reserves but cannot use: all but model states,
+    permanent buffers and workspaces."""
     spread: Spread = Spread()
     """How far measured steps lie from the estimate."""
     devices: dict[str, dict[str, Any]] = Field(default_factory=dict)

@@ -53,12 +53,46 @@ class StageMemory(Record):
     optimizer: NonNegative
     activations: NonNegative
     logits: NonNegative
-    overhead: NonNegative
-    """Driver context, communication buffers and allocator fragmentation."""
+    communication: NonNegative = 0.0
+    """Buffers of collectives that the training job itself allocates."""
+    temporaries: NonNegative = 0.0
+    """Workspaces of libraries, and all else that is alive at the peak."""
+    reserve: NonNegative = 0.0
+    """What the allocator holds besides and cannot use."""
+    context: NonNegative = 0.0
+    """Driver context and kernels, outside of the allocator."""
+    communicators: NonNegative = 0.0
+    """Buffers of the communication library for all process groups, outside of the allocator."""
+    margin: NonNegative = 0.0
+    """What the user sets aside instead of the last three."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _of_one_overhead(cls, values: Any) -> Any:
+        # Plans that were saved before its parts were told apart.
+        if isinstance(values, dict) and "overhead" in values:
+            rest = {name: value for name, value in values.items() if name != "overhead"}
+            return {**rest, "margin": values["overhead"]}
+        return values
+
+    @property
+    def allocated(self) -> float:
+        """Bytes of tensors, as `torch.cuda.max_memory_allocated` counts them."""
+        return self.total - self.overhead
+
+    @property
+    def reserved(self) -> float:
+        """Bytes that the allocator takes from the device, as `torch.cuda.max_memory_reserved` counts them."""
+        return self.allocated + self.reserve
+
+    @property
+    def overhead(self) -> float:
+        """Bytes besides tensors: `reserve`, `context` and `communicators`, or the `margin` in their place."""
+        return float(self.reserve + self.context + self.communicators + self.margin)
 
     @property
     def total(self) -> float:
-        """Bytes at the peak."""
+        """Bytes that the device must have at the peak: reserved ones, driver context and communicators."""
         return float(sum(getattr(self, part) for part in type(self).model_fields))
 
 
@@ -73,7 +107,7 @@ class Estimate(Record):
     memory: tuple[StageMemory, ...]
     """One entry for each pipeline rank."""
     peak_memory_bytes: Positive
-    """The largest of the pipeline ranks."""
+    """The largest `StageMemory.total` of the pipeline ranks: what must be within the memory of a device."""
     tokens_per_s: Positive
     """Tokens of all devices together."""
     tokens_per_s_per_device: Positive

@@ -49,6 +49,7 @@ def stage_seconds(
             inputs=(backward - weights)[row, :length],
             weights=(weights + added)[row, :length],
             send=np.full(length - 1, sends[row]),
+            waits=engine.waits_for_messages,
         )
         for row, length in enumerate(lengths)
     ]

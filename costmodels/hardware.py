@@ -102,6 +102,9 @@ class Cluster(Record):
     devices_per_node: Count
     memory_bytes: Positive
     """Bytes of one device that the job may use; the device's own unless overridden."""
+    memory_margin_bytes: NonNegative | None = None
+    """Bytes of one device set aside for driver context, communicators and what the allocator cannot use;
+    as the device and the engine have them if None."""
     intra_node: Link | None = None
     """The fast link inside an island; the device's own if None."""
     inter_node: Link | None = None

@@ -16,9 +16,10 @@ from costmodels.errors import InputError
 from costmodels.hardware import Cluster
 from costmodels.layout import SPLIT_BACKWARD
 from costmodels.model_spec import ModelSpec
+from costmodels.moments import at_fuller_moment, dynamic, held_outputs, margin, stepping
 from costmodels.operators import padded_vocabulary
 from costmodels.optimizer import ADAM_STATE, end_state, layer_state
-from costmodels.pipeline import Ranks, in_flight
+from costmodels.pipeline import NONE, Ranks, in_flight
 from costmodels.shapes import attention_widths, element_bytes, tokens
 from costmodels.table import RECOMPUTE_KINDS, RECOMPUTE_METHODS, Bools, Floats, Ints, LayoutTable
 
@@ -70,6 +71,12 @@ class UnitSizes:
     logits: Floats
     logits_waiting: Floats
     """The same of the output matrix."""
+    layer_input: Floats
+    """The input of a layer, gathered over tensor-parallel ranks that split its sequence; otherwise 0."""
+    layer_tables: Floats
+    """Kept for good by each layer besides its states."""
+    score_reserve: Floats
+    """What the allocator cannot use of the blocks of one layer's attention scores."""
 
 
 def memory_policy(engine: Engine, precision: str) -> MemoryPolicy:
@@ -148,7 +155,10 @@ def unit_sizes(model: ModelSpec, engine: Engine, table: LayoutTable) -> UnitSize
         if model.experts:
             moe_plain, _, moe_plain_moved = layer_activations(model, engine, plain, moe=True)
     shown = t * vocabulary / (1 if engine.gathers_logits else tp)
-    logits = shown * (2 * e + 4 * engine.logits_copies)
+    copies: Floats | float = engine.logits_copies
+    if engine.split_logits_copies is not None:
+        copies = np.where(tp > 1, engine.split_logits_copies, copies)
+    logits = shown * (2 * e + 4 * copies)
     head_input = e * t * h / (part if engine.regathers_sequence else 1)
     return UnitSizes(
         dense_layer=attention + mlp,
@@ -169,6 +179,9 @@ def unit_sizes(model: ModelSpec, engine: Engine, table: LayoutTable) -> UnitSize
         waiting=waiting_activations(model, table),
         logits_waiting=e * shown,
         logits=logits + e * t * h / part + head_input,
+        layer_input=e * t * h * (part > 1),
+        score_reserve=t * model.seq * model.heads / tp * engine.score_reserve * (not engine.flash_attention),
+        layer_tables=zero + 4.0 * model.seq * model.head_dim * engine.rotary_tables,
     )
 
 
@@ -244,6 +257,8 @@ def _states(
     permanent = 0.0 if master else np.where(on_host, 0.0, policy.parameters / shards)
     parameters = np.where(frees, permanent, policy.parameters)
     whole: Floats | float = policy.gradients
+    if policy.gradients_alone is not None:
+        whole = np.where(replicas > 1, policy.gradients, policy.gradients_alone)
     if table.gradient_reduction == "bf16" and policy.gradients > NARROW:
         wide = np.where(on_host, 0.0, MASTER / shards)
         summed = np.maximum(NARROW, wide) if engine.fully_sharded else NARROW + wide
@@ -257,21 +272,60 @@ def _states(
     )
 
 
-def stage_memory(
-    cluster: Cluster, engine: Engine, table: LayoutTable, sizes: UnitSizes, ranks: Ranks
-) -> dict[str, Floats]:
-    """Bytes on a device of each pipeline rank at the peak: the fields of `StageMemory`, each [n, k]."""
-    shared, experts = parameters(sizes, ranks)
-    replicas, has_experts = table.replicas, bool(sizes.experts.any())
-    each = _states(engine, table, replicas, table.zero_shards, has_experts)
+def model_states(
+    engine: Engine, table: LayoutTable, sizes: UnitSizes, ranks: Ranks, held: tuple[Floats, Floats]
+) -> list[Floats]:
+    """Bytes of parameters, gradients and optimizer state of each pipeline rank, [n, k] each.
+
+    Args:
+        held: counts of parameters, as `parameters` has them.
+    """
+    shared, experts = held
+    has_experts = bool(sizes.experts.any())
+    each = _states(engine, table, table.replicas, table.zero_shards, has_experts)
     states = [per[:, None] * shared for per in each]
     if has_experts:
         every = _states(engine, table, table.expert_replicas, table.expert_shards, has_experts)
         for state, per in zip(states, every, strict=True):
             state += per[:, None] * experts
-    ends, more = end_parameters(sizes, ranks), end_state(table) - layer_state(table)
+    more = end_state(table) - layer_state(table)
     if more.any():
+        ends = end_parameters(sizes, ranks)
         states[2] = states[2] + (~table.offload_optimizer * more / table.zero_shards)[:, None] * ends
+    return states
+
+
+def permanent(engine: Engine, sizes: UnitSizes, ranks: Ranks) -> dict[str, Floats]:
+    """Bytes that stay for good besides states, by the part of the peak that counts them.
+
+    The arrays broadcast to [n, k].
+    """
+    held = {}
+    if engine.sequence_buffers:
+        held["communication"] = engine.sequence_buffers * sizes.layer_input[:, None]
+    if engine.workspace_bytes or engine.rotary_tables:
+        held["temporaries"] = engine.workspace_bytes + ranks.layers * sizes.layer_tables[:, None]
+    return held
+
+
+def step_bytes(engine: Engine, table: LayoutTable, sizes: UnitSizes, ranks: Ranks) -> Floats:
+    """Bytes of tensors while the optimizer steps, [n, k]: the peak once backward has ended."""
+    held = parameters(sizes, ranks)
+    states = model_states(engine, table, sizes, ranks, held)
+    step = stepping(memory_policy(engine, table.precision), table, *held)
+    return sum((*states, *permanent(engine, sizes, ranks).values()), step)
+
+
+def stage_memory(
+    cluster: Cluster, engine: Engine, table: LayoutTable, sizes: UnitSizes, ranks: Ranks
+) -> dict[str, Floats]:
+    """Bytes on a device of each pipeline rank at the peak: the fields of `StageMemory`.
+
+    Arrays of shape [n, k], or such that broadcast to it (`costmodels.moments.total` and `on_rank`).
+    """
+    held_parameters = parameters(sizes, ranks)
+    states = model_states(engine, table, sizes, ranks, held_parameters)
+    ends, has_experts = end_parameters(sizes, ranks), bool(sizes.experts.any())
     # Embedding and head are gathered together, and stay for the backward pass that begins with them. Experts
     # that no other rank holds need no gathering, but FSDP2 copies them too.
     copied = engine.fully_sharded | (table.expert_replicas > 1)
@@ -290,8 +344,9 @@ def stage_memory(
         inner = np.maximum(sizes.dense_activations, sizes.moe_activations)[:, None]
         layers = np.clip(layers, 1.0, np.maximum(ranks.layers, 1.0))
         working = layers * working + (layers - 1) * inner
-    activations, fetched = working, np.zeros(())
-    for kind, layers in in_flight(ranks, table.micro_batches[:, None].astype(np.float64)).items():
+    activations, fetched = NONE if engine.loss_apart else working, np.zeros(())
+    flying = in_flight(ranks, table.micro_batches[:, None].astype(np.float64))
+    for kind, layers in flying.items():
         activations = activations + layers * getattr(sizes, f"{kind}_activations")[:, None]
         if (moved := getattr(sizes, f"{kind}_moved")).any():
             fetched = np.maximum(fetched, np.minimum(layers, FETCHED_LAYERS) * moved[:, None])
@@ -306,21 +361,25 @@ def stage_memory(
         ahead = np.where(table.runs("interleaved_zb"), table.pipeline_parallel, 1)
         ahead = np.where(table.runs(*SPLIT_BACKWARD), ahead, 0)
         logits += ranks.last * (ahead * sizes.logits_waiting)[:, None]
-    groups = (
-        (table.tensor_parallel > 1) * 1.0
-        + (table.context_parallel > 1)
-        + (table.expert_parallel > 1)
-        + (table.expert_tensor_parallel > 1)
-        + (table.pipeline_parallel > 1)
-        + (replicas > 1)
-        + has_experts * (table.expert_replicas > 1)
-    )
-    fixed = cluster.device.context_bytes + groups * engine.communicator_bytes
-    return {
+    if engine.loss_apart:
+        # The gradient of the logits is freed before the first layer is recomputed.
+        loss = logits >= working
+        activations, logits = activations + np.where(loss, 0.0, working), np.where(loss, logits, 0.0)
+    parts = {
         "parameters": states[0] + held,
         "gradients": states[1],
         "optimizer": states[2],
         "activations": activations,
         "logits": logits,
-        "overhead": fixed[:, None] + engine.fragmentation * (activations + logits),
+        "communication": held_outputs(engine, sizes.layer_input, ranks, flying),
+        "temporaries": NONE,
     }
+    policy = memory_policy(engine, table.precision)
+    if policy.stepping_whole:
+        at_fuller_moment(parts, stepping(policy, table, *held_parameters))
+    lost = engine.fragmentation * dynamic(parts)
+    if engine.score_reserve:
+        lost = lost + sizes.score_reserve[:, None] * (ranks.layers > 0)
+    for name, bytes_ in permanent(engine, sizes, ranks).items():
+        parts[name] = parts[name] + bytes_
+    return parts | margin(cluster, engine, table, lost, has_experts)

@@ -38,6 +38,7 @@ from costmodels.memory import (
     unit_sizes,
 )
 from costmodels.model_spec import ModelSpec
+from costmodels.moments import on_rank, total
 from costmodels.network import all_reduce, group
 from costmodels.operators import padded_vocabulary
 from costmodels.pipeline import Ranks, all_ranks, deciding_ranks, ranks_entry
@@ -77,7 +78,7 @@ class Prices:
     def spread(self) -> Floats:
         """Half the width of the 80 % range of the step time, as a natural logarithm."""
         known = known_share(self.model, self.engine, self.table)
-        return spread(self.cluster, self.engine, self.time, self.step_time_s, known)
+        return spread(self.cluster, self.engine, self.time, self.step_time_s, known, self.model.hidden)
 
     @cached_property
     def peak_memory_bytes(self) -> Floats:
@@ -148,7 +149,7 @@ class Prices:
             step_time_high_s=one.step_time_s[0] * np.exp(one.spread[0]),
             time=StepTime(**{part: float(seconds[0]) for part, seconds in one.time.items()}),
             memory=tuple(
-                StageMemory(**{part: float(held[0, rank]) for part, held in memory.items()})
+                StageMemory(**{part: held[0] for part, held in on_rank(memory, np.array([rank])).items()})
                 for rank in range(len(every.count))
             ),
             peak_memory_bytes=one.peak_memory_bytes[0],
@@ -188,7 +189,7 @@ def peak_memory(model: ModelSpec, cluster: Cluster, engine: Engine, table: Layou
     def peak(block: LayoutTable) -> Floats:
         sizes, ranks = sizes_of(model, engine, *shapes_of(block)), deciding_ranks(model, block)
         held = stage_memory(cluster, engine, block, sizes, ranks)
-        most: Floats = sum(held.values(), np.zeros(())).max(axis=1)
+        most: Floats = total(held).max(axis=1)
         return most
 
     return np.concatenate([peak(block) for block in _blocks(table)])
@@ -219,9 +220,11 @@ def _price_block(
     time["accumulation"] = np.maximum(micro_batches * slow_added + (shared + experts) * once, 0.0)
     bubble, spare, weights = _bubbles(units, table, ranks, shape, rank_seconds, added, slowest[:, 0])
     message = message_seconds(model, cluster, engine, table)
-    waiting = held_seconds(table, rank_seconds, ranks, message)
+    waiting = held_seconds(table, rank_seconds, ranks, message, engine.waits_for_messages)
     time["bubble"] = bubble
-    time["pipeline_parallel"] = send_seconds(table, message, waiting, spare, forward, backward, weights)
+    time["pipeline_parallel"] = send_seconds(
+        table, message, waiting, spare, forward, backward, weights, engine.waits_for_messages
+    )
     time["pipeline_parallel"] += _tied_seconds(
         model, cluster, engine, table, padded_vocabulary(model, shapes)[shape]
     )
@@ -233,8 +236,7 @@ def _price_block(
     time["optimizer"] += orthogonal_seconds(model, cluster, engine, table, layers, experts)
 
     held = stage_memory(cluster, engine, table, sizes, ranks)
-    fullest = sum(held.values(), np.zeros(())).argmax(axis=1)
-    memory = {part: held[part][rows, fullest] for part in held}
+    memory = on_rank(held, total(held).argmax(axis=1))
     return {part: time[part] for part in StepTime.model_fields}, memory
 
 

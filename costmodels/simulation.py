@@ -8,7 +8,7 @@ other: they share its way out. The end of the last pass is the length of the cri
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import numpy as np
@@ -49,10 +49,12 @@ class StageSeconds:
     """Gradients of weights; a whole backward pass takes both."""
     send: Floats
     """[stages - 1], one message between a stage and the next one, either way."""
+    waits: bool = False
+    """Ranks wait for what they send, whatever the schedule."""
 
     def without_sends(self) -> StageSeconds:
         """The same where messages take no time."""
-        return StageSeconds(self.forward, self.inputs, self.weights, np.zeros_like(self.send))
+        return replace(self, send=np.zeros_like(self.send))
 
     def slowest_rank(self, schedule: Schedule, pipeline: int) -> float:
         """Seconds that the slowest rank computes for one micro batch, over all its chunks."""
@@ -226,7 +228,7 @@ def simulate(
     """
     passes = graph(schedule, pipeline, chunks, micro_batches)
     took = _pass_seconds(passes, seconds)
-    end, arrive = map(np.array, _play(schedule, pipeline, passes, took, seconds.send))
+    end, arrive = map(np.array, _play(schedule, pipeline, passes, took, seconds))
     return Simulation(graph=passes, start=end - took, end=end, arrive=arrive, ranks=pipeline)
 
 
@@ -239,21 +241,23 @@ def _pass_seconds(passes: Graph, seconds: StageSeconds) -> Floats:
 
 
 def _play(
-    schedule: Schedule, pipeline: int, passes: Graph, took: Floats, send: Floats
+    schedule: Schedule, pipeline: int, passes: Graph, took: Floats, seconds: StageSeconds
 ) -> tuple[list[float], list[float]]:
     """When each pass ends, and when its output arrives."""
     # The first one stands for passes that need nothing of another rank.
     ends, free = [0.0], [0.0] * pipeline
     add = ends.append
     rows = zip(passes.rank.tolist(), passes.needs.tolist(), took.tolist(), strict=True)
-    if not send.any():
+    if not seconds.send.any():
         for rank, need, time in rows:
             start, arrived = free[rank], ends[need]
             end = free[rank] = (arrived if arrived > start else start) + time
             add(end)
         return ends[1:], ends[1:]
-    arrivals, way_out, blocking = [0.0], [0.0] * pipeline, schedule in BLOCKING
-    for (rank, need, time), way in zip(rows, np.append(0.0, send)[passes.sent].tolist(), strict=True):
+    arrivals, way_out = [0.0], [0.0] * pipeline
+    blocking = seconds.waits or schedule in BLOCKING
+    ways = np.append(0.0, seconds.send)[passes.sent].tolist()
+    for (rank, need, time), way in zip(rows, ways, strict=True):
         start, arrived = free[rank], arrivals[need]
         end = arrives = free[rank] = (arrived if arrived > start else start) + time
         if way:
@@ -287,7 +291,7 @@ def pipeline_seconds(
     while micro_batches % period == 0 and 2 * count <= micro_batches and count * passes_each <= MOST_PASSES:
         passes = graph(schedule, pipeline, chunks, count)
         took = _pass_seconds(passes, seconds)
-        moments = np.array(_play(schedule, pipeline, passes, took, seconds.send))
+        moments = np.array(_play(schedule, pipeline, passes, took, seconds))
         gained, last = moments[:, passes.after] - moments[:, passes.before], moments[0].max()
         if gained.size and np.ptp(gained) <= SAME * last:
             return float(last + (micro_batches - count) // period * gained.mean())
@@ -295,4 +299,4 @@ def pipeline_seconds(
     if micro_batches * passes_each > MOST_PASSES:
         return None
     passes = graph(schedule, pipeline, chunks, micro_batches)
-    return max(_play(schedule, pipeline, passes, _pass_seconds(passes, seconds), seconds.send)[0])
+    return max(_play(schedule, pipeline, passes, _pass_seconds(passes, seconds), seconds)[0])

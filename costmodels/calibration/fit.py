@@ -90,7 +90,8 @@ def fit_spread(found: Fitted, measurements: Sequence[Measurement]) -> dict[str, 
     from scipy.optimize import minimize
 
     missed = np.abs(errors(found, measurements))
-    names = [name for name in Spread.model_fields if name != "measured"]
+    # Most fits see models of one or two hidden sizes.
+    names = [name for name in Spread.model_fields if name not in ("measured", "narrow")]
     priced = [
         (batch, batch.engine.model_copy(update={**found.constants, "devices": {}}))
         for batch in _batches(measurements)
@@ -104,7 +105,9 @@ def fit_spread(found: Fitted, measurements: Sequence[Measurement]) -> dict[str, 
         result = np.empty(len(missed))
         for batch, engine, costs in prices:
             own = engine.model_copy(update={"spread": chosen})
-            result[batch.rows] = spread(batch.cluster, own, costs.time, costs.step_time_s)
+            result[batch.rows] = spread(
+                batch.cluster, own, costs.time, costs.step_time_s, hidden=batch.model.hidden
+            )
         return result
 
     def loss(values: Floats) -> float:

@@ -77,9 +77,15 @@ class Measurement:
     """None where the row ran out of memory."""
     oom: bool
     allocated_bytes: float | None
+    """Peak of tensors (`torch.cuda.max_memory_allocated`)."""
     reserved_bytes: float | None
+    """Peak of what the allocator held (`torch.cuda.max_memory_reserved`)."""
     first_rank_only: bool
     """The memory is that of the first pipeline rank, not of the fullest."""
+    device_bytes: float | None = None
+    """What the driver said was taken of the device (nvidia-smi)."""
+    step_bytes: float | None = None
+    """Peak of tensors since the end of the last backward pass."""
 
 
 def alike(measurements: Sequence[Measurement]) -> Iterable[list[int]]:
@@ -393,10 +399,15 @@ def _memory(row: Mapping[str, str]) -> dict[str, Any]:
         raise Unusable("peak memory is out of range")
     if "reserved" in kind and "allocated" not in kind:
         peak, reserved = None, reserved or peak
-    elif "nvidia-smi" in kind:
-        peak = None
+    device = None
+    if "nvidia-smi" in kind:
+        peak, device = None, peak
+    # nanotron logs the peak since it cleared the statistics, which it does after backward.
+    step = re.search(r"\bstates_alloc_gib=(\d{1,6}(?:\.\d{1,9})?)", row.get("notes", ""))
     return {
         "allocated_bytes": None if peak is None else peak * GIB,
         "reserved_bytes": None if reserved is None else reserved * GIB,
+        "device_bytes": None if device is None else device * GIB,
+        "step_bytes": None if step is None else float(step[1]) * GIB,
         "first_rank_only": "rank0" in kind,
     }

@@ -13,13 +13,11 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from costmodels.calibration.measured import Measurement, alike
+from costmodels.calibration.peaks import MEMORY_KINDS, every_rank, peak_of, peaks
 from costmodels.calibration.ranking import rank_sweeps
 from costmodels.errors import InputError
-from costmodels.memory import stage_memory
-from costmodels.pipeline import FIELDS, Ranks, all_ranks, ranks_entry
 from costmodels.pricing import Prices, price
 from costmodels.table import Bools, Floats, LayoutTable
-from costmodels.units import shapes_of, sizes_of
 
 FITTED_SOURCES = (
     "vtrain_single",
@@ -28,6 +26,7 @@ FITTED_SOURCES = (
     "mosaic_llmfoundry",
     "nvidia_dgxc",
     "hf_ultrascale",
+    "bigscience_176b",
 )
 """The sources that the constants of engines.yaml are fitted on; they never see another one."""
 
@@ -52,6 +51,10 @@ class Predictions:
     """Peak of what the training job's tensors take on the rank that was measured; NaN where none was."""
     reserved_bytes: Floats
     """The same with what the allocator holds and cannot use."""
+    device_bytes: Floats
+    """The same with driver context and communicators: what must be within the memory of a device."""
+    step_bytes: Floats
+    """Peak of what the tensors take once backward has ended."""
     refused: Mapping[int, str] = field(default_factory=dict)
     """Why rows cannot be priced, by their index."""
 
@@ -69,12 +72,20 @@ class OomScore:
 
 
 @dataclass(frozen=True)
-class MemoryScore:
+class PeakError:
     """Errors of the peak memory in percent, over the `n` rows that published one."""
 
     n: int
     median_ape: float | None
     p90_ape: float | None
+
+
+@dataclass(frozen=True)
+class MemoryScore(PeakError):
+    """The same over all rows, each by the first of `MEMORY_KINDS` that it published, and by kind."""
+
+    kinds: Mapping[str, PeakError]
+    """Errors of each kind that some rows published: a row counts in all that it has."""
 
 
 @dataclass(frozen=True)
@@ -133,7 +144,8 @@ def predict(measurements: Sequence[Measurement], scale: Scalars | None = None) -
         scale: factors of the step times of an engine on a device; 1 where none is given.
     """
     count = len(measurements)
-    seconds, width, allocated, reserved = (np.full(count, np.nan) for _ in range(4))
+    seconds, width = (np.full(count, np.nan) for _ in range(2))
+    held = {kind: np.full(count, np.nan) for kind in MEMORY_KINDS}
     fits = np.zeros(count, dtype=bool)
     refused: dict[int, str] = {}
     for rows in alike(measurements):
@@ -146,10 +158,17 @@ def predict(measurements: Sequence[Measurement], scale: Scalars | None = None) -
         seconds[rows] = prices.step_time_s * factor
         width[rows] = prices.spread
         fits[rows] = prices.peak_memory_bytes <= prices.cluster.memory_bytes
-        if any(_peak(measurements[row]) for row in rows):
+        if any(peak_of(measurements[row], kind) for row in rows for kind in MEMORY_KINDS):
             first_only = np.array([measurements[row].first_rank_only for row in rows])
-            allocated[rows], reserved[rows] = _peaks(prices, first_only)
-    return Predictions(seconds, width, fits, allocated, reserved, refused)
+            for kind, predicted in _peaks(prices, first_only).items():
+                held[kind][rows] = predicted
+    return Predictions(
+        step_time_s=seconds,
+        spread=width,
+        fits=fits,
+        refused=refused,
+        **{f"{kind}_bytes": predicted for kind, predicted in held.items()},
+    )
 
 
 def _chosen(alike: Sequence[Measurement]) -> Prices:
@@ -172,30 +191,13 @@ def _chosen(alike: Sequence[Measurement]) -> Prices:
     return prices.simulate(np.flatnonzero(ran & ~prices.simulated))
 
 
-def _peaks(prices: Prices, first_only: Bools) -> tuple[Floats, Floats]:
-    """Allocated and reserved bytes, [n], of the fullest pipeline rank, or of the first where that is meant.
-
-    PyTorch counts neither the driver's context nor the buffers of communicators.
-    """
-    table, model, engine = prices.table, prices.model, prices.engine
-    every = [all_ranks(*ranks_entry(model, table, row)) for row in range(len(table))]
-    filled = np.zeros((len(FIELDS), len(table), max(len(ranks.count) for ranks in every)))
-    for row, ranks in enumerate(every):
-        for column, name in zip(filled, FIELDS, strict=True):
-            column[row, : len(ranks.count)] = getattr(ranks, name)
-    ranks = Ranks(**dict(zip(FIELDS, filled, strict=True)))
-    held = stage_memory(prices.cluster, engine, table, sizes_of(model, engine, *shapes_of(table)), ranks)
-    tensors = sum((held[part] for part in held if part != "overhead"), np.zeros(()))
-    lost = engine.fragmentation * (held["activations"] + held["logits"])
-    allocated, reserved = (
-        np.where(first_only, bytes_[:, 0], bytes_.max(axis=1)) for bytes_ in (tensors, tensors + lost)
-    )
-    return allocated, reserved
-
-
-def _peak(measurement: Measurement) -> float | None:
-    """The published peak, allocated bytes where both are known."""
-    return measurement.allocated_bytes or measurement.reserved_bytes
+def _peaks(prices: Prices, first_only: Bools) -> dict[str, Floats]:
+    """Bytes of each of `MEMORY_KINDS`, [n]: of the fullest pipeline rank, or of the first one alone."""
+    ranks = every_rank(prices.model, prices.table)
+    every_kind = peaks(prices.model, prices.cluster, prices.engine, prices.table, ranks)
+    return {
+        kind: np.where(first_only, bytes_[:, 0], bytes_.max(axis=1)) for kind, bytes_ in every_kind.items()
+    }
 
 
 def scalars(measurements: Sequence[Measurement], predictions: Predictions) -> dict[tuple[str, str], float]:
@@ -240,11 +242,9 @@ def _score(
     seconds = np.array([measurements[row].step_time_s for row in ran], dtype=np.float64)
     ratio = predictions.step_time_s[ran] / seconds
     errors = 100 * np.abs(ratio - 1)
-    speed = np.array([_tokens_per_s_per_device(measurements[row]) for row in ran])
+    speed = np.array([tokens_per_s_per_device(measurements[row]) for row in ran])
     taus, regrets = rank_sweeps([measurements[row].sweep for row in ran], speed, speed / ratio)
     covered = np.abs(np.log(ratio)) <= predictions.spread[ran]
-    peaks = [row for row in ran if _peak(measurements[row])]
-    bytes_errors = np.array([_memory_error(measurements[row], predictions, row) for row in peaks])
     return SourceScore(
         n=len(ran),
         skipped=dict(sorted(skipped.items())),
@@ -255,15 +255,28 @@ def _score(
         regret=_mean([100 * each for each in regrets]),
         coverage_80=_mean(np.where(covered, 100.0, 0.0)),
         oom=_oom(predictions.fits[rows], np.array([not measurements[row].oom for row in rows], dtype=bool)),
-        memory=MemoryScore(len(peaks), _percentile(bytes_errors, 50), _percentile(bytes_errors, 90)),
+        memory=_memory(measurements, predictions, ran),
     )
 
 
-def _memory_error(measurement: Measurement, predictions: Predictions, row: int) -> float:
-    measured = _peak(measurement) or np.nan
-    allocated = measured == measurement.allocated_bytes
-    predicted = (predictions.allocated_bytes if allocated else predictions.reserved_bytes)[row]
-    return float(100 * abs(predicted / measured - 1))
+def _memory(measurements: Sequence[Measurement], predictions: Predictions, rows: list[int]) -> MemoryScore:
+    first: list[float] = []
+    kinds: dict[str, list[float]] = {kind: [] for kind in MEMORY_KINDS}
+    for row in rows:
+        errors = {
+            kind: 100 * abs(float(getattr(predictions, f"{kind}_bytes")[row]) / peak - 1)
+            for kind in MEMORY_KINDS
+            if (peak := peak_of(measurements[row], kind))
+        }
+        for kind, error in errors.items():
+            kinds[kind].append(error)
+        first += list(errors.values())[:1]
+    by_kind = {kind: PeakError(*_memory_error(errors)) for kind, errors in kinds.items() if errors}
+    return MemoryScore(*_memory_error(first), by_kind)
+
+
+def _memory_error(errors: list[float]) -> tuple[int, float | None, float | None]:
+    return len(errors), _percentile(np.array(errors), 50), _percentile(np.array(errors), 90)
 
 
 def _oom(fits: Bools, ran: Bools) -> OomScore:
@@ -273,7 +286,8 @@ def _oom(fits: Bools, ran: Bools) -> OomScore:
     return OomScore(out, _mean(ran[fits]), _mean(fits[ran]))
 
 
-def _tokens_per_s_per_device(measurement: Measurement) -> float:
+def tokens_per_s_per_device(measurement: Measurement) -> float:
+    """Throughput of a measured step; NaN where its time is not known."""
     tokens = measurement.layouts[0].global_batch_size * measurement.model.seq
     return tokens / (measurement.step_time_s or np.nan) / measurement.cluster.world_size
 

@@ -126,7 +126,8 @@ def engine_names() -> list[str]:
 def load_engine(name: str) -> Engine:
     """The engine of a catalogue name; `InputError` for an unknown one.
 
-    Its constants for a device are those of engines.yaml and those fitted to measurements (calibrated.yaml).
+    Its constants for a device are those of engines.yaml and those fitted to measured step times
+    (calibrated.yaml); of memory, those fitted to measured peaks (calibrated_memory.yaml) come first.
     """
     entries = packaged("engines.yaml")["engines"]
     wanted = name.strip().lower()
@@ -137,7 +138,9 @@ def load_engine(name: str) -> Engine:
         key: _constants(wanted, key)
         for key in {**own, **packaged("calibrated.yaml")["engines"].get(wanted, {})}
     }
-    return build(Engine, {**entries[wanted], "devices": devices, "name": wanted}, f"engine {wanted}")
+    memory = packaged("calibrated_memory.yaml")["engines"].get(wanted, {"constants": {}})["constants"]
+    fields = {**entries[wanted], **memory, "devices": devices, "name": wanted}
+    return build(Engine, fields, f"engine {wanted}")
 
 
 def _constants(engine: str, key: str) -> dict[str, Any]:

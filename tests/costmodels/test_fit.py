@@ -124,3 +124,16 @@ def test_an_architecture_may_be_like_another_one():
     hopper, blackwell = nemo.devices["hopper"], nemo.devices["blackwell"]
     assert blackwell["elementwise_passes"] == hopper["elementwise_passes"]
     assert blackwell["gemm_efficiency"] != hopper["gemm_efficiency"]
+
+
+def test_cross_validation_prices_each_row_by_the_fit_without_it(rows, monkeypatch):
+    from benchmarks import calibrate
+
+    found = rows({})
+    monkeypatch.setattr(calibrate, "fitted", lambda row: row.line % 2 == 0)
+    result = calibrate.cross_validate([PLAN], found)
+    assert result["here"]["n"] == len(found)
+    assert result["here"]["mean_ape"] < 1.0
+    # One wrong row spoils no other half than its own, and is never mended by itself.
+    spoiled = calibrate.cross_validate([PLAN], rows({0: 3.0}))["here"]
+    assert spoiled["mean_ape"] > 100 * (1 - 1 / 3) / len(found) * 0.9

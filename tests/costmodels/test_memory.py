@@ -139,11 +139,13 @@ def test_recomputation_and_logits_count_at_the_peak(gpt, cluster, engine, layout
 def test_overhead_counts_context_groups_and_fragmentation(gpt, cluster, engine, layout):
     quiet = engine("megatron", fragmentation=0.0, communicator_bytes=0.0)
     alone = memory_of(gpt, cluster(8), quiet, layout(gpt))
-    assert alone["overhead"][0, 0] == cluster(8).device.context_bytes
+    assert alone["context"][0, 0] == cluster(8).device.context_bytes
+    assert alone["communicators"].max() == alone["reserve"].max() == alone["margin"].max() == 0
     busy = quiet.model_copy(update={"communicator_bytes": 1e8, "fragmentation": 0.1})
     found = memory_of(gpt, cluster(8), busy, layout(gpt, tp=2, dp=4))
     dynamic = found["activations"][0, 0] + found["logits"][0, 0]
-    assert found["overhead"][0, 0] == pytest.approx(cluster(8).device.context_bytes + 2e8 + 0.1 * dynamic)
+    assert found["communicators"][0, 0] == 2e8
+    assert found["reserve"][0, 0] == pytest.approx(0.1 * dynamic)
 
 
 def test_latent_attention_parameters_add_up(engine, layout):

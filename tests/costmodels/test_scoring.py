@@ -45,13 +45,23 @@ def measurement(gpt, cluster, engine, layout):
     return lambda **fields: replace(usual, **fields)
 
 
-def predicted(seconds, spread=0.1, fits=True, allocated=np.nan, reserved=np.nan, refused=None):
+def predicted(
+    seconds,
+    spread=0.1,
+    fits=True,
+    allocated=np.nan,
+    reserved=np.nan,
+    device=np.nan,
+    step=np.nan,
+    refused=(),
+):
     """Predictions of as many rows as there are seconds."""
     seconds = np.array(seconds, dtype=float)
     full = lambda value: np.broadcast_to(value, seconds.shape).copy()  # noqa: E731
     return Predictions(
-        seconds, full(spread), full(fits).astype(bool), full(allocated), full(reserved), refused or {}
-    )
+        seconds, full(spread), full(fits).astype(bool), full(allocated), full(reserved), full(device),
+        full(step), dict(refused),
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import zip_longest
 
 import networkx as nx
@@ -282,9 +283,10 @@ def closed(schedule, pipeline, chunks, micro_batches, seconds: StageSeconds) -> 
     else:
         bubble = bubble_seconds(total, count, np.full(1, float(chunks)))
     message = np.full(1, seconds.send.max(initial=0.0))
-    held = held_seconds(table, total, ranks_of(pipeline), message)
+    held = held_seconds(table, total, ranks_of(pipeline), message, seconds.waits)
     split = w if schedule in SPLIT_BACKWARD else 0 * w
-    sends = send_seconds(table, message, held, spare, f[:, slow], (i + w)[:, slow], split[:, slow])
+    passes = f[:, slow], (i + w)[:, slow], split[:, slow]
+    sends = send_seconds(table, message, held, spare, *passes, seconds.waits)
     return float(bubble[0]), float(sends[0])
 
 
@@ -300,6 +302,21 @@ def test_closed_forms_of_equal_stages_are_exact(schedule, chunks, pipeline, roun
     bubble, sends = closed(schedule, pipeline, chunks, micro_batches, seconds)
     assert bubble == pytest.approx((pipeline - 1) * 3.0)
     assert micro_batches * chunks * 3.0 + bubble + sends == pytest.approx(whole)
+
+
+@pytest.mark.parametrize("pipeline", [2, 4, 8])
+@pytest.mark.parametrize("rounds", [2, 5])
+@pytest.mark.parametrize("send", [0.0, 0.05, 0.3])
+@pytest.mark.parametrize("chunks", [2, 5])
+def test_closed_forms_of_ranks_that_wait_for_what_they_send_are_close(chunks, pipeline, rounds, send):
+    """All messages but those of the ends take time: those of a rank that computes meanwhile are a bound."""
+    micro_batches = rounds * pipeline
+    seconds = replace(equal(pipeline * chunks, send=send), waits=True)
+    whole = pipeline_seconds("interleaved", pipeline, chunks, micro_batches, seconds)
+    bubble, sends = closed("interleaved", pipeline, chunks, micro_batches, seconds)
+    assert micro_batches * chunks * 3.0 + bubble + sends == pytest.approx(whole, rel=2e-3)
+    meanwhile = replace(seconds, waits=False)
+    assert whole >= pipeline_seconds("interleaved", pipeline, chunks, micro_batches, meanwhile)
 
 
 @pytest.mark.parametrize("pipeline", [2, 4, 8])

@@ -56,6 +56,13 @@ def test_the_shares_of_launch_and_bubble_count(width):
     assert width(time, bubble=0.8) == pytest.approx(0.2)
 
 
+def test_narrow_models_are_wider_ranges(cluster, engine):
+    made = engine("megatron", spread={**NONE, "base": 0.03, "narrow": 0.04})
+    time = step(compute=1.0)
+    of = [float(spread(cluster(8), made, time, np.ones(1), hidden=hidden)[0]) for hidden in (1024, 8192)]
+    assert of == pytest.approx([0.05, np.hypot(0.03, 0.005)])
+
+
 def test_independent_errors_add_in_squares(width):
     time = step(compute=1.0, data_parallel=1.0, launch=1.0, bubble=1.0)
     constants = {"base": 0.1, "network": 0.2, "launch": 0.3, "bubble": 0.4}

@@ -1,0 +1,66 @@
+"""Fit the memory constants of engines to published peaks and write them into the catalogue.
+
+python -m benchmarks.calibrate_memory --rows FILE... [--only ENGINE]... [--write]
+
+The fits are those of costmodels/catalogue/memory_fits.yaml; the result is calibrated_memory.yaml beside it.
+Only the rows of `costmodels.calibration.scoring.fitted` are used: `python -m benchmarks.accuracy --held-out`
+tells how good the constants are on the others.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+import costmodels.catalogue
+from costmodels.calibration.fit_memory import fit_memory, has_memory, memory_plans
+from costmodels.calibration.measured import read
+from costmodels.calibration.scoring import fitted
+from costmodels.catalogue.yaml_files import packaged
+from costmodels.errors import InputError
+
+TARGET = Path(costmodels.catalogue.__file__).with_name("calibrated_memory.yaml")
+
+HEADER = """\
+# Memory constants fitted to published peaks; not to be edited by hand, but written by
+#   python -m benchmarks.calibrate_memory --rows FILE... --write
+# Priors of each fit are in memory_fits.yaml; it sees half of the rows of its sources.
+"""
+
+
+def main() -> None:
+    """Fit, print and, where asked to, write."""
+    parser = argparse.ArgumentParser(description="Fit the memory constants of engines to measured peaks.")
+    parser.add_argument("--rows", nargs="+", required=True, metavar="FILE", help="CSV files of measurements")
+    parser.add_argument("--only", action="append", metavar="ENGINE", help="fit these alone")
+    parser.add_argument("--write", action="store_true", help=f"write {TARGET.name}")
+    arguments = parser.parse_args()
+    try:
+        _run(arguments.rows, arguments.only, arguments.write)
+    except InputError as error:
+        parser.error(str(error))
+
+
+def _run(files: list[str], only: list[str] | None, write: bool) -> None:
+    plans = {plan.engine: plan for plan in memory_plans()}
+    for name in only or ():
+        if name not in plans:
+            raise InputError(f"--only {name}: no such fit; memory_fits.yaml lists {', '.join(plans)}")
+    rows = [row for file in files for row in read(file)[0] if fitted(row)]
+    entries: dict[str, Any] = dict(packaged(TARGET.name)["engines"])
+    for name, plan in plans.items():
+        if only is not None and name not in only:
+            continue
+        found = fit_memory(plan, [row for row in rows if has_memory(row, plan)])
+        entries[name] = {"sources": list(plan.sources), "rows": found.rows, "constants": found.constants}
+        print(f"{name}: {found.rows} rows, {found.constants}")
+    if write:
+        TARGET.write_text(HEADER + yaml.safe_dump({"engines": entries}, width=110), encoding="utf-8")
+        print(f"wrote {TARGET}")
+
+
+if __name__ == "__main__":
+    main()

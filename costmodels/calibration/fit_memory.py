@@ -1,0 +1,144 @@
+"""Fitting an engine's memory constants to measured peaks and to which jobs ran out of memory.
+
+Peaks count by the logarithm of predicted over measured bytes, with Cauchy's loss: fragmentation makes a few
+peaks twice as high. A job that ran, or did not, counts by how far its predicted peak is on the wrong side of
+the device's memory (logistic loss).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from costmodels.calibration.fit import SMALL, Prior
+from costmodels.calibration.measured import Measurement, alike
+from costmodels.calibration.peaks import every_rank, peak_of, peaks
+from costmodels.catalogue.yaml_files import packaged
+from costmodels.engine import Engine
+from costmodels.errors import InputError
+from costmodels.pipeline import Ranks
+from costmodels.table import Bools, Floats, LayoutTable
+from costmodels.words import Positive, Record
+
+EVALUATIONS = 4000
+"""Most evaluations of all rows."""
+
+KINDS = ("reserved", "device", "allocated")
+"""Which of a row's published peaks is fitted, first choice first."""
+
+SHARPNESS = 0.5
+"""Scale of the logistic loss, in tolerances: a peak that far on the wrong side counts about 1.3."""
+
+
+class MemoryFitPlan(Record):
+    """One fit of `memory_fits.yaml`."""
+
+    engine: str
+    sources: tuple[str, ...]
+    tolerance: Positive
+    """Error of a peak, as a natural logarithm, at which rows begin to count as outliers."""
+    constants: dict[str, Prior]
+
+
+@dataclass(frozen=True)
+class MemoryFit:
+    """Result of one fit."""
+
+    constants: dict[str, float]
+    rows: int
+
+
+def memory_plans() -> list[MemoryFitPlan]:
+    """The fits that `memory_fits.yaml` lists."""
+    return [MemoryFitPlan.model_validate(fields) for fields in packaged("memory_fits.yaml")["fits"]]
+
+
+def has_memory(measurement: Measurement, plan: MemoryFitPlan) -> bool:
+    """Whether a row says something of the memory of the engine of `plan`."""
+    return measurement.engine.name == plan.engine and measurement.source in plan.sources
+
+
+def fit_memory(plan: MemoryFitPlan, measurements: Sequence[Measurement]) -> MemoryFit:
+    """The constants that agree best with what `measurements` say of memory, and with what is known of them.
+
+    Raises:
+        InputError: scipy is not installed, or there are fewer rows than constants.
+    """
+    try:
+        from scipy.optimize import minimize
+    except ImportError:
+        raise InputError("fitting needs scipy: pip install 'llm-parallelism-planner[calibrate]'") from None
+    if len(measurements) < len(plan.constants):
+        raise InputError(
+            f"memory fit of {plan.engine}: {len(measurements)} rows for {len(plan.constants)} constants; "
+            "give more rows"
+        )
+    names, priors = list(plan.constants), list(plan.constants.values())
+    low, high = (np.array([prior.limits[side] for prior in priors]) for side in (0, 1))
+    start = np.array([prior.start for prior in priors])
+    within = np.array([prior.within for prior in priors])
+    batches = _batches(measurements)
+
+    def loss(values: Floats) -> float:
+        chosen = np.clip(values, low, high)
+        constants = dict(zip(names, chosen.tolist(), strict=True))
+        misses = sum(_misses(batch, constants, plan.tolerance) for batch in batches)
+        known = 0.5 * np.square(np.log((chosen + SMALL) / (start + SMALL)) / within).sum()
+        outside = np.square((values - chosen) / (high - low)).sum()
+        return float(misses + known + 1e3 * outside)
+
+    options = {"maxfev": EVALUATIONS, "xtol": 1e-3, "ftol": 1e-5}
+    values = np.clip(minimize(loss, start, method="Powell", options=options).x, low, high)
+    constants = {name: float(f"{value:.3g}") for name, value in zip(names, values, strict=True)}
+    return MemoryFit(constants, len(measurements))
+
+
+@dataclass(frozen=True)
+class _Batch:
+    """Rows whose memory is computed together. Arrays of shape [n]."""
+
+    first: Measurement
+    engine: Engine
+    table: LayoutTable
+    ranks: Ranks
+    kind: str
+    """Of `MEMORY_KINDS`, what the measured bytes count."""
+    measured: Floats
+    """Measured bytes; NaN where none are published."""
+    first_rank_only: Bools
+    oom: Bools
+
+
+def _batches(measurements: Sequence[Measurement]) -> list[_Batch]:
+    result = []
+    for places in alike(measurements):
+        rows = [measurements[place] for place in places]
+        first, table = rows[0], LayoutTable.of([row.layouts[0] for row in rows])
+        kind = next((kind for kind in KINDS if any(peak_of(row, kind) for row in rows)), KINDS[0])
+        result.append(
+            _Batch(
+                first=first,
+                engine=first.engine.for_device(first.cluster.device),
+                table=table,
+                ranks=every_rank(first.model, table),
+                kind=kind,
+                measured=np.array([peak_of(row, kind) or np.nan for row in rows]),
+                first_rank_only=np.array([row.first_rank_only for row in rows]),
+                oom=np.array([row.oom for row in rows]),
+            )
+        )
+    return result
+
+
+def _misses(batch: _Batch, constants: dict[str, Any], tolerance: float) -> float:
+    """Loss of the rows of a batch."""
+    engine, cluster = batch.engine.model_copy(update=constants), batch.first.cluster
+    found = peaks(batch.first.model, cluster, engine, batch.table, batch.ranks)
+    peak = np.where(batch.first_rank_only, found[batch.kind][:, 0], found[batch.kind].max(axis=1))
+    error = np.log(peak / batch.measured) / tolerance
+    over = np.log(found["device"].max(axis=1) / cluster.memory_bytes) / (SHARPNESS * tolerance)
+    side = np.logaddexp(0.0, np.where(batch.oom, -over, over))
+    return float(np.where(np.isnan(error), side, np.log1p(np.square(error))).sum())
