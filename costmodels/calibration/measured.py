@@ -311,6 +311,8 @@ def _layout(row: Mapping[str, str], model: ModelSpec, stages: str) -> Layout:
         "pipeline_parallel": pp,
         "virtual_pipeline_parallel": vpp,
         "context_parallel": int(cp),
+        # Megatron-Core's default of --cp-comm-type is p2p; all rows with context parallelism ran it.
+        "context_parallel_form": "ring" if cp > 1 else "all_gather",
         "expert_parallel": ep,
         "expert_tensor_parallel": _expert_tensor_parallel(row, tp, int(tp * cp * dp)) if model.experts else 1,
         "data_parallel": int(dp),
