@@ -1,6 +1,9 @@
 """How fast the search is: layouts considered and priced, and the time of the whole command.
 
-python -m benchmarks.search [--json]
+python -m benchmarks.search [--json] [--calculon-system FILE]
+
+The first problem is also put to Calculon and llm-analysis, where they are installed
+(`benchmarks.other_searches`).
 
 Layouts priced a second: memory of every legal one and step time of those that fit, without building the
 space, ranking, and playing out the first plans, which the time of the search has too.
@@ -13,10 +16,12 @@ import json
 import subprocess
 import sys
 import time
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
 
+from benchmarks.other_searches import calculon, llm_analysis
 from costmodels.pricing import peak_memory, price
 from planner import search
 from planner.ranking import SearchResult
@@ -33,8 +38,8 @@ REPEATS = 3
 """The quickest of these is reported: the rest is other work on the machine."""
 
 
-def measure(model: str, arguments: dict[str, Any]) -> dict[str, Any]:
-    """One problem: counts, seconds of the search alone and of the whole process."""
+def measure(model: str, arguments: dict[str, Any], system: str | None) -> dict[str, Any]:
+    """One problem: counts, seconds of the search alone and of the whole process, and those of other tools."""
     results = [search(model, **arguments) for _ in range(REPEATS)]
     seconds = min(result.elapsed_s for result in results)
     pricing = min(_pricing(result) for result in results)
@@ -52,7 +57,18 @@ def measure(model: str, arguments: dict[str, Any]) -> dict[str, Any]:
         "considered_per_s": results[0].considered / seconds,
         "priced_per_s": results[0].legal / pricing,
         "process_s": min(_wall(command) for _ in range(REPEATS)),
+        "solved": results[0].solved,
+        "others": [] if model != PROBLEMS[0][0] else _others(results[0], system),
     }
+
+
+def _others(result: SearchResult, system: str | None) -> list[dict[str, Any]]:
+    """What other tools take for the same problem, and the layouts a second of this search over theirs."""
+    problem = result.problem
+    where = problem.model, problem.cluster, problem.batch.size
+    rate = result.legal / result.elapsed_s
+    found = [asked for asked in (calculon(*where, system), llm_analysis(*where)) if asked is not None]
+    return [asdict(asked) | {"ratio": rate * asked.seconds / max(asked.layouts, 1)} for asked in found]
 
 
 def _pricing(result: SearchResult) -> float:
@@ -75,17 +91,28 @@ def main() -> None:
     """Print the figures of all problems."""
     parser = argparse.ArgumentParser(description="Time the search for layouts.")
     parser.add_argument("--json", action="store_true", help="print one JSON object a problem, as a list")
-    as_json = parser.parse_args().json
-    rows = [measure(model, arguments) for model, arguments in PROBLEMS]
-    if as_json:
+    parser.add_argument(
+        "--calculon-system", metavar="FILE", help="the file systems/a100_80g.json of Calculon's repository"
+    )
+    given = parser.parse_args()
+    rows = [measure(model, arguments, given.calculon_system) for model, arguments in PROBLEMS]
+    if given.json:
         print(json.dumps(rows, indent=2))
         return
     for row in rows:
         print(
             f"{row['model']} on {row['world_size']}: {row['considered']:,} layouts considered, "
             f"{row['legal']:,} priced ({row['priced_per_s']:,.0f} a second), {row['feasible']:,} fit; "
+            f"{row['solved']:,} with solved degrees among them; "
             f"search {row['search_s']:.3f} s, whole process {row['process_s']:.2f} s"
         )
+        for other in row["others"]:
+            print(
+                f"  {other['tool']}: {other['layouts']:,} layouts in {other['seconds']:.2f} s; "
+                f"the search above takes in {other['ratio']:,.0f} times as many a second"
+            )
+    if not rows[0]["others"]:
+        print("not compared: llm-analysis is not installed, nor is calculon (with --calculon-system)")
 
 
 if __name__ == "__main__":

@@ -13,13 +13,14 @@ import typer
 
 from cli.notes import unbalanced_experts, whole_optimizer
 from cli.tables import console, table
+from cli.trial import TrialOptions, best_of
 from costmodels.catalogue.host import available_cores
 from costmodels.errors import InputError
 from costmodels.words import GIB
 from planner.flags import arguments, flag, takes
 from planner.options import BatchOptions, ClusterOptions, ModelOptions, ParallelOptions, check_alone
 from planner.plan import Plan
-from runtime.job import plan_here
+from runtime.job import search_here
 from runtime.launch import Measured, measured, run_job, shell_line, torchrun_command
 from runtime.options import DataOptions, OutputOptions, TrainingOptions
 from runtime.preflight import check_folder, check_plan, check_timeout, check_training
@@ -47,6 +48,7 @@ class LaunchOptions:
     data=DataOptions,
     output=OutputOptions,
     options=LaunchOptions,
+    trial=TrialOptions,
 )
 def launch(
     model: ModelOptions,
@@ -57,16 +59,19 @@ def launch(
     data: DataOptions,
     output: OutputOptions,
     options: LaunchOptions,
+    trial: TrialOptions,
 ) -> None:
     """Plan for this machine and train the winner on all its GPUs, or on its CPU."""
     training.check()
     output.check()
     check_timeout(options.distributed_timeout_minutes)
+    trial.check(options.plan, options.dry_run)
     if options.plan is None:
-        plan = _plan(model, cluster, batch, parallel)
+        plans = _plans(model, cluster, batch, parallel, trial.plans_to_try or 1)
     else:
         check_alone(model, batch, parallel, dataclasses.replace(cluster, world_size=None))
-        plan = _planned(options.plan, cluster)
+        plans = [_planned(options.plan, cluster)]
+    plan = plans[0]
     ranks = plan.layout.world_size
     check_plan(plan, ranks)
     check_training(plan, training)
@@ -85,6 +90,8 @@ def launch(
             check_folder(folder, name)
     # Last, so that a job which is refused leaves no folder of a run behind.
     _prepare_data(plan, training, data, output)
+    if trial.plans_to_try is not None:
+        plan = _tried(plans, trial, training, data, options)
     check_folder(log_dir, "--log-dir")
     plan_file = log_dir / "plan.json"
     plan.save(plan_file)
@@ -108,10 +115,25 @@ def launch(
         _print_comparison(plan, figures)
 
 
-def _plan(
-    model: ModelOptions, cluster: ClusterOptions, batch: BatchOptions, parallel: ParallelOptions
+def _tried(
+    plans: list[Plan],
+    trial: TrialOptions,
+    training: TrainingOptions,
+    data: DataOptions,
+    options: LaunchOptions,
 ) -> Plan:
-    """The best plan for the devices of this machine."""
+    """The one of `plans` that is best on this machine."""
+    try:
+        return best_of(plans, trial.iterations, training, data, _timeout(options))
+    except KeyboardInterrupt:
+        print("planner: stopped; all ranks have ended, and the trials left nothing", file=sys.stderr)
+        raise typer.Exit(130) from None
+
+
+def _plans(
+    model: ModelOptions, cluster: ClusterOptions, batch: BatchOptions, parallel: ParallelOptions, most: int
+) -> list[Plan]:
+    """The best plans for the devices of this machine."""
     from runtime.devices import detect_device, local_device_count
 
     gpus = 0 if cluster.device == "cpu" else local_device_count()
@@ -131,10 +153,13 @@ def _plan(
             "every node with -m runtime.pretrain"
         )
     device = cluster.device or detect_device(ranks)
-    plan = plan_here(model, batch, parallel, device, ranks, ranks, **cluster.network())
+    margin = cluster.memory_margin_gib
+    result = search_here(
+        model, batch, parallel, device, ranks, ranks, memory_margin_gib=margin, **cluster.network()
+    )
     for note in model.notes():
         print(f"planner: assumed: {note}", file=sys.stderr)
-    return plan
+    return result.plans(most)
 
 
 def _planned(path: str, cluster: ClusterOptions) -> Plan:

@@ -13,8 +13,10 @@ from planner.flags import run
 
 COMMANDS = {
     "suggest": "cli.suggest",
+    "explain": "cli.explain",
     "launch": "cli.launch",
     "timeline": "cli.timeline",
+    "dryrun": "cli.dryrun",
     "models": "cli.catalogues",
     "devices": "cli.catalogues",
     "engines": "cli.catalogues",

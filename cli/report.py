@@ -6,13 +6,18 @@ from collections.abc import Iterator
 
 from rich.console import Console
 
+from cli.runs import run_lines
 from cli.tables import billions, console, table
 from costmodels.estimate import Estimate, StageMemory, StepTime
 from costmodels.layout import Layout
 from costmodels.words import GIB
-from planner.pins import PinValue
+from planner.budget import Run
+from planner.inputs import DEFAULT_ENGINE
+from planner.objective import MEANINGS
 from planner.plan import Plan
 from planner.ranking import SearchResult
+from planner.robust import in_words, indistinguishable
+from planner.wording import spelled
 
 NARROW = 78
 """Columns of a terminal under which a layout is one word, not a column for each degree."""
@@ -20,27 +25,59 @@ NARROW = 78
 ALWAYS = ("tp", "pp", "vpp", "dp", "zero", "mbs", "recompute")
 """Columns that are shown even where they hold nothing unusual."""
 
+ALWAYS_HELD = ("parameters", "gradients", "optimizer", "activations", "logits")
+"""Parts of memory that are listed even where they are empty."""
+
+SHORT = {
+    "parameters": "params",
+    "gradients": "grads",
+    "activations": "activ.",
+    "optimizer": "optim.",
+    "communication": "comm.",
+    "temporaries": "temp.",
+    "communicators": "NCCL",
+}
+"""Headings of the parts of memory; the others are headed by their names."""
+
 MOST_RANKS = 6
 """Pipeline ranks whose memory is listed; of more, the first, the last and the fullest ones."""
 
 
-def print_report(result: SearchResult, plans: list[Plan], assumed: list[str], notes: list[str]) -> None:
-    """Header, ranking, the winner in detail, and what was rejected."""
+def print_report(
+    result: SearchResult, plans: list[Plan], assumed: list[str], notes: list[str], run: Run | None = None
+) -> None:
+    """Header, ranking, the winner in detail, its run if asked for, and what was rejected."""
     screen = console()
-    for line in _header(result, assumed):
+    for line in header(result, assumed):
         screen.print(line)
     for note in notes:
         screen.print(f"note: {note}", markup=False)
     screen.print()
     _print_ranking(screen, plans)
+    for line in tied(result):
+        screen.print(line)
     screen.print()
     _print_winner(screen, plans[0])
+    for line in run_lines(run) if run is not None else ():
+        screen.print(line, markup=False)
     if result.rejected:
         counts = ", ".join(f"{rule} {count:,}" for rule, count in result.rejected.items())
         screen.print(f"rejected: {counts}")
 
 
-def _header(result: SearchResult, assumed: list[str]) -> Iterator[str]:
+def tied(result: SearchResult) -> Iterator[str]:
+    """A line on the plans that the estimates do not tell apart, where there are some."""
+    places = indistinguishable(result)
+    words = in_words(places)
+    if words is not None:
+        trains = result.problem.engine.name == DEFAULT_ENGINE
+        # Plans are tried in the order of the ranking, those between two that are alike too.
+        number = 3 if places[:3] == (1, 2, 3) else places[1]
+        yield words + f"; `planner launch --try {number}` measures the first {number} plans" * trains
+
+
+def header(result: SearchResult, assumed: list[str]) -> Iterator[str]:
+    """What was asked and how many layouts were searched, a line each."""
     problem, cluster = result.problem, result.problem.cluster
     batch = f"{'at most ' if problem.batch.maximum else ''}{problem.batch.size} sequences a step"
     per_node = min(cluster.world_size, cluster.devices_per_node)
@@ -56,16 +93,12 @@ def _header(result: SearchResult, assumed: list[str]) -> Iterator[str]:
     for note in assumed:
         yield f"assumed: {note}"
     if problem.pins:
-        pinned = (f"{name}={_pinned(value)}" for name, value in problem.pins.items())
-        yield "pinned: " + ", ".join(pinned)
+        yield "pinned: " + ", ".join(spelled(name, value) for name, value in problem.pins.items())
     yield (
         f"{result.considered:,} layouts considered, {result.legal:,} legal, {result.feasible:,} fit; "
         f"{result.elapsed_s:.3f} s"
     )
-
-
-def _pinned(value: PinValue) -> str:
-    return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
+    yield f"ranked by {problem.objective}: {MEANINGS[problem.objective]}"
 
 
 def _print_ranking(screen: Console, plans: list[Plan]) -> None:
@@ -114,7 +147,7 @@ def _degrees(layout: Layout) -> dict[str, str]:
 
 def _costs(estimate: Estimate) -> list[str]:
     return [
-        _seconds(estimate.step_time_s),
+        duration(estimate.step_time_s),
         f"{estimate.tokens_per_s_per_device:,.0f}",
         f"{100 * estimate.mfu:.1f} %",
         f"{estimate.peak_memory_bytes / GIB:.1f}",
@@ -131,11 +164,14 @@ def _print_winner(screen: Console, plan: Plan) -> None:
         for name, share in sorted(parts.items(), key=lambda part: -part[1])
         if share >= 5e-4
     ]
-    low, high = _seconds(estimate.step_time_low_s), _seconds(estimate.step_time_high_s)
-    screen.print(f"step {_seconds(estimate.step_time_s)}: {', '.join(shares)}")
+    low, high = duration(estimate.step_time_low_s), duration(estimate.step_time_high_s)
+    screen.print(f"step {duration(estimate.step_time_s)}: {', '.join(shares)}")
     screen.print(f"range {low} to {high}: holds four of five measured steps")
-    screen.print(f"memory in GiB of {plan.cluster.memory_bytes / GIB:.1f}, by pipeline rank:")
-    kinds = list(StageMemory.model_fields)
+    given = plan.cluster.memory_margin_bytes is not None
+    beside = "the margin given" if given else "the allocator's reserve, driver context and communicators"
+    whole = f"memory in GiB of {plan.cluster.memory_bytes / GIB:.1f}, by pipeline rank"
+    screen.print(f"{whole}: tensors at the peak, {beside}")
+    kinds = [kind for kind in StageMemory.model_fields if kind in ALWAYS_HELD or _held(estimate, kind)]
     rows = [
         [
             str(rank),
@@ -145,8 +181,11 @@ def _print_winner(screen: Console, plan: Plan) -> None:
         ]
         for rank in _ranks_to_show(estimate)
     ]
-    names = {"parameters": "params", "gradients": "grads", "activations": "activ.", "optimizer": "optim."}
-    screen.print(table(["rank", "layers", *(names.get(kind, kind) for kind in kinds), "total"], rows))
+    screen.print(table(["rank", "layers", *(SHORT.get(kind, kind) for kind in kinds), "total"], rows))
+
+
+def _held(estimate: Estimate, kind: str) -> bool:
+    return any(getattr(stage, kind) for stage in estimate.memory)
 
 
 def _ranks_to_show(estimate: Estimate) -> list[int]:
@@ -157,5 +196,6 @@ def _ranks_to_show(estimate: Estimate) -> list[int]:
     return sorted({0, ranks[-1], *fullest[: MOST_RANKS - 2]})
 
 
-def _seconds(seconds: float) -> str:
+def duration(seconds: float) -> str:
+    """Seconds in three digits."""
     return f"{seconds:.3g} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"

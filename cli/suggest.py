@@ -5,20 +5,25 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from cli.notes import HEAD_ROOM, needs_head_room, whole_optimizer
 from costmodels.errors import InputError
 from costmodels.topology import describe
 from planner import advice
+from planner.budget import UNIT_TOKENS, Run, check_price, parse_tokens
+from planner.budget_options import BudgetOptions, SizesOptions
+from planner.choice import Choice
 from planner.flags import arguments, flag, ignored, takes
 from planner.inputs import DEFAULT_ENGINE
-from planner.options import BatchOptions, ClusterOptions, ModelOptions, ParallelOptions
+from planner.options import BatchOptions, HardwareOptions, ModelOptions, ParallelOptions
 from planner.pins import WherePossible
 from planner.plan import Plan
 from planner.ranking import Problem, SearchResult
+from planner.robust import indistinguishable
 from planner.search import search
+from planner.sizes import Sizes, nothing_fits, sizes
 from runtime.options import DataOptions, OutputOptions, TrainingOptions
 from runtime.preflight import PRECISIONS, check_model
 
@@ -45,64 +50,130 @@ class Waiting:
 @takes(
     unused=ignored(TrainingOptions, DataOptions, OutputOptions, Waiting, but=Output),
     model=ModelOptions,
-    cluster=ClusterOptions,
+    cluster=SizesOptions,
     batch=BatchOptions,
+    budget=BudgetOptions,
     parallel=ParallelOptions,
     output=Output,
 )
 def suggest(
     model: ModelOptions,
-    cluster: ClusterOptions,
+    cluster: SizesOptions,
     batch: BatchOptions,
+    budget: BudgetOptions,
     parallel: ParallelOptions,
     output: Output,
     unused: object,
 ) -> None:
-    """Rank the parallel layouts of a training job by tokens per second.
+    """Rank the parallel layouts of a training job by tokens per second, or by another objective.
 
     The other flags of a training command are accepted too, so that one can be pasted; none is used.
     """
     if output.top < 1:
         raise InputError(f"--top {output.top}: expected a whole number of at least 1")
-    spec = model.spec()
-    result = search(
-        spec,
-        world_size=cluster.required_world_size(),
-        local_world_size=cluster.local_world_size,
-        device=cluster.device,
-        global_batch_size=batch.global_batch_size,
-        max_global_batch_size=batch.max_global_batch_size,
-        engine=parallel.engine,
-        pin=parallel.pins(spec),
+    spec, world_size, failures = model.spec(), cluster.required_world_size(), budget.failures()
+    job: dict[str, Any] = {
+        "local_world_size": cluster.local_world_size,
+        "device": cluster.device,
+        "global_batch_size": batch.global_batch_size,
+        "max_global_batch_size": batch.max_global_batch_size,
+        "engine": parallel.engine,
+        "pin": parallel.pins(spec),
+        "memory_margin_gib": cluster.memory_margin_gib,
+        "objective": batch.objective,
         **cluster.network(),
-    )
+    }
     assumed = [*model.notes(), *cluster.notes()]
+    if isinstance(world_size, str):
+        if output.top != Output().top:
+            raise InputError(
+                f"--top {output.top}: of several world sizes only the best plan of each is shown"
+            )
+        found = sizes(
+            spec,
+            world_size=world_size,
+            tokens=budget.tokens,
+            price_per_hour=budget.price_per_hour,
+            failures=failures,
+            **job,
+        )
+        _answer_sizes(found, assumed, cluster, parallel, output, unused)
+        return
+    check_price(budget.price_per_hour)
+    tokens = UNIT_TOKENS if budget.tokens is None else parse_tokens(budget.tokens)
+    result = search(spec, world_size=world_size, **job)
     plans = result.plans(output.top) if result.feasible else result.closest(output.top)
-    notes = [
-        *_joined(result.problem, cluster),
-        *_limits(result.problem),
-        *_of_plans(plans, parallel),
-        *_not_used(unused, parallel),
-    ]
+    shown = (plans if output.json else plans[:1]) if result.feasible and budget.given else []
+    runs = [plan.run(tokens, budget.price_per_hour, failures) for plan in shown]
+    notes = [*_notes(result.problem, plans, cluster, parallel), *_not_used(unused, parallel)]
     if output.json:
-        for line in [*(f"assumed: {note}" for note in assumed), *(f"note: {note}" for note in notes)]:
-            print(f"planner: {line}", file=sys.stderr)
-        print(json.dumps(as_json(result, plans, assumed, notes), indent=2))
+        _print_notes(assumed, notes)
+        print(json.dumps(as_json(result, plans, assumed, notes, runs), indent=2))
     else:
         from cli.report import print_report  # Rich is loaded only to draw.
 
-        print_report(result, plans, assumed, notes)
+        print_report(result, plans, assumed, notes, runs[0] if runs else None)
     if not result.feasible:
         raise advice.no_layout_fits(result)
+    _write(plans[0], output)
+
+
+def _answer_sizes(
+    found: Sizes,
+    assumed: list[str],
+    cluster: SizesOptions,
+    parallel: ParallelOptions,
+    output: Output,
+    unused: object,
+) -> None:
+    """Print the plans of several world sizes, and write the one that is best by the objective."""
+    chosen = found.chosen
+    plans = [size.plan for size in found.sizes if size.plan is not None]
+    notes = [*_notes(found.problem, plans, cluster, parallel), *_not_used(unused, parallel)]
+    if output.json:
+        from cli.front import sizes_json
+
+        _print_notes(assumed, notes)
+        print(json.dumps(sizes_json(found, assumed, notes), indent=2))
+    else:
+        from cli.front import print_sizes
+
+        print_sizes(found, assumed, notes)
+    if chosen is None or chosen.plan is None:
+        raise nothing_fits(found)
+    _write(chosen.plan, output, f", the plan for {chosen.world_size} devices")
+
+
+def _print_notes(assumed: list[str], notes: list[str]) -> None:
+    """On standard error, beside an answer for programs."""
+    for line in [*(f"assumed: {note}" for note in assumed), *(f"note: {note}" for note in notes)]:
+        print(f"planner: {line}", file=sys.stderr)
+
+
+def _write(plan: Plan, output: Output, which: str = "") -> None:
     if output.save is not None:
-        plans[0].save(output.save)
-        print(f"planner: saved {output.save}", file=sys.stderr)
+        plan.save(output.save)
+        print(f"planner: saved {output.save}{which}", file=sys.stderr)
     if output.timeline is not None:
-        plans[0].timeline().save(output.timeline)
-        print(f"planner: saved {output.timeline}", file=sys.stderr)
+        plan.timeline().save(output.timeline)
+        print(f"planner: saved {output.timeline}{which}", file=sys.stderr)
 
 
-def _joined(problem: Problem, cluster: ClusterOptions) -> Iterator[str]:
+def _notes(
+    problem: Problem, plans: list[Plan], cluster: HardwareOptions, parallel: ParallelOptions
+) -> Iterator[str]:
+    """What there is to say of a problem and its plans besides figures."""
+    if problem.objective == "step-time" and problem.batch.maximum:
+        yield (
+            f"steps of the largest batch up to {problem.batch.size} that each layout can run are compared; "
+            "--global-batch-size compares equal ones"
+        )
+    yield from _joined(problem, cluster)
+    yield from _limits(problem)
+    yield from _of_plans(plans, parallel)
+
+
+def _joined(problem: Problem, cluster: HardwareOptions) -> Iterator[str]:
     """The network as it was understood, where flags say something of it."""
     if cluster.network():
         yield f"network: {describe(problem.cluster)}"
@@ -127,7 +198,8 @@ def _of_plans(plans: list[Plan], parallel: ParallelOptions) -> Iterator[str]:
     """What the figures of plans rest on, and what would lower them."""
     if any(map(needs_head_room, plans)):
         yield HEAD_ROOM
-    yield from whole_optimizer(plans[0], parallel)
+    for plan in plans[:1]:
+        yield from whole_optimizer(plan, parallel)
 
 
 def _not_used(unused: object, parallel: ParallelOptions) -> Iterator[str]:
@@ -139,18 +211,24 @@ def _not_used(unused: object, parallel: ParallelOptions) -> Iterator[str]:
         yield f"not used for planning: {', '.join(dict.fromkeys(given))}"
 
 
-def as_json(result: SearchResult, plans: list[Plan], assumed: list[str], notes: list[str]) -> dict[str, Any]:
-    """The answer of `planner suggest --json`."""
+SHARED = {"version", "model", "cluster", "engine", "objective", "considered", "legal", "feasible", "rejected"}
+"""Fields of plans that the answer says once, or not."""
+
+
+def as_json(
+    result: SearchResult, plans: list[Plan], assumed: list[str], notes: list[str], runs: list[Run]
+) -> dict[str, Any]:
+    """The answer of `planner suggest --json`; `runs` has one for each plan, or none at all."""
     problem = result.problem
-    shared = {"version", "model", "cluster", "engine", "considered", "legal", "feasible", "rejected"}
     return {
         "model": problem.model.model_dump(mode="json") | {"parameters": problem.model.parameters},
         "cluster": problem.cluster.model_dump(mode="json"),
         "engine": problem.engine.name,
         "precision": problem.precision,
         "batch": {"size": problem.batch.size, "maximum": problem.batch.maximum},
+        "objective": problem.objective,
         "pins": {
-            name: str(value) if isinstance(value, WherePossible) else value
+            name: str(value) if isinstance(value, (WherePossible, Choice)) else value
             for name, value in problem.pins.items()
         },
         "assumed": assumed,
@@ -160,5 +238,9 @@ def as_json(result: SearchResult, plans: list[Plan], assumed: list[str], notes: 
         "feasible": result.feasible,
         "rejected": result.rejected,
         "elapsed_s": result.elapsed_s,
-        "plans": [plan.model_dump(mode="json", exclude=shared) for plan in plans],
+        "indistinguishable": indistinguishable(result),
+        "plans": [
+            plan.model_dump(mode="json", exclude=SHARED) | ({"run": asdict(runs[place])} if runs else {})
+            for place, plan in enumerate(plans)
+        ],
     }

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from costmodels.words import Count, NonNegative, Positive, Record
+from costmodels.words import GIB, Count, NonNegative, Positive, Record
 
 Precision = Literal["fp32", "tf32", "fp16", "bf16", "fp8"]
 """Number formats that matrix products run in."""
@@ -71,6 +71,9 @@ class Device(Record):
     host_memory_bandwidth: Positive = 51.2e9
     """One device's share of the bandwidth of its host's memory, in bytes per second; that of a server of 8
     devices and two processors of eight DDR4-3200 channels (DGX A100) unless said."""
+    host_memory_bytes: Positive = 192 * GIB
+    """One device's share of its host's memory, with room left for the system: three quarters of what servers
+    of 8 devices with 2 TiB have (DGX A100 of 80 GB, DGX H100) unless said."""
     cores: Count
     """Streaming multiprocessors, compute units or CPU cores: the width of a wave of tiles."""
     intra_node: Link

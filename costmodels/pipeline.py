@@ -54,17 +54,17 @@ class Ranks:
     @property
     def layers(self) -> Floats:
         """Layers of each rank."""
-        return self.all_dense + self.all_moe if self.all_moe.any() else self.all_dense
+        return _sum(self.all_dense, self.all_moe)
 
     @property
     def all_dense(self) -> Floats:
         """Layers with a dense MLP, whether they recompute or not."""
-        return self.dense + self.dense_plain if self.dense_plain.any() else self.dense
+        return _sum(self.dense, self.dense_plain)
 
     @property
     def all_moe(self) -> Floats:
         """Layers with experts, whether they recompute or not."""
-        return self.moe + self.moe_plain if self.moe_plain.any() else self.moe
+        return _sum(self.moe, self.moe_plain)
 
     def each(self, change: Callable[[Floats], Floats]) -> Ranks:
         """The ranks with `change` made to every field, save those that are `NONE`."""
@@ -74,6 +74,14 @@ class Ranks:
 
 NONE: Floats = np.zeros((1, 1))
 """In a table, what stands for a field that is zero on every rank, such as the experts of a dense model."""
+
+
+def _sum(some: Floats, others: Floats) -> Floats:
+    """Layers of two kinds; what is zero everywhere need not have their shape."""
+    if others is NONE or not others.any():
+        return some
+    return others if some is NONE else some + others
+
 
 LAYER_KINDS = ("dense", "moe", "dense_plain", "moe_plain")
 """Fields of `Ranks` that count layers."""

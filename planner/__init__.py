@@ -1,7 +1,34 @@
 """How to train: ranks every legal parallel layout of a job. Never imports torch."""
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
 from planner.plan import Plan
 from planner.ranking import SearchResult
 from planner.search import evaluate, search, suggest
+from planner.sizes import Size, Sizes, sizes
 
-__all__ = ["Plan", "SearchResult", "evaluate", "search", "suggest"]
+if TYPE_CHECKING:
+    from planner.explanation import Explanation, explain
+
+__all__ = [
+    "Explanation",
+    "Plan",
+    "SearchResult",
+    "Size",
+    "Sizes",
+    "evaluate",
+    "explain",
+    "search",
+    "sizes",
+    "suggest",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name in ("Explanation", "explain"):
+        from planner import explanation  # Only few runs ask why.
+
+        return getattr(explanation, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 
 from costmodels.catalogue import device_names, load_device
 from costmodels.errors import InputError, NoLayoutFits
 from costmodels.words import GIB
-from planner.pins import Pins
 from planner.ranking import Problem, SearchResult, rank
 from planner.space import Batch, obstacle
+from planner.wording import less_one, pins_in_words
 
 REACH = 64
 """Neighbouring world sizes and batches that are tried, to either side."""
@@ -25,7 +26,7 @@ def no_legal_layout(problem: Problem) -> InputError:
     why = obstacle(problem.model, world, problem.batch, problem.pins)
     line = f"no layout of {problem.model.name} is legal on {world} devices with {problem.batch}"
     if problem.pins:
-        line += f" and {_named(problem.pins)}"
+        line += f" and {pins_in_words(problem.pins)}"
     hints = [
         f"{name} that work: {', '.join(map(str, sizes))}"
         for name, sizes in (("world sizes", _world_sizes(problem)), ("batch sizes", _batch_sizes(problem)))
@@ -48,10 +49,6 @@ def no_layout_fits(result: SearchResult) -> NoLayoutFits:
     return NoLayoutFits(f"{line}; it fits {', or '.join(changes)}" if changes else f"{line} on each device")
 
 
-def _named(pins: Pins) -> str:
-    return " ".join(f"{name}={value}" for name, value in pins.items())
-
-
 def _is_legal(problem: Problem) -> bool:
     try:
         return len(problem.space().table) > 0
@@ -59,20 +56,22 @@ def _is_legal(problem: Problem) -> bool:
         return False
 
 
-def _fits(problem: Problem) -> bool:
+def _fits(problem: Problem, offload: bool = False) -> bool:
     try:
         space = problem.space()
     except InputError:
         return False
-    return len(space.table) > 0 and rank(problem, space, 0.0).feasible > 0
+    return len(space.table) > 0 and rank(problem, space, 0.0, offload).feasible > 0
 
 
-def _with_world_size(problem: Problem, world_size: int) -> Problem:
+def with_world_size(problem: Problem, world_size: int) -> Problem:
+    """The problem on `world_size` devices, joined as those that it has."""
     cluster = problem.cluster
     # One node that is not full gains devices before a second one is needed.
     local = cluster.devices_per_node
     if cluster.world_size == local:
-        local = min(world_size, max(local, cluster.device.devices_per_node))
+        full = min(world_size, max(local, cluster.device.devices_per_node))
+        local = full if world_size % full == 0 else local
     return replace(
         problem,
         # What joins the devices stays as it is.
@@ -113,11 +112,16 @@ def _batch_sizes(problem: Problem) -> list[int]:
     return found
 
 
-def _without_a_pin(problem: Problem) -> Iterator[str]:
-    for name, value in problem.pins.items():
-        others = {other: kept for other, kept in problem.pins.items() if other != name}
-        if _fits(replace(problem, pins=others)):
-            yield f"without the pin {name}={value}"
+def _without_a_pin(problem: Problem) -> list[str]:
+    """Pins of which one alone is in the way; where none is, all of them if they are together."""
+    found = [
+        without
+        for without, others in less_one(problem.pins)
+        if _fits(replace(problem, pins=others), offload=True)
+    ]
+    if not found and len(problem.pins) > 1 and _fits(replace(problem, pins={}), offload=True):
+        found.append("without the pins")
+    return found
 
 
 def _more_devices(problem: Problem) -> Iterator[str]:
@@ -126,7 +130,7 @@ def _more_devices(problem: Problem) -> Iterator[str]:
     times = 2
     while times <= MOST_TIMES:
         world = times * problem.cluster.world_size
-        if _fits(_with_world_size(problem, world)):
+        if _fits(with_world_size(problem, world)):
             yield f"on {world} of them"
             return
         times *= 2
@@ -147,4 +151,4 @@ def _bigger_device(problem: Problem, need_gib: float) -> Iterator[str]:
         if _fits(replace(problem, cluster=cluster)):
             yield f"on {problem.cluster.world_size} x {device.name} ({device.memory_bytes / GIB:.0f} GiB)"
             return
-    yield f"on devices of at least {need_gib:.0f} GiB"
+    yield f"on devices of at least {math.ceil(10 * need_gib) / 10:g} GiB"

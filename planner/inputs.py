@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import operator
 import os
+import reprlib
+from numbers import Real
 from pathlib import Path
-from typing import TYPE_CHECKING, TypedDict, get_args
+from typing import TYPE_CHECKING, SupportsIndex, TypedDict, get_args
 
 from costmodels.catalogue import load_device, load_engine, load_model
 from costmodels.catalogue.yaml_files import build
@@ -35,6 +38,14 @@ MOST_OVERSUBSCRIPTION = 1e3
 
 LEAST_GBPS, MOST_GBPS = 0.1, 1e5
 """Gigabits per second that a link may have: a tenth of an office network, and ten times NVLink 5."""
+
+
+MOST_DEVICES = 2**20
+"""Beyond what anyone builds; layouts of more take minutes to list."""
+
+MOST_SEQUENCES = 2**20
+"""Sequences of a step: ten times the largest batches that anyone trains with. Layouts of more take minutes to
+list."""
 
 
 class NetworkOptions(TypedDict, total=False):
@@ -90,17 +101,19 @@ def resolve_cluster(
     world_size: int,
     local_world_size: int | None = None,
     device_memory_gib: float | None = None,
+    memory_margin_gib: float | None = None,
     **network: Unpack[NetworkOptions],
 ) -> Cluster:
     """The cluster of `world_size` devices, `local_world_size` in each node.
 
     A node holds as many as the device's usual server when that is not given. Memory is the device's
-    own, unless `device_memory_gib` or the environment's `DEVICE_MEMORY_GB` replaces it. Links are the
+    own, unless `device_memory_gib` or the environment's `DEVICE_MEMORY_GB` replaces it; what is set aside of
+    it beside tensors is as device and engine have it, unless `memory_margin_gib` says so. Links are the
     device's own as far as `network` (`NetworkOptions`) does not replace them.
     """
-    for name, value in (("world_size", world_size), ("local_world_size", local_world_size)):
-        if value is not None and value < 1:
-            raise InputError(f"{name} {value}: expected a whole number of at least 1")
+    world_size = whole_number("world_size", world_size, MOST_DEVICES)
+    if local_world_size is not None:
+        local_world_size = whole_number("local_world_size", local_world_size, MOST_DEVICES)
     wanted = DEFAULT_DEVICE if device is None else device
     if wanted == "cpu":
         # One rank's share of this machine depends on how many ranks share it.
@@ -114,6 +127,7 @@ def resolve_cluster(
         "world_size": world_size,
         "devices_per_node": local_world_size or min(world_size, resolved.devices_per_node),
         "memory_bytes": resolved.memory_bytes if memory is None else memory * GIB,
+        "memory_margin_bytes": _margin_bytes(memory_margin_gib),
     }
     cluster = build(Cluster, values | _network(resolved, **network), "cluster")
     given = cluster.intra_node or cluster.inter_node or cluster.nics_per_node
@@ -188,6 +202,12 @@ def _memory_gib(given: float | None) -> float | None:
     return value
 
 
+def _margin_bytes(given: float | None) -> float | None:
+    if given is not None and not 0 <= given < 2**30:
+        raise InputError(f"memory_margin_gib {given:g}: expected a number of GiB of at least 0, such as 2")
+    return None if given is None else given * GIB
+
+
 def resolve_engine(engine: Engine | str) -> Engine:
     """An engine from itself or its catalogue name."""
     return engine if isinstance(engine, Engine) else load_engine(engine)
@@ -204,9 +224,29 @@ def resolve_batch(global_batch_size: int | None, max_global_batch_size: int | No
     size = max_global_batch_size if maximum else global_batch_size
     if size is None:
         raise InputError("no batch size: give global_batch_size or max_global_batch_size")
-    if size < 1:
-        raise InputError(f"{Batch(size, maximum)}: expected a whole number of at least 1")
-    return Batch(size, maximum)
+    name = "max_global_batch_size" if maximum else "global_batch_size"
+    return Batch(whole_number(name, size, MOST_SEQUENCES), maximum)
+
+
+def whole_number(name: str, value: SupportsIndex, most: int) -> int:
+    """`value`, which may be of another library, as an int from 1 to `most`; raises `InputError`."""
+    try:
+        number = operator.index(value)
+    except TypeError:
+        number = 0
+    if not 1 <= number <= most:
+        raise InputError(
+            f"{name} {reprlib.repr(value)}: expected a whole number of at least 1 and at most {most}"
+        )
+    return number
+
+
+def real_number(name: str, value: float, least: float, most: float, expected: str) -> float:
+    """`value` as a float from `least` to `most`; raises `InputError`, which says what was `expected`."""
+    if not isinstance(value, Real) or not least <= value <= most:
+        shown = f"{value:g}" if isinstance(value, float) else reprlib.repr(value)
+        raise InputError(f"{name} {shown}: expected {expected}, from {least:g} to {most:g}")
+    return float(value)
 
 
 def resolve_precision(precision: str | None, device: Device, engine: Engine) -> Precision:

@@ -6,7 +6,7 @@ The command line of `planner` and of `runtime.pretrain` take these flags through
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import cast, get_args
+from typing import Any, cast, get_args
 
 from costmodels.errors import InputError
 from costmodels.layout import Optimizer, RecomputeMethod, Schedule
@@ -15,9 +15,17 @@ from planner.accepted import AcceptedFlags, accepted_names
 from planner.flags import arguments, flag
 from planner.inputs import DEFAULT_DEVICE, DEFAULT_ENGINE, NetworkOptions
 from planner.model_options import ModelOptions, choice
+from planner.objective import DEFAULT_OBJECTIVE
 from planner.pins import Pins, parse_pins, where_possible
 
-__all__ = ["BatchOptions", "ClusterOptions", "ModelOptions", "ParallelOptions", "check_alone"]
+__all__ = [
+    "BatchOptions",
+    "ClusterOptions",
+    "HardwareOptions",
+    "ModelOptions",
+    "ParallelOptions",
+    "check_alone",
+]
 
 TASK_TYPE = "llmacc.megatron.GPT"
 
@@ -55,13 +63,18 @@ def check_alone(*groups: object) -> None:
 
 
 @dataclass(frozen=True)
-class ClusterOptions:
-    """On what a job runs."""
+class HardwareOptions:
+    """What devices a job runs on, and what joins them."""
 
-    world_size: int | None = flag(None, "Devices of the job.")
     local_world_size: int | None = flag(None, "Devices of one node; as in the device's usual server.")
     device: str | None = flag(
         None, f"Catalogue name of the device (see `devices`); {DEFAULT_DEVICE} if none."
+    )
+    memory_margin_gib: float | None = flag(
+        None,
+        "GiB of each device to set aside for driver context, communication buffers and fragmentation, "
+        "instead of their estimates; 0 for none.",
+        metavar="GIB",
     )
     intra_node_gbps: float | None = flag(
         None,
@@ -94,23 +107,43 @@ class ClusterOptions:
         given = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
         return cast(NetworkOptions, given)
 
-    def required_world_size(self) -> int:
-        """The world size; raises `InputError` when none is given."""
-        if self.world_size is None:
-            raise InputError("no world size: give --world-size, the number of devices of the job")
-        return self.world_size
-
     def notes(self) -> list[str]:
         """What was assumed because no flag said it."""
         return [] if self.device else [f"no device given: {DEFAULT_DEVICE}"]
 
 
 @dataclass(frozen=True)
+class ClusterOptions(HardwareOptions):
+    """On what a job runs."""
+
+    world_size: int | None = flag(None, "Devices of the job.")
+
+    def required_world_size(self) -> int:
+        """The world size; raises `InputError` when none is given."""
+        if self.world_size is None:
+            raise InputError("no world size: give --world-size, the number of devices of the job")
+        return self.world_size
+
+
+@dataclass(frozen=True)
 class BatchOptions:
-    """How many sequences one optimizer step takes: one of the two."""
+    """How many sequences one optimizer step takes (one of the two), and what makes one layout the best."""
 
     global_batch_size: int | None = flag(None, "Sequences of one step, exactly.")
     max_global_batch_size: int | None = flag(None, "Sequences of one step, at most.")
+    objective: str = flag(
+        DEFAULT_OBJECTIVE,
+        "What the best layout is best at: throughput (tokens per second), step-time (seconds of a step; "
+        "under a maximum, of the largest batch that each layout can run), cost (device-hours per token), or "
+        "memory (lowest peak, then throughput).",
+        metavar="NAME",
+    )
+
+
+def _degree(name: str, megatron: str) -> Any:
+    """A flag for a degree: Megatron-LM's spelling, and the degree's own."""
+    own = f"--{name.replace('_', '-')}"
+    return flag(None, f"Fix or narrow {name}: 8, 2..8, ..4 or 2,4.", megatron, own, metavar="NUMBER|RANGE")
 
 
 @dataclass(frozen=True)
@@ -118,27 +151,37 @@ class ParallelOptions(AcceptedFlags):
     """Degrees of freedom that are fixed instead of searched, and who executes the layout."""
 
     pin: list[str] = flag(
-        [], "Fix a degree, such as tp=8 or recompute=full; repeatable.", metavar="NAME=VALUE"
+        [],
+        "Fix or narrow a degree, such as tp=8, recompute=full, tp=2..8, pp=..4 or dp=2,4; repeatable.",
+        metavar="NAME=VALUE",
     )
-    tensor_model_parallel_size: int | None = flag(None, "Fix tensor_parallel.")
-    pipeline_model_parallel_size: int | None = flag(None, "Fix pipeline_parallel.")
-    num_virtual_stages_per_pipeline_rank: int | None = flag(None, "Fix virtual_pipeline_parallel.")
+    forbid: list[str] = flag(
+        [],
+        "Leave out values of a degree, such as tp=16, schedule=zbv,dualpipev or zero=2..3; repeatable.",
+        metavar="NAME=VALUE",
+    )
+    tensor_model_parallel_size: str | None = _degree("tensor_parallel", "--tensor-model-parallel-size")
+    pipeline_model_parallel_size: str | None = _degree("pipeline_parallel", "--pipeline-model-parallel-size")
+    data_parallel_size: str | None = _degree("data_parallel", "--data-parallel-size")
+    num_virtual_stages_per_pipeline_rank: str | None = _degree(
+        "virtual_pipeline_parallel", "--num-virtual-stages-per-pipeline-rank"
+    )
     num_layers_per_virtual_pipeline_stage: int | None = flag(
         None, "Fix virtual_pipeline_parallel by the layers of one chunk."
     )
     pipeline_schedule: str | None = flag(
         None, f"Fix schedule: {', '.join(get_args(Schedule))}.", metavar="NAME"
     )
-    context_parallel_size: int | None = flag(None, "Fix context_parallel.")
+    context_parallel_size: str | None = _degree("context_parallel", "--context-parallel-size")
     cp_comm_type: str | None = flag(
         None, "Fix context_parallel_form wherever context_parallel > 1: p2p (ring), all_gather or a2a."
     )
-    expert_model_parallel_size: int | None = flag(None, "Fix expert_parallel.")
-    expert_tensor_parallel_size: int | None = flag(
-        None, "Fix expert_tensor_parallel; searched unless given, as all else."
+    expert_model_parallel_size: str | None = _degree("expert_parallel", "--expert-model-parallel-size")
+    expert_tensor_parallel_size: str | None = _degree(
+        "expert_tensor_parallel", "--expert-tensor-parallel-size"
     )
     sequence_parallel: bool = flag(False, "Fix sequence_parallel=true wherever tensor_parallel > 1.")
-    micro_batch_size: int | None = flag(None, "Fix micro_batch_size.")
+    micro_batch_size: str | None = flag(None, "Fix or narrow micro_batch_size.", metavar="NUMBER|RANGE")
     recompute_granularity: str | None = flag(None, "Fix recompute: full or selective.")
     recompute_activations: bool = flag(False, "Fix recompute=selective.")
     recompute_activation_function: bool = flag(
@@ -181,6 +224,7 @@ class ParallelOptions(AcceptedFlags):
         pairs = [
             ("tensor_parallel", self.tensor_model_parallel_size),
             ("pipeline_parallel", self.pipeline_model_parallel_size),
+            ("data_parallel", self.data_parallel_size),
             ("virtual_pipeline_parallel", self.num_virtual_stages_per_pipeline_rank),
             ("schedule", self.pipeline_schedule),
             ("context_parallel", self.context_parallel_size),
@@ -200,11 +244,11 @@ class ParallelOptions(AcceptedFlags):
             *(("precision", kind) for kind in self._precisions()),
         ]
         strings = [*self.pin, *(f"{name}={value}" for name, value in pairs if value is not None)]
-        pins = parse_pins(strings)
+        pins = parse_pins(strings, self.forbid)
         self._check_formats(pins)
         if self.num_layers_per_virtual_pipeline_stage is not None:
             chunks = self._chunks(model, pins, self.num_layers_per_virtual_pipeline_stage)
-            pins = parse_pins([*strings, f"virtual_pipeline_parallel={chunks}"])
+            pins = parse_pins([*strings, f"virtual_pipeline_parallel={chunks}"], self.forbid)
         # Megatron-LM's scripts set both whatever the layout: they do nothing in a group of one.
         if self.sequence_parallel:
             pins = where_possible(pins, "sequence_parallel", True)
@@ -266,9 +310,9 @@ class ParallelOptions(AcceptedFlags):
     def _chunks(self, model: ModelSpec, pins: Pins, layers: int) -> int:
         flag_text = f"--num-layers-per-virtual-pipeline-stage {layers}"
         ranks = pins.get("pipeline_parallel")
-        if ranks is None:
-            raise InputError(f"{flag_text} needs --pipeline-model-parallel-size")
-        stages = int(str(ranks)) * layers
+        if not isinstance(ranks, int):
+            raise InputError(f"{flag_text} needs --pipeline-model-parallel-size, one number")
+        stages = ranks * layers
         if layers < 1 or model.layers % stages:
             raise InputError(
                 f"{flag_text} x pipeline_parallel {ranks} does not divide the {model.layers} layers "

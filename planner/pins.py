@@ -1,9 +1,9 @@
-"""Pins: degrees of freedom that the user fixes, such as `tensor_parallel=8` or `tp=8`."""
+"""Pins: degrees of freedom that the user fixes or narrows, such as `tp=8`, `tp=2..8` or `tp=2,4`."""
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, get_args
 
@@ -24,6 +24,7 @@ from costmodels.layout import (
     schedule_runs,
 )
 from costmodels.table import BOOLEANS
+from planner.choice import EXAMPLES, Choice, Value, Wanted, span
 
 
 @dataclass(frozen=True)
@@ -36,12 +37,15 @@ class WherePossible:
         return f"{self.value} where possible"
 
 
-PinValue = int | bool | str | tuple[int, ...] | tuple[str, ...] | WherePossible
+PinValue = int | bool | str | tuple[int, ...] | tuple[str, ...] | WherePossible | Choice
 Pins = dict[str, PinValue]
 """Values by the full name of a field of `Layout`, validated."""
 
 PinInput = Mapping[str, object] | Iterable[str] | str | None
-"""What callers may give: a mapping, or strings `name=value`; names full or short."""
+"""What callers may give: a mapping, or strings `name=value`; names full or short.
+
+A value may be a range (`2..8`, `..4`, `2..`) or a list (`2,4`, or a Python list) where the search varies it.
+"""
 
 _WORDS = {
     "true": True,
@@ -72,30 +76,93 @@ ZERO_STAGES = (0, 1, 2, 3)
 GROUPED = ("sequence_parallel", "zero_stage", "context_parallel_form")
 """Degrees that need a group of ranks: the tensor-, the data- and the context-parallel one."""
 
+RANGED = (
+    "tensor_parallel",
+    "pipeline_parallel",
+    "virtual_pipeline_parallel",
+    "context_parallel",
+    "expert_parallel",
+    "expert_tensor_parallel",
+    "data_parallel",
+    "zero_stage",
+    "micro_batch_size",
+)
+"""Numbers that the search varies: ranges and lists of them may be given."""
+
+LISTED = ("recompute", "schedule", "context_parallel_form")
+"""Words that it varies."""
+
 
 @dataclass(frozen=True)
 class _Item:
     name: str
     value: object
+    verb: str = "pin"
 
     def wrong(self, expected: str) -> InputError:
-        return InputError(f"pin {self.name}={self.value}: expected {expected}")
+        return InputError(f"{self.verb} {self.name}={self.value}: expected {expected}")
 
 
-def parse_pins(pin: PinInput) -> Pins:
-    """Validated pins by full name.
+def parse_pins(pin: PinInput, forbid: PinInput = None) -> Pins:
+    """Validated pins by full name: the values of `pin` without those of `forbid`.
 
-    Raises `InputError` for an unknown name, a value of the wrong kind, or two values for one name.
+    Raises `InputError` for an unknown name, a value of the wrong kind, two values for one name, and for what
+    is both pinned and forbidden.
     """
     pins: Pins = {}
-    for item in _items(pin):
+    for item in _items(pin, "pin"):
         value = _value(item)
         if pins.setdefault(item.name, value) != value:
             raise InputError(f"pin {item.name} is given twice: {pins[item.name]} and {value}")
     if "recompute_modules" in pins:
         pins.setdefault("recompute", "selective")
-    _check_together(pins)
+    forbidden: dict[str, list[_Item]] = {}
+    for item in _items(forbid, "forbid"):
+        forbidden.setdefault(item.name, []).append(item)
+    for name, items in forbidden.items():
+        pins[name] = _without(pins.get(name), name, items)
+    _check_together({name: value for name, value in pins.items() if not isinstance(value, Choice)})
     return pins
+
+
+def _without(pinned: PinValue | None, name: str, items: Sequence[_Item]) -> PinValue:
+    """What is left of a pin of `name` when the values of `items` are forbidden."""
+    groups = tuple(map(_group, items))
+    said = ",".join(str(item.value) for item in items)
+    if isinstance(pinned, WherePossible):
+        raise InputError(f"forbid {name}={said}: it is pinned to {pinned}; give one of the two")
+    if pinned is None or isinstance(pinned, Choice):
+        before = pinned or Choice()
+        choice = Choice(before.wanted, (*before.forbidden, *groups))
+        known = _known(name)
+        left = [value for value in known if choice.holds(value)]
+        if known and not left:
+            raise InputError(f"forbid {name}={said}: leaves none of {', '.join(map(str, known)).lower()}")
+        return choice if name in RANGED + LISTED else left[0]
+    if isinstance(pinned, (int, str)) and any(pinned in group for group in groups):
+        raise InputError(f"pin {name}={pinned} and forbid {name}={said} contradict each other")
+    return pinned
+
+
+def _group(item: _Item) -> Wanted:
+    """The values that an item of `forbid` names."""
+    value = _value(item)
+    if isinstance(value, Choice) and value.wanted is not None:
+        return value.wanted
+    if isinstance(value, (Choice, WherePossible, tuple)) or not (_known(item.name) or item.name in RANGED):
+        raise InputError(
+            f"{item.verb} {item.name}={item.value}: the search does not choose it; pin what it is to be"
+        )
+    return (value,)
+
+
+def _known(name: str) -> tuple[Value, ...]:
+    """All values of a degree that has a few: of one that is not searched, two."""
+    if name in BOOLEANS:
+        return False, True
+    if name == "zero_stage":
+        return ZERO_STAGES
+    return _CHOICES[name] if name in (*LISTED, "recompute_method", "gradient_reduction") else ()
 
 
 def _check_together(pins: Pins) -> None:
@@ -132,32 +199,34 @@ def where_possible(pins: Pins, name: str, value: int | bool | str) -> Pins:
     Raises `InputError` when another value is pinned.
     """
     pinned = pins.get(name, WherePossible(value))
+    if isinstance(pinned, Choice) and pinned.holds(value):
+        pinned = WherePossible(value)
     if pinned not in (value, WherePossible(value)):
         raise InputError(f"pin {name} is given twice: {pinned} and {value}")
     return {**pins, name: pinned}
 
 
-def _items(pin: PinInput) -> Iterable[_Item]:
+def _items(pin: PinInput, verb: str) -> Iterable[_Item]:
     if pin is None:
         return
     if isinstance(pin, Mapping):
         for name, value in pin.items():
-            yield _Item(_full_name(name), value)
+            yield _Item(_full_name(name, verb), value, verb)
         return
     for text in [pin] if isinstance(pin, str) else pin:
         name, equals, value = text.partition("=")
         if not equals or not value.strip():
-            raise InputError(f"pin {text!r}: expected name=value, such as tensor_parallel=8")
-        yield _Item(_full_name(name.strip()), value.strip())
+            raise InputError(f"{verb} {text!r}: expected name=value, such as tensor_parallel=8")
+        yield _Item(_full_name(name.strip(), verb), value.strip(), verb)
 
 
-def _full_name(name: str) -> str:
+def _full_name(name: str, verb: str) -> str:
     full = SHORT_NAMES.get(name, name).replace("-", "_")
     known = list(Layout.model_fields)
     if full not in known:
         near = difflib.get_close_matches(full, known, n=1)
         hint = f"did you mean {near[0]}? " if near else ""
-        raise InputError(f"pin {name}: no such field; {hint}use one of {', '.join(known)}")
+        raise InputError(f"{verb} {name}: no such field; {hint}use one of {', '.join(known)}")
     return full
 
 
@@ -167,6 +236,38 @@ def _value(item: _Item) -> PinValue:
             raise item.wrong(f"a plain value: only {' and '.join(GROUPED)} need a group")
         _value(_Item(item.name, item.value.value))
         return item.value
+    if isinstance(item.value, Choice):
+        return item.value
+    if item.name in RANGED + LISTED:
+        several = _several(item)
+        if several is not None:
+            return Choice(several)
+    elif ".." in str(item.value):
+        raise item.wrong(f"one value: ranges are for {', '.join(RANGED)}")
+    return _single(item)
+
+
+def _several(item: _Item) -> Wanted | None:
+    """The range or the list that an item is; None where it is one value."""
+    given = item.value
+    if isinstance(given, (list, tuple)):
+        words = [str(word) for word in given]
+    else:
+        words = str(given).split(",")
+        if item.name in RANGED and len(words) == 1:
+            try:
+                found = span(words[0])
+            except ValueError:
+                raise item.wrong(f"a range from the smaller to the larger, {EXAMPLES}") from None
+            if found is not None:
+                return found
+    if len(words) == 1:
+        return None
+    values = [_single(_Item(item.name, word, item.verb)) for word in words]
+    return tuple(dict.fromkeys(value for value in values if isinstance(value, (int, str))))
+
+
+def _single(item: _Item) -> PinValue:
     text = str(item.value).strip().lower()
     if item.name in BOOLEANS:
         if text not in _WORDS:

@@ -17,7 +17,10 @@ from costmodels.layout import Layout
 from costmodels.model_spec import ModelSpec
 from costmodels.timeline import Timeline, timeline
 from costmodels.words import CountOrZero, Record
+from planner.budget import Run, run
 from planner.flags import one_line
+from planner.goodput import Failures
+from planner.objective import Objective
 
 VERSION: Final = 1
 """Version of the file format; files of a later one are refused."""
@@ -37,6 +40,8 @@ class Plan(Record):
     """The estimated peak of every device is within the cluster's memory."""
     reason: str
     """Why this layout ranks where it does, against its nearest rival."""
+    objective: Objective = "throughput"
+    """What the ranking is by; what it was by before plans said so unless given."""
     considered: CountOrZero
     """Layouts of the whole product, legal or not."""
     legal: CountOrZero
@@ -63,6 +68,16 @@ class Plan(Record):
                 f"{self.layout.pipeline_parallel}"
             )
         return self
+
+    def run(
+        self, tokens: str | float, price_per_hour: float | None = None, failures: Failures | None = None
+    ) -> Run:
+        """Days and money to train on `tokens` (1e12, "300B"), at a price for each device and hour.
+
+        `failures` adds what checkpoints and restarts take. Raises `InputError` for numbers that are none, and
+        where failures leave no time to train.
+        """
+        return run(self, tokens, price_per_hour, failures)
 
     def timeline(self) -> Timeline:
         """When each forward and backward pass and each message of one step runs, simulated.

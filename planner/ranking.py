@@ -16,10 +16,16 @@ from costmodels.model_spec import ModelSpec
 from costmodels.pricing import Prices, estimate, peak_memory, price
 from costmodels.simulation import FIRST_TRY
 from costmodels.table import Floats, Ints, LayoutTable, combined
+from planner import objective as objectives
 from planner import reasons
+from planner.bounds import fit
+from planner.joining import joined, joined_prices
+from planner.last_resort import REASON, last_resorts
+from planner.objective import Objective, logarithms
 from planner.pins import Pins
 from planner.plan import Plan
 from planner.rules import DEVICE_MEMORY
+from planner.solve import solved
 from planner.space import Batch, Space, build
 
 FEWEST, MOST = 10, 20
@@ -39,6 +45,7 @@ class Problem:
     batch: Batch
     precision: Precision
     pins: Pins
+    objective: Objective = "throughput"
 
     def space(self) -> Space:
         """The legal layouts; raises `InputError` when the pins do not divide the world size."""
@@ -59,10 +66,10 @@ class SearchResult:
     """Layouts by the rule that removed them, `device_memory` included."""
     elapsed_s: float
     """Seconds of the search itself, without imports and input."""
-    table: LayoutTable
-    """The legal layouts."""
-    order: Ints
-    """Rows of `table`, best first: those that fit by tokens per second, then the others by memory.
+    tables: tuple[LayoutTable, ...]
+    """The legal layouts: the enumerated ones, then those with solved degrees."""
+    fitting: Ints
+    """Rows of `table` that fit, best first.
 
     The first ones are ordered by their simulated pipelines, those behind them by closed forms.
     """
@@ -70,6 +77,24 @@ class SearchResult:
     """Of the layouts that fit; those at the top of the ranking with simulated pipelines."""
     places: Ints
     """Rows of `prices`, best first."""
+    solved: int = 0
+    """Layouts with solved degrees, which the counts and the table have besides the enumerated ones."""
+    offloads: bool = False
+    """Nothing fits without offloading."""
+
+    @cached_property
+    def table(self) -> LayoutTable:
+        """The legal layouts."""
+        return joined(self.tables)
+
+    @cached_property
+    def order(self) -> Ints:
+        """Rows of `table`, best first: those that fit by the objective, then the others by memory."""
+        problem = self.problem
+        other = np.setdiff1d(np.arange(self.legal), self.fitting)
+        # Seldom asked for: what does not fit is not shown beside what does.
+        memory = peak_memory(problem.model, problem.cluster, problem.engine, self.table.take(other))
+        return np.concatenate([self.fitting, other[_order(self.table, other, np.log(memory))]])
 
     @property
     def best(self) -> Plan | None:
@@ -95,6 +120,7 @@ class SearchResult:
             estimate=estimate,
             fits=rank < self.feasible,
             reason=self._reason(rank),
+            objective=self.problem.objective,
             considered=self.considered,
             legal=self.legal,
             feasible=self.feasible,
@@ -108,11 +134,11 @@ class SearchResult:
 
     def _candidate(self, rank: int) -> tuple[Layout, Estimate]:
         if rank not in self._candidates:
-            layout = self.table.layout(int(self.order[rank]))
             if rank < self.feasible:
-                cost = self.prices.estimate(int(self.places[rank]))
+                place = int(self.places[rank])
+                layout, cost = self.prices.table.layout(place), self.prices.estimate(place)
             else:
-                problem = self.problem
+                problem, layout = self.problem, self.table.layout(int(self.order[rank]))
                 cost = estimate(problem.model, problem.cluster, problem.engine, layout)
             self._candidates[rank] = layout, cost
         return self._candidates[rank]
@@ -121,43 +147,60 @@ class SearchResult:
         if rank >= self.feasible:
             return reasons.too_big(self._candidate(rank)[1], self.problem.cluster)
         if self.feasible == 1:
-            return "the only legal layout that fits into memory"
+            return self._resort + "the only legal layout that fits into memory"
         if rank == 0:
-            return reasons.ahead(self._candidate(0), self._candidate(1))
-        return reasons.behind(self._candidate(rank), self._candidate(0))
+            found = objectives.ahead(self.problem.objective, self._candidate(0), self._candidate(1))
+        else:
+            found = objectives.behind(self.problem.objective, self._candidate(rank), self._candidate(0))
+        return self._resort + found
+
+    @property
+    def _resort(self) -> str:
+        return REASON if self.offloads else ""
 
 
-def rank(problem: Problem, space: Space, started: float) -> SearchResult:
+def rank(problem: Problem, space: Space, started: float, offload: bool = False) -> SearchResult:
     """Price and order the legal layouts of a problem, of which there must be one at least.
 
-    `started` is the reading of `time.perf_counter` from which `elapsed_s` counts.
+    `started` is the reading of `time.perf_counter` from which `elapsed_s` counts. With `offload`, layouts
+    that offload activations or the optimizer are searched too where nothing fits without.
     """
-    model, cluster, engine, table = problem.model, problem.cluster, problem.engine, space.table
-    memory = peak_memory(model, cluster, engine, table)
-    fits = memory <= cluster.memory_bytes
-    fitting, too_big = np.flatnonzero(fits), np.flatnonzero(~fits)
+    model, cluster, engine = problem.model, problem.cluster, problem.engine
+    found, alone = fit(model, cluster, engine, space.table, space.states), space
+    if offload and not found.rows.any():
+        for space in last_resorts(problem, alone):
+            found = fit(model, cluster, engine, space.table, space.states)
+            if found.rows.any():
+                break
+    rows = np.flatnonzero(found.rows)
     # Most layouts of a large model do not fit; only the others are timed.
-    prices = price(model, cluster, engine, table.take(fitting))
-    places = _order(table, fitting, -np.log(prices.tokens_per_s))
+    prices = price(model, cluster, engine, space.table.take(rows))
+    further = solved(problem, space, found, prices)
+    prices = joined_prices([prices, *further])
+    solutions = len(prices) - len(rows)
+    rows = np.concatenate([rows, len(space.table) + np.arange(solutions)])
+    places = _order(prices.table, np.arange(len(rows)), *logarithms(problem.objective, prices))
     first = places[: _simulated(prices.table.take(places[:MOST]))]
     prices = prices.simulate(first)
-    places[: len(first)] = first[_order(table, fitting[first], -np.log(prices.tokens_per_s[first]))]
-    nearest = _order(table, too_big, np.log(memory[too_big]))
-    legal, feasible = len(table), len(fitting)
+    again = _order(prices.table, first, *logarithms(problem.objective, prices.take(first)))
+    places[: len(first)] = first[again]
+    legal, feasible = len(space.table) + solutions, len(rows)
     rejected = dict(space.illegal)
     if legal > feasible:
         rejected[DEVICE_MEMORY] = legal - feasible
     return SearchResult(
         problem=problem,
-        considered=space.considered,
+        considered=space.considered + solutions,
         legal=legal,
         feasible=feasible,
         rejected=rejected,
         elapsed_s=time.perf_counter() - started,
-        table=table,
-        order=np.concatenate([fitting[places], too_big[nearest]]),
+        tables=(space.table, *(some.table for some in further)),
+        fitting=rows[places],
         prices=prices,
         places=places,
+        solved=solutions,
+        offloads=feasible > 0 and space is not alone,
     )
 
 
@@ -170,8 +213,8 @@ def _simulated(table: LayoutTable) -> int:
     return max(min(len(table), FEWEST), int(np.searchsorted(passes, MOST_PASSES)))
 
 
-def _order(table: LayoutTable, rows: Ints, logarithm: Floats) -> Ints:
-    """Places in `rows` by the logarithm of what is to be least; ties to the simplest."""
+def _order(table: LayoutTable, rows: Ints, *logarithms: Floats) -> Ints:
+    """Places in `rows` by the logarithms of what is to be least, the first first; ties to the simplest."""
     kinds = (
         (table.tensor_parallel > 1).astype(np.int64)
         + table.sequence_parallel
@@ -184,7 +227,7 @@ def _order(table: LayoutTable, rows: Ints, logarithm: Floats) -> Ints:
         + (table.zero_stage > 0)
     )
     # To nine digits: rounding errors of the sums must not decide between equal layouts.
-    score = np.round(logarithm, 9)
+    scores = [np.round(logarithm, 9) for logarithm in logarithms]
     ties = [
         kinds,
         table.recompute,
@@ -199,4 +242,4 @@ def _order(table: LayoutTable, rows: Ints, logarithm: Floats) -> Ints:
         table.tensor_parallel,
         table.micro_batch_size,
     ]
-    return np.lexsort((combined([column[rows] for column in ties]), score))
+    return np.lexsort((combined([column[rows] for column in ties]), *reversed(scores)))

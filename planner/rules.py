@@ -26,9 +26,13 @@ from planner.rule import Rule, divisors
 NONE, SELECTIVE, FULL = (RECOMPUTE_KINDS.index(kind) for kind in ("none", "selective", "full"))
 UNIFORM = RECOMPUTE_METHODS.index("uniform")
 
+LONGEST_CHUNK = 1.02
+"""The longest chunk of a virtual pipeline over the mean, at most: 126 layers in 64 chunks of one or two."""
+
 
 def _is(schedules: tuple[Schedule, ...], d: Degrees) -> Bools:
-    result: Bools = np.isin(d.schedule, [SCHEDULES.index(schedule) for schedule in schedules])
+    masks = [d.schedule == SCHEDULES.index(schedule) for schedule in schedules]
+    result: Bools = np.logical_or.reduce(masks) if len(masks) > 1 else masks[0]
     return result
 
 
@@ -66,14 +70,18 @@ RULES: tuple[Rule, ...] = (
             f"layers_per_stage adds up to {d.layers} layers, but {model.name} has {model.layers}"
         ),
     ),
-    # Unequal chunks stall every schedule of several chunks at the longest one in every round.
+    # Unequal chunks stall every schedule of several chunks at the longest one in every round. Where it is
+    # hardly above the mean, that costs less than a layout whose chunks are equal.
     Rule(
         "virtual_pipeline_chunks",
-        lambda model, d: (d.virtual_pipeline_parallel > 1) & (d.layers % d.stages != 0),
+        lambda model, d: (
+            (d.virtual_pipeline_parallel > 1)
+            & (-(-d.layers // d.stages) * d.stages > LONGEST_CHUNK * d.layers)
+        ),
         lambda model, d: (
             f"virtual_pipeline_parallel {d.virtual_pipeline_parallel} x pipeline_parallel "
-            f"{d.pipeline_parallel} does not divide {model.layers} layers into equal chunks; use a "
-            "virtual_pipeline_parallel that does, or 1"
+            f"{d.pipeline_parallel} does not divide {model.layers} layers into chunks that are equal to "
+            f"{LONGEST_CHUNK - 1:.0%}; use a virtual_pipeline_parallel that does, or 1"
         ),
         redundant=True,
         lifted_by=(("virtual_pipeline_parallel", "pipeline_parallel"),),

@@ -14,6 +14,7 @@ from costmodels.layout import Layout
 from costmodels.model_spec import ModelSpec
 from costmodels.pricing import estimate as estimate_layout
 from planner import advice, inputs
+from planner.objective import DEFAULT_OBJECTIVE, parse_objective
 from planner.pins import PinInput, parse_pins
 from planner.plan import Plan
 from planner.ranking import Problem, SearchResult, rank
@@ -34,7 +35,10 @@ def search(
     engine: Engine | str = inputs.DEFAULT_ENGINE,
     precision: str | None = None,
     pin: PinInput = None,
+    forbid: PinInput = None,
     device_memory_gib: float | None = None,
+    memory_margin_gib: float | None = None,
+    objective: str = DEFAULT_OBJECTIVE,
     **network: Unpack[inputs.NetworkOptions],
 ) -> SearchResult:
     """Price every legal layout of `model` on `world_size` devices and rank them.
@@ -42,14 +46,18 @@ def search(
     `model` is a `ModelSpec`, a catalogue name, or the path of a YAML file or of a Hugging Face
     config.json; `device` a `Device` or a catalogue name (`a100-80g` when not given). The batch counts
     sequences a step: exactly `global_batch_size`, or for each layout the most that it can run up to
-    `max_global_batch_size`. `pin` fixes degrees of freedom (`["tp=8"]` or `{"tensor_parallel": 8}`).
-    `network` says what joins the devices where it differs from the catalogue (`NetworkOptions`), such
-    as `inter_node_gbps=200` or `network_table="nccl.csv"`.
+    `max_global_batch_size`. `pin` fixes degrees of freedom (`["tp=8"]` or `{"tensor_parallel": 8}`) or
+    narrows them (`["tp=2..8", "pp=2,4"]`), `forbid` names values that no layout may have.
+    `memory_margin_gib` is what to set aside on each device instead of the estimated driver context,
+    communicators and memory that the allocator cannot use (0 for tensors alone). `objective` is what the
+    first plan is best at (`planner.objective.Objective`). `network` says what joins the devices where it
+    differs from the catalogue (`NetworkOptions`), such as `inter_node_gbps=200` or
+    `network_table="nccl.csv"`.
 
     Raises `InputError` for wrong input and when no layout is legal; a result without feasible layouts
     is returned all the same.
     """
-    pins = parse_pins(pin)
+    pins = parse_pins(pin, forbid)
     wanted = _agreed("precision", precision, pins.pop("precision", None))
     if "global_batch_size" in pins:
         pinned = int(str(pins.pop("global_batch_size")))
@@ -59,7 +67,9 @@ def search(
             )
         global_batch_size = int(str(_agreed("global_batch_size", global_batch_size, pinned)))
         max_global_batch_size = None
-    cluster = inputs.resolve_cluster(device, world_size, local_world_size, device_memory_gib, **network)
+    cluster = inputs.resolve_cluster(
+        device, world_size, local_world_size, device_memory_gib, memory_margin_gib, **network
+    )
     resolved_engine = inputs.resolve_engine(engine)
     problem = Problem(
         model=inputs.resolve_model(model),
@@ -70,12 +80,13 @@ def search(
             None if wanted is None else str(wanted), cluster.device, resolved_engine
         ),
         pins=pins,
+        objective=parse_objective(objective),
     )
     started = time.perf_counter()
     space = problem.space()
     if not len(space.table):
         raise advice.no_legal_layout(problem)
-    return rank(problem, space, started)
+    return rank(problem, space, started, offload=True)
 
 
 def suggest(
@@ -89,7 +100,10 @@ def suggest(
     engine: Engine | str = inputs.DEFAULT_ENGINE,
     precision: str | None = None,
     pin: PinInput = None,
+    forbid: PinInput = None,
     device_memory_gib: float | None = None,
+    memory_margin_gib: float | None = None,
+    objective: str = DEFAULT_OBJECTIVE,
     **network: Unpack[inputs.NetworkOptions],
 ) -> Plan:
     """The best plan of `search`, which takes the same arguments.
@@ -107,7 +121,10 @@ def suggest(
         engine=engine,
         precision=precision,
         pin=pin,
+        forbid=forbid,
         device_memory_gib=device_memory_gib,
+        memory_margin_gib=memory_margin_gib,
+        objective=objective,
         **network,
     )
     if result.best is None:
@@ -124,13 +141,14 @@ def evaluate(
     device: Device | str | None = None,
     engine: Engine | str = inputs.DEFAULT_ENGINE,
     device_memory_gib: float | None = None,
+    memory_margin_gib: float | None = None,
     **network: Unpack[inputs.NetworkOptions],
 ) -> Estimate:
     """What one layout costs, whether or not the search would emit it.
 
-    `world_size` is the layout's own when not given; `network` as in `search`. Raises `InputError` for a
-    layout that breaks a rule, with the rule's numbers and what would be right. Whether it fits is for the
-    caller to ask.
+    `world_size` is the layout's own when not given; `memory_margin_gib` and `network` as in `search`. Raises
+    `InputError` for a layout that breaks a rule, with the rule's numbers and what would be right. Whether it
+    fits is for the caller to ask.
     """
     spec = inputs.resolve_model(model)
     if world_size is not None and world_size != layout.world_size:
@@ -138,7 +156,7 @@ def evaluate(
             f"layout {layout.describe()} occupies {layout.world_size} devices, not world_size {world_size}"
         )
     cluster = inputs.resolve_cluster(
-        device, layout.world_size, local_world_size, device_memory_gib, **network
+        device, layout.world_size, local_world_size, device_memory_gib, memory_margin_gib, **network
     )
     resolved_engine = inputs.resolve_engine(engine)
     inputs.resolve_precision(layout.precision, cluster.device, resolved_engine)

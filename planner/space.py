@@ -16,12 +16,11 @@ import numpy as np
 
 from costmodels.errors import InputError
 from costmodels.hardware import Precision
-from costmodels.layout import GradientReduction, even_split, schedule_runs
+from costmodels.layout import CHUNKS_OF_SCHEDULES, GradientReduction, even_split, schedule_runs
 from costmodels.model_spec import ModelSpec
 from costmodels.table import (
     ARRAY_FIELDS,
     BOOLEANS,
-    CONTEXT_FORMS,
     RECOMPUTE_KINDS,
     SCHEDULES,
     Bools,
@@ -29,7 +28,9 @@ from costmodels.table import (
     LayoutTable,
     code_of,
 )
+from planner.choice import Choice, chosen
 from planner.degrees import Degrees
+from planner.meshes import meshes_with_forms, with_experts
 from planner.pins import ZERO_STAGES, Pins, PinValue, WherePossible
 from planner.rule import Rule, divisors
 from planner.rules import RULES, SELECTIVE
@@ -50,6 +51,9 @@ UNVARIED = {
 
 PLAIN_SCHEDULES = ("1f1b", "interleaved")
 
+CHUNKS = ("virtual_pipeline_parallel", "schedule")
+"""Degrees that go together, along one axis."""
+
 
 @dataclass(frozen=True)
 class Batch:
@@ -67,62 +71,15 @@ class Space:
     """The legal layouts and an account of the others."""
 
     table: LayoutTable
+    family: Ints
+    """Of each row: rows of one family differ in what they recompute only."""
+    states: Ints
+    """Of each row: rows of one number differ in sequences, sequence parallelism and what they recompute only,
+    so that they hold the same parameters and optimizer states."""
     considered: int
     """Layouts of the raw product."""
     illegal: dict[str, int]
     """Layouts by the first rule that they break; rules that none breaks are left out."""
-
-
-def meshes(world_size: int, pins: Pins) -> list[tuple[int, int, int, int]]:
-    """All (tp, pp, cp, dp) whose product is the world size and that agree with the pins.
-
-    Raises `InputError` when the pins leave none.
-    """
-    names = ("tensor_parallel", "pipeline_parallel", "context_parallel", "data_parallel")
-    pinned = {name: int(str(pins[name])) for name in names if name in pins}
-    for name, value in pinned.items():
-        if world_size % value:
-            choices = ", ".join(map(str, divisors(world_size)))
-            raise InputError(f"{name} {value} does not divide world size {world_size}; use {choices}")
-    every = [
-        (tp, pp, cp, world_size // (tp * pp * cp))
-        for tp in divisors(world_size)
-        for pp in divisors(world_size // tp)
-        for cp in divisors(world_size // (tp * pp))
-    ]
-    wanted = tuple(pinned.get(name) for name in names)
-    found = [mesh for mesh in every if all(w in (None, v) for w, v in zip(wanted, mesh, strict=True))]
-    if not found:
-        product = " x ".join(f"{name} {value}" for name, value in pinned.items())
-        relation = "must equal" if len(pinned) == len(names) else "must divide"
-        raise InputError(f"{product} is {math.prod(pinned.values())}; it {relation} world size {world_size}")
-    return found
-
-
-def _meshes_with_forms(world_size: int, pins: Pins) -> Ints:
-    """Rows (tp, pp, cp, dp, code of the context-parallel form); only one form has a group of one."""
-    pin = pins.get("context_parallel_form")
-    value = pin.value if isinstance(pin, WherePossible) else pin
-    forms = range(len(CONTEXT_FORMS)) if pin is None else [CONTEXT_FORMS.index(str(value))]
-    alone = [] if pin is not None and not isinstance(pin, WherePossible) else [0]
-    rows = [(*mesh, form) for mesh in meshes(world_size, pins) for form in (forms if mesh[2] > 1 else alone)]
-    if not rows:
-        raise InputError(
-            f"context_parallel_form {pin} needs context_parallel of at least 2, which the other pins and "
-            f"world size {world_size} do not leave"
-        )
-    return np.asarray(rows, dtype=np.int64)
-
-
-def _with_experts(model: ModelSpec, meshes: Ints, pins: Pins) -> Ints:
-    """Rows of meshes with ep and etp: all divisors of the experts, and one device or tp of them an expert."""
-    spread = _chosen(pins, "expert_parallel", divisors(model.experts) if model.experts else [1])
-    tp = meshes[:, 0] if model.experts else np.ones_like(meshes[:, 0])
-    shared = [_chosen(pins, "expert_tensor_parallel", sorted({1, int(size)})) for size in tp]
-    rows = [
-        (*mesh, ep, etp) for mesh, sizes in zip(meshes, shared, strict=True) for ep in spread for etp in sizes
-    ]
-    return np.asarray(rows, dtype=np.int64)
 
 
 def micro_batch_sizes(batch: Batch) -> list[int]:
@@ -135,15 +92,15 @@ def grid(
     model: ModelSpec, world_size: int, batch: Batch, pins: Pins, schedules: Sequence[str] = SCHEDULES
 ) -> Degrees:
     """The raw product as an open grid with `AXES` axes; `schedules` are those that are not pinned away."""
-    mesh = _with_experts(model, _meshes_with_forms(world_size, pins), pins)
+    mesh = with_experts(model, meshes_with_forms(world_size, pins), pins)
     tp, pp, cp, dp, form, ep, etp = (_along(0, column) for column in mesh.T)
     vpp, schedule = (_along(1, column) for column in _chunks(model, pins, schedules))
-    mbs = _along(2, _chosen(pins, "micro_batch_size", micro_batch_sizes(batch)))
-    sp = _grouped(pins, "sequence_parallel", tp, _along(3, (False, True))).astype(bool)
-    kinds = _chosen(pins, "recompute", RECOMPUTE_KINDS)
+    mbs = _along(2, chosen(pins, "micro_batch_size", micro_batch_sizes(batch)))
+    sp = _grouped(pins, "sequence_parallel", tp, 3, (False, True)).astype(bool)
+    kinds = chosen(pins, "recompute", RECOMPUTE_KINDS)
     recompute = _along(4, [code_of("recompute", kind) for kind in kinds])
     modules = code_of("recompute_modules", pins.get("recompute_modules", ("core_attention",)))
-    zero = _grouped(pins, "zero_stage", dp * cp, _along(5, ZERO_STAGES))
+    zero = _grouped(pins, "zero_stage", dp * cp, 5, ZERO_STAGES)
     fixed: dict[str, Any] = {
         name: _along(0, [code_of(name, pins.get(name, usual))]) for name, usual in UNVARIED.items()
     }
@@ -199,12 +156,18 @@ def build(model: ModelSpec, world_size: int, batch: Batch, precision: Precision,
         if before > remaining:
             illegal[rule.name] = before - remaining
     legal = np.broadcast_to(legal, _shape(degrees))
-    return Space(_rows(model, degrees, legal, precision, pins), considered, illegal)
+    where = np.nonzero(legal)
+    mesh, chunks, _, _, _, zero = where
+    _, several, *_, stages = shape = legal.shape
+    family = np.ravel_multi_index((*where[:4], zero), (*shape[:4], stages))
+    states = (mesh * several + chunks) * stages + zero
+    return Space(_rows(model, degrees, where, precision, pins), family, states, considered, illegal)
 
 
 def _rules(pins: Pins) -> list[Rule]:
     """The rules of a search: one that forbids what is merely redundant gives way to pins that ask for it."""
-    return [rule for rule in RULES if not rule.is_lifted(pins.keys())]
+    fixed = {name for name, value in pins.items() if not isinstance(value, Choice)}
+    return [rule for rule in RULES if not rule.is_lifted(fixed)]
 
 
 def _count(legal: Bools, shape: tuple[int, ...]) -> int:
@@ -235,7 +198,9 @@ def obstacle(model: ModelSpec, world_size: int, batch: Batch, pins: Pins) -> str
     plain: Pins = {"expert_parallel": 1, "expert_tensor_parallel": 1}
     if "context_parallel_form" not in pins:
         plain["context_parallel"] = 1
-    degrees = grid(model, world_size, batch, plain | pins, PLAIN_SCHEDULES)
+    degrees = grid(
+        model, world_size, batch, plain | pins, SCHEDULES if "schedule" in pins else PLAIN_SCHEDULES
+    )
     shape = _shape(degrees)
     rules = _rules(pins)
     broken = [np.broadcast_to(rule.broken(model, degrees), shape) for rule in rules]
@@ -253,9 +218,9 @@ def obstacle(model: ModelSpec, world_size: int, batch: Batch, pins: Pins) -> str
     return rules[first].message(model, Degrees(**layout))
 
 
-def _rows(model: ModelSpec, degrees: Degrees, legal: Bools, precision: Precision, pins: Pins) -> LayoutTable:
-    where = np.nonzero(legal)
-
+def _rows(
+    model: ModelSpec, degrees: Degrees, where: tuple[Ints, ...], precision: Precision, pins: Pins
+) -> LayoutTable:
     def column(array: Ints | Bools) -> Any:
         # An axis of length one holds the same value wherever the row lies on it.
         index = tuple(axis if size != 1 else 0 for axis, size in zip(where, array.shape, strict=True))
@@ -285,18 +250,12 @@ def _along(axis: int, values: Sequence[int] | Sequence[PinValue] | Ints) -> Ints
     return np.asarray(values, dtype=np.int64).reshape(shape)
 
 
-def _chosen(pins: Pins, name: str, values: Sequence[PinValue]) -> Sequence[PinValue]:
-    return (pins[name],) if name in pins else values
-
-
-def _grouped(pins: Pins, name: str, size: Ints, values: Ints) -> Ints:
+def _grouped(pins: Pins, name: str, size: Ints, axis: int, values: Sequence[int]) -> Ints:
     """A degree that needs a group of `size` ranks; where only possible it follows the size's axis."""
-    if name not in pins:
-        return values
-    pin = pins[name]
+    pin = pins.get(name)
     if isinstance(pin, WherePossible):
         return np.where(size > 1, pin.value, 0)
-    return _along(0, [pin])
+    return _along(axis, chosen(pins, name, values))
 
 
 def _chunks(model: ModelSpec, pins: Pins, schedules: Sequence[str]) -> tuple[list[int], list[int]]:
@@ -304,11 +263,13 @@ def _chunks(model: ModelSpec, pins: Pins, schedules: Sequence[str]) -> tuple[lis
 
     Where no number of chunks that the layers allow goes with a pinned schedule, the rules say so of two.
     """
-    pinned = pins.get("virtual_pipeline_parallel")
     # Two pipeline ranks are the fewest that interleave.
-    counts = range(1, max(1, model.layers // 2) + 1) if pinned is None else [int(str(pinned))]
-    wanted = [str(pins["schedule"])] if "schedule" in pins else schedules
+    counts = chosen(pins, "virtual_pipeline_parallel", range(1, max(1, model.layers // 2) + 1))
+    wanted = chosen(pins, "schedule", schedules)
     kinds = [schedule for schedule in SCHEDULES if schedule in wanted]
     pairs = [(count, kind) for count in counts for kind in kinds if schedule_runs(kind, count)]
+    if not pairs and any(isinstance(pins.get(name), Choice) for name in CHUNKS):
+        said = " and ".join(f"{name}={pins[name]}" for name in CHUNKS if name in pins)
+        raise InputError(f"pin {said} leaves no schedule: {CHUNKS_OF_SCHEDULES}")
     pairs = pairs or [(2, kind) for kind in kinds]
     return [count for count, _ in pairs], [code_of("schedule", kind) for _, kind in pairs]

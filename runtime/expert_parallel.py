@@ -141,13 +141,11 @@ class ExchangeDispatch:
         if self.etp_group is not None:
             own = self.etp_group.rank()
             arriving = all_gather(arriving, self.etp_group.group_name, self.etp_group.size())
-        # The only wait for the device: an exchange of uneven parts needs their sizes on the host.
-        sizes = torch.cat((leaving.sum(1), arriving[own].sum(1), arriving.sum((1, 2)))).tolist()
-        exchange = Exchange(sizes[:ranks], sizes[ranks : 2 * ranks], self.group)
+        leave, arrive, totals = rows_to_move(chosen, leaving, arriving, own)
+        exchange = Exchange(leave, arrive, self.group)
         if self.drops:
             assignment = assignment.kept(sum(exchange.sent))
         started = exchange.start(permute(x, assignment.order, chosen.shape[1]))
-        totals = sizes[2 * ranks :]
         order = _places_by_expert(arriving, totals)
         return _Travelling(started, weights, assignment, exchange, arriving.sum((0, 1)), totals, order)
 
@@ -164,6 +162,24 @@ class ExchangeDispatch:
             rows = reduce_scatter(rows, 0, self.etp_group)[: sum(sent.exchange.received)]
         rows = Exchange(sent.exchange.received, sent.exchange.sent, self.group).whole(rows)
         return combine(rows, sent.weights, sent.assignment.order)
+
+
+def rows_to_move(
+    chosen: Tensor, leaving: Tensor, arriving: Tensor, own: int
+) -> tuple[list[int], list[int], list[int]]:
+    """Rows to each rank, from each rank, and to each of the etp ranks of the same experts.
+
+    The only wait for the device: an exchange of uneven parts needs their sizes on the host.
+
+    Args:
+        chosen: [T, k] experts of this rank's tokens.
+        leaving: [ep, E / ep] rows to each expert.
+        arriving: [etp, ep, E / ep] rows by the rank of the same experts that they come to, source and expert.
+        own: number of this rank among the etp ones.
+    """
+    ranks = len(leaving)
+    sizes = torch.cat((leaving.sum(1), arriving[own].sum(1), arriving.sum((1, 2)))).tolist()
+    return sizes[:ranks], sizes[ranks : 2 * ranks], sizes[2 * ranks :]
 
 
 def _places_by_expert(arriving: Tensor, totals: list[int]) -> Tensor:

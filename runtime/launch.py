@@ -11,6 +11,7 @@ import signal
 import statistics
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -22,6 +23,9 @@ from runtime.metrics_file import MetricsReader, read_metrics
 
 ERROR_FILE_VARIABLE = "PLANNER_ERROR_FILE"
 """Environment variable with the file in which a job states the input that it refuses."""
+
+TORCHRUN_FOLDER = "PET_LOG_DIR"
+"""Environment variable with the folder in which torchrun makes one for each attempt; its --log-dir."""
 
 STOP_TIMEOUT_S = 40.0
 """How long torchrun may take to end its ranks: it gives them 30 s before it kills them."""
@@ -95,7 +99,23 @@ def run_job(
     error_file.unlink(missing_ok=True)
     environment = {**os.environ, ERROR_FILE_VARIABLE: str(error_file), "PYTHONUNBUFFERED": "1"}
     environment.setdefault("OMP_NUM_THREADS", str(max(1, available_cores() // ranks)))
-    process = subprocess.Popen(
+    # What ranks print comes through pipes; the folder holds nothing else, and torchrun never removes it.
+    with tempfile.TemporaryDirectory(
+        prefix="torchrun-", dir=log_dir, ignore_cleanup_errors=True
+    ) as torchrun_folder:
+        environment.setdefault(TORCHRUN_FOLDER, torchrun_folder)
+        process = _started(command, environment)
+        agent_lines, code = _watched(process, log_dir, error_file, on_line, on_metrics)
+    if code == 0:
+        return Outcome(0, "")
+    if error_file.exists():
+        report = json.loads(error_file.read_text())
+        return Outcome(report["exit_code"], report["message"])
+    return Outcome(1, f"{_cause(agent_lines, code)}; all ranks were stopped, logs are in {log_dir}")
+
+
+def _started(command: Sequence[str], environment: dict[str, str]) -> subprocess.Popen[str]:
+    return subprocess.Popen(
         command,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -104,23 +124,27 @@ def run_job(
         env=environment,
         start_new_session=True,
     )
+
+
+def _watched(
+    process: subprocess.Popen[str],
+    log_dir: Path,
+    error_file: Path,
+    on_line: Callable[[str], None],
+    on_metrics: Callable[[dict[str, Any]], None],
+) -> tuple[list[str], int]:
+    """Follow a job until it has ended, or end it; what torchrun said of itself, and its exit code."""
     # A shell that starts this in the background made it ignore Ctrl-C; a signal must stop it all the same.
     previous = {number: signal.signal(number, _interrupt) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         agent_lines = _follow(process, log_dir, error_file, on_line, on_metrics)
-        code = process.wait()
+        return agent_lines, process.wait()
     except BaseException:
         _stop(process)
         raise
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)
-    if code == 0:
-        return Outcome(0, "")
-    if error_file.exists():
-        report = json.loads(error_file.read_text())
-        return Outcome(report["exit_code"], report["message"])
-    return Outcome(1, f"{_cause(agent_lines, code)}; all ranks were stopped, logs are in {log_dir}")
 
 
 def _follow(

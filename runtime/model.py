@@ -22,6 +22,7 @@ from runtime.routing import (
     LocalDispatch,
     capacity,
     grouped_linear,
+    rows_of_each,
     takes_grouped,
     wide_product,
     within_capacity,
@@ -322,7 +323,7 @@ class Experts(nn.Module):
         return grouped_linear(rows, getattr(self, name), counts, getattr(self, f"{name}_bias"), sizes)
 
     def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
-        sizes = None if takes_grouped(rows, rows.shape[1], self.width) else counts.tolist()
+        sizes = None if takes_grouped(rows, rows.shape[1], self.width) else rows_of_each(rows, counts)
         inner = [self.product("up", rows, counts, sizes)]
         if self.gate is not None:
             inner.append(self.product("gate", rows, counts, sizes))

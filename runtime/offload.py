@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 
 from costmodels import Layout
 from runtime.model import Transformer
-from runtime.recompute import Packed, pack, recomputed_blocks, unpacked
+from runtime.recompute import Packed, is_plain, memory_of, pack, recomputed_blocks, unpacked
 
 Forward = Callable[[Tensor], Tensor]
 
@@ -54,6 +54,8 @@ class _Transfers:
     def __init__(self) -> None:
         self.last: Callable[[], _Layer | None] = _nothing
         """The layer that ran last in this forward pass."""
+        self.device = torch.device("cpu")
+        """Where activations are; the storages of fake tensors do not tell."""
         self.streams: tuple[torch.cuda.Stream, torch.cuda.Stream] | None = None
 
     def streams_of(self, device: torch.device) -> tuple[torch.cuda.Stream, torch.cuda.Stream]:
@@ -117,9 +119,9 @@ def _start(reference: Callable[[], _Layer | None]) -> None:
 
 
 def _storages(module: nn.Module) -> set[int]:
-    """Addresses of the parameters of `module`; under FSDP2, of those that are gathered now."""
+    """The memory of the parameters of `module`; under FSDP2, of those that are gathered now."""
     parameters = (p.to_local() if isinstance(p, DTensor) else p for p in module.parameters())
-    return {parameter.untyped_storage().data_ptr() for parameter in parameters}
+    return {memory_of(parameter) for parameter in parameters}
 
 
 class _Layer:
@@ -133,7 +135,7 @@ class _Layer:
         self.staying = staying
         self.copies: dict[int, _Copy] = {}
         self.sources: list[torch.UntypedStorage] = []
-        """Held until the call ends, so that no address is used twice in it."""
+        """Held until the call ends, so that none is taken for another one in it."""
         self.fetched = False
 
     def pack(self, tensor: Tensor) -> Packed:
@@ -141,10 +143,12 @@ class _Layer:
         packed = pack(tensor)
         if not isinstance(packed, Tensor) or not self._leaves(tensor):
             return packed
-        storage = tensor.untyped_storage()
-        copy = self.copies.get(storage.data_ptr())
+        memory = memory_of(tensor)
+        copy = self.copies.get(memory)
         if copy is None:
-            copy = self.copies[storage.data_ptr()] = _Copy(storage, self.transfers)
+            storage = tensor.untyped_storage()
+            self.transfers.device = tensor.device
+            copy = self.copies[memory] = _Copy(storage, self.transfers)
             self.sources.append(storage)
         copy.views += 1
         return partial(
@@ -163,10 +167,9 @@ class _Layer:
                 copy.fetch()
 
     def _leaves(self, tensor: Tensor) -> bool:
-        if type(tensor) is not Tensor or not tensor.requires_grad:
+        if not is_plain(tensor) or not tensor.requires_grad:
             return False
-        storage = tensor.untyped_storage()
-        return storage.nbytes() >= SMALLEST and storage.data_ptr() not in self.staying
+        return tensor.untyped_storage().nbytes() >= SMALLEST and memory_of(tensor) not in self.staying
 
     def _view(
         self, copy: _Copy, dtype: torch.dtype, shape: Sequence[int], stride: Sequence[int], offset: int
@@ -187,7 +190,7 @@ class _Copy:
         self.views = 0
         self.used = 0
         self.memory: Tensor | None = None
-        self.device = storage.device
+        self.device = transfers.device
         source = torch.empty(0, dtype=torch.uint8, device=self.device).set_(storage)
         if self.device.type == "cpu":
             self.host = source.clone()

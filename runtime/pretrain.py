@@ -61,7 +61,10 @@ def plan_for(job: Job, ranks: Ranks) -> Plan:
         return Plan.load(job.run.plan)
     device = job.cluster.device or detect_device(ranks.local_world_size)
     sizes = ranks.world_size, ranks.local_world_size
-    return plan_here(job.model, job.batch, job.parallel, device, *sizes, **job.cluster.network())
+    margin = job.cluster.memory_margin_gib
+    return plan_here(
+        job.model, job.batch, job.parallel, device, *sizes, memory_margin_gib=margin, **job.cluster.network()
+    )
 
 
 def preflight(plan: Plan, job: Job, world_size: int) -> None:

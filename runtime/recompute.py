@@ -43,6 +43,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils.checkpoint import checkpoint
 
 from costmodels import Layout
@@ -79,9 +80,20 @@ def unpacked(packed: Packed) -> Tensor:
     return packed if isinstance(packed, Tensor) else packed()
 
 
+def memory_of(tensor: Tensor) -> int:
+    """What tensors that share memory have in common, while it lives; fake ones have it too."""
+    owner: int = tensor.untyped_storage()._cdata
+    return owner
+
+
+def is_plain(tensor: Tensor) -> bool:
+    """Whether `tensor` is neither a parameter nor made of others, as distributed ones are."""
+    return not isinstance(tensor, nn.Parameter) and not is_traceable_wrapper_subclass(tensor)
+
+
 def pack(tensor: Tensor) -> Packed:
     """What stands for `tensor`: a function if it is a view of an output that the running layer recomputes."""
-    if type(tensor) is Tensor:
+    if is_plain(tensor):
         for reference, call in _outputs[-1] if _outputs else ():
             output = reference()
             if output is not None and _is_view(tensor, output):
@@ -185,8 +197,7 @@ def _outputs_of_one_layer() -> Iterator[None]:
 
 
 def _is_view(tensor: Tensor, output: Tensor) -> bool:
-    at = output.untyped_storage().data_ptr()
-    return at != 0 and tensor.untyped_storage().data_ptr() == at and tensor.dtype == output.dtype
+    return memory_of(tensor) == memory_of(output) and tensor.dtype == output.dtype
 
 
 class _Enough(Exception):

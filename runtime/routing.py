@@ -46,6 +46,17 @@ def assign(chosen: Tensor, experts: int) -> Assignment:
     return Assignment(flat.argsort(stable=True), counts[:experts])
 
 
+def rows_taken_in(chosen: Tensor, counts: Tensor) -> int:
+    """How many of the pairs `chosen` experts take in, by `counts` [E]; waits for the device."""
+    return int(counts.sum())
+
+
+def rows_of_each(rows: Tensor, counts: Tensor) -> list[int]:
+    """`counts` [E] of sorted rows [R, D] as numbers of the host; waits for the device."""
+    sizes: list[int] = counts.tolist()
+    return sizes
+
+
 def capacity(seq: int, top_k: int, experts: int, factor: float) -> int:
     """Tokens of one sequence that an expert takes in at most: ceil(S k / E x factor)."""
     return math.ceil(seq * top_k / experts * factor)
@@ -252,8 +263,7 @@ class LocalDispatch:
     def send(self, x: Tensor, weights: Tensor, chosen: Tensor) -> _Sorted:
         assignment = assign(chosen, self.experts)
         if self.drops:
-            # Finding how many are left waits for the device.
-            assignment = assignment.kept(int(assignment.counts.sum()))
+            assignment = assignment.kept(rows_taken_in(chosen, assignment.counts))
         return _Sorted(permute(x, assignment.order, chosen.shape[1]), weights, assignment)
 
     def receive(self, sent: _Sorted) -> tuple[Tensor, Tensor]:

@@ -132,9 +132,9 @@ CASES: dict[str, tuple[Words, int, tuple[str, ...]]] = {
         ("no layout of gpt3-175b fits 2 x cpu", "lacks", "GiB", "it fits on devices of at least"),
     ),
     "no layout fits, to suggest": (
-        lambda f: ("suggest", *A100, "--model", "gpt-22b", "--world-size", "2", *EIGHT, "--json"),
+        lambda f: ("suggest", *A100, "--model", "gpt-22b", "--world-size", "1", *EIGHT, "--json"),
         3,
-        ("no layout of gpt-22b fits 2 x a100-80g", "lacks", "fits"),
+        ("no layout of gpt-22b fits 1 x a100-80g", "lacks", "fits"),
     ),
     "truncated .idx": (
         lambda f: (*LAUNCH, *EIGHT, "--data-path", f.truncated_index()),

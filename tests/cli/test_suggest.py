@@ -203,14 +203,14 @@ def test_plans_that_the_runtime_cannot_train_are_noted(
 
 
 def test_when_nothing_fits_the_closest_plans_are_shown_and_the_code_is_3(planner: Any) -> None:
-    words = ("suggest", "--world-size", "2", "--max-global-batch-size", "16", "--device", "a100-80g")
+    words = ("suggest", "--world-size", "1", "--max-global-batch-size", "16", "--device", "a100-80g")
     code, out, err = planner(*words, "--json", "--top", "2")
     answer = json.loads(out)
     assert code == 3
     assert [plan["fits"] for plan in answer["plans"]] == [False, False]
     assert answer["feasible"] == 0
     last = err.strip().splitlines()[-1]
-    assert last.startswith("planner: error: no layout of gpt-22b fits 2 x a100-80g") and "lacks" in last
+    assert last.startswith("planner: error: no layout of gpt-22b fits 1 x a100-80g") and "lacks" in last
     code, out, err = planner(*words)
     assert code == 3
     assert "closest:" in out and "fits" in err

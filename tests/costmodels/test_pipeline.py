@@ -5,7 +5,9 @@ from dataclasses import fields
 import numpy as np
 import pytest
 
+from costmodels import Layout, price
 from costmodels.bubble import bubble_seconds, message_seconds
+from costmodels.catalogue import load_model
 from costmodels.layout import even_split
 from costmodels.pipeline import Ranks, all_ranks, deciding_ranks, in_flight
 from costmodels.table import LayoutTable
@@ -115,3 +117,20 @@ def test_sequence_parallel_stages_send_their_part(gpt, cluster, layout, engine):
     # Megatron-LM's tensor-parallel ranks send a part each without it, too.
     scattered, same = message_seconds(gpt, cluster(16), engine("megatron"), table)
     assert scattered == same == part
+
+
+def test_layers_add_up_where_only_some_kinds_have_any(cluster, engine):
+    """Block recomputation of the first layer, a dense one, of a mixture of experts recomputes no experts."""
+    deepseek = load_model("deepseek-v2-lite")
+    split = even_split(deepseek.layers, 1)
+    block = {"recompute": "full", "recompute_method": "block", "recompute_num_layers": 1}
+    layouts = [
+        Layout(data_parallel=8, layers_per_stage=split, global_batch_size=batch, **block) for batch in (8, 16)
+    ]
+    table = LayoutTable.of(layouts)
+    for layers in deciding_ranks(deepseek, table).layers:
+        assert layers.tolist() == [deepseek.layers]
+    prices = price(deepseek, cluster(8), engine("bundled"), table)
+    for row, one in enumerate(layouts):
+        alone = price(deepseek, cluster(8), engine("bundled"), LayoutTable.of([one]))
+        assert prices.step_time_s[row] == pytest.approx(alone.step_time_s[0])

@@ -249,6 +249,14 @@ def test_megatrons_parallel_flags_are_pins() -> None:
         "precision": "bf16",
     }
     assert ParallelOptions().pins(GPT) == {}
+    narrowed = ParallelOptions(
+        tensor_model_parallel_size="2..8", data_parallel_size="1,2", micro_batch_size="..4", forbid=["tp=4"]
+    ).pins(GPT)
+    assert {name: str(value) for name, value in narrowed.items()} == {
+        "tensor_parallel": "2..8 but not 4",
+        "data_parallel": "1,2",
+        "micro_batch_size": "..4",
+    }
     assert ParallelOptions(recompute_activations=True).pins(GPT) == {"recompute": "selective"}
     uniform = ParallelOptions(
         recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from costmodels.errors import InputError
+from planner.choice import Choice, Span
 from planner.pins import WherePossible, parse_pins, where_possible
 
 
@@ -104,3 +105,67 @@ def test_where_possible_survives_another_parse_and_refuses_another_value() -> No
     assert where_possible(parse_pins("zero=1"), "zero_stage", 1) == {"zero_stage": 1}
     with pytest.raises(InputError, match="pin zero_stage is given twice: 2 and 1"):
         where_possible(parse_pins("zero=2"), "zero_stage", 1)
+
+
+def test_ranges_lists_and_what_is_forbidden_narrow_a_degree() -> None:
+    assert parse_pins(["tp=2..8", "pp=..4", "dp = 2 ..", "mbs=1,4", "schedule=zbv,1F1B", "zero=1..2"]) == {
+        "tensor_parallel": Choice(Span(2, 8)),
+        "pipeline_parallel": Choice(Span(None, 4)),
+        "data_parallel": Choice(Span(2, None)),
+        "micro_batch_size": Choice((1, 4)),
+        "schedule": Choice(("zbv", "1f1b")),
+        "zero_stage": Choice(Span(1, 2)),
+    }
+    assert parse_pins({"tp": "2..8", "pp": [2, 4]}) == parse_pins(["tp=2..8", "pp=2,4"])
+    pins = parse_pins("tp=2..8", ["tp=4", "recompute=full", "tp=8", "sp=true", "recompute_method=block"])
+    assert {name: str(value) for name, value in pins.items()} == {
+        "tensor_parallel": "2..8 but not 4 but not 8",
+        "recompute": "not full",
+        "sequence_parallel": "False",
+        "recompute_method": "uniform",
+    }
+    tensor = pins["tensor_parallel"]
+    assert isinstance(tensor, Choice)
+    assert [size for size in (1, 2, 4, 6, 8, 16) if tensor.holds(size)] == [2, 6]
+    assert parse_pins(pins) == pins
+    # What is pinned to one value stays, if it is not forbidden.
+    assert parse_pins("tp=8", {"tp": [2, 4]}) == {"tensor_parallel": 8}
+    assert where_possible(parse_pins("zero=1..3"), "zero_stage", 1) == {"zero_stage": WherePossible(1)}
+
+
+@pytest.mark.parametrize(
+    ("pin", "forbid", "line"),
+    [
+        (
+            "tp=8..2",
+            None,
+            "pin tensor_parallel=8..2: expected a range from the smaller to the larger, such as",
+        ),
+        ("tp=..", None, "pin tensor_parallel=..: expected a range"),
+        ("tp=2..x", None, "pin tensor_parallel=2..x: expected a range"),
+        ("tp=2,0", None, "pin tensor_parallel=0: expected a whole number of at least 1"),
+        ("zero=1,7", None, "pin zero_stage=7: expected one of 0, 1, 2, 3"),
+        ("schedule=1f1b,gpipe", None, "pin schedule=gpipe: expected one of 1f1b"),
+        ("zero_replicas=2..4", None, "pin zero_replicas=2..4: expected one value: ranges are for tensor"),
+        ("recompute_num_layers=1..4", None, "expected one value: ranges are for"),
+        (["tp=2..8", "tp=2..4"], None, "pin tensor_parallel is given twice: 2..8 and 2..4"),
+        ("tp=8", "tp=8", "pin tensor_parallel=8 and forbid tensor_parallel=8 contradict each other"),
+        ("tp=8", "tp=4..16", "pin tensor_parallel=8 and forbid tensor_parallel=4..16 contradict each other"),
+        (None, "zero=0..3", "forbid zero_stage=0..3: leaves none of 0, 1, 2, 3"),
+        (None, ["sp=true", "sp=false"], "forbid sequence_parallel=true,false: leaves none of false, true"),
+        (
+            None,
+            "optimizer=adam",
+            "forbid optimizer=adam: the search does not choose it; pin what it is to be",
+        ),
+        (None, "layers_per_stage=8,8", "forbid layers_per_stage=8,8: the search does not choose it"),
+        (None, "tpx=4", "forbid tpx: no such field"),
+        (None, "tp", "forbid 'tp': expected name=value"),
+        ({"zero": WherePossible(1)}, "zero=2", "forbid zero_stage=2: it is pinned to 1 where possible"),
+    ],
+)
+def test_wrong_ranges_and_prohibitions_are_refused_in_one_line(pin: Any, forbid: Any, line: str) -> None:
+    with pytest.raises(InputError) as caught:
+        parse_pins(pin, forbid)
+    assert line in str(caught.value)
+    assert "\n" not in str(caught.value)

@@ -18,6 +18,7 @@ from planner import Plan, evaluate, search, suggest
 
 TINY = ModelSpec(name="tiny", layers=4, hidden=256, heads=8, vocab=1000, seq=128)
 GIB = 2**30
+ON_THE_DEVICE = ["offload_activations=false", "offload_optimizer=false"]
 
 
 @settings(max_examples=8, deadline=None)
@@ -67,7 +68,8 @@ def test_evaluate_prices_a_plan_as_the_search_does() -> None:
         ),
         (
             {"model": "llama3-405b", "world_size": 16384, "device": "h100", "global_batch_size": 2048},
-            {"tensor_parallel": 8, "sequence_parallel": True, "pipeline_parallel": 32},
+            # 126 layers in 64 chunks of one or two, as arXiv:2407.21783, section 3.3.2, has them.
+            {"sequence_parallel": True, "pipeline_parallel": 32, "virtual_pipeline_parallel": 2},
         ),
     ],
 )
@@ -169,33 +171,51 @@ def test_a_pin_that_the_heads_do_not_allow_names_those_that_they_do() -> None:
 
 
 def test_no_layout_fits_says_what_is_missing_and_what_would_help() -> None:
+    job: dict[str, Any] = {"max_global_batch_size": 16, "pin": ON_THE_DEVICE}
     with pytest.raises(NoLayoutFits) as caught:
-        suggest("gpt-22b", world_size=2, max_global_batch_size=16)
+        suggest("gpt-22b", world_size=2, **job)
     line = str(caught.value)
     assert caught.value.exit_code == 3
     need, lack = map(float, re.search(r"needs ([\d.]+) GiB and lacks ([\d.]+) GiB", line).groups())  # type: ignore[union-attr]
     assert need - lack == pytest.approx(load_device("a100-80g").memory_bytes / GIB, abs=0.11)
-    more = int(re.search(r"it fits on (\d+) of them", line).group(1))  # type: ignore[union-attr]
-    assert suggest("gpt-22b", world_size=more, max_global_batch_size=16).fits
+    more = int(re.search(r"it fits .*on (\d+) of them", line).group(1))  # type: ignore[union-attr]
+    assert suggest("gpt-22b", world_size=more, **job).fits
     with pytest.raises(NoLayoutFits):
-        suggest("gpt-22b", world_size=more // 2, max_global_batch_size=16)
+        suggest("gpt-22b", world_size=more // 2, **job)
     bigger = re.search(r"or on 2 x (\S+) \(", line).group(1)  # type: ignore[union-attr]
-    assert suggest("gpt-22b", world_size=2, max_global_batch_size=16, device=bigger).fits
+    assert suggest("gpt-22b", world_size=2, **job, device=bigger).fits
 
 
 def test_no_layout_fits_names_the_pin_that_prevents_it() -> None:
+    pins = [*ON_THE_DEVICE, "tp=1", "pp=1", "zero=0"]
     with pytest.raises(NoLayoutFits, match=r"it fits .*without the pin zero_stage=0, or"):
-        suggest(
-            "gpt-22b", world_size=8, max_global_batch_size=16, pin=["tp=1", "pp=1", "zero=0"], device="h200"
-        )
+        suggest("gpt-22b", world_size=8, max_global_batch_size=16, pin=pins, device="h200")
 
 
 def test_a_search_where_nothing_fits_keeps_the_closest_plans() -> None:
-    result = search("gpt-22b", world_size=2, max_global_batch_size=16)
+    result = search("gpt-22b", world_size=2, max_global_batch_size=16, pin=ON_THE_DEVICE)
     assert result.best is None and result.plans() == [] and result.feasible == 0
     closest = result.closest(3)
     assert [plan.fits for plan in closest] == [False] * 3
     assert re.search(r"needs .* GiB of .* lacks", closest[0].reason)
+
+
+def test_offloading_is_searched_where_nothing_fits_without_it() -> None:
+    job: dict[str, Any] = {"model": "gpt-22b", "world_size": 2, "max_global_batch_size": 16}
+    found = search(**job)
+    plans = found.plans(found.feasible)
+    assert found.offloads and plans
+    assert all(plan.layout.offload_optimizer != plan.layout.offload_activations for plan in plans)
+    assert all(plan.reason.startswith("nothing fits without offloading; ") for plan in plans)
+    too_big = found.rejected["device_memory"]
+    assert found.considered == found.legal + sum(found.rejected.values()) - too_big
+    alone = search(**job, pin=ON_THE_DEVICE)
+    assert alone.legal < found.legal and not alone.offloads
+    pinned = search(**job, pin=["offload_optimizer=true", "offload_activations=false"])
+    assert pinned.best is not None and pinned.best.layout == plans[0].layout and not pinned.offloads
+    # Where something fits, nothing is offloaded.
+    roomy = search("gpt-22b", world_size=8, max_global_batch_size=16)
+    assert not roomy.offloads and not roomy.table.offload_optimizer.any()
 
 
 def test_the_memory_variable_replaces_the_devices_own(monkeypatch: pytest.MonkeyPatch) -> None:

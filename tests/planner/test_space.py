@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from costmodels import Layout, ModelSpec, even_split
 from costmodels.errors import InputError
 from costmodels.table import RECOMPUTE_KINDS
-from planner.pins import Pins, WherePossible
+from planner.pins import Pins, WherePossible, parse_pins
 from planner.rules import RULES, first_illegal
 from planner.space import Batch, build, micro_batch_sizes, obstacle
 
@@ -184,6 +184,81 @@ def test_pins_leave_only_what_agrees_and_still_add_up(pins: Pins, holds: Any) ->
             {key(free.layout(row)) for row in range(len(free))} if "micro_batch_size" not in pins else None
         )
         assert every is None or {key(layout) for layout in layouts} <= every
+
+
+@pytest.mark.parametrize(
+    ("pin", "forbid", "holds"),
+    [
+        ("tp=2..4", None, lambda layout: 2 <= layout.tensor_parallel <= 4),
+        (
+            ["pp=2,4", "dp=..2"],
+            None,
+            lambda layout: layout.pipeline_parallel > 1 and layout.data_parallel < 4,
+        ),
+        ("zero=1..", "zero=2", lambda layout: layout.zero_stage in (1, 3)),
+        ("mbs=2,4", None, lambda layout: layout.micro_batch_size in (2, 4)),
+        (None, "vpp=2..", lambda layout: layout.virtual_pipeline_parallel == 1),
+        (None, "schedule=zbv,dualpipev", lambda layout: layout.schedule not in ("zbv", "dualpipev")),
+        (None, "recompute=full", lambda layout: layout.recompute != "full"),
+        (None, "cp_form=ring", lambda layout: layout.context_parallel_form != "ring"),
+        ("cp_form=ring,all_to_all", "cp=4..", lambda layout: layout.context_parallel < 4),
+        (None, "sp=true", lambda layout: not layout.sequence_parallel),
+    ],
+)
+def test_a_narrowed_space_is_the_part_of_the_whole_that_agrees(pin: Any, forbid: Any, holds: Any) -> None:
+    batch = Batch(16, True)
+    narrowed = build(spec(), 8, batch, "bf16", parse_pins(pin, forbid))
+    whole = build(spec(), 8, batch, "bf16", {}).table
+    forms = (
+        ("ring", "all_to_all") if pin == "cp_form=ring,all_to_all" else ("all_gather", "ring", "all_to_all")
+    )
+    wanted = {
+        layout
+        for layout in map(whole.layout, range(len(whole)))
+        if holds(layout) and (layout.context_parallel == 1 or layout.context_parallel_form in forms)
+    }
+    found = [narrowed.table.layout(row) for row in range(len(narrowed.table))]
+    assert set(found) == wanted and len(found) == len(wanted)
+    assert narrowed.considered == len(found) + sum(narrowed.illegal.values())
+
+
+@pytest.mark.parametrize(
+    ("pin", "line"),
+    [
+        ("tp=3..3", "pin tensor_parallel=3..3: leaves none of the values that this job has: 1, 2, 4, 8"),
+        (["tp=8", "pp=2.."], "pin pipeline_parallel=2..: leaves none of the values that this job has: 1"),
+        ("ep=2..", "pin expert_parallel=2..: leaves none of the values that this job has: 1"),
+        ("mbs=5..7", "pin micro_batch_size=5..7: leaves none of the values that this job has: 1, 2, 4, 8"),
+        (
+            ["vpp=1", "schedule=zbv,interleaved"],
+            "virtual_pipeline_parallel=1 and schedule=zbv,interleaved leaves",
+        ),
+    ],
+)
+def test_ranges_that_leave_nothing_are_refused(pin: Any, line: str) -> None:
+    with pytest.raises(InputError) as caught:
+        build(spec(), 8, Batch(8), "bf16", parse_pins(pin))
+    assert line in str(caught.value)
+
+
+def test_rows_of_one_family_differ_in_what_they_recompute_only() -> None:
+    space = build(spec(), 4, Batch(8), "bf16", {})
+    layouts = [space.table.layout(row) for row in range(len(space.table))]
+    families: dict[int, list[Layout]] = {}
+    for number, layout in zip(space.family.tolist(), layouts, strict=True):
+        families.setdefault(number, []).append(layout)
+    assert len(families) > 100
+    for alike in families.values():
+        plain = {layout.model_copy(update={"recompute": "none", "recompute_modules": ()}) for layout in alike}
+        kinds = [layout.recompute for layout in alike]
+        assert len(plain) == 1 and len(set(kinds)) == len(kinds)
+    states: dict[int, set[tuple[Any, ...]]] = {}
+    for number, layout in zip(space.states.tolist(), layouts, strict=True):
+        mesh = (layout.tensor_parallel, layout.context_parallel, layout.context_parallel_form)
+        states.setdefault(number, set()).add(
+            (*mesh, layout.layers_per_stage, layout.schedule, layout.zero_stage)
+        )
+    assert all(len(alike) == 1 for alike in states.values())
 
 
 def test_where_possible_is_the_value_in_groups_and_off_elsewhere() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
@@ -124,6 +125,31 @@ def test_an_interrupt_ends_the_job_before_it_is_raised_again(tmp_path: Path) -> 
             *(2, tmp_path, interrupt, lambda record: None),
         )
     assert started and not is_alive(started[0])
+
+
+@pytest.mark.parametrize("ends", ["well", "badly", "interrupted"])
+def test_the_folder_that_torchrun_writes_in_goes_with_the_job(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ends: str
+) -> None:
+    monkeypatch.delenv(launch.TORCHRUN_FOLDER, raising=False)
+    folders: list[Path] = []
+
+    def seen(line: str) -> None:
+        folders.append(Path(line))
+        assert (folders[0] / "attempt_0").is_dir() and tmp_path in folders[0].parents
+        if ends == "interrupted":
+            raise KeyboardInterrupt
+
+    write = f"import os, sys, time; folder = os.environ[{launch.TORCHRUN_FOLDER!r}]; "
+    write += "os.mkdir(folder + '/attempt_0'); print(folder, flush=True); "
+    last = {"well": "time.sleep(0.1)", "badly": "sys.exit(3)", "interrupted": "time.sleep(60)"}[ends]
+    if ends == "badly":
+        last = f"time.sleep(0.1); {last}"
+    expected = pytest.raises(KeyboardInterrupt) if ends == "interrupted" else contextlib.nullcontext()
+    with expected:
+        run_job(script(write + last), 2, tmp_path, seen, lambda record: None)
+    assert len(folders) == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["output.log"]
 
 
 def test_a_job_that_does_not_listen_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

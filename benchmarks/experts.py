@@ -1,0 +1,197 @@
+"""Where the layouts that experts published rank among all that their software could have run.
+
+python -m benchmarks.experts [--json] [--rows TEXT]
+
+Every layout that fits is ranked by the model's own estimate, with what the experts could not choose pinned
+(`experts.yaml` says what and why); the published one, its missing degrees filled in as is best for it, should
+be near the top.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from cli.tables import console, table
+from costmodels.catalogue.yaml_files import parse
+from costmodels.table import code_of
+from planner import search
+from planner.inputs import resolve_engine, resolve_model
+from planner.ranking import SearchResult
+from planner.verdict import judge, parse_layout
+
+DATA = Path(__file__).with_name("experts.yaml")
+
+NEAR_THE_TOP = 0.05
+"""Share of the ranking that counts as its top."""
+
+WIDTH = 170
+"""Columns of the printed table where there is no terminal to ask."""
+
+
+@dataclass(frozen=True)
+class Ranked:
+    """A published layout in the ranking of its space."""
+
+    group: str
+    model: str
+    devices: int
+    published: str
+    """The degrees that were published."""
+    layout: str
+    """The best layout that has the published degrees; empty where none is legal."""
+    not_searched: str | None
+    """Why the search does not rank it though it is legal; then `place` is the one that it would have."""
+    why_not: str | None
+    """Why it does not fit or is illegal; None where it has a place."""
+    best: str
+    """The first of the ranking."""
+    place: int | None
+    """Place of the former, from 1; None where it is not ranked."""
+    feasible: int
+    """Layouts of the ranking: those that fit."""
+    legal: int
+    """Those that do not fit, too."""
+    percentile: float | None
+    """Place over layouts, in percent."""
+    slower: float | None
+    """Its estimated step time over that of the first."""
+    estimated_s: float | None
+    """Its estimated step time."""
+    measured_s: float | None
+    """The published one."""
+
+    @property
+    def near_the_top(self) -> bool:
+        """Within the first 5 % of the ranking, rounded up."""
+        return self.place is not None and self.place <= math.ceil(NEAR_THE_TOP * self.feasible)
+
+
+def rows(only: str = "") -> Iterator[Ranked]:
+    """Every published layout whose group or model has `only` in its name, ranked."""
+    for group in parse(DATA.read_text(encoding="utf-8"), DATA.name)["groups"]:
+        for row in group["rows"]:
+            if only.lower() in f"{group['name']} {row['model']}".lower():
+                yield ranked(group, row)
+
+
+def ranked(group: dict[str, Any], row: dict[str, Any]) -> Ranked:
+    """One published layout among those of its space."""
+    model = resolve_model(row["model"], seq=row.get("seq"))
+    result = search(
+        model,
+        world_size=row["devices"],
+        device=group["device"],
+        device_memory_gib=group.get("memory_gib"),
+        global_batch_size=row["batch"],
+        precision=group["precision"],
+        engine=resolve_engine(group["engine"]).with_switches(group.get("switches", {})),
+        pin=group["pins"],
+        forbid=group.get("forbid"),
+        **group.get("network", {}),
+    )
+    legal = result.legal
+    if group.get("equal_stages"):
+        result, legal = _with_equal_stages(result)
+    place, best = _place(result, row["layout"]), result.plan(0)
+    plan = None if place is None else result.plan(place - 1)
+    not_searched, reason = None, ""
+    if place is None:
+        verdict = judge(result, row["layout"])
+        place, plan, reason = verdict.place, verdict.plan, verdict.reason
+        not_searched = verdict.not_searched
+    return Ranked(
+        group=group["name"],
+        model=model.name,
+        devices=row["devices"],
+        published=row["layout"],
+        layout="" if plan is None else plan.layout.describe(),
+        not_searched=not_searched,
+        why_not=None if place else reason,
+        best=best.layout.describe(),
+        place=place,
+        feasible=result.feasible,
+        legal=legal,
+        percentile=None if place is None else 100 * place / result.feasible,
+        slower=plan.estimate.step_time_s / best.estimate.step_time_s if plan and place else None,
+        estimated_s=plan.estimate.step_time_s if plan and place else None,
+        measured_s=row.get("seconds"),
+    )
+
+
+def _place(result: SearchResult, layout: str) -> int | None:
+    """Place, from 1, of the first of the ranking that has the degrees `layout`; None where none has."""
+    table = result.table.take(result.fitting)
+    same = np.ones(len(table), dtype=bool)
+    for name, value in parse_layout(layout).items():
+        same &= getattr(table, name) == code_of(name, value)
+    return 1 + int(same.argmax()) if same.any() else None
+
+
+def _with_equal_stages(result: SearchResult) -> tuple[SearchResult, int]:
+    """The ranking of the layouts whose stages all have as many layers, and how many of them are legal."""
+    equal = np.array([len(set(split)) == 1 for split in result.table.splits])[result.table.split]
+    kept = equal[result.fitting]
+    fitting, places = result.fitting[kept], result.places[kept]
+    only = replace(result, fitting=fitting, places=places, feasible=len(fitting))
+    return only, int(equal.sum())
+
+
+def main() -> None:
+    """Print where each layout ranks."""
+    parser = argparse.ArgumentParser(
+        prog="benchmarks.experts", description="Rank the layouts that experts published among all others."
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object a layout, as a list")
+    parser.add_argument("--rows", default="", metavar="TEXT", help="only those with TEXT in source or model")
+    given = parser.parse_args()
+    found = list(rows(given.rows))
+    if given.json:
+        print(json.dumps([asdict(one) for one in found], indent=2))
+        return
+    out = console()
+    if not out.is_terminal:
+        out.width = WIDTH
+    columns = ["source", "model", "devices", "published", "place", "of", "top %", "top % of legal"]
+    columns += ["step / best", "step s", "published s"]
+    lines = [
+        [
+            one.group,
+            one.model,
+            str(one.devices),
+            one.published,
+            *_shown((one.place, "d"), (one.feasible, ",d"), (one.percentile, ".1f")),
+            *_shown((one.place and 100 * one.place / one.legal, ".1f"), (one.slower, ".3f")),
+            *_shown((one.estimated_s, ".4g"), (one.measured_s, ".4g")),
+        ]
+        for one in found
+    ]
+    out.print(table(columns, lines, left=("source", "model", "published")))
+    out.print()
+    for one in found:
+        job = f"{one.model} on {one.devices}"
+        if one.best != one.layout:
+            out.print(f"{job}: first is {one.best}; published, {one.layout or one.published}", markup=False)
+        if one.why_not or one.not_searched:
+            out.print(f"{job}: {one.why_not or one.not_searched}", markup=False)
+    out.print()
+    for share, what in ((1.0, "first, or faster than what the search finds"), (1.1, "at most 10 % slower")):
+        count = sum(one.slower is not None and one.slower <= share for one in found)
+        out.print(f"{count} of {len(found)} are {what}")
+    top = sum(one.near_the_top for one in found)
+    out.print(f"{top} of {len(found)} are in the top {100 * NEAR_THE_TOP:.0f} % of what fits")
+
+
+def _shown(*values: tuple[float | None, str]) -> list[str]:
+    return ["-" if value is None else format(value, digits) for value, digits in values]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,252 @@
+"""The formula of memory against dry runs of the runtime, on random models and layouts.
+
+python -m benchmarks.memory [--examples N] [--seed S] [--json]
+
+Each example is a model (GPT-2 or Llama, perhaps with experts or latent attention), a legal layout of up to 64
+ranks, and one of its pipeline ranks. The peak and each category of it must be within 1 % or 1 MiB of those of
+the dry run. Moments whose totals are that close may take turns as the highest: the composition is compared
+with that of the closest of them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import numpy as np
+
+from costmodels import LatentAttention, Layout, ModelSpec, even_split
+from costmodels.bundled import KINDS, covers, moments_of_ranks
+from costmodels.table import LayoutTable
+from planner.rules import first_illegal
+from runtime.dryrun import trace
+
+SHARE, BYTES = 0.01, 2**20
+"""How far the formula may be from the dry run: the larger of a share and of a number of bytes."""
+
+Chosen = TypeVar("Chosen")
+Choose = Callable[[Sequence[Any]], Any]
+"""Takes one of several values."""
+
+MODULES: tuple[tuple[str, ...], ...] = (
+    ("core_attention",),
+    ("mlp",),
+    ("norm",),
+    ("norm", "activation"),
+    ("core_attention", "mlp", "norm"),
+)
+
+
+@dataclass(frozen=True)
+class Errors:
+    """The formula less the dry run, in bytes, of one pipeline rank."""
+
+    peak: float
+    by_kind: dict[str, float]
+    traced: dict[str, float]
+    """Bytes of the dry run, by kind and as `peak`."""
+
+    @property
+    def misses(self) -> list[str]:
+        """What is too far off."""
+        every = {"peak": self.peak, **self.by_kind}
+        return [name for name, error in every.items() if abs(error) > allowed(self.traced[name])]
+
+
+def allowed(size: float) -> float:
+    """How many bytes the formula may be off."""
+    return max(BYTES, SHARE * size)
+
+
+def draw_model(choose: Choose, small: bool) -> ModelSpec:
+    """A random model, wide enough for errors to show; of few layers where it is to be small."""
+    heads, head_dim = choose([8, 16]), choose([64, 128])
+    gated, latent = choose([False, True]), choose([False, False, True])
+    if latent:
+        extra: dict[str, Any] = {"latent_attention": draw_latent(choose), "kv_heads": heads}
+    else:
+        extra = {"kv_heads": choose([heads, heads, 4, 2])}
+    return ModelSpec(
+        name="drawn",
+        layers=choose([1, 2, 3] if small else [1, 2, 3, 4, 6]),
+        hidden=choose([1024, 2048, 4096]),
+        heads=heads,
+        head_dim=head_dim,
+        ffn=choose([2048, 2816, 8192]),
+        vocab=choose([8000, 32000, 50257]),
+        seq=choose([1024, 2048, 4096]),
+        gated=gated,
+        activation="silu" if gated else choose(["gelu", "gelu_tanh", "relu2"]),
+        norm=choose(["layernorm", "rmsnorm"]),
+        position=choose(["learned", "rope", "none"]),
+        tied=choose([False, True]),
+        linear_bias=choose([False, True]),
+        qkv_bias=choose([False, True]),
+        qk_norm=choose([False, True]) and not latent,
+        **extra,
+        **(draw_experts(choose) if choose([False, False, True]) else {}),
+    )
+
+
+def draw_experts(choose: Choose) -> dict[str, Any]:
+    """Random experts."""
+    shared = choose([0, 0, 1024])
+    return {
+        "experts": choose([4, 8, 16]),
+        "top_k": choose([1, 2, 4]),
+        "expert_ffn": choose([512, 1024, 2048]),
+        "dense_layers": choose([0, 0, 1]),
+        "shared_expert_ffn": shared,
+        "shared_expert_gate": bool(shared) and choose([False, True]),
+        "router": {
+            "score": choose(["softmax", "sigmoid"]),
+            "normalised": choose([False, True]),
+            "expert_bias": choose([False, True]),
+            "capacity_factor": choose([0.0, 0.0, 1.0]),
+        },
+    }
+
+
+def draw_latent(choose: Choose) -> LatentAttention:
+    """Random sizes of latent attention."""
+    return LatentAttention(
+        q_lora_rank=choose([0, 768]),
+        kv_lora_rank=choose([256, 512]),
+        qk_nope_head_dim=choose([64, 128]),
+        qk_rope_head_dim=choose([32, 64]),
+        v_head_dim=choose([64, 128]),
+    )
+
+
+def draw_layout(choose: Choose, model: ModelSpec, small: bool) -> Layout:
+    """A random layout of up to 64 ranks, legal or not.
+
+    Raises:
+        ValueError: its fields contradict each other.
+    """
+    tp, dp, cp = choose([1, 1, 2, 4]), choose([1, 2, 4, 8]), choose([1, 1, 1, 2])
+    pipeline = min(choose([1, 1, 2, 3, 4]), model.layers)
+    zero = choose([0, 1, 2, 3]) if dp * cp > 1 else 0
+    size, more = choose([1, 1, 2]), choose([0, 1, 2] if small else [0, 1, 2, 4])
+    recompute = choose(["none", "none", "full", "selective"])
+    split = list(even_split(model.layers, pipeline))
+    if pipeline > 1 and split[-1] > 1 and choose([False, True]):
+        split[0], split[-1] = split[0] + 1, split[-1] - 1
+    return Layout(
+        tensor_parallel=tp,
+        sequence_parallel=tp > 1 and choose([False, True]),
+        pipeline_parallel=pipeline,
+        layers_per_stage=tuple(split),
+        context_parallel=cp,
+        context_parallel_form=choose(["all_gather", "all_to_all"]) if cp > 1 else "all_gather",
+        expert_parallel=choose([1, 2, 4]) if model.experts else 1,
+        expert_tensor_parallel=choose([1, 1, 2]) if model.experts else 1,
+        data_parallel=dp,
+        zero_stage=zero,
+        zero_replicas=choose([1, 1, 2]) if zero else 1,
+        micro_batch_size=size,
+        global_batch_size=size * dp * (max(1, pipeline) + more),
+        recompute=recompute,
+        recompute_modules=choose(MODULES) if recompute == "selective" else (),
+        precision=choose(["bf16", "bf16", "fp16", "fp32"]),
+        gradient_reduction=choose(["fp32", "fp32", "bf16"]),
+        optimizer=choose(["adam", "adam", "sgd"]),
+    )
+
+
+def draw(choose: Choose, small: bool = False) -> tuple[ModelSpec, Layout, int] | None:
+    """A model, a layout and a pipeline rank; None for what the runtime does not run or no formula knows.
+
+    Args:
+        small: few layers and micro batches.
+    """
+    model = draw_model(choose, small)
+    try:
+        layout = draw_layout(choose, model, small)
+    except ValueError:
+        return None
+    if layout.world_size > 64 or first_illegal(model, layout) is not None:
+        return None
+    if not covers(model, LayoutTable.of([layout]))[0]:
+        return None
+    return model, layout, choose(range(layout.pipeline_parallel))
+
+
+def compare(model: ModelSpec, layout: Layout, rank: int) -> Errors:
+    """The formula against a dry run of one pipeline rank."""
+    found = trace(model, layout, pipeline_rank=rank).peak
+    traced = {"peak": float(found.live_total), **{kind: float(found.live[kind]) for kind in KINDS}}
+    moments = moments_of_ranks(model, LayoutTable.of([layout]))
+    totals = [moment.total(moments.shape)[0, rank] for moment in moments.moments]
+    # What no array has: bytes of scalars and of the seeds of attention kernels.
+    near = [
+        moment.composition(np.array([0]), np.array([rank]))[:, 0]
+        for moment, total in zip(moments.moments, totals, strict=True)
+        if abs(total - max(totals)) <= allowed(max(totals))
+    ]
+    every = [
+        {kind: float(size - traced[kind]) for kind, size in zip(KINDS, one, strict=True)} for one in near
+    ]
+    closest = min(every, key=lambda errors: max(abs(e) / allowed(traced[kind]) for kind, e in errors.items()))
+    return Errors(max(totals) - traced["peak"], closest, traced)
+
+
+def report(errors: list[Errors], layouts: list[str]) -> dict[str, Any]:
+    """Errors of all examples, by category, in percent of the dry run where that is above 100 MiB."""
+    result: dict[str, Any] = {"examples": len(errors), "misses": sum(bool(one.misses) for one in errors)}
+    for name in ("peak", *KINDS):
+        off = [abs(one.peak if name == "peak" else one.by_kind[name]) for one in errors]
+        over = [size / allowed(one.traced[name]) for size, one in zip(off, errors, strict=True)]
+        worst = int(np.argmax(over))
+        result[name] = {
+            "median_bytes": statistics.median(off),
+            "worst_bytes": off[worst],
+            "worst_of_allowed": over[worst],
+            "worst_example": layouts[worst],
+        }
+    return result
+
+
+def main() -> None:
+    """Compare as many examples as asked for."""
+    parser = argparse.ArgumentParser(description="Hold the formula of memory against dry runs.")
+    parser.add_argument("--examples", type=int, default=100, help="how many models and layouts to compare")
+    parser.add_argument("--seed", type=int, default=0, help="of their random choice")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    options = parser.parse_args()
+    chosen, errors, names = random.Random(options.seed), [], []
+    started = time.perf_counter()
+    while len(errors) < options.examples:
+        drawn = draw(chosen.choice)
+        if drawn is None:
+            continue
+        model, layout, rank = drawn
+        errors.append(compare(model, layout, rank))
+        names.append(f"rank {rank} of {layout.describe()} {layout.precision}: {model!r}")
+        if errors[-1].misses and not options.json:
+            print(f"miss ({', '.join(errors[-1].misses)}): {names[-1]}", flush=True)
+    found = report(errors, names) | {"seconds": time.perf_counter() - started}
+    if options.json:
+        print(json.dumps(found, indent=2))
+        return
+    print(
+        f"{found['examples']} examples in {found['seconds']:.0f} s, "
+        f"{found['misses']} of them off by more than allowed"
+    )
+    for name in ("peak", *KINDS):
+        one = found[name]
+        print(
+            f"{name:14} median {one['median_bytes'] / 2**20:8.3f} MiB, "
+            f"worst {one['worst_bytes'] / 2**20:8.3f} MiB "
+            f"({one['worst_of_allowed']:.0%} of what is allowed): {one['worst_example'].partition(': ')[0]}"
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,118 @@
+"""What `planner suggest` prints of several world sizes: their best plans, and time against cost."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict
+from typing import Any
+
+from cli.runs import large, run_lines, short
+from cli.tables import billions, console, table
+from costmodels.words import GIB
+from planner.objective import MEANINGS
+from planner.plan import Plan
+from planner.sizes import Size, Sizes
+
+SHARED = {"version", "model", "engine", "objective", "rejected"}
+"""Fields of plans that are said once, or not."""
+
+
+def print_sizes(found: Sizes, assumed: list[str], notes: list[str]) -> None:
+    """Header, one row a world size, layouts or why there are none, and the run of the chosen size."""
+    screen = console()
+    for line in _header(found, assumed):
+        screen.print(line)
+    for note in notes:
+        screen.print(f"note: {note}", markup=False)
+    screen.print()
+    names = ["devices", "front", "step", "tokens/s/dev", "GiB", *_spent_names(found)]
+    screen.print(table(names, [_row(found, size) for size in found.sizes]))
+    screen.print()
+    for size in found.sizes:
+        what = size.problem if size.plan is None else size.plan.layout.describe()
+        screen.print(f"{size.world_size}: {what}", markup=False)
+    screen.print()
+    chosen = found.chosen
+    if chosen is None or chosen.run is None:
+        return
+    screen.print(f"[bold]best[/bold] by {found.objective}: {chosen.world_size} devices")
+    for line in run_lines(chosen.run):
+        screen.print(line, markup=False)
+
+
+def _header(found: Sizes, assumed: list[str]) -> Iterator[str]:
+    problem = found.problem
+    batch = f"{'at most ' if problem.batch.maximum else ''}{problem.batch.size} sequences a step"
+    yield (
+        f"[bold]{problem.model.name}[/bold]: {billions(problem.model.parameters)} parameters, "
+        f"seq {problem.model.seq}, {problem.precision}, {batch}"
+    )
+    cluster = problem.cluster
+    yield f"{cluster.device.name} of {cluster.memory_bytes / GIB:.1f} GiB, engine {problem.engine.name}"
+    for note in assumed:
+        yield f"assumed: {note}"
+    yield f"ranked by {found.objective}: {MEANINGS[found.objective]}"
+    yield "front: no other size is as fast for less, or faster for as much"
+
+
+def _priced(found: Sizes) -> bool:
+    return any(size.run is not None and size.run.money is not None for size in found.sizes)
+
+
+def _fails(found: Sizes) -> bool:
+    return any(size.run is not None and size.run.goodput is not None for size in found.sizes)
+
+
+def _spent_names(found: Sizes) -> list[str]:
+    cost = "money" if _priced(found) else "dev-h"
+    kept = ["goodput"] if _fails(found) else []
+    return [*kept, "days", cost] if found.tokens is not None else [*kept, "tokens/s", f"{cost}/1B"]
+
+
+def _row(found: Sizes, size: Size) -> list[str]:
+    plan, run = size.plan, size.run
+    if plan is None or run is None:
+        return [str(size.world_size), "", "no plan", *[""] * (2 + len(_spent_names(found)))]
+    estimate = plan.estimate
+    goodput = 1.0 if run.goodput is None else run.goodput.share
+    return [
+        str(size.world_size),
+        "*" if size.on_front else "",
+        f"{estimate.step_time_s:.3g} s",
+        f"{estimate.tokens_per_s_per_device:,.0f}",
+        f"{estimate.peak_memory_bytes / GIB:.1f}",
+        *([] if run.goodput is None else [f"{100 * goodput:.1f} %"]),
+        short(run.days) if found.tokens is not None else f"{estimate.tokens_per_s * goodput:,.0f}",
+        large(run.device_hours if run.money is None else run.money),
+    ]
+
+
+def sizes_json(found: Sizes, assumed: list[str], notes: list[str]) -> dict[str, Any]:
+    """The answer of `planner suggest --json` of several world sizes."""
+    problem = found.problem
+    chosen = found.chosen
+    return {
+        "model": problem.model.model_dump(mode="json") | {"parameters": problem.model.parameters},
+        "engine": problem.engine.name,
+        "precision": problem.precision,
+        "batch": {"size": problem.batch.size, "maximum": problem.batch.maximum},
+        "objective": found.objective,
+        "assumed": assumed,
+        "notes": notes,
+        "chosen": None if chosen is None else chosen.world_size,
+        "front": [size.world_size for size in found.front],
+        "sizes": [
+            {
+                "world_size": size.world_size,
+                "on_front": size.on_front,
+                "problem": size.problem,
+                "plan": None if size.plan is None else _plan_json(size.plan),
+                "run": None if size.run is None else asdict(size.run),
+            }
+            for size in found.sizes
+        ],
+    }
+
+
+def _plan_json(plan: Plan) -> dict[str, Any]:
+    return plan.model_dump(mode="json", exclude=SHARED)

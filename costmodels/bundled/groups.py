@@ -1,0 +1,124 @@
+"""Parameters that the runtime wraps together with FSDP2: a layer, its routed experts, embedding and head."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from costmodels.model_spec import ModelSpec
+from costmodels.operators import padded_vocabulary
+from costmodels.table import Bools, Floats, LayoutTable
+
+Shape = tuple[Floats | float, ...]
+"""Sides of a parameter on one device, before data parallelism splits it."""
+
+
+@dataclass(frozen=True)
+class Group:
+    """Elements of the parameters of one group on one device; arrays of shape [n]."""
+
+    whole: Floats
+    """Before data parallelism splits them."""
+    padded: Floats
+    """When the shards of all ranks are gathered: as many as the first rank has, times the ranks."""
+    shards: Floats
+    """Ranks over which each parameter is split."""
+    largest: Floats
+    """Of the largest parameter, padded."""
+    last: Floats
+    """Of the last one."""
+    elements: tuple[Floats, ...]
+    """Of each."""
+    moved: Bools
+    """Parameters are split along another side than the first, and so are copied on their way."""
+
+    @property
+    def own(self) -> Floats:
+        """On the first of these ranks."""
+        return self.padded / self.shards
+
+
+def group_of(shapes: list[Shape], shards: Floats, any_side: bool = False) -> Group:
+    """A group of parameters of these shapes, split over `shards` ranks.
+
+    FSDP2 splits the first side and rounds the parts up (`_fsdp_param.py`); with `any_side` the first one that
+    `shards` divides, as the runtime does with experts.
+    """
+    whole, padded, largest = (np.zeros_like(shards) for _ in range(3))
+    every, moved = [], np.zeros(len(shards), dtype=np.bool_)
+    for shape in shapes:
+        elements = np.ones_like(shards)
+        for side in shape:
+            elements = elements * side
+        first = np.asarray(shape[0], dtype=np.float64)
+        filled = elements / first * np.ceil(first / shards) * shards
+        if any_side:
+            even = np.any(
+                [np.asarray(side) % shards == 0 for side in np.broadcast_arrays(*shape, shards)[:-1]], axis=0
+            )
+            filled = np.where(even, elements, filled)
+            moved |= even & (first % shards > 0)
+        whole, padded, largest = whole + elements, padded + filled, np.maximum(largest, filled)
+        every.append(elements)
+    return Group(whole, padded, shards, largest, every[-1], tuple(every), moved)
+
+
+def layer_shapes(model: ModelSpec, table: LayoutTable, moe: bool) -> list[Shape]:
+    """Parameters of one layer, without its routed experts."""
+    tp = table.tensor_parallel.astype(np.float64)
+    h = float(model.hidden)
+    norm: list[Shape] = [(h,)] * (2 if model.norm == "layernorm" else 1)
+    shapes = 2 * norm + _attention_shapes(model, tp)
+    if not moe:
+        return shapes + _mlp_shapes(model, model.ffn / tp)
+    shapes += [(float(model.experts), h)]
+    if model.shared_expert_ffn:
+        shapes += _mlp_shapes(model, model.shared_expert_ffn / tp)
+    return shapes + [(1.0, h)] * model.shared_expert_gate
+
+
+def _attention_shapes(model: ModelSpec, tp: Floats) -> list[Shape]:
+    h, mla = float(model.hidden), model.latent_attention
+    if mla is not None:
+        queries = model.heads * (mla.qk_nope_head_dim + mla.qk_rope_head_dim) / tp
+        rank, latent = float(mla.q_lora_rank), float(mla.kv_lora_rank)
+        shapes: list[Shape] = [(rank, h), (rank,)] if mla.q_lora_rank else []
+        shapes += [(latent + mla.qk_rope_head_dim, h), (latent,), (queries, rank or h)]
+        shapes += [(model.heads * (mla.qk_nope_head_dim + mla.v_head_dim) / tp, latent)]
+        return shapes + [(h, model.heads * mla.v_head_dim / tp)] + [(h,)] * model.linear_bias
+    rows = [model.q_size / tp, model.kv_size / tp, model.kv_size / tp]
+    shapes = [(side, h) for side in rows]
+    if model.linear_bias or model.qkv_bias:
+        shapes += [(side,) for side in rows]
+    shapes += [(float(model.head_dim),)] * (2 * model.qk_norm)
+    return shapes + [(h, model.q_size / tp)] + [(h,)] * model.linear_bias
+
+
+def _mlp_shapes(model: ModelSpec, width: Floats) -> list[Shape]:
+    h, inputs = float(model.hidden), 1 + model.gated
+    shapes: list[Shape] = [(width, h)] * inputs + [(h, width)]
+    return shapes + ([(width,)] * inputs + [(h,)]) * model.linear_bias
+
+
+def expert_shapes(model: ModelSpec, table: LayoutTable) -> list[Shape]:
+    """The stacked parameters of a layer's routed experts."""
+    h, inputs = float(model.hidden), 1 + model.gated
+    experts = model.experts / table.expert_parallel.astype(np.float64)
+    width = model.expert_ffn / table.expert_tensor_parallel.astype(np.float64)
+    shapes: list[Shape] = [(experts, width, h)] * inputs + [(experts, h, width)]
+    return shapes + ([(experts, width)] * inputs + [(experts, h)]) * model.linear_bias
+
+
+def embedding_shapes(model: ModelSpec, table: LayoutTable) -> list[Shape]:
+    """Parameters of the embedding."""
+    h = float(model.hidden)
+    shapes: list[Shape] = [(padded_vocabulary(model, table) / table.tensor_parallel, h)]
+    return shapes + [(float(model.max_positions), h)] * (model.position == "learned")
+
+
+def head_shapes(model: ModelSpec, table: LayoutTable, with_matrix: bool) -> list[Shape]:
+    """Parameters of final norm and, unless it is tied to an embedding that is here too, of output matrix."""
+    h = float(model.hidden)
+    shapes: list[Shape] = [(h,)] * (2 if model.norm == "layernorm" else 1)
+    return shapes + [(padded_vocabulary(model, table) / table.tensor_parallel, h)] * with_matrix

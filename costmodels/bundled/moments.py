@@ -1,0 +1,107 @@
+"""Moments of a step that can be its highest, as sums of what is alive then."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from costmodels.bundled.replay import KINDS
+from costmodels.table import Bools, Floats, Ints
+
+
+@dataclass(frozen=True, eq=False)
+class Bytes:
+    """Something that can be alive, for the rows of a table."""
+
+    composition: Floats
+    """[kinds, shapes]."""
+    shape: Ints
+    """Which of the shapes each row has, [n]."""
+    total: Floats
+    """[n]."""
+
+    @classmethod
+    def of_shapes(cls, composition: Floats, shape: Ints) -> Bytes:
+        """From compositions of a few shapes."""
+        return cls(composition, shape, composition.sum(axis=0)[shape])
+
+    @classmethod
+    def of_kind(cls, kind: int, size: Floats) -> Bytes:
+        """Bytes [n] of one kind."""
+        composition = np.zeros((len(KINDS), len(size)))
+        composition[kind] = size
+        return cls(composition, np.arange(len(size)), size)
+
+    def plus(self, other: Bytes) -> Bytes:
+        """Both."""
+        return Bytes(
+            self.composition[:, self.shape] + other.composition[:, other.shape],
+            np.arange(len(self.total)),
+            self.total + other.total,
+        )
+
+
+Count = npt.NDArray[Any] | float
+"""How many times something is alive, of a shape that broadcasts to [n, k]."""
+
+Term = tuple[Count, Bytes]
+"""How many times something is alive, and what it is."""
+
+
+@dataclass
+class Moment:
+    """What is alive at one moment."""
+
+    label: str
+    """forward, backward, reduce or optimizer."""
+    terms: list[Term]
+    happens: Bools | None = None
+    """[n, k]: where the moment exists; everywhere when not given."""
+
+    def total(self, shape: tuple[int, int]) -> Floats:
+        """Bytes, [n, k]; nothing where it does not happen."""
+        result = np.zeros(shape)
+        for count, held in self.terms:
+            result += count * held.total[:, None]
+        return result if self.happens is None else np.where(self.happens, result, 0.0)
+
+    def composition(self, rows: Ints, places: Ints) -> Floats:
+        """Bytes by kind of some entries of [n, k]: [kinds, entries]."""
+        result = np.zeros((len(KINDS), len(rows)))
+        for count, held in self.terms:
+            if isinstance(count, np.ndarray) and count.ndim:
+                one_row, one_place = len(count) == 1, count.shape[1] == 1
+                count = count[rows * (not one_row), places * (not one_place)]
+            result += count * held.composition[:, held.shape[rows]]
+        return result
+
+
+@dataclass
+class Peak:
+    """The highest of many moments."""
+
+    shape: tuple[int, int]
+    moments: list[Moment] = field(default_factory=list)
+
+    def add(self, label: str, terms: Iterable[Term], happens: Bools | None = None) -> None:
+        """One more moment."""
+        self.moments.append(Moment(label, [*terms], happens))
+
+    def highest(self, label: str | None = None) -> tuple[Floats, Floats]:
+        """The highest total [n, k] of a label's moments, or of all, and its composition [kinds, n, k]."""
+        chosen = [moment for moment in self.moments if label in (None, moment.label)]
+        best, which = np.zeros(self.shape), np.full(self.shape, -1)
+        for number, moment in enumerate(chosen):
+            total = moment.total(self.shape)
+            higher = total > best
+            best[higher], which[higher] = total[higher], number
+        composition = np.zeros((len(KINDS), *self.shape))
+        for number, moment in enumerate(chosen):
+            rows, places = np.nonzero(which == number)
+            if len(rows):
+                composition[:, rows, places] = moment.composition(rows, places)
+        return best, composition

@@ -1,0 +1,304 @@
+"""The moments of a step of pipeline ranks under 1F1B (`torch.distributed.pipelining.Schedule1F1B`).
+
+Rank r of p runs at most p - r micro batches ahead. PyTorch keeps what a stage has given until its backward,
+the last message of each kind until the next one, and the logits of a micro batch until the next ones.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from costmodels.bundled.moments import Count, Peak, Term
+from costmodels.bundled.stage_sums import Place, Stage, Sums, Terms, first_passes, value
+from costmodels.bundled.states import GroupBytes, converts_gradients
+from costmodels.table import Bools, Floats, LayoutTable
+
+
+def pipeline_peak(
+    table: LayoutTable,
+    fixed: Terms,
+    stage: Stage,
+    is_first: Bools,
+    is_last: Bools,
+    ahead: Floats,
+    wraps: Bools,
+) -> Peak:
+    """Moments of the ranks of rows with 1F1B, [n, k].
+
+    Args:
+        fixed: what is there from the start of the step to its end.
+        is_first, is_last: ranks with embedding, and with head and loss.
+        ahead: micro batches whose activations a rank holds at most.
+        wraps: rows whose parameters FSDP2 manages.
+    """
+    step = _Step(table, fixed, stage, is_first, is_last, ahead, wraps)
+    step.forward()
+    step.backward()
+    step.reduce()
+    return step.peak
+
+
+class _Step:
+    def __init__(
+        self,
+        table: LayoutTable,
+        fixed: Terms,
+        stage: Stage,
+        is_first: Bools,
+        is_last: Bools,
+        ahead: Floats,
+        wraps: Bools,
+    ) -> None:
+        self.stage, self.sums = stage, Sums(stage)
+        self.first, self.last = is_first * 1.0, is_last * 1.0
+        self.is_last = is_last
+        self.peak = Peak(is_first.shape)
+        self.wraps = wraps[:, None]
+        self.frees = self.wraps & (table.zero_stage == 3)[:, None]
+        self.stays = self.wraps & ~self.frees
+        self.micro_batches = table.micro_batches[:, None].astype(np.float64)
+        self.held = np.minimum(self.micro_batches, ahead)
+        self.more = self.micro_batches > self.held
+        self.several = self.micro_batches > 1
+        self.converts = converts_gradients(table)
+        self.fixed = fixed
+        self.start: Terms = [*fixed, *stage.roots("gathered", 1.0 * self.wraps)]
+        self.accumulated: Terms = [*self.sums.all("accumulated"), *stage.roots("accumulated")]
+
+    def others(self, count: Count) -> Terms:
+        """What `count` micro batches keep from forward to backward."""
+        stage = self.stage
+        return [
+            *self.sums.all("kept", count),
+            (count * self.first, stage.first.kept),
+            (count * self.last, stage.last.kept),
+            (count * (1 - self.last), stage.message),
+            (count * self.last, stage.logits),
+        ]
+
+    def exchanged(self, gradients: Count) -> Terms:
+        """The last messages: the gradient that came, and the one that was sent."""
+        count = gradients * (1 - self.last) + gradients * (1 - self.first)
+        return [(count, self.stage.message)]
+
+    def forward(self) -> None:
+        """With as many others as there can be, before any backward and after one; and the very first."""
+        stage, sums = self.stage, self.sums
+        others = self.held - 1
+        gathered = sums.all("gathered", self.stays)
+        before: Terms = [*self.start, *self.others(others)]
+        after: Terms = [*before, *self.accumulated, *self.exchanged(1.0), (self.last, stage.logits)]
+        for place in sums.places():
+            kind = stage.kinds[place.index]
+            below: Terms = [(self.first, stage.first.kept), *sums.below(place, "kept")]
+            own: Terms = [*below, *self.running(place)]
+            whole: Term = (1.0 * self.frees, value(kind, "gathered"))
+            self.peak.add("forward", [*before, *own, *gathered], place.happens & ~self.frees)
+            first: Terms = [*sums.below(place, "gathered", self.stays, own=1.0), whole]
+            for part in self.first_running(place):
+                self.peak.add("forward", [*before, *below, *part, whole], place.happens & self.frees)
+                self.peak.add("forward", [*self.start, *below, *part, *first], place.happens & ~self.frees)
+            gathers: Terms = [(self.first, stage.first.kept), *sums.below(place, "kept"), (1.0, stage.saved)]
+            gathers += [
+                *sums.below(place, "gathered", self.stays),
+                (1.0, kind.group.gathered),
+                (1.0, kind.group.buffer),
+            ]
+            gathers += [*sums.previous(place, "tail"), *self.roots_before(place)]
+            self.peak.add("forward", [*self.start, *gathers], place.happens)
+            # ZeRO 3 has gathered all in backward, and frees them one after the other.
+            rest: Terms = [*sums.above(place, "gathered", self.frees), whole]
+            self.peak.add("forward", [*after, *own, *gathered, *rest], place.happens & self.more)
+        scores: Terms = [(self.first, stage.first.kept), *sums.all("kept"), (1.0, stage.last.scores)]
+        loss: Terms = [(self.first, stage.first.kept), *sums.all("kept"), (1.0, stage.last.forward)]
+        self.peak.add("forward", [*before, *scores, *gathered, *sums.highest("tail")], self.is_last)
+        self.peak.add("forward", [*after, *scores, *gathered], self.is_last & self.more)
+        self.peak.add("forward", [*before, *loss, *gathered], self.is_last)
+        after = [*before, *self.accumulated, *self.exchanged(1.0)]
+        self.peak.add("forward", [*after, *loss, *gathered], self.is_last & self.more)
+
+    def first_running(self, place: Place) -> list[Terms]:
+        """Forward of a layer that gathers its parameters."""
+        kind = self.stage.kinds[place.index]
+        is_top = self.tops(place) * (1 - self.last)
+        parts = zip(first_passes(kind, "forward"), first_passes(kind, "handed_forward"), strict=True)
+        return [
+            [
+                *((count * (1 - is_top), held) for count, held in own),
+                *((count * is_top, held) for count, held in given),
+            ]
+            for own, given in parts
+        ]
+
+    def tops(self, place: Place) -> Floats:
+        """1 for the last layer of a stage, else 0."""
+        kinds = self.stage.kinds
+        above = sum((later.count for later in kinds[place.index + 1 :]), np.zeros(self.peak.shape))
+        result: Floats = (above + kinds[place.index].count - place.below == 1) * 1.0
+        return result
+
+    def roots_before(self, place: Place) -> Terms:
+        """What embedding and head have gathered, before the first layer is."""
+        return self.stage.roots("buffer", self.sums.is_lowest(place))
+
+    def running(self, place: Place) -> Terms:
+        """Forward of one layer; the last one of all gives a message."""
+        kind = self.stage.kinds[place.index]
+        is_top = self.tops(place) * (1 - self.last)
+        return [(1 - is_top, kind.unit.forward), (is_top, kind.unit.handed_forward)]
+
+    def backward(self) -> None:
+        """Of the first micro batch, of one that finds gradients, and of one that follows another at once."""
+        first = "first_backward" if self.converts else "backward"
+        handed = "handed_first" if self.converts else "handed_backward"
+        later_left = "left" if self.converts else "added"
+        states = [
+            (self.held, False, "first_backward", "handed_first", "left", self.held > 0),
+            (self.held, True, first, handed, later_left, self.more),
+            (self.held - 1, True, first, handed, later_left, self.several & (self.held > 1)),
+        ]
+        unwrapped = (None, True, "backward", "handed_backward", "added", None)
+        for held, grown, unit, handed_unit, left, happens in states:
+            self._backward(held, grown, unit, handed_unit, left, happens & (self.wraps | (not grown)))
+        if self.converts and not self.wraps.all():
+            for held, _, _, _, _, happens in states[1:]:
+                _, grown, unit, handed_unit, left, _ = unwrapped
+                self._backward(held, grown, unit, handed_unit, left, happens & ~self.wraps)
+        elif not self.wraps.all():
+            for held, grown, unit, handed_unit, left, happens in states[1:]:
+                self._backward(held, grown, unit, handed_unit, left, happens & ~self.wraps)
+
+    def _backward(self, held: Floats, grown: bool, unit: str, handed: str, left: str, happens: Bools) -> None:
+        stage, sums = self.stage, self.sums
+        start: Terms = [*self.start, *self.others(held - 1)]
+        start += self.exchanged(1.0) if grown else [(1 - self.last, stage.message)]
+        # What the stage gave is there until its backward has ended.
+        start += [(1 - self.last, stage.message), (self.last, stage.logits), (self.first, stage.first.kept)]
+        start += self.accumulated if grown else []
+        gathered = sums.all("gathered", self.stays)
+        loss: Terms = [*sums.all("kept"), (1.0, stage.last.kept)]
+        matrix = (1.0, stage.last.first_matrix if unit == "first_backward" else stage.last.matrix)
+        for part in ([(1.0, stage.last.scoring)], [matrix, *sums.highest("buffer", 1.0 * self.frees)]):
+            self.peak.add("backward", [*start, *loss, *gathered, *part], happens & self.is_last)
+        head: Term = (self.last, getattr(stage.last, left))
+        for place in sums.places():
+            kind = stage.kinds[place.index]
+            is_handed = (self.tops(place) > 0) & ~self.is_last
+            state: Terms = [*start, head, *sums.below(place, "kept", own=1.0), *gathered]
+            state += [] if grown else sums.above(place, "accumulated")
+            state += sums.above(place, "gathered", self.frees)
+            copied: Terms = [
+                (1.0, kind.group.gathered),
+                (1.0, kind.group.buffer),
+                (1.0 * ~is_handed, stage.residual),
+            ]
+            self.peak.add("backward", [*state, *copied], happens & place.happens & self.frees)
+            for fields, more in self._phases(place, unit, handed, grown):
+                own: Terms = [
+                    (1.0 * is_handed, value(kind, fields[1])),
+                    (1.0 * ~is_handed, value(kind, fields[0])),
+                ]
+                self.peak.add("backward", [*state, *more, *own], happens & place.happens)
+            state += [
+                (1.0 * self.frees, value(kind, "gathered")),
+                *sums.previous(place, "buffer", self.frees),
+            ]
+            if not grown and self.converts:
+                terms = [
+                    *state,
+                    (1.0, stage.residual),
+                    (1.0, kind.group.accumulated),
+                    (1.0, kind.group.converted),
+                ]
+                terms += sums.below(place, "kept", -1.0, own=1.0) + sums.below(place, "kept")
+                self.peak.add("reduce", terms, happens & place.happens & self.wraps & self.several)
+        ends: Terms = [*start, head, *gathered, *sums.all("gathered", self.frees)]
+        ends += [] if grown else sums.all("accumulated")
+        self.peak.add("backward", [*ends, (1.0, getattr(stage.first, unit))], happens & (self.first > 0))
+        if not grown and self.converts:
+            terms = [*ends, *stage.roots("accumulated"), *stage.roots("converted"), (-1.0, head[1])]
+            terms[-1] = (-self.last, getattr(stage.last, left))
+            self.peak.add("reduce", terms, happens & self.wraps & self.several)
+
+    def _phases(
+        self, place: Place, unit: str, handed: str, grown: bool
+    ) -> list[tuple[tuple[str, str], Terms]]:
+        """Parts of the backward of a layer, as it is and with a gradient that is handed to it, and what is
+        gathered and has been accumulated of its experts then."""
+        kind = self.stage.kinds[place.index]
+        whole: Term = (1.0 * self.frees, value(kind, "gathered"))
+        if kind.experts is None:
+            return [((unit, handed), [whole, *self.sums.previous(place, "tail", self.frees)])]
+        more: Terms = [whole, *self.sums.previous(place, "buffer", self.frees)]
+        after: Terms = []
+        if not grown:
+            after = [(1.0, kind.experts.accumulated if self.converts else kind.experts.fresh)]
+        arriving: Terms = [(1.0 * self.frees, kind.experts.buffer), (1.0 * self.frees, kind.experts.moving)]
+        before = [
+            ((f"{unit}_start", f"{handed}_start"), [whole, *arriving]),
+            ((f"{unit}_before", f"{handed}_before"), more),
+        ]
+        return [*before, ((f"{unit}_after", f"{handed}_after"), [*more, *after])]
+
+    def reduce(self) -> None:
+        """At the end of the step: embedding and head, then the layers in their order."""
+        stage, sums = self.stage, self.sums
+        start: Terms = [
+            *self.fixed,
+            *self.exchanged(1.0),
+            (self.last, stage.logits),
+            (1 - self.last, stage.message),
+        ]
+        start.append((1 - self.first, stage.saved))
+        written: Terms = [*stage.roots("written"), *stage.roots("quotient")]
+        cast: Terms = [*stage.roots("reduced"), *stage.roots("gradients")]
+        layers: Terms = [*sums.all("accumulated"), *sums.all("gathered")]
+        reading = stage.roots("reducing")
+        self.peak.add("reduce", [*start, *layers, *stage.roots("accumulated"), *reading], self.wraps)
+        for result in (written, cast):
+            terms = [*start, *layers, *reading, *result, *stage.roots("last_accumulated")]
+            self.peak.add("reduce", terms, self.wraps)
+        done: Terms = [*start, *stage.roots("gradients"), *stage.roots("held")]
+        for place in sums.places():
+            kind = stage.kinds[place.index]
+            group = kind.group
+            state: Terms = [*done, *sums.below(place, "gradients"), *sums.below(place, "held")]
+            rest: Terms = [*sums.above(place, "accumulated"), *sums.above(place, "gathered")]
+            if kind.experts is not None:
+                # They follow the rest of their layer.
+                rest += [(1.0, kind.experts.accumulated), (1.0, kind.experts.gathered)]
+            state += [(1.0, group.reducing), *rest]
+            self.peak.add("reduce", [*state, (1.0, group.accumulated)], place.happens & self.wraps)
+            state.append((1.0, group.last_accumulated))
+            self.peak.add(
+                "reduce", [*state, (1.0, group.written), (1.0, group.quotient)], place.happens & self.wraps
+            )
+            self.peak.add(
+                "reduce", [*state, (1.0, group.reduced), (1.0, group.gradients)], place.happens & self.wraps
+            )
+            if kind.experts is not None:
+                self._reduce_experts(place, kind.experts, [*done, *sums.below(place, "gradients"), *rest])
+        parts: Terms = [*self.fixed, *sums.all("gradients"), *stage.roots("gradients")]
+        whole: Terms = [*self.fixed, *self.accumulated]
+        for label in ("reduce", "optimizer"):
+            self.peak.add(label, parts, self.wraps)
+            self.peak.add(label, whole, ~self.wraps)
+
+    def _reduce_experts(self, place: Place, experts: GroupBytes, state: Terms) -> None:
+        """The experts of a layer, after the rest of it."""
+        own = self.stage.kinds[place.index].group
+        state = [
+            *state,
+            (-1.0, experts.accumulated),
+            (-1.0, experts.gathered),
+            (1.0, own.gradients),
+            (1.0, own.held),
+        ]
+        state += [*self.sums.below(place, "held"), (1.0, experts.reducing)]
+        happens = place.happens & self.wraps
+        self.peak.add(
+            "reduce", [*state, (1.0, experts.accumulated), (1.0, experts.shuffled_accumulated)], happens
+        )
+        state.append((1.0, experts.last_accumulated))
+        self.peak.add("reduce", [*state, (1.0, experts.written), (1.0, experts.quotient)], happens)
+        self.peak.add("reduce", [*state, (1.0, experts.reduced), (1.0, experts.gradients)], happens)

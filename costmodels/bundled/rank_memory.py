@@ -1,0 +1,132 @@
+"""Bytes on a device of each pipeline rank of the bundled runtime, at the peak of a step."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from costmodels.bundled.accumulation import accumulation_peak
+from costmodels.bundled.groups import (
+    Shape,
+    embedding_shapes,
+    expert_shapes,
+    group_of,
+    head_shapes,
+    layer_shapes,
+)
+from costmodels.bundled.moments import Bytes, Count, Peak
+from costmodels.bundled.pipeline_steps import pipeline_peak
+from costmodels.bundled.replay import ACTIVATIONS, COMMUNICATION, KINDS, LOGITS, PARAMETERS, TEMPORARIES
+from costmodels.bundled.sizes import tensor_sizes
+from costmodels.bundled.stage_sums import Kind, Stage, Terms
+from costmodels.bundled.states import GroupBytes, group_bytes, wraps_parameters
+from costmodels.bundled.units import units_of
+from costmodels.model_spec import ModelSpec
+from costmodels.optimizer import layer_state
+from costmodels.pipeline import all_ranks, ranks_entry
+from costmodels.table import CONTEXT_FORMS, OPTIMIZERS, RECOMPUTE_METHODS, Bools, Floats, LayoutTable
+
+
+def covers(model: ModelSpec, table: LayoutTable) -> Bools:
+    """Rows whose bytes this package knows, when layers are not compiled."""
+    wide = table.precision in ("fp32", "tf32")
+    plain = table.precision != "fp8"
+    # Grouped queries in fp32 have no fused kernel, and neither has what context parallelism makes of fp32.
+    plain &= not (wide and model.kv_heads < model.heads) and model.head_dim % 8 == 0
+    result: Bools = np.full(len(table), plain) & ~table.offload_activations & ~table.offload_optimizer
+    if model.experts:
+        # Groups of experts, and parameters that nothing wraps, are not known.
+        result &= wraps_parameters(table, True) & (model.router.groups == 1)
+    result &= table.virtual_pipeline_parallel == 1
+    result &= (table.context_parallel == 1) | (not wide)
+    result &= table.context_parallel_form != CONTEXT_FORMS.index("ring")
+    result &= (table.recompute_method == RECOMPUTE_METHODS.index("uniform")) & (
+        table.recompute_num_layers == 1
+    )
+    return result & np.isin(table.optimizer, [OPTIMIZERS.index(kind) for kind in ("adam", "sgd")])
+
+
+def rank_peaks(model: ModelSpec, table: LayoutTable) -> tuple[Floats, Floats]:
+    """Bytes of tensors on a device of each pipeline rank at the peak of a step of eager layers.
+
+    Args:
+        table: rows that `covers`.
+
+    Returns:
+        Totals [n, k] and their compositions [kinds, n, k] in the order of `KINDS`, for k pipeline ranks; 0
+        for ranks that a row does not have.
+    """
+    ranks = int(table.pipeline_parallel.max(initial=1))
+    totals, compositions = np.zeros((len(table), ranks)), np.zeros((len(KINDS), len(table), ranks))
+    for pipeline in np.unique(table.pipeline_parallel):
+        rows = np.flatnonzero(table.pipeline_parallel == pipeline)
+        total, composition = moments_of_ranks(model, table.take(rows)).highest()
+        totals[rows, :pipeline] = total
+        compositions[:, rows, :pipeline] = composition
+    return totals, compositions
+
+
+def moments_of_ranks(model: ModelSpec, table: LayoutTable) -> Peak:
+    """Moments of the ranks of rows with the same number of pipeline ranks: [n, k]."""
+    units = units_of(model, table)
+    wraps = wraps_parameters(table, model.experts > 0)
+    pipeline = int(table.pipeline_parallel.max())
+    ranks = [all_ranks(*ranks_entry(model, table, row)) for row in range(len(table))]
+    layers = {kind: np.array([getattr(each, kind) for each in ranks]) for kind in ("dense", "moe")}
+    is_first, is_last = (np.array([getattr(each, name) for each in ranks]) > 0 for name in ("first", "last"))
+    shards = table.zero_shards.astype(np.float64)
+    replicas, state = table.replicas / shards, layer_state(table)
+
+    def group(shapes: list[Shape]) -> GroupBytes:
+        return group_bytes(table, group_of(shapes, shards), wraps, replicas, state)
+
+    kinds = [Kind(layers["dense"], units["dense"], group(layer_shapes(model, table, moe=False)))]
+    if model.moe_layers:
+        own = table.expert_shards.astype(np.float64)
+        routed = group_of(expert_shapes(model, table), own, any_side=True)
+        experts = group_bytes(table, routed, wraps, table.expert_replicas / own, state)
+        kinds.append(Kind(layers["moe"], units["moe"], group(layer_shapes(model, table, moe=True)), experts))
+        kinds = kinds[model.dense_layers == 0 :]
+    embedding, head = (
+        embedding_shapes(model, table),
+        head_shapes(model, table, pipeline > 1 or not model.tied),
+    )
+    sizes = tensor_sizes(model, table)
+    residual, message, saved = (
+        Bytes.of_kind(kind, sizes["residual"]) for kind in (TEMPORARIES, COMMUNICATION, ACTIVATIONS)
+    )
+    logits = Bytes.of_kind(LOGITS, sizes["logits"])
+    ends: list[tuple[Count, GroupBytes]] = [
+        (is_first * 1.0, group(embedding)),
+        (is_last * 1.0, group(head)),
+    ]
+    if pipeline == 1:
+        ends = [(1.0, group([*embedding, *head]))]
+    stage = Stage(kinds, units["first"], units["last"], ends, residual, message, saved, logits)
+    fixed = [*_fixed(model, table, is_first, is_last), *stage.roots("kept"), *stage.roots("state")]
+    for kind in kinds:
+        for group_of_kind in (kind.group, kind.experts):
+            if group_of_kind is not None:
+                fixed += [(kind.count, group_of_kind.kept), (kind.count, group_of_kind.state)]
+    if pipeline == 1:
+        return accumulation_peak(table, fixed, stage, wraps)
+    ahead = pipeline - np.arange(pipeline)[None, :].astype(np.float64)
+    return pipeline_peak(table, fixed, stage, is_first, is_last, ahead, wraps)
+
+
+def _fixed(model: ModelSpec, table: LayoutTable, is_first: Bools, is_last: Bools) -> Terms:
+    """Rotary tables, positions, token ids and labels."""
+    seq = model.seq / table.context_parallel
+    rows = table.micro_batches * table.micro_batch_size
+    mla = model.latent_attention
+    rotary = (
+        (model.position == "rope") * 2 * 4 * seq * (model.head_dim if mla is None else mla.qk_rope_head_dim)
+    )
+    ids, saves = 8 * rows * seq, table.tensor_parallel == 1
+    return [
+        (1.0, Bytes.of_kind(PARAMETERS, rotary)),
+        (is_first * 1.0, Bytes.of_kind(PARAMETERS, 8 * seq)),
+        (is_first * 1.0, Bytes.of_kind(ACTIVATIONS, ids * saves)),
+        (is_first * 1.0, Bytes.of_kind(TEMPORARIES, ids * ~saves)),
+        (1.0 - is_first, Bytes.of_kind(TEMPORARIES, ids)),
+        (1.0, Bytes.of_kind(TEMPORARIES, ids)),
+    ]

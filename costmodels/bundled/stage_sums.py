@@ -1,0 +1,189 @@
+"""Sums over the layers of a pipeline stage."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from costmodels.bundled.moments import Bytes, Count, Term
+from costmodels.bundled.states import GroupBytes
+from costmodels.bundled.units import UnitBytes
+from costmodels.table import Bools, Floats
+
+Terms = list[Term]
+
+
+@dataclass(frozen=True)
+class Kind:
+    """Layers of one kind, in a row."""
+
+    count: Floats
+    """How many, [n, k]."""
+    unit: UnitBytes
+    group: GroupBytes
+    """Parameters that are wrapped together with the layer."""
+    experts: GroupBytes | None = None
+    """Routed experts, which are wrapped apart."""
+
+
+@dataclass(frozen=True)
+class Stage:
+    """What one pipeline stage is made of."""
+
+    kinds: list[Kind]
+    """In the order of the model."""
+    first: UnitBytes
+    last: UnitBytes
+    ends: list[tuple[Count, GroupBytes]]
+    """Parameters of embedding and head, and where they are."""
+    residual: Bytes
+    """An activation between layers, or its gradient."""
+    message: Bytes
+    """The same as pipeline stages exchange it."""
+    saved: Bytes
+    """The same as a layer saves it."""
+    logits: Bytes
+    """Of one micro batch."""
+
+    def roots(self, what: str, factor: Count = 1.0) -> Terms:
+        """Something of the parameters of embedding and head."""
+        return [(count * factor, getattr(group, what)) for count, group in self.ends]
+
+
+@dataclass(frozen=True)
+class Place:
+    """One layer of a stage: the kind at `index`, of which `below` layers come before."""
+
+    index: int
+    below: Count
+    happens: Bools
+
+
+def _less(count: Floats, number: int) -> Floats:
+    result: Floats = np.maximum(count - number, 0.0)
+    return result
+
+
+class Sums:
+    """Sums over the layers of a stage."""
+
+    def __init__(self, stage: Stage) -> None:
+        self.stage = stage
+
+    def places(self) -> Iterator[Place]:
+        """The layers that can be at work at a peak: of each kind the last and the first one, and as the first
+        layer of all has none before it and the last one none after it, those beside them."""
+        for index, kind in enumerate(self.stage.kinds):
+            yield Place(index, _less(kind.count, 1), kind.count > 0)
+            yield Place(index, 0.0, kind.count > 1)
+            yield Place(index, _less(kind.count, 2), kind.count > 2)
+            yield Place(index, 1.0, kind.count > 3)
+
+    def all(self, what: str, factor: Count = 1.0) -> Terms:
+        """Something of all layers."""
+        return [(kind.count * factor, value(kind, what)) for kind in self.stage.kinds]
+
+    def below(self, place: Place, what: str, factor: Count = 1.0, own: float = 0.0) -> Terms:
+        """Of the layers before one, and `own` times of itself."""
+        kinds = self.stage.kinds
+        terms: Terms = [(kind.count * factor, value(kind, what)) for kind in kinds[: place.index]]
+        return [*terms, ((place.below + own) * factor, value(kinds[place.index], what))]
+
+    def above(self, place: Place, what: str, factor: Count = 1.0) -> Terms:
+        """Of the layers after one."""
+        kinds = self.stage.kinds
+        kind = kinds[place.index]
+        terms: Terms = [((kind.count - place.below - 1) * factor, value(kind, what))]
+        return terms + [(kind.count * factor, value(kind, what)) for kind in kinds[place.index + 1 :]]
+
+    def next(self, place: Place, what: str, factor: Count = 1.0) -> Terms:
+        """Of the layer after one, if there is one."""
+        kinds = self.stage.kinds
+        kind = kinds[place.index]
+        same: Count = (kind.count - place.below > 1) * 1.0
+        terms: Terms = [(same * factor, value(kind, what))]
+        missing: Count = 1.0 - same
+        for later in kinds[place.index + 1 :]:
+            is_next = missing * (later.count > 0)
+            terms.append((is_next * factor, value(later, what)))
+            missing = missing - is_next
+        return terms
+
+    def previous(self, place: Place, what: str, factor: Count = 1.0) -> Terms:
+        """Of the layer before one, if there is one."""
+        kinds = self.stage.kinds
+        same: Count = (np.asarray(place.below) > 0) * 1.0
+        terms: Terms = [(same * factor, value(kinds[place.index], what))]
+        missing: Count = 1.0 - same
+        for earlier in reversed(kinds[: place.index]):
+            is_previous = missing * (earlier.count > 0)
+            terms.append((is_previous * factor, value(earlier, what)))
+            missing = missing - is_previous
+        return terms
+
+    def is_lowest(self, place: Place) -> Count:
+        """1 where no layer comes before one, else 0."""
+        before = sum((kind.count for kind in self.stage.kinds[: place.index]), np.asarray(place.below))
+        result: Floats = (before == 0) * 1.0
+        return result
+
+    def highest(self, what: str, factor: Count = 1.0) -> Terms:
+        """Of the last layer."""
+        missing: Count = 1.0
+        terms: Terms = []
+        for kind in reversed(self.stage.kinds):
+            is_last = missing * (kind.count > 0)
+            terms.append((is_last * factor, value(kind, what)))
+            missing = missing - is_last
+        return terms
+
+    def lowest(self, what: str) -> Terms:
+        """Of the first layer."""
+        missing: Count = 1.0
+        terms: Terms = []
+        for kind in self.stage.kinds:
+            is_first = missing * (kind.count > 0)
+            terms.append((is_first, value(kind, what)))
+            missing = missing - is_first
+        return terms
+
+
+PERSISTENT = ("kept", "state", "gathered", "accumulated", "gradients", "held", "stuck")
+"""What experts have besides the rest of their layer at the same time."""
+
+
+def value(kind: Kind, what: str) -> Bytes:
+    """Something of a unit or of its parameters; `tail` is the last buffer that a layer gathers in."""
+    if what == "tail":
+        return (kind.experts or kind.group).buffer
+    if what in kind.unit.held:
+        return kind.unit.held[what]
+    own: Bytes = getattr(kind.group, what)
+    if kind.experts is None:
+        return own
+    more: Bytes = getattr(kind.experts, what)
+    return own.plus(more) if what in PERSISTENT else own
+
+
+def first_passes(kind: Kind, field: str = "forward") -> list[Terms]:
+    """Forward of a layer that gathers, besides all that it gathers: with what it gathered from last."""
+    group, experts = kind.group, kind.experts
+    if experts is None:
+        return [[(1.0, group.buffer), (1.0, value(kind, field))]]
+    # Its experts are on their way while the rest computes.
+    early: Terms = [(1.0, group.buffer), (-1.0, experts.gathered), (1.0, experts.buffer)]
+    return [
+        [*early, (1.0, value(kind, f"{field}_before"))],
+        [(1.0, experts.buffer), (1.0, experts.moving), (1.0, value(kind, f"{field}_at"))],
+        [(1.0, experts.buffer), (1.0, value(kind, f"{field}_after"))],
+    ]
+
+
+def converting_passes(kind: Kind, field: str, converts: bool) -> list[Terms]:
+    """The first backward of a layer, whose experts' gradients change their number format before it ends."""
+    if kind.experts is None:
+        return [[(1.0, value(kind, field))]]
+    after = kind.experts.accumulated if converts else kind.experts.fresh
+    return [[(1.0, value(kind, f"{field}_before"))], [(1.0, value(kind, f"{field}_after")), (1.0, after)]]

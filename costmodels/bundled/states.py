@@ -1,0 +1,147 @@
+"""What FSDP2 and the optimizer hold for the parameters of a group, and the buffers of their exchange."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from costmodels.bundled.groups import Group
+from costmodels.bundled.moments import Bytes
+from costmodels.bundled.replay import COMMUNICATION, GRADIENTS, KINDS, OPTIMIZER, PARAMETERS
+from costmodels.table import Bools, Floats, LayoutTable
+
+MASTER = 4.0
+"""Bytes of a parameter, and of its gradient, as the optimizer sees it."""
+
+
+@dataclass(frozen=True)
+class GroupBytes:
+    """Bytes of one group of parameters; 0 where a row does not wrap its parameters, unless it says else."""
+
+    kept: Bytes
+    """Parameters as the optimizer sees them, whether wrapped or not."""
+    state: Bytes
+    """Of the optimizer, whether wrapped or not."""
+    gathered: Bytes
+    """Copies that compute."""
+    buffer: Bytes
+    """What an all-gather writes to, before it is copied to where it is used."""
+    cast: Bytes
+    """What it sends, in the number format that travels."""
+    fresh: Bytes
+    """Whole gradients as backward makes them."""
+    converted: Bytes
+    """What there is besides the latter when most of both is there, while one becomes the other."""
+    accumulated: Bytes
+    """Whole gradients of several micro batches."""
+    reducing: Bytes
+    """What a reduce-scatter reads."""
+    written: Bytes
+    """What it writes: the gradients, or what becomes them."""
+    reduced: Bytes
+    """The latter."""
+    added: Bytes
+    added_cast: Bytes
+    """What it writes to be added to gradients that are there, and what changes its number format for that."""
+    held: Bytes
+    """What an all-reduce keeps of it to the end of backward."""
+    last_fresh: Bytes
+    last_accumulated: Bytes
+    """The last of the gradients, fresh or accumulated, which FSDP2 holds until they are reduced."""
+    stuck: Bytes
+    """What an all-reduce keeps of what is added to the gradients of other micro batches."""
+    shuffled_fresh: Bytes
+    shuffled_accumulated: Bytes
+    """What changes when gradients, fresh or accumulated, are copied to the order of the ranks."""
+    moving: Bytes
+    """Gathered parameters in the order of the ranks that share them."""
+    quotient: Bytes
+    """A copy of what is reduced, where nothing is scattered."""
+    gradients: Bytes
+    """This rank's, reduced."""
+
+
+def wraps_parameters(table: LayoutTable, has_experts: bool) -> Bools:
+    """Rows whose parameters FSDP2 manages (`runtime.data_parallel.needs_data_parallel`)."""
+    narrow = table.precision not in ("fp32", "tf32")
+    result: Bools = (table.replicas > 1) | table.offload_optimizer | narrow
+    return result | (table.expert_replicas > 1) if has_experts else result
+
+
+def element_widths(table: LayoutTable) -> tuple[float, float]:
+    """Bytes of a parameter that computes, and of a gradient that is reduced."""
+    return (
+        4.0 if table.precision in ("fp32", "tf32") else 2.0,
+        2.0 if table.gradient_reduction == "bf16" else 4.0,
+    )
+
+
+def _converting(group: Group, width: float, reduced: float) -> Floats:
+    """Bytes beyond the converted gradients while they are converted one after the other."""
+    before, highest = np.zeros_like(group.whole), np.zeros_like(group.whole)
+    for elements in group.elements:
+        after = before + elements
+        highest = np.maximum(highest, reduced * after + width * (group.whole - before))
+        before = after
+    return highest - reduced * group.whole
+
+
+def _shuffled(width: Floats, group: Group) -> Bytes:
+    """Copies instead of all gradients but the last, which FSDP2 still holds."""
+    composition = np.zeros((len(KINDS), len(width)))
+    composition[COMMUNICATION] = width * group.whole
+    composition[GRADIENTS] = -width * (group.whole - group.last)
+    return Bytes.of_shapes(composition, np.arange(len(width)))
+
+
+def converts_gradients(table: LayoutTable) -> bool:
+    """Whether gradients are reduced in another number format than backward makes them in."""
+    made = {"fp32": "fp32", "tf32": "fp32", "fp16": "fp16"}.get(table.precision, "bf16")
+    return made != table.gradient_reduction
+
+
+def group_bytes(
+    table: LayoutTable, group: Group, wraps: Bools, replicas: Floats, state: Floats
+) -> GroupBytes:
+    """Bytes of a group.
+
+    Args:
+        replicas: copies of each shard.
+        state: bytes of the optimizer for each parameter.
+    """
+    width, reduced = element_widths(table)
+    on = wraps.astype(np.float64)
+    split = on * (group.shards > 1)
+    own = np.where(wraps, group.own, group.whole)
+    all_reduces = (table.zero_stage == 0) | (replicas > 1)
+    communication = {
+        "gathered": width * on * group.padded,
+        "buffer": width * split * group.padded,
+        "cast": width * split * group.own * (width != MASTER)
+        + width * (on - split) * group.largest * (width != MASTER),
+        "reducing": reduced * on * group.padded,
+        "reduced": reduced * on * group.own * (reduced != MASTER),
+        "added": reduced * on * group.own,
+        "added_cast": (reduced + MASTER) * on * group.own * (reduced != MASTER),
+        "held": reduced * on * group.own * all_reduces * (reduced != MASTER),
+        "stuck": reduced * on * group.own * all_reduces,
+        "quotient": reduced * (on - split) * group.padded,
+    }
+    return GroupBytes(
+        kept=Bytes.of_kind(PARAMETERS, MASTER * own),
+        state=Bytes.of_kind(OPTIMIZER, state * own),
+        fresh=Bytes.of_kind(GRADIENTS, width * group.whole),
+        converted=Bytes.of_kind(
+            GRADIENTS, on * _converting(group, width, reduced) * converts_gradients(table)
+        ),
+        shuffled_fresh=_shuffled(width * split * group.moved, group),
+        shuffled_accumulated=_shuffled(reduced * split * group.moved, group),
+        moving=Bytes.of_kind(COMMUNICATION, width * split * group.moved * group.padded),
+        last_fresh=Bytes.of_kind(GRADIENTS, width * split * group.last),
+        last_accumulated=Bytes.of_kind(GRADIENTS, reduced * split * group.last),
+        accumulated=Bytes.of_kind(GRADIENTS, np.where(wraps, reduced, width) * group.whole),
+        written=Bytes.of_kind(COMMUNICATION if reduced != MASTER else GRADIENTS, reduced * on * group.own),
+        gradients=Bytes.of_kind(GRADIENTS, MASTER * on * group.own),
+        **{name: Bytes.of_kind(COMMUNICATION, size) for name, size in communication.items()},
+    )

@@ -1,0 +1,174 @@
+"""Tapes of the units of a model, and their bytes for many layouts at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+
+from costmodels.bundled.experts import mixture
+from costmodels.bundled.latent import LatentLayer
+from costmodels.bundled.layers import Ends, Layer
+from costmodels.bundled.replay import (
+    ACTIVATIONS,
+    COMMUNICATION,
+    GRADIENTS,
+    KINDS,
+    TEMPORARIES,
+    Leaf,
+    Leaves,
+    SharedLeaf,
+    Storage,
+    Tape,
+    Tensor,
+    run_backward,
+)
+from costmodels.bundled.sizes import Sizes
+from costmodels.bundled.structure import (
+    BIASES,
+    EXPERT_BIASES,
+    HEAD_WIDTH,
+    RESIDUAL,
+    WEIGHTS,
+    WIDTH,
+    Structure,
+)
+from costmodels.table import Floats
+
+Part = tuple[tuple[int, str, float], ...]
+"""Changes between two moments: kind, name of a size and factor."""
+
+
+@dataclass(frozen=True)
+class UnitTape:
+    """One unit, forward and backward; its input belongs to it, its output to the next one."""
+
+    passes: dict[str, Part]
+    """forward; backward, with weights whose gradients are there already, to which those of another micro
+    batch are added in place; first_backward, with weights that have none. handed_forward: its result is a
+    message. handed_backward and handed_first: somebody else holds the gradient of the result."""
+    marks: dict[str, dict[str, int]]
+    """Changes of a pass before something happens, by pass and what it is."""
+
+
+def part_of(tape: Tape, start: int, end: int | None = None) -> Part:
+    """The changes of a tape between two places."""
+    return tuple((tape.kinds[number], name, factor) for number, name, factor in tape.changes[start:end])
+
+
+def evaluate(
+    part: Part, sizes: Sizes, rows: int, start: int = 0, end: int | None = None
+) -> tuple[Floats, Floats]:
+    """The composition at the highest total of `part`, and after its changes up to `end`, both [kinds, n].
+
+    Args:
+        start: changes after which the highest total counts.
+        end: and before which.
+    """
+    part = part[:end]
+    if len(part) <= start:
+        return np.zeros((len(KINDS), rows)), np.zeros((len(KINDS), rows))
+    names = {name: index for index, name in enumerate(dict.fromkeys(name for _, name, _ in part))}
+    values = np.stack([np.broadcast_to(sizes[name], rows) for name in names])
+    factors = np.array([factor for *_, factor in part])[:, None]
+    changes = factors * values[[names[name] for _, name, _ in part]]
+    kinds = np.array([kind for kind, *_ in part])
+    highest = start + changes.cumsum(axis=0)[start:].argmax(axis=0)
+    counted = np.where(np.arange(len(part))[:, None] <= highest, changes, 0.0)
+    compositions = [
+        np.stack([held[kinds == kind].sum(axis=0) for kind in range(len(KINDS))])
+        for held in (counted, changes)
+    ]
+    return compositions[0], compositions[1]
+
+
+VECTORS = {
+    "width": WIDTH,
+    "head_width": HEAD_WIDTH,
+    "shared_bias": ("shared_bias", 1.0),
+    **{f"{name}_bias": size for name, size in (BIASES | EXPERT_BIASES).items()},
+}
+"""Gradients of small parameters."""
+
+VARIANTS = (
+    ("backward", False, False),
+    ("first_backward", True, False),
+    ("handed_backward", False, True),
+    ("handed_first", True, True),
+)
+"""Backward passes: whether they are a weight's first, and whether somebody else holds the gradient."""
+
+ENDS = ("tokens", "positions", "head")
+"""Weights that no layer has."""
+
+
+@lru_cache(maxsize=1024)
+def layer_tape(structure: Structure) -> UnitTape:
+    """One layer."""
+    kind, inner = LatentLayer if structure.latent else Layer, mixture if structure.experts else None
+    names = (*(name for name in WEIGHTS if name not in ENDS), *VECTORS)
+    return _replayed(structure, names, lambda leaves, x: kind(structure, leaves, inner).forward(x))
+
+
+@lru_cache(maxsize=256)
+def head_tape(structure: Structure) -> UnitTape:
+    """Final norm, output matrix and loss."""
+    return _replayed(structure, ("head", "width"), lambda leaves, x: Ends(structure, leaves).loss(x))
+
+
+@lru_cache(maxsize=256)
+def embedding_tape(structure: Structure, learned: bool) -> UnitTape:
+    """Token and position embeddings; their input, which has no gradient, is of no size."""
+    names = ("tokens", "positions") if learned else ("tokens",)
+    return _replayed(structure, names, lambda leaves, x: Ends(structure, leaves).embed(x), has_input=False)
+
+
+def _replayed(
+    structure: Structure,
+    names: tuple[str, ...],
+    run: Callable[[dict[str, Leaf], Tensor], Tensor],
+    has_input: bool = True,
+) -> UnitTape:
+    """The tape of a unit."""
+    passes, marks = {}, {}
+    for backward, first, handed in VARIANTS:
+        tape = Tape()
+        leaves = {name: _leaf(tape, structure, name, first) for name in names}
+        if first:
+            tape.drops["experts_done"] = [
+                leaf.drop for name, leaf in leaves.items() if name.startswith("expert_")
+            ]
+        kind = ACTIVATIONS if has_input else TEMPORARIES
+        x = Storage(tape, RESIDUAL if has_input else ("nothing", 1.0), kind)
+        start = len(tape.changes) - 1
+        out = run(leaves, Tensor(x, (Leaf(None, TEMPORARIES), 0) if has_input else None))
+        del x
+        size, edge = out.size, out.edge
+        out.storage.become(COMMUNICATION if handed else ACTIVATIONS)
+        del out
+        middle = len(tape.changes)
+        assert edge is not None
+        gradient = Storage(tape, size)
+        turn = len(tape.changes) if handed else middle
+        roots = [(edge, gradient)]
+        del edge
+        if not handed:
+            del gradient
+        run_backward(tape, roots)
+        end = len(tape.changes)
+        forward = "handed_forward" if handed else "forward"
+        passes[forward], passes[backward] = part_of(tape, start, middle), part_of(tape, turn, end)
+        marks[forward] = {name: at - start for name, at in tape.marks.items() if at <= middle}
+        marks[backward] = {name: at - turn for name, at in tape.marks.items() if at > middle}
+    return UnitTape(passes, marks)
+
+
+def _leaf(tape: Tape, structure: Structure, name: str, first: bool) -> Leaf:
+    if first and name in VECTORS:
+        return Leaves()
+    gradient = None if first else Storage(tape, (VECTORS | WEIGHTS)[name], GRADIENTS)
+    if not structure.tied or name not in ("tokens", "head"):
+        return Leaf(gradient)
+    return SharedLeaf(gradient, Storage(tape, WEIGHTS[name]) if name == "tokens" else None)

@@ -1,0 +1,104 @@
+"""`Choice`: some of the values of a degree of freedom, such as `2..8`, `1,2,4` or all but those forbidden."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from costmodels.errors import InputError
+
+Value = int | bool | str
+AnyValue = TypeVar("AnyValue", bound=Value)
+
+EXAMPLES = "such as 2..8, ..4 or 2,4"
+
+
+@dataclass(frozen=True)
+class Span:
+    """Whole numbers from `low` to `high`, both included; an end that is None is open."""
+
+    low: int | None
+    high: int | None
+
+    def __contains__(self, value: object) -> bool:
+        number = int(str(value))
+        return (self.low is None or number >= self.low) and (self.high is None or number <= self.high)
+
+    def __str__(self) -> str:
+        return "..".join("" if end is None else str(end) for end in (self.low, self.high))
+
+
+Wanted = Span | tuple[Value, ...]
+"""Values of which a degree may have any."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The values that pins and what is forbidden leave to a degree."""
+
+    wanted: Wanted | None = None
+    """Any if None."""
+    forbidden: tuple[Wanted, ...] = ()
+
+    def holds(self, value: Value) -> bool:
+        """Whether a degree may have `value`."""
+        wanted = self.wanted is None or value in self.wanted
+        return wanted and not any(value in group for group in self.forbidden)
+
+    def of(self, name: str, values: Iterable[AnyValue]) -> Sequence[AnyValue]:
+        """Those of `values`, which are all that the job has for degree `name`, that may be.
+
+        Raises `InputError` when none may.
+        """
+        every = list(values)
+        left = [value for value in every if self.holds(value)]
+        if not left:
+            known = ", ".join(map(str, every[:MOST_SHOWN])) + ", ..." * (len(every) > MOST_SHOWN)
+            raise InputError(f"pin {name}={self}: leaves none of the values that this job has: {known}")
+        return left
+
+    def __str__(self) -> str:
+        parts = [] if self.wanted is None else [_words(self.wanted)]
+        parts += ["not " + _words(group) for group in self.forbidden]
+        return " but ".join(parts)
+
+
+MOST_SHOWN = 32
+"""Values of a degree that a message lists."""
+
+
+def chosen(pins: Mapping[str, Any], name: str, values: Sequence[Any]) -> Sequence[Any]:
+    """Those of `values` that a pin of degree `name` leaves: its own, the ones of its `Choice`, or all.
+
+    Raises `InputError` when a `Choice` leaves none.
+    """
+    pin = pins.get(name)
+    if isinstance(pin, Choice):
+        return pin.of(name, values)
+    return values if pin is None else (pin,)
+
+
+def _words(group: Wanted) -> str:
+    return str(group) if isinstance(group, Span) else ",".join(map(str, group))
+
+
+def span(text: str) -> Span | None:
+    """The range that `text` is, None where it is none.
+
+    >>> span("2..8")
+    Span(low=2, high=8)
+
+    Raises `ValueError` for an end that is no whole number of at least 0, for no end, and for a range that
+    holds no number.
+    """
+    low, dots, high = (part.strip() for part in text.partition(".."))
+    if not dots:
+        return None
+    ends = [int(end) if end else None for end in (low, high)]
+    if not all(end.isascii() and end.isdigit() for end in (low, high) if end) or ends == [None, None]:
+        raise ValueError(text)
+    found = Span(*ends)
+    if found.low is not None and found.high is not None and found.low > found.high:
+        raise ValueError(text)
+    return found

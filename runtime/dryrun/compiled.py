@@ -1,0 +1,289 @@
+"""Compiled layers without a compiler: PyTorch's own graphs, of which only the memory is made.
+
+Dynamo, AOTAutograd and Inductor's passes and partitioner run as for the device, so that a layer saves what
+the compiled one does. Code is not generated. Each graph runs node by node and makes the buffers that
+Inductor's code would:
+
+- matrix products, attention, collectives and all else that Inductor calls as a kernel of its own read and
+  write buffers;
+- element-wise operations are computed where they are read, and have a buffer only if such a kernel reads them
+  or the graph returns them; so do copies and casts;
+- reductions write theirs, and read what is element-wise without a buffer;
+- views share the buffer of what they show; a sum over ranks is made in place where nothing else reads it;
+- a buffer lives to its last reader, also one that reads through element-wise operations.
+
+Inductor may besides use a buffer that is read for the last time for what is written (in place), and order
+kernels anew to save memory; neither is done here, which makes temporaries within a layer larger by up to a
+few tensors of its inputs' size.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor, fx
+from torch.utils import _pytree as pytree
+
+from runtime.dryrun.tracker import Tracker
+
+SETTINGS = {
+    # Would try out matrix products on the device.
+    "shape_padding": False,
+    # Looks for attention that is not written as such; takes seconds to get ready.
+    "pattern_matcher": False,
+    # Computes constants on the device.
+    "joint_graph_constant_folding": False,
+    "fx_graph_cache": False,
+    # No code is made, so nobody needs to wait for it.
+    "compile_threads": 1,
+}
+"""Of Inductor."""
+
+INLINED = {
+    "expand",
+    "clone",
+    "full",
+    "full_like",
+    "zeros",
+    "ones",
+    "zeros_like",
+    "ones_like",
+    "scalar_tensor",
+    "arange",
+    "iota",
+    "embedding",
+    "gather",
+    "index",
+    "index_select",
+    "constant_pad_nd",
+    "slice_scatter",
+    "select_scatter",
+    "convert_element_type",
+    "_to_copy",
+    "empty",
+    "rev",
+    "flip",
+    "repeat",
+}
+"""Operators that Inductor computes where they are read, besides those that PyTorch calls pointwise."""
+
+REDUCTIONS = {
+    "sum",
+    "mean",
+    "amax",
+    "amin",
+    "var_mean",
+    "var",
+    "prod",
+    "any",
+    "all",
+    "argmax",
+    "cat",
+    "logsumexp",
+}
+"""Operators whose result has a buffer, and whose inputs need none; `cat` is one, since its parts are written
+where they belong."""
+
+ALIASES = {"_unsafe_view", "reshape", "wait_tensor", "lift_fresh", "alias"}
+"""Operators that share memory besides those that PyTorch calls views."""
+
+READERS = ("kernel", "output")
+"""Kinds of nodes that read buffers only."""
+
+SUMS = "_c10d_functional::all_reduce"
+
+KINDS = (("attention_norm", "norm"), ("mlp_norm", "norm"), ("attention", "attention"), ("mlp", "mlp"))
+"""Parts of a block by the name of the module that holds them."""
+
+
+@contextmanager
+def compiled_layers(tracker: Tracker) -> Iterator[None]:
+    """Let `torch.compile` make functions that only make memory, while this lasts."""
+    import torch._dynamo
+    import torch._functorch.config as functorch_config
+    import torch._inductor.config as inductor_config
+    from torch._functorch import partitioners
+
+    compile = torch.compile
+
+    def backend(graph: fx.GraphModule, inputs: Sequence[Any]) -> Any:
+        from torch._inductor.compile_fx import compile_fx
+
+        return compile_fx(graph, list(inputs), inner_compile=lambda gm, _, **kwargs: boxed(gm, tracker))
+
+    def made(function: Any, **_: Any) -> Any:
+        # Of one size each time: rows of experts come evenly in a dry run.
+        return compile(function, backend=backend, dynamic=False)
+
+    with ExitStack() as stack:
+        stack.enter_context(inductor_config.patch(SETTINGS))
+        stack.enter_context(functorch_config.patch({"enable_autograd_cache": False}))
+        stack.enter_context(patch.object(torch, "compile", made))
+        # Attention that is computed again has no dropout, and needs no random numbers of the device.
+        stack.enter_context(
+            patch.object(
+                partitioners, "functionalize_rng_ops", lambda _, forward, backward, *rest: (forward, backward)
+            )
+        )
+        torch._dynamo.reset()
+        yield
+        torch._dynamo.reset()
+
+
+def boxed(graph: fx.GraphModule, tracker: Tracker) -> Any:
+    """A function of a list of inputs, which it empties, that makes the outputs of `graph`."""
+    steps = plan(graph)
+
+    def run(inputs: list[Any]) -> Any:
+        values: dict[fx.Node, Any] = {}
+        inside: dict[fx.Node, list[int]] = {}
+        given = list(reversed(inputs))
+        inputs.clear()
+        for step in steps:
+            node = step.node
+            if node.op == "placeholder":
+                values[node] = given.pop()
+            elif node.op == "output":
+                return fx.node.map_arg(node.args[0], values.__getitem__)
+            elif step.returned:
+                with tracker.scope(layer=step.layer):
+                    values[node] = made(step, values)
+            elif step.in_place:
+                inside[node] = inside.pop(summed(node), [])
+            else:
+                inside[node] = [tracker.open(size) for size in step.sizes]
+            for dead in step.last:
+                values.pop(dead, None)
+                for number in inside.pop(dead, ()):
+                    tracker.close(number)
+        raise AssertionError("a graph ends with its outputs")
+
+    run._boxed_call = True  # type: ignore[attr-defined]
+    return run
+
+
+@dataclass(eq=False)
+class Step:
+    """What one node of a graph does to memory."""
+
+    node: fx.Node
+    kind: str
+    layer: str
+    name: str
+    makes: bool = False
+    """It has a buffer, or shows one."""
+    returned: bool = False
+    """Its buffer outlives the graph."""
+    sizes: list[int] = field(default_factory=list)
+    """Bytes of its own buffers that do not."""
+    in_place: bool = False
+    reads: set[fx.Node] = field(default_factory=set)
+    """Nodes whose buffers it reads, also through nodes that have none."""
+    last: list[fx.Node] = field(default_factory=list)
+    """Nodes that nothing reads after it."""
+
+
+def plan(graph: fx.GraphModule) -> list[Step]:
+    """What each node of `graph` does, in order."""
+    steps = {node: Step(node, kind_of(node), layer_of(node), name_of(node)) for node in graph.graph.nodes}
+    read_as_buffer: set[fx.Node] = set()
+    for node in reversed(steps):
+        users = [(user, steps[user].kind) for user in node.users]
+        if any(
+            kind in ("kernel", "output") or (kind == "view" and user in read_as_buffer)
+            for user, kind in users
+        ):
+            read_as_buffer.add(node)
+    for node, step in steps.items():
+        sources = [steps[source] for source in node.all_input_nodes]
+        if step.kind == "view":
+            step.makes = sources[0].makes
+        else:
+            step.makes = step.kind != "inlined" or node in read_as_buffer
+        for source in sources:
+            step.reads |= {source.node} if source.makes else set()
+            step.reads |= source.reads if source.kind == "view" or not source.makes else set()
+    seen: set[fx.Node] = set()
+    for step in reversed(steps.values()):
+        if step.makes or step.kind == "output":
+            step.last = [node for node in step.reads if node not in seen]
+            seen |= step.reads
+            if step.node not in seen:
+                step.last.append(step.node)
+        step.in_place = step.name.startswith(SUMS) and summed(step.node) in step.last
+        step.in_place = step.in_place and steps[summed(step.node)].kind != "input"
+    for step in reversed(steps.values()):
+        step.returned = step.returned or step.kind == "output"
+        for source in [steps[source] for source in step.node.all_input_nodes] if step.returned else ():
+            source.returned = source.returned or step.kind in ("output", "view") or step.in_place
+    for step in steps.values():
+        if step.makes and not (step.returned or step.in_place or step.kind in ("view", "input")):
+            step.sizes = [bytes_of(part) for part in pytree.tree_leaves(step.node.meta["val"])]
+    return list(steps.values())
+
+
+def summed(node: fx.Node) -> fx.Node:
+    """What a sum over ranks sums."""
+    return node.all_input_nodes[0]
+
+
+def bytes_of(value: Any) -> int:
+    """Bytes of the memory of a tensor of this shape; 0 for what is none."""
+    return value.untyped_storage().nbytes() if isinstance(value, Tensor) else 0
+
+
+def kind_of(node: fx.Node) -> str:
+    """input, output, view, inlined, reduction or kernel."""
+    if node.op == "placeholder":
+        return "input"
+    if node.op == "output":
+        return "output"
+    target = node.target
+    if target is operator.getitem:
+        return "view"
+    if not isinstance(target, torch._ops.OpOverload):
+        return "kernel"
+    name = name_of(node).split("::")[1].split(".")[0]
+    if target.is_view or name in ALIASES:
+        return "view"
+    if torch.Tag.pointwise in target.tags or name in INLINED:
+        return "inlined"
+    return "reduction" if name in REDUCTIONS else "kernel"
+
+
+def name_of(node: fx.Node) -> str:
+    """The operator of a node with its namespace; nothing for what is none of PyTorch's."""
+    return str(node.target.name()) if isinstance(node.target, torch._ops.OpOverload) else ""  # type: ignore[no-untyped-call]
+
+
+def layer_of(node: fx.Node) -> str:
+    """The kind of layer that a node of a forward graph belongs to."""
+    path = ".".join(str(entry[0]) for entry in (node.meta.get("nn_module_stack") or {}).values())
+    return next((kind for part, kind in KINDS if part in path), "residual")
+
+
+def made(step: Step, values: dict[fx.Node, Any]) -> Any:
+    """The buffers of a node, or its view of another's."""
+    node = step.node
+    if step.in_place:
+        return values[summed(node)]
+    if step.kind == "view":
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), values.__getitem__)
+        return node.target(*args, **kwargs)  # type: ignore[operator]
+    if "val" not in node.meta:
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), values.__getitem__)
+        return node.target(*args, **kwargs)  # type: ignore[operator]
+    return pytree.tree_map(memory_like, node.meta["val"])
+
+
+def memory_like(value: Any) -> Any:
+    """Memory for what a node returns."""
+    if not isinstance(value, Tensor):
+        return value
+    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)

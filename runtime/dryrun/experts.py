@@ -1,0 +1,51 @@
+"""How many rows travel to experts and arrive when tensors have no content.
+
+Routers are assumed to be as balanced as the planner assumes (`costmodels.shapes`): a rank sends its rows
+evenly to the ranks of the experts, and the rank that is traced is the fullest one, which takes in `PEAK_LOAD`
+times the mean where experts are spread over ranks. A limited capacity of less than one drops what is beyond
+it, and one below `PEAK_LOAD` bounds the load.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from unittest.mock import patch
+
+from torch import Tensor
+
+from costmodels import ModelSpec
+from costmodels.shapes import PEAK_LOAD
+from runtime import expert_parallel, model, routing
+
+
+@contextmanager
+def even_load(spec: ModelSpec) -> Iterator[None]:
+    """Let the runtime's routers choose evenly, while this lasts."""
+    limit = spec.router.capacity_factor
+
+    def rows_taken_in(chosen: Tensor, counts: Tensor) -> int:
+        return int(chosen.numel() * min(1.0, limit))
+
+    def rows_of_each(rows: Tensor, counts: Tensor) -> list[int]:
+        return shares(rows.shape[0], counts.shape[0])
+
+    def rows_to_move(
+        chosen: Tensor, leaving: Tensor, arriving: Tensor, own: int
+    ) -> tuple[list[int], list[int], list[int]]:
+        ranks, pairs = leaving.shape[0], chosen.numel()
+        sent = int(pairs * min(1.0, limit or 1.0))
+        received = int(pairs * min(PEAK_LOAD, limit or PEAK_LOAD))
+        return shares(sent, ranks), shares(received, ranks), [received] * arriving.shape[0]
+
+    with (
+        patch.object(routing, "rows_taken_in", rows_taken_in),
+        patch.object(model, "rows_of_each", rows_of_each),
+        patch.object(expert_parallel, "rows_to_move", rows_to_move),
+    ):
+        yield
+
+
+def shares(total: int, parts: int) -> list[int]:
+    """`total` in whole numbers that differ by one at most, the larger ones first."""
+    return [total // parts + (part < total % parts) for part in range(parts)]

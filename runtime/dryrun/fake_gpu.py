@@ -1,0 +1,114 @@
+"""Tensors of a GPU on a machine that has none."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+from torch._subclasses import fake_tensor
+from torch._subclasses.fake_tensor import FakeTensor
+
+HIDDEN = torch.device("lazy", 0)
+"""What PyTorch's C++ takes the device for.
+
+Its autograd engine asks a CUDA device for streams, which a PyTorch without CUDA cannot answer; of this device
+type it asks nothing. Python sees `SHOWN`.
+"""
+
+SHOWN = torch.device("cuda", 0)
+
+
+def hidden(device: Any) -> Any:
+    """What C++ should see of a device; anything else as it is."""
+    kind = device.type if isinstance(device, torch.device) else device
+    return HIDDEN if isinstance(kind, str) and kind.partition(":")[0] == SHOWN.type else device
+
+
+def with_kernels(device: Any) -> Any:
+    """The device whose operators autograd should find, which every PyTorch has.
+
+    Without kernels of its own for a device, PyTorch would take an operator such as `silu_backward` apart.
+    """
+    return torch.device("cpu") if hidden(device) == HIDDEN else device
+
+
+class Stream(torch.cpu.Stream):
+    """A stream on which nothing runs."""
+
+    stream_id = device_index = device_type = 0
+    """What PyTorch tells the allocator."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__()
+
+    def record_event(self, event: Any = None) -> Event:  # type: ignore[override]
+        return Event()
+
+
+class Event(torch.cpu.Event):
+    """An event that has happened."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__()
+
+
+@contextmanager
+def fake_gpu() -> Iterator[None]:
+    """Let `FakeTensorMode` make tensors on device "cuda", differentiable ones too, with or without a GPU.
+
+    `torch.cuda` says that no GPU is available; streams and events do nothing.
+    """
+    make, shown = Tensor._make_subclass, FakeTensor.device
+    wrap = Tensor._make_wrapper_subclass
+
+    def device(self: Any) -> torch.device:
+        found: torch.device = shown.fget(self)  # type: ignore[attr-defined]
+        return SHOWN if found.type == HIDDEN.type else found
+
+    def device_of_wrapper(self: Any) -> torch.device:
+        found: torch.device = known.__get__(self)
+        return SHOWN if found.type == HIDDEN.type else found
+
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        kwargs = {key: hidden(part) for key, part in kwargs.items()}
+        return wrap(*(hidden(part) for part in args), **kwargs)
+
+    def place(self: Any, device: Any) -> None:
+        self._fake_device = hidden(torch.device(device))
+
+    def subclass(*args: Any, **kwargs: Any) -> Any:
+        if "device_for_backend_keys" in kwargs:
+            kwargs["device_for_backend_keys"] = with_kernels(kwargs["device_for_backend_keys"])
+        return make(*args, **kwargs)
+
+    def is_cuda(self: Any) -> bool:
+        return bool(self.fake_device.type == HIDDEN.type)
+
+    stream, known = Stream(), torch._C.TensorBase.device
+    cuda: dict[str, Any] = {
+        "current_device": lambda: SHOWN.index,
+        "current_stream": lambda device=None: stream,
+        "stream": torch.cpu.stream,
+        "synchronize": lambda device=None: None,
+        "Stream": Stream,
+        "Event": Event,
+    }
+    if torch.cuda.is_available():
+        # The compiler takes PyTorch's own function for a constant.
+        cuda["is_available"] = torch.compiler.assume_constant_result(lambda: False)  # type: ignore[no-untyped-call]
+    with ExitStack() as stack:
+        stack.enter_context(patch.object(FakeTensor, "device", property(device, shown.fset)))  # type: ignore[attr-defined]
+        stack.enter_context(patch.object(Tensor, "_make_subclass", staticmethod(subclass)))
+        held = property(lambda self: self._fake_device, place)
+        stack.enter_context(patch.object(FakeTensor, "fake_device", held, create=True))
+        stack.enter_context(patch.object(FakeTensor, "is_cuda", property(is_cuda), create=True))
+        stack.enter_context(patch.object(Tensor, "device", property(device_of_wrapper), create=True))
+        stack.enter_context(patch.object(Tensor, "_make_wrapper_subclass", staticmethod(wrapper)))
+        stack.enter_context(patch.multiple(torch.cuda, **cuda))
+        fake_tensor.FakeTensorMode.cache_clear()
+        yield
+    fake_tensor.FakeTensorMode.cache_clear()

@@ -1,0 +1,44 @@
+"""Dry runs of several ranks of a job, beside each other."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from functools import partial
+from multiprocessing import get_context
+
+from costmodels import Layout, ModelSpec
+from runtime.dryrun.run import DeviceKind, trace
+from runtime.memory_trace import MemoryTrace
+from runtime.options import TrainingOptions
+
+
+def first_rank(layout: Layout, pipeline_rank: int) -> int:
+    """The rank that stands for a pipeline rank: no other holds larger shards."""
+    return pipeline_rank * (layout.world_size // layout.pipeline_parallel)
+
+
+def trace_ranks(
+    spec: ModelSpec,
+    layout: Layout,
+    ranks: Sequence[int],
+    *,
+    compiled: bool,
+    device: DeviceKind,
+    options: TrainingOptions,
+    processes: int,
+) -> Iterator[MemoryTrace]:
+    """The memory of each of `ranks`, in their order, traced by as many as `processes` at a time."""
+    one = partial(trace, spec, layout, compiled=compiled, device=device, options=options)
+    if min(processes, len(ranks)) == 1:
+        for rank in ranks:
+            yield one(rank=rank)
+        return
+    # Not forked: threads of PyTorch do not survive that.
+    with ProcessPoolExecutor(min(processes, len(ranks)), mp_context=get_context("spawn")) as pool:
+        try:
+            for future in [pool.submit(one, rank=rank) for rank in ranks]:
+                yield future.result()
+        except BrokenProcessPool:
+            raise RuntimeError("a process of the dry run died; it may have been out of memory") from None

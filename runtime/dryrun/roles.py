@@ -1,0 +1,262 @@
+"""Tells the tracker who owns what: hooks on the runtime's modules and on PyTorch's FSDP2 and pipeline."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial, wraps
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+
+from runtime import loss, offload, recompute, trainer
+from runtime.dryrun.tracker import Tracker, inner_tensors
+from runtime.executor import Executor
+from runtime.model import MixtureOfExperts, Transformer
+from runtime.optimizer import ShardedOptimizer
+from runtime.optimizers.adam8bit import Adam8bit
+from runtime.pipeline_stage import LeanStage
+
+_STATE_OF_STEP = ("optimizer",)
+
+
+@contextmanager
+def roles(tracker: Tracker) -> Iterator[None]:
+    """Let `tracker` know what the runtime makes memory for, while this lasts."""
+    with ExitStack() as stack:
+
+        def during(owner: Any, name: str, **scope: str) -> None:
+            stack.enter_context(patch.object(owner, name, _in_scope(tracker, getattr(owner, name), **scope)))
+
+        def after(owner: Any, name: str, then: Callable[..., None], **scope: str) -> None:
+            method = _in_scope(tracker, getattr(owner, name), **scope)
+            stack.enter_context(patch.object(owner, name, _followed(method, then)))
+
+        during(trainer, "Balance", category="parameters")
+        during(trainer, "ShardedOptimizer", category="optimizer")
+        function = loss._VocabParallelCrossEntropy
+        for name in ("forward", "backward"):
+            scoped = _in_scope(tracker, getattr(function, name), category="logits", layer="loss")
+            stack.enter_context(patch.object(function, name, staticmethod(scoped)))
+        during(offload._Copy, "fetch", category="activations", layer="attention")
+        for owner in (Transformer, loss.TokenLoss):
+            call = _in_scope(tracker, owner.__call__, phase="forward")
+            stack.enter_context(patch.object(owner, "__call__", call, create=True))
+        for name in ("collect_gradients", "squared_norm", "scale", "clip_values"):
+            during(ShardedOptimizer, name, phase="reduce")
+        during(ShardedOptimizer, "step", phase="optimizer")
+        stack.enter_context(patch.object(Adam8bit, "step", _make_moments))
+
+        for name in ("unshard", "wait_for_unshard"):
+            during(FSDPParamGroup, name, category="communication")
+        after(
+            FSDPParamGroup,
+            "post_backward",
+            partial(_tag_gradients, tracker),
+            category="communication",
+            phase="reduce",
+        )
+        after(FSDPParam, "init_unsharded_param", partial(_watch_unsharded, tracker))
+
+        for name in ("get_fwd_recv_ops", "get_bwd_recv_ops"):
+            during(LeanStage, name, category="message")
+        after(LeanStage, "forward_one_chunk", partial(_tag_sent, tracker))
+        after(LeanStage, "backward_one_chunk", partial(_tag_sent_back, tracker))
+
+        stack.enter_context(patch.object(saved_tensors_hooks, "__enter__", _entering(tracker)))
+        stack.enter_context(patch.object(torch.UntypedStorage, "resize_", _resizing(tracker)))
+        stack.enter_context(patch.object(recompute, "_Call", _labelled_call(tracker)))
+        stack.enter_context(saved_tensors_hooks(_keep, _keep))
+        yield
+
+
+def _make_moments(rule: Adam8bit, learning_rate: float, weight_decay: float) -> None:
+    """What the first step of torchao's optimizer keeps; its compiled update needs nothing besides."""
+    for owned in rule.owned:
+        rule._moments(owned)
+
+
+def _keep(tensor: Tensor) -> Tensor:
+    # Detached: a node that saves its own output would otherwise own itself, and never be freed.
+    return tensor.detach()
+
+
+def _in_scope(tracker: Tracker, function: Any, **scope: str) -> Any:
+    @wraps(function, updated=())
+    def scoped(*args: Any, **kwargs: Any) -> Any:
+        with tracker.scope(**scope):
+            return function(*args, **kwargs)
+
+    return scoped
+
+
+def _followed(method: Any, then: Callable[..., None]) -> Any:
+    @wraps(method)
+    def followed(self: Any, *args: Any, **kwargs: Any) -> Any:
+        result = method(self, *args, **kwargs)
+        then(self, result, *args)
+        return result
+
+    return followed
+
+
+def _entering(tracker: Tracker) -> Any:
+    """How a context of hooks on saved tensors starts: the tensors that it keeps are activations."""
+
+    def enter(self: Any) -> None:
+        pack = self.pack_hook
+
+        def packing(tensor: Tensor) -> Any:
+            kept = pack(tensor)
+            if kept is None or isinstance(kept, Tensor):
+                tracker.tag(tensor, "activations")
+            return kept
+
+        torch._C._autograd._push_saved_tensors_default_hooks(packing, self.unpack_hook)
+
+    return enter
+
+
+def _resizing(tracker: Tracker) -> Any:
+    resize = torch.UntypedStorage.resize_
+
+    def resized(self: Any, size: int) -> Any:
+        before = self.nbytes()
+        result = resize(self, size)
+        tracker.resized(self, before)
+        return result
+
+    return resized
+
+
+def _labelled_call(tracker: Tracker) -> type:
+    """Calls that run again in backward, with the layer that they had in forward."""
+
+    class Labelled(recompute._Call):
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            self.layer = tracker.layer
+
+        def _run_again(self, with_internals: bool) -> None:
+            with tracker.scope(layer=self.layer):
+                super()._run_again(with_internals)
+
+    return Labelled
+
+
+def _tag_gradients(tracker: Tracker, group: Any, _: Any, *args: Any) -> None:
+    for parameter in group.fsdp_params:
+        tracker.tag(parameter.sharded_param.grad, "gradients")
+        # What is left to the next micro batch.
+        tracker.tag(parameter.unsharded_accumulated_grad, "gradients")
+
+
+def _watch_unsharded(tracker: Tracker, parameter: Any, _: Any) -> None:
+    watch(tracker, [parameter._unsharded_param])
+
+
+def _tag_sent(tracker: Tracker, stage: Any, output: Any, *args: Any) -> None:
+    if not stage.is_last:
+        for part in output if isinstance(output, (tuple, list)) else (output,):
+            tracker.tag(part, "message")
+
+
+def _tag_sent_back(tracker: Tracker, stage: Any, _: Any, number: int, *args: Any, **kwargs: Any) -> None:
+    for part in stage.bwd_cache.get(number, ()):
+        if isinstance(part, Tensor):
+            tracker.tag(part, "message")
+
+
+def watch(tracker: Tracker, parameters: Iterable[nn.Parameter]) -> None:
+    """Tell `tracker` of the gradients that `parameters` get."""
+
+    def tag(parameter: Tensor) -> None:
+        tracker.tag(parameter.grad, "gradients")
+
+    for parameter in parameters:
+        if not getattr(parameter, "_is_watched", False):
+            parameter._is_watched = True  # type: ignore[attr-defined]
+            parameter.register_post_accumulate_grad_hook(tag)  # type: ignore[no-untyped-call]
+
+
+def own_state(tracker: Tracker, executor: Executor) -> None:
+    """Tell `tracker` what a finished build holds, and the layers to watch."""
+    for stage in executor.stages:
+        for tensor in (*stage.parameters(), *stage.buffers(), *_tables(stage)):
+            tracker.tag(tensor, "parameters")
+        for module in stage.modules():
+            state = getattr(module, "_get_fsdp_state", None)
+            if state is None:
+                continue
+            for group in _groups(state()):
+                for parameter in group.fsdp_params:
+                    tracker.tag(parameter._sharded_param_data, "parameters")
+        watch(tracker, stage.parameters())
+
+
+def _groups(state: Any) -> list[Any]:
+    """The parameter groups of a wrapped module, whose names differ between versions of PyTorch."""
+    groups = getattr(state, "_fsdp_param_groups", None)
+    if groups is None:
+        group = state._fsdp_param_group
+        groups = [] if group is None else [group]
+    return list(groups)
+
+
+def _tables(stage: Transformer) -> Iterator[Tensor]:
+    if stage.embedding is not None and stage.embedding.at is not None:
+        yield stage.embedding.at
+    for block in stage.blocks:
+        yield from block.attention.rotary or ()
+
+
+def label_layers(tracker: Tracker, executor: Executor, compiled: bool) -> None:
+    """Let the layers of `executor` say which one is at work."""
+    for stage in executor.stages:
+        outer = {"embedding": stage.embedding, "norm": stage.norm, "head": stage.head}
+        for kind, module in outer.items():
+            if module is not None:
+                _label(tracker, module, kind)
+        for block in stage.blocks:
+            if compiled:
+                continue
+            _label(tracker, block, "residual")
+            _label(tracker, block.attention_norm, "norm")
+            _label(tracker, block.mlp_norm, "norm")
+            _label(tracker, block.attention, "attention")
+            is_routed = isinstance(block.mlp, MixtureOfExperts)
+            _label(tracker, block.mlp, "experts" if is_routed else "mlp")
+        if stage.head is not None:
+            _keep_logits(tracker, stage.head)
+
+
+def _label(tracker: Tracker, module: nn.Module, kind: str) -> None:
+    module.forward = _in_scope(tracker, module.forward, layer=kind)  # type: ignore[method-assign]
+
+
+def _keep_logits(tracker: Tracker, head: nn.Module) -> None:
+    forward = head.forward
+
+    def scored(x: Tensor) -> Tensor:
+        logits: Tensor = forward(x)
+        tracker.tag(logits, "logits")
+        return logits
+
+    head.forward = scored  # type: ignore[method-assign]
+
+
+def settle_optimizer(tracker: Tracker) -> None:
+    """What the optimizer has made and kept in a step is its state."""
+    for number, _ in tracker.alive.values():
+        if number >= 0:
+            block = tracker.blocks[number]
+            if block.phase in _STATE_OF_STEP and block.category == "temporaries":
+                block.category = "optimizer"
+
+
+__all__ = ["inner_tensors", "label_layers", "own_state", "roles", "settle_optimizer", "watch"]

@@ -1,0 +1,250 @@
+"""Run the real training step of one rank on fake tensors, and follow its memory."""
+
+from __future__ import annotations
+
+import gc
+import logging
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import replace
+from typing import Any, Literal
+from unittest.mock import patch
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+from torch.distributed.pipelining import schedules
+
+from costmodels import Layout, ModelSpec
+from costmodels.errors import InputError
+from runtime import stages
+from runtime import trainer as training
+from runtime.context_parallel import local_positions
+from runtime.dryrun.compiled import compiled_layers
+from runtime.dryrun.experts import even_load
+from runtime.dryrun.fake_gpu import fake_gpu
+from runtime.dryrun.kernels import cpu_kernels, gpu_kernels
+from runtime.dryrun.roles import label_layers, own_state, roles, settle_optimizer
+from runtime.dryrun.steady import enough_micro_batches, fewest_micro_batches
+from runtime.dryrun.tracker import Tracker
+from runtime.executor import Executor
+from runtime.grid import build_grid
+from runtime.memory_trace import MemoryTrace
+from runtime.model import Transformer
+from runtime.options import TrainingOptions
+from runtime.pipeline import Pipeline
+
+# Any: what it holds differs between the versions of PyTorch that this runs with.
+_schedules: Any = schedules
+
+DeviceKind = Literal["cuda", "cpu"]
+
+
+def trace(
+    spec: ModelSpec,
+    layout: Layout,
+    *,
+    pipeline_rank: int = 0,
+    rank: int | None = None,
+    steps: int = 2,
+    compiled: bool = False,
+    device: DeviceKind = "cuda",
+    options: TrainingOptions | None = None,
+) -> MemoryTrace:
+    """The memory of one rank over `steps` training steps.
+
+    Args:
+        pipeline_rank: whose first rank is traced, where no `rank` is given.
+        rank: the rank to trace.
+        steps: the first step makes the optimizer's state, so that two show the whole.
+        compiled: trace compiled layers.
+        device: whose kernels to describe.
+
+    Raises:
+        InputError: the runtime does not run the layout, or there is no such rank.
+    """
+    if rank is None:
+        rank = pipeline_rank * (layout.world_size // layout.pipeline_parallel)
+    if not 0 <= rank < layout.world_size:
+        raise InputError(f"rank {rank}: the layout has ranks 0 to {layout.world_size - 1}")
+    options = replace(options or TrainingOptions(), compile=compiled, no_compile=not compiled)
+    pipeline_rank = rank // (layout.world_size // layout.pipeline_parallel)
+    short = shortened(layout, pipeline_rank)
+    tracker = Tracker(on_gpu=device == "cuda")
+    with ExitStack() as stack:
+        stack.enter_context(one_rank_of(layout.world_size, rank))
+        if layout.optimizer == "adam8bit":
+            _prepare_maps()
+        if device == "cuda":
+            stack.enter_context(fake_gpu())
+        # A mesh is made of real numbers.
+        grid = build_grid(spec, layout, torch.device(device))
+        stack.enter_context(patch.object(training, "build_grid", lambda *_: grid))
+        fake = FakeTensorMode(allow_non_fake_inputs=True)
+        stack.enter_context(_built_on_meta(fake))
+        stack.enter_context(fake)
+        stack.enter_context(alone())
+        stack.enter_context(even_load(spec))
+        if device == "cuda":
+            stack.enter_context(gpu_kernels(fake))
+        else:
+            stack.enter_context(cpu_kernels())
+        stack.enter_context(roles(tracker))
+        if compiled:
+            stack.enter_context(compiled_layers(tracker))
+        stack.enter_context(tracker)
+        with tracker.scope(phase="build"):
+            trainer = training.Trainer(spec, short, options, torch.device(device))
+            own_state(tracker, trainer.executor)
+        label_layers(tracker, trainer.executor, compiled)
+        stack.enter_context(_not_collected())
+        samples = np.zeros((layout.micro_batches * layout.micro_batch_size, spec.seq + 1), np.int64)
+        warm_up = fewest_micro_batches(short)
+        for number in range(steps):
+            if number == steps - 1:
+                tracker.mark()
+            micro_batches = short.micro_batches if number == steps - 1 else warm_up
+            left_out = layout.micro_batches - micro_batches if number == steps - 1 else 0
+            with _rows_of(trainer, micro_batches), _held(left_out, trainer.executor):
+                trainer.train_step(samples)
+            settle_optimizer(tracker)
+        found = tracker.moments()
+    step = [moment for label, moment in found.items() if label != "build"]
+    return MemoryTrace(
+        rank=rank,
+        pipeline_rank=pipeline_rank,
+        device=device,
+        compiled=compiled,
+        peak=max(step, key=lambda moment: moment.total),
+        moments=found,
+        host_bytes=tracker.host_peak,
+        micro_batches=short.micro_batches,
+        operations=tracker.operations,
+    )
+
+
+def shortened(layout: Layout, pipeline_rank: int) -> Layout:
+    """`layout` with as few micro batches as its step needs to show its peak."""
+    per_rank = enough_micro_batches(layout, pipeline_rank)
+    batch = per_rank * layout.micro_batch_size * layout.data_parallel
+    return layout.model_copy(update={"global_batch_size": batch})
+
+
+@contextmanager
+def _rows_of(trainer: training.Trainer, micro_batches: int) -> Iterator[None]:
+    """Let a step run the first micro batches only of a batch that lies on the device as a whole."""
+    rows = micro_batches * trainer.layout.micro_batch_size
+    inputs = type(trainer)._inputs
+
+    def first(self: Any, samples: Any) -> tuple[Tensor, ...]:
+        return tuple(part[:rows] for part in inputs(self, samples))
+
+    with patch.object(training.Trainer, "_inputs", first):
+        yield
+
+
+@contextmanager
+def _held(losses: int, executor: Executor) -> Iterator[None]:
+    """Hold the losses of micro batches that are left out: the pipeline keeps one of each."""
+    train = executor.train
+
+    def holding(tokens: Tensor, labels: Tensor) -> Tensor:
+        scalars = [torch.empty((), dtype=torch.float32, device=tokens.device) for _ in range(losses)]
+        result = train(tokens, labels)
+        scalars.clear()
+        return result
+
+    if isinstance(executor, Pipeline) and executor.is_last:
+        with patch.object(executor, "train", holding):
+            yield
+    else:
+        yield
+
+
+@contextmanager
+def _not_collected() -> Iterator[None]:
+    """Leave cycles alone, as the loop of the runtime does."""
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+@contextmanager
+def one_rank_of(world_size: int, rank: int) -> Iterator[None]:
+    """A process group of ranks that do not exist."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    if dist.is_initialized():
+        raise RuntimeError("a dry run needs a process without a process group")
+    dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+        gc.collect()
+
+
+def _prepare_maps() -> None:
+    """Let torchao compute its constants while tensors have content."""
+    from torchao.optim import subclass_8bit
+
+    subclass_8bit.get_qmap_signed()
+    subclass_8bit.get_qmap_unsigned()
+
+
+@contextmanager
+def _built_on_meta(fake: FakeTensorMode) -> Iterator[None]:
+    """Let stages be built on the real meta device, whose tensors modules can replace by fake ones."""
+    build, place = stages.build_stage, Transformer.place
+
+    def built(*args: Any) -> Transformer:
+        with unset_fake_temporarily():
+            return build(*args)
+
+    def fake_positions(*args: Any) -> Tensor:
+        with fake:
+            return local_positions(*args)
+
+    def placed(stage: Transformer, at: Tensor) -> None:
+        with fake:
+            place(stage, at)
+
+    with (
+        patch.object(stages, "build_stage", built),
+        patch.object(stages, "local_positions", fake_positions),
+        patch.object(Transformer, "place", placed),
+    ):
+        yield
+
+
+@contextmanager
+def alone() -> Iterator[None]:
+    """Let the pipeline start without asking its neighbours, and without random numbers of a device."""
+
+    def agree(_: Any, stages_here: list[Any], *args: Any) -> None:
+        for stage in stages_here:
+            stage._inference_mode = _schedules.InferenceMode.STATIC
+
+    with ExitStack() as stack:
+        # Compilers copy meshes, and complain of those of traces before this one.
+        stack.enter_context(_quiet("torch.distributed.device_mesh"))
+        stack.enter_context(patch.object(torch.random, "fork_rng", lambda *args, **kwargs: nullcontext()))
+        if hasattr(schedules._PipelineSchedule, "_warmup_p2p"):
+            stack.enter_context(patch.object(schedules._PipelineSchedule, "_warmup_p2p", agree))
+        yield
+
+
+@contextmanager
+def _quiet(name: str) -> Iterator[None]:
+    logger = logging.getLogger(name)
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)

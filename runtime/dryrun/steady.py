@@ -1,0 +1,79 @@
+"""As few micro batches as show every state that a rank's memory passes through in a step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from costmodels import Layout
+from costmodels.layout import SPLIT_BACKWARD
+from costmodels.schedules import BACKWARD, FORWARD, WEIGHTS, orders, runs
+
+State = tuple[object, ...]
+
+
+NEIGHBOURS = 2
+"""Passes before and after one that tell what it finds in memory: messages come before they are needed."""
+
+
+ROUNDS, SPLIT_ROUNDS = 3, 4
+"""Least rounds of micro batches where a rank has several stages, and where their backward is split."""
+
+
+def enough_micro_batches(layout: Layout, pipeline_rank: int) -> int:
+    """The fewest micro batches whose step passes through the same states as that of `layout`.
+
+    Micro batches are alike, so what a rank holds around a pass follows from how many micro batches of each of
+    its stages are between forward and backward, how many wait for their gradients of weights, whether
+    gradients are there, which passes come shortly before and after, and whether it is a stage's last backward
+    pass. Two batches whose steps pass through the same set of such states have the same peak.
+
+    With several stages on a rank, a message may come many passes before its use, by the pace of other ranks:
+    a few rounds of micro batches are taken then at least, in which all ranks come to keep pace.
+    """
+    wanted = layout.micro_batches
+    pipeline, chunks = layout.pipeline_parallel, layout.virtual_pipeline_parallel
+    if pipeline == 1:
+        # The first makes gradients, others add to them, and the last reduces them.
+        return min(wanted, 3)
+    if wanted <= pipeline or not runs(layout.schedule, pipeline, chunks, wanted):
+        return wanted
+    states = set(_states(layout, pipeline_rank, wanted))
+    step, rounds = (1, 1) if layout.schedule == "1f1b" else (pipeline, ROUNDS)
+    if layout.schedule in SPLIT_BACKWARD:
+        rounds = SPLIT_ROUNDS
+    for fewer in range(wanted % step + rounds * pipeline, wanted, step):
+        if runs(layout.schedule, pipeline, chunks, fewer) and states <= set(
+            _states(layout, pipeline_rank, fewer)
+        ):
+            return fewer
+    return wanted
+
+
+def fewest_micro_batches(layout: Layout) -> int:
+    """The smallest step that the schedule of `layout` runs."""
+    pipeline = layout.pipeline_parallel
+    fewest = 2 * pipeline if layout.schedule == "dualpipev" else pipeline
+    return min(fewest, layout.micro_batches)
+
+
+def _states(layout: Layout, pipeline_rank: int, micro_batches: int) -> Iterator[State]:
+    order = orders(
+        layout.schedule, layout.pipeline_parallel, layout.virtual_pipeline_parallel, micro_batches
+    )[pipeline_rank]
+    passes = list(zip(order.kind.tolist(), order.stage.tolist(), strict=True))
+    stages = sorted({stage for _, stage in passes})
+    under_way, waiting, done = (dict.fromkeys(stages, 0) for _ in range(3))
+    splits = any(kind == WEIGHTS for kind, _ in passes)
+    for number, (kind, stage) in enumerate(passes):
+        if kind == FORWARD:
+            under_way[stage] += 1
+        around = tuple(passes[max(0, number - NEIGHBOURS) : number + NEIGHBOURS + 1])
+        counts = tuple((under_way[s], waiting[s], done[s] > 0) for s in stages)
+        yield around, counts, done[stage] == micro_batches - 1
+        if kind in (BACKWARD, WEIGHTS):
+            done[stage] += 1
+        if kind == WEIGHTS:
+            waiting[stage] -= 1
+        elif kind != FORWARD:
+            under_way[stage] -= 1
+            waiting[stage] += splits and kind != BACKWARD

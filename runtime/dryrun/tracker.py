@@ -1,0 +1,297 @@
+"""Follows every tensor's memory from its first use to its last."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch._guards import CompileContext
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+
+from runtime.memory_trace import CATEGORIES, Moment, block_bytes
+
+Category = str
+
+STRENGTH = {
+    "temporaries": 0,
+    "message": 1,
+    "activations": 2,
+    "logits": 3,
+    "communication": 4,
+    "parameters": 5,
+    "gradients": 5,
+    "optimizer": 5,
+}
+"""Which name wins when a storage has several roles.
+
+What forward saves is an activation although a collective made it, as a gathered input is; but parameters that
+FSDP2 gathers stay communication although every matrix product saves them. "message" is the weak form of
+communication: what a collective or the pipeline has delivered.
+"""
+
+COLLECTIVES = ("_c10d_functional", "_c10d_functional_autograd", "c10d")
+"""Namespaces of the operators that communicate."""
+
+
+SCALAR = torch.ops.aten._local_scalar_dense.default
+"""What asks the device for a number."""
+
+
+NO_LAYER = "other"
+"""Work outside of the layers."""
+
+DEVICE = torch.ops.prim.device.default
+
+SET_STORAGE = (torch.ops.aten.set_.source_Storage, torch.ops.aten.set_.source_Storage_storage_offset)
+
+FUSED_SGD = torch.ops.aten._fused_sgd_.default
+
+
+@dataclass
+class Block:
+    """One storage on the device."""
+
+    size: int
+    category: Category
+    layer: str
+    phase: str
+
+
+class Tracker(TorchDispatchMode):
+    """Keeps an account of all storages that operations make while it is active.
+
+    Memory is counted from the operation that makes a storage to the end of the last tensor that uses it, as
+    the caching allocator sees it; views and in-place operations make none. What a kernel takes and returns
+    within one operation is not seen.
+    """
+
+    def __init__(self, on_gpu: bool, fake: bool = True) -> None:
+        """`fake`: tensors have no content."""
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.fake = fake
+        self.on_gpu = on_gpu
+        self.blocks: list[Block] = []
+        self.alive: dict[int, tuple[int, Any]] = {}
+        """By the address of a storage's owner: number of its block, and a reference that tells its end."""
+        self.numbers: list[int] = []
+        self.deltas: list[int] = []
+        self.labels: list[str] = []
+        """Of each change: block, bytes and phase."""
+        self.host = self.host_peak = 0
+        self.category: Category | None = None
+        self.layer = NO_LAYER
+        self.phase: str | None = None
+        self.operations = 0
+        self.first = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is DEVICE:
+            # By far the most frequent, and nothing that takes memory.
+            return func(*args)
+        if any(is_wrapper(kind) for kind in types):
+            # What is inside comes here one by one.
+            return NotImplemented
+        if func is SCALAR and self.fake and args[0].dtype == torch.bool:
+            # What the runtime asks of a tensor is whether gradients are finite.
+            return True
+        if func is FUSED_SGD and self.fake:
+            # It works in place, and PyTorch has no fake form of it.
+            return None
+        if func in SET_STORAGE and self.fake:
+            # The cache of fake tensors would keep the storage.
+            with uncached(args[0]):
+                result = func(*args, **(kwargs or {}))
+        else:
+            result = func(*args, **(kwargs or {}))
+        self.operations += 1
+        if isinstance(result, Tensor):
+            self.note(result, func)
+        elif isinstance(result, (tuple, list)):
+            for part in result:
+                if isinstance(part, Tensor):
+                    self.note(part, func)
+        return result
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Let the compiler work while this mode is active."""
+        return True
+
+    def note(self, tensor: Tensor, func: Any = None) -> None:
+        """Count the storage of `tensor` if it is new."""
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self.alive or compiling():
+            return
+        device = tensor.device.type
+        if device == "meta":
+            return
+        size = storage.nbytes()
+        if self.on_gpu and device == "cpu":
+            self._note_on_host(key, storage, size)
+            return
+        category = self.category
+        if category is None:
+            category = "message" if func is not None and func.namespace in COLLECTIVES else "temporaries"
+        number = len(self.blocks)
+        phase = self.now()
+        self.blocks.append(Block(size, category, self.layer, phase))
+        self._change(number, size, phase)
+        self.alive[key] = number, weakref.ref(storage, self._forgetter(key, number))
+
+    def open(self, size: int) -> int:
+        """Count memory that no tensor stands for; returns its number for `close`."""
+        number, phase = len(self.blocks), self.now()
+        self.blocks.append(Block(size, self.category or "temporaries", self.layer, phase))
+        self._change(number, size, phase)
+        return number
+
+    def close(self, number: int) -> None:
+        """The end of what `open` has counted."""
+        self._change(number, -self.blocks[number].size, self.now())
+        self.blocks[number].size = 0
+
+    def resized(self, storage: torch.UntypedStorage, before: int) -> None:
+        """Take note that `storage`, of `before` bytes, has another size now."""
+        known = self.alive.get(storage._cdata)
+        if known is None or known[0] < 0:
+            return
+        number, size = known[0], storage.nbytes()
+        self._change(number, -before, self.now())
+        self._change(number, size, self.now())
+        self.blocks[number].size = size
+
+    def _note_on_host(self, key: int, storage: torch.UntypedStorage, size: int) -> None:
+        self.host += size
+        self.host_peak = max(self.host_peak, self.host)
+
+        def forget(_: Any) -> None:
+            self.alive.pop(key, None)
+            self.host -= size
+
+        self.alive[key] = -1, weakref.ref(storage, forget)
+
+    def _forgetter(self, key: int, number: int) -> Callable[[Any], None]:
+        def forget(_: Any) -> None:
+            self.alive.pop(key, None)
+            self.close(number)
+
+        return forget
+
+    def _change(self, number: int, delta: int, phase: str) -> None:
+        if delta:
+            self.numbers.append(number)
+            self.deltas.append(delta)
+            self.labels.append(phase)
+
+    def now(self) -> str:
+        """The phase of the step that runs."""
+        if self.phase is not None:
+            return self.phase
+        return "schedule" if torch._C._current_graph_task_id() == -1 else "backward"
+
+    def tag(self, tensor: Tensor | None, category: Category, layer: str | None = None) -> None:
+        """Say what the storage of `tensor` is for, unless a stronger role is known."""
+        for part in inner_tensors(tensor):
+            number, _ = self.alive.get(part.untyped_storage()._cdata, (-1, None))
+            if number < 0:
+                continue
+            block = self.blocks[number]
+            if STRENGTH[category] > STRENGTH[block.category]:
+                block.category = category
+                if layer or self.layer != NO_LAYER:
+                    block.layer = layer or self.layer
+
+    @contextmanager
+    def scope(
+        self, category: Category | None = None, layer: str | None = None, phase: str | None = None
+    ) -> Iterator[None]:
+        """Let what is made meanwhile have this category, layer or phase."""
+        before = self.category, self.layer, self.phase
+        self.category, self.layer, self.phase = (
+            category or self.category,
+            layer or self.layer,
+            phase or self.phase,
+        )
+        try:
+            yield
+        finally:
+            self.category, self.layer, self.phase = before
+
+    def mark(self) -> None:
+        """Let moments count from here on, but for those of the build."""
+        self.first = len(self.numbers)
+
+    def moments(self) -> dict[str, Moment]:
+        """The highest moment of each phase since the mark, and of the build."""
+        numbers, deltas = np.array(self.numbers, dtype=np.int64), np.array(self.deltas, dtype=np.int64)
+        rounded = np.sign(deltas) * np.array([block_bytes(abs(d)) for d in self.deltas], dtype=np.int64)
+        allocated = rounded if self.on_gpu else deltas
+        totals = allocated.cumsum()
+        labels = np.array(self.labels)
+        labels[: self.first][labels[: self.first] != "build"] = ""
+        found = {}
+        for label in dict.fromkeys(labels.tolist()):
+            if not label:
+                continue
+            places = np.flatnonzero(labels == label)
+            # A phase begins with what the one before it has left.
+            places = np.union1d(places, np.maximum(places - 1, 0))
+            at = int(places[totals[places].argmax()]) + 1
+            found[label] = self._moment(label, numbers[:at], allocated[:at], deltas[:at])
+        return found
+
+    def _moment(self, label: str, numbers: Any, allocated: Any, live: Any) -> Moment:
+        held = np.bincount(numbers, allocated, len(self.blocks)).astype(np.int64)
+        exact = np.bincount(numbers, live, len(self.blocks)).astype(np.int64)
+        sizes, bytes_live = dict.fromkeys(CATEGORIES, 0), dict.fromkeys(CATEGORIES, 0)
+        layers: dict[str, int] = {}
+        for number in np.flatnonzero(held):
+            block = self.blocks[number]
+            category = "communication" if block.category == "message" else block.category
+            sizes[category] += int(held[number])
+            bytes_live[category] += int(exact[number])
+            if category == "activations":
+                layers[block.layer] = layers.get(block.layer, 0) + int(held[number])
+        return Moment(label, sizes, bytes_live, layers)
+
+
+def is_wrapper(kind: type) -> bool:
+    """Whether tensors of this class hold others, which do the work."""
+    return hasattr(kind, "__tensor_flatten__")
+
+
+def inner_tensors(tensor: object) -> Iterator[Tensor]:
+    """The plain tensors that `tensor` is made of."""
+    if not isinstance(tensor, Tensor):
+        return
+    if is_traceable_wrapper_subclass(tensor):
+        names, _ = tensor.__tensor_flatten__()
+        for name in names:
+            yield from inner_tensors(getattr(tensor, name))
+    else:
+        yield tensor
+
+
+@contextmanager
+def uncached(tensor: Any) -> Iterator[None]:
+    """Without the cache of the fake tensors that `tensor` is one of."""
+    mode, before = tensor.fake_mode, tensor.fake_mode.cache_enabled
+    mode.cache_enabled = False
+    try:
+        yield
+    finally:
+        mode.cache_enabled = before
+
+
+def compiling() -> bool:
+    """Whether a compiler is at work, whose fake tensors stand for nothing."""
+    return CompileContext.try_get() is not None

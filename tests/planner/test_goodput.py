@@ -1,0 +1,198 @@
+"""Goodput under failures, against simulated jobs and against published figures."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from costmodels import ModelSpec
+from costmodels.errors import InputError
+from planner import Plan, suggest
+from planner.goodput import (
+    Failures,
+    best_interval,
+    checkpoint_bytes,
+    expected_share,
+    goodput,
+)
+
+TINY = ModelSpec(name="tiny", layers=4, hidden=256, heads=8, vocab=1000, seq=128)
+MINUTE, HOUR = 60.0, 3600.0
+
+
+def young_interval(checkpoint: float, failure: float) -> float:
+    """CACM 17 (1974): about best for short checkpoints."""
+    return math.sqrt(2 * checkpoint * failure)
+
+
+def daly_interval(checkpoint: float, failure: float) -> float:
+    """Future Generation Computer Systems 22 (2006), equation 37."""
+    if checkpoint >= 2 * failure:
+        return failure
+    half = checkpoint / (2 * failure)
+    return young_interval(checkpoint, failure) * (1 + math.sqrt(half) / 3 + half / 9) - checkpoint
+
+
+def simulated_share(
+    interval: float, checkpoint: float, restart: float, failure: float, segments: int, seed: int
+) -> float:
+    """Share of useful time of a job that is played out, failure by failure."""
+    draws = np.random.default_rng(seed).exponential(failure, size=1_000_000)
+    failures = itertools.accumulate(draws.tolist())
+    now, next_failure, done = 0.0, next(failures), 0
+    restarting = False
+    while done < segments:
+        needs = restart if restarting else interval + checkpoint
+        if now + needs <= next_failure:
+            now += needs
+            done += not restarting
+            restarting = False
+        else:
+            now, next_failure, restarting = next_failure, next(failures), True
+    return done * interval / now
+
+
+@pytest.mark.parametrize(
+    ("interval", "checkpoint", "restart", "failure"),
+    [
+        (230.0, 2.4, 600.0, 11_135.0),
+        (1_800.0, 60.0, 600.0, 3 * HOUR),
+        (600.0, 120.0, 300.0, 1_200.0),
+        (900.0, 300.0, 60.0, 900.0),
+        (7_000.0, 0.0, 0.0, 86_400.0),
+    ],
+)
+def test_a_job_that_is_played_out_is_as_good_as_expected(
+    interval: float, checkpoint: float, restart: float, failure: float
+) -> None:
+    expected = expected_share(interval, checkpoint, restart, failure)
+    played = simulated_share(interval, checkpoint, restart, failure, 100_000, seed=1)
+    assert played == pytest.approx(expected, rel=0.02)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    checkpoint=st.floats(1e-3, 1e5),
+    failure=st.floats(1.0, 1e8),
+    restart=st.floats(0.0, 1e3),
+    factor=st.floats(0.2, 5.0),
+)
+def test_no_other_interval_is_better(
+    checkpoint: float, failure: float, restart: float, factor: float
+) -> None:
+    interval = best_interval(checkpoint, failure)
+    assert 0 < interval <= failure
+    best = expected_share(interval, checkpoint, restart, failure)
+    assert 0 <= best < 1
+    assert expected_share(interval * factor, checkpoint, restart, failure) <= best * (1 + 1e-9)
+
+
+@pytest.mark.parametrize(("failure", "minutes"), [(24 * HOUR, 117), (6 * HOUR, 57), (15 * MINUTE, 9.1)])
+def test_the_interval_is_dalys_in_the_cases_of_his_figures(failure: float, minutes: float) -> None:
+    """Figures 3 to 5 of Daly 2006: checkpoints of 5 minutes."""
+    assert daly_interval(5 * MINUTE, failure) / MINUTE == pytest.approx(minutes, rel=0.01)
+    assert best_interval(5 * MINUTE, failure) == pytest.approx(daly_interval(5 * MINUTE, failure), rel=0.01)
+
+
+def test_short_checkpoints_make_the_interval_youngs_and_long_ones_the_time_to_a_failure() -> None:
+    assert best_interval(1.0, 1e8) == pytest.approx(young_interval(1.0, 1e8), rel=1e-3)
+    assert daly_interval(60.0, 10.0) == 10.0
+    assert best_interval(60.0, 10.0) == pytest.approx(10.0, rel=0.01)
+
+
+@pytest.fixture(scope="module")
+def plan() -> Plan:
+    return suggest(TINY, world_size=8, global_batch_size=16)
+
+
+@pytest.mark.parametrize(
+    ("engine", "pins", "layer", "end"),
+    [
+        # FSDP2's fp32 shard is the master copy; Megatron-LM writes bf16 weights, a master and two moments.
+        ("bundled", [], 12, 12),
+        ("bundled", ["precision=fp32"], 12, 12),
+        ("megatron", [], 14, 14),
+        # Its gradients in fp32 are no part of a checkpoint.
+        ("megatron", ["precision=fp16"], 14, 14),
+        ("bundled", ["optimizer=sgd"], 8, 8),
+        # Momentum of matrices, Adam for embedding and head.
+        ("bundled", ["optimizer=muon"], 8, 12),
+    ],
+)
+def test_a_checkpoint_holds_weights_and_optimizer_once(
+    engine: str, pins: list[str], layer: float, end: float
+) -> None:
+    plan = suggest(TINY, world_size=8, global_batch_size=16, engine=engine, pin=pins)
+    ends = TINY.vocab * TINY.hidden * (1 if TINY.tied else 2)
+    ends += TINY.max_positions * TINY.hidden * (TINY.position == "learned")
+    assert checkpoint_bytes(plan) == (TINY.parameters - ends) * layer + ends * end
+
+
+def test_llama_3_ran_for_more_than_nine_tenths_of_its_time() -> None:
+    """arXiv:2407.21783, section 3.3.4: 419 failures in 54 days of 16,384 H100, over 90 % effective."""
+    plan = suggest("llama3-405b", world_size=16384, device="h100", global_batch_size=2048)
+    hours = 54 * 24 * 16384 / 419
+    kept = goodput(plan, Failures(hours))
+    assert 0.9 < kept.share < 0.96
+    assert kept.failure_s == pytest.approx(54 * 24 * HOUR / 419)
+    assert kept.checkpoint_bytes == pytest.approx(12 * 405.9e9, rel=0.01)
+    # 2,048 nodes of a gigabyte per second.
+    assert kept.checkpoint_s == pytest.approx(kept.checkpoint_bytes / 2.048e12)
+
+
+def test_more_storage_fewer_failures_and_quicker_restarts_leave_more(plan: Plan) -> None:
+    base = Failures(100.0, checkpoint_gbps=0.1, restart_seconds=600.0)
+    share = goodput(plan, base).share
+    for better in (
+        Failures(200.0, 0.1, 600.0),
+        Failures(100.0, 0.2, 600.0),
+        Failures(100.0, 0.1, 60.0),
+    ):
+        assert share < goodput(plan, better).share < 1
+
+
+def test_checkpoints_come_after_whole_steps_and_at_least_one(plan: Plan) -> None:
+    kept = goodput(plan, Failures(1000.0))
+    assert kept.interval_s == pytest.approx(kept.interval_steps * plan.estimate.step_time_s)
+    ideal = best_interval(kept.checkpoint_s, kept.failure_s)
+    assert abs(kept.interval_s - ideal) <= plan.estimate.step_time_s
+    slow = plan.model_copy(update={"estimate": plan.estimate.model_copy(update={"step_time_s": 1e4})})
+    assert goodput(slow, Failures(1000.0, 1e6)).interval_steps == 1
+
+
+def test_a_job_that_never_gets_on_ends_in_one_line(plan: Plan) -> None:
+    with pytest.raises(
+        InputError, match=r"^mtbf_hours 0.1 of 8 devices: one fails every 45 s, but a step "
+    ) as caught:
+        goodput(plan, Failures(0.1))
+    assert "\n" not in str(caught.value)
+    assert expected_share(1.0, 1e6, 1.0, 1.0) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("values", "line"),
+    [
+        ((0.0,), "mtbf_hours 0: expected hours above 0, such as 50000"),
+        ((-1.0,), "mtbf_hours -1: expected hours above 0"),
+        ((math.nan,), "mtbf_hours nan: expected hours above 0"),
+        ((math.inf,), "mtbf_hours inf: expected hours above 0"),
+        ((1e306,), "mtbf_hours 1e+306: expected hours above 0, such as 50000, from 1e-09 to 1e+09"),
+        ((1e-320,), "mtbf_hours 9.99989e-321: expected hours above 0"),
+        (("5",), "mtbf_hours '5': expected hours above 0"),
+        ((None,), "mtbf_hours None: expected hours above 0"),
+        ((1.0, 1e308), "checkpoint_gbps 1e+308: expected gigabits per second"),
+        ((1.0, None, "600"), "restart_seconds '600': expected seconds of at least 0"),
+        ((1.0, 0.0), "checkpoint_gbps 0: expected gigabits per second"),
+        ((1.0, None, -1.0), "restart_seconds -1: expected seconds of at least 0"),
+        ((1.0, None, math.inf), "restart_seconds inf: expected seconds of at least 0"),
+    ],
+)
+def test_failures_that_cannot_be_end_in_one_line(values: tuple[float, ...], line: str) -> None:
+    with pytest.raises(InputError) as caught:
+        Failures(*values)
+    assert str(caught.value).startswith(line)

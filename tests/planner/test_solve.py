@@ -1,0 +1,106 @@
+"""Degrees that are solved: what the search adds to the enumerated layouts, and what pins leave of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from costmodels.pricing import peak_memory
+from costmodels.table import LayoutTable
+from planner import search
+from planner.ranking import SearchResult
+from planner.rules import LONGEST_CHUNK
+from runtime.preflight import check_job
+
+SMALL: dict[str, Any] = {"model": "gpt-22b", "world_size": 8, "max_global_batch_size": 16}
+
+
+def solutions(result: SearchResult) -> LayoutTable:
+    return result.table.take(np.arange(result.legal - result.solved, result.legal))
+
+
+def recomputations(result: SearchResult) -> set[str]:
+    found = solutions(result)
+    return {found.layout(row).recompute for row in range(len(found))}
+
+
+def test_the_best_plan_recomputes_no_more_than_it_must() -> None:
+    result = search(**SMALL, pin=["pp=1", "zero_replicas=1"])
+    best = result.best
+    assert best is not None and result.solved > 0
+    layout = best.layout
+    assert (layout.recompute, layout.recompute_method) == ("selective", "block")
+    enumerated = search(**SMALL, pin=["pp=1", "recompute_method=uniform"])
+    assert enumerated.solved == 0 and enumerated.best is not None
+    assert best.estimate.tokens_per_s > 1.03 * enumerated.best.estimate.tokens_per_s
+    # One layer less does not fit.
+    fewer = layout.model_copy(update={"recompute_num_layers": layout.recompute_num_layers - 1})
+    problem = result.problem
+    where = problem.model, problem.cluster, problem.engine
+    held = peak_memory(*where, LayoutTable.of([layout, fewer]))
+    assert held[0] <= problem.cluster.memory_bytes < held[1]
+
+
+@pytest.mark.parametrize(
+    ("pin", "forbid", "kinds"),
+    [
+        (None, None, {"selective", "full"}),
+        (None, "recompute=full", {"selective"}),
+        (None, "recompute=selective", {"full"}),
+        ("recompute=none,full", None, {"full"}),
+        (None, "recompute_method=block", set()),
+        ("recompute=full", None, set()),
+        ("recompute_modules=mlp", None, set()),
+    ],
+)
+def test_pins_say_what_may_be_solved_for(pin: Any, forbid: Any, kinds: set[str]) -> None:
+    pins = ["pp=1", "zero_replicas=1", *([pin] if pin else [])]
+    assert recomputations(search(**SMALL, pin=pins, forbid=forbid, device_memory_gib=55)) <= kinds
+    if len(kinds) == 1:
+        assert recomputations(search(**SMALL, pin=pins, forbid=forbid, device_memory_gib=55)) == kinds
+
+
+def test_no_number_of_copies_is_faster_than_the_one_found() -> None:
+    job: dict[str, Any] = {"model": "llama3-8b", "world_size": 512, "device": "h100"}
+    job |= {"max_global_batch_size": 1024, "pin": ["tp=1", "pp=1", "cp=1"]}
+    free = search(**job)
+    assert free.best is not None and free.best.layout.zero_replicas > 1
+    pins = job.pop("pin")
+    for copies in (1, 2, 4, 8, 16, 32):
+        pinned = search(**job, pin=[*pins, f"zero_replicas={copies}"]).best
+        assert pinned is not None
+        assert pinned.estimate.tokens_per_s <= free.best.estimate.tokens_per_s * (1 + 1e-9)
+
+
+def test_an_objective_of_memory_solves_nothing_and_one_of_time_does() -> None:
+    assert search(**SMALL, objective="memory").solved == 0
+    assert search(**SMALL, objective="step-time").solved > 0
+
+
+@pytest.mark.parametrize(
+    "job",
+    [
+        SMALL,
+        {"model": "gpt-22b", "world_size": 2, "max_global_batch_size": 16},
+        {"model": "mixtral-8x7b", "world_size": 64, "device": "h100", "max_global_batch_size": 256},
+        {"model": "llama3-405b", "world_size": 16384, "device": "h100", "global_batch_size": 2048},
+    ],
+    ids=lambda job: job["model"],
+)
+def test_what_is_solved_fits_and_the_runtime_takes_it(job: dict[str, Any]) -> None:
+    result = search(**job)
+    found = solutions(result)
+    assert len(found) == result.solved > 0
+    problem = result.problem
+    held = peak_memory(problem.model, problem.cluster, problem.engine, found)
+    assert (held <= problem.cluster.memory_bytes).all()
+    layouts = [found.layout(row) for row in range(len(found))]
+    first = [result.table.layout(row) for row in result.fitting[:500]]
+    assert len(set(layouts)) == len(layouts) and len(set(first)) == len(first)
+    for layout in layouts:
+        check_job(problem.model, layout, job["world_size"])
+        # Stages of several chunks stay as equal as they can be.
+        split = layout.layers_per_stage
+        assert layout.schedule == "1f1b" or max(split) * len(split) <= LONGEST_CHUNK * sum(split)

@@ -1,0 +1,26 @@
+"""The formula of the bundled engine's memory equals dry runs of the runtime on random models and layouts."""
+
+from __future__ import annotations
+
+import hypothesis.strategies as st
+from hypothesis import HealthCheck, assume, given, note, settings
+
+from benchmarks.memory import compare, draw
+
+
+@settings(
+    max_examples=100,
+    deadline=None,
+    derandomize=True,
+    database=None,
+    suppress_health_check=[HealthCheck.filter_too_much, HealthCheck.too_slow, HealthCheck.data_too_large],
+)
+@given(st.data())
+def test_the_formula_equals_the_dry_run(data: st.DataObject) -> None:
+    drawn = draw(lambda values: data.draw(st.sampled_from(list(values))), small=True)
+    assume(drawn is not None)
+    assert drawn is not None
+    model, layout, rank = drawn
+    note(f"rank {rank} of {layout!r}\n{model!r}")
+    errors = compare(model, layout, rank)
+    assert not errors.misses, (errors.misses, errors.peak, errors.by_kind, errors.traced)
