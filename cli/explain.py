@@ -220,7 +220,7 @@ def as_json(found: Explanation, assumed: list[str]) -> dict[str, Any]:
         "feasible": result.feasible,
         "rejected": result.rejected,
         "objective": result.problem.objective,
-        "figure": NAMES[result.problem.objective],
+        "ranked_by": NAMES[result.problem.objective],
         "best_figure": None if best is None else figure(result.problem.objective, best.estimate),
         "best": _plan(best),
         "closest": None if best else _plan(result.closest()[0]),

@@ -54,9 +54,11 @@ def parse_tokens(text: str | float) -> int:
     word = str(text).strip()
     scale = SUFFIXES.get(word[-1:].lower(), 1.0)
     try:
-        count = float(word[:-1] if scale > 1 else word) * scale
+        count: float = float(word[:-1] if scale > 1 else word) * scale
     except ValueError:
         count = math.nan
+    if word.isascii() and word.isdigit() and count <= MOST_TOKENS:
+        count = int(word)  # Exactly; floating-point numbers are not beyond 2^53.
     if not 1 <= count <= MOST_TOKENS:
         raise InputError(
             f"tokens {word}: expected a number such as 1e12, 300B or 15T, at most {MOST_TOKENS:g}"

@@ -59,12 +59,10 @@ class Failures:
     """From a failure until the job reads its last checkpoint."""
 
     def __post_init__(self) -> None:
-        for name, value, unit in (
-            ("mtbf_hours", self.mtbf_hours, "hours above 0, such as 50000"),
-            ("checkpoint_gbps", self.checkpoint_gbps, "gigabits per second (8 x GB/s) above 0, such as 800"),
-        ):
-            if value is not None:
-                real_number(name, value, LEAST, MOST, unit)
+        gigabits = "gigabits per second (8 x GB/s) above 0, such as 800"
+        real_number("mtbf_hours", self.mtbf_hours, LEAST, MOST, "hours above 0, such as 50000")
+        if self.checkpoint_gbps is not None:
+            real_number("checkpoint_gbps", self.checkpoint_gbps, LEAST, MOST, gigabits)
         seconds = "seconds of at least 0, such as 600"
         real_number("restart_seconds", self.restart_seconds, 0, MOST, seconds)
 

@@ -179,16 +179,9 @@ def sizes(
     for size in parse_world_sizes(world_size, _per_node(device, local_world_size)):
         result = plan = spent = problem = None
         try:
-            joined: dict[str, Any] = {
-                "world_size": size,
-                "local_world_size": local_world_size,
-                "device": device,
-            }
-            if known is None:
-                result = search(spec, objective=wanted, **joined, **job)
-                known = result.problem
-            else:
-                result = _resized(known, **joined, **job)
+            asked = {**job, "world_size": size, "local_world_size": local_world_size, "device": device}
+            result = search(spec, objective=wanted, **asked) if known is None else _resized(known, **asked)
+            known = result.problem
             plan = result.best
             if plan is None:
                 problem = result.closest()[0].reason

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from inspect import signature
 from typing import Any
 
 import torch
@@ -32,6 +33,9 @@ SCHEDULES: dict[Schedule, type] = {
     "zbv": ScheduleZBVZeroBubble,
     "dualpipev": ScheduleDualPipeV,
 }
+
+SENDS_OF_STAGE = 2
+"""Messages under way of each stage of a rank: one forward, one backward."""
 
 FORWARD_ACTIONS = ("F", "SEND_F", "WAIT_SEND_F", "RECV_F", "UNSHARD", "RESHARD")
 """What a forward pass needs of PyTorch's actions."""
@@ -66,6 +70,7 @@ class Pipeline:
             n_microbatches=micro_batches,
             loss_fn=self.loss,
             scale_grads=False,
+            **_sends(self.kind, len(self.wrapped)),
         )
         # PyTorch's eval walks through the backward actions too, and a V fails at them.
         self.evaluation = copy.copy(self.schedule)
@@ -96,6 +101,15 @@ class Pipeline:
         options: dict[str, Any] = {"target": labels, "losses": losses} if self.is_last else {}
         step(*arguments, return_outputs=False, **options)
         return torch.stack(losses).sum().detach() if losses else torch.zeros((), device=self.device)
+
+
+def _sends(kind: Any, stages: int) -> dict[str, int]:
+    """The option of a schedule that bounds how many messages it keeps until their send is awaited.
+
+    PyTorch has it since 2.15, which otherwise keeps those of a whole step.
+    """
+    takes = "max_outstanding_sends" in signature(kind).parameters
+    return {"max_outstanding_sends": SENDS_OF_STAGE * stages} if takes else {}
 
 
 def _forward_only(actions: list[Any]) -> list[Any]:

@@ -6,7 +6,8 @@ tapes for many layouts at once (`units`, `states`); `accumulation` and `pipeline
 moments of a step that can be the highest (`moments`).
 """
 
-from costmodels.bundled.rank_memory import covers, moments_of_ranks, rank_peaks
+from costmodels.bundled.rank_memory import covers, moments_of_ranks, peak_bytes, rank_peaks
 from costmodels.bundled.replay import KINDS
+from costmodels.bundled.stage_memory import stage_memory
 
-__all__ = ["KINDS", "covers", "moments_of_ranks", "rank_peaks"]
+__all__ = ["KINDS", "covers", "moments_of_ranks", "peak_bytes", "rank_peaks", "stage_memory"]

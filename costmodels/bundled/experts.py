@@ -256,22 +256,27 @@ def product(layer: Layer, rows: Tensor, name: str, size: Size) -> Tensor:
 
 
 def _one_by_one(layer: Layer, rows: Tensor, name: str, size: Size) -> Tensor:
-    """One product after the other, where there is no kernel for all."""
-    tape, given = rows.storage.tape, rows.size
-    (parts,) = chunk(rows, [given])
-    weights = result_of(
-        tape,
-        rows.storage,
-        [Tensor(rows.storage, (layer.weights[name], 0))],
-        [],
-        lambda node, grads: [Storage(node.tape, WEIGHTS[name])],
-    )
+    """One product after the other, where there is no kernel for all: the last one, and those before it."""
+    tape, count = rows.storage.tape, layer.structure.local_experts
+    leaf = Tensor(rows.storage, (layer.weights[name], 0))
+    weights = result_of(tape, rows.storage, [leaf], [], lambda node, grads: [Storage(node.tape, WEIGHTS[name])])
+    shares = [share for share in ((count - 1) / count, 1 / count) if share]
+    parts = chunk(rows, [times(rows.size, share) for share in shares])
+    results = []
+    for index, (part, share) in enumerate(zip(parts, shares, strict=True)):
+        own = Tensor(rows.storage, None if weights.edge is None else (weights.edge[0], index))
+        results.append(_share(part, own, times(size, share), times(WEIGHTS[name], share)))
+    return cat(results, size)
+
+
+def _share(rows: Tensor, weight: Tensor, size: Size, weight_size: Size) -> Tensor:
+    """The products of some experts."""
+    given = rows.size
 
     def backward(node: Node, grads: Gradients) -> Gradients:
-        return [Storage(node.tape, given), Storage(node.tape, WEIGHTS[name])]
+        return [Storage(node.tape, given), Storage(node.tape, weight_size)]
 
-    results = result_of(tape, size, [parts, weights], [rows.storage], backward)
-    return cat([results], size)
+    return result_of(rows.storage.tape, size, [rows, weight], [rows.storage], backward)
 
 
 def shared_experts(layer: Layer, x: Tensor) -> Tensor:

@@ -87,7 +87,7 @@ class LatentLayer(Layer):
         """`runtime.model.Compression`; what it gives is joined where ranks share the heads."""
         if not self.structure.tensor_parallel:
             return self.compress(x)
-        together = self.enter_module(cat(self.compress(x), COMPRESSED), False, ENTERED)
+        together = self.enter_module(cat(self.compress(x), COMPRESSED), whole=ENTERED)
         return chunk(together, [ENTERED_QUERY, ENTERED_KEY, ROTARY_KEY])
 
     def compress(self, x: Tensor) -> list[Tensor]:

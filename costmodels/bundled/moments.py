@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,11 @@ class Bytes:
     """Which of the shapes each row has, [n]."""
     total: Floats
     """[n]."""
+
+    @cached_property
+    def is_empty(self) -> bool:
+        """No row has any of it."""
+        return not self.total.any()
 
     @classmethod
     def of_shapes(cls, composition: Floats, shape: Ints) -> Bytes:
@@ -62,12 +68,27 @@ class Moment:
     happens: Bools | None = None
     """[n, k]: where the moment exists; everywhere when not given."""
 
+    @property
+    def can_happen(self) -> bool:
+        """Some row and rank has it."""
+        return self.happens is None or bool(self.happens.any())
+
     def total(self, shape: tuple[int, int]) -> Floats:
         """Bytes, [n, k]; nothing where it does not happen."""
-        result = np.zeros(shape)
+        # What is alike on all ranks of a row is added up before the rest.
+        alike, result = np.zeros((shape[0], 1)), None
         for count, held in self.terms:
-            result += count * held.total[:, None]
-        return result if self.happens is None else np.where(self.happens, result, 0.0)
+            if held.is_empty:
+                continue
+            size = held.total[:, None]
+            if not isinstance(count, np.ndarray) or count.ndim == 0 or count.shape[1] == 1:
+                alike += count * size
+            elif result is None:
+                result = count * size
+            else:
+                result += count * size
+        whole: Floats = np.broadcast_to(alike, shape) if result is None else result + alike
+        return whole if self.happens is None else np.where(self.happens, whole, 0.0)
 
     def composition(self, rows: Ints, places: Ints) -> Floats:
         """Bytes by kind of some entries of [n, k]: [kinds, entries]."""
@@ -91,14 +112,22 @@ class Peak:
         """One more moment."""
         self.moments.append(Moment(label, [*terms], happens))
 
+    def peak(self) -> Floats:
+        """The highest total of all moments, [n, k]."""
+        best = np.zeros(self.shape)
+        for moment in self.moments:
+            if moment.can_happen:
+                np.maximum(best, moment.total(self.shape), out=best)
+        return best
+
     def highest(self, label: str | None = None) -> tuple[Floats, Floats]:
         """The highest total [n, k] of a label's moments, or of all, and its composition [kinds, n, k]."""
-        chosen = [moment for moment in self.moments if label in (None, moment.label)]
+        chosen = [moment for moment in self.moments if label in (None, moment.label) and moment.can_happen]
         best, which = np.zeros(self.shape), np.full(self.shape, -1)
         for number, moment in enumerate(chosen):
             total = moment.total(self.shape)
-            higher = total > best
-            best[higher], which[higher] = total[higher], number
+            which[total > best] = number
+            np.maximum(best, total, out=best)
         composition = np.zeros((len(KINDS), *self.shape))
         for number, moment in enumerate(chosen):
             rows, places = np.nonzero(which == number)

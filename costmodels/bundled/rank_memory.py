@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import numpy as np
 
 from costmodels.bundled.accumulation import accumulation_peak
@@ -22,8 +24,20 @@ from costmodels.bundled.states import GroupBytes, group_bytes, wraps_parameters
 from costmodels.bundled.units import units_of
 from costmodels.model_spec import ModelSpec
 from costmodels.optimizer import layer_state
-from costmodels.pipeline import all_ranks, ranks_entry
-from costmodels.table import CONTEXT_FORMS, OPTIMIZERS, RECOMPUTE_METHODS, Bools, Floats, LayoutTable
+from costmodels.pipeline import LAYER_KINDS, Entry, all_ranks, ranks_entry
+from costmodels.table import (
+    CONTEXT_FORMS,
+    OPTIMIZERS,
+    RECOMPUTE_METHODS,
+    Bools,
+    Floats,
+    LayoutTable,
+    distinct,
+)
+
+
+BLOCK = 8192
+"""Rows at a time, so that intermediate arrays stay small however long the table."""
 
 
 def covers(model: ModelSpec, table: LayoutTable) -> Bools:
@@ -65,27 +79,86 @@ def rank_peaks(model: ModelSpec, table: LayoutTable) -> tuple[Floats, Floats]:
     return totals, compositions
 
 
-def moments_of_ranks(model: ModelSpec, table: LayoutTable) -> Peak:
-    """Moments of the ranks of rows with the same number of pipeline ranks: [n, k]."""
+def peak_bytes(model: ModelSpec, table: LayoutTable) -> Floats:
+    """Bytes of tensors on the fullest device of each row, [n], for rows that `covers`."""
+    peaks = np.zeros(len(table))
+    for pipeline in np.unique(table.pipeline_parallel):
+        rows = np.flatnonzero(table.pipeline_parallel == pipeline)
+        for start in range(0, len(rows), BLOCK):
+            some = rows[start : start + BLOCK]
+            peaks[some] = moments_of_ranks(model, table.take(some), fullest=True).peak().max(axis=1)
+    return peaks
+
+
+@lru_cache(maxsize=4096)
+def _fullest(entry: Entry) -> tuple[tuple[float, ...], ...]:
+    """Ranks that can be the fullest: those that hold no less than another one with the same ends, of as many
+    micro batches. Of each: rank, first, last, and its layers of each kind."""
+    every = all_ranks(*entry)
+    rows = zip(
+        *(getattr(every, name).tolist() for name in ("first", "last", *LAYER_KINDS)), strict=True
+    )
+    kept: list[tuple[float, ...]] = []
+    for rank, row in enumerate(rows):
+        if not any(
+            other[1:3] == row[:2] and all(a >= b for a, b in zip(other[3:], row[2:], strict=True))
+            for other in kept
+        ):
+            kept.append((float(rank), *row))
+    return tuple(kept)
+
+
+def _held(model: ModelSpec, table: LayoutTable, fullest: bool) -> dict[str, Floats]:
+    """Numbers of the ranks of each row, their ends and layers, [n, k] each; with `fullest` of those only that can
+    be the fullest."""
+    columns = [table.split, table.recompute, table.recompute_method, table.recompute_num_layers]
+    first, code = distinct(columns)
+    entries = [ranks_entry(model, table, int(row)) for row in first]
+    names = ("rank", "first", "last", *LAYER_KINDS)
+    if fullest:
+        chosen = [_fullest(entry) for entry in entries]
+    else:
+        every = [all_ranks(*entry) for entry in entries]
+        chosen = [
+            tuple(zip(range(len(one.first)), *(getattr(one, name).tolist() for name in names[1:]), strict=True))
+            for one in every
+        ]
+    most = max(map(len, chosen))
+    # Rows with fewer such ranks repeat one.
+    filled = np.array([[*one, *[one[0]] * (most - len(one))] for one in chosen], dtype=np.float64)
+    return {name: filled[code, :, index] for index, name in enumerate(names)}
+
+
+def moments_of_ranks(model: ModelSpec, table: LayoutTable, fullest: bool = False) -> Peak:
+    """Moments of the ranks of rows with the same number of pipeline ranks: [n, k].
+
+    Args:
+        fullest: only ranks that can be the fullest of their row.
+    """
     units = units_of(model, table)
     wraps = wraps_parameters(table, model.experts > 0)
     pipeline = int(table.pipeline_parallel.max())
-    ranks = [all_ranks(*ranks_entry(model, table, row)) for row in range(len(table))]
-    layers = {kind: np.array([getattr(each, kind) for each in ranks]) for kind in ("dense", "moe")}
-    is_first, is_last = (np.array([getattr(each, name) for each in ranks]) > 0 for name in ("first", "last"))
+    layers = _held(model, table, fullest)
+    is_first, is_last = layers["first"] > 0, layers["last"] > 0
     shards = table.zero_shards.astype(np.float64)
     replicas, state = table.replicas / shards, layer_state(table)
 
     def group(shapes: list[Shape]) -> GroupBytes:
         return group_bytes(table, group_of(shapes, shards), wraps, replicas, state)
 
-    kinds = [Kind(layers["dense"], units["dense"], group(layer_shapes(model, table, moe=False)))]
+    dense = group(layer_shapes(model, table, moe=False))
+    routed = experts = None
     if model.moe_layers:
         own = table.expert_shards.astype(np.float64)
-        routed = group_of(expert_shapes(model, table), own, any_side=True)
-        experts = group_bytes(table, routed, wraps, table.expert_replicas / own, state)
-        kinds.append(Kind(layers["moe"], units["moe"], group(layer_shapes(model, table, moe=True)), experts))
-        kinds = kinds[model.dense_layers == 0 :]
+        shapes = group_of(expert_shapes(model, table), own, any_side=True)
+        experts = group_bytes(table, shapes, wraps, table.expert_replicas / own, state)
+        routed = group(layer_shapes(model, table, moe=True))
+    kinds = []
+    for name in ("dense", "dense_plain", "moe", "moe_plain"):
+        if layers[name].any():
+            own_group = dense if routed is None or name.startswith("dense") else routed
+            own_experts = experts if own_group is routed else None
+            kinds.append(Kind(layers[name], units[name], own_group, own_experts))
     embedding, head = (
         embedding_shapes(model, table),
         head_shapes(model, table, pipeline > 1 or not model.tied),
@@ -109,7 +182,7 @@ def moments_of_ranks(model: ModelSpec, table: LayoutTable) -> Peak:
                 fixed += [(kind.count, group_of_kind.kept), (kind.count, group_of_kind.state)]
     if pipeline == 1:
         return accumulation_peak(table, fixed, stage, wraps)
-    ahead = pipeline - np.arange(pipeline)[None, :].astype(np.float64)
+    ahead = pipeline - layers["rank"]
     return pipeline_peak(table, fixed, stage, is_first, is_last, ahead, wraps)
 
 

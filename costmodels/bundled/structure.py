@@ -36,6 +36,8 @@ class Structure(NamedTuple):
     """Ranks that share all experts gather their tokens."""
     expert_ranks: int = 1
     """Ranks that share one expert."""
+    local_experts: int = 1
+    """Of one rank."""
     grouped: bool = True
     """One kernel for the products of all experts."""
     shared_experts: bool = False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -64,7 +65,7 @@ def structures_of(model: ModelSpec, table: LayoutTable, moe: bool) -> tuple[list
         shares,
         table.pipeline_parallel == 1,
         pads,
-        table.expert_parallel > 1,
+        table.expert_parallel,
         table.expert_tensor_parallel,
         table.context_parallel > 1,
         table.context_parallel_form,
@@ -108,6 +109,11 @@ def structures_of(model: ModelSpec, table: LayoutTable, moe: bool) -> tuple[list
     return found, code
 
 
+def _without_recomputation(table: LayoutTable) -> LayoutTable:
+    none = np.zeros_like(table.recompute)
+    return replace(table, recompute=none, recompute_modules=none)
+
+
 def _experts(model: ModelSpec, table: LayoutTable, row: int) -> dict[str, Any]:
     """How the experts of one row work."""
     ep, etp = int(table.expert_parallel[row]), int(table.expert_tensor_parallel[row])
@@ -117,6 +123,7 @@ def _experts(model: ModelSpec, table: LayoutTable, row: int) -> dict[str, Any]:
         "exchanges": ep > 1,
         "gathers_tokens": ep == 1 and etp > 1,
         "expert_ranks": etp,
+        "local_experts": model.experts // ep,
         "grouped": table.precision in ("bf16", "fp8") and not any(side % GROUPED_MULTIPLE for side in sides),
         "shared_experts": model.shared_expert_ffn > 0,
         "shared_gate": model.shared_expert_gate,
@@ -150,33 +157,52 @@ def _recomputed(table: LayoutTable, row: int) -> frozenset[str]:
 
 
 def units_of(model: ModelSpec, table: LayoutTable) -> dict[str, UnitBytes]:
-    """Units by the name of what they are: dense, moe, first (the embedding) and last (head and loss)."""
+    """Units by the name of what they are: kinds of layers, first (the embedding) and last (head and loss)."""
     learned = model.position == "learned"
     makers: dict[str, Callable[[Structure], UnitTape]] = {
         "dense": layer_tape,
         "first": lambda structure: embedding_tape(structure, learned),
         "last": head_tape,
     }
+    if table.recompute_method.any():
+        makers["dense_plain"] = layer_tape
     if model.moe_layers:
-        makers["moe"] = layer_tape
-    sizes = tensor_sizes(model, table)
-    sizes["nothing"] = np.zeros(len(table))
+        makers |= {name.replace("dense", "moe"): layer_tape for name in makers if name.startswith("dense")}
+    first, shape = distinct(
+        [
+            table.tensor_parallel,
+            table.sequence_parallel,
+            table.context_parallel,
+            table.context_parallel_form,
+            table.expert_parallel,
+            table.expert_tensor_parallel,
+            table.micro_batch_size,
+            table.recompute,
+            table.recompute_modules,
+            table.pipeline_parallel == 1,
+        ]
+    )
+    shapes = table.take(first)
+    sizes = tensor_sizes(model, shapes)
+    sizes["nothing"] = np.zeros(len(shapes))
     found = {}
     for name, maker in makers.items():
-        structures, code = structures_of(model, table, moe=name == "moe")
-        found[name] = _bytes_of([maker(structure) for structure in structures], code, sizes, len(table))
+        some = _without_recomputation(shapes) if name.endswith("_plain") else shapes
+        structures, code = structures_of(model, some, moe=name.startswith("moe"))
+        tapes = [maker(structure) for structure in structures]
+        found[name] = _bytes_of(tapes, code, sizes, shape)
     return found
 
 
-def _bytes_of(tapes: list[UnitTape], code: Ints, sizes: Sizes, rows: int) -> UnitBytes:
+def _bytes_of(tapes: list[UnitTape], code: Ints, sizes: Sizes, shape: Ints) -> UnitBytes:
+    """Bytes of a unit; `code` tells the tape of each shape, and `shape` the shape of each row."""
     held: dict[str, Floats] = {}
     for number, tape in enumerate(tapes):
         own = code == number
         some = {name: values[own] for name, values in sizes.items()}
         for name, values in _moments(tape, some, int(own.sum())).items():
-            held.setdefault(name, np.zeros((len(KINDS), rows)))[:, own] = values
-    every = np.arange(rows)
-    return UnitBytes({name: Bytes.of_shapes(values, every) for name, values in held.items()})
+            held.setdefault(name, np.zeros((len(KINDS), len(code))))[:, own] = values
+    return UnitBytes({name: Bytes.of_shapes(values, shape) for name, values in held.items()})
 
 
 def _moments(tape: UnitTape, sizes: Sizes, rows: int) -> dict[str, Floats]:

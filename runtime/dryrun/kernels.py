@@ -66,11 +66,11 @@ def gpu_kernels(fake: FakeTensorMode) -> Iterator[None]:
 
 @contextmanager
 def cpu_kernels() -> Iterator[None]:
-    """Let fake tensors of a CPU take grouped products in fp32, as real ones do."""
+    """Let fake tensors of a CPU take grouped products in any format, as real ones do."""
     grouped = F.grouped_mm
 
     def multiplied(mat_a: Tensor, mat_b: Tensor, *, offs: Tensor, **kwargs: Any) -> Tensor:
-        if mat_a.dtype == torch.float32:
+        if mat_a.dtype != torch.bfloat16:
             result: Tensor = _GroupedProduct.apply(mat_a, mat_b, offs)  # type: ignore[no-untyped-call]
             return result
         return grouped(mat_a, mat_b, offs=offs, **kwargs)

@@ -127,13 +127,13 @@ def test_the_cheapest_size_is_chosen_for_cost(planner_command: Command, tmp_path
         (
             (*SMALL, "--world-size", "16777216"),
             2,
-            "world_size 16777216: expected a whole number of at least 1 and",
+            "world_size 16777216: expected a whole number of",
         ),
         ((*SMALL, "--world-size", "1..16777216"), 2, "'16777216' is not a number of devices"),
         (
             (*LARGE[:-1], "9" * 17, "--world-size", "8"),
             2,
-            "max_global_batch_size 99999999999999999: expected a",
+            "max_global_batch_size 99999999999999999: ",
         ),
         ((*EIGHT, "--mtbf-hours", "1e-6"), 2, "mtbf_hours 1e-06 of 8 devices: one fails every"),
         ((*EIGHT, "--checkpoint-gbps", "100"), 2, "--checkpoint-gbps 100 needs --mtbf-hours"),

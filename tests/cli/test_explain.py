@@ -101,7 +101,7 @@ def test_what_ranks_is_shown(planner_command: Command, objective: str, words: st
     code, out, _ = planner_command(*job)
     assert code == 0 and re.search(words, out)
     found = json.loads(planner_command(*job, "--json")[1])
-    assert (found["objective"], found["figure"]) == (objective, name)
+    assert (found["objective"], found["ranked_by"]) == (objective, name)
     assert found["best_figure"] > 0 and found["neighbours"][0]["figure"] > 0
 
 

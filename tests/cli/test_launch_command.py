@@ -180,6 +180,7 @@ def test_ctrl_c_stops_every_process_within_seconds(tmp_path: Path, data: str) ->
         assert launcher.wait(30) == 130
         assert time.monotonic() - started < 15
         assert not any(map(is_alive, below))
+        assert not list(folder.glob("torchrun-*"))
     finally:
         launcher.kill()
         launcher.wait()

@@ -189,5 +189,6 @@ def test_two_ranks_try_a_plan_and_train_with_it(
     assert list(losses(folder)) == [1, 2, 3, 4]
     assert len((folder / "metrics.jsonl").read_text().splitlines()) == 4
     assert (folder / "checkpoints" / "latest_checkpointed_iteration.txt").read_text() == "4"
-    assert list(scratch.iterdir()) == []
+    # The compiler of torch keeps a cache of all runs there.
+    assert [path for path in scratch.iterdir() if not path.name.startswith("torchinductor_")] == []
     assert not list(folder.glob("torchrun-*"))

@@ -73,6 +73,7 @@ def test_llama_3_405b_takes_about_the_device_hours_of_its_model_card() -> None:
         ("4k", 4000),
         ("1", 1),
         (10**12, 10**12),
+        (2**55 + 1, 2**55 + 1),
         (1e12, 10**12),
     ],
 )

@@ -74,7 +74,7 @@ def test_every_size_of_a_range_is_in_it_and_fills_nodes(low: int, more: int, per
         (0, "world_size [0]: '0' is not a number of devices"),
         (
             "1..16777216",
-            "world_size 1..16777216: '16777216' is not a number of devices; expected 64, 64,128,256",
+            "world_size 1..16777216: '16777216' is not a number of devices",
         ),
         (8.0, "world_size 8.0: expected 64, 64,128,256 or 64..512"),
         ([8.0], "world_size [8.0]: '8.0' is not a number of devices"),

@@ -196,7 +196,9 @@ def test_few_micro_batches_show_the_peak_of_many(schedule: Any) -> None:
     with patch.object(dry, "enough_micro_batches", lambda *_: 10):
         whole = trace(spec, layout)
     assert (short.micro_batches < 10, whole.micro_batches) == (True, 10)
-    assert short.peak == whole.peak
+    # Losses of micro batches that are left out count from the start.
+    assert 0 <= short.peak.total - whole.peak.total <= 512 * 10
+    assert short.peak.label == whole.peak.label
 
 
 def test_accumulation_shows_its_peak_in_three_micro_batches() -> None:

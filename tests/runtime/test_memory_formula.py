@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hypothesis.strategies as st
-from hypothesis import HealthCheck, assume, given, note, settings
+from hypothesis import HealthCheck, Phase, assume, given, note, settings
 
 from benchmarks.memory import compare, draw
 
@@ -13,6 +13,7 @@ from benchmarks.memory import compare, draw
     deadline=None,
     derandomize=True,
     database=None,
+    phases=[Phase.generate],
     suppress_health_check=[HealthCheck.filter_too_much, HealthCheck.too_slow, HealthCheck.data_too_large],
 )
 @given(st.data())
