@@ -154,7 +154,7 @@ def draw_layout(choose: Choose, model: ModelSpec, small: bool) -> Layout:
         global_batch_size=size * dp * (max(1, pipeline) + more),
         recompute=recompute,
         recompute_modules=choose(MODULES) if recompute == "selective" else (),
-        recompute_method=choose(["uniform", "block"]) if recompute != "none" else "uniform",
+        recompute_method=choose(["uniform", "uniform", "block"]) if recompute != "none" else "uniform",
         precision=choose(["bf16", "bf16", "fp16", "fp32"]),
         gradient_reduction=choose(["fp32", "fp32", "bf16"]),
         optimizer=choose(["adam", "adam", "sgd"]),

@@ -175,8 +175,22 @@ def as_json(plan: Plan, traces: Sequence[MemoryTrace]) -> dict[str, Any]:
         "layout": plan.layout.model_dump(mode="json"),
         "device": plan.cluster.device.name,
         "compiled": traces[0].compiled,
-        "ranks": [trace.as_json() | {"estimate": _estimated(plan, trace)} for trace in traces],
+        "ranks": [
+            trace.as_json()
+            | {"needed_bytes": _needed(plan, trace), "fits": _fits(plan, trace)}
+            | {"estimate": _estimated(plan, trace)}
+            for trace in traces
+        ],
     }
+
+
+def _needed(plan: Plan, trace: MemoryTrace) -> float:
+    """Bytes that a device must have: the traced tensors, and what the plan adds for all that is none."""
+    return trace.peak.total + plan.estimate.memory[trace.pipeline_rank].overhead
+
+
+def _fits(plan: Plan, trace: MemoryTrace) -> bool:
+    return _needed(plan, trace) <= plan.cluster.memory_bytes
 
 
 def _estimated(plan: Plan, trace: MemoryTrace) -> dict[str, float]:
@@ -224,6 +238,13 @@ def _print(plan: Plan, traces: Sequence[MemoryTrace]) -> None:
         ]
         screen.print(f"\nactivations ({name}) by the kind of layer that keeps them")
         screen.print(table(["pp", *kinds], by_kind))
+    for trace in traces:
+        if not _fits(plan, trace):
+            screen.print(
+                f"\npipeline rank {trace.pipeline_rank} does not fit: its tensors, the driver's context and "
+                f"communicators take {_needed(plan, trace) / unit:.2f} {name} of "
+                f"{plan.cluster.memory_bytes / unit:.2f}"
+            )
     if any(trace.host_bytes for trace in traces) and (
         plan.layout.offload_activations or plan.layout.offload_optimizer
     ):

@@ -2,8 +2,8 @@
 
 `replay` repeats the operations of a layer on names of sizes (`layers`, `attention`, `latent`, `experts`,
 `recomputing`), which gives a tape of what they allocate and free (`tapes`); `sizes` and `groups` evaluate
-tapes for many layouts at once (`units`, `states`); `accumulation` and `pipeline_steps` add up what is alive at the
-moments of a step that can be the highest (`moments`).
+tapes for many layouts at once (`units`, `states`); `accumulation` and `pipeline_steps` add up what is alive
+at the moments of a step that can be the highest (`moments`).
 """
 
 from costmodels.bundled.rank_memory import covers, moments_of_ranks, peak_bytes, rank_peaks

@@ -259,7 +259,9 @@ def _one_by_one(layer: Layer, rows: Tensor, name: str, size: Size) -> Tensor:
     """One product after the other, where there is no kernel for all: the last one, and those before it."""
     tape, count = rows.storage.tape, layer.structure.local_experts
     leaf = Tensor(rows.storage, (layer.weights[name], 0))
-    weights = result_of(tape, rows.storage, [leaf], [], lambda node, grads: [Storage(node.tape, WEIGHTS[name])])
+    weights = result_of(
+        tape, rows.storage, [leaf], [], lambda node, grads: [Storage(node.tape, WEIGHTS[name])]
+    )
     shares = [share for share in ((count - 1) / count, 1 / count) if share]
     parts = chunk(rows, [times(rows.size, share) for share in shares])
     results = []
@@ -362,7 +364,7 @@ def _weighted(weights: Tensor, pairs: Tensor, layer: Layer) -> Tensor:
     def backward(node: Node, grads: Gradients) -> Gradients:
         return [Storage(node.tape, times(count, structure.bytes)), Storage(node.tape, size)]
 
-    saved = [narrow.storage, pairs.storage]
+    saved = [pairs.storage, narrow.storage]
     return result_of(
         weights.storage.tape, times(ROUTED, structure.gathered), [narrow, pairs], saved, backward
     )

@@ -42,6 +42,10 @@ class Bytes:
         composition[kind] = size
         return cls(composition, np.arange(len(size)), size)
 
+    def take(self, rows: Ints) -> Bytes:
+        """Of some rows."""
+        return Bytes(self.composition, self.shape[rows], self.total[rows])
+
     def plus(self, other: Bytes) -> Bytes:
         """Both."""
         return Bytes(

@@ -21,20 +21,23 @@ from costmodels.bundled.replay import ACTIVATIONS, COMMUNICATION, KINDS, LOGITS,
 from costmodels.bundled.sizes import tensor_sizes
 from costmodels.bundled.stage_sums import Kind, Stage, Terms
 from costmodels.bundled.states import GroupBytes, group_bytes, wraps_parameters
-from costmodels.bundled.units import units_of
+from costmodels.bundled.units import UnitBytes, takes_grouped, units_of
 from costmodels.model_spec import ModelSpec
 from costmodels.optimizer import layer_state
 from costmodels.pipeline import LAYER_KINDS, Entry, all_ranks, ranks_entry
 from costmodels.table import (
     CONTEXT_FORMS,
     OPTIMIZERS,
+    RECOMPUTE_KINDS,
     RECOMPUTE_METHODS,
     Bools,
     Floats,
+    Ints,
     LayoutTable,
     distinct,
 )
 
+FULL = RECOMPUTE_KINDS.index("full")
 
 BLOCK = 8192
 """Rows at a time, so that intermediate arrays stay small however long the table."""
@@ -48,14 +51,16 @@ def covers(model: ModelSpec, table: LayoutTable) -> Bools:
     plain &= not (wide and model.kv_heads < model.heads) and model.head_dim % 8 == 0
     result: Bools = np.full(len(table), plain) & ~table.offload_activations & ~table.offload_optimizer
     if model.experts:
-        # Groups of experts, and parameters that nothing wraps, are not known.
+        # Not known: groups of experts, parameters that nothing wraps, and what ZeRO 3 gathers for experts
+        # that are computed again or one after the other.
+        again = (table.recompute == FULL) | table.recomputes("mlp") | ~takes_grouped(model, table)
+        result &= ~(again & (table.zero_stage == 3))
         result &= wraps_parameters(table, True) & (model.router.groups == 1)
     result &= table.virtual_pipeline_parallel == 1
     result &= (table.context_parallel == 1) | (not wide)
     result &= table.context_parallel_form != CONTEXT_FORMS.index("ring")
-    result &= (table.recompute_method == RECOMPUTE_METHODS.index("uniform")) & (
-        table.recompute_num_layers == 1
-    )
+    block = table.recompute_method == RECOMPUTE_METHODS.index("block")
+    result &= block | (table.recompute_num_layers == 1)
     return result & np.isin(table.optimizer, [OPTIMIZERS.index(kind) for kind in ("adam", "sgd")])
 
 
@@ -71,9 +76,10 @@ def rank_peaks(model: ModelSpec, table: LayoutTable) -> tuple[Floats, Floats]:
     """
     ranks = int(table.pipeline_parallel.max(initial=1))
     totals, compositions = np.zeros((len(table), ranks)), np.zeros((len(KINDS), len(table), ranks))
+    units = units_of(model, table)
     for pipeline in np.unique(table.pipeline_parallel):
         rows = np.flatnonzero(table.pipeline_parallel == pipeline)
-        total, composition = moments_of_ranks(model, table.take(rows)).highest()
+        total, composition = moments_of_ranks(model, table.take(rows), _of_rows(units, rows)).highest()
         totals[rows, :pipeline] = total
         compositions[:, rows, :pipeline] = composition
     return totals, compositions
@@ -81,12 +87,13 @@ def rank_peaks(model: ModelSpec, table: LayoutTable) -> tuple[Floats, Floats]:
 
 def peak_bytes(model: ModelSpec, table: LayoutTable) -> Floats:
     """Bytes of tensors on the fullest device of each row, [n], for rows that `covers`."""
-    peaks = np.zeros(len(table))
+    peaks, units = np.zeros(len(table)), units_of(model, table)
     for pipeline in np.unique(table.pipeline_parallel):
         rows = np.flatnonzero(table.pipeline_parallel == pipeline)
         for start in range(0, len(rows), BLOCK):
             some = rows[start : start + BLOCK]
-            peaks[some] = moments_of_ranks(model, table.take(some), fullest=True).peak().max(axis=1)
+            moments = moments_of_ranks(model, table.take(some), _of_rows(units, some), fullest=True)
+            peaks[some] = moments.peak().max(axis=1)
     return peaks
 
 
@@ -95,9 +102,7 @@ def _fullest(entry: Entry) -> tuple[tuple[float, ...], ...]:
     """Ranks that can be the fullest: those that hold no less than another one with the same ends, of as many
     micro batches. Of each: rank, first, last, and its layers of each kind."""
     every = all_ranks(*entry)
-    rows = zip(
-        *(getattr(every, name).tolist() for name in ("first", "last", *LAYER_KINDS)), strict=True
-    )
+    rows = zip(*(getattr(every, name).tolist() for name in ("first", "last", *LAYER_KINDS)), strict=True)
     kept: list[tuple[float, ...]] = []
     for rank, row in enumerate(rows):
         if not any(
@@ -109,8 +114,11 @@ def _fullest(entry: Entry) -> tuple[tuple[float, ...], ...]:
 
 
 def _held(model: ModelSpec, table: LayoutTable, fullest: bool) -> dict[str, Floats]:
-    """Numbers of the ranks of each row, their ends and layers, [n, k] each; with `fullest` of those only that can
-    be the fullest."""
+    """Numbers of the ranks of each row, their ends and layers, [n, k] each.
+
+    Args:
+        fullest: only of those that can be the fullest.
+    """
     columns = [table.split, table.recompute, table.recompute_method, table.recompute_num_layers]
     first, code = distinct(columns)
     entries = [ranks_entry(model, table, int(row)) for row in first]
@@ -120,7 +128,9 @@ def _held(model: ModelSpec, table: LayoutTable, fullest: bool) -> dict[str, Floa
     else:
         every = [all_ranks(*entry) for entry in entries]
         chosen = [
-            tuple(zip(range(len(one.first)), *(getattr(one, name).tolist() for name in names[1:]), strict=True))
+            tuple(
+                zip(range(len(one.first)), *(getattr(one, name).tolist() for name in names[1:]), strict=True)
+            )
             for one in every
         ]
     most = max(map(len, chosen))
@@ -129,13 +139,20 @@ def _held(model: ModelSpec, table: LayoutTable, fullest: bool) -> dict[str, Floa
     return {name: filled[code, :, index] for index, name in enumerate(names)}
 
 
-def moments_of_ranks(model: ModelSpec, table: LayoutTable, fullest: bool = False) -> Peak:
+def _of_rows(units: dict[str, UnitBytes], rows: Ints) -> dict[str, UnitBytes]:
+    return {name: unit.take(rows) for name, unit in units.items()}
+
+
+def moments_of_ranks(
+    model: ModelSpec, table: LayoutTable, units: dict[str, UnitBytes] | None = None, fullest: bool = False
+) -> Peak:
     """Moments of the ranks of rows with the same number of pipeline ranks: [n, k].
 
     Args:
+        units: those of the rows, if they are known.
         fullest: only ranks that can be the fullest of their row.
     """
-    units = units_of(model, table)
+    units = units or units_of(model, table)
     wraps = wraps_parameters(table, model.experts > 0)
     pipeline = int(table.pipeline_parallel.max())
     layers = _held(model, table, fullest)

@@ -6,14 +6,12 @@ from costmodels.bundled.rank_memory import rank_peaks
 from costmodels.bundled.replay import KINDS
 from costmodels.engine import Engine
 from costmodels.hardware import Cluster
-from costmodels.moments import dynamic, margin
 from costmodels.model_spec import ModelSpec
+from costmodels.moments import dynamic, margin
 from costmodels.table import Floats, LayoutTable
 
 
-def stage_memory(
-    model: ModelSpec, cluster: Cluster, engine: Engine, table: LayoutTable
-) -> dict[str, Floats]:
+def stage_memory(model: ModelSpec, cluster: Cluster, engine: Engine, table: LayoutTable) -> dict[str, Floats]:
     """Bytes on a device of each pipeline rank at the peak: the fields of `StageMemory`.
 
     Arrays of shape [n, k], or such that broadcast to it, for k pipeline ranks; 0 tensors for ranks that a row

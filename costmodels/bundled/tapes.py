@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -37,8 +37,24 @@ from costmodels.bundled.structure import (
 )
 from costmodels.table import Floats
 
-Part = tuple[tuple[int, str, float], ...]
-"""Changes between two moments: kind, name of a size and factor."""
+
+class Part:
+    """Changes between two moments: of each its kind, the name of a size and a factor."""
+
+    def __init__(self, changes: Sequence[tuple[int, str, float]]) -> None:
+        self.names = tuple(dict.fromkeys(name for _, name, _ in changes))
+        places = {name: place for place, name in enumerate(self.names)}
+        self.name = np.array([places[name] for _, name, _ in changes], dtype=np.int64)
+        self.factors = np.array([factor for *_, factor in changes])[:, None]
+        kinds = np.array([kind for kind, *_ in changes], dtype=np.int64)
+        self.selected = (np.arange(len(KINDS))[:, None] == kinds).astype(np.float64)
+        """[kinds, changes]: 1 where a change is of a kind."""
+
+    def changes(self, sizes: Sizes) -> Floats:
+        """Bytes of each change, [changes, n]."""
+        values = np.array([sizes[name] for name in self.names])
+        result: Floats = self.factors * values[self.name]
+        return result
 
 
 @dataclass(frozen=True)
@@ -55,33 +71,29 @@ class UnitTape:
 
 def part_of(tape: Tape, start: int, end: int | None = None) -> Part:
     """The changes of a tape between two places."""
-    return tuple((tape.kinds[number], name, factor) for number, name, factor in tape.changes[start:end])
+    return Part([(tape.kinds[number], name, factor) for number, name, factor in tape.changes[start:end]])
 
 
-def evaluate(
-    part: Part, sizes: Sizes, rows: int, start: int = 0, end: int | None = None
-) -> tuple[Floats, Floats]:
-    """The composition at the highest total of `part`, and after its changes up to `end`, both [kinds, n].
+def highest(part: Part, changes: Floats, totals: Floats, start: int = 0, end: int | None = None) -> Floats:
+    """The composition at the highest total of a part, [kinds, n].
 
     Args:
+        changes: of the part, [changes, n].
+        totals: their sums up to each.
         start: changes after which the highest total counts.
         end: and before which.
     """
-    part = part[:end]
-    if len(part) <= start:
-        return np.zeros((len(KINDS), rows)), np.zeros((len(KINDS), rows))
-    names = {name: index for index, name in enumerate(dict.fromkeys(name for _, name, _ in part))}
-    values = np.stack([np.broadcast_to(sizes[name], rows) for name in names])
-    factors = np.array([factor for *_, factor in part])[:, None]
-    changes = factors * values[[names[name] for _, name, _ in part]]
-    kinds = np.array([kind for kind, *_ in part])
-    highest = start + changes.cumsum(axis=0)[start:].argmax(axis=0)
-    counted = np.where(np.arange(len(part))[:, None] <= highest, changes, 0.0)
-    compositions = [
-        np.stack([held[kinds == kind].sum(axis=0) for kind in range(len(KINDS))])
-        for held in (counted, changes)
-    ]
-    return compositions[0], compositions[1]
+    if len(totals[start:end]) == 0:
+        return np.zeros((len(KINDS), changes.shape[1]))
+    at = start + totals[start:end].argmax(axis=0)
+    result: Floats = part.selected @ np.where(np.arange(len(changes))[:, None] <= at, changes, 0.0)
+    return result
+
+
+def net(part: Part, changes: Floats, end: int | None = None) -> Floats:
+    """The composition after the changes of a part up to `end`, [kinds, n]."""
+    result: Floats = part.selected[:, :end] @ changes[:end]
+    return result
 
 
 VECTORS = {

@@ -12,7 +12,7 @@ from costmodels.bundled.moments import Bytes
 from costmodels.bundled.replay import KINDS
 from costmodels.bundled.sizes import Sizes, tensor_sizes
 from costmodels.bundled.structure import Structure
-from costmodels.bundled.tapes import UnitTape, embedding_tape, evaluate, head_tape, layer_tape
+from costmodels.bundled.tapes import UnitTape, embedding_tape, head_tape, highest, layer_tape, net
 from costmodels.model_spec import ModelSpec
 from costmodels.shapes import kept_heads_width, key_value_width
 from costmodels.table import (
@@ -44,6 +44,10 @@ class UnitBytes:
     def __init__(self, held: dict[str, Bytes]) -> None:
         self.held = held
 
+    def take(self, rows: Ints) -> UnitBytes:
+        """Of some rows."""
+        return UnitBytes({name: one.take(rows) for name, one in self.held.items()})
+
     def __getattr__(self, name: str) -> Bytes:
         try:
             found: Bytes = self.held[name]
@@ -65,7 +69,8 @@ def structures_of(model: ModelSpec, table: LayoutTable, moe: bool) -> tuple[list
         shares,
         table.pipeline_parallel == 1,
         pads,
-        table.expert_parallel,
+        table.expert_parallel > 1,
+        _local_experts(model, table) * moe,
         table.expert_tensor_parallel,
         table.context_parallel > 1,
         table.context_parallel_form,
@@ -114,17 +119,31 @@ def _without_recomputation(table: LayoutTable) -> LayoutTable:
     return replace(table, recompute=none, recompute_modules=none)
 
 
+def takes_grouped(model: ModelSpec, table: LayoutTable) -> Bools:
+    """Rows in which one kernel computes the products of all experts."""
+    sides = [np.full(len(table), model.hidden), model.expert_ffn // table.expert_tensor_parallel]
+    aligned: Bools = np.all([side % GROUPED_MULTIPLE == 0 for side in sides], axis=0)
+    return aligned & (table.precision in ("bf16", "fp8"))
+
+
+def _local_experts(model: ModelSpec, table: LayoutTable) -> Ints:
+    """Experts of one rank where they are computed one after the other, else 1."""
+    result: Ints = np.where(
+        takes_grouped(model, table), 1, np.maximum(model.experts // table.expert_parallel, 1)
+    )
+    return result
+
+
 def _experts(model: ModelSpec, table: LayoutTable, row: int) -> dict[str, Any]:
     """How the experts of one row work."""
     ep, etp = int(table.expert_parallel[row]), int(table.expert_tensor_parallel[row])
-    sides = model.hidden, model.expert_ffn // etp
     return {
         "experts": True,
         "exchanges": ep > 1,
         "gathers_tokens": ep == 1 and etp > 1,
         "expert_ranks": etp,
-        "local_experts": model.experts // ep,
-        "grouped": table.precision in ("bf16", "fp8") and not any(side % GROUPED_MULTIPLE for side in sides),
+        "local_experts": int(_local_experts(model, table)[row]),
+        "grouped": bool(takes_grouped(model, table)[row]),
         "shared_experts": model.shared_expert_ffn > 0,
         "shared_gate": model.shared_expert_gate,
         "normalised": model.router.normalised,
@@ -200,28 +219,35 @@ def _bytes_of(tapes: list[UnitTape], code: Ints, sizes: Sizes, shape: Ints) -> U
     for number, tape in enumerate(tapes):
         own = code == number
         some = {name: values[own] for name, values in sizes.items()}
-        for name, values in _moments(tape, some, int(own.sum())).items():
+        for name, values in _moments(tape, some).items():
             held.setdefault(name, np.zeros((len(KINDS), len(code))))[:, own] = values
     return UnitBytes({name: Bytes.of_shapes(values, shape) for name, values in held.items()})
 
 
-def _moments(tape: UnitTape, sizes: Sizes, rows: int) -> dict[str, Floats]:
+def _moments(tape: UnitTape, sizes: Sizes) -> dict[str, Floats]:
     found, nets = {}, {}
     for name, part in tape.passes.items():
-        found[name], nets[name] = evaluate(part, sizes, rows)
+        changes = part.changes(sizes)
+        totals = changes.cumsum(axis=0)
+        found[name], nets[name] = highest(part, changes, totals), net(part, changes)
         marks = tape.marks[name]
         mark = marks.get("experts_done" if "forward" not in name else "experts_gather")
         if mark is not None:
-            found[f"{name}_before"], found[f"{name}_at"] = evaluate(part, sizes, rows, 0, mark)
-            _, found[f"{name}_start"] = evaluate(part, sizes, rows, 0, marks.get("experts_start", mark))
-            found[f"{name}_after"], _ = evaluate(part, sizes, rows, marks.get("experts_done_after", mark))
+            after = marks.get("experts_done_after", mark)
+            found[f"{name}_before"] = highest(part, changes, totals, 0, mark)
+            found[f"{name}_at"] = net(part, changes, mark)
+            found[f"{name}_start"] = net(part, changes, marks.get("experts_start", mark))
+            found[f"{name}_after"] = highest(part, changes, totals, after)
+        if "scores" in marks:
+            found["scores"] = highest(part, changes, totals, 0, marks["scores"])
+        if "scored" in marks and "backward" in name:
+            if name == "backward":
+                found["scoring"] = highest(part, changes, totals, 0, marks["scored"])
+            if name in MATRIX:
+                found[MATRIX[name]] = highest(part, changes, totals, marks["scored"])
     kept = nets["forward"]
-    found |= {"kept": kept, "left": kept + nets["first_backward"], "added": kept + nets["backward"]}
-    scores, scored = tape.marks["forward"].get("scores"), tape.marks["backward"].get("scored")
-    if scores is not None and scored is not None:
-        found["scores"], _ = evaluate(tape.passes["forward"], sizes, rows, 0, scores)
-        found["scoring"], _ = evaluate(tape.passes["backward"], sizes, rows, 0, scored)
-        found["matrix"], _ = evaluate(tape.passes["backward"], sizes, rows, scored)
-        after = tape.marks["first_backward"]["scored"]
-        found["first_matrix"], _ = evaluate(tape.passes["first_backward"], sizes, rows, after)
-    return found
+    return found | {"kept": kept, "left": kept + nets["first_backward"], "added": kept + nets["backward"]}
+
+
+MATRIX = {"backward": "matrix", "first_backward": "first_matrix"}
+"""Passes of the head, and what they are called from the gradient of the logits on."""

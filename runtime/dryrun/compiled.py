@@ -30,7 +30,7 @@ import torch
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
-from runtime.dryrun.tracker import Tracker
+from runtime.dryrun.tracker import COLLECTIVES, Tracker
 
 SETTINGS = {
     # Would try out matrix products on the device.
@@ -152,12 +152,13 @@ def boxed(graph: fx.GraphModule, tracker: Tracker) -> Any:
             elif node.op == "output":
                 return fx.node.map_arg(node.args[0], values.__getitem__)
             elif step.returned:
-                with tracker.scope(layer=step.layer):
+                with tracker.scope(step.category, layer=step.layer):
                     values[node] = made(step, values)
             elif step.in_place:
                 inside[node] = inside.pop(summed(node), [])
             else:
-                inside[node] = [tracker.open(size) for size in step.sizes]
+                with tracker.scope(step.category):
+                    inside[node] = [tracker.open(size) for size in step.sizes]
             for dead in step.last:
                 values.pop(dead, None)
                 for number in inside.pop(dead, ()):
@@ -187,6 +188,11 @@ class Step:
     """Nodes whose buffers it reads, also through nodes that have none."""
     last: list[fx.Node] = field(default_factory=list)
     """Nodes that nothing reads after it."""
+
+    @property
+    def category(self) -> str | None:
+        """What its buffers are for, where the operator tells."""
+        return "message" if self.name.startswith(COLLECTIVES) else None
 
 
 def plan(graph: fx.GraphModule) -> list[Step]:

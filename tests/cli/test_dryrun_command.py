@@ -43,6 +43,8 @@ def test_json_has_every_stage_with_its_composition(planner_command: Command, pla
         moment["bytes"] for label, moment in rank["moments"].items() if label != "build"
     )
     assert rank["estimate"]["bytes"] > 0
+    assert rank["needed_bytes"] > peak["bytes"]
+    assert rank["fits"]
 
 
 def test_tables_show_a_row_for_each_stage(

@@ -1,0 +1,95 @@
+"""Bytes of the bundled engine: what the tapes of its layers say, and how tables are evaluated."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from costmodels import Layout, ModelSpec, even_split
+from costmodels.bundled import KINDS, covers, moments_of_ranks, peak_bytes, rank_peaks
+from costmodels.bundled.operations import elementwise, linear
+from costmodels.bundled.replay import ACTIVATIONS, TEMPORARIES, Leaf, Storage, Tape, Tensor, run_backward
+from costmodels.table import LayoutTable
+
+GPT = ModelSpec(name="gpt", layers=4, hidden=512, heads=8, vocab=1024, seq=256)
+
+
+def layout(**fields: object) -> Layout:
+    """A layout of the model."""
+    stages = int(fields.get("pipeline_parallel", 1))  # type: ignore[call-overload]
+    return Layout.model_validate(
+        {"layers_per_stage": even_split(GPT.layers, stages), "global_batch_size": 8, **fields}
+    )
+
+
+def totals(tape: Tape) -> list[float]:
+    """Bytes after each change of a tape, all sizes being 1."""
+    return list(np.cumsum([factor for _, _, factor in tape.changes]))
+
+
+def test_a_tape_keeps_what_backward_needs_and_frees_it_as_it_is_used() -> None:
+    tape = Tape()
+    weight = Leaf()
+    x = Tensor(Storage(tape, ("x", 1.0)), (Leaf(kind=TEMPORARIES), 0))
+    y = linear(elementwise(x, saves="input"), weight, ("x", 1.0), ("weight", 1.0))
+    # The input of each of both operations, and the result.
+    assert totals(tape)[-1] == 3.0
+    assert [tape.kinds[number] for number in (0, 1)] == [ACTIVATIONS, ACTIVATIONS]
+    assert y.edge is not None
+    roots = [(y.edge, Storage(tape, ("x", 1.0)))]
+    del x, y
+    run_backward(tape, roots)
+    # The gradient of the weight: nobody holds that of the input.
+    assert weight.gradient is not None
+    assert totals(tape)[-1] == 1.0
+
+
+def test_one_rank_has_twelve_bytes_of_fp32_states_for_each_parameter() -> None:
+    table = LayoutTable.of([layout(precision="bf16")])
+    _, composition = rank_peaks(GPT, table)
+    held = dict(zip(KINDS, composition[:, 0, 0], strict=True))
+    padded = (GPT.padded_vocab(1) - GPT.vocab) * GPT.hidden
+    assert held["parameters"] == pytest.approx(4 * (GPT.parameters + padded), rel=0.001)
+    assert held["optimizer"] == pytest.approx(8 * (GPT.parameters + padded), rel=0.001)
+
+
+def test_ranks_that_can_be_the_fullest_have_the_peak_of_all() -> None:
+    layouts = [
+        layout(pipeline_parallel=pipeline, tensor_parallel=tp, data_parallel=dp, zero_stage=zero)
+        for pipeline in (1, 2, 4)
+        for tp in (1, 2)
+        for dp, zero in ((1, 0), (2, 1), (2, 3))
+    ]
+    table = LayoutTable.of(layouts)
+    assert covers(GPT, table).all()
+    totals_of_ranks, compositions = rank_peaks(GPT, table)
+    assert peak_bytes(GPT, table) == pytest.approx(totals_of_ranks.max(axis=1))
+    assert compositions.sum(axis=0) == pytest.approx(totals_of_ranks)
+    assert (compositions >= 0).all()
+
+
+def test_rows_of_a_table_do_not_change_each_other() -> None:
+    layouts = [layout(tensor_parallel=2, recompute=kind) for kind in ("none", "selective", "full")]
+    together = peak_bytes(GPT, LayoutTable.of(layouts))
+    alone = [peak_bytes(GPT, LayoutTable.of([one]))[0] for one in layouts]
+    assert together == pytest.approx(alone)
+    assert together[0] > together[1] > together[2]
+
+
+def test_every_label_of_a_moment_is_one_of_a_step() -> None:
+    moments = moments_of_ranks(GPT, LayoutTable.of([layout(data_parallel=2, zero_stage=2)]))
+    assert {moment.label for moment in moments.moments} == {"forward", "backward", "reduce", "optimizer"}
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"precision": "fp8"},
+        {"offload_optimizer": True, "data_parallel": 2, "zero_stage": 1},
+        {"offload_activations": True},
+        {"optimizer": "muon"},
+        {"context_parallel": 2, "context_parallel_form": "ring"},
+    ],
+)
+def test_what_is_not_known_is_told(fields: dict[str, object]) -> None:
+    assert not covers(GPT, LayoutTable.of([layout(**fields)])).any()
