@@ -9,6 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 from costmodels.engine import Engine
+from costmodels.layout import SPLIT_BACKWARD
 from costmodels.model_spec import ModelSpec
 from costmodels.shapes import (
     attention_widths,
@@ -82,7 +83,9 @@ def layer_activations(
         mlp = mlp + e * t * h / tp
     copies = _context_copies(model, table)
     whole = norms + layer_inputs + attention + copies + core + mlp + routing
-    norm = table.recomputes("norm")
+    # A compiled layer keeps what its collectives gave it, whatever it is told to recompute.
+    compiled = engine.compiled_keeps_gathered & (part > 1) & ~table.runs(*SPLIT_BACKWARD)
+    norm = table.recomputes("norm") & ~compiled
     dropped = table.recomputes("core_attention") * (core + copies) + norm * layer_inputs
     dropped = dropped + np.where(
         table.recomputes("mlp"), mlp, table.recomputes("activation") * activated * width

@@ -203,6 +203,9 @@ class Engine(Record):
     recompute_stops_early: bool = False
     """Recomputation ends with the last tensor that backward needs: a dense layer's last product and the
     collective after it are not repeated."""
+    compiled_keeps_gathered: bool = False
+    """Layers are compiled, but where backward is split; those keep their gathered inputs for backward even
+    where recomputation should drop them."""
     measured_layers: tuple[MeasuredLayer, ...] = ()
     """Corrections of dense layers by their shape, for one device (`costmodels/layer_table.py`)."""
     fp8_cast_bytes: NonNegative = 0.0

@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+from torch.distributed.tensor._sharding_prop import ShardingPropagator
 
-from runtime import loss, offload, recompute, trainer
+from runtime import collectives, loss, offload, recompute, trainer
 from runtime.dryrun.tracker import Tracker, inner_tensors
 from runtime.executor import Executor
 from runtime.model import MixtureOfExperts, Transformer
@@ -72,7 +73,30 @@ def roles(tracker: Tracker) -> Iterator[None]:
         stack.enter_context(patch.object(torch.UntypedStorage, "resize_", _resizing(tracker)))
         stack.enter_context(patch.object(recompute, "_Call", _labelled_call(tracker)))
         stack.enter_context(saved_tensors_hooks(_keep, _keep))
+        # Waiting for a collective makes nothing new; the fake operation would.
+        stack.enter_context(patch.object(collectives, "_wait", _same))
+        # How DTensor asks for the shape of a result: tensors of the whole size, which only exist as fakes.
+        for name in ("_propagate_tensor_meta_non_cached", "_propagate_tensor_meta"):
+            if hasattr(ShardingPropagator, name):
+                paused = _paused(tracker, getattr(ShardingPropagator, name))
+                stack.enter_context(patch.object(ShardingPropagator, name, paused))
         yield
+
+
+def _same(x: Tensor) -> Tensor:
+    return x
+
+
+def _paused(tracker: Tracker, method: Any) -> Any:
+    @wraps(method)
+    def paused(self: Any, *args: Any, **kwargs: Any) -> Any:
+        tracker.pauses += 1
+        try:
+            return method(self, *args, **kwargs)
+        finally:
+            tracker.pauses -= 1
+
+    return paused
 
 
 def _make_moments(rule: Adam8bit, learning_rate: float, weight_decay: float) -> None:

@@ -89,6 +89,8 @@ class Tracker(TorchDispatchMode):
         self.phase: str | None = None
         self.operations = 0
         self.first = 0
+        self.pauses = 0
+        """Above 0 while PyTorch plays with tensors that no device would hold."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -129,7 +131,7 @@ class Tracker(TorchDispatchMode):
         """Count the storage of `tensor` if it is new."""
         storage = tensor.untyped_storage()
         key = storage._cdata
-        if key in self.alive or compiling():
+        if self.pauses or key in self.alive or compiling():
             return
         device = tensor.device.type
         if device == "meta":
