@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from costmodels import MemoryPolicy
+from costmodels import MemoryPolicy, price
 from costmodels.errors import InputError
 from costmodels.memory import memory_policy, parameters, stage_memory, unit_sizes
 from costmodels.model_spec import ModelSpec
@@ -333,3 +333,18 @@ def test_latent_attention_keeps_what_is_compressed_twice(llama, engine, layout):
             without, engine("bundled"), layout(without)
         )
         assert found == 2 * 2 * llama.seq * (rank + 512 + 64)
+
+
+def test_compiled_layers_keep_what_collectives_gave_them(llama, cluster, engine, layout):
+    """Recomputing norms saves nothing of gathered inputs where layers are compiled."""
+    compiled = engine("bundled")
+    eager = compiled.model_copy(update={"compiled_keeps_gathered": False})
+    norms = {"recompute": "selective", "recompute_modules": ("norm",)}
+
+    def activations(one, by):
+        return price(llama, cluster(8), by, LayoutTable.of([one])).memory["activations"][0]
+
+    gathered = layout(llama, tp=2, sp=True, dp=4, **norms)
+    assert activations(gathered, compiled) > activations(gathered, eager)
+    alone = layout(llama, dp=8, **norms)
+    assert activations(alone, compiled) == activations(alone, eager)
