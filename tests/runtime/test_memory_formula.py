@@ -9,7 +9,7 @@ from benchmarks.memory import compare, draw
 
 
 @settings(
-    max_examples=100,
+    max_examples=10,
     deadline=None,
     derandomize=True,
     database=None,
