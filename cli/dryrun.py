@@ -14,6 +14,7 @@ from costmodels.errors import InputError
 from costmodels.estimate import StageMemory
 from costmodels.words import GIB
 from planner import advice
+from planner.asked import search_arguments
 from planner.flags import flag, ignored, takes
 from planner.options import BatchOptions, ClusterOptions, ModelOptions, ParallelOptions, check_alone
 from planner.plan import Plan
@@ -101,19 +102,8 @@ def _planned(
 ) -> Plan:
     """The best plan of the flags."""
     spec = model.spec()
-    result = search(
-        spec,
-        world_size=cluster.required_world_size(),
-        local_world_size=cluster.local_world_size,
-        device=cluster.device,
-        global_batch_size=batch.global_batch_size,
-        max_global_batch_size=batch.max_global_batch_size,
-        engine=parallel.engine,
-        pin=parallel.pins(spec),
-        memory_margin_gib=cluster.memory_margin_gib,
-        objective=batch.objective,
-        **cluster.network(),
-    )
+    asked = search_arguments(spec, cluster, batch, parallel)
+    result = search(spec, world_size=cluster.required_world_size(), **asked)
     if not result.feasible:
         raise advice.no_layout_fits(result)
     for note in (*model.notes(), *cluster.notes()):

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from cli.tables import console, table
 from costmodels.errors import NoLayoutFits
 from costmodels.words import GIB
+from planner.asked import search_arguments
 from planner.comparison import Comparison, Term
 from planner.explanation import Explanation, explain_plan
 from planner.explanation import explain as explained
@@ -94,15 +95,7 @@ def explain(
             against=questions.against,
             what_if=not questions.no_what_if,
             world_size=cluster.required_world_size(),
-            local_world_size=cluster.local_world_size,
-            device=cluster.device,
-            global_batch_size=batch.global_batch_size,
-            max_global_batch_size=batch.max_global_batch_size,
-            objective=batch.objective,
-            engine=parallel.engine,
-            pin=parallel.pins(spec),
-            memory_margin_gib=cluster.memory_margin_gib,
-            **cluster.network(),
+            **search_arguments(spec, cluster, batch, parallel),
         )
         assumed = [*model.notes(), *cluster.notes()]
     if questions.json:

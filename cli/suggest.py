@@ -12,6 +12,7 @@ from cli.notes import HEAD_ROOM, needs_head_room, whole_optimizer
 from costmodels.errors import InputError
 from costmodels.topology import describe
 from planner import advice
+from planner.asked import search_arguments
 from planner.budget import UNIT_TOKENS, Run, check_price, parse_tokens
 from planner.budget_options import BudgetOptions, SizesOptions
 from planner.choice import Choice
@@ -72,17 +73,7 @@ def suggest(
     if output.top < 1:
         raise InputError(f"--top {output.top}: expected a whole number of at least 1")
     spec, world_size, failures = model.spec(), cluster.required_world_size(), budget.failures()
-    job: dict[str, Any] = {
-        "local_world_size": cluster.local_world_size,
-        "device": cluster.device,
-        "global_batch_size": batch.global_batch_size,
-        "max_global_batch_size": batch.max_global_batch_size,
-        "engine": parallel.engine,
-        "pin": parallel.pins(spec),
-        "memory_margin_gib": cluster.memory_margin_gib,
-        "objective": batch.objective,
-        **cluster.network(),
-    }
+    job = search_arguments(spec, cluster, batch, parallel)
     assumed = [*model.notes(), *cluster.notes()]
     if isinstance(world_size, str):
         if output.top != Output().top:

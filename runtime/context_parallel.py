@@ -64,7 +64,9 @@ def context_parallel(stage: Transformer, layout: Layout, grid: Grid) -> None:
     assert grid.cp_group is not None
     if layout.context_parallel_form == "ring":
         prepare_ring()
-    forward = partial(FORMS[layout.context_parallel_form], group=grid.cp_group)
+    # Keys and values travel together, so their heads must have the same size.
+    form = partial(FORMS[layout.context_parallel_form], group=grid.cp_group)
+    # One object for all layers: torch.compile would compile each anew, up to its limit of 8.
+    forward = partial(with_equal_heads, form)
     for block in stage.blocks:
-        # Keys and values travel together, so their heads must have the same size.
-        block.attention.core.forward = partial(with_equal_heads, forward)  # type: ignore[method-assign]
+        block.attention.core.forward = forward  # type: ignore[method-assign]

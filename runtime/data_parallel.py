@@ -75,16 +75,22 @@ def data_parallel(stage: Transformer, layout: Layout, grid: Grid) -> None:
                 shard_placement_fn=partial(_expert_placement, shards=shards),
                 **options,
             )
+            _sum_gradients(experts, own)
         wrapped: Any = fully_shard(block, mesh=mesh, reshard_after_forward=frees, **options)
+        _sum_gradients(wrapped, mesh)
         if experts is not None:
             # The host waits for the sizes of parts before experts compute: gather their weights ahead of it.
             wrapped.set_modules_to_forward_prefetch([experts])
     # Embedding and head are the first that backward gathers: PyTorch's default keeps them.
     fully_shard(stage, mesh=mesh, reshard_after_forward=None if frees else False, **options)
-    for module in stage.modules():
-        if isinstance(module, FSDPModule):
-            module.set_gradient_divide_factor(1.0)
-            module.set_force_sum_reduction_for_comms(True)
+    _sum_gradients(stage, mesh)
+
+
+def _sum_gradients(module: Any, mesh: DeviceMesh) -> None:
+    # A factor makes PyTorch before 2.15 copy gradients that have nobody to be added to.
+    if mesh.size() > 1:
+        module.set_gradient_divide_factor(1.0)
+        module.set_force_sum_reduction_for_comms(True)
 
 
 def _mesh(mesh: DeviceMesh, dims: tuple[str, str], layout: Layout) -> DeviceMesh:

@@ -8,6 +8,7 @@ import numpy as np
 
 from costmodels.bundled.groups import Group
 from costmodels.bundled.moments import Bytes
+from costmodels.bundled.pytorch import is_before
 from costmodels.bundled.replay import COMMUNICATION, GRADIENTS, KINDS, OPTIMIZER, PARAMETERS
 from costmodels.table import Bools, Floats, LayoutTable
 
@@ -57,7 +58,7 @@ class GroupBytes:
     moving: Bytes
     """Gathered parameters in the order of the ranks that share them."""
     quotient: Bytes
-    """A copy of what is reduced, where nothing is scattered."""
+    """A copy of what is reduced, where nothing is scattered; PyTorch 2.15 makes none."""
     gradients: Bytes
     """This rank's, reduced."""
 
@@ -96,7 +97,12 @@ def _shuffled(width: Floats, group: Group) -> Bytes:
 
 
 def converts_gradients(table: LayoutTable) -> bool:
-    """Whether gradients are reduced in another number format than backward makes them in."""
+    """Whether gradients of a whole layer change to the number format that they are reduced in.
+
+    From PyTorch 2.15 on each is added to those of other micro batches as soon as backward has made it.
+    """
+    if not is_before(2, 15):
+        return False
     made = {"fp32": "fp32", "tf32": "fp32", "fp16": "fp16"}.get(table.precision, "bf16")
     return made != table.gradient_reduction
 
@@ -126,7 +132,7 @@ def group_bytes(
         "added_cast": (reduced + MASTER) * on * group.own * (reduced != MASTER),
         "held": reduced * on * group.own * all_reduces * (reduced != MASTER),
         "stuck": reduced * on * group.own * all_reduces,
-        "quotient": reduced * (on - split) * group.padded,
+        "quotient": reduced * (on - split) * (replicas > 1) * is_before(2, 15) * group.padded,
     }
     return GroupBytes(
         kept=Bytes.of_kind(PARAMETERS, MASTER * own),

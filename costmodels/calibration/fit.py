@@ -16,9 +16,9 @@ import numpy as np
 from pydantic import Field
 
 from costmodels.calibration.measured import Measurement, alike
+from costmodels.calibration.priors import Prior, Priors, rounded, scipy_optimize
 from costmodels.catalogue.yaml_files import packaged
 from costmodels.engine import Engine, MeasuredLayer, Spread
-from costmodels.errors import InputError
 from costmodels.hardware import Cluster
 from costmodels.model_spec import ModelSpec
 from costmodels.pricing import price
@@ -31,15 +31,6 @@ EVALUATIONS = 60
 
 STEP = 1e-3
 """Step of the derivatives, as a share of a constant's limits."""
-
-
-class Prior(Record):
-    """What is known of a constant before the fit."""
-
-    start: float
-    within: Positive
-    """Likely deviation from `start`, as a natural logarithm."""
-    limits: tuple[float, float]
 
 
 class FitPlan(Record):
@@ -87,8 +78,7 @@ def fit_spread(found: Fitted, measurements: Sequence[Measurement]) -> dict[str, 
 
     Quantile regression (Koenker and Bassett 1978) of the absolute errors on the width of the range.
     """
-    from scipy.optimize import minimize
-
+    minimize = scipy_optimize().minimize
     missed = np.abs(errors(found, measurements))
     # Most fits see models of one or two hidden sizes.
     names = [name for name in Spread.model_fields if name not in ("measured", "narrow")]
@@ -118,7 +108,7 @@ def fit_spread(found: Fitted, measurements: Sequence[Measurement]) -> dict[str, 
 
     start = np.log([Spread.model_fields[name].default for name in names])
     found_at = minimize(loss, start, method="Nelder-Mead", options={"maxiter": 2000, "xatol": 1e-3}).x
-    return {name: float(f"{value:.3g}") for name, value in zip(names, np.exp(found_at), strict=True)}
+    return rounded(dict(zip(names, np.exp(found_at).tolist(), strict=True)), 3)
 
 
 COVERED = 0.82
@@ -174,33 +164,21 @@ def fit(plan: FitPlan, measurements: Sequence[Measurement]) -> Fitted:
     Raises:
         InputError: scipy is not installed, or there are fewer rows than constants.
     """
-    try:
-        from scipy.optimize import least_squares
-    except ImportError:
-        raise InputError("fitting needs scipy: pip install 'llm-parallelism-planner[calibrate]'") from None
-    if len(measurements) < len(plan.constants):
-        raise InputError(
-            f"fit of {plan.engine} on {plan.architecture}: {len(measurements)} rows for "
-            f"{len(plan.constants)} constants; give more rows"
-        )
-    names = list(plan.constants)
-    priors = list(plan.constants.values())
-    low, high = (np.array([prior.limits[side] for prior in priors]) for side in (0, 1))
-    start = np.array([prior.start for prior in priors])
-    within = np.array([prior.within for prior in priors])
+    least_squares = scipy_optimize().least_squares
+    priors = Priors.of(plan.constants, len(measurements), f"fit of {plan.engine} on {plan.architecture}")
+    low, high = priors.low, priors.high
     measured = np.log([row.step_time_s or np.nan for row in measurements])
     weights = np.array([plan.weights.get(row.source, 1.0) for row in measurements])
     batches = _batches(measurements)
 
     def residuals(shares: Floats) -> Any:
         values = low + shares * (high - low)
-        predicted = _step_times(batches, dict(zip(names, values.tolist(), strict=True)), len(measured))
+        predicted = _step_times(batches, priors.named(values), len(measured))
         errors = weights * (np.log(predicted) - measured)
         # A constant that deviates as far as is likely weighs as much as one row at the tolerance.
-        known = plan.tolerance * np.log((values + SMALL) / (start + SMALL)) / within
-        return np.concatenate([errors, known])
+        return np.concatenate([errors, plan.tolerance * priors.deviations(values)])
 
-    shares = (start - low) / (high - low)
+    shares = (priors.start - low) / (high - low)
     for loss in (_soft_l1, _cauchy):
 
         def robust(squares: Floats, of_rows: Any = loss) -> Floats:
@@ -219,8 +197,7 @@ def fit(plan: FitPlan, measurements: Sequence[Measurement]) -> Fitted:
             max_nfev=EVALUATIONS,
         )
         shares = np.clip(found.x, 0.0, 1.0)
-    values = low + shares * (high - low)
-    constants = {name: float(f"{value:.4g}") for name, value in zip(names, values, strict=True)}
+    constants = rounded(priors.named(low + shares * (high - low)), 4)
     return Fitted(plan, constants, len(measurements))
 
 
@@ -232,7 +209,3 @@ def _soft_l1(squares: Floats) -> Floats:
 def _cauchy(squares: Floats) -> Floats:
     more = 1.0 + squares
     return np.array([np.log(more), 1.0 / more, -1.0 / more**2])
-
-
-SMALL = 1e-9
-"""Keeps the logarithm of a constant that is zero finite."""

@@ -13,12 +13,11 @@ from typing import Any
 
 import numpy as np
 
-from costmodels.calibration.fit import SMALL, Prior
 from costmodels.calibration.measured import Measurement, alike
 from costmodels.calibration.peaks import every_rank, peak_of, peaks
+from costmodels.calibration.priors import Prior, Priors, rounded, scipy_optimize
 from costmodels.catalogue.yaml_files import packaged
 from costmodels.engine import Engine
-from costmodels.errors import InputError
 from costmodels.pipeline import Ranks
 from costmodels.table import Bools, Floats, LayoutTable
 from costmodels.words import Positive, Record
@@ -67,33 +66,21 @@ def fit_memory(plan: MemoryFitPlan, measurements: Sequence[Measurement]) -> Memo
     Raises:
         InputError: scipy is not installed, or there are fewer rows than constants.
     """
-    try:
-        from scipy.optimize import minimize
-    except ImportError:
-        raise InputError("fitting needs scipy: pip install 'llm-parallelism-planner[calibrate]'") from None
-    if len(measurements) < len(plan.constants):
-        raise InputError(
-            f"memory fit of {plan.engine}: {len(measurements)} rows for {len(plan.constants)} constants; "
-            "give more rows"
-        )
-    names, priors = list(plan.constants), list(plan.constants.values())
-    low, high = (np.array([prior.limits[side] for prior in priors]) for side in (0, 1))
-    start = np.array([prior.start for prior in priors])
-    within = np.array([prior.within for prior in priors])
+    minimize = scipy_optimize().minimize
+    priors = Priors.of(plan.constants, len(measurements), f"memory fit of {plan.engine}")
+    low, high = priors.low, priors.high
     batches = _batches(measurements)
 
     def loss(values: Floats) -> float:
         chosen = np.clip(values, low, high)
-        constants = dict(zip(names, chosen.tolist(), strict=True))
-        misses = sum(_misses(batch, constants, plan.tolerance) for batch in batches)
-        known = 0.5 * np.square(np.log((chosen + SMALL) / (start + SMALL)) / within).sum()
+        misses = sum(_misses(batch, priors.named(chosen), plan.tolerance) for batch in batches)
+        known = 0.5 * np.square(priors.deviations(chosen)).sum()
         outside = np.square((values - chosen) / (high - low)).sum()
         return float(misses + known + 1e3 * outside)
 
     options = {"maxfev": EVALUATIONS, "xtol": 1e-3, "ftol": 1e-5}
-    values = np.clip(minimize(loss, start, method="Powell", options=options).x, low, high)
-    constants = {name: float(f"{value:.3g}") for name, value in zip(names, values, strict=True)}
-    return MemoryFit(constants, len(measurements))
+    values = np.clip(minimize(loss, priors.start, method="Powell", options=options).x, low, high)
+    return MemoryFit(rounded(priors.named(values), 3), len(measurements))
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,69 @@
+"""What is known of an engine's constants before they are fitted to measurements."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from costmodels.errors import InputError
+from costmodels.table import Floats
+from costmodels.words import Positive, Record
+
+SMALL = 1e-9
+"""Keeps the logarithm of a constant that is zero finite."""
+
+
+class Prior(Record):
+    """What is known of a constant before the fit."""
+
+    start: float
+    within: Positive
+    """Likely deviation from `start`, as a natural logarithm."""
+    limits: tuple[float, float]
+
+
+@dataclass(frozen=True)
+class Priors:
+    """Those of all constants of a fit; arrays of shape [k]."""
+
+    names: list[str]
+    start: Floats
+    within: Floats
+    low: Floats
+    high: Floats
+
+    @classmethod
+    def of(cls, constants: Mapping[str, Prior], rows: int, what: str) -> Priors:
+        """Raises `InputError` when `what`, the name of the fit, has fewer rows than constants."""
+        if rows < len(constants):
+            raise InputError(f"{what}: {rows} rows for {len(constants)} constants; give more rows")
+        priors = constants.values()
+        low, high = (np.array([prior.limits[side] for prior in priors]) for side in (0, 1))
+        start = np.array([prior.start for prior in priors])
+        return cls(list(constants), start, np.array([prior.within for prior in priors]), low, high)
+
+    def deviations(self, values: Floats) -> Floats:
+        """How far constants are from what is likely, in likely deviations."""
+        result: Floats = np.log((values + SMALL) / (self.start + SMALL)) / self.within
+        return result
+
+    def named(self, values: Floats) -> dict[str, Any]:
+        """Values by the names of the constants."""
+        return dict(zip(self.names, values.tolist(), strict=True))
+
+
+def rounded(constants: Mapping[str, float], digits: int) -> dict[str, float]:
+    """Constants with as many digits as a file is to have."""
+    return {name: float(f"{value:.{digits}g}") for name, value in constants.items()}
+
+
+def scipy_optimize() -> Any:
+    """The module scipy.optimize; `InputError` where scipy is not installed."""
+    try:
+        import scipy.optimize
+    except ImportError:
+        raise InputError("fitting needs scipy: pip install 'llm-parallelism-planner[calibrate]'") from None
+    return scipy.optimize
