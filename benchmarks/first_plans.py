@@ -1,0 +1,166 @@
+"""Does the dry run agree that the planner's first plans fit? Random jobs, planned and traced.
+
+python -m benchmarks.first_plans [--plans N] [--seed S] [--processes N] [--json]
+
+Each job is a model of the catalogue, a number of devices of one kind, and a batch. Of its first plan the
+pipeline ranks that may be the fullest are traced, with compiled layers where the runtime compiles: the one
+that the estimate says is fullest, the first and the last. A plan is refused when the tensors of a rank, with
+what the plan adds for the driver, the communicators and the allocator, are more than the device has.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+import time
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass
+from multiprocessing import get_context
+from typing import Any
+
+from costmodels.catalogue.host import available_cores
+from costmodels.errors import InputError
+from costmodels.words import GIB
+from planner import search
+from planner.plan import Plan
+from runtime.memory_trace import CATEGORIES
+
+MODELS = (
+    *("gpt2-xl", "gpt3-1.3b", "gpt3-6.7b", "gpt3-13b", "gpt-22b", "gpt3-175b", "llama2-7b", "llama2-13b"),
+    *("llama2-70b", "llama3-8b", "llama3-70b", "qwen2.5-7b", "qwen2.5-32b", "qwen3-8b", "qwen3-32b"),
+    *("mixtral-8x7b", "qwen3-30b-a3b", "deepseek-v2-lite", "qwen1.5-moe-a2.7b"),
+)
+
+DEVICES = ("v100-32g", "a100-40g", "a100-80g", "h100", "h200", "b200", "mi300x", "l40s")
+
+WORLD_SIZES = (8, 16, 32, 64, 128, 256)
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A job to plan."""
+
+    model: str
+    device: str
+    world_size: int
+    batch: int
+    maximum: bool
+    """The batch may be smaller."""
+
+
+@dataclass(frozen=True)
+class Checked:
+    """A first plan and its dry run, in bytes."""
+
+    job: Asked
+    layout: str
+    rank: int
+    """The pipeline rank that needs most."""
+    traced: float
+    """Tensors at its peak."""
+    planned: float
+    """The same by the estimate."""
+    needed: float
+    """With what the device needs besides."""
+    memory: float
+    """Of a device."""
+
+    @property
+    def refused(self) -> bool:
+        """It does not fit."""
+        return self.needed > self.memory
+
+
+def jobs(seed: int) -> Iterator[Asked]:
+    """Random jobs without end."""
+    chosen = random.Random(seed)
+    while True:
+        world_size = chosen.choice(WORLD_SIZES)
+        yield Asked(
+            model=chosen.choice(MODELS),
+            device=chosen.choice(DEVICES),
+            world_size=world_size,
+            batch=world_size * chosen.choice((1, 2, 4, 8)),
+            maximum=chosen.random() < 0.5,
+        )
+
+
+def first_plan(job: Asked) -> Plan | None:
+    """The plan that is proposed; None where nothing fits or the device cannot run the model."""
+    size = {"max_global_batch_size" if job.maximum else "global_batch_size": job.batch}
+    try:
+        result = search(job.model, world_size=job.world_size, device=job.device, **size)  # type: ignore[arg-type]
+    except InputError:
+        return None
+    return result.plan(0) if result.feasible else None
+
+
+def check(job: Asked, plan: Plan) -> Checked:
+    """Trace what of a plan may be fullest."""
+    from runtime.dryrun import trace
+    from runtime.options import TrainingOptions
+
+    layout, memory = plan.layout, plan.estimate.memory
+    fullest = max(range(len(memory)), key=lambda stage: memory[stage].total)
+    compiled = TrainingOptions().compiles(layout, on_gpu=True)
+    found = []
+    for stage in sorted({0, fullest, layout.pipeline_parallel - 1}):
+        traced = trace(plan.model, layout, pipeline_rank=stage, compiled=compiled).peak.total
+        planned = sum(getattr(memory[stage], kind) for kind in CATEGORIES)
+        found.append((traced + memory[stage].overhead, stage, traced, planned))
+    needed, stage, traced, planned = max(found)
+    described = layout.describe()
+    return Checked(job, described, stage, traced, planned, needed, plan.cluster.memory_bytes)
+
+
+def main() -> None:
+    """Print what is refused and how far estimates are off."""
+    parser = argparse.ArgumentParser(prog="benchmarks.first_plans", description=str(__doc__).split("\n")[0])
+    parser.add_argument("--plans", type=int, default=200, help="first plans to check")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--processes", type=int, default=available_cores())
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    given = parser.parse_args()
+    started = time.perf_counter()
+    drawn = jobs(given.seed)
+    planned: list[tuple[Asked, Plan]] = []
+    without = 0
+    while len(planned) < given.plans:
+        job = next(drawn)
+        plan = first_plan(job)
+        without += plan is None
+        if plan is not None:
+            planned.append((job, plan))
+    # A trace leaves PyTorch's compiler full of graphs: a process is renewed after some.
+    context = get_context("spawn")
+    with ProcessPoolExecutor(given.processes, context, max_tasks_per_child=20) as pool:
+        checked = list(pool.map(check, *zip(*planned, strict=True)))
+    report(checked, without, time.perf_counter() - started, given.json)
+
+
+def report(checked: list[Checked], without: int, seconds: float, as_json: bool) -> None:
+    """Print the outcome."""
+    ratios = [one.planned / one.traced for one in checked]
+    refused = [one for one in checked if one.refused]
+    if as_json:
+        rows: list[dict[str, Any]] = [asdict(one) | {"refused": one.refused} for one in checked]
+        print(json.dumps({"refused": len(refused), "without": without, "plans": rows}, indent=2))
+        return
+    print(f"{len(checked)} first plans in {seconds:.0f} s; {without} further jobs have none")
+    print(f"{len(refused)} refused by the dry run")
+    for one in refused:
+        job = f"{one.job.model} on {one.job.world_size} {one.job.device}, batch {one.job.batch}"
+        sizes = f"{one.needed / GIB:.2f} of {one.memory / GIB:.2f} GiB"
+        print(f"  {job}: {one.layout}: rank {one.rank} needs {sizes}")
+    tenths = statistics.quantiles(ratios, n=10)
+    print(
+        f"tensors planned over traced: median {statistics.median(ratios):.3f}, "
+        f"80 % within {tenths[0]:.3f} and {tenths[-1]:.3f}, extremes {min(ratios):.3f} and {max(ratios):.3f}"
+    )
+
+
+if __name__ == "__main__":
+    main()
