@@ -1,15 +1,22 @@
-"""`planner data`: turn text into the token files that training reads."""
+"""`planner data`: text to the token files that training reads, several of them to one, and what they hold."""
 
 from __future__ import annotations
 
+import json
 import time
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer.core import TyperCommand
 
 from costmodels.errors import InputError
 from planner.flags import flag, takes
+
+if TYPE_CHECKING:
+    from runtime.data import Summary, Tokenizer
 
 app = typer.Typer(help="Prepare text for training.", no_args_is_help=True)
 
@@ -19,16 +26,49 @@ def data() -> None:
     """Prepare text for training."""
 
 
+class TakesSeveralWords(TyperCommand):
+    """A command without arguments whose flags that may be repeated take several words too."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        several = {
+            name for one in self.get_params(ctx) if getattr(one, "multiple", False) for name in one.opts
+        }
+        words: list[str] = []
+        current: str | None = None
+        is_first = False
+        for word in args:
+            if word.startswith("--"):
+                current, is_first = (word if word in several else None), True
+            elif current is not None and not is_first:
+                words.append(current)
+            else:
+                is_first = False
+            words.append(word)
+        return super().parse_args(ctx, words)
+
+
 @dataclass(frozen=True)
 class Source:
     """The text to read."""
 
     input: list[str] = flag(
-        [], "file of text, or a pattern in quotes; may be repeated", "--input", metavar="FILE"
+        [],
+        "Files of text (.gz, .bz2, .xz and .zst too), patterns in quotes, or folders.",
+        "--input",
+        metavar="FILE...",
     )
-    json_key: str = flag("text", "the key that holds the text of a JSON object", "--json-keys", "--json-key")
+    json_keys: list[str] = flag(
+        ["text"],
+        "Keys that hold the text of a JSON object; each gets files of its own.",
+        "--json-keys",
+        "--json-key",
+        metavar="KEY...",
+    )
     format: str | None = flag(
-        None, "jsonl, json (an array) or text (one document a file); found out if not given", "--format"
+        None,
+        "jsonl, json (an array), wiki (WikiExtractor's <doc ...>) or text (one document a file); found out "
+        "if not given.",
+        "--format",
     )
 
 
@@ -37,12 +77,17 @@ class Encoding:
     """How text becomes token ids."""
 
     tokenizer_type: str = flag(
-        "GPT2BPETokenizer", "GPT2BPETokenizer, HuggingFaceTokenizer or ByteTokenizer", "--tokenizer-type"
+        "GPT2BPETokenizer", "GPT2BPETokenizer, HuggingFaceTokenizer or ByteTokenizer.", "--tokenizer-type"
     )
-    vocab_file: str | None = flag(None, "vocab.json of a GPT2BPETokenizer; GPT-2's own if not given")
-    merge_file: str | None = flag(None, "merges.txt of a GPT2BPETokenizer; GPT-2's own if not given")
-    tokenizer_model: str | None = flag(None, "tokenizer.json of a HuggingFaceTokenizer, or its folder")
-    append_eod: bool = flag(False, "end each document that is not empty with the end-of-document token")
+    vocab_file: str | None = flag(None, "vocab.json of a GPT2BPETokenizer; GPT-2's own if not given.")
+    merge_file: str | None = flag(None, "merges.txt of a GPT2BPETokenizer; GPT-2's own if not given.")
+    tokenizer_model: str | None = flag(None, "tokenizer.json of a HuggingFaceTokenizer, or its folder.")
+
+    def tokenizer(self) -> Tokenizer:
+        """The tokenizer that the flags name."""
+        from runtime.data import load_tokenizer
+
+        return load_tokenizer(self.tokenizer_type, self.vocab_file, self.merge_file, self.tokenizer_model)
 
 
 @dataclass(frozen=True)
@@ -50,34 +95,122 @@ class Output:
     """What is written, and by how many processes."""
 
     output_prefix: str = flag(
-        "", "writes PREFIX_{key}_document.bin and .idx", "--output-prefix", metavar="PREFIX"
+        "", "Writes PREFIX_{key}_document.bin and .idx.", "--output-prefix", metavar="PREFIX"
     )
-    workers: int | None = flag(None, "processes that encode text; all cores if not given")
-    chunk_size: int = flag(1024, "documents that a process takes at a time")
-    dataset_impl: str = flag("mmap", "kind of token files: mmap is the only one")
+    append_eod: bool = flag(False, "End each document that is not empty with the end-of-document token.")
+    workers: int | None = flag(None, "Processes that encode text; all cores if not given.")
+    chunk_size: int = flag(1024, "Documents that a process takes at a time.")
+    dataset_impl: str = flag("mmap", "Kind of token files: mmap is the only one.")
+
+
+@app.command(cls=TakesSeveralWords)
+@takes(source=Source, encoding=Encoding, output=Output)
+def prepare(source: Source, encoding: Encoding, output: Output) -> None:
+    """Turn JSON lines, a JSON array, WikiExtractor's output or plain text into Megatron's .bin and .idx."""
+    # Imported here so that the other commands start without numpy's and the tokenizers' share of a second.
+    from runtime.data import prepare as prepare_files
+    from runtime.data.sources import expand
+
+    _check_prefix(output.output_prefix)
+    if output.dataset_impl != "mmap":
+        raise InputError(f"--dataset-impl {output.dataset_impl!r}: only mmap is written")
+    files = expand(source.input)
+    tokenizer = encoding.tokenizer()
+    keys = [key for word in source.json_keys for key in word.split()]
+    start = time.perf_counter()
+    with _bar("tokenizing", sum(file.stat().st_size for file in files)) as show:
+        summary = prepare_files(
+            files,
+            output.output_prefix,
+            tokenizer,
+            keys,
+            output.append_eod,
+            output.workers,
+            output.chunk_size,
+            source.format,
+            show,
+        )
+    others = "" if len(set(keys)) == 1 else f" and those of {', '.join(dict.fromkeys(keys[1:]))}"
+    print(
+        f"{summary.prefix}.bin and .idx{others}: {summary.documents:,} documents, {summary.tokens:,} tokens "
+        f"({tokenizer.name}) from {summary.bytes_read / 1e6:,.1f} MB in {time.perf_counter() - start:.1f} s"
+    )
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """The token files to merge."""
+
+    input: list[str] = flag(
+        [],
+        "Prefixes of .bin/.idx pairs, in the order to keep, or folders whose pairs are taken by name.",
+        "--input",
+        metavar="PREFIX...",
+    )
+    output_prefix: str = flag("", "Writes PREFIX.bin and .idx.", "--output-prefix", metavar="PREFIX")
+
+
+@app.command(cls=TakesSeveralWords)
+@takes(pairs=Pairs)
+def merge(pairs: Pairs) -> None:
+    """Merge .bin/.idx pairs into one, as Megatron-LM's tools/merge_datasets.py does."""
+    from runtime.data import merge as merge_pairs
+
+    _check_prefix(pairs.output_prefix)
+    summary = merge_pairs(pairs.input, pairs.output_prefix)
+    print(f"{summary.prefix}.bin and .idx: {summary.documents:,} documents, {summary.tokens:,} tokens")
 
 
 @app.command()
-@takes(source=Source, encoding=Encoding, output=Output)
-def prepare(source: Source, encoding: Encoding, output: Output) -> None:
-    """Turn JSON lines, a JSON array or plain text into Megatron's .bin and .idx files."""
-    # Imported here so that the other commands start without numpy's and the tokenizers' share of a second.
+def info(
+    prefixes: Annotated[list[str], typer.Argument(metavar="PREFIX...", help="Prefixes of .bin/.idx pairs.")],
+    tokenizer_type: Annotated[
+        str, typer.Option(help="GPT2BPETokenizer, HuggingFaceTokenizer or ByteTokenizer.")
+    ] = "GPT2BPETokenizer",
+    vocab_file: Annotated[str | None, typer.Option(help="vocab.json of a GPT2BPETokenizer.")] = None,
+    merge_file: Annotated[str | None, typer.Option(help="merges.txt of a GPT2BPETokenizer.")] = None,
+    tokenizer_model: Annotated[str | None, typer.Option(help="tokenizer.json, or its folder.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print a line of JSON for each pair.")] = False,
+) -> None:
+    """Say what .bin/.idx pairs hold: documents, tokens, ids and the first text."""
+    from runtime.data.description import Description, describe
+
+    tokenizer = Encoding(tokenizer_type, vocab_file, merge_file, tokenizer_model).tokenizer()
+
+    def lines(found: Description) -> Iterator[str]:
+        yield (
+            f"{found.prefix}: {found.documents:,} documents ({found.empty_documents:,} empty) in "
+            f"{found.sequences:,} sequences{' with modes' * found.is_multimodal}, {found.tokens:,} tokens as "
+            f"{found.dtype}"
+        )
+        if found.tokens:
+            yield f"  ids {found.smallest} to {found.largest}, longest sequence {found.longest:,} tokens"
+            yield (
+                f"  {found.ended:,} of the first {found.looked_at:,} documents end with {tokenizer.eod}, the "
+                f"end of a document of {tokenizer.name}"
+            )
+            text = repr(found.first_text) if found.first_text is not None else "not of this tokenizer"
+            yield f"  begins {' '.join(map(str, found.first_ids[:8]))}: {text}"
+
+    for prefix in prefixes:
+        found = describe(prefix, tokenizer)
+        if as_json:
+            print(json.dumps({**asdict(found), "prefix": str(found.prefix)}))
+        else:
+            print("\n".join(lines(found)))
+
+
+def _check_prefix(prefix: str) -> None:
+    if not prefix:
+        raise InputError("--output-prefix: none given: name the files to write, as my-corpus")
+
+
+@contextmanager
+def _bar(title: str, total: int) -> Iterator[Callable[[Summary], None]]:
+    """A progress bar on a terminal; what it gives shows a summary."""
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-    from runtime.data.prepare import Summary
-    from runtime.data.prepare import prepare as prepare_files
-    from runtime.data.tokenizers import load_tokenizer
-
-    if not output.output_prefix:
-        raise InputError("--output-prefix: none given: name the files to write, as my-corpus")
-    if output.dataset_impl != "mmap":
-        raise InputError(f"--dataset-impl {output.dataset_impl!r}: only mmap is written")
-    files = _expand(source.input)
-    tokenizer = load_tokenizer(
-        encoding.tokenizer_type, encoding.vocab_file, encoding.merge_file, encoding.tokenizer_model
-    )
-    start = drawn = time.perf_counter()
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
@@ -86,8 +219,9 @@ def prepare(source: Source, encoding: Encoding, output: Output) -> None:
     )
     console = Console(stderr=True)
     silent = not console.is_terminal
+    drawn = time.perf_counter()
     with Progress(*columns, console=console, transient=True, auto_refresh=False, disable=silent) as bar:
-        task = bar.add_task("tokenizing", total=sum(file.stat().st_size for file in files))
+        task = bar.add_task(title, total=total)
 
         def show(summary: Summary) -> None:
             # Drawn from here and not by rich's thread: the workers are forked from this process.
@@ -96,36 +230,6 @@ def prepare(source: Source, encoding: Encoding, output: Output) -> None:
             if now - drawn > 0.1:
                 drawn = now
                 description = f"{summary.documents:,} documents"
-                bar.update(task, completed=summary.bytes_read, description=description, refresh=True)
+                bar.update(task, completed=summary.bytes_taken, description=description, refresh=True)
 
-        summary = prepare_files(
-            files,
-            output.output_prefix,
-            tokenizer,
-            source.json_key,
-            encoding.append_eod,
-            output.workers,
-            output.chunk_size,
-            source.format,
-            show,
-        )
-    seconds = time.perf_counter() - start
-    print(
-        f"{summary.prefix}.bin and .idx: {summary.documents:,} documents, {summary.tokens:,} tokens "
-        f"({tokenizer.name}) from {summary.bytes_read / 1e6:,.1f} MB in {seconds:.1f} s"
-    )
-
-
-def _expand(inputs: list[str]) -> list[Path]:
-    files = []
-    for name in inputs:
-        path = Path(name)
-        matches = (
-            [path] if path.exists() else sorted(Path(path.anchor).glob(str(path.relative_to(path.anchor))))
-        )
-        if not matches:
-            raise InputError(f"--input {name}: no such file")
-        files += matches
-    if not files:
-        raise InputError("--input: none given: name a file of JSON lines, a JSON array or plain text")
-    return files
+        yield show

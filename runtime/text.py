@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from costmodels import ModelSpec
 from costmodels.errors import InputError
 from runtime.data import (
     Datasets,
     Tokenizer,
     build_datasets,
+    build_separate_datasets,
     check_vocabulary,
     load_tokenizer,
     stdlib_corpus,
 )
+from runtime.data.boundaries import Boundaries, check_ends
 from runtime.options import DataOptions
 
 
@@ -54,15 +58,37 @@ def _is_number(text: str) -> bool:
 def open_datasets(
     options: DataOptions, spec: ModelSpec, seed: int, train_samples: int, valid_samples: int
 ) -> Datasets:
-    """Training and validation samples of a run; the default corpus is prepared at first use.
+    """Training and validation samples of a run, and as many of a test where it has files of its own.
 
-    Prepared files need no tokenizer; one that is named all the same must fit the model.
+    The default corpus is prepared at first use. Prepared files need no tokenizer, unless the boundaries of
+    documents matter; one that is named all the same must fit the model.
     """
+    paths, separate = _words(options.data_path), [_words(path) for path in options.split_paths]
+    if paths and any(separate):
+        raise InputError("--data-path and --train-data-path exclude each other; give one of them")
+    if any(separate) and not separate[0]:
+        raise InputError("--valid-data-path and --test-data-path need --train-data-path; give it too")
     named = (options.tokenizer_type, options.vocab_file, options.merge_file, options.tokenizer_model)
-    tokenizer = tokenizer_for(options, spec.vocab) if any(named) or not options.data_path else None
-    paths = _words(options.data_path)
-    if tokenizer is not None and not paths:
+    is_prepared = bool(paths or separate[0])
+    if options.heeds_documents and is_prepared and not any(named):
+        raise InputError(
+            "--reset-attention-mask, --reset-position-ids and --eod-mask-loss need the token that ends a "
+            "document: give --tokenizer-type (and its files) of the tokenizer that prepared the data"
+        )
+    tokenizer = tokenizer_for(options, spec.vocab) if any(named) or not is_prepared else None
+    if tokenizer is not None and not is_prepared:
         paths = [str(stdlib_corpus(tokenizer))]
-    datasets = build_datasets(paths, options.split, spec.seq, seed, train_samples, valid_samples)
+    if separate[0]:
+        samples = train_samples, valid_samples, valid_samples
+        datasets = build_separate_datasets(separate, spec.seq, seed, samples)
+    else:
+        datasets = build_datasets(paths, options.split, spec.seq, seed, train_samples, valid_samples)
     check_vocabulary(datasets, spec.vocab)
+    if options.heeds_documents and tokenizer is not None:
+        for indexed in datasets.indexed:
+            check_ends(indexed, tokenizer)
+        boundaries = Boundaries(
+            tokenizer.eod, options.reset_attention_mask, options.reset_position_ids, options.eod_mask_loss
+        )
+        datasets = replace(datasets, boundaries=boundaries)
     return datasets

@@ -1,10 +1,19 @@
 """Text to training samples: tokenizers, Megatron's token files, its sample order. numpy, never torch."""
 
 from runtime.data.corpus import stdlib_corpus
-from runtime.data.datasets import Datasets, Samples, build_datasets, check_vocabulary
-from runtime.data.indexed import IndexedDataset, IndexedWriter, best_dtype
-from runtime.data.prepare import Summary, prepare
+from runtime.data.datasets import (
+    Datasets,
+    Samples,
+    build_datasets,
+    build_separate_datasets,
+    check_vocabulary,
+)
+from runtime.data.indexed import IndexedDataset, best_dtype
+from runtime.data.indexed_writer import IndexedWriter
+from runtime.data.merge import merge
+from runtime.data.prepare import prepare
 from runtime.data.samples import SampleDataset, split_sequences
+from runtime.data.summary import Summary
 from runtime.data.tokenizers import Tokenizer, load_tokenizer
 
 __all__ = [
@@ -17,8 +26,10 @@ __all__ = [
     "Tokenizer",
     "best_dtype",
     "build_datasets",
+    "build_separate_datasets",
     "check_vocabulary",
     "load_tokenizer",
+    "merge",
     "prepare",
     "split_sequences",
     "stdlib_corpus",

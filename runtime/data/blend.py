@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from runtime.data.samples import SampleDataset
+from runtime.data.samples import SampleDataset, rows_of
 
 # The share by which each corpus holds more samples than its weight asks for, as in Megatron.
 _SURPLUS = 0.005
@@ -25,43 +25,71 @@ def corpus_samples(weights: Sequence[float], num_samples: int, surplus: float = 
     return [math.ceil(math.ceil(num_samples * weight) * (1 + surplus)) for weight in weights]
 
 
+def normalised(weights: Sequence[float]) -> list[float]:
+    """Weights that add up to one, rounded as Megatron's `normalize` does."""
+    array = np.array(weights, np.float64)
+    shares: list[float] = (array / np.sum(array)).tolist()
+    return shares
+
+
 class BlendedDataset:
     """Samples of several corpora of one sequence length; `weights` add up to one.
 
-    The choice of the corpus is a recurrence over positions, so it is worked out in blocks as far as
-    the positions asked for reach, not for the whole training ahead.
+    The choice of the corpus is a recurrence over positions. It is worked out in blocks as far as the
+    positions asked for reach, and of a block that is done only where it began is kept. `size` positions
+    exist; an `endless` blend of endless corpora goes on after them.
     """
 
-    def __init__(self, corpora: Sequence[SampleDataset], weights: Sequence[float], num_samples: int) -> None:
+    def __init__(
+        self, corpora: Sequence[SampleDataset], weights: Sequence[float], size: int, endless: bool = False
+    ) -> None:
         self.corpora = list(corpora)
         self.weights = list(weights)
         self.seq = self.corpora[0].seq
-        self._size = sum(corpus_samples(weights, num_samples, surplus=0))
-        self._counts = [0] * len(self.corpora)
-        self._blocks: list[tuple[npt.NDArray[np.int16], npt.NDArray[np.int64]]] = []
+        self._size, self.endless = size, endless
+        self._begins: list[list[int]] = [[0] * len(self.corpora)]
+        """Samples that each corpus has given before each block."""
+        self._blocks: dict[int, tuple[npt.NDArray[np.int32], npt.NDArray[np.int64]]] = {}
 
     def __len__(self) -> int:
         return self._size
 
     def place(self, position: int) -> tuple[int, int]:
         """The corpus of a position and the sample within it."""
-        if not 0 <= position < self._size:
+        if position < 0 or (position >= self._size and not self.endless):
             raise IndexError(f"sample {position} of {self._size} does not exist")
-        while len(self._blocks) * _BLOCK <= position:
-            self._extend()
-        corpora, samples = self._blocks[position // _BLOCK]
+        number = position // _BLOCK
+        while number >= len(self._begins):
+            self._choose(len(self._begins) - 1)
+        if number not in self._blocks:
+            # Positions come in order, and a batch may reach over the end of a block.
+            self._blocks = {key: block for key, block in self._blocks.items() if key == number - 1}
+            self._blocks[number] = self._places(number)
+        corpora, samples = self._blocks[number]
         return int(corpora[position % _BLOCK]), int(samples[position % _BLOCK])
 
-    def _extend(self) -> None:
-        start, counts = len(self._blocks) * _BLOCK, self._counts
-        corpora, samples = np.empty(_BLOCK, np.int16), np.empty(_BLOCK, np.int64)
-        for i in range(_BLOCK):
-            position = max(start + i, 1)
-            lags = [weight * position - count for weight, count in zip(self.weights, counts, strict=True)]
+    def _choose(self, number: int) -> list[int]:
+        """The corpus of each position of a block of which it is known where it begins."""
+        counts, weights = list(self._begins[number]), self.weights
+        choices = []
+        for position in range(number * _BLOCK, (number + 1) * _BLOCK):
+            scale = float(position or 1)
+            lags = [weight * scale - count for weight, count in zip(weights, counts, strict=True)]
             chosen = lags.index(max(lags))
-            corpora[i], samples[i] = chosen, counts[chosen]
             counts[chosen] += 1
-        self._blocks.append((corpora, samples))
+            choices.append(chosen)
+        if number == len(self._begins) - 1:
+            self._begins.append(counts)
+        return choices
+
+    def _places(self, number: int) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int64]]:
+        """The corpus of each position of a block, and the sample within it."""
+        corpora = np.array(self._choose(number), np.int32)
+        samples = np.empty(_BLOCK, np.int64)
+        for corpus, begin in enumerate(self._begins[number]):
+            places = np.flatnonzero(corpora == corpus)
+            samples[places] = begin + np.arange(places.size)
+        return corpora, samples
 
     def sample(self, position: int) -> npt.NDArray[np.int64]:
         """The tokens at a position of the training order, int64[seq + 1]."""
@@ -70,7 +98,4 @@ class BlendedDataset:
 
     def batch(self, positions: Sequence[int]) -> npt.NDArray[np.int64]:
         """The samples at some positions, int64[len(positions), seq + 1]."""
-        rows = np.empty((len(positions), self.seq + 1), np.int64)
-        for row, position in zip(rows, positions, strict=True):
-            row[:] = self.sample(position)
-        return rows
+        return rows_of(self, positions)

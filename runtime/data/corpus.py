@@ -56,6 +56,11 @@ def stdlib_corpus(
         return _cached(files, tokenizer, temporary, name)
 
 
+def stdlib_files(stdlib: str | Path | None = None) -> list[Path]:
+    """The files of the default corpus, in its order."""
+    return [path for _, path, _ in _sources(Path(stdlib or sysconfig.get_path("stdlib"))) if _is_utf8(path)]
+
+
 def _default_cache() -> Path:
     base = os.environ.get("XDG_CACHE_HOME")
     return (Path(base) if base else Path("~/.cache").expanduser()) / "llm-parallelism-planner"

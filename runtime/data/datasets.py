@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from costmodels.errors import InputError
-from runtime.data.blend import BlendedDataset, corpus_samples
+from runtime.data.blend import BlendedDataset, corpus_samples, normalised
+from runtime.data.boundaries import Boundaries
 from runtime.data.indexed import IndexedDataset
 from runtime.data.samples import SampleDataset, split_sequences
 
@@ -21,31 +22,70 @@ _PROBE_BYTES = 2**20
 
 
 @dataclass(frozen=True)
+class Blend:
+    """Prefixes of .bin/.idx pairs, the weights in which they are mixed (None by their sizes), and the flag
+    that names them."""
+
+    prefixes: tuple[str, ...]
+    weights: tuple[float, ...] | None = None
+    flag: str = "--data-path"
+
+
+@dataclass(frozen=True)
 class Datasets:
-    """The samples of each split, None where none were asked for, and the files that they come from."""
+    """The samples of each split, None where none were asked for, and the files that they come from.
+
+    `train_samples` is the number of samples that the training order was made for; `blends` says, by split,
+    what is mixed and with which weights.
+    """
 
     train: Samples | None
     valid: Samples | None
     test: Samples | None
     indexed: tuple[IndexedDataset, ...]
+    train_samples: int = 0
+    blends: tuple[Blend | None, ...] = ()
+    remake: Callable[[int], Samples] | None = None
+    """Makes the training order of another number of samples."""
+    boundaries: Boundaries | None = None
+    """What becomes of the boundaries of documents; None if they do not matter."""
+
+    def continuing(self, train_samples: int | None) -> Datasets:
+        """The datasets of a run that began with a training order for `train_samples`; None changes nothing.
+
+        The order depends on the number of samples where a corpus is read more than once. A run whose length
+        or global batch changes on the way keeps the order that it began with, and so skips or repeats no
+        sample.
+        """
+        if self.remake is None or train_samples in (None, 0, self.train_samples):
+            return self
+        assert train_samples is not None
+        return replace(self, train=self.remake(train_samples), train_samples=train_samples)
 
 
-def parse_data_path(data_path: Sequence[str]) -> tuple[list[str], list[float]]:
-    """Prefixes and their weights, which add up to one, from `PREFIX` or `WEIGHT PREFIX WEIGHT PREFIX ...`."""
-    if len(data_path) == 1:
-        return [data_path[0]], [1.0]
-    try:
-        weights = [float(weight) for weight in data_path[::2]]
-    except ValueError:
-        weights = []
-    prefixes = list(data_path[1::2])
-    usable = len(weights) == len(prefixes) > 0 and all(0 < weight < np.inf for weight in weights)
-    if not usable:
+def parse_data_path(data_path: Sequence[str], flag: str = "--data-path") -> Blend:
+    """What `PREFIX`, `WEIGHT PREFIX WEIGHT PREFIX ...` or `PREFIX PREFIX ...` means.
+
+    As in Megatron-LM's `get_blend_from_list`, an odd number of words has no weights.
+    """
+    words = [word.strip() for word in data_path]
+    numbers = [_number(word) for word in words[::2]]
+    if words and (len(words) % 2 or not any(number is not None for number in numbers)):
+        return Blend(tuple(words), None, flag)
+    weights = [number for number in numbers if number is not None]
+    if not words or len(weights) != len(numbers) or not all(0 < weight < np.inf for weight in weights):
         raise InputError(
-            f"--data-path {' '.join(data_path)!r}: expected one prefix, or a positive weight before each of "
+            f"{flag} {' '.join(words)!r}: expected one prefix, several, or a positive weight before each of "
             "several, as 0.3 PREFIX 0.7 PREFIX"
         )
-    return prefixes, [weight / sum(weights) for weight in weights]
+    return Blend(tuple(words[1::2]), tuple(normalised(weights)), flag)
+
+
+def _number(text: str) -> float | None:
+    try:
+        return float(text)
+    except ValueError:
+        return None
 
 
 def build_datasets(
@@ -59,52 +99,109 @@ def build_datasets(
 ) -> Datasets:
     """Samples of `seq` + 1 tokens for each split.
 
-    `data_path` is one prefix of a .bin/.idx pair or weights and prefixes by turns; `split` weighs training,
-    validation and test, as "969,30,1", and applies to the sequences of each prefix; a split of which no
-    samples are asked for is None. The order of the samples depends on the files, `split`, `seq`, `seed` and
-    the number of samples, never on the layout.
+    `data_path` is one prefix of a .bin/.idx pair, several, or weights and prefixes by turns; `split` weighs
+    training, validation and test, as "969,30,1", and applies to the sequences of each prefix; a split of
+    which no samples are asked for is None. The order of the samples depends on the files, `split`, `seq`,
+    `seed` and the number of samples, never on the layout.
 
     Raises InputError if a file is not readable or a split that is asked for holds no documents.
     """
-    prefixes, weights = parse_data_path(data_path)
-    indexed = tuple(_opened(prefix) for prefix in prefixes)
-    for dataset in indexed:
-        if dataset.tokens.size == 0:
-            raise InputError(f"--data-path {dataset.prefix}: holds no tokens: prepare it from non-empty text")
+    blend = parse_data_path(data_path)
+    return _build((blend,) * 3, split, seq, seed, (train_samples, valid_samples, test_samples))
+
+
+def build_separate_datasets(
+    data_paths: Sequence[Sequence[str]], seq: int, seed: int, samples: Sequence[int]
+) -> Datasets:
+    """As `build_datasets`, from files of its own for each split: `--train-data-path` and so on.
+
+    `data_paths` and `samples` are for training, validation and test; a split without a path is None.
+    """
+    flags = ("--train-data-path", "--valid-data-path", "--test-data-path")
+    blends = [
+        parse_data_path(path, name) if path else None for path, name in zip(data_paths, flags, strict=True)
+    ]
+    return _build(blends, None, seq, seed, samples)
+
+
+def _build(
+    blends: Sequence[Blend | None], split: str | None, seq: int, seed: int, samples: Sequence[int]
+) -> Datasets:
+    opened: dict[str, IndexedDataset] = {}
+    used = [blend if count else None for blend, count in zip(blends, samples, strict=True)]
+    for blend in used:
+        for prefix in () if blend is None else blend.prefixes:
+            if prefix not in opened:
+                opened[prefix] = _opened(prefix, "" if blend is None else blend.flag)
+
+    def make(number: int, count: int) -> Samples:
+        blend = used[number]
+        assert blend is not None
+        files = [opened[prefix] for prefix in blend.prefixes]
+        return _split_samples(files, blend, split, number, seq, seed, count)
+
     train, valid, test = (
-        _split_samples(indexed, weights, split, number, seq, seed, samples) if samples else None
-        for number, samples in enumerate((train_samples, valid_samples, test_samples))
+        make(number, count) if used[number] is not None else None for number, count in enumerate(samples)
     )
-    return Datasets(train, valid, test, indexed)
+    return Datasets(
+        train,
+        valid,
+        test,
+        tuple(opened.values()),
+        samples[0],
+        tuple(used),
+        None if train is None else lambda count: make(0, count),
+    )
 
 
-def _opened(prefix: str) -> IndexedDataset:
+def _opened(prefix: str, flag: str) -> IndexedDataset:
     try:
-        return IndexedDataset(prefix)
+        dataset = IndexedDataset(prefix)
     except InputError as error:
-        raise InputError(f"--data-path {error}") from None
+        raise InputError(f"{flag} {error}") from None
+    if not dataset.token_count:
+        raise InputError(f"{flag} {dataset.prefix}: holds no tokens: prepare it from non-empty text")
+    return dataset
 
 
 def _split_samples(
-    indexed: Sequence[IndexedDataset],
-    weights: Sequence[float],
-    split: str,
+    files: Sequence[IndexedDataset],
+    blend: Blend,
+    split: str | None,
     number: int,
     seq: int,
     seed: int,
     samples: int,
 ) -> Samples:
-    wanted = [samples] if len(indexed) == 1 else corpus_samples(weights, samples)
+    """The order of one split, as Megatron's BlendedMegatronDatasetBuilder makes it."""
+    trains = number == 0
+    # One prefix after its weight is a blend too, unless each split has files of its own.
+    mixed = len(files) > 1 or (blend.weights is not None and split is not None)
+    wanted: Sequence[int | None] = [samples]
+    if mixed:
+        weights = blend.weights
+        wanted = [None] * len(files) if weights is None else corpus_samples(weights, samples)
     corpora = []
-    for dataset, count in zip(indexed, wanted, strict=True):
-        sequences = split_sequences(len(dataset), split)[number]
+    for dataset, count in zip(files, wanted, strict=True):
+        sequences = range(len(dataset)) if split is None else split_sequences(len(dataset), split)[number]
         if not sequences:
             raise InputError(
                 f"--split {split}: gives no {_SPLITS[number]} documents out of the {len(dataset)} of "
-                f"{dataset.prefix}: {_remedy(split, number)}"
+                f"{dataset.prefix}: {_remedy(split or '', number)}"
             )
-        corpora.append(SampleDataset(dataset, sequences, seq, count, seed))
-    return corpora[0] if len(corpora) == 1 else BlendedDataset(corpora, weights, samples)
+        corpora.append(SampleDataset(dataset, sequences, seq, count, seed, endless=trains))
+    if not mixed:
+        return corpora[0]
+    if blend.weights is not None:
+        size = sum(corpus_samples(blend.weights, samples, surplus=0))
+        return BlendedDataset(corpora, blend.weights, size, endless=trains)
+    sizes = [len(corpus) for corpus in corpora]
+    if not trains and samples > sum(sizes):
+        raise InputError(
+            f"{blend.flag}: {_SPLITS[number]} needs {samples} samples, but one epoch of these files holds "
+            f"{sum(sizes)}: evaluate fewer (--eval-iters), or give each prefix a weight"
+        )
+    return BlendedDataset(corpora, normalised(sizes), min(samples, sum(sizes)), endless=trains)
 
 
 def _remedy(split: str, number: int) -> str:
@@ -122,11 +219,10 @@ def check_vocabulary(datasets: Datasets, vocab: int) -> None:
     Files above 256 MiB are probed at evenly spaced places instead of being read whole.
     """
     for dataset in datasets.indexed:
-        tokens = dataset.tokens
-        probe = _PROBE_BYTES // tokens.itemsize
-        probes = min(-(-tokens.size // probe), _CHECKED_BYTES // _PROBE_BYTES)
-        for start in np.linspace(0, max(0, tokens.size - probe), probes, dtype=np.int64):
-            part = tokens[start : start + probe]
+        probe = _PROBE_BYTES // dataset.dtype.itemsize
+        probes = min(-(-dataset.token_count // probe), _CHECKED_BYTES // _PROBE_BYTES)
+        for start in np.linspace(0, max(0, dataset.token_count - probe), probes, dtype=np.int64).tolist():
+            part = dataset.read(start, min(probe, dataset.token_count - start))
             worst = int(part.min()) if part.min() < 0 else int(part.max())
             if not 0 <= worst < vocab:
                 raise InputError(

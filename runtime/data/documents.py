@@ -1,193 +1,185 @@
-"""Reading raw text in bounded pieces: JSON lines, a JSON array, or plain text with one document a file.
+"""Reading raw text in bounded pieces: JSON lines, a JSON array, WikiExtractor's documents, or plain text.
 
 A piece is cut in one process and its documents are extracted in another, so that parsing runs in parallel.
 """
 
 from __future__ import annotations
 
+import io
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from costmodels.errors import InputError
+from runtime.data.json_array import ArrayReader
+from runtime.data.sources import Source, bare_name, opened
 
-FORMATS = ("jsonl", "json", "text")
+FORMATS = ("jsonl", "json", "wiki", "text")
 _PIECE_BYTES = 4 * 2**20
-_READ_CHARS = 2**20
+_BOM = b"\xef\xbb\xbf"
+_WIKI_START, _WIKI_END = b"<doc ", b"</doc>"
+
+Texts = str | list[str]
+"""The text of a document, or its sentences."""
 
 
 @dataclass(frozen=True)
 class Piece:
     """Consecutive documents of one file.
 
-    `documents` are raw lines (bytes), texts (str) or parsed values, by format; `lines` are their line
-    numbers; `size` is the bytes of the file that they take.
+    `documents` are raw bytes, texts (str) or parsed values, by format; `lines` are their line numbers; `size`
+    is the bytes of text that they take, `taken` those of the file, which may be compressed.
     """
 
     path: Path
     documents: Sequence[Any]
     lines: Sequence[int]
     size: int
+    taken: int
 
 
 def detect_format(path: Path) -> str:
     """The format of a file: by its name if that says .jsonl or .txt, else by how it begins.
 
-    A [ that opens an array of strings or objects is a JSON array, a { opens JSON lines, all else is plain
-    text, unless the name says .json.
+    A [ that opens an array of strings or objects is a JSON array, a { opens JSON lines, <doc those of
+    WikiExtractor, all else is plain text, unless the name says .json.
     """
-    by_name = {".jsonl": "jsonl", ".txt": "text"}.get(path.suffix.lower())
+    ending = bare_name(path).suffix.lower()
+    by_name = {".jsonl": "jsonl", ".txt": "text"}.get(ending)
     if by_name:
         return by_name
-    with path.open("rb") as file:
-        start = file.read(4096).decode("utf-8-sig", errors="replace").split(maxsplit=1)
-    begin = "".join(start)[:2]
+    with opened(path) as source:
+        start = source.text.read(4096).decode("utf-8-sig", errors="replace")
+    if start.lstrip().startswith(_WIKI_START.decode()):
+        return "wiki"
+    begin = "".join(start.split(maxsplit=1))[:2]
     if begin in ("[", '["', "[{", "[]"):
         return "json"
-    return "jsonl" if begin.startswith("{") or path.suffix.lower() == ".json" else "text"
+    return "jsonl" if begin.startswith("{") or ending == ".json" else "text"
 
 
 def read_pieces(path: Path, form: str, most: int) -> Iterator[Piece]:
     """The documents of a file in order, at most `most` and about 4 MiB at a time."""
-    return {"jsonl": _read_lines, "json": _read_array, "text": _read_text}[form](path, most)
+    with opened(path) as source:
+        taken = 0
+        for documents, lines, size in _READERS[form](path, source, most):
+            now = source.taken()
+            yield Piece(path, documents, lines, size, now - taken)
+            taken = now
 
 
-def extract_texts(piece: Piece, form: str, key: str) -> list[str]:
-    """The text of each document of a piece.
+def extract_texts(piece: Piece, form: str, keys: Sequence[str]) -> list[list[Texts]]:
+    """The text of each document of a piece under each of `keys`; a list of texts is one of sentences.
 
-    Raises InputError with file and line if a document is not JSON or has no text under `key`.
+    Raises InputError with file and line if a document is not JSON or has no text under a key.
     """
-    texts = []
+    texts: list[list[Texts]] = [[] for _ in keys]
     for line, document in zip(piece.lines, piece.documents, strict=True):
-        value = _parsed(document, f"{piece.path}:{line}") if form == "jsonl" else document
-        text = value.get(key) if isinstance(value, dict) else value
-        if not isinstance(text, str):
-            raise InputError(f"{piece.path}:{line}: {_no_text(value, key)}")
-        if not text.isascii():
-            _refuse_surrogates(text, f"{piece.path}:{line}")
-        texts.append(text)
+        where = f"{piece.path}:{line}"
+        value = _EXTRACTED[form](document, where) if form in _EXTRACTED else document
+        for key, found in zip(keys, texts, strict=True):
+            text = value.get(key) if isinstance(value, dict) else value if len(keys) == 1 else None
+            is_text = isinstance(text, str) or (isinstance(value, dict) and isinstance(text, list))
+            sentences: list[Any] = text if isinstance(text, list) else [text]
+            if not is_text or not all(isinstance(sentence, str) for sentence in sentences):
+                raise InputError(f"{where}: {_no_text(value, key)}")
+            for sentence in sentences:
+                if not sentence.isascii():
+                    _refuse_surrogates(sentence, where)
+            found.append(sentences if isinstance(text, list) else sentences[0])
     return texts
 
 
-def _read_lines(path: Path, most: int) -> Iterator[Piece]:
-    with path.open("rb") as file:
-        documents: list[bytes] = []
-        lines: list[int] = []
-        size = 0
-        for number, line in enumerate(file, 1):
-            size += len(line)
-            if line.strip():
-                documents.append(line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line)
-                lines.append(number)
-            if len(documents) >= most or size >= _PIECE_BYTES:
-                yield Piece(path, documents, lines, size)
-                documents, lines, size = [], [], 0
-        if size:
-            yield Piece(path, documents, lines, size)
+Part = tuple[Sequence[Any], Sequence[int], int]
+"""Documents, their lines, and the bytes of text that they take."""
 
 
-def _read_text(path: Path, most: int) -> Iterator[Piece]:
-    content = path.read_bytes()
-    try:
-        yield Piece(path, [content.decode("utf-8-sig")], [1], len(content))
-    except UnicodeDecodeError as error:
-        line = content.count(b"\n", 0, error.start) + 1
-        raise InputError(f"{path}:{line}: not UTF-8 text: byte {error.start}") from None
+class _Cutter:
+    """Collects documents until they make a piece."""
+
+    def __init__(self, most: int) -> None:
+        self.most = most
+        self.part: tuple[list[Any], list[int]] = ([], [])
+        self.size = 0
+
+    def add(self, document: Any, line: int) -> None:
+        self.part[0].append(document)
+        self.part[1].append(line)
+
+    def is_full(self) -> bool:
+        return len(self.part[0]) >= self.most or self.size >= _PIECE_BYTES
+
+    def cut(self) -> Part:
+        (documents, lines), size = self.part, self.size
+        self.part, self.size = ([], []), 0
+        return documents, lines, size
 
 
-def _read_array(path: Path, most: int) -> Iterator[Piece]:
-    with path.open(encoding="utf-8-sig", newline="") as file:
-        array = _ArrayReader(path, file)
-        documents: list[Any] = []
-        lines: list[int] = []
-        before = array.consumed
-        for line, value in array.values():
-            documents.append(value)
-            lines.append(line)
-            if len(documents) >= most or array.consumed - before >= _PIECE_BYTES:
-                yield Piece(path, documents, lines, array.consumed - before)
-                documents, lines, before = [], [], array.consumed
-        yield Piece(path, documents, lines, array.consumed - before)
+def _read_lines(path: Path, source: Source, most: int) -> Iterator[Part]:
+    cutter = _Cutter(most)
+    for number, line in enumerate(source.text, 1):
+        cutter.size += len(line)
+        if line.strip():
+            cutter.add(line.removeprefix(_BOM) if number == 1 else line, number)
+        if cutter.is_full():
+            yield cutter.cut()
+    if cutter.size:
+        yield cutter.cut()
 
 
-class _ArrayReader:
-    """Yields the values of a JSON array one by one, with only the current stretch of the file in memory."""
+def _read_wiki(path: Path, source: Source, most: int) -> Iterator[Part]:
+    """What stands between the lines <doc ...> and </doc>: WikiExtractor puts the title on top."""
+    cutter = _Cutter(most)
+    body: list[bytes] | None = None
+    first = number = 0
+    for number, line in enumerate(source.text, 1):
+        cutter.size += len(line)
+        bare = (line.removeprefix(_BOM) if number == 1 else line).strip()
+        if body is None:
+            if bare.startswith(_WIKI_START):
+                body, first = [], number
+            elif bare:
+                raise InputError(f"{path}:{number}: text outside of <doc ...> and </doc>: {bare[:40]!r}")
+        elif bare == _WIKI_END:
+            cutter.add(b"".join(body).strip(b"\r\n"), first + 1)
+            body = None
+            if cutter.is_full():
+                yield cutter.cut()
+        else:
+            body.append(line)
+    if body is not None:
+        raise InputError(f"{path}:{number}: the <doc ...> of line {first} has no </doc>: the file is cut off")
+    if cutter.size:
+        yield cutter.cut()
 
-    def __init__(self, path: Path, file: IO[str]) -> None:
-        self.path, self.file = path, file
-        self.buffer, self.position, self.line = "", 0, 1
-        self.consumed = 0
-        self.ended = False
-        self.decoder = json.JSONDecoder()
 
-    def values(self) -> Iterator[tuple[int, Any]]:
-        """(line, value) of each element."""
-        self._expect("[")
-        if self._peek() != "]":
-            while True:
-                self._peek()
-                line = self.line
-                yield line, self._value()
-                if self._peek() != ",":
-                    break
-                self._expect(",")
-        self._expect("]")
-        if self._peek():
-            raise InputError(f"{self.path}:{self.line}: text after the end of the JSON array")
+def _read_text(path: Path, source: Source, most: int) -> Iterator[Part]:
+    content = source.text.read()
+    yield [_decoded(content.removeprefix(_BOM), f"{path}:1")], [1], len(content)
 
-    def _more(self) -> None:
-        """Drop what is behind the position and read as much again as there is ahead of it."""
-        rest = self.buffer[self.position :]
-        try:
-            read = self.file.read(max(_READ_CHARS, len(rest)))
-        except UnicodeDecodeError as error:
-            raise InputError(f"{self.path}: not UTF-8 text near line {self.line}: {error.reason}") from None
-        self.ended = not read
-        self.buffer, self.position = rest + read, 0
 
-    def _advance(self, position: int) -> None:
-        passed = self.buffer[self.position : position]
-        self.line += passed.count("\n")
-        self.consumed += len(passed) if passed.isascii() else len(passed.encode("utf-8", "surrogatepass"))
-        self.position = position
+def _read_array(path: Path, source: Source, most: int) -> Iterator[Part]:
+    array = ArrayReader(path, io.TextIOWrapper(source.text, "utf-8-sig", newline=""))
+    cutter = _Cutter(most)
+    before = array.consumed
+    for line, value in array.values():
+        cutter.add(value, line)
+        cutter.size = array.consumed - before
+        if cutter.is_full():
+            yield cutter.cut()
+            before = array.consumed
+    cutter.size = array.consumed - before
+    yield cutter.cut()
 
-    def _peek(self) -> str:
-        """The next character that is not white space; none at the end of the file."""
-        while True:
-            position = self.position
-            while position < len(self.buffer) and self.buffer[position] in " \t\r\n":
-                position += 1
-            self._advance(position)
-            if self.position < len(self.buffer) or self.ended:
-                return self.buffer[self.position : self.position + 1]
-            self._more()
 
-    def _expect(self, character: str) -> None:
-        found = self._peek()
-        if found != character:
-            raise InputError(
-                f"{self.path}:{self.line}: bad JSON array: expected {character!r}, found "
-                + (repr(found) if found else "the end of the file")
-            )
-        self._advance(self.position + 1)
-
-    def _value(self) -> Any:
-        while True:
-            try:
-                value, end = self.decoder.raw_decode(self.buffer, self.position)
-            except json.JSONDecodeError as error:
-                cut = error.msg.startswith("Unterminated") or error.pos > len(self.buffer) - 16
-                if self.ended or not cut:
-                    line = self.line + self.buffer.count("\n", self.position, error.pos)
-                    raise InputError(f"{self.path}:{line}: bad JSON: {error.msg}") from None
-                self._more()
-            except (ValueError, RecursionError) as error:
-                raise InputError(f"{self.path}:{self.line}: bad JSON: {error}") from None
-            else:
-                self._advance(end)
-                return value
+_READERS: dict[str, Callable[[Path, Source, int], Iterator[Part]]] = {
+    "jsonl": _read_lines,
+    "json": _read_array,
+    "wiki": _read_wiki,
+    "text": _read_text,
+}
 
 
 def _parsed(line: bytes, where: str) -> Any:
@@ -203,10 +195,12 @@ def _parsed(line: bytes, where: str) -> Any:
 
 
 def _no_text(value: Any, key: str) -> str:
+    if isinstance(value, str):
+        return f"expected an object with {key!r}, found a string: give one of --json-keys for strings"
     if not isinstance(value, dict):
         return f"expected a string or an object with {key!r}, found a {type(value).__name__}"
     if key in value:
-        return f"{key!r} is a {type(value[key]).__name__}, expected a string"
+        return f"{key!r} is a {type(value[key]).__name__}, expected a string or a list of strings"
     return f"no {key!r} in this object: give --json-keys one of {', '.join(map(repr, value)) or 'its keys'}"
 
 
@@ -217,3 +211,17 @@ def _refuse_surrogates(text: str, where: str) -> None:
         raise InputError(
             f"{where}: a lone surrogate ({text[error.start]!r}) at character {error.start} is no text"
         ) from None
+
+
+def _decoded(content: bytes, where: str) -> str:
+    """The text of a document that starts at `where`, file:line."""
+    try:
+        return content.decode()
+    except UnicodeDecodeError as error:
+        path, _, line = where.rpartition(":")
+        number = int(line) + content.count(b"\n", 0, error.start)
+        raise InputError(f"{path}:{number}: not UTF-8 text: byte {error.start}") from None
+
+
+# What is cut as bytes, and how its value is found.
+_EXTRACTED: dict[str, Callable[[bytes, str], Any]] = {"jsonl": _parsed, "wiki": _decoded}

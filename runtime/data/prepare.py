@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,21 +15,29 @@ import numpy as np
 import numpy.typing as npt
 
 from costmodels.errors import InputError
-from runtime.data.documents import FORMATS, Piece, detect_format, extract_texts, read_pieces
-from runtime.data.indexed import IndexedWriter, best_dtype
+from runtime.data.documents import FORMATS, Piece, Texts, detect_format, extract_texts, read_pieces
+from runtime.data.indexed import best_dtype
+from runtime.data.indexed_writer import IndexedWriter
+from runtime.data.sources import expand
+from runtime.data.summary import Summary
 from runtime.data.tokenizers import Tokenizer
-
-Encoded = tuple[npt.NDArray[np.integer], npt.NDArray[np.integer], int]
 
 
 @dataclass(frozen=True)
-class Summary:
-    """What has been written so far: the prefix of the files, and counts of documents, tokens, text bytes."""
+class Encoded:
+    """The documents of a piece under one key, as token ids.
 
-    prefix: Path
-    documents: int = 0
-    tokens: int = 0
-    bytes_read: int = 0
+    `tokens` are all ids one after the other; `lengths` the ids of each sequence, none of which is empty;
+    `sequences` how many of them each document has.
+    """
+
+    tokens: npt.NDArray[np.integer]
+    lengths: npt.NDArray[np.int64]
+    sequences: npt.NDArray[np.int64]
+
+
+Result = tuple[list[Encoded], int, int]
+"""A piece under each key, the bytes of text, and those of the file that it took."""
 
 
 @dataclass(frozen=True)
@@ -37,18 +45,28 @@ class _Encoder:
     """Turns a piece of a file into token ids; runs in the worker processes."""
 
     tokenizer: Tokenizer
-    key: str
+    keys: tuple[str, ...]
     append_eod: bool
 
-    def __call__(self, form: str, piece: Piece) -> Encoded:
-        """(all ids one after the other, the number of ids of each document, bytes of text)."""
-        documents = self.tokenizer.encode(extract_texts(piece, form, self.key))
-        dtype = best_dtype(self.tokenizer.vocab_size)
-        end = np.array([self.tokenizer.eod] if self.append_eod else [], dtype)
-        lengths = np.array([ids.size + end.size if ids.size else 0 for ids in documents], np.int64)
-        parts = [part for ids in documents if ids.size for part in (ids, end)]
-        tokens = np.concatenate([np.empty(0, dtype), *parts]).astype(dtype)
-        return tokens, lengths, piece.size
+    def __call__(self, form: str, piece: Piece) -> Result:
+        texts = extract_texts(piece, form, self.keys)
+        return [self._encode(documents) for documents in texts], piece.size, piece.taken
+
+    def _encode(self, documents: Sequence[Texts]) -> Encoded:
+        """As Megatron-LM's tools/preprocess_data.py: sentences without tokens are left out, and the
+        end-of-document token belongs to the last one that has some."""
+        sentences = [[document] if isinstance(document, str) else document for document in documents]
+        ids = self.tokenizer.encode([sentence for document in sentences for sentence in document])
+        counts = np.fromiter(map(len, sentences), np.int64, len(sentences))
+        sizes = np.fromiter(map(len, ids), np.int64, len(ids))
+        owner = np.repeat(np.arange(len(sentences)), counts)[sizes > 0]
+        lengths = sizes[sizes > 0]
+        tokens = np.concatenate([np.empty(0, best_dtype(self.tokenizer.vocab_size)), *ids], casting="unsafe")
+        if self.append_eod and lengths.size:
+            is_last = np.append(owner[1:] != owner[:-1], True)
+            tokens = np.insert(tokens, np.cumsum(lengths)[is_last], self.tokenizer.eod)
+            lengths = lengths + is_last
+        return Encoded(tokens, lengths, np.bincount(owner, minlength=len(sentences)))
 
 
 _worker: _Encoder
@@ -59,7 +77,7 @@ def _start_worker(encoder: _Encoder) -> None:
     _worker = encoder
 
 
-def _work(form: str, piece: Piece) -> Encoded:
+def _work(form: str, piece: Piece) -> Result:
     return _worker(form, piece)
 
 
@@ -67,63 +85,75 @@ def prepare(
     inputs: Sequence[str | Path],
     output_prefix: str | Path,
     tokenizer: Tokenizer,
-    json_key: str = "text",
+    json_keys: str | Sequence[str] = "text",
     append_eod: bool = True,
     workers: int | None = None,
     chunk_size: int = 1024,
     form: str | None = None,
     progress: Callable[[Summary], object] | None = None,
 ) -> Summary:
-    """Write `{output_prefix}_{json_key}_document.bin` and `.idx` from text files.
+    """Write `{output_prefix}_{key}_document.bin` and `.idx` from text files, for each of `json_keys`.
 
-    `inputs` are read in order; `form` is jsonl (an object with `json_key`, or a string, per line), json (an
-    array of either) or text (each file is one document), detected per file if None. `workers` processes (all
-    cores if None) take `chunk_size` documents at a time. An end-of-document token follows each document that
-    is not empty. `progress` is called after every chunk with the summary so far.
+    `inputs` are files, patterns or folders (`runtime.data.sources.expand`), read in order; `form` is jsonl
+    (an object with the keys, or a string, per line), json (an array of either), wiki (WikiExtractor's
+    <doc ...>) or text (each file is one document), detected per file if None. `workers` processes (all cores
+    if None) take `chunk_size` documents at a time. An end-of-document token follows each document that is not
+    empty. `progress` is called after every chunk with the summary so far.
 
     Raises InputError, with file and line where there is one; then nothing is written.
     """
+    keys = (json_keys,) if isinstance(json_keys, str) else tuple(dict.fromkeys(json_keys))
     if workers is not None and workers < 1:
         raise InputError(f"--workers {workers}: expected at least 1")
     if chunk_size < 1:
         raise InputError(f"--chunk-size {chunk_size}: expected at least 1")
     if form is not None and form not in FORMATS:
         raise InputError(f"--format {form!r}: expected one of {', '.join(FORMATS)}")
-    if not inputs:
-        raise InputError("--input: expected at least one file of text")
-    summary = Summary(Path(f"{output_prefix}_{json_key}_document"))
-    encoder = _Encoder(tokenizer, json_key, append_eod)
+    if not keys or not all(keys):
+        raise InputError("--json-keys: expected at least one name")
+    files = expand([str(path) for path in inputs])
+    prefixes = [Path(f"{output_prefix}_{key}_document") for key in keys]
+    summary = Summary(prefixes[0])
+    encoder = _Encoder(tokenizer, keys, append_eod)
+    pieces = _pieces(files, form, chunk_size)
+    dtype = best_dtype(tokenizer.vocab_size)
     try:
-        files = [(path, form or detect_format(path)) for path in map(Path, inputs)]
-        pieces = ((kind, piece) for path, kind in files for piece in read_pieces(path, kind, chunk_size))
-        writer = IndexedWriter(summary.prefix, best_dtype(tokenizer.vocab_size))
-        with writer, closing(_encode(encoder, pieces, workers or os.cpu_count() or 1)) as encoded:
-            for tokens, lengths, size in encoded:
-                writer.add_documents(tokens, lengths)
-                summary = Summary(
-                    summary.prefix,
-                    summary.documents + lengths.size,
-                    summary.tokens + tokens.size,
-                    summary.bytes_read + size,
-                )
+        with ExitStack() as stack:
+            writers = [stack.enter_context(IndexedWriter(prefix, dtype)) for prefix in prefixes]
+            encoded = stack.enter_context(closing(_encode(encoder, pieces, workers or os.cpu_count() or 1)))
+            for parts, read, taken in encoded:
+                for writer, part in zip(writers, parts, strict=True):
+                    writer.add_documents(part.tokens, part.lengths, part.sequences)
+                tokens = sum(part.tokens.size for part in parts)
+                summary = summary.plus(parts[0].sequences.size, tokens, read, taken)
                 if progress:
                     progress(summary)
             if not summary.tokens:
                 raise InputError(f"--input {inputs[0]}: holds no text")
+            for writer in writers:
+                # All are whole on disk before the first gets its name.
+                writer.finish()
     except OSError as error:
         raise InputError(f"{error.filename or output_prefix}: {error.strerror or error}") from None
     return summary
 
 
+def _pieces(files: Sequence[Path], form: str | None, most: int) -> Iterator[tuple[str, Piece]]:
+    for path in files:
+        kind = form or detect_format(path)
+        for piece in read_pieces(path, kind, most):
+            yield kind, piece
+
+
 def _encode(
     encoder: _Encoder, pieces: Iterable[tuple[str, Piece]], workers: int
-) -> Generator[Encoded, None, None]:
+) -> Generator[Result, None, None]:
     """Encoded pieces in order; no more than a few per worker are held at once."""
     with _one_thread_each():
         if workers == 1:
             yield from (encoder(form, piece) for form, piece in pieces)
             return
-        pending: deque[Future[Encoded]] = deque()
+        pending: deque[Future[Result]] = deque()
         with ProcessPoolExecutor(workers, initializer=_start_worker, initargs=(encoder,)) as pool:
             try:
                 for form, piece in pieces:

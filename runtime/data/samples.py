@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -121,14 +122,27 @@ def shuffle_index(samples: int, epochs: Epochs, random: np.random.RandomState) -
 class SampleDataset:
     """Samples of `seq` + 1 tokens from some sequences of an indexed dataset; at least `num_samples` of them.
 
-    `num_samples` None takes one epoch. Raises InputError if the sequences hold too few tokens.
+    `num_samples` None takes one epoch. An `endless` one goes on after its last sample with as many again, in
+    the order of the next seed: a run that turns out longer goes on where it is, whatever it will be in all.
+
+    Raises InputError if the sequences hold too few tokens.
     """
 
     def __init__(
-        self, indexed: IndexedDataset, sequences: Sequence[int], seq: int, num_samples: int | None, seed: int
+        self,
+        indexed: IndexedDataset,
+        sequences: Sequence[int],
+        seq: int,
+        num_samples: int | None,
+        seed: int,
+        endless: bool = False,
     ) -> None:
         self.indexed = indexed
         self.seq = seq
+        self.sequences, self.num_samples, self.seed = sequences, num_samples, seed
+        self.endless = endless
+        self._later: tuple[int, SampleDataset] | None = None
+        """The round of the order that follows the first, and its samples."""
         lengths = indexed.lengths[_numbers(sequences)]
         tokens = int(lengths.sum(dtype=np.int64))
         if tokens < 2 or (num_samples is None and tokens <= seq):
@@ -144,13 +158,24 @@ class SampleDataset:
         self.shuffle_index = shuffle_index(len(self.sample_index) - 1, epochs, random)
 
     def __len__(self) -> int:
+        """Samples of the order, which an endless dataset repeats."""
         return self.shuffle_index.size
 
     def sample(self, position: int) -> npt.NDArray[np.int64]:
         """The tokens at a position of the training order, int64[seq + 1]."""
-        if not 0 <= position < len(self):
+        number, place = divmod(position, len(self))
+        if position < 0 or (number and not self.endless):
             raise IndexError(f"sample {position} of {len(self)} does not exist")
-        return self.unshuffled(int(self.shuffle_index[position]))
+        return self._round(number).unshuffled(int(self._round(number).shuffle_index[place]))
+
+    def _round(self, number: int) -> SampleDataset:
+        if not number:
+            return self
+        if self._later is None or self._later[0] != number:
+            seed = (self.seed + number) % 2**32
+            later = SampleDataset(self.indexed, self.sequences, self.seq, self.num_samples, seed)
+            self._later = number, later
+        return self._later[1]
 
     def unshuffled(self, number: int) -> npt.NDArray[np.int64]:
         """Sample `number` of the stream of documents, before samples are shuffled, int64[seq + 1]."""
@@ -164,7 +189,20 @@ class SampleDataset:
 
     def batch(self, positions: Sequence[int]) -> npt.NDArray[np.int64]:
         """The samples at some positions, int64[len(positions), seq + 1]."""
-        rows = np.empty((len(positions), self.seq + 1), np.int64)
-        for row, position in zip(rows, positions, strict=True):
-            row[:] = self.sample(position)
-        return rows
+        return rows_of(self, positions)
+
+
+class Ordered(Protocol):
+    """Samples of `seq` + 1 tokens in an order."""
+
+    seq: int
+
+    def sample(self, position: int) -> npt.NDArray[np.int64]: ...
+
+
+def rows_of(dataset: Ordered, positions: Sequence[int]) -> npt.NDArray[np.int64]:
+    """The samples at some positions, int64[len(positions), seq + 1]."""
+    rows = np.empty((len(positions), dataset.seq + 1), np.int64)
+    for row, position in zip(rows, positions, strict=True):
+        row[:] = dataset.sample(position)
+    return rows

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+import re
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
@@ -61,20 +62,47 @@ class ByteTokenizer:
 
 @dataclass(frozen=True)
 class BPETokenizer:
-    """A tokenizer of the `tokenizers` library."""
+    """A tokenizer of the `tokenizers` library.
+
+    Of one with GPT-2's rules, `is_gpt2`, long texts are encoded in parts: the library takes some hundred
+    bytes of memory for each token of a text that it encodes.
+    """
 
     name: str
     vocab_size: int
     eod: int
     model: hf.Tokenizer
+    is_gpt2: bool = False
 
     def encode(self, texts: Sequence[str]) -> list[Ids]:
+        if self.is_gpt2 and any(len(text) > _PART_CHARS for text in texts):
+            return [np.concatenate([self._encode([part])[0] for part in _parts(text)]) for text in texts]
+        return self._encode(texts)
+
+    def _encode(self, texts: Sequence[str]) -> list[Ids]:
         encoded = self.model.encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.asarray(one.ids, np.int64) for one in encoded]
 
     def decode(self, ids: Sequence[int] | Ids) -> str:
         text: str = self.model.decode([int(token) for token in ids], skip_special_tokens=False)
         return text
+
+
+_PART_CHARS = 2**20
+# GPT-2's tokens never reach over a line break that stands alone between other than white space.
+_LONE_BREAK = re.compile(r"(?<=\S\n)(?=\S)")
+
+
+def _parts(text: str) -> Iterator[str]:
+    """A text in parts of about a million characters: under GPT-2's rules their ids are those of the whole."""
+    start = 0
+    while start < len(text):
+        found = _LONE_BREAK.search(text, start + _PART_CHARS)
+        end = found.start() if found else len(text)
+        yield text[start:end]
+        start = end
+    if not text:
+        yield text
 
 
 def load_tokenizer(
@@ -147,7 +175,7 @@ def _byte_level_bpe(
         raise InputError(f"--vocab-file {source}: does not belong to the merges: {error}") from None
     model.pre_tokenizer = hf.pre_tokenizers.ByteLevel(add_prefix_space=False)
     model.decoder = hf.decoders.ByteLevel()
-    return BPETokenizer(name, max(vocabulary.values()) + 1, vocabulary[END_OF_TEXT], model)
+    return BPETokenizer(name, max(vocabulary.values()) + 1, vocabulary[END_OF_TEXT], model, is_gpt2=True)
 
 
 def _hugging_face(path: Path) -> BPETokenizer:

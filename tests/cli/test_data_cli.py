@@ -62,6 +62,54 @@ def test_inputs_repeat_and_expand(tmp_path: Path, text: Path) -> None:
     assert dataset.documents == 21 and bytes(dataset.get(20).tolist()) == b"more"
 
 
+def test_several_keys_and_files_as_megatron_takes_them(tmp_path: Path) -> None:
+    path = tmp_path / "in.json"
+    path.write_text('{"text": "ab", "title": ["c", "d"]}\n')
+    arguments = ["--input", path, path, "--json-keys", "text", "title", "--workers", "1"]
+    arguments += ["--output-prefix", tmp_path / "out", "--tokenizer-type", "ByteTokenizer"]
+    assert planner("data", "prepare", *arguments) == 0
+    assert IndexedDataset(tmp_path / "out_text_document").tokens.tolist() == [97, 98] * 2
+    assert IndexedDataset(tmp_path / "out_title_document").lengths.tolist() == [1] * 4
+
+
+def test_merge_and_info(tmp_path: Path, text: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "parts").mkdir()
+    for name in ("a", "b"):
+        arguments = ["--input", text, "--output-prefix", tmp_path / "parts" / name, "--append-eod"]
+        assert planner("data", "prepare", *arguments, "--workers", "1") == 0
+    capsys.readouterr()
+    assert planner("data", "merge", "--input", tmp_path / "parts", "--output-prefix", tmp_path / "all") == 0
+    assert capsys.readouterr().out == f"{tmp_path}/all.bin and .idx: 40 documents, 160 tokens\n"
+    assert planner("data", "info", tmp_path / "all", tmp_path / "parts" / "b_text_document.idx") == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith(
+        f"{tmp_path}/all: 40 documents (0 empty) in 40 sequences, 160 tokens as uint16"
+    )
+    assert "40 of the first 40 documents end with 50256" in lines[2]
+    assert lines[3].endswith("begins 15496 995 657 50256: 'Hello world 0<|endoftext|>'")
+    assert lines[4].startswith(f"{tmp_path}/parts/b_text_document: 20 documents")
+    assert planner("data", "info", "--json", tmp_path / "all", "--tokenizer-type", "ByteTokenizer") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["documents"], found["tokens"], found["largest"]) == (40, 160, 50256)
+    assert found["ended"] == 0 and found["first_text"] is None
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("info", "none"), "none.idx: no such file"),
+        (("merge", "--input", "none", "--output-prefix", "out"), "none.idx: no such file"),
+        (("merge", "--input", "none"), "--output-prefix: none given"),
+        (("merge", "--output-prefix", "out"), "--input: none given"),
+    ],
+)
+def test_wrong_pairs_are_one_line(
+    capsys: pytest.CaptureFixture[str], words: tuple[str, ...], message: str
+) -> None:
+    assert planner("data", *words) == 2
+    assert message in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("changed", "message"),
     [

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import bz2
+import errno
+import gzip
 import json
+import lzma
 import os
+import struct
 import tempfile
 from collections.abc import Sequence
 from itertools import pairwise
@@ -16,10 +21,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from costmodels.errors import InputError
-from runtime.data import corpus, documents
+from runtime.data import corpus, documents, json_array
 from runtime.data.corpus import stdlib_corpus
 from runtime.data.indexed import IndexedDataset
-from runtime.data.prepare import Summary, prepare
+from runtime.data.prepare import prepare
+from runtime.data.summary import Summary
 from runtime.data.tokenizers import ByteTokenizer, gpt2_tokenizer
 
 BYTES = ByteTokenizer()
@@ -83,8 +89,135 @@ def test_each_text_file_is_one_document(tmp_path: Path) -> None:
     assert written(summary.prefix) == ["[not] {json}\n\nb", "[link](x)", "plain"]
 
 
+def naive(rows: list[dict[str, str | list[str]]], key: str, append_eod: bool) -> tuple[bytes, bytes]:
+    """The files of Megatron's preprocess_data.py, document by document; ids are bytes."""
+    tokens: list[int] = []
+    lengths: list[int] = []
+    ends = [0]
+    for row in rows:
+        text = row[key]
+        sentences = [list(one.encode()) for one in (text if isinstance(text, list) else [text]) if one]
+        if sentences and append_eod:
+            sentences[-1].append(256)
+        tokens += [token for sentence in sentences for token in sentence]
+        lengths += map(len, sentences)
+        ends.append(len(lengths))
+    pointers = [2 * sum(lengths[:number]) for number in range(len(lengths))]
+    index = b"MMIDIDX\0\0" + struct.pack("<QBQQ", 1, 8, len(lengths), len(ends))
+    index += struct.pack(f"<{len(lengths)}i", *lengths) + struct.pack(f"<{len(lengths)}q", *pointers)
+    return struct.pack(f"<{len(tokens)}H", *tokens), index + struct.pack(f"<{len(ends)}q", *ends)
+
+
+TEXT = st.text(st.sampled_from("ab \n\té✓"), max_size=4)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    rows=st.lists(st.fixed_dictionaries({"text": TEXT | st.lists(TEXT, max_size=3), "title": TEXT})),
+    append_eod=st.booleans(),
+    chunk_size=st.integers(1, 4),
+)
+def test_files_are_megatrons_byte_for_byte(rows: list, append_eod: bool, chunk_size: int) -> None:
+    rows = [*rows, {"text": " ", "title": ""}]
+    with tempfile.TemporaryDirectory() as name:
+        content = "".join(json.dumps(row) + "\n" for row in rows)
+        prepared(
+            Path(name),
+            content,
+            json_keys=["text", "title", "text"],
+            append_eod=append_eod,
+            chunk_size=chunk_size,
+        )
+        for key in ("text", "title"):
+            expected = naive(rows, key, append_eod)
+            for ending, data in zip(("bin", "idx"), expected, strict=True):
+                assert Path(name, f"out_{key}_document.{ending}").read_bytes() == data
+        assert len(list(Path(name).iterdir())) == 5
+
+
+WIKI = """<doc id="12" url="https://x/12" title="One">
+One
+
+First line.
+&lt;tag&gt;
+
+</doc>
+<doc id="13" url="https://x/13" title="Two">
+Two
+</doc>
+"""
+
+
+def test_wikiextractors_documents_and_its_json(tmp_path: Path) -> None:
+    folder = tmp_path / "in" / "AA"
+    folder.mkdir(parents=True)
+    (folder / "wiki_01").write_text(WIKI.replace("</doc>\n<doc", "</doc>\n\n<doc"))
+    (folder / "wiki_00").write_text(jsonl(["of json"]))
+    (folder / "_EMPTY").write_text("")
+    (folder / ".hidden").write_text("hidden")
+    (tmp_path / "in" / "z.txt").write_text("last")
+    summary = prepare([tmp_path / "in"], tmp_path / "out", BYTES, append_eod=False, workers=1)
+    assert written(summary.prefix) == ["of json", "One\n\nFirst line.\n&lt;tag&gt;", "Two", "last"]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (WIKI[: WIKI.rindex("</doc>")], r"wiki:9: the <doc ...> of line 8 has no </doc>"),
+        (WIKI + "stray", r"wiki:11: text outside of <doc ...> and </doc>: b'stray'"),
+        (WIKI.encode().replace(b"First", b"\xff"), r"wiki:4: not UTF-8 text: byte 5"),
+    ],
+)
+def test_broken_wiki_files_are_named(tmp_path: Path, content: str | bytes, message: str) -> None:
+    (tmp_path / "wiki").write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(InputError, match=message):
+        prepare([tmp_path / "wiki"], tmp_path / "out", BYTES, workers=1)
+
+
+def compress(data: bytes, ending: str) -> bytes:
+    if ending == "zst":
+        zstandard = pytest.importorskip("zstandard")
+        # Two frames, as parallel compressors write.
+        half = len(data) // 2
+        compressor = zstandard.ZstdCompressor()
+        return compressor.compress(data[:half]) + compressor.compress(data[half:])
+    return {"gz": gzip.compress, "bz2": bz2.compress, "xz": lzma.compress}[ending](data)
+
+
+@pytest.mark.parametrize("ending", ["gz", "bz2", "xz", "zst"])
+@pytest.mark.parametrize("name", ["in.jsonl", "in.json", "in"])
+def test_compressed_files_are_read_as_they_were(tmp_path: Path, name: str, ending: str) -> None:
+    content = json.dumps(TEXTS * 50) if name == "in.json" else jsonl(TEXTS * 50)
+    path = tmp_path / f"{name}.{ending}"
+    packed = compress(content.encode(), ending)
+    path.write_bytes(packed)
+    seen: list[Summary] = []
+    summary = prepare(
+        [path], tmp_path / "out", BYTES, append_eod=False, workers=1, chunk_size=9, progress=seen.append
+    )
+    assert written(summary.prefix) == TEXTS * 50
+    assert (summary.bytes_read, summary.bytes_taken) == (len(content.encode()), len(packed))
+    summary.prefix.with_suffix(".idx").unlink()
+    (tmp_path / "out_text_document.bin").unlink()
+    for damaged in (packed[: len(packed) * 2 // 3], packed[:10] + b"\0\0\0\0" + packed[14:], b"plain"):
+        path.write_bytes(damaged)
+        with pytest.raises(InputError, match=rf"{name}.{ending}.*(damaged or incomplete|bad JSON|not UTF-8)"):
+            prepare([path], tmp_path / "out", BYTES, workers=1)
+        assert [file.name for file in tmp_path.iterdir()] == [path.name]
+
+
+def test_a_disk_that_is_full_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(descriptor: int) -> NoReturn:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(InputError, match="No space left on device"):
+        prepared(tmp_path, jsonl(["a"]))
+    assert [file.name for file in tmp_path.iterdir()] == ["in.jsonl"]
+
+
 def test_format_and_key_can_be_given(tmp_path: Path) -> None:
-    summary = prepared(tmp_path, jsonl(["x"], "body"), json_key="body")
+    summary = prepared(tmp_path, jsonl(["x"], "body"), json_keys="body")
     assert summary.prefix.name == "out_body_document" and written(summary.prefix) == ["x"]
     summary = prepared(tmp_path, jsonl(["x"]), form="text")
     assert written(summary.prefix) == [jsonl(["x"])]
@@ -128,7 +261,7 @@ def test_array_is_read_as_json_reads_it(
     text = json.dumps(values, indent=indent, ensure_ascii=ascii_only)
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
         # As few characters at a time as one, so that every element is cut somewhere.
-        patch.setattr(documents, "_READ_CHARS", read)
+        patch.setattr(json_array, "_READ_CHARS", read)
         path = Path(folder) / "a.json"
         path.write_text(text, "utf-8", newline="")
         pieces = list(documents.read_pieces(path, "json", 2))
@@ -148,6 +281,7 @@ def test_array_is_read_as_json_reads_it(
             r"in\.jsonl:1: no 'text' in this object: give --json-keys one of 'body'",
         ),
         ("in.jsonl", '{"text": 3}\n', r"in\.jsonl:1: 'text' is a int"),
+        ("in.jsonl", '{"text": ["a", 3]}\n', r"in\.jsonl:1: 'text' is a list, expected a string or a list"),
         ("in.jsonl", '{"text": "\\ud800"}\n', r"in\.jsonl:1: a lone surrogate"),
         ("in.jsonl", "[" * 100_000 + "\n", r"in\.jsonl:1: bad JSON"),
         ("in.jsonl", "", "holds no text"),
@@ -202,8 +336,8 @@ def test_text_that_is_not_utf8_is_refused(tmp_path: Path, name: str) -> None:
     ("options", "message"),
     [
         ({"inputs": []}, "--input"),
-        ({"inputs": ["none.txt"]}, "none.txt: No such file"),
-        ({"inputs": ["."]}, "Is a directory"),
+        ({"inputs": ["none.txt"]}, "--input none.txt: no such file"),
+        ({"inputs": ["tests/runtime/none"]}, "no such file"),
         ({"workers": 0}, "--workers 0"),
         ({"chunk_size": 0}, "--chunk-size 0"),
         ({"form": "xml"}, "--format 'xml'"),

@@ -12,9 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from costmodels.errors import InputError
+from runtime.data import blend
 from runtime.data.blend import BlendedDataset
-from runtime.data.datasets import build_datasets, check_vocabulary
-from runtime.data.indexed import IndexedDataset, IndexedWriter
+from runtime.data.datasets import build_datasets, build_separate_datasets, check_vocabulary
+from runtime.data.indexed import IndexedDataset
+from runtime.data.indexed_writer import IndexedWriter
 from runtime.data.samples import SampleDataset, sample_index, split_sequences
 
 GOLDEN = Path(__file__).parents[3] / "shared" / "data" / "megatron_index_golden.json"
@@ -178,14 +180,103 @@ def test_blend_follows_megatrons_rule(tmp_path: Path) -> None:
     for name, first in (("a", 0), ("b", 1000)):
         corpus(tmp_path, [9] * 20, name, first)
     datasets = build_datasets(["3", str(tmp_path / "a"), "1", str(tmp_path / "b")], "1", 4, 1, 40)
-    blend = datasets.train
-    assert isinstance(blend, BlendedDataset) and len(blend) == 40
+    mixed = datasets.train
+    assert isinstance(mixed, BlendedDataset) and len(mixed) == 40
     # Worked by hand: the largest of .75 max(i, 1) - count_a and .25 max(i, 1) - count_b, a on a tie.
-    assert [blend.place(position)[0] for position in range(9)] == [0, 1, 0, 0, 0, 1, 0, 0, 0]
-    assert [blend.place(position)[1] for position in range(6)] == [0, 0, 1, 2, 3, 1]
-    batch = blend.batch(range(40))
+    assert [mixed.place(position)[0] for position in range(9)] == [0, 1, 0, 0, 0, 1, 0, 0, 0]
+    assert [mixed.place(position)[1] for position in range(6)] == [0, 0, 1, 2, 3, 1]
+    batch = mixed.batch(range(40))
     assert (batch[:, 0] >= 1000).sum() == 10
-    np.testing.assert_array_equal(batch[1], blend.corpora[1].sample(0))
+    np.testing.assert_array_equal(batch[1], mixed.corpora[1].sample(0))
+
+
+def walk(weights: list[float], size: int) -> list[tuple[int, int]]:
+    """Megatron's build_blending_indices, step by step."""
+    shares = np.array(weights) / np.sum(weights)
+    counts, found = [0] * len(weights), []
+    for position in range(size):
+        lags = shares * max(float(position), 1.0) - counts
+        chosen = 0
+        for number in range(1, len(weights)):
+            if lags[number] > lags[chosen]:
+                chosen = number
+        found.append((chosen, counts[chosen]))
+        counts[chosen] += 1
+    return found
+
+
+@settings(max_examples=25, deadline=None)
+@given(weights=st.lists(st.floats(0.01, 10), min_size=1, max_size=12), size=st.integers(1, 60))
+def test_blends_are_megatrons_in_whatever_order_they_are_read(weights: list[float], size: int) -> None:
+    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(blend, "_BLOCK", 7)
+        corpus(Path(folder), [9] * 4)
+        words = [word for weight in weights for word in (repr(weight), f"{folder}/c")]
+        train = build_datasets(words, "1", 4, 1, size).train
+        assert isinstance(train, BlendedDataset)
+        positions = [*range(size), *range(size - 1, -1, -3)]
+        assert [train.place(position) for position in positions] == [
+            walk(weights, size)[position] for position in positions
+        ]
+
+
+def test_one_prefix_with_a_weight_is_a_blend_as_in_megatron(tmp_path: Path) -> None:
+    corpus(tmp_path, [5] * 16)
+    # 16 x 5 tokens are 19 samples an epoch; a blend asks for one more than 19, and so for a second epoch.
+    plain = build_datasets([str(tmp_path / "c")], "1", 4, 1, 19).train
+    weighted = build_datasets(["1.0", str(tmp_path / "c")], "1", 4, 1, 19).train
+    assert isinstance(weighted, BlendedDataset) and len(weighted) == 19
+    assert len(plain.document_index) == 16 and len(weighted.corpora[0].document_index) == 32
+
+
+def test_several_prefixes_without_weights_are_mixed_by_their_samples(tmp_path: Path) -> None:
+    for name, documents, first in (("a", 30, 0), ("b", 10, 1000)):
+        corpus(tmp_path, [9] * documents, name, first)
+    paths = [str(tmp_path / "a"), str(tmp_path / "b")]
+    datasets = build_datasets(paths, "1", 4, 1, 40)
+    assert datasets.train is not None and (datasets.train.batch(range(40))[:, 0] >= 1000).sum() == 10
+    with pytest.raises(InputError, match="validation needs 100 samples, but one epoch of these files holds"):
+        build_datasets(paths, "1,1", 4, 1, 0, 100)
+
+
+def test_each_split_may_have_files_of_its_own(tmp_path: Path) -> None:
+    for name, first in (("a", 0), ("b", 1000), ("c", 2000)):
+        corpus(tmp_path, [9] * 20, name, first)
+    paths = [[str(tmp_path / name)] for name in "abc"]
+    datasets = build_separate_datasets(paths, 4, 1, (40, 8, 8))
+    for samples, first in ((datasets.train, 0), (datasets.valid, 1000), (datasets.test, 2000)):
+        assert samples is not None
+        assert samples.batch([0, 3]).min() >= first and samples.batch(range(8)).max() < first + 1000
+    assert build_separate_datasets([paths[0], [], []], 4, 1, (40, 8, 8)).valid is None
+    with pytest.raises(InputError, match=r"--valid-data-path .*none\.idx: no such file"):
+        build_separate_datasets([paths[0], [str(tmp_path / "none")], []], 4, 1, (40, 8, 8))
+
+
+@pytest.mark.parametrize("words", [["{0}"], ["0.3", "{0}", "0.7", "{1}"], ["{0}", "{1}"]])
+def test_a_run_that_becomes_longer_keeps_its_order(tmp_path: Path, words: list[str]) -> None:
+    for name, first in (("a", 0), ("b", 1000)):
+        corpus(tmp_path, list(range(1, 20)), name, first)
+    path = [word.format(tmp_path / "a", tmp_path / "b") for word in words]
+    short, long = (build_datasets(path, "1", 4, 1, samples) for samples in (50, 400))
+    first, again = short.train, long.continuing(50).train
+    assert first is not None and again is not None and long.train is not None
+    np.testing.assert_array_equal(first.batch(range(300)), again.batch(range(300)))
+    assert long.continuing(None) is long and long.continuing(400) is long
+    if len(words) == 2:
+        # Without weights the order is that of one epoch after the other, however long the run.
+        return
+    assert not np.array_equal(first.batch(range(50)), long.train.batch(range(50)))
+
+
+def test_what_follows_the_order_is_another_order_of_the_same_samples(tmp_path: Path) -> None:
+    corpus(tmp_path, [4] * 20 + [1])
+    train = build_datasets([str(tmp_path / "c")], "1", 4, 1, 20).train
+    assert train is not None and len(train) == 20
+    first, second, third = (train.batch(range(start, start + 20))[:, :-1] for start in (0, 20, 40))
+    assert not np.array_equal(first, second) and not np.array_equal(second, third)
+    # Of 81 tokens each order leaves out one.
+    assert len(np.unique(first)) == len(np.unique(second)) == len(np.unique(third)) == 80
+    np.testing.assert_array_equal(train.batch(range(20, 40))[:, :-1], second)
 
 
 @pytest.mark.parametrize("paths", [[], ["a", "b"], ["1", "a", "2"], ["0", "a", "1", "b"], ["nan", "a"]])

@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 import tokenizers as hf
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from costmodels.errors import InputError
+from runtime.data import tokenizers
 from runtime.data.tokenizers import (
     BPETokenizer,
     ByteTokenizer,
@@ -153,3 +154,13 @@ def test_a_tokenizer_without_an_end_of_document_is_refused(json_file: Path) -> N
     json_file.write_text(json_file.read_text().replace("</s>", "zzz"))
     with pytest.raises(InputError, match="no token ends a document"):
         load_tokenizer("HuggingFaceTokenizer", tokenizer_model=json_file)
+
+
+@settings(max_examples=60, deadline=None)
+@given(text=st.text(st.sampled_from("ab1. \n\t\x1c'✓"), max_size=60), size=st.integers(1, 9))
+def test_long_texts_have_the_same_ids_in_parts(gpt2: BPETokenizer, text: str, size: int) -> None:
+    whole = gpt2.encode([text, ""])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tokenizers, "_PART_CHARS", size)
+        parts = gpt2.encode([text, ""])
+    assert [ids.tolist() for ids in parts] == [ids.tolist() for ids in whole]

@@ -61,3 +61,35 @@ def test_a_tokenizer_named_beside_prepared_files_must_fit_the_model(
     options = DataOptions(data_path=[write_corpus(tmp_path)], split="90,10,0", **fields)
     with pytest.raises(InputError, match=message):
         open_datasets(options, SPEC, seed=1, train_samples=4, valid_samples=2)
+
+
+def test_each_split_may_have_its_own_files_and_the_boundaries_their_token(tmp_path: Path) -> None:
+    path = write_corpus(tmp_path)
+    options = DataOptions(
+        train_data_path=["0.5", path, "0.5", path],
+        valid_data_path=[path],
+        reset_attention_mask=True,
+        tokenizer_type="ByteTokenizer",
+    )
+    datasets = open_datasets(options, SPEC, seed=1, train_samples=8, valid_samples=4)
+    assert datasets.valid is not None and datasets.test is None
+    assert datasets.boundaries is not None and datasets.boundaries.eod == 256
+    assert not datasets.boundaries.eod_mask_loss
+    # The default corpus is prepared with its tokenizer's end of document.
+    plain = open_datasets(DataOptions(data_path=[path], split="1"), SPEC, 1, 8, 0)
+    assert plain.boundaries is None
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"eod_mask_loss": True, "data_path": ["{}"]}, "need the token that ends a document"),
+        ({"train_data_path": ["{}"], "data_path": ["{}"]}, "exclude each other"),
+        ({"valid_data_path": ["{}"]}, "need --train-data-path"),
+    ],
+)
+def test_data_options_that_do_not_fit_together(tmp_path: Path, fields: dict, message: str) -> None:
+    path = write_corpus(tmp_path)
+    fields = {name: [path] if isinstance(value, list) else value for name, value in fields.items()}
+    with pytest.raises(InputError, match=message):
+        open_datasets(DataOptions(**fields), SPEC, seed=1, train_samples=4, valid_samples=2)

@@ -1,0 +1,39 @@
+"""What becomes of the boundaries between the documents of a sample."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from costmodels.errors import InputError
+from runtime.data.indexed import IndexedDataset
+from runtime.data.tokenizers import Tokenizer
+
+_LOOKED_AT = 1000
+
+
+@dataclass(frozen=True)
+class Boundaries:
+    """Megatron-LM's options of that name; `eod` is the token that ends a document, and belongs to it.
+
+    `reset_attention_mask`: tokens attend to their own document only; `reset_position_ids`: positions count
+    from the start of the document; `eod_mask_loss`: what follows an end of document is not predicted.
+    """
+
+    eod: int
+    reset_attention_mask: bool = False
+    reset_position_ids: bool = False
+    eod_mask_loss: bool = False
+
+
+def check_ends(indexed: IndexedDataset, tokenizer: Tokenizer) -> None:
+    """Raise InputError if none of the first documents ends with the end-of-document token of `tokenizer`."""
+    ends = indexed.document_indices[: _LOOKED_AT + 1]
+    last = (ends[1:][ends[1:] > ends[:-1]] - 1).tolist()
+    for sequence in last:
+        length = int(indexed.lengths[sequence])
+        if length and int(indexed.get(sequence, length - 1)[0]) == tokenizer.eod:
+            return
+    raise InputError(
+        f"{indexed.prefix}: none of its first {len(last)} documents ends with {tokenizer.eod}, the end of a "
+        f"document of {tokenizer.name}: prepare it with --append-eod, or name the tokenizer that prepared it"
+    )

@@ -1,0 +1,77 @@
+"""Several pairs of token files to one, in the order of Megatron-LM's tools/merge_datasets.py."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from costmodels.errors import InputError
+from runtime.data.indexed import IndexedDataset, bare_prefix, bin_path
+from runtime.data.indexed_writer import IndexedWriter
+from runtime.data.summary import Summary
+
+
+def prefixes_in(folder: Path) -> list[Path]:
+    """The prefixes of the pairs in a folder, by name; raises InputError for half a pair, or none at all."""
+    endings: dict[str, set[str]] = {}
+    for file in folder.iterdir():
+        if file.suffix in (".bin", ".idx") and file.is_file() and not file.name.startswith("."):
+            endings.setdefault(file.stem, set()).add(file.suffix)
+    for stem, found in endings.items():
+        if len(found) == 1:
+            missing = ".idx" if ".bin" in found else ".bin"
+            raise InputError(f"--input {folder}: {stem}{found.pop()} is there without its {missing}")
+    if not endings:
+        raise InputError(f"--input {folder}: holds no .bin/.idx pairs")
+    return [folder / stem for stem in sorted(endings)]
+
+
+def merge(
+    inputs: Sequence[str | Path],
+    output_prefix: str | Path,
+    progress: Callable[[Summary], object] | None = None,
+) -> Summary:
+    """Write `{output_prefix}.bin` and `.idx` with the documents of several pairs, one after the other.
+
+    Each of `inputs` is a prefix, or a folder whose pairs are taken by name. All must hold ids of one type,
+    and all or none of them modes. `progress` is called after every pair with the summary so far.
+
+    Raises InputError if a pair is not readable or does not fit the others; then nothing is written.
+    """
+    prefixes = [
+        prefix for path in map(Path, inputs) for prefix in (prefixes_in(path) if path.is_dir() else [path])
+    ]
+    if not prefixes:
+        raise InputError("--input: none given: name prefixes of .bin/.idx pairs, or a folder of them")
+    target = Path(bare_prefix(output_prefix))
+    # Headers and sizes are looked at before anything is written; the files are opened again one by one.
+    first = IndexedDataset(prefixes[0])
+    for prefix in prefixes:
+        _check_alike(first, IndexedDataset(prefix))
+        if bin_path(prefix).resolve() == bin_path(target).resolve():
+            raise InputError(f"--output-prefix {output_prefix}: is one of the inputs: give another name")
+    summary = Summary(target)
+    try:
+        with IndexedWriter(target, first.dtype.newbyteorder("=")) as writer:
+            for prefix in prefixes:
+                pair = IndexedDataset(prefix)
+                _check_alike(first, pair)
+                writer.add_pair(pair)
+                read = pair.token_count * pair.dtype.itemsize
+                summary = summary.plus(pair.documents, pair.token_count, read, read)
+                if progress:
+                    progress(summary)
+    except OSError as error:
+        raise InputError(f"{error.filename or target}: {error.strerror or error}") from None
+    return summary
+
+
+def _check_alike(first: IndexedDataset, other: IndexedDataset) -> None:
+    if other.dtype != first.dtype:
+        raise InputError(
+            f"--input {other.prefix}: holds {other.dtype.name} ids, but {first.prefix} {first.dtype.name}: "
+            "prepare all with one tokenizer"
+        )
+    if (other.modes is None) != (first.modes is None) and len(other) and len(first):
+        with_modes, without = (first, other) if other.modes is None else (other, first)
+        raise InputError(f"--input {with_modes.prefix}: has multimodal modes, but {without.prefix} has none")

@@ -1,0 +1,153 @@
+"""Files of raw text: those that a name, a pattern or a folder stands for, compressed or not."""
+
+from __future__ import annotations
+
+import bz2
+import gzip
+import io
+import lzma
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+from costmodels.errors import InputError
+
+_READ_BYTES = 2**20
+# Largest window of `zstd --long=31`, with which the dumps of some large corpora are packed.
+_ZSTD_WINDOW = 2**31
+
+
+@dataclass(frozen=True)
+class Source:
+    """An open file: `text` gives its bytes, decompressed; `taken` how many bytes of it on disk are read."""
+
+    text: IO[bytes]
+    taken: Callable[[], int]
+
+
+def expand(inputs: Sequence[str]) -> list[Path]:
+    """The files that `inputs` name, each a file, a pattern, or a folder whose files are taken by path.
+
+    Of a folder and the folders in it, empty files and those whose name starts with a dot are left out.
+
+    Raises InputError if one of them stands for no file.
+    """
+    files: list[Path] = []
+    for name in inputs:
+        path = Path(name)
+        if path.is_dir():
+            found = [file for file in _files_below(path) if file.stat().st_size]
+        elif path.exists():
+            found = [path]
+        else:
+            matches = sorted(Path(path.anchor).glob(str(path.relative_to(path.anchor))))
+            found = [match for match in matches if not match.is_dir()]
+        if not found:
+            what = "holds no files" if path.is_dir() else "no such file"
+            raise InputError(f"--input {name}: {what}")
+        files += found
+    if not files:
+        raise InputError("--input: none given: name a file of JSON lines, a JSON array or plain text")
+    return files
+
+
+def _files_below(folder: Path) -> list[Path]:
+    found = [path for path in folder.rglob("*") if path.is_file()]
+    hidden = [any(part.startswith(".") for part in path.relative_to(folder).parts) for path in found]
+    return sorted(path for path, is_hidden in zip(found, hidden, strict=True) if not is_hidden)
+
+
+def bare_name(path: Path) -> Path:
+    """A path without the ending of its compression."""
+    return path.with_suffix("") if path.suffix.lower() in _OPENERS else path
+
+
+@contextmanager
+def opened(path: Path) -> Iterator[Source]:
+    """Open a file to read it, decompressed if its name ends in .gz, .bz2, .xz or .zst.
+
+    Raises InputError, here and inside the context, if it cannot be read, or is damaged or cut off.
+    """
+    try:
+        with path.open("rb") as raw:
+            opener = _OPENERS.get(path.suffix.lower())
+            if opener is None:
+                yield Source(raw, raw.tell)
+            else:
+                with opener(raw) as text:
+                    yield Source(text, raw.tell)
+    except OSError as error:
+        # What decompresses reports damage by an error without a number.
+        if error.errno is None:
+            raise _damaged(path, error) from None
+        raise InputError(f"{path}: cannot be read: {error.strerror or error}") from None
+    except _DAMAGES as error:
+        raise _damaged(path, error) from None
+
+
+def _damaged(path: Path, error: Exception) -> InputError:
+    return InputError(f"{path}: damaged or incomplete {path.suffix[1:]} file: {error}")
+
+
+class _ZstdFile(io.RawIOBase):
+    """The decompressed bytes of a file of zstd frames; a damaged one or a cut off one raises EOFError.
+
+    The library's own reader takes the end of the file for the end of the text, wherever that is.
+    """
+
+    def __init__(self, raw: IO[bytes], zstandard: Any) -> None:
+        self._raw = raw
+        self._decompressor = zstandard.ZstdDecompressor(max_window_size=_ZSTD_WINDOW)
+        self._frame = self._decompressor.decompressobj()
+        self._errors: type[Exception] = zstandard.ZstdError
+        self._started = False
+        self._ready = memoryview(b"")
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        while not self._ready:
+            read = self._rest() or self._raw.read(_READ_BYTES)
+            if not read:
+                if self._started and not self._frame.eof:
+                    raise EOFError("it ends before the end of a frame")
+                return 0
+            if self._frame.eof:
+                self._frame = self._decompressor.decompressobj()
+            self._started = True
+            try:
+                self._ready = memoryview(self._frame.decompress(read))
+            except self._errors as error:
+                raise EOFError(str(error)) from None
+        count = min(len(buffer), len(self._ready))
+        buffer[:count] = self._ready[:count]
+        self._ready = self._ready[count:]
+        return count
+
+    def _rest(self) -> bytes:
+        rest: bytes = self._frame.unused_data if self._frame.eof else b""
+        return rest
+
+
+def _open_zstd(raw: IO[bytes]) -> IO[bytes]:
+    try:
+        import zstandard
+    except ImportError:
+        raise InputError(
+            f"{raw.name}: .zst files need the package zstandard: pip install zstandard"
+        ) from None
+    return io.BufferedReader(_ZstdFile(raw, zstandard), _READ_BYTES)
+
+
+_OPENERS: dict[str, Callable[[Any], Any]] = {
+    ".gz": lambda raw: gzip.GzipFile(fileobj=raw),
+    ".bz2": bz2.BZ2File,
+    ".xz": lzma.LZMAFile,
+    ".zst": _open_zstd,
+}
+
+_DAMAGES = (EOFError, zlib.error, lzma.LZMAError)

@@ -1,0 +1,122 @@
+"""Attention, positions and losses within documents: Megatron's rules, and the same for every layout."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from benchmarks.parity import MODELS, deep_enough, parse_layout
+from benchmarks.worker_pool import WorkerPool
+from costmodels.errors import InputError
+from runtime.data.boundaries import Boundaries, check_ends
+from runtime.data.indexed import IndexedDataset
+from runtime.data.indexed_writer import IndexedWriter
+from runtime.data.tokenizers import ByteTokenizer
+from runtime.documents import Documents, check_boundaries, document_mask, document_starts
+from runtime.initialise import initialise
+from runtime.loss import IGNORED, cross_entropy_sum
+from runtime.model import Transformer
+from tests.runtime import documents_work as work
+from tests.runtime.documents_work import EOD
+
+ALL = Boundaries(EOD, reset_attention_mask=True, reset_position_ids=True, eod_mask_loss=True)
+
+
+def megatrons(tokens: list[int]) -> tuple[np.ndarray, np.ndarray]:
+    """What may attend to what, and positions, by the loop over ends of Megatron's GPTDataset."""
+    seq = len(tokens)
+    mask, positions = np.tril(np.ones((seq, seq), bool)), np.arange(seq)
+    previous = 0
+    for end in [at for at, token in enumerate(tokens) if token == EOD]:
+        mask[end + 1 :, : end + 1] = False
+        positions[end + 1 :] -= end + 1 - previous
+        previous = end + 1
+    return mask, positions
+
+
+def test_masks_and_positions_are_megatrons() -> None:
+    random = np.random.default_rng(1)
+    rows = random.integers(3, 9, (40, 12))
+    rows[0], rows[1] = EOD, 0
+    starts = document_starts(torch.from_numpy(rows), EOD)
+    masks = document_mask(starts, torch.arange(12), 12, torch.float32)
+    for row, start, mask in zip(rows.tolist(), starts, masks, strict=True):
+        expected, positions = megatrons(row)
+        assert (torch.arange(12) - start).tolist() == positions.tolist()
+        assert np.array_equal(mask[0].isfinite().numpy(), expected)
+        assert mask[0][torch.from_numpy(expected)].eq(0).all()
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama", "deepseek"])
+def test_a_document_is_computed_as_if_it_were_alone(name: str) -> None:
+    spec = MODELS[name]
+    layout = parse_layout("gbs=8", spec)
+    model = Transformer(spec, spec.vocab)
+    initialise(model, spec, 1)
+    tokens = torch.from_numpy(work.samples(spec, layout)[:, :-1])
+    documents = Documents(ALL, spec, layout, 0, torch.device("cpu"))
+    documents.start_batch(tokens)
+    for number in (3, 7):
+        row = tokens[number : number + 1]
+        documents.enter(model, number)
+        together = model(row)[0]
+        ends = [0, *(row[0] == EOD).nonzero()[:, 0].add(1).tolist(), spec.seq]
+        alone = Transformer(spec, spec.vocab)
+        alone.load_state_dict(model.state_dict())
+        parts = [alone(row[:, a:b])[0] for a, b in pairwise(ends) if b > a]
+        torch.testing.assert_close(together, torch.cat(parts), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("gpt2", "tp=2,sequence_parallel=true,dp=2,recompute=selective"),
+        ("gpt2", "pp=2,schedule=zbv,recompute=full"),
+        ("llama", "cp=2,context_parallel_form=all_gather,recompute=full"),
+        ("llama", "cp=2,context_parallel_form=all_to_all,zero=3"),
+    ],
+)
+def test_layouts_agree_on_the_losses(pool: WorkerPool, name: str, text: str) -> None:
+    spec = deep_enough(text, MODELS[name])
+    layout = parse_layout(text, spec)
+    alone = parse_layout(f"gbs={layout.global_batch_size}", spec)
+    expected = pool.run(work.losses, 1, spec, alone, ALL, 2)[0]
+    assert pool.run(work.losses, layout.world_size, spec, layout, ALL, 2)[0] == pytest.approx(
+        expected, rel=2e-6
+    )
+    plain = pool.run(work.losses, 1, spec, alone, Boundaries(EOD), 1)[0]
+    assert plain[0] != pytest.approx(expected[0], rel=1e-5)
+
+
+def test_targets_that_are_ignored_have_neither_loss_nor_gradient() -> None:
+    logits = torch.randn(2, 5, 11, requires_grad=True)
+    same = logits.detach().clone().requires_grad_()
+    targets = torch.randint(0, 11, (2, 5))
+    targets[0, 1] = targets[1, :4] = IGNORED
+    found = cross_entropy_sum(logits, targets, 11, ignores=True)
+    expected = F.cross_entropy(same.flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="sum")
+    found.backward()
+    expected.backward()
+    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(logits.grad, same.grad)
+
+
+def test_the_ring_is_refused_in_one_line() -> None:
+    layout = parse_layout("cp=2,context_parallel_form=ring", MODELS["llama"])
+    with pytest.raises(InputError, match=r"--reset-attention-mask: .* pin all_gather or all_to_all"):
+        check_boundaries(ALL, layout)
+    check_boundaries(Boundaries(EOD, reset_position_ids=True, eod_mask_loss=True), layout)
+
+
+def test_files_without_ends_are_refused(tmp_path) -> None:
+    for name, end in (("with", [256]), ("without", [])):
+        with IndexedWriter(tmp_path / name, np.uint16) as writer:
+            writer.add_document([])
+            writer.add_document([1, 2, *end])
+    check_ends(IndexedDataset(tmp_path / "with"), ByteTokenizer())
+    with pytest.raises(InputError, match=r"without: none of its first 1 documents ends with 256.*--append"):
+        check_ends(IndexedDataset(tmp_path / "without"), ByteTokenizer())
