@@ -21,6 +21,8 @@ COMMANDS = {
     "devices": "cli.catalogues",
     "engines": "cli.catalogues",
     "data": "cli.data",
+    "convert": "cli.convert",
+    "generate": "cli.generate",
 }
 """Modules of the commands: a function of the command's name, or `app` for a command with its own."""
 

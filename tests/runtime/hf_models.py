@@ -1,4 +1,4 @@
-"""Tiny models of Hugging Face transformers, and their tensors under the names of ours.
+"""Tiny models of Hugging Face transformers, and their tensors under our names.
 
 Versions from 4.48 on will do for most: `skip_unless_there` skips what the installed one lacks or gets wrong.
 """
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from costmodels import ModelSpec
 from planner.hf_config import model_from_hf_config
+from runtime.huggingface.reading import HuggingFaceModel
 
 SEQ = 24
 BATCH = 2
@@ -112,121 +113,21 @@ def tensors_of(model: torch.nn.Module) -> dict[str, Tensor]:
     return dict(model.named_parameters()) | buffers
 
 
-def as_ours(spec: ModelSpec, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Weights, or their gradients, of a Hugging Face model under the names and in the shapes of ours.
-
-    Every tensor must have its place: one that is left over fails.
-    """
-    left = dict(tensors)
-    ours = _gpt2(spec, left) if spec.position == "learned" else _llama(spec, left)
-    assert not left, f"no place for {sorted(left)}"
-    return ours
+def saved(model: torch.nn.Module, folder: Path) -> HuggingFaceModel:
+    """The files of a model as transformers writes them, under our names."""
+    model.save_pretrained(folder)
+    return HuggingFaceModel(folder, SEQ)
 
 
-GPT2_LINEAR = {"attention.output": "attn.c_proj", "mlp.up": "mlp.c_fc", "mlp.down": "mlp.c_proj"}
+def as_ours(model: torch.nn.Module, folder: Path) -> dict[str, Tensor]:
+    """The tensors of a Hugging Face model under the names and in the shapes of ours, by way of its files."""
+    files = saved(model, folder)
+    return {name: files.read_ours(name) for name in files.shapes}
 
 
-def _gpt2(spec: ModelSpec, left: dict[str, Tensor]) -> dict[str, Tensor]:
-    ours = {
-        "embedding.tokens.weight": left.pop("transformer.wte.weight"),
-        "embedding.positions.weight": left.pop("transformer.wpe.weight"),
-    }
-    for layer in range(spec.layers):
-        theirs, own = f"transformer.h.{layer}.", f"layers.{layer}."
-        for kind in ("weight", "bias"):
-            linear = {name: left.pop(f"{theirs}{place}.{kind}") for name, place in GPT2_LINEAR.items()}
-            parts = left.pop(f"{theirs}attn.c_attn.{kind}").chunk(3, dim=-1)
-            linear |= {
-                f"attention.{name}": part for name, part in zip(("query", "key", "value"), parts, strict=True)
-            }
-            for name, tensor in linear.items():
-                # Weights of a Conv1D are transposed.
-                ours[f"{own}{name}.{kind}"] = tensor.T if kind == "weight" else tensor
-            ours[f"{own}attention_norm.{kind}"] = left.pop(f"{theirs}ln_1.{kind}")
-            ours[f"{own}mlp_norm.{kind}"] = left.pop(f"{theirs}ln_2.{kind}")
-    return ours | {f"norm.{kind}": left.pop(f"transformer.ln_f.{kind}") for kind in ("weight", "bias")}
-
-
-def _llama(spec: ModelSpec, left: dict[str, Tensor]) -> dict[str, Tensor]:
-    ours = {
-        "embedding.tokens.weight": left.pop("model.embed_tokens.weight"),
-        "norm.weight": left.pop("model.norm.weight"),
-    }
-    if not spec.tied:
-        ours["head.weight"] = left.pop("lm_head.weight")
-    for layer in range(spec.layers):
-        theirs = f"model.layers.{layer}."
-        own = {
-            "attention_norm.weight": left.pop(f"{theirs}input_layernorm.weight"),
-            "mlp_norm.weight": left.pop(f"{theirs}post_attention_layernorm.weight"),
-        }
-        attention = _taken(left, f"{theirs}self_attn.")
-        own |= _attention(attention) if spec.latent_attention is None else _latent(spec, attention)
-        # Transformers 4 had another name for the experts of a Mixtral.
-        mlp = _taken(left, f"{theirs}mlp.") or _taken(left, f"{theirs}block_sparse_moe.")
-        own |= _experts(spec, mlp) if spec.experts and layer >= spec.dense_layers else _mlp(mlp, "mlp.")
-        left |= {f"{theirs}(rest).{name}": tensor for name, tensor in (attention | mlp).items()}
-        ours |= {f"layers.{layer}.{name}": tensor for name, tensor in own.items()}
-    return ours
-
-
-def _taken(left: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
-    """Removes what begins with `prefix` from `left`, and returns it under the rest of its names."""
-    return {name.removeprefix(prefix): left.pop(name) for name in list(left) if name.startswith(prefix)}
-
-
-def _attention(left: dict[str, Tensor]) -> dict[str, Tensor]:
-    names = {"q_proj": "query", "k_proj": "key", "v_proj": "value", "o_proj": "output"}
-    names |= {"q_norm": "query_norm", "k_norm": "key_norm"}
-    own = {}
-    for name in list(left):
-        part, kind = name.split(".")
-        own[f"attention.{names[part]}.{kind}"] = left.pop(name)
-    return own
-
-
-def _latent(spec: ModelSpec, left: dict[str, Tensor]) -> dict[str, Tensor]:
-    sizes = spec.latent_attention
-    assert sizes is not None
-    nope, rope = sizes.qk_nope_head_dim, sizes.qk_rope_head_dim
-    # Theirs turns neighbours by one angle, ours an element of the first half and one of the second.
-    halves = torch.cat((torch.arange(0, rope, 2), torch.arange(1, rope, 2)))
-    per_head = torch.cat((torch.arange(nope), nope + halves))
-    queries = left.pop("q_b_proj.weight" if sizes.q_lora_rank else "q_proj.weight")
-    latents = left.pop("kv_a_proj_with_mqa.weight")
-    own = {
-        "query.weight": queries.unflatten(0, (spec.heads, nope + rope))[:, per_head].flatten(0, 1),
-        "compress.latent.weight": torch.cat((latents[:-rope], latents[-rope:][halves])),
-        "compress.latent_norm.weight": left.pop("kv_a_layernorm.weight"),
-        "key_value.weight": left.pop("kv_b_proj.weight"),
-        "output.weight": left.pop("o_proj.weight"),
-    }
-    if sizes.q_lora_rank:
-        own["compress.query.weight"] = left.pop("q_a_proj.weight")
-        own["compress.query_norm.weight"] = left.pop("q_a_layernorm.weight")
-    return {f"attention.{name}": tensor for name, tensor in own.items()}
-
-
-def _mlp(left: dict[str, Tensor], place: str) -> dict[str, Tensor]:
-    return {f"{place}{name}.weight": left.pop(f"{name}_proj.weight") for name in ("up", "gate", "down")}
-
-
-def _experts(spec: ModelSpec, left: dict[str, Tensor]) -> dict[str, Tensor]:
-    own = {"router.weight": left.pop("gate.weight")}
-    if spec.router.expert_bias:
-        own["router.expert_bias"] = left.pop("gate.e_score_correction_bias")
-    if "experts.gate_up_proj" in left:
-        gate, up = left.pop("experts.gate_up_proj").chunk(2, dim=1)
-        down = left.pop("experts.down_proj")
-    else:  # Transformers 4: one network for each expert.
-        names = ("w1", "w3", "w2") if "experts.0.w1.weight" in left else ("gate_proj", "up_proj", "down_proj")
-        gate, up, down = (
-            torch.stack([left.pop(f"experts.{expert}.{name}.weight") for expert in range(spec.experts)])
-            for name in names
-        )
-    own |= {"experts.gate": gate, "experts.up": up, "experts.down": down}
-    if spec.shared_expert_ffn:
-        own |= _mlp(_taken(left, "shared_expert.") or _taken(left, "shared_experts."), "shared.")
-    if spec.shared_expert_gate:
-        own["shared_gate.weight"] = left.pop("shared_expert_gate.weight")
-    return {f"mlp.{name}": tensor for name, tensor in own.items()}
+def gradients_as_ours(model: torch.nn.Module, folder: Path) -> dict[str, Tensor]:
+    """The gradients of a Hugging Face model likewise; its weights are lost."""
+    with torch.no_grad():
+        for value in tensors_of(model).values():
+            value.copy_(torch.zeros_like(value) if value.grad is None else value.grad)
+    return as_ours(model, folder)

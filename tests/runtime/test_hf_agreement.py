@@ -15,9 +15,9 @@ from tests.runtime.hf_models import (
     SEQ,
     VOCAB,
     as_ours,
+    gradients_as_ours,
     hugging_face,
     skip_unless_there,
-    tensors_of,
 )
 
 TOLERANCE = 1e-4
@@ -32,7 +32,7 @@ def test_logits_and_gradients_are_those_of_hugging_face(name: str, tmp_path: Pat
     skip_unless_there(name)
     theirs, spec = hugging_face(name, tmp_path)
     ours = Transformer(spec, VOCAB)
-    weights = as_ours(spec, tensors_of(theirs))
+    weights = as_ours(theirs, tmp_path)
     missing, unexpected = ours.load_state_dict(weights, strict=False)
     assert not unexpected
     assert missing == (["head.weight"] if spec.tied else [])
@@ -45,11 +45,7 @@ def test_logits_and_gradients_are_those_of_hugging_face(name: str, tmp_path: Pat
 
     (expected * pull).sum().backward()
     (logits * pull).sum().backward()
-    gradients = {
-        key: torch.zeros_like(value) if value.grad is None else value.grad
-        for key, value in tensors_of(theirs).items()
-    }
-    reference = as_ours(spec, gradients)
+    reference = gradients_as_ours(theirs, tmp_path)
     floor = NOISE * torch.stack([gradient.norm() for gradient in reference.values()]).norm()
     for key, parameter in ours.named_parameters():
         assert parameter.grad is not None, key
@@ -77,7 +73,7 @@ def test_every_option_shows_in_the_logits(name: str, change: dict[str, object], 
     theirs, spec = hugging_face(name, tmp_path)
     other = ModelSpec.model_validate(spec.model_dump() | change)
     ours = Transformer(other, VOCAB)
-    ours.load_state_dict(as_ours(spec, tensors_of(theirs)), strict=False)
+    ours.load_state_dict(as_ours(theirs, tmp_path), strict=False)
     tokens = torch.randint(0, VOCAB, (BATCH, SEQ), generator=torch.Generator().manual_seed(2))
     with torch.no_grad():
         expected = theirs(tokens).logits

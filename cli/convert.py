@@ -1,0 +1,81 @@
+"""`planner convert`: Hugging Face models to checkpoints and back."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+from costmodels.errors import InputError
+from planner.flags import flag, takes
+
+MOST_NAMES = 3
+"""Tensors that a note names."""
+
+
+@dataclass(frozen=True)
+class ConvertOptions:
+    """What is converted, and how it is written."""
+
+    input: str = flag(
+        "",
+        "Folder of a Hugging Face model (config.json and safetensors files), which becomes a checkpoint that "
+        "--load takes, or of checkpoints, of which one becomes a Hugging Face model.",
+        "--input",
+        "--load-dir",
+        metavar="FOLDER",
+    )
+    output: str = flag("", "New folder to write.", "--output", "--save-dir", metavar="FOLDER")
+    ckpt_step: int | None = flag(None, "Iteration of the checkpoint; the newest when not given.")
+    dtype: str | None = flag(None, "fp32, bf16 or fp16; every tensor keeps its number format when not given.")
+    max_shard_size: str | None = flag(None, "Largest safetensors file, such as 5GB (the default) or 500MB.")
+    seq_length: int | None = flag(
+        None, "Tokens of a training sample that the checkpoint of a Hugging Face model states."
+    )
+
+
+@takes(options=ConvertOptions)
+def convert(options: ConvertOptions) -> None:
+    """Turn a Hugging Face model into a checkpoint of this runtime, or a checkpoint into such a model.
+
+    GPT-2, Llama, Mistral, Mixtral, Qwen 2 and 3 (with experts too), DeepSeek V2 and V3. Tensor after tensor:
+    memory holds a few of them. Tokenizer files go along.
+    """
+    for name in ("input", "output"):
+        if not getattr(options, name):
+            raise InputError(f"--{name}: none given: name a folder")
+    # Imported here so that wrong flags need not wait for PyTorch.
+    from runtime import convert as conversion
+    from runtime.stored_model import is_hugging_face
+
+    start = time.perf_counter()
+    if is_hugging_face(options.input):
+        for flag_name in ("ckpt_step", "max_shard_size"):
+            if getattr(options, flag_name) is not None:
+                raise InputError(
+                    f"--{flag_name.replace('_', '-')} {getattr(options, flag_name)}: of no use here, as "
+                    f"--input {options.input} is a Hugging Face model; leave it out"
+                )
+        done = conversion.from_hugging_face(
+            options.input, options.output, dtype=options.dtype, seq=options.seq_length
+        )
+        kind = "checkpoint"
+    else:
+        if options.seq_length is not None:
+            raise InputError(
+                f"--seq-length {options.seq_length}: of no use here, as --input {options.input} is no "
+                "Hugging Face model; leave it out"
+            )
+        size = options.max_shard_size or conversion.MAX_SHARD_SIZE
+        done = conversion.to_hugging_face(
+            options.input, options.output, options.ckpt_step, options.dtype, size
+        )
+        kind = "Hugging Face model"
+    seconds = time.perf_counter() - start
+    if done.left_out:
+        more = len(done.left_out) - MOST_NAMES
+        names = ", ".join(done.left_out[:MOST_NAMES]) + (f" and {more} more" if more > 0 else "")
+        print(f"left out, as the model has no such part here: {names}")
+    print(
+        f"{done.folder}: {kind} of {done.spec.name}, {done.spec.parameters / 1e6:,.1f} M parameters in "
+        f"{done.tensors:,} tensors, {done.bytes / 1e9:,.2f} GB, in {seconds:.1f} s"
+    )

@@ -1,0 +1,65 @@
+"""Checkpoints: `FOLDER/iter_0000100`, written whole or not at all, through torch.distributed.checkpoint.
+
+Tensors are stored under their names in the whole model, so that any layout can read what another wrote.
+Beside them lie `run.json`, which says what the checkpoint is of, and `manifest.json` with a checksum of every
+file. `verify` compares the files of a checkpoint with it; `publish` adds a folder of files that come from
+elsewhere.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from costmodels import ModelSpec
+from runtime.checkpoint.folders import (
+    TRACKER,
+    clear,
+    files_in,
+    iteration_folder,
+    iteration_to_load,
+    iterations,
+    latest_iteration,
+    partial_folder,
+    publish,
+)
+from runtime.checkpoint.loading import load, load_weights_only
+from runtime.checkpoint.manifest import MANIFEST, reading, verify
+from runtime.checkpoint.run_file import RUN_FILE, RunFile, read_run
+from runtime.checkpoint.saver import Saver
+from runtime.checkpoint.tensors import contents_of, stored_tensors
+from runtime.checkpoint.writing import SaveFailed, write
+from runtime.trainer import Trainer
+
+__all__ = [
+    "MANIFEST",
+    "RUN_FILE",
+    "TRACKER",
+    "RunFile",
+    "SaveFailed",
+    "Saver",
+    "clear",
+    "files_in",
+    "iteration_folder",
+    "iteration_to_load",
+    "iterations",
+    "latest_iteration",
+    "load",
+    "load_weights_only",
+    "partial_folder",
+    "publish",
+    "read_run",
+    "reading",
+    "save",
+    "verify",
+]
+
+
+def save(folder: str | Path, trainer: Trainer, spec: ModelSpec, run: dict[str, Any]) -> Path:
+    """Write the state of `trainer`; every rank calls it. Returns the checkpoint's folder.
+
+    Raises:
+        SaveFailed: the files could not be written.
+    """
+    tensors, contents = stored_tensors(trainer, spec), contents_of(trainer, spec, run)
+    return write(Path(folder), trainer.iteration, tensors, contents)

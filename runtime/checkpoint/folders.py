@@ -1,0 +1,225 @@
+"""The folder of a run's checkpoints: `FOLDER/iter_0000100` each, and a file that names the newest.
+
+A checkpoint is written into `iter_0000100.partial`. When all its files are on the disk the folder gets its
+name, and then the tracker names it. So a crash at any byte leaves the last good one, which is found.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import shutil
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+from costmodels.errors import InputError
+from runtime.checkpoint.manifest import (
+    MANIFEST,
+    FileRecord,
+    is_read,
+    looks_whole,
+    manifest_text,
+    record_file,
+    record_of,
+)
+from runtime.checkpoint.run_file import RUN_FILE, run_text
+
+TRACKER = "latest_checkpointed_iteration.txt"
+"""File that names the newest complete checkpoint (Megatron-LM's name)."""
+
+PARTIAL = ".partial"
+"""Ending of what is being written, or deleted: nobody needs it after a crash."""
+
+REPLACED = ".replaced"
+"""Ending of a checkpoint while one of the same iteration takes its place."""
+
+_ITERATION = re.compile(r"iter_(\d{7,18})", re.ASCII)
+_NUMBER = re.compile(r"\d{1,18}", re.ASCII)
+
+Result = TypeVar("Result")
+
+
+def iteration_folder(folder: str | Path, iteration: int) -> Path:
+    """Where the checkpoint of an iteration lies (Megatron-LM's name)."""
+    return Path(folder) / f"iter_{iteration:07d}"
+
+
+def partial_folder(folder: str | Path, iteration: int) -> Path:
+    """Where the checkpoint of an iteration is written before it gets its name."""
+    target = iteration_folder(folder, iteration)
+    return target.with_name(target.name + PARTIAL)
+
+
+def iterations(folder: str | Path) -> list[int]:
+    """Iterations of the complete checkpoints in `folder`, ascending."""
+    if not Path(folder).is_dir():
+        return []
+    names = [path.name for path in Path(folder).iterdir() if (path / MANIFEST).exists()]
+    numbers = [int(name[1]) for name in map(_ITERATION.fullmatch, names) if name]
+    return sorted(number for number in numbers if iteration_folder(folder, number).name in names)
+
+
+def latest_iteration(folder: str | Path) -> int | None:
+    """Iteration of the newest complete checkpoint; None when there is none.
+
+    Raises:
+        InputError: the tracker names none, or the folder cannot be read.
+    """
+    return _readable(Path(folder), lambda: _latest(Path(folder)))
+
+
+def _latest(folder: Path) -> int | None:
+    _put_back(folder)
+    tracker = folder / TRACKER
+    try:
+        with tracker.open("rb") as file:
+            text = file.read(64).decode(errors="replace").strip()
+    except (FileNotFoundError, NotADirectoryError):
+        # A crash came between the name of the first checkpoint and the tracker.
+        return max(iterations(folder), default=None)
+    if not _NUMBER.fullmatch(text):
+        raise InputError(f"{tracker}: {text!r} is not an iteration number; write the one to load")
+    target = iteration_folder(folder, int(text))
+    if not (target / MANIFEST).exists():
+        raise InputError(
+            f"{tracker} names iteration {text}, but {target} holds no complete checkpoint; "
+            f"{another(folder, int(text))}"
+        )
+    return int(text)
+
+
+def iteration_to_load(folder: str | Path, step: int | None = None) -> int | None:
+    """The iteration `step`, or the newest when it is None; None when there is no checkpoint at all.
+
+    Raises:
+        InputError: that of `step` is not there, or the newest is not what the tracker says.
+    """
+    if step is None:
+        return latest_iteration(folder)
+    there = _readable(Path(folder), lambda: iterations(folder))
+    if step not in there:
+        words = ", ".join(map(str, there)) or "none"
+        raise InputError(f"--ckpt-step {step}: {folder} holds no such checkpoint; there are {words}")
+    return step
+
+
+def another(folder: Path, iteration: int) -> str:
+    """What to do when the checkpoint of `iteration` cannot be loaded."""
+    there = iterations(folder) if os.access(folder, os.R_OK | os.X_OK) else []
+    whole = [i for i in there if i != iteration and looks_whole(iteration_folder(folder, i))]
+    if not whole:
+        return "there is no other one here: give another folder, or start anew without --load"
+    newest = max((i for i in whole if i < iteration), default=max(whole))
+    return f"go on from another one with --ckpt-step {newest}"
+
+
+def _readable(path: Path, work: Callable[[], Result]) -> Result:
+    try:
+        return work()
+    except OSError as error:
+        raise InputError(f"{error.filename or path}: cannot be read ({error.strerror})") from None
+
+
+def publish(
+    folder: str | Path, iteration: int, run: Mapping[str, Any], files: Mapping[str, FileRecord]
+) -> Path:
+    """Make what lies in `partial_folder(folder, iteration)` the newest checkpoint; returns its folder.
+
+    One process calls it, when all of `files` are on the disk. Raises `OSError`.
+
+    Args:
+        run: the contents of run.json; see `RunFile`.
+        files: what was written, by name; `files_in` reads it from the disk.
+    """
+    target, partial = iteration_folder(folder, iteration), partial_folder(folder, iteration)
+    for name in files:
+        if not (partial / name).exists():
+            what = "another rank wrote it, and the first does not see it: all nodes must share the folder"
+            raise OSError(errno.ENOENT, what, str(partial / name))
+    text = run_text(run).encode()
+    _write(partial / RUN_FILE, text)
+    _write(partial / MANIFEST, manifest_text({**files, RUN_FILE: record_of(text)}).encode())
+    _sync(partial)
+    replaced = target.with_name(target.name + REPLACED)
+    if target.exists():
+        if replaced.exists():
+            shutil.rmtree(replaced)
+        target.rename(replaced)
+    partial.rename(target)
+    _sync(target.parent)
+    tracker = target.with_name(TRACKER)
+    fresh = tracker.with_name(TRACKER + PARTIAL)
+    _write(fresh, str(iteration).encode())
+    fresh.replace(tracker)
+    _sync(target.parent)
+    if replaced.exists():
+        shutil.rmtree(replaced)
+    return target
+
+
+def files_in(folder: Path) -> dict[str, FileRecord]:
+    """Records of the files in `folder`, which are brought to the disk."""
+    for path in folder.iterdir():
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+    return {path.name: record_file(path) for path in folder.iterdir()}
+
+
+def clear(folder: Path) -> None:
+    """Make `folder`, and delete what saves that were cut off have left in it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    _put_back(folder)
+    # What could be put back was: of the others, the successor has its name.
+    for ending in (PARTIAL, REPLACED):
+        for path in folder.glob(f"iter_*{ending}"):
+            shutil.rmtree(path)
+
+
+def prune(folder: Path, newest: int, keep: int) -> None:
+    """Delete checkpoints older than the last `keep` up to `newest`, but for those that are being read.
+
+    Checkpoints of later iterations, which a run that was set back has yet to reach, stay.
+    """
+    for iteration in [i for i in iterations(folder) if i <= newest][:-keep]:
+        target = iteration_folder(folder, iteration)
+        if is_read(target):
+            continue
+        try:
+            # A crash while it is deleted must not leave half of it under its name.
+            shutil.rmtree(target.rename(target.with_name(target.name + PARTIAL)))
+        except OSError as error:
+            print(f"cannot delete checkpoint {target}: {error.strerror}", file=sys.stderr, flush=True)
+
+
+def _put_back(folder: Path) -> None:
+    """Undo a replacement that was cut off between its two renames."""
+    for path in folder.glob(f"iter_*{REPLACED}"):
+        target = path.with_name(path.name.removesuffix(REPLACED))
+        if not target.exists():
+            path.rename(target)
+
+
+def _write(path: Path, data: bytes) -> None:
+    """Write a small file to the disk; errors name it."""
+    try:
+        with path.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from None
+
+
+def _sync(folder: Path) -> None:
+    """Bring the names in `folder` to the disk."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    except OSError:
+        # Some network file systems cannot, and need not.
+        pass
+    finally:
+        os.close(handle)

@@ -1,0 +1,110 @@
+"""Loading a checkpoint: nothing is used of one that is not whole, or is of something else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
+
+from costmodels import ModelSpec
+from costmodels.errors import InputError
+from runtime.checkpoint.folders import another, iteration_folder
+from runtime.checkpoint.manifest import check_files, read_manifest, reading
+from runtime.checkpoint.run_file import RunFile, read_run
+from runtime.checkpoint.tensors import load_state, load_weights
+from runtime.ranks import on_first_rank, together
+from runtime.trainer import Trainer
+
+Result = TypeVar("Result")
+
+
+def load(
+    folder: str | Path,
+    trainer: Trainer,
+    spec: ModelSpec,
+    iteration: int,
+    expected: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    """Read a checkpoint into `trainer`; every rank calls it. Returns what `save` was given as `run`.
+
+    Raises:
+        InputError: a file is missing or damaged, the checkpoint is of another model or optimizer, or its run
+            differs from `expected`.
+    """
+    source = iteration_folder(folder, iteration)
+    with reading(source):
+        run = _checked(source, iteration)
+        told = run.told()
+        _check_model(source, run, spec)
+        for name, value in (expected or {}).items():
+            if told.get(name) != value:
+                raise InputError(
+                    f"checkpoint {source} was trained with {name} {told.get(name)}, not {value}: samples "
+                    "would come in another order; give the same, or start anew in another folder"
+                )
+        if sorted(run.optimizer_state) != sorted(trainer.optimizer.rule.slots):
+            raise InputError(
+                f"checkpoint {source} holds other optimizer state "
+                f"({', '.join(run.optimizer_state) or 'none'}) than that of --optimizer "
+                f"{trainer.layout.optimizer}; give the optimizer that it was trained with"
+            )
+        trainer.iteration = run.iteration
+        trainer.updates = run.iteration - run.skipped_iterations
+        if run.loss_scale is not None and trainer.loss_scale is not None:
+            trainer.loss_scale.load(run.loss_scale.model_dump())
+        _read(source, lambda: load_state(trainer, spec, source))
+    return told
+
+
+def load_weights_only(folder: str | Path, trainer: Trainer, spec: ModelSpec, iteration: int) -> RunFile:
+    """Read the weights of a checkpoint into `trainer`, which starts anew otherwise; every rank calls it.
+
+    Raises:
+        InputError: a file is missing or damaged, or the checkpoint is of another model.
+    """
+    source = iteration_folder(folder, iteration)
+    with reading(source):
+        run = _checked(source, iteration)
+        _check_model(source, run, spec)
+        _read(source, lambda: load_weights(trainer, spec, source))
+    return run
+
+
+def _checked(source: Path, iteration: int) -> RunFile:
+    """What the checkpoint is of, when each of its files has been read by one rank and found whole."""
+    try:
+        manifest = on_first_rank(lambda: read_manifest(source))
+        by_size = sorted(manifest.files, key=lambda name: (-manifest.files[name].bytes, name))
+        own = by_size[dist.get_rank() :: dist.get_world_size()]
+        together(lambda: check_files(source, {name: manifest.files[name] for name in own}))
+        run = on_first_rank(lambda: read_run(source))
+        if run.iteration != iteration:
+            raise InputError(f"{source} holds iteration {run.iteration}: the folder has been renamed")
+    except InputError as error:
+        advice = on_first_rank(lambda: another(source.parent, iteration))
+        raise InputError(f"{error}; {advice}") from None
+    return run
+
+
+def _check_model(source: Path, run: RunFile, spec: ModelSpec) -> None:
+    different = [
+        f"{name} {getattr(run.model, name)}"
+        for name in ModelSpec.model_fields
+        if name not in ("name", "source", "published_parameters")
+        and getattr(run.model, name) != getattr(spec, name)
+    ]
+    if different:
+        raise InputError(
+            f"checkpoint {source} is of another model ({', '.join(different)}); give the same model"
+        )
+
+
+def _read(source: Path, work: Callable[[], None]) -> None:
+    try:
+        work()
+    except CheckpointException as error:
+        cause, _ = next(iter(error.failures.values()))
+        raise InputError(f"checkpoint {source} cannot be loaded: {str(cause).splitlines()[0]}") from error

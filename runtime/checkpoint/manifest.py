@@ -1,0 +1,188 @@
+"""Checksums of a checkpoint's files: what was written is what is read, or an error names the file.
+
+`manifest.json` lists the length and the CRC-32 of every other file. They are taken of the bytes that were
+meant to be written, so that what a disk loses or changes later is found; a changed bit always is.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import zlib
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from costmodels.errors import InputError
+
+if os.name == "posix":
+    import fcntl
+
+MANIFEST = "manifest.json"
+"""The last file that is written: a folder without it holds no whole checkpoint."""
+
+BLOCK_BYTES = 1 << 22
+"""What is read at a time."""
+
+LARGEST_MANIFEST = 1 << 28
+"""Bytes of a list of a million files."""
+
+_FILE_NAME = re.compile(r"[\w.-]+", re.ASCII)
+
+
+class FileRecord(BaseModel):
+    """What one file holds."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    bytes: Annotated[int, Field(ge=0)]
+    crc32: Annotated[str, Field(pattern=r"^[0-9a-f]{8}$")]
+
+
+class Manifest(BaseModel):
+    """The files of a checkpoint."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    files: dict[str, FileRecord]
+    crc32: str
+    """Of `files` as JSON."""
+
+
+def checksum_text(crc: int) -> str:
+    """A CRC-32 as manifests spell it."""
+    return f"{crc:08x}"
+
+
+def record_of(data: bytes) -> FileRecord:
+    """The record of a file that holds `data`."""
+    return FileRecord(bytes=len(data), crc32=checksum_text(zlib.crc32(data)))
+
+
+def manifest_text(files: Mapping[str, FileRecord]) -> str:
+    """The contents of a manifest of `files`."""
+    plain = {name: files[name].model_dump() for name in sorted(files)}
+    return json.dumps({"files": plain, "crc32": _crc_of(plain)}, indent=1)
+
+
+def _crc_of(files: Mapping[str, Mapping[str, object]]) -> str:
+    return checksum_text(zlib.crc32(json.dumps(files, sort_keys=True).encode()))
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """The manifest of the checkpoint in `folder`.
+
+    Raises:
+        InputError: there is none, or it is damaged.
+    """
+    path = folder / MANIFEST
+    try:
+        with path.open("rb") as file:
+            text = file.read(LARGEST_MANIFEST)
+    except FileNotFoundError:
+        raise InputError(f"{folder} holds no complete checkpoint: it has no {MANIFEST}") from None
+    except OSError as error:
+        raise InputError(f"{path}: cannot be read ({error.strerror})") from None
+    try:
+        manifest = Manifest.model_validate_json(text)
+    except ValidationError:
+        raise damaged(path, "is not a list of files") from None
+    plain = {name: record.model_dump() for name, record in manifest.files.items()}
+    if _crc_of(plain) != manifest.crc32 or not all(map(_FILE_NAME.fullmatch, plain)):
+        raise damaged(path, "differs from what was saved")
+    return manifest
+
+
+def damaged(path: Path, how: str) -> InputError:
+    """The error of a file of a checkpoint that cannot be trusted."""
+    return InputError(f"{path}: the file is damaged: it {how}")
+
+
+def record_file(path: Path) -> FileRecord:
+    """The record of the file that lies at `path`."""
+    crc = size = 0
+    with path.open("rb") as file:
+        while block := file.read(BLOCK_BYTES):
+            crc = zlib.crc32(block, crc)
+            size += len(block)
+    return FileRecord(bytes=size, crc32=checksum_text(crc))
+
+
+def check_files(folder: Path, files: Mapping[str, FileRecord]) -> None:
+    """Raise `InputError` that names the first of `files` which `folder` does not hold as it was saved."""
+    for name, record in files.items():
+        path = folder / name
+        try:
+            found = record_file(path)
+        except FileNotFoundError:
+            raise InputError(f"{path}: the file is missing") from None
+        except OSError as error:
+            raise InputError(f"{path}: cannot be read ({error.strerror})") from None
+        if found.bytes != record.bytes:
+            raise damaged(path, f"has {found.bytes} of the {record.bytes} bytes that were saved")
+        if found != record:
+            raise damaged(path, "differs from what was saved")
+
+
+def verify(folder: str | Path) -> Manifest:
+    """Read all files of the checkpoint in `folder` and compare them with what was saved.
+
+    It needs no process group, and none of the files is unpickled.
+
+    Args:
+        folder: that of one iteration, such as `checkpoints/iter_0000100`.
+
+    Raises:
+        InputError: it names the first file that is missing or damaged.
+    """
+    manifest = read_manifest(Path(folder))
+    check_files(Path(folder), manifest.files)
+    return manifest
+
+
+def looks_whole(folder: Path) -> bool:
+    """Whether all files of a checkpoint are there with their lengths; their contents are not read."""
+    try:
+        files = read_manifest(folder).files
+        return all((folder / name).stat().st_size == record.bytes for name, record in files.items())
+    except (InputError, OSError):
+        return False
+
+
+@contextmanager
+def reading(folder: Path) -> Iterator[None]:
+    """Keep a run with --keep-last from deleting the checkpoint in `folder` meanwhile."""
+    with _locked(folder, exclusive=False):
+        yield
+
+
+def is_read(folder: Path) -> bool:
+    """Whether somebody reads the checkpoint in `folder` now."""
+    try:
+        with _locked(folder, exclusive=True):
+            return False
+    except BlockingIOError:
+        return True
+
+
+@contextmanager
+def _locked(folder: Path, exclusive: bool) -> Iterator[None]:
+    """Hold a lock of the manifest, where the system and the file system have locks."""
+    try:
+        file = (folder / MANIFEST).open("r+b" if exclusive else "rb")
+    except OSError:
+        yield
+        return
+    with file:
+        if os.name == "posix":
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB if exclusive else fcntl.LOCK_SH)
+            except BlockingIOError:
+                raise
+            except OSError:
+                pass
+        yield

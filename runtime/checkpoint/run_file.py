@@ -1,0 +1,84 @@
+"""run.json: what a checkpoint is of."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from costmodels import ModelSpec
+from costmodels.errors import InputError
+from runtime.checkpoint.manifest import damaged
+
+RUN_FILE = "run.json"
+"""What the checkpoint is of: model, iteration, optimizer state, loss scale, and what `save` was told."""
+
+LARGEST_RUN_FILE = 1 << 24
+"""Bytes; what is larger is no run.json."""
+
+Count = Annotated[int, Field(ge=0, le=2**62)]
+
+
+class LossScaleState(BaseModel):
+    """The loss scale of fp16."""
+
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
+
+    value: Annotated[float, Field(gt=0)]
+    good_steps: Count
+    overflows_left: int
+
+
+class RunFile(BaseModel):
+    """The contents of run.json; further fields are those that `save` was given."""
+
+    model_config = ConfigDict(extra="allow", allow_inf_nan=False)
+
+    iteration: Count
+    model: ModelSpec
+    skipped_iterations: Count = 0
+    """Iterations that changed nothing, so that schedules and the optimizer do not count them."""
+    optimizer_state: list[str] = []
+    """Slots of the optimizer's state, such as exp_avg; none where weights alone are stored."""
+    loss_scale: LossScaleState | None = None
+    consumed_samples: Count = 0
+    """Samples of the training data that were trained on."""
+
+    @model_validator(mode="after")
+    def _skips_what_was_run(self) -> RunFile:
+        if self.skipped_iterations > self.iteration:
+            raise ValueError("skipped_iterations exceed iteration")
+        return self
+
+    def told(self) -> dict[str, Any]:
+        """What `save` was told of the run."""
+        return {"consumed_samples": self.consumed_samples, **(self.model_extra or {})}
+
+
+def run_text(run: Mapping[str, Any]) -> str:
+    """The contents of a run.json; raises `pydantic.ValidationError` for what could not be read again."""
+    RunFile.model_validate(run)
+    return json.dumps(run, indent=1)
+
+
+def read_run(folder: str | Path) -> RunFile:
+    """What the checkpoint in `folder`, that of one iteration, is of.
+
+    Raises:
+        InputError: run.json is missing or damaged.
+    """
+    path = Path(folder) / RUN_FILE
+    try:
+        with path.open("rb") as file:
+            text = file.read(LARGEST_RUN_FILE)
+    except OSError as error:
+        raise InputError(f"{path}: cannot be read ({error.strerror})") from None
+    try:
+        return RunFile.model_validate_json(text)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        raise damaged(path, f"says nothing valid: {where or 'JSON'}: {first['msg'].lower()}") from None

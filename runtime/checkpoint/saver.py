@@ -1,0 +1,136 @@
+"""The checkpoints that a run writes: one at a time, beside training if it likes, and what a failure means."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from costmodels import ModelSpec
+from costmodels.errors import InputError
+from runtime.checkpoint.folders import iteration_folder, latest_iteration
+from runtime.checkpoint.tensors import contents_of, stored_tensors
+from runtime.checkpoint.writing import HostCopies, SaveFailed, StagedPlanner, write
+from runtime.trainer import Trainer
+
+SAVE_TIMEOUT = timedelta(hours=2)
+"""After which ranks give up waiting for one whose disk does not answer."""
+
+LAST_CHANCE_S = 60.0
+"""How long a run that ends with an error waits for a save that is under way."""
+
+
+class Saver:
+    """Saves into one folder; every rank has one and calls it at the same iterations.
+
+    A save that fails because of the disk leaves the checkpoints that were there and is told; training goes
+    on, since the next one may find room. If that fails too, or it was the last of the run, the run ends: what
+    it would go on to compute might be lost.
+
+    An asynchronous save takes a copy of this rank's share in host memory, and a thread writes that, with a
+    process group of its own. The copy is kept for the next save, which waits until this one is written.
+    """
+
+    def __init__(
+        self,
+        folder: str | Path,
+        *,
+        asynchronous: bool = False,
+        keep_last: int | None = None,
+        report: Callable[[str], None] = print,
+    ) -> None:
+        self.folder = Path(folder)
+        self.asynchronous, self.keep_last, self.report = asynchronous, keep_last, report
+        self.group = dist.new_group(backend="gloo", timeout=SAVE_TIMEOUT)
+        self.copies = HostCopies()
+        self.thread: threading.Thread | None = None
+        self.error: BaseException | None = None
+        self.failures: list[str] = []
+        """What went wrong with the last saves in a row."""
+
+    def save(self, trainer: Trainer, spec: ModelSpec, run: dict[str, Any]) -> None:
+        """Write the state of `trainer`, or begin to.
+
+        Raises:
+            InputError: the second save in a row has failed.
+        """
+        self.wait()
+        iteration, device = trainer.iteration, trainer.grid.device
+        tensors, contents = stored_tensors(trainer, spec), contents_of(trainer, spec, run)
+        planner = StagedPlanner(self.copies) if self.asynchronous else None
+
+        def work() -> None:
+            try:
+                if device.type == "cuda":
+                    torch.cuda.set_device(device)
+                target = write(
+                    self.folder,
+                    iteration,
+                    tensors,
+                    contents,
+                    group=self.group,
+                    planner=planner,
+                    keep_last=self.keep_last,
+                )
+                self.failures.clear()
+                self.report(f"saved checkpoint {target}")
+            except SaveFailed as error:
+                self._failed(iteration, str(error))
+            except BaseException as error:
+                self.error = error
+            finally:
+                tensors.clear()
+                if planner is not None:
+                    planner.taken.set()
+
+        if planner is None:
+            work()
+            self._settle()
+            return
+        # Not a pool's thread: the end of the interpreter would wait for a rank that is gone.
+        self.thread = threading.Thread(target=work, name="checkpoint", daemon=True)
+        self.thread.start()
+        planner.taken.wait()
+
+    def wait(self) -> None:
+        """Wait until the last save is written; raises what became of it, as `save` does."""
+        if self.thread is not None:
+            self.thread.join()
+            self.thread = None
+        self._settle()
+
+    def abandon(self) -> None:
+        """The run ends with an error: let what is being written become whole, unless that takes long."""
+        if self.thread is not None:
+            self.thread.join(LAST_CHANCE_S)
+
+    def close(self) -> None:
+        """Wait for the last save of the run, which must have succeeded."""
+        self.wait()
+        if self.failures:
+            raise self._end()
+
+    def _failed(self, iteration: int, how: str) -> None:
+        target = iteration_folder(self.folder, iteration)
+        try:
+            last = latest_iteration(self.folder)
+            kept = "there is none before it" if last is None else f"the last good one is of iteration {last}"
+        except InputError as error:
+            kept = str(error)
+        self.failures.append(f"checkpoint {target} could not be written ({how}); {kept}")
+        if len(self.failures) == 1:
+            self.report(f"{self.failures[0]}; the run ends if the next one fails too")
+
+    def _settle(self) -> None:
+        if self.error is not None:
+            raise self.error
+        if len(self.failures) > 1:
+            raise self._end()
+
+    def _end(self) -> InputError:
+        return InputError(f"{self.failures[-1]}; make room and start again with --load {self.folder}")

@@ -1,0 +1,91 @@
+"""What of a trainer is stored, under its name in the whole model, and how it comes back."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load as load_tensors
+
+from costmodels import ModelSpec
+from runtime.optimizer import local_part
+from runtime.optimizers.adafactor import PADDED
+from runtime.trainer import Trainer
+
+
+def contents_of(trainer: Trainer, spec: ModelSpec, run: dict[str, Any]) -> dict[str, Any]:
+    """What run.json says of the state of `trainer`; `run` is what the loop adds."""
+    return {
+        "iteration": trainer.iteration,
+        "skipped_iterations": trainer.iteration - trainer.updates,
+        "optimizer_state": sorted(trainer.optimizer.rule.slots),
+        "loss_scale": None if trainer.loss_scale is None else trainer.loss_scale.state(),
+        "model": spec.model_dump(mode="json"),
+        **run,
+    }
+
+
+def stored_tensors(trainer: Trainer, spec: ModelSpec) -> dict[str, Tensor]:
+    """This rank's part of what a checkpoint stores, sharing memory with the state where it can."""
+    tensors = _weights(trainer) | trainer.optimizer.rule.states()
+    return {name: tensor for name, tensor in tensors.items() if _stored_name(name, spec) == name}
+
+
+def load_weights(trainer: Trainer, spec: ModelSpec, folder: Path) -> None:
+    """Read the weights and buffers alone, such as those that came from elsewhere."""
+    _read(_weights(trainer), spec, folder)
+
+
+def load_state(trainer: Trainer, spec: ModelSpec, folder: Path) -> None:
+    """Read all tensors; `trainer.updates` says how often the optimizer has stepped."""
+    states = trainer.optimizer.rule.states()
+    _read(_weights(trainer) | states, spec, folder)
+    trainer.optimizer.rule.load(states, trainer.updates)
+
+
+def _weights(trainer: Trainer) -> dict[str, Tensor]:
+    """Parameters and buffers of this rank."""
+    weights: dict[str, Tensor] = {o.name: o.parameter.detach() for o in trainer.optimizer.owned}
+    for stage in trainer.executor.stages:
+        kept = stage.state_dict().keys()
+        weights |= {name: buffer for name, buffer in stage.named_buffers() if name in kept}
+    return weights
+
+
+def _stored_name(name: str, spec: ModelSpec) -> str:
+    """A tied head is the embedding: stored once, read by all that hold a copy."""
+    return name.replace("head.weight", "embedding.tokens.weight") if spec.tied else name
+
+
+class _PaddedPlanner(DefaultLoadPlanner):
+    """Reads vocabularies of other padding: the rows that both have. What we have more is zero already."""
+
+    def set_up_planner(
+        self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
+    ) -> None:
+        assert metadata is not None
+        known = dict(metadata.state_dict_metadata)
+        for name, tensor in state_dict.items():
+            stored = known.get(name)
+            if name.startswith(PADDED) and isinstance(stored, TensorStorageMetadata):
+                known[name] = dataclasses.replace(stored, size=tensor.size())
+        metadata = dataclasses.replace(metadata, state_dict_metadata=known)
+        super().set_up_planner(state_dict, metadata, is_coordinator)
+
+
+def _read(tensors: dict[str, Tensor], spec: ModelSpec, folder: Path) -> None:
+    stored: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        stored.setdefault(_stored_name(name, spec), tensor)
+    load_tensors(stored, checkpoint_id=folder, planner=_PaddedPlanner())
+    with torch.no_grad():
+        for name, tensor in tensors.items():
+            source = stored[_stored_name(name, spec)]
+            if source is not tensor:
+                # In a V, the first rank holds the first and the last stage: two copies, split alike.
+                local_part(tensor).copy_(local_part(source))

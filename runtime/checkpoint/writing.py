@@ -1,0 +1,235 @@
+"""Writing the tensors of a checkpoint through torch.distributed.checkpoint, with checksums on the way."""
+
+from __future__ import annotations
+
+import errno
+import io
+import os
+import threading
+import zlib
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, TypeVar, cast
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem
+from torch.distributed.checkpoint.state_dict_saver import save as save_tensors
+
+from runtime.checkpoint.folders import clear, partial_folder, prune, publish
+from runtime.checkpoint.manifest import FileRecord, checksum_text
+
+Result = TypeVar("Result")
+
+ALIGNMENT = 64
+"""Bytes that copies in host memory start at multiples of."""
+
+BUFFER_BYTES = 1 << 20
+"""Headers of tensors are small: they are gathered before they are written."""
+
+
+class SaveFailed(Exception):
+    """The files could not be written; every rank raises it, with the same line."""
+
+
+class _SummedFile(io.BufferedWriter):
+    """A new file whose checksum is taken of what is written, and which is on the disk when it is closed."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(io.FileIO(path, "w"), BUFFER_BYTES)
+        self.crc = self.size = 0
+        self.failure: OSError | None = None
+
+    def write(self, data: Any) -> int:
+        try:
+            written = super().write(data)
+        except OSError as error:
+            self.failure = error
+            raise
+        self.crc = zlib.crc32(data, self.crc)
+        self.size += written
+        return written
+
+    def close(self) -> None:
+        try:
+            if not self.closed:
+                self.flush()
+                os.fsync(self.fileno())
+        finally:
+            super().close()
+
+
+class _SummingFileSystem(FileSystem):
+    """torch's file system that keeps a record of each file that it writes."""
+
+    def __init__(self) -> None:
+        self.files: dict[str, FileRecord] = {}
+
+    @contextmanager
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Generator[io.IOBase, None, None]:
+        if mode != "wb":
+            with super().create_stream(path, mode) as stream:
+                yield stream
+            return
+        file = _SummedFile(Path(path))
+        try:
+            with file:
+                yield file
+        except Exception as error:
+            # torch's own errors hide what the disk said.
+            cause = file.failure or error
+            if isinstance(cause, OSError):
+                raise OSError(cause.errno, cause.strerror, str(path)) from None
+            raise
+        self.files[Path(path).name] = FileRecord(bytes=file.size, crc32=checksum_text(file.crc))
+
+    def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
+        super().rename(path, new_path)
+        self.files[Path(new_path).name] = self.files.pop(Path(path).name)
+
+
+class HostCopies:
+    """Host memory that copies of a rank's share of the state are taken into, save after save.
+
+    It is one piece, as large as what this rank writes, and page-locked where there is a GPU, so that a copy
+    takes what the link to the host takes.
+    """
+
+    def __init__(self) -> None:
+        self.memory: npt.NDArray[np.uint8] = np.empty(0, np.uint8)
+
+    def take(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Copies of `tensors`, complete on return; those of the call before are overwritten."""
+        ends = np.cumsum([-(-t.nbytes // ALIGNMENT) * ALIGNMENT for t in tensors], dtype=np.int64)
+        on_gpu = any(t.is_cuda for t in tensors)
+        self._reserve(int(ends[-1]) if tensors else 0, on_gpu)
+        copies = []
+        for tensor, end in zip(tensors, ends.tolist(), strict=True):
+            start = end - -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
+            # Each has a storage of its own: torch.save would write the whole of a shared one.
+            part = torch.from_numpy(self.memory[start : start + tensor.nbytes])
+            copies.append(part.view(tensor.dtype).view(tensor.shape).copy_(tensor, non_blocking=True))
+        if on_gpu:
+            torch.cuda.current_stream().synchronize()
+        return copies
+
+    def _reserve(self, size: int, page_locked: bool) -> None:
+        if self.memory.nbytes >= size:
+            return
+        if page_locked and self.memory.nbytes:
+            _runtime().cudaHostUnregister(self.memory.ctypes.data)
+        try:
+            self.memory = np.empty(size, np.uint8)
+        except MemoryError:
+            what = f"no room for {size / 1e9:.1f} GB of copies: save without --async-save"
+            raise OSError(errno.ENOMEM, what, "host memory") from None
+        if page_locked and int(_runtime().cudaHostRegister(self.memory.ctypes.data, size, 0)):
+            # Copies are slower and no less right. The next kernel reports the error, whatever it is.
+            with suppress(RuntimeError):
+                torch.ones((), device="cuda")
+
+
+def _runtime() -> Any:
+    return torch.cuda.cudart()  # type: ignore[no-untyped-call]
+
+
+class StagedPlanner(DefaultSavePlanner):
+    """Copies what this rank writes, no more, as soon as the ranks have agreed on who writes what."""
+
+    def __init__(self, copies: HostCopies) -> None:
+        super().__init__()
+        self.host = copies
+        self.taken = threading.Event()
+        """Set when training may go on."""
+        self.parts: dict[Any, Tensor] = {}
+
+    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
+        plan = super().finish_plan(new_plan)
+        parts = [cast(Tensor, super(StagedPlanner, self).resolve_data(item)).detach() for item in plan.items]
+        copies = self.host.take(parts)
+        self.parts = {item.index: copy for item, copy in zip(plan.items, copies, strict=True)}
+        self.taken.set()
+        return plan
+
+    def resolve_data(self, write_item: WriteItem) -> Tensor:
+        return self.parts[write_item.index]
+
+
+def write(
+    folder: Path,
+    iteration: int,
+    tensors: Mapping[str, Tensor],
+    run: Mapping[str, Any],
+    *,
+    group: dist.ProcessGroup | None = None,
+    planner: DefaultSavePlanner | None = None,
+    keep_last: int | None = None,
+) -> Path:
+    """Write a checkpoint on all ranks of `group`; the world's where it is None. Returns its folder.
+
+    Raises:
+        SaveFailed: the disk is full, say. The checkpoints that were there before are as they were.
+    """
+    partial = partial_folder(folder, iteration)
+    _on_first(lambda: clear(folder), group)
+    writer = FileSystemWriter(partial, sync_files=False)
+    writer.fs = files = _SummingFileSystem()
+    try:
+        try:
+            save_tensors(
+                dict(tensors),
+                storage_writer=writer,
+                planner=planner or DefaultSavePlanner(),
+                process_group=group,
+            )
+        except CheckpointException as error:
+            causes = [cause for cause, _ in error.failures.values()]
+            if not all(isinstance(cause, OSError) for cause in causes):
+                raise
+            raise SaveFailed(_words(cast(OSError, causes[0]))) from None
+        records: list[dict[str, FileRecord]] = [{}] * dist.get_world_size(group)
+        dist.all_gather_object(records, files.files, group=group)
+        every = {name: record for one in records for name, record in one.items()}
+        target = _on_first(lambda: publish(folder, iteration, run, every), group)
+    except SaveFailed:
+        if dist.get_rank(group) == 0:
+            _discard(folder)
+        raise
+    if keep_last is not None and dist.get_rank(group) == 0:
+        prune(folder, iteration, keep_last)
+    return target
+
+
+def _discard(folder: Path) -> None:
+    """Delete what a failed save has left, if the disk lets us."""
+    with suppress(OSError):
+        clear(folder)
+
+
+def _on_first(work: Callable[[], Result], group: dist.ProcessGroup | None) -> Result:
+    """Do file work on the first rank; if the system refuses it, `SaveFailed` is raised on all."""
+    answer: list[Any] = [None, None]
+    if dist.get_rank(group) == 0:
+        try:
+            answer[0] = work()
+        except Exception as error:
+            # Whatever it is, the others must not wait for this rank.
+            if isinstance(error, OSError):
+                answer[1] = SaveFailed(_words(error))
+            else:
+                answer[1] = RuntimeError(f"{type(error).__name__}: {error}")
+    dist.broadcast_object_list(answer, src=0, group=group)
+    if answer[1] is not None:
+        raise answer[1]
+    return cast(Result, answer[0])
+
+
+def _words(error: OSError) -> str:
+    return f"{error.filename or 'a file'}: {error.strerror}"

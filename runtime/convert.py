@@ -1,0 +1,232 @@
+"""Hugging Face models to checkpoints of this runtime, and back.
+
+>>> from runtime import convert
+>>> convert.from_hugging_face("Llama-3.1-8B", "llama")  # doctest: +SKIP
+>>> convert.to_hugging_face("llama", "exported", dtype="bf16")  # doctest: +SKIP
+
+Both write tensor after tensor, so that memory holds a few of them, and a folder that appears when it is
+whole. There and back again gives the same tensors to the bit.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator
+from functools import lru_cache, partial
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from costmodels import ModelSpec
+from costmodels.errors import InputError
+from planner.hf_readers import Config
+from runtime import checkpoint
+from runtime.checkpoint.manifest import reading
+from runtime.data import load_tokenizer
+from runtime.huggingface.companions import (
+    COMPANIONS,
+    Names,
+    copy_companions,
+    read_companions,
+    write_companions,
+    write_config,
+)
+from runtime.huggingface.configs import config_for, differences, with_dtype
+from runtime.huggingface.files import Planned, file_size, write_files
+from runtime.huggingface.mapping import EMBEDDING, GPT2_PREFIX, HEAD, Entry, Part
+from runtime.huggingface.new_folder import new_folder
+from runtime.huggingface.reading import LM_HEAD, HuggingFaceModel, entries_of
+from runtime.huggingface.tokenizer_files import TOKENIZER_FILE
+from runtime.stored_model import StoredModel
+from runtime.tensor_store import Piece, Whole, write_tensors
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+"""Number formats by the words of `--dtype`."""
+
+MAX_SHARD_SIZE = "5GB"
+
+EXPERT_BIAS = "router.expert_bias"
+LAYER = re.compile(r"model\.layers\.\d+\.")
+
+
+class Converted(NamedTuple):
+    """What a conversion wrote."""
+
+    folder: Path
+    spec: ModelSpec
+    tensors: int
+    bytes: int
+    """Of the tensors, as they are written."""
+    left_out: list[str]
+    """Names of tensors that the runtime's model does not have."""
+
+
+def from_hugging_face(
+    folder: str | Path, output: str | Path, dtype: str | None = None, seq: int | None = None
+) -> Converted:
+    """Turn a Hugging Face model into a checkpoint that `--load` takes, at iteration 0 and without optimizer.
+
+    Args:
+        folder: with config.json and safetensors files, one or several.
+        output: new folder of checkpoints; config.json, tokenizer and licence go to its folder `huggingface`.
+        dtype: `fp32`, `bf16` or `fp16`; the number format of each tensor stays when not given.
+        seq: tokens of a training sample that the checkpoint states; training may choose another.
+
+    Raises:
+        InputError: the model is of no architecture that is trained here, tensors are missing, left over or
+            of a wrong shape, or `output` exists.
+    """
+    target, number_format = Path(output), _dtype(dtype)
+    model = HuggingFaceModel(folder, seq)
+    wholes = _wholes(model, number_format)
+    with new_folder(target, "--output") as root:
+        tensors = checkpoint.partial_folder(root, 0)
+        write_tensors(tensors, wholes, list(_pieces(model, wholes)))
+        run = {
+            "iteration": 0,
+            "weights_only": True,
+            "consumed_samples": 0,
+            "model": model.spec.model_dump(mode="json"),
+        }
+        checkpoint.publish(root, 0, run, checkpoint.files_in(tensors))
+        names = Names(prefix=model.prefix, stores_tied_head=model.stores_tied_head)
+        write_companions(root / COMPANIONS, _kept_config(model), names)
+        copy_companions(model.folder, root / COMPANIONS)
+    size = sum(torch.Size(whole.shape).numel() * whole.dtype.itemsize for whole in wholes.values())
+    return Converted(target, model.spec, len(wholes), size, model.left_out)
+
+
+def to_hugging_face(
+    folder: str | Path,
+    output: str | Path,
+    iteration: int | None = None,
+    dtype: str | None = None,
+    max_shard_size: str = MAX_SHARD_SIZE,
+) -> Converted:
+    """Turn a checkpoint, of whatever layout, into a Hugging Face model.
+
+    Args:
+        folder: of checkpoints, as `--save` writes it.
+        output: new folder.
+        iteration: the newest when not given.
+        dtype: `fp32`, `bf16` or `fp16`; the number format of each tensor stays when not given.
+        max_shard_size: largest file, such as `5GB`.
+
+    Raises:
+        InputError: no checkpoint, or one that is broken or of a model that no architecture of Hugging Face
+            is; or `output` exists.
+    """
+    target, number_format, largest = Path(output), _dtype(dtype), file_size(max_shard_size)
+    stored = StoredModel(folder, iteration)
+    carried = read_companions(stored.companions)
+    if carried is not None and not differences(stored.spec, carried.spec):
+        config, names = carried.config, carried.names
+    else:
+        config, names = config_for(stored.spec) | _ends(stored), Names()
+    planned = list(_planned(stored, config, names, number_format))
+    if carried is None or number_format is not None or {"dtype", "torch_dtype"} & config.keys():
+        config = with_dtype(config, _main_format(planned))
+    with reading(stored.folder), new_folder(target, "--output") as root:
+        write_files(root, planned, largest)
+        write_config(root, config)
+        if stored.companions.is_dir():
+            copy_companions(stored.companions, root)
+    return Converted(target, stored.spec, len(planned), sum(one.bytes for one in planned), [])
+
+
+def _ends(stored: StoredModel) -> Config:
+    """The keys of a config.json for the token that stands between texts, by the tokenizer of the model."""
+    end = None
+    if (stored.companions / TOKENIZER_FILE).is_file():
+        end = load_tokenizer("HuggingFaceTokenizer", tokenizer_model=stored.companions).eod
+    return {"bos_token_id": end, "eos_token_id": end}
+
+
+def _dtype(word: str | None) -> torch.dtype | None:
+    if word is not None and word not in DTYPES:
+        raise InputError(f"--dtype {word}: expected {', '.join(DTYPES)}")
+    return None if word is None else DTYPES[word]
+
+
+def _format_of(name: str, stored: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:
+    """Number format of one of our tensors in the output; biases of experts are fp32 in every model."""
+    return stored if wanted is None or name.endswith(EXPERT_BIAS) else wanted
+
+
+def _wholes(model: HuggingFaceModel, wanted: torch.dtype | None) -> dict[str, Whole]:
+    """Our tensors, with the padding that layouts of up to 128 tensor-parallel ranks share."""
+    wholes = {}
+    for name, places in model.places.items():
+        stored = model.dtype(places[0][0])
+        for entry, _ in places:
+            stored = torch.promote_types(stored, model.dtype(entry))
+        shape = tuple(model.shapes[name])
+        if name in (EMBEDDING, HEAD):
+            shape = (model.spec.padded_vocab(1), *shape[1:])
+        wholes[name] = Whole(shape, _format_of(name, stored, wanted))
+    return wholes
+
+
+def _pieces(model: HuggingFaceModel, wholes: dict[str, Whole]) -> Iterator[Piece]:
+    """What fills our tensors: each of theirs, or each of its parts, and zeros for padded entries."""
+    for name, places in model.places.items():
+        whole, shape = wholes[name], tuple(model.shapes[name])
+
+        def read(entry: Entry, part: Part, dtype: torch.dtype = whole.dtype) -> Tensor:
+            tensor = model.read_part(entry, part).to(dtype)
+            return (tensor if part.expert is None else tensor.unsqueeze(0)).contiguous()
+
+        for entry, part in places:
+            first, sizes = (0, shape) if part.expert is None else (part.expert, (1, *shape[1:]))
+            start = (first, *(0 for _ in shape[1:]))
+            yield Piece(name, start, sizes, partial(read, entry, part))
+        padding = whole.shape[0] - shape[0]
+        if padding:
+            zeros = partial(torch.zeros, padding, *shape[1:], dtype=whole.dtype)
+            yield Piece(name, (shape[0], *(0 for _ in shape[1:])), (padding, *shape[1:]), zeros)
+
+
+def _kept_config(model: HuggingFaceModel) -> Config:
+    """config.json without what the checkpoint does not have: blocks of fp8, layers that predict further."""
+    config = dict(model.config)
+    if config.pop("quantization_config", None) is not None:
+        config = with_dtype(config, torch.bfloat16)
+    if "num_nextn_predict_layers" in config and any(LAYER.match(name) for name in model.left_out):
+        config["num_nextn_predict_layers"] = 0
+    return config
+
+
+def _planned(
+    stored: StoredModel, config: Config, names: Names, wanted: torch.dtype | None
+) -> Iterator[Planned]:
+    """The tensors of theirs that a checkpoint becomes."""
+    # Neighbours in the mapping need the same tensor of ours, that of all experts.
+    read_ours = lru_cache(maxsize=1)(stored.read_ours)
+
+    def read_part(part: Part) -> Tensor:
+        whole = read_ours(part.ours)
+        return whole if part.expert is None else whole[part.expert]
+
+    def read(entry: Entry, dtype: torch.dtype) -> Tensor:
+        return entry.joined(read_part).to(dtype)
+
+    for entry in entries_of(config, stored.spec):
+        ours = entry.parts[0].ours
+        dtype = _format_of(ours, stored.dtype(ours), wanted)
+        name = entry.theirs.removeprefix(GPT2_PREFIX)
+        name = names.prefix + name if name != entry.theirs else name
+        planned = Planned(name, entry.shape(stored.shapes), dtype, partial(read, entry, dtype))
+        yield planned
+        if ours == EMBEDDING and stored.spec.tied and names.stores_tied_head:
+            yield planned._replace(name=LM_HEAD)
+
+
+def _main_format(tensors: list[Planned]) -> torch.dtype:
+    """The number format that most bytes have."""
+    sizes: Counter[torch.dtype] = Counter()
+    for tensor in tensors:
+        sizes[tensor.dtype] += tensor.bytes
+    return sizes.most_common(1)[0][0]

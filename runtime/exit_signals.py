@@ -1,0 +1,103 @@
+"""What a run is asked for while it trains: signals and the time limit, which all ranks follow together.
+
+SIGTERM asks for a checkpoint and the end of the run (Megatron-LM's --exit-signal-handler), SIGUSR1 for a
+checkpoint alone, as before a maintenance or some minutes before a time limit of Slurm. Either may reach any
+one rank. Both are heeded after the step that is running.
+"""
+
+from __future__ import annotations
+
+import enum
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from types import FrameType
+
+import torch
+import torch.distributed as dist
+
+STARTED = time.monotonic()
+"""When this process began, but for a moment."""
+
+
+class Request(enum.IntEnum):
+    """What is to happen after a step; the largest wins."""
+
+    NOTHING = 0
+    SAVE = 1
+    STOP_IN_TIME = 2
+    STOP = 3
+
+    @property
+    def stops(self) -> bool:
+        """Whether the run ends."""
+        return self >= Request.STOP_IN_TIME
+
+
+SIGNALS = {signal.SIGTERM: Request.STOP, signal.SIGUSR1: Request.SAVE} if hasattr(signal, "SIGUSR1") else {}
+"""What signals ask for."""
+
+
+def ignore_early() -> None:
+    """Let a request for a checkpoint pass until there is something to save."""
+    if hasattr(signal, "SIGUSR1"):
+        signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+
+
+class Requests:
+    """Gathers what is asked of this rank, and agrees with the others."""
+
+    def __init__(self, exit_minutes: float | None, saves: bool, timeout: timedelta) -> None:
+        """
+        Args:
+            exit_minutes: after which the run is to end, counted from the start of rank 0, whose clock alone
+                decides.
+            saves: the run writes checkpoints, so signals are worth heeding.
+            timeout: how long one rank waits for the others.
+        """
+        self.exit_minutes = exit_minutes
+        self.saves = saves
+        self.pending = Request.NOTHING
+        self.is_first = dist.get_rank() == 0
+        self.exchanges = dist.get_world_size() > 1 and (saves or exit_minutes is not None)
+        # On the host: a GPU would have to finish its work first.
+        over_host = "gloo" in dist.get_backend()
+        self.group = None
+        if self.exchanges and not over_host:
+            self.group = dist.new_group(backend="gloo", timeout=timeout)
+
+    @contextmanager
+    def heeded(self) -> Iterator[None]:
+        """Take signals as requests meanwhile; afterwards they do what they did before."""
+        previous: dict[int, Callable[[int, FrameType | None], object] | int | None] = {}
+        if self.saves:
+            previous = {number: signal.signal(number, self._note) for number in SIGNALS}
+        try:
+            yield
+        finally:
+            for number, handler in previous.items():
+                signal.signal(number, handler)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self.pending = max(self.pending, SIGNALS[signal.Signals(number)])
+
+    def reason(self, request: Request) -> str:
+        """Why the run ends, in words."""
+        if request is Request.STOP:
+            return "SIGTERM"
+        return f"--exit-duration-in-mins {self.exit_minutes:g} has passed"
+
+    def after_step(self) -> Request:
+        """What all ranks do now; each calls it after each step, and all get the same."""
+        # What arrives from here on is for the next step.
+        own, self.pending = self.pending, Request.NOTHING
+        limit = self.exit_minutes
+        if self.is_first and limit is not None and time.monotonic() - STARTED >= 60 * limit:
+            own = max(own, Request.STOP_IN_TIME)
+        if not self.exchanges:
+            return own
+        largest = torch.tensor(int(own))
+        dist.all_reduce(largest, dist.ReduceOp.MAX, group=self.group)
+        return Request(int(largest))

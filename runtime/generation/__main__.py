@@ -1,0 +1,36 @@
+"""`torchrun -m runtime.generation`: the ranks of `planner generate`."""
+
+from __future__ import annotations
+
+import os
+
+import typer
+
+import planner.flags
+from costmodels.errors import InputError
+from planner.flags import takes
+from runtime.error_file import report
+from runtime.generation.command import run_rank
+from runtime.generation.options import GenerateOptions
+from runtime.ranks import end_with_agent
+
+IS_FIRST = os.environ.get("RANK", "0") == "0"
+
+app = typer.Typer(add_completion=False)
+
+
+@app.command()
+@takes(options=GenerateOptions)
+def generate(options: GenerateOptions) -> None:
+    """Continue prompts on the ranks that torchrun started."""
+    end_with_agent()
+    try:
+        run_rank(options)
+    except InputError as error:
+        if IS_FIRST:
+            report(planner.flags.one_line(error), error.exit_code)
+        raise
+
+
+if __name__ == "__main__":
+    planner.flags.run(app, "runtime.generation", quiet=not IS_FIRST)

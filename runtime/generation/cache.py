@@ -1,0 +1,167 @@
+"""What attention keeps of the tokens before: keys and values, or the latents that these are made of.
+
+A model is given caches from outside: the core of each attention, or all of a latent one, is replaced. Every
+row of a batch has its own length. Prompts go through together, filled up at their end with tokens that no
+earlier one sees; then each row's tokens are written behind its own prompt, over what filled it up.
+
+Shapes: B rows, L tokens that the cache has room for, N and K query and key/value heads of this rank, H head
+size, C and R the latent and the rotary part of latent attention.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from runtime.model import Attention, LatentAttention, Rotary, Transformer
+from runtime.rotary import rotate
+from runtime.tensor_parallel import local_weight
+
+
+class Cache:
+    """Where the rows of a batch are, and what each layer keeps of them.
+
+    Args:
+        stage: the model or a part of it, whose attention this replaces.
+        device: of the stage.
+    """
+
+    def __init__(self, stage: Transformer, device: torch.device) -> None:
+        self.stage, self.device = stage, device
+        self.room = 0
+        self.at: Tensor | None = None
+        """[B] position of each row's one new token; None while whole prompts go through."""
+        self.end = 0
+        """Tokens that attention has to look at: one more than the largest position."""
+        self.layers = [
+            _Latents(block.attention, self)
+            if isinstance(block.attention, LatentAttention)
+            else _KeysAndValues(block.attention, self)
+            for block in stage.blocks
+        ]
+
+    def begin(self, tokens: int, room: int) -> None:
+        """Forget all; prompts of up to `tokens` tokens come next, and no row will be longer than `room`."""
+        self.room, self.at = room, None
+        for layer in self.layers:
+            layer.forget()
+        self.stage.place(torch.arange(tokens, device=self.device))
+
+    def go_to(self, positions: Tensor, longest: int) -> None:
+        """One token of each row comes next, at `positions` [B], of which `longest` is the largest."""
+        self.at, self.end = positions, longest + 1
+        if self.stage.embedding is not None:
+            self.stage.embedding.at = positions.unsqueeze(1)
+        tables: Rotary | None = None
+        for block in self.stage.blocks:
+            if block.attention.rotates:
+                if tables is None:
+                    # Rotation broadcasts a table [S, H] over [B, N, S, H]; here each row has its own.
+                    cos, sin = block.attention.make_rotary(positions)
+                    tables = cos[:, None, None], sin[:, None, None]
+                block.attention.rotary = tables
+
+    def visible(self) -> Tensor:
+        """Which tokens each row's new one sees, [B, 1, 1, end] booleans."""
+        assert self.at is not None
+        seen = torch.arange(self.end, device=self.device) <= self.at.unsqueeze(1)
+        return seen[:, None, None]
+
+    def write(self, kept: Tensor, new: Tensor) -> None:
+        """Put `new` [B, K, S, H] into `kept` [B, K, L, H]: at the start, or at each row's position."""
+        if self.at is None:
+            kept[:, :, : new.shape[2]] = new
+        else:
+            kept[torch.arange(len(self.at), device=self.device), :, self.at] = new[:, :, 0]
+
+    def make(self, like: Tensor) -> Tensor:
+        """Room for what `like` [B, K, S, H] is the beginning of."""
+        batch, heads, _, size = like.shape
+        return like.new_zeros(batch, heads, self.room, size)
+
+
+class _KeysAndValues:
+    """The cache of one attention with heads of keys and values."""
+
+    def __init__(self, attention: Attention, cache: Cache) -> None:
+        self.cache = cache
+        self.plain = attention.core.forward
+        self.keys: Tensor | None = None
+        self.values: Tensor | None = None
+        attention.core.forward = self.attend  # type: ignore[method-assign]
+
+    def forget(self) -> None:
+        self.keys = self.values = None
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """[B, N, S, H], as the attention whose core this takes the place of."""
+        cache = self.cache
+        if self.keys is None or self.values is None:
+            self.keys, self.values = cache.make(k), cache.make(v)
+        cache.write(self.keys, k)
+        cache.write(self.values, v)
+        if cache.at is None:
+            return self.plain(q, k, v)
+        keys, values = (kept[:, :, : cache.end] for kept in (self.keys, self.values))
+        grouped = q.shape[1] != k.shape[1]
+        return F.scaled_dot_product_attention(q, keys, values, cache.visible(), enable_gqa=grouped)
+
+
+class _Latents:
+    """The cache of one latent attention: C + R elements of a token, however many heads there are.
+
+    The matrices that make keys and values of a latent are applied to the query and to the result instead
+    (DeepSeek-V2, arXiv:2405.04434, section 2.1.2), so that a new token costs N (C + R) for each that it sees.
+    """
+
+    def __init__(self, attention: LatentAttention, cache: Cache) -> None:
+        self.attention, self.cache = attention, cache
+        self.plain, self.plain_compress = attention.forward, attention.compress.forward
+        self.kept: Tensor | None = None
+        attention.forward = self.attend  # type: ignore[method-assign]
+        attention.compress.forward = self.compress  # type: ignore[method-assign]
+
+    def forget(self) -> None:
+        self.kept = None
+
+    def compress(self, x: Tensor) -> tuple[Tensor, ...]:
+        """What compresses tokens [B, S, D], and keeps their latents."""
+        queries, latent, rope = self.plain_compress(x)
+        new = torch.cat((latent.unsqueeze(1), self._turned(rope.unsqueeze(1))), dim=-1)
+        if self.kept is None:
+            self.kept = self.cache.make(new)
+        self.cache.write(self.kept, new)
+        return queries, latent, rope
+
+    def attend(self, x: Tensor) -> Tensor:
+        """[B, S, D], as the attention whose place this takes."""
+        if self.cache.at is None:
+            return self.plain(x)
+        own = self.attention
+        queries, latent, _ = own.compress(x)
+        assert self.kept is not None
+        seen, rank = self.kept[:, :, : self.cache.end], latent.shape[-1]
+        q = own.query(queries).unflatten(-1, (-1, own.nope + own.rope)).transpose(1, 2)
+        nope, rope = q.split((own.nope, own.rope), dim=-1)
+        weight = local_weight(own.key_value.weight).view(-1, own.nope + own.value, rank)
+        to_keys, to_values = weight.split((own.nope, own.value), dim=1)
+        q = torch.cat((torch.einsum("bnsh,nhc->bnsc", nope, to_keys), self._turned(rope)), dim=-1)
+        attended = F.scaled_dot_product_attention(
+            q * own.score_factor,
+            seen,
+            seen[..., :rank],
+            self.cache.visible(),
+            scale=(own.nope + own.rope) ** -0.5,
+            enable_gqa=True,
+        )
+        values = torch.einsum("bnsc,nvc->bnsv", attended, to_values)
+        result: Tensor = own.output(values.transpose(1, 2).flatten(2))
+        return result
+
+    def _turned(self, x: Tensor) -> Tensor:
+        """`x` [B, N, S, R] turned by the positions of its tokens."""
+        if not self.attention.rotates:
+            return x
+        assert self.attention.rotary is not None
+        return rotate(x, *self.attention.rotary)

@@ -1,0 +1,190 @@
+"""`planner generate`: in this process, or on ranks of this machine whose text is shown as it comes."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import typer
+
+from costmodels.errors import InputError
+from planner.flags import arguments
+from runtime.console import say
+from runtime.devices import local_device_count, torch_device
+from runtime.generation.generator import Completion, Generator
+from runtime.generation.options import GenerateOptions
+from runtime.generation.sampling import Sampling
+from runtime.generation.stage import Split
+from runtime.generation.text import Stream, text_of
+from runtime.launch import run_job
+from runtime.ranks import Ranks, finish, is_lost_connection, on_first_rank, start, together
+from runtime.stored_model import open_model
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+EVENTS_VARIABLE = "PLANNER_GENERATE_EVENTS"
+"""Environment variable: print pieces of text as lines of JSON, for the process that started the ranks."""
+
+TIMEOUT_MINUTES = 30.0
+"""After which a rank that nobody answers gives up: reading a large model takes long."""
+
+
+def run(options: GenerateOptions) -> None:
+    """Continue the prompts, as `options` say."""
+    options.check()
+    prompts = options.prompts()
+    if options.world_size == 1:
+        on_cpu = options.device == "cpu" or not local_device_count()
+        if on_cpu and options.device == "cuda":
+            raise InputError("--device cuda: this machine has no GPUs; leave it out")
+        generate(options, prompts, torch.device("cpu" if on_cpu else "cuda"))
+    else:
+        _start_ranks(options)
+
+
+def run_rank(options: GenerateOptions) -> None:
+    """The same on a rank that torchrun started."""
+    options.check()
+    prompts = options.prompts()
+    ranks = Ranks.from_environment()
+    if ranks.world_size != options.world_size:
+        raise InputError(
+            f"torchrun started {ranks.world_size} ranks, but --tensor-model-parallel-size "
+            f"{options.tensor_model_parallel_size} times --pipeline-model-parallel-size "
+            f"{options.pipeline_model_parallel_size} is {options.world_size}; start as many"
+        )
+    device = torch_device(options.device == "cpu" or not local_device_count(), ranks)
+    start(ranks, device, TIMEOUT_MINUTES)
+    try:
+        generate(options, prompts, device)
+    except InputError:
+        dist.destroy_process_group()
+        raise
+    except RuntimeError as error:
+        if not is_lost_connection(error):
+            raise
+        say(f"runtime.generation: rank {ranks.rank} lost the connection to another rank", sys.stderr)
+        raise typer.Exit(1) from None
+    finish(device)
+
+
+def generate(options: GenerateOptions, prompts: list[str], device: torch.device) -> None:
+    """Continue `prompts` on this rank; the first one prints."""
+    generator = _generator(options, device)
+    first = not dist.is_initialized() or dist.get_rank() == 0
+    printer = _Printer(generator, prompts) if first and not options.json else None
+    completions = generator.complete(
+        prompts,
+        options.max_new_tokens,
+        Sampling(options.temperature, options.top_k, options.top_p, options.seed),
+        None if printer is None else printer.tokens,
+        ignore_end=options.ignore_eos,
+        cached=not options.no_cache,
+    )
+    if printer is not None:
+        printer.end(completions)
+    elif first:
+        for completion in completions:
+            _show(json.dumps(completion._asdict(), ensure_ascii=False) + "\n")
+
+
+def _generator(options: GenerateOptions, device: torch.device) -> Generator:
+    split = Split(
+        options.tensor_model_parallel_size,
+        options.pipeline_model_parallel_size,
+        options.expert_model_parallel_size,
+    )
+
+    def build(verified: bool) -> Generator:
+        files = open_model(options.load, options.ckpt_step, verify=not verified)
+        text = text_of(
+            files,
+            options.tokenizer_type,
+            options.vocab_file,
+            options.merge_file,
+            options.tokenizer_model,
+            special_tokens=not options.no_special_tokens,
+        )
+        usual = "fp32" if device.type == "cpu" else "bf16"
+        return Generator(files, DTYPES[options.dtype or usual], device, split, text)
+
+    if not dist.is_initialized():
+        return build(verified=False)
+    # One rank compares the files with their checksums.
+    on_first_rank(lambda: open_model(options.load, options.ckpt_step) and None)
+    return together(lambda: build(verified=True))
+
+
+class _Printer:
+    """Shows a text while it grows; of several, each when all are done."""
+
+    def __init__(self, generator: Generator, prompts: list[str]) -> None:
+        self.alone = len(prompts) == 1
+        self.stream = Stream(generator.text)
+        self.ends = generator.text.ends
+        if self.alone:
+            _show(prompts[0])
+
+    def tokens(self, tokens: list[int | None]) -> None:
+        """Take the next token of each row."""
+        if self.alone and tokens[0] is not None and tokens[0] not in self.ends:
+            _show(self.stream.add(tokens[0]))
+
+    def end(self, completions: list[Completion]) -> None:
+        """Show what is still to be shown."""
+        if self.alone:
+            _show(completions[0].text[len(self.stream.shown) :] + "\n")
+            return
+        for number, completion in enumerate(completions, start=1):
+            _show(f"--- {number}\n{completion.prompt}{completion.text}\n")
+
+
+def _show(piece: str) -> None:
+    if EVENTS_VARIABLE in os.environ:
+        print(json.dumps({"piece": piece}), flush=True)
+    else:
+        print(piece, end="", flush=True)
+
+
+def _start_ranks(options: GenerateOptions) -> None:
+    """Run torchrun on this machine and show what its first rank says."""
+    ranks = options.world_size
+    gpus = 0 if options.device == "cpu" else local_device_count()
+    if gpus and ranks > gpus:
+        raise InputError(f"{ranks} ranks on a machine of {gpus} GPUs; split the model over at most {gpus}")
+    command = [
+        *(sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"),
+        *("-m", "runtime.generation", *arguments(options)),
+    ]
+    with tempfile.TemporaryDirectory(prefix="planner-generate-", ignore_cleanup_errors=True) as folder:
+        os.environ[EVENTS_VARIABLE] = "1"
+        try:
+            outcome = run_job(command, ranks, Path(folder), _pass_on, _ignore)
+        except KeyboardInterrupt:
+            print("\nplanner: stopped; all ranks have ended", file=sys.stderr)
+            raise typer.Exit(130) from None
+        finally:
+            del os.environ[EVENTS_VARIABLE]
+    if outcome.exit_code:
+        print(f"planner: error: {outcome.message.split('; all ranks')[0]}", file=sys.stderr)
+        raise typer.Exit(outcome.exit_code)
+
+
+def _pass_on(line: str) -> None:
+    """Show a piece of text that the first rank prints; anything else is for people who look for an error."""
+    try:
+        piece = json.loads(line)["piece"]
+    except (ValueError, KeyError, TypeError):
+        print(line, file=sys.stderr)
+        return
+    print(piece, end="", flush=True)
+
+
+def _ignore(_: dict[str, Any]) -> None:
+    """There are no metrics."""

@@ -1,0 +1,119 @@
+"""Flags of `planner generate`."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+from costmodels.errors import InputError
+from planner.flags import flag
+
+DTYPES = ("fp32", "bf16", "fp16")
+
+
+@dataclass(frozen=True)
+class GenerateOptions:
+    """The model, the prompts, how tokens are chosen, and the ranks that compute."""
+
+    load: str = flag(
+        "", "Folder of checkpoints, or of a Hugging Face model.", "--load", "--model", metavar="FOLDER"
+    )
+    ckpt_step: int | None = flag(None, "Iteration of the checkpoint; the newest when not given.")
+    prompt: list[str] = flag([], "Text to continue; may be repeated: all are continued together.")
+    prompt_file: str | None = flag(None, "File with one prompt a line.", metavar="FILE")
+    max_new_tokens: int = flag(
+        100, "Tokens to add to each prompt at most.", "--max-new-tokens", "--num-tokens-to-generate"
+    )
+    temperature: float | None = flag(
+        None,
+        "Divides logits before a token is drawn; 0, or none of the next two either: the likeliest token.",
+    )
+    top_k: int | None = flag(None, "Draw among the K likeliest tokens.")
+    top_p: float | None = flag(None, "Draw among the likeliest tokens whose probabilities reach P.")
+    seed: int = flag(1234, "Seed of the draws; each prompt has its own.")
+    ignore_eos: bool = flag(False, "Go on after the end of the text.")
+    no_cache: bool = flag(False, "Compute all tokens anew for each one: slow, for comparisons.")
+    no_special_tokens: bool = flag(
+        False, "Leave out what a tokenizer.json puts before a text, such as Llama's <|begin_of_text|>."
+    )
+    json: bool = flag(False, "Print one JSON object a prompt: prompt, text, tokens and why it ended.")
+    tokenizer_type: str | None = flag(
+        None,
+        "GPT2BPETokenizer, HuggingFaceTokenizer or ByteTokenizer; the one beside the model when not given.",
+    )
+    vocab_file: str | None = flag(None, "GPT-2's vocab.json.")
+    merge_file: str | None = flag(None, "GPT-2's merges.txt.")
+    tokenizer_model: str | None = flag(None, "tokenizer.json of a Hugging Face tokenizer, or its folder.")
+    dtype: str | None = flag(None, "fp32, bf16 or fp16; bf16 on GPUs and fp32 on a CPU when not given.")
+    device: str | None = flag(None, "cpu: compute on the CPU of a machine with GPUs.")
+    tensor_model_parallel_size: int = flag(
+        1, "Ranks that share each matrix.", "--tensor-model-parallel-size", "--tensor-parallel-size", "--tp"
+    )
+    pipeline_model_parallel_size: int = flag(
+        1,
+        "Ranks that share the layers.",
+        "--pipeline-model-parallel-size",
+        "--pipeline-parallel-size",
+        "--pp",
+    )
+    expert_model_parallel_size: int = flag(
+        1, "Tensor-parallel ranks over which experts are spread whole; the others split each expert.",
+        "--expert-model-parallel-size", "--ep",
+    )  # fmt: skip
+    context_parallel_size: int = flag(1, "Only 1.", "--context-parallel-size", hidden=True)
+    data_parallel_size: int = flag(1, "Only 1.", "--data-parallel-size", hidden=True)
+
+    @property
+    def world_size(self) -> int:
+        """Ranks that compute."""
+        return self.tensor_model_parallel_size * self.pipeline_model_parallel_size
+
+    def check(self) -> None:
+        """Raise `InputError` for values that nothing can be generated with."""
+        if not self.load:
+            raise InputError("--load: none given: name a folder of checkpoints or of a Hugging Face model")
+        for name in ("context_parallel_size", "data_parallel_size"):
+            if getattr(self, name) != 1:
+                raise InputError(
+                    f"--{name.replace('_', '-')} {getattr(self, name)}: generation splits neither sequences "
+                    "nor batches over ranks; give --tensor-model-parallel-size or "
+                    "--pipeline-model-parallel-size"
+                )
+        for name in (
+            "max_new_tokens",
+            "tensor_model_parallel_size",
+            "pipeline_model_parallel_size",
+            "expert_model_parallel_size",
+        ):
+            if getattr(self, name) < 1:
+                raise InputError(f"--{name.replace('_', '-')} {getattr(self, name)}: must be at least 1")
+        if self.temperature is not None and not 0 <= self.temperature < math.inf:
+            raise InputError(f"--temperature {self.temperature}: must be 0 (the likeliest token) or positive")
+        if self.top_k is not None and self.top_k < 1:
+            raise InputError(f"--top-k {self.top_k}: must be at least 1")
+        if self.top_p is not None and not 0 < self.top_p <= 1:
+            raise InputError(f"--top-p {self.top_p}: must be above 0 and at most 1")
+        if self.dtype not in (None, *DTYPES):
+            raise InputError(f"--dtype {self.dtype}: expected {', '.join(DTYPES)}")
+        if self.device not in (None, "cpu", "cuda"):
+            raise InputError(f"--device {self.device}: expected cpu or cuda")
+
+    def prompts(self) -> list[str]:
+        """The prompts, those of the file last."""
+        found = list(self.prompt)
+        if self.prompt_file is not None:
+            try:
+                text = Path(self.prompt_file).read_text("utf-8")
+            except OSError as error:
+                raise InputError(
+                    f"--prompt-file {self.prompt_file}: cannot be read: {error.strerror}"
+                ) from None
+            except UnicodeDecodeError as error:
+                raise InputError(
+                    f"--prompt-file {self.prompt_file}: not UTF-8 text: byte {error.start}"
+                ) from None
+            found += [line for line in text.splitlines() if line.strip()]
+        if not found:
+            raise InputError("no prompt: give --prompt TEXT, or --prompt-file FILE with one a line")
+        return found

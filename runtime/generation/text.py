@@ -1,0 +1,112 @@
+"""Prompts to token ids and ids to text, with the tokenizer that a model was trained with."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from costmodels.errors import InputError
+from runtime.data import Tokenizer, load_tokenizer
+from runtime.data.tokenizers import BPETokenizer
+from runtime.stored_model import ModelFiles
+
+UNFINISHED = "\ufffd"
+"""What stands for bytes that are no character yet."""
+
+
+class Text:
+    """A tokenizer as generation needs it.
+
+    Args:
+        tokenizer: of the model.
+        ends: ids that end a text, besides the tokenizer's own.
+        special_tokens: put before a text what the tokenizer's file says, as transformers does.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, ends: Sequence[int] = (), special_tokens: bool = True) -> None:
+        self.tokenizer = tokenizer
+        self.ends = frozenset((tokenizer.eod, *ends))
+        self.special_tokens = special_tokens
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of a prompt; one without any begins after the end of another text."""
+        if isinstance(self.tokenizer, BPETokenizer) and self.special_tokens:
+            ids = self.tokenizer.model.encode(text).ids
+        else:
+            ids = [int(token) for token in self.tokenizer.encode([text])[0]]
+        return list(ids) or [self.tokenizer.eod]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of some ids; those that only fill up the model's vocabulary have none."""
+        return self.tokenizer.decode([token for token in ids if token < self.tokenizer.vocab_size])
+
+
+class Stream:
+    """The text of a row as it grows: each piece when its characters are complete."""
+
+    def __init__(self, text: Text) -> None:
+        self.text = text
+        self.ids: list[int] = []
+        self.shown = ""
+
+    def add(self, token: int) -> str:
+        """What the next token adds to the text that is shown."""
+        self.ids.append(token)
+        whole = self.text.decode(self.ids)
+        if whole.endswith(UNFINISHED):
+            return ""
+        new, self.shown = whole[len(self.shown) :], whole
+        return new
+
+
+def text_of(
+    files: ModelFiles,
+    kind: str | None = None,
+    vocab_file: str | None = None,
+    merge_file: str | None = None,
+    tokenizer_model: str | None = None,
+    special_tokens: bool = True,
+) -> Text:
+    """The tokenizer that is named, or else the one that lies beside a model.
+
+    Raises `InputError` where there is none.
+    """
+    folder = files.companions
+    if kind is None and (vocab_file or merge_file):
+        kind = "GPT2BPETokenizer"
+    if kind is None and tokenizer_model:
+        kind = "HuggingFaceTokenizer"
+    if kind is None:
+        if (folder / "tokenizer.json").is_file():
+            kind, tokenizer_model = "HuggingFaceTokenizer", str(folder)
+        elif (folder / "vocab.json").is_file() and (folder / "merges.txt").is_file():
+            kind = "GPT2BPETokenizer"
+            vocab_file, merge_file = str(folder / "vocab.json"), str(folder / "merges.txt")
+        else:
+            raise InputError(
+                f"no tokenizer in {folder}: give --tokenizer-type and its files, or --tokenizer-model "
+                "PATH-to-tokenizer.json"
+            )
+    tokenizer = load_tokenizer(kind, vocab_file, merge_file, tokenizer_model)
+    return Text(tokenizer, _ends(folder, files.spec.vocab), special_tokens)
+
+
+def _ends(folder: Path, vocab: int) -> list[int]:
+    """Ids that end a text by generation_config.json or config.json: chat models have several."""
+    for name in ("generation_config.json", "config.json"):
+        ends = _read_key(folder / name, "eos_token_id")
+        found = [end for end in (ends if isinstance(ends, list) else [ends]) if isinstance(end, int)]
+        if found:
+            return [end for end in found if end < vocab]
+    return []
+
+
+def _read_key(path: Path, key: str) -> Any:
+    try:
+        content = json.loads(path.read_text("utf-8"))
+    except (OSError, ValueError):
+        # Beside the weights, it is of no consequence.
+        return None
+    return content.get(key) if isinstance(content, dict) else None

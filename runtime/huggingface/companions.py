@@ -1,0 +1,91 @@
+"""What lies beside weights: config.json, tokenizer and licence, carried from one format to the other.
+
+A folder of checkpoints keeps them in its folder `huggingface`, for all its iterations.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import NamedTuple
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from costmodels import ModelSpec
+from costmodels.errors import InputError
+from planner.hf_config import model_from_hf_config
+from planner.hf_readers import Config
+from runtime.huggingface.files import INDEX_FILE
+from runtime.huggingface.mapping import GPT2_PREFIX
+from runtime.huggingface.reading import CONFIG_FILE
+
+COMPANIONS = "huggingface"
+"""Folder beside the iterations of a checkpoint."""
+
+NAMES_FILE = "tensor_names.json"
+
+_KINDS = (".json", ".txt", ".model", ".jinja", ".md", ".tiktoken")
+_WITHOUT_ENDING = ("LICENSE", "LICENCE", "NOTICE")
+LARGEST_BYTES = 200 * 10**6
+"""No tokenizer is larger: what is, holds weights."""
+
+
+class Names(BaseModel):
+    """In what the tensors of a model's files differ from those that transformers writes today."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    prefix: str = GPT2_PREFIX
+    """What names of a GPT-2 begin with."""
+    stores_tied_head: bool = False
+
+
+class Companions(NamedTuple):
+    """What was carried with a checkpoint."""
+
+    config: Config
+    spec: ModelSpec
+    """What `config` describes."""
+    names: Names
+
+
+def copy_companions(source: Path, target: Path) -> None:
+    """Copy what lies in `source` beside weights and config.json; what is in `target` already stays."""
+    target.mkdir(parents=True, exist_ok=True)
+    for file in sorted(source.iterdir()):
+        wanted = file.suffix in _KINDS or file.stem in _WITHOUT_ENDING
+        left = file.name in (INDEX_FILE, CONFIG_FILE, NAMES_FILE) or file.name.endswith(".index.json")
+        if file.is_file() and wanted and not left and file.stat().st_size <= LARGEST_BYTES:
+            place = target / file.name
+            if not place.exists():
+                shutil.copyfile(file, place)
+
+
+def write_companions(folder: Path, config: Config, names: Names) -> None:
+    """Keep the config.json of a model and the names of its tensors in `folder`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    write_config(folder, config)
+    (folder / NAMES_FILE).write_text(names.model_dump_json(indent=2) + "\n")
+
+
+def write_config(folder: Path, config: Config) -> None:
+    """Write a config.json as transformers does."""
+    text = json.dumps(config, indent=2, ensure_ascii=False) + "\n"
+    (folder / CONFIG_FILE).write_text(text, encoding="utf-8")
+
+
+def read_companions(folder: Path) -> Companions | None:
+    """What `write_companions` left in `folder`; None where there is no config.json.
+
+    Raises `InputError` for broken files.
+    """
+    if not (folder / CONFIG_FILE).exists():
+        return None
+    spec = model_from_hf_config(folder)
+    names = folder / NAMES_FILE
+    try:
+        found = Names.model_validate_json(names.read_text("utf-8")) if names.exists() else Names()
+    except (OSError, UnicodeDecodeError, ValidationError):
+        raise InputError(f"{names}: broken; delete {folder} to have its files written anew") from None
+    return Companions(json.loads((folder / CONFIG_FILE).read_text("utf-8")), spec, found)

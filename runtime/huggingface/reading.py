@@ -1,0 +1,178 @@
+"""The folder of a Hugging Face model: its config.json, and its tensors under our names."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from costmodels import ModelSpec
+from costmodels.errors import InputError
+from planner.hf_config import model_from_hf_config
+from runtime.huggingface.files import Found, list_tensors, read_tensor
+from runtime.huggingface.mapping import EMBEDDING, GPT2_PREFIX, Entry, Part, mapping, our_shapes
+
+CONFIG_FILE = "config.json"
+LM_HEAD = "lm_head.weight"
+
+SCALE_SUFFIX = "_scale_inv"
+"""Of the tensor with the factors of an fp8 matrix, one for each block (DeepSeek-V3)."""
+
+_CONSTANTS = re.compile(r"\.attn\.(bias|masked_bias)$|\.rotary_emb\.inv_freq$")
+"""What old versions saved beside weights: masks, and frequencies of rotary positions."""
+
+MOST_NAMES = 3
+"""Tensors that one line names."""
+
+
+class HuggingFaceModel:
+    """A folder with a config.json and safetensors files, whose tensors are those of its architecture.
+
+    Args:
+        folder: the model's folder.
+        seq: tokens of a training sample, for `spec`; see `planner.hf_config.model_from_hf_config`.
+
+    Raises:
+        InputError: no such model; a tensor that is missing, has another shape or belongs nowhere; a
+            quantised model other than one in blocks of fp8.
+    """
+
+    def __init__(self, folder: str | Path, seq: int | None = None) -> None:
+        self.folder = Path(folder).expanduser()
+        self.where = f"model {str(self.folder)!r}"
+        self.spec: ModelSpec = model_from_hf_config(self.folder, seq)
+        self.config: dict[str, Any] = json.loads((self.folder / CONFIG_FILE).read_text("utf-8"))
+        self.entries = entries_of(self.config, self.spec)
+        self.shapes = our_shapes(self.spec)
+        self.block = _block_of(self.config, self.where)
+        self.tensors = list_tensors(self.folder)
+        self.prefix = GPT2_PREFIX
+        """What the names in the files of a GPT-2 begin with; empty where it was saved without its head."""
+        if self.config["model_type"] == "gpt2" and "wte.weight" in self.tensors:
+            self.prefix = ""
+            self.tensors = {
+                name if name == LM_HEAD else GPT2_PREFIX + name: found for name, found in self.tensors.items()
+            }
+        self.left_out = self._check()
+        """Names of tensors that are no part of the model here, as those of multi-token prediction layers."""
+        self.places: dict[str, list[tuple[Entry, Part]]] = defaultdict(list)
+        """Where each tensor of ours is, expert by expert."""
+        for entry in self.entries:
+            for part in entry.parts:
+                self.places[part.ours].append((entry, part))
+
+    @property
+    def companions(self) -> Path:
+        """Folder with config.json and tokenizer."""
+        return self.folder
+
+    @property
+    def stores_tied_head(self) -> bool:
+        """The head is stored although it is the embedding."""
+        return self.spec.tied and LM_HEAD in self.tensors
+
+    def dtype(self, entry: Entry) -> torch.dtype:
+        """Number format that `read` gives a tensor in: bf16 for one in blocks of fp8."""
+        dtype = self.tensors[entry.theirs].dtype
+        assert dtype is not None
+        return torch.bfloat16 if dtype.itemsize == 1 else dtype
+
+    def read(self, entry: Entry) -> Tensor:
+        """A tensor of theirs, in memory of its own; blocks of fp8 are multiplied by their factors."""
+        tensor = read_tensor(self.tensors[entry.theirs])
+        if tensor.element_size() > 1:
+            return tensor
+        factors = read_tensor(self.tensors[entry.theirs + SCALE_SUFFIX]).float()
+        for dim, size in enumerate(self.block):
+            factors = factors.repeat_interleave(size, dim).narrow(dim, 0, tensor.shape[dim])
+        return (tensor.float() * factors).bfloat16()
+
+    def read_part(self, entry: Entry, part: Part) -> Tensor:
+        """The tensor of ours, or of one of its experts, that is a part of one of theirs."""
+        return entry.take(self.read(entry), part, self.shapes)
+
+    def read_ours(self, name: str) -> Tensor:
+        """A whole tensor of ours, without padded entries of the vocabulary."""
+        parts = [self.read_part(entry, part) for entry, part in self.places[name]]
+        return parts[0] if self.places[name][0][1].expert is None else torch.stack(parts)
+
+    def _check(self) -> list[str]:
+        """Hold the tensors against the architecture; returns the names of those that it leaves out."""
+        kind = f"a {self.config['model_type']} of this config.json"
+        wanted = {entry.theirs for entry in self.entries}
+        missing = sorted(wanted - self.tensors.keys())
+        if missing:
+            raise InputError(f"{self.where}: {some(missing)} missing, which {kind} has")
+        for entry in self.entries:
+            self._check_tensor(entry.theirs, entry.shape(self.shapes), self.tensors[entry.theirs])
+        if self.block:
+            wanted |= {name + SCALE_SUFFIX for name in wanted}
+        left = sorted(self.tensors.keys() - wanted - ({LM_HEAD} if self.spec.tied else set()))
+        further = self.config.get("num_nextn_predict_layers")
+        count = further if isinstance(further, int) else 0
+        known = tuple(f"model.layers.{self.spec.layers + number}." for number in range(count))
+        foreign = [name for name in left if not name.startswith(known) and not _CONSTANTS.search(name)]
+        if foreign:
+            raise InputError(f"{self.where}: no place for {some(foreign)} in {kind}")
+        if self.stores_tied_head:
+            embedding = next(entry.theirs for entry in self.entries if entry.parts[0].ours == EMBEDDING)
+            if not torch.equal(*(read_tensor(self.tensors[name]) for name in (LM_HEAD, embedding))):
+                raise InputError(
+                    f"{self.where}: {LM_HEAD} is not the embedding, but config.json ties them; set its "
+                    "tie_word_embeddings to false"
+                )
+        return left
+
+    def _check_tensor(self, name: str, shape: tuple[int, ...], found: Found) -> None:
+        if found.shape != shape:
+            raise InputError(
+                f"{self.where}: tensor {name} has the shape {list(found.shape)}, but by config.json it is "
+                f"{list(shape)}"
+            )
+        if found.dtype is None or (found.dtype.itemsize == 1 and not self._has_factors(name, shape)):
+            raise InputError(
+                f"{self.where}: tensor {name} is quantised; give the model in bf16, fp16 or fp32"
+            )
+
+    def _has_factors(self, name: str, shape: tuple[int, ...]) -> bool:
+        """Whether there is a factor for each block of a matrix of fp8."""
+        factors = self.tensors.get(name + SCALE_SUFFIX)
+        if factors is None or len(shape) != len(self.block):
+            return False
+        blocks = tuple(-(-length // size) for length, size in zip(shape, self.block, strict=True))
+        return factors.shape == blocks and factors.dtype is not None
+
+
+def entries_of(config: dict[str, Any], spec: ModelSpec) -> list[Entry]:
+    """The tensors that a model with this config.json has."""
+    return mapping(str(config["model_type"]), spec, config.get("rope_interleave", True) is not False)
+
+
+def _block_of(config: dict[str, Any], where: str) -> tuple[int, ...]:
+    """Rows and columns of the blocks of fp8 that share a factor; empty where nothing is quantised."""
+    quantised = config.get("quantization_config")
+    if quantised is None:
+        return ()
+    method = quantised.get("quant_method") if isinstance(quantised, dict) else quantised
+    block = quantised.get("weight_block_size") if isinstance(quantised, dict) else None
+    if method != "fp8" or not isinstance(block, list) or not _are_sizes(block):
+        raise InputError(
+            f"{where}: quantised by {method!r}; give the model in bf16, fp16 or fp32, or in blocks of fp8"
+        )
+    return tuple(block)
+
+
+def _are_sizes(block: list[object]) -> bool:
+    return len(block) == 2 and all(type(size) is int and size > 0 for size in block)
+
+
+def some(names: Sequence[str]) -> str:
+    """The first of `names`, and how many more there are."""
+    more = len(names) - MOST_NAMES
+    return ", ".join(names[:MOST_NAMES]) + (f" and {more} more" if more > 0 else "")

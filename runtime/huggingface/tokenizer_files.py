@@ -1,0 +1,46 @@
+"""A tokenizer as the tokenizer.json that Hugging Face's libraries read."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import tokenizers as hf
+
+from runtime.data import Tokenizer
+from runtime.data.tokenizers import END_OF_TEXT, BPETokenizer, ByteTokenizer
+
+TOKENIZER_FILE, CONFIG_FILE = "tokenizer.json", "tokenizer_config.json"
+
+
+def write_tokenizer(folder: Path, tokenizer: Tokenizer) -> None:
+    """Write a tokenizer's files to `folder`; they give the same ids, and name the token that ends a text."""
+    model = tokenizer.model if isinstance(tokenizer, BPETokenizer) else _of_bytes()
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / TOKENIZER_FILE).write_text(model.to_str(pretty=True) + "\n", encoding="utf-8")
+    end = model.id_to_token(tokenizer.eod)
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": end}
+    (folder / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+
+def _of_bytes() -> hf.Tokenizer:
+    """`ByteTokenizer` as a byte-pair encoding without pairs."""
+    # Every byte has a printable symbol, which pre-tokenizing shows.
+    symbols = hf.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    vocabulary = {_symbol(byte): byte for byte in range(256)} | {END_OF_TEXT: ByteTokenizer.eod}
+    model = hf.Tokenizer(hf.models.BPE(vocabulary, []))
+    model.pre_tokenizer = symbols
+    model.decoder = hf.decoders.ByteLevel()
+    return model
+
+
+def _symbol(byte: int) -> str:
+    """The character that stands for a byte in byte-level encodings (GPT-2's `bytes_to_unicode`)."""
+    if chr(byte) in PRINTABLE:
+        return chr(byte)
+    others = [other for other in range(256) if chr(other) not in PRINTABLE]
+    return chr(256 + others.index(byte))
+
+
+PRINTABLE = frozenset(map(chr, (*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100))))
+"""Bytes that stand for themselves."""

@@ -1,0 +1,89 @@
+"""Training that begins with the weights of another run, and what lies beside the checkpoints of every run.
+
+A checkpoint of `planner convert`, or any with `--finetune`, gives its weights only: training begins at
+iteration 0 with a new optimizer and the first sample.
+"""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from pathlib import Path
+
+from costmodels import ModelSpec
+from costmodels.errors import InputError
+from runtime import checkpoint
+from runtime.data import Tokenizer
+from runtime.huggingface.companions import COMPANIONS, copy_companions, read_companions, write_companions
+from runtime.huggingface.configs import differences
+from runtime.huggingface.tokenizer_files import write_tokenizer
+from runtime.options import DataOptions, OutputOptions
+from runtime.ranks import on_first_rank
+from runtime.stored_model import is_hugging_face
+from runtime.text import tokenizer_for
+from runtime.trainer import Trainer
+
+
+def check_load(output: OutputOptions) -> None:
+    """Raise `InputError` where `--load` names a Hugging Face model, which would count as no checkpoint."""
+    if output.load is not None and is_hugging_face(output.load):
+        raise InputError(
+            f"--load {output.load}: a Hugging Face model; turn it into a checkpoint first: planner convert "
+            f"--input {output.load} --output FOLDER"
+        )
+
+
+def begins_anew(output: OutputOptions, iteration: int) -> bool:
+    """Whether a run that loads the checkpoint of `iteration` takes its weights only."""
+    assert output.load is not None
+    run = checkpoint.read_run(checkpoint.iteration_folder(output.load, iteration))
+    return output.finetune or run.told().get("weights_only") is True
+
+
+def load_weights(folder: str | Path, trainer: Trainer, spec: ModelSpec, iteration: int) -> None:
+    """Read the weights of a checkpoint into `trainer`; every rank calls it.
+
+    Samples may have another length than those of the checkpoint's run, as far as its positions go.
+
+    Raises:
+        InputError: a file is missing or damaged, or the checkpoint is of another model.
+    """
+    source = checkpoint.iteration_folder(folder, iteration)
+    stored = on_first_rank(lambda: checkpoint.read_run(source).model)
+    different = [f"{name} {getattr(stored, name)}" for name in differences(stored, spec)]
+    if different:
+        raise InputError(
+            f"checkpoint {source} is of another model ({', '.join(different)}); give the same model"
+        )
+    checkpoint.load_weights_only(folder, trainer, stored, iteration)
+
+
+def known_tokenizer(options: DataOptions, vocab: int) -> Tokenizer | None:
+    """The tokenizer of the training data: one that flags name, or that of the default corpus."""
+    named = (options.tokenizer_type, options.vocab_file, options.merge_file, options.tokenizer_model)
+    prepared = [field.name for field in fields(options) if field.name.endswith("data_path")]
+    if not any(named) and any(getattr(options, name) for name in prepared):
+        return None
+    return tokenizer_for(options, vocab)
+
+
+def keep_companions(output: OutputOptions, data: DataOptions, spec: ModelSpec) -> None:
+    """Put what generation and export need beside the checkpoints of this run; one rank calls it.
+
+    That is config.json, tokenizer and licence of the model that was loaded, or else the tokenizer of the
+    training data, if it is known.
+    """
+    if output.save is None:
+        return
+    target, tokenizer = Path(output.save) / COMPANIONS, known_tokenizer(data, spec.vocab)
+    try:
+        if tokenizer is not None:
+            write_tokenizer(target, tokenizer)
+        source = None if output.load is None else Path(output.load) / COMPANIONS
+        if source is None or not source.is_dir() or source.resolve() == target.resolve():
+            return
+        carried = read_companions(source)
+        if carried is not None and not differences(carried.spec, spec):
+            write_companions(target, carried.config, carried.names)
+        copy_companions(source, target)
+    except OSError as error:
+        raise InputError(f"--save {output.save}: {target} cannot be written: {error.strerror}") from None

@@ -1,0 +1,196 @@
+"""The tensors of a checkpoint without ranks: written piece by piece, and read one at a time.
+
+The files are those of torch.distributed.checkpoint, which any layout reads. Neither direction holds more
+than a few pieces in memory, however large the model is.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import pickle
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+from torch.futures import Future
+
+from costmodels.errors import InputError
+
+FILE_BYTES = 2**28
+"""About the size of a file: PyTorch keeps what it writes to one file until the file is whole."""
+
+
+_OF_FILES = (OSError, RuntimeError, ValueError, EOFError, pickle.UnpicklingError)
+"""What files that are damaged or cannot be written raise in PyTorch."""
+
+
+class Piece(NamedTuple):
+    """A block of a tensor."""
+
+    name: str
+    start: tuple[int, ...]
+    shape: tuple[int, ...]
+    read: Callable[[], Tensor]
+    """Gives its contents, when they are written."""
+
+
+class Whole(NamedTuple):
+    """What pieces make together."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+def write_tensors(folder: Path, wholes: Mapping[str, Whole], pieces: Sequence[Piece]) -> None:
+    """Write a checkpoint's tensors, one piece after the other.
+
+    Args:
+        folder: made if need be.
+        wholes: shape and number format of each tensor.
+        pieces: blocks that fill them, without gaps and without overlap.
+    """
+    with _alone(f"checkpoint {folder} cannot be written"):
+        save({}, storage_writer=_Writer(folder), planner=_Planner(wholes, pieces), no_dist=True)
+
+
+@contextmanager
+def _alone(failure: str) -> Iterator[None]:
+    """PyTorch's functions without ranks; what they run into is raised as it is, of files as `InputError`."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        try:
+            yield
+        except CheckpointException as error:
+            cause, _ = next(iter(error.failures.values()))
+            if isinstance(cause, InputError) or not isinstance(cause, _OF_FILES):
+                # Ctrl-C, too.
+                raise cause from None
+            raise InputError(f"{failure}: {_reason(cause)}") from error
+
+
+def _reason(error: BaseException) -> str:
+    """What the system said, which PyTorch's own errors hide."""
+    found: BaseException | None = error
+    while found is not None and not isinstance(found, OSError):
+        found = found.__context__
+    return str(error) if found is None else found.strerror or str(found)
+
+
+class _Planner(DefaultSavePlanner):
+    """Says where pieces belong, and reads each when it is written."""
+
+    def __init__(self, wholes: Mapping[str, Whole], pieces: Sequence[Piece]) -> None:
+        super().__init__(flatten_state_dict=False)
+        self.wholes, self.pieces = wholes, pieces
+        self.readers: dict[MetadataIndex, Callable[[], Tensor]] = {}
+
+    def create_local_plan(self) -> SavePlan:
+        items = []
+        for piece in self.pieces:
+            whole = self.wholes[piece.name]
+            index = MetadataIndex(piece.name, torch.Size(piece.start))
+            self.readers[index] = piece.read
+            data = TensorWriteData(
+                chunk=ChunkStorageMetadata(torch.Size(piece.start), torch.Size(piece.shape)),
+                properties=TensorProperties(dtype=whole.dtype),
+                size=torch.Size(whole.shape),
+            )
+            items.append(WriteItem(index, WriteItemType.SHARD, tensor_data=data))
+        self.plan = SavePlan(items)
+        return self.plan
+
+    def resolve_data(self, write_item: WriteItem) -> Tensor:
+        # Numbers of pieces, which the plan has added, are no part of an index's identity.
+        return self.readers[write_item.index]()
+
+
+class _Writer(FileSystemWriter):
+    """Spreads pieces over files, which are written one by one."""
+
+    def write_data(self, plan: SavePlan, planner: Any) -> Future[Any]:
+        results = []
+        for number, items in enumerate(_by_file(plan.items)):
+            prefix = dataclasses.replace(plan.storage_data, prefix=f"__{number}_")
+            part = dataclasses.replace(plan, items=items, storage_data=prefix)
+            results += super().write_data(part, planner).wait()
+        done: Future[Any] = Future()
+        done.set_result(results)
+        return done
+
+
+def _by_file(items: Sequence[WriteItem]) -> Iterator[list[WriteItem]]:
+    group: list[WriteItem] = []
+    size = 0
+    for item in items:
+        assert item.tensor_data is not None
+        group.append(item)
+        size += math.prod(item.tensor_data.chunk.sizes) * item.tensor_data.properties.dtype.itemsize
+        if size >= FILE_BYTES:
+            yield group
+            group, size = [], 0
+    if group:
+        yield group
+
+
+class StoredTensors:
+    """The tensors of a checkpoint's folder, by name.
+
+    Raises `InputError` where the folder holds no checkpoint that can be read.
+    """
+
+    def __init__(self, folder: str | Path) -> None:
+        self.folder = Path(folder)
+        self.reader = _Reader(folder)
+        try:
+            found = self.reader.read_metadata().state_dict_metadata
+        except (OSError, pickle.UnpicklingError, EOFError, AttributeError, ImportError) as error:
+            reason = getattr(error, "strerror", None) or "its .metadata cannot be read"
+            raise InputError(
+                f"checkpoint {folder}: {reason}; give the folder of a whole checkpoint"
+            ) from None
+        self.wholes = {
+            name: Whole(tuple(stored.size), stored.properties.dtype)
+            for name, stored in found.items()
+            if isinstance(stored, TensorStorageMetadata)
+        }
+
+    def read(self, name: str) -> Tensor:
+        """A whole tensor, in the number format that it is stored in."""
+        whole = self.wholes[name]
+        tensor = torch.empty(whole.shape, dtype=whole.dtype)
+        self.read_into({name: tensor})
+        return tensor
+
+    def read_into(self, tensors: dict[str, Any]) -> None:
+        """Fill tensors, which may be distributed and of other number formats, in place."""
+        with _alone(f"checkpoint {self.folder} cannot be read"):
+            load(tensors, storage_reader=self.reader, no_dist=True)
+
+
+class _Reader(FileSystemReader):
+    """Reads the metadata once, however often it is asked."""
+
+    metadata: Metadata | None = None
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        if self.metadata is None:
+            self.metadata = super().read_metadata(*args, **kwargs)
+        return self.metadata
