@@ -19,6 +19,7 @@ from planner.flags import flag, ignored, takes
 from planner.options import BatchOptions, ClusterOptions, ModelOptions, ParallelOptions, check_alone
 from planner.plan import Plan
 from planner.search import search
+from runtime.fault_options import FaultOptions
 from runtime.memory_trace import CATEGORIES, MemoryTrace
 from runtime.options import DataOptions, OutputOptions, TrainingOptions
 from runtime.preflight import check_plan, check_training
@@ -56,10 +57,11 @@ class Waiting:
     """What only a job that runs needs."""
 
     distributed_timeout_minutes: float | None = flag(None, "Minutes after which a collective is an error.")
+    max_restarts: int | None = flag(None, "Restarts of a failed job.")
 
 
 @takes(
-    unused=ignored(DataOptions, OutputOptions, Waiting, but=DryRunOptions),
+    unused=ignored(DataOptions, OutputOptions, FaultOptions, Waiting, but=DryRunOptions),
     model=ModelOptions,
     cluster=ClusterOptions,
     batch=BatchOptions,

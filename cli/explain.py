@@ -21,6 +21,7 @@ from planner.objective import Objective
 from planner.options import BatchOptions, ClusterOptions, ModelOptions, ParallelOptions, check_alone
 from planner.plan import Plan
 from planner.verdict import Verdict
+from runtime.fault_options import FaultOptions
 from runtime.options import DataOptions, OutputOptions, TrainingOptions
 
 if TYPE_CHECKING:
@@ -59,7 +60,7 @@ class Questions:
 
 
 @takes(
-    unused=ignored(TrainingOptions, DataOptions, OutputOptions, but=Questions),
+    unused=ignored(TrainingOptions, DataOptions, OutputOptions, FaultOptions, but=Questions),
     model=ModelOptions,
     cluster=ClusterOptions,
     batch=BatchOptions,

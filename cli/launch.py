@@ -12,6 +12,7 @@ from typing import Any
 import typer
 
 from cli.notes import unbalanced_experts, whole_optimizer
+from cli.restarts import run_with_restarts, usable_ranks
 from cli.tables import console, table
 from cli.trial import TrialOptions, best_of
 from costmodels.catalogue.host import available_cores
@@ -20,10 +21,12 @@ from costmodels.words import GIB
 from planner.flags import arguments, flag, takes
 from planner.options import BatchOptions, ClusterOptions, ModelOptions, ParallelOptions, check_alone
 from planner.plan import Plan
+from runtime.fault_options import FaultOptions
 from runtime.job import search_here
-from runtime.launch import Measured, measured, run_job, shell_line, torchrun_command
+from runtime.launch import Measured, measured, shell_line, torchrun_command
 from runtime.options import DataOptions, OutputOptions, TrainingOptions
 from runtime.preflight import check_folder, check_plan, check_timeout, check_training
+from runtime.replan import Before, previous_run, replanned, same_batch, same_unit
 from runtime.text import open_datasets
 
 MOST_CPU_RANKS = 8
@@ -37,6 +40,17 @@ class LaunchOptions:
     plan: str | None = flag(None, "Plan file to run instead of planning.", metavar="FILE")
     dry_run: bool = flag(False, "Print the torchrun command and stop.")
     distributed_timeout_minutes: float = flag(10.0, "Minutes after which a stuck collective is an error.")
+    max_restarts: int = flag(
+        0, "Start the job again from its last checkpoint after so many failures, such as a killed rank."
+    )
+
+    def check(self, output: OutputOptions) -> None:
+        """Raise `InputError` for values that make no sense."""
+        check_timeout(self.distributed_timeout_minutes)
+        if self.max_restarts < 0:
+            raise InputError(f"--max-restarts {self.max_restarts}: must be 0 (never) or positive")
+        if self.max_restarts and output.save is None:
+            raise InputError("--max-restarts needs --save FOLDER, whose last checkpoint is gone on from")
 
 
 @takes(
@@ -47,6 +61,7 @@ class LaunchOptions:
     training=TrainingOptions,
     data=DataOptions,
     output=OutputOptions,
+    faults=FaultOptions,
     options=LaunchOptions,
     trial=TrialOptions,
 )
@@ -58,26 +73,31 @@ def launch(
     training: TrainingOptions,
     data: DataOptions,
     output: OutputOptions,
+    faults: FaultOptions,
     options: LaunchOptions,
     trial: TrialOptions,
 ) -> None:
     """Plan for this machine and train the winner on all its GPUs, or on its CPU."""
     training.check()
     output.check()
-    check_timeout(options.distributed_timeout_minutes)
+    options.check(output)
     trial.check(options.plan, options.dry_run)
+    previous = previous_run(output)
     if options.plan is None:
-        plans = _plans(model, cluster, batch, parallel, trial.plans_to_try or 1)
+        kept = same_batch(batch, previous), same_unit(parallel, training, previous)
+        plans = _plans(model, cluster, *kept, trial.plans_to_try or 1)
     else:
         check_alone(model, batch, parallel, dataclasses.replace(cluster, world_size=None))
-        plans = [_planned(options.plan, cluster)]
+        plans = [_planned(options.plan, cluster, training, previous)]
     plan = plans[0]
     ranks = plan.layout.world_size
     check_plan(plan, ranks)
     check_training(plan, training)
     log_dir = Path(output.log_dir or f"runs/{datetime.now():%Y%m%d-%H%M%S}-{Path(plan.model.name).name}")
     logged = dataclasses.replace(output, log_dir=str(log_dir))
-    settings = [*arguments(training), *arguments(data), *arguments(logged), *_timeout(options)]
+    faults.check(logged.log_dir, options.distributed_timeout_minutes)
+    common = [*arguments(training), *arguments(data), *arguments(faults), *_timeout(options)]
+    settings = [*common, *arguments(logged)]
     if options.dry_run:
         # torchrun says how many ranks there are.
         joined = dataclasses.replace(cluster, world_size=None, local_world_size=None)
@@ -95,7 +115,6 @@ def launch(
     check_folder(log_dir, "--log-dir")
     plan_file = log_dir / "plan.json"
     plan.save(plan_file)
-    command = torchrun_command(ranks, ["--plan", str(plan_file), *settings])
     print(f"{plan.model.name} on {ranks} x {plan.cluster.device.name}: {plan.layout.describe()}")
     print(_prediction(plan, training.train_iters))
     for note in (*unbalanced_experts(plan, training), *whole_optimizer(plan, parallel)):
@@ -103,7 +122,9 @@ def launch(
     print(f"plan, metrics and output are in {log_dir}", flush=True)
     try:
         with _Display(training.train_iters) as display:
-            outcome = run_job(command, ranks, log_dir, display.line, display.metrics)
+            outcome = run_with_restarts(
+                ranks, ["--plan", str(plan_file), *common], logged, options.max_restarts, display
+            )
     except KeyboardInterrupt:
         print(f"planner: stopped; all ranks have ended, their output is in {log_dir}", file=sys.stderr)
         raise typer.Exit(130) from None
@@ -162,8 +183,13 @@ def _plans(
     return result.plans(most)
 
 
-def _planned(path: str, cluster: ClusterOptions) -> Plan:
+def _planned(path: str, cluster: ClusterOptions, training: TrainingOptions, previous: Before | None) -> Plan:
+    """The plan of the file; a job that goes on is planned anew where it has other ranks now."""
     plan = Plan.load(path)
+    if previous is not None:
+        ranks = cluster.world_size or usable_ranks(plan)
+        if ranks != plan.layout.world_size:
+            return replanned(plan, ranks, ranks, training)
     if cluster.world_size not in (None, plan.layout.world_size):
         raise InputError(
             f"--world-size {cluster.world_size}: the plan {path} is for world size {plan.layout.world_size}; "

@@ -12,6 +12,7 @@ from costmodels.estimate import Estimate, StageMemory, StepTime
 from costmodels.layout import Layout
 from costmodels.words import GIB
 from planner.budget import Run
+from planner.heterogeneous import idle_shares, kinds_of_layout
 from planner.inputs import DEFAULT_ENGINE
 from planner.objective import MEANINGS
 from planner.plan import Plan
@@ -86,10 +87,11 @@ def header(result: SearchResult, assumed: list[str]) -> Iterator[str]:
         f"[bold]{problem.model.name}[/bold]: {billions(problem.model.parameters)} parameters, "
         f"seq {problem.model.seq}, {problem.precision}, {batch}"
     )
-    yield (
-        f"{cluster.world_size} x {cluster.device.name} of {cluster.memory_bytes / GIB:.1f} GiB, {nodes}, "
-        f"engine {problem.engine.name}"
-    )
+    devices = [
+        f"{part.world_size} x {part.device.name} of {part.memory_bytes / GIB:.1f} GiB"
+        for part in cluster.parts or (cluster,)
+    ]
+    yield f"{' and '.join(devices)}, {nodes}, engine {problem.engine.name}"
     for note in assumed:
         yield f"assumed: {note}"
     if problem.pins:
@@ -146,11 +148,12 @@ def _degrees(layout: Layout) -> dict[str, str]:
 
 
 def _costs(estimate: Estimate) -> list[str]:
+    fullest = max(estimate.memory, key=lambda stage: stage.total)
     return [
         duration(estimate.step_time_s),
         f"{estimate.tokens_per_s_per_device:,.0f}",
         f"{100 * estimate.mfu:.1f} %",
-        f"{estimate.peak_memory_bytes / GIB:.1f}",
+        f"{(estimate.peak_memory_bytes - fullest.absent) / GIB:.1f}",
     ]
 
 
@@ -167,33 +170,58 @@ def _print_winner(screen: Console, plan: Plan) -> None:
     low, high = duration(estimate.step_time_low_s), duration(estimate.step_time_high_s)
     screen.print(f"step {duration(estimate.step_time_s)}: {', '.join(shares)}")
     screen.print(f"range {low} to {high}: holds four of five measured steps")
+    for line in _of_kinds(plan):
+        screen.print(line)
     given = plan.cluster.memory_margin_bytes is not None
     beside = "the margin given" if given else "the allocator's reserve, driver context and communicators"
-    whole = f"memory in GiB of {plan.cluster.memory_bytes / GIB:.1f}, by pipeline rank"
-    screen.print(f"{whole}: tensors at the peak, {beside}")
-    kinds = [kind for kind in StageMemory.model_fields if kind in ALWAYS_HELD or _held(estimate, kind)]
+    limits = " and ".join(f"{part.memory_bytes / GIB:.1f}" for part in plan.cluster.parts or (plan.cluster,))
+    screen.print(f"memory in GiB of {limits}, by pipeline rank: tensors at the peak, {beside}")
+    kinds = [
+        kind
+        for kind in StageMemory.model_fields
+        if kind in ALWAYS_HELD or (kind != "absent" and _held(estimate, kind))
+    ]
     rows = [
         [
             str(rank),
             str(sum(plan.layout.layers_per_stage[stage] for stage in plan.layout.stages_of(rank))),
             *(f"{getattr(estimate.memory[rank], kind) / GIB:.1f}" for kind in kinds),
-            f"{estimate.memory[rank].total / GIB:.1f}",
+            f"{(estimate.memory[rank].total - estimate.memory[rank].absent) / GIB:.1f}",
         ]
-        for rank in _ranks_to_show(estimate)
+        for rank in _ranks_to_show(plan)
     ]
     screen.print(table(["rank", "layers", *(SHORT.get(kind, kind) for kind in kinds), "total"], rows))
+
+
+def _of_kinds(plan: Plan) -> Iterator[str]:
+    """Which pipeline ranks each kind of node runs, and how long they wait, where there are two kinds."""
+    if not plan.cluster.parts:
+        return
+    idle, layout = idle_shares(plan), plan.layout
+    layers = [
+        sum(layout.layers_per_stage[stage] for stage in layout.stages_of(rank)) for rank in range(len(idle))
+    ]
+    for device, ranks in kinds_of_layout(plan.cluster, layout):
+        least, most = (f"{100 * end(idle[rank] for rank in ranks):.1f}" for end in (min, max))
+        waits = f"{least} %" if least == most else f"{least} to {most} %"
+        name = f"pipeline ranks {ranks[0]} to {ranks[-1]}" if len(ranks) > 1 else f"pipeline rank {ranks[0]}"
+        yield f"{device}: {name}, {sum(layers[rank] for rank in ranks)} layers, idle {waits} of the step"
 
 
 def _held(estimate: Estimate, kind: str) -> bool:
     return any(getattr(stage, kind) for stage in estimate.memory)
 
 
-def _ranks_to_show(estimate: Estimate) -> list[int]:
+def _ranks_to_show(plan: Plan) -> list[int]:
+    estimate = plan.estimate
     ranks = range(len(estimate.memory))
     if len(ranks) <= MOST_RANKS:
         return list(ranks)
     fullest = sorted(ranks, key=lambda rank: -estimate.memory[rank].total)
-    return sorted({0, ranks[-1], *fullest[: MOST_RANKS - 2]})
+    # Of two kinds, the first and the last rank of each.
+    kinds = kinds_of_layout(plan.cluster, plan.layout)
+    shown = {0, ranks[-1], *(rank for _, some in kinds for rank in (some[0], some[-1]))}
+    return sorted({*shown, *fullest[: MOST_RANKS - len(shown)]})
 
 
 def duration(seconds: float) -> str:

@@ -25,6 +25,7 @@ from planner.ranking import Problem, SearchResult
 from planner.robust import indistinguishable
 from planner.search import search
 from planner.sizes import Sizes, nothing_fits, sizes
+from runtime.fault_options import FaultOptions
 from runtime.options import DataOptions, OutputOptions, TrainingOptions
 from runtime.preflight import PRECISIONS, check_model
 
@@ -46,10 +47,11 @@ class Waiting:
     """What only a job that runs needs."""
 
     distributed_timeout_minutes: float | None = flag(None, "Minutes after which a collective is an error.")
+    max_restarts: int | None = flag(None, "Restarts of a failed job.")
 
 
 @takes(
-    unused=ignored(TrainingOptions, DataOptions, OutputOptions, Waiting, but=Output),
+    unused=ignored(TrainingOptions, DataOptions, OutputOptions, FaultOptions, Waiting, but=Output),
     model=ModelOptions,
     cluster=SizesOptions,
     batch=BatchOptions,
@@ -72,7 +74,9 @@ def suggest(
     """
     if output.top < 1:
         raise InputError(f"--top {output.top}: expected a whole number of at least 1")
-    spec, world_size, failures = model.spec(), cluster.required_world_size(), budget.failures()
+    counted = cluster.counted_devices() if cluster.world_size is None else None
+    world_size = cluster.required_world_size() if counted is None else counted
+    spec, failures = model.spec(), budget.failures()
     job = search_arguments(spec, cluster, batch, parallel)
     assumed = [*model.notes(), *cluster.notes()]
     if isinstance(world_size, str):
@@ -96,7 +100,7 @@ def suggest(
     plans = result.plans(output.top) if result.feasible else result.closest(output.top)
     shown = (plans if output.json else plans[:1]) if result.feasible and budget.given else []
     runs = [plan.run(tokens, budget.price_per_hour, failures) for plan in shown]
-    notes = [*_notes(result.problem, plans, cluster, parallel), *_not_used(unused, parallel)]
+    notes = [*result.notes, *_notes(result.problem, plans, cluster, parallel), *_not_used(unused, parallel)]
     if output.json:
         _print_notes(assumed, notes)
         print(json.dumps(as_json(result, plans, assumed, notes, runs), indent=2))

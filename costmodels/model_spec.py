@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import model_validator
+from pydantic import Field, model_validator
 
 from costmodels.words import Count, CountOrZero, NonNegative, Positive, Record
 
@@ -82,11 +82,15 @@ class Router(Record):
     the largest weights; 0 for all (dropless)."""
 
 
+MOST_LAYERS = 10_000
+"""What a search still goes through; the deepest models have some hundreds."""
+
+
 class ModelSpec(Record):
     """A decoder-only transformer. Sizes are in elements, `seq` and `max_positions` in tokens."""
 
     name: str
-    layers: Count
+    layers: Annotated[int, Field(ge=1, le=MOST_LAYERS)]
     hidden: Count
     ffn: Count
     """Inner width of the dense MLP (of one of the two input matrices when `gated`)."""

@@ -6,10 +6,13 @@ from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field
 
-Count = Annotated[int, Field(ge=1)]
+LARGEST_COUNT = 2**53
+"""Up to here floating point tells all integers apart."""
+
+Count = Annotated[int, Field(ge=1, le=LARGEST_COUNT)]
 """An integer of at least one."""
 
-CountOrZero = Annotated[int, Field(ge=0)]
+CountOrZero = Annotated[int, Field(ge=0, le=LARGEST_COUNT)]
 """An integer that may be zero."""
 
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]

@@ -159,10 +159,14 @@ def arguments(group: Any) -> list[str]:
     return words
 
 
+LONGEST_LINE = 1500
+"""Characters of a message; what a broken file holds may be far longer."""
+
+
 def one_line(error: Exception) -> str:
     """The message of an error on a single line; a validation error names the fields and their values."""
     if not isinstance(error, ValidationError):
-        return " ".join(str(error).split())
+        return _shown(" ".join(str(error).split()))
     parts = []
     for item in error.errors()[:MOST_PARTS]:
         where = ".".join(str(part) for part in item["loc"])
@@ -170,7 +174,18 @@ def one_line(error: Exception) -> str:
         message = " ".join(item["msg"].replace("Value error, ", "").split())
         parts.append(f"{where}{given}: {message}" if where else message)
     more = error.error_count() - len(parts)
-    return "; ".join(parts) + (f"; and {more} more" if more else "")
+    return _shown("; ".join(parts) + (f"; and {more} more" if more else ""))
+
+
+def _shown(line: str) -> str:
+    """A line for a terminal: no control characters, and of one too long the beginning and the end.
+
+    The end says what would be right.
+    """
+    plain = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in line)
+    if len(plain) <= LONGEST_LINE:
+        return plain
+    return f"{plain[: 2 * LONGEST_LINE // 3]} ... {plain[-LONGEST_LINE // 3 :]}"
 
 
 def run(app: typer.Typer, name: str, quiet: bool = False) -> None:

@@ -63,6 +63,10 @@ def _read(file: Path) -> Config:
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "it is not UTF-8 text"
         raise InputError(f"cannot read model config {str(file)!r}: {reason}") from None
+    except ValueError:
+        raise InputError(f"model config {str(file)!r} holds a number of thousands of digits") from None
+    except RecursionError:
+        raise InputError(f"model config {str(file)!r} is nested too deeply to be one") from None
     if not isinstance(config, dict):
         raise InputError(f"model config {str(file)!r} must hold one JSON object of keys and values")
     return config

@@ -118,6 +118,8 @@ class Plan(Record):
             raise InputError(
                 f"plan {path}: broken JSON at line {error.lineno}, column {error.colno}: {error.msg}"
             ) from None
+        except ValueError:
+            raise InputError(f"plan {path}: broken JSON: a number of thousands of digits") from None
         except RecursionError:
             raise InputError(f"plan {path}: its JSON is nested too deeply to be a plan") from None
         if not isinstance(values, dict):

@@ -39,6 +39,26 @@ def pad_heads(*tensors: Tensor) -> tuple[Tensor, ...]:
     return tuple(F.pad(x, (0, missing)) for x in tensors) if missing else tensors
 
 
+class DocumentMasks:
+    """What attention within documents adds to scores, in the micro batch that runs.
+
+    One mask [B, 1, S, S] where attention sees whole sequences, one for each chunk of queries where it gathers
+    keys; none where documents do not matter. `runtime.documents` makes them.
+    """
+
+    masks: tuple[Tensor, ...] = ()
+
+
+def masked_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+    """Attention with a mask [B, 1, T, P] that is added to the scores, else as `suffix_attention`."""
+    grouped = q.shape[1] != k.shape[1]
+    if grouped and q.device.type == "cuda":
+        # No CUDA kernel but flash takes grouped queries, and the fallback would hold all scores.
+        k, v = repeat_heads(k, q.shape[1]), repeat_heads(v, q.shape[1])
+        grouped = False
+    return F.scaled_dot_product_attention(q, k, v, mask, enable_gqa=grouped)
+
+
 def suffix_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Causal attention of the last tokens of a sequence.
 
@@ -60,12 +80,8 @@ def suffix_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         flash = torch.ops.aten._scaled_dot_product_flash_attention
         result: Tensor = flash(q, k, v, 0.0, True, scale=head**-0.5)[0]
         return result.narrow(-1, 0, head)
-    if grouped and q.device.type == "cuda":
-        # No CUDA kernel but flash takes grouped queries, and the fallback would hold all scores.
-        k, v = repeat_heads(k, q.shape[1]), repeat_heads(v, q.shape[1])
-        grouped = False
     mask = torch.ones(tokens, keys, dtype=torch.bool, device=q.device).tril(keys - tokens)
-    return F.scaled_dot_product_attention(q, k, v, mask, enable_gqa=grouped)
+    return masked_attention(q, k, v, mask)
 
 
 def repeat_heads(x: Tensor, heads: int) -> Tensor:
@@ -74,7 +90,9 @@ def repeat_heads(x: Tensor, heads: int) -> Tensor:
     return x.repeat_interleave(times, dim=1) if times > 1 else x
 
 
-def gathered_attention(q: Tensor, k: Tensor, v: Tensor, group: dist.ProcessGroup) -> Tensor:
+def gathered_attention(
+    q: Tensor, k: Tensor, v: Tensor, group: dist.ProcessGroup, documents: DocumentMasks | None = None
+) -> Tensor:
     """Causal attention of this rank's two chunks of queries over gathered keys and values.
 
     The form of Llama 3 (arXiv:2407.21783, section 3.3.2) with the chunks of `local_positions`. Only the K
@@ -88,6 +106,7 @@ def gathered_attention(q: Tensor, k: Tensor, v: Tensor, group: dist.ProcessGroup
         k: [B, K, s, H], of the same tokens.
         v: the same shape.
         group: the context-parallel ranks.
+        documents: holds masks where attention stays within documents.
 
     Returns:
         [B, N, s, H].
@@ -95,7 +114,13 @@ def gathered_attention(q: Tensor, k: Tensor, v: Tensor, group: dist.ProcessGroup
     name, size, rank = group.group_name, group.size(), group.rank()
     first, last = q.chunk(2, dim=2)
     k_first, v_first, k_last, v_last = _GatherPrefixes.apply(k, v, name, size, rank)  # type: ignore[no-untyped-call]
-    parts = suffix_attention(first, k_first, v_first), suffix_attention(last, k_last, v_last)
+    if documents is not None and documents.masks:
+        parts = (
+            masked_attention(first, k_first, v_first, documents.masks[0]),
+            masked_attention(last, k_last, v_last, documents.masks[1]),
+        )
+    else:
+        parts = suffix_attention(first, k_first, v_first), suffix_attention(last, k_last, v_last)
     # Token by token in memory, as the output matrix reads it.
     return torch.cat([part.transpose(1, 2) for part in parts], dim=1).transpose(1, 2)
 
@@ -134,7 +159,9 @@ class _GatherPrefixes(torch.autograd.Function):
         return k, v, None, None, None
 
 
-def exchanged_attention(q: Tensor, k: Tensor, v: Tensor, group: dist.ProcessGroup) -> Tensor:
+def exchanged_attention(
+    q: Tensor, k: Tensor, v: Tensor, group: dist.ProcessGroup, documents: DocumentMasks | None = None
+) -> Tensor:
     """Causal attention of whole sequences, each rank on its share of the heads.
 
     DeepSpeed-Ulysses (arXiv:2309.14509, section 3): one all-to-all trades tokens for heads of q, k and v,
@@ -149,6 +176,7 @@ def exchanged_attention(q: Tensor, k: Tensor, v: Tensor, group: dist.ProcessGrou
         k: [B, K, s, H], of the same tokens.
         v: the same shape.
         group: the context-parallel ranks.
+        documents: holds masks where attention stays within documents.
 
     Returns:
         [B, N, s, H].
@@ -166,7 +194,10 @@ def exchanged_attention(q: Tensor, k: Tensor, v: Tensor, group: dist.ProcessGrou
     sent = torch.cat(parts, dim=3).flatten(0, 1)
     received = _Exchange.apply(sent, name, size).split(shares, dim=2)  # type: ignore[no-untyped-call]
     q, k, v = (x.permute(1, 2, 0, 3) for x in received)
-    result = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=shares[0] != shares[1])
+    if documents is not None and documents.masks:
+        result = masked_attention(q, k, v, documents.masks[0])
+    else:
+        result = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=shares[0] != shares[1])
     back = _Exchange.apply(result.permute(2, 0, 1, 3).contiguous(), name, size)  # type: ignore[no-untyped-call]
     # [cp, s, B, N / cp, H] to [B, N, s, H], token by token in memory.
     own = back.view(size, tokens, batch, heads // size, head).permute(2, 1, 0, 3, 4)

@@ -66,6 +66,8 @@ def context_parallel(stage: Transformer, layout: Layout, grid: Grid) -> None:
         prepare_ring()
     # Keys and values travel together, so their heads must have the same size.
     form = partial(FORMS[layout.context_parallel_form], group=grid.cp_group)
+    if layout.context_parallel_form != "ring":
+        form = partial(form, documents=stage.documents)
     # One object for all layers: torch.compile would compile each anew, up to its limit of 8.
     forward = partial(with_equal_heads, form)
     for block in stage.blocks:

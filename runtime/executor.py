@@ -9,6 +9,8 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from costmodels import Layout
+from runtime.documents import Documents
+from runtime.heartbeat import doing
 from runtime.loss import TokenLoss
 from runtime.model import Transformer
 
@@ -18,6 +20,9 @@ class Executor(Protocol):
 
     stages: list[Transformer]
     loss: TokenLoss
+
+    def separate(self, documents: Documents) -> None:
+        """Let `documents` ready the stages before each pass of a micro batch."""
 
     def train(self, tokens: Tensor, labels: Tensor) -> Tensor:
         """Accumulate the gradients of a batch.
@@ -41,8 +46,12 @@ class Accumulation:
         self.stages = stages
         self.loss = loss
         self.micro_batch_size = layout.micro_batch_size
+        self.documents: Documents | None = None
         # ZeRO 3 reduces after every micro batch, so that whole gradients never pile up.
         self.defer_reduction = layout.zero_stage < 3
+
+    def separate(self, documents: Documents) -> None:
+        self.documents = documents
 
     def train(self, tokens: Tensor, labels: Tensor) -> Tensor:
         model = self.stages[0]
@@ -54,7 +63,10 @@ class Accumulation:
                 model.set_is_last_backward(last)
                 model.set_requires_gradient_sync(last)
                 model.set_reshard_after_backward(last)
+            doing("forward", number)
+            self._enter(number)
             loss = self.loss(model(x), y)
+            doing("backward", number)
             loss.backward()  # type: ignore[no-untyped-call]
             total += loss.detach()
         return total
@@ -63,9 +75,15 @@ class Accumulation:
     def evaluate(self, tokens: Tensor, labels: Tensor) -> Tensor:
         model = self.stages[0]
         total = torch.zeros((), device=tokens.device)
-        for x, y in self._micro_batches(tokens, labels):
+        for number, (x, y) in enumerate(self._micro_batches(tokens, labels), start=1):
+            doing("forward", number)
+            self._enter(number)
             total += self.loss(model(x), y)
         return total
+
+    def _enter(self, number: int) -> None:
+        if self.documents is not None:
+            self.documents.enter(self.stages[0], number - 1)
 
     def _micro_batches(self, tokens: Tensor, labels: Tensor) -> list[tuple[Tensor, ...]]:
         size = self.micro_batch_size

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from costmodels import Device
@@ -14,7 +14,10 @@ from planner.options import BatchOptions, ClusterOptions, ModelOptions, Parallel
 from planner.plan import Plan
 from planner.ranking import SearchResult
 from planner.search import search
+from runtime.checkpoint.folders import iteration_folder
+from runtime.checkpoint.run_file import read_run
 from runtime.data import Datasets
+from runtime.fault_options import FaultOptions
 from runtime.options import DataOptions, OutputOptions, TrainingOptions
 from runtime.preflight import check_model
 
@@ -42,6 +45,7 @@ class Job:
     data: DataOptions
     output: OutputOptions
     run: RunOptions
+    faults: FaultOptions = field(default_factory=FaultOptions)
 
 
 def search_here(
@@ -100,10 +104,27 @@ def plan_here(
     return search_here(model, batch, parallel, device, *sizes, memory_margin_gib=margin, **network).plan(0)
 
 
+def first_train_samples(job: Job, iteration: int) -> int | None:
+    """For how many samples the training order was made of the run that goes on after `iteration`.
+
+    None where a run begins, and for a checkpoint that does not tell.
+    """
+    if not iteration or job.output.load is None:
+        return None
+    told = read_run(iteration_folder(job.output.load, iteration)).told()
+    samples = told.get("train_samples")
+    return samples if isinstance(samples, int) and samples > 0 else None
+
+
 def sample_order(job: Job, datasets: Datasets) -> dict[str, Any]:
     """What the order of the training samples depends on; a checkpoint goes on with the same only."""
-    return {
+    blend = datasets.blends[0] if datasets.blends else None
+    files = datasets.indexed if blend is None else datasets.indexed[: len(set(blend.prefixes))]
+    order: dict[str, Any] = {
         "seed": job.training.seed,
         "split": job.data.split,
-        "tokens": sum(int(indexed.tokens.size) for indexed in datasets.indexed),
+        "tokens": sum(indexed.token_count for indexed in files),
     }
+    if blend is not None and len(blend.prefixes) > 1:
+        order["blend"] = list(blend.weights or [indexed.token_count for indexed in files])
+    return order

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import contextlib
 import os
 import queue
 import re
@@ -19,10 +19,13 @@ from pathlib import Path
 from typing import IO, Any
 
 from costmodels.catalogue.host import available_cores
+from runtime.console import say
+from runtime.error_file import ERROR_FILE_VARIABLE, read_report
 from runtime.metrics_file import MetricsReader, read_metrics
+from runtime.tether import tethered
 
-ERROR_FILE_VARIABLE = "PLANNER_ERROR_FILE"
-"""Environment variable with the file in which a job states the input that it refuses."""
+RESTARTS_VARIABLE = "PLANNER_RESTART_COUNT"
+"""Environment variable with how often a job was started before, after failures."""
 
 TORCHRUN_FOLDER = "PET_LOG_DIR"
 """Environment variable with the folder in which torchrun makes one for each attempt; its --log-dir."""
@@ -58,6 +61,8 @@ class Outcome:
     exit_code: int
     message: str
     """Why it failed, in one line; empty after success."""
+    restart: bool = False
+    """The failure need not happen again: a rank was lost, not its input refused."""
 
 
 @dataclass(frozen=True)
@@ -88,16 +93,21 @@ def run_job(
     log_dir: Path,
     on_line: Callable[[str], None],
     on_metrics: Callable[[dict[str, Any]], None],
+    restarts: int = 0,
 ) -> Outcome:
     """Run `command` to its end; `KeyboardInterrupt` ends it with all its ranks and is raised again.
+
+    The job also ends when this process does, however that happens.
 
     Args:
         on_line: called with each line that the ranks print.
         on_metrics: called with each new record of metrics.jsonl.
+        restarts: how often the job was started before, after failures.
     """
     error_file = log_dir / "error.json"
     error_file.unlink(missing_ok=True)
     environment = {**os.environ, ERROR_FILE_VARIABLE: str(error_file), "PYTHONUNBUFFERED": "1"}
+    environment[RESTARTS_VARIABLE] = str(restarts)
     environment.setdefault("OMP_NUM_THREADS", str(max(1, available_cores() // ranks)))
     # What ranks print comes through pipes; the folder holds nothing else, and torchrun never removes it.
     with tempfile.TemporaryDirectory(
@@ -108,15 +118,16 @@ def run_job(
         agent_lines, code = _watched(process, log_dir, error_file, on_line, on_metrics)
     if code == 0:
         return Outcome(0, "")
-    if error_file.exists():
-        report = json.loads(error_file.read_text())
-        return Outcome(report["exit_code"], report["message"])
-    return Outcome(1, f"{_cause(agent_lines, code)}; all ranks were stopped, logs are in {log_dir}")
+    stated = read_report(error_file)
+    if stated is not None:
+        return Outcome(stated.exit_code, stated.message, stated.restart)
+    cause = f"{_cause(agent_lines, code)}; all ranks were stopped, logs are in {log_dir}"
+    return Outcome(1, cause, restart=True)
 
 
 def _started(command: Sequence[str], environment: dict[str, str]) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        command,
+        tethered(list(command)),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -136,6 +147,9 @@ def _watched(
     """Follow a job until it has ended, or end it; what torchrun said of itself, and its exit code."""
     # A shell that starts this in the background made it ignore Ctrl-C; a signal must stop it all the same.
     previous = {number: signal.signal(number, _interrupt) for number in (signal.SIGINT, signal.SIGTERM)}
+    if hasattr(signal, "SIGUSR1"):
+        # torchrun would die of it; one rank that takes note of it is enough for all.
+        previous[signal.SIGUSR1] = signal.signal(signal.SIGUSR1, lambda *_: _pass_on_to_rank(process.pid))
     try:
         agent_lines = _follow(process, log_dir, error_file, on_line, on_metrics)
         return agent_lines, process.wait()
@@ -163,7 +177,7 @@ def _follow(
     agent_lines: list[str] = []
     reader = MetricsReader(log_dir)
     open_streams = len(streams)
-    with (log_dir / "output.log").open("a") as log:
+    with _Log(log_dir / "output.log") as log:
         while open_streams:
             try:
                 name, line = lines.get(timeout=0.5)
@@ -173,7 +187,6 @@ def _follow(
                 open_streams -= 1
                 continue
             log.write(line)
-            log.flush()
             if name == "err" and (agent_lines or _AGENT_LINE.match(line)):
                 agent_lines.append(line)
             elif name == "out" or not error_file.exists():
@@ -181,6 +194,30 @@ def _follow(
             for record in reader.new_records():
                 on_metrics(record)
     return agent_lines
+
+
+class _Log:
+    """What a job prints, kept in a file for as long as that can be written."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.failed = False
+
+    def __enter__(self) -> _Log:
+        self.file = self.path.open("ab", buffering=0)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.file.close()
+
+    def write(self, line: str) -> None:
+        """Append a line; a full disk is said once and ends nothing."""
+        try:
+            self.file.write(line.encode(errors="replace"))
+        except OSError as error:
+            if not self.failed:
+                say(f"planner: warning: {self.path} cannot be written ({error.strerror})", sys.stderr)
+            self.failed = True
 
 
 def _read(name: str, stream: IO[str], lines: queue.Queue[tuple[str, str | None]]) -> None:
@@ -191,6 +228,16 @@ def _read(name: str, stream: IO[str], lines: queue.Queue[tuple[str, str | None]]
 
 def _interrupt(*_: object) -> None:
     raise KeyboardInterrupt
+
+
+def _pass_on_to_rank(torchrun: int) -> None:
+    """Ask a job to save: SIGUSR1 to its first rank."""
+    listing = subprocess.run(["ps", "-eo", "pid=,ppid="], capture_output=True, text=True)
+    pairs = (tuple(map(int, line.split())) for line in listing.stdout.splitlines())
+    ranks = sorted(pid for pid, parent in pairs if parent == torchrun)
+    if ranks:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(ranks[0], signal.SIGUSR1)
 
 
 def _stop(process: subprocess.Popen[str]) -> None:

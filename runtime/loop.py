@@ -6,19 +6,28 @@ import gc
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from datetime import datetime
+from datetime import datetime, timedelta
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
+from costmodels.errors import InputError
 from planner.plan import Plan
-from runtime import checkpoint
-from runtime.data import Datasets
-from runtime.job import Job, sample_order
+from runtime import checkpoint, heartbeat
+from runtime.console import say
+from runtime.data import Datasets, Samples
+from runtime.exit_signals import Request, Requests
+from runtime.heartbeat import doing
+from runtime.job import Job, first_train_samples, sample_order
 from runtime.metrics import Recorder, expert_metrics, log_line, peak_memory_bytes, throughput, validation_line
+from runtime.replan import run_state
+from runtime.sample_log import SampleLog, forget_after
+from runtime.slow_ranks import SlowRanks
 from runtime.trainer import StepResult, Trainer
+from runtime.watchdog import active, fail_alone
 
 
 class Loop:
@@ -27,7 +36,9 @@ class Loop:
     def __init__(
         self, job: Job, plan: Plan, trainer: Trainer, datasets: Datasets, consumed_samples: int
     ) -> None:
-        self.job, self.plan, self.trainer, self.datasets = job, plan, trainer, datasets
+        self.job, self.plan, self.trainer = job, plan, trainer
+        self.datasets = datasets.continuing(first_train_samples(job, trainer.iteration))
+        trainer.separate(datasets.boundaries)
         self.consumed_samples = consumed_samples
         self.batches = job.training.batches(plan.layout)
         self.batch = self.batches.at(consumed_samples)
@@ -40,8 +51,30 @@ class Loop:
         )
         self.results: list[StepResult] = []
         self.evaluated_at = -1
+        self.slow_ranks = SlowRanks(active(), trainer, job.faults.straggler_factor)
+        self.samples = self._sample_log()
+        self.saver = self._saver()
+        self.requests = Requests(
+            job.output.exit_duration_in_mins,
+            self.saver is not None,
+            timedelta(minutes=job.run.distributed_timeout_minutes),
+        )
 
     def run(self) -> None:
+        with self.requests.heeded():
+            try:
+                self._train()
+                if self.saver is not None:
+                    doing("saving a checkpoint")
+                    self.saver.close()
+            except InputError:
+                if self.saver is not None:
+                    self.saver.abandon()
+                raise
+        if self.recorder is not None:
+            self.recorder.close()
+
+    def _train(self) -> None:
         output, trainer = self.job.output, self.trainer
         last = self.job.training.train_iters
         if trainer.iteration == 0:
@@ -55,15 +88,19 @@ class Loop:
         while trainer.iteration < last:
             self.step()
             iteration = trainer.iteration
-            stop = output.exit_interval is not None and iteration % output.exit_interval == 0
+            request = self.requests.after_step()
+            stop = request.stops or (
+                output.exit_interval is not None and iteration % output.exit_interval == 0
+            )
             if iteration % output.log_interval == 0 or iteration == last or stop:
                 self.log(clock.elapsed_s() / len(self.results))
                 clock.restart()
                 gc.collect()
             evaluates = iteration % output.eval_interval == 0 or iteration == last
-            saves = output.save is not None and (
+            saves = self.saver is not None and (
                 iteration == last
                 or stop
+                or request is Request.SAVE
                 or (output.save_interval is not None and iteration % output.save_interval == 0)
             )
             # A pause waits for the device, so a step without either must not make one.
@@ -74,18 +111,41 @@ class Loop:
                     if saves:
                         self.save()
             if stop:
+                if request.stops and self.is_first:
+                    say(f"stopped after iteration {iteration} of {last}: {self.requests.reason(request)}")
                 break
-        if self.recorder is not None:
-            self.recorder.close()
+        if trainer.iteration == last:
+            self.test()
 
     def step(self) -> None:
         """Train on the next global batch."""
         assert self.datasets.train is not None
+        iteration = self.trainer.iteration + 1
+        heartbeat.at(f"iteration {iteration}", iteration, in_step=True)
         self.batch = self.batches.at(self.consumed_samples)
-        rows = self.trainer.rows_of(self.batch)
-        samples = self.datasets.train.batch(self.positions(self.consumed_samples, rows))
-        self.results.append(self.trainer.train_step(samples))
+        numbers = self.positions(self.consumed_samples, self.trainer.rows_of(self.batch))
+        samples = self.read(self.datasets.train, numbers)
+        result = self.trainer.train_step(samples)
+        self.results.append(result)
         self.consumed_samples += self.batch
+        self.slow_ranks.count_step()
+        heartbeat.at(f"the run after iteration {iteration}", iteration)
+        doing("logging")
+        if self.samples is not None:
+            self.samples.step(iteration, numbers, samples)
+        guard = self.trainer.guard
+        if guard is not None and guard.reason:
+            if self.is_first:
+                say(f"skipped iteration {iteration}: {guard.reason}")
+            guard.stop_if_hopeless(iteration)
+
+    def read(self, dataset: Samples, numbers: list[int]) -> npt.NDArray[np.int64]:
+        """Samples by their numbers; what one rank cannot read ends all of them with its line."""
+        doing("loading data")
+        try:
+            return dataset.batch(numbers)
+        except InputError as error:
+            fail_alone(error)
 
     def positions(self, first: int, rows: Iterable[int]) -> list[int]:
         """Samples that this rank takes of the global batch which starts at sample `first`."""
@@ -96,6 +156,7 @@ class Loop:
         peak = torch.tensor(float(peak_memory_bytes(self.trainer.grid.device)), dtype=torch.float64)
         peak = peak.to(self.trainer.grid.device)
         dist.all_reduce(peak, dist.ReduceOp.MAX)
+        straggler = self.slow_ranks.line()
         losses = torch.stack([result.loss for result in self.results])
         kept = [number for number, result in enumerate(self.results) if not result.skipped]
         sequences = (self.consumed_samples - self.logged_samples) / len(self.results)
@@ -118,31 +179,73 @@ class Loop:
         if self.recorder is not None:
             self.recorder.step(metrics, self.consumed_samples, self.batch)
             last = self.job.training.train_iters
-            print(log_line(metrics, last, self.consumed_samples, self.batch, datetime.now()), flush=True)
+            say(log_line(metrics, last, self.consumed_samples, self.batch, datetime.now()))
+            if straggler:
+                say(straggler)
 
     def evaluate(self) -> None:
         """Mean loss over the validation samples, the same ones every time."""
-        iteration, batches = self.trainer.iteration, self.job.output.eval_iters
+        iteration = self.trainer.iteration
         if self.datasets.valid is None or self.evaluated_at == iteration:
             return
-        batch, rows = self.plan.layout.global_batch_size, self.trainer.rows
-        losses = [
-            self.trainer.evaluate(self.datasets.valid.batch(self.positions(number * batch, rows)))
-            for number in range(batches)
-        ]
-        loss = float(np.mean(losses))
+        loss = self.mean_loss(self.datasets.valid)
         self.evaluated_at = iteration
         if self.recorder is not None:
             self.recorder.validation(iteration, loss, self.consumed_samples)
-            print(validation_line(iteration, loss), flush=True)
+            say(validation_line(iteration, loss))
+
+    def test(self) -> None:
+        """Report the mean loss over the test samples, if the run has any."""
+        if self.datasets.test is not None:
+            loss = self.mean_loss(self.datasets.test)
+            if self.is_first:
+                say(validation_line(self.trainer.iteration, loss).replace(" validation loss", " test loss"))
+
+    def mean_loss(self, samples: Samples) -> float:
+        """Over --eval-iters global batches from the first sample on."""
+        iteration = self.trainer.iteration
+        heartbeat.at(f"the evaluation after iteration {iteration}", iteration)
+        batch, rows = self.plan.layout.global_batch_size, self.trainer.rows
+        losses = [
+            self.trainer.evaluate(self.read(samples, self.positions(number * batch, rows)))
+            for number in range(self.job.output.eval_iters)
+        ]
+        return float(np.mean(losses))
 
     def save(self) -> None:
-        """Write a checkpoint."""
-        assert self.job.output.save is not None
-        run = {"consumed_samples": self.consumed_samples, **sample_order(self.job, self.datasets)}
-        folder = checkpoint.save(self.job.output.save, self.trainer, self.plan.model, run)
+        """Write a checkpoint, or begin to."""
+        assert self.saver is not None
+        doing("saving a checkpoint")
+        run = {
+            "consumed_samples": self.consumed_samples,
+            "train_samples": self.datasets.train_samples,
+            **sample_order(self.job, self.datasets),
+            **run_state(self.plan, self.trainer),
+        }
+        self.saver.save(self.trainer, self.plan.model, run)
+
+    def _saver(self) -> checkpoint.Saver | None:
+        output = self.job.output
+        if output.save is None:
+            return None
+        return checkpoint.Saver(
+            output.save,
+            asynchronous=output.async_save,
+            keep_last=output.keep_last,
+            report=say if self.is_first else lambda line: None,
+        )
+
+    def _sample_log(self) -> SampleLog | None:
+        """The file of samples of this data-parallel rank, which one of its ranks writes."""
+        folder = self.job.output.log_dir
+        if not self.job.faults.log_samples or folder is None:
+            return None
         if self.is_first:
-            print(f"saved checkpoint {folder}", flush=True)
+            forget_after(folder, self.trainer.iteration)
+        dist.barrier()
+        grid = self.trainer.grid
+        writes = grid.tp_rank == grid.cp_rank == grid.pp_rank == 0
+        return SampleLog(folder, grid.dp_rank) if writes else None
 
 
 class Clock:

@@ -26,6 +26,7 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
         start: int,
         vocab: int,
         group: dist.ProcessGroup | None,
+        ignores: bool,
     ) -> Tensor:
         real = max(0, min(vocab - start, logits.shape[-1]))
         if real:
@@ -49,7 +50,9 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
             dist.all_reduce(sums, group=group)
         ctx.save_for_backward(exponents, sums[0], local_targets, foreign)
         ctx.shape, ctx.dtype = logits.shape, logits.dtype
-        return (sums[0].log() - sums[1]).sum()
+        ctx.ignored = targets < 0 if ignores else None
+        losses = sums[0].log() - sums[1]
+        return (losses if ctx.ignored is None else losses.masked_fill(ctx.ignored, 0.0)).sum()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
@@ -57,18 +60,31 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
         real = exponents.shape[-1]
         if real:
             # Softmax less one at the target, times `grad`; the only pass over all logits.
-            exponents.mul_((grad / sums).unsqueeze(-1))
+            factor = grad / sums
+            if ctx.ignored is not None:
+                factor = factor.masked_fill(ctx.ignored, 0.0)
+            exponents.mul_(factor.unsqueeze(-1))
+            del factor
             exponents.scatter_add_(-1, targets.unsqueeze(-1), (~foreign * -grad).unsqueeze(-1))
         if real == ctx.shape[-1]:
             gradient = exponents.to(ctx.dtype)
         else:
             gradient = torch.zeros(ctx.shape, dtype=ctx.dtype, device=exponents.device)
             gradient[..., :real] = exponents
-        return gradient, None, None, None, None
+        return gradient, None, None, None, None, None
+
+
+IGNORED = -100
+"""A target that is not predicted (PyTorch's `ignore_index`)."""
 
 
 def cross_entropy_sum(
-    logits: Tensor, targets: Tensor, vocab: int, start: int = 0, group: dist.ProcessGroup | None = None
+    logits: Tensor,
+    targets: Tensor,
+    vocab: int,
+    start: int = 0,
+    group: dist.ProcessGroup | None = None,
+    ignores: bool = False,
 ) -> Tensor:
     """Sum of the cross entropies of all tokens, in nats.
 
@@ -78,8 +94,9 @@ def cross_entropy_sum(
         vocab: entries of the tokenizer; logits beyond them take no part.
         start: first vocabulary entry of this rank's slice.
         group: ranks that hold the other slices, None when the slice is the whole vocabulary.
+        ignores: whether some targets are `IGNORED`.
     """
-    result: Tensor = _VocabParallelCrossEntropy.apply(logits, targets, start, vocab, group)  # type: ignore[no-untyped-call]
+    result: Tensor = _VocabParallelCrossEntropy.apply(logits, targets, start, vocab, group, ignores)  # type: ignore[no-untyped-call]
     return result
 
 
@@ -97,7 +114,10 @@ class TokenLoss:
         self.group = grid.mesh.get_group("tp") if tp > 1 else None
         self.tokens = layout.global_batch_size * spec.seq
         """Of the global batch of the running step, which the trainer sets too."""
+        self.targets: float | None = None
+        """Those of them that are predicted, where some are `IGNORED`; the mean is over these."""
 
     def __call__(self, logits: Tensor, labels: Tensor) -> Tensor:
-        total = cross_entropy_sum(logits, labels, self.vocab, self.start, self.group)
-        return total / (self.tokens / self.scale)
+        ignores = self.targets is not None
+        total = cross_entropy_sum(logits, labels, self.vocab, self.start, self.group, ignores)
+        return total / ((self.tokens if self.targets is None else self.targets) / self.scale)

@@ -33,6 +33,11 @@ class LossScale:
     def __post_init__(self) -> None:
         self.overflows_left = self.hysteresis
 
+    @property
+    def can_fall(self) -> bool:
+        """Whether overflows make it smaller."""
+        return self.dynamic and self.value > self.minimum
+
     def update(self, overflow: bool) -> None:
         """Take note of a step; all ranks must pass the same."""
         if not self.dynamic:

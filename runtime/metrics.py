@@ -6,7 +6,9 @@ import json
 import math
 import resource
 import sys
-from collections.abc import Mapping
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from datetime import datetime
 from typing import Any
 
@@ -14,6 +16,8 @@ import torch
 
 from costmodels import Cluster, Layout, ModelSpec
 from runtime.balance import Load
+from runtime.console import say
+from runtime.line_file import LineFile
 from runtime.metrics_file import keep_until
 
 LOG_LINE_ONLY = ("nan_iterations", "loss_scale", "skipped_iterations")
@@ -110,14 +114,14 @@ class Recorder:
     """Writes metrics.jsonl and TensorBoard events; one rank of a job has one."""
 
     def __init__(self, log_dir: str | None, tensorboard_dir: str | None, resumed_at: int) -> None:
-        self.file = None
-        if log_dir is not None:
-            self.file = keep_until(log_dir, resumed_at).open("a")
+        self.file = None if log_dir is None else LineFile(keep_until(log_dir, resumed_at))
         self.board = None
         if tensorboard_dir is not None:
             from torch.utils.tensorboard import SummaryWriter
 
-            self.board = SummaryWriter(tensorboard_dir, purge_step=resumed_at + 1)
+            threading.excepthook = _quiet_writer
+            with self._board_may_fail():
+                self.board = SummaryWriter(tensorboard_dir, purge_step=resumed_at + 1)
 
     def step(self, metrics: Mapping[str, Any], consumed_samples: int, global_batch_size: int) -> None:
         """Record one logged training step."""
@@ -149,19 +153,38 @@ class Recorder:
         if self.file is not None:
             self.file.close()
         if self.board is not None:
-            self.board.close()
+            with self._board_may_fail():
+                self.board.close()
 
     def _write(self, record: Mapping[str, Any]) -> None:
         if self.file is not None:
-            self.file.write(json.dumps({name: _finite(value) for name, value in record.items()}) + "\n")
-            self.file.flush()
+            self.file.write(json.dumps({name: _finite(value) for name, value in record.items()}))
 
     def _board(self, tags: Mapping[str, float], iteration: int, consumed_samples: int) -> None:
         if self.board is None:
             return
-        for tag, value in tags.items():
-            self.board.add_scalar(tag, value, iteration)
-            self.board.add_scalar(f"{tag} vs samples", value, consumed_samples)
+        with self._board_may_fail():
+            for tag, value in tags.items():
+                self.board.add_scalar(tag, value, iteration)
+                self.board.add_scalar(f"{tag} vs samples", value, consumed_samples)
+
+    @contextmanager
+    def _board_may_fail(self) -> Iterator[None]:
+        """Do without event files from the first one on that cannot be written, as on a full disk."""
+        try:
+            yield
+        except OSError as error:
+            self.board = None
+            say(
+                f"warning: TensorBoard's events cannot be written ({error.strerror}); the run goes on",
+                sys.stderr,
+            )
+
+
+def _quiet_writer(failed: threading.ExceptHookArgs) -> None:
+    """Leave out the traceback of TensorBoard's thread: the error is raised again where events are added."""
+    if not (issubclass(failed.exc_type, OSError) and type(failed.thread).__name__ == "_AsyncWriterThread"):
+        threading.__excepthook__(failed)
 
 
 def _finite(value: Any) -> Any:

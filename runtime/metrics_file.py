@@ -2,25 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
+
+from runtime.line_file import keep_lines, parsed_lines, read_lines
 
 METRICS_FILE = "metrics.jsonl"
 
 
 def read_metrics(log_dir: str | Path) -> list[dict[str, Any]]:
     """Records of a run so far; a last line that is still being written is left out."""
-    path = Path(log_dir) / METRICS_FILE
-    if not path.exists():
-        return []
-    records = []
-    for line in path.read_text().splitlines():
-        try:
-            records.append(json.loads(line))
-        except json.JSONDecodeError:
-            continue
-    return records
+    return read_lines(Path(log_dir) / METRICS_FILE)
 
 
 class MetricsReader:
@@ -41,7 +33,7 @@ class MetricsReader:
             stream.seek(self.offset)
             complete, newline, _ = stream.read().rpartition(b"\n")
         self.offset += len(complete + newline)
-        return [json.loads(line) for line in complete.splitlines()]
+        return list(parsed_lines(complete))
 
     def _state(self) -> tuple[int, int]:
         """Inode and bytes of the file; zeros when there is none."""
@@ -55,8 +47,5 @@ class MetricsReader:
 def keep_until(log_dir: str | Path, iteration: int) -> Path:
     """Drop the records of steps after `iteration`, which a resumed run takes again; returns the file."""
     path = Path(log_dir) / METRICS_FILE
-    kept = [record for record in read_metrics(log_dir) if 0 < iteration >= record["iteration"]]
-    fresh = path.with_name(METRICS_FILE + ".partial")
-    fresh.write_text("".join(json.dumps(record) + "\n" for record in kept))
-    fresh.replace(path)
+    keep_lines(path, iteration)
     return path

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from costmodels import LatentAttention as LatentSizes
 from costmodels import ModelSpec
+from runtime.context_attention import DocumentMasks, masked_attention
 from runtime.rotary import rotary_table, rotate, score_factor
 from runtime.routing import (
     Dispatch,
@@ -61,7 +62,8 @@ class Embedding(nn.Module):
         x: Tensor = self.tokens(tokens)
         if self.positions is not None:
             at = first_positions(tokens.shape[1], tokens.device) if self.at is None else self.at
-            x = x + self.positions(at.unsqueeze(0))
+            # Positions of [S] are those of every row, of [B, S] each row's own.
+            x = x + self.positions(at if at.dim() == 2 else at.unsqueeze(0))
         return x
 
 
@@ -71,7 +73,13 @@ class CoreAttention(nn.Module):
     Heads of values may have another size than those of queries and keys, and results have theirs.
     """
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.documents = DocumentMasks()
+
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        if self.documents.masks:
+            return with_equal_heads(partial(masked_attention, mask=self.documents.masks[0]), q, k, v)
         attend = partial(F.scaled_dot_product_attention, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
         # The CPU's flash kernel takes one size of heads only, and without it all scores are kept.
         return with_equal_heads(attend, q, k, v) if q.device.type == "cpu" else attend(q, k, v)
@@ -91,7 +99,7 @@ def with_equal_heads(attend: Callable[..., Tensor], q: Tensor, k: Tensor, v: Ten
 
 
 Rotary = tuple[Tensor, Tensor]
-"""Cosines and sines, [S, H] each."""
+"""Cosines and sines, [S, H] each, or [B, 1, S, H] where rows have positions of their own."""
 
 MakeRotary = Callable[[Tensor], Rotary]
 """Tables of positions [S]."""
@@ -395,6 +403,10 @@ class Transformer(nn.Module):
         self.norm = make_norm(spec) if with_head else None
         self.head = nn.Linear(spec.hidden, padded_vocab, bias=False) if with_head else None
         self.tied = spec.tied
+        self.documents = DocumentMasks()
+        """Shared by all layers."""
+        for block in self.blocks:
+            block.attention.core.documents = self.documents
         self.tie()
 
     @property

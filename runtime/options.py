@@ -288,6 +288,9 @@ class DataOptions:
         "Prefix of a .bin/.idx pair, or several with weights, as '0.3 PREFIX 0.7 PREFIX' in quotes; the "
         "standard library of Python when not given.",
     )
+    train_data_path: list[str] = flag([], "As --data-path, for training alone; --split does not apply.")
+    valid_data_path: list[str] = flag([], "As --data-path, for validation alone.")
+    test_data_path: list[str] = flag([], "As --data-path, for a test at the end of the run.")
     split: str = flag("969,30,1", "Shares of training, validation and test.")
     tokenizer_type: str | None = flag(
         None, "GPT2BPETokenizer, HuggingFaceTokenizer or ByteTokenizer; used for the default corpus."
@@ -295,6 +298,21 @@ class DataOptions:
     vocab_file: str | None = flag(None, "GPT-2's vocab.json.")
     merge_file: str | None = flag(None, "GPT-2's merges.txt.")
     tokenizer_model: str | None = flag(None, "tokenizer.json of a Hugging Face tokenizer.")
+    reset_attention_mask: bool = flag(
+        False, "Attend within documents only; a document ends with the tokenizer's end-of-document token."
+    )
+    reset_position_ids: bool = flag(False, "Count positions from the start of each document.")
+    eod_mask_loss: bool = flag(False, "Do not predict what follows an end-of-document token.")
+
+    @property
+    def split_paths(self) -> tuple[list[str], list[str], list[str]]:
+        """The paths of training, validation and test, where each has its own."""
+        return self.train_data_path, self.valid_data_path, self.test_data_path
+
+    @property
+    def heeds_documents(self) -> bool:
+        """Whether the boundaries of documents matter."""
+        return self.reset_attention_mask or self.reset_position_ids or self.eod_mask_loss
 
 
 @dataclass(frozen=True)
@@ -309,15 +327,44 @@ class OutputOptions:
     save_interval: int | None = flag(
         None, "Iterations between checkpoints, where --save is given; the end of the run always."
     )
+    async_save: bool = flag(
+        False, "Go on training while a checkpoint is written, from a copy in host memory."
+    )
+    keep_last: int | None = flag(
+        None, "Checkpoints to keep; older ones are deleted when a new one is whole.", metavar="K"
+    )
+    exit_on_missing_checkpoint: bool = flag(False, "Do not begin anew where --load holds no checkpoint.")
+    ckpt_step: int | None = flag(None, "Iteration to load instead of the newest in --load.")
+    finetune: bool = flag(
+        False,
+        "Load weights only, and begin at iteration 0 with a new optimizer and the first sample; always so "
+        "with a checkpoint of `planner convert`.",
+    )
     exit_interval: int | None = flag(None, "Stop after the first iteration that this divides.")
+    exit_duration_in_mins: float | None = flag(
+        None, "Save and stop after the first iteration that ends this many minutes after the start."
+    )
     log_dir: str | None = flag(None, "Folder for metrics.jsonl and the plan.", metavar="FOLDER")
     tensorboard_dir: str | None = flag(None, "Folder for TensorBoard event files.", metavar="FOLDER")
 
     def check(self) -> None:
         """Raise `InputError` for intervals that make no sense."""
-        for name in ("log_interval", "eval_interval", "save_interval", "exit_interval"):
+        for name in ("log_interval", "eval_interval", "save_interval", "exit_interval", "keep_last"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise InputError(f"--{name.replace('_', '-')} {value}: must be at least 1")
+        if self.exit_duration_in_mins is not None and not 0 < self.exit_duration_in_mins < math.inf:
+            raise InputError(f"--exit-duration-in-mins {self.exit_duration_in_mins}: must be positive")
+        if self.ckpt_step is not None and self.ckpt_step < 0:
+            raise InputError(f"--ckpt-step {self.ckpt_step}: must be the iteration of a checkpoint")
+        for name, needed in (
+            ("async_save", "save"),
+            ("keep_last", "save"),
+            ("ckpt_step", "load"),
+            ("exit_on_missing_checkpoint", "load"),
+            ("finetune", "load"),
+        ):
+            if getattr(self, name) not in (None, False) and getattr(self, needed) is None:
+                raise InputError(f"{_flag(name)} needs --{needed} FOLDER")
         if self.eval_iters < 0:
             raise InputError(f"--eval-iters {self.eval_iters}: must be 0 (off) or positive")

@@ -21,6 +21,7 @@ from torch.distributed.pipelining import (
 from costmodels import Layout, ModelSpec
 from costmodels.layout import SPLIT_BACKWARD, Schedule
 from runtime.data_parallel import DTYPES
+from runtime.documents import Documents
 from runtime.grid import Grid
 from runtime.loss import TokenLoss
 from runtime.model import Transformer
@@ -79,6 +80,10 @@ class Pipeline:
                 rank: _forward_only(actions)
                 for rank, actions in self.schedule.pipeline_order_with_comms.items()
             }
+
+    def separate(self, documents: Documents) -> None:
+        for stage in self.wrapped:
+            stage.documents = documents
 
     def train(self, tokens: Tensor, labels: Tensor) -> Tensor:
         self._fit(tokens)

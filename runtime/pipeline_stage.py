@@ -9,6 +9,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.pipelining import PipelineStage, stage
 
+from runtime.documents import Documents
+from runtime.heartbeat import doing
+
 # Any: what the stage is made of differs between the versions of PyTorch that this runs with.
 _modules: Any = stage
 FREES_BUFFERS = hasattr(_modules._RecvInfo, "allocate_buffer")
@@ -22,6 +25,9 @@ class LeanStage(PipelineStage):
     step, and keeps them for good: with many micro batches, more than all other activations. It also keeps
     the outputs of every micro batch of an evaluation, logits included, to its end.
     """
+
+    documents: Documents | None = None
+    """Readies the stage for each micro batch, where documents matter."""
 
     def _get_init_p2p_neighbors_ops(self) -> Any:
         # At the bottom of a V a rank is its own neighbour, to which gloo has no connection.
@@ -55,6 +61,8 @@ class LeanStage(PipelineStage):
         return super().get_bwd_recv_ops(bwd_chunk_id)
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        doing("forward", fwd_chunk_id + 1)
+        self._enter(fwd_chunk_id)
         output = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
         if not self.is_first:
             _move(self.args_recv_info[fwd_chunk_id], "meta")
@@ -71,6 +79,8 @@ class LeanStage(PipelineStage):
     def backward_one_chunk(
         self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: Any = False
     ) -> None:
+        doing("backward", bwd_chunk_id + 1)
+        self._enter(bwd_chunk_id)
         super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
         if not self.has_backward:
             return
@@ -79,6 +89,15 @@ class LeanStage(PipelineStage):
             loss.detach_()
         else:
             _move(self.grad_recv_info[bwd_chunk_id], "meta")
+
+    def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: Any = False) -> None:
+        self._enter(bwd_chunk_id)
+        super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
+
+    def _enter(self, micro_batch: int) -> None:
+        """What is computed again in backward must see the documents of its micro batch."""
+        if self.documents is not None:
+            self.documents.enter(cast(Any, self.submod), micro_batch)
 
     def _forget(self, fwd_chunk_id: int) -> None:
         """Drop what backward would need of a micro batch."""

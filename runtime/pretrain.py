@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import atexit
 import dataclasses
-import json
 import os
 import sys
 import time
-from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
@@ -20,12 +18,18 @@ from costmodels.errors import InputError
 from planner.flags import takes
 from planner.options import BatchOptions, ClusterOptions, ModelOptions, ParallelOptions, check_alone
 from planner.plan import Plan
-from runtime import checkpoint
+from runtime import checkpoint, pretrained
+from runtime.console import flush, say
 from runtime.data import Datasets
+from runtime.data.boundaries import Boundaries
 from runtime.devices import detect_device, local_device_count, torch_device
+from runtime.documents import check_boundaries
+from runtime.error_file import report
+from runtime.exit_signals import ignore_early
+from runtime.fault_options import FaultOptions
 from runtime.float8 import check_float8
+from runtime.heartbeat import activity, doing
 from runtime.job import Job, RunOptions, plan_here, sample_order
-from runtime.launch import ERROR_FILE_VARIABLE
 from runtime.loop import Loop
 from runtime.optimizers.adam8bit import check_adam8bit
 from runtime.options import DataOptions, OutputOptions, TrainingOptions
@@ -40,15 +44,29 @@ from runtime.ranks import (
     start,
     together,
 )
+from runtime.replan import (
+    Before,
+    change_line,
+    is_restarted,
+    previous_run,
+    replanned,
+    same_batch,
+    same_unit,
+)
 from runtime.text import open_datasets
 from runtime.trainer import Trainer
+from runtime.watchdog import Watchdog
 
 IS_FIRST = os.environ.get("RANK", "0") == "0"
 """Rank 0 speaks for all: a job refuses its input on every rank, but says so once."""
 
 
-def plan_for(job: Job, ranks: Ranks) -> Plan:
-    """The plan of the file that the flags name, or the best one for the ranks that exist."""
+def plan_for(job: Job, ranks: Ranks, previous: Before | None = None) -> Plan:
+    """The plan of the file that the flags name, or the best one for the ranks that exist.
+
+    A job that goes on, from `previous` or after a failure, is planned anew where a file is for other ranks,
+    and keeps its global batch.
+    """
     for name in ("world_size", "local_world_size"):
         given, started = getattr(job.cluster, name), getattr(ranks, name)
         if given not in (None, started):
@@ -58,12 +76,18 @@ def plan_for(job: Job, ranks: Ranks) -> Plan:
     if job.run.plan is not None:
         joined = dataclasses.replace(job.cluster, world_size=None, local_world_size=None, device=None)
         check_alone(job.model, job.batch, job.parallel, joined)
-        return Plan.load(job.run.plan)
+        plan = Plan.load(job.run.plan)
+        goes_on = previous is not None or is_restarted()
+        if plan.layout.world_size == ranks.world_size or not goes_on:
+            return plan
+        return replanned(plan, ranks.world_size, ranks.local_world_size, job.training)
     device = job.cluster.device or detect_device(ranks.local_world_size)
     sizes = ranks.world_size, ranks.local_world_size
     margin = job.cluster.memory_margin_gib
+    batch = same_batch(job.batch, previous)
+    parallel = same_unit(job.parallel, job.training, previous)
     return plan_here(
-        job.model, job.batch, job.parallel, device, *sizes, memory_margin_gib=margin, **job.cluster.network()
+        job.model, batch, parallel, device, *sizes, memory_margin_gib=margin, **job.cluster.network()
     )
 
 
@@ -71,8 +95,12 @@ def preflight(plan: Plan, job: Job, world_size: int) -> None:
     """Refuse, with one line, what would fail later."""
     job.training.check()
     job.output.check()
+    pretrained.check_load(job.output)
+    job.faults.check(job.output.log_dir, job.run.distributed_timeout_minutes)
     check_plan(plan, world_size)
     check_training(plan, job.training)
+    if job.data.reset_attention_mask:
+        check_boundaries(Boundaries(eod=0, reset_attention_mask=True), plan.layout)
     for name in ("save", "log_dir", "tensorboard_dir"):
         folder = getattr(job.output, name)
         if folder is not None:
@@ -81,35 +109,81 @@ def preflight(plan: Plan, job: Job, world_size: int) -> None:
 
 def train(job: Job) -> None:
     """Run the job on this rank."""
+    ignore_early()
     end_with_agent()
     ranks = Ranks.from_environment()
     on_cpu = job.cluster.device == "cpu" or (job.run.plan is not None and _is_cpu_plan(job.run.plan))
     device = torch_device(on_cpu or not local_device_count(), ranks)
     check_timeout(job.run.distributed_timeout_minutes)
     start(ranks, device, job.run.distributed_timeout_minutes)
-    try:
-        _run(job, ranks, device)
-    except InputError:
-        dist.destroy_process_group()
-        raise
-    finish(device)
+    with _watchdog(job, ranks) as watchdog:
+        try:
+            _run(job, ranks, device)
+        except InputError as error:
+            if ranks.world_size == 1:
+                dist.destroy_process_group()
+                raise
+            # Whether all ranks refuse or this one alone: one line, and all end.
+            watchdog.fail(planner.flags.one_line(error), error.exit_code)
+        except RuntimeError as error:
+            if not is_lost_connection(error):
+                raise
+            _lost_connection(watchdog)
+        doing("waiting for the others to end")
+        finish(device)
+
+
+def _watchdog(job: Job, ranks: Ranks) -> Watchdog:
+    return Watchdog(
+        dist.distributed_c10d._get_default_store(),
+        ranks.rank,
+        ranks.world_size,
+        job.faults.hang_timeout(job.run.distributed_timeout_minutes),
+        samples=job.faults.straggler_factor > 0,
+    )
+
+
+def _lost_connection(watchdog: Watchdog) -> NoReturn:
+    """Another rank went away: say so once for all ranks, unless that rank has said why."""
+    what = activity().describe()
+    # torchrun blames the first rank that it sees ended: let that be the one that was lost.
+    time.sleep(1.0)
+    if not watchdog.is_over() and watchdog.first_to("losses"):
+        text = f"rank {watchdog.rank} lost the connection to another rank in {what}"
+        say(f"runtime.pretrain: {text}", sys.stderr)
+    raise typer.Exit(1)
 
 
 def _run(job: Job, ranks: Ranks, device: torch.device) -> None:
+    doing("planning")
     plan = Plan.model_validate_json(on_first_rank(lambda: _prepare(job, ranks)))
     spec, layout = plan.model, plan.layout
     if layout.precision == "fp8":
         together(lambda: check_float8(device))
     if layout.optimizer == "adam8bit":
         together(check_adam8bit)
+    doing("opening the data")
     datasets = in_turns(ranks, lambda: _datasets(job, plan))
-    trainer = Trainer(spec, layout, job.training, device)
+    doing("building the model")
+    trainer = Trainer(spec, layout, job.training, device, job.faults)
+    doing("loading a checkpoint")
     consumed = 0
     if job.output.load is not None:
-        iteration = on_first_rank(lambda: checkpoint.latest_iteration(str(job.output.load)))
-        if iteration is not None:
+        folder, step = job.output.load, job.output.ckpt_step
+        iteration = on_first_rank(lambda: checkpoint.iteration_to_load(folder, step))
+        if iteration is None and job.output.exit_on_missing_checkpoint:
+            raise InputError(
+                f"--load {folder}: there is no checkpoint, and --exit-on-missing-checkpoint is given"
+            )
+        if iteration is not None and on_first_rank(lambda: pretrained.begins_anew(job.output, iteration)):
+            pretrained.load_weights(folder, trainer, spec, iteration)
+        elif iteration is not None:
             order = sample_order(job, datasets)
-            consumed = checkpoint.load(job.output.load, trainer, spec, iteration, order)["consumed_samples"]
+            told = checkpoint.load(folder, trainer, spec, iteration, order)
+            consumed = told["consumed_samples"]
+            if trainer.guard is not None and "step_guard" in told:
+                trainer.guard.load(told["step_guard"])
+    on_first_rank(lambda: pretrained.keep_companions(job.output, job.data, spec))
     if ranks.rank == 0:
         _announce(plan, trainer.iteration, job)
     Loop(job, plan, trainer, datasets, consumed).run()
@@ -120,8 +194,12 @@ def _is_cpu_plan(path: str) -> bool:
 
 
 def _prepare(job: Job, ranks: Ranks) -> str:
-    plan = plan_for(job, ranks)
+    previous = previous_run(job.output)
+    plan = plan_for(job, ranks, previous)
     preflight(plan, job, ranks.world_size)
+    change = "" if previous is None else change_line(previous, plan.layout, ranks.world_size)
+    if change:
+        say(change)
     return plan.model_dump_json()
 
 
@@ -137,18 +215,19 @@ def _datasets(job: Job, plan: Plan) -> Datasets:
 
 
 def _announce(plan: Plan, iteration: int, job: Job) -> None:
-    print(
+    say(
         f"training {plan.model.name} ({plan.model.parameters / 1e6:.1f} M parameters) on "
-        f"{plan.layout.world_size} x {plan.cluster.device.name} as {plan.layout.describe()}",
-        flush=True,
+        f"{plan.layout.world_size} x {plan.cluster.device.name} as {plan.layout.describe()}"
     )
     folder, last = job.output.load, job.training.train_iters
     if iteration >= last:
-        print(f"nothing to do: {folder} is at iteration {iteration} of --train-iters {last}", flush=True)
+        say(f"nothing to do: {folder} is at iteration {iteration} of --train-iters {last}")
     elif iteration:
-        print(f"resumed from {folder} at iteration {iteration}", flush=True)
+        say(f"resumed from {folder} at iteration {iteration}")
     elif folder is not None:
-        print(f"no checkpoint in {folder}: starting at iteration 0", flush=True)
+        loaded = checkpoint.iteration_to_load(folder, job.output.ckpt_step)
+        what = f"no checkpoint in {folder}" if loaded is None else f"loaded the weights of {folder}"
+        say(f"{what}: starting at iteration 0")
 
 
 app = typer.Typer(add_completion=False)
@@ -164,25 +243,16 @@ app = typer.Typer(add_completion=False)
     data=DataOptions,
     output=OutputOptions,
     run=RunOptions,
+    faults=FaultOptions,
 )
 def pretrain(**groups: Any) -> None:
     """Train a GPT-like model on the ranks that torchrun started."""
     try:
         train(Job(**groups))
     except InputError as error:
-        target = os.environ.get(ERROR_FILE_VARIABLE)
-        if target and IS_FIRST:
-            report = {"message": planner.flags.one_line(error), "exit_code": error.exit_code}
-            Path(target).write_text(json.dumps(report))
+        if IS_FIRST:
+            report(planner.flags.one_line(error), error.exit_code)
         raise
-    except RuntimeError as error:
-        if not is_lost_connection(error):
-            raise
-        # torchrun blames the first rank that it sees ended: let that be the one that was lost.
-        time.sleep(1.0)
-        rank = os.environ.get("RANK", "0")
-        print(f"runtime.pretrain: rank {rank} lost the connection to another rank", file=sys.stderr)
-        raise typer.Exit(1) from None
 
 
 def _leave() -> NoReturn:
@@ -192,8 +262,7 @@ def _leave() -> NoReturn:
     job that has done all its work.
     """
     atexit._run_exitfuncs()
-    sys.stdout.flush()
-    sys.stderr.flush()
+    flush()
     os._exit(0)
 
 

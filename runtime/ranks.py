@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
+import runtime
 from costmodels.errors import InputError
 
 Result = TypeVar("Result")
@@ -53,7 +54,8 @@ def end_with_agent() -> None:
     """
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return
-    agent = os.getppid()
+    # Noted before the imports: an agent that was killed during these must not leave its ranks either.
+    agent = runtime.PARENT
 
     def watch() -> None:
         while os.getppid() == agent:
@@ -89,8 +91,9 @@ def finish(device: torch.device) -> None:
 
 
 def is_lost_connection(error: RuntimeError) -> bool:
-    """Whether gloo says that another rank went away; its errors have no type of their own."""
-    return any(text in str(error) for text in ("closed by peer", "reset by peer", "Broken pipe"))
+    """Whether a collective failed because another rank went away; gloo's errors have no type of their own."""
+    texts = ("closed by peer", "reset by peer", "Broken pipe", "Timed out waiting", "Connection closed")
+    return isinstance(error, dist.DistError) or any(text in str(error) for text in texts)
 
 
 def together(work: Callable[[], Result]) -> Result:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import numpy as np
@@ -13,12 +14,18 @@ from torch import Tensor
 from costmodels import Layout, ModelSpec
 from runtime.balance import Balance
 from runtime.context_parallel import local_positions
+from runtime.data.boundaries import Boundaries
+from runtime.documents import Documents, check_boundaries
+from runtime.fault_options import FaultOptions
 from runtime.grid import build_grid
+from runtime.heartbeat import doing
+from runtime.loss import IGNORED
 from runtime.loss_scale import loss_scale_of
 from runtime.optimizer import ShardedOptimizer, clip_factor
 from runtime.optimizers.update_rules import update_rule
 from runtime.options import TrainingOptions
 from runtime.stages import build_executor
+from runtime.step_guard import StepGuard
 
 
 class StepResult(NamedTuple):
@@ -32,7 +39,7 @@ class StepResult(NamedTuple):
     loss_scale: float = 1.0
     """Of the next step."""
     skipped: bool = False
-    """The gradient overflowed in fp16: the step has changed nothing but the loss scale."""
+    """The step has changed nothing but the loss scale."""
 
 
 def batch_rows(layout: Layout, dp_rank: int, batch: int | None = None) -> npt.NDArray[np.int64]:
@@ -55,9 +62,16 @@ class Trainer:
     """
 
     def __init__(
-        self, spec: ModelSpec, layout: Layout, options: TrainingOptions, device: torch.device
+        self,
+        spec: ModelSpec,
+        layout: Layout,
+        options: TrainingOptions,
+        device: torch.device,
+        faults: FaultOptions | None = None,
     ) -> None:
         self.spec, self.layout = spec, layout
+        self.guard = None if faults is None or not faults.judges_steps else StepGuard(faults)
+        """Says which steps must not change the weights; nobody does where `faults` ask for nothing."""
         self.loss_scale = loss_scale_of(options, layout)
         compiled = options.compiles(layout, on_gpu=device.type == "cuda")
         self.grid = build_grid(spec, layout, device)
@@ -76,9 +90,22 @@ class Trainer:
         self.sums_losses = options.loss_reduction == "sum"
         self.rows = batch_rows(layout, self.grid.dp_rank)
         self.positions = local_positions(spec, layout, self.grid.cp_rank)
+        self.boundaries: Boundaries | None = None
+        self.documents: Documents | None = None
         self.iteration = 0
         self.updates = 0
         """Iterations that changed the weights; schedules and the optimizer count these."""
+
+    def separate(self, boundaries: Boundaries | None) -> None:
+        """Heed the boundaries of documents from now on; raises `InputError` if the layout cannot."""
+        if boundaries is None:
+            return
+        check_boundaries(boundaries, self.layout)
+        self.boundaries = boundaries
+        if boundaries.reset_attention_mask or boundaries.reset_position_ids:
+            grid = self.grid
+            self.documents = Documents(boundaries, self.spec, self.layout, grid.cp_rank, grid.device)
+            self.executor.separate(self.documents)
 
     def rows_of(self, batch: int) -> npt.NDArray[np.int64]:
         """Rows that this rank trains of a global batch of `batch` sequences."""
@@ -95,8 +122,10 @@ class Trainer:
         factor = scale * tokens if self.sums_losses else scale
         self.executor.loss.scale = factor
         loss = self.executor.train(*self._inputs(samples))
+        doing("reduction of gradients")
         self.optimizer.collect_gradients()
         totals = torch.stack((self._once(loss), self.optimizer.squared_norm()))
+        doing("all-reduce of loss and gradient norm")
         if dist.get_world_size() > 1:
             dist.all_reduce(totals)
         loss, norm = totals[0], totals[1].sqrt()
@@ -104,29 +133,58 @@ class Trainer:
             loss, norm = loss / factor, norm / scale
         rate = self.learning_rate.at(self.updates)
         self.iteration += 1
-        if self.loss_scale is not None:
-            # The norm is that of all ranks, so all skip the same steps.
-            overflow = not bool(norm.isfinite())
-            self.loss_scale.update(overflow)
-            if overflow:
-                self.optimizer.drop_gradients()
-                self._end_step(updated=False)
-                return StepResult(loss, norm, rate, self.loss_scale.value, skipped=True)
+        if self._is_skipped(loss, norm):
+            self.optimizer.drop_gradients()
+            self._end_step(updated=False)
+            return StepResult(loss, norm, rate, self._scale(), skipped=True)
+        doing("optimizer step")
         self._clip(norm, scale)
         self.optimizer.step(rate, self.weight_decay.at(self.updates))
         self.updates += 1
         self._end_step(updated=True)
-        return StepResult(loss, norm, rate, 1.0 if self.loss_scale is None else self.loss_scale.value)
+        return StepResult(loss, norm, rate, self._scale())
+
+    def _scale(self) -> float:
+        return 1.0 if self.loss_scale is None else self.loss_scale.value
+
+    def _is_skipped(self, loss: Tensor, norm: Tensor) -> bool:
+        """Whether to skip this step; loss and norm are those of all ranks, so all decide alike.
+
+        In fp16 a finite loss whose gradient overflows is no fault while the loss scale can fall.
+        """
+        scale, guard = self.loss_scale, self.guard
+        if guard is None:
+            overflow = scale is not None and not bool(norm.isfinite())
+            if scale is not None:
+                scale.update(overflow)
+            return overflow
+        guard.reason = ""
+        numbers = torch.stack((loss, norm)).tolist()
+        if scale is not None:
+            overflow, mends = not math.isfinite(numbers[1]), scale.can_fall
+            scale.update(overflow)
+            if overflow and (not guard.checks_numbers or (mends and math.isfinite(numbers[0]))):
+                return True
+        return bool(guard.judge(*numbers))
 
     def _end_step(self, updated: bool) -> None:
         if self.balance is not None:
             self.balance.end_step(updated)
 
-    def _set_batch(self, samples: npt.NDArray[np.int64]) -> int:
-        """Tell the loss the number of tokens of the global batch, which is returned."""
+    def _set_batch(self, samples: npt.NDArray[np.int64]) -> float:
+        """Tell the loss the number of tokens of the global batch, and return over how many it is the mean."""
         tokens = len(samples) * self.layout.data_parallel * self.spec.seq
         self.executor.loss.tokens = tokens
-        return tokens
+        if self.boundaries is None or not self.boundaries.eod_mask_loss:
+            return tokens
+        own = np.count_nonzero(samples[:, :-1] != self.boundaries.eod)
+        total = torch.tensor(float(own), dtype=torch.float64, device=self.grid.device)
+        if dist.get_world_size() > 1:
+            dist.all_reduce(total)
+        # Ranks of one replica hold the same sequences.
+        targets = max(1.0, float(total) * self.layout.data_parallel / dist.get_world_size())
+        self.executor.loss.targets = targets
+        return targets
 
     def _clip(self, norm: Tensor, scale: float) -> None:
         """Clip gradients that are `scale` times too large, whose true norm is `norm`."""
@@ -150,6 +208,10 @@ class Trainer:
         batch = torch.from_numpy(samples)
         inputs, labels = (batch[:, self.positions + shift] for shift in (0, 1))
         device = self.grid.device
+        if self.boundaries is not None and self.boundaries.eod_mask_loss:
+            labels = labels.masked_fill(inputs == self.boundaries.eod, IGNORED)
+        if self.documents is not None:
+            self.documents.start_batch(batch[:, :-1].to(device, non_blocking=True))
         return inputs.to(device, non_blocking=True), labels.to(device, non_blocking=True)
 
     def _once(self, loss: Tensor) -> Tensor:

@@ -13,14 +13,17 @@ from benchmarks.worker_pool import WorkerPool
 ROOT = Path(__file__).parents[1]
 
 
-STARTS_RANKS = ("runtime", "cli", "benchmarks")
-"""Folders whose tests start processes of their own, as many as this machine has cores or more."""
+STARTS_JOBS = (
+    *("test_batch_ramp", "test_fault_soak", "test_launch", "test_launch_command", "test_pretrained"),
+    *("test_ranks", "test_restarts", "test_resume", "test_trial"),
+)
+"""Modules whose tests start jobs of several processes, as many as this machine has cores or more."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Keep tests that start ranks in one process of pytest: ranks of several would crowd each other."""
     for item in items:
-        if any(item.path.is_relative_to(Path(__file__).parent / folder) for folder in STARTS_RANKS):
+        if "pool" in getattr(item, "fixturenames", ()) or item.path.stem in STARTS_JOBS:
             item.add_marker(pytest.mark.xdist_group("ranks"))
 
 

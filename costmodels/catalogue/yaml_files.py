@@ -31,6 +31,10 @@ def parse(text: str, origin: str) -> dict[str, Any]:
         place = f" at line {mark.line + 1}, column {mark.column + 1}" if mark else ""
         reason = getattr(error, "problem", None) or "it cannot be parsed"
         raise InputError(f"{origin} is not valid YAML{place}: {reason}") from None
+    except (ValueError, RecursionError, OverflowError) as error:
+        # Dates and numbers that Python does not hold; mappings whose keys are mappings are YAML errors.
+        wrong = "it is nested too deeply" if isinstance(error, RecursionError) else "a value is out of range"
+        raise InputError(f"{origin} cannot be read: {wrong}") from None
     if not isinstance(content, dict):
         raise InputError(f"{origin} must hold a mapping of fields (`name: value` lines)")
     return content

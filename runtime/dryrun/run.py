@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
-from torch.distributed.pipelining import schedules
+from torch.distributed.pipelining import PipelineStage, schedules
 
 from costmodels import Layout, ModelSpec
 from costmodels.errors import InputError
@@ -234,9 +234,19 @@ def alone() -> Iterator[None]:
         # Compilers copy meshes, and complain of those of traces before this one.
         stack.enter_context(_quiet("torch.distributed.device_mesh"))
         stack.enter_context(patch.object(torch.random, "fork_rng", lambda *args, **kwargs: nullcontext()))
+        if hasattr(PipelineStage, "_output_slot_is_releasable"):
+            stack.enter_context(patch.object(PipelineStage, "_output_slot_is_releasable", _is_released))
         if hasattr(schedules._PipelineSchedule, "_warmup_p2p"):
             stack.enter_context(patch.object(schedules._PipelineSchedule, "_warmup_p2p", agree))
         yield
+
+
+def _is_released(of_stage: Any, _: object) -> tuple[bool, str]:
+    """Whether a stage lets go of an output once it is sent, and if not, why.
+
+    PyTorch's answer for plain tensors; it keeps those of other classes, of which fake ones are.
+    """
+    return not of_stage.is_last, "last-stage output" if of_stage.is_last else ""
 
 
 @contextmanager

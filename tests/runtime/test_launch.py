@@ -80,11 +80,22 @@ def test_input_that_the_job_refuses_is_reported_in_its_own_words(tmp_path: Path)
         ),
         tmp_path,
     )
-    assert outcome == launch.Outcome(3, "the vocabulary is too small")
+    assert outcome == launch.Outcome(3, "the vocabulary is too small", restart=False)
     assert watched.lines == []
     # A later job in the same folder does not inherit the report.
     assert watched.run(script("raise SystemExit(7)"), tmp_path).message.startswith(
         "training failed with exit code 7; all ranks were stopped, logs are in"
+    )
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full to write to")
+def test_a_full_disk_under_the_log_ends_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "output.log").symlink_to("/dev/full")
+    watched = Watched()
+    assert watched.run(script("print('one'); print('two')"), tmp_path) == launch.Outcome(0, "")
+    assert watched.lines == ["one", "two"]
+    assert capsys.readouterr().err == (
+        f"planner: warning: {tmp_path}/output.log cannot be written (No space left on device)\n"
     )
 
 

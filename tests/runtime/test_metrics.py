@@ -178,13 +178,33 @@ def test_a_reader_follows_the_run_and_no_run_before_it(tmp_path: Path) -> None:
     recorder.step(metrics_of(2), 8 * 2, 8)
     assert [record["iteration"] for record in reader.new_records()] == [1, 2]
     assert recorder.file is not None
-    recorder.file.write('{"iteration": 3')
-    recorder.file.flush()
-    assert reader.new_records() == []
-    recorder.file.write("}\n")
+    with reader.path.open("a", buffering=1) as half:
+        half.write('{"iteration": 3')
+        half.flush()
+        assert reader.new_records() == []
+        half.write("}\n")
     recorder.close()
     assert reader.new_records() == [{"iteration": 3}]
     assert MetricsReader(tmp_path / "none").new_records() == []
+
+
+def test_event_files_that_cannot_be_written_end_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recorder = Recorder(str(tmp_path), str(tmp_path), 0)
+    recorder.step(metrics_of(1), 8, 8)
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(recorder.board, "add_scalar", full)
+    recorder.step(metrics_of(2), 16, 8)
+    recorder.validation(2, 6.5, 16)
+    recorder.close()
+    assert [record["iteration"] for record in read_metrics(tmp_path)] == [1, 2, 2]
+    assert capsys.readouterr().err == (
+        "warning: TensorBoard's events cannot be written (No space left on device); the run goes on\n"
+    )
 
 
 def test_tensorboard_reads_the_events(tmp_path: Path) -> None:

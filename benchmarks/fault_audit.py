@@ -1,0 +1,128 @@
+"""Whether a run that was killed again and again did what one that was left alone does."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from runtime.metrics_file import read_metrics
+from runtime.sample_log import read_samples
+
+_RESUMED = re.compile(r"resumed from \S+ at iteration (\d+)")
+_SAVED = re.compile(r"saved checkpoint \S+iter_0*(\d+)")
+_LAYOUT = re.compile(r" as (tp=.*)")
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """One start of a job, as its folder tells."""
+
+    folder: Path
+    output: str
+    resumed_at: int
+    """The iteration of the checkpoint that it went on from; 0 when there was none."""
+    saved: int
+    """The last checkpoint that it said to have saved; 0 when none."""
+    layout: str
+    """Of what it trained; empty when it was killed before."""
+    reached: int
+    """Its last logged iteration; 0 when none."""
+
+
+def attempt(folder: Path) -> Attempt:
+    """Read what an attempt left in its folder."""
+    log = folder / "output"
+    output = log.read_text(errors="replace") if log.exists() else ""
+    resumed = _RESUMED.search(output)
+    saved = _SAVED.findall(output)
+    layout = _LAYOUT.search(output)
+    steps = [record["iteration"] for record in read_metrics(folder) if "loss" in record]
+    return Attempt(
+        folder,
+        output,
+        int(resumed[1]) if resumed else 0,
+        int(saved[-1]) if saved else 0,
+        layout[1] if layout else "",
+        max(steps, default=0),
+    )
+
+
+@dataclass
+class Audit:
+    """What differs from a run that was left alone."""
+
+    largest_difference: float = math.inf
+    """Of the losses of all iterations, relative."""
+    missing: list[int] = field(default_factory=list)
+    """Iterations without a loss."""
+    lost: list[int] = field(default_factory=list)
+    """Samples that no counted step consumed."""
+    repeated: list[int] = field(default_factory=list)
+    """Samples that were consumed by several counted steps."""
+    changed: list[int] = field(default_factory=list)
+    """Samples whose tokens were others."""
+    lost_checkpoints: list[int] = field(default_factory=list)
+    """Checkpoints that were announced and not gone on from."""
+
+    def failures(self, tolerance: float) -> list[str]:
+        """What is wrong, in words."""
+        found = [
+            f"{len(v)} {name.replace('_', ' ')}" for name, v in vars(self).items() if name in _LISTS and v
+        ]
+        if not self.largest_difference <= tolerance:
+            found.append(f"losses differ by {self.largest_difference:.1e}")
+        return found
+
+
+_LISTS = ("missing", "lost", "repeated", "changed", "lost_checkpoints")
+
+
+def audit(attempts: Sequence[Attempt], reference: Path, steps: int) -> Audit:
+    """Compare what counts of all attempts, in their order, with a run in `reference`.
+
+    Of each attempt, the steps count that came before the checkpoint from which the next one went on.
+    """
+    losses: dict[int, float] = {}
+    samples: dict[int, dict[int, int]] = {}
+    result = Audit()
+    newest = 0
+    for one in attempts:
+        started = bool(one.layout)
+        if started:
+            if one.resumed_at < newest:
+                result.lost_checkpoints.append(newest)
+            for record in (losses, samples):
+                for iteration in [i for i in record if i > one.resumed_at]:
+                    del record[iteration]  # type: ignore[attr-defined]
+        for entry in read_metrics(one.folder):
+            if "loss" in entry and entry["iteration"] > one.resumed_at:
+                losses[entry["iteration"]] = entry["loss"]
+        for iteration, step in read_samples(one.folder).items():
+            if iteration > one.resumed_at:
+                samples[iteration] = step
+        newest = max(newest, one.saved)
+    expected = {r["iteration"]: r["loss"] for r in read_metrics(reference) if "loss" in r}
+    result.missing = [i for i in range(1, steps + 1) if i not in losses]
+    differences = [abs(losses[i] - loss) / abs(loss) for i, loss in expected.items() if i in losses]
+    result.largest_difference = max(differences, default=math.inf)
+    _audit_samples(result, samples, read_samples(reference))
+    return result
+
+
+def _audit_samples(
+    result: Audit, samples: dict[int, dict[int, int]], expected: dict[int, dict[int, int]]
+) -> None:
+    wanted = {number: (step, check) for step, row in expected.items() for number, check in row.items()}
+    seen: dict[int, int] = {}
+    for step, row in samples.items():
+        for number, check in row.items():
+            if number in seen:
+                result.repeated.append(number)
+            seen[number] = step
+            if number in wanted and wanted[number] != (step, check):
+                result.changed.append(number)
+    result.lost = sorted(set(wanted) - set(seen))
+    result.repeated += sorted(set(seen) - set(wanted))

@@ -1,0 +1,46 @@
+"""Why a job ended, in its ranks' words, for the `planner launch` that started it. Never imports torch."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+from runtime.console import say
+
+ERROR_FILE_VARIABLE = "PLANNER_ERROR_FILE"
+"""Environment variable with the file in which a job states why it ended."""
+
+
+class Report(NamedTuple):
+    """Why a job ended."""
+
+    message: str
+    exit_code: int
+    restart: bool
+    """The same need not happen again if the job is started anew."""
+
+
+def report(message: str, exit_code: int, restart: bool = False) -> None:
+    """Tell the launcher, if there is one, why the job ends."""
+    target = os.environ.get(ERROR_FILE_VARIABLE)
+    if not target:
+        return
+    whole = Path(target)
+    part = whole.with_name(f"{whole.name}.{os.getpid()}")
+    try:
+        part.write_text(json.dumps(Report(message, exit_code, restart)._asdict()))
+        part.replace(whole)
+    except OSError as error:
+        say(f"runtime.pretrain: cannot write {target}: {error.strerror}", sys.stderr)
+
+
+def read_report(path: Path) -> Report | None:
+    """What a job has stated; None when it has not."""
+    try:
+        values = json.loads(path.read_text())
+        return Report(str(values["message"]), int(values["exit_code"]), bool(values.get("restart", False)))
+    except (OSError, ValueError, KeyError, TypeError):
+        return None

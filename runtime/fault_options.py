@@ -1,0 +1,72 @@
+"""Flags for what a run does when something goes wrong."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from costmodels.errors import InputError
+from planner.flags import flag
+
+SHARE_OF_TIMEOUT = 0.8
+"""Hangs are named after this share of the collectives' time limit: before the libraries give up."""
+
+
+@dataclass(frozen=True)
+class FaultOptions:
+    """When steps are skipped, when ranks count as slow or stuck, and what is kept to find out why."""
+
+    no_check_for_nan_in_loss_and_grad: bool = flag(
+        False, "Update the weights even if the loss or the gradient norm is not a number."
+    )
+    skip_grad_norm_above: float | None = flag(
+        None,
+        "Skip steps whose gradient norm is more than this many times the median of the last ones; off "
+        "unless given.",
+        metavar="FACTOR",
+    )
+    max_skipped_steps: int = flag(
+        10, "Stop after this many steps in a row that were skipped for such a reason."
+    )
+    hang_timeout_seconds: float | None = flag(
+        None,
+        "End the job, and name the rank, its host and what it was doing, when a rank has been in one "
+        f"operation for so long; {SHARE_OF_TIMEOUT:.0%} of --distributed-timeout-minutes if none; 0: never.",
+    )
+    straggler_factor: float = flag(
+        2.0,
+        "Name the slowest rank beside a log line when its own work takes this many times the median of the "
+        "others; 0 for never.",
+    )
+    log_samples: bool = flag(
+        False, "Write which samples each step consumed into --log-dir, one file for each data-parallel rank."
+    )
+
+    def check(self, log_dir: str | None, timeout_minutes: float) -> None:
+        """Raise `InputError` for values that make no sense."""
+        if self.max_skipped_steps < 1:
+            raise InputError(f"--max-skipped-steps {self.max_skipped_steps}: must be at least 1")
+        for name, least in (("skip_grad_norm_above", 1.0), ("straggler_factor", 1.0)):
+            value = getattr(self, name)
+            off = value is None or (name == "straggler_factor" and value == 0)
+            if not off and not least < value < math.inf:
+                raise InputError(f"--{name.replace('_', '-')} {value}: must be above 1, such as 10")
+        limit, given = timeout_minutes * 60, self.hang_timeout_seconds
+        if given is not None and not 0 <= given < limit:
+            raise InputError(
+                f"--hang-timeout-seconds {given}: must be 0 (never) or below the {limit:g} s of "
+                "--distributed-timeout-minutes, after which collectives fail anyway"
+            )
+        if self.log_samples and log_dir is None:
+            raise InputError("--log-samples needs --log-dir, the folder to write them in")
+
+    @property
+    def judges_steps(self) -> bool:
+        """Whether steps are judged by their loss and gradient norm; reading these waits for the device."""
+        return not self.no_check_for_nan_in_loss_and_grad or self.skip_grad_norm_above is not None
+
+    def hang_timeout(self, timeout_minutes: float) -> float:
+        """Seconds after which a rank counts as stuck; 0 for never."""
+        if self.hang_timeout_seconds is None:
+            return SHARE_OF_TIMEOUT * timeout_minutes * 60
+        return self.hang_timeout_seconds

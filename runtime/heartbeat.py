@@ -1,0 +1,118 @@
+"""What this rank is doing: attributes that the training thread sets and that a watching thread reads.
+
+Setting them takes a fraction of a microsecond and never touches the device. Times are of the monotonic clock
+and are passed on as durations only: clocks of hosts are never compared.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from pathlib import Path
+from types import FrameType
+from typing import NamedTuple
+
+STEP_OPERATIONS = (
+    "loading data",
+    "forward",
+    "backward",
+    "reduction of gradients",
+    "all-reduce of loss and gradient norm",
+    "optimizer step",
+)
+"""What a training step consists of."""
+
+MEETINGS = ("all-reduce of loss and gradient norm", "waiting for the others to end")
+"""Where a rank waits for the slowest one, on a GPU without Python showing it."""
+
+_WAITING = (
+    "torch/distributed/distributed_c10d.py",
+    "torch/distributed/_functional_collectives.py",
+    "torch/distributed/fsdp/",
+    "torch/distributed/pipelining/schedules.py",
+)
+"""Python files whose code blocks until other ranks come."""
+
+_DISPATCH = ("torch/_ops.py", "torch/utils/_contextlib.py", "contextlib.py")
+"""Files between an operator and who called it."""
+
+_ROOT = Path(__file__).parents[1]
+
+
+class Activity(NamedTuple):
+    """What a rank is doing, and since when."""
+
+    operation: str
+    micro_batch: int | None
+    """Counted from 1."""
+    period: str
+    """`iteration 12`, or what else the run is at."""
+    iteration: int
+    """Steps that were begun."""
+    in_step: bool
+    """It is a part of a training step."""
+    since: float
+    """Seconds of this machine's monotonic clock."""
+
+    def describe(self) -> str:
+        """Such as `forward of micro batch 3 of iteration 12`."""
+        part = "" if self.micro_batch is None else f" of micro batch {self.micro_batch}"
+        return f"{self.operation}{part}" + (f" of {self.period}" if self.period else "")
+
+
+class _Current:
+    def __init__(self) -> None:
+        self.period, self.iteration, self.in_step = "", 0, False
+        self.activity = Activity("start", None, "", 0, False, time.monotonic())
+
+
+_current = _Current()
+
+
+def doing(operation: str, micro_batch: int | None = None) -> None:
+    """Say what this rank starts to do; a micro batch counts from 1."""
+    now = _current
+    now.activity = Activity(operation, micro_batch, now.period, now.iteration, now.in_step, time.monotonic())
+
+
+def at(period: str, iteration: int, in_step: bool = False) -> None:
+    """Say what the operations that follow are a part of, such as `iteration 12`, a training step."""
+    _current.period, _current.iteration, _current.in_step = period, iteration, in_step
+
+
+def activity() -> Activity:
+    """What this rank is doing now."""
+    return _current.activity
+
+
+def forgive(seconds: float) -> None:
+    """Leave out time for which the process did not run: stopped, or the machine was busy elsewhere."""
+    now = _current.activity
+    _current.activity = now._replace(since=now.since + seconds)
+
+
+def is_waiting(frame: FrameType | None) -> bool:
+    """Whether the thread whose innermost frame this is waits for other ranks, as far as Python knows."""
+    while frame is not None and frame.f_code.co_filename.endswith(_DISPATCH):
+        frame = frame.f_back
+    return frame is not None and any(part in frame.f_code.co_filename for part in _WAITING)
+
+
+def waits() -> bool:
+    """Whether this rank's training thread waits for other ranks."""
+    return _current.activity.operation in MEETINGS or is_waiting(main_frame())
+
+
+def main_frame() -> FrameType | None:
+    """The innermost frame of the thread that trains."""
+    return sys._current_frames().get(threading.main_thread().ident or 0)
+
+
+def place(frame: FrameType | None) -> str:
+    """Where in the code a frame is, such as `runtime/loop.py:91 in step`."""
+    if frame is None:
+        return "an unknown place"
+    path = Path(frame.f_code.co_filename)
+    name = path.relative_to(_ROOT).as_posix() if path.is_relative_to(_ROOT) else "/".join(path.parts[-2:])
+    return f"{name}:{frame.f_lineno} in {frame.f_code.co_name}"

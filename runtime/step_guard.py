@@ -1,0 +1,91 @@
+"""Which steps must not change the weights: losses and gradients that are no numbers, and spikes."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import deque
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from costmodels.errors import InputError
+from planner.flags import one_line
+from runtime.fault_options import FaultOptions
+
+WINDOW = 128
+"""Gradient norms that a spike is held against: those of the last steps that changed the weights."""
+
+FEWEST = 16
+"""Norms that make a median worth comparing with."""
+
+
+class TrainingDiverged(InputError):
+    """Too many steps in a row had to be skipped. Exit code 4: the same would happen again."""
+
+    exit_code = 4
+
+
+class GuardState(BaseModel):
+    """What a checkpoint keeps of a guard."""
+
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
+
+    norms: list[Annotated[float, Field(ge=0)]] = Field(max_length=WINDOW)
+    in_a_row: int = Field(ge=0, le=2**31)
+
+
+class StepGuard:
+    """Judges each step by the loss and the gradient norm of all ranks, so that all decide alike."""
+
+    def __init__(self, options: FaultOptions) -> None:
+        self.checks_numbers = not options.no_check_for_nan_in_loss_and_grad
+        self.factor = options.skip_grad_norm_above
+        self.most_in_a_row = options.max_skipped_steps
+        self.norms: deque[float] = deque(maxlen=WINDOW)
+        self.in_a_row = 0
+        self.reason = ""
+        """Why the last step was skipped; empty when it was not, or for what a smaller loss scale mends."""
+
+    def judge(self, loss: float, norm: float) -> str:
+        """Why the step with this loss and norm is to be skipped; empty when it is not."""
+        self.reason = self._reason(loss, norm)
+        if self.reason:
+            self.in_a_row += 1
+        else:
+            self.in_a_row = 0
+            if self.factor is not None and math.isfinite(norm):
+                self.norms.append(norm)
+        return self.reason
+
+    def _reason(self, loss: float, norm: float) -> str:
+        if self.checks_numbers and not (math.isfinite(loss) and math.isfinite(norm)):
+            return f"loss {loss:g}, gradient norm {norm:g}"
+        if self.factor is not None and len(self.norms) >= FEWEST:
+            usual = statistics.median(self.norms)
+            if not norm <= self.factor * usual:
+                return f"gradient norm {norm:.4g}, usually {usual:.4g}"
+        return ""
+
+    def stop_if_hopeless(self, iteration: int) -> None:
+        """Raise `TrainingDiverged` once too many steps in a row were skipped; all ranks do so together."""
+        if self.in_a_row >= self.most_in_a_row:
+            raise TrainingDiverged(
+                f"stopped at iteration {iteration}: the last {self.in_a_row} steps were skipped "
+                f"({self.reason}), and the weights are those of iteration {iteration - self.in_a_row}; lower "
+                "--lr, look at the data, or raise --max-skipped-steps"
+            )
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint keeps."""
+        return {"norms": list(self.norms), "in_a_row": self.in_a_row}
+
+    def load(self, state: object) -> None:
+        """Go on from the `state` of a checkpoint; raises `InputError` when that is none."""
+        try:
+            kept = GuardState.model_validate(state)
+        except ValidationError as error:
+            raise InputError(f"the checkpoint's step_guard is damaged: {one_line(error)}") from None
+        self.norms.clear()
+        self.norms.extend(kept.norms)
+        self.in_a_row = kept.in_a_row

@@ -1,0 +1,94 @@
+"""Slow ranks: how long each works itself, without the waiting for others that a step's time is full of.
+
+A step takes as long as its slowest rank, on all ranks. So a thread looks, many times a second, at whether the
+training thread works or waits in a collective, and in which operation.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from runtime import heartbeat
+
+PERIOD_S = 0.02
+
+FEWEST_SAMPLES = 100
+"""Looks at a rank that make a figure of it worth comparing."""
+
+
+class Work(NamedTuple):
+    """What one rank did itself since the last comparison."""
+
+    own_s: float
+    """Seconds of each step."""
+    samples: float
+    operation: float
+    """Index in `STEP_OPERATIONS` of what took most of it."""
+
+
+class Sampler:
+    """Looks at the training thread of this rank; another thread calls `sample`."""
+
+    period_s = PERIOD_S
+
+    def __init__(self) -> None:
+        self.seconds: defaultdict[str, float] = defaultdict(float)
+        self.samples = 0
+        self.steps = 0
+
+    def sample(self, elapsed_s: float) -> None:
+        """Look once; what is seen stands for the `elapsed_s` seconds since the last look."""
+        now = heartbeat.activity()
+        if now.in_step:
+            self.samples += 1
+            if not heartbeat.waits():
+                self.seconds[now.operation] += elapsed_s
+
+    def work(self) -> Work:
+        """This rank's figures since the last `restart`."""
+        seconds = dict(self.seconds)
+        if not seconds or not self.steps:
+            return Work(0.0, self.samples, 0.0)
+        most = max(seconds, key=lambda name: seconds[name])
+        index = heartbeat.STEP_OPERATIONS.index(most) if most in heartbeat.STEP_OPERATIONS else 0
+        return Work(sum(seconds.values()) / self.steps, self.samples, index)
+
+    def restart(self) -> None:
+        """Begin a new comparison."""
+        self.seconds.clear()
+        self.samples = self.steps = 0
+
+
+def enough(work: Sequence[Work]) -> bool:
+    """Whether the ranks have been looked at often enough; the same answer on all of them."""
+    return min(rank.samples for rank in work) >= FEWEST_SAMPLES
+
+
+def slowest(work: Sequence[Work], peers: Sequence[int], factor: float) -> tuple[int, float] | None:
+    """The rank whose own work takes most, over the median of its peers, if that exceeds `factor`.
+
+    Args:
+        work: of each rank.
+        peers: the pipeline rank of each; stages may differ in what they have to do, so ranks are compared
+            with those of the same one where there are any.
+    """
+    found: tuple[int, float] | None = None
+    for rank, mine in enumerate(work):
+        alike = [w.own_s for other, w in enumerate(work) if other != rank and peers[other] == peers[rank]]
+        usual = statistics.median(alike or [w.own_s for other, w in enumerate(work) if other != rank] or [0])
+        ratio = mine.own_s / usual if usual > 0 else 0.0
+        if ratio > factor and (found is None or mine.own_s > work[found[0]].own_s):
+            found = rank, ratio
+    return found
+
+
+def straggler_line(rank: int, host: str, work: Work, ratio: float) -> str:
+    """What is said of a slow rank."""
+    operation = heartbeat.STEP_OPERATIONS[int(work.operation)]
+    return (
+        f"straggler: rank {rank} on {host} works {work.own_s:.3g} s in each step, {ratio:.1f} times the "
+        f"median of the others, most of it in {operation}"
+    )

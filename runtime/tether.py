@@ -1,0 +1,33 @@
+"""Run a command that ends when the process that started it ends: `python -m runtime.tether PID COMMAND ...`.
+
+A launcher that is killed cannot end its job. Linux does it for it; elsewhere the command runs on.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+
+PR_SET_PDEATHSIG = 1
+"""Option of prctl(2): the signal that a process gets when its parent ends; a program it executes keeps it."""
+
+
+def tethered(command: list[str]) -> list[str]:
+    """`command`, so that it is killed when this process ends."""
+    return [sys.executable, "-m", "runtime.tether", str(os.getpid()), *command]
+
+
+def main() -> None:
+    """Tie this process to its parent and become the command."""
+    parent, command = int(sys.argv[1]), sys.argv[2:]
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        if os.getppid() != parent:
+            sys.exit(1)  # It has ended before it was watched.
+    os.execvp(command[0], command)
+
+
+if __name__ == "__main__":
+    main()
