@@ -26,8 +26,8 @@ from costmodels import Layout, ModelSpec, Precision
 from runtime.data_parallel import DTYPES
 from runtime.devices import torch_device
 from runtime.initialise import initialise
+from runtime.logs.metrics import peak_memory_bytes
 from runtime.loss import cross_entropy_sum
-from runtime.metrics import peak_memory_bytes
 from runtime.model import Transformer
 from runtime.options import TrainingOptions
 from runtime.ranks import Ranks

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from runtime.metrics_file import read_metrics
-from runtime.sample_log import read_samples
+from runtime.logs.metrics_file import read_metrics
+from runtime.logs.sample_log import read_samples
 
 _RESUMED = re.compile(r"resumed from \S+ at iteration (\d+)")
 _SAVED = re.compile(r"saved checkpoint \S+iter_0*(\d+)")

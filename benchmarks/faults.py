@@ -28,7 +28,7 @@ from benchmarks.fault_jobs import RunningJob, forked, under_torchrun
 from costmodels.errors import InputError
 from planner.flags import run
 from runtime.data import IndexedWriter
-from runtime.metrics_file import MetricsReader
+from runtime.logs.metrics_file import MetricsReader
 
 MODEL = (
     *("--model", "gpt2-nano", "--num-layers", "4", "--hidden-size", "32", "--num-attention-heads", "4"),

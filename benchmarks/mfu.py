@@ -33,7 +33,7 @@ def measure(spec: ModelSpec, layout: Layout, steps: int, compiled: bool | None) 
     import torch
 
     from runtime.devices import detect_device, local_device_count, torch_device
-    from runtime.metrics import peak_memory_bytes
+    from runtime.logs.metrics import peak_memory_bytes
     from runtime.options import TrainingOptions
     from runtime.ranks import Ranks, start
     from runtime.trainer import Trainer

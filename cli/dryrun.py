@@ -19,7 +19,7 @@ from planner.flags import flag, ignored, takes
 from planner.options import BatchOptions, ClusterOptions, ModelOptions, ParallelOptions, check_alone
 from planner.plan import Plan
 from planner.search import search
-from runtime.fault_options import FaultOptions
+from runtime.faults.options import FaultOptions
 from runtime.memory_trace import CATEGORIES, MemoryTrace
 from runtime.options import DataOptions, OutputOptions, TrainingOptions
 from runtime.preflight import check_plan, check_training

@@ -21,7 +21,7 @@ from planner.objective import Objective
 from planner.options import BatchOptions, ClusterOptions, ModelOptions, ParallelOptions, check_alone
 from planner.plan import Plan
 from planner.verdict import Verdict
-from runtime.fault_options import FaultOptions
+from runtime.faults.options import FaultOptions
 from runtime.options import DataOptions, OutputOptions, TrainingOptions
 
 if TYPE_CHECKING:

@@ -21,12 +21,12 @@ from costmodels.words import GIB
 from planner.flags import arguments, flag, takes
 from planner.options import BatchOptions, ClusterOptions, ModelOptions, ParallelOptions, check_alone
 from planner.plan import Plan
-from runtime.fault_options import FaultOptions
+from runtime.faults.options import FaultOptions
+from runtime.faults.replan import Before, previous_run, replanned, same_batch, same_unit
 from runtime.job import search_here
 from runtime.launch import Measured, measured, shell_line, torchrun_command
 from runtime.options import DataOptions, OutputOptions, TrainingOptions
 from runtime.preflight import check_folder, check_plan, check_timeout, check_training
-from runtime.replan import Before, previous_run, replanned, same_batch, same_unit
 from runtime.text import open_datasets
 
 MOST_CPU_RANKS = 8

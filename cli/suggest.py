@@ -25,7 +25,7 @@ from planner.ranking import Problem, SearchResult
 from planner.robust import indistinguishable
 from planner.search import search
 from planner.sizes import Sizes, nothing_fits, sizes
-from runtime.fault_options import FaultOptions
+from runtime.faults.options import FaultOptions
 from runtime.options import DataOptions, OutputOptions, TrainingOptions
 from runtime.preflight import PRECISIONS, check_model
 

@@ -10,7 +10,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from costmodels import Layout
 from runtime.documents import Documents
-from runtime.heartbeat import doing
+from runtime.faults.heartbeat import doing
 from runtime.loss import TokenLoss
 from runtime.model import Transformer
 

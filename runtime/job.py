@@ -17,7 +17,7 @@ from planner.search import search
 from runtime.checkpoint.folders import iteration_folder
 from runtime.checkpoint.run_file import read_run
 from runtime.data import Datasets
-from runtime.fault_options import FaultOptions
+from runtime.faults.options import FaultOptions
 from runtime.options import DataOptions, OutputOptions, TrainingOptions
 from runtime.preflight import check_model
 

@@ -19,10 +19,10 @@ from pathlib import Path
 from typing import IO, Any
 
 from costmodels.catalogue.host import available_cores
-from runtime.console import say
-from runtime.error_file import ERROR_FILE_VARIABLE, read_report
-from runtime.metrics_file import MetricsReader, read_metrics
-from runtime.tether import tethered
+from runtime.faults.error_file import ERROR_FILE_VARIABLE, read_report
+from runtime.faults.tether import tethered
+from runtime.logs.console import say
+from runtime.logs.metrics_file import MetricsReader, read_metrics
 
 RESTARTS_VARIABLE = "PLANNER_RESTART_COUNT"
 """Environment variable with how often a job was started before, after failures."""

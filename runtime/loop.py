@@ -16,18 +16,26 @@ import torch.distributed as dist
 
 from costmodels.errors import InputError
 from planner.plan import Plan
-from runtime import checkpoint, heartbeat
-from runtime.console import say
+from runtime import checkpoint
 from runtime.data import Datasets, Samples
-from runtime.exit_signals import Request, Requests
-from runtime.heartbeat import doing
+from runtime.faults import heartbeat
+from runtime.faults.exit_signals import Request, Requests
+from runtime.faults.heartbeat import doing
+from runtime.faults.replan import run_state
+from runtime.faults.slow_ranks import SlowRanks
+from runtime.faults.watchdog import active, fail_alone
 from runtime.job import Job, first_train_samples, sample_order
-from runtime.metrics import Recorder, expert_metrics, log_line, peak_memory_bytes, throughput, validation_line
-from runtime.replan import run_state
-from runtime.sample_log import SampleLog, forget_after
-from runtime.slow_ranks import SlowRanks
+from runtime.logs.console import say
+from runtime.logs.metrics import (
+    Recorder,
+    expert_metrics,
+    log_line,
+    peak_memory_bytes,
+    throughput,
+    validation_line,
+)
+from runtime.logs.sample_log import SampleLog, forget_after
 from runtime.trainer import StepResult, Trainer
-from runtime.watchdog import active, fail_alone
 
 
 class Loop:

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.distributed.pipelining import PipelineStage, stage
 
 from runtime.documents import Documents
-from runtime.heartbeat import doing
+from runtime.faults.heartbeat import doing
 
 # Any: what the stage is made of differs between the versions of PyTorch that this runs with.
 _modules: Any = stage

@@ -19,17 +19,27 @@ from planner.flags import takes
 from planner.options import BatchOptions, ClusterOptions, ModelOptions, ParallelOptions, check_alone
 from planner.plan import Plan
 from runtime import checkpoint, pretrained
-from runtime.console import flush, say
 from runtime.data import Datasets
 from runtime.data.boundaries import Boundaries
 from runtime.devices import detect_device, local_device_count, torch_device
 from runtime.documents import check_boundaries
-from runtime.error_file import report
-from runtime.exit_signals import ignore_early
-from runtime.fault_options import FaultOptions
+from runtime.faults.error_file import report
+from runtime.faults.exit_signals import ignore_early
+from runtime.faults.heartbeat import activity, doing
+from runtime.faults.options import FaultOptions
+from runtime.faults.replan import (
+    Before,
+    change_line,
+    is_restarted,
+    previous_run,
+    replanned,
+    same_batch,
+    same_unit,
+)
+from runtime.faults.watchdog import Watchdog
 from runtime.float8 import check_float8
-from runtime.heartbeat import activity, doing
 from runtime.job import Job, RunOptions, plan_here, sample_order
+from runtime.logs.console import flush, say
 from runtime.loop import Loop
 from runtime.optimizers.adam8bit import check_adam8bit
 from runtime.options import DataOptions, OutputOptions, TrainingOptions
@@ -44,18 +54,8 @@ from runtime.ranks import (
     start,
     together,
 )
-from runtime.replan import (
-    Before,
-    change_line,
-    is_restarted,
-    previous_run,
-    replanned,
-    same_batch,
-    same_unit,
-)
 from runtime.text import open_datasets
 from runtime.trainer import Trainer
-from runtime.watchdog import Watchdog
 
 IS_FIRST = os.environ.get("RANK", "0") == "0"
 """Rank 0 speaks for all: a job refuses its input on every rank, but says so once."""

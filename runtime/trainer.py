@@ -16,16 +16,16 @@ from runtime.balance import Balance
 from runtime.context_parallel import local_positions
 from runtime.data.boundaries import Boundaries
 from runtime.documents import Documents, check_boundaries
-from runtime.fault_options import FaultOptions
+from runtime.faults.heartbeat import doing
+from runtime.faults.options import FaultOptions
+from runtime.faults.step_guard import StepGuard
 from runtime.grid import build_grid
-from runtime.heartbeat import doing
 from runtime.loss import IGNORED
 from runtime.loss_scale import loss_scale_of
 from runtime.optimizer import ShardedOptimizer, clip_factor
 from runtime.optimizers.update_rules import update_rule
 from runtime.options import TrainingOptions
 from runtime.stages import build_executor
-from runtime.step_guard import StepGuard
 
 
 class StepResult(NamedTuple):

@@ -9,7 +9,7 @@ import typer
 import planner.flags
 from costmodels.errors import InputError
 from planner.flags import takes
-from runtime.error_file import report
+from runtime.faults.error_file import report
 from runtime.generation.command import run_rank
 from runtime.generation.options import GenerateOptions
 from runtime.ranks import end_with_agent

@@ -15,7 +15,6 @@ import typer
 
 from costmodels.errors import InputError
 from planner.flags import arguments
-from runtime.console import say
 from runtime.devices import local_device_count, torch_device
 from runtime.generation.generator import Completion, Generator
 from runtime.generation.options import GenerateOptions
@@ -23,6 +22,7 @@ from runtime.generation.sampling import Sampling
 from runtime.generation.stage import Split
 from runtime.generation.text import Stream, text_of
 from runtime.launch import run_job
+from runtime.logs.console import say
 from runtime.ranks import Ranks, finish, is_lost_connection, on_first_rank, start, together
 from runtime.stored_model import open_model
 

@@ -20,8 +20,9 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from costmodels import Layout, ModelSpec
 from costmodels.errors import InputError
 from planner.options import BatchOptions, ClusterOptions, ModelOptions, ParallelOptions
-from runtime import checkpoint, exit_signals, pretrain
-from runtime.exit_signals import Requests
+from runtime import checkpoint, pretrain
+from runtime.faults import exit_signals
+from runtime.faults.exit_signals import Requests
 from runtime.job import Job, RunOptions
 from runtime.loop import Loop
 from runtime.options import DataOptions, OutputOptions, TrainingOptions

@@ -14,15 +14,15 @@ import torch.distributed as dist
 from benchmarks.parity import MODELS, parse_layout
 from costmodels import Layout, ModelSpec
 from costmodels.errors import InputError
-from runtime import heartbeat, watchdog
-from runtime.fault_options import FaultOptions
-from runtime.heartbeat import doing
+from runtime.faults import heartbeat, watchdog
+from runtime.faults.heartbeat import doing
+from runtime.faults.options import FaultOptions
+from runtime.faults.slow_ranks import SlowRanks
+from runtime.faults.stragglers import FEWEST_SAMPLES
+from runtime.faults.watchdog import Watchdog
 from runtime.optimizer import local_part
 from runtime.options import TrainingOptions
-from runtime.slow_ranks import SlowRanks
-from runtime.stragglers import FEWEST_SAMPLES
 from runtime.trainer import Trainer
-from runtime.watchdog import Watchdog
 from tests.runtime.distributed_work import CPU, batch_of
 
 

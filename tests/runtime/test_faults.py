@@ -12,12 +12,13 @@ import pytest
 from benchmarks.parity import MODELS, parse_layout
 from benchmarks.worker_pool import WorkerPool
 from costmodels.errors import InputError
-from runtime import console, heartbeat
-from runtime.fault_options import FaultOptions
-from runtime.line_file import LineFile, keep_lines, read_lines
-from runtime.step_guard import FEWEST, StepGuard, TrainingDiverged
-from runtime.stragglers import FEWEST_SAMPLES, Sampler, Work, enough, slowest, straggler_line
-from runtime.watchdog import Beat, hang
+from runtime.faults import heartbeat
+from runtime.faults.options import FaultOptions
+from runtime.faults.step_guard import FEWEST, StepGuard, TrainingDiverged
+from runtime.faults.stragglers import FEWEST_SAMPLES, Sampler, Work, enough, slowest, straggler_line
+from runtime.faults.watchdog import Beat, hang
+from runtime.logs import console
+from runtime.logs.line_file import LineFile, keep_lines, read_lines
 from tests.runtime import fault_work
 
 

@@ -47,7 +47,7 @@ def test_lines_and_metrics_are_passed_on_and_the_output_is_kept(tmp_path: Path) 
         script(
             f"""
             import os, sys
-            from runtime.metrics_file import keep_until
+            from runtime.logs.metrics_file import keep_until
             file = keep_until({str(tmp_path)!r}, 0).open("a")
             for step in (1, 2):
                 file.write('{{"iteration": %d}}\\n' % step)

@@ -15,8 +15,8 @@ import torch
 from costmodels import ModelSpec
 from costmodels.catalogue import load_model
 from planner.inputs import resolve_cluster
-from runtime.metrics import Recorder, log_line, peak_memory_bytes, throughput, validation_line
-from runtime.metrics_file import METRICS_FILE, MetricsReader, keep_until, read_metrics
+from runtime.logs.metrics import Recorder, log_line, peak_memory_bytes, throughput, validation_line
+from runtime.logs.metrics_file import METRICS_FILE, MetricsReader, keep_until, read_metrics
 from tests.runtime.layouts import layout_of
 
 KEYS = [

@@ -14,9 +14,17 @@ from costmodels.errors import InputError
 from planner.options import BatchOptions, ParallelOptions
 from planner.plan import Plan
 from runtime import checkpoint
+from runtime.faults.replan import (
+    Before,
+    change_line,
+    is_restarted,
+    previous_run,
+    replanned,
+    same_batch,
+    same_unit,
+)
 from runtime.launch import RESTARTS_VARIABLE
 from runtime.options import OutputOptions, TrainingOptions
-from runtime.replan import Before, change_line, is_restarted, previous_run, replanned, same_batch, same_unit
 
 TRAINING = TrainingOptions()
 BALANCED = TrainingOptions(moe_aux_loss_coeff=0.01)

@@ -18,7 +18,7 @@ from cli.launch import LaunchOptions
 from cli.restarts import going_on, run_with_restarts
 from costmodels.errors import InputError
 from runtime import checkpoint
-from runtime.error_file import Report, read_report, report
+from runtime.faults.error_file import Report, read_report, report
 from runtime.launch import Outcome
 from runtime.options import OutputOptions
 from tests.runtime.jobs import ROOT, is_alive, wait_until

@@ -16,9 +16,9 @@ import torch
 
 from costmodels import Cluster, Layout, ModelSpec
 from runtime.balance import Load
-from runtime.console import say
-from runtime.line_file import LineFile
-from runtime.metrics_file import keep_until
+from runtime.logs.console import say
+from runtime.logs.line_file import LineFile
+from runtime.logs.metrics_file import keep_until
 
 LOG_LINE_ONLY = ("nan_iterations", "loss_scale", "skipped_iterations")
 """What metrics.jsonl leaves out."""

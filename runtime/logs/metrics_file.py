@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from runtime.line_file import keep_lines, parsed_lines, read_lines
+from runtime.logs.line_file import keep_lines, parsed_lines, read_lines
 
 METRICS_FILE = "metrics.jsonl"
 

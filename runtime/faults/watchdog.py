@@ -20,10 +20,10 @@ from torch._C._distributed_c10d import PrefixStore, Store
 
 from costmodels.errors import InputError
 from planner.flags import one_line
-from runtime import heartbeat
-from runtime.console import flush, say
-from runtime.error_file import report
-from runtime.stragglers import Sampler
+from runtime.faults import heartbeat
+from runtime.faults.error_file import report
+from runtime.faults.stragglers import Sampler
+from runtime.logs.console import flush, say
 
 PREFIX = "watchdog"
 
@@ -103,7 +103,7 @@ class Watchdog:
         """Watch with a time limit; 0 for none.
 
         Args:
-            samples: sample what the rank does, for `runtime.stragglers`.
+            samples: sample what the rank does, for `runtime.faults.stragglers`.
             end: called with the exit code instead of ending the process.
         """
         # A copy, as calls of the other wait under a lock. Any: the stubs of PyTorch lack some methods.

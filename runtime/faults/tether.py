@@ -1,4 +1,4 @@
-"""Run a command that ends when the process that started it ends: `python -m runtime.tether PID COMMAND ...`.
+"""Run a command that ends when the process that started it ends: `python -m runtime.faults.tether PID WORDS`.
 
 A launcher that is killed cannot end its job. Linux does it for it; elsewhere the command runs on.
 """
@@ -16,7 +16,7 @@ PR_SET_PDEATHSIG = 1
 
 def tethered(command: list[str]) -> list[str]:
     """`command`, so that it is killed when this process ends."""
-    return [sys.executable, "-m", "runtime.tether", str(os.getpid()), *command]
+    return [sys.executable, "-m", "runtime.faults.tether", str(os.getpid()), *command]
 
 
 def main() -> None:

@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from runtime import heartbeat
+from runtime.faults import heartbeat
 
 PERIOD_S = 0.02
 

@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from costmodels.errors import InputError
 from planner.flags import one_line
-from runtime.fault_options import FaultOptions
+from runtime.faults.options import FaultOptions
 
 WINDOW = 128
 """Gradient norms that a spike is held against: those of the last steps that changed the weights."""

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from runtime.console import say
+from runtime.logs.console import say
 
 
 class LineFile:

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import NamedTuple
 
-from runtime.console import say
+from runtime.logs.console import say
 
 ERROR_FILE_VARIABLE = "PLANNER_ERROR_FILE"
 """Environment variable with the file in which a job states why it ended."""

@@ -37,7 +37,7 @@ _WAITING = (
 _DISPATCH = ("torch/_ops.py", "torch/utils/_contextlib.py", "contextlib.py")
 """Files between an operator and who called it."""
 
-_ROOT = Path(__file__).parents[1]
+_ROOT = Path(__file__).parents[2]
 
 
 class Activity(NamedTuple):

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from runtime.stragglers import Work, enough, slowest, straggler_line
+from runtime.faults.stragglers import Work, enough, slowest, straggler_line
+from runtime.faults.watchdog import Watchdog
 from runtime.trainer import Trainer
-from runtime.watchdog import Watchdog
 
 
 class SlowRanks:

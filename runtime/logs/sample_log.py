@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from runtime.line_file import LineFile, keep_lines
+from runtime.logs.line_file import LineFile, keep_lines
 
 NAME = "samples-{}.jsonl"
 
