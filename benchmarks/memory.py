@@ -1,11 +1,11 @@
 """The formula of memory against dry runs of the runtime, on random models and layouts.
 
-python -m benchmarks.memory [--examples N] [--seed S] [--json]
+python -m benchmarks.memory [--examples N] [--seed S] [--layers drawn|compiled|eager] [--json]
 
 Each example is a model (GPT-2 or Llama, perhaps with experts or latent attention), a legal layout of up to 64
-ranks, and one of its pipeline ranks. The peak and each category of it must be within 1 % or 1 MiB of those of
-the dry run. Moments whose totals are that close may take turns as the highest: the composition is compared
-with that of the closest of them.
+ranks, one of its pipeline ranks, and layers that are compiled or not. The peak and each category of it must
+be within 1 % or 1 MiB of those of the dry run. Moments whose totals are that close may take turns as the
+highest: the composition is compared with that of the closest of them.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -30,6 +30,8 @@ from runtime.dryrun import trace
 SHARE, BYTES = 0.01, 2**20
 """How far the formula may be from the dry run: the larger of a share and of a number of bytes."""
 
+LAYERS = {"compiled": True, "eager": False}
+
 Chosen = TypeVar("Chosen")
 Choose = Callable[[Sequence[Any]], Any]
 """Takes one of several values."""
@@ -41,6 +43,23 @@ MODULES: tuple[tuple[str, ...], ...] = (
     ("norm", "activation"),
     ("core_attention", "mlp", "norm"),
 )
+
+
+class Example(NamedTuple):
+    """What is compared."""
+
+    model: ModelSpec
+    layout: Layout
+    rank: int
+    """Of the pipeline."""
+    compiled: bool
+    """Its layers are compiled."""
+
+    def describe(self) -> str:
+        """In one line."""
+        layers = "compiled" if self.compiled else "eager"
+        layout = f"{self.layout.describe()} {self.layout.precision}"
+        return f"rank {self.rank} of {layout}, {layers}: {self.model!r}"
 
 
 @dataclass(frozen=True)
@@ -161,12 +180,14 @@ def draw_layout(choose: Choose, model: ModelSpec, small: bool) -> Layout:
     )
 
 
-def draw(choose: Choose, small: bool = False) -> tuple[ModelSpec, Layout, int] | None:
-    """A model, a layout and a pipeline rank; None for what the runtime does not run or no formula knows.
+def draw(choose: Choose, small: bool = False, compiled: bool | None = None) -> Example | None:
+    """A random example; None for what the runtime does not run or no formula knows.
 
     Args:
         small: few layers and micro batches.
+        compiled: layers are; drawn where not given.
     """
+    compiled = choose([False, True]) if compiled is None else compiled
     model = draw_model(choose, small)
     try:
         layout = draw_layout(choose, model, small)
@@ -174,16 +195,16 @@ def draw(choose: Choose, small: bool = False) -> tuple[ModelSpec, Layout, int] |
         return None
     if layout.world_size > 64 or first_illegal(model, layout) is not None:
         return None
-    if not covers(model, LayoutTable.of([layout]))[0]:
+    if not covers(model, LayoutTable.of([layout]), compiled)[0]:
         return None
-    return model, layout, choose(range(layout.pipeline_parallel))
+    return Example(model, layout, choose(range(layout.pipeline_parallel)), compiled)
 
 
-def compare(model: ModelSpec, layout: Layout, rank: int) -> Errors:
+def compare(model: ModelSpec, layout: Layout, rank: int, compiled: bool = False) -> Errors:
     """The formula against a dry run of one pipeline rank."""
-    found = trace(model, layout, pipeline_rank=rank).peak
+    found = trace(model, layout, pipeline_rank=rank, compiled=compiled).peak
     traced = {"peak": float(found.live_total), **{kind: float(found.live[kind]) for kind in KINDS}}
-    moments = moments_of_ranks(model, LayoutTable.of([layout]))
+    moments = moments_of_ranks(model, LayoutTable.of([layout]), compiled=compiled)
     totals = [moment.total(moments.shape)[0, rank] for moment in moments.moments]
     # What no array has: bytes of scalars and of the seeds of attention kernels.
     near = [
@@ -220,16 +241,19 @@ def main() -> None:
     parser.add_argument("--examples", type=int, default=100, help="how many models and layouts to compare")
     parser.add_argument("--seed", type=int, default=0, help="of their random choice")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument(
+        "--layers", choices=["drawn", *LAYERS], default="drawn", help="whether layers are compiled"
+    )
     options = parser.parse_args()
-    chosen, errors, names = random.Random(options.seed), [], []
+    chosen, names = random.Random(options.seed), list[str]()
+    errors: list[Errors] = []
     started = time.perf_counter()
     while len(errors) < options.examples:
-        drawn = draw(chosen.choice)
+        drawn = draw(chosen.choice, compiled=LAYERS.get(options.layers))
         if drawn is None:
             continue
-        model, layout, rank = drawn
-        errors.append(compare(model, layout, rank))
-        names.append(f"rank {rank} of {layout.describe()} {layout.precision}: {model!r}")
+        errors.append(compare(*drawn))
+        names.append(drawn.describe())
         if errors[-1].misses and not options.json:
             print(f"miss ({', '.join(errors[-1].misses)}): {names[-1]}", flush=True)
     found = report(errors, names) | {"seconds": time.perf_counter() - started}

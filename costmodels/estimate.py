@@ -65,6 +65,9 @@ class StageMemory(Record):
     """Buffers of the communication library for all process groups, outside of the allocator."""
     margin: NonNegative = 0.0
     """What the user sets aside instead of the last three."""
+    absent: NonNegative = 0.0
+    """What a device of this kind has less than `Cluster.memory_bytes` on nodes of two kinds; it counts as
+    taken, so that all totals have one limit."""
 
     @model_validator(mode="before")
     @classmethod
@@ -87,8 +90,9 @@ class StageMemory(Record):
 
     @property
     def overhead(self) -> float:
-        """Bytes besides tensors: `reserve`, `context` and `communicators`, or the `margin` in their place."""
-        return float(self.reserve + self.context + self.communicators + self.margin)
+        """Bytes besides tensors: `reserve`, `context` and `communicators` or the `margin` in their place, and
+        what is `absent`."""
+        return float(self.reserve + self.context + self.communicators + self.margin + self.absent)
 
     @property
     def total(self) -> float:

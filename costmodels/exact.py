@@ -8,6 +8,9 @@ from costmodels.bubble import message_seconds
 from costmodels.data_parallel import accumulation_seconds
 from costmodels.engine import Engine
 from costmodels.hardware import Cluster
+from costmodels.kind_prices import Rows, boundary_seconds
+from costmodels.kinds import BOTH, kinds_of_ranks, on_sites, ranks_of_stages
+from costmodels.layout import Layout
 from costmodels.memory import parameters
 from costmodels.model_spec import ModelSpec
 from costmodels.pipeline import FIELDS, Ranks, stages_as_ranks
@@ -22,7 +25,7 @@ def stage_seconds(
     """Seconds of one micro batch on each stage of each row, adding up its gradients included.
 
     Args:
-        engine: with its constants for the device.
+        engine: with its constants for the device; where nodes are of two kinds, with those for all devices.
 
     Raises:
         InputError: the device or the engine does not know the precision of the table.
@@ -34,6 +37,8 @@ def stage_seconds(
         for column, name in zip(filled, FIELDS, strict=True):
             column[row, : lengths[row]] = getattr(stages, name)
     stages = Ranks(**dict(zip(FIELDS, filled, strict=True)))
+    if cluster.parts:
+        return _of_kinds(model, cluster, engine, table, stages, lengths)
     shapes, shape = shapes_of(table)
     units = units_of(model, cluster, engine, shapes)
     adding, _ = accumulation_seconds(engine, cluster.device, table, model.experts > 0)
@@ -50,6 +55,50 @@ def stage_seconds(
             weights=(weights + added)[row, :length],
             send=np.full(length - 1, sends[row]),
             waits=engine.waits_for_messages,
+        )
+        for row, length in enumerate(lengths)
+    ]
+
+
+def rank_seconds(model: ModelSpec, cluster: Cluster, engine: Engine, layout: Layout) -> Floats:
+    """Seconds that each pipeline rank computes for one micro batch, [pp].
+
+    Args:
+        engine: as `costmodels.pricing.price` takes it.
+    """
+    own = engine if cluster.parts else engine.for_device(cluster.device)
+    [seconds] = stage_seconds(model, cluster, own, LayoutTable.of([layout]))
+    stages = seconds.forward + seconds.inputs + seconds.weights
+    ranks = range(layout.pipeline_parallel)
+    return np.array([stages[list(layout.stages_of(rank))].sum() for rank in ranks])
+
+
+def _of_kinds(
+    model: ModelSpec, cluster: Cluster, engine: Engine, table: LayoutTable, stages: Ranks, lengths: list[int]
+) -> list[StageSeconds]:
+    """`stage_seconds` on nodes of two kinds; `stages` are [n, stages], of which rows have `lengths`."""
+    kind = np.zeros(stages.count.shape, dtype=np.int64)
+    for row, length in enumerate(lengths):
+        kinds = kinds_of_ranks(cluster, int(table.pipeline_parallel[row]))[ranks_of_stages(table, row)]
+        kind[row, :length], kind[row, length:] = kinds, kinds[-1]
+    rows = Rows(model, cluster, engine, table, stages, kind)
+    total, backward, weights = (rows.seconds(part) for part in ("total", "backward", "weights"))
+    between = boundary_seconds(model, cluster, engine, table)[:, None]
+
+    def message(code: int) -> Floats:
+        site = rows.sites[code]
+        return message_seconds(model, site.cluster, site.engine, table)[:, None]
+
+    within = on_sites(rows.site, message)
+    same = (kind[:, 1:] == kind[:, :-1]) & (kind[:, 1:] != BOTH)
+    sends = np.where(same, within[:, 1:], between)
+    return [
+        StageSeconds(
+            forward=(total - backward)[row, :length],
+            inputs=(backward - weights)[row, :length],
+            weights=weights[row, :length],
+            send=sends[row, : length - 1],
+            waits=any(site.engine.waits_for_messages for site in rows.sites),
         )
         for row, length in enumerate(lengths)
     ]

@@ -123,9 +123,15 @@ class Cluster(Record):
     """Bandwidth of a pod's network cards over that of its links to the spine."""
     measured: tuple[MeasuredCollective, ...] = ()
     """A measured sweep of collectives; it replaces the bandwidth of links and the engine's efficiency."""
+    parts: tuple[Cluster, ...] = ()
+    """Where nodes are of two kinds, those of each in the order of their ranks. The other fields then stand
+    for both (`costmodels.kinds.mixed`): `memory_bytes` is the larger one's, links are the slower ones. Where
+    the whole is changed, such as to twice the ranks, memory or links, its parts follow."""
 
     @model_validator(mode="after")
     def _check(self) -> Cluster:
+        if self.parts:
+            self._check_parts()
         local = self.devices_per_node
         if self.world_size > local and self.world_size % local:
             down = self.world_size // local * local
@@ -146,6 +152,18 @@ class Cluster(Record):
                 "the network beyond a pod is what is oversubscribed"
             )
         return self
+
+    def _check_parts(self) -> None:
+        ranks = [part.world_size for part in self.parts]
+        if len(ranks) != 2 or any(part.parts for part in self.parts):
+            raise ValueError(f"parts has {len(ranks)} entries: expected nodes of two kinds, each of one kind")
+        if self.world_size * ranks[0] % sum(ranks):
+            raise ValueError(
+                f"world size {self.world_size} is not in the proportion of its parts, {ranks[0]} + {ranks[1]}"
+            )
+        largest = max(part.memory_bytes for part in self.parts)
+        if self.memory_bytes < largest:
+            raise ValueError(f"memory_bytes {self.memory_bytes:g} is less than a kind has, {largest:g}")
 
     @property
     def nodes(self) -> int:

@@ -27,6 +27,8 @@ from costmodels.engine import Engine
 from costmodels.estimate import Estimate, StageMemory, StepTime
 from costmodels.exact import pipeline_parts
 from costmodels.hardware import Cluster
+from costmodels.kind_prices import Rows, price_rows, rows_of_all_ranks
+from costmodels.kinds import BOTH, check_precision, sites
 from costmodels.layer_table import known_share
 from costmodels.layout import SPLIT_BACKWARD, V_SCHEDULES, Layout
 from costmodels.memory import (
@@ -63,7 +65,7 @@ class Prices:
     model: ModelSpec
     cluster: Cluster
     engine: Engine
-    """The engine with its constants for the device."""
+    """The engine with its constants for the device; on nodes of two kinds, with those for all devices."""
     table: LayoutTable
 
     def __len__(self) -> int:
@@ -77,6 +79,12 @@ class Prices:
     @property
     def spread(self) -> Floats:
         """Half the width of the 80 % range of the step time, as a natural logarithm."""
+        if self.cluster.parts:
+            kinds = [replace(self, engine=site.engine) for site in sites(self.cluster, self.engine)[:BOTH]]
+            return np.maximum(*(one._spread() for one in kinds))
+        return self._spread()
+
+    def _spread(self) -> Floats:
         known = known_share(self.model, self.engine, self.table)
         return spread(self.cluster, self.engine, self.time, self.step_time_s, known, self.model.hidden)
 
@@ -139,10 +147,7 @@ class Prices:
         one = self.take(np.array([row]))
         if not one.simulated[0]:
             one = one.simulate(np.array([0]))
-        every = all_ranks(*ranks_entry(self.model, one.table, 0))
-        ranks = every.each(lambda held: held[None, :])
-        sizes = unit_sizes(self.model, self.engine, one.table)
-        memory = stage_memory(self.cluster, self.engine, one.table, sizes, ranks)
+        memory = self._memory(one.table)
         return Estimate(
             step_time_s=one.step_time_s[0],
             step_time_low_s=one.step_time_s[0] * np.exp(-one.spread[0]),
@@ -150,7 +155,7 @@ class Prices:
             time=StepTime(**{part: float(seconds[0]) for part, seconds in one.time.items()}),
             memory=tuple(
                 StageMemory(**{part: held[0] for part, held in on_rank(memory, np.array([rank])).items()})
-                for rank in range(len(every.count))
+                for rank in range(int(one.table.pipeline_parallel[0]))
             ),
             peak_memory_bytes=one.peak_memory_bytes[0],
             tokens_per_s=one.tokens_per_s[0],
@@ -159,11 +164,24 @@ class Prices:
             mfu=one.mfu[0],
         )
 
+    def _memory(self, table: LayoutTable) -> dict[str, Floats]:
+        """Bytes of every pipeline rank of a table of one row, which broadcast to [1, pp]."""
+        if self.cluster.parts:
+            rows = rows_of_all_ranks(self.model, self.cluster, self.engine, table, 0)
+            every = [rows.memory(np.array([rank])) for rank in range(rows.kind.shape[1])]
+            return {name: np.stack([held[name] for held in every], axis=1) for name in every[0]}
+        ranks = all_ranks(*ranks_entry(self.model, table, 0)).each(lambda held: held[None, :])
+        sizes = unit_sizes(self.model, self.engine, table)
+        return stage_memory(self.cluster, self.engine, table, sizes, ranks)
+
 
 def _tied_seconds(
     model: ModelSpec, cluster: Cluster, engine: Engine, table: LayoutTable, vocabulary: Floats
 ) -> Floats:
     """Seconds to sum the gradients of both copies of a tied embedding, on the first and the last stage."""
+    if cluster.parts:
+        both = sites(cluster, engine)[BOTH:]
+        return np.maximum(*(_tied_seconds(model, one.cluster, one.engine, table, vocabulary) for one in both))
     apart = table.tensor_parallel * table.context_parallel * table.data_parallel
     apart = apart * np.maximum(table.pipeline_parallel - 1, 1)
     pair = group(cluster, engine, np.minimum(table.pipeline_parallel, 2), apart)
@@ -175,7 +193,7 @@ def _tied_seconds(
 
 def _blocks(table: LayoutTable) -> Iterator[LayoutTable]:
     for start in range(0, max(len(table), 1), BLOCK):
-        yield table.take(np.arange(start, min(start + BLOCK, len(table))))
+        yield table.take(slice(start, start + BLOCK))
 
 
 def peak_memory(model: ModelSpec, cluster: Cluster, engine: Engine, table: LayoutTable) -> Floats:
@@ -184,12 +202,15 @@ def peak_memory(model: ModelSpec, cluster: Cluster, engine: Engine, table: Layou
     Raises:
         InputError: the engine does not know the precision of the table.
     """
-    engine = engine.for_device(cluster.device)
+    own = engine.for_device(cluster.device)
 
     def peak(block: LayoutTable) -> Floats:
-        sizes, ranks = sizes_of(model, engine, *shapes_of(block)), deciding_ranks(model, block)
-        held = stage_memory(cluster, engine, block, sizes, ranks)
-        most: Floats = total(held).max(axis=1)
+        if cluster.parts:
+            held = Rows.of(model, cluster, engine, block).bytes
+        else:
+            sizes, ranks = sizes_of(model, own, *shapes_of(block)), deciding_ranks(model, block)
+            held = total(stage_memory(cluster, own, block, sizes, ranks))
+        most: Floats = held.max(axis=1)
         return most
 
     return np.concatenate([peak(block) for block in _blocks(table)])
@@ -199,6 +220,11 @@ def _price_block(
     model: ModelSpec, cluster: Cluster, engine: Engine, table: LayoutTable
 ) -> tuple[dict[str, Floats], dict[str, Floats]]:
     """Parts of the time and of the peak memory of each row."""
+    if cluster.parts:
+        time, memory = price_rows(Rows.of(model, cluster, engine, table))
+        vocabulary = padded_vocabulary(model, table)
+        time["pipeline_parallel"] += _tied_seconds(model, cluster, engine, table, vocabulary)
+        return time, memory
     shapes, shape = shapes_of(table)
     units = units_of(model, cluster, engine, shapes)
     sizes, ranks = sizes_of(model, engine, shapes, shape), deciding_ranks(model, table)
@@ -236,7 +262,7 @@ def _price_block(
     time["optimizer"] += orthogonal_seconds(model, cluster, engine, table, layers, experts)
 
     held = stage_memory(cluster, engine, table, sizes, ranks)
-    memory = on_rank(held, total(held).argmax(axis=1))
+    memory = on_rank(held, total(held).argmax(axis=1)) | {"absent": np.zeros(len(table))}
     return {part: time[part] for part in StepTime.model_fields}, memory
 
 
@@ -285,9 +311,12 @@ def price(model: ModelSpec, cluster: Cluster, engine: Engine, table: LayoutTable
     Raises:
         InputError: the device or the engine does not know the precision of the table.
     """
-    engine = engine.for_device(cluster.device)
     peak_flops(cluster.device, table.precision)
-    memory_policy(engine, table.precision)
+    if cluster.parts:
+        check_precision(cluster, engine, table.precision)
+    else:
+        engine = engine.for_device(cluster.device)
+        memory_policy(engine, table.precision)
     blocks = [_price_block(model, cluster, engine, block) for block in _blocks(table)]
     return Prices(
         time={part: np.concatenate([time[part] for time, _ in blocks]) for part in StepTime.model_fields},

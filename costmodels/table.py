@@ -148,8 +148,8 @@ class LayoutTable:
             result |= self.schedule == SCHEDULES.index(schedule)
         return result
 
-    def take(self, rows: Ints | Bools) -> LayoutTable:
-        """The rows that an index or mask array selects."""
+    def take(self, rows: Ints | Bools | slice) -> LayoutTable:
+        """The rows that an index or mask array selects, or those of a slice, which are not copied."""
         return replace(self, **{name: getattr(self, name)[rows] for name in ARRAY_FIELDS})
 
     def layout(self, row: int) -> Layout:

@@ -16,6 +16,7 @@ from costmodels.table import code_of
 from planner import advice
 from planner.changes import Binding, Change, binding, changes
 from planner.comparison import Comparison, compare
+from planner.heterogeneous_neighbours import searched_anew
 from planner.last_resort import REASON
 from planner.least_recompute import MODULE_SETS
 from planner.neighbours import Neighbour, neighbours
@@ -111,6 +112,8 @@ def explain_result(
     comparisons += [rival.comparison for rival in rivals if rival.comparison is not None]
     found = changes(result) if what_if else []
     near = neighbours(result)
+    if result.problem.cluster.parts:
+        near = searched_anew(result, near)
     return Explanation(
         result=result,
         indistinguishable=indistinguishable(result),

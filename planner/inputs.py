@@ -14,9 +14,11 @@ from costmodels.catalogue.yaml_files import build
 from costmodels.engine import Engine
 from costmodels.errors import InputError
 from costmodels.hardware import Cluster, Device, Link, MeasuredCollective, Precision
+from costmodels.kinds import mixed
 from costmodels.model_spec import ModelSpec
 from costmodels.network_table import read_network_table
 from costmodels.words import GIB
+from planner.heterogeneous import is_of_kinds, parse_kinds
 from planner.space import Batch
 
 if TYPE_CHECKING:
@@ -109,12 +111,15 @@ def resolve_cluster(
     A node holds as many as the device's usual server when that is not given. Memory is the device's
     own, unless `device_memory_gib` or the environment's `DEVICE_MEMORY_GB` replaces it; what is set aside of
     it beside tensors is as device and engine have it, unless `memory_margin_gib` says so. Links are the
-    device's own as far as `network` (`NetworkOptions`) does not replace them.
+    device's own as far as `network` (`NetworkOptions`) does not replace them. `a100-80g:4,v100-32g:4` are
+    nodes of two kinds, whose devices are `world_size` together.
     """
     world_size = whole_number("world_size", world_size, MOST_DEVICES)
     if local_world_size is not None:
         local_world_size = whole_number("local_world_size", local_world_size, MOST_DEVICES)
     wanted = DEFAULT_DEVICE if device is None else device
+    if isinstance(wanted, str) and is_of_kinds(wanted):
+        return _of_kinds(wanted, world_size, local_world_size, device_memory_gib, memory_margin_gib, network)
     if wanted == "cpu":
         # One rank's share of this machine depends on how many ranks share it.
         local_world_size = local_world_size or world_size
@@ -139,6 +144,43 @@ def resolve_cluster(
             "inter_node_gbps count gigabits (8 x GB/s), the latter of one card with nics_per_node"
         )
     return cluster
+
+
+ONE_KIND = ("intra_node_gbps", "island", "network_table")
+"""Options of a network of nodes of one kind."""
+
+
+def _of_kinds(
+    text: str,
+    world_size: int,
+    local_world_size: int | None,
+    device_memory_gib: float | None,
+    memory_margin_gib: float | None,
+    network: NetworkOptions,
+) -> Cluster:
+    """The cluster of nodes of two kinds, in the order in which they are written."""
+    if _memory_gib(device_memory_gib) is not None:
+        name = MEMORY_VARIABLE if device_memory_gib is None else "device_memory_gib"
+        raise InputError(f"{name} with device {text}: each kind has its own; use YAML files of devices")
+    for option in ONE_KIND:
+        if network.get(option) is not None:
+            raise InputError(f"{option} with device {text}: each kind has its own; use YAML files of devices")
+    kinds = parse_kinds(text)
+    sizes = [count * (local_world_size or device.devices_per_node) for device, count in kinds]
+    if sum(sizes) != world_size:
+        raise InputError(
+            f"world_size {world_size}: device {text} has {sizes[0]} + {sizes[1]} = {sum(sizes)} devices"
+        )
+    first, second = (
+        resolve_cluster(device, size, local_world_size, None, memory_margin_gib, **network)
+        for (device, _), size in zip(kinds, sizes, strict=True)
+    )
+    return mixed(first, second)
+
+
+def world_size_of_kinds(device: str, local_world_size: int | None = None) -> int:
+    """Devices of nodes of two kinds, which their numbers of nodes tell."""
+    return sum(count * (local_world_size or kind.devices_per_node) for kind, count in parse_kinds(device))
 
 
 def _network(

@@ -13,7 +13,8 @@ from costmodels.layout import Optimizer, RecomputeMethod, Schedule
 from costmodels.model_spec import ModelSpec
 from planner.accepted import AcceptedFlags, accepted_names
 from planner.flags import arguments, flag
-from planner.inputs import DEFAULT_DEVICE, DEFAULT_ENGINE, NetworkOptions
+from planner.heterogeneous import KINDS, is_of_kinds
+from planner.inputs import DEFAULT_DEVICE, DEFAULT_ENGINE, NetworkOptions, world_size_of_kinds
 from planner.model_options import ModelOptions, choice
 from planner.objective import DEFAULT_OBJECTIVE
 from planner.pins import Pins, parse_pins, where_possible
@@ -68,7 +69,9 @@ class HardwareOptions:
 
     local_world_size: int | None = flag(None, "Devices of one node; as in the device's usual server.")
     device: str | None = flag(
-        None, f"Catalogue name of the device (see `devices`); {DEFAULT_DEVICE} if none."
+        None,
+        f"Catalogue name of the device (see `devices`); {DEFAULT_DEVICE} if none. Nodes of two kinds with "
+        f"the number of each: {KINDS}.",
     )
     memory_margin_gib: float | None = flag(
         None,
@@ -107,6 +110,12 @@ class HardwareOptions:
         given = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
         return cast(NetworkOptions, given)
 
+    def counted_devices(self) -> int | None:
+        """Devices of nodes of two kinds, of which `device` tells the number; None for one kind."""
+        if self.device is None or not is_of_kinds(self.device):
+            return None
+        return world_size_of_kinds(self.device, self.local_world_size)
+
     def notes(self) -> list[str]:
         """What was assumed because no flag said it."""
         return [] if self.device else [f"no device given: {DEFAULT_DEVICE}"]
@@ -119,8 +128,11 @@ class ClusterOptions(HardwareOptions):
     world_size: int | None = flag(None, "Devices of the job.")
 
     def required_world_size(self) -> int:
-        """The world size; raises `InputError` when none is given."""
+        """The world size, which nodes of two kinds tell; raises `InputError` when none is given."""
         if self.world_size is None:
+            counted = self.counted_devices()
+            if counted is not None:
+                return counted
             raise InputError("no world size: give --world-size, the number of devices of the job")
         return self.world_size
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -18,7 +18,8 @@ from costmodels.simulation import FIRST_TRY
 from costmodels.table import Floats, Ints, LayoutTable, combined
 from planner import objective as objectives
 from planner import reasons
-from planner.bounds import fit
+from planner.bounds import Fit, fit
+from planner.heterogeneous_solve import fit_of_kinds
 from planner.joining import joined, joined_prices
 from planner.last_resort import REASON, last_resorts
 from planner.objective import Objective, logarithms
@@ -27,9 +28,13 @@ from planner.plan import Plan
 from planner.rules import DEVICE_MEMORY
 from planner.solve import solved
 from planner.space import Batch, Space, build
+from planner.verified_memory import verify, with_exact_memory
 
 FEWEST, MOST = 10, 20
 """Plans at the top of the ranking whose pipelines are simulated, however long they take, and at most."""
+
+VERIFIED = MOST
+"""Plans at the top of the ranking whose memory must be exact before their pipelines are simulated."""
 
 MOST_PASSES = 20_000
 """Passes of the pipelines after the first `FEWEST` that are simulated."""
@@ -81,6 +86,8 @@ class SearchResult:
     """Layouts with solved degrees, which the counts and the table have besides the enumerated ones."""
     offloads: bool = False
     """Nothing fits without offloading."""
+    notes: tuple[str, ...] = ()
+    """Where nodes are of two kinds: which ranks each has, and what one kind alone would do."""
 
     @cached_property
     def table(self) -> LayoutTable:
@@ -140,7 +147,8 @@ class SearchResult:
             else:
                 problem, layout = self.problem, self.table.layout(int(self.order[rank]))
                 cost = estimate(problem.model, problem.cluster, problem.engine, layout)
-            self._candidates[rank] = layout, cost
+            where = self.problem.model, self.problem.cluster, self.problem.engine
+            self._candidates[rank] = layout, with_exact_memory(*where, layout, cost)
         return self._candidates[rank]
 
     def _reason(self, rank: int) -> str:
@@ -166,10 +174,10 @@ def rank(problem: Problem, space: Space, started: float, offload: bool = False) 
     that offload activations or the optimizer are searched too where nothing fits without.
     """
     model, cluster, engine = problem.model, problem.cluster, problem.engine
-    found, alone = fit(model, cluster, engine, space.table, space.states), space
+    found, alone = _fit(problem, space), space
     if offload and not found.rows.any():
         for space in last_resorts(problem, alone):
-            found = fit(model, cluster, engine, space.table, space.states)
+            found = _fit(problem, space)
             if found.rows.any():
                 break
     rows = np.flatnonzero(found.rows)
@@ -180,11 +188,18 @@ def rank(problem: Problem, space: Space, started: float, offload: bool = False) 
     solutions = len(prices) - len(rows)
     rows = np.concatenate([rows, len(space.table) + np.arange(solutions)])
     places = _order(prices.table, np.arange(len(rows)), *logarithms(problem.objective, prices))
+    prices, places = _verified(problem, prices, places)
+    if offload and len(rows) and not len(places):
+        # What seemed to fit does not: the last resorts after all.
+        for resort in last_resorts(problem, alone):
+            result = rank(problem, resort, started)
+            if result.feasible:
+                return replace(result, offloads=True)
     first = places[: _simulated(prices.table.take(places[:MOST]))]
     prices = prices.simulate(first)
     again = _order(prices.table, first, *logarithms(problem.objective, prices.take(first)))
     places[: len(first)] = first[again]
-    legal, feasible = len(space.table) + solutions, len(rows)
+    legal, feasible = len(space.table) + solutions, len(places)
     rejected = dict(space.illegal)
     if legal > feasible:
         rejected[DEVICE_MEMORY] = legal - feasible
@@ -202,6 +217,30 @@ def rank(problem: Problem, space: Space, started: float, offload: bool = False) 
         solved=solutions,
         offloads=feasible > 0 and space is not alone,
     )
+
+
+def _verified(problem: Problem, prices: Prices, places: Ints) -> tuple[Prices, Ints]:
+    """Prices with the exact memory of the first places, where it is known, and the places without those rows
+    that do not fit by it."""
+    checked, more = 0, VERIFIED
+    while checked < min(VERIFIED, len(places)):
+        some, rest = places[checked : checked + more], places[checked + more :]
+        prices, fits = verify(prices, some)
+        places = np.concatenate([places[:checked], some[fits], rest])
+        # Where many do not fit, more of the others may not either.
+        checked, more = checked + int(fits.sum()), 2 * more
+    if problem.objective == "memory":
+        first = places[:checked]
+        again = _order(prices.table, first, *logarithms(problem.objective, prices.take(first)))
+        places = np.concatenate([first[again], places[checked:]])
+    return prices, places
+
+
+def _fit(problem: Problem, space: Space) -> Fit:
+    where = problem.model, problem.cluster, problem.engine
+    if problem.cluster.parts:
+        return fit_of_kinds(*where, space.table)
+    return fit(*where, space.table, space.states)
 
 
 def _simulated(table: LayoutTable) -> int:

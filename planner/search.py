@@ -14,11 +14,13 @@ from costmodels.layout import Layout
 from costmodels.model_spec import ModelSpec
 from costmodels.pricing import estimate as estimate_layout
 from planner import advice, inputs
+from planner.heterogeneous_search import search_kinds
 from planner.objective import DEFAULT_OBJECTIVE, parse_objective
 from planner.pins import PinInput, parse_pins
 from planner.plan import Plan
 from planner.ranking import Problem, SearchResult, rank
 from planner.rules import first_illegal
+from planner.verified_memory import with_exact_memory
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -44,7 +46,8 @@ def search(
     """Price every legal layout of `model` on `world_size` devices and rank them.
 
     `model` is a `ModelSpec`, a catalogue name, or the path of a YAML file or of a Hugging Face
-    config.json; `device` a `Device` or a catalogue name (`a100-80g` when not given). The batch counts
+    config.json; `device` a `Device` or a catalogue name (`a100-80g` when not given), or nodes of two kinds
+    (`a100-80g:4,v100-32g:4`, of which the better order is found). The batch counts
     sequences a step: exactly `global_batch_size`, or for each layout the most that it can run up to
     `max_global_batch_size`. `pin` fixes degrees of freedom (`["tp=8"]` or `{"tensor_parallel": 8}`) or
     narrows them (`["tp=2..8", "pp=2,4"]`), `forbid` names values that no layout may have.
@@ -82,6 +85,8 @@ def search(
         pins=pins,
         objective=parse_objective(objective),
     )
+    if cluster.parts:
+        return search_kinds(problem)
     started = time.perf_counter()
     space = problem.space()
     if not len(space.table):
@@ -163,7 +168,8 @@ def evaluate(
     message = first_illegal(spec, layout)
     if message is not None:
         raise InputError(message)
-    return estimate_layout(spec, cluster, resolved_engine, layout)
+    found = estimate_layout(spec, cluster, resolved_engine, layout)
+    return with_exact_memory(spec, cluster, resolved_engine, layout, found)
 
 
 def _agreed(name: str, given: object, pinned: object) -> object:

@@ -16,6 +16,7 @@ from planner import inputs
 from planner.advice import no_layout_fits
 from planner.budget import UNIT_TOKENS, Run, check_price, parse_tokens
 from planner.goodput import Failures
+from planner.heterogeneous import is_of_kinds
 from planner.objective import DEFAULT_OBJECTIVE, Objective, equal_peak, parse_objective
 from planner.plan import Plan
 from planner.ranking import Problem, SearchResult, rank
@@ -170,6 +171,11 @@ def sizes(
     Raises `InputError` for wrong input, and when no size has a legal layout; a size without one is listed
     with the reason where others have.
     """
+    if is_of_kinds(device):
+        raise InputError(
+            f"world_size {world_size}: device {device} tells how many nodes there are of each kind; plan for "
+            "one size, or for one kind"
+        )
     wanted = parse_objective(objective)
     spec = inputs.resolve_model(model)
     count = None if tokens is None else parse_tokens(tokens)

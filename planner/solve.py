@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING, get_args
 
 import numpy as np
@@ -12,6 +13,7 @@ from costmodels.pricing import Prices, peak_memory, price
 from costmodels.table import Bools, Floats, LayoutTable
 from planner.bounds import Fit, least_peak, least_seconds
 from planner.choice import Choice
+from planner.heterogeneous_solve import sized
 from planner.joining import joined_prices
 from planner.least_recompute import UNIFORM, Worth, first_of_each, least_recompute
 from planner.objective import Objective
@@ -35,14 +37,18 @@ def solved(problem: Problem, space: Space, found: Fit, prices: Prices) -> list[P
         found: which of them fit.
         prices: of those.
     """
+    where = problem.model, problem.cluster, problem.engine
+    kinds = recompute_kinds(problem.pins)
+    own = []
+    if problem.cluster.parts and "layers_per_stage" not in problem.pins:
+        own = sized(*where, space.table, kinds, partial(_worth, problem.objective), prices)
     if problem.objective == "memory":
         # What recomputes and splits most is enumerated.
-        return []
-    where = problem.model, problem.cluster, problem.engine
-    worth = _worth(problem.objective, [prices])
-    kinds = recompute_kinds(problem.pins)
-    every = [least_recompute(*where, space, found, kinds, worth)]
-    if "layers_per_stage" not in problem.pins:
+        return [some for some in own if len(some)]
+    worth = _worth(problem.objective, [prices, *own])
+    every: list[Prices | None] = [*own]
+    every.append(least_recompute(*where, space, found, kinds, worth))
+    if "layers_per_stage" not in problem.pins and not problem.cluster.parts:
         every.append(_balanced(problem, space.table, found, worth))
     best = [some.take(worth(some.table, some.step_time_s)) for some in every if some is not None]
     if "zero_replicas" not in problem.pins:

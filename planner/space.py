@@ -221,10 +221,19 @@ def obstacle(model: ModelSpec, world_size: int, batch: Batch, pins: Pins) -> str
 def _rows(
     model: ModelSpec, degrees: Degrees, where: tuple[Ints, ...], precision: Precision, pins: Pins
 ) -> LayoutTable:
+    places: dict[tuple[int, ...], Ints] = {}
+
     def column(array: Ints | Bools) -> Any:
         # An axis of length one holds the same value wherever the row lies on it.
-        index = tuple(axis if size != 1 else 0 for axis, size in zip(where, array.shape, strict=True))
-        return np.broadcast_to(array[index], where[0].shape)
+        if array.size == 1:
+            return np.broadcast_to(array.ravel(), where[0].shape)
+        if array.shape not in places:
+            axes = [(axis, size) for axis, size in zip(where, array.shape, strict=True) if size != 1]
+            place = axes[0][0]
+            for axis, size in axes[1:]:
+                place = place * size + axis
+            places[array.shape] = place
+        return array.ravel().take(places[array.shape])
 
     pinned_split = pins.get("layers_per_stage")
     if isinstance(pinned_split, tuple):

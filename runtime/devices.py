@@ -7,6 +7,7 @@ import torch
 from costmodels import Device
 from costmodels.catalogue import load_device
 from costmodels.errors import InputError
+from planner.plan import Plan
 from runtime.ranks import Ranks
 
 CATALOGUE_NAMES = (
@@ -65,3 +66,17 @@ def detect_device(ranks: int) -> Device:
         f"this machine's {properties.name} is not in the catalogue; give --device NAME (see `planner "
         "devices`), --device FILE.yaml or --device cpu"
     )
+
+
+def check_kind(plan: Plan, ranks: Ranks) -> None:
+    """Raise `InputError` where a plan for two kinds of nodes has the other kind for this machine's ranks."""
+    parts = plan.cluster.parts
+    if not parts or not local_device_count():
+        return
+    border = parts[0].world_size
+    own, other = (part.device.name for part in (parts if ranks.rank < border else parts[::-1]))
+    if detect_device(ranks.local_world_size).name == other != own:
+        raise InputError(
+            f"rank {ranks.rank} is on {other}, where the plan has {own}: start ranks 0 to {border - 1} on "
+            f"{parts[0].device.name}, and the others on {parts[1].device.name}"
+        )

@@ -21,7 +21,7 @@ from planner.plan import Plan
 from runtime import checkpoint, pretrained
 from runtime.data import Datasets
 from runtime.data.boundaries import Boundaries
-from runtime.devices import detect_device, local_device_count, torch_device
+from runtime.devices import check_kind, detect_device, local_device_count, torch_device
 from runtime.documents import check_boundaries
 from runtime.faults.error_file import report
 from runtime.faults.exit_signals import ignore_early
@@ -158,6 +158,8 @@ def _run(job: Job, ranks: Ranks, device: torch.device) -> None:
     doing("planning")
     plan = Plan.model_validate_json(on_first_rank(lambda: _prepare(job, ranks)))
     spec, layout = plan.model, plan.layout
+    if plan.cluster.parts:
+        together(lambda: check_kind(plan, ranks))
     if layout.precision == "fp8":
         together(lambda: check_float8(device))
     if layout.optimizer == "adam8bit":

@@ -4,6 +4,10 @@
 `recomputing`), which gives a tape of what they allocate and free (`tapes`); `sizes` and `groups` evaluate
 tapes for many layouts at once (`units`, `states`); `accumulation` and `pipeline_steps` add up what is alive
 at the moments of a step that can be the highest (`moments`).
+
+Compiled layers have graphs of their own: `compiled_layers`, `compiled_attention` and `compiled_latent` give
+what AOTAutograd traces (`compiled_graph`), `compiled_memory` when its tensors have memory, and
+`compiled_segments` puts compiled functions among other operations.
 """
 
 from costmodels.bundled.rank_memory import covers, moments_of_ranks, peak_bytes, rank_peaks

@@ -3,7 +3,16 @@
 from __future__ import annotations
 
 from costmodels.bundled.moments import Peak, Term
-from costmodels.bundled.stage_sums import Place, Stage, Sums, Terms, converting_passes, first_passes, value
+from costmodels.bundled.stage_sums import (
+    Place,
+    Stage,
+    Sums,
+    Terms,
+    arrivals,
+    first_backward_passes,
+    first_passes,
+    value,
+)
 from costmodels.bundled.states import converts_gradients
 from costmodels.table import Bools, LayoutTable
 
@@ -31,6 +40,7 @@ class _Step:
         self.stays = self.wraps & ~self.frees
         micro_batches = table.micro_batches[:, None]
         self.single, self.several, self.many = micro_batches == 1, micro_batches > 1, micro_batches > 2
+        self.alone = self.wraps & (self.single | self.frees)
         self.converts = converts_gradients(table)
 
     def forward(self) -> None:
@@ -49,15 +59,14 @@ class _Step:
                 (1.0 * self.frees, value(kind, "gathered")),
             ]
             running: Term = (1.0, kind.unit.forward)
-            for part in first_passes(kind):
+            for part in first_passes(kind, 1.0 * self.frees):
                 self.peak.add("forward", [*state, *gathering, *part], place.happens)
                 terms = [*state, *parts, *gathering, *part]
                 self.peak.add("forward", terms, place.happens & self.frees & self.several)
-            gathers: Terms = [(1.0, stage.saved), (1.0, kind.group.gathered), (1.0, kind.group.buffer)]
-            gathers += [*sums.below(place, "gathered", self.stays), *sums.previous(place, "tail")]
-            gathers += stage.roots("buffer", sums.is_lowest(place))
-            self.peak.add("forward", [*state, *gathers], place.happens & self.wraps)
-            self.peak.add("forward", [*state, *parts, *gathers], place.happens & self.frees & self.several)
+            there: Terms = [*state, (1.0, stage.saved), *sums.below(place, "gathered", self.stays)]
+            for part in arrivals(sums, place):
+                self.peak.add("forward", [*there, *part], place.happens & self.wraps)
+                self.peak.add("forward", [*there, *parts, *part], place.happens & self.frees & self.several)
             stays = [*sums.all("gathered", self.stays), *whole, running]
             self.peak.add("forward", [*state, *stays], place.happens & ~self.frees & self.several)
         state = [*start, *sums.all("kept"), *sums.all("gathered", self.stays)]
@@ -75,14 +84,16 @@ class _Step:
         start: Terms = [*self.fixed, *root, (1.0, stage.first.kept)]
         stays = sums.all("gathered", self.stays)
         whole: Terms = [*sums.all("accumulated"), *stage.roots("accumulated")]
-        head: Term = (1.0, stage.last.left)
+        head, alone_head = (1.0, stage.last.left), (1.0, stage.last.left_alone)
         later_head: Term = (1.0, stage.last.left if self.converts else stage.last.added)
         loss: Terms = [*start, *sums.all("kept"), (1.0, stage.last.kept), *stays]
         parts: Terms = [*sums.all("gradients"), *stage.roots("gradients")]
         # Once backward reaches the head, its last layer is on its way.
-        matrix: Terms = [*sums.highest("buffer", 1.0 * self.frees), (1.0, stage.last.first_matrix)]
+        matrix: Terms = [*sums.highest("buffer", 1.0 * self.frees), (1.0, stage.last.alone_matrix)]
+        for scores in (stage.last.scoring, stage.last.first_matrix):
+            self.peak.add("backward", [*loss, (1.0, scores)], ~self.alone)
         for part in ([(1.0, stage.last.scoring)], matrix):
-            self.peak.add("backward", [*loss, *part])
+            self.peak.add("backward", [*loss, *part], self.alone)
             self.peak.add("backward", [*loss, *parts, *part], self.frees & self.several)
         self.peak.add(
             "backward", [*loss, *whole, (1.0, getattr(stage.last, first))], self.stays & self.several
@@ -91,10 +102,9 @@ class _Step:
         for place in sums.places():
             kind = stage.kinds[place.index]
             state: Terms = [*start, *sums.below(place, "kept", own=1.0)]
-            fresh, later = (1.0, kind.unit.first_backward), (1.0, getattr(kind.unit, first))
-            happens = place.happens
+            later, happens = (1.0, getattr(kind.unit, first)), place.happens
             # The first of several; without FSDP2 also one alone.
-            for part in converting_passes(kind, "first_backward", self.converts):
+            for part in first_backward_passes(kind):
                 terms = [*state, *stays, head, *sums.above(place, "accumulated"), *part]
                 self.peak.add("backward", terms, happens & ~self.frees & (self.several | ~self.wraps))
             # A middle one; without FSDP2, any but the first.
@@ -106,37 +116,38 @@ class _Step:
             held = sums.below(place, "gathered", self.stays, own=1.0)
             above_it: Terms = [*sums.above(place, "gradients"), *sums.above(place, "held")]
             own = sums.below(place, "accumulated", own=1.0)
-            for field, reduced in self._phases(place, "first_backward"):
-                terms = [*state, *held, head, *above_it, *reduced, (1.0, value(kind, field))]
+            for field, reduced in self._phases(place, "alone_backward"):
+                terms = [*state, *held, alone_head, *above_it, *reduced, (1.0, value(kind, field))]
                 self.peak.add("backward", terms, happens & self.stays & self.single)
             for field, reduced in self._phases(place, first, accumulated=True):
                 terms = [*state, *held, *own, *above_it, *reduced, (1.0, value(kind, field))]
                 terms += [*stage.roots("accumulated"), later_head]
                 self.peak.add("backward", terms, happens & self.stays & self.several)
             # ZeRO 3 gathers the layer before, and reduces after each micro batch.
-            again: Terms = [*parts, *sums.above(place, "stuck"), head]
+            again: Terms = [*parts, *sums.above(place, "stuck"), alone_head]
             for field, reduced, now, added in self._freeing_phases(place):
                 terms = [*state, *reduced, (1.0, value(kind, field))]
-                self.peak.add("backward", [*terms, *now, *above_it, head], happens & self.frees)
+                self.peak.add("backward", [*terms, *now, *above_it, alone_head], happens & self.frees)
                 self.peak.add("backward", [*terms, *added, *again], happens & self.frees & self.several)
             arriving: Terms = [(1.0, kind.group.gathered), (1.0, kind.group.buffer), (1.0, stage.residual)]
-            arriving += [*self._reducing_next(place), head]
+            arriving += [*self._reducing_next(place), alone_head]
             self.peak.add("backward", [*state, *arriving, *above_it], happens & self.frees)
             terms = [*state, *arriving, *parts, *sums.above(place, "stuck")]
             self.peak.add("backward", terms, happens & self.frees & self.several)
         ends: Terms = [*self.fixed, *root, (1.0, stage.first.kept)]
-        fresh, later = (1.0, stage.first.first_backward), (1.0, getattr(stage.first, first))
-        terms = [*ends, *stays, head, *sums.all("accumulated"), fresh]
+        alone, later = (1.0, stage.first.alone_backward), (1.0, getattr(stage.first, first))
+        terms = [*ends, *stays, head, *sums.all("accumulated"), (1.0, stage.first.first_backward)]
         self.peak.add("backward", terms, ~self.frees & (self.several | ~self.wraps))
         self.peak.add("backward", [*ends, *stays, *whole, later_head, later], self.stays & self.many)
         terms = [*ends, *whole, (1.0, stage.last.added), (1.0, stage.first.backward)]
         self.peak.add("backward", terms, ~self.wraps & self.several)
         lowest = sums.lowest("reducing")
-        terms = [*ends, head, *sums.all("gradients"), *sums.all("held"), *lowest]
-        self.peak.add("backward", [*terms, fresh], self.wraps & (self.single | self.frees))
-        self.peak.add("backward", [*terms, *stage.roots("accumulated"), later], self.stays & self.several)
+        terms = [*ends, *sums.all("gradients"), *sums.all("held"), *lowest]
+        self.peak.add("backward", [*terms, alone_head, alone], self.alone)
+        terms += [*stage.roots("accumulated"), later_head]
+        self.peak.add("backward", [*terms, later], self.stays & self.several)
         again = [*parts, *lowest, *sums.all("stuck")]
-        self.peak.add("backward", [*ends, head, *again, fresh], self.frees & self.several)
+        self.peak.add("backward", [*ends, alone_head, *again, alone], self.frees & self.several)
 
     def _reducing_next(self, place: Place) -> Terms:
         """What the layer after one still reads from to reduce its gradients."""
@@ -163,9 +174,10 @@ class _Step:
         own: Term = (1.0, kind.group.gathered)
         if kind.experts is None:
             before = sums.previous(place, "tail")
-            return [("first_backward", [own, *before, *self._reducing_next(place)], [], [])]
+            return [("alone_backward", [own, *before, *self._reducing_next(place)], [], [])]
         before = sums.previous(place, "buffer")
-        early: Terms = [own, (1.0, kind.experts.gathered), *before, *self._reducing_next(place)]
+        early: Terms = [own, (1.0, kind.experts.buffer), *self._reducing_next(place)]
+        there: Terms = [own, (1.0, kind.experts.gathered), *before, *self._reducing_next(place)]
         late: Terms = [own, *before, (1.0, kind.experts.reducing)]
         first: Terms = [(1.0, kind.experts.gradients), (1.0, kind.experts.held)]
         arriving: Terms = [
@@ -174,9 +186,10 @@ class _Step:
             (1.0, kind.experts.moving),
         ]
         return [
-            ("first_backward_start", [own, *arriving, *self._reducing_next(place)], [], []),
-            ("first_backward_before", early, [], []),
-            ("first_backward_after", late, first, [(1.0, kind.experts.stuck)]),
+            ("alone_backward_early", early, [], []),
+            ("alone_backward_start", [own, *arriving, *self._reducing_next(place)], [], []),
+            ("alone_backward_late", there, [], []),
+            ("alone_backward_after", late, first, [(1.0, kind.experts.stuck)]),
         ]
 
     def reduce(self) -> None:
@@ -184,7 +197,7 @@ class _Step:
         stage, sums = self.stage, self.sums
         root = stage.roots("gathered", 1.0 * self.wraps)
         start: Terms = [*self.fixed, *root, (1.0, stage.first.kept), (1.0, stage.residual)]
-        head: Term = (1.0, stage.last.left)
+        head, alone_head = (1.0, stage.last.left), (1.0, stage.last.left_alone)
         later_head: Term = (1.0, stage.last.left if self.converts else stage.last.added)
         parts: Terms = [*sums.all("gradients"), *stage.roots("gradients")]
         accumulated = stage.roots("accumulated")
@@ -198,46 +211,57 @@ class _Step:
             reading: Term = (1.0, group.reducing)
             written: Terms = [reading, (1.0, group.written), (1.0, group.quotient)]
             cast: Terms = [reading, (1.0, group.reduced), (1.0, group.gradients)]
-            alone = [*state, *gathered, head, *done]
+            alone = [*state, *gathered, alone_head, *done]
             self.peak.add(
                 "reduce",
                 [*alone, reading, (1.0, group.fresh)],
-                happens & self.wraps & (self.single | self.frees),
+                happens & self.alone,
             )
-            again = [*state, head, *parts, *sums.above(place, "stuck")]
+            again = [*state, alone_head, *parts, *sums.above(place, "stuck")]
             self.peak.add(
                 "reduce", [*again, reading, (1.0, group.fresh)], happens & self.frees & self.several
             )
             last = [*state, *gathered, later_head, *done, *accumulated]
+            before = self._reducing_next(place) if kind.experts is None else [(1.0, kind.experts.reducing)]
+            summing: Terms = [(1.0, group.gathered), (1.0, group.summing), *before]
+            terms = [*summing, (1.0, group.fresh)]
+            self.peak.add("reduce", [*alone, *terms], happens & self.alone)
+            self.peak.add("reduce", [*again, *terms], happens & self.frees & self.several)
+            terms = [*last, *sums.below(place, "accumulated", own=1.0), *summing]
+            self.peak.add("reduce", terms, happens & self.stays & self.several)
             for more in ([(1.0, group.added), (1.0, group.quotient)], [(1.0, group.added_cast)]):
                 terms = [*again, reading, *more, (1.0, group.last_fresh)]
                 self.peak.add("reduce", terms, happens & self.frees & self.several)
             for result in (written, cast):
                 fresh: Terms = [*result, (1.0, group.last_fresh)]
-                self.peak.add("reduce", [*alone, *fresh], happens & self.wraps & (self.single | self.frees))
+                self.peak.add("reduce", [*alone, *fresh], happens & self.alone)
                 terms = [*last, *sums.below(place, "accumulated"), *result, (1.0, group.last_accumulated)]
                 self.peak.add("reduce", terms, happens & self.stays & self.several)
             terms = [*last, *sums.below(place, "accumulated", own=1.0), reading]
             self.peak.add("reduce", terms, happens & self.stays & self.several)
             if kind.experts is not None:
-                self._reduce_experts(place, gathered, head, later_head, parts)
+                self._reduce_experts(place, gathered, alone_head, later_head, parts)
             # Gradients of the first micro batch change to the format that they are reduced in.
             terms = [*state, *sums.all("gathered", self.stays), head, *sums.above(place, "accumulated")]
             terms += [(1.0, group.accumulated), (1.0, group.converted)]
             self.peak.add("reduce", terms, happens & self.stays & self.several)
         layers: Terms = [*self.fixed, *sums.all("gradients"), *sums.all("held")]
-        of_roots, whole = stage.roots("reducing"), stage.roots("fresh")
-        self.peak.add("reduce", [*layers, *of_roots, *whole], self.wraps & (self.single | self.frees))
+        of_roots, whole, stuck = stage.roots("reducing"), stage.roots("fresh"), sums.all("stuck")
+        summing = [*root, *stage.roots("summing"), *sums.lowest("reducing")]
+        self.peak.add("reduce", [*layers, *summing, *whole], self.alone)
+        self.peak.add("reduce", [*self.fixed, *parts, *stuck, *summing, *whole], self.frees & self.several)
+        self.peak.add("reduce", [*layers, *summing, *stage.roots("accumulated")], self.stays & self.several)
+        self.peak.add("reduce", [*layers, *of_roots, *whole], self.alone)
         self.peak.add("reduce", [*layers, *of_roots, *stage.roots("accumulated")], self.stays & self.several)
-        self.peak.add("reduce", [*self.fixed, *parts, *of_roots, *whole], self.frees & self.several)
+        self.peak.add("reduce", [*self.fixed, *parts, *stuck, *of_roots, *whole], self.frees & self.several)
         written = [*stage.roots("written"), *stage.roots("quotient")]
         for result in (written, [*stage.roots("reduced"), *stage.roots("gradients")]):
             state = [*of_roots, *result]
             fresh = [*state, *stage.roots("last_fresh")]
-            self.peak.add("reduce", [*layers, *fresh], self.wraps & (self.single | self.frees))
+            self.peak.add("reduce", [*layers, *fresh], self.alone)
             terms = [*layers, *state, *stage.roots("last_accumulated")]
             self.peak.add("reduce", terms, self.stays & self.several)
-        again = [*self.fixed, *parts, *sums.all("stuck"), *of_roots, *stage.roots("last_fresh")]
+        again = [*self.fixed, *parts, *stuck, *of_roots, *stage.roots("last_fresh")]
         for added in ([*stage.roots("added"), *stage.roots("quotient")], stage.roots("added_cast")):
             self.peak.add("reduce", [*again, *added], self.frees & self.several)
         converting = [*self.fixed, *root, *sums.all("gathered", self.stays), *sums.all("accumulated")]
@@ -252,7 +276,7 @@ class _Step:
         self.peak.add("optimizer", [*self.fixed, *parts], self.wraps)
 
     def _reduce_experts(
-        self, place: Place, gathered: Terms, head: Term, later_head: Term, parts: Terms
+        self, place: Place, gathered: Terms, alone_head: Term, later_head: Term, parts: Terms
     ) -> None:
         """Of the last micro batch, the experts of a layer in the middle of its backward."""
         stage, sums = self.stage, self.sums
@@ -263,24 +287,28 @@ class _Step:
         state: Terms = [*start, *sums.below(place, "kept", own=1.0), *gathered, (1.0, kind.group.gathered)]
         state += sums.previous(place, "buffer", self.frees)
         done: Terms = [*sums.above(place, "gradients"), *sums.above(place, "held"), (1.0, experts.reducing)]
-        result: Terms = [(1.0, experts.written), (1.0, experts.quotient)]
-        at: Term = (1.0, value(kind, "first_backward_at"))
-        single = happens & self.wraps & (self.single | self.frees)
+        results: list[Terms] = [
+            [(1.0, experts.written), (1.0, experts.quotient)],
+            [(1.0, experts.reduced), (1.0, experts.gradients)],
+        ]
+        at: Term = (1.0, value(kind, "alone_backward_at"))
+        single = happens & self.alone
         shuffled: Term = (1.0, experts.shuffled_fresh)
-        self.peak.add("reduce", [*state, *done, head, at, shuffled], single)
-        left: Terms = [(-1.0, experts.fresh), (1.0, experts.last_fresh), *result]
-        self.peak.add("reduce", [*state, *done, head, at, *left], single)
-        again: Terms = [*parts, *sums.above(place, "stuck"), (1.0, experts.reducing), head, at]
+        self.peak.add("reduce", [*state, *done, alone_head, at, shuffled], single)
+        left: Terms = [(-1.0, experts.fresh), (1.0, experts.last_fresh)]
+        for result in results:
+            self.peak.add("reduce", [*state, *done, alone_head, at, *left, *result], single)
+        again: Terms = [*parts, *sums.above(place, "stuck"), (1.0, experts.reducing), alone_head, at]
         several = happens & self.frees & self.several
         self.peak.add("reduce", [*state, *again, shuffled], several)
         for more in ([(1.0, experts.added), (1.0, experts.quotient)], [(1.0, experts.added_cast)]):
-            left = [(-1.0, experts.fresh), (1.0, experts.last_fresh), *more]
-            self.peak.add("reduce", [*state, *again, *left], several)
+            self.peak.add("reduce", [*state, *again, *left, *more], several)
         own: Terms = [*sums.below(place, "accumulated", own=1.0), *stage.roots("accumulated"), later_head]
         at = (1.0, value(kind, f"{field}_at"))
         if self.converts:
             own.append((-1.0, experts.fresh))
         happens = happens & self.stays & self.several
         self.peak.add("reduce", [*state, *done, *own, at, (1.0, experts.shuffled_accumulated)], happens)
-        left = [(-1.0, experts.accumulated), (1.0, experts.last_accumulated), *result]
-        self.peak.add("reduce", [*state, *done, *own, at, *left], happens)
+        left = [(-1.0, experts.accumulated), (1.0, experts.last_accumulated)]
+        for result in results:
+            self.peak.add("reduce", [*state, *done, *own, at, *left, *result], happens)

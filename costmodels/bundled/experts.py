@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from costmodels.bundled.layers import Layer, gather, reduce_scatter
 from costmodels.bundled.operations import (
     add,
@@ -75,7 +77,7 @@ def _routed(layer: Layer, x: Tensor) -> Tensor:
     sent, order = send(layer, x)
     shared = None
     if structure.shared_experts:
-        shared = call(shared_experts, layer, x)
+        shared = call(layer.shared or partial(shared_experts, layer), x)
         if structure.shared_gate:
             shared = multiply(
                 shared, linear(x, layer.weights["shared_gate"], TOKENS_OF_RANK, WEIGHTS["shared_gate"])
@@ -89,7 +91,9 @@ def _routed(layer: Layer, x: Tensor) -> Tensor:
 
 
 def _experts(layer: Layer, rows: Tensor) -> Tensor:
-    return _marked(call(experts, layer, _marked(rows, "experts_done")), "experts_start")
+    result = call(experts, layer, _marked(rows, "experts_done"))
+    rows.storage.tape.marks.setdefault("experts_free", len(rows.storage.tape.changes))
+    return _marked(result, "experts_start")
 
 
 def _marked(x: Tensor, name: str) -> Tensor:
@@ -219,15 +223,10 @@ def receive(layer: Layer, sent: Tensor) -> tuple[Tensor, Storage | None]:
 
 def experts(layer: Layer, rows: Tensor) -> Tensor:
     """`runtime.model.Experts`."""
-    up = product(layer, rows, "expert_up", EXPERT_INNER)
-    if layer.structure.gated:
-        gate = product(layer, rows, "expert_gate", EXPERT_INNER)
-        inner = layer.activate(up, gate)
-        del gate
-    else:
-        inner = layer.activate(up)
-    del up
-    return product(layer, inner, "expert_down", ROWS)
+    names = ("expert_up", "expert_gate") if layer.structure.gated else ("expert_up",)
+    # They are there until the last product has been computed.
+    inner = [product(layer, rows, name, EXPERT_INNER) for name in names]
+    return product(layer, layer.activate(*inner), "expert_down", ROWS)
 
 
 def product(layer: Layer, rows: Tensor, name: str, size: Size) -> Tensor:
@@ -237,7 +236,7 @@ def product(layer: Layer, rows: Tensor, name: str, size: Size) -> Tensor:
         leaf = Tensor(rows.storage, (weight, 0))
 
         def backward(node: Node, grads: Gradients) -> Gradients:
-            return [Storage(node.tape, given), Storage(node.tape, WEIGHTS[name])]
+            return [node.gradient(0, given), node.gradient(1, WEIGHTS[name])]
 
         result = result_of(tape, size, [rows, leaf], [rows.storage], backward)
     else:
@@ -251,7 +250,7 @@ def product(layer: Layer, rows: Tensor, name: str, size: Size) -> Tensor:
         size,
         [result, Tensor(repeated, (layer.weights[f"{name}_bias"], 0))],
         [index],
-        lambda node, grads: [grads[0], Storage(node.tape, bias)],
+        lambda node, grads: [grads[0], node.gradient(1, bias)],
     )
 
 
@@ -276,7 +275,7 @@ def _share(rows: Tensor, weight: Tensor, size: Size, weight_size: Size) -> Tenso
     given = rows.size
 
     def backward(node: Node, grads: Gradients) -> Gradients:
-        return [Storage(node.tape, given), Storage(node.tape, weight_size)]
+        return [node.gradient(0, given), node.gradient(1, weight_size)]
 
     return result_of(rows.storage.tape, size, [rows, weight], [rows.storage], backward)
 

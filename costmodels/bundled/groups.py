@@ -32,6 +32,11 @@ class Group:
     """Of each."""
     moved: Bools
     """Parameters are split along another side than the first, and so are copied on their way."""
+    summed: Floats | float = 0.0
+    """Of matrices whose gradients tensor-parallel ranks sum (`Structure.is_whole`), before data parallelism
+    splits them."""
+    largest_summed: Floats | float = 0.0
+    """Of the largest of these."""
 
     @property
     def own(self) -> Floats:
@@ -39,7 +44,9 @@ class Group:
         return self.padded / self.shards
 
 
-def group_of(shapes: list[Shape], shards: Floats, any_side: bool = False) -> Group:
+def group_of(
+    shapes: list[Shape], shards: Floats, any_side: bool = False, summed: tuple[Floats | float, ...] = ()
+) -> Group:
     """A group of parameters of these shapes, split over `shards` ranks.
 
     FSDP2 splits the first side and rounds the parts up (`_fsdp_param.py`); with `any_side` the first one that
@@ -61,7 +68,7 @@ def group_of(shapes: list[Shape], shards: Floats, any_side: bool = False) -> Gro
             moved |= even & (first % shards > 0)
         whole, padded, largest = whole + elements, padded + filled, np.maximum(largest, filled)
         every.append(elements)
-    return Group(whole, padded, shards, largest, every[-1], tuple(every), moved)
+    return Group(whole, padded, shards, largest, every[-1], tuple(every), moved, *_summed(summed))
 
 
 def layer_shapes(model: ModelSpec, table: LayoutTable, moe: bool) -> list[Shape]:
@@ -108,6 +115,33 @@ def expert_shapes(model: ModelSpec, table: LayoutTable) -> list[Shape]:
     width = model.expert_ffn / table.expert_tensor_parallel.astype(np.float64)
     shapes: list[Shape] = [(experts, width, h)] * inputs + [(experts, h, width)]
     return shapes + ([(experts, width)] * inputs + [(experts, h)]) * model.linear_bias
+
+
+def summed_of_layer(model: ModelSpec, table: LayoutTable, moe: bool) -> tuple[Floats, ...]:
+    """Elements of each of a layer's matrices whose gradients tensor-parallel ranks sum."""
+    h, mla = float(model.hidden), model.latent_attention
+    ranks = () if mla is None else (mla.q_lora_rank, mla.kv_lora_rank + mla.qk_rope_head_dim)
+    rows = (model.experts, int(model.shared_expert_gate)) if moe else ()
+    sequence = table.sequence_parallel.astype(np.float64)
+    whole = (table.tensor_parallel > 1).astype(np.float64)
+    found: list[Floats] = [rank * h * sequence for rank in ranks]
+    found += [number * h * whole for number in rows]
+    return tuple(found)
+
+
+def summed_of_embedding(model: ModelSpec, table: LayoutTable) -> tuple[Floats, ...]:
+    """The same of the embedding."""
+    positions = float(model.max_positions * model.hidden) * (model.position == "learned")
+    return (positions * table.sequence_parallel.astype(np.float64),)
+
+
+def _summed(matrices: tuple[Floats | float, ...]) -> tuple[Floats | float, Floats | float]:
+    """Of all, and of the largest."""
+    total: Floats | float = 0.0
+    largest: Floats | float = 0.0
+    for elements in matrices:
+        total, largest = total + elements, np.maximum(largest, elements)
+    return total, largest
 
 
 def embedding_shapes(model: ModelSpec, table: LayoutTable) -> list[Shape]:

@@ -69,6 +69,8 @@ class Layer:
         mixture: Callable[[Layer, Tensor], Tensor] | None = None,
     ) -> None:
         self.structure, self.weights, self.mixture = structure, weights, mixture
+        self.shared: Callable[[Tensor], Tensor] | None = None
+        """Computes shared experts where these are not operations one by one."""
 
     def forward(self, x: Tensor) -> Tensor:
         """`runtime.model.Block`, with what `runtime.recompute` wraps."""
@@ -103,11 +105,16 @@ class Layer:
         """One that keeps its input and statistics; the gradients of its weights are small."""
         tape = x.storage.tape
         size, weight = x.size, WIDTH if statistics_size is STATISTICS else HEAD_WIDTH
-        vectors = 1 + self.structure.layernorm * (weight is WIDTH)
+        layernorm = self.structure.layernorm and weight is WIDTH
+        vectors = 1 + layernorm
         leaves = [Tensor(x.storage, (self.weights[weight[0]], 0))] * vectors
 
         def backward(node: Node, grads: Gradients) -> Gradients:
-            return [Storage(node.tape, size), *(Storage(node.tape, weight) for _ in range(vectors))]
+            # The fused kernel of rmsnorm has all results whether they are asked for or not.
+            sizes = (size, *[weight] * vectors)
+            if not layernorm:
+                return [Storage(node.tape, one) for one in sizes]
+            return [node.gradient(place, one) for place, one in enumerate(sizes)]
 
         result = result_of(tape, size, [x, *leaves], [x.storage], backward)
         statistics = Storage(tape, statistics_size)
@@ -227,7 +234,7 @@ class Layer:
         tape = x.storage.tape
         vector = Tensor(x.storage, (leaf, 0))
         return result_of(
-            tape, x.size, [x, vector], [], lambda node, grads: [grads[0], Storage(node.tape, size)]
+            tape, x.size, [x, vector], [], lambda node, grads: [grads[0], node.gradient(1, size)]
         )
 
     def enter(self, x: Tensor, whole: Size = WHOLE) -> Tensor:

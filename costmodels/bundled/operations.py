@@ -137,8 +137,8 @@ def linear(
         return Tensor(Storage(tape, size))
 
     def backward(node: Node, grads: Gradients) -> Gradients:
-        own = Storage(node.tape, given) if node.edges[0] is not None else None
-        return [own, Storage(node.tape, weight_size), *(Storage(node.tape, one) for _, one in added)]
+        sizes = (given, weight_size, *(one for _, one in added))
+        return [node.gradient(place, one) for place, one in enumerate(sizes)]
 
     added = [] if bias is None else [bias]
     computed = isinstance(weight, Tensor)

@@ -1,7 +1,8 @@
 """The moments of a step of pipeline ranks under 1F1B (`torch.distributed.pipelining.Schedule1F1B`).
 
-Rank r of p runs at most p - r micro batches ahead. PyTorch keeps what a stage has given until its backward,
-the last message of each kind until the next one, and the logits of a micro batch until the next ones.
+Rank r of p runs at most p - r micro batches ahead. PyTorch keeps what a stage has given until it is sent,
+and the last gradient that it sent until the next one. Before 2.15 it keeps what a stage has given until its
+backward, the last message of each kind until the next one, and the logits of a micro batch likewise.
 """
 
 from __future__ import annotations
@@ -9,9 +10,25 @@ from __future__ import annotations
 import numpy as np
 
 from costmodels.bundled.moments import Count, Peak, Term
-from costmodels.bundled.stage_sums import Place, Stage, Sums, Terms, first_passes, value
+from costmodels.bundled.pytorch import is_before
+from costmodels.bundled.stage_sums import (
+    Place,
+    Stage,
+    Sums,
+    Terms,
+    arrivals,
+    first_passes,
+    later_passes,
+    value,
+)
 from costmodels.bundled.states import GroupBytes, converts_gradients
 from costmodels.table import Bools, Floats, LayoutTable
+
+FORWARD = ("forward", "handed_forward")
+"""Passes of a layer whose result is its own, or a message."""
+
+WAITING, DONE = ("accumulated", "gathered"), ("gradients", "held")
+"""What there is of parameters before and after they are reduced at the end of a step."""
 
 
 def pipeline_peak(
@@ -61,6 +78,7 @@ class _Step:
         self.more = self.micro_batches > self.held
         self.several = self.micro_batches > 1
         self.converts = converts_gradients(table)
+        self.keeps = is_before(2, 15)
         self.fixed = fixed
         self.start: Terms = [*fixed, *stage.roots("gathered", 1.0 * self.wraps)]
         self.accumulated: Terms = [*self.sums.all("accumulated"), *stage.roots("accumulated")]
@@ -72,62 +90,58 @@ class _Step:
             *self.sums.all("kept", count),
             (count * self.first, stage.first.kept),
             (count * self.last, stage.last.kept),
-            (count * (1 - self.last), stage.message),
+            (count * (1 - self.last) * self.keeps, stage.message),
             (count * self.last, stage.logits),
         ]
 
-    def exchanged(self, gradients: Count) -> Terms:
-        """The last messages: the gradient that came, and the one that was sent."""
-        count = gradients * (1 - self.last) + gradients * (1 - self.first)
-        return [(count, self.stage.message)]
+    def exchanged(self, came: Count) -> Terms:
+        """The last messages: the gradient that was sent, and the one that came, if that is there."""
+        return [(1 - self.first, self.stage.message), (came * (1 - self.last), self.stage.message)]
 
     def forward(self) -> None:
         """With as many others as there can be, before any backward and after one; and the very first."""
         stage, sums = self.stage, self.sums
         others = self.held - 1
         gathered = sums.all("gathered", self.stays)
-        before: Terms = [*self.start, *self.others(others)]
-        after: Terms = [*before, *self.accumulated, *self.exchanged(1.0), (self.last, stage.logits)]
+        held: Terms = [*self.start, *self.others(others)]
+        grown: Terms = [*held, *self.accumulated, *self.exchanged(1.0 * self.keeps)]
+        after: Terms = [*grown, (self.last * self.keeps, stage.logits)]
+        # What the micro batch before has given is on its way.
+        before: Terms = [*held, (np.minimum(others, 1.0) * (1 - self.last) * (not self.keeps), stage.message)]
         for place in sums.places():
             kind = stage.kinds[place.index]
             below: Terms = [(self.first, stage.first.kept), *sums.below(place, "kept")]
-            own: Terms = [*below, *self.running(place)]
             whole: Term = (1.0 * self.frees, value(kind, "gathered"))
-            self.peak.add("forward", [*before, *own, *gathered], place.happens & ~self.frees)
+            running = self.running(place, [later_passes(kind, 1.0 * self.frees, field) for field in FORWARD])
+            for part in running:
+                self.peak.add("forward", [*before, *below, *part, *gathered], place.happens & ~self.frees)
             first: Terms = [*sums.below(place, "gathered", self.stays, own=1.0), whole]
-            for part in self.first_running(place):
+            for part in self.running(place, [first_passes(kind, 1.0 * self.frees, one) for one in FORWARD]):
                 self.peak.add("forward", [*before, *below, *part, whole], place.happens & self.frees)
                 self.peak.add("forward", [*self.start, *below, *part, *first], place.happens & ~self.frees)
-            gathers: Terms = [(self.first, stage.first.kept), *sums.below(place, "kept"), (1.0, stage.saved)]
-            gathers += [
-                *sums.below(place, "gathered", self.stays),
-                (1.0, kind.group.gathered),
-                (1.0, kind.group.buffer),
-            ]
-            gathers += [*sums.previous(place, "tail"), *self.roots_before(place)]
-            self.peak.add("forward", [*self.start, *gathers], place.happens)
+            there: Terms = [(1.0, stage.saved), *sums.below(place, "gathered", self.stays)]
+            for part in arrivals(sums, place):
+                self.peak.add("forward", [*self.start, *below, *there, *part], place.happens)
             # ZeRO 3 has gathered all in backward, and frees them one after the other.
-            rest: Terms = [*sums.above(place, "gathered", self.frees), whole]
-            self.peak.add("forward", [*after, *own, *gathered, *rest], place.happens & self.more)
+            rest: Terms = [*sums.above(place, "gathered", self.frees), whole, *gathered]
+            for part in running:
+                self.peak.add("forward", [*after, *below, *part, *rest], place.happens & self.more)
         scores: Terms = [(self.first, stage.first.kept), *sums.all("kept"), (1.0, stage.last.scores)]
         loss: Terms = [(self.first, stage.first.kept), *sums.all("kept"), (1.0, stage.last.forward)]
         self.peak.add("forward", [*before, *scores, *gathered, *sums.highest("tail")], self.is_last)
         self.peak.add("forward", [*after, *scores, *gathered], self.is_last & self.more)
         self.peak.add("forward", [*before, *loss, *gathered], self.is_last)
-        after = [*before, *self.accumulated, *self.exchanged(1.0)]
-        self.peak.add("forward", [*after, *loss, *gathered], self.is_last & self.more)
+        self.peak.add("forward", [*grown, *loss, *gathered], self.is_last & self.more)
 
-    def first_running(self, place: Place) -> list[Terms]:
-        """Forward of a layer that gathers its parameters."""
-        kind = self.stage.kinds[place.index]
+    def running(self, place: Place, passes: list[list[Terms]]) -> list[Terms]:
+        """Forward of one layer: its passes as they are, and those of the last one, which gives a message."""
         is_top = self.tops(place) * (1 - self.last)
-        parts = zip(first_passes(kind, "forward"), first_passes(kind, "handed_forward"), strict=True)
         return [
             [
                 *((count * (1 - is_top), held) for count, held in own),
                 *((count * is_top, held) for count, held in given),
             ]
-            for own, given in parts
+            for own, given in zip(*passes, strict=True)
         ]
 
     def tops(self, place: Place) -> Floats:
@@ -136,16 +150,6 @@ class _Step:
         above = sum((later.count for later in kinds[place.index + 1 :]), np.zeros(self.peak.shape))
         result: Floats = (above + kinds[place.index].count - place.below == 1) * 1.0
         return result
-
-    def roots_before(self, place: Place) -> Terms:
-        """What embedding and head have gathered, before the first layer is."""
-        return self.stage.roots("buffer", self.sums.is_lowest(place))
-
-    def running(self, place: Place) -> Terms:
-        """Forward of one layer; the last one of all gives a message."""
-        kind = self.stage.kinds[place.index]
-        is_top = self.tops(place) * (1 - self.last)
-        return [(1 - is_top, kind.unit.forward), (is_top, kind.unit.handed_forward)]
 
     def backward(self) -> None:
         """Of the first micro batch, of one that finds gradients, and of one that follows another at once."""
@@ -172,13 +176,17 @@ class _Step:
         stage, sums = self.stage, self.sums
         start: Terms = [*self.start, *self.others(held - 1)]
         start += self.exchanged(1.0) if grown else [(1 - self.last, stage.message)]
-        # What the stage gave is there until its backward has ended.
-        start += [(1 - self.last, stage.message), (self.last, stage.logits), (self.first, stage.first.kept)]
+        # What the stage gave, and what of it is there until its backward has ended.
+        start += [((1 - self.last) * self.keeps, stage.message), (self.last, stage.logits)]
+        start.append((self.first, stage.first.kept))
         start += self.accumulated if grown else []
-        gathered = sums.all("gathered", self.stays)
+        # What the backward before has gathered is still there, unless a forward has freed it.
+        follows = held is not self.held
+        gathered = sums.all("gathered", self.wraps if follows else self.stays)
+        gathers = self.frees & (not follows)
         loss: Terms = [*sums.all("kept"), (1.0, stage.last.kept)]
         matrix = (1.0, stage.last.first_matrix if unit == "first_backward" else stage.last.matrix)
-        for part in ([(1.0, stage.last.scoring)], [matrix, *sums.highest("buffer", 1.0 * self.frees)]):
+        for part in ([(1.0, stage.last.scoring)], [matrix, *sums.highest("buffer", 1.0 * gathers)]):
             self.peak.add("backward", [*start, *loss, *gathered, *part], happens & self.is_last)
         head: Term = (self.last, getattr(stage.last, left))
         for place in sums.places():
@@ -186,14 +194,14 @@ class _Step:
             is_handed = (self.tops(place) > 0) & ~self.is_last
             state: Terms = [*start, head, *sums.below(place, "kept", own=1.0), *gathered]
             state += [] if grown else sums.above(place, "accumulated")
-            state += sums.above(place, "gathered", self.frees)
+            state += sums.above(place, "gathered", gathers)
             copied: Terms = [
                 (1.0, kind.group.gathered),
                 (1.0, kind.group.buffer),
                 (1.0 * ~is_handed, stage.residual),
             ]
-            self.peak.add("backward", [*state, *copied], happens & place.happens & self.frees)
-            for fields, more in self._phases(place, unit, handed, grown):
+            self.peak.add("backward", [*state, *copied], happens & place.happens & gathers)
+            for fields, more in self._phases(place, unit, handed, grown, gathers):
                 own: Terms = [
                     (1.0 * is_handed, value(kind, fields[1])),
                     (1.0 * ~is_handed, value(kind, fields[0])),
@@ -212,7 +220,7 @@ class _Step:
                 ]
                 terms += sums.below(place, "kept", -1.0, own=1.0) + sums.below(place, "kept")
                 self.peak.add("reduce", terms, happens & place.happens & self.wraps & self.several)
-        ends: Terms = [*start, head, *gathered, *sums.all("gathered", self.frees)]
+        ends: Terms = [*start, head, *gathered, *sums.all("gathered", gathers)]
         ends += [] if grown else sums.all("accumulated")
         self.peak.add("backward", [*ends, (1.0, getattr(stage.first, unit))], happens & (self.first > 0))
         if not grown and self.converts:
@@ -221,53 +229,57 @@ class _Step:
             self.peak.add("reduce", terms, happens & self.wraps & self.several)
 
     def _phases(
-        self, place: Place, unit: str, handed: str, grown: bool
+        self, place: Place, unit: str, handed: str, grown: bool, gathers: Bools
     ) -> list[tuple[tuple[str, str], Terms]]:
         """Parts of the backward of a layer, as it is and with a gradient that is handed to it, and what is
         gathered and has been accumulated of its experts then."""
-        kind = self.stage.kinds[place.index]
-        whole: Term = (1.0 * self.frees, value(kind, "gathered"))
+        kind, gathering = self.stage.kinds[place.index], 1.0 * gathers
+        whole: Term = (gathering, value(kind, "gathered"))
         if kind.experts is None:
-            return [((unit, handed), [whole, *self.sums.previous(place, "tail", self.frees)])]
-        more: Terms = [whole, *self.sums.previous(place, "buffer", self.frees)]
+            return [((unit, handed), [whole, *self.sums.previous(place, "tail", gathering)])]
+        more: Terms = [whole, *self.sums.previous(place, "buffer", gathering)]
         after: Terms = []
         if not grown:
-            after = [(1.0, kind.experts.accumulated if self.converts else kind.experts.fresh)]
-        arriving: Terms = [(1.0 * self.frees, kind.experts.buffer), (1.0 * self.frees, kind.experts.moving)]
-        before = [
+            after = [(1.0, kind.experts.accumulated)]
+        arriving: Terms = [(gathering, kind.experts.buffer), (gathering, kind.experts.moving)]
+        early: Terms = [(gathering, kind.group.gathered), (gathering, kind.experts.buffer)]
+        return [
+            ((f"{unit}_early", f"{handed}_early"), early),
             ((f"{unit}_start", f"{handed}_start"), [whole, *arriving]),
-            ((f"{unit}_before", f"{handed}_before"), more),
+            ((f"{unit}_late", f"{handed}_late"), more),
+            ((f"{unit}_after", f"{handed}_after"), [*more, *after]),
         ]
-        return [*before, ((f"{unit}_after", f"{handed}_after"), [*more, *after])]
 
     def reduce(self) -> None:
-        """At the end of the step: embedding and head, then the layers in their order."""
+        """At the end of the step: the layers from the last to the first, then embedding and head; before
+        PyTorch 2.15 embedding and head, then the layers from the first to the last."""
         stage, sums = self.stage, self.sums
-        start: Terms = [
-            *self.fixed,
-            *self.exchanged(1.0),
-            (self.last, stage.logits),
-            (1 - self.last, stage.message),
-        ]
+        start: Terms = [*self.fixed, *self.exchanged(1.0 * (self.keeps | self.several))]
+        start += [(self.last * self.keeps, stage.logits), ((1 - self.last) * self.keeps, stage.message)]
         start.append((1 - self.first, stage.saved))
         written: Terms = [*stage.roots("written"), *stage.roots("quotient")]
         cast: Terms = [*stage.roots("reduced"), *stage.roots("gradients")]
-        layers: Terms = [*sums.all("accumulated"), *sums.all("gathered")]
+        layers: Terms = []
+        for what in WAITING if self.keeps else DONE:
+            layers += sums.all(what)
         reading = stage.roots("reducing")
+        summing = [*stage.roots("gathered"), *stage.roots("summing")]
+        summing += [] if self.keeps else sums.lowest("reducing")
+        self.peak.add("reduce", [*start, *layers, *stage.roots("accumulated"), *summing], self.wraps)
         self.peak.add("reduce", [*start, *layers, *stage.roots("accumulated"), *reading], self.wraps)
         for result in (written, cast):
             terms = [*start, *layers, *reading, *result, *stage.roots("last_accumulated")]
             self.peak.add("reduce", terms, self.wraps)
-        done: Terms = [*start, *stage.roots("gradients"), *stage.roots("held")]
         for place in sums.places():
             kind = stage.kinds[place.index]
-            group = kind.group
-            state: Terms = [*done, *sums.below(place, "gradients"), *sums.below(place, "held")]
-            rest: Terms = [*sums.above(place, "accumulated"), *sums.above(place, "gathered")]
+            group, rest = kind.group, [*start, *self._around(place)]
+            state: Terms = [*rest]
             if kind.experts is not None:
-                # They follow the rest of their layer.
-                rest += [(1.0, kind.experts.accumulated), (1.0, kind.experts.gathered)]
-            state += [(1.0, group.reducing), *rest]
+                state += [(1.0, getattr(kind.experts, what)) for what in (WAITING if self.keeps else DONE)]
+            summing = [(1.0, group.accumulated), (1.0, group.gathered), (1.0, group.summing)]
+            summing += self._reading_before(place)
+            self.peak.add("reduce", [*state, *summing], place.happens & self.wraps)
+            state.append((1.0, group.reducing))
             self.peak.add("reduce", [*state, (1.0, group.accumulated)], place.happens & self.wraps)
             state.append((1.0, group.last_accumulated))
             self.peak.add(
@@ -277,24 +289,35 @@ class _Step:
                 "reduce", [*state, (1.0, group.reduced), (1.0, group.gradients)], place.happens & self.wraps
             )
             if kind.experts is not None:
-                self._reduce_experts(place, kind.experts, [*done, *sums.below(place, "gradients"), *rest])
+                self._reduce_experts(place, kind.experts, rest)
         parts: Terms = [*self.fixed, *sums.all("gradients"), *stage.roots("gradients")]
         whole: Terms = [*self.fixed, *self.accumulated]
         for label in ("reduce", "optimizer"):
             self.peak.add(label, parts, self.wraps)
             self.peak.add(label, whole, ~self.wraps)
 
+    def _reading_before(self, place: Place) -> Terms:
+        """What is still read to reduce the parameters before a layer's; not told before PyTorch 2.15."""
+        experts = self.stage.kinds[place.index].experts
+        if self.keeps:
+            return []
+        return self.sums.next(place, "reducing") if experts is None else [(1.0, experts.reducing)]
+
+    def _around(self, place: Place) -> Terms:
+        """What there is of the parameters of other layers and of the ends, as those of one are reduced."""
+        before, after = (WAITING, DONE) if not self.keeps else (DONE, WAITING)
+        terms: Terms = []
+        for what in before:
+            terms += [*self.stage.roots(what), *self.sums.below(place, what)]
+        for what in after:
+            terms += self.sums.above(place, what)
+        return terms
+
     def _reduce_experts(self, place: Place, experts: GroupBytes, state: Terms) -> None:
-        """The experts of a layer, after the rest of it."""
+        """The experts of a layer, before the rest of it; before PyTorch 2.15 after that."""
         own = self.stage.kinds[place.index].group
-        state = [
-            *state,
-            (-1.0, experts.accumulated),
-            (-1.0, experts.gathered),
-            (1.0, own.gradients),
-            (1.0, own.held),
-        ]
-        state += [*self.sums.below(place, "held"), (1.0, experts.reducing)]
+        state = [*state, (1.0, experts.reducing)]
+        state += [(1.0, getattr(own, what)) for what in (DONE if self.keeps else WAITING)]
         happens = place.happens & self.wraps
         self.peak.add(
             "reduce", [*state, (1.0, experts.accumulated), (1.0, experts.shuffled_accumulated)], happens

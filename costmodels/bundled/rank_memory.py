@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import lru_cache
 
 import numpy as np
 
 from costmodels.bundled.accumulation import accumulation_peak
+from costmodels.bundled.compiled_tapes import compiled_covers
 from costmodels.bundled.groups import (
     Shape,
     embedding_shapes,
@@ -14,22 +16,28 @@ from costmodels.bundled.groups import (
     group_of,
     head_shapes,
     layer_shapes,
+    summed_of_embedding,
+    summed_of_layer,
 )
 from costmodels.bundled.moments import Bytes, Count, Peak
 from costmodels.bundled.pipeline_steps import pipeline_peak
+from costmodels.bundled.pytorch import is_before
 from costmodels.bundled.replay import ACTIVATIONS, COMMUNICATION, KINDS, LOGITS, PARAMETERS, TEMPORARIES
+from costmodels.bundled.schedule_steps import scheduled_peak, setting_of
 from costmodels.bundled.sizes import tensor_sizes
 from costmodels.bundled.stage_sums import Kind, Stage, Terms
 from costmodels.bundled.states import GroupBytes, group_bytes, wraps_parameters
-from costmodels.bundled.units import UnitBytes, takes_grouped, units_of
+from costmodels.bundled.units import SPLIT, UnitBytes, takes_grouped, units_of
 from costmodels.model_spec import ModelSpec
 from costmodels.optimizer import layer_state
 from costmodels.pipeline import LAYER_KINDS, Entry, all_ranks, ranks_entry
+from costmodels.schedules import runs
 from costmodels.table import (
     CONTEXT_FORMS,
     OPTIMIZERS,
     RECOMPUTE_KINDS,
     RECOMPUTE_METHODS,
+    SCHEDULES,
     Bools,
     Floats,
     Ints,
@@ -43,8 +51,12 @@ BLOCK = 8192
 """Rows at a time, so that intermediate arrays stay small however long the table."""
 
 
-def covers(model: ModelSpec, table: LayoutTable) -> Bools:
-    """Rows whose bytes this package knows, when layers are not compiled."""
+def covers(model: ModelSpec, table: LayoutTable, compiled: bool = False) -> Bools:
+    """Rows whose bytes this package knows.
+
+    Args:
+        compiled: layers are compiled.
+    """
     wide = table.precision in ("fp32", "tf32")
     plain = table.precision != "fp8"
     # Grouped queries in fp32 have no fused kernel, and neither has what context parallelism makes of fp32.
@@ -56,19 +68,43 @@ def covers(model: ModelSpec, table: LayoutTable) -> Bools:
         again = (table.recompute == FULL) | table.recomputes("mlp") | ~takes_grouped(model, table)
         result &= ~(again & (table.zero_stage == 3))
         result &= wraps_parameters(table, True) & (model.router.groups == 1)
-    result &= table.virtual_pipeline_parallel == 1
+    result &= _runs(table)
     result &= (table.context_parallel == 1) | (not wide)
     result &= table.context_parallel_form != CONTEXT_FORMS.index("ring")
     block = table.recompute_method == RECOMPUTE_METHODS.index("block")
     result &= block | (table.recompute_num_layers == 1)
-    return result & np.isin(table.optimizer, [OPTIMIZERS.index(kind) for kind in ("adam", "sgd")])
+    result = result & np.isin(table.optimizer, [OPTIMIZERS.index(kind) for kind in ("adam", "sgd")])
+    return result & compiled_covers(model, table) if compiled else result
 
 
-def rank_peaks(model: ModelSpec, table: LayoutTable) -> tuple[Floats, Floats]:
-    """Bytes of tensors on a device of each pipeline rank at the peak of a step of eager layers.
+def _runs(table: LayoutTable) -> Bools:
+    """Rows whose schedule's passes are known: not of stages that free their parameters in between."""
+    several = table.virtual_pipeline_parallel > 1
+    frees = (table.zero_stage == 3) & ~np.isin(table.schedule, SPLIT)
+    columns = [
+        table.schedule,
+        table.pipeline_parallel,
+        table.virtual_pipeline_parallel,
+        np.where(several, table.micro_batches, 1),
+    ]
+    first, code = distinct(columns)
+    found: Bools = np.array(
+        [
+            runs(SCHEDULES[schedule], *rest)
+            for schedule, *rest in zip(*(one[first].tolist() for one in columns), strict=True)
+        ]
+    )
+    # PyTorch 2.15 frees messages and gradients of several stages of a rank at other times.
+    result: Bools = ~several | (found[code] & ~frees & is_before(2, 15))
+    return result
+
+
+def rank_peaks(model: ModelSpec, table: LayoutTable, compiled: bool = False) -> tuple[Floats, Floats]:
+    """Bytes of tensors on a device of each pipeline rank at the peak of a step.
 
     Args:
         table: rows that `covers`.
+        compiled: layers are compiled.
 
     Returns:
         Totals [n, k] and their compositions [kinds, n, k] in the order of `KINDS`, for k pipeline ranks; 0
@@ -76,25 +112,38 @@ def rank_peaks(model: ModelSpec, table: LayoutTable) -> tuple[Floats, Floats]:
     """
     ranks = int(table.pipeline_parallel.max(initial=1))
     totals, compositions = np.zeros((len(table), ranks)), np.zeros((len(KINDS), len(table), ranks))
-    units = units_of(model, table)
-    for pipeline in np.unique(table.pipeline_parallel):
-        rows = np.flatnonzero(table.pipeline_parallel == pipeline)
+    units = units_of(model, table, compiled)
+    for pipeline, rows in _alike(table):
         total, composition = moments_of_ranks(model, table.take(rows), _of_rows(units, rows)).highest()
         totals[rows, :pipeline] = total
         compositions[:, rows, :pipeline] = composition
     return totals, compositions
 
 
-def peak_bytes(model: ModelSpec, table: LayoutTable) -> Floats:
-    """Bytes of tensors on the fullest device of each row, [n], for rows that `covers`."""
-    peaks, units = np.zeros(len(table)), units_of(model, table)
-    for pipeline in np.unique(table.pipeline_parallel):
-        rows = np.flatnonzero(table.pipeline_parallel == pipeline)
+def peak_bytes(model: ModelSpec, table: LayoutTable, compiled: bool = False) -> Floats:
+    """Bytes of tensors on the fullest device of each row, [n], for rows that `covers`.
+
+    Args:
+        compiled: layers are compiled.
+    """
+    peaks, units = np.zeros(len(table)), units_of(model, table, compiled)
+    for _, rows in _alike(table):
         for start in range(0, len(rows), BLOCK):
             some = rows[start : start + BLOCK]
             moments = moments_of_ranks(model, table.take(some), _of_rows(units, some), fullest=True)
             peaks[some] = moments.peak().max(axis=1)
     return peaks
+
+
+def _alike(table: LayoutTable) -> Iterator[tuple[int, Ints]]:
+    """Rows that can be computed together, by their number of pipeline ranks: with one stage on each rank, or
+    with several."""
+    several = table.virtual_pipeline_parallel > 1
+    for pipeline in np.unique(table.pipeline_parallel):
+        for which in (several, ~several):
+            rows = np.flatnonzero((table.pipeline_parallel == pipeline) & which)
+            if len(rows):
+                yield int(pipeline), rows
 
 
 @lru_cache(maxsize=4096)
@@ -144,53 +193,63 @@ def _of_rows(units: dict[str, UnitBytes], rows: Ints) -> dict[str, UnitBytes]:
 
 
 def moments_of_ranks(
-    model: ModelSpec, table: LayoutTable, units: dict[str, UnitBytes] | None = None, fullest: bool = False
+    model: ModelSpec,
+    table: LayoutTable,
+    units: dict[str, UnitBytes] | None = None,
+    fullest: bool = False,
+    compiled: bool = False,
 ) -> Peak:
     """Moments of the ranks of rows with the same number of pipeline ranks: [n, k].
 
+    With several stages on a rank, only those that are near its peak.
+
     Args:
+        table: rows with one stage on each rank, or rows with several.
         units: those of the rows, if they are known.
         fullest: only ranks that can be the fullest of their row.
+        compiled: layers are compiled, where `units` are not given.
     """
-    units = units or units_of(model, table)
+    units = units or units_of(model, table, compiled)
     wraps = wraps_parameters(table, model.experts > 0)
-    pipeline = int(table.pipeline_parallel.max())
-    layers = _held(model, table, fullest)
+    pipeline, several = int(table.pipeline_parallel.max()), bool((table.virtual_pipeline_parallel > 1).any())
+    layers = _held(model, table, fullest and not several)
     is_first, is_last = layers["first"] > 0, layers["last"] > 0
     shards = table.zero_shards.astype(np.float64)
     replicas, state = table.replicas / shards, layer_state(table)
 
-    def group(shapes: list[Shape]) -> GroupBytes:
-        return group_bytes(table, group_of(shapes, shards), wraps, replicas, state)
+    def group(shapes: list[Shape], summed: tuple[Floats, ...] = ()) -> GroupBytes:
+        return group_bytes(table, group_of(shapes, shards, summed=summed), wraps, replicas, state)
 
-    dense = group(layer_shapes(model, table, moe=False))
+    dense = group(layer_shapes(model, table, moe=False), summed_of_layer(model, table, moe=False))
     routed = experts = None
     if model.moe_layers:
         own = table.expert_shards.astype(np.float64)
         shapes = group_of(expert_shapes(model, table), own, any_side=True)
         experts = group_bytes(table, shapes, wraps, table.expert_replicas / own, state)
-        routed = group(layer_shapes(model, table, moe=True))
-    kinds = []
+        routed = group(layer_shapes(model, table, moe=True), summed_of_layer(model, table, moe=True))
+    kinds, kind_names = [], []
     for name in ("dense", "dense_plain", "moe", "moe_plain"):
         if layers[name].any():
             own_group = dense if routed is None or name.startswith("dense") else routed
             own_experts = experts if own_group is routed else None
+            kind_names.append(name)
             kinds.append(Kind(layers[name], units[name], own_group, own_experts))
     embedding, head = (
         embedding_shapes(model, table),
         head_shapes(model, table, pipeline > 1 or not model.tied),
     )
+    positions = summed_of_embedding(model, table)
     sizes = tensor_sizes(model, table)
     residual, message, saved = (
         Bytes.of_kind(kind, sizes["residual"]) for kind in (TEMPORARIES, COMMUNICATION, ACTIVATIONS)
     )
     logits = Bytes.of_kind(LOGITS, sizes["logits"])
     ends: list[tuple[Count, GroupBytes]] = [
-        (is_first * 1.0, group(embedding)),
+        (is_first * 1.0, group(embedding, positions)),
         (is_last * 1.0, group(head)),
     ]
     if pipeline == 1:
-        ends = [(1.0, group([*embedding, *head]))]
+        ends = [(1.0, group([*embedding, *head], positions))]
     stage = Stage(kinds, units["first"], units["last"], ends, residual, message, saved, logits)
     fixed = [*_fixed(model, table, is_first, is_last), *stage.roots("kept"), *stage.roots("state")]
     for kind in kinds:
@@ -199,6 +258,9 @@ def moments_of_ranks(
                 fixed += [(kind.count, group_of_kind.kept), (kind.count, group_of_kind.state)]
     if pipeline == 1:
         return accumulation_peak(table, fixed, stage, wraps)
+    if several:
+        setting = setting_of(model, table, stage, kind_names, fixed, wraps, pipeline)
+        return scheduled_peak(setting, only_highest=fullest)
     ahead = pipeline - layers["rank"]
     return pipeline_peak(table, fixed, stage, is_first, is_last, ahead, wraps)
 
@@ -213,7 +275,7 @@ def _fixed(model: ModelSpec, table: LayoutTable, is_first: Bools, is_last: Bools
     )
     ids, saves = 8 * rows * seq, table.tensor_parallel == 1
     return [
-        (1.0, Bytes.of_kind(PARAMETERS, rotary)),
+        (1.0, Bytes.of_kind(PARAMETERS, rotary * table.virtual_pipeline_parallel)),
         (is_first * 1.0, Bytes.of_kind(PARAMETERS, 8 * seq)),
         (is_first * 1.0, Bytes.of_kind(ACTIVATIONS, ids * saves)),
         (is_first * 1.0, Bytes.of_kind(TEMPORARIES, ids * ~saves)),

@@ -136,6 +136,15 @@ class _Call:
             tape.records = grows
         if with_internals:
             self.internals = dict(enumerate(found))
+            if self.served:
+                self._forget_last()
+
+    def _forget_last(self) -> None:
+        """Drop what the call before computed again for gradients of weights, and these have not read."""
+        last = self.tape.again()
+        if last is not None and last is not self:
+            last.internals.clear()
+        self.tape.again = weakref.ref(self)
 
 
 def _nothing() -> Storage:

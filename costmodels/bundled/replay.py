@@ -12,7 +12,8 @@ Backward runs nodes by PyTorch's rule: of those whose gradients are complete, th
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass
 from itertools import count
 from typing import Any
 
@@ -29,6 +30,10 @@ STRENGTH = (5, 5, 5, 2, 3, 4, 0)
 forward saves is an activation, although a collective delivered it (`MESSAGE`)."""
 
 MESSAGE_STRENGTH = 1
+
+
+def _nobody() -> None:
+    return None
 
 
 class Tape:
@@ -52,6 +57,8 @@ class Tape:
         """Of saved tensors; the last one alone is called."""
         self.outputs: list[list[tuple[Any, Any]]] = []
         """Of the running layers: results that are computed again, and the calls that gave them."""
+        self.again: Callable[[], Any] = _nobody
+        """The call that computed again last for a gradient that was split off, if it is still there."""
 
 
 class Storage:
@@ -83,12 +90,29 @@ Gradients = list["Storage | None"]
 
 
 class Leaf:
-    """A parameter, or the input of a stage, and its gradient."""
+    """A parameter, or the input of a stage, and its gradient.
 
-    __slots__ = ("gradient", "kind")
+    Args:
+        casts: bytes of its gradient over those of what backward makes, where PyTorch first changes the number
+            format of that; else 0.
+        behind: an operation of its own hands on what backward makes.
+    """
 
-    def __init__(self, gradient: Storage | None = None, kind: int = GRADIENTS) -> None:
-        self.gradient, self.kind = gradient, kind
+    __slots__ = ("behind", "casts", "gradient", "kind")
+
+    def __init__(
+        self,
+        gradient: Storage | None = None,
+        kind: int = GRADIENTS,
+        casts: float = 0.0,
+        behind: bool = False,
+    ) -> None:
+        self.gradient, self.kind, self.casts, self.behind = gradient, kind, casts, behind
+
+    def cast(self, gradient: Storage) -> Storage:
+        """What backward has made in the number format of the gradient."""
+        name, factor = gradient.size
+        return Storage(gradient.tape, (name, factor * self.casts)) if self.casts else gradient
 
     def accumulate(self, gradient: Storage) -> None:
         """Take a gradient, or add it in place to the one that is there."""
@@ -106,8 +130,8 @@ class Leaves(Leaf):
 
     __slots__ = ("taken",)
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, casts: float = 0.0) -> None:
+        super().__init__(casts=casts)
         self.taken: list[Storage] = []
 
     def accumulate(self, gradient: Storage) -> None:
@@ -120,8 +144,14 @@ class SharedLeaf(Leaf):
 
     __slots__ = ("waiting",)
 
-    def __init__(self, gradient: Storage | None = None, waiting: Storage | None = None) -> None:
-        super().__init__(gradient)
+    def __init__(
+        self,
+        gradient: Storage | None = None,
+        waiting: Storage | None = None,
+        casts: float = 0.0,
+        behind: bool = False,
+    ) -> None:
+        super().__init__(gradient, casts=casts, behind=behind)
         self.waiting = waiting
 
     def accumulate(self, gradient: Storage) -> None:
@@ -137,7 +167,7 @@ class SharedLeaf(Leaf):
 class Node:
     """An operation in the graph of backward."""
 
-    __slots__ = ("backward", "edges", "number", "saved", "tape")
+    __slots__ = ("backward", "edges", "number", "saved", "sizes", "tape", "wanted")
 
     def __init__(
         self,
@@ -148,6 +178,10 @@ class Node:
     ) -> None:
         self.tape, self.backward = tape, backward
         self.edges = [one.edge for one in inputs]
+        self.sizes = [one.size for one in inputs]
+        """Of the inputs, and so of their gradients, which may be parts of what holds them."""
+        self.wanted = [edge is not None for edge in self.edges]
+        """Inputs whose gradients are asked for, which an operation of parameters looks at."""
         self.number = next(tape.numbers)
         self.saved: list[Packed] = []
         for storage in saved:
@@ -164,6 +198,10 @@ class Node:
         """What was saved."""
         return [one if isinstance(one, Storage) else one() for one in self.saved]
 
+    def gradient(self, place: int, size: Size, kind: int | None = None) -> Storage | None:
+        """The gradient of one input, if it is asked for."""
+        return Storage(self.tape, size, kind) if self.wanted[place] else None
+
 
 Edge = tuple["Node | Leaf", int]
 """Where a gradient goes, and which of the results there it is of."""
@@ -179,7 +217,40 @@ class Tensor:
         self.size = storage.size if size is None else size
 
 
-def run_backward(tape: Tape, roots: list[tuple[Edge, Storage]]) -> None:
+@dataclass(frozen=True)
+class Selection:
+    """What a backward pass computes that does not compute everything, as torch.autograd.grad does."""
+
+    reaches: dict[int, bool]
+    """Of each node and leaf, by its id: whether it leads to one whose gradient is asked for."""
+    retains: bool
+    """What was saved stays for another pass."""
+    before: Callable[[Node, Gradients], None] | None = None
+    """Sees each node that runs and its gradients."""
+    results: list[tuple[Leaf, Storage]] | None = None
+    """Takes the gradients of leaves, which do not get them then."""
+
+
+def reaching(starts: Iterable[Node], leaves: Collection[int]) -> dict[int, bool]:
+    """Which nodes lead to one of the leaves, by their ids."""
+    found: dict[int, bool] = {}
+    todo = [(node, False) for node in starts]
+    while todo:
+        node, left = todo.pop()
+        if left:
+            found[id(node)] = any(found[id(edge[0])] for edge in node.edges if edge is not None)
+        elif id(node) not in found:
+            found[id(node)] = False
+            todo.append((node, True))
+            for edge in node.edges:
+                if edge is not None and isinstance(edge[0], Node):
+                    todo.append((edge[0], False))
+                elif edge is not None:
+                    found[id(edge[0])] = id(edge[0]) in leaves
+    return found
+
+
+def run_backward(tape: Tape, roots: list[tuple[Edge, Storage]], only: Selection | None = None) -> None:
     """Backward from `roots`, whose gradients this takes over: it empties the list."""
     missing: dict[int, int] = {}
     todo: list[Node] = []
@@ -197,6 +268,8 @@ def run_backward(tape: Tape, roots: list[tuple[Edge, Storage]]) -> None:
         for edge in todo.pop().edges:
             if edge is not None and isinstance(edge[0], Node):
                 reached = edge[0]
+                if only is not None and not only.reaches[id(reached)]:
+                    continue
                 missing[id(reached)] = missing.get(id(reached), 0) + 1
                 if id(reached) not in seen:
                     seen.add(id(reached))
@@ -208,14 +281,27 @@ def run_backward(tape: Tape, roots: list[tuple[Edge, Storage]]) -> None:
         inputs = buffers.pop(id(node))
         grads: Gradients = [inputs.get(index) for index in range(max(inputs) + 1)]
         del inputs
+        if only is not None:
+            node.wanted = [edge is not None and only.reaches[id(edge[0])] for edge in node.edges]
+            if only.before is not None:
+                only.before(node, grads)
         unpacked = node.unpack()
         results = node.backward(node, grads)
-        del grads, unpacked
-        node.saved = []
+        del unpacked
+        for place, edge in enumerate(node.edges):
+            if edge is not None and isinstance(edge[0], Leaf) and not edge[0].behind and node.wanted[place]:
+                made = results[place]
+                if made is not None:
+                    results[place] = edge[0].cast(made)
+                made = None
+        del grads
+        if only is None or not only.retains:
+            node.saved = []
         accumulating: list[tuple[Leaf, Storage]] = []
         for place, edge in enumerate(node.edges):
             result, results[place] = results[place], None
-            if edge is None:
+            if edge is None or not node.wanted[place]:
+                result = None
                 continue
             target, index = edge
             if isinstance(target, Leaf):
@@ -227,7 +313,7 @@ def run_backward(tape: Tape, roots: list[tuple[Edge, Storage]]) -> None:
                 own = buffers.setdefault(id(target), {})
                 if index in own:
                     # Under a dispatch mode, and so in a trace, never in place.
-                    own[index] = Storage(tape, own[index].size, TEMPORARIES)
+                    own[index] = Storage(tape, node.sizes[place], TEMPORARIES)
                 else:
                     own[index] = result
                 result = None
@@ -237,5 +323,10 @@ def run_backward(tape: Tape, roots: list[tuple[Edge, Storage]]) -> None:
                 heapq.heappush(ready, (-target.number, target))
         while accumulating:
             leaf, result = accumulating.pop(0)
-            leaf.accumulate(result)
+            if leaf.behind:
+                result = leaf.cast(result)
+            if only is not None and only.results is not None:
+                only.results.append((leaf, result))
+            else:
+                leaf.accumulate(result)
             result = None

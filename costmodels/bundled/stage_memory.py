@@ -11,16 +11,19 @@ from costmodels.moments import dynamic, margin
 from costmodels.table import Floats, LayoutTable
 
 
-def stage_memory(model: ModelSpec, cluster: Cluster, engine: Engine, table: LayoutTable) -> dict[str, Floats]:
+def stage_memory(
+    model: ModelSpec, cluster: Cluster, engine: Engine, table: LayoutTable, compiled: bool = False
+) -> dict[str, Floats]:
     """Bytes on a device of each pipeline rank at the peak: the fields of `StageMemory`.
 
     Arrays of shape [n, k], or such that broadcast to it, for k pipeline ranks; 0 tensors for ranks that a row
     does not have.
 
     Args:
-        table: rows that `covers`, whose layers are not compiled.
+        table: rows that `covers`.
+        compiled: layers are compiled.
     """
-    _, compositions = rank_peaks(model, table)
+    _, compositions = rank_peaks(model, table, compiled)
     parts = dict(zip(KINDS, compositions, strict=True))
     lost = engine.fragmentation * dynamic(parts)
     return parts | margin(cluster, engine, table, lost, model.experts > 0)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from costmodels.bundled.moments import Bytes, Count, Term
+from costmodels.bundled.pytorch import is_before
 from costmodels.bundled.states import GroupBytes
 from costmodels.bundled.units import UnitBytes
 from costmodels.table import Bools, Floats
@@ -150,7 +151,7 @@ class Sums:
         return terms
 
 
-PERSISTENT = ("kept", "state", "gathered", "accumulated", "gradients", "held", "stuck")
+PERSISTENT = ("kept", "state", "gathered", "fresh", "accumulated", "gradients", "held", "stuck")
 """What experts have besides the rest of their layer at the same time."""
 
 
@@ -167,8 +168,12 @@ def value(kind: Kind, what: str) -> Bytes:
     return own.plus(more) if what in PERSISTENT else own
 
 
-def first_passes(kind: Kind, field: str = "forward") -> list[Terms]:
-    """Forward of a layer that gathers, besides all that it gathers: with what it gathered from last."""
+def first_passes(kind: Kind, frees: Count, field: str = "forward") -> list[Terms]:
+    """Forward of a layer that gathers, besides all that it gathers: with what it gathered from last.
+
+    Args:
+        frees: 1 for rows that free gathered parameters after their use, else 0.
+    """
     group, experts = kind.group, kind.experts
     if experts is None:
         return [[(1.0, group.buffer), (1.0, value(kind, field))]]
@@ -177,13 +182,36 @@ def first_passes(kind: Kind, field: str = "forward") -> list[Terms]:
     return [
         [*early, (1.0, value(kind, f"{field}_before"))],
         [(1.0, experts.buffer), (1.0, experts.moving), (1.0, value(kind, f"{field}_at"))],
-        [(1.0, experts.buffer), (1.0, value(kind, f"{field}_after"))],
+        [(1.0, experts.buffer), (1.0, value(kind, f"{field}_until"))],
+        [(1.0, experts.buffer), (-frees, experts.gathered), (1.0, value(kind, f"{field}_freed"))],
     ]
 
 
-def converting_passes(kind: Kind, field: str, converts: bool) -> list[Terms]:
-    """The first backward of a layer, whose experts' gradients change their number format before it ends."""
+def arrivals(sums: Sums, place: Place) -> list[Terms]:
+    """What forward gathers for a layer, and what the parameters before it were gathered in, which PyTorch
+    before 2.15 holds until it has copied these to where they are used."""
+    group = sums.stage.kinds[place.index].group
+    before = [*sums.previous(place, "tail"), *sums.stage.roots("buffer", sums.is_lowest(place))]
+    gathered: Terms = [(1.0, group.gathered), (1.0, group.buffer)]
+    if is_before(2, 15):
+        return [[*gathered, *before]]
+    return [gathered, [(1.0, group.buffer), (1.0, group.cast), *before]]
+
+
+def later_passes(kind: Kind, frees: Count, field: str = "forward") -> list[Terms]:
+    """Forward of a layer all of whose parameters are gathered, besides these."""
     if kind.experts is None:
         return [[(1.0, value(kind, field))]]
-    after = kind.experts.accumulated if converts else kind.experts.fresh
-    return [[(1.0, value(kind, f"{field}_before"))], [(1.0, value(kind, f"{field}_after")), (1.0, after)]]
+    freed: Term = (-frees, kind.experts.gathered)
+    return [[(1.0, value(kind, f"{field}_until"))], [freed, (1.0, value(kind, f"{field}_freed"))]]
+
+
+def first_backward_passes(kind: Kind) -> list[Terms]:
+    """The first of several backwards of a layer, in which those of its experts are done before it ends."""
+    if kind.experts is None:
+        return [[(1.0, value(kind, "first_backward"))]]
+    after: Term = (1.0, kind.experts.accumulated)
+    return [
+        [(1.0, value(kind, "first_backward_before"))],
+        [(1.0, value(kind, "first_backward_after")), after],
+    ]

@@ -10,7 +10,7 @@ from costmodels.bundled.groups import Group
 from costmodels.bundled.moments import Bytes
 from costmodels.bundled.pytorch import is_before
 from costmodels.bundled.replay import COMMUNICATION, GRADIENTS, KINDS, OPTIMIZER, PARAMETERS
-from costmodels.table import Bools, Floats, LayoutTable
+from costmodels.table import Bools, Floats, Ints, LayoutTable
 
 MASTER = 4.0
 """Bytes of a parameter, and of its gradient, as the optimizer sees it."""
@@ -31,7 +31,7 @@ class GroupBytes:
     cast: Bytes
     """What it sends, in the number format that travels."""
     fresh: Bytes
-    """Whole gradients as backward makes them."""
+    """Whole gradients of one micro batch alone."""
     converted: Bytes
     """What there is besides the latter when most of both is there, while one becomes the other."""
     accumulated: Bytes
@@ -49,7 +49,8 @@ class GroupBytes:
     """What an all-reduce keeps of it to the end of backward."""
     last_fresh: Bytes
     last_accumulated: Bytes
-    """The last of the gradients, fresh or accumulated, which FSDP2 holds until they are reduced."""
+    """The last of the gradients, fresh or accumulated, which FSDP2 before PyTorch 2.15 holds until they are
+    reduced."""
     stuck: Bytes
     """What an all-reduce keeps of what is added to the gradients of other micro batches."""
     shuffled_fresh: Bytes
@@ -57,10 +58,16 @@ class GroupBytes:
     """What changes when gradients, fresh or accumulated, are copied to the order of the ranks."""
     moving: Bytes
     """Gathered parameters in the order of the ranks that share them."""
+    summing: Bytes
+    """What there is besides a matrix's gradient while tensor-parallel ranks sum it: a copy and the sum."""
     quotient: Bytes
     """A copy of what is reduced, where nothing is scattered; PyTorch 2.15 makes none."""
     gradients: Bytes
     """This rank's, reduced."""
+
+    def take(self, rows: Ints) -> GroupBytes:
+        """Of some rows."""
+        return GroupBytes(**{name: held.take(rows) for name, held in vars(self).items()})
 
 
 def wraps_parameters(table: LayoutTable, has_experts: bool) -> Bools:
@@ -88,23 +95,38 @@ def _converting(group: Group, width: float, reduced: float) -> Floats:
     return highest - reduced * group.whole
 
 
+def _last(group: Group) -> Floats:
+    """Elements of the last parameter, where FSDP2 holds its gradient until all are reduced."""
+    return group.last * is_before(2, 15)
+
+
 def _shuffled(width: Floats, group: Group) -> Bytes:
-    """Copies instead of all gradients but the last, which FSDP2 still holds."""
+    """Copies instead of all gradients but the last, if that is held."""
     composition = np.zeros((len(KINDS), len(width)))
     composition[COMMUNICATION] = width * group.whole
-    composition[GRADIENTS] = -width * (group.whole - group.last)
+    composition[GRADIENTS] = -width * (group.whole - _last(group))
     return Bytes.of_shapes(composition, np.arange(len(width)))
 
 
 def converts_gradients(table: LayoutTable) -> bool:
     """Whether gradients of a whole layer change to the number format that they are reduced in.
 
-    From PyTorch 2.15 on each is added to those of other micro batches as soon as backward has made it.
+    PyTorch before 2.15 does so after the layer's backward; later ones one by one (`casts_of_gradients`).
     """
-    if not is_before(2, 15):
-        return False
-    made = {"fp32": "fp32", "tf32": "fp32", "fp16": "fp16"}.get(table.precision, "bf16")
-    return made != table.gradient_reduction
+    return is_before(2, 15) and _made_in(table) != table.gradient_reduction
+
+
+def casts_of_gradients(table: LayoutTable, wraps: Bools) -> Floats:
+    """`Structure.casts` of rows (FSDPParamGroup._set_unsharded_grad_dtypes)."""
+    width, reduced = element_widths(table)
+    casts = not is_before(2, 15) and _made_in(table) != table.gradient_reduction
+    result: Floats = wraps * np.float64(casts * reduced / width)
+    return result
+
+
+def _made_in(table: LayoutTable) -> str:
+    """The number format in which backward makes gradients."""
+    return {"fp32": "fp32", "tf32": "fp32", "fp16": "fp16"}.get(table.precision, "bf16")
 
 
 def group_bytes(
@@ -117,6 +139,9 @@ def group_bytes(
         state: bytes of the optimizer for each parameter.
     """
     width, reduced = element_widths(table)
+    casts = casts_of_gradients(table, wraps)
+    fresh = np.where((casts > 0) & (casts <= 1), reduced, width)
+    widened = (reduced - width) * (casts > 1) * group.summed
     on = wraps.astype(np.float64)
     split = on * (group.shards > 1)
     own = np.where(wraps, group.own, group.whole)
@@ -132,20 +157,21 @@ def group_bytes(
         "added_cast": (reduced + MASTER) * on * group.own * (reduced != MASTER),
         "held": reduced * on * group.own * all_reduces * (reduced != MASTER),
         "stuck": reduced * on * group.own * all_reduces,
+        "summing": 2 * reduced * on * group.largest_summed,
         "quotient": reduced * (on - split) * (replicas > 1) * is_before(2, 15) * group.padded,
     }
     return GroupBytes(
         kept=Bytes.of_kind(PARAMETERS, MASTER * own),
         state=Bytes.of_kind(OPTIMIZER, state * own),
-        fresh=Bytes.of_kind(GRADIENTS, width * group.whole),
+        fresh=Bytes.of_kind(GRADIENTS, fresh * group.whole + widened),
         converted=Bytes.of_kind(
             GRADIENTS, on * _converting(group, width, reduced) * converts_gradients(table)
         ),
-        shuffled_fresh=_shuffled(width * split * group.moved, group),
+        shuffled_fresh=_shuffled(fresh * split * group.moved, group),
         shuffled_accumulated=_shuffled(reduced * split * group.moved, group),
         moving=Bytes.of_kind(COMMUNICATION, width * split * group.moved * group.padded),
-        last_fresh=Bytes.of_kind(GRADIENTS, width * split * group.last),
-        last_accumulated=Bytes.of_kind(GRADIENTS, reduced * split * group.last),
+        last_fresh=Bytes.of_kind(GRADIENTS, fresh * split * _last(group)),
+        last_accumulated=Bytes.of_kind(GRADIENTS, reduced * split * _last(group)),
         accumulated=Bytes.of_kind(GRADIENTS, np.where(wraps, reduced, width) * group.whole),
         written=Bytes.of_kind(COMMUNICATION if reduced != MASTER else GRADIENTS, reduced * on * group.own),
         gradients=Bytes.of_kind(GRADIENTS, MASTER * on * group.own),

@@ -63,6 +63,11 @@ class Structure(NamedTuple):
     recompute: frozenset[str] = frozenset()
     """Modules that backward computes again; "full" for the whole layer."""
     offloads: bool = False
+    casts: float = 0.0
+    """Bytes of a parameter's gradient in the number format that several micro batches are added up in, over
+    those in that of activations, where PyTorch changes it as soon as backward has made it; else 0."""
+    single: bool = False
+    """No other micro batch adds to these gradients before they are reduced."""
 
     @property
     def bytes(self) -> int:
@@ -70,10 +75,30 @@ class Structure(NamedTuple):
         return 4 if self.wide else 2
 
     @property
+    def alone(self) -> Structure:
+        """The same with gradients of one micro batch alone, which stay in their number format until they are
+        reduced if that is the narrower one."""
+        return self._replace(single=True) if self.casts > 1 else self
+
+    def is_whole(self, name: str) -> bool:
+        """Whether tensor-parallel ranks each hold a whole matrix and sum their gradients of it."""
+        split = self.tensor_parallel if name in ("router", "shared_gate") else self.sequence_parallel
+        return split and name in WHOLE_WEIGHTS
+
+    def is_distributed(self, name: str) -> bool:
+        """Whether a weight is a DTensor, of which operations read a part or all."""
+        if name.startswith("expert_"):
+            return self.exchanges or self.expert_ranks > 1
+        return self.sequence_parallel if name == "positions" else self.tensor_parallel
+
+    @property
     def gathered(self) -> int:
         """Ranks whose tokens are sorted here."""
         return self.expert_ranks if self.gathers_tokens else 1
 
+
+WHOLE_WEIGHTS = ("positions", "latent", "latent_query", "router", "shared_gate")
+"""Matrices that tensor-parallel ranks do not split."""
 
 RESIDUAL, WHOLE = ("residual", 1.0), ("whole", 1.0)
 """Activations between layers [B, S, D], of which sequence-parallel ranks hold a part; and all of them."""

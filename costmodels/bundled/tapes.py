@@ -112,6 +112,9 @@ VARIANTS = (
 )
 """Backward passes: whether they are a weight's first, and whether somebody else holds the gradient."""
 
+ALONE = (("first_backward", True, False),)
+"""Those of a micro batch that is alone and differs from the first of several (`Structure.alone`)."""
+
 ENDS = ("tokens", "positions", "head")
 """Weights that no layer has."""
 
@@ -121,23 +124,27 @@ def layer_tape(structure: Structure) -> UnitTape:
     """One layer."""
     kind, inner = LatentLayer if structure.latent else Layer, mixture if structure.experts else None
     names = (*(name for name in WEIGHTS if name not in ENDS), *VECTORS)
-    return _replayed(structure, names, lambda leaves, x: kind(structure, leaves, inner).forward(x))
+    return replayed_unit(structure, names, lambda leaves, x: kind(structure, leaves, inner).forward(x))
 
 
 @lru_cache(maxsize=256)
 def head_tape(structure: Structure) -> UnitTape:
     """Final norm, output matrix and loss."""
-    return _replayed(structure, ("head", "width"), lambda leaves, x: Ends(structure, leaves).loss(x))
+    return replayed_unit(structure, ("head", "width"), lambda leaves, x: Ends(structure, leaves).loss(x))
 
 
 @lru_cache(maxsize=256)
 def embedding_tape(structure: Structure, learned: bool) -> UnitTape:
     """Token and position embeddings; their input, which has no gradient, is of no size."""
     names = ("tokens", "positions") if learned else ("tokens",)
-    return _replayed(structure, names, lambda leaves, x: Ends(structure, leaves).embed(x), has_input=False)
+
+    def embed(leaves: dict[str, Leaf], x: Tensor) -> Tensor:
+        return Ends(structure, leaves).embed(x)
+
+    return replayed_unit(structure, names, embed, has_input=False)
 
 
-def _replayed(
+def replayed_unit(
     structure: Structure,
     names: tuple[str, ...],
     run: Callable[[dict[str, Leaf], Tensor], Tensor],
@@ -145,9 +152,9 @@ def _replayed(
 ) -> UnitTape:
     """The tape of a unit."""
     passes, marks = {}, {}
-    for backward, first, handed in VARIANTS:
+    for backward, first, handed in ALONE if structure.single else VARIANTS:
         tape = Tape()
-        leaves = {name: _leaf(tape, structure, name, first) for name in names}
+        leaves = {name: new_leaf(tape, structure, name, first) for name in names}
         if first:
             tape.drops["experts_done"] = [
                 leaf.drop for name, leaf in leaves.items() if name.startswith("expert_")
@@ -177,10 +184,17 @@ def _replayed(
     return UnitTape(passes, marks)
 
 
-def _leaf(tape: Tape, structure: Structure, name: str, first: bool) -> Leaf:
+def new_leaf(tape: Tape, structure: Structure, name: str, first: bool) -> Leaf:
+    """A parameter, or several small ones of a size, before the first or another backward pass."""
+    # FSDP2 adds to a wider gradient as it is, and widens others when it reduces them, unless DTensor sums
+    # them first.
+    adds = structure.casts > 1 and (structure.single or not first) and not structure.is_whole(name)
+    casts, behind = 0.0 if adds else structure.casts, structure.is_distributed(name)
     if first and name in VECTORS:
-        return Leaves()
+        return Leaves(casts)
     gradient = None if first else Storage(tape, (VECTORS | WEIGHTS)[name], GRADIENTS)
     if not structure.tied or name not in ("tokens", "head"):
-        return Leaf(gradient)
-    return SharedLeaf(gradient, Storage(tape, WEIGHTS[name]) if name == "tokens" else None)
+        return Leaf(gradient, casts=casts, behind=behind)
+    size, factor = WEIGHTS[name]
+    waiting = Storage(tape, (size, factor * (casts or 1.0))) if name == "tokens" else None
+    return SharedLeaf(gradient, waiting, casts, behind)

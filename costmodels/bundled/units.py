@@ -8,23 +8,31 @@ from typing import Any
 
 import numpy as np
 
+from costmodels.bundled.compiled_tapes import compiled_layer_tape
 from costmodels.bundled.moments import Bytes
 from costmodels.bundled.replay import KINDS
 from costmodels.bundled.sizes import Sizes, tensor_sizes
+from costmodels.bundled.split_tapes import split_head_tape, split_layer_tape
+from costmodels.bundled.states import casts_of_gradients, wraps_parameters
 from costmodels.bundled.structure import Structure
 from costmodels.bundled.tapes import UnitTape, embedding_tape, head_tape, highest, layer_tape, net
+from costmodels.layout import SPLIT_BACKWARD
 from costmodels.model_spec import ModelSpec
 from costmodels.shapes import kept_heads_width, key_value_width
 from costmodels.table import (
     CONTEXT_FORMS,
     RECOMPUTE_KINDS,
     RECOMPUTE_MODULES,
+    SCHEDULES,
     Bools,
     Floats,
     Ints,
     LayoutTable,
     distinct,
 )
+
+SPLIT = [SCHEDULES.index(schedule) for schedule in SPLIT_BACKWARD]
+"""Codes of schedules that split backward."""
 
 GROUPED_MULTIPLE = 8
 """Elements in 16 bits that rows of matrices must be multiples of in PyTorch's grouped product."""
@@ -33,12 +41,14 @@ GROUPED_MULTIPLE = 8
 class UnitBytes:
     """One kind of unit; what each moment adds to what was there before the unit, by name.
 
-    The highest moments of the passes of `UnitTape`, backward besides `kept`; `kept` from forward to
-    backward; `left`, what a first backward leaves, and `added`, what another one does. Of the head: `scores`
-    before the loss, `scoring` before the gradient of its logits is there, `matrix` and `first_matrix` after
-    that. Of a layer with experts: passes before (`_before`) and after (`_after`) the experts' parameters are
-    gathered in forward or done with in backward, what is there then (`_at`), and when backward reaches the
-    experts (`_start`).
+    The highest moments of the passes of `UnitTape`, backward besides `kept`; alone_backward, a first_backward
+    without another micro batch to come; `kept` from forward to backward; `left` and `left_alone`, what these
+    two leave, and `added`, what another one does. Of the head: `scores` before the loss, `scoring` before the
+    gradient of its logits is there, `matrix`, `first_matrix` and `alone_matrix` after that. Of a layer with
+    experts: passes before (`_before`) and after (`_after`) the experts' parameters are gathered in forward or
+    done with in backward, and what is there then (`_at`); backward before (`_early`) it reaches the experts,
+    what is there then (`_start`), and from then until it is done with them (`_late`); forward until their
+    parameters can be freed (`_until`) and after that (`_freed`).
     """
 
     def __init__(self, held: dict[str, Bytes]) -> None:
@@ -60,6 +70,7 @@ def structures_of(model: ModelSpec, table: LayoutTable, moe: bool) -> tuple[list
     """The structures of the layers of a table, and which of them each row has."""
     mla = model.latent_attention
     wide = table.precision in ("fp32", "tf32")
+    casts = casts_of_gradients(table, wraps_parameters(table, model.experts > 0))
     pads = np.array([model.padded_vocab(int(tp)) // tp > model.vocab for tp in table.tensor_parallel])
     shares = (table.tensor_parallel > model.kv_heads) & (mla is None)
     columns: list[Ints | Bools] = [
@@ -77,6 +88,7 @@ def structures_of(model: ModelSpec, table: LayoutTable, moe: bool) -> tuple[list
         kept_heads_width(model, table) > key_value_width(model, table),
         table.recompute,
         table.recompute_modules,
+        casts > 0,
     ]
     first, code = distinct(columns)
     found = [
@@ -107,6 +119,7 @@ def structures_of(model: ModelSpec, table: LayoutTable, moe: bool) -> tuple[list
             ),
             repeats_heads=bool((kept_heads_width(model, table) > key_value_width(model, table))[row]),
             recompute=_recomputed(table, int(row)),
+            casts=float(casts[row]),
             **(_experts(model, table, int(row)) if moe else {}),
         )
         for row in first
@@ -175,18 +188,22 @@ def _recomputed(table: LayoutTable, row: int) -> frozenset[str]:
     return frozenset({"none": (), "selective": chosen, "full": ("full",)}[kind])
 
 
-def units_of(model: ModelSpec, table: LayoutTable) -> dict[str, UnitBytes]:
-    """Units by the name of what they are: kinds of layers, first (the embedding) and last (head and loss)."""
-    learned = model.position == "learned"
+def units_of(model: ModelSpec, table: LayoutTable, compiled: bool = False) -> dict[str, UnitBytes]:
+    """Units by the name of what they are: kinds of layers, first (the embedding) and last (head and loss).
+
+    Args:
+        compiled: layers are compiled.
+    """
+    learned, layer = model.position == "learned", compiled_layer_tape if compiled else layer_tape
     makers: dict[str, Callable[[Structure], UnitTape]] = {
-        "dense": layer_tape,
+        "dense": layer,
         "first": lambda structure: embedding_tape(structure, learned),
         "last": head_tape,
     }
     if table.recompute_method.any():
-        makers["dense_plain"] = layer_tape
+        makers["dense_plain"] = layer
     if model.moe_layers:
-        makers |= {name.replace("dense", "moe"): layer_tape for name in makers if name.startswith("dense")}
+        makers |= {name.replace("dense", "moe"): layer for name in makers if name.startswith("dense")}
     first, shape = distinct(
         [
             table.tensor_parallel,
@@ -199,29 +216,63 @@ def units_of(model: ModelSpec, table: LayoutTable) -> dict[str, UnitBytes]:
             table.recompute,
             table.recompute_modules,
             table.pipeline_parallel == 1,
+            casts_of_gradients(table, wraps_parameters(table, model.experts > 0)) > 0,
         ]
     )
-    shapes = table.take(first)
+    shapes, splits = table.take(first), np.isin(table.schedule, SPLIT).any()
     sizes = tensor_sizes(model, shapes)
     sizes["nothing"] = np.zeros(len(shapes))
     found = {}
     for name, maker in makers.items():
         some = _without_recomputation(shapes) if name.endswith("_plain") else shapes
         structures, code = structures_of(model, some, moe=name.startswith("moe"))
-        tapes = [maker(structure) for structure in structures]
+        tapes = [_with_alone(maker, structure) for structure in structures]
         found[name] = _bytes_of(tapes, code, sizes, shape)
+        if splits and name != "first":
+            make = split_head_tape if name == "last" else split_layer_tape
+            tapes = [make(structure) for structure in structures]
+            found[name].held.update(_bytes_of(tapes, code, sizes, shape, _split_moments).held)
     return found
 
 
-def _bytes_of(tapes: list[UnitTape], code: Ints, sizes: Sizes, shape: Ints) -> UnitBytes:
+def _with_alone(maker: Callable[[Structure], UnitTape], structure: Structure) -> UnitTape:
+    """The tape of a unit, and alone_backward."""
+    tape, alone = maker(structure), maker(structure.alone)
+    return UnitTape(
+        tape.passes | {"alone_backward": alone.passes["first_backward"]},
+        tape.marks | {"alone_backward": alone.marks["first_backward"]},
+    )
+
+
+def _bytes_of(
+    tapes: list[UnitTape],
+    code: Ints,
+    sizes: Sizes,
+    shape: Ints,
+    moments: Callable[[UnitTape, Sizes], dict[str, Floats]] | None = None,
+) -> UnitBytes:
     """Bytes of a unit; `code` tells the tape of each shape, and `shape` the shape of each row."""
     held: dict[str, Floats] = {}
     for number, tape in enumerate(tapes):
         own = code == number
         some = {name: values[own] for name, values in sizes.items()}
-        for name, values in _moments(tape, some).items():
+        for name, values in (moments or _moments)(tape, some).items():
             held.setdefault(name, np.zeros((len(KINDS), len(code))))[:, own] = values
     return UnitBytes({name: Bytes.of_shapes(values, shape) for name, values in held.items()})
+
+
+def _split_moments(tape: UnitTape, sizes: Sizes) -> dict[str, Floats]:
+    """The highest moments of the passes of `split_tapes`, and what each leaves (`_net`)."""
+    found = {}
+    for name, part in tape.passes.items():
+        changes = part.changes(sizes)
+        totals = changes.cumsum(axis=0)
+        found[name], found[f"{name}_net"] = highest(part, changes, totals), net(part, changes)
+        done = tape.marks.get(name, {}).get("experts_done")
+        if done is not None:
+            found[f"{name}_before"] = highest(part, changes, totals, 0, done)
+            found[f"{name}_after"] = highest(part, changes, totals, done)
+    return found
 
 
 def _moments(tape: UnitTape, sizes: Sizes) -> dict[str, Floats]:
@@ -236,8 +287,14 @@ def _moments(tape: UnitTape, sizes: Sizes) -> dict[str, Floats]:
             after = marks.get("experts_done_after", mark)
             found[f"{name}_before"] = highest(part, changes, totals, 0, mark)
             found[f"{name}_at"] = net(part, changes, mark)
-            found[f"{name}_start"] = net(part, changes, marks.get("experts_start", mark))
+            start = marks.get("experts_start", mark)
+            found[f"{name}_start"] = net(part, changes, start)
+            found[f"{name}_early"] = highest(part, changes, totals, 0, start)
+            found[f"{name}_late"] = highest(part, changes, totals, start, mark)
             found[f"{name}_after"] = highest(part, changes, totals, after)
+        if "experts_free" in marks:
+            found[f"{name}_until"] = highest(part, changes, totals, 0, marks["experts_free"])
+            found[f"{name}_freed"] = highest(part, changes, totals, marks["experts_free"])
         if "scores" in marks:
             found["scores"] = highest(part, changes, totals, 0, marks["scores"])
         if "scored" in marks and "backward" in name:
@@ -246,8 +303,12 @@ def _moments(tape: UnitTape, sizes: Sizes) -> dict[str, Floats]:
             if name in MATRIX:
                 found[MATRIX[name]] = highest(part, changes, totals, marks["scored"])
     kept = nets["forward"]
-    return found | {"kept": kept, "left": kept + nets["first_backward"], "added": kept + nets["backward"]}
+    left = {name: kept + nets[one] for name, one in LEFT.items()}
+    return found | left | {"kept": kept}
 
 
-MATRIX = {"backward": "matrix", "first_backward": "first_matrix"}
+LEFT = {"left": "first_backward", "left_alone": "alone_backward", "added": "backward"}
+"""What is there of forward and of one of the passes after it."""
+
+MATRIX = {"backward": "matrix", "first_backward": "first_matrix", "alone_backward": "alone_matrix"}
 """Passes of the head, and what they are called from the gradient of the logits on."""

@@ -30,6 +30,7 @@ import torch
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
+from runtime.dryrun.fake_gpu import hidden
 from runtime.dryrun.tracker import COLLECTIVES, Tracker
 
 SETTINGS = {
@@ -48,6 +49,7 @@ SETTINGS = {
 INLINED = {
     "expand",
     "clone",
+    "copy",
     "full",
     "full_like",
     "zeros",
@@ -96,7 +98,7 @@ ALIASES = {"_unsafe_view", "reshape", "wait_tensor", "lift_fresh", "alias"}
 READERS = ("kernel", "output")
 """Kinds of nodes that read buffers only."""
 
-SUMS = "_c10d_functional::all_reduce"
+SUMS, WAIT = "_c10d_functional::all_reduce", "_c10d_functional::wait_tensor"
 
 KINDS = (("attention_norm", "norm"), ("mlp_norm", "norm"), ("attention", "attention"), ("mlp", "mlp"))
 """Parts of a block by the name of the module that holds them."""
@@ -110,12 +112,17 @@ def compiled_layers(tracker: Tracker) -> Iterator[None]:
     import torch._inductor.config as inductor_config
     from torch._functorch import partitioners
 
-    compile = torch.compile
+    compile, put = torch.compile, torch._prims.device_put
 
     def backend(graph: fx.GraphModule, inputs: Sequence[Any]) -> Any:
         from torch._inductor.compile_fx import compile_fx
 
         return compile_fx(graph, list(inputs), inner_compile=lambda gm, _, **kwargs: boxed(gm, tracker))
+
+    def put_elsewhere(x: Tensor, device: torch.device, non_blocking: bool = False) -> Tensor:
+        # Casts name the device that C++ sees, and decompositions take it for another one.
+        moved: Tensor = x if hidden(device) == hidden(x.device) else put(x, device, non_blocking)
+        return moved
 
     def made(function: Any, **_: Any) -> Any:
         # Of one size each time: rows of experts come evenly in a dry run.
@@ -125,6 +132,7 @@ def compiled_layers(tracker: Tracker) -> Iterator[None]:
         stack.enter_context(inductor_config.patch(SETTINGS))
         stack.enter_context(functorch_config.patch({"enable_autograd_cache": False}))
         stack.enter_context(patch.object(torch, "compile", made))
+        stack.enter_context(patch.object(torch._prims, "device_put", put_elsewhere))
         # Attention that is computed again has no dropout, and needs no random numbers of the device.
         stack.enter_context(
             patch.object(
@@ -235,8 +243,11 @@ def plan(graph: fx.GraphModule) -> list[Step]:
 
 
 def summed(node: fx.Node) -> fx.Node:
-    """What a sum over ranks sums."""
-    return node.all_input_nodes[0]
+    """What has the buffer that a sum over ranks reads."""
+    source = node.all_input_nodes[0]
+    while kind_of(source) == "view":
+        source = source.all_input_nodes[0]
+    return source
 
 
 def bytes_of(value: Any) -> int:
@@ -277,8 +288,9 @@ def layer_of(node: fx.Node) -> str:
 def made(step: Step, values: dict[fx.Node, Any]) -> Any:
     """The buffers of a node, or its view of another's."""
     node = step.node
-    if step.in_place:
-        return values[summed(node)]
+    if step.in_place or step.name.startswith(WAIT):
+        # Waiting makes nothing new; the fake operation would.
+        return values[node.all_input_nodes[0]]
     if step.kind == "view":
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), values.__getitem__)
         return node.target(*args, **kwargs)  # type: ignore[operator]

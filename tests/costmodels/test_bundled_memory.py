@@ -6,9 +6,20 @@ import numpy as np
 import pytest
 
 from costmodels import Layout, ModelSpec, even_split
-from costmodels.bundled import KINDS, covers, moments_of_ranks, peak_bytes, rank_peaks
+from costmodels.bundled import KINDS, covers, moments_of_ranks, peak_bytes, rank_peaks, states
 from costmodels.bundled.operations import elementwise, linear
-from costmodels.bundled.replay import ACTIVATIONS, TEMPORARIES, Leaf, Storage, Tape, Tensor, run_backward
+from costmodels.bundled.replay import (
+    ACTIVATIONS,
+    TEMPORARIES,
+    Edge,
+    Leaf,
+    Node,
+    Storage,
+    Tape,
+    Tensor,
+    run_backward,
+)
+from costmodels.bundled.units import structures_of, units_of
 from costmodels.table import LayoutTable
 
 GPT = ModelSpec(name="gpt", layers=4, hidden=512, heads=8, vocab=1024, seq=256)
@@ -42,6 +53,35 @@ def test_a_tape_keeps_what_backward_needs_and_frees_it_as_it_is_used() -> None:
     # The gradient of the weight: nobody holds that of the input.
     assert weight.gradient is not None
     assert totals(tape)[-1] == 1.0
+
+
+@pytest.mark.parametrize(("behind", "highest"), [(False, 5.0), (True, 4.0)])
+def test_a_gradient_changes_its_number_format_as_it_comes(behind: bool, highest: float) -> None:
+    tape = Tape()
+    weight = Leaf(casts=2.0, behind=behind)
+    x = Storage(tape, ("nothing", 0.0))
+    inputs = [Tensor(x, (Leaf(kind=TEMPORARIES), 0)), Tensor(x, (weight, 0))]
+    node = Node(tape, inputs, [], lambda node, _: [Storage(node.tape, ("x", 1.0)) for _ in inputs])
+    roots: list[tuple[Edge, Storage]] = [((node, 0), Storage(tape, ("x", 1.0)))]
+    run_backward(tape, roots)
+    # Both results, twice the latter and, unless an operation hands that on, the gradient of what came out.
+    assert max(totals(tape)) == highest
+
+
+def test_gradients_are_wide_from_the_first_of_several_micro_batches_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As in PyTorch since 2.15, where one micro batch alone leaves them as they are."""
+    monkeypatch.setattr(states, "is_before", lambda major, minor: False)
+    table = LayoutTable.of([layout(precision="bf16")])
+    (structure,), _ = structures_of(GPT, table, moe=False)
+    assert (structure.casts, structure.single, structure.alone.single) == (2.0, False, True)
+    found = units_of(GPT, table)["dense"]
+    assert found.first_backward.total[0] > found.alone_backward.total[0]
+    assert found.backward.total[0] < found.alone_backward.total[0]
+    table = LayoutTable.of([layout(precision="bf16", gradient_reduction="bf16")])
+    found = units_of(GPT, table)["dense"]
+    assert found.first_backward.total[0] == found.alone_backward.total[0]
 
 
 def test_one_rank_has_twelve_bytes_of_fp32_states_for_each_parameter() -> None:

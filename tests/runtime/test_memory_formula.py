@@ -21,7 +21,6 @@ def test_the_formula_equals_the_dry_run(data: st.DataObject) -> None:
     drawn = draw(lambda values: data.draw(st.sampled_from(list(values))), small=True)
     assume(drawn is not None)
     assert drawn is not None
-    model, layout, rank = drawn
-    note(f"rank {rank} of {layout!r}\n{model!r}")
-    errors = compare(model, layout, rank)
+    note(drawn.describe())
+    errors = compare(*drawn)
     assert not errors.misses, (errors.misses, errors.peak, errors.by_kind, errors.traced)

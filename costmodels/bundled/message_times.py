@@ -1,0 +1,118 @@
+"""When PyTorch posts messages between pipeline stages, in turns of a walk through the passes of all ranks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from costmodels.layout import Schedule
+from costmodels.schedules import BACKWARD, FORWARD, INPUTS, Order, orders
+from costmodels.table import Ints
+
+NEVER = -1
+
+
+@dataclass(frozen=True, eq=False)
+class Timed:
+    """The passes of one rank and when its messages come; times are turns of the walk, by rank in each."""
+
+    kind: Ints
+    stage: Ints
+    micro_batch: Ints
+    time: Ints
+    inputs: dict[int, Ints]
+    """Sorted times at which inputs of each stage here come; empty where none come from another rank."""
+    gradients: dict[int, Ints]
+    """The same of gradients of results."""
+
+
+def message_times(schedule: Schedule, stages: Ints, micro_batches: int) -> list[Timed]:
+    """The passes of each rank of a schedule.
+
+    A pass has its turn after the one before it and once its message is there; ranks take turns in their order
+    (`_add_send_recv` in `torch.distributed.pipelining.schedules`).
+
+    Args:
+        stages: of each rank, [pipeline, chunks].
+
+    Raises:
+        InputError: the schedule does not run this number of micro batches.
+    """
+    pipeline, last = len(stages), stages.size - 1
+    every = orders(schedule, pipeline, stages.shape[1], micro_batches)
+    rank_of = dict(
+        zip(stages.ravel().tolist(), np.repeat(np.arange(pipeline), stages.shape[1]).tolist(), strict=True)
+    )
+    forward = [[NEVER] * micro_batches for _ in range(last + 1)]
+    backward = [[NEVER] * micro_batches for _ in range(last + 1)]
+    todo = [_together(schedule, one, rank == pipeline - 1) for rank, one in enumerate(every)]
+    at, turn = [0] * pipeline, [0] * pipeline
+    times: list[list[int]] = [[] for _ in todo]
+    moved = True
+    while moved:
+        moved = False
+        for rank, passes in enumerate(todo):
+            while at[rank] < len(passes):
+                time = turn[rank]
+                for kind, stage, number in passes[at[rank]]:
+                    if kind == FORWARD and stage:
+                        sent = forward[stage - 1][number]
+                    elif kind in (BACKWARD, INPUTS) and stage < last:
+                        sent = backward[stage + 1][number]
+                    else:
+                        continue
+                    if sent == NEVER:
+                        break
+                    # In the same turn if the sender comes before in it.
+                    time = max(time, sent // pipeline + (sent % pipeline >= rank))
+                else:
+                    for kind, stage, number in passes[at[rank]]:
+                        done = forward if kind == FORWARD else backward
+                        if kind in (FORWARD, BACKWARD, INPUTS):
+                            done[stage][number] = time * pipeline + rank
+                    times[rank] += [time * pipeline + rank] * len(passes[at[rank]])
+                    at[rank], turn[rank], moved = at[rank] + 1, time + 1, True
+                    continue
+                break
+
+    def of(sent: list[list[int]], stage: int, neighbour: int) -> Ints:
+        if not 0 <= neighbour <= last or rank_of[neighbour] == rank_of[stage]:
+            return np.zeros(0, dtype=np.int64)
+        return np.sort(np.array(sent[neighbour], dtype=np.int64))
+
+    return [
+        Timed(
+            kind=one.kind,
+            stage=one.stage,
+            micro_batch=one.micro_batch,
+            time=np.array(times[rank], dtype=np.int64),
+            inputs={stage: of(forward, stage, stage - 1) for stage in stages[rank].tolist()},
+            gradients={stage: of(backward, stage, stage + 1) for stage in stages[rank].tolist()},
+        )
+        for rank, one in enumerate(every)
+    ]
+
+
+Action = tuple[int, int, int]
+"""Kind, stage and micro batch of a pass."""
+
+
+def _together(schedule: Schedule, order: Order, is_last: bool) -> list[tuple[Action, ...]]:
+    """Passes whose messages travel together.
+
+    In DualPipeV these are a forward pass and the whole backward pass after it, save the last rank's first.
+    """
+    passes = zip(order.kind.tolist(), order.stage.tolist(), order.micro_batch.tolist(), strict=True)
+    if schedule != "dualpipev":
+        return [(one,) for one in passes]
+    found: list[tuple[Action, ...]] = []
+    apart = is_last
+    for one in passes:
+        follows = bool(found) and one[0] == BACKWARD and found[-1][-1][0] == FORWARD
+        if follows and not apart:
+            found[-1] = (*found[-1], one)
+        else:
+            found.append((one,))
+        apart = apart and not follows
+    return found

@@ -1,0 +1,285 @@
+"""What a pipeline rank with several stages holds before each pass of its schedule.
+
+Passes come in the order of `costmodels.schedules`. PyTorch posts the receive of a message where its sender
+computes, as it finds out by walking through the passes of all ranks in turns (`_add_send_recv` in
+`torch.distributed.pipelining.schedules`), and gathers the parameters of the next `ACTIVE` stages.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+import numpy.typing as npt
+
+from costmodels.bundled.message_times import Timed, message_times
+from costmodels.layout import V_SCHEDULES, Schedule
+from costmodels.schedules import BACKWARD, FORWARD, INPUTS, WEIGHTS, runs
+from costmodels.table import Bools, Ints, distinct
+
+REDUCE = WEIGHTS + 1
+"""After the last gradients of a stage: they are reduced."""
+
+GATHER = REDUCE + 1
+"""Before a stage's first pass, or one after its parameters were freed: they are there, and are copied."""
+
+ACTIVE = 3
+"""Stages of a rank whose parameters are gathered at a time."""
+
+ROUNDS = 5
+"""Rounds of micro batches after which every state of a schedule has been there."""
+
+ALL = ("held", "waiting", "arrived", "returned")
+"""Of all stages of a rank: micro batches between forward and backward, and between the gradients of inputs
+and those of weights; inputs that wait for forward, and gradients of results that wait for backward."""
+
+OTHERS = ("summed", "either", "fresh", "gathered", "reduced")
+"""Of the other stages than the pass's: those in which FSDP2 has added up gradients; that have gradients at
+all, but not reduced ones; ones that FSDP2 has not seen yet; whose parameters are gathered; whose gradients
+are reduced."""
+
+OWN = ("own_summed", "own_fresh", "local")
+"""Of the pass's own stage, and gradients that one stage of the rank has given to another one there."""
+
+Columns = dict[str, Ints]
+
+
+@dataclass(frozen=True, eq=False)
+class States:
+    """Of all ranks of a schedule; arrays of shape [states], and [states, classes] of alike stages."""
+
+    rank: Ints
+    kind: Ints
+    own: Ints
+    """The class of the pass's stage."""
+    columns: Columns
+    """`ALL`, `OTHERS` and `OWN`."""
+
+
+def stages_of(schedule: Schedule, pipeline: int, chunks: int) -> Ints:
+    """The stage of each rank and chunk, [pipeline, chunks]."""
+    place = np.arange(chunks * pipeline).reshape(chunks, pipeline)
+    if schedule in V_SCHEDULES:
+        place[1] = place[1, ::-1].copy()
+    result: Ints = place.T
+    return result
+
+
+Classes = tuple[tuple[int, ...], ...]
+"""Of each rank, the class of each chunk."""
+
+
+@lru_cache(maxsize=512)
+def states_of(schedule: Schedule, pipeline: int, chunks: int, micro_batches: int, classes: Classes) -> States:
+    """Every state that can be the fullest of its rank.
+
+    Raises:
+        InputError: the schedule does not run this number of micro batches.
+    """
+    found = []
+    count = 1 + max(map(max, classes))
+    for rank, states in enumerate(_all_states(schedule, pipeline, chunks, micro_batches)):
+        member = np.array(classes[rank])[:, None] == np.arange(count)
+        kept = _fullest(_by_class(states, member))
+        found.append(States(np.full(len(kept.kind), rank), kept.kind, kept.own, kept.columns))
+    names = (*ALL, *OTHERS, *OWN)
+    return States(
+        rank=np.concatenate([one.rank for one in found]),
+        kind=np.concatenate([one.kind for one in found]),
+        own=np.concatenate([one.own for one in found]),
+        columns={name: np.concatenate([one.columns[name] for one in found]) for name in names},
+    )
+
+
+@lru_cache(maxsize=128)
+def _all_states(schedule: Schedule, pipeline: int, chunks: int, micro_batches: int) -> tuple[States, ...]:
+    """The states of each rank before each of its passes, with a class for each chunk."""
+    some = fewer(schedule, pipeline, chunks, micro_batches)
+    stages = stages_of(schedule, pipeline, chunks)
+    timed = message_times(schedule, stages, some)
+    return tuple(_states_of_rank(one, stages[rank], some) for rank, one in enumerate(timed))
+
+
+def fewer(schedule: Schedule, pipeline: int, chunks: int, micro_batches: int) -> int:
+    """A number of micro batches with the same states."""
+    rest = micro_batches % pipeline
+    if rest and schedule not in V_SCHEDULES:
+        return micro_batches
+    some = rest + ROUNDS * pipeline
+    return some if some < micro_batches and runs(schedule, pipeline, chunks, some) else micro_batches
+
+
+def _states_of_rank(timed: Timed, stages: Ints, micro_batches: int) -> States:
+    kind = timed.kind
+    is_own: Bools = timed.stage[:, None] == stages
+    first = stages == 0
+    # [passes + 1, chunks]: how many of each kind there have been before each pass, and after the last one.
+    done = {each: _before(is_own & (kind == each)[:, None]) for each in (FORWARD, BACKWARD, INPUTS, WEIGHTS)}
+    backward = done[BACKWARD] + done[INPUTS]
+    moments = np.append(timed.time, np.iinfo(np.int64).max)
+
+    def waiting(times: dict[int, Ints], used: Ints) -> Ints:
+        """Messages that have come and have not been used, where any come from another rank."""
+        come = np.stack([np.searchsorted(times[stage], moments) for stage in stages.tolist()], axis=1)
+        any_come = np.array([len(times[stage]) > 0 for stage in stages.tolist()])
+        result: Ints = (come - used) * any_come
+        return result
+
+    columns: Columns = {
+        "held": done[FORWARD] - backward,
+        "waiting": done[INPUTS] - done[WEIGHTS],
+        "arrived": waiting(timed.inputs, done[FORWARD]),
+        "returned": waiting(timed.gradients, backward),
+    }
+    by_hand = done[WEIGHTS] * ~first
+    seen = done[BACKWARD] + done[WEIGHTS] * first
+    either = (by_hand + seen) > 0
+    latest = {
+        name: np.maximum.accumulate(np.where(_after(which), np.arange(len(kind) + 1)[:, None], 0), axis=0)
+        for name, which in (
+            ("hand", is_own & (kind == WEIGHTS)[:, None] & ~first),
+            ("seen", is_own & np.isin(kind, (BACKWARD, INPUTS))[:, None]),
+        )
+    }
+    fresh = latest["hand"] > latest["seen"]
+    columns["summed"] = ((seen > 0) | (np.maximum.accumulate(either & ~fresh, axis=0))).astype(np.int64)
+    columns["either"], columns["fresh"] = either.astype(np.int64), fresh.astype(np.int64)
+    columns["reduced"] = (done[BACKWARD] + done[WEIGHTS] == micro_batches).astype(np.int64)
+    columns["gathered"] = _gathered(is_own) * (1 - columns["reduced"])
+    local = _local(timed, stages, micro_batches)
+    return _listed(timed, is_own, columns, local)
+
+
+def _before(which: Bools) -> Ints:
+    """How many there have been before each row, and before the end: [rows + 1, columns]."""
+    return np.concatenate([np.zeros((1, which.shape[1]), dtype=np.int64), which.cumsum(axis=0)])
+
+
+def _after(which: Bools) -> Bools:
+    """What has just been, before each row and at the end."""
+    return np.concatenate([np.zeros((1, which.shape[1]), dtype=np.bool_), which])
+
+
+def _gathered(is_own: Bools) -> Ints:
+    """1 for the stages that come next, at each pass and after the last one."""
+    count, chunks = is_own.shape
+    upcoming = np.where(is_own, np.arange(count)[:, None], count)
+    upcoming = np.minimum.accumulate(upcoming[::-1], axis=0)[::-1]
+    place = upcoming.argsort(axis=1, kind="stable").argsort(axis=1)
+    found = ((place < ACTIVE) & (upcoming < count)).astype(np.int64)
+    return np.concatenate([found, np.zeros((1, chunks), dtype=np.int64)])
+
+
+def _local(timed: Timed, stages: Ints, micro_batches: int) -> Ints:
+    """Gradients between stages of the rank that are alive at each pass, and after the last one."""
+    kind, number = timed.kind, timed.micro_batch
+    change = np.zeros(len(kind) + 2, dtype=np.int64)
+    for upper in stages[np.isin(stages - 1, stages)].tolist():
+        born, ends = (np.zeros(micro_batches, dtype=np.int64) for _ in range(2))
+        for place in np.flatnonzero(np.isin(timed.stage, (upper, upper - 1))).tolist():
+            if timed.stage[place] == upper and kind[place] in (BACKWARD, INPUTS):
+                born[number[place]] = place + 1
+            if kind[place] in (BACKWARD, WEIGHTS):
+                ends[number[place]] = place + 1
+        np.add.at(change, born, 1)
+        np.add.at(change, ends, -1)
+    result: Ints = change.cumsum()[:-1]
+    return result
+
+
+def _listed(timed: Timed, is_own: Bools, columns: Columns, local: Ints) -> States:
+    """The states before passes, where parameters are copied, and where gradients are reduced."""
+    kind = timed.kind
+    passes = np.arange(len(kind))
+    # The first stage has no gradients of inputs: those of weights take a whole backward pass.
+    whole = np.where((kind == WEIGHTS) & (timed.stage == 0), BACKWARD, kind)
+    real = (kind != INPUTS) | (timed.stage > 0)
+    chunk = is_own.argmax(axis=1)
+    own = {name: held[:-1].copy() for name, held in columns.items()}
+    # Without the pass's own micro batch.
+    backward = np.isin(kind, (BACKWARD, INPUTS))
+    for name, which in (
+        ("arrived", kind == FORWARD),
+        ("returned", backward),
+        ("held", backward),
+        ("waiting", kind == WEIGHTS),
+    ):
+        has = which & (own[name][passes, chunk] > 0)
+        own[name][passes[has], chunk[has]] -= 1
+    absent = _before(columns["gathered"][:-1] == 0)
+    previous = np.maximum.accumulate(_after(is_own) * np.arange(len(kind) + 1)[:, None], axis=0)[:-1]
+    since = absent[passes + 1, chunk] - absent[previous[passes, chunk], chunk]
+    first_use = passes[(since > 0) | (previous[passes, chunk] == 0)]
+    last_use = passes[columns["reduced"][1:][passes, chunk] > columns["reduced"][:-1][passes, chunk]]
+    parts = [
+        (whole[real], chunk[real], {name: held[real] for name, held in own.items()}, local[:-1][real]),
+        (
+            np.full(len(first_use), GATHER),
+            chunk[first_use],
+            {name: held[first_use] for name, held in columns.items()},
+            local[first_use],
+        ),
+        (
+            np.full(len(last_use), REDUCE),
+            chunk[last_use],
+            {name: held[last_use + 1] for name, held in columns.items()},
+            local[last_use + 1],
+        ),
+    ]
+    joined = {name: np.concatenate([held[name] for *_, held, _ in parts]) for name in columns}
+    every = np.concatenate([chunk for _, chunk, *_ in parts])
+    rows = np.arange(len(every))
+    joined["own_summed"], joined["own_fresh"] = joined["summed"][rows, every], joined["fresh"][rows, every]
+    joined["local"] = np.concatenate([given for *_, given in parts])
+    # Nothing of a stage whose gradients are reduced but these.
+    for name in ("summed", "either", "fresh"):
+        joined[name] = joined[name] * (1 - joined["reduced"])
+    for name in OTHERS:
+        joined[name][rows, every] = 0
+    return States(
+        rank=np.zeros_like(every),
+        kind=np.concatenate([kinds for kinds, *_ in parts]),
+        own=every,
+        columns=joined,
+    )
+
+
+def _by_class(states: States, member: Bools) -> States:
+    """With stages of one class added up; `member` is [chunks, classes]."""
+    columns = {
+        name: held @ member.astype(np.int64) if name not in OWN else held
+        for name, held in states.columns.items()
+    }
+    return States(states.rank, states.kind, member.argmax(axis=1)[states.own], columns)
+
+
+def _fullest(states: States) -> States:
+    """Those in which nothing is less than in another one with the same kind of pass."""
+    columns = states.columns
+    vectors = np.concatenate(
+        [
+            *(columns[name] for name in (*ALL, "summed", "either", "fresh", "gathered")),
+            -columns["reduced"],
+            *(columns[name][:, None] for name in OWN),
+        ],
+        axis=1,
+    )
+    first, _ = distinct([states.kind, states.own, *(vectors - vectors.min(axis=0)).T])
+    kept: list[npt.NDArray[np.int64]] = []
+    groups = states.kind[first] * (1 + states.own.max()) + states.own[first]
+    for group in np.unique(groups):
+        some = first[groups == group]
+        some = some[vectors[some].sum(axis=1).argsort(kind="stable")[::-1]]
+        own = vectors[some]
+        # Only one with a larger sum can have no less of anything.
+        over = (own[None, :, :] >= own[:, None, :]).all(axis=2)
+        over &= np.tri(len(some), k=-1, dtype=np.bool_)
+        kept.append(some[~over.any(axis=1)])
+    rows = np.concatenate(kept)
+    return States(
+        states.rank[rows],
+        states.kind[rows],
+        states.own[rows],
+        {name: held[rows] for name, held in columns.items()},
+    )
