@@ -26,6 +26,7 @@ from runtime.checkpoint.manifest import (
     record_of,
 )
 from runtime.checkpoint.run_file import RUN_FILE, run_text
+from runtime.files import sync_folder
 
 TRACKER = "latest_checkpointed_iteration.txt"
 """File that names the newest complete checkpoint (Megatron-LM's name)."""
@@ -142,19 +143,19 @@ def publish(
     text = run_text(run).encode()
     _write(partial / RUN_FILE, text)
     _write(partial / MANIFEST, manifest_text({**files, RUN_FILE: record_of(text)}).encode())
-    _sync(partial)
+    sync_folder(partial)
     replaced = target.with_name(target.name + REPLACED)
     if target.exists():
         if replaced.exists():
             shutil.rmtree(replaced)
         target.rename(replaced)
     partial.rename(target)
-    _sync(target.parent)
+    sync_folder(target.parent)
     tracker = target.with_name(TRACKER)
     fresh = tracker.with_name(TRACKER + PARTIAL)
     _write(fresh, str(iteration).encode())
     fresh.replace(tracker)
-    _sync(target.parent)
+    sync_folder(target.parent)
     if replaced.exists():
         shutil.rmtree(replaced)
     return target
@@ -211,15 +212,3 @@ def _write(path: Path, data: bytes) -> None:
             os.fsync(file.fileno())
     except OSError as error:
         raise OSError(error.errno, error.strerror, str(path)) from None
-
-
-def _sync(folder: Path) -> None:
-    """Bring the names in `folder` to the disk."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    except OSError:
-        # Some network file systems cannot, and need not.
-        pass
-    finally:
-        os.close(handle)

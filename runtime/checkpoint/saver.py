@@ -46,7 +46,7 @@ class Saver:
     ) -> None:
         self.folder = Path(folder)
         self.asynchronous, self.keep_last, self.report = asynchronous, keep_last, report
-        self.group = dist.new_group(backend="gloo", timeout=SAVE_TIMEOUT)
+        self.group: Any = dist.new_group(backend="gloo", timeout=SAVE_TIMEOUT)
         self.copies = HostCopies()
         self.thread: threading.Thread | None = None
         self.error: BaseException | None = None

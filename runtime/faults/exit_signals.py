@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from types import FrameType
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -64,7 +65,7 @@ class Requests:
         self.exchanges = dist.get_world_size() > 1 and (saves or exit_minutes is not None)
         # On the host: a GPU would have to finish its work first.
         over_host = "gloo" in dist.get_backend()
-        self.group = None
+        self.group: Any = None
         if self.exchanges and not over_host:
             self.group = dist.new_group(backend="gloo", timeout=timeout)
 

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from costmodels.errors import InputError
+from runtime.files import sync_folder
 
 
 @contextmanager
@@ -37,15 +38,3 @@ def new_folder(path: Path, flag: str) -> Iterator[Path]:
         raise InputError(f"{flag} {path}: cannot be written: {file}{error.strerror or error}") from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
-
-
-def sync_folder(folder: Path) -> None:
-    """Wait until the names in a folder are on the disk."""
-    number = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(number)
-    except OSError:
-        # Some network file systems cannot, and need not.
-        pass
-    finally:
-        os.close(number)
