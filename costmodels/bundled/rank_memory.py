@@ -20,10 +20,12 @@ from costmodels.bundled.groups import (
     summed_of_layer,
 )
 from costmodels.bundled.moments import Bytes, Count, Peak
+from costmodels.bundled.pass_states import ACTIVE
 from costmodels.bundled.pipeline_steps import pipeline_peak
 from costmodels.bundled.pytorch import is_before
 from costmodels.bundled.replay import ACTIVATIONS, COMMUNICATION, KINDS, LOGITS, PARAMETERS, TEMPORARIES
-from costmodels.bundled.schedule_steps import scheduled_peak, setting_of
+from costmodels.bundled.schedule_setting import setting_of
+from costmodels.bundled.schedule_steps import scheduled_peak
 from costmodels.bundled.sizes import tensor_sizes
 from costmodels.bundled.stage_sums import Kind, Stage, Terms
 from costmodels.bundled.states import GroupBytes, group_bytes, wraps_parameters
@@ -64,10 +66,11 @@ def covers(model: ModelSpec, table: LayoutTable, compiled: bool = False) -> Bool
     result: Bools = np.full(len(table), plain) & ~table.offload_activations & ~table.offload_optimizer
     if model.experts:
         # Not known: groups of experts, parameters that nothing wraps, and what ZeRO 3 gathers for experts
-        # that are computed again or one after the other.
+        # that are computed again or one after the other; gradients of experts of several stages on a rank.
         again = (table.recompute == FULL) | table.recomputes("mlp") | ~takes_grouped(model, table)
         result &= ~(again & (table.zero_stage == 3))
         result &= wraps_parameters(table, True) & (model.router.groups == 1)
+        result &= table.virtual_pipeline_parallel == 1
     result &= _runs(table)
     result &= (table.context_parallel == 1) | (not wide)
     result &= table.context_parallel_form != CONTEXT_FORMS.index("ring")
@@ -78,9 +81,11 @@ def covers(model: ModelSpec, table: LayoutTable, compiled: bool = False) -> Bool
 
 
 def _runs(table: LayoutTable) -> Bools:
-    """Rows whose schedule's passes are known: not of stages that free their parameters in between."""
+    """Rows whose schedule's passes are known: not of whole backward passes on stages that free their
+    parameters in between."""
     several = table.virtual_pipeline_parallel > 1
-    frees = (table.zero_stage == 3) & ~np.isin(table.schedule, SPLIT)
+    frees = (table.zero_stage == 3) | (table.virtual_pipeline_parallel > ACTIVE)
+    frees &= ~np.isin(table.schedule, SPLIT)
     columns = [
         table.schedule,
         table.pipeline_parallel,
@@ -168,7 +173,13 @@ def _held(model: ModelSpec, table: LayoutTable, fullest: bool) -> dict[str, Floa
     Args:
         fullest: only of those that can be the fullest.
     """
-    columns = [table.split, table.recompute, table.recompute_method, table.recompute_num_layers]
+    columns = [
+        table.split,
+        table.schedule,
+        table.recompute,
+        table.recompute_method,
+        table.recompute_num_layers,
+    ]
     first, code = distinct(columns)
     entries = [ranks_entry(model, table, int(row)) for row in first]
     names = ("rank", "first", "last", *LAYER_KINDS)

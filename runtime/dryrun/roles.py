@@ -68,6 +68,7 @@ def roles(tracker: Tracker) -> Iterator[None]:
             during(LeanStage, name, category="message")
         after(LeanStage, "forward_one_chunk", partial(_tag_sent, tracker))
         after(LeanStage, "backward_one_chunk", partial(_tag_sent_back, tracker))
+        after(LeanStage, "backward_weight_one_chunk", partial(_tag_weights, tracker))
 
         stack.enter_context(patch.object(saved_tensors_hooks, "__enter__", _entering(tracker)))
         stack.enter_context(patch.object(torch.UntypedStorage, "resize_", _resizing(tracker)))
@@ -188,6 +189,12 @@ def _tag_sent(tracker: Tracker, stage: Any, output: Any, *args: Any) -> None:
     if not stage.is_last:
         for part in output if isinstance(output, (tuple, list)) else (output,):
             tracker.tag(part, "message")
+
+
+def _tag_weights(tracker: Tracker, stage: Any, *args: Any) -> None:
+    # Of a backward that is split; no hook of the parameters sees these.
+    for parameter in stage.submod.parameters():
+        tracker.tag(parameter.grad, "gradients")
 
 
 def _tag_sent_back(tracker: Tracker, stage: Any, _: Any, number: int, *args: Any, **kwargs: Any) -> None:

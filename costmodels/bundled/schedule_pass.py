@@ -1,0 +1,149 @@
+"""One pass of a stage among others on its rank: what is there besides the moments of the pass itself."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+
+from costmodels.bundled.moments import Bytes, Peak
+from costmodels.bundled.replay import KINDS
+from costmodels.bundled.schedule_setting import Setting
+from costmodels.bundled.stage_sums import Place, Sums, Terms, value
+from costmodels.table import Bools, Floats
+
+
+class Pass:
+    """The own stage of each state's pass, and what is there besides."""
+
+    def __init__(self, setting: Setting) -> None:
+        rows = setting.rows
+        self.rows, self.setting = rows, setting
+        self.peak = Peak((len(rows.row), 1))
+        place = np.arange(len(rows.row)), rows.own
+
+        def own(held: Floats | Bools) -> Floats:
+            result: Floats = held[place][:, None].astype(np.float64)
+            return result
+
+        self.first, self.last = own(setting.first), own(setting.last)
+        self.takes, self.gives = own(setting.local_before), own(setting.local_after)
+        """1 where the input is a result of this rank, and where the result is an input here."""
+        kinds = [
+            replace(kind, count=own(layers))
+            for kind, layers in zip(setting.stage.kinds, setting.layers, strict=True)
+        ]
+        (_, embedding), (_, head) = setting.stage.ends
+        self.stage = replace(setting.stage, kinds=kinds, ends=[(self.first, embedding), (self.last, head)])
+        self.sums = Sums(self.stage)
+        converts = setting.converts * 1.0
+        summed, fresh = (rows.columns[name][:, None] for name in ("own_summed", "own_fresh"))
+        either = np.maximum(summed, fresh)
+        self.summed = np.where(converts > 0, summed, either)
+        """1 where gradients are there as they are reduced."""
+        self.fresh = fresh * converts
+        """1 where there are gradients as backward has made them, which FSDP2 has not seen."""
+        self.grown = np.where(converts > 0, fresh, either)
+        """1 where backward adds to a gradient."""
+        self.start: Terms = [(1.0, self._background())]
+
+    def _background(self) -> Bytes:
+        """What is there besides the own micro batch, and the parameters and gradients of the own stage."""
+        rows, setting, stage = self.rows, self.setting, self.stage
+        counts = rows.columns
+        held, waiting = counts["held"], counts["waiting"]
+        under_way = held + waiting
+        converts, wraps = setting.converts, setting.wraps
+        # Without FSDP2, what is reduced stays as it is.
+        summed = np.where(converts, counts["summed"], counts["either"]) + counts["reduced"] * ~wraps
+        others = (
+            (summed, "accumulated"),
+            (counts["fresh"] * converts, "fresh"),
+            (counts["gathered"] * wraps, "gathered"),
+            (counts["reduced"] * wraps, "gradients"),
+        )
+        inner = ~setting.first * waiting
+
+        def total(each: Floats) -> Floats:
+            result: Floats = each.sum(axis=1, keepdims=True)
+            return result
+
+        terms: Terms = []
+        for kind, layers, top in zip(stage.kinds, setting.layers, setting.tops(), strict=True):
+            terms.append((total(under_way * layers), kind.unit.kept))
+            if "waits" in kind.unit.held:
+                above = top * ~setting.last
+                terms.append((total(inner * (layers - above)), kind.unit.waits_net))
+                terms.append((total(inner * above), kind.unit.top_waits_net))
+            for count, what in others:
+                terms.append((total(count * layers), value(kind, what)))
+        for where, (_, group), unit in zip(
+            (setting.first, setting.last), stage.ends, (stage.first, stage.last), strict=True
+        ):
+            terms.append((total(under_way * where), unit.kept))
+            for count, what in others:
+                terms.append((total(count * where), getattr(group, what)))
+        if "waits" in stage.last.held:
+            terms.append((total(inner * setting.last), stage.last.waits_net))
+        terms.append((total(held * setting.last), stage.logits))
+        gives = ~setting.last & ~setting.local_after
+        messages = under_way * gives + counts["returned"] + waiting * gives
+        messages += waiting * (~setting.first & ~setting.local_before)
+        terms.append((total(messages) + counts["local"][:, None], stage.message))
+        inputs = counts["arrived"] + under_way * setting.local_after - under_way * setting.local_before
+        terms.append((total(inputs), stage.saved))
+        composition = np.zeros((len(KINDS), len(rows.row)))
+        for factor, one in [(1.0, setting.fixed), *terms]:
+            if not one.is_empty:
+                composition += np.ravel(factor) * one.composition[:, one.shape]
+        return Bytes.of_shapes(composition, np.arange(len(rows.row)))
+
+    def own_gradients(self) -> Terms:
+        """Of the own stage, before the pass."""
+        return [
+            *self.sums.all("accumulated", self.summed),
+            *self.sums.all("fresh", self.fresh),
+            *self.root_gradients(),
+        ]
+
+    def root_gradients(self) -> Terms:
+        """The same of embedding and head."""
+        return [*self.stage.roots("accumulated", self.summed), *self.stage.roots("fresh", self.fresh)]
+
+    def gathered(self) -> Terms:
+        """The own stage's parameters."""
+        wraps = self.setting.wraps * 1.0
+        return [*self.sums.all("gathered", wraps), *self.stage.roots("gathered", wraps)]
+
+    def exchanged(self) -> Terms:
+        """The result of the own micro batch and its gradient."""
+        stage = self.stage
+        sent = (1 - self.last) * (1 - self.gives)
+        return [
+            (2 * sent, stage.message),
+            ((1 - self.last) * self.gives, stage.saved),
+            (-self.takes, stage.saved),
+        ]
+
+    def tops(self, place: Place) -> Floats:
+        """1 for the last layer of a stage without head, else 0."""
+        kinds = self.stage.kinds
+        above = sum((later.count for later in kinds[place.index + 1 :]), np.zeros(self.peak.shape))
+        result: Floats = (above + kinds[place.index].count - place.below == 1) * (1 - self.last)
+        return result
+
+    def of_place(self, place: Place, name: str) -> Terms:
+        """A pass of a layer as it is named where the layer is the first or last one of its stage."""
+        unit, top = self.stage.kinds[place.index].unit, self.tops(place)
+        bottom = self.sums.is_lowest(place) * np.ones_like(top)
+        return [
+            ((1 - bottom) * (1 - top), unit.held[name]),
+            ((1 - bottom) * top, unit.held[f"top_{name}"]),
+            (bottom * (1 - top), unit.held[f"bottom_{name}"]),
+            (bottom * top, unit.held[f"top_bottom_{name}"]),
+        ]
+
+
+def one_of(condition: Floats, yes: Bytes, no: Bytes) -> Terms:
+    """One of two, by a condition that is 1 or 0."""
+    return [(condition, yes), (1 - condition, no)]

@@ -1,0 +1,204 @@
+"""What the ranks of a table with several stages each are made of, for every state of their schedules."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import numpy as np
+
+from costmodels.bundled.moments import Bytes, Moment
+from costmodels.bundled.pass_states import Classes, States, stages_of, states_of
+from costmodels.bundled.stage_sums import Stage, Terms
+from costmodels.bundled.states import converts_gradients
+from costmodels.model_spec import ModelSpec
+from costmodels.pipeline import stages_as_ranks
+from costmodels.table import SCHEDULES, Bools, Floats, Ints, LayoutTable
+
+
+@dataclass(frozen=True)
+class Rows:
+    """States of the rows of a table: arrays of shape [states], and [states, classes] of alike stages."""
+
+    row: Ints
+    """Of the table."""
+    rank: Ints
+    kind: Ints
+    own: Ints
+    """The class of the pass's stage."""
+    columns: dict[str, Floats]
+    """Those of `States`."""
+
+    def take(self, some: Ints) -> Rows:
+        """Some of the states."""
+        columns = {name: held[some] for name, held in self.columns.items()}
+        return Rows(self.row[some], self.rank[some], self.kind[some], self.own[some], columns)
+
+
+class Alike(NamedTuple):
+    """What stages of a rank that are counted together have in common."""
+
+    layers: tuple[float, ...]
+    """Of each kind."""
+    first: bool
+    last: bool
+    local_before: bool
+    local_after: bool
+    """A neighbour is on the same rank."""
+
+
+NOTHING = Alike((), False, False, False, False)
+
+
+def alike_stages(
+    model: ModelSpec, table: LayoutTable, row: int, names: list[str]
+) -> tuple[Classes, list[list[Alike]]]:
+    """The class of each chunk of each rank, and what the classes of each rank are.
+
+    Args:
+        names: the fields of `Ranks` that count layers.
+    """
+    pipeline, chunks = int(table.pipeline_parallel[row]), int(table.virtual_pipeline_parallel[row])
+    every = stages_as_ranks(model, table, row)
+    layers = list(zip(*(getattr(every, name).tolist() for name in names), strict=True))
+    classes, found = [], []
+    for stages in stages_of(SCHEDULES[int(table.schedule[row])], pipeline, chunks).tolist():
+        numbers: dict[Alike, int] = {}
+        for stage in stages:
+            last = pipeline * chunks - 1
+            one = Alike(layers[stage], stage == 0, stage == last, stage - 1 in stages, stage + 1 in stages)
+            numbers.setdefault(one, len(numbers))
+            classes.append(numbers[one])
+        found.append(list(numbers))
+    return tuple(tuple(classes[at : at + chunks]) for at in range(0, len(classes), chunks)), found
+
+
+@dataclass(frozen=True)
+class Setting:
+    """The stages of all states: what `costmodels.bundled.stage_sums.Stage` has, by class."""
+
+    rows: Rows
+    shape: tuple[int, int]
+    """Rows of the table, and pipeline ranks."""
+    layers: list[Floats]
+    """Layers of each kind, [states, classes]."""
+    stage: Stage
+    """Whose counts are not used."""
+    fixed: Bytes
+    first: Bools
+    last: Bools
+    """Stages with the embedding, and with head and loss, [states, classes]."""
+    local_before: Bools
+    local_after: Bools
+    """Stages whose neighbour is on the same rank."""
+    wraps: Bools
+    converts: Bools
+    """Rows whose parameters FSDP2 manages; and of these, whose gradients change their number format. [states,
+    1]."""
+
+    def take(self, some: Ints) -> Setting:
+        """Of some states."""
+        arrays = ("first", "last", "local_before", "local_after", "wraps", "converts")
+        return replace(
+            self.of_rows(some),
+            rows=self.rows.take(some),
+            layers=[held[some] for held in self.layers],
+            fixed=self.fixed.take(some),
+            **{name: getattr(self, name)[some] for name in arrays},
+        )
+
+    def of_rows(self, rows: Ints) -> Setting:
+        """With the bytes of some rows."""
+        stage = self.stage
+        kinds = [
+            replace(
+                kind,
+                unit=kind.unit.take(rows),
+                group=kind.group.take(rows),
+                experts=None if kind.experts is None else kind.experts.take(rows),
+            )
+            for kind in stage.kinds
+        ]
+        held = {name: getattr(stage, name).take(rows) for name in ("residual", "message", "saved", "logits")}
+        ends = [(count, group.take(rows)) for count, group in stage.ends]
+        first, last = stage.first.take(rows), stage.last.take(rows)
+        return replace(self, stage=replace(stage, kinds=kinds, first=first, last=last, ends=ends, **held))
+
+    def tops(self) -> list[Floats]:
+        """1 for the kind that a stage's last layer is of, else 0: by kind, [states, classes]."""
+        missing, found = np.ones_like(self.layers[0]), []
+        for count in reversed(self.layers):
+            found.append(missing * (count > 0))
+            missing = missing - found[-1]
+        return found[::-1]
+
+
+def setting_of(
+    model: ModelSpec,
+    table: LayoutTable,
+    stage: Stage,
+    names: list[str],
+    fixed: Terms,
+    wraps: Bools,
+    pipeline: int,
+) -> Setting:
+    """The states of the rows of a table.
+
+    Args:
+        stage: of the rows, whose counts are of whole ranks.
+        names: the fields of `Ranks` that count layers of the stage's kinds.
+        fixed: what each rank holds from the start of the step to its end, [n, pipeline].
+        wraps: rows whose parameters FSDP2 manages.
+    """
+    rows, alike = _rows_of(model, table, names)
+    empty = (0.0,) * len(names)
+    layers = np.array([[one.layers or empty for one in some] for some in alike]).transpose(2, 0, 1)
+    first, last, before, after = (
+        np.array([[getattr(one, name) for one in some] for some in alike])
+        for name in ("first", "last", "local_before", "local_after")
+    )
+    composition = Moment("forward", fixed).composition(rows.row, rows.rank)
+    converts = wraps & converts_gradients(table)
+    whole = Setting(
+        rows=rows,
+        shape=(len(table), pipeline),
+        layers=list(layers),
+        stage=stage,
+        fixed=Bytes.of_shapes(composition, np.arange(len(rows.row))),
+        first=first,
+        last=last,
+        local_before=before,
+        local_after=after,
+        wraps=wraps[rows.row][:, None],
+        converts=converts[rows.row][:, None],
+    )
+    return whole.of_rows(rows.row)
+
+
+def _rows_of(model: ModelSpec, table: LayoutTable, names: list[str]) -> tuple[Rows, list[list[Alike]]]:
+    """The states of all rows, and the classes of each state's rank."""
+    found: list[tuple[int, States]] = []
+    alike: list[list[Alike]] = []
+    for row in range(len(table)):
+        classes, own = alike_stages(model, table, row, names)
+        columns = (table.pipeline_parallel, table.virtual_pipeline_parallel, table.micro_batches)
+        numbers = [int(column[row]) for column in columns]
+        states = states_of(SCHEDULES[int(table.schedule[row])], *numbers, classes)
+        found.append((row, states))
+        alike += [own[rank] for rank in states.rank.tolist()]
+    most = max(map(len, alike))
+
+    def joined(arrays: list[Ints]) -> Floats:
+        wide = [
+            np.pad(each, [(0, 0), (0, most - each.shape[1])]) if each.ndim == 2 else each for each in arrays
+        ]
+        return np.concatenate(wide).astype(np.float64)
+
+    rows = Rows(
+        row=np.concatenate([np.full(len(states.rank), row) for row, states in found]),
+        rank=np.concatenate([states.rank for _, states in found]),
+        kind=np.concatenate([states.kind for _, states in found]),
+        own=np.concatenate([states.own for _, states in found]),
+        columns={name: joined([states.columns[name] for _, states in found]) for name in found[0][1].columns},
+    )
+    return rows, [[*own, *[NOTHING] * (most - len(own))] for own in alike]

@@ -1,0 +1,66 @@
+"""Plans of the bundled engine are held to the exact bytes of its runtime."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import planner
+from costmodels import Layout, ModelSpec
+from costmodels.bundled import rank_peaks
+from costmodels.table import LayoutTable
+from costmodels.words import GIB
+from planner import inputs
+from planner.verified_memory import verifiable
+
+GPT = ModelSpec(name="gpt", layers=8, hidden=1024, heads=16, vocab=8192, seq=1024)
+PINS = ["schedule=1f1b", "pp=2", "tp=1", "recompute=none"]
+
+
+def search(**options: object) -> planner.SearchResult:
+    return planner.search(
+        GPT,
+        world_size=2,
+        device="a100-80g",
+        global_batch_size=8,
+        pin=PINS,
+        **options,  # type: ignore[arg-type]
+    )
+
+
+def test_a_plan_shows_the_bytes_of_the_runtime() -> None:
+    plan = search().best
+    assert plan is not None
+    totals, _ = rank_peaks(GPT, LayoutTable.of([plan.layout]), compiled=True)
+    assert [stage.allocated for stage in plan.estimate.memory] == pytest.approx(totals[0].tolist())
+    again = planner.evaluate(plan.layout, model=GPT, device="a100-80g")
+    assert again.memory == plan.estimate.memory
+    assert again.peak_memory_bytes == max(stage.total for stage in again.memory)
+
+
+def test_a_plan_that_does_not_fit_by_exact_bytes_is_rejected_under_the_rule_of_memory() -> None:
+    whole = search(memory_margin_gib=0.0)
+    assert whole.feasible
+    needs = sorted(plan.estimate.peak_memory_bytes for plan in whole.plans(whole.feasible))
+    # Exactly what one of them needs, less a little.
+    limit = (needs[0] + needs[-1]) / 2 / GIB
+    some = search(memory_margin_gib=0.0, device_memory_gib=limit)
+    kept = some.plans(some.feasible)
+    assert len(kept) == np.count_nonzero(np.array(needs) <= limit * GIB)
+    assert all(plan.fits and plan.estimate.peak_memory_bytes <= limit * GIB for plan in kept)
+    assert some.rejected["device_memory"] == some.legal - some.feasible
+
+
+def test_only_the_bundled_engine_on_gpus_is_verified() -> None:
+    layout = Layout(
+        pipeline_parallel=2,
+        layers_per_stage=(4, 4),
+        global_batch_size=8,
+        precision="bf16",
+    )
+    table = LayoutTable.of([layout])
+    gpus, cpus = inputs.resolve_cluster("a100-80g", 2), inputs.resolve_cluster("cpu", 2)
+    bundled, megatron = inputs.resolve_engine("bundled"), inputs.resolve_engine("megatron")
+    assert verifiable(GPT, gpus, bundled, table).all()
+    assert not verifiable(GPT, gpus, megatron, table).any()
+    assert not verifiable(GPT, cpus, bundled, table).any()

@@ -1,0 +1,69 @@
+"""The formula of memory equals dry runs of schedules with several stages on a rank."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from costmodels import Layout, ModelSpec
+from costmodels.bundled import KINDS, covers, rank_peaks
+from costmodels.bundled.pytorch import is_before
+from costmodels.table import LayoutTable
+from runtime.dryrun import trace
+
+pytestmark = pytest.mark.skipif(
+    not is_before(2, 15),
+    reason="bytes of several stages on a rank are known for PyTorch before 2.15 only",
+)
+
+LLAMA = ModelSpec(
+    name="llama",
+    layers=5,
+    hidden=1024,
+    heads=8,
+    kv_heads=4,
+    vocab=8192,
+    seq=1024,
+    ffn=2816,
+    norm="rmsnorm",
+    position="rope",
+    gated=True,
+    activation="silu",
+    linear_bias=False,
+    tied=False,
+)
+
+
+@pytest.mark.parametrize(
+    ("rank", "fields"),
+    [
+        (1, {"schedule": "zbv", "data_parallel": 2, "zero_stage": 1}),
+        (0, {"schedule": "dualpipev", "recompute": "selective", "recompute_modules": ("norm", "mlp")}),
+        (0, {"schedule": "interleaved_zb", "tensor_parallel": 2, "sequence_parallel": True}),
+        (1, {"schedule": "interleaved", "recompute": "full"}),
+    ],
+)
+def test_peaks_of_several_stages_equal_the_dry_run(rank: int, fields: dict[str, Any]) -> None:
+    data = int(fields.get("data_parallel", 1))
+    layout = Layout(
+        pipeline_parallel=2,
+        virtual_pipeline_parallel=2,
+        layers_per_stage=(2, 1, 1, 1),
+        micro_batch_size=1,
+        global_batch_size=6 * data,
+        precision="bf16",
+        **fields,
+    )
+    table = LayoutTable.of([layout])
+    assert covers(LLAMA, table).all()
+    totals, compositions = rank_peaks(LLAMA, table)
+    found = trace(LLAMA, layout, pipeline_rank=rank).peak
+    assert totals[0, rank] == pytest.approx(found.live_total, abs=2**16)
+    held = dict(zip(KINDS, np.round(compositions[:, 0, rank]), strict=True))
+    for kind in ("parameters", "optimizer", "activations", "logits", "communication"):
+        assert held[kind] == pytest.approx(found.live[kind], abs=2**20), kind
+    # Gradients that no hook of autograd sees are temporaries to the tracker.
+    both = held["gradients"] + held["temporaries"]
+    assert both == pytest.approx(found.live["gradients"] + found.live["temporaries"], abs=2**20)
