@@ -16,14 +16,15 @@ Recomputing core attention repeats the forward part, but for all_to_all's way ba
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from functools import lru_cache, partial
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from costmodels import Layout, ModelSpec
 from costmodels.layout import ContextParallelForm
-from runtime.context_attention import exchanged_attention, gathered_attention
+from runtime.context_attention import DocumentMasks, exchanged_attention, gathered_attention
 from runtime.grid import Grid
 from runtime.model import Transformer, with_equal_heads
 from runtime.ring_attention import prepare_ring, ring_attention
@@ -64,11 +65,20 @@ def context_parallel(stage: Transformer, layout: Layout, grid: Grid) -> None:
     assert grid.cp_group is not None
     if layout.context_parallel_form == "ring":
         prepare_ring()
-    # Keys and values travel together, so their heads must have the same size.
-    form = partial(FORMS[layout.context_parallel_form], group=grid.cp_group)
-    if layout.context_parallel_form != "ring":
-        form = partial(form, documents=stage.documents)
-    # One object for all layers: torch.compile would compile each anew, up to its limit of 8.
-    forward = partial(with_equal_heads, form)
+    attend = _over_ranks(layout.context_parallel_form, grid.cp_group)
     for block in stage.blocks:
-        block.attention.core.forward = forward  # type: ignore[method-assign]
+        block.attention.core.over_ranks = attend
+
+
+# One object for all layers and stages: torch.compile would compile each anew, up to its limit of 8.
+@lru_cache(maxsize=1)
+def _over_ranks(
+    form: ContextParallelForm, group: dist.ProcessGroup
+) -> Callable[[Tensor, Tensor, Tensor, DocumentMasks], Tensor]:
+    kernel = partial(FORMS[form], group=group)
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, documents: DocumentMasks) -> Tensor:
+        # Keys and values travel together, so their heads must have the same size.
+        return with_equal_heads(kernel if form == "ring" else partial(kernel, documents=documents), q, k, v)
+
+    return attend

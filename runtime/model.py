@@ -76,8 +76,12 @@ class CoreAttention(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.documents = DocumentMasks()
+        self.over_ranks: Callable[[Tensor, Tensor, Tensor, DocumentMasks], Tensor] | None = None
+        """Attention over sequences that ranks share (`runtime.context_parallel`)."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        if self.over_ranks is not None:
+            return self.over_ranks(q, k, v, self.documents)
         if self.documents.masks:
             return with_equal_heads(partial(masked_attention, mask=self.documents.masks[0]), q, k, v)
         attend = partial(F.scaled_dot_product_attention, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
