@@ -80,63 +80,45 @@ def test_several_prompts_are_continued_together(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("convert",), "--input: none given: name a folder"),
-        (("convert", "--input", "nowhere"), "--output: none given"),
+        ("convert", "--input: none given: name a folder"),
+        ("convert --input nowhere", "--output: none given"),
         (
-            ("convert", "--input", "nowhere", "--output", "out"),
+            "convert --input nowhere --output out",
             "nowhere: neither a folder of checkpoints (it has no latest_checkpointed_iteration.txt) nor of a",
         ),
+        ("convert --input CHECKPOINT --output out --dtype int4", "--dtype int4: expected"),
         (
-            ("convert", "--input", "CHECKPOINT", "--output", "out", "--dtype", "int4"),
-            "--dtype int4: expected",
-        ),
-        (
-            ("convert", "--input", "CHECKPOINT", "--output", "out", "--max-shard-size", "big"),
+            "convert --input CHECKPOINT --output out --max-shard-size big",
             "--max-shard-size big: expected a size such as 5GB",
         ),
+        ("convert --input CHECKPOINT --output out --ckpt-step 5", "--ckpt-step 5: "),
+        ("convert --input CHECKPOINT --output out --seq-length 5", "--seq-length 5: of no use here"),
+        ("generate", "--load: none given"),
+        ("generate --load CHECKPOINT", "no prompt: give --prompt TEXT, or --prompt-file FILE"),
         (
-            ("convert", "--input", "CHECKPOINT", "--output", "out", "--ckpt-step", "5"),
-            "--ckpt-step 5: ",
-        ),
-        (
-            ("convert", "--input", "CHECKPOINT", "--output", "out", "--seq-length", "5"),
-            "--seq-length 5: of no use here",
-        ),
-        (("generate",), "--load: none given"),
-        (("generate", "--load", "CHECKPOINT"), "no prompt: give --prompt TEXT, or --prompt-file FILE"),
-        (
-            ("generate", "--load", "CHECKPOINT", "--prompt-file", "nowhere"),
+            "generate --load CHECKPOINT --prompt-file nowhere",
             "--prompt-file nowhere: cannot be read: No such file",
         ),
+        ("generate --load CHECKPOINT --prompt a --top-p 1.5", "--top-p 1.5: must be above 0 and at most 1"),
+        ("generate --load CHECKPOINT --prompt a --top-k 0", "--top-k 0: must be at least"),
+        ("generate --load CHECKPOINT --prompt a --temperature nan", "--temperature nan: must be 0"),
         (
-            ("generate", "--load", "CHECKPOINT", "--prompt", "a", "--top-p", "1.5"),
-            "--top-p 1.5: must be above 0 and at most 1",
-        ),
-        (
-            ("generate", "--load", "CHECKPOINT", "--prompt", "a", "--top-k", "0"),
-            "--top-k 0: must be at least",
-        ),
-        (
-            ("generate", "--load", "CHECKPOINT", "--prompt", "a", "--temperature", "nan"),
-            "--temperature nan: must be 0",
-        ),
-        (
-            ("generate", "--load", "CHECKPOINT", "--prompt", "a", "--context-parallel-size", "2"),
+            "generate --load CHECKPOINT --prompt a --context-parallel-size 2",
             "--context-parallel-size 2: generation splits neither sequences nor batches over ranks",
         ),
         (
-            ("generate", "--load", "CHECKPOINT", "--prompt", "a", "--max-new-tokens", "0"),
+            "generate --load CHECKPOINT --prompt a --max-new-tokens 0",
             "--max-new-tokens 0: must be at least 1",
         ),
-        (("generate", "--load", "nowhere", "--prompt", "a"), "nowhere: neither a folder of checkpoints"),
+        ("generate --load nowhere --prompt a", "nowhere: neither a folder of checkpoints"),
     ],
 )
 def test_wrong_input_is_one_line(
     planner_command: Command, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-    arguments: tuple[str, ...], message: str,
+    arguments: str, message: str,
 ) -> None:  # fmt: skip
     monkeypatch.chdir(tmp_path)
-    given = [str(checkpoint) if word == "CHECKPOINT" else word for word in arguments]
+    given = [str(checkpoint) if word == "CHECKPOINT" else word for word in arguments.split()]
     code, out, err = planner_command(*given)
     assert (code, out) == (2, "")
     assert err.startswith("planner: error: ") and message in err and err.count("\n") == 1
