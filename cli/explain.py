@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from cli.tables import console, table
 from costmodels.errors import NoLayoutFits
-from costmodels.words import GIB
+from costmodels.words import GIB, in_seconds
 from planner.asked import search_arguments
 from planner.comparison import Comparison, Term
 from planner.explanation import Explanation, explain_plan
@@ -109,7 +109,7 @@ def explain(
 
 def print_explanation(found: Explanation, assumed: list[str]) -> None:
     """Everything, for people."""
-    from cli.report import duration, header, tied  # Rich is loaded only to draw.
+    from cli.report import header, tied  # Rich is loaded only to draw.
 
     screen, result = console(), found.result
     for line in header(result, assumed):
@@ -119,9 +119,9 @@ def print_explanation(found: Explanation, assumed: list[str]) -> None:
     screen.print(f"\n[bold]{'best' if best else 'closest'}[/bold]: {shown.layout.describe()}")
     if best is not None:
         estimate = best.estimate
-        low, high = duration(estimate.step_time_low_s), duration(estimate.step_time_high_s)
+        low, high = in_seconds(estimate.step_time_low_s), in_seconds(estimate.step_time_high_s)
         screen.print(
-            f"step {duration(estimate.step_time_s)} ({low} to {high}), "
+            f"step {in_seconds(estimate.step_time_s)} ({low} to {high}), "
             f"{estimate.tokens_per_s:,.0f} tokens/s, {estimate.peak_memory_bytes / GIB:.1f} of "
             f"{best.cluster.memory_bytes / GIB:.1f} GiB"
             + (f", {in_words(objective, figure(objective, best.estimate))}" if objective == "cost" else "")

@@ -8,7 +8,7 @@ from typing import Any
 
 from cli.runs import large, run_lines, short
 from cli.tables import billions, console, table
-from costmodels.words import GIB
+from costmodels.words import GIB, in_seconds
 from planner.objective import MEANINGS
 from planner.plan import Plan
 from planner.sizes import Size, Sizes
@@ -78,7 +78,7 @@ def _row(found: Sizes, size: Size) -> list[str]:
     return [
         str(size.world_size),
         "*" if size.on_front else "",
-        f"{estimate.step_time_s:.3g} s",
+        in_seconds(estimate.step_time_s),
         f"{estimate.tokens_per_s_per_device:,.0f}",
         f"{estimate.peak_memory_bytes / GIB:.1f}",
         *([] if run.goodput is None else [f"{100 * goodput:.1f} %"]),

@@ -17,7 +17,7 @@ from cli.tables import console, table
 from cli.trial import TrialOptions, best_of
 from costmodels.catalogue.host import available_cores
 from costmodels.errors import InputError
-from costmodels.words import GIB
+from costmodels.words import GIB, in_seconds
 from planner.flags import arguments, flag, takes
 from planner.options import BatchOptions, ClusterOptions, ModelOptions, ParallelOptions, check_alone
 from planner.plan import Plan
@@ -225,7 +225,7 @@ def _prediction(plan: Plan, train_iters: int) -> str:
     estimate = plan.estimate
     run = timedelta(seconds=round(estimate.step_time_s * train_iters))
     return (
-        f"predicted: {estimate.step_time_s:.3g} s a step, {run} for {train_iters} iterations, "
+        f"predicted: {in_seconds(estimate.step_time_s)} a step, {run} for {train_iters} iterations, "
         f"{estimate.peak_memory_bytes / GIB:.2f} of {plan.cluster.memory_bytes / GIB:.1f} GiB a rank"
     )
 

@@ -10,7 +10,7 @@ from cli.runs import run_lines
 from cli.tables import billions, console, table
 from costmodels.estimate import Estimate, StageMemory, StepTime
 from costmodels.layout import Layout
-from costmodels.words import GIB
+from costmodels.words import GIB, in_seconds
 from planner.budget import Run
 from planner.heterogeneous import idle_shares, kinds_of_layout
 from planner.inputs import DEFAULT_ENGINE
@@ -19,9 +19,6 @@ from planner.plan import Plan
 from planner.ranking import SearchResult
 from planner.robust import in_words, indistinguishable
 from planner.wording import spelled
-
-NARROW = 78
-"""Columns of a terminal under which a layout is one word, not a column for each degree."""
 
 ALWAYS = ("tp", "pp", "vpp", "dp", "zero", "mbs", "recompute")
 """Columns that are shown even where they hold nothing unusual."""
@@ -36,6 +33,8 @@ SHORT = {
     "optimizer": "optim.",
     "communication": "comm.",
     "temporaries": "temp.",
+    "reserve": "resv.",
+    "context": "ctx.",
     "communicators": "NCCL",
 }
 """Headings of the parts of memory; the others are headed by their names."""
@@ -107,20 +106,21 @@ def _print_ranking(screen: Console, plans: list[Plan]) -> None:
     costs = ["step", "tokens/s/dev", "MFU", "GiB"]
     degrees = [_degrees(plan.layout) for plan in plans]
     names = [name for name in degrees[0] if name in ALWAYS or any(row[name] for row in degrees)]
-    extra = sum(
-        max(len(name), *(len(row[name]) for row in degrees)) + 1 for name in names if name not in ALWAYS
+    wide = table(
+        ["#", *names, *costs],
+        [
+            [str(rank), *(row[name] for name in names), *_costs(plan.estimate)]
+            for rank, (row, plan) in enumerate(zip(degrees, plans, strict=True), 1)
+        ],
     )
-    if screen.width < NARROW + extra:
-        rows = [
-            [str(rank), plan.layout.describe(), *_costs(plan.estimate)] for rank, plan in enumerate(plans, 1)
-        ]
-        screen.print(table(["#", "layout", *costs], rows, left=("layout",)))
+    # Rich measures no wider than the screen.
+    anywhere = screen.options.update_width(10 * screen.width)
+    if screen.measure(wide, options=anywhere).maximum <= screen.width:
+        screen.print(wide)
         return
-    rows = [
-        [str(rank), *(row[name] for name in names), *_costs(plan.estimate)]
-        for rank, (row, plan) in enumerate(zip(degrees, plans, strict=True), 1)
-    ]
-    screen.print(table(["#", *names, *costs], rows))
+    # A layout in one word, which may wrap, instead of a column for each degree.
+    rows = [[str(rank), plan.layout.describe(), *_costs(plan.estimate)] for rank, plan in enumerate(plans, 1)]
+    screen.print(table(["#", "layout", *costs], rows, left=("layout",)))
 
 
 def _degrees(layout: Layout) -> dict[str, str]:
@@ -150,7 +150,7 @@ def _degrees(layout: Layout) -> dict[str, str]:
 def _costs(estimate: Estimate) -> list[str]:
     fullest = max(estimate.memory, key=lambda stage: stage.total)
     return [
-        duration(estimate.step_time_s),
+        in_seconds(estimate.step_time_s),
         f"{estimate.tokens_per_s_per_device:,.0f}",
         f"{100 * estimate.mfu:.1f} %",
         f"{(estimate.peak_memory_bytes - fullest.absent) / GIB:.1f}",
@@ -167,8 +167,8 @@ def _print_winner(screen: Console, plan: Plan) -> None:
         for name, share in sorted(parts.items(), key=lambda part: -part[1])
         if share >= 5e-4
     ]
-    low, high = duration(estimate.step_time_low_s), duration(estimate.step_time_high_s)
-    screen.print(f"step {duration(estimate.step_time_s)}: {', '.join(shares)}")
+    low, high = in_seconds(estimate.step_time_low_s), in_seconds(estimate.step_time_high_s)
+    screen.print(f"step {in_seconds(estimate.step_time_s)}: {', '.join(shares)}")
     screen.print(f"range {low} to {high}: holds four of five measured steps")
     for line in _of_kinds(plan):
         screen.print(line)
@@ -222,8 +222,3 @@ def _ranks_to_show(plan: Plan) -> list[int]:
     kinds = kinds_of_layout(plan.cluster, plan.layout)
     shown = {0, ranks[-1], *(rank for _, some in kinds for rank in (some[0], some[-1]))}
     return sorted({*shown, *fullest[: MOST_RANKS - len(shown)]})
-
-
-def duration(seconds: float) -> str:
-    """Seconds in three digits."""
-    return f"{seconds:.3g} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -27,6 +28,13 @@ Fraction = Annotated[float, Field(ge=0, le=1)]
 
 GIB = 2.0**30
 """Bytes of one GiB, the unit in which people read memory."""
+
+
+def in_seconds(seconds: float) -> str:
+    """A time in three digits, or with all those before the point: `18.0 s`, `1,234 s`, `4.52 ms`."""
+    number, unit = (seconds, "s") if seconds >= 1 else (seconds * 1e3, "ms")
+    digits = 2 - math.floor(math.log10(number)) if number else 0
+    return f"{number:,.{min(3, max(0, digits))}f} {unit}"
 
 
 class Record(BaseModel):

@@ -8,7 +8,7 @@ import numpy as np
 
 from costmodels.estimate import Estimate
 from costmodels.pricing import Prices
-from costmodels.words import GIB
+from costmodels.words import GIB, in_seconds
 from planner.objective import EQUAL, MEMORY_DIGITS, Objective
 
 NAMES: dict[Objective, str] = {
@@ -45,7 +45,7 @@ def gain(objective: Objective, one: float, other: float) -> float:
 def in_words(objective: Objective, value: float) -> str:
     """A figure with its unit."""
     if objective == "step-time":
-        return f"step {_seconds(value)}"
+        return f"step {in_seconds(value)}"
     if objective == "cost":
         hours = f"{value:,.0f}" if value >= 100 else f"{value:#.3g}"
         return f"{hours} device-hours per 1e9 tokens"
@@ -57,12 +57,8 @@ def bought(objective: Objective, value: float, before: float) -> str:
     if objective in ("throughput", "cost"):
         return f"{gain(objective, value, before):.2f} x the tokens/s"
     if objective == "step-time":
-        return f"a step of {_seconds(value)} instead of {_seconds(before)}"
+        return f"a step of {in_seconds(value)} instead of {in_seconds(before)}"
     return f"a {in_words(objective, value)} instead of {before:.2f} GiB"
-
-
-def _seconds(value: float) -> str:
-    return f"{value:.3g} s" if value >= 1 else f"{value * 1e3:.3g} ms"
 
 
 def lead(objective: Objective, one: Estimate, other: Estimate) -> str:

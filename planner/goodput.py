@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from costmodels.errors import InputError
 from costmodels.memory import memory_policy
 from costmodels.optimizer import ADAM_STATE, UPDATES
+from costmodels.words import in_seconds
 from planner.inputs import real_number
 
 if TYPE_CHECKING:
@@ -157,8 +158,9 @@ def goodput(plan: Plan, failures: Failures) -> Goodput:
     if share(steps) < LEAST_GOODPUT:
         raise InputError(
             f"mtbf_hours {failures.mtbf_hours:g} of {cluster.world_size} devices: one fails every "
-            f"{failure_s:.3g} s, but a step takes {step:.3g} s, a checkpoint {writes:.3g} s and a restart "
-            f"{restart:.3g} s, so that the job would not get on; expected more hours"
+            f"{in_seconds(failure_s)}, but a step takes {in_seconds(step)}, a checkpoint "
+            f"{in_seconds(writes)} and a restart {in_seconds(restart)}, so that the job would not get on; "
+            "expected more hours"
         )
     return Goodput(
         share=share(steps),

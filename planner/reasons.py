@@ -5,7 +5,7 @@ from __future__ import annotations
 from costmodels.estimate import Estimate, StepTime
 from costmodels.hardware import Cluster
 from costmodels.layout import Layout
-from costmodels.words import GIB
+from costmodels.words import GIB, in_seconds
 
 Candidate = tuple[Layout, Estimate]
 
@@ -39,7 +39,7 @@ def _percent(share: float) -> str:
 
 
 def _trade(estimate: Estimate, rival: Estimate) -> str:
-    """The parts that differ most, in milliseconds for the tokens of one step of `estimate`."""
+    """The parts that differ most, for the tokens of one step of `estimate`."""
     tokens = estimate.tokens_per_s * estimate.step_time_s
     scale = tokens / (rival.tokens_per_s * rival.step_time_s)
     saved = {
@@ -48,7 +48,7 @@ def _trade(estimate: Estimate, rival: Estimate) -> str:
     }
     largest = sorted(saved, key=lambda name: -abs(saved[name]))[:3]
     words = [
-        f"{abs(saved[name]) * 1e3:.3g} ms {'less' if saved[name] > 0 else 'more'} {name.replace('_', ' ')}"
+        f"{in_seconds(abs(saved[name]))} {'less' if saved[name] > 0 else 'more'} {name.replace('_', ' ')}"
         for name in largest
         if abs(saved[name]) > 0.05 * abs(saved[largest[0]])
     ]

@@ -69,17 +69,22 @@ def test_the_report_says_model_cluster_assumptions_winner_and_rejections(planner
     assert max(map(len, out.splitlines())) <= 80
 
 
-@pytest.mark.parametrize("columns", ["40", "60", "78", "200"])
+@pytest.mark.parametrize("columns", ["40", "60", "80", "95", "200"])
+@pytest.mark.parametrize(
+    "pins", ["", "--pin recompute=selective --recompute-modules core_attn,layernorm,mlp"]
+)
 def test_no_number_is_cut_in_any_terminal(
-    planner: Any, monkeypatch: pytest.MonkeyPatch, columns: str
+    planner: Any, monkeypatch: pytest.MonkeyPatch, columns: str, pins: str
 ) -> None:
     monkeypatch.setenv("COLUMNS", columns)
-    code, out, _ = planner(*SMALL, "--global-batch-size", "64", "--top", "2", "--json")
+    asked = (*SMALL, "--global-batch-size", "64", "--top", "2", *pins.split())
+    code, out, _ = planner(*asked, "--json")
     best = json.loads(out)["plans"][0]["estimate"]
-    code, out, _ = planner(*SMALL, "--global-batch-size", "64", "--top", "2")
+    code, out, _ = planner(*asked)
     assert code == 0
     assert f"{best['tokens_per_s_per_device']:,.0f}" in out
     assert f"{100 * best['mfu']:.1f} %" in out
+    assert f" {best['peak_memory_bytes'] / 2**30:.1f}\n" in out
     assert "…" not in out
 
 

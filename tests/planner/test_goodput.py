@@ -167,7 +167,7 @@ def test_checkpoints_come_after_whole_steps_and_at_least_one(plan: Plan) -> None
 
 def test_a_job_that_never_gets_on_ends_in_one_line(plan: Plan) -> None:
     with pytest.raises(
-        InputError, match=r"^mtbf_hours 0.1 of 8 devices: one fails every 45 s, but a step "
+        InputError, match=r"^mtbf_hours 0.1 of 8 devices: one fails every 45.0 s, but a step "
     ) as caught:
         goodput(plan, Failures(0.1))
     assert "\n" not in str(caught.value)
