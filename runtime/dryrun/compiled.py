@@ -23,6 +23,7 @@ import operator
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 from unittest.mock import patch
 
@@ -131,6 +132,8 @@ def compiled_layers(tracker: Tracker) -> Iterator[None]:
     with ExitStack() as stack:
         stack.enter_context(inductor_config.patch(SETTINGS))
         stack.enter_context(functorch_config.patch({"enable_autograd_cache": False}))
+        # Graphs are printed for a log that nobody keeps.
+        stack.enter_context(patch.object(fx.GraphModule, "print_readable", lambda *_, **__: ""))
         stack.enter_context(patch.object(torch, "compile", made))
         stack.enter_context(patch.object(torch._prims, "device_put", put_elsewhere))
         # Attention that is computed again has no dropout, and needs no random numbers of the device.
@@ -149,24 +152,31 @@ def boxed(graph: fx.GraphModule, tracker: Tracker) -> Any:
     steps = plan(graph)
 
     def run(inputs: list[Any]) -> Any:
+        category, layer = tracker.category, tracker.layer
+        try:
+            return run_steps(inputs, category, layer)
+        finally:
+            tracker.category, tracker.layer = category, layer
+
+    def run_steps(inputs: list[Any], category: str | None, layer: str) -> Any:
         values: dict[fx.Node, Any] = {}
         inside: dict[fx.Node, list[int]] = {}
         given = list(reversed(inputs))
         inputs.clear()
         for step in steps:
             node = step.node
-            if node.op == "placeholder":
+            if step.kind == "input":
                 values[node] = given.pop()
-            elif node.op == "output":
+            elif step.kind == "output":
                 return fx.node.map_arg(node.args[0], values.__getitem__)
             elif step.returned:
-                with tracker.scope(step.category, layer=step.layer):
-                    values[node] = made(step, values)
+                tracker.category, tracker.layer = step.category or category, step.layer
+                values[node] = made(step, values)
             elif step.in_place:
                 inside[node] = inside.pop(summed(node), [])
-            else:
-                with tracker.scope(step.category):
-                    inside[node] = [tracker.open(size) for size in step.sizes]
+            elif step.sizes:
+                tracker.category, tracker.layer = step.category or category, layer
+                inside[node] = [tracker.open(size) for size in step.sizes]
             for dead in step.last:
                 values.pop(dead, None)
                 for number in inside.pop(dead, ()):
@@ -197,7 +207,7 @@ class Step:
     last: list[fx.Node] = field(default_factory=list)
     """Nodes that nothing reads after it."""
 
-    @property
+    @cached_property
     def category(self) -> str | None:
         """What its buffers are for, where the operator tells."""
         return "message" if self.name.startswith(COLLECTIVES) else None

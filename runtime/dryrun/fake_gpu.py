@@ -21,6 +21,12 @@ type it asks nothing. Python sees `SHOWN`.
 
 SHOWN = torch.device("cuda", 0)
 
+_cache: dict[Any, Any] = {}
+"""What `FakeTensorMode` remembers of operations, for all dry runs of a process."""
+
+MOST = 20_000
+"""Operations that are remembered before a dry run begins; with more, all are forgotten."""
+
 
 def hidden(device: Any) -> Any:
     """What C++ should see of a device; anything else as it is."""
@@ -109,6 +115,8 @@ def fake_gpu() -> Iterator[None]:
         stack.enter_context(patch.object(Tensor, "device", property(device_of_wrapper), create=True))
         stack.enter_context(patch.object(Tensor, "_make_wrapper_subclass", staticmethod(wrapper)))
         stack.enter_context(patch.multiple(torch.cuda, **cuda))
-        fake_tensor.FakeTensorMode.cache_clear()
+        if len(_cache) > MOST:
+            _cache.clear()
+        # Of tensors on this device: PyTorch's own cache must not see them.
+        stack.enter_context(patch.object(fake_tensor.FakeTensorMode, "cache", _cache))
         yield
-    fake_tensor.FakeTensorMode.cache_clear()

@@ -73,7 +73,7 @@ def roles(tracker: Tracker) -> Iterator[None]:
         stack.enter_context(patch.object(saved_tensors_hooks, "__enter__", _entering(tracker)))
         stack.enter_context(patch.object(torch.UntypedStorage, "resize_", _resizing(tracker)))
         stack.enter_context(patch.object(recompute, "_Call", _labelled_call(tracker)))
-        stack.enter_context(saved_tensors_hooks(_keep, _keep))
+        stack.enter_context(saved_tensors_hooks(_keep, _same))
         # Waiting for a collective makes nothing new; the fake operation would.
         stack.enter_context(patch.object(collectives, "_wait", _same))
         # How DTensor asks for the shape of a result: tensors of the whole size, which only exist as fakes.
@@ -108,7 +108,7 @@ def _make_moments(rule: Adam8bit, learning_rate: float, weight_decay: float) -> 
 
 def _keep(tensor: Tensor) -> Tensor:
     # Detached: a node that saves its own output would otherwise own itself, and never be freed.
-    return tensor.detach()
+    return tensor if tensor.grad_fn is None else tensor.detach()
 
 
 def _in_scope(tracker: Tracker, function: Any, **scope: str) -> Any:

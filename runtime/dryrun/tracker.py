@@ -12,8 +12,10 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch._guards import CompileContext
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
+from runtime.dryrun import repeats
 from runtime.memory_trace import CATEGORIES, Moment, block_bytes
 
 Category = str
@@ -97,8 +99,11 @@ class Tracker(TorchDispatchMode):
     ) -> Any:
         if func is DEVICE:
             # By far the most frequent, and nothing that takes memory.
+            (tensor,) = args
+            if type(tensor) is FakeTensor and not tensor.fake_mode.in_kernel_invocation:
+                return tensor.fake_device
             return func(*args)
-        if any(is_wrapper(kind) for kind in types):
+        if any(map(is_wrapper, types)):
             # What is inside comes here one by one.
             return NotImplemented
         if func is SCALAR and self.fake and args[0].dtype == torch.bool:
@@ -111,6 +116,8 @@ class Tracker(TorchDispatchMode):
             # The cache of fake tensors would keep the storage.
             with uncached(args[0]):
                 result = func(*args, **(kwargs or {}))
+        elif self.fake and not compiling():
+            result = repeats.call(func, args, kwargs or {})
         else:
             result = func(*args, **(kwargs or {}))
         self.operations += 1

@@ -3,24 +3,32 @@
 from __future__ import annotations
 
 import hypothesis.strategies as st
-from hypothesis import HealthCheck, Phase, assume, given, note, settings
+import pytest
+from hypothesis import HealthCheck, Phase, assume, given, note, seed, settings
 
 from benchmarks.memory import compare, draw
 
+PARTS, EXAMPLES = 4, 25
+"""Parts that run beside each other, and the examples of each."""
 
-@settings(
-    max_examples=10,
-    deadline=None,
-    derandomize=True,
-    database=None,
-    phases=[Phase.generate],
-    suppress_health_check=[HealthCheck.filter_too_much, HealthCheck.too_slow, HealthCheck.data_too_large],
-)
-@given(st.data())
-def test_the_formula_equals_the_dry_run(data: st.DataObject) -> None:
-    drawn = draw(lambda values: data.draw(st.sampled_from(list(values))), small=True)
-    assume(drawn is not None)
-    assert drawn is not None
-    note(drawn.describe())
-    errors = compare(*drawn)
-    assert not errors.misses, (errors.misses, errors.peak, errors.by_kind, errors.traced)
+
+@pytest.mark.parametrize("part", range(PARTS))
+def test_the_formula_equals_the_dry_run(part: int) -> None:
+    @seed(part)
+    @settings(
+        max_examples=EXAMPLES,
+        deadline=None,
+        database=None,
+        phases=[Phase.generate],
+        suppress_health_check=[HealthCheck.filter_too_much, HealthCheck.too_slow, HealthCheck.data_too_large],
+    )
+    @given(st.data())
+    def holds(data: st.DataObject) -> None:
+        drawn = draw(lambda values: data.draw(st.sampled_from(list(values))), small=True)
+        assume(drawn is not None)
+        assert drawn is not None
+        note(drawn.describe())
+        errors = compare(*drawn)
+        assert not errors.misses, (errors.misses, errors.peak, errors.by_kind, errors.traced)
+
+    holds()
