@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 from costmodels.shapes import PEAK_LOAD
 from planner.options import ParallelOptions
 from planner.plan import Plan
-from runtime.options import TrainingOptions
+
+if TYPE_CHECKING:
+    from runtime.options import TrainingOptions
 
 HEAD_ROOM = (
     f"experts are dropless: the fullest device may take in {100 * (PEAK_LOAD - 1):.0f} % more rows than the "

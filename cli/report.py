@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from rich.console import Console
 
 from cli.runs import run_lines
-from cli.tables import billions, console, table
+from cli.tables import billions, console, table, width
 from costmodels.estimate import Estimate, StageMemory, StepTime
 from costmodels.layout import Layout
 from costmodels.words import GIB, in_seconds
@@ -106,17 +106,13 @@ def _print_ranking(screen: Console, plans: list[Plan]) -> None:
     costs = ["step", "tokens/s/dev", "MFU", "GiB"]
     degrees = [_degrees(plan.layout) for plan in plans]
     names = [name for name in degrees[0] if name in ALWAYS or any(row[name] for row in degrees)]
-    wide = table(
-        ["#", *names, *costs],
-        [
-            [str(rank), *(row[name] for name in names), *_costs(plan.estimate)]
-            for rank, (row, plan) in enumerate(zip(degrees, plans, strict=True), 1)
-        ],
-    )
-    # Rich measures no wider than the screen.
-    anywhere = screen.options.update_width(10 * screen.width)
-    if screen.measure(wide, options=anywhere).maximum <= screen.width:
-        screen.print(wide)
+    columns = ["#", *names, *costs]
+    rows = [
+        [str(rank), *(row[name] for name in names), *_costs(plan.estimate)]
+        for rank, (row, plan) in enumerate(zip(degrees, plans, strict=True), 1)
+    ]
+    if width(columns, rows) <= screen.width:
+        screen.print(table(columns, rows))
         return
     # A layout in one word, which may wrap, instead of a column for each degree.
     rows = [[str(rank), plan.layout.describe(), *_costs(plan.estimate)] for rank, plan in enumerate(plans, 1)]

@@ -25,8 +25,6 @@ from planner.ranking import Problem, SearchResult
 from planner.robust import indistinguishable
 from planner.search import search
 from planner.sizes import Sizes, nothing_fits, sizes
-from runtime.faults.options import FaultOptions
-from runtime.options import DataOptions, OutputOptions, TrainingOptions
 from runtime.preflight import PRECISIONS, check_model
 
 
@@ -50,8 +48,16 @@ class Waiting:
     max_restarts: int | None = flag(None, "Restarts of a failed job.")
 
 
+def _pasted() -> type:
+    """Flags of a training command, which are accepted so that one can be pasted."""
+    from runtime.faults.options import FaultOptions
+    from runtime.options import DataOptions, OutputOptions, TrainingOptions
+
+    return ignored(TrainingOptions, DataOptions, OutputOptions, FaultOptions, Waiting, but=Output)
+
+
 @takes(
-    unused=ignored(TrainingOptions, DataOptions, OutputOptions, FaultOptions, Waiting, but=Output),
+    late={"unused": _pasted},
     model=ModelOptions,
     cluster=SizesOptions,
     batch=BatchOptions,
@@ -66,7 +72,7 @@ def suggest(
     budget: BudgetOptions,
     parallel: ParallelOptions,
     output: Output,
-    unused: object,
+    unused: object | None,
 ) -> None:
     """Rank the parallel layouts of a training job by tokens per second, or by another objective.
 
@@ -96,7 +102,7 @@ def suggest(
         return
     check_price(budget.price_per_hour)
     tokens = UNIT_TOKENS if budget.tokens is None else parse_tokens(budget.tokens)
-    result = search(spec, world_size=world_size, **job)
+    result = search(spec, world_size=world_size, **job).settled(output.top)
     plans = result.plans(output.top) if result.feasible else result.closest(output.top)
     shown = (plans if output.json else plans[:1]) if result.feasible and budget.given else []
     runs = [plan.run(tokens, budget.price_per_hour, failures) for plan in shown]
@@ -119,7 +125,7 @@ def _answer_sizes(
     cluster: SizesOptions,
     parallel: ParallelOptions,
     output: Output,
-    unused: object,
+    unused: object | None,
 ) -> None:
     """Print the plans of several world sizes, and write the one that is best by the objective."""
     chosen = found.chosen
@@ -197,9 +203,9 @@ def _of_plans(plans: list[Plan], parallel: ParallelOptions) -> Iterator[str]:
         yield from whole_optimizer(plan, parallel)
 
 
-def _not_used(unused: object, parallel: ParallelOptions) -> Iterator[str]:
+def _not_used(unused: object | None, parallel: ParallelOptions) -> Iterator[str]:
     """Flags of other commands, and those that say what only this package's runtime does anyway."""
-    given = [word for word in arguments(unused) if word.startswith("--")]
+    given = [] if unused is None else [word for word in arguments(unused) if word.startswith("--")]
     if parallel.engine != DEFAULT_ENGINE:
         given += parallel.given_accepted()
     if given:

@@ -35,6 +35,12 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[str]], left: Sequence[
     return made
 
 
+def width(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> int:
+    """Columns of the screen that a `table` of plain letters takes; Rich measures no wider than the screen."""
+    longest = [max(map(len, cells)) for cells in zip(columns, *rows, strict=True)]
+    return sum(longest) + len(longest) - 1
+
+
 def billions(count: float) -> str:
     """A parameter count such as `22.1 B` or `124 M`."""
     return f"{count / 1e9:.1f} B" if count >= 1e9 else f"{count / 1e6:.0f} M"

@@ -11,6 +11,7 @@ import numpy as np
 from costmodels.engine import Engine
 from costmodels.hardware import Cluster
 from costmodels.model_spec import ModelSpec
+from costmodels.moments import highest
 from costmodels.network import send
 from costmodels.pipeline import Ranks
 from costmodels.shapes import element_bytes, tokens
@@ -139,7 +140,7 @@ def held_seconds(
     rows = ((chunks == 1) | (waits & table.runs("interleaved"))) & (table.pipeline_parallel > 1)
     some, own = ranks.each(lambda held: held[rows]), rank_seconds[rows]
     sent = np.where(some.layers > 0, 2.0 * chunks[rows, None] - some.first - some.last, 0.0)
-    slower[rows] = (own + sent * message[rows, None]).max(axis=1) - own.max(axis=1)
+    slower[rows] = highest(own + sent * message[rows, None]) - highest(own)
     return slower
 
 

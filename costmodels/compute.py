@@ -129,7 +129,8 @@ def gemm_seconds(gemms: tuple[Gemm, ...], rates: GemmRates) -> Floats | float:
         kernels = 1.0 if rates.grouped else times
         arithmetic = 2.0 * (k + rates.half_width) * (times * m * n + kernels * rates.wave) / flops
         traffic = times * rates.element * (m * k + k * n + m * n) / rates.bandwidth
-        total = total + np.hypot(arithmetic, traffic) + kernels * rates.launch
+        # Neither is so large or small that its square is not a number, which `np.hypot` takes time to see to.
+        total = total + np.sqrt(arithmetic * arithmetic + traffic * traffic) + kernels * rates.launch
     return total
 
 

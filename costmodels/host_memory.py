@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 
+from costmodels.blocks import in_blocks
 from costmodels.engine import Engine
 from costmodels.memory import MASTER, memory_policy, parameters
 from costmodels.model_spec import ModelSpec
+from costmodels.moments import highest
 from costmodels.optimizer import ADAM_STATE, layer_state
 from costmodels.pipeline import deciding_ranks, in_flight
 from costmodels.table import Floats, LayoutTable
@@ -22,6 +26,10 @@ def host_bytes(model: ModelSpec, engine: Engine, table: LayoutTable) -> Floats:
     Raises:
         InputError: the engine does not know the precision of the table.
     """
+    return np.concatenate([*in_blocks(partial(_host_bytes, model, engine), table)])
+
+
+def _host_bytes(model: ModelSpec, engine: Engine, table: LayoutTable) -> Floats:
     sizes, ranks = sizes_of(model, engine, *shapes_of(table)), deciding_ranks(model, table)
     shared, experts = parameters(sizes, ranks)
     policy = memory_policy(engine, table.precision)
@@ -32,5 +40,4 @@ def host_bytes(model: ModelSpec, engine: Engine, table: LayoutTable) -> Floats:
     held = np.where(table.offload_optimizer[:, None], held, 0.0)
     for kind, layers in in_flight(ranks, table.micro_batches[:, None].astype(np.float64)).items():
         held = held + layers * getattr(sizes, f"{kind}_moved")[:, None]
-    most: Floats = held.max(axis=1)
-    return most
+    return highest(held)

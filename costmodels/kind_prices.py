@@ -35,7 +35,7 @@ from costmodels.memory import UnitSizes, end_parameters, parameters, stage_memor
 from costmodels.model_spec import ModelSpec
 from costmodels.moments import on_rank, total
 from costmodels.pipeline import NONE, Ranks, all_ranks, ranks_entry
-from costmodels.table import Bools, Floats, Ints, LayoutTable
+from costmodels.table import Bools, Floats, Ints, LayoutTable, numbers
 from costmodels.units import on_ranks, shapes_of, sizes_of, units_of
 
 
@@ -70,7 +70,7 @@ class Rows:
     @cached_property
     def codes(self) -> list[int]:
         """Sites that the rows have."""
-        kinds = np.unique(self.kind).tolist() or [0]
+        kinds = numbers(self.kind) or [0]
         return [*kinds, BOTH + 1] if BOTH in kinds else kinds
 
     @cached_property

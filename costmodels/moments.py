@@ -13,6 +13,10 @@ DYNAMIC = ("activations", "logits", "communication", "temporaries")
 """Parts of the peak that come and go within a step."""
 
 
+FEW = 16
+"""Columns that are compared one after the other, for all rows at once."""
+
+
 def held_outputs(engine: Engine, layer_input: Floats, ranks: Ranks, flying: dict[str, Floats]) -> Floats:
     """Bytes of the outputs of layers that asynchronous reductions still hold, [n, k], or `NONE`.
 
@@ -54,6 +58,16 @@ def total(parts: dict[str, Floats]) -> Floats:
     """The sum of parts that broadcast against each other, small ones first."""
     result: Floats = sum(sorted(parts.values(), key=np.size), np.zeros(()))
     return result
+
+
+def highest(held: Floats) -> Floats:
+    """The largest number of each row of [n, k], for few columns many times as fast as `max(axis=1)`."""
+    if held.shape[1] > FEW:
+        return np.asarray(held.max(axis=1))
+    found: Floats = held[:, 0].copy()
+    for column in held.T[1:]:
+        np.maximum(found, column, out=found)
+    return found
 
 
 def on_rank(parts: dict[str, Floats], rank: Ints) -> dict[str, Floats]:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 
 import numpy as np
 
+from costmodels.blocks import in_blocks
 from costmodels.bubble import (
     bubble_seconds,
     held_seconds,
@@ -40,16 +41,13 @@ from costmodels.memory import (
     unit_sizes,
 )
 from costmodels.model_spec import ModelSpec
-from costmodels.moments import on_rank, total
+from costmodels.moments import highest, on_rank, total
 from costmodels.network import all_reduce, group
 from costmodels.operators import padded_vocabulary
 from costmodels.pipeline import Ranks, all_ranks, deciding_ranks, ranks_entry
 from costmodels.table import Bools, Floats, Ints, LayoutTable
 from costmodels.uncertainty import spread
 from costmodels.units import on_ranks, shapes_of, sizes_of, units_of
-
-BLOCK = 16384
-"""Rows priced at a time, so that intermediate arrays stay small however long the table."""
 
 
 @dataclass(frozen=True)
@@ -142,22 +140,29 @@ class Prices:
         simulated[rows] = found
         return replace(self, time=time, simulated=simulated)
 
-    def estimate(self, row: int) -> Estimate:
-        """One row as an `Estimate`, its pipeline simulated, with the memory of every pipeline rank."""
+    def estimate(self, row: int, memory: Mapping[str, Floats] | None = None) -> Estimate:
+        """One row as an `Estimate`, its pipeline simulated, with the memory of every pipeline rank.
+
+        Args:
+            memory: bytes of its pipeline ranks, [1, pp] each or such that they broadcast to it, where those
+                of closed forms are not wanted.
+        """
         one = self.take(np.array([row]))
         if not one.simulated[0]:
             one = one.simulate(np.array([0]))
-        memory = self._memory(one.table)
+        held = self._memory(one.table) if memory is None else dict(memory)
+        stages = tuple(
+            StageMemory(**{part: float(each[0]) for part, each in on_rank(held, np.array([rank])).items()})
+            for rank in range(int(one.table.pipeline_parallel[0]))
+        )
+        most = one.peak_memory_bytes[0] if memory is None else max(stage.total for stage in stages)
         return Estimate(
             step_time_s=one.step_time_s[0],
             step_time_low_s=one.step_time_s[0] * np.exp(-one.spread[0]),
             step_time_high_s=one.step_time_s[0] * np.exp(one.spread[0]),
             time=StepTime(**{part: float(seconds[0]) for part, seconds in one.time.items()}),
-            memory=tuple(
-                StageMemory(**{part: held[0] for part, held in on_rank(memory, np.array([rank])).items()})
-                for rank in range(int(one.table.pipeline_parallel[0]))
-            ),
-            peak_memory_bytes=one.peak_memory_bytes[0],
+            memory=stages,
+            peak_memory_bytes=most,
             tokens_per_s=one.tokens_per_s[0],
             tokens_per_s_per_device=one.tokens_per_s_per_device[0],
             tflops_per_device=one.tflops_per_device[0],
@@ -191,13 +196,13 @@ def _tied_seconds(
     return apart_from_another * all_reduce(pair, count * reduced_bytes(engine, table))
 
 
-def _blocks(table: LayoutTable) -> Iterator[LayoutTable]:
-    for start in range(0, max(len(table), 1), BLOCK):
-        yield table.take(slice(start, start + BLOCK))
-
-
-def peak_memory(model: ModelSpec, cluster: Cluster, engine: Engine, table: LayoutTable) -> Floats:
+def peak_memory(
+    model: ModelSpec, cluster: Cluster, engine: Engine, table: LayoutTable, rows: Ints | None = None
+) -> Floats:
     """Bytes of the fullest device of each row, as `price` has them, in a fraction of its time.
+
+    Args:
+        rows: those that are asked for; all unless given.
 
     Raises:
         InputError: the engine does not know the precision of the table.
@@ -210,10 +215,9 @@ def peak_memory(model: ModelSpec, cluster: Cluster, engine: Engine, table: Layou
         else:
             sizes, ranks = sizes_of(model, own, *shapes_of(block)), deciding_ranks(model, block)
             held = total(stage_memory(cluster, own, block, sizes, ranks))
-        most: Floats = held.max(axis=1)
-        return most
+        return highest(held)
 
-    return np.concatenate([peak(block) for block in _blocks(table)])
+    return np.concatenate([*in_blocks(peak, table, rows)])
 
 
 def _price_block(
@@ -242,7 +246,7 @@ def _price_block(
     slow_added = added[rows, slowest[:, 0]]
     backward = on_ranks(units, slow, shape, "backward") + slow_added
     forward = rank_seconds[rows, slowest[:, 0]] - backward
-    shared, experts = held_shared.max(axis=1), held_experts.max(axis=1)
+    shared, experts = highest(held_shared), highest(held_experts)
     time["accumulation"] = np.maximum(micro_batches * slow_added + (shared + experts) * once, 0.0)
     bubble, spare, weights = _bubbles(units, table, ranks, shape, rank_seconds, added, slowest[:, 0])
     message = message_seconds(model, cluster, engine, table)
@@ -258,7 +262,7 @@ def _price_block(
         cluster, engine, table, shared, experts, slow.layers, forward, backward
     )
     time["optimizer"] = optimizer_seconds(engine, cluster.device, table, shared, experts)
-    layers = (held_shared - end_parameters(sizes, ranks)).max(axis=1)
+    layers = highest(held_shared - end_parameters(sizes, ranks))
     time["optimizer"] += orthogonal_seconds(model, cluster, engine, table, layers, experts)
 
     held = stage_memory(cluster, engine, table, sizes, ranks)
@@ -317,12 +321,19 @@ def price(model: ModelSpec, cluster: Cluster, engine: Engine, table: LayoutTable
     else:
         engine = engine.for_device(cluster.device)
         memory_policy(engine, table.precision)
-    blocks = [_price_block(model, cluster, engine, block) for block in _blocks(table)]
+    time, memory = (
+        {part: np.empty(len(table)) for part in kind.model_fields} for kind in (StepTime, StageMemory)
+    )
+    start = 0
+    for seconds, held in in_blocks(partial(_price_block, model, cluster, engine), table):
+        end = start + len(seconds["compute"])
+        for whole, parts in ((time, seconds), (memory, held)):
+            for part, column in whole.items():
+                column[start:end] = parts[part]
+        start = end
     return Prices(
-        time={part: np.concatenate([time[part] for time, _ in blocks]) for part in StepTime.model_fields},
-        memory={
-            part: np.concatenate([memory[part] for _, memory in blocks]) for part in StageMemory.model_fields
-        },
+        time=time,
+        memory=memory,
         # Without pipeline parallelism there is nothing to simulate.
         simulated=table.pipeline_parallel == 1,
         model=model,
@@ -332,6 +343,15 @@ def price(model: ModelSpec, cluster: Cluster, engine: Engine, table: LayoutTable
     )
 
 
-def estimate(model: ModelSpec, cluster: Cluster, engine: Engine, layout: Layout) -> Estimate:
-    """What one layout costs, its pipeline simulated; raises `InputError` as `price` does."""
-    return price(model, cluster, engine, LayoutTable.of([layout])).estimate(0)
+def estimate(
+    model: ModelSpec,
+    cluster: Cluster,
+    engine: Engine,
+    layout: Layout,
+    memory: Mapping[str, Floats] | None = None,
+) -> Estimate:
+    """What one layout costs, its pipeline simulated; `memory` as `Prices.estimate` takes it.
+
+    Raises `InputError` as `price` does.
+    """
+    return price(model, cluster, engine, LayoutTable.of([layout])).estimate(0, memory)

@@ -188,6 +188,13 @@ ARRAY_FIELDS = tuple(name for name in LayoutTable.__dataclass_fields__ if name n
 """Names of the per-row arrays."""
 
 
+def numbers(column: Ints) -> list[int]:
+    """The different numbers of a column, ascending."""
+    # Without an index, NumPy first imports numpy.ma (some 30 ms) to see whether the array is masked.
+    found: list[int] = np.unique(column, return_index=True)[0].tolist()
+    return found
+
+
 def combined(columns: Sequence[Ints | Bools]) -> Ints:
     """One number a row, which orders rows as their columns of small numbers do, the first column first."""
     key = columns[0].astype(np.int64)

@@ -77,7 +77,8 @@ def on_ranks(units: dict[str, Passes], ranks: Ranks, row: Ints, part: str) -> Fl
     total = np.zeros_like(ranks.dense)
     for held, unit in units.items():
         count, seconds = getattr(ranks, held), getattr(unit, part)
-        if count is not NONE and seconds.any():
+        # Most parts that are not zero begin with another number.
+        if count is not NONE and (seconds[:1].any() or seconds.any()):
             total += count * seconds[row].reshape(-1, *(1,) * (total.ndim - 1))
     return total
 

@@ -9,6 +9,7 @@ from dataclasses import replace
 from costmodels.catalogue import device_names, load_device
 from costmodels.errors import InputError, NoLayoutFits
 from costmodels.words import GIB
+from planner.pins import Pins
 from planner.ranking import Problem, SearchResult, rank
 from planner.space import Batch, obstacle
 from planner.wording import less_one, pins_in_words
@@ -50,8 +51,10 @@ def no_layout_fits(result: SearchResult) -> NoLayoutFits:
 
 
 def _is_legal(problem: Problem) -> bool:
+    # Whatever is legal with experts spread over devices is so without.
+    alone: Pins = {"expert_parallel": 1, "expert_tensor_parallel": 1}
     try:
-        return len(problem.space().table) > 0
+        return len(replace(problem, pins=alone | problem.pins).space().table) > 0
     except InputError:
         return False
 
@@ -61,7 +64,7 @@ def _fits(problem: Problem, offload: bool = False) -> bool:
         space = problem.space()
     except InputError:
         return False
-    return len(space.table) > 0 and rank(problem, space, 0.0, offload).feasible > 0
+    return len(space.table) > 0 and rank(problem, space, 0.0, offload, count=1).feasible > 0
 
 
 def with_world_size(problem: Problem, world_size: int) -> Problem:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 
+from costmodels.blocks import in_blocks
 from costmodels.engine import Engine
 from costmodels.hardware import Cluster
 from costmodels.memory import stage_memory
@@ -14,6 +16,10 @@ from costmodels.pipeline import NONE, Ranks, deciding_ranks
 from costmodels.pricing import peak_memory
 from costmodels.table import Bools, Floats, Ints, LayoutTable
 from costmodels.units import shapes_of, sizes_of, units_of
+from planner.grid_table import Places
+
+Worth = Callable[[LayoutTable, Floats], Bools]
+"""Whether rows that take so many seconds would be among the first of the ranking."""
 
 
 def least_seconds(model: ModelSpec, cluster: Cluster, engine: Engine, table: LayoutTable) -> Floats:
@@ -32,6 +38,21 @@ def least_seconds(model: ModelSpec, cluster: Cluster, engine: Engine, table: Lay
             whole += number * units.get(f"{kind}_plain", units[kind]).total
     mean = whole[shape] / table.pipeline_parallel
     return np.where(table.runs("1f1b"), least_step(table, whole[shape], mean), mean * table.micro_batches)
+
+
+def rows_worth(
+    model: ModelSpec, cluster: Cluster, engine: Engine, table: LayoutTable, rows: Ints, worth: Worth
+) -> Ints:
+    """Those of `rows` that could be worth it, whatever the layers of their stages."""
+
+    if not len(rows):
+        return rows
+
+    def could_be(some: LayoutTable) -> Bools:
+        return worth(some, least_seconds(model, cluster, engine, some))
+
+    found: Ints = rows[np.concatenate([*in_blocks(could_be, table, rows)])]
+    return found
 
 
 def least_step(table: LayoutTable, whole: Floats, slowest: Floats) -> Floats:
@@ -96,24 +117,23 @@ class Fit:
     """Rows whose states would if all pipeline ranks had as many."""
 
 
-def fit(model: ModelSpec, cluster: Cluster, engine: Engine, table: LayoutTable, states: Ints) -> Fit:
+def fit(model: ModelSpec, cluster: Cluster, engine: Engine, table: LayoutTable, states: Places) -> Fit:
     """Which rows fit, and which of the others could with fewer activations.
 
     Args:
         states: number of each row, the same for rows that hold the same states (`planner.space.Space`).
     """
-    # With one micro batch gradients may be reduced before they are whole.
-    key = 2 * states + (table.micro_batches == 1)
-    first = np.full(int(key.max(initial=-1)) + 1, -1)
-    first[key[::-1]] = np.arange(len(table))[::-1]
+    first = np.full(int(states.max(initial=-1)) + 1, -1)
+    first[states[::-1]] = np.arange(len(table), dtype=np.int32)[::-1]
     some = first >= 0
     highest, mean = _state_bytes(model, cluster, engine, table.take(first[some]))
-    place = (np.cumsum(some) - 1)[key]
-    within = (highest <= cluster.memory_bytes)[place]
-    fits = within.copy()
-    rows = np.flatnonzero(within)
-    fits[rows] = peak_memory(model, cluster, engine, table.take(rows)) <= cluster.memory_bytes
-    return Fit(fits, within, (mean <= cluster.memory_bytes)[place])
+    within, within_mean = np.zeros((2, len(first)), dtype=np.bool_)
+    within[some], within_mean[some] = highest <= cluster.memory_bytes, mean <= cluster.memory_bytes
+    possible = within[states]
+    fits = possible.copy()
+    rows = np.flatnonzero(possible)
+    fits[rows] = peak_memory(model, cluster, engine, table, rows) <= cluster.memory_bytes
+    return Fit(fits, possible, within_mean[states])
 
 
 STATES = ("parameters", "gradients", "optimizer", "context", "communicators", "margin")

@@ -16,6 +16,7 @@ from costmodels.table import code_of
 from planner import advice
 from planner.changes import Binding, Change, binding, changes
 from planner.comparison import Comparison, compare
+from planner.first_plans import SHOWN
 from planner.heterogeneous_neighbours import searched_anew
 from planner.last_resort import REASON
 from planner.least_recompute import MODULE_SETS
@@ -106,6 +107,7 @@ def explain_result(
     what_if: bool = True,
 ) -> Explanation:
     """The same of a search that was made."""
+    result = result.settled(SHOWN)
     best = result.best
     rivals = [judge(result, one) for one in against]
     comparisons = [compare(best, _runner_up(result))] if best is not None and result.feasible > 1 else []

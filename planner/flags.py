@@ -12,7 +12,8 @@ import os
 import reprlib
 import sys
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from types import MappingProxyType
 from typing import Annotated, Any
 
 import typer
@@ -105,33 +106,72 @@ def _unset(field: dataclasses.Field[Any]) -> Any:
     return flag(None, field.metadata.get("help", ""), *flag_names(field), hidden=True)
 
 
-def takes(**groups: type) -> Callable[[Callable[..., None]], Callable[..., None]]:
+Late = Callable[[], type]
+"""A function that makes the dataclass of a group of hidden flags, which most runs have no use for."""
+
+
+def takes(
+    late: Mapping[str, Late] = MappingProxyType({}), **groups: type
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Give a command the flags of `groups` (dataclasses); it is called with one instance of each.
 
-    Groups that have a `help_note` add it to the help of the command.
+    Groups that have a `help_note` add it to the help of the command. Flags of `late` groups are known to
+    `for_words` of the command alone, which else gets None for these groups: to declare a hundred flags takes
+    some 20 ms.
 
     >>> @takes(model=ModelOptions, data=DataOptions)  # doctest: +SKIP
     ... def command(model: ModelOptions, data: DataOptions) -> None: ...
     """
 
     def decorate(function: Callable[..., None]) -> Callable[..., None]:
-        def command(**values: Any) -> None:
-            function(
-                **{
-                    name: group(**{field.name: values[field.name] for field in dataclasses.fields(group)})
-                    for name, group in groups.items()
-                }
-            )
+        command = _command(function, groups, dict.fromkeys(late))
+        if late:
+            known = {name for group in groups.values() for name in _spellings(group)}
 
-        command.__name__ = function.__name__
-        notes = [group.help_note() for group in groups.values() if hasattr(group, "help_note")]
-        command.__doc__ = "\n\n".join([inspect.cleandoc(function.__doc__ or ""), *notes])
-        signature = [parameter for group in groups.values() for parameter in _parameters(group)]
-        command.__signature__ = inspect.Signature(signature)  # type: ignore[attr-defined]
-        command.__annotations__ = {parameter.name: parameter.annotation for parameter in signature}
+            def for_words(words: Iterable[str]) -> Callable[..., None]:
+                if {word.partition("=")[0] for word in words if word.startswith("--")} <= known:
+                    return command
+                return _command(function, groups | {name: make() for name, make in late.items()}, {})
+
+            command.for_words = for_words  # type: ignore[attr-defined]
         return command
 
     return decorate
+
+
+def for_words(command: Callable[..., None], words: Iterable[str]) -> Callable[..., None]:
+    """A command that knows the flags among `words`, as far as it takes them."""
+    found: Callable[..., None] = command.for_words(words) if hasattr(command, "for_words") else command
+    return found
+
+
+def _spellings(group: type) -> Iterator[str]:
+    for field in dataclasses.fields(group):
+        for name in flag_names(field):
+            yield from name.split("/")
+
+
+def _command(
+    function: Callable[..., None], groups: Mapping[str, type], others: Mapping[str, None]
+) -> Callable[..., None]:
+    """`function` with the flags of `groups` as its parameters, and given `others` as they are."""
+
+    def command(**values: Any) -> None:
+        function(
+            **{
+                name: group(**{field.name: values[field.name] for field in dataclasses.fields(group)})
+                for name, group in groups.items()
+            },
+            **others,
+        )
+
+    command.__name__ = function.__name__
+    notes = [group.help_note() for group in groups.values() if hasattr(group, "help_note")]
+    command.__doc__ = "\n\n".join([inspect.cleandoc(function.__doc__ or ""), *notes])
+    signature = [parameter for group in groups.values() for parameter in _parameters(group)]
+    command.__signature__ = inspect.Signature(signature)  # type: ignore[attr-defined]
+    command.__annotations__ = {parameter.name: parameter.annotation for parameter in signature}
+    return command
 
 
 MOST_PARTS = 3

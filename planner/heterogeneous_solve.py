@@ -12,8 +12,8 @@ from costmodels.hardware import Cluster
 from costmodels.layout import SPLIT_BACKWARD, Recompute
 from costmodels.model_spec import ModelSpec
 from costmodels.pricing import Prices, peak_memory, price
-from costmodels.table import Floats, Ints, LayoutTable
-from planner.bounds import Fit
+from costmodels.table import Floats, Ints, LayoutTable, numbers
+from planner.bounds import Fit, Worth
 from planner.heterogeneous_caps import caps_of_ranks, exact_caps
 from planner.heterogeneous_splits import (
     BEST,
@@ -31,7 +31,6 @@ from planner.least_recompute import (
     NONE,
     SELECTIVE,
     UNIFORM,
-    Worth,
     fastest_that_fit,
     first_of_each,
     recomputing,
@@ -150,7 +149,7 @@ def _groups(where: Where, table: LayoutTable, worth: Worth) -> Iterator[_Group]:
         & (table.recompute_method == UNIFORM)
         & (table.recompute_num_layers == 1)
     )
-    for pipeline in np.unique(table.pipeline_parallel[every]):
+    for pipeline in numbers(table.pipeline_parallel[every]):
         rows = np.flatnonzero(every & (table.pipeline_parallel == pipeline))
         some = pipelines(*where, table.take(rows))
         bound = least_bound(some)
@@ -176,7 +175,7 @@ def _in_rounds(
     start, size = 0, ROUND
     while start < len(order):
         part = order[start : start + size]
-        for number in np.unique(owner[part]).tolist():
+        for number in numbers(owner[part]):
             some = local[part[owner[part] == number]]
             good = judge()(groups[number].table.take(some), least[number][some])
             if good.any():

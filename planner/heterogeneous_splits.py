@@ -21,7 +21,7 @@ from costmodels.kinds import BOTH, kinds_of_ranks
 from costmodels.layout import V_SCHEDULES
 from costmodels.model_spec import ModelSpec
 from costmodels.pipeline import FIELDS, NONE, Ranks
-from costmodels.table import Bools, Floats, Ints, LayoutTable
+from costmodels.table import Bools, Floats, Ints, LayoutTable, numbers
 
 NEXT = 3
 """Bounds beyond the least one that are tried for each kind of rank."""
@@ -100,7 +100,7 @@ def pipelines(model: ModelSpec, cluster: Cluster, engine: Engine, table: LayoutT
 def _kinds(cluster: Cluster, table: LayoutTable, ranks: int) -> tuple[Ints, Bools]:
     """Kind of each pipeline rank, [n, ranks], and which of them rows have."""
     kind = np.zeros((len(table), ranks), dtype=np.int64)
-    for pipeline in np.unique(table.pipeline_parallel).tolist():
+    for pipeline in numbers(table.pipeline_parallel):
         some = table.pipeline_parallel == pipeline
         kinds = kinds_of_ranks(cluster, pipeline)
         kind[some, :pipeline], kind[some, pipeline:] = kinds, kinds[-1]

@@ -25,7 +25,10 @@ def joined(tables: Sequence[LayoutTable]) -> LayoutTable:
     columns["split"] = np.concatenate(
         [np.array([place[split] for split in table.splits], dtype=np.int64)[table.split] for table in tables]
     )
-    return replace(tables[0], **columns, splits=splits)
+    first = tables[0]
+    return LayoutTable(
+        **columns, splits=splits, precision=first.precision, gradient_reduction=first.gradient_reduction
+    )
 
 
 def joined_prices(parts: Sequence[Prices]) -> Prices:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from costmodels.host_memory import host_bytes
-from costmodels.table import Ints
+from planner.grid_table import Places
 from planner.joining import joined
 from planner.space import Space
 
@@ -75,7 +75,7 @@ def merged(spaces: Sequence[Space]) -> Space:
     )
 
 
-def _apart(numbers: Sequence[Ints]) -> Ints:
+def _apart(numbers: Sequence[Places]) -> Places:
     """All numbers in order, those of each array beyond the ones before it."""
     starts = accumulate((int(some.max(initial=-1)) + 1 for some in numbers), initial=0)
     return np.concatenate([some + start for some, start in zip(numbers, starts, strict=False)])

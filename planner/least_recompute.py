@@ -22,17 +22,16 @@ from costmodels.table import (
     RECOMPUTE_KINDS,
     RECOMPUTE_METHODS,
     RECOMPUTE_MODULES,
-    Bools,
+    SCHEDULES,
     Floats,
     Ints,
     LayoutTable,
     code_of,
 )
-from planner.bounds import Fit, least_seconds
+from planner.bounds import Fit, Worth, rows_worth
 from planner.space import Space
 
-Worth = Callable[[LayoutTable, Floats], Bools]
-"""Whether rows that take so many seconds would be among the first of the ranking."""
+SPLIT = [SCHEDULES.index(schedule) for schedule in SPLIT_BACKWARD]
 
 NONE, SELECTIVE, FULL = (RECOMPUTE_KINDS.index(kind) for kind in ("none", "selective", "full"))
 UNIFORM, BLOCK = (RECOMPUTE_METHODS.index(method) for method in ("uniform", "block"))
@@ -76,11 +75,10 @@ def least_recompute(
         return None
     fitting = np.zeros(int(family.max()) + 1, dtype=bool)
     fitting[family[fits]] = True
-    some = fitting[family[bases]]
-    plain = table.take(bases)
-    # Of whole layers, which split backward does not recompute, the enumerated ones tell whether any fit.
-    plain = plain.take(some | (plain.runs(*SPLIT_BACKWARD) if "full" in kinds else True))
-    plain = plain.take(worth(plain, least_seconds(model, cluster, engine, plain)))
+    if "full" in kinds:
+        # Of whole layers, which split backward does not recompute, the enumerated ones tell whether any fit.
+        bases = bases[fitting[family[bases]] | np.isin(table.schedule[bases], SPLIT)]
+    plain = table.take(rows_worth(model, cluster, engine, table, bases, worth))
     whole = ("full" in kinds) & ~plain.runs(*SPLIT_BACKWARD)
     most = recomputing(plain, np.where(whole, FULL, SELECTIVE), MOST_MODULES)
     plain = plain.take(_peak(model, cluster, engine, most) <= cluster.memory_bytes)

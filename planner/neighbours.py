@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from costmodels.errors import InputError
 from costmodels.layout import SHORT_NAMES, Layout, even_split
 from costmodels.pricing import Prices, peak_memory, price
-from costmodels.table import Bools, LayoutTable, code_of, value_of
+from costmodels.table import Bools, LayoutTable, code_of, numbers, value_of
 from costmodels.words import GIB
 from planner.degrees import Degrees
 from planner.figures import figure
@@ -92,7 +92,7 @@ def _others(result: SearchResult, layout: Layout, name: str) -> list[object]:
         _alike(result.table, {name: getattr(layout, name) for name in (*MESH, *EXPERTS)})
     ]
     own = code_of(name, getattr(layout, name))
-    codes = np.unique(column)
+    codes = np.array(numbers(column))
     if name == "micro_batch_size":
         codes = np.concatenate([codes[codes < own][-1:], codes[codes > own][:1]])
     return [value_of(name, int(code)) for code in codes if code != own]

@@ -14,12 +14,11 @@ from costmodels.hardware import Cluster, Precision
 from costmodels.layout import Layout
 from costmodels.model_spec import ModelSpec
 from costmodels.pricing import Prices, estimate, peak_memory, price
-from costmodels.simulation import FIRST_TRY
-from costmodels.table import Floats, Ints, LayoutTable, combined
+from costmodels.table import Ints, LayoutTable
 from planner import objective as objectives
 from planner import reasons
 from planner.bounds import Fit, fit
-from planner.heterogeneous_solve import fit_of_kinds
+from planner.first_plans import SETTLED, SHOWN, Ranking, order, settled
 from planner.joining import joined, joined_prices
 from planner.last_resort import REASON, last_resorts
 from planner.objective import Objective, logarithms
@@ -28,16 +27,7 @@ from planner.plan import Plan
 from planner.rules import DEVICE_MEMORY
 from planner.solve import solved
 from planner.space import Batch, Space, build
-from planner.verified_memory import verify, with_exact_memory
-
-FEWEST, MOST = 10, 20
-"""Plans at the top of the ranking whose pipelines are simulated, however long they take, and at most."""
-
-VERIFIED = MOST
-"""Plans at the top of the ranking whose memory must be exact before their pipelines are simulated."""
-
-MOST_PASSES = 20_000
-"""Passes of the pipelines after the first `FEWEST` that are simulated."""
+from planner.verified_memory import known_bytes
 
 
 @dataclass(frozen=True)
@@ -65,29 +55,51 @@ class SearchResult:
     considered: int
     """Layouts of the whole product: `legal` plus those that a rule removed."""
     legal: int
-    feasible: int
-    """Legal layouts that fit into memory."""
-    rejected: dict[str, int]
-    """Layouts by the rule that removed them, `device_memory` included."""
+    illegal: dict[str, int]
+    """Layouts by the rule that removed them before any was priced."""
     elapsed_s: float
     """Seconds of the search itself, without imports and input."""
     tables: tuple[LayoutTable, ...]
     """The legal layouts: the enumerated ones, then those with solved degrees."""
-    fitting: Ints
-    """Rows of `table` that fit, best first.
+    ranking: Ranking
+    """Those that fit.
 
     The first ones are ordered by their simulated pipelines, those behind them by closed forms.
     """
-    prices: Prices
-    """Of the layouts that fit; those at the top of the ranking with simulated pipelines."""
-    places: Ints
-    """Rows of `prices`, best first."""
+    rows: Ints
+    """Rows of `table` that those of `ranking.prices` are."""
     solved: int = 0
     """Layouts with solved degrees, which the counts and the table have besides the enumerated ones."""
     offloads: bool = False
     """Nothing fits without offloading."""
     notes: tuple[str, ...] = ()
     """Where nodes are of two kinds: which ranks each has, and what one kind alone would do."""
+
+    @property
+    def prices(self) -> Prices:
+        """Of the layouts that fit; those at the top of the ranking with simulated pipelines."""
+        return self.ranking.prices
+
+    @property
+    def places(self) -> Ints:
+        """Rows of `prices`, best first."""
+        return self.ranking.places
+
+    @cached_property
+    def fitting(self) -> Ints:
+        """Rows of `table` that fit, best first."""
+        return self.rows[self.places]
+
+    @property
+    def feasible(self) -> int:
+        """Legal layouts that fit into memory: the first ones by exact bytes, the others by closed forms."""
+        return len(self.places)
+
+    @property
+    def rejected(self) -> dict[str, int]:
+        """Layouts by the rule that removed them, `device_memory` included."""
+        too_big = self.legal - self.feasible
+        return self.illegal | ({DEVICE_MEMORY: too_big} if too_big else {})
 
     @cached_property
     def table(self) -> LayoutTable:
@@ -100,17 +112,26 @@ class SearchResult:
         problem = self.problem
         other = np.setdiff1d(np.arange(self.legal), self.fitting)
         # Seldom asked for: what does not fit is not shown beside what does.
-        memory = peak_memory(problem.model, problem.cluster, problem.engine, self.table.take(other))
-        return np.concatenate([self.fitting, other[_order(self.table, other, np.log(memory))]])
+        memory = peak_memory(problem.model, problem.cluster, problem.engine, self.table, other)
+        return np.concatenate([self.fitting, other[order(self.table, other, np.log(memory))]])
 
     @property
     def best(self) -> Plan | None:
         """The first plan that fits; None when none does."""
         return self.plan(0) if self.feasible else None
 
-    def plans(self, top: int = 10) -> list[Plan]:
-        """The best `top` plans that fit, best first as `order` has them."""
-        return [self.plan(rank) for rank in range(min(top, self.feasible))]
+    def settled(self, top: int) -> SearchResult:
+        """The same with plans in the first `top` places that fit by their exact memory, where it is known.
+
+        Those in the first `SETTLED` places do from the beginning.
+        """
+        ranking = settled(self.problem.objective, self.ranking, top)
+        return self if ranking is self.ranking else replace(self, ranking=ranking)
+
+    def plans(self, top: int = SHOWN) -> list[Plan]:
+        """The best `top` plans that fit, best first as `order` of `settled(top)` has them."""
+        result = self.settled(top)
+        return [result.plan(rank) for rank in range(min(top, result.feasible))]
 
     def closest(self, top: int = 1) -> list[Plan]:
         """The `top` plans that do not fit and lack least memory, nearest first."""
@@ -125,7 +146,7 @@ class SearchResult:
             engine=self.problem.engine,
             layout=layout,
             estimate=estimate,
-            fits=rank < self.feasible,
+            fits=self._fits(rank),
             reason=self._reason(rank),
             objective=self.problem.objective,
             considered=self.considered,
@@ -141,18 +162,25 @@ class SearchResult:
 
     def _candidate(self, rank: int) -> tuple[Layout, Estimate]:
         if rank not in self._candidates:
-            if rank < self.feasible:
-                place = int(self.places[rank])
-                layout, cost = self.prices.table.layout(place), self.prices.estimate(place)
-            else:
-                problem, layout = self.problem, self.table.layout(int(self.order[rank]))
-                cost = estimate(problem.model, problem.cluster, problem.engine, layout)
             where = self.problem.model, self.problem.cluster, self.problem.engine
-            self._candidates[rank] = layout, with_exact_memory(*where, layout, cost)
+            if rank < self.feasible:
+                place, exact = int(self.places[rank]), self.ranking.exact
+                layout = self.prices.table.layout(place)
+                held = exact[place] if place in exact else known_bytes(*where, layout)
+                cost = self.prices.estimate(place, held)
+            else:
+                layout = self.table.layout(int(self.order[rank]))
+                cost = estimate(*where, layout, known_bytes(*where, layout))
+            self._candidates[rank] = layout, cost
         return self._candidates[rank]
 
+    def _fits(self, rank: int) -> bool:
+        # Places that are not settled have been held to closed forms alone.
+        peak = self._candidate(rank)[1].peak_memory_bytes
+        return rank < self.feasible and peak <= self.problem.cluster.memory_bytes
+
     def _reason(self, rank: int) -> str:
-        if rank >= self.feasible:
+        if not self._fits(rank):
             return reasons.too_big(self._candidate(rank)[1], self.problem.cluster)
         if self.feasible == 1:
             return self._resort + "the only legal layout that fits into memory"
@@ -167,11 +195,14 @@ class SearchResult:
         return REASON if self.offloads else ""
 
 
-def rank(problem: Problem, space: Space, started: float, offload: bool = False) -> SearchResult:
+def rank(
+    problem: Problem, space: Space, started: float, offload: bool = False, count: int = SETTLED
+) -> SearchResult:
     """Price and order the legal layouts of a problem, of which there must be one at least.
 
     `started` is the reading of `time.perf_counter` from which `elapsed_s` counts. With `offload`, layouts
-    that offload activations or the optimizer are searched too where nothing fits without.
+    that offload activations or the optimizer are searched too where nothing fits without. The first `count`
+    places are settled (`SearchResult.settled`).
     """
     model, cluster, engine = problem.model, problem.cluster, problem.engine
     found, alone = _fit(problem, space), space
@@ -187,98 +218,32 @@ def rank(problem: Problem, space: Space, started: float, offload: bool = False) 
     prices = joined_prices([prices, *further])
     solutions = len(prices) - len(rows)
     rows = np.concatenate([rows, len(space.table) + np.arange(solutions)])
-    places = _order(prices.table, np.arange(len(rows)), *logarithms(problem.objective, prices))
-    prices, places = _verified(problem, prices, places)
-    if offload and len(rows) and not len(places):
+    places = order(prices.table, np.arange(len(rows)), *logarithms(problem.objective, prices))
+    ranking = settled(problem.objective, Ranking(prices, places), count)
+    if offload and len(rows) and not len(ranking.places):
         # What seemed to fit does not: the last resorts after all.
         for resort in last_resorts(problem, alone):
-            result = rank(problem, resort, started)
+            result = rank(problem, resort, started, count=count)
             if result.feasible:
                 return replace(result, offloads=True)
-    first = places[: _simulated(prices.table.take(places[:MOST]))]
-    prices = prices.simulate(first)
-    again = _order(prices.table, first, *logarithms(problem.objective, prices.take(first)))
-    places[: len(first)] = first[again]
-    legal, feasible = len(space.table) + solutions, len(places)
-    rejected = dict(space.illegal)
-    if legal > feasible:
-        rejected[DEVICE_MEMORY] = legal - feasible
     return SearchResult(
         problem=problem,
         considered=space.considered + solutions,
-        legal=legal,
-        feasible=feasible,
-        rejected=rejected,
+        legal=len(space.table) + solutions,
+        illegal=dict(space.illegal),
         elapsed_s=time.perf_counter() - started,
         tables=(space.table, *(some.table for some in further)),
-        fitting=rows[places],
-        prices=prices,
-        places=places,
+        ranking=ranking,
+        rows=rows,
         solved=solutions,
-        offloads=feasible > 0 and space is not alone,
+        offloads=len(ranking.places) > 0 and space is not alone,
     )
-
-
-def _verified(problem: Problem, prices: Prices, places: Ints) -> tuple[Prices, Ints]:
-    """Prices with the exact memory of the first places, where it is known, and the places without those rows
-    that do not fit by it."""
-    checked, more = 0, VERIFIED
-    while checked < min(VERIFIED, len(places)):
-        some, rest = places[checked : checked + more], places[checked + more :]
-        prices, fits = verify(prices, some)
-        places = np.concatenate([places[:checked], some[fits], rest])
-        # Where many do not fit, more of the others may not either.
-        checked, more = checked + int(fits.sum()), 2 * more
-    if problem.objective == "memory":
-        first = places[:checked]
-        again = _order(prices.table, first, *logarithms(problem.objective, prices.take(first)))
-        places = np.concatenate([first[again], places[checked:]])
-    return prices, places
 
 
 def _fit(problem: Problem, space: Space) -> Fit:
     where = problem.model, problem.cluster, problem.engine
     if problem.cluster.parts:
+        from planner.heterogeneous_solve import fit_of_kinds  # Few clusters have nodes of two kinds.
+
         return fit_of_kinds(*where, space.table)
     return fit(*where, space.table, space.states)
-
-
-def _simulated(table: LayoutTable) -> int:
-    """How many rows at the top of the ranking are simulated."""
-    pipeline = table.pipeline_parallel
-    # Long schedules are played until they are steady, which most are by then.
-    played = np.minimum(table.micro_batches, 2 * FIRST_TRY * pipeline)
-    passes = np.where(pipeline > 1, 2 * played * pipeline * table.virtual_pipeline_parallel, 0).cumsum()
-    return max(min(len(table), FEWEST), int(np.searchsorted(passes, MOST_PASSES)))
-
-
-def _order(table: LayoutTable, rows: Ints, *logarithms: Floats) -> Ints:
-    """Places in `rows` by the logarithms of what is to be least, the first first; ties to the simplest."""
-    kinds = (
-        (table.tensor_parallel > 1).astype(np.int64)
-        + table.sequence_parallel
-        + (table.context_parallel > 1)
-        + (table.expert_parallel > 1)
-        + (table.expert_tensor_parallel > 1)
-        + (table.pipeline_parallel > 1)
-        + (table.virtual_pipeline_parallel > 1)
-        + (table.data_parallel > 1)
-        + (table.zero_stage > 0)
-    )
-    # To nine digits: rounding errors of the sums must not decide between equal layouts.
-    scores = [np.round(logarithm, 9) for logarithm in logarithms]
-    ties = [
-        kinds,
-        table.recompute,
-        table.zero_stage,
-        table.virtual_pipeline_parallel,
-        table.pipeline_parallel,
-        table.schedule,
-        table.context_parallel,
-        table.context_parallel_form,
-        table.expert_tensor_parallel,
-        table.expert_parallel,
-        table.tensor_parallel,
-        table.micro_batch_size,
-    ]
-    return np.lexsort((combined([column[rows] for column in ties]), *reversed(scores)))

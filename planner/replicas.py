@@ -12,9 +12,10 @@ from costmodels.hardware import Cluster
 from costmodels.layout import Recompute
 from costmodels.model_spec import ModelSpec
 from costmodels.pricing import Prices, peak_memory, price
-from costmodels.table import ARRAY_FIELDS, Ints, LayoutTable, distinct
+from costmodels.table import ARRAY_FIELDS, Ints, LayoutTable, distinct, numbers
+from planner.bounds import Worth
 from planner.joining import joined_prices
-from planner.least_recompute import NONE, Worth, fastest_that_fit, first_of_each, recomputing
+from planner.least_recompute import NONE, fastest_that_fit, first_of_each, recomputing
 from planner.rule import divisors
 
 
@@ -70,7 +71,7 @@ def replicated(
 def _variants(table: LayoutTable) -> tuple[Ints, LayoutTable]:
     """Rows with every number of copies that leaves at least two ranks each, and the row that each is of."""
     rows, copies = [np.zeros(0, dtype=np.int64)], [np.zeros(0, dtype=np.int64)]
-    for ranks in np.unique(table.replicas).tolist():
+    for ranks in numbers(table.replicas):
         some = np.flatnonzero(table.replicas == ranks)
         for number in divisors(ranks)[1:-1]:
             # Ranks that hold the same experts are split as evenly as all.

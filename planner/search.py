@@ -14,13 +14,12 @@ from costmodels.layout import Layout
 from costmodels.model_spec import ModelSpec
 from costmodels.pricing import estimate as estimate_layout
 from planner import advice, inputs
-from planner.heterogeneous_search import search_kinds
 from planner.objective import DEFAULT_OBJECTIVE, parse_objective
 from planner.pins import PinInput, parse_pins
 from planner.plan import Plan
 from planner.ranking import Problem, SearchResult, rank
 from planner.rules import first_illegal
-from planner.verified_memory import with_exact_memory
+from planner.verified_memory import known_bytes
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -86,6 +85,8 @@ def search(
         objective=parse_objective(objective),
     )
     if cluster.parts:
+        from planner.heterogeneous_search import search_kinds  # Few clusters have nodes of two kinds.
+
         return search_kinds(problem)
     started = time.perf_counter()
     space = problem.space()
@@ -168,8 +169,8 @@ def evaluate(
     message = first_illegal(spec, layout)
     if message is not None:
         raise InputError(message)
-    found = estimate_layout(spec, cluster, resolved_engine, layout)
-    return with_exact_memory(spec, cluster, resolved_engine, layout, found)
+    where = spec, cluster, resolved_engine, layout
+    return estimate_layout(*where, known_bytes(*where))
 
 
 def _agreed(name: str, given: object, pinned: object) -> object:

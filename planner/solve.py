@@ -11,11 +11,10 @@ import numpy as np
 from costmodels.layout import Recompute
 from costmodels.pricing import Prices, peak_memory, price
 from costmodels.table import Bools, Floats, LayoutTable
-from planner.bounds import Fit, least_peak, least_seconds
+from planner.bounds import Fit, Worth, least_peak, rows_worth
 from planner.choice import Choice
-from planner.heterogeneous_solve import sized
 from planner.joining import joined_prices
-from planner.least_recompute import UNIFORM, Worth, first_of_each, least_recompute
+from planner.least_recompute import UNIFORM, first_of_each, least_recompute
 from planner.objective import Objective
 from planner.pins import Pins
 from planner.replicas import could_gain, replicated
@@ -41,6 +40,8 @@ def solved(problem: Problem, space: Space, found: Fit, prices: Prices) -> list[P
     kinds = recompute_kinds(problem.pins)
     own = []
     if problem.cluster.parts and "layers_per_stage" not in problem.pins:
+        from planner.heterogeneous_solve import sized  # Few clusters have nodes of two kinds.
+
         own = sized(*where, space.table, kinds, partial(_worth, problem.objective), prices)
     if problem.objective == "memory":
         # What recomputes and splits most is enumerated.
@@ -77,8 +78,7 @@ def _balanced(problem: Problem, table: LayoutTable, found: Fit, worth: Worth) ->
     # Unequal chunks stall the schedules of several chunks at the longest one in every round.
     alone = table.runs("1f1b") & (table.pipeline_parallel > 1) & (table.recompute_method == UNIFORM)
     rows = np.flatnonzero(alone & (table.recompute_num_layers == 1) & found.mean)
-    if len(rows):
-        rows = rows[worth(even := table.take(rows), least_seconds(*where, even))]
+    rows = rows_worth(*where, table, rows, worth)
     if len(rows):
         possible = least_peak(*where, table.take(rows)) <= problem.cluster.memory_bytes
         rows = rows[found.rows[rows] | possible]

@@ -27,9 +27,11 @@ from costmodels.table import (
     Ints,
     LayoutTable,
     code_of,
+    numbers,
 )
 from planner.choice import Choice, chosen
 from planner.degrees import Degrees
+from planner.grid_table import GridTable, Places, flat_places, places_of
 from planner.meshes import meshes_with_forms, with_experts
 from planner.pins import ZERO_STAGES, Pins, PinValue, WherePossible
 from planner.rule import Rule, divisors
@@ -71,11 +73,12 @@ class Space:
     """The legal layouts and an account of the others."""
 
     table: LayoutTable
-    family: Ints
+    family: Places
     """Of each row: rows of one family differ in what they recompute only."""
-    states: Ints
+    states: Places
     """Of each row: rows of one number differ in sequences, sequence parallelism and what they recompute only,
-    so that they hold the same parameters and optimizer states."""
+    and all have one micro batch or all several, so that they hold the same parameters, gradients and
+    optimizer states."""
     considered: int
     """Layouts of the raw product."""
     illegal: dict[str, int]
@@ -156,12 +159,15 @@ def build(model: ModelSpec, world_size: int, batch: Batch, precision: Precision,
         if before > remaining:
             illegal[rule.name] = before - remaining
     legal = np.broadcast_to(legal, _shape(degrees))
-    where = np.nonzero(legal)
-    mesh, chunks, _, _, _, zero = where
-    _, several, *_, stages = shape = legal.shape
-    family = np.ravel_multi_index((*where[:4], zero), (*shape[:4], stages))
-    states = (mesh * several + chunks) * stages + zero
-    return Space(_rows(model, degrees, where, precision, pins), family, states, considered, illegal)
+    where, shape = places_of(legal), legal.shape
+    table = _table(model, degrees, legal, where, precision, pins)
+    family = flat_places((*shape[:4], 1, shape[5]), where)
+    states = flat_places((*shape[:2], 1, 1, 1, shape[5]), where)
+    alone = degrees.micro_batches == 1
+    if alone.any():
+        # With one micro batch gradients may be reduced before they are whole.
+        states = 2 * states + alone.ravel().take(flat_places(alone.shape, where))
+    return Space(table, family, states, considered, illegal)
 
 
 def _rules(pins: Pins) -> list[Rule]:
@@ -218,35 +224,27 @@ def obstacle(model: ModelSpec, world_size: int, batch: Batch, pins: Pins) -> str
     return rules[first].message(model, Degrees(**layout))
 
 
-def _rows(
-    model: ModelSpec, degrees: Degrees, where: tuple[Ints, ...], precision: Precision, pins: Pins
-) -> LayoutTable:
-    places: dict[tuple[int, ...], Ints] = {}
-
-    def column(array: Ints | Bools) -> Any:
-        # An axis of length one holds the same value wherever the row lies on it.
-        if array.size == 1:
-            return np.broadcast_to(array.ravel(), where[0].shape)
-        if array.shape not in places:
-            axes = [(axis, size) for axis, size in zip(where, array.shape, strict=True) if size != 1]
-            place = axes[0][0]
-            for axis, size in axes[1:]:
-                place = place * size + axis
-            places[array.shape] = place
-        return array.ravel().take(places[array.shape])
-
+def _table(
+    model: ModelSpec,
+    degrees: Degrees,
+    legal: Bools,
+    where: tuple[Places, ...],
+    precision: Precision,
+    pins: Pins,
+) -> GridTable:
     pinned_split = pins.get("layers_per_stage")
     if isinstance(pinned_split, tuple):
         splits: tuple[tuple[int, ...], ...] = (tuple(int(count) for count in pinned_split),)
-        split = np.zeros(len(where[0]), dtype=np.int64)
+        split = np.zeros((1,) * AXES, dtype=np.int64)
     else:
-        stages, split = np.unique(column(degrees.stages), return_inverse=True)
-        splits = tuple(even_split(model.layers, int(count)) for count in stages)
-    columns = {name: column(getattr(degrees, name)) for name in ARRAY_FIELDS if name != "split"}
+        stages = degrees.stages
+        some = legal.any(axis=tuple(range(2, AXES)), keepdims=True)
+        counts = numbers(np.broadcast_to(stages, some.shape)[some])
+        splits = tuple(even_split(model.layers, count) for count in counts)
+        split = np.searchsorted(counts, stages) if counts else np.zeros_like(stages)
+    columns = {name: getattr(degrees, name) for name in ARRAY_FIELDS if name != "split"}
     reduction: GradientReduction = "bf16" if pins.get("gradient_reduction") == "bf16" else "fp32"
-    return LayoutTable(
-        **columns, split=split, splits=splits, precision=precision, gradient_reduction=reduction
-    )
+    return GridTable.on(columns | {"split": split}, where, splits, precision, reduction)
 
 
 def _shape(degrees: Degrees) -> tuple[int, ...]:

@@ -19,10 +19,9 @@ from costmodels.hardware import Cluster
 from costmodels.memory import UnitSizes, parameters, stage_memory
 from costmodels.model_spec import ModelSpec
 from costmodels.pipeline import NONE, Ranks
-from costmodels.table import Bools, Floats, Ints, LayoutTable
+from costmodels.table import Bools, Floats, Ints, LayoutTable, numbers
 from costmodels.units import on_ranks, shapes_of, sizes_of, units_of
-from planner.bounds import least_step
-from planner.least_recompute import Worth
+from planner.bounds import Worth, least_step
 
 MOST_LEADING = 8
 """Leading dense layers of a model with experts, beyond which its stages are left even."""
@@ -176,7 +175,7 @@ def balanced(
 def _even(table: LayoutTable, stages: _Stages) -> Ints:
     """The layers of each stage of the rows as they are, [n, stages]."""
     even = np.zeros(stages.there.shape, dtype=np.int64)
-    for each in np.unique(table.split):
+    for each in numbers(table.split):
         layers = table.splits[each]
         even[table.split == each, : len(layers)] = layers
     return even

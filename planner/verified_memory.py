@@ -14,7 +14,6 @@ import numpy as np
 
 from costmodels import bundled
 from costmodels.engine import Engine
-from costmodels.estimate import Estimate, StageMemory
 from costmodels.hardware import Cluster
 from costmodels.kinds import kinds_of_ranks, on_sites, sites, slower_site
 from costmodels.layout import SPLIT_BACKWARD, Layout
@@ -25,6 +24,9 @@ from costmodels.table import Bools, Floats, Ints, LayoutTable
 
 ENGINE = "bundled"
 """The engine whose allocations are known."""
+
+RankBytes = dict[str, Floats]
+"""Bytes of every pipeline rank of one row by the fields of `StageMemory`, [1, pp] each."""
 
 
 def verifiable(model: ModelSpec, cluster: Cluster, engine: Engine, table: LayoutTable) -> Bools:
@@ -46,10 +48,8 @@ def _by_compilation(splits: Bools) -> Iterator[tuple[bool, Ints]]:
             yield compiled, rows
 
 
-def exact_bytes(
-    model: ModelSpec, cluster: Cluster, engine: Engine, table: LayoutTable
-) -> list[dict[str, Floats]]:
-    """Bytes of every pipeline rank of each row by the fields of `StageMemory`, [1, pp] each.
+def exact_bytes(model: ModelSpec, cluster: Cluster, engine: Engine, table: LayoutTable) -> list[RankBytes]:
+    """Bytes of every pipeline rank of each row.
 
     Args:
         table: rows that are `verifiable`.
@@ -57,7 +57,7 @@ def exact_bytes(
     if cluster.parts:
         return _on_kinds(model, cluster, engine, table)
     engine = engine.for_device(cluster.device)
-    found: list[dict[str, Floats]] = [{}] * len(table)
+    found: list[RankBytes] = [{}] * len(table)
     for compiled, rows in _by_compilation(table.runs(*SPLIT_BACKWARD)):
         some = table.take(rows)
         held = bundled.stage_memory(model, cluster, engine, some, compiled=compiled)
@@ -70,9 +70,7 @@ def exact_bytes(
     return found
 
 
-def _on_kinds(
-    model: ModelSpec, cluster: Cluster, engine: Engine, table: LayoutTable
-) -> list[dict[str, Floats]]:
+def _on_kinds(model: ModelSpec, cluster: Cluster, engine: Engine, table: LayoutTable) -> list[RankBytes]:
     """`exact_bytes` on nodes of two kinds: of each pipeline rank those on its own kind."""
     # Tensors are the same on all devices; what a device holds besides, and has, is not.
     kinds = sites(cluster, engine)
@@ -88,34 +86,29 @@ def _on_kinds(
     return found
 
 
-def verify(prices: Prices, rows: Ints) -> tuple[Prices, Bools]:
-    """`prices` with the exact bytes of those of `rows` that are verifiable, and which of `rows` fit."""
+def verify(prices: Prices, rows: Ints) -> tuple[Prices, Bools, list[RankBytes | None]]:
+    """`prices` with the exact bytes of those of `rows` that are verifiable, which of `rows` fit, and the
+    bytes of their pipeline ranks, None where they are not known."""
     table = prices.table.take(rows)
     where = prices.model, prices.cluster, prices.engine
     known = np.flatnonzero(verifiable(*where, table))
     fits = np.ones(len(rows), dtype=np.bool_)
+    found: list[RankBytes | None] = [None] * len(rows)
     if not len(known):
-        return prices, fits
+        return prices, fits, found
     memory = {name: held.copy() for name, held in prices.memory.items()}
-    for place, parts in zip(known, exact_bytes(*where, table.take(known)), strict=True):
+    for place, parts in zip(known.tolist(), exact_bytes(*where, table.take(known)), strict=True):
         fullest = total(parts).argmax(axis=1)
         for name, held in on_rank(parts, fullest).items():
             memory[name][rows[place]] = held[0]
         fits[place] = total(parts).max() <= prices.cluster.memory_bytes
-    return replace(prices, memory=memory), fits
+        found[place] = parts
+    return replace(prices, memory=memory), fits, found
 
 
-def with_exact_memory(
-    model: ModelSpec, cluster: Cluster, engine: Engine, layout: Layout, found: Estimate
-) -> Estimate:
-    """An estimate of a layout with its exact bytes, if they are known."""
+def known_bytes(model: ModelSpec, cluster: Cluster, engine: Engine, layout: Layout) -> RankBytes | None:
+    """The exact bytes of every pipeline rank of one layout; None where they are not known."""
     table = LayoutTable.of([layout])
     if not verifiable(model, cluster, engine, table)[0]:
-        return found
-    (parts,) = exact_bytes(model, cluster, engine, table)
-    stages = tuple(
-        StageMemory(**{name: float(held[0]) for name, held in on_rank(parts, np.array([rank])).items()})
-        for rank in range(layout.pipeline_parallel)
-    )
-    most = max(stage.total for stage in stages)
-    return found.model_copy(update={"memory": stages, "peak_memory_bytes": most})
+        return None
+    return exact_bytes(model, cluster, engine, table)[0]

@@ -7,11 +7,10 @@ is taken too, so that a new accelerator needs no code.
 from __future__ import annotations
 
 from functools import cache
-from importlib.resources import files
 from typing import Any
 
 from costmodels.catalogue.host import host_device
-from costmodels.catalogue.yaml_files import build, is_file_name, packaged, unknown, user_fields
+from costmodels.catalogue.yaml_files import FOLDER, build, is_file_name, packaged, unknown, user_fields
 from costmodels.engine import Engine
 from costmodels.errors import InputError
 from costmodels.hardware import Device
@@ -35,8 +34,7 @@ SHAPELESS = {"name", "seq", "source", "published_parameters"}
 
 @cache
 def _families() -> tuple[str, ...]:
-    folder = files(__package__) / "models"
-    return tuple(sorted(file.name.removesuffix(".yaml") for file in folder.iterdir()))
+    return tuple(sorted(file.stem for file in (FOLDER / "models").glob("*.yaml")))
 
 
 def _family_of(name: str) -> dict[str, Any]:

@@ -7,7 +7,6 @@ import reprlib
 from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
 from functools import cache
-from importlib.resources import files
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -15,6 +14,8 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from costmodels.errors import InputError
+
+FOLDER = Path(__file__).parent
 
 LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 """The parser of libyaml is ten times faster, but not every PyYAML is built with it."""
@@ -43,7 +44,7 @@ def parse(text: str, origin: str) -> dict[str, Any]:
 @cache
 def packaged(path: str) -> dict[str, Any]:
     """The content of a file of this package. Shared by all callers: not to be changed."""
-    return parse((files(__package__) / path).read_text(encoding="utf-8"), path)
+    return parse((FOLDER / path).read_text(encoding="utf-8"), path)
 
 
 def is_file_name(name: str) -> bool:

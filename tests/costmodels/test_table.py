@@ -9,9 +9,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from costmodels import Layout, even_split
+from costmodels import Layout, blocks, even_split
 from costmodels.layout import schedule_runs
-from costmodels.table import OPTIMIZERS, RECOMPUTE_MODULES, SCHEDULES, LayoutTable, combined, distinct
+from costmodels.moments import highest
+from costmodels.table import (
+    OPTIMIZERS,
+    RECOMPUTE_MODULES,
+    SCHEDULES,
+    LayoutTable,
+    combined,
+    distinct,
+    numbers,
+)
 
 
 @st.composite
@@ -93,3 +102,27 @@ def test_combined_columns_order_rows_as_the_columns_do_however_large() -> None:
     assert np.argsort(combined(columns)).tolist() == np.lexsort(columns[::-1]).tolist()
     first, code = distinct([np.array([3, 1, 3, 1]), np.array([True, False, True, True])])
     assert first[code].tolist() == [0, 1, 0, 3]
+
+
+@pytest.mark.parametrize("columns", [1, 2, 16, 17])
+def test_the_highest_of_each_row_is_found_for_few_columns_and_for_many(columns: int) -> None:
+    held = np.random.default_rng(columns).normal(size=(50, columns))
+    assert (highest(held) == held.max(axis=1)).all()
+    assert (highest(np.broadcast_to(held[:1], held.shape)) == held[0].max()).all()
+
+
+def test_blocks_are_the_rows_that_are_asked_for_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(blocks, "BLOCK", 3)
+    some = [
+        Layout(micro_batch_size=size, layers_per_stage=(4,), global_batch_size=8 * size)
+        for size in range(1, 9)
+    ]
+    table, rows = LayoutTable.of(some), np.array([7, 0, 3, 3])
+
+    def sizes(block: LayoutTable) -> list[int]:
+        return block.micro_batch_size.tolist()  # type: ignore[no-any-return]
+
+    assert [*blocks.in_blocks(sizes, table)] == [[1, 2, 3], [4, 5, 6], [7, 8]]
+    assert [*blocks.in_blocks(sizes, table, rows)] == [[8, 1, 4], [4]]
+    assert [*blocks.in_blocks(sizes, table, rows[:0])] == [[]]
+    assert numbers(table.micro_batch_size[rows]) == [1, 4, 8]

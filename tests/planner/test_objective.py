@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from costmodels import ModelSpec, price
 from costmodels.errors import InputError
 from costmodels.pricing import Prices
-from planner import Plan, ranking, search, suggest
+from planner import Plan, first_plans, search, suggest
 from planner.objective import MEMORY_DIGITS, OBJECTIVES
 
 TINY = ModelSpec(name="tiny", layers=4, hidden=256, heads=8, vocab=1000, seq=128)
@@ -57,10 +57,10 @@ def test_every_plan_is_at_least_as_good_as_the_ones_behind_it(
     sizes = {"max_global_batch_size" if maximum else "global_batch_size": batch - batch % world}
     result = search(model, world_size=world, objective=objective, **sizes)  # type: ignore[arg-type]
     ranked, problem = result.prices.take(result.places), result.problem
-    assert in_order(keys(ranked, objective)[: ranking.FEWEST])
+    assert in_order(keys(ranked, objective)[: first_plans.FEWEST])
     # Behind those whose pipelines are simulated, closed forms decide.
     closed = price(problem.model, problem.cluster, problem.engine, ranked.table)
-    assert in_order(keys(closed, objective)[ranking.MOST :])
+    assert in_order(keys(closed, objective)[first_plans.MOST :])
     assert result.best is not None and result.best.objective == objective
 
 

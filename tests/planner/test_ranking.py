@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from costmodels import ModelSpec, price
-from planner import Plan, evaluate, ranking, search
+from planner import Plan, evaluate, first_plans, search
 
 TINY = ModelSpec(name="tiny", layers=8, hidden=256, heads=8, vocab=1000, seq=128)
 
@@ -19,7 +19,7 @@ def result():
 
 
 def test_the_first_plans_are_ordered_by_their_simulated_pipelines(result):
-    plans = result.plans(ranking.FEWEST)
+    plans = result.plans(first_plans.FEWEST)
     assert all(result.prices.simulated[result.places[: len(plans)]])
     speeds = [plan.estimate.tokens_per_s for plan in plans]
     assert all(later <= sooner * (1 + 1e-8) for sooner, later in pairwise(speeds))
@@ -33,10 +33,10 @@ def test_the_others_stay_in_the_order_of_the_closed_forms(result):
     ).tokens_per_s
     simulated = np.flatnonzero(result.prices.simulated)
     first = int(np.flatnonzero(np.isin(result.places, simulated)).max(initial=-1)) + 1
-    assert first >= ranking.FEWEST
-    rest = closed[result.places[ranking.MOST :]]
+    assert first >= first_plans.FEWEST
+    rest = closed[result.places[first_plans.MOST :]]
     assert (np.diff(np.log(rest)) <= 1e-8).all()
-    assert closed[result.places[: ranking.MOST]].min() >= rest.max() * (1 - 1e-8)
+    assert closed[result.places[: first_plans.MOST]].min() >= rest.max() * (1 - 1e-8)
     assert sorted(result.places.tolist()) == list(range(len(result.places)))
 
 
@@ -58,13 +58,13 @@ def test_search_evaluate_and_saved_plans_agree(pin, tmp_path):
 def test_long_pipelines_leave_fewer_plans_to_simulate(monkeypatch):
     problem = {"world_size": 16, "global_batch_size": 64, "pin": ["pp=4"]}
     many = search(TINY, **problem).prices.simulated.sum()
-    monkeypatch.setattr(ranking, "MOST_PASSES", 1)
+    monkeypatch.setattr(first_plans, "MOST_PASSES", 1)
     few = search(TINY, **problem).prices.simulated.sum()
-    assert few == ranking.FEWEST < many <= ranking.MOST
+    assert few == first_plans.FEWEST < many <= first_plans.MOST
 
 
 def test_fewer_plans_than_are_simulated_are_all_ranked():
     found = search(TINY, world_size=4, global_batch_size=8, pin=["pp=4", "vpp=1", "recompute=none", "mbs=1"])
-    assert 1 <= found.feasible < ranking.FEWEST
+    assert 1 <= found.feasible < first_plans.FEWEST
     assert found.prices.simulated.all()
     assert len(found.plans(50)) == found.feasible

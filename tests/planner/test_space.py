@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from costmodels import Layout, ModelSpec, even_split
 from costmodels.errors import InputError
-from costmodels.table import RECOMPUTE_KINDS
+from costmodels.table import ARRAY_FIELDS, RECOMPUTE_KINDS
 from planner.pins import Pins, WherePossible, parse_pins
 from planner.rules import RULES, first_illegal
 from planner.space import Batch, build, micro_batch_sizes, obstacle
@@ -239,6 +241,24 @@ def test_ranges_that_leave_nothing_are_refused(pin: Any, line: str) -> None:
     with pytest.raises(InputError) as caught:
         build(spec(), 8, Batch(8), "bf16", parse_pins(pin))
     assert line in str(caught.value)
+
+
+@pytest.mark.parametrize("pin", [None, ["pp=1", "vpp=1"], ["zero=1", "tp=2", "layers_per_stage=3,1"]])
+def test_a_table_writes_out_what_is_asked_for_alone(pin: list[str] | None) -> None:
+    space = build(spec(), 8, Batch(24, True), "bf16", parse_pins(pin))
+    rows = np.random.default_rng(0).integers(0, len(space.table), 40)
+    some = space.table.take(rows)
+    assert "tensor_parallel" not in vars(space.table)
+    layouts = [space.table.layout(int(row)) for row in rows]
+    assert [some.layout(row) for row in range(len(rows))] == layouts
+    for name in ARRAY_FIELDS:
+        column = getattr(space.table, name)
+        assert len(column) == len(space.table)
+        assert (column[rows] == getattr(some, name)).all()
+    # With its columns there, too, and as a table of its own.
+    assert [space.table.take(rows).layout(row) for row in range(len(rows))] == layouts
+    plain = replace(space.table, micro_batch_size=space.table.micro_batch_size)
+    assert [plain.layout(int(row)) for row in rows] == layouts and len(plain) == len(space.table)
 
 
 def test_rows_of_one_family_differ_in_what_they_recompute_only() -> None:

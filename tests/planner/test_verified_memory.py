@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 
 import planner
-from costmodels import Layout, ModelSpec
+from costmodels import Layout, ModelSpec, price
 from costmodels.bundled import rank_peaks
 from costmodels.table import LayoutTable
 from costmodels.words import GIB
 from planner import inputs
+from planner.first_plans import SETTLED
 from planner.verified_memory import verifiable
 
 GPT = ModelSpec(name="gpt", layers=8, hidden=1024, heads=16, vocab=8192, seq=1024)
@@ -49,6 +52,31 @@ def test_a_plan_that_does_not_fit_by_exact_bytes_is_rejected_under_the_rule_of_m
     assert len(kept) == np.count_nonzero(np.array(needs) <= limit * GIB)
     assert all(plan.fits and plan.estimate.peak_memory_bytes <= limit * GIB for plan in kept)
     assert some.rejected["device_memory"] == some.legal - some.feasible
+
+
+def test_as_many_plans_as_are_shown_fit_by_their_exact_bytes() -> None:
+    job: dict[str, Any] = {"world_size": 8, "global_batch_size": 32, "memory_margin_gib": 0.0}
+    job["pin"] = ["schedule=1f1b", "cp=1", "recompute=none"]
+    whole = planner.search(GPT, **job)
+    plans, problem = whole.plans(40), whole.problem
+    table = LayoutTable.of([plan.layout for plan in plans])
+    closed = price(problem.model, problem.cluster, problem.engine, table).peak_memory_bytes
+    exact = np.array([plan.estimate.peak_memory_bytes for plan in plans])
+    # Closed forms let this one in, and its exact bytes do not.
+    place = int((closed / exact).argmin())
+    assert closed[place] < exact[place]
+    some = planner.search(GPT, **job, device_memory_gib=(closed[place] + exact[place]) / 2 / GIB)
+    first = [some.plan(rank) for rank in range(min(40, some.feasible))]
+    left_out = [plan.layout for plan in first if not plan.fits]
+    assert left_out and not {plan.layout for plan in first[:SETTLED]} & set(left_out)
+    found = some.settled(40)
+    assert found.feasible < some.feasible and found.settled(20) is found
+    assert found.rejected["device_memory"] == found.legal - found.feasible
+    shown = some.plans(40)
+    assert [plan.layout for plan in shown] == [plan.layout for plan in found.plans(40)]
+    assert all(plan.fits for plan in shown) and not {plan.layout for plan in shown} & set(left_out)
+    for plan in shown:
+        assert plan.estimate.peak_memory_bytes <= some.problem.cluster.memory_bytes
 
 
 def test_only_the_bundled_engine_on_gpus_is_verified() -> None:
