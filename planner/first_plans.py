@@ -41,20 +41,23 @@ class Ranking:
     """Of the layouts that fit by closed forms; the first ones with simulated pipelines and exact memory."""
     places: Ints
     """Rows of `prices` that fit, best first."""
-    simulated: int = 0
-    """Places that are in the order of their simulated pipelines."""
+    simulated: bool = False
+    """The first places are in the order of their simulated pipelines."""
     exact: Mapping[int, RankBytes | None] = field(default_factory=dict)
     """Bytes of the pipeline ranks of rows of `prices`, as far as they were asked for; None if not known."""
 
 
 def settled(objective: Objective, ranking: Ranking, count: int) -> Ranking:
-    """`ranking` with its first `count` places settled: by exact memory and simulated pipelines."""
+    """`ranking` with its first `count` places settled: by exact memory and simulated pipelines.
+
+    The first call puts the places in order; further ones only leave out what does not fit, so that the best
+    plan is the same however many are shown.
+    """
+    if ranking.simulated:
+        return _verified(ranking, count)
     if objective == "memory":
         # Exact bytes decide the order.
         count = max(count, MOST)
-    if ranking.simulated and all(row in ranking.exact for row in ranking.places[:count].tolist()):
-        return ranking
-    if objective == "memory":
         ranking = _ordered(objective, _verified(ranking, count), count)
     while True:
         ranking = _played(objective, ranking)
@@ -67,6 +70,8 @@ def _verified(ranking: Ranking, count: int) -> Ranking:
     """Without rows of the first `count` places that do not fit by their exact memory."""
     prices, places, exact = ranking.prices, ranking.places, dict(ranking.exact)
     ahead = 0
+    if all(row in exact for row in places[:count].tolist()):
+        return ranking
     while any(row not in exact for row in places[:count].tolist()):
         asked = np.array([row for row in places[: count + ahead].tolist() if row not in exact][:AT_ONCE])
         prices, fits, found = verify(prices, asked)
@@ -80,12 +85,12 @@ def _verified(ranking: Ranking, count: int) -> Ranking:
 def _played(objective: Objective, ranking: Ranking) -> Ranking:
     """With simulated pipelines at the top, in their order."""
     prices, places = ranking.prices, ranking.places
-    count = ranking.simulated or _count(prices.table.take(places[:MOST]))
+    count = _count(prices.table.take(places[:MOST]))
     first = places[:count]
     new = first[~prices.simulated[first]]
     if len(new):
         prices = prices.simulate(new)
-    return _ordered(objective, replace(ranking, prices=prices, simulated=count), count)
+    return _ordered(objective, replace(ranking, prices=prices, simulated=True), count)
 
 
 def _ordered(objective: Objective, ranking: Ranking, count: int) -> Ranking:
