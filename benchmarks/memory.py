@@ -17,12 +17,14 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
 from costmodels import LatentAttention, Layout, ModelSpec, even_split
 from costmodels.bundled import KINDS, covers, moments_of_ranks
+from costmodels.layout import Schedule
 from costmodels.table import LayoutTable
 from planner.rules import first_illegal
 from runtime.dryrun import trace
@@ -31,6 +33,14 @@ SHARE, BYTES = 0.01, 2**20
 """How far the formula may be from the dry run: the larger of a share and of a number of bytes."""
 
 LAYERS = {"compiled": True, "eager": False}
+
+OPTIMIZERS = ["adam", "adam", "adam", "sgd", "adafactor", "muon"]
+
+MORE_OPTIMIZERS = ["adam8bit"] if find_spec("torchao") else []
+"""Those that examples of any size have besides."""
+
+SCHEDULES: tuple[Schedule, ...] = ("interleaved", "interleaved_zb", "zbv", "dualpipev")
+"""Of several stages on a rank; the last two have two of them."""
 
 Chosen = TypeVar("Chosen")
 Choose = Callable[[Sequence[Any]], Any]
@@ -84,7 +94,11 @@ def allowed(size: float) -> float:
 
 
 def draw_model(choose: Choose, small: bool) -> ModelSpec:
-    """A random model, wide enough for errors to show; of few layers where it is to be small."""
+    """A random model, wide enough for errors to show; of few layers where it is to be small.
+
+    Raises:
+        ValueError: its fields contradict each other.
+    """
     heads, head_dim = choose([8, 16]), choose([64, 128])
     gated, latent = choose([False, True]), choose([False, False, True])
     if latent:
@@ -93,7 +107,7 @@ def draw_model(choose: Choose, small: bool) -> ModelSpec:
         extra = {"kv_heads": choose([heads, heads, 4, 2])}
     return ModelSpec(
         name="drawn",
-        layers=choose([1, 2, 3] if small else [1, 2, 3, 4, 6]),
+        layers=choose([1, 2, 3] if small else [1, 2, 3, 4, 6, 8]),
         hidden=choose([1024, 2048, 4096]),
         heads=heads,
         head_dim=head_dim,
@@ -115,7 +129,7 @@ def draw_model(choose: Choose, small: bool) -> ModelSpec:
 
 def draw_experts(choose: Choose) -> dict[str, Any]:
     """Random experts."""
-    shared = choose([0, 0, 1024])
+    shared, groups = choose([0, 0, 1024]), choose([1, 1, 2, 4])
     return {
         "experts": choose([4, 8, 16]),
         "top_k": choose([1, 2, 4]),
@@ -126,6 +140,9 @@ def draw_experts(choose: Choose) -> dict[str, Any]:
         "router": {
             "score": choose(["softmax", "sigmoid"]),
             "normalised": choose([False, True]),
+            "groups": groups,
+            "top_groups": choose([1, 2]) if groups > 1 else 1,
+            "group_score": choose(["max", "top2"]) if groups > 1 else "max",
             "expert_bias": choose([False, True]),
             "capacity_factor": choose([0.0, 0.0, 1.0]),
         },
@@ -151,32 +168,39 @@ def draw_layout(choose: Choose, model: ModelSpec, small: bool) -> Layout:
     """
     tp, dp, cp = choose([1, 1, 2, 4]), choose([1, 2, 4, 8]), choose([1, 1, 1, 2])
     pipeline = min(choose([1, 1, 2, 3, 4]), model.layers)
-    zero = choose([0, 1, 2, 3]) if dp * cp > 1 else 0
+    zero: Any = choose([0, 1, 2, 3]) if dp * cp > 1 else 0
     size, more = choose([1, 1, 2]), choose([0, 1, 2] if small else [0, 1, 2, 4])
     recompute = choose(["none", "none", "full", "selective"])
-    split = list(even_split(model.layers, pipeline))
+    chunks = choose([1, 1, 2, 3, 4]) if 1 < pipeline <= model.layers // 2 else 1
+    chunks = min(chunks, model.layers // pipeline)
+    schedule: Any = choose(SCHEDULES[: 4 if chunks == 2 else 2]) if chunks > 1 else "1f1b"
+    fewest = 2 * pipeline if schedule == "dualpipev" else max(1, pipeline)
+    split = list(even_split(model.layers, pipeline * chunks))
     if pipeline > 1 and split[-1] > 1 and choose([False, True]):
         split[0], split[-1] = split[0] + 1, split[-1] - 1
     return Layout(
         tensor_parallel=tp,
         sequence_parallel=tp > 1 and choose([False, True]),
         pipeline_parallel=pipeline,
+        virtual_pipeline_parallel=chunks,
+        schedule=schedule,
         layers_per_stage=tuple(split),
         context_parallel=cp,
-        context_parallel_form=choose(["all_gather", "all_to_all"]) if cp > 1 else "all_gather",
+        context_parallel_form=choose(["all_gather", "all_to_all", "ring"]) if cp > 1 else "all_gather",
         expert_parallel=choose([1, 2, 4]) if model.experts else 1,
         expert_tensor_parallel=choose([1, 1, 2]) if model.experts else 1,
         data_parallel=dp,
         zero_stage=zero,
         zero_replicas=choose([1, 1, 2]) if zero else 1,
         micro_batch_size=size,
-        global_batch_size=size * dp * (max(1, pipeline) + more),
+        global_batch_size=size * dp * (fewest + more),
         recompute=recompute,
         recompute_modules=choose(MODULES) if recompute == "selective" else (),
         recompute_method=choose(["uniform", "uniform", "block"]) if recompute != "none" else "uniform",
         precision=choose(["bf16", "bf16", "fp16", "fp32"]),
         gradient_reduction=choose(["fp32", "fp32", "bf16"]),
-        optimizer=choose(["adam", "adam", "sgd"]),
+        optimizer=choose([*OPTIMIZERS, *MORE_OPTIMIZERS * (not small)]),
+        offload_optimizer=choose([False, False, False, True]),
     )
 
 
@@ -188,8 +212,8 @@ def draw(choose: Choose, small: bool = False, compiled: bool | None = None) -> E
         compiled: layers are; drawn where not given.
     """
     compiled = choose([False, True]) if compiled is None else compiled
-    model = draw_model(choose, small)
     try:
+        model = draw_model(choose, small)
         layout = draw_layout(choose, model, small)
     except ValueError:
         return None

@@ -4,10 +4,21 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from costmodels.bundled.operations import cat, chunk, copy, function, keep, result_of, times
+from costmodels.bundled.operations import (
+    cat,
+    chunk,
+    copy,
+    elementwise,
+    function,
+    keep,
+    result_of,
+    times,
+)
 from costmodels.bundled.replay import COMMUNICATION, Gradients, Node, Size, Storage, Tensor
 from costmodels.bundled.structure import (
     ATTENDED,
+    ATTENTION_MASK,
+    ATTENTION_SCORES,
     GATHERED_PAIR,
     KEY,
     LOG_SUM_EXP,
@@ -85,11 +96,44 @@ def kernel(
     return result
 
 
+def scored(q: Tensor, k: Tensor, v: Tensor, several: bool) -> Tensor:
+    """Attention of grouped queries without a fused kernel: keeps scaled queries and repeated keys and values,
+    and the scores of all heads after the softmax (ATen's `_scaled_dot_product_attention_math`).
+
+    Its result lies head by head.
+    """
+    tape = q.storage.tape
+    q = elementwise(q)
+    everyone = Storage(tape, ATTENTION_MASK)
+    causal = Storage(tape, ATTENTION_MASK)
+    del everyone
+    mask = Storage(tape, times(ATTENTION_MASK, 4))
+    del causal
+    k, v = _changed(k, QUERY, k.size), _changed(v, QUERY, v.size)
+    scores = _batched(copy(q, QUERY) if several else q, elementwise(k), ATTENTION_SCORES)
+    scores = result_of(tape, ATTENTION_SCORES, [scores], [], lambda node, grads: grads)
+    del mask
+    scores = elementwise(scores, saves="output")
+    result = _batched(scores, v, ATTENDED)
+    return reordered(result, ATTENDED) if several else result
+
+
+def _batched(a: Tensor, b: Tensor, size: Size) -> Tensor:
+    """Products of batches of matrices, which keep both; the second one's gradient comes first."""
+
+    def backward(node: Node, grads: Gradients) -> Gradients:
+        to_second = Storage(node.tape, b_size)
+        return [Storage(node.tape, a_size), to_second]
+
+    a_size, b_size = a.size, b.size
+    return result_of(a.storage.tape, size, [a, b], [a.storage, b.storage], backward)
+
+
 def gathered(q: Tensor, k: Tensor, v: Tensor, several: bool, sizes: Sizes = PLAIN) -> Tensor:
     """`runtime.context_attention.gathered_attention` on the first rank."""
     if several:
         # The gradient of values comes token by token, and is copied to the order of sequences.
-        v = _reordered(v, sizes.value)
+        v = reordered(v, sizes.value)
     half = times(sizes.query, 0.5)
     first, last = chunk(q, [half, half])
     k_first, v_first, k_last, v_last = _gather_prefixes(k, v, sizes)
@@ -137,9 +181,9 @@ def exchanged(q: Tensor, k: Tensor, v: Tensor, several: bool, repeats: bool, siz
     if repeats:
         k, v = _changed(k, sizes.repeated_key, sizes.key), _changed(v, sizes.repeated_value, sizes.value)
     parts = [
-        _reordered(q, sizes.query),
-        _reordered(k, sizes.repeated_key),
-        _reordered(v, sizes.repeated_value),
+        reordered(q, sizes.query),
+        reordered(k, sizes.repeated_key),
+        reordered(v, sizes.repeated_value),
     ]
     sent = cat(parts, sizes.travelling)
     received = _exchange(sent, sizes.travelling)
@@ -156,7 +200,7 @@ def _changed(x: Tensor, size: Size, gradient: Size) -> Tensor:
     return result_of(tape, size, [x], [], lambda node, grads: [Storage(node.tape, gradient)])
 
 
-def _reordered(x: Tensor, size: Size) -> Tensor:
+def reordered(x: Tensor, size: Size) -> Tensor:
     """A view whose gradient must be copied."""
     return result_of(
         x.storage.tape, x.storage, [x], [], lambda node, grads: [Storage(node.tape, size)], size=x.size

@@ -5,10 +5,26 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from costmodels.bundled.attention import PLAIN, Sizes
-from costmodels.bundled.compiled_graph import INLINED, JOINED, KERNEL, REDUCTION, Graph, Tensor, Value
+from costmodels.bundled.compiled_graph import (
+    INLINED,
+    JOINED,
+    KERNEL,
+    PART,
+    REDUCTION,
+    Graph,
+    Tensor,
+    Value,
+)
 from costmodels.bundled.operations import times
 from costmodels.bundled.replay import Size
-from costmodels.bundled.structure import ATTENDED, LOG_SUM_EXP, Structure
+from costmodels.bundled.structure import (
+    ATTENDED,
+    ATTENTION_SCORES,
+    LOG_SUM_EXP,
+    QUERY,
+    QUERY_STATISTICS,
+    Structure,
+)
 
 Gradients = Sequence["Value | None"]
 
@@ -19,6 +35,8 @@ def core(graph: Graph, structure: Structure, q: Tensor, k: Tensor, v: Tensor, si
         return gathered(graph, q, k, v, sizes)
     if structure.context_form == "all_to_all":
         return exchanged(graph, q, k, v, structure.repeats_heads, sizes)
+    if structure.scores_attention:
+        return scored(graph, q, k, v, structure.several)
     return kernel(graph, q, k, v, (q.size, k.size, v.size))
 
 
@@ -46,6 +64,46 @@ def kernel(
         return [graph.part(every, index) for index in range(3)]
 
     return graph.joins(result, out, [q.edge, k.edge, v.edge], backward)
+
+
+def scored(graph: Graph, q: Tensor, k: Tensor, v: Tensor, several: bool) -> Tensor:
+    """Attention of grouped queries without a fused kernel (`attention.scored`)."""
+    q = _computed(graph, q, QUERY)
+    k, v = _computed(graph, _repeated(graph, k, QUERY, k.size), QUERY), _repeated(graph, v, QUERY, v.size)
+    scores = _batched(graph, q, k, ATTENTION_SCORES)
+    largest = graph.add(REDUCTION, [scores.value], QUERY_STATISTICS)
+    total = graph.add(REDUCTION, [scores.value, largest], QUERY_STATISTICS)
+    shares = graph.add(INLINED, [scores.value, largest, total], ATTENTION_SCORES)
+
+    def backward(grads: Gradients) -> list[Value | None]:
+        assert grads[0] is not None
+        rows = graph.add(REDUCTION, [grads[0], shares], QUERY_STATISTICS)
+        return [graph.add(INLINED, [grads[0], shares, rows], ATTENTION_SCORES)]
+
+    weights = graph.joins(shares, ATTENTION_SCORES, [scores.edge], backward)
+    result = _batched(graph, weights, v, ATTENDED)
+    if not several:
+        return result
+    return graph.joins(
+        result.value, ATTENDED, [result.edge], lambda grads: [graph.copied(grads[0], ATTENDED)]
+    )
+
+
+def _computed(graph: Graph, x: Tensor, size: Size) -> Tensor:
+    """A product with a number, whose gradient is one too."""
+    value = graph.add(INLINED, [x.value], size)
+    return graph.joins(value, size, [x.edge], lambda grads: [graph.copied(grads[0], size)])
+
+
+def _batched(graph: Graph, a: Tensor, b: Tensor, size: Size) -> Tensor:
+    """Products of batches of matrices; the second one's gradient comes first."""
+
+    def backward(grads: Gradients) -> list[Value | None]:
+        assert grads[0] is not None
+        to_second = graph.add(KERNEL, [a.value, grads[0]], b.size)
+        return [graph.add(KERNEL, [grads[0], b.value], a.size), to_second]
+
+    return graph.joins(graph.add(KERNEL, [a.value, b.value], size), size, [a.edge, b.edge], backward)
 
 
 def gathered(graph: Graph, q: Tensor, k: Tensor, v: Tensor, sizes: Sizes) -> Tensor:
@@ -96,7 +154,11 @@ def _halves(graph: Graph, x: Tensor, size: Size) -> list[Tensor]:
 
     edge = graph.joins(x.value, size, [x.edge], backward).edge
     assert edge is not None
-    return [Tensor(x.value, times(size, 0.5), (edge[0], index)) for index in range(2)]
+    half = times(size, 0.5)
+    # What is read by halves is computed again where that is element-wise all the way, as after a norm.
+    again = x.value.kind == INLINED and all(arg.kind != JOINED for arg in x.value.args)
+    shown = [graph.add(PART, [x.value], half) if again else x.value for _ in range(2)]
+    return [Tensor(value, half, (edge[0], index)) for index, value in enumerate(shown)]
 
 
 def exchanged(graph: Graph, q: Tensor, k: Tensor, v: Tensor, repeats: bool, sizes: Sizes) -> Tensor:

@@ -19,6 +19,7 @@ from costmodels.bundled.compiled_graph import (
 from costmodels.bundled.operations import times
 from costmodels.bundled.replay import Size
 from costmodels.bundled.structure import (
+    ATTENDED,
     BIASES,
     HEAD_WIDTH,
     INNER,
@@ -101,6 +102,9 @@ class CompiledLayer:
             q, k = self.rotate(q), self.rotate(k)
         with self.graph.computed_again("core_attention" in self.structure.recompute):
             attended = self.core(q, k, v)
+        if self.structure.scores_attention and not self.structure.one_head:
+            ordered = self.graph.copied(attended.value, ATTENDED)
+            attended = self.graph.joins(ordered, ATTENDED, [attended.edge], lambda grads: [grads[0]])
         return self.rows(attended, "output")
 
     def columns(self, x: Tensor, name: str, size: Size) -> Tensor:
@@ -111,8 +115,11 @@ class CompiledLayer:
         else:
             result = self.linear(x, name, size, bias)
         form = self.structure.context_form
+        one = self.structure.one_head if name == "query" else self.structure.one_key_head
         # Gradients that come head by head are copied to the order of tokens.
-        if form == "all_to_all" or (form == "all_gather" and (name == "query" or self.structure.several)):
+        copies = self.structure.scores_attention and not one
+        copies |= form == "all_gather" and (name == "query" or self.structure.several)
+        if copies or form == "all_to_all":
             return self.graph.joins(
                 result.value, size, [result.edge], lambda grads: [self.graph.copied(grads[0], size)]
             )

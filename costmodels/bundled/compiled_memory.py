@@ -19,7 +19,10 @@ class Plan:
     def __init__(self, program: Program) -> None:
         self.program = program
         self.read_as_buffer = {
-            arg for value in program.values if self.kind(value) in READS_BUFFERS for arg in value.args
+            arg
+            for value in program.values
+            if self.kind(value) in (*READS_BUFFERS, PART)
+            for arg in value.args
         } | set(program.outputs)
         self.reads: dict[Value, set[Value]] = {}
         for value in program.values:

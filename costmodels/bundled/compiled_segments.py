@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 
 from costmodels.bundled import compiled_graph as graphs
 from costmodels.bundled.compiled_graph import INPUT, Graph, Program, Value, partition
@@ -16,9 +16,21 @@ from costmodels.bundled.compiled_latent import CompiledLatentLayer
 from costmodels.bundled.compiled_layers import CompiledLayer
 from costmodels.bundled.compiled_memory import Held, run
 from costmodels.bundled.experts import mixture
+from costmodels.bundled.latent import LatentLayer
 from costmodels.bundled.layers import Layer
 from costmodels.bundled.operations import call
-from costmodels.bundled.replay import ACTIVATIONS, Gradients, Leaf, Node, Size, Tensor
+from costmodels.bundled.recomputing import recomputed
+from costmodels.bundled.replay import (
+    ACTIVATIONS,
+    Gradients,
+    Leaf,
+    Node,
+    Packed,
+    Size,
+    Storage,
+    Tape,
+    Tensor,
+)
 from costmodels.bundled.structure import (
     EXPERT_INNER,
     RESIDUAL,
@@ -71,17 +83,20 @@ def run_segment(compiled: Segment, weights: dict[str, Leaf], inputs: Sequence[Te
         compiled.forward,
         {value: [one.storage] for value, one in zip(compiled.inputs, inputs, strict=True)},
     )
+    if not tape.records:
+        return [Tensor(storage) for storage in outputs[: compiled.results]]
     there = dict(zip(compiled.forward.outputs, outputs, strict=True))
     there |= {value: one.storage for value, one in zip(compiled.inputs, inputs, strict=True)}
-    kept: Held = {value: [there[value]] for value in compiled.backward.inputs if value in there}
-    for (storage,) in kept.values():
-        storage.become(ACTIVATIONS)
+    kept = {value: _saved(tape, there[value]) for value in compiled.backward.inputs if value in there}
+    there.clear()
     parameters = [weights[name] for name in compiled.names if name in weights]
     sources = [*inputs, *(Tensor(inputs[0].storage, (leaf, 0)) for leaf in parameters)]
     numbers = [str(number) for number in range(len(inputs))]
 
     def backward(node: Node, grads: Gradients) -> Gradients:
-        held = dict(kept)
+        held: Held = {
+            value: [packed if isinstance(packed, Storage) else packed()] for value, packed in kept.items()
+        }
         kept.clear()
         for value, grad in zip(compiled.gradients, grads, strict=True):
             assert grad is not None
@@ -100,30 +115,36 @@ def run_segment(compiled: Segment, weights: dict[str, Leaf], inputs: Sequence[Te
     return [Tensor(storage, (node, index)) for index, storage in enumerate(outputs[: compiled.results])]
 
 
-class CompiledMixtureLayer(Layer):
-    """A compiled layer with experts."""
+def _saved(tape: Tape, storage: Storage) -> Packed:
+    """What a compiled function keeps for backward, or what the hooks of the tape give for it."""
+    packed = tape.hooks[-1](storage) if tape.hooks else storage
+    if isinstance(packed, Storage):
+        packed.become(ACTIVATIONS)
+    return packed
 
-    def __init__(self, structure: Structure, weights: dict[str, Leaf]) -> None:
-        super().__init__(structure, weights, mixture)
-        self.shared = self.compiled_shared
 
-    def forward(self, x: Tensor) -> Tensor:
-        """`runtime.model.Block`."""
-        residual, normed = run_segment(_up_to_experts(self.structure), self.weights, [x])
-        result = call(self.mlp, normed)
-        del normed
-        (out,) = run_segment(_sum(self.structure), self.weights, [residual, result])
-        return out
+def compiled_mixture(structure: Structure, weights: dict[str, Leaf], x: Tensor) -> Tensor:
+    """A compiled layer with experts (`runtime.model.Block`).
 
-    def activate(self, *inputs: Tensor) -> Tensor:
-        """The activation function of the experts."""
-        (result,) = run_segment(_activation(self.structure), self.weights, inputs)
-        return result
+    One that is computed again as a whole runs operation by operation but for what is compiled of its experts:
+    torch.compile calls torch.utils.checkpoint as it is, where what that runs cannot be one graph.
+    """
+    again, tape = structure.recompute, x.storage.tape
+    layer = (LatentLayer if structure.latent else Layer)(structure, weights, mixture)
+    layer.activated = partial(_of_one, _activation(structure), weights)
+    layer.shared = partial(_of_one, _shared(structure), weights) if structure.shared_experts else None
+    if "full" in again:
+        return layer.forward(x)
+    residual, normed = run_segment(_up_to_experts(structure), weights, [x])
+    result = call(recomputed(tape, layer.mlp) if "mlp" in again else layer.mlp, normed)
+    del normed
+    return _of_one(_sum(structure), weights, residual, result)
 
-    def compiled_shared(self, x: Tensor) -> Tensor:
-        """The shared experts."""
-        (result,) = run_segment(_shared(self.structure), self.weights, [x])
-        return result
+
+def _of_one(compiled: Segment, weights: dict[str, Leaf], *inputs: Tensor) -> Tensor:
+    """The result of a compiled function that has one."""
+    (result,) = run_segment(compiled, weights, inputs)
+    return result
 
 
 @lru_cache(maxsize=256)
@@ -157,7 +178,9 @@ def _shared(structure: Structure) -> Segment:
     def compute(layer: CompiledLayer, inputs: list[graphs.Tensor]) -> list[graphs.Tensor]:
         return [layer.network(inputs[0], SHARED, SHARED_INNER)]
 
-    split = structure._replace(sequence_parallel=structure.tensor_parallel)
+    # Norms that are computed again gather again only what sequence parallelism has split.
+    again = structure.recompute - (frozenset() if structure.sequence_parallel else {"norm"})
+    split = structure._replace(sequence_parallel=structure.tensor_parallel, recompute=again)
     return segment(split, [ROUTED if structure.tensor_parallel else WHOLE], compute)
 
 

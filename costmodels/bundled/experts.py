@@ -112,8 +112,9 @@ def route(layer: Layer, x: Tensor) -> tuple[Tensor, Storage]:
     tape, structure = x.storage.tape, layer.structure
     scores = elementwise(_wide_product(layer, x), saves="output")
     biased = Storage(tape, SCORES) if structure.biased else None
+    within_groups = Storage(tape, SCORES) if structure.grouped_choice else None
     chosen = Storage(tape, times(PAIR_COUNT, 8))
-    del biased
+    del biased, within_groups
     weights = result_of(
         tape, times(PAIR_COUNT, 4), [scores], [chosen], lambda node, grads: [Storage(node.tape, SCORES)]
     )
@@ -226,7 +227,8 @@ def experts(layer: Layer, rows: Tensor) -> Tensor:
     names = ("expert_up", "expert_gate") if layer.structure.gated else ("expert_up",)
     # They are there until the last product has been computed.
     inner = [product(layer, rows, name, EXPERT_INNER) for name in names]
-    return product(layer, layer.activate(*inner), "expert_down", ROWS)
+    activate = layer.activated or layer.activate
+    return product(layer, activate(*inner), "expert_down", ROWS)
 
 
 def product(layer: Layer, rows: Tensor, name: str, size: Size) -> Tensor:
@@ -258,11 +260,11 @@ def _one_by_one(layer: Layer, rows: Tensor, name: str, size: Size) -> Tensor:
     """One product after the other, where there is no kernel for all: the last one, and those before it."""
     tape, count = rows.storage.tape, layer.structure.local_experts
     leaf = Tensor(rows.storage, (layer.weights[name], 0))
+    shares = [share for share in ((count - 1) / count, 1 / count) if share]
+    parts = chunk(rows, [times(rows.size, share) for share in shares])
     weights = result_of(
         tape, rows.storage, [leaf], [], lambda node, grads: [Storage(node.tape, WEIGHTS[name])]
     )
-    shares = [share for share in ((count - 1) / count, 1 / count) if share]
-    parts = chunk(rows, [times(rows.size, share) for share in shares])
     results = []
     for index, (part, share) in enumerate(zip(parts, shares, strict=True)):
         own = Tensor(rows.storage, None if weights.edge is None else (weights.edge[0], index))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -30,6 +30,8 @@ class Group:
     """Of the last one."""
     elements: tuple[Floats, ...]
     """Of each."""
+    shapes: tuple[Shape, ...]
+    """Sides of each."""
     moved: Bools
     """Parameters are split along another side than the first, and so are copied on their way."""
     summed: Floats | float = 0.0
@@ -37,20 +39,42 @@ class Group:
     splits them."""
     largest_summed: Floats | float = 0.0
     """Of the largest of these."""
+    whole_shapes: tuple[Shape, ...] | None = None
+    """Sides of a layer's parameters before tensor parallelism splits them; None for embedding and head."""
+    any_side: bool = False
+    """Routed experts: matrices of three sides, of which the first that can be is split evenly."""
 
     @property
     def own(self) -> Floats:
         """On the first of these ranks."""
         return self.padded / self.shards
 
+    @property
+    def matrix_sides(self) -> int:
+        """Sides of a matrix, beside which there are vectors only."""
+        return 3 if self.any_side else 2
+
+    @property
+    def local_sides(self) -> list[list[Floats]]:
+        """Sides of each parameter on the first of these ranks, [n] each."""
+        return [_local(shape, self.shards, self.any_side) for shape in self.shapes]
+
 
 def group_of(
-    shapes: list[Shape], shards: Floats, any_side: bool = False, summed: tuple[Floats | float, ...] = ()
+    shapes: list[Shape],
+    shards: Floats,
+    any_side: bool = False,
+    summed: tuple[Floats | float, ...] = (),
+    of_whole: list[Shape] | None = None,
 ) -> Group:
     """A group of parameters of these shapes, split over `shards` ranks.
 
     FSDP2 splits the first side and rounds the parts up (`_fsdp_param.py`); with `any_side` the first one that
     `shards` divides, as the runtime does with experts.
+
+    Args:
+        summed: `Group.summed`, of each such matrix.
+        of_whole: `Group.whole_shapes`.
     """
     whole, padded, largest = (np.zeros_like(shards) for _ in range(3))
     every, moved = [], np.zeros(len(shards), dtype=np.bool_)
@@ -68,7 +92,29 @@ def group_of(
             moved |= even & (first % shards > 0)
         whole, padded, largest = whole + elements, padded + filled, np.maximum(largest, filled)
         every.append(elements)
-    return Group(whole, padded, shards, largest, every[-1], tuple(every), moved, *_summed(summed))
+    return Group(
+        whole,
+        padded,
+        shards,
+        largest,
+        every[-1],
+        tuple(every),
+        tuple(shapes),
+        moved,
+        *_summed(summed),
+        None if of_whole is None else tuple(of_whole),
+        any_side,
+    )
+
+
+def _local(shape: Shape, shards: Floats, any_side: bool) -> list[Floats]:
+    """Sides of what the first of `shards` ranks has of a parameter, split as `group_of` says."""
+    sides: list[Floats] = [
+        np.broadcast_to(np.asarray(side, dtype=np.float64), shards.shape) for side in shape
+    ]
+    even = [side % shards == 0 for side in sides] if any_side else []
+    chosen = np.where(np.any(even, axis=0), np.argmax(even, axis=0), 0) if even else np.zeros(len(shards))
+    return [np.where(chosen == number, np.ceil(side / shards), side) for number, side in enumerate(sides)]
 
 
 def layer_shapes(model: ModelSpec, table: LayoutTable, moe: bool) -> list[Shape]:
@@ -115,6 +161,12 @@ def expert_shapes(model: ModelSpec, table: LayoutTable) -> list[Shape]:
     width = model.expert_ffn / table.expert_tensor_parallel.astype(np.float64)
     shapes: list[Shape] = [(experts, width, h)] * inputs + [(experts, h, width)]
     return shapes + ([(experts, width)] * inputs + [(experts, h)]) * model.linear_bias
+
+
+def without_tensor_parallel(table: LayoutTable) -> LayoutTable:
+    """The same rows, of ranks that split no matrix."""
+    ones = np.ones_like(table.tensor_parallel)
+    return replace(table, tensor_parallel=ones, expert_tensor_parallel=ones)
 
 
 def summed_of_layer(model: ModelSpec, table: LayoutTable, moe: bool) -> tuple[Floats, ...]:

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from costmodels.bundled.attention import exchanged, gathered, kernel
+from costmodels.bundled.attention import exchanged, gathered, kernel, reordered, scored
 from costmodels.bundled.operations import (
     add,
     call,
     cat,
     chunk,
+    copy,
     elementwise,
     function,
     keep,
@@ -34,7 +35,9 @@ from costmodels.bundled.replay import (
     Storage,
     Tensor,
 )
+from costmodels.bundled.ring import ring
 from costmodels.bundled.structure import (
+    ATTENDED,
     BIASES,
     EXPONENTS,
     HEAD_WIDTH,
@@ -70,7 +73,8 @@ class Layer:
     ) -> None:
         self.structure, self.weights, self.mixture = structure, weights, mixture
         self.shared: Callable[[Tensor], Tensor] | None = None
-        """Computes shared experts where these are not operations one by one."""
+        self.activated: Callable[..., Tensor] | None = None
+        """Compute shared experts, and the activation of experts, where both are not done one by one."""
 
     def forward(self, x: Tensor) -> Tensor:
         """`runtime.model.Block`, with what `runtime.recompute` wraps."""
@@ -126,12 +130,24 @@ class Layer:
         x = self.enter_module(x)
         sizes = {"query": QUERY, "key": KEY, "value": VALUE}
         q, k, v = (self.linear(x, name, size, self.structure.qkv_bias) for name, size in sizes.items())
+        by_heads = self.structure.context_form == "ring" or self.structure.scores_attention
+        if by_heads:
+            q, k, v = self.in_token_order(q, k, v)
         if self.structure.qk_norm:
             q, k = self.norm(q, QUERY_STATISTICS), self.norm(k, KEY_STATISTICS)
         if self.structure.rotates:
             q, k = self.rotate(q), self.rotate(k)
-        attended = view(self.core_attention(q, k, v))
+        attended = self.core_attention(q, k, v)
+        # Fused kernels write results in the order in which the output matrix reads them.
+        in_order = not self.structure.scores_attention or self.structure.one_head
+        attended = view(attended) if in_order else copy(attended, ATTENDED)
         return call(self.leave_rows, attended, "output")
+
+    def in_token_order(self, q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
+        """The same, whose gradients come head by head, but from norms, and are copied."""
+        norms, one, one_key = self.structure.qk_norm, self.structure.one_head, self.structure.one_key_head
+        in_order = [(q, one or norms), (k, one_key or norms), (v, one_key)]
+        return [x if there else reordered(x, x.size) for x, there in in_order]
 
     def core_attention(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Attention itself, computed again where the structure says so."""
@@ -186,6 +202,11 @@ class Layer:
             return gathered(q, k, v, several)
         if form == "all_to_all":
             return exchanged(q, k, v, several, self.structure.repeats_heads)
+        if form == "ring":
+            structure = self.structure
+            return ring(q, k, v, structure.ring_ranks, structure.one_head, structure.one_key_head)
+        if self.structure.scores_attention:
+            return scored(q, k, v, several)
         return kernel(q, k, v, (q.size, k.size, v.size))
 
     def rotate(self, x: Tensor) -> Tensor:

@@ -1,16 +1,22 @@
-"""When PyTorch posts messages between pipeline stages, in turns of a walk through the passes of all ranks."""
+"""When PyTorch posts messages between pipeline stages, in turns of a walk through what all ranks do: passes,
+and what their stages do before and after these."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
+from costmodels.bundled.pytorch import is_before
 from costmodels.layout import Schedule
-from costmodels.schedules import BACKWARD, FORWARD, INPUTS, Order, orders
-from costmodels.table import Ints
+from costmodels.schedules import BACKWARD, FORWARD, INPUTS, WEIGHTS, Order, orders
+from costmodels.table import Bools, Ints
 
 NEVER = -1
+
+ACTIVE = 3
+"""Stages of a rank whose parameters are gathered at a time."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -25,6 +31,43 @@ class Timed:
     """Sorted times at which inputs of each stage here come; empty where none come from another rank."""
     gradients: dict[int, Ints]
     """The same of gradients of results."""
+    turn: int
+    """Between two turns of a rank."""
+
+    @cached_property
+    def forward(self) -> Places:
+        """The forward pass of each stage and micro batch."""
+        return self._places(FORWARD)
+
+    @cached_property
+    def backward(self) -> Places:
+        """Whole backward passes, and those for gradients of inputs."""
+        return self._places(BACKWARD) | self._places(INPUTS)
+
+    @cached_property
+    def weights(self) -> Places:
+        """Those for gradients of weights."""
+        return self._places(WEIGHTS)
+
+    @cached_property
+    def last(self) -> list[int]:
+        """Of each pass, the last one whose messages travel with its own."""
+        found: list[int] = (np.searchsorted(self.time, self.time, side="right") - 1).tolist()
+        return found
+
+    def _places(self, kind: int) -> Places:
+        own = np.flatnonzero(self.kind == kind)
+        return dict(
+            zip(
+                zip(self.stage[own].tolist(), self.micro_batch[own].tolist(), strict=True),
+                own.tolist(),
+                strict=True,
+            )
+        )
+
+
+Places = dict[tuple[int, int], int]
+"""Numbers of passes, by stage and micro batch."""
 
 
 def message_times(schedule: Schedule, stages: Ints, micro_batches: int) -> list[Timed]:
@@ -47,6 +90,10 @@ def message_times(schedule: Schedule, stages: Ints, micro_batches: int) -> list[
     forward = [[NEVER] * micro_batches for _ in range(last + 1)]
     backward = [[NEVER] * micro_batches for _ in range(last + 1)]
     todo = [_together(schedule, one, rank == pipeline - 1) for rank, one in enumerate(every)]
+    pauses = [
+        _pauses(one, stages[rank], micro_batches, [len(some) for some in todo[rank]])
+        for rank, one in enumerate(every)
+    ]
     at, turn = [0] * pipeline, [0] * pipeline
     times: list[list[int]] = [[] for _ in todo]
     moved = True
@@ -54,7 +101,7 @@ def message_times(schedule: Schedule, stages: Ints, micro_batches: int) -> list[
         moved = False
         for rank, passes in enumerate(todo):
             while at[rank] < len(passes):
-                time = turn[rank]
+                time = turn[rank] + pauses[rank][at[rank]]
                 for kind, stage, number in passes[at[rank]]:
                     if kind == FORWARD and stage:
                         sent = forward[stage - 1][number]
@@ -89,6 +136,7 @@ def message_times(schedule: Schedule, stages: Ints, micro_batches: int) -> list[
             time=np.array(times[rank], dtype=np.int64),
             inputs={stage: of(forward, stage, stage - 1) for stage in stages[rank].tolist()},
             gradients={stage: of(backward, stage, stage + 1) for stage in stages[rank].tolist()},
+            turn=pipeline,
         )
         for rank, one in enumerate(every)
     ]
@@ -96,6 +144,40 @@ def message_times(schedule: Schedule, stages: Ints, micro_batches: int) -> list[
 
 Action = tuple[int, int, int]
 """Kind, stage and micro batch of a pass."""
+
+
+def resident(is_own: Bools) -> Ints:
+    """1 for the stages whose parameters are gathered: those that come next, at each pass.
+
+    Args:
+        is_own: the stage of each pass, [passes, chunks].
+    """
+    count = len(is_own)
+    upcoming = np.where(is_own, np.arange(count)[:, None], count)
+    upcoming = np.minimum.accumulate(upcoming[::-1], axis=0)[::-1]
+    place = upcoming.argsort(axis=1, kind="stable").argsort(axis=1)
+    result: Ints = ((place < ACTIVE) & (upcoming < count)).astype(np.int64)
+    return result
+
+
+def _pauses(order: Order, stages: Ints, micro_batches: int, sizes: list[int]) -> list[int]:
+    """Turns before each of a rank's passes that go to gathering and freeing parameters, and to reducing the
+    gradients of stages that are done.
+
+    Args:
+        sizes: numbers of passes that have their turns together.
+    """
+    is_own = order.stage[:, None] == stages
+    gathered = resident(is_own)
+    changed = np.abs(np.diff(gathered, axis=0, prepend=0)).sum(axis=1)
+    ends = is_own & np.isin(order.kind, (BACKWARD, WEIGHTS))[:, None]
+    reduced = (is_own & ends & (ends.cumsum(axis=0) == micro_batches)).any(axis=1)
+    # To begin, and since PyTorch 2.15 to await it.
+    after = reduced * (1 if is_before(2, 15) else 2)
+    turns = changed + np.concatenate([[0], after[:-1]])
+    starts = np.concatenate([[0], np.cumsum(sizes)[:-1]]).astype(np.int64)
+    result: list[int] = np.add.reduceat(turns, starts).tolist()
+    return result
 
 
 def _together(schedule: Schedule, order: Order, is_last: bool) -> list[tuple[Action, ...]]:

@@ -20,38 +20,50 @@ class Bytes:
 
     composition: Floats
     """[kinds, shapes]."""
-    shape: Ints
-    """Which of the shapes each row has, [n]."""
-    total: Floats
-    """[n]."""
+    totals: Floats
+    """[shapes]."""
+    shapes: Ints
+    """Which of the shapes each row of a table has."""
+    rows: Ints | None = None
+    """Those of these that are meant, all unless given: much is taken of many rows and never looked at."""
+
+    @cached_property
+    def shape(self) -> Ints:
+        """Which of the shapes each row has, [n]."""
+        return self.shapes if self.rows is None else self.shapes[self.rows]
+
+    @cached_property
+    def total(self) -> Floats:
+        """[n]."""
+        return self.totals[self.shape]
 
     @cached_property
     def is_empty(self) -> bool:
         """No row has any of it."""
-        return not self.total.any()
+        return not self.totals.any() or not self.total.any()
 
     @classmethod
     def of_shapes(cls, composition: Floats, shape: Ints) -> Bytes:
         """From compositions of a few shapes."""
-        return cls(composition, shape, composition.sum(axis=0)[shape])
+        return cls(composition, composition.sum(axis=0), shape)
 
     @classmethod
     def of_kind(cls, kind: int, size: Floats) -> Bytes:
         """Bytes [n] of one kind."""
         composition = np.zeros((len(KINDS), len(size)))
         composition[kind] = size
-        return cls(composition, np.arange(len(size)), size)
+        return cls(composition, size, np.arange(len(size)))
 
     def take(self, rows: Ints) -> Bytes:
         """Of some rows."""
-        return Bytes(self.composition, self.shape[rows], self.total[rows])
+        return Bytes(self.composition, self.totals, self.shape, rows)
 
     def plus(self, other: Bytes) -> Bytes:
         """Both."""
         return Bytes(
             self.composition[:, self.shape] + other.composition[:, other.shape],
-            np.arange(len(self.total)),
             self.total + other.total,
+            np.arange(len(self.shape)),
         )
 
 

@@ -137,8 +137,8 @@ def linear(
         return Tensor(Storage(tape, size))
 
     def backward(node: Node, grads: Gradients) -> Gradients:
-        sizes = (given, weight_size, *(one for _, one in added))
-        return [node.gradient(place, one) for place, one in enumerate(sizes)]
+        sizes = (given, weight_size)
+        return [*(node.gradient(place, one) for place, one in enumerate(sizes)), *([grads[0]] * len(added))]
 
     added = [] if bias is None else [bias]
     computed = isinstance(weight, Tensor)
@@ -148,7 +148,7 @@ def linear(
         transposed, flat = view(source), view(x)
     else:
         flat, transposed = view(x), view(source)
-    biases = [Tensor(x.storage, (leaf, 0)) for leaf, _ in added]
+    biases = [_repeated(x.storage, leaf, one) for leaf, one in added]
     saved = [x.storage]
     if computed:
         saved.append(source.storage)
@@ -157,6 +157,13 @@ def linear(
         saved.append(Storage(tape, times(weight_size, 0.0)))
     node = Node(tape, [flat, transposed, *biases], saved, backward)
     return view(Tensor(Storage(tape, size), (node, 0)))
+
+
+def _repeated(memory: Storage, leaf: Leaf, size: Size) -> Tensor:
+    """A bias as long as what it is added to, whose gradient is summed once the addition's backward is over
+    (torch/csrc/autograd/engine.cpp, validate_outputs)."""
+    vector = Tensor(memory, (leaf, 0))
+    return result_of(memory.tape, memory, [vector], [], lambda node, grads: [node.gradient(0, size)])
 
 
 def function(

@@ -13,19 +13,17 @@ from functools import lru_cache
 import numpy as np
 import numpy.typing as npt
 
-from costmodels.bundled.message_times import Timed, message_times
+from costmodels.bundled.message_times import Timed, message_times, resident
+from costmodels.bundled.sent_messages import sent_messages
 from costmodels.layout import V_SCHEDULES, Schedule
 from costmodels.schedules import BACKWARD, FORWARD, INPUTS, WEIGHTS, runs
-from costmodels.table import Bools, Ints, distinct
+from costmodels.table import Bools, Ints, distinct, numbers
 
 REDUCE = WEIGHTS + 1
 """After the last gradients of a stage: they are reduced."""
 
 GATHER = REDUCE + 1
 """Before a stage's first pass, or one after its parameters were freed: they are there, and are copied."""
-
-ACTIVE = 3
-"""Stages of a rank whose parameters are gathered at a time."""
 
 ROUNDS = 5
 """Rounds of micro batches after which every state of a schedule has been there."""
@@ -34,13 +32,15 @@ ALL = ("held", "waiting", "arrived", "returned")
 """Of all stages of a rank: micro batches between forward and backward, and between the gradients of inputs
 and those of weights; inputs that wait for forward, and gradients of results that wait for backward."""
 
-OTHERS = ("summed", "either", "fresh", "gathered", "reduced")
+OTHERS = ("summed", "either", "fresh", "gathered", "freed", "coming", "reduced")
 """Of the other stages than the pass's: those in which FSDP2 has added up gradients; that have gradients at
-all, but not reduced ones; ones that FSDP2 has not seen yet; whose parameters are gathered; whose gradients
-are reduced."""
+all, but not reduced ones; ones that FSDP2 has not seen yet; whose parameters are gathered; of these, whose
+latest pass was a forward one, in which layers may free theirs; whose parameters are on their way; whose
+gradients are reduced."""
 
-OWN = ("own_summed", "own_fresh", "local")
-"""Of the pass's own stage, and gradients that one stage of the rank has given to another one there."""
+OWN = ("own_summed", "own_fresh", "own_freed", "local", "sent")
+"""Of the pass's own stage; gradients that one stage of the rank has given to another one there; and messages
+that the rank has given or keeps for gradients of weights."""
 
 Columns = dict[str, Ints]
 
@@ -98,7 +98,8 @@ def _all_states(schedule: Schedule, pipeline: int, chunks: int, micro_batches: i
     some = fewer(schedule, pipeline, chunks, micro_batches)
     stages = stages_of(schedule, pipeline, chunks)
     timed = message_times(schedule, stages, some)
-    return tuple(_states_of_rank(one, stages[rank], some) for rank, one in enumerate(timed))
+    sent = sent_messages(timed, stages)
+    return tuple(_states_of_rank(one, stages[rank], some, sent[rank]) for rank, one in enumerate(timed))
 
 
 def fewer(schedule: Schedule, pipeline: int, chunks: int, micro_batches: int) -> int:
@@ -110,16 +111,16 @@ def fewer(schedule: Schedule, pipeline: int, chunks: int, micro_batches: int) ->
     return some if some < micro_batches and runs(schedule, pipeline, chunks, some) else micro_batches
 
 
-def _states_of_rank(timed: Timed, stages: Ints, micro_batches: int) -> States:
+def _states_of_rank(timed: Timed, stages: Ints, micro_batches: int, sent: Ints) -> States:
     kind = timed.kind
     is_own: Bools = timed.stage[:, None] == stages
     first = stages == 0
     # [passes + 1, chunks]: how many of each kind there have been before each pass, and after the last one.
     done = {each: _before(is_own & (kind == each)[:, None]) for each in (FORWARD, BACKWARD, INPUTS, WEIGHTS)}
     backward = done[BACKWARD] + done[INPUTS]
-    moments = np.append(timed.time, np.iinfo(np.int64).max)
+    end = np.iinfo(np.int64).max
 
-    def waiting(times: dict[int, Ints], used: Ints) -> Ints:
+    def waiting(times: dict[int, Ints], used: Ints, moments: Ints) -> Ints:
         """Messages that have come and have not been used, where any come from another rank."""
         come = np.stack([np.searchsorted(times[stage], moments) for stage in stages.tolist()], axis=1)
         any_come = np.array([len(times[stage]) > 0 for stage in stages.tolist()])
@@ -129,8 +130,14 @@ def _states_of_rank(timed: Timed, stages: Ints, micro_batches: int) -> States:
     columns: Columns = {
         "held": done[FORWARD] - backward,
         "waiting": done[INPUTS] - done[WEIGHTS],
-        "arrived": waiting(timed.inputs, done[FORWARD]),
-        "returned": waiting(timed.gradients, backward),
+        "arrived": waiting(timed.inputs, done[FORWARD], np.append(timed.time, end)),
+        "returned": waiting(timed.gradients, backward, np.append(timed.time, end)),
+    }
+    # Gradients are reduced in the turn after a pass.
+    turns = timed.time + timed.turn
+    then = {
+        "arrived": waiting(timed.inputs, done[FORWARD][1:], turns),
+        "returned": waiting(timed.gradients, backward[1:], turns),
     }
     by_hand = done[WEIGHTS] * ~first
     seen = done[BACKWARD] + done[WEIGHTS] * first
@@ -146,9 +153,20 @@ def _states_of_rank(timed: Timed, stages: Ints, micro_batches: int) -> States:
     columns["summed"] = ((seen > 0) | (np.maximum.accumulate(either & ~fresh, axis=0))).astype(np.int64)
     columns["either"], columns["fresh"] = either.astype(np.int64), fresh.astype(np.int64)
     columns["reduced"] = (done[BACKWARD] + done[WEIGHTS] == micro_batches).astype(np.int64)
-    columns["gathered"] = _gathered(is_own) * (1 - columns["reduced"])
-    local = _local(timed, stages, micro_batches)
-    return _listed(timed, is_own, columns, local)
+    there = resident(is_own)
+    # The next pass has not changed yet what is gathered where gradients are reduced.
+    for held, used, reduced in zip(
+        (columns, then), _used(there, is_own), (slice(-1), slice(1, None)), strict=True
+    ):
+        free = 1 - columns["reduced"][reduced]
+        held["gathered"], held["coming"] = there * used * free, there * (1 - used) * free
+    moved = _latest(is_own & (kind == FORWARD)[:, None]) == _latest(is_own)
+    columns["freed"], then["freed"] = (
+        held["gathered"] * some for held, some in ((columns, moved[:-1]), (then, moved[1:]))
+    )
+    for name in ("gathered", "freed", "coming"):
+        columns[name] = np.concatenate([columns[name], np.zeros((1, len(stages)), dtype=np.int64)])
+    return _listed(timed, is_own, columns, np.stack([_local(timed, stages, micro_batches), sent]), then)
 
 
 def _before(which: Bools) -> Ints:
@@ -161,14 +179,22 @@ def _after(which: Bools) -> Bools:
     return np.concatenate([np.zeros((1, which.shape[1]), dtype=np.bool_), which])
 
 
-def _gathered(is_own: Bools) -> Ints:
-    """1 for the stages that come next, at each pass and after the last one."""
-    count, chunks = is_own.shape
-    upcoming = np.where(is_own, np.arange(count)[:, None], count)
-    upcoming = np.minimum.accumulate(upcoming[::-1], axis=0)[::-1]
-    place = upcoming.argsort(axis=1, kind="stable").argsort(axis=1)
-    found = ((place < ACTIVE) & (upcoming < count)).astype(np.int64)
-    return np.concatenate([found, np.zeros((1, chunks), dtype=np.int64)])
+def _used(there: Ints, is_own: Bools) -> tuple[Ints, Ints]:
+    """1 for stages with a pass since their parameters were asked for last, before each pass and after it.
+
+    Args:
+        there: stages whose parameters are there or on their way, [passes, chunks].
+    """
+    numbers = np.arange(len(there))[:, None]
+    absent = np.maximum.accumulate(np.where(there, -1, numbers), axis=0)
+    latest = _latest(is_own)
+    return (latest[:-1] > absent).astype(np.int64), (latest[1:] > absent).astype(np.int64)
+
+
+def _latest(which: Bools) -> Ints:
+    """The latest pass that is one of some, before each pass and after the last one; -2 for none."""
+    result: Ints = np.maximum.accumulate(_after(which) * np.arange(1, len(which) + 2)[:, None], axis=0) - 2
+    return result
 
 
 def _local(timed: Timed, stages: Ints, micro_batches: int) -> Ints:
@@ -188,8 +214,13 @@ def _local(timed: Timed, stages: Ints, micro_batches: int) -> Ints:
     return result
 
 
-def _listed(timed: Timed, is_own: Bools, columns: Columns, local: Ints) -> States:
-    """The states before passes, where parameters are copied, and where gradients are reduced."""
+def _listed(timed: Timed, is_own: Bools, columns: Columns, given: Ints, then: Columns) -> States:
+    """The states before passes, where parameters are copied, and where gradients are reduced.
+
+    Args:
+        given: `local` and `sent` at each pass, and after the last one.
+        then: columns that are others after each pass than before the next one.
+    """
     kind = timed.kind
     passes = np.arange(len(kind))
     # The first stage has no gradients of inputs: those of weights take a whole backward pass.
@@ -213,25 +244,27 @@ def _listed(timed: Timed, is_own: Bools, columns: Columns, local: Ints) -> State
     first_use = passes[(since > 0) | (previous[passes, chunk] == 0)]
     last_use = passes[columns["reduced"][1:][passes, chunk] > columns["reduced"][:-1][passes, chunk]]
     parts = [
-        (whole[real], chunk[real], {name: held[real] for name, held in own.items()}, local[:-1][real]),
+        (whole[real], chunk[real], {name: held[real] for name, held in own.items()}, given[:, :-1][:, real]),
         (
             np.full(len(first_use), GATHER),
             chunk[first_use],
             {name: held[first_use] for name, held in columns.items()},
-            local[first_use],
+            given[:, first_use],
         ),
         (
             np.full(len(last_use), REDUCE),
             chunk[last_use],
-            {name: held[last_use + 1] for name, held in columns.items()},
-            local[last_use + 1],
+            {name: held[last_use + 1] for name, held in columns.items()}
+            | {name: held[last_use] for name, held in then.items()},
+            given[:, last_use + 1],
         ),
     ]
     joined = {name: np.concatenate([held[name] for *_, held, _ in parts]) for name in columns}
     every = np.concatenate([chunk for _, chunk, *_ in parts])
     rows = np.arange(len(every))
-    joined["own_summed"], joined["own_fresh"] = joined["summed"][rows, every], joined["fresh"][rows, every]
-    joined["local"] = np.concatenate([given for *_, given in parts])
+    for name in ("summed", "fresh", "freed"):
+        joined[f"own_{name}"] = joined[name][rows, every]
+    joined["local"], joined["sent"] = np.concatenate([some for *_, some in parts], axis=1)
     # Nothing of a stage whose gradients are reduced but these.
     for name in ("summed", "either", "fresh"):
         joined[name] = joined[name] * (1 - joined["reduced"])
@@ -255,11 +288,15 @@ def _by_class(states: States, member: Bools) -> States:
 
 
 def _fullest(states: States) -> States:
-    """Those in which nothing is less than in another one with the same kind of pass."""
+    """Those in which nothing is less than in another one with the same kind of pass on a stage whose
+    parameters are there alike."""
     columns = states.columns
     vectors = np.concatenate(
         [
-            *(columns[name] for name in (*ALL, "summed", "either", "fresh", "gathered")),
+            *(columns[name] for name in (*ALL, "summed", "either", "fresh", "gathered", "coming")),
+            -columns["freed"],
+            # What is reduced is less where ranks share it, and more where they do not and it is wider.
+            columns["reduced"],
             -columns["reduced"],
             *(columns[name][:, None] for name in OWN),
         ],
@@ -267,8 +304,9 @@ def _fullest(states: States) -> States:
     )
     first, _ = distinct([states.kind, states.own, *(vectors - vectors.min(axis=0)).T])
     kept: list[npt.NDArray[np.int64]] = []
-    groups = states.kind[first] * (1 + states.own.max()) + states.own[first]
-    for group in np.unique(groups):
+    groups = (states.kind[first] * (1 + states.own.max()) + states.own[first]) * 2
+    groups += columns["own_freed"][first]
+    for group in numbers(groups):
         some = first[groups == group]
         some = some[vectors[some].sum(axis=1).argsort(kind="stable")[::-1]]
         own = vectors[some]

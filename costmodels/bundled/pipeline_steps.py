@@ -11,6 +11,7 @@ import numpy as np
 
 from costmodels.bundled.moments import Count, Peak, Term
 from costmodels.bundled.pytorch import is_before
+from costmodels.bundled.stage_reduction import add_reduction
 from costmodels.bundled.stage_sums import (
     Place,
     Stage,
@@ -21,14 +22,11 @@ from costmodels.bundled.stage_sums import (
     later_passes,
     value,
 )
-from costmodels.bundled.states import GroupBytes, converts_gradients
+from costmodels.bundled.states import converts_gradients
 from costmodels.table import Bools, Floats, LayoutTable
 
 FORWARD = ("forward", "handed_forward")
 """Passes of a layer whose result is its own, or a message."""
-
-WAITING, DONE = ("accumulated", "gathered"), ("gradients", "held")
-"""What there is of parameters before and after they are reduced at the end of a step."""
 
 
 def pipeline_peak(
@@ -188,6 +186,10 @@ class _Step:
         matrix = (1.0, stage.last.first_matrix if unit == "first_backward" else stage.last.matrix)
         for part in ([(1.0, stage.last.scoring)], [matrix, *sums.highest("buffer", 1.0 * gathers)]):
             self.peak.add("backward", [*start, *loss, *gathered, *part], happens & self.is_last)
+        if grown and self.keeps:
+            # The next gradient comes while the last one is still there.
+            coming: Terms = [*start, *sums.all("kept"), *gathered, (1.0, stage.message)]
+            self.peak.add("backward", coming, happens & ~self.is_last)
         head: Term = (self.last, getattr(stage.last, left))
         for place in sums.places():
             kind = stage.kinds[place.index]
@@ -251,77 +253,14 @@ class _Step:
         ]
 
     def reduce(self) -> None:
-        """At the end of the step: the layers from the last to the first, then embedding and head; before
-        PyTorch 2.15 embedding and head, then the layers from the first to the last."""
+        """At the end of the step."""
         stage, sums = self.stage, self.sums
         start: Terms = [*self.fixed, *self.exchanged(1.0 * (self.keeps | self.several))]
         start += [(self.last * self.keeps, stage.logits), ((1 - self.last) * self.keeps, stage.message)]
         start.append((1 - self.first, stage.saved))
-        written: Terms = [*stage.roots("written"), *stage.roots("quotient")]
-        cast: Terms = [*stage.roots("reduced"), *stage.roots("gradients")]
-        layers: Terms = []
-        for what in WAITING if self.keeps else DONE:
-            layers += sums.all(what)
-        reading = stage.roots("reducing")
-        summing = [*stage.roots("gathered"), *stage.roots("summing")]
-        summing += [] if self.keeps else sums.lowest("reducing")
-        self.peak.add("reduce", [*start, *layers, *stage.roots("accumulated"), *summing], self.wraps)
-        self.peak.add("reduce", [*start, *layers, *stage.roots("accumulated"), *reading], self.wraps)
-        for result in (written, cast):
-            terms = [*start, *layers, *reading, *result, *stage.roots("last_accumulated")]
-            self.peak.add("reduce", terms, self.wraps)
-        for place in sums.places():
-            kind = stage.kinds[place.index]
-            group, rest = kind.group, [*start, *self._around(place)]
-            state: Terms = [*rest]
-            if kind.experts is not None:
-                state += [(1.0, getattr(kind.experts, what)) for what in (WAITING if self.keeps else DONE)]
-            summing = [(1.0, group.accumulated), (1.0, group.gathered), (1.0, group.summing)]
-            summing += self._reading_before(place)
-            self.peak.add("reduce", [*state, *summing], place.happens & self.wraps)
-            state.append((1.0, group.reducing))
-            self.peak.add("reduce", [*state, (1.0, group.accumulated)], place.happens & self.wraps)
-            state.append((1.0, group.last_accumulated))
-            self.peak.add(
-                "reduce", [*state, (1.0, group.written), (1.0, group.quotient)], place.happens & self.wraps
-            )
-            self.peak.add(
-                "reduce", [*state, (1.0, group.reduced), (1.0, group.gradients)], place.happens & self.wraps
-            )
-            if kind.experts is not None:
-                self._reduce_experts(place, kind.experts, rest)
+        add_reduction(self.peak, stage, start, self.wraps)
         parts: Terms = [*self.fixed, *sums.all("gradients"), *stage.roots("gradients")]
         whole: Terms = [*self.fixed, *self.accumulated]
         for label in ("reduce", "optimizer"):
             self.peak.add(label, parts, self.wraps)
             self.peak.add(label, whole, ~self.wraps)
-
-    def _reading_before(self, place: Place) -> Terms:
-        """What is still read to reduce the parameters before a layer's; not told before PyTorch 2.15."""
-        experts = self.stage.kinds[place.index].experts
-        if self.keeps:
-            return []
-        return self.sums.next(place, "reducing") if experts is None else [(1.0, experts.reducing)]
-
-    def _around(self, place: Place) -> Terms:
-        """What there is of the parameters of other layers and of the ends, as those of one are reduced."""
-        before, after = (WAITING, DONE) if not self.keeps else (DONE, WAITING)
-        terms: Terms = []
-        for what in before:
-            terms += [*self.stage.roots(what), *self.sums.below(place, what)]
-        for what in after:
-            terms += self.sums.above(place, what)
-        return terms
-
-    def _reduce_experts(self, place: Place, experts: GroupBytes, state: Terms) -> None:
-        """The experts of a layer, before the rest of it; before PyTorch 2.15 after that."""
-        own = self.stage.kinds[place.index].group
-        state = [*state, (1.0, experts.reducing)]
-        state += [(1.0, getattr(own, what)) for what in (DONE if self.keeps else WAITING)]
-        happens = place.happens & self.wraps
-        self.peak.add(
-            "reduce", [*state, (1.0, experts.accumulated), (1.0, experts.shuffled_accumulated)], happens
-        )
-        state.append((1.0, experts.last_accumulated))
-        self.peak.add("reduce", [*state, (1.0, experts.written), (1.0, experts.quotient)], happens)
-        self.peak.add("reduce", [*state, (1.0, experts.reduced), (1.0, experts.gradients)], happens)

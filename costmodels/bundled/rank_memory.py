@@ -18,25 +18,23 @@ from costmodels.bundled.groups import (
     layer_shapes,
     summed_of_embedding,
     summed_of_layer,
+    without_tensor_parallel,
 )
 from costmodels.bundled.moments import Bytes, Count, Peak
-from costmodels.bundled.pass_states import ACTIVE
 from costmodels.bundled.pipeline_steps import pipeline_peak
 from costmodels.bundled.pytorch import is_before
 from costmodels.bundled.replay import ACTIVATIONS, COMMUNICATION, KINDS, LOGITS, PARAMETERS, TEMPORARIES
 from costmodels.bundled.schedule_setting import setting_of
 from costmodels.bundled.schedule_steps import scheduled_peak
 from costmodels.bundled.sizes import tensor_sizes
-from costmodels.bundled.stage_sums import Kind, Stage, Terms
+from costmodels.bundled.stage_sums import Kind, Stage, Sums, Terms
 from costmodels.bundled.states import GroupBytes, group_bytes, wraps_parameters
-from costmodels.bundled.units import SPLIT, UnitBytes, takes_grouped, units_of
+from costmodels.bundled.units import SPLIT, UnitBytes, units_of
 from costmodels.model_spec import ModelSpec
-from costmodels.optimizer import layer_state
 from costmodels.pipeline import LAYER_KINDS, Entry, all_ranks, ranks_entry
 from costmodels.schedules import runs
 from costmodels.table import (
     CONTEXT_FORMS,
-    OPTIMIZERS,
     RECOMPUTE_KINDS,
     RECOMPUTE_METHODS,
     SCHEDULES,
@@ -45,6 +43,7 @@ from costmodels.table import (
     Ints,
     LayoutTable,
     distinct,
+    numbers,
 )
 
 FULL = RECOMPUTE_KINDS.index("full")
@@ -61,31 +60,31 @@ def covers(model: ModelSpec, table: LayoutTable, compiled: bool = False) -> Bool
     """
     wide = table.precision in ("fp32", "tf32")
     plain = table.precision != "fp8"
-    # Grouped queries in fp32 have no fused kernel, and neither has what context parallelism makes of fp32.
-    plain &= not (wide and model.kv_heads < model.heads) and model.head_dim % 8 == 0
-    result: Bools = np.full(len(table), plain) & ~table.offload_activations & ~table.offload_optimizer
+    # What context parallelism makes of fp32 has no fused kernel.
+    plain &= model.head_dim % 8 == 0
+    result: Bools = np.full(len(table), plain) & ~table.offload_activations
     if model.experts:
-        # Not known: groups of experts, parameters that nothing wraps, and what ZeRO 3 gathers for experts
-        # that are computed again or one after the other; gradients of experts of several stages on a rank.
-        again = (table.recompute == FULL) | table.recomputes("mlp") | ~takes_grouped(model, table)
+        # Not known: what ZeRO 3 gathers for experts that are computed again or of several stages on a rank,
+        # and gradients of weights of experts that are computed apart.
+        again = (table.recompute == FULL) | table.recomputes("mlp")
+        again |= table.virtual_pipeline_parallel > 1
         result &= ~(again & (table.zero_stage == 3))
-        result &= wraps_parameters(table, True) & (model.router.groups == 1)
-        result &= table.virtual_pipeline_parallel == 1
+        result &= ~np.isin(table.schedule, SPLIT)
+    if not is_before(2, 15):
+        # Not known: when later PyTorch frees what whole layers compute again for gradients of weights.
+        result &= ~((table.recompute == FULL) & np.isin(table.schedule, SPLIT))
     result &= _runs(table)
     result &= (table.context_parallel == 1) | (not wide)
-    result &= table.context_parallel_form != CONTEXT_FORMS.index("ring")
+    rings = table.context_parallel_form == CONTEXT_FORMS.index("ring")
+    result &= ~rings | (model.latent_attention is None)
     block = table.recompute_method == RECOMPUTE_METHODS.index("block")
     result &= block | (table.recompute_num_layers == 1)
-    result = result & np.isin(table.optimizer, [OPTIMIZERS.index(kind) for kind in ("adam", "sgd")])
     return result & compiled_covers(model, table) if compiled else result
 
 
 def _runs(table: LayoutTable) -> Bools:
-    """Rows whose schedule's passes are known: not of whole backward passes on stages that free their
-    parameters in between."""
+    """Rows whose schedule there is."""
     several = table.virtual_pipeline_parallel > 1
-    frees = (table.zero_stage == 3) | (table.virtual_pipeline_parallel > ACTIVE)
-    frees &= ~np.isin(table.schedule, SPLIT)
     columns = [
         table.schedule,
         table.pipeline_parallel,
@@ -99,8 +98,7 @@ def _runs(table: LayoutTable) -> Bools:
             for schedule, *rest in zip(*(one[first].tolist() for one in columns), strict=True)
         ]
     )
-    # PyTorch 2.15 frees messages and gradients of several stages of a rank at other times.
-    result: Bools = ~several | (found[code] & ~frees & is_before(2, 15))
+    result: Bools = ~several | found[code]
     return result
 
 
@@ -144,7 +142,7 @@ def _alike(table: LayoutTable) -> Iterator[tuple[int, Ints]]:
     """Rows that can be computed together, by their number of pipeline ranks: with one stage on each rank, or
     with several."""
     several = table.virtual_pipeline_parallel > 1
-    for pipeline in np.unique(table.pipeline_parallel):
+    for pipeline in numbers(table.pipeline_parallel):
         for which in (several, ~several):
             rows = np.flatnonzero((table.pipeline_parallel == pipeline) & which)
             if len(rows):
@@ -226,18 +224,25 @@ def moments_of_ranks(
     layers = _held(model, table, fullest and not several)
     is_first, is_last = layers["first"] > 0, layers["last"] > 0
     shards = table.zero_shards.astype(np.float64)
-    replicas, state = table.replicas / shards, layer_state(table)
+    replicas = table.replicas / shards
 
     def group(shapes: list[Shape], summed: tuple[Floats, ...] = ()) -> GroupBytes:
-        return group_bytes(table, group_of(shapes, shards, summed=summed), wraps, replicas, state)
+        return group_bytes(table, group_of(shapes, shards, summed=summed), wraps, replicas)
 
-    dense = group(layer_shapes(model, table, moe=False), summed_of_layer(model, table, moe=False))
+    def layer_group(moe: bool) -> GroupBytes:
+        shapes, of_whole = (layer_shapes(model, one, moe) for one in (table, whole))
+        summed = summed_of_layer(model, table, moe)
+        return group_bytes(table, group_of(shapes, shards, summed=summed, of_whole=of_whole), wraps, replicas)
+
+    whole = without_tensor_parallel(table)
+    dense = layer_group(moe=False)
     routed = experts = None
     if model.moe_layers:
         own = table.expert_shards.astype(np.float64)
-        shapes = group_of(expert_shapes(model, table), own, any_side=True)
-        experts = group_bytes(table, shapes, wraps, table.expert_replicas / own, state)
-        routed = group(layer_shapes(model, table, moe=True), summed_of_layer(model, table, moe=True))
+        shapes, of_whole = (expert_shapes(model, one) for one in (table, whole))
+        stacked = group_of(shapes, own, any_side=True, of_whole=of_whole)
+        experts = group_bytes(table, stacked, wraps, table.expert_replicas / own)
+        routed = layer_group(moe=True)
     kinds, kind_names = [], []
     for name in ("dense", "dense_plain", "moe", "moe_plain"):
         if layers[name].any():
@@ -268,12 +273,27 @@ def moments_of_ranks(
             if group_of_kind is not None:
                 fixed += [(kind.count, group_of_kind.kept), (kind.count, group_of_kind.state)]
     if pipeline == 1:
-        return accumulation_peak(table, fixed, stage, wraps)
-    if several:
+        peak = accumulation_peak(table, fixed, stage, wraps)
+    elif several:
         setting = setting_of(model, table, stage, kind_names, fixed, wraps, pipeline)
-        return scheduled_peak(setting, only_highest=fullest)
-    ahead = pipeline - layers["rank"]
-    return pipeline_peak(table, fixed, stage, is_first, is_last, ahead, wraps)
+        peak = scheduled_peak(setting, only_highest=fullest)
+    else:
+        ahead = pipeline - layers["rank"]
+        peak = pipeline_peak(table, fixed, stage, is_first, is_last, ahead, wraps)
+    _add_updates(peak, stage, fixed, wraps)
+    return peak
+
+
+def _add_updates(peak: Peak, stage: Stage, fixed: Terms, wraps: Bools) -> None:
+    """The moments of the optimizer's step, one for the parameters of each kind of layer and of each end."""
+    groups = [*stage.ends, *((kind.count > 0, kind.group) for kind in stage.kinds)]
+    groups += [(kind.count > 0, kind.experts) for kind in stage.kinds if kind.experts is not None]
+    if all(group.updating.is_empty for _, group in groups):
+        return
+    for what, rows in (("gradients", wraps), ("accumulated", ~wraps)):
+        start = [*fixed, *Sums(stage).all(what), *stage.roots(what)]
+        for there, group in groups:
+            peak.add("optimizer", [*start, (1.0 * there, group.updating)], rows[:, None])
 
 
 def _fixed(model: ModelSpec, table: LayoutTable, is_first: Bools, is_last: Bools) -> Terms:

@@ -6,12 +6,12 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from costmodels.bundled.moments import Peak
+from costmodels.bundled.moments import Peak, Term
 from costmodels.bundled.pass_states import GATHER, REDUCE
 from costmodels.bundled.schedule_pass import Pass, one_of
 from costmodels.bundled.schedule_setting import Setting
-from costmodels.bundled.stage_sums import Kind, Place, Terms, value
-from costmodels.bundled.states import GroupBytes
+from costmodels.bundled.stage_reduction import add_reduction
+from costmodels.bundled.stage_sums import Kind, Place, Terms, arrivals, value
 from costmodels.schedules import BACKWARD, FORWARD, INPUTS, WEIGHTS
 from costmodels.table import Floats, Ints
 
@@ -39,61 +39,86 @@ def _gather(own: Pass) -> None:
     happens = own.setting.wraps
     state: Terms = [*own.start, *own.own_gradients(), *own.gathered()]
     for place in own.sums.places():
-        group = own.stage.kinds[place.index].group
-        own.peak.add("forward", [*state, (1.0, group.buffer)], place.happens & happens)
+        kind = own.stage.kinds[place.index]
+        own.peak.add("forward", [*state, (1.0, kind.group.buffer)], place.happens & happens)
+        if kind.experts is not None:
+            copied: Terms = [(1.0, kind.experts.buffer), (1.0, kind.experts.moving)]
+            own.peak.add("forward", [*state, *copied], place.happens & happens)
     own.peak.add("forward", [*state, *own.stage.roots("buffer")], happens)
 
 
 def _forward(own: Pass) -> None:
     stage, sums = own.stage, own.sums
-    state: Terms = [*own.start, *own.own_gradients(), *own.gathered(), (-own.takes, stage.saved)]
+    state: Terms = [*own.start, *own.own_gradients(), *own.gathered(own.frees), (-own.takes, stage.saved)]
     own.peak.add("forward", [*state, (1.0, stage.first.forward)], own.first > 0)
     state.append((own.first, stage.first.kept))
     for place in sums.places():
-        unit = stage.kinds[place.index].unit
+        kind = stage.kinds[place.index]
         handed = own.tops(place) * (1 - own.gives)
-        running = one_of(handed, unit.handed_forward, unit.forward)
-        own.peak.add("forward", [*state, *sums.below(place, "kept"), *running], place.happens)
+        running = one_of(handed, kind.unit.handed_forward, kind.unit.forward)
+        below: Terms = [*state, *sums.below(place, "kept")]
+        whole: Term = (own.frees, value(kind, "gathered"))
+        there: Terms = [whole, *sums.above(place, "gathered", own.frees - own.freed)]
+        own.peak.add("forward", [*below, *running, *there], place.happens)
+        # Layers that have freed theirs gather them one after the other.
+        gathers = place.happens & (own.freed > 0)
+        own.peak.add("forward", [*below, *running, whole, (1.0, kind.group.buffer)], gathers)
+        for part in arrivals(sums, place, after_roots=False):
+            own.peak.add("forward", [*below, (1.0, stage.saved), *part], gathers)
     state += sums.all("kept")
-    for part in (stage.last.scores, stage.last.forward):
-        own.peak.add("forward", [*state, (1.0, part)], own.last > 0)
+    scores: Terms = [(1.0, stage.last.scores), *sums.highest("tail", own.freed)]
+    loss: Terms = [(1.0, stage.last.forward)]
+    for part in (scores, loss):
+        own.peak.add("forward", [*state, *part], own.last > 0)
 
 
 def _backward(own: Pass) -> None:
     stage, sums = own.stage, own.sums
     grown = own.grown > 0
-    state: Terms = [*own.start, *own.gathered(), *own.exchanged(), (own.last, stage.logits)]
+    state: Terms = [*own.start, *own.gathered(own.freed), *own.exchanged(), (own.last, stage.logits)]
     state += [(own.first, stage.first.kept), *own.root_gradients()]
     before: Terms = [*state, *own.sums.all("accumulated", own.summed), *own.sums.all("fresh", own.fresh)]
     loss: Terms = [*before, *sums.all("kept"), (1.0, stage.last.kept)]
-    for part in ([(1.0, stage.last.scoring)], one_of(own.grown, stage.last.matrix, stage.last.first_matrix)):
+    scoring: Terms = [(1.0, stage.last.scoring)]
+    # Once backward reaches the head, the parameters of the last layer are on their way.
+    matrix = one_of(own.grown, stage.last.matrix, stage.last.first_matrix)
+    matrix += sums.highest("buffer", own.freed)
+    for part in (scoring, matrix):
         own.peak.add("backward", [*loss, *part], own.last > 0)
     head: Terms = [(own.last * own.grown, stage.last.added), (own.last * (1 - own.grown), stage.last.left)]
     state += head
     for place in sums.places():
         kind = stage.kinds[place.index]
         handed = own.tops(place)
-        done: Terms = [*state, *sums.above(place, "accumulated")]
+        done: Terms = [*state, *sums.above(place, "accumulated"), *sums.above(place, "gathered", own.freed)]
         kept: Terms = [*done, *sums.below(place, "kept", own=1.0)]
         kept += [
             *sums.below(place, "accumulated", own.summed, own=1.0),
             *sums.below(place, "fresh", own.fresh, own=1.0),
         ]
+        copied: Terms = [(1.0, kind.group.gathered), (1.0, kind.group.buffer), (1 - handed, stage.residual)]
+        own.peak.add("backward", [*kept, *copied], place.happens & (own.freed > 0))
+        whole: Term = (own.freed, value(kind, "gathered"))
+        arriving: Terms = [whole, *sums.previous(place, "tail", own.freed)]
+        kept += arriving
         for phase, more in _phases(own, kind):
             for unit, condition in (("first_backward", ~grown), ("backward", grown)):
                 top = {"first_backward": "handed_first", "backward": "handed_backward"}[unit]
                 running = one_of(handed, value(kind, top + phase), value(kind, unit + phase))
                 own.peak.add("backward", [*kept, *running, *more], place.happens & condition)
-        terms: Terms = [*done, *sums.below(place, "kept"), (1.0, stage.residual)]
+        terms: Terms = [*done, *arriving, *sums.below(place, "kept"), (1.0, stage.residual)]
         terms += [
             *sums.below(place, "fresh", own.fresh),
             (1.0, kind.group.accumulated),
             (1.0, kind.group.converted),
         ]
         own.peak.add("reduce", terms, place.happens & own.setting.converts & (own.summed == 0))
-    ends: Terms = [*state, *sums.all("accumulated")]
+    ends: Terms = [*state, *sums.all("accumulated"), *sums.all("gathered", own.freed)]
     for unit, condition in (("first_backward", ~grown), ("backward", grown)):
         own.peak.add("backward", [*ends, (1.0, getattr(stage.first, unit))], (own.first > 0) & condition)
+    ends += [(-count, held) for count, held in [*head, *stage.roots("fresh", own.fresh)]]
+    ends += [*stage.roots("accumulated"), *stage.roots("converted")]
+    own.peak.add("reduce", ends, own.setting.converts & (own.summed == 0))
 
 
 def _phases(own: Pass, kind: Kind) -> list[tuple[str, Terms]]:
@@ -158,8 +183,7 @@ def _top_of_stage(own: Pass, place: Place) -> Terms:
 def _weights(own: Pass) -> None:
     """Gradients of weights, from the first layer to the last one."""
     stage, sums = own.stage, own.sums
-    state: Terms = [*own.start, *own.gathered(), *own.exchanged(), *own.own_gradients()]
-    state += [((1 - own.first) * (1 - own.takes), stage.message)]
+    state: Terms = [*own.start, *own.gathered(), *own.exchanged(gradient=0.0), *own.own_gradients()]
     state += [*sums.all("kept"), (own.last, stage.last.kept), (own.last, stage.last.waits_net)]
     for kind, top in zip(stage.kinds, _tops(own), strict=True):
         state += [(kind.count - top, kind.unit.waits_net), (top, kind.unit.top_waits_net)]
@@ -198,56 +222,11 @@ def _below_weights(own: Pass, place: Place, name: str) -> Terms:
 
 
 def _reduce(own: Pass) -> None:
-    """Embedding and head, then the layers in their order."""
-    stage, sums = own.stage, own.sums
-    wraps = own.setting.wraps
-    accumulated: Terms = sums.all("accumulated")
-    layers: Terms = [*own.start, *accumulated, *sums.all("fresh", own.fresh), *sums.all("gathered")]
-    reading = stage.roots("reducing")
-    own.peak.add("reduce", [*layers, *stage.roots("accumulated"), *reading], wraps)
-    written: Terms = [*stage.roots("written"), *stage.roots("quotient")]
-    cast: Terms = [*stage.roots("reduced"), *stage.roots("gradients")]
-    for result in (written, cast):
-        own.peak.add("reduce", [*layers, *reading, *result, *stage.roots("last_accumulated")], wraps)
-    done: Terms = [*own.start, *stage.roots("gradients"), *stage.roots("held")]
-    for place in sums.places():
-        kind = stage.kinds[place.index]
-        group, happens = kind.group, place.happens & wraps
-        state: Terms = [*done, *sums.below(place, "gradients"), *sums.below(place, "held")]
-        rest: Terms = [*sums.above(place, "accumulated"), *sums.above(place, "gathered")]
-        rest += sums.above(place, "fresh", own.fresh)
-        if kind.experts is not None:
-            # They follow the rest of their layer.
-            rest += [
-                (1.0, kind.experts.accumulated),
-                (1.0, kind.experts.gathered),
-                (own.fresh, kind.experts.fresh),
-            ]
-        state += [(1.0, group.reducing), *rest]
-        own.peak.add("reduce", [*state, (1.0, group.accumulated)], happens)
-        state.append((1.0, group.last_accumulated))
-        own.peak.add("reduce", [*state, (1.0, group.written), (1.0, group.quotient)], happens)
-        own.peak.add("reduce", [*state, (1.0, group.reduced), (1.0, group.gradients)], happens)
-        if kind.experts is not None:
-            _reduce_experts(own, place, kind.experts, [*done, *sums.below(place, "gradients"), *rest])
+    """Of the whole stage; what is left of it is there at the end of the step too."""
+    stage, sums, wraps = own.stage, own.sums, own.setting.wraps
+    add_reduction(own.peak, stage, own.start, wraps, own.fresh)
     parts: Terms = [*own.start, *sums.all("gradients"), *stage.roots("gradients")]
-    whole: Terms = [*own.start, *accumulated, *stage.roots("accumulated")]
+    whole: Terms = [*own.start, *sums.all("accumulated"), *stage.roots("accumulated")]
     for label in ("reduce", "optimizer"):
         own.peak.add(label, parts, wraps)
         own.peak.add(label, whole, ~wraps)
-
-
-def _reduce_experts(own: Pass, place: Place, experts: GroupBytes, state: Terms) -> None:
-    group, happens = own.stage.kinds[place.index].group, place.happens & own.setting.wraps
-    state = [*state, (-1.0, experts.accumulated), (-1.0, experts.gathered), (-own.fresh, experts.fresh)]
-    state += [
-        (1.0, group.gradients),
-        (1.0, group.held),
-        *own.sums.below(place, "held"),
-        (1.0, experts.reducing),
-    ]
-    shuffled: Terms = [(1.0, experts.accumulated), (1.0, experts.shuffled_accumulated)]
-    own.peak.add("reduce", [*state, *shuffled], happens)
-    state.append((1.0, experts.last_accumulated))
-    own.peak.add("reduce", [*state, (1.0, experts.written), (1.0, experts.quotient)], happens)
-    own.peak.add("reduce", [*state, (1.0, experts.reduced), (1.0, experts.gradients)], happens)

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from costmodels.bundled.moments import Bytes, Peak
+from costmodels.bundled.moments import Bytes, Count, Peak
 from costmodels.bundled.replay import KINDS
 from costmodels.bundled.schedule_setting import Setting
 from costmodels.bundled.stage_sums import Place, Sums, Terms, value
@@ -45,6 +45,9 @@ class Pass:
         """1 where there are gradients as backward has made them, which FSDP2 has not seen."""
         self.grown = np.where(converts > 0, fresh, either)
         """1 where backward adds to a gradient."""
+        self.frees = setting.frees * 1.0
+        self.freed = self.frees * rows.columns["own_freed"][:, None]
+        """1 where the layers have freed their parameters."""
         self.start: Terms = [(1.0, self._background())]
 
     def _background(self) -> Bytes:
@@ -59,9 +62,11 @@ class Pass:
         others = (
             (summed, "accumulated"),
             (counts["fresh"] * converts, "fresh"),
-            (counts["gathered"] * wraps, "gathered"),
             (counts["reduced"] * wraps, "gradients"),
         )
+        coming = counts["coming"] * wraps
+        gathered = counts["gathered"] * wraps
+        kept = gathered - counts["freed"] * setting.frees
         inner = ~setting.first * waiting
 
         def total(each: Floats) -> Floats:
@@ -75,21 +80,23 @@ class Pass:
                 above = top * ~setting.last
                 terms.append((total(inner * (layers - above)), kind.unit.waits_net))
                 terms.append((total(inner * above), kind.unit.top_waits_net))
-            for count, what in others:
+            for count, what in (*others, (kept, "gathered")):
                 terms.append((total(count * layers), value(kind, what)))
+            for group in (kind.group, kind.experts):
+                if group is not None:
+                    terms.append((total(coming * layers), group.buffer))
         for where, (_, group), unit in zip(
             (setting.first, setting.last), stage.ends, (stage.first, stage.last), strict=True
         ):
             terms.append((total(under_way * where), unit.kept))
-            for count, what in others:
+            terms.append((total(coming * where), group.buffer))
+            for count, what in (*others, (gathered, "gathered")):
                 terms.append((total(count * where), getattr(group, what)))
         if "waits" in stage.last.held:
             terms.append((total(inner * setting.last), stage.last.waits_net))
         terms.append((total(held * setting.last), stage.logits))
-        gives = ~setting.last & ~setting.local_after
-        messages = under_way * gives + counts["returned"] + waiting * gives
-        messages += waiting * (~setting.first & ~setting.local_before)
-        terms.append((total(messages) + counts["local"][:, None], stage.message))
+        messages = total(counts["returned"]) + (counts["local"] + counts["sent"])[:, None]
+        terms.append((messages, stage.message))
         inputs = counts["arrived"] + under_way * setting.local_after - under_way * setting.local_before
         terms.append((total(inputs), stage.saved))
         composition = np.zeros((len(KINDS), len(rows.row)))
@@ -110,17 +117,21 @@ class Pass:
         """The same of embedding and head."""
         return [*self.stage.roots("accumulated", self.summed), *self.stage.roots("fresh", self.fresh)]
 
-    def gathered(self) -> Terms:
-        """The own stage's parameters."""
-        wraps = self.setting.wraps * 1.0
-        return [*self.sums.all("gathered", wraps), *self.stage.roots("gathered", wraps)]
+    def gathered(self, without: Count = 0.0) -> Terms:
+        """The own stage's parameters.
 
-    def exchanged(self) -> Terms:
-        """The result of the own micro batch and its gradient."""
+        Args:
+            without: 1 where those of layers are not there, else 0.
+        """
+        wraps = self.setting.wraps * 1.0
+        return [*self.sums.all("gathered", wraps - without), *self.stage.roots("gathered", wraps)]
+
+    def exchanged(self, gradient: float = 1.0) -> Terms:
+        """The gradient of the own micro batch's result, if it is there, and what the stage shares with others
+        of the rank."""
         stage = self.stage
-        sent = (1 - self.last) * (1 - self.gives)
         return [
-            (2 * sent, stage.message),
+            (gradient * (1 - self.last) * (1 - self.gives), stage.message),
             ((1 - self.last) * self.gives, stage.saved),
             (-self.takes, stage.saved),
         ]

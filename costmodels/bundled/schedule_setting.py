@@ -11,6 +11,7 @@ from costmodels.bundled.moments import Bytes, Moment
 from costmodels.bundled.pass_states import Classes, States, stages_of, states_of
 from costmodels.bundled.stage_sums import Stage, Terms
 from costmodels.bundled.states import converts_gradients
+from costmodels.layout import SPLIT_BACKWARD
 from costmodels.model_spec import ModelSpec
 from costmodels.pipeline import stages_as_ranks
 from costmodels.table import SCHEDULES, Bools, Floats, Ints, LayoutTable
@@ -93,12 +94,13 @@ class Setting:
     """Stages whose neighbour is on the same rank."""
     wraps: Bools
     converts: Bools
-    """Rows whose parameters FSDP2 manages; and of these, whose gradients change their number format. [states,
-    1]."""
+    frees: Bools
+    """Rows whose parameters FSDP2 manages; of these, whose gradients change their number format, and whose
+    layers free their parameters in forward. [states, 1]."""
 
     def take(self, some: Ints) -> Setting:
         """Of some states."""
-        arrays = ("first", "last", "local_before", "local_after", "wraps", "converts")
+        arrays = ("first", "last", "local_before", "local_after", "wraps", "converts", "frees")
         return replace(
             self.of_rows(some),
             rows=self.rows.take(some),
@@ -152,13 +154,16 @@ def setting_of(
     """
     rows, alike = _rows_of(model, table, names)
     empty = (0.0,) * len(names)
-    layers = np.array([[one.layers or empty for one in some] for some in alike]).transpose(2, 0, 1)
+    # Of each rank of each row, and from there of each state.
+    rank = rows.row * pipeline + rows.rank
+    layers = np.array([[one.layers or empty for one in some] for some in alike])[rank].transpose(2, 0, 1)
     first, last, before, after = (
-        np.array([[getattr(one, name) for one in some] for some in alike])
+        np.array([[getattr(one, name) for one in some] for some in alike])[rank]
         for name in ("first", "last", "local_before", "local_after")
     )
     composition = Moment("forward", fixed).composition(rows.row, rows.rank)
     converts = wraps & converts_gradients(table)
+    frees = wraps & (table.zero_stage == 3) & ~table.runs(*SPLIT_BACKWARD)
     whole = Setting(
         rows=rows,
         shape=(len(table), pipeline),
@@ -171,12 +176,13 @@ def setting_of(
         local_after=after,
         wraps=wraps[rows.row][:, None],
         converts=converts[rows.row][:, None],
+        frees=frees[rows.row][:, None],
     )
     return whole.of_rows(rows.row)
 
 
 def _rows_of(model: ModelSpec, table: LayoutTable, names: list[str]) -> tuple[Rows, list[list[Alike]]]:
-    """The states of all rows, and the classes of each state's rank."""
+    """The states of all rows, and the classes of each rank of each row."""
     found: list[tuple[int, States]] = []
     alike: list[list[Alike]] = []
     for row in range(len(table)):
@@ -185,7 +191,7 @@ def _rows_of(model: ModelSpec, table: LayoutTable, names: list[str]) -> tuple[Ro
         numbers = [int(column[row]) for column in columns]
         states = states_of(SCHEDULES[int(table.schedule[row])], *numbers, classes)
         found.append((row, states))
-        alike += [own[rank] for rank in states.rank.tolist()]
+        alike += own
     most = max(map(len, alike))
 
     def joined(arrays: list[Ints]) -> Floats:

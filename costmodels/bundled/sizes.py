@@ -14,7 +14,7 @@ from costmodels.shapes import (
     key_value_width,
     tokens,
 )
-from costmodels.table import Floats, LayoutTable
+from costmodels.table import Bools, Floats, LayoutTable
 
 SUMS_MULTIPLE = 32
 """The memory-efficient attention kernel rounds log-sum-exps up to a multiple of this many tokens."""
@@ -63,6 +63,8 @@ def tensor_sizes(model: ModelSpec, table: LayoutTable) -> Sizes:
             "attended": e * t * values / tp,
             "inner": e * t * model.ffn / tp,
             "log_sum_exp": 4 * t * model.heads / tp * (rounded if pads_sums else 1.0),
+            "attention_scores": 4 * t * model.seq * model.heads / tp,
+            "attention_mask": float(model.seq) ** 2 * ones,
             "statistics": (8 if model.norm == "layernorm" else 4) * t / part,
             "query_statistics": 4 * t * model.heads / tp,
             "key_statistics": 4 * t * np.maximum(model.kv_heads / tp, 1.0),
@@ -87,6 +89,14 @@ def tensor_sizes(model: ModelSpec, table: LayoutTable) -> Sizes:
             "padded_logits": e * t * vocabulary * ((table.precision != "fp32") | (real < vocabulary)),
         }
     )
+
+
+def scores_attention(model: ModelSpec, table: LayoutTable) -> Bools:
+    """Rows without a fused attention kernel, whose scores are tensors: of grouped queries in fp32."""
+    wide = table.precision in ("fp32", "tf32")
+    here = model.heads / table.tensor_parallel
+    grouped: Bools = here != np.maximum(model.kv_heads / table.tensor_parallel, 1.0)
+    return grouped & (wide and model.latent_attention is None)
 
 
 def _latent_sizes(model: ModelSpec, table: LayoutTable) -> Sizes:

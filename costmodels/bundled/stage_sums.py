@@ -187,11 +187,16 @@ def first_passes(kind: Kind, frees: Count, field: str = "forward") -> list[Terms
     ]
 
 
-def arrivals(sums: Sums, place: Place) -> list[Terms]:
+def arrivals(sums: Sums, place: Place, after_roots: bool = True) -> list[Terms]:
     """What forward gathers for a layer, and what the parameters before it were gathered in, which PyTorch
-    before 2.15 holds until it has copied these to where they are used."""
+    before 2.15 holds until it has copied these to where they are used.
+
+    Args:
+        after_roots: embedding and head are gathered just before the first layer.
+    """
     group = sums.stage.kinds[place.index].group
-    before = [*sums.previous(place, "tail"), *sums.stage.roots("buffer", sums.is_lowest(place))]
+    before = sums.previous(place, "tail")
+    before += sums.stage.roots("buffer", sums.is_lowest(place)) if after_roots else []
     gathered: Terms = [(1.0, group.gathered), (1.0, group.buffer)]
     if is_before(2, 15):
         return [[*gathered, *before]]

@@ -8,6 +8,7 @@ import numpy as np
 
 from costmodels.bundled.groups import Group
 from costmodels.bundled.moments import Bytes
+from costmodels.bundled.optimizer_state import state_bytes, update_bytes
 from costmodels.bundled.pytorch import is_before
 from costmodels.bundled.replay import COMMUNICATION, GRADIENTS, KINDS, OPTIMIZER, PARAMETERS
 from costmodels.table import Bools, Floats, Ints, LayoutTable
@@ -64,6 +65,8 @@ class GroupBytes:
     """A copy of what is reduced, where nothing is scattered; PyTorch 2.15 makes none."""
     gradients: Bytes
     """This rank's, reduced."""
+    updating: Bytes
+    """What the optimizer makes besides where it makes most, whether wrapped or not."""
 
     def take(self, rows: Ints) -> GroupBytes:
         """Of some rows."""
@@ -108,6 +111,13 @@ def _shuffled(width: Floats, group: Group) -> Bytes:
     return Bytes.of_shapes(composition, np.arange(len(width)))
 
 
+def _delivered(message: Floats, gradients: Floats) -> Bytes:
+    """What collectives have made that is a message, or the gradients themselves."""
+    composition = np.zeros((len(KINDS), len(message)))
+    composition[COMMUNICATION], composition[GRADIENTS] = message, gradients
+    return Bytes.of_shapes(composition, np.arange(len(message)))
+
+
 def converts_gradients(table: LayoutTable) -> bool:
     """Whether gradients of a whole layer change to the number format that they are reduced in.
 
@@ -129,41 +139,45 @@ def _made_in(table: LayoutTable) -> str:
     return {"fp32": "fp32", "tf32": "fp32", "fp16": "fp16"}.get(table.precision, "bf16")
 
 
-def group_bytes(
-    table: LayoutTable, group: Group, wraps: Bools, replicas: Floats, state: Floats
-) -> GroupBytes:
+def group_bytes(table: LayoutTable, group: Group, wraps: Bools, replicas: Floats) -> GroupBytes:
     """Bytes of a group.
 
     Args:
         replicas: copies of each shard.
-        state: bytes of the optimizer for each parameter.
     """
     width, reduced = element_widths(table)
     casts = casts_of_gradients(table, wraps)
     fresh = np.where((casts > 0) & (casts <= 1), reduced, width)
-    widened = (reduced - width) * (casts > 1) * group.summed
+    # What tensor-parallel ranks have summed is a message then.
+    summed: Floats = np.where(casts > 1, group.summed, 0.0)
     on = wraps.astype(np.float64)
     split = on * (group.shards > 1)
     own = np.where(wraps, group.own, group.whole)
     all_reduces = (table.zero_stage == 0) | (replicas > 1)
+    # Reduced gradients go to the host, and only what an all-reduce keeps of them is still there.
+    leaves = table.offload_optimizer
+    here: Floats = np.where(leaves, 0.0, 1.0)
+    written = reduced * on * group.own
+    becomes = written * here * (reduced == MASTER)
     communication = {
         "gathered": width * on * group.padded,
         "buffer": width * split * group.padded,
         "cast": width * split * group.own * (width != MASTER)
         + width * (on - split) * group.largest * (width != MASTER),
         "reducing": reduced * on * group.padded,
-        "reduced": reduced * on * group.own * (reduced != MASTER),
+        "reduced": (reduced + MASTER * leaves) * on * group.own * (reduced != MASTER),
         "added": reduced * on * group.own,
         "added_cast": (reduced + MASTER) * on * group.own * (reduced != MASTER),
-        "held": reduced * on * group.own * all_reduces * (reduced != MASTER),
+        "held": reduced * on * group.own * all_reduces * (leaves | (reduced != MASTER)),
         "stuck": reduced * on * group.own * all_reduces,
         "summing": 2 * reduced * on * group.largest_summed,
         "quotient": reduced * (on - split) * (replicas > 1) * is_before(2, 15) * group.padded,
     }
     return GroupBytes(
-        kept=Bytes.of_kind(PARAMETERS, MASTER * own),
-        state=Bytes.of_kind(OPTIMIZER, state * own),
-        fresh=Bytes.of_kind(GRADIENTS, fresh * group.whole + widened),
+        kept=Bytes.of_kind(PARAMETERS, MASTER * here * own),
+        state=Bytes.of_kind(OPTIMIZER, here * state_bytes(table, group)),
+        updating=update_bytes(table, group),
+        fresh=_delivered(reduced * summed, fresh * group.whole - width * summed),
         converted=Bytes.of_kind(
             GRADIENTS, on * _converting(group, width, reduced) * converts_gradients(table)
         ),
@@ -173,7 +187,7 @@ def group_bytes(
         last_fresh=Bytes.of_kind(GRADIENTS, fresh * split * _last(group)),
         last_accumulated=Bytes.of_kind(GRADIENTS, reduced * split * _last(group)),
         accumulated=Bytes.of_kind(GRADIENTS, np.where(wraps, reduced, width) * group.whole),
-        written=Bytes.of_kind(COMMUNICATION if reduced != MASTER else GRADIENTS, reduced * on * group.own),
-        gradients=Bytes.of_kind(GRADIENTS, MASTER * on * group.own),
+        written=_delivered(written - becomes, becomes),
+        gradients=Bytes.of_kind(GRADIENTS, MASTER * on * here * group.own),
         **{name: Bytes.of_kind(COMMUNICATION, size) for name, size in communication.items()},
     )

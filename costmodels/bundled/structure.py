@@ -45,6 +45,8 @@ class Structure(NamedTuple):
     normalised: bool = False
     scaled: bool = False
     biased: bool = False
+    grouped_choice: bool = False
+    """Tokens choose among the experts of some groups."""
     limited: bool = False
     """Experts take in a limited number of tokens."""
     tensor_parallel: bool = False
@@ -54,6 +56,13 @@ class Structure(NamedTuple):
     shares_heads: bool = False
     """Tensor-parallel ranks share key/value heads."""
     context_form: ContextParallelForm | None = None
+    ring_ranks: int = 1
+    """Through which keys and values go, as far as that matters."""
+    scores_attention: bool = False
+    """No kernel fuses attention."""
+    one_head: bool = False
+    one_key_head: bool = False
+    """One head of queries is here, and one of keys and values, in rings and where scores are tensors."""
     repeats_heads: bool = False
     """Context-parallel ranks that exchange heads first repeat those of keys and values."""
     tied: bool = False
@@ -135,6 +144,9 @@ KEY_VALUE, ROTARY_QUERY, ROTARY_KEY = ("key_value", 1.0), ("rotary_query", 1.0),
 """Keys without their rotary part and values; the rotary parts of the queries, and of the key of all heads."""
 
 LOG_SUM_EXP = ("log_sum_exp", 1.0)
+
+ATTENTION_SCORES, ATTENTION_MASK = ("attention_scores", 1.0), ("attention_mask", 1.0)
+"""Of all heads of this rank in fp32, and one byte for each query and key of a sequence."""
 
 STATISTICS = ("statistics", 1.0)
 """What a norm keeps besides its input: mean and deviation in fp32, or the latter alone."""

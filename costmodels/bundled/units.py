@@ -11,7 +11,8 @@ import numpy as np
 from costmodels.bundled.compiled_tapes import compiled_layer_tape
 from costmodels.bundled.moments import Bytes
 from costmodels.bundled.replay import KINDS
-from costmodels.bundled.sizes import Sizes, tensor_sizes
+from costmodels.bundled.ring import ROUNDS
+from costmodels.bundled.sizes import Sizes, scores_attention, tensor_sizes
 from costmodels.bundled.split_tapes import split_head_tape, split_layer_tape
 from costmodels.bundled.states import casts_of_gradients, wraps_parameters
 from costmodels.bundled.structure import Structure
@@ -33,6 +34,8 @@ from costmodels.table import (
 
 SPLIT = [SCHEDULES.index(schedule) for schedule in SPLIT_BACKWARD]
 """Codes of schedules that split backward."""
+
+RING = CONTEXT_FORMS.index("ring")
 
 GROUPED_MULTIPLE = 8
 """Elements in 16 bits that rows of matrices must be multiples of in PyTorch's grouped product."""
@@ -83,7 +86,10 @@ def structures_of(model: ModelSpec, table: LayoutTable, moe: bool) -> tuple[list
         table.expert_parallel > 1,
         _local_experts(model, table) * moe,
         table.expert_tensor_parallel,
-        table.context_parallel > 1,
+        np.where(table.context_parallel_form == RING, table.context_parallel, table.context_parallel > 1),
+        scores_attention(model, table),
+        np.equal(model.heads, table.tensor_parallel),
+        np.less_equal(model.kv_heads, table.tensor_parallel),
         table.context_parallel_form,
         kept_heads_width(model, table) > key_value_width(model, table),
         table.recompute,
@@ -117,6 +123,7 @@ def structures_of(model: ModelSpec, table: LayoutTable, moe: bool) -> tuple[list
                 if table.context_parallel[row] > 1
                 else None
             ),
+            **_heads(model, table, int(row)),
             repeats_heads=bool((kept_heads_width(model, table) > key_value_width(model, table))[row]),
             recompute=_recomputed(table, int(row)),
             casts=float(casts[row]),
@@ -125,6 +132,21 @@ def structures_of(model: ModelSpec, table: LayoutTable, moe: bool) -> tuple[list
         for row in first
     ]
     return found, code
+
+
+def _heads(model: ModelSpec, table: LayoutTable, row: int) -> dict[str, Any]:
+    """Of one row: how attention works that orders gradients by heads."""
+    ranks, tp = int(table.context_parallel[row]), int(table.tensor_parallel[row])
+    in_ring = ranks > 1 and int(table.context_parallel_form[row]) == RING
+    scores = bool(scores_attention(model, table)[row])
+    if not in_ring and not scores:
+        return {}
+    return {
+        "ring_ranks": min(ranks, ROUNDS) if in_ring else 1,
+        "scores_attention": scores,
+        "one_head": model.heads == tp,
+        "one_key_head": model.kv_heads <= tp,
+    }
 
 
 def _without_recomputation(table: LayoutTable) -> LayoutTable:
@@ -162,6 +184,7 @@ def _experts(model: ModelSpec, table: LayoutTable, row: int) -> dict[str, Any]:
         "normalised": model.router.normalised,
         "scaled": model.router.scale != 1.0,
         "biased": model.router.expert_bias,
+        "grouped_choice": model.router.groups > 1,
         "limited": model.router.capacity_factor > 0,
     }
 

@@ -188,6 +188,7 @@ def _not_collected() -> Iterator[None]:
 @contextmanager
 def one_rank_of(world_size: int, rank: int) -> Iterator[None]:
     """A process group of ranks that do not exist."""
+    from torch.distributed.tensor import debug
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     if dist.is_initialized():
@@ -196,6 +197,9 @@ def one_rank_of(world_size: int, rank: int) -> Iterator[None]:
     try:
         yield
     finally:
+        # It remembers meshes, whose groups end here.
+        forget: Any = debug._clear_sharding_prop_cache
+        forget()
         dist.destroy_process_group()
         gc.collect()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from costmodels import Layout
+from costmodels.bundled.message_times import ACTIVE
 from costmodels.layout import SPLIT_BACKWARD
 from costmodels.schedules import BACKWARD, FORWARD, WEIGHTS, orders, runs
 
@@ -15,8 +16,9 @@ NEIGHBOURS = 2
 """Passes before and after one that tell what it finds in memory: messages come before they are needed."""
 
 
-ROUNDS, SPLIT_ROUNDS = 3, 4
-"""Least rounds of micro batches where a rank has several stages, and where their backward is split."""
+ROUNDS, SPLIT_ROUNDS, MANY_ROUNDS = 3, 4, 5
+"""Least rounds of micro batches where a rank has several stages, where their backward is split, and where a
+rank has more stages than it gathers at a time: which ones follows from passes further ahead."""
 
 
 def enough_micro_batches(layout: Layout, pipeline_rank: int) -> int:
@@ -41,6 +43,8 @@ def enough_micro_batches(layout: Layout, pipeline_rank: int) -> int:
     step, rounds = (1, 1) if layout.schedule == "1f1b" else (pipeline, ROUNDS)
     if layout.schedule in SPLIT_BACKWARD:
         rounds = SPLIT_ROUNDS
+    if chunks > ACTIVE:
+        rounds = MANY_ROUNDS
     for fewer in range(wanted % step + rounds * pipeline, wanted, step):
         if runs(layout.schedule, pipeline, chunks, fewer) and states <= set(
             _states(layout, pipeline_rank, fewer)

@@ -125,10 +125,9 @@ def test_every_label_of_a_moment_is_one_of_a_step() -> None:
     "fields",
     [
         {"precision": "fp8"},
-        {"offload_optimizer": True, "data_parallel": 2, "zero_stage": 1},
         {"offload_activations": True},
-        {"optimizer": "muon"},
-        {"context_parallel": 2, "context_parallel_form": "ring"},
+        {"recompute": "full", "recompute_num_layers": 2},
+        {"context_parallel": 2, "precision": "fp32"},
     ],
 )
 def test_what_is_not_known_is_told(fields: dict[str, object]) -> None:

@@ -7,17 +7,14 @@ import pytest
 
 from costmodels import Layout, ModelSpec
 from costmodels.bundled import covers, moments_of_ranks, peak_bytes, rank_peaks
+from costmodels.bundled import message_times as message_times_module
+from costmodels.bundled import sent_messages as sent_messages_module
 from costmodels.bundled.message_times import message_times
 from costmodels.bundled.pass_states import stages_of, states_of
-from costmodels.bundled.pytorch import is_before
+from costmodels.bundled.sent_messages import SENDS_OF_STAGE, sent_messages
 from costmodels.layout import Schedule
 from costmodels.schedules import FORWARD, INPUTS, WEIGHTS
 from costmodels.table import LayoutTable
-
-pytestmark = pytest.mark.skipif(
-    not is_before(2, 15),
-    reason="bytes of several stages on a rank are known for PyTorch before 2.15 only",
-)
 
 GPT = ModelSpec(name="gpt", layers=8, hidden=512, heads=8, vocab=1024, seq=256)
 
@@ -83,8 +80,38 @@ def test_rows_of_several_schedules_do_not_change_each_other() -> None:
 
 def test_what_of_several_stages_is_not_known_is_told() -> None:
     unknown = [
-        layout("interleaved", data_parallel=2, zero_stage=3, global_batch_size=16),
-        layout("interleaved", pipeline_parallel=2, virtual_pipeline_parallel=4),
+        layout("interleaved", pipeline_parallel=3, layers_per_stage=(2, 2, 1, 1, 1, 1), micro_batches=7),
         layout("dualpipev", micro_batches=4),
     ]
     assert not covers(GPT, LayoutTable.of(unknown)).any()
+    known = LayoutTable.of([layout("interleaved", pipeline_parallel=2, virtual_pipeline_parallel=4)])
+    assert covers(GPT, known).all() and covers(GPT, known, compiled=True).all()
+    assert not covers(GPT, LayoutTable.of([layout("zbv")]), compiled=True).any()
+
+
+@pytest.mark.parametrize("schedule", ["interleaved", "interleaved_zb", "zbv", "dualpipev"])
+def test_no_rank_has_more_messages_under_way_than_it_may(
+    schedule: Schedule, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of those that PyTorch since 2.15 keeps until their send is awaited."""
+    for module in (message_times_module, sent_messages_module):
+        monkeypatch.setattr(module, "is_before", lambda major, minor: False)
+    stages = stages_of(schedule, 4, 2)
+    every = message_times(schedule, stages, 12)
+    for timed, found in zip(every, sent_messages(every, stages), strict=True):
+        # A pass begins once those that are too many have been awaited; gradients of weights keep two more,
+        # and the first of two passes that travel together has given one.
+        most = SENDS_OF_STAGE * 2 + (schedule == "dualpipev")
+        waiting = np.cumsum(timed.kind == INPUTS) - np.cumsum(timed.kind == WEIGHTS)
+        assert (found[1:] <= most + 2 * waiting).all()
+        assert found[0] == 0
+    assert max(found.max() for found in sent_messages(every, stages)) >= SENDS_OF_STAGE * 2
+
+
+def test_parameters_are_there_from_their_first_pass_on() -> None:
+    states = states_of("interleaved", 2, 4, 8, ((0, 1, 2, 3),) * 2)
+    gathered, coming = states.columns["gathered"], states.columns["coming"]
+    # Of the next three stages, with that of the pass itself, which is not among the others.
+    there = (gathered + coming).sum(axis=1)
+    assert there.max() <= 3 and coming.max() == 1
+    assert not (gathered * coming).any()

@@ -7,16 +7,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from benchmarks.memory import compare
 from costmodels import Layout, ModelSpec
 from costmodels.bundled import KINDS, covers, rank_peaks
-from costmodels.bundled.pytorch import is_before
 from costmodels.table import LayoutTable
 from runtime.dryrun import trace
-
-pytestmark = pytest.mark.skipif(
-    not is_before(2, 15),
-    reason="bytes of several stages on a rank are known for PyTorch before 2.15 only",
-)
 
 LLAMA = ModelSpec(
     name="llama",
@@ -67,3 +62,42 @@ def test_peaks_of_several_stages_equal_the_dry_run(rank: int, fields: dict[str, 
     # Gradients that no hook of autograd sees are temporaries to the tracker.
     both = held["gradients"] + held["temporaries"]
     assert both == pytest.approx(found.live["gradients"] + found.live["temporaries"], abs=2**20)
+
+
+@pytest.mark.parametrize(
+    ("model", "rank", "compiled", "fields"),
+    [
+        # Stages that free their parameters in between, and layers that do.
+        ({"layers": 8}, 0, False, {"virtual_pipeline_parallel": 4, "data_parallel": 2, "zero_stage": 3}),
+        # Halves of what is element-wise are computed again.
+        (
+            {"layers": 4, "qk_norm": True, "position": "none"},
+            1,
+            True,
+            {"virtual_pipeline_parallel": 2, "context_parallel": 2, "zero_stage": 1},
+        ),
+        # Gradients of one rank alone, which are wider once they are reduced.
+        (
+            {"layers": 8, "experts": 4, "top_k": 2, "expert_ffn": 1024},
+            1,
+            False,
+            {"virtual_pipeline_parallel": 4, "recompute": "full", "gradient_reduction": "bf16"},
+        ),
+    ],
+)
+def test_interleaved_peaks_equal_the_dry_run(
+    model: dict[str, Any], rank: int, compiled: bool, fields: dict[str, Any]
+) -> None:
+    spec = LLAMA.model_copy(update=model)
+    layout = Layout(
+        pipeline_parallel=2,
+        schedule="interleaved",
+        layers_per_stage=(1,) * spec.layers,
+        micro_batch_size=1,
+        global_batch_size=4 * int(fields.get("data_parallel", 1)),
+        precision="bf16",
+        **fields,
+    )
+    assert covers(spec, LayoutTable.of([layout]), compiled).all()
+    errors = compare(spec, layout, rank, compiled)
+    assert not errors.misses, (errors.misses, errors.peak, errors.by_kind, errors.traced)

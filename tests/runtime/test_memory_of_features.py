@@ -1,0 +1,71 @@
+"""The formula of memory equals the dry run for features that random examples seldom show."""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks.memory import compare
+from costmodels import Layout, ModelSpec
+from costmodels.bundled import covers
+from costmodels.table import LayoutTable
+
+DENSE = ModelSpec(
+    name="dense",
+    layers=2,
+    hidden=1024,
+    ffn=2048,
+    heads=8,
+    kv_heads=8,
+    head_dim=128,
+    vocab=8000,
+    seq=512,
+    max_positions=512,
+)
+ROUTED = ModelSpec.model_validate(
+    DENSE.model_dump()
+    | {
+        "name": "routed",
+        "seq": 1024,
+        "max_positions": 1024,
+        "gated": True,
+        "activation": "silu",
+        "norm": "rmsnorm",
+        "experts": 8,
+        "top_k": 2,
+        "expert_ffn": 512,
+        "shared_expert_ffn": 1024,
+        "router": {"groups": 4, "top_groups": 2, "group_score": "top2", "expert_bias": True},
+    }
+)
+
+GROUPED = DENSE.model_copy(update={"kv_heads": 2})
+
+ONE = ROUTED.model_copy(update={"layers": 1})
+
+
+@pytest.mark.parametrize(
+    ("model", "fields", "compiled"),
+    [
+        pytest.param(DENSE, {"optimizer": "muon", "zero_stage": 1}, False, id="muon"),
+        pytest.param(DENSE, {"optimizer": "adafactor", "zero_stage": 3}, False, id="adafactor"),
+        pytest.param(DENSE, {"context_parallel": 2, "context_parallel_form": "ring"}, False, id="ring"),
+        pytest.param(GROUPED, {"precision": "fp32"}, False, id="scores-of-attention"),
+        pytest.param(DENSE, {"offload_optimizer": True, "zero_stage": 2}, False, id="offloaded-optimizer"),
+        pytest.param(ROUTED, {"expert_parallel": 2, "zero_stage": 1}, False, id="groups-of-experts"),
+        pytest.param(ROUTED, {"precision": "fp16", "zero_stage": 3}, False, id="experts-one-by-one"),
+        pytest.param(ONE, {"recompute": "full", "zero_stage": 1}, True, id="compiled-experts-again"),
+    ],
+)
+def test_the_formula_knows_the_feature(model: ModelSpec, fields: dict[str, object], compiled: bool) -> None:
+    layout = Layout.model_validate(
+        {
+            "layers_per_stage": (model.layers,),
+            "data_parallel": 4,
+            "precision": "bf16",
+            "global_batch_size": 8,
+            **fields,
+        }
+    )
+    assert covers(model, LayoutTable.of([layout]), compiled)[0]
+    errors = compare(model, layout, 0, compiled)
+    assert not errors.misses, (errors.misses, errors.peak, errors.by_kind, errors.traced)

@@ -1,0 +1,74 @@
+"""How long messages are kept equals what PyTorch's schedules say."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from torch.distributed.pipelining import schedules
+
+from costmodels.bundled.message_times import Timed, message_times
+from costmodels.bundled.pass_states import stages_of
+from costmodels.bundled.sent_messages import SENDS_OF_STAGE, sent_messages
+from costmodels.schedules import BACKWARD, FORWARD, orders
+from runtime.pipeline import SENDS_OF_STAGE as SENDS_OF_RUNTIME
+
+torch_schedules: Any = schedules
+
+pytestmark = pytest.mark.skipif(
+    not hasattr(torch_schedules, "_add_wait_send_budget"),
+    reason="PyTorch awaits sends in the middle of a step since 2.15",
+)
+
+
+def lowered(stages: Any, micro_batches: int) -> dict[int, list[Any]]:
+    """PyTorch's actions of each rank of an interleaved schedule, communication included."""
+    kinds = {FORWARD: torch_schedules.F, BACKWARD: torch_schedules.B}
+    pipeline, chunks = stages.shape
+    rank_of = {stage: rank for rank, own in enumerate(stages.tolist()) for stage in own}
+    actions: dict[int, list[Any]] = {}
+    for rank, order in enumerate(orders("interleaved", pipeline, chunks, micro_batches)):
+        passes = zip(order.kind.tolist(), order.stage.tolist(), order.micro_batch.tolist(), strict=True)
+        own = [torch_schedules._Action(stage, kinds[kind], number) for kind, stage, number in passes]
+        gathering = torch_schedules._add_unshard_reshard(own)
+        actions[rank] = torch_schedules._add_reduce_grad(gathering, micro_batches)
+    actions = torch_schedules._add_send_recv(actions, rank_of.__getitem__, stages.size)
+    actions = torch_schedules._add_wait_send(actions)
+    most = SENDS_OF_STAGE * chunks
+    found: dict[int, list[Any]] = torch_schedules._add_wait_send_budget(actions, rank_of.__getitem__, most)
+    return found
+
+
+def messages(actions: list[Any], timed: Timed) -> tuple[list[int], list[int]]:
+    """Messages sent and not awaited yet, and receives posted, before each pass."""
+    sent = received = 0
+    found: tuple[list[int], list[int]] = ([], [])
+    for action in actions:
+        name = action.computation_type.value
+        if name in ("SEND_F", "SEND_B"):
+            sent += 1
+        elif name in ("WAIT_SEND_F", "WAIT_SEND_B"):
+            sent -= 1
+        elif name in ("RECV_F", "RECV_B"):
+            received += 1
+        elif name in ("F", "B"):
+            found[0].append(sent)
+            found[1].append(received)
+    assert len(found[0]) == len(timed.kind)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("pipeline", "chunks", "micro_batches"), [(2, 2, 6), (4, 2, 8), (3, 4, 9), (5, 2, 5)]
+)
+def test_sends_are_awaited_when_pytorch_awaits_them(pipeline: int, chunks: int, micro_batches: int) -> None:
+    assert SENDS_OF_STAGE == SENDS_OF_RUNTIME
+    stages = stages_of("interleaved", pipeline, chunks)
+    every = message_times("interleaved", stages, micro_batches)
+    actions = lowered(stages, micro_batches)
+    for rank, (timed, found) in enumerate(zip(every, sent_messages(every, stages), strict=True)):
+        sent, received = messages(actions[rank], timed)
+        assert found[:-1].tolist() == sent
+        come = np.sort(np.concatenate([*timed.inputs.values(), *timed.gradients.values()]))
+        assert np.searchsorted(come, timed.time).tolist() == received
