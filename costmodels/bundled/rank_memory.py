@@ -66,13 +66,13 @@ def covers(model: ModelSpec, table: LayoutTable, compiled: bool = False) -> Bool
     if model.experts:
         # Not known: what ZeRO 3 gathers for experts that are computed again or of several stages on a rank,
         # and gradients of weights of experts that are computed apart.
-        again = (table.recompute == FULL) | table.recomputes("mlp")
-        again |= table.virtual_pipeline_parallel > 1
-        result &= ~(again & (table.zero_stage == 3))
+        lasting = (table.recompute == FULL) | table.recomputes("mlp") | (table.virtual_pipeline_parallel > 1)
+        result &= ~(lasting & (table.zero_stage == 3))
         result &= ~np.isin(table.schedule, SPLIT)
-    if not is_before(2, 15):
-        # Not known: when later PyTorch frees what whole layers compute again for gradients of weights.
-        result &= ~((table.recompute == FULL) & np.isin(table.schedule, SPLIT))
+    # Not known: when PyTorch from 2.15 on frees what whole layers compute again for gradients of weights, and
+    # any PyTorch beside an optimizer in host memory.
+    again = (table.recompute == FULL) & np.isin(table.schedule, SPLIT)
+    result &= ~(again & (table.offload_optimizer | (not is_before(2, 15))))
     result &= _runs(table)
     result &= (table.context_parallel == 1) | (not wide)
     rings = table.context_parallel_form == CONTEXT_FORMS.index("ring")
