@@ -19,6 +19,7 @@ from torch.distributed.pipelining import (
 )
 
 from costmodels import Layout, ModelSpec
+from costmodels.bundled.sent_messages import SENDS_OF_STAGE
 from costmodels.layout import SPLIT_BACKWARD, Schedule
 from runtime.data_parallel import DTYPES
 from runtime.documents import Documents
@@ -34,9 +35,6 @@ SCHEDULES: dict[Schedule, type] = {
     "zbv": ScheduleZBVZeroBubble,
     "dualpipev": ScheduleDualPipeV,
 }
-
-SENDS_OF_STAGE = 2
-"""Messages under way of each stage of a rank: one forward, one backward."""
 
 FORWARD_ACTIONS = ("F", "SEND_F", "WAIT_SEND_F", "RECV_F", "UNSHARD", "RESHARD")
 """What a forward pass needs of PyTorch's actions."""

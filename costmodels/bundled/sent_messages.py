@@ -19,7 +19,7 @@ from costmodels.bundled.pytorch import is_before
 from costmodels.table import Ints
 
 SENDS_OF_STAGE = 2
-"""As `runtime.pipeline` has it."""
+"""Messages under way of each stage of a rank: one forward, one backward."""
 
 
 class Send(NamedTuple):

@@ -12,7 +12,6 @@ from costmodels.bundled.message_times import Timed, message_times
 from costmodels.bundled.pass_states import stages_of
 from costmodels.bundled.sent_messages import SENDS_OF_STAGE, sent_messages
 from costmodels.schedules import BACKWARD, FORWARD, orders
-from runtime.pipeline import SENDS_OF_STAGE as SENDS_OF_RUNTIME
 
 torch_schedules: Any = schedules
 
@@ -63,7 +62,6 @@ def messages(actions: list[Any], timed: Timed) -> tuple[list[int], list[int]]:
     ("pipeline", "chunks", "micro_batches"), [(2, 2, 6), (4, 2, 8), (3, 4, 9), (5, 2, 5)]
 )
 def test_sends_are_awaited_when_pytorch_awaits_them(pipeline: int, chunks: int, micro_batches: int) -> None:
-    assert SENDS_OF_STAGE == SENDS_OF_RUNTIME
     stages = stages_of("interleaved", pipeline, chunks)
     every = message_times("interleaved", stages, micro_batches)
     actions = lowered(stages, micro_batches)
