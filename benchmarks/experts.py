@@ -138,10 +138,8 @@ def _place(result: SearchResult, layout: str) -> int | None:
 def _with_equal_stages(result: SearchResult) -> tuple[SearchResult, int]:
     """The ranking of the layouts whose stages all have as many layers, and how many of them are legal."""
     equal = np.array([len(set(split)) == 1 for split in result.table.splits])[result.table.split]
-    kept = equal[result.fitting]
-    fitting, places = result.fitting[kept], result.places[kept]
-    only = replace(result, fitting=fitting, places=places, feasible=len(fitting))
-    return only, int(equal.sum())
+    ranking = replace(result.ranking, places=result.places[equal[result.fitting]])
+    return replace(result, ranking=ranking), int(equal.sum())
 
 
 def main() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import gc
 import sys
 
@@ -37,4 +38,11 @@ def main() -> None:
             # fifth of a short command.
             gc.freeze()
             gc.enable()
+            atexit.register(_let_go)
     run(app, "planner")
+
+
+def _let_go() -> None:
+    """Let the interpreter free all modules: some extensions below PyTorch complain of what is never freed."""
+    if "torch" in sys.modules:
+        gc.unfreeze()
