@@ -43,10 +43,19 @@ def build_stage(spec: ModelSpec, layout: Layout, grid: Grid, index: int, compile
     expert_parallel(stage, layout, grid)
     if layout.precision == "fp8":
         float8(stage)
+    # torch.compile takes checkpoints into its graphs, but none of what cannot be one graph.
+    around = [
+        block
+        for block in stage.blocks
+        if compiled and layout.recompute == "full" and isinstance(block.mlp, MixtureOfExperts)
+    ]
+    for block in around:
+        _compile(block)
     recompute(stage, layout)
     if compiled:
         for block in stage.blocks:
-            _compile(block)
+            if block not in around:
+                _compile(block)
     if layout.offload_activations:
         offload_activations(stage, layout)
     if needs_data_parallel(layout, grid):

@@ -9,6 +9,7 @@ from costmodels.bundled.stage_sums import (
     Sums,
     Terms,
     arrivals,
+    asked_for_next,
     first_backward_passes,
     first_passes,
     value,
@@ -129,11 +130,13 @@ class _Step:
                 terms = [*state, *reduced, (1.0, value(kind, field))]
                 self.peak.add("backward", [*terms, *now, *above_it, alone_head], happens & self.frees)
                 self.peak.add("backward", [*terms, *added, *again], happens & self.frees & self.several)
-            arriving: Terms = [(1.0, kind.group.gathered), (1.0, kind.group.buffer), (1.0, stage.residual)]
-            arriving += [*self._reducing_next(place), alone_head]
-            self.peak.add("backward", [*state, *arriving, *above_it], happens & self.frees)
-            terms = [*state, *arriving, *parts, *sums.above(place, "stuck")]
-            self.peak.add("backward", terms, happens & self.frees & self.several)
+            arrived: Terms = [(1.0, kind.group.gathered), (1.0, stage.residual)]
+            arrived += [*self._reducing_next(place), alone_head]
+            for part in ([(1.0, kind.group.buffer)], asked_for_next(sums, place)):
+                terms = [*state, *arrived, *part]
+                self.peak.add("backward", [*terms, *above_it], happens & self.frees)
+                terms += [*parts, *sums.above(place, "stuck")]
+                self.peak.add("backward", terms, happens & self.frees & self.several)
         ends: Terms = [*self.fixed, *root, (1.0, stage.first.kept)]
         alone, later = (1.0, stage.first.alone_backward), (1.0, getattr(stage.first, first))
         terms = [*ends, *stays, head, *sums.all("accumulated"), (1.0, stage.first.first_backward)]

@@ -124,21 +124,19 @@ def _saved(tape: Tape, storage: Storage) -> Packed:
 
 
 def compiled_mixture(structure: Structure, weights: dict[str, Leaf], x: Tensor) -> Tensor:
-    """A compiled layer with experts (`runtime.model.Block`).
-
-    One that is computed again as a whole runs operation by operation but for what is compiled of its experts:
-    torch.compile calls torch.utils.checkpoint as it is, where what that runs cannot be one graph.
-    """
+    """A compiled layer with experts (`runtime.model.Block`)."""
     again, tape = structure.recompute, x.storage.tape
     layer = (LatentLayer if structure.latent else Layer)(structure, weights, mixture)
     layer.activated = partial(_of_one, _activation(structure), weights)
     layer.shared = partial(_of_one, _shared(structure), weights) if structure.shared_experts else None
-    if "full" in again:
-        return layer.forward(x)
-    residual, normed = run_segment(_up_to_experts(structure), weights, [x])
-    result = call(recomputed(tape, layer.mlp) if "mlp" in again else layer.mlp, normed)
-    del normed
-    return _of_one(_sum(structure), weights, residual, result)
+
+    def block(x: Tensor) -> Tensor:
+        residual, normed = run_segment(_up_to_experts(structure), weights, [x])
+        result = call(recomputed(tape, layer.mlp) if "mlp" in again else layer.mlp, normed)
+        del normed
+        return _of_one(_sum(structure), weights, residual, result)
+
+    return call(recomputed(tape, block) if "full" in again else block, x)
 
 
 def _of_one(compiled: Segment, weights: dict[str, Leaf], *inputs: Tensor) -> Tensor:

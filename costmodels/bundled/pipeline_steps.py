@@ -18,6 +18,7 @@ from costmodels.bundled.stage_sums import (
     Sums,
     Terms,
     arrivals,
+    asked_for_next,
     first_passes,
     later_passes,
     value,
@@ -197,12 +198,10 @@ class _Step:
             state: Terms = [*start, head, *sums.below(place, "kept", own=1.0), *gathered]
             state += [] if grown else sums.above(place, "accumulated")
             state += sums.above(place, "gathered", gathers)
-            copied: Terms = [
-                (1.0, kind.group.gathered),
-                (1.0, kind.group.buffer),
-                (1.0 * ~is_handed, stage.residual),
-            ]
-            self.peak.add("backward", [*state, *copied], happens & place.happens & gathers)
+            arrived: Terms = [(1.0, kind.group.gathered), (1.0 * ~is_handed, stage.residual)]
+            # Its parameters are copied, and before anything else those that come next are asked for.
+            for part in ([(1.0, kind.group.buffer)], asked_for_next(sums, place)):
+                self.peak.add("backward", [*state, *arrived, *part], happens & place.happens & gathers)
             for fields, more in self._phases(place, unit, handed, grown, gathers):
                 own: Terms = [
                     (1.0 * is_handed, value(kind, fields[1])),

@@ -203,6 +203,14 @@ def arrivals(sums: Sums, place: Place, after_roots: bool = True) -> list[Terms]:
     return [gathered, [(1.0, group.buffer), (1.0, group.cast), *before]]
 
 
+def asked_for_next(sums: Sums, place: Place) -> Terms:
+    """What backward of a layer begins to gather before it computes, and sends for it."""
+    experts = sums.stage.kinds[place.index].experts
+    if experts is None:
+        return sums.previous(place, "buffer") + sums.previous(place, "cast")
+    return [(1.0, experts.buffer), (1.0, experts.cast)]
+
+
 def later_passes(kind: Kind, frees: Count, field: str = "forward") -> list[Terms]:
     """Forward of a layer all of whose parameters are gathered, besides these."""
     if kind.experts is None:
