@@ -59,7 +59,8 @@ def write_text(path: Path, megabytes: float) -> float:
     """JSON lines of the standard library's files, over and over; returns the megabytes of text in them."""
     corpus = texts()
     lines = [(json.dumps({"text": text}) + "\n", len(text.encode())) for text in corpus]
-    opener: Callable[..., Any] = {".gz": gzip.open, ".zst": _open_zst}.get(path.suffix, open)
+    openers: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".zst": _open_zst}
+    opener = openers.get(path.suffix, open)
     written = number = 0
     with opener(path, "wt", encoding="utf-8") as file:
         while written < megabytes * 1e6:

@@ -133,9 +133,9 @@ def _launch(arguments: list[str], ranks: int, log: str) -> None:
         if pid == 0:
             _rank(arguments, rank, ranks, port)
         running[pid] = rank
-    import torch.distributed as dist
+    from torch._C._distributed_c10d import TCPStore
 
-    store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
+    store = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
     codes = []
     while running:
         pid, status = os.waitpid(-1, 0)

@@ -83,7 +83,7 @@ MODELS = {
 }
 """Small models with every kind of layer; their vocabularies need padding."""
 
-ROUTING = {
+ROUTING: dict[str, Any] = {
     "moe_router_load_balancing_type": "seq_aux_loss",
     "moe_aux_loss_coeff": 1e-2,
     "moe_z_loss_coeff": 1e-3,
@@ -163,7 +163,8 @@ def _least_batch(fields: dict[str, Any]) -> int:
     ranks = fields.get("pipeline_parallel", 1)
     once = of_ranks * (ranks if fields["schedule"].startswith("interleaved") else 1)
     least = of_ranks * (2 * ranks if fields["schedule"] in V_SCHEDULES else ranks)
-    return -(-max(least, GLOBAL_BATCH_SIZE) // once) * once
+    batch: int = -(-max(least, GLOBAL_BATCH_SIZE) // once) * once
+    return batch
 
 
 def losses_of(spec: ModelSpec, layout: Layout, steps: int, compiled: bool = False) -> list[float]:

@@ -109,12 +109,12 @@ def _ddp(spec: ModelSpec) -> Step:
 
     def step(batch: np.ndarray) -> None:
         own = torch.from_numpy(batch[dist.get_rank() * share :][:share])
-        micro_batches = own.split(4)
+        micro_batches = torch.split(own, 4)
         for number, micro in enumerate(micro_batches, start=1):
             model.require_backward_grad_sync = number == len(micro_batches)
             logits = model(input_ids=micro[:, :-1]).logits
             loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1).float(), micro[:, 1:].flatten())
-            (loss / len(micro_batches)).backward()
+            torch.autograd.backward(loss / len(micro_batches))
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         adam.step()
         adam.zero_grad()

@@ -87,22 +87,27 @@ MOST_LAYERS = 10_000
 
 
 class ModelSpec(Record):
-    """A decoder-only transformer. Sizes are in elements, `seq` and `max_positions` in tokens."""
+    """A decoder-only transformer. Sizes are in elements, `seq` and `max_positions` in tokens.
+
+    `ffn` is 4 `hidden` where it is not given, `kv_heads` is `heads`, `head_dim` `hidden` / `heads`, and
+    `max_positions` is `seq`.
+    """
 
     name: str
     layers: Annotated[int, Field(ge=1, le=MOST_LAYERS)]
     hidden: Count
-    ffn: Count
+    # What is filled in where it is missing: `default` tells type checkers that it may be.
+    ffn: Count = Field(default=...)
     """Inner width of the dense MLP (of one of the two input matrices when `gated`)."""
     heads: Count
-    kv_heads: Count
+    kv_heads: Count = Field(default=...)
     """Key/value heads (query groups); equal to `heads` without grouped-query attention."""
-    head_dim: Count
+    head_dim: Count = Field(default=...)
     vocab: Count
     """Entries of the tokenizer, before any padding."""
     seq: Count
     """Tokens of one training sample."""
-    max_positions: Count
+    max_positions: Count = Field(default=...)
     """Longest sequence; the number of rows of a learned position table."""
     gated: bool = False
     activation: Literal["gelu", "gelu_tanh", "silu", "relu2"] = "gelu"
