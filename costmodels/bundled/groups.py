@@ -155,12 +155,14 @@ def _mlp_shapes(model: ModelSpec, width: Floats) -> list[Shape]:
 
 
 def expert_shapes(model: ModelSpec, table: LayoutTable) -> list[Shape]:
-    """The stacked parameters of a layer's routed experts."""
+    """The stacked parameters of a layer's routed experts, in the order of `runtime.model.Experts`."""
     h, inputs = float(model.hidden), 1 + model.gated
     experts = model.experts / table.expert_parallel.astype(np.float64)
     width = model.expert_ffn / table.expert_tensor_parallel.astype(np.float64)
-    shapes: list[Shape] = [(experts, width, h)] * inputs + [(experts, h, width)]
-    return shapes + ([(experts, width)] * inputs + [(experts, h)]) * model.linear_bias
+    shapes: list[Shape] = []
+    for sides in [(width, h)] * inputs + [(h, width)]:
+        shapes += [(experts, *sides)] + [(experts, sides[0])] * model.linear_bias
+    return shapes
 
 
 def without_tensor_parallel(table: LayoutTable) -> LayoutTable:

@@ -103,6 +103,25 @@ def _last(group: Group) -> Floats:
     return group.last * is_before(2, 15)
 
 
+def _copied_alone(group: Group, width: float, leaves: Bools) -> Floats:
+    """What there is besides gathered parameters while a rank that shares them with none copies them.
+
+    Each comes from the host, if it is there, and is converted (FSDPParam.all_gather_inputs), before there is
+    memory for its copy, and what was converted last is there until then (FSDPParamGroup.wait_for_unshard).
+    """
+    converts = width != MASTER
+    sent = width * (converts | leaves)
+    missing, last = group.whole, np.zeros_like(group.whole)
+    most = np.zeros_like(group.whole)
+    for elements in group.elements:
+        coming = sent * (last + elements) + MASTER * (converts & leaves) * elements
+        most = np.maximum(most, coming - width * missing)
+        missing = missing - elements
+        most = np.maximum(most, sent * elements - width * missing)
+        last = elements
+    return most
+
+
 def _shuffled(width: Floats, group: Group) -> Bytes:
     """Copies instead of all gradients but the last, if that is held."""
     composition = np.zeros((len(KINDS), len(width)))
@@ -162,7 +181,7 @@ def group_bytes(table: LayoutTable, group: Group, wraps: Bools, replicas: Floats
     communication = {
         "gathered": width * on * group.padded,
         "buffer": width * split * group.padded,
-        "cast": width * split * group.own * (width != MASTER)
+        "cast": width * split * group.own * (leaves | (width != MASTER))
         + width * (on - split) * group.largest * (width != MASTER),
         "reducing": reduced * on * group.padded,
         "reduced": (reduced + MASTER * leaves) * on * group.own * (reduced != MASTER),
@@ -183,7 +202,10 @@ def group_bytes(table: LayoutTable, group: Group, wraps: Bools, replicas: Floats
         ),
         shuffled_fresh=_shuffled(fresh * split * group.moved, group),
         shuffled_accumulated=_shuffled(reduced * split * group.moved, group),
-        moving=Bytes.of_kind(COMMUNICATION, width * split * group.moved * group.padded),
+        moving=Bytes.of_kind(
+            COMMUNICATION,
+            width * split * group.moved * group.padded + (on - split) * _copied_alone(group, width, leaves),
+        ),
         last_fresh=Bytes.of_kind(GRADIENTS, fresh * split * _last(group)),
         last_accumulated=Bytes.of_kind(GRADIENTS, reduced * split * _last(group)),
         accumulated=Bytes.of_kind(GRADIENTS, np.where(wraps, reduced, width) * group.whole),
