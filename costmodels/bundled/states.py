@@ -58,7 +58,7 @@ class GroupBytes:
     shuffled_accumulated: Bytes
     """What changes when gradients, fresh or accumulated, are copied to the order of the ranks."""
     moving: Bytes
-    """Gathered parameters in the order of the ranks that share them."""
+    """Gathered parameters in the order of the ranks that share them; where no rank does, what copies them."""
     summing: Bytes
     """What there is besides a matrix's gradient while tensor-parallel ranks sum it: a copy and the sum."""
     quotient: Bytes

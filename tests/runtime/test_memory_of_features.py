@@ -40,7 +40,7 @@ ROUTED = ModelSpec.model_validate(
 
 GROUPED = DENSE.model_copy(update={"kv_heads": 2})
 
-ONE = ROUTED.model_copy(update={"layers": 1})
+MIXED = ROUTED.model_copy(update={"dense_layers": 1})
 
 
 @pytest.mark.parametrize(
@@ -53,7 +53,13 @@ ONE = ROUTED.model_copy(update={"layers": 1})
         pytest.param(DENSE, {"offload_optimizer": True, "zero_stage": 2}, False, id="offloaded-optimizer"),
         pytest.param(ROUTED, {"expert_parallel": 2, "zero_stage": 1}, False, id="groups-of-experts"),
         pytest.param(ROUTED, {"precision": "fp16", "zero_stage": 3}, False, id="experts-one-by-one"),
-        pytest.param(ONE, {"recompute": "full", "zero_stage": 1}, True, id="compiled-experts-again"),
+        pytest.param(MIXED, {"recompute": "full", "zero_stage": 1}, True, id="compiled-experts-again"),
+        pytest.param(
+            ROUTED,
+            {"expert_parallel": 4, "zero_stage": 3, "offload_optimizer": True},
+            False,
+            id="experts-of-one-rank",
+        ),
     ],
 )
 def test_the_formula_knows_the_feature(model: ModelSpec, fields: dict[str, object], compiled: bool) -> None:
