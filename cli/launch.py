@@ -155,9 +155,11 @@ def _plans(
     model: ModelOptions, cluster: ClusterOptions, batch: BatchOptions, parallel: ParallelOptions, most: int
 ) -> list[Plan]:
     """The best plans for the devices of this machine."""
-    from runtime.devices import detect_device, local_device_count
+    gpus = 0
+    if cluster.device != "cpu":
+        from runtime.devices import detect_device, local_device_count  # PyTorch, which a CPU needs not yet.
 
-    gpus = 0 if cluster.device == "cpu" else local_device_count()
+        gpus = local_device_count()
     if cluster.device not in (None, "cpu") and not gpus:
         raise InputError(f"--device {cluster.device}: this machine has no GPUs; leave it out or give cpu")
     if cluster.world_size is not None and cluster.world_size < 1:

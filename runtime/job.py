@@ -14,8 +14,6 @@ from planner.options import BatchOptions, ClusterOptions, ModelOptions, Parallel
 from planner.plan import Plan
 from planner.ranking import SearchResult
 from planner.search import search
-from runtime.checkpoint.folders import iteration_folder
-from runtime.checkpoint.run_file import read_run
 from runtime.data import Datasets
 from runtime.faults.options import FaultOptions
 from runtime.options import DataOptions, OutputOptions, TrainingOptions
@@ -111,6 +109,10 @@ def first_train_samples(job: Job, iteration: int) -> int | None:
     """
     if not iteration or job.output.load is None:
         return None
+    # Seconds of PyTorch, which whoever only plans need not wait for.
+    from runtime.checkpoint.folders import iteration_folder
+    from runtime.checkpoint.run_file import read_run
+
     told = read_run(iteration_folder(job.output.load, iteration)).told()
     samples = told.get("train_samples")
     return samples if isinstance(samples, int) and samples > 0 else None
