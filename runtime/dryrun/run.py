@@ -122,6 +122,7 @@ def trace(
         moments=found,
         host_bytes=tracker.host_peak,
         micro_batches=short.micro_batches,
+        ties=tuple(tracker.highest()),
         operations=tracker.operations,
     )
 

@@ -52,6 +52,9 @@ DEVICE = torch.ops.prim.device.default
 
 SET_STORAGE = (torch.ops.aten.set_.source_Storage, torch.ops.aten.set_.source_Storage_storage_offset)
 
+TIE = 1e-4
+"""Moments that differ by less, in parts of the peak, are equally high: which is higher depends on vectors."""
+
 FUSED_SGD = torch.ops.aten._fused_sgd_.default
 
 
@@ -241,12 +244,8 @@ class Tracker(TorchDispatchMode):
 
     def moments(self) -> dict[str, Moment]:
         """The highest moment of each phase since the mark, and of the build."""
-        numbers, deltas = np.array(self.numbers, dtype=np.int64), np.array(self.deltas, dtype=np.int64)
-        rounded = np.sign(deltas) * np.array([block_bytes(abs(d)) for d in self.deltas], dtype=np.int64)
-        allocated = rounded if self.on_gpu else deltas
-        totals = allocated.cumsum()
-        labels = np.array(self.labels)
-        labels[: self.first][labels[: self.first] != "build"] = ""
+        numbers, allocated, live = self._changes()
+        totals, labels = allocated.cumsum(), self._phases()
         found = {}
         for label in dict.fromkeys(labels.tolist()):
             if not label:
@@ -255,8 +254,33 @@ class Tracker(TorchDispatchMode):
             # A phase begins with what the one before it has left.
             places = np.union1d(places, np.maximum(places - 1, 0))
             at = int(places[totals[places].argmax()]) + 1
-            found[label] = self._moment(label, numbers[:at], allocated[:at], deltas[:at])
+            found[label] = self._moment(label, numbers[:at], allocated[:at], live[:at])
         return found
+
+    def highest(self) -> list[Moment]:
+        """All moments of the step since the mark that are as high as its peak but for `TIE` of it."""
+        numbers, allocated, live = self._changes()
+        totals, labels = allocated.cumsum(), self._phases()
+        totals[np.isin(labels, ("", "build"))] = 0
+        # Before memory is freed again, where most is there.
+        ends = np.append(allocated[1:] < 0, True) & (allocated > 0)
+        places = np.flatnonzero(ends & (totals >= (1 - TIE) * totals.max()))
+        return [
+            self._moment(str(labels[at]), numbers[: at + 1], allocated[: at + 1], live[: at + 1])
+            for at in places.tolist()
+        ]
+
+    def _changes(self) -> tuple[Any, Any, Any]:
+        """Of each change of memory the block, and its bytes as they are allocated and as they are."""
+        numbers, live = np.array(self.numbers, dtype=np.int64), np.array(self.deltas, dtype=np.int64)
+        rounded = np.sign(live) * np.array([block_bytes(abs(d)) for d in self.deltas], dtype=np.int64)
+        return numbers, rounded if self.on_gpu else live, live
+
+    def _phases(self) -> Any:
+        """The phase of each change; none for what came before the mark and after the build."""
+        labels = np.array(self.labels)
+        labels[: self.first][labels[: self.first] != "build"] = ""
+        return labels
 
     def _moment(self, label: str, numbers: Any, allocated: Any, live: Any) -> Moment:
         held = np.bincount(numbers, allocated, len(self.blocks)).astype(np.int64)
