@@ -102,7 +102,7 @@ def _replayed(
     passes, marks = {}, {}
     for variant in variants:
         tape = Tape()
-        leaves = {name: new_leaf(tape, structure, name, variant.first) for name in names}
+        leaves = {name: new_leaf(tape, structure, name, variant.first, splits=True) for name in names}
         # The gradient of a stage's input is a message.
         given = Leaf(None, COMMUNICATION if variant.bottom else TEMPORARIES)
         x = Storage(tape, RESIDUAL, ACTIVATIONS)

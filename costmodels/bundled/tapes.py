@@ -184,11 +184,17 @@ def replayed_unit(
     return UnitTape(passes, marks)
 
 
-def new_leaf(tape: Tape, structure: Structure, name: str, first: bool) -> Leaf:
-    """A parameter, or several small ones of a size, before the first or another backward pass."""
+def new_leaf(tape: Tape, structure: Structure, name: str, first: bool, splits: bool = False) -> Leaf:
+    """A parameter, or several small ones of a size, before the first or another backward pass.
+
+    Args:
+        splits: its gradients are computed apart from those of inputs.
+    """
     # FSDP2 adds to a wider gradient as it is, and widens others when it reduces them, unless DTensor sums
-    # them first.
+    # them first. It does so from its hook before a layer's backward to that after it, and none of these are
+    # around gradients of weights alone.
     adds = structure.casts > 1 and (structure.single or not first) and not structure.is_whole(name)
+    adds = adds and not splits
     casts, behind = 0.0 if adds else structure.casts, structure.is_distributed(name)
     if first and name in VECTORS:
         return Leaves(casts)
