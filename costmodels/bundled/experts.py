@@ -259,7 +259,10 @@ def product(layer: Layer, rows: Tensor, name: str, size: Size) -> Tensor:
 def _one_by_one(layer: Layer, rows: Tensor, name: str, size: Size) -> Tensor:
     """One product after the other, where there is no kernel for all: the last one, and those before it."""
     tape, count = rows.storage.tape, layer.structure.local_experts
-    leaf = Tensor(rows.storage, (layer.weights[name], 0))
+    leaf = Tensor(rows.storage, (layer.weights[name], 0), WEIGHTS[name])
+    if layer.structure.is_distributed(name):
+        # This rank's part of the DTensor, which is taken before the rows are split.
+        leaf = result_of(tape, rows.storage, [leaf], [], lambda node, grads: grads, size=leaf.size)
     shares = [share for share in ((count - 1) / count, 1 / count) if share]
     parts = chunk(rows, [times(rows.size, share) for share in shares])
     weights = result_of(
