@@ -215,22 +215,17 @@ class _Step:
             written: Terms = [reading, (1.0, group.written), (1.0, group.quotient)]
             cast: Terms = [reading, (1.0, group.reduced), (1.0, group.gradients)]
             alone = [*state, *gathered, alone_head, *done]
-            self.peak.add(
-                "reduce",
-                [*alone, reading, (1.0, group.fresh)],
-                happens & self.alone,
-            )
             again = [*state, alone_head, *parts, *sums.above(place, "stuck")]
-            self.peak.add(
-                "reduce", [*again, reading, (1.0, group.fresh)], happens & self.frees & self.several
-            )
+            copied: Terms = [reading, (1.0, group.fresh), (1.0, group.summed_fresh)]
+            self.peak.add("reduce", [*alone, *copied], happens & self.alone)
+            self.peak.add("reduce", [*again, *copied], happens & self.frees & self.several)
             last = [*state, *gathered, later_head, *done, *accumulated]
             before = self._reducing_next(place) if kind.experts is None else [(1.0, kind.experts.reducing)]
-            summing: Terms = [(1.0, group.gathered), (1.0, group.summing), *before]
-            terms = [*summing, (1.0, group.fresh)]
+            terms = [(1.0, group.gathered), *before, (1.0, group.fresh), (1.0, group.summing_fresh)]
             self.peak.add("reduce", [*alone, *terms], happens & self.alone)
             self.peak.add("reduce", [*again, *terms], happens & self.frees & self.several)
-            terms = [*last, *sums.below(place, "accumulated", own=1.0), *summing]
+            terms = [*last, *sums.below(place, "accumulated", own=1.0)]
+            terms += [(1.0, group.gathered), *before, (1.0, group.summing_accumulated)]
             self.peak.add("reduce", terms, happens & self.stays & self.several)
             for more in ([(1.0, group.added), (1.0, group.quotient)], [(1.0, group.added_cast)]):
                 terms = [*again, reading, *more, (1.0, group.last_fresh)]
@@ -241,6 +236,7 @@ class _Step:
                 terms = [*last, *sums.below(place, "accumulated"), *result, (1.0, group.last_accumulated)]
                 self.peak.add("reduce", terms, happens & self.stays & self.several)
             terms = [*last, *sums.below(place, "accumulated", own=1.0), reading]
+            terms.append((1.0, group.summed_accumulated))
             self.peak.add("reduce", terms, happens & self.stays & self.several)
             if kind.experts is not None:
                 self._reduce_experts(place, gathered, alone_head, later_head, parts)
@@ -249,14 +245,14 @@ class _Step:
             terms += [(1.0, group.accumulated), (1.0, group.converted)]
             self.peak.add("reduce", terms, happens & self.stays & self.several)
         layers: Terms = [*self.fixed, *sums.all("gradients"), *sums.all("held")]
-        of_roots, whole, stuck = stage.roots("reducing"), stage.roots("fresh"), sums.all("stuck")
-        summing = [*root, *stage.roots("summing"), *sums.lowest("reducing")]
-        self.peak.add("reduce", [*layers, *summing, *whole], self.alone)
-        self.peak.add("reduce", [*self.fixed, *parts, *stuck, *summing, *whole], self.frees & self.several)
-        self.peak.add("reduce", [*layers, *summing, *stage.roots("accumulated")], self.stays & self.several)
-        self.peak.add("reduce", [*layers, *of_roots, *whole], self.alone)
-        self.peak.add("reduce", [*layers, *of_roots, *stage.roots("accumulated")], self.stays & self.several)
-        self.peak.add("reduce", [*self.fixed, *parts, *stuck, *of_roots, *whole], self.frees & self.several)
+        of_roots, stuck = stage.roots("reducing"), sums.all("stuck")
+        summing = [*root, *sums.lowest("reducing")]
+        for what, reading_roots in (("summing", summing), ("summed", of_roots)):
+            terms = [*reading_roots, *stage.roots("fresh"), *stage.roots(f"{what}_fresh")]
+            self.peak.add("reduce", [*layers, *terms], self.alone)
+            self.peak.add("reduce", [*self.fixed, *parts, *stuck, *terms], self.frees & self.several)
+            terms = [*reading_roots, *stage.roots("accumulated"), *stage.roots(f"{what}_accumulated")]
+            self.peak.add("reduce", [*layers, *terms], self.stays & self.several)
         written = [*stage.roots("written"), *stage.roots("quotient")]
         for result in (written, [*stage.roots("reduced"), *stage.roots("gradients")]):
             state = [*of_roots, *result]

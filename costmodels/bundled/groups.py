@@ -39,6 +39,8 @@ class Group:
     splits them."""
     largest_summed: Floats | float = 0.0
     """Of the largest of these."""
+    summed_before: Floats | float = 0.0
+    """Of those before it."""
     whole_shapes: tuple[Shape, ...] | None = None
     """Sides of a layer's parameters before tensor parallelism splits them; None for embedding and head."""
     any_side: bool = False
@@ -189,13 +191,17 @@ def summed_of_embedding(model: ModelSpec, table: LayoutTable) -> tuple[Floats, .
     return (positions * table.sequence_parallel.astype(np.float64),)
 
 
-def _summed(matrices: tuple[Floats | float, ...]) -> tuple[Floats | float, Floats | float]:
-    """Of all, and of the largest."""
+def _summed(
+    matrices: tuple[Floats | float, ...],
+) -> tuple[Floats | float, Floats | float, Floats | float]:
+    """Of all, of the largest, and of those before it."""
     total: Floats | float = 0.0
     largest: Floats | float = 0.0
+    before: Floats | float = 0.0
     for elements in matrices:
+        before = np.where(elements > largest, total, before)
         total, largest = total + elements, np.maximum(largest, elements)
-    return total, largest
+    return total, largest, before
 
 
 def embedding_shapes(model: ModelSpec, table: LayoutTable) -> list[Shape]:

@@ -46,13 +46,13 @@ class _Reduction:
         stage = self.stage
         start = [*self.start, *(term for what, count in self.after for term in self.sums.all(what, count))]
         reading, whole = stage.roots("reducing"), stage.roots("accumulated")
-        summing = [*stage.roots("gathered"), *stage.roots("summing")]
+        summing = [*stage.roots("gathered"), *stage.roots("summing_accumulated")]
         summing += [] if self.keeps else self.sums.lowest("reducing")
         results = [
             [*stage.roots("written"), *stage.roots("quotient")],
             [*stage.roots("reduced"), *stage.roots("gradients")],
         ]
-        for part in (summing, reading):
+        for part in (summing, [*reading, *stage.roots("summed_accumulated")]):
             self.peak.add("reduce", [*start, *whole, *part], self.happens)
         for result in results:
             terms = [*start, *reading, *result, *stage.roots("last_accumulated")]
@@ -81,8 +81,8 @@ class _Reduction:
         Args:
             before: what is still read to reduce those before it.
         """
-        summing: Terms = [(1.0, group.gathered), (1.0, group.summing), *before]
-        for part in (summing, [(1.0, group.reducing)]):
+        summing: Terms = [(1.0, group.gathered), (1.0, group.summing_accumulated), *before]
+        for part in (summing, [(1.0, group.reducing), (1.0, group.summed_accumulated)]):
             self.peak.add("reduce", [*start, (1.0, group.accumulated), *part], happens)
         self._results(group, [*start, (1.0, group.reducing), (1.0, group.last_accumulated)], happens)
 

@@ -59,8 +59,13 @@ class GroupBytes:
     """What changes when gradients, fresh or accumulated, are copied to the order of the ranks."""
     moving: Bytes
     """Gathered parameters in the order of the ranks that share them; where no rank does, what copies them."""
-    summing: Bytes
-    """What there is besides a matrix's gradient while tensor-parallel ranks sum it: a copy and the sum."""
+    summing_fresh: Bytes
+    summing_accumulated: Bytes
+    """What there is besides gradients, fresh or accumulated, while tensor-parallel ranks sum the largest of
+    these: a copy and the sum, and sums instead of those before it."""
+    summed_fresh: Bytes
+    summed_accumulated: Bytes
+    """What changes once all are summed, as a sum is a message."""
     quotient: Bytes
     """A copy of what is reduced, where nothing is scattered; PyTorch 2.15 makes none."""
     gradients: Bytes
@@ -130,6 +135,18 @@ def _shuffled(width: Floats, group: Group) -> Bytes:
     return Bytes.of_shapes(composition, np.arange(len(width)))
 
 
+def _summing(width: Floats, group: Group) -> Bytes:
+    """`GroupBytes.summing_fresh` of gradients of so many bytes each."""
+    before = width * group.summed_before
+    return _delivered(2 * width * group.largest_summed + before, -before)
+
+
+def _summed(width: Floats, group: Group) -> Bytes:
+    """`GroupBytes.summed_fresh` of the same."""
+    sums = width * group.summed
+    return _delivered(sums, -sums)
+
+
 def _delivered(message: Floats, gradients: Floats) -> Bytes:
     """What collectives have made that is a message, or the gradients themselves."""
     composition = np.zeros((len(KINDS), len(message)))
@@ -167,8 +184,8 @@ def group_bytes(table: LayoutTable, group: Group, wraps: Bools, replicas: Floats
     width, reduced = element_widths(table)
     casts = casts_of_gradients(table, wraps)
     fresh = np.where((casts > 0) & (casts <= 1), reduced, width)
-    # What tensor-parallel ranks have summed is a message then.
-    summed: Floats = np.where(casts > 1, group.summed, 0.0)
+    # DTensor sums in the wider number format.
+    fresh_sums = np.where(casts > 1, reduced, fresh)
     on = wraps.astype(np.float64)
     split = on * (group.shards > 1)
     own = np.where(wraps, group.own, group.whole)
@@ -189,14 +206,17 @@ def group_bytes(table: LayoutTable, group: Group, wraps: Bools, replicas: Floats
         "added_cast": (reduced + MASTER) * on * group.own * (reduced != MASTER),
         "held": reduced * on * group.own * all_reduces * (leaves | (reduced != MASTER)),
         "stuck": reduced * on * group.own * all_reduces,
-        "summing": 2 * reduced * on * group.largest_summed,
         "quotient": reduced * (on - split) * (replicas > 1) * is_before(2, 15) * group.padded,
     }
     return GroupBytes(
         kept=Bytes.of_kind(PARAMETERS, MASTER * here * own),
         state=Bytes.of_kind(OPTIMIZER, here * state_bytes(table, group)),
         updating=update_bytes(table, group),
-        fresh=_delivered(reduced * summed, fresh * group.whole - width * summed),
+        fresh=Bytes.of_kind(GRADIENTS, fresh * group.whole + (fresh_sums - fresh) * group.summed),
+        summing_fresh=_summing(fresh_sums * on, group),
+        summing_accumulated=_summing(reduced * on, group),
+        summed_fresh=_summed(fresh_sums * on, group),
+        summed_accumulated=_summed(reduced * on, group),
         converted=Bytes.of_kind(
             GRADIENTS, on * _converting(group, width, reduced) * converts_gradients(table)
         ),
