@@ -174,7 +174,8 @@ def send(layer: Layer, x: Tensor) -> tuple[Tensor, Storage]:
     del ones
     values, order = (Storage(tape, times(PAIR_COUNT, 8 * structure.gathered)) for _ in range(2))
     del values
-    rows = permute(x, order, times(PAIR_COUNT, 8), SENT_ROWS, PAIR_ROWS, x.size)
+    tokens = None if structure.one_choice else x.size
+    rows = permute(x, order, times(PAIR_COUNT, 8), SENT_ROWS, PAIR_ROWS, tokens)
     if not structure.exchanges:
         return rows, order
     return _started(rows), order

@@ -45,6 +45,8 @@ class Structure(NamedTuple):
     normalised: bool = False
     scaled: bool = False
     biased: bool = False
+    one_choice: bool = False
+    """Each token has one expert."""
     grouped_choice: bool = False
     """Tokens choose among the experts of some groups."""
     limited: bool = False

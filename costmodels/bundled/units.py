@@ -185,6 +185,7 @@ def _experts(model: ModelSpec, table: LayoutTable, row: int) -> dict[str, Any]:
         "scaled": model.router.scale != 1.0,
         "biased": model.router.expert_bias,
         "grouped_choice": model.router.groups > 1,
+        "one_choice": model.top_k == 1,
         "limited": model.router.capacity_factor > 0,
     }
 
