@@ -35,16 +35,22 @@ def passes(setting: Setting) -> Iterator[tuple[Ints, Peak]]:
 
 
 def _gather(own: Pass) -> None:
-    """Parameters arrive, and are copied to where they are used layer by layer."""
-    happens = own.setting.wraps
+    """Parameters arrive, and are copied to where they are used: embedding and head, then layer by layer."""
+    stage, sums, happens = own.stage, own.sums, own.setting.wraps
     state: Terms = [*own.start, *own.own_gradients(), *own.gathered()]
-    for place in own.sums.places():
-        kind = own.stage.kinds[place.index]
-        own.peak.add("forward", [*state, (1.0, kind.group.buffer)], place.happens & happens)
+    for place in sums.places():
+        kind = stage.kinds[place.index]
+        # What needs no all-gather has no memory before it is copied.
+        there = [*state, *((-count, held) for count, held in sums.above(place, "direct"))]
+        own_group: Terms = [(1.0, kind.group.buffer), (1.0, kind.group.copying)]
         if kind.experts is not None:
+            own_group.append((-1.0, kind.experts.direct))
             copied: Terms = [(1.0, kind.experts.buffer), (1.0, kind.experts.moving)]
-            own.peak.add("forward", [*state, *copied], place.happens & happens)
-    own.peak.add("forward", [*state, *own.stage.roots("buffer")], happens)
+            copied.append((1.0, kind.experts.copying))
+            own.peak.add("forward", [*there, *copied], place.happens & happens)
+        own.peak.add("forward", [*there, *own_group], place.happens & happens)
+    ends: Terms = [*stage.roots("buffer"), *stage.roots("copying")]
+    own.peak.add("forward", [*state, *ends, *((-count, held) for count, held in sums.all("direct"))], happens)
 
 
 def _forward(own: Pass) -> None:

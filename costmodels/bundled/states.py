@@ -31,6 +31,10 @@ class GroupBytes:
     """What an all-gather writes to, before it is copied to where it is used."""
     cast: Bytes
     """What it sends, in the number format that travels."""
+    direct: Bytes
+    """`gathered` where no all-gather is needed: copied one parameter after the other."""
+    copying: Bytes
+    """What there is besides the latter when most is there."""
     fresh: Bytes
     """Whole gradients of one micro batch alone."""
     converted: Bytes
@@ -101,6 +105,16 @@ def _converting(group: Group, width: float, reduced: float) -> Floats:
         highest = np.maximum(highest, reduced * after + width * (group.whole - before))
         before = after
     return highest - reduced * group.whole
+
+
+def _copying(group: Group) -> Floats:
+    """Elements beyond the copies of a group while they are made, one after the other: each goes by one in the
+    number format that computes, which is there until the next one is (FSDPParamGroup.wait_for_unshard)."""
+    before, last, highest = (np.zeros_like(group.whole) for _ in range(3))
+    for elements in group.elements:
+        highest = np.maximum(highest, before + elements + np.maximum(last, elements))
+        before, last = before + elements, elements
+    return highest - group.whole
 
 
 def _last(group: Group) -> Floats:
@@ -200,6 +214,8 @@ def group_bytes(table: LayoutTable, group: Group, wraps: Bools, replicas: Floats
         "buffer": width * split * group.padded,
         "cast": width * split * group.own * (leaves | (width != MASTER))
         + width * (on - split) * group.largest * (width != MASTER),
+        "direct": width * (on - split) * group.padded,
+        "copying": width * (on - split) * _copying(group) * (width != MASTER),
         "reducing": reduced * on * group.padded,
         "reduced": (reduced + MASTER * leaves) * on * group.own * (reduced != MASTER),
         "added": reduced * on * group.own,
