@@ -137,10 +137,12 @@ def linear(
         return Tensor(Storage(tape, size))
 
     def backward(node: Node, grads: Gradients) -> Gradients:
-        sizes = (given, weight_size)
-        return [*(node.gradient(place, one) for place, one in enumerate(sizes)), *([grads[0]] * len(added))]
+        return [node.gradient(place, one) for place, one in enumerate(sizes)]
 
     added = [] if bias is None else [bias]
+    # The bias is as long as what it is added to, and its gradient is summed before anything is freed
+    # (torch/csrc/autograd/engine.cpp, validate_outputs).
+    sizes = (given, weight_size, *(one for _, one in added))
     computed = isinstance(weight, Tensor)
     source = weight if isinstance(weight, Tensor) else Tensor(x.storage, (weight, 0))
     # PyTorch flattens the input before it transposes the weight where there is a bias, else after.
@@ -148,7 +150,7 @@ def linear(
         transposed, flat = view(source), view(x)
     else:
         flat, transposed = view(x), view(source)
-    biases = [_repeated(x.storage, leaf, one) for leaf, one in added]
+    biases = [Tensor(x.storage, (leaf, 0), one) for leaf, one in added]
     saved = [x.storage]
     if computed:
         saved.append(source.storage)
@@ -157,13 +159,6 @@ def linear(
         saved.append(Storage(tape, times(weight_size, 0.0)))
     node = Node(tape, [flat, transposed, *biases], saved, backward)
     return view(Tensor(Storage(tape, size), (node, 0)))
-
-
-def _repeated(memory: Storage, leaf: Leaf, size: Size) -> Tensor:
-    """A bias as long as what it is added to, whose gradient is summed once the addition's backward is over
-    (torch/csrc/autograd/engine.cpp, validate_outputs)."""
-    vector = Tensor(memory, (leaf, 0))
-    return result_of(memory.tape, memory, [vector], [], lambda node, grads: [node.gradient(0, size)])
 
 
 def function(
