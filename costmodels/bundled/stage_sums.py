@@ -182,7 +182,7 @@ def first_passes(kind: Kind, frees: Count, field: str = "forward") -> list[Terms
     return [
         [*early, (1.0, value(kind, f"{field}_before"))],
         [(1.0, experts.buffer), (1.0, experts.moving), (1.0, value(kind, f"{field}_at"))],
-        [(1.0, experts.buffer), (1.0, value(kind, f"{field}_until"))],
+        [(1.0, experts.buffer), (1.0, value(kind, f"{field}_use"))],
         [(1.0, experts.buffer), (-frees, experts.gathered), (1.0, value(kind, f"{field}_freed"))],
     ]
 

@@ -51,7 +51,8 @@ class UnitBytes:
     experts: passes before (`_before`) and after (`_after`) the experts' parameters are gathered in forward or
     done with in backward, and what is there then (`_at`); backward before (`_early`) it reaches the experts,
     what is there then (`_start`), and from then until it is done with them (`_late`); forward until their
-    parameters can be freed (`_until`) and after that (`_freed`).
+    parameters can be freed (`_until`), of that what comes after they are gathered (`_use`), and what comes
+    after it (`_freed`).
     """
 
     def __init__(self, held: dict[str, Bytes]) -> None:
@@ -317,8 +318,10 @@ def _moments(tape: UnitTape, sizes: Sizes) -> dict[str, Floats]:
             found[f"{name}_late"] = highest(part, changes, totals, start, mark)
             found[f"{name}_after"] = highest(part, changes, totals, after)
         if "experts_free" in marks:
-            found[f"{name}_until"] = highest(part, changes, totals, 0, marks["experts_free"])
-            found[f"{name}_freed"] = highest(part, changes, totals, marks["experts_free"])
+            free = marks["experts_free"]
+            found[f"{name}_until"] = highest(part, changes, totals, 0, free)
+            found[f"{name}_use"] = highest(part, changes, totals, marks["experts_gather"], free)
+            found[f"{name}_freed"] = highest(part, changes, totals, free)
         if "scores" in marks:
             found["scores"] = highest(part, changes, totals, 0, marks["scores"])
         if "scored" in marks and "backward" in name:
