@@ -74,7 +74,7 @@ def _joined(x: Tensor, several: bool) -> Tensor:
 def _routed(layer: Layer, x: Tensor) -> Tensor:
     structure, tape = layer.structure, x.storage.tape
     weights, chosen = call(route, layer, x)
-    sent, order = send(layer, x)
+    sent, weights, order = send(layer, x, weights)
     shared = None
     if structure.shared_experts:
         shared = call(layer.shared or partial(shared_experts, layer), x)
@@ -165,11 +165,12 @@ def _wide_product(layer: Layer, x: Tensor) -> Tensor:
     return result_of(tape, out, [x, parameter], [x.storage], backward)
 
 
-def send(layer: Layer, x: Tensor) -> tuple[Tensor, Storage]:
-    """Rows of tokens in the order of their experts, on their way; and that order."""
+def send(layer: Layer, x: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Storage]:
+    """Rows of tokens in the order of their experts, on their way; weights of all tokens here; and the order."""
     tape, structure = x.storage.tape, layer.structure
     if structure.gathers_tokens:
         x = gather(x, False, times(ROUTED, structure.expert_ranks))
+        weights = gather(weights, False, times(PAIR_COUNT, 4 * structure.expert_ranks))
     ones = Storage(tape, times(PAIR_COUNT, 8 * structure.gathered))
     del ones
     values, order = (Storage(tape, times(PAIR_COUNT, 8 * structure.gathered)) for _ in range(2))
@@ -177,8 +178,8 @@ def send(layer: Layer, x: Tensor) -> tuple[Tensor, Storage]:
     tokens = None if structure.one_choice else x.size
     rows = permute(x, order, times(PAIR_COUNT, 8), SENT_ROWS, PAIR_ROWS, tokens)
     if not structure.exchanges:
-        return rows, order
-    return _started(rows), order
+        return rows, weights, order
+    return _started(rows), weights, order
 
 
 def permute(x: Tensor, order: Storage, index: Size, rows: Size, pairs: Size, tokens: Size | None) -> Tensor:
