@@ -9,6 +9,7 @@ from costmodels.bundled.stage_sums import (
     Sums,
     Terms,
     arrivals,
+    arriving,
     asked_for_next,
     first_backward_passes,
     first_passes,
@@ -132,7 +133,7 @@ class _Step:
                 self.peak.add("backward", [*terms, *added, *again], happens & self.frees & self.several)
             arrived: Terms = [(1.0, kind.group.gathered), (1.0, stage.residual)]
             arrived += [*self._reducing_next(place), alone_head]
-            for part in ([(1.0, kind.group.buffer)], asked_for_next(sums, place)):
+            for part in (arriving(kind.group), asked_for_next(sums, place)):
                 terms = [*state, *arrived, *part]
                 self.peak.add("backward", [*terms, *above_it], happens & self.frees)
                 terms += [*parts, *sums.above(place, "stuck")]
@@ -183,14 +184,10 @@ class _Step:
         there: Terms = [own, (1.0, kind.experts.gathered), *before, *self._reducing_next(place)]
         late: Terms = [own, *before, (1.0, kind.experts.reducing)]
         first: Terms = [(1.0, kind.experts.gradients), (1.0, kind.experts.held)]
-        arriving: Terms = [
-            (1.0, kind.experts.gathered),
-            (1.0, kind.experts.buffer),
-            (1.0, kind.experts.moving),
-        ]
+        coming: Terms = [(1.0, kind.experts.gathered), *arriving(kind.experts)]
         return [
             ("alone_backward_early", early, [], []),
-            ("alone_backward_start", [own, *arriving, *self._reducing_next(place)], [], []),
+            ("alone_backward_start", [own, *coming, *self._reducing_next(place)], [], []),
             ("alone_backward_late", there, [], []),
             ("alone_backward_after", late, first, [(1.0, kind.experts.stuck)]),
         ]

@@ -166,7 +166,7 @@ def _wide_product(layer: Layer, x: Tensor) -> Tensor:
 
 
 def send(layer: Layer, x: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Storage]:
-    """Rows of tokens in the order of their experts, on their way; weights of all tokens here; and the order."""
+    """Rows of tokens in the order of their experts, on their way; weights of all tokens; and the order."""
     tape, structure = x.storage.tape, layer.structure
     if structure.gathers_tokens:
         x = gather(x, False, times(ROUTED, structure.expert_ranks))

@@ -18,6 +18,7 @@ from costmodels.bundled.stage_sums import (
     Sums,
     Terms,
     arrivals,
+    arriving,
     asked_for_next,
     first_passes,
     later_passes,
@@ -200,7 +201,7 @@ class _Step:
             state += sums.above(place, "gathered", gathers)
             arrived: Terms = [(1.0, kind.group.gathered), (1.0 * ~is_handed, stage.residual)]
             # Its parameters are copied, and before anything else those that come next are asked for.
-            for part in ([(1.0, kind.group.buffer)], asked_for_next(sums, place)):
+            for part in (arriving(kind.group), asked_for_next(sums, place)):
                 self.peak.add("backward", [*state, *arrived, *part], happens & place.happens & gathers)
             for fields, more in self._phases(place, unit, handed, grown, gathers):
                 own: Terms = [
@@ -242,11 +243,11 @@ class _Step:
         after: Terms = []
         if not grown:
             after = [(1.0, kind.experts.accumulated)]
-        arriving: Terms = [(gathering, kind.experts.buffer), (gathering, kind.experts.moving)]
+        coming: Terms = [(gathering * count, held) for count, held in arriving(kind.experts)]
         early: Terms = [(gathering, kind.group.gathered), (gathering, kind.experts.buffer)]
         return [
             ((f"{unit}_early", f"{handed}_early"), early),
-            ((f"{unit}_start", f"{handed}_start"), [whole, *arriving]),
+            ((f"{unit}_start", f"{handed}_start"), [whole, *coming]),
             ((f"{unit}_late", f"{handed}_late"), more),
             ((f"{unit}_after", f"{handed}_after"), [*more, *after]),
         ]

@@ -11,7 +11,7 @@ from costmodels.bundled.pass_states import GATHER, REDUCE
 from costmodels.bundled.schedule_pass import Pass, one_of
 from costmodels.bundled.schedule_setting import Setting
 from costmodels.bundled.stage_reduction import add_reduction
-from costmodels.bundled.stage_sums import Kind, Place, Terms, arrivals, value
+from costmodels.bundled.stage_sums import Kind, Place, Terms, arrivals, arriving, value
 from costmodels.schedules import BACKWARD, FORWARD, INPUTS, WEIGHTS
 from costmodels.table import Floats, Ints
 
@@ -42,12 +42,10 @@ def _gather(own: Pass) -> None:
         kind = stage.kinds[place.index]
         # What needs no all-gather has no memory before it is copied.
         there = [*state, *((-count, held) for count, held in sums.above(place, "direct"))]
-        own_group: Terms = [(1.0, kind.group.buffer), (1.0, kind.group.copying)]
+        own_group = arriving(kind.group)
         if kind.experts is not None:
             own_group.append((-1.0, kind.experts.direct))
-            copied: Terms = [(1.0, kind.experts.buffer), (1.0, kind.experts.moving)]
-            copied.append((1.0, kind.experts.copying))
-            own.peak.add("forward", [*there, *copied], place.happens & happens)
+            own.peak.add("forward", [*there, *arriving(kind.experts)], place.happens & happens)
         own.peak.add("forward", [*there, *own_group], place.happens & happens)
     ends: Terms = [*stage.roots("buffer"), *stage.roots("copying")]
     own.peak.add("forward", [*state, *ends, *((-count, held) for count, held in sums.all("direct"))], happens)

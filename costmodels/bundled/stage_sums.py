@@ -168,6 +168,11 @@ def value(kind: Kind, what: str) -> Bytes:
     return own.plus(more) if what in PERSISTENT else own
 
 
+def arriving(group: GroupBytes) -> Terms:
+    """What there is besides gathered parameters while they are copied to where they are used."""
+    return [(1.0, group.buffer), (1.0, group.moving), (1.0, group.copying)]
+
+
 def first_passes(kind: Kind, frees: Count, field: str = "forward") -> list[Terms]:
     """Forward of a layer that gathers, besides all that it gathers: with what it gathered from last.
 
@@ -181,7 +186,7 @@ def first_passes(kind: Kind, frees: Count, field: str = "forward") -> list[Terms
     early: Terms = [(1.0, group.buffer), (-1.0, experts.gathered), (1.0, experts.buffer)]
     return [
         [*early, (1.0, value(kind, f"{field}_before"))],
-        [(1.0, experts.buffer), (1.0, experts.moving), (1.0, value(kind, f"{field}_at"))],
+        [*arriving(experts), (1.0, value(kind, f"{field}_at"))],
         [(1.0, experts.buffer), (1.0, value(kind, f"{field}_use"))],
         [(1.0, experts.buffer), (-frees, experts.gathered), (1.0, value(kind, f"{field}_freed"))],
     ]
@@ -197,7 +202,7 @@ def arrivals(sums: Sums, place: Place, after_roots: bool = True) -> list[Terms]:
     group = sums.stage.kinds[place.index].group
     before = sums.previous(place, "tail")
     before += sums.stage.roots("buffer", sums.is_lowest(place)) if after_roots else []
-    gathered: Terms = [(1.0, group.gathered), (1.0, group.buffer)]
+    gathered: Terms = [(1.0, group.gathered), *arriving(group)]
     if is_before(2, 15):
         return [[*gathered, *before]]
     return [gathered, [(1.0, group.buffer), (1.0, group.cast), *before]]

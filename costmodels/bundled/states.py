@@ -62,7 +62,7 @@ class GroupBytes:
     shuffled_accumulated: Bytes
     """What changes when gradients, fresh or accumulated, are copied to the order of the ranks."""
     moving: Bytes
-    """Gathered parameters in the order of the ranks that share them; where no rank does, what copies them."""
+    """Gathered parameters in the order of the ranks that share them."""
     summing_fresh: Bytes
     summing_accumulated: Bytes
     """What there is besides gradients, fresh or accumulated, while tensor-parallel ranks sum the largest of
@@ -107,23 +107,13 @@ def _converting(group: Group, width: float, reduced: float) -> Floats:
     return highest - reduced * group.whole
 
 
-def _copying(group: Group) -> Floats:
-    """Elements beyond the copies of a group while they are made, one after the other: each goes by one in the
-    number format that computes, which is there until the next one is (FSDPParamGroup.wait_for_unshard)."""
-    before, last, highest = (np.zeros_like(group.whole) for _ in range(3))
-    for elements in group.elements:
-        highest = np.maximum(highest, before + elements + np.maximum(last, elements))
-        before, last = before + elements, elements
-    return highest - group.whole
-
-
 def _last(group: Group) -> Floats:
     """Elements of the last parameter, where FSDP2 holds its gradient until all are reduced."""
     return group.last * is_before(2, 15)
 
 
 def _copied_alone(group: Group, width: float, leaves: Bools) -> Floats:
-    """What there is besides gathered parameters while a rank that shares them with none copies them.
+    """What there is besides the copies of a group when most is there.
 
     Each comes from the host, if it is there, and is converted (FSDPParam.all_gather_inputs), before there is
     memory for its copy, and what was converted last is there until then (FSDPParamGroup.wait_for_unshard).
@@ -212,10 +202,9 @@ def group_bytes(table: LayoutTable, group: Group, wraps: Bools, replicas: Floats
     communication = {
         "gathered": width * on * group.padded,
         "buffer": width * split * group.padded,
-        "cast": width * split * group.own * (leaves | (width != MASTER))
-        + width * (on - split) * group.largest * (width != MASTER),
+        "cast": width * split * group.own * (leaves | (width != MASTER)),
         "direct": width * (on - split) * group.padded,
-        "copying": width * (on - split) * _copying(group) * (width != MASTER),
+        "copying": (on - split) * _copied_alone(group, width, leaves),
         "reducing": reduced * on * group.padded,
         "reduced": (reduced + MASTER * leaves) * on * group.own * (reduced != MASTER),
         "added": reduced * on * group.own,
@@ -238,10 +227,7 @@ def group_bytes(table: LayoutTable, group: Group, wraps: Bools, replicas: Floats
         ),
         shuffled_fresh=_shuffled(fresh * split * group.moved, group),
         shuffled_accumulated=_shuffled(reduced * split * group.moved, group),
-        moving=Bytes.of_kind(
-            COMMUNICATION,
-            width * split * group.moved * group.padded + (on - split) * _copied_alone(group, width, leaves),
-        ),
+        moving=Bytes.of_kind(COMMUNICATION, width * split * group.moved * group.padded),
         last_fresh=Bytes.of_kind(GRADIENTS, fresh * split * _last(group)),
         last_accumulated=Bytes.of_kind(GRADIENTS, reduced * split * _last(group)),
         accumulated=Bytes.of_kind(GRADIENTS, np.where(wraps, reduced, width) * group.whole),
