@@ -158,6 +158,7 @@ def linear(
         # With a bias the weight is saved after the input: what stops there has taken the input.
         saved.append(Storage(tape, times(weight_size, 0.0)))
     node = Node(tape, [flat, transposed, *biases], saved, backward)
+    node.repeats = [2] * len(biases)
     return view(Tensor(Storage(tape, size), (node, 0)))
 
 

@@ -167,7 +167,7 @@ class SharedLeaf(Leaf):
 class Node:
     """An operation in the graph of backward."""
 
-    __slots__ = ("backward", "edges", "number", "saved", "sizes", "tape", "wanted")
+    __slots__ = ("backward", "edges", "number", "repeats", "saved", "sizes", "tape", "wanted")
 
     def __init__(
         self,
@@ -182,6 +182,8 @@ class Node:
         """Of the inputs, and so of their gradients, which may be parts of what holds them."""
         self.wanted = [edge is not None for edge in self.edges]
         """Inputs whose gradients are asked for, which an operation of parameters looks at."""
+        self.repeats: list[int] = []
+        """Inputs as long as which others are made, whose gradients are summed for that."""
         self.number = next(tape.numbers)
         self.saved: list[Packed] = []
         for storage in saved:
@@ -288,6 +290,9 @@ def run_backward(tape: Tape, roots: list[tuple[Edge, Storage]], only: Selection 
         unpacked = node.unpack()
         results = node.backward(node, grads)
         del unpacked
+        # Before what was saved goes (torch/csrc/autograd/engine.cpp, validate_outputs).
+        for place in node.repeats:
+            results[place] = node.gradient(place, node.sizes[place])
         for place, edge in enumerate(node.edges):
             if edge is not None and isinstance(edge[0], Leaf) and not edge[0].behind and node.wanted[place]:
                 made = results[place]
