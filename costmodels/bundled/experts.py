@@ -75,17 +75,19 @@ def _routed(layer: Layer, x: Tensor) -> Tensor:
     structure, tape = layer.structure, x.storage.tape
     weights, chosen = call(route, layer, x)
     sent, weights, order = send(layer, x, weights)
-    shared = None
+    shared, first = None, next(tape.numbers)
     if structure.shared_experts:
         shared = call(layer.shared or partial(shared_experts, layer), x)
         if structure.shared_gate:
             shared = multiply(
                 shared, linear(x, layer.weights["shared_gate"], TOKENS_OF_RANK, WEIGHTS["shared_gate"])
             )
+    last = next(tape.numbers)
     rows, places = receive(layer, sent)
     del sent
     tape.marks.setdefault("experts_gather", len(tape.changes))
     result = give_back(layer, _experts(layer, rows), weights, order, places)
+    tape.later.append((first, last, next(tape.numbers)))
     del chosen
     return result if shared is None else add(result, shared)
 

@@ -92,12 +92,16 @@ class LatentLayer(Layer):
 
     def compress(self, x: Tensor) -> list[Tensor]:
         """For the tokens of this rank."""
+        tape = x.storage.tape
+        first = next(tape.numbers)
         latent, rope = chunk(
             linear(x, self.weights["latent"], LATENT, WEIGHTS["latent"]), [LATENT_KEY, ROTARY_PART]
         )
+        last = next(tape.numbers)
         if self.structure.latent_queries:
             x = linear(x, self.weights["latent_query"], LATENT_QUERY, WEIGHTS["latent_query"])
             x = call(self.norm, x, LATENT_STATISTICS)
+        tape.later.append((first, last, next(tape.numbers)))
         return [x, call(self.norm, latent, LATENT_STATISTICS), rope]
 
 

@@ -59,6 +59,14 @@ class Tape:
         """Of the running layers: results that are computed again, and the calls that gave them."""
         self.again: Callable[[], Any] = _nobody
         """The call that computed again last for a gradient that was split off, if it is still there."""
+        self.later: list[tuple[int, int, int]] = []
+        """Operations from one number to another whose parameters a module has after those of operations up to
+        a third one, which run later."""
+
+    def place(self, number: int) -> tuple[int, int]:
+        """Where the parameters of an operation come among those of a module, to sort by."""
+        places = [end for first, last, end in self.later if first < number < last]
+        return max(places, default=number), number
 
 
 class Storage:

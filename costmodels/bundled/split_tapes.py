@@ -2,7 +2,7 @@
 
 PyTorch's stages (`torch.distributed.pipelining._backward`) compute gradients of inputs first and keep the
 graph, and for every operation of parameters the gradients of its results. Later each of these operations runs
-again for its parameters alone, in the order of the model.
+again for its parameters alone, in the order of the module's parameters (`get_param_groups`).
 """
 
 from __future__ import annotations
@@ -149,7 +149,7 @@ def _inputs(tape: Tape, roots: list[tuple[Edge, Storage]], given: Leaf) -> list[
 
     del starts
     run_backward(tape, roots, Selection(reaches, retains=True, before=before))
-    found.reverse()
+    found.sort(key=lambda one: tape.place(one[0].number))
     return found
 
 
