@@ -127,6 +127,12 @@ def copy(x: Tensor, size: Size) -> Tensor:
     return result_of(x.storage.tape, size, [x], [], lambda node, grads: grads)
 
 
+def handed_on(storage: Storage, leaf: Leaf, size: Size) -> Tensor:
+    """A parameter as an operation reads it: of what is distributed a part, which takes an operation before."""
+    whole = Tensor(storage, (leaf, 0), size)
+    return view(whole) if leaf.behind else whole
+
+
 def linear(
     x: Tensor, weight: Leaf | Tensor, size: Size, weight_size: Size, bias: tuple[Leaf, Size] | None = None
 ) -> Tensor:
@@ -144,13 +150,13 @@ def linear(
     # (torch/csrc/autograd/engine.cpp, validate_outputs).
     sizes = (given, weight_size, *(one for _, one in added))
     computed = isinstance(weight, Tensor)
-    source = weight if isinstance(weight, Tensor) else Tensor(x.storage, (weight, 0))
+    source = weight if isinstance(weight, Tensor) else handed_on(x.storage, weight, weight_size)
+    biases = [handed_on(x.storage, leaf, one) for leaf, one in added]
     # PyTorch flattens the input before it transposes the weight where there is a bias, else after.
     if bias is None:
         transposed, flat = view(source), view(x)
     else:
         flat, transposed = view(x), view(source)
-    biases = [Tensor(x.storage, (leaf, 0), one) for leaf, one in added]
     saved = [x.storage]
     if computed:
         saved.append(source.storage)

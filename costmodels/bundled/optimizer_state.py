@@ -76,6 +76,22 @@ def update_bytes(table: LayoutTable, group: Group) -> Bytes:
     return Bytes.of_shapes(found, np.arange(len(table)))
 
 
+def sum_bytes(table: LayoutTable, group: Group) -> Bytes:
+    """Adafactor's squares of the rows and columns of this step, and the sums of those that ranks share, which
+    last as long as its update."""
+    total = np.zeros(len(table))
+    rows: Bools = (table.optimizer == OPTIMIZERS.index("adafactor")) & ~table.offload_optimizer
+    if rows.any():
+        for number, (shape, sides) in enumerate(zip(group.shapes, group.local_sides, strict=True)):
+            if len(sides) == 1:
+                continue
+            # Of embedding and head: what splits their vocabulary adds too little to look for.
+            whole = shape if group.whole_shapes is None else group.whole_shapes[number]
+            by_row, by_column = (np.prod(sides, axis=0) / sides[at] for at in (-1, -2))
+            total += by_row * (1 + (sides[-1] < whole[-1])) + by_column * (1 + (sides[-2] < whole[-2]))
+    return Bytes.of_kind(TEMPORARIES, rows * MOMENT * total)
+
+
 def _orthogonalising(table: LayoutTable, group: Group) -> Floats:
     """Bytes by kind, [kinds, n], of Muon's update (`runtime.optimizers.muon.orthogonalise`).
 

@@ -291,7 +291,9 @@ def _add_updates(peak: Peak, stage: Stage, fixed: Terms, wraps: Bools) -> None:
     if all(group.updating.is_empty for _, group in groups):
         return
     for what, rows in (("gradients", wraps), ("accumulated", ~wraps)):
-        start = [*fixed, *Sums(stage).all(what), *stage.roots(what)]
+        start = [*fixed]
+        for name in (what, "sums"):
+            start += [*Sums(stage).all(name), *stage.roots(name)]
         for there, group in groups:
             peak.add("optimizer", [*start, (1.0 * there, group.updating)], rows[:, None])
 

@@ -151,7 +151,9 @@ class Sums:
         return terms
 
 
-PERSISTENT = ("kept", "state", "gathered", "direct", "fresh", "accumulated", "gradients", "held", "stuck")
+PERSISTENT = (
+    *("kept", "state", "gathered", "direct", "fresh", "accumulated", "gradients", "held", "stuck", "sums"),
+)
 """What experts have besides the rest of their layer at the same time."""
 
 

@@ -8,7 +8,7 @@ import numpy as np
 
 from costmodels.bundled.groups import Group
 from costmodels.bundled.moments import Bytes
-from costmodels.bundled.optimizer_state import state_bytes, update_bytes
+from costmodels.bundled.optimizer_state import state_bytes, sum_bytes, update_bytes
 from costmodels.bundled.pytorch import is_before
 from costmodels.bundled.replay import COMMUNICATION, GRADIENTS, KINDS, OPTIMIZER, PARAMETERS
 from costmodels.table import Bools, Floats, Ints, LayoutTable
@@ -74,6 +74,8 @@ class GroupBytes:
     """A copy of what is reduced, where nothing is scattered; PyTorch 2.15 makes none."""
     gradients: Bytes
     """This rank's, reduced."""
+    sums: Bytes
+    """What the optimizer keeps during its step, whether wrapped or not."""
     updating: Bytes
     """What the optimizer makes besides where it makes most, whether wrapped or not."""
 
@@ -216,6 +218,7 @@ def group_bytes(table: LayoutTable, group: Group, wraps: Bools, replicas: Floats
     return GroupBytes(
         kept=Bytes.of_kind(PARAMETERS, MASTER * here * own),
         state=Bytes.of_kind(OPTIMIZER, here * state_bytes(table, group)),
+        sums=sum_bytes(table, group),
         updating=update_bytes(table, group),
         fresh=Bytes.of_kind(GRADIENTS, fresh * group.whole + (fresh_sums - fresh) * group.summed),
         summing_fresh=_summing(fresh_sums * on, group),
