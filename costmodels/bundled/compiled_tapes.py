@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import lru_cache
 
 from costmodels.bundled.compiled_segments import Segment, compiled_mixture, run_segment, segment
+from costmodels.bundled.replay import Leaf, Tensor
 from costmodels.bundled.structure import RESIDUAL, WEIGHTS, Structure
 from costmodels.bundled.tapes import ENDS, VECTORS, UnitTape, replayed_unit
 from costmodels.layout import SPLIT_BACKWARD
@@ -32,9 +33,14 @@ def compiled_covers(model: ModelSpec, table: LayoutTable) -> Bools:
 def compiled_layer_tape(structure: Structure) -> UnitTape:
     """One layer."""
     names = (*(name for name in WEIGHTS if name not in ENDS), *VECTORS)
-    if structure.experts:
-        return replayed_unit(structure, names, lambda leaves, x: compiled_mixture(structure, leaves, x))
-    return replayed_unit(structure, names, lambda leaves, x: run_segment(_layer(structure), leaves, [x])[0])
+
+    def layer(leaves: dict[str, Leaf], x: Tensor) -> Tensor:
+        if structure.experts:
+            return compiled_mixture(structure, leaves, x)
+        return run_segment(_layer(structure), leaves, [x])[0]
+
+    # A compiled backward makes the gradient of its input before those of some weights.
+    return replayed_unit(structure, names, layer, with_lowest=True)
 
 
 @lru_cache(maxsize=1024)

@@ -20,6 +20,7 @@ from costmodels.bundled.stage_sums import (
     arrivals,
     arriving,
     asked_for_next,
+    backward_pass,
     first_passes,
     later_passes,
     value,
@@ -196,6 +197,7 @@ class _Step:
         for place in sums.places():
             kind = stage.kinds[place.index]
             is_handed = (self.tops(place) > 0) & ~self.is_last
+            lowest = sums.is_lowest(place) * (1 - self.first)
             state: Terms = [*start, head, *sums.below(place, "kept", own=1.0), *gathered]
             state += [] if grown else sums.above(place, "accumulated")
             state += sums.above(place, "gathered", gathers)
@@ -205,8 +207,8 @@ class _Step:
                 self.peak.add("backward", [*state, *arrived, *part], happens & place.happens & gathers)
             for fields, more in self._phases(place, unit, handed, grown, gathers):
                 own: Terms = [
-                    (1.0 * is_handed, value(kind, fields[1])),
-                    (1.0 * ~is_handed, value(kind, fields[0])),
+                    *backward_pass(kind, fields[1], 1.0 * is_handed, lowest),
+                    *backward_pass(kind, fields[0], 1.0 * ~is_handed, lowest),
                 ]
                 self.peak.add("backward", [*state, *more, *own], happens & place.happens)
             state += [

@@ -107,8 +107,7 @@ def _backward(own: Pass) -> None:
         kept += arriving
         for phase, more in _phases(own, kind):
             for unit, condition in (("first_backward", ~grown), ("backward", grown)):
-                top = {"first_backward": "handed_first", "backward": "handed_backward"}[unit]
-                running = one_of(handed, value(kind, top + phase), value(kind, unit + phase))
+                running = own.whole_backward(place, unit, phase)
                 own.peak.add("backward", [*kept, *running, *more], place.happens & condition)
         terms: Terms = [*done, *arriving, *sums.below(place, "kept"), (1.0, stage.residual)]
         terms += [

@@ -9,7 +9,7 @@ import numpy as np
 from costmodels.bundled.moments import Bytes, Count, Peak
 from costmodels.bundled.replay import KINDS
 from costmodels.bundled.schedule_setting import Setting
-from costmodels.bundled.stage_sums import Place, Sums, Terms, value
+from costmodels.bundled.stage_sums import Place, Sums, Terms, backward_pass, value
 from costmodels.table import Bools, Floats
 
 
@@ -142,6 +142,16 @@ class Pass:
         above = sum((later.count for later in kinds[place.index + 1 :]), np.zeros(self.peak.shape))
         result: Floats = (above + kinds[place.index].count - place.below == 1) * (1 - self.last)
         return result
+
+    def whole_backward(self, place: Place, unit: str, phase: str) -> Terms:
+        """A part of the backward of a layer for all its gradients, first_backward or backward."""
+        kind, handed = self.stage.kinds[place.index], self.tops(place)
+        top = {"first_backward": "handed_first", "backward": "handed_backward"}[unit]
+        lowest = self.sums.is_lowest(place) * (1 - self.first)
+        return [
+            *backward_pass(kind, f"{unit}{phase}", 1 - handed, lowest),
+            *backward_pass(kind, f"{top}{phase}", handed, lowest),
+        ]
 
     def of_place(self, place: Place, name: str) -> Terms:
         """A pass of a layer as it is named where the layer is the first or last one of its stage."""

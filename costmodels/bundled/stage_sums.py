@@ -175,6 +175,15 @@ def arriving(group: GroupBytes) -> Terms:
     return [(1.0, group.buffer), (1.0, group.moving), (1.0, group.copying)]
 
 
+def backward_pass(kind: Kind, name: str, count: Count, lowest: Count) -> Terms:
+    """A backward pass of a layer; `lowest` is 1 where a stage begins with it and hands on the gradient of its
+    input, else 0."""
+    plain, of_lowest = value(kind, name), kind.unit.held.get(f"lowest_{name}")
+    if of_lowest is None:
+        return [(count, plain)]
+    return [(count * (1 - lowest), plain), (count * lowest, of_lowest)]
+
+
 def first_passes(kind: Kind, frees: Count, field: str = "forward") -> list[Terms]:
     """Forward of a layer that gathers, besides all that it gathers: with what it gathered from last.
 

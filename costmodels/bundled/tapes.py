@@ -149,8 +149,14 @@ def replayed_unit(
     names: tuple[str, ...],
     run: Callable[[dict[str, Leaf], Tensor], Tensor],
     has_input: bool = True,
+    with_lowest: bool = False,
 ) -> UnitTape:
-    """The tape of a unit."""
+    """The tape of a unit.
+
+    Args:
+        with_lowest: it has backward passes (`lowest_`) of the first unit of a stage too, where the gradient
+            of the input is a message from the moment it is made.
+    """
     passes, marks = {}, {}
     for backward, first, handed in ALONE if structure.single else VARIANTS:
         tape = Tape()
@@ -162,7 +168,8 @@ def replayed_unit(
         kind = ACTIVATIONS if has_input else TEMPORARIES
         x = Storage(tape, RESIDUAL if has_input else ("nothing", 1.0), kind)
         start = len(tape.changes) - 1
-        out = run(leaves, Tensor(x, (Leaf(None, TEMPORARIES), 0) if has_input else None))
+        given = Leaf(None, TEMPORARIES)
+        out = run(leaves, Tensor(x, (given, 0) if has_input else None))
         del x
         size, edge = out.size, out.edge
         out.storage.become(COMMUNICATION if handed else ACTIVATIONS)
@@ -176,11 +183,17 @@ def replayed_unit(
         if not handed:
             del gradient
         run_backward(tape, roots)
+        message = given.gradient.number if given.gradient is not None else None
+        given.drop()
         end = len(tape.changes)
         forward = "handed_forward" if handed else "forward"
         passes[forward], passes[backward] = part_of(tape, start, middle), part_of(tape, turn, end)
         marks[forward] = {name: at - start for name, at in tape.marks.items() if at <= middle}
         marks[backward] = {name: at - turn for name, at in tape.marks.items() if at > middle}
+        if with_lowest and message is not None:
+            tape.kinds[message] = COMMUNICATION
+            lowest = f"lowest_{backward}"
+            passes[lowest], marks[lowest] = part_of(tape, turn, end), marks[backward]
     return UnitTape(passes, marks)
 
 
