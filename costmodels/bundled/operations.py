@@ -128,7 +128,7 @@ def copy(x: Tensor, size: Size) -> Tensor:
 
 
 def handed_on(storage: Storage, leaf: Leaf, size: Size) -> Tensor:
-    """A parameter as an operation reads it: the part of a distributed one, which takes an operation before."""
+    """A parameter as an operation reads it: the part of a distributed one takes an operation before."""
     whole = Tensor(storage, (leaf, 0), size)
     return view(whole) if leaf.behind else whole
 
