@@ -128,10 +128,8 @@ def _phases(own: Pass, kind: Kind) -> list[tuple[str, Terms]]:
     """Parts of the backward of a layer, and what has become of its experts' gradients then."""
     if kind.experts is None:
         return [("", [])]
-    experts, converts = kind.experts, own.setting.converts * 1.0
-    first = (1 - own.summed) * (1 - own.fresh)
-    after: Terms = [(first * converts, experts.accumulated), (first * (1 - converts), experts.fresh)]
-    after += [(own.fresh * (1 - own.summed), experts.accumulated), (-own.fresh, experts.fresh)]
+    experts = kind.experts
+    after: Terms = [(1 - own.summed, experts.accumulated), (-own.fresh, experts.fresh)]
     return [("_before", []), ("_after", after)]
 
 
