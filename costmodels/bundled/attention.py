@@ -13,6 +13,7 @@ from costmodels.bundled.operations import (
     keep,
     result_of,
     times,
+    view,
 )
 from costmodels.bundled.replay import COMMUNICATION, Gradients, Node, Size, Storage, Tensor
 from costmodels.bundled.structure import (
@@ -176,15 +177,25 @@ def _gather_prefixes(k: Tensor, v: Tensor, sizes: Sizes) -> list[Tensor]:
     return [Tensor(whole, None if node is None else (node, index)) for index in range(4)]
 
 
-def exchanged(q: Tensor, k: Tensor, v: Tensor, several: bool, repeats: bool, sizes: Sizes = PLAIN) -> Tensor:
-    """`runtime.context_attention.exchanged_attention`."""
+def exchanged(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    several: bool,
+    repeats: bool,
+    sizes: Sizes = PLAIN,
+    one: tuple[bool, bool] = (False, False),
+) -> Tensor:
+    """`runtime.context_attention.exchanged_attention`.
+
+    Args:
+        one: attention has one head of queries here, and one of keys and values: their gradients come back in
+            an order that is theirs.
+    """
     if repeats:
         k, v = _changed(k, sizes.repeated_key, sizes.key), _changed(v, sizes.repeated_value, sizes.value)
-    parts = [
-        reordered(q, sizes.query),
-        reordered(k, sizes.repeated_key),
-        reordered(v, sizes.repeated_value),
-    ]
+    given = (q, sizes.query, one[0]), (k, sizes.repeated_key, one[1]), (v, sizes.repeated_value, one[1])
+    parts = [view(x) if there else reordered(x, size) for x, size, there in given]
     sent = cat(parts, sizes.travelling)
     received = _exchange(sent, sizes.travelling)
     q, k, v = chunk(received, [sizes.query, sizes.repeated_key, sizes.repeated_value])

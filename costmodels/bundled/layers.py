@@ -129,10 +129,10 @@ class Layer:
         """`runtime.model.Attention`."""
         x = self.enter_module(x)
         sizes = {"query": QUERY, "key": KEY, "value": VALUE}
-        q, k, v = (self.linear(x, name, size, self.structure.qkv_bias) for name, size in sizes.items())
-        by_heads = self.structure.context_form == "ring" or self.structure.scores_attention
-        if by_heads:
-            q, k, v = self.in_token_order(q, k, v)
+        q, k, v = (
+            self.projection(x, name, size, there)
+            for (name, size), there in zip(sizes.items(), self.in_token_order(), strict=True)
+        )
         if self.structure.qk_norm:
             q, k = self.norm(q, QUERY_STATISTICS), self.norm(k, KEY_STATISTICS)
         if self.structure.rotates:
@@ -143,11 +143,22 @@ class Layer:
         attended = view(attended) if in_order else copy(attended, ATTENDED)
         return call(self.leave_rows, attended, "output")
 
-    def in_token_order(self, q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
-        """The same, whose gradients come head by head, but from norms, and are copied."""
-        norms, one, one_key = self.structure.qk_norm, self.structure.one_head, self.structure.one_key_head
-        in_order = [(q, one or norms), (k, one_key or norms), (v, one_key)]
-        return [x if there else reordered(x, x.size) for x, there in in_order]
+    def projection(self, x: Tensor, name: str, size: Size, in_order: bool) -> Tensor:
+        """Queries, keys or values, whose gradient is copied where it does not come in the order of tokens."""
+        result = self.linear(x, name, size, self.structure.qkv_bias)
+        return result if in_order else reordered(result, size)
+
+    def in_token_order(self) -> tuple[bool, bool, bool]:
+        """Whether gradients of queries, keys and values come token by token, not head by head."""
+        structure = self.structure
+        norms, one, one_key = structure.qk_norm, structure.one_head, structure.one_key_head
+        if structure.context_form == "all_to_all":
+            # Those of several heads are copied when they come back; what is rotated or repeated is new.
+            norms |= structure.rotates
+            one, one_key = not one, not one_key or structure.repeats_heads
+        elif structure.context_form != "ring" and not structure.scores_attention:
+            return True, True, True
+        return one or norms, one_key or norms, one_key
 
     def core_attention(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Attention itself, computed again where the structure says so."""
@@ -201,7 +212,8 @@ class Layer:
         if form == "all_gather":
             return gathered(q, k, v, several)
         if form == "all_to_all":
-            return exchanged(q, k, v, several, self.structure.repeats_heads)
+            one = self.structure.one_head, self.structure.one_key_head
+            return exchanged(q, k, v, several, self.structure.repeats_heads, one=one)
         if form == "ring":
             structure = self.structure
             return ring(q, k, v, structure.ring_ranks, structure.one_head, structure.one_key_head)

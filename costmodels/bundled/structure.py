@@ -64,7 +64,8 @@ class Structure(NamedTuple):
     """No kernel fuses attention."""
     one_head: bool = False
     one_key_head: bool = False
-    """One head of queries is here, and one of keys and values, in rings and where scores are tensors."""
+    """One head of queries is in attention here, and one of keys and values, in rings, where ranks exchange
+    heads, and where scores are tensors."""
     repeats_heads: bool = False
     """Context-parallel ranks that exchange heads first repeat those of keys and values."""
     tied: bool = False

@@ -35,7 +35,7 @@ from costmodels.table import (
 SPLIT = [SCHEDULES.index(schedule) for schedule in SPLIT_BACKWARD]
 """Codes of schedules that split backward."""
 
-RING = CONTEXT_FORMS.index("ring")
+RING, EXCHANGE = CONTEXT_FORMS.index("ring"), CONTEXT_FORMS.index("all_to_all")
 
 GROUPED_MULTIPLE = 8
 """Elements in 16 bits that rows of matrices must be multiples of in PyTorch's grouped product."""
@@ -139,7 +139,13 @@ def _heads(model: ModelSpec, table: LayoutTable, row: int) -> dict[str, Any]:
     """Of one row: how attention works that orders gradients by heads."""
     ranks, tp = int(table.context_parallel[row]), int(table.tensor_parallel[row])
     in_ring = ranks > 1 and int(table.context_parallel_form[row]) == RING
+    exchanges = ranks > 1 and int(table.context_parallel_form[row]) == EXCHANGE
     scores = bool(scores_attention(model, table)[row])
+    if exchanges:
+        return {
+            "one_head": model.heads == tp * ranks,
+            "one_key_head": ranks % max(model.kv_heads // tp, 1) == 0,
+        }
     if not in_ring and not scores:
         return {}
     return {
