@@ -14,6 +14,7 @@ import argparse
 import json
 import random
 import statistics
+import sys
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -97,22 +98,22 @@ def first_plan(job: Asked) -> Plan | None:
     return result.plan(0) if result.feasible else None
 
 
-def check(job: Asked, plan: Plan) -> Checked:
-    """Trace what of a plan may be fullest."""
+def check(planned: tuple[Asked, Plan]) -> Checked:
+    """Trace what of a job's plan may be fullest."""
     from runtime.dryrun import trace
     from runtime.options import TrainingOptions
 
+    job, plan = planned
     layout, memory = plan.layout, plan.estimate.memory
     fullest = max(range(len(memory)), key=lambda stage: memory[stage].total)
     compiled = TrainingOptions().compiles(layout, on_gpu=True)
     found = []
     for stage in sorted({0, fullest, layout.pipeline_parallel - 1}):
         traced = trace(plan.model, layout, pipeline_rank=stage, compiled=compiled).peak.total
-        planned = sum(getattr(memory[stage], kind) for kind in CATEGORIES)
-        found.append((traced + memory[stage].overhead, stage, traced, planned))
-    needed, stage, traced, planned = max(found)
-    described = layout.describe()
-    return Checked(job, described, stage, traced, planned, needed, plan.cluster.memory_bytes)
+        estimated = sum(getattr(memory[stage], kind) for kind in CATEGORIES)
+        found.append((traced + memory[stage].overhead, stage, traced, estimated))
+    needed, stage, traced, estimated = max(found)
+    return Checked(job, layout.describe(), stage, traced, estimated, needed, plan.cluster.memory_bytes)
 
 
 def main() -> None:
@@ -135,7 +136,11 @@ def main() -> None:
             planned.append((job, plan))
     # A trace leaves PyTorch's compiler full of graphs: a process is renewed after some.
     with get_context("spawn").Pool(given.processes, maxtasksperchild=20) as pool:
-        checked = pool.starmap(check, planned, chunksize=1)
+        checked = []
+        for one in pool.imap(check, planned):
+            checked.append(one)
+            refused = sum(other.refused for other in checked)
+            print(f"{len(checked)} of {len(planned)} traced, {refused} refused", file=sys.stderr, flush=True)
     report(checked, without, time.perf_counter() - started, given.json)
 
 
