@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from inspect import signature
 from typing import Any
 
 import torch
@@ -21,6 +20,7 @@ from torch.distributed.pipelining import (
 from costmodels import Layout, ModelSpec
 from costmodels.bundled.sent_messages import SENDS_OF_STAGE
 from costmodels.layout import SPLIT_BACKWARD, Schedule
+from runtime.awaited_sends import awaits_sends, with_fewer_sends
 from runtime.data_parallel import DTYPES
 from runtime.documents import Documents
 from runtime.grid import Grid
@@ -69,8 +69,14 @@ class Pipeline:
             n_microbatches=micro_batches,
             loss_fn=self.loss,
             scale_grads=False,
-            **_sends(self.kind, len(self.wrapped)),
         )
+        if self.kind is not Schedule1F1B and awaits_sends():
+            # PyTorch would keep the messages of a whole step.
+            self.schedule.pipeline_order_with_comms = with_fewer_sends(
+                self.schedule.pipeline_order_with_comms,
+                self.schedule.stage_index_to_group_rank.__getitem__,
+                SENDS_OF_STAGE * len(self.wrapped),
+            )
         # PyTorch's eval walks through the backward actions too, and a V fails at them.
         self.evaluation = copy.copy(self.schedule)
         if self.kind is not Schedule1F1B:
@@ -104,15 +110,6 @@ class Pipeline:
         options: dict[str, Any] = {"target": labels, "losses": losses} if self.is_last else {}
         step(*arguments, return_outputs=False, **options)
         return torch.stack(losses).sum().detach() if losses else torch.zeros((), device=self.device)
-
-
-def _sends(kind: Any, stages: int) -> dict[str, int]:
-    """The option of a schedule that bounds how many messages it keeps until their send is awaited.
-
-    PyTorch has it since 2.15, which otherwise keeps those of a whole step.
-    """
-    takes = "max_outstanding_sends" in signature(kind).parameters
-    return {"max_outstanding_sends": SENDS_OF_STAGE * stages} if takes else {}
 
 
 def _forward_only(actions: list[Any]) -> list[Any]:

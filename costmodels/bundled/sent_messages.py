@@ -16,6 +16,7 @@ import numpy as np
 
 from costmodels.bundled.message_times import Timed
 from costmodels.bundled.pytorch import is_before
+from costmodels.bundled.send_order import Place, SendOrder
 from costmodels.table import Ints
 
 SENDS_OF_STAGE = 2
@@ -74,79 +75,31 @@ def _alive(timed: Timed, awaited: Awaited, keeps: bool) -> Ints:
     return result
 
 
-Place = tuple[int, int]
-"""A rank, and the number of one of its sends and receives."""
-
-
 def _awaited(every: list[Timed], stages: Ints) -> list[Awaited]:
-    """The sends of each rank that are awaited before another one.
-
-    `latest` has, for each send and receive of a rank, the last one of every rank that comes before it, or is
-    it.
-    """
+    """The sends of each rank that are awaited before another one."""
     rank_of = {stage: rank for rank, own in enumerate(stages.tolist()) for stage in own}
-    latest: list[list[Ints]] = [[] for _ in every]
-    sends: list[list[tuple[Send, int]]] = [[] for _ in every]
+    order = SendOrder(len(every))
+    sends: list[list[tuple[Send, Place]]] = [[] for _ in every]
     receive: dict[Send, Place] = {}
-    # What comes after each send and receive on other ranks.
-    after: dict[Place, list[Place]] = {}
-
-    def append(rank: int, source: Place | None) -> Place:
-        own = latest[rank]
-        found = own[-1].copy() if own else np.full(len(every), -1)
-        if source is not None:
-            np.maximum(found, latest[source[0]][source[1]], out=found)
-        found[rank] = len(own)
-        own.append(found)
-        return rank, len(own) - 1
-
     for rank, send in _in_turn(every):
-        place = append(rank, None)
-        sends[rank].append((send, place[1]))
-        peer = rank_of[send.stage + 1 if send.is_result else send.stage - 1]
-        receive[send] = append(peer, place)
-        after[place] = [receive[send]]
-
-    def put_before(earlier: Place, later: Place) -> None:
-        after.setdefault(earlier, []).append(later)
-        todo = [(earlier, later)]
-        while todo:
-            (one, index), (rank, number) = todo.pop()
-            if rank != one and latest[rank][number][one] >= index:
-                continue
-            known = latest[rank][number]
-            found = np.maximum(known, latest[one][index])
-            if (found > known).any():
-                latest[rank][number] = found
-                todo += [((rank, number), reached) for reached in after.get((rank, number), ())]
-                if number + 1 < len(latest[rank]):
-                    todo.append(((rank, number), (rank, number + 1)))
-
-    def chosen(pending: list[Send], rank: int, number: int) -> Send:
-        """The one to await before a send of a rank: the first that is received before, else that can be."""
-        known = latest[rank][number]
-        for one in pending:
-            peer, place = receive[one]
-            if known[peer] >= place:
-                return one
-        able = (one for one in pending if latest[receive[one][0]][receive[one][1]][rank] < number)
-        found = next(able, pending[0])
-        put_before(receive[found], (rank, number))
-        return found
-
+        place = order.append(rank)
+        sends[rank].append((send, place))
+        receive[send] = order.append(rank_of[send.stage + 1 if send.is_result else send.stage - 1], [place])
     result = []
     for rank, timed in enumerate(every):
         own: Awaited = {}
-        pending: list[Send] = []
-        for send, number in sends[rank]:
+        # By their receives.
+        pending: dict[Place, Send] = {}
+        for send, place in sends[rank]:
             turns = timed.forward if send.is_result else timed.backward
             now = timed.last[turns[send[1:]]]
-            pending = [one for one in pending if not one.is_result or timed.backward[one[1:]] > now]
+            pending = {
+                key: one for key, one in pending.items() if not one.is_result or timed.backward[one[1:]] > now
+            }
             while len(pending) >= SENDS_OF_STAGE * stages.shape[1]:
-                done = chosen(pending, rank, number)
-                pending.remove(done)
-                own[done] = now
-            pending.append(send)
+                done = order.first_done(pending, place)
+                own[pending.pop(next(iter(pending)) if done is None else done)] = now
+            pending[receive[send]] = send
         result.append(own)
     return result
 

@@ -33,15 +33,7 @@ def action_order(
             _one_forward_one_backward(rank, pipeline_parallel, micro_batches)
             for rank in range(pipeline_parallel)
         ]
-    stage = SimpleNamespace(
-        stage_index=0,
-        num_stages=pipeline_parallel * chunks,
-        group_size=pipeline_parallel,
-        group_rank=0,
-        submod=None,
-    )
-    kind: Any = SCHEDULES[schedule]
-    orders = kind([stage] * chunks, n_microbatches=micro_batches).pipeline_order
+    orders = planned(schedule, pipeline_parallel, chunks, micro_batches).pipeline_order
     return [
         [
             Action(part.computation_type.value, part.stage_index, part.microbatch_index)
@@ -51,6 +43,21 @@ def action_order(
         ]
         for rank in range(pipeline_parallel)
     ]
+
+
+def planned(
+    schedule: Schedule, pipeline_parallel: int, chunks: int, micro_batches: int, **options: int
+) -> Any:
+    """PyTorch's schedule of a pipeline rank that has no layers."""
+    stage = SimpleNamespace(
+        stage_index=0,
+        num_stages=pipeline_parallel * chunks,
+        group_size=pipeline_parallel,
+        group_rank=0,
+        submod=None,
+    )
+    kind: Any = SCHEDULES[schedule]
+    return kind([stage] * chunks, n_microbatches=micro_batches, **options)
 
 
 def _one_forward_one_backward(rank: int, pipeline_parallel: int, micro_batches: int) -> list[Action]:

@@ -6,17 +6,22 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as some
 from torch.distributed.pipelining import schedules
 
 from costmodels.bundled.message_times import Timed, message_times
 from costmodels.bundled.pass_states import stages_of
 from costmodels.bundled.sent_messages import SENDS_OF_STAGE, sent_messages
-from costmodels.schedules import BACKWARD, FORWARD, orders
+from costmodels.layout import Schedule
+from costmodels.schedules import BACKWARD, FORWARD, orders, runs
+from runtime.awaited_sends import awaits_sends, with_fewer_sends
+from tests.runtime.schedule_play import planned
 
 torch_schedules: Any = schedules
 
 pytestmark = pytest.mark.skipif(
-    not hasattr(torch_schedules, "_add_wait_send_budget"),
+    not awaits_sends(),
     reason="PyTorch awaits sends in the middle of a step since 2.15",
 )
 
@@ -34,9 +39,7 @@ def lowered(stages: Any, micro_batches: int) -> dict[int, list[Any]]:
         actions[rank] = torch_schedules._add_reduce_grad(gathering, micro_batches)
     actions = torch_schedules._add_send_recv(actions, rank_of.__getitem__, stages.size)
     actions = torch_schedules._add_wait_send(actions)
-    most = SENDS_OF_STAGE * chunks
-    found: dict[int, list[Any]] = torch_schedules._add_wait_send_budget(actions, rank_of.__getitem__, most)
-    return found
+    return with_fewer_sends(actions, rank_of.__getitem__, SENDS_OF_STAGE * chunks)
 
 
 def messages(actions: list[Any], timed: Timed) -> tuple[list[int], list[int]]:
@@ -70,3 +73,26 @@ def test_sends_are_awaited_when_pytorch_awaits_them(pipeline: int, chunks: int, 
         assert found[:-1].tolist() == sent
         come = np.sort(np.concatenate([*timed.inputs.values(), *timed.gradients.values()]))
         assert np.searchsorted(come, timed.time).tolist() == received
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    schedule=some.sampled_from(("interleaved", "interleaved_zb", "zbv", "dualpipev")),
+    pipeline=some.integers(2, 5),
+    chunks=some.integers(2, 4),
+    micro_batches=some.integers(2, 12),
+    most=some.integers(1, 6),
+)
+def test_the_runtime_awaits_the_sends_that_pytorch_would(
+    schedule: Schedule, pipeline: int, chunks: int, micro_batches: int, most: int
+) -> None:
+    assume(runs(schedule, pipeline, chunks, micro_batches))
+    plan = planned(schedule, pipeline, chunks, micro_batches)
+    actions, rank_of = plan.pipeline_order_with_comms, plan.stage_index_to_group_rank.__getitem__
+    try:
+        expected = torch_schedules._add_wait_send_budget(actions, rank_of, most)
+    except ValueError:
+        with pytest.raises(RuntimeError, match="under way"):
+            with_fewer_sends(actions, rank_of, most)
+        return
+    assert with_fewer_sends(actions, rank_of, most) == expected

@@ -1,0 +1,124 @@
+"""How many messages a pipeline rank has under way: it awaits earlier ones before it sends more.
+
+PyTorch does this since 2.15 (`_add_wait_send_budget` in `torch.distributed.pipelining.schedules`), by walking
+through the whole graph of sends and receives for each message that it may await: a minute and more for
+pipelines with ten stages on a rank. The same waits are found here with vector clocks, in milliseconds.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch.distributed.pipelining import schedules
+
+from costmodels.bundled.send_order import Place, SendOrder
+
+# Any: private, and the same in all versions that await sends.
+_schedules: Any = schedules
+
+SENDS = {"SEND_F": ("RECV_F", 1), "SEND_B": ("RECV_B", -1)}
+"""What the other side does, and how many stages away it is."""
+
+RECEIVES = [receive for receive, _ in SENDS.values()]
+
+Message = tuple[str, int, int]
+"""The name of an action, its stage and its micro batch."""
+
+
+def awaits_sends() -> bool:
+    """Whether this version of PyTorch keeps messages until an action awaits their send."""
+    return hasattr(_schedules, "_add_wait_send_budget")
+
+
+def with_fewer_sends(
+    actions: Mapping[int, list[Any]], rank_of: Callable[[int], int], most: int
+) -> dict[int, list[Any]]:
+    """PyTorch's actions of each rank, communication included, with sends awaited earlier where needed.
+
+    Args:
+        rank_of: the rank of a stage.
+        most: messages of a rank under way at a time.
+
+    Raises:
+        RuntimeError: of so many sends none could be awaited before the next.
+    """
+    order = SendOrder(len(actions))
+    places = _placed(actions, rank_of, order)
+    return {rank: _limited(rank, own, most, places, order) for rank, own in sorted(actions.items())}
+
+
+def _limited(
+    rank: int, actions: list[Any], most: int, places: dict[Message, Place], order: SendOrder
+) -> list[Any]:
+    waits = {_wait_of(action): action for action in actions if message_of(action)[0] in SENDS}
+    # Sends under way, by their receives.
+    pending: dict[Place, Any] = {}
+    result: list[Any] = []
+    for action in actions:
+        message = message_of(action)
+        if message[0] in SENDS:
+            while len(pending) >= most:
+                done = order.first_done(pending, places[message])
+                if done is None:
+                    raise RuntimeError(f"pipeline rank {rank} cannot do with {most} sends under way")
+                result.append(_wait_of(pending.pop(done)))
+            pending[places[_peer_of(message)]] = action
+        elif action in waits:
+            receive = places[_peer_of(message_of(waits[action]))]
+            if receive not in pending:
+                # Awaited before.
+                continue
+            del pending[receive]
+        result.append(action)
+    return result
+
+
+def _placed(
+    actions: Mapping[int, list[Any]], rank_of: Callable[[int], int], order: SendOrder
+) -> dict[Message, Place]:
+    """Put all sends and receives in order: each receive after its send.
+
+    What PyTorch awaits of itself, it awaits where the peer's answer has come, or at the end of the step: that
+    orders nothing anew.
+    """
+    left = {rank: deque(map(message_of, own)) for rank, own in actions.items()}
+    places: dict[Message, Place] = {}
+    # Receives whose sends have their place.
+    sent: dict[Message, Place] = {}
+    todo = deque(sorted(left))
+    while todo:
+        rank = todo.popleft()
+        own = left[rank]
+        while own:
+            message = own[0]
+            if message[0] in SENDS:
+                place = places[message] = order.append(rank)
+                peer = _peer_of(message)
+                sent[peer] = place
+                todo.append(rank_of(peer[1]))
+            elif message[0] in RECEIVES:
+                if message not in sent:
+                    break
+                places[message] = order.append(rank, [sent[message]])
+            own.popleft()
+    return places
+
+
+def message_of(action: Any) -> Message:
+    """What an action does."""
+    return action.computation_type.value, action.stage_index, action.microbatch_index
+
+
+def _peer_of(send: Message) -> Message:
+    """The receive of what is sent."""
+    name, stage, number = send
+    receive, further = SENDS[name]
+    return receive, stage + further, number
+
+
+def _wait_of(send: Any) -> Any:
+    """The action that awaits a send."""
+    kind = getattr(_schedules, f"WAIT_{send.computation_type.value}")
+    return _schedules._Action(send.stage_index, kind, send.microbatch_index)
