@@ -26,7 +26,11 @@ GATHER = REDUCE + 1
 """Before a stage's first pass, or one after its parameters were freed: they are there, and are copied."""
 
 ROUNDS = 5
-"""Rounds of micro batches after which every state of a schedule has been there."""
+"""Rounds of micro batches after which every state of an interleaved schedule has been there."""
+
+V_ROUNDS, MORE = 2, 2
+"""Rounds of micro batches and how many more, after which every state of a schedule has been there whose
+stages lie in a V."""
 
 ALL = ("held", "waiting", "arrived", "returned")
 """Of all stages of a rank: micro batches between forward and backward, and between the gradients of inputs
@@ -104,10 +108,12 @@ def _all_states(schedule: Schedule, pipeline: int, chunks: int, micro_batches: i
 
 def fewer(schedule: Schedule, pipeline: int, chunks: int, micro_batches: int) -> int:
     """A number of micro batches with the same states."""
+    if schedule in V_SCHEDULES:
+        return min(V_ROUNDS * pipeline + MORE, micro_batches)
     rest = micro_batches % pipeline
-    if rest and schedule not in V_SCHEDULES:
+    if rest:
         return micro_batches
-    some = rest + ROUNDS * pipeline
+    some = ROUNDS * pipeline
     return some if some < micro_batches and runs(schedule, pipeline, chunks, some) else micro_batches
 
 
