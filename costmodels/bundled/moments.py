@@ -56,7 +56,9 @@ class Bytes:
 
     def take(self, rows: Ints) -> Bytes:
         """Of some rows."""
-        return Bytes(self.composition, self.totals, self.shape, rows)
+        return Bytes(
+            self.composition, self.totals, self.shapes, rows if self.rows is None else self.rows[rows]
+        )
 
     def plus(self, other: Bytes) -> Bytes:
         """Both."""

@@ -275,8 +275,8 @@ def moments_of_ranks(
     if pipeline == 1:
         peak = accumulation_peak(table, fixed, stage, wraps)
     elif several:
-        setting = setting_of(model, table, stage, kind_names, fixed, wraps, pipeline)
-        peak = scheduled_peak(setting, only_highest=fullest)
+        setting = setting_of(model, table, stage, kind_names, wraps, pipeline)
+        peak = scheduled_peak(setting, fixed, only_highest=fullest)
     else:
         ahead = pipeline - layers["rank"]
         peak = pipeline_peak(table, fixed, stage, is_first, is_last, ahead, wraps)

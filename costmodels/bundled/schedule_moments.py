@@ -17,7 +17,8 @@ from costmodels.table import Floats, Ints
 
 
 def passes(setting: Setting) -> Iterator[tuple[Ints, Peak]]:
-    """The moments of the states of each kind of pass, [some states, 1], and which states these are."""
+    """The moments of each kind of pass, [some states, 1], without what is there besides
+    (`costmodels.bundled.schedule_background`), and which states these are."""
     makers = {
         FORWARD: _forward,
         BACKWARD: _backward,
@@ -37,7 +38,7 @@ def passes(setting: Setting) -> Iterator[tuple[Ints, Peak]]:
 def _gather(own: Pass) -> None:
     """Parameters arrive, and are copied to where they are used: embedding and head, then layer by layer."""
     stage, sums, happens = own.stage, own.sums, own.setting.wraps
-    state: Terms = [*own.start, *own.own_gradients(), *own.gathered()]
+    state: Terms = [*own.own_gradients(), *own.gathered()]
     for place in sums.places():
         kind = stage.kinds[place.index]
         # What needs no all-gather has no memory before it is copied.
@@ -53,7 +54,7 @@ def _gather(own: Pass) -> None:
 
 def _forward(own: Pass) -> None:
     stage, sums = own.stage, own.sums
-    state: Terms = [*own.start, *own.own_gradients(), *own.gathered(own.frees), (-own.takes, stage.saved)]
+    state: Terms = [*own.own_gradients(), *own.gathered(own.frees), (-own.takes, stage.saved)]
     own.peak.add("forward", [*state, (1.0, stage.first.forward)], own.first > 0)
     state.append((own.first, stage.first.kept))
     for place in sums.places():
@@ -79,7 +80,7 @@ def _forward(own: Pass) -> None:
 def _backward(own: Pass) -> None:
     stage, sums = own.stage, own.sums
     grown = own.grown > 0
-    state: Terms = [*own.start, *own.gathered(own.freed), *own.exchanged(), (own.last, stage.logits)]
+    state: Terms = [*own.gathered(own.freed), *own.exchanged(), (own.last, stage.logits)]
     state += [(own.first, stage.first.kept), *own.root_gradients()]
     before: Terms = [*state, *own.sums.all("accumulated", own.summed), *own.sums.all("fresh", own.fresh)]
     loss: Terms = [*before, *sums.all("kept"), (1.0, stage.last.kept)]
@@ -136,7 +137,7 @@ def _phases(own: Pass, kind: Kind) -> list[tuple[str, Terms]]:
 def _inputs(own: Pass) -> None:
     """Gradients of inputs: what was saved stays, and gradients of results for those of weights."""
     stage, sums = own.stage, own.sums
-    state: Terms = [*own.start, *own.gathered(), *own.exchanged(), (own.last, stage.logits)]
+    state: Terms = [*own.gathered(), *own.exchanged(), (own.last, stage.logits)]
     state += [*own.root_gradients(), *sums.all("kept"), (own.last, stage.last.kept)]
     before: Terms = [*state, *sums.all("accumulated", own.summed), *sums.all("fresh", own.fresh)]
     own.peak.add("backward", [*before, (1.0, stage.last.inputs)], own.last > 0)
@@ -184,7 +185,7 @@ def _top_of_stage(own: Pass, place: Place) -> Terms:
 def _weights(own: Pass) -> None:
     """Gradients of weights, from the first layer to the last one."""
     stage, sums = own.stage, own.sums
-    state: Terms = [*own.start, *own.gathered(), *own.exchanged(gradient=0.0), *own.own_gradients()]
+    state: Terms = [*own.gathered(), *own.exchanged(gradient=0.0), *own.own_gradients()]
     state += [*sums.all("kept"), (own.last, stage.last.kept), (own.last, stage.last.waits_net)]
     for kind, top in zip(stage.kinds, _tops(own), strict=True):
         state += [(kind.count - top, kind.unit.waits_net), (top, kind.unit.top_waits_net)]
@@ -225,9 +226,9 @@ def _below_weights(own: Pass, place: Place, name: str) -> Terms:
 def _reduce(own: Pass) -> None:
     """Of the whole stage; what is left of it is there at the end of the step too."""
     stage, sums, wraps = own.stage, own.sums, own.setting.wraps
-    add_reduction(own.peak, stage, own.start, wraps, own.fresh)
-    parts: Terms = [*own.start, *sums.all("gradients"), *stage.roots("gradients")]
-    whole: Terms = [*own.start, *sums.all("accumulated"), *stage.roots("accumulated")]
+    add_reduction(own.peak, stage, [], wraps, own.fresh)
+    parts: Terms = [*sums.all("gradients"), *stage.roots("gradients")]
+    whole: Terms = [*sums.all("accumulated"), *stage.roots("accumulated")]
     for label in ("reduce", "optimizer"):
         own.peak.add(label, parts, wraps)
         own.peak.add(label, whole, ~wraps)

@@ -1,4 +1,4 @@
-"""One pass of a stage among others on its rank: what is there besides the moments of the pass itself."""
+"""One pass of a stage among others on its rank: its own stage, and terms of several kinds of passes."""
 
 from __future__ import annotations
 
@@ -7,14 +7,13 @@ from dataclasses import replace
 import numpy as np
 
 from costmodels.bundled.moments import Bytes, Count, Peak
-from costmodels.bundled.replay import KINDS
 from costmodels.bundled.schedule_setting import Setting
-from costmodels.bundled.stage_sums import Place, Sums, Terms, backward_pass, value
+from costmodels.bundled.stage_sums import Place, Sums, Terms, backward_pass
 from costmodels.table import Bools, Floats
 
 
 class Pass:
-    """The own stage of each state's pass, and what is there besides."""
+    """The own stage of each state's pass."""
 
     def __init__(self, setting: Setting) -> None:
         rows = setting.rows
@@ -48,62 +47,6 @@ class Pass:
         self.frees = setting.frees * 1.0
         self.freed = self.frees * rows.columns["own_freed"][:, None]
         """1 where the layers have freed their parameters."""
-        self.start: Terms = [(1.0, self._background())]
-
-    def _background(self) -> Bytes:
-        """What is there besides the own micro batch, and the parameters and gradients of the own stage."""
-        rows, setting, stage = self.rows, self.setting, self.stage
-        counts = rows.columns
-        held, waiting = counts["held"], counts["waiting"]
-        under_way = held + waiting
-        converts, wraps = setting.converts, setting.wraps
-        # Without FSDP2, what is reduced stays as it is.
-        summed = np.where(converts, counts["summed"], counts["either"]) + counts["reduced"] * ~wraps
-        others = (
-            (summed, "accumulated"),
-            (counts["fresh"] * converts, "fresh"),
-            (counts["reduced"] * wraps, "gradients"),
-        )
-        coming = counts["coming"] * wraps
-        gathered = counts["gathered"] * wraps
-        kept = gathered - counts["freed"] * setting.frees
-        inner = ~setting.first * waiting
-
-        def total(each: Floats) -> Floats:
-            result: Floats = each.sum(axis=1, keepdims=True)
-            return result
-
-        terms: Terms = []
-        for kind, layers, top in zip(stage.kinds, setting.layers, setting.tops(), strict=True):
-            terms.append((total(under_way * layers), kind.unit.kept))
-            if "waits" in kind.unit.held:
-                above = top * ~setting.last
-                terms.append((total(inner * (layers - above)), kind.unit.waits_net))
-                terms.append((total(inner * above), kind.unit.top_waits_net))
-            for count, what in (*others, (kept, "gathered")):
-                terms.append((total(count * layers), value(kind, what)))
-            for group in (kind.group, kind.experts):
-                if group is not None:
-                    terms.append((total(coming * layers), group.buffer))
-        for where, (_, group), unit in zip(
-            (setting.first, setting.last), stage.ends, (stage.first, stage.last), strict=True
-        ):
-            terms.append((total(under_way * where), unit.kept))
-            terms.append((total(coming * where), group.buffer))
-            for count, what in (*others, (gathered, "gathered")):
-                terms.append((total(count * where), getattr(group, what)))
-        if "waits" in stage.last.held:
-            terms.append((total(inner * setting.last), stage.last.waits_net))
-        terms.append((total(held * setting.last), stage.logits))
-        messages = total(counts["returned"]) + (counts["local"] + counts["sent"])[:, None]
-        terms.append((messages, stage.message))
-        inputs = counts["arrived"] + under_way * setting.local_after - under_way * setting.local_before
-        terms.append((total(inputs), stage.saved))
-        composition = np.zeros((len(KINDS), len(rows.row)))
-        for factor, one in [(1.0, setting.fixed), *terms]:
-            if not one.is_empty:
-                composition += np.ravel(factor) * one.composition[:, one.shape]
-        return Bytes.of_shapes(composition, np.arange(len(rows.row)))
 
     def own_gradients(self) -> Terms:
         """Of the own stage, before the pass."""

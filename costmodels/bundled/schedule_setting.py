@@ -7,14 +7,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-from costmodels.bundled.moments import Bytes, Moment
 from costmodels.bundled.pass_states import Classes, States, stages_of, states_of
-from costmodels.bundled.stage_sums import Stage, Terms
+from costmodels.bundled.stage_sums import Stage
 from costmodels.bundled.states import converts_gradients
 from costmodels.layout import SPLIT_BACKWARD
 from costmodels.model_spec import ModelSpec
 from costmodels.pipeline import stages_as_ranks
-from costmodels.table import SCHEDULES, Bools, Floats, Ints, LayoutTable
+from costmodels.table import SCHEDULES, Bools, Floats, Ints, LayoutTable, distinct
 
 
 @dataclass(frozen=True)
@@ -85,7 +84,6 @@ class Setting:
     """Layers of each kind, [states, classes]."""
     stage: Stage
     """Whose counts are not used."""
-    fixed: Bytes
     first: Bools
     last: Bools
     """Stages with the embedding, and with head and loss, [states, classes]."""
@@ -105,7 +103,6 @@ class Setting:
             self.of_rows(some),
             rows=self.rows.take(some),
             layers=[held[some] for held in self.layers],
-            fixed=self.fixed.take(some),
             **{name: getattr(self, name)[some] for name in arrays},
         )
 
@@ -126,6 +123,14 @@ class Setting:
         first, last = stage.first.take(rows), stage.last.take(rows)
         return replace(self, stage=replace(stage, kinds=kinds, first=first, last=last, ends=ends, **held))
 
+    def passes(self) -> tuple[Ints, Ints]:
+        """Passes that are alike, whatever else there is: a state of each, and which one each state has."""
+        rows, own = self.rows, (np.arange(len(self.rows.row)), self.rows.own)
+        of_stage = (self.first, self.last, self.local_before, self.local_after, *self.layers)
+        columns = [rows.row, rows.kind, *(held[own].astype(np.int64) for held in of_stage)]
+        names = ("own_summed", "own_fresh", "own_freed")
+        return distinct([*columns, *(rows.columns[name].astype(np.int64) for name in names)])
+
     def tops(self) -> list[Floats]:
         """1 for the kind that a stage's last layer is of, else 0: by kind, [states, classes]."""
         missing, found = np.ones_like(self.layers[0]), []
@@ -140,7 +145,6 @@ def setting_of(
     table: LayoutTable,
     stage: Stage,
     names: list[str],
-    fixed: Terms,
     wraps: Bools,
     pipeline: int,
 ) -> Setting:
@@ -149,7 +153,6 @@ def setting_of(
     Args:
         stage: of the rows, whose counts are of whole ranks.
         names: the fields of `Ranks` that count layers of the stage's kinds.
-        fixed: what each rank holds from the start of the step to its end, [n, pipeline].
         wraps: rows whose parameters FSDP2 manages.
     """
     rows, alike = _rows_of(model, table, names)
@@ -161,7 +164,6 @@ def setting_of(
         np.array([[getattr(one, name) for one in some] for some in alike])[rank]
         for name in ("first", "last", "local_before", "local_after")
     )
-    composition = Moment("forward", fixed).composition(rows.row, rows.rank)
     converts = wraps & converts_gradients(table)
     frees = wraps & (table.zero_stage == 3) & ~table.runs(*SPLIT_BACKWARD)
     whole = Setting(
@@ -169,7 +171,6 @@ def setting_of(
         shape=(len(table), pipeline),
         layers=list(layers),
         stage=stage,
-        fixed=Bytes.of_shapes(composition, np.arange(len(rows.row))),
         first=first,
         last=last,
         local_before=before,

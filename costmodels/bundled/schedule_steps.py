@@ -1,7 +1,7 @@
 """The moments of a step of pipeline ranks with several stages, and of schedules that split backward.
 
 Each state of `costmodels.bundled.pass_states` is a row of its own here: what other micro batches and stages
-hold is known before its pass begins, and the pass adds its moments to that.
+hold is known before its pass begins, and the pass adds its moments to that, which many states have alike.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import numpy as np
 
 from costmodels.bundled.moments import Bytes, Moment, Peak
 from costmodels.bundled.replay import KINDS
+from costmodels.bundled.schedule_background import background
 from costmodels.bundled.schedule_moments import passes
 from costmodels.bundled.schedule_setting import Setting
 from costmodels.bundled.stage_sums import Terms
@@ -19,28 +20,50 @@ NEAR = 0.01
 """Moments this much lower than the highest one may take its place where bytes are rounded."""
 
 
-def scheduled_peak(setting: Setting, only_highest: bool = False) -> Peak:
+def scheduled_peak(setting: Setting, fixed: Terms, only_highest: bool = False) -> Peak:
     """Moments near the peak of each pipeline rank of a table, [n, k].
 
     Args:
+        fixed: what each rank holds from the start of the step to its end, [n, k].
         only_highest: of each rank the highest one alone.
     """
     places = setting.rows.row * setting.shape[1] + setting.rows.rank
-    found = [(places[some], one) for some, peak in passes(setting) for one in peak.moments if one.can_happen]
-    totals = [moment.total((len(where), 1))[:, 0] for where, moment in found]
-    highest = np.zeros(setting.shape[0] * setting.shape[1])
-    for (where, _), total in zip(found, totals, strict=True):
-        np.maximum.at(highest, where, total)
+    ranks = setting.shape[0] * setting.shape[1]
+    around = background(setting, fixed)
+    besides = around.total((len(places), 1))[:, 0]
+    one_of_each, alike = setting.passes()
+    found = [
+        (some, moment, _sizes(moment, some, len(one_of_each)))
+        for some, peak in passes(setting.take(one_of_each))
+        for moment in peak.moments
+        if moment.can_happen
+    ]
+    most = besides + np.maximum.reduce([sizes for *_, sizes in found])[alike]
+    highest = np.zeros(ranks)
+    np.maximum.at(highest, places, most)
+    least = (highest * (1.0 if only_highest else 1.0 - NEAR))[places]
+    near = np.flatnonzero(most >= least)
     result = Peak(setting.shape)
     held: dict[str, list[Floats]] = {}
-    for (where, moment), total in zip(found, totals, strict=True):
-        some = np.flatnonzero(total >= highest[where] * (1.0 if only_highest else 1.0 - NEAR))
-        if len(some):
-            composition = moment.composition(some, np.zeros_like(some))
-            _spread(held.setdefault(moment.label, []), where[some], composition, len(highest))
+    for some, moment, sizes in found:
+        states = near[besides[near] + sizes[alike[near]] >= least[near]]
+        if len(states):
+            own = np.searchsorted(some, alike[states])
+            composition = moment.composition(own, np.zeros_like(own))
+            composition += around.composition(states, np.zeros_like(states))
+            _spread(held.setdefault(moment.label, []), places[states], composition, ranks)
     for label, several in held.items():
         for one in several:
             result.moments.append(_moment(label, one.reshape(len(KINDS), *setting.shape)))
+    return result
+
+
+def _sizes(moment: Moment, some: Ints, count: int) -> Floats:
+    """Bytes of a moment in each of `count` states, which only some have."""
+    result = np.full(count, -np.inf)
+    shape = len(some), 1
+    happens = True if moment.happens is None else moment.happens
+    result[some] = np.where(happens, moment.total(shape), -np.inf)[:, 0]
     return result
 
 
