@@ -109,7 +109,38 @@ MakeRotary = Callable[[Tensor], Rotary]
 """Tables of positions [S]."""
 
 
-class Attention(nn.Module):
+Heads = tuple[Tensor, Tensor, Tensor]
+"""Queries [B, N, S, H], and keys and values [B, K, S, H]."""
+
+
+class AnyAttention(nn.Module):
+    """Multi-head attention: [B, S, D] -> [B, S, D]."""
+
+    output: nn.Linear
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.core = CoreAttention()
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.heads(x)
+        return self.merge(self.core(q, k, v))
+
+    def heads(self, x: Tensor) -> Heads:
+        """What the core attends with."""
+        raise NotImplementedError
+
+    def enter(self, x: Tensor) -> Heads:
+        """The same of what comes to `forward`, whose input ranks may share."""
+        return self.heads(x)
+
+    def merge(self, attended: Tensor) -> Tensor:
+        """What all heads give together: [B, N, S, H] -> [B, S, D]."""
+        result: Tensor = self.output(attended.transpose(1, 2).flatten(2))
+        return result
+
+
+class Attention(AnyAttention):
     """Multi-head attention with grouped queries: [B, S, D] -> [B, S, D]."""
 
     def __init__(self, spec: ModelSpec) -> None:
@@ -121,7 +152,6 @@ class Attention(nn.Module):
         self.query_norm = nn.RMSNorm(spec.head_dim, eps=spec.norm_eps) if spec.qk_norm else None
         self.key_norm = nn.RMSNorm(spec.head_dim, eps=spec.norm_eps) if spec.qk_norm else None
         self.output = nn.Linear(spec.q_size, spec.hidden, bias=spec.linear_bias)
-        self.core = CoreAttention()
         self.head_dim = spec.head_dim
         self.rotates = spec.position == "rope"
         self.make_rotary: MakeRotary = partial(
@@ -129,7 +159,7 @@ class Attention(nn.Module):
         )
         self.rotary: Rotary | None = None
 
-    def forward(self, x: Tensor) -> Tensor:
+    def heads(self, x: Tensor) -> Heads:
         batch, seq = x.shape[:2]
         q, k, v = (
             projection(x).view(batch, seq, -1, self.head_dim)
@@ -141,9 +171,7 @@ class Attention(nn.Module):
         if self.rotates:
             cos, sin = self.rotary or self.make_rotary(first_positions(seq, x.device))
             q, k = rotate(q, cos, sin), rotate(k, cos, sin)
-        attended = self.core(q, k, v).transpose(1, 2).reshape(batch, seq, -1)
-        result: Tensor = self.output(attended)
-        return result
+        return q, k, v
 
 
 class Compression(nn.Module):
@@ -170,7 +198,7 @@ class Compression(nn.Module):
         return x, self.latent_norm(latent), rope
 
 
-class LatentAttention(nn.Module):
+class LatentAttention(AnyAttention):
     """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1): [B, S, D] -> [B, S, D]."""
 
     def __init__(self, spec: ModelSpec, sizes: LatentSizes) -> None:
@@ -181,7 +209,6 @@ class LatentAttention(nn.Module):
         self.query = nn.Linear(queries, spec.heads * (nope + rope), bias=False)
         self.key_value = nn.Linear(latents, spec.heads * (nope + value), bias=False)
         self.output = nn.Linear(spec.heads * value, spec.hidden, bias=spec.linear_bias)
-        self.core = CoreAttention()
         self.nope, self.rope, self.value = nope, rope, value
         self.score_factor = score_factor(spec.rope_scaling)
         self.rotates = spec.position == "rope"
@@ -190,7 +217,7 @@ class LatentAttention(nn.Module):
         )
         self.rotary: Rotary | None = None
 
-    def forward(self, x: Tensor) -> Tensor:
+    def heads(self, x: Tensor) -> Heads:
         queries, latent, k_rope = self.compress(x)
         batch, seq = queries.shape[:2]
         q = self.query(queries).view(batch, seq, -1, self.nope + self.rope).transpose(1, 2)
@@ -207,9 +234,7 @@ class LatentAttention(nn.Module):
         if self.score_factor != 1.0:
             q = q * self.score_factor
         k = torch.cat((k_nope, k_rope.expand(-1, k_nope.shape[1], -1, -1)), dim=-1)
-        attended = self.core(q, k, v).transpose(1, 2).reshape(batch, seq, -1)
-        result: Tensor = self.output(attended)
-        return result
+        return q, k, v
 
 
 class Activation(nn.Module):
@@ -380,9 +405,20 @@ class Block(nn.Module):
         self.mlp = MixtureOfExperts(spec) if routed else MLP(spec, spec.ffn)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = x + self.attention(self.attention_norm(x))
+        return self.with_mlp(x + self.attention(self.attention_norm(x)))
+
+    def with_mlp(self, x: Tensor) -> Tensor:
+        """The second half of the layer."""
         result: Tensor = x + self.mlp(self.mlp_norm(x))
         return result
+
+    def up_to_core(self, x: Tensor) -> Heads:
+        """What comes before the core of attention."""
+        return self.attention.enter(self.attention_norm(x))
+
+    def from_core(self, x: Tensor, attended: Tensor) -> Tensor:
+        """What comes after it: `x` is the input of the layer, and `attended` [B, N, S, H]."""
+        return self.with_mlp(x + self.attention.merge(attended))
 
 
 class Transformer(nn.Module):

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from costmodels import Layout, ModelSpec
@@ -43,19 +44,20 @@ def build_stage(spec: ModelSpec, layout: Layout, grid: Grid, index: int, compile
     expert_parallel(stage, layout, grid)
     if layout.precision == "fp8":
         float8(stage)
+    ring = layout.context_parallel > 1 and layout.context_parallel_form == "ring"
     # torch.compile takes checkpoints into its graphs, but none of what cannot be one graph.
     around = [
         block
         for block in stage.blocks
-        if compiled and layout.recompute == "full" and isinstance(block.mlp, MixtureOfExperts)
+        if compiled and layout.recompute == "full" and (ring or isinstance(block.mlp, MixtureOfExperts))
     ]
     for block in around:
-        _compile(block)
+        _compile(block, ring)
     recompute(stage, layout)
     if compiled:
         for block in stage.blocks:
             if block not in around:
-                _compile(block)
+                _compile(block, ring)
     if layout.offload_activations:
         offload_activations(stage, layout)
     if needs_data_parallel(layout, grid):
@@ -63,8 +65,10 @@ def build_stage(spec: ModelSpec, layout: Layout, grid: Grid, index: int, compile
     return stage
 
 
-def _compile(block: Block) -> None:
-    """Compile a layer; of one with experts, all but what depends on how many rows an expert gets."""
+def _compile(block: Block, ring: bool) -> None:
+    """Compile a layer; of one with experts, all but what depends on how many rows an expert gets, and where
+    keys and values go round in a ring, what is before that and what is after it.
+    """
     if isinstance(block.mlp, MixtureOfExperts):
         shared = block.mlp.shared
         if shared is not None:
@@ -73,7 +77,20 @@ def _compile(block: Block) -> None:
         activation.forward = torch.compile(activation.forward, dynamic=True)  # type: ignore[method-assign]
         plain: Any = torch.compiler.disable(block.mlp.forward)  # type: ignore[no-untyped-call]
         block.mlp.forward = plain  # type: ignore[method-assign]
-    block.forward = torch.compile(block.forward)  # type: ignore[method-assign]
+    if not ring:
+        block.forward = torch.compile(block.forward)  # type: ignore[method-assign]
+        return
+    before, core, after = (
+        torch.compile(block.up_to_core),
+        block.attention.core,
+        torch.compile(block.from_core),
+    )
+
+    def forward(x: Tensor) -> Tensor:
+        result: Tensor = after(x, core(*before(x)))
+        return result
+
+    block.forward = forward  # type: ignore[method-assign]
 
 
 def build_executor(

@@ -114,7 +114,8 @@ def _split_attention(attention: Attention, region: _Region, kv_group: dist.Proce
         if norm is not None:
             _split_norm(norm, replace(region, sequence_parallel=True))
     _split_rows(attention.output, region)
-    _enter_first(attention, region)
+    entry = _enter_first(attention, region)
+    attention.enter = lambda x: attention.heads(entry(x))  # type: ignore[method-assign]
 
 
 def _split_latent_attention(attention: LatentAttention, region: _Region) -> None:
@@ -158,7 +159,7 @@ def _split_tokens(experts: MixtureOfExperts, region: _Region) -> None:
         _replace_forward(experts, lambda x: join_from_ranks(forward(split_to_ranks(x, 1, group)), 1, group))
 
 
-def _enter_first(module: nn.Module, region: _Region) -> None:
+def _enter_first(module: nn.Module, region: _Region) -> _Entry:
     """Copy or gather the input of `module` once for all its matrices, in a module `entry` of its own.
 
     Recomputation may wrap the entry, and so gather again in backward.
@@ -166,6 +167,7 @@ def _enter_first(module: nn.Module, region: _Region) -> None:
     forward, entry = module.forward, _Entry(region)
     module.entry = entry
     _replace_forward(module, lambda x: forward(entry(x)))
+    return entry
 
 
 class _Entry(nn.Module):
