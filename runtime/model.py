@@ -405,10 +405,7 @@ class Block(nn.Module):
         self.mlp = MixtureOfExperts(spec) if routed else MLP(spec, spec.ffn)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.with_mlp(x + self.attention(self.attention_norm(x)))
-
-    def with_mlp(self, x: Tensor) -> Tensor:
-        """The second half of the layer."""
+        x = x + self.attention(self.attention_norm(x))
         result: Tensor = x + self.mlp(self.mlp_norm(x))
         return result
 
@@ -418,7 +415,10 @@ class Block(nn.Module):
 
     def from_core(self, x: Tensor, attended: Tensor) -> Tensor:
         """What comes after it: `x` is the input of the layer, and `attended` [B, N, S, H]."""
-        return self.with_mlp(x + self.attention.merge(attended))
+        # Not shared with `forward`: torch.compile cannot stop for experts in a function that this calls.
+        x = x + self.attention.merge(attended)
+        result: Tensor = x + self.mlp(self.mlp_norm(x))
+        return result
 
 
 class Transformer(nn.Module):

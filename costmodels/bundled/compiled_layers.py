@@ -64,11 +64,14 @@ class CompiledLayer:
         modules = self.structure.recompute
         with self.graph.computed_again("full" in modules):
             attended = self.attention(self.norm(x))
-            middle = self.add(x, attended)
-            normed = self.norm(middle)
-            with self.graph.computed_again("mlp" in modules):
-                result = self.mlp(normed)
-            return self.add(middle, result)
+            return self.with_mlp(self.add(x, attended))
+
+    def with_mlp(self, x: Tensor) -> Tensor:
+        """The second half of the layer."""
+        normed = self.norm(x)
+        with self.graph.computed_again("mlp" in self.structure.recompute):
+            result = self.mlp(normed)
+        return self.add(x, result)
 
     def norm(self, x: Tensor) -> Tensor:
         """One of the width of the model."""
@@ -92,6 +95,13 @@ class CompiledLayer:
 
     def attention(self, x: Tensor) -> Tensor:
         """`runtime.model.Attention`."""
+        q, k, v = self.heads(x)
+        with self.graph.computed_again("core_attention" in self.structure.recompute):
+            attended = self.core(q, k, v)
+        return self.merge(attended)
+
+    def heads(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values."""
         x = self.enter(x)
         sizes = {"query": QUERY, "key": KEY, "value": VALUE}
         q, k, v = (self.columns(x, name, size) for name, size in sizes.items())
@@ -100,8 +110,10 @@ class CompiledLayer:
             k = self.normalise(k, KEY_STATISTICS, ("head_width",), HEAD_WIDTH)
         if self.structure.rotates:
             q, k = self.rotate(q), self.rotate(k)
-        with self.graph.computed_again("core_attention" in self.structure.recompute):
-            attended = self.core(q, k, v)
+        return q, k, v
+
+    def merge(self, attended: Tensor) -> Tensor:
+        """What all heads give together."""
         if self.structure.scores_attention and not self.structure.one_head:
             ordered = self.graph.copied(attended.value, ATTENDED)
             attended = self.graph.joins(ordered, ATTENDED, [attended.edge], lambda grads: [grads[0]])

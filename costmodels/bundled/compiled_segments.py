@@ -1,7 +1,8 @@
-"""Compiled functions among operations that are not: of a layer with experts all but the experts' products.
+"""Compiled functions among operations that are not: of layers with experts, or with a ring of keys.
 
-`torch.compile` stops where the number of rows of an expert is asked for, so that such a layer is made of
-compiled parts: up to its experts, their activation function, the shared experts, and the last sum.
+`torch.compile` stops where the number of rows of an expert is asked for, so that a layer with experts is made
+of compiled parts: up to its experts, their activation function, the shared experts, and the last sum. Where
+keys and values go round, what is before that is a part, and what is after it.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from costmodels.bundled.replay import (
     Tensor,
 )
 from costmodels.bundled.structure import (
+    ATTENDED,
     EXPERT_INNER,
     RESIDUAL,
     ROUTED,
@@ -87,7 +89,8 @@ def run_segment(compiled: Segment, weights: dict[str, Leaf], inputs: Sequence[Te
         return [Tensor(storage) for storage in outputs[: compiled.results]]
     there = dict(zip(compiled.forward.outputs, outputs, strict=True))
     there |= {value: one.storage for value, one in zip(compiled.inputs, inputs, strict=True)}
-    kept = {value: _saved(tape, there[value]) for value in compiled.backward.inputs if value in there}
+    saved = sorted(compiled.backward.inputs & there.keys(), key=lambda value: value.number)
+    kept = {value: _saved(tape, there[value]) for value in saved}
     there.clear()
     parameters = [weights[name] for name in compiled.names if name in weights]
     sources = [*inputs, *(Tensor(inputs[0].storage, (leaf, 0)) for leaf in parameters)]
@@ -131,12 +134,32 @@ def compiled_mixture(structure: Structure, weights: dict[str, Leaf], x: Tensor) 
     layer.shared = partial(_of_one, _shared(structure), weights) if structure.shared_experts else None
 
     def block(x: Tensor) -> Tensor:
-        residual, normed = run_segment(_up_to_experts(structure), weights, [x])
+        if structure.context_form == "ring":
+            residual, normed = run_segment(
+                _from_core_to_experts(structure), weights, [x, _ring(structure, weights, x)]
+            )
+        else:
+            residual, normed = run_segment(_up_to_experts(structure), weights, [x])
         result = call(recomputed(tape, layer.mlp) if "mlp" in again else layer.mlp, normed)
         del normed
         return _of_one(_sum(structure), weights, residual, result)
 
     return call(recomputed(tape, block) if "full" in again else block, x)
+
+
+def compiled_around_ring(structure: Structure, weights: dict[str, Leaf], x: Tensor) -> Tensor:
+    """A compiled layer with a dense MLP whose keys and values go round (`runtime.stages`)."""
+
+    def block(x: Tensor) -> Tensor:
+        return _of_one(_from_core(structure), weights, x, _ring(structure, weights, x))
+
+    return call(recomputed(x.storage.tape, block) if "full" in structure.recompute else block, x)
+
+
+def _ring(structure: Structure, weights: dict[str, Leaf], x: Tensor) -> Tensor:
+    """The attention of a layer, before its output matrix."""
+    core = Layer(structure, weights).core_attention
+    return core(*run_segment(_up_to_core(structure), weights, [x]))
 
 
 def _of_one(compiled: Segment, weights: dict[str, Leaf], *inputs: Tensor) -> Tensor:
@@ -155,6 +178,35 @@ def _up_to_experts(structure: Structure) -> Segment:
         return [middle, layer.norm(middle)]
 
     return segment(structure, [RESIDUAL], compute)
+
+
+@lru_cache(maxsize=256)
+def _up_to_core(structure: Structure) -> Segment:
+    """The norm before attention, and what makes queries, keys and values of its result."""
+    return segment(structure, [RESIDUAL], lambda layer, inputs: list(layer.heads(layer.norm(*inputs))))
+
+
+@lru_cache(maxsize=256)
+def _from_core(structure: Structure) -> Segment:
+    """What a dense layer does after the core of attention."""
+
+    def compute(layer: CompiledLayer, inputs: list[graphs.Tensor]) -> list[graphs.Tensor]:
+        x, attended = inputs
+        return [layer.with_mlp(layer.add(x, layer.merge(attended)))]
+
+    return segment(structure, [RESIDUAL, ATTENDED], compute)
+
+
+@lru_cache(maxsize=256)
+def _from_core_to_experts(structure: Structure) -> Segment:
+    """What a layer with experts does between the core of attention and these."""
+
+    def compute(layer: CompiledLayer, inputs: list[graphs.Tensor]) -> list[graphs.Tensor]:
+        x, attended = inputs
+        middle = layer.add(x, layer.merge(attended))
+        return [middle, layer.norm(middle)]
+
+    return segment(structure, [RESIDUAL, ATTENDED], compute)
 
 
 @lru_cache(maxsize=256)

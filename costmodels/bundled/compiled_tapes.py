@@ -4,28 +4,28 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from costmodels.bundled.compiled_segments import Segment, compiled_mixture, run_segment, segment
+from costmodels.bundled.compiled_segments import (
+    Segment,
+    compiled_around_ring,
+    compiled_mixture,
+    run_segment,
+    segment,
+)
 from costmodels.bundled.replay import Leaf, Tensor
 from costmodels.bundled.structure import RESIDUAL, WEIGHTS, Structure
 from costmodels.bundled.tapes import ENDS, VECTORS, UnitTape, replayed_unit
 from costmodels.layout import SPLIT_BACKWARD
 from costmodels.model_spec import ModelSpec
-from costmodels.table import (
-    CONTEXT_FORMS,
-    Bools,
-    LayoutTable,
-)
+from costmodels.table import Bools, LayoutTable
 
 
 def compiled_covers(model: ModelSpec, table: LayoutTable) -> Bools:
     """Rows, of those whose eager layers are known, whose compiled layers are known too.
 
-    Not known: sequences shared by ranks in rings or with latent attention. Schedules that split backward
-    never compile.
+    Not known: sequences shared by ranks with latent attention. Schedules that split backward never compile.
     """
-    shares = table.context_parallel > 1
-    rings = table.context_parallel_form == CONTEXT_FORMS.index("ring")
-    result: Bools = ~table.runs(*SPLIT_BACKWARD) & ~(shares & (rings | (model.latent_attention is not None)))
+    latent = model.latent_attention is not None
+    result: Bools = ~table.runs(*SPLIT_BACKWARD) & ~(latent & (table.context_parallel > 1))
     return result
 
 
@@ -37,6 +37,8 @@ def compiled_layer_tape(structure: Structure) -> UnitTape:
     def layer(leaves: dict[str, Leaf], x: Tensor) -> Tensor:
         if structure.experts:
             return compiled_mixture(structure, leaves, x)
+        if structure.context_form == "ring":
+            return compiled_around_ring(structure, leaves, x)
         return run_segment(_layer(structure), leaves, [x])[0]
 
     # A compiled backward makes the gradient of its input before those of some weights.

@@ -117,9 +117,9 @@ class _Call:
 
         def capture(storage: Storage) -> Packed:
             found.append(storage)
+            storage.become(ACTIVATIONS)
             if len(found) == self.saved and not with_output:
                 raise _Enough
-            storage.become(ACTIVATIONS)
             return _nothing
 
         tape.records = with_internals

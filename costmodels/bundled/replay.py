@@ -148,7 +148,7 @@ class Leaves(Leaf):
 
 
 class SharedLeaf(Leaf):
-    """A parameter with two uses, whose gradients are summed before they are taken or added."""
+    """What has two uses, whose gradients are summed before they are taken or added."""
 
     __slots__ = ("waiting",)
 
@@ -158,8 +158,9 @@ class SharedLeaf(Leaf):
         waiting: Storage | None = None,
         casts: float = 0.0,
         behind: bool = False,
+        kind: int = GRADIENTS,
     ) -> None:
-        super().__init__(gradient, casts=casts, behind=behind)
+        super().__init__(gradient, kind, casts, behind)
         self.waiting = waiting
 
     def accumulate(self, gradient: Storage) -> None:

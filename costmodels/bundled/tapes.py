@@ -168,7 +168,9 @@ def replayed_unit(
         kind = ACTIVATIONS if has_input else TEMPORARIES
         x = Storage(tape, RESIDUAL if has_input else ("nothing", 1.0), kind)
         start = len(tape.changes) - 1
-        given = Leaf(None, TEMPORARIES)
+        # Where a ring parts a compiled layer in two, both have its input.
+        parted = with_lowest and structure.context_form == "ring"
+        given = SharedLeaf(kind=TEMPORARIES) if parted else Leaf(None, TEMPORARIES)
         out = run(leaves, Tensor(x, (given, 0) if has_input else None))
         del x
         size, edge = out.size, out.edge

@@ -150,7 +150,11 @@ def _entering(tracker: Tracker) -> Any:
         pack = self.pack_hook
 
         def packing(tensor: Tensor) -> Any:
-            kept = pack(tensor)
+            try:
+                kept = pack(tensor)
+            except recompute._Enough:
+                tracker.tag(tensor, "activations")
+                raise
             if kept is None or isinstance(kept, Tensor):
                 tracker.tag(tensor, "activations")
             return kept

@@ -102,10 +102,13 @@ def test_tensor_parallelism_beyond_the_key_value_heads(pool: WorkerPool) -> None
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler")
+@pytest.mark.parametrize(
+    "text", ["dp=2,zero=1,recompute=selective,recompute_modules=norm", "cp=2,cp_form=ring,recompute=full"]
+)
 def test_compiled_layers_give_the_same_losses(
-    pool: WorkerPool, model: ModelSpec, reference: list[float]
+    pool: WorkerPool, model: ModelSpec, reference: list[float], text: str
 ) -> None:
-    layout = parse_layout(BATCH + "dp=2,zero=1,recompute=selective,recompute_modules=norm", model)
+    layout = parse_layout(BATCH + text, model)
     losses = pool.run(losses_of, 2, model, layout, STEPS, True)[0]
     assert relative_difference(losses, reference) < 1e-5
 
