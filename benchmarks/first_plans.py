@@ -36,6 +36,9 @@ MODELS = (
 
 DEVICES = ("v100-32g", "a100-40g", "a100-80g", "h100", "h200", "b200", "mi300x", "l40s")
 
+FAR = 0.01
+"""Estimates of memory this far off are listed."""
+
 WORLD_SIZES = (8, 16, 32, 64, 128, 256)
 
 
@@ -72,6 +75,13 @@ class Checked:
     def refused(self) -> bool:
         """It does not fit."""
         return self.needed > self.memory
+
+    def describe(self) -> str:
+        """In one line."""
+        job = f"{self.job.model} on {self.job.world_size} {self.job.device}, batch {self.job.batch}"
+        sizes = f"{self.needed / GIB:.2f} of {self.memory / GIB:.2f} GiB"
+        ratio = f"tensors planned over traced {self.planned / self.traced:.3f}"
+        return f"{job}: {self.layout}: rank {self.rank} needs {sizes}; {ratio}"
 
 
 def jobs(seed: int) -> Iterator[Asked]:
@@ -155,14 +165,16 @@ def report(checked: list[Checked], without: int, seconds: float, as_json: bool) 
     print(f"{len(checked)} first plans in {seconds:.0f} s; {without} further jobs have none")
     print(f"{len(refused)} refused by the dry run")
     for one in refused:
-        job = f"{one.job.model} on {one.job.world_size} {one.job.device}, batch {one.job.batch}"
-        sizes = f"{one.needed / GIB:.2f} of {one.memory / GIB:.2f} GiB"
-        print(f"  {job}: {one.layout}: rank {one.rank} needs {sizes}")
+        print(f"  {one.describe()}")
     tenths = statistics.quantiles(ratios, n=10)
     print(
         f"tensors planned over traced: median {statistics.median(ratios):.3f}, "
         f"80 % within {tenths[0]:.3f} and {tenths[-1]:.3f}, extremes {min(ratios):.3f} and {max(ratios):.3f}"
     )
+    far = [one for one in checked if abs(one.planned / one.traced - 1) > FAR]
+    print(f"{len(far)} of them off by more than {FAR:.0%}")
+    for one in sorted(far, key=lambda one: one.planned / one.traced):
+        print(f"  {one.describe()}")
 
 
 if __name__ == "__main__":
