@@ -7,17 +7,16 @@ computes, as it finds out by walking through the passes of all ranks in turns (`
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import numpy as np
-import numpy.typing as npt
 
 from costmodels.bundled.message_times import Timed, message_times, resident
 from costmodels.bundled.sent_messages import sent_messages
 from costmodels.layout import V_SCHEDULES, Schedule
 from costmodels.schedules import BACKWARD, FORWARD, INPUTS, WEIGHTS, runs
-from costmodels.table import Bools, Ints, distinct, numbers
+from costmodels.table import Bools, Ints, combined, distinct
 
 REDUCE = WEIGHTS + 1
 """After the last gradients of a stage: they are reduced."""
@@ -85,14 +84,15 @@ def states_of(schedule: Schedule, pipeline: int, chunks: int, micro_batches: int
     count = 1 + max(map(max, classes))
     for rank, states in enumerate(_all_states(schedule, pipeline, chunks, micro_batches)):
         member = np.array(classes[rank])[:, None] == np.arange(count)
-        kept = _fullest(_by_class(states, member))
-        found.append(States(np.full(len(kept.kind), rank), kept.kind, kept.own, kept.columns))
+        found.append(replace(_by_class(states, member), rank=np.full(len(states.kind), rank)))
     names = (*ALL, *OTHERS, *OWN)
-    return States(
-        rank=np.concatenate([one.rank for one in found]),
-        kind=np.concatenate([one.kind for one in found]),
-        own=np.concatenate([one.own for one in found]),
-        columns={name: np.concatenate([one.columns[name] for one in found]) for name in names},
+    return _fullest(
+        States(
+            rank=np.concatenate([one.rank for one in found]),
+            kind=np.concatenate([one.kind for one in found]),
+            own=np.concatenate([one.own for one in found]),
+            columns={name: np.concatenate([one.columns[name] for one in found]) for name in names},
+        )
     )
 
 
@@ -294,8 +294,8 @@ def _by_class(states: States, member: Bools) -> States:
 
 
 def _fullest(states: States) -> States:
-    """Those in which nothing is less than in another one with the same kind of pass on a stage whose
-    parameters are there alike."""
+    """Those in which nothing is less than in another one of the rank with the same kind of pass on a stage
+    whose parameters are there alike."""
     columns = states.columns
     vectors = np.concatenate(
         [
@@ -308,22 +308,41 @@ def _fullest(states: States) -> States:
         ],
         axis=1,
     )
-    first, _ = distinct([states.kind, states.own, *(vectors - vectors.min(axis=0)).T])
-    kept: list[npt.NDArray[np.int64]] = []
-    groups = (states.kind[first] * (1 + states.own.max()) + states.own[first]) * 2
-    groups += columns["own_freed"][first]
-    for group in numbers(groups):
-        some = first[groups == group]
-        some = some[vectors[some].sum(axis=1).argsort(kind="stable")[::-1]]
-        own = vectors[some]
-        # Only one with a larger sum can have no less of anything.
-        over = (own[None, :, :] >= own[:, None, :]).all(axis=2)
-        over &= np.tri(len(some), k=-1, dtype=np.bool_)
-        kept.append(some[~over.any(axis=1)])
-    rows = np.concatenate(kept)
+    first, _ = distinct([states.rank, states.kind, states.own, *(vectors - vectors.min(axis=0)).T])
+    group = combined([states.rank, states.kind, states.own, columns["own_freed"]])[first]
+    # Only one with a larger sum can have no less of anything.
+    order = np.lexsort((-np.arange(len(first)), -vectors[first].sum(axis=1), group))
+    rows = first[order][_undominated(vectors[first[order]], group[order])]
     return States(
         states.rank[rows],
         states.kind[rows],
         states.own[rows],
         {name: held[rows] for name, held in columns.items()},
     )
+
+
+def _undominated(vectors: Ints, group: Ints) -> Bools:
+    """Rows without one before them in their group that has no less of anything.
+
+    Args:
+        vectors: [rows, numbers].
+        group: of each row, ascending.
+    """
+    starts = np.flatnonzero(np.diff(group, prepend=-1))
+    sizes = np.diff(starts, append=len(group))
+    narrow = vectors.astype(np.int32)
+    found = np.ones(len(group), dtype=np.bool_)
+    width = 2
+    while width < 2 * sizes.max(initial=1):
+        # Groups of about the same size are compared together.
+        some = np.flatnonzero((sizes > width // 2) & (sizes <= width))
+        rows = np.minimum(starts[some, None] + np.arange(width), len(group) - 1)
+        over: Bools = np.tri(width, k=-1, dtype=np.bool_) & (np.arange(width) < sizes[some, None, None])
+        for number in narrow.T:
+            own = number[rows]
+            over &= own[:, None, :] >= own[:, :, None]
+        there = np.arange(width) < sizes[some, None]
+        dominated: Bools = over.any(axis=2)
+        found[rows[there]] = ~dominated[there]
+        width *= 2
+    return found

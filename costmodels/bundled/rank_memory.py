@@ -117,7 +117,8 @@ def rank_peaks(model: ModelSpec, table: LayoutTable, compiled: bool = False) -> 
     totals, compositions = np.zeros((len(table), ranks)), np.zeros((len(KINDS), len(table), ranks))
     units = units_of(model, table, compiled)
     for pipeline, rows in _alike(table):
-        total, composition = moments_of_ranks(model, table.take(rows), _of_rows(units, rows)).highest()
+        moments = moments_of_ranks(model, table.take(rows), _of_rows(units, rows), only_highest=True)
+        total, composition = moments.highest()
         totals[rows, :pipeline] = total
         compositions[:, rows, :pipeline] = composition
     return totals, compositions
@@ -206,6 +207,7 @@ def moments_of_ranks(
     table: LayoutTable,
     units: dict[str, UnitBytes] | None = None,
     fullest: bool = False,
+    only_highest: bool = False,
     compiled: bool = False,
 ) -> Peak:
     """Moments of the ranks of rows with the same number of pipeline ranks: [n, k].
@@ -216,6 +218,7 @@ def moments_of_ranks(
         table: rows with one stage on each rank, or rows with several.
         units: those of the rows, if they are known.
         fullest: only ranks that can be the fullest of their row.
+        only_highest: of ranks with several stages no moments but those that can be the highest.
         compiled: layers are compiled, where `units` are not given.
     """
     units = units or units_of(model, table, compiled)
@@ -276,7 +279,7 @@ def moments_of_ranks(
         peak = accumulation_peak(table, fixed, stage, wraps)
     elif several:
         setting = setting_of(model, table, stage, kind_names, wraps, pipeline)
-        peak = scheduled_peak(setting, fixed, only_highest=fullest)
+        peak = scheduled_peak(setting, fixed, fullest or only_highest)
     else:
         ahead = pipeline - layers["rank"]
         peak = pipeline_peak(table, fixed, stage, is_first, is_last, ahead, wraps)
