@@ -151,10 +151,9 @@ class Prices:
         if not one.simulated[0]:
             one = one.simulate(np.array([0]))
         held = self._memory(one.table) if memory is None else dict(memory)
-        stages = tuple(
-            StageMemory(**{part: float(each[0]) for part, each in on_rank(held, np.array([rank])).items()})
-            for rank in range(int(one.table.pipeline_parallel[0]))
-        )
+        ranks = 1, int(one.table.pipeline_parallel[0])
+        of_ranks = zip(*(np.broadcast_to(each, ranks)[0].tolist() for each in held.values()), strict=True)
+        stages = tuple(StageMemory(**dict(zip(held, each, strict=True))) for each in of_ranks)
         most = one.peak_memory_bytes[0] if memory is None else max(stage.total for stage in stages)
         return Estimate(
             step_time_s=one.step_time_s[0],

@@ -342,7 +342,7 @@ def _undominated(vectors: Ints, group: Ints) -> Bools:
             own = number[rows]
             over &= own[:, None, :] >= own[:, :, None]
         there = np.arange(width) < sizes[some, None]
-        dominated: Bools = over.any(axis=2)
+        dominated: Bools = np.logical_or.reduce(over, axis=2)
         found[rows[there]] = ~dominated[there]
         width *= 2
     return found
