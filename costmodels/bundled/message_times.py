@@ -87,12 +87,14 @@ def message_times(schedule: Schedule, stages: Ints, micro_batches: int) -> list[
     rank_of = dict(
         zip(stages.ravel().tolist(), np.repeat(np.arange(pipeline), stages.shape[1]).tolist(), strict=True)
     )
-    forward = [[NEVER] * micro_batches for _ in range(last + 1)]
-    backward = [[NEVER] * micro_batches for _ in range(last + 1)]
-    todo = [_together(schedule, one, rank == pipeline - 1) for rank, one in enumerate(every)]
+    # Results of all stages and micro batches, their gradients, and a place for what nobody waits for.
+    count = stages.size * micro_batches
+    sent = [NEVER] * (2 * count + 1)
+    starts = [_together(schedule, one, rank == pipeline - 1) for rank, one in enumerate(every)]
+    todo = [_waits(one, start, last, micro_batches) for one, start in zip(every, starts, strict=True)]
     pauses = [
-        _pauses(one, stages[rank], micro_batches, [len(some) for some in todo[rank]])
-        for rank, one in enumerate(every)
+        _pauses(one, stages[rank], micro_batches, start)
+        for rank, (one, start) in enumerate(zip(every, starts, strict=True))
     ]
     at, turn = [0] * pipeline, [0] * pipeline
     times: list[list[int]] = [[] for _ in todo]
@@ -100,50 +102,51 @@ def message_times(schedule: Schedule, stages: Ints, micro_batches: int) -> list[
     while moved:
         moved = False
         for rank, passes in enumerate(todo):
-            while at[rank] < len(passes):
-                time = turn[rank] + pauses[rank][at[rank]]
-                for kind, stage, number in passes[at[rank]]:
-                    if kind == FORWARD and stage:
-                        sent = forward[stage - 1][number]
-                    elif kind in (BACKWARD, INPUTS) and stage < last:
-                        sent = backward[stage + 1][number]
-                    else:
-                        continue
-                    if sent == NEVER:
+            here, own, pause = at[rank], times[rank], pauses[rank]
+            for first, second, gives, also_gives in passes[here:]:
+                time = turn[rank] + pause[here]
+                if first >= 0:
+                    given = sent[first]
+                    if given == NEVER:
                         break
                     # In the same turn if the sender comes before in it.
-                    time = max(time, sent // pipeline + (sent % pipeline >= rank))
-                else:
-                    for kind, stage, number in passes[at[rank]]:
-                        done = forward if kind == FORWARD else backward
-                        if kind in (FORWARD, BACKWARD, INPUTS):
-                            done[stage][number] = time * pipeline + rank
-                    times[rank] += [time * pipeline + rank] * len(passes[at[rank]])
-                    at[rank], turn[rank], moved = at[rank] + 1, time + 1, True
-                    continue
-                break
+                    time = max(time, given // pipeline + (given % pipeline >= rank))
+                if second >= 0:
+                    given = sent[second]
+                    if given == NEVER:
+                        break
+                    time = max(time, given // pipeline + (given % pipeline >= rank))
+                turn[rank] = time + 1
+                time = time * pipeline + rank
+                sent[gives] = sent[also_gives] = time
+                own.append(time)
+                here += 1
+            moved = moved or here > at[rank]
+            at[rank] = here
+    results, gradients = (
+        np.array(some).reshape(-1, micro_batches) for some in (sent[:count], sent[count:-1])
+    )
 
-    def of(sent: list[list[int]], stage: int, neighbour: int) -> Ints:
+    def of(given: Ints, stage: int, neighbour: int) -> Ints:
         if not 0 <= neighbour <= last or rank_of[neighbour] == rank_of[stage]:
             return np.zeros(0, dtype=np.int64)
-        return np.sort(np.array(sent[neighbour], dtype=np.int64))
+        result: Ints = np.sort(given[neighbour])
+        return result
 
     return [
         Timed(
             kind=one.kind,
             stage=one.stage,
             micro_batch=one.micro_batch,
-            time=np.array(times[rank], dtype=np.int64),
-            inputs={stage: of(forward, stage, stage - 1) for stage in stages[rank].tolist()},
-            gradients={stage: of(backward, stage, stage + 1) for stage in stages[rank].tolist()},
+            time=np.repeat(
+                np.array(times[rank], dtype=np.int64), np.diff(starts[rank], append=len(one.kind))
+            ),
+            inputs={stage: of(results, stage, stage - 1) for stage in stages[rank].tolist()},
+            gradients={stage: of(gradients, stage, stage + 1) for stage in stages[rank].tolist()},
             turn=pipeline,
         )
         for rank, one in enumerate(every)
     ]
-
-
-Action = tuple[int, int, int]
-"""Kind, stage and micro batch of a pass."""
 
 
 def resident(is_own: Bools) -> Ints:
@@ -160,12 +163,12 @@ def resident(is_own: Bools) -> Ints:
     return result
 
 
-def _pauses(order: Order, stages: Ints, micro_batches: int, sizes: list[int]) -> list[int]:
+def _pauses(order: Order, stages: Ints, micro_batches: int, starts: Ints) -> list[int]:
     """Turns before each of a rank's passes that go to gathering and freeing parameters, and to reducing the
     gradients of stages that are done.
 
     Args:
-        sizes: numbers of passes that have their turns together.
+        starts: the first ones of passes that have their turns together.
     """
     is_own = order.stage[:, None] == stages
     gathered = resident(is_own)
@@ -175,26 +178,35 @@ def _pauses(order: Order, stages: Ints, micro_batches: int, sizes: list[int]) ->
     # To begin, and since PyTorch 2.15 to await it.
     after = reduced * (1 if is_before(2, 15) else 2)
     turns = changed + np.concatenate([[0], after[:-1]])
-    starts = np.concatenate([[0], np.cumsum(sizes)[:-1]]).astype(np.int64)
     result: list[int] = np.add.reduceat(turns, starts).tolist()
     return result
 
 
-def _together(schedule: Schedule, order: Order, is_last: bool) -> list[tuple[Action, ...]]:
-    """Passes whose messages travel together.
+def _together(schedule: Schedule, order: Order, is_last: bool) -> Ints:
+    """The first ones of passes whose messages travel together.
 
     In DualPipeV these are a forward pass and the whole backward pass after it, save the last rank's first.
     """
-    passes = zip(order.kind.tolist(), order.stage.tolist(), order.micro_batch.tolist(), strict=True)
-    if schedule != "dualpipev":
-        return [(one,) for one in passes]
-    found: list[tuple[Action, ...]] = []
-    apart = is_last
-    for one in passes:
-        follows = bool(found) and one[0] == BACKWARD and found[-1][-1][0] == FORWARD
-        if follows and not apart:
-            found[-1] = (*found[-1], one)
-        else:
-            found.append((one,))
-        apart = apart and not follows
-    return found
+    follows = np.zeros(len(order.kind), dtype=np.bool_)
+    if schedule == "dualpipev":
+        follows[1:] = (order.kind[1:] == BACKWARD) & (order.kind[:-1] == FORWARD)
+        if is_last and follows.any():
+            follows[follows.argmax()] = False
+    result: Ints = np.flatnonzero(~follows)
+    return result
+
+
+def _waits(order: Order, starts: Ints, last: int, micro_batches: int) -> list[list[int]]:
+    """Of one or two passes that have their turns together: the messages that they wait for, and those that
+    they give, [groups, 4]; messages are numbered by stage and micro batch, gradients after results."""
+    kind, stage, number = order.kind, order.stage, order.micro_batch
+    count = (last + 1) * micro_batches
+    own = stage * micro_batches + number
+    forward, backward = kind == FORWARD, (kind == BACKWARD) | (kind == INPUTS)
+    waits = np.where(forward & (stage > 0), own - micro_batches, NEVER)
+    waits = np.where(backward & (stage < last), count + own + micro_batches, waits)
+    gives = np.where(forward, own, np.where(backward, count + own, 2 * count))
+    ends = np.append(starts[1:], len(kind)) - 1
+    second = np.where(ends > starts, waits[ends], NEVER)
+    result: list[list[int]] = np.stack([waits[starts], second, gives[starts], gives[ends]], axis=1).tolist()
+    return result
