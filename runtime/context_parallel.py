@@ -56,6 +56,11 @@ def local_positions(spec: ModelSpec, layout: Layout, cp_rank: int) -> Tensor:
     return torch.cat((chunks[cp_rank], chunks[-1 - cp_rank]))
 
 
+def in_ring(layout: Layout) -> bool:
+    """Whether keys and values go round the ranks."""
+    return layout.context_parallel > 1 and layout.context_parallel_form == "ring"
+
+
 def context_parallel(stage: Transformer, layout: Layout, grid: Grid) -> None:
     """Let the attention of `stage` reach the tokens of all context-parallel ranks.
 
@@ -63,7 +68,7 @@ def context_parallel(stage: Transformer, layout: Layout, grid: Grid) -> None:
         InputError: the form is ring and this PyTorch has no ring attention.
     """
     assert grid.cp_group is not None
-    if layout.context_parallel_form == "ring":
+    if in_ring(layout):
         prepare_ring()
     attend = _over_ranks(layout.context_parallel_form, grid.cp_group)
     for block in stage.blocks:

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from costmodels import Layout, ModelSpec
-from runtime.context_parallel import context_parallel, local_positions
+from runtime.context_parallel import context_parallel, in_ring, local_positions
 from runtime.data_parallel import data_parallel, needs_data_parallel, settle_shards
 from runtime.executor import Accumulation, Executor
 from runtime.expert_parallel import expert_parallel
@@ -44,20 +44,20 @@ def build_stage(spec: ModelSpec, layout: Layout, grid: Grid, index: int, compile
     expert_parallel(stage, layout, grid)
     if layout.precision == "fp8":
         float8(stage)
-    ring = layout.context_parallel > 1 and layout.context_parallel_form == "ring"
+    in_two = compiles_in_two(layout)
     # torch.compile takes checkpoints into its graphs, but none of what cannot be one graph.
     around = [
         block
         for block in stage.blocks
-        if compiled and layout.recompute == "full" and (ring or isinstance(block.mlp, MixtureOfExperts))
+        if compiled and layout.recompute == "full" and (in_two or isinstance(block.mlp, MixtureOfExperts))
     ]
     for block in around:
-        _compile(block, ring)
+        _compile(block, in_two)
     recompute(stage, layout)
     if compiled:
         for block in stage.blocks:
             if block not in around:
-                _compile(block, ring)
+                _compile(block, in_two)
     if layout.offload_activations:
         offload_activations(stage, layout)
     if needs_data_parallel(layout, grid):
@@ -65,10 +65,16 @@ def build_stage(spec: ModelSpec, layout: Layout, grid: Grid, index: int, compile
     return stage
 
 
-def _compile(block: Block, ring: bool) -> None:
-    """Compile a layer; of one with experts, all but what depends on how many rows an expert gets, and where
-    keys and values go round in a ring, what is before that and what is after it.
+def compiles_in_two(layout: Layout) -> bool:
+    """Whether compiled layers are what comes before the core of attention, and what comes after it.
+
+    A ring of keys and values cannot be compiled. Where attention offloads its activations, none of it is.
     """
+    return in_ring(layout) and not layout.offload_activations
+
+
+def _compile(block: Block, in_two: bool) -> None:
+    """Compile a layer; of one with experts, all but what depends on how many rows an expert gets."""
     if isinstance(block.mlp, MixtureOfExperts):
         shared = block.mlp.shared
         if shared is not None:
@@ -77,7 +83,7 @@ def _compile(block: Block, ring: bool) -> None:
         activation.forward = torch.compile(activation.forward, dynamic=True)  # type: ignore[method-assign]
         plain: Any = torch.compiler.disable(block.mlp.forward)  # type: ignore[no-untyped-call]
         block.mlp.forward = plain  # type: ignore[method-assign]
-    if not ring:
+    if not in_two:
         block.forward = torch.compile(block.forward)  # type: ignore[method-assign]
         return
     before, core, after = (

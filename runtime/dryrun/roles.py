@@ -263,8 +263,11 @@ def _tables(stage: Transformer) -> Iterator[Tensor]:
         yield from block.attention.rotary or ()
 
 
-def label_layers(tracker: Tracker, executor: Executor, compiled: bool) -> None:
-    """Let the layers of `executor` say which one is at work."""
+def label_layers(tracker: Tracker, executor: Executor, compiled: bool, in_two: bool = False) -> None:
+    """Let the layers of `executor` say which one is at work.
+
+    Compiled functions tell themselves; `in_two`: the core of attention is not in them.
+    """
     for stage in executor.stages:
         outer = {"embedding": stage.embedding, "norm": stage.norm, "head": stage.head}
         for kind, module in outer.items():
@@ -272,6 +275,8 @@ def label_layers(tracker: Tracker, executor: Executor, compiled: bool) -> None:
                 _label(tracker, module, kind)
         for block in stage.blocks:
             if compiled:
+                if in_two:
+                    _label(tracker, block.attention.core, "attention")
                 continue
             _label(tracker, block, "residual")
             _label(tracker, block.attention_norm, "norm")

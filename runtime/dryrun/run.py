@@ -99,7 +99,7 @@ def trace(
         with tracker.scope(phase="build"):
             trainer = training.Trainer(spec, short, options, torch.device(device))
             own_state(tracker, trainer.executor)
-        label_layers(tracker, trainer.executor, compiled)
+        label_layers(tracker, trainer.executor, compiled, stages.compiles_in_two(layout))
         stack.enter_context(_not_collected())
         samples = np.zeros((layout.micro_batches * layout.micro_batch_size, spec.seq + 1), np.int64)
         warm_up = fewest_micro_batches(short)

@@ -266,6 +266,22 @@ def test_offloading_moves_bytes_to_the_host() -> None:
     assert optimizer.host_bytes >= 12 * spec.parameters
 
 
+def test_compiled_layers_offload_what_a_ring_keeps() -> None:
+    spec = llama(3)
+    ring: dict[str, Any] = {"context_parallel": 2, "context_parallel_form": "ring"}
+    fields: dict[str, Any] = {"precision": "bf16", "global_batch_size": 1, **ring}
+    freed = []
+    for compiled in (False, True):
+        here, away = (
+            trace(spec, layout_of(spec, **fields, offload_activations=offload), compiled=compiled)
+            for offload in (False, True)
+        )
+        assert here.moments["forward"].layers["attention"] > 0
+        kept = [traced.moments["forward"].live["activations"] for traced in (here, away)]
+        freed.append(kept[0] - kept[1])
+    assert freed[0] == freed[1] > 0
+
+
 def test_compiled_layers_save_less() -> None:
     spec = llama()
     layout = layout_of(spec, precision="bf16", global_batch_size=2, tensor_parallel=2, sequence_parallel=True)
