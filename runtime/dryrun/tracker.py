@@ -269,7 +269,10 @@ class Tracker(TorchDispatchMode):
         ends = np.append(allocated[1:] < 0, True) & (allocated > 0)
         places = np.flatnonzero(ends & (totals >= (1 - TIE) * totals.max()))
         # The same state comes back with every micro batch.
-        places = places[np.unique(totals[places], return_index=True)[1]][-MOST_TIES:]
+        kinds = np.array([block.category for block in self.blocks])[numbers]
+        held = [np.where(kinds == kind, allocated, 0).cumsum()[places] for kind in np.unique(kinds)]
+        places = places[np.unique(held, axis=1, return_index=True)[1]]
+        places = places[totals[places].argsort(kind="stable")][-MOST_TIES:]
         return [
             self._moment(str(labels[at]), numbers[: at + 1], allocated[: at + 1], live[: at + 1])
             for at in places.tolist()
