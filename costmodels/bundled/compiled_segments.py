@@ -92,7 +92,8 @@ def run_segment(compiled: Segment, weights: dict[str, Leaf], inputs: Sequence[Te
     saved = sorted(compiled.backward.inputs & there.keys(), key=lambda value: value.number)
     kept = {value: _saved(tape, there[value]) for value in saved}
     there.clear()
-    parameters = [weights[name] for name in compiled.names if name in weights]
+    # In the order in which forward reads them.
+    parameters = [weights[name] for name in reversed(compiled.names) if name in weights]
     sources = [*inputs, *(Tensor(inputs[0].storage, (leaf, 0)) for leaf in parameters)]
     numbers = [str(number) for number in range(len(inputs))]
 
@@ -111,7 +112,7 @@ def run_segment(compiled: Segment, weights: dict[str, Leaf], inputs: Sequence[Te
         of_inputs = dict(one for one in found if one[0] in numbers)
         return [
             *(of_inputs.get(number) for number in numbers),
-            *(one for name, one in found if name in weights),
+            *(one for name, one in reversed(found) if name in weights),
         ]
 
     node = Node(tape, sources, [], backward)

@@ -41,8 +41,7 @@ def compiled_layer_tape(structure: Structure) -> UnitTape:
             return compiled_around_ring(structure, leaves, x)
         return run_segment(_layer(structure), leaves, [x])[0]
 
-    # A compiled backward makes the gradient of its input before those of some weights.
-    return replayed_unit(structure, names, layer, with_lowest=True)
+    return replayed_unit(structure, names, layer, compiled=True)
 
 
 @lru_cache(maxsize=1024)

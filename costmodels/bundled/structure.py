@@ -97,6 +97,10 @@ class Structure(NamedTuple):
         split = self.tensor_parallel if name in ("router", "shared_gate") else self.sequence_parallel
         return split and name in WHOLE_WEIGHTS
 
+    def is_routed(self, name: str) -> bool:
+        """Whether a weight belongs to the routed experts, their router or the gate of shared ones."""
+        return name.startswith("expert_") or name in ("router", "shared_gate")
+
     def is_distributed(self, name: str) -> bool:
         """Whether a weight is a DTensor, of which operations read a part or all."""
         if name.startswith("expert_"):

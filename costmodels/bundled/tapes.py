@@ -69,6 +69,12 @@ class UnitTape:
     """Changes of a pass before something happens, by pass and what it is."""
 
 
+def _end_of(tape: Tape, number: int) -> int:
+    """The place of the change with which a storage ends."""
+    places = enumerate(tape.changes)
+    return next(place for place, (one, _, factor) in places if one == number and factor < 0)
+
+
 def part_of(tape: Tape, start: int, end: int | None = None) -> Part:
     """The changes of a tape between two places."""
     return Part([(tape.kinds[number], name, factor) for number, name, factor in tape.changes[start:end]])
@@ -149,18 +155,18 @@ def replayed_unit(
     names: tuple[str, ...],
     run: Callable[[dict[str, Leaf], Tensor], Tensor],
     has_input: bool = True,
-    with_lowest: bool = False,
+    compiled: bool = False,
 ) -> UnitTape:
     """The tape of a unit.
 
     Args:
-        with_lowest: it has backward passes (`lowest_`) of the first unit of a stage too, where the gradient
-            of the input is a message from the moment it is made.
+        compiled: it has backward passes (`lowest_`) of the first unit of a stage too, where the gradient of
+            the input is a message from the moment it is made: compiled functions make it before others.
     """
     passes, marks = {}, {}
     for backward, first, handed in ALONE if structure.single else VARIANTS:
         tape = Tape()
-        leaves = {name: new_leaf(tape, structure, name, first) for name in names}
+        leaves = {name: new_leaf(tape, structure, name, first, compiled=compiled) for name in names}
         if first:
             tape.drops["experts_done"] = [
                 leaf.drop for name, leaf in leaves.items() if name.startswith("expert_")
@@ -169,9 +175,10 @@ def replayed_unit(
         x = Storage(tape, RESIDUAL if has_input else ("nothing", 1.0), kind)
         start = len(tape.changes) - 1
         # Where a ring parts a compiled layer in two, both have its input.
-        parted = with_lowest and structure.context_form == "ring"
+        parted = compiled and structure.context_form == "ring"
         given = SharedLeaf(kind=TEMPORARIES) if parted else Leaf(None, TEMPORARIES)
         out = run(leaves, Tensor(x, (given, 0) if has_input else None))
+        source = x.number
         del x
         size, edge = out.size, out.edge
         out.storage.become(COMMUNICATION if handed else ACTIVATIONS)
@@ -192,25 +199,31 @@ def replayed_unit(
         passes[forward], passes[backward] = part_of(tape, start, middle), part_of(tape, turn, end)
         marks[forward] = {name: at - start for name, at in tape.marks.items() if at <= middle}
         marks[backward] = {name: at - turn for name, at in tape.marks.items() if at > middle}
-        if with_lowest and message is not None:
+        if compiled and message is not None:
             tape.kinds[message] = COMMUNICATION
             lowest = f"lowest_{backward}"
+            # PyTorch's stage holds its input until its backward is done.
+            tape.changes.append(tape.changes.pop(_end_of(tape, source)))
             passes[lowest], marks[lowest] = part_of(tape, turn, end), marks[backward]
     return UnitTape(passes, marks)
 
 
-def new_leaf(tape: Tape, structure: Structure, name: str, first: bool, splits: bool = False) -> Leaf:
+def new_leaf(
+    tape: Tape, structure: Structure, name: str, first: bool, splits: bool = False, compiled: bool = False
+) -> Leaf:
     """A parameter, or several small ones of a size, before the first or another backward pass.
 
     Args:
         splits: its gradients are computed apart from those of inputs.
+        compiled: its layer is, and with it what reads its part of a DTensor, save for experts.
     """
     # FSDP2 adds to a wider gradient as it is, and widens others when it reduces them, unless DTensor sums
     # them first. It does so from its hook before a layer's backward to that after it, and none of these are
     # around gradients of weights alone.
     adds = structure.casts > 1 and (structure.single or not first) and not structure.is_whole(name)
     adds = adds and not splits
-    casts, behind = 0.0 if adds else structure.casts, structure.is_distributed(name)
+    behind = structure.is_distributed(name) and not (compiled and not structure.is_routed(name))
+    casts = 0.0 if adds else structure.casts
     if first and name in VECTORS:
         return Leaves(casts)
     gradient = None if first else Storage(tape, (VECTORS | WEIGHTS)[name], GRADIENTS)
