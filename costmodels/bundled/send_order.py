@@ -16,46 +16,61 @@ class SendOrder:
     """What comes before what, kept for each send and receive as a vector clock.
 
     A send or receive comes after those before it on its rank, and after what it is said to follow. Its clock
-    has the last one of every rank that comes before it, or is it (F. Mattern, "Virtual Time and Global States
-    of Distributed Systems", 1989, section 5).
+    has the last one of every other rank that comes before it (F. Mattern, "Virtual Time and Global States of
+    Distributed Systems", 1989, section 5); what follows nothing has the clock of the one before it.
     """
 
     def __init__(self, ranks: int) -> None:
         self.clocks: list[list[Ints]] = [[] for _ in range(ranks)]
         # What follows a place besides the next one of its rank.
         self.after: dict[Place, list[Place]] = {}
+        self.nothing: Ints = np.full(ranks, -1)
 
     def append(self, rank: int, follows: Iterable[Place] = ()) -> Place:
         """The next send or receive of a rank; what it follows on other ranks has a place already."""
         own = self.clocks[rank]
         place = rank, len(own)
-        clock = own[-1].copy() if own else np.full(len(self.clocks), -1)
+        clock = own[-1] if own else self.nothing
         for earlier in follows:
-            np.maximum(clock, self.clocks[earlier[0]][earlier[1]], out=clock)
+            clock = self._later(clock, earlier)
             self.after.setdefault(earlier, []).append(place)
-        clock[rank] = place[1]
         own.append(clock)
         return place
 
+    def _later(self, clock: Ints, earlier: Place) -> Ints:
+        """The clock of what comes after a place too."""
+        rank, number = earlier
+        found: Ints = np.maximum(clock, self.clocks[rank][number])
+        if found[rank] < number:
+            found[rank] = number
+        return found
+
     def is_before(self, earlier: Place, later: Place) -> bool:
         """Whether one comes before the other, or is it."""
-        return bool(self.clocks[later[0]][later[1]][earlier[0]] >= earlier[1])
+        (one, index), (rank, number) = earlier, later
+        return index <= number if one == rank else bool(self.clocks[rank][number][one] >= index)
 
     def put_before(self, earlier: Place, later: Place) -> None:
         """Let one follow another from now on; it must not come before it."""
         self.after.setdefault(earlier, []).append(later)
         todo = [(earlier, later)]
         while todo:
-            (one, index), (rank, number) = todo.pop()
+            source, (rank, number) = todo.pop()
             known = self.clocks[rank][number]
-            if rank != one and known[one] >= index:
+            if rank != source[0] and known[source[0]] >= source[1]:
                 continue
-            clock = np.maximum(known, self.clocks[one][index])
-            if (clock > known).any():
-                self.clocks[rank][number] = clock
+            clock = self._later(known, source)
+            # How far its own rank is, follows from its number.
+            clock[rank] = known[rank]
+            if clock.tobytes() == known.tobytes():
+                continue
+            own = self.clocks[rank]
+            while number < len(own) and own[number] is known:
+                own[number] = clock
                 todo += [((rank, number), reached) for reached in self.after.get((rank, number), ())]
-                if number + 1 < len(self.clocks[rank]):
-                    todo.append(((rank, number), (rank, number + 1)))
+                number += 1
+            if number < len(own):
+                todo.append(((rank, number - 1), (rank, number)))
 
     def first_done(self, receives: Iterable[Place], before: Place) -> Place | None:
         """Of the receives of sends that are under way, the one whose send a rank awaits `before` its next
