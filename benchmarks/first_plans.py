@@ -172,7 +172,7 @@ def report(checked: list[Checked], without: int, seconds: float, as_json: bool) 
         f"80 % within {tenths[0]:.3f} and {tenths[-1]:.3f}, extremes {min(ratios):.3f} and {max(ratios):.3f}"
     )
     far = [one for one in checked if abs(one.planned / one.traced - 1) > FAR]
-    print(f"{len(far)} of them off by more than {FAR:.0%}")
+    print(f"{len(far)} estimates off by more than {FAR:.0%}")
     for one in sorted(far, key=lambda one: one.planned / one.traced):
         print(f"  {one.describe()}")
 

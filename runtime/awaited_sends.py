@@ -2,7 +2,7 @@
 
 PyTorch does this since 2.15 (`_add_wait_send_budget` in `torch.distributed.pipelining.schedules`), by walking
 through the whole graph of sends and receives for each message that it may await: a minute and more for
-pipelines with ten stages on a rank. The same waits are found here with vector clocks, in milliseconds.
+pipelines with ten stages on a rank. The same waits are found here with vector clocks, in less than a second.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch.distributed.pipelining import schedules
 
 from costmodels.bundled.send_order import Place, SendOrder
 
-# Any: private, and the same in all versions that await sends.
+# Any: private, and not in all versions.
 _schedules: Any = schedules
 
 SENDS = {"SEND_F": ("RECV_F", 1), "SEND_B": ("RECV_B", -1)}
@@ -101,7 +101,7 @@ def _placed(
             elif message[0] in RECEIVES:
                 if message not in sent:
                     break
-                places[message] = order.append(rank, [sent[message]])
+                places[message] = order.append(rank, sent[message])
             own.popleft()
     return places
 

@@ -68,7 +68,8 @@ def build_stage(spec: ModelSpec, layout: Layout, grid: Grid, index: int, compile
 def compiles_in_two(layout: Layout) -> bool:
     """Whether compiled layers are what comes before the core of attention, and what comes after it.
 
-    A ring of keys and values cannot be compiled. Where attention offloads its activations, none of it is.
+    A ring of keys and values cannot be compiled. Attention that offloads its activations is not compiled at
+    all, and a layout with such layers leaves it to the compiler where to stop.
     """
     return in_ring(layout) and not layout.offload_activations
 

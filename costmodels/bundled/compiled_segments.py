@@ -136,9 +136,9 @@ def compiled_mixture(structure: Structure, weights: dict[str, Leaf], x: Tensor) 
 
     def block(x: Tensor) -> Tensor:
         if structure.context_form == "ring":
-            residual, normed = run_segment(
-                _from_core_to_experts(structure), weights, [x, _ring(structure, weights, x)]
-            )
+            # Named: where the compiler stops, what came in stays until the layer is done.
+            attended = _ring(structure, weights, x)
+            residual, normed = run_segment(_from_core_to_experts(structure), weights, [x, attended])
         else:
             residual, normed = run_segment(_up_to_experts(structure), weights, [x])
         result = call(recomputed(tape, layer.mlp) if "mlp" in again else layer.mlp, normed)

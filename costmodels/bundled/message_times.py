@@ -103,7 +103,8 @@ def message_times(schedule: Schedule, stages: Ints, micro_batches: int) -> list[
         moved = False
         for rank, passes in enumerate(todo):
             here, own, pause = at[rank], times[rank], pauses[rank]
-            for first, second, gives, also_gives in passes[here:]:
+            while here < len(passes):
+                first, second, gives, also_gives = passes[here]
                 time = turn[rank] + pause[here]
                 if first >= 0:
                     given = sent[first]

@@ -294,7 +294,7 @@ def _by_class(states: States, member: Bools) -> States:
 
 
 def _fullest(states: States) -> States:
-    """Those in which nothing is less than in another one of the rank with the same kind of pass on a stage
+    """Of each rank, those in which nothing is less than in another one with the same kind of pass on a stage
     whose parameters are there alike."""
     columns = states.columns
     vectors = np.concatenate(

@@ -283,6 +283,11 @@ def moments_of_ranks(
     else:
         ahead = pipeline - layers["rank"]
         peak = pipeline_peak(table, fixed, stage, is_first, is_last, ahead, wraps)
+    if not wraps.all():
+        sums = Sums(stage)
+        held = [*sums.all("accumulated"), *stage.roots("accumulated")]
+        held += [*sums.all("delivered"), *stage.roots("delivered")]
+        peak.add("reduce", [*fixed, *held], ~wraps[:, None])
     _add_updates(peak, stage, fixed, wraps)
     return peak
 
@@ -295,7 +300,7 @@ def _add_updates(peak: Peak, stage: Stage, fixed: Terms, wraps: Bools) -> None:
         return
     for what, rows in (("gradients", wraps), ("accumulated", ~wraps)):
         start = [*fixed]
-        for name in (what, "sums"):
+        for name in (what, "sums", "delivered"):
             start += [*Sums(stage).all(name), *stage.roots(name)]
         for there, group in groups:
             peak.add("optimizer", [*start, (1.0 * there, group.updating)], rows[:, None])

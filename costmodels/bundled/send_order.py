@@ -26,14 +26,14 @@ class SendOrder:
         self.after: dict[Place, list[Place]] = {}
         self.nothing: Ints = np.full(ranks, -1)
 
-    def append(self, rank: int, follows: Iterable[Place] = ()) -> Place:
-        """The next send or receive of a rank; what it follows on other ranks has a place already."""
+    def append(self, rank: int, follows: Place | None = None) -> Place:
+        """The next send or receive of a rank; what it follows on another rank has a place already."""
         own = self.clocks[rank]
         place = rank, len(own)
         clock = own[-1] if own else self.nothing
-        for earlier in follows:
-            clock = self._later(clock, earlier)
-            self.after.setdefault(earlier, []).append(place)
+        if follows is not None:
+            clock = self._later(clock, follows)
+            self.after.setdefault(follows, []).append(place)
         own.append(clock)
         return place
 

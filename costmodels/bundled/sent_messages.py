@@ -84,7 +84,7 @@ def _awaited(every: list[Timed], stages: Ints) -> list[Awaited]:
     for rank, send in _in_turn(every):
         place = order.append(rank)
         sends[rank].append((send, place))
-        receive[send] = order.append(rank_of[send.stage + 1 if send.is_result else send.stage - 1], [place])
+        receive[send] = order.append(rank_of[send.stage + 1 if send.is_result else send.stage - 1], place)
     result = []
     for rank, timed in enumerate(every):
         own: Awaited = {}

@@ -66,10 +66,12 @@ class GroupBytes:
     summing_fresh: Bytes
     summing_accumulated: Bytes
     """What there is besides gradients, fresh or accumulated, while tensor-parallel ranks sum the largest of
-    these: a copy and the sum, and sums instead of those before it."""
+    these: its sum, and sums instead of those before it."""
     summed_fresh: Bytes
     summed_accumulated: Bytes
     """What changes once all are summed, as a sum is a message."""
+    delivered: Bytes
+    """Sums besides gradients that FSDP2 does not manage, from the end of backward to that of the step."""
     quotient: Bytes
     """A copy of what is reduced, where nothing is scattered; PyTorch 2.15 makes none."""
     gradients: Bytes
@@ -144,7 +146,7 @@ def _shuffled(width: Floats, group: Group) -> Bytes:
 def _summing(width: Floats, group: Group) -> Bytes:
     """`GroupBytes.summing_fresh` of gradients of so many bytes each."""
     before = width * group.summed_before
-    return _delivered(2 * width * group.largest_summed + before, -before)
+    return _delivered(width * group.largest_summed + before, -before)
 
 
 def _summed(width: Floats, group: Group) -> Bytes:
@@ -211,6 +213,7 @@ def group_bytes(table: LayoutTable, group: Group, wraps: Bools, replicas: Floats
         "reduced": (reduced + MASTER * leaves) * on * group.own * (reduced != MASTER),
         "added": reduced * on * group.own,
         "added_cast": (reduced + MASTER) * on * group.own * (reduced != MASTER),
+        "delivered": width * (1 - on) * group.summed,
         "held": reduced * on * group.own * all_reduces * (leaves | (reduced != MASTER)),
         "stuck": reduced * on * group.own * all_reduces,
         "quotient": reduced * (on - split) * (replicas > 1) * is_before(2, 15) * group.padded,

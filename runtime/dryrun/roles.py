@@ -77,7 +77,7 @@ def roles(tracker: Tracker) -> Iterator[None]:
         stack.enter_context(saved_tensors_hooks(_keep, _same))
         # Waiting for a collective makes nothing new; the fake operation would.
         stack.enter_context(patch.object(collectives, "_wait", _same))
-        stack.enter_context(patch.object(functional, "permute_tensor", _unwaited(functional.permute_tensor)))
+        stack.enter_context(patch.object(functional, "wait_tensor", _same))
         # How DTensor asks for the shape of a result: tensors of the whole size, which only exist as fakes.
         for name in ("_propagate_tensor_meta_non_cached", "_propagate_tensor_meta"):
             if hasattr(ShardingPropagator, name):
@@ -88,17 +88,6 @@ def roles(tracker: Tracker) -> Iterator[None]:
 
 def _same(x: Tensor) -> Tensor:
     return x
-
-
-def _unwaited(collective: Any) -> Any:
-    """What PyTorch's ring attention calls, which waits at once under a fake mode."""
-
-    @wraps(collective)
-    def called(*args: Any, **kwargs: Any) -> Any:
-        with patch.object(functional, "wait_tensor", _same):
-            return collective(*args, **kwargs)
-
-    return called
 
 
 def _paused(tracker: Tracker, method: Any) -> Any:
