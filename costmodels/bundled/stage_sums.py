@@ -195,9 +195,11 @@ def first_passes(kind: Kind, frees: Count, field: str = "forward") -> list[Terms
         return [[(1.0, group.buffer), (1.0, value(kind, field))]]
     # Its experts are on their way while the rest computes.
     early: Terms = [(1.0, group.buffer), (-1.0, experts.gathered), (1.0, experts.buffer)]
+    # As in `arrivals`.
+    before: Terms = [(1.0, group.buffer)] if is_before(2, 15) else []
     return [
         [*early, (1.0, value(kind, f"{field}_before"))],
-        [*arriving(experts), (1.0, value(kind, f"{field}_at"))],
+        [*before, *arriving(experts), (1.0, value(kind, f"{field}_at"))],
         [(1.0, experts.buffer), (1.0, value(kind, f"{field}_use"))],
         [(1.0, experts.buffer), (-frees, experts.gathered), (1.0, value(kind, f"{field}_freed"))],
     ]
