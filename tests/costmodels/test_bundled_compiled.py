@@ -147,7 +147,7 @@ def test_less_is_kept_the_more_is_computed_again() -> None:
         (GPT, {"context_parallel": 2, "context_parallel_form": "all_to_all"}, True),
         (LATENT, {"tensor_parallel": 2}, True),
         (LATENT, {"context_parallel": 2}, False),
-        (GPT, {"context_parallel": 2, "context_parallel_form": "ring"}, False),
+        (GPT, {"context_parallel": 2, "context_parallel_form": "ring"}, True),
         (GPT, {"precision": "fp8"}, False),
         (GPT, {"offload_activations": True}, False),
     ],
