@@ -7,6 +7,7 @@ code runs on local slices (N/tp heads, V/tp entries), under context parallelism 
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from functools import lru_cache, partial
 
@@ -113,7 +114,7 @@ Heads = tuple[Tensor, Tensor, Tensor]
 """Queries [B, N, S, H], and keys and values [B, K, S, H]."""
 
 
-class AnyAttention(nn.Module):
+class AnyAttention(nn.Module, ABC):
     """Multi-head attention: [B, S, D] -> [B, S, D]."""
 
     output: nn.Linear
@@ -126,9 +127,9 @@ class AnyAttention(nn.Module):
         q, k, v = self.heads(x)
         return self.merge(self.core(q, k, v))
 
+    @abstractmethod
     def heads(self, x: Tensor) -> Heads:
         """What the core attends with."""
-        raise NotImplementedError
 
     def enter(self, x: Tensor) -> Heads:
         """The same of what comes to `forward`, whose input ranks may share."""
