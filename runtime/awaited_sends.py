@@ -52,12 +52,12 @@ def with_fewer_sends(
 def _limited(
     rank: int, actions: list[Any], most: int, places: dict[Message, Place], order: SendOrder
 ) -> list[Any]:
-    waits = {_wait_of(action): action for action in actions if message_of(action)[0] in SENDS}
+    waits = {_wait_of(action): action for action in actions if _message_of(action)[0] in SENDS}
     # Sends under way, by their receives.
     pending: dict[Place, Any] = {}
     result: list[Any] = []
     for action in actions:
-        message = message_of(action)
+        message = _message_of(action)
         if message[0] in SENDS:
             while len(pending) >= most:
                 done = order.first_done(pending, places[message])
@@ -66,7 +66,7 @@ def _limited(
                 result.append(_wait_of(pending.pop(done)))
             pending[places[_peer_of(message)]] = action
         elif action in waits:
-            receive = places[_peer_of(message_of(waits[action]))]
+            receive = places[_peer_of(_message_of(waits[action]))]
             if receive not in pending:
                 # Awaited before.
                 continue
@@ -83,7 +83,7 @@ def _placed(
     What PyTorch awaits of itself, it awaits where the peer's answer has come, or at the end of the step: that
     orders nothing anew.
     """
-    left = {rank: deque(map(message_of, own)) for rank, own in actions.items()}
+    left = {rank: deque(map(_message_of, own)) for rank, own in actions.items()}
     places: dict[Message, Place] = {}
     # Receives whose sends have their place.
     sent: dict[Message, Place] = {}
@@ -106,7 +106,7 @@ def _placed(
     return places
 
 
-def message_of(action: Any) -> Message:
+def _message_of(action: Any) -> Message:
     """What an action does."""
     return action.computation_type.value, action.stage_index, action.microbatch_index
 

@@ -91,7 +91,7 @@ def message_times(schedule: Schedule, stages: Ints, micro_batches: int) -> list[
     count = stages.size * micro_batches
     sent = [NEVER] * (2 * count + 1)
     starts = [_together(schedule, one, rank == pipeline - 1) for rank, one in enumerate(every)]
-    todo = [_waits(one, start, last, micro_batches) for one, start in zip(every, starts, strict=True)]
+    todo = [_messages(one, start, last, micro_batches) for one, start in zip(every, starts, strict=True)]
     pauses = [
         _pauses(one, stages[rank], micro_batches, start)
         for rank, (one, start) in enumerate(zip(every, starts, strict=True))
@@ -197,7 +197,7 @@ def _together(schedule: Schedule, order: Order, is_last: bool) -> Ints:
     return result
 
 
-def _waits(order: Order, starts: Ints, last: int, micro_batches: int) -> list[list[int]]:
+def _messages(order: Order, starts: Ints, last: int, micro_batches: int) -> list[list[int]]:
     """Of one or two passes that have their turns together: the messages that they wait for, and those that
     they give, [groups, 4]; messages are numbered by stage and micro batch, gradients after results."""
     kind, stage, number = order.kind, order.stage, order.micro_batch
