@@ -28,7 +28,7 @@ from runtime.devices import torch_device
 from runtime.initialise import initialise
 from runtime.logs.metrics import peak_memory_bytes
 from runtime.loss import cross_entropy_sum
-from runtime.model import Transformer
+from runtime.model.transformer import Transformer
 from runtime.options import TrainingOptions
 from runtime.ranks import Ranks
 from runtime.trainer import Trainer

@@ -26,7 +26,7 @@ from torch import Tensor
 from costmodels import ModelSpec
 from runtime.executor import Executor
 from runtime.grid import Grid
-from runtime.model import SMALLEST_SUM, Router
+from runtime.model.experts import SMALLEST_SUM, Router
 from runtime.options import TrainingOptions
 from runtime.recompute import repeating
 

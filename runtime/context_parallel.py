@@ -24,9 +24,10 @@ from torch import Tensor
 
 from costmodels import Layout, ModelSpec
 from costmodels.layout import ContextParallelForm
-from runtime.context_attention import DocumentMasks, exchanged_attention, gathered_attention
+from runtime.context_attention import exchanged_attention, gathered_attention
 from runtime.grid import Grid
-from runtime.model import Transformer, with_equal_heads
+from runtime.model.attention_kernels import DocumentMasks, with_equal_heads
+from runtime.model.transformer import Transformer
 from runtime.ring_attention import prepare_ring, ring_attention
 
 CoreForward = Callable[..., Tensor]

@@ -21,7 +21,8 @@ from torch.distributed.tensor import Shard
 
 from costmodels import Layout
 from runtime.grid import Grid, expert_mesh_shape
-from runtime.model import MixtureOfExperts, Transformer
+from runtime.model.experts import MixtureOfExperts
+from runtime.model.transformer import Transformer
 from runtime.optimizer import local_part
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}

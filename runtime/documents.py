@@ -15,7 +15,8 @@ from costmodels.errors import InputError
 from runtime.context_parallel import local_positions
 from runtime.data.boundaries import Boundaries
 from runtime.data_parallel import DTYPES
-from runtime.model import Rotary, Transformer
+from runtime.model.attention import Rotary
+from runtime.model.transformer import Transformer
 
 
 def check_boundaries(boundaries: Boundaries, layout: Layout) -> None:

@@ -12,7 +12,7 @@ from costmodels import Layout
 from runtime.documents import Documents
 from runtime.faults.heartbeat import doing
 from runtime.loss import TokenLoss
-from runtime.model import Transformer
+from runtime.model.transformer import Transformer
 
 
 class Executor(Protocol):

@@ -25,8 +25,8 @@ from torch.distributed.tensor import Placement, Replicate, Shard, distribute_ten
 from costmodels import Layout
 from runtime.collectives import Exchange, all_gather, all_to_all, gather, reduce_scatter
 from runtime.grid import Grid
-from runtime.model import Experts, MixtureOfExperts, Router, Transformer
-from runtime.routing import (
+from runtime.model.experts import Experts, MixtureOfExperts, Router
+from runtime.model.routing import (
     Assignment,
     LocalDispatch,
     assign,
@@ -37,6 +37,7 @@ from runtime.routing import (
     spread,
     within_capacity,
 )
+from runtime.model.transformer import Transformer
 from runtime.tensor_parallel import local_weight
 
 SPLIT_DIMENSIONS = {"up": 1, "gate": 1, "down": 2, "up_bias": 1, "gate_bias": 1}

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from costmodels.errors import InputError
-from runtime.model import Transformer
+from runtime.model.transformer import Transformer
 from runtime.optimizer import local_part
 
 MULTIPLE = 16

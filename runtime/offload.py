@@ -22,7 +22,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor import DTensor
 
 from costmodels import Layout
-from runtime.model import Transformer
+from runtime.model.transformer import Transformer
 from runtime.recompute import Packed, is_plain, memory_of, pack, recomputed_blocks, unpacked
 
 Forward = Callable[[Tensor], Tensor]

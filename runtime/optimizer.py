@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from runtime.grid import Grid
-from runtime.model import Transformer
+from runtime.model.transformer import Transformer
 
 CLIP_EPSILON = 1e-6
 """Added to the norm before dividing by it, as Megatron-LM and PyTorch do."""

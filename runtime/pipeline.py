@@ -25,7 +25,7 @@ from runtime.data_parallel import DTYPES
 from runtime.documents import Documents
 from runtime.grid import Grid
 from runtime.loss import TokenLoss
-from runtime.model import Transformer
+from runtime.model.transformer import Transformer
 from runtime.pipeline_stage import LeanStage
 
 SCHEDULES: dict[Schedule, type] = {

@@ -47,7 +47,9 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils.checkpoint import checkpoint
 
 from costmodels import Layout
-from runtime.model import MLP, Block, Experts, MixtureOfExperts, Transformer
+from runtime.model.experts import Experts, MixtureOfExperts
+from runtime.model.mlp import MLP
+from runtime.model.transformer import Block, Transformer
 
 Packed = Tensor | Callable[[], Tensor]
 """What the autograd graph holds for a tensor: the tensor, or a function that returns it."""

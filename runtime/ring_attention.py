@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from costmodels.errors import InputError
-from runtime.context_attention import pad_heads, repeat_heads, takes_flash
+from runtime.model.attention_kernels import pad_heads, repeat_heads, takes_flash
 
 RING = "torch.distributed.tensor.experimental._context_parallel._attention"
 NEEDED = (

@@ -18,7 +18,8 @@ from runtime.float8 import float8
 from runtime.grid import Grid
 from runtime.initialise import INIT_STD, initialise
 from runtime.loss import TokenLoss
-from runtime.model import Block, MixtureOfExperts, Transformer
+from runtime.model.experts import MixtureOfExperts
+from runtime.model.transformer import Block, Transformer
 from runtime.offload import offload_activations
 from runtime.pipeline import Pipeline
 from runtime.preflight import check_job

@@ -23,16 +23,11 @@ from runtime.collectives import (
     split_to_ranks,
 )
 from runtime.grid import Grid
-from runtime.model import (
-    MLP,
-    Attention,
-    Block,
-    Embedding,
-    LatentAttention,
-    MixtureOfExperts,
-    Transformer,
-)
-from runtime.routing import wide_product
+from runtime.model.attention import Attention, LatentAttention
+from runtime.model.experts import MixtureOfExperts
+from runtime.model.mlp import MLP
+from runtime.model.routing import wide_product
+from runtime.model.transformer import Block, Embedding, Transformer
 
 
 def tensor_parallel(stage: Transformer, layout: Layout, grid: Grid) -> None:

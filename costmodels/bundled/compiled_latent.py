@@ -32,7 +32,7 @@ class CompiledLatentLayer(CompiledLayer):
     """A layer with latent attention."""
 
     def attention(self, x: Tensor) -> Tensor:
-        """`runtime.model.LatentAttention`."""
+        """`runtime.model.attention.LatentAttention`."""
         graph = self.graph
         queries, latent, k_rope = self.compress_whole(x)
         q = self.linear(queries, "query", QUERY, False)
@@ -63,7 +63,7 @@ class CompiledLatentLayer(CompiledLayer):
         )
 
     def compress_whole(self, x: Tensor) -> list[Tensor]:
-        """`runtime.model.Compression`; what it gives is joined where ranks share the heads."""
+        """`runtime.model.attention.Compression`; what it gives is joined where ranks share the heads."""
         if not self.structure.tensor_parallel:
             return self.compress(x)
         # Compiled layers keep this gathered input even where norms are computed again.

@@ -1,4 +1,4 @@
-"""The operations of a compiled layer of `runtime.model`, as AOTAutograd traces them."""
+"""The operations of a compiled layer of `runtime.model.transformer`, as AOTAutograd traces them."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class CompiledLayer:
         self.structure, self.graph = structure, graph
 
     def forward(self, x: Tensor) -> Tensor:
-        """`runtime.model.Block`."""
+        """`runtime.model.transformer.Block`."""
         modules = self.structure.recompute
         with self.graph.computed_again("full" in modules):
             attended = self.attention(self.norm(x))
@@ -94,7 +94,7 @@ class CompiledLayer:
         return graph.joins(result, x.size, [x.edge, *((name, 0) for name in names)], backward)
 
     def attention(self, x: Tensor) -> Tensor:
-        """`runtime.model.Attention`."""
+        """`runtime.model.attention.Attention`."""
         q, k, v = self.heads(x)
         with self.graph.computed_again("core_attention" in self.structure.recompute):
             attended = self.core(q, k, v)
@@ -142,7 +142,7 @@ class CompiledLayer:
         return core(self.graph, self.structure, q, k, v)
 
     def mlp(self, x: Tensor) -> Tensor:
-        """`runtime.model.MLP`."""
+        """`runtime.model.mlp.MLP`."""
         return self.network(x, {name: name for name in ("up", "gate", "down")}, INNER)
 
     def network(self, x: Tensor, names: dict[str, str], inner: Size) -> Tensor:
@@ -155,7 +155,7 @@ class CompiledLayer:
         return self.rows(activated, names["down"], x.size)
 
     def activate(self, up: Tensor, gate: Tensor | None = None) -> Tensor:
-        """`runtime.model.Activation`."""
+        """`runtime.model.mlp.Activation`."""
         return self.curve(up) if gate is None else self.multiply(self.curve(gate), up)
 
     def curve(self, x: Tensor) -> Tensor:
@@ -184,7 +184,7 @@ class CompiledLayer:
         return self.graph.joins(value, a.size, [a.edge, b.edge], lambda grads: [grads[0], grads[0]])
 
     def rotate(self, x: Tensor) -> Tensor:
-        """`runtime.rotary.rotate`: what is turned is joined in fp32."""
+        """`runtime.model.rotary.rotate`: what is turned is joined in fp32."""
         graph, wide = self.graph, x.size if self.structure.wide else times(x.size, 2)
 
         def turned(value: Value) -> Value:

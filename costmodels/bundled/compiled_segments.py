@@ -128,7 +128,7 @@ def _saved(tape: Tape, storage: Storage) -> Packed:
 
 
 def compiled_mixture(structure: Structure, weights: dict[str, Leaf], x: Tensor) -> Tensor:
-    """A compiled layer with experts (`runtime.model.Block`)."""
+    """A compiled layer with experts (`runtime.model.transformer.Block`)."""
     again, tape = structure.recompute, x.storage.tape
     layer = (LatentLayer if structure.latent else Layer)(structure, weights, mixture)
     layer.activated = partial(_of_one, _activation(structure), weights)

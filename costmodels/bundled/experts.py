@@ -1,4 +1,4 @@
-"""The operations of a mixture of experts (`runtime.model.MixtureOfExperts`), tensor by tensor."""
+"""The operations of a mixture of experts (`runtime.model.experts.MixtureOfExperts`), tensor by tensor."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def _marked(x: Tensor, name: str) -> Tensor:
 
 
 def route(layer: Layer, x: Tensor) -> tuple[Tensor, Storage]:
-    """`runtime.model.Router`: weights of the chosen experts, and their numbers."""
+    """`runtime.model.experts.Router`: weights of the chosen experts, and their numbers."""
     tape, structure = x.storage.tape, layer.structure
     scores = elementwise(_wide_product(layer, x), saves="output")
     biased = Storage(tape, SCORES) if structure.biased else None
@@ -185,7 +185,7 @@ def send(layer: Layer, x: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Stor
 
 
 def permute(x: Tensor, order: Storage, index: Size, rows: Size, pairs: Size, tokens: Size | None) -> Tensor:
-    """`runtime.routing.permute`; backward spreads rows and sums those of a token, unless `tokens` is None."""
+    """`routing.permute`; backward spreads rows and sums those of a token, unless `tokens` is None."""
     tape = x.storage.tape
 
     def backward(node: Node, grads: Gradients) -> Gradients:
@@ -227,7 +227,7 @@ def receive(layer: Layer, sent: Tensor) -> tuple[Tensor, Storage | None]:
 
 
 def experts(layer: Layer, rows: Tensor) -> Tensor:
-    """`runtime.model.Experts`."""
+    """`runtime.model.experts.Experts`."""
     names = ("expert_up", "expert_gate") if layer.structure.gated else ("expert_up",)
     # They are there until the last product has been computed.
     inner = [product(layer, rows, name, EXPERT_INNER) for name in names]
@@ -236,7 +236,7 @@ def experts(layer: Layer, rows: Tensor) -> Tensor:
 
 
 def product(layer: Layer, rows: Tensor, name: str, size: Size) -> Tensor:
-    """`runtime.routing.grouped_linear`."""
+    """`runtime.model.routing.grouped_linear`."""
     tape, weight, given = rows.storage.tape, layer.weights[name], rows.size
     if layer.structure.grouped:
         leaf = Tensor(rows.storage, (weight, 0))
@@ -333,7 +333,7 @@ def give_back(layer: Layer, rows: Tensor, weights: Tensor, order: Storage, place
 
 
 def spread(rows: Tensor, order: Storage, size: Size, gradient: Size) -> Tensor:
-    """`runtime.routing.spread`."""
+    """`runtime.model.routing.spread`."""
     return result_of(
         rows.storage.tape,
         Storage(rows.storage.tape, size),

@@ -157,7 +157,7 @@ def _mlp_shapes(model: ModelSpec, width: Floats) -> list[Shape]:
 
 
 def expert_shapes(model: ModelSpec, table: LayoutTable) -> list[Shape]:
-    """The stacked parameters of a layer's routed experts, in the order of `runtime.model.Experts`."""
+    """The stacked parameters of a layer's routed experts, in the order of `runtime.model.experts`."""
     h, inputs = float(model.hidden), 1 + model.gated
     experts = model.experts / table.expert_parallel.astype(np.float64)
     width = model.expert_ffn / table.expert_tensor_parallel.astype(np.float64)

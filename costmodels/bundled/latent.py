@@ -1,4 +1,4 @@
-"""The operations of latent attention (`runtime.model.LatentAttention`), tensor by tensor."""
+"""The operations of latent attention (`runtime.model.attention.LatentAttention`), tensor by tensor."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class LatentLayer(Layer):
     """A layer with latent attention."""
 
     def attention(self, x: Tensor) -> Tensor:
-        """`runtime.model.LatentAttention`."""
+        """`runtime.model.attention.LatentAttention`."""
         queries, latent, k_rope = call(self.compress_whole, x)
         whole_q = q = linear(queries, self.weights["query"], QUERY, WEIGHTS["query"])
         kv = linear(latent, self.weights["key_value"], KEY_VALUE, WEIGHTS["key_value"])
@@ -61,7 +61,7 @@ class LatentLayer(Layer):
         return not structure.longer and not structure.wide and structure.rotates
 
     def core(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """`runtime.model.with_equal_heads`, where ranks share sequences."""
+        """`runtime.model.transformer.with_equal_heads`, where ranks share sequences."""
         form, several = self.structure.context_form, self.structure.several
         if form is None:
             return kernel(q, k, v, (QUERY, KEY, VALUE))
@@ -84,7 +84,7 @@ class LatentLayer(Layer):
         )
 
     def compress_whole(self, x: Tensor) -> list[Tensor]:
-        """`runtime.model.Compression`; what it gives is joined where ranks share the heads."""
+        """`runtime.model.attention.Compression`; what it gives is joined where ranks share the heads."""
         if not self.structure.tensor_parallel:
             return self.compress(x)
         together = self.enter_module(cat(self.compress(x), COMPRESSED), whole=ENTERED)

@@ -1,4 +1,4 @@
-"""The operations of a layer of `runtime.model`, tensor by tensor."""
+"""The operations of a layer of `runtime.model.transformer`, tensor by tensor."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ class Layer:
         """Compute shared experts, and the activation of experts, where both are not done one by one."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """`runtime.model.Block`, with what `runtime.recompute` wraps."""
+        """`runtime.model.transformer.Block`, with what `runtime.recompute` wraps."""
         modules, tape = self.structure.recompute, x.storage.tape
         if "full" in modules:
             return call(recomputed(tape, self.block), x)
@@ -126,7 +126,7 @@ class Layer:
         return result
 
     def attention(self, x: Tensor) -> Tensor:
-        """`runtime.model.Attention`."""
+        """`runtime.model.attention.Attention`."""
         x = self.enter_module(x)
         sizes = {"query": QUERY, "key": KEY, "value": VALUE}
         q, k, v = (
@@ -168,7 +168,7 @@ class Layer:
         return call(core, q, k, v)
 
     def mlp(self, x: Tensor) -> Tensor:
-        """`runtime.model.MLP`, or what the layer has instead."""
+        """`runtime.model.mlp.MLP`, or what the layer has instead."""
         if self.mixture is not None:
             return self.mixture(self, x)
         x = self.enter_module(x, "mlp" not in self.structure.recompute)
@@ -195,7 +195,7 @@ class Layer:
         return self.module("activation", self.activation, *inputs)
 
     def activation(self, up: Tensor, gate: Tensor | None = None) -> Tensor:
-        """`runtime.model.Activation`."""
+        """`runtime.model.mlp.Activation`."""
         if gate is None:
             return self.curve(up)
         return multiply(self.curve(gate), up)
@@ -222,7 +222,7 @@ class Layer:
         return kernel(q, k, v, (q.size, k.size, v.size))
 
     def rotate(self, x: Tensor) -> Tensor:
-        """`runtime.rotary.rotate`, in fp32."""
+        """`runtime.model.rotary.rotate`, in fp32."""
         wide = x.size if self.structure.wide else times(x.size, 2)
         half = times(wide, 0.5)
         first, second = chunk(self.to_wide(x, wide), [half, half])
@@ -283,7 +283,7 @@ class Ends(Layer):
     """Embedding, and head with the loss."""
 
     def embed(self, nothing: Tensor) -> Tensor:
-        """`runtime.model.Embedding`."""
+        """`runtime.model.transformer.Embedding`."""
         split = self.structure.tensor_parallel
         x = call(self.look_up_part if split else self.look_up, nothing)
         if "positions" in self.weights:

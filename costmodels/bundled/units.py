@@ -206,7 +206,7 @@ def _longer(model: ModelSpec) -> str:
 
 
 def _scales_scores(model: ModelSpec) -> bool:
-    """`runtime.rotary.score_factor` is not 1."""
+    """`runtime.model.rotary.score_factor` is not 1."""
     scaling = model.rope_scaling
     return scaling is not None and scaling.mscale_all_dim > 0 and scaling.factor > 1
 

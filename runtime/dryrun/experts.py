@@ -16,7 +16,9 @@ from torch import Tensor
 
 from costmodels import ModelSpec
 from costmodels.shapes import PEAK_LOAD
-from runtime import expert_parallel, model, routing
+from runtime import expert_parallel
+from runtime.model import routing
+from runtime.model import transformer as model
 
 
 @contextmanager

@@ -14,8 +14,8 @@ from torch import Tensor
 from torch._guards import active_fake_mode
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from runtime.context_attention import pad_heads, takes_flash
 from runtime.dryrun.fake_gpu import HIDDEN, hidden
+from runtime.model.attention_kernels import pad_heads, takes_flash
 
 aten = torch.ops.aten
 

@@ -19,7 +19,8 @@ from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from runtime import collectives, loss, offload, recompute, trainer
 from runtime.dryrun.tracker import Tracker, inner_tensors
 from runtime.executor import Executor
-from runtime.model import MixtureOfExperts, Transformer
+from runtime.model.experts import MixtureOfExperts
+from runtime.model.transformer import Transformer
 from runtime.optimizer import ShardedOptimizer
 from runtime.optimizers.adam8bit import Adam8bit
 from runtime.pipeline_stage import LeanStage

@@ -32,7 +32,7 @@ from runtime.dryrun.tracker import Tracker
 from runtime.executor import Executor
 from runtime.grid import build_grid
 from runtime.memory_trace import MemoryTrace
-from runtime.model import Transformer
+from runtime.model.transformer import Transformer
 from runtime.options import TrainingOptions
 from runtime.pipeline import Pipeline
 

@@ -14,8 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from runtime.model import Attention, LatentAttention, Rotary, Transformer
-from runtime.rotary import rotate
+from runtime.model.attention import Attention, LatentAttention, Rotary
+from runtime.model.rotary import rotate
+from runtime.model.transformer import Transformer
 from runtime.tensor_parallel import local_weight
 
 

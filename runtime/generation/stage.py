@@ -19,7 +19,8 @@ from runtime.expert_parallel import expert_parallel
 from runtime.generation.cache import Cache
 from runtime.grid import build_grid
 from runtime.huggingface.mapping import EMBEDDING, HEAD
-from runtime.model import MixtureOfExperts, Transformer
+from runtime.model.experts import MixtureOfExperts
+from runtime.model.transformer import Transformer
 from runtime.preflight import check_job
 from runtime.stored_model import ModelFiles
 from runtime.tensor_parallel import tensor_parallel

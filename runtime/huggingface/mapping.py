@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from costmodels import ModelSpec
-from runtime.model import Transformer
+from runtime.model.transformer import Transformer
 
 EMBEDDING, HEAD = "embedding.tokens.weight", "head.weight"
 """Our tensors with a row for each entry of the vocabulary, and padding behind them."""

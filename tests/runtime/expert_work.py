@@ -16,7 +16,7 @@ from costmodels import Layout, ModelSpec
 from runtime import checkpoint
 from runtime.balance import Balance, Load
 from runtime.initialise import initialise
-from runtime.model import Transformer
+from runtime.model.transformer import Transformer
 from runtime.optimizer import local_part
 from runtime.options import TrainingOptions
 from runtime.trainer import Trainer

@@ -18,7 +18,7 @@ from runtime.huggingface.companions import COMPANIONS
 from runtime.huggingface.mapping import HEAD
 from runtime.huggingface.tokenizer_files import write_tokenizer
 from runtime.initialise import initialise
-from runtime.model import Transformer
+from runtime.model.transformer import Transformer
 from runtime.options import TrainingOptions
 from runtime.tensor_store import Piece, Whole, write_tensors
 from runtime.trainer import Trainer

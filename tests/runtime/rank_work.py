@@ -15,7 +15,7 @@ from costmodels import Layout, ModelSpec
 from costmodels.errors import InputError
 from runtime import checkpoint, ranks
 from runtime.loss import cross_entropy_sum
-from runtime.model import Transformer
+from runtime.model.transformer import Transformer
 from runtime.optimizer import local_part
 from runtime.optimizers.adafactor import PADDED
 from runtime.optimizers.muon import Muon

@@ -15,7 +15,7 @@ from costmodels import Layout, ModelSpec
 from runtime import offload
 from runtime.grid import build_grid
 from runtime.initialise import initialise
-from runtime.model import Transformer
+from runtime.model.transformer import Transformer
 from runtime.stages import build_executor, build_stage
 from tests.runtime.distributed_work import CPU
 

@@ -19,7 +19,7 @@ from costmodels import Layout, ModelSpec
 from runtime.grid import build_grid
 from runtime.initialise import initialise
 from runtime.loss import TokenLoss
-from runtime.model import Transformer
+from runtime.model.transformer import Transformer
 from runtime.stages import build_stage
 from tests.runtime.distributed_work import CPU, whole_gradients
 

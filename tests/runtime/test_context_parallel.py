@@ -13,8 +13,9 @@ from benchmarks.parity import MODELS, parse_layout
 from benchmarks.worker_pool import WorkerPool
 from costmodels import Layout, ModelSpec
 from costmodels.errors import InputError
-from runtime import context_attention, ring_attention
+from runtime import ring_attention
 from runtime.context_parallel import local_positions
+from runtime.model.attention_kernels import suffix_attention
 from tests.runtime import context_work as work
 from tests.runtime.context_work import Heads
 from tests.runtime.layouts import DENSE
@@ -164,4 +165,4 @@ def test_cuda_kernels_take_what_they_are_given(
 def test_the_last_tokens_attend_on_cuda(dtype: torch.dtype, size: int) -> None:
     with FakeTensorMode(), torch.no_grad():
         q, k = on_gpu(8, 8, size, dtype), on_gpu(2, 24, size, dtype)
-        assert context_attention.suffix_attention(q, k, k).shape == q.shape
+        assert suffix_attention(q, k, k).shape == q.shape

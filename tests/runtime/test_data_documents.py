@@ -19,7 +19,7 @@ from runtime.data.tokenizers import ByteTokenizer
 from runtime.documents import Documents, check_boundaries, document_mask, document_starts
 from runtime.initialise import initialise
 from runtime.loss import IGNORED, cross_entropy_sum
-from runtime.model import Transformer
+from runtime.model.transformer import Transformer
 from tests.runtime import documents_work as work
 from tests.runtime.documents_work import EOD
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from costmodels import ModelSpec
-from runtime.model import Transformer
+from runtime.model.transformer import Transformer
 from tests.runtime.hf_models import (
     BATCH,
     MODELS,

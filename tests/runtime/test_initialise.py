@@ -10,7 +10,7 @@ import torch
 from benchmarks.parity import MODELS
 from costmodels import ModelSpec
 from runtime.initialise import initialise, name_seed
-from runtime.model import Transformer
+from runtime.model.transformer import Transformer
 
 WIDE = ModelSpec(name="wide", layers=8, hidden=128, heads=4, vocab=500, seq=64, max_positions=256)
 

@@ -7,13 +7,14 @@ from typing import Any
 
 import pytest
 import torch
+from runtime.model.attention import Attention
 from torch import Tensor
 
 from benchmarks.parity import MODELS
 from costmodels import ModelSpec
 from runtime.initialise import initialise
-from runtime.model import Attention, Transformer
-from runtime.rotary import rotary_table, rotate
+from runtime.model.rotary import rotary_table, rotate
+from runtime.model.transformer import Transformer
 
 SMALL: dict[str, Any] = {"name": "small", "layers": 2, "hidden": 32, "heads": 4, "vocab": 100, "seq": 12}
 

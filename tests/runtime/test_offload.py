@@ -14,7 +14,7 @@ from costmodels import ModelSpec
 from runtime import offload
 from runtime.initialise import initialise
 from runtime.loss import cross_entropy_sum
-from runtime.model import Transformer
+from runtime.model.transformer import Transformer
 from runtime.offload import offload_activations
 from runtime.recompute import recompute
 from tests.runtime.layouts import DENSE, KINDS

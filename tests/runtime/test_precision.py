@@ -145,7 +145,7 @@ def test_fp8_multiplies_in_the_blocks_where_the_shapes_allow_it() -> None:
     if find_spec("torchao") is None:
         pytest.skip("torchao is not installed")
     from runtime.float8 import float8
-    from runtime.model import Transformer
+    from runtime.model.transformer import Transformer
 
     spec = ModelSpec(name="odd", layers=1, hidden=32, heads=2, ffn=40, vocab=64, seq=16)
     stage = Transformer(spec, 64).bfloat16()

@@ -11,8 +11,8 @@ from benchmarks.parity import MODELS
 from costmodels import RopeScaling
 from costmodels.catalogue import load_model
 from costmodels.errors import InputError
+from runtime.model.rotary import ROPE_KINDS
 from runtime.preflight import TRAINED_SCALINGS, check_folder, check_job, check_model
-from runtime.rotary import ROPE_KINDS
 from tests.runtime.layouts import layout_of
 
 SPEC = MODELS["gpt2"]

@@ -17,7 +17,7 @@ from costmodels import Layout, ModelSpec
 from runtime import recompute as again
 from runtime.initialise import initialise
 from runtime.loss import cross_entropy_sum
-from runtime.model import Transformer
+from runtime.model.transformer import Transformer
 from runtime.recompute import recompute
 from tests.runtime.layouts import DENSE, KINDS
 from tests.runtime.recompute_work import BATCH, kept, kept_on_rank

@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import lru_cache
 
 import torch
 from torch import Tensor
 
 from costmodels.errors import InputError
 from costmodels.model_spec import RopeScaling
+
+
+@lru_cache(maxsize=8)
+def first_positions(seq: int, device: torch.device) -> Tensor:
+    """The positions 0 to `seq` - 1, [S]."""
+    return torch.arange(seq, device=device)
 
 
 def rotary_table(

@@ -1,0 +1,46 @@
+"""The dense feed-forward network of a layer. Shapes: see `runtime.model.transformer`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from costmodels import ModelSpec
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "gelu": F.gelu,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "silu": F.silu,
+    "relu2": lambda x: F.relu(x).square(),
+}
+
+
+class Activation(nn.Module):
+    """What stands between the matrices of an MLP: f(up), or f(gate) x up."""
+
+    def __init__(self, spec: ModelSpec) -> None:
+        super().__init__()
+        self.function = ACTIVATIONS[spec.activation]
+
+    def forward(self, up: Tensor, gate: Tensor | None = None) -> Tensor:
+        return self.function(up) if gate is None else self.function(gate) * up
+
+
+class MLP(nn.Module):
+    """Feed-forward network, gated (SwiGLU) or not, of inner width `width`: [B, S, D] -> [B, S, D]."""
+
+    def __init__(self, spec: ModelSpec, width: int) -> None:
+        super().__init__()
+        self.up = nn.Linear(spec.hidden, width, bias=spec.linear_bias)
+        self.gate = nn.Linear(spec.hidden, width, bias=spec.linear_bias) if spec.gated else None
+        self.activation = Activation(spec)
+        self.down = nn.Linear(width, spec.hidden, bias=spec.linear_bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        inner = (
+            self.activation(self.up(x)) if self.gate is None else self.activation(self.up(x), self.gate(x))
+        )
+        result: Tensor = self.down(inner)
+        return result
