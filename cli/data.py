@@ -98,7 +98,9 @@ class Output:
         "", "Writes PREFIX_{key}_document.bin and .idx.", "--output-prefix", metavar="PREFIX"
     )
     append_eod: bool = flag(False, "End each document that is not empty with the end-of-document token.")
-    workers: int | None = flag(None, "Processes that encode text; all cores if not given.")
+    workers: int | None = flag(
+        None, "Processes that encode text, but no more than cores; all cores if not given."
+    )
     chunk_size: int = flag(1024, "Documents that a process takes at a time.")
     dataset_impl: str = flag("mmap", "Kind of token files: mmap is the only one.")
 

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 from planner.flags import arguments
 from planner.plan import Plan
+from runtime import entry
 from runtime.launch import Outcome, run_job, torchrun_command
 from runtime.options import OutputOptions
-
-_COUNT = "from runtime.devices import local_device_count; print(local_device_count())"
 
 
 class Display(Protocol):
@@ -33,7 +31,7 @@ def usable_ranks(plan: Plan) -> int:
     if plan.cluster.device.kind == "cpu":
         return wanted
     # In a process of its own: this one counts once, and a device may have been lost since.
-    counted = subprocess.run([sys.executable, "-c", _COUNT], capture_output=True, text=True)
+    counted = subprocess.run(entry.command("runtime.devices"), capture_output=True, text=True)
     text = counted.stdout.strip()
     return min(wanted, int(text)) if text.isdigit() and int(text) else wanted
 

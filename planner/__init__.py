@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+if sys.argv[:1] == ["-m"] and sys.path[0] == str(Path.cwd()) != str(Path(__file__).resolve().parents[1]):
+    # `python -m planner`: modules are not to come from the folder in which it is typed.
+    del sys.path[0]
 
 from planner.plan import Plan
 from planner.ranking import SearchResult

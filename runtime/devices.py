@@ -1,4 +1,7 @@
-"""What this machine trains on, in the words of the catalogue."""
+"""What this machine trains on, in the words of the catalogue.
+
+As a program it prints the number of its GPUs.
+"""
 
 from __future__ import annotations
 
@@ -80,3 +83,7 @@ def check_kind(plan: Plan, ranks: Ranks) -> None:
             f"rank {ranks.rank} is on {other}, where the plan has {own}: start ranks 0 to {border - 1} on "
             f"{parts[0].device.name}, and the others on {parts[1].device.name}"
         )
+
+
+if __name__ == "__main__":
+    print(local_device_count())

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from costmodels.catalogue.host import available_cores
+from runtime import entry
 from runtime.faults.error_file import ERROR_FILE_VARIABLE, read_report
 from runtime.faults.tether import tethered
 from runtime.logs.console import say
@@ -37,21 +38,28 @@ STOP_TIMEOUT_S = 40.0
 _AGENT_LINE = re.compile(r"^[EWF]\d{4} \d\d:\d\d:\d\d\.\d+ .*torch/distributed/")
 
 
-def torchrun_command(ranks: int, arguments: Sequence[str]) -> list[str]:
-    """The command that starts `ranks` ranks of `runtime.pretrain` on this machine."""
+def torchrun_command(ranks: int, arguments: Sequence[str], module: str = "runtime.pretrain") -> list[str]:
+    """The command that starts `ranks` ranks of `module` on this machine."""
     return [
-        *(sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"),
-        *("-m", "runtime.pretrain", *arguments),
+        *entry.command("torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"),
+        *(entry.ENTRY, module, *arguments),
     ]
 
 
 def shell_line(command: Sequence[str]) -> str:
-    """A command as one would type it: with the script `torchrun` where it lies beside this Python."""
+    """A command of `torchrun_command` as one would type it.
+
+    That is with `-m`, and with the script `torchrun` where it lies beside this Python.
+    """
     words = list(command)
+    torchrun = entry.command("torch.distributed.run")
+    if words[: len(torchrun)] != torchrun:
+        return shlex.join(words)
     script = Path(sys.executable).with_name("torchrun")
-    if words[:3] == [sys.executable, "-m", "torch.distributed.run"] and script.is_file():
-        words[:3] = [str(script)]
-    return shlex.join(words)
+    typed = [str(script)] if script.is_file() else [sys.executable, "-m", "torch.distributed.run"]
+    rest = words[len(torchrun) :]
+    rest[rest.index(entry.ENTRY)] = "-m"
+    return shlex.join([*typed, *rest])
 
 
 @dataclass(frozen=True)

@@ -9,11 +9,13 @@ from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
+from itertools import chain, islice
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
+from costmodels.catalogue.host import available_cores
 from costmodels.errors import InputError
 from runtime.data.documents import FORMATS, Piece, Texts, detect_format, extract_texts, read_pieces
 from runtime.data.indexed import best_dtype
@@ -21,6 +23,7 @@ from runtime.data.indexed_writer import IndexedWriter
 from runtime.data.sources import expand
 from runtime.data.summary import Summary
 from runtime.data.tokenizers import Tokenizer
+from runtime.spawning import usual
 
 
 @dataclass(frozen=True)
@@ -96,9 +99,9 @@ def prepare(
 
     `inputs` are files, patterns or folders (`runtime.data.sources.expand`), read in order; `form` is jsonl
     (an object with the keys, or a string, per line), json (an array of either), wiki (WikiExtractor's
-    <doc ...>) or text (each file is one document), detected per file if None. `workers` processes (all cores
-    if None) take `chunk_size` documents at a time. An end-of-document token follows each document that is not
-    empty. `progress` is called after every chunk with the summary so far.
+    <doc ...>) or text (each file is one document), detected per file if None. `workers` processes, but no
+    more than there are cores or work, take `chunk_size` documents at a time. An end-of-document token follows
+    each document that is not empty. `progress` is called after every chunk with the summary so far.
 
     Raises InputError, with file and line where there is one; then nothing is written.
     """
@@ -120,7 +123,7 @@ def prepare(
     try:
         with ExitStack() as stack:
             writers = [stack.enter_context(IndexedWriter(prefix, dtype)) for prefix in prefixes]
-            encoded = stack.enter_context(closing(_encode(encoder, pieces, workers or os.cpu_count() or 1)))
+            encoded = stack.enter_context(closing(_encode(encoder, pieces, _processes(workers))))
             for parts, read, taken in encoded:
                 for writer, part in zip(writers, parts, strict=True):
                     writer.add_documents(part.tokens, part.lengths, part.sequences)
@@ -145,18 +148,30 @@ def _pieces(files: Sequence[Path], form: str | None, most: int) -> Iterator[tupl
             yield kind, piece
 
 
+def _processes(wanted: int | None) -> int:
+    """Workers to start at most: to encode leaves no core idle, so that more of them only wait."""
+    cores = available_cores()
+    return cores if wanted is None else min(wanted, cores)
+
+
 def _encode(
-    encoder: _Encoder, pieces: Iterable[tuple[str, Piece]], workers: int
+    encoder: _Encoder, pieces: Iterable[tuple[str, Piece]], most: int
 ) -> Generator[Result, None, None]:
-    """Encoded pieces in order; no more than a few per worker are held at once."""
+    """Encoded pieces in order by `most` workers or fewer; only a few pieces per worker are held at once."""
     with _one_thread_each():
-        if workers == 1:
-            yield from (encoder(form, piece) for form, piece in pieces)
+        rest = iter(pieces)
+        # A worker that finds nothing to do costs as much to start as one that does.
+        first = list(islice(rest, most))
+        workers = len(first)
+        if workers <= 1:
+            yield from (encoder(form, piece) for form, piece in chain(first, rest))
             return
         pending: deque[Future[Result]] = deque()
-        with ProcessPoolExecutor(workers, initializer=_start_worker, initargs=(encoder,)) as pool:
+        with ProcessPoolExecutor(
+            workers, mp_context=usual(), initializer=_start_worker, initargs=(encoder,)
+        ) as pool:
             try:
-                for form, piece in pieces:
+                for form, piece in chain(first, rest):
                     pending.append(pool.submit(_work, form, piece))
                     if len(pending) > 2 * workers:
                         yield pending.popleft().result()

@@ -6,12 +6,12 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from functools import partial
-from multiprocessing import get_context
 
 from costmodels import Layout, ModelSpec
 from runtime.dryrun.run import DeviceKind, trace
 from runtime.memory_trace import MemoryTrace
 from runtime.options import TrainingOptions
+from runtime.spawning import spawned
 
 
 def first_rank(layout: Layout, pipeline_rank: int) -> int:
@@ -35,8 +35,7 @@ def trace_ranks(
         for rank in ranks:
             yield one(rank=rank)
         return
-    # Not forked: threads of PyTorch do not survive that.
-    with ProcessPoolExecutor(min(processes, len(ranks)), mp_context=get_context("spawn")) as pool:
+    with ProcessPoolExecutor(min(processes, len(ranks)), mp_context=spawned()) as pool:
         try:
             for future in [pool.submit(one, rank=rank) for rank in ranks]:
                 yield future.result()

@@ -1,4 +1,4 @@
-"""Run a command that ends when the process that started it ends: `python -m runtime.faults.tether PID WORDS`.
+"""Run a command that ends when the process that started it ends: `python .../tether.py PID WORDS`.
 
 A launcher that is killed cannot end its job. Linux does it for it; elsewhere the command runs on.
 """
@@ -9,6 +9,7 @@ import ctypes
 import os
 import signal
 import sys
+from pathlib import Path
 
 PR_SET_PDEATHSIG = 1
 """Option of prctl(2): the signal that a process gets when its parent ends; a program it executes keeps it."""
@@ -16,7 +17,8 @@ PR_SET_PDEATHSIG = 1
 
 def tethered(command: list[str]) -> list[str]:
     """`command`, so that it is killed when this process ends."""
-    return [sys.executable, "-m", "runtime.faults.tether", str(os.getpid()), *command]
+    # By its path and isolated: what lies in the working directory is not to be imported.
+    return [sys.executable, "-I", str(Path(__file__).resolve()), str(os.getpid()), *command]
 
 
 def main() -> None:

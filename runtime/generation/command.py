@@ -21,7 +21,7 @@ from runtime.generation.options import GenerateOptions
 from runtime.generation.sampling import Sampling
 from runtime.generation.stage import Split
 from runtime.generation.text import Stream, text_of
-from runtime.launch import run_job
+from runtime.launch import run_job, torchrun_command
 from runtime.logs.console import say
 from runtime.ranks import Ranks, finish, is_lost_connection, on_first_rank, start, together
 from runtime.stored_model import open_model
@@ -158,10 +158,7 @@ def _start_ranks(options: GenerateOptions) -> None:
     gpus = 0 if options.device == "cpu" else local_device_count()
     if gpus and ranks > gpus:
         raise InputError(f"{ranks} ranks on a machine of {gpus} GPUs; split the model over at most {gpus}")
-    command = [
-        *(sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"),
-        *("-m", "runtime.generation", *arguments(options)),
-    ]
+    command = torchrun_command(ranks, arguments(options), "runtime.generation")
     with tempfile.TemporaryDirectory(prefix="planner-generate-", ignore_cleanup_errors=True) as folder:
         os.environ[EVENTS_VARIABLE] = "1"
         try:

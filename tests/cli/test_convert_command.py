@@ -16,6 +16,7 @@ import torch
 
 from benchmarks.parity import MODELS
 from benchmarks.worker_pool import WorkerPool
+from runtime.entry import ENTRY
 from runtime.generation import command
 from runtime.generation.options import GenerateOptions
 from runtime.launch import Outcome
@@ -158,7 +159,7 @@ def test_ranks_show_their_text_through_the_process_that_started_them(
     assert (code, out, err) == (0, expected, "")
     [(words, ranks)] = commands
     start = words.index("runtime.generation")
-    assert ranks == 2 and words[start - 1] == "-m" and find_spec("runtime.generation.__main__")
+    assert ranks == 2 and words[start - 1] == ENTRY and find_spec("runtime.generation.__main__")
     assert words[start + 1 :][:4] == ["--load", str(checkpoint), "--prompt", "h\né"]
     assert words[-2:] == ["--tensor-model-parallel-size", "2"]
     monkeypatch.setattr(command, "run_job", lambda *_: Outcome(2, "no such model"))

@@ -11,9 +11,12 @@ import os
 import struct
 import tempfile
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from importlib import import_module
 from itertools import pairwise
+from multiprocessing.context import BaseContext
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import numpy as np
 import pytest
@@ -29,6 +32,7 @@ from runtime.data.summary import Summary
 from runtime.data.tokenizers import ByteTokenizer, gpt2_tokenizer
 
 BYTES = ByteTokenizer()
+MODULE = import_module("runtime.data.prepare")
 TEXTS = ["first", "", "zweiter — ✓", "a\nb\n"]
 
 
@@ -223,7 +227,13 @@ def test_format_and_key_can_be_given(tmp_path: Path) -> None:
     assert written(summary.prefix) == [jsonl(["x"])]
 
 
-def test_any_number_of_workers_writes_the_same_bytes(tmp_path: Path) -> None:
+@pytest.fixture
+def many_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many workers as are asked for, on a machine of any size."""
+    monkeypatch.setattr(MODULE, "available_cores", lambda: 8)
+
+
+def test_any_number_of_workers_writes_the_same_bytes(tmp_path: Path, many_cores: None) -> None:
     texts = [f"document {number} " * (number % 7) for number in range(300)]
     (tmp_path / "a.jsonl").write_text(jsonl(texts))
     (tmp_path / "b.json").write_text(json.dumps(texts[::-1]))
@@ -305,7 +315,7 @@ def test_bad_json_names_file_and_line_and_writes_nothing(
     assert [path.name for path in tmp_path.iterdir()] == [name]
 
 
-def test_an_error_in_a_worker_is_the_same_line(tmp_path: Path) -> None:
+def test_an_error_in_a_worker_is_the_same_line(tmp_path: Path, many_cores: None) -> None:
     with pytest.raises(InputError, match=r"in\.jsonl:41: bad JSON"):
         prepared(tmp_path, jsonl(["a"] * 40) + "{\n" + jsonl(["b"] * 400), workers=2, chunk_size=8)
     assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]
@@ -318,11 +328,40 @@ class DyingTokenizer(ByteTokenizer):
         os._exit(1)
 
 
-def test_a_killed_worker_is_one_line(tmp_path: Path) -> None:
-    (tmp_path / "in.txt").write_text("text")
+def test_a_killed_worker_is_one_line(tmp_path: Path, many_cores: None) -> None:
+    (tmp_path / "in.jsonl").write_text(jsonl(["a", "b"]))
     with pytest.raises(InputError, match="--workers 2: a worker process was killed"):
-        prepare([tmp_path / "in.txt"], tmp_path / "out", DyingTokenizer(), workers=2)
-    assert [path.name for path in tmp_path.iterdir()] == ["in.txt"]
+        prepare([tmp_path / "in.jsonl"], tmp_path / "out", DyingTokenizer(), workers=2, chunk_size=1)
+    assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]
+
+
+@pytest.mark.parametrize(
+    ("cores", "wanted", "documents", "started"),
+    [(4, 1000, 3, 3), (4, 1000, 9, 4), (4, 2, 9, 2), (4, None, 9, 4), (4, 1000, 1, None), (1, 1000, 9, None)],
+)
+def test_no_more_workers_start_than_there_are_cores_or_pieces(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    cores: int,
+    wanted: int | None,
+    documents: int,
+    started: int | None,
+) -> None:
+    counts: list[int] = []
+
+    class Pool(ThreadPoolExecutor):
+        """Counts its workers, and starts none but threads."""
+
+        def __init__(self, workers: int, mp_context: BaseContext, **options: Any) -> None:
+            counts.append(workers)
+            super().__init__(workers, **options)
+
+    monkeypatch.setattr(MODULE, "ProcessPoolExecutor", Pool)
+    monkeypatch.setattr(MODULE, "available_cores", lambda: cores)
+    texts = [f"document {number}" for number in range(documents)]
+    summary = prepared(tmp_path, jsonl(texts), workers=wanted, chunk_size=1)
+    assert counts == ([] if started is None else [started])
+    assert written(summary.prefix) == texts
 
 
 @pytest.mark.parametrize("name", ["in.txt", "in.jsonl", "in.json"])

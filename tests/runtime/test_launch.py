@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from runtime import launch
+from runtime.entry import ENTRY
 from runtime.launch import measured, run_job, shell_line, torchrun_command
 from tests.runtime.jobs import LAYOUT, ROOT, TINY, children, is_alive, wait_until, write_corpus
 
@@ -212,8 +213,8 @@ def test_a_killed_rank_ends_the_job_and_is_named(tmp_path: Path) -> None:
 
 def test_the_command_is_torchruns_on_this_machine() -> None:
     command = torchrun_command(4, ["--plan", "a b.json"])
-    assert command[0] == sys.executable
-    assert command[-4:] == ["-m", "runtime.pretrain", "--plan", "a b.json"]
+    assert command[:3] == [sys.executable, ENTRY, "torch.distributed.run"]
+    assert command[-4:] == [ENTRY, "runtime.pretrain", "--plan", "a b.json"]
     assert "--nproc-per-node=4" in command
     line = shell_line(command)
     assert "torchrun --standalone --nproc-per-node=4" in line or "-m torch.distributed.run" in line

@@ -1,0 +1,34 @@
+"""Run a module of this installation: `python .../runtime/entry.py MODULE ARGUMENTS`.
+
+What `python -m MODULE` runs may be of the working directory, and so may all that it imports: a user's folder
+with a `runtime` or a `typing.py` of its own. A file that is named by its path looks there for nothing.
+"""
+
+import sys
+
+if __name__ == "__main__" and not (sys.flags.isolated or getattr(sys.flags, "safe_path", False)):
+    # Python put this file's folder first, whose modules are those of the package `runtime` alone.
+    del sys.path[0]
+
+from pathlib import Path
+from runpy import run_module
+
+ENTRY = str(Path(__file__).resolve())
+ROOT = str(Path(__file__).resolve().parents[1])
+
+
+def command(module: str, *arguments: str) -> list[str]:
+    """The command that runs a module of these packages, or of another that this Python has."""
+    return [sys.executable, ENTRY, module, *arguments]
+
+
+def main() -> None:
+    """Become the module that the first argument names."""
+    if ROOT not in sys.path:
+        sys.path.insert(0, ROOT)  # Of a source tree, say, that is not installed.
+    del sys.argv[0]
+    run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,38 @@
+"""What `python -m runtime.pretrain` imports: modules of this installation, none of the working directory.
+
+It is imported before anything else of these packages, and so imports none of them.
+"""
+
+import sys
+from importlib.machinery import PathFinder
+from pathlib import Path
+
+NEEDED = ("costmodels", "planner")
+"""Packages that ranks import besides their own."""
+
+
+def started_as(package: str) -> bool:
+    """Whether this Python runs a module of `package`: `python -m package.module`."""
+    words = sys.orig_argv
+    module = words[words.index("-m") + 1] if "-m" in words[:-1] else ""
+    return module.partition(".")[0] == package
+
+
+def leave_working_directory(root: Path) -> None:
+    """Import nothing further from the working directory, unless the packages lie there, in `root`.
+
+    Ends the process, with one line, where something else on the path has the name of one of them.
+    """
+    here = Path.cwd()
+    if here != root and sys.path[:1] in ([""], [str(here)]):
+        del sys.path[0]
+    for name in NEEDED:
+        found = PathFinder.find_spec(name)
+        file = None if found is None else found.origin
+        if file is not None and Path(file) not in (root / f"{name}.py", root / name / "__init__.py"):
+            print(
+                f"runtime: error: {file} is in the way of the package {name} in {root}: rename it, or take "
+                "its folder out of PYTHONPATH",
+                file=sys.stderr,
+            )
+            sys.exit(2)

@@ -1,0 +1,51 @@
+"""Processes beside this one that import nothing from the working directory."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from multiprocessing import get_context, resource_tracker
+from multiprocessing.context import BaseContext, SpawnContext, SpawnProcess
+from pathlib import Path
+from typing import Any
+
+
+@contextmanager
+def _among_pythons_own() -> Iterator[None]:
+    """In the folder of Python's own library meanwhile.
+
+    A spawned Python looks for modules where it is started, until it has been told this one's path; then it
+    goes to where this one is.
+    """
+    before = Path.cwd()
+    os.chdir(Path(os.__file__).parent)
+    try:
+        yield
+    finally:
+        os.chdir(before)
+
+
+class _Process(SpawnProcess):
+    @staticmethod
+    def _Popen(process_obj: Any) -> Any:
+        with _among_pythons_own():
+            return SpawnProcess._Popen(process_obj)  # type: ignore[attr-defined]
+
+
+class _Context(SpawnContext):
+    Process = _Process
+
+
+def spawned() -> SpawnContext:
+    """For processes that begin anew: threads of PyTorch do not survive a fork."""
+    with _among_pythons_own():
+        # A Python of its own too, which the first lock would start.
+        resource_tracker.ensure_running()
+    return _Context()
+
+
+def usual() -> BaseContext:
+    """For processes that are forked where that is this system's way, and begin anew elsewhere."""
+    context = get_context()
+    return context if context.get_start_method() == "fork" else spawned()

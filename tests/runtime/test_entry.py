@@ -1,0 +1,91 @@
+"""What is run and imported: this installation's modules, whatever lies in the folder where a user types."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from runtime import own_path
+from runtime.faults.tether import tethered
+from runtime.launch import torchrun_command
+from runtime.spawning import spawned
+from tests.conftest import ROOT
+
+NAMES = (
+    *("planner", "cli", "costmodels", "runtime/__init__"),
+    *(
+        "torch",
+        "numpy",
+        "pydantic",
+        "typing",
+        "dataclasses",
+        "json",
+        "pickle",
+        "random",
+        "socket",
+        "tempfile",
+    ),
+)
+
+
+@pytest.fixture
+def crowded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working directory whose files have the names of what is imported."""
+    (tmp_path / "runtime").mkdir()
+    for name in NAMES:
+        (tmp_path / f"{name}.py").write_text(f"raise SystemExit('imported {name}.py of the user')\n")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_a_job_imports_nothing_from_where_it_is_started(crowded: Path) -> None:
+    """From the process that ties it to its launcher, over torchrun, to its rank."""
+    done = subprocess.run(
+        tethered(torchrun_command(1, ["--help"])),
+        cwd=crowded,
+        env={name: value for name, value in os.environ.items() if name != "PYTHONPATH"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "Usage: runtime.pretrain" in done.stdout and "of the user" not in done.stdout + done.stderr
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_spawned_process_imports_nothing_from_where_it_is_started(crowded: Path) -> None:
+    with ProcessPoolExecutor(1, mp_context=spawned()) as pool:
+        assert pool.submit(abs, -3).result() == 3
+    assert Path.cwd() == crowded
+
+
+def test_a_module_leaves_the_folder_in_which_it_is_typed(
+    crowded: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "orig_argv", ["python", "-u", "-m", "runtime.pretrain", "--plan", "plan.json"])
+    assert own_path.started_as("runtime") and not own_path.started_as("planner")
+    others = [folder for folder in sys.path if folder not in ("", str(ROOT))]
+    monkeypatch.setattr(sys, "path", [str(crowded), *others])
+    own_path.leave_working_directory(ROOT)
+    assert sys.path == others
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(sys, "path", [str(ROOT), *others])
+    own_path.leave_working_directory(ROOT)
+    assert sys.path == [str(ROOT), *others]
+
+
+def test_a_file_that_comes_before_a_package_is_named(
+    crowded: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "path", [str(ROOT.parent), str(crowded), str(ROOT)])
+    with pytest.raises(SystemExit, match="2"):
+        own_path.leave_working_directory(ROOT)
+    assert capsys.readouterr().err == (
+        f"runtime: error: {crowded / 'costmodels.py'} is in the way of the package costmodels in {ROOT}: "
+        "rename it, or take its folder out of PYTHONPATH\n"
+    )
