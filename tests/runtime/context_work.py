@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from runtime.model.attention import CoreAttention
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
@@ -16,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from costmodels import Layout, ModelSpec
 from runtime.context_parallel import context_parallel, local_positions
 from runtime.grid import Grid
+from runtime.model.attention import CoreAttention
 from runtime.model.transformer import Transformer
 from runtime.options import TrainingOptions
 from runtime.trainer import Trainer

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from runtime.model.attention import Attention
 from torch import Tensor
 
 from benchmarks.parity import MODELS
 from costmodels import ModelSpec
 from runtime.initialise import initialise
+from runtime.model.attention import Attention
 from runtime.model.rotary import rotary_table, rotate
 from runtime.model.transformer import Transformer
 

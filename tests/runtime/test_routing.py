@@ -10,12 +10,12 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from runtime.model.experts import MixtureOfExperts, Router
 from torch import Tensor
 
 from benchmarks.parity import MODELS
 from costmodels import ModelSpec
 from costmodels import Router as Routing
+from runtime.model.experts import MixtureOfExperts, Router
 from runtime.model.routing import (
     LocalDispatch,
     _UsedOnly,
