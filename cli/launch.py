@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+import signal
 import sys
 from datetime import datetime, timedelta
 from pathlib import Path
-from types import TracebackType
-from typing import Any
 
 import typer
 
+from cli.ending import Ending, peak_bytes, peak_range, step_range
 from cli.notes import unbalanced_experts, whole_optimizer
+from cli.progress import Display
 from cli.restarts import run_with_restarts, usable_ranks
-from cli.tables import console, table
+from cli.status import Status
 from cli.trial import TrialOptions, best_of
 from costmodels.catalogue.host import available_cores
 from costmodels.errors import InputError
@@ -24,7 +25,8 @@ from planner.plan import Plan
 from runtime.faults.options import FaultOptions
 from runtime.faults.replan import Before, previous_run, replanned, same_batch, same_unit
 from runtime.job import search_here
-from runtime.launch import Measured, measured, shell_line, torchrun_command
+from runtime.launch import Outcome, Stopped, shell_line, torchrun_command
+from runtime.logs.console import say
 from runtime.options import DataOptions, OutputOptions, TrainingOptions
 from runtime.preflight import check_folder, check_plan, check_timeout, check_training
 from runtime.text import open_datasets
@@ -82,58 +84,78 @@ def launch(
     output.check()
     options.check(output)
     trial.check(options.plan, options.dry_run)
-    previous = previous_run(output)
-    if options.plan is None:
-        kept = same_batch(batch, previous), same_unit(parallel, training, previous)
-        plans = _plans(model, cluster, *kept, trial.plans_to_try or 1)
-    else:
-        check_alone(model, batch, parallel, dataclasses.replace(cluster, world_size=None))
-        plans = [_planned(options.plan, cluster, training, previous)]
-    plan = plans[0]
-    ranks = plan.layout.world_size
-    check_plan(plan, ranks)
-    check_training(plan, training)
-    log_dir = Path(output.log_dir or f"runs/{datetime.now():%Y%m%d-%H%M%S}-{Path(plan.model.name).name}")
-    logged = dataclasses.replace(output, log_dir=str(log_dir))
-    faults.check(logged.log_dir, options.distributed_timeout_minutes)
-    common = [*arguments(training), *arguments(data), *arguments(faults), *_timeout(options)]
-    settings = [*common, *arguments(logged)]
-    if options.dry_run:
-        # torchrun says how many ranks there are.
-        joined = dataclasses.replace(cluster, world_size=None, local_world_size=None)
-        chosen = [word for group in (model, joined, batch, parallel) for word in arguments(group)]
-        words = ["--plan", options.plan] if options.plan else chosen
-        print(shell_line(torchrun_command(ranks, [*words, *settings])))
-        return
-    for name, folder in (("--save", output.save), ("--tensorboard-dir", output.tensorboard_dir)):
-        if folder is not None:
-            check_folder(folder, name)
-    # Last, so that a job which is refused leaves no folder of a run behind.
-    _prepare_data(plan, training, data, output)
-    if trial.plans_to_try is not None:
-        plan = _tried(plans, trial, training, data, options)
-    check_folder(log_dir, "--log-dir")
-    plan_file = log_dir / "plan.json"
-    plan.save(plan_file)
-    print(f"{plan.model.name} on {ranks} x {plan.cluster.device.name}: {plan.layout.describe()}")
-    print(_prediction(plan, training.train_iters))
-    for note in (*unbalanced_experts(plan, training), *whole_optimizer(plan, parallel)):
-        print(f"note: {note}")
-    print(f"plan, metrics and output are in {log_dir}", flush=True)
-    try:
-        with _Display(training.train_iters) as display:
+    with Status() as status:
+        if not options.dry_run:
+            status.tell("planning")
+        previous = previous_run(output)
+        if options.plan is None:
+            kept = same_batch(batch, previous), same_unit(parallel, training, previous)
+            plans = _plans(model, cluster, *kept, trial.plans_to_try or 1)
+        else:
+            check_alone(model, batch, parallel, dataclasses.replace(cluster, world_size=None))
+            plans = [_planned(options.plan, cluster, training, previous)]
+        plan = plans[0]
+        ranks = plan.layout.world_size
+        check_plan(plan, ranks)
+        check_training(plan, training)
+        log_dir = Path(output.log_dir or f"runs/{datetime.now():%Y%m%d-%H%M%S}-{Path(plan.model.name).name}")
+        logged = dataclasses.replace(output, log_dir=str(log_dir))
+        faults.check(logged.log_dir, options.distributed_timeout_minutes)
+        rest = [*arguments(data), *arguments(faults), *_timeout(options)]
+        common = [*arguments(training), *rest]
+        if options.dry_run:
+            # torchrun says how many ranks there are.
+            joined = dataclasses.replace(cluster, world_size=None, local_world_size=None)
+            chosen = [word for group in (model, joined, batch, parallel) for word in arguments(group)]
+            words = ["--plan", options.plan] if options.plan else chosen
+            print(shell_line(torchrun_command(ranks, [*words, *common, *arguments(logged)])))
+            return
+        for name, folder in (("--save", output.save), ("--tensorboard-dir", output.tensorboard_dir)):
+            if folder is not None:
+                check_folder(folder, name)
+        status.tell("preparing the data")
+        # Last, so that a job which is refused leaves no folder of a run behind.
+        _prepare_data(plan, training, data, output)
+        if trial.plans_to_try is not None:
+            status.clear()
+            plan = _tried(plans, trial, training, data, options)
+        check_folder(log_dir, "--log-dir")
+        plan_file = log_dir / "plan.json"
+        plan.save(plan_file)
+        start = 0 if previous is None else previous.iteration
+        status.line(f"{plan.model.name} on {ranks} x {plan.cluster.device.name}: {plan.layout.describe()}")
+        status.line(_prediction(plan, max(0, training.train_iters - start)))
+        for note in (*unbalanced_experts(plan, training), *whole_optimizer(plan, parallel)):
+            status.line(f"note: {note}")
+        status.line(f"plan, metrics and output are in {log_dir}")
+        status.tell(f"starting {ranks} ranks")
+        if options.max_restarts:
+            rest += ["--max-restarts", str(options.max_restarts)]
+        display = Display(status, training.train_iters)
+        try:
             outcome = run_with_restarts(
                 ranks, ["--plan", str(plan_file), *common], logged, options.max_restarts, display
             )
-    except KeyboardInterrupt:
-        print(f"planner: stopped; all ranks have ended, their output is in {log_dir}", file=sys.stderr)
-        raise typer.Exit(130) from None
-    if outcome.exit_code:
-        print(f"planner: error: {outcome.message}", file=sys.stderr)
-        raise typer.Exit(outcome.exit_code)
-    figures = measured(log_dir)
-    if figures is not None:
-        _print_comparison(plan, figures)
+        except Stopped as stop:
+            outcome = Outcome(128 + stop.number, "", stopped_by=stop.number)
+        display.end()
+    _say_end(outcome, Ending(plan, log_dir, training, output, rest, start))
+    if outcome.stopped_by is signal.SIGINT or outcome.exit_code:
+        raise typer.Exit(outcome.exit_code or 128 + signal.SIGINT)
+
+
+def _say_end(outcome: Outcome, ending: Ending) -> None:
+    """How a job ended, and how to go on; nothing that goes wrong here changes its exit code."""
+    if outcome.message:
+        say(f"planner: error: {outcome.message}", sys.stderr)
+    elif outcome.stopped_by is not None:
+        how = f"{outcome.stopped_by.name}: all ranks have ended, their output is in {ending.log_dir}"
+        say(f"planner: stopped by {how}", sys.stderr)
+    try:
+        for line in ending.lines():
+            say(line)
+    except Exception as error:
+        say(f"planner: warning: cannot say how it ran ({type(error).__name__}: {error})", sys.stderr)
 
 
 def _tried(
@@ -223,69 +245,13 @@ def _prepare_data(plan: Plan, training: TrainingOptions, data: DataOptions, outp
     open_datasets(data, plan.model, training.seed, samples, evaluated)
 
 
-def _prediction(plan: Plan, train_iters: int) -> str:
+def _prediction(plan: Plan, iterations: int) -> str:
+    """What the plan promises of a run of so many iterations, in two lines."""
     estimate = plan.estimate
-    run = timedelta(seconds=round(estimate.step_time_s * train_iters))
+    run = timedelta(seconds=round(estimate.step_time_s * iterations))
+    what, peak = peak_bytes(plan)
     return (
-        f"predicted: {in_seconds(estimate.step_time_s)} a step, {run} for {train_iters} iterations, "
-        f"{estimate.peak_memory_bytes / GIB:.2f} of {plan.cluster.memory_bytes / GIB:.1f} GiB a rank"
+        f"predicted: {in_seconds(estimate.step_time_s)} a step ({step_range(plan)}), {run} for {iterations} "
+        f"iterations\npredicted: {what} {peak / GIB:.3g} GiB ({peak_range(plan)}); a rank takes "
+        f"{estimate.peak_memory_bytes / GIB:.2f} of {plan.cluster.memory_bytes / GIB:.1f} GiB"
     )
-
-
-def _print_comparison(plan: Plan, figures: Measured) -> None:
-    estimate, memory = plan.estimate, plan.estimate.peak_memory_bytes
-    what = "peak memory (GiB)"
-    if plan.cluster.device.kind != "cpu":
-        # A GPU's allocator counts tensors, not the driver's context or communication buffers.
-        memory = max(stage.total - stage.overhead for stage in estimate.memory)
-        what = "peak of tensors (GiB)"
-    rows = [
-        _compared("step time (s)", estimate.step_time_s, figures.step_time_s),
-        _compared(what, memory / GIB, figures.peak_memory_bytes / GIB),
-    ]
-    console().print(table(["", "predicted", "measured", "predicted / measured"], rows, left=("",)))
-
-
-def _compared(name: str, predicted: float, seen: float) -> list[str]:
-    return [name, f"{predicted:.4g}", f"{seen:.4g}", f"{predicted / seen:.2f}"]
-
-
-class _Display:
-    """A progress bar under the lines of the job; on a pipe the lines alone."""
-
-    def __init__(self, train_iters: int) -> None:
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-        self.progress = Progress(
-            TextColumn("training"),
-            BarColumn(bar_width=20),
-            MofNCompleteColumn(),
-            TimeRemainingColumn(),
-            TextColumn("{task.description}"),
-            console=console(),
-            transient=True,
-            disable=not console().is_terminal,
-        )
-        self.task = self.progress.add_task("", total=train_iters)
-
-    def __enter__(self) -> _Display:
-        self.progress.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.progress.stop()
-
-    def line(self, text: str) -> None:
-        """Show a line of the job."""
-        if self.progress.disable:
-            print(text, flush=True)
-        else:
-            self.progress.console.print(text, markup=False, highlight=False, soft_wrap=True)
-
-    def metrics(self, record: dict[str, Any]) -> None:
-        """Move the bar to a logged step."""
-        if "step_time_s" in record:
-            text = f"loss {record['loss']:.3f}, {record['tokens_per_s']:,.0f} tokens/s"
-            self.progress.update(self.task, completed=record["iteration"], description=text)

@@ -50,7 +50,9 @@ def run_with_restarts(
     assert output.log_dir is not None
     for done in range(restarts + 1):
         command = torchrun_command(ranks, [*settings, *arguments(output)])
-        outcome = run_job(command, ranks, Path(output.log_dir), display.line, display.metrics, restarts=done)
+        saves = output.save is not None
+        shown = display.line, display.metrics
+        outcome = run_job(command, ranks, Path(output.log_dir), *shown, restarts=done, saves=saves)
         if not outcome.restart or done == restarts:
             break
         output = going_on(output)

@@ -2,19 +2,31 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
+from typing import IO, TYPE_CHECKING
 
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
 
-def console() -> Console:
-    """Standard output, as wide as the terminal, or 80 columns where there is none."""
+def console(file: IO[str] | None = None) -> Console:
+    """Standard output or another `file`, as wide as the terminal, or 80 columns where there is none.
+
+    A reader that went away is a `BrokenPipeError`, as of any print.
+    """
     from rich.console import Console
 
-    return Console(highlight=False, soft_wrap=False)
+    class Screen(Console):
+        def on_broken_pipe(self) -> None:
+            raise
+
+    # Rich would take COLUMNS=0 at its word.
+    is_zero = os.environ.get("COLUMNS", "").strip() == "0"
+    width = shutil.get_terminal_size().columns if is_zero else None
+    return Screen(file=file, width=width, highlight=False, soft_wrap=False)
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[str]], left: Sequence[str] = ()) -> Table:

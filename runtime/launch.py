@@ -71,6 +71,16 @@ class Outcome:
     """Why it failed, in one line; empty after success."""
     restart: bool = False
     """The failure need not happen again: a rank was lost, not its input refused."""
+    stopped_by: signal.Signals | None = None
+    """The signal on which the job saved and ended."""
+
+
+class Stopped(KeyboardInterrupt):
+    """A signal has ended a job, and all its ranks, before it could save."""
+
+    def __init__(self, number: signal.Signals = signal.SIGINT) -> None:
+        super().__init__()
+        self.number = number
 
 
 @dataclass(frozen=True)
@@ -83,9 +93,9 @@ class Measured:
     """The largest of all ranks."""
 
 
-def measured(log_dir: str | Path) -> Measured | None:
-    """Figures of a finished job; None when it logged no step."""
-    steps = [record for record in read_metrics(log_dir) if "step_time_s" in record]
+def measured(log_dir: str | Path, start: int = 0) -> Measured | None:
+    """Figures of a finished job that began after iteration `start`; None when it logged no step."""
+    steps = [r for r in read_metrics(log_dir) if "step_time_s" in r and r["iteration"] > start]
     if not steps:
         return None
     settled = steps[1:] or steps
@@ -102,15 +112,18 @@ def run_job(
     on_line: Callable[[str], None],
     on_metrics: Callable[[dict[str, Any]], None],
     restarts: int = 0,
+    saves: bool = False,
 ) -> Outcome:
-    """Run `command` to its end; `KeyboardInterrupt` ends it with all its ranks and is raised again.
+    """Run `command` to its end; Ctrl-C and SIGTERM end it with all its ranks, and are raised as `Stopped`.
 
-    The job also ends when this process does, however that happens.
+    The job also ends when this process does, however that happens. What `on_line` or `on_metrics` raises ends
+    it too.
 
     Args:
         on_line: called with each line that the ranks print.
         on_metrics: called with each new record of metrics.jsonl.
         restarts: how often the job was started before, after failures.
+        saves: the ranks save and end on SIGTERM. The first signal asks for that; a second one does not wait.
     """
     error_file = log_dir / "error.json"
     error_file.unlink(missing_ok=True)
@@ -123,12 +136,16 @@ def run_job(
     ) as torchrun_folder:
         environment.setdefault(TORCHRUN_FOLDER, torchrun_folder)
         process = _started(command, environment)
-        agent_lines, code = _watched(process, log_dir, error_file, on_line, on_metrics)
+        stop = _Stop(process, saves)
+        agent_lines, code = _watched(process, stop, log_dir, error_file, on_line, on_metrics)
     if code == 0:
-        return Outcome(0, "")
+        return Outcome(0, "", stopped_by=stop.asked)
     stated = read_report(error_file)
     if stated is not None:
-        return Outcome(stated.exit_code, stated.message, stated.restart)
+        restart = stated.restart and stop.asked is None
+        return Outcome(stated.exit_code, stated.message, restart, stop.asked)
+    if stop.asked is not None:
+        raise Stopped(stop.asked)  # Before there was anything to save.
     cause = f"{_cause(agent_lines, code)}; all ranks were stopped, logs are in {log_dir}"
     return Outcome(1, cause, restart=True)
 
@@ -145,8 +162,29 @@ def _started(command: Sequence[str], environment: dict[str, str]) -> subprocess.
     )
 
 
+class _Stop:
+    """Ends a job when this process is asked to end."""
+
+    def __init__(self, process: subprocess.Popen[str], saves: bool) -> None:
+        self.process, self.saves = process, saves
+        self.asked: signal.Signals | None = None
+
+    def signalled(self, number: int, _: object) -> None:
+        """Take a signal: a job that saves is asked to, once; else `Stopped` is raised."""
+        before, self.asked = self.asked, signal.Signals(number)
+        # One rank is enough for all. Not torchrun: it kills what has not saved after 30 s.
+        if before is None and self.saves and _pass_on_to_rank(self.process.pid, signal.SIGTERM):
+            return
+        if before is not None:
+            for rank in _ranks(self.process.pid):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(rank, signal.SIGKILL)
+        raise Stopped(self.asked)
+
+
 def _watched(
     process: subprocess.Popen[str],
+    stop: _Stop,
     log_dir: Path,
     error_file: Path,
     on_line: Callable[[str], None],
@@ -154,12 +192,14 @@ def _watched(
 ) -> tuple[list[str], int]:
     """Follow a job until it has ended, or end it; what torchrun said of itself, and its exit code."""
     # A shell that starts this in the background made it ignore Ctrl-C; a signal must stop it all the same.
-    previous = {number: signal.signal(number, _interrupt) for number in (signal.SIGINT, signal.SIGTERM)}
+    previous = {number: signal.signal(number, stop.signalled) for number in (signal.SIGINT, signal.SIGTERM)}
     if hasattr(signal, "SIGUSR1"):
         # torchrun would die of it; one rank that takes note of it is enough for all.
-        previous[signal.SIGUSR1] = signal.signal(signal.SIGUSR1, lambda *_: _pass_on_to_rank(process.pid))
+        previous[signal.SIGUSR1] = signal.signal(
+            signal.SIGUSR1, lambda *_: _pass_on_to_rank(process.pid, signal.SIGUSR1)
+        )
     try:
-        agent_lines = _follow(process, log_dir, error_file, on_line, on_metrics)
+        agent_lines = _follow(process, stop, log_dir, error_file, on_line, on_metrics)
         return agent_lines, process.wait()
     except BaseException:
         _stop(process)
@@ -171,6 +211,7 @@ def _watched(
 
 def _follow(
     process: subprocess.Popen[str],
+    stop: _Stop,
     log_dir: Path,
     error_file: Path,
     on_line: Callable[[str], None],
@@ -185,8 +226,13 @@ def _follow(
     agent_lines: list[str] = []
     reader = MetricsReader(log_dir)
     open_streams = len(streams)
+    said_stop = False
     with _Log(log_dir / "output.log") as log:
         while open_streams:
+            if stop.asked is not None and not said_stop:
+                said_stop = True
+                how = "saving after the running step; a second signal does not wait"
+                on_line(f"planner: {stop.asked.name}: {how}")
             try:
                 name, line = lines.get(timeout=0.5)
             except queue.Empty:
@@ -211,16 +257,21 @@ class _Log:
         self.path = path
         self.failed = False
 
+        self.file: IO[bytes] | None = None
+
     def __enter__(self) -> _Log:
-        self.file = self.path.open("ab", buffering=0)
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.file.close()
+        if self.file is not None:
+            with contextlib.suppress(OSError):
+                self.file.close()
 
     def write(self, line: str) -> None:
         """Append a line; a full disk is said once and ends nothing."""
         try:
+            if self.file is None:
+                self.file = self.path.open("ab", buffering=0)
             self.file.write(line.encode(errors="replace"))
         except OSError as error:
             if not self.failed:
@@ -234,18 +285,23 @@ def _read(name: str, stream: IO[str], lines: queue.Queue[tuple[str, str | None]]
     lines.put((name, None))
 
 
-def _interrupt(*_: object) -> None:
-    raise KeyboardInterrupt
-
-
-def _pass_on_to_rank(torchrun: int) -> None:
-    """Ask a job to save: SIGUSR1 to its first rank."""
+def _ranks(torchrun: int) -> list[int]:
+    """Processes of the ranks that a torchrun has started, the first one first."""
     listing = subprocess.run(["ps", "-eo", "pid=,ppid="], capture_output=True, text=True)
     pairs = (tuple(map(int, line.split())) for line in listing.stdout.splitlines())
-    ranks = sorted(pid for pid, parent in pairs if parent == torchrun)
-    if ranks:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(ranks[0], signal.SIGUSR1)
+    return sorted(pid for pid, parent in pairs if parent == torchrun)
+
+
+def _pass_on_to_rank(torchrun: int, number: signal.Signals) -> bool:
+    """Send a signal to the first rank of a job; False where there is none yet, or none any more."""
+    ranks = _ranks(torchrun)
+    if not ranks:
+        return False
+    try:
+        os.kill(ranks[0], number)
+    except ProcessLookupError:
+        return False
+    return True
 
 
 def _stop(process: subprocess.Popen[str]) -> None:

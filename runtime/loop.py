@@ -25,14 +25,14 @@ from runtime.faults.replan import run_state
 from runtime.faults.slow_ranks import SlowRanks
 from runtime.faults.watchdog import active, fail_alone
 from runtime.job import Job, first_train_samples, sample_order
-from runtime.logs.console import say
+from runtime.logs.console import progress, say
 from runtime.logs.metrics import (
     Recorder,
+    evaluation_line,
     expert_metrics,
     log_line,
     peak_memory_bytes,
     throughput,
-    validation_line,
 )
 from runtime.logs.sample_log import SampleLog, forget_after
 from runtime.trainer import StepResult, Trainer
@@ -71,7 +71,7 @@ class Loop:
     def run(self) -> None:
         with self.requests.heeded():
             try:
-                self._train()
+                why = self._train()
                 if self.saver is not None:
                     doing("saving a checkpoint")
                     self.saver.close()
@@ -81,12 +81,22 @@ class Loop:
                 raise
         if self.recorder is not None:
             self.recorder.close()
+        if why and self.is_first:
+            folder, last = self.job.output.save, self.job.training.train_iters
+            how = "nothing was saved" if folder is None else f"go on with --load {folder}"
+            say(f"stopped after iteration {self.trainer.iteration} of {last}: {why}; {how}")
 
-    def _train(self) -> None:
+    def _train(self) -> str:
+        """Train to the last iteration, or until the run is to stop; why it was, empty at the end."""
         output, trainer = self.job.output, self.trainer
         last = self.job.training.train_iters
         if trainer.iteration == 0:
+            if self.is_first and self.datasets.valid is not None:
+                progress("the first evaluation")
             self.evaluate()
+        if self.is_first and trainer.iteration < last:
+            compiles = self.job.training.compiles(self.plan.layout, trainer.grid.device.type == "cuda")
+            progress("the first step, which compiles the layers" if compiles else "the first step")
         # Collector pauses on one rank stall all others; cycles are collected when the run logs, among what
         # the steps have made only: going through all that is imported takes a quarter of a second.
         gc.collect()
@@ -118,12 +128,13 @@ class Loop:
                         self.evaluate()
                     if saves:
                         self.save()
-            if stop:
-                if request.stops and self.is_first:
-                    say(f"stopped after iteration {iteration} of {last}: {self.requests.reason(request)}")
-                break
+            if stop and iteration < last:
+                if request.stops:
+                    return self.requests.reason(request)
+                return f"--exit-interval {output.exit_interval}"
         if trainer.iteration == last:
             self.test()
+        return ""
 
     def step(self) -> None:
         """Train on the next global batch."""
@@ -187,7 +198,8 @@ class Loop:
         if self.recorder is not None:
             self.recorder.step(metrics, self.consumed_samples, self.batch)
             last = self.job.training.train_iters
-            say(log_line(metrics, last, self.consumed_samples, self.batch, datetime.now()))
+            on_gpu = self.trainer.grid.device.type == "cuda"
+            say(log_line(metrics, last, self.consumed_samples, self.batch, datetime.now(), on_gpu))
             if straggler:
                 say(straggler)
 
@@ -199,15 +211,16 @@ class Loop:
         loss = self.mean_loss(self.datasets.valid)
         self.evaluated_at = iteration
         if self.recorder is not None:
-            self.recorder.validation(iteration, loss, self.consumed_samples)
-            say(validation_line(iteration, loss))
+            self.recorder.evaluation(iteration, loss, self.consumed_samples)
+            say(evaluation_line(iteration, loss))
 
     def test(self) -> None:
         """Report the mean loss over the test samples, if the run has any."""
         if self.datasets.test is not None:
             loss = self.mean_loss(self.datasets.test)
-            if self.is_first:
-                say(validation_line(self.trainer.iteration, loss).replace(" validation loss", " test loss"))
+            if self.recorder is not None:
+                self.recorder.evaluation(self.trainer.iteration, loss, self.consumed_samples, "test")
+                say(evaluation_line(self.trainer.iteration, loss, "test"))
 
     def mean_loss(self, samples: Samples) -> float:
         """Over --eval-iters global batches from the first sample on."""

@@ -39,7 +39,7 @@ from runtime.faults.replan import (
 from runtime.faults.watchdog import Watchdog
 from runtime.float8 import check_float8
 from runtime.job import Job, RunOptions, plan_here, sample_order
-from runtime.logs.console import flush, say
+from runtime.logs.console import flush, progress, say
 from runtime.loop import Loop
 from runtime.optimizers.adam8bit import check_adam8bit
 from runtime.options import DataOptions, OutputOptions, TrainingOptions
@@ -155,7 +155,7 @@ def _lost_connection(watchdog: Watchdog) -> NoReturn:
 
 
 def _run(job: Job, ranks: Ranks, device: torch.device) -> None:
-    doing("planning")
+    _begin("planning")
     plan = Plan.model_validate_json(on_first_rank(lambda: _prepare(job, ranks)))
     spec, layout = plan.model, plan.layout
     if plan.cluster.parts:
@@ -164,13 +164,13 @@ def _run(job: Job, ranks: Ranks, device: torch.device) -> None:
         together(lambda: check_float8(device))
     if layout.optimizer == "adam8bit":
         together(check_adam8bit)
-    doing("opening the data")
+    _begin("opening the data")
     datasets = in_turns(ranks, lambda: _datasets(job, plan))
-    doing("building the model")
+    _begin("building the model")
     trainer = Trainer(spec, layout, job.training, device, job.faults)
-    doing("loading a checkpoint")
     consumed = 0
     if job.output.load is not None:
+        _begin("loading a checkpoint")
         folder, step = job.output.load, job.output.ckpt_step
         iteration = on_first_rank(lambda: checkpoint.iteration_to_load(folder, step))
         if iteration is None and job.output.exit_on_missing_checkpoint:
@@ -189,6 +189,13 @@ def _run(job: Job, ranks: Ranks, device: torch.device) -> None:
     if ranks.rank == 0:
         _announce(plan, trainer.iteration, job)
     Loop(job, plan, trainer, datasets, consumed).run()
+
+
+def _begin(what: str) -> None:
+    """Note what this rank starts to do, which the first one says."""
+    doing(what)
+    if dist.get_rank() == 0:
+        progress(what)
 
 
 def _is_cpu_plan(path: str) -> bool:

@@ -8,8 +8,9 @@ elsewhere.
 
 from __future__ import annotations
 
+from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from costmodels import ModelSpec
 from runtime.checkpoint.folders import (
@@ -23,13 +24,14 @@ from runtime.checkpoint.folders import (
     partial_folder,
     publish,
 )
-from runtime.checkpoint.loading import load, load_weights_only
 from runtime.checkpoint.manifest import MANIFEST, reading, verify
 from runtime.checkpoint.run_file import RUN_FILE, RunFile, read_run
-from runtime.checkpoint.saver import Saver
-from runtime.checkpoint.tensors import contents_of, stored_tensors
-from runtime.checkpoint.writing import SaveFailed, write
-from runtime.trainer import Trainer
+
+if TYPE_CHECKING:
+    from runtime.checkpoint.loading import load, load_weights_only
+    from runtime.checkpoint.saver import Saver
+    from runtime.checkpoint.writing import SaveFailed
+    from runtime.trainer import Trainer
 
 __all__ = [
     "MANIFEST",
@@ -54,6 +56,20 @@ __all__ = [
     "verify",
 ]
 
+WITH_PYTORCH = {
+    "load": "loading",
+    "load_weights_only": "loading",
+    "Saver": "saver",
+    "SaveFailed": "writing",
+}
+"""Names whose modules import PyTorch: whoever only asks what is in a folder need not wait for it."""
+
+
+def __getattr__(name: str) -> Any:
+    if name in WITH_PYTORCH:
+        return getattr(import_module(f"runtime.checkpoint.{WITH_PYTORCH[name]}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
 
 def save(folder: str | Path, trainer: Trainer, spec: ModelSpec, run: dict[str, Any]) -> Path:
     """Write the state of `trainer`; every rank calls it. Returns the checkpoint's folder.
@@ -61,5 +77,8 @@ def save(folder: str | Path, trainer: Trainer, spec: ModelSpec, run: dict[str, A
     Raises:
         SaveFailed: the files could not be written.
     """
+    from runtime.checkpoint.tensors import contents_of, stored_tensors
+    from runtime.checkpoint.writing import write
+
     tensors, contents = stored_tensors(trainer, spec), contents_of(trainer, spec, run)
     return write(Path(folder), trainer.iteration, tensors, contents)

@@ -34,6 +34,8 @@ class Before(BaseModel):
 
     model_config = ConfigDict(extra="ignore")
 
+    iteration: int = 0
+    """The last one that it trained."""
     global_batch_size: int | None = Field(None, ge=1)
     micro_batch_size: int | None = Field(None, ge=1)
     layout: str = "another layout"
@@ -67,7 +69,7 @@ def previous_run(output: OutputOptions) -> Before | None:
         return None
     folder = checkpoint.iteration_folder(output.load, iteration)
     try:
-        return Before.model_validate(checkpoint.read_run(folder).told())
+        return Before.model_validate({**checkpoint.read_run(folder).told(), "iteration": iteration})
     except ValidationError as error:
         raise InputError(f"{folder / checkpoint.RUN_FILE} is damaged: {one_line(error)}") from None
 

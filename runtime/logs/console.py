@@ -4,26 +4,80 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import sys
-from typing import TextIO
+from collections.abc import Iterator
+from typing import Any, TextIO
+
+PROGRESS = re.compile(r"runtime: (.+) \.\.\.")
+"""A line of `progress`; its group says what goes on."""
+
+_told: set[str] = set()
+"""Streams of which it was said that they cannot be written."""
 
 
-def say(text: str, stream: TextIO | None = None) -> None:
-    """Print a line at once, to standard output unless another `stream` is given; drop it if that fails."""
-    target = sys.stdout if stream is None else stream
-    try:
-        print(text, file=target, flush=True)
-    except OSError:
-        _forget(target)
+class Unfailing:
+    """A text stream that drops what it cannot write, and says so once on standard error."""
+
+    def __init__(self, stream: TextIO | None) -> None:
+        self.stream = stream
+        """None where it was closed before the process began."""
+
+    def write(self, text: str) -> int:
+        """Write `text`, with escapes for letters that the stream's encoding lacks."""
+        if self.stream is not None:
+            with self._forgiving(self.stream):
+                try:
+                    self.stream.write(text)
+                except UnicodeEncodeError:
+                    encoding = self.stream.encoding
+                    self.stream.write(text.encode(encoding, "backslashreplace").decode(encoding))
+        return len(text)
+
+    def flush(self) -> None:
+        """Pass on what is buffered."""
+        if self.stream is not None:
+            with self._forgiving(self.stream):
+                self.stream.flush()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.stream, name)
+
+    @contextlib.contextmanager
+    def _forgiving(self, stream: TextIO) -> Iterator[None]:
+        try:
+            yield
+        except (OSError, ValueError) as error:
+            _forget(stream)
+            _tell(stream, error)
+
+
+def say(text: str, stream: TextIO | None = None, end: str = "\n") -> None:
+    """Print at once, to standard output unless another `stream` is given; what fails is dropped."""
+    target = Unfailing(sys.stdout if stream is None else stream)
+    target.write(text + end)
+    target.flush()
+
+
+def progress(what: str) -> None:
+    """Say on standard error what this process begins to do; a launcher shows it as it likes."""
+    say(f"runtime: {what} ...", sys.stderr)
 
 
 def flush() -> None:
     """Pass on what is still buffered, as far as that is possible."""
     for stream in (sys.stdout, sys.stderr):
-        try:
-            stream.flush()
-        except (OSError, ValueError):
-            _forget(stream)
+        Unfailing(stream).flush()
+
+
+def _tell(stream: TextIO, error: Exception) -> None:
+    """Say once that a stream fails; of standard error nobody can be told."""
+    name = "standard output" if stream is sys.stdout else str(getattr(stream, "name", "a stream"))
+    if stream is sys.stderr or name in _told:
+        return
+    _told.add(name)
+    why = error.strerror if isinstance(error, OSError) else error
+    say(f"warning: {name} cannot be written ({why}); the job goes on", sys.stderr)
 
 
 def _forget(stream: TextIO) -> None:

@@ -71,9 +71,9 @@ def keep_lines(path: Path, iteration: int) -> None:
 
     Where the file cannot be written it stays as it is, with a warning.
     """
-    kept = [record for record in read_lines(path) if 0 < iteration >= record["iteration"]]
     fresh = path.with_name(path.name + ".partial")
     try:
+        kept = [record for record in read_lines(path) if 0 < iteration >= record["iteration"]]
         fresh.write_text("".join(json.dumps(record) + "\n" for record in kept))
         fresh.replace(path)
     except OSError as error:

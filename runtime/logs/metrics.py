@@ -71,14 +71,16 @@ def log_line(
     consumed_samples: int,
     global_batch_size: int,
     now: datetime,
+    on_gpu: bool = True,
 ) -> str:
-    """One line in the format that tools for Megatron-LM's logs parse."""
+    """One line in the format that tools for Megatron-LM's logs parse; a CPU has no TFLOP/s of a GPU."""
     iteration = metrics["iteration"]
+    rate = f" throughput per GPU (TFLOP/s/GPU): {metrics['tflops_per_device']:.1f} |" if on_gpu else ""
     return (
         f" [{now:%Y-%m-%d %H:%M:%S.%f}] iteration {iteration:8d}/{train_iters:8d} |"
         f" consumed samples: {consumed_samples:12d} |"
         f" elapsed time per iteration (ms): {metrics['step_time_s'] * 1e3:.1f} |"
-        f" throughput per GPU (TFLOP/s/GPU): {metrics['tflops_per_device']:.1f} |"
+        f"{rate}"
         f" learning rate: {metrics['learning_rate']:.6E} |"
         f" global batch size: {global_batch_size:5d} |"
         f" lm loss: {metrics['loss']:.6E} |"
@@ -101,11 +103,11 @@ def _expert_words(metrics: Mapping[str, Any]) -> str:
     return words
 
 
-def validation_line(iteration: int, loss: float) -> str:
+def evaluation_line(iteration: int, loss: float, split: str = "validation") -> str:
     """Megatron-LM's line of an evaluation."""
     perplexity = math.exp(min(20.0, loss))
     return (
-        f" validation loss at iteration {iteration} | lm loss value: {loss:.6E} |"
+        f" {split} loss at iteration {iteration} | lm loss value: {loss:.6E} |"
         f" lm loss PPL: {perplexity:.6E} |"
     )
 
@@ -143,10 +145,12 @@ class Recorder:
             tags[f"fullest expert/layer {layer}"] = max(shares)
         self._board(tags, metrics["iteration"], consumed_samples)
 
-    def validation(self, iteration: int, loss: float, consumed_samples: int) -> None:
+    def evaluation(
+        self, iteration: int, loss: float, consumed_samples: int, split: str = "validation"
+    ) -> None:
         """Record one evaluation."""
-        self._write({"iteration": iteration, "validation_loss": loss})
-        self._board({"lm loss validation": loss}, iteration, consumed_samples)
+        self._write({"iteration": iteration, f"{split}_loss": loss})
+        self._board({f"lm loss {split}": loss}, iteration, consumed_samples)
 
     def close(self) -> None:
         """Flush and close the files."""

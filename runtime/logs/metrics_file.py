@@ -23,15 +23,21 @@ class MetricsReader:
         self.file, self.offset = self._state()
 
     def new_records(self) -> list[dict[str, Any]]:
-        """Records that were completed since the last call; a new file is read from its beginning."""
+        """Records that were completed since the last call; a new file is read from its beginning.
+
+        None of a file that cannot be read.
+        """
         file, size = self._state()
         if file != self.file:
             self.file, self.offset = file, 0
         if size <= self.offset:
             return []
-        with self.path.open("rb") as stream:
-            stream.seek(self.offset)
-            complete, newline, _ = stream.read().rpartition(b"\n")
+        try:
+            with self.path.open("rb") as stream:
+                stream.seek(self.offset)
+                complete, newline, _ = stream.read().rpartition(b"\n")
+        except OSError:
+            return []
         self.offset += len(complete + newline)
         return list(parsed_lines(complete))
 
@@ -39,7 +45,7 @@ class MetricsReader:
         """Inode and bytes of the file; zeros when there is none."""
         try:
             status = self.path.stat()
-        except FileNotFoundError:
+        except OSError:
             return 0, 0
         return status.st_ino, status.st_size
 

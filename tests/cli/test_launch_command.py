@@ -9,7 +9,6 @@ import shlex
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -102,7 +101,10 @@ def test_launch_trains_and_compares_the_plan_with_what_happened(
         *("launch", *TINY, *ON_TWO, "--data-path", data, "--split", "90,10,0", "--train-iters", "6"),
         *("--log-interval", "2", "--eval-iters", "1", "--log-dir", folder, "--save", folder / "checkpoints"),
     )
-    assert (code, err) == (0, "")
+    assert code == 0
+    phases = ["planning", "preparing the data", "starting 2 ranks", "planning", "opening the data"]
+    phases += ["building the model", "the first evaluation", "the first step"]
+    assert err.splitlines() == [f"planner: {phase}" for phase in phases]
     plan = Plan.load(folder / "plan.json")
     assert plan.layout.data_parallel == 2
     assert plan.layout.describe() in out
@@ -111,7 +113,10 @@ def test_launch_trains_and_compares_the_plan_with_what_happened(
     assert list(losses(folder)) == [2, 4, 6]
     assert (folder / "checkpoints" / "latest_checkpointed_iteration.txt").read_text() == "6"
     log = (folder / "output.log").read_text()
-    assert all(line in out for line in log.splitlines())
+    assert all(line in out for line in log.splitlines() if not line.startswith("runtime: "))
+    assert "TFLOP/s" not in out
+    assert f"last checkpoint: {folder}/checkpoints/iter_0000006, of iteration 6 of 6" in out
+    assert "--train-iters 12" in out and re.search(r"the step is .* the predicted range", out)
     records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     table = out[out.index("predicted", out.index("validation loss at iteration 6")) :].splitlines()
     assert "measured" in table[0]
@@ -141,7 +146,7 @@ def test_mindspeeds_guide_to_experts_trains_in_small_on_four_ranks(
         del words[words.index(name) : words.index(name) + 2]
     on_four = ("--device", "cpu", "--world-size", "4", "--log-dir", tmp_path / "run")
     code, out, err = planner_command("launch", *words, *on_four)
-    assert (code, err) == (0, "")
+    assert code == 0 and "warning" not in err
     assert "note: experts are dropless" in out and "nothing balances routers" in out
     layout = Plan.load(tmp_path / "run" / "plan.json").layout
     assert (layout.tensor_parallel, layout.expert_parallel, layout.data_parallel) == (2, 2, 2)
@@ -158,10 +163,10 @@ def test_mindspeeds_guide_to_experts_trains_in_small_on_four_ranks(
             assert len(layer) == 4 and sum(layer) == pytest.approx(4.0, abs=1e-3)
 
 
-def test_ctrl_c_stops_every_process_within_seconds(tmp_path: Path, data: str) -> None:
+def test_ctrl_c_saves_stops_every_process_and_says_how_to_go_on(tmp_path: Path, data: str) -> None:
     folder = tmp_path / "run"
     words = [*TINY, *ON_TWO, "--data-path", data, "--train-iters", "1000000", "--eval-iters", "0"]
-    words += ["--log-interval", "1", "--log-dir", str(folder)]
+    words += ["--log-interval", "1", "--log-dir", str(folder), "--save", str(folder / "saved")]
     with (tmp_path / "out").open("w") as out, (tmp_path / "err").open("w") as err:
         launcher = subprocess.Popen(
             # Ctrl-C is ignored at the start, as in what a shell sends to the background.
@@ -175,15 +180,17 @@ def test_ctrl_c_stops_every_process_within_seconds(tmp_path: Path, data: str) ->
         assert launcher.poll() is None, (tmp_path / "err").read_text()
         below = descendants(launcher.pid)
         assert len(below) == 3  # torchrun and two ranks
-        started = time.monotonic()
         launcher.send_signal(signal.SIGINT)
-        assert launcher.wait(30) == 130
-        assert time.monotonic() - started < 15
+        assert launcher.wait(60) == 130
         assert not any(map(is_alive, below))
         assert not list(folder.glob("torchrun-*"))
     finally:
         launcher.kill()
         launcher.wait()
     errors = (tmp_path / "err").read_text()
-    assert errors == f"planner: stopped; all ranks have ended, their output is in {folder}\n"
-    assert "Traceback" not in (tmp_path / "out").read_text()
+    assert errors.endswith(f"planner: stopped by SIGINT: all ranks have ended, their output is in {folder}\n")
+    out_text = (tmp_path / "out").read_text()
+    assert "Traceback" not in errors + out_text
+    saved = int((folder / "saved" / "latest_checkpointed_iteration.txt").read_text())
+    assert f"last checkpoint: {folder}/saved/iter_{saved:07d}, of iteration {saved} of 1000000\n" in out_text
+    assert f"\nto go on: planner launch --plan {folder}/plan.json" in out_text

@@ -233,3 +233,51 @@ def test_the_first_logged_step_is_not_measured(tmp_path: Path) -> None:
     assert measured(tmp_path) == launch.Measured(2.0, 7)
     (tmp_path / "metrics.jsonl").write_text("\n".join(text.splitlines()[:2]))
     assert measured(tmp_path) == launch.Measured(9.0, 5)
+
+
+def agent(heeds: str) -> list[str]:
+    """A job of one rank, which heeds signals as it likes."""
+    rank = f"import signal, sys, time; {heeds}; print('ready', flush=True); time.sleep(60)"
+    return script(
+        f"import subprocess, sys; sys.exit(subprocess.run([sys.executable, '-c', {rank!r}]).returncode)"
+    )
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_job_that_saves_is_asked_to_and_ends_by_itself(tmp_path: Path, number: signal.Signals) -> None:
+    lines: list[str] = []
+
+    def told(line: str) -> None:
+        lines.append(line)
+        if line == "ready":
+            os.kill(os.getpid(), number)
+
+    heeds = "signal.signal(signal.SIGTERM, lambda *_: (print('saved', flush=True), sys.exit(0)))"
+    outcome = run_job(agent(heeds), 2, tmp_path, told, lambda record: None, saves=True)
+    assert outcome == launch.Outcome(0, "", stopped_by=number)
+    assert sorted(lines) == sorted(
+        [
+            *("ready", "saved"),
+            f"planner: {number.name}: saving after the running step; a second signal does not wait",
+        ]
+    )
+
+
+def test_a_job_with_nothing_to_save_yet_is_not_started_again(tmp_path: Path) -> None:
+    def told(line: str) -> None:
+        if line == "ready":
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    with pytest.raises(launch.Stopped) as stop:
+        run_job(agent("pass"), 2, tmp_path, told, lambda record: None, saves=True)
+    assert stop.value.number is signal.SIGTERM
+
+
+def test_a_second_signal_does_not_wait_for_the_save(tmp_path: Path) -> None:
+    def told(line: str) -> None:
+        if line in ("ready", "heard"):
+            os.kill(os.getpid(), signal.SIGINT)
+
+    heeds = "signal.signal(signal.SIGTERM, lambda *_: print('heard', flush=True))"
+    with pytest.raises(KeyboardInterrupt):
+        run_job(agent(heeds), 2, tmp_path, told, lambda record: None, saves=True)

@@ -15,7 +15,7 @@ import torch
 from costmodels import ModelSpec
 from costmodels.catalogue import load_model
 from planner.inputs import resolve_cluster
-from runtime.logs.metrics import Recorder, log_line, peak_memory_bytes, throughput, validation_line
+from runtime.logs.metrics import Recorder, evaluation_line, log_line, peak_memory_bytes, throughput
 from runtime.logs.metrics_file import METRICS_FILE, MetricsReader, keep_until, read_metrics
 from tests.runtime.layouts import layout_of
 
@@ -86,11 +86,11 @@ def test_tools_that_read_megatrons_logs_read_ours(iteration: int, loss: float, n
 
 
 def test_the_line_of_an_evaluation_is_megatrons() -> None:
-    assert validation_line(10, math.log(100.0)) == (
+    assert evaluation_line(10, math.log(100.0)) == (
         " validation loss at iteration 10 | lm loss value: 4.605170E+00 | lm loss PPL: 1.000000E+02 |"
     )
     # Megatron-LM caps the exponent at 20, so that an untrained model prints a number.
-    assert f"lm loss PPL: {math.exp(20):.6E}" in validation_line(1, 1e6)
+    assert f"lm loss PPL: {math.exp(20):.6E}" in evaluation_line(1, 1e6)
 
 
 def test_throughput_counts_the_tokens_and_model_flops_of_a_step() -> None:
@@ -126,7 +126,7 @@ def records_of(folder: Path) -> list[dict[str, Any]]:
 
 def test_metrics_hold_exactly_the_promised_keys(tmp_path: Path) -> None:
     recorder = Recorder(str(tmp_path), None, 0)
-    recorder.validation(0, 6.5, 0)
+    recorder.evaluation(0, 6.5, 0)
     recorder.step(metrics_of(1), 8 * 1, 8)
     recorder.step(metrics_of(2, mfu=0.5), 8 * 2, 8)
     # Readable while the run goes on.
@@ -142,7 +142,7 @@ def test_resuming_keeps_the_records_up_to_the_checkpoint_and_no_others(tmp_path:
     recorder = Recorder(str(tmp_path), None, 0)
     for iteration in range(1, 6):
         recorder.step(metrics_of(iteration), 8 * iteration, 8)
-    recorder.validation(5, 6.5, 40)
+    recorder.evaluation(5, 6.5, 40)
     recorder.close()
     with (tmp_path / METRICS_FILE).open("a") as file:
         file.write('{"iteration": 6, "lo')  # Killed while it wrote.
@@ -159,7 +159,7 @@ def test_resuming_keeps_the_records_up_to_the_checkpoint_and_no_others(tmp_path:
 
 
 def test_a_run_that_starts_over_keeps_nothing(tmp_path: Path) -> None:
-    Recorder(str(tmp_path), None, 0).validation(0, 6.5, 0)
+    Recorder(str(tmp_path), None, 0).evaluation(0, 6.5, 0)
     assert keep_until(tmp_path, 0).read_text() == ""
     assert read_metrics(tmp_path / "none") == []
     assert list(tmp_path.iterdir()) == [tmp_path / METRICS_FILE]
@@ -199,7 +199,7 @@ def test_event_files_that_cannot_be_written_end_nothing(
 
     monkeypatch.setattr(recorder.board, "add_scalar", full)
     recorder.step(metrics_of(2), 16, 8)
-    recorder.validation(2, 6.5, 16)
+    recorder.evaluation(2, 6.5, 16)
     recorder.close()
     assert [record["iteration"] for record in read_metrics(tmp_path)] == [1, 2, 2]
     assert capsys.readouterr().err == (
@@ -211,7 +211,7 @@ def test_tensorboard_reads_the_events(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     recorder = Recorder(None, str(tmp_path), 0)
-    recorder.validation(0, 6.5, 0)
+    recorder.evaluation(0, 6.5, 0)
     recorder.step(metrics_of(1), 8 * 1, 8)
     recorder.step(metrics_of(2, loss=4.0), 8 * 2, 8)
     recorder.close()

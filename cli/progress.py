@@ -1,0 +1,110 @@
+"""What a training job shows while it runs: Megatron-LM's lines, or on a terminal short ones."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+from cli.runs import duration, large
+from cli.status import Status
+from planner.budget import DAY
+from runtime.logs.console import PROGRESS, say
+
+LOG_LINE = re.compile(r" (?:\[[^]]*\]|(validation|test) loss at) iteration +(\d+)")
+"""Lines whose figures are in metrics.jsonl too; groups: what evaluation it is, the iteration."""
+
+
+Key = tuple[str, int]
+"""What a record holds, and its iteration."""
+
+
+class Display:
+    """Shows the lines of a job; nothing that goes wrong in it is raised, and it is told once."""
+
+    def __init__(self, status: Status, train_iters: int) -> None:
+        self.status, self.train_iters = status, train_iters
+        self.failed = False
+        self.waiting: tuple[Key, str] | None = None
+        """A line of the log that is shown as it is unless its record comes."""
+        self.records: dict[Key, dict[str, Any]] = {}
+        """Those whose lines are still to come."""
+
+    def line(self, text: str) -> None:
+        """Show a line of the job."""
+        self._try(self._line, text)
+
+    def metrics(self, record: dict[str, Any]) -> None:
+        """Show a record of the job's metrics."""
+        self._try(self._record, record)
+
+    def end(self) -> None:
+        """Show what is left."""
+        self._try(self._settle)
+
+    def _try(self, show: Callable[..., None], *what: Any) -> None:
+        if self.failed:
+            return
+        try:
+            show(*what)
+        except Exception as error:
+            self.failed = True
+            say(
+                f"planner: warning: the job is shown no more ({type(error).__name__}: {error}) and goes on; "
+                "its lines are in output.log",
+                sys.stderr,
+            )
+
+    def _line(self, text: str) -> None:
+        self._settle()
+        phase = PROGRESS.fullmatch(text)
+        if phase:
+            self.status.tell(phase[1])
+            return
+        logged = LOG_LINE.match(text) if self.status.on_screen else None
+        if logged:
+            self.waiting = (f"{logged[1]}_loss" if logged[1] else "loss", int(logged[2])), text
+            self._match()
+        else:
+            self.status.line(text)
+
+    def _record(self, record: dict[str, Any]) -> None:
+        for name in ("loss", "validation_loss", "test_loss"):
+            if name in record:
+                self.records[name, record["iteration"]] = record
+        self._match()
+
+    def _match(self) -> None:
+        """Show the waiting line in short once its record is there."""
+        if self.waiting is None or self.waiting[0] not in self.records:
+            return
+        record = self.records.pop(self.waiting[0])
+        self.waiting = None
+        self.status.line(short_line(record, self.train_iters))
+        self.status.show(f"training, step {record['iteration']} of {self.train_iters}")
+
+    def _settle(self) -> None:
+        if self.waiting is not None:
+            self.status.line(self.waiting[1])
+            self.waiting = None
+
+
+def short_line(record: dict[str, Any], train_iters: int) -> str:
+    """A record of metrics.jsonl in less than 80 columns."""
+    iteration = record["iteration"]
+    start = f"step {iteration:{len(str(train_iters))}}/{train_iters}"
+    for name in ("validation_loss", "test_loss"):
+        if name in record:
+            return f"{start}  {name.replace('_', ' ')} {_loss(record[name])}"
+    left = record["step_time_s"] * (train_iters - iteration)
+    eta = duration(left) if left >= DAY else str(timedelta(seconds=round(left)))
+    return f"{start}  loss {_loss(record['loss'])}  {large(record['tokens_per_s'])} tokens/s  ETA {eta}"
+
+
+def _loss(value: float | None) -> str:
+    """A loss; JSON has no word for one that is no number."""
+    if value is None:
+        return "is no number"
+    return f"{value:.3f}" if abs(value) < 1e4 else f"{value:.3g}"

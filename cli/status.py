@@ -1,0 +1,84 @@
+"""What a command is at while it answers nothing yet, from its first second on."""
+
+from __future__ import annotations
+
+import sys
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+from cli.tables import console
+from runtime.logs.console import Unfailing, say
+
+if TYPE_CHECKING:
+    from rich.progress import Progress
+
+
+class Status:
+    """A line that moves on a terminal and leaves nothing behind; elsewhere short lines on standard error.
+
+    Nothing that happens to either is raised.
+    """
+
+    def __init__(self) -> None:
+        self.on_screen = _is_terminal(sys.stdout)
+        """Standard output is a terminal."""
+        self.live = self._live() if self.on_screen or _is_terminal(sys.stderr) else None
+        self.task = None if self.live is None else self.live.add_task("")
+        self.last = ""
+
+    def __enter__(self) -> Status:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.clear()
+
+    def tell(self, what: str) -> None:
+        """Say what the command does from now on."""
+        if what == self.last:
+            return
+        self.last = what
+        if self.live is None:
+            say(f"planner: {what}", sys.stderr)
+        else:
+            self.show(what)
+
+    def show(self, what: str) -> None:
+        """The same for what changes often: on a terminal alone."""
+        if self.live is not None and self.task is not None:
+            self.live.update(self.task, description=what)
+            self.live.start()
+
+    def line(self, text: str) -> None:
+        """Print a line of the answer on standard output."""
+        if self.live is not None and self.on_screen:
+            self.live.console.print(text, markup=False, highlight=False, soft_wrap=True)
+        else:
+            say(text)
+
+    def clear(self) -> None:
+        """Take the moving line off the terminal, for output that is to stay."""
+        if self.live is not None:
+            self.live.stop()
+
+    def _live(self) -> Progress:
+        from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+        screen = console(Unfailing(sys.stdout if self.on_screen else sys.stderr))  # type: ignore[arg-type]
+        return Progress(
+            SpinnerColumn(),
+            TextColumn("{task.description}", markup=False),
+            TimeElapsedColumn(),
+            console=screen,
+            transient=True,
+            redirect_stdout=self.on_screen,
+        )
+
+
+def _is_terminal(stream: object) -> bool:
+    """Whether lines of `stream` can be taken back."""
+    import os
+
+    isatty = getattr(stream, "isatty", None)
+    return bool(isatty and isatty()) and os.environ.get("TERM") not in (None, "", "dumb")
