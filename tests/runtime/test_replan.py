@@ -107,7 +107,8 @@ def test_a_run_whose_file_says_nonsense_is_refused(tmp_path: Path) -> None:
     model = plan_of("gpt2-124m", 8).model.model_dump(mode="json")
     run = {"iteration": 5, "model": model, "global_batch_size": 48, "layout": "tp=2"}
     checkpoint.publish(tmp_path, 5, run, {})
-    assert previous_run(OutputOptions(load=str(tmp_path))) == Before(global_batch_size=48, layout="tp=2")
+    found = previous_run(OutputOptions(load=str(tmp_path)))
+    assert found == Before(iteration=5, global_batch_size=48, layout="tp=2")
     for wrong in (0, "many"):
         folder.mkdir()
         checkpoint.publish(tmp_path, 5, json.loads(json.dumps(run)) | {"global_batch_size": wrong}, {})
