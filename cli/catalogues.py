@@ -7,7 +7,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from cli.tables import billions, console, table
-from costmodels.catalogue import device_names, engine_names, load_device, load_engine, load_model, model_names
+from costmodels.catalogue import (
+    device_names,
+    device_template,
+    engine_names,
+    load_device,
+    load_engine,
+    load_model,
+    model_names,
+)
 from costmodels.hardware import Device
 from costmodels.words import GIB
 from planner.flags import flag, takes
@@ -57,9 +65,19 @@ def models(output: Output) -> None:
     _print_table(columns, rows, narrow=("active", "ffn", "vocab"))
 
 
-@takes(output=Output)
-def devices(output: Output) -> None:
+@dataclass(frozen=True)
+class DevicesOutput(Output):
+    """How devices are printed."""
+
+    template: bool = flag(False, "Print a YAML file to fill in, for a device that is not in the catalogue.")
+
+
+@takes(output=DevicesOutput)
+def devices(output: DevicesOutput) -> None:
     """List the devices of the catalogue."""
+    if output.template:
+        print(device_template(), end="")
+        return
     found = [load_device(name) for name in device_names()]
     if output.json:
         _print_json([device.model_dump() for device in found])

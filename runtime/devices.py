@@ -5,6 +5,8 @@ As a program it prints the number of its GPUs.
 
 from __future__ import annotations
 
+import re
+
 import torch
 
 from costmodels import Device
@@ -32,8 +34,16 @@ CATALOGUE_NAMES = (
     ("V100", "v100-32g"),
     ("MI300X", "mi300x"),
     ("MI250X", "mi250x"),
+    ("RTX 4090$", "rtx-4090"),
+    ("RTX 5090$", "rtx-5090"),
+    ("A10G?", "a10"),
+    ("L4", "l4"),
+    ("T4", "t4"),
 )
-"""Part of the name that the driver reports, and the catalogue's name; the first match counts."""
+"""Words of the name that the driver reports, as an expression, and the catalogue's; the first match counts.
+
+Laptops have cards of other sizes under the same names, with a word behind them.
+"""
 
 
 def local_device_count() -> int:
@@ -63,7 +73,7 @@ def detect_device(ranks: int) -> Device:
         return load_device("cpu", ranks=ranks)
     properties = torch.cuda.get_device_properties(0)
     for part, name in CATALOGUE_NAMES:
-        if part.lower() in properties.name.lower():
+        if re.search(rf"\b{part}(?!\w)", properties.name, re.IGNORECASE):
             return load_device(name).model_copy(update={"memory_bytes": float(properties.total_memory)})
     raise InputError(
         f"this machine's {properties.name} is not in the catalogue; give --device NAME (see `planner "

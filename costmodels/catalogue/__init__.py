@@ -18,6 +18,7 @@ from costmodels.model_spec import ModelSpec
 
 __all__ = [
     "device_names",
+    "device_template",
     "engine_names",
     "load_device",
     "load_engine",
@@ -91,6 +92,11 @@ def device_names() -> list[str]:
     return [*packaged("devices.yaml")["devices"], HOST]
 
 
+def device_template() -> str:
+    """A YAML file of a device for a user to fill in."""
+    return (FOLDER / "device_template.yaml").read_text(encoding="utf-8")
+
+
 def load_device(name: str, ranks: int = 1) -> Device:
     """The device of a catalogue name, an alias or a YAML file.
 
@@ -109,7 +115,10 @@ def load_device(name: str, ranks: int = 1) -> Device:
     if found is None:
         known = [alias for entry, fields in entries.items() for alias in (entry, *fields.get("aliases", ()))]
         raise unknown(
-            "device", name, [*known, HOST], "`planner devices` lists all; a YAML file of fields works too"
+            "device",
+            name,
+            [*known, HOST],
+            "`planner devices` lists all; or fill in `planner devices --template`",
         )
     proper, entry = found
     fields = {key: value for key, value in entry.items() if key != "aliases"}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import reprlib
 from collections.abc import Iterable, Mapping
-from difflib import get_close_matches
 from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
@@ -14,6 +13,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from costmodels.errors import InputError
+from costmodels.near import near_names, nearest
 
 FOLDER = Path(__file__).parent
 
@@ -63,27 +63,44 @@ def user_fields(path: str, kind: str) -> dict[str, Any]:
     return {"name": file.stem, **parse(text, f"{kind} file {path!r}")}
 
 
+MOST_WRONG = 3
+"""Fields with wrong values that one message names; what is missing is named whole."""
+
+
 def build(record: type[RecordT], fields: Mapping[str, Any], origin: str) -> RecordT:
-    """A validated record. `InputError` names `origin`, the first wrong field and what is right."""
+    """A validated record. `InputError` names `origin`, all missing fields, wrong ones and what is right."""
     try:
         return record.model_validate(dict(fields))
     except ValidationError as error:
-        item = error.errors(include_url=False)[0]
-        field = ".".join(str(part) for part in item["loc"])
-        if item["type"] == "missing":
-            reason = f"field {field} is missing"
-        elif item["type"] == "extra_forbidden":
-            near = get_close_matches(field, record.model_fields, n=1)
-            known = f"did you mean {near[0]}?" if near else f"known are {', '.join(record.model_fields)}"
-            reason = f"unknown field {field}; {known}"
-        else:
-            message = item["msg"].removeprefix("Value error, ")
-            reason = f"{field} is {reprlib.repr(item['input'])}: {message}" if field else message
-        raise InputError(re.sub(r"\s+", " ", f"{origin}: {reason}")) from None
+        missing, wrong = [], []
+        for item in error.errors(include_url=False):
+            field = ".".join(str(part) for part in item["loc"])
+            if item["type"] == "missing" or (field and item["input"] is None):
+                missing.append(field)
+            else:
+                wrong.append(_wrong(record, field, item))
+        reasons = [
+            f"field{'s' * (len(missing) > 1)} {_and(missing)} {'are' if missing[1:] else 'is'} missing"
+        ][: len(missing)]
+        text = "; ".join([*reasons, *wrong[:MOST_WRONG]])
+        raise InputError(re.sub(r"\s+", " ", f"{origin}: {text}")) from None
+
+
+def _wrong(record: type[BaseModel], field: str, item: Mapping[str, Any]) -> str:
+    """What is wrong with a field, by pydantic's error."""
+    if item["type"] == "extra_forbidden":
+        known = nearest(field, record.model_fields) or f"known are {', '.join(record.model_fields)}"
+        return f"unknown field {field}; {known}"
+    message = str(item["msg"]).removeprefix("Value error, ")
+    return f"{field} is {reprlib.repr(item['input'])}: {message}" if field else message
+
+
+def _and(names: list[str]) -> str:
+    return " and ".join(filter(None, [", ".join(names[:-1]), *names[-1:]]))
 
 
 def unknown(kind: str, name: str, names: Iterable[str], listing: str) -> InputError:
     """The error for a name that is not in the catalogue: nearest names, and how to list all."""
-    near = get_close_matches(name, names, n=3, cutoff=0.5)
+    near = near_names(name, names, count=3, cutoff=0.5)
     hint = f"did you mean {' or '.join(near)}? " if near else ""
     return InputError(f"unknown {kind} {name!r}: {hint}{listing}")

@@ -3,6 +3,7 @@
 import re
 import sys
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -18,6 +19,7 @@ from costmodels.catalogue import (
     yaml_files,
 )
 from costmodels.errors import InputError
+from costmodels.hardware import Device
 
 OWN_MODELS = {"gpt2-nano", "llama-nano"}
 
@@ -163,7 +165,7 @@ GIGABYTES = {
     "v100-16g": 16, "v100-32g": 32, "a100-40g": 40, "a100-80g": 80, "a100-pcie-40g": 40, "a100-pcie-80g": 80,
     "a800-80g": 80, "h100": 80, "h100-pcie": 80, "h800": 80, "h200": 141, "h20": 96, "b200": 180,
     "gb200": 186, "b300": 270, "gb300": 279, "l40s": 48, "mi250x": 64, "mi300x": 192, "ascend-910": 32,
-    "ascend-910b": 64,
+    "ascend-910b": 64, "rtx-4090": 24, "rtx-5090": 32, "a10": 24, "l4": 24, "t4": 16,
 }  # fmt: skip
 
 
@@ -190,12 +192,58 @@ def test_links_are_those_of_the_data_sheets() -> None:
     # Cards of 100, 200 and 400 Gb/s that two devices share.
     shared = {"v100-16g": 100, "v100-32g": 100, "a100-pcie-40g": 200, "a100-pcie-80g": 200, "l40s": 200}
     shared |= {"mi250x": 200, "h100-pcie": 400}
+    # One for a server of eight.
+    shared |= dict.fromkeys(("rtx-4090", "rtx-5090", "a10", "l4", "t4"), 100)
     for name in device_names():
         device = load_device(name)
         cards = device.nics_per_node or device.devices_per_node
         card = device.inter_node.bandwidth * device.devices_per_node / cards
         assert name not in shared or card == pytest.approx(shared[name] * 1e9 / 8)
         assert (cards < device.devices_per_node) == (name in shared)
+
+
+def test_a_device_without_bf16_trains_in_fp16() -> None:
+    t4 = load_device("tesla-t4")
+    assert set(t4.peak_flops) == {"fp32", "fp16"} and t4.default_precision == "fp16"
+    assert load_device("RTX4090").name == load_device("4090").name == "rtx-4090"
+
+
+def test_a_device_file_names_all_missing_fields_at_once(tmp_path: Path) -> None:
+    file = tmp_path / "mine.yaml"
+    file.write_text("vendor: mine\nmemory_bytes: -1\nintra_node: {name: ring, latency: 1e-6}\ncors: 3\n")
+    with pytest.raises(InputError) as error:
+        load_device(str(file))
+    message = one_line(error)
+    assert (
+        "fields peak_flops, memory_bandwidth, cores, intra_node.bandwidth and inter_node are missing"
+        in message
+    )
+    assert "memory_bytes is -1" in message and "unknown field cors; did you mean cores?" in message
+
+
+def test_the_template_of_a_device_loads_once_it_is_filled_in(tmp_path: Path) -> None:
+    text = catalogue.device_template()
+    file = tmp_path / "mine.yaml"
+    file.write_text(text)
+    with pytest.raises(InputError) as error:
+        load_device(str(file))
+    empty = (
+        "vendor",
+        "peak_flops.bf16",
+        "memory_bytes",
+        "intra_node.latency",
+        "inter_node.bandwidth",
+        "source",
+    )
+    assert all(name in one_line(error) for name in empty)
+    # The examples stand in comments behind the empty fields and before those that may be left out.
+    filled = re.sub(r"^(\s*\w+:) # ([\d.e+-]+).*$", r"\1 \2", text, flags=re.MULTILINE)
+    filled = re.sub(r"^# (\w+: )", r"\1", filled, flags=re.MULTILINE)
+    filled = re.sub(r"^(\s*(vendor|name|source)):.*$", r"\1: mine", filled, flags=re.MULTILINE)
+    file.write_text(filled)
+    device = load_device(str(file))
+    assert device.model_fields_set == set(Device.model_fields)
+    assert device.peak_flops["bf16"] == 989e12 and device.inter_node.latency == 14e-6
 
 
 def test_every_engine_loads() -> None:

@@ -1,0 +1,27 @@
+"""Names that come near one that nobody knows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from difflib import get_close_matches
+
+
+def near_names(name: str, known: Iterable[str], count: int = 1, cutoff: float = 0.6) -> list[str]:
+    """Those of `known` that come nearest to `name`, whatever its case, dashes and underscores."""
+    spelled: dict[str, str] = {}
+    for one in known:
+        spelled.setdefault(_plain(one), one)
+    wanted = _plain(name)
+    if wanted in spelled:
+        return [spelled[wanted]]
+    return [spelled[one] for one in get_close_matches(wanted, spelled, n=count, cutoff=cutoff)]
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """`did you mean X?` with the nearest of `known`; nothing where none is near."""
+    near = near_names(name, known, cutoff=0.7)
+    return f"did you mean {near[0]}?" if near else ""
+
+
+def _plain(name: str) -> str:
+    return name.lower().replace("_", "-")
