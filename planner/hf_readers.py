@@ -40,7 +40,9 @@ def _whole(config: Config, key: str, default: int | None = None) -> int:
     value = config[key] if default is None else config.get(key)
     if value is None and default is not None:
         return default
-    if not isinstance(value, int):
+    if isinstance(value, str) and value.strip().isdigit():
+        raise ValueError(f"{key} is the text {value!r}, not a number; write {value.strip()} without quotes")
+    if not isinstance(value, int) or isinstance(value, bool):
         raise ValueError(f"{key} is {value!r}, not a whole number")
     return value
 
@@ -110,11 +112,11 @@ def _gpt2(config: Config) -> Config:
         if config.get(key, usual) != usual:
             raise ValueError(f"{key} {config[key]!r} is not supported: only {str(usual).lower()} is")
     return {
-        "layers": config["n_layer"],
-        "hidden": config["n_embd"],
-        "heads": config["n_head"],
+        "layers": _whole(config, "n_layer"),
+        "hidden": _whole(config, "n_embd"),
+        "heads": _whole(config, "n_head"),
         "ffn": _whole(config, "n_inner", 4 * _whole(config, "n_embd")),
-        "vocab": config["vocab_size"],
+        "vocab": _whole(config, "vocab_size"),
         "max_positions": _whole(config, "n_positions"),
         "activation": _activation(config.get("activation_function", "gelu_new")),
         "norm": "layernorm",
@@ -133,12 +135,12 @@ def _llama(config: Config) -> Config:
     rope = config.get("rope_parameters")
     base = config.get("rope_theta") or (rope.get("rope_theta") if isinstance(rope, dict) else None)
     fields = {
-        "layers": config["num_hidden_layers"],
-        "hidden": config["hidden_size"],
-        "ffn": config["intermediate_size"],
-        "heads": config["num_attention_heads"],
-        "kv_heads": config.get("num_key_value_heads") or config["num_attention_heads"],
-        "vocab": config["vocab_size"],
+        "layers": _whole(config, "num_hidden_layers"),
+        "hidden": _whole(config, "hidden_size"),
+        "ffn": _whole(config, "intermediate_size"),
+        "heads": _whole(config, "num_attention_heads"),
+        "kv_heads": _whole(config, "num_key_value_heads", 0) or _whole(config, "num_attention_heads"),
+        "vocab": _whole(config, "vocab_size"),
         "max_positions": _whole(config, "max_position_embeddings"),
         "gated": True,
         "activation": _activation(config.get("hidden_act", "silu")),
@@ -151,7 +153,7 @@ def _llama(config: Config) -> Config:
         "linear_bias": False,
     }
     if config.get("head_dim"):
-        fields["head_dim"] = config["head_dim"]
+        fields["head_dim"] = _whole(config, "head_dim")
     return fields
 
 
@@ -163,9 +165,9 @@ def _mistral(config: Config) -> Config:
 def _mixtral(config: Config) -> Config:
     return _llama(config) | {
         "sliding_window": _sliding_window(config),
-        "experts": config["num_local_experts"],
-        "top_k": config["num_experts_per_tok"],
-        "expert_ffn": config["intermediate_size"],
+        "experts": _whole(config, "num_local_experts"),
+        "top_k": _whole(config, "num_experts_per_tok"),
+        "expert_ffn": _whole(config, "intermediate_size"),
         "router": {"score": "softmax", "normalised": True},
     }
 
@@ -186,8 +188,8 @@ def _qwen_experts(config: Config) -> Config:
     return {
         # Transformers 5 writes the number of a Qwen 3 under the other name.
         "experts": _given(config, "num_local_experts", None) or config["num_experts"],
-        "top_k": config["num_experts_per_tok"],
-        "expert_ffn": config["moe_intermediate_size"],
+        "top_k": _whole(config, "num_experts_per_tok"),
+        "expert_ffn": _whole(config, "moe_intermediate_size"),
         "dense_layers": len(dense),
         "router": {"score": "softmax", "normalised": _given(config, "norm_topk_prob", False)},
     }
@@ -221,19 +223,19 @@ def _deepseek(config: Config) -> Config:
     width = _whole(config, "moe_intermediate_size")
     nope, rope = _whole(config, "qk_nope_head_dim"), _whole(config, "qk_rope_head_dim")
     return _llama(config) | {
-        "kv_heads": config["num_attention_heads"],
+        "kv_heads": _whole(config, "num_attention_heads"),
         "head_dim": nope + rope,
-        "experts": config["n_routed_experts"],
-        "top_k": config["num_experts_per_tok"],
+        "experts": _whole(config, "n_routed_experts"),
+        "top_k": _whole(config, "num_experts_per_tok"),
         "expert_ffn": width,
         "shared_expert_ffn": _whole(config, "n_shared_experts", 0) * width,
         "dense_layers": config.get("first_k_dense_replace", 0),
         "latent_attention": {
             "q_lora_rank": config.get("q_lora_rank") or 0,
-            "kv_lora_rank": config["kv_lora_rank"],
+            "kv_lora_rank": _whole(config, "kv_lora_rank"),
             "qk_nope_head_dim": nope,
             "qk_rope_head_dim": rope,
-            "v_head_dim": config["v_head_dim"],
+            "v_head_dim": _whole(config, "v_head_dim"),
         },
     }
 

@@ -19,6 +19,12 @@ from runtime.data.sources import Source, bare_name, opened
 FORMATS = ("jsonl", "json", "wiki", "text")
 _PIECE_BYTES = 4 * 2**20
 _BOM = b"\xef\xbb\xbf"
+ARRAY = 'an array of them, [{"text": ...}, ...]'
+"""What a file may hold instead of an object on each line."""
+
+MOST_KEYS = 8
+"""Keys of an object that a message lists."""
+
 _WIKI_START, _WIKI_END = b"<doc ", b"</doc>"
 
 Texts = str | list[str]
@@ -186,7 +192,9 @@ def _parsed(line: bytes, where: str) -> Any:
     try:
         return json.loads(line.decode())
     except json.JSONDecodeError as error:
-        raise InputError(f"{where}: bad JSON: {error.msg} at column {error.colno}") from None
+        goes_on = line.lstrip().startswith(b"{") and error.pos >= len(line.decode().rstrip())
+        instead = f"; expected a whole object on each line, or {ARRAY}" if goes_on else ""
+        raise InputError(f"{where}: bad JSON: {error.msg} at column {error.colno}{instead}") from None
     except UnicodeDecodeError as error:
         raise InputError(f"{where}: not UTF-8 text: byte {error.start} of the line") from None
     except (ValueError, RecursionError) as error:
@@ -201,7 +209,10 @@ def _no_text(value: Any, key: str) -> str:
         return f"expected a string or an object with {key!r}, found a {type(value).__name__}"
     if key in value:
         return f"{key!r} is a {type(value[key]).__name__}, expected a string or a list of strings"
-    return f"no {key!r} in this object: give --json-keys one of {', '.join(map(repr, value)) or 'its keys'}"
+    texts = [repr(name) for name, text in value.items() if isinstance(text, str)][:MOST_KEYS]
+    if not texts:
+        return f"no {key!r} in this object, and no other text; expected an object for each text, or {ARRAY}"
+    return f"no {key!r} in this object: give --json-keys one of {', '.join(texts)}"
 
 
 def _refuse_surrogates(text: str, where: str) -> None:

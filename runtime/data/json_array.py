@@ -24,6 +24,11 @@ class ArrayReader:
 
     def values(self) -> Iterator[tuple[int, Any]]:
         """(line, value) of each element."""
+        if self._peek() == "{":
+            raise InputError(
+                f"{self.path}:{self.line}: a JSON dictionary; expected an array of texts or of objects, "
+                '[{"text": ...}, ...], or with --format jsonl an object on each line'
+            )
         self._expect("[")
         if self._peek() != "]":
             while True:

@@ -307,6 +307,11 @@ def test_a_missing_key_is_named(tmp_path: Path, key: str) -> None:
     ("config", "part"),
     [
         (LLAMA | {"attention_bias": True}, "attention_bias True is not supported"),
+        (
+            LLAMA | {"hidden_size": "512"},
+            "hidden_size is the text '512', not a number; write 512 without quotes",
+        ),
+        (LLAMA | {"num_hidden_layers": True}, "num_hidden_layers is True, not a whole number"),
         (LLAMA | {"hidden_act": "tanh"}, "activation 'tanh'"),
         (LLAMA | {"rope_scaling": "yarn"}, "rope_scaling is 'yarn', not a mapping"),
         (LLAMA | {"rope_scaling": {"factor": 2.0}}, "names no rope_type"),

@@ -290,6 +290,16 @@ def test_array_is_read_as_json_reads_it(
             '{"body": "x"}\n',
             r"in\.jsonl:1: no 'text' in this object: give --json-keys one of 'body'",
         ),
+        (
+            "in.jsonl",
+            '{"1": {"text": "x"}, "2": {"text": "y"}}',
+            r"in\.jsonl:1: no 'text' in this object, and no other text; expected an object for each text",
+        ),
+        (
+            "in.json",
+            '{\n  "text": "x"\n}\n',
+            r"in\.json:1: bad JSON: .*; expected a whole object on each line, or",
+        ),
         ("in.jsonl", '{"text": 3}\n', r"in\.jsonl:1: 'text' is a int"),
         ("in.jsonl", '{"text": ["a", 3]}\n', r"in\.jsonl:1: 'text' is a list, expected a string or a list"),
         ("in.jsonl", '{"text": "\\ud800"}\n', r"in\.jsonl:1: a lone surrogate"),
@@ -454,3 +464,12 @@ def test_python_without_sources_asks_for_data(tmp_path: Path) -> None:
 def test_ids_stay_within_the_tokens_type(tmp_path: Path) -> None:
     prefix = prepared(tmp_path, jsonl(["é"])).prefix
     assert IndexedDataset(prefix).dtype == np.uint16
+
+
+def test_a_dictionary_instead_of_an_array_says_what_was_expected(tmp_path: Path) -> None:
+    path = tmp_path / "in.json"
+    path.write_text('{"text": "x"}')
+    with pytest.raises(
+        InputError, match=r"in\.json:1: a JSON dictionary; expected an array of texts or of objects"
+    ):
+        list(documents.read_pieces(path, "json", 2))
