@@ -111,7 +111,9 @@ def _changed(problem: Problem) -> Iterator[tuple[Kind, str, Problem]]:
             replace(problem, cluster=_faster(cluster, intra=False)),
         )
     larger = Batch(batch.size * TIMES, batch.maximum)
-    yield "batch", f"{larger} instead of {batch.size}", replace(problem, batch=larger)
+    most = "at most " * batch.maximum
+    what = f"a global batch of {most}{larger.size} instead of {batch.size}"
+    yield "batch", what, replace(problem, batch=larger)
     world = cluster.world_size * TIMES
     if cluster.device.kind != "cpu":
         yield (

@@ -16,8 +16,11 @@ from costmodels.table import code_of
 from planner import advice
 from planner.changes import Binding, Change, binding, changes
 from planner.comparison import Comparison, compare
+from planner.explained import text
 from planner.first_plans import SHOWN
 from planner.heterogeneous_neighbours import searched_anew
+from planner.inputs import NetworkOptions
+from planner.keywords import keywords, names_unknown
 from planner.last_resort import REASON
 from planner.least_recompute import MODULE_SETS
 from planner.neighbours import Neighbour, neighbours
@@ -31,9 +34,9 @@ from planner.space import UNVARIED, Batch
 from planner.verdict import Verdict, judge
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Explanation:
-    """The answer of `planner explain`."""
+    """The answer of `planner explain`; `print` writes all of it."""
 
     result: SearchResult
     """The search that is explained."""
@@ -52,7 +55,20 @@ class Explanation:
     advice: str | None
     """Where nothing fits: the closest plan, what it lacks, and the cheapest change that helps."""
 
+    def __repr__(self) -> str:
+        problem, cluster = self.result.problem, self.result.problem.cluster
+        best = "nothing fits" if self.result.best is None else f"best {self.result.best.layout.describe()}"
+        held = "" if self.binding is None else f", held back by {self.binding.constraint}"
+        return (
+            f"<Explanation of {problem.model.name} on {cluster.world_size} x {cluster.device.name}: "
+            f"{best}{held}>"
+        )
 
+    def __str__(self) -> str:
+        return text(self)
+
+
+@names_unknown(keywords(search), NetworkOptions.__annotations__)
 def explain(
     model: ModelSpec | str | Path,
     *,

@@ -16,7 +16,7 @@ from costmodels.hardware import Cluster
 from costmodels.layout import Layout
 from costmodels.model_spec import ModelSpec
 from costmodels.timeline import Timeline, timeline
-from costmodels.words import CountOrZero, Record
+from costmodels.words import GIB, CountOrZero, Record, in_seconds
 from planner.budget import Run, run
 from planner.flags import one_line
 from planner.goodput import Failures
@@ -68,6 +68,16 @@ class Plan(Record):
                 f"{self.layout.pipeline_parallel}"
             )
         return self
+
+    def __repr__(self) -> str:
+        estimate, cluster = self.estimate, self.cluster
+        return (
+            f"<Plan of {self.model.name} on {cluster.world_size} x {cluster.device.name}: "
+            f"{self.layout.describe()}; {in_seconds(estimate.step_time_s)} a step, "
+            f"{estimate.peak_memory_bytes / GIB:.1f} of {cluster.memory_bytes / GIB:.1f} GiB>"
+        )
+
+    __str__ = __repr__
 
     def run(
         self, tokens: str | float, price_per_hour: float | None = None, failures: Failures | None = None

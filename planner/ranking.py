@@ -47,7 +47,7 @@ class Problem:
         return build(self.model, self.cluster.world_size, self.batch, self.precision, self.pins)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class SearchResult:
     """All legal layouts of a problem, priced; plans are made from its rows on demand."""
 
@@ -74,6 +74,14 @@ class SearchResult:
     """Nothing fits without offloading."""
     notes: tuple[str, ...] = ()
     """Where nodes are of two kinds: which ranks each has, and what one kind alone would do."""
+
+    def __repr__(self) -> str:
+        problem, cluster = self.problem, self.problem.cluster
+        best = self.plan(0).layout.describe() if self.feasible else "none"
+        return (
+            f"<SearchResult of {problem.model.name} on {cluster.world_size} x {cluster.device.name}: "
+            f"{self.considered:,} layouts, {self.legal:,} legal, {self.feasible:,} fit; best {best}>"
+        )
 
     @property
     def prices(self) -> Prices:

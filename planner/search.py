@@ -14,6 +14,7 @@ from costmodels.layout import Layout
 from costmodels.model_spec import ModelSpec
 from costmodels.pricing import estimate as estimate_layout
 from planner import advice, inputs
+from planner.keywords import names_unknown
 from planner.objective import DEFAULT_OBJECTIVE, parse_objective
 from planner.pins import PinInput, parse_pins
 from planner.plan import Plan
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 
+@names_unknown(inputs.NetworkOptions.__annotations__)
 def search(
     model: ModelSpec | str | Path,
     *,
@@ -95,6 +97,7 @@ def search(
     return rank(problem, space, started, offload=True)
 
 
+@names_unknown(inputs.NetworkOptions.__annotations__)
 def suggest(
     model: ModelSpec | str | Path,
     *,
@@ -138,6 +141,7 @@ def suggest(
     return result.best
 
 
+@names_unknown(inputs.NetworkOptions.__annotations__)
 def evaluate(
     layout: Layout,
     *,

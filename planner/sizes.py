@@ -17,6 +17,7 @@ from planner.advice import no_layout_fits
 from planner.budget import UNIT_TOKENS, Run, check_price, parse_tokens
 from planner.goodput import Failures
 from planner.heterogeneous import is_of_kinds
+from planner.keywords import keywords, names_unknown
 from planner.objective import DEFAULT_OBJECTIVE, Objective, equal_peak, parse_objective
 from planner.plan import Plan
 from planner.ranking import Problem, SearchResult, rank
@@ -55,7 +56,7 @@ class Size:
     """No other size is as fast for less, or faster for as much."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Sizes:
     """Several world sizes, ascending, and what they take."""
 
@@ -63,6 +64,11 @@ class Sizes:
     objective: Objective
     tokens: int | None
     """None where none were asked for, so that runs are of `UNIT_TOKENS`."""
+
+    def __repr__(self) -> str:
+        best = "none" if self.chosen is None else self.chosen.world_size
+        sizes = ", ".join(str(size.world_size) for size in self.sizes)
+        return f"<Sizes of {self.problem.model.name}: {sizes} devices; best by {self.objective}: {best}>"
 
     @property
     def problem(self) -> Problem:
@@ -150,6 +156,7 @@ def _count(given: object, word: str) -> int:
     )
 
 
+@names_unknown(keywords(search), inputs.NetworkOptions.__annotations__)
 def sizes(
     model: ModelSpec | str | Path,
     *,

@@ -382,3 +382,18 @@ def test_the_memory_that_devices_need_is_rounded_up():
     said = float(found.advice.rpartition("on devices of at least ")[2].removesuffix(" GiB"))
     assert need <= said < need + 0.1
     assert explain(FORTY, device_memory_gib=said, **job).advice is None
+
+
+def test_what_is_printed_is_short_or_readable(result, explained):
+    best = result.best
+    for shown in (repr(best), str(best), repr(result), repr(explained)):
+        assert len(shown) < 300 and "\n" not in shown and best.layout.describe() in shown
+    text = str(explained)
+    assert text.startswith(f"best: {best.layout.describe()}\nwhy: {best.reason}\n")
+    assert f"held back by {explained.binding.constraint}: {explained.binding.reason}" in text
+    for one in explained.neighbours[:3]:
+        assert one.change in text
+    # The columns of a comparison stand below each other.
+    rows = text.split("for the same tokens:\n")[1].split("\n\n")[0].splitlines()
+    assert rows[0].split() == ["best", "other", "difference"] and rows[-1].startswith("fullest device")
+    assert len({len(row) for row in rows[1:] if row.endswith("GiB")}) == 1

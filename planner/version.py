@@ -1,0 +1,13 @@
+"""Which version of this package is installed."""
+
+from __future__ import annotations
+
+from importlib import metadata
+
+
+def version() -> str | None:
+    """The version of the installed package; None of a source tree that is not installed."""
+    try:
+        return metadata.version("llm-parallelism-planner")
+    except metadata.PackageNotFoundError:
+        return None
