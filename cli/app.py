@@ -2,34 +2,48 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
-from importlib import import_module, metadata
+from importlib import import_module
 from typing import Annotated
 
 import typer
 
+from planner.command import HELP, add
 from planner.flags import for_words
+from planner.version import version
 
 
 def _print_version(wanted: bool) -> None:
     if wanted:
-        try:
-            print(f"planner {metadata.version('llm-parallelism-planner')}")
-        except metadata.PackageNotFoundError:
-            print("planner (a source tree that is not installed)")
+        print(f"planner {version() or '(a source tree that is not installed)'}")
         raise typer.Exit()
 
 
 def planner(
-    version: Annotated[
+    show_version: Annotated[
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
     ] = False,
 ) -> None:
     """Plan how to split the training of a language model over a cluster, and run it."""
 
 
+def _nothing() -> None:
+    """Stands for a command whose name alone is asked for."""
+
+
+def _to_complete() -> list[str] | None:
+    """The words of a command line that a shell asks to complete; None where none does."""
+    if "_PLANNER_COMPLETE" not in os.environ:
+        return None
+    typed = os.environ.get("COMP_WORDS") or os.environ.get("_TYPER_COMPLETE_ARGS", "")
+    return typed.split()[1:]
+
+
 def make_app(commands: Mapping[str, str], words: Sequence[str]) -> typer.Typer:
     """The command line for `words`: where the first names a command, only that one is imported.
+
+    Of a line that a shell wants completed, too; where it has no command yet, names are enough.
 
     Args:
         commands: modules of the commands: a function of the command's name, or `app` for a command with its
@@ -38,15 +52,21 @@ def make_app(commands: Mapping[str, str], words: Sequence[str]) -> typer.Typer:
     app = typer.Typer(
         name="planner",
         no_args_is_help=True,
-        add_completion=False,
+        context_settings=HELP,
         pretty_exceptions_enable=False,
         rich_markup_mode=None,
         callback=planner,
     )
-    for name in [word for word in words[:1] if word in commands] or commands:
+    unfinished = _to_complete()
+    words = words if unfinished is None else unfinished
+    chosen = [word for word in words[:1] if word in commands]
+    for name in chosen or commands:
+        if unfinished is not None and not chosen:
+            app.command(name)(_nothing)
+            continue
         module = import_module(commands[name])
         if hasattr(module, "app"):
             app.add_typer(module.app, name=name)
         else:
-            app.command(name)(for_words(getattr(module, name), words))
+            add(app, for_words(getattr(module, name), words), name)
     return app

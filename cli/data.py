@@ -10,15 +10,15 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from typer.core import TyperCommand
 
 from costmodels.errors import InputError
+from planner.command import HELP, Command
 from planner.flags import flag, takes
 
 if TYPE_CHECKING:
     from runtime.data import Summary, Tokenizer
 
-app = typer.Typer(help="Prepare text for training.", no_args_is_help=True)
+app = typer.Typer(help="Prepare text for training.", no_args_is_help=True, context_settings=HELP)
 
 
 @app.callback()
@@ -26,7 +26,7 @@ def data() -> None:
     """Prepare text for training."""
 
 
-class TakesSeveralWords(TyperCommand):
+class TakesSeveralWords(Command):
     """A command without arguments whose flags that may be repeated take several words too."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
@@ -163,7 +163,7 @@ def merge(pairs: Pairs) -> None:
     print(f"{summary.prefix}.bin and .idx: {summary.documents:,} documents, {summary.tokens:,} tokens")
 
 
-@app.command()
+@app.command(cls=Command)
 def info(
     prefixes: Annotated[list[str], typer.Argument(metavar="PREFIX...", help="Prefixes of .bin/.idx pairs.")],
     tokenizer_type: Annotated[

@@ -6,8 +6,9 @@ import dataclasses
 import json
 import sys
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
+from cli.pasted import pasted
 from cli.tables import console, table
 from costmodels.catalogue.host import available_cores
 from costmodels.errors import InputError
@@ -15,13 +16,13 @@ from costmodels.estimate import StageMemory
 from costmodels.words import GIB
 from planner import advice
 from planner.asked import search_arguments
-from planner.flags import flag, ignored, takes
+from planner.flags import flag, takes
 from planner.options import BatchOptions, ClusterOptions, ModelOptions, ParallelOptions, check_alone
 from planner.plan import Plan
 from planner.search import search
-from runtime.faults.options import FaultOptions
+from runtime.loss_scale import unused_scale
 from runtime.memory_trace import CATEGORIES, MemoryTrace
-from runtime.options import DataOptions, OutputOptions, TrainingOptions
+from runtime.options import TrainingOptions
 from runtime.preflight import check_plan, check_training
 
 if TYPE_CHECKING:
@@ -46,22 +47,16 @@ NEEDS_TORCHAO = (("precision", "fp8"), ("optimizer", "adam8bit"))
 class DryRunOptions:
     """What is traced and how it is shown."""
 
+    SECTIONS: ClassVar[dict[str, str]] = {"plan": "What is traced"}
+
     plan: str | None = flag(None, "Plan file to trace instead of planning.", metavar="FILE")
     stage: int | None = flag(None, "Trace this pipeline rank only.")
     rank: int | None = flag(None, "Trace this rank only.")
     json: bool = flag(False, "Print one JSON object instead of tables.")
 
 
-@dataclasses.dataclass(frozen=True)
-class Waiting:
-    """What only a job that runs needs."""
-
-    distributed_timeout_minutes: float | None = flag(None, "Minutes after which a collective is an error.")
-    max_restarts: int | None = flag(None, "Restarts of a failed job.")
-
-
 @takes(
-    unused=ignored(DataOptions, OutputOptions, FaultOptions, Waiting, but=DryRunOptions),
+    unused=pasted(but=DryRunOptions, trains=True),
     model=ModelOptions,
     cluster=ClusterOptions,
     batch=BatchOptions,
@@ -90,6 +85,9 @@ def dryrun(
         plan = Plan.load(options.plan)
     check_plan(plan, plan.layout.world_size)
     check_training(plan, training)
+    unused_flag = unused_scale(training, plan.layout)
+    if unused_flag is not None:
+        print(f"planner: note: {unused_flag}", file=sys.stderr)
     ranks = _ranks(plan, options)
     _check_installed(plan)
     traces = _trace(plan, training, ranks)

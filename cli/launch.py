@@ -7,6 +7,7 @@ import signal
 import sys
 from datetime import datetime, timedelta
 from pathlib import Path
+from typing import ClassVar
 
 import typer
 
@@ -38,6 +39,8 @@ MOST_CPU_RANKS = 8
 @dataclasses.dataclass(frozen=True)
 class LaunchOptions:
     """How the job is started."""
+
+    SECTIONS: ClassVar[dict[str, str]] = {"plan": "Job"}
 
     plan: str | None = flag(None, "Plan file to run instead of planning.", metavar="FILE")
     dry_run: bool = flag(False, "Print the torchrun command and stop.")

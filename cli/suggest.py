@@ -6,9 +6,10 @@ import json
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from cli.notes import HEAD_ROOM, needs_head_room, whole_optimizer
+from cli.pasted import pasted
 from costmodels.errors import InputError
 from costmodels.topology import describe
 from planner import advice
@@ -16,8 +17,10 @@ from planner.asked import search_arguments
 from planner.budget import UNIT_TOKENS, Run, check_price, parse_tokens
 from planner.budget_options import BudgetOptions, SizesOptions
 from planner.choice import Choice
-from planner.flags import arguments, flag, ignored, takes
+from planner.command import closing
+from planner.flags import arguments, flag, takes
 from planner.inputs import DEFAULT_ENGINE
+from planner.notation import NOTATION
 from planner.options import BatchOptions, HardwareOptions, ModelOptions, ParallelOptions
 from planner.pins import WherePossible
 from planner.plan import Plan
@@ -32,6 +35,8 @@ from runtime.preflight import PRECISIONS, check_model
 class Output:
     """What is printed and written."""
 
+    SECTIONS: ClassVar[dict[str, str]] = {"top": "Output"}
+
     top: int = flag(10, "Plans to show.")
     json: bool = flag(False, "Print one JSON object instead of tables.")
     save: str | None = flag(None, "Write the best plan to this file.", metavar="FILE")
@@ -40,24 +45,9 @@ class Output:
     )
 
 
-@dataclass(frozen=True)
-class Waiting:
-    """What only a job that runs needs."""
-
-    distributed_timeout_minutes: float | None = flag(None, "Minutes after which a collective is an error.")
-    max_restarts: int | None = flag(None, "Restarts of a failed job.")
-
-
-def _pasted() -> type:
-    """Flags of a training command, which are accepted so that one can be pasted."""
-    from runtime.faults.options import FaultOptions
-    from runtime.options import DataOptions, OutputOptions, TrainingOptions
-
-    return ignored(TrainingOptions, DataOptions, OutputOptions, FaultOptions, Waiting, but=Output)
-
-
 @takes(
-    late={"unused": _pasted},
+    notes=(closing("How plans are written", NOTATION),),
+    late={"unused": lambda: pasted(but=Output)},
     model=ModelOptions,
     cluster=SizesOptions,
     batch=BatchOptions,

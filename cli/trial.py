@@ -7,6 +7,7 @@ import re
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
+from typing import ClassVar
 
 from cli.tables import console, table
 from costmodels.errors import InputError
@@ -36,6 +37,8 @@ _ERROR = re.compile(r"^(?:\[\w+\]: ?)?([\w.]*(?:Error|Exception)\b.*)")
 @dataclasses.dataclass(frozen=True)
 class TrialOptions:
     """How plans are tried before the job starts."""
+
+    SECTIONS: ClassVar[dict[str, str]] = {"plans_to_try": "Job"}
 
     plans_to_try: int | None = flag(
         None,

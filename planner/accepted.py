@@ -10,6 +10,7 @@ import dataclasses
 from typing import Any
 
 from costmodels.errors import InputError
+from planner.command import closing, listed
 from planner.flags import flag, flag_names
 
 
@@ -97,9 +98,9 @@ class AcceptedFlags:
 
     @staticmethod
     def help_note() -> str:
-        """One paragraph for the help of a command."""
-        names = ", ".join(flag_names(field)[0] for field in ACCEPTED)
-        return f"Accepted too, as what they say happens anyway: {names}."
+        """The end of the help of a command."""
+        names = listed(flag_names(field)[0] for field in ACCEPTED)
+        return closing("Accepted too, as what they say happens anyway", names)
 
     def given_accepted(self) -> list[str]:
         """The names of the flags that are given."""

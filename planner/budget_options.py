@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from costmodels.errors import InputError
 from planner.flags import flag
@@ -40,6 +41,8 @@ class SizesOptions(HardwareOptions):
 @dataclass(frozen=True)
 class BudgetOptions:
     """What a training run is to take, in days, money and failures."""
+
+    SECTIONS: ClassVar[dict[str, str]] = {"tokens": "Days, money and failures"}
 
     tokens: str | None = flag(
         None, "Tokens to train on, such as 300B, 15T or 1e12: adds the days that it takes.", metavar="N"

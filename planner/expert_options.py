@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import dataclasses
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from costmodels.errors import InputError
 from costmodels.model_spec import LatentAttention, ModelSpec, Router
@@ -18,6 +18,8 @@ MOST_LAYERS = 100_000
 @dataclass(frozen=True)
 class ExpertFlags:
     """A mixture of experts, with Megatron-LM's meanings and defaults."""
+
+    SECTIONS: ClassVar[dict[str, str]] = {"num_experts": "Experts"}
 
     num_experts: int | None = flag(None, "Routed experts of a mixture of experts; 0 for a dense model.")
     moe_router_topk: int | None = flag(None, "Experts of each token; 2 unless given.")
@@ -42,6 +44,8 @@ class ExpertFlags:
 @dataclass(frozen=True)
 class LatentFlags:
     """Multi-head latent attention, with Megatron-LM's meanings and defaults."""
+
+    SECTIONS: ClassVar[dict[str, str]] = {"multi_latent_attention": "Latent attention"}
 
     multi_latent_attention: bool = flag(False, "Attend through compressed keys and values.")
     q_lora_rank: int | None = flag(None, "Rank of compressed queries; not compressed unless given.")

@@ -20,14 +20,31 @@ import typer
 from pydantic import ValidationError
 
 from costmodels.errors import InputError
+from planner.typed import in_typed_words, speaking, spoken
 
 
-def flag(default: Any, help: str, *names: str, metavar: str | None = None, hidden: bool = False) -> Any:
+def flag(
+    default: Any,
+    help: str,
+    *names: str,
+    metavar: str | None = None,
+    hidden: bool = False,
+    degree: str | None = None,
+    values: Callable[[], Iterable[str]] | None = None,
+) -> Any:
     """A dataclass field that becomes a flag: `names`, or `--field-name` when none is given.
 
-    A `hidden` one is accepted and left out of the help.
+    A `hidden` one is accepted and left out of the help. `degree` is the field of `Layout` that it sets, where
+    that has another name; `values` are those that a shell may complete.
     """
-    metadata = {"help": help, "names": names, "metavar": metavar, "hidden": hidden}
+    metadata = {
+        "help": help,
+        "names": names,
+        "metavar": metavar,
+        "hidden": hidden,
+        "degree": degree,
+        "values": values,
+    }
     if isinstance(default, list):
         return dataclasses.field(default_factory=lambda: list(default), metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)
@@ -58,8 +75,34 @@ def _parser(hint: Any) -> Callable[[str], int | float] | None:
     return _PARSERS[kinds[0]] if kinds and typing.get_origin(hint) is not list else None
 
 
+def _completion(values: Callable[[], Iterable[str]] | None) -> Callable[[str], list[str]] | None:
+    if values is None:
+        return None
+
+    def complete(incomplete: str) -> list[str]:
+        return [value for value in values() if value.startswith(incomplete)]
+
+    return complete
+
+
+def sections_of(group: type) -> dict[str, str]:
+    """Under which heading of a help each field of a group stands.
+
+    `SECTIONS` of the group and of its bases names the first field of each run of fields and their heading.
+    """
+    starts: dict[str, str] = {}
+    for base in group.__mro__:
+        starts = {**getattr(base, "SECTIONS", {}), **starts}
+    found, section = {}, None
+    for field in dataclasses.fields(group):
+        section = starts.get(field.name, section)
+        if section is not None:
+            found[field.name] = section
+    return found
+
+
 def _parameters(group: type) -> list[inspect.Parameter]:
-    hints = typing.get_type_hints(group)
+    hints, sections = typing.get_type_hints(group), sections_of(group)
     parameters = []
     for field in dataclasses.fields(group):
         option = typer.Option(
@@ -67,6 +110,8 @@ def _parameters(group: type) -> list[inspect.Parameter]:
             help=field.metadata.get("help"),
             metavar=field.metadata.get("metavar"),
             hidden=field.metadata.get("hidden", False),
+            rich_help_panel=sections.get(field.name),
+            autocompletion=_completion(field.metadata.get("values")),
             parser=_parser(hints[field.name]),
             show_default=field.default not in (None, False, dataclasses.MISSING),
         )
@@ -111,27 +156,27 @@ Late = Callable[[], type]
 
 
 def takes(
-    late: Mapping[str, Late] = MappingProxyType({}), **groups: type
+    late: Mapping[str, Late] = MappingProxyType({}), notes: tuple[str, ...] = (), **groups: type
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Give a command the flags of `groups` (dataclasses); it is called with one instance of each.
 
-    Groups that have a `help_note` add it to the help of the command. Flags of `late` groups are known to
-    `for_words` of the command alone, which else gets None for these groups: to declare a hundred flags takes
-    some 20 ms.
+    Groups that have a `help_note` add it to the end of the command's help, after `notes`. Flags of `late`
+    groups are known to `for_words` of the command alone, which else gets None for these groups: to declare a
+    hundred flags takes some 20 ms.
 
     >>> @takes(model=ModelOptions, data=DataOptions)  # doctest: +SKIP
     ... def command(model: ModelOptions, data: DataOptions) -> None: ...
     """
 
     def decorate(function: Callable[..., None]) -> Callable[..., None]:
-        command = _command(function, groups, dict.fromkeys(late))
+        command = _command(function, groups, dict.fromkeys(late), notes)
         if late:
             known = {name for group in groups.values() for name in _spellings(group)}
 
             def for_words(words: Iterable[str]) -> Callable[..., None]:
                 if {word.partition("=")[0] for word in words if word.startswith("--")} <= known:
                     return command
-                return _command(function, groups | {name: make() for name, make in late.items()}, {})
+                return _command(function, groups | {name: make() for name, make in late.items()}, {}, notes)
 
             command.for_words = for_words  # type: ignore[attr-defined]
         return command
@@ -152,22 +197,32 @@ def _spellings(group: type) -> Iterator[str]:
 
 
 def _command(
-    function: Callable[..., None], groups: Mapping[str, type], others: Mapping[str, None]
+    function: Callable[..., None],
+    groups: Mapping[str, type],
+    others: Mapping[str, None],
+    notes: tuple[str, ...],
 ) -> Callable[..., None]:
     """`function` with the flags of `groups` as its parameters, and given `others` as they are."""
 
     def command(**values: Any) -> None:
-        function(
-            **{
-                name: group(**{field.name: values[field.name] for field in dataclasses.fields(group)})
-                for name, group in groups.items()
-            },
-            **others,
-        )
+        fields = [field for group in groups.values() for field in dataclasses.fields(group)]
+        names = [(field.name, flag_names(field), field.metadata.get("degree")) for field in fields]
+        with speaking(spoken(names, sys.argv[1:])):
+            try:
+                function(
+                    **{
+                        name: group(**{field.name: values[field.name] for field in dataclasses.fields(group)})
+                        for name, group in groups.items()
+                    },
+                    **others,
+                )
+            except InputError as error:
+                raise type(error)(in_typed_words(str(error))) from None
 
     command.__name__ = function.__name__
-    notes = [group.help_note() for group in groups.values() if hasattr(group, "help_note")]
-    command.__doc__ = "\n\n".join([inspect.cleandoc(function.__doc__ or ""), *notes])
+    command.__doc__ = inspect.cleandoc(function.__doc__ or "")
+    said = [*notes, *(group.help_note() for group in groups.values() if hasattr(group, "help_note"))]
+    command.epilog = "\n\n".join(said)  # type: ignore[attr-defined]
     signature = [parameter for group in groups.values() for parameter in _parameters(group)]
     command.__signature__ = inspect.Signature(signature)  # type: ignore[attr-defined]
     command.__annotations__ = {parameter.name: parameter.annotation for parameter in signature}
@@ -206,7 +261,7 @@ LONGEST_LINE = 1500
 def one_line(error: Exception) -> str:
     """The message of an error on a single line; a validation error names the fields and their values."""
     if not isinstance(error, ValidationError):
-        return _shown(" ".join(str(error).split()))
+        return _shown(" ".join(in_typed_words(str(error)).split()))
     parts = []
     for item in error.errors()[:MOST_PARTS]:
         where = ".".join(str(part) for part in item["loc"])

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
+from costmodels.catalogue import model_names
 from costmodels.catalogue.yaml_files import build, is_file_name
 from costmodels.errors import InputError
 from costmodels.model_spec import ModelSpec
@@ -26,7 +27,11 @@ _NORMS = {"LayerNorm": "layernorm", "RMSNorm": "rmsnorm"}
 class Dimensions:
     """Sizes and choices of a model."""
 
-    model: str | None = flag(None, "Catalogue name, or path of a Hugging Face config.json or a YAML file.")
+    SECTIONS: ClassVar[dict[str, str]] = {"model": "Model"}
+
+    model: str | None = flag(
+        None, "Catalogue name, or path of a Hugging Face config.json or a YAML file.", values=model_names
+    )
     num_layers: int | None = flag(None, "Transformer layers.")
     hidden_size: int | None = flag(None, "Width of the residual stream.")
     ffn_hidden_size: int | None = flag(

@@ -6,8 +6,9 @@ The command line of `planner` and of `runtime.pretrain` take these flags through
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, cast, get_args
+from typing import Any, ClassVar, cast, get_args
 
+from costmodels.catalogue import device_names, engine_names
 from costmodels.errors import InputError
 from costmodels.layout import Optimizer, RecomputeMethod, Schedule
 from costmodels.model_spec import ModelSpec
@@ -67,11 +68,14 @@ def check_alone(*groups: object) -> None:
 class HardwareOptions:
     """What devices a job runs on, and what joins them."""
 
+    SECTIONS: ClassVar[dict[str, str]] = {"local_world_size": "Cluster"}
+
     local_world_size: int | None = flag(None, "Devices of one node; as in the device's usual server.")
     device: str | None = flag(
         None,
         f"Catalogue name of the device (see `devices`); {DEFAULT_DEVICE} if none. Nodes of two kinds with "
         f"the number of each: {KINDS}.",
+        values=device_names,
     )
     memory_margin_gib: float | None = flag(
         None,
@@ -141,7 +145,11 @@ class ClusterOptions(HardwareOptions):
 class BatchOptions:
     """How many sequences one optimizer step takes (one of the two), and what makes one layout the best."""
 
-    global_batch_size: int | None = flag(None, "Sequences of one step, exactly.")
+    SECTIONS: ClassVar[dict[str, str]] = {"global_batch_size": "Batch", "objective": "Objective"}
+
+    global_batch_size: int | None = flag(
+        None, "Sequences of one step, exactly.", "--global-batch-size", "--gbs"
+    )
     max_global_batch_size: int | None = flag(None, "Sequences of one step, at most.")
     objective: str = flag(
         DEFAULT_OBJECTIVE,
@@ -152,15 +160,26 @@ class BatchOptions:
     )
 
 
-def _degree(name: str, megatron: str) -> Any:
-    """A flag for a degree: Megatron-LM's spelling, and the degree's own."""
-    own = f"--{name.replace('_', '-')}"
-    return flag(None, f"Fix or narrow {name}: 8, 2..8, ..4 or 2,4.", megatron, own, metavar="NUMBER|RANGE")
+def _degree(name: str, megatron: str, short: str) -> Any:
+    """A flag for a degree: Megatron-LM's spelling, the degree's own, and a short one."""
+    names = (megatron, f"--{name.replace('_', '-')}", short)
+    text = f"Fix or narrow {name}: 8, 2..8, ..4 or 2,4."
+    return flag(None, text, *names, metavar="NUMBER|RANGE", degree=name)
 
 
 @dataclass(frozen=True)
 class ParallelOptions(AcceptedFlags):
     """Degrees of freedom that are fixed instead of searched, and who executes the layout."""
+
+    SECTIONS: ClassVar[dict[str, str]] = {
+        "pin": "Pins",
+        "recompute_granularity": "Recomputation and offload",
+        "use_distributed_optimizer": "Optimizer",
+        "swap_attention": "Recomputation and offload",
+        "optimizer": "Optimizer",
+        "bf16": "Precision",
+        "engine": "Engine",
+    }
 
     pin: list[str] = flag(
         [],
@@ -172,28 +191,40 @@ class ParallelOptions(AcceptedFlags):
         "Leave out values of a degree, such as tp=16, schedule=zbv,dualpipev or zero=2..3; repeatable.",
         metavar="NAME=VALUE",
     )
-    tensor_model_parallel_size: str | None = _degree("tensor_parallel", "--tensor-model-parallel-size")
-    pipeline_model_parallel_size: str | None = _degree("pipeline_parallel", "--pipeline-model-parallel-size")
-    data_parallel_size: str | None = _degree("data_parallel", "--data-parallel-size")
+    tensor_model_parallel_size: str | None = _degree(
+        "tensor_parallel", "--tensor-model-parallel-size", "--tp"
+    )
+    pipeline_model_parallel_size: str | None = _degree(
+        "pipeline_parallel", "--pipeline-model-parallel-size", "--pp"
+    )
+    data_parallel_size: str | None = _degree("data_parallel", "--data-parallel-size", "--dp")
     num_virtual_stages_per_pipeline_rank: str | None = _degree(
-        "virtual_pipeline_parallel", "--num-virtual-stages-per-pipeline-rank"
+        "virtual_pipeline_parallel", "--num-virtual-stages-per-pipeline-rank", "--vpp"
     )
     num_layers_per_virtual_pipeline_stage: int | None = flag(
         None, "Fix virtual_pipeline_parallel by the layers of one chunk."
     )
     pipeline_schedule: str | None = flag(
-        None, f"Fix schedule: {', '.join(get_args(Schedule))}.", metavar="NAME"
+        None,
+        f"Fix schedule: {', '.join(get_args(Schedule))}.",
+        metavar="NAME",
+        degree="schedule",
+        values=lambda: get_args(Schedule),
     )
-    context_parallel_size: str | None = _degree("context_parallel", "--context-parallel-size")
+    context_parallel_size: str | None = _degree("context_parallel", "--context-parallel-size", "--cp")
     cp_comm_type: str | None = flag(
         None, "Fix context_parallel_form wherever context_parallel > 1: p2p (ring), all_gather or a2a."
     )
-    expert_model_parallel_size: str | None = _degree("expert_parallel", "--expert-model-parallel-size")
+    expert_model_parallel_size: str | None = _degree(
+        "expert_parallel", "--expert-model-parallel-size", "--ep"
+    )
     expert_tensor_parallel_size: str | None = _degree(
-        "expert_tensor_parallel", "--expert-tensor-parallel-size"
+        "expert_tensor_parallel", "--expert-tensor-parallel-size", "--etp"
     )
     sequence_parallel: bool = flag(False, "Fix sequence_parallel=true wherever tensor_parallel > 1.")
-    micro_batch_size: str | None = flag(None, "Fix or narrow micro_batch_size.", metavar="NUMBER|RANGE")
+    micro_batch_size: str | None = flag(
+        None, "Fix or narrow micro_batch_size.", "--micro-batch-size", "--mbs", metavar="NUMBER|RANGE"
+    )
     recompute_granularity: str | None = flag(None, "Fix recompute: full or selective.")
     recompute_activations: bool = flag(False, "Fix recompute=selective.")
     recompute_activation_function: bool = flag(
@@ -219,7 +250,7 @@ class ParallelOptions(AcceptedFlags):
     fp16: bool = flag(False, "Train in fp16.")
     fp32: bool = flag(False, "Train in fp32.")
     fp8: bool = flag(False, "Matrix products of the layers in fp8, all else in bf16.")
-    engine: str = flag(DEFAULT_ENGINE, "Who executes the layout (see `engines`).")
+    engine: str = flag(DEFAULT_ENGINE, "Who executes the layout (see `engines`).", values=engine_names)
     task_type: str | None = flag(None, f"Accepted for compatibility: {TASK_TYPE}.")
 
     def pins(self, model: ModelSpec) -> Pins:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, get_args
@@ -23,6 +22,7 @@ from costmodels.layout import (
     recompute_conflict,
     schedule_runs,
 )
+from costmodels.near import near_names, nearest
 from costmodels.table import BOOLEANS
 from planner.choice import EXAMPLES, Choice, Value, Wanted, span
 
@@ -70,6 +70,22 @@ _CHOICES: dict[str, tuple[str, ...]] = {
 
 _SYNONYMS = {("optimizer", "adamw"): "adam"}
 """Other words for a choice: weight decay is decoupled either way."""
+
+OTHER_WORDS = {
+    "fsdp": "zero=3",
+    "fsdp2": "zero=3",
+    "ddp": "zero=0",
+    "hsdp": "zero_replicas=2",
+    "ulysses": "cp_form=all_to_all",
+    "ring": "cp_form=ring",
+    "gpipe": "schedule=1f1b",
+    "zero_bubble": "schedule=interleaved_zb",
+    "zb": "schedule=interleaved_zb",
+    "zb1p": "schedule=interleaved_zb",
+    "dualpipe": "schedule=dualpipev",
+    **{f"zero{stage}": f"zero={stage}" for stage in range(4)},
+}
+"""What others call a value of a degree, and the pin that it is here."""
 
 ZERO_STAGES = (0, 1, 2, 3)
 
@@ -216,18 +232,25 @@ def _items(pin: PinInput, verb: str) -> Iterable[_Item]:
     for text in [pin] if isinstance(pin, str) else pin:
         name, equals, value = text.partition("=")
         if not equals or not value.strip():
-            raise InputError(f"{verb} {text!r}: expected name=value, such as tensor_parallel=8")
+            example = OTHER_WORDS.get(_plain(text), "tensor_parallel=8")
+            raise InputError(f"{verb} {text!r}: expected name=value, such as {example}")
         yield _Item(_full_name(name.strip(), verb), value.strip(), verb)
 
 
 def _full_name(name: str, verb: str) -> str:
-    full = SHORT_NAMES.get(name, name).replace("-", "_")
+    plain = _plain(name)
+    full = SHORT_NAMES.get(plain, plain)
     known = list(Layout.model_fields)
-    if full not in known:
-        near = difflib.get_close_matches(full, known, n=1)
-        hint = f"did you mean {near[0]}? " if near else ""
-        raise InputError(f"{verb} {name}: no such field; {hint}use one of {', '.join(known)}")
-    return full
+    if full in known:
+        return full
+    if plain in OTHER_WORDS:
+        raise InputError(f"{verb} {name}: no such field; did you mean {OTHER_WORDS[plain]}?")
+    hint = nearest(plain, [*SHORT_NAMES, *known]) or f"use one of {', '.join(known)}"
+    raise InputError(f"{verb} {name}: no such field; {hint}")
+
+
+def _plain(name: str) -> str:
+    return name.strip().lower().replace("-", "_")
 
 
 def _value(item: _Item) -> PinValue:
@@ -276,7 +299,7 @@ def _single(item: _Item) -> PinValue:
     if item.name in _CHOICES:
         text = _SYNONYMS.get((item.name, text), text)
         if text not in _CHOICES[item.name]:
-            raise item.wrong(f"one of {', '.join(_CHOICES[item.name])}")
+            raise item.wrong(f"one of {', '.join(_CHOICES[item.name])}{_near_choice(item.name, text)}")
         return text
     if item.name == "layers_per_stage":
         parts = item.value if isinstance(item.value, (list, tuple)) else text.split(",")
@@ -288,6 +311,17 @@ def _single(item: _Item) -> PinValue:
             raise item.wrong(f"one of {', '.join(map(str, ZERO_STAGES))}")
         return int(text)
     return _count(item, text, "a whole number of at least 1")
+
+
+def _near_choice(name: str, text: str) -> str:
+    """The choice that somebody may have meant, to be appended to all of them."""
+    pin = OTHER_WORDS.get(_plain(text), "")
+    near = near_names(text, _CHOICES[name], cutoff=0.7)
+    if pin.startswith(f"{name}="):
+        return f"; did you mean {pin.partition('=')[2]}?"
+    if pin:
+        return f"; did you mean pin {pin}?"
+    return f"; did you mean {near[0]}?" if near else ""
 
 
 def _modules(item: _Item, words: Iterable[object]) -> tuple[str, ...]:

@@ -16,7 +16,7 @@ import numpy as np
 
 from costmodels.errors import InputError
 from costmodels.hardware import Precision
-from costmodels.layout import CHUNKS_OF_SCHEDULES, GradientReduction, even_split, schedule_runs
+from costmodels.layout import CHUNKS_OF_SCHEDULES, SHORT_NAMES, GradientReduction, even_split, schedule_runs
 from costmodels.model_spec import ModelSpec
 from costmodels.table import (
     ARRAY_FIELDS,
@@ -210,6 +210,9 @@ def obstacle(model: ModelSpec, world_size: int, batch: Batch, pins: Pins) -> str
     shape = _shape(degrees)
     rules = _rules(pins)
     broken = [np.broadcast_to(rule.broken(model, degrees), shape) for rule in rules]
+    too_few = _too_few_sequences(world_size, batch, degrees, rules, broken)
+    if too_few is not None:
+        return too_few
     breaks = np.zeros(shape, dtype=np.int64)
     for mask in broken:
         breaks += mask
@@ -222,6 +225,43 @@ def obstacle(model: ModelSpec, world_size: int, batch: Batch, pins: Pins) -> str
         for field in fields(degrees)
     }
     return rules[first].message(model, Degrees(**layout))
+
+
+OF_THE_BATCH = (
+    *("batch_too_small", "batch_divisibility", "pipeline_micro_batches"),
+    *("interleaved_micro_batches", "v_micro_batches"),
+)
+"""Rules that another batch would lift."""
+
+
+def _too_few_sequences(
+    world_size: int, batch: Batch, degrees: Degrees, rules: Sequence[Rule], broken: Sequence[Bools]
+) -> str | None:
+    """What is wrong where layouts break rules about the batch alone, and all of them need a larger one.
+
+    Args:
+        broken: where each of `rules` is, on the whole grid.
+    """
+    legal = np.ones(_shape(degrees), dtype=bool)
+    for rule, mask in zip(rules, broken, strict=True):
+        if rule.name not in OF_THE_BATCH:
+            legal &= ~mask
+    # A pipeline is full with as many micro batches as ranks.
+    needed = degrees.micro_batch_size * degrees.data_parallel * degrees.pipeline_parallel
+    every = np.where(legal, np.broadcast_to(needed, legal.shape), np.iinfo(np.int64).max)
+    least = int(every.min())
+    if not legal.any() or least <= batch.size:
+        return None
+    where = np.unravel_index(int(every.argmin()), every.shape)
+    shown = ("tensor_parallel", "pipeline_parallel", "context_parallel", "data_parallel")
+    sizes = {name: int(np.broadcast_to(getattr(degrees, name), every.shape)[where]) for name in shown}
+    layout = " ".join(
+        f"{short}={sizes[name]}" for short, name in SHORT_NAMES.items() if sizes.get(name, 1) > 1
+    )
+    return (
+        f"a batch of {batch.size} is too small for {world_size} devices; use fewer of them, or a batch of "
+        f"{least} or more, as {layout} needs"
+    )
 
 
 def _table(

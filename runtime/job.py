@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from costmodels import Device
 from costmodels.errors import InputError
@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class RunOptions:
     """What to run, and how the ranks find each other."""
+
+    SECTIONS: ClassVar[dict[str, str]] = {"plan": "Job"}
 
     plan: str | None = flag(None, "Plan file of `planner suggest --save`; without it rank 0 plans.")
     distributed_timeout_minutes: float = flag(10.0, "Minutes after which a stuck collective is an error.")

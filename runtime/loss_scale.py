@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from costmodels import Layout
-from costmodels.errors import InputError
 from runtime.options import TrainingOptions
 
 GROWTH, BACKOFF = 2.0, 0.5
@@ -70,18 +69,16 @@ class LossScale:
             self.overflows_left = int(state["overflows_left"])
 
 
-def loss_scale_of(options: TrainingOptions, layout: Layout) -> LossScale | None:
-    """The scale that a run starts with; None where nothing is scaled, which is all but fp16.
+def unused_scale(options: TrainingOptions, layout: Layout) -> str | None:
+    """What to say of a constant scale where nothing is scaled, as scripts for other precisions give one."""
+    if options.loss_scale is None or layout.precision == "fp16":
+        return None
+    return f"--loss-scale {options.loss_scale:g} has no effect: precision {layout.precision} needs none"
 
-    Raises:
-        InputError: a constant scale is asked for in another precision.
-    """
+
+def loss_scale_of(options: TrainingOptions, layout: Layout) -> LossScale | None:
+    """The scale that a run starts with; None where nothing is scaled, which is all but fp16."""
     if layout.precision != "fp16":
-        if options.loss_scale is not None:
-            raise InputError(
-                f"--loss-scale {options.loss_scale}: precision {layout.precision} needs none; leave the flag "
-                "out, or train with --fp16"
-            )
         return None
     if options.loss_scale is not None:
         return LossScale(options.loss_scale, dynamic=False)

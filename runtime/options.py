@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import ClassVar
 
 from costmodels import Layout
 from costmodels.errors import InputError
@@ -39,6 +40,18 @@ CLIP_GRAD = 1.0
 @dataclass(frozen=True)
 class TrainingOptions:
     """Optimizer, schedule and length of a run."""
+
+    SECTIONS: ClassVar[dict[str, str]] = {
+        "train_iters": "Training",
+        "lr": "Learning rate",
+        "weight_decay": "Optimizer",
+        "loss_reduction": "Training",
+        "clip_grad": "Optimizer",
+        "moe_aux_loss_coeff": "Experts",
+        "seed": "Training",
+        "loss_scale": "Precision",
+        "compile": "Training",
+    }
 
     train_iters: int = flag(100, "Optimizer steps to run.")
     rampup_batch_size: tuple[int, int, int] | None = flag(
@@ -283,6 +296,8 @@ _EXCLUSIVE = (("compile", "no_compile"), ("clip_grad", "clip_grad_value"))
 class DataOptions:
     """Where the text comes from."""
 
+    SECTIONS: ClassVar[dict[str, str]] = {"data_path": "Data"}
+
     data_path: list[str] = flag(
         [],
         "Prefix of a .bin/.idx pair, or several with weights, as '0.3 PREFIX 0.7 PREFIX' in quotes; the "
@@ -318,6 +333,12 @@ class DataOptions:
 @dataclass(frozen=True)
 class OutputOptions:
     """What a run writes, and when."""
+
+    SECTIONS: ClassVar[dict[str, str]] = {
+        "log_interval": "Logging and evaluation",
+        "save": "Checkpoints",
+        "log_dir": "Logging and evaluation",
+    }
 
     log_interval: int = flag(10, "Iterations between log lines.")
     eval_interval: int = flag(100, "Iterations between evaluations on the validation split.")

@@ -12,7 +12,6 @@ from planner.inputs import DEFAULT_ENGINE
 from planner.plan import Plan
 from planner.rules import first_illegal
 from runtime.batch_ramp import check_ramp
-from runtime.loss_scale import loss_scale_of
 from runtime.options import TrainingOptions
 
 PRECISIONS = ("fp32", "bf16", "fp16", "fp8")
@@ -63,7 +62,6 @@ def check_plan(plan: Plan, world_size: int) -> None:
 
 def check_training(plan: Plan, training: TrainingOptions) -> None:
     """Raise `InputError` when `training` asks for what the plan's layout does not do."""
-    loss_scale_of(training, plan.layout)
     training.check_optimizer(plan.layout)
     training.compiles(plan.layout, on_gpu=False)
     check_ramp(training.batches(plan.layout), plan.model, plan.layout)

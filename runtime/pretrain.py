@@ -15,6 +15,7 @@ import typer
 
 import planner.flags
 from costmodels.errors import InputError
+from planner.command import HELP, Command
 from planner.flags import takes
 from planner.options import BatchOptions, ClusterOptions, ModelOptions, ParallelOptions, check_alone
 from planner.plan import Plan
@@ -41,6 +42,7 @@ from runtime.float8 import check_float8
 from runtime.job import Job, RunOptions, plan_here, sample_order
 from runtime.logs.console import flush, progress, say
 from runtime.loop import Loop
+from runtime.loss_scale import unused_scale
 from runtime.optimizers.adam8bit import check_adam8bit
 from runtime.options import DataOptions, OutputOptions, TrainingOptions
 from runtime.preflight import check_folder, check_plan, check_timeout, check_training
@@ -49,6 +51,7 @@ from runtime.ranks import (
     end_with_agent,
     finish,
     in_turns,
+    is_alone,
     is_lost_connection,
     on_first_rank,
     start,
@@ -69,10 +72,15 @@ def plan_for(job: Job, ranks: Ranks, previous: Before | None = None) -> Plan:
     """
     for name in ("world_size", "local_world_size"):
         given, started = getattr(job.cluster, name), getattr(ranks, name)
-        if given not in (None, started):
+        if given in (None, started):
+            continue
+        flag_text = f"--{name.replace('_', '-')} {given}"
+        if is_alone():
             raise InputError(
-                f"--{name.replace('_', '-')} {given}: torchrun started {started} ranks; leave the flag out"
+                f"{flag_text}: this process is alone, not one of torchrun's ranks; start them with `torchrun "
+                "--nproc-per-node N -m runtime.pretrain ...`, or see the plan with `planner suggest ...`"
             )
+        raise InputError(f"{flag_text}: torchrun started {started} ranks; leave the flag out")
     if job.run.plan is not None:
         joined = dataclasses.replace(job.cluster, world_size=None, local_world_size=None, device=None)
         check_alone(job.model, job.batch, job.parallel, joined)
@@ -228,6 +236,9 @@ def _announce(plan: Plan, iteration: int, job: Job) -> None:
         f"training {plan.model.name} ({plan.model.parameters / 1e6:.1f} M parameters) on "
         f"{plan.layout.world_size} x {plan.cluster.device.name} as {plan.layout.describe()}"
     )
+    unused = unused_scale(job.training, plan.layout)
+    if unused is not None:
+        say(f"note: {unused}")
     folder, last = job.output.load, job.training.train_iters
     if iteration >= last:
         say(f"nothing to do: {folder} is at iteration {iteration} of --train-iters {last}")
@@ -242,7 +253,7 @@ def _announce(plan: Plan, iteration: int, job: Job) -> None:
 app = typer.Typer(add_completion=False)
 
 
-@app.command()
+@app.command(cls=Command, context_settings=HELP)
 @takes(
     model=ModelOptions,
     cluster=ClusterOptions,

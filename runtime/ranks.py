@@ -46,6 +46,11 @@ class Ranks:
         return cls(*values)
 
 
+def is_alone() -> bool:
+    """Whether nobody said that this process is one of several."""
+    return "RANK" not in os.environ and "WORLD_SIZE" not in os.environ
+
+
 def end_with_agent() -> None:
     """Watch the torchrun that started this rank and die with it, however it dies.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import ClassVar
 
 from costmodels.errors import InputError
 from planner.flags import flag
@@ -15,6 +16,8 @@ SHARE_OF_TIMEOUT = 0.8
 @dataclass(frozen=True)
 class FaultOptions:
     """When steps are skipped, when ranks count as slow or stuck, and what is kept to find out why."""
+
+    SECTIONS: ClassVar[dict[str, str]] = {"no_check_for_nan_in_loss_and_grad": "Faults"}
 
     no_check_for_nan_in_loss_and_grad: bool = flag(
         False, "Update the weights even if the loss or the gradient norm is not a number."

@@ -10,6 +10,7 @@ import pytest
 
 from cli import report
 from planner import search
+from tests.cli.scripts import MINDSPEED
 from tests.conftest import Command
 
 JOB = ("--model", "llama2-7b", "--world-size", "16", "--device", "a100-80g", "--max-global-batch-size", "32")
@@ -44,6 +45,13 @@ def test_it_prints_why_the_best_won_and_others_did_not(planner_command: Command)
         "tokens/s with 32 devices instead of 16",
     ):
         assert expected in text, expected
+
+
+def test_a_pasted_script_is_explained_like_it_is_planned(planner_command: Command) -> None:
+    words = ("--world-size", "8", "--no-what-if", "--max-restarts", "3", *MINDSPEED.split())
+    code, out, err = planner_command("explain", *words)
+    assert (code, err) == (0, "")
+    assert "best: tp=2+sp pp=1 ep=2" in out
 
 
 def test_json_has_all_of_it(planner_command: Command) -> None:

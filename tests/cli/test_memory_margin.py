@@ -45,7 +45,7 @@ def test_zero_leaves_tensors_alone_and_less_is_refused(planner_command: Command)
     code, _, err = planner_command(*JOB, "--memory-margin-gib", "-1")
     assert code == 2
     assert err == (
-        "planner: error: memory_margin_gib -1: expected a number of GiB of at least 0, such as 2\n"
+        "planner: error: --memory-margin-gib -1: expected a number of GiB of at least 0, such as 2\n"
     )
 
 

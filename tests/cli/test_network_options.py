@@ -63,10 +63,10 @@ def test_a_slower_network_makes_slower_plans(planner_command: Command) -> None:
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (("--inter-node-gbps", "0"), "inter_node_gbps 0: expected gigabits per second (8 x GB/s)"),
+        (("--inter-node-gbps", "0"), "--inter-node-gbps 0: expected gigabits per second (8 x GB/s)"),
         (("--inter-node-gbps", "fast"), "'fast' is not a number"),
         (("--island", "5"), "island 5: expected whole nodes of 8 devices"),
-        (("--oversubscription", "2"), "oversubscription 2 needs nodes_per_pod"),
+        (("--oversubscription", "2"), "oversubscription 2 needs --nodes-per-pod"),
         (("--network-table", "none.csv"), "cannot read network table 'none.csv': No such file"),
     ],
 )

@@ -226,20 +226,20 @@ def test_when_nothing_fits_the_closest_plans_are_shown_and_the_code_is_3(planner
     [
         (("suggest",), "no world size: give --world-size"),
         (("suggest", "--world-size", "many"), "'--world-size': 'many' is not a whole number"),
-        (("suggest", "--world-size", "8"), "give global_batch_size or max_global_batch_size"),
+        (("suggest", "--world-size", "8"), "give --global-batch-size or --max-global-batch-size"),
         ((*SMALL, "--max-global-batch-size", "8", "--model", "gpt-9"), "unknown model 'gpt-9'"),
         ((*SMALL, "--max-global-batch-size", "8", "--top", "0"), "--top 0: expected a whole number"),
         (
             (*SMALL, "--max-global-batch-size", "8", "--pin", "tp=3"),
-            "tensor_parallel 3 does not divide world size 8",
+            "tp 3 does not divide world size 8",
         ),
         (
             (*SMALL, "--max-global-batch-size", "8", "--pin", "tp=8"),
-            "tensor_parallel 8 does not divide 12 heads",
+            "tp 8 does not divide 12 heads",
         ),
         (
             (*SMALL, "--global-batch-size", "7", "--pin", "dp=8"),
-            "data_parallel 8 exceeds the global batch of 7",
+            "a batch of 7 is too small for 8 devices",
         ),
         (
             ("suggest", "--world-size", "12", "--max-global-batch-size", "8"),
@@ -309,7 +309,9 @@ def test_the_module_runs_as_the_command() -> None:
         text=True,
     )
     assert done.returncode == 2
-    assert done.stderr == ("planner: error: no batch size: give global_batch_size or max_global_batch_size\n")
+    assert done.stderr == (
+        "planner: error: no batch size: give --global-batch-size or --max-global-batch-size\n"
+    )
 
 
 def test_what_is_not_usual_has_its_column_or_word(planner: Any, monkeypatch: pytest.MonkeyPatch) -> None:

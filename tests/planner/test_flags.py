@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import typer
 
-from planner.flags import flag, for_words, run, takes
+from planner.command import add
+from planner.flags import flag, flag_names, for_words, run, takes
+from planner.foreign import INSTEAD, instead_of
+from planner.options import BatchOptions, ClusterOptions, ModelOptions, ParallelOptions
+from runtime.options import DataOptions, OutputOptions, TrainingOptions
+
+GROUPS = (
+    *(ModelOptions, ClusterOptions, BatchOptions, ParallelOptions),
+    *(TrainingOptions, DataOptions, OutputOptions),
+)
 
 
 @dataclass(frozen=True)
@@ -42,7 +52,7 @@ def test_flags_of_late_groups_are_declared_for_words_that_need_them(
 
     def invoke(*words: str) -> Any:
         app = typer.Typer(add_completion=False)
-        app.command()(for_words(command, words))
+        add(app, for_words(command, words))
         monkeypatch.setattr("sys.argv", ["command", *words])
         with pytest.raises(SystemExit) as stop:
             run(app, "command")
@@ -54,3 +64,43 @@ def test_flags_of_late_groups_are_declared_for_words_that_need_them(
     assert made == [Rare] and called[-1] == (Usual(3), Rare(0.5))
     # What nobody knows is told with all that is known in mind.
     assert invoke("--rat", "1") == 2 and "--rate" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ("--sise 3", "unknown flag --sise: did you mean --size?"),
+        ("--n_size 3", "unknown flag --n_size: did you mean --n-size?"),
+        ("--quiet", "unknown flag --quiet: `command --help` lists all"),
+        ("-x 3", "unknown flag -x: `command --help` lists all"),
+        # All at once, whatever stands between them: a number below zero is the value of a flag.
+        (
+            "--sise -3 --size -4 --quiet=1 --sise 2 --size --what",
+            "2 unknown flags: --sise (did you mean --size?), --quiet; `command --help` lists all",
+        ),
+    ],
+)
+def test_all_unknown_flags_are_named_at_once(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], words: str, told: str
+) -> None:
+    @takes(usual=Usual)
+    def command(usual: Usual) -> None:
+        """Do something."""
+
+    app = typer.Typer(add_completion=False)
+    add(app, command)
+    monkeypatch.setattr("sys.argv", ["command", *words.split()])
+    with pytest.raises(SystemExit) as stop:
+        run(app, "command")
+    assert stop.value.code == 2
+    assert capsys.readouterr().err == f"command: error: {told}\n"
+
+
+def test_what_other_tools_call_a_flag_is_known_where_there_is_one_like_it() -> None:
+    assert instead_of("--train_samples", {"--train-iters": 1}) == "use --train-iters"
+    assert instead_of("--train-samples", {"--seed": 1}) == ""
+    assert instead_of("--zero-stage", {"--pin": 1}) == "use --pin zero_stage=VALUE"
+    every = {name for group in GROUPS for field in dataclasses.fields(group) for name in flag_names(field)}
+    for name in INSTEAD:
+        assert name not in every
+        assert instead_of(name, every | {"--engine"}), name

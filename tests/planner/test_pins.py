@@ -11,6 +11,10 @@ from planner.choice import Choice, Span
 from planner.pins import WherePossible, parse_pins, where_possible
 
 
+def test_names_count_whatever_their_case() -> None:
+    assert parse_pins(["TP=2", "Pipeline-Parallel=4"]) == {"tensor_parallel": 2, "pipeline_parallel": 4}
+
+
 def test_short_and_full_names_and_all_kinds_of_values() -> None:
     pins = parse_pins(
         ["tp=8", "sp=true", "zero=1", "recompute=full", "schedule=1f1b", "layers_per_stage=8,8,7,7"]
@@ -53,6 +57,13 @@ def test_short_and_full_names_and_all_kinds_of_values() -> None:
     ("pin", "line"),
     [
         ("tensor_paralel=8", "pin tensor_paralel: no such field; did you mean tensor_parallel?"),
+        ("ttp=2", "pin ttp: no such field; did you mean tp?"),
+        ("fsdp=3", "pin fsdp: no such field; did you mean zero=3?"),
+        ("ZeRO3", "pin 'ZeRO3': expected name=value, such as zero=3"),
+        ("schedule=1f1", "dualpipev; did you mean 1f1b?"),
+        ("schedule=zb-v", "dualpipev; did you mean zbv?"),
+        ("schedule=dualpipe", "dualpipev; did you mean dualpipev?"),
+        ("schedule=fsdp", "dualpipev; did you mean pin zero=3?"),
         ("tp", "pin 'tp': expected name=value, such as tensor_parallel=8"),
         ("tp=", "expected name=value"),
         ("tp=eight", "pin tensor_parallel=eight: expected a whole number of at least 1"),

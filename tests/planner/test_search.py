@@ -149,10 +149,25 @@ def test_a_world_size_without_a_legal_layout_names_neighbours_that_have_one() ->
     with pytest.raises(InputError) as caught:
         search("gpt-22b", world_size=127, local_world_size=1, max_global_batch_size=16, device="a100-80g")
     line = str(caught.value)
-    assert "127 stages, but there are 48 layers" in line
+    assert "a batch of 16 is too small for 127 devices; use fewer of them, or a batch of 127 or more" in line
     near = [int(size) for size in re.search(r"world sizes that work: (\d+), (\d+)", line).groups()]  # type: ignore[union-attr]
     assert near[0] < 127 < near[1]
     assert all(search("gpt-22b", world_size=size, max_global_batch_size=16).legal for size in near)
+
+
+def test_a_world_far_too_large_for_its_batch_names_the_batch() -> None:
+    with pytest.raises(
+        InputError, match=r"a batch of 16 is too small for 1000000 devices; .* 250000 or more"
+    ) as caught:
+        search("gpt2-nano", world_size=10**6, max_global_batch_size=16)
+    assert "stages" not in str(caught.value)
+    # The batch that it names is large enough, and a pin is the cause where no batch helps.
+    pins = {"context_parallel": 1, "tensor_parallel": 1, "pipeline_parallel": 2}
+    with pytest.raises(InputError, match=r"a batch of 16 or more, as pp=2 dp=8 needs"):
+        search(TINY, world_size=16, max_global_batch_size=15, pin=pins)
+    assert search(TINY, world_size=16, max_global_batch_size=16, pin=pins).legal
+    with pytest.raises(InputError, match="8 stages, but there are"):
+        search(TINY, world_size=16, max_global_batch_size=16, pin={"pipeline_parallel": 8})
 
 
 def test_a_batch_that_is_not_divisible_names_neighbours_that_are() -> None:

@@ -13,7 +13,7 @@ from benchmarks.worker_pool import WorkerPool
 from costmodels import ModelSpec
 from costmodels.errors import InputError
 from runtime.float8 import check_float8
-from runtime.loss_scale import LossScale, loss_scale_of
+from runtime.loss_scale import LossScale, loss_scale_of, unused_scale
 from runtime.options import TrainingOptions
 from tests.runtime import precision_work as work
 
@@ -53,8 +53,11 @@ def test_flags_choose_the_scale_of_fp16_only() -> None:
     given = TrainingOptions(initial_loss_scale=64.0, min_loss_scale=2.0, loss_scale_window=5, hysteresis=1)
     assert loss_scale_of(given, fp16) == LossScale(64.0, True, 2.0, 5, 1)
     assert loss_scale_of(given, bf16) is None
-    with pytest.raises(InputError, match=r"--loss-scale 128.0: precision bf16 needs none; leave"):
-        loss_scale_of(TrainingOptions(loss_scale=128.0), bf16)
+    # Scripts give a constant scale in bf16 too: it scales nothing, which is said.
+    constant = TrainingOptions(loss_scale=4096.0)
+    assert loss_scale_of(constant, bf16) is None
+    assert unused_scale(constant, bf16) == "--loss-scale 4096 has no effect: precision bf16 needs none"
+    assert unused_scale(constant, fp16) is None and unused_scale(TrainingOptions(), bf16) is None
 
 
 @pytest.mark.parametrize(

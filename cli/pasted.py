@@ -1,0 +1,30 @@
+"""Flags of a training command that commands which only plan accept, so that one can be pasted."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from planner.flags import flag, ignored
+
+
+@dataclasses.dataclass(frozen=True)
+class Waiting:
+    """What only a job that runs needs."""
+
+    distributed_timeout_minutes: float | None = flag(None, "Minutes after which a collective is an error.")
+    max_restarts: int | None = flag(None, "Restarts of a failed job.")
+
+
+def pasted(but: type, trains: bool = False) -> type:
+    """A dataclass of the flags of training that a command without use for them takes.
+
+    Args:
+        but: flags of the command itself, which it keeps.
+        trains: the command has the flags of the training step itself.
+    """
+    # Only here: most commands that plan are given none of these flags.
+    from runtime.faults.options import FaultOptions
+    from runtime.options import DataOptions, OutputOptions, TrainingOptions
+
+    groups = (DataOptions, OutputOptions, FaultOptions, Waiting)
+    return ignored(*(groups if trains else (TrainingOptions, *groups)), but=but)

@@ -1,0 +1,98 @@
+"""What the command line says of itself: sections of flags, notation of plans, completion."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from cli.suggest import Output
+from planner.command import WIDTH
+from planner.flags import sections_of
+from planner.notation import NOTATION
+from planner.options import BatchOptions, ClusterOptions, ModelOptions, ParallelOptions
+from runtime.faults.options import FaultOptions
+from runtime.options import DataOptions, OutputOptions, TrainingOptions
+from tests.conftest import Command
+
+ROOT = Path(__file__).parents[2]
+
+GROUPS = (
+    *(ModelOptions, ClusterOptions, BatchOptions, ParallelOptions, Output),
+    *(TrainingOptions, DataOptions, OutputOptions, FaultOptions),
+)
+
+
+@pytest.mark.parametrize("group", GROUPS)
+def test_every_flag_has_a_section(group: type) -> None:
+    found = sections_of(group)
+    for field in dataclasses.fields(group):
+        assert field.name in found or field.metadata["hidden"]
+    starts = {name for base in group.__mro__ for name in getattr(base, "SECTIONS", {})}
+    assert starts <= {field.name for field in dataclasses.fields(group)}
+
+
+def test_help_has_sections_and_ends_with_what_changes_nothing(planner_command: Command) -> None:
+    code, out, _ = planner_command("launch", "-h")
+    assert code == 0
+    heads = re.findall(r"^(\S.*):$", out, re.MULTILINE)
+    order = ["Model", "Cluster", "Batch", "Pins", "Optimizer", "Learning rate", "Data", "Checkpoints"]
+    assert [head for head in heads if head in order] == order
+    assert heads[-1] == "Accepted too, as what they say happens anyway"
+    assert out.index("--use-flash-attn") > out.index("--max-restarts")
+    # No name is broken at the end of a line.
+    assert "--no-create-attention-mask-in-dataloader" in out
+    assert planner_command("launch", "--help")[1] == out
+    assert planner_command("-h")[0] == planner_command("data", "prepare", "-h")[0] == 0
+
+
+def test_the_notation_of_plans_is_described_once(planner_command: Command) -> None:
+    assert all(len(line) <= WIDTH for line in NOTATION.splitlines())
+    assert NOTATION in (ROOT / "README.md").read_text()
+    help_text = planner_command("suggest", "--help")[1]
+    assert all(line in help_text for line in NOTATION.splitlines())
+
+
+def test_the_notation_covers_what_layouts_print() -> None:
+    from benchmarks.parity import LLAMA, parse_layout
+
+    every = parse_layout(
+        "tp=2,sp=true,pp=2,vpp=2,schedule=interleaved_zb,cp=2,cp_form=ring,dp=2,zero=1,zero_replicas=2", LLAMA
+    )
+    for word in every.describe().split():
+        name, equals, _ = word.partition("=")
+        assert not equals or f"{name}=" in NOTATION
+
+
+def completed(planner_command: Command, monkeypatch: pytest.MonkeyPatch, line: str) -> list[str]:
+    words = line.split(" ")
+    monkeypatch.setenv("_PLANNER_COMPLETE", "complete_bash")
+    monkeypatch.setenv("COMP_WORDS", line)
+    monkeypatch.setenv("COMP_CWORD", str(len(words) - 1))
+    code, out, _ = planner_command()
+    assert code == 0
+    return out.split()
+
+
+def test_shells_complete_commands_flags_and_names(
+    planner_command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert completed(planner_command, monkeypatch, "planner sug") == ["suggest"]
+    flags = completed(planner_command, monkeypatch, "planner suggest --tensor-model")
+    assert flags == ["--tensor-model-parallel-size"]
+    assert completed(planner_command, monkeypatch, "planner suggest --device rtx") == ["rtx-4090", "rtx-5090"]
+    assert "dualpipev" in completed(planner_command, monkeypatch, "planner suggest --pipeline-schedule d")
+
+
+def test_completion_imports_the_chosen_command_alone(
+    planner_command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in [name for name in sys.modules if name.startswith("cli.") and name != "cli.main"]:
+        monkeypatch.delitem(sys.modules, name)
+    completed(planner_command, monkeypatch, "planner dev")
+    assert not {"cli.suggest", "cli.launch", "cli.catalogues"} & sys.modules.keys()
+    completed(planner_command, monkeypatch, "planner devices --t")
+    assert "cli.catalogues" in sys.modules and not {"cli.suggest", "cli.launch"} & sys.modules.keys()
