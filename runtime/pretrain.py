@@ -15,7 +15,7 @@ import typer
 
 import planner.flags
 from costmodels.errors import InputError
-from planner.command import HELP, Command
+from planner.command import add
 from planner.flags import takes
 from planner.options import BatchOptions, ClusterOptions, ModelOptions, ParallelOptions, check_alone
 from planner.plan import Plan
@@ -253,7 +253,6 @@ def _announce(plan: Plan, iteration: int, job: Job) -> None:
 app = typer.Typer(add_completion=False)
 
 
-@app.command(cls=Command, context_settings=HELP)
 @takes(
     model=ModelOptions,
     cluster=ClusterOptions,
@@ -273,6 +272,9 @@ def pretrain(**groups: Any) -> None:
         if IS_FIRST:
             report(planner.flags.one_line(error), error.exit_code)
         raise
+
+
+add(app, pretrain)
 
 
 def _leave() -> NoReturn:
