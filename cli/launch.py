@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import os
 import signal
 import sys
 from datetime import datetime, timedelta
@@ -29,7 +31,9 @@ from runtime.job import search_here
 from runtime.launch import Outcome, Stopped, shell_line, torchrun_command
 from runtime.logs.console import say
 from runtime.options import DataOptions, OutputOptions, TrainingOptions
-from runtime.preflight import check_folder, check_plan, check_timeout, check_training
+from runtime.owner import owned
+from runtime.preflight import check_folder, check_host, check_plan, check_timeout, check_training
+from runtime.scheduler import check_one_task
 from runtime.text import open_datasets
 
 MOST_CPU_RANKS = 8
@@ -87,6 +91,10 @@ def launch(
     output.check()
     options.check(output)
     trial.check(options.plan, options.dry_run)
+    if not options.dry_run:
+        check_one_task(os.environ)
+        if cluster.device == "cpu" and cluster.world_size is not None:
+            check_host(cluster.world_size, f"--world-size {cluster.world_size}")
     with Status() as status:
         if not options.dry_run:
             status.tell("planning")
@@ -113,15 +121,24 @@ def launch(
             words = ["--plan", options.plan] if options.plan else chosen
             print(shell_line(torchrun_command(ranks, [*words, *common, *arguments(logged)])))
             return
+        if plan.cluster.device.kind == "cpu":
+            asked = f"the plan {options.plan}" if options.plan else f"--world-size {ranks}"
+            check_host(ranks, asked, plan.estimate.peak_memory_bytes)
         for name, folder in (("--save", output.save), ("--tensorboard-dir", output.tensorboard_dir)):
             if folder is not None:
                 check_folder(folder, name)
+        if output.save is not None:
+            with owned(Path(output.save), f"--save {output.save}"):
+                pass  # The first rank takes it over; who cannot have it need not start ranks.
         status.tell("preparing the data")
         # Last, so that a job which is refused leaves no folder of a run behind.
         _prepare_data(plan, training, data, output)
         if trial.plans_to_try is not None:
             status.clear()
             plan = _tried(plans, trial, training, data, options)
+        if output.log_dir is None:
+            log_dir = _run_folder(log_dir)
+            logged = dataclasses.replace(output, log_dir=str(log_dir))
         check_folder(log_dir, "--log-dir")
         plan_file = log_dir / "plan.json"
         plan.save(plan_file)
@@ -145,6 +162,19 @@ def launch(
     _say_end(outcome, Ending(plan, log_dir, training, output, rest, start))
     if outcome.stopped_by is signal.SIGINT or outcome.exit_code:
         raise typer.Exit(outcome.exit_code or 128 + signal.SIGINT)
+
+
+def _run_folder(first: Path) -> Path:
+    """A new folder of this job's own: `first`, or with a number where another job has just made that."""
+    check_folder(first.parent, "--log-dir")
+    path = first
+    for number in itertools.count(2):
+        try:
+            path.mkdir()
+            break
+        except FileExistsError:
+            path = first.with_name(f"{first.name}-{number}")
+    return path
 
 
 def _say_end(outcome: Outcome, ending: Ending) -> None:

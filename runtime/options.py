@@ -344,7 +344,12 @@ class OutputOptions:
     eval_interval: int = flag(100, "Iterations between evaluations on the validation split.")
     eval_iters: int = flag(10, "Global batches of one evaluation; 0 turns evaluation off.")
     save: str | None = flag(None, "Folder to save checkpoints in.", metavar="FOLDER")
-    load: str | None = flag(None, "Folder to resume from, if it holds a checkpoint.", metavar="FOLDER")
+    load: str | None = flag(
+        None,
+        "Folder of checkpoints to go on from. It must hold one, unless --save names the same folder.",
+        metavar="FOLDER",
+    )
+    load_or_start: bool = flag(False, "Begin anew where --load holds no checkpoint.")
     save_interval: int | None = flag(
         None, "Iterations between checkpoints, where --save is given; the end of the run always."
     )
@@ -354,7 +359,9 @@ class OutputOptions:
     keep_last: int | None = flag(
         None, "Checkpoints to keep; older ones are deleted when a new one is whole.", metavar="K"
     )
-    exit_on_missing_checkpoint: bool = flag(False, "Do not begin anew where --load holds no checkpoint.")
+    exit_on_missing_checkpoint: bool = flag(
+        False, "Do not begin anew where the folder of --load and --save holds no checkpoint."
+    )
     ckpt_step: int | None = flag(None, "Iteration to load instead of the newest in --load.")
     finetune: bool = flag(
         False,
@@ -383,9 +390,14 @@ class OutputOptions:
             ("keep_last", "save"),
             ("ckpt_step", "load"),
             ("exit_on_missing_checkpoint", "load"),
+            ("load_or_start", "load"),
             ("finetune", "load"),
         ):
             if getattr(self, name) not in (None, False) and getattr(self, needed) is None:
                 raise InputError(f"{_flag(name)} needs --{needed} FOLDER")
+        if self.load_or_start and self.exit_on_missing_checkpoint:
+            raise InputError(
+                "--load-or-start and --exit-on-missing-checkpoint exclude each other; give one of them"
+            )
         if self.eval_iters < 0:
             raise InputError(f"--eval-iters {self.eval_iters}: must be 0 (off) or positive")

@@ -7,7 +7,9 @@ import tempfile
 from pathlib import Path
 
 from costmodels import Layout, ModelSpec
+from costmodels.catalogue.host import CONTEXT_BYTES, available_cores, available_memory, torch_build
 from costmodels.errors import InputError
+from costmodels.words import GIB
 from planner.inputs import DEFAULT_ENGINE
 from planner.plan import Plan
 from planner.rules import first_illegal
@@ -17,6 +19,10 @@ from runtime.options import TrainingOptions
 PRECISIONS = ("fp32", "bf16", "fp16", "fp8")
 """Number formats that the runtime computes in."""
 
+
+RANKS_PER_CORE, RANKS_ALWAYS = 8, 16
+"""Ranks that a core of the CPU is shared by at most, and ranks that any machine may start: slow, but of use to
+try a layout."""
 
 TRAINED_SCALINGS = ("linear", "llama3", "yarn")
 """Kinds of rotary scaling that the runtime computes."""
@@ -65,6 +71,26 @@ def check_training(plan: Plan, training: TrainingOptions) -> None:
     training.check_optimizer(plan.layout)
     training.compiles(plan.layout, on_gpu=False)
     check_ramp(training.batches(plan.layout), plan.model, plan.layout)
+
+
+def check_host(ranks: int, asked: str, bytes_each: float | None = None) -> None:
+    """Raise `InputError` when the CPU of this machine is too small for so many ranks.
+
+    Args:
+        asked: what asks for them, such as `--world-size 500`.
+        bytes_each: memory of a rank; that of one which holds next to nothing if None.
+    """
+    cores, memory = available_cores(), available_memory()
+    each = CONTEXT_BYTES[torch_build()] if bytes_each is None else bytes_each
+    most = min(max(RANKS_ALWAYS, RANKS_PER_CORE * cores), int(memory / each))
+    if ranks > most:
+        raise InputError(
+            f"{asked}: {ranks} ranks on the CPU of this machine, which has {cores} cores and "
+            f"{memory / GIB:.1f} GiB of memory, of which each rank takes {each / GIB:.2f} GiB; start at most "
+            f"{most} here"
+            if most
+            else f"{asked}: a rank takes {each / GIB:.2f} GiB, and this machine has {memory / GIB:.1f} GiB"
+        )
 
 
 def check_timeout(minutes: float) -> None:

@@ -7,6 +7,9 @@ import dataclasses
 import os
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
@@ -45,6 +48,7 @@ from runtime.loop import Loop
 from runtime.loss_scale import unused_scale
 from runtime.optimizers.adam8bit import check_adam8bit
 from runtime.options import DataOptions, OutputOptions, TrainingOptions
+from runtime.owner import PATIENCE_OF_RESTART_S, PATIENCE_S, Owner
 from runtime.preflight import check_folder, check_plan, check_timeout, check_training
 from runtime.ranks import (
     Ranks,
@@ -57,6 +61,7 @@ from runtime.ranks import (
     start,
     together,
 )
+from runtime.scheduler import check_one_task
 from runtime.text import open_datasets
 from runtime.trainer import Trainer
 
@@ -119,6 +124,7 @@ def train(job: Job) -> None:
     """Run the job on this rank."""
     ignore_early()
     end_with_agent()
+    check_one_task(os.environ, joins=True)
     ranks = Ranks.from_environment()
     on_cpu = job.cluster.device == "cpu" or (job.run.plan is not None and _is_cpu_plan(job.run.plan))
     device = torch_device(on_cpu or not local_device_count(), ranks)
@@ -165,6 +171,27 @@ def _lost_connection(watchdog: Watchdog) -> NoReturn:
 def _run(job: Job, ranks: Ranks, device: torch.device) -> None:
     _begin("planning")
     plan = Plan.model_validate_json(on_first_rank(lambda: _prepare(job, ranks)))
+    with _saving_alone(job.output.save):
+        _train(job, plan, ranks, device)
+
+
+@contextmanager
+def _saving_alone(folder: str | None) -> Iterator[None]:
+    """Keep other jobs from writing into the folder of --save; the first rank does it for all."""
+    if folder is None:
+        yield
+        return
+    doing("waiting for another job that saves into the folder of --save")
+    owner = Owner(Path(folder), f"--save {folder}")
+    patience_s = PATIENCE_OF_RESTART_S if is_restarted() else PATIENCE_S
+    on_first_rank(lambda: owner.acquire(patience_s))
+    try:
+        yield
+    finally:
+        owner.release()
+
+
+def _train(job: Job, plan: Plan, ranks: Ranks, device: torch.device) -> None:
     spec, layout = plan.model, plan.layout
     if plan.cluster.parts:
         together(lambda: check_kind(plan, ranks))
@@ -179,12 +206,8 @@ def _run(job: Job, ranks: Ranks, device: torch.device) -> None:
     consumed = 0
     if job.output.load is not None:
         _begin("loading a checkpoint")
-        folder, step = job.output.load, job.output.ckpt_step
-        iteration = on_first_rank(lambda: checkpoint.iteration_to_load(folder, step))
-        if iteration is None and job.output.exit_on_missing_checkpoint:
-            raise InputError(
-                f"--load {folder}: there is no checkpoint, and --exit-on-missing-checkpoint is given"
-            )
+        folder = job.output.load
+        iteration = on_first_rank(lambda: pretrained.iteration_of(job.output))
         if iteration is not None and on_first_rank(lambda: pretrained.begins_anew(job.output, iteration)):
             pretrained.load_weights(folder, trainer, spec, iteration)
         elif iteration is not None:

@@ -32,6 +32,32 @@ def check_load(output: OutputOptions) -> None:
         )
 
 
+def iteration_of(output: OutputOptions) -> int | None:
+    """The iteration whose checkpoint `--load` goes on from; None where the run begins anew, as it may.
+
+    Raises:
+        InputError: there is no checkpoint, and nothing says that there need not be one.
+    """
+    if output.load is None:
+        return None
+    check_load(output)
+    folder = Path(output.load)
+    if folder.exists() and not folder.is_dir():
+        raise InputError(f"--load {output.load}: a file; name the folder that --save wrote checkpoints into")
+    iteration = checkpoint.iteration_to_load(folder, output.ckpt_step)
+    if iteration is not None or output.load_or_start:
+        return iteration
+    what = "holds no checkpoint" if folder.is_dir() else "there is no such folder of checkpoints"
+    if output.save is None or Path(output.save).resolve() != folder.resolve():
+        raise InputError(
+            f"--load {output.load}: {what}; give another folder, or --load-or-start to begin anew where there "
+            "is none"
+        )
+    if output.exit_on_missing_checkpoint:
+        raise InputError(f"--load {output.load}: {what}, and --exit-on-missing-checkpoint is given")
+    return None
+
+
 def begins_anew(output: OutputOptions, iteration: int) -> bool:
     """Whether a run that loads the checkpoint of `iteration` takes its weights only."""
     assert output.load is not None

@@ -23,8 +23,10 @@ from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 from torch.distributed.checkpoint.state_dict_saver import save as save_tensors
 
+from costmodels.errors import InputError
 from runtime.checkpoint.folders import clear, partial_folder, prune, publish
 from runtime.checkpoint.manifest import FileRecord, checksum_text
+from runtime.owner import check_owned
 
 Result = TypeVar("Result")
 
@@ -176,9 +178,10 @@ def write(
 
     Raises:
         SaveFailed: the disk is full, say. The checkpoints that were there before are as they were.
+        InputError: another job has taken the folder; see `runtime.owner`.
     """
     partial = partial_folder(folder, iteration)
-    _on_first(lambda: clear(folder), group)
+    _on_first(lambda: _begin(folder), group)
     writer = FileSystemWriter(partial, sync_files=False)
     writer.fs = files = _SummingFileSystem()
     try:
@@ -197,7 +200,7 @@ def write(
         records: list[dict[str, FileRecord]] = [{}] * dist.get_world_size(group)
         dist.all_gather_object(records, files.files, group=group)
         every = {name: record for one in records for name, record in one.items()}
-        target = _on_first(lambda: publish(folder, iteration, run, every), group)
+        target = _on_first(lambda: _finish(folder, iteration, run, every), group)
     except SaveFailed:
         if dist.get_rank(group) == 0:
             _discard(folder)
@@ -207,21 +210,37 @@ def write(
     return target
 
 
+def _begin(folder: Path) -> None:
+    check_owned(folder)
+    clear(folder)
+
+
+def _finish(folder: Path, iteration: int, run: Mapping[str, Any], files: Mapping[str, FileRecord]) -> Path:
+    check_owned(folder)
+    return publish(folder, iteration, run, files)
+
+
 def _discard(folder: Path) -> None:
-    """Delete what a failed save has left, if the disk lets us."""
-    with suppress(OSError):
+    """Delete what a failed save has left, if the disk lets us and the folder is still ours."""
+    with suppress(OSError, InputError):
+        check_owned(folder)
         clear(folder)
 
 
 def _on_first(work: Callable[[], Result], group: dist.ProcessGroup | None) -> Result:
-    """Do file work on the first rank; if the system refuses it, `SaveFailed` is raised on all."""
+    """Do file work on the first rank; if the system refuses it, `SaveFailed` is raised on all.
+
+    So is its `InputError`.
+    """
     answer: list[Any] = [None, None]
     if dist.get_rank(group) == 0:
         try:
             answer[0] = work()
         except Exception as error:
             # Whatever it is, the others must not wait for this rank.
-            if isinstance(error, OSError):
+            if isinstance(error, InputError):
+                answer[1] = error
+            elif isinstance(error, OSError):
                 answer[1] = SaveFailed(_words(error))
             else:
                 answer[1] = RuntimeError(f"{type(error).__name__}: {error}")

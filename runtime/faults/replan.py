@@ -57,14 +57,14 @@ def run_state(plan: Plan, trainer: Trainer) -> dict[str, Any]:
 def previous_run(output: OutputOptions) -> Before | None:
     """How the run that a job with these flags goes on with was trained; None where it begins anew.
 
-    Raises `InputError` when its checkpoint is damaged.
+    Raises `InputError` when its checkpoint is damaged, or there should be one and is none.
     """
     if output.load is None:
         return None
     # Here, as they import PyTorch, which planning does without.
     from runtime import checkpoint, pretrained
 
-    iteration = checkpoint.iteration_to_load(output.load, output.ckpt_step)
+    iteration = pretrained.iteration_of(output)
     if iteration is None or pretrained.begins_anew(output, iteration):
         return None
     folder = checkpoint.iteration_folder(output.load, iteration)

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 import typer
 
+from costmodels.catalogue.host import CONTEXT_BYTES, torch_build
 from costmodels.errors import InputError
 from planner.flags import arguments
 from runtime.devices import local_device_count, torch_device
@@ -23,6 +24,7 @@ from runtime.generation.stage import Split
 from runtime.generation.text import Stream, text_of
 from runtime.launch import run_job, torchrun_command
 from runtime.logs.console import say
+from runtime.preflight import check_host, check_job
 from runtime.ranks import Ranks, finish, is_lost_connection, on_first_rank, start, together
 from runtime.stored_model import open_model
 
@@ -95,11 +97,7 @@ def generate(options: GenerateOptions, prompts: list[str], device: torch.device)
 
 
 def _generator(options: GenerateOptions, device: torch.device) -> Generator:
-    split = Split(
-        options.tensor_model_parallel_size,
-        options.pipeline_model_parallel_size,
-        options.expert_model_parallel_size,
-    )
+    split = _split(options)
 
     def build(verified: bool) -> Generator:
         files = open_model(options.load, options.ckpt_step, verify=not verified)
@@ -158,6 +156,7 @@ def _start_ranks(options: GenerateOptions) -> None:
     gpus = 0 if options.device == "cpu" else local_device_count()
     if gpus and ranks > gpus:
         raise InputError(f"{ranks} ranks on a machine of {gpus} GPUs; split the model over at most {gpus}")
+    _check_split(options, on_cpu=not gpus)
     command = torchrun_command(ranks, arguments(options), "runtime.generation")
     with tempfile.TemporaryDirectory(prefix="planner-generate-", ignore_cleanup_errors=True) as folder:
         os.environ[EVENTS_VARIABLE] = "1"
@@ -171,6 +170,25 @@ def _start_ranks(options: GenerateOptions) -> None:
     if outcome.exit_code:
         print(f"planner: error: {outcome.message.split('; all ranks')[0]}", file=sys.stderr)
         raise typer.Exit(outcome.exit_code)
+
+
+def _check_split(options: GenerateOptions, on_cpu: bool) -> None:
+    """Refuse, before ranks start, what they would refuse: how the stored model cannot be split."""
+    split = _split(options)
+    spec = open_model(options.load, options.ckpt_step, verify=False).spec
+    check_job(spec, split.layout(spec), split.world_size)
+    if on_cpu:
+        words = f"{options.tensor_model_parallel_size} x {options.pipeline_model_parallel_size}"
+        weights = spec.parameters * DTYPES[options.dtype or "fp32"].itemsize / split.world_size
+        check_host(split.world_size, f"--tp x --pp {words}", CONTEXT_BYTES[torch_build()] + weights)
+
+
+def _split(options: GenerateOptions) -> Split:
+    return Split(
+        options.tensor_model_parallel_size,
+        options.pipeline_model_parallel_size,
+        options.expert_model_parallel_size,
+    )
 
 
 def _pass_on(line: str) -> None:

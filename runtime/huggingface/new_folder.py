@@ -10,31 +10,52 @@ from pathlib import Path
 
 from costmodels.errors import InputError
 from runtime.files import sync_folder
+from runtime.owner import OWNER, Owner
 
 
 @contextmanager
 def new_folder(path: Path, flag: str) -> Iterator[Path]:
     """Gives a folder to write in, which becomes `path` when the block ends without an error.
 
-    What a process that was killed left of an earlier one is removed first.
+    One process at a time writes it; what one that was killed left of an earlier one is removed first.
 
     Raises:
-        InputError: `path` holds something, or it cannot be written; the line names `flag`.
+        InputError: `path` holds something, or another process writes it, or it cannot be written; the line
+            names `flag`.
     """
-    if path.exists() and not (path.is_dir() and not any(path.iterdir())):
-        raise InputError(f"{flag} {path}: exists already; name a new folder, or remove it first")
+    _check_new(path, flag)
     partial = path.with_name(path.name + ".partial")
+    owner = Owner(partial, f"{flag} {path}")
     try:
-        if partial.exists():
-            shutil.rmtree(partial)
-        partial.mkdir(parents=True)
+        partial.mkdir(parents=True, exist_ok=True)
+        owner.acquire()
+    except OSError as error:
+        raise _refusal(path, flag, error) from error
+    try:
+        # Another process may have been writing it until now.
+        _check_new(path, flag)
+        for left in partial.iterdir():
+            if left.name != OWNER:
+                shutil.rmtree(left) if left.is_dir() else left.unlink()
         yield partial
         for folder, _, _ in os.walk(partial):
             sync_folder(Path(folder))
         partial.replace(path)
+        # Not before: without it another process would take the folder for its own.
+        (path / OWNER).unlink()
         sync_folder(path.parent)
     except OSError as error:
-        file = "" if error.filename is None else f"{error.filename}: "
-        raise InputError(f"{flag} {path}: cannot be written: {file}{error.strerror or error}") from error
+        raise _refusal(path, flag, error) from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
+        owner.close()
+
+
+def _check_new(path: Path, flag: str) -> None:
+    if path.exists() and not (path.is_dir() and not any(path.iterdir())):
+        raise InputError(f"{flag} {path}: exists already; name a new folder, or remove it first")
+
+
+def _refusal(path: Path, flag: str, error: OSError) -> InputError:
+    file = "" if error.filename is None else f"{error.filename}: "
+    return InputError(f"{flag} {path}: cannot be written: {file}{error.strerror or error}")

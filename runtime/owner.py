@@ -1,0 +1,233 @@
+"""One job at a time writes into a folder: a lock that ends with its process, however that ends.
+
+The lock is the system's, of the file `owner.json`, which says who holds it. Some file systems have no locks,
+or know those of their own machine only (Lustre mounted with localflock, NFS with local_lock). So the owner
+also counts up in the file every few seconds, and a record of another machine that goes on counting is heeded.
+Where two began at once all the same, the last to write its record owns the folder, and the other one stops at
+its next save.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import threading
+import time
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import datetime
+from pathlib import Path
+
+from pydantic import BaseModel, ValidationError
+
+from costmodels.errors import InputError
+
+if os.name == "posix":
+    import fcntl
+
+OWNER = "owner.json"
+"""File in a folder that jobs write into; it stays, and is empty when nobody writes."""
+
+RECORD_BYTES = 1024
+"""Length of the file, so that a record takes the place of another at once."""
+
+BEAT_S = 2.0
+"""Seconds from one count to the next."""
+
+WATCH_S = 7.0
+"""How long a record of another machine is watched for the next count."""
+
+PATIENCE_S = 3.0
+"""How long a job waits for another one's processes that are just ending."""
+
+PATIENCE_OF_RESTART_S = 120.0
+"""The same for a job that was started again, maybe on other machines: its own processes may end late."""
+
+BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
+
+class Record(BaseModel):
+    """Who writes into a folder."""
+
+    process: int
+    host: str
+    machine: str
+    """Which kernel that is, until it boots again."""
+    since: str
+    token: str
+    """Differs from owner to owner."""
+    beat: int = 0
+
+    def describe(self) -> str:
+        """In words."""
+        return f"process {self.process} on host {self.host} since {self.since}"
+
+
+class Owner:
+    """This process's claim to a folder.
+
+    Args:
+        folder: exists.
+        named: what a message says of it, such as `--save checkpoints`.
+    """
+
+    def __init__(self, folder: Path, named: str) -> None:
+        self.path, self.named = folder / OWNER, named
+        self.record = Record(
+            process=os.getpid(),
+            host=socket.gethostname(),
+            machine=_machine(),
+            since=f"{datetime.now():%Y-%m-%d %H:%M:%S}",
+            token=uuid.uuid4().hex,
+        )
+        self.file: int | None = None
+        self.ended = threading.Event()
+
+    def acquire(self, patience_s: float = PATIENCE_S) -> None:
+        """Own the folder, waiting `patience_s` for another process that is ending.
+
+        Raises:
+            InputError: another job writes there, or the folder cannot be written.
+        """
+        deadline = time.monotonic() + patience_s
+        while True:
+            try:
+                who = self._taken_by()
+            except OSError as error:
+                raise InputError(f"{self.named}: cannot write there ({error.strerror})") from None
+            if who is None:
+                break
+            if time.monotonic() >= deadline:
+                raise InputError(
+                    f"{self.named}: in use by {who}; wait until it has ended, or give another folder"
+                )
+            time.sleep(0.1)
+        _owners[self.path.resolve()] = self
+        threading.Thread(target=self._beat, name="owner", daemon=True).start()
+
+    def release(self) -> None:
+        """Let others write."""
+        if self.file is None:
+            return
+        with contextlib.suppress(OSError):
+            if _read(self.path, self.record.token) is not None:
+                os.ftruncate(self.file, 0)
+        self.close()
+
+    def close(self) -> None:
+        """The same where the folder is gone, or has another name now."""
+        self.ended.set()
+        _owners.pop(self.path.resolve(), None)
+        if self.file is not None:
+            os.close(self.file)
+            self.file = None
+
+    def check(self) -> None:
+        """Raise `InputError` when another job has taken the folder, which locks did not keep it from."""
+        with contextlib.suppress(OSError):
+            now = _read(self.path)
+            if now is not None and now.token != self.record.token:
+                raise InputError(
+                    f"{self.named}: in use by {now.describe()} too, which has taken it over; nothing more is "
+                    "written there: give each job a folder of its own"
+                )
+
+    def _taken_by(self) -> str | None:
+        """Who has the folder, in words; None when it is this process's now."""
+        file = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o666)
+        try:
+            locked = _lock(file)
+            told = _read(self.path)
+            if locked is False:
+                return "another process" if told is None else told.describe()
+            # Where there are locks, a record of this machine without one is that of a process that has died.
+            elsewhere = told is not None and not (locked and told.machine == self.record.machine)
+            if told is not None and elsewhere and _counts_on(self.path, told):
+                return told.describe()
+            if os.fstat(file).st_ino != self.path.stat().st_ino:
+                return "another process"  # One that was just ending: it has removed the file.
+            self._write()
+            self.file, file = file, -1
+        finally:
+            if file != -1:
+                os.close(file)
+        return None
+
+    def _beat(self) -> None:
+        """Count while the record is this process's."""
+        while not self.ended.wait(BEAT_S):
+            with contextlib.suppress(OSError):
+                if _read(self.path, self.record.token) is None:
+                    return
+                self.record = self.record.model_copy(update={"beat": self.record.beat + 1})
+                self._write()
+
+    def _write(self) -> None:
+        # Opened anew, as a shared file system shows to others what has been closed.
+        with self.path.open("r+b") as file:
+            file.write(self.record.model_dump_json().encode().ljust(RECORD_BYTES))
+
+
+_owners: dict[Path, Owner] = {}
+"""Those of this process, by their files."""
+
+
+@contextmanager
+def owned(folder: Path, named: str, patience_s: float = PATIENCE_S) -> Iterator[None]:
+    """Own `folder` meanwhile; see `Owner`."""
+    owner = Owner(folder, named)
+    owner.acquire(patience_s)
+    try:
+        yield
+    finally:
+        owner.release()
+
+
+def check_owned(folder: Path) -> None:
+    """Raise `InputError` when this process owned `folder`, and another one does now."""
+    owner = _owners.get((folder / OWNER).resolve())
+    if owner is not None:
+        owner.check()
+
+
+def _machine() -> str:
+    with contextlib.suppress(OSError):
+        return BOOT_ID.read_text().strip()
+    return socket.gethostname()
+
+
+def _lock(file: int) -> bool | None:
+    """Lock a file until it is closed; False when another process has, None where there are no locks."""
+    if os.name != "posix":
+        return None
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return None
+    return True
+
+
+def _read(path: Path, token: str | None = None) -> Record | None:
+    """The record in a file, if there is one, and if it has `token` where that is given."""
+    with path.open("rb") as file:
+        text = file.read(RECORD_BYTES)
+    try:
+        record = Record.model_validate_json(text)
+    except ValidationError:
+        return None
+    return record if token in (None, record.token) else None
+
+
+def _counts_on(path: Path, told: Record) -> bool:
+    """Whether the owner that a file tells of is alive."""
+    end = time.monotonic() + WATCH_S
+    while time.monotonic() < end:
+        time.sleep(min(BEAT_S, WATCH_S) / 4)
+        now = _read(path)
+        if now != told:
+            return now is not None
+    return False
