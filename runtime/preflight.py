@@ -21,8 +21,8 @@ PRECISIONS = ("fp32", "bf16", "fp16", "fp8")
 
 
 RANKS_PER_CORE, RANKS_ALWAYS = 8, 16
-"""Ranks that a core of the CPU is shared by at most, and ranks that any machine may start: slow, but of use to
-try a layout."""
+"""Ranks that share a core of the CPU at most, and ranks that any machine may start: slow, but of use to try a
+layout."""
 
 TRAINED_SCALINGS = ("linear", "llama3", "yarn")
 """Kinds of rotary scaling that the runtime computes."""

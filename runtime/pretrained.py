@@ -50,8 +50,8 @@ def iteration_of(output: OutputOptions) -> int | None:
     what = "holds no checkpoint" if folder.is_dir() else "there is no such folder of checkpoints"
     if output.save is None or Path(output.save).resolve() != folder.resolve():
         raise InputError(
-            f"--load {output.load}: {what}; give another folder, or --load-or-start to begin anew where there "
-            "is none"
+            f"--load {output.load}: {what}; give another folder, or --load-or-start to begin anew where "
+            "there is none"
         )
     if output.exit_on_missing_checkpoint:
         raise InputError(f"--load {output.load}: {what}, and --exit-on-missing-checkpoint is given")

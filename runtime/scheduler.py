@@ -10,9 +10,9 @@ from collections.abc import Mapping
 
 from costmodels.errors import InputError
 
-SIZES = (*("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE", "FLUX_JOB_SIZE", "JSM_NAMESPACE_SIZE"),)
-"""Variables in which launchers of MPI state how many processes they have started: those of Open MPI, MPICH and
-Intel MPI, MVAPICH, Flux, and IBM's jsrun."""
+SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE", "FLUX_JOB_SIZE", "JSM_NAMESPACE_SIZE")
+"""Variables in which launchers of MPI state how many processes they have started: those of Open MPI, MPICH
+and Intel MPI, MVAPICH, Flux, and IBM's jsrun."""
 
 RANKS = ("PMIX_RANK", "PALS_RANKID")
 """Variables of launchers that state the number of a process only."""

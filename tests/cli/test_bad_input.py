@@ -326,6 +326,9 @@ def test_a_device_that_is_not_here_is_refused(
         ((*NANO[:4], *EIGHT, "--data-path", "/none"), {}, ("--data-path /none.idx: no such file",)),
         ((*NANO[:4], *EIGHT, "--train-iters", "0"), {}, ("--train-iters 0: must be at least 1",)),
         ((*NANO[:4], *EIGHT, "--no-such-flag"), {}, ("--no-such-flag",)),
+        ((*NANO[:4], *EIGHT), {"PMI_SIZE": "2"}, ("PMI_SIZE=2: the scheduler has started this 2 times",)),
+        ((*NANO[:4], *EIGHT, "--load", "/none"), {}, ("--load /none: there is no such folder",)),
+        ((*NANO[:4], *EIGHT, "--save", "OWNED"), {}, ("--save", "in use by process ", " on host ")),
     ],
 )
 def test_a_rank_refuses_wrong_input_in_one_line(
@@ -339,6 +342,7 @@ def test_a_rank_refuses_wrong_input_in_one_line(
     import torch.distributed
 
     from planner.flags import run
+    from runtime.owner import owned
     from runtime.pretrain import app
 
     for name in (
@@ -352,9 +356,11 @@ def test_a_rank_refuses_wrong_input_in_one_line(
         monkeypatch.delenv(name, raising=False)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    paths = {"PLAN": str(files.plan), "FILE/below": str(files.path("file") / "below")}
+    taken = files.folder / "taken"
+    taken.mkdir(exist_ok=True)
+    paths = {"PLAN": str(files.plan), "FILE/below": str(files.path("file") / "below"), "OWNED": str(taken)}
     monkeypatch.setattr("sys.argv", ["runtime.pretrain", *(paths.get(word, word) for word in words)])
-    with pytest.raises(SystemExit) as stopped:
+    with owned(taken, "--save taken"), pytest.raises(SystemExit) as stopped:
         run(app, "runtime.pretrain")
     assert stopped.value.code == 2
     err = told(capsys.readouterr().err)

@@ -91,7 +91,8 @@ def test_a_change_of_the_layout_is_said_in_one_line() -> None:
 
 def test_a_run_without_a_checkpoint_begins_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert previous_run(OutputOptions()) is None
-    assert previous_run(OutputOptions(load=str(tmp_path))) is None
+    assert previous_run(OutputOptions(load=str(tmp_path), save=str(tmp_path))) is None
+    assert previous_run(OutputOptions(load=str(tmp_path / "none"), load_or_start=True)) is None
     monkeypatch.delenv("TORCHELASTIC_RESTART_COUNT", raising=False)
     monkeypatch.delenv(RESTARTS_VARIABLE, raising=False)
     assert not is_restarted()
