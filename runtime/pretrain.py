@@ -83,7 +83,8 @@ def plan_for(job: Job, ranks: Ranks, previous: Before | None = None) -> Plan:
         if is_alone():
             raise InputError(
                 f"{flag_text}: this process is alone, not one of torchrun's ranks; start them with `torchrun "
-                "--nproc-per-node N -m runtime.pretrain ...`, or see the plan with `planner suggest ...`"
+                "--nproc-per-node N -m runtime.pretrain ...`, or see the plan with `planner suggest "
+                f"{flag_text} ...`"
             )
         raise InputError(f"{flag_text}: torchrun started {started} ranks; leave the flag out")
     if job.run.plan is not None:

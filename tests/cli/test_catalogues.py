@@ -6,9 +6,10 @@ import json
 import sys
 
 import pytest
+import yaml
 
 from cli import main as command_line
-from costmodels.catalogue import device_names, engine_names, model_names
+from costmodels.catalogue import device_names, device_template, engine_names, model_names
 
 
 def printed(words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> str:
@@ -59,3 +60,11 @@ def test_devices_state_memory_and_peaks(
     rows = "\n".join(lines)
     assert "2250 bf16" in rows and "989.4 bf16" in rows
     assert "e+" not in rows
+
+
+def test_a_template_of_a_device_is_printed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = printed(["devices", "--template"], monkeypatch, capsys)
+    assert text == device_template()
+    assert set(yaml.safe_load(text)) >= {"peak_flops", "memory_bytes", "intra_node", "source"}

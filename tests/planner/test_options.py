@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 from costmodels import ModelSpec
 from costmodels.catalogue import load_model
 from costmodels.errors import InputError
+from planner.flags import flag_names
 from planner.options import BatchOptions, ClusterOptions, ModelOptions, ParallelOptions
 from planner.pins import WherePossible
 
@@ -414,3 +416,8 @@ def test_a_model_by_its_dimensions_assumes_gpt2s_vocabulary_and_says_so() -> Non
     assert isinstance(spec, ModelSpec)
     assert (spec.vocab, spec.seq, spec.ffn) == (50257, 32, 256)
     assert options.notes() == ["no --vocab-size given: 50257 (GPT-2)"]
+
+
+def test_degrees_have_short_flags_too() -> None:
+    names = {name for field in dataclasses.fields(ParallelOptions) for name in flag_names(field)}
+    assert {"--tp", "--pp", "--dp", "--cp", "--ep", "--etp", "--vpp", "--mbs"} <= names
