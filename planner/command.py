@@ -38,11 +38,9 @@ class Command(TyperCommand):
         for param in self.get_params(ctx):
             record = param.get_help_record(ctx)
             if record is not None:
-                usual = "Arguments" if param.param_type_name == "argument" else "Help"
+                usual = "Arguments" if param.param_type_name == "argument" else "Options"
                 section = getattr(param, "rich_help_panel", None) or usual
                 sections.setdefault(section, []).append(record)
-        if list(sections) == ["Help"]:
-            sections = {"Options": sections["Help"]}
         for section, records in sections.items():
             with formatter.section(section):
                 formatter.write_dl(records)

@@ -46,6 +46,11 @@ def test_help_has_sections_and_ends_with_what_changes_nothing(planner_command: C
     # No name is broken at the end of a line.
     assert "--no-create-attention-mask-in-dataloader" in out
     assert planner_command("launch", "--help")[1] == out
+    assert "Arguments:" in planner_command("data", "info", "-h")[1]
+    assert re.findall(r"^\w+:$", planner_command("timeline", "-h")[1], re.MULTILINE) == [
+        "Arguments:",
+        "Options:",
+    ]
     assert planner_command("-h")[0] == planner_command("data", "prepare", "-h")[0] == 0
 
 
