@@ -20,6 +20,7 @@ from planner.flags import flag, takes
 from planner.options import BatchOptions, ClusterOptions, ModelOptions, ParallelOptions, check_alone
 from planner.plan import Plan
 from planner.search import search
+from runtime.job_rules import job_rules, reachable
 from runtime.loss_scale import unused_scale
 from runtime.memory_trace import CATEGORIES, MemoryTrace
 from runtime.options import TrainingOptions
@@ -27,6 +28,8 @@ from runtime.preflight import check_plan, check_training
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    from planner.rule import Rule
 
 MIB = 2**20
 
@@ -79,12 +82,12 @@ def dryrun(
     """
     training.check()
     if options.plan is None:
-        plan = _planned(model, cluster, batch, parallel)
+        plan = _planned(model, cluster, reachable(batch, training), parallel, job_rules(training, unused))
     else:
         check_alone(model, batch, parallel, cluster)
         plan = Plan.load(options.plan)
     check_plan(plan, plan.layout.world_size)
-    check_training(plan, training)
+    check_training(plan, training, unused)
     unused_flag = unused_scale(training, plan.layout)
     if unused_flag is not None:
         print(f"planner: note: {unused_flag}", file=sys.stderr)
@@ -98,11 +101,15 @@ def dryrun(
 
 
 def _planned(
-    model: ModelOptions, cluster: ClusterOptions, batch: BatchOptions, parallel: ParallelOptions
+    model: ModelOptions,
+    cluster: ClusterOptions,
+    batch: BatchOptions,
+    parallel: ParallelOptions,
+    rules: Sequence[Rule],
 ) -> Plan:
     """The best plan of the flags."""
     spec = model.spec()
-    asked = search_arguments(spec, cluster, batch, parallel)
+    asked = search_arguments(spec, cluster, batch, parallel, rules)
     result = search(spec, world_size=cluster.required_world_size(), **asked)
     if not result.feasible:
         raise advice.no_layout_fits(result)

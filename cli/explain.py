@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from cli.pasted import pasted
 from cli.tables import console, table
 from costmodels.errors import NoLayoutFits
-from planner.asked import search_arguments
+from planner.asked import assumed_engine, search_arguments
 from planner.comparison import Comparison
 from planner.explained import (
     HEADS,
@@ -27,6 +27,7 @@ from planner.figures import NAMES, figure
 from planner.flags import flag, takes
 from planner.options import BatchOptions, ClusterOptions, ModelOptions, ParallelOptions, check_alone
 from planner.plan import Plan
+from runtime.job_rules import job_rules, reachable
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -72,7 +73,8 @@ def explain(
 ) -> None:
     """Explain the best layout of a job: why it won, why others lost, what holds it back, what would help.
 
-    The other flags of a training command are accepted too; none is used.
+    The other flags of a training command are accepted too; those that rule layouts out are heeded
+    (--compile, --reset-attention-mask, --rampup-batch-size).
     """
     if questions.plan is not None:
         check_alone(model, cluster, batch, parallel)
@@ -91,9 +93,9 @@ def explain(
             against=questions.against,
             what_if=not questions.no_what_if,
             world_size=cluster.required_world_size(),
-            **search_arguments(spec, cluster, batch, parallel),
+            **search_arguments(spec, cluster, reachable(batch, unused), parallel, job_rules(unused)),
         )
-        assumed = [*model.notes(), *cluster.notes()]
+        assumed = [*model.notes(), *cluster.notes(), *assumed_engine(parallel, found.result.problem)]
     if questions.json:
         print(json.dumps(as_json(found, assumed), indent=2))
     else:

@@ -7,9 +7,10 @@ import itertools
 import os
 import signal
 import sys
+from collections.abc import Sequence
 from datetime import datetime, timedelta
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import typer
 
@@ -25,9 +26,11 @@ from costmodels.words import GIB, in_seconds
 from planner.flags import arguments, flag, takes
 from planner.options import BatchOptions, ClusterOptions, ModelOptions, ParallelOptions, check_alone
 from planner.plan import Plan
+from planner.rule import Rule
 from runtime.faults.options import FaultOptions
 from runtime.faults.replan import Before, previous_run, replanned, same_batch, same_unit
 from runtime.job import search_here
+from runtime.job_rules import job_rules, reachable
 from runtime.launch import Outcome, Stopped, shell_line, torchrun_command
 from runtime.logs.console import say
 from runtime.options import DataOptions, OutputOptions, TrainingOptions
@@ -100,15 +103,16 @@ def launch(
             status.tell("planning")
         previous = previous_run(output)
         if options.plan is None:
-            kept = same_batch(batch, previous), same_unit(parallel, training, previous)
-            plans = _plans(model, cluster, *kept, trial.plans_to_try or 1)
+            kept = reachable(same_batch(batch, previous), training), same_unit(parallel, training, previous)
+            rules = job_rules(training, data)
+            plans = _plans(model, cluster, *kept, rules, trial.plans_to_try or 1)
         else:
             check_alone(model, batch, parallel, dataclasses.replace(cluster, world_size=None))
-            plans = [_planned(options.plan, cluster, training, previous)]
+            plans = [_planned(options.plan, cluster, training, data, previous)]
         plan = plans[0]
         ranks = plan.layout.world_size
         check_plan(plan, ranks)
-        check_training(plan, training)
+        check_training(plan, training, data)
         log_dir = Path(output.log_dir or f"runs/{datetime.now():%Y%m%d-%H%M%S}-{Path(plan.model.name).name}")
         logged = dataclasses.replace(output, log_dir=str(log_dir))
         faults.check(logged.log_dir, options.distributed_timeout_minutes)
@@ -207,9 +211,14 @@ def _tried(
 
 
 def _plans(
-    model: ModelOptions, cluster: ClusterOptions, batch: BatchOptions, parallel: ParallelOptions, most: int
+    model: ModelOptions,
+    cluster: ClusterOptions,
+    batch: BatchOptions,
+    parallel: ParallelOptions,
+    rules: Sequence[Rule],
+    most: int,
 ) -> list[Plan]:
-    """The best plans for the devices of this machine."""
+    """The best plans for the devices of this machine that the job can run."""
     gpus = 0
     if cluster.device != "cpu":
         from runtime.devices import detect_device, local_device_count  # PyTorch, which a CPU needs not yet.
@@ -232,21 +241,26 @@ def _plans(
         )
     device = cluster.device or detect_device(ranks)
     margin = cluster.memory_margin_gib
-    result = search_here(
-        model, batch, parallel, device, ranks, ranks, memory_margin_gib=margin, **cluster.network()
-    )
+    further: dict[str, Any] = {"memory_margin_gib": margin, "rules": rules, **cluster.network()}
+    result = search_here(model, batch, parallel, device, ranks, ranks, **further)
     for note in model.notes():
         print(f"planner: assumed: {note}", file=sys.stderr)
     return result.plans(most)
 
 
-def _planned(path: str, cluster: ClusterOptions, training: TrainingOptions, previous: Before | None) -> Plan:
+def _planned(
+    path: str,
+    cluster: ClusterOptions,
+    training: TrainingOptions,
+    data: DataOptions,
+    previous: Before | None,
+) -> Plan:
     """The plan of the file; a job that goes on is planned anew where it has other ranks now."""
     plan = Plan.load(path)
     if previous is not None:
         ranks = cluster.world_size or usable_ranks(plan)
         if ranks != plan.layout.world_size:
-            return replanned(plan, ranks, ranks, training)
+            return replanned(plan, ranks, ranks, training, data)
     if cluster.world_size not in (None, plan.layout.world_size):
         raise InputError(
             f"--world-size {cluster.world_size}: the plan {path} is for world size {plan.layout.world_size}; "

@@ -13,7 +13,7 @@ from cli.pasted import pasted
 from costmodels.errors import InputError
 from costmodels.topology import describe
 from planner import advice
-from planner.asked import search_arguments
+from planner.asked import assumed_engine, search_arguments
 from planner.budget import UNIT_TOKENS, Run, check_price, parse_tokens
 from planner.budget_options import BudgetOptions, SizesOptions
 from planner.choice import Choice
@@ -28,6 +28,7 @@ from planner.ranking import Problem, SearchResult
 from planner.robust import indistinguishable
 from planner.search import search
 from planner.sizes import Sizes, nothing_fits, sizes
+from runtime.job_rules import BY_FLAG, job_rules, reachable
 from runtime.preflight import PRECISIONS, check_model
 
 
@@ -66,14 +67,15 @@ def suggest(
 ) -> None:
     """Rank the parallel layouts of a training job by tokens per second, or by another objective.
 
-    The other flags of a training command are accepted too, so that one can be pasted; none is used.
+    The other flags of a training command are accepted too, so that one can be pasted; those that rule layouts
+    out are heeded (--compile, --reset-attention-mask, --rampup-batch-size).
     """
     if output.top < 1:
         raise InputError(f"--top {output.top}: expected a whole number of at least 1")
     counted = cluster.counted_devices() if cluster.world_size is None else None
     world_size = cluster.required_world_size() if counted is None else counted
     spec, failures = model.spec(), budget.failures()
-    job = search_arguments(spec, cluster, batch, parallel)
+    job = search_arguments(spec, cluster, reachable(batch, unused), parallel, job_rules(unused))
     assumed = [*model.notes(), *cluster.notes()]
     if isinstance(world_size, str):
         if output.top != Output().top:
@@ -88,6 +90,7 @@ def suggest(
             failures=failures,
             **job,
         )
+        assumed += assumed_engine(parallel, found.problem)
         _answer_sizes(found, assumed, cluster, parallel, output, unused)
         return
     check_price(budget.price_per_hour)
@@ -96,7 +99,12 @@ def suggest(
     plans = result.plans(output.top) if result.feasible else result.closest(output.top)
     shown = (plans if output.json else plans[:1]) if result.feasible and budget.given else []
     runs = [plan.run(tokens, budget.price_per_hour, failures) for plan in shown]
-    notes = [*result.notes, *_notes(result.problem, plans, cluster, parallel), *_not_used(unused, parallel)]
+    assumed += assumed_engine(parallel, result.problem)
+    notes = [
+        *result.notes,
+        *_notes(result.problem, plans, cluster, parallel),
+        *_not_used(unused, parallel, result.problem.engine.name),
+    ]
     if output.json:
         _print_notes(assumed, notes)
         print(json.dumps(as_json(result, plans, assumed, notes, runs), indent=2))
@@ -120,7 +128,10 @@ def _answer_sizes(
     """Print the plans of several world sizes, and write the one that is best by the objective."""
     chosen = found.chosen
     plans = [size.plan for size in found.sizes if size.plan is not None]
-    notes = [*_notes(found.problem, plans, cluster, parallel), *_not_used(unused, parallel)]
+    notes = [
+        *_notes(found.problem, plans, cluster, parallel),
+        *_not_used(unused, parallel, found.problem.engine.name),
+    ]
     if output.json:
         from cli.front import sizes_json
 
@@ -193,10 +204,13 @@ def _of_plans(plans: list[Plan], parallel: ParallelOptions) -> Iterator[str]:
         yield from whole_optimizer(plan, parallel)
 
 
-def _not_used(unused: object | None, parallel: ParallelOptions) -> Iterator[str]:
-    """Flags of other commands, and those that say what only this package's runtime does anyway."""
+def _not_used(unused: object | None, parallel: ParallelOptions, engine: str) -> Iterator[str]:
+    """Flags of other commands that rule nothing out, and what only this package's runtime does anyway."""
     given = [] if unused is None else [word for word in arguments(unused) if word.startswith("--")]
-    if parallel.engine != DEFAULT_ENGINE:
+    if engine == DEFAULT_ENGINE:
+        heeded = {"--" + name.replace("_", "-") for name in BY_FLAG}
+        given = [word for word in given if word not in heeded]
+    if engine != DEFAULT_ENGINE:
         given += parallel.given_accepted()
     if given:
         yield f"not used for planning: {', '.join(dict.fromkeys(given))}"

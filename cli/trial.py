@@ -95,7 +95,7 @@ def best_of(
     for number, plan in enumerate(plans, 1):
         print(f"try {number} of {len(plans)}: {plan.layout.describe()}", flush=True)
         with tempfile.TemporaryDirectory(prefix="planner-try-") as folder:
-            found = _tried(plan, training, settings, Path(folder))
+            found = _tried(plan, training, data, settings, Path(folder))
         if isinstance(found, str):
             print(f"try {number} is dropped: {found}", flush=True)
         seen.append(None if isinstance(found, str) else found)
@@ -126,12 +126,14 @@ def _short(training: TrainingOptions, iterations: int) -> TrainingOptions:
     return dataclasses.replace(training, train_iters=iterations, lr_decay_iters=decay, rampup_batch_size=None)
 
 
-def _tried(plan: Plan, training: TrainingOptions, settings: Sequence[str], folder: Path) -> Measured | str:
+def _tried(
+    plan: Plan, training: TrainingOptions, data: DataOptions, settings: Sequence[str], folder: Path
+) -> Measured | str:
     """Figures of a trial, or why there are none."""
     ranks = plan.layout.world_size
     try:
         check_plan(plan, ranks)
-        check_training(plan, training)
+        check_training(plan, training, data)
     except InputError as error:
         return str(error)
     plan_file = folder / "plan.json"

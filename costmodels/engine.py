@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 from pydantic import Field, model_validator
 
+from costmodels.abilities import Abilities
 from costmodels.hardware import Device
 from costmodels.words import Count, CountOrZero, Fraction, NonNegative, Positive, Record
 
@@ -240,6 +241,8 @@ class Engine(Record):
     fragmentation: NonNegative
     """Extra share of the dynamic memory that the allocator reserves but cannot use: all but model states,
     permanent buffers and workspaces."""
+    runs: Abilities = Abilities()
+    """Which layouts it can run; all of them in plans that do not say."""
     spread: Spread = Spread()
     """How far measured steps lie from the estimate."""
     devices: dict[str, dict[str, Any]] = Field(default_factory=dict)
@@ -254,7 +257,7 @@ class Engine(Record):
 
     @model_validator(mode="after")
     def _check(self) -> Engine:
-        allowed = [field for field in Engine.model_fields if field not in ("name", "devices")]
+        allowed = [field for field in Engine.model_fields if field not in ("name", "devices", "runs")]
         for key, overrides in self.devices.items():
             unknown = sorted(set(overrides) - set(allowed))
             if unknown:

@@ -11,7 +11,7 @@ from costmodels.errors import InputError, NoLayoutFits
 from costmodels.words import GIB
 from planner.pins import Pins
 from planner.ranking import Problem, SearchResult, rank
-from planner.space import Batch, obstacle
+from planner.space import Batch
 from planner.wording import less_one, pins_in_words
 
 REACH = 64
@@ -24,7 +24,7 @@ MOST_TIMES = 64
 def no_legal_layout(problem: Problem) -> InputError:
     """The error of a problem whose every layout breaks a rule, with the nearest inputs that work."""
     world = problem.cluster.world_size
-    why = obstacle(problem.model, world, problem.batch, problem.pins)
+    why = problem.obstacle()
     line = f"no layout of {problem.model.name} is legal on {world} devices with {problem.batch}"
     if problem.pins:
         line += f" and {pins_in_words(problem.pins)}"

@@ -2,17 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from costmodels.model_spec import ModelSpec
+from planner.inputs import DEFAULT_ENGINE
 from planner.options import BatchOptions, HardwareOptions, ParallelOptions
+from planner.ranking import Problem
+from planner.rule import Rule
 
 
 def search_arguments(
-    model: ModelSpec, cluster: HardwareOptions, batch: BatchOptions, parallel: ParallelOptions
+    model: ModelSpec,
+    cluster: HardwareOptions,
+    batch: BatchOptions,
+    parallel: ParallelOptions,
+    rules: Sequence[Rule] = (),
 ) -> dict[str, Any]:
-    """Keyword arguments of `planner.search`, `explain` and `sizes`, all but the model and the world size."""
+    """Keyword arguments of `planner.search`, `explain` and `sizes`, all but the model and the world size.
+
+    `rules` are what flags of training rule out for the runtime of this package, which other engines are not.
+    """
+    here = parallel.engine in (None, DEFAULT_ENGINE)
     return {
+        "rules": tuple(rules) if here else (),
         "local_world_size": cluster.local_world_size,
         "device": cluster.device,
         "global_batch_size": batch.global_batch_size,
@@ -23,3 +36,13 @@ def search_arguments(
         "memory_margin_gib": cluster.memory_margin_gib,
         **cluster.network(),
     }
+
+
+def assumed_engine(parallel: ParallelOptions, problem: Problem) -> list[str]:
+    """That another engine was taken than the one that trains here, where no flag says so."""
+    if parallel.engine is not None or problem.engine.name == DEFAULT_ENGINE:
+        return []
+    return [
+        f"no engine given: {problem.engine.name}, as {DEFAULT_ENGINE} does not run on "
+        f"{problem.cluster.device.name}"
+    ]

@@ -9,7 +9,7 @@ from numbers import Real
 from pathlib import Path
 from typing import TYPE_CHECKING, SupportsIndex, TypedDict, get_args
 
-from costmodels.catalogue import load_device, load_engine, load_model
+from costmodels.catalogue import engine_names, load_device, load_engine, load_model
 from costmodels.catalogue.yaml_files import build
 from costmodels.engine import Engine
 from costmodels.errors import InputError
@@ -250,9 +250,26 @@ def _margin_bytes(given: float | None) -> float | None:
     return None if given is None else given * GIB
 
 
-def resolve_engine(engine: Engine | str) -> Engine:
-    """An engine from itself or its catalogue name."""
+def resolve_engine(engine: Engine | str | None, device: Device | None = None) -> Engine:
+    """An engine from itself or its catalogue name; where none is named, the first that runs on `device`."""
+    if engine is None:
+        engine = DEFAULT_ENGINE if device is None else engines_on(device)[0]
     return engine if isinstance(engine, Engine) else load_engine(engine)
+
+
+def engines_on(device: Device) -> list[str]:
+    """Names of the catalogue's engines that run on `device`: the bundled one first, where it does."""
+    return [name for name in engine_names() if device.kind in load_engine(name).runs.devices]
+
+
+def check_runs_on(engine: Engine, cluster: Cluster) -> None:
+    """Raise `InputError` where `engine` does not run on the devices of `cluster`."""
+    for device in {part.device.name: part.device for part in cluster.parts or (cluster,)}.values():
+        if device.kind not in engine.runs.devices:
+            raise InputError(
+                f"engine {engine.name} does not run on {device.name}; leave it out, or give one of "
+                f"{', '.join(engines_on(device))}"
+            )
 
 
 def resolve_batch(global_batch_size: int | None, max_global_batch_size: int | None) -> Batch:

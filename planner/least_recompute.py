@@ -80,7 +80,8 @@ def least_recompute(
         bases = bases[fitting[family[bases]] | np.isin(table.schedule[bases], SPLIT)]
     plain = table.take(rows_worth(model, cluster, engine, table, bases, worth))
     whole = ("full" in kinds) & ~plain.runs(*SPLIT_BACKWARD)
-    most = recomputing(plain, np.where(whole, FULL, SELECTIVE), MOST_MODULES)
+    able = code_of("recompute_modules", engine.runs.recompute_modules)
+    most = recomputing(plain, np.where(whole, FULL, SELECTIVE), MOST_MODULES & able)
     plain = plain.take(_peak(model, cluster, engine, most) <= cluster.memory_bytes)
     if not len(plain):
         return None
@@ -126,8 +127,9 @@ def _fewest_layers(
     model: ModelSpec, cluster: Cluster, engine: Engine, plain: LayoutTable, kinds: Collection[Recompute]
 ) -> tuple[Ints, LayoutTable]:
     """Of each row of `plain` and each set of modules the fewest layers that fit, and the row each is of."""
+    able = code_of("recompute_modules", engine.runs.recompute_modules)
     sets = [(FULL, 0)] * ("full" in kinds)
-    sets += [(SELECTIVE, modules) for modules in MODULE_SETS if "selective" in kinds]
+    sets += [(SELECTIVE, modules) for modules in MODULE_SETS if "selective" in kinds and not modules & ~able]
     base = np.tile(np.arange(len(plain)), len(sets))
     kind, modules = (np.repeat([each[place] for each in sets], len(plain)) for place in (0, 1))
     apart = plain.runs(*SPLIT_BACKWARD)[base]
@@ -142,12 +144,16 @@ def _fewest_layers(
     def peak(rows: Ints, layers: Ints) -> Floats:
         return _peak(model, cluster, engine, recomputing(table.take(rows), kind[rows], modules[rows], layers))
 
-    layers = _fewest(peak, deepest, held, cluster.memory_bytes)
+    some_layers = np.isin(kind, [code_of("recompute", one) for one in engine.runs.recompute_some_layers])
+    layers = deepest.copy()
+    part = np.flatnonzero(some_layers)
+    layers[part] = _fewest(
+        lambda rows, layers: peak(part[rows], layers), deepest[part], held[part], cluster.memory_bytes
+    )
     every = layers == deepest
     new = ~(every & ((kind == FULL) | (modules == USUAL)))
-    some_layers = recomputing(table, kind, modules, layers)
     found = replace(
-        some_layers,
+        recomputing(table, kind, modules, layers),
         recompute_method=np.where(every, UNIFORM, BLOCK),
         recompute_num_layers=np.where(every, 1, layers),
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import permutations
 from typing import Any
 
@@ -21,7 +21,6 @@ from planner.plan import Plan
 from planner.ranking import Problem, SearchResult
 from planner.rule import divisors
 from planner.rules import RULES
-from planner.space import obstacle
 from planner.wording import word
 
 MESH = ("tensor_parallel", "pipeline_parallel", "context_parallel", "data_parallel")
@@ -149,11 +148,11 @@ def _forbidden(
         pins = {**problem.pins, **{name: int(str(getattr(layout, name))) for name in MESH}}
         pins |= {name: int(str(value)) for name, value in changed.items()}
         try:
-            return obstacle(problem.model, problem.cluster.world_size, problem.batch, pins), None
+            return replace(problem, pins=pins).obstacle(), None
         except InputError as error:
             return str(error), None
     degrees = Degrees.of(moved)
-    broken = [rule for rule in RULES if bool(rule.broken(problem.model, degrees))]
+    broken = [rule for rule in (*RULES, *problem.further) if bool(rule.broken(problem.model, degrees))]
     if not broken:
         return None, None
     rule = broken[0]

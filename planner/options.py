@@ -250,7 +250,12 @@ class ParallelOptions(AcceptedFlags):
     fp16: bool = flag(False, "Train in fp16.")
     fp32: bool = flag(False, "Train in fp32.")
     fp8: bool = flag(False, "Matrix products of the layers in fp8, all else in bf16.")
-    engine: str = flag(DEFAULT_ENGINE, "Who executes the layout (see `engines`).", values=engine_names)
+    engine: str | None = flag(
+        None,
+        f"Who executes the layout (see `engines`), and so which layouts there are: {DEFAULT_ENGINE} unless "
+        "given, or on NPUs mindspeed.",
+        values=engine_names,
+    )
     task_type: str | None = flag(None, f"Accepted for compatibility: {TASK_TYPE}.")
 
     def pins(self, model: ModelSpec) -> Pins:

@@ -18,15 +18,17 @@ from costmodels.table import Ints, LayoutTable
 from planner import objective as objectives
 from planner import reasons
 from planner.bounds import Fit, fit
+from planner.engine_rules import engine_rules
 from planner.first_plans import SETTLED, SHOWN, Ranking, order, settled
 from planner.joining import joined, joined_prices
 from planner.last_resort import REASON, last_resorts
 from planner.objective import Objective, logarithms
 from planner.pins import Pins
 from planner.plan import Plan
+from planner.rule import Rule
 from planner.rules import DEVICE_MEMORY
 from planner.solve import solved
-from planner.space import Batch, Space, build
+from planner.space import Batch, Space, build, obstacle
 from planner.verified_memory import known_bytes
 
 
@@ -41,10 +43,21 @@ class Problem:
     precision: Precision
     pins: Pins
     objective: Objective = "throughput"
+    rules: tuple[Rule, ...] = ()
+    """What this job cannot run, besides what no job and what its engine cannot."""
+
+    @property
+    def further(self) -> tuple[Rule, ...]:
+        """The rules of the engine and the job, besides those of all layouts."""
+        return engine_rules(self.engine) + self.rules
 
     def space(self) -> Space:
         """The legal layouts; raises `InputError` when the pins do not divide the world size."""
-        return build(self.model, self.cluster.world_size, self.batch, self.precision, self.pins)
+        return build(self.model, self.cluster.world_size, self.batch, self.precision, self.pins, self.further)
+
+    def obstacle(self) -> str:
+        """Why no layout is legal: the rule that stops those which break fewest, with its numbers."""
+        return obstacle(self.model, self.cluster.world_size, self.batch, self.pins, self.further)
 
 
 @dataclass(frozen=True, repr=False)

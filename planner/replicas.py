@@ -44,6 +44,9 @@ def replicated(
         prices: of layouts that fit, with one copy (`could_gain`).
         worth: whether rows that take so many seconds are.
     """
+    hybrid = np.isin(prices.table.zero_stage, engine.runs.hybrid_zero_stages)
+    if not hybrid.all():
+        prices = prices.take(np.flatnonzero(hybrid))
     base, variants = _variants(prices.table)
     if not len(base):
         return None

@@ -22,6 +22,9 @@ class Rule:
     """What is wrong with one layout: its numbers, and what would be right."""
     redundant: bool = False
     """The layout would run, but the search covers one that is at least as good."""
+    of_mesh: bool = False
+    """It looks at the mesh and the schedule alone; asked before the rules of all layouts where it is about an
+    engine or a job."""
     lifted_by: tuple[tuple[str, ...], ...] = ()
     """Groups of degrees: pins of all of any one group say that the user wants the redundant layout."""
 

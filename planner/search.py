@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,11 +15,13 @@ from costmodels.layout import Layout
 from costmodels.model_spec import ModelSpec
 from costmodels.pricing import estimate as estimate_layout
 from planner import advice, inputs
+from planner.engine_rules import check_pins
 from planner.keywords import names_unknown
 from planner.objective import DEFAULT_OBJECTIVE, parse_objective
 from planner.pins import PinInput, parse_pins
 from planner.plan import Plan
 from planner.ranking import Problem, SearchResult, rank
+from planner.rule import Rule
 from planner.rules import first_illegal
 from planner.verified_memory import known_bytes
 
@@ -35,13 +38,14 @@ def search(
     device: Device | str | None = None,
     global_batch_size: int | None = None,
     max_global_batch_size: int | None = None,
-    engine: Engine | str = inputs.DEFAULT_ENGINE,
+    engine: Engine | str | None = None,
     precision: str | None = None,
     pin: PinInput = None,
     forbid: PinInput = None,
     device_memory_gib: float | None = None,
     memory_margin_gib: float | None = None,
     objective: str = DEFAULT_OBJECTIVE,
+    rules: Sequence[Rule] = (),
     **network: Unpack[inputs.NetworkOptions],
 ) -> SearchResult:
     """Price every legal layout of `model` on `world_size` devices and rank them.
@@ -74,7 +78,8 @@ def search(
     cluster = inputs.resolve_cluster(
         device, world_size, local_world_size, device_memory_gib, memory_margin_gib, **network
     )
-    resolved_engine = inputs.resolve_engine(engine)
+    resolved_engine = inputs.resolve_engine(engine, cluster.device)
+    inputs.check_runs_on(resolved_engine, cluster)
     problem = Problem(
         model=inputs.resolve_model(model),
         cluster=cluster,
@@ -85,7 +90,9 @@ def search(
         ),
         pins=pins,
         objective=parse_objective(objective),
+        rules=tuple(rules),
     )
+    check_pins(resolved_engine, pins)
     if cluster.parts:
         from planner.heterogeneous_search import search_kinds  # Few clusters have nodes of two kinds.
 
@@ -106,13 +113,14 @@ def suggest(
     device: Device | str | None = None,
     global_batch_size: int | None = None,
     max_global_batch_size: int | None = None,
-    engine: Engine | str = inputs.DEFAULT_ENGINE,
+    engine: Engine | str | None = None,
     precision: str | None = None,
     pin: PinInput = None,
     forbid: PinInput = None,
     device_memory_gib: float | None = None,
     memory_margin_gib: float | None = None,
     objective: str = DEFAULT_OBJECTIVE,
+    rules: Sequence[Rule] = (),
     **network: Unpack[inputs.NetworkOptions],
 ) -> Plan:
     """The best plan of `search`, which takes the same arguments.
@@ -134,6 +142,7 @@ def suggest(
         device_memory_gib=device_memory_gib,
         memory_margin_gib=memory_margin_gib,
         objective=objective,
+        rules=rules,
         **network,
     )
     if result.best is None:
@@ -149,7 +158,7 @@ def evaluate(
     world_size: int | None = None,
     local_world_size: int | None = None,
     device: Device | str | None = None,
-    engine: Engine | str = inputs.DEFAULT_ENGINE,
+    engine: Engine | str | None = None,
     device_memory_gib: float | None = None,
     memory_margin_gib: float | None = None,
     **network: Unpack[inputs.NetworkOptions],
@@ -168,7 +177,7 @@ def evaluate(
     cluster = inputs.resolve_cluster(
         device, layout.world_size, local_world_size, device_memory_gib, memory_margin_gib, **network
     )
-    resolved_engine = inputs.resolve_engine(engine)
+    resolved_engine = inputs.resolve_engine(engine, cluster.device)
     inputs.resolve_precision(layout.precision, cluster.device, resolved_engine)
     message = first_illegal(spec, layout)
     if message is not None:

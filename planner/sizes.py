@@ -23,7 +23,6 @@ from planner.plan import Plan
 from planner.ranking import Problem, SearchResult, rank
 from planner.rule import divisors
 from planner.search import search
-from planner.space import obstacle
 
 WorldSizes = str | SupportsIndex | Iterable[SupportsIndex]
 """A world size, several, or text such as `64..512`, `64,96,128` or `8,64..512`."""
@@ -219,8 +218,9 @@ def _resized(known: Problem, **job: Any) -> SearchResult:
     started = time.perf_counter()
     space = problem.space()
     if not len(space.table):
-        why = obstacle(problem.model, cluster.world_size, problem.batch, problem.pins)
-        raise InputError(f"no layout is legal on {cluster.world_size} devices with {problem.batch}: {why}")
+        raise InputError(
+            f"no layout is legal on {cluster.world_size} devices with {problem.batch}: {problem.obstacle()}"
+        )
     return rank(problem, space, started, offload=True)
 
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING, get_args
+from typing import TYPE_CHECKING
 
 import numpy as np
 
+from costmodels.engine import Engine
 from costmodels.layout import Recompute
 from costmodels.pricing import Prices, peak_memory, price
 from costmodels.table import Bools, Floats, LayoutTable
@@ -37,7 +38,7 @@ def solved(problem: Problem, space: Space, found: Fit, prices: Prices) -> list[P
         prices: of those.
     """
     where = problem.model, problem.cluster, problem.engine
-    kinds = recompute_kinds(problem.pins)
+    kinds = recompute_kinds(problem.pins, problem.engine)
     own = []
     if problem.cluster.parts and "layers_per_stage" not in problem.pins:
         from planner.heterogeneous_solve import sized  # Few clusters have nodes of two kinds.
@@ -92,14 +93,14 @@ def _balanced(problem: Problem, table: LayoutTable, found: Fit, worth: Worth) ->
     return prices.take(first[prices.step_time_s[first] < before[first]])
 
 
-def recompute_kinds(pins: Pins) -> tuple[Recompute, ...]:
-    """The kinds of recomputation that may be solved for; none where a pin says what recomputes."""
+def recompute_kinds(pins: Pins, engine: Engine) -> tuple[Recompute, ...]:
+    """The kinds of recomputation that may be solved for: what `engine` runs; none where a pin decides it."""
     names = ("recompute", "recompute_modules", "recompute_method", "recompute_num_layers")
     if any(name in pins and not isinstance(pins[name], Choice) for name in names):
         return ()
     choice = pins.get("recompute", Choice())
     assert isinstance(choice, Choice)
-    return tuple(kind for kind in get_args(Recompute) if choice.holds(kind))
+    return tuple(kind for kind in engine.runs.recompute if choice.holds(kind))
 
 
 def _slowness(objective: Objective, table: LayoutTable, seconds: Floats) -> Floats:

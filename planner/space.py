@@ -138,9 +138,17 @@ def grid(
     )
 
 
-def build(model: ModelSpec, world_size: int, batch: Batch, precision: Precision, pins: Pins) -> Space:
+def build(
+    model: ModelSpec,
+    world_size: int,
+    batch: Batch,
+    precision: Precision,
+    pins: Pins,
+    further: Sequence[Rule] = (),
+) -> Space:
     """All legal layouts of `model` on `world_size` devices, with the count of each rule.
 
+    `further` are the rules of an engine or a job, besides those of all layouts.
     `considered == len(table) + sum(illegal.values())`. Raises `InputError` when the pinned degrees do
     not divide the world size.
     """
@@ -148,7 +156,7 @@ def build(model: ModelSpec, world_size: int, batch: Batch, precision: Precision,
     legal = np.ones((1,) * AXES, dtype=bool)
     illegal: dict[str, int] = {}
     remaining = considered = math.prod(_shape(degrees))
-    for rule in _rules(pins):
+    for rule in _rules(pins, further):
         broken = rule.broken(model, degrees)
         if legal.shape[1] > 1 and max(broken.shape[2:]) > 1:
             # The first rule that looks past mesh and chunks is asked about those that are left.
@@ -170,10 +178,12 @@ def build(model: ModelSpec, world_size: int, batch: Batch, precision: Precision,
     return Space(table, family, states, considered, illegal)
 
 
-def _rules(pins: Pins) -> list[Rule]:
+def _rules(pins: Pins, further: Sequence[Rule]) -> list[Rule]:
     """The rules of a search: one that forbids what is merely redundant gives way to pins that ask for it."""
     fixed = {name for name, value in pins.items() if not isinstance(value, Choice)}
-    return [rule for rule in RULES if not rule.is_lifted(fixed)]
+    usual = [rule for rule in RULES if not rule.is_lifted(fixed)]
+    early = [rule for rule in further if rule.of_mesh]
+    return [*early, *usual, *(rule for rule in further if not rule.of_mesh)]
 
 
 def _count(legal: Bools, shape: tuple[int, ...]) -> int:
@@ -196,7 +206,9 @@ def _flattened(degrees: Degrees, legal: Bools) -> tuple[Degrees, Bools]:
     return Degrees(**arrays), np.ones((len(rows), *(1,) * (AXES - 1)), dtype=bool)
 
 
-def obstacle(model: ModelSpec, world_size: int, batch: Batch, pins: Pins) -> str:
+def obstacle(
+    model: ModelSpec, world_size: int, batch: Batch, pins: Pins, further: Sequence[Rule] = ()
+) -> str:
     """Why no layout is legal: the rule that stops those which break fewest rules, with its numbers.
 
     Only plain layouts are asked where pins leave them: what stops the others is seldom simpler.
@@ -208,7 +220,7 @@ def obstacle(model: ModelSpec, world_size: int, batch: Batch, pins: Pins) -> str
         model, world_size, batch, plain | pins, SCHEDULES if "schedule" in pins else PLAIN_SCHEDULES
     )
     shape = _shape(degrees)
-    rules = _rules(pins)
+    rules = _rules(pins, further)
     broken = [np.broadcast_to(rule.broken(model, degrees), shape) for rule in rules]
     too_few = _too_few_sequences(world_size, batch, degrees, rules, broken)
     if too_few is not None:

@@ -26,7 +26,7 @@ from planner.pins import PinInput, Pins, WherePossible, parse_pins
 from planner.plan import Plan
 from planner.ranking import Problem, SearchResult, rank
 from planner.rules import RULES
-from planner.space import UNVARIED, Batch, Space, obstacle
+from planner.space import UNVARIED, Batch, Space
 from planner.wording import spelled
 
 Outcome = Literal["first", "slower", "too_big", "illegal"]
@@ -123,10 +123,7 @@ def judge(result: SearchResult, layout: PinInput) -> Verdict:
     except InputError as error:
         return _illegal(asked, str(error), {})
     if not len(space.table):
-        world = problem.cluster.world_size
-        return _illegal(
-            asked, obstacle(problem.model, world, problem.batch, problem.pins), dict(space.illegal)
-        )
+        return _illegal(asked, problem.obstacle(), dict(space.illegal))
     return _priced(result, problem, space, asked)
 
 
@@ -234,7 +231,7 @@ def _why_not_searched(result: SearchResult, layout: Layout) -> str | None:
     if layout.precision != problem.precision:
         return f"the search is for {problem.precision}, not {layout.precision}"
     degrees = Degrees.of(layout)
-    for rule in RULES:
+    for rule in (*RULES, *problem.further):
         lifted = rule.is_lifted(problem.pins.keys())
         if rule.redundant and not lifted and bool(rule.broken(problem.model, degrees)):
             return f"{rule.name}: {rule.message(problem.model, degrees)}"

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from pydantic import ValidationError
+import numpy as np
 
 from costmodels import Layout, ModelSpec
 from costmodels.errors import InputError
-from planner.rules import first_illegal
+from costmodels.table import Bools, Ints
+from planner.degrees import Degrees
+from planner.rule import Rule
+from planner.rules import RULES
 
 FLAG = "--rampup-batch-size"
+
+BATCH_RULES = [rule for rule in RULES if rule.name.startswith("batch_") or "micro_batches" in rule.name]
+"""The rules about the size of a global batch."""
 
 
 @dataclass(frozen=True)
@@ -57,26 +63,68 @@ def batch_ramp(numbers: tuple[int, int, int] | None, layout: Layout) -> BatchRam
     if numbers is None:
         return BatchRamp(full, 1, 0, full)
     start, increment, samples = numbers
-    if start > full or (full - start) % increment:
-        raise InputError(
-            f"{FLAG} {start} {increment} {samples}: batches of {start} do not grow by {increment} to the "
-            f"plan's global batch size {full}; give a start below it and an increment that divides the "
-            "difference"
-        )
+    if not _leads_to(numbers, np.asarray(full)):
+        raise InputError(_astray(numbers, full))
     return BatchRamp(start, increment, samples, full)
 
 
-def check_ramp(ramp: BatchRamp, spec: ModelSpec, layout: Layout) -> None:
-    """Raise `InputError` when `layout` cannot run one of the sizes of `ramp`."""
-    for size in ramp.sizes():
-        try:
-            one = Layout.model_validate({**layout.model_dump(), "global_batch_size": size})
-        except ValidationError as error:
-            reason: str | None = error.errors()[0]["msg"].replace("Value error, ", "")
-        else:
-            reason = first_illegal(spec, one)
-        if reason is not None:
-            raise InputError(
-                f"{FLAG} has a batch of {size} that the layout cannot run: {reason}; give other sizes, or "
-                "pin the layout (--micro-batch-size 1)"
-            )
+def check_numbers(numbers: tuple[int, int, int]) -> None:
+    """Raise `InputError` for numbers that make no ramp at all."""
+    if min(numbers) < 1:
+        words = " ".join(map(str, numbers))
+        raise InputError(f"{FLAG} {words}: give three whole numbers above 0, such as 16 8 5000")
+
+
+def _leads_to(numbers: tuple[int, int, int], full: Ints) -> Bools:
+    start, increment, _ = numbers
+    found: Bools = (start <= full) & ((full - start) % increment == 0)
+    return found
+
+
+def _astray(numbers: tuple[int, int, int], full: int) -> str:
+    start, increment, _ = numbers
+    return (
+        f"{FLAG} {' '.join(map(str, numbers))}: batches of {start} do not grow by {increment} to the plan's "
+        f"global batch size {full}; give a start below it and an increment that divides the difference"
+    )
+
+
+def ramp_rule(numbers: tuple[int, int, int]) -> Rule:
+    """The rule that a layout runs every batch of the ramp of these numbers.
+
+    All batches are whole micro batches, or rounds of them, where the first and the second are: those after
+    them differ by as much. Raises `InputError` for numbers that make no ramp.
+    """
+    check_numbers(numbers)
+    start, increment, _ = numbers
+
+    def of_size(d: Degrees, size: int) -> Degrees:
+        return replace(d, batch=np.asarray(size), batch_is_maximum=np.asarray(False))
+
+    def sizes(d: Degrees) -> list[tuple[int, Bools]]:
+        """The sizes that are looked at, and where the ramp has them."""
+        every: Bools = np.asarray(True)
+        return [(start, every), (start + increment, start + increment <= d.global_batch_size)]
+
+    def broken(model: ModelSpec, d: Degrees) -> Bools:
+        found = ~_leads_to(numbers, d.global_batch_size)
+        for size, has in sizes(d):
+            for rule in BATCH_RULES:
+                found = found | (has & rule.broken(model, of_size(d, size)))
+        return found
+
+    def message(model: ModelSpec, d: Degrees) -> str:
+        if not _leads_to(numbers, d.global_batch_size):
+            return _astray(numbers, int(d.global_batch_size))
+        size, reason = next(
+            (size, rule.message(model, of_size(d, size)))
+            for size, has in sizes(d)
+            for rule in BATCH_RULES
+            if has and rule.broken(model, of_size(d, size))
+        )
+        return (
+            f"{FLAG} has a batch of {size} that the layout cannot run: {reason}; give other sizes, or "
+            "pin the layout (--micro-batch-size 1)"
+        )
+
+    return Rule("rampup_batch_size", broken, message)

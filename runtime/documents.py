@@ -15,6 +15,7 @@ from costmodels.errors import InputError
 from runtime.context_parallel import local_positions
 from runtime.data.boundaries import Boundaries
 from runtime.data_parallel import DTYPES
+from runtime.job_rules import NO_MASK
 from runtime.model.attention import Rotary
 from runtime.model.transformer import Transformer
 
@@ -26,10 +27,7 @@ def check_boundaries(boundaries: Boundaries, layout: Layout) -> None:
         and layout.context_parallel > 1
         and layout.context_parallel_form == "ring"
     ):
-        raise InputError(
-            "--reset-attention-mask: context_parallel_form ring has no mask of documents; pin all_gather or "
-            "all_to_all (--pin context_parallel_form=all_gather)"
-        )
+        raise InputError(NO_MASK)
 
 
 def document_starts(tokens: Tensor, eod: int) -> Tensor:

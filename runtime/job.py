@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -13,6 +14,7 @@ from planner.inputs import DEFAULT_ENGINE, NetworkOptions
 from planner.options import BatchOptions, ClusterOptions, ModelOptions, ParallelOptions
 from planner.plan import Plan
 from planner.ranking import SearchResult
+from planner.rule import Rule
 from planner.search import search
 from runtime.data import Datasets
 from runtime.faults.options import FaultOptions
@@ -57,13 +59,15 @@ def search_here(
     local_world_size: int,
     *,
     memory_margin_gib: float | None = None,
+    rules: Sequence[Rule] = (),
     **network: Unpack[NetworkOptions],
 ) -> SearchResult:
     """The plans that the runtime can train on `world_size` devices, joined as `network` says, in order.
 
-    `memory_margin_gib` and `network` are as in `planner.search`. Raises `NoLayoutFits` when there is none.
+    `memory_margin_gib`, `rules` and `network` are as in `planner.search`. Raises `NoLayoutFits` when there is
+    none.
     """
-    if parallel.engine != DEFAULT_ENGINE:
+    if parallel.engine not in (None, DEFAULT_ENGINE):
         raise InputError(
             f"--engine {parallel.engine}: what trains here is {DEFAULT_ENGINE}; leave the flag out, or price "
             "other engines with `planner suggest`"
@@ -80,6 +84,7 @@ def search_here(
         objective=batch.objective,
         pin=parallel.pins(spec),
         memory_margin_gib=memory_margin_gib,
+        rules=rules,
         **network,
     )
     if result.best is None:
@@ -96,12 +101,13 @@ def plan_here(
     local_world_size: int,
     *,
     memory_margin_gib: float | None = None,
+    rules: Sequence[Rule] = (),
     **network: Unpack[NetworkOptions],
 ) -> Plan:
     """The first of the plans that `search_here` finds for the same arguments."""
-    sizes = world_size, local_world_size
-    margin = memory_margin_gib
-    return search_here(model, batch, parallel, device, *sizes, memory_margin_gib=margin, **network).plan(0)
+    where = device, world_size, local_world_size
+    further: dict[str, Any] = {"memory_margin_gib": memory_margin_gib, "rules": rules, **network}
+    return search_here(model, batch, parallel, *where, **further).plan(0)
 
 
 def first_train_samples(job: Job, iteration: int) -> int | None:

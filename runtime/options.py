@@ -11,7 +11,8 @@ from costmodels import Layout
 from costmodels.errors import InputError
 from costmodels.layout import SPLIT_BACKWARD
 from planner.flags import flag
-from runtime.batch_ramp import FLAG, BatchRamp, batch_ramp
+from runtime.batch_ramp import BatchRamp, batch_ramp, check_numbers
+from runtime.job_rules import not_compiled
 from runtime.learning_rate import (
     DECAY_STYLES,
     WEIGHT_DECAY_STYLES,
@@ -144,9 +145,8 @@ class TrainingOptions:
         for first, second in _EXCLUSIVE:
             if getattr(self, first) and getattr(self, second):
                 raise InputError(f"{_flag(first)} and {_flag(second)} exclude each other; give one")
-        if min(self.rampup_batch_size or (1,)) < 1:
-            words = " ".join(map(str, self.rampup_batch_size or ()))
-            raise InputError(f"{FLAG} {words}: give three whole numbers above 0, such as 16 8 5000")
+        if self.rampup_batch_size is not None:
+            check_numbers(self.rampup_batch_size)
         self._check_learning_rate()
         self._check_weight_decay()
 
@@ -202,10 +202,7 @@ class TrainingOptions:
         """
         splits = layout.schedule in SPLIT_BACKWARD
         if self.compile and splits:
-            raise InputError(
-                f"--compile: schedule {layout.schedule} splits backward, which PyTorch does not do with "
-                "compiled layers; leave the flag out, or pin schedule 1f1b or interleaved"
-            )
+            raise InputError(not_compiled(layout.schedule))
         return self.compile or (on_gpu and not splits and not self.no_compile)
 
     def learning_rate(self) -> LearningRate:

@@ -10,10 +10,10 @@ from costmodels import Layout, ModelSpec
 from costmodels.catalogue.host import CONTEXT_BYTES, available_cores, available_memory, torch_build
 from costmodels.errors import InputError
 from costmodels.words import GIB
-from planner.inputs import DEFAULT_ENGINE
+from planner.inputs import DEFAULT_ENGINE, engines_on
 from planner.plan import Plan
 from planner.rules import first_illegal
-from runtime.batch_ramp import check_ramp
+from runtime.job_rules import check_rules, job_rules
 from runtime.options import TrainingOptions
 
 PRECISIONS = ("fp32", "bf16", "fp16", "fp8")
@@ -59,18 +59,19 @@ def check_job(spec: ModelSpec, layout: Layout, world_size: int) -> None:
 def check_plan(plan: Plan, world_size: int) -> None:
     """Raise `InputError` when `plan` is not one that the runtime executes on `world_size` ranks."""
     if plan.engine.name != DEFAULT_ENGINE:
+        here = f"what trains here is {DEFAULT_ENGINE}"
+        able = DEFAULT_ENGINE in engines_on(plan.cluster.device)
         raise InputError(
-            f"the plan was made for engine {plan.engine.name}, and what trains here is {DEFAULT_ENGINE}; "
-            "plan again without --engine"
+            f"the plan was made for engine {plan.engine.name}, and {here}"
+            + ("; plan again without --engine" if able else f", not on {plan.cluster.device.name}")
         )
     check_job(plan.model, plan.layout, world_size)
 
 
-def check_training(plan: Plan, training: TrainingOptions) -> None:
-    """Raise `InputError` when `training` asks for what the plan's layout does not do."""
+def check_training(plan: Plan, training: TrainingOptions, data: object = None) -> None:
+    """Raise `InputError` when flags of training, or of `data`, ask for what the plan's layout does not do."""
     training.check_optimizer(plan.layout)
-    training.compiles(plan.layout, on_gpu=False)
-    check_ramp(training.batches(plan.layout), plan.model, plan.layout)
+    check_rules(job_rules(training, data), plan.model, plan.layout)
 
 
 def check_host(ranks: int, asked: str, bytes_each: float | None = None) -> None:

@@ -24,9 +24,7 @@ from planner.options import BatchOptions, ClusterOptions, ModelOptions, Parallel
 from planner.plan import Plan
 from runtime import checkpoint, pretrained
 from runtime.data import Datasets
-from runtime.data.boundaries import Boundaries
 from runtime.devices import check_kind, detect_device, local_device_count, torch_device
-from runtime.documents import check_boundaries
 from runtime.faults.error_file import report
 from runtime.faults.exit_signals import ignore_early
 from runtime.faults.heartbeat import activity, doing
@@ -43,6 +41,7 @@ from runtime.faults.replan import (
 from runtime.faults.watchdog import Watchdog
 from runtime.float8 import check_float8
 from runtime.job import Job, RunOptions, plan_here, sample_order
+from runtime.job_rules import job_rules, reachable
 from runtime.logs.console import flush, progress, say
 from runtime.loop import Loop
 from runtime.loss_scale import unused_scale
@@ -94,14 +93,21 @@ def plan_for(job: Job, ranks: Ranks, previous: Before | None = None) -> Plan:
         goes_on = previous is not None or is_restarted()
         if plan.layout.world_size == ranks.world_size or not goes_on:
             return plan
-        return replanned(plan, ranks.world_size, ranks.local_world_size, job.training)
+        return replanned(plan, ranks.world_size, ranks.local_world_size, job.training, job.data)
     device = job.cluster.device or detect_device(ranks.local_world_size)
     sizes = ranks.world_size, ranks.local_world_size
     margin = job.cluster.memory_margin_gib
-    batch = same_batch(job.batch, previous)
+    batch = reachable(same_batch(job.batch, previous), job.training)
     parallel = same_unit(job.parallel, job.training, previous)
     return plan_here(
-        job.model, batch, parallel, device, *sizes, memory_margin_gib=margin, **job.cluster.network()
+        job.model,
+        batch,
+        parallel,
+        device,
+        *sizes,
+        memory_margin_gib=margin,
+        rules=job_rules(job.training, job.data),
+        **job.cluster.network(),
     )
 
 
@@ -112,9 +118,7 @@ def preflight(plan: Plan, job: Job, world_size: int) -> None:
     pretrained.check_load(job.output)
     job.faults.check(job.output.log_dir, job.run.distributed_timeout_minutes)
     check_plan(plan, world_size)
-    check_training(plan, job.training)
-    if job.data.reset_attention_mask:
-        check_boundaries(Boundaries(eod=0, reset_attention_mask=True), plan.layout)
+    check_training(plan, job.training, job.data)
     for name in ("save", "log_dir", "tensorboard_dir"):
         folder = getattr(job.output, name)
         if folder is not None:

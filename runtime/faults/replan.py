@@ -19,6 +19,7 @@ from planner.pins import Pins
 from planner.plan import Plan
 from planner.ranking import Problem, rank
 from planner.space import Batch
+from runtime.job_rules import job_rules
 from runtime.launch import RESTARTS_VARIABLE
 from runtime.options import OutputOptions, TrainingOptions
 
@@ -104,8 +105,11 @@ def counts_micro_batches(training: TrainingOptions) -> bool:
     return training.moe_router_load_balancing_type == "aux_loss" and training.moe_aux_loss_coeff > 0
 
 
-def replanned(plan: Plan, world_size: int, local_world_size: int, training: TrainingOptions) -> Plan:
-    """The best plan for other ranks of the same devices that computes the same losses as `plan`.
+def replanned(
+    plan: Plan, world_size: int, local_world_size: int, training: TrainingOptions, data: object = None
+) -> Plan:
+    """The best plan for other ranks of the same devices that computes the same losses as `plan`,
+    and that flags of `training` and `data` can run.
 
     Raises `InputError` when there is none.
     """
@@ -131,6 +135,7 @@ def replanned(plan: Plan, world_size: int, local_world_size: int, training: Trai
         precision=layout.precision,
         pins=_kept(layout, training, bool(plan.model.moe_layers)),
         objective=plan.objective,
+        rules=job_rules(training, data),
     )
     started = time.perf_counter()
     space = problem.space()

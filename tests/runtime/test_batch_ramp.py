@@ -11,7 +11,8 @@ from benchmarks.parity import MODELS, parse_layout
 from benchmarks.worker_pool import WorkerPool
 from costmodels.errors import InputError
 from planner.flags import arguments
-from runtime.batch_ramp import BatchRamp, batch_ramp, check_ramp
+from runtime.batch_ramp import BatchRamp, batch_ramp, ramp_rule
+from runtime.job_rules import check_rules
 from runtime.options import TrainingOptions
 from tests.runtime import rank_work
 from tests.runtime.jobs import TINY, torchrun, write_corpus
@@ -57,7 +58,7 @@ def test_three_numbers_make_a_ramp() -> None:
         (
             (2, 2, 100),
             "gbs=8,dp=2,mbs=2",
-            "has a batch of 2 that the layout cannot run: global_batch_size 2 is",
+            "has a batch of 2 that the layout cannot run: micro_batch_size 2 x data_parallel 2 exceeds",
         ),
         ((2, 2, 100), "gbs=8,schedule=zbv", "has a batch of 2 that the layout cannot run: "),
     ],
@@ -67,7 +68,7 @@ def test_a_ramp_that_cannot_run_is_refused_in_one_line(
 ) -> None:
     full = parse_layout(layout, SPEC)
     with pytest.raises(InputError) as refused:
-        check_ramp(batch_ramp(numbers, full), SPEC, full)
+        check_rules([ramp_rule(numbers)], SPEC, full)
     assert str(refused.value).startswith("--rampup-batch-size")
     assert message in str(refused.value)
     assert "\n" not in str(refused.value)

@@ -1,0 +1,132 @@
+"""The search proposes only what its engine runs, and says so by name."""
+
+from __future__ import annotations
+
+import pytest
+
+from costmodels import ModelSpec
+from costmodels.catalogue import engine_names, load_device, load_engine
+from costmodels.errors import InputError
+from costmodels.layout import Layout, even_split
+from costmodels.table import value_of
+from planner import evaluate, explain, search
+from planner.engine_rules import engine_rules
+from planner.ranking import SearchResult
+
+MODEL = ModelSpec(name="small", layers=8, hidden=1024, heads=8, vocab=32000, seq=2048)
+EXPERTS = ModelSpec(
+    name="mixture", layers=8, hidden=512, heads=8, vocab=32000, seq=2048, experts=8, expert_ffn=1024, top_k=2
+)
+JOB = {"world_size": 8, "max_global_batch_size": 32}
+
+UNCUT = {"bundled"}
+
+
+def found(result: SearchResult, name: str) -> set[object]:
+    """The values of a degree among all layouts of a search, those with solved degrees too."""
+    return {value_of(name, int(code)) for code in set(getattr(result.table, name).tolist())}
+
+
+@pytest.mark.parametrize("name", engine_names())
+def test_every_engine_says_where_its_abilities_are_from(name: str) -> None:
+    engine = load_engine(name)
+    assert engine.runs.source
+    assert bool(engine_rules(engine)) == (name not in UNCUT)
+    for kind, device in (("gpu", "a100-80g"), ("npu", "ascend-910b")):
+        assert engine.for_device(load_device(device)).runs == engine.runs
+        if kind not in engine.runs.devices:
+            with pytest.raises(InputError, match=rf"engine {name} does not run on {device}; .*give one of"):
+                search(MODEL, engine=name, device=device, **JOB)
+
+
+# Memory for a part of the layouts, so that recomputation and copies are solved for too.
+@pytest.mark.parametrize("memory", [4.0, 12.0])
+@pytest.mark.parametrize("model", [MODEL, EXPERTS], ids=["dense", "experts"])
+@pytest.mark.parametrize("name", sorted(set(engine_names()) - {"mindspeed"}))
+def test_all_layouts_of_a_search_are_what_the_engine_runs(name: str, model: ModelSpec, memory: float) -> None:
+    result = search(model, engine=name, precision="bf16", device_memory_gib=memory, **JOB)
+    runs = result.problem.engine.runs
+    layouts = [result.table.layout(row) for row in range(len(result.table))]
+    assert layouts
+    for layout in layouts:
+        assert layout.schedule in runs.schedules
+        assert layout.zero_stage in runs.zero_stages
+        assert layout.pipeline_parallel == 1 or layout.zero_stage in runs.pipeline_zero_stages
+        assert layout.expert_parallel == 1 or layout.zero_stage in runs.expert_zero_stages
+        assert layout.zero_replicas == 1 or layout.zero_stage in runs.hybrid_zero_stages
+        assert layout.context_parallel == 1 or layout.context_parallel_form in runs.context_parallel_forms
+        assert layout.recompute in runs.recompute
+        assert set(layout.recompute_modules) <= set(runs.recompute_modules)
+        assert layout.recompute_method == "uniform" or layout.recompute in runs.recompute_some_layers
+        assert not layout.offload_activations or "activations" in runs.offload
+        assert not layout.offload_optimizer or "optimizer" in runs.offload
+        for degree in ("tensor_parallel", "pipeline_parallel", "expert_parallel", "expert_tensor_parallel"):
+            assert getattr(layout, degree) == 1 or getattr(runs, degree)
+        assert not layout.sequence_parallel or runs.sequence_parallel
+
+
+def test_counts_name_the_rule_and_add_up() -> None:
+    result = search(MODEL, engine="megatron", **JOB)
+    assert result.illegal["engine_schedule"] > 0 and result.illegal["engine_zero_stage"] > 0
+    assert result.considered == result.legal + sum(result.illegal.values())
+    assert found(result, "schedule") == {"1f1b", "interleaved"}
+
+
+@pytest.mark.parametrize(
+    ("engine", "pin", "words"),
+    [
+        ("megatron", "schedule=zbv", "pin schedule=zbv: engine megatron runs schedule 1f1b, interleaved"),
+        ("megatron", "zero=2..3", "pin zero_stage=2..3: engine megatron runs zero_stage 0, 1"),
+        ("deepspeed", "pp=2", "pin pipeline_parallel=2: engine deepspeed has no pipeline_parallel"),
+        ("fsdp", "tp=2", "pin tensor_parallel=2: engine fsdp has no tensor_parallel"),
+        ("fsdp", "cp=2", "pin context_parallel=2: engine fsdp has no context_parallel"),
+        ("torchtitan", "cp_form=all_to_all", "runs context_parallel_form all_gather, ring"),
+        ("nanotron", "recompute=selective", "engine nanotron runs recompute none, full"),
+        ("nanotron", "offload_optimizer=true", "engine nanotron has no offload_optimizer"),
+    ],
+)
+def test_a_pin_outside_is_refused_in_one_line(engine: str, pin: str, words: str) -> None:
+    with pytest.raises(InputError) as refused:
+        search(MODEL, engine=engine, pin=[pin], **JOB)
+    assert words in str(refused.value) and "\n" not in str(refused.value)
+
+
+def test_two_pins_that_do_not_go_together_are_refused_with_the_rule() -> None:
+    with pytest.raises(
+        InputError, match="engine torchtitan runs zero_stage 0, 1 with pipeline_parallel, not 3"
+    ):
+        search(MODEL, engine="torchtitan", pin=["pp=2", "zero=3"], **JOB)
+
+
+def test_flags_that_hold_where_possible_are_no_pins_of_what_an_engine_has_not() -> None:
+    from planner.pins import where_possible
+
+    pins = where_possible({}, "sequence_parallel", True)
+    assert search(MODEL, engine="fsdp", pin=pins, **JOB).feasible
+    with pytest.raises(InputError, match="has no sequence_parallel"):
+        search(MODEL, engine="megatron-deepspeed", pin=pins, **JOB)
+
+
+def test_explain_says_what_the_engine_has() -> None:
+    found = explain(MODEL, engine="megatron", layout="pp=2,schedule=dualpipev", what_if=False, **JOB)
+    [verdict] = found.verdicts
+    assert verdict.outcome == "illegal"
+    assert "engine megatron runs schedule 1f1b, interleaved, not dualpipev" in verdict.reason
+    assert verdict.rules["engine_schedule"] > 0
+
+
+def test_a_given_layout_is_priced_whatever_the_engine_runs() -> None:
+    layout = Layout(
+        pipeline_parallel=2,
+        virtual_pipeline_parallel=2,
+        schedule="zbv",
+        layers_per_stage=even_split(MODEL.layers, 4),
+        global_batch_size=8,
+    )
+    assert evaluate(layout, model=MODEL, engine="megatron").step_time_s > 0
+
+
+def test_devices_without_the_bundled_runtime_get_an_engine_that_runs_there() -> None:
+    assert search(MODEL, device="ascend-910b", **JOB).problem.engine.name == "mindspeed"
+    assert search(MODEL, device="h100", **JOB).problem.engine.name == "bundled"
+    assert search(MODEL, device="mi300x", **JOB).problem.engine.name == "bundled"
