@@ -166,6 +166,7 @@ def timing(spec: ModelSpec, layout: Layout, folder: str, repetitions: int, on_gp
     import torch.distributed as dist
 
     from runtime import checkpoint
+    from runtime.ranks import meet
     from runtime.trainer import Trainer
 
     device = torch.device("cuda", dist.get_rank()) if on_gpu else torch.device("cpu")
@@ -175,12 +176,12 @@ def timing(spec: ModelSpec, layout: Layout, folder: str, repetitions: int, on_gp
     trainer.optimizer.rule.states()
 
     def seconds(work: Callable[[], object]) -> float:
-        dist.barrier()
+        meet(device)
         started = time.perf_counter()
         work()
         if device.type == "cuda":
             torch.cuda.synchronize()
-        dist.barrier()
+        meet(device)
         return time.perf_counter() - started
 
     savers = [checkpoint.Saver(folder, asynchronous=one, report=lambda line: None) for one in (False, True)]

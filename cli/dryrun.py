@@ -8,7 +8,9 @@ import sys
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from cli.interrupts import leaving_at_ctrl_c
 from cli.pasted import pasted
+from cli.status import Status
 from cli.tables import console, table
 from costmodels.catalogue.host import available_cores
 from costmodels.errors import InputError
@@ -148,12 +150,15 @@ def _check_installed(plan: Plan) -> None:
 
 
 def _trace(plan: Plan, training: TrainingOptions, ranks: Sequence[int]) -> list[MemoryTrace]:
-    # Only here: PyTorch takes seconds to load, and bad input should not wait for it.
-    from runtime.dryrun import trace_ranks
+    found = []
+    with Status() as status:
+        status.tell("loading PyTorch")
+        # Only here: it takes seconds, and bad input should not wait for it.
+        with leaving_at_ctrl_c():
+            from runtime.dryrun import trace_ranks
 
-    on_gpu = plan.cluster.device.kind != "cpu"
-    return list(
-        trace_ranks(
+        on_gpu = plan.cluster.device.kind != "cpu"
+        traces = trace_ranks(
             plan.model,
             plan.layout,
             ranks,
@@ -162,7 +167,11 @@ def _trace(plan: Plan, training: TrainingOptions, ranks: Sequence[int]) -> list[
             options=training,
             processes=available_cores(),
         )
-    )
+        what = "stage" if len(ranks) == plan.layout.pipeline_parallel else "rank"
+        for number in range(1, len(ranks) + 1):
+            status.tell(f"tracing {what} {number} of {len(ranks)}")
+            found.append(next(traces))
+    return found
 
 
 def as_json(plan: Plan, traces: Sequence[MemoryTrace]) -> dict[str, Any]:

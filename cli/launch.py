@@ -205,9 +205,10 @@ def _tried(
     """The one of `plans` that is best on this machine."""
     try:
         return best_of(plans, trial.iterations, training, data, _timeout(options))
-    except KeyboardInterrupt:
-        print("planner: stopped; all ranks have ended, and the trials left nothing", file=sys.stderr)
-        raise typer.Exit(130) from None
+    except Stopped as stop:
+        name = stop.number.name
+        say(f"planner: stopped by {name}; all ranks have ended, and the trials left nothing", sys.stderr)
+        raise typer.Exit(128 + stop.number) from None
 
 
 def _plans(

@@ -6,6 +6,8 @@ import atexit
 import gc
 import sys
 
+from cli.interrupts import leaving_at_ctrl_c
+
 COMMANDS = {
     "suggest": "cli.suggest",
     "explain": "cli.explain",
@@ -28,10 +30,11 @@ def main() -> None:
     if first:
         gc.disable()
     try:
-        from cli.app import make_app
-        from planner.flags import run
+        with leaving_at_ctrl_c():
+            from cli.app import make_app
+            from planner.flags import run
 
-        app = make_app(COMMANDS, sys.argv[1:])
+            app = make_app(COMMANDS, sys.argv[1:])
     finally:
         if first:
             # What modules hold stays to the end: to look through it for garbage, again and again, takes a

@@ -7,6 +7,7 @@ described once.
 from __future__ import annotations
 
 import dataclasses
+import errno
 import inspect
 import os
 import reprlib
@@ -283,6 +284,15 @@ def _shown(line: str) -> str:
     return f"{plain[: 2 * LONGEST_LINE // 3]} ... {plain[-LONGEST_LINE // 3 :]}"
 
 
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
+"""Errors of a stream that takes no more."""
+
+
+def _drop_output() -> None:
+    """Let nothing that is buffered for standard output be written at exit, which would fail again."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
 def run(app: typer.Typer, name: str, quiet: bool = False) -> None:
     """Run a typer app and exit: wrong input ends in one line on stderr, never a traceback.
 
@@ -291,7 +301,8 @@ def run(app: typer.Typer, name: str, quiet: bool = False) -> None:
     command = typer.main.get_command(app)
     try:
         code = command.main(prog_name=name, standalone_mode=False)
-        sys.stdout.flush()
+        if sys.stdout is not None:
+            sys.stdout.flush()
     except typer.Exit as stop:
         code = stop.exit_code
     except typer.Abort:
@@ -303,9 +314,20 @@ def run(app: typer.Typer, name: str, quiet: bool = False) -> None:
             print(f"{name}: error: {one_line(error)}", file=sys.stderr)
         code = getattr(error, "exit_code", 2)
     except BrokenPipeError:
-        # The reader of a pipe has seen enough; nothing may be flushed into it at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _drop_output()
         code = 141
+    except SystemExit as stop:
+        if not isinstance(stop.__context__, BrokenPipeError):
+            raise
+        # Click has made it that.
+        _drop_output()
+        code = 141
+    except OSError as error:
+        if error.filename is not None or error.errno not in FULL:
+            raise
+        _drop_output()
+        print(f"{name}: error: standard output cannot be written: {error.strerror}", file=sys.stderr)
+        code = 1
     except Exception as error:
         if not hasattr(error, "format_message"):
             raise

@@ -35,6 +35,7 @@ from runtime.logs.metrics import (
     throughput,
 )
 from runtime.logs.sample_log import SampleLog, forget_after
+from runtime.ranks import meet
 from runtime.trainer import StepResult, Trainer
 
 
@@ -263,8 +264,8 @@ class Loop:
             return None
         if self.is_first:
             forget_after(folder, self.trainer.iteration)
-        dist.barrier()
         grid = self.trainer.grid
+        meet(grid.device)
         writes = grid.tp_rank == grid.cp_rank == grid.pp_rank == 0
         return SampleLog(folder, grid.dp_rank) if writes else None
 

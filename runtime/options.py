@@ -248,6 +248,7 @@ def _flag(name: str) -> str:
 
 
 _RANGES: tuple[tuple[tuple[str, ...], Callable[[float], bool], str], ...] = (
+    (("seed",), lambda value: 0 <= value < 2**32, f"a whole number from 0 to {2**32 - 1}"),
     (
         ("train_iters", "lr_decay_iters", "loss_scale_window", "hysteresis", "muon_num_ns_steps"),
         lambda value: value >= 1,

@@ -84,13 +84,22 @@ def start(ranks: Ranks, device: torch.device, timeout_minutes: float) -> None:
     dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=timeout)
 
 
+def meet(device: torch.device) -> None:
+    """Wait until all ranks are here.
+
+    PyTorch asks to be told on which GPU; to bind it to the process group would open all groups' communicators
+    at the start instead of those that are used.
+    """
+    dist.barrier(device_ids=[device.index] if device.type == "cuda" else None)
+
+
 def finish(device: torch.device) -> None:
     """Wait for the other ranks before this process ends.
 
     NCCL wants its communicators destroyed. gloo's are left to the end of the process: destroying them has
     aborted ranks that had done all their work.
     """
-    dist.barrier()
+    meet(device)
     if device.type == "cuda":
         dist.destroy_process_group()
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
-from multiprocessing import get_context, resource_tracker
+from multiprocessing import active_children, get_context, resource_tracker
 from multiprocessing.context import BaseContext, SpawnContext, SpawnProcess
 from pathlib import Path
 from typing import Any
@@ -26,10 +28,40 @@ def _among_pythons_own() -> Iterator[None]:
         os.chdir(before)
 
 
+@contextmanager
+def _deaf_to_ctrl_c() -> Iterator[None]:
+    """Start processes meanwhile that Ctrl-C passes by; here it waits.
+
+    A terminal sends it to all of them: this one is to end the others, which would end in tracebacks.
+    """
+    if not hasattr(signal, "pthread_sigmask"):
+        yield
+        return
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+@contextmanager
+def ended_with(pool: ProcessPoolExecutor) -> Iterator[None]:
+    """Use a pool meanwhile; what it works on is dropped when an exception ends that, such as Ctrl-C."""
+    others = active_children()
+    try:
+        yield
+    except BaseException:
+        pool.shutdown(wait=False, cancel_futures=True)
+        for process in active_children():
+            if process not in others:
+                process.terminate()
+        raise
+
+
 class _Process(SpawnProcess):
     @staticmethod
     def _Popen(process_obj: Any) -> Any:
-        with _among_pythons_own():
+        with _among_pythons_own(), _deaf_to_ctrl_c():
             return SpawnProcess._Popen(process_obj)  # type: ignore[attr-defined]
 
 

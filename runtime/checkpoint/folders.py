@@ -27,6 +27,7 @@ from runtime.checkpoint.manifest import (
 )
 from runtime.checkpoint.run_file import RUN_FILE, run_text
 from runtime.files import sync_folder
+from runtime.logs.console import say
 
 TRACKER = "latest_checkpointed_iteration.txt"
 """File that names the newest complete checkpoint (Megatron-LM's name)."""
@@ -192,7 +193,7 @@ def prune(folder: Path, newest: int, keep: int) -> None:
             # A crash while it is deleted must not leave half of it under its name.
             shutil.rmtree(target.rename(target.with_name(target.name + PARTIAL)))
         except OSError as error:
-            print(f"cannot delete checkpoint {target}: {error.strerror}", file=sys.stderr, flush=True)
+            say(f"cannot delete checkpoint {target}: {error.strerror}", sys.stderr)
 
 
 def _put_back(folder: Path) -> None:

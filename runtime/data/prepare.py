@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
@@ -77,6 +78,8 @@ _worker: _Encoder
 
 def _start_worker(encoder: _Encoder) -> None:
     global _worker
+    # A terminal sends Ctrl-C to this process too: the one that started it ends it.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     _worker = encoder
 
 

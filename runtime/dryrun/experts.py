@@ -17,8 +17,7 @@ from torch import Tensor
 from costmodels import ModelSpec
 from costmodels.shapes import PEAK_LOAD
 from runtime import expert_parallel
-from runtime.model import routing
-from runtime.model import transformer as model
+from runtime.model import experts, routing
 
 
 @contextmanager
@@ -42,7 +41,7 @@ def even_load(spec: ModelSpec) -> Iterator[None]:
 
     with (
         patch.object(routing, "rows_taken_in", rows_taken_in),
-        patch.object(model, "rows_of_each", rows_of_each),
+        patch.object(experts, "rows_of_each", rows_of_each),
         patch.object(expert_parallel, "rows_to_move", rows_to_move),
     ):
         yield

@@ -11,7 +11,7 @@ from costmodels import Layout, ModelSpec
 from runtime.dryrun.run import DeviceKind, trace
 from runtime.memory_trace import MemoryTrace
 from runtime.options import TrainingOptions
-from runtime.spawning import spawned
+from runtime.spawning import ended_with, spawned
 
 
 def first_rank(layout: Layout, pipeline_rank: int) -> int:
@@ -35,7 +35,7 @@ def trace_ranks(
         for rank in ranks:
             yield one(rank=rank)
         return
-    with ProcessPoolExecutor(min(processes, len(ranks)), mp_context=spawned()) as pool:
+    with ProcessPoolExecutor(min(processes, len(ranks)), mp_context=spawned()) as pool, ended_with(pool):
         try:
             for future in [pool.submit(one, rank=rank) for rank in ranks]:
                 yield future.result()

@@ -7,7 +7,7 @@ import os
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -22,8 +22,8 @@ from runtime.generation.options import GenerateOptions
 from runtime.generation.sampling import Sampling
 from runtime.generation.stage import Split
 from runtime.generation.text import Stream, text_of
-from runtime.launch import run_job, torchrun_command
-from runtime.logs.console import say
+from runtime.launch import Stopped, run_job, torchrun_command
+from runtime.logs.console import PROGRESS, progress, say
 from runtime.preflight import check_host, check_job
 from runtime.ranks import Ranks, finish, is_lost_connection, on_first_rank, start, together
 from runtime.stored_model import open_model
@@ -37,7 +37,28 @@ TIMEOUT_MINUTES = 30.0
 """After which a rank that nobody answers gives up: reading a large model takes long."""
 
 
-def run(options: GenerateOptions) -> None:
+class Waiting(Protocol):
+    """Who says what goes on while there is no text yet."""
+
+    def tell(self, what: str) -> None:
+        """Say what goes on from now on."""
+
+    def clear(self) -> None:
+        """Make place for text."""
+
+
+class _FirstRank:
+    """Tells the process that started this rank."""
+
+    def tell(self, what: str) -> None:
+        if dist.get_rank() == 0:
+            progress(what)
+
+    def clear(self) -> None:
+        """Text itself makes place there."""
+
+
+def run(options: GenerateOptions, waiting: Waiting) -> None:
     """Continue the prompts, as `options` say."""
     options.check()
     prompts = options.prompts()
@@ -45,9 +66,9 @@ def run(options: GenerateOptions) -> None:
         on_cpu = options.device == "cpu" or not local_device_count()
         if on_cpu and options.device == "cuda":
             raise InputError("--device cuda: this machine has no GPUs; leave it out")
-        generate(options, prompts, torch.device("cpu" if on_cpu else "cuda"))
+        generate(options, prompts, torch.device("cpu" if on_cpu else "cuda"), waiting)
     else:
-        _start_ranks(options)
+        _start_ranks(options, waiting)
 
 
 def run_rank(options: GenerateOptions) -> None:
@@ -64,7 +85,7 @@ def run_rank(options: GenerateOptions) -> None:
     device = torch_device(options.device == "cpu" or not local_device_count(), ranks)
     start(ranks, device, TIMEOUT_MINUTES)
     try:
-        generate(options, prompts, device)
+        generate(options, prompts, device, _FirstRank())
     except InputError:
         dist.destroy_process_group()
         raise
@@ -76,11 +97,17 @@ def run_rank(options: GenerateOptions) -> None:
     finish(device)
 
 
-def generate(options: GenerateOptions, prompts: list[str], device: torch.device) -> None:
+def generate(options: GenerateOptions, prompts: list[str], device: torch.device, waiting: Waiting) -> None:
     """Continue `prompts` on this rank; the first one prints."""
+    waiting.tell("reading the model")
     generator = _generator(options, device)
     first = not dist.is_initialized() or dist.get_rank() == 0
-    printer = _Printer(generator, prompts) if first and not options.json else None
+    printer = None
+    if first and not options.json:
+        waiting.clear()
+        printer = _Printer(generator, prompts)
+    else:
+        waiting.tell("generating")
     completions = generator.complete(
         prompts,
         options.max_new_tokens,
@@ -92,6 +119,7 @@ def generate(options: GenerateOptions, prompts: list[str], device: torch.device)
     if printer is not None:
         printer.end(completions)
     elif first:
+        waiting.clear()
         for completion in completions:
             _show(json.dumps(completion._asdict(), ensure_ascii=False) + "\n")
 
@@ -150,7 +178,7 @@ def _show(piece: str) -> None:
         print(piece, end="", flush=True)
 
 
-def _start_ranks(options: GenerateOptions) -> None:
+def _start_ranks(options: GenerateOptions, waiting: Waiting) -> None:
     """Run torchrun on this machine and show what its first rank says."""
     ranks = options.world_size
     gpus = 0 if options.device == "cpu" else local_device_count()
@@ -158,13 +186,29 @@ def _start_ranks(options: GenerateOptions) -> None:
         raise InputError(f"{ranks} ranks on a machine of {gpus} GPUs; split the model over at most {gpus}")
     _check_split(options, on_cpu=not gpus)
     command = torchrun_command(ranks, arguments(options), "runtime.generation")
+    waiting.tell(f"starting {ranks} ranks")
+
+    def pass_on(line: str) -> None:
+        """Show a piece of text, or what goes on; all else is for people who look for an error."""
+        try:
+            piece = json.loads(line)["piece"]
+        except (ValueError, KeyError, TypeError):
+            phase = PROGRESS.fullmatch(line)
+            if phase:
+                waiting.tell(phase[1])
+            else:
+                say(line, sys.stderr)
+            return
+        waiting.clear()
+        print(piece, end="", flush=True)
+
     with tempfile.TemporaryDirectory(prefix="planner-generate-", ignore_cleanup_errors=True) as folder:
         os.environ[EVENTS_VARIABLE] = "1"
         try:
-            outcome = run_job(command, ranks, Path(folder), _pass_on, _ignore)
-        except KeyboardInterrupt:
-            print("\nplanner: stopped; all ranks have ended", file=sys.stderr)
-            raise typer.Exit(130) from None
+            outcome = run_job(command, ranks, Path(folder), pass_on, _ignore)
+        except Stopped as stop:
+            say(f"\nplanner: stopped by {stop.number.name}; all ranks have ended", sys.stderr)
+            raise typer.Exit(128 + stop.number) from None
         finally:
             del os.environ[EVENTS_VARIABLE]
     if outcome.exit_code:
@@ -189,16 +233,6 @@ def _split(options: GenerateOptions) -> Split:
         options.pipeline_model_parallel_size,
         options.expert_model_parallel_size,
     )
-
-
-def _pass_on(line: str) -> None:
-    """Show a piece of text that the first rank prints; anything else is for people who look for an error."""
-    try:
-        piece = json.loads(line)["piece"]
-    except (ValueError, KeyError, TypeError):
-        print(line, file=sys.stderr)
-        return
-    print(piece, end="", flush=True)
 
 
 def _ignore(_: dict[str, Any]) -> None:

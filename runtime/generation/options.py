@@ -94,6 +94,8 @@ class GenerateOptions:
             raise InputError(f"--top-k {self.top_k}: must be at least 1")
         if self.top_p is not None and not 0 < self.top_p <= 1:
             raise InputError(f"--top-p {self.top_p}: must be above 0 and at most 1")
+        if not 0 <= self.seed < 2**63:
+            raise InputError(f"--seed {self.seed}: must be a whole number from 0 to {2**63 - 1}")
         if self.dtype not in (None, *DTYPES):
             raise InputError(f"--dtype {self.dtype}: expected {', '.join(DTYPES)}")
         if self.device not in (None, "cpu", "cuda"):

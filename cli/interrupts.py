@@ -1,0 +1,27 @@
+"""Ctrl-C while modules are imported, which takes seconds where PyTorch is among them."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from threading import current_thread, main_thread
+
+EXIT_CODE = 128 + signal.SIGINT
+
+
+@contextmanager
+def leaving_at_ctrl_c() -> Iterator[None]:
+    """End the process at once and without a word meanwhile.
+
+    An exception in a half-imported module would come out as a traceback, or be caught by the module.
+    """
+    if signal.getsignal(signal.SIGINT) is not signal.default_int_handler or current_thread() != main_thread():
+        yield
+        return
+    signal.signal(signal.SIGINT, lambda *_: os._exit(EXIT_CODE))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
