@@ -52,9 +52,11 @@ def ended_with(pool: ProcessPoolExecutor) -> Iterator[None]:
         yield
     except BaseException:
         pool.shutdown(wait=False, cancel_futures=True)
-        for process in active_children():
-            if process not in others:
-                process.terminate()
+        workers = [process for process in active_children() if process not in others]
+        for process in workers:
+            process.terminate()
+        for process in workers:
+            process.join()
         raise
 
 

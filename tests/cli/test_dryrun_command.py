@@ -51,8 +51,13 @@ def test_tables_show_a_row_for_each_stage(
     planner_command: Command, plan: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "100")
-    code, out, _ = planner_command("dryrun", "--plan", plan, "--no-compile")
+    code, out, err = planner_command("dryrun", "--plan", plan, "--no-compile")
     assert code == 0
+    assert err.splitlines() == [
+        "planner: loading PyTorch",
+        "planner: tracing stage 1 of 2",
+        "planner: tracing stage 2 of 2",
+    ]
     lines = [line.split() for line in out.splitlines()]
     assert "eager layers on a100-80g" in out
     heads = [line for line in lines if line[:1] == ["pp"]]
