@@ -7,7 +7,7 @@ import shlex
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from cli.tables import console, table
+from cli.tables import drawn, table
 from costmodels.errors import InputError
 from costmodels.words import GIB, in_seconds
 from planner.flags import arguments
@@ -99,10 +99,7 @@ def compared(plan: Plan, figures: Measured) -> Iterator[str]:
         _row("step time (s)", estimate.step_time_s, figures.step_time_s),
         _row(f"{what} (GiB)", peak / GIB, figures.peak_memory_bytes / GIB),
     ]
-    screen = console()
-    with screen.capture() as captured:
-        screen.print(table(["", "predicted", "measured", "predicted / measured"], rows, left=("",)))
-    yield captured.get().rstrip("\n")
+    yield drawn(table(["", "predicted", "measured", "predicted / measured"], rows, left=("",)))
     seen = figures.step_time_s
     if estimate.step_time_low_s <= seen <= estimate.step_time_high_s:
         yield f"the step is in the predicted range, {step_range(plan)}"

@@ -47,6 +47,14 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[str]], left: Sequence[
     return made
 
 
+def drawn(table: Table) -> str:
+    """A table as standard output shows it, for who may not fail where that cannot be written."""
+    screen = console()
+    with screen.capture() as captured:
+        screen.print(table)
+    return captured.get().rstrip("\n")
+
+
 def width(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> int:
     """Columns of the screen that a `table` of plain letters takes; Rich measures no wider than the screen."""
     longest = [max(map(len, cells)) for cells in zip(columns, *rows, strict=True)]

@@ -9,13 +9,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import ClassVar
 
-from cli.tables import console, table
+from cli.tables import drawn, table
 from costmodels.errors import InputError
 from costmodels.words import GIB
 from planner.flags import arguments, flag
 from planner.objective import Objective, equal_peak
 from planner.plan import Plan
 from runtime.launch import Measured, measured, run_job, torchrun_command
+from runtime.logs.console import say
 from runtime.options import DataOptions, OutputOptions, TrainingOptions
 from runtime.preflight import check_plan, check_training
 
@@ -93,11 +94,11 @@ def best_of(
     settings = [*arguments(_short(training, iterations)), *arguments(data), *arguments_of_all]
     seen: list[Measured | None] = []
     for number, plan in enumerate(plans, 1):
-        print(f"try {number} of {len(plans)}: {plan.layout.describe()}", flush=True)
+        say(f"try {number} of {len(plans)}: {plan.layout.describe()}")
         with tempfile.TemporaryDirectory(prefix="planner-try-") as folder:
             found = _tried(plan, training, data, settings, Path(folder))
         if isinstance(found, str):
-            print(f"try {number} is dropped: {found}", flush=True)
+            say(f"try {number} is dropped: {found}")
         seen.append(None if isinstance(found, str) else found)
     ran = [(plan, figures) for plan, figures in zip(plans, seen, strict=True) if figures is not None]
     if not ran:
@@ -116,7 +117,7 @@ def best_of(
         for at, (plan, figures) in enumerate(ran)
     ]
     columns = ("try", "predicted s", "measured s", "predicted / measured", "tokens/s", "peak GiB", "")
-    console().print(table(columns, rows, left=("",)))
+    say(drawn(table(columns, rows, left=("",))))
     return ran[best][0]
 
 
