@@ -7,6 +7,7 @@ import shlex
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from cli.restarts import going_on
 from cli.tables import drawn, table
 from costmodels.errors import InputError
 from costmodels.words import GIB, in_seconds
@@ -66,9 +67,8 @@ class Ending:
         training = self.training
         if train_iters is not None:
             training = dataclasses.replace(training, train_iters=train_iters)
-        output = dataclasses.replace(self.output, load=self.output.save, ckpt_step=None, finetune=False)
         words = ["--plan", str(self.log_dir / "plan.json"), *arguments(training), *self.rest]
-        return shlex.join(["planner", "launch", *words, *arguments(output)])
+        return shlex.join(["planner", "launch", *words, *arguments(going_on(self.output))])
 
 
 def peak_bytes(plan: Plan) -> tuple[str, float]:

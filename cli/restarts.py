@@ -68,4 +68,4 @@ def going_on(output: OutputOptions) -> OutputOptions:
     assert output.save is not None
     if checkpoint.latest_iteration(output.save) is None:
         return output
-    return dataclasses.replace(output, load=output.save, ckpt_step=None)
+    return dataclasses.replace(output, load=output.save, ckpt_step=None, finetune=False)
