@@ -124,18 +124,21 @@ def _write_into(log: str) -> None:
 def _launch(arguments: list[str], ranks: int, log: str) -> None:
     """Fork the ranks, and end all when one fails; runs in the launcher."""
     _write_into(log)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    # It listens before the first rank looks for it, and nobody else gets the port in between.
+    meeting = socket.create_server(("127.0.0.1", 0), backlog=64)
+    port = meeting.getsockname()[1]
     running = {}
     for rank in range(ranks):
         pid = os.fork()
         if pid == 0:
+            meeting.close()
             _rank(arguments, rank, ranks, port)
         running[pid] = rank
     from torch._C._distributed_c10d import TCPStore
 
-    store = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
+    store = TCPStore(
+        "127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=meeting.detach()
+    )
     codes = []
     while running:
         pid, status = os.waitpid(-1, 0)

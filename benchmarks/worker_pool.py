@@ -16,8 +16,8 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-TIMEOUT_S = 120
-"""Seconds after which a stuck collective is an error."""
+TIMEOUT_S = 600
+"""Seconds after which a stuck collective is an error: others may have the cores for minutes."""
 
 PRELOADED = ["runtime.checkpoint", "runtime.trainer"]
 """Modules that the forked process imports beforehand."""
@@ -62,7 +62,7 @@ def _results(connections: list[Connection]) -> list[Any]:
     results: dict[int, Any] = {}
     while len(results) < len(connections):
         pending = [one for rank, one in enumerate(connections) if rank not in results]
-        ready = wait(pending, timeout=5 * TIMEOUT_S)
+        ready = wait(pending, timeout=2 * TIMEOUT_S)
         if not ready:
             raise RuntimeError("no rank answered")
         for connection in ready:

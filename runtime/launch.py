@@ -135,9 +135,10 @@ def run_job(
         prefix="torchrun-", dir=log_dir, ignore_cleanup_errors=True
     ) as torchrun_folder:
         environment.setdefault(TORCHRUN_FOLDER, torchrun_folder)
+        reader = MetricsReader(log_dir)  # Before the job starts: it may be quicker than this process.
         process = _started(command, environment)
         stop = _Stop(process, saves)
-        agent_lines, code = _watched(process, stop, log_dir, error_file, on_line, on_metrics)
+        agent_lines, code = _watched(process, stop, log_dir, reader, error_file, on_line, on_metrics)
     if code == 0:
         return Outcome(0, "", stopped_by=stop.asked)
     stated = read_report(error_file)
@@ -186,6 +187,7 @@ def _watched(
     process: subprocess.Popen[str],
     stop: _Stop,
     log_dir: Path,
+    reader: MetricsReader,
     error_file: Path,
     on_line: Callable[[str], None],
     on_metrics: Callable[[dict[str, Any]], None],
@@ -199,7 +201,7 @@ def _watched(
             signal.SIGUSR1, lambda *_: _pass_on_to_rank(process.pid, signal.SIGUSR1)
         )
     try:
-        agent_lines = _follow(process, stop, log_dir, error_file, on_line, on_metrics)
+        agent_lines = _follow(process, stop, log_dir, reader, error_file, on_line, on_metrics)
         return agent_lines, process.wait()
     except BaseException:
         _stop(process)
@@ -213,6 +215,7 @@ def _follow(
     process: subprocess.Popen[str],
     stop: _Stop,
     log_dir: Path,
+    reader: MetricsReader,
     error_file: Path,
     on_line: Callable[[str], None],
     on_metrics: Callable[[dict[str, Any]], None],
@@ -224,7 +227,6 @@ def _follow(
         assert stream is not None
         threading.Thread(target=_read, args=(name, stream, lines), daemon=True).start()
     agent_lines: list[str] = []
-    reader = MetricsReader(log_dir)
     open_streams = len(streams)
     said_stop = False
     with _Log(log_dir / "output.log") as log:

@@ -2,16 +2,28 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from benchmarks.worker_pool import WorkerPool
 
 ROOT = Path(__file__).parents[1]
 
+# Tests run beside each other: a second thread for each of their tiny products waits longer than it works (20
+# times as long where other processes want the cores), as does a pool of compilers that each rank starts.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+
+# Neither of the two that go by the clock: a busy machine is no failure. What fails prints how to see it again.
+settings.register_profile(
+    "any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True
+)
+settings.load_profile("any machine")
 
 STARTS_JOBS = (
     *("test_batch_ramp", "test_fault_soak", "test_launch", "test_launch_command", "test_pretrained"),

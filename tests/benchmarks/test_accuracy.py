@@ -152,7 +152,7 @@ def test_a_file_that_cannot_be_read_is_one_line_and_an_exit_code(tmp_path, conte
     if content is not None:
         file.write_bytes(content)
     command = [sys.executable, "-m", "benchmarks.accuracy", "--json", "--rows", str(file)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (2, "")
     (line,) = done.stderr.splitlines()
     assert line.startswith("benchmarks.accuracy: error: ")

@@ -18,6 +18,7 @@ from tests.cli.scripts import MINDSPEED
 from tests.conftest import ROOT, Command
 from tests.runtime.jobs import (
     LAYOUT,
+    TIMEOUT_S,
     TINY,
     descendants,
     is_alive,
@@ -181,7 +182,7 @@ def test_ctrl_c_saves_stops_every_process_and_says_how_to_go_on(tmp_path: Path, 
         below = descendants(launcher.pid)
         assert len(below) == 3  # torchrun and two ranks
         launcher.send_signal(signal.SIGINT)
-        assert launcher.wait(60) == 130
+        assert launcher.wait(TIMEOUT_S) == 130
         assert not any(map(is_alive, below))
         assert not list(folder.glob("torchrun-*"))
     finally:

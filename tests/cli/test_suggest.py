@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -35,9 +36,11 @@ SMALL = ("suggest", "--model", "gpt2-124m", "--world-size", "8", "--device", "a1
 
 
 def test_json_holds_the_ranked_plans_and_the_whole_account(planner: Any) -> None:
+    started = time.perf_counter()
     code, out, err = planner(
         "suggest", "--world-size", "64", "--max-global-batch-size", "16", "--json", "--top", "3"
     )
+    taken = time.perf_counter() - started
     answer = json.loads(out)
     assert code == 0
     assert len(answer["plans"]) == 3
@@ -50,7 +53,7 @@ def test_json_holds_the_ranked_plans_and_the_whole_account(planner: Any) -> None
     too_big = answer["rejected"].get("device_memory", 0)
     assert answer["considered"] == answer["legal"] + sum(answer["rejected"].values()) - too_big
     assert answer["legal"] == answer["feasible"] + too_big
-    assert 0 < answer["elapsed_s"] < 5
+    assert 0 < answer["elapsed_s"] < taken
     assert answer["model"]["name"] == "gpt-22b"
     assert "gpt-22b" in err and "a100-80g" in err
 

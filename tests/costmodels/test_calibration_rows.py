@@ -347,7 +347,7 @@ def test_garbage_is_skipped_or_priced_never_a_traceback(source, cells):
     assert found.n + sum(found.skipped.values()) == (not row.oom or bool(found.skipped))
 
 
-@settings(max_examples=50, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=50, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
 @given(content=st.binary(max_size=200) | st.text(max_size=200).map(str.encode))
 def test_garbage_files_raise_nothing_but_input_errors(tmp_path, content):
     file = tmp_path / "garbage.csv"

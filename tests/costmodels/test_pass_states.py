@@ -34,7 +34,11 @@ def found(schedule: Schedule, pipeline: int, chunks: int, micro_batches: int) ->
     return set(map(tuple, np.column_stack(columns).tolist()))
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=40,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
+)
 @given(
     schedule=some.sampled_from(("interleaved", "interleaved_zb", "zbv", "dualpipev")),
     pipeline=some.integers(2, 6),

@@ -29,6 +29,7 @@ from runtime.options import DataOptions, OutputOptions, TrainingOptions
 from runtime.ranks import Ranks
 from runtime.trainer import Trainer
 from tests.runtime.distributed_work import CPU, batch_of
+from tests.runtime.jobs import TIMEOUT_S
 
 
 def trained(spec: ModelSpec, layout: Layout, steps: int) -> Trainer:
@@ -73,7 +74,7 @@ def snapshot(spec: ModelSpec, layout: Layout, folder: str) -> tuple[list[float],
     write_data = FileSystemWriter.write_data
 
     def late(*arguments: Any) -> Any:
-        assert goes_on.wait(60)
+        assert goes_on.wait(TIMEOUT_S)
         return write_data(*arguments)
 
     saver = checkpoint.Saver(folder, asynchronous=True, report=said.append)

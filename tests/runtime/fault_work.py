@@ -6,6 +6,7 @@ import contextlib
 import io
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from runtime.optimizer import local_part
 from runtime.options import TrainingOptions
 from runtime.trainer import Trainer
 from tests.runtime.distributed_work import CPU, batch_of
+from tests.runtime.jobs import TIMEOUT_S, wait_until
 
 
 class Ended(Exception):
@@ -43,35 +45,41 @@ def _watched(
     return Watchdog(store, rank, world_size, timeout_s, end=end)
 
 
-def hang_in_data(timeout_s: float) -> tuple[list[int], str, bool]:
+def hang_in_data(timeout_s: float) -> tuple[list[int], str]:
     """Rank 1 never comes out of loading data, and the others wait for it in an all-reduce.
 
-    Returns the codes that the process would have ended with, what it printed, and whether it was seen to
-    wait.
+    Returns the codes that the process would have ended with, and what it printed. The others must be seen to
+    wait, and rank 1 not to.
     """
     rank, ended, codes = dist.get_rank(), threading.Event(), []  # type: ignore[var-annotated]
     printed = io.StringIO()
-    waits = False
     # Clocks of hosts need not agree.
     clock = time.time
     time.time = lambda: clock() + 86400.0 * rank
-    with contextlib.redirect_stderr(printed), _watched(rank, dist.get_world_size(), timeout_s, ended, codes):
-        heartbeat.at("iteration 7", 7, in_step=True)
+    heartbeat.at("iteration 7", 7, in_step=True)
+    with contextlib.redirect_stderr(printed), contextlib.ExitStack() as watched:
+        # Watched from the moment at which all are where they stay: how long they took does not count.
+        watchdog = _watched(rank, dist.get_world_size(), timeout_s, ended, codes)
+        store = dist.distributed_c10d._get_default_store()
+
+        def watch(operation: str, micro_batch: int | None = None) -> None:
+            store.add("in place", 1)
+            while store.add("in place", 0) < dist.get_world_size():
+                time.sleep(0.01)
+            doing(operation, micro_batch)
+            watched.enter_context(watchdog)
+            assert ended.wait(TIMEOUT_S)
+
         if rank == 1:
-            doing("loading data")
-            ended.wait(60)
+            watch("loading data")
             dist.all_reduce(torch.ones(1))
         else:
-            doing("backward", 3)
-            thread = threading.Thread(target=lambda: ended.wait(60))
-            thread.start()
-            looker = _Looker()
+            looker = threading.Thread(target=lambda: _when_waiting(lambda: watch("backward", 3)))
             looker.start()
             dist.all_reduce(torch.ones(1))
-            waits = looker.stop()
-            thread.join()
+            looker.join()
     dist.barrier()
-    return codes, printed.getvalue(), waits
+    return codes, printed.getvalue()
 
 
 def slow_rank() -> str:
@@ -95,21 +103,10 @@ def slow_rank() -> str:
     return too_early or line.replace(watched.host, "HOST")
 
 
-class _Looker(threading.Thread):
-    """Looks at whether the main thread waits for others, half a second after the start."""
-
-    def __init__(self) -> None:
-        super().__init__(daemon=True)
-        self.waits = False
-
-    def run(self) -> None:
-        time.sleep(0.5)
-        self.waits = heartbeat.waits()
-
-    def stop(self) -> bool:
-        """What was seen."""
-        self.join()
-        return self.waits
+def _when_waiting(act: Callable[[], None]) -> None:
+    """Act once the main thread is seen to wait for other ranks."""
+    wait_until(heartbeat.waits, "the main thread to wait for the others")
+    act()
 
 
 def failure_of_one_rank() -> tuple[list[int], str]:
@@ -120,7 +117,7 @@ def failure_of_one_rank() -> tuple[list[int], str]:
         if rank == 1:
             with contextlib.suppress(Ended):
                 watchdog.fail_alone(InputError("corpus.bin: cannot be read (Input/output error)"))
-        assert ended.wait(30)
+        assert ended.wait(TIMEOUT_S)
     dist.barrier()
     return codes[:1], printed.getvalue()
 

@@ -18,6 +18,7 @@ from runtime.initialise import initialise
 from runtime.model.transformer import Transformer
 from runtime.stages import build_executor, build_stage
 from tests.runtime.distributed_work import CPU
+from tests.runtime.jobs import TIMEOUT_S
 
 BATCH = 2
 
@@ -68,7 +69,7 @@ def kept(model: Transformer, x: Tensor, patience: float = 0.0, expected: float =
 def kept_on_rank(spec: ModelSpec, layout: Layout, expected: float) -> float:
     """Bytes that the layers of one stage keep on this rank for every token of the whole sequence.
 
-    Gloo's threads hold what they have sent for a moment: they get up to ten seconds to come to `expected`.
+    Gloo's threads hold what they have sent for a moment: they get time to come to `expected`.
     """
     grid = build_grid(spec, layout, CPU)
     stage = build_stage(spec, layout, grid, grid.pp_rank, compiled=False)
@@ -76,7 +77,7 @@ def kept_on_rank(spec: ModelSpec, layout: Layout, expected: float) -> float:
     initialise(stage, spec, seed=1, std=0.3)
     shards = layout.tensor_parallel if layout.sequence_parallel else 1
     x = torch.randn(BATCH, spec.seq // shards, spec.hidden, requires_grad=True)
-    return kept(stage, x, patience=10.0, expected=expected * shards)[0] / shards
+    return kept(stage, x, patience=TIMEOUT_S, expected=expected * shards)[0] / shards
 
 
 def bytes_that_leave(spec: ModelSpec, layout: Layout) -> list[int]:

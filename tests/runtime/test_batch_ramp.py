@@ -15,7 +15,7 @@ from runtime.batch_ramp import BatchRamp, batch_ramp, ramp_rule
 from runtime.job_rules import check_rules
 from runtime.options import TrainingOptions
 from tests.runtime import rank_work
-from tests.runtime.jobs import TINY, torchrun, write_corpus
+from tests.runtime.jobs import TIMEOUT_S, TINY, torchrun, write_corpus
 
 SPEC = MODELS["gpt2"]
 
@@ -119,12 +119,12 @@ def test_a_run_resumes_in_the_middle_of_a_ramp(tmp_path: Path) -> None:
         ),
     ]
     whole = torchrun(*common, "--log-dir", folders["whole"], log=tmp_path / "log")
-    assert whole.wait(120) == 0, (tmp_path / "log").read_text()
+    assert whole.wait(TIMEOUT_S) == 0, (tmp_path / "log").read_text()
     parts = [*common, "--log-dir", folders["parts"], "--save", folders["parts"], "--load", folders["parts"]]
     for number in range(2):
         stop = ["--exit-interval", "4"] if number == 0 else []
         part = torchrun(*parts, *stop, log=tmp_path / f"log{number}")
-        assert part.wait(120) == 0, (tmp_path / f"log{number}").read_text()
+        assert part.wait(TIMEOUT_S) == 0, (tmp_path / f"log{number}").read_text()
     lines = (tmp_path / "log").read_text().splitlines()
     steps = [line for line in lines if "global batch size" in line]
     sizes = [int(line.split("global batch size:")[1].split("|")[0]) for line in steps]

@@ -68,7 +68,11 @@ def test_a_checkpoint_says_what_it_is_of(stored: Path) -> None:
     assert run.told() == {"consumed_samples": 8, "note": "mine"}
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=60,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
+)
 @given(st.sampled_from((*FILES, checkpoint.MANIFEST)), st.floats(0, 1, exclude_max=True), st.integers(0, 7))
 def test_any_bit_that_changes_is_found_and_its_file_named(
     stored: Path, name: str, where: float, bit: int

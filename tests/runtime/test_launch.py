@@ -7,12 +7,12 @@ import os
 import signal
 import sys
 import textwrap
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from costmodels.catalogue.host import available_cores
 from runtime import launch
 from runtime.entry import ENTRY
 from runtime.launch import measured, run_job, shell_line, torchrun_command
@@ -41,7 +41,10 @@ class Watched:
         return run_job(command, 2, log_dir, self.lines.append, self.records.append)
 
 
-def test_lines_and_metrics_are_passed_on_and_the_output_is_kept(tmp_path: Path) -> None:
+def test_lines_and_metrics_are_passed_on_and_the_output_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     watched = Watched()
     (tmp_path / "metrics.jsonl").write_text('{"iteration": 99}\n')
     outcome = watched.run(
@@ -61,7 +64,8 @@ def test_lines_and_metrics_are_passed_on_and_the_output_is_kept(tmp_path: Path) 
         tmp_path,
     )
     assert outcome == launch.Outcome(0, "")
-    assert sorted(watched.lines) == sorted(["step 1", "step 2", "a warning", "threads 1"])
+    threads = f"threads {max(1, available_cores() // 2)}"
+    assert sorted(watched.lines) == sorted(["step 1", "step 2", "a warning", threads])
     assert [record["iteration"] for record in watched.records] == [1, 2]
     assert sorted((tmp_path / "output.log").read_text().splitlines()) == sorted(watched.lines)
 
@@ -71,10 +75,9 @@ def test_input_that_the_job_refuses_is_reported_in_its_own_words(tmp_path: Path)
     outcome = watched.run(
         script(
             """
-            import json, os, sys, time
+            import json, os, sys
             with open(os.environ["PLANNER_ERROR_FILE"], "w") as file:
                 json.dump({"message": "the vocabulary is too small", "exit_code": 3}, file)
-            time.sleep(0.2)
             print("runtime.pretrain: error: the vocabulary is too small", file=sys.stderr)
             sys.exit(1)
             """
@@ -133,7 +136,7 @@ def test_an_interrupt_ends_the_job_before_it_is_raised_again(tmp_path: Path) -> 
 
     with pytest.raises(KeyboardInterrupt):
         run_job(
-            script("import os, time; print(os.getpid(), flush=True); time.sleep(60)"),
+            script("import os, time; print(os.getpid(), flush=True); time.sleep(3600)"),
             *(2, tmp_path, interrupt, lambda record: None),
         )
     assert started and not is_alive(started[0])
@@ -154,9 +157,7 @@ def test_the_folder_that_torchrun_writes_in_goes_with_the_job(
 
     write = f"import os, sys, time; folder = os.environ[{launch.TORCHRUN_FOLDER!r}]; "
     write += "os.mkdir(folder + '/attempt_0'); print(folder, flush=True); "
-    last = {"well": "time.sleep(0.1)", "badly": "sys.exit(3)", "interrupted": "time.sleep(60)"}[ends]
-    if ends == "badly":
-        last = f"time.sleep(0.1); {last}"
+    last = {"well": "", "badly": "sys.exit(3)", "interrupted": "time.sleep(3600)"}[ends]
     expected = pytest.raises(KeyboardInterrupt) if ends == "interrupted" else contextlib.nullcontext()
     with expected:
         run_job(script(write + last), 2, tmp_path, seen, lambda record: None)
@@ -176,7 +177,7 @@ def test_a_job_that_does_not_listen_is_killed(tmp_path: Path, monkeypatch: pytes
     before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
     with pytest.raises(KeyboardInterrupt):
         run_job(
-            script(deaf + "print(os.getpid(), flush=True); time.sleep(60)"),
+            script(deaf + "print(os.getpid(), flush=True); time.sleep(3600)"),
             *(2, tmp_path, interrupt, lambda record: None),
         )
     assert started and not is_alive(started[0])
@@ -202,13 +203,11 @@ def test_a_killed_rank_ends_the_job_and_is_named(tmp_path: Path) -> None:
         ],
     )
     lines: list[str] = []
-    started = time.monotonic()
     outcome = run_job(command, 2, tmp_path, lines.append, kill)
     assert outcome.exit_code == 1
     assert outcome.message == f"rank 1 was killed by SIGKILL; all ranks were stopped, logs are in {tmp_path}"
-    assert time.monotonic() - started < 80
     assert not any("Traceback" in line for line in lines)
-    wait_until(lambda: not any(map(is_alive, victims + torchruns)), "all processes to end", 5)
+    wait_until(lambda: not any(map(is_alive, victims + torchruns)), "all processes to end")
 
 
 def test_the_command_is_torchruns_on_this_machine() -> None:

@@ -6,7 +6,6 @@ import signal
 import subprocess
 import sys
 import textwrap
-import time
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ from runtime import checkpoint
 from runtime.faults.error_file import Report, read_report, report
 from runtime.launch import Outcome
 from runtime.options import OutputOptions
-from tests.runtime.jobs import ROOT, is_alive, wait_until
+from tests.runtime.jobs import ROOT, TIMEOUT_S, is_alive, wait_until
 
 LOST = Outcome(1, "rank 1 was killed by SIGKILL", restart=True)
 REFUSED = Outcome(2, "the corpus is empty")
@@ -118,7 +117,7 @@ def test_a_killed_launcher_leaves_no_job(tmp_path: Path) -> None:
     script = f"""
         from pathlib import Path
         from runtime.launch import run_job
-        job = ["{sys.executable}", "-c", "import os, time; print(os.getpid(), flush=True); time.sleep(60)"]
+        job = ["{sys.executable}", "-c", "import os, time; print(os.getpid(), flush=True); time.sleep(3600)"]
         run_job(job, 1, Path({str(tmp_path)!r}), lambda line: print(line, flush=True), print)
     """
     launcher = subprocess.Popen(
@@ -128,8 +127,6 @@ def test_a_killed_launcher_leaves_no_job(tmp_path: Path) -> None:
     job = int(launcher.stdout.readline())
     assert is_alive(job)
     launcher.send_signal(signal.SIGKILL)
-    assert launcher.wait(10) == -signal.SIGKILL
-    started = time.monotonic()
-    wait_until(lambda: not is_alive(job), "the job to end with its launcher", 5)
-    assert time.monotonic() - started < 5
+    assert launcher.wait(TIMEOUT_S) == -signal.SIGKILL
+    wait_until(lambda: not is_alive(job), "the job to end with its launcher")
     launcher.stdout.close()

@@ -15,7 +15,17 @@ from benchmarks.parity import MODELS, parse_layout
 from benchmarks.worker_pool import WorkerPool
 from runtime import checkpoint
 from tests.runtime import precision_work, rank_work
-from tests.runtime.jobs import LAYOUT, TINY, children, is_alive, losses, torchrun, wait_until, write_corpus
+from tests.runtime.jobs import (
+    LAYOUT,
+    TIMEOUT_S,
+    TINY,
+    children,
+    is_alive,
+    losses,
+    torchrun,
+    wait_until,
+    write_corpus,
+)
 
 ITERATIONS = 90
 SAVE_INTERVAL = 8
@@ -40,7 +50,7 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory, data: str) -> Path:
     """Folder of a job that planned for itself and was left alone."""
     folder = tmp_path_factory.mktemp("uninterrupted")
     job = torchrun(*arguments(data, folder), log=folder / "output")
-    code = job.wait(120)
+    code = job.wait(TIMEOUT_S)
     assert code == 0, (folder / "output").read_text()
     return folder
 
@@ -74,8 +84,8 @@ def test_a_killed_job_resumes_with_the_same_losses_to_the_bit(
     assert len(ranks) == 2
     # The ranks are in sessions of their own: nothing but their own watch ends them.
     os.killpg(first.pid, signal.SIGKILL)
-    assert first.wait(10) == -signal.SIGKILL
-    wait_until(lambda: not any(map(is_alive, ranks)), "the ranks to end with torchrun", 10)
+    assert first.wait(TIMEOUT_S) == -signal.SIGKILL
+    wait_until(lambda: not any(map(is_alive, ranks)), "the ranks to end with torchrun")
     before = losses(tmp_path)
     saved = int(tracker.read_text())
     assert saved % SAVE_INTERVAL == 0 and SAVE_INTERVAL <= saved < ITERATIONS
@@ -87,7 +97,7 @@ def test_a_killed_job_resumes_with_the_same_losses_to_the_bit(
     (partial / "__0_0.distcp").write_bytes(b"half")
 
     resumed = torchrun(*arguments(data, tmp_path), "--load", folder, log=tmp_path / "second")
-    assert resumed.wait(120) == 0, (tmp_path / "second").read_text()
+    assert resumed.wait(TIMEOUT_S) == 0, (tmp_path / "second").read_text()
     assert f"resumed from {folder} at iteration {saved}\n" in (tmp_path / "second").read_text()
     assert losses(tmp_path) == expected
     assert not partial.exists()
