@@ -19,7 +19,8 @@ ROOT = Path(__file__).parents[1]
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
-# Neither of the two that go by the clock: a busy machine is no failure. What fails prints how to see it again.
+# Neither of the two that go by the clock: a busy machine is no failure. What fails prints how to see it
+# again.
 settings.register_profile(
     "any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True
 )

@@ -51,7 +51,6 @@ def test_a_job_imports_nothing_from_where_it_is_started(crowded: Path) -> None:
         env={name: value for name, value in os.environ.items() if name != "PYTHONPATH"},
         capture_output=True,
         text=True,
-        timeout=300,
     )
     assert done.returncode == 0, done.stderr
     assert "Usage: runtime.pretrain" in done.stdout and "of the user" not in done.stdout + done.stderr
