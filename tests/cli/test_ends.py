@@ -92,7 +92,6 @@ def test_ctrl_c_during_the_imports_ends_without_a_word(tmp_path: Path) -> None:
         env=os.environ | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"},
         capture_output=True,
         text=True,
-        timeout=120,
     )
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
 
