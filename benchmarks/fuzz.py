@@ -3,7 +3,8 @@
 Plan files, config.json, YAML of models and devices, network tables, `.idx` and `.bin`, and the files of a
 checkpoint are corrupted one at a time and read. What is read must come out as it was written, as other values
 that are valid (where nothing tells a changed number from a meant one), or as one line of `InputError`; never
-as another exception or a hang, and never as other values where checksums guard them.
+as another exception or a hang, and never as other values where checksums guard them. Then some hundred files
+are read that were made to do harm (`benchmarks.fuzz_hostile`), of which nothing may be run.
 """
 
 from __future__ import annotations
@@ -165,6 +166,27 @@ def fuzz(
     return counts, failures
 
 
+def attacked(only: str, say: Callable[[str], None]) -> tuple[dict[str, Counter[str]], list[Failure]]:
+    """Read the hostile files with `only` in their name."""
+    from benchmarks import fuzz_hostile
+    from benchmarks.fuzz_targets import small_plan
+
+    counts: dict[str, Counter[str]] = {}
+    failures: list[Failure] = []
+    with tempfile.TemporaryDirectory(prefix="fuzz-hostile-") as name, _little_memory():
+        folder = Path(name)
+        for number, variant in enumerate(fuzz_hostile.hostile(folder, small_plan())):
+            kind = f"hostile {variant.name.partition(':')[0]}"
+            if only not in kind:
+                continue
+            outcome, what = fuzz_hostile.attack(variant, folder / "read", folder / fuzz_hostile.CANARY)
+            counts.setdefault(kind, Counter())[outcome] += 1
+            if outcome == "failed":
+                failures.append(Failure(kind, variant.name, number, what))
+                say(f"{variant.name}: {what}")
+    return counts, failures
+
+
 @contextmanager
 def _little_memory() -> Iterator[None]:
     """Make a reader fail that believes a huge number, instead of the machine."""
@@ -195,9 +217,15 @@ def main(
         raise InputError(f"--inputs {inputs}: must be at least 1")
     with tempfile.TemporaryDirectory(prefix="fuzz-valid-") as folder:
         chosen = [target for target in targets(Path(folder)) if only in target.name]
-    if not chosen:
+
+    def say(line: str) -> None:
+        print(line, file=sys.stderr, flush=True)
+
+    counts, failures = fuzz(chosen, inputs, seed, say) if chosen else ({}, [])
+    more = attacked(only, say)
+    counts, failures = counts | more[0], failures + more[1]
+    if not counts:
         raise InputError(f"--only {only}: no kind of file has this in its name")
-    counts, failures = fuzz(chosen, inputs, seed, lambda line: print(line, file=sys.stderr, flush=True))
     total = sum(counts.values(), Counter())
     if as_json:
         result = {"seed": seed, "outcomes": counts, "failures": [vars(one) for one in failures]}

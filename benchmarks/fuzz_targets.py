@@ -54,9 +54,14 @@ def _yaml_target(name: str, content: Any, load: Callable[[Path], Any], weight: i
     return Target(name, {"file.yaml": text}, ("file.yaml",), load, parse, weight=weight)
 
 
-def plan_target() -> Target:
+def small_plan() -> Plan:
     """A plan of a pipeline over two nodes."""
-    plan = planner.suggest("llama2-70b", world_size=16, max_global_batch_size=16, pin=["pp=4"])
+    return planner.suggest("llama2-70b", world_size=16, max_global_batch_size=16, pin=["pp=4"])
+
+
+def plan_target() -> Target:
+    """Such a plan."""
+    plan = small_plan()
 
     def load(folder: Path) -> Any:
         loaded = Plan.load(folder / "file.json")

@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 
 from costmodels.abilities import Abilities
 from costmodels.hardware import Device
-from costmodels.words import Count, CountOrZero, Fraction, NonNegative, Positive, Record
+from costmodels.words import Count, CountOrZero, Fraction, Name, NonNegative, Positive, Record
 
 
 class MemoryPolicy(Record):
@@ -68,7 +68,7 @@ class MeasuredLayer(Record):
 class Engine(Record):
     """Constants of one training engine; rates are shares of the device's data-sheet peak."""
 
-    name: str
+    name: Name
     memory: dict[str, MemoryPolicy]
     """Bytes per parameter by precision: `fp32`, `fp16`, `bf16`, `fp8`."""
     flash_attention: bool = True

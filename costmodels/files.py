@@ -1,12 +1,67 @@
-"""Writing files so that a reader sees the old one or the new one, never a part."""
+"""Files: reading no more than was expected, and writing so that a reader sees the old one or the new one."""
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
+import stat
+from collections.abc import Iterator
 from pathlib import Path
+from typing import BinaryIO
 
 from costmodels.errors import InputError
+
+MIB = 1 << 20
+
+
+@contextlib.contextmanager
+def opened_regular(path: str | Path) -> Iterator[BinaryIO]:
+    """Open a file to read it, without a buffer.
+
+    Raises `OSError` for what is no regular file: a pipe would be waited for, and some devices have no end.
+    """
+    try:
+        number = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
+    except ValueError:
+        # A NUL in the name.
+        raise OSError(errno.EINVAL, "no valid name of a file", repr(str(path))) from None
+    with os.fdopen(number, "rb", buffering=0) as file:
+        mode = os.fstat(number).st_mode
+        if stat.S_ISDIR(mode):
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+        if not stat.S_ISREG(mode):
+            raise OSError(errno.EINVAL, "it is a pipe or a device, not a file", str(path))
+        yield file
+
+
+def read_bounded(path: str | Path, most: int) -> bytes:
+    """The contents of a regular file of at most `most` bytes; raises `OSError` for any other."""
+    with opened_regular(path) as file:
+        if os.fstat(file.fileno()).st_size > most:
+            raise OSError(errno.EFBIG, f"it is larger than {in_bytes(most)}", str(path))
+        parts = []
+        left = most + 1
+        # One that grows meanwhile ends, too.
+        while left > 0 and (part := file.read(min(left, 16 * MIB))):
+            parts.append(part)
+            left -= len(part)
+    if left <= 0:
+        raise OSError(errno.EFBIG, f"it is larger than {in_bytes(most)}", str(path))
+    return b"".join(parts)
+
+
+def read_text(path: str | Path, most: int, encoding: str = "utf-8") -> str:
+    """The text of a regular file of at most `most` bytes; raises `OSError` and `UnicodeDecodeError`."""
+    return read_bounded(path, most).decode(encoding)
+
+
+def in_bytes(count: int) -> str:
+    """A limit as people read it: `64 MiB`, `64 bytes`."""
+    for unit, size in (("GiB", 1 << 30), ("MiB", MIB), ("KiB", 1 << 10)):
+        if count >= size:
+            return f"{count // size} {unit}"
+    return f"{count} bytes"
 
 
 def write_whole(what: str, path: str | Path, text: str) -> None:

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from costmodels.words import GIB, Count, NonNegative, Positive, Record
+from costmodels.words import GIB, Count, Devices, Name, NonNegative, Positive, Record
 
 Precision = Literal["fp32", "tf32", "fp16", "bf16", "fp8"]
 """Number formats that matrix products run in."""
@@ -54,7 +54,7 @@ class MeasuredCollective(Record):
 class Device(Record):
     """One accelerator, with the links that its usual server gives it."""
 
-    name: str
+    name: Name
     vendor: str
     kind: Literal["gpu", "npu", "cpu"] = "gpu"
     architecture: str = ""
@@ -101,8 +101,8 @@ class Cluster(Record):
     """`world_size` equal devices, `devices_per_node` of them in each node, and what joins them."""
 
     device: Device
-    world_size: Count
-    devices_per_node: Count
+    world_size: Devices
+    devices_per_node: Devices
     memory_bytes: Positive
     """Bytes of one device that the job may use; the device's own unless overridden."""
     memory_margin_bytes: NonNegative | None = None

@@ -7,7 +7,16 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from costmodels.words import Count, CountOrZero, NonNegative, Positive, Record
+from costmodels.words import (
+    LARGEST_COUNT,
+    Count,
+    CountOrZero,
+    Name,
+    NonNegative,
+    Positive,
+    Record,
+    Sentence,
+)
 
 VOCAB_MULTIPLE = 128
 """Vocabularies are padded to a multiple of this, as Megatron-LM does (`--make-vocab-size-divisible-by`)."""
@@ -93,7 +102,7 @@ class ModelSpec(Record):
     `max_positions` is `seq`.
     """
 
-    name: str
+    name: Name
     layers: Annotated[int, Field(ge=1, le=MOST_LAYERS)]
     hidden: Count
     # What is filled in where it is missing: `default` tells type checkers that it may be.
@@ -139,7 +148,7 @@ class ModelSpec(Record):
     latent_attention: LatentAttention | None = None
     published_parameters: CountOrZero = 0
     """Parameter count that the model's authors state; 0 when none is published."""
-    source: str = ""
+    source: Sentence = ""
 
     @model_validator(mode="before")
     @classmethod
@@ -190,6 +199,11 @@ class ModelSpec(Record):
             raise ValueError("shared_expert_gate needs shared experts; set shared_expert_ffn")
         if self.dense_layers > self.layers:
             raise ValueError(f"dense_layers {self.dense_layers} exceeds layers {self.layers}")
+        if self.parameters > LARGEST_COUNT:
+            raise ValueError(
+                f"hidden {self.hidden}, ffn {self.ffn}, vocab {self.vocab} and the like make "
+                f"{float(self.parameters):.3g} parameters; at most {LARGEST_COUNT:.3g} are priced"
+            )
         return self
 
     @property

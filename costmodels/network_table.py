@@ -13,8 +13,11 @@ import numpy as np
 from pydantic import ValidationError
 
 from costmodels.errors import InputError
+from costmodels.files import MIB, read_text
 from costmodels.hardware import Collective, MeasuredCollective
 from costmodels.table import Floats, Ints
+
+LARGEST_TABLE = 64 * MIB
 
 COLUMNS = ("collective", "devices", "nodes", "busbw_gbs")
 
@@ -40,7 +43,7 @@ def read_network_table(path: str | Path) -> tuple[MeasuredCollective, ...]:
     """
     where = f"network table {str(path)!r}"
     try:
-        text = Path(path).read_text(encoding="utf-8-sig")
+        text = read_text(path, LARGEST_TABLE, "utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "it is not UTF-8 text"
         raise InputError(f"cannot read {where}: {reason}") from None

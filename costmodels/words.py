@@ -25,6 +25,18 @@ NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 """A share of a whole, 0 to 1."""
 
+MOST_DEVICES = 2**24
+"""Of one job; tables of ranks still fit into memory."""
+
+Devices = Annotated[int, Field(ge=1, le=MOST_DEVICES)]
+"""A number of devices."""
+
+Name = Annotated[str, Field(max_length=500, pattern=r"^[^\x00-\x1f\x7f]*$")]
+"""A text of one line, which commands can be given and terminals show."""
+
+Sentence = Annotated[str, Field(max_length=10_000, pattern=r"^[^\x00-\x1f\x7f]*$")]
+"""The same, of some length."""
+
 
 GIB = 2.0**30
 """Bytes of one GiB, the unit in which people read memory."""

@@ -7,12 +7,16 @@ from pathlib import Path
 
 from costmodels.catalogue.yaml_files import build
 from costmodels.errors import InputError
+from costmodels.files import MIB, read_text
 from costmodels.model_spec import ModelSpec
 from planner.hf_readers import READERS, Config
 
 LONGEST_DEFAULT_SEQ = 4096
 """Tokens of a training sample when the user does not say: models of rotary positions are pre-trained
 at about this length, however long a sequence they accept afterwards."""
+
+LARGEST_CONFIG = 16 * MIB
+"""Bytes; what is larger is no config.json."""
 
 
 def model_from_hf_config(path: str | Path, seq: int | None = None) -> ModelSpec:
@@ -26,7 +30,7 @@ def model_from_hf_config(path: str | Path, seq: int | None = None) -> ModelSpec:
     file = Path(path).expanduser()
     if file.is_dir():
         file = file / "config.json"
-    config = _read(file)
+    config = read_config(file)
     origin = f"model config {str(file)!r}"
     model_type = config.get("model_type")
     reader = READERS.get(model_type) if isinstance(model_type, str) else None
@@ -52,9 +56,10 @@ def model_from_hf_config(path: str | Path, seq: int | None = None) -> ModelSpec:
     return build(ModelSpec, fields, origin)
 
 
-def _read(file: Path) -> Config:
+def read_config(file: Path) -> Config:
+    """The keys of a config.json; raises `InputError` where it cannot be read or holds something else."""
     try:
-        config = json.loads(file.read_text(encoding="utf-8"))
+        config = json.loads(read_text(file, LARGEST_CONFIG))
     except json.JSONDecodeError as error:
         raise InputError(
             f"model config {str(file)!r} is not valid JSON at line {error.lineno}, column {error.colno}: "

@@ -11,12 +11,12 @@ from pydantic import ValidationError, model_validator
 from costmodels.engine import Engine
 from costmodels.errors import InputError
 from costmodels.estimate import Estimate
-from costmodels.files import write_whole
+from costmodels.files import MIB, read_text, write_whole
 from costmodels.hardware import Cluster
 from costmodels.layout import Layout
 from costmodels.model_spec import ModelSpec
 from costmodels.timeline import Timeline, timeline
-from costmodels.words import GIB, CountOrZero, Record, in_seconds
+from costmodels.words import GIB, CountOrZero, Record, Sentence, in_seconds
 from planner.budget import Run, run
 from planner.flags import one_line
 from planner.goodput import Failures
@@ -24,6 +24,9 @@ from planner.objective import Objective
 
 VERSION: Final = 1
 """Version of the file format; files of a later one are refused."""
+
+LARGEST_PLAN = 64 * MIB
+"""Bytes; plans of thousands of stages have some."""
 
 
 class Plan(Record):
@@ -38,7 +41,7 @@ class Plan(Record):
     estimate: Estimate
     fits: bool
     """The estimated peak of every device is within the cluster's memory."""
-    reason: str
+    reason: Sentence
     """Why this layout ranks where it does, against its nearest rival."""
     objective: Objective = "throughput"
     """What the ranking is by; what it was by before plans said so unless given."""
@@ -111,7 +114,7 @@ class Plan(Record):
         later version, or holds fields that do not make a plan.
         """
         try:
-            text = Path(path).read_text(encoding="utf-8")
+            text = read_text(path, LARGEST_PLAN)
         except FileNotFoundError:
             raise InputError(
                 f"plan {path}: no such file; write one with planner suggest --save {path}"

@@ -24,12 +24,14 @@ from runtime.trainer import Trainer
 
 
 def check_load(output: OutputOptions) -> None:
-    """Raise `InputError` where `--load` names a Hugging Face model, which would count as no checkpoint."""
+    """Raise `InputError` where `--load` or `--save` names a Hugging Face model, which is no checkpoint."""
     if output.load is not None and is_hugging_face(output.load):
         raise InputError(
             f"--load {output.load}: a Hugging Face model; turn it into a checkpoint first: planner convert "
             f"--input {output.load} --output FOLDER"
         )
+    if output.save is not None and is_hugging_face(output.save):
+        raise InputError(f"--save {output.save}: holds a Hugging Face model; give a folder of its own")
 
 
 def iteration_of(output: OutputOptions) -> int | None:

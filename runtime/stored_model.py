@@ -13,6 +13,7 @@ from costmodels.errors import InputError
 from runtime import checkpoint
 from runtime.checkpoint import RUN_FILE, TRACKER
 from runtime.huggingface.companions import COMPANIONS
+from runtime.huggingface.files import INDEX_FILE, ONE_FILE
 from runtime.huggingface.mapping import EMBEDDING, HEAD, our_shapes
 from runtime.huggingface.reading import CONFIG_FILE, HuggingFaceModel, some
 from runtime.tensor_store import StoredTensors
@@ -45,6 +46,8 @@ class StoredModel:
 
     def __init__(self, folder: str | Path, iteration: int | None = None, verify: bool = True) -> None:
         self.root = Path(folder).expanduser()
+        if is_hugging_face(self.root):
+            raise InputError(f"{folder} is a Hugging Face model, not a folder of checkpoints")
         found = checkpoint.iteration_to_load(self.root, iteration)
         if found is None:
             raise InputError(
@@ -102,6 +105,15 @@ def open_model(folder: str | Path, iteration: int | None = None, verify: bool = 
 
 
 def is_hugging_face(folder: str | Path) -> bool:
-    """Whether a folder holds a Hugging Face model rather than checkpoints."""
+    """Whether a folder holds a Hugging Face model rather than checkpoints.
+
+    Raises `InputError` where it holds both: a file that was added must not change how the others are read.
+    """
     path = Path(folder).expanduser()
-    return (path / CONFIG_FILE).is_file() and not (path / TRACKER).exists()
+    theirs = [name for name in (CONFIG_FILE, ONE_FILE, INDEX_FILE) if (path / name).exists()]
+    if theirs and ((path / TRACKER).exists() or checkpoint.iterations(path)):
+        raise InputError(
+            f"{folder} holds both a Hugging Face model ({theirs[0]}) and checkpoints; keep them in folders "
+            "of their own, and give the one that is meant"
+        )
+    return CONFIG_FILE in theirs

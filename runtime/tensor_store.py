@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import pickle
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -19,10 +18,9 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
-    Metadata,
     MetadataIndex,
     TensorProperties,
     TensorStorageMetadata,
@@ -33,12 +31,13 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.futures import Future
 
 from costmodels.errors import InputError
+from runtime.checkpoint.reader import CheckpointReader
 
 FILE_BYTES = 2**28
 """About the size of a file: PyTorch keeps what it writes to one file until the file is whole."""
 
 
-_OF_FILES = (OSError, RuntimeError, ValueError, EOFError, pickle.UnpicklingError)
+_OF_FILES = (OSError, RuntimeError, ValueError, EOFError)
 """What files that are damaged or cannot be written raise in PyTorch."""
 
 
@@ -158,17 +157,10 @@ class StoredTensors:
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
-        self.reader = _Reader(folder)
-        try:
-            found = self.reader.read_metadata().state_dict_metadata
-        except (OSError, pickle.UnpicklingError, EOFError, AttributeError, ImportError) as error:
-            reason = getattr(error, "strerror", None) or "its .metadata cannot be read"
-            raise InputError(
-                f"checkpoint {folder}: {reason}; give the folder of a whole checkpoint"
-            ) from None
+        self.reader = CheckpointReader(folder)
         self.wholes = {
             name: Whole(tuple(stored.size), stored.properties.dtype)
-            for name, stored in found.items()
+            for name, stored in self.reader.metadata.state_dict_metadata.items()
             if isinstance(stored, TensorStorageMetadata)
         }
 
@@ -183,14 +175,3 @@ class StoredTensors:
         """Fill tensors, which may be distributed and of other number formats, in place."""
         with _alone(f"checkpoint {self.folder} cannot be read"):
             load(tensors, storage_reader=self.reader, no_dist=True)
-
-
-class _Reader(FileSystemReader):
-    """Reads the metadata once, however often it is asked."""
-
-    metadata: Metadata | None = None
-
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        if self.metadata is None:
-            self.metadata = super().read_metadata(*args, **kwargs)
-        return self.metadata

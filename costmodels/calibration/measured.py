@@ -26,12 +26,14 @@ from costmodels.catalogue import load_device, load_engine
 from costmodels.catalogue.yaml_files import packaged
 from costmodels.engine import Engine
 from costmodels.errors import InputError
+from costmodels.files import read_text
 from costmodels.hardware import Cluster, Device
 from costmodels.layout import Layout
 from costmodels.model_spec import ModelSpec
 from costmodels.words import GIB
 
 SOURCES = "measurements.yaml"
+LARGEST_ROWS = 1 << 30
 
 PRECISIONS = {
     "fp32": "fp32",
@@ -112,7 +114,7 @@ def read(path: str | Path) -> tuple[list[Measurement], Counter[tuple[str, str]]]
         InputError: the file cannot be read or is no table of measurements.
     """
     try:
-        text = Path(path).read_text(encoding="utf-8-sig")
+        text = read_text(path, LARGEST_ROWS, "utf-8-sig")
         rows = csv.DictReader(io.StringIO(text, newline=""))
         columns = rows.fieldnames
         every = [(rows.line_num, row) for row in rows]

@@ -13,12 +13,16 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from costmodels.errors import InputError
+from costmodels.files import MIB, read_text
 from costmodels.near import near_names, nearest
 
 FOLDER = Path(__file__).parent
 
 LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 """The parser of libyaml is ten times faster, but not every PyYAML is built with it."""
+
+LARGEST_YAML = MIB
+"""Bytes of a user's model or device."""
 
 RecordT = TypeVar("RecordT", bound=BaseModel)
 
@@ -56,7 +60,7 @@ def user_fields(path: str, kind: str) -> dict[str, Any]:
     """The fields in a user's file of one `kind` (model, device); its name is the file's unless stated."""
     file = Path(path).expanduser()
     try:
-        text = file.read_text(encoding="utf-8")
+        text = read_text(file, LARGEST_YAML)
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "it is not UTF-8 text"
         raise InputError(f"cannot read {kind} file {path!r}: {reason}") from None

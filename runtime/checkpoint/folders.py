@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from costmodels.errors import InputError
+from costmodels.files import read_bounded
 from runtime.checkpoint.manifest import (
     MANIFEST,
     FileRecord,
@@ -31,6 +32,9 @@ from runtime.logs.console import say
 
 TRACKER = "latest_checkpointed_iteration.txt"
 """File that names the newest complete checkpoint (Megatron-LM's name)."""
+
+LARGEST_TRACKER = 1 << 16
+"""Bytes; what is larger names no iteration."""
 
 PARTIAL = ".partial"
 """Ending of what is being written, or deleted: nobody needs it after a crash."""
@@ -77,13 +81,12 @@ def _latest(folder: Path) -> int | None:
     _put_back(folder)
     tracker = folder / TRACKER
     try:
-        with tracker.open("rb") as file:
-            text = file.read(64).decode(errors="replace").strip()
+        text = read_bounded(tracker, LARGEST_TRACKER).decode(errors="replace").strip()
     except (FileNotFoundError, NotADirectoryError):
         # A crash came between the name of the first checkpoint and the tracker.
         return max(iterations(folder), default=None)
     if not _NUMBER.fullmatch(text):
-        raise InputError(f"{tracker}: {text!r} is not an iteration number; write the one to load")
+        raise InputError(f"{tracker}: {text[:80]!r} is not an iteration number; write the one to load")
     target = iteration_folder(folder, int(text))
     if not (target / MANIFEST).exists():
         raise InputError(

@@ -107,4 +107,7 @@ def _read(source: Path, work: Callable[[], None]) -> None:
         work()
     except CheckpointException as error:
         cause, _ = next(iter(error.failures.values()))
-        raise InputError(f"checkpoint {source} cannot be loaded: {str(cause).splitlines()[0]}") from error
+        if isinstance(cause, InputError):
+            raise cause from None
+        reason = (str(cause).splitlines() or [type(cause).__name__])[0]
+        raise InputError(f"checkpoint {source} cannot be loaded: {reason}") from error

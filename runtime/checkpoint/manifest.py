@@ -18,6 +18,7 @@ from typing import Annotated
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from costmodels.errors import InputError
+from costmodels.files import opened_regular, read_bounded
 
 if os.name == "posix":
     import fcntl
@@ -31,7 +32,7 @@ BLOCK_BYTES = 1 << 22
 LARGEST_MANIFEST = 1 << 28
 """Bytes of a list of a million files."""
 
-_FILE_NAME = re.compile(r"[\w.-]+", re.ASCII)
+_FILE_NAME = re.compile(r"\.?\w[\w.-]*", re.ASCII)
 
 
 class FileRecord(BaseModel):
@@ -81,8 +82,7 @@ def read_manifest(folder: Path) -> Manifest:
     """
     path = folder / MANIFEST
     try:
-        with path.open("rb") as file:
-            text = file.read(LARGEST_MANIFEST)
+        text = read_bounded(path, LARGEST_MANIFEST)
     except FileNotFoundError:
         raise InputError(f"{folder} holds no complete checkpoint: it has no {MANIFEST}") from None
     except OSError as error:
@@ -105,7 +105,7 @@ def damaged(path: Path, how: str) -> InputError:
 def record_file(path: Path) -> FileRecord:
     """The record of the file that lies at `path`."""
     crc = size = 0
-    with path.open("rb") as file:
+    with opened_regular(path) as file:
         while block := file.read(BLOCK_BYTES):
             crc = zlib.crc32(block, crc)
             size += len(block)
@@ -117,13 +117,14 @@ def check_files(folder: Path, files: Mapping[str, FileRecord]) -> None:
     for name, record in files.items():
         path = folder / name
         try:
-            found = record_file(path)
+            size = path.stat().st_size
+            found = record_file(path) if size == record.bytes else None
         except FileNotFoundError:
             raise InputError(f"{path}: the file is missing") from None
         except OSError as error:
             raise InputError(f"{path}: cannot be read ({error.strerror})") from None
-        if found.bytes != record.bytes:
-            raise damaged(path, f"has {found.bytes} of the {record.bytes} bytes that were saved")
+        if found is None:
+            raise damaged(path, f"has {size} of the {record.bytes} bytes that were saved")
         if found != record:
             raise damaged(path, "differs from what was saved")
 
@@ -172,9 +173,13 @@ def is_read(folder: Path) -> bool:
 @contextmanager
 def _locked(folder: Path, exclusive: bool) -> Iterator[None]:
     """Hold a lock of the manifest, where the system and the file system have locks."""
+    path = folder / MANIFEST
     try:
-        file = (folder / MANIFEST).open("r+b" if exclusive else "rb")
+        # A pipe would be waited for.
+        file = path.open("r+b" if exclusive else "rb") if path.is_file() else None
     except OSError:
+        file = None
+    if file is None:
         yield
         return
     with file:

@@ -13,8 +13,10 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.distributed.checkpoint.state_dict_loader import load as load_tensors
 
 from costmodels import ModelSpec
+from runtime.checkpoint.reader import CheckpointReader
 from runtime.optimizer import local_part
 from runtime.optimizers.adafactor import PADDED
+from runtime.ranks import together
 from runtime.trainer import Trainer
 
 
@@ -82,7 +84,8 @@ def _read(tensors: dict[str, Tensor], spec: ModelSpec, folder: Path) -> None:
     stored: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         stored.setdefault(_stored_name(name, spec), tensor)
-    load_tensors(stored, checkpoint_id=folder, planner=_PaddedPlanner())
+    reader = together(lambda: CheckpointReader(folder))
+    load_tensors(stored, storage_reader=reader, planner=_PaddedPlanner())
     with torch.no_grad():
         for name, tensor in tensors.items():
             source = stored[_stored_name(name, spec)]

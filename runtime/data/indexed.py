@@ -22,6 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from costmodels.errors import InputError
+from costmodels.files import opened_regular
 
 Tokens = npt.NDArray[np.integer]
 
@@ -85,7 +86,8 @@ class IndexedDataset:
             self.modes = np.frombuffer(index, np.int8, sequences, offset)
         # Read and not mapped: a failing disk is then an error of this process and not its end by a signal.
         try:
-            self._file = os.open(bin_path(prefix), os.O_RDONLY)
+            with opened_regular(bin_path(prefix)) as file:
+                self._file = os.dup(file.fileno())
             weakref.finalize(self, os.close, self._file)
             self._bytes = os.fstat(self._file).st_size
         except OSError as error:
@@ -180,9 +182,9 @@ def _unreadable(path: Path, error: OSError) -> InputError:
 def _mapped(path: Path) -> npt.NDArray[np.uint8]:
     """The bytes of a file, which has been read through once: a mapping cannot report a failing disk."""
     try:
-        with path.open("rb", buffering=0) as file:
+        with opened_regular(path) as file:
             buffer = bytearray(min(_READ_BYTES, os.fstat(file.fileno()).st_size))
-            while buffer and file.readinto(buffer):
+            while buffer and file.readinto(buffer):  # type: ignore[attr-defined]
                 pass
         return np.memmap(path, np.uint8, mode="r") if buffer else np.empty(0, np.uint8)
     except (OSError, ValueError) as error:

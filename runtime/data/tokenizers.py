@@ -15,12 +15,15 @@ import numpy.typing as npt
 import tokenizers as hf
 
 from costmodels.errors import InputError
+from costmodels.files import MIB, read_text
 
 Ids = npt.NDArray[np.integer]
 
 END_OF_TEXT = "<|endoftext|>"
 # What widespread tokenizers call the end of a document, tried in turn when tokenizer_config.json is silent.
 _END_NAMES = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "[EOS]", "<|eos|>", "<｜end▁of▁sentence｜>")
+LARGEST_TOKENIZER = 200 * MIB
+"""Bytes of a file of a tokenizer; the largest have some tens of MiB."""
 _GPT2_MERGES = Path(__file__).with_name("gpt2_merges.txt")
 
 
@@ -183,8 +186,10 @@ def _hugging_face(path: Path) -> BPETokenizer:
     text = _read(file, "--tokenizer-model")
     try:
         model = hf.Tokenizer.from_str(text)
-    except Exception as error:
-        # The library raises plain exceptions for whatever it cannot parse.
+    except BaseException as error:
+        # The library raises plain exceptions for whatever it cannot parse, and panics are no `Exception`.
+        if isinstance(error, KeyboardInterrupt | SystemExit):
+            raise
         raise InputError(f"--tokenizer-model {file}: not a tokenizer.json: {error}") from None
     # Documents are encoded whole: a file made for fine-tuning may cut or pad them.
     model.no_truncation()
@@ -233,7 +238,7 @@ def _json_object(path: Path, flag: str) -> dict[str, Any]:
 
 def _read(path: Path, flag: str) -> str:
     try:
-        return path.read_text("utf-8")
+        return read_text(path, LARGEST_TOKENIZER)
     except OSError as error:
         raise InputError(f"{flag} {path}: cannot be read: {error.strerror}") from None
     except UnicodeDecodeError as error:

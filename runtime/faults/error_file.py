@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import NamedTuple
 
+from costmodels.files import MIB, read_text
 from runtime.logs.console import say
 
 ERROR_FILE_VARIABLE = "PLANNER_ERROR_FILE"
@@ -40,7 +41,7 @@ def report(message: str, exit_code: int, restart: bool = False) -> None:
 def read_report(path: Path) -> Report | None:
     """What a job has stated; None when it has not."""
     try:
-        values = json.loads(path.read_text())
+        values = json.loads(read_text(path, MIB))
         return Report(str(values["message"]), int(values["exit_code"]), bool(values.get("restart", False)))
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None

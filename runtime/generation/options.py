@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from pathlib import Path
 
 from costmodels.errors import InputError
+from costmodels.files import MIB, read_text
 from planner.flags import flag
+
+LARGEST_PROMPTS = 64 * MIB
+"""Bytes of a file of prompts."""
 
 DTYPES = ("fp32", "bf16", "fp16")
 
@@ -106,7 +109,7 @@ class GenerateOptions:
         found = list(self.prompt)
         if self.prompt_file is not None:
             try:
-                text = Path(self.prompt_file).read_text("utf-8")
+                text = read_text(self.prompt_file, LARGEST_PROMPTS)
             except OSError as error:
                 raise InputError(
                     f"--prompt-file {self.prompt_file}: cannot be read: {error.strerror}"

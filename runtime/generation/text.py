@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from costmodels.errors import InputError
+from costmodels.files import read_text
+from planner.hf_config import LARGEST_CONFIG
 from runtime.data import Tokenizer, load_tokenizer
 from runtime.data.tokenizers import BPETokenizer
 from runtime.stored_model import ModelFiles
@@ -105,8 +107,8 @@ def _ends(folder: Path, vocab: int) -> list[int]:
 
 def _read_key(path: Path, key: str) -> Any:
     try:
-        content = json.loads(path.read_text("utf-8"))
-    except (OSError, ValueError):
+        content = json.loads(read_text(path, LARGEST_CONFIG))
+    except (OSError, ValueError, RecursionError):
         # Beside the weights, it is of no consequence.
         return None
     return content.get(key) if isinstance(content, dict) else None

@@ -14,7 +14,8 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from costmodels import ModelSpec
 from costmodels.errors import InputError
-from planner.hf_config import model_from_hf_config
+from costmodels.files import read_bounded
+from planner.hf_config import model_from_hf_config, read_config
 from planner.hf_readers import Config
 from runtime.huggingface.files import INDEX_FILE
 from runtime.huggingface.mapping import GPT2_PREFIX
@@ -24,6 +25,7 @@ COMPANIONS = "huggingface"
 """Folder beside the iterations of a checkpoint."""
 
 NAMES_FILE = "tensor_names.json"
+LARGEST_NAMES = 4096
 
 _KINDS = (".json", ".txt", ".model", ".jinja", ".md", ".tiktoken")
 _WITHOUT_ENDING = ("LICENSE", "LICENCE", "NOTICE")
@@ -85,7 +87,7 @@ def read_companions(folder: Path) -> Companions | None:
     spec = model_from_hf_config(folder)
     names = folder / NAMES_FILE
     try:
-        found = Names.model_validate_json(names.read_text("utf-8")) if names.exists() else Names()
-    except (OSError, UnicodeDecodeError, ValidationError):
+        found = Names.model_validate_json(read_bounded(names, LARGEST_NAMES)) if names.exists() else Names()
+    except (OSError, ValidationError):
         raise InputError(f"{names}: broken; delete {folder} to have its files written anew") from None
-    return Companions(json.loads((folder / CONFIG_FILE).read_text("utf-8")), spec, found)
+    return Companions(read_config(folder / CONFIG_FILE), spec, found)

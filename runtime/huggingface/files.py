@@ -14,10 +14,13 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from costmodels.errors import InputError
+from costmodels.files import MIB, opened_regular, read_text
 
 ONE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 """Names each tensor's file where there are several."""
+
+LARGEST_INDEX = 256 * MIB
 
 DTYPES = {
     "F64": torch.float64,
@@ -52,7 +55,8 @@ def list_tensors(folder: Path) -> dict[str, Found]:
     found: dict[str, Found] = {}
     for file, names in _files(folder).items():
         try:
-            with safe_open(file, framework="pt") as opened:
+            # The library maps a file, which a device is not.
+            with opened_regular(file), safe_open(file, framework="pt") as opened:
                 there = list(opened.keys())
                 for name in there if names is None else names:
                     if name not in there:
@@ -96,7 +100,7 @@ def _files(folder: Path) -> dict[Path, list[str] | None]:
         )
         raise InputError(f"model {str(folder)!r} has no {ONE_FILE} and no {INDEX_FILE}: {instead}")
     try:
-        weight_map = json.loads(index.read_text("utf-8"))["weight_map"]
+        weight_map = json.loads(read_text(index, LARGEST_INDEX))["weight_map"]
         files: dict[Path, list[str] | None] = {}
         for name, file in weight_map.items():
             # A name with a path could lead anywhere.

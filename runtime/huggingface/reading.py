@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections import defaultdict
 from collections.abc import Sequence
@@ -14,7 +13,7 @@ from torch import Tensor
 
 from costmodels import ModelSpec
 from costmodels.errors import InputError
-from planner.hf_config import model_from_hf_config
+from planner.hf_config import model_from_hf_config, read_config
 from runtime.huggingface.files import Found, list_tensors, read_tensor
 from runtime.huggingface.mapping import EMBEDDING, GPT2_PREFIX, Entry, Part, mapping, our_shapes
 
@@ -47,7 +46,7 @@ class HuggingFaceModel:
         self.folder = Path(folder).expanduser()
         self.where = f"model {str(self.folder)!r}"
         self.spec: ModelSpec = model_from_hf_config(self.folder, seq)
-        self.config: dict[str, Any] = json.loads((self.folder / CONFIG_FILE).read_text("utf-8"))
+        self.config: dict[str, Any] = read_config(self.folder / CONFIG_FILE)
         self.entries = entries_of(self.config, self.spec)
         self.shapes = our_shapes(self.spec)
         self.block = _block_of(self.config, self.where)

@@ -10,7 +10,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from costmodels.files import read_bounded
 from runtime.logs.console import say
+
+LARGEST_LOG = 1 << 32
 
 
 class LineFile:
@@ -85,8 +88,11 @@ def keep_lines(path: Path, iteration: int) -> None:
 def read_lines(path: Path) -> list[dict[str, Any]]:
     """The records of a file, without lines that are torn; nothing when there is no file."""
     try:
-        return list(parsed_lines(path.read_bytes()))
+        return list(parsed_lines(read_bounded(path, LARGEST_LOG)))
     except FileNotFoundError:
+        return []
+    except OSError as error:
+        say(f"warning: {path} cannot be read ({error.strerror}); the run goes on without", sys.stderr)
         return []
 
 
@@ -95,7 +101,7 @@ def parsed_lines(text: bytes) -> Iterator[dict[str, Any]]:
     for line in text.splitlines():
         try:
             record = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             continue
         if isinstance(record, dict) and isinstance(record.get("iteration"), int):
             yield record

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import stat
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,8 @@ class MetricsReader:
         try:
             status = self.path.stat()
         except OSError:
+            return 0, 0
+        if not stat.S_ISREG(status.st_mode):
             return 0, 0
         return status.st_ino, status.st_size
 

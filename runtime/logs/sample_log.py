@@ -14,7 +14,8 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from runtime.logs.line_file import LineFile, keep_lines
+from costmodels.files import read_text
+from runtime.logs.line_file import LARGEST_LOG, LineFile, keep_lines
 
 NAME = "samples-{}.jsonl"
 
@@ -45,7 +46,7 @@ def read_samples(log_dir: str | Path) -> dict[int, dict[int, int]]:
     """
     found: dict[int, dict[int, int]] = {}
     for path in sorted(Path(log_dir).glob(NAME.format("*"))):
-        for line in path.read_text().splitlines(keepends=True):
+        for line in read_text(path, LARGEST_LOG).splitlines(keepends=True):
             if not line.endswith("\n"):
                 continue
             record = json.loads(line)

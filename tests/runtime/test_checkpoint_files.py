@@ -19,6 +19,7 @@ from benchmarks.worker_pool import WorkerPool
 from costmodels.errors import InputError
 from runtime import checkpoint
 from runtime.checkpoint import folders
+from runtime.checkpoint.manifest import manifest_text
 from tests.runtime import checkpoint_work
 
 SPEC = MODELS["llama"].model_copy(update={"layers": 1})
@@ -128,6 +129,12 @@ def test_all_ranks_refuse_a_damaged_checkpoint_before_it_is_unpickled(
     refused = pool.run(checkpoint_work.loaded, 2, SPEC, layout, str(copy), 2)
     damage = f"{path}: the file is damaged: it differs from what was saved"
     assert refused == [f"{damage}; go on from another one with --ckpt-step 1"] * 2
+    assert not (tmp_path / "sprung").exists()
+    # Whoever plants something can write checksums, too.
+    (path.parent / checkpoint.MANIFEST).unlink()
+    (path.parent / checkpoint.MANIFEST).write_text(manifest_text(checkpoint.files_in(path.parent)))
+    [planted, _] = pool.run(checkpoint_work.loaded, 2, SPEC, layout, str(copy), 2)
+    assert planted.startswith(f"{path}: not what PyTorch writes: it names ")
     assert not (tmp_path / "sprung").exists()
     shutil.move(checkpoint.iteration_folder(copy, 1), checkpoint.iteration_folder(copy, 7))
     [renamed, _] = pool.run(checkpoint_work.loaded, 2, SPEC, layout, str(copy), 7)

@@ -1,0 +1,118 @@
+"""Folders that somebody else made: whatever their files say, nothing of it is run."""
+
+from __future__ import annotations
+
+import pickle
+import shutil
+import warnings
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+from torch.distributed.checkpoint.metadata import Metadata
+
+from benchmarks import fuzz_hostile
+from benchmarks.fuzz_targets import small_plan
+from costmodels.errors import InputError
+from runtime import checkpoint
+from runtime.checkpoint.metadata import METADATA, read_metadata
+from runtime.stored_model import StoredModel, is_hugging_face
+from tests.conftest import Command
+
+DRAW = 5
+"""Every so many of the files of `benchmarks.fuzz` are read here."""
+
+
+@pytest.fixture(scope="module")
+def stored(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A whole checkpoint."""
+    folder = tmp_path_factory.mktemp("hostile") / "checkpoint"
+    fuzz_hostile.write_checkpoint(folder)
+    return folder
+
+
+@pytest.fixture
+def copy(stored: Path, tmp_path: Path) -> Path:
+    """One that may be changed."""
+    shutil.copytree(stored, tmp_path / "copy")
+    return tmp_path / "copy"
+
+
+def plant(folder: Path, canary: Path) -> None:
+    """Hide a command in the metadata of a checkpoint, whose checksums agree."""
+    iteration = folder / "iter_0000003"
+    with (iteration / METADATA).open("wb") as file:
+        file.write(fuzz_hostile.dumped(fuzz_hostile.call("posix", "system", canary)))
+    (iteration / checkpoint.MANIFEST).unlink()
+    records = checkpoint.files_in(iteration)
+    (iteration / checkpoint.MANIFEST).write_text(fuzz_hostile.manifest_text(records))
+
+
+def test_hostile_files_run_nothing_and_end_in_one_line(tmp_path: Path) -> None:
+    outcomes: Counter[str] = Counter()
+    plan = small_plan()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for number, variant in enumerate(fuzz_hostile.hostile(tmp_path, plan)):
+            if number % DRAW and "NEWOBJ" not in variant.name:
+                continue
+            outcome, what = fuzz_hostile.attack(variant, tmp_path / "read", tmp_path / fuzz_hostile.CANARY)
+            outcomes[outcome] += 1
+            assert outcome in ("refused", "other"), f"{variant.name}: {what}"
+    # A run that counts iterations by the billion is odd, no more.
+    assert outcomes["refused"] > 60 and outcomes["other"] <= 2
+
+
+def test_a_planted_command_does_run_where_it_is_unpickled(tmp_path: Path) -> None:
+    """Otherwise the test above would prove nothing."""
+    canary = tmp_path / fuzz_hostile.CANARY
+    for module, name in (("posix", "system"), ("builtins", "exec"), ("subprocess", "getoutput")):
+        pickle.loads(fuzz_hostile.dumped(fuzz_hostile.call(module, name, canary)))
+        assert canary.exists(), name
+        canary.unlink()
+
+
+@pytest.mark.parametrize(
+    "command",
+    ["convert --input {} --output {}/out", "generate --load {} --prompt a --tokenizer-type ByteTokenizer"],
+)
+def test_commands_refuse_a_checkpoint_with_a_planted_command(
+    copy: Path, tmp_path: Path, command: str, planner_command: Command
+) -> None:
+    plant(copy, tmp_path / "canary")
+    code, _, err = planner_command(*command.format(copy, tmp_path).split())
+    assert code == 2 and err.count("\n") == 1
+    assert ".metadata: not what PyTorch writes: it names 'posix.system'" in err
+    assert not (tmp_path / "canary").exists()
+
+
+def test_a_downloaded_model_with_a_tracker_in_it_is_refused(
+    copy: Path, tmp_path: Path, planner_command: Command
+) -> None:
+    plant(copy, tmp_path / "canary")
+    (copy / "config.json").write_text("{}")
+    for command in (f"convert --input {copy} --output {tmp_path}/out", f"generate --load {copy} --prompt a"):
+        code, _, err = planner_command(*command.split())
+        assert code == 2 and err.count("\n") == 1
+        assert f"{copy} holds both a Hugging Face model (config.json) and checkpoints" in err
+    (copy / checkpoint.TRACKER).unlink()
+    with pytest.raises(InputError, match="holds both a Hugging Face model"):
+        StoredModel(copy)
+    shutil.rmtree(copy / "iter_0000003")
+    assert is_hugging_face(copy)
+
+
+def test_metadata_is_read_as_pytorch_reads_it(stored: Path) -> None:
+    ours = read_metadata(stored / "iter_0000003")
+    theirs: Metadata = pickle.loads((stored / "iter_0000003" / METADATA).read_bytes())
+    assert ours.state_dict_metadata == theirs.state_dict_metadata
+    places = {index: tuple(place) for index, place in ours.storage_data.items()}
+    assert places == {
+        index: (place.relative_path, place.offset, place.length)
+        for index, place in theirs.storage_data.items()
+    }
+    tensors = StoredModel(stored)
+    assert all(
+        torch.equal(tensors.read_ours(name), torch.ones(shape)) for name, shape in tensors.shapes.items()
+    )
