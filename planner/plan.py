@@ -16,7 +16,7 @@ from costmodels.hardware import Cluster
 from costmodels.layout import Layout
 from costmodels.model_spec import ModelSpec
 from costmodels.timeline import Timeline, timeline
-from costmodels.words import GIB, CountOrZero, Record, Sentence, in_seconds
+from costmodels.words import GIB, CountOrZero, Record, in_seconds
 from planner.budget import Run, run
 from planner.flags import one_line
 from planner.goodput import Failures
@@ -41,7 +41,7 @@ class Plan(Record):
     estimate: Estimate
     fits: bool
     """The estimated peak of every device is within the cluster's memory."""
-    reason: Sentence
+    reason: str
     """Why this layout ranks where it does, against its nearest rival."""
     objective: Objective = "throughput"
     """What the ranking is by; what it was by before plans said so unless given."""

@@ -17,6 +17,7 @@ from planner.ranking import SearchResult
 from planner.rule import Rule
 from planner.search import search
 from runtime.data import Datasets
+from runtime.data.identity import identity
 from runtime.faults.options import FaultOptions
 from runtime.options import DataOptions, OutputOptions, TrainingOptions
 from runtime.preflight import check_model
@@ -134,6 +135,7 @@ def sample_order(job: Job, datasets: Datasets) -> dict[str, Any]:
         "seed": job.training.seed,
         "split": job.data.split,
         "tokens": sum(indexed.token_count for indexed in files),
+        "data": identity(files),
     }
     if blend is not None and len(blend.prefixes) > 1:
         order["blend"] = list(blend.weights or [indexed.token_count for indexed in files])

@@ -305,6 +305,9 @@ class DataOptions:
     valid_data_path: list[str] = flag([], "As --data-path, for validation alone.")
     test_data_path: list[str] = flag([], "As --data-path, for a test at the end of the run.")
     split: str = flag("969,30,1", "Shares of training, validation and test.")
+    allow_data_change: bool = flag(
+        False, "Go on with --load on other data, seed or split than before: at the same count of samples."
+    )
     tokenizer_type: str | None = flag(
         None, "GPT2BPETokenizer, HuggingFaceTokenizer or ByteTokenizer; used for the default corpus."
     )

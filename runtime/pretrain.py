@@ -216,7 +216,7 @@ def _train(job: Job, plan: Plan, ranks: Ranks, device: torch.device) -> None:
         if iteration is not None and on_first_rank(lambda: pretrained.begins_anew(job.output, iteration)):
             pretrained.load_weights(folder, trainer, spec, iteration)
         elif iteration is not None:
-            order = sample_order(job, datasets)
+            order = {} if job.data.allow_data_change else together(lambda: sample_order(job, datasets))
             told = checkpoint.load(folder, trainer, spec, iteration, order)
             consumed = told["consumed_samples"]
             if trainer.guard is not None and "step_guard" in told:

@@ -15,6 +15,7 @@ from costmodels import Layout, ModelSpec
 from runtime.balance import Balance
 from runtime.context_parallel import local_positions
 from runtime.data.boundaries import Boundaries
+from runtime.data.datasets import check_ids
 from runtime.documents import Documents, check_boundaries
 from runtime.faults.heartbeat import doing
 from runtime.faults.options import FaultOptions
@@ -205,6 +206,7 @@ class Trainer:
         return float(total)
 
     def _inputs(self, samples: npt.NDArray[np.int64]) -> tuple[Tensor, Tensor]:
+        check_ids(samples, self.spec.vocab)
         batch = torch.from_numpy(samples)
         inputs, labels = (batch[:, self.positions + shift] for shift in (0, 1))
         device = self.grid.device

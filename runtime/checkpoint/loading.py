@@ -15,6 +15,7 @@ from runtime.checkpoint.folders import another, iteration_folder
 from runtime.checkpoint.manifest import check_files, read_manifest, reading
 from runtime.checkpoint.run_file import RunFile, read_run
 from runtime.checkpoint.tensors import load_state, load_weights
+from runtime.data.identity import difference
 from runtime.ranks import on_first_rank, together
 from runtime.trainer import Trainer
 
@@ -39,8 +40,9 @@ def load(
         run = _checked(source, iteration)
         told = run.told()
         _check_model(source, run, spec)
+        _check_data(source, told, expected or {})
         for name, value in (expected or {}).items():
-            if told.get(name) != value:
+            if name != "data" and told.get(name) != value:
                 raise InputError(
                     f"checkpoint {source} was trained with {name} {told.get(name)}, not {value}: samples "
                     "would come in another order; give the same, or start anew in another folder"
@@ -99,6 +101,17 @@ def _check_model(source: Path, run: RunFile, spec: ModelSpec) -> None:
     if different:
         raise InputError(
             f"checkpoint {source} is of another model ({', '.join(different)}); give the same model"
+        )
+
+
+def _check_data(source: Path, told: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
+    """Refuse other data of as many tokens; checkpoints that do not tell theirs are believed."""
+    same_length = told.get("tokens") == expected.get("tokens")
+    other = difference(told["data"], expected["data"]) if {"data"} <= told.keys() & expected.keys() else None
+    if other is not None and same_length:
+        raise InputError(
+            f"checkpoint {source} was trained on other data: {other}; give the same files, or go on with "
+            "these at the same count of samples: --allow-data-change"
         )
 
 

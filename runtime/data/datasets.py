@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
+import numpy.typing as npt
 
 from costmodels.errors import InputError
 from runtime.data.blend import BlendedDataset, corpus_samples, normalised
@@ -211,6 +212,17 @@ def _remedy(split: str, number: int) -> str:
     ways += [f"give {_SPLITS[number]} more weight in --split"]
     ways += ["do not evaluate (--eval-iters 0)"] if number else []
     return " or ".join(ways)
+
+
+def check_ids(rows: npt.NDArray[np.int64], vocab: int) -> None:
+    """Raise InputError if a token id of a batch lies outside the model's vocabulary of `vocab` entries."""
+    # Negative ones are huge without their sign, so that one pass finds both.
+    if rows.size and int(rows.view(np.uint64).max()) >= vocab:
+        worst = int(rows.min()) if rows.min() < 0 else int(rows.max())
+        raise InputError(
+            f"--data-path: holds token id {worst}, outside the model's vocabulary of {vocab}: give "
+            "--vocab-size of the tokenizer that prepared it"
+        )
 
 
 def check_vocabulary(datasets: Datasets, vocab: int) -> None:

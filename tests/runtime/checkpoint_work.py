@@ -55,6 +55,16 @@ def saved(spec: ModelSpec, layout: Layout, folder: str, iterations: list[int]) -
         checkpoint.save(folder, trainer, spec, {"consumed_samples": 4 * iteration, "note": "mine"})
 
 
+def refused_ids(spec: ModelSpec, layout: Layout) -> str:
+    """How a batch with an id that the model does not have is refused."""
+    trainer = trained(spec, layout, 0)
+    samples = batch_of(spec, layout, 0)[trainer.rows]
+    samples[0, 1] = spec.vocab
+    with pytest.raises(InputError) as refused:
+        trainer.train_step(samples)
+    return str(refused.value)
+
+
 def loaded(spec: ModelSpec, layout: Layout, folder: str, iteration: int) -> dict[str, Any] | str:
     """What a checkpoint was told, or how it was refused."""
     try:
