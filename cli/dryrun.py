@@ -115,7 +115,7 @@ def _planned(
     result = search(spec, world_size=cluster.required_world_size(), **asked)
     if not result.feasible:
         raise advice.no_layout_fits(result)
-    for note in (*model.notes(), *cluster.notes()):
+    for note in (*model.notes(), *cluster.notes(), *parallel.notes()):
         print(f"planner: assumed: {note}", file=sys.stderr)
     return result.plans(1)[0]
 

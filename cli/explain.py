@@ -95,7 +95,12 @@ def explain(
             world_size=cluster.required_world_size(),
             **search_arguments(spec, cluster, reachable(batch, unused), parallel, job_rules(unused)),
         )
-        assumed = [*model.notes(), *cluster.notes(), *assumed_engine(parallel, found.result.problem)]
+        assumed = [
+            *model.notes(),
+            *cluster.notes(),
+            *parallel.notes(),
+            *assumed_engine(parallel, found.result.problem),
+        ]
     if questions.json:
         print(json.dumps(as_json(found, assumed), indent=2))
     else:

@@ -244,7 +244,7 @@ def _plans(
     margin = cluster.memory_margin_gib
     further: dict[str, Any] = {"memory_margin_gib": margin, "rules": rules, **cluster.network()}
     result = search_here(model, batch, parallel, device, ranks, ranks, **further)
-    for note in model.notes():
+    for note in (*model.notes(), *parallel.notes()):
         print(f"planner: assumed: {note}", file=sys.stderr)
     return result.plans(most)
 

@@ -76,7 +76,7 @@ def suggest(
     world_size = cluster.required_world_size() if counted is None else counted
     spec, failures = model.spec(), budget.failures()
     job = search_arguments(spec, cluster, reachable(batch, unused), parallel, job_rules(unused))
-    assumed = [*model.notes(), *cluster.notes()]
+    assumed = [*model.notes(), *cluster.notes(), *parallel.notes()]
     if isinstance(world_size, str):
         if output.top != Output().top:
             raise InputError(

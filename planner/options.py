@@ -238,7 +238,9 @@ class ParallelOptions(AcceptedFlags):
     )
     recompute_method: str | None = flag(None, "With --recompute-granularity full: uniform or block.")
     recompute_num_layers: int | None = flag(
-        None, "Layers that uniform recomputation repeats from one input, or that block recomputes in a stage."
+        None,
+        "Layers that uniform recomputation repeats from one input, or that block recomputes in a stage; with "
+        "--swap-attention alone the first layers of a stage whose MLP recomputes, as in MindSpeed.",
     )
     use_distributed_optimizer: bool = flag(False, "Fix zero_stage=1 wherever data_parallel > 1.")
     num_distributed_optimizer_instances: int | None = flag(None, "Fix zero_replicas.")
@@ -286,9 +288,9 @@ class ParallelOptions(AcceptedFlags):
             ("gradient_reduction", "bf16" if self.grad_reduce_in_bf16 else None),
             ("recompute", self.recompute_granularity),
             ("recompute", "selective" if self.recompute_activations else None),
-            ("recompute_modules", self._recompute_modules()),
-            ("recompute_method", self.recompute_method),
-            ("recompute_num_layers", self.recompute_num_layers if self.recompute_method else None),
+            ("recompute_modules", "mlp" if self._swaps_first_layers else self._recompute_modules()),
+            ("recompute_method", "block" if self._swaps_first_layers else self.recompute_method),
+            ("recompute_num_layers", None if self.notes() else self.recompute_num_layers),
             *(("precision", kind) for kind in self._precisions()),
         ]
         strings = [*self.pin, *(f"{name}={value}" for name, value in pairs if value is not None)]
@@ -334,12 +336,35 @@ class ParallelOptions(AcceptedFlags):
             )
         return ",".join(dict.fromkeys(_MODULES[word] for word in words))
 
+    @property
+    def _swaps_first_layers(self) -> bool:
+        """MindSpeed: `--recompute-num-layers N` with `--swap-attention` recomputes the MLPs of N layers."""
+        others = self.recompute_granularity, self.recompute_modules, self.recompute_activations
+        swaps = self.swap_attention and not self.recompute_activation_function
+        return swaps and not any(others) and self.recompute_num_layers is not None
+
+    def notes(self) -> list[str]:
+        """Flags that have no effect beside others."""
+        layers = self.recompute_num_layers
+        if layers is None or self.recompute_granularity or not self.recompute_activation_function:
+            return []
+        return [
+            f"--recompute-num-layers {layers} has no effect beside --recompute-activation-function, which is "
+            "about every layer"
+        ]
+
     def _check_recompute(self) -> None:
         """Megatron-LM's rules: only full recomputation chooses layers, and how many needs a method.
 
-        Scripts of MindSpeed name a number of layers beside what it does not apply to.
+        Scripts of MindSpeed name a number of layers beside swapped attention or activation functions.
         """
-        if self.recompute_granularity is None and (self.recompute_activation_function or self.swap_attention):
+        if self.recompute_num_layers is not None and self.recompute_num_layers < 1:
+            raise InputError(
+                f"--recompute-num-layers {self.recompute_num_layers}: expected a whole number of at least 1"
+            )
+        if self._swaps_first_layers and self.recompute_method in (None, "block"):
+            return
+        if self.notes() and self.recompute_method is None:
             return
         for name, value in (
             ("--recompute-method", self.recompute_method),

@@ -421,3 +421,35 @@ def test_a_model_by_its_dimensions_assumes_gpt2s_vocabulary_and_says_so() -> Non
 def test_degrees_have_short_flags_too() -> None:
     names = {name for field in dataclasses.fields(ParallelOptions) for name in flag_names(field)}
     assert {"--tp", "--pp", "--dp", "--cp", "--ep", "--etp", "--vpp", "--mbs"} <= names
+
+
+def test_layers_beside_swapped_attention_recompute_their_mlp() -> None:
+    model = ModelSpec(name="small", layers=8, hidden=64, heads=4, vocab=1000, seq=128)
+    for more in ({}, {"recompute_method": "block"}):
+        options = ParallelOptions(swap_attention=True, recompute_num_layers=2, **more)
+        assert not options.notes()
+        assert options.pins(model) == {
+            "offload_activations": True,
+            "recompute": "selective",
+            "recompute_modules": ("mlp",),
+            "recompute_method": "block",
+            "recompute_num_layers": 2,
+        }
+    swapped = {"swap_attention": True, "recompute_activation_function": True}
+    options = ParallelOptions(recompute_num_layers=1, **swapped)
+    assert "recompute_num_layers" not in options.pins(model)
+    assert (
+        "--recompute-num-layers 1 has no effect beside --recompute-activation-function" in options.notes()[0]
+    )
+    assert ParallelOptions(**swapped).notes() == []
+
+
+@pytest.mark.parametrize("layers", [-7, 0])
+def test_no_number_of_recomputed_layers_is_refused(layers: int) -> None:
+    model = ModelSpec(name="small", layers=8, hidden=64, heads=4, vocab=1000, seq=128)
+    full = {"recompute_granularity": "full", "recompute_method": "block"}
+    for flags in ({"swap_attention": True}, {"recompute_activation_function": True}, full):
+        with pytest.raises(
+            InputError, match=f"--recompute-num-layers {layers}: expected a whole number of at"
+        ):
+            ParallelOptions(recompute_num_layers=layers, **flags).pins(model)
