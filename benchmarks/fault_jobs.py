@@ -1,8 +1,7 @@
 """Jobs of `runtime.pretrain` to be killed: under torchrun, or forked from a process that has imported it.
 
-A restart under torchrun spends ten seconds and more with imports. A forked launcher does what torchrun does
-with the ranks of one machine: it holds the store in which they meet, gives each a session of its own and ends
-all when one fails.
+A restart under torchrun spends ten seconds and more with imports, and `planner launch` a few. The launcher of
+forked jobs is itself forked from a process that has imported all.
 """
 
 from __future__ import annotations
@@ -10,18 +9,18 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
-import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import NoReturn
+
+from runtime.forked import IMPORTED
+from runtime.forked import run as fork_ranks
 
 ROOT = Path(__file__).parents[1]
 
-PRELOADED = ["runtime.pretrain", "runtime.checkpoint", "torch.distributed.checkpoint"]
+PRELOADED = [*IMPORTED, "runtime.checkpoint", "runtime.pretrained", "runtime.pipeline"]
 
 GRACE_S = 5.0
 """Seconds that ranks have to end after SIGTERM."""
@@ -122,79 +121,9 @@ def _write_into(log: str) -> None:
 
 
 def _launch(arguments: list[str], ranks: int, log: str) -> None:
-    """Fork the ranks, and end all when one fails; runs in the launcher."""
+    """Run the job; in the launcher."""
+    import torch
+
     _write_into(log)
-    # It listens before the first rank looks for it, and nobody else gets the port in between.
-    meeting = socket.create_server(("127.0.0.1", 0), backlog=64)
-    port = meeting.getsockname()[1]
-    running = {}
-    for rank in range(ranks):
-        pid = os.fork()
-        if pid == 0:
-            meeting.close()
-            _rank(arguments, rank, ranks, port)
-        running[pid] = rank
-    from torch._C._distributed_c10d import TCPStore
-
-    store = TCPStore(
-        "127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=meeting.detach()
-    )
-    codes = []
-    while running:
-        pid, status = os.waitpid(-1, 0)
-        running.pop(pid, None)
-        codes.append(os.waitstatus_to_exitcode(status))
-        if codes[-1]:
-            _end(list(running))
-            break
-    del store
-    os._exit(next((abs(code) for code in codes if code), 0))
-
-
-def _end(pids: list[int]) -> None:
-    """SIGTERM, and SIGKILL for those that do not heed it."""
-    for pid in pids:
-        os.kill(pid, signal.SIGTERM)
-    until = time.monotonic() + GRACE_S
-    while pids and time.monotonic() < until:
-        pids = [pid for pid in pids if os.waitpid(pid, os.WNOHANG)[0] == 0]
-        time.sleep(0.01)
-    for pid in pids:
-        os.kill(pid, signal.SIGKILL)
-        os.waitpid(pid, 0)
-
-
-def _rank(arguments: list[str], rank: int, ranks: int, port: int) -> NoReturn:
-    """What one rank runs, as `python -m runtime.pretrain` under torchrun would."""
-    code = 1
-    try:
-        os.setsid()
-        os.environ |= {
-            "RANK": str(rank),
-            "LOCAL_RANK": str(rank),
-            "WORLD_SIZE": str(ranks),
-            "LOCAL_WORLD_SIZE": str(ranks),
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(port),
-            "TORCHELASTIC_RUN_ID": "forked",
-            "TORCHELASTIC_USE_AGENT_STORE": "True",
-        }
-        import torch
-
-        import planner.flags
-        import runtime
-        from runtime import pretrain
-
-        torch.set_num_threads(1)
-        runtime.PARENT = os.getppid()
-        pretrain.IS_FIRST = rank == 0
-        sys.argv = ["runtime.pretrain", *arguments]
-        planner.flags.run(pretrain.app, "runtime.pretrain", quiet=rank != 0)
-    except SystemExit as stop:
-        code = stop.code if isinstance(stop.code, int) else 0
-    except BaseException as error:
-        print(f"rank {rank}: {type(error).__name__}: {error}", file=sys.stderr)
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
+    torch.set_num_threads(1)
+    os._exit(fork_ranks(ranks, arguments, GRACE_S))

@@ -19,8 +19,14 @@ from typing import Any
 TIMEOUT_S = 600
 """Seconds after which a stuck collective is an error: others may have the cores for minutes."""
 
-PRELOADED = ["runtime.checkpoint", "runtime.trainer"]
-"""Modules that the forked process imports beforehand."""
+PRELOADED = [
+    "runtime.checkpoint",
+    "runtime.trainer",
+    "runtime.pipeline",
+    "runtime.ring_attention",
+    "numpy.random",
+]
+"""Modules that the forked process imports beforehand; the last but one bring PyTorch's compiler."""
 
 
 class WorkerPool:

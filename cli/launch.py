@@ -38,6 +38,7 @@ from runtime.owner import owned
 from runtime.preflight import check_folder, check_host, check_plan, check_timeout, check_training
 from runtime.scheduler import check_one_task
 from runtime.text import open_datasets
+from runtime.warm_ranks import FORKS, WarmRanks
 
 MOST_CPU_RANKS = 8
 """Ranks on a machine without GPUs, if it has as many cores and none are asked for."""
@@ -77,7 +78,13 @@ class LaunchOptions:
     options=LaunchOptions,
     trial=TrialOptions,
 )
-def launch(
+def launch(**groups: Any) -> None:
+    """Plan for this machine and train the winner on all its GPUs, or on its CPU."""
+    with WarmRanks() as warm:
+        _launch(**groups, warm=warm)
+
+
+def _launch(
     model: ModelOptions,
     cluster: ClusterOptions,
     batch: BatchOptions,
@@ -88,8 +95,8 @@ def launch(
     faults: FaultOptions,
     options: LaunchOptions,
     trial: TrialOptions,
+    warm: WarmRanks,
 ) -> None:
-    """Plan for this machine and train the winner on all its GPUs, or on its CPU."""
     training.check()
     output.check()
     options.check(output)
@@ -105,12 +112,17 @@ def launch(
         if options.plan is None:
             kept = reachable(same_batch(batch, previous), training), same_unit(parallel, training, previous)
             rules = job_rules(training, data)
-            plans = _plans(model, cluster, *kept, rules, trial.plans_to_try or 1)
+            plans = _plans(
+                model, cluster, *kept, rules, trial.plans_to_try or 1, None if options.dry_run else warm
+            )
         else:
             check_alone(model, batch, parallel, dataclasses.replace(cluster, world_size=None))
             plans = [_planned(options.plan, cluster, training, data, previous)]
         plan = plans[0]
         ranks = plan.layout.world_size
+        forked = warm if FORKS and plan.cluster.device.kind == "cpu" else None
+        if forked is not None and not options.dry_run:
+            forked.prepare(ranks)
         check_plan(plan, ranks)
         check_training(plan, training, data)
         log_dir = Path(output.log_dir or f"runs/{datetime.now():%Y%m%d-%H%M%S}-{Path(plan.model.name).name}")
@@ -139,7 +151,7 @@ def launch(
         _prepare_data(plan, training, data, output)
         if trial.plans_to_try is not None:
             status.clear()
-            plan = _tried(plans, trial, training, data, options)
+            plan = _tried(plans, trial, training, data, options, forked)
         if output.log_dir is None:
             log_dir = _run_folder(log_dir)
             logged = dataclasses.replace(output, log_dir=str(log_dir))
@@ -158,7 +170,7 @@ def launch(
         display = Display(status, training.train_iters)
         try:
             outcome = run_with_restarts(
-                ranks, ["--plan", str(plan_file), *common], logged, options.max_restarts, display
+                ranks, ["--plan", str(plan_file), *common], logged, options.max_restarts, display, forked
             )
         except Stopped as stop:
             outcome = Outcome(128 + stop.number, "", stopped_by=stop.number)
@@ -201,10 +213,11 @@ def _tried(
     training: TrainingOptions,
     data: DataOptions,
     options: LaunchOptions,
+    warm: WarmRanks | None,
 ) -> Plan:
     """The one of `plans` that is best on this machine."""
     try:
-        return best_of(plans, trial.iterations, training, data, _timeout(options))
+        return best_of(plans, trial.iterations, training, data, _timeout(options), warm)
     except Stopped as stop:
         name = stop.number.name
         say(f"planner: stopped by {name}; all ranks have ended, and the trials left nothing", sys.stderr)
@@ -218,8 +231,9 @@ def _plans(
     parallel: ParallelOptions,
     rules: Sequence[Rule],
     most: int,
+    warm: WarmRanks | None,
 ) -> list[Plan]:
-    """The best plans for the devices of this machine that the job can run."""
+    """The best plans that the job can run on this machine, whose CPU `warm` readies meanwhile."""
     gpus = 0
     if cluster.device != "cpu":
         from runtime.devices import detect_device, local_device_count  # PyTorch, which a CPU needs not yet.
@@ -241,6 +255,8 @@ def _plans(
             "every node with -m runtime.pretrain"
         )
     device = cluster.device or detect_device(ranks)
+    if warm is not None and FORKS and not gpus:
+        warm.prepare(ranks)
     margin = cluster.memory_margin_gib
     further: dict[str, Any] = {"memory_margin_gib": margin, "rules": rules, **cluster.network()}
     result = search_here(model, batch, parallel, device, ranks, ranks, **further)

@@ -13,6 +13,7 @@ from planner.plan import Plan
 from runtime import entry
 from runtime.launch import Outcome, run_job, torchrun_command
 from runtime.options import OutputOptions
+from runtime.warm_ranks import WarmRanks
 
 
 class Display(Protocol):
@@ -37,7 +38,12 @@ def usable_ranks(plan: Plan) -> int:
 
 
 def run_with_restarts(
-    ranks: int, settings: Sequence[str], output: OutputOptions, restarts: int, display: Display
+    ranks: int,
+    settings: Sequence[str],
+    output: OutputOptions,
+    restarts: int,
+    display: Display,
+    warm: WarmRanks | None = None,
 ) -> Outcome:
     """Run a job to its end, and again from its last checkpoint while failures may be passing ones.
 
@@ -46,13 +52,14 @@ def run_with_restarts(
     Args:
         settings: arguments of `runtime.pretrain` but for those of `output`; the first two name a plan.
         restarts: at most.
+        warm: forks the ranks, where they are on a CPU.
     """
     assert output.log_dir is not None
     for done in range(restarts + 1):
         command = torchrun_command(ranks, [*settings, *arguments(output)])
         saves = output.save is not None
         shown = display.line, display.metrics
-        outcome = run_job(command, ranks, Path(output.log_dir), *shown, restarts=done, saves=saves)
+        outcome = run_job(command, ranks, Path(output.log_dir), *shown, restarts=done, saves=saves, warm=warm)
         if not outcome.restart or done == restarts:
             break
         output = going_on(output)

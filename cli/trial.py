@@ -19,6 +19,7 @@ from runtime.launch import Measured, measured, run_job, torchrun_command
 from runtime.logs.console import say
 from runtime.options import DataOptions, OutputOptions, TrainingOptions
 from runtime.preflight import check_plan, check_training
+from runtime.warm_ranks import WarmRanks
 
 BEST: dict[Objective, str] = {
     "throughput": "fastest",
@@ -79,6 +80,7 @@ def best_of(
     training: TrainingOptions,
     data: DataOptions,
     arguments_of_all: Sequence[str] = (),
+    warm: WarmRanks | None = None,
 ) -> Plan:
     """Train each of `plans` for `iterations` steps and return the one that its objective likes best.
 
@@ -87,6 +89,7 @@ def best_of(
     Args:
         plans: at least one, for the devices of this machine.
         arguments_of_all: further arguments of `runtime.pretrain`.
+        warm: forks the ranks, where they are on a CPU.
 
     Raises:
         InputError: no plan ran.
@@ -96,7 +99,7 @@ def best_of(
     for number, plan in enumerate(plans, 1):
         say(f"try {number} of {len(plans)}: {plan.layout.describe()}")
         with tempfile.TemporaryDirectory(prefix="planner-try-") as folder:
-            found = _tried(plan, training, data, settings, Path(folder))
+            found = _tried(plan, training, data, settings, Path(folder), warm)
         if isinstance(found, str):
             say(f"try {number} is dropped: {found}")
         seen.append(None if isinstance(found, str) else found)
@@ -128,7 +131,12 @@ def _short(training: TrainingOptions, iterations: int) -> TrainingOptions:
 
 
 def _tried(
-    plan: Plan, training: TrainingOptions, data: DataOptions, settings: Sequence[str], folder: Path
+    plan: Plan,
+    training: TrainingOptions,
+    data: DataOptions,
+    settings: Sequence[str],
+    folder: Path,
+    warm: WarmRanks | None,
 ) -> Measured | str:
     """Figures of a trial, or why there are none."""
     ranks = plan.layout.world_size
@@ -142,7 +150,7 @@ def _tried(
     output = OutputOptions(log_interval=1, eval_iters=0, log_dir=str(folder))
     command = torchrun_command(ranks, ["--plan", str(plan_file), *settings, *arguments(output)])
     lines: list[str] = []
-    outcome = run_job(command, ranks, folder, lines.append, lambda record: None)
+    outcome = run_job(command, ranks, folder, lines.append, lambda record: None, warm=warm)
     if outcome.exit_code:
         errors = [match[1] for match in map(_ERROR.match, lines) if match]
         what = outcome.message.partition("; all ranks were stopped")[0]

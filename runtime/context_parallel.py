@@ -28,16 +28,19 @@ from runtime.context_attention import exchanged_attention, gathered_attention
 from runtime.grid import Grid
 from runtime.model.attention_kernels import DocumentMasks, with_equal_heads
 from runtime.model.transformer import Transformer
-from runtime.ring_attention import prepare_ring, ring_attention
 
 CoreForward = Callable[..., Tensor]
 """Maps q [B, N, S/cp, H] and k, v [B, K, S/cp, H] of one rank, and its group, to [B, N, S/cp, H]."""
 
-FORMS: dict[ContextParallelForm, CoreForward] = {
-    "all_gather": gathered_attention,
-    "all_to_all": exchanged_attention,
-    "ring": ring_attention,
-}
+
+def _core_forward(form: ContextParallelForm) -> CoreForward:
+    if form == "ring":
+        # Its module readies the compiler, a second that no other form need wait for.
+        from runtime.ring_attention import ring_attention
+
+        ring: CoreForward = ring_attention
+        return ring
+    return gathered_attention if form == "all_gather" else exchanged_attention
 
 
 def local_positions(spec: ModelSpec, layout: Layout, cp_rank: int) -> Tensor:
@@ -70,6 +73,8 @@ def context_parallel(stage: Transformer, layout: Layout, grid: Grid) -> None:
     """
     assert grid.cp_group is not None
     if in_ring(layout):
+        from runtime.ring_attention import prepare_ring
+
         prepare_ring()
     attend = _over_ranks(layout.context_parallel_form, grid.cp_group)
     for block in stage.blocks:
@@ -81,7 +86,7 @@ def context_parallel(stage: Transformer, layout: Layout, grid: Grid) -> None:
 def _over_ranks(
     form: ContextParallelForm, group: dist.ProcessGroup
 ) -> Callable[[Tensor, Tensor, Tensor, DocumentMasks], Tensor]:
-    kernel = partial(FORMS[form], group=group)
+    kernel = partial(_core_forward(form), group=group)
 
     def attend(q: Tensor, k: Tensor, v: Tensor, documents: DocumentMasks) -> Tensor:
         # Keys and values travel together, so their heads must have the same size.

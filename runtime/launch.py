@@ -18,12 +18,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from costmodels.catalogue.host import available_cores
 from runtime import entry
 from runtime.faults.error_file import ERROR_FILE_VARIABLE, read_report
 from runtime.faults.tether import tethered
 from runtime.logs.console import say
 from runtime.logs.metrics_file import MetricsReader, read_metrics
+from runtime.warm_ranks import WarmRanks, threads_of
 
 RESTARTS_VARIABLE = "PLANNER_RESTART_COUNT"
 """Environment variable with how often a job was started before, after failures."""
@@ -34,8 +34,9 @@ TORCHRUN_FOLDER = "PET_LOG_DIR"
 STOP_TIMEOUT_S = 40.0
 """How long torchrun may take to end its ranks: it gives them 30 s before it kills them."""
 
-# torchrun reports a dead rank in its own log format, then with a traceback of itself.
-_AGENT_LINE = re.compile(r"^[EWF]\d{4} \d\d:\d\d:\d\d\.\d+ .*torch/distributed/")
+# torchrun reports a dead rank in its own log format, then with a traceback of itself, and `runtime.forked`
+# in one line.
+_AGENT_LINE = re.compile(r"^(?:[EWF]\d{4} \d\d:\d\d:\d\d\.\d+ .*torch/distributed/|runtime\.forked: )")
 
 
 def torchrun_command(ranks: int, arguments: Sequence[str], module: str = "runtime.pretrain") -> list[str]:
@@ -113,6 +114,7 @@ def run_job(
     on_metrics: Callable[[dict[str, Any]], None],
     restarts: int = 0,
     saves: bool = False,
+    warm: WarmRanks | None = None,
 ) -> Outcome:
     """Run `command` to its end; Ctrl-C and SIGTERM end it with all its ranks, and are raised as `Stopped`.
 
@@ -124,19 +126,20 @@ def run_job(
         on_metrics: called with each new record of metrics.jsonl.
         restarts: how often the job was started before, after failures.
         saves: the ranks save and end on SIGTERM. The first signal asks for that; a second one does not wait.
+        warm: what forks CPU ranks instead, where `command` is of `torchrun_command`.
     """
     error_file = log_dir / "error.json"
     error_file.unlink(missing_ok=True)
     environment = {**os.environ, ERROR_FILE_VARIABLE: str(error_file), "PYTHONUNBUFFERED": "1"}
     environment[RESTARTS_VARIABLE] = str(restarts)
-    environment.setdefault("OMP_NUM_THREADS", str(max(1, available_cores() // ranks)))
+    environment.setdefault("OMP_NUM_THREADS", threads_of(ranks))
     # What ranks print comes through pipes; the folder holds nothing else, and torchrun never removes it.
     with tempfile.TemporaryDirectory(
         prefix="torchrun-", dir=log_dir, ignore_cleanup_errors=True
     ) as torchrun_folder:
         environment.setdefault(TORCHRUN_FOLDER, torchrun_folder)
         reader = MetricsReader(log_dir)  # Before the job starts: it may be quicker than this process.
-        process = _started(command, environment)
+        process = _started(command, environment) if warm is None else warm.start(ranks, command, environment)
         stop = _Stop(process, saves)
         agent_lines, code = _watched(process, stop, log_dir, reader, error_file, on_line, on_metrics)
     if code == 0:

@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from datetime import datetime, timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -16,7 +16,6 @@ import torch.distributed as dist
 
 from costmodels.errors import InputError
 from planner.plan import Plan
-from runtime import checkpoint
 from runtime.data import Datasets, Samples
 from runtime.faults import heartbeat
 from runtime.faults.exit_signals import Request, Requests
@@ -37,6 +36,9 @@ from runtime.logs.metrics import (
 from runtime.logs.sample_log import SampleLog, forget_after
 from runtime.ranks import meet
 from runtime.trainer import StepResult, Trainer
+
+if TYPE_CHECKING:
+    from runtime.checkpoint import Saver
 
 
 class Loop:
@@ -246,11 +248,13 @@ class Loop:
         }
         self.saver.save(self.trainer, self.plan.model, run)
 
-    def _saver(self) -> checkpoint.Saver | None:
+    def _saver(self) -> Saver | None:
         output = self.job.output
         if output.save is None:
             return None
-        return checkpoint.Saver(
+        from runtime.checkpoint import Saver  # What writes tensors, which only runs that save need.
+
+        return Saver(
             output.save,
             asynchronous=output.async_save,
             keep_last=output.keep_last,

@@ -17,12 +17,12 @@ import torch.distributed as dist
 import typer
 
 import planner.flags
+from costmodels import ModelSpec
 from costmodels.errors import InputError
 from planner.command import add
 from planner.flags import takes
 from planner.options import BatchOptions, ClusterOptions, ModelOptions, ParallelOptions, check_alone
 from planner.plan import Plan
-from runtime import checkpoint, pretrained
 from runtime.data import Datasets
 from runtime.devices import check_kind, detect_device, local_device_count, torch_device
 from runtime.faults.error_file import report
@@ -63,9 +63,6 @@ from runtime.ranks import (
 from runtime.scheduler import check_one_task
 from runtime.text import open_datasets
 from runtime.trainer import Trainer
-
-IS_FIRST = os.environ.get("RANK", "0") == "0"
-"""Rank 0 speaks for all: a job refuses its input on every rank, but says so once."""
 
 
 def plan_for(job: Job, ranks: Ranks, previous: Before | None = None) -> Plan:
@@ -115,7 +112,10 @@ def preflight(plan: Plan, job: Job, world_size: int) -> None:
     """Refuse, with one line, what would fail later."""
     job.training.check()
     job.output.check()
-    pretrained.check_load(job.output)
+    if job.output.load is not None:
+        from runtime import pretrained
+
+        pretrained.check_load(job.output)
     job.faults.check(job.output.log_dir, job.run.distributed_timeout_minutes)
     check_plan(plan, world_size)
     check_training(plan, job.training, job.data)
@@ -210,18 +210,11 @@ def _train(job: Job, plan: Plan, ranks: Ranks, device: torch.device) -> None:
     trainer = Trainer(spec, layout, job.training, device, job.faults)
     consumed = 0
     if job.output.load is not None:
-        _begin("loading a checkpoint")
-        folder = job.output.load
-        iteration = on_first_rank(lambda: pretrained.iteration_of(job.output))
-        if iteration is not None and on_first_rank(lambda: pretrained.begins_anew(job.output, iteration)):
-            pretrained.load_weights(folder, trainer, spec, iteration)
-        elif iteration is not None:
-            order = {} if job.data.allow_data_change else together(lambda: sample_order(job, datasets))
-            told = checkpoint.load(folder, trainer, spec, iteration, order)
-            consumed = told["consumed_samples"]
-            if trainer.guard is not None and "step_guard" in told:
-                trainer.guard.load(told["step_guard"])
-    on_first_rank(lambda: pretrained.keep_companions(job.output, job.data, spec))
+        consumed = _load(job, job.output.load, trainer, spec, datasets)
+    if job.output.save is not None:
+        from runtime.pretrained import keep_companions
+
+        on_first_rank(lambda: keep_companions(job.output, job.data, spec))
     if ranks.rank == 0:
         _announce(plan, trainer.iteration, job)
     Loop(job, plan, trainer, datasets, consumed).run()
@@ -232,6 +225,26 @@ def _begin(what: str) -> None:
     doing(what)
     if dist.get_rank() == 0:
         progress(what)
+
+
+def _load(job: Job, folder: str, trainer: Trainer, spec: ModelSpec, datasets: Datasets) -> int:
+    """Go on from the checkpoint that the flags name, if there is one; how many samples it has consumed."""
+    # What reads tensors takes a second to import, which runs from scratch need not wait for.
+    from runtime import checkpoint, pretrained
+
+    _begin("loading a checkpoint")
+    iteration = on_first_rank(lambda: pretrained.iteration_of(job.output))
+    if iteration is None:
+        return 0
+    if on_first_rank(lambda: pretrained.begins_anew(job.output, iteration)):
+        pretrained.load_weights(folder, trainer, spec, iteration)
+        return 0
+    order = {} if job.data.allow_data_change else together(lambda: sample_order(job, datasets))
+    told = checkpoint.load(folder, trainer, spec, iteration, order)
+    if trainer.guard is not None and "step_guard" in told:
+        trainer.guard.load(told["step_guard"])
+    consumed: int = told["consumed_samples"]
+    return consumed
 
 
 def _is_cpu_plan(path: str) -> bool:
@@ -273,7 +286,9 @@ def _announce(plan: Plan, iteration: int, job: Job) -> None:
     elif iteration:
         say(f"resumed from {folder} at iteration {iteration}")
     elif folder is not None:
-        loaded = checkpoint.iteration_to_load(folder, job.output.ckpt_step)
+        from runtime.checkpoint import iteration_to_load
+
+        loaded = iteration_to_load(folder, job.output.ckpt_step)
         what = f"no checkpoint in {folder}" if loaded is None else f"loaded the weights of {folder}"
         say(f"{what}: starting at iteration 0")
 
@@ -297,7 +312,7 @@ def pretrain(**groups: Any) -> None:
     try:
         train(Job(**groups))
     except InputError as error:
-        if IS_FIRST:
+        if _is_first():
             report(planner.flags.one_line(error), error.exit_code)
         raise
 
@@ -316,10 +331,20 @@ def _leave() -> NoReturn:
     os._exit(0)
 
 
-if __name__ == "__main__":
+def _is_first() -> bool:
+    """Whether this rank speaks for all: a job refuses its input on every rank, but says so once."""
+    return os.environ.get("RANK", "0") == "0"
+
+
+def main() -> NoReturn:
+    """Run the command line as the rank that the environment names, and end this process."""
     try:
-        planner.flags.run(app, "runtime.pretrain", quiet=not IS_FIRST)
+        planner.flags.run(app, "runtime.pretrain", quiet=not _is_first())
     except SystemExit as stop:
         if stop.code:
             raise
-        _leave()
+    _leave()
+
+
+if __name__ == "__main__":
+    main()

@@ -21,7 +21,6 @@ from runtime.loss import TokenLoss
 from runtime.model.experts import MixtureOfExperts
 from runtime.model.transformer import Block, Transformer
 from runtime.offload import offload_activations
-from runtime.pipeline import Pipeline
 from runtime.preflight import check_job
 from runtime.recompute import recompute
 from runtime.tensor_parallel import tensor_parallel
@@ -134,4 +133,7 @@ def executor_of(stages: list[Transformer], spec: ModelSpec, layout: Layout, grid
     loss = TokenLoss(spec, layout, grid)
     if layout.pipeline_parallel == 1:
         return Accumulation(stages, layout, loss)
+    # PyTorch's schedules bring its compiler: seconds, which only pipelines need wait for.
+    from runtime.pipeline import Pipeline
+
     return Pipeline(stages, spec, layout, grid, loss)

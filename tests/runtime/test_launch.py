@@ -5,18 +5,23 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import subprocess
 import sys
 import textwrap
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from costmodels.catalogue.host import available_cores
-from runtime import launch
+from runtime import forked, launch
 from runtime.entry import ENTRY
 from runtime.launch import measured, run_job, shell_line, torchrun_command
+from runtime.warm_ranks import FORKS, WarmRanks
 from tests.runtime.jobs import LAYOUT, ROOT, TINY, children, is_alive, wait_until, write_corpus
+
+ON_LINUX = pytest.mark.skipif(not FORKS, reason="ranks are forked on Linux only")
 
 
 @pytest.fixture(autouse=True)
@@ -184,7 +189,8 @@ def test_a_job_that_does_not_listen_is_killed(tmp_path: Path, monkeypatch: pytes
     assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == before
 
 
-def test_a_killed_rank_ends_the_job_and_is_named(tmp_path: Path) -> None:
+@pytest.mark.parametrize("forks", [False, pytest.param(True, marks=ON_LINUX)], ids=["torchrun", "forked"])
+def test_a_killed_rank_ends_the_job_and_is_named(tmp_path: Path, forks: bool) -> None:
     victims: list[int] = []
     torchruns: list[int] = []
 
@@ -203,7 +209,8 @@ def test_a_killed_rank_ends_the_job_and_is_named(tmp_path: Path) -> None:
         ],
     )
     lines: list[str] = []
-    outcome = run_job(command, 2, tmp_path, lines.append, kill)
+    with WarmRanks() as warm:
+        outcome = run_job(command, 2, tmp_path, lines.append, kill, warm=warm if forks else None)
     assert outcome.exit_code == 1
     assert outcome.message == f"rank 1 was killed by SIGKILL; all ranks were stopped, logs are in {tmp_path}"
     assert not any("Traceback" in line for line in lines)
@@ -280,3 +287,57 @@ def test_a_second_signal_does_not_wait_for_the_save(tmp_path: Path) -> None:
     heeds = "signal.signal(signal.SIGTERM, lambda *_: print('heard', flush=True))"
     with pytest.raises(KeyboardInterrupt):
         run_job(agent(heeds), 2, tmp_path, told, lambda record: None, saves=True)
+
+
+@ON_LINUX
+def test_ranks_are_not_forked_beside_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    command = torchrun_command(2, ["--train-iters", "3"])
+    job = forked.RanksToFork(
+        ranks=2, arguments=command[-2:], environment={"PLANNER_RESTART_COUNT": "1"}, command=command
+    )
+    read, write = os.pipe()
+    os.write(write, f"{job.model_dump_json()}\n".encode())
+    became: list[list[str]] = []
+
+    def become(program: str, words: list[str]) -> None:
+        became.append(words)
+        raise SystemExit(0)
+
+    monkeypatch.setattr(forked, "IMPORTED", ())
+    monkeypatch.setattr(forked.os, "execv", become)
+    monkeypatch.setattr(forked.os, "environ", {})
+    released = threading.Event()
+    thread = threading.Thread(target=released.wait, daemon=True)
+    thread.start()
+    try:
+        with os.fdopen(read) as told, pytest.raises(SystemExit):
+            monkeypatch.setattr(sys, "stdin", told)
+            forked.main()
+    finally:
+        released.set()
+        thread.join()
+        os.close(write)
+    assert became == [command]
+    assert forked.os.environ == {"PLANNER_RESTART_COUNT": "1"}
+
+
+@ON_LINUX
+def test_a_process_that_gets_no_job_ends_with_its_launcher() -> None:
+    with WarmRanks() as warm:
+        warm.prepare(2)
+        assert warm.waiting is not None
+        pid = warm.waiting.pid
+        assert is_alive(pid)
+    assert not is_alive(pid)
+
+
+def test_ranks_import_what_every_layout_needs_and_no_more() -> None:
+    """PyTorch's compiler comes with the first DTensor all the same: `forked` does it once for all."""
+    slow = (
+        *("torch._dynamo", "torch._inductor", "torch.distributed.checkpoint", "torch.distributed.pipelining"),
+        *("torch.distributed.run", "torch.utils.tensorboard", "tensorboard", "transformers", "torchao"),
+        *("safetensors", "scipy", "networkx", "rich.progress"),
+    )
+    names = f"import sys, runtime.pretrain; print([name for name in {slow!r} if name in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", names], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"

@@ -62,7 +62,7 @@ def test_passing_failures_are_gone_on_from(
     plan.save(tmp_path / "plan.json")
     calls: list[tuple[list[str], int, int]] = []
 
-    def run_job(command: list[str], ranks: int, *_: Any, restarts: int, saves: bool) -> Outcome:
+    def run_job(command: list[str], ranks: int, *_: Any, restarts: int, saves: bool, warm: None) -> Outcome:
         assert saves
         calls.append((command, ranks, restarts))
         return outcomes[len(calls) - 1]
