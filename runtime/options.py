@@ -114,7 +114,9 @@ class TrainingOptions:
     seed: int = flag(1234, "Seed of initial weights and data order.")
     init_method_std: float = flag(0.02, "Standard deviation of initial weights.")
     loss_scale: float | None = flag(None, "Constant loss scale of fp16; a dynamic one when not given.")
-    initial_loss_scale: float = flag(2.0**32, "First dynamic loss scale of fp16.")
+    initial_loss_scale: float = flag(
+        2.0**16, "First dynamic loss scale of fp16; Megatron-LM's 2^32 skips the first steps while it falls."
+    )
     min_loss_scale: float = flag(1.0, "Smallest dynamic loss scale.")
     loss_scale_window: int = flag(1000, "Steps in a row without overflow that double the loss scale.")
     hysteresis: int = flag(2, "Overflows until the loss scale halves.")

@@ -48,7 +48,7 @@ def test_a_constant_scale_stays() -> None:
 
 def test_flags_choose_the_scale_of_fp16_only() -> None:
     fp16, bf16 = (parse_layout(f"precision={name}", LLAMA) for name in ("fp16", "bf16"))
-    assert loss_scale_of(TrainingOptions(), fp16) == LossScale(2.0**32, dynamic=True)
+    assert loss_scale_of(TrainingOptions(), fp16) == LossScale(2.0**16, dynamic=True)
     assert loss_scale_of(TrainingOptions(loss_scale=128.0), fp16) == LossScale(128.0, dynamic=False)
     given = TrainingOptions(initial_loss_scale=64.0, min_loss_scale=2.0, loss_scale_window=5, hysteresis=1)
     assert loss_scale_of(given, fp16) == LossScale(64.0, True, 2.0, 5, 1)
