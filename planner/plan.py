@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Final, Literal
+from typing import Any, Final, Literal
 
 from pydantic import ValidationError, model_validator
 
@@ -24,6 +26,9 @@ from planner.objective import Objective
 
 VERSION: Final = 1
 """Version of the file format; files of a later one are refused."""
+
+DIGEST: Final = "digest"
+"""Key of a file's checksum: whoever changes a layout by hand has not changed its estimate."""
 
 LARGEST_PLAN = 64 * MIB
 """Bytes; plans of thousands of stages have some."""
@@ -104,14 +109,17 @@ class Plan(Record):
 
         Raises `InputError` when the folder cannot be written.
         """
-        write_whole("plan", path, json.dumps(self.model_dump(mode="json"), indent=2) + "\n")
+        values = self.model_dump(mode="json")
+        values[DIGEST] = _digest(values)
+        write_whole("plan", path, json.dumps(values, indent=2) + "\n")
 
     @classmethod
     def load(cls, path: str | Path) -> Plan:
         """Read a plan that `save` wrote.
 
         Raises `InputError`, in one line that names the file, when it is missing, is not JSON, is of a
-        later version, or holds fields that do not make a plan.
+        later version, holds fields that do not make a plan, or was edited so that its estimate is of another
+        plan. Files of planners that did not note what an estimate is of are taken as they are.
         """
         try:
             text = read_text(path, LARGEST_PLAN)
@@ -142,7 +150,20 @@ class Plan(Record):
             raise InputError(
                 f"plan {path}: version {version} is of a later planner; this one reads up to {VERSION}"
             )
+        noted = values.pop(DIGEST, None)
         try:
-            return cls.model_validate(values)
+            plan = cls.model_validate(values)
         except ValidationError as error:
             raise InputError(f"plan {path}: {one_line(error)}") from None
+        if noted is not None and noted != _digest(values):
+            raise InputError(
+                f"plan {path}: it was edited, and its estimate is of the plan before that; plan again with "
+                "--pin of what is to be different"
+            )
+        return plan
+
+
+def _digest(values: Mapping[str, Any]) -> str:
+    """A checksum of what an estimate is of, and of the estimate, as the file spells them."""
+    parts = [values.get(name) for name in ("model", "cluster", "engine", "layout", "estimate")]
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]

@@ -153,3 +153,23 @@ def test_a_failed_save_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.undo()
     assert Plan.load(path) == PLAN
     assert [file.name for file in tmp_path.iterdir()] == ["plan.json"]
+
+
+def test_a_plan_that_was_edited_by_hand_does_not_keep_its_estimate(tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    PLAN.save(path)
+    values = json.loads(path.read_text())
+    path.write_text(json.dumps({**values, "reason": "mine"}))
+    assert Plan.load(path).layout == PLAN.layout
+    for part, name, value in (
+        ("layout", "global_batch_size", 2 * PLAN.layout.global_batch_size),
+        ("model", "vocab", 999),
+        ("estimate", "mfu", 0.9),
+    ):
+        path.write_text(json.dumps({**values, part: {**values[part], name: value}}))
+        with pytest.raises(InputError, match="it was edited, and its estimate is of the plan before that"):
+            Plan.load(path)
+    # Files of older planners do not say what their estimate is of.
+    del values["digest"]
+    path.write_text(json.dumps(values))
+    assert Plan.load(path) == PLAN
