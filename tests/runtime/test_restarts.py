@@ -71,7 +71,7 @@ def test_passing_failures_are_gone_on_from(
     # A device was lost with the rank.
     monkeypatch.setattr(restarts, "usable_ranks", lambda plan: plan.layout.world_size - 1)
     monkeypatch.setattr(checkpoint, "latest_iteration", lambda folder: 20)
-    output = OutputOptions(save="saved", load="elsewhere", ckpt_step=7, log_dir=str(tmp_path))
+    output = OutputOptions(save="saved", load="elsewhere", ckpt_step=7, finetune=True, log_dir=str(tmp_path))
     screen = Screen()
     outcome = run_with_restarts(4, ["--plan", str(tmp_path / "plan.json")], output, most, screen)
     assert outcome == end and len(calls) == starts
@@ -79,7 +79,8 @@ def test_passing_failures_are_gone_on_from(
     assert [ranks for _, ranks, _ in calls] == [4, 3, 3][:starts]
     loads = [command[command.index("--load") + 1] for command, _, _ in calls]
     assert loads == ["elsewhere", "saved", "saved"][:starts]
-    assert ["--ckpt-step" in command for command, _, _ in calls] == [True, False, False][:starts]
+    for once in ("--ckpt-step", "--finetune"):
+        assert [once in command for command, _, _ in calls] == [True, False, False][:starts]
     assert len(screen.lines) == starts - 1
     if screen.lines:
         assert screen.lines[0] == (f"planner: rank 1 was killed by SIGKILL; restart 1 of {most} with 3 ranks")
