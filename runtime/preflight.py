@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import tempfile
 from pathlib import Path
 
@@ -23,6 +22,9 @@ PRECISIONS = ("fp32", "bf16", "fp16", "fp8")
 RANKS_PER_CORE, RANKS_ALWAYS = 8, 16
 """Ranks that share a core of the CPU at most, and ranks that any machine may start: slow, but of use to try a
 layout."""
+
+LONGEST_TIMEOUT_MINUTES = 525_600
+"""A year."""
 
 TRAINED_SCALINGS = ("linear", "llama3", "yarn")
 """Kinds of rotary scaling that the runtime computes."""
@@ -95,9 +97,10 @@ def check_host(ranks: int, asked: str, bytes_each: float | None = None) -> None:
 
 
 def check_timeout(minutes: float) -> None:
-    """Raise `InputError` when a collective would have no time."""
-    if not 0 < minutes < math.inf:
-        raise InputError(f"--distributed-timeout-minutes {minutes}: must be positive, such as 10")
+    """Raise `InputError` when a collective would have no time, or more than PyTorch's clocks count."""
+    if not 0 < minutes <= LONGEST_TIMEOUT_MINUTES:
+        most = f"must be positive and at most {LONGEST_TIMEOUT_MINUTES} (a year), such as 10"
+        raise InputError(f"--distributed-timeout-minutes {minutes}: {most}")
 
 
 def check_folder(folder: str | Path, flag: str) -> Path:

@@ -33,11 +33,29 @@ STARTS_JOBS = (
 """Modules whose tests start jobs of several processes, as many as this machine has cores or more."""
 
 
+SLOW = (
+    *("test_convert", "test_data_parallel", "test_dry_build", "test_dryrun", "test_dryrun_command"),
+    *("test_dryrun_repeats", "test_fit_memory", "test_generate", "test_hf_agreement", "test_initialise"),
+    *("test_latent_attention", "test_loss", "test_memory_formula", "test_memory_of_features"),
+    *("test_memory_of_schedules", "test_model", "test_offload", "test_recompute"),
+)
+"""Modules that trace or compute for minutes, without ranks."""
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Keep tests that start ranks in one process of pytest: ranks of several would crowd each other."""
+    """Mark what starts ranks, what is slow, and the quick rest.
+
+    Tests that start ranks stay in one process of pytest: ranks of several would crowd each other.
+    """
     for item in items:
-        if "pool" in getattr(item, "fixturenames", ()) or item.path.stem in STARTS_JOBS:
+        starts_ranks = "pool" in getattr(item, "fixturenames", ()) or item.path.stem in STARTS_JOBS
+        if starts_ranks:
             item.add_marker(pytest.mark.xdist_group("ranks"))
+            item.add_marker(pytest.mark.ranks)
+        if item.path.stem in SLOW:
+            item.add_marker(pytest.mark.slow)
+        elif not starts_ranks:
+            item.add_marker(pytest.mark.quick)
 
 
 @pytest.fixture(scope="session")

@@ -271,6 +271,11 @@ CASES: dict[str, tuple[Words, int, tuple[str, ...]]] = {
         2,
         ("--distributed-timeout-minutes 0.0: must be positive",),
     ),
+    "more time for a collective than clocks count": (
+        lambda f: (*LAUNCH, *EIGHT, "--distributed-timeout-minutes", "1e300"),
+        2,
+        ("--distributed-timeout-minutes 1e+300: must be positive and at most 525600 (a year)",),
+    ),
 }
 
 
