@@ -43,7 +43,15 @@ class Ranks:
             if not text.isdigit():
                 raise InputError(f"{name}={text}: must be a whole number, as torchrun sets it")
             values.append(int(text))
-        return cls(*values)
+        ranks = cls(*values)
+        for name, number, size, of in (
+            ("RANK", ranks.rank, "WORLD_SIZE", ranks.world_size),
+            ("LOCAL_RANK", ranks.local_rank, "LOCAL_WORLD_SIZE", ranks.local_world_size),
+        ):
+            # The others would wait for one that never comes.
+            if number >= of:
+                raise InputError(f"{name}={number} with {size}={of}: must be below it, as torchrun sets it")
+        return ranks
 
 
 def is_alone() -> bool:

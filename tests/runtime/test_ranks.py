@@ -43,6 +43,26 @@ def test_a_variable_that_is_no_number_is_named(monkeypatch: pytest.MonkeyPatch, 
         Ranks.from_environment()
 
 
+@pytest.mark.parametrize(
+    ("variables", "message"),
+    [
+        ({"RANK": "5", "WORLD_SIZE": "2"}, "RANK=5 with WORLD_SIZE=2: must be below it"),
+        ({"RANK": "0", "WORLD_SIZE": "0"}, "RANK=0 with WORLD_SIZE=0: must be below it"),
+        (
+            {"WORLD_SIZE": "4", "LOCAL_RANK": "2", "LOCAL_WORLD_SIZE": "2"},
+            "LOCAL_RANK=2 with LOCAL_WORLD_SIZE=2",
+        ),
+    ],
+)
+def test_a_rank_that_nobody_waits_for_is_refused(
+    monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], message: str
+) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(InputError, match=message):
+        Ranks.from_environment()
+
+
 def test_many_ranks_need_an_address_to_meet_at() -> None:
     with pytest.raises(InputError, match="WORLD_SIZE=2 without MASTER_ADDR: start the ranks with torchrun"):
         start(Ranks(0, 0, 2, 2), torch.device("cpu"), 1.0)
