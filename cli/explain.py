@@ -24,9 +24,11 @@ from planner.explained import (
 from planner.explanation import Explanation, explain_plan
 from planner.explanation import explain as explained
 from planner.figures import NAMES, figure
+from planner.first_plans import SHOWN
 from planner.flags import flag, takes
 from planner.options import BatchOptions, ClusterOptions, ModelOptions, ParallelOptions, check_alone
 from planner.plan import Plan
+from planner.twins import listed
 from runtime.job_rules import job_rules, reachable
 
 if TYPE_CHECKING:
@@ -121,7 +123,7 @@ def print_explanation(found: Explanation, assumed: list[str]) -> None:
     screen.print(f"\n[bold]{'best' if best else 'closest'}[/bold]: {shown.layout.describe()}")
     if best is not None:
         screen.print(costs(best))
-    for line in tied(result):
+    for line in tied(result, listed(result, SHOWN)):
         screen.print(line)
     for comparison in found.comparisons:
         _print_comparison(screen, comparison)

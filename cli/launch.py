@@ -27,6 +27,7 @@ from planner.flags import arguments, flag, takes
 from planner.options import BatchOptions, ClusterOptions, ModelOptions, ParallelOptions, check_alone
 from planner.plan import Plan
 from planner.rule import Rule
+from planner.twins import listed
 from runtime.faults.options import FaultOptions
 from runtime.faults.replan import Before, previous_run, replanned, same_batch, same_unit
 from runtime.job import search_here
@@ -262,7 +263,7 @@ def _plans(
     result = search_here(model, batch, parallel, device, ranks, ranks, **further)
     for note in (*model.notes(), *parallel.notes()):
         print(f"planner: assumed: {note}", file=sys.stderr)
-    return result.plans(most)
+    return [row.plan for row in listed(result, most)]
 
 
 def _planned(

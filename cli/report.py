@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect
 from collections.abc import Iterator
 
 from rich.console import Console
@@ -18,6 +19,7 @@ from planner.objective import MEANINGS
 from planner.plan import Plan
 from planner.ranking import SearchResult
 from planner.robust import in_words, indistinguishable
+from planner.twins import Listed
 from planner.wording import spelled
 
 ALWAYS = ("tp", "pp", "vpp", "dp", "zero", "mbs", "recompute")
@@ -44,7 +46,7 @@ MOST_RANKS = 6
 
 
 def print_report(
-    result: SearchResult, plans: list[Plan], assumed: list[str], notes: list[str], run: Run | None = None
+    result: SearchResult, rows: list[Listed], assumed: list[str], notes: list[str], run: Run | None = None
 ) -> None:
     """Header, ranking, the winner in detail, its run if asked for, and what was rejected."""
     screen = console()
@@ -53,11 +55,11 @@ def print_report(
     for note in notes:
         screen.print(f"note: {note}", markup=False)
     screen.print()
-    _print_ranking(screen, plans)
-    for line in tied(result):
+    _print_ranking(screen, rows)
+    for line in tied(result, rows):
         screen.print(line)
     screen.print()
-    _print_winner(screen, plans[0])
+    _print_winner(screen, rows[0].plan)
     for line in run_lines(run) if run is not None else ():
         screen.print(line, markup=False)
     if result.rejected:
@@ -65,14 +67,16 @@ def print_report(
         screen.print(f"rejected: {counts}")
 
 
-def tied(result: SearchResult) -> Iterator[str]:
-    """A line on the plans that the estimates do not tell apart, where there are some."""
-    places = indistinguishable(result)
+def tied(result: SearchResult, rows: list[Listed]) -> Iterator[str]:
+    """A line on the plans that the estimates do not tell apart, where there are some; `rows` are shown."""
+    shown = [row.place for row in rows]
+    last = max((row.place + len(row.twins) for row in rows), default=0)
+    places = tuple(place for place in indistinguishable(result) if place in shown or place > last)
     words = in_words(places)
     if words is not None:
         trains = result.problem.engine.name == DEFAULT_ENGINE
         # Plans are tried in the order of the ranking, those between two that are alike too.
-        number = 3 if places[:3] == (1, 2, 3) else places[1]
+        number = 3 if len(shown) > 2 and list(places[:3]) == shown[:3] else bisect(shown, places[1])
         yield words + f"; `planner launch --try {number}` measures the first {number} plans" * trains
 
 
@@ -102,20 +106,23 @@ def header(result: SearchResult, assumed: list[str]) -> Iterator[str]:
     yield f"ranked by {problem.objective}: {MEANINGS[problem.objective]}"
 
 
-def _print_ranking(screen: Console, plans: list[Plan]) -> None:
+def _print_ranking(screen: Console, listed: list[Listed]) -> None:
     costs = ["step", "tokens/s/dev", "MFU", "GiB"]
-    degrees = [_degrees(plan.layout) for plan in plans]
+    degrees = [_degrees(row.plan.layout) | {"twins": row.note} for row in listed]
     names = [name for name in degrees[0] if name in ALWAYS or any(row[name] for row in degrees)]
     columns = ["#", *names, *costs]
     rows = [
-        [str(rank), *(row[name] for name in names), *_costs(plan.estimate)]
-        for rank, (row, plan) in enumerate(zip(degrees, plans, strict=True), 1)
+        [str(one.place), *(row[name] for name in names), *_costs(one.plan.estimate)]
+        for row, one in zip(degrees, listed, strict=True)
     ]
     if width(columns, rows) <= screen.width:
         screen.print(table(columns, rows))
         return
     # A layout in one word, which may wrap, instead of a column for each degree.
-    rows = [[str(rank), plan.layout.describe(), *_costs(plan.estimate)] for rank, plan in enumerate(plans, 1)]
+    rows = [
+        [str(one.place), f"{one.plan.layout.describe()} {one.note}".strip(), *_costs(one.plan.estimate)]
+        for one in listed
+    ]
     screen.print(table(["#", "layout", *costs], rows, left=("layout",)))
 
 

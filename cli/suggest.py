@@ -28,6 +28,7 @@ from planner.ranking import Problem, SearchResult
 from planner.robust import indistinguishable
 from planner.search import search
 from planner.sizes import Sizes, nothing_fits, sizes
+from planner.twins import Listed, listed
 from runtime.job_rules import BY_FLAG, job_rules, reachable
 from runtime.preflight import PRECISIONS, check_model
 
@@ -96,7 +97,8 @@ def suggest(
     check_price(budget.price_per_hour)
     tokens = UNIT_TOKENS if budget.tokens is None else parse_tokens(budget.tokens)
     result = search(spec, world_size=world_size, **job).settled(output.top)
-    plans = result.plans(output.top) if result.feasible else result.closest(output.top)
+    rows = listed(result, output.top) if result.feasible else _closest(result, output.top)
+    plans = [row.plan for row in rows]
     shown = (plans if output.json else plans[:1]) if result.feasible and budget.given else []
     runs = [plan.run(tokens, budget.price_per_hour, failures) for plan in shown]
     assumed += assumed_engine(parallel, result.problem)
@@ -107,14 +109,19 @@ def suggest(
     ]
     if output.json:
         _print_notes(assumed, notes)
-        print(json.dumps(as_json(result, plans, assumed, notes, runs), indent=2))
+        print(json.dumps(as_json(result, rows, assumed, notes, runs), indent=2))
     else:
         from cli.report import print_report  # Rich is loaded only to draw.
 
-        print_report(result, plans, assumed, notes, runs[0] if runs else None)
+        print_report(result, rows, assumed, notes, runs[0] if runs else None)
     if not result.feasible:
         raise advice.no_layout_fits(result)
     _write(plans[0], output)
+
+
+def _closest(result: SearchResult, top: int) -> list[Listed]:
+    """The plans that lack least memory, of a problem for which nothing fits."""
+    return [Listed(place, plan) for place, plan in enumerate(result.closest(top), 1)]
 
 
 def _answer_sizes(
@@ -221,7 +228,7 @@ SHARED = {"version", "model", "cluster", "engine", "objective", "considered", "l
 
 
 def as_json(
-    result: SearchResult, plans: list[Plan], assumed: list[str], notes: list[str], runs: list[Run]
+    result: SearchResult, rows: list[Listed], assumed: list[str], notes: list[str], runs: list[Run]
 ) -> dict[str, Any]:
     """The answer of `planner suggest --json`; `runs` has one for each plan, or none at all."""
     problem = result.problem
@@ -245,7 +252,9 @@ def as_json(
         "elapsed_s": result.elapsed_s,
         "indistinguishable": indistinguishable(result),
         "plans": [
-            plan.model_dump(mode="json", exclude=SHARED) | ({"run": asdict(runs[place])} if runs else {})
-            for place, plan in enumerate(plans)
+            {"place": row.place, "twins": row.twins}
+            | row.plan.model_dump(mode="json", exclude=SHARED)
+            | ({"run": asdict(runs[number])} if runs else {})
+            for number, row in enumerate(rows)
         ],
     }

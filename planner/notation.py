@@ -17,4 +17,5 @@ recompute=full    what backward computes again: none, selective (core
                   attention, or the modules in brackets), or full layers
 full/block:1      only in the first layer of each stage
 full/uniform:2    in all layers, and one input of every 2 layers is kept
-offload=optimizer what waits in host memory: activations, optimizer"""
+offload=optimizer what waits in host memory: activations, optimizer
+= zero 2          the same plan with zero=2 equals it in every estimate"""

@@ -10,6 +10,7 @@ import pytest
 
 from cli import report
 from planner import search
+from planner.twins import Listed
 from tests.cli.scripts import MINDSPEED
 from tests.conftest import Command
 
@@ -132,10 +133,11 @@ def test_trials_are_said_to_measure_the_first_plans_whichever_are_alike(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     result = search("llama2-7b", world_size=8, global_batch_size=8)
+    rows = [Listed(place, result.plan(place - 1)) for place in range(1, 11)]
     lines = {}
     for places in ((1, 2, 6, 7), (1, 2, 3, 4), (1, 6), (1, 2)):
         monkeypatch.setattr(report, "indistinguishable", lambda _, places=places: places)
-        (lines[places],) = report.tied(result)
+        (lines[places],) = report.tied(result, rows)
     assert [line.partition("; ")[2] for line in lines.values()] == [
         f"`planner launch --try {number}` measures the first {number} plans" for number in (2, 3, 6, 2)
     ]

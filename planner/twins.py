@@ -1,0 +1,83 @@
+"""Plans of a ranking without their twins: layouts that differ in form only, and in no estimate."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from math import isclose
+from typing import TYPE_CHECKING
+
+from planner.plan import Plan
+
+if TYPE_CHECKING:
+    from planner.ranking import SearchResult
+
+FORMS = {"zero_stage": "zero", "context_parallel_form": "cp_form"}
+"""Degrees in which twins may differ, as plans are written."""
+
+SAME = 1e-9
+"""Relative difference of estimates that rounding errors make."""
+
+
+@dataclass(frozen=True)
+class Listed:
+    """A plan at a place of the ranking that stands for its twins too."""
+
+    place: int
+    """In the ranking, from 1; its twins have the next ones."""
+    plan: Plan
+    twins: tuple[str, ...] = ()
+    """What they have instead, such as `zero 2`."""
+
+    @property
+    def note(self) -> str:
+        """`= zero 2`; empty without twins."""
+        return f"= {' = '.join(self.twins)}" if self.twins else ""
+
+
+def listed(result: SearchResult, top: int) -> list[Listed]:
+    """The best `top` plans that fit and are no twin of a better one, in the order of `result.settled`."""
+    count = top + 1
+    while True:
+        result = result.settled(count)
+        found = _grouped(result, min(count, result.feasible))
+        # One more than is shown, so that the last has all its twins.
+        if len(found) > top or count >= result.feasible:
+            return found[:top]
+        count += top + 1 - len(found)
+
+
+def _grouped(result: SearchResult, count: int) -> list[Listed]:
+    """The first `count` places, twins with the first of them."""
+    found: list[Listed] = []
+    alike = 0
+    """Plans at the end of `found` that are as fast as the last one."""
+    for rank in range(count):
+        plan = result.plan(rank)
+        if not (found and isclose(_speed(found[-1].plan), _speed(plan), rel_tol=SAME)):
+            alike = 0
+        for number in range(len(found) - alike, len(found)):
+            form = _form(found[number].plan, plan)
+            if form is not None:
+                found[number] = replace(found[number], twins=(*found[number].twins, form))
+                break
+        else:
+            found.append(Listed(rank + 1, plan))
+            alike += 1
+    return found
+
+
+def _speed(plan: Plan) -> float:
+    return plan.estimate.tokens_per_s
+
+
+def _form(one: Plan, other: Plan) -> str | None:
+    """What `other` has instead of the forms of `one`; None where more than these differs."""
+    if not isclose(one.estimate.step_time_s, other.estimate.step_time_s, rel_tol=SAME):
+        return None
+    if not isclose(one.estimate.peak_memory_bytes, other.estimate.peak_memory_bytes, rel_tol=SAME):
+        return None
+    forms = {name: getattr(other.layout, name) for name in FORMS}
+    if one.layout.model_copy(update=forms) != other.layout:
+        return None
+    mine = {name: getattr(one.layout, name) for name in FORMS}
+    return " ".join(f"{FORMS[name]} {form}" for name, form in forms.items() if form != mine[name])
