@@ -1,15 +1,21 @@
-"""Losses of layouts against those of one rank: `python -m benchmarks.parity --layout tp=2,pp=2`."""
+"""Training under layouts against that of one rank: `python -m benchmarks.parity --layout tp=2,pp=2`.
+
+Losses, gradient norms and final weights are compared, over steps in which an error shows: the tokens can be
+learnt, the rate is large, weights decay, and gradients are clipped.
+"""
 
 from __future__ import annotations
 
 import json
+import logging
 import math
 import sys
 from collections.abc import Sequence
 from functools import cache
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import typer
 
 from benchmarks.worker_pool import WorkerPool
@@ -18,6 +24,9 @@ from costmodels.errors import InputError
 from costmodels.layout import V_SCHEDULES
 from planner.flags import run
 from runtime.preflight import check_job
+
+if TYPE_CHECKING:
+    from runtime.trainer import Trainer
 
 LLAMA = ModelSpec(
     name="parity-llama",
@@ -90,6 +99,16 @@ ROUTING: dict[str, Any] = {
     "moe_router_bias_update_rate": 1e-2,
 }
 """Options of routing, so that parity covers what they do; other kinds of balancing look at micro batches."""
+
+BITING: dict[str, Any] = {
+    "lr": 5e-3,
+    "lr_decay_style": "constant",
+    "weight_decay": 0.3,
+    "clip_grad": 0.5,
+    "adam_eps": 1e-3,
+}
+"""Options under which errors show. Adam divides out a wrong factor of all gradients, so that losses may hide
+it: gradient norms show it, and so does an epsilon as large as small gradients are."""
 
 COUNTS = (
     "tensor_parallel",
@@ -190,6 +209,87 @@ def relative_difference(losses: Sequence[float], reference: Sequence[float]) -> 
     return float(np.max(np.abs(np.subtract(losses, reference)) / np.abs(reference)))
 
 
+class Training(NamedTuple):
+    """What a rank has seen of a short training."""
+
+    losses: list[float]
+    norms: list[float]
+    """Of the gradient, before it is clipped."""
+    weights: dict[str, npt.NDArray[np.float32]]
+    """After the last step: those of this rank, whole."""
+
+
+class Difference(NamedTuple):
+    """Largest relative differences of two trainings."""
+
+    losses: float
+    norms: float
+    weights: float
+    """Norm of a tensor's difference, over the norm of the tensor."""
+
+    @property
+    def largest(self) -> float:
+        """Of all three; NaN where one is."""
+        return float(np.max(self))
+
+
+def trained(spec: ModelSpec, layout: Layout, steps: int, compiled: bool = False) -> Training:
+    """Train `steps` steps on tokens that can be learnt; runs on every rank of a process group."""
+    import torch
+
+    from runtime.options import TrainingOptions
+    from runtime.trainer import Trainer
+
+    options = TrainingOptions(train_iters=steps, seed=SEED, compile=compiled, **BITING, **ROUTING)
+    trainer = Trainer(spec, layout, options, torch.device("cpu"))
+    random, losses, norms = np.random.RandomState(SEED), [], []
+    for _ in range(steps):
+        result = trainer.train_step(learnable(spec, layout.global_batch_size, random)[trainer.rows])
+        losses.append(float(result.loss))
+        norms.append(float(result.grad_norm))
+    return Training(losses, norms, _whole_weights(trainer))
+
+
+def learnable(spec: ModelSpec, batch: int, random: np.random.RandomState) -> npt.NDArray[np.int64]:
+    """Sequences of which each token follows from the one before, but for one in eight: [batch, S + 1]."""
+    follows = np.random.RandomState(SEED).permutation(spec.vocab)
+    drawn = random.randint(0, spec.vocab, (batch, spec.seq + 1))
+    surprises = random.rand(batch, spec.seq + 1) < 1 / 8
+    for position in range(1, spec.seq + 1):
+        after = follows[drawn[:, position - 1]]
+        drawn[:, position] = np.where(surprises[:, position], drawn[:, position], after)
+    return drawn.astype(np.int64)
+
+
+def _whole_weights(trainer: Trainer) -> dict[str, npt.NDArray[np.float32]]:
+    from torch.distributed.tensor import DTensor
+
+    # It warns of each gather that takes two steps, which is how they are made whole here.
+    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
+    whole = {}
+    for owned in trainer.optimizer.owned:
+        weight = owned.parameter.detach()
+        full = weight.full_tensor() if isinstance(weight, DTensor) else weight
+        whole[owned.name] = full.float().cpu().numpy().copy()
+    return whole
+
+
+def difference(by_rank: Sequence[Training], alone: Training) -> Difference:
+    """How far the training of a layout's ranks is from that of one rank."""
+    weights = [0.0]
+    for rank in by_rank:
+        for name, found in rank.weights.items():
+            # A tied head is the embedding, and vocabularies are padded for tensor parallelism.
+            known = name if name in alone.weights else "embedding.tokens.weight"
+            # Key biases, which a softmax cancels, move by rounding alone.
+            scale = np.linalg.norm(alone.weights[known.replace("key.bias", "query.bias")])
+            rows = min(len(found), len(alone.weights[known]))
+            weights.append(float(np.linalg.norm(found[:rows] - alone.weights[known][:rows]) / scale))
+    losses = [relative_difference(rank.losses, alone.losses) for rank in by_rank]
+    norms = [relative_difference(rank.norms, alone.norms) for rank in by_rank]
+    return Difference(*(float(np.max(kind)) for kind in (losses, norms, weights)))
+
+
 app = typer.Typer(add_completion=False)
 
 
@@ -201,7 +301,7 @@ def parity(
     compiled: Annotated[bool, typer.Option("--compile", help="Compile the layers of the layouts.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Train each layout and one rank on the same tokens and compare the losses."""
+    """Train each layout and one rank on the same tokens; compare losses, gradient norms and weights."""
     if model not in MODELS:
         raise InputError(f"--model {model}: choose one of {', '.join(MODELS)}")
     if steps < 1:
@@ -215,21 +315,35 @@ def parity(
     pool = WorkerPool(max(one.world_size for _, one in jobs.values()))
 
     @cache
-    def reference(layers: int, batch: int) -> list[float]:
+    def reference(layers: int, batch: int) -> Training:
         same = spec.model_copy(update={"layers": layers})
-        curve: list[float] = pool.run(losses_of, 1, same, parse_layout(f"gbs={batch}", same), steps)[0]
-        return curve
+        alone: Training = pool.run(trained, 1, same, parse_layout(f"gbs={batch}", same), steps)[0]
+        return alone
 
     results = {}
     for text, (deep, one) in jobs.items():
-        losses = pool.run(losses_of, one.world_size, deep, one, steps, compiled)[0]
-        expected = reference(deep.layers, one.global_batch_size)
-        difference = relative_difference(losses, expected)
-        results[text] = {"max_relative_difference": difference, "losses": losses, "reference": expected}
+        by_rank = pool.run(trained, one.world_size, deep, one, steps, compiled)
+        batch = one.global_batch_size
+        alone = reference(deep.layers, batch)
+        found = difference(by_rank, alone)
+        results[text] = {
+            "max_relative_difference": found.largest,
+            "max_relative_differences": found._asdict(),
+            "losses": by_rank[0].losses,
+            "gradient_norms": by_rank[0].norms,
+            "reference": alone.losses,
+            "reference_gradient_norms": alone.norms,
+        }
         if not as_json:
-            print(f"{text}: largest relative difference {difference:.2e} over {steps} steps", flush=True)
+            of_each = (
+                f"losses {found.losses:.1e}, gradient norms {found.norms:.1e}, weights {found.weights:.1e}"
+            )
+            print(
+                f"{text}: largest relative difference {found.largest:.2e} over {steps} steps ({of_each})",
+                flush=True,
+            )
     if as_json:
-        usual = reference(spec.layers, GLOBAL_BATCH_SIZE)
+        usual = reference(spec.layers, GLOBAL_BATCH_SIZE).losses
         json.dump({"model": model, "reference": usual, "layouts": results}, sys.stdout)
         print()
 

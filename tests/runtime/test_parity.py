@@ -7,11 +7,20 @@ import shutil
 
 import pytest
 
-from benchmarks.parity import MODELS, deep_enough, losses_of, parse_layout, relative_difference
+from benchmarks.parity import (
+    MODELS,
+    deep_enough,
+    difference,
+    losses_of,
+    parse_layout,
+    relative_difference,
+    trained,
+)
 from benchmarks.worker_pool import WorkerPool
 from costmodels import ModelSpec
 from runtime.preflight import check_job
 from tests.runtime.layouts import DENSE
+from tests.runtime.parity_faults import FAULTS, wrongly_trained
 
 STEPS = 10
 BATCH = "gbs=4,"
@@ -122,3 +131,16 @@ def test_bf16_follows_fp32(pool: WorkerPool, model: ModelSpec, reference: list[f
     layout = parse_layout(BATCH + "dp=2,zero=1,precision=bf16", model)
     losses = pool.run(losses_of, 2, model, layout, STEPS)[0]
     assert 1e-6 < relative_difference(losses, reference) < 2e-2
+
+
+def test_the_comparison_of_layouts_finds_planted_faults_and_no_others(pool: WorkerPool) -> None:
+    spec, steps = MODELS["gpt2"], 8
+    [alone] = pool.run(trained, 1, spec, parse_layout(BATCH, spec), steps)
+    layouts = {name: parse_layout(BATCH + name, spec) for name in ("dp=2,zero=1", "tp=2,sp=1")}
+    for layout in layouts.values():
+        assert difference(pool.run(trained, 2, spec, layout, steps), alone).largest < 1e-5
+    for fault in FAULTS:
+        layout = layouts["tp=2,sp=1" if "norms not summed" in fault else "dp=2,zero=1"]
+        found = difference(pool.run(wrongly_trained, 2, fault, spec, layout, steps), alone)
+        assert found.largest > 1e-4, fault
+        assert found.weights > 1e-4 or found.norms > 1e-4, fault
