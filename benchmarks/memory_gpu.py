@@ -9,14 +9,15 @@ Layouts that spread experts over ranks are left out: there the content of buffer
 
 from __future__ import annotations
 
-import gc
 import json
-from contextlib import ExitStack
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Any
-from unittest.mock import patch
 
-import numpy as np
 import typer
 
 from costmodels.errors import InputError
@@ -24,9 +25,6 @@ from costmodels.words import GIB
 from planner import Plan, search
 from planner.flags import run
 from runtime.memory_trace import CATEGORIES
-
-STEPS = 3
-"""Steps of the real run; the peak is that of the last one."""
 
 HEAD_ROOM = 0.9
 """Share of the GPU's memory that a traced peak may take: the rest is the driver's and the allocator's."""
@@ -41,17 +39,18 @@ class Case:
     batch: int
     pins: tuple[str, ...]
     pipeline_rank: int = 0
-    compiled: bool = True
+
+    @property
+    def forms(self) -> Sequence[bool]:
+        """Whether its layers are compiled: both, but for schedules that split backward, which never are."""
+        return (False,) if "schedule=zbv" in self.pins else (True, False)
 
 
 CASES = (
     Case("gpt2-xl", 8, 64, ("dp=8", "zero=1", "mbs=4", "recompute=none")),
-    Case("gpt2-xl", 8, 64, ("dp=8", "zero=1", "mbs=4", "recompute=none"), compiled=False),
-    Case("gpt2-xl", 8, 64, ("dp=8", "zero=3", "mbs=8", "recompute=selective"), compiled=False),
+    Case("gpt2-xl", 8, 64, ("dp=8", "zero=3", "mbs=8", "recompute=selective")),
     Case("llama3-8b", 64, 128, ("dp=64", "zero=3", "mbs=1", "recompute=full")),
-    Case("llama3-8b", 64, 128, ("dp=64", "zero=3", "mbs=1", "recompute=full"), compiled=False),
     Case("llama3-8b", 64, 128, ("tp=4", "dp=16", "zero=1", "mbs=1", "recompute=none")),
-    Case("llama3-8b", 64, 128, ("tp=4", "dp=16", "zero=1", "mbs=1", "recompute=none"), compiled=False),
     Case("llama3-8b", 64, 128, ("tp=4", "dp=16", "zero=2", "zero_replicas=4", "mbs=1", "recompute=none")),
     Case("llama3-8b", 32, 64, ("tp=4", "pp=4", "vpp=1", "dp=2", "zero=1", "mbs=1", "recompute=none"), 3),
     Case("llama3-70b", 256, 256, ("tp=8", "pp=8", "vpp=1", "dp=4", "zero=1", "mbs=1", "recompute=none")),
@@ -61,15 +60,11 @@ CASES = (
         256,
         256,
         ("tp=8", "pp=8", "vpp=2", "schedule=zbv", "dp=4", "zero=1", "mbs=1", "recompute=none"),
-        compiled=False,
     ),
     Case(
         "llama3-70b", 256, 128, ("tp=8", "pp=8", "vpp=1", "cp=2", "cp_form=all_gather", "zero=1", "mbs=1"), 4
     ),
     Case("mixtral-8x7b", 64, 64, ("tp=4", "pp=4", "vpp=1", "ep=1", "etp=4", "zero=1", "mbs=1")),
-    Case(
-        "mixtral-8x7b", 64, 64, ("tp=4", "pp=4", "vpp=1", "ep=1", "etp=4", "zero=1", "mbs=1"), compiled=False
-    ),
 )
 """Dense and sparse models, every stage of ZeRO, recomputation, pipelines and context parallelism."""
 
@@ -86,71 +81,54 @@ def planned(case: Case, device: str) -> Plan:
     return result.plans(1)[0] if result.feasible else result.closest(1)[0]
 
 
-def compare(case: Case, device: str) -> dict[str, Any]:
+def compare(case: Case, device: str, compiled: bool) -> dict[str, Any]:
     """Peaks of a case in bytes: traced, estimated, and where the GPU has room for it measured."""
     import torch
 
     from runtime.dryrun import trace
 
     plan = planned(case, device)
-    traced = trace(plan.model, plan.layout, pipeline_rank=case.pipeline_rank, compiled=case.compiled)
+    traced = trace(plan.model, plan.layout, pipeline_rank=case.pipeline_rank, compiled=compiled)
     memory = plan.estimate.memory[case.pipeline_rank]
     row: dict[str, Any] = {
         "model": case.model,
         "layout": plan.layout.describe(),
         "pipeline_rank": case.pipeline_rank,
-        "compiled": case.compiled,
+        "compiled": compiled,
         "traced": traced.peak.total,
         "estimated": sum(getattr(memory, category) for category in CATEGORIES),
         "allocated": None,
         "reserved": None,
     }
     if traced.peak.total < HEAD_ROOM * torch.cuda.get_device_properties(0).total_memory:
-        row |= measured(plan, case)
+        row |= measured(plan, case, compiled)
     return row
 
 
-def measured(plan: Plan, case: Case) -> dict[str, int]:
-    """Bytes that the allocator says it has handed out and reserved at most, in the last of a few steps."""
-    import torch
+def measured(plan: Plan, case: Case, compiled: bool) -> dict[str, int]:
+    """Bytes that the allocator hands out and reserves at most, in a process of its own.
 
-    from runtime import stages
-    from runtime.dryrun.run import alone, one_rank_of, shortened
-    from runtime.options import TrainingOptions
-    from runtime.trainer import Trainer
-
-    layout = shortened(plan.layout, case.pipeline_rank)
-    rank = case.pipeline_rank * (layout.world_size // layout.pipeline_parallel)
-    options = TrainingOptions(compile=case.compiled, no_compile=not case.compiled)
-    with ExitStack() as stack:
-        stack.enter_context(one_rank_of(layout.world_size, rank))
-        stack.enter_context(alone())
-        # Drawing weights on the host takes minutes, and their values do not matter.
-        stack.enter_context(patch.object(stages, "initialise", _zeros))
-        trainer = Trainer(plan.model, layout, options, torch.device("cuda", 0))
-        samples = np.zeros((len(trainer.rows), plan.model.seq + 1), dtype=np.int64)
-        for _ in range(STEPS):
-            torch.cuda.synchronize()
-            torch.cuda.reset_peak_memory_stats()
-            trainer.train_step(samples)
-        torch.cuda.synchronize()
-        found = {
-            "allocated": torch.cuda.max_memory_allocated(),
-            "reserved": torch.cuda.max_memory_reserved(),
-        }
-        del trainer
-    gc.collect()
-    torch._dynamo.reset()
-    torch.cuda.empty_cache()
+    The dry run keeps PyTorch from finding Triton in the process in which it was, and the allocator of each
+    case begins empty.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "plan.json"
+        plan.save(file)
+        done = subprocess.run(measurement(file, case, compiled), capture_output=True, text=True)
+    lines = done.stdout.splitlines()
+    if done.returncode or not lines:
+        said = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
+        raise RuntimeError(
+            f"the measurement of {plan.model.name} {plan.layout.describe()} failed: {said[-1]}"
+        )
+    found: dict[str, int] = json.loads(lines[-1])
     return found
 
 
-def _zeros(model: Any, *_: Any) -> None:
-    import torch
-
-    with torch.no_grad():
-        for tensor in (*model.parameters(), *model.buffers()):
-            tensor.zero_()
+def measurement(plan: Path, case: Case, compiled: bool) -> list[str]:
+    """The command that measures a plan; the last line that it prints is JSON."""
+    form = "compiled" if compiled else "eager"
+    return [sys.executable, "-m", "benchmarks.memory_gpu_case", str(plan), str(case.pipeline_rank), form]
 
 
 def memory_gpu(
@@ -169,8 +147,8 @@ def memory_gpu(
     if not cases:
         raise InputError(f"--only {only}: no case has it; models are {', '.join({c.model for c in CASES})}")
     rows = []
-    for case in cases:
-        rows.append(compare(case, device))
+    for case, compiled in [(one, form) for one in cases for form in one.forms]:
+        rows.append(compare(case, device, compiled))
         if not as_json:
             print(line(rows[-1]), flush=True)
     errors = [abs(row["traced"] / row["allocated"] - 1) for row in rows if row["allocated"]]
