@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -95,7 +96,10 @@ class Output:
     """What is written, and by how many processes."""
 
     output_prefix: str = flag(
-        "", "Writes PREFIX_{key}_document.bin and .idx.", "--output-prefix", metavar="PREFIX"
+        "",
+        "Writes PREFIX_{key}_document.bin and .idx, and .tokenizer, which says what prepared them.",
+        "--output-prefix",
+        metavar="PREFIX",
     )
     append_eod: bool = flag(False, "End each document that is not empty with the end-of-document token.")
     workers: int | None = flag(
@@ -155,11 +159,13 @@ class Pairs:
 @app.command(cls=TakesSeveralWords)
 @takes(pairs=Pairs)
 def merge(pairs: Pairs) -> None:
-    """Merge .bin/.idx pairs into one, as Megatron-LM's tools/merge_datasets.py does."""
+    """Merge .bin/.idx pairs of one tokenizer into one, as Megatron-LM's tools/merge_datasets.py does."""
     from runtime.data import merge as merge_pairs
 
     _check_prefix(pairs.output_prefix)
-    summary = merge_pairs(pairs.input, pairs.output_prefix)
+    summary = merge_pairs(
+        pairs.input, pairs.output_prefix, note=lambda text: print(f"planner: note: {text}", file=sys.stderr)
+    )
     print(f"{summary.prefix}.bin and .idx: {summary.documents:,} documents, {summary.tokens:,} tokens")
 
 
@@ -167,8 +173,12 @@ def merge(pairs: Pairs) -> None:
 def info(
     prefixes: Annotated[list[str], typer.Argument(metavar="PREFIX...", help="Prefixes of .bin/.idx pairs.")],
     tokenizer_type: Annotated[
-        str, typer.Option(help="GPT2BPETokenizer, HuggingFaceTokenizer or ByteTokenizer.")
-    ] = "GPT2BPETokenizer",
+        str | None,
+        typer.Option(
+            help="GPT2BPETokenizer, HuggingFaceTokenizer or ByteTokenizer, instead of the one that prepared "
+            "a pair."
+        ),
+    ] = None,
     vocab_file: Annotated[str | None, typer.Option(help="vocab.json of a GPT2BPETokenizer.")] = None,
     merge_file: Annotated[str | None, typer.Option(help="merges.txt of a GPT2BPETokenizer.")] = None,
     tokenizer_model: Annotated[str | None, typer.Option(help="tokenizer.json, or its folder.")] = None,
@@ -176,8 +186,10 @@ def info(
 ) -> None:
     """Say what .bin/.idx pairs hold: documents, tokens, ids and the first text."""
     from runtime.data.description import Description, describe
+    from runtime.data.tokenizers import implied_kind, load_tokenizer
 
-    tokenizer = Encoding(tokenizer_type, vocab_file, merge_file, tokenizer_model).tokenizer()
+    kind = tokenizer_type or implied_kind(vocab_file, merge_file, tokenizer_model)
+    tokenizer = load_tokenizer(kind, vocab_file, merge_file, tokenizer_model) if kind else None
 
     def lines(found: Description) -> Iterator[str]:
         yield (
@@ -187,11 +199,15 @@ def info(
         )
         if found.tokens:
             yield f"  ids {found.smallest} to {found.largest}, longest sequence {found.longest:,} tokens"
-            yield (
-                f"  {found.ended:,} of the first {found.looked_at:,} documents end with {tokenizer.eod}, the "
-                f"end of a document of {tokenizer.name}"
-            )
-            text = repr(found.first_text) if found.first_text is not None else "not of this tokenizer"
+            if found.tokenizer is not None:
+                other = found.prepared_with not in (None, found.tokenizer)
+                yield (
+                    f"  {found.ended:,} of the first {found.looked_at:,} documents end with {found.eod}, the "
+                    f"end of a document of {found.tokenizer}"
+                    + f"; {found.prepared_with} prepared them"
+                    * other
+                )
+            text = repr(found.first_text) if found.lacking is None else f"no text: {found.lacking}"
             yield f"  begins {' '.join(map(str, found.first_ids[:8]))}: {text}"
 
     for prefix in prefixes:

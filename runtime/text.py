@@ -16,6 +16,8 @@ from runtime.data import (
     stdlib_corpus,
 )
 from runtime.data.boundaries import Boundaries, check_ends
+from runtime.data.record import digest
+from runtime.data.tokenizers import implied_kind
 from runtime.options import DataOptions
 
 
@@ -26,8 +28,7 @@ def tokenizer_for(options: DataOptions, vocab: int) -> Tokenizer:
     """
     kind = options.tokenizer_type
     if kind is None:
-        named = options.vocab_file or options.merge_file
-        kind = "HuggingFaceTokenizer" if options.tokenizer_model else "GPT2BPETokenizer" if named else None
+        kind = implied_kind(options.vocab_file, options.merge_file, options.tokenizer_model)
     kind = kind or ("GPT2BPETokenizer" if vocab >= 50257 else "ByteTokenizer")
     tokenizer = load_tokenizer(kind, options.vocab_file, options.merge_file, options.tokenizer_model)
     if tokenizer.vocab_size > vocab:
@@ -61,7 +62,8 @@ def open_datasets(
     """Training and validation samples of a run, and as many of a test where it has files of its own.
 
     The default corpus is prepared at first use. Prepared files need no tokenizer, unless the boundaries of
-    documents matter; one that is named all the same must fit the model.
+    documents matter and no record says what ends one; a tokenizer that is named all the same must fit the
+    model and be the one of the files' records.
     """
     paths, separate = _words(options.data_path), [_words(path) for path in options.split_paths]
     if paths and any(separate):
@@ -70,11 +72,6 @@ def open_datasets(
         raise InputError("--valid-data-path and --test-data-path need --train-data-path; give it too")
     named = (options.tokenizer_type, options.vocab_file, options.merge_file, options.tokenizer_model)
     is_prepared = bool(paths or separate[0])
-    if options.heeds_documents and is_prepared and not any(named):
-        raise InputError(
-            "--reset-attention-mask, --reset-position-ids and --eod-mask-loss need the token that ends a "
-            "document: give --tokenizer-type (and its files) of the tokenizer that prepared the data"
-        )
     tokenizer = tokenizer_for(options, spec.vocab) if any(named) or not is_prepared else None
     if tokenizer is not None and not is_prepared:
         paths = [str(stdlib_corpus(tokenizer))]
@@ -83,12 +80,24 @@ def open_datasets(
         datasets = build_separate_datasets(separate, spec.seq, seed, samples)
     else:
         datasets = build_datasets(paths, options.split, spec.seq, seed, train_samples, valid_samples)
+    record = datasets.record
+    if tokenizer is not None and record is not None and digest(tokenizer) != record.digest:
+        raise InputError(
+            f"--tokenizer-type: {tokenizer.name} is named, but the data was prepared with {record}: name "
+            "that one, or none to train on its ids all the same"
+        )
+    ends = tokenizer or record
+    if options.heeds_documents and ends is None:
+        raise InputError(
+            "--reset-attention-mask, --reset-position-ids and --eod-mask-loss need the token that ends a "
+            "document: give --tokenizer-type (and its files) of the tokenizer that prepared the data"
+        )
     check_vocabulary(datasets, spec.vocab)
-    if options.heeds_documents and tokenizer is not None:
+    if options.heeds_documents and ends is not None:
         for indexed in datasets.indexed:
-            check_ends(indexed, tokenizer)
+            check_ends(indexed, ends)
         boundaries = Boundaries(
-            tokenizer.eod, options.reset_attention_mask, options.reset_position_ids, options.eod_mask_loss
+            ends.eod, options.reset_attention_mask, options.reset_position_ids, options.eod_mask_loss
         )
         datasets = replace(datasets, boundaries=boundaries)
     return datasets

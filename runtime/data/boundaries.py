@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from costmodels.errors import InputError
 from runtime.data.indexed import IndexedDataset
+from runtime.data.record import Record
 from runtime.data.tokenizers import Tokenizer
 
 _LOOKED_AT = 1000
@@ -25,7 +26,7 @@ class Boundaries:
     eod_mask_loss: bool = False
 
 
-def check_ends(indexed: IndexedDataset, tokenizer: Tokenizer) -> None:
+def check_ends(indexed: IndexedDataset, tokenizer: Tokenizer | Record) -> None:
     """Raise InputError if none of the first documents ends with the end-of-document token of `tokenizer`."""
     ends = indexed.document_indices[: _LOOKED_AT + 1]
     last = (ends[1:][ends[1:] > ends[:-1]] - 1).tolist()

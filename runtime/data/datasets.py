@@ -12,6 +12,7 @@ from costmodels.errors import InputError
 from runtime.data.blend import BlendedDataset, corpus_samples, normalised
 from runtime.data.boundaries import Boundaries
 from runtime.data.indexed import IndexedDataset
+from runtime.data.record import Known, Record, agreed, read_record
 from runtime.data.samples import SampleDataset, split_sequences
 
 Samples = SampleDataset | BlendedDataset
@@ -50,6 +51,8 @@ class Datasets:
     """Makes the training order of another number of samples."""
     boundaries: Boundaries | None = None
     """What becomes of the boundaries of documents; None if they do not matter."""
+    record: Record | None = None
+    """The tokenizer of those files that say it; None if none does."""
 
     def continuing(self, train_samples: int | None) -> Datasets:
         """The datasets of a run that began with a training order for `train_samples`; None changes nothing.
@@ -129,11 +132,15 @@ def _build(
     blends: Sequence[Blend | None], split: str | None, seq: int, seed: int, samples: Sequence[int]
 ) -> Datasets:
     opened: dict[str, IndexedDataset] = {}
+    known: Known | None = None
     used = [blend if count else None for blend, count in zip(blends, samples, strict=True)]
     for blend in used:
-        for prefix in () if blend is None else blend.prefixes:
+        if blend is None:
+            continue
+        for prefix in blend.prefixes:
             if prefix not in opened:
-                opened[prefix] = _opened(prefix, "" if blend is None else blend.flag)
+                opened[prefix] = _opened(prefix, blend.flag)
+                known = agreed(known, blend.flag, opened[prefix])
 
     def make(number: int, count: int) -> Samples:
         blend = used[number]
@@ -152,6 +159,7 @@ def _build(
         samples[0],
         tuple(used),
         None if train is None else lambda count: make(0, count),
+        record=known and known[1],
     )
 
 
@@ -237,7 +245,13 @@ def check_vocabulary(datasets: Datasets, vocab: int) -> None:
             part = dataset.read(start, min(probe, dataset.token_count - start))
             worst = int(part.min()) if part.min() < 0 else int(part.max())
             if not 0 <= worst < vocab:
+                record = read_record(dataset)
+                size = (
+                    f"{record.vocab_size}, that of {record.name}, which"
+                    if record
+                    else "of the tokenizer that"
+                )
                 raise InputError(
                     f"--data-path {dataset.prefix}: holds token id {worst}, outside the model's vocabulary "
-                    f"of {vocab}: give --vocab-size of the tokenizer that prepared it"
+                    f"of {vocab}: give --vocab-size {size} prepared it"
                 )

@@ -7,7 +7,9 @@ from pathlib import Path
 
 import numpy as np
 
+from costmodels.errors import InputError
 from runtime.data.indexed import IndexedDataset
+from runtime.data.record import Record, digest, read_record, recorded_tokenizer
 from runtime.data.tokenizers import Tokenizer
 
 _SCANNED_TOKENS = 2**28
@@ -20,9 +22,10 @@ _FIRST_TOKENS = 64
 class Description:
     """Counts of a pair; lengths in tokens.
 
-    `smallest` and `largest` are ids among the first 2^28 tokens, None of an empty file. `ended` of the first
-    `looked_at` documents that are not empty end with the tokenizer's end of document. `first_text` is how the
-    first of them begins, None if its ids are not the tokenizer's.
+    `prepared_with` is the tokenizer of its record, None without one, and `tokenizer` the one that it is read
+    with, None of an unknown one. `smallest` and `largest` are ids among the first 2^28 tokens, None of an
+    empty file. `ended` of the first `looked_at` documents that are not empty end with `eod`, its end of a
+    document. `first_text` is how the first of them begins; where it is None, `lacking` says why.
     """
 
     prefix: Path
@@ -33,28 +36,54 @@ class Description:
     dtype: str
     longest: int
     is_multimodal: bool
+    prepared_with: str | None
+    tokenizer: str | None
+    eod: int | None
     smallest: int | None
     largest: int | None
-    ended: int
+    ended: int | None
     looked_at: int
     first_ids: tuple[int, ...]
     first_text: str | None
+    lacking: str | None
 
 
-def describe(prefix: str | Path, tokenizer: Tokenizer) -> Description:
-    """Read a pair; raises InputError if it is not readable."""
+def describe(prefix: str | Path, tokenizer: Tokenizer | None = None) -> Description:
+    """Read a pair, with the tokenizer of its record if none is given.
+
+    Raises InputError if the pair or its record is not readable.
+    """
     pair = IndexedDataset(prefix)
+    record, lacking = read_record(pair), None
+    named: Tokenizer | Record | None = tokenizer or record
+    if tokenizer is None and record is None:
+        lacking = "there is no record of its tokenizer: name it with --tokenizer-type"
+    elif tokenizer is None and record is not None:
+        try:
+            tokenizer = recorded_tokenizer(record)
+        except InputError as error:
+            lacking = f"{error}; say where {record.name} is, with --tokenizer-type {record.origin.kind}"
+    elif tokenizer is not None and record is not None and digest(tokenizer) == record.digest:
+        # The same one may be called otherwise where its files lie.
+        named = record
     ends = pair.document_indices
     filled = np.flatnonzero(ends[1:] > ends[:-1])
     last = (ends[1:][filled[:_ENDS]] - 1).tolist()
     final = [pair.get(sequence, int(pair.lengths[sequence]) - 1) for sequence in last]
-    ended = sum(1 for token in final if token.size and int(token[0]) == tokenizer.eod)
-    smallest, largest = _range(pair)
+    ended = None
+    if named is not None:
+        ended = sum(1 for token in final if token.size and int(token[0]) == named.eod)
+    smallest, largest = id_range(pair)
     first: list[int] = []
     if filled.size:
         sequence = int(ends[filled[0]])
         first = pair.get(sequence, 0, min(_FIRST_TOKENS, int(pair.lengths[sequence]))).tolist()
-    is_known = all(0 <= token < tokenizer.vocab_size for token in first)
+    text = None
+    if tokenizer is not None:
+        if all(0 <= token < tokenizer.vocab_size for token in first):
+            text = tokenizer.decode(first)
+        else:
+            lacking = f"not of {tokenizer.name}"
     return Description(
         prefix=pair.prefix,
         documents=pair.documents,
@@ -64,17 +93,21 @@ def describe(prefix: str | Path, tokenizer: Tokenizer) -> Description:
         dtype=pair.dtype.name,
         longest=int(pair.lengths.max()) if len(pair) else 0,
         is_multimodal=pair.modes is not None,
+        prepared_with=record.name if record else None,
+        tokenizer=named.name if named else None,
+        eod=named.eod if named else None,
         smallest=smallest,
         largest=largest,
         ended=ended,
         looked_at=len(last),
         first_ids=tuple(first),
-        first_text=tokenizer.decode(first) if is_known else None,
+        first_text=text,
+        lacking=lacking,
     )
 
 
-def _range(pair: IndexedDataset) -> tuple[int | None, int | None]:
-    """The smallest and the largest id."""
+def id_range(pair: IndexedDataset) -> tuple[int | None, int | None]:
+    """The smallest and the largest id among the first 2^28 tokens; None of an empty file."""
     smallest: int | None = None
     largest: int | None = None
     scanned = min(pair.token_count, _SCANNED_TOKENS)

@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from costmodels.errors import InputError
 from runtime.data.indexed import CODES, HEADER, MAGIC, VERSION, IndexedDataset, Tokens, bin_path, idx_path
+from runtime.data.record import Record, record_path
 
 _CHUNK_BYTES = 16 * 2**20
 
@@ -23,16 +24,19 @@ _CHUNK_BYTES = 16 * 2**20
 class IndexedWriter:
     """Writes a pair of `.bin` and `.idx`; the pair appears when the context ends without an error.
 
+    With it appears the `record` of the tokenizer that its ids are of, if one is given.
+
     Until then the tokens lie in a temporary file beside the target, which an error removes, and the numbers
     of the index in files without a name.
     """
 
-    def __init__(self, prefix: str | Path, dtype: npt.DTypeLike) -> None:
+    def __init__(self, prefix: str | Path, dtype: npt.DTypeLike, record: Record | None = None) -> None:
         self._dtype = np.dtype(dtype)
         if self._dtype not in CODES:
             names = ", ".join(known.name for known in CODES)
             raise InputError(f"token dtype {self._dtype.name!r} cannot be indexed: use one of {names}")
-        self._targets = bin_path(prefix), idx_path(prefix)
+        self._record = record
+        self._targets = bin_path(prefix), idx_path(prefix), record_path(prefix)
         self._parts = tuple(path.with_name(f".{path.name}.{os.getpid()}.part") for path in self._targets)
         self._stack = ExitStack()
         self._sequences = self._documents = 0
@@ -56,9 +60,11 @@ class IndexedWriter:
             if kind is None:
                 self.finish()
                 # Without its index a .bin is not readable, so no moment shows a mixed pair.
-                self._targets[1].unlink(missing_ok=True)
-                for part, target in zip(self._parts, self._targets, strict=True):
-                    part.replace(target)
+                for stale in self._targets[1:]:
+                    stale.unlink(missing_ok=True)
+                named = (0, 1) if self._record is None else (0, 2, 1)
+                for file in named:
+                    self._parts[file].replace(self._targets[file])
         finally:
             self._discard()
 
@@ -112,6 +118,12 @@ class IndexedWriter:
             self._write_index(index)
             index.flush()
             os.fsync(index.fileno())
+        if self._record is not None:
+            tokens = self._bin.tell() // self._dtype.itemsize
+            with self._parts[2].open("w", encoding="utf-8") as record:
+                record.write(self._record.text(self._sequences, tokens))
+                record.flush()
+                os.fsync(record.fileno())
         self._finished = True
 
     def _count(self, lengths: npt.NDArray[np.integer], ends: npt.NDArray[np.integer]) -> None:

@@ -6,8 +6,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from costmodels.errors import InputError
+from runtime.data.description import id_range
 from runtime.data.indexed import IndexedDataset, bare_prefix, bin_path
 from runtime.data.indexed_writer import IndexedWriter
+from runtime.data.record import Known, agreed, read_record
 from runtime.data.summary import Summary
 
 
@@ -30,11 +32,15 @@ def merge(
     inputs: Sequence[str | Path],
     output_prefix: str | Path,
     progress: Callable[[Summary], object] | None = None,
+    note: Callable[[str], object] | None = None,
 ) -> Summary:
     """Write `{output_prefix}.bin` and `.idx` with the documents of several pairs, one after the other.
 
     Each of `inputs` is a prefix, or a folder whose pairs are taken by name. All must hold ids of one type,
     and all or none of them modes. `progress` is called after every pair with the summary so far.
+
+    Pairs with the record of a tokenizer must be of one; the merged pair has it too, unless some have none,
+    which `note` is told.
 
     Raises InputError if a pair is not readable or does not fit the others; then nothing is written.
     """
@@ -45,14 +51,24 @@ def merge(
         raise InputError("--input: none given: name prefixes of .bin/.idx pairs, or a folder of them")
     target = Path(bare_prefix(output_prefix))
     # Headers and sizes are looked at before anything is written; the files are opened again one by one.
-    first = IndexedDataset(prefixes[0])
+    first, known = IndexedDataset(prefixes[0]), None
+    lacking = []
     for prefix in prefixes:
-        _check_alike(first, IndexedDataset(prefix))
+        pair = IndexedDataset(prefix)
+        known = agreed(known, "--input", pair)
+        _check_alike(first, pair)
+        if read_record(pair) is None:
+            lacking.append(prefix)
         if bin_path(prefix).resolve() == bin_path(target).resolve():
             raise InputError(f"--output-prefix {output_prefix}: is one of the inputs: give another name")
+    if lacking:
+        text = _unrecorded(lacking, known)
+        if note is not None:
+            note(text)
+    record = None if lacking or known is None else known[1]
     summary = Summary(target)
     try:
-        with IndexedWriter(target, first.dtype.newbyteorder("=")) as writer:
+        with IndexedWriter(target, first.dtype.newbyteorder("="), record) as writer:
             for prefix in prefixes:
                 pair = IndexedDataset(prefix)
                 _check_alike(first, pair)
@@ -64,6 +80,22 @@ def merge(
     except OSError as error:
         raise InputError(f"{error.filename or target}: {error.strerror or error}") from None
     return summary
+
+
+def _unrecorded(lacking: Sequence[Path], known: Known | None) -> str:
+    """What is to be said of pairs without a record; raises InputError if their ids are not the others'."""
+    others = f" and {len(lacking) - 1} more have" if len(lacking) > 1 else " has"
+    said = f"{lacking[0]}{others} no record of a tokenizer"
+    if known is None:
+        return f"{said}: whether all ids are of one cannot be told"
+    for prefix in lacking:
+        largest = id_range(IndexedDataset(prefix))[1]
+        if largest is not None and largest >= known[1].vocab_size:
+            raise InputError(
+                f"--input {prefix}: holds id {largest}, but {known[0]} was prepared with {known[1]}: prepare "
+                "all with one tokenizer"
+            )
+    return f"{said}: taken to be of {known[1].name} as {known[0]} is; what is merged has no record either"
 
 
 def _check_alike(first: IndexedDataset, other: IndexedDataset) -> None:

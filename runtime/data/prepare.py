@@ -21,6 +21,7 @@ from costmodels.errors import InputError
 from runtime.data.documents import FORMATS, Piece, Texts, detect_format, extract_texts, read_pieces
 from runtime.data.indexed import best_dtype
 from runtime.data.indexed_writer import IndexedWriter
+from runtime.data.record import record_of
 from runtime.data.sources import expand
 from runtime.data.summary import Summary
 from runtime.data.tokenizers import Tokenizer
@@ -98,7 +99,8 @@ def prepare(
     form: str | None = None,
     progress: Callable[[Summary], object] | None = None,
 ) -> Summary:
-    """Write `{output_prefix}_{key}_document.bin` and `.idx` from text files, for each of `json_keys`.
+    """Write `{output_prefix}_{key}_document.bin` and `.idx` from text files, for each of `json_keys`, and
+    `.tokenizer`, the record of the tokenizer.
 
     `inputs` are files, patterns or folders (`runtime.data.sources.expand`), read in order; `form` is jsonl
     (an object with the keys, or a string, per line), json (an array of either), wiki (WikiExtractor's
@@ -122,10 +124,10 @@ def prepare(
     summary = Summary(prefixes[0])
     encoder = _Encoder(tokenizer, keys, append_eod)
     pieces = _pieces(files, form, chunk_size)
-    dtype = best_dtype(tokenizer.vocab_size)
+    dtype, record = best_dtype(tokenizer.vocab_size), record_of(tokenizer)
     try:
         with ExitStack() as stack:
-            writers = [stack.enter_context(IndexedWriter(prefix, dtype)) for prefix in prefixes]
+            writers = [stack.enter_context(IndexedWriter(prefix, dtype, record)) for prefix in prefixes]
             encoded = stack.enter_context(closing(_encode(encoder, pieces, _processes(workers))))
             for parts, read, taken in encoded:
                 for writer, part in zip(writers, parts, strict=True):

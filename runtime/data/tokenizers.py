@@ -27,6 +27,16 @@ LARGEST_TOKENIZER = 200 * MIB
 _GPT2_MERGES = Path(__file__).with_name("gpt2_merges.txt")
 
 
+@dataclass(frozen=True)
+class Origin:
+    """What `load_tokenizer` made a tokenizer from; paths are absolute."""
+
+    kind: str
+    vocab_file: str | None = None
+    merge_file: str | None = None
+    tokenizer_model: str | None = None
+
+
 class Tokenizer(Protocol):
     """What the data preparation needs of a tokenizer.
 
@@ -39,6 +49,11 @@ class Tokenizer(Protocol):
     def vocab_size(self) -> int: ...
     @property
     def eod(self) -> int: ...
+    @property
+    def origin(self) -> Origin: ...
+
+    def vocabulary(self) -> dict[str, int]:
+        """The id of each token."""
 
     def encode(self, texts: Sequence[str]) -> list[Ids]:
         """The ids of each text, without any special token added."""
@@ -54,6 +69,11 @@ class ByteTokenizer:
     name: ClassVar[str] = "bytes"
     vocab_size: ClassVar[int] = 257
     eod: ClassVar[int] = 256
+    origin: ClassVar[Origin] = Origin("ByteTokenizer")
+
+    def vocabulary(self) -> dict[str, int]:
+        """As a byte-level encoding without pairs has it."""
+        return {symbol: byte for byte, symbol in enumerate(_byte_symbols())} | {END_OF_TEXT: self.eod}
 
     def encode(self, texts: Sequence[str]) -> list[Ids]:
         return [np.frombuffer(text.encode(), np.uint8) for text in texts]
@@ -75,7 +95,12 @@ class BPETokenizer:
     vocab_size: int
     eod: int
     model: hf.Tokenizer
+    origin: Origin
     is_gpt2: bool = False
+
+    def vocabulary(self) -> dict[str, int]:
+        found: dict[str, int] = self.model.get_vocab(with_added_tokens=True)
+        return found
 
     def encode(self, texts: Sequence[str]) -> list[Ids]:
         if self.is_gpt2 and any(len(text) > _PART_CHARS for text in texts):
@@ -89,6 +114,13 @@ class BPETokenizer:
     def decode(self, ids: Sequence[int] | Ids) -> str:
         text: str = self.model.decode([int(token) for token in ids], skip_special_tokens=False)
         return text
+
+
+def _byte_symbols() -> list[str]:
+    """The character that stands for each byte in byte-level encodings (GPT-2's `bytes_to_unicode`)."""
+    themselves = {*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = iter(range(256, 512))
+    return [chr(byte if byte in themselves else next(others)) for byte in range(256)]
 
 
 _PART_CHARS = 2**20
@@ -106,6 +138,19 @@ def _parts(text: str) -> Iterator[str]:
         start = end
     if not text:
         yield text
+
+
+def implied_kind(
+    vocab_file: str | Path | None, merge_file: str | Path | None, tokenizer_model: str | Path | None
+) -> str | None:
+    """The `--tokenizer-type` that given files are of; None without any."""
+    return (
+        "HuggingFaceTokenizer"
+        if tokenizer_model
+        else "GPT2BPETokenizer"
+        if vocab_file or merge_file
+        else None
+    )
 
 
 def load_tokenizer(
@@ -145,7 +190,8 @@ def load_tokenizer(
 def gpt2_tokenizer() -> BPETokenizer:
     """GPT-2's tokenizer from the merges that the package carries."""
     merges = _merges(_GPT2_MERGES)
-    return _byte_level_bpe("gpt2", gpt2_vocabulary(merges), merges, _GPT2_MERGES)
+    origin = Origin("GPT2BPETokenizer")
+    return _byte_level_bpe("gpt2", gpt2_vocabulary(merges), merges, _GPT2_MERGES, origin)
 
 
 def gpt2_vocabulary(merges: Sequence[tuple[str, str]]) -> dict[str, int]:
@@ -163,11 +209,12 @@ def _gpt2_bpe(vocab_file: Path, merge_file: Path) -> BPETokenizer:
         raise InputError(f"--vocab-file {vocab_file}: expected a JSON object of token: id")
     merges = _merges(merge_file)
     digest = hashlib.sha256(repr((sorted(vocabulary.items()), merges)).encode()).hexdigest()[:12]
-    return _byte_level_bpe(f"gpt2-{digest}", vocabulary, merges, vocab_file)
+    origin = Origin("GPT2BPETokenizer", str(vocab_file.absolute()), str(merge_file.absolute()))
+    return _byte_level_bpe(f"gpt2-{digest}", vocabulary, merges, vocab_file, origin)
 
 
 def _byte_level_bpe(
-    name: str, vocabulary: dict[str, int], merges: list[tuple[str, str]], source: Path
+    name: str, vocabulary: dict[str, int], merges: list[tuple[str, str]], source: Path, origin: Origin
 ) -> BPETokenizer:
     if END_OF_TEXT not in vocabulary:
         raise InputError(f"--vocab-file {source}: has no {END_OF_TEXT}, which ends a document")
@@ -178,7 +225,8 @@ def _byte_level_bpe(
         raise InputError(f"--vocab-file {source}: does not belong to the merges: {error}") from None
     model.pre_tokenizer = hf.pre_tokenizers.ByteLevel(add_prefix_space=False)
     model.decoder = hf.decoders.ByteLevel()
-    return BPETokenizer(name, max(vocabulary.values()) + 1, vocabulary[END_OF_TEXT], model, is_gpt2=True)
+    size, end = max(vocabulary.values()) + 1, vocabulary[END_OF_TEXT]
+    return BPETokenizer(name, size, end, model, origin, is_gpt2=True)
 
 
 def _hugging_face(path: Path) -> BPETokenizer:
@@ -203,7 +251,8 @@ def _hugging_face(path: Path) -> BPETokenizer:
             "tokenizer_config.json beside it"
         )
     name = f"{file.parent.name or 'tokenizer'}-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
-    return BPETokenizer(name, max(vocabulary.values()) + 1, ends[0], model)
+    origin = Origin("HuggingFaceTokenizer", tokenizer_model=str(path.absolute()))
+    return BPETokenizer(name, max(vocabulary.values()) + 1, ends[0], model, origin)
 
 
 def _configured_end(path: Path) -> str | None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import tokenizers as hf
 
 from runtime.data import Tokenizer
-from runtime.data.tokenizers import END_OF_TEXT, BPETokenizer, ByteTokenizer
+from runtime.data.tokenizers import BPETokenizer, ByteTokenizer
 
 TOKENIZER_FILE, CONFIG_FILE = "tokenizer.json", "tokenizer_config.json"
 
@@ -25,22 +25,7 @@ def write_tokenizer(folder: Path, tokenizer: Tokenizer) -> None:
 
 def _of_bytes() -> hf.Tokenizer:
     """`ByteTokenizer` as a byte-pair encoding without pairs."""
-    # Every byte has a printable symbol, which pre-tokenizing shows.
-    symbols = hf.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    vocabulary = {_symbol(byte): byte for byte in range(256)} | {END_OF_TEXT: ByteTokenizer.eod}
-    model = hf.Tokenizer(hf.models.BPE(vocabulary, []))
-    model.pre_tokenizer = symbols
+    model = hf.Tokenizer(hf.models.BPE(ByteTokenizer().vocabulary(), []))
+    model.pre_tokenizer = hf.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     model.decoder = hf.decoders.ByteLevel()
     return model
-
-
-def _symbol(byte: int) -> str:
-    """The character that stands for a byte in byte-level encodings (GPT-2's `bytes_to_unicode`)."""
-    if chr(byte) in PRINTABLE:
-        return chr(byte)
-    others = [other for other in range(256) if chr(other) not in PRINTABLE]
-    return chr(256 + others.index(byte))
-
-
-PRINTABLE = frozenset(map(chr, (*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100))))
-"""Bytes that stand for themselves."""

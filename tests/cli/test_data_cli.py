@@ -92,6 +92,33 @@ def test_merge_and_info(tmp_path: Path, text: Path, capsys: pytest.CaptureFixtur
     found = json.loads(capsys.readouterr().out)
     assert (found["documents"], found["tokens"], found["largest"]) == (40, 160, 50256)
     assert found["ended"] == 0 and found["first_text"] is None
+    assert (found["prepared_with"], found["tokenizer"], found["lacking"]) == ("gpt2", "bytes", "not of bytes")
+
+
+def test_pairs_are_read_and_merged_as_their_tokenizer_prepared_them(
+    tmp_path: Path, text: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, kind in (("a", "ByteTokenizer"), ("b", "GPT2BPETokenizer")):
+        arguments = ["--input", text, "--output-prefix", tmp_path / name, "--tokenizer-type", kind]
+        assert planner("data", "prepare", *arguments, "--workers", "1") == 0
+    a, b = (tmp_path / f"{name}_text_document" for name in "ab")
+    capsys.readouterr()
+    assert planner("data", "info", a, b) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[2].endswith("end with 256, the end of a document of bytes")
+    assert lines[3].endswith(": 'Hello world 0'") and lines[7].endswith(": 'Hello world 0'")
+    assert planner("data", "info", a, "--tokenizer-type", "GPT2BPETokenizer") == 0
+    assert capsys.readouterr().out.splitlines()[2].endswith("a document of gpt2; bytes prepared them")
+    assert planner("data", "merge", "--input", a, b, "--output-prefix", tmp_path / "all") == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f"{b}: was prepared with gpt2 (50257 ids" in line and f"but {a} with bytes (257 ids" in line
+    assert list(tmp_path.glob("all*")) == []
+    for pair in (a, b):
+        Path(f"{pair}.tokenizer").unlink()
+    assert planner("data", "merge", "--input", a, a, "--output-prefix", tmp_path / "all") == 0
+    assert "planner: note: " in capsys.readouterr().err
+    assert planner("data", "info", tmp_path / "all") == 0
+    assert "no record of its tokenizer: name it with --tokenizer-type" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

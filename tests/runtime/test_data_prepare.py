@@ -8,7 +8,6 @@ import gzip
 import json
 import lzma
 import os
-import signal
 import struct
 import tempfile
 from collections.abc import Sequence
@@ -137,7 +136,8 @@ def test_files_are_megatrons_byte_for_byte(rows: list, append_eod: bool, chunk_s
             expected = naive(rows, key, append_eod)
             for ending, data in zip(("bin", "idx"), expected, strict=True):
                 assert Path(name, f"out_{key}_document.{ending}").read_bytes() == data
-        assert len(list(Path(name).iterdir())) == 5
+        # The text, and of each key the pair and the record of its tokenizer.
+        assert len(list(Path(name).iterdir())) == 7
 
 
 WIKI = """<doc id="12" url="https://x/12" title="One">
@@ -202,8 +202,8 @@ def test_compressed_files_are_read_as_they_were(tmp_path: Path, name: str, endin
     )
     assert written(summary.prefix) == TEXTS * 50
     assert (summary.bytes_read, summary.bytes_taken) == (len(content.encode()), len(packed))
-    summary.prefix.with_suffix(".idx").unlink()
-    (tmp_path / "out_text_document.bin").unlink()
+    for file in tmp_path.glob("out_text_document.*"):
+        file.unlink()
     for damaged in (packed[: len(packed) * 2 // 3], packed[:10] + b"\0\0\0\0" + packed[14:], b"plain"):
         path.write_bytes(damaged)
         with pytest.raises(InputError, match=rf"{name}.{ending}.*(damaged or incomplete|bad JSON|not UTF-8)"):
@@ -368,8 +368,9 @@ def test_no_more_workers_start_than_there_are_cores_or_pieces(
             super().__init__(workers, **options)
 
     monkeypatch.setattr(MODULE, "ProcessPoolExecutor", Pool)
-    monkeypatch.setattr(signal, "signal", lambda *_: None)  # Threads take no signals.
     monkeypatch.setattr(MODULE, "available_cores", lambda: cores)
+    # Only a process has signals of its own.
+    monkeypatch.setattr(MODULE.signal, "signal", lambda *_: None)
     texts = [f"document {number}" for number in range(documents)]
     summary = prepared(tmp_path, jsonl(texts), workers=wanted, chunk_size=1)
     assert counts == ([] if started is None else [started])

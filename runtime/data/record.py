@@ -1,0 +1,124 @@
+"""Which tokenizer a pair of token files is of: `PREFIX.tokenizer` beside its `.bin` and `.idx`.
+
+A JSON object: what identifies the tokenizer and what loads it again, and how many sequences and tokens the
+pair has, so that a record left by other files of that name is known. Pairs that Megatron-LM wrote have none.
+Its merge_datasets.py stops at a file of a folder whose name without the ending has no `.idx`: this one has.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import asdict, dataclass
+from functools import lru_cache
+from pathlib import Path
+
+from costmodels.errors import InputError
+from costmodels.files import MIB, read_text
+from runtime.data.indexed import IndexedDataset, bare_prefix
+from runtime.data.tokenizers import Origin, Tokenizer, load_tokenizer
+
+
+@dataclass(frozen=True)
+class Record:
+    """A tokenizer as the files that it prepared know it; `digest` is what tells it from others."""
+
+    name: str
+    vocab_size: int
+    eod: int
+    digest: str
+    origin: Origin
+
+    def __str__(self) -> str:
+        return f"{self.name} ({self.vocab_size} ids, {self.eod} ends a document)"
+
+    def text(self, sequences: int, tokens: int) -> str:
+        """The record of a pair of so many sequences and tokens, as it is written."""
+        return json.dumps({**asdict(self), "sequences": sequences, "tokens": tokens}, indent=2) + "\n"
+
+
+def digest(tokenizer: Tokenizer) -> str:
+    """Alike for tokenizers whose ids mean the same, whichever files they come from."""
+    meaning = sorted(tokenizer.vocabulary().items()), tokenizer.eod
+    return hashlib.sha256(repr(meaning).encode()).hexdigest()[:32]
+
+
+def record_of(tokenizer: Tokenizer) -> Record:
+    """What is noted of a tokenizer."""
+    return Record(tokenizer.name, tokenizer.vocab_size, tokenizer.eod, digest(tokenizer), tokenizer.origin)
+
+
+def record_path(prefix: str | Path) -> Path:
+    """The record of a prefix, which may be given with or without `.bin` or `.idx`."""
+    return Path(f"{bare_prefix(prefix)}.tokenizer")
+
+
+def read_record(pair: IndexedDataset) -> Record | None:
+    """The record of a pair; None if it has none, or one of other tokens.
+
+    Raises InputError if it cannot be read or is damaged.
+    """
+    path = record_path(pair.prefix)
+    try:
+        content = json.loads(read_text(path, MIB))
+        origin = Origin(**content.pop("origin"))
+        counts = content.pop("sequences"), content.pop("tokens")
+        record = Record(**content, origin=origin)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise InputError(f"{path}: cannot be read: {error.strerror or error}") from None
+    except (ValueError, AttributeError, KeyError, TypeError, RecursionError):
+        raise _damaged(path) from None
+    texts = (record.name, record.digest, origin.kind)
+    files = (origin.vocab_file, origin.merge_file, origin.tokenizer_model)
+    numbers = (record.vocab_size, record.eod, *counts)
+    is_sound = (
+        all(isinstance(text, str) and text.isprintable() for text in texts)
+        and all(file is None or isinstance(file, str) for file in files)
+        and all(type(number) is int and number >= 0 for number in numbers)
+    )
+    if not is_sound:
+        raise _damaged(path)
+    return record if counts == (len(pair), pair.token_count) else None
+
+
+def _damaged(path: Path) -> InputError:
+    return InputError(
+        f"{path}: is not the record of a tokenizer that `planner data prepare` writes: delete it, or prepare "
+        "the data again"
+    )
+
+
+Known = tuple[Path, Record]
+"""The prefix of a pair, and its record."""
+
+
+def agreed(known: Known | None, flag: str, pair: IndexedDataset) -> Known | None:
+    """`known`, or else what is known of a pair, which `flag` names; raises InputError if the two differ."""
+    record = read_record(pair)
+    if record is None:
+        return known
+    if known is None:
+        return pair.prefix, record
+    if record.digest != known[1].digest:
+        raise InputError(
+            f"{flag} {pair.prefix}: was prepared with {record}, but {known[0]} with {known[1]}: their ids "
+            "differ in meaning: prepare all with one tokenizer"
+        )
+    return known
+
+
+def recorded_tokenizer(record: Record) -> Tokenizer:
+    """The tokenizer of a record; raises InputError if its files are gone or have become another's."""
+    tokenizer, found = _loaded(record.origin)
+    if found != record.digest:
+        file = record.origin.tokenizer_model or record.origin.vocab_file or record.origin.kind
+        raise InputError(f"{file}: is not {record} any more")
+    return tokenizer
+
+
+@lru_cache(maxsize=2)
+def _loaded(origin: Origin) -> tuple[Tokenizer, str]:
+    tokenizer = load_tokenizer(**asdict(origin))
+    return tokenizer, digest(tokenizer)
