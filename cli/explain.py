@@ -123,7 +123,7 @@ def print_explanation(found: Explanation, assumed: list[str]) -> None:
     screen.print(f"\n[bold]{'best' if best else 'closest'}[/bold]: {shown.layout.describe()}")
     if best is not None:
         screen.print(costs(best))
-    for line in tied(result, listed(result, SHOWN)):
+    for line in tied(*listed(result, SHOWN)):
         screen.print(line)
     for comparison in found.comparisons:
         _print_comparison(screen, comparison)

@@ -263,7 +263,8 @@ def _plans(
     result = search_here(model, batch, parallel, device, ranks, ranks, **further)
     for note in (*model.notes(), *parallel.notes()):
         print(f"planner: assumed: {note}", file=sys.stderr)
-    return [row.plan for row in listed(result, most)]
+    _, rows = listed(result, most)
+    return [row.plan for row in rows]
 
 
 def _planned(

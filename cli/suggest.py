@@ -96,8 +96,8 @@ def suggest(
         return
     check_price(budget.price_per_hour)
     tokens = UNIT_TOKENS if budget.tokens is None else parse_tokens(budget.tokens)
-    result = search(spec, world_size=world_size, **job).settled(output.top)
-    rows = listed(result, output.top) if result.feasible else _closest(result, output.top)
+    result, rows = listed(search(spec, world_size=world_size, **job), output.top)
+    rows = rows or _closest(result, output.top)
     plans = [row.plan for row in rows]
     shown = (plans if output.json else plans[:1]) if result.feasible and budget.given else []
     runs = [plan.run(tokens, budget.price_per_hour, failures) for plan in shown]

@@ -17,6 +17,9 @@ FORMS = {"zero_stage": "zero", "context_parallel_form": "cp_form"}
 SAME = 1e-9
 """Relative difference of estimates that rounding errors make."""
 
+AHEAD = 4
+"""How many times as many places as plans are looked at before they are settled."""
+
 
 @dataclass(frozen=True)
 class Listed:
@@ -34,16 +37,29 @@ class Listed:
         return f"= {' = '.join(self.twins)}" if self.twins else ""
 
 
-def listed(result: SearchResult, top: int) -> list[Listed]:
-    """The best `top` plans that fit and are no twin of a better one, in the order of `result.settled`."""
-    count = top + 1
+def listed(result: SearchResult, top: int) -> tuple[SearchResult, list[Listed]]:
+    """`result` settled as far as needed, and its best `top` plans that fit and are twins of no better one."""
+    count = _reach(result, top)
     while True:
         result = result.settled(count)
         found = _grouped(result, min(count, result.feasible))
         # One more than is shown, so that the last has all its twins.
         if len(found) > top or count >= result.feasible:
-            return found[:top]
+            return result, found[:top]
         count += top + 1 - len(found)
+
+
+def _reach(result: SearchResult, top: int) -> int:
+    """How many places hold more than `top` plans by prices that are not settled yet: to settle places again
+    and again takes longer than all at once."""
+    table, steps = result.prices.table, result.prices.step_time_s
+    plain = dict.fromkeys(FORMS)
+    seen: set[tuple[object, str]] = set()
+    for count, row in enumerate(result.places[: AHEAD * top].tolist(), 1):
+        seen.add((table.layout(row).model_copy(update=plain), f"{steps[row]:.8e}"))
+        if len(seen) > top:
+            return count
+    return top + 1
 
 
 def _grouped(result: SearchResult, count: int) -> list[Listed]:

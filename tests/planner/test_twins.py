@@ -5,6 +5,9 @@ from __future__ import annotations
 import json
 from itertools import pairwise
 
+import pytest
+
+from planner.ranking import SearchResult
 from planner.search import search
 from planner.twins import FORMS, listed
 from tests.conftest import Command
@@ -15,7 +18,7 @@ PROBLEM = {"model": "llama3-8b", "world_size": 8, "device": "h100", "global_batc
 
 def test_a_plan_stands_for_its_twins() -> None:
     result = search(**PROBLEM)
-    rows = listed(result, 10)
+    _, rows = listed(result, 10)
     plans = result.plans(rows[-1].place + len(rows[-1].twins))
     assert len(rows) == 10 and len(plans) > 10
     assert sum(1 + len(row.twins) for row in rows) == len(plans)
@@ -31,10 +34,18 @@ def test_a_plan_stands_for_its_twins() -> None:
             assert twin.removeprefix("zero ") == str(plans[place].layout.zero_stage) or "cp_form" in twin
 
 
+def test_places_with_twins_are_settled_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    result, asked = search(**PROBLEM), []
+    settled = SearchResult.settled
+    monkeypatch.setattr(SearchResult, "settled", lambda own, top: asked.append(top) or settled(own, top))
+    _, rows = listed(result, 10)
+    assert asked == [rows[-1].place + len(rows[-1].twins) + 1]
+
+
 def test_no_plan_is_listed_twice_however_many_are_asked_for() -> None:
     result = search(**PROBLEM)
-    ten = listed(result, 10)
-    assert [listed(result, top) for top in (1, 2, 3)] == [ten[:top] for top in (1, 2, 3)]
+    _, ten = listed(result, 10)
+    assert [listed(result, top)[1] for top in (1, 2, 3)] == [ten[:top] for top in (1, 2, 3)]
 
 
 def test_the_table_names_twins_in_the_row_of_the_first(planner_command: Command) -> None:
