@@ -29,6 +29,8 @@ class Abilities(Record):
     tensor_parallel: bool = True
     sequence_parallel: bool = True
     pipeline_parallel: bool = True
+    pipelines_of_experts: bool = True
+    """Pipelines of models with experts."""
     expert_parallel: bool = True
     expert_tensor_parallel: bool = True
     schedules: tuple[Schedule, ...] = get_args(Schedule)
@@ -41,6 +43,8 @@ class Abilities(Record):
     zero_stages: tuple[ZeroStage, ...] = ZERO_STAGES
     pipeline_zero_stages: tuple[ZeroStage, ...] = ZERO_STAGES
     """Those of them that go with pipeline parallelism."""
+    unpiped_zero_stages: tuple[ZeroStage, ...] = ZERO_STAGES
+    """Those that go without it."""
     expert_zero_stages: tuple[ZeroStage, ...] = ZERO_STAGES
     """Those that go with expert parallelism."""
     hybrid_zero_stages: tuple[ZeroStage, ...] = ZERO_STAGES

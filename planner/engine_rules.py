@@ -20,6 +20,9 @@ BLOCK = RECOMPUTE_METHODS.index("block")
 SWITCHES = ("tensor_parallel", "pipeline_parallel", "expert_parallel", "expert_tensor_parallel")
 """Degrees of which an engine without the feature runs 1 alone."""
 
+COMMAND = "`planner engines --json`"
+"""Where users see what engines run."""
+
 OF_MESH = (*SWITCHES, "context_parallel", "context_parallel_form", "schedule")
 
 GROUP_OF = {
@@ -84,6 +87,22 @@ def _rules(engine: Engine) -> Iterator[Rule]:
     ):
         if set(stages) < set(runs.zero_stages):
             yield _only(engine, "zero_stage", stages, _above_one(degree), f" with {degree}", rule)
+    if set(runs.unpiped_zero_stages) < set(runs.zero_stages):
+        yield _only(
+            engine,
+            "zero_stage",
+            runs.unpiped_zero_stages,
+            lambda d: d.pipeline_parallel == 1,
+            " without pipeline_parallel",
+            "engine_zero_alone",
+        )
+    if runs.pipeline_parallel and not runs.pipelines_of_experts:
+        yield Rule(
+            "engine_pipeline_experts",
+            lambda model, d: (d.pipeline_parallel > 1) & (model.experts > 0),
+            lambda model, d: f"engine {engine.name} has no pipelines of models with experts ({COMMAND})",
+            of_mesh=True,
+        )
     for rule, schedules, where, when in (
         ("engine_schedule_context", runs.context_parallel_schedules, _in_context, " with context_parallel"),
         (
@@ -150,13 +169,17 @@ def _only(
 
 def _has(engine: Engine, name: str, values: Sequence[Any], when: str = "", given: object = None) -> str:
     """What an engine runs of a degree, in words."""
-    if tuple(values) in ((1,), (False,)) or not values:
-        what = f"has no {name.removesuffix('_stage')}{when}"
+    if name.startswith("offload_"):
+        what = f"offloads no {name.removeprefix('offload_')}"
+    elif tuple(values) in ((1,), (False,)):
+        what = f"has no {name.replace('_parallel', ' parallelism').replace('_', ' ')}{when}"
+    elif not values:
+        what = f"has no {name}{when}"
     else:
         what = f"runs {name} {', '.join(map(str, values))}{when}"
         if given is not None:
             what += f", not {given}"
-    return f"engine {engine.name} {what} (`planner engines`)"
+    return f"engine {engine.name} {what} ({COMMAND})"
 
 
 def _in_context(d: Degrees) -> Bools:

@@ -52,6 +52,8 @@ def test_all_layouts_of_a_search_are_what_the_engine_runs(name: str, model: Mode
         assert layout.schedule in runs.schedules
         assert layout.zero_stage in runs.zero_stages
         assert layout.pipeline_parallel == 1 or layout.zero_stage in runs.pipeline_zero_stages
+        assert layout.pipeline_parallel > 1 or layout.zero_stage in runs.unpiped_zero_stages
+        assert layout.pipeline_parallel == 1 or runs.pipelines_of_experts or not model.experts
         assert layout.expert_parallel == 1 or layout.zero_stage in runs.expert_zero_stages
         assert layout.zero_replicas == 1 or layout.zero_stage in runs.hybrid_zero_stages
         assert layout.context_parallel == 1 or layout.context_parallel_form in runs.context_parallel_forms
@@ -77,12 +79,13 @@ def test_counts_name_the_rule_and_add_up() -> None:
     [
         ("megatron", "schedule=zbv", "pin schedule=zbv: engine megatron runs schedule 1f1b, interleaved"),
         ("megatron", "zero=2..3", "pin zero_stage=2..3: engine megatron runs zero_stage 0, 1"),
-        ("deepspeed", "pp=2", "pin pipeline_parallel=2: engine deepspeed has no pipeline_parallel"),
-        ("fsdp", "tp=2", "pin tensor_parallel=2: engine fsdp has no tensor_parallel"),
-        ("fsdp", "cp=2", "pin context_parallel=2: engine fsdp has no context_parallel"),
+        ("deepspeed", "pp=2", "pin pipeline_parallel=2: engine deepspeed has no pipeline parallelism"),
+        ("fsdp", "tp=2", "pin tensor_parallel=2: engine fsdp has no tensor parallelism"),
+        ("fsdp", "cp=2", "pin context_parallel=2: engine fsdp has no context parallelism"),
         ("torchtitan", "cp_form=all_to_all", "runs context_parallel_form all_gather, ring"),
         ("nanotron", "recompute=selective", "engine nanotron runs recompute none, full"),
-        ("nanotron", "offload_optimizer=true", "engine nanotron has no offload_optimizer"),
+        ("torchtitan", "recompute=selective", "engine torchtitan runs recompute none, full"),
+        ("nanotron", "offload_optimizer=true", "engine nanotron offloads no optimizer"),
     ],
 )
 def test_a_pin_outside_is_refused_in_one_line(engine: str, pin: str, words: str) -> None:
@@ -96,6 +99,15 @@ def test_two_pins_that_do_not_go_together_are_refused_with_the_rule() -> None:
         InputError, match="engine torchtitan runs zero_stage 0, 1 with pipeline_parallel, not 3"
     ):
         search(MODEL, engine="torchtitan", pin=["pp=2", "zero=3"], **JOB)
+    with pytest.raises(InputError, match="runs zero_stage 0, 2, 3 without pipeline_parallel, not 1"):
+        search(MODEL, engine="torchtitan", pin=["pp=1", "zero=1"], **JOB)
+    with pytest.raises(InputError, match="engine megatron-deepspeed has no pipelines of models with experts"):
+        search(EXPERTS, engine="megatron-deepspeed", pin="pp=2", **JOB)
+
+
+def test_deepspeed_keeps_copies_of_what_zero_3_splits() -> None:
+    result = search(MODEL, engine="deepspeed", pin=["zero=3", "zero_replicas=2"], **JOB)
+    assert result.best is not None and result.best.layout.zero_replicas == 2
 
 
 def test_flags_that_hold_where_possible_are_no_pins_of_what_an_engine_has_not() -> None:
@@ -103,7 +115,7 @@ def test_flags_that_hold_where_possible_are_no_pins_of_what_an_engine_has_not() 
 
     pins = where_possible({}, "sequence_parallel", True)
     assert search(MODEL, engine="fsdp", pin=pins, **JOB).feasible
-    with pytest.raises(InputError, match="has no sequence_parallel"):
+    with pytest.raises(InputError, match="has no sequence parallelism"):
         search(MODEL, engine="megatron-deepspeed", pin=pins, **JOB)
 
 
