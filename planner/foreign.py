@@ -53,6 +53,7 @@ def instead_of(name: str, known: Container[str]) -> str:
     said = INSTEAD.get(spelled, "")
     degree = spelled.lstrip("-").replace("-", "_")
     if not said and (degree in SHORT_NAMES or degree in Layout.model_fields):
-        said = f"use --pin {degree}=VALUE"
+        short = "--" + degree.replace("_", "-")
+        said = f"use {short}" if short in known else f"use --pin {degree}=VALUE"
     mentioned = [word.strip(",:") for word in said.split() if word.startswith("--")]
     return said if all(word in known for word in mentioned) else ""

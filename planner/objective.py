@@ -44,7 +44,7 @@ MEMORY_DIGITS = 3
 def parse_objective(text: str) -> Objective:
     """The objective of that name; raises `InputError` for an unknown one."""
     for objective in OBJECTIVES:
-        if text == objective:
+        if text.lower().replace("_", "-") == objective:
             return objective
     raise InputError(f"objective {text}: expected one of {', '.join(OBJECTIVES)}")
 

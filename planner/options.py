@@ -225,8 +225,8 @@ class ParallelOptions(AcceptedFlags):
     micro_batch_size: str | None = flag(
         None, "Fix or narrow micro_batch_size.", "--micro-batch-size", "--mbs", metavar="NUMBER|RANGE"
     )
-    recompute_granularity: str | None = flag(None, "Fix recompute: full or selective.")
-    recompute_activations: bool = flag(False, "Fix recompute=selective.")
+    recompute_granularity: str | None = flag(None, "Fix recompute: full or selective.", degree="recompute")
+    recompute_activations: bool = flag(False, "Fix recompute=selective.", degree="recompute")
     recompute_activation_function: bool = flag(
         False, "Fix recompute=selective with recompute_modules=activation."
     )
@@ -242,10 +242,12 @@ class ParallelOptions(AcceptedFlags):
         "Layers that uniform recomputation repeats from one input, or that block recomputes in a stage; with "
         "--swap-attention alone the first layers of a stage whose MLP recomputes, as in MindSpeed.",
     )
-    use_distributed_optimizer: bool = flag(False, "Fix zero_stage=1 wherever data_parallel > 1.")
-    num_distributed_optimizer_instances: int | None = flag(None, "Fix zero_replicas.")
-    optimizer_cpu_offload: bool = flag(False, "Fix offload_optimizer=true.")
-    swap_attention: bool = flag(False, "Fix offload_activations=true.")
+    use_distributed_optimizer: bool = flag(
+        False, "Fix zero_stage=1 wherever data_parallel > 1.", degree="zero_stage"
+    )
+    num_distributed_optimizer_instances: int | None = flag(None, "Fix zero_replicas.", degree="zero_replicas")
+    optimizer_cpu_offload: bool = flag(False, "Fix offload_optimizer=true.", degree="offload_optimizer")
+    swap_attention: bool = flag(False, "Fix offload_activations=true.", degree="offload_activations")
     optimizer: str | None = flag(None, f"Fix optimizer: {', '.join(get_args(Optimizer))}; adam unless given.")
     grad_reduce_in_bf16: bool = flag(False, "Fix gradient_reduction=bf16.")
     bf16: bool = flag(False, "Train in bf16; the device's usual format unless one is given.")

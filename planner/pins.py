@@ -232,7 +232,9 @@ def _items(pin: PinInput, verb: str) -> Iterable[_Item]:
     for text in [pin] if isinstance(pin, str) else pin:
         name, equals, value = text.partition("=")
         if not equals or not value.strip():
-            example = OTHER_WORDS.get(_plain(text), "tensor_parallel=8")
+            plain = _plain(text)
+            of_choices = (f"{degree}={plain}" for degree, values in _CHOICES.items() if plain in values)
+            example = OTHER_WORDS.get(plain) or next(of_choices, "tensor_parallel=8")
             raise InputError(f"{verb} {text!r}: expected name=value, such as {example}")
         yield _Item(_full_name(name.strip(), verb), value.strip(), verb)
 
@@ -317,7 +319,7 @@ def _near_choice(name: str, text: str) -> str:
     """The choice that somebody may have meant, to be appended to all of them."""
     pin = OTHER_WORDS.get(_plain(text), "")
     near = near_names(text, _CHOICES[name], cutoff=0.7)
-    if pin.startswith(f"{name}="):
+    if pin and _full_name(pin.partition("=")[0], "") == name:
         return f"; did you mean {pin.partition('=')[2]}?"
     if pin:
         return f"; did you mean pin {pin}?"

@@ -33,6 +33,8 @@ class Spoken:
     """What was typed by the degree that it fixes: a flag, or the name in a pin."""
     begins: Mapping[str, str]
     """Flags by the beginning of a message that is about their value, where their names are English words."""
+    switches: frozenset[str]
+    """Those of `typed` that are given without a value."""
 
     def of(self, message: str) -> str:
         """`message` with these names."""
@@ -45,7 +47,12 @@ class Spoken:
             message = re.sub(_alone(name), flag, message)
         for name, word in self.typed.items():
             if word.startswith("--"):
-                given = rf"(\b(the )?pin )?(?<!forbid ){_alone(name, '=')}(?=[\w.])"
+                # Layouts are described by the names that have no short form.
+                pin = rf"(\b(the )?pin ){'?' * (name in SHORT_NAMES.values())}(?<!forbid )"
+                given = rf"{pin}{_alone(name, '=')}(?=[\w.])"
+                if word in self.switches:
+                    message = re.sub(rf"{given}\w+( where possible)?", word, message)
+                    continue
                 message = re.sub(given, f"{word} ", message)
                 message = re.sub(rf"\bpin {_alone(name)}", word, message)
             else:
@@ -87,7 +94,8 @@ def spoken(fields: Sequence[tuple[str, tuple[str, ...], str | None]], words: Seq
     if _BATCH in flags and flags[_BATCH] not in given and flags.get(_LARGEST) in given:
         # The batch of a layout under a maximum, which nobody gave.
         flags[_BATCH] = "a batch of"
-    return Spoken(flags, typed, begins)
+    switches = {word for word, after in pairwise([*words, "--"]) if after.startswith("-")}
+    return Spoken(flags, typed, begins, frozenset(switches))
 
 
 def _pinned(words: Sequence[str]) -> Iterator[tuple[str, str]]:

@@ -100,6 +100,7 @@ def test_what_other_tools_call_a_flag_is_known_where_there_is_one_like_it() -> N
     assert instead_of("--train_samples", {"--train-iters": 1}) == "use --train-iters"
     assert instead_of("--train-samples", {"--seed": 1}) == ""
     assert instead_of("--zero-stage", {"--pin": 1}) == "use --pin zero_stage=VALUE"
+    assert instead_of("--TP", {"--pin": 1, "--tp": 1}) == "use --tp"
     every = {name for group in GROUPS for field in dataclasses.fields(group) for name in flag_names(field)}
     for name in INSTEAD:
         assert name not in every

@@ -17,7 +17,7 @@ from costmodels import ModelSpec, price
 from costmodels.errors import InputError
 from costmodels.pricing import Prices
 from planner import Plan, first_plans, search, suggest
-from planner.objective import MEMORY_DIGITS, OBJECTIVES
+from planner.objective import MEMORY_DIGITS, OBJECTIVES, parse_objective
 
 TINY = ModelSpec(name="tiny", layers=4, hidden=256, heads=8, vocab=1000, seq=128)
 
@@ -127,3 +127,7 @@ def test_an_unknown_objective_ends_in_one_line() -> None:
         InputError, match=r"^objective speed: expected one of throughput, step-time, cost, memory$"
     ):
         search(TINY, world_size=4, global_batch_size=16, objective="speed")
+
+
+def test_case_and_underscores_of_an_objective_do_not_matter() -> None:
+    assert parse_objective("Step_Time") == "step-time"

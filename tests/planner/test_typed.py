@@ -45,6 +45,21 @@ def said(message: str, typed: str) -> str:
             "pin pipeline_parallel=1 and forbid pipeline_parallel=1",
             "--pp 1 and forbid pipeline_parallel=1",
         ),
+        (
+            "--swap-attention --tp 2",
+            "pin offload_activations=True: engine a offloads no activations",
+            "--swap-attention: engine a offloads no activations",
+        ),
+        (
+            "--use-distributed-optimizer",
+            "pin zero_stage=1 where possible: engine a runs zero_stage 0, 2",
+            "--use-distributed-optimizer: engine a runs zero_stage 0, 2",
+        ),
+        (
+            "--recompute-granularity full",
+            "pin recompute=full, but the closest has recompute=none",
+            "--recompute-granularity full, but the closest has recompute=none",
+        ),
         # Plans and rules name degrees by what stands before an equals sign, and files name their own fields.
         ("--tp 2", "the closest, tp=2 pp=1, needs 9 GiB", "the closest, tp=2 pp=1, needs 9 GiB"),
         (
