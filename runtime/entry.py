@@ -4,6 +4,7 @@ What `python -m MODULE` runs may be of the working directory, and so may all tha
 with a `runtime` or a `typing.py` of its own. A file that is named by its path looks there for nothing.
 """
 
+import os
 import sys
 
 if __name__ == "__main__" and not (sys.flags.isolated or getattr(sys.flags, "safe_path", False)):
@@ -24,7 +25,7 @@ def command(module: str, *arguments: str) -> list[str]:
 
 def main() -> None:
     """Become the module that the first argument names."""
-    if ROOT not in sys.path:
+    if ROOT not in map(os.path.realpath, sys.path):
         sys.path.insert(0, ROOT)  # Of a source tree, say, that is not installed.
     del sys.argv[0]
     run_module(sys.argv[0], run_name="__main__", alter_sys=True)

@@ -29,7 +29,9 @@ def leave_working_directory(root: Path) -> None:
     for name in NEEDED:
         found = PathFinder.find_spec(name)
         file = None if found is None else found.origin
-        if file is not None and Path(file) not in (root / f"{name}.py", root / name / "__init__.py"):
+        # The path may go over links, such as that of a home folder, which `root` does not.
+        own = root / f"{name}.py", root / name / "__init__.py"
+        if file is not None and Path(file).resolve() not in own:
             print(
                 f"runtime: error: {file} is in the way of the package {name} in {root}: rename it, or take "
                 "its folder out of PYTHONPATH",

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from runtime import own_path
+from runtime import entry, own_path
 from runtime.faults.tether import tethered
 from runtime.launch import torchrun_command
 from runtime.spawning import spawned
@@ -76,6 +76,21 @@ def test_a_module_leaves_the_folder_in_which_it_is_typed(
     monkeypatch.setattr(sys, "path", [str(ROOT), *others])
     own_path.leave_working_directory(ROOT)
     assert sys.path == [str(ROOT), *others]
+
+
+def test_a_link_to_the_installation_is_the_installation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where home folders are links to another disk."""
+    (tmp_path / "home").symlink_to(ROOT)
+    others = [folder for folder in sys.path if folder not in ("", str(ROOT))]
+    monkeypatch.setattr(sys, "path", path := [str(tmp_path / "home"), *others])
+    monkeypatch.chdir(tmp_path)
+    own_path.leave_working_directory(ROOT)
+    monkeypatch.setattr(sys, "argv", ["entry.py", "runtime.pretrain"])
+    monkeypatch.setattr(entry, "run_module", lambda name, **_: None)
+    entry.main()
+    assert sys.path == path == [str(tmp_path / "home"), *others]
 
 
 def test_a_file_that_comes_before_a_package_is_named(
