@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
     ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
@@ -50,6 +51,8 @@ KNOWN = frozenset(
     {(_OF_METADATA, name) for name in _CLASSES}
     | {("torch", name) for name in _DTYPES}
     | {("torch", "Size"), ("torch.serialization", "_get_layout"), (_FILESYSTEM, "_StorageInfo")}
+    # Python 3.11.0 to 3.11.3 write members of enumerations as calls of it.
+    | {("builtins", "getattr")}
     # The folder that was written to, which nobody needs.
     | {(module, f"{kind}Path") for module in ("pathlib", "pathlib._local") for kind in ("Posix", "Windows")}
 )
@@ -266,15 +269,18 @@ class _Parser:
 def _metadata(found: Any) -> Metadata:
     """What was read as PyTorch's own classes; each field is looked at, and none is taken as it is."""
     fields = _fields(found, "Metadata")
-    tensors = {_text(name): _tensor(stored) for name, stored in _pairs(fields.get("state_dict_metadata"))}
     places = dict(_place(key, value) for key, value in _pairs(fields.get("storage_data")))
-    for name, stored in tensors.items():
+    tensors: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
+    for key, value in _pairs(fields.get("state_dict_metadata")):
+        # One after the other: a file may name the pieces of one tensor for ever so many more.
+        name, stored = _text(key), _tensor(value)
         if sum(math.prod(chunk.sizes) for chunk in stored.chunks) != math.prod(stored.size):
             raise _Malformed(f"the pieces of {name!r} do not make it up")
         for chunk in stored.chunks:
             if MetadataIndex(name, chunk.offsets) not in places:
                 raise _Malformed(f"a piece of {name!r} lies nowhere")
-    return Metadata(dict(tensors), storage_data=places)
+        tensors[name] = stored
+    return Metadata(tensors, storage_data=places)
 
 
 def _fields(found: Any, name: str, module: str = _OF_METADATA) -> dict[str, Any]:

@@ -132,6 +132,9 @@ class _Slice(io.RawIOBase):
         if not len(view):
             return 0
         self.file.seek(self.start + self.at)
-        count = self.file.readinto(view) or 0  # type: ignore[attr-defined]
-        self.at += count
-        return int(count)
+        done = 0
+        # The system reads at most 2 GiB at once, and PyTorch takes less than it asked for as the end.
+        while done < len(view) and (count := self.file.readinto(view[done:])):  # type: ignore[attr-defined]
+            done += count
+        self.at += done
+        return done

@@ -2,21 +2,32 @@
 
 from __future__ import annotations
 
+import io
 import pickle
 import shutil
 import warnings
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    _MEM_FORMAT_ENCODING,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 
 from benchmarks import fuzz_hostile
 from benchmarks.fuzz_targets import small_plan
 from costmodels.errors import InputError
 from runtime import checkpoint
-from runtime.checkpoint.metadata import METADATA, read_metadata
+from runtime.checkpoint import metadata, reader
+from runtime.checkpoint.metadata import METADATA, Place, read_metadata
 from runtime.stored_model import StoredModel, is_hugging_face
 from tests.conftest import Command
 
@@ -103,7 +114,38 @@ def test_a_downloaded_model_with_a_tracker_in_it_is_refused(
     assert is_hugging_face(copy)
 
 
-def test_metadata_is_read_as_pytorch_reads_it(stored: Path) -> None:
+def test_pieces_that_many_tensors_share_are_not_made_for_each(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, pieces = torch.Size([1]), 100
+    chunks = [ChunkStorageMetadata(torch.Size([i]), one) for i in range(pieces)]
+    shared = TensorStorageMetadata(TensorProperties(), torch.Size([pieces]), chunks)
+    places = {MetadataIndex("0", chunk.offsets): _StorageInfo("a", 0, 1) for chunk in chunks}
+    theirs = Metadata({str(name): shared for name in range(1000)}, storage_data=places)
+    (tmp_path / METADATA).write_bytes(pickle.dumps(theirs))
+    made, make = Counter[str](), metadata._chunk
+    monkeypatch.setattr(metadata, "_chunk", lambda *found: made.update(["piece"]) or make(*found))
+    with pytest.raises(InputError, match="a piece of '1' lies nowhere"):
+        read_metadata(tmp_path)
+    assert made["piece"] == 2 * pieces
+
+
+def test_a_piece_that_the_system_reads_in_parts_is_whole() -> None:
+    """Linux reads at most 2 GiB at once."""
+    whole = io.BytesIO()
+    torch.save(torch.arange(9000), whole)
+
+    class InParts(io.BytesIO):
+        def readinto(self, buffer: Any) -> int:
+            return super().readinto(memoryview(buffer)[:1000])
+
+    found = reader._tensor(InParts(whole.getvalue()), Place("a", 0, len(whole.getvalue())))
+    assert torch.equal(found, torch.arange(9000))
+
+
+def test_metadata_is_read_as_pytorch_reads_it(
+    stored: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     ours = read_metadata(stored / "iter_0000003")
     theirs: Metadata = pickle.loads((stored / "iter_0000003" / METADATA).read_bytes())
     assert ours.state_dict_metadata == theirs.state_dict_metadata
@@ -112,6 +154,12 @@ def test_metadata_is_read_as_pytorch_reads_it(stored: Path) -> None:
         index: (place.relative_path, place.offset, place.length)
         for index, place in theirs.storage_data.items()
     }
+    # As Python 3.11.0 to 3.11.3 pickle it.
+    by_name = lambda member, protocol: (getattr, (type(member), member.name))  # noqa: E731
+    monkeypatch.setattr(_MEM_FORMAT_ENCODING, "__reduce_ex__", by_name)
+    (tmp_path / METADATA).write_bytes(pickle.dumps(theirs))
+    assert b"getattr" in (tmp_path / METADATA).read_bytes()
+    assert read_metadata(tmp_path) == ours
     tensors = StoredModel(stored)
     assert all(
         torch.equal(tensors.read_ours(name), torch.ones(shape)) for name, shape in tensors.shapes.items()
