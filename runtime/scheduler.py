@@ -72,9 +72,12 @@ def _is_slurm_step(environment: Mapping[str, str]) -> bool:
     """Whether srun started this: a batch script and the shell of salloc have variables of Slurm too.
 
     Slurm numbers the tasks of srun (SLURM_PROCID) and the batch script, which it marks as such and which
-    belongs to no step; what salloc runs has no number, or that of a special step.
+    belongs to no step; what salloc runs has no number, or that of a special step. Of `srun --pty bash`, with
+    as many tasks as GPUs are to be had, the first task alone is a shell, and the others end at once.
     """
     if "SLURM_PROCID" not in environment:
+        return False
+    if "SLURM_PTY_PORT" in environment and environment["SLURM_PROCID"] == "0":
         return False
     for name in ("SLURM_STEP_ID", "SLURM_STEPID"):
         if name in environment:

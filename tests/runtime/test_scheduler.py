@@ -22,6 +22,8 @@ AGENT = {"RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
         ({"SLURM_NTASKS": "2", "SLURM_PROCID": "1"}, "SLURM_NTASKS=2"),
         # In a batch script, but of srun.
         (STEP | {"ENVIRONMENT": "BATCH", "SLURM_STEP_NUM_TASKS": "4"}, "SLURM_STEP_NUM_TASKS=4"),
+        # Of srun --pty, but not the task that has the terminal.
+        (STEP | {"SLURM_PTY_PORT": "7", "SLURM_PROCID": "1", "SLURM_NTASKS": "2"}, "SLURM_NTASKS=2"),
         ({"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "1"}, "OMPI_COMM_WORLD_SIZE=2"),
         ({"PMI_SIZE": "8", "PMI_RANK": "0"}, "PMI_SIZE=8"),
         ({"PMIX_RANK": "3"}, "PMIX_RANK=3"),
@@ -41,6 +43,7 @@ def test_one_of_several_tasks_is_refused(environment: dict[str, str], named: str
         {"SLURM_JOB_ID": "9", "SLURM_NTASKS": "2", "SLURM_PROCID": "0", "ENVIRONMENT": "BATCH"},
         STEP | {"SLURM_STEP_ID": "4294967290", "SLURM_STEP_NUM_TASKS": "2"},  # The same as a step.
         STEP | {"SLURM_NTASKS": "2", "SLURM_STEP_NUM_TASKS": "1"},
+        STEP | {"SLURM_NTASKS": "8", "SLURM_STEP_NUM_TASKS": "8", "SLURM_PTY_PORT": "7"},  # srun --pty bash.
         {"OMPI_COMM_WORLD_SIZE": "1", "PMIX_RANK": "0"},
         {"OMPI_COMM_WORLD_SIZE": "two"},
     ],
