@@ -84,6 +84,7 @@ class Owner:
         )
         self.file: int | None = None
         self.ended = threading.Event()
+        self.beats = threading.Thread(target=self._beat, name="owner", daemon=True)
 
     def acquire(self, patience_s: float = PATIENCE_S) -> None:
         """Own the folder, waiting `patience_s` for another process that is ending.
@@ -105,12 +106,15 @@ class Owner:
                 )
             time.sleep(0.1)
         _owners[self.path.resolve()] = self
-        threading.Thread(target=self._beat, name="owner", daemon=True).start()
+        self.beats.start()
 
     def release(self) -> None:
         """Let others write."""
         if self.file is None:
             return
+        # A count that is on its way must not come over the record of who is next.
+        self.ended.set()
+        self.beats.join(PATIENCE_S)
         with contextlib.suppress(OSError):
             if _read(self.path, self.record.token) is not None:
                 os.ftruncate(self.file, 0)

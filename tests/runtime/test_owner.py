@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -135,6 +136,27 @@ def test_the_owner_goes_on_counting(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     with owned(tmp_path, "--save x"):
         while record(tmp_path).beat < 3:
             time.sleep(0.001)
+
+
+def test_a_count_on_its_way_does_not_outlive_the_owner(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "BEAT_S", 0.001)
+    owner, began = Owner(tmp_path, "--save x"), threading.Event()
+    write_now = owner._write
+
+    def late() -> None:
+        if threading.current_thread() is not threading.main_thread():
+            began.set()
+            owner.ended.wait()
+        write_now()
+
+    monkeypatch.setattr(owner, "_write", late)
+    owner.acquire()
+    began.wait()
+    owner.release()
+    owner.beats.join()
+    assert (tmp_path / OWNER).read_bytes() == b""
 
 
 def test_a_job_that_lost_its_folder_touches_nothing_there(tmp_path: Path) -> None:
