@@ -31,6 +31,9 @@ IMPORTED = ("runtime.pretrain", "runtime.loop", "torch._dynamo", "numpy.random")
 GRACE_S = 30.0
 """Seconds that ranks have to end after SIGTERM, as with torchrun."""
 
+LOOK_S = 0.5
+"""Seconds between looks at whether ranks that are to end have had their time."""
+
 STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 """Signals that end the ranks with this process."""
 
@@ -55,7 +58,8 @@ def main() -> NoReturn:
     line = sys.stdin.readline()
     if not line.endswith("\n"):
         sys.exit(0)  # Whoever started this has ended, or wants no ranks after all.
-    job = RanksToFork.model_validate_json(line)
+    # Not pydantic's reader of JSON: words that are no UTF-8 have surrogates, which it refuses.
+    job = RanksToFork.model_validate(json.loads(line))
     os.environ |= job.environment
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, sys.stdin.fileno())
@@ -99,12 +103,13 @@ def run(ranks: int, arguments: Sequence[str], grace_s: float = GRACE_S) -> int:
     # A signal that comes meanwhile waits until there is somebody to hear of it.
     signal.pthread_sigmask(signal.SIG_BLOCK, (*STOPPING, signal.SIGUSR1))
     running: dict[int, int] = {}
+    agent = os.getpid()
     flush()
     for rank in range(ranks):
         pid = os.fork()
         if pid == 0:
             listener.close()
-            _become(rank, ranks, port, arguments)
+            _become(agent, rank, ranks, port, arguments)
         running[pid] = rank
     return _Agent(running, grace_s).watch(listener)
 
@@ -122,6 +127,8 @@ class _Agent:
         """Wait for all ranks; the exit code of the job."""
         from torch._C._distributed_c10d import TCPStore
 
+        # Taken in `_next`; blocked before the store starts a thread, which would take them instead.
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})
         for number in STOPPING:
             signal.signal(number, self._stop)
         signal.signal(signal.SIGUSR1, self._pass_on)
@@ -143,13 +150,13 @@ class _Agent:
     def _next(self) -> tuple[int, int, int]:
         """Rank, process and exit code of the next rank that ends."""
         while True:
-            # Looked at in turns only once ranks have a time in which to end.
-            pid, status = os.waitpid(-1, 0 if self.kills_at is None else os.WNOHANG)
+            pid, status = os.waitpid(-1, os.WNOHANG)
             if pid in self.running:
                 return self.running.pop(pid), pid, os.waitstatus_to_exitcode(status)
             if self.kills_at is not None and time.monotonic() > self.kills_at:
                 self._send(signal.SIGKILL)
-            time.sleep(0.02)
+            # Not a waitpid that waits: a request to stop would be heard, and the wait go on without an end.
+            signal.sigtimedwait({signal.SIGCHLD}, LOOK_S)
 
     def _send(self, number: int) -> None:
         for pid in self.running:
@@ -171,7 +178,7 @@ class _Agent:
             os.kill(self.first, signal.SIGUSR1)
 
 
-def _become(rank: int, ranks: int, port: int, arguments: Sequence[str]) -> NoReturn:
+def _become(agent: int, rank: int, ranks: int, port: int, arguments: Sequence[str]) -> NoReturn:
     """What one rank runs, as `python -m runtime.pretrain` under torchrun would."""
     code: Any = 1
     try:
@@ -180,7 +187,7 @@ def _become(rank: int, ranks: int, port: int, arguments: Sequence[str]) -> NoRet
         import runtime
         from runtime import pretrain
 
-        runtime.PARENT = os.getppid()
+        runtime.PARENT = agent
         sys.argv = ["runtime.pretrain", *arguments]
         pretrain.main()
     except SystemExit as stop:

@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -292,9 +292,22 @@ def _read(name: str, stream: IO[str], lines: queue.Queue[tuple[str, str | None]]
 
 def _ranks(torchrun: int) -> list[int]:
     """Processes of the ranks that a torchrun has started, the first one first."""
+    return sorted(pid for pid, parent in _processes() if parent == torchrun)
+
+
+def _processes() -> Iterator[tuple[int, int]]:
+    """All processes of this machine with their parents."""
+    if sys.platform == "linux":
+        # Images of containers often have no ps.
+        for path in Path("/proc").glob("[0-9]*/stat"):
+            with contextlib.suppress(OSError):
+                _, parent = path.read_bytes().rpartition(b")")[2].split()[:2]
+                yield int(path.parent.name), int(parent)
+        return
     listing = subprocess.run(["ps", "-eo", "pid=,ppid="], capture_output=True, text=True)
-    pairs = (tuple(map(int, line.split())) for line in listing.stdout.splitlines())
-    return sorted(pid for pid, parent in pairs if parent == torchrun)
+    for line in listing.stdout.splitlines():
+        pid, parent = line.split()
+        yield int(pid), int(parent)
 
 
 def _pass_on_to_rank(torchrun: int, number: signal.Signals) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import subprocess
@@ -292,11 +293,10 @@ def test_a_second_signal_does_not_wait_for_the_save(tmp_path: Path) -> None:
 @ON_LINUX
 def test_ranks_are_not_forked_beside_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     command = torchrun_command(2, ["--train-iters", "3"])
-    job = forked.RanksToFork(
-        ranks=2, arguments=command[-2:], environment={"PLANNER_RESTART_COUNT": "1"}, command=command
-    )
+    environment = {"PLANNER_RESTART_COUNT": "1", "NO_UTF_8": os.fsdecode(b"caf\xe9")}
+    job = {"ranks": 2, "arguments": command[-2:], "environment": environment, "command": command}
     read, write = os.pipe()
-    os.write(write, f"{job.model_dump_json()}\n".encode())
+    os.write(write, f"{json.dumps(job)}\n".encode())
     became: list[list[str]] = []
 
     def become(program: str, words: list[str]) -> None:
@@ -318,7 +318,34 @@ def test_ranks_are_not_forked_beside_a_thread(monkeypatch: pytest.MonkeyPatch) -
         thread.join()
         os.close(write)
     assert became == [command]
-    assert forked.os.environ == {"PLANNER_RESTART_COUNT": "1"}
+    assert forked.os.environ == environment
+
+
+@ON_LINUX
+def test_forked_ranks_that_do_not_heed_a_request_to_stop_are_killed() -> None:
+    script = (
+        "import os, signal, time\n"
+        "from runtime import forked\n"
+        "def become(agent, *_):\n"
+        "    signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+        "    os.kill(agent, signal.SIGTERM)\n"
+        "    time.sleep(3600)\n"
+        "forked._become = become\n"
+        "print(forked.run(1, [], grace_s=0.1))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=300
+    )
+    assert (done.stdout, done.stderr) == ("1\n", "")
+
+
+@ON_LINUX
+def test_ranks_are_found_where_there_is_no_ps(monkeypatch: pytest.MonkeyPatch) -> None:
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
+        monkeypatch.setenv("PATH", "")
+        assert child.pid in launch._ranks(os.getpid())
+        assert child.stdin is not None
+        child.stdin.write(b"\n")
 
 
 @ON_LINUX
