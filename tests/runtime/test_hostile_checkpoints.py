@@ -75,6 +75,12 @@ def test_hostile_files_run_nothing_and_end_in_one_line(tmp_path: Path) -> None:
     assert outcomes["refused"] > 60 and outcomes["other"] <= 2
 
 
+def one_line_refuses(err: str) -> bool:
+    """Whether what a command says ends with one line of an error, after what it was at."""
+    *phases, error = err.splitlines()
+    return error.startswith("planner: error: ") and not any("rror" in line for line in phases)
+
+
 def test_a_planted_command_does_run_where_it_is_unpickled(tmp_path: Path) -> None:
     """Otherwise the test above would prove nothing."""
     canary = tmp_path / fuzz_hostile.CANARY
@@ -93,7 +99,7 @@ def test_commands_refuse_a_checkpoint_with_a_planted_command(
 ) -> None:
     plant(copy, tmp_path / "canary")
     code, _, err = planner_command(*command.format(copy, tmp_path).split())
-    assert code == 2 and err.count("\n") == 1
+    assert code == 2 and one_line_refuses(err)
     assert ".metadata: not what PyTorch writes: it names 'posix.system'" in err
     assert not (tmp_path / "canary").exists()
 
@@ -105,7 +111,7 @@ def test_a_downloaded_model_with_a_tracker_in_it_is_refused(
     (copy / "config.json").write_text("{}")
     for command in (f"convert --input {copy} --output {tmp_path}/out", f"generate --load {copy} --prompt a"):
         code, _, err = planner_command(*command.split())
-        assert code == 2 and err.count("\n") == 1
+        assert code == 2 and one_line_refuses(err)
         assert f"{copy} holds both a Hugging Face model (config.json) and checkpoints" in err
     (copy / checkpoint.TRACKER).unlink()
     with pytest.raises(InputError, match="holds both a Hugging Face model"):
