@@ -16,6 +16,7 @@ from costmodels.catalogue import (
     load_model,
     model_names,
 )
+from costmodels.errors import InputError
 from costmodels.hardware import Device
 from costmodels.words import GIB
 from planner.flags import flag, takes
@@ -75,6 +76,8 @@ class DevicesOutput(Output):
 @takes(output=DevicesOutput)
 def devices(output: DevicesOutput) -> None:
     """List the devices of the catalogue."""
+    if output.template and output.json:
+        raise InputError("--template prints YAML to fill in, and --json what the catalogue holds; give one")
     if output.template:
         print(device_template(), end="")
         return

@@ -15,6 +15,7 @@ import typer
 from costmodels.errors import InputError
 from planner.command import HELP, Command
 from planner.flags import flag, takes
+from planner.numbers import AT_LEAST_1
 
 if TYPE_CHECKING:
     from runtime.data import Summary, Tokenizer
@@ -103,9 +104,11 @@ class Output:
     )
     append_eod: bool = flag(False, "End each document that is not empty with the end-of-document token.")
     workers: int | None = flag(
-        None, "Processes that encode text, but no more than cores; all cores if not given."
+        None,
+        "Processes that encode text, but no more than cores; all cores if not given.",
+        within=AT_LEAST_1,
     )
-    chunk_size: int = flag(1024, "Documents that a process takes at a time.")
+    chunk_size: int = flag(1024, "Documents that a process takes at a time.", within=AT_LEAST_1)
     dataset_impl: str = flag("mmap", "Kind of token files: mmap is the only one.")
 
 
@@ -116,12 +119,15 @@ def prepare(source: Source, encoding: Encoding, output: Output) -> None:
     # Imported here so that the other commands start without numpy's and the tokenizers' share of a second.
     from runtime.data import prepare as prepare_files
     from runtime.data.sources import expand
+    from runtime.no_effect import without_effect
 
     _check_prefix(output.output_prefix)
     if output.dataset_impl != "mmap":
         raise InputError(f"--dataset-impl {output.dataset_impl!r}: only mmap is written")
     files = expand(source.input)
     tokenizer = encoding.tokenizer()
+    for line in without_effect(encoding):
+        print(f"planner: note: {line}", file=sys.stderr)
     keys = [key for word in source.json_keys for key in word.split()]
     start = time.perf_counter()
     with _bar("tokenizing", sum(file.stat().st_size for file in files)) as show:

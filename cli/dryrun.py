@@ -9,6 +9,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from cli.interrupts import leaving_at_ctrl_c
+from cli.notes import not_used
 from cli.pasted import pasted
 from cli.status import Status
 from cli.tables import console, table
@@ -17,14 +18,14 @@ from costmodels.errors import InputError
 from costmodels.estimate import StageMemory
 from costmodels.words import GIB
 from planner import advice
-from planner.asked import search_arguments
+from planner.asked import idle_links, search_arguments
 from planner.flags import flag, takes
 from planner.options import BatchOptions, ClusterOptions, ModelOptions, ParallelOptions, check_alone
 from planner.plan import Plan
 from planner.search import search
 from runtime.job_rules import job_rules, reachable
-from runtime.loss_scale import unused_scale
 from runtime.memory_trace import CATEGORIES, MemoryTrace
+from runtime.no_effect import without_effect
 from runtime.options import TrainingOptions
 from runtime.preflight import check_plan, check_training
 
@@ -90,9 +91,9 @@ def dryrun(
         plan = Plan.load(options.plan)
     check_plan(plan, plan.layout.world_size)
     check_training(plan, training, unused)
-    unused_flag = unused_scale(training, plan.layout)
-    if unused_flag is not None:
-        print(f"planner: note: {unused_flag}", file=sys.stderr)
+    idle = without_effect(training, spec=plan.model, layout=plan.layout)
+    for line in (*idle, *not_used(unused, "a dry run")):
+        print(f"planner: note: {line}", file=sys.stderr)
     ranks = _ranks(plan, options)
     _check_installed(plan)
     traces = _trace(plan, training, ranks)
@@ -115,7 +116,8 @@ def _planned(
     result = search(spec, world_size=cluster.required_world_size(), **asked)
     if not result.feasible:
         raise advice.no_layout_fits(result)
-    for note in (*model.notes(), *cluster.notes(), *parallel.notes()):
+    idle = idle_links(cluster, result.problem.cluster)
+    for note in (*model.notes(), *cluster.notes(), *parallel.notes(), *idle):
         print(f"planner: assumed: {note}", file=sys.stderr)
     return result.plans(1)[0]
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from cli.notes import not_planned_with
 from cli.pasted import pasted
 from cli.tables import console, table
 from costmodels.errors import NoLayoutFits
-from planner.asked import assumed_engine, search_arguments
+from planner.asked import assumed_engine, idle_links, search_arguments
 from planner.comparison import Comparison
 from planner.explained import (
     HEADS,
@@ -102,7 +104,10 @@ def explain(
             *cluster.notes(),
             *parallel.notes(),
             *assumed_engine(parallel, found.result.problem),
+            *idle_links(cluster, found.result.problem.cluster),
         ]
+    for note in not_planned_with(unused, parallel, found.result.problem.engine.name):
+        print(f"planner: note: {note}", file=sys.stderr)
     if questions.json:
         print(json.dumps(as_json(found, assumed), indent=2))
     else:

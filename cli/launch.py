@@ -16,6 +16,7 @@ import typer
 
 from cli.ending import Ending, peak_bytes, peak_range, step_range
 from cli.notes import unbalanced_experts, whole_optimizer
+from cli.pasted import RESTARTS
 from cli.progress import Display
 from cli.restarts import run_with_restarts, usable_ranks
 from cli.status import Status
@@ -23,7 +24,9 @@ from cli.trial import TrialOptions, best_of
 from costmodels.catalogue.host import available_cores
 from costmodels.errors import InputError
 from costmodels.words import GIB, in_seconds
+from planner.asked import idle_links
 from planner.flags import arguments, flag, takes
+from planner.numbers import check_bounds
 from planner.options import BatchOptions, ClusterOptions, ModelOptions, ParallelOptions, check_alone
 from planner.plan import Plan
 from planner.rule import Rule
@@ -36,7 +39,7 @@ from runtime.launch import Outcome, Stopped, shell_line, torchrun_command
 from runtime.logs.console import say
 from runtime.options import DataOptions, OutputOptions, TrainingOptions
 from runtime.owner import owned
-from runtime.preflight import check_folder, check_host, check_plan, check_timeout, check_training
+from runtime.preflight import TIMEOUT, check_folder, check_host, check_plan, check_training
 from runtime.scheduler import check_one_task
 from runtime.text import open_datasets
 from runtime.warm_ranks import FORKS, WarmRanks
@@ -53,16 +56,18 @@ class LaunchOptions:
 
     plan: str | None = flag(None, "Plan file to run instead of planning.", metavar="FILE")
     dry_run: bool = flag(False, "Print the torchrun command and stop.")
-    distributed_timeout_minutes: float = flag(10.0, "Minutes after which a stuck collective is an error.")
+    distributed_timeout_minutes: float = flag(
+        10.0, "Minutes after which a stuck collective is an error.", within=TIMEOUT
+    )
     max_restarts: int = flag(
-        0, "Start the job again from its last checkpoint after so many failures, such as a killed rank."
+        0,
+        "Start the job again from its last checkpoint after so many failures, such as a killed rank.",
+        within=RESTARTS,
     )
 
     def check(self, output: OutputOptions) -> None:
         """Raise `InputError` for values that make no sense."""
-        check_timeout(self.distributed_timeout_minutes)
-        if self.max_restarts < 0:
-            raise InputError(f"--max-restarts {self.max_restarts}: must be 0 (never) or positive")
+        check_bounds(self)
         if self.max_restarts and output.save is None:
             raise InputError("--max-restarts needs --save FOLDER, whose last checkpoint is gone on from")
 
@@ -261,7 +266,8 @@ def _plans(
     margin = cluster.memory_margin_gib
     further: dict[str, Any] = {"memory_margin_gib": margin, "rules": rules, **cluster.network()}
     result = search_here(model, batch, parallel, device, ranks, ranks, **further)
-    for note in (*model.notes(), *parallel.notes()):
+    idle = idle_links(cluster, result.problem.cluster)
+    for note in (*model.notes(), *parallel.notes(), *idle):
         print(f"planner: assumed: {note}", file=sys.stderr)
     _, rows = listed(result, most)
     return [row.plan for row in rows]

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
+import dataclasses
+from collections.abc import Container, Iterable, Iterator
+from typing import TYPE_CHECKING, Any
 
 from costmodels.shapes import PEAK_LOAD
+from planner.flags import arguments, flag_names
+from planner.inputs import DEFAULT_ENGINE
 from planner.options import ParallelOptions
 from planner.plan import Plan
+from runtime.job_rules import BY_FLAG
 
 if TYPE_CHECKING:
     from runtime.options import TrainingOptions
@@ -30,6 +34,26 @@ def unbalanced_experts(plan: Plan, training: TrainingOptions) -> Iterator[str]:
     balanced = training.moe_aux_loss_coeff and training.moe_router_load_balancing_type != "none"
     if needs_head_room(plan) and not balanced and not plan.model.router.expert_bias:
         yield f"{HEAD_ROOM}; {UNBALANCED}"
+
+
+def not_used(
+    unused: Any, what: str, heeded: Container[str] = BY_FLAG, also: Iterable[str] = ()
+) -> Iterator[str]:
+    """Flags of other commands, and `also` those, that change nothing of `what`; the fields `heeded` do."""
+    given: list[str] = []
+    if unused is not None:
+        words = arguments(unused)
+        names = {flag_names(field)[0]: field.name for field in dataclasses.fields(unused)}
+        given = [name for name, field in names.items() if name in words and field not in heeded]
+    given += also
+    if given:
+        yield f"not used for {what}: {', '.join(given)}"
+
+
+def not_planned_with(unused: Any, parallel: ParallelOptions, engine: str) -> Iterator[str]:
+    """Flags of other commands that rule nothing out, and what only this package's runtime does anyway."""
+    own = engine == DEFAULT_ENGINE
+    return not_used(unused, "planning", BY_FLAG if own else (), () if own else parallel.given_accepted())
 
 
 def whole_optimizer(plan: Plan, parallel: ParallelOptions) -> Iterator[str]:

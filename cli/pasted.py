@@ -5,14 +5,21 @@ from __future__ import annotations
 import dataclasses
 
 from planner.flags import flag, ignored
+from planner.numbers import Bounds
+from runtime.preflight import TIMEOUT
+
+RESTARTS = Bounds("0 (never) or positive", 0)
+"""Of a failed job."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Waiting:
     """What only a job that runs needs."""
 
-    distributed_timeout_minutes: float | None = flag(None, "Minutes after which a collective is an error.")
-    max_restarts: int | None = flag(None, "Restarts of a failed job.")
+    distributed_timeout_minutes: float | None = flag(
+        None, "Minutes after which a collective is an error.", within=TIMEOUT
+    )
+    max_restarts: int | None = flag(None, "Restarts of a failed job.", within=RESTARTS)
 
 
 def pasted(but: type, trains: bool = False) -> type:

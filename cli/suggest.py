@@ -8,19 +8,20 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any, ClassVar
 
-from cli.notes import HEAD_ROOM, needs_head_room, whole_optimizer
+from cli.notes import HEAD_ROOM, needs_head_room, not_planned_with, whole_optimizer
 from cli.pasted import pasted
 from costmodels.errors import InputError
 from costmodels.topology import describe
 from planner import advice
-from planner.asked import assumed_engine, search_arguments
+from planner.asked import assumed_engine, idle_links, search_arguments
 from planner.budget import UNIT_TOKENS, Run, check_price, parse_tokens
 from planner.budget_options import BudgetOptions, SizesOptions
 from planner.choice import Choice
 from planner.command import closing
-from planner.flags import arguments, flag, takes
+from planner.flags import flag, takes
 from planner.inputs import DEFAULT_ENGINE
 from planner.notation import NOTATION
+from planner.numbers import AT_LEAST_1
 from planner.options import BatchOptions, HardwareOptions, ModelOptions, ParallelOptions
 from planner.pins import WherePossible
 from planner.plan import Plan
@@ -29,7 +30,7 @@ from planner.robust import indistinguishable
 from planner.search import search
 from planner.sizes import Sizes, nothing_fits, sizes
 from planner.twins import Listed, listed
-from runtime.job_rules import BY_FLAG, job_rules, reachable
+from runtime.job_rules import job_rules, reachable
 from runtime.preflight import PRECISIONS, check_model
 
 
@@ -39,7 +40,7 @@ class Output:
 
     SECTIONS: ClassVar[dict[str, str]] = {"top": "Output"}
 
-    top: int = flag(10, "Plans to show.")
+    top: int = flag(10, "Plans to show.", within=AT_LEAST_1)
     json: bool = flag(False, "Print one JSON object instead of tables.")
     save: str | None = flag(None, "Write the best plan to this file.", metavar="FILE")
     timeline: str | None = flag(
@@ -71,8 +72,6 @@ def suggest(
     The other flags of a training command are accepted too, so that one can be pasted; those that rule layouts
     out are heeded (--compile, --reset-attention-mask, --rampup-batch-size).
     """
-    if output.top < 1:
-        raise InputError(f"--top {output.top}: expected a whole number of at least 1")
     counted = cluster.counted_devices() if cluster.world_size is None else None
     world_size = cluster.required_world_size() if counted is None else counted
     spec, failures = model.spec(), budget.failures()
@@ -98,6 +97,7 @@ def suggest(
     tokens = UNIT_TOKENS if budget.tokens is None else parse_tokens(budget.tokens)
     result, rows = listed(search(spec, world_size=world_size, **job), output.top)
     rows = rows or _closest(result, output.top)
+    assumed += idle_links(cluster, result.problem.cluster)
     plans = [row.plan for row in rows]
     shown = (plans if output.json else plans[:1]) if result.feasible and budget.given else []
     runs = [plan.run(tokens, budget.price_per_hour, failures) for plan in shown]
@@ -105,7 +105,7 @@ def suggest(
     notes = [
         *result.notes,
         *_notes(result.problem, plans, cluster, parallel),
-        *_not_used(unused, parallel, result.problem.engine.name),
+        *not_planned_with(unused, parallel, result.problem.engine.name),
     ]
     if output.json:
         _print_notes(assumed, notes)
@@ -137,7 +137,7 @@ def _answer_sizes(
     plans = [size.plan for size in found.sizes if size.plan is not None]
     notes = [
         *_notes(found.problem, plans, cluster, parallel),
-        *_not_used(unused, parallel, found.problem.engine.name),
+        *not_planned_with(unused, parallel, found.problem.engine.name),
     ]
     if output.json:
         from cli.front import sizes_json
@@ -209,18 +209,6 @@ def _of_plans(plans: list[Plan], parallel: ParallelOptions) -> Iterator[str]:
         yield HEAD_ROOM
     for plan in plans[:1]:
         yield from whole_optimizer(plan, parallel)
-
-
-def _not_used(unused: object | None, parallel: ParallelOptions, engine: str) -> Iterator[str]:
-    """Flags of other commands that rule nothing out, and what only this package's runtime does anyway."""
-    given = [] if unused is None else [word for word in arguments(unused) if word.startswith("--")]
-    if engine == DEFAULT_ENGINE:
-        heeded = {"--" + name.replace("_", "-") for name in BY_FLAG}
-        given = [word for word in given if word not in heeded]
-    if engine != DEFAULT_ENGINE:
-        given += parallel.given_accepted()
-    if given:
-        yield f"not used for planning: {', '.join(dict.fromkeys(given))}"
 
 
 SHARED = {"version", "model", "cluster", "engine", "objective", "considered", "legal", "feasible", "rejected"}

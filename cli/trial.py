@@ -13,6 +13,7 @@ from cli.tables import drawn, table
 from costmodels.errors import InputError
 from costmodels.words import GIB
 from planner.flags import arguments, flag
+from planner.numbers import MOST_STEPS, Bounds, check_bounds
 from planner.objective import Objective, equal_peak
 from planner.plan import Plan
 from runtime.launch import Measured, measured, run_job, torchrun_command
@@ -48,19 +49,21 @@ class TrialOptions:
         "--objective likes best.",
         "--try",
         metavar="N",
+        within=Bounds("a number of plans of at least 1", 1),
     )
-    try_iters: int | None = flag(None, "With --try: steps of each plan, of which the first warms up; 5.")
+    try_iters: int | None = flag(
+        None,
+        "With --try: steps of each plan, of which the first warms up; 5.",
+        within=Bounds(f"at least {FEWEST_ITERS} steps", FEWEST_ITERS, MOST_STEPS),
+    )
 
     def check(self, plan: str | None, dry_run: bool) -> None:
         """Raise `InputError` for numbers that are none, and beside flags that leave nothing to try."""
+        check_bounds(self)
         if self.plans_to_try is None:
             if self.try_iters is not None:
                 raise InputError(f"--try-iters {self.try_iters} needs --try, the number of plans to measure")
             return
-        if self.plans_to_try < 1:
-            raise InputError(f"--try {self.plans_to_try}: expected a number of plans of at least 1")
-        if self.iterations < FEWEST_ITERS:
-            raise InputError(f"--try-iters {self.try_iters}: expected at least {FEWEST_ITERS} steps")
         if plan is not None:
             raise InputError(
                 f"--try {self.plans_to_try} chooses among plans, and --plan {plan} is one; give either"

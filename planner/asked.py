@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from costmodels.hardware import Cluster
 from costmodels.model_spec import ModelSpec
 from planner.inputs import DEFAULT_ENGINE
 from planner.options import BatchOptions, HardwareOptions, ParallelOptions
@@ -36,6 +37,19 @@ def search_arguments(
         "memory_margin_gib": cluster.memory_margin_gib,
         **cluster.network(),
     }
+
+
+BETWEEN_NODES = ("inter_node_gbps", "nics_per_node", "nodes_per_pod", "oversubscription")
+"""Flags about the network that joins nodes."""
+
+
+def idle_links(options: HardwareOptions, cluster: Cluster) -> list[str]:
+    """That flags say something of a network which a job of one node does not use."""
+    given = [f"--{name.replace('_', '-')}" for name in BETWEEN_NODES if getattr(options, name) is not None]
+    if not given or cluster.nodes > 1:
+        return []
+    verb = "has" if len(given) == 1 else "have"
+    return [f"{', '.join(given)} {verb} no effect: the job's {cluster.world_size} devices are in one node"]
 
 
 def assumed_engine(parallel: ParallelOptions, problem: Problem) -> list[str]:

@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 from costmodels.errors import InputError
 from costmodels.model_spec import LatentAttention, ModelSpec, Router
 from planner.flags import flag, flag_names
+from planner.numbers import MOST, POSITIVE, Bounds
 
 MOST_LAYERS = 100_000
 """Length of a pattern of layers beyond which it is refused before it is written out."""
@@ -31,13 +32,16 @@ class ExpertFlags:
     )
     moe_router_score_function: str | None = flag(None, "softmax or sigmoid; softmax unless given.")
     moe_router_pre_softmax: bool = flag(False, "Softmax over all experts, not over the chosen ones.")
-    moe_router_topk_scaling_factor: float | None = flag(None, "Factor of the weights of experts.")
+    moe_router_topk_scaling_factor: float | None = flag(
+        None, "Factor of the weights of experts.", within=POSITIVE
+    )
     moe_router_num_groups: int | None = flag(None, "Groups of experts, of which a token uses a few.")
     moe_router_group_topk: int | None = flag(None, "Groups of experts that a token uses.")
     moe_router_enable_expert_bias: bool = flag(False, "Biases that balance the load without a loss.")
     moe_expert_capacity_factor: float | None = flag(
         None,
         "Tokens that an expert takes in, as a multiple of an even load; all unless given, or if negative.",
+        within=Bounds("a number such as 1.25", -MOST),
     )
 
 

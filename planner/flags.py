@@ -21,6 +21,7 @@ import typer
 from pydantic import ValidationError
 
 from costmodels.errors import InputError
+from planner.numbers import Bounds, check_bounds
 from planner.typed import in_typed_words, speaking, spoken
 
 
@@ -32,11 +33,13 @@ def flag(
     hidden: bool = False,
     degree: str | None = None,
     values: Callable[[], Iterable[str]] | None = None,
+    within: Bounds | None = None,
 ) -> Any:
     """A dataclass field that becomes a flag: `names`, or `--field-name` when none is given.
 
     A `hidden` one is accepted and left out of the help. `degree` is the field of `Layout` that it sets, where
-    that has another name; `values` are those that a shell may complete.
+    that has another name; `values` are those that a shell may complete. A number lies `within` its bounds,
+    in whatever command takes it; one that has none is checked where it is used.
     """
     metadata = {
         "help": help,
@@ -45,6 +48,7 @@ def flag(
         "hidden": hidden,
         "degree": degree,
         "values": values,
+        "within": within,
     }
     if isinstance(default, list):
         return dataclasses.field(default_factory=lambda: list(default), metadata=metadata)
@@ -149,7 +153,8 @@ def ignored(*groups: type, but: type) -> type:
 
 
 def _unset(field: dataclasses.Field[Any]) -> Any:
-    return flag(None, field.metadata.get("help", ""), *flag_names(field), hidden=True)
+    within = field.metadata.get("within")
+    return flag(None, field.metadata.get("help", ""), *flag_names(field), hidden=True, within=within)
 
 
 Late = Callable[[], type]
@@ -210,13 +215,13 @@ def _command(
         names = [(field.name, flag_names(field), field.metadata.get("degree")) for field in fields]
         with speaking(spoken(names, sys.argv[1:])):
             try:
-                function(
-                    **{
-                        name: group(**{field.name: values[field.name] for field in dataclasses.fields(group)})
-                        for name, group in groups.items()
-                    },
-                    **others,
-                )
+                given = {
+                    name: group(**{field.name: values[field.name] for field in dataclasses.fields(group)})
+                    for name, group in groups.items()
+                }
+                for group in given.values():
+                    check_bounds(group)
+                function(**given, **others)
             except InputError as error:
                 raise type(error)(in_typed_words(str(error))) from None
 

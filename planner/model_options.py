@@ -12,6 +12,7 @@ from costmodels.model_spec import ModelSpec
 from planner.expert_options import ExpertFlags, LatentFlags, expert_changes, latent_changes
 from planner.flags import flag
 from planner.inputs import is_hf_config, resolve_model
+from planner.numbers import AT_LEAST_1, Bounds
 
 DEFAULT_MODEL = "gpt-22b"
 """Model that is assumed when none is given: the GPT of 22 billion parameters of PAI's guide."""
@@ -40,15 +41,19 @@ class Dimensions:
     num_attention_heads: int | None = flag(None, "Attention heads.")
     kv_channels: int | None = flag(None, "Width of one head; hidden size / heads unless given.")
     group_query_attention: bool = flag(False, "Use grouped-query attention.")
-    num_query_groups: int | None = flag(None, "Key/value heads of grouped-query attention.")
+    num_query_groups: int | None = flag(
+        None, "Key/value heads of grouped-query attention.", within=AT_LEAST_1
+    )
     seq_length: int | None = flag(None, "Tokens of one training sample.")
     max_position_embeddings: int | None = flag(None, "Longest sequence; rows of a learned position table.")
     position_embedding_type: str | None = flag(None, "learned_absolute, rope or none.")
     use_rotary_position_embeddings: bool = flag(False, "The same as --position-embedding-type rope.")
     no_position_embedding: bool = flag(False, "No table of positions; goes with rope or none.")
-    rotary_base: float | None = flag(None, "Base of the rotary embedding.")
+    rotary_base: float | None = flag(
+        None, "Base of the rotary embedding.", within=Bounds("at least 1, such as 10000", 1)
+    )
     normalization: str | None = flag(None, "LayerNorm or RMSNorm.")
-    norm_epsilon: float | None = flag(None, "Epsilon of the norms.")
+    norm_epsilon: float | None = flag(None, "Epsilon of the norms.", within=Bounds("positive", 1e-30, 1))
     swiglu: bool = flag(False, "Gated MLP with SiLU.")
     squared_relu: bool = flag(False, "MLP with squared ReLU.")
     disable_bias_linear: bool = flag(False, "No biases on the linear layers.")

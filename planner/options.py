@@ -15,8 +15,9 @@ from costmodels.model_spec import ModelSpec
 from planner.accepted import AcceptedFlags, accepted_names
 from planner.flags import arguments, flag
 from planner.heterogeneous import KINDS, is_of_kinds
-from planner.inputs import DEFAULT_DEVICE, DEFAULT_ENGINE, NetworkOptions, world_size_of_kinds
+from planner.inputs import DEFAULT_DEVICE, DEFAULT_ENGINE, MOST_DEVICES, NetworkOptions, world_size_of_kinds
 from planner.model_options import ModelOptions, choice
+from planner.numbers import Bounds
 from planner.objective import DEFAULT_OBJECTIVE
 from planner.pins import Pins, parse_pins, where_possible
 
@@ -28,6 +29,9 @@ __all__ = [
     "ParallelOptions",
     "check_alone",
 ]
+
+COUNT = Bounds(f"a whole number from 1 to {MOST_DEVICES}", 1, MOST_DEVICES)
+"""Numbers of devices, of nodes and of cards that somebody builds."""
 
 TASK_TYPE = "llmacc.megatron.GPT"
 
@@ -94,10 +98,14 @@ class HardwareOptions:
         "otherwise of one device's share of the cards.",
     )
     island: int | None = flag(
-        None, "Devices that the fast link joins: a part of a node, or several nodes (72 for an NVL72 rack)."
+        None,
+        "Devices that the fast link joins: a part of a node, or several nodes (72 for an NVL72 rack).",
+        within=COUNT,
     )
-    nics_per_node: int | None = flag(None, "Network cards of a node, shared by its devices.")
-    nodes_per_pod: int | None = flag(None, "Nodes under the same leaf switches (a rack or pod).")
+    nics_per_node: int | None = flag(None, "Network cards of a node, shared by its devices.", within=COUNT)
+    nodes_per_pod: int | None = flag(
+        None, "Nodes under the same leaf switches (a rack or pod).", within=COUNT
+    )
     oversubscription: float | None = flag(
         None, "Bandwidth of a pod's cards over that of its spine links, such as 2; needs --nodes-per-pod."
     )

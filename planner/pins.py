@@ -89,6 +89,9 @@ OTHER_WORDS = {
 
 ZERO_STAGES = (0, 1, 2, 3)
 
+LARGEST = 2**20
+"""Of a degree: as many as there are devices, sequences of a step and layers at most."""
+
 GROUPED = ("sequence_parallel", "zero_stage", "context_parallel_form")
 """Degrees that need a group of ranks: the tensor-, the data- and the context-parallel one."""
 
@@ -336,6 +339,8 @@ def _modules(item: _Item, words: Iterable[object]) -> tuple[str, ...]:
 
 def _count(item: _Item, text: str, expected: str) -> int:
     digits = text.strip()
-    if not (digits.isascii() and digits.isdigit()) or int(digits) < 1:
+    if not (digits.isascii() and digits.isdigit()) or not digits.strip("0"):
         raise item.wrong(expected)
+    if len(digits.lstrip("0")) > len(str(LARGEST)) or int(digits) > LARGEST:
+        raise item.wrong(f"{expected}, and at most {LARGEST}")
     return int(digits)

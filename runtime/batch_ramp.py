@@ -10,6 +10,7 @@ from costmodels import Layout, ModelSpec
 from costmodels.errors import InputError
 from costmodels.table import Bools, Ints
 from planner.degrees import Degrees
+from planner.numbers import MOST
 from planner.rule import Rule
 from planner.rules import RULES
 
@@ -70,9 +71,11 @@ def batch_ramp(numbers: tuple[int, int, int] | None, layout: Layout) -> BatchRam
 
 def check_numbers(numbers: tuple[int, int, int]) -> None:
     """Raise `InputError` for numbers that make no ramp at all."""
-    if min(numbers) < 1:
+    if min(numbers) < 1 or max(numbers) > MOST:
         words = " ".join(map(str, numbers))
-        raise InputError(f"{FLAG} {words}: give three whole numbers above 0, such as 16 8 5000")
+        raise InputError(
+            f"{FLAG} {words}: give three whole numbers above 0 and at most {MOST:g}, such as 16 8 5000"
+        )
 
 
 def _leads_to(numbers: tuple[int, int, int], full: Ints) -> Bools:

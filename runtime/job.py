@@ -20,7 +20,7 @@ from runtime.data import Datasets
 from runtime.data.identity import identity
 from runtime.faults.options import FaultOptions
 from runtime.options import DataOptions, OutputOptions, TrainingOptions
-from runtime.preflight import check_model
+from runtime.preflight import TIMEOUT, check_model
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -33,7 +33,9 @@ class RunOptions:
     SECTIONS: ClassVar[dict[str, str]] = {"plan": "Job"}
 
     plan: str | None = flag(None, "Plan file of `planner suggest --save`; without it rank 0 plans.")
-    distributed_timeout_minutes: float = flag(10.0, "Minutes after which a stuck collective is an error.")
+    distributed_timeout_minutes: float = flag(
+        10.0, "Minutes after which a stuck collective is an error.", within=TIMEOUT
+    )
 
 
 @dataclass(frozen=True)

@@ -69,13 +69,6 @@ class LossScale:
             self.overflows_left = int(state["overflows_left"])
 
 
-def unused_scale(options: TrainingOptions, layout: Layout) -> str | None:
-    """What to say of a constant scale where nothing is scaled, as scripts for other precisions give one."""
-    if options.loss_scale is None or layout.precision == "fp16":
-        return None
-    return f"--loss-scale {options.loss_scale:g} has no effect: precision {layout.precision} needs none"
-
-
 def loss_scale_of(options: TrainingOptions, layout: Layout) -> LossScale | None:
     """The scale that a run starts with; None where nothing is scaled, which is all but fp16."""
     if layout.precision != "fp16":

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -11,6 +9,17 @@ from costmodels import Layout
 from costmodels.errors import InputError
 from costmodels.layout import SPLIT_BACKWARD
 from planner.flags import flag
+from planner.numbers import (
+    AT_LEAST_1,
+    NOT_NEGATIVE,
+    OFF_OR_POSITIVE,
+    OFF_OR_STEPS,
+    POSITIVE,
+    SHARE,
+    STEPS,
+    Bounds,
+    check_bounds,
+)
 from runtime.batch_ramp import BatchRamp, batch_ramp, check_numbers
 from runtime.job_rules import not_compiled
 from runtime.learning_rate import (
@@ -54,45 +63,57 @@ class TrainingOptions:
         "compile": "Training",
     }
 
-    train_iters: int = flag(100, "Optimizer steps to run.")
+    train_iters: int = flag(100, "Optimizer steps to run.", within=STEPS)
     rampup_batch_size: tuple[int, int, int] | None = flag(
         None,
         "Start the global batch at START sequences and add INCREMENT at even distances, until the plan's is "
         "reached after SAMPLES sequences; schedules go on counting iterations.",
         metavar="START INCREMENT SAMPLES",
     )
-    lr: float = flag(6.0e-4, "Peak learning rate.")
-    min_lr: float = flag(0.0, "Learning rate after decay.")
+    lr: float = flag(6.0e-4, "Peak learning rate.", within=POSITIVE)
+    min_lr: float = flag(0.0, "Learning rate after decay.", within=NOT_NEGATIVE)
     lr_decay_style: str = flag("cosine", f"Decay of the learning rate: {', '.join(DECAY_STYLES)}.")
-    lr_decay_iters: int | None = flag(None, "Iterations of the decay; all of the run when not given.")
+    lr_decay_iters: int | None = flag(
+        None, "Iterations of the decay; all of the run when not given.", within=AT_LEAST_1
+    )
     lr_wsd_decay_style: str = flag("exponential", f"Last part of WSD: {', '.join(WSD_DECAY_STYLES)}.")
-    lr_wsd_decay_iters: int | None = flag(None, "Iterations of the last part of WSD.")
-    lr_warmup_iters: int | None = flag(None, "Iterations of linear warm-up.")
-    lr_warmup_fraction: float | None = flag(None, "Warm-up as a share of the decay iterations.")
-    lr_warmup_init: float = flag(0.0, "Learning rate that warm-up rises from.")
-    weight_decay: float = flag(0.01, "Weight decay of matrices; biases and norms have none.")
-    start_weight_decay: float | None = flag(None, "Weight decay of the first step, if it is to grow.")
-    end_weight_decay: float | None = flag(None, "Weight decay of the last step, if it is to grow.")
+    lr_wsd_decay_iters: int | None = flag(None, "Iterations of the last part of WSD.", within=AT_LEAST_1)
+    lr_warmup_iters: int | None = flag(None, "Iterations of linear warm-up.", within=NOT_NEGATIVE)
+    lr_warmup_fraction: float | None = flag(None, "Warm-up as a share of the decay iterations.", within=SHARE)
+    lr_warmup_init: float = flag(0.0, "Learning rate that warm-up rises from.", within=NOT_NEGATIVE)
+    weight_decay: float = flag(
+        0.01, "Weight decay of matrices; biases and norms have none.", within=OFF_OR_POSITIVE
+    )
+    start_weight_decay: float | None = flag(
+        None, "Weight decay of the first step, if it is to grow.", within=OFF_OR_POSITIVE
+    )
+    end_weight_decay: float | None = flag(
+        None, "Weight decay of the last step, if it is to grow.", within=OFF_OR_POSITIVE
+    )
     weight_decay_incr_style: str = flag(
         "constant", f"Growth of weight decay over the run: {', '.join(WEIGHT_DECAY_STYLES)}."
     )
     no_decoupled_weight_decay: bool = flag(
         False, "Adam as first published, with weight decay as a part of the gradient, instead of AdamW."
     )
-    adam_beta1: float = flag(0.9, "Decay of the first moment.")
-    adam_beta2: float = flag(0.999, "Decay of the second moment.")
-    adam_eps: float = flag(1e-8, "Term added to the denominator of Adam.")
-    sgd_momentum: float = flag(0.9, "Momentum of SGD.")
-    muon_momentum: float = flag(0.95, "Momentum of Muon.")
+    adam_beta1: float = flag(0.9, "Decay of the first moment.", within=SHARE)
+    adam_beta2: float = flag(0.999, "Decay of the second moment.", within=SHARE)
+    adam_eps: float = flag(1e-8, "Term added to the denominator of Adam.", within=POSITIVE)
+    sgd_momentum: float = flag(0.9, "Momentum of SGD.", within=SHARE)
+    muon_momentum: float = flag(0.95, "Momentum of Muon.", within=SHARE)
     no_muon_nesterov: bool = flag(False, "Muon without Nesterov's look ahead.")
-    muon_num_ns_steps: int = flag(5, "Newton-Schulz steps that make Muon's update orthogonal.")
+    muon_num_ns_steps: int = flag(
+        5, "Newton-Schulz steps that make Muon's update orthogonal.", within=Bounds("at least 1", 1, 1000)
+    )
     muon_scale_mode: str = flag(
         "spectral",
         f"What Muon scales its update with: {', '.join(MUON_SCALE_MODES)}. PyTorch's match_rms_adamw is "
         "spectral, its original shape_scaling with a factor of 1.",
     )
     muon_extra_scale_factor: float = flag(
-        0.2, "Further factor of Muon's update; with 0.2, learning rates of Adam suit it."
+        0.2,
+        "Further factor of Muon's update; with 0.2, learning rates of Adam suit it.",
+        within=POSITIVE,
     )
     loss_reduction: str = flag(
         "mean",
@@ -100,43 +121,59 @@ class TrainingOptions:
         "reported is the mean all the same; the gradient norm is that of what is optimised.",
     )
     clip_grad: float | None = flag(
-        None, f"Largest global gradient norm; 0 turns clipping off, {CLIP_GRAD} when not given."
+        None,
+        f"Largest global gradient norm; 0 turns clipping off, {CLIP_GRAD} when not given.",
+        within=OFF_OR_POSITIVE,
     )
     clip_grad_value: float | None = flag(
-        None, "Largest absolute value of a gradient's element, instead of clipping by norm."
+        None,
+        "Largest absolute value of a gradient's element, instead of clipping by norm.",
+        within=POSITIVE,
     )
-    moe_aux_loss_coeff: float = flag(0.0, "Weight of the loss that balances the load of experts.")
-    moe_z_loss_coeff: float = flag(0.0, "Weight of the loss that keeps router logits small.")
+    moe_aux_loss_coeff: float = flag(
+        0.0, "Weight of the loss that balances the load of experts.", within=OFF_OR_POSITIVE
+    )
+    moe_z_loss_coeff: float = flag(
+        0.0, "Weight of the loss that keeps router logits small.", within=OFF_OR_POSITIVE
+    )
     moe_router_load_balancing_type: str = flag(
         "aux_loss", f"What the balancing loss looks at: {', '.join(LOAD_BALANCING)}."
     )
-    moe_router_bias_update_rate: float = flag(1e-3, "Step of expert biases towards an even load.")
-    seed: int = flag(1234, "Seed of initial weights and data order.")
-    init_method_std: float = flag(0.02, "Standard deviation of initial weights.")
-    loss_scale: float | None = flag(None, "Constant loss scale of fp16; a dynamic one when not given.")
-    initial_loss_scale: float = flag(
-        2.0**16, "First dynamic loss scale of fp16; Megatron-LM's 2^32 skips the first steps while it falls."
+    moe_router_bias_update_rate: float = flag(
+        1e-3, "Step of expert biases towards an even load.", within=OFF_OR_POSITIVE
     )
-    min_loss_scale: float = flag(1.0, "Smallest dynamic loss scale.")
-    loss_scale_window: int = flag(1000, "Steps in a row without overflow that double the loss scale.")
-    hysteresis: int = flag(2, "Overflows until the loss scale halves.")
+    seed: int = flag(
+        1234,
+        "Seed of initial weights and data order.",
+        within=Bounds(f"a whole number from 0 to {2**32 - 1}", 0, 2**32 - 1),
+    )
+    init_method_std: float = flag(0.02, "Standard deviation of initial weights.", within=POSITIVE)
+    loss_scale: float | None = flag(
+        None, "Constant loss scale of fp16; a dynamic one when not given.", within=POSITIVE
+    )
+    initial_loss_scale: float = flag(
+        2.0**16,
+        "First dynamic loss scale of fp16; Megatron-LM's 2^32 skips the first steps while it falls.",
+        within=POSITIVE,
+    )
+    min_loss_scale: float = flag(1.0, "Smallest dynamic loss scale.", within=POSITIVE)
+    loss_scale_window: int = flag(
+        1000, "Steps in a row without overflow that double the loss scale.", within=AT_LEAST_1
+    )
+    hysteresis: int = flag(2, "Overflows until the loss scale halves.", within=AT_LEAST_1)
     compile: bool = flag(False, "Compile the layers with torch.compile; the default on GPUs.")
     no_compile: bool = flag(False, "Do not compile the layers; the default on CPUs.")
-    attention_dropout: float = flag(0.0, "Only 0: a layout must not change the loss.")
-    hidden_dropout: float = flag(0.0, "Only 0: a layout must not change the loss.")
+    attention_dropout: float = flag(0.0, "Only 0: a layout must not change the loss.", within=SHARE)
+    hidden_dropout: float = flag(0.0, "Only 0: a layout must not change the loss.", within=SHARE)
 
     def check(self) -> None:
         """Raise `InputError` for values that cannot be trained with."""
-        if not (0 < self.lr < math.inf and 0 <= self.min_lr <= self.lr):
+        check_bounds(self)
+        if self.min_lr > self.lr:
             raise InputError(f"--lr {self.lr} --min-lr {self.min_lr}: need 0 <= min-lr <= lr and lr > 0")
         for name in ("attention_dropout", "hidden_dropout"):
             if getattr(self, name):
                 raise self._refusal(name, "must be 0, as the loss must not depend on the layout")
-        for names, is_right, what in _RANGES:
-            for name in names:
-                value = getattr(self, name)
-                if value is not None and not is_right(value):
-                    raise self._refusal(name, f"must be {what}")
         for name, choices in _CHOICES.items():
             if getattr(self, name) not in choices:
                 raise self._refusal(name, f"choose one of {', '.join(choices)}")
@@ -249,37 +286,6 @@ def _flag(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-_RANGES: tuple[tuple[tuple[str, ...], Callable[[float], bool], str], ...] = (
-    (("seed",), lambda value: 0 <= value < 2**32, f"a whole number from 0 to {2**32 - 1}"),
-    (
-        ("train_iters", "lr_decay_iters", "loss_scale_window", "hysteresis", "muon_num_ns_steps"),
-        lambda value: value >= 1,
-        "at least 1",
-    ),
-    (
-        (
-            *("clip_grad", "weight_decay", "start_weight_decay", "end_weight_decay"),
-            *("moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_router_bias_update_rate"),
-        ),
-        lambda value: 0 <= value < math.inf,
-        "0 (off) or positive",
-    ),
-    (
-        (
-            *("adam_eps", "init_method_std", "loss_scale", "initial_loss_scale", "min_loss_scale"),
-            *("clip_grad_value", "muon_extra_scale_factor"),
-        ),
-        lambda value: 0 < value < math.inf,
-        "positive",
-    ),
-    (
-        ("adam_beta1", "adam_beta2", "sgd_momentum", "muon_momentum", "lr_warmup_fraction"),
-        lambda value: 0 <= value < 1,
-        "at least 0 and below 1",
-    ),
-)
-"""Flags, the values that they may have, and those in words."""
-
 _CHOICES: dict[str, tuple[str, ...]] = {
     "lr_decay_style": DECAY_STYLES,
     "lr_wsd_decay_style": WSD_DECAY_STYLES,
@@ -343,9 +349,13 @@ class OutputOptions:
         "log_dir": "Logging and evaluation",
     }
 
-    log_interval: int = flag(10, "Iterations between log lines.")
-    eval_interval: int = flag(100, "Iterations between evaluations on the validation split.")
-    eval_iters: int = flag(10, "Global batches of one evaluation; 0 turns evaluation off.")
+    log_interval: int = flag(10, "Iterations between log lines.", within=AT_LEAST_1)
+    eval_interval: int = flag(
+        100, "Iterations between evaluations on the validation split.", within=AT_LEAST_1
+    )
+    eval_iters: int = flag(
+        10, "Global batches of one evaluation; 0 turns evaluation off.", within=OFF_OR_STEPS
+    )
     save: str | None = flag(None, "Folder to save checkpoints in.", metavar="FOLDER")
     load: str | None = flag(
         None,
@@ -354,40 +364,46 @@ class OutputOptions:
     )
     load_or_start: bool = flag(False, "Begin anew where --load holds no checkpoint.")
     save_interval: int | None = flag(
-        None, "Iterations between checkpoints, where --save is given; the end of the run always."
+        None,
+        "Iterations between checkpoints, where --save is given; the end of the run always.",
+        within=AT_LEAST_1,
     )
     async_save: bool = flag(
         False, "Go on training while a checkpoint is written, from a copy in host memory."
     )
     keep_last: int | None = flag(
-        None, "Checkpoints to keep; older ones are deleted when a new one is whole.", metavar="K"
+        None,
+        "Checkpoints to keep; older ones are deleted when a new one is whole.",
+        metavar="K",
+        within=AT_LEAST_1,
     )
     exit_on_missing_checkpoint: bool = flag(
         False, "Do not begin anew where the folder of --load and --save holds no checkpoint."
     )
-    ckpt_step: int | None = flag(None, "Iteration to load instead of the newest in --load.")
+    ckpt_step: int | None = flag(
+        None,
+        "Iteration to load instead of the newest in --load.",
+        within=Bounds("the iteration of a checkpoint", 0),
+    )
     finetune: bool = flag(
         False,
         "Load weights only, and begin at iteration 0 with a new optimizer and the first sample; always so "
         "with a checkpoint of `planner convert`.",
     )
-    exit_interval: int | None = flag(None, "Stop after the first iteration that this divides.")
+    exit_interval: int | None = flag(
+        None, "Stop after the first iteration that this divides.", within=AT_LEAST_1
+    )
     exit_duration_in_mins: float | None = flag(
-        None, "Save and stop after the first iteration that ends this many minutes after the start."
+        None,
+        "Save and stop after the first iteration that ends this many minutes after the start.",
+        within=POSITIVE,
     )
     log_dir: str | None = flag(None, "Folder for metrics.jsonl and the plan.", metavar="FOLDER")
     tensorboard_dir: str | None = flag(None, "Folder for TensorBoard event files.", metavar="FOLDER")
 
     def check(self) -> None:
         """Raise `InputError` for intervals that make no sense."""
-        for name in ("log_interval", "eval_interval", "save_interval", "exit_interval", "keep_last"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise InputError(f"--{name.replace('_', '-')} {value}: must be at least 1")
-        if self.exit_duration_in_mins is not None and not 0 < self.exit_duration_in_mins < math.inf:
-            raise InputError(f"--exit-duration-in-mins {self.exit_duration_in_mins}: must be positive")
-        if self.ckpt_step is not None and self.ckpt_step < 0:
-            raise InputError(f"--ckpt-step {self.ckpt_step}: must be the iteration of a checkpoint")
+        check_bounds(self)
         for name, needed in (
             ("async_save", "save"),
             ("keep_last", "save"),
@@ -402,5 +418,3 @@ class OutputOptions:
             raise InputError(
                 "--load-or-start and --exit-on-missing-checkpoint exclude each other; give one of them"
             )
-        if self.eval_iters < 0:
-            raise InputError(f"--eval-iters {self.eval_iters}: must be 0 (off) or positive")

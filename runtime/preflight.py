@@ -10,6 +10,7 @@ from costmodels.catalogue.host import CONTEXT_BYTES, available_cores, available_
 from costmodels.errors import InputError
 from costmodels.words import GIB
 from planner.inputs import DEFAULT_ENGINE, engines_on
+from planner.numbers import Bounds
 from planner.plan import Plan
 from planner.rules import first_illegal
 from runtime.job_rules import check_rules, job_rules
@@ -23,8 +24,8 @@ RANKS_PER_CORE, RANKS_ALWAYS = 8, 16
 """Ranks that share a core of the CPU at most, and ranks that any machine may start: slow, but of use to try a
 layout."""
 
-LONGEST_TIMEOUT_MINUTES = 525_600
-"""A year."""
+TIMEOUT = Bounds("positive and at most 525600 (a year), such as 10", 1e-3, 525_600)
+"""Minutes that PyTorch's clocks count, and in which a message can travel."""
 
 TRAINED_SCALINGS = ("linear", "llama3", "yarn")
 """Kinds of rotary scaling that the runtime computes."""
@@ -94,13 +95,6 @@ def check_host(ranks: int, asked: str, bytes_each: float | None = None) -> None:
             if most
             else f"{asked}: a rank takes {each / GIB:.2f} GiB, and this machine has {memory / GIB:.1f} GiB"
         )
-
-
-def check_timeout(minutes: float) -> None:
-    """Raise `InputError` when a collective would have no time, or more than PyTorch's clocks count."""
-    if not 0 < minutes <= LONGEST_TIMEOUT_MINUTES:
-        most = f"must be positive and at most {LONGEST_TIMEOUT_MINUTES} (a year), such as 10"
-        raise InputError(f"--distributed-timeout-minutes {minutes}: {most}")
 
 
 def check_folder(folder: str | Path, flag: str) -> Path:

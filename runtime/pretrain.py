@@ -21,6 +21,7 @@ from costmodels import ModelSpec
 from costmodels.errors import InputError
 from planner.command import add
 from planner.flags import takes
+from planner.numbers import check_bounds
 from planner.options import BatchOptions, ClusterOptions, ModelOptions, ParallelOptions, check_alone
 from planner.plan import Plan
 from runtime.data import Datasets
@@ -44,11 +45,11 @@ from runtime.job import Job, RunOptions, plan_here, sample_order
 from runtime.job_rules import job_rules, reachable
 from runtime.logs.console import flush, progress, say
 from runtime.loop import Loop
-from runtime.loss_scale import unused_scale
+from runtime.no_effect import without_effect
 from runtime.optimizers.adam8bit import check_adam8bit
 from runtime.options import DataOptions, OutputOptions, TrainingOptions
 from runtime.owner import PATIENCE_OF_RESTART_S, PATIENCE_S, Owner
-from runtime.preflight import check_folder, check_plan, check_timeout, check_training
+from runtime.preflight import check_folder, check_plan, check_training
 from runtime.ranks import (
     Ranks,
     end_with_agent,
@@ -133,7 +134,7 @@ def train(job: Job) -> None:
     ranks = Ranks.from_environment()
     on_cpu = job.cluster.device == "cpu" or (job.run.plan is not None and _is_cpu_plan(job.run.plan))
     device = torch_device(on_cpu or not local_device_count(), ranks)
-    check_timeout(job.run.distributed_timeout_minutes)
+    check_bounds(job.run)
     start(ranks, device, job.run.distributed_timeout_minutes)
     with _watchdog(job, ranks) as watchdog:
         try:
@@ -277,9 +278,9 @@ def _announce(plan: Plan, iteration: int, job: Job) -> None:
         f"training {plan.model.name} ({plan.model.parameters / 1e6:.1f} M parameters) on "
         f"{plan.layout.world_size} x {plan.cluster.device.name} as {plan.layout.describe()}"
     )
-    unused = unused_scale(job.training, plan.layout)
-    if unused is not None:
-        say(f"note: {unused}")
+    flags = job.training, job.data, job.output, job.faults
+    for line in without_effect(*flags, spec=plan.model, layout=plan.layout):
+        say(f"note: {line}")
     folder, last = job.output.load, job.training.train_iters
     if iteration >= last:
         say(f"nothing to do: {folder} is at iteration {iteration} of --train-iters {last}")

@@ -17,12 +17,23 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
+from costmodels.catalogue.host import available_memory
 from costmodels.errors import InputError
+from costmodels.words import GIB
 from runtime.data.indexed import IndexedDataset
 
 # A last epoch of which less than this share is used is shuffled apart, so that no document is
 # overrepresented early in training.
 _FINAL_EPOCH_SHARE = 0.80
+
+BYTES_OF_PLACE = 24
+"""Bytes of a document of the order while it is made: twice its number, its length and where it ends."""
+
+BYTES_OF_SAMPLE = 36
+"""Of a sample, likewise: its start and its place as 64-bit numbers, the index, and the shuffled order."""
+
+SMALL = GIB
+"""Bytes for which no machine need be asked."""
 
 
 def split_sequences(count: int, split: str) -> tuple[range, range, range]:
@@ -119,6 +130,17 @@ def shuffle_index(samples: int, epochs: Epochs, random: np.random.RandomState) -
     return np.concatenate(parts)
 
 
+def _check_memory(indexed: IndexedDataset, places: int, samples: int) -> None:
+    """Refuse an order of samples that does not fit into memory before minutes are spent on it."""
+    needed = BYTES_OF_PLACE * places + BYTES_OF_SAMPLE * samples
+    if needed > SMALL and needed > available_memory():
+        raise InputError(
+            f"{indexed.prefix}: the order of {samples:,} samples takes {needed / GIB:.1f} GiB, and this "
+            f"machine has {available_memory() / GIB:.1f} GiB of memory; give a smaller --train-iters, or of "
+            "--eval-iters"
+        )
+
+
 class SampleDataset:
     """Samples of `seq` + 1 tokens from some sequences of an indexed dataset; at least `num_samples` of them.
 
@@ -152,6 +174,7 @@ class SampleDataset:
                 f"sample: give at least {wanted} tokens"
             )
         epochs = count_epochs(tokens, seq, num_samples)
+        _check_memory(indexed, epochs.count * len(sequences), epochs.count * tokens // seq)
         random = np.random.RandomState(seed)
         self.document_index = document_index(sequences, epochs, random)
         self.sample_index = sample_index(indexed.lengths[self.document_index], seq)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import ClassVar
 
 from costmodels.errors import InputError
 from planner.flags import flag
+from planner.numbers import AT_LEAST_1, OFF_OR_POSITIVE, Bounds, check_bounds
 
 SHARE_OF_TIMEOUT = 0.8
 """Hangs are named after this share of the collectives' time limit: before the libraries give up."""
@@ -27,19 +27,24 @@ class FaultOptions:
         "Skip steps whose gradient norm is more than this many times the median of the last ones; off "
         "unless given.",
         metavar="FACTOR",
+        within=Bounds("above 1, such as 10", 1, above=True),
     )
     max_skipped_steps: int = flag(
-        10, "Stop after this many steps in a row that were skipped for such a reason."
+        10,
+        "Stop after this many steps in a row that were skipped for such a reason.",
+        within=AT_LEAST_1,
     )
     hang_timeout_seconds: float | None = flag(
         None,
         "End the job, and name the rank, its host and what it was doing, when a rank has been in one "
         f"operation for so long; {SHARE_OF_TIMEOUT:.0%} of --distributed-timeout-minutes if none; 0: never.",
+        within=OFF_OR_POSITIVE,
     )
     straggler_factor: float = flag(
         2.0,
         "Name the slowest rank beside a log line when its own work takes this many times the median of the "
         "others; 0 for never.",
+        within=OFF_OR_POSITIVE,
     )
     log_samples: bool = flag(
         False, "Write which samples each step consumed into --log-dir, one file for each data-parallel rank."
@@ -47,13 +52,9 @@ class FaultOptions:
 
     def check(self, log_dir: str | None, timeout_minutes: float) -> None:
         """Raise `InputError` for values that make no sense."""
-        if self.max_skipped_steps < 1:
-            raise InputError(f"--max-skipped-steps {self.max_skipped_steps}: must be at least 1")
-        for name, least in (("skip_grad_norm_above", 1.0), ("straggler_factor", 1.0)):
-            value = getattr(self, name)
-            off = value is None or (name == "straggler_factor" and value == 0)
-            if not off and not least < value < math.inf:
-                raise InputError(f"--{name.replace('_', '-')} {value}: must be above 1, such as 10")
+        check_bounds(self)
+        if 0 < self.straggler_factor <= 1:
+            raise InputError(f"--straggler-factor {self.straggler_factor}: must be above 1, such as 10")
         limit, given = timeout_minutes * 60, self.hang_timeout_seconds
         if given is not None and not 0 <= given < limit:
             raise InputError(

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 from costmodels.errors import InputError
 from costmodels.files import MIB, read_text
 from planner.flags import flag
+from planner.numbers import AT_LEAST_1, Bounds, check_bounds
 
 LARGEST_PROMPTS = 64 * MIB
 """Bytes of a file of prompts."""
@@ -22,19 +22,36 @@ class GenerateOptions:
     load: str = flag(
         "", "Folder of checkpoints, or of a Hugging Face model.", "--load", "--model", metavar="FOLDER"
     )
-    ckpt_step: int | None = flag(None, "Iteration of the checkpoint; the newest when not given.")
+    ckpt_step: int | None = flag(
+        None,
+        "Iteration of the checkpoint; the newest when not given.",
+        within=Bounds("the iteration of a checkpoint", 0),
+    )
     prompt: list[str] = flag([], "Text to continue; may be repeated: all are continued together.")
     prompt_file: str | None = flag(None, "File with one prompt a line.", metavar="FILE")
     max_new_tokens: int = flag(
-        100, "Tokens to add to each prompt at most.", "--max-new-tokens", "--num-tokens-to-generate"
+        100,
+        "Tokens to add to each prompt at most.",
+        "--max-new-tokens",
+        "--num-tokens-to-generate",
+        within=AT_LEAST_1,
     )
     temperature: float | None = flag(
         None,
         "Divides logits before a token is drawn; 0, or none of the next two either: the likeliest token.",
+        within=Bounds("0 (the likeliest token) or positive", 0),
     )
-    top_k: int | None = flag(None, "Draw among the K likeliest tokens.")
-    top_p: float | None = flag(None, "Draw among the likeliest tokens whose probabilities reach P.")
-    seed: int = flag(1234, "Seed of the draws; each prompt has its own.")
+    top_k: int | None = flag(None, "Draw among the K likeliest tokens.", within=AT_LEAST_1)
+    top_p: float | None = flag(
+        None,
+        "Draw among the likeliest tokens whose probabilities reach P.",
+        within=Bounds("above 0 and at most 1", 0, 1, above=True),
+    )
+    seed: int = flag(
+        1234,
+        "Seed of the draws; each prompt has its own.",
+        within=Bounds(f"a whole number from 0 to {2**63 - 1}", 0, 2**63 - 1),
+    )
     ignore_eos: bool = flag(False, "Go on after the end of the text.")
     no_cache: bool = flag(False, "Compute all tokens anew for each one: slow, for comparisons.")
     no_special_tokens: bool = flag(
@@ -51,7 +68,12 @@ class GenerateOptions:
     dtype: str | None = flag(None, "fp32, bf16 or fp16; bf16 on GPUs and fp32 on a CPU when not given.")
     device: str | None = flag(None, "cpu: compute on the CPU of a machine with GPUs.")
     tensor_model_parallel_size: int = flag(
-        1, "Ranks that share each matrix.", "--tensor-model-parallel-size", "--tensor-parallel-size", "--tp"
+        1,
+        "Ranks that share each matrix.",
+        "--tensor-model-parallel-size",
+        "--tensor-parallel-size",
+        "--tp",
+        within=AT_LEAST_1,
     )
     pipeline_model_parallel_size: int = flag(
         1,
@@ -59,10 +81,11 @@ class GenerateOptions:
         "--pipeline-model-parallel-size",
         "--pipeline-parallel-size",
         "--pp",
+        within=AT_LEAST_1,
     )
     expert_model_parallel_size: int = flag(
         1, "Tensor-parallel ranks over which experts are spread whole; the others split each expert.",
-        "--expert-model-parallel-size", "--ep",
+        "--expert-model-parallel-size", "--ep", within=AT_LEAST_1,
     )  # fmt: skip
     context_parallel_size: int = flag(1, "Only 1.", "--context-parallel-size", hidden=True)
     data_parallel_size: int = flag(1, "Only 1.", "--data-parallel-size", hidden=True)
@@ -83,26 +106,28 @@ class GenerateOptions:
                     "nor batches over ranks; give --tensor-model-parallel-size or "
                     "--pipeline-model-parallel-size"
                 )
-        for name in (
-            "max_new_tokens",
-            "tensor_model_parallel_size",
-            "pipeline_model_parallel_size",
-            "expert_model_parallel_size",
-        ):
-            if getattr(self, name) < 1:
-                raise InputError(f"--{name.replace('_', '-')} {getattr(self, name)}: must be at least 1")
-        if self.temperature is not None and not 0 <= self.temperature < math.inf:
-            raise InputError(f"--temperature {self.temperature}: must be 0 (the likeliest token) or positive")
-        if self.top_k is not None and self.top_k < 1:
-            raise InputError(f"--top-k {self.top_k}: must be at least 1")
-        if self.top_p is not None and not 0 < self.top_p <= 1:
-            raise InputError(f"--top-p {self.top_p}: must be above 0 and at most 1")
-        if not 0 <= self.seed < 2**63:
-            raise InputError(f"--seed {self.seed}: must be a whole number from 0 to {2**63 - 1}")
+        check_bounds(self)
         if self.dtype not in (None, *DTYPES):
             raise InputError(f"--dtype {self.dtype}: expected {', '.join(DTYPES)}")
         if self.device not in (None, "cpu", "cuda"):
             raise InputError(f"--device {self.device}: expected cpu or cuda")
+
+    def notes(self) -> list[str]:
+        """Flags of draws that have no effect, as no token is drawn."""
+        names: tuple[str, ...]
+        if self.temperature == 0:
+            names, why = ("top_k", "top_p", "seed"), "--temperature 0 takes the likeliest token"
+        elif (self.temperature, self.top_k, self.top_p) == (None, None, None):
+            names, why = ("seed",), "nothing is drawn without --temperature, --top-k or --top-p"
+        else:
+            return []
+        default = GenerateOptions()
+        given = [
+            f"--{name.replace('_', '-')}" for name in names if getattr(self, name) != getattr(default, name)
+        ]
+        return (
+            [f"{', '.join(given)} {'has' if len(given) == 1 else 'have'} no effect: {why}"] if given else []
+        )
 
     def prompts(self) -> list[str]:
         """The prompts, those of the file last."""

@@ -231,7 +231,7 @@ def test_when_nothing_fits_the_closest_plans_are_shown_and_the_code_is_3(planner
         (("suggest", "--world-size", "many"), "'--world-size': 'many' is not a whole number"),
         (("suggest", "--world-size", "8"), "give --global-batch-size or --max-global-batch-size"),
         ((*SMALL, "--max-global-batch-size", "8", "--model", "gpt-9"), "unknown model 'gpt-9'"),
-        ((*SMALL, "--max-global-batch-size", "8", "--top", "0"), "--top 0: expected a whole number"),
+        ((*SMALL, "--max-global-batch-size", "8", "--top", "0"), "--top 0: must be at least 1"),
         (
             (*SMALL, "--max-global-batch-size", "8", "--pin", "tp=3"),
             "tp 3 does not divide world size 8",

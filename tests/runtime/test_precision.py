@@ -13,7 +13,8 @@ from benchmarks.worker_pool import WorkerPool
 from costmodels import ModelSpec
 from costmodels.errors import InputError
 from runtime.float8 import check_float8
-from runtime.loss_scale import LossScale, loss_scale_of, unused_scale
+from runtime.loss_scale import LossScale, loss_scale_of
+from runtime.no_effect import without_effect
 from runtime.options import TrainingOptions
 from tests.runtime import precision_work as work
 
@@ -56,8 +57,9 @@ def test_flags_choose_the_scale_of_fp16_only() -> None:
     # Scripts give a constant scale in bf16 too: it scales nothing, which is said.
     constant = TrainingOptions(loss_scale=4096.0)
     assert loss_scale_of(constant, bf16) is None
-    assert unused_scale(constant, bf16) == "--loss-scale 4096 has no effect: precision bf16 needs none"
-    assert unused_scale(constant, fp16) is None and unused_scale(TrainingOptions(), bf16) is None
+    told = ["--loss-scale 4096 has no effect: precision bf16 needs none"]
+    assert without_effect(constant, spec=LLAMA, layout=bf16) == told
+    assert not without_effect(constant, spec=LLAMA, layout=fp16)
 
 
 @pytest.mark.parametrize(

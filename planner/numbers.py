@@ -1,0 +1,57 @@
+"""The numbers that flags may have: declared with the flag, and checked by one function for every command."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import reprlib
+from typing import Any
+
+from costmodels.errors import InputError
+
+MOST = 10**15
+"""Numbers beyond it are slips of the keyboard, and too near to what 64 bits hold."""
+
+MOST_STEPS = 10**8
+"""Iterations: a hundred times what anyone trains for."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Bounds:
+    """Numbers from `least` to `most`, and what they are in words; never NaN or infinite."""
+
+    words: str
+    least: float
+    most: float = MOST
+    above: bool = False
+    """`least` itself is none of them."""
+    below: bool = False
+    """`most` itself is none of them."""
+
+    def hold(self, value: float) -> bool:
+        """Whether `value` is one of them."""
+        low = self.least < value if self.above else self.least <= value
+        return low and (value < self.most if self.below else value <= self.most)
+
+    def describe(self, value: float) -> str:
+        """What `value` should have been."""
+        too_large = value > self.most and not math.isinf(value) and str(self.most) not in self.words
+        return f"{self.words}, and at most {self.most:g}" if too_large else self.words
+
+
+AT_LEAST_1 = Bounds("at least 1", 1)
+STEPS = Bounds("at least 1", 1, MOST_STEPS)
+OFF_OR_STEPS = Bounds("0 (off) or positive", 0, MOST_STEPS)
+NOT_NEGATIVE = Bounds("at least 0", 0)
+OFF_OR_POSITIVE = Bounds("0 (off) or positive", 0)
+POSITIVE = Bounds("positive", 0, above=True)
+SHARE = Bounds("at least 0 and below 1", 0, 1, below=True)
+
+
+def check_bounds(group: Any) -> None:
+    """Raise `InputError` where a field of `group`, a dataclass of flags, is not within its bounds."""
+    for field in dataclasses.fields(group):
+        bounds, value = field.metadata.get("within"), getattr(group, field.name)
+        if bounds is not None and value is not None and not bounds.hold(value):
+            name = (field.metadata.get("names") or ("--" + field.name.replace("_", "-"),))[0]
+            raise InputError(f"{name} {reprlib.repr(value)}: must be {bounds.describe(value)}")
