@@ -131,6 +131,12 @@ def _launch(
             forked.prepare(ranks)
         check_plan(plan, ranks)
         check_training(plan, training, data)
+        if output.load is not None:
+            from runtime.pretrained import (
+                check_loaded,  # Imports PyTorch, which jobs from nothing need not yet.
+            )
+
+            check_loaded(output, plan.model)
         log_dir = Path(output.log_dir or f"runs/{datetime.now():%Y%m%d-%H%M%S}-{Path(plan.model.name).name}")
         logged = dataclasses.replace(output, log_dir=str(log_dir))
         faults.check(logged.log_dir, options.distributed_timeout_minutes)

@@ -86,6 +86,10 @@ class ModelOptions(LatentFlags, ExpertFlags, Dimensions):
         changes = self._changes()
         if self.model is None and {"layers", "hidden", "heads"} & changes.keys():
             return self._from_dimensions(changes)
+        if self.model is not None and not self.model.strip():
+            raise InputError(
+                "--model is empty; give a name (see `planner models`), a config.json or a YAML file"
+            )
         base = resolve_model(self.model or DEFAULT_MODEL, changes.pop("seq", None))
         changes |= expert_changes(self, base, changes.get("layers", base.layers))
         changes |= latent_changes(self, base, changes.get("heads", base.heads))

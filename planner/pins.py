@@ -243,6 +243,8 @@ def _items(pin: PinInput, verb: str) -> Iterable[_Item]:
 
 
 def _full_name(name: str, verb: str) -> str:
+    if not name:
+        raise InputError(f"{verb} without a name before its value; expected name=value, such as tp=8")
     plain = _plain(name)
     full = SHORT_NAMES.get(plain, plain)
     known = list(Layout.model_fields)

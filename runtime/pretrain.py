@@ -132,6 +132,8 @@ def train(job: Job) -> None:
     end_with_agent()
     check_one_task(os.environ, joins=True)
     ranks = Ranks.from_environment()
+    if job.cluster.device not in (None, "cpu") and not local_device_count():
+        raise InputError(f"--device {job.cluster.device}: this machine has no GPUs; leave it out or give cpu")
     on_cpu = job.cluster.device == "cpu" or (job.run.plan is not None and _is_cpu_plan(job.run.plan))
     device = torch_device(on_cpu or not local_device_count(), ranks)
     check_bounds(job.run)

@@ -12,6 +12,7 @@ from pathlib import Path
 from costmodels import ModelSpec
 from costmodels.errors import InputError
 from runtime import checkpoint
+from runtime.checkpoint.run_file import check_same_model
 from runtime.data import Tokenizer
 from runtime.huggingface.companions import COMPANIONS, copy_companions, read_companions, write_companions
 from runtime.huggingface.configs import differences
@@ -77,12 +78,29 @@ def load_weights(folder: str | Path, trainer: Trainer, spec: ModelSpec, iteratio
     """
     source = checkpoint.iteration_folder(folder, iteration)
     stored = on_first_rank(lambda: checkpoint.read_run(source).model)
+    _check_weights(source, stored, spec)
+    checkpoint.load_weights_only(folder, trainer, stored, iteration)
+
+
+def _check_weights(source: Path, stored: ModelSpec, spec: ModelSpec) -> None:
     different = [f"{name} {getattr(stored, name)}" for name in differences(stored, spec)]
     if different:
         raise InputError(
             f"checkpoint {source} is of another model ({', '.join(different)}); give the same model"
         )
-    checkpoint.load_weights_only(folder, trainer, stored, iteration)
+
+
+def check_loaded(output: OutputOptions, spec: ModelSpec) -> None:
+    """Raise `InputError` where the checkpoint that a run of `spec` begins from is of another model."""
+    iteration = iteration_of(output)
+    if iteration is None or output.load is None:
+        return
+    source = checkpoint.iteration_folder(output.load, iteration)
+    run = checkpoint.read_run(source)
+    if begins_anew(output, iteration):
+        _check_weights(source, run.model, spec)
+    else:
+        check_same_model(source, run, spec)
 
 
 def known_tokenizer(options: DataOptions, vocab: int) -> Tokenizer | None:

@@ -13,7 +13,7 @@ from costmodels import ModelSpec
 from costmodels.errors import InputError
 from runtime.checkpoint.folders import another, iteration_folder
 from runtime.checkpoint.manifest import check_files, read_manifest, reading
-from runtime.checkpoint.run_file import RunFile, read_run
+from runtime.checkpoint.run_file import RunFile, check_same_model, read_run
 from runtime.checkpoint.tensors import load_state, load_weights
 from runtime.data.identity import difference
 from runtime.ranks import on_first_rank, together
@@ -39,7 +39,7 @@ def load(
     with reading(source):
         run = _checked(source, iteration)
         told = run.told()
-        _check_model(source, run, spec)
+        check_same_model(source, run, spec)
         _check_data(source, told, expected or {})
         for name, value in (expected or {}).items():
             if name != "data" and told.get(name) != value:
@@ -70,7 +70,7 @@ def load_weights_only(folder: str | Path, trainer: Trainer, spec: ModelSpec, ite
     source = iteration_folder(folder, iteration)
     with reading(source):
         run = _checked(source, iteration)
-        _check_model(source, run, spec)
+        check_same_model(source, run, spec)
         _read(source, lambda: load_weights(trainer, spec, source))
     return run
 
@@ -89,19 +89,6 @@ def _checked(source: Path, iteration: int) -> RunFile:
         advice = on_first_rank(lambda: another(source.parent, iteration))
         raise InputError(f"{error}; {advice}") from None
     return run
-
-
-def _check_model(source: Path, run: RunFile, spec: ModelSpec) -> None:
-    different = [
-        f"{name} {getattr(run.model, name)}"
-        for name in ModelSpec.model_fields
-        if name not in ("name", "source", "published_parameters")
-        and getattr(run.model, name) != getattr(spec, name)
-    ]
-    if different:
-        raise InputError(
-            f"checkpoint {source} is of another model ({', '.join(different)}); give the same model"
-        )
 
 
 def _check_data(source: Path, told: Mapping[str, Any], expected: Mapping[str, Any]) -> None:

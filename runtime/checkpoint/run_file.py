@@ -82,3 +82,17 @@ def read_run(folder: str | Path) -> RunFile:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"]))
         raise damaged(path, f"says nothing valid: {where or 'JSON'}: {first['msg'].lower()}") from None
+
+
+def check_same_model(source: Path, run: RunFile, spec: ModelSpec) -> None:
+    """Raise `InputError` where the checkpoint in `source` is not of the model `spec`."""
+    different = [
+        f"{name} {getattr(run.model, name)}"
+        for name in ModelSpec.model_fields
+        if name not in ("name", "source", "published_parameters")
+        and getattr(run.model, name) != getattr(spec, name)
+    ]
+    if different:
+        raise InputError(
+            f"checkpoint {source} is of another model ({', '.join(different)}); give the same model"
+        )

@@ -128,6 +128,15 @@ def test_a_job_does_not_begin_anew_unasked(
     refused(planner_command("launch", *ON_TWO, *flags), *parts)
 
 
+@pytest.mark.parametrize("also", [(), ("--finetune",)])
+def test_a_checkpoint_of_another_model_is_refused_before_ranks_start(
+    planner_command: Command, checkpoint: Path, tmp_path: Path, also: tuple[str, ...]
+) -> None:
+    answer = planner_command("launch", *ON_TWO, "--load", checkpoint, *also)
+    refused(answer, f"checkpoint {checkpoint}", "is of another model (", "layers 4")
+    assert [path.name for path in tmp_path.iterdir()] == ["ours"]
+
+
 def test_jobs_of_one_second_have_folders_of_their_own(tmp_path: Path) -> None:
     made = [_run_folder(tmp_path / "runs" / "now-gpt2") for _ in range(3)]
     assert [path.name for path in made] == ["now-gpt2", "now-gpt2-2", "now-gpt2-3"]

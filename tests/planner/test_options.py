@@ -30,6 +30,11 @@ LLAMA = {
 }
 
 
+def test_a_model_without_a_name_is_no_default() -> None:
+    with pytest.raises(InputError, match="--model is empty"):
+        ModelOptions(model=" ").spec()
+
+
 def described(options: ModelOptions) -> dict[str, Any]:
     return options.spec().model_dump(exclude=NAMES)
 

@@ -57,6 +57,7 @@ def test_short_and_full_names_and_all_kinds_of_values() -> None:
     ("pin", "line"),
     [
         ("tensor_paralel=8", "pin tensor_paralel: no such field; did you mean tensor_parallel?"),
+        ("=8", "pin without a name before its value; expected name=value, such as tp=8"),
         ("ttp=2", "pin ttp: no such field; did you mean tp?"),
         ("fsdp=3", "pin fsdp: no such field; did you mean zero=3?"),
         ("ZeRO3", "pin 'ZeRO3': expected name=value, such as zero=3"),
