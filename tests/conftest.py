@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -66,6 +67,17 @@ def pool() -> WorkerPool:
 
 Command = Callable[..., tuple[int, str, str]]
 """Runs `planner ARGUMENTS...`; returns exit code, standard output and standard error."""
+
+
+DOING = re.compile(
+    r"(planner|runtime): (planning|preparing the data|opening the data|loading PyTorch|reading the model"
+    r"|generating|starting \d+ ranks)( \.\.\.)?\n"
+)
+
+
+def told(err: str) -> str:
+    """Standard error without what a command says that it is doing."""
+    return "".join(line for line in err.splitlines(keepends=True) if not DOING.fullmatch(line))
 
 
 @pytest.fixture

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 
-from tests.conftest import Command
+from tests.conftest import Command, told
 from tests.runtime.jobs import write_corpus
 
 NANO = ("--model", "gpt2-nano", "--device", "cpu", "--world-size", "2")
@@ -70,12 +69,6 @@ def files(tmp_path: Path, corpus: str, folder: Path, planner_command: Command) -
     if not plan.exists():
         assert planner_command("suggest", *NANO, *EIGHT, "--save", plan)[0] == 0
     return Files(tmp_path, corpus, plan)
-
-
-def told(err: str) -> str:
-    """Standard error without what a command says that it is doing."""
-    doing = re.compile(r"(planner|runtime): (planning|preparing the data|opening the data)( \.\.\.)?\n")
-    return "".join(line for line in err.splitlines(keepends=True) if not doing.fullmatch(line))
 
 
 Words = Callable[[Files], Sequence[str | Path]]

@@ -20,7 +20,7 @@ from runtime.entry import ENTRY
 from runtime.generation import command
 from runtime.generation.options import GenerateOptions
 from runtime.launch import Outcome
-from tests.conftest import Command
+from tests.conftest import Command, told
 from tests.runtime.model_files import write_checkpoint
 
 
@@ -36,12 +36,12 @@ def test_a_checkpoint_becomes_a_model_and_a_checkpoint_again(
     planner_command: Command, checkpoint: Path, tmp_path: Path
 ) -> None:
     code, out, err = planner_command("convert", "--input", checkpoint, "--output", tmp_path / "hf")
-    assert (code, err) == (0, "")
+    assert (code, told(err)) == (0, "")
     assert out.startswith(f"{tmp_path / 'hf'}: Hugging Face model of parity-llama, 0.2 M parameters in 39 ")
     code, out, err = planner_command(
         "convert", "--load-dir", tmp_path / "hf", "--save-dir", tmp_path / "back"
     )
-    assert (code, err) == (0, "")
+    assert (code, told(err)) == (0, "")
     assert out.startswith(f"{tmp_path / 'back'}: checkpoint of hf, ")
     texts = []
     for folder in (checkpoint, tmp_path / "hf", tmp_path / "back"):
@@ -57,7 +57,7 @@ def test_a_checkpoint_becomes_a_model_and_a_checkpoint_again(
             "cpu",
         )
         code, out, err = planner_command(*arguments)
-        assert (code, err) == (0, "")
+        assert (code, told(err)) == (0, "")
         texts.append(out)
     assert texts[0].startswith("abc") and len(set(texts)) == 1
 
@@ -69,7 +69,7 @@ def test_several_prompts_are_continued_together(
     arguments = ("generate", "--load", checkpoint, "--prompt", "first", "--prompt-file", tmp_path / "prompts")
     options = ("--max-new-tokens", "5", "--temperature", "0.7", "--seed", "3", "--device", "cpu")
     code, out, err = planner_command(*arguments, *options, "--json")
-    assert (code, err) == (0, "")
+    assert (code, told(err)) == (0, "")
     records = [json.loads(line) for line in out.splitlines()]
     assert [record["prompt"] for record in records] == ["first", "second one", "the third"]
     assert all(record["ended"] == "length" and len(record["tokens"]) == 5 for record in records)
@@ -122,6 +122,7 @@ def test_wrong_input_is_one_line(
     given = [str(checkpoint) if word == "CHECKPOINT" else word for word in arguments.split()]
     code, out, err = planner_command(*given)
     assert (code, out) == (2, "")
+    err = told(err)
     assert err.startswith("planner: error: ") and message in err and err.count("\n") == 1
     assert list(tmp_path.iterdir()) == []
 
@@ -131,7 +132,7 @@ def shown_by_ranks(options: GenerateOptions) -> str:
     os.environ[command.EVENTS_VARIABLE] = "1"
     printed = StringIO()
     with redirect_stdout(printed):
-        command.generate(options, options.prompts(), torch.device("cpu"))
+        command.generate(options, options.prompts(), torch.device("cpu"), command._FirstRank())
     return printed.getvalue()
 
 
@@ -156,7 +157,7 @@ def test_ranks_show_their_text_through_the_process_that_started_them(
 
     monkeypatch.setattr(command, "run_job", job)
     code, out, err = planner_command(*arguments, "--device", "cpu", "--tensor-model-parallel-size", "2")
-    assert (code, out, err) == (0, expected, "")
+    assert (code, out, told(err)) == (0, expected, "")
     [(words, ranks)] = commands
     start = words.index("runtime.generation")
     assert ranks == 2 and words[start - 1] == ENTRY and find_spec("runtime.generation.__main__")
@@ -164,4 +165,4 @@ def test_ranks_show_their_text_through_the_process_that_started_them(
     assert words[-2:] == ["--tensor-model-parallel-size", "2"]
     monkeypatch.setattr(command, "run_job", lambda *_: Outcome(2, "no such model"))
     code, out, err = planner_command(*arguments, "--device", "cpu", "--tensor-model-parallel-size", "2")
-    assert (code, out, err) == (2, "", "planner: error: no such model\n")
+    assert (code, out, told(err)) == (2, "", "planner: error: no such model\n")

@@ -73,6 +73,8 @@ def test_short_and_full_names_and_all_kinds_of_values() -> None:
         ("tp=eight", "pin tensor_parallel=eight: expected a whole number of at least 1"),
         ("tp=0", "pin tensor_parallel=0: expected a whole number of at least 1"),
         ("tp=2.5", "pin tensor_parallel=2.5: expected a whole number"),
+        ("mbs=" + "9" * 24, "expected a whole number of at least 1, and at most 1048576"),
+        ("mbs=" + "9" * 5000, "expected a whole number of at least 1, and at most 1048576"),
         ("sp=maybe", "pin sequence_parallel=maybe: expected true or false"),
         ("zero=4", "pin zero_stage=4: expected one of 0, 1, 2, 3"),
         ("recompute=some", "pin recompute=some: expected one of none, selective, full"),

@@ -8,6 +8,7 @@ import gzip
 import json
 import lzma
 import os
+import signal
 import struct
 import tempfile
 from collections.abc import Sequence
@@ -368,6 +369,7 @@ def test_no_more_workers_start_than_there_are_cores_or_pieces(
             super().__init__(workers, **options)
 
     monkeypatch.setattr(MODULE, "ProcessPoolExecutor", Pool)
+    monkeypatch.setattr(signal, "signal", lambda *_: None)  # Threads take no signals.
     monkeypatch.setattr(MODULE, "available_cores", lambda: cores)
     # Only a process has signals of its own.
     monkeypatch.setattr(MODULE.signal, "signal", lambda *_: None)
