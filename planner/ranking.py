@@ -19,7 +19,7 @@ from planner import objective as objectives
 from planner import reasons
 from planner.bounds import Fit, fit
 from planner.engine_rules import engine_rules
-from planner.first_plans import SETTLED, SHOWN, Ranking, order, settled
+from planner.first_plans import MOST, SETTLED, SHOWN, Ranking, order, settled
 from planner.joining import joined, joined_prices
 from planner.last_resort import REASON, last_resorts
 from planner.objective import Objective, logarithms
@@ -29,6 +29,7 @@ from planner.rule import Rule
 from planner.rules import DEVICE_MEMORY
 from planner.solve import solved
 from planner.space import Batch, Space, build, obstacle
+from planner.twins import other_form
 from planner.verified_memory import known_bytes
 
 
@@ -206,7 +207,10 @@ class SearchResult:
         if self.feasible == 1:
             return self._resort + "the only legal layout that fits into memory"
         if rank == 0:
-            found = objectives.ahead(self.problem.objective, self._candidate(0), self._candidate(1))
+            best = self._candidate(0)
+            others = (self._candidate(place) for place in range(1, min(self.feasible, MOST)))
+            rival = next((one for one in others if other_form(best, one) is None), self._candidate(1))
+            found = objectives.ahead(self.problem.objective, best, rival)
         else:
             found = objectives.behind(self.problem.objective, self._candidate(rank), self._candidate(0))
         return self._resort + found

@@ -6,9 +6,10 @@ from dataclasses import dataclass, replace
 from math import isclose
 from typing import TYPE_CHECKING
 
-from planner.plan import Plan
-
 if TYPE_CHECKING:
+    from costmodels.estimate import Estimate
+    from costmodels.layout import Layout
+    from planner.plan import Plan
     from planner.ranking import SearchResult
 
 FORMS = {"zero_stage": "zero", "context_parallel_form": "cp_form"}
@@ -72,7 +73,7 @@ def _grouped(result: SearchResult, count: int) -> list[Listed]:
         if not (found and isclose(_speed(found[-1].plan), _speed(plan), rel_tol=SAME)):
             alike = 0
         for number in range(len(found) - alike, len(found)):
-            form = _form(found[number].plan, plan)
+            form = other_form(_priced(found[number].plan), _priced(plan))
             if form is not None:
                 found[number] = replace(found[number], twins=(*found[number].twins, form))
                 break
@@ -86,14 +87,19 @@ def _speed(plan: Plan) -> float:
     return plan.estimate.tokens_per_s
 
 
-def _form(one: Plan, other: Plan) -> str | None:
-    """What `other` has instead of the forms of `one`; None where more than these differs."""
-    if not isclose(one.estimate.step_time_s, other.estimate.step_time_s, rel_tol=SAME):
+def _priced(plan: Plan) -> tuple[Layout, Estimate]:
+    return plan.layout, plan.estimate
+
+
+def other_form(one: tuple[Layout, Estimate], other: tuple[Layout, Estimate]) -> str | None:
+    """What a twin of `one` has instead of its forms; None where `other` is no twin."""
+    (layout, cost), (other_layout, other_cost) = one, other
+    if not isclose(cost.step_time_s, other_cost.step_time_s, rel_tol=SAME):
         return None
-    if not isclose(one.estimate.peak_memory_bytes, other.estimate.peak_memory_bytes, rel_tol=SAME):
+    if not isclose(cost.peak_memory_bytes, other_cost.peak_memory_bytes, rel_tol=SAME):
         return None
-    forms = {name: getattr(other.layout, name) for name in FORMS}
-    if one.layout.model_copy(update=forms) != other.layout:
+    forms = {name: getattr(other_layout, name) for name in FORMS}
+    if layout.model_copy(update=forms) != other_layout:
         return None
-    mine = {name: getattr(one.layout, name) for name in FORMS}
+    mine = {name: getattr(layout, name) for name in FORMS}
     return " ".join(f"{FORMS[name]} {form}" for name, form in forms.items() if form != mine[name])

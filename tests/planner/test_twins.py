@@ -42,6 +42,13 @@ def test_places_with_twins_are_settled_at_once(monkeypatch: pytest.MonkeyPatch) 
     assert asked == [rows[-1].place + len(rows[-1].twins) + 1]
 
 
+def test_the_best_is_compared_with_the_next_that_is_no_twin() -> None:
+    result = search("gpt2-small", world_size=8, device="h100", max_global_batch_size=16, pin="tp=1")
+    _, (best, rival) = listed(result, 2)
+    assert best.twins
+    assert rival.plan.layout.describe() in best.plan.reason and "zero=2" not in best.plan.reason
+
+
 def test_no_plan_is_listed_twice_however_many_are_asked_for() -> None:
     result = search(**PROBLEM)
     _, ten = listed(result, 10)
