@@ -120,8 +120,8 @@ def _print_ranking(screen: Console, listed: list[Listed]) -> None:
         return
     # A layout in one word, which may wrap, instead of a column for each degree.
     rows = [
-        [str(one.place), f"{one.plan.layout.describe()} {one.note}".strip(), *_costs(one.plan.estimate)]
-        for one in listed
+        [str(row.place), row.plan.layout.describe() + row.note_after, *_costs(row.plan.estimate)]
+        for row in listed
     ]
     screen.print(table(["#", "layout", *costs], rows, left=("layout",)))
 

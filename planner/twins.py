@@ -37,6 +37,11 @@ class Listed:
         """`= zero 2`; empty without twins."""
         return f"= {' = '.join(self.twins)}" if self.twins else ""
 
+    @property
+    def note_after(self) -> str:
+        """The same behind a layout, whose last words hold an equals sign."""
+        return f" ({self.note})" if self.twins else ""
+
 
 def listed(result: SearchResult, top: int) -> tuple[SearchResult, list[Listed]]:
     """`result` settled as far as needed, and its best `top` plans that fit and are twins of no better one."""

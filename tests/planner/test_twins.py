@@ -59,6 +59,7 @@ def test_the_table_names_twins_in_the_row_of_the_first(planner_command: Command)
     job = ("--model", "llama3-8b", "--world-size", 8, "--device", "h100", "--global-batch-size", 64)
     code, out, _ = planner_command("suggest", *map(str, job))
     assert code == 0 and "= zero 2" in out and "zero=2" not in out
+    assert "recompute=none (= zero 2)" in " ".join(out.split())
     code, out, _ = planner_command("suggest", *map(str, job), "--json")
     answer = json.loads(out)
     assert [plan["layout"]["zero_stage"] for plan in answer["plans"] if plan["twins"] == ["zero 2"]]
