@@ -23,8 +23,8 @@ from benchmarks.worker_pool import WorkerPool
 from costmodels import Layout, ModelSpec
 from costmodels.errors import InputError
 from planner.flags import run
-from runtime.devices import local_device_count
-from runtime.preflight import check_job
+from runtime.job.devices import local_device_count
+from runtime.settings.preflight import check_job
 
 SPEC = MODELS["deepseek"]
 """Latent attention, experts with biases, a shared expert, a dense layer."""
@@ -66,7 +66,7 @@ class Timing(NamedTuple):
 
 def options_of() -> Any:
     """How the small model is trained."""
-    from runtime.options import TrainingOptions
+    from runtime.settings.options import TrainingOptions
 
     return TrainingOptions(
         train_iters=100, lr=1e-3, seed=SEED, moe_router_bias_update_rate=1e-2, moe_z_loss_coeff=1e-3
@@ -78,7 +78,7 @@ def losses_between(spec: ModelSpec, layout: Layout, folder: str, steps: Sequence
     import torch
 
     from runtime import checkpoint
-    from runtime.trainer import Trainer
+    from runtime.train.trainer import Trainer
 
     trainer = Trainer(spec, layout, options_of(), torch.device("cpu"))
     if steps[0]:
@@ -93,7 +93,7 @@ def losses_after_loading(spec: ModelSpec, layout: Layout, folders: Sequence[str]
     import torch
 
     from runtime import checkpoint
-    from runtime.trainer import Trainer
+    from runtime.train.trainer import Trainer
 
     trainer = Trainer(spec, layout, options_of(), torch.device("cpu"))
     losses = []
@@ -114,7 +114,7 @@ def _spoil(trainer: Any) -> None:
     """Overwrite all that a checkpoint stores, so that what a load leaves out is seen."""
     import torch
 
-    from runtime.optimizer import local_part
+    from runtime.parallel.local import local_part
 
     with torch.no_grad():
         for owned in trainer.optimizer.owned:
@@ -166,8 +166,8 @@ def timing(spec: ModelSpec, layout: Layout, folder: str, repetitions: int, on_gp
     import torch.distributed as dist
 
     from runtime import checkpoint
-    from runtime.ranks import meet
-    from runtime.trainer import Trainer
+    from runtime.parallel.ranks import meet
+    from runtime.train.trainer import Trainer
 
     device = torch.device("cuda", dist.get_rank()) if on_gpu else torch.device("cpu")
     if on_gpu:

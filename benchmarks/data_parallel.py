@@ -39,9 +39,9 @@ from costmodels.catalogue import load_model
 from costmodels.catalogue.host import available_cores
 from costmodels.errors import InputError
 from planner.flags import run
-from runtime.devices import local_device_count
-from runtime.options import DataOptions
-from runtime.text import open_datasets, tokenizer_for
+from runtime.job.devices import local_device_count
+from runtime.job.text import open_datasets, tokenizer_for
+from runtime.settings.options import DataOptions
 
 MODELS = {
     "tiny": load_model("gpt2-nano", hidden=256).model_copy(update={"name": "gpt2-tiny"}),

@@ -23,15 +23,15 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from benchmarks.parity import SEED
 from costmodels import Layout, ModelSpec, Precision
-from runtime.data_parallel import DTYPES
-from runtime.devices import torch_device
-from runtime.initialise import initialise
-from runtime.logs.metrics import peak_memory_bytes
-from runtime.loss import cross_entropy_sum
+from runtime.job.devices import torch_device
+from runtime.job.metrics import peak_memory_bytes
 from runtime.model.transformer import Transformer
-from runtime.options import TrainingOptions
-from runtime.ranks import Ranks
-from runtime.trainer import Trainer
+from runtime.parallel.data import DTYPES
+from runtime.parallel.initialise import initialise
+from runtime.parallel.loss import cross_entropy_sum
+from runtime.parallel.ranks import Ranks
+from runtime.settings.options import TrainingOptions
+from runtime.train.trainer import Trainer
 
 LEARNING_RATE = 3e-4
 CLIP_GRAD = 1.0

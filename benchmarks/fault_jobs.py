@@ -15,12 +15,12 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from runtime.forked import IMPORTED
-from runtime.forked import run as fork_ranks
+from runtime.launch.forked import IMPORTED
+from runtime.launch.forked import run as fork_ranks
 
 ROOT = Path(__file__).parents[1]
 
-PRELOADED = [*IMPORTED, "runtime.checkpoint", "runtime.pretrained", "runtime.pipeline"]
+PRELOADED = [*IMPORTED, "runtime.checkpoint", "runtime.job.pretrained", "runtime.parallel.pipeline"]
 
 GRACE_S = 5.0
 """Seconds that ranks have to end after SIGTERM."""

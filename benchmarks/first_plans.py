@@ -26,7 +26,7 @@ from costmodels.errors import InputError
 from costmodels.words import GIB
 from planner import search
 from planner.plan import Plan
-from runtime.memory_trace import CATEGORIES
+from runtime.dryrun.memory_trace import CATEGORIES
 
 MODELS = (
     *("gpt2-xl", "gpt3-1.3b", "gpt3-6.7b", "gpt3-13b", "gpt-22b", "gpt3-175b", "llama2-7b", "llama2-13b"),
@@ -111,7 +111,7 @@ def first_plan(job: Asked) -> Plan | None:
 def check(planned: tuple[Asked, Plan]) -> Checked:
     """Trace what of a job's plan may be fullest."""
     from runtime.dryrun import trace
-    from runtime.options import TrainingOptions
+    from runtime.settings.options import TrainingOptions
 
     job, plan = planned
     layout, memory = plan.layout, plan.estimate.memory

@@ -36,10 +36,10 @@ from costmodels import ModelSpec
 from planner.plan import Plan
 from runtime import checkpoint
 from runtime.checkpoint.manifest import manifest_text, record_of
+from runtime.checkpoint.tensor_store import Piece, Whole, write_tensors
 from runtime.data.indexed import HEADER, MAGIC
 from runtime.huggingface.mapping import our_shapes
-from runtime.stored_model import StoredModel
-from runtime.tensor_store import Piece, Whole, write_tensors
+from runtime.huggingface.stored_model import StoredModel
 
 CANARY = "canary"
 DATA_FILE = "__0_0.distcp"

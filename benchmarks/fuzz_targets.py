@@ -141,8 +141,8 @@ def saved_checkpoint(folder: str) -> None:
 
     from benchmarks.parity import MODELS, parse_layout
     from runtime import checkpoint
-    from runtime.options import TrainingOptions
-    from runtime.trainer import Trainer
+    from runtime.settings.options import TrainingOptions
+    from runtime.train.trainer import Trainer
 
     fields = MODELS["gpt2"].model_dump() | {"layers": 1, "hidden": 16, "vocab": 30, "seq": 8, "ffn": 32}
     spec = ModelSpec.model_validate(fields)

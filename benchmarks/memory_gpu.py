@@ -24,7 +24,7 @@ from costmodels.errors import InputError
 from costmodels.words import GIB
 from planner import Plan, search
 from planner.flags import run
-from runtime.memory_trace import CATEGORIES
+from runtime.dryrun.memory_trace import CATEGORIES
 
 HEAD_ROOM = 0.9
 """Share of the GPU's memory that a traced peak may take: the rest is the driver's and the allocator's."""
@@ -140,7 +140,7 @@ def memory_gpu(
 
     if not torch.cuda.is_available():
         raise InputError("benchmarks.memory_gpu measures a GPU, and this machine has none; run it on one")
-    from runtime.devices import detect_device
+    from runtime.job.devices import detect_device
 
     device = detect_device(1).name
     cases = [case for case in CASES if only in case.model or any(only in pin for pin in case.pins)]

@@ -15,10 +15,10 @@ import numpy as np
 import torch
 
 from planner import Plan
-from runtime import stages
 from runtime.dryrun.run import alone, one_rank_of, shortened
-from runtime.options import TrainingOptions
-from runtime.trainer import Trainer
+from runtime.settings.options import TrainingOptions
+from runtime.train import stages
+from runtime.train.trainer import Trainer
 
 STEPS = 3
 """Steps of the real run; the peak is that of the last one."""

@@ -22,7 +22,7 @@ from costmodels.errors import InputError
 from costmodels.words import GIB
 from planner.flags import run
 from planner.options import ModelOptions
-from runtime.preflight import check_job
+from runtime.settings.preflight import check_job
 
 WARM_UP = 3
 """Steps before the clock starts: the allocator and compiled kernels settle."""
@@ -32,11 +32,11 @@ def measure(spec: ModelSpec, layout: Layout, steps: int, compiled: bool | None) 
     """Seconds of training steps on random tokens, and what follows from their median; needs one rank."""
     import torch
 
-    from runtime.devices import detect_device, local_device_count, torch_device
-    from runtime.logs.metrics import peak_memory_bytes
-    from runtime.options import TrainingOptions
-    from runtime.ranks import Ranks, start
-    from runtime.trainer import Trainer
+    from runtime.job.devices import detect_device, local_device_count, torch_device
+    from runtime.job.metrics import peak_memory_bytes
+    from runtime.parallel.ranks import Ranks, start
+    from runtime.settings.options import TrainingOptions
+    from runtime.train.trainer import Trainer
 
     alone = Ranks(rank=0, local_rank=0, world_size=1, local_world_size=1)
     device = torch_device(not local_device_count(), alone)

@@ -23,10 +23,10 @@ from costmodels import SHORT_NAMES, LatentAttention, Layout, ModelSpec, RopeScal
 from costmodels.errors import InputError
 from costmodels.layout import V_SCHEDULES
 from planner.flags import run
-from runtime.preflight import check_job
+from runtime.settings.preflight import check_job
 
 if TYPE_CHECKING:
-    from runtime.trainer import Trainer
+    from runtime.train.trainer import Trainer
 
 LLAMA = ModelSpec(
     name="parity-llama",
@@ -190,8 +190,8 @@ def losses_of(spec: ModelSpec, layout: Layout, steps: int, compiled: bool = Fals
     """Losses of `steps` training steps on random tokens; runs on every rank of a process group."""
     import torch
 
-    from runtime.options import TrainingOptions
-    from runtime.trainer import Trainer
+    from runtime.settings.options import TrainingOptions
+    from runtime.train.trainer import Trainer
 
     options = TrainingOptions(train_iters=steps, lr=1e-3, seed=SEED, compile=compiled, **ROUTING)
     trainer = Trainer(spec, layout, options, torch.device("cpu"))
@@ -237,8 +237,8 @@ def trained(spec: ModelSpec, layout: Layout, steps: int, compiled: bool = False)
     """Train `steps` steps on tokens that can be learnt; runs on every rank of a process group."""
     import torch
 
-    from runtime.options import TrainingOptions
-    from runtime.trainer import Trainer
+    from runtime.settings.options import TrainingOptions
+    from runtime.train.trainer import Trainer
 
     options = TrainingOptions(train_iters=steps, seed=SEED, compile=compiled, **BITING, **ROUTING)
     trainer = Trainer(spec, layout, options, torch.device("cpu"))

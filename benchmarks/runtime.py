@@ -23,7 +23,7 @@ from benchmarks.worker_pool import WorkerPool
 from costmodels import Layout, ModelSpec
 from costmodels.errors import InputError
 from planner.flags import run
-from runtime.preflight import check_job
+from runtime.settings.preflight import check_job
 
 MODEL = ModelSpec(
     name="llama-30m",
@@ -62,8 +62,8 @@ def race(spec: ModelSpec, layouts: dict[str, Layout], rounds: int, steps: int) -
     import torch
     import torch.distributed as dist
 
-    from runtime.options import TrainingOptions
-    from runtime.trainer import Trainer
+    from runtime.settings.options import TrainingOptions
+    from runtime.train.trainer import Trainer
 
     options = TrainingOptions(train_iters=10**6, lr=1e-3, seed=SEED)
     contestants: dict[str, Step] = {DDP: _ddp(spec)}

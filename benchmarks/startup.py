@@ -25,7 +25,7 @@ import typer
 from costmodels.catalogue.host import available_cores
 from costmodels.errors import InputError
 from planner.flags import run
-from runtime.launch import torchrun_command
+from runtime.launch.torchrun import torchrun_command
 
 BASELINES = ("spawn", "fork")
 

@@ -21,9 +21,9 @@ TIMEOUT_S = 600
 
 PRELOADED = [
     "runtime.checkpoint",
-    "runtime.trainer",
-    "runtime.pipeline",
-    "runtime.ring_attention",
+    "runtime.train.trainer",
+    "runtime.parallel.pipeline",
+    "runtime.parallel.ring_attention",
     "numpy.random",
 ]
 """Modules that the forked process imports beforehand; the last but one bring PyTorch's compiler."""

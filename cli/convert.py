@@ -45,7 +45,7 @@ def convert(options: ConvertOptions) -> None:
             raise InputError(f"--{name}: none given: name a folder")
     # Imported here so that wrong flags need not wait for PyTorch.
     from runtime import convert as conversion
-    from runtime.stored_model import is_hugging_face
+    from runtime.huggingface.stored_model import is_hugging_face
 
     start = time.perf_counter()
     if is_hugging_face(options.input):

@@ -119,7 +119,7 @@ def prepare(source: Source, encoding: Encoding, output: Output) -> None:
     # Imported here so that the other commands start without numpy's and the tokenizers' share of a second.
     from runtime.data import prepare as prepare_files
     from runtime.data.sources import expand
-    from runtime.no_effect import without_effect
+    from runtime.settings.no_effect import without_effect
 
     _check_prefix(output.output_prefix)
     if output.dataset_impl != "mmap":

@@ -23,11 +23,11 @@ from planner.flags import flag, takes
 from planner.options import BatchOptions, ClusterOptions, ModelOptions, ParallelOptions, check_alone
 from planner.plan import Plan
 from planner.search import search
-from runtime.job_rules import job_rules, reachable
-from runtime.memory_trace import CATEGORIES, MemoryTrace
-from runtime.no_effect import without_effect
-from runtime.options import TrainingOptions
-from runtime.preflight import check_plan, check_training
+from runtime.dryrun.memory_trace import CATEGORIES, MemoryTrace
+from runtime.settings.job_rules import job_rules, reachable
+from runtime.settings.no_effect import without_effect
+from runtime.settings.options import TrainingOptions
+from runtime.settings.preflight import check_plan, check_training
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

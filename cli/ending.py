@@ -13,8 +13,8 @@ from costmodels.errors import InputError
 from costmodels.words import GIB, in_seconds
 from planner.flags import arguments
 from planner.plan import Plan
-from runtime.launch import Measured, measured
-from runtime.options import OutputOptions, TrainingOptions
+from runtime.launch.torchrun import Measured, measured
+from runtime.settings.options import OutputOptions, TrainingOptions
 
 PEAK_WITHIN = 0.1
 """Share by which a measured peak may differ from the predicted one; tensors alone come out closer."""

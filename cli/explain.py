@@ -31,7 +31,7 @@ from planner.flags import flag, takes
 from planner.options import BatchOptions, ClusterOptions, ModelOptions, ParallelOptions, check_alone
 from planner.plan import Plan
 from planner.twins import listed
-from runtime.job_rules import job_rules, reachable
+from runtime.settings.job_rules import job_rules, reachable
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -8,7 +8,7 @@ from cli.interrupts import leaving_at_ctrl_c
 from cli.status import Status
 from planner.flags import takes
 from runtime.generation.options import GenerateOptions
-from runtime.no_effect import without_effect
+from runtime.settings.no_effect import without_effect
 
 
 @takes(options=GenerateOptions)

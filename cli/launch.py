@@ -31,18 +31,18 @@ from planner.options import BatchOptions, ClusterOptions, ModelOptions, Parallel
 from planner.plan import Plan
 from planner.rule import Rule
 from planner.twins import listed
+from runtime.checkpoint.owner import owned
 from runtime.faults.options import FaultOptions
-from runtime.faults.replan import Before, previous_run, replanned, same_batch, same_unit
-from runtime.job import search_here
-from runtime.job_rules import job_rules, reachable
-from runtime.launch import Outcome, Stopped, shell_line, torchrun_command
+from runtime.job.job import search_here
+from runtime.job.replan import Before, previous_run, replanned, same_batch, same_unit
+from runtime.job.text import open_datasets
+from runtime.launch.torchrun import Outcome, Stopped, shell_line, torchrun_command
+from runtime.launch.warm_ranks import FORKS, WarmRanks
 from runtime.logs.console import say
-from runtime.options import DataOptions, OutputOptions, TrainingOptions
-from runtime.owner import owned
-from runtime.preflight import TIMEOUT, check_folder, check_host, check_plan, check_training
-from runtime.scheduler import check_one_task
-from runtime.text import open_datasets
-from runtime.warm_ranks import FORKS, WarmRanks
+from runtime.processes.scheduler import check_one_task
+from runtime.settings.job_rules import job_rules, reachable
+from runtime.settings.options import DataOptions, OutputOptions, TrainingOptions
+from runtime.settings.preflight import TIMEOUT, check_folder, check_host, check_plan, check_training
 
 MOST_CPU_RANKS = 8
 """Ranks on a machine without GPUs, if it has as many cores and none are asked for."""
@@ -132,9 +132,7 @@ def _launch(
         check_plan(plan, ranks)
         check_training(plan, training, data)
         if output.load is not None:
-            from runtime.pretrained import (
-                check_loaded,  # Imports PyTorch, which jobs from nothing need not yet.
-            )
+            from runtime.job.pretrained import check_loaded
 
             check_loaded(output, plan.model)
         log_dir = Path(output.log_dir or f"runs/{datetime.now():%Y%m%d-%H%M%S}-{Path(plan.model.name).name}")
@@ -248,7 +246,10 @@ def _plans(
     """The best plans that the job can run on this machine, whose CPU `warm` readies meanwhile."""
     gpus = 0
     if cluster.device != "cpu":
-        from runtime.devices import detect_device, local_device_count  # PyTorch, which a CPU needs not yet.
+        from runtime.job.devices import (  # PyTorch, which a CPU needs not yet.
+            detect_device,
+            local_device_count,
+        )
 
         gpus = local_device_count()
     if cluster.device not in (None, "cpu") and not gpus:
@@ -299,7 +300,7 @@ def _planned(
         )
     if plan.cluster.device.kind == "cpu":
         return plan
-    from runtime.devices import local_device_count
+    from runtime.job.devices import local_device_count
 
     if plan.layout.world_size > local_device_count():
         raise InputError(

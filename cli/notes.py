@@ -11,10 +11,10 @@ from planner.flags import arguments, flag_names
 from planner.inputs import DEFAULT_ENGINE
 from planner.options import ParallelOptions
 from planner.plan import Plan
-from runtime.job_rules import BY_FLAG
+from runtime.settings.job_rules import BY_FLAG
 
 if TYPE_CHECKING:
-    from runtime.options import TrainingOptions
+    from runtime.settings.options import TrainingOptions
 
 HEAD_ROOM = (
     f"experts are dropless: the fullest device may take in {100 * (PEAK_LOAD - 1):.0f} % more rows than the "

@@ -6,7 +6,7 @@ import dataclasses
 
 from planner.flags import flag, ignored
 from planner.numbers import Bounds
-from runtime.preflight import TIMEOUT
+from runtime.settings.preflight import TIMEOUT
 
 RESTARTS = Bounds("0 (never) or positive", 0)
 """Of a failed job."""
@@ -31,7 +31,7 @@ def pasted(but: type, trains: bool = False) -> type:
     """
     # Only here: most commands that plan are given none of these flags.
     from runtime.faults.options import FaultOptions
-    from runtime.options import DataOptions, OutputOptions, TrainingOptions
+    from runtime.settings.options import DataOptions, OutputOptions, TrainingOptions
 
     groups = (DataOptions, OutputOptions, FaultOptions, Waiting)
     return ignored(*(groups if trains else (TrainingOptions, *groups)), but=but)

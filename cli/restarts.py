@@ -11,9 +11,9 @@ from typing import Any, Protocol
 from planner.flags import arguments
 from planner.plan import Plan
 from runtime import entry
-from runtime.launch import Outcome, run_job, torchrun_command
-from runtime.options import OutputOptions
-from runtime.warm_ranks import WarmRanks
+from runtime.launch.torchrun import Outcome, run_job, torchrun_command
+from runtime.launch.warm_ranks import WarmRanks
+from runtime.settings.options import OutputOptions
 
 
 class Display(Protocol):
@@ -32,7 +32,7 @@ def usable_ranks(plan: Plan) -> int:
     if plan.cluster.device.kind == "cpu":
         return wanted
     # In a process of its own: this one counts once, and a device may have been lost since.
-    counted = subprocess.run(entry.command("runtime.devices"), capture_output=True, text=True)
+    counted = subprocess.run(entry.command("runtime.job.devices"), capture_output=True, text=True)
     text = counted.stdout.strip()
     return min(wanted, int(text)) if text.isdigit() and int(text) else wanted
 

@@ -30,8 +30,8 @@ from planner.robust import indistinguishable
 from planner.search import search
 from planner.sizes import Sizes, nothing_fits, sizes
 from planner.twins import Listed, listed
-from runtime.job_rules import job_rules, reachable
-from runtime.preflight import PRECISIONS, check_model
+from runtime.settings.job_rules import job_rules, reachable
+from runtime.settings.preflight import PRECISIONS, check_model
 
 
 @dataclass(frozen=True)

@@ -16,11 +16,11 @@ from planner.flags import arguments, flag
 from planner.numbers import MOST_STEPS, Bounds, check_bounds
 from planner.objective import Objective, equal_peak
 from planner.plan import Plan
-from runtime.launch import Measured, measured, run_job, torchrun_command
+from runtime.launch.torchrun import Measured, measured, run_job, torchrun_command
+from runtime.launch.warm_ranks import WarmRanks
 from runtime.logs.console import say
-from runtime.options import DataOptions, OutputOptions, TrainingOptions
-from runtime.preflight import check_plan, check_training
-from runtime.warm_ranks import WarmRanks
+from runtime.settings.options import DataOptions, OutputOptions, TrainingOptions
+from runtime.settings.preflight import check_plan, check_training
 
 BEST: dict[Objective, str] = {
     "throughput": "fastest",

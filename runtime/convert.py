@@ -25,6 +25,7 @@ from costmodels.errors import InputError
 from planner.hf_readers import Config
 from runtime import checkpoint
 from runtime.checkpoint.manifest import reading
+from runtime.checkpoint.tensor_store import Piece, Whole, write_tensors
 from runtime.data import load_tokenizer
 from runtime.huggingface.companions import (
     COMPANIONS,
@@ -39,9 +40,8 @@ from runtime.huggingface.files import Planned, file_size, write_files
 from runtime.huggingface.mapping import EMBEDDING, GPT2_PREFIX, HEAD, Entry, Part
 from runtime.huggingface.new_folder import new_folder
 from runtime.huggingface.reading import LM_HEAD, HuggingFaceModel, entries_of
+from runtime.huggingface.stored_model import StoredModel
 from runtime.huggingface.tokenizer_files import TOKENIZER_FILE
-from runtime.stored_model import StoredModel
-from runtime.tensor_store import Piece, Whole, write_tensors
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 """Number formats by the words of `--dtype`."""

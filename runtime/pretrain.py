@@ -24,13 +24,17 @@ from planner.flags import takes
 from planner.numbers import check_bounds
 from planner.options import BatchOptions, ClusterOptions, ModelOptions, ParallelOptions, check_alone
 from planner.plan import Plan
+from runtime.checkpoint.owner import PATIENCE_OF_RESTART_S, PATIENCE_S, Owner
 from runtime.data import Datasets
-from runtime.devices import check_kind, detect_device, local_device_count, torch_device
 from runtime.faults.error_file import report
 from runtime.faults.exit_signals import ignore_early
 from runtime.faults.heartbeat import activity, doing
 from runtime.faults.options import FaultOptions
-from runtime.faults.replan import (
+from runtime.faults.watchdog import Watchdog
+from runtime.job.devices import check_kind, detect_device, local_device_count, torch_device
+from runtime.job.job import Job, RunOptions, plan_here, sample_order
+from runtime.job.loop import Loop
+from runtime.job.replan import (
     Before,
     change_line,
     is_restarted,
@@ -39,18 +43,11 @@ from runtime.faults.replan import (
     same_batch,
     same_unit,
 )
-from runtime.faults.watchdog import Watchdog
-from runtime.float8 import check_float8
-from runtime.job import Job, RunOptions, plan_here, sample_order
-from runtime.job_rules import job_rules, reachable
+from runtime.job.text import open_datasets
 from runtime.logs.console import flush, progress, say
-from runtime.loop import Loop
-from runtime.no_effect import without_effect
 from runtime.optimizers.adam8bit import check_adam8bit
-from runtime.options import DataOptions, OutputOptions, TrainingOptions
-from runtime.owner import PATIENCE_OF_RESTART_S, PATIENCE_S, Owner
-from runtime.preflight import check_folder, check_plan, check_training
-from runtime.ranks import (
+from runtime.parallel.float8 import check_float8
+from runtime.parallel.ranks import (
     Ranks,
     end_with_agent,
     finish,
@@ -61,9 +58,12 @@ from runtime.ranks import (
     start,
     together,
 )
-from runtime.scheduler import check_one_task
-from runtime.text import open_datasets
-from runtime.trainer import Trainer
+from runtime.processes.scheduler import check_one_task
+from runtime.settings.job_rules import job_rules, reachable
+from runtime.settings.no_effect import without_effect
+from runtime.settings.options import DataOptions, OutputOptions, TrainingOptions
+from runtime.settings.preflight import check_folder, check_plan, check_training
+from runtime.train.trainer import Trainer
 
 
 def plan_for(job: Job, ranks: Ranks, previous: Before | None = None) -> Plan:
@@ -114,7 +114,7 @@ def preflight(plan: Plan, job: Job, world_size: int) -> None:
     job.training.check()
     job.output.check()
     if job.output.load is not None:
-        from runtime import pretrained
+        from runtime.job import pretrained
 
         pretrained.check_load(job.output)
     job.faults.check(job.output.log_dir, job.run.distributed_timeout_minutes)
@@ -215,7 +215,7 @@ def _train(job: Job, plan: Plan, ranks: Ranks, device: torch.device) -> None:
     if job.output.load is not None:
         consumed = _load(job, job.output.load, trainer, spec, datasets)
     if job.output.save is not None:
-        from runtime.pretrained import keep_companions
+        from runtime.job.pretrained import keep_companions
 
         on_first_rank(lambda: keep_companions(job.output, job.data, spec))
     if ranks.rank == 0:
@@ -233,7 +233,8 @@ def _begin(what: str) -> None:
 def _load(job: Job, folder: str, trainer: Trainer, spec: ModelSpec, datasets: Datasets) -> int:
     """Go on from the checkpoint that the flags name, if there is one; how many samples it has consumed."""
     # What reads tensors takes a second to import, which runs from scratch need not wait for.
-    from runtime import checkpoint, pretrained
+    from runtime import checkpoint
+    from runtime.job import pretrained
 
     _begin("loading a checkpoint")
     iteration = on_first_rank(lambda: pretrained.iteration_of(job.output))

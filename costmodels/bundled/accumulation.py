@@ -1,4 +1,4 @@
-"""The moments of a step of one pipeline rank that holds the whole model (`runtime.executor.Accumulation`)."""
+"""The moments of a step of one pipeline rank that holds the whole model (`executor.Accumulation`)."""
 
 from __future__ import annotations
 

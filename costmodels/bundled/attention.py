@@ -131,7 +131,7 @@ def _batched(a: Tensor, b: Tensor, size: Size) -> Tensor:
 
 
 def gathered(q: Tensor, k: Tensor, v: Tensor, several: bool, sizes: Sizes = PLAIN) -> Tensor:
-    """`runtime.context_attention.gathered_attention` on the first rank."""
+    """`runtime.parallel.context_attention.gathered_attention` on the first rank."""
     if several:
         # The gradient of values comes token by token, and is copied to the order of sequences.
         v = reordered(v, sizes.value)
@@ -186,7 +186,7 @@ def exchanged(
     sizes: Sizes = PLAIN,
     one: tuple[bool, bool] = (False, False),
 ) -> Tensor:
-    """`runtime.context_attention.exchanged_attention`.
+    """`runtime.parallel.context_attention.exchanged_attention`.
 
     Args:
         one: attention has one head of queries here, and one of keys and values: their gradients come back in

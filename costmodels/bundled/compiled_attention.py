@@ -107,7 +107,7 @@ def _batched(graph: Graph, a: Tensor, b: Tensor, size: Size) -> Tensor:
 
 
 def gathered(graph: Graph, q: Tensor, k: Tensor, v: Tensor, sizes: Sizes) -> Tensor:
-    """`runtime.context_attention.gathered_attention` on the first rank."""
+    """`runtime.parallel.context_attention.gathered_attention` on the first rank."""
     halves = _halves(graph, q, sizes.query)
     local = graph.add(JOINED, [k.value, v.value], sizes.pair)
     whole = graph.add(JOINED, [graph.message([local], sizes.gathered_pair)], sizes.gathered_pair)
@@ -162,7 +162,7 @@ def _halves(graph: Graph, x: Tensor, size: Size) -> list[Tensor]:
 
 
 def exchanged(graph: Graph, q: Tensor, k: Tensor, v: Tensor, repeats: bool, sizes: Sizes) -> Tensor:
-    """`runtime.context_attention.exchanged_attention`."""
+    """`runtime.parallel.context_attention.exchanged_attention`."""
     if repeats:
         k, v = (
             _repeated(graph, k, sizes.repeated_key, sizes.key),

@@ -305,11 +305,11 @@ class CompiledLayer:
         return self.graph.add(SUM, [value], value.sizes[0])
 
     def join(self, value: Value, size: Size) -> Value:
-        """`runtime.collectives._join`: in order, where there are several sequences."""
+        """`runtime.parallel.collectives._join`: in order, where there are several sequences."""
         whole = self.graph.message([value], size)
         return self.graph.copied(whole, size) if self.structure.several else whole
 
     def sum_slice(self, value: Value, size: Size) -> Value:
-        """`runtime.collectives._sum_slice`, of this size."""
+        """`runtime.parallel.collectives._sum_slice`, of this size."""
         parts = self.graph.copied(value, value.sizes[0]) if self.structure.several else value
         return self.graph.message([parts], size)

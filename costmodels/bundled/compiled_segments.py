@@ -149,7 +149,7 @@ def compiled_mixture(structure: Structure, weights: dict[str, Leaf], x: Tensor) 
 
 
 def compiled_around_ring(structure: Structure, weights: dict[str, Leaf], x: Tensor) -> Tensor:
-    """A compiled layer with a dense MLP whose keys and values go round (`runtime.stages`)."""
+    """A compiled layer with a dense MLP whose keys and values go round (`runtime.train.stages`)."""
 
     def block(x: Tensor) -> Tensor:
         return _of_one(_from_core(structure), weights, x, _ring(structure, weights, x))

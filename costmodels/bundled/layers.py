@@ -77,7 +77,7 @@ class Layer:
         """Compute shared experts, and the activation of experts, where both are not done one by one."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """`runtime.model.transformer.Block`, with what `runtime.recompute` wraps."""
+        """`runtime.model.transformer.Block`, with what `runtime.parallel.recompute` wraps."""
         modules, tape = self.structure.recompute, x.storage.tape
         if "full" in modules:
             return call(recomputed(tape, self.block), x)
@@ -316,7 +316,7 @@ class Ends(Layer):
         )
 
     def loss(self, x: Tensor) -> Tensor:
-        """Final norm, output matrix and `runtime.loss`."""
+        """Final norm, output matrix and `runtime.parallel.loss`."""
         logits = call(self.head, call(self.norm, x))
         logits.storage.become(LOGITS)
         del x
@@ -337,7 +337,7 @@ class Ends(Layer):
         return result_of(x.storage.tape, x.storage, [x], [], backward, size=x.size)
 
     def cross_entropy(self, logits: Tensor) -> Tensor:
-        """`runtime.loss._VocabParallelCrossEntropy`."""
+        """`runtime.parallel.loss._VocabParallelCrossEntropy`."""
         tape = logits.storage.tape
         tape.kind = LOGITS
         held = [Storage(tape, times(TOKEN, 4))]
@@ -380,13 +380,13 @@ def reduce_scatter(x: Tensor, several: bool, part: Size = RESIDUAL) -> Tensor:
 
 
 def joined(x: Storage, several: bool, whole: Size) -> Storage:
-    """`runtime.collectives._join`."""
+    """`runtime.parallel.collectives._join`."""
     parts = Storage(x.tape, whole, COMMUNICATION)
     return Storage(x.tape, whole) if several else parts
 
 
 def sum_slice(x: Storage, several: bool, whole: Size, part: Size) -> Storage:
-    """`runtime.collectives._sum_slice`."""
+    """`runtime.parallel.collectives._sum_slice`."""
     parts = Storage(x.tape, whole) if several else None
     result = Storage(x.tape, part, COMMUNICATION)
     del parts

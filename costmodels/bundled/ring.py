@@ -1,4 +1,4 @@
-"""Attention over keys and values that go round the ranks (`runtime.ring_attention`), tensor by tensor.
+"""Attention over keys and values that go round the ranks (`parallel.ring_attention`), tensor by tensor.
 
 As PyTorch's `_templated_ring_attention` runs on the first rank, which in every round but the first attends
 with the second half of its queries (torch/distributed/tensor/experimental/_context_parallel/_attention.py).
@@ -20,7 +20,7 @@ HALF = 0.5
 
 
 def ring(q: Tensor, k: Tensor, v: Tensor, ranks: int, one_head: bool, one_key_head: bool) -> Tensor:
-    """`runtime.ring_attention.ring_attention`; keeps queries, keys, values, its result and the log-sum-exp.
+    """`parallel.ring_attention.ring_attention`; keeps queries, keys, values, its result and the log-sum-exp.
 
     Args:
         ranks: of the ring.

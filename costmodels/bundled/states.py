@@ -87,7 +87,7 @@ class GroupBytes:
 
 
 def wraps_parameters(table: LayoutTable, has_experts: bool) -> Bools:
-    """Rows whose parameters FSDP2 manages (`runtime.data_parallel.needs_data_parallel`)."""
+    """Rows whose parameters FSDP2 manages (`runtime.parallel.data.needs_data_parallel`)."""
     narrow = table.precision not in ("fp32", "tf32")
     result: Bools = (table.replicas > 1) | table.offload_optimizer | narrow
     return result | (table.expert_replicas > 1) if has_experts else result

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from runtime.checkpoint.loading import load, load_weights_only
     from runtime.checkpoint.saver import Saver
     from runtime.checkpoint.writing import SaveFailed
-    from runtime.trainer import Trainer
+    from runtime.train.trainer import Trainer
 
 __all__ = [
     "MANIFEST",

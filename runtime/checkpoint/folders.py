@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 
 from costmodels.errors import InputError
 from costmodels.files import read_bounded
+from runtime.checkpoint.files import sync_folder
 from runtime.checkpoint.manifest import (
     MANIFEST,
     FileRecord,
@@ -27,7 +28,6 @@ from runtime.checkpoint.manifest import (
     record_of,
 )
 from runtime.checkpoint.run_file import RUN_FILE, run_text
-from runtime.files import sync_folder
 from runtime.logs.console import say
 
 TRACKER = "latest_checkpointed_iteration.txt"

@@ -16,8 +16,8 @@ from runtime.checkpoint.manifest import check_files, read_manifest, reading
 from runtime.checkpoint.run_file import RunFile, check_same_model, read_run
 from runtime.checkpoint.tensors import load_state, load_weights
 from runtime.data.identity import difference
-from runtime.ranks import on_first_rank, together
-from runtime.trainer import Trainer
+from runtime.parallel.ranks import on_first_rank, together
+from runtime.train.trainer import Trainer
 
 Result = TypeVar("Result")
 

@@ -16,7 +16,7 @@ from costmodels.errors import InputError
 from runtime.checkpoint.folders import iteration_folder, latest_iteration
 from runtime.checkpoint.tensors import contents_of, stored_tensors
 from runtime.checkpoint.writing import HostCopies, SaveFailed, StagedPlanner, write
-from runtime.trainer import Trainer
+from runtime.train.trainer import Trainer
 
 SAVE_TIMEOUT = timedelta(hours=2)
 """After which ranks give up waiting for one whose disk does not answer."""

@@ -14,10 +14,10 @@ from torch.distributed.checkpoint.state_dict_loader import load as load_tensors
 
 from costmodels import ModelSpec
 from runtime.checkpoint.reader import CheckpointReader
-from runtime.optimizer import local_part
 from runtime.optimizers.adafactor import PADDED
-from runtime.ranks import together
-from runtime.trainer import Trainer
+from runtime.parallel.local import local_part
+from runtime.parallel.ranks import together
+from runtime.train.trainer import Trainer
 
 
 def contents_of(trainer: Trainer, spec: ModelSpec, run: dict[str, Any]) -> dict[str, Any]:

@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_tensors
 from costmodels.errors import InputError
 from runtime.checkpoint.folders import clear, partial_folder, prune, publish
 from runtime.checkpoint.manifest import FileRecord, checksum_text
-from runtime.owner import check_owned
+from runtime.checkpoint.owner import check_owned
 
 Result = TypeVar("Result")
 
@@ -178,7 +178,7 @@ def write(
 
     Raises:
         SaveFailed: the disk is full, say. The checkpoints that were there before are as they were.
-        InputError: another job has taken the folder; see `runtime.owner`.
+        InputError: another job has taken the folder; see `runtime.checkpoint.owner`.
     """
     partial = partial_folder(folder, iteration)
     _on_first(lambda: _begin(folder), group)

@@ -25,7 +25,7 @@ from runtime.data.record import record_of
 from runtime.data.sources import expand
 from runtime.data.summary import Summary
 from runtime.data.tokenizers import Tokenizer
-from runtime.spawning import usual
+from runtime.processes.spawning import usual
 
 
 @dataclass(frozen=True)

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from costmodels import ModelSpec
 from costmodels.shapes import PEAK_LOAD
-from runtime import expert_parallel
 from runtime.model import experts, routing
+from runtime.parallel import expert as expert_parallel
 
 
 @contextmanager

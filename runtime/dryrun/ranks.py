@@ -8,10 +8,10 @@ from concurrent.futures.process import BrokenProcessPool
 from functools import partial
 
 from costmodels import Layout, ModelSpec
+from runtime.dryrun.memory_trace import MemoryTrace
 from runtime.dryrun.run import DeviceKind, trace
-from runtime.memory_trace import MemoryTrace
-from runtime.options import TrainingOptions
-from runtime.spawning import ended_with, spawned
+from runtime.processes.spawning import ended_with, spawned
+from runtime.settings.options import TrainingOptions
 
 
 def first_rank(layout: Layout, pipeline_rank: int) -> int:

@@ -16,14 +16,15 @@ from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 
-from runtime import collectives, loss, offload, recompute, trainer
 from runtime.dryrun.tracker import Tracker, inner_tensors
-from runtime.executor import Executor
 from runtime.model.experts import MixtureOfExperts
 from runtime.model.transformer import Transformer
-from runtime.optimizer import ShardedOptimizer
 from runtime.optimizers.adam8bit import Adam8bit
-from runtime.pipeline_stage import LeanStage
+from runtime.optimizers.shards import ShardedOptimizer
+from runtime.parallel import collectives, loss, offload, recompute
+from runtime.parallel.pipeline_stage import LeanStage
+from runtime.train import trainer
+from runtime.train.executor import Executor
 
 _STATE_OF_STEP = ("optimizer",)
 

@@ -19,22 +19,22 @@ from torch.distributed.pipelining import PipelineStage, schedules
 
 from costmodels import Layout, ModelSpec
 from costmodels.errors import InputError
-from runtime import stages
-from runtime import trainer as training
-from runtime.context_parallel import local_positions
 from runtime.dryrun.compiled import compiled_layers
 from runtime.dryrun.experts import even_load
 from runtime.dryrun.fake_gpu import fake_gpu
 from runtime.dryrun.kernels import cpu_kernels, gpu_kernels
+from runtime.dryrun.memory_trace import MemoryTrace
 from runtime.dryrun.roles import label_layers, own_state, roles, settle_optimizer
 from runtime.dryrun.steady import enough_micro_batches, fewest_micro_batches
 from runtime.dryrun.tracker import Tracker
-from runtime.executor import Executor
-from runtime.grid import build_grid
-from runtime.memory_trace import MemoryTrace
 from runtime.model.transformer import Transformer
-from runtime.options import TrainingOptions
-from runtime.pipeline import Pipeline
+from runtime.parallel.context import local_positions
+from runtime.parallel.mesh import build_grid
+from runtime.parallel.pipeline import Pipeline
+from runtime.settings.options import TrainingOptions
+from runtime.train import stages
+from runtime.train import trainer as training
+from runtime.train.executor import Executor
 
 # Any: what it holds differs between the versions of PyTorch that this runs with.
 _schedules: Any = schedules

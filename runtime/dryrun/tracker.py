@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
 from runtime.dryrun import repeats
-from runtime.memory_trace import CATEGORIES, Moment, block_bytes
+from runtime.dryrun.memory_trace import CATEGORIES, Moment, block_bytes
 
 Category = str
 

@@ -12,7 +12,7 @@ from planner.flags import takes
 from runtime.faults.error_file import report
 from runtime.generation.command import run_rank
 from runtime.generation.options import GenerateOptions
-from runtime.ranks import end_with_agent
+from runtime.parallel.ranks import end_with_agent
 
 IS_FIRST = os.environ.get("RANK", "0") == "0"
 

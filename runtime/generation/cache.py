@@ -17,7 +17,7 @@ from torch import Tensor
 from runtime.model.attention import Attention, LatentAttention, Rotary
 from runtime.model.rotary import rotate
 from runtime.model.transformer import Transformer
-from runtime.tensor_parallel import local_weight
+from runtime.parallel.tensor import local_weight
 
 
 class Cache:

@@ -16,17 +16,17 @@ import typer
 from costmodels.catalogue.host import CONTEXT_BYTES, torch_build
 from costmodels.errors import InputError
 from planner.flags import arguments
-from runtime.devices import local_device_count, torch_device
 from runtime.generation.generator import Completion, Generator
 from runtime.generation.options import GenerateOptions
 from runtime.generation.sampling import Sampling
 from runtime.generation.stage import Split
 from runtime.generation.text import Stream, text_of
-from runtime.launch import Stopped, run_job, torchrun_command
+from runtime.huggingface.stored_model import open_model
+from runtime.job.devices import local_device_count, torch_device
+from runtime.launch.torchrun import Stopped, run_job, torchrun_command
 from runtime.logs.console import PROGRESS, progress, say
-from runtime.preflight import check_host, check_job
-from runtime.ranks import Ranks, finish, is_lost_connection, on_first_rank, start, together
-from runtime.stored_model import open_model
+from runtime.parallel.ranks import Ranks, finish, is_lost_connection, on_first_rank, start, together
+from runtime.settings.preflight import check_host, check_job
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 

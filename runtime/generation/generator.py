@@ -18,7 +18,7 @@ from costmodels.errors import InputError
 from runtime.generation.sampling import Sampling
 from runtime.generation.stage import GeneratingStage, Split
 from runtime.generation.text import Text, text_of
-from runtime.stored_model import ModelFiles, open_model
+from runtime.huggingface.stored_model import ModelFiles, open_model
 
 __all__ = ["Completion", "Generator", "Sampling", "Split"]
 

@@ -14,16 +14,16 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from costmodels import Layout, ModelSpec, even_split
 from costmodels.errors import InputError
-from runtime.collectives import gather
-from runtime.expert_parallel import expert_parallel
 from runtime.generation.cache import Cache
-from runtime.grid import build_grid
 from runtime.huggingface.mapping import EMBEDDING, HEAD
+from runtime.huggingface.stored_model import ModelFiles
 from runtime.model.experts import MixtureOfExperts
 from runtime.model.transformer import Transformer
-from runtime.preflight import check_job
-from runtime.stored_model import ModelFiles
-from runtime.tensor_parallel import tensor_parallel
+from runtime.parallel.collectives import gather
+from runtime.parallel.expert import expert_parallel
+from runtime.parallel.mesh import build_grid
+from runtime.parallel.tensor import tensor_parallel
+from runtime.settings.preflight import check_job
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from costmodels.files import read_text
 from planner.hf_config import LARGEST_CONFIG
 from runtime.data import Tokenizer, load_tokenizer
 from runtime.data.tokenizers import BPETokenizer
-from runtime.stored_model import ModelFiles
+from runtime.huggingface.stored_model import ModelFiles
 
 UNFINISHED = "\ufffd"
 """What stands for bytes that are no character yet."""

@@ -9,8 +9,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from costmodels.errors import InputError
-from runtime.files import sync_folder
-from runtime.owner import OWNER, Owner
+from runtime.checkpoint.files import sync_folder
+from runtime.checkpoint.owner import OWNER, Owner
 
 
 @contextmanager

@@ -40,7 +40,7 @@ class CoreAttention(nn.Module):
         super().__init__()
         self.documents = DocumentMasks()
         self.over_ranks: Callable[[Tensor, Tensor, Tensor, DocumentMasks], Tensor] | None = None
-        """Attention over sequences that ranks share (`runtime.context_parallel`)."""
+        """Attention over sequences that ranks share (`runtime.parallel.context`)."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         if self.over_ranks is not None:

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
-from runtime.optimizer import Owned, like_parameter, local_part
-from runtime.optimizers.sharding import Groups, groups_of, split_dim, sum_over
+from runtime.optimizers.sharding import Groups, groups_of, sum_over
+from runtime.optimizers.shards import Owned
+from runtime.parallel.local import like_parameter, local_part, split_dim
 
 BETA2_DECAY = -0.8
 """Step t keeps 1 - t^-0.8 of the second moments (section 7.2)."""

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from costmodels.errors import InputError
-from runtime.optimizer import MOMENTS, Owned, like_parameter, local_part, parameter_groups
+from runtime.optimizers.shards import MOMENTS, Owned, parameter_groups
+from runtime.parallel.local import like_parameter, local_part
 
 
 def check_adam8bit() -> None:

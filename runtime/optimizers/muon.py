@@ -8,9 +8,10 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from runtime.optimizer import Owned, UpdateRule, like_parameter
 from runtime.optimizers.sharding import own_part, whole_matrices
-from runtime.options import TrainingOptions
+from runtime.optimizers.shards import Owned, UpdateRule
+from runtime.parallel.local import like_parameter
+from runtime.settings.options import TrainingOptions
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 """Of the quintic Newton-Schulz iteration: Keller Jordan's, which PyTorch has too."""
@@ -45,7 +46,7 @@ def orthogonalise(matrices: Tensor, steps: int) -> Tensor:
 
 
 def update_scale(mode: str, rows: int, columns: int) -> float:
-    """Factor of the update of a matrix; `mode` is one of `runtime.options.MUON_SCALE_MODES`."""
+    """Factor of the update of a matrix; `mode` is one of `runtime.settings.options.MUON_SCALE_MODES`."""
     if mode == "spectral":
         return math.sqrt(max(rows, columns))
     ratio = rows / columns

@@ -8,17 +8,12 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Placement
+from torch.distributed.tensor import DTensor
 
-from runtime.collectives import gather
+from runtime.parallel.collectives import gather
+from runtime.parallel.local import split_dim
 
 Groups = tuple[dist.ProcessGroup, ...]
-
-
-def split_dim(place: Placement) -> int | None:
-    """The tensor dimension that `place` splits; None where it splits none."""
-    dim = getattr(place, "dim", None)
-    return None if dim is None else int(dim)
 
 
 def groups_of(parameter: Tensor, dims: Sequence[int]) -> Groups:

@@ -9,12 +9,13 @@ import torch
 from torch import Tensor
 
 from costmodels import Layout, ModelSpec
-from runtime.grid import Grid
-from runtime.optimizer import MOMENTS, Owned, UpdateRule, like_parameter, parameter_groups
 from runtime.optimizers.adafactor import Adafactor
 from runtime.optimizers.adam8bit import Adam8bit
 from runtime.optimizers.muon import Muon, is_orthogonalised
-from runtime.options import TrainingOptions
+from runtime.optimizers.shards import MOMENTS, Owned, UpdateRule, parameter_groups
+from runtime.parallel.local import like_parameter
+from runtime.parallel.mesh import Grid
+from runtime.settings.options import TrainingOptions
 
 
 class ElementWise:

@@ -298,7 +298,7 @@ def test_wrong_input_ends_in_one_line(
 def test_a_device_that_is_not_here_is_refused(
     planner_command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("runtime.devices.local_device_count", lambda: 0)
+    monkeypatch.setattr("runtime.job.devices.local_device_count", lambda: 0)
     code, _, err = planner_command("launch", "--model", "gpt2-nano", "--device", "h100", *EIGHT)
     assert code == 2
     assert told(err) == (
@@ -341,7 +341,7 @@ def test_a_rank_refuses_wrong_input_in_one_line(
     import torch.distributed
 
     from planner.flags import run
-    from runtime.owner import owned
+    from runtime.checkpoint.owner import owned
     from runtime.pretrain import app
 
     for name in (

@@ -12,7 +12,7 @@ import pytest
 from planner import Plan
 from planner.goodput import Failures
 from planner.options import BatchOptions, ModelOptions, ParallelOptions
-from runtime.job import plan_here
+from runtime.job.job import plan_here
 from tests.conftest import Command
 
 SMALL = ("suggest", "--model", "gpt2-124m", "--device", "a100-80g", "--global-batch-size", "64")

@@ -9,7 +9,7 @@ import pytest
 
 from costmodels import ModelSpec
 from planner import search
-from runtime.memory_trace import CATEGORIES
+from runtime.dryrun.memory_trace import CATEGORIES
 from tests.conftest import Command
 
 TINY = ModelSpec.model_validate(

@@ -20,8 +20,8 @@ from cli.status import Status
 from cli.tables import console
 from runtime.generation import command
 from runtime.generation.options import GenerateOptions
-from runtime.ranks import meet
-from runtime.spawning import ended_with, spawned
+from runtime.parallel.ranks import meet
+from runtime.processes.spawning import ended_with, spawned
 from tests.conftest import ROOT, Command
 
 SUGGEST = (

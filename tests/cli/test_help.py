@@ -15,7 +15,7 @@ from planner.flags import sections_of
 from planner.notation import NOTATION
 from planner.options import BatchOptions, ClusterOptions, ModelOptions, ParallelOptions
 from runtime.faults.options import FaultOptions
-from runtime.options import DataOptions, OutputOptions, TrainingOptions
+from runtime.settings.options import DataOptions, OutputOptions, TrainingOptions
 from tests.conftest import Command
 
 ROOT = Path(__file__).parents[2]

@@ -10,7 +10,7 @@ from cli.notes import needs_head_room, unbalanced_experts, whole_optimizer
 from planner.options import ParallelOptions
 from planner.plan import Plan
 from planner.search import suggest
-from runtime.options import TrainingOptions
+from runtime.settings.options import TrainingOptions
 
 
 def planned(model: str, *pins: str, world_size: int = 64) -> Plan:

@@ -23,8 +23,8 @@ from planner.numbers import check_bounds
 from planner.options import BatchOptions, ClusterOptions, ModelOptions, ParallelOptions
 from runtime.faults.options import FaultOptions
 from runtime.generation.options import GenerateOptions
-from runtime.job import RunOptions
-from runtime.options import DataOptions, OutputOptions, TrainingOptions
+from runtime.job.job import RunOptions
+from runtime.settings.options import DataOptions, OutputOptions, TrainingOptions
 
 GROUPS: tuple[type, ...] = (
     *(ModelOptions, SizesOptions, ClusterOptions, BatchOptions, BudgetOptions, ParallelOptions),

@@ -19,10 +19,10 @@ from cli.progress import Display, short_line
 from cli.restarts import Display as Shows
 from cli.status import Status
 from planner.plan import Plan
-from runtime.faults.replan import Before
-from runtime.launch import Outcome, Stopped
+from runtime.job.replan import Before
+from runtime.launch.torchrun import Outcome, Stopped
 from runtime.logs import console
-from runtime.options import OutputOptions, TrainingOptions
+from runtime.settings.options import OutputOptions, TrainingOptions
 from tests.conftest import Command
 from tests.runtime.jobs import LAYOUT, TINY, write_corpus
 

@@ -11,8 +11,8 @@ import pytest
 from benchmarks.parity import MODELS
 from cli.launch import _run_folder
 from planner import Plan
-from runtime import preflight
-from runtime.owner import owned
+from runtime.checkpoint.owner import owned
+from runtime.settings import preflight
 from tests.conftest import Command
 from tests.runtime.jobs import LAYOUT, TINY
 from tests.runtime.model_files import write_checkpoint

@@ -13,7 +13,7 @@ import pytest
 from cli import trial
 from costmodels.errors import InputError
 from planner import Plan, search
-from runtime.options import DataOptions, TrainingOptions
+from runtime.settings.options import DataOptions, TrainingOptions
 from tests.conftest import ROOT, Command
 from tests.runtime.jobs import LAYOUT, TINY, losses, write_corpus
 

@@ -13,7 +13,7 @@ from planner.command import add
 from planner.flags import flag, flag_names, for_words, run, takes
 from planner.foreign import INSTEAD, instead_of
 from planner.options import BatchOptions, ClusterOptions, ModelOptions, ParallelOptions
-from runtime.options import DataOptions, OutputOptions, TrainingOptions
+from runtime.settings.options import DataOptions, OutputOptions, TrainingOptions
 
 GROUPS = (
     *(ModelOptions, ClusterOptions, BatchOptions, ParallelOptions),

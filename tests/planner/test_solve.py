@@ -12,7 +12,7 @@ from costmodels.table import LayoutTable
 from planner import search
 from planner.ranking import SearchResult
 from planner.rules import LONGEST_CHUNK
-from runtime.preflight import check_job
+from runtime.settings.preflight import check_job
 
 SMALL: dict[str, Any] = {"model": "gpt-22b", "world_size": 8, "max_global_batch_size": 16}
 

@@ -23,11 +23,11 @@ from planner.options import BatchOptions, ClusterOptions, ModelOptions, Parallel
 from runtime import checkpoint, pretrain
 from runtime.faults import exit_signals
 from runtime.faults.exit_signals import Requests
-from runtime.job import Job, RunOptions
-from runtime.loop import Loop
-from runtime.options import DataOptions, OutputOptions, TrainingOptions
-from runtime.ranks import Ranks
-from runtime.trainer import Trainer
+from runtime.job.job import Job, RunOptions
+from runtime.job.loop import Loop
+from runtime.parallel.ranks import Ranks
+from runtime.settings.options import DataOptions, OutputOptions, TrainingOptions
+from runtime.train.trainer import Trainer
 from tests.runtime.distributed_work import CPU, batch_of
 from tests.runtime.jobs import TIMEOUT_S
 

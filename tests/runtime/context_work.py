@@ -13,12 +13,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from costmodels import Layout, ModelSpec
-from runtime.context_parallel import context_parallel, local_positions
-from runtime.grid import Grid
 from runtime.model.attention import CoreAttention
 from runtime.model.transformer import Transformer
-from runtime.options import TrainingOptions
-from runtime.trainer import Trainer
+from runtime.parallel.context import context_parallel, local_positions
+from runtime.parallel.mesh import Grid
+from runtime.settings.options import TrainingOptions
+from runtime.train.trainer import Trainer
 from tests.runtime.distributed_work import CPU, batch_of, whole_gradients
 from tests.runtime.layouts import layout_of
 

@@ -9,9 +9,9 @@ import torch
 
 from costmodels import Layout, ModelSpec
 from runtime import checkpoint
-from runtime.optimizer import local_part
-from runtime.options import TrainingOptions
-from runtime.trainer import Trainer
+from runtime.parallel.local import local_part
+from runtime.settings.options import TrainingOptions
+from runtime.train.trainer import Trainer
 
 CPU = torch.device("cpu")
 
@@ -53,7 +53,7 @@ def curve_and_gradients(
 def _gradients(trainer: Trainer, spec: ModelSpec, step: int) -> tuple[float, dict[str, torch.Tensor]]:
     from torch.distributed.tensor import DTensor
 
-    from runtime.optimizer import like_parameter
+    from runtime.parallel.local import like_parameter
 
     trainer.executor.train(*trainer._inputs(batch_of(spec, trainer.layout, step)[trainer.rows]))
     trainer.optimizer.collect_gradients()

@@ -8,8 +8,8 @@ import torch
 
 from costmodels import Layout, ModelSpec
 from runtime.data.boundaries import Boundaries
-from runtime.options import TrainingOptions
-from runtime.trainer import Trainer
+from runtime.settings.options import TrainingOptions
+from runtime.train.trainer import Trainer
 
 EOD = 5
 

@@ -14,12 +14,12 @@ from torch import Tensor
 from benchmarks.parity import ROUTING
 from costmodels import Layout, ModelSpec
 from runtime import checkpoint
-from runtime.balance import Balance, Load
-from runtime.initialise import initialise
 from runtime.model.transformer import Transformer
-from runtime.optimizer import local_part
-from runtime.options import TrainingOptions
-from runtime.trainer import Trainer
+from runtime.parallel.initialise import initialise
+from runtime.parallel.local import local_part
+from runtime.settings.options import TrainingOptions
+from runtime.train.balance import Balance, Load
+from runtime.train.trainer import Trainer
 from tests.runtime.distributed_work import CPU, _gradients, batch_of
 
 
@@ -95,7 +95,7 @@ class Objective(NamedTuple):
 
     gradients: dict[str, Tensor]
     expected: dict[str, Tensor]
-    """By autograd, of the objective as `runtime.balance` defines it."""
+    """By autograd, of the objective as `runtime.train.balance` defines it."""
     load: Load
     shares: list[list[float]]
     balancing_loss: float

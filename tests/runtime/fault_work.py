@@ -18,12 +18,12 @@ from costmodels.errors import InputError
 from runtime.faults import heartbeat, watchdog
 from runtime.faults.heartbeat import doing
 from runtime.faults.options import FaultOptions
-from runtime.faults.slow_ranks import SlowRanks
 from runtime.faults.stragglers import FEWEST_SAMPLES
 from runtime.faults.watchdog import Watchdog
-from runtime.optimizer import local_part
-from runtime.options import TrainingOptions
-from runtime.trainer import Trainer
+from runtime.job.slow_ranks import SlowRanks
+from runtime.parallel.local import local_part
+from runtime.settings.options import TrainingOptions
+from runtime.train.trainer import Trainer
 from tests.runtime.distributed_work import CPU, batch_of
 from tests.runtime.jobs import TIMEOUT_S, wait_until
 

@@ -9,7 +9,8 @@ from pathlib import Path
 import torch
 
 from costmodels import Layout, ModelSpec
-from runtime import checkpoint, pretrained
+from runtime import checkpoint
+from runtime.checkpoint.tensor_store import Piece, Whole, write_tensors
 from runtime.data.tokenizers import ByteTokenizer
 from runtime.generation.generator import Generator
 from runtime.generation.stage import Split
@@ -17,11 +18,11 @@ from runtime.generation.text import Text
 from runtime.huggingface.companions import COMPANIONS
 from runtime.huggingface.mapping import HEAD
 from runtime.huggingface.tokenizer_files import write_tokenizer
-from runtime.initialise import initialise
+from runtime.job import pretrained
 from runtime.model.transformer import Transformer
-from runtime.options import TrainingOptions
-from runtime.tensor_store import Piece, Whole, write_tensors
-from runtime.trainer import Trainer
+from runtime.parallel.initialise import initialise
+from runtime.settings.options import TrainingOptions
+from runtime.train.trainer import Trainer
 from tests.runtime.distributed_work import CPU, batch_of
 
 STD = 0.3

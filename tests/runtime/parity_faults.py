@@ -10,8 +10,8 @@ from torch.distributed.tensor import DTensor
 
 from benchmarks.parity import Training, trained
 from costmodels import Layout, ModelSpec
-from runtime.optimizer import Owned, ShardedOptimizer
-from runtime.trainer import Trainer
+from runtime.optimizers.shards import Owned, ShardedOptimizer
+from runtime.train.trainer import Trainer
 
 
 def _scaled_gradients(factor: float) -> Any:

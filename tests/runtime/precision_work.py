@@ -9,10 +9,10 @@ from torch import Tensor
 
 from costmodels import Layout, ModelSpec
 from runtime import checkpoint
-from runtime.optimizer import local_part
 from runtime.optimizers.update_rules import ElementWise
-from runtime.options import TrainingOptions
-from runtime.trainer import Trainer
+from runtime.parallel.local import local_part
+from runtime.settings.options import TrainingOptions
+from runtime.train.trainer import Trainer
 from tests.runtime.distributed_work import CPU, batch_of
 
 

@@ -13,14 +13,15 @@ from torch.nn import functional
 
 from costmodels import Layout, ModelSpec
 from costmodels.errors import InputError
-from runtime import checkpoint, ranks
-from runtime.loss import cross_entropy_sum
+from runtime import checkpoint
 from runtime.model.transformer import Transformer
-from runtime.optimizer import local_part
 from runtime.optimizers.adafactor import PADDED
 from runtime.optimizers.muon import Muon
-from runtime.options import TrainingOptions
-from runtime.trainer import Trainer
+from runtime.parallel import ranks
+from runtime.parallel.local import local_part
+from runtime.parallel.loss import cross_entropy_sum
+from runtime.settings.options import TrainingOptions
+from runtime.train.trainer import Trainer
 from tests.runtime.distributed_work import CPU, batch_of
 
 

@@ -12,11 +12,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from costmodels import Layout, ModelSpec
-from runtime import offload
-from runtime.grid import build_grid
-from runtime.initialise import initialise
 from runtime.model.transformer import Transformer
-from runtime.stages import build_executor, build_stage
+from runtime.parallel import offload
+from runtime.parallel.initialise import initialise
+from runtime.parallel.mesh import build_grid
+from runtime.train.stages import build_executor, build_stage
 from tests.runtime.distributed_work import CPU
 from tests.runtime.jobs import TIMEOUT_S
 

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 from costmodels.layout import Schedule
-from runtime.pipeline import SCHEDULES
+from runtime.parallel.pipeline import SCHEDULES
 
 
 class Action(NamedTuple):

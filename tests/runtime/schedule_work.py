@@ -13,9 +13,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from costmodels import Layout, ModelSpec
-from runtime.optimizer import like_parameter, local_part
-from runtime.options import TrainingOptions
-from runtime.trainer import Trainer
+from runtime.parallel.local import like_parameter, local_part
+from runtime.settings.options import TrainingOptions
+from runtime.train.trainer import Trainer
 from tests.runtime.distributed_work import CPU, batch_of
 
 REDUCTIONS = ("_reduce_scatter_base_", "allreduce_")

@@ -16,11 +16,11 @@ from torch.utils._pytree import tree_leaves
 
 from benchmarks.parity import losses_of
 from costmodels import Layout, ModelSpec
-from runtime.grid import build_grid
-from runtime.initialise import initialise
-from runtime.loss import TokenLoss
 from runtime.model.transformer import Transformer
-from runtime.stages import build_stage
+from runtime.parallel.initialise import initialise
+from runtime.parallel.loss import TokenLoss
+from runtime.parallel.mesh import build_grid
+from runtime.train.stages import build_stage
 from tests.runtime.distributed_work import CPU, whole_gradients
 
 KINDS = ("reduce_scatter", "allreduce", "allgather")

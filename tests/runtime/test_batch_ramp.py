@@ -11,9 +11,9 @@ from benchmarks.parity import MODELS, parse_layout
 from benchmarks.worker_pool import WorkerPool
 from costmodels.errors import InputError
 from planner.flags import arguments
-from runtime.batch_ramp import BatchRamp, batch_ramp, ramp_rule
-from runtime.job_rules import check_rules
-from runtime.options import TrainingOptions
+from runtime.settings.batch_ramp import BatchRamp, batch_ramp, ramp_rule
+from runtime.settings.job_rules import check_rules
+from runtime.settings.options import TrainingOptions
 from tests.runtime import rank_work
 from tests.runtime.jobs import TIMEOUT_S, TINY, torchrun, write_corpus
 

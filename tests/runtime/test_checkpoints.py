@@ -14,7 +14,7 @@ from benchmarks.worker_pool import WorkerPool
 from costmodels.errors import InputError
 from runtime import checkpoint
 from runtime.checkpoint.writing import ALIGNMENT
-from runtime.options import OutputOptions
+from runtime.settings.options import OutputOptions
 from tests.runtime import checkpoint_work
 from tests.runtime.jobs import losses, write_corpus
 

@@ -13,9 +13,9 @@ from benchmarks.parity import MODELS, parse_layout
 from benchmarks.worker_pool import WorkerPool
 from costmodels import Layout, ModelSpec
 from costmodels.errors import InputError
-from runtime import ring_attention
-from runtime.context_parallel import local_positions
 from runtime.model.attention_kernels import suffix_attention
+from runtime.parallel import ring_attention
+from runtime.parallel.context import local_positions
 from tests.runtime import context_work as work
 from tests.runtime.context_work import Heads
 from tests.runtime.layouts import DENSE

@@ -17,12 +17,12 @@ from benchmarks.worker_pool import WorkerPool
 from costmodels import ModelSpec, Router
 from costmodels.errors import InputError
 from runtime import checkpoint, convert
+from runtime.checkpoint.tensor_store import FILE_BYTES
 from runtime.huggingface.companions import COMPANIONS
 from runtime.huggingface.configs import config_for
 from runtime.huggingface.files import file_size
 from runtime.huggingface.reading import HuggingFaceModel
-from runtime.stored_model import StoredModel
-from runtime.tensor_store import FILE_BYTES
+from runtime.huggingface.stored_model import StoredModel
 from tests.runtime import model_files
 from tests.runtime.hf_models import MODELS, hugging_face, skip_unless_there
 
@@ -330,7 +330,7 @@ def test_a_checkpoint_that_was_damaged_is_not_exported(tmp_path: Path) -> None:
 
 def test_pieces_are_spread_over_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert FILE_BYTES < 2**30
-    monkeypatch.setattr("runtime.tensor_store.FILE_BYTES", 50_000)
+    monkeypatch.setattr("runtime.checkpoint.tensor_store.FILE_BYTES", 50_000)
     model = model_files.write_checkpoint(OUR_MODELS["llama"], tmp_path)
     assert len(list((tmp_path / "iter_0000000").glob("*.distcp"))) > 5
     stored = StoredModel(tmp_path)

@@ -16,10 +16,10 @@ from runtime.data.boundaries import Boundaries, check_ends
 from runtime.data.indexed import IndexedDataset
 from runtime.data.indexed_writer import IndexedWriter
 from runtime.data.tokenizers import ByteTokenizer
-from runtime.documents import Documents, check_boundaries, document_mask, document_starts
-from runtime.initialise import initialise
-from runtime.loss import IGNORED, cross_entropy_sum
 from runtime.model.transformer import Transformer
+from runtime.parallel.documents import Documents, check_boundaries, document_mask, document_starts
+from runtime.parallel.initialise import initialise
+from runtime.parallel.loss import IGNORED, cross_entropy_sum
 from tests.runtime import documents_work as work
 from tests.runtime.documents_work import EOD
 

@@ -20,8 +20,8 @@ from runtime.data.prepare import prepare
 from runtime.data.record import digest, read_record
 from runtime.data.tokenizers import ByteTokenizer, Tokenizer, load_tokenizer
 from runtime.huggingface.tokenizer_files import write_tokenizer
-from runtime.options import DataOptions
-from runtime.text import open_datasets
+from runtime.job.text import open_datasets
+from runtime.settings.options import DataOptions
 
 BYTES = ByteTokenizer()
 SPEC = MODELS["gpt2"].model_copy(update={"vocab": 300, "seq": 16})

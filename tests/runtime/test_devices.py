@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from costmodels.errors import InputError
-from runtime import devices
+from runtime.job import devices
 
 
 def found(name: str, monkeypatch: pytest.MonkeyPatch) -> str:

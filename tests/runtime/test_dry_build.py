@@ -17,9 +17,9 @@ from costmodels import Layout, ModelSpec
 from costmodels.errors import InputError
 from planner.pins import parse_pins
 from planner.space import Batch, build
-from runtime.grid import build_grid
-from runtime.preflight import check_job
-from runtime.stages import build_stage, executor_of
+from runtime.parallel.mesh import build_grid
+from runtime.settings.preflight import check_job
+from runtime.train.stages import build_stage, executor_of
 
 PINS = (
     "tp=2",

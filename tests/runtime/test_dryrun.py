@@ -15,12 +15,12 @@ from costmodels.errors import InputError
 from costmodels.shapes import PEAK_LOAD
 from runtime.dryrun import run as dry
 from runtime.dryrun import trace
+from runtime.dryrun.memory_trace import MemoryTrace, Moment, block_bytes
 from runtime.dryrun.roles import label_layers, own_state, roles, settle_optimizer
 from runtime.dryrun.steady import enough_micro_batches
 from runtime.dryrun.tracker import Tracker
-from runtime.memory_trace import MemoryTrace, Moment, block_bytes
-from runtime.options import TrainingOptions
-from runtime.trainer import Trainer
+from runtime.settings.options import TrainingOptions
+from runtime.train.trainer import Trainer
 from tests.runtime.layouts import layout_of
 
 GPT = ModelSpec.model_validate(
@@ -100,7 +100,7 @@ PER_LAYER = {
     ("activation",): 2 * (4 * 64 + 2 * 64 + 2 * 32 + 2 * 128) + 4 * 4 + 2 * 4,
     ("full",): 2 * 64,
 }
-"""Bytes that an eager layer of `llama` keeps of a token in bf16, as `runtime.recompute` counts them."""
+"""Bytes that an eager layer of `llama` keeps of a token in bf16, as `parallel.recompute` counts them."""
 
 
 @pytest.mark.parametrize("modules", PER_LAYER, ids=lambda modules: "+".join(modules) or "none")

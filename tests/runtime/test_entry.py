@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from runtime import entry, own_path
-from runtime.faults.tether import tethered
-from runtime.launch import torchrun_command
-from runtime.spawning import spawned
+from runtime.launch.torchrun import torchrun_command
+from runtime.processes.spawning import spawned
+from runtime.processes.tether import tethered
 from tests.conftest import ROOT
 
 NAMES = (

@@ -16,7 +16,7 @@ from runtime.generation.generator import Generator, Sampling
 from runtime.generation.stage import Split
 from runtime.generation.text import Stream, Text, text_of
 from runtime.huggingface.companions import COMPANIONS
-from runtime.stored_model import StoredModel, open_model
+from runtime.huggingface.stored_model import StoredModel, open_model
 from tests.runtime import model_files
 from tests.runtime.hf_models import MODELS, hugging_face, skip_unless_there
 

@@ -28,7 +28,7 @@ from costmodels.errors import InputError
 from runtime import checkpoint
 from runtime.checkpoint import metadata, reader
 from runtime.checkpoint.metadata import METADATA, Place, read_metadata
-from runtime.stored_model import StoredModel, is_hugging_face
+from runtime.huggingface.stored_model import StoredModel, is_hugging_face
 from tests.conftest import Command
 
 DRAW = 5

@@ -14,10 +14,10 @@ from costmodels.errors import InputError
 from costmodels.layout import SPLIT_BACKWARD
 from planner import explain, search
 from planner.options import BatchOptions
-from runtime.faults.replan import replanned
-from runtime.job_rules import check_rules, job_rules, reachable
-from runtime.options import DataOptions, TrainingOptions
-from runtime.preflight import check_training
+from runtime.job.replan import replanned
+from runtime.settings.job_rules import check_rules, job_rules, reachable
+from runtime.settings.options import DataOptions, TrainingOptions
+from runtime.settings.preflight import check_training
 
 MODEL = MODELS["llama"]
 COMPILE, MASK = TrainingOptions(compile=True), DataOptions(reset_attention_mask=True)

@@ -16,10 +16,11 @@ from typing import Any
 import pytest
 
 from costmodels.catalogue.host import available_cores
-from runtime import forked, launch
 from runtime.entry import ENTRY
-from runtime.launch import measured, run_job, shell_line, torchrun_command
-from runtime.warm_ranks import FORKS, WarmRanks
+from runtime.launch import forked
+from runtime.launch import torchrun as launch
+from runtime.launch.torchrun import measured, run_job, shell_line, torchrun_command
+from runtime.launch.warm_ranks import FORKS, WarmRanks
 from tests.runtime.jobs import LAYOUT, ROOT, TINY, children, is_alive, wait_until, write_corpus
 
 ON_LINUX = pytest.mark.skipif(not FORKS, reason="ranks are forked on Linux only")
@@ -325,7 +326,7 @@ def test_ranks_are_not_forked_beside_a_thread(monkeypatch: pytest.MonkeyPatch) -
 def test_forked_ranks_that_do_not_heed_a_request_to_stop_are_killed() -> None:
     script = (
         "import os, signal, time\n"
-        "from runtime import forked\n"
+        "from runtime.launch import forked\n"
         "def become(agent, *_):\n"
         "    signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
         "    os.kill(agent, signal.SIGTERM)\n"

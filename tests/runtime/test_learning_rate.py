@@ -9,8 +9,8 @@ import pytest
 
 from benchmarks.parity import MODELS, parse_layout
 from costmodels.errors import InputError
-from runtime.learning_rate import DECAY_STYLES, LearningRate, WeightDecay
-from runtime.options import OutputOptions, TrainingOptions
+from runtime.settings.learning_rate import DECAY_STYLES, LearningRate, WeightDecay
+from runtime.settings.options import OutputOptions, TrainingOptions
 
 PEAK, MINIMUM, WARMUP, DECAY = 3e-4, 3e-5, 10, 110
 

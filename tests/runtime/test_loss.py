@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from benchmarks.worker_pool import WorkerPool
-from runtime.loss import cross_entropy_sum
+from runtime.parallel.loss import cross_entropy_sum
 from tests.runtime import rank_work
 
 

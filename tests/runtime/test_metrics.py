@@ -15,7 +15,7 @@ import torch
 from costmodels import ModelSpec
 from costmodels.catalogue import load_model
 from planner.inputs import resolve_cluster
-from runtime.logs.metrics import Recorder, evaluation_line, log_line, peak_memory_bytes, throughput
+from runtime.job.metrics import Recorder, evaluation_line, log_line, peak_memory_bytes, throughput
 from runtime.logs.metrics_file import METRICS_FILE, MetricsReader, keep_until, read_metrics
 from tests.runtime.layouts import layout_of
 

@@ -11,10 +11,10 @@ from torch import Tensor
 
 from benchmarks.parity import MODELS
 from costmodels import ModelSpec
-from runtime.initialise import initialise
 from runtime.model.attention import Attention
 from runtime.model.rotary import rotary_table, rotate
 from runtime.model.transformer import Transformer
+from runtime.parallel.initialise import initialise
 
 SMALL: dict[str, Any] = {"name": "small", "layers": 2, "hidden": 32, "heads": 4, "vocab": 100, "seq": 12}
 

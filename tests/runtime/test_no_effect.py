@@ -14,8 +14,8 @@ from planner.inputs import resolve_cluster
 from planner.options import ClusterOptions
 from runtime.faults.options import FaultOptions
 from runtime.generation.options import GenerateOptions
-from runtime.no_effect import REASONS, without_effect
-from runtime.options import DataOptions, OutputOptions, TrainingOptions
+from runtime.settings.no_effect import REASONS, without_effect
+from runtime.settings.options import DataOptions, OutputOptions, TrainingOptions
 
 DENSE = load_model("llama2-7b")
 EXPERTS = load_model("mixtral-8x7b")

@@ -8,8 +8,8 @@ import planner
 from costmodels import ModelSpec
 from costmodels.catalogue import load_device
 from costmodels.errors import InputError
-from runtime import devices
-from runtime.ranks import Ranks
+from runtime.job import devices
+from runtime.parallel.ranks import Ranks
 
 MODEL = {"name": "tiny", "layers": 4, "hidden": 256, "heads": 4, "vocab": 1000, "seq": 512}
 

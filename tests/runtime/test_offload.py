@@ -11,12 +11,12 @@ from torch import Tensor
 from benchmarks.parity import MODELS, losses_of, parse_layout, relative_difference
 from benchmarks.worker_pool import WorkerPool
 from costmodels import ModelSpec
-from runtime import offload
-from runtime.initialise import initialise
-from runtime.loss import cross_entropy_sum
 from runtime.model.transformer import Transformer
-from runtime.offload import offload_activations
-from runtime.recompute import recompute
+from runtime.parallel import offload
+from runtime.parallel.initialise import initialise
+from runtime.parallel.loss import cross_entropy_sum
+from runtime.parallel.offload import offload_activations
+from runtime.parallel.recompute import recompute
 from tests.runtime.layouts import DENSE, KINDS
 from tests.runtime.recompute_work import BATCH, bytes_that_leave, kept
 

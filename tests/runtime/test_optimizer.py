@@ -9,9 +9,9 @@ import torch
 
 from benchmarks.parity import MODELS, parse_layout
 from benchmarks.worker_pool import WorkerPool
-from runtime.optimizer import clip_factor, is_decayed
 from runtime.optimizers.muon import update_scale
-from runtime.options import TrainingOptions
+from runtime.optimizers.shards import clip_factor, is_decayed
+from runtime.settings.options import TrainingOptions
 from tests.runtime import distributed_work, rank_work
 
 SETTINGS: dict[str, Any] = {

@@ -10,9 +10,9 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 
 from benchmarks.parity import MODELS, losses_of, parse_layout
 from benchmarks.worker_pool import WorkerPool
-from runtime.data_parallel import needs_data_parallel
-from runtime.options import TrainingOptions
-from runtime.trainer import Trainer
+from runtime.parallel.data import needs_data_parallel
+from runtime.settings.options import TrainingOptions
+from runtime.train.trainer import Trainer
 from tests.runtime import distributed_work
 from tests.runtime.distributed_work import CPU
 
@@ -61,7 +61,7 @@ def moments_on_a_mesh_of_another_device() -> tuple[str, bool]:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import DTensor, Shard
 
-    from runtime.optimizer import like_parameter, local_part
+    from runtime.parallel.local import like_parameter, local_part
 
     mesh = init_device_mesh("cpu", (1,))
     with torch.device("meta"):

@@ -10,7 +10,7 @@ import torch
 
 from benchmarks.parity import MODELS, parse_layout
 from benchmarks.worker_pool import WorkerPool
-from runtime.options import TrainingOptions
+from runtime.settings.options import TrainingOptions
 from tests.runtime import rank_work
 
 SPEC = MODELS["llama"].model_copy(update={"layers": 2})

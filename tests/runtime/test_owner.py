@@ -14,11 +14,11 @@ from pathlib import Path
 import pytest
 
 from costmodels.errors import InputError
-from runtime import owner as module
+from runtime.checkpoint import owner as module
 from runtime.checkpoint import partial_folder
+from runtime.checkpoint.owner import OWNER, Owner, Record, check_owned, owned
 from runtime.checkpoint.writing import _begin
 from runtime.huggingface.new_folder import new_folder
-from runtime.owner import OWNER, Owner, Record, check_owned, owned
 from tests.conftest import ROOT
 
 
@@ -70,7 +70,7 @@ def test_a_second_job_is_told_who_has_the_folder(tmp_path: Path) -> None:
 
 def test_a_killed_job_leaves_its_folder_to_the_next(tmp_path: Path) -> None:
     script = (
-        "import sys, time; from pathlib import Path; from runtime.owner import Owner; "
+        "import sys, time; from pathlib import Path; from runtime.checkpoint.owner import Owner; "
         "Owner(Path(sys.argv[1]), '--save x').acquire(); print('mine', flush=True); time.sleep(600)"
     )
     job = subprocess.Popen(

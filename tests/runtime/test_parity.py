@@ -18,7 +18,7 @@ from benchmarks.parity import (
 )
 from benchmarks.worker_pool import WorkerPool
 from costmodels import ModelSpec
-from runtime.preflight import check_job
+from runtime.settings.preflight import check_job
 from tests.runtime.layouts import DENSE
 from tests.runtime.parity_faults import FAULTS, wrongly_trained
 

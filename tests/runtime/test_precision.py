@@ -12,10 +12,10 @@ from benchmarks.parity import MODELS, losses_of, parse_layout, relative_differen
 from benchmarks.worker_pool import WorkerPool
 from costmodels import ModelSpec
 from costmodels.errors import InputError
-from runtime.float8 import check_float8
-from runtime.loss_scale import LossScale, loss_scale_of
-from runtime.no_effect import without_effect
-from runtime.options import TrainingOptions
+from runtime.parallel.float8 import check_float8
+from runtime.settings.loss_scale import LossScale, loss_scale_of
+from runtime.settings.no_effect import without_effect
+from runtime.settings.options import TrainingOptions
 from tests.runtime import precision_work as work
 
 OPTIONS = TrainingOptions(train_iters=16, lr=1e-3, lr_warmup_iters=4, initial_loss_scale=2.0**22)
@@ -149,8 +149,8 @@ def test_fp8_follows_bf16(pool: WorkerPool, text: str) -> None:
 def test_fp8_multiplies_in_the_blocks_where_the_shapes_allow_it() -> None:
     if find_spec("torchao") is None:
         pytest.skip("torchao is not installed")
-    from runtime.float8 import float8
     from runtime.model.transformer import Transformer
+    from runtime.parallel.float8 import float8
 
     spec = ModelSpec(name="odd", layers=1, hidden=32, heads=2, ffn=40, vocab=64, seq=16)
     stage = Transformer(spec, 64).bfloat16()

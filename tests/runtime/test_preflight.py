@@ -12,7 +12,7 @@ from costmodels import RopeScaling
 from costmodels.catalogue import load_model
 from costmodels.errors import InputError
 from runtime.model.rotary import ROPE_KINDS
-from runtime.preflight import TRAINED_SCALINGS, check_folder, check_job, check_model
+from runtime.settings.preflight import TRAINED_SCALINGS, check_folder, check_job, check_model
 from tests.runtime.layouts import layout_of
 
 SPEC = MODELS["gpt2"]

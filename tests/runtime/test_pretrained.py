@@ -20,9 +20,9 @@ from runtime.data.tokenizers import ByteTokenizer, load_tokenizer
 from runtime.huggingface.companions import COMPANIONS
 from runtime.huggingface.reading import HuggingFaceModel
 from runtime.huggingface.tokenizer_files import write_tokenizer
-from runtime.job import Job, RunOptions
-from runtime.options import DataOptions, OutputOptions, TrainingOptions
-from runtime.pretrained import check_load, keep_companions
+from runtime.job.job import Job, RunOptions
+from runtime.job.pretrained import check_load, keep_companions
+from runtime.settings.options import DataOptions, OutputOptions, TrainingOptions
 from tests.runtime.hf_models import hugging_face, skip_unless_there
 from tests.runtime.jobs import write_corpus
 

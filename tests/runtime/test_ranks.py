@@ -9,7 +9,7 @@ import torch
 
 from benchmarks.worker_pool import WorkerPool
 from costmodels.errors import InputError
-from runtime.ranks import Ranks, start
+from runtime.parallel.ranks import Ranks, start
 from tests.runtime import rank_work
 
 NAMES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")

@@ -14,11 +14,11 @@ from torch.distributed.pipelining._backward import stage_backward_input, stage_b
 from benchmarks.parity import MODELS, losses_of, parse_layout, relative_difference
 from benchmarks.worker_pool import WorkerPool
 from costmodels import Layout, ModelSpec
-from runtime import recompute as again
-from runtime.initialise import initialise
-from runtime.loss import cross_entropy_sum
 from runtime.model.transformer import Transformer
-from runtime.recompute import recompute
+from runtime.parallel import recompute as again
+from runtime.parallel.initialise import initialise
+from runtime.parallel.loss import cross_entropy_sum
+from runtime.parallel.recompute import recompute
 from tests.runtime.layouts import DENSE, KINDS
 from tests.runtime.recompute_work import BATCH, kept, kept_on_rank
 
@@ -87,7 +87,7 @@ def test_losses_without_gradients_are_the_same(name: str, text: str) -> None:
 
 
 def kept_per_token(spec: ModelSpec, modules: tuple[str, ...], tp: int = 1, sp: bool = False) -> float:
-    """The formulas of runtime.recompute, for fp32 on a CPU."""
+    """The formulas of runtime.parallel.recompute, for fp32 on a CPU."""
     e, h, f, part = 4, spec.hidden, spec.ffn / tp, tp if sp else 1
     statistics = (8 if spec.norm == "layernorm" else 4 + 4 * h) / part
     inputs, outputs = 2 * e * h / part, 2 * e * h

@@ -14,7 +14,7 @@ from costmodels.errors import InputError
 from planner.options import BatchOptions, ParallelOptions
 from planner.plan import Plan
 from runtime import checkpoint
-from runtime.faults.replan import (
+from runtime.job.replan import (
     Before,
     change_line,
     is_restarted,
@@ -23,8 +23,8 @@ from runtime.faults.replan import (
     same_batch,
     same_unit,
 )
-from runtime.launch import RESTARTS_VARIABLE
-from runtime.options import OutputOptions, TrainingOptions
+from runtime.processes.restarts import RESTARTS_VARIABLE
+from runtime.settings.options import OutputOptions, TrainingOptions
 
 TRAINING = TrainingOptions()
 BALANCED = TrainingOptions(moe_aux_loss_coeff=0.01)

@@ -18,8 +18,8 @@ from cli.restarts import going_on, run_with_restarts
 from costmodels.errors import InputError
 from runtime import checkpoint
 from runtime.faults.error_file import Report, read_report, report
-from runtime.launch import Outcome
-from runtime.options import OutputOptions
+from runtime.launch.torchrun import Outcome
+from runtime.settings.options import OutputOptions
 from tests.runtime.jobs import ROOT, TIMEOUT_S, is_alive, wait_until
 
 LOST = Outcome(1, "rank 1 was killed by SIGKILL", restart=True)
@@ -117,7 +117,7 @@ def test_what_a_job_says_of_its_end_reaches_its_launcher(
 def test_a_killed_launcher_leaves_no_job(tmp_path: Path) -> None:
     script = f"""
         from pathlib import Path
-        from runtime.launch import run_job
+        from runtime.launch.torchrun import run_job
         job = ["{sys.executable}", "-c", "import os, time; print(os.getpid(), flush=True); time.sleep(3600)"]
         run_job(job, 1, Path({str(tmp_path)!r}), lambda line: print(line, flush=True), print)
     """

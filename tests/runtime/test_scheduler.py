@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from costmodels.errors import InputError
-from runtime.scheduler import check_one_task
+from runtime.processes.scheduler import check_one_task
 
 STEP = {"SLURM_JOB_ID": "9", "SLURM_PROCID": "0", "SLURM_STEP_ID": "0"}
 """What srun sets, but for the number of tasks."""

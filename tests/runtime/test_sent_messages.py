@@ -15,7 +15,7 @@ from costmodels.bundled.pass_states import stages_of
 from costmodels.bundled.sent_messages import SENDS_OF_STAGE, sent_messages
 from costmodels.layout import Schedule
 from costmodels.schedules import BACKWARD, FORWARD, orders, runs
-from runtime.awaited_sends import awaits_sends, with_fewer_sends
+from runtime.parallel.awaited_sends import awaits_sends, with_fewer_sends
 from tests.runtime.schedule_play import planned
 
 torch_schedules: Any = schedules

@@ -8,8 +8,8 @@ import pytest
 
 from benchmarks.parity import MODELS
 from costmodels.errors import InputError
-from runtime.options import DataOptions
-from runtime.text import open_datasets, tokenizer_for
+from runtime.job.text import open_datasets, tokenizer_for
+from runtime.settings.options import DataOptions
 from tests.runtime.jobs import write_corpus
 
 SPEC = MODELS["gpt2"].model_copy(update={"vocab": 257, "seq": 16})

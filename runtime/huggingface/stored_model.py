@@ -1,0 +1,119 @@
+"""A model as its files hold it: a folder of checkpoints or of Hugging Face, read tensor by tensor."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from costmodels import ModelSpec
+from costmodels.errors import InputError
+from runtime import checkpoint
+from runtime.checkpoint import RUN_FILE, TRACKER
+from runtime.checkpoint.tensor_store import StoredTensors
+from runtime.huggingface.companions import COMPANIONS
+from runtime.huggingface.files import INDEX_FILE, ONE_FILE
+from runtime.huggingface.mapping import EMBEDDING, HEAD, our_shapes
+from runtime.huggingface.reading import CONFIG_FILE, HuggingFaceModel, some
+
+
+class ModelFiles(Protocol):
+    """Where the weights of a model come from."""
+
+    spec: ModelSpec
+
+    @property
+    def companions(self) -> Path:
+        """Folder with config.json and tokenizer, if there are any."""
+
+    def read_ours(self, name: str) -> Tensor:
+        """A whole tensor of ours, without padded entries of the vocabulary."""
+
+
+class StoredModel:
+    """A checkpoint, of whatever layout, of the training or of `runtime.convert`.
+
+    Args:
+        folder: of checkpoints, as `--save` writes it.
+        iteration: the newest when not given.
+        verify: compare all files with their checksums first.
+
+    Raises:
+        InputError: there is no such checkpoint, or it is broken.
+    """
+
+    def __init__(self, folder: str | Path, iteration: int | None = None, verify: bool = True) -> None:
+        self.root = Path(folder).expanduser()
+        if is_hugging_face(self.root):
+            raise InputError(f"{folder} is a Hugging Face model, not a folder of checkpoints")
+        found = checkpoint.iteration_to_load(self.root, iteration)
+        if found is None:
+            raise InputError(
+                f"{folder}: neither a folder of checkpoints (it has no {TRACKER}) nor of a Hugging Face model"
+            )
+        self.iteration = found
+        self.folder = checkpoint.iteration_folder(self.root, found)
+        self.where = f"checkpoint {self.folder}"
+        if verify:
+            checkpoint.verify(self.folder)
+        self.spec = checkpoint.read_run(self.folder).model
+        self.tensors = StoredTensors(self.folder)
+        self.shapes = our_shapes(self.spec)
+        self._check()
+
+    @property
+    def companions(self) -> Path:
+        """Folder with config.json and tokenizer, if there are any."""
+        return self.root / COMPANIONS
+
+    def dtype(self, name: str) -> torch.dtype:
+        """The number format that a tensor is stored in."""
+        return self.tensors.wholes[name].dtype
+
+    def read_ours(self, name: str) -> Tensor:
+        """A whole tensor, without padded entries of the vocabulary."""
+        tensor = self.tensors.read(name)
+        return tensor[: self.spec.vocab] if name in (EMBEDDING, HEAD) else tensor
+
+    def _check(self) -> None:
+        missing = sorted(self.shapes.keys() - self.tensors.wholes.keys())
+        if missing:
+            raise InputError(f"{self.where}: {some(missing)} missing, which the model of {RUN_FILE} has")
+        for name, shape in self.shapes.items():
+            stored = self.tensors.wholes[name].shape
+            padded = name in (EMBEDDING, HEAD) and stored[0] >= shape[0] and stored[1:] == tuple(shape[1:])
+            if stored != tuple(shape) and not padded:
+                raise InputError(
+                    f"{self.where}: tensor {name} has the shape {list(stored)}, but by {RUN_FILE} it is "
+                    f"{list(shape)}"
+                )
+
+
+def open_model(folder: str | Path, iteration: int | None = None, verify: bool = True) -> ModelFiles:
+    """The model in `folder`: of a folder of checkpoints that of an iteration, or a Hugging Face model.
+
+    Raises `InputError` as `StoredModel` and `HuggingFaceModel` do.
+    """
+    path = Path(folder).expanduser()
+    if is_hugging_face(path):
+        if iteration is not None:
+            raise InputError(f"--ckpt-step {iteration}: {folder} is a Hugging Face model, which has none")
+        return HuggingFaceModel(path)
+    return StoredModel(path, iteration, verify)
+
+
+def is_hugging_face(folder: str | Path) -> bool:
+    """Whether a folder holds a Hugging Face model rather than checkpoints.
+
+    Raises `InputError` where it holds both: a file that was added must not change how the others are read.
+    """
+    path = Path(folder).expanduser()
+    theirs = [name for name in (CONFIG_FILE, ONE_FILE, INDEX_FILE) if (path / name).exists()]
+    if theirs and ((path / TRACKER).exists() or checkpoint.iterations(path)):
+        raise InputError(
+            f"{folder} holds both a Hugging Face model ({theirs[0]}) and checkpoints; keep them in folders "
+            "of their own, and give the one that is meant"
+        )
+    return CONFIG_FILE in theirs

@@ -1,0 +1,99 @@
+"""What this machine trains on, in the words of the catalogue.
+
+As a program it prints the number of its GPUs.
+"""
+
+from __future__ import annotations
+
+import re
+
+import torch
+
+from costmodels import Device
+from costmodels.catalogue import load_device
+from costmodels.errors import InputError
+from planner.plan import Plan
+from runtime.parallel.ranks import Ranks
+
+CATALOGUE_NAMES = (
+    ("GB200", "gb200"),
+    ("B200", "b200"),
+    ("H200", "h200"),
+    ("H20", "h20"),
+    ("H800", "h800"),
+    ("H100 PCIe", "h100-pcie"),
+    ("H100", "h100"),
+    ("A800", "a800-80g"),
+    ("A100-PCIE-40GB", "a100-pcie-40g"),
+    ("A100 80GB PCIe", "a100-pcie-80g"),
+    ("A100-SXM4-40GB", "a100-40g"),
+    ("A100", "a100-80g"),
+    ("L40S", "l40s"),
+    ("V100-SXM2-16GB", "v100-16g"),
+    ("V100-PCIE-16GB", "v100-16g"),
+    ("V100", "v100-32g"),
+    ("MI300X", "mi300x"),
+    ("MI250X", "mi250x"),
+    ("RTX 4090$", "rtx-4090"),
+    ("RTX 5090$", "rtx-5090"),
+    ("A10G?", "a10"),
+    ("L4", "l4"),
+    ("T4", "t4"),
+)
+"""Words of the name that the driver reports, as an expression, and the catalogue's; the first match counts.
+
+Laptops have cards of other sizes under the same names, with a word behind them.
+"""
+
+
+def local_device_count() -> int:
+    """GPUs of this machine."""
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
+def torch_device(on_cpu: bool, ranks: Ranks) -> torch.device:
+    """Where a rank computes."""
+    if on_cpu:
+        return torch.device("cpu")
+    if ranks.local_world_size > local_device_count():
+        raise InputError(
+            f"{ranks.local_world_size} ranks on a machine of {local_device_count()} GPUs; "
+            f"start at most {local_device_count()} or give --device cpu"
+        )
+    return torch.device("cuda", ranks.local_rank)
+
+
+def detect_device(ranks: int) -> Device:
+    """The catalogue entry of this machine's GPUs, with the memory that they really have; else its CPU.
+
+    Args:
+        ranks: CPU ranks that share the machine when there is no GPU.
+    """
+    if not local_device_count():
+        return load_device("cpu", ranks=ranks)
+    properties = torch.cuda.get_device_properties(0)
+    for part, name in CATALOGUE_NAMES:
+        if re.search(rf"\b{part}(?!\w)", properties.name, re.IGNORECASE):
+            return load_device(name).model_copy(update={"memory_bytes": float(properties.total_memory)})
+    raise InputError(
+        f"this machine's {properties.name} is not in the catalogue; give --device NAME (see `planner "
+        "devices`), --device FILE.yaml or --device cpu"
+    )
+
+
+def check_kind(plan: Plan, ranks: Ranks) -> None:
+    """Raise `InputError` where a plan for two kinds of nodes has the other kind for this machine's ranks."""
+    parts = plan.cluster.parts
+    if not parts or not local_device_count():
+        return
+    border = parts[0].world_size
+    own, other = (part.device.name for part in (parts if ranks.rank < border else parts[::-1]))
+    if detect_device(ranks.local_world_size).name == other != own:
+        raise InputError(
+            f"rank {ranks.rank} is on {other}, where the plan has {own}: start ranks 0 to {border - 1} on "
+            f"{parts[0].device.name}, and the others on {parts[1].device.name}"
+        )
+
+
+if __name__ == "__main__":
+    print(local_device_count())

@@ -1,0 +1,144 @@
+"""A job as its flags describe it, and the plan that it makes for itself."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from costmodels import Device
+from costmodels.errors import InputError
+from planner import advice
+from planner.flags import flag
+from planner.inputs import DEFAULT_ENGINE, NetworkOptions
+from planner.options import BatchOptions, ClusterOptions, ModelOptions, ParallelOptions
+from planner.plan import Plan
+from planner.ranking import SearchResult
+from planner.rule import Rule
+from planner.search import search
+from runtime.data import Datasets
+from runtime.data.identity import identity
+from runtime.faults.options import FaultOptions
+from runtime.settings.options import DataOptions, OutputOptions, TrainingOptions
+from runtime.settings.preflight import TIMEOUT, check_model
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """What to run, and how the ranks find each other."""
+
+    SECTIONS: ClassVar[dict[str, str]] = {"plan": "Job"}
+
+    plan: str | None = flag(None, "Plan file of `planner suggest --save`; without it rank 0 plans.")
+    distributed_timeout_minutes: float = flag(
+        10.0, "Minutes after which a stuck collective is an error.", within=TIMEOUT
+    )
+
+
+@dataclass(frozen=True)
+class Job:
+    """The flags of a run."""
+
+    model: ModelOptions
+    cluster: ClusterOptions
+    batch: BatchOptions
+    parallel: ParallelOptions
+    training: TrainingOptions
+    data: DataOptions
+    output: OutputOptions
+    run: RunOptions
+    faults: FaultOptions = field(default_factory=FaultOptions)
+
+
+def search_here(
+    model: ModelOptions,
+    batch: BatchOptions,
+    parallel: ParallelOptions,
+    device: Device | str,
+    world_size: int,
+    local_world_size: int,
+    *,
+    memory_margin_gib: float | None = None,
+    rules: Sequence[Rule] = (),
+    **network: Unpack[NetworkOptions],
+) -> SearchResult:
+    """The plans that the runtime can train on `world_size` devices, joined as `network` says, in order.
+
+    `memory_margin_gib`, `rules` and `network` are as in `planner.search`. Raises `NoLayoutFits` when there is
+    none.
+    """
+    if parallel.engine not in (None, DEFAULT_ENGINE):
+        raise InputError(
+            f"--engine {parallel.engine}: what trains here is {DEFAULT_ENGINE}; leave the flag out, or price "
+            "other engines with `planner suggest`"
+        )
+    spec = model.spec()
+    check_model(spec)
+    result = search(
+        spec,
+        world_size=world_size,
+        local_world_size=local_world_size,
+        device=device,
+        global_batch_size=batch.global_batch_size,
+        max_global_batch_size=batch.max_global_batch_size,
+        objective=batch.objective,
+        pin=parallel.pins(spec),
+        memory_margin_gib=memory_margin_gib,
+        rules=rules,
+        **network,
+    )
+    if result.best is None:
+        raise advice.no_layout_fits(result)
+    return result
+
+
+def plan_here(
+    model: ModelOptions,
+    batch: BatchOptions,
+    parallel: ParallelOptions,
+    device: Device | str,
+    world_size: int,
+    local_world_size: int,
+    *,
+    memory_margin_gib: float | None = None,
+    rules: Sequence[Rule] = (),
+    **network: Unpack[NetworkOptions],
+) -> Plan:
+    """The first of the plans that `search_here` finds for the same arguments."""
+    where = device, world_size, local_world_size
+    further: dict[str, Any] = {"memory_margin_gib": memory_margin_gib, "rules": rules, **network}
+    return search_here(model, batch, parallel, *where, **further).plan(0)
+
+
+def first_train_samples(job: Job, iteration: int) -> int | None:
+    """For how many samples the training order was made of the run that goes on after `iteration`.
+
+    None where a run begins, and for a checkpoint that does not tell.
+    """
+    if not iteration or job.output.load is None:
+        return None
+    # Seconds of PyTorch, which whoever only plans need not wait for.
+    from runtime.checkpoint.folders import iteration_folder
+    from runtime.checkpoint.run_file import read_run
+
+    told = read_run(iteration_folder(job.output.load, iteration)).told()
+    samples = told.get("train_samples")
+    return samples if isinstance(samples, int) and samples > 0 else None
+
+
+def sample_order(job: Job, datasets: Datasets) -> dict[str, Any]:
+    """What the order of the training samples depends on; a checkpoint goes on with the same only."""
+    blend = datasets.blends[0] if datasets.blends else None
+    files = datasets.indexed if blend is None else datasets.indexed[: len(set(blend.prefixes))]
+    order: dict[str, Any] = {
+        "seed": job.training.seed,
+        "split": job.data.split,
+        "tokens": sum(indexed.token_count for indexed in files),
+        "data": identity(files),
+    }
+    if blend is not None and len(blend.prefixes) > 1:
+        order["blend"] = list(blend.weights or [indexed.token_count for indexed in files])
+    return order

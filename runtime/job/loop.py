@@ -1,0 +1,303 @@
+"""The iterations of a run: training, evaluations, log lines and checkpoints."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from datetime import datetime, timedelta
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.distributed as dist
+
+from costmodels.errors import InputError
+from planner.plan import Plan
+from runtime.data import Datasets, Samples
+from runtime.faults import heartbeat
+from runtime.faults.exit_signals import Request, Requests
+from runtime.faults.heartbeat import doing
+from runtime.faults.watchdog import active, fail_alone
+from runtime.job.job import Job, first_train_samples, sample_order
+from runtime.job.metrics import (
+    Recorder,
+    evaluation_line,
+    expert_metrics,
+    log_line,
+    peak_memory_bytes,
+    throughput,
+)
+from runtime.job.replan import run_state
+from runtime.job.slow_ranks import SlowRanks
+from runtime.logs.console import progress, say
+from runtime.logs.sample_log import SampleLog, forget_after
+from runtime.parallel.ranks import meet
+from runtime.train.trainer import StepResult, Trainer
+
+if TYPE_CHECKING:
+    from runtime.checkpoint import Saver
+
+
+class Loop:
+    """The iterations of a run, with their evaluations, log lines and checkpoints."""
+
+    def __init__(
+        self, job: Job, plan: Plan, trainer: Trainer, datasets: Datasets, consumed_samples: int
+    ) -> None:
+        self.job, self.plan, self.trainer = job, plan, trainer
+        self.datasets = datasets.continuing(first_train_samples(job, trainer.iteration))
+        trainer.separate(datasets.boundaries)
+        self.consumed_samples = consumed_samples
+        self.batches = job.training.batches(plan.layout)
+        self.batch = self.batches.at(consumed_samples)
+        self.logged_samples = consumed_samples
+        self.is_first = dist.get_rank() == 0
+        self.recorder = (
+            Recorder(job.output.log_dir, job.output.tensorboard_dir, trainer.iteration)
+            if self.is_first
+            else None
+        )
+        self.results: list[StepResult] = []
+        self.evaluated_at = -1
+        self.slow_ranks = SlowRanks(active(), trainer, job.faults.straggler_factor)
+        self.samples = self._sample_log()
+        self.saver = self._saver()
+        self.requests = Requests(
+            job.output.exit_duration_in_mins,
+            self.saver is not None,
+            timedelta(minutes=job.run.distributed_timeout_minutes),
+        )
+
+    def run(self) -> None:
+        with self.requests.heeded():
+            try:
+                why = self._train()
+                if self.saver is not None:
+                    doing("saving a checkpoint")
+                    self.saver.close()
+            except InputError:
+                if self.saver is not None:
+                    self.saver.abandon()
+                raise
+        if self.recorder is not None:
+            self.recorder.close()
+        if why and self.is_first:
+            folder, last = self.job.output.save, self.job.training.train_iters
+            how = "nothing was saved" if folder is None else f"go on with --load {folder}"
+            say(f"stopped after iteration {self.trainer.iteration} of {last}: {why}; {how}")
+
+    def _train(self) -> str:
+        """Train to the last iteration, or until the run is to stop; why it was, empty at the end."""
+        output, trainer = self.job.output, self.trainer
+        last = self.job.training.train_iters
+        if trainer.iteration == 0:
+            if self.is_first and self.datasets.valid is not None:
+                progress("the first evaluation")
+            self.evaluate()
+        if self.is_first and trainer.iteration < last:
+            compiles = self.job.training.compiles(self.plan.layout, trainer.grid.device.type == "cuda")
+            progress("the first step, which compiles the layers" if compiles else "the first step")
+        # Collector pauses on one rank stall all others; cycles are collected when the run logs, among what
+        # the steps have made only: going through all that is imported takes a quarter of a second.
+        gc.collect()
+        gc.freeze()
+        gc.disable()
+        clock = Clock(trainer.grid.device)
+        while trainer.iteration < last:
+            self.step()
+            iteration = trainer.iteration
+            request = self.requests.after_step()
+            stop = request.stops or (
+                output.exit_interval is not None and iteration % output.exit_interval == 0
+            )
+            if iteration % output.log_interval == 0 or iteration == last or stop:
+                self.log(clock.elapsed_s() / len(self.results))
+                clock.restart()
+                gc.collect()
+            evaluates = iteration % output.eval_interval == 0 or iteration == last
+            saves = self.saver is not None and (
+                iteration == last
+                or stop
+                or request is Request.SAVE
+                or (output.save_interval is not None and iteration % output.save_interval == 0)
+            )
+            # A pause waits for the device, so a step without either must not make one.
+            if evaluates or saves:
+                with clock.paused():
+                    if evaluates:
+                        self.evaluate()
+                    if saves:
+                        self.save()
+            if stop and iteration < last:
+                if request.stops:
+                    return self.requests.reason(request)
+                return f"--exit-interval {output.exit_interval}"
+        if trainer.iteration == last:
+            self.test()
+        return ""
+
+    def step(self) -> None:
+        """Train on the next global batch."""
+        assert self.datasets.train is not None
+        iteration = self.trainer.iteration + 1
+        heartbeat.at(f"iteration {iteration}", iteration, in_step=True)
+        self.batch = self.batches.at(self.consumed_samples)
+        numbers = self.positions(self.consumed_samples, self.trainer.rows_of(self.batch))
+        samples = self.read(self.datasets.train, numbers)
+        result = self.trainer.train_step(samples)
+        self.results.append(result)
+        self.consumed_samples += self.batch
+        self.slow_ranks.count_step()
+        heartbeat.at(f"the run after iteration {iteration}", iteration)
+        doing("logging")
+        if self.samples is not None:
+            self.samples.step(iteration, numbers, samples)
+        guard = self.trainer.guard
+        if guard is not None and guard.reason:
+            if self.is_first:
+                say(f"skipped iteration {iteration}: {guard.reason}")
+            guard.stop_if_hopeless(iteration)
+
+    def read(self, dataset: Samples, numbers: list[int]) -> npt.NDArray[np.int64]:
+        """Samples by their numbers; what one rank cannot read ends all of them with its line."""
+        doing("loading data")
+        try:
+            return dataset.batch(numbers)
+        except InputError as error:
+            fail_alone(error)
+
+    def positions(self, first: int, rows: Iterable[int]) -> list[int]:
+        """Samples that this rank takes of the global batch which starts at sample `first`."""
+        return [first + int(row) for row in rows]
+
+    def log(self, step_time_s: float) -> None:
+        """Report the iterations since the last report."""
+        peak = torch.tensor(float(peak_memory_bytes(self.trainer.grid.device)), dtype=torch.float64)
+        peak = peak.to(self.trainer.grid.device)
+        dist.all_reduce(peak, dist.ReduceOp.MAX)
+        straggler = self.slow_ranks.line()
+        losses = torch.stack([result.loss for result in self.results])
+        kept = [number for number, result in enumerate(self.results) if not result.skipped]
+        sequences = (self.consumed_samples - self.logged_samples) / len(self.results)
+        metrics: dict[str, Any] = {
+            "iteration": self.trainer.iteration,
+            # As in Megatron-LM, that of the steps that changed the weights.
+            "loss": float((losses[kept] if kept else losses).mean()),
+            "learning_rate": self.results[-1].learning_rate,
+            "grad_norm": float(self.results[-1].grad_norm),
+            "step_time_s": step_time_s,
+            **throughput(self.plan.model, self.plan.layout, self.plan.cluster, sequences / step_time_s),
+            "peak_memory_bytes": int(peak),
+            "nan_iterations": int((~losses.isfinite()).sum()),
+            "loss_scale": self.results[-1].loss_scale,
+            "skipped_iterations": len(self.results) - len(kept),
+        }
+        if self.trainer.balance is not None:
+            metrics |= expert_metrics(self.trainer.balance.report())
+        self.results, self.logged_samples = [], self.consumed_samples
+        if self.recorder is not None:
+            self.recorder.step(metrics, self.consumed_samples, self.batch)
+            last = self.job.training.train_iters
+            on_gpu = self.trainer.grid.device.type == "cuda"
+            say(log_line(metrics, last, self.consumed_samples, self.batch, datetime.now(), on_gpu))
+            if straggler:
+                say(straggler)
+
+    def evaluate(self) -> None:
+        """Mean loss over the validation samples, the same ones every time."""
+        iteration = self.trainer.iteration
+        if self.datasets.valid is None or self.evaluated_at == iteration:
+            return
+        loss = self.mean_loss(self.datasets.valid)
+        self.evaluated_at = iteration
+        if self.recorder is not None:
+            self.recorder.evaluation(iteration, loss, self.consumed_samples)
+            say(evaluation_line(iteration, loss))
+
+    def test(self) -> None:
+        """Report the mean loss over the test samples, if the run has any."""
+        if self.datasets.test is not None:
+            loss = self.mean_loss(self.datasets.test)
+            if self.recorder is not None:
+                self.recorder.evaluation(self.trainer.iteration, loss, self.consumed_samples, "test")
+                say(evaluation_line(self.trainer.iteration, loss, "test"))
+
+    def mean_loss(self, samples: Samples) -> float:
+        """Over --eval-iters global batches from the first sample on."""
+        iteration = self.trainer.iteration
+        heartbeat.at(f"the evaluation after iteration {iteration}", iteration)
+        batch, rows = self.plan.layout.global_batch_size, self.trainer.rows
+        losses = [
+            self.trainer.evaluate(self.read(samples, self.positions(number * batch, rows)))
+            for number in range(self.job.output.eval_iters)
+        ]
+        return float(np.mean(losses))
+
+    def save(self) -> None:
+        """Write a checkpoint, or begin to."""
+        assert self.saver is not None
+        doing("saving a checkpoint")
+        run = {
+            "consumed_samples": self.consumed_samples,
+            "train_samples": self.datasets.train_samples,
+            **sample_order(self.job, self.datasets),
+            **run_state(self.plan, self.trainer),
+        }
+        self.saver.save(self.trainer, self.plan.model, run)
+
+    def _saver(self) -> Saver | None:
+        output = self.job.output
+        if output.save is None:
+            return None
+        from runtime.checkpoint import Saver  # What writes tensors, which only runs that save need.
+
+        return Saver(
+            output.save,
+            asynchronous=output.async_save,
+            keep_last=output.keep_last,
+            report=say if self.is_first else lambda line: None,
+        )
+
+    def _sample_log(self) -> SampleLog | None:
+        """The file of samples of this data-parallel rank, which one of its ranks writes."""
+        folder = self.job.output.log_dir
+        if not self.job.faults.log_samples or folder is None:
+            return None
+        if self.is_first:
+            forget_after(folder, self.trainer.iteration)
+        grid = self.trainer.grid
+        meet(grid.device)
+        writes = grid.tp_rank == grid.cp_rank == grid.pp_rank == 0
+        return SampleLog(folder, grid.dp_rank) if writes else None
+
+
+class Clock:
+    """Seconds of training, device work included."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.restart()
+
+    def restart(self) -> None:
+        self._synchronize()
+        self.started = time.perf_counter()
+
+    def elapsed_s(self) -> float:
+        self._synchronize()
+        return time.perf_counter() - self.started
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Leave out what happens meanwhile; work that was queued before still counts."""
+        self._synchronize()
+        since = time.perf_counter()
+        yield
+        self._synchronize()
+        self.started += time.perf_counter() - since
+
+    def _synchronize(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)

@@ -1,0 +1,196 @@
+"""What a run reports: Megatron-LM's log line, metrics.jsonl and TensorBoard."""
+
+from __future__ import annotations
+
+import json
+import math
+import resource
+import sys
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from datetime import datetime
+from typing import Any
+
+import torch
+
+from costmodels import Cluster, Layout, ModelSpec
+from runtime.logs.console import say
+from runtime.logs.line_file import LineFile
+from runtime.logs.metrics_file import keep_until
+from runtime.train.balance import Load
+
+LOG_LINE_ONLY = ("nan_iterations", "loss_scale", "skipped_iterations")
+"""What metrics.jsonl leaves out."""
+
+
+ROUTER_LOSSES = ("load_balancing_loss", "z_loss")
+"""Megatron-LM's names of what keeps the load of experts even."""
+
+
+def peak_memory_bytes(device: torch.device) -> int:
+    """Most memory this rank has held: allocated tensors on a GPU, the process on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    scale = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * scale
+
+
+def throughput(
+    spec: ModelSpec, layout: Layout, cluster: Cluster, sequences_per_s: float
+) -> dict[str, float | None]:
+    """Tokens per second of the job, model TFLOP/s and MFU of one device."""
+    flops = spec.flops_per_sequence() * sequences_per_s / layout.world_size
+    peak = cluster.device.peak_flops.get(layout.precision)
+    return {
+        "tokens_per_s": sequences_per_s * spec.seq,
+        "tflops_per_device": flops / 1e12,
+        "mfu": flops / peak if peak else None,
+    }
+
+
+def expert_metrics(load: Load) -> dict[str, Any]:
+    """What is reported of the experts; what does not apply is left out.
+
+    `expert_load` has a number for each expert of each layer: about 100 KB a line for 58 layers of 256.
+    """
+    values = {
+        "expert_load": {
+            str(layer): [round(share, 4) for share in shares] for layer, shares in load.shares.items()
+        },
+        "load_balancing_loss": load.balancing_loss,
+        "z_loss": load.z_loss,
+        "dropped_share": load.dropped,
+    }
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def log_line(
+    metrics: Mapping[str, Any],
+    train_iters: int,
+    consumed_samples: int,
+    global_batch_size: int,
+    now: datetime,
+    on_gpu: bool = True,
+) -> str:
+    """One line in the format that tools for Megatron-LM's logs parse; a CPU has no TFLOP/s of a GPU."""
+    iteration = metrics["iteration"]
+    rate = f" throughput per GPU (TFLOP/s/GPU): {metrics['tflops_per_device']:.1f} |" if on_gpu else ""
+    return (
+        f" [{now:%Y-%m-%d %H:%M:%S.%f}] iteration {iteration:8d}/{train_iters:8d} |"
+        f" consumed samples: {consumed_samples:12d} |"
+        f" elapsed time per iteration (ms): {metrics['step_time_s'] * 1e3:.1f} |"
+        f"{rate}"
+        f" learning rate: {metrics['learning_rate']:.6E} |"
+        f" global batch size: {global_batch_size:5d} |"
+        f" lm loss: {metrics['loss']:.6E} |"
+        f"{_expert_words(metrics)}"
+        f" loss scale: {metrics['loss_scale']:.1f} |"
+        f" grad norm: {metrics['grad_norm']:.3f} |"
+        f" number of skipped iterations: {metrics['skipped_iterations']:3d} |"
+        f" number of nan iterations: {metrics['nan_iterations']:3d} |"
+    )
+
+
+def _expert_words(metrics: Mapping[str, Any]) -> str:
+    """Losses of routers with Megatron-LM's names, and how full the fullest expert of any layer is."""
+    words = ""
+    for name in ROUTER_LOSSES:
+        if name in metrics:
+            words += f" {name}: {metrics[name]:.6E} |"
+    if "expert_load" in metrics:
+        words += f" fullest expert: {max(map(max, metrics['expert_load'].values())):.2f} |"
+    return words
+
+
+def evaluation_line(iteration: int, loss: float, split: str = "validation") -> str:
+    """Megatron-LM's line of an evaluation."""
+    perplexity = math.exp(min(20.0, loss))
+    return (
+        f" {split} loss at iteration {iteration} | lm loss value: {loss:.6E} |"
+        f" lm loss PPL: {perplexity:.6E} |"
+    )
+
+
+class Recorder:
+    """Writes metrics.jsonl and TensorBoard events; one rank of a job has one."""
+
+    def __init__(self, log_dir: str | None, tensorboard_dir: str | None, resumed_at: int) -> None:
+        self.file = None if log_dir is None else LineFile(keep_until(log_dir, resumed_at))
+        self.board = None
+        if tensorboard_dir is not None:
+            from torch.utils.tensorboard import SummaryWriter
+
+            threading.excepthook = _quiet_writer
+            with self._board_may_fail():
+                self.board = SummaryWriter(tensorboard_dir, purge_step=resumed_at + 1)
+
+    def step(self, metrics: Mapping[str, Any], consumed_samples: int, global_batch_size: int) -> None:
+        """Record one logged training step."""
+        self._write({name: value for name, value in metrics.items() if name not in LOG_LINE_ONLY})
+        tags = {
+            "lm loss": metrics["loss"],
+            "learning-rate": metrics["learning_rate"],
+            "grad-norm": metrics["grad_norm"],
+            "loss-scale": metrics["loss_scale"],
+            "batch-size": global_batch_size,
+            "iteration-time": metrics["step_time_s"],
+            "throughput": metrics["tflops_per_device"],
+            "mem-max-allocated-bytes": metrics["peak_memory_bytes"],
+        }
+        for name in ROUTER_LOSSES:
+            if name in metrics:
+                tags[name] = metrics[name]
+        for layer, shares in metrics.get("expert_load", {}).items():
+            tags[f"fullest expert/layer {layer}"] = max(shares)
+        self._board(tags, metrics["iteration"], consumed_samples)
+
+    def evaluation(
+        self, iteration: int, loss: float, consumed_samples: int, split: str = "validation"
+    ) -> None:
+        """Record one evaluation."""
+        self._write({"iteration": iteration, f"{split}_loss": loss})
+        self._board({f"lm loss {split}": loss}, iteration, consumed_samples)
+
+    def close(self) -> None:
+        """Flush and close the files."""
+        if self.file is not None:
+            self.file.close()
+        if self.board is not None:
+            with self._board_may_fail():
+                self.board.close()
+
+    def _write(self, record: Mapping[str, Any]) -> None:
+        if self.file is not None:
+            self.file.write(json.dumps({name: _finite(value) for name, value in record.items()}))
+
+    def _board(self, tags: Mapping[str, float], iteration: int, consumed_samples: int) -> None:
+        if self.board is None:
+            return
+        with self._board_may_fail():
+            for tag, value in tags.items():
+                self.board.add_scalar(tag, value, iteration)
+                self.board.add_scalar(f"{tag} vs samples", value, consumed_samples)
+
+    @contextmanager
+    def _board_may_fail(self) -> Iterator[None]:
+        """Do without event files from the first one on that cannot be written, as on a full disk."""
+        try:
+            yield
+        except OSError as error:
+            self.board = None
+            say(
+                f"warning: TensorBoard's events cannot be written ({error.strerror}); the run goes on",
+                sys.stderr,
+            )
+
+
+def _quiet_writer(failed: threading.ExceptHookArgs) -> None:
+    """Leave out the traceback of TensorBoard's thread: the error is raised again where events are added."""
+    if not (issubclass(failed.exc_type, OSError) and type(failed.thread).__name__ == "_AsyncWriterThread"):
+        threading.__excepthook__(failed)
+
+
+def _finite(value: Any) -> Any:
+    """JSON has no word for NaN and infinity."""
+    return None if isinstance(value, float) and not math.isfinite(value) else value

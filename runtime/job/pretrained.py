@@ -1,0 +1,135 @@
+"""Training that begins with the weights of another run, and what lies beside the checkpoints of every run.
+
+A checkpoint of `planner convert`, or any with `--finetune`, gives its weights only: training begins at
+iteration 0 with a new optimizer and the first sample.
+"""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from pathlib import Path
+
+from costmodels import ModelSpec
+from costmodels.errors import InputError
+from runtime import checkpoint
+from runtime.checkpoint.run_file import check_same_model
+from runtime.data import Tokenizer
+from runtime.huggingface.companions import COMPANIONS, copy_companions, read_companions, write_companions
+from runtime.huggingface.configs import differences
+from runtime.huggingface.stored_model import is_hugging_face
+from runtime.huggingface.tokenizer_files import write_tokenizer
+from runtime.job.text import tokenizer_for
+from runtime.parallel.ranks import on_first_rank
+from runtime.settings.options import DataOptions, OutputOptions
+from runtime.train.trainer import Trainer
+
+
+def check_load(output: OutputOptions) -> None:
+    """Raise `InputError` where `--load` or `--save` names a Hugging Face model, which is no checkpoint."""
+    if output.load is not None and is_hugging_face(output.load):
+        raise InputError(
+            f"--load {output.load}: a Hugging Face model; turn it into a checkpoint first: planner convert "
+            f"--input {output.load} --output FOLDER"
+        )
+    if output.save is not None and is_hugging_face(output.save):
+        raise InputError(f"--save {output.save}: holds a Hugging Face model; give a folder of its own")
+
+
+def iteration_of(output: OutputOptions) -> int | None:
+    """The iteration whose checkpoint `--load` goes on from; None where the run begins anew, as it may.
+
+    Raises:
+        InputError: there is no checkpoint, and nothing says that there need not be one.
+    """
+    if output.load is None:
+        return None
+    check_load(output)
+    folder = Path(output.load)
+    if folder.exists() and not folder.is_dir():
+        raise InputError(f"--load {output.load}: a file; name the folder that --save wrote checkpoints into")
+    iteration = checkpoint.iteration_to_load(folder, output.ckpt_step)
+    if iteration is not None or output.load_or_start:
+        return iteration
+    what = "holds no checkpoint" if folder.is_dir() else "there is no such folder of checkpoints"
+    if output.save is None or Path(output.save).resolve() != folder.resolve():
+        raise InputError(
+            f"--load {output.load}: {what}; give another folder, or --load-or-start to begin anew where "
+            "there is none"
+        )
+    if output.exit_on_missing_checkpoint:
+        raise InputError(f"--load {output.load}: {what}, and --exit-on-missing-checkpoint is given")
+    return None
+
+
+def begins_anew(output: OutputOptions, iteration: int) -> bool:
+    """Whether a run that loads the checkpoint of `iteration` takes its weights only."""
+    assert output.load is not None
+    run = checkpoint.read_run(checkpoint.iteration_folder(output.load, iteration))
+    return output.finetune or run.told().get("weights_only") is True
+
+
+def load_weights(folder: str | Path, trainer: Trainer, spec: ModelSpec, iteration: int) -> None:
+    """Read the weights of a checkpoint into `trainer`; every rank calls it.
+
+    Samples may have another length than those of the checkpoint's run, as far as its positions go.
+
+    Raises:
+        InputError: a file is missing or damaged, or the checkpoint is of another model.
+    """
+    source = checkpoint.iteration_folder(folder, iteration)
+    stored = on_first_rank(lambda: checkpoint.read_run(source).model)
+    _check_weights(source, stored, spec)
+    checkpoint.load_weights_only(folder, trainer, stored, iteration)
+
+
+def _check_weights(source: Path, stored: ModelSpec, spec: ModelSpec) -> None:
+    different = [f"{name} {getattr(stored, name)}" for name in differences(stored, spec)]
+    if different:
+        raise InputError(
+            f"checkpoint {source} is of another model ({', '.join(different)}); give the same model"
+        )
+
+
+def check_loaded(output: OutputOptions, spec: ModelSpec) -> None:
+    """Raise `InputError` where the checkpoint that a run of `spec` begins from is of another model."""
+    iteration = iteration_of(output)
+    if iteration is None or output.load is None:
+        return
+    source = checkpoint.iteration_folder(output.load, iteration)
+    run = checkpoint.read_run(source)
+    if begins_anew(output, iteration):
+        _check_weights(source, run.model, spec)
+    else:
+        check_same_model(source, run, spec)
+
+
+def known_tokenizer(options: DataOptions, vocab: int) -> Tokenizer | None:
+    """The tokenizer of the training data: one that flags name, or that of the default corpus."""
+    named = (options.tokenizer_type, options.vocab_file, options.merge_file, options.tokenizer_model)
+    prepared = [field.name for field in fields(options) if field.name.endswith("data_path")]
+    if not any(named) and any(getattr(options, name) for name in prepared):
+        return None
+    return tokenizer_for(options, vocab)
+
+
+def keep_companions(output: OutputOptions, data: DataOptions, spec: ModelSpec) -> None:
+    """Put what generation and export need beside the checkpoints of this run; one rank calls it.
+
+    That is config.json, tokenizer and licence of the model that was loaded, or else the tokenizer of the
+    training data, if it is known.
+    """
+    if output.save is None:
+        return
+    target, tokenizer = Path(output.save) / COMPANIONS, known_tokenizer(data, spec.vocab)
+    try:
+        if tokenizer is not None:
+            write_tokenizer(target, tokenizer)
+        source = None if output.load is None else Path(output.load) / COMPANIONS
+        if source is None or not source.is_dir() or source.resolve() == target.resolve():
+            return
+        carried = read_companions(source)
+        if carried is not None and not differences(carried.spec, spec):
+            write_companions(target, carried.config, carried.names)
+        copy_companions(source, target)
+    except OSError as error:
+        raise InputError(f"--save {output.save}: {target} cannot be written: {error.strerror}") from None

@@ -1,0 +1,171 @@
+"""Planning anew when a job goes on with other ranks: the same global batch, so the same losses."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import time
+from typing import TYPE_CHECKING, Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from costmodels import Layout
+from costmodels.errors import InputError
+from costmodels.hardware import Cluster
+from planner import advice
+from planner.flags import one_line
+from planner.options import BatchOptions, ParallelOptions
+from planner.pins import Pins
+from planner.plan import Plan
+from planner.ranking import Problem, rank
+from planner.space import Batch
+from runtime.processes.restarts import RESTARTS_VARIABLE
+from runtime.settings.job_rules import job_rules
+from runtime.settings.options import OutputOptions, TrainingOptions
+
+if TYPE_CHECKING:
+    from runtime.train.trainer import Trainer
+
+RESTARTS_VARIABLES = ("TORCHELASTIC_RESTART_COUNT", RESTARTS_VARIABLE)
+"""How often torchrun, or `planner launch`, has started this job again."""
+
+
+class Before(BaseModel):
+    """What the run of a checkpoint says of how it was trained."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    iteration: int = 0
+    """The last one that it trained."""
+    global_batch_size: int | None = Field(None, ge=1)
+    micro_batch_size: int | None = Field(None, ge=1)
+    layout: str = "another layout"
+
+
+def run_state(plan: Plan, trainer: Trainer) -> dict[str, Any]:
+    """What a checkpoint keeps so that a job of other ranks goes on as this one would."""
+    layout = plan.layout
+    state: dict[str, Any] = {
+        "global_batch_size": layout.global_batch_size,
+        "micro_batch_size": layout.micro_batch_size,
+        "layout": layout.describe(),
+    }
+    if trainer.guard is not None:
+        state["step_guard"] = trainer.guard.state()
+    return state
+
+
+def previous_run(output: OutputOptions) -> Before | None:
+    """How the run that a job with these flags goes on with was trained; None where it begins anew.
+
+    Raises `InputError` when its checkpoint is damaged, or there should be one and is none.
+    """
+    if output.load is None:
+        return None
+    # Here, as they import PyTorch, which planning does without.
+    from runtime import checkpoint
+    from runtime.job import pretrained
+
+    iteration = pretrained.iteration_of(output)
+    if iteration is None or pretrained.begins_anew(output, iteration):
+        return None
+    folder = checkpoint.iteration_folder(output.load, iteration)
+    try:
+        return Before.model_validate({**checkpoint.read_run(folder).told(), "iteration": iteration})
+    except ValidationError as error:
+        raise InputError(f"{folder / checkpoint.RUN_FILE} is damaged: {one_line(error)}") from None
+
+
+def is_restarted() -> bool:
+    """Whether this job was started again after a failure."""
+    return any(os.environ.get(name, "0") not in ("", "0") for name in RESTARTS_VARIABLES)
+
+
+def same_batch(batch: BatchOptions, previous: Before | None) -> BatchOptions:
+    """The options of a run that goes on: the batch that it had, unless they ask for another or for less."""
+    had = None if previous is None else previous.global_batch_size
+    if had is None or batch.global_batch_size is not None:
+        return batch
+    if batch.max_global_batch_size is not None and batch.max_global_batch_size < had:
+        return batch
+    return dataclasses.replace(batch, global_batch_size=had, max_global_batch_size=None)
+
+
+def same_unit(
+    parallel: ParallelOptions, training: TrainingOptions, previous: Before | None
+) -> ParallelOptions:
+    """The options of a run that goes on: the micro batch stays where a balancing loss is counted in it."""
+    had = None if previous is None else previous.micro_batch_size
+    if had is None or not counts_micro_batches(training) or parallel.micro_batch_size is not None:
+        return parallel
+    return dataclasses.replace(parallel, micro_batch_size=str(had))
+
+
+def counts_micro_batches(training: TrainingOptions) -> bool:
+    """Whether losses depend on the size of the micro batch."""
+    return training.moe_router_load_balancing_type == "aux_loss" and training.moe_aux_loss_coeff > 0
+
+
+def replanned(
+    plan: Plan, world_size: int, local_world_size: int, training: TrainingOptions, data: object = None
+) -> Plan:
+    """The best plan for other ranks of the same devices that computes the same losses as `plan`,
+    and that flags of `training` and `data` can run.
+
+    Raises `InputError` when there is none.
+    """
+    cluster, layout = plan.cluster, plan.layout
+    if cluster.parts:
+        raise InputError(
+            f"the plan is for {cluster.world_size} devices of two kinds, but {world_size} ranks were "
+            "started; plan again for these"
+        )
+    changes = {"world_size": world_size, "devices_per_node": min(local_world_size, world_size)}
+    values = {name: getattr(cluster, name) for name in Cluster.model_fields} | changes
+    if cluster.island is not None and _splits(cluster.island, changes["devices_per_node"]):
+        values["island"] = None
+    try:
+        rest = Cluster.model_validate(values)
+    except ValidationError as error:
+        raise InputError(f"{world_size} ranks: {one_line(error)}") from None
+    problem = Problem(
+        model=plan.model,
+        cluster=rest,
+        engine=plan.engine,
+        batch=Batch(layout.global_batch_size),
+        precision=layout.precision,
+        pins=_kept(layout, training, bool(plan.model.moe_layers)),
+        objective=plan.objective,
+        rules=job_rules(training, data),
+    )
+    started = time.perf_counter()
+    space = problem.space()
+    if not len(space.table):
+        raise advice.no_legal_layout(problem)
+    result = rank(problem, space, started, offload=True)
+    if result.best is None:
+        raise advice.no_layout_fits(result)
+    return result.plan(0)
+
+
+def _splits(island: int, node: int) -> bool:
+    return bool(max(island, node) % min(island, node))
+
+
+def _kept(layout: Layout, training: TrainingOptions, has_experts: bool) -> Pins:
+    """What the losses depend on."""
+    pins: Pins = {"optimizer": layout.optimizer, "gradient_reduction": layout.gradient_reduction}
+    if has_experts and counts_micro_batches(training):
+        pins["micro_batch_size"] = layout.micro_batch_size
+    return pins
+
+
+def change_line(previous: Before, layout: Layout, world_size: int) -> str:
+    """What is said when a run goes on under another layout; empty when the layout is the same."""
+    now = layout.describe()
+    if previous.layout == now:
+        return ""
+    batch = f"global batch {layout.global_batch_size}"
+    if previous.global_batch_size not in (None, layout.global_batch_size):
+        batch += f" instead of {previous.global_batch_size}"
+    return f"going on with {world_size} ranks, planned anew: {previous.layout} -> {now}; {batch}"

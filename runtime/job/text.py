@@ -1,0 +1,103 @@
+"""The tokens that a run trains on: prepared files, or the standard library of Python."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from costmodels import ModelSpec
+from costmodels.errors import InputError
+from runtime.data import (
+    Datasets,
+    Tokenizer,
+    build_datasets,
+    build_separate_datasets,
+    check_vocabulary,
+    load_tokenizer,
+    stdlib_corpus,
+)
+from runtime.data.boundaries import Boundaries, check_ends
+from runtime.data.record import digest
+from runtime.data.tokenizers import implied_kind
+from runtime.settings.options import DataOptions
+
+
+def tokenizer_for(options: DataOptions, vocab: int) -> Tokenizer:
+    """The tokenizer of the default corpus: GPT-2's if the model has room for it, else bytes.
+
+    Raises `InputError` when the vocabulary of the tokenizer is larger than the model's.
+    """
+    kind = options.tokenizer_type
+    if kind is None:
+        kind = implied_kind(options.vocab_file, options.merge_file, options.tokenizer_model)
+    kind = kind or ("GPT2BPETokenizer" if vocab >= 50257 else "ByteTokenizer")
+    tokenizer = load_tokenizer(kind, options.vocab_file, options.merge_file, options.tokenizer_model)
+    if tokenizer.vocab_size > vocab:
+        raise InputError(
+            f"the tokenizer {tokenizer.name} has {tokenizer.vocab_size} entries, but the model's vocabulary "
+            f"holds {vocab}; give --vocab-size {tokenizer.vocab_size} or another tokenizer"
+        )
+    return tokenizer
+
+
+def _words(data_path: list[str]) -> list[str]:
+    """The words of a blend: one argument may hold several, `0.3 PREFIX 0.7 PREFIX`, if a weight is first."""
+    words = []
+    for text in data_path:
+        parts = text.split()
+        words += parts if len(parts) > 1 and _is_number(parts[0]) else [text]
+    return words
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
+
+
+def open_datasets(
+    options: DataOptions, spec: ModelSpec, seed: int, train_samples: int, valid_samples: int
+) -> Datasets:
+    """Training and validation samples of a run, and as many of a test where it has files of its own.
+
+    The default corpus is prepared at first use. Prepared files need no tokenizer, unless the boundaries of
+    documents matter and no record says what ends one; a tokenizer that is named all the same must fit the
+    model and be the one of the files' records.
+    """
+    paths, separate = _words(options.data_path), [_words(path) for path in options.split_paths]
+    if paths and any(separate):
+        raise InputError("--data-path and --train-data-path exclude each other; give one of them")
+    if any(separate) and not separate[0]:
+        raise InputError("--valid-data-path and --test-data-path need --train-data-path; give it too")
+    named = (options.tokenizer_type, options.vocab_file, options.merge_file, options.tokenizer_model)
+    is_prepared = bool(paths or separate[0])
+    tokenizer = tokenizer_for(options, spec.vocab) if any(named) or not is_prepared else None
+    if tokenizer is not None and not is_prepared:
+        paths = [str(stdlib_corpus(tokenizer))]
+    if separate[0]:
+        samples = train_samples, valid_samples, valid_samples
+        datasets = build_separate_datasets(separate, spec.seq, seed, samples)
+    else:
+        datasets = build_datasets(paths, options.split, spec.seq, seed, train_samples, valid_samples)
+    record = datasets.record
+    if tokenizer is not None and record is not None and digest(tokenizer) != record.digest:
+        raise InputError(
+            f"--tokenizer-type: {tokenizer.name} is named, but the data was prepared with {record}: name "
+            "that one, or none to train on its ids all the same"
+        )
+    ends = tokenizer or record
+    if options.heeds_documents and ends is None:
+        raise InputError(
+            "--reset-attention-mask, --reset-position-ids and --eod-mask-loss need the token that ends a "
+            "document: give --tokenizer-type (and its files) of the tokenizer that prepared the data"
+        )
+    check_vocabulary(datasets, spec.vocab)
+    if options.heeds_documents and ends is not None:
+        for indexed in datasets.indexed:
+            check_ends(indexed, ends)
+        boundaries = Boundaries(
+            ends.eod, options.reset_attention_mask, options.reset_position_ids, options.eod_mask_loss
+        )
+        datasets = replace(datasets, boundaries=boundaries)
+    return datasets

@@ -1,0 +1,79 @@
+"""The launcher's hold on `runtime.launch.forked`: CPU ranks that are forked instead of started one by one.
+
+Every rank that torchrun starts imports PyTorch for itself, and torchrun does so before them. Here one process
+does it for all, while the launcher still plans. GPUs and several nodes are left to torchrun.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from types import TracebackType
+
+from costmodels.catalogue.host import available_cores
+from runtime import entry
+from runtime.processes.tether import tethered
+
+FORKS = sys.platform == "linux"
+"""Elsewhere system libraries start threads that a fork does not survive."""
+
+
+class WarmRanks:
+    """At most one process that has imported, or still imports, what CPU ranks need, and waits for its job."""
+
+    def __init__(self) -> None:
+        self.waiting: subprocess.Popen[str] | None = None
+
+    def __enter__(self) -> WarmRanks:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """End the process that waits for a job, if there is one."""
+        process, self.waiting = self.waiting, None
+        if process is not None:
+            process.kill()
+            process.communicate()
+
+    def prepare(self, ranks: int) -> None:
+        """Begin to import for so many ranks."""
+        if self.waiting is not None:
+            return
+        # The driver of a GPU starts threads; and so does OpenBLAS, which has nothing to multiply here.
+        environment = {"CUDA_VISIBLE_DEVICES": "", "OPENBLAS_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+        environment["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", threads_of(ranks))
+        self.waiting = subprocess.Popen(
+            tethered(entry.command("runtime.launch.forked")),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            errors="replace",
+            env={**os.environ, **environment},
+            start_new_session=True,
+        )
+
+    def start(
+        self, ranks: int, command: Sequence[str], environment: Mapping[str, str]
+    ) -> subprocess.Popen[str]:
+        """Run what a `command` of `torchrun_command` says; `environment` is added to that of this process."""
+        self.prepare(ranks)
+        process, self.waiting = self.waiting, None
+        assert process is not None and process.stdin is not None
+        # After it come how the module is named, and its name.
+        arguments = list(command[command.index(f"--nproc-per-node={ranks}") + 3 :])
+        job = {"ranks": ranks, "arguments": arguments, "environment": environment, "command": list(command)}
+        with contextlib.suppress(BrokenPipeError):
+            process.stdin.write(json.dumps(job) + "\n")
+            process.stdin.close()
+        return process
+
+
+def threads_of(ranks: int) -> str:
+    """Threads of each rank for OMP_NUM_THREADS: they share the cores."""
+    return str(max(1, available_cores() // ranks))

@@ -1,0 +1,95 @@
+"""Split sequences over context-parallel ranks, and let attention reach across.
+
+Everything but attention works token by token, so a rank runs the model on its S/cp positions; only the core
+of attention, softmax(q k) v, needs the keys and values of other ranks. `Layout.context_parallel_form` says
+how they meet. Bytes that one rank sends for one layer and micro batch, with e bytes an element, s = S/cp,
+N and K the query and key/value heads after tensor parallelism, and kv = 2 B K s H:
+
+    form         forward                             backward
+    all_gather   (cp - 1) kv e                       (cp - 1) kv e
+    all_to_all   (cp - 1) / cp B s H 2 (N + K') e    the same; K' = K cp / gcd(K, cp)
+    ring         (cp - 1) kv e                       (cp - 1) kv e + cp kv 4
+
+Recomputing core attention repeats the forward part, but for all_to_all's way back to tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache, partial
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from costmodels import Layout, ModelSpec
+from costmodels.layout import ContextParallelForm
+from runtime.model.attention_kernels import DocumentMasks, with_equal_heads
+from runtime.model.transformer import Transformer
+from runtime.parallel.context_attention import exchanged_attention, gathered_attention
+from runtime.parallel.mesh import Grid
+
+CoreForward = Callable[..., Tensor]
+"""Maps q [B, N, S/cp, H] and k, v [B, K, S/cp, H] of one rank, and its group, to [B, N, S/cp, H]."""
+
+
+def _core_forward(form: ContextParallelForm) -> CoreForward:
+    if form == "ring":
+        # Its module readies the compiler, a second that no other form need wait for.
+        from runtime.parallel.ring_attention import ring_attention
+
+        ring: CoreForward = ring_attention
+        return ring
+    return gathered_attention if form == "all_gather" else exchanged_attention
+
+
+def local_positions(spec: ModelSpec, layout: Layout, cp_rank: int) -> Tensor:
+    """Positions of the sequence that a context-parallel rank holds, in its order: [S / cp].
+
+    Later tokens attend to more keys. Where ranks keep their tokens in attention, the sequence is cut in
+    2 cp chunks and rank i holds chunks i and 2 cp - 1 - i: all ranks do equal work (Llama 3,
+    arXiv:2407.21783, section 3.3.2). all_to_all has whole sequences in attention: one chunk for each rank.
+    """
+    positions = torch.arange(spec.seq)
+    ranks = layout.context_parallel
+    if ranks == 1:
+        return positions
+    if layout.context_parallel_form == "all_to_all":
+        return positions.chunk(ranks)[cp_rank]
+    chunks = positions.chunk(2 * ranks)
+    return torch.cat((chunks[cp_rank], chunks[-1 - cp_rank]))
+
+
+def in_ring(layout: Layout) -> bool:
+    """Whether keys and values go round the ranks."""
+    return layout.context_parallel > 1 and layout.context_parallel_form == "ring"
+
+
+def context_parallel(stage: Transformer, layout: Layout, grid: Grid) -> None:
+    """Let the attention of `stage` reach the tokens of all context-parallel ranks.
+
+    Raises:
+        InputError: the form is ring and this PyTorch has no ring attention.
+    """
+    assert grid.cp_group is not None
+    if in_ring(layout):
+        from runtime.parallel.ring_attention import prepare_ring
+
+        prepare_ring()
+    attend = _over_ranks(layout.context_parallel_form, grid.cp_group)
+    for block in stage.blocks:
+        block.attention.core.over_ranks = attend
+
+
+# One object for all layers and stages: torch.compile would compile each anew, up to its limit of 8.
+@lru_cache(maxsize=1)
+def _over_ranks(
+    form: ContextParallelForm, group: dist.ProcessGroup
+) -> Callable[[Tensor, Tensor, Tensor, DocumentMasks], Tensor]:
+    kernel = partial(_core_forward(form), group=group)
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, documents: DocumentMasks) -> Tensor:
+        # Keys and values travel together, so their heads must have the same size.
+        return with_equal_heads(kernel if form == "ring" else partial(kernel, documents=documents), q, k, v)
+
+    return attend

@@ -1,0 +1,147 @@
+"""Causal attention over a sequence that is split over ranks, by gathering keys or by exchanging heads.
+
+Shapes: B micro batch, S sequence, s = S/cp, N query heads, K key/value heads, H head size; heads are those
+of this rank under tensor parallelism. Tensors travel with their tokens in front, [s, ...], so that what
+arrives from all ranks is the whole sequence without further copies.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from runtime.model.attention_kernels import DocumentMasks, masked_attention, repeat_heads, suffix_attention
+from runtime.parallel.collectives import all_gather, all_to_all, sum_parts
+
+
+def gathered_attention(
+    q: Tensor, k: Tensor, v: Tensor, group: dist.ProcessGroup, documents: DocumentMasks | None = None
+) -> Tensor:
+    """Causal attention of this rank's two chunks of queries over gathered keys and values.
+
+    The form of Llama 3 (arXiv:2407.21783, section 3.3.2) with the chunks of `local_positions`. Only the K
+    key/value heads travel, keys and values in one all-gather; backward reduce-scatters their gradients.
+    A rank sends (cp - 1) 2 B K s H elements forward and as many backward. Backward keeps the gathered keys
+    and values, 2 B K S H elements instead of 2 B K s H, and its two results besides the joined one,
+    B N s H more than plain attention on s tokens; core attention that is recomputed keeps neither.
+
+    Args:
+        q: [B, N, s, H], tokens of chunk i, then of chunk 2 cp - 1 - i on rank i of `group`.
+        k: [B, K, s, H], of the same tokens.
+        v: the same shape.
+        group: the context-parallel ranks.
+        documents: holds masks where attention stays within documents.
+
+    Returns:
+        [B, N, s, H].
+    """
+    name, size, rank = group.group_name, group.size(), group.rank()
+    first, last = q.chunk(2, dim=2)
+    k_first, v_first, k_last, v_last = _GatherPrefixes.apply(k, v, name, size, rank)  # type: ignore[no-untyped-call]
+    if documents is not None and documents.masks:
+        parts = (
+            masked_attention(first, k_first, v_first, documents.masks[0]),
+            masked_attention(last, k_last, v_last, documents.masks[1]),
+        )
+    else:
+        parts = suffix_attention(first, k_first, v_first), suffix_attention(last, k_last, v_last)
+    # Token by token in memory, as the output matrix reads it.
+    return torch.cat([part.transpose(1, 2) for part in parts], dim=1).transpose(1, 2)
+
+
+class _GatherPrefixes(torch.autograd.Function):
+    """Keys and values up to the end of this rank's first chunk, and to that of its second one."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, k: Tensor, v: Tensor, group: str, size: int, rank: int
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        local = torch.stack((k.permute(2, 0, 1, 3), v.permute(2, 0, 1, 3)), dim=1)
+        chunks = all_gather(local, group, size).chunk(2 * size)
+        whole = torch.cat([*chunks[0::2], *reversed(chunks[1::2])])
+        chunk = k.shape[2] // 2
+        ctx.ends = (rank + 1) * chunk, (2 * size - rank) * chunk
+        ctx.group, ctx.size, ctx.seq = group, size, whole.shape[0]
+        k_first, v_first, k_last, v_last = (
+            whole[:end, which].permute(1, 2, 0, 3) for end in ctx.ends for which in (0, 1)
+        )
+        return k_first, v_first, k_last, v_last
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        k_first, v_first, k_last, v_last = (grad.permute(2, 0, 1, 3) for grad in grads)
+        first, last = ctx.ends
+        whole = k_last.new_empty(ctx.seq, 2, *k_last.shape[1:])
+        whole[:last, 0], whole[:last, 1] = k_last, v_last
+        whole[last:] = 0
+        whole[:first, 0] += k_first
+        whole[:first, 1] += v_first
+        chunks = whole.chunk(2 * ctx.size)
+        by_rank = torch.cat([c for rank in range(ctx.size) for c in (chunks[rank], chunks[-1 - rank])])
+        local = sum_parts(by_rank, ctx.group, ctx.size)
+        k, v = (local[:, which].permute(1, 2, 0, 3) for which in (0, 1))
+        return k, v, None, None, None
+
+
+def exchanged_attention(
+    q: Tensor, k: Tensor, v: Tensor, group: dist.ProcessGroup, documents: DocumentMasks | None = None
+) -> Tensor:
+    """Causal attention of whole sequences, each rank on its share of the heads.
+
+    DeepSpeed-Ulysses (arXiv:2309.14509, section 3): one all-to-all trades tokens for heads of q, k and v,
+    another one brings the result back; backward does the same the other way round. Each key/value head is
+    first repeated cp / gcd(K, cp) times, the fewest with which every rank has the ones that its queries
+    need. A rank sends (cp - 1) / cp B s H (2 N + 2 K cp / gcd(K, cp)) elements forward and as many backward.
+    Backward keeps the repeated keys and values, and the result on either side of the exchange: B N s H
+    elements more than plain attention on s tokens.
+
+    Args:
+        q: [B, N, s, H], the tokens of chunk i of cp on rank i of `group`; cp divides N.
+        k: [B, K, s, H], of the same tokens.
+        v: the same shape.
+        group: the context-parallel ranks.
+        documents: holds masks where attention stays within documents.
+
+    Returns:
+        [B, N, s, H].
+    """
+    name, size = group.group_name, group.size()
+    batch, heads, tokens, head = q.shape
+    kv_heads = math.lcm(k.shape[1], size)
+    k, v = repeat_heads(k, kv_heads), repeat_heads(v, kv_heads)
+    shares = [heads // size, kv_heads // size, kv_heads // size]
+    # [cp, s, B, heads / cp, H]: what rank j needs is slice j.
+    parts = [
+        x.view(batch, size, share, tokens, head).permute(1, 3, 0, 2, 4)
+        for x, share in zip((q, k, v), shares, strict=True)
+    ]
+    sent = torch.cat(parts, dim=3).flatten(0, 1)
+    received = _Exchange.apply(sent, name, size).split(shares, dim=2)  # type: ignore[no-untyped-call]
+    q, k, v = (x.permute(1, 2, 0, 3) for x in received)
+    if documents is not None and documents.masks:
+        result = masked_attention(q, k, v, documents.masks[0])
+    else:
+        result = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=shares[0] != shares[1])
+    back = _Exchange.apply(result.permute(2, 0, 1, 3).contiguous(), name, size)  # type: ignore[no-untyped-call]
+    # [cp, s, B, N / cp, H] to [B, N, s, H], token by token in memory.
+    own = back.view(size, tokens, batch, heads // size, head).permute(2, 1, 0, 3, 4)
+    attended: Tensor = own.reshape(batch, tokens, heads, head).transpose(1, 2)
+    return attended
+
+
+class _Exchange(torch.autograd.Function):
+    """Send slice j of the first dimension to rank j, and receive one from every rank."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: str, size: int) -> Tensor:
+        ctx.group, ctx.size = group, size
+        return all_to_all(x, group, size)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        return all_to_all(grad.contiguous(), ctx.group, ctx.size), None, None

@@ -1,0 +1,115 @@
+"""Share the parameters of one stage over data- and context-parallel ranks: ZeRO 0 to 3 by FSDP2."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
+from torch.distributed.tensor import Shard
+
+from costmodels import Layout
+from runtime.model.experts import MixtureOfExperts
+from runtime.model.transformer import Transformer
+from runtime.parallel.local import local_part
+from runtime.parallel.mesh import Grid, expert_mesh_shape
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
+"""Number formats that activations have; fp8 is one of matrix products only."""
+
+# The loss reads the logits of a split head, a view, and never writes to them.
+warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
+
+
+def needs_data_parallel(layout: Layout, grid: Grid) -> bool:
+    """Whether `layout` wraps its stages: to share work, or to keep fp32 shards apart from what computes.
+
+    Tensor-parallel ranks too hold copies of the same experts, unless these are spread over them.
+    """
+    shares = layout.data_parallel * layout.context_parallel > 1
+    if grid.expert_mesh is not None:
+        shares = shares or math.prod(expert_mesh_shape(layout)[1:3]) > 1
+    return shares or layout.precision != "fp32" or layout.offload_optimizer
+
+
+def data_parallel(stage: Transformer, layout: Layout, grid: Grid) -> None:
+    """Shard (ZeRO 1 to 3) or replicate (ZeRO 0) `stage` with FSDP2, or both (hybrid).
+
+    Gradients are summed, not averaged: the loss is already divided by the tokens of the global batch. Those
+    of several micro batches are added up in the format of the reduction too, as with Megatron-LM's
+    `--grad-reduce-in-bf16`; the optimizer always sees fp32.
+
+    When the optimizer is offloaded, the fp32 shards lie in host memory. FSDP2 copies them to the device
+    before it gathers parameters, and gradients back once they are reduced.
+
+    Fewer ranks hold the same experts than the same other parameters, so each layer's experts are wrapped
+    apart, on the expert mesh.
+    """
+    policy = MixedPrecisionPolicy(
+        param_dtype=DTYPES[layout.precision], reduce_dtype=DTYPES[layout.gradient_reduction]
+    )
+    offload = CPUOffloadPolicy(pin_memory=grid.device.type == "cuda") if layout.offload_optimizer else None
+    options: dict[str, Any] = {"mp_policy": policy, "offload_policy": offload or OffloadPolicy()}
+    mesh = _mesh(grid.mesh, ("dp_replicate", "dp_shard"), layout)
+    frees = layout.zero_stage == 3
+    for block in stage.blocks:
+        experts = block.mlp.experts if isinstance(block.mlp, MixtureOfExperts) else None
+        if experts is not None:
+            assert grid.expert_mesh is not None
+            own = _mesh(grid.expert_mesh, ("e_replicate", "e_shard"), layout)
+            shards = own["e_shard"].size()
+            fully_shard(
+                experts,
+                mesh=own,
+                reshard_after_forward=frees,
+                shard_placement_fn=partial(_expert_placement, shards=shards),
+                **options,
+            )
+            _sum_gradients(experts, own)
+        wrapped: Any = fully_shard(block, mesh=mesh, reshard_after_forward=frees, **options)
+        _sum_gradients(wrapped, mesh)
+        if experts is not None:
+            # The host waits for the sizes of parts before experts compute: gather their weights ahead of it.
+            wrapped.set_modules_to_forward_prefetch([experts])
+    # Embedding and head are the first that backward gathers: PyTorch's default keeps them.
+    fully_shard(stage, mesh=mesh, reshard_after_forward=None if frees else False, **options)
+    _sum_gradients(stage, mesh)
+
+
+def _sum_gradients(module: Any, mesh: DeviceMesh) -> None:
+    # A factor makes PyTorch before 2.15 copy gradients that have nobody to be added to.
+    if mesh.size() > 1:
+        module.set_gradient_divide_factor(1.0)
+        module.set_force_sum_reduction_for_comms(True)
+
+
+def _mesh(mesh: DeviceMesh, dims: tuple[str, str], layout: Layout) -> DeviceMesh:
+    """The ranks that hold copies of a parameter: both `dims`, or that of the shards only."""
+    replicas, shards = dims
+    return mesh[shards] if layout.zero_stage > 0 and mesh[replicas].size() == 1 else mesh[dims]
+
+
+def _expert_placement(parameter: nn.Parameter, shards: int) -> Shard | None:
+    """The first dimension of a parameter of experts that `shards` ranks can share evenly."""
+    local = local_part(parameter)
+    even = (dim for dim, size in enumerate(local.shape) if size % shards == 0)
+    return Shard(next(even, 0))
+
+
+def settle_shards(stage: Transformer) -> None:
+    """Gather and free once: FSDP2 moves uneven shards into padded storage on first use only."""
+    for module in stage.modules():
+        if isinstance(module, FSDPModule):
+            module.unshard()
+            module.reshard()

@@ -1,0 +1,107 @@
+"""Attention and positions within documents (Megatron-LM's `_get_ltor_masks_and_position_ids`).
+
+Samples are cut from a stream of documents, so one sample holds parts of several. Here the stages learn,
+before each pass of a micro batch, where the documents in it begin: the cores of attention get a mask, the
+embedding and rotary tables get positions. Backward needs the same where it computes again.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from costmodels import Layout, ModelSpec
+from costmodels.errors import InputError
+from runtime.data.boundaries import Boundaries
+from runtime.model.attention import Rotary
+from runtime.model.transformer import Transformer
+from runtime.parallel.context import local_positions
+from runtime.parallel.data import DTYPES
+from runtime.settings.job_rules import NO_MASK
+
+
+def check_boundaries(boundaries: Boundaries, layout: Layout) -> None:
+    """Raise `InputError` where `layout` cannot keep attention within documents."""
+    if (
+        boundaries.reset_attention_mask
+        and layout.context_parallel > 1
+        and layout.context_parallel_form == "ring"
+    ):
+        raise InputError(NO_MASK)
+
+
+def document_starts(tokens: Tensor, eod: int) -> Tensor:
+    """Where the document of each token begins in its row: [B, S] for tokens [B, S].
+
+    An end-of-document token belongs to the document that it ends.
+    """
+    at = torch.arange(tokens.shape[1], device=tokens.device)
+    begins = torch.zeros_like(tokens)
+    begins[:, 1:] = torch.where(tokens[:, :-1] == eod, at[1:], 0)
+    return begins.cummax(dim=1).values
+
+
+def document_mask(starts: Tensor, queries: Tensor, keys: int, dtype: torch.dtype) -> Tensor:
+    """What causal attention within documents adds to scores: 0, or -inf for what it hides, [B, 1, T, P].
+
+    Args:
+        starts: [B, S], from `document_starts`.
+        queries: [T], the positions of the queries.
+        keys: P, the keys are those of the first P positions.
+    """
+    key = torch.arange(keys, device=starts.device)
+    allowed = (key <= queries[:, None]) & (key >= starts[:, queries, None])
+    zeros = torch.zeros(allowed.shape, dtype=dtype, device=starts.device)
+    return zeros.masked_fill_(~allowed, -torch.inf).unsqueeze(1)
+
+
+class Documents:
+    """The documents of the running batch of one data-parallel rank."""
+
+    def __init__(
+        self, boundaries: Boundaries, spec: ModelSpec, layout: Layout, cp_rank: int, device: torch.device
+    ) -> None:
+        self.boundaries, self.seq = boundaries, spec.seq
+        self.micro_batch_size, self.dtype = layout.micro_batch_size, DTYPES[layout.precision]
+        self.positions = local_positions(spec, layout, cp_rank).to(device)
+        """Of the tokens that this rank holds, [s]."""
+        self.is_gathered = layout.context_parallel > 1 and layout.context_parallel_form == "all_gather"
+        self.starts: tuple[Tensor, ...] = ()
+        self.masks: tuple[int, tuple[Tensor, ...]] | None = None
+        """The micro batch that has run last, and its masks: all stages of a rank share them."""
+        self.rotary: Rotary | None = None
+
+    def start_batch(self, tokens: Tensor) -> None:
+        """Take the whole sequences of a batch, [micro batches x B, S]."""
+        self.starts = torch.split(document_starts(tokens, self.boundaries.eod), self.micro_batch_size)
+        self.masks = None
+
+    def enter(self, stage: Transformer, number: int) -> None:
+        """Ready `stage` for a pass of micro batch `number`, forward or backward."""
+        starts = self.starts[number]
+        if self.boundaries.reset_attention_mask:
+            if self.masks is None or self.masks[0] != number:
+                self.masks = number, self._masks(starts)
+            stage.documents.masks = self.masks[1]
+        if self.boundaries.reset_position_ids:
+            self._place(stage, self.positions - starts[:, self.positions])
+
+    def _masks(self, starts: Tensor) -> tuple[Tensor, ...]:
+        if not self.is_gathered:
+            # Attention sees whole sequences, after an exchange of heads under context parallelism.
+            whole = torch.arange(self.seq, device=starts.device)
+            return (document_mask(starts, whole, self.seq, self.dtype),)
+        chunks = self.positions.chunk(2)
+        return tuple(document_mask(starts, chunk, int(chunk[-1]) + 1, self.dtype) for chunk in chunks)
+
+    def _place(self, stage: Transformer, at: Tensor) -> None:
+        """Give the tokens of `stage` the positions `at`, [B, s]."""
+        if stage.embedding is not None:
+            stage.embedding.at = at
+        tables: Rotary | None = None
+        for attention in (block.attention for block in stage.blocks):
+            if attention.rotates:
+                if self.rotary is None:
+                    self.rotary = attention.make_rotary(torch.arange(self.seq, device=at.device))
+                tables = tables or (self.rotary[0][at].unsqueeze(1), self.rotary[1][at].unsqueeze(1))
+                attention.rotary = tables

@@ -1,0 +1,234 @@
+"""Spread the experts of one stage over ranks, and carry tokens to them.
+
+Expert parallelism gives each of `ep` ranks whole experts; tokens travel to them by all-to-all (GShard,
+arXiv:2006.16668, section 3.2). Expert tensor parallelism splits every expert over `etp` ranks, as an MLP
+(Megatron-LM, arXiv:1909.08053, section 3). Every rank routes other tokens than all others of its stage, so
+neither depends on tensor parallelism elsewhere. Elements that a rank sends per layer and micro batch, for T
+tokens of its own and even load; backward sends the same:
+
+    ep    etp   forward
+    > 1   1     2 k T D (ep - 1) / ep: tokens to experts, and results back
+    > 1   > 1   besides, (etp - 1) of what arrives, k T D, to each other rank of an expert: 2 (etp - 1) k T D
+    1     > 1   2 (etp - 1) T D: tokens before they are sorted, and summed results back
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor
+
+from costmodels import Layout
+from runtime.model.experts import Experts, MixtureOfExperts, Router
+from runtime.model.routing import (
+    Assignment,
+    LocalDispatch,
+    assign,
+    capacity,
+    combine,
+    grouped_linear,
+    permute,
+    spread,
+    within_capacity,
+)
+from runtime.model.transformer import Transformer
+from runtime.parallel.collectives import Exchange, all_gather, all_to_all, gather, reduce_scatter
+from runtime.parallel.mesh import Grid
+from runtime.parallel.tensor import local_weight
+
+SPLIT_DIMENSIONS = {"up": 1, "gate": 1, "down": 2, "up_bias": 1, "gate_bias": 1}
+"""Dimension of each parameter of the experts that runs over an expert's inner width F."""
+
+
+def expert_parallel(stage: Transformer, layout: Layout, grid: Grid) -> None:
+    """Split the experts of `stage` as `layout` says, and let tokens travel."""
+    for block in stage.blocks:
+        if isinstance(block.mlp, MixtureOfExperts):
+            _choose_over_sequences(block.mlp.router, layout, grid)
+            if layout.expert_parallel * layout.expert_tensor_parallel > 1:
+                _split_experts(block.mlp, layout, grid)
+
+
+def _split_experts(mixture: MixtureOfExperts, layout: Layout, grid: Grid) -> None:
+    assert grid.expert_mesh is not None
+    ep, etp = layout.expert_parallel, layout.expert_tensor_parallel
+    experts, local = mixture.experts, mixture.dispatch
+    assert isinstance(local, LocalDispatch)
+    _distribute(experts, layout, grid)
+    first = etp == 1 or grid.expert_mesh.get_local_rank("etp") == 0
+
+    def product(name: str, rows: Tensor, counts: Tensor, sizes: list[int] | None) -> Tensor:
+        weight, bias = (local_weight(getattr(experts, key)) for key in (name, f"{name}_bias"))
+        if bias is not None and name == "down" and not first:
+            # The ranks of an expert add up their results, and so its bias: it must count once.
+            bias = bias * 0.0
+        return grouped_linear(rows, weight, counts, bias, sizes)
+
+    experts.product = product  # type: ignore[method-assign]
+    experts.width //= etp
+    etp_group = grid.expert_mesh.get_group("etp") if etp > 1 else None
+    if ep > 1:
+        group = grid.expert_mesh.get_group("ep")
+        mixture.dispatch = ExchangeDispatch(local.experts, local.drops, group, etp_group)
+    elif etp_group is not None:
+        mixture.dispatch = GatherDispatch(local, etp_group)
+
+
+def _distribute(experts: Experts, layout: Layout, grid: Grid) -> None:
+    assert grid.expert_mesh is not None
+    sizes = {"ep": layout.expert_parallel, "etp": layout.expert_tensor_parallel}
+    # FSDP2 takes what one or two dimensions split; those of one rank are left out.
+    dims = tuple(dim for dim, size in sizes.items() if size > 1)
+    mesh = grid.expert_mesh[dims]
+    for name, parameter in list(experts.named_parameters(recurse=False)):
+        over_width = SPLIT_DIMENSIONS.get(name)
+        within: Placement = Replicate() if over_width is None else Shard(over_width)
+        placements = [Shard(0) if dim == "ep" else within for dim in dims]
+        part = distribute_tensor(parameter, mesh, placements, src_data_rank=None)
+        experts.register_parameter(name, nn.Parameter(part))
+
+
+class GatherDispatch:
+    """A part of every expert is here: the tokens of the ranks that share them meet before they are sorted."""
+
+    def __init__(self, local: LocalDispatch, group: dist.ProcessGroup) -> None:
+        self.local, self.group = local, group
+
+    def send(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Any:
+        everyone = all_gather(chosen, self.group.group_name, self.group.size())
+        return self.local.send(gather(x, 0, self.group), gather(weights, 0, self.group), everyone)
+
+    def receive(self, sent: Any) -> tuple[Tensor, Tensor]:
+        return self.local.receive(sent)
+
+    def give_back(self, sent: Any, rows: Tensor) -> Tensor:
+        return reduce_scatter(self.local.give_back(sent, rows), 0, self.group)
+
+
+class _Travelling(NamedTuple):
+    """Rows on their way to the experts."""
+
+    started: Tensor
+    weights: Tensor
+    assignment: Assignment
+    exchange: Exchange
+    counts: Tensor
+    """[E / ep] rows of each expert that works here, of all ranks that have a part of it."""
+    totals: list[int]
+    """Rows that come to each of the etp ranks of the same experts."""
+    order: Tensor
+    """Places of the rows, sorted by expert, in what arrives, each rank's part of the same length."""
+
+
+class ExchangeDispatch:
+    """Each rank has some of the experts: every row travels to the rank of its expert."""
+
+    def __init__(
+        self, experts: int, drops: bool, group: dist.ProcessGroup, etp_group: dist.ProcessGroup | None
+    ) -> None:
+        self.experts, self.drops = experts, drops
+        self.group, self.etp_group = group, etp_group
+
+    def send(self, x: Tensor, weights: Tensor, chosen: Tensor) -> _Travelling:
+        assignment = assign(chosen, self.experts)
+        ranks = self.group.size()
+        leaving = assignment.counts.view(ranks, -1)
+        arriving = all_to_all(leaving, self.group.group_name, ranks).unsqueeze(0)
+        own = 0
+        if self.etp_group is not None:
+            own = self.etp_group.rank()
+            arriving = all_gather(arriving, self.etp_group.group_name, self.etp_group.size())
+        leave, arrive, totals = rows_to_move(chosen, leaving, arriving, own)
+        exchange = Exchange(leave, arrive, self.group)
+        if self.drops:
+            assignment = assignment.kept(sum(exchange.sent))
+        started = exchange.start(permute(x, assignment.order, chosen.shape[1]))
+        order = _places_by_expert(arriving, totals)
+        return _Travelling(started, weights, assignment, exchange, arriving.sum((0, 1)), totals, order)
+
+    def receive(self, sent: _Travelling) -> tuple[Tensor, Tensor]:
+        rows = sent.exchange.finish(sent.started)
+        if self.etp_group is not None:
+            missing = max(sent.totals) - rows.shape[0]
+            rows = gather(F.pad(rows, (0, 0, 0, missing)) if missing else rows, 0, self.etp_group)
+        return permute(rows, sent.order, 1), sent.counts
+
+    def give_back(self, sent: _Travelling, rows: Tensor) -> Tensor:
+        rows = spread(rows, sent.order, len(sent.totals) * max(sent.totals))
+        if self.etp_group is not None:
+            rows = reduce_scatter(rows, 0, self.etp_group)[: sum(sent.exchange.received)]
+        rows = Exchange(sent.exchange.received, sent.exchange.sent, self.group).whole(rows)
+        return combine(rows, sent.weights, sent.assignment.order)
+
+
+def rows_to_move(
+    chosen: Tensor, leaving: Tensor, arriving: Tensor, own: int
+) -> tuple[list[int], list[int], list[int]]:
+    """Rows to each rank, from each rank, and to each of the etp ranks of the same experts.
+
+    The only wait for the device: an exchange of uneven parts needs their sizes on the host.
+
+    Args:
+        chosen: [T, k] experts of this rank's tokens.
+        leaving: [ep, E / ep] rows to each expert.
+        arriving: [etp, ep, E / ep] rows by the rank of the same experts that they come to, source and expert.
+        own: number of this rank among the etp ones.
+    """
+    ranks = len(leaving)
+    sizes = torch.cat((leaving.sum(1), arriving[own].sum(1), arriving.sum((1, 2)))).tolist()
+    return sizes[:ranks], sizes[ranks : 2 * ranks], sizes[2 * ranks :]
+
+
+def _places_by_expert(arriving: Tensor, totals: list[int]) -> Tensor:
+    """Where the rows of each expert lie in what arrives.
+
+    Args:
+        arriving: [etp, ep, E / ep] rows by the rank of the same experts that they come to, source and expert.
+        totals: rows that come to each of the etp ranks, whose parts are as long as the longest.
+    """
+    device, longest = arriving.device, max(totals)
+    experts = torch.arange(arriving.shape[2], device=device).repeat(arriving.shape[1])
+    parts = list(zip(arriving, totals, strict=True))
+    owners = [experts.repeat_interleave(part.flatten(), output_size=total) for part, total in parts]
+    places = [
+        torch.arange(number * longest, number * longest + total, device=device)
+        for number, (_, total) in enumerate(parts)
+    ]
+    return torch.cat(places)[torch.cat(owners).argsort(stable=True)]
+
+
+def _choose_over_sequences(router: Router, layout: Layout, grid: Grid) -> None:
+    """Let a limited capacity count whole sequences, whose tokens several ranks hold."""
+    group = grid.sequence_group
+    if not router.options.capacity_factor or group is None:
+        return
+    experts = router.weight.shape[0]
+    dealt = 1 if layout.context_parallel_form == "all_to_all" else layout.context_parallel
+
+    def kept(weights: Tensor, chosen: Tensor) -> Tensor:
+        weights, chosen = (_in_order(gather(part, 1, group), dealt) for part in (weights, chosen))
+        limit = capacity(weights.shape[1], router.top_k, experts, router.options.capacity_factor)
+        mask = _by_rank(within_capacity(weights, chosen, experts, limit), dealt)
+        return mask.chunk(group.size(), dim=1)[group.rank()]
+
+    router.within_capacity = kept  # type: ignore[method-assign]
+
+
+def _in_order(x: Tensor, ranks: int) -> Tensor:
+    """Whole sequences [B, S, k] in their order, of which each rank has two chunks (`local_positions`)."""
+    if ranks == 1:
+        return x
+    chunks = x.chunk(2 * ranks, dim=1)
+    return torch.cat([*chunks[0::2], *reversed(chunks[1::2])], dim=1)
+
+
+def _by_rank(x: Tensor, ranks: int) -> Tensor:
+    """The reverse of `_in_order`."""
+    if ranks == 1:
+        return x
+    chunks = x.chunk(2 * ranks, dim=1)
+    return torch.cat([chunks[place] for rank in range(ranks) for place in (rank, -1 - rank)], dim=1)

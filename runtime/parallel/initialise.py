@@ -1,0 +1,102 @@
+"""Initial weights that depend on the seed and a parameter's name only, never on the layout."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+
+from costmodels import ModelSpec
+from runtime.parallel.local import local_part, split_dim
+
+INIT_STD = 0.02
+"""Standard deviation of initial weights (GPT-2; Megatron-LM's `--init-method-std`)."""
+
+OUTPUT_PROJECTIONS = (
+    "attention.output.weight",
+    "mlp.down.weight",
+    "mlp.shared.down.weight",
+    "mlp.experts.down",
+)
+"""Weights that write to the residual stream; GPT-2 scales them down by sqrt(2 x layers)."""
+
+
+def name_seed(seed: int, name: str) -> int:
+    """A 63-bit seed of one parameter."""
+    digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
+    return int.from_bytes(digest[:8], "little") >> 1
+
+
+def full_weight(
+    name: str, shape: torch.Size, spec: ModelSpec, seed: int, std: float, expert: int | None = None
+) -> Tensor:
+    """The whole initial value of a parameter, or of the part that `expert` has in it, on the CPU in fp32.
+
+    Vocabulary rows beyond `spec.vocab` are zero, so that padding changes nothing.
+    """
+    value = torch.zeros(shape, dtype=torch.float32)
+    if name.endswith("bias"):
+        return value
+    if "norm" in name:
+        return value.fill_(1.0)
+    if name.endswith(OUTPUT_PROJECTIONS):
+        std /= math.sqrt(2 * spec.layers)
+    drawn = name if expert is None else f"{name}.{expert}"
+    generator = torch.Generator().manual_seed(name_seed(seed, drawn))
+    rows = spec.vocab if name in ("embedding.tokens.weight", "head.weight") else shape[0]
+    value[:rows].normal_(0.0, std, generator=generator)
+    return value
+
+
+@torch.no_grad()
+def initialise(model: nn.Module, spec: ModelSpec, seed: int, std: float = INIT_STD) -> None:
+    """Fill the parameters of `model` (a whole model or a stage, sharded or not) in place.
+
+    A tied head on another stage than the embedding starts from the embedding's value.
+    """
+    for name, parameter in model.named_parameters():
+        if ".experts." in name:
+            local_part(parameter).copy_(_own_experts(name, parameter, spec, seed, std))
+            continue
+        source = "embedding.tokens.weight" if spec.tied and name == "head.weight" else name
+        value = full_weight(source, parameter.shape, spec, seed, std)
+        if isinstance(parameter, DTensor):
+            value = value.to(parameter.device)
+            local = distribute_tensor(
+                value, parameter.device_mesh, parameter.placements, src_data_rank=None
+            ).to_local()
+            parameter.to_local().copy_(local)
+        else:
+            parameter.copy_(value)
+    for buffer in model.buffers():
+        buffer.zero_()
+
+
+def _own_experts(name: str, parameter: Tensor, spec: ModelSpec, seed: int, std: float) -> Tensor:
+    """This rank's part of a parameter of all experts, [E, ...]: only its own experts are drawn."""
+    count, first, splits = spec.experts, 0, {}
+    if isinstance(parameter, DTensor):
+        mesh = parameter.device_mesh
+        own = zip(parameter.placements, mesh.get_coordinate() or (), mesh.shape, strict=True)
+        splits = dict(zip(mesh.mesh_dim_names or (), own, strict=True))
+    if "ep" in splits:
+        _, rank, ranks = splits["ep"]
+        count //= ranks
+        first = rank * count
+    value = torch.stack(
+        [
+            full_weight(name, parameter.shape[1:], spec, seed, std, expert)
+            for expert in range(first, first + count)
+        ]
+    )
+    # FSDP2 splits what expert parallelism has left.
+    for name_of_dim in ("etp", "e_shard"):
+        placement, rank, ranks = splits.get(name_of_dim, (Replicate(), 0, 1))
+        dim = split_dim(placement)
+        if dim is not None:
+            chunks = value.chunk(ranks, dim)
+            value = chunks[rank] if rank < len(chunks) else chunks[0].narrow(dim, 0, 0)
+    return value

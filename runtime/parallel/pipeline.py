@@ -1,0 +1,149 @@
+"""Forward and backward of one global batch through a pipeline schedule."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.pipelining import (
+    Schedule1F1B,
+    ScheduleDualPipeV,
+    ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+    ScheduleZBVZeroBubble,
+)
+
+from costmodels import Layout, ModelSpec
+from costmodels.bundled.sent_messages import SENDS_OF_STAGE
+from costmodels.layout import SPLIT_BACKWARD, Schedule
+from runtime.model.transformer import Transformer
+from runtime.parallel.awaited_sends import awaits_sends, with_fewer_sends
+from runtime.parallel.data import DTYPES
+from runtime.parallel.documents import Documents
+from runtime.parallel.loss import TokenLoss
+from runtime.parallel.mesh import Grid
+from runtime.parallel.pipeline_stage import LeanStage
+
+SCHEDULES: dict[Schedule, type] = {
+    "1f1b": Schedule1F1B,
+    "interleaved": ScheduleInterleaved1F1B,
+    "interleaved_zb": ScheduleInterleavedZeroBubble,
+    "zbv": ScheduleZBVZeroBubble,
+    "dualpipev": ScheduleDualPipeV,
+}
+
+FORWARD_ACTIONS = ("F", "SEND_F", "WAIT_SEND_F", "RECV_F", "UNSHARD", "RESHARD")
+"""What a forward pass needs of PyTorch's actions."""
+
+
+class Pipeline:
+    """Layers spread over pipeline ranks, run by one of PyTorch's schedules."""
+
+    def __init__(
+        self, stages: list[Transformer], spec: ModelSpec, layout: Layout, grid: Grid, loss: TokenLoss
+    ) -> None:
+        self.stages = stages
+        self.loss = loss
+        self.device = grid.device
+        self.is_first = any(stage.embedding is not None for stage in stages)
+        self.is_last = any(stage.head is not None for stage in stages)
+        if layout.schedule in SPLIT_BACKWARD:
+            _keep_gathered(stages)
+        self.micro_batch_size = layout.micro_batch_size
+        self.kind: Any = SCHEDULES[layout.schedule]
+        self.wrapped = [
+            _pipeline_stage(stage, index, spec, layout, grid)
+            for stage, index in zip(stages, layout.stages_of(grid.pp_rank), strict=True)
+        ]
+        self._plan(layout.micro_batches)
+
+    def _plan(self, micro_batches: int) -> None:
+        """Make the schedules of training and evaluation for batches of this size."""
+        self.micro_batches = micro_batches
+        self.schedule = self.kind(
+            self.wrapped[0] if self.kind is Schedule1F1B else self.wrapped,
+            n_microbatches=micro_batches,
+            loss_fn=self.loss,
+            scale_grads=False,
+        )
+        if self.kind is not Schedule1F1B and awaits_sends():
+            # PyTorch would keep the messages of a whole step.
+            self.schedule.pipeline_order_with_comms = with_fewer_sends(
+                self.schedule.pipeline_order_with_comms,
+                self.schedule.stage_index_to_group_rank.__getitem__,
+                SENDS_OF_STAGE * len(self.wrapped),
+            )
+        # PyTorch's eval walks through the backward actions too, and a V fails at them.
+        self.evaluation = copy.copy(self.schedule)
+        if self.kind is not Schedule1F1B:
+            self.evaluation.pipeline_order_with_comms = {
+                rank: _forward_only(actions)
+                for rank, actions in self.schedule.pipeline_order_with_comms.items()
+            }
+
+    def separate(self, documents: Documents) -> None:
+        for stage in self.wrapped:
+            stage.documents = documents
+
+    def train(self, tokens: Tensor, labels: Tensor) -> Tensor:
+        self._fit(tokens)
+        return self._run(self.schedule.step, tokens, labels)
+
+    @torch.no_grad()
+    def evaluate(self, tokens: Tensor, labels: Tensor) -> Tensor:
+        self._fit(tokens)
+        return self._run(self.evaluation.eval, tokens, labels)
+
+    def _fit(self, tokens: Tensor) -> None:
+        """Plan anew for a batch of another size: the stages are readied for one number of micro batches."""
+        micro_batches = len(tokens) // self.micro_batch_size
+        if micro_batches != self.micro_batches:
+            self._plan(micro_batches)
+
+    def _run(self, step: Any, tokens: Tensor, labels: Tensor) -> Tensor:
+        arguments = (tokens,) if self.is_first else ()
+        losses: list[Tensor] = []
+        options: dict[str, Any] = {"target": labels, "losses": losses} if self.is_last else {}
+        step(*arguments, return_outputs=False, **options)
+        return torch.stack(losses).sum().detach() if losses else torch.zeros((), device=self.device)
+
+
+def _forward_only(actions: list[Any]) -> list[Any]:
+    """Those of one rank's actions in PyTorch's form, communication included, that a forward pass needs."""
+    parts = [part for action in actions for part in action.sub_actions or (action,)]
+    return [part for part in parts if part.computation_type.value in FORWARD_ACTIONS]
+
+
+def _keep_gathered(stages: Sequence[Transformer]) -> None:
+    """Keep parameters whole from the first to the last action of a step, under ZeRO 3 too.
+
+    A schedule that splits backward looks for the weights of a graph before FSDP2 would gather them, and
+    the gradients of weights that it does not find are lost.
+    """
+    for stage in stages:
+        if isinstance(stage, FSDPModule):
+            stage.set_reshard_after_forward(False)
+
+
+def _pipeline_stage(stage: Transformer, index: int, spec: ModelSpec, layout: Layout, grid: Grid) -> LeanStage:
+    """Wrap a stage, with the shapes of its input and output given so that none is sent to find out."""
+    batch, tp = layout.micro_batch_size, layout.tensor_parallel
+    seq = spec.seq // layout.context_parallel
+    local_seq = seq // tp if layout.sequence_parallel else seq
+    dtype = DTYPES[layout.precision]
+    activation = torch.empty(batch, local_seq, spec.hidden, dtype=dtype, device="meta", requires_grad=True)
+    tokens = torch.empty(batch, seq, dtype=torch.int64, device="meta")
+    logits = torch.empty(batch, seq, spec.padded_vocab(tp) // tp, dtype=dtype, device="meta")
+    return LeanStage(
+        stage,
+        index,
+        len(layout.layers_per_stage),
+        grid.device,
+        input_args=(activation if stage.embedding is None else tokens,),
+        output_args=(activation if stage.head is None else logits,),
+        group=grid.pp_group,
+    )

@@ -1,0 +1,122 @@
+"""A pipeline stage that keeps only what the schedule still needs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch.distributed.pipelining import PipelineStage, stage
+
+from runtime.faults.heartbeat import doing
+from runtime.parallel.documents import Documents
+
+# Any: what the stage is made of differs between the versions of PyTorch that this runs with.
+_modules: Any = stage
+FREES_BUFFERS = hasattr(_modules._RecvInfo, "allocate_buffer")
+"""PyTorch frees receive buffers itself, since 2.15."""
+
+
+class LeanStage(PipelineStage):
+    """PyTorch's stage, whose receive buffers live from the receive to the use.
+
+    Before 2.15, PyTorch allocates a buffer for the input and one for the gradient of every micro batch of a
+    step, and keeps them for good: with many micro batches, more than all other activations. It also keeps
+    the outputs of every micro batch of an evaluation, logits included, to its end.
+    """
+
+    documents: Documents | None = None
+    """Readies the stage for each micro batch, where documents matter."""
+
+    def _get_init_p2p_neighbors_ops(self) -> Any:
+        # At the bottom of a V a rank is its own neighbour, to which gloo has no connection.
+        own, base = dist.get_rank(), cast(Any, super())
+        return [op for op in base._get_init_p2p_neighbors_ops() if op.peer != own]
+
+    def _prepare_forward_infra(self, *args: Any, **kwargs: Any) -> Any:
+        return self._without_memory(super()._prepare_forward_infra, *args, **kwargs)
+
+    def _prepare_backward_infra(self, *args: Any, **kwargs: Any) -> Any:
+        return self._without_memory(super()._prepare_backward_infra, *args, **kwargs)
+
+    def _without_memory(self, prepare: Any, *args: Any, **kwargs: Any) -> Any:
+        """Call `prepare` so that the buffers it makes have shapes but no memory."""
+        if FREES_BUFFERS:
+            return prepare(*args, **kwargs)
+        device, self.device = self.device, torch.device("meta")
+        try:
+            return prepare(*args, **kwargs)
+        finally:
+            self.device = device
+
+    def get_fwd_recv_ops(self, fwd_chunk_id: int) -> Any:
+        if not self.is_first:
+            _move(self.args_recv_info[fwd_chunk_id], self.device, self.has_backward)
+        return super().get_fwd_recv_ops(fwd_chunk_id)
+
+    def get_bwd_recv_ops(self, bwd_chunk_id: int) -> Any:
+        if self.has_backward and not self.is_last:
+            _move(self.grad_recv_info[bwd_chunk_id], self.device)
+        return super().get_bwd_recv_ops(bwd_chunk_id)
+
+    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        doing("forward", fwd_chunk_id + 1)
+        self._enter(fwd_chunk_id)
+        output = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+        if not self.is_first:
+            _move(self.args_recv_info[fwd_chunk_id], "meta")
+        if not self.has_backward and (self.is_last or self._is_local(self.stage_index + 1)):
+            self._forget(fwd_chunk_id)
+        return output
+
+    def get_fwd_send_ops(self, fwd_chunk_id: int) -> Any:
+        operations = super().get_fwd_send_ops(fwd_chunk_id)
+        if not self.has_backward:
+            self._forget(fwd_chunk_id)
+        return operations
+
+    def backward_one_chunk(
+        self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: Any = False
+    ) -> None:
+        doing("backward", bwd_chunk_id + 1)
+        self._enter(bwd_chunk_id)
+        super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
+        if not self.has_backward:
+            return
+        if loss is not None:
+            # The schedule keeps it to the end of the step, and its graph would keep the stage's input.
+            loss.detach_()
+        else:
+            _move(self.grad_recv_info[bwd_chunk_id], "meta")
+
+    def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: Any = False) -> None:
+        self._enter(bwd_chunk_id)
+        super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
+
+    def _enter(self, micro_batch: int) -> None:
+        """What is computed again in backward must see the documents of its micro batch."""
+        if self.documents is not None:
+            self.documents.enter(cast(Any, self.submod), micro_batch)
+
+    def _forget(self, fwd_chunk_id: int) -> None:
+        """Drop what backward would need of a micro batch."""
+        own = cast(Any, self)
+        if FREES_BUFFERS:
+            state = own._forward_chunk_states[fwd_chunk_id]
+            state.live_outputs[:] = [None] * len(state.live_outputs)
+            state.input_values.clear()
+        else:
+            own.fwd_cache[fwd_chunk_id] = ((), [])
+
+    def _is_local(self, stage: int) -> bool:
+        """Whether this rank holds `stage` too, as at the bottom of a V."""
+        return self.stage_index_to_group_rank[stage] == self.group_rank
+
+
+def _move(infos: Iterable[Any], device: torch.device | str, requires_grad: bool = False) -> None:
+    """Replace receive buffers by fresh ones on `device`; those on `meta` take no memory."""
+    if FREES_BUFFERS:
+        return
+    for info in infos:
+        info.buffer = torch.empty_like(info.buffer, device=device, requires_grad=requires_grad)

@@ -1,0 +1,287 @@
+"""Split the matrices of one stage over tensor-parallel ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
+
+from costmodels import Layout
+from runtime.model.attention import Attention, LatentAttention
+from runtime.model.experts import MixtureOfExperts
+from runtime.model.mlp import MLP
+from runtime.model.routing import wide_product
+from runtime.model.transformer import Block, Embedding, Transformer
+from runtime.parallel.collectives import (
+    copy_to_ranks,
+    gather,
+    join_from_ranks,
+    reduce_from_ranks,
+    reduce_scatter,
+    split_to_ranks,
+)
+from runtime.parallel.mesh import Grid
+
+
+def tensor_parallel(stage: Transformer, layout: Layout, grid: Grid) -> None:
+    """Split the matrices of `stage` (Megatron-LM, arXiv:1909.08053, section 3).
+
+    Parameters become distributed tensors, so that FSDP2, the optimizer and checkpoints know how they are
+    split. What computes are local tensors: distributed ones would cost more host time than the products of
+    a small layer. A linear layer multiplies with its attribute `product`, torch.nn.functional.linear unless
+    another number format has replaced it.
+
+    With sequence parallelism, norms and residuals hold S/tp tokens (arXiv:2205.05198, section 4.2.2);
+    activations between stages are split the same way, and gradients of parameters that every rank holds
+    whole are sums that are still to be made.
+
+    With fewer key/value heads than ranks, each rank stores its share of the rows of one head and gathers the
+    rest from the ranks that share the head, in every forward pass. These rows are far fewer than the
+    activations, and nothing is stored twice.
+
+    Experts choose among the tokens that a rank holds alone: without sequence parallelism a rank takes its
+    slice of them before, and all gather the results. `runtime.parallel.expert` splits the experts.
+    """
+    mesh = grid.mesh["tp"]
+    region = _Region(mesh, mesh.get_group(), grid.tp_rank, layout.tensor_parallel, layout.sequence_parallel)
+    if stage.embedding is not None:
+        _split_embedding(stage.embedding, region)
+    for block in stage.blocks:
+        _split_block(block, region, grid.kv_group)
+    if stage.norm is not None and stage.head is not None:
+        _split_norm(stage.norm, region)
+        _split_columns(stage.head, region)
+        _enter_first(stage.head, region)
+    stage.tie()
+
+
+@dataclass(frozen=True)
+class _Region:
+    """The part of the model where ranks hold different slices of the activations' last dimension.
+
+    Outside of it, every rank holds [B, S, D] or, with sequence parallelism, [B, S / tp, D].
+    """
+
+    mesh: DeviceMesh
+    group: dist.ProcessGroup
+    rank: int
+    size: int
+    sequence_parallel: bool
+
+    def enter(self, x: Tensor) -> Tensor:
+        """[B, S, D] of all tokens."""
+        return gather(x, 1, self.group) if self.sequence_parallel else copy_to_ranks(x, self.group)
+
+    def leave(self, x: Tensor) -> Tensor:
+        """The sum over the ranks of [B, S, D]."""
+        if self.sequence_parallel:
+            return reduce_scatter(x, 1, self.group)
+        return reduce_from_ranks(x, self.group)
+
+
+def _split_block(block: Block, region: _Region, kv_group: dist.ProcessGroup | None) -> None:
+    attention, mlp = block.attention, block.mlp
+    if isinstance(attention, LatentAttention):
+        _split_latent_attention(attention, region)
+    else:
+        _split_attention(attention, region, kv_group)
+    if isinstance(mlp, MixtureOfExperts):
+        _split_tokens(mlp, region)
+    else:
+        _split_mlp(mlp, region)
+    for norm in (block.attention_norm, block.mlp_norm):
+        _split_norm(norm, region)
+
+
+def _split_attention(attention: Attention, region: _Region, kv_group: dist.ProcessGroup | None) -> None:
+    _split_columns(attention.query, region)
+    for linear in (attention.key, attention.value):
+        _split_columns(linear, region, kv_group)
+    # Every rank normalises other heads with the same weights.
+    for norm in (attention.query_norm, attention.key_norm):
+        if norm is not None:
+            _split_norm(norm, replace(region, sequence_parallel=True))
+    _split_rows(attention.output, region)
+    entry = _enter_first(attention, region)
+    attention.enter = lambda x: attention.heads(entry(x))  # type: ignore[method-assign]
+
+
+def _split_latent_attention(attention: LatentAttention, region: _Region) -> None:
+    """Split the heads. Ranks compress the tokens that they hold, and gather what is compressed."""
+    compress = attention.compress
+    for linear in (compress.query, compress.latent):
+        if linear is not None:
+            _keep_whole(linear, region)
+    for norm in (compress.query_norm, compress.latent_norm):
+        if norm is not None:
+            _split_norm(norm, region)
+    forward, entry = compress.forward, _Entry(region)
+    attention.entry = entry
+    # One message for all three.
+    _replace_forward(compress, lambda x: entry(torch.cat(forward(x), dim=-1)).split(compress.widths, dim=-1))
+    for linear in (attention.query, attention.key_value):
+        _split_columns(linear, region)
+    _split_rows(attention.output, region)
+
+
+def _split_mlp(mlp: MLP, region: _Region) -> None:
+    _split_columns(mlp.up, region)
+    if mlp.gate is not None:
+        _split_columns(mlp.gate, region)
+    _split_rows(mlp.down, region)
+    _enter_first(mlp, region)
+
+
+def _split_tokens(experts: MixtureOfExperts, region: _Region) -> None:
+    """Let each rank route the tokens that it alone holds."""
+    inner = replace(region, sequence_parallel=True)
+    router = experts.router
+    _share(router, inner)
+    router.logits = lambda x: wide_product(x, local_weight(router.weight))  # type: ignore[method-assign]
+    if experts.shared is not None:
+        _split_mlp(experts.shared, inner)
+    if experts.shared_gate is not None:
+        _keep_whole(experts.shared_gate, inner)
+    if not region.sequence_parallel:
+        forward, group = experts.forward, region.group
+        _replace_forward(experts, lambda x: join_from_ranks(forward(split_to_ranks(x, 1, group)), 1, group))
+
+
+def _enter_first(module: nn.Module, region: _Region) -> _Entry:
+    """Copy or gather the input of `module` once for all its matrices, in a module `entry` of its own.
+
+    Recomputation may wrap the entry, and so gather again in backward.
+    """
+    forward, entry = module.forward, _Entry(region)
+    module.entry = entry
+    _replace_forward(module, lambda x: forward(entry(x)))
+    return entry
+
+
+class _Entry(nn.Module):
+    def __init__(self, region: _Region) -> None:
+        super().__init__()
+        self.region = region
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.region.enter(x)
+
+
+def _split_columns(linear: nn.Linear, region: _Region, sharers: dist.ProcessGroup | None = None) -> None:
+    """Let each rank compute its slice of the outputs; `sharers` compute the same and split the weights."""
+    linear.product = F.linear  # type: ignore[assignment]
+    _distribute(linear, "weight", Shard(0), region)
+    _distribute(linear, "bias", Shard(0), region)
+
+    def forward(x: Tensor) -> Tensor:
+        weight, bias = local_weight(linear.weight), local_weight(linear.bias)
+        if sharers is not None:
+            weight = gather(weight, 0, sharers)
+            bias = None if bias is None else gather(bias, 0, sharers)
+        return _multiply(linear, x, weight, bias)
+
+    _replace_forward(linear, forward)
+
+
+def _split_rows(linear: nn.Linear, region: _Region) -> None:
+    """Let each rank multiply its slice of the inputs, and sum the products."""
+    linear.product = F.linear  # type: ignore[assignment]
+    _distribute(linear, "weight", Shard(1), region)
+    _share(linear, region)
+
+    def forward(x: Tensor) -> Tensor:
+        result = region.leave(_multiply(linear, x, local_weight(linear.weight), None))
+        return result if linear.bias is None else result.add(local_weight(linear.bias))
+
+    _replace_forward(linear, forward)
+
+
+def _keep_whole(linear: nn.Linear, region: _Region) -> None:
+    """Let each rank multiply the tokens that it holds by the whole matrix."""
+    if region.sequence_parallel:
+        linear.product = F.linear  # type: ignore[assignment]
+        _share(linear, region)
+        _replace_forward(
+            linear, lambda x: _multiply(linear, x, local_weight(linear.weight), local_weight(linear.bias))
+        )
+
+
+def _multiply(linear: nn.Linear, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    product: Any = linear.product
+    result: Tensor = product(x, weight, bias)
+    return result
+
+
+def _split_embedding(embedding: Embedding, region: _Region) -> None:
+    """Split the vocabulary; with sequence parallelism, each rank adds the positions of its tokens."""
+    tokens, positions = embedding.tokens, embedding.positions
+    rows = tokens.num_embeddings // region.size
+    _distribute(tokens, "weight", Shard(0), region)
+
+    def look_up(ids: Tensor) -> Tensor:
+        ids = ids - region.rank * rows
+        foreign = (ids < 0) | (ids >= rows)
+        found = F.embedding(ids.masked_fill(foreign, 0), local_weight(tokens.weight))
+        return region.leave(found.masked_fill(foreign.unsqueeze(-1), 0.0))
+
+    _replace_forward(tokens, look_up)
+    if positions is not None and region.sequence_parallel:
+        table = positions
+        _share(table, region)
+        _replace_forward(
+            table,
+            lambda at: F.embedding(at.chunk(region.size, dim=1)[region.rank], local_weight(table.weight)),
+        )
+
+
+def _split_norm(norm: nn.Module, region: _Region) -> None:
+    """Let each rank normalise the tokens that it holds."""
+    if not region.sequence_parallel:
+        return
+    _share(norm, region)
+    if isinstance(norm, nn.LayerNorm):
+        shape, eps = norm.normalized_shape, norm.eps
+        _replace_forward(
+            norm, lambda x: F.layer_norm(x, shape, local_weight(norm.weight), local_weight(norm.bias), eps)
+        )
+    elif isinstance(norm, nn.RMSNorm):
+        shape, epsilon = norm.normalized_shape, norm.eps
+        _replace_forward(norm, lambda x: F.rms_norm(x, shape, local_weight(norm.weight), epsilon))
+
+
+def _share(module: nn.Module, region: _Region) -> None:
+    """Tell what every rank holds whole from what is split, where ranks see different tokens.
+
+    Without sequence parallelism every rank computes the whole gradient of such a parameter.
+    """
+    if region.sequence_parallel:
+        for name, parameter in module.named_parameters():
+            if not isinstance(parameter, DTensor):
+                _distribute(module, name, Replicate(), region)
+
+
+def _replace_forward(module: nn.Module, forward: Callable[[Tensor], Any]) -> None:
+    module.forward = forward  # type: ignore[method-assign]
+
+
+def _distribute(module: nn.Module, name: str, placement: Placement, region: _Region) -> None:
+    """Make a parameter of `module`, if it has it, a distributed tensor."""
+    parameter = getattr(module, name)
+    if parameter is not None:
+        part = distribute_tensor(parameter, region.mesh, [placement], src_data_rank=None)
+        module.register_parameter(name, nn.Parameter(part))
+
+
+def local_weight(parameter: Tensor | None) -> Any:
+    """This rank's part of a parameter; the gradient of one that all hold whole is a sum still to be made."""
+    if not isinstance(parameter, DTensor):
+        return parameter
+    sums = [Partial() if placement.is_replicate() else placement for placement in parameter.placements]
+    return parameter.to_local(grad_placements=sums)

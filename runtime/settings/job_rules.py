@@ -1,0 +1,92 @@
+"""What the flags of a job rule out: one description each, for the search and for the check of a given plan.
+
+The search proposes no layout that breaks one of these rules, and a plan that breaks one is refused before a
+rank starts. They need no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from costmodels.errors import InputError
+from costmodels.layout import SPLIT_BACKWARD, Layout
+from costmodels.model_spec import ModelSpec
+from costmodels.table import CONTEXT_FORMS, SCHEDULES
+from planner.degrees import Degrees
+from planner.options import BatchOptions
+from planner.rule import Rule
+from runtime.settings.batch_ramp import check_numbers, ramp_rule
+
+RING = CONTEXT_FORMS.index("ring")
+
+SPLITS = [SCHEDULES.index(schedule) for schedule in SPLIT_BACKWARD]
+
+NO_MASK = (
+    "--reset-attention-mask: context_parallel_form ring has no mask of documents; pin all_gather or "
+    "all_to_all (--pin context_parallel_form=all_gather)"
+)
+
+
+def not_compiled(schedule: str) -> str:
+    """Why layers are not compiled under a schedule that splits backward."""
+    return (
+        f"--compile: schedule {schedule} splits backward, which PyTorch does not do with compiled layers; "
+        "leave the flag out, or pin schedule 1f1b or interleaved"
+    )
+
+
+COMPILED = Rule(
+    "compile_schedule",
+    lambda model, d: np.isin(d.schedule, SPLITS),
+    lambda model, d: not_compiled(SCHEDULES[int(d.schedule)]),
+    of_mesh=True,
+)
+
+MASKED = Rule(
+    "reset_attention_mask_ring",
+    lambda model, d: (d.context_parallel > 1) & (d.context_parallel_form == RING),
+    lambda model, d: NO_MASK,
+    of_mesh=True,
+)
+
+BY_FLAG: dict[str, Callable[[Any], Rule]] = {
+    "compile": lambda given: COMPILED,
+    "reset_attention_mask": lambda given: MASKED,
+    "rampup_batch_size": ramp_rule,
+}
+"""Fields of groups of flags, and the rule that each makes of its value where it is given."""
+
+
+def job_rules(*groups: object) -> tuple[Rule, ...]:
+    """The rules that the flags of `groups` (dataclasses that have some of them) imply."""
+    return tuple(
+        rule(getattr(group, name))
+        for name, rule in BY_FLAG.items()
+        for group in groups
+        if getattr(group, name, None)
+    )
+
+
+def reachable(batch: BatchOptions, *groups: object) -> BatchOptions:
+    """`batch` with the largest maximum that the ramp of the flags of `groups` reaches, where there is one."""
+    most = batch.max_global_batch_size
+    for group in groups:
+        ramp = getattr(group, "rampup_batch_size", None)
+        if ramp and most is not None:
+            check_numbers(ramp)
+            start, increment, _ = ramp
+            if most >= start:
+                return replace(batch, max_global_batch_size=most - (most - start) % increment)
+    return batch
+
+
+def check_rules(rules: Sequence[Rule], spec: ModelSpec, layout: Layout) -> None:
+    """Raise `InputError`, in the words of the first of `rules` that `layout` breaks."""
+    degrees = Degrees.of(layout)
+    for rule in rules:
+        if bool(rule.broken(spec, degrees)):
+            raise InputError(rule.message(spec, degrees))

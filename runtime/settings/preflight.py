@@ -1,0 +1,111 @@
+"""Checks that need neither torch nor ranks: what can be refused before a job starts."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+from costmodels import Layout, ModelSpec
+from costmodels.catalogue.host import CONTEXT_BYTES, available_cores, available_memory, torch_build
+from costmodels.errors import InputError
+from costmodels.words import GIB
+from planner.inputs import DEFAULT_ENGINE, engines_on
+from planner.numbers import Bounds
+from planner.plan import Plan
+from planner.rules import first_illegal
+from runtime.settings.job_rules import check_rules, job_rules
+from runtime.settings.options import TrainingOptions
+
+PRECISIONS = ("fp32", "bf16", "fp16", "fp8")
+"""Number formats that the runtime computes in."""
+
+
+RANKS_PER_CORE, RANKS_ALWAYS = 8, 16
+"""Ranks that share a core of the CPU at most, and ranks that any machine may start: slow, but of use to try a
+layout."""
+
+TIMEOUT = Bounds("positive and at most 525600 (a year), such as 10", 1e-3, 525_600)
+"""Minutes that PyTorch's clocks count, and in which a message can travel."""
+
+TRAINED_SCALINGS = ("linear", "llama3", "yarn")
+"""Kinds of rotary scaling that the runtime computes."""
+
+
+def check_model(spec: ModelSpec) -> None:
+    """Raise `InputError` when `spec` needs what the runtime does not build."""
+    scaling = spec.rope_scaling
+    if spec.position == "rope" and scaling is not None and scaling.kind not in TRAINED_SCALINGS:
+        raise InputError(
+            f"model {spec.name}: the runtime does not train {scaling.kind} rope scaling; it trains "
+            f"{', '.join(TRAINED_SCALINGS)}"
+        )
+
+
+def check_job(spec: ModelSpec, layout: Layout, world_size: int) -> None:
+    """Raise `InputError` when `layout` does not split `spec` over `world_size` ranks, or cannot be run."""
+    check_model(spec)
+    if layout.world_size != world_size:
+        raise InputError(
+            f"the plan is for world size {layout.world_size}, but this job's is {world_size}; "
+            f"start {layout.world_size} ranks or plan again for {world_size}"
+        )
+    if layout.precision not in PRECISIONS:
+        raise InputError(
+            f"precision {layout.precision}: the runtime computes in {' or '.join(PRECISIONS)}; "
+            "pin one of them"
+        )
+    broken = first_illegal(spec, layout)
+    if broken is not None:
+        raise InputError(broken)
+
+
+def check_plan(plan: Plan, world_size: int) -> None:
+    """Raise `InputError` when `plan` is not one that the runtime executes on `world_size` ranks."""
+    if plan.engine.name != DEFAULT_ENGINE:
+        here = f"what trains here is {DEFAULT_ENGINE}"
+        able = DEFAULT_ENGINE in engines_on(plan.cluster.device)
+        raise InputError(
+            f"the plan was made for engine {plan.engine.name}, and {here}"
+            + ("; plan again without --engine" if able else f", not on {plan.cluster.device.name}")
+        )
+    check_job(plan.model, plan.layout, world_size)
+
+
+def check_training(plan: Plan, training: TrainingOptions, data: object = None) -> None:
+    """Raise `InputError` when flags of training, or of `data`, ask for what the plan's layout does not do."""
+    training.check_optimizer(plan.layout)
+    check_rules(job_rules(training, data), plan.model, plan.layout)
+
+
+def check_host(ranks: int, asked: str, bytes_each: float | None = None) -> None:
+    """Raise `InputError` when the CPU of this machine is too small for so many ranks.
+
+    Args:
+        asked: what asks for them, such as `--world-size 500`.
+        bytes_each: memory of a rank; that of one which holds next to nothing if None.
+    """
+    cores, memory = available_cores(), available_memory()
+    each = CONTEXT_BYTES[torch_build()] if bytes_each is None else bytes_each
+    most = min(max(RANKS_ALWAYS, RANKS_PER_CORE * cores), int(memory / each))
+    if ranks > most:
+        raise InputError(
+            f"{asked}: {ranks} ranks on the CPU of this machine, which has {cores} cores and "
+            f"{memory / GIB:.1f} GiB of memory, of which each rank takes {each / GIB:.2f} GiB; start at most "
+            f"{most} here"
+            if most
+            else f"{asked}: a rank takes {each / GIB:.2f} GiB, and this machine has {memory / GIB:.1f} GiB"
+        )
+
+
+def check_folder(folder: str | Path, flag: str) -> Path:
+    """Create `folder` if need be and try to write in it; `InputError` names `flag` if that fails."""
+    path = Path(folder)
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path):
+            pass
+    except OSError as error:
+        raise InputError(
+            f"{flag} {folder}: cannot write there ({error.strerror}); give a writable folder"
+        ) from error
+    return path

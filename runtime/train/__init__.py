@@ -1,0 +1,1 @@
+"""One training step of a layout: stages, passes, update, balance of experts."""

@@ -1,0 +1,90 @@
+"""Forward and backward of one global batch, by gradient accumulation."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+
+from costmodels import Layout
+from runtime.faults.heartbeat import doing
+from runtime.model.transformer import Transformer
+from runtime.parallel.documents import Documents
+from runtime.parallel.loss import TokenLoss
+
+
+class Executor(Protocol):
+    """Runs the micro batches that one data-parallel rank owes to a step."""
+
+    stages: list[Transformer]
+    loss: TokenLoss
+
+    def separate(self, documents: Documents) -> None:
+        """Let `documents` ready the stages before each pass of a micro batch."""
+
+    def train(self, tokens: Tensor, labels: Tensor) -> Tensor:
+        """Accumulate the gradients of a batch.
+
+        Args:
+            tokens: [micro batches x B, S] token ids, of as many micro batches as the layout can run.
+            labels: the same shape, the ids to predict.
+
+        Returns:
+            This rank's part of the mean token loss of the global batch; zero off the last stage.
+        """
+
+    def evaluate(self, tokens: Tensor, labels: Tensor) -> Tensor:
+        """The same part of the loss, without gradients."""
+
+
+class Accumulation:
+    """All layers on every rank: micro batches one after the other."""
+
+    def __init__(self, stages: list[Transformer], layout: Layout, loss: TokenLoss) -> None:
+        self.stages = stages
+        self.loss = loss
+        self.micro_batch_size = layout.micro_batch_size
+        self.documents: Documents | None = None
+        # ZeRO 3 reduces after every micro batch, so that whole gradients never pile up.
+        self.defer_reduction = layout.zero_stage < 3
+
+    def separate(self, documents: Documents) -> None:
+        self.documents = documents
+
+    def train(self, tokens: Tensor, labels: Tensor) -> Tensor:
+        model = self.stages[0]
+        total = torch.zeros((), device=tokens.device)
+        micro_batches = self._micro_batches(tokens, labels)
+        for number, (x, y) in enumerate(micro_batches, start=1):
+            if isinstance(model, FSDPModule) and self.defer_reduction:
+                last = number == len(micro_batches)
+                model.set_is_last_backward(last)
+                model.set_requires_gradient_sync(last)
+                model.set_reshard_after_backward(last)
+            doing("forward", number)
+            self._enter(number)
+            loss = self.loss(model(x), y)
+            doing("backward", number)
+            loss.backward()  # type: ignore[no-untyped-call]
+            total += loss.detach()
+        return total
+
+    @torch.no_grad()
+    def evaluate(self, tokens: Tensor, labels: Tensor) -> Tensor:
+        model = self.stages[0]
+        total = torch.zeros((), device=tokens.device)
+        for number, (x, y) in enumerate(self._micro_batches(tokens, labels), start=1):
+            doing("forward", number)
+            self._enter(number)
+            total += self.loss(model(x), y)
+        return total
+
+    def _enter(self, number: int) -> None:
+        if self.documents is not None:
+            self.documents.enter(self.stages[0], number - 1)
+
+    def _micro_batches(self, tokens: Tensor, labels: Tensor) -> list[tuple[Tensor, ...]]:
+        size = self.micro_batch_size
+        return list(zip(torch.split(tokens, size), torch.split(labels, size), strict=True))

@@ -1,0 +1,139 @@
+"""Build the stages of this rank: everything that a layout does to the model, in order."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+
+from costmodels import Layout, ModelSpec
+from runtime.model.experts import MixtureOfExperts
+from runtime.model.transformer import Block, Transformer
+from runtime.parallel.context import context_parallel, in_ring, local_positions
+from runtime.parallel.data import data_parallel, needs_data_parallel, settle_shards
+from runtime.parallel.expert import expert_parallel
+from runtime.parallel.float8 import float8
+from runtime.parallel.initialise import INIT_STD, initialise
+from runtime.parallel.loss import TokenLoss
+from runtime.parallel.mesh import Grid
+from runtime.parallel.offload import offload_activations
+from runtime.parallel.recompute import recompute
+from runtime.parallel.tensor import tensor_parallel
+from runtime.settings.preflight import check_job
+from runtime.train.executor import Accumulation, Executor
+
+
+def build_stage(spec: ModelSpec, layout: Layout, grid: Grid, index: int, compiled: bool) -> Transformer:
+    """One stage on the meta device, split and wrapped as `layout` says."""
+    with torch.device("meta"):
+        stage = Transformer(
+            spec,
+            spec.padded_vocab(layout.tensor_parallel),
+            layout.layer_range(index),
+            with_embedding=index == 0,
+            with_head=index == len(layout.layers_per_stage) - 1,
+        )
+    stage.place(local_positions(spec, layout, grid.cp_rank).to(grid.device))
+    if layout.context_parallel > 1:
+        context_parallel(stage, layout, grid)
+    if layout.tensor_parallel > 1:
+        tensor_parallel(stage, layout, grid)
+    expert_parallel(stage, layout, grid)
+    if layout.precision == "fp8":
+        float8(stage)
+    in_two = compiles_in_two(layout)
+    # torch.compile takes checkpoints into its graphs, but none of what cannot be one graph.
+    around = [
+        block
+        for block in stage.blocks
+        if compiled and layout.recompute == "full" and (in_two or isinstance(block.mlp, MixtureOfExperts))
+    ]
+    for block in around:
+        _compile(block, in_two)
+    recompute(stage, layout)
+    if compiled:
+        for block in stage.blocks:
+            if block not in around:
+                _compile(block, in_two)
+    if layout.offload_activations:
+        offload_activations(stage, layout)
+    if needs_data_parallel(layout, grid):
+        data_parallel(stage, layout, grid)
+    return stage
+
+
+def compiles_in_two(layout: Layout) -> bool:
+    """Whether compiled layers are what comes before the core of attention, and what comes after it.
+
+    A ring of keys and values cannot be compiled. Attention that offloads its activations is not compiled at
+    all, and a layout with such layers leaves it to the compiler where to stop.
+    """
+    return in_ring(layout) and not layout.offload_activations
+
+
+def _compile(block: Block, in_two: bool) -> None:
+    """Compile a layer; of one with experts, all but what depends on how many rows an expert gets."""
+    if isinstance(block.mlp, MixtureOfExperts):
+        shared = block.mlp.shared
+        if shared is not None:
+            shared.forward = torch.compile(shared.forward)  # type: ignore[method-assign]
+        activation = block.mlp.experts.activation
+        activation.forward = torch.compile(activation.forward, dynamic=True)  # type: ignore[method-assign]
+        plain: Any = torch.compiler.disable(block.mlp.forward)  # type: ignore[no-untyped-call]
+        block.mlp.forward = plain  # type: ignore[method-assign]
+    if not in_two:
+        block.forward = torch.compile(block.forward)  # type: ignore[method-assign]
+        return
+    before, core, after = (
+        torch.compile(block.up_to_core),
+        block.attention.core,
+        torch.compile(block.from_core),
+    )
+
+    def forward(x: Tensor) -> Tensor:
+        result: Tensor = after(x, core(*before(x)))
+        return result
+
+    block.forward = forward  # type: ignore[method-assign]
+
+
+def build_executor(
+    spec: ModelSpec,
+    layout: Layout,
+    grid: Grid,
+    seed: int,
+    init_std: float = INIT_STD,
+    compiled: bool = False,
+) -> Executor:
+    """Build, split and initialise the stages of this rank.
+
+    Weights are drawn after splitting, into memory that holds this rank's part only.
+    """
+    check_job(spec, layout, dist.get_world_size())
+    stages = []
+    for index in layout.stages_of(grid.pp_rank):
+        stage = build_stage(spec, layout, grid, index, compiled)
+        # FSDP2 keeps shards in host memory whose optimizer state is there.
+        stage.to_empty(device="cpu" if layout.offload_optimizer else grid.device)
+        for router in stage.routers.values():
+            router.to_device(grid.device)
+        stage.tie()
+        initialise(stage, spec, seed, init_std)
+        if isinstance(stage, FSDPModule):
+            settle_shards(stage)
+        stages.append(stage)
+    return executor_of(stages, spec, layout, grid)
+
+
+def executor_of(stages: list[Transformer], spec: ModelSpec, layout: Layout, grid: Grid) -> Executor:
+    """What runs the micro batches of `stages`."""
+    loss = TokenLoss(spec, layout, grid)
+    if layout.pipeline_parallel == 1:
+        return Accumulation(stages, layout, loss)
+    # PyTorch's schedules bring its compiler: seconds, which only pipelines need wait for.
+    from runtime.parallel.pipeline import Pipeline
+
+    return Pipeline(stages, spec, layout, grid, loss)

@@ -1,0 +1,221 @@
+"""One training step of a layout: batch, gradients, clipping, update."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from costmodels import Layout, ModelSpec
+from runtime.data.boundaries import Boundaries
+from runtime.data.datasets import check_ids
+from runtime.faults.heartbeat import doing
+from runtime.faults.options import FaultOptions
+from runtime.faults.step_guard import StepGuard
+from runtime.optimizers.shards import ShardedOptimizer, clip_factor
+from runtime.optimizers.update_rules import update_rule
+from runtime.parallel.context import local_positions
+from runtime.parallel.documents import Documents, check_boundaries
+from runtime.parallel.loss import IGNORED
+from runtime.parallel.mesh import build_grid
+from runtime.settings.loss_scale import loss_scale_of
+from runtime.settings.options import TrainingOptions
+from runtime.train.balance import Balance
+from runtime.train.stages import build_executor
+
+
+class StepResult(NamedTuple):
+    """What one step reports; scalars stay on the device until they are read."""
+
+    loss: Tensor
+    """Mean token loss of the global batch before the update, in nats."""
+    grad_norm: Tensor
+    """L2 norm of the whole gradient of what is optimised, before clipping."""
+    learning_rate: float
+    loss_scale: float = 1.0
+    """Of the next step."""
+    skipped: bool = False
+    """The step has changed nothing but the loss scale."""
+
+
+def batch_rows(layout: Layout, dp_rank: int, batch: int | None = None) -> npt.NDArray[np.int64]:
+    """Rows of a global batch that a data-parallel rank trains, micro batch after micro batch.
+
+    Each micro step consumes `micro_batch_size` consecutive rows of every rank (Megatron-LM's order).
+
+    Args:
+        batch: sequences of the global batch; those of the layout when not given.
+    """
+    batch = layout.global_batch_size if batch is None else batch
+    rows = np.arange(batch).reshape(-1, layout.data_parallel, layout.micro_batch_size)
+    return rows[:, dp_rank].reshape(-1)
+
+
+class Trainer:
+    """The model, its gradients and its optimizer, split as `layout` says.
+
+    Needs an initialised process group of `layout.world_size` ranks.
+    """
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        layout: Layout,
+        options: TrainingOptions,
+        device: torch.device,
+        faults: FaultOptions | None = None,
+    ) -> None:
+        self.spec, self.layout = spec, layout
+        self.guard = None if faults is None or not faults.judges_steps else StepGuard(faults)
+        """Says which steps must not change the weights; nobody does where `faults` ask for nothing."""
+        self.loss_scale = loss_scale_of(options, layout)
+        compiled = options.compiles(layout, on_gpu=device.type == "cuda")
+        self.grid = build_grid(spec, layout, device)
+        self.executor = build_executor(
+            spec, layout, self.grid, options.seed, options.init_method_std, compiled
+        )
+        self.optimizer = ShardedOptimizer(
+            self.executor.stages,
+            self.grid,
+            lambda owned: update_rule(owned, spec, layout, options, self.grid),
+        )
+        self.balance = Balance(self.executor, spec, self.grid, options) if spec.moe_layers else None
+        """Watches over the load of experts, if there are any."""
+        self.learning_rate, self.weight_decay = options.learning_rate(), options.weight_decays()
+        self.largest_norm, self.largest_value = options.largest_norm(), options.clip_grad_value
+        self.sums_losses = options.loss_reduction == "sum"
+        self.rows = batch_rows(layout, self.grid.dp_rank)
+        self.positions = local_positions(spec, layout, self.grid.cp_rank)
+        self.boundaries: Boundaries | None = None
+        self.documents: Documents | None = None
+        self.iteration = 0
+        self.updates = 0
+        """Iterations that changed the weights; schedules and the optimizer count these."""
+
+    def separate(self, boundaries: Boundaries | None) -> None:
+        """Heed the boundaries of documents from now on; raises `InputError` if the layout cannot."""
+        if boundaries is None:
+            return
+        check_boundaries(boundaries, self.layout)
+        self.boundaries = boundaries
+        if boundaries.reset_attention_mask or boundaries.reset_position_ids:
+            grid = self.grid
+            self.documents = Documents(boundaries, self.spec, self.layout, grid.cp_rank, grid.device)
+            self.executor.separate(self.documents)
+
+    def rows_of(self, batch: int) -> npt.NDArray[np.int64]:
+        """Rows that this rank trains of a global batch of `batch` sequences."""
+        return batch_rows(self.layout, self.grid.dp_rank, batch)
+
+    def train_step(self, samples: npt.NDArray[np.int64]) -> StepResult:
+        """Train on this rank's rows of a global batch, [len(rows), S + 1] token ids.
+
+        The batch is that of the layout, or a smaller one that the layout can run.
+        """
+        scale = 1.0 if self.loss_scale is None else self.loss_scale.value
+        tokens = self._set_batch(samples)
+        # Of the mean: the sum is the mean times the number of tokens.
+        factor = scale * tokens if self.sums_losses else scale
+        self.executor.loss.scale = factor
+        loss = self.executor.train(*self._inputs(samples))
+        doing("reduction of gradients")
+        self.optimizer.collect_gradients()
+        totals = torch.stack((self._once(loss), self.optimizer.squared_norm()))
+        doing("all-reduce of loss and gradient norm")
+        if dist.get_world_size() > 1:
+            dist.all_reduce(totals)
+        loss, norm = totals[0], totals[1].sqrt()
+        if factor != 1.0:
+            loss, norm = loss / factor, norm / scale
+        rate = self.learning_rate.at(self.updates)
+        self.iteration += 1
+        if self._is_skipped(loss, norm):
+            self.optimizer.drop_gradients()
+            self._end_step(updated=False)
+            return StepResult(loss, norm, rate, self._scale(), skipped=True)
+        doing("optimizer step")
+        self._clip(norm, scale)
+        self.optimizer.step(rate, self.weight_decay.at(self.updates))
+        self.updates += 1
+        self._end_step(updated=True)
+        return StepResult(loss, norm, rate, self._scale())
+
+    def _scale(self) -> float:
+        return 1.0 if self.loss_scale is None else self.loss_scale.value
+
+    def _is_skipped(self, loss: Tensor, norm: Tensor) -> bool:
+        """Whether to skip this step; loss and norm are those of all ranks, so all decide alike.
+
+        In fp16 a finite loss whose gradient overflows is no fault while the loss scale can fall.
+        """
+        scale, guard = self.loss_scale, self.guard
+        if guard is None:
+            overflow = scale is not None and not bool(norm.isfinite())
+            if scale is not None:
+                scale.update(overflow)
+            return overflow
+        guard.reason = ""
+        numbers = torch.stack((loss, norm)).tolist()
+        if scale is not None:
+            overflow, mends = not math.isfinite(numbers[1]), scale.can_fall
+            scale.update(overflow)
+            if overflow and (not guard.checks_numbers or (mends and math.isfinite(numbers[0]))):
+                return True
+        return bool(guard.judge(*numbers))
+
+    def _end_step(self, updated: bool) -> None:
+        if self.balance is not None:
+            self.balance.end_step(updated)
+
+    def _set_batch(self, samples: npt.NDArray[np.int64]) -> float:
+        """Tell the loss the number of tokens of the global batch, and return over how many it is the mean."""
+        tokens = len(samples) * self.layout.data_parallel * self.spec.seq
+        self.executor.loss.tokens = tokens
+        if self.boundaries is None or not self.boundaries.eod_mask_loss:
+            return tokens
+        own = np.count_nonzero(samples[:, :-1] != self.boundaries.eod)
+        total = torch.tensor(float(own), dtype=torch.float64, device=self.grid.device)
+        if dist.get_world_size() > 1:
+            dist.all_reduce(total)
+        # Ranks of one replica hold the same sequences.
+        targets = max(1.0, float(total) * self.layout.data_parallel / dist.get_world_size())
+        self.executor.loss.targets = targets
+        return targets
+
+    def _clip(self, norm: Tensor, scale: float) -> None:
+        """Clip gradients that are `scale` times too large, whose true norm is `norm`."""
+        if self.largest_norm:
+            self.optimizer.scale(clip_factor(norm, self.largest_norm) / scale)
+        elif scale != 1.0:
+            self.optimizer.scale(torch.full_like(norm, 1.0 / scale).float())
+        if self.largest_value is not None:
+            self.optimizer.clip_values(self.largest_value)
+
+    def evaluate(self, samples: npt.NDArray[np.int64]) -> float:
+        """Mean token loss of a global batch, given this rank's rows of it."""
+        self._set_batch(samples)
+        self.executor.loss.scale = 1.0
+        total = self._once(self.executor.evaluate(*self._inputs(samples)))
+        if dist.get_world_size() > 1:
+            dist.all_reduce(total)
+        return float(total)
+
+    def _inputs(self, samples: npt.NDArray[np.int64]) -> tuple[Tensor, Tensor]:
+        check_ids(samples, self.spec.vocab)
+        batch = torch.from_numpy(samples)
+        inputs, labels = (batch[:, self.positions + shift] for shift in (0, 1))
+        device = self.grid.device
+        if self.boundaries is not None and self.boundaries.eod_mask_loss:
+            labels = labels.masked_fill(inputs == self.boundaries.eod, IGNORED)
+        if self.documents is not None:
+            self.documents.start_batch(batch[:, :-1].to(device, non_blocking=True))
+        return inputs.to(device, non_blocking=True), labels.to(device, non_blocking=True)
+
+    def _once(self, loss: Tensor) -> Tensor:
+        """The loss on one of the tensor-parallel ranks, which all hold the same; zero on the others."""
+        return loss.double() if self.grid.tp_rank == 0 else torch.zeros_like(loss, dtype=torch.float64)

@@ -1,0 +1,77 @@
+"""Imports go one way: between the packages, and between the folders of the runtime."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import networkx as nx
+import pytest
+
+from tests.conftest import ROOT
+
+PACKAGES = ("costmodels", "planner", "runtime", "cli")
+"""Each may import from those before it."""
+
+RUNTIME = (
+    *("logs", "processes", "faults", "data", "settings", "model", "parallel", "optimizers", "train"),
+    *("checkpoint", "huggingface", "job", "launch", "dryrun", "generation"),
+)
+"""Folders of `runtime`: each may import from those before it, and what lies beside them from all."""
+
+
+def modules(package: str) -> dict[str, Path]:
+    """Files of a package by the names of their modules."""
+    files = (ROOT / package).rglob("*.py")
+    return {".".join(file.relative_to(ROOT).with_suffix("").parts): file for file in files}
+
+
+def imported(file: Path) -> Iterator[str]:
+    """Modules and names that a file imports, wherever in it."""
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_packages_import_from_those_below_them(package: str) -> None:
+    above = PACKAGES[PACKAGES.index(package) + 1 :]
+    wrong = [
+        f"{module} imports {name}"
+        for module, file in modules(package).items()
+        if module != "planner.__main__"  # `python -m planner` is the command line.
+        for name in imported(file)
+        if name.partition(".")[0] in above
+    ]
+    assert not wrong
+
+
+def test_folders_of_the_runtime_import_from_those_below_them() -> None:
+    folders = {path.parent.name for path in (ROOT / "runtime").glob("*/__init__.py")}
+    assert folders == set(RUNTIME)
+    wrong = []
+    for module, file in modules("runtime").items():
+        _, folder, *_ = module.split(".")
+        if folder not in RUNTIME:
+            continue
+        above = RUNTIME[RUNTIME.index(folder) + 1 :]
+        wrong += [
+            f"{module} imports {name}"
+            for name in imported(file)
+            if name.startswith("runtime.") and name.split(".")[1] in above
+        ]
+    assert not wrong
+
+
+def test_no_module_of_the_runtime_imports_itself_by_others() -> None:
+    known = {name.removesuffix(".__init__"): file for name, file in modules("runtime").items()}
+    graph = nx.DiGraph()
+    for module, file in known.items():
+        for name in imported(file):
+            target = name if name in known else name.rpartition(".")[0]
+            if target in known and target != module:
+                graph.add_edge(module, target)
+    assert not list(nx.simple_cycles(graph))
