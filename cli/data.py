@@ -78,8 +78,10 @@ class Source:
 class Encoding:
     """How text becomes token ids."""
 
-    tokenizer_type: str = flag(
-        "GPT2BPETokenizer", "GPT2BPETokenizer, HuggingFaceTokenizer or ByteTokenizer.", "--tokenizer-type"
+    tokenizer_type: str | None = flag(
+        None,
+        "GPT2BPETokenizer (unless --tokenizer-model is given), HuggingFaceTokenizer or ByteTokenizer.",
+        "--tokenizer-type",
     )
     vocab_file: str | None = flag(None, "vocab.json of a GPT2BPETokenizer; GPT-2's own if not given.")
     merge_file: str | None = flag(None, "merges.txt of a GPT2BPETokenizer; GPT-2's own if not given.")
@@ -88,8 +90,10 @@ class Encoding:
     def tokenizer(self) -> Tokenizer:
         """The tokenizer that the flags name."""
         from runtime.data import load_tokenizer
+        from runtime.data.tokenizers import implied_kind
 
-        return load_tokenizer(self.tokenizer_type, self.vocab_file, self.merge_file, self.tokenizer_model)
+        files = self.vocab_file, self.merge_file, self.tokenizer_model
+        return load_tokenizer(self.tokenizer_type or implied_kind(*files) or "GPT2BPETokenizer", *files)
 
 
 @dataclass(frozen=True)

@@ -145,6 +145,7 @@ def test_wrong_pairs_are_one_line(
             {"--vocab-file": "none-vocab.json", "--merge-file": "none"},
             "--vocab-file none-vocab.json: cannot be",
         ),
+        ({"--tokenizer-model": "none.json"}, "--tokenizer-model none.json: cannot be read"),
         ({"--dataset-impl": "lazy"}, "--dataset-impl 'lazy': only mmap"),
         ({"--json-keys": "body"}, "corpus.json:1: no 'body' in this object"),
         ({"--workers": "many"}, "--workers"),
