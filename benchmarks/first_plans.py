@@ -110,7 +110,7 @@ def first_plan(job: Asked) -> Plan | None:
 
 def check(planned: tuple[Asked, Plan]) -> Checked:
     """Trace what of a job's plan may be fullest."""
-    from runtime.dryrun import trace
+    from runtime.dryrun.run import trace
     from runtime.settings.options import TrainingOptions
 
     job, plan = planned

@@ -27,7 +27,7 @@ from costmodels.bundled import KINDS, covers, moments_of_ranks
 from costmodels.layout import Schedule
 from costmodels.table import LayoutTable
 from planner.rules import first_illegal
-from runtime.dryrun import trace
+from runtime.dryrun.run import trace
 
 SHARE, BYTES = 0.01, 2**20
 """How far the formula may be from the dry run: the larger of a share and of a number of bytes."""

@@ -85,7 +85,7 @@ def compare(case: Case, device: str, compiled: bool) -> dict[str, Any]:
     """Peaks of a case in bytes: traced, estimated, and where the GPU has room for it measured."""
     import torch
 
-    from runtime.dryrun import trace
+    from runtime.dryrun.run import trace
 
     plan = planned(case, device)
     traced = trace(plan.model, plan.layout, pipeline_rank=case.pipeline_rank, compiled=compiled)

@@ -157,7 +157,7 @@ def _trace(plan: Plan, training: TrainingOptions, ranks: Sequence[int]) -> list[
         status.tell("loading PyTorch")
         # Only here: it takes seconds, and bad input should not wait for it.
         with leaving_at_ctrl_c():
-            from runtime.dryrun import trace_ranks
+            from runtime.dryrun.ranks import trace_ranks
 
         on_gpu = plan.cluster.device.kind != "cpu"
         traces = trace_ranks(

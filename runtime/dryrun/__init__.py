@@ -4,10 +4,3 @@ The trainer, the model, FSDP2, the pipeline schedules and the optimizers are the
 (`torch._subclasses.FakeTensorMode`) and other ranks do not exist (PyTorch's process group "fake"), so any
 rank of any world size runs on any machine.
 """
-
-from __future__ import annotations
-
-from runtime.dryrun.ranks import first_rank, trace_ranks
-from runtime.dryrun.run import trace
-
-__all__ = ["first_rank", "trace", "trace_ranks"]

@@ -144,7 +144,9 @@ def test_neither_a_loss_that_is_no_number_nor_a_full_disk_ends_the_launcher(
 ) -> None:
     seen: list[str] = []
 
-    def job(ranks: int, words: list[str], output: OutputOptions, restarts: int, display: Shows) -> Outcome:
+    def job(
+        ranks: int, words: list[str], output: OutputOptions, restarts: int, display: Shows, _warm: object
+    ) -> Outcome:
         for iteration in (1, 2):
             display.line(LOG)
             display.metrics(STEP | {"iteration": iteration, "loss": None})

@@ -12,7 +12,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from costmodels import ModelSpec
-from runtime.dryrun import repeats, trace
+from runtime.dryrun import repeats
+from runtime.dryrun.run import trace
 from tests.runtime.layouts import layout_of
 
 aten: Any = torch.ops.aten

@@ -11,7 +11,7 @@ from benchmarks.memory import compare
 from costmodels import Layout, ModelSpec
 from costmodels.bundled import KINDS, covers, rank_peaks
 from costmodels.table import LayoutTable
-from runtime.dryrun import trace
+from runtime.dryrun.run import trace
 
 LLAMA = ModelSpec(
     name="llama",
