@@ -116,6 +116,8 @@ def compared(plan: Plan, figures: Measured) -> Iterator[str]:
         yield f"the peak is {'above' if larger else 'below'} the predicted range, {peak_range(plan)}: " + (
             "give --memory-margin-gib that much more before a plan that fills its devices"
             if larger
+            else "ranks of one CPU share what they import, which the plan counts for each"
+            if plan.cluster.device.kind == "cpu"
             else "the plan has room that it does not count on"
         )
 
