@@ -86,7 +86,11 @@ def test_ctrl_c_during_the_imports_ends_without_a_word(tmp_path: Path) -> None:
         "except BaseException:\n"
         "    print('caught')\n"
     )
-    text = "from cli import main; main.COMMANDS['suggest'] = 'interrupted'; main.main()"
+    # A shell that runs the tests in the background has its processes ignore Ctrl-C.
+    text = (
+        "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); "
+        "from cli import main; main.COMMANDS['suggest'] = 'interrupted'; main.main()"
+    )
     done = subprocess.run(
         [sys.executable, "-c", text, "suggest"],
         env=os.environ | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"},
