@@ -187,9 +187,14 @@ def _become(agent: int, rank: int, ranks: int, port: int, arguments: Sequence[st
     try:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, (*STOPPING, signal.SIGUSR1))
         os.environ |= _environment(rank, ranks, port)
+        import torch
+
         import runtime
         from runtime import pretrain
 
+        # A fork breaks PyTorch's pool of threads, which the next use mends; two threads that come to it at
+        # once, as training and its backward, would end the process ("Invalid thread pool").
+        torch.set_num_threads(torch.get_num_threads())
         runtime.PARENT = agent
         sys.argv = ["runtime.pretrain", *arguments]
         pretrain.main()
