@@ -5,11 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from planner.flags import flag, ignored
-from planner.numbers import Bounds
-from runtime.settings.preflight import TIMEOUT
-
-RESTARTS = Bounds("0 (never) or positive", 0)
-"""Of a failed job."""
+from runtime.settings.preflight import RESTARTS, TIMEOUT
 
 
 @dataclasses.dataclass(frozen=True)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from costmodels import Device
 from costmodels.errors import InputError
 from planner import advice
-from planner.flags import flag
+from planner.flags import arguments, flag
 from planner.inputs import DEFAULT_ENGINE, NetworkOptions
 from planner.options import BatchOptions, ClusterOptions, ModelOptions, ParallelOptions
 from planner.plan import Plan
@@ -42,15 +43,28 @@ class RunOptions:
 class Job:
     """The flags of a run."""
 
-    model: ModelOptions
-    cluster: ClusterOptions
-    batch: BatchOptions
-    parallel: ParallelOptions
-    training: TrainingOptions
-    data: DataOptions
-    output: OutputOptions
-    run: RunOptions
+    model: ModelOptions = field(default_factory=ModelOptions)
+    cluster: ClusterOptions = field(default_factory=ClusterOptions)
+    batch: BatchOptions = field(default_factory=BatchOptions)
+    parallel: ParallelOptions = field(default_factory=ParallelOptions)
+    run: RunOptions = field(default_factory=RunOptions)
+    training: TrainingOptions = field(default_factory=TrainingOptions)
+    data: DataOptions = field(default_factory=DataOptions)
     faults: FaultOptions = field(default_factory=FaultOptions)
+    output: OutputOptions = field(default_factory=OutputOptions)
+
+    def with_plan(self, path: str | Path) -> Job:
+        """The same job with its model, cluster, batch and layout read from a plan file."""
+        run = replace(self.run, plan=str(path))
+        return Job(run=run, training=self.training, data=self.data, faults=self.faults, output=self.output)
+
+    def with_log_dir(self, path: str | Path) -> Job:
+        """The same job with its logs in the folder `path`."""
+        return replace(self, output=replace(self.output, log_dir=str(path)))
+
+    def arguments(self) -> list[str]:
+        """The words of a command line that give these flags; those at their defaults are left out."""
+        return [word for group in fields(self) for word in arguments(getattr(self, group.name))]
 
 
 def search_here(

@@ -27,6 +27,9 @@ layout."""
 TIMEOUT = Bounds("positive and at most 525600 (a year), such as 10", 1e-3, 525_600)
 """Minutes that PyTorch's clocks count, and in which a message can travel."""
 
+RESTARTS = Bounds("0 (never) or positive", 0)
+"""Starts of a job after its first one."""
+
 TRAINED_SCALINGS = ("linear", "llama3", "yarn")
 """Kinds of rotary scaling that the runtime computes."""
 

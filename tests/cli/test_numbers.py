@@ -10,11 +10,10 @@ from typing import Any
 
 import pytest
 
-from cli import data, main, suggest, trial
+from cli import data, main, suggest
 from cli.convert import ConvertOptions
 from cli.dryrun import DryRunOptions
 from cli.explain import Questions
-from cli.launch import LaunchOptions
 from cli.pasted import pasted
 from costmodels.errors import InputError
 from planner.budget_options import BudgetOptions, SizesOptions
@@ -24,12 +23,13 @@ from planner.options import BatchOptions, ClusterOptions, ModelOptions, Parallel
 from runtime.faults.options import FaultOptions
 from runtime.generation.options import GenerateOptions
 from runtime.job.job import RunOptions
+from runtime.launch.options import LaunchOptions, TrialOptions
 from runtime.settings.options import DataOptions, OutputOptions, TrainingOptions
 
 GROUPS: tuple[type, ...] = (
     *(ModelOptions, SizesOptions, ClusterOptions, BatchOptions, BudgetOptions, ParallelOptions),
     *(TrainingOptions, DataOptions, OutputOptions, FaultOptions, RunOptions, LaunchOptions, GenerateOptions),
-    *(trial.TrialOptions, suggest.Output, Questions, DryRunOptions, ConvertOptions, data.Output),
+    *(TrialOptions, suggest.Output, Questions, DryRunOptions, ConvertOptions, data.Output),
 )
 
 HUGE = 10**30

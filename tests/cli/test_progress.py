@@ -14,15 +14,18 @@ import pytest
 
 import planner
 from cli import launch
-from cli.ending import PEAK_WITHIN, Ending
+from cli.job_end import JobEnd
 from cli.progress import Display, short_line
-from cli.restarts import Display as Shows
 from cli.status import Status
 from planner.plan import Plan
+from runtime.job.job import Job
 from runtime.job.replan import Before
+from runtime.launch.options import LaunchOptions
+from runtime.launch.prediction import PEAK_TOLERANCE
+from runtime.launch.restarts import Display as Shows
 from runtime.launch.torchrun import Outcome, Stopped
 from runtime.logs import console
-from runtime.settings.options import OutputOptions, TrainingOptions
+from runtime.settings.options import DataOptions, OutputOptions, TrainingOptions
 from tests.conftest import Command
 from tests.runtime.jobs import LAYOUT, TINY, write_corpus
 
@@ -144,9 +147,7 @@ def test_neither_a_loss_that_is_no_number_nor_a_full_disk_ends_the_launcher(
 ) -> None:
     seen: list[str] = []
 
-    def job(
-        ranks: int, words: list[str], output: OutputOptions, restarts: int, display: Shows, _warm: object
-    ) -> Outcome:
+    def job(_plan: Plan, _job: Job, _restarts: int, display: Shows, _warm: object) -> Outcome:
         for iteration in (1, 2):
             display.line(LOG)
             display.metrics(STEP | {"iteration": iteration, "loss": None})
@@ -202,7 +203,7 @@ def checkpoint_of(folder: Path, iteration: int) -> None:
     (folder / "latest_checkpointed_iteration.txt").write_text(str(iteration))
 
 
-def ending(plan: Plan, folder: Path, step_s: float, peak: float, start: int = 0) -> Ending:
+def ending(plan: Plan, folder: Path, step_s: float, peak: float, start: int = 0) -> JobEnd:
     """The end of a run of 100 iterations that logged these figures after iteration 40."""
     records = [
         {"iteration": 10, "step_time_s": 1e9, "peak_memory_bytes": 1},
@@ -210,8 +211,13 @@ def ending(plan: Plan, folder: Path, step_s: float, peak: float, start: int = 0)
     ]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     output = OutputOptions(save=str(folder / "my runs"), load="elsewhere", ckpt_step=3, finetune=True)
-    training = TrainingOptions(lr=1e-3)
-    return Ending(plan, folder, training, output, ["--data-path", "text", "--max-restarts", "2"], start)
+    job = Job(
+        run=LaunchOptions(str(folder / "plan.json"), max_restarts=2),
+        training=TrainingOptions(lr=1e-3),
+        data=DataOptions(data_path=["text"]),
+        output=output,
+    )
+    return JobEnd(plan, job, folder, start)
 
 
 def test_the_end_names_the_checkpoint_and_the_command_that_goes_on(tmp_path: Path) -> None:
@@ -231,8 +237,8 @@ def test_the_end_names_the_checkpoint_and_the_command_that_goes_on(tmp_path: Pat
     assert inside[-2].startswith("the step is in the predicted range")
     assert inside[-1].startswith("the peak is in the predicted range")
     out = [
-        (estimate.step_time_high_s * 1.01, tensors * (1 + PEAK_WITHIN + 0.01), "slower than", "above"),
-        (estimate.step_time_low_s * 0.99, tensors * (1 - PEAK_WITHIN - 0.01), "faster than", "below"),
+        (estimate.step_time_high_s * 1.01, tensors * (1 + PEAK_TOLERANCE + 0.01), "slower than", "above"),
+        (estimate.step_time_low_s * 0.99, tensors * (1 - PEAK_TOLERANCE - 0.01), "faster than", "below"),
     ]
     for step_s, peak, speed, size in out:
         lines = list(ending(plan, tmp_path, step_s, peak, start=40).lines())
@@ -243,7 +249,7 @@ def test_the_end_names_the_checkpoint_and_the_command_that_goes_on(tmp_path: Pat
 def test_a_run_that_is_complete_can_be_made_longer(tmp_path: Path) -> None:
     plan = planner.suggest("gpt2-124m", world_size=2, device="h100", global_batch_size=8)
     checkpoint_of(tmp_path / "my runs", 100)
-    lines = list(ending(plan, tmp_path, 1.0, 1.0).kept())
+    lines = list(ending(plan, tmp_path, 1.0, 1.0).checkpoint_lines())
     assert lines[0].endswith("of iteration 100 of 100")
     assert "--train-iters 200" in lines[1]
 

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from benchmarks.parity import MODELS
-from cli.launch import _run_folder
 from planner import Plan
 from runtime.checkpoint.owner import owned
+from runtime.launch.preparation import make_log_dir
 from runtime.settings import preflight
 from tests.conftest import Command
 from tests.runtime.jobs import LAYOUT, TINY
@@ -138,6 +138,6 @@ def test_a_checkpoint_of_another_model_is_refused_before_ranks_start(
 
 
 def test_jobs_of_one_second_have_folders_of_their_own(tmp_path: Path) -> None:
-    made = [_run_folder(tmp_path / "runs" / "now-gpt2") for _ in range(3)]
+    made = [make_log_dir(tmp_path / "runs" / "now-gpt2", is_new=True) for _ in range(3)]
     assert [path.name for path in made] == ["now-gpt2", "now-gpt2-2", "now-gpt2-3"]
     assert all(path.is_dir() for path in made)

@@ -10,9 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from cli import trial
+from cli.trials import best_plan
 from costmodels.errors import InputError
 from planner import Plan, search
+from runtime.job.job import Job, RunOptions
+from runtime.launch import trials
 from runtime.settings.options import DataOptions, TrainingOptions
 from tests.conftest import ROOT, Command
 from tests.runtime.jobs import LAYOUT, TINY, losses, write_corpus
@@ -57,13 +59,13 @@ def jobs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, list]:
         )
         return [sys.executable, "-c", script]
 
-    monkeypatch.setattr(trial, "torchrun_command", command)
+    monkeypatch.setattr(trials, "torchrun_command", command)
     return seen
 
 
 def test_the_fastest_plan_is_kept(plans, jobs, tmp_path, capsys):
     jobs["seconds"] = [0.5, 0.25, 0.75]
-    assert trial.best_of(plans, 4, TrainingOptions(), DataOptions()) is plans[1]
+    assert best_plan(plans, 4, Job()) is plans[1]
     out = capsys.readouterr().out
     rows = [line.split() for line in out.splitlines() if re.match(r"\s*\d ", line)]
     assert [row[2] for row in rows] == ["0.5", "0.25", "0.75"]
@@ -79,16 +81,16 @@ def test_throughput_decides_where_batches_differ(plans, jobs):
     larger = layout.model_copy(update={"global_batch_size": 2 * layout.global_batch_size})
     jobs["seconds"] = [0.4, 0.6]
     both = [plans[0], plans[1].model_copy(update={"layout": larger})]
-    assert trial.best_of(both, 4, TrainingOptions(), DataOptions()) is both[1]
+    assert best_plan(both, 4, Job()) is both[1]
     jobs["commands"].clear()
     both = [plan.model_copy(update={"objective": "step-time"}) for plan in both]
-    assert trial.best_of(both, 4, TrainingOptions(), DataOptions()) is both[0]
+    assert best_plan(both, 4, Job()) is both[0]
 
 
 def test_the_lowest_measured_peak_is_kept_for_memory_and_said_so(plans, jobs, capsys):
     plans = [plan.model_copy(update={"objective": "memory"}) for plan in plans]
     jobs["seconds"], jobs["peaks"] = [0.25, 0.5, 0.375], [3 << 30, 2 << 30, (2 << 30) - 1000]
-    assert trial.best_of(plans, 3, TrainingOptions(), DataOptions()) is plans[2], "equal peaks go by speed"
+    assert best_plan(plans, 3, Job()) is plans[2], "equal peaks go by speed"
     out = capsys.readouterr().out
     rows = [line.split() for line in out.splitlines() if re.match(r"\s*\d ", line)]
     assert [row[5:] for row in rows] == [["3"], ["2"], ["2", "lowest", "peak"]]
@@ -97,7 +99,7 @@ def test_the_lowest_measured_peak_is_kept_for_memory_and_said_so(plans, jobs, ca
 
 def test_a_plan_that_fails_is_dropped_with_a_line(plans, jobs, tmp_path, capsys):
     jobs["seconds"] = [None, 0.5, 0.25]
-    assert trial.best_of(plans, 3, TrainingOptions(), DataOptions()) is plans[2]
+    assert best_plan(plans, 3, Job()) is plans[2]
     out = capsys.readouterr().out
     assert "try 1 is dropped: training failed with exit code 1: torch.OutOfMemoryError: 9 GiB\n" in out
     assert list(tmp_path.iterdir()) == []
@@ -106,13 +108,13 @@ def test_a_plan_that_fails_is_dropped_with_a_line(plans, jobs, tmp_path, capsys)
 def test_no_plan_that_runs_is_an_error(plans, jobs):
     jobs["seconds"] = [None, None, None]
     with pytest.raises(InputError, match="none of the 3 plans ran"):
-        trial.best_of(plans, 3, TrainingOptions(), DataOptions())
+        best_plan(plans, 3, Job())
 
 
 def test_a_plan_that_training_refuses_is_dropped_unmeasured(plans, jobs, capsys):
     jobs["seconds"] = [0.5]
     splits = search("gpt2-nano", world_size=2, device="cpu", max_global_batch_size=8, pin="schedule=zbv").best
-    assert trial.best_of([splits, plans[0]], 3, TrainingOptions(compile=True), DataOptions()) is plans[0]
+    assert best_plan([splits, plans[0]], 3, Job(training=TrainingOptions(compile=True))) is plans[0]
     assert "try 1 is dropped: --compile: schedule zbv splits backward" in capsys.readouterr().out
     assert len(jobs["commands"]) == 1
 
@@ -122,9 +124,8 @@ def test_trials_are_the_first_steps_of_the_run_and_write_nothing(jobs):
     problem = {"world_size": 2, "device": "cpu", "max_global_batch_size": 8, "pin": "mbs=1"}
     plans = search("gpt2-nano", **problem).plans(1)
     training = TrainingOptions(train_iters=500, lr_warmup_iters=20, rampup_batch_size=(2, 2, 100), lr=1e-3)
-    trial.best_of(
-        plans[:1], 4, training, DataOptions(split="90,10,0"), ["--distributed-timeout-minutes", "3"]
-    )
+    run = RunOptions(distributed_timeout_minutes=3)
+    best_plan(plans[:1], 4, Job(run=run, training=training, data=DataOptions(split="90,10,0")))
     (words,) = jobs["commands"]
     pairs = dict(pairwise(words))
     for name, value in (

@@ -12,12 +12,13 @@ from typing import Any
 import pytest
 
 import planner
-from cli import restarts
-from cli.launch import LaunchOptions
-from cli.restarts import going_on, run_with_restarts
 from costmodels.errors import InputError
 from runtime import checkpoint
 from runtime.faults.error_file import Report, read_report, report
+from runtime.job.job import Job, RunOptions
+from runtime.launch import restarts
+from runtime.launch.options import LaunchOptions
+from runtime.launch.restarts import continued, run_with_restarts
 from runtime.launch.torchrun import Outcome
 from runtime.settings.options import OutputOptions
 from tests.runtime.jobs import ROOT, TIMEOUT_S, is_alive, wait_until
@@ -73,7 +74,8 @@ def test_passing_failures_are_gone_on_from(
     monkeypatch.setattr(checkpoint, "latest_iteration", lambda folder: 20)
     output = OutputOptions(save="saved", load="elsewhere", ckpt_step=7, finetune=True, log_dir=str(tmp_path))
     screen = Screen()
-    outcome = run_with_restarts(4, ["--plan", str(tmp_path / "plan.json")], output, most, screen)
+    job = Job(run=RunOptions(str(tmp_path / "plan.json")), output=output)
+    outcome = run_with_restarts(plan, job, most, screen)
     assert outcome == end and len(calls) == starts
     assert [restarts for _, _, restarts in calls] == list(range(starts))
     assert [ranks for _, ranks, _ in calls] == [4, 3, 3][:starts]
@@ -87,8 +89,8 @@ def test_passing_failures_are_gone_on_from(
 
 
 def test_a_job_that_has_saved_nothing_begins_again(tmp_path: Path) -> None:
-    output = OutputOptions(save=str(tmp_path), load="elsewhere", ckpt_step=7)
-    assert going_on(output) == output
+    job = Job(output=OutputOptions(save=str(tmp_path), load="elsewhere", ckpt_step=7))
+    assert continued(job) == job
 
 
 def test_restarts_need_a_place_to_go_on_from() -> None:

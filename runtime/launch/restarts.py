@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
 import subprocess
-from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from planner.flags import arguments
 from planner.plan import Plan
 from runtime import entry
+from runtime.job.job import Job, RunOptions
 from runtime.launch.torchrun import Outcome, run_job, torchrun_command
 from runtime.launch.warm_ranks import WarmRanks
 from runtime.settings.options import OutputOptions
@@ -37,42 +36,47 @@ def usable_ranks(plan: Plan) -> int:
     return min(wanted, int(text)) if text.isdigit() and int(text) else wanted
 
 
+def rank_arguments(job: Job) -> list[str]:
+    """Arguments of `runtime.pretrain` for a job whose number of ranks torchrun says."""
+    cluster = replace(job.cluster, world_size=None, local_world_size=None)
+    run = RunOptions(job.run.plan, job.run.distributed_timeout_minutes)
+    return replace(job, cluster=cluster, run=run).arguments()
+
+
 def run_with_restarts(
-    ranks: int,
-    settings: Sequence[str],
-    output: OutputOptions,
-    restarts: int,
-    display: Display,
-    warm: WarmRanks | None = None,
+    plan: Plan, job: Job, restarts: int, display: Display, warm: WarmRanks | None = None
 ) -> Outcome:
     """Run a job to its end, and again from its last checkpoint while failures may be passing ones.
 
     Not torchrun's own restarts: those repeat a refusal of input, and always with as many ranks.
 
     Args:
-        settings: arguments of `runtime.pretrain` but for those of `output`; the first two name a plan.
+        plan: what `job.run.plan` is the file of.
         restarts: at most.
         warm: forks the ranks, where they are on a CPU.
     """
-    assert output.log_dir is not None
+    assert job.output.log_dir is not None
+    ranks, folder, saves = plan.layout.world_size, Path(job.output.log_dir), job.output.save is not None
     for done in range(restarts + 1):
-        command = torchrun_command(ranks, [*settings, *arguments(output)])
-        saves = output.save is not None
+        command = torchrun_command(ranks, rank_arguments(job))
         shown = display.line, display.metrics
-        outcome = run_job(command, ranks, Path(output.log_dir), *shown, restarts=done, saves=saves, warm=warm)
+        outcome = run_job(command, ranks, folder, *shown, restarts=done, saves=saves, warm=warm)
         if not outcome.restart or done == restarts:
             break
-        output = going_on(output)
-        ranks = usable_ranks(Plan.load(settings[1]))
+        job = continued(job)
+        ranks = usable_ranks(plan)
         display.line(f"planner: {outcome.message}; restart {done + 1} of {restarts} with {ranks} ranks")
     return outcome
 
 
-def going_on(output: OutputOptions) -> OutputOptions:
-    """The flags of a job that goes on where this one was, from what it has saved if that is anything."""
+def continued(job: Job) -> Job:
+    """A job that goes on where this one was, from what it has saved if that is anything."""
+    return replace(job, output=_continued_output(job.output))
+
+
+def _continued_output(output: OutputOptions) -> OutputOptions:
     from runtime import checkpoint
 
-    assert output.save is not None
-    if checkpoint.latest_iteration(output.save) is None:
+    if output.save is None or checkpoint.latest_iteration(output.save) is None:
         return output
-    return dataclasses.replace(output, load=output.save, ckpt_step=None, finetune=False)
+    return replace(output, load=output.save, ckpt_step=None, finetune=False)

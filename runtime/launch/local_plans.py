@@ -1,0 +1,130 @@
+"""The plans that a job may start with on this machine: searched for, or read from a file."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from costmodels import Device
+from costmodels.catalogue.host import available_cores
+from costmodels.errors import InputError
+from planner.asked import idle_links
+from planner.options import ClusterOptions, check_alone
+from planner.plan import Plan
+from planner.twins import listed
+from runtime.job.job import Job, search_here
+from runtime.job.replan import Before, replanned, same_batch, same_unit
+from runtime.launch.restarts import usable_ranks
+from runtime.launch.warm_ranks import FORKS, WarmRanks
+from runtime.settings.job_rules import job_rules, reachable
+
+MOST_CPU_RANKS = 8
+"""Ranks on a machine without GPUs, if it has as many cores and none are asked for."""
+
+
+@dataclass(frozen=True)
+class LocalPlans:
+    """Plans for the devices of this machine."""
+
+    plans: list[Plan]
+    """The best first."""
+    assumptions: list[str]
+    """What was assumed where no flag said it."""
+
+
+def local_plans(job: Job, previous: Before | None, count: int, warm: WarmRanks | None) -> LocalPlans:
+    """The best `count` plans of a job, or the one that its flags name.
+
+    Args:
+        previous: the run that the job goes on with.
+        warm: readies the CPU for ranks to be forked, where that is where they are to run.
+
+    Raises:
+        InputError: this machine has not the devices that flags or the plan ask for.
+        NoLayoutFits: nothing fits into its memory.
+    """
+    if job.run.plan is not None:
+        check_alone(job.model, job.batch, job.parallel, replace(job.cluster, world_size=None))
+        plan = _plan_of_file(job.run.plan, job, previous)
+        if warm is not None and forks_ranks(plan):
+            warm.prepare(plan.layout.world_size)
+        return LocalPlans([plan], [])
+    return _searched(job, previous, count, warm)
+
+
+def forks_ranks(plan: Plan) -> bool:
+    """Whether the ranks of a plan are forked from one process, not started by torchrun one by one."""
+    return FORKS and plan.cluster.device.kind == "cpu"
+
+
+def _searched(job: Job, previous: Before | None, count: int, warm: WarmRanks | None) -> LocalPlans:
+    cluster = job.cluster
+    ranks, device = _devices(cluster, warm)
+    result = search_here(
+        job.model,
+        reachable(same_batch(job.batch, previous), job.training),
+        same_unit(job.parallel, job.training, previous),
+        device,
+        ranks,
+        ranks,
+        memory_margin_gib=cluster.memory_margin_gib,
+        rules=job_rules(job.training, job.data),
+        **cluster.network(),
+    )
+    idle = idle_links(cluster, result.problem.cluster)
+    _, rows = listed(result, count)
+    return LocalPlans([row.plan for row in rows], [*job.model.notes(), *job.parallel.notes(), *idle])
+
+
+def _devices(cluster: ClusterOptions, warm: WarmRanks | None) -> tuple[int, Device | str]:
+    """How many ranks are to start on this machine, and on what."""
+    gpus = 0
+    if cluster.device != "cpu":
+        from runtime.job.devices import (  # PyTorch, which a CPU needs not yet.
+            detect_device,
+            local_device_count,
+        )
+
+        gpus = local_device_count()
+    if cluster.device not in (None, "cpu") and not gpus:
+        raise InputError(f"--device {cluster.device}: this machine has no GPUs; leave it out or give cpu")
+    if cluster.world_size is not None and cluster.world_size < 1:
+        raise InputError(f"--world-size {cluster.world_size}: must be at least 1")
+    ranks = cluster.world_size or gpus or min(MOST_CPU_RANKS, available_cores())
+    if cluster.local_world_size not in (None, ranks):
+        raise InputError(
+            f"--local-world-size {cluster.local_world_size}: all {ranks} ranks start on this machine; "
+            "leave it out"
+        )
+    if gpus and ranks > gpus:
+        raise InputError(
+            f"--world-size {ranks}: this machine has {gpus} GPUs; give at most that, or start torchrun on "
+            "every node with -m runtime.pretrain"
+        )
+    device = cluster.device or detect_device(ranks)
+    if warm is not None and FORKS and not gpus:
+        warm.prepare(ranks)
+    return ranks, device
+
+
+def _plan_of_file(path: str, job: Job, previous: Before | None) -> Plan:
+    """The plan of the file; a job that goes on is planned anew where it has other ranks now."""
+    plan, world_size = Plan.load(path), job.cluster.world_size
+    if previous is not None:
+        ranks = world_size or usable_ranks(plan)
+        if ranks != plan.layout.world_size:
+            return replanned(plan, ranks, ranks, job.training, job.data)
+    if world_size not in (None, plan.layout.world_size):
+        raise InputError(
+            f"--world-size {world_size}: the plan {path} is for world size {plan.layout.world_size}; "
+            "leave it out or plan again"
+        )
+    if plan.cluster.device.kind == "cpu":
+        return plan
+    from runtime.job.devices import local_device_count
+
+    if plan.layout.world_size > local_device_count():
+        raise InputError(
+            f"the plan {path} is for {plan.layout.world_size} x {plan.cluster.device.name}, but this machine "
+            f"has {local_device_count()} GPUs; plan for this machine, or start torchrun on every node"
+        )
+    return plan

@@ -1,0 +1,41 @@
+"""What a plan promises of the figures that its job will measure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from planner.plan import Plan
+
+PEAK_TOLERANCE = 0.1
+"""Share by which a measured peak may differ from the predicted one; tensors alone come out closer."""
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """A figure and the range in which its measurement is expected."""
+
+    value: float
+    low: float
+    high: float
+
+    def holds(self, measured: float) -> bool:
+        """Whether a measurement is in the range."""
+        return self.low <= measured <= self.high
+
+
+def predicted_step(plan: Plan) -> Prediction:
+    """Seconds of a step."""
+    estimate = plan.estimate
+    return Prediction(estimate.step_time_s, estimate.step_time_low_s, estimate.step_time_high_s)
+
+
+def predicted_peak(plan: Plan) -> Prediction:
+    """Bytes at the peak of the fullest rank, as far as they are measured.
+
+    A GPU's allocator counts tensors, not the driver's context or communication buffers.
+    """
+    if plan.cluster.device.kind == "cpu":
+        peak = plan.estimate.peak_memory_bytes
+    else:
+        peak = max(stage.total - stage.overhead for stage in plan.estimate.memory)
+    return Prediction(peak, peak * (1 - PEAK_TOLERANCE), peak * (1 + PEAK_TOLERANCE))

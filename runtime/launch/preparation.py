@@ -1,0 +1,68 @@
+"""What comes before the ranks of a job start: refusals that need no ranks, and one look at the data."""
+
+from __future__ import annotations
+
+import itertools
+from datetime import datetime
+from pathlib import Path
+
+from planner.plan import Plan
+from runtime.checkpoint.owner import owned
+from runtime.job.job import Job
+from runtime.job.text import open_datasets
+from runtime.settings.preflight import check_folder, check_host, check_plan, check_training
+
+
+def log_dir_of(job: Job, plan: Plan) -> Path:
+    """The folder that flags name for the logs of a job, or one named after the time and the model."""
+    name = f"runs/{datetime.now():%Y%m%d-%H%M%S}-{Path(plan.model.name).name}"
+    return Path(job.output.log_dir or name)
+
+
+def check_plan_of_job(plan: Plan, job: Job) -> None:
+    """Raise `InputError` where the ranks would refuse a plan, flags beside it or a checkpoint to load."""
+    check_plan(plan, plan.layout.world_size)
+    check_training(plan, job.training, job.data)
+    if job.output.load is not None:
+        from runtime.job.pretrained import check_loaded
+
+        check_loaded(job.output, plan.model)
+    job.faults.check(job.output.log_dir, job.run.distributed_timeout_minutes)
+
+
+def check_machine(plan: Plan, job: Job) -> None:
+    """Raise `InputError` where this machine has not the memory for the ranks, or a folder is not theirs."""
+    ranks = plan.layout.world_size
+    if plan.cluster.device.kind == "cpu":
+        source = f"the plan {job.run.plan}" if job.run.plan else f"--world-size {ranks}"
+        check_host(ranks, source, plan.estimate.peak_memory_bytes)
+    for name, folder in (("--save", job.output.save), ("--tensorboard-dir", job.output.tensorboard_dir)):
+        if folder is not None:
+            check_folder(folder, name)
+    if job.output.save is not None:
+        with owned(Path(job.output.save), f"--save {job.output.save}"):
+            pass  # The first rank takes it over; who cannot have it need not start ranks.
+
+
+def prepare_data(plan: Plan, job: Job) -> None:
+    """Open the data once before ranks start: it is checked, and the default corpus prepared."""
+    samples = job.training.batches(plan.layout).total(job.training.train_iters)
+    evaluated = job.output.eval_iters * plan.layout.global_batch_size
+    open_datasets(job.data, plan.model, job.training.seed, samples, evaluated)
+
+
+def make_log_dir(path: Path, is_new: bool) -> Path:
+    """Make the folder for the logs of a job, and return where it is.
+
+    Where it `is_new`, no other job gets the same: one that has just made that name leaves it with a number.
+    """
+    made = path
+    if is_new:
+        check_folder(path.parent, "--log-dir")
+        for number in itertools.count(2):
+            try:
+                made.mkdir()
+                break
+            except FileExistsError:
+                made = path.with_name(f"{path.name}-{number}")
+    return check_folder(made, "--log-dir")

@@ -1,0 +1,102 @@
+"""Trials of plans before a job: a few steps of each on this machine."""
+
+from __future__ import annotations
+
+import re
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from costmodels.errors import InputError
+from planner.objective import equal_peak
+from planner.plan import Plan
+from runtime.job.job import Job, RunOptions
+from runtime.launch.torchrun import Measured, measured, run_job, torchrun_command
+from runtime.launch.warm_ranks import WarmRanks
+from runtime.settings.options import OutputOptions, TrainingOptions
+from runtime.settings.preflight import check_plan, check_training
+
+_ERROR = re.compile(r"^(?:\[\w+\]: ?)?([\w.]*(?:Error|Exception)\b.*)")
+"""The line of a rank's traceback that says what went wrong; torchrun may put the rank before it."""
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A plan that was run for a few steps."""
+
+    plan: Plan
+    measured: Measured | None
+    """None where it did not run to its end."""
+    failure: str = ""
+    """Why not, in one line."""
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Tokens a second that were measured; 0 of a plan that did not run."""
+        return 0.0 if self.measured is None else _tokens(self.plan) / self.measured.step_time_s
+
+
+def try_plan(plan: Plan, iterations: int, job: Job, warm: WarmRanks | None = None) -> Trial:
+    """Train `plan` for the first `iterations` steps of `job`. Nothing is loaded, saved or kept.
+
+    Args:
+        plan: for the devices of this machine.
+        job: whose flags of training and data, and time limit, count.
+        warm: forks the ranks, where they are on a CPU.
+    """
+    with tempfile.TemporaryDirectory(prefix="planner-try-") as folder:
+        return _trial(plan, replace(job, training=_first_steps(job.training, iterations)), Path(folder), warm)
+
+
+def best_trial(trials: Sequence[Trial]) -> Trial:
+    """The trial that the objective of its plan likes best; `InputError` where no plan ran."""
+    costs = [(_cost(trial.plan, trial.measured), trial) for trial in trials if trial.measured is not None]
+    if not costs:
+        raise InputError(f"none of the {len(trials)} plans ran; plan with other pins, or without --try")
+    return min(costs, key=lambda one: one[0])[1]
+
+
+def _first_steps(training: TrainingOptions, iterations: int) -> TrainingOptions:
+    """The first steps of the same run, with whole batches."""
+    decay = training.train_iters if training.lr_decay_iters is None else training.lr_decay_iters
+    return replace(training, train_iters=iterations, lr_decay_iters=decay, rampup_batch_size=None)
+
+
+def _trial(plan: Plan, job: Job, folder: Path, warm: WarmRanks | None) -> Trial:
+    ranks = plan.layout.world_size
+    try:
+        check_plan(plan, ranks)
+        check_training(plan, job.training, job.data)
+    except InputError as error:
+        return Trial(plan, None, str(error))
+    plan_file = folder / "plan.json"
+    plan.save(plan_file)
+    short = Job(
+        run=RunOptions(str(plan_file), job.run.distributed_timeout_minutes),
+        training=job.training,
+        data=job.data,
+        output=OutputOptions(log_interval=1, eval_iters=0, log_dir=str(folder)),
+    )
+    lines: list[str] = []
+    command = torchrun_command(ranks, short.arguments())
+    outcome = run_job(command, ranks, folder, lines.append, lambda record: None, warm=warm)
+    if outcome.exit_code:
+        errors = [match[1] for match in map(_ERROR.match, lines) if match]
+        what = outcome.message.partition("; all ranks were stopped")[0]
+        return Trial(plan, None, f"{what}: {errors[-1]}" if errors else what)
+    figures = measured(folder)
+    return Trial(plan, figures, "" if figures is not None else "it logged no step")
+
+
+def _tokens(plan: Plan) -> int:
+    """Tokens of one step."""
+    return plan.layout.global_batch_size * plan.model.seq
+
+
+def _cost(plan: Plan, figures: Measured) -> tuple[float, ...]:
+    """What the objective of the plan wants to be least, as measured; the first decides."""
+    slowness = figures.step_time_s / _tokens(plan)
+    if plan.objective == "memory":
+        return equal_peak(figures.peak_memory_bytes), slowness
+    return (figures.step_time_s if plan.objective == "step-time" else slowness,)
