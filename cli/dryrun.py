@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from cli.interrupts import leaving_at_ctrl_c
@@ -14,8 +13,6 @@ from cli.pasted import pasted
 from cli.status import Status
 from cli.tables import console, table
 from costmodels.catalogue.host import available_cores
-from costmodels.errors import InputError
-from costmodels.estimate import StageMemory
 from costmodels.words import GIB
 from planner import advice
 from planner.asked import idle_links, search_arguments
@@ -23,7 +20,9 @@ from planner.flags import flag, takes
 from planner.options import BatchOptions, ClusterOptions, ModelOptions, ParallelOptions, check_alone
 from planner.plan import Plan
 from planner.search import search
+from runtime.dryrun.fit import TOTAL, estimated_bytes, fits, needed_bytes
 from runtime.dryrun.memory_trace import CATEGORIES, MemoryTrace
+from runtime.dryrun.preflight import check_installed, ranks_to_trace
 from runtime.settings.job_rules import job_rules, reachable
 from runtime.settings.no_effect import without_effect
 from runtime.settings.options import TrainingOptions
@@ -44,9 +43,6 @@ SHORT = {
     "temporaries": "temp.",
 }
 """Heads of columns."""
-
-NEEDS_TORCHAO = (("precision", "fp8"), ("optimizer", "adam8bit"))
-"""Fields of a layout and their values that the runtime leaves to torchao."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,8 +90,8 @@ def dryrun(
     idle = without_effect(training, spec=plan.model, layout=plan.layout)
     for line in (*idle, *not_used(unused, "a dry run")):
         print(f"planner: note: {line}", file=sys.stderr)
-    ranks = _ranks(plan, options)
-    _check_installed(plan)
+    ranks = ranks_to_trace(plan.layout, options.stage, options.rank)
+    check_installed(plan.layout)
     traces = _trace(plan, training, ranks)
     if options.json:
         print(json.dumps(as_json(plan, traces), indent=2))
@@ -120,35 +116,6 @@ def _planned(
     for note in (*model.notes(), *cluster.notes(), *parallel.notes(), *idle):
         print(f"planner: assumed: {note}", file=sys.stderr)
     return result.plans(1)[0]
-
-
-def _ranks(plan: Plan, options: DryRunOptions) -> list[int]:
-    """The ranks to trace: one of each stage where none is asked for."""
-    layout = plan.layout
-    stages, of_stage = layout.pipeline_parallel, layout.world_size // layout.pipeline_parallel
-    if options.stage is not None and options.rank is not None:
-        raise InputError("--stage and --rank exclude each other; give one")
-    if options.rank is not None:
-        if not 0 <= options.rank < layout.world_size:
-            raise InputError(f"--rank {options.rank}: the plan has ranks 0 to {layout.world_size - 1}")
-        return [options.rank]
-    if options.stage is not None:
-        if not 0 <= options.stage < stages:
-            raise InputError(f"--stage {options.stage}: the plan has pipeline ranks 0 to {stages - 1}")
-        return [options.stage * of_stage]
-    return [stage * of_stage for stage in range(stages)]
-
-
-def _check_installed(plan: Plan) -> None:
-    if find_spec("torch") is None:
-        raise InputError(
-            "planner dryrun runs the real training step: install torch, on a laptop its CPU build"
-        )
-    for field, value in NEEDS_TORCHAO:
-        if getattr(plan.layout, field) == value and find_spec("torchao") is None:
-            raise InputError(
-                f"{field} {value}: torchao is not installed; `pip install torchao`, or pin another {field}"
-            )
 
 
 def _trace(plan: Plan, training: TrainingOptions, ranks: Sequence[int]) -> list[MemoryTrace]:
@@ -185,30 +152,11 @@ def as_json(plan: Plan, traces: Sequence[MemoryTrace]) -> dict[str, Any]:
         "compiled": traces[0].compiled,
         "ranks": [
             trace.as_json()
-            | {"needed_bytes": _needed(plan, trace), "fits": _fits(plan, trace)}
-            | {"estimate": _estimated(plan, trace)}
+            | {"needed_bytes": needed_bytes(plan, trace), "fits": fits(plan, trace)}
+            | {"estimate": estimated_bytes(plan, trace)}
             for trace in traces
         ],
     }
-
-
-def _needed(plan: Plan, trace: MemoryTrace) -> float:
-    """Bytes that a device must have: the traced tensors, and what the plan adds for all that is none."""
-    return trace.peak.total + plan.estimate.memory[trace.pipeline_rank].overhead
-
-
-def _fits(plan: Plan, trace: MemoryTrace) -> bool:
-    return _needed(plan, trace) <= plan.cluster.memory_bytes
-
-
-def _estimated(plan: Plan, trace: MemoryTrace) -> dict[str, float]:
-    """What the plan's estimate says of the same tensors."""
-    memory = plan.estimate.memory[trace.pipeline_rank]
-    return {"bytes": _tensors(memory), **{name: getattr(memory, name) for name in CATEGORIES}}
-
-
-def _tensors(memory: StageMemory) -> float:
-    return float(sum(getattr(memory, name) for name in CATEGORIES))
 
 
 def _print(plan: Plan, traces: Sequence[MemoryTrace]) -> None:
@@ -224,7 +172,7 @@ def _print(plan: Plan, traces: Sequence[MemoryTrace]) -> None:
             str(trace.pipeline_rank),
             str(trace.rank),
             f"{trace.peak.total / unit:.2f}",
-            f"{_tensors(plan.estimate.memory[trace.pipeline_rank]) / unit:.2f}",
+            f"{estimated_bytes(plan, trace)[TOTAL] / unit:.2f}",
             trace.peak.label,
         ]
         for trace in traces
@@ -247,10 +195,10 @@ def _print(plan: Plan, traces: Sequence[MemoryTrace]) -> None:
         screen.print(f"\nactivations ({name}) by the kind of layer that keeps them")
         screen.print(table(["pp", *kinds], by_kind))
     for trace in traces:
-        if not _fits(plan, trace):
+        if not fits(plan, trace):
             screen.print(
                 f"\npipeline rank {trace.pipeline_rank} does not fit: its tensors, the driver's context and "
-                f"communicators take {_needed(plan, trace) / unit:.2f} {name} of "
+                f"communicators take {needed_bytes(plan, trace) / unit:.2f} {name} of "
                 f"{plan.cluster.memory_bytes / unit:.2f}"
             )
     if any(trace.host_bytes for trace in traces) and (

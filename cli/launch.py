@@ -12,7 +12,6 @@ from typing import Any
 import typer
 
 from cli.job_end import JobEnd, prediction_lines
-from cli.notes import unbalanced_experts, whole_optimizer
 from cli.progress import Display
 from cli.status import Status
 from cli.trials import best_plan
@@ -37,6 +36,7 @@ from runtime.launch.warm_ranks import WarmRanks
 from runtime.logs.console import say
 from runtime.processes.scheduler import check_one_task
 from runtime.settings.options import DataOptions, OutputOptions, TrainingOptions
+from runtime.settings.plan_notes import unbalanced_experts, whole_optimizer
 from runtime.settings.preflight import check_host
 
 

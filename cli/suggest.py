@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any, ClassVar
 
-from cli.notes import HEAD_ROOM, needs_head_room, not_planned_with, whole_optimizer
+from cli.notes import not_planned_with
 from cli.pasted import pasted
 from costmodels.errors import InputError
 from costmodels.topology import describe
@@ -19,7 +19,6 @@ from planner.budget_options import BudgetOptions, SizesOptions
 from planner.choice import Choice
 from planner.command import closing
 from planner.flags import flag, takes
-from planner.inputs import DEFAULT_ENGINE
 from planner.notation import NOTATION
 from planner.numbers import AT_LEAST_1
 from planner.options import BatchOptions, HardwareOptions, ModelOptions, ParallelOptions
@@ -31,7 +30,7 @@ from planner.search import search
 from planner.sizes import Sizes, nothing_fits, sizes
 from planner.twins import Listed, listed
 from runtime.settings.job_rules import job_rules, reachable
-from runtime.settings.preflight import PRECISIONS, check_model
+from runtime.settings.plan_notes import HEAD_ROOM, needs_head_room, untrainable, whole_optimizer
 
 
 @dataclass(frozen=True)
@@ -178,7 +177,7 @@ def _notes(
             "--global-batch-size compares equal ones"
         )
     yield from _joined(problem, cluster)
-    yield from _limits(problem)
+    yield from untrainable(problem)
     yield from _of_plans(plans, parallel)
 
 
@@ -186,21 +185,6 @@ def _joined(problem: Problem, cluster: HardwareOptions) -> Iterator[str]:
     """The network as it was understood, where flags say something of it."""
     if cluster.network():
         yield f"network: {describe(problem.cluster)}"
-
-
-def _limits(problem: Problem) -> Iterator[str]:
-    """What the plans leave out, and why this package's runtime could not train them."""
-    if problem.engine.name != DEFAULT_ENGINE:
-        return
-    try:
-        check_model(problem.model)
-    except InputError as error:
-        yield str(error)
-    if problem.precision not in PRECISIONS:
-        yield (
-            f"precision {problem.precision}: the runtime does not train in it; it computes in "
-            f"{' or '.join(PRECISIONS)}"
-        )
 
 
 def _of_plans(plans: list[Plan], parallel: ParallelOptions) -> Iterator[str]:

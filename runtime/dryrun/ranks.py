@@ -14,11 +14,6 @@ from runtime.processes.spawning import ended_with, spawned
 from runtime.settings.options import TrainingOptions
 
 
-def first_rank(layout: Layout, pipeline_rank: int) -> int:
-    """The rank that stands for a pipeline rank: no other holds larger shards."""
-    return pipeline_rank * (layout.world_size // layout.pipeline_parallel)
-
-
 def trace_ranks(
     spec: ModelSpec,
     layout: Layout,

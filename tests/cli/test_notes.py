@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from cli.notes import needs_head_room, unbalanced_experts, whole_optimizer
 from planner.options import ParallelOptions
 from planner.plan import Plan
 from planner.search import suggest
 from runtime.settings.options import TrainingOptions
+from runtime.settings.plan_notes import needs_head_room, unbalanced_experts, whole_optimizer
 
 
 def planned(model: str, *pins: str, world_size: int = 64) -> Plan:

@@ -1,0 +1,62 @@
+"""What there is to say of a plan besides its figures: what they rest on, and what would lower them.
+
+It needs no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from costmodels.errors import InputError
+from costmodels.shapes import PEAK_LOAD
+from planner.inputs import DEFAULT_ENGINE
+from planner.options import ParallelOptions
+from planner.plan import Plan
+from planner.ranking import Problem
+from runtime.settings.options import TrainingOptions
+from runtime.settings.preflight import PRECISIONS, check_model
+
+HEAD_ROOM = (
+    f"experts are dropless: the fullest device may take in {100 * (PEAK_LOAD - 1):.0f} % more rows than the "
+    "mean, and memory is planned for that"
+)
+UNBALANCED = "without --moe-aux-loss-coeff or expert biases nothing balances routers"
+
+
+def needs_head_room(plan: Plan) -> bool:
+    """Whether devices have some of the experts each, and take in all tokens that choose them."""
+    spread = plan.model.moe_layers > 0 and plan.layout.expert_parallel > 1
+    return spread and not plan.model.router.capacity_factor
+
+
+def unbalanced_experts(plan: Plan, training: TrainingOptions) -> Iterator[str]:
+    """Of a plan that `training` may not keep to, because its tokens choose experts as they like."""
+    balanced = training.moe_aux_loss_coeff and training.moe_router_load_balancing_type != "none"
+    if needs_head_room(plan) and not balanced and not plan.model.router.expert_bias:
+        yield f"{HEAD_ROOM}; {UNBALANCED}"
+
+
+def whole_optimizer(plan: Plan, parallel: ParallelOptions) -> Iterator[str]:
+    """Of a plan without ZeRO that was to save memory."""
+    layout = plan.layout
+    replicas = layout.data_parallel * layout.context_parallel
+    if parallel.reuse_fp32_param and layout.zero_stage == 0 and replicas > 1:
+        yield (
+            "--reuse-fp32-param saves nothing here; --use-distributed-optimizer splits the optimizer's state "
+            f"over {replicas} devices"
+        )
+
+
+def untrainable(problem: Problem) -> Iterator[str]:
+    """Why this package's runtime could not train the plans of a problem that names its engine."""
+    if problem.engine.name != DEFAULT_ENGINE:
+        return
+    try:
+        check_model(problem.model)
+    except InputError as error:
+        yield str(error)
+    if problem.precision not in PRECISIONS:
+        yield (
+            f"precision {problem.precision}: the runtime does not train in it; it computes in "
+            f"{' or '.join(PRECISIONS)}"
+        )
