@@ -14,9 +14,10 @@ from costmodels.errors import InputError
 from costmodels.words import GIB, in_seconds
 from planner.plan import Plan
 from runtime.job.job import Job
+from runtime.launch.measurement import Measurement, measurement
 from runtime.launch.prediction import Prediction, predicted_peak, predicted_step
 from runtime.launch.restarts import continued
-from runtime.launch.torchrun import Measured, Outcome, measured
+from runtime.launch.supervisor import Outcome
 from runtime.logs.console import say
 
 
@@ -48,7 +49,7 @@ class JobEnd:
     def lines(self) -> Iterator[str]:
         """The last checkpoint, the command that goes on from it, and measured against predicted figures."""
         yield from self.checkpoint_lines()
-        figures = measured(self.log_dir, self.start)
+        figures = measurement(self.log_dir, self.start)
         if figures is not None:
             yield from comparison(self.plan, figures)
 
@@ -93,7 +94,7 @@ def prediction_lines(plan: Plan, iterations: int) -> Iterator[str]:
     )
 
 
-def comparison(plan: Plan, figures: Measured) -> Iterator[str]:
+def comparison(plan: Plan, figures: Measurement) -> Iterator[str]:
     """A table of predicted and measured figures, and what to make of those out of their range."""
     step, peak = predicted_step(plan), predicted_peak(plan)
     rows = [

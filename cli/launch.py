@@ -31,7 +31,8 @@ from runtime.launch.preparation import (
     prepare_data,
 )
 from runtime.launch.restarts import rank_arguments, run_with_restarts
-from runtime.launch.torchrun import Outcome, Stopped, shell_line, torchrun_command
+from runtime.launch.supervisor import Outcome, Stopped
+from runtime.launch.torchrun import shell_line, torchrun_command
 from runtime.launch.warm_ranks import WarmRanks
 from runtime.logs.console import say
 from runtime.processes.scheduler import check_one_task

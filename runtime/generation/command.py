@@ -23,7 +23,8 @@ from runtime.generation.stage import Split
 from runtime.generation.text import Stream, text_of
 from runtime.huggingface.stored_model import open_model
 from runtime.job.devices import local_device_count, torch_device
-from runtime.launch.torchrun import Stopped, run_job, torchrun_command
+from runtime.launch.supervisor import Stopped, run_job
+from runtime.launch.torchrun import torchrun_command
 from runtime.logs.console import PROGRESS, progress, say
 from runtime.parallel.ranks import Ranks, finish, is_lost_connection, on_first_rank, start, together
 from runtime.settings.preflight import check_host, check_job

@@ -10,7 +10,8 @@ from typing import Any, Protocol
 from planner.plan import Plan
 from runtime import entry
 from runtime.job.job import Job, RunOptions
-from runtime.launch.torchrun import Outcome, run_job, torchrun_command
+from runtime.launch.supervisor import Outcome, run_job
+from runtime.launch.torchrun import torchrun_command
 from runtime.launch.warm_ranks import WarmRanks
 from runtime.settings.options import OutputOptions
 

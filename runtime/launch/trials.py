@@ -12,7 +12,9 @@ from costmodels.errors import InputError
 from planner.objective import equal_peak
 from planner.plan import Plan
 from runtime.job.job import Job, RunOptions
-from runtime.launch.torchrun import Measured, measured, run_job, torchrun_command
+from runtime.launch.measurement import Measurement, measurement
+from runtime.launch.supervisor import run_job
+from runtime.launch.torchrun import torchrun_command
 from runtime.launch.warm_ranks import WarmRanks
 from runtime.settings.options import OutputOptions, TrainingOptions
 from runtime.settings.preflight import check_plan, check_training
@@ -26,7 +28,7 @@ class Trial:
     """A plan that was run for a few steps."""
 
     plan: Plan
-    measured: Measured | None
+    measured: Measurement | None
     """None where it did not run to its end."""
     failure: str = ""
     """Why not, in one line."""
@@ -85,7 +87,7 @@ def _trial(plan: Plan, job: Job, folder: Path, warm: WarmRanks | None) -> Trial:
         errors = [match[1] for match in map(_ERROR.match, lines) if match]
         what = outcome.message.partition("; all ranks were stopped")[0]
         return Trial(plan, None, f"{what}: {errors[-1]}" if errors else what)
-    figures = measured(folder)
+    figures = measurement(folder)
     return Trial(plan, figures, "" if figures is not None else "it logged no step")
 
 
@@ -94,7 +96,7 @@ def _tokens(plan: Plan) -> int:
     return plan.layout.global_batch_size * plan.model.seq
 
 
-def _cost(plan: Plan, figures: Measured) -> tuple[float, ...]:
+def _cost(plan: Plan, figures: Measurement) -> tuple[float, ...]:
     """What the objective of the plan wants to be least, as measured; the first decides."""
     slowness = figures.step_time_s / _tokens(plan)
     if plan.objective == "memory":

@@ -19,7 +19,7 @@ from benchmarks.worker_pool import WorkerPool
 from runtime.entry import ENTRY
 from runtime.generation import command
 from runtime.generation.options import GenerateOptions
-from runtime.launch.torchrun import Outcome
+from runtime.launch.supervisor import Outcome
 from tests.conftest import Command, told
 from tests.runtime.model_files import write_checkpoint
 

@@ -23,7 +23,7 @@ from runtime.job.replan import Before
 from runtime.launch.options import LaunchOptions
 from runtime.launch.prediction import PEAK_TOLERANCE
 from runtime.launch.restarts import Display as Shows
-from runtime.launch.torchrun import Outcome, Stopped
+from runtime.launch.supervisor import Outcome, Stopped
 from runtime.logs import console
 from runtime.settings.options import DataOptions, OutputOptions, TrainingOptions
 from tests.conftest import Command

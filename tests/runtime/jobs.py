@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from runtime.data import IndexedWriter
+from runtime.processes.children import children
 
 ROOT = Path(__file__).parents[2]
 
@@ -51,13 +52,6 @@ def torchrun(*arguments: str | Path, log: Path) -> subprocess.Popen[bytes]:
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
-
-
-def children(pid: int) -> list[int]:
-    """Processes that `pid` has started, oldest first."""
-    listing = subprocess.run(["ps", "-eo", "pid=,ppid="], capture_output=True, text=True, check=True)
-    pairs = [tuple(map(int, line.split())) for line in listing.stdout.splitlines()]
-    return sorted(child for child, parent in pairs if parent == pid)
 
 
 def descendants(pid: int) -> list[int]:

@@ -17,11 +17,13 @@ import pytest
 
 from costmodels.catalogue.host import available_cores
 from runtime.entry import ENTRY
-from runtime.launch import forked
-from runtime.launch import torchrun as launch
-from runtime.launch.torchrun import measured, run_job, shell_line, torchrun_command
+from runtime.launch import forked, supervisor
+from runtime.launch.measurement import Measurement, measurement
+from runtime.launch.supervisor import TORCHRUN_FOLDER, Outcome, Stopped, run_job
+from runtime.launch.torchrun import shell_line, torchrun_command
 from runtime.launch.warm_ranks import FORKS, WarmRanks
-from tests.runtime.jobs import LAYOUT, ROOT, TINY, children, is_alive, wait_until, write_corpus
+from runtime.processes.children import children
+from tests.runtime.jobs import LAYOUT, ROOT, TINY, is_alive, wait_until, write_corpus
 
 ON_LINUX = pytest.mark.skipif(not FORKS, reason="ranks are forked on Linux only")
 
@@ -44,7 +46,7 @@ class Watched:
         self.lines: list[str] = []
         self.records: list[dict[str, Any]] = []
 
-    def run(self, command: list[str], log_dir: Path) -> launch.Outcome:
+    def run(self, command: list[str], log_dir: Path) -> Outcome:
         return run_job(command, 2, log_dir, self.lines.append, self.records.append)
 
 
@@ -70,7 +72,7 @@ def test_lines_and_metrics_are_passed_on_and_the_output_is_kept(
         ),
         tmp_path,
     )
-    assert outcome == launch.Outcome(0, "")
+    assert outcome == Outcome(0, "")
     threads = f"threads {max(1, available_cores() // 2)}"
     assert sorted(watched.lines) == sorted(["step 1", "step 2", "a warning", threads])
     assert [record["iteration"] for record in watched.records] == [1, 2]
@@ -91,7 +93,7 @@ def test_input_that_the_job_refuses_is_reported_in_its_own_words(tmp_path: Path)
         ),
         tmp_path,
     )
-    assert outcome == launch.Outcome(3, "the vocabulary is too small", restart=False)
+    assert outcome == Outcome(3, "the vocabulary is too small", restart=False)
     assert watched.lines == []
     # A later job in the same folder does not inherit the report.
     assert watched.run(script("raise SystemExit(7)"), tmp_path).message.startswith(
@@ -103,7 +105,7 @@ def test_input_that_the_job_refuses_is_reported_in_its_own_words(tmp_path: Path)
 def test_a_full_disk_under_the_log_ends_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "output.log").symlink_to("/dev/full")
     watched = Watched()
-    assert watched.run(script("print('one'); print('two')"), tmp_path) == launch.Outcome(0, "")
+    assert watched.run(script("print('one'); print('two')"), tmp_path) == Outcome(0, "")
     assert watched.lines == ["one", "two"]
     assert capsys.readouterr().err == (
         f"planner: warning: {tmp_path}/output.log cannot be written (No space left on device)\n"
@@ -153,7 +155,7 @@ def test_an_interrupt_ends_the_job_before_it_is_raised_again(tmp_path: Path) -> 
 def test_the_folder_that_torchrun_writes_in_goes_with_the_job(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ends: str
 ) -> None:
-    monkeypatch.delenv(launch.TORCHRUN_FOLDER, raising=False)
+    monkeypatch.delenv(TORCHRUN_FOLDER, raising=False)
     folders: list[Path] = []
 
     def seen(line: str) -> None:
@@ -162,7 +164,7 @@ def test_the_folder_that_torchrun_writes_in_goes_with_the_job(
         if ends == "interrupted":
             raise KeyboardInterrupt
 
-    write = f"import os, sys, time; folder = os.environ[{launch.TORCHRUN_FOLDER!r}]; "
+    write = f"import os, sys, time; folder = os.environ[{TORCHRUN_FOLDER!r}]; "
     write += "os.mkdir(folder + '/attempt_0'); print(folder, flush=True); "
     last = {"well": "", "badly": "sys.exit(3)", "interrupted": "time.sleep(3600)"}[ends]
     expected = pytest.raises(KeyboardInterrupt) if ends == "interrupted" else contextlib.nullcontext()
@@ -173,7 +175,7 @@ def test_the_folder_that_torchrun_writes_in_goes_with_the_job(
 
 
 def test_a_job_that_does_not_listen_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "STOP_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(supervisor, "STOP_TIMEOUT_S", 0.3)
     started: list[int] = []
 
     def interrupt(line: str) -> None:
@@ -230,7 +232,7 @@ def test_the_command_is_torchruns_on_this_machine() -> None:
 
 
 def test_the_first_logged_step_is_not_measured(tmp_path: Path) -> None:
-    assert measured(tmp_path) is None
+    assert measurement(tmp_path) is None
     rows = [(9.0, 5), (1.0, 7), (3.0, 6), (2.0, 6)]
     text = '{"iteration": 0, "validation_loss": 1.0}\n'
     text += "".join(
@@ -238,9 +240,9 @@ def test_the_first_logged_step_is_not_measured(tmp_path: Path) -> None:
         for number, (seconds, peak) in enumerate(rows, start=1)
     )
     (tmp_path / "metrics.jsonl").write_text(text)
-    assert measured(tmp_path) == launch.Measured(2.0, 7)
+    assert measurement(tmp_path) == Measurement(2.0, 7)
     (tmp_path / "metrics.jsonl").write_text("\n".join(text.splitlines()[:2]))
-    assert measured(tmp_path) == launch.Measured(9.0, 5)
+    assert measurement(tmp_path) == Measurement(9.0, 5)
 
 
 def agent(heeds: str) -> list[str]:
@@ -262,7 +264,7 @@ def test_a_job_that_saves_is_asked_to_and_ends_by_itself(tmp_path: Path, number:
 
     heeds = "signal.signal(signal.SIGTERM, lambda *_: (print('saved', flush=True), sys.exit(0)))"
     outcome = run_job(agent(heeds), 2, tmp_path, told, lambda record: None, saves=True)
-    assert outcome == launch.Outcome(0, "", stopped_by=number)
+    assert outcome == Outcome(0, "", stopped_by=number)
     assert sorted(lines) == sorted(
         [
             *("ready", "saved"),
@@ -276,7 +278,7 @@ def test_a_job_with_nothing_to_save_yet_is_not_started_again(tmp_path: Path) -> 
         if line == "ready":
             os.kill(os.getpid(), signal.SIGTERM)
 
-    with pytest.raises(launch.Stopped) as stop:
+    with pytest.raises(Stopped) as stop:
         run_job(agent("pass"), 2, tmp_path, told, lambda record: None, saves=True)
     assert stop.value.number is signal.SIGTERM
 
@@ -342,7 +344,7 @@ def test_forked_ranks_that_do_not_heed_a_request_to_stop_are_killed() -> None:
 def test_ranks_are_found_where_there_is_no_ps(monkeypatch: pytest.MonkeyPatch) -> None:
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
         monkeypatch.setenv("PATH", "")
-        assert child.pid in launch._ranks(os.getpid())
+        assert child.pid in children(os.getpid())
         assert child.stdin is not None
         child.stdin.write(b"\n")
 

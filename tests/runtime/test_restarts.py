@@ -19,7 +19,7 @@ from runtime.job.job import Job, RunOptions
 from runtime.launch import restarts
 from runtime.launch.options import LaunchOptions
 from runtime.launch.restarts import continued, run_with_restarts
-from runtime.launch.torchrun import Outcome
+from runtime.launch.supervisor import Outcome
 from runtime.settings.options import OutputOptions
 from tests.runtime.jobs import ROOT, TIMEOUT_S, is_alive, wait_until
 
@@ -119,7 +119,7 @@ def test_what_a_job_says_of_its_end_reaches_its_launcher(
 def test_a_killed_launcher_leaves_no_job(tmp_path: Path) -> None:
     script = f"""
         from pathlib import Path
-        from runtime.launch.torchrun import run_job
+        from runtime.launch.supervisor import run_job
         job = ["{sys.executable}", "-c", "import os, time; print(os.getpid(), flush=True); time.sleep(3600)"]
         run_job(job, 1, Path({str(tmp_path)!r}), lambda line: print(line, flush=True), print)
     """

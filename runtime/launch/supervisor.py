@@ -1,0 +1,268 @@
+"""Run torchrun on this machine and watch it: one process tree, started and ended together."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+from runtime.faults.error_file import ERROR_FILE_VARIABLE, read_report
+from runtime.launch.warm_ranks import WarmRanks, threads_of
+from runtime.logs.console import say
+from runtime.logs.metrics_file import MetricsReader
+from runtime.processes.children import children
+from runtime.processes.restarts import RESTARTS_VARIABLE
+from runtime.processes.tether import tethered
+
+TORCHRUN_FOLDER = "PET_LOG_DIR"
+"""Environment variable with the folder in which torchrun makes one for each attempt; its --log-dir."""
+
+STOP_TIMEOUT_S = 40.0
+"""How long torchrun may take to end its ranks: it gives them 30 s before it kills them."""
+
+# torchrun reports a dead rank in its own log format, then with a traceback of itself, and `forked`
+# in one line.
+_AGENT_LINE = re.compile(
+    r"^(?:[EWF]\d{4} \d\d:\d\d:\d\d\.\d+ .*torch/distributed/|runtime\.launch\.forked: )"
+)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a job ended."""
+
+    exit_code: int
+    message: str
+    """Why it failed, in one line; empty after success."""
+    restart: bool = False
+    """The failure need not happen again: a rank was lost, not its input refused."""
+    stopped_by: signal.Signals | None = None
+    """The signal on which the job saved and ended."""
+
+
+class Stopped(KeyboardInterrupt):
+    """A signal has ended a job, and all its ranks, before it could save."""
+
+    def __init__(self, number: signal.Signals = signal.SIGINT) -> None:
+        super().__init__()
+        self.number = number
+
+
+def run_job(
+    command: Sequence[str],
+    ranks: int,
+    log_dir: Path,
+    on_line: Callable[[str], None],
+    on_metrics: Callable[[dict[str, Any]], None],
+    restarts: int = 0,
+    saves: bool = False,
+    warm: WarmRanks | None = None,
+) -> Outcome:
+    """Run `command` to its end; Ctrl-C and SIGTERM end it with all its ranks, and are raised as `Stopped`.
+
+    The job also ends when this process does, however that happens. What `on_line` or `on_metrics` raises ends
+    it too.
+
+    Args:
+        on_line: called with each line that the ranks print.
+        on_metrics: called with each new record of metrics.jsonl.
+        restarts: how often the job was started before, after failures.
+        saves: the ranks save and end on SIGTERM. The first signal asks for that; a second one does not wait.
+        warm: what forks CPU ranks instead, where `command` is of `torchrun_command`.
+    """
+    error_file = log_dir / "error.json"
+    error_file.unlink(missing_ok=True)
+    environment = {**os.environ, ERROR_FILE_VARIABLE: str(error_file), "PYTHONUNBUFFERED": "1"}
+    environment[RESTARTS_VARIABLE] = str(restarts)
+    environment.setdefault("OMP_NUM_THREADS", threads_of(ranks))
+    # What ranks print comes through pipes; the folder holds nothing else, and torchrun never removes it.
+    with tempfile.TemporaryDirectory(
+        prefix="torchrun-", dir=log_dir, ignore_cleanup_errors=True
+    ) as torchrun_folder:
+        environment.setdefault(TORCHRUN_FOLDER, torchrun_folder)
+        reader = MetricsReader(log_dir)  # Before the job starts: it may be quicker than this process.
+        process = _start(command, environment) if warm is None else warm.start(ranks, command, environment)
+        job = _Supervisor(process, saves, log_dir, reader, error_file, on_line, on_metrics)
+        code = job.watch()
+    if code == 0:
+        return Outcome(0, "", stopped_by=job.stop_signal)
+    stated = read_report(error_file)
+    if stated is not None:
+        restart = stated.restart and job.stop_signal is None
+        return Outcome(stated.exit_code, stated.message, restart, job.stop_signal)
+    if job.stop_signal is not None:
+        raise Stopped(job.stop_signal)  # Before there was anything to save.
+    cause = f"{_cause(job.agent_lines, code)}; all ranks were stopped, logs are in {log_dir}"
+    return Outcome(1, cause, restart=True)
+
+
+def _start(command: Sequence[str], environment: dict[str, str]) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        tethered(list(command)),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        errors="replace",
+        env=environment,
+        start_new_session=True,
+    )
+
+
+class _Supervisor:
+    """Follows a job until it has ended, and ends it when this process is asked to end."""
+
+    def __init__(
+        self,
+        process: subprocess.Popen[str],
+        saves: bool,
+        log_dir: Path,
+        reader: MetricsReader,
+        error_file: Path,
+        on_line: Callable[[str], None],
+        on_metrics: Callable[[dict[str, Any]], None],
+    ) -> None:
+        self.process, self.saves, self.log_dir = process, saves, log_dir
+        self.reader, self.error_file = reader, error_file
+        self.on_line, self.on_metrics = on_line, on_metrics
+        self.stop_signal: signal.Signals | None = None
+        """The last signal that asked for the end."""
+        self.agent_lines: list[str] = []
+        """What torchrun said of itself."""
+
+    def watch(self) -> int:
+        """The exit code of the job, which is ended where anything is raised meanwhile."""
+        # A shell that starts this in the background made it ignore Ctrl-C; a signal must stop it anyway.
+        previous = {number: signal.signal(number, self._stop) for number in (signal.SIGINT, signal.SIGTERM)}
+        if hasattr(signal, "SIGUSR1"):
+            # torchrun would die of it; one rank that takes note of it is enough for all.
+            previous[signal.SIGUSR1] = signal.signal(
+                signal.SIGUSR1, lambda *_: self._signal_first_rank(signal.SIGUSR1)
+            )
+        try:
+            self._follow()
+            return self.process.wait()
+        except BaseException:
+            _end(self.process)
+            raise
+        finally:
+            for number, handler in previous.items():
+                signal.signal(number, handler)
+
+    def _stop(self, number: int, _: object) -> None:
+        """Take a signal: a job that saves is asked to, once; else `Stopped` is raised."""
+        before, self.stop_signal = self.stop_signal, signal.Signals(number)
+        # One rank is enough for all. Not torchrun: it kills what has not saved after 30 s.
+        if before is None and self.saves and self._signal_first_rank(signal.SIGTERM):
+            return
+        if before is not None:
+            for rank in children(self.process.pid):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(rank, signal.SIGKILL)
+        raise Stopped(self.stop_signal)
+
+    def _signal_first_rank(self, number: signal.Signals) -> bool:
+        """Send a signal to the first rank; False where there is none yet, or none any more."""
+        ranks = children(self.process.pid)
+        if not ranks:
+            return False
+        try:
+            os.kill(ranks[0], number)
+        except ProcessLookupError:
+            return False
+        return True
+
+    def _follow(self) -> None:
+        """Pass on output and metrics until both streams end."""
+        lines: queue.Queue[tuple[str, str | None]] = queue.Queue()
+        streams = {"out": self.process.stdout, "err": self.process.stderr}
+        for name, stream in streams.items():
+            assert stream is not None
+            threading.Thread(target=_read, args=(name, stream, lines), daemon=True).start()
+        open_streams = len(streams)
+        said_stop = False
+        with _Log(self.log_dir / "output.log") as log:
+            while open_streams:
+                if self.stop_signal is not None and not said_stop:
+                    said_stop = True
+                    how = "saving after the running step; a second signal does not wait"
+                    self.on_line(f"planner: {self.stop_signal.name}: {how}")
+                try:
+                    name, line = lines.get(timeout=0.5)
+                except queue.Empty:
+                    continue
+                if line is None:
+                    open_streams -= 1
+                    continue
+                log.write(line)
+                if name == "err" and (self.agent_lines or _AGENT_LINE.match(line)):
+                    self.agent_lines.append(line)
+                elif name == "out" or not self.error_file.exists():
+                    self.on_line(line.rstrip("\n"))
+                for record in self.reader.new_records():
+                    self.on_metrics(record)
+
+
+class _Log:
+    """What a job prints, kept in a file for as long as that can be written."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.failed = False
+        self.file: IO[bytes] | None = None
+
+    def __enter__(self) -> _Log:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.file is not None:
+            with contextlib.suppress(OSError):
+                self.file.close()
+
+    def write(self, line: str) -> None:
+        """Append a line; a full disk is said once and ends nothing."""
+        try:
+            if self.file is None:
+                self.file = self.path.open("ab", buffering=0)
+            self.file.write(line.encode(errors="replace"))
+        except OSError as error:
+            if not self.failed:
+                say(f"planner: warning: {self.path} cannot be written ({error.strerror})", sys.stderr)
+            self.failed = True
+
+
+def _read(name: str, stream: IO[str], lines: queue.Queue[tuple[str, str | None]]) -> None:
+    for line in stream:
+        lines.put((name, line))
+    lines.put((name, None))
+
+
+def _end(process: subprocess.Popen[str]) -> None:
+    """End torchrun, which ends its ranks; kill it if it does not."""
+    if process.poll() is None:
+        process.send_signal(signal.SIGTERM)
+        try:
+            process.wait(STOP_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
+def _cause(agent_lines: Sequence[str], code: int) -> str:
+    text = "".join(agent_lines)
+    rank = re.search(r"local_rank: (\d+)", text)
+    exit_code = re.search(r"exitcode: (-?\d+)", text)
+    if rank is None or exit_code is None:
+        return f"training failed with exit code {code}"
+    number = int(exit_code[1])
+    how = f"was killed by {signal.Signals(-number).name}" if number < 0 else f"exited with code {number}"
+    return f"rank {rank[1]} {how}"
