@@ -84,7 +84,7 @@ def trace(
         grid = build_grid(spec, layout, torch.device(device))
         stack.enter_context(patch.object(training, "build_grid", lambda *_: grid))
         fake = FakeTensorMode(allow_non_fake_inputs=True)
-        stack.enter_context(_built_on_meta(fake))
+        stack.enter_context(built_on_meta(fake))
         stack.enter_context(fake)
         stack.enter_context(alone())
         stack.enter_context(even_load(spec))
@@ -214,7 +214,7 @@ def _prepare_maps() -> None:
 
 
 @contextmanager
-def _built_on_meta(fake: FakeTensorMode) -> Iterator[None]:
+def built_on_meta(fake: FakeTensorMode) -> Iterator[None]:
     """Let stages be built on the real meta device, whose tensors modules can replace by fake ones."""
     build, place = stages.build_stage, Transformer.place
 

@@ -1,0 +1,75 @@
+"""Dimensions: the numbers that the sizes of a unit's tensors are products of."""
+
+from __future__ import annotations
+
+from costmodels.layout import Layout
+from costmodels.model_spec import ModelSpec
+from costmodels.shapes import PEAK_LOAD
+
+
+def dimensions(model: ModelSpec, layout: Layout) -> dict[str, int]:
+    """The dimensions of a model and a layout on one rank, by name; integers, none of them 0.
+
+    batch: sequences of a micro batch; seq: positions of a rank, before sequence parallelism divides them by
+    tp; tp, cp, ep, etp: ranks; hidden; ffn: of a rank; keys: key/value heads of a rank; group: queries of
+    each; head: elements of one; sharers: ranks that share a key/value head; vocab: entries of a rank; tokens:
+    those of the first rank that the tokenizer has; positions: of the learned table.
+    """
+    tp, cp = layout.tensor_parallel, layout.context_parallel
+    heads = model.heads // tp
+    keys = max(1, model.kv_heads // tp)
+    vocab = model.padded_vocab(tp) // tp
+    found = {
+        "batch": layout.micro_batch_size,
+        "seq": model.seq // cp,
+        "tp": tp,
+        "cp": cp,
+        "hidden": model.hidden,
+        "ffn": model.ffn // tp,
+        "keys": keys,
+        "group": heads // keys,
+        "head": model.head_dim,
+        "sharers": max(1, tp // model.kv_heads),
+        "vocab": vocab,
+        "tokens": min(model.vocab, vocab),
+        "positions": model.max_positions,
+    }
+    return found | _latent(model) | _experts(model, layout)
+
+
+def _latent(model: ModelSpec) -> dict[str, int]:
+    """query_rank, latent_rank; elements of a head without position (nope), with it (rope), and of values."""
+    sizes = model.latent_attention
+    if sizes is None:
+        return {}
+    return {
+        "query_rank": max(1, sizes.q_lora_rank),
+        "latent_rank": sizes.kv_lora_rank,
+        "nope": sizes.qk_nope_head_dim,
+        "rope": sizes.qk_rope_head_dim,
+        "value": sizes.v_head_dim,
+    }
+
+
+def _experts(model: ModelSpec, layout: Layout) -> dict[str, int]:
+    """experts: of a layer; choices: of a token; expert_ffn and shared_ffn: of a rank; sent and arrived: rows
+    that leave a rank and come to it, as `runtime.dryrun.experts` has them."""
+    if not model.experts:
+        return {}
+    limit = model.router.capacity_factor
+    ep, etp = layout.expert_parallel, layout.expert_tensor_parallel
+    own = layout.micro_batch_size * model.seq // (layout.context_parallel * layout.tensor_parallel)
+    gathered = own * (1 if ep > 1 else etp)
+    pairs = gathered * model.top_k
+    sent = int(pairs * min(1.0, limit or 1.0))
+    arrived = int(pairs * min(PEAK_LOAD, limit or PEAK_LOAD)) if ep > 1 else sent
+    return {
+        "experts": model.experts,
+        "choices": model.top_k,
+        "ep": ep,
+        "etp": etp,
+        "expert_ffn": model.expert_ffn // etp,
+        "shared_ffn": max(1, model.shared_expert_ffn // layout.tensor_parallel),
+        "sent": sent,
+        "arrived": arrived,
+    }

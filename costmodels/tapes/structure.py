@@ -1,0 +1,212 @@
+"""Which operations a unit of a model does: the key that chooses its tape."""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+from costmodels.layout import Layout
+from costmodels.model_spec import ModelSpec
+
+Unit = Literal["embedding", "dense", "experts", "head", "loss"]
+
+LAYERS: tuple[Unit, ...] = ("dense", "experts")
+
+ALIGNED_HEAD = 8
+"""Elements that heads are filled up to multiples of for fused attention."""
+
+GROUPED_MULTIPLE = 8
+"""Elements in 16 bits that rows of matrices must be multiples of in PyTorch's grouped product."""
+
+
+class Structure(NamedTuple):
+    """What decides the operations of a unit, all numbers but sides of 1 left out.
+
+    Fields that a kind of unit does not heed have their defaults, so that equal keys mean equal tapes.
+    """
+
+    unit: Unit
+    precision: str
+    compiled: bool = False
+    several: bool = False
+    """Micro batches of more than one sequence."""
+    tensor_parallel: bool = False
+    sequence_parallel: bool = False
+    norm: str = ""
+    learned_positions: bool = False
+    pads_vocabulary: bool = False
+    """The first rank's part of the vocabulary has rows that no token has."""
+    linear_bias: bool = False
+    qkv_bias: bool = False
+    qk_norm: bool = False
+    rotates: bool = False
+    gated: bool = False
+    activation: str = ""
+    grouped_queries: bool = False
+    one_head: bool = False
+    one_key_head: bool = False
+    """A rank has one head of queries, and one of keys."""
+    unaligned_heads: bool = False
+    """Fused attention fills heads up."""
+    shares_heads: bool = False
+    """Tensor-parallel ranks share key/value heads."""
+    latent: bool = False
+    latent_queries: bool = False
+    longer_heads: str = ""
+    """Of latent attention, whose heads are larger: those of "keys" or of "values"."""
+    scales_scores: bool = False
+    context_form: str = ""
+    context_ranks: int = 1
+    """Of a ring, in whose rounds operations repeat."""
+    repeats_heads: bool = False
+    """Context-parallel ranks that exchange heads first repeat those of keys and values."""
+    recompute: tuple[str, ...] = ()
+    """Modules that backward computes again, in alphabetical order; "full" for the layer."""
+    offloads_activations: bool = False
+    expert_parallel: bool = False
+    expert_tensor_parallel: bool = False
+    loop_of_experts: int = 0
+    """Experts of a rank that are computed one after the other; 0 where one kernel computes all."""
+    score: str = ""
+    normalised: bool = False
+    scaled: bool = False
+    expert_bias: bool = False
+    group_score: str = ""
+    """How groups of experts are chosen; "" without groups."""
+    one_choice: bool = False
+    limited: str = ""
+    """A limited capacity of experts: "full" where even loads fill it, "part" where it drops some."""
+    shared_experts: bool = False
+    shared_gate: bool = False
+
+    @property
+    def name(self) -> str:
+        """The fields that differ from their defaults, as text that can name a file."""
+        parts = [self.unit, self.precision]
+        for field, value in zip(self._fields[2:], self[2:], strict=True):
+            if value == self._field_defaults[field]:
+                continue
+            text = "+".join(value) if isinstance(value, tuple) else str(value)
+            parts.append(field if value is True else f"{field}={text}")
+        return ",".join(parts)
+
+
+def units_of_stage(model: ModelSpec, layout: Layout, stage: int) -> list[Unit]:
+    """The units of one stage, in the order of forward."""
+    layers: list[Unit] = [
+        "experts" if model.experts and layer >= model.dense_layers else "dense"
+        for layer in layout.layer_range(stage)
+    ]
+    first: list[Unit] = ["embedding"] if stage == 0 else []
+    last: list[Unit] = ["head", "loss"] if stage == len(layout.layers_per_stage) - 1 else []
+    return [*first, *layers, *last]
+
+
+def structure_of(
+    model: ModelSpec, layout: Layout, unit: Unit, compiled: bool, recomputes: bool = True
+) -> Structure:
+    """The structure of a unit.
+
+    Args:
+        compiled: layers are compiled.
+        recomputes: the layer is one of those that recompute what the layout says.
+    """
+    tp = layout.tensor_parallel
+    common = Structure(
+        unit=unit,
+        precision="fp32" if layout.precision == "tf32" else layout.precision,
+        several=layout.micro_batch_size > 1,
+        tensor_parallel=tp > 1,
+        sequence_parallel=layout.sequence_parallel,
+    )
+    if unit == "embedding":
+        return common._replace(learned_positions=model.position == "learned")
+    if unit == "head":
+        return common._replace(norm=model.norm)
+    if unit == "loss":
+        vocabulary = model.padded_vocab(tp) // tp
+        return common._replace(
+            sequence_parallel=False, pads_vocabulary=vocabulary > model.vocab, several=common.several
+        )
+    return _of_layer(common._replace(compiled=compiled), model, layout, recomputes)
+
+
+def _of_layer(common: Structure, model: ModelSpec, layout: Layout, recomputes: bool) -> Structure:
+    modules = {"none": (), "full": ("full",), "selective": tuple(sorted(layout.recompute_modules))}
+    found = common._replace(
+        norm=model.norm,
+        linear_bias=model.linear_bias,
+        rotates=model.position == "rope",
+        gated=model.gated,
+        activation=model.activation,
+        recompute=modules[layout.recompute] if recomputes else (),
+        offloads_activations=layout.offload_activations,
+        one_head=model.heads == layout.tensor_parallel,
+    )
+    found = _latent(found, model) if model.latent_attention is not None else _grouped(found, model, layout)
+    found = _over_context(found, model, layout)
+    return _with_experts(found, model, layout) if common.unit == "experts" else found
+
+
+def _grouped(found: Structure, model: ModelSpec, layout: Layout) -> Structure:
+    tp = layout.tensor_parallel
+    return found._replace(
+        qkv_bias=model.linear_bias or model.qkv_bias,
+        qk_norm=model.qk_norm,
+        grouped_queries=model.heads // tp > max(1, model.kv_heads // tp),
+        one_key_head=model.kv_heads <= tp,
+        shares_heads=tp > model.kv_heads,
+        unaligned_heads=model.head_dim % ALIGNED_HEAD > 0,
+    )
+
+
+def _latent(found: Structure, model: ModelSpec) -> Structure:
+    sizes, scaling = model.latent_attention, model.rope_scaling
+    assert sizes is not None
+    keys = sizes.qk_nope_head_dim + sizes.qk_rope_head_dim
+    longer = "" if keys == sizes.v_head_dim else "keys" if keys > sizes.v_head_dim else "values"
+    return found._replace(
+        latent=True,
+        latent_queries=sizes.q_lora_rank > 0,
+        longer_heads=longer,
+        # `runtime.model.rotary.score_factor` is not 1.
+        scales_scores=scaling is not None and scaling.mscale_all_dim > 0 and scaling.factor > 1,
+        unaligned_heads=keys % ALIGNED_HEAD > 0,
+    )
+
+
+def _over_context(found: Structure, model: ModelSpec, layout: Layout) -> Structure:
+    ranks, form = layout.context_parallel, layout.context_parallel_form
+    if ranks == 1:
+        return found
+    found = found._replace(context_form=form)
+    if form == "ring":
+        return found._replace(context_ranks=ranks)
+    if form == "all_gather":
+        return found
+    heads = model.heads // layout.tensor_parallel
+    keys = heads if found.latent else max(1, model.kv_heads // layout.tensor_parallel)
+    return found._replace(
+        one_head=heads == ranks, one_key_head=ranks % keys == 0, repeats_heads=keys % ranks > 0
+    )
+
+
+def _with_experts(found: Structure, model: ModelSpec, layout: Layout) -> Structure:
+    ep, etp, router = layout.expert_parallel, layout.expert_tensor_parallel, model.router
+    sides = model.hidden, model.expert_ffn // etp
+    aligned = not any(side % GROUPED_MULTIPLE for side in sides)
+    grouped = aligned and layout.precision in ("bf16", "fp8")
+    limit = router.capacity_factor
+    return found._replace(
+        expert_parallel=ep > 1,
+        expert_tensor_parallel=etp > 1,
+        loop_of_experts=0 if grouped else model.experts // ep,
+        score=router.score,
+        normalised=router.normalised,
+        scaled=router.scale != 1.0,
+        expert_bias=router.expert_bias,
+        group_score=router.group_score if router.groups > 1 else "",
+        one_choice=model.top_k == 1,
+        limited="" if not limit else "part" if limit < 1 else "full",
+        shared_experts=model.shared_expert_ffn > 0,
+        shared_gate=model.shared_expert_gate,
+    )

@@ -1,0 +1,118 @@
+"""A tape: what one unit of a model allocates and frees in forward and backward, with symbolic sizes.
+
+A unit is an embedding, a layer, an output head or the loss. The dry run records tapes
+(`runtime.dryrun.unit_recorder`); a player adds what is around units: schedule, FSDP2, messages, optimizer.
+Sizes are sums of products of dimensions (`costmodels.tapes.dimensions`), so that one tape serves every model
+and layout whose unit does the same operations (`costmodels.tapes.structure`).
+
+Storages are numbers. Those at the borders of a unit have several holders, and end when the last lets go:
+
+- `INPUT` is the `OUTPUT` of the unit before. Its `Release` says that this unit holds it no longer: at the end
+  of forward, or in backward where the unit saves it.
+- `OUTPUT` is allocated in forward. Its `Release` says the same of the unit that made it.
+- `OUTPUT_GRADIENT` is the gradient of the output, which the unit after it has made. Its `Release` says that
+  backward has used it.
+- The gradient of the input is allocated in backward and goes to the unit before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from fractions import Fraction
+from typing import NamedTuple
+
+INPUT, OUTPUT, OUTPUT_GRADIENT = 0, 1, 2
+"""Storages at the borders of a unit; its own ones have larger numbers."""
+
+LAYER, EXPERTS = "layer", "experts"
+"""Groups of parameters that FSDP2 wraps together: the routed experts of a layer, and all else of a unit."""
+
+EXPERTS_FORWARD, EXPERTS_FORWARD_END = "experts_forward", "experts_forward_end"
+EXPERTS_BACKWARD, EXPERTS_BACKWARD_END = "experts_backward", "experts_backward_end"
+"""Marks around the routed experts of a layer, where FSDP2 gathers their parameters and is done with them."""
+
+
+class Term(NamedTuple):
+    """A product of dimensions and of a coefficient."""
+
+    numerator: int
+    denominator: int
+    powers: tuple[tuple[str, int], ...]
+    """Names of dimensions and their exponents."""
+
+
+Size = tuple[Term, ...]
+"""A sum of terms: bytes before the allocator rounds them, or elements of one side of a parameter."""
+
+
+class Allocation(NamedTuple):
+    """A storage begins."""
+
+    storage: int
+    size: Size
+    category: str
+    """As `costmodels.moments` and the dry run name the owners of bytes."""
+
+
+class Release(NamedTuple):
+    """A storage ends, or this unit holds it no longer."""
+
+    storage: int
+
+
+class Gradient(NamedTuple):
+    """Autograd has the gradient of a parameter; whoever keeps gradients has the storage from here on."""
+
+    parameter: int
+    storage: int
+
+
+class Mark(NamedTuple):
+    """Something happens that others may want to act on."""
+
+    name: str
+
+
+Event = Allocation | Release | Gradient | Mark
+
+
+class Parameter(NamedTuple):
+    """One parameter of a unit, as one rank has it before data parallelism splits it."""
+
+    name: str
+    shape: tuple[Size, ...]
+    group: str
+    partial: bool
+    """The gradient of a rank is a part of a sum over tensor-parallel ranks, which FSDP2 makes first."""
+    distributed: bool
+    """It is a DTensor."""
+
+
+class Tape(NamedTuple):
+    """What a unit does to memory."""
+
+    parameters: tuple[Parameter, ...]
+    """In the order in which the module lists them."""
+    forward: tuple[Event, ...]
+    backward: tuple[Event, ...]
+    input_gradient: int | None
+    """The storage that goes to the unit before; none where there is no such unit."""
+    input_category: str
+    """What the input is while this unit holds it over to backward; "" where it does not."""
+
+
+def elements_of(size: Size, dimensions: Mapping[str, int]) -> int:
+    """The value of a symbolic size: bytes of a storage, or elements of a side.
+
+    Raises:
+        ValueError: it is no whole number, so that the dimensions do not belong to the tape.
+    """
+    total = Fraction(0)
+    for numerator, denominator, powers in size:
+        product = Fraction(numerator, denominator)
+        for name, exponent in powers:
+            product *= Fraction(dimensions[name]) ** exponent
+        total += product
+    if total.denominator != 1:
+        raise ValueError(f"a size of {total} is no whole number")
+    return total.numerator

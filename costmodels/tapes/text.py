@@ -1,0 +1,100 @@
+"""Tapes as JSON, and symbolic sizes as text: `2 batch hidden seq tp^-1 + 8`."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+from functools import lru_cache
+from typing import Any
+
+from costmodels.tapes.tape import Allocation, Event, Gradient, Mark, Parameter, Release, Size, Tape, Term
+
+
+def size_text(size: Size) -> str:
+    """A symbolic size as text."""
+    return " + ".join(_term_text(term) for term in size) or "0"
+
+
+def _term_text(term: Term) -> str:
+    powers = [name if exponent == 1 else f"{name}^{exponent}" for name, exponent in term.powers]
+    return " ".join([str(Fraction(term.numerator, term.denominator)), *powers])
+
+
+@lru_cache(maxsize=4096)
+def parsed_size(text: str) -> Size:
+    """The symbolic size of a text."""
+    return () if text == "0" else tuple(_parsed_term(part) for part in text.split(" + "))
+
+
+def _parsed_term(text: str) -> Term:
+    coefficient, *names = text.split()
+    value = Fraction(coefficient)
+    pairs = (name.partition("^") for name in names)
+    return Term(
+        value.numerator, value.denominator, tuple((name, int(power or 1)) for name, _, power in pairs)
+    )
+
+
+def as_json(tape: Tape) -> dict[str, Any]:
+    """A tape for a file: sizes and categories by their numbers in tables.
+
+    An event is [storage, size, category] where a storage begins, [storage] where one ends, [storage,
+    parameter] for a gradient, and the name of a mark.
+    """
+    sizes: dict[str, int] = {}
+    categories: dict[str, int] = {}
+
+    def number(table: dict[str, int], text: str) -> int:
+        return table.setdefault(text, len(table))
+
+    def event(one: Event) -> Any:
+        match one:
+            case Allocation(storage, size, category):
+                return [storage, number(sizes, size_text(size)), number(categories, category)]
+            case Release(storage):
+                return [storage]
+            case Gradient(parameter, storage):
+                return [storage, parameter]
+            case Mark(name):
+                return name
+
+    return {
+        "parameters": [
+            [one.name, [size_text(side) for side in one.shape], one.group, one.partial, one.distributed]
+            for one in tape.parameters
+        ],
+        "forward": [event(one) for one in tape.forward],
+        "backward": [event(one) for one in tape.backward],
+        "input_gradient": tape.input_gradient,
+        "input_category": tape.input_category,
+        "sizes": list(sizes),
+        "categories": list(categories),
+    }
+
+
+def parsed_tape(data: dict[str, Any]) -> Tape:
+    """The tape of a file."""
+    sizes = [parsed_size(text) for text in data["sizes"]]
+    categories = data["categories"]
+
+    def event(one: Any) -> Event:
+        match one:
+            case str():
+                return Mark(one)
+            case [storage]:
+                return Release(storage)
+            case [storage, parameter]:
+                return Gradient(parameter, storage)
+            case [storage, size, category]:
+                return Allocation(storage, sizes[size], categories[category])
+        raise ValueError(f"{one!r} is no event of a tape")
+
+    return Tape(
+        tuple(
+            Parameter(name, tuple(map(parsed_size, shape)), group, partial, distributed)
+            for name, shape, group, partial, distributed in data["parameters"]
+        ),
+        tuple(map(event, data["forward"])),
+        tuple(map(event, data["backward"])),
+        data["input_gradient"],
+        data["input_category"],
+    )

@@ -1,0 +1,124 @@
+"""Reads symbolic sizes off numbers: which product of dimensions, or sum of such, a size is.
+
+The dimensions of a recording are products of a small number and of a prime that no other dimension has. So
+the primes of a size tell its dimensions, and what is left is a coefficient, which must be the same in all
+recordings. Where that fails, a size is a sum: of what its parts have in common times a few small terms.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from fractions import Fraction
+from functools import reduce
+from itertools import combinations, combinations_with_replacement
+from operator import mul
+
+from costmodels.tapes.tape import Size, Term
+
+Dimensions = Mapping[str, int]
+
+LARGEST_COEFFICIENT = 64
+"""Of a term of a sum, numerator and denominator: beyond it, terms would fit anything."""
+
+MOST_TERMS = 3
+
+
+class UnknownSizeError(RuntimeError):
+    """A size is no small sum of products of dimensions."""
+
+
+def symbolic(sizes: Sequence[int], dimensions: Sequence[Dimensions], primes: Sequence[Dimensions]) -> Size:
+    """The size that has these values in recordings with these dimensions.
+
+    Args:
+        sizes: of each recording.
+        dimensions: of each.
+        primes: of each, the prime of every dimension that varies freely.
+
+    Raises:
+        UnknownSizeError: there is none.
+    """
+    if len(set(sizes)) == 1:
+        return () if not sizes[0] else (Term(sizes[0], 1, ()),)
+    powers = [_powers(Fraction(size), *own) for size, *own in zip(sizes, dimensions, primes, strict=True)]
+    rests = _rests(sizes, dimensions, powers[0])
+    if powers[1:] == powers[:-1] and len(set(rests)) == 1:
+        return (Term(rests[0].numerator, rests[0].denominator, _sorted(powers[0])),)
+    return _sum(sizes, dimensions, powers)
+
+
+def _powers(value: Fraction, dimensions: Dimensions, primes: Dimensions) -> dict[str, int]:
+    """Exponents of dimensions; one that has the primes of others comes before them."""
+    found = {}
+    for name, prime in primes.items():
+        exponent, top, bottom = 0, value.numerator, value.denominator
+        while top and top % prime == 0:
+            top, exponent = top // prime, exponent + 1
+        while bottom % prime == 0:
+            bottom, exponent = bottom // prime, exponent - 1
+        if exponent:
+            found[name] = exponent
+            value /= Fraction(dimensions[name]) ** exponent
+    return found
+
+
+def _rests(
+    sizes: Sequence[int | Fraction], dimensions: Sequence[Dimensions], powers: Mapping[str, int]
+) -> list[Fraction]:
+    """What is left of sizes without powers of dimensions."""
+    found = []
+    for size, own in zip(sizes, dimensions, strict=True):
+        product = reduce(mul, (Fraction(own[name]) ** e for name, e in powers.items()), Fraction(1))
+        found.append(Fraction(size) / product)
+    return found
+
+
+def _sorted(powers: Mapping[str, int]) -> tuple[tuple[str, int], ...]:
+    return tuple(sorted((name, e) for name, e in powers.items() if e))
+
+
+def _sum(sizes: Sequence[int], dimensions: Sequence[Dimensions], powers: list[dict[str, int]]) -> Size:
+    common = {name: min(each.get(name, 0) for each in powers) for name in set().union(*powers)}
+    names = list(dimensions[0])
+    factors = [(), *((name,) for name in names), *combinations_with_replacement(names, 2)]
+    shared = {name: exponent for name, exponent in common.items() if exponent}
+    rests = _rests(sizes, dimensions, shared)
+    columns = {
+        factor: [Fraction(reduce(mul, (own[name] for name in factor), 1)) for own in dimensions]
+        for factor in factors
+    }
+    for count in range(2, min(MOST_TERMS, len(sizes)) + 1):
+        for chosen in combinations(factors, count):
+            solved = _solved([columns[factor] for factor in chosen], rests)
+            if solved is not None:
+                return tuple(_term(c, factor, shared) for c, factor in zip(solved, chosen, strict=True))
+    raise UnknownSizeError(f"sizes {list(sizes)} are no sum of {MOST_TERMS} products of dimensions")
+
+
+def _term(coefficient: Fraction, factor: Sequence[str], shared: Mapping[str, int]) -> Term:
+    powers = dict(shared)
+    for name in factor:
+        powers[name] = powers.get(name, 0) + 1
+    return Term(coefficient.numerator, coefficient.denominator, _sorted(powers))
+
+
+def _solved(columns: list[list[Fraction]], rests: list[Fraction]) -> list[Fraction] | None:
+    """Small coefficients, none of them 0, with which columns add up to the rests, or None."""
+    count = len(columns)
+    rows = [[column[i] for column in columns] + [rests[i]] for i in range(len(rests))]
+    for place in range(count):
+        pivot = next((row for row in rows[place:] if row[place]), None)
+        if pivot is None:
+            return None
+        rows.remove(pivot)
+        rows.insert(place, [value / pivot[place] for value in pivot])
+        for other in range(len(rows)):
+            if other != place and rows[other][place]:
+                factor = rows[other][place]
+                rows[other] = [a - factor * b for a, b in zip(rows[other], rows[place], strict=True)]
+    if any(row[count] for row in rows[count:]):
+        return None
+    found = [row[count] for row in rows[:count]]
+    if any(not c or c < 0 or max(c.numerator, c.denominator) > LARGEST_COEFFICIENT for c in found):
+        return None
+    return found

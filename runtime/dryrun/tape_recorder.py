@@ -1,0 +1,109 @@
+"""Records the tape of a structure: what its unit does with several sets of sizes, in symbols."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from costmodels.tapes.structure import Structure
+from costmodels.tapes.tape import (
+    Allocation,
+    Event,
+    Gradient,
+    Mark,
+    Parameter,
+    Release,
+    Size,
+    Tape,
+)
+from runtime.dryrun.sample_sizes import SAMPLES, Sample, sample
+from runtime.dryrun.symbols import UnknownSizeError, symbolic
+from runtime.dryrun.unit_recorder import Change, Recording, UnlikeError, record_unit
+
+PROOF = 2
+"""Recordings with other sizes that agree; sums of more terms take more of them."""
+
+
+def recorded_tape(structure: Structure) -> Tape:
+    """The tape of a structure, under the PyTorch that runs.
+
+    Raises:
+        ValueError: no model or layout has the structure.
+        UnlikeError: the unit does other things with other sizes, or in other micro batches.
+        UnknownSizeError: a size is no small sum of products of dimensions.
+    """
+    samples: list[Sample] = []
+    recordings: list[Recording] = []
+    for number in range(SAMPLES):
+        samples.append(sample(structure, number))
+        model, layout, _ = samples[-1]
+        recordings.append(record_unit(model, layout, structure.unit, structure.compiled))
+        if number + 1 < PROOF:
+            continue
+        try:
+            return _tape(samples, recordings)
+        except UnknownSizeError:
+            if number + 1 == SAMPLES:
+                raise
+    raise AssertionError("the last sample returns or raises")
+
+
+def _tape(samples: Sequence[Sample], recordings: Sequence[Recording]) -> Tape:
+    first = recordings[0]
+    for other in recordings[1:]:
+        if _without_sizes(other) != _without_sizes(first):
+            raise UnlikeError(f"{samples[0].model.name}: other sizes, other operations")
+    own = [one.dimensions for one in samples]
+    primes = [one.primes for one in samples]
+    known: dict[tuple[int, ...], Size] = {}
+
+    def size_of(values: tuple[int, ...]) -> Size:
+        if values not in known:
+            known[values] = symbolic(values, own, primes)
+        return known[values]
+
+    parameters = tuple(
+        Parameter(
+            name,
+            tuple(
+                size_of(tuple(one.parameters[place].shape[side] for one in recordings))
+                for side in range(len(shape))
+            ),
+            group,
+            partial,
+            distributed,
+        )
+        for place, (name, shape, group, partial, distributed) in enumerate(first.parameters)
+    )
+    return Tape(
+        parameters,
+        _events([one.forward for one in recordings], size_of),
+        _events([one.backward for one in recordings], size_of),
+        first.input_gradient,
+        first.input_category,
+    )
+
+
+def _without_sizes(recording: Recording) -> tuple[object, ...]:
+    passes = [
+        [(kind, number, 0 if kind == "allocation" else size, text) for kind, number, size, text in changes]
+        for changes in (recording.forward, recording.backward)
+    ]
+    parameters = [one._replace(shape=(0,) * len(one.shape)) for one in recording.parameters]
+    return (*passes, parameters, recording.input_gradient, recording.input_category)
+
+
+def _events(
+    passes: Sequence[Sequence[Change]], size_of: Callable[[tuple[int, ...]], Size]
+) -> tuple[Event, ...]:
+    events: list[Event] = []
+    for same in zip(*passes, strict=True):
+        kind, number, what, text = same[0]
+        if kind == "allocation":
+            events.append(Allocation(number, size_of(tuple(change[2] for change in same)), text))
+        elif kind == "release":
+            events.append(Release(number))
+        elif kind == "gradient":
+            events.append(Gradient(what, number))
+        else:
+            events.append(Mark(text))
+    return tuple(events)

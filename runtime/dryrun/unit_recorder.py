@@ -1,0 +1,424 @@
+"""Runs one unit of a model on fake tensors, and lists what it allocates and frees.
+
+The unit is built as for a training step, but for FSDP2: parameters are there, in the format that computes.
+Before it stands a node of autograd that makes its input, after it one that makes the gradient of its output,
+as the units around it would. A second forward and backward show that the unit does the same with gradients
+that are there already.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import groupby
+from operator import itemgetter
+from typing import Any, NamedTuple
+from unittest.mock import patch
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+from torch.distributed.tensor import DTensor
+
+from costmodels import Layout, ModelSpec
+from costmodels.tapes.structure import LAYERS, Unit
+from costmodels.tapes.tape import (
+    EXPERTS,
+    EXPERTS_BACKWARD,
+    EXPERTS_BACKWARD_END,
+    EXPERTS_FORWARD,
+    EXPERTS_FORWARD_END,
+    INPUT,
+    LAYER,
+    OUTPUT,
+    OUTPUT_GRADIENT,
+)
+from runtime.dryrun import run
+from runtime.dryrun.compiled import compiled_layers
+from runtime.dryrun.experts import even_load
+from runtime.dryrun.fake_gpu import fake_gpu
+from runtime.dryrun.kernels import gpu_kernels
+from runtime.dryrun.roles import label_layers, roles
+from runtime.dryrun.tracker import Tracker, inner_tensors
+from runtime.model.experts import MixtureOfExperts
+from runtime.model.transformer import Transformer
+from runtime.parallel.data import DTYPES
+from runtime.parallel.local import local_part
+from runtime.parallel.loss import TokenLoss
+from runtime.parallel.mesh import build_grid
+from runtime.train import stages
+
+Change = tuple[str, int, int, str]
+"""What happens: "allocation", "release", "gradient" or "mark"; the number of the storage; its bytes, or the
+number of the parameter; its category, or the name of the mark."""
+
+
+BORDERS = {INPUT, OUTPUT, OUTPUT_GRADIENT}
+
+
+class RecordedParameter(NamedTuple):
+    """One parameter of a unit, as this rank has it."""
+
+    name: str
+    shape: tuple[int, ...]
+    group: str
+    partial: bool
+    distributed: bool
+
+
+@dataclass
+class Recording:
+    """What a unit has done with one set of sizes."""
+
+    parameters: list[RecordedParameter] = field(default_factory=list)
+    forward: list[Change] = field(default_factory=list)
+    backward: list[Change] = field(default_factory=list)
+    input_gradient: int | None = None
+    input_category: str = ""
+
+
+class UnlikeError(RuntimeError):
+    """A unit does not do the same each time, so that no tape tells what it does."""
+
+
+def record_unit(model: ModelSpec, layout: Layout, unit: Unit, compiled: bool) -> Recording:
+    """What `unit` of a model allocates and frees on the first rank of a layout.
+
+    Args:
+        model: of one layer.
+        layout: without pipeline and data parallelism.
+        compiled: layers are compiled.
+
+    Raises:
+        UnlikeError: the unit does not do the same each time.
+    """
+    with ExitStack() as stack:
+        tracker = Tracker(on_gpu=True)
+        module, run_unit, source = _built(stack, tracker, model, layout, unit, compiled)
+        recorder = _Recorder(tracker, module, run_unit, source)
+        recorder.turn()
+        recorder.forget_gradients()
+        first, again = recorder.turn(), recorder.turn()
+        if changes_alike(first) != changes_alike(again, first):
+            raise UnlikeError(f"{unit}: the second micro batch does other things than the first")
+        recorder.forget_gradients()
+        return first
+
+
+def changes_alike(recording: Recording, first: Recording | None = None) -> list[Change]:
+    """The changes of a recording but for gradients; those of a later one without the ends of what autograd
+    has added to the gradients of the `first`."""
+    gradients = {number for kind, number, *_ in (first or recording).backward if kind == "gradient"}
+    changes = [*recording.forward, *recording.backward]
+    return [
+        (kind, number, size, "" if number in gradients else text)
+        for kind, number, size, text in changes
+        if kind != "gradient" and not (kind == "release" and number in gradients)
+    ]
+
+
+def _built(
+    stack: ExitStack, tracker: Tracker, model: ModelSpec, layout: Layout, unit: Unit, compiled: bool
+) -> tuple[nn.Module, Callable[[Tensor], Tensor], Callable[[], Tensor]]:
+    """The parameters of a unit, what runs it, and what makes its input; `stack` ends all of it."""
+    device = torch.device("cuda")
+    stack.enter_context(run.one_rank_of(layout.world_size, 0))
+    stack.enter_context(fake_gpu())
+    grid = build_grid(model, layout, device)
+    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    stack.enter_context(run.built_on_meta(fake))
+    stack.enter_context(fake)
+    stack.enter_context(run.alone())
+    stack.enter_context(even_load(model))
+    stack.enter_context(gpu_kernels(fake))
+    stack.enter_context(roles(tracker))
+    if compiled:
+        stack.enter_context(compiled_layers(tracker))
+    stack.enter_context(tracker)
+    with patch.object(stages, "needs_data_parallel", lambda *_: False):
+        stage = stages.build_stage(model, layout, grid, 0, compiled)
+    dtype = DTYPES[layout.precision]
+    with unset_fake_temporarily():
+        _convert(stage, dtype)
+    stage.to_empty(device=device)
+    for router in stage.routers.values():
+        router.to_device(device)
+    # Only what belongs to layers: the tracker's executor is not needed for one stage.
+    label_layers(tracker, _OneStage([stage]), compiled, stages.compiles_in_two(layout))  # type: ignore[arg-type]
+    rows, positions = layout.micro_batch_size, model.seq // layout.context_parallel
+    ids = torch.empty(rows, positions, dtype=torch.int64, device=device)
+    residual = rows, positions // (layout.tensor_parallel if layout.sequence_parallel else 1), model.hidden
+    if unit == "embedding":
+        assert stage.embedding is not None
+        return stage.embedding, stage.embedding, lambda: ids
+    if unit in LAYERS:
+        (block,) = stage.blocks
+        return block, block, partial(torch.empty, residual, dtype=dtype, device=device)
+    assert stage.norm is not None and stage.head is not None
+    norm, head = stage.norm, stage.head
+    if unit == "head":
+        return (
+            nn.ModuleList([norm, head]),
+            lambda x: head(norm(x)),
+            partial(torch.empty, residual, dtype=dtype, device=device),
+        )
+    vocab = model.padded_vocab(layout.tensor_parallel) // layout.tensor_parallel
+    loss = TokenLoss(model, layout, grid)
+    shape = rows, positions, vocab
+    return nn.Module(), lambda x: loss(x, ids), partial(torch.empty, shape, dtype=dtype, device=device)
+
+
+class _OneStage(NamedTuple):
+    stages: list[Transformer]
+
+
+def _convert(stage: Transformer, dtype: torch.dtype) -> None:
+    """Let parameters have the format that computes, as FSDP2 gathers them."""
+    for module in stage.modules():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            setattr(module, name, nn.Parameter(parameter.detach().to(dtype)))
+    stage.tie()
+
+
+class _Input(torch.autograd.Function):
+    """Stands for the unit before: makes its result, and takes the gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, recorder: _Recorder) -> Tensor:
+        ctx.recorder = recorder
+        return recorder.source()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, None]:  # type: ignore[override]
+        ctx.recorder.backward_ends(grad)
+        return None, None
+
+
+class _Output(torch.autograd.Function):
+    """Stands for the unit after: reads the result, and makes the gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, recorder: _Recorder) -> Tensor:
+        ctx.recorder, ctx.shape, ctx.dtype = recorder, x.shape, x.dtype
+        return torch.empty((), device=x.device)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        gradient = torch.empty(ctx.shape, dtype=ctx.dtype, device=grad.device)
+        ctx.recorder.backward_begins(gradient)
+        return gradient, None
+
+
+class _Around(torch.autograd.Function):
+    """What FSDP2 puts around the inputs of what it wraps: its backward comes when theirs is done."""
+
+    @staticmethod
+    def forward(ctx: Any, then: Callable[[], None], *inputs: Tensor) -> tuple[Tensor, ...]:
+        ctx.then = then
+        return inputs
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        ctx.then()
+        return None, *grads
+
+
+class _Recorder:
+    """Turns the log of a tracker into the changes of a unit."""
+
+    def __init__(
+        self,
+        tracker: Tracker,
+        module: nn.Module,
+        run_unit: Callable[[Tensor], Tensor],
+        source: Callable[[], Tensor],
+    ) -> None:
+        self.tracker, self.run_unit, self.source = tracker, run_unit, source
+        self.named = list(module.named_parameters())
+        self.notes: list[tuple[int, str, int, Any]] = []
+        """What happens besides allocations: changes in the log before it, what, which storage, and more."""
+        self.places: dict[str, int] = {}
+        self.borders: dict[int, int] = {}
+        self.result: int | None = None
+        self.routed: set[int] = set()
+        for number, (_, parameter) in enumerate(self.named):
+            parameter.register_post_accumulate_grad_hook(partial(self._gradient_comes, number))  # type: ignore[no-untyped-call]
+        for part in module.modules():
+            if isinstance(part, MixtureOfExperts):
+                self.routed |= {id(parameter) for parameter in part.experts.parameters()}
+                self._watch_experts(part.experts)
+
+    def _watch_experts(self, experts: nn.Module) -> None:
+        def before(_: nn.Module, inputs: tuple[Any, ...]) -> Any:
+            self._note(EXPERTS_FORWARD)
+            tensors = [x for x in inputs if isinstance(x, Tensor) and x.requires_grad]
+            if not tensors:
+                return inputs
+            wrapped = iter(_Around.apply(partial(self._note, EXPERTS_BACKWARD_END), *tensors))  # type: ignore[no-untyped-call]
+            return tuple(next(wrapped) if any(x is t for t in tensors) else x for x in inputs)
+
+        def after(_: nn.Module, __: Any, result: Tensor) -> None:
+            self._note(EXPERTS_FORWARD_END)
+            if result.requires_grad:
+                result.register_hook(lambda gradient: self._note(EXPERTS_BACKWARD))  # type: ignore[no-untyped-call]
+
+        experts.register_forward_pre_hook(before)
+        experts.register_forward_hook(after)
+
+    def _note(self, name: str) -> None:
+        self.notes.append((len(self.tracker.numbers), "mark", -1, name))
+
+    def _gradient_comes(self, number: int, parameter: Tensor) -> None:
+        self.tracker.tag(parameter.grad, "gradients")
+        assert parameter.grad is not None
+        self.notes.append((len(self.tracker.numbers), "gradient", self._block(parameter.grad), number))
+
+    def _block(self, tensor: Tensor) -> int:
+        (inner,) = inner_tensors(tensor)
+        return self.tracker.alive[inner.untyped_storage()._cdata][0]
+
+    def _reach(self, name: str) -> None:
+        self.places[name] = len(self.tracker.numbers)
+
+    def backward_begins(self, gradient: Tensor) -> None:
+        self.borders[self._block(gradient)] = OUTPUT_GRADIENT
+        self._reach("backward")
+
+    def backward_ends(self, gradient: Tensor) -> None:
+        self.result = self._block(gradient)
+        self._reach("end")
+
+    def forget_gradients(self) -> None:
+        for _, parameter in self.named:
+            parameter.grad = None
+
+    def turn(self) -> Recording:
+        """One forward and backward pass."""
+        tracker = self.tracker
+        self.notes.clear()
+        self.places.clear()
+        self.borders, self.result = {}, None
+        x, has_gradient = self._input()
+        self.borders[self._block(x)] = INPUT
+        self._reach("forward")
+        with tracker.scope(phase="forward"):
+            y = self.run_unit(x)
+        self.borders.setdefault(self._block(y), OUTPUT)
+        self._reach("returned")
+        end = _Output.apply(y, self)  # type: ignore[no-untyped-call]
+        # What nobody else holds ends here: input, then output.
+        self._reach("drops")
+        del x
+        del y
+        self._reach("dropped")
+        end.backward()
+        if not has_gradient:
+            self._reach("end")
+        del end
+        self._reach("over")
+        return self._recording()
+
+    def _input(self) -> tuple[Tensor, bool]:
+        plain = self.source()
+        if not plain.is_floating_point():
+            return plain, False
+        del plain
+        anchor = torch.empty(0, requires_grad=True)
+        x: Tensor = _Input.apply(anchor, self)  # type: ignore[no-untyped-call]
+        return x, True
+
+    def _recording(self) -> Recording:
+        names = _Names(self.borders)
+        forward = self._changes(names, [("forward", "returned"), ("drops", "dropped")])
+        backward = self._changes(names, [("backward", "end")])
+        # What stands around the unit ends within it too.
+        made = {number for kind, number, *_ in [*forward, *backward] if kind == "allocation"}
+        forward, backward = (
+            _settled([change for change in changes if change[0] != "release" or change[1] in made | BORDERS])
+            for changes in (forward, backward)
+        )
+        self._check(names, [*forward, *backward])
+        (given,) = (block for block, number in self.borders.items() if number == INPUT)
+        category = self.tracker.blocks[given].category
+        return Recording(
+            parameters=[self._described(*one) for one in self.named],
+            forward=forward,
+            backward=backward,
+            input_gradient=None if self.result is None else names.of(self.result),
+            input_category="" if category == "temporaries" else category,
+        )
+
+    def _changes(self, names: _Names, spans: list[tuple[str, str]]) -> list[Change]:
+        """The log between places, with notes where they belong."""
+        tracker, found = self.tracker, list[Change]()
+        for start, end in ((self.places[one], self.places[other]) for one, other in spans):
+            notes = iter(sorted((note for note in self.notes if start <= note[0] <= end), key=itemgetter(0)))
+            note = next(notes, None)
+            for place in range(start, end + 1):
+                while note is not None and note[0] == place:
+                    _, kind, block, what = note
+                    if kind == "gradient":
+                        # One that an earlier micro batch has made is nobody's here.
+                        found.append((kind, names.known.get(block, -1), what, ""))
+                    else:
+                        found.append((kind, -1, 0, what))
+                    note = next(notes, None)
+                if place == end:
+                    break
+                block, delta = tracker.numbers[place], tracker.deltas[place]
+                if delta > 0:
+                    found.append(
+                        ("allocation", names.of(block), delta, owner(tracker.blocks[block].category))
+                    )
+                else:
+                    found.append(("release", names.of(block), 0, ""))
+        return found
+
+    def _check(self, names: _Names, changes: list[Change]) -> None:
+        """Everything of the unit must be gone after backward, but gradients."""
+        made = {number for kind, number, *_ in changes if kind == "allocation"}
+        ends = {number for kind, number, *_ in changes if kind in ("release", "gradient")}
+        result = None if self.result is None else names.of(self.result)
+        left = sorted(made - ends - {result})
+        if left:
+            raise UnlikeError(f"storages {left} of a unit outlive its backward")
+
+    def _described(self, name: str, parameter: Tensor) -> RecordedParameter:
+        partial_sum = False
+        if isinstance(parameter, DTensor):
+            gradient = parameter.grad
+            partial_sum = isinstance(gradient, DTensor) and any(p.is_partial() for p in gradient.placements)
+        local = local_part(parameter.detach())
+        group = EXPERTS if id(parameter) in self.routed else LAYER
+        return RecordedParameter(name, tuple(local.shape), group, partial_sum, isinstance(parameter, DTensor))
+
+
+def _settled(changes: list[Change]) -> list[Change]:
+    """The same with ends that come one after the other in the order of their storages: a compiler's sets have
+    none."""
+    found = list[Change]()
+    for is_end, some in groupby(changes, lambda change: change[0] == "release"):
+        alike = list(some)
+        found += sorted(alike) if is_end else alike
+    return found
+
+
+def owner(category: str) -> str:
+    """Who owns a byte, in the words of moments."""
+    return "communication" if category == "message" else category
+
+
+class _Names:
+    """Numbers of storages in the order of their appearance, the borders first."""
+
+    def __init__(self, borders: dict[int, int]) -> None:
+        self.known = dict(borders)
+        self.next = OUTPUT_GRADIENT + 1
+
+    def of(self, block: int) -> int:
+        if block not in self.known:
+            self.known[block] = self.next
+            self.next += 1
+        return self.known[block]

@@ -1,0 +1,113 @@
+"""Tapes: symbolic sizes, structures, and files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import given
+
+from costmodels import Layout, ModelSpec
+from costmodels.tapes import store
+from costmodels.tapes.dimensions import dimensions
+from costmodels.tapes.structure import Structure, structure_of, units_of_stage
+from costmodels.tapes.tape import (
+    Allocation,
+    Gradient,
+    Mark,
+    Parameter,
+    Release,
+    Tape,
+    Term,
+    elements_of,
+)
+from costmodels.tapes.text import as_json, parsed_size, parsed_tape, size_text
+
+NAMES = ("batch", "hidden", "seq", "tp")
+
+TERMS = st.builds(
+    lambda numerator, denominator, powers: parsed_size(
+        " ".join([f"{numerator}/{denominator}", *(f"{n}^{e}" for n, e in powers.items())])
+    )[0],
+    st.integers(1, 64),
+    st.integers(1, 8),
+    st.dictionaries(st.sampled_from(NAMES), st.sampled_from((-2, -1, 1, 2))),
+)
+
+MODEL = ModelSpec(name="small", layers=4, hidden=64, heads=4, vocab=100, seq=32)
+
+TAPE = Tape(
+    (Parameter("weight", (parsed_size("1 hidden"), parsed_size("3")), "layer", True, False),),
+    (Allocation(1, parsed_size("2 hidden seq"), "activations"), Mark("experts_forward"), Release(1)),
+    (Allocation(3, parsed_size("2 hidden + 8"), "gradients"), Gradient(0, 3), Release(0)),
+    None,
+    "activations",
+)
+
+
+@given(st.lists(TERMS, max_size=3))
+def test_sizes_survive_text(terms: list[Term]) -> None:
+    assert parsed_size(size_text(tuple(terms))) == tuple(terms)
+
+
+def test_a_size_is_the_sum_of_its_terms() -> None:
+    size = parsed_size("2 batch seq hidden tp^-1 + 8")
+    assert elements_of(size, {"batch": 3, "seq": 8, "hidden": 5, "tp": 4}) == 68
+
+
+def test_dimensions_of_another_tape_are_refused() -> None:
+    with pytest.raises(ValueError, match="no whole number"):
+        elements_of(parsed_size("1 seq tp^-1"), {"seq": 5, "tp": 2})
+
+
+def test_tapes_survive_files(tmp_path: Path) -> None:
+    path = tmp_path / "torch-2.0.zip"
+    structures = [Structure("embedding", "bf16"), Structure("head", "bf16", norm="rmsnorm")]
+    store.write_tapes({structures[0]: TAPE}, path)
+    store.write_tapes({structures[1]: TAPE._replace(input_gradient=4)}, path)
+    assert store.structure_names(path) == [one.name for one in structures]
+    assert parsed_tape(as_json(TAPE)) == TAPE
+
+
+def test_equal_tapes_make_equal_files(tmp_path: Path) -> None:
+    files = [tmp_path / "one.zip", tmp_path / "other.zip"]
+    for path in files:
+        store.write_tapes({Structure("head", "bf16"): TAPE}, path)
+    assert files[0].read_bytes() == files[1].read_bytes()
+
+
+def test_a_stage_is_a_chain_of_units() -> None:
+    layout = Layout(layers_per_stage=(1, 3), pipeline_parallel=2, global_batch_size=2)
+    assert units_of_stage(MODEL, layout, 0) == ["embedding", "dense"]
+    assert units_of_stage(MODEL, layout, 1) == ["dense"] * 3 + ["head", "loss"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "changed"),
+    [
+        ({"micro_batch_size": 4}, {"several": True}),
+        ({"tensor_parallel": 2}, {"tensor_parallel": True}),
+        ({"tensor_parallel": 4}, {"tensor_parallel": True, "one_head": True, "one_key_head": True}),
+        ({"recompute": "selective"}, {"recompute": ("core_attention",)}),
+        ({"data_parallel": 2, "zero_stage": 3, "optimizer": "sgd"}, {}),
+    ],
+)
+def test_a_structure_heeds_what_changes_operations(fields: dict[str, Any], changed: dict[str, Any]) -> None:
+    base = {"layers_per_stage": (4,), "global_batch_size": 8}
+    plain = structure_of(MODEL, Layout.model_validate(base), "dense", compiled=False)
+    other = structure_of(MODEL, Layout.model_validate(base | fields), "dense", compiled=False)
+    assert other == plain._replace(**changed)
+
+
+def test_layers_beyond_those_that_recompute_are_plain() -> None:
+    layout = Layout(layers_per_stage=(4,), global_batch_size=1, recompute="full", recompute_method="block")
+    assert structure_of(MODEL, layout, "dense", compiled=True).recompute == ("full",)
+    assert structure_of(MODEL, layout, "dense", compiled=True, recomputes=False).recompute == ()
+
+
+def test_dimensions_are_those_of_one_rank() -> None:
+    layout = Layout(layers_per_stage=(4,), global_batch_size=2, micro_batch_size=2, tensor_parallel=2)
+    found = dimensions(MODEL, layout)
+    assert (found["keys"], found["group"], found["ffn"], found["vocab"]) == (2, 1, 128, 64)
