@@ -31,7 +31,7 @@ import yaml
 
 from cli.tables import console, table
 from costmodels.errors import InputError
-from planner.flags import run
+from planner.options.flags import run
 
 ROOT = Path(__file__).parents[1]
 

@@ -26,7 +26,7 @@ from costmodels.calibration.ranking import rank_sweeps
 from costmodels.calibration.scoring import fitted, tokens_per_s_per_device
 from costmodels.catalogue.yaml_files import packaged
 from costmodels.errors import InputError
-from costmodels.table import Floats
+from costmodels.spec.table import Floats
 
 TARGET = Path(costmodels.catalogue.__file__).with_name("calibrated.yaml")
 

@@ -22,7 +22,7 @@ from benchmarks.runtime import MODEL
 from benchmarks.worker_pool import WorkerPool
 from costmodels import Layout, ModelSpec
 from costmodels.errors import InputError
-from planner.flags import run
+from planner.options.flags import run
 from runtime.job.devices import local_device_count
 from runtime.settings.preflight import check_job
 

@@ -24,7 +24,7 @@ import typer
 from torch import Tensor
 
 from costmodels import ModelSpec
-from planner.flags import run
+from planner.options.flags import run
 from runtime import convert
 from runtime.huggingface.companions import write_config
 from runtime.huggingface.configs import config_for, with_dtype

@@ -38,7 +38,7 @@ from costmodels import ModelSpec, Precision
 from costmodels.catalogue import load_model
 from costmodels.catalogue.host import available_cores
 from costmodels.errors import InputError
-from planner.flags import run
+from planner.options.flags import run
 from runtime.job.devices import local_device_count
 from runtime.job.text import open_datasets, tokenizer_for
 from runtime.settings.options import DataOptions

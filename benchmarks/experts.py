@@ -21,11 +21,11 @@ import numpy as np
 
 from cli.tables import console, table
 from costmodels.catalogue.yaml_files import parse
-from costmodels.table import code_of
+from costmodels.spec.table import code_of
 from planner import search
-from planner.inputs import resolve_engine, resolve_model
+from planner.explanation.why_not import judge, parse_layout
+from planner.options.inputs import resolve_engine, resolve_model
 from planner.ranking import SearchResult
-from planner.verdict import judge, parse_layout
 
 DATA = Path(__file__).with_name("experts.yaml")
 

@@ -26,7 +26,7 @@ import typer
 from benchmarks.fault_audit import Attempt, Audit, attempt, audit
 from benchmarks.fault_jobs import RunningJob, forked, under_torchrun
 from costmodels.errors import InputError
-from planner.flags import run
+from planner.options.flags import run
 from runtime.data import IndexedWriter
 from runtime.logs.metrics_file import MetricsReader
 

@@ -23,7 +23,7 @@ from typing import Any
 
 from costmodels.catalogue.host import available_cores
 from costmodels.errors import InputError
-from costmodels.words import GIB
+from costmodels.spec.record import GIB
 from planner import search
 from planner.plan import Plan
 from runtime.dryrun.memory_trace import CATEGORIES

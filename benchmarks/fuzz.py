@@ -32,7 +32,7 @@ from benchmarks.fuzz_mutations import corrupt
 from benchmarks.fuzz_targets import Target, targets
 from cli.tables import console, table
 from costmodels.errors import InputError
-from planner.flags import one_line, run
+from planner.options.flags import one_line, run
 
 CPU_SECONDS = 5.0
 """Of the processor that reading one input may take."""

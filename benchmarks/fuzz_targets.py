@@ -15,8 +15,8 @@ import planner
 from costmodels import ModelSpec
 from costmodels.catalogue import load_device, load_model
 from costmodels.catalogue.yaml_files import LOADER
-from costmodels.network_table import read_network_table
-from planner.inputs import resolve_model
+from costmodels.time.network_table import read_network_table
+from planner.options.inputs import resolve_model
 from planner.plan import Plan
 from runtime.data import IndexedWriter, build_datasets
 

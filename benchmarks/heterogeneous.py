@@ -20,13 +20,13 @@ from itertools import combinations, pairwise
 import numpy as np
 
 from costmodels import ModelSpec
-from costmodels.kinds import mixed
 from costmodels.pricing import peak_memory, price
-from costmodels.table import LayoutTable
-from planner.inputs import DEFAULT_ENGINE, resolve_cluster, resolve_engine
-from planner.pins import Pins
+from costmodels.ranks.nodes import mixed
+from costmodels.spec.table import LayoutTable
+from planner.options.inputs import DEFAULT_ENGINE, resolve_cluster, resolve_engine
+from planner.options.pins import Pins
 from planner.ranking import Problem, SearchResult, rank
-from planner.space import Batch
+from planner.space.grid import Batch
 
 PAIRS = [
     ("a100-80g", "v100-32g"),

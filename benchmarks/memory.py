@@ -24,9 +24,9 @@ import numpy as np
 
 from costmodels import LatentAttention, Layout, ModelSpec, even_split
 from costmodels.bundled import KINDS, covers, moments_of_ranks
-from costmodels.layout import Schedule
-from costmodels.table import LayoutTable
-from planner.rules import first_illegal
+from costmodels.spec.layout import Schedule
+from costmodels.spec.table import LayoutTable
+from planner.space.rules import first_illegal
 from runtime.dryrun.run import trace
 
 SHARE, BYTES = 0.01, 2**20

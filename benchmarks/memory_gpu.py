@@ -21,9 +21,9 @@ from typing import Annotated, Any
 import typer
 
 from costmodels.errors import InputError
-from costmodels.words import GIB
+from costmodels.spec.record import GIB
 from planner import Plan, search
-from planner.flags import run
+from planner.options.flags import run
 from runtime.dryrun.memory_trace import CATEGORIES
 
 HEAD_ROOM = 0.9

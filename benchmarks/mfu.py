@@ -19,9 +19,9 @@ import typer
 from benchmarks.parity import SEED, parse_layout
 from costmodels import Layout, ModelSpec
 from costmodels.errors import InputError
-from costmodels.words import GIB
-from planner.flags import run
-from planner.options import ModelOptions
+from costmodels.spec.record import GIB
+from planner.options.flags import run
+from planner.options.parallel import ModelOptions
 from runtime.settings.preflight import check_job
 
 WARM_UP = 3

@@ -21,9 +21,9 @@ from importlib.util import find_spec
 from itertools import product
 from pathlib import Path
 
-from costmodels.hardware import Cluster
-from costmodels.model_spec import ModelSpec
-from planner.rule import divisors
+from costmodels.spec.hardware import Cluster
+from costmodels.spec.model import ModelSpec
+from planner.space.rule import divisors
 
 
 @dataclass(frozen=True)

@@ -21,8 +21,8 @@ import typer
 from benchmarks.worker_pool import WorkerPool
 from costmodels import SHORT_NAMES, LatentAttention, Layout, ModelSpec, RopeScaling, Router, even_split
 from costmodels.errors import InputError
-from costmodels.layout import V_SCHEDULES
-from planner.flags import run
+from costmodels.spec.layout import V_SCHEDULES
+from planner.options.flags import run
 from runtime.settings.preflight import check_job
 
 if TYPE_CHECKING:

@@ -24,7 +24,7 @@ import typer
 
 from costmodels.catalogue.host import available_cores
 from costmodels.errors import InputError
-from planner.flags import run
+from planner.options.flags import run
 from runtime.launch.torchrun import torchrun_command
 
 BASELINES = ("spawn", "fork")

@@ -9,8 +9,8 @@ from typing import Annotated
 
 import typer
 
-from planner.command import HELP, add
-from planner.flags import for_words
+from planner.options.command import HELP, add
+from planner.options.flags import for_words
 from planner.version import version
 
 

@@ -17,9 +17,9 @@ from costmodels.catalogue import (
     model_names,
 )
 from costmodels.errors import InputError
-from costmodels.hardware import Device
-from costmodels.words import GIB
-from planner.flags import flag, takes
+from costmodels.spec.hardware import Device
+from costmodels.spec.record import GIB
+from planner.options.flags import flag, takes
 
 WIDE = 150
 """Columns of a terminal from which sources are shown too."""

@@ -6,7 +6,7 @@ import time
 from dataclasses import dataclass
 
 from costmodels.errors import InputError
-from planner.flags import flag, takes
+from planner.options.flags import flag, takes
 
 MOST_NAMES = 3
 """Tensors that a note names."""

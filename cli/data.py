@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from costmodels.errors import InputError
-from planner.command import HELP, Command
-from planner.flags import flag, takes
-from planner.numbers import AT_LEAST_1
+from planner.options.command import HELP, Command
+from planner.options.flags import flag, takes
+from planner.options.limits import AT_LEAST_1
 
 if TYPE_CHECKING:
     from runtime.data import Summary, Tokenizer

@@ -13,13 +13,13 @@ from cli.pasted import pasted
 from cli.status import Status
 from cli.tables import console, table
 from costmodels.catalogue.host import available_cores
-from costmodels.words import GIB
+from costmodels.spec.record import GIB
 from planner import advice
-from planner.asked import idle_links, search_arguments
-from planner.flags import flag, takes
-from planner.options import BatchOptions, ClusterOptions, ModelOptions, ParallelOptions, check_alone
+from planner.api import search
+from planner.arguments import idle_links, search_arguments
+from planner.options.flags import flag, takes
+from planner.options.parallel import BatchOptions, ClusterOptions, ModelOptions, ParallelOptions, check_alone
 from planner.plan import Plan
-from planner.search import search
 from runtime.dryrun.fit import TOTAL, estimated_bytes, fits, needed_bytes
 from runtime.dryrun.memory_trace import CATEGORIES, MemoryTrace
 from runtime.dryrun.preflight import check_installed, ranks_to_trace
@@ -31,7 +31,7 @@ from runtime.settings.preflight import check_plan, check_training
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from planner.rule import Rule
+    from planner.space.rule import Rule
 
 MIB = 2**20
 

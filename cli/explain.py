@@ -11,9 +11,11 @@ from cli.notes import not_planned_with
 from cli.pasted import pasted
 from cli.tables import console, table
 from costmodels.errors import NoLayoutFits
-from planner.asked import assumed_engine, idle_links, search_arguments
-from planner.comparison import Comparison
-from planner.explained import (
+from planner.arguments import assumed_engine, idle_links, search_arguments
+from planner.explanation.comparison import Comparison
+from planner.explanation.explanation import Explanation, explain_plan
+from planner.explanation.explanation import explain as explained
+from planner.explanation.text import (
     HEADS,
     MOST_NEIGHBOURS,
     apart,
@@ -23,12 +25,10 @@ from planner.explained import (
     of_neighbour,
     of_verdict,
 )
-from planner.explanation import Explanation, explain_plan
-from planner.explanation import explain as explained
-from planner.figures import NAMES, figure
 from planner.first_plans import SHOWN
-from planner.flags import flag, takes
-from planner.options import BatchOptions, ClusterOptions, ModelOptions, ParallelOptions, check_alone
+from planner.objective_text import NAMES, figure
+from planner.options.flags import flag, takes
+from planner.options.parallel import BatchOptions, ClusterOptions, ModelOptions, ParallelOptions, check_alone
 from planner.plan import Plan
 from planner.twins import listed
 from runtime.settings.job_rules import job_rules, reachable

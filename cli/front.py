@@ -8,10 +8,10 @@ from typing import Any
 
 from cli.runs import large, run_lines, short
 from cli.tables import billions, console, table
-from costmodels.words import GIB, in_seconds
+from costmodels.spec.record import GIB, in_seconds
+from planner.budget.sizes import Size, Sizes
 from planner.objective import MEANINGS
 from planner.plan import Plan
-from planner.sizes import Size, Sizes
 
 SHARED = {"version", "model", "engine", "objective", "rejected"}
 """Fields of plans that are said once, or not."""

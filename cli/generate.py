@@ -6,7 +6,7 @@ import sys
 
 from cli.interrupts import leaving_at_ctrl_c
 from cli.status import Status
-from planner.flags import takes
+from planner.options.flags import takes
 from runtime.generation.options import GenerateOptions
 from runtime.settings.no_effect import without_effect
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from cli.tables import drawn, table
 from costmodels.errors import InputError
-from costmodels.words import GIB, in_seconds
+from costmodels.spec.record import GIB, in_seconds
 from planner.plan import Plan
 from runtime.job.job import Job
 from runtime.launch.measurement import Measurement, measurement

@@ -32,7 +32,7 @@ def main() -> None:
     try:
         with leaving_at_ctrl_c():
             from cli.app import make_app
-            from planner.flags import run
+            from planner.options.flags import run
 
             app = make_app(COMMANDS, sys.argv[1:])
     finally:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from planner.flags import flag, ignored
+from planner.options.flags import flag, ignored
 from runtime.settings.preflight import RESTARTS, TIMEOUT
 
 

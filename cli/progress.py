@@ -10,7 +10,7 @@ from typing import Any
 
 from cli.runs import duration, large
 from cli.status import Status
-from planner.budget import DAY
+from planner.budget.run import DAY
 from runtime.logs.console import PROGRESS, say
 
 LOG_LINE = re.compile(r" (?:\[[^]]*\]|(validation|test) loss at) iteration +(\d+)")

@@ -9,18 +9,18 @@ from rich.console import Console
 
 from cli.runs import run_lines
 from cli.tables import billions, console, table, width
-from costmodels.estimate import Estimate, StageMemory, StepTime
-from costmodels.layout import Layout
-from costmodels.words import GIB, in_seconds
-from planner.budget import Run
-from planner.heterogeneous import idle_shares, kinds_of_layout
-from planner.inputs import DEFAULT_ENGINE
+from costmodels.spec.estimate import Estimate, StageMemory, StepTime
+from costmodels.spec.layout import Layout
+from costmodels.spec.record import GIB, in_seconds
+from planner.budget.run import Run
 from planner.objective import MEANINGS
+from planner.options.inputs import DEFAULT_ENGINE
+from planner.options.node_kinds import idle_shares, kinds_of_layout
+from planner.options.pin_text import spelled
 from planner.plan import Plan
 from planner.ranking import SearchResult
-from planner.robust import in_words, indistinguishable
+from planner.robustness import in_words, indistinguishable
 from planner.twins import Listed
-from planner.wording import spelled
 
 ALWAYS = ("tp", "pp", "vpp", "dp", "zero", "mbs", "recompute")
 """Columns that are shown even where they hold nothing unusual."""

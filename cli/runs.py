@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from planner.budget import DAY, Run
+from planner.budget.run import DAY, Run
 
 SCALES = ((1e12, "T"), (1e9, "B"), (1e6, "M"))
 """Suffixes of large numbers, as `--tokens` takes them."""

@@ -11,23 +11,23 @@ from typing import Any, ClassVar
 from cli.notes import not_planned_with
 from cli.pasted import pasted
 from costmodels.errors import InputError
-from costmodels.topology import describe
+from costmodels.time.topology import describe
 from planner import advice
-from planner.asked import assumed_engine, idle_links, search_arguments
-from planner.budget import UNIT_TOKENS, Run, check_price, parse_tokens
-from planner.budget_options import BudgetOptions, SizesOptions
-from planner.choice import Choice
-from planner.command import closing
-from planner.flags import flag, takes
-from planner.notation import NOTATION
-from planner.numbers import AT_LEAST_1
-from planner.options import BatchOptions, HardwareOptions, ModelOptions, ParallelOptions
-from planner.pins import WherePossible
+from planner.api import search
+from planner.arguments import assumed_engine, idle_links, search_arguments
+from planner.budget.run import UNIT_TOKENS, Run, check_price, parse_tokens
+from planner.budget.sizes import Sizes, nothing_fits, sizes
+from planner.options.budget import BudgetOptions, SizesOptions
+from planner.options.choice import Choice
+from planner.options.command import closing
+from planner.options.flags import flag, takes
+from planner.options.limits import AT_LEAST_1
+from planner.options.notation import NOTATION
+from planner.options.parallel import BatchOptions, HardwareOptions, ModelOptions, ParallelOptions
+from planner.options.pins import WherePossible
 from planner.plan import Plan
 from planner.ranking import Problem, SearchResult
-from planner.robust import indistinguishable
-from planner.search import search
-from planner.sizes import Sizes, nothing_fits, sizes
+from planner.robustness import indistinguishable
 from planner.twins import Listed, listed
 from runtime.settings.job_rules import job_rules, reachable
 from runtime.settings.plan_notes import HEAD_ROOM, needs_head_room, untrainable, whole_optimizer

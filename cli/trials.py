@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from cli.tables import drawn, table
-from costmodels.words import GIB
+from costmodels.spec.record import GIB
 from planner.objective import Objective
 from planner.plan import Plan
 from runtime.job.job import Job

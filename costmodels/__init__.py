@@ -1,11 +1,16 @@
 """What a layout costs: pure functions on arrays, in seconds and bytes. Never imports torch."""
 
-from costmodels.engine import Engine, MemoryPolicy
-from costmodels.estimate import Estimate, StageMemory, StepTime
-from costmodels.hardware import Cluster, Device, Link, MeasuredCollective, Precision
-from costmodels.layout import SHORT_NAMES, Layout, Recompute, Schedule, even_split
-from costmodels.model_spec import LatentAttention, ModelSpec, RopeScaling, Router
-from costmodels.pricing import Prices, estimate, price
+from typing import TYPE_CHECKING
+
+from costmodels.exports import on_demand
+
+if TYPE_CHECKING:
+    from costmodels.pricing import Prices, estimate, price
+    from costmodels.spec.engine import Engine, MemoryPolicy
+    from costmodels.spec.estimate import Estimate, StageMemory, StepTime
+    from costmodels.spec.hardware import Cluster, Device, Link, MeasuredCollective, Precision
+    from costmodels.spec.layout import SHORT_NAMES, Layout, Recompute, Schedule, even_split
+    from costmodels.spec.model import LatentAttention, ModelSpec, RopeScaling, Router
 
 __all__ = [
     "SHORT_NAMES",
@@ -31,3 +36,14 @@ __all__ = [
     "even_split",
     "price",
 ]
+
+_NAMES = {
+    "costmodels.pricing": ("Prices", "estimate", "price"),
+    "costmodels.spec.engine": ("Engine", "MemoryPolicy"),
+    "costmodels.spec.estimate": ("Estimate", "StageMemory", "StepTime"),
+    "costmodels.spec.hardware": ("Cluster", "Device", "Link", "MeasuredCollective", "Precision"),
+    "costmodels.spec.layout": ("SHORT_NAMES", "Layout", "Recompute", "Schedule", "even_split"),
+    "costmodels.spec.model": ("LatentAttention", "ModelSpec", "RopeScaling", "Router"),
+}
+
+__getattr__ = on_demand(__name__, {name: home for home, names in _NAMES.items() for name in names})

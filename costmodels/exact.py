@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import numpy as np
 
-from costmodels.bubble import message_seconds
-from costmodels.data_parallel import accumulation_seconds
-from costmodels.engine import Engine
-from costmodels.hardware import Cluster
 from costmodels.kind_prices import Rows, boundary_seconds
-from costmodels.kinds import BOTH, kinds_of_ranks, on_sites, ranks_of_stages
-from costmodels.layout import Layout
-from costmodels.memory import parameters
-from costmodels.model_spec import ModelSpec
-from costmodels.pipeline import FIELDS, Ranks, stages_as_ranks
-from costmodels.simulation import StageSeconds, pipeline_seconds
-from costmodels.table import SCHEDULES, Bools, Floats, LayoutTable
-from costmodels.units import on_ranks, shapes_of, sizes_of, units_of
+from costmodels.memory.states import parameters
+from costmodels.ranks.nodes import BOTH, kinds_of_ranks, on_sites, ranks_of_stages
+from costmodels.ranks.pipeline import FIELDS, Ranks, stages_as_ranks
+from costmodels.spec.engine import Engine
+from costmodels.spec.hardware import Cluster
+from costmodels.spec.layout import Layout
+from costmodels.spec.model import ModelSpec
+from costmodels.spec.table import SCHEDULES, Bools, Floats, LayoutTable
+from costmodels.time.bubble import message_seconds
+from costmodels.time.data_parallel import accumulation_seconds
+from costmodels.time.simulation import StageSeconds, pipeline_seconds
+from costmodels.time.units import on_ranks, shapes_of, sizes_of, units_of
 
 
 def stage_seconds(
@@ -113,7 +113,7 @@ def pipeline_parts(
     time; sends are what it takes longer where they do. Both are zero with one pipeline rank.
 
     The last array tells which rows were simulated: schedules that PyTorch refuses, and those that are too
-    long (`costmodels.simulation.MOST_PASSES`), are not.
+    long (`costmodels.time.simulation.MOST_PASSES`), are not.
     """
     bubble, sends, found = np.zeros(len(table)), np.zeros(len(table)), np.ones(len(table), dtype=bool)
     piped = np.flatnonzero(table.pipeline_parallel > 1)

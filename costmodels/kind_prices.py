@@ -11,7 +11,17 @@ from functools import cached_property, partial
 
 import numpy as np
 
-from costmodels.bubble import (
+from costmodels.memory.peak import on_rank, total
+from costmodels.memory.states import UnitSizes, end_parameters, parameters, stage_memory
+from costmodels.ranks.mixed import deciding_ranks
+from costmodels.ranks.nodes import BOTH, Site, kinds_of_ranks, on_sites, sites, slower_site
+from costmodels.ranks.pipeline import NONE, Ranks, all_ranks, ranks_entry
+from costmodels.spec.engine import Engine
+from costmodels.spec.hardware import Cluster
+from costmodels.spec.layout import SPLIT_BACKWARD
+from costmodels.spec.model import ModelSpec
+from costmodels.spec.table import Bools, Floats, Ints, LayoutTable, numbers
+from costmodels.time.bubble import (
     bubble_seconds,
     held_seconds,
     message_seconds,
@@ -19,24 +29,14 @@ from costmodels.bubble import (
     split_bubble_seconds,
     uneven_bubble_seconds,
 )
-from costmodels.compute import PARTS, Passes
-from costmodels.data_parallel import (
+from costmodels.time.compute import PARTS, Passes
+from costmodels.time.data_parallel import (
     accumulation_seconds,
     exchange_seconds,
     optimizer_seconds,
     orthogonal_seconds,
 )
-from costmodels.engine import Engine
-from costmodels.hardware import Cluster
-from costmodels.kind_ranks import deciding_ranks
-from costmodels.kinds import BOTH, Site, kinds_of_ranks, on_sites, sites, slower_site
-from costmodels.layout import SPLIT_BACKWARD
-from costmodels.memory import UnitSizes, end_parameters, parameters, stage_memory
-from costmodels.model_spec import ModelSpec
-from costmodels.moments import on_rank, total
-from costmodels.pipeline import NONE, Ranks, all_ranks, ranks_entry
-from costmodels.table import Bools, Floats, Ints, LayoutTable, numbers
-from costmodels.units import on_ranks, shapes_of, sizes_of, units_of
+from costmodels.time.units import on_ranks, shapes_of, sizes_of, units_of
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class Rows:
 
     @cached_property
     def sites(self) -> tuple[Site, ...]:
-        """As `costmodels.kinds.sites` has them."""
+        """As `costmodels.ranks.nodes.sites` has them."""
         return sites(self.cluster, self.engine)
 
     @cached_property
@@ -98,7 +98,7 @@ class Rows:
 
     @cached_property
     def parameters(self) -> tuple[Floats, Floats]:
-        """As `costmodels.memory.parameters` has them, [n, k]."""
+        """As `costmodels.memory.states.parameters` has them, [n, k]."""
         return parameters(next(iter(self.sizes.values())), self.ranks)
 
     @cached_property

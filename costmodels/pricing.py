@@ -8,31 +8,11 @@ from functools import cached_property, partial
 
 import numpy as np
 
-from costmodels.blocks import in_blocks
-from costmodels.bubble import (
-    bubble_seconds,
-    held_seconds,
-    message_seconds,
-    send_seconds,
-    split_bubble_seconds,
-    uneven_bubble_seconds,
-)
-from costmodels.compute import PARTS, Passes, peak_flops
-from costmodels.data_parallel import (
-    accumulation_seconds,
-    exchange_seconds,
-    optimizer_seconds,
-    orthogonal_seconds,
-)
-from costmodels.engine import Engine
-from costmodels.estimate import Estimate, StageMemory, StepTime
 from costmodels.exact import pipeline_parts
-from costmodels.hardware import Cluster
 from costmodels.kind_prices import Rows, price_rows, rows_of_all_ranks
-from costmodels.kinds import BOTH, check_precision, sites
-from costmodels.layer_table import known_share
-from costmodels.layout import SPLIT_BACKWARD, V_SCHEDULES, Layout
-from costmodels.memory import (
+from costmodels.layers.operators import padded_vocabulary
+from costmodels.memory.peak import highest, on_rank, total
+from costmodels.memory.states import (
     end_parameters,
     memory_policy,
     parameters,
@@ -40,14 +20,34 @@ from costmodels.memory import (
     stage_memory,
     unit_sizes,
 )
-from costmodels.model_spec import ModelSpec
-from costmodels.moments import highest, on_rank, total
-from costmodels.network import all_reduce, group
-from costmodels.operators import padded_vocabulary
-from costmodels.pipeline import Ranks, all_ranks, deciding_ranks, ranks_entry
-from costmodels.table import Bools, Floats, Ints, LayoutTable
-from costmodels.uncertainty import spread
-from costmodels.units import on_ranks, shapes_of, sizes_of, units_of
+from costmodels.ranks.nodes import BOTH, check_precision, sites
+from costmodels.ranks.pipeline import Ranks, all_ranks, deciding_ranks, ranks_entry
+from costmodels.spec.blocks import in_blocks
+from costmodels.spec.engine import Engine
+from costmodels.spec.estimate import Estimate, StageMemory, StepTime
+from costmodels.spec.hardware import Cluster
+from costmodels.spec.layout import SPLIT_BACKWARD, V_SCHEDULES, Layout
+from costmodels.spec.model import ModelSpec
+from costmodels.spec.table import Bools, Floats, Ints, LayoutTable
+from costmodels.time.bubble import (
+    bubble_seconds,
+    held_seconds,
+    message_seconds,
+    send_seconds,
+    split_bubble_seconds,
+    uneven_bubble_seconds,
+)
+from costmodels.time.collectives import all_reduce, group
+from costmodels.time.compute import PARTS, Passes, peak_flops
+from costmodels.time.data_parallel import (
+    accumulation_seconds,
+    exchange_seconds,
+    optimizer_seconds,
+    orthogonal_seconds,
+)
+from costmodels.time.layer_table import known_share
+from costmodels.time.uncertainty import spread
+from costmodels.time.units import on_ranks, shapes_of, sizes_of, units_of
 
 
 @dataclass(frozen=True)

@@ -10,16 +10,16 @@ from typing import Any
 
 import numpy as np
 
-from costmodels.engine import Engine
 from costmodels.errors import InputError
 from costmodels.exact import stage_seconds
 from costmodels.files import write_whole
-from costmodels.hardware import Cluster
-from costmodels.layout import Layout
-from costmodels.model_spec import ModelSpec
-from costmodels.schedules import BACKWARD, FORWARD, INPUTS, WEIGHTS
-from costmodels.simulation import Simulation, simulate
-from costmodels.table import Floats, LayoutTable
+from costmodels.spec.engine import Engine
+from costmodels.spec.hardware import Cluster
+from costmodels.spec.layout import Layout
+from costmodels.spec.model import ModelSpec
+from costmodels.spec.schedules import BACKWARD, FORWARD, INPUTS, WEIGHTS
+from costmodels.spec.table import Floats, LayoutTable
+from costmodels.time.simulation import Simulation, simulate
 
 LETTERS = {FORWARD: "F", BACKWARD: "B", INPUTS: "I", WEIGHTS: "W"}
 """Kinds of passes: forward, whole backward, gradients of inputs, gradients of weights."""

@@ -10,14 +10,15 @@ if sys.argv[:1] == ["-m"] and sys.path[0] == str(Path.cwd()) != str(Path(__file_
     # `python -m planner`: modules are not to come from the folder in which it is typed.
     del sys.path[0]
 
-from costmodels.errors import InputError, NoLayoutFits
-from planner.plan import Plan
-from planner.ranking import SearchResult
-from planner.search import evaluate, search, suggest
-from planner.sizes import Size, Sizes, sizes
+from costmodels.exports import on_demand
 
 if TYPE_CHECKING:
-    from planner.explanation import Explanation, explain
+    from costmodels.errors import InputError, NoLayoutFits
+    from planner.api import evaluate, search, suggest
+    from planner.budget.sizes import Size, Sizes, sizes
+    from planner.explanation.explanation import Explanation, explain
+    from planner.plan import Plan
+    from planner.ranking import SearchResult
 
     __version__: str
 
@@ -37,17 +38,24 @@ __all__ = [
     "suggest",
 ]
 
+_NAMES = {
+    "costmodels.errors": ("InputError", "NoLayoutFits"),
+    "planner.api": ("evaluate", "search", "suggest"),
+    "planner.budget.sizes": ("Size", "Sizes", "sizes"),
+    "planner.explanation.explanation": ("Explanation", "explain"),
+    "planner.plan": ("Plan",),
+    "planner.ranking": ("SearchResult",),
+}
+
+_exported = on_demand(__name__, {name: home for home, names in _NAMES.items() for name in names})
+
 
 def __getattr__(name: str) -> Any:
-    if name in ("Explanation", "explain"):
-        from planner import explanation  # Only few runs ask why.
-
-        return getattr(explanation, name)
     if name == "__version__":
         from planner.version import version  # To look for it among what is installed takes some time.
 
         return version() or "0+unknown"
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return _exported(name)
 
 
 def __dir__() -> list[str]:

@@ -8,11 +8,11 @@ from dataclasses import replace
 
 from costmodels.catalogue import device_names, load_device
 from costmodels.errors import InputError, NoLayoutFits
-from costmodels.words import GIB
-from planner.pins import Pins
+from costmodels.spec.record import GIB
+from planner.options.pin_text import less_one, pins_in_words
+from planner.options.pins import Pins
 from planner.ranking import Problem, SearchResult, rank
-from planner.space import Batch
-from planner.wording import less_one, pins_in_words
+from planner.space.grid import Batch
 
 REACH = 64
 """Neighbouring world sizes and batches that are tried, to either side."""

@@ -9,8 +9,8 @@ import numpy as np
 
 from costmodels.errors import InputError
 from costmodels.pricing import Prices
-from costmodels.table import Floats
-from costmodels.words import GIB
+from costmodels.spec.record import GIB
+from costmodels.spec.table import Floats
 from planner import reasons
 
 Objective = Literal["throughput", "step-time", "cost", "memory"]

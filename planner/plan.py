@@ -10,19 +10,19 @@ from typing import Any, Final, Literal
 
 from pydantic import ValidationError, model_validator
 
-from costmodels.engine import Engine
 from costmodels.errors import InputError
-from costmodels.estimate import Estimate
 from costmodels.files import MIB, read_text, write_whole
-from costmodels.hardware import Cluster
-from costmodels.layout import Layout
-from costmodels.model_spec import ModelSpec
+from costmodels.spec.engine import Engine
+from costmodels.spec.estimate import Estimate
+from costmodels.spec.hardware import Cluster
+from costmodels.spec.layout import Layout
+from costmodels.spec.model import ModelSpec
+from costmodels.spec.record import GIB, CountOrZero, Record, in_seconds
 from costmodels.timeline import Timeline, timeline
-from costmodels.words import GIB, CountOrZero, Record, in_seconds
-from planner.budget import Run, run
-from planner.flags import one_line
-from planner.goodput import Failures
+from planner.budget.goodput import Failures
+from planner.budget.run import Run, run
 from planner.objective import Objective
+from planner.options.flags import one_line
 
 VERSION: Final = 1
 """Version of the file format; files of a later one are refused."""

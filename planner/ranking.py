@@ -8,29 +8,29 @@ from functools import cached_property
 
 import numpy as np
 
-from costmodels.engine import Engine
-from costmodels.estimate import Estimate
-from costmodels.hardware import Cluster, Precision
-from costmodels.layout import Layout
-from costmodels.model_spec import ModelSpec
 from costmodels.pricing import Prices, estimate, peak_memory, price
-from costmodels.table import Ints, LayoutTable
+from costmodels.spec.engine import Engine
+from costmodels.spec.estimate import Estimate
+from costmodels.spec.hardware import Cluster, Precision
+from costmodels.spec.layout import Layout
+from costmodels.spec.model import ModelSpec
+from costmodels.spec.table import Ints, LayoutTable
 from planner import objective as objectives
 from planner import reasons
-from planner.bounds import Fit, fit
-from planner.engine_rules import engine_rules
+from planner.exact_memory import known_bytes
 from planner.first_plans import MOST, SETTLED, SHOWN, Ranking, order, settled
-from planner.joining import joined, joined_prices
-from planner.last_resort import REASON, last_resorts
 from planner.objective import Objective, logarithms
-from planner.pins import Pins
+from planner.options.pins import Pins
 from planner.plan import Plan
-from planner.rule import Rule
-from planner.rules import DEVICE_MEMORY
-from planner.solve import solved
-from planner.space import Batch, Space, build, obstacle
+from planner.solve.bounds import Fit, fit
+from planner.solve.offload import REASON, last_resorts
+from planner.solve.union import joined, joined_prices
+from planner.solve.variants import solved
+from planner.space.engine_rules import engine_rules
+from planner.space.grid import Batch, Space, build, obstacle
+from planner.space.rule import Rule
+from planner.space.rules import DEVICE_MEMORY
 from planner.twins import other_form
-from planner.verified_memory import known_bytes
 
 
 @dataclass(frozen=True)
@@ -268,7 +268,7 @@ def rank(
 def _fit(problem: Problem, space: Space) -> Fit:
     where = problem.model, problem.cluster, problem.engine
     if problem.cluster.parts:
-        from planner.heterogeneous_solve import fit_of_kinds  # Few clusters have nodes of two kinds.
+        from planner.solve.mixed_nodes import fit_of_kinds  # Few clusters have nodes of two kinds.
 
         return fit_of_kinds(*where, space.table)
     return fit(*where, space.table, space.states)

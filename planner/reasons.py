@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from costmodels.estimate import Estimate, StepTime
-from costmodels.hardware import Cluster
-from costmodels.layout import Layout
-from costmodels.words import GIB, in_seconds
+from costmodels.spec.estimate import Estimate, StepTime
+from costmodels.spec.hardware import Cluster
+from costmodels.spec.layout import Layout
+from costmodels.spec.record import GIB, in_seconds
 
 Candidate = tuple[Layout, Estimate]
 

@@ -7,8 +7,8 @@ from math import isclose
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from costmodels.estimate import Estimate
-    from costmodels.layout import Layout
+    from costmodels.spec.estimate import Estimate
+    from costmodels.spec.layout import Layout
     from planner.plan import Plan
     from planner.ranking import SearchResult
 

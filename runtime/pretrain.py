@@ -16,13 +16,13 @@ import torch
 import torch.distributed as dist
 import typer
 
-import planner.flags
+import planner.options.flags
 from costmodels import ModelSpec
 from costmodels.errors import InputError
-from planner.command import add
-from planner.flags import takes
-from planner.numbers import check_bounds
-from planner.options import BatchOptions, ClusterOptions, ModelOptions, ParallelOptions, check_alone
+from planner.options.command import add
+from planner.options.flags import takes
+from planner.options.limits import check_bounds
+from planner.options.parallel import BatchOptions, ClusterOptions, ModelOptions, ParallelOptions, check_alone
 from planner.plan import Plan
 from runtime.checkpoint.owner import PATIENCE_OF_RESTART_S, PATIENCE_S, Owner
 from runtime.data import Datasets
@@ -146,7 +146,7 @@ def train(job: Job) -> None:
                 dist.destroy_process_group()
                 raise
             # Whether all ranks refuse or this one alone: one line, and all end.
-            watchdog.fail(planner.flags.one_line(error), error.exit_code)
+            watchdog.fail(planner.options.flags.one_line(error), error.exit_code)
         except RuntimeError as error:
             if not is_lost_connection(error):
                 raise
@@ -317,7 +317,7 @@ def pretrain(**groups: Any) -> None:
         train(Job(**groups))
     except InputError as error:
         if _is_first():
-            report(planner.flags.one_line(error), error.exit_code)
+            report(planner.options.flags.one_line(error), error.exit_code)
         raise
 
 
@@ -343,7 +343,7 @@ def _is_first() -> bool:
 def main() -> NoReturn:
     """Run the command line as the rank that the environment names, and end this process."""
     try:
-        planner.flags.run(app, "runtime.pretrain", quiet=not _is_first())
+        planner.options.flags.run(app, "runtime.pretrain", quiet=not _is_first())
     except SystemExit as stop:
         if stop.code:
             raise

@@ -14,7 +14,7 @@ from benchmarks.fuzz_mutations import corrupt
 from benchmarks.fuzz_targets import Target, checkpoint_targets, targets
 from costmodels.catalogue import load_model
 from costmodels.errors import InputError
-from planner.flags import LONGEST_LINE, one_line
+from planner.options.flags import LONGEST_LINE, one_line
 from runtime import checkpoint
 
 

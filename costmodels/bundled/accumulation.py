@@ -16,7 +16,7 @@ from costmodels.bundled.stage_sums import (
     value,
 )
 from costmodels.bundled.states import converts_gradients
-from costmodels.table import Bools, LayoutTable
+from costmodels.spec.table import Bools, LayoutTable
 
 
 def accumulation_peak(table: LayoutTable, fixed: Terms, stage: Stage, wraps: Bools) -> Peak:

@@ -14,9 +14,9 @@ from costmodels.bundled.compiled_segments import (
 from costmodels.bundled.replay import Leaf, Tensor
 from costmodels.bundled.structure import RESIDUAL, WEIGHTS, Structure
 from costmodels.bundled.tapes import ENDS, VECTORS, UnitTape, replayed_unit
-from costmodels.layout import SPLIT_BACKWARD
-from costmodels.model_spec import ModelSpec
-from costmodels.table import Bools, LayoutTable
+from costmodels.spec.layout import SPLIT_BACKWARD
+from costmodels.spec.model import ModelSpec
+from costmodels.spec.table import Bools, LayoutTable
 
 
 def compiled_covers(model: ModelSpec, table: LayoutTable) -> Bools:

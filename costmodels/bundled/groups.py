@@ -6,9 +6,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from costmodels.model_spec import ModelSpec
-from costmodels.operators import padded_vocabulary
-from costmodels.table import Bools, Floats, LayoutTable
+from costmodels.layers.operators import padded_vocabulary
+from costmodels.spec.model import ModelSpec
+from costmodels.spec.table import Bools, Floats, LayoutTable
 
 Shape = tuple[Floats | float, ...]
 """Sides of a parameter on one device, before data parallelism splits it."""

@@ -9,9 +9,9 @@ from functools import cached_property
 import numpy as np
 
 from costmodels.bundled.pytorch import is_before
-from costmodels.layout import Schedule
-from costmodels.schedules import BACKWARD, FORWARD, INPUTS, WEIGHTS, Order, orders
-from costmodels.table import Bools, Ints
+from costmodels.spec.layout import Schedule
+from costmodels.spec.schedules import BACKWARD, FORWARD, INPUTS, WEIGHTS, Order, orders
+from costmodels.spec.table import Bools, Ints
 
 NEVER = -1
 

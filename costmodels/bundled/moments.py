@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from costmodels.bundled.replay import KINDS
-from costmodels.table import Bools, Floats, Ints
+from costmodels.spec.table import Bools, Floats, Ints
 
 
 @dataclass(frozen=True, eq=False)

@@ -8,8 +8,8 @@ import numpy as np
 from costmodels.bundled.groups import Group
 from costmodels.bundled.moments import Bytes
 from costmodels.bundled.replay import COMMUNICATION, KINDS, TEMPORARIES
-from costmodels.optimizer import UPDATES
-from costmodels.table import OPTIMIZERS, Bools, Floats, LayoutTable
+from costmodels.layers.optimizer import UPDATES
+from costmodels.spec.table import OPTIMIZERS, Bools, Floats, LayoutTable
 
 MOMENT = 4.0
 """Bytes of one number of a state in fp32."""

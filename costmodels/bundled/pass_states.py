@@ -1,7 +1,7 @@
 """What a pipeline rank with several stages holds before each pass of its schedule.
 
-Passes come in the order of `costmodels.schedules`. PyTorch posts the receive of a message where its sender
-computes, as it finds out by walking through the passes of all ranks in turns (`_add_send_recv` in
+Passes come in the order of `costmodels.spec.schedules`. PyTorch posts the receive of a message where its
+sender computes, as it finds out by walking through the passes of all ranks in turns (`_add_send_recv` in
 `torch.distributed.pipelining.schedules`), and gathers the parameters of the next `ACTIVE` stages.
 """
 
@@ -14,9 +14,9 @@ import numpy as np
 
 from costmodels.bundled.message_times import Timed, message_times, resident
 from costmodels.bundled.sent_messages import sent_messages
-from costmodels.layout import V_SCHEDULES, Schedule
-from costmodels.schedules import BACKWARD, FORWARD, INPUTS, WEIGHTS, runs
-from costmodels.table import Bools, Ints, combined, distinct
+from costmodels.spec.layout import V_SCHEDULES, Schedule
+from costmodels.spec.schedules import BACKWARD, FORWARD, INPUTS, WEIGHTS, runs
+from costmodels.spec.table import Bools, Ints, combined, distinct
 
 REDUCE = WEIGHTS + 1
 """After the last gradients of a stage: they are reduced."""

@@ -26,7 +26,7 @@ from costmodels.bundled.stage_sums import (
     value,
 )
 from costmodels.bundled.states import converts_gradients
-from costmodels.table import Bools, Floats, LayoutTable
+from costmodels.spec.table import Bools, Floats, LayoutTable
 
 FORWARD = ("forward", "handed_forward")
 """Passes of a layer whose result is its own, or a message."""

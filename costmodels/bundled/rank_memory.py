@@ -30,10 +30,10 @@ from costmodels.bundled.sizes import tensor_sizes
 from costmodels.bundled.stage_sums import Kind, Stage, Sums, Terms
 from costmodels.bundled.states import GroupBytes, group_bytes, wraps_parameters
 from costmodels.bundled.units import SPLIT, UnitBytes, units_of
-from costmodels.model_spec import ModelSpec
-from costmodels.pipeline import LAYER_KINDS, Entry, all_ranks, ranks_entry
-from costmodels.schedules import runs
-from costmodels.table import (
+from costmodels.ranks.pipeline import LAYER_KINDS, Entry, all_ranks, ranks_entry
+from costmodels.spec.model import ModelSpec
+from costmodels.spec.schedules import runs
+from costmodels.spec.table import (
     CONTEXT_FORMS,
     RECOMPUTE_KINDS,
     RECOMPUTE_METHODS,

@@ -7,7 +7,7 @@ import numpy as np
 from costmodels.bundled.moments import Count, Moment
 from costmodels.bundled.schedule_setting import Rows, Setting
 from costmodels.bundled.stage_sums import Terms, value
-from costmodels.table import Floats
+from costmodels.spec.table import Floats
 
 
 def background(setting: Setting, fixed: Terms) -> Moment:

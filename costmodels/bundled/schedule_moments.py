@@ -12,8 +12,8 @@ from costmodels.bundled.schedule_pass import Pass, one_of
 from costmodels.bundled.schedule_setting import Setting
 from costmodels.bundled.stage_reduction import add_reduction
 from costmodels.bundled.stage_sums import Kind, Place, Terms, arrivals, arriving, value
-from costmodels.schedules import BACKWARD, FORWARD, INPUTS, WEIGHTS
-from costmodels.table import Floats, Ints
+from costmodels.spec.schedules import BACKWARD, FORWARD, INPUTS, WEIGHTS
+from costmodels.spec.table import Floats, Ints
 
 
 def passes(setting: Setting) -> Iterator[tuple[Ints, Peak]]:

@@ -9,7 +9,7 @@ import numpy as np
 from costmodels.bundled.moments import Bytes, Count, Peak
 from costmodels.bundled.schedule_setting import Setting
 from costmodels.bundled.stage_sums import Place, Sums, Terms, backward_pass
-from costmodels.table import Bools, Floats
+from costmodels.spec.table import Bools, Floats
 
 
 class Pass:

@@ -10,10 +10,10 @@ import numpy as np
 from costmodels.bundled.pass_states import Classes, States, stages_of, states_of
 from costmodels.bundled.stage_sums import Stage
 from costmodels.bundled.states import converts_gradients
-from costmodels.layout import SPLIT_BACKWARD
-from costmodels.model_spec import ModelSpec
-from costmodels.pipeline import stages_as_ranks
-from costmodels.table import SCHEDULES, Bools, Floats, Ints, LayoutTable, distinct
+from costmodels.ranks.pipeline import stages_as_ranks
+from costmodels.spec.layout import SPLIT_BACKWARD
+from costmodels.spec.model import ModelSpec
+from costmodels.spec.table import SCHEDULES, Bools, Floats, Ints, LayoutTable, distinct
 
 
 @dataclass(frozen=True)

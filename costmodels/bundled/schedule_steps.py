@@ -14,7 +14,7 @@ from costmodels.bundled.schedule_background import background
 from costmodels.bundled.schedule_moments import passes
 from costmodels.bundled.schedule_setting import Setting
 from costmodels.bundled.stage_sums import Terms
-from costmodels.table import Floats, Ints
+from costmodels.spec.table import Floats, Ints
 
 NEAR = 0.01
 """Moments this much lower than the highest one may take its place where bytes are rounded."""

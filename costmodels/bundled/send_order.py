@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from costmodels.table import Ints
+from costmodels.spec.table import Ints
 
 Place = tuple[int, int]
 """A rank, and the number of one of its sends and receives."""

@@ -17,7 +17,7 @@ import numpy as np
 from costmodels.bundled.message_times import Timed
 from costmodels.bundled.pytorch import is_before
 from costmodels.bundled.send_order import Place, SendOrder
-from costmodels.table import Ints
+from costmodels.spec.table import Ints
 
 SENDS_OF_STAGE = 2
 """Messages under way of each stage of a rank: one forward, one backward."""

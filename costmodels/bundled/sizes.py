@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from costmodels.model_spec import ModelSpec
-from costmodels.operators import padded_vocabulary
-from costmodels.shapes import (
+from costmodels.layers.operators import padded_vocabulary
+from costmodels.layers.shapes import (
     PEAK_LOAD,
     attention_widths,
     element_bytes,
@@ -14,7 +13,8 @@ from costmodels.shapes import (
     key_value_width,
     tokens,
 )
-from costmodels.table import Bools, Floats, LayoutTable
+from costmodels.spec.model import ModelSpec
+from costmodels.spec.table import Bools, Floats, LayoutTable
 
 SUMS_MULTIPLE = 32
 """The memory-efficient attention kernel rounds log-sum-exps up to a multiple of this many tokens."""

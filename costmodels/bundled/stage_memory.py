@@ -1,14 +1,14 @@
-"""Bytes on a device of each pipeline rank, as `costmodels.memory` gives them for other engines."""
+"""Bytes on a device of each pipeline rank, as `costmodels.memory.states` gives them for other engines."""
 
 from __future__ import annotations
 
 from costmodels.bundled.rank_memory import rank_peaks
 from costmodels.bundled.replay import KINDS
-from costmodels.engine import Engine
-from costmodels.hardware import Cluster
-from costmodels.model_spec import ModelSpec
-from costmodels.moments import dynamic, margin
-from costmodels.table import Floats, LayoutTable
+from costmodels.memory.peak import dynamic, margin
+from costmodels.spec.engine import Engine
+from costmodels.spec.hardware import Cluster
+from costmodels.spec.model import ModelSpec
+from costmodels.spec.table import Floats, LayoutTable
 
 
 def stage_memory(

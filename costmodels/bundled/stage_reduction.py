@@ -6,7 +6,7 @@ from costmodels.bundled.moments import Bytes, Count, Peak
 from costmodels.bundled.pytorch import is_before
 from costmodels.bundled.stage_sums import Place, Stage, Sums, Terms
 from costmodels.bundled.states import GroupBytes
-from costmodels.table import Bools
+from costmodels.spec.table import Bools
 
 Parts = tuple[tuple[str, Count], ...]
 """Fields of parameters, and how many times they are there."""

@@ -11,7 +11,7 @@ from costmodels.bundled.moments import Bytes, Count, Term
 from costmodels.bundled.pytorch import is_before
 from costmodels.bundled.states import GroupBytes
 from costmodels.bundled.units import UnitBytes
-from costmodels.table import Bools, Floats
+from costmodels.spec.table import Bools, Floats
 
 Terms = list[Term]
 

@@ -11,7 +11,7 @@ from costmodels.bundled.moments import Bytes
 from costmodels.bundled.optimizer_state import state_bytes, sum_bytes, update_bytes
 from costmodels.bundled.pytorch import is_before
 from costmodels.bundled.replay import COMMUNICATION, GRADIENTS, KINDS, OPTIMIZER, PARAMETERS
-from costmodels.table import Bools, Floats, Ints, LayoutTable
+from costmodels.spec.table import Bools, Floats, Ints, LayoutTable
 
 MASTER = 4.0
 """Bytes of a parameter, and of its gradient, as the optimizer sees it."""

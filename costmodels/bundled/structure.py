@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from costmodels.layout import ContextParallelForm
+from costmodels.spec.layout import ContextParallelForm
 
 
 class Structure(NamedTuple):

@@ -35,7 +35,7 @@ from costmodels.bundled.structure import (
     WIDTH,
     Structure,
 )
-from costmodels.table import Floats
+from costmodels.spec.table import Floats
 
 
 class Part:

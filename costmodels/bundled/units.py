@@ -17,10 +17,10 @@ from costmodels.bundled.split_tapes import split_head_tape, split_layer_tape
 from costmodels.bundled.states import casts_of_gradients, wraps_parameters
 from costmodels.bundled.structure import Structure
 from costmodels.bundled.tapes import UnitTape, embedding_tape, head_tape, highest, layer_tape, net
-from costmodels.layout import SPLIT_BACKWARD
-from costmodels.model_spec import ModelSpec
-from costmodels.shapes import kept_heads_width, key_value_width
-from costmodels.table import (
+from costmodels.layers.shapes import kept_heads_width, key_value_width
+from costmodels.spec.layout import SPLIT_BACKWARD
+from costmodels.spec.model import ModelSpec
+from costmodels.spec.table import (
     CONTEXT_FORMS,
     RECOMPUTE_KINDS,
     RECOMPUTE_MODULES,

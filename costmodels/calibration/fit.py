@@ -18,13 +18,13 @@ from pydantic import Field
 from costmodels.calibration.measured import Measurement, alike
 from costmodels.calibration.priors import Prior, Priors, rounded, scipy_optimize
 from costmodels.catalogue.yaml_files import packaged
-from costmodels.engine import Engine, MeasuredLayer, Spread
-from costmodels.hardware import Cluster
-from costmodels.model_spec import ModelSpec
 from costmodels.pricing import price
-from costmodels.table import Floats, LayoutTable
-from costmodels.uncertainty import spread
-from costmodels.words import Positive, Record
+from costmodels.spec.engine import Engine, MeasuredLayer, Spread
+from costmodels.spec.hardware import Cluster
+from costmodels.spec.model import ModelSpec
+from costmodels.spec.record import Positive, Record
+from costmodels.spec.table import Floats, LayoutTable
+from costmodels.time.uncertainty import spread
 
 EVALUATIONS = 60
 """Most evaluations of all rows, those of derivatives not counted."""

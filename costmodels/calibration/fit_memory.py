@@ -17,10 +17,10 @@ from costmodels.calibration.measured import Measurement, alike
 from costmodels.calibration.peaks import every_rank, peak_of, peaks
 from costmodels.calibration.priors import Prior, Priors, rounded, scipy_optimize
 from costmodels.catalogue.yaml_files import packaged
-from costmodels.engine import Engine
-from costmodels.pipeline import Ranks
-from costmodels.table import Bools, Floats, LayoutTable
-from costmodels.words import Positive, Record
+from costmodels.ranks.pipeline import Ranks
+from costmodels.spec.engine import Engine
+from costmodels.spec.record import Positive, Record
+from costmodels.spec.table import Bools, Floats, LayoutTable
 
 EVALUATIONS = 4000
 """Most evaluations of all rows."""

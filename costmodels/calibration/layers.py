@@ -10,7 +10,7 @@ import numpy as np
 
 from costmodels.calibration.fit import Fitted, errors
 from costmodels.calibration.measured import Measurement
-from costmodels.engine import MeasuredLayer
+from costmodels.spec.engine import MeasuredLayer
 
 ROUNDS = 4
 """Newton steps; the time of a step is nearly linear in that of its layers."""

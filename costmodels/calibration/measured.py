@@ -24,13 +24,13 @@ from costmodels.calibration.row_network import collectives, in_one_node, state
 from costmodels.calibration.row_stages import SPLITS
 from costmodels.catalogue import load_device, load_engine
 from costmodels.catalogue.yaml_files import packaged
-from costmodels.engine import Engine
 from costmodels.errors import InputError
 from costmodels.files import read_text
-from costmodels.hardware import Cluster, Device
-from costmodels.layout import Layout
-from costmodels.model_spec import ModelSpec
-from costmodels.words import GIB
+from costmodels.spec.engine import Engine
+from costmodels.spec.hardware import Cluster, Device
+from costmodels.spec.layout import Layout
+from costmodels.spec.model import ModelSpec
+from costmodels.spec.record import GIB
 
 SOURCES = "measurements.yaml"
 LARGEST_ROWS = 1 << 30

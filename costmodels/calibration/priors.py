@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from costmodels.errors import InputError
-from costmodels.table import Floats
-from costmodels.words import Positive, Record
+from costmodels.spec.record import Positive, Record
+from costmodels.spec.table import Floats
 
 SMALL = 1e-9
 """Keeps the logarithm of a constant that is zero finite."""

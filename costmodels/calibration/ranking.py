@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from costmodels.table import Floats, Ints
+from costmodels.spec.table import Floats, Ints
 
 SHORTEST = 3
 """Rows of a sweep, at least, for it to have an order worth comparing."""

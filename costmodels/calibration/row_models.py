@@ -8,7 +8,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from costmodels.catalogue import load_model
-from costmodels.model_spec import ModelSpec
+from costmodels.spec.model import ModelSpec
 
 
 class Unusable(Exception):

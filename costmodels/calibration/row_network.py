@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from costmodels.hardware import Collective, MeasuredCollective
+from costmodels.spec.hardware import Collective, MeasuredCollective
 
 NUMBER = r"(\d{1,9}(?:\.\d{1,9})?)"
 PRINTED = re.compile(f"AR/AG/RS={NUMBER}/{NUMBER}/{NUMBER}")

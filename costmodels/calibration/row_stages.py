@@ -7,8 +7,8 @@ from collections.abc import Callable
 import numpy as np
 
 from costmodels.calibration.row_models import Unusable
-from costmodels.layout import even_split
-from costmodels.model_spec import ModelSpec
+from costmodels.spec.layout import even_split
+from costmodels.spec.model import ModelSpec
 
 
 def even_stages(model: ModelSpec, stages: int) -> tuple[int, ...]:

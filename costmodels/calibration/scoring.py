@@ -17,7 +17,7 @@ from costmodels.calibration.peaks import MEMORY_KINDS, every_rank, peak_of, peak
 from costmodels.calibration.ranking import rank_sweeps
 from costmodels.errors import InputError
 from costmodels.pricing import Prices, price
-from costmodels.table import Bools, Floats, LayoutTable
+from costmodels.spec.table import Bools, Floats, LayoutTable
 
 FITTED_SOURCES = (
     "vtrain_single",
@@ -44,7 +44,7 @@ class Predictions:
     step_time_s: Floats
     """NaN where the row cannot be priced."""
     spread: Floats
-    """Half the width of the 80 % range as a natural logarithm (`costmodels.uncertainty`)."""
+    """Half the width of the 80 % range as a natural logarithm (`costmodels.time.uncertainty`)."""
     fits: Bools
     """The peak of the fullest device is within the memory of the devices."""
     allocated_bytes: Floats

@@ -11,10 +11,10 @@ from typing import Any
 
 from costmodels.catalogue.host import host_device
 from costmodels.catalogue.yaml_files import FOLDER, build, is_file_name, packaged, unknown, user_fields
-from costmodels.engine import Engine
 from costmodels.errors import InputError
-from costmodels.hardware import Device
-from costmodels.model_spec import ModelSpec
+from costmodels.spec.engine import Engine
+from costmodels.spec.hardware import Device
+from costmodels.spec.model import ModelSpec
 
 __all__ = [
     "device_names",

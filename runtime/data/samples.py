@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from costmodels.catalogue.host import available_memory
 from costmodels.errors import InputError
-from costmodels.words import GIB
+from costmodels.spec.record import GIB
 from runtime.data.indexed import IndexedDataset
 
 # A last epoch of which less than this share is used is shuffled apart, so that no document is

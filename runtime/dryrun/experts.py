@@ -1,9 +1,9 @@
 """How many rows travel to experts and arrive when tensors have no content.
 
-Routers are assumed to be as balanced as the planner assumes (`costmodels.shapes`): a rank sends its rows
-evenly to the ranks of the experts, and the rank that is traced is the fullest one, which takes in `PEAK_LOAD`
-times the mean where experts are spread over ranks. A limited capacity of less than one drops what is beyond
-it, and one below `PEAK_LOAD` bounds the load.
+Routers are assumed to be as balanced as the planner assumes (`costmodels.layers.shapes`): a rank sends its
+rows evenly to the ranks of the experts, and the rank that is traced is the fullest one, which takes in
+`PEAK_LOAD` times the mean where experts are spread over ranks. A limited capacity of less than one drops what
+is beyond it, and one below `PEAK_LOAD` bounds the load.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from unittest.mock import patch
 from torch import Tensor
 
 from costmodels import ModelSpec
-from costmodels.shapes import PEAK_LOAD
+from costmodels.layers.shapes import PEAK_LOAD
 from runtime.model import experts, routing
 from runtime.parallel import expert as expert_parallel
 

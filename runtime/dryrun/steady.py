@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 from costmodels import Layout
 from costmodels.bundled.message_times import ACTIVE
-from costmodels.layout import SPLIT_BACKWARD
-from costmodels.schedules import BACKWARD, FORWARD, WEIGHTS, orders, runs
+from costmodels.spec.layout import SPLIT_BACKWARD
+from costmodels.spec.schedules import BACKWARD, FORWARD, WEIGHTS, orders, runs
 
 State = tuple[object, ...]
 

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from costmodels.errors import InputError
-from planner.flags import flag
-from planner.numbers import AT_LEAST_1, OFF_OR_POSITIVE, Bounds, check_bounds
+from planner.options.flags import flag
+from planner.options.limits import AT_LEAST_1, OFF_OR_POSITIVE, Bounds, check_bounds
 
 SHARE_OF_TIMEOUT = 0.8
 """Hangs are named after this share of the collectives' time limit: before the libraries give up."""

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from costmodels.errors import InputError
-from planner.flags import one_line
+from planner.options.flags import one_line
 from runtime.faults.options import FaultOptions
 
 WINDOW = 128

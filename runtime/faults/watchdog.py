@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, NoReturn, cast
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from costmodels.errors import InputError
-from planner.flags import one_line
+from planner.options.flags import one_line
 from runtime.faults import heartbeat
 from runtime.faults.error_file import report
 from runtime.faults.stragglers import Sampler

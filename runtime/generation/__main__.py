@@ -6,9 +6,9 @@ import os
 
 import typer
 
-import planner.flags
+import planner.options.flags
 from costmodels.errors import InputError
-from planner.flags import takes
+from planner.options.flags import takes
 from runtime.faults.error_file import report
 from runtime.generation.command import run_rank
 from runtime.generation.options import GenerateOptions
@@ -28,9 +28,9 @@ def generate(options: GenerateOptions) -> None:
         run_rank(options)
     except InputError as error:
         if IS_FIRST:
-            report(planner.flags.one_line(error), error.exit_code)
+            report(planner.options.flags.one_line(error), error.exit_code)
         raise
 
 
 if __name__ == "__main__":
-    planner.flags.run(app, "runtime.generation", quiet=not IS_FIRST)
+    planner.options.flags.run(app, "runtime.generation", quiet=not IS_FIRST)

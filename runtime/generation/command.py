@@ -15,7 +15,7 @@ import typer
 
 from costmodels.catalogue.host import CONTEXT_BYTES, torch_build
 from costmodels.errors import InputError
-from planner.flags import arguments
+from planner.options.flags import arguments
 from runtime.generation.generator import Completion, Generator
 from runtime.generation.options import GenerateOptions
 from runtime.generation.sampling import Sampling

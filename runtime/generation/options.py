@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from costmodels.errors import InputError
 from costmodels.files import MIB, read_text
-from planner.flags import flag
-from planner.numbers import AT_LEAST_1, Bounds, check_bounds
+from planner.options.flags import flag
+from planner.options.limits import AT_LEAST_1, Bounds, check_bounds
 
 LARGEST_PROMPTS = 64 * MIB
 """Bytes of a file of prompts."""

@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from costmodels import Device
 from costmodels.errors import InputError
 from planner import advice
-from planner.flags import arguments, flag
-from planner.inputs import DEFAULT_ENGINE, NetworkOptions
-from planner.options import BatchOptions, ClusterOptions, ModelOptions, ParallelOptions
+from planner.api import search
+from planner.options.flags import arguments, flag
+from planner.options.inputs import DEFAULT_ENGINE, NetworkOptions
+from planner.options.parallel import BatchOptions, ClusterOptions, ModelOptions, ParallelOptions
 from planner.plan import Plan
 from planner.ranking import SearchResult
-from planner.rule import Rule
-from planner.search import search
+from planner.space.rule import Rule
 from runtime.data import Datasets
 from runtime.data.identity import identity
 from runtime.faults.options import FaultOptions

@@ -11,14 +11,14 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from costmodels import Layout
 from costmodels.errors import InputError
-from costmodels.hardware import Cluster
+from costmodels.spec.hardware import Cluster
 from planner import advice
-from planner.flags import one_line
-from planner.options import BatchOptions, ParallelOptions
-from planner.pins import Pins
+from planner.options.flags import one_line
+from planner.options.parallel import BatchOptions, ParallelOptions
+from planner.options.pins import Pins
 from planner.plan import Plan
 from planner.ranking import Problem, rank
-from planner.space import Batch
+from planner.space.grid import Batch
 from runtime.processes.restarts import RESTARTS_VARIABLE
 from runtime.settings.job_rules import job_rules
 from runtime.settings.options import OutputOptions, TrainingOptions

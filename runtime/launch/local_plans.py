@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from costmodels import Device
 from costmodels.catalogue.host import available_cores
 from costmodels.errors import InputError
-from planner.asked import idle_links
-from planner.options import ClusterOptions, check_alone
+from planner.arguments import idle_links
+from planner.options.parallel import ClusterOptions, check_alone
 from planner.plan import Plan
 from planner.twins import listed
 from runtime.job.job import Job, search_here

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from costmodels.errors import InputError
-from planner.flags import flag
-from planner.numbers import MOST_STEPS, Bounds, check_bounds
+from planner.options.flags import flag
+from planner.options.limits import MOST_STEPS, Bounds, check_bounds
 from runtime.job.job import RunOptions
 from runtime.settings.options import OutputOptions
 from runtime.settings.preflight import RESTARTS

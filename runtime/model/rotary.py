@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from costmodels.errors import InputError
-from costmodels.model_spec import RopeScaling
+from costmodels.spec.model import RopeScaling
 
 
 @lru_cache(maxsize=8)

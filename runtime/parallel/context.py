@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from costmodels import Layout, ModelSpec
-from costmodels.layout import ContextParallelForm
+from costmodels.spec.layout import ContextParallelForm
 from runtime.model.attention_kernels import DocumentMasks, with_equal_heads
 from runtime.model.transformer import Transformer
 from runtime.parallel.context_attention import exchanged_attention, gathered_attention

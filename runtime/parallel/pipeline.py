@@ -19,7 +19,7 @@ from torch.distributed.pipelining import (
 
 from costmodels import Layout, ModelSpec
 from costmodels.bundled.sent_messages import SENDS_OF_STAGE
-from costmodels.layout import SPLIT_BACKWARD, Schedule
+from costmodels.spec.layout import SPLIT_BACKWARD, Schedule
 from runtime.model.transformer import Transformer
 from runtime.parallel.awaited_sends import awaits_sends, with_fewer_sends
 from runtime.parallel.data import DTYPES

@@ -8,11 +8,11 @@ import numpy as np
 
 from costmodels import Layout, ModelSpec
 from costmodels.errors import InputError
-from costmodels.table import Bools, Ints
-from planner.degrees import Degrees
-from planner.numbers import MOST
-from planner.rule import Rule
-from planner.rules import RULES
+from costmodels.spec.table import Bools, Ints
+from planner.options.limits import MOST
+from planner.space.degrees import Degrees
+from planner.space.rule import Rule
+from planner.space.rules import RULES
 
 FLAG = "--rampup-batch-size"
 

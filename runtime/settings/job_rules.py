@@ -13,12 +13,12 @@ from typing import Any
 import numpy as np
 
 from costmodels.errors import InputError
-from costmodels.layout import SPLIT_BACKWARD, Layout
-from costmodels.model_spec import ModelSpec
-from costmodels.table import CONTEXT_FORMS, SCHEDULES
-from planner.degrees import Degrees
-from planner.options import BatchOptions
-from planner.rule import Rule
+from costmodels.spec.layout import SPLIT_BACKWARD, Layout
+from costmodels.spec.model import ModelSpec
+from costmodels.spec.table import CONTEXT_FORMS, SCHEDULES
+from planner.options.parallel import BatchOptions
+from planner.space.degrees import Degrees
+from planner.space.rule import Rule
 from runtime.settings.batch_ramp import check_numbers, ramp_rule
 
 RING = CONTEXT_FORMS.index("ring")

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from costmodels import Layout, ModelSpec
-from planner.flags import flag_names
+from planner.options.flags import flag_names
 
 Reason = Callable[[Any], str | None]
 """Why flags have no effect on a job, which has the fields of all its flags, `spec` and `layout`."""

@@ -7,9 +7,9 @@ from typing import ClassVar
 
 from costmodels import Layout
 from costmodels.errors import InputError
-from costmodels.layout import SPLIT_BACKWARD
-from planner.flags import flag
-from planner.numbers import (
+from costmodels.spec.layout import SPLIT_BACKWARD
+from planner.options.flags import flag
+from planner.options.limits import (
     AT_LEAST_1,
     NOT_NEGATIVE,
     OFF_OR_POSITIVE,

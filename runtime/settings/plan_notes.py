@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from costmodels.errors import InputError
-from costmodels.shapes import PEAK_LOAD
-from planner.inputs import DEFAULT_ENGINE
-from planner.options import ParallelOptions
+from costmodels.layers.shapes import PEAK_LOAD
+from planner.options.inputs import DEFAULT_ENGINE
+from planner.options.parallel import ParallelOptions
 from planner.plan import Plan
 from planner.ranking import Problem
 from runtime.settings.options import TrainingOptions

@@ -8,11 +8,11 @@ from pathlib import Path
 from costmodels import Layout, ModelSpec
 from costmodels.catalogue.host import CONTEXT_BYTES, available_cores, available_memory, torch_build
 from costmodels.errors import InputError
-from costmodels.words import GIB
-from planner.inputs import DEFAULT_ENGINE, engines_on
-from planner.numbers import Bounds
+from costmodels.spec.record import GIB
+from planner.options.inputs import DEFAULT_ENGINE, engines_on
+from planner.options.limits import Bounds
 from planner.plan import Plan
-from planner.rules import first_illegal
+from planner.space.rules import first_illegal
 from runtime.settings.job_rules import check_rules, job_rules
 from runtime.settings.options import TrainingOptions
 

@@ -17,7 +17,7 @@ from benchmarks.data_parallel_methods import DDP, METHODS, ONE_DEVICE, SERVER, C
 from benchmarks.worker_pool import WorkerPool
 from costmodels.catalogue import load_model
 from costmodels.errors import InputError
-from planner.flags import run
+from planner.options.flags import run
 from tests.benchmarks.horovod_work import train_by_stand_in
 
 SPEC = load_model("gpt2-nano", layers=2, hidden=32, heads=2, seq=16)

@@ -340,7 +340,7 @@ def test_a_rank_refuses_wrong_input_in_one_line(
 ) -> None:
     import torch.distributed
 
-    from planner.flags import run
+    from planner.options.flags import run
     from runtime.checkpoint.owner import owned
     from runtime.pretrain import app
 

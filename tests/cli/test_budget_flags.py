@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from planner import Plan
-from planner.goodput import Failures
-from planner.options import BatchOptions, ModelOptions, ParallelOptions
+from planner.budget.goodput import Failures
+from planner.options.parallel import BatchOptions, ModelOptions, ParallelOptions
 from runtime.job.job import plan_here
 from tests.conftest import Command
 

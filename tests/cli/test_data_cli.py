@@ -11,7 +11,7 @@ import pytest
 import typer
 
 from cli import data
-from planner.flags import run
+from planner.options.flags import run
 from runtime.data.indexed import IndexedDataset
 
 

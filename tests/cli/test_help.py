@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from cli.suggest import Output
-from planner.command import WIDTH
-from planner.flags import sections_of
-from planner.notation import NOTATION
-from planner.options import BatchOptions, ClusterOptions, ModelOptions, ParallelOptions
+from planner.options.command import WIDTH
+from planner.options.flags import sections_of
+from planner.options.notation import NOTATION
+from planner.options.parallel import BatchOptions, ClusterOptions, ModelOptions, ParallelOptions
 from runtime.faults.options import FaultOptions
 from runtime.settings.options import DataOptions, OutputOptions, TrainingOptions
 from tests.conftest import Command

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from planner.options import ParallelOptions
+from planner.api import suggest
+from planner.options.parallel import ParallelOptions
 from planner.plan import Plan
-from planner.search import suggest
 from runtime.settings.options import TrainingOptions
 from runtime.settings.plan_notes import needs_head_room, unbalanced_experts, whole_optimizer
 

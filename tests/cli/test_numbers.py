@@ -16,10 +16,10 @@ from cli.dryrun import DryRunOptions
 from cli.explain import Questions
 from cli.pasted import pasted
 from costmodels.errors import InputError
-from planner.budget_options import BudgetOptions, SizesOptions
-from planner.flags import flag_names
-from planner.numbers import check_bounds
-from planner.options import BatchOptions, ClusterOptions, ModelOptions, ParallelOptions
+from planner.options.budget import BudgetOptions, SizesOptions
+from planner.options.flags import flag_names
+from planner.options.limits import check_bounds
+from planner.options.parallel import BatchOptions, ClusterOptions, ModelOptions, ParallelOptions
 from runtime.faults.options import FaultOptions
 from runtime.generation.options import GenerateOptions
 from runtime.job.job import RunOptions

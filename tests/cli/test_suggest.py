@@ -294,7 +294,7 @@ def test_suggest_loads_neither_torch_nor_what_it_does_not_draw_with() -> None:
     script = (
         "import sys; sys.argv = 'planner suggest --world-size 64 --max-global-batch-size 16 --json'.split()\n"
         "import atexit; atexit.register(lambda: print(sorted({'torch', 'rich', 'networkx', 'tokenizers',"
-        " 'scipy', 'numpy.ma', 'planner.heterogeneous_solve'} & set(sys.modules)), file=sys.stderr))\n"
+        " 'scipy', 'numpy.ma', 'planner.solve.mixed_nodes'} & set(sys.modules)), file=sys.stderr))\n"
         "from cli.main import main; main()"
     )
     done = subprocess.run(

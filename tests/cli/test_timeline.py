@@ -13,7 +13,7 @@ import typer
 from cli.timeline import timeline
 from costmodels import ModelSpec
 from planner import search
-from planner.flags import run
+from planner.options.flags import run
 
 TINY = ModelSpec(name="tiny", layers=32, hidden=256, heads=8, vocab=1000, seq=128)
 

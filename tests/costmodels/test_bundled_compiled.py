@@ -16,7 +16,7 @@ from costmodels.bundled.compiled_tapes import compiled_layer_tape
 from costmodels.bundled.replay import Storage, Tape
 from costmodels.bundled.structure import RESIDUAL, Structure
 from costmodels.bundled.tapes import layer_tape
-from costmodels.table import LayoutTable
+from costmodels.spec.table import LayoutTable
 
 GPT = ModelSpec(name="gpt", layers=4, hidden=512, heads=8, vocab=1024, seq=256)
 LATENT = GPT.model_copy(

@@ -20,7 +20,7 @@ from costmodels.bundled.replay import (
     run_backward,
 )
 from costmodels.bundled.units import structures_of, units_of
-from costmodels.table import LayoutTable
+from costmodels.spec.table import LayoutTable
 
 GPT = ModelSpec(name="gpt", layers=4, hidden=512, heads=8, vocab=1024, seq=256)
 

@@ -12,9 +12,9 @@ from costmodels.bundled import sent_messages as sent_messages_module
 from costmodels.bundled.message_times import message_times
 from costmodels.bundled.pass_states import stages_of, states_of
 from costmodels.bundled.sent_messages import SENDS_OF_STAGE, sent_messages
-from costmodels.layout import Schedule
-from costmodels.schedules import FORWARD, INPUTS, WEIGHTS
-from costmodels.table import LayoutTable
+from costmodels.spec.layout import Schedule
+from costmodels.spec.schedules import FORWARD, INPUTS, WEIGHTS
+from costmodels.spec.table import LayoutTable
 
 GPT = ModelSpec(name="gpt", layers=8, hidden=512, heads=8, vocab=1024, seq=256)
 

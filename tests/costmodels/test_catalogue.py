@@ -19,7 +19,7 @@ from costmodels.catalogue import (
     yaml_files,
 )
 from costmodels.errors import InputError
-from costmodels.hardware import Device
+from costmodels.spec.hardware import Device
 
 OWN_MODELS = {"gpt2-nano", "llama-nano"}
 

@@ -3,7 +3,11 @@
 import numpy as np
 import pytest
 
-from costmodels.compute import (
+from costmodels.errors import InputError
+from costmodels.layers.operators import Gemm, head, layer, padded_vocabulary
+from costmodels.spec.table import LayoutTable
+from costmodels.time.collectives import group
+from costmodels.time.compute import (
     PARTS,
     GemmRates,
     attention_seconds,
@@ -12,10 +16,6 @@ from costmodels.compute import (
     passes,
     peak_flops,
 )
-from costmodels.errors import InputError
-from costmodels.network import group
-from costmodels.operators import Gemm, head, layer, padded_vocabulary
-from costmodels.table import LayoutTable
 
 
 def layer_passes(model, device, engine, table, cluster):

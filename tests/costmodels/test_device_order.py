@@ -9,8 +9,8 @@ import pytest
 
 from costmodels import Cluster, Device, Layout, Link, even_split, price
 from costmodels.catalogue import device_names, engine_names, load_device, load_engine, load_model
-from costmodels.hardware import Precision
-from costmodels.table import LayoutTable
+from costmodels.spec.hardware import Precision
+from costmodels.spec.table import LayoutTable
 
 GPT = load_model("gpt-22b")
 LAYOUTS = [

@@ -7,8 +7,8 @@ import pytest
 
 from costmodels import estimate, price
 from costmodels.exact import stage_seconds
-from costmodels.simulation import StageSeconds
-from costmodels.table import LayoutTable
+from costmodels.spec.table import LayoutTable
+from costmodels.time.simulation import StageSeconds
 from costmodels.timeline import timeline
 
 SHAPES = [

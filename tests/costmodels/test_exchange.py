@@ -3,11 +3,11 @@
 import numpy as np
 import pytest
 
-from costmodels.compute import passes
-from costmodels.data_parallel import exchange_seconds
-from costmodels.network import group
-from costmodels.operators import layer
-from costmodels.table import LayoutTable
+from costmodels.layers.operators import layer
+from costmodels.spec.table import LayoutTable
+from costmodels.time.collectives import group
+from costmodels.time.compute import passes
+from costmodels.time.data_parallel import exchange_seconds
 
 LAYERS = 10
 

@@ -10,13 +10,13 @@ import pytest
 
 from costmodels import ModelSpec, even_split
 from costmodels.catalogue import load_device, load_engine
-from costmodels.hardware import Cluster
-from costmodels.layout import Layout
-from costmodels.memory import stage_memory, unit_sizes
-from costmodels.model_spec import Router
-from costmodels.pipeline import all_ranks, ranks_entry
+from costmodels.memory.states import stage_memory, unit_sizes
 from costmodels.pricing import estimate, peak_memory, price
-from costmodels.table import LayoutTable
+from costmodels.ranks.pipeline import all_ranks, ranks_entry
+from costmodels.spec.hardware import Cluster
+from costmodels.spec.layout import Layout
+from costmodels.spec.model import Router
+from costmodels.spec.table import LayoutTable
 
 MEASURED = Path(__file__).parents[3] / "shared" / "measured" / "moe_parallel_folding.csv"
 

@@ -10,10 +10,10 @@ from costmodels.calibration.fit import FitPlan, belongs, errors, fit, fit_spread
 from costmodels.calibration.measured import Measurement
 from costmodels.calibration.scoring import FITTED_SOURCES
 from costmodels.catalogue import engine_names, load_engine
-from costmodels.engine import Engine, Spread
 from costmodels.errors import InputError
-from costmodels.table import LayoutTable
-from costmodels.uncertainty import spread
+from costmodels.spec.engine import Engine, Spread
+from costmodels.spec.table import LayoutTable
+from costmodels.time.uncertainty import spread
 
 TRUE = {"gemm_efficiency": 0.62, "loss_bytes": 60.0}
 

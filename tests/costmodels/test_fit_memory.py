@@ -16,7 +16,7 @@ from costmodels.calibration.peaks import MEMORY_KINDS, every_rank, peak_of, peak
 from costmodels.calibration.scoring import FITTED_SOURCES, SourceScore, fitted, predict, score
 from costmodels.catalogue import engine_names
 from costmodels.errors import InputError
-from costmodels.table import LayoutTable
+from costmodels.spec.table import LayoutTable
 
 MEASURED = Path(__file__).parents[3] / "shared" / "measured"
 

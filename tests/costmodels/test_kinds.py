@@ -13,12 +13,12 @@ from pydantic import ValidationError
 
 from costmodels import Cluster, Layout, ModelSpec, estimate, even_split
 from costmodels.exact import rank_seconds, stage_seconds
-from costmodels.kinds import BOTH, kinds_of_ranks, mixed, sites
 from costmodels.pricing import peak_memory, price
-from costmodels.table import LayoutTable
-from costmodels.words import GIB
-from planner.inputs import DEFAULT_ENGINE, resolve_cluster, resolve_engine
-from planner.space import Batch, build
+from costmodels.ranks.nodes import BOTH, kinds_of_ranks, mixed, sites
+from costmodels.spec.record import GIB
+from costmodels.spec.table import LayoutTable
+from planner.options.inputs import DEFAULT_ENGINE, resolve_cluster, resolve_engine
+from planner.space.grid import Batch, build
 
 ENGINE = resolve_engine(DEFAULT_ENGINE)
 

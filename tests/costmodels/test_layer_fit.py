@@ -8,7 +8,7 @@ import pytest
 from costmodels.calibration.fit import Fitted, errors, plans
 from costmodels.calibration.layers import DOUBT, fit_layers
 from costmodels.calibration.measured import known, measurement_of
-from costmodels.engine import MeasuredLayer
+from costmodels.spec.engine import MeasuredLayer
 from tests.costmodels.test_calibration_rows import ROW
 
 

@@ -3,10 +3,10 @@
 import pytest
 from pydantic import ValidationError
 
-from costmodels.engine import Engine, MeasuredLayer
-from costmodels.layer_table import known_share, layer_factor
 from costmodels.pricing import price
-from costmodels.table import LayoutTable
+from costmodels.spec.engine import Engine, MeasuredLayer
+from costmodels.spec.table import LayoutTable
+from costmodels.time.layer_table import known_share, layer_factor
 
 
 def seen(gpt, factor=1.3, rows=20, **other):

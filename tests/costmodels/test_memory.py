@@ -5,10 +5,10 @@ import pytest
 
 from costmodels import MemoryPolicy, price
 from costmodels.errors import InputError
-from costmodels.memory import memory_policy, parameters, stage_memory, unit_sizes
-from costmodels.model_spec import ModelSpec
-from costmodels.pipeline import all_ranks, ranks_entry
-from costmodels.table import LayoutTable
+from costmodels.memory.states import memory_policy, parameters, stage_memory, unit_sizes
+from costmodels.ranks.pipeline import all_ranks, ranks_entry
+from costmodels.spec.model import ModelSpec
+from costmodels.spec.table import LayoutTable
 
 
 def on_ranks(model, table):

@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 from costmodels import Cluster, Engine, Layout, ModelSpec
 from costmodels.catalogue import load_engine
 from costmodels.catalogue.yaml_files import packaged
-from costmodels.estimate import StageMemory
-from costmodels.memory import stage_memory, step_bytes, unit_sizes
-from costmodels.moments import DYNAMIC, communicator_count, on_rank, total
-from costmodels.pipeline import Ranks, all_ranks, ranks_entry
+from costmodels.memory.peak import DYNAMIC, communicator_count, on_rank, total
+from costmodels.memory.states import stage_memory, step_bytes, unit_sizes
 from costmodels.pricing import price
-from costmodels.table import Floats, LayoutTable
+from costmodels.ranks.pipeline import Ranks, all_ranks, ranks_entry
+from costmodels.spec.estimate import StageMemory
+from costmodels.spec.table import Floats, LayoutTable
 
 GIB = 2**30
 

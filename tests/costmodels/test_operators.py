@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 
-from costmodels.model_spec import LatentAttention, ModelSpec
-from costmodels.operators import embedding, head, layer, padded_vocabulary
-from costmodels.shapes import routed_rows
-from costmodels.table import LayoutTable
+from costmodels.layers.operators import embedding, head, layer, padded_vocabulary
+from costmodels.layers.shapes import routed_rows
+from costmodels.spec.model import LatentAttention, ModelSpec
+from costmodels.spec.table import LayoutTable
 
 
 def flops(work):

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 
 from costmodels.catalogue import load_device
-from costmodels.memory import stage_memory, unit_sizes
-from costmodels.optimizer import newton_schulz_flops, newton_schulz_rate
-from costmodels.pipeline import all_ranks, ranks_entry
+from costmodels.layers.optimizer import newton_schulz_flops, newton_schulz_rate
+from costmodels.memory.states import stage_memory, unit_sizes
 from costmodels.pricing import estimate
-from costmodels.table import LayoutTable
+from costmodels.ranks.pipeline import all_ranks, ranks_entry
+from costmodels.spec.table import LayoutTable
 
 KINDS = ("adam", "sgd", "adafactor", "muon", "adam8bit")
 

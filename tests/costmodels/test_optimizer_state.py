@@ -8,7 +8,7 @@ import pytest
 from costmodels import Layout
 from costmodels.bundled.groups import Shape, group_of
 from costmodels.bundled.optimizer_state import state_bytes, update_bytes
-from costmodels.table import LayoutTable
+from costmodels.spec.table import LayoutTable
 
 SHAPES: list[Shape] = [(512.0, 64.0), (512.0,)]
 

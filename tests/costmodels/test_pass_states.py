@@ -11,8 +11,8 @@ from hypothesis import strategies as some
 
 from costmodels.bundled import pass_states
 from costmodels.bundled.pass_states import ALL, OTHERS, OWN, fewer, states_of
-from costmodels.layout import V_SCHEDULES, Schedule
-from costmodels.schedules import runs
+from costmodels.spec.layout import V_SCHEDULES, Schedule
+from costmodels.spec.schedules import runs
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 
 from costmodels import Layout, price
-from costmodels.bubble import bubble_seconds, message_seconds
 from costmodels.catalogue import load_model
-from costmodels.layout import even_split
-from costmodels.pipeline import Ranks, all_ranks, deciding_ranks, in_flight
-from costmodels.table import LayoutTable
+from costmodels.ranks.pipeline import Ranks, all_ranks, deciding_ranks, in_flight
+from costmodels.spec.layout import even_split
+from costmodels.spec.table import LayoutTable
+from costmodels.time.bubble import bubble_seconds, message_seconds
 
 
 def played_in_flight(split, pipeline, micro_batches, rank):

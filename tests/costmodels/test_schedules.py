@@ -7,12 +7,12 @@ from collections import Counter, defaultdict
 import numpy as np
 import pytest
 
-from costmodels.bubble import bubble_seconds, split_bubble_seconds
 from costmodels.errors import InputError
-from costmodels.layout import SPLIT_BACKWARD, Layout, even_split
-from costmodels.pipeline import all_ranks, in_flight
-from costmodels.schedules import orders, runs
-from costmodels.table import LayoutTable
+from costmodels.ranks.pipeline import all_ranks, in_flight
+from costmodels.spec.layout import SPLIT_BACKWARD, Layout, even_split
+from costmodels.spec.schedules import orders, runs
+from costmodels.spec.table import LayoutTable
+from costmodels.time.bubble import bubble_seconds, split_bubble_seconds
 from tests.runtime.schedule_play import Action, action_order
 
 

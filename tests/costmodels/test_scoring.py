@@ -20,8 +20,8 @@ from costmodels.calibration.scoring import (
     scalars,
     score,
 )
-from costmodels.table import LayoutTable
-from costmodels.uncertainty import spread
+from costmodels.spec.table import LayoutTable
+from costmodels.time.uncertainty import spread
 
 
 @pytest.fixture

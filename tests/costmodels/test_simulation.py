@@ -11,13 +11,13 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from costmodels import simulation
-from costmodels.bubble import bubble_seconds, held_seconds, send_seconds, split_bubble_seconds
 from costmodels.errors import InputError
-from costmodels.layout import SPLIT_BACKWARD, V_SCHEDULES, Layout, Schedule
-from costmodels.pipeline import Ranks
-from costmodels.simulation import StageSeconds, graph, period_of, pipeline_seconds, simulate
-from costmodels.table import LayoutTable
+from costmodels.ranks.pipeline import Ranks
+from costmodels.spec.layout import SPLIT_BACKWARD, V_SCHEDULES, Layout, Schedule
+from costmodels.spec.table import LayoutTable
+from costmodels.time import simulation
+from costmodels.time.bubble import bubble_seconds, held_seconds, send_seconds, split_bubble_seconds
+from costmodels.time.simulation import StageSeconds, graph, period_of, pipeline_seconds, simulate
 from tests.runtime.schedule_play import Action, action_order, makespan
 
 SCHEDULES: tuple[Schedule, ...] = ("1f1b", "interleaved", *SPLIT_BACKWARD)

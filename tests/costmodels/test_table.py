@@ -9,10 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from costmodels import Layout, blocks, even_split
-from costmodels.layout import schedule_runs
-from costmodels.moments import highest
-from costmodels.table import (
+from costmodels import Layout, even_split
+from costmodels.memory.peak import highest
+from costmodels.spec import blocks
+from costmodels.spec.layout import schedule_runs
+from costmodels.spec.table import (
     OPTIMIZERS,
     RECOMPUTE_MODULES,
     SCHEDULES,

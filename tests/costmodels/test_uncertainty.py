@@ -6,9 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from costmodels import StepTime, price
-from costmodels.engine import Spread
-from costmodels.table import LayoutTable
-from costmodels.uncertainty import COMMUNICATION, spread
+from costmodels.spec.engine import Spread
+from costmodels.spec.table import LayoutTable
+from costmodels.time.uncertainty import COMMUNICATION, spread
 
 NONE = dict.fromkeys(Spread.model_fields, 0.0)
 
@@ -86,7 +86,7 @@ def test_a_range_is_no_narrower_than_its_base_and_has_no_unit(parts, make_width)
 def make_width():
     """The width of a step with the usual constants on some devices, or their base of an empty one."""
     from costmodels.catalogue import load_device, load_engine
-    from costmodels.hardware import Cluster
+    from costmodels.spec.hardware import Cluster
 
     device = load_device("a100-80g")
     engine = load_engine("megatron").for_device(device)

@@ -6,9 +6,9 @@ import pytest
 
 from costmodels.catalogue import load_model
 from costmodels.errors import InputError
-from planner.accepted import ACCEPTED, WHOLE
-from planner.flags import flag_names
-from planner.options import ParallelOptions, check_alone
+from planner.options.flags import flag_names
+from planner.options.megatron import ACCEPTED, WHOLE
+from planner.options.parallel import ParallelOptions, check_alone
 
 GPT = load_model("gpt-22b")
 

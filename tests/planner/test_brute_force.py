@@ -13,15 +13,15 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from costmodels import Layout, ModelSpec, even_split
-from costmodels.layout import SPLIT_BACKWARD
 from costmodels.pricing import peak_memory, price
-from costmodels.table import ARRAY_FIELDS, RECOMPUTE_MODULES, LayoutTable, code_of
-from costmodels.words import GIB
+from costmodels.spec.layout import SPLIT_BACKWARD
+from costmodels.spec.record import GIB
+from costmodels.spec.table import ARRAY_FIELDS, RECOMPUTE_MODULES, LayoutTable, code_of
 from planner import search
-from planner.degrees import Degrees
-from planner.inputs import DEFAULT_ENGINE, resolve_cluster, resolve_engine
-from planner.rules import RULES, first_illegal
-from planner.space import Batch, micro_batch_sizes
+from planner.options.inputs import DEFAULT_ENGINE, resolve_cluster, resolve_engine
+from planner.space.degrees import Degrees
+from planner.space.grid import Batch, micro_batch_sizes
+from planner.space.rules import RULES, first_illegal
 
 # Under another name, so that closed forms alone say what fits: exact bytes have tests of their own.
 ENGINE = resolve_engine(DEFAULT_ENGINE).model_copy(update={"name": "closed-forms"})

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from costmodels import ModelSpec
 from costmodels.errors import InputError
 from planner import suggest
-from planner.budget import parse_tokens
-from planner.goodput import Failures, goodput
+from planner.budget.goodput import Failures, goodput
+from planner.budget.run import parse_tokens
 
 TINY = ModelSpec(name="tiny", layers=4, hidden=256, heads=8, vocab=1000, seq=128)
 DAY = 86400.0

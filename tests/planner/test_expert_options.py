@@ -8,7 +8,7 @@ import pytest
 
 from costmodels.catalogue import load_model
 from costmodels.errors import InputError
-from planner.model_options import ModelOptions
+from planner.options.model import ModelOptions
 
 SIZES: dict[str, Any] = {
     "num_layers": 6,

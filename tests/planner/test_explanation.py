@@ -9,15 +9,15 @@ import pytest
 
 from costmodels import ModelSpec
 from costmodels.errors import InputError
-from costmodels.estimate import StepTime
-from costmodels.words import GIB
+from costmodels.spec.estimate import StepTime
+from costmodels.spec.record import GIB
 from planner import Plan, evaluate, search
-from planner.changes import NOTICEABLE
-from planner.explanation import degrees_of, explain, explain_plan, explain_result
-from planner.figures import figure
-from planner.pins import parse_pins
-from planner.verdict import judge, parse_layout, place_of
-from planner.wording import less_one
+from planner.explanation.changes import NOTICEABLE
+from planner.explanation.explanation import degrees_of, explain, explain_plan, explain_result
+from planner.explanation.why_not import judge, parse_layout, place_of
+from planner.objective_text import figure
+from planner.options.pin_text import less_one
+from planner.options.pins import parse_pins
 
 PROBLEM = {"world_size": 16, "device": "a100-80g", "max_global_batch_size": 32}
 

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import typer
 
-from planner.command import add
-from planner.flags import flag, flag_names, for_words, run, takes
-from planner.foreign import INSTEAD, instead_of
-from planner.options import BatchOptions, ClusterOptions, ModelOptions, ParallelOptions
+from planner.options.command import add
+from planner.options.flags import flag, flag_names, for_words, run, takes
+from planner.options.other_tools import INSTEAD, instead_of
+from planner.options.parallel import BatchOptions, ClusterOptions, ModelOptions, ParallelOptions
 from runtime.settings.options import DataOptions, OutputOptions, TrainingOptions
 
 GROUPS = (

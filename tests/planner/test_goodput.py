@@ -13,13 +13,7 @@ from hypothesis import strategies as st
 from costmodels import ModelSpec
 from costmodels.errors import InputError
 from planner import Plan, suggest
-from planner.goodput import (
-    Failures,
-    best_interval,
-    checkpoint_bytes,
-    expected_share,
-    goodput,
-)
+from planner.budget.goodput import Failures, best_interval, checkpoint_bytes, expected_share, goodput
 
 TINY = ModelSpec(name="tiny", layers=4, hidden=256, heads=8, vocab=1000, seq=128)
 MINUTE, HOUR = 60.0, 3600.0

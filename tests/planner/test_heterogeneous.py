@@ -17,18 +17,18 @@ import planner
 from costmodels import Cluster, Layout, ModelSpec, even_split
 from costmodels.errors import InputError
 from costmodels.exact import stage_seconds
-from costmodels.kinds import mixed
-from costmodels.layout import Recompute
 from costmodels.pricing import peak_memory, price
-from costmodels.table import LayoutTable
-from costmodels.words import GIB
-from planner.heterogeneous import idle_shares, kinds_of_layout, parse_kinds
-from planner.heterogeneous_caps import exact_caps
-from planner.heterogeneous_splits import layers_of_ranks, least_bound, pipelines
-from planner.inputs import DEFAULT_ENGINE, resolve_cluster, resolve_engine
-from planner.pins import Pins
+from costmodels.ranks.nodes import mixed
+from costmodels.spec.layout import Recompute
+from costmodels.spec.record import GIB
+from costmodels.spec.table import LayoutTable
+from planner.options.inputs import DEFAULT_ENGINE, resolve_cluster, resolve_engine
+from planner.options.node_kinds import idle_shares, kinds_of_layout, parse_kinds
+from planner.options.pins import Pins
 from planner.ranking import Problem, rank
-from planner.space import Batch
+from planner.solve.mixed_caps import exact_caps
+from planner.solve.mixed_splits import layers_of_ranks, least_bound, pipelines
+from planner.space.grid import Batch
 from tests.conftest import Command
 
 ENGINE = resolve_engine(DEFAULT_ENGINE)

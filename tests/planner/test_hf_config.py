@@ -8,8 +8,8 @@ import pytest
 
 from costmodels.catalogue import load_model
 from costmodels.errors import InputError
-from costmodels.model_spec import RopeScaling, Router
-from planner.hf_config import model_from_hf_config
+from costmodels.spec.model import RopeScaling, Router
+from planner.options.hf_config import model_from_hf_config
 
 LLAMA = {
     "model_type": "llama", "hidden_act": "silu", "rms_norm_eps": 1e-5, "tie_word_embeddings": False,

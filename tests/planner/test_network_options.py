@@ -11,11 +11,11 @@ import pytest
 from costmodels import Cluster, Link, ModelSpec
 from costmodels.catalogue import load_device
 from costmodels.errors import InputError
-from costmodels.hardware import MeasuredCollective
-from costmodels.network_table import read_network_table
+from costmodels.spec.hardware import MeasuredCollective
+from costmodels.time.network_table import read_network_table
 from planner import Plan, evaluate, search, suggest
-from planner.inputs import resolve_cluster
-from planner.options import ClusterOptions
+from planner.options.inputs import resolve_cluster
+from planner.options.parallel import ClusterOptions
 
 TINY = ModelSpec(name="tiny", layers=4, hidden=256, heads=8, vocab=1000, seq=128)
 

@@ -12,9 +12,9 @@ import pytest
 from costmodels import ModelSpec
 from costmodels.catalogue import load_model
 from costmodels.errors import InputError
-from planner.flags import flag_names
-from planner.options import BatchOptions, ClusterOptions, ModelOptions, ParallelOptions
-from planner.pins import WherePossible
+from planner.options.flags import flag_names
+from planner.options.parallel import BatchOptions, ClusterOptions, ModelOptions, ParallelOptions
+from planner.options.pins import WherePossible
 
 NAMES = {"name", "source", "published_parameters"}
 

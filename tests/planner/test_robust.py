@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from costmodels import price
-from costmodels.engine import Spread
+from costmodels.spec.engine import Spread
 from planner import search
-from planner.robust import MOST, NOISE, OWN, apart, in_words, indistinguishable, told_apart
+from planner.robustness import MOST, NOISE, OWN, apart, in_words, indistinguishable, told_apart
 
 PROBLEM = {"world_size": 64, "device": "a100-80g", "global_batch_size": 64}
 

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from costmodels.pricing import peak_memory
-from costmodels.table import LayoutTable
+from costmodels.spec.table import LayoutTable
 from planner import search
 from planner.ranking import SearchResult
-from planner.rules import LONGEST_CHUNK
+from planner.space.rules import LONGEST_CHUNK
 from runtime.settings.preflight import check_job
 
 SMALL: dict[str, Any] = {"model": "gpt-22b", "world_size": 8, "max_global_batch_size": 16}

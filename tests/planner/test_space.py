@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 from costmodels import Layout, ModelSpec, even_split
 from costmodels.errors import InputError
-from costmodels.table import ARRAY_FIELDS, RECOMPUTE_KINDS
-from planner.pins import Pins, WherePossible, parse_pins
-from planner.rules import RULES, first_illegal
-from planner.space import Batch, build, micro_batch_sizes, obstacle
+from costmodels.spec.table import ARRAY_FIELDS, RECOMPUTE_KINDS
+from planner.options.pins import Pins, WherePossible, parse_pins
+from planner.space.grid import Batch, build, micro_batch_sizes, obstacle
+from planner.space.rules import RULES, first_illegal
 
 
 def spec(**sizes: int) -> ModelSpec:

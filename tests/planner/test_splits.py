@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 
 from costmodels import Layout, ModelSpec, even_split
 from costmodels.exact import stage_seconds
-from costmodels.hardware import Cluster
 from costmodels.pricing import peak_memory, price
-from costmodels.table import Bools, Floats, LayoutTable
+from costmodels.spec.hardware import Cluster
+from costmodels.spec.table import Bools, Floats, LayoutTable
 from planner import search
-from planner.bounds import least_peak, least_seconds
-from planner.inputs import DEFAULT_ENGINE, resolve_cluster, resolve_engine
-from planner.splits import balanced
+from planner.options.inputs import DEFAULT_ENGINE, resolve_cluster, resolve_engine
+from planner.solve.bounds import least_peak, least_seconds
+from planner.solve.splits import balanced
 
 ENGINE = resolve_engine(DEFAULT_ENGINE)
 

@@ -7,8 +7,8 @@ from itertools import pairwise
 
 import pytest
 
+from planner.api import search
 from planner.ranking import SearchResult
-from planner.search import search
 from planner.twins import FORMS, listed
 from tests.conftest import Command
 

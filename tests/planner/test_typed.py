@@ -6,9 +6,9 @@ import dataclasses
 
 import pytest
 
-from planner.flags import flag_names
-from planner.options import BatchOptions, ClusterOptions, ParallelOptions
-from planner.typed import spoken
+from planner.options.flags import flag_names
+from planner.options.messages import spoken
+from planner.options.parallel import BatchOptions, ClusterOptions, ParallelOptions
 
 
 def said(message: str, typed: str) -> str:

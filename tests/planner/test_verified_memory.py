@@ -10,11 +10,11 @@ import pytest
 import planner
 from costmodels import Layout, ModelSpec, price
 from costmodels.bundled import rank_peaks
-from costmodels.table import LayoutTable
-from costmodels.words import GIB
-from planner import inputs
+from costmodels.spec.record import GIB
+from costmodels.spec.table import LayoutTable
+from planner.exact_memory import verifiable
 from planner.first_plans import SETTLED
-from planner.verified_memory import verifiable
+from planner.options import inputs
 
 GPT = ModelSpec(name="gpt", layers=8, hidden=1024, heads=16, vocab=8192, seq=1024)
 PINS = ["schedule=1f1b", "pp=2", "tp=1", "recompute=none"]

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 from costmodels import Layout, ModelSpec
 from costmodels.errors import InputError
-from planner.options import BatchOptions, ClusterOptions, ModelOptions, ParallelOptions
+from planner.options.parallel import BatchOptions, ClusterOptions, ModelOptions, ParallelOptions
 from runtime import checkpoint, pretrain
 from runtime.faults import exit_signals
 from runtime.faults.exit_signals import Requests

@@ -7,8 +7,8 @@ from itertools import combinations
 import numpy as np
 
 from costmodels import Layout, ModelSpec
-from planner.pins import parse_pins
-from planner.space import Batch, build
+from planner.options.pins import parse_pins
+from planner.space.grid import Batch, build
 
 KINDS = (
     "tensor_parallel",

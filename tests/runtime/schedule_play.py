@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
-from costmodels.layout import Schedule
+from costmodels.spec.layout import Schedule
 from runtime.parallel.pipeline import SCHEDULES
 
 

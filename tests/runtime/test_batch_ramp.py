@@ -10,7 +10,7 @@ import pytest
 from benchmarks.parity import MODELS, parse_layout
 from benchmarks.worker_pool import WorkerPool
 from costmodels.errors import InputError
-from planner.flags import arguments
+from planner.options.flags import arguments
 from runtime.settings.batch_ramp import BatchRamp, batch_ramp, ramp_rule
 from runtime.settings.job_rules import check_rules
 from runtime.settings.options import TrainingOptions

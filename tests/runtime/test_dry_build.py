@@ -15,8 +15,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from costmodels import Layout, ModelSpec
 from costmodels.errors import InputError
-from planner.pins import parse_pins
-from planner.space import Batch, build
+from planner.options.pins import parse_pins
+from planner.space.grid import Batch, build
 from runtime.parallel.mesh import build_grid
 from runtime.settings.preflight import check_job
 from runtime.train.stages import build_stage, executor_of

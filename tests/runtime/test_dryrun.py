@@ -12,7 +12,7 @@ import torch
 
 from costmodels import Layout, ModelSpec
 from costmodels.errors import InputError
-from costmodels.shapes import PEAK_LOAD
+from costmodels.layers.shapes import PEAK_LOAD
 from runtime.dryrun import run as dry
 from runtime.dryrun.memory_trace import MemoryTrace, Moment, block_bytes
 from runtime.dryrun.roles import label_layers, own_state, roles, settle_optimizer

@@ -11,9 +11,9 @@ import pytest
 
 from benchmarks.parity import MODELS, parse_layout
 from costmodels.errors import InputError
-from costmodels.layout import SPLIT_BACKWARD
+from costmodels.spec.layout import SPLIT_BACKWARD
 from planner import explain, search
-from planner.options import BatchOptions
+from planner.options.parallel import BatchOptions
 from runtime.job.replan import replanned
 from runtime.settings.job_rules import check_rules, job_rules, reachable
 from runtime.settings.options import DataOptions, TrainingOptions

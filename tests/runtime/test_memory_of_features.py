@@ -7,7 +7,7 @@ import pytest
 from benchmarks.memory import compare
 from costmodels import Layout, ModelSpec
 from costmodels.bundled import covers
-from costmodels.table import LayoutTable
+from costmodels.spec.table import LayoutTable
 
 DENSE = ModelSpec(
     name="dense",

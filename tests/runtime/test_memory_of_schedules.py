@@ -10,7 +10,7 @@ import pytest
 from benchmarks.memory import compare
 from costmodels import Layout, ModelSpec
 from costmodels.bundled import KINDS, covers, rank_peaks
-from costmodels.table import LayoutTable
+from costmodels.spec.table import LayoutTable
 from runtime.dryrun.run import trace
 
 LLAMA = ModelSpec(

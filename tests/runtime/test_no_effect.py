@@ -9,9 +9,9 @@ import pytest
 
 from benchmarks.parity import parse_layout
 from costmodels.catalogue import load_model
-from planner.asked import idle_links
-from planner.inputs import resolve_cluster
-from planner.options import ClusterOptions
+from planner.arguments import idle_links
+from planner.options.inputs import resolve_cluster
+from planner.options.parallel import ClusterOptions
 from runtime.faults.options import FaultOptions
 from runtime.generation.options import GenerateOptions
 from runtime.settings.no_effect import REASONS, without_effect

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from benchmarks.parity import MODELS
 from benchmarks.worker_pool import WorkerPool
 from costmodels.errors import InputError
-from planner.options import BatchOptions, ClusterOptions, ModelOptions, ParallelOptions
+from planner.options.parallel import BatchOptions, ClusterOptions, ModelOptions, ParallelOptions
 from runtime import checkpoint, convert, pretrain
 from runtime.data.tokenizers import ByteTokenizer, load_tokenizer
 from runtime.huggingface.companions import COMPANIONS

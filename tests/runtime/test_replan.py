@@ -11,7 +11,7 @@ import pytest
 
 import planner
 from costmodels.errors import InputError
-from planner.options import BatchOptions, ParallelOptions
+from planner.options.parallel import BatchOptions, ParallelOptions
 from planner.plan import Plan
 from runtime import checkpoint
 from runtime.job.replan import (

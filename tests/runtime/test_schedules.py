@@ -10,7 +10,7 @@ import torch
 from benchmarks.parity import MODELS, parse_layout
 from benchmarks.worker_pool import WorkerPool
 from costmodels import Layout
-from costmodels.layout import Schedule
+from costmodels.spec.layout import Schedule
 from runtime.parallel.pipeline import SCHEDULES
 from tests.runtime import schedule_work as work
 from tests.runtime.schedule_play import action_order, alive_by_stage, makespan, most_waiting

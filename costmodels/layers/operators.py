@@ -1,0 +1,285 @@
+"""What one layer of one micro batch does on one device: matrix products, attention, bytes, collectives.
+
+Shapes are those of Megatron-LM (Narayanan et al., arXiv:2104.04473, section 2.3; Korthikanti et al.,
+arXiv:2205.05198, section 4). All functions take a `LayoutTable` of n rows; sizes are per row.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from costmodels.layers.shapes import (
+    attention_widths,
+    element_bytes,
+    entry_width,
+    kept_heads_width,
+    key_value_width,
+    routed_rows,
+    tokens,
+)
+from costmodels.spec.engine import Engine
+from costmodels.spec.model import ModelSpec
+from costmodels.spec.table import CONTEXT_FORMS, Floats, LayoutTable
+
+BACKWARD_GEMM = 2.0
+"""Backward work of a matrix product over its forward work: gradients of the input and of the weight."""
+
+BACKWARD_FLASH = 2.5
+"""The same for flash attention: five products instead of two (Dao, arXiv:2307.08691, section 3.1.2)."""
+
+
+ALL_GATHER, ALL_TO_ALL, RING = (CONTEXT_FORMS.index(form) for form in ("all_gather", "all_to_all", "ring"))
+
+
+class Gemm(NamedTuple):
+    """`times` matrix products of [m, k] by [k, n]."""
+
+    m: Floats
+    k: Floats
+    n: Floats
+    times: Floats
+    wide: bool = False
+    """An fp8 recipe leaves them in 16 bits."""
+
+
+@dataclass(frozen=True)
+class Operators:
+    """Forward work of a layer, an embedding or a head. Arrays of shape [n]; bytes and FLOPs."""
+
+    gemms: tuple[Gemm, ...]
+    mlp_gemms: tuple[Gemm, ...]
+    """Those of `gemms` that are the MLP's or the experts', without their router."""
+    shared_gemms: tuple[Gemm, ...]
+    """Those of `gemms` that are the shared experts': tokens travel to the routed ones meanwhile."""
+    last_gemms: tuple[Gemm, ...]
+    """Those of `gemms` after which nothing is kept for backward: the one that ends a dense layer."""
+    seq: int
+    """Tokens that attention runs over."""
+    head_dim: int
+    attention_flops: Floats
+    """Scores and weighted values, all positions (causality not yet used)."""
+    scores: Floats
+    """Elements of the score matrices."""
+    elementwise_forward: Floats
+    """Bytes of element-wise work with perfect fusion."""
+    elementwise_backward: Floats
+    norm_bytes: Floats
+    """The part of `elementwise_forward` that is norms."""
+    activation_bytes: Floats
+    """The part of `elementwise_forward` that is the activation function of the MLP."""
+    attention_bytes: Floats
+    """Input of attention, its queries, keys and values, and its output: what it keeps for backward."""
+    sequence_bytes: Floats
+    """Activations of a micro batch in full width: what a tensor-parallel collective moves."""
+    gathers_forward: Floats
+    """All-gathers or reduce-scatters of `sequence_bytes`; an all-reduce is two of them."""
+    gathers_backward: Floats
+    mlp_gathers: Floats
+    """Those of `gathers_forward` that are the MLP's or the shared experts'."""
+    ring_bytes: Floats
+    """Keys and values of one rank, which context parallelism passes around or gathers."""
+    exchange_bytes: Floats
+    """Queries, keys, values and output of one rank, where it exchanges tokens for heads."""
+    gathered_bytes: Floats
+    """Keys and values of the whole sequence, where they are gathered."""
+    merge_bytes: Floats
+    """Traffic of adding one rank's attention to that of the ranks before it, in fp32."""
+    top_k: int
+    """Experts of a token."""
+    routed_bytes: Floats
+    """Tokens that one rank sends to experts of other ranks' devices, and gets back."""
+    expert_gather_bytes: Floats
+    """Tokens that the ranks which share experts gather, and whose results they sum and scatter."""
+
+
+def _attention_gemms(model: ModelSpec, table: LayoutTable) -> tuple[Gemm, ...]:
+    t, tp, one = tokens(model, table), table.tensor_parallel, np.ones(len(table))
+    h, mla = model.hidden * one, model.latent_attention
+    queries, values = attention_widths(model)
+    output = Gemm(t, values / tp, h, one)
+    if mla is None:
+        return Gemm(t, h, queries / tp + key_value_width(model, table), one), output
+    # Every tensor-parallel rank computes the latents, of its own tokens with sequence parallelism.
+    own = t / np.where(table.sequence_parallel, tp, 1)
+    latent = mla.kv_lora_rank * one
+    down = Gemm(own, h, latent + mla.qk_rope_head_dim, one)
+    up = Gemm(t, latent, model.heads * (mla.qk_nope_head_dim + mla.v_head_dim) / tp, one)
+    if not mla.q_lora_rank:
+        return Gemm(t, h, queries / tp, one), down, up, output
+    rank = mla.q_lora_rank * one
+    return Gemm(own, h, rank, one), Gemm(t, rank, queries / tp, one), down, up, output
+
+
+def _mlp_gemms(
+    model: ModelSpec, m: Floats, width: Floats, count: Floats, wide: bool = False
+) -> tuple[Gemm, ...]:
+    h = np.full_like(width, model.hidden)
+    return Gemm(m, h, (1 + model.gated) * width, count, wide), Gemm(m, width, h, count, wide)
+
+
+def layer(model: ModelSpec, engine: Engine, table: LayoutTable, moe: bool) -> Operators:
+    """Forward work of one layer with a dense MLP or, if `moe`, with experts.
+
+    Element-wise traffic per layer counts, forward, 6 tensors of width `hidden` (two norms, two residual
+    additions, fused) and a read and a write of what stands between matrix products; backward half as
+    much again.
+
+    A layer with experts (arXiv:2504.14960, section 3): each rank routes its own 1/tp of the tokens, takes
+    that slice first and gathers the layer's output at the end where sequence parallelism has not split
+    them. With ep > 1 a copy of a token travels to each of its experts by all-to-all, and with etp > 1 the
+    ranks that share these experts gather what each got; with ep = 1 they gather the tokens once, and choose
+    the copies after that. Shared experts are split over tp as a dense MLP is.
+    """
+    e, one = element_bytes(table.precision), np.ones(len(table))
+    t, tp, sp = tokens(model, table), table.tensor_parallel, table.sequence_parallel
+    h = model.hidden
+    queries, values = attention_widths(model)
+    kv = key_value_width(model, table)
+    attention = _attention_gemms(model, table)
+    gemms: tuple[Gemm, ...] = ()
+    shared: tuple[Gemm, ...] = ()
+    between = t * (queries / tp + kv)
+    mlp_gathers, joins, routed, expert_gather = 2.0, 0.0 * one, 0.0 * one, 0.0 * one
+    if moe:
+        ep, etp = table.expert_parallel, table.expert_tensor_parallel
+        rows, apart = routed_rows(model, table, engine.expert_load), ep > 1
+        gemms += (Gemm(t / tp, h * one, model.experts * one, one, wide=True),)
+        wide = not engine.fp8_experts
+        gemms += _mlp_gemms(
+            model, rows * ep / model.experts, model.expert_ffn / etp, model.experts / ep, wide
+        )
+        if model.shared_expert_ffn:
+            shared = _mlp_gemms(model, t, model.shared_expert_ffn / tp, one)
+            gemms += shared
+        inner = rows * model.expert_ffn / etp + t * model.shared_expert_ffn / tp
+        activated = inner * (1 + model.gated)
+        # Copies of tokens are put in the order of the experts and back, on either side of their way.
+        between = between + activated + 2 * h * (rows + apart * rows / etp)
+        routed = np.where(apart, e * h * rows / etp, 0.0)
+        expert_gather = np.where(etp > 1, e * h * np.where(apart, rows, t * etp / tp), 0.0)
+        # Those of the shared experts, and of the output where sequence parallelism has not split it.
+        mlp_gathers, joins = 2.0 * bool(shared), np.where(sp, 0.0, 1.0)
+    else:
+        gemms += _mlp_gemms(model, t, model.ffn / tp, one)
+        activated = t * (1 + model.gated) * model.ffn / tp
+        between = between + activated
+    between = between + t * h / tp
+    whole = e * t * h / np.where(sp, tp, 1)
+    # Latent attention gathers what is compressed; without sequence parallelism that costs backward only.
+    entry = entry_width(model) / h
+    gathers = np.where(sp, 1.0 + entry, 2.0) + mlp_gathers + joins
+    gathers_back = np.where(sp, 1.0 + entry, 2.0 * entry) + mlp_gathers + joins
+    forms = table.context_parallel_form * (table.context_parallel > 1)
+    exchanged = kept_heads_width(model, table) + (queries + values) / tp
+    norms = 4 * engine.norm_passes
+    return Operators(
+        gemms=attention + gemms,
+        mlp_gemms=gemms[1:] if moe else gemms,
+        shared_gemms=shared,
+        last_gemms=() if moe else gemms[-1:],
+        seq=model.seq,
+        head_dim=model.head_dim,
+        attention_flops=2 * t * model.seq * (queries + values) / tp,
+        scores=t * model.seq * model.heads / tp,
+        elementwise_forward=(2 + norms) * whole + 2 * e * between,
+        elementwise_backward=(3 + 1.5 * norms) * whole + 3 * e * between,
+        norm_bytes=norms * whole,
+        activation_bytes=2 * e * activated,
+        attention_bytes=e * t * (h + (queries + values) / tp + kv),
+        sequence_bytes=e * t * h,
+        gathers_forward=gathers,
+        # Korthikanti et al., section 4.2.2: layer inputs, kept split, are gathered once more.
+        gathers_backward=gathers_back * np.where(sp & engine.regathers_sequence, 1.5, 1.0),
+        mlp_gathers=mlp_gathers * one,
+        ring_bytes=np.where(table.context_parallel > 1, e * t * kv, 0.0),
+        exchange_bytes=np.where(forms == ALL_TO_ALL, e * t * exchanged, 0.0),
+        gathered_bytes=np.where(
+            (table.context_parallel > 1) & (forms == ALL_GATHER), e * t * kv * table.context_parallel, 0.0
+        ),
+        merge_bytes=np.where(forms == RING, (e + 8) * t * values / tp, 0.0),
+        top_k=model.top_k,
+        routed_bytes=routed,
+        expert_gather_bytes=expert_gather,
+    )
+
+
+def embedding(model: ModelSpec, table: LayoutTable) -> Operators:
+    """Looking up tokens: each rank its slice of the vocabulary, then a sum (arXiv:1909.08053, section 3)."""
+    zero = np.zeros(len(table))
+    sp = table.sequence_parallel
+    whole = element_bytes(table.precision) * tokens(model, table) * model.hidden
+    return Operators(
+        gemms=(),
+        mlp_gemms=(),
+        shared_gemms=(),
+        last_gemms=(),
+        seq=model.seq,
+        head_dim=model.head_dim,
+        attention_flops=zero,
+        scores=zero,
+        elementwise_forward=2 * whole,
+        elementwise_backward=2 * whole,
+        norm_bytes=zero,
+        activation_bytes=zero,
+        attention_bytes=zero,
+        sequence_bytes=whole,
+        gathers_forward=np.where(sp, 1.0, 2.0),
+        gathers_backward=np.where(sp, 1.0, 0.0),
+        mlp_gathers=zero,
+        ring_bytes=zero,
+        exchange_bytes=zero,
+        gathered_bytes=zero,
+        merge_bytes=zero,
+        top_k=0,
+        routed_bytes=zero,
+        expert_gather_bytes=zero,
+    )
+
+
+def head(model: ModelSpec, engine: Engine, padded_vocab: Floats, table: LayoutTable) -> Operators:
+    """Final norm, output matrix and cross entropy over a vocabulary that tensor parallelism splits.
+
+    `engine.loss_bytes` is the traffic of the loss for each logit, a third of it in backward: fused kernels
+    read and write a logit a few times, chains of element-wise ones many times. Gathering the logits costs
+    vocabulary / hidden times as much as gathering a layer's input.
+    """
+    e, t = element_bytes(table.precision), tokens(model, table)
+    tp, sp, zero = table.tensor_parallel, table.sequence_parallel, np.zeros(len(table))
+    logits = t * padded_vocab / (1 if engine.gathers_logits else tp)
+    norm = engine.norm_passes * e * t * model.hidden / np.where(sp, tp, 1)
+    gathered = engine.gathers_logits * padded_vocab / model.hidden
+    return Operators(
+        gemms=(Gemm(t, zero + model.hidden, padded_vocab / tp, zero + 1),),
+        mlp_gemms=(),
+        shared_gemms=(),
+        last_gemms=(),
+        seq=model.seq,
+        head_dim=model.head_dim,
+        attention_flops=zero,
+        scores=zero,
+        elementwise_forward=2 * norm + engine.loss_bytes * logits * 2 / 3,
+        elementwise_backward=3 * norm + engine.loss_bytes * logits / 3,
+        norm_bytes=zero,
+        activation_bytes=zero,
+        attention_bytes=zero,
+        sequence_bytes=e * t * model.hidden,
+        gathers_forward=np.where(sp, 1.0, 0.0) + gathered,
+        gathers_backward=np.where(sp, 1.0, 2.0),
+        mlp_gathers=zero,
+        ring_bytes=zero,
+        exchange_bytes=zero,
+        gathered_bytes=zero,
+        merge_bytes=zero,
+        top_k=0,
+        routed_bytes=zero,
+        expert_gather_bytes=zero,
+    )
+
+
+def padded_vocabulary(model: ModelSpec, table: LayoutTable) -> Floats:
+    """Rows of the stored vocabulary, `ModelSpec.padded_vocab` of each row's tensor parallelism."""
+    degrees, row = np.unique(table.tensor_parallel, return_inverse=True)
+    return np.array([model.padded_vocab(int(degree)) for degree in degrees], dtype=np.float64)[row]

@@ -1,0 +1,92 @@
+"""Sizes of a micro batch on one device: tokens, the widths of attention, and the rows of experts."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from costmodels.spec.model import ModelSpec
+from costmodels.spec.table import Floats, LayoutTable
+
+LOAD = 1.0
+"""For time: rows of the busiest device's experts over those of an even load, as routers are trained for."""
+
+PEAK_LOAD = 1.25
+"""For memory: the same of the fullest micro batch.
+
+An assumption, which holds for balanced routers; one that nothing balances can be worse.
+"""
+
+
+def element_bytes(precision: str) -> int:
+    """Bytes of one activation: 8-bit matrix products keep their activations in bf16."""
+    return 4 if precision in ("fp32", "tf32") else 2
+
+
+def tokens(model: ModelSpec, table: LayoutTable) -> Floats:
+    """Tokens of one micro batch on one context-parallel rank."""
+    return table.micro_batch_size * model.seq / table.context_parallel
+
+
+def attention_widths(model: ModelSpec) -> tuple[int, int]:
+    """Widths of all heads' queries and of all heads' values."""
+    mla = model.latent_attention
+    if mla is None:
+        return model.q_size, model.q_size
+    return model.heads * (mla.qk_nope_head_dim + mla.qk_rope_head_dim), model.heads * mla.v_head_dim
+
+
+def entry_width(model: ModelSpec) -> int:
+    """Width of what attention gathers: its input, or what latent attention has compressed of it."""
+    mla = model.latent_attention
+    if mla is None:
+        return model.hidden
+    return (mla.q_lora_rank or model.hidden) + mla.kv_lora_rank + mla.qk_rope_head_dim
+
+
+def key_value_width(model: ModelSpec, table: LayoutTable) -> Floats:
+    """Width of keys and values together on one device; devices beyond `kv_heads` share a head."""
+    if model.latent_attention is not None:
+        result: Floats = sum(attention_widths(model)) / table.tensor_parallel
+        return result
+    return 2 * np.maximum(model.kv_heads / table.tensor_parallel, 1.0) * model.head_dim
+
+
+def kept_heads_width(model: ModelSpec, table: LayoutTable) -> Floats:
+    """Width of keys and values on one device when context-parallel ranks share out whole heads.
+
+    Each of K heads is repeated cp / gcd(K, cp) times before the exchange: the fewest with which every rank
+    has those that its queries need.
+    """
+    width = key_value_width(model, table)
+    if model.latent_attention is not None:
+        return width
+    heads = np.maximum(model.kv_heads // table.tensor_parallel, 1)
+    result: Floats = width * (table.context_parallel // np.gcd(heads, table.context_parallel))
+    return result
+
+
+def _kept_load(model: ModelSpec, load: float) -> float:
+    """A load, or as much of it as a limited capacity takes in."""
+    return min(load, model.router.capacity_factor or load)
+
+
+def routed_rows(model: ModelSpec, table: LayoutTable, load: float = LOAD) -> Floats:
+    """Tokens that the experts of one device take in, each token once for each of its experts.
+
+    Every rank sends out tokens of its own, 1/tp of those of a micro batch; the experts of ep x etp ranks are
+    spread over ep of them. `load` is that of the fullest device over the mean, where there are several.
+    """
+    uneven = np.where(table.expert_parallel > 1, _kept_load(model, load), _kept_load(model, LOAD))
+    result: Floats = _even_rows(model, table) * uneven
+    return result
+
+
+def peak_routed_rows(model: ModelSpec, table: LayoutTable) -> Floats:
+    """The same with the head-room of `PEAK_LOAD`, which a device that has all experts does not need."""
+    return routed_rows(model, table, PEAK_LOAD)
+
+
+def _even_rows(model: ModelSpec, table: LayoutTable) -> Floats:
+    spread = table.expert_tensor_parallel / table.tensor_parallel
+    result: Floats = tokens(model, table) * model.top_k * spread
+    return result

@@ -1,0 +1,1 @@
+"""Bytes on a device and on its host, in closed form."""

@@ -1,0 +1,142 @@
+"""Bytes that one layer keeps of one micro batch from forward to backward, tensor by tensor.
+
+Korthikanti et al. (arXiv:2205.05198, sections 4 and 5), so counted that grouped queries, gated MLPs, flash
+attention, experts, context parallelism and 32-bit activations come out of the same lines.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from costmodels.layers.shapes import (
+    attention_widths,
+    element_bytes,
+    kept_heads_width,
+    key_value_width,
+    peak_routed_rows,
+    tokens,
+)
+from costmodels.spec.engine import Engine
+from costmodels.spec.layout import SPLIT_BACKWARD
+from costmodels.spec.model import ModelSpec
+from costmodels.spec.table import RECOMPUTE_KINDS, Floats, LayoutTable, code_of
+
+SELECTIVE, FULL = RECOMPUTE_KINDS.index("selective"), RECOMPUTE_KINDS.index("full")
+
+CORE_ATTENTION = code_of("recompute_modules", ("core_attention",))
+"""What selective recomputation repeats unless modules are named."""
+
+
+def layer_activations(
+    model: ModelSpec, engine: Engine, table: LayoutTable, moe: bool
+) -> tuple[Floats, Floats, Floats]:
+    """Bytes of one layer and micro batch: kept on the device, recomputed, and kept on the host.
+
+    For a GPT layer of 16-bit activations with dropout this is s b h (10 + 24/t + 5 a s / (h t)), with
+    sequence parallelism s b h / t (34 + 5 a s / h) (arXiv:2205.05198, equations 2 and 4); selective
+    recomputation drops the scores (equation 6), full recomputation keeps the input of the layer only.
+    """
+    e, t = element_bytes(table.precision), tokens(model, table)
+    tp, sp, h = table.tensor_parallel, table.sequence_parallel, model.hidden
+    part = np.where(sp, tp, 1)
+    queries, values = attention_widths(model)
+    activated = e * (1 + (model.gated and not engine.fused_activation))
+    inner = e * (1 + model.gated) + activated
+    residual = t * h / part
+    unfused = engine.unfused_norm_bytes * (engine.norm_passes > 1)
+    norms = (2 * e + 2 * engine.dropout + engine.norm_bytes + unfused) * residual
+    gathered = part if engine.regathers_sequence else 1
+    attention_input, mlp_input = e * t * h / gathered, e * t * h / gathered
+    attention = e * t * ((queries + values) / tp + key_value_width(model, table))
+    # Queries and keys before their norms too, and before their positions.
+    before = int(model.qk_norm) + int(engine.keeps_unrotated and model.position == "rope")
+    if before:
+        attention = attention + before * e * t * (queries / tp + key_value_width(model, table) / 2)
+    if engine.packs_attention and engine.flash_attention:
+        attention = attention + e * t * (queries / tp + key_value_width(model, table))
+    if model.latent_attention is not None:
+        # Ranks compress their own tokens, and gather what is compressed and normalised.
+        mla = model.latent_attention
+        compressed = mla.q_lora_rank + mla.kv_lora_rank + mla.qk_rope_head_dim
+        attention = attention + e * t * compressed * (1 / part + 1 / gathered)
+        attention_input = e * t * h / (part if mla.q_lora_rank else gathered)
+    if engine.flash_attention:
+        core = 4 * t * model.heads / tp
+    else:
+        score = e + engine.dropout * (e + 1) if engine.score_bytes is None else engine.score_bytes
+        core = t * model.seq * model.heads / tp * score
+    if moe:
+        rows = peak_routed_rows(model, table)
+        etp = table.expert_tensor_parallel
+        width = rows * model.expert_ffn / etp + t * model.shared_expert_ffn / tp
+        # The router's input, and that of the shared experts where they gather it and keep it.
+        apart = (tp > 1) & (np.asarray(gathered) == 1) & (model.shared_expert_ffn > 0)
+        mlp_input = e * t * h * (1 / tp + apart)
+        # The rows that experts take in, those that are summed up, and the router's fp32 scores.
+        summed = rows / np.where(table.expert_parallel > 1, etp, 1)
+        routing = e * h * (rows + summed) + 4 * t * model.experts / tp
+    else:
+        width, routing = t * model.ffn / tp, np.zeros(len(table))
+    mlp, layer_inputs = inner * width, attention_input + mlp_input
+    if moe and model.shared_expert_gate:
+        # What the shared experts give, before its gate.
+        mlp = mlp + e * t * h / tp
+    copies = _context_copies(model, table)
+    whole = norms + layer_inputs + attention + copies + core + mlp + routing
+    # A compiled layer keeps what its collectives gave it, whatever it is told to recompute.
+    compiled = engine.compiled_keeps_gathered & (part > 1) & ~table.runs(*SPLIT_BACKWARD)
+    norm = table.recomputes("norm") & ~compiled
+    dropped = table.recomputes("core_attention") * (core + copies) + norm * layer_inputs
+    dropped = dropped + np.where(
+        table.recomputes("mlp"), mlp, table.recomputes("activation") * activated * width
+    )
+    chosen = np.where(table.recompute == SELECTIVE, whole - dropped, whole)
+    if engine.saves_alternate_products and not moe:
+        usual = (table.recompute == SELECTIVE) & (table.recompute_modules == CORE_ATTENTION)
+        # The last product's output is a whole partial sum; those of reduce-scatters are saved besides.
+        saved = residual * np.where(tp > 1, 3, 1) + t * h + width + t * (queries + values) / tp
+        saved = e * (saved + t * key_value_width(model, table) / 2) + core
+        chosen = np.where(usual, saved, chosen)
+    kept = np.where(table.recompute == FULL, e * residual, chosen)
+    working = whole - kept
+    if not table.offload_activations.any():
+        return kept, working, np.zeros(len(table))
+    # The input of attention, its queries, keys and values, and its output.
+    moved = attention + copies * ~table.recomputes("core_attention") + attention_input * ~norm
+    moved = np.where(table.offload_activations & (table.recompute != FULL), moved, 0.0)
+    return kept - moved, working, moved
+
+
+def _context_copies(model: ModelSpec, table: LayoutTable) -> Floats:
+    """Bytes that context parallelism keeps of one layer besides the rank's own queries, keys and values.
+
+    Gathered keys and values of the whole sequence, and the outputs of the two chunks of queries besides the
+    joined one; or attention's output before and after the exchange, and the repeats of key/value heads.
+    """
+    e, t = element_bytes(table.precision), tokens(model, table)
+    kv = key_value_width(model, table)
+    values = attention_widths(model)[1] / table.tensor_parallel
+    gathered = kv * (table.context_parallel - 1) + values
+    exchanged = values + kept_heads_width(model, table) - kv
+    forms = [gathered, exchanged, 0.0 * kv]
+    result: Floats = (
+        e * t * np.where(table.context_parallel > 1, np.choose(table.context_parallel_form, forms), 0.0)
+    )
+    return result
+
+
+def waiting_activations(model: ModelSpec, table: LayoutTable) -> Floats:
+    """Bytes of the gradients of the outputs of a layer's matrix products, for one micro batch.
+
+    Split backward keeps them from the gradients of inputs to those of weights (arXiv:2401.10241,
+    section 2.1); of a model with experts the larger of its two MLPs counts.
+    """
+    e, t, tp = element_bytes(table.precision), tokens(model, table), table.tensor_parallel
+    queries, _ = attention_widths(model)
+    inputs, rows = 1 + model.gated, peak_routed_rows(model, table)
+    dense = (inputs * model.ffn / tp + model.hidden) * t * (model.moe_layers < model.layers)
+    shared = inputs * model.shared_expert_ffn / tp + model.hidden * bool(model.shared_expert_ffn)
+    experts = (inputs * model.expert_ffn / table.expert_tensor_parallel + model.hidden) * rows
+    width = t * (queries / tp + key_value_width(model, table) + model.hidden)
+    result: Floats = e * (width + np.maximum(dense, experts + shared * t))
+    return result

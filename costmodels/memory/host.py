@@ -1,0 +1,43 @@
+"""Bytes of the host's memory that offloading takes."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import numpy as np
+
+from costmodels.layers.optimizer import ADAM_STATE, layer_state
+from costmodels.memory.peak import highest
+from costmodels.memory.states import MASTER, memory_policy, parameters
+from costmodels.ranks.pipeline import deciding_ranks, in_flight
+from costmodels.spec.blocks import in_blocks
+from costmodels.spec.engine import Engine
+from costmodels.spec.model import ModelSpec
+from costmodels.spec.table import Floats, LayoutTable
+from costmodels.time.units import shapes_of, sizes_of
+
+
+def host_bytes(model: ModelSpec, engine: Engine, table: LayoutTable) -> Floats:
+    """Bytes that one device keeps in its host's memory, on the fullest pipeline rank of each row, [n].
+
+    An offloaded optimizer keeps master weights and state there, under FSDP2 (`CPUOffloadPolicy`) the fp32
+    shards of parameters and gradients too; offloaded activations are those of all micro batches in flight.
+
+    Raises:
+        InputError: the engine does not know the precision of the table.
+    """
+    return np.concatenate([*in_blocks(partial(_host_bytes, model, engine), table)])
+
+
+def _host_bytes(model: ModelSpec, engine: Engine, table: LayoutTable) -> Floats:
+    sizes, ranks = sizes_of(model, engine, *shapes_of(table)), deciding_ranks(model, table)
+    shared, experts = parameters(sizes, ranks)
+    policy = memory_policy(engine, table.precision)
+    each = policy.optimizer - ADAM_STATE + layer_state(table)
+    if engine.fully_sharded:
+        each = 2 * MASTER + layer_state(table)
+    held = (each / table.zero_shards)[:, None] * shared + (each / table.expert_shards)[:, None] * experts
+    held = np.where(table.offload_optimizer[:, None], held, 0.0)
+    for kind, layers in in_flight(ranks, table.micro_batches[:, None].astype(np.float64)).items():
+        held = held + layers * getattr(sizes, f"{kind}_moved")[:, None]
+    return highest(held)

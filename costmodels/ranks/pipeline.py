@@ -1,0 +1,258 @@
+"""What pipeline ranks hold: their layers, and the micro batches that each keeps in flight."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from functools import lru_cache
+
+import numpy as np
+
+from costmodels.spec.layout import SPLIT_BACKWARD, V_SCHEDULES, Schedule
+from costmodels.spec.model import ModelSpec
+from costmodels.spec.table import (
+    RECOMPUTE_KINDS,
+    RECOMPUTE_METHODS,
+    SCHEDULES,
+    Floats,
+    Ints,
+    LayoutTable,
+    distinct,
+)
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """Pipeline ranks; arrays of one shape, [pp] for one layout or [n, k] for a table.
+
+    In a table, k covers the ranks that can be slowest or fullest; equal ones share an entry.
+    """
+
+    count: Floats
+    """Pipeline ranks that the entry stands for; 0 for one that only differs in what is in flight."""
+    dense: Floats
+    """Layers with a dense MLP, over all chunks."""
+    moe: Floats
+    """Layers with experts."""
+    dense_plain: Floats
+    """Further layers with a dense MLP, which recompute nothing while the first ones of a stage do."""
+    moe_plain: Floats
+    first: Floats
+    """1 with the embedding, else 0."""
+    last: Floats
+    """1 with head and loss, else 0."""
+    dense_in_flight: Floats
+    """Dense layers alive at most, times the micro batches each is alive for, with many micro batches; where
+    one input is kept for several layers, they count as one."""
+    moe_in_flight: Floats
+    dense_plain_in_flight: Floats
+    moe_plain_in_flight: Floats
+    waiting: Floats
+    """Layers whose gradients of weights are still to come, counted in the same way."""
+
+    @property
+    def layers(self) -> Floats:
+        """Layers of each rank."""
+        return _sum(self.all_dense, self.all_moe)
+
+    @property
+    def all_dense(self) -> Floats:
+        """Layers with a dense MLP, whether they recompute or not."""
+        return _sum(self.dense, self.dense_plain)
+
+    @property
+    def all_moe(self) -> Floats:
+        """Layers with experts, whether they recompute or not."""
+        return _sum(self.moe, self.moe_plain)
+
+    def each(self, change: Callable[[Floats], Floats]) -> Ranks:
+        """The ranks with `change` made to every field, save those that are `NONE`."""
+        held = {field.name: getattr(self, field.name) for field in fields(Ranks)}
+        return Ranks(**{name: array if array is NONE else change(array) for name, array in held.items()})
+
+
+NONE: Floats = np.zeros((1, 1))
+"""In a table, what stands for a field that is zero on every rank, such as the experts of a dense model."""
+
+
+def _sum(some: Floats, others: Floats) -> Floats:
+    """Layers of two kinds; what is zero everywhere need not have their shape."""
+    if others is NONE or not others.any():
+        return some
+    return others if some is NONE else some + others
+
+
+LAYER_KINDS = ("dense", "moe", "dense_plain", "moe_plain")
+"""Fields of `Ranks` that count layers."""
+
+FIELDS = tuple(field.name for field in fields(Ranks))
+
+WORK = FIELDS[1 : FIELDS.index("last") + 1]
+"""The fields that decide how long a rank computes; the others tell what it keeps."""
+
+
+def _in_flight(rank: int, pipeline: int, chunks: int, schedule: Schedule) -> list[list[int]]:
+    """Micro batches that each chunk of a pipeline rank holds at moments that can be the fullest.
+
+    1F1B: pp - rank (arXiv:2104.04473, section 2.2.1). Interleaved: Megatron-LM's warm-up of
+    2 (pp - rank - 1) + (vpp - 1) pp slots and one more, chunks taking turns of pp micro batches.
+    With split backward, activations stay until the gradients of weights are computed: as many on every
+    rank as on the first (ZB-H1, arXiv:2401.10241, section 2.3; ZB-V, section 6), and one chunk more in
+    DualPipeV (arXiv:2412.19437, section 3.2.1, cut in half).
+    """
+    if schedule == "interleaved_zb":
+        ends = [2 * pipeline, *[pipeline] * (chunks - 2), 0]
+        return [[pipeline] * chunks, ends]
+    if schedule == "zbv":
+        return [[2 * pipeline - rank, rank], [2 * pipeline - rank - 1, rank + 1]]
+    if schedule == "dualpipev":
+        return [[2 * pipeline - rank, rank + 1]]
+    if chunks == 1:
+        return [[pipeline - rank]]
+    slots = 2 * (pipeline - rank - 1) + (chunks - 1) * pipeline + 1
+    rounds, rest = divmod(slots, pipeline * chunks)
+    return [[rounds * pipeline + min(max(rest - chunk * pipeline, 0), pipeline) for chunk in range(chunks)]]
+
+
+def _waiting(rank: int, schedule: Schedule) -> int:
+    """Chunks of a rank whose gradients of weights are still to come, at most."""
+    if schedule not in SPLIT_BACKWARD:
+        return 0
+    return 2 * rank + 1 if schedule == "zbv" else rank + 1
+
+
+@lru_cache(maxsize=4096)
+def all_ranks(
+    split: tuple[int, ...],
+    pipeline: int,
+    leading_dense: int,
+    schedule: Schedule = "interleaved",
+    block: int | None = None,
+    together: int = 1,
+) -> Ranks:
+    """Every pipeline rank of a layout, arrays of shape [pp].
+
+    Args:
+        split: layers of each stage, placed as `Layout.stages_of` says.
+        leading_dense: layers at the start of the model that keep a dense MLP.
+        block: layers of each stage that recompute, when the others do not.
+        together: layers for which recomputation keeps one input.
+    """
+    chunks = len(split) // pipeline
+    place = np.arange(len(split)).reshape(chunks, pipeline)
+    if schedule in V_SCHEDULES:
+        place[1] = place[1, ::-1].copy()
+    sizes = np.array(split)[place]
+    starts = np.concatenate(([0], np.cumsum(split)[:-1]))[place]
+    marked = sizes if block is None else np.minimum(sizes, block)
+    dense = np.clip(leading_dense - starts, 0, marked)
+    moe = marked - dense
+    dense_plain = np.clip(leading_dense - starts, 0, sizes) - dense
+    moe_plain = sizes - marked - dense_plain
+    rank = np.arange(pipeline)
+    # [moments, chunks, ranks]
+    flight = np.array([_in_flight(each, pipeline, chunks, schedule) for each in range(pipeline)]).transpose(
+        1, 2, 0
+    )
+
+    def alive(layers: Ints) -> Ints:
+        most: Ints = (layers * flight).sum(axis=1).max(axis=0)
+        return most
+
+    columns = {
+        "count": np.ones(pipeline),
+        "dense": dense.sum(axis=0),
+        "moe": moe.sum(axis=0),
+        "dense_plain": dense_plain.sum(axis=0),
+        "moe_plain": moe_plain.sum(axis=0),
+        "first": rank == 0,
+        "last": rank == (0 if schedule in V_SCHEDULES else pipeline - 1),
+        "dense_in_flight": alive(-(-dense // together)),
+        "moe_in_flight": alive(-(-moe // together)),
+        "dense_plain_in_flight": alive(dense_plain),
+        "moe_plain_in_flight": alive(moe_plain),
+        "waiting": sizes.max(axis=0) * [_waiting(each, schedule) for each in range(pipeline)],
+    }
+    return Ranks(**{name: column.astype(np.float64) for name, column in columns.items()})
+
+
+Entry = tuple[tuple[int, ...], int, int, Schedule, int | None, int]
+"""The arguments of `all_ranks`."""
+
+
+@lru_cache(maxsize=4096)
+def _deciding(entry: Entry) -> tuple[tuple[float, ...], ...]:
+    """Rows of `Ranks` that can be slowest or fullest: of equal ranks, those that keep the most in flight."""
+    every = all_ranks(*entry)
+    counts: Counter[tuple[float, ...]] = Counter()
+    fullest: dict[tuple[float, ...], list[tuple[float, ...]]] = {}
+    kept_from = 1 + len(WORK)
+    for row in zip(*(getattr(every, name).tolist() for name in FIELDS), strict=True):
+        work, flight = row[1:kept_from], row[kept_from:]
+        counts[work] += 1
+        kept = fullest.setdefault(work, [])
+        if not any(_at_most(flight, other) for other in kept):
+            kept[:] = [*(other for other in kept if not _at_most(other, flight)), flight]
+    # The first of equal ranks counts for all of them.
+    return tuple(
+        (0.0 if place else float(counts[work]), *work, *flight)
+        for work, kept in fullest.items()
+        for place, flight in enumerate(kept)
+    )
+
+
+def _at_most(flight: tuple[float, ...], other: tuple[float, ...]) -> bool:
+    return all(own <= others for own, others in zip(flight, other, strict=True))
+
+
+def ranks_entry(model: ModelSpec, table: LayoutTable, row: int) -> Entry:
+    """What `all_ranks` takes for one row of a table."""
+    layers = int(table.recompute_num_layers[row])
+    recomputes = RECOMPUTE_KINDS[int(table.recompute[row])] != "none"
+    block = recomputes and RECOMPUTE_METHODS[int(table.recompute_method[row])] == "block"
+    return (
+        table.splits[int(table.split[row])],
+        int(table.pipeline_parallel[row]),
+        model.layers - model.moe_layers,
+        SCHEDULES[int(table.schedule[row])],
+        layers if block else None,
+        1 if block or not recomputes else layers,
+    )
+
+
+def stages_as_ranks(model: ModelSpec, table: LayoutTable, row: int) -> Ranks:
+    """What each stage of one row holds, as if each were a rank of its own: arrays of shape [stages]."""
+    split, _, leading_dense, _, block, together = ranks_entry(model, table, row)
+    return all_ranks(split, len(split), leading_dense, "1f1b", block, together)
+
+
+def deciding_ranks(model: ModelSpec, table: LayoutTable) -> Ranks:
+    """The ranks that can be slowest or fullest, for every row of a table: arrays of shape [n, k]."""
+    columns = [table.split, table.pipeline_parallel, table.schedule]
+    if table.recompute_num_layers.max(initial=1) > 1 or table.recompute_method.any():
+        columns += [table.recompute, table.recompute_method, table.recompute_num_layers]
+    first, code = distinct(columns)
+    entries = [_deciding(ranks_entry(model, table, int(row))) for row in first]
+    most = max(map(len, entries), default=1)
+    filled = np.zeros((len(FIELDS), len(entries), most))
+    for index, entry in enumerate(entries):
+        filled[:, index, : len(entry)] = np.transpose(entry)
+    return Ranks(
+        **{
+            name: held[code] if held.any() or name == "dense" else NONE
+            for name, held in zip(FIELDS, filled, strict=True)
+        }
+    )
+
+
+def in_flight(ranks: Ranks, micro_batches: Floats) -> dict[str, Floats]:
+    """Layers whose activations are alive at the peak, by their kind, for given micro batches.
+
+    The kinds are the fields of `Ranks` that count layers; those that no rank has are left out.
+    """
+    return {
+        kind: np.minimum(getattr(ranks, f"{kind}_in_flight"), micro_batches * getattr(ranks, kind))
+        for kind in LAYER_KINDS
+        if getattr(ranks, kind).any()
+    }

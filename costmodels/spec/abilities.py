@@ -1,0 +1,56 @@
+"""`Abilities`: which layouts an engine can run at all. They are data (`catalogue/engines.yaml`)."""
+
+from __future__ import annotations
+
+from typing import Literal, get_args
+
+from costmodels.spec.layout import ContextParallelForm, Recompute, RecomputeModule, Schedule
+from costmodels.spec.record import Record
+
+ZeroStage = Literal[0, 1, 2, 3]
+
+Offloaded = Literal["activations", "optimizer"]
+
+DeviceKind = Literal["gpu", "npu", "cpu"]
+
+ZERO_STAGES: tuple[ZeroStage, ...] = get_args(ZeroStage)
+
+
+class Abilities(Record):
+    """What an engine runs of the degrees of freedom of a layout: everything, unless it is said.
+
+    The search proposes nothing else (`planner/space/engine_rules.py`); a layout that is given is priced
+    all the same.
+    """
+
+    source: str = ""
+    devices: tuple[DeviceKind, ...] = get_args(DeviceKind)
+    """Kinds of devices that it runs on."""
+    tensor_parallel: bool = True
+    sequence_parallel: bool = True
+    pipeline_parallel: bool = True
+    pipelines_of_experts: bool = True
+    """Pipelines of models with experts."""
+    expert_parallel: bool = True
+    expert_tensor_parallel: bool = True
+    schedules: tuple[Schedule, ...] = get_args(Schedule)
+    context_parallel_forms: tuple[ContextParallelForm, ...] = get_args(ContextParallelForm)
+    """None of them: no context parallelism."""
+    context_parallel_schedules: tuple[Schedule, ...] = get_args(Schedule)
+    """Schedules that go with context parallelism."""
+    offload_activations_schedules: tuple[Schedule, ...] = get_args(Schedule)
+    """Those that go with offloaded activations."""
+    zero_stages: tuple[ZeroStage, ...] = ZERO_STAGES
+    pipeline_zero_stages: tuple[ZeroStage, ...] = ZERO_STAGES
+    """Those of them that go with pipeline parallelism."""
+    unpiped_zero_stages: tuple[ZeroStage, ...] = ZERO_STAGES
+    """Those that go without it."""
+    expert_zero_stages: tuple[ZeroStage, ...] = ZERO_STAGES
+    """Those that go with expert parallelism."""
+    hybrid_zero_stages: tuple[ZeroStage, ...] = ZERO_STAGES
+    """Stages that keep copies of what they split (`Layout.zero_replicas`)."""
+    recompute: tuple[Recompute, ...] = get_args(Recompute)
+    recompute_modules: tuple[RecomputeModule, ...] = get_args(RecomputeModule)
+    recompute_some_layers: tuple[Recompute, ...] = ("selective", "full")
+    """Kinds that recompute the first layers of each stage alone, too (`recompute_method` block)."""
+    offload: tuple[Offloaded, ...] = get_args(Offloaded)

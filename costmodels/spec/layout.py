@@ -1,0 +1,306 @@
+"""`Layout`: how a job is split. The planner ranks it and the runtime executes it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+from pydantic import model_validator
+
+from costmodels.errors import InputError
+from costmodels.spec.hardware import Precision
+from costmodels.spec.record import Count, Record
+
+Recompute = Literal["none", "selective", "full"]
+"""Activations that backward computes again: none, those of some modules, or whole layers."""
+
+RecomputeModule = Literal["core_attention", "mlp", "norm", "activation"]
+"""What selective recomputation computes again in every layer."""
+
+RecomputeMethod = Literal["uniform", "block"]
+"""Which layers recompute (Megatron-LM's `--recompute-method`).
+
+uniform: all, and full recomputation keeps one input for every `recompute_num_layers` layers;
+block: the first `recompute_num_layers` of each stage, one by one.
+"""
+
+Schedule = Literal["1f1b", "interleaved", "interleaved_zb", "zbv", "dualpipev"]
+"""Order of forward and backward passes in a pipeline: those of torch.distributed.pipelining.
+
+The last three split backward in gradients of inputs and of weights, which fill the bubble (arXiv:2401.10241).
+"""
+
+V_SCHEDULES: tuple[Schedule, ...] = ("zbv", "dualpipev")
+"""Schedules whose ranks hold two chunks each, placed as a V: rank 0 has the first and the last stage."""
+
+SPLIT_BACKWARD: tuple[Schedule, ...] = ("interleaved_zb", "zbv", "dualpipev")
+"""Schedules that run the gradients of weights apart from those of inputs."""
+
+ContextParallelForm = Literal["all_gather", "all_to_all", "ring"]
+"""How attention reaches tokens of other context-parallel ranks.
+
+all_gather: every rank gathers keys and values (Llama 3, arXiv:2407.21783, section 3.3.2);
+all_to_all: ranks exchange tokens for heads (DeepSpeed-Ulysses, arXiv:2309.14509);
+ring: keys and values go round while attention runs (arXiv:2310.01889).
+"""
+
+GradientReduction = Literal["fp32", "bf16"]
+"""Number format in which data-parallel ranks sum gradients."""
+
+Optimizer = Literal["adam", "sgd", "adafactor", "muon", "adam8bit"]
+"""Who updates the weights: their states differ in size.
+
+adam: Adam, two moments of each weight; sgd: one, the momentum;
+adafactor: a mean for each row and column (arXiv:1804.04235);
+muon: the momentum of matrices of the layers, Adam for the rest (kellerjordan.github.io/posts/muon);
+adam8bit: both moments in 8 bits (arXiv:2110.02861).
+"""
+
+SHORT_NAMES = {
+    "tp": "tensor_parallel",
+    "sp": "sequence_parallel",
+    "pp": "pipeline_parallel",
+    "vpp": "virtual_pipeline_parallel",
+    "cp": "context_parallel",
+    "ep": "expert_parallel",
+    "etp": "expert_tensor_parallel",
+    "dp": "data_parallel",
+    "zero": "zero_stage",
+    "cp_form": "context_parallel_form",
+    "mbs": "micro_batch_size",
+    "gbs": "global_batch_size",
+}
+"""Abbreviations of the field for the fields of `Layout`."""
+
+
+class Layout(Record):
+    """One way to split a training job over `world_size` devices.
+
+    Ranks are placed in the order tp, cp, dp, pp, the first varying fastest (Megatron-LM's
+    `tp-cp-ep-dp-pp`): rank = tp + TP * (cp + CP * (dp + DP * pp)). Experts are spread over the
+    tp x cp x dp ranks of a stage: the place of a rank among them is etp + ETP * (ep + EP * edp), so that
+    tp x cp x dp / (ep x etp) ranks hold the same experts (parallel folding, arXiv:2504.14960, section 3.1).
+    """
+
+    tensor_parallel: Count = 1
+    sequence_parallel: bool = False
+    """Norms and residuals are split over the sequence inside the tensor-parallel group."""
+    pipeline_parallel: Count = 1
+    virtual_pipeline_parallel: Count = 1
+    """Model chunks on each pipeline rank."""
+    context_parallel: Count = 1
+    context_parallel_form: ContextParallelForm = "all_gather"
+    expert_parallel: Count = 1
+    """Ranks over which the routed experts of a layer are spread."""
+    expert_tensor_parallel: Count = 1
+    """Ranks that share one routed expert, whatever `expert_parallel` is."""
+    data_parallel: Count = 1
+    zero_stage: Literal[0, 1, 2, 3] = 0
+    """Split over data- and context-parallel ranks: 1 optimizer state, 2 and gradients, 3 and parameters."""
+    zero_replicas: Count = 1
+    """Copies of what ZeRO splits: each is split over dp x cp / zero_replicas neighbouring ranks."""
+    schedule: Schedule = "1f1b"
+    layers_per_stage: tuple[Count, ...]
+    """Layers of each stage; `stages_of` tells which rank runs it."""
+    micro_batch_size: Count = 1
+    """Sequences of one forward pass on one data-parallel rank."""
+    global_batch_size: Count
+    """Sequences of one optimizer step over all ranks."""
+    recompute: Recompute = "none"
+    recompute_modules: tuple[RecomputeModule, ...] = ()
+    """Of selective recomputation; core attention when not given."""
+    recompute_method: RecomputeMethod = "uniform"
+    recompute_num_layers: Count = 1
+    offload_activations: bool = False
+    """What attention keeps for backward waits in host memory (MindSpeed's swap-attention)."""
+    offload_optimizer: bool = False
+    """Optimizer state and master weights stay in host memory, and the step runs there."""
+    precision: Precision = "bf16"
+    gradient_reduction: GradientReduction = "fp32"
+    optimizer: Optimizer = "adam"
+
+    @model_validator(mode="before")
+    @classmethod
+    def _usual_modules(cls, values: Any) -> Any:
+        selective = isinstance(values, dict) and values.get("recompute") == "selective"
+        if selective and not values.get("recompute_modules"):
+            return {**values, "recompute_modules": ("core_attention",)}
+        return values
+
+    @model_validator(mode="after")
+    def _check(self) -> Layout:
+        stages = self.pipeline_parallel * self.virtual_pipeline_parallel
+        if len(self.layers_per_stage) != stages:
+            raise ValueError(
+                f"layers_per_stage has {len(self.layers_per_stage)} entries, but pipeline_parallel x "
+                f"virtual_pipeline_parallel is {stages}"
+            )
+        if self.global_batch_size % (self.micro_batch_size * self.data_parallel):
+            raise ValueError(
+                f"global_batch_size {self.global_batch_size} is not divisible by micro_batch_size "
+                f"{self.micro_batch_size} times data_parallel {self.data_parallel}"
+            )
+        chunks = self.virtual_pipeline_parallel
+        if not schedule_runs(self.schedule, chunks):
+            raise ValueError(
+                f"schedule {self.schedule} does not go with virtual_pipeline_parallel {chunks}; "
+                f"{CHUNKS_OF_SCHEDULES}"
+            )
+        if self.virtual_pipeline_parallel > 1 and self.pipeline_parallel == 1:
+            raise ValueError("virtual_pipeline_parallel above 1 needs pipeline_parallel of at least 2")
+        if self.sequence_parallel and self.tensor_parallel == 1:
+            raise ValueError("sequence_parallel needs tensor_parallel of at least 2")
+        replicas = self.data_parallel * self.context_parallel
+        if self.zero_stage and replicas == 1:
+            raise ValueError(f"zero_stage {self.zero_stage} needs data_parallel of at least 2")
+        if self.zero_replicas > 1 and (not self.zero_stage or replicas % self.zero_replicas):
+            raise ValueError(
+                f"zero_replicas {self.zero_replicas} needs zero_stage of at least 1 and must divide "
+                f"data_parallel x context_parallel, which is {replicas}"
+            )
+        devices, groups = replicas * self.tensor_parallel, self.expert_parallel * self.expert_tensor_parallel
+        if devices % groups:
+            raise ValueError(
+                f"expert_parallel {self.expert_parallel} x expert_tensor_parallel "
+                f"{self.expert_tensor_parallel} does not divide the {devices} devices of a stage "
+                "(tensor_parallel x context_parallel x data_parallel)"
+            )
+        if self.context_parallel == 1 and self.context_parallel_form != "all_gather":
+            raise ValueError(
+                f"context_parallel_form {self.context_parallel_form} needs context_parallel of at least 2"
+            )
+        conflict = recompute_conflict(
+            self.recompute,
+            self.recompute_modules,
+            self.recompute_method,
+            self.recompute_num_layers,
+            self.offload_activations,
+        )
+        if conflict is not None:
+            raise ValueError(conflict)
+        return self
+
+    @property
+    def world_size(self) -> int:
+        """Devices that the layout occupies."""
+        return self.tensor_parallel * self.pipeline_parallel * self.context_parallel * self.data_parallel
+
+    @property
+    def micro_batches(self) -> int:
+        """Micro batches that each data-parallel rank runs in one step."""
+        return self.global_batch_size // (self.micro_batch_size * self.data_parallel)
+
+    @property
+    def zero_shards(self) -> int:
+        """Ranks over which ZeRO splits; 1 without ZeRO."""
+        ranks = self.data_parallel * self.context_parallel
+        return ranks // self.zero_replicas if self.zero_stage else 1
+
+    def stages_of(self, pipeline_rank: int) -> tuple[int, ...]:
+        """Indices of the stages that `pipeline_rank` holds, first chunk first.
+
+        Stage i runs on rank i mod pp; in a V every second round goes backwards.
+        """
+        stages = len(self.layers_per_stage)
+        if self.schedule in V_SCHEDULES:
+            return pipeline_rank, stages - 1 - pipeline_rank
+        return tuple(range(pipeline_rank, stages, self.pipeline_parallel))
+
+    def layer_range(self, stage: int) -> range:
+        """Global indices of the layers of `stage`."""
+        start = sum(self.layers_per_stage[:stage])
+        return range(start, start + self.layers_per_stage[stage])
+
+    def describe(self) -> str:
+        """A short form such as `tp=8+sp pp=2 dp=4 zero=1 mbs=1 x 8 recompute=selective`."""
+        parts = [f"tp={self.tensor_parallel}" + ("+sp" if self.sequence_parallel else "")]
+        parts.append(f"pp={self.pipeline_parallel}")
+        if self.virtual_pipeline_parallel > 1:
+            parts.append(f"vpp={self.virtual_pipeline_parallel}")
+        if self.schedule not in ("1f1b", "interleaved"):
+            parts.append(f"schedule={self.schedule}")
+        for short in ("cp", "ep", "etp"):
+            value = getattr(self, SHORT_NAMES[short])
+            if value > 1:
+                parts.append(f"{short}={value}")
+        if self.context_parallel > 1:
+            parts.append(f"cp_form={self.context_parallel_form}")
+        parts.append(f"dp={self.data_parallel}")
+        parts.append(f"zero={self.zero_stage}")
+        if self.zero_replicas > 1:
+            parts.append(f"zero_replicas={self.zero_replicas}")
+        parts.append(f"mbs={self.micro_batch_size} x {self.micro_batches}")
+        parts.append(f"recompute={self.describe_recompute()}")
+        offloaded = [name for name in ("activations", "optimizer") if getattr(self, f"offload_{name}")]
+        if offloaded:
+            parts.append(f"offload={'+'.join(offloaded)}")
+        if self.gradient_reduction != "fp32":
+            parts.append(f"gradient_reduction={self.gradient_reduction}")
+        if self.optimizer != "adam":
+            parts.append(f"optimizer={self.optimizer}")
+        return " ".join(parts)
+
+    def describe_recompute(self) -> str:
+        """A short form of what is recomputed, such as `full`, `selective(norm+mlp)` or `full/block:2`."""
+        text: str = self.recompute
+        if self.recompute_modules not in ((), ("core_attention",)):
+            text += f"({'+'.join(self.recompute_modules)})"
+        if (self.recompute_method, self.recompute_num_layers) != ("uniform", 1):
+            text += f"/{self.recompute_method}:{self.recompute_num_layers}"
+        return text
+
+
+NOTHING_TO_OFFLOAD = (
+    "offload_activations has nothing to send with recompute full; use recompute selective, or "
+    "recompute_method block"
+)
+"""Layers that are recomputed as a whole keep their input only."""
+
+
+def recompute_conflict(
+    recompute: str, modules: Sequence[str], method: str, layers: int, offloads: bool
+) -> str | None:
+    """Why the fields of a layout that say what is recomputed and offloaded contradict each other, or None."""
+    if modules and recompute != "selective":
+        return f"recompute_modules need recompute selective, not {recompute}"
+    if len(set(modules)) < len(modules):
+        return f"recompute_modules name one twice: {', '.join(modules)}"
+    if (method, layers) != ("uniform", 1) and recompute == "none":
+        return "recompute_method and recompute_num_layers need recompute selective or full"
+    if method == "uniform" and layers > 1 and recompute == "selective":
+        return (
+            f"recompute_num_layers {layers}: recompute selective works layer by layer; add "
+            "recompute_method block"
+        )
+    return NOTHING_TO_OFFLOAD if offloads and recompute == "full" and method == "uniform" else None
+
+
+CHUNKS_OF_SCHEDULES = (
+    "1f1b needs exactly 1, interleaved and interleaved_zb at least 2, zbv and dualpipev exactly 2"
+)
+"""Model chunks (virtual_pipeline_parallel) that the schedules run."""
+
+
+def schedule_runs(schedule: Schedule, chunks: int) -> bool:
+    """Whether a schedule runs `chunks` model chunks on each rank."""
+    if schedule == "1f1b":
+        return chunks == 1
+    return chunks == 2 if schedule in V_SCHEDULES else chunks >= 2
+
+
+def even_split(layers: int, stages: int) -> tuple[int, ...]:
+    """Layers of each stage when `stages` share `layers` as evenly as possible.
+
+    The first stages take the remainder: the last stage also computes the output head.
+
+    >>> even_split(30, 4)
+    (8, 8, 7, 7)
+
+    Raises:
+        InputError: a stage would be empty, or there is none.
+    """
+    if not 1 <= stages <= layers:
+        raise InputError(
+            f"{stages} stages cannot share {layers} layers: each needs at least one; use 1 to {layers} stages"
+        )
+    return tuple(layers // stages + (stage < layers % stages) for stage in range(stages))

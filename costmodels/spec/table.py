@@ -1,0 +1,212 @@
+"""`LayoutTable`: many layouts as a structure of arrays, one row a layout."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, get_args
+
+import numpy as np
+import numpy.typing as npt
+
+from costmodels.spec.hardware import Precision
+from costmodels.spec.layout import (
+    ContextParallelForm,
+    GradientReduction,
+    Layout,
+    Optimizer,
+    Recompute,
+    RecomputeMethod,
+    RecomputeModule,
+    Schedule,
+)
+
+Ints = npt.NDArray[np.int64]
+Floats = npt.NDArray[np.float64]
+Bools = npt.NDArray[np.bool_]
+
+RECOMPUTE_KINDS: tuple[Recompute, ...] = get_args(Recompute)
+"""Recompute kinds in the order of their codes: 0 none, 1 selective, 2 full."""
+
+RECOMPUTE_METHODS: tuple[RecomputeMethod, ...] = get_args(RecomputeMethod)
+
+RECOMPUTE_MODULES: tuple[RecomputeModule, ...] = get_args(RecomputeModule)
+"""Modules in the order of their bits: core attention is 1, the next one 2, and so on."""
+
+SCHEDULES: tuple[Schedule, ...] = get_args(Schedule)
+
+CONTEXT_FORMS: tuple[ContextParallelForm, ...] = get_args(ContextParallelForm)
+
+OPTIMIZERS: tuple[Optimizer, ...] = get_args(Optimizer)
+
+CODES: dict[str, tuple[str, ...]] = {
+    "context_parallel_form": CONTEXT_FORMS,
+    "schedule": SCHEDULES,
+    "recompute": RECOMPUTE_KINDS,
+    "recompute_method": RECOMPUTE_METHODS,
+    "optimizer": OPTIMIZERS,
+}
+"""Fields of words, whose columns hold positions in these tuples."""
+
+BOOLEANS = ("sequence_parallel", "offload_activations", "offload_optimizer")
+
+
+def code_of(field: str, value: Any) -> int:
+    """The number that stands for a value of a field of `Layout`: a code, a bit mask, or the value itself."""
+    if field == "recompute_modules":
+        return sum(1 << RECOMPUTE_MODULES.index(module) for module in value)
+    return CODES[field].index(value) if field in CODES else int(value)
+
+
+def value_of(field: str, code: Any) -> Any:
+    """The value of a field of `Layout` that a number stands for."""
+    if field == "recompute_modules":
+        return tuple(module for bit, module in enumerate(RECOMPUTE_MODULES) if code >> bit & 1)
+    if field in BOOLEANS:
+        return bool(code)
+    return CODES[field][code] if field in CODES else code
+
+
+@dataclass(frozen=True)
+class LayoutTable:
+    """Layouts that share a precision and a gradient reduction. All arrays have shape [n].
+
+    `split` points into `splits`, the distinct `layers_per_stage` of the rows: thousands of layouts
+    share a few of them.
+    """
+
+    tensor_parallel: Ints
+    sequence_parallel: Bools
+    pipeline_parallel: Ints
+    virtual_pipeline_parallel: Ints
+    context_parallel: Ints
+    context_parallel_form: Ints
+    """Codes: indices of `CONTEXT_FORMS`."""
+    expert_parallel: Ints
+    expert_tensor_parallel: Ints
+    data_parallel: Ints
+    zero_stage: Ints
+    zero_replicas: Ints
+    schedule: Ints
+    """Codes: indices of `SCHEDULES`."""
+    micro_batch_size: Ints
+    global_batch_size: Ints
+    recompute: Ints
+    """Codes: indices of `RECOMPUTE_KINDS`."""
+    recompute_modules: Ints
+    """Sums of the bits of `RECOMPUTE_MODULES`."""
+    recompute_method: Ints
+    """Codes: indices of `RECOMPUTE_METHODS`."""
+    recompute_num_layers: Ints
+    offload_activations: Bools
+    offload_optimizer: Bools
+    optimizer: Ints
+    """Codes: indices of `OPTIMIZERS`."""
+    split: Ints
+    splits: tuple[tuple[int, ...], ...]
+    precision: Precision
+    gradient_reduction: GradientReduction = "fp32"
+
+    def __len__(self) -> int:
+        return len(self.tensor_parallel)
+
+    @cached_property
+    def micro_batches(self) -> Ints:
+        """Micro batches of each data-parallel rank in one step."""
+        return self.global_batch_size // (self.micro_batch_size * self.data_parallel)
+
+    @cached_property
+    def replicas(self) -> Ints:
+        """Ranks that hold the same share of the model: data- and context-parallel ones."""
+        return self.data_parallel * self.context_parallel
+
+    @cached_property
+    def zero_shards(self) -> Ints:
+        """Ranks over which ZeRO splits; 1 without ZeRO."""
+        return np.where(self.zero_stage > 0, self.replicas // self.zero_replicas, 1)
+
+    @cached_property
+    def expert_replicas(self) -> Ints:
+        """Ranks that hold the same share of the same experts (Megatron-LM's expert data parallelism)."""
+        return self.tensor_parallel * self.replicas // (self.expert_parallel * self.expert_tensor_parallel)
+
+    @cached_property
+    def expert_shards(self) -> Ints:
+        """Ranks over which ZeRO splits the experts of one device: those of a copy of the other parameters."""
+        shards = np.maximum(self.expert_replicas // self.zero_replicas, 1)
+        return np.where(self.zero_stage > 0, shards, 1)
+
+    def recomputes(self, module: RecomputeModule) -> Bools:
+        """Rows that compute `module` again by selective recomputation."""
+        return self.recompute_modules & code_of("recompute_modules", (module,)) > 0
+
+    def runs(self, *schedules: Schedule) -> Bools:
+        """Rows whose schedule is one of `schedules`."""
+        result: Bools = np.zeros(len(self), dtype=bool)
+        for schedule in schedules:
+            result |= self.schedule == SCHEDULES.index(schedule)
+        return result
+
+    def take(self, rows: Ints | Bools | slice) -> LayoutTable:
+        """The rows that an index or mask array selects, or those of a slice, which are not copied."""
+        return replace(self, **{name: getattr(self, name)[rows] for name in ARRAY_FIELDS})
+
+    def layout(self, row: int) -> Layout:
+        """One row as a `Layout`."""
+        codes = {name: getattr(self, name)[row].item() for name in ARRAY_FIELDS}
+        split = self.splits[codes.pop("split")]
+        values = {name: value_of(name, code) for name, code in codes.items()}
+        return Layout(
+            **values,
+            layers_per_stage=split,
+            precision=self.precision,
+            gradient_reduction=self.gradient_reduction,
+        )
+
+    @classmethod
+    def of(cls, layouts: Sequence[Layout]) -> LayoutTable:
+        """A table of given layouts, which must share their precision and gradient reduction."""
+        kinds = {(layout.precision, layout.gradient_reduction) for layout in layouts}
+        if len(kinds) != 1:
+            raise ValueError(f"a table holds one precision and one gradient reduction, not {sorted(kinds)}")
+        precision, reduction = kinds.pop()
+        splits = tuple(dict.fromkeys(layout.layers_per_stage for layout in layouts))
+        columns: dict[str, Any] = {
+            name: np.asarray([code_of(name, getattr(layout, name)) for layout in layouts], dtype=np.int64)
+            for name in ARRAY_FIELDS
+            if name != "split"
+        }
+        columns |= {name: columns[name].astype(bool) for name in BOOLEANS}
+        columns["split"] = np.asarray([splits.index(layout.layers_per_stage) for layout in layouts])
+        return cls(**columns, splits=splits, precision=precision, gradient_reduction=reduction)
+
+
+SHARED_FIELDS = ("splits", "precision", "gradient_reduction")
+
+ARRAY_FIELDS = tuple(name for name in LayoutTable.__dataclass_fields__ if name not in SHARED_FIELDS)
+"""Names of the per-row arrays."""
+
+
+def numbers(column: Ints) -> list[int]:
+    """The different numbers of a column, ascending."""
+    # Without an index, NumPy first imports numpy.ma (some 30 ms) to see whether the array is masked.
+    found: list[int] = np.unique(column, return_index=True)[0].tolist()
+    return found
+
+
+def combined(columns: Sequence[Ints | Bools]) -> Ints:
+    """One number a row, which orders rows as their columns of small numbers do, the first column first."""
+    key = columns[0].astype(np.int64)
+    for column in columns[1:]:
+        base = int(column.max(initial=0)) + 1
+        if int(key.max(initial=0)) > np.iinfo(np.int64).max // base - base:
+            key = np.unique(key, return_inverse=True)[1]
+        key = key * base + column
+    return key
+
+
+def distinct(columns: Sequence[Ints | Bools]) -> tuple[Ints, Ints]:
+    """First row of each distinct combination of columns of small numbers, and the combination of each row."""
+    _, first, code = np.unique(combined(columns), return_index=True, return_inverse=True)
+    return first, code

@@ -1,0 +1,1 @@
+"""Seconds of operators, of collectives and of pipelines."""

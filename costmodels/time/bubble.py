@@ -1,0 +1,198 @@
+"""How long pipelines idle and send, in closed form: what ranks all layouts before some are simulated.
+
+Narayanan et al. (arXiv:2104.04473, section 2.2) and the zero-bubble papers, with unequal stages. Equal stages
+take what `costmodels.time.simulation` plays out; the tests hold the forms for unequal ones to it as well.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from costmodels.layers.shapes import element_bytes, tokens
+from costmodels.memory.peak import highest
+from costmodels.ranks.pipeline import Ranks
+from costmodels.spec.engine import Engine
+from costmodels.spec.hardware import Cluster
+from costmodels.spec.model import ModelSpec
+from costmodels.spec.table import Floats, Ints, LayoutTable
+from costmodels.time.collectives import send
+
+
+def _of(slowest: Ints, each: Floats) -> Floats:
+    """The entry of the slowest rank, [n]."""
+    return np.take_along_axis(each, slowest[:, None], axis=1)[:, 0]
+
+
+def bubble_seconds(
+    rank_seconds: Floats, count: Floats, chunks: Floats, slowest: Ints | None = None
+) -> Floats:
+    """Idle time of the slowest rank of each row: filling and draining all other ranks, one chunk deep.
+
+    (sum of t - t of the slowest) / vpp, which for equal ranks is Narayanan et al.'s (pp - 1) t / vpp.
+
+    Args:
+        rank_seconds: [n, k], what one micro batch takes on each rank while the pipeline fills and drains:
+            forward and backward, or less where the gradients of weights fill the bubble.
+        count: [n, k], ranks that the entry stands for.
+        chunks: [n], model chunks on each rank.
+        slowest: [n], the slowest rank; that of the largest `rank_seconds` when not given.
+    """
+    slow = rank_seconds.argmax(axis=1) if slowest is None else slowest
+    result: Floats = ((rank_seconds * count).sum(axis=1) - _of(slow, rank_seconds)) / chunks
+    return np.maximum(result, 0.0)
+
+
+def uneven_bubble_seconds(rank_seconds: Floats, forward: Floats, ranks: Ranks, slowest: Ints) -> Floats:
+    """`bubble_seconds` of 1F1B, [n], where faster ranks lie behind the slowest one.
+
+    Rank r waits twice for what is behind it: for its first gradient while it has W = pp - 1 - r forward
+    passes to do, and for its last one while it has W backward passes. With S seconds of a micro batch
+    behind it, it idles max(S, W f) - W f and max(S, W b) - W b, and fills what is before it once more.
+    All others lie behind the first rank, and none behind the last one. `even_split` gives the first ranks
+    the larger stages: behind any other rank lie those with fewer layers.
+
+    Args:
+        rank_seconds: [n, k], forward and backward of one micro batch on each rank.
+        forward: [n], of the slowest rank.
+    """
+    own = _of(slowest, rank_seconds)
+    others = ranks.count - (np.arange(ranks.count.shape[1]) == slowest[:, None])
+    first, last = _of(slowest, ranks.first)[:, None] > 0, _of(slowest, ranks.last)[:, None] > 0
+    fewer = (ranks.layers < _of(slowest, ranks.layers)[:, None]) | (ranks.last > 0)
+    behind = np.where((first | fewer) & ~last, others, 0.0)
+    after, waiting = (rank_seconds * behind).sum(axis=1), behind.sum(axis=1)
+    before = (rank_seconds * (others - behind)).sum(axis=1)
+    idle = np.maximum(after, waiting * forward) + np.maximum(after, waiting * (own - forward))
+    result: Floats = before + idle - waiting * own
+    return np.maximum(result, 0.0)
+
+
+def split_bubble_seconds(
+    table: LayoutTable, forward: Floats, inputs: Floats, weights: Floats, count: Floats
+) -> tuple[Floats, Floats]:
+    """`bubble_seconds` of schedules that run the gradients of weights apart, [n], and spare seconds, [n].
+
+    With f, i and w for forward, gradients of inputs and gradients of weights of a rank, every other rank
+    costs f + max(i - w, 0) in ZB-H1 (arXiv:2401.10241, table 1: pp - 1 times f + i - w) and in DualPipeV,
+    whose two directions also wait for each other where i > f; max(f, i, 2 (i - w)) in ZB-V (section 6,
+    for times that differ). A rank of a V that is slower than all others, such as the one with the head,
+    makes up for most of it: it finds its input ready, micro batch by micro batch, until only max(i - w, 0)
+    (DualPipeV) or w of all but one, less what its own is longer (ZB-V), is left of each other rank. What it
+    could make up besides is spare: messages that take as long cost nothing. In ZB-H1 this is what the slowest
+    rank takes longer for f and i of the micro batches in flight. The forms are fitted to the orders that
+    PyTorch's schedules run.
+
+    Args:
+        forward, inputs, weights: [n, k], seconds of one micro batch on each rank.
+        count: [n, k], ranks that the entry stands for.
+    """
+    total = forward + inputs + weights
+    slowest = total.argmax(axis=1)
+    chunks = table.virtual_pipeline_parallel.astype(np.float64)
+    uneven = bubble_seconds(inputs - forward, count, chunks, slowest) - _of(slowest, forward) / chunks
+    beyond = np.maximum(inputs - weights, 0.0)
+    both = np.maximum(np.maximum(forward, inputs), 2.0 * (inputs - weights))
+    both = both + np.maximum(forward - inputs, 0.0)
+    zbv, dual = table.runs("zbv"), table.runs("dualpipev")
+    each = np.where(zbv[:, None], both, forward + beyond)
+    bubble = bubble_seconds(each, count, chunks, slowest)
+    bubble = bubble + np.where(dual, np.maximum(uneven, 0.0), 0.0)
+    others = count - (np.arange(count.shape[1]) == slowest[:, None])
+    lead = np.maximum(_of(slowest, total) - (total * (others > 0)).max(axis=1), 0.0)
+    behind = lead * (1 - _of(slowest, weights) / _of(slowest, total)) * (table.pipeline_parallel - 0.5)
+    if not (zbv | dual).any():
+        return bubble, behind
+    made_up = lead * (table.micro_batches - 1)
+    number, own = np.maximum(others.sum(axis=1), 1.0), _of(slowest, weights)
+    typical = (weights * others).sum(axis=1) / number
+    in_zbv = np.maximum((number - 1) * typical / chunks - (own - typical), 0.0)
+    left = np.where(zbv, in_zbv, (beyond * others).sum(axis=1) / chunks)
+    spare = np.maximum(made_up - np.maximum(bubble - left, 0.0), 0.0)
+    in_v = zbv | dual
+    return (
+        np.where(in_v, np.maximum(bubble - made_up, np.minimum(bubble, left)), bubble),
+        np.where(in_v, spare, behind),
+    )
+
+
+def message_seconds(model: ModelSpec, cluster: Cluster, engine: Engine, table: LayoutTable) -> Floats:
+    """Seconds of one message between stages: activations of a micro batch, or their gradients, [n].
+
+    Sequence parallelism sends its part of the sequence only; without it an engine may let every
+    tensor-parallel rank send a part, which the receivers gather over their own links (arXiv:2104.04473,
+    section 4.1). The slowest pair of neighbours counts.
+    """
+    split = np.where(table.sequence_parallel | engine.scatters_messages, table.tensor_parallel, 1)
+    payload = element_bytes(table.precision) * tokens(model, table) * model.hidden / split
+    stride = table.tensor_parallel * table.context_parallel * table.data_parallel
+    return send(cluster, engine, payload, table.pipeline_parallel, stride)
+
+
+def held_seconds(
+    table: LayoutTable, rank_seconds: Floats, ranks: Ranks, message: Floats, waits: bool
+) -> Floats:
+    """Seconds by which waiting for its own messages makes the slowest rank slower, [n].
+
+    For each micro batch and chunk a rank sends two, but the first and the last rank one less in all. That is
+    so in 1F1B, and with `waits` in interleaved schedules.
+    """
+    slower, chunks = np.zeros(len(table)), table.virtual_pipeline_parallel
+    rows = ((chunks == 1) | (waits & table.runs("interleaved"))) & (table.pipeline_parallel > 1)
+    some, own = ranks.each(lambda held: held[rows]), rank_seconds[rows]
+    sent = np.where(some.layers > 0, 2.0 * chunks[rows, None] - some.first - some.last, 0.0)
+    slower[rows] = highest(own + sent * message[rows, None]) - highest(own)
+    return slower
+
+
+def send_seconds(
+    table: LayoutTable,
+    message: Floats,
+    held: Floats,
+    spare: Floats,
+    forward: Floats,
+    backward: Floats,
+    weights: Floats,
+    waits: bool,
+) -> Floats:
+    """Seconds that sending activations and their gradients between stages adds to one step, [n].
+
+    The first and the last micro batch wait for their messages through all stages; spare seconds hide some
+    of them. In the steady state the ranks of 1F1B wait for every message. Those of other schedules compute
+    meanwhile: a message costs time where it takes longer than what the order leaves between sending and
+    use, which is a forward pass of a chunk or half of both passes (interleaved), half of the gradients of
+    weights (ZB-H1), those and a forward pass (ZB-V), a forward pass (DualPipeV); and all messages of a
+    micro batch take no less than their way out of a rank. The forms are those of the simulation with equal
+    stages.
+
+    Args:
+        message: [n], seconds of one message.
+        held: [n], `held_seconds`.
+        spare: [n], as `split_bubble_seconds` has it; of other schedules 0.
+        forward, backward, weights: [n], seconds of the slowest rank for one micro batch, all of its chunks.
+        waits: ranks of interleaved schedules wait for every message too.
+    """
+    pp, vpp = table.pipeline_parallel, table.virtual_pipeline_parallel
+    micro_batches, hops = table.micro_batches, (pp - 1) / pp
+    ahead, both, gradients = forward / vpp, (forward + backward) / vpp, weights / vpp
+    zb, zbv, dual = (table.runs(name) for name in ("interleaved_zb", "zbv", "dualpipev"))
+    through = least = 2.0 * (vpp * pp - 1)
+    late = np.maximum(message - ahead, 0.0) * (vpp - 1) + np.maximum(2 * message - both, 0.0) * hops / 2
+    if (zb | zbv | dual).any():
+        split = [zb, zbv, dual]
+        through = np.select(split, [pp * (vpp + 3.0) - 4, 6.0 * pp - 8, 6.0 * (pp - 1)], through)
+        least = np.select(split, [pp * (vpp + 1.0) - 2, 3.0 * (pp - 1), 4.0 * (pp - 1)], least)
+        shown = [2 * message - gradients, message - ahead - gradients, message - ahead]
+        late = np.select(split, [np.maximum(wait, 0.0) * hops * vpp for wait in shown], late)
+    # Each chunk sends activations and gradients; of two ranks only one has messages at an end to keep.
+    sent = np.where(pp > 2, 2 * vpp, np.where(zbv | dual, vpp, 2 * vpp - 1))
+    late = np.maximum(late, sent * message - (forward + backward))
+    alone = vpp == 1
+    through = np.where(alone, 2.0 * (pp - 1) - np.where(pp == 2, 1, 3), through)
+    filling = np.maximum(through * message - spare, np.minimum(least, through) * message)
+    result: Floats = filling + micro_batches * np.where(alone, held, late)
+    if waits:
+        # Ranks between the ends send one message more, and have the passes of one chunk to spare.
+        least = micro_batches * (2 * vpp - 1) * message
+        every = (2 * pp - 3) * message + least + np.maximum(micro_batches * held - least - both, 0.0)
+        result = np.where(table.runs("interleaved"), every, result)
+    return np.where(pp > 1, result, 0.0)

@@ -1,0 +1,296 @@
+"""Seconds of collectives on the tiers of the network that a group really spans.
+
+Ranks are placed in the order tp, cp, dp, pp (`Layout`), so a group is `size` ranks that lie `stride`
+apart. Costs are alpha-beta (Thakur, Rabenseifner, Gropp, IJHPCA 19(1), 2005): every rank sends
+(size - 1)/size of the payload once in an all-gather or a reduce-scatter, twice in an all-reduce.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import pairwise
+
+import numpy as np
+import numpy.typing as npt
+
+from costmodels.spec.engine import Engine
+from costmodels.spec.hardware import Cluster, Collective
+from costmodels.spec.table import Bools, Floats, Ints
+from costmodels.time.network_table import Rates, rates
+from costmodels.time.topology import Tier, spread, tiers
+
+TREE = 0.92
+"""Bandwidth of NCCL's double binary trees over that of its rings (src/graph/tuning.cc)."""
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Groups on the tiers of a cluster."""
+
+    cluster: Cluster
+    engine: Engine
+    size: Ints
+    stride: npt.NDArray[np.int64]
+
+    @cached_property
+    def tiers(self) -> tuple[Tier, ...]:
+        return tiers(self.cluster)
+
+    @cached_property
+    def home(self) -> int:
+        """Index of the last tier that needs no network: an island or a node, whichever is larger."""
+        return sum(not tier.between_nodes for tier in self.tiers) - 1
+
+    @cached_property
+    def rates(self) -> list[float]:
+        """Of each tier, bytes per second that a large collective reaches on a device's share."""
+        engine = self.engine
+        return [
+            tier.bandwidth * (engine.across if tier.between_nodes else engine.network_efficiency)
+            for tier in self.tiers
+        ]
+
+    @cached_property
+    def spans(self) -> list[tuple[Ints, Ints]]:
+        """Of each tier, the least ranks of a group in a block and the most blocks that it touches."""
+        world = self.cluster.world_size
+        return [spread(world, tier.reach, self.size, self.stride) for tier in self.tiers]
+
+    def crosses(self, below: Tier, tier: Tier) -> Bools:
+        """Whether some neighbours in a group lie in different blocks of a tier, and meet in the one above."""
+        apart: Bools = (self.size > 1) & (below.reach % (self.size * self.stride) != 0)
+        # Farther neighbours than a node is wide have no use for the way through the host.
+        return apart if tier.between_nodes else apart & (self.stride < tier.reach)
+
+    @cached_property
+    def fast(self) -> Floats | float:
+        """Bytes per second in an island: behind a switch all, in a mesh the wires between members."""
+        wires = self.tiers[0].wires
+        if not wires:
+            return self.rates[0]
+        result: Floats = self.rates[0] * np.maximum(self.spans[0][0] - 1, 1) / wires
+        return result
+
+    @cached_property
+    def inside(self) -> Floats:
+        """Bytes per second of a ring inside islands and nodes; infinite where it has no link there."""
+        several, island = self.size > 1, self.tiers[0].reach
+        result: Floats = np.where(several & (self.stride < island), self.fast, np.inf)
+        if self.home:
+            through = np.minimum(result, self.spans[0][0] * self.rates[1])
+            result = np.where(self.crosses(*self.tiers[:2]), through, result)
+        return result
+
+    @cached_property
+    def outside(self) -> Floats | float:
+        """The same on the network: a ring leaves a block through the shares of its ranks in it."""
+        result: Floats | float = np.inf
+        for tier in range(self.home + 1, len(self.tiers)):
+            local, blocks = self.spans[tier - 1]
+            result = np.minimum(result, np.where(blocks > 1, local * self.rates[tier], np.inf))
+        return result
+
+    def measured(self, collective: Collective) -> Rates:
+        """What the cluster's table says of `collective`."""
+        cluster = self.cluster
+        return rates(cluster.measured, collective, self.tiers[self.home].reach, cluster.devices_per_node)
+
+    def ring(self, collective: Collective) -> Floats:
+        """Bytes per second that one rank passes on in a ring: as measured, or else as links say."""
+        inside, outside = self.inside, self.outside
+        if self.cluster.measured:
+            local, blocks = self.spans[self.home]
+            table = self.measured(collective)
+            inside = np.where(inside < np.inf, table.inside(np.maximum(local, 2), inside), np.inf)
+            outside = np.where(blocks > 1, local * table.outside(blocks, local, outside / local), np.inf)
+        result: Floats = np.where(self.size > 1, np.minimum(inside, outside), self.rates[0])
+        return result
+
+    def exchange(self) -> Floats:
+        """Seconds for each byte of an all-to-all, whose parts travel on all tiers at the same time."""
+        size = self.size
+        if self.cluster.measured:
+            local, blocks = self.spans[self.home]
+            table = self.measured("all_to_all")
+            share = np.where(blocks > 1, self.outside / local, np.inf)
+            within = (local - 1) / table.inside(np.maximum(local, 2), self.inside)
+            return np.maximum(within, (size - local) / table.outside(blocks, local, share)) / size
+        result: Floats = (self.spans[0][0] - 1) / self.fast
+        for tier in range(1, len(self.tiers)):
+            result = np.maximum(result, (size - self.spans[tier - 1][0]) / self.rates[tier])
+        return result / size
+
+    def messages(self) -> tuple[Floats | float, Floats | float]:
+        """Bytes per second of a message to a rank of the same island, and to the farthest neighbour.
+
+        A table speaks of messages by its rows of one rank on each of two nodes, or those nearest to that.
+        """
+        near: Floats | float = self.rates[0] / max(self.tiers[0].wires, 1)
+        far = near
+        for below, tier, rate in zip(self.tiers, self.tiers[1:], self.rates[1:], strict=False):
+            way_out: Floats | float = rate
+            if tier.bandwidth < tier.cards:
+                # Only `stride` ranks of a pod have their neighbour outside, and share its way out.
+                spare = np.minimum(below.reach / self.stride, tier.cards / tier.bandwidth)
+                way_out = rate * np.maximum(spare, 1.0)
+            way_out = np.minimum(far, way_out)
+            far = way_out if len(self.tiers) == 2 else np.where(self.crosses(below, tier), way_out, far)
+        if self.cluster.measured:
+            two, one = np.full(1, 2), np.ones(1, dtype=np.int64)
+            table = self.measured("send")
+            if table.within is not None:
+                near = table.inside(two, np.zeros(1))
+            far = table.outside(two, one, np.asarray(far))
+        return near, far
+
+    def lag(self, collective: Collective) -> Floats | float:
+        """Seconds of a call of next to no bytes between nodes as measured; 0 where no table tells it."""
+        if not self.cluster.measured:
+            return 0.0
+        return np.where(self.size > 1, self.measured(collective).lag(self.spans[self.home][1]), 0.0)
+
+    @cached_property
+    def call(self) -> Floats | float:
+        """Seconds that every call takes besides its hops."""
+        latency = self.engine.collective_latency
+        return np.where(self.size > 1, latency, 0.0) if latency else 0.0
+
+    @cached_property
+    def near_hops(self) -> Floats:
+        """Seconds of hops inside islands."""
+        result: Floats = np.log2(self.size / self.spans[0][1]) * self.tiers[0].latency
+        return result
+
+    def ring_hops(self) -> Floats:
+        """Seconds of the hops of a ring through all ranks."""
+        result = self.near_hops
+        for tier, (_, below), (_, above) in zip(self.tiers[1:], self.spans, self.spans[1:], strict=False):
+            result = result + np.maximum(below - above, 0) * tier.latency
+        return result
+
+    def tree_hops(self) -> Floats:
+        """Seconds of the hops of a tree through all ranks."""
+        result = self.near_hops
+        for tier, (_, below), (_, above) in zip(self.tiers[1:], self.spans, self.spans[1:], strict=False):
+            result = result + np.log2(np.maximum(below / above, 1.0)) * tier.latency
+        return result
+
+
+@dataclass(frozen=True)
+class Group:
+    """A process group of each row; arrays of shape [n]. What few collectives need is worked out for them."""
+
+    size: Ints
+    local: Ints
+    """Its ranks in one island; the fewest where it lies across a border."""
+    bandwidth: Floats
+    """Bytes per second that one rank passes on in a ring through all ranks that gathers."""
+    latency: Floats
+    """Seconds of one all-gather of nothing."""
+    intra_bandwidth: Floats | float
+    """Bytes per second of a message to another rank of the island."""
+    inter_bandwidth: Floats | float
+    """The same to a rank of another island, between the neighbours that lie farthest from each other."""
+    placement: Placement = field(repr=False)
+
+    @property
+    def islands(self) -> Ints:
+        """Islands that it touches; the most where it lies across borders."""
+        return self.placement.spans[0][1]
+
+    @cached_property
+    def scatter_bandwidth(self) -> Floats:
+        """As `bandwidth`, of a reduce-scatter."""
+        return self.placement.ring("reduce_scatter") if self.placement.cluster.measured else self.bandwidth
+
+    @cached_property
+    def reduce_bandwidth(self) -> Floats:
+        """As `bandwidth`, of an all-reduce, which switches that add up make faster."""
+        return self.placement.ring("all_reduce") if self.placement.cluster.measured else self.bandwidth
+
+    def wait(self, collective: Collective) -> Floats:
+        """`latency`, or as measured where that is longer."""
+        result: Floats = np.maximum(self.latency, self.placement.lag(collective))
+        return result
+
+    @cached_property
+    def tree_latency(self) -> Floats:
+        """Seconds of one pass of nothing along a tree through all ranks."""
+        return self.placement.tree_hops() + self.placement.call
+
+    @cached_property
+    def exchange(self) -> Floats:
+        """Seconds of an all-to-all for each byte that a rank sends, its own part included."""
+        return self.placement.exchange()
+
+
+def group(cluster: Cluster, engine: Engine, size: Ints, stride: Ints | npt.NDArray[np.int64] | int) -> Group:
+    """The groups of `size` ranks that lie `stride` apart.
+
+    Of groups of the same kind the one that lies worst counts, for example one with three of its four ranks
+    in a node. The ranks that a group has in a node drive a ring each, through their own share of the node's
+    network cards; groups that lie between them use the shares of the other ranks. A table of measured
+    collectives replaces the links' bandwidth. Latency grows with the logarithm of the ranks in an island
+    and linearly with islands or nodes, as NCCL's rings do; trees, which NCCL has for all-reduces alone,
+    make that a logarithm too. Every call takes `engine.collective_latency` besides.
+    """
+    placed = Placement(cluster, engine, size, np.asarray(stride))
+    near, far = placed.messages()
+    return Group(
+        size=size,
+        local=placed.spans[0][0],
+        bandwidth=placed.ring("all_gather"),
+        latency=placed.ring_hops() + placed.call,
+        intra_bandwidth=near,
+        inter_bandwidth=far,
+        placement=placed,
+    )
+
+
+def all_gather(members: Group, payload: Floats, calls: Floats | float = 1.0) -> Floats:
+    """Seconds to gather `payload` bytes (the whole, on every rank) in `calls` calls."""
+    share = (members.size - 1) / members.size
+    result: Floats = payload * share / members.bandwidth + calls * members.wait("all_gather")
+    return result
+
+
+def reduce_scatter(members: Group, payload: Floats, calls: Floats | float = 1.0) -> Floats:
+    """Seconds to sum `payload` bytes of every rank, a part on each: an all-gather in reverse."""
+    share = (members.size - 1) / members.size
+    result: Floats = payload * share / members.scatter_bandwidth + calls * members.wait("reduce_scatter")
+    return result
+
+
+def all_reduce(members: Group, payload: Floats, calls: Floats | float = 1.0) -> Floats:
+    """Seconds to sum `payload` bytes on every rank: the faster of a ring and a tree, as NCCL chooses.
+
+    A ring is a reduce-scatter and an all-gather. A double binary tree passes on the whole payload twice, in
+    fewer hops (Sanders, Speck, Traeff, Parallel Computing 35(12), 2009; latencies and bandwidth of both in
+    NCCL's src/graph/tuning.cc).
+    """
+    sent, share = 2.0 * payload / members.reduce_bandwidth, (members.size - 1) / members.size
+    once, least = members.placement.call, members.placement.lag("all_reduce")
+    ring = sent * share + calls * np.maximum(2.0 * members.latency - once, least)
+    tree = sent / TREE + calls * np.maximum(2.0 * members.tree_latency - once, least)
+    result: Floats = np.minimum(ring, tree)
+    return result
+
+
+def all_to_all(members: Group, payload: Floats) -> Floats:
+    """Seconds for every rank to send `payload` bytes, an equal part to each rank of the group.
+
+    Parts for the own node and for other nodes travel at the same time, each on its tier.
+    """
+    result: Floats = payload * members.exchange + members.latency
+    return result
+
+
+def send(cluster: Cluster, engine: Engine, payload: Floats, size: Ints, stride: Ints) -> Floats:
+    """Seconds of one message between neighbours of a group; the slowest pair counts."""
+    placed = Placement(cluster, engine, size, stride)
+    near, far = placed.messages()
+    result = payload / near + placed.tiers[0].latency
+    for below, tier in pairwise(placed.tiers):
+        result = np.where(placed.crosses(below, tier), payload / far + tier.latency, result)
+    return np.where(size > 1, result + engine.collective_latency + engine.message_latency, 0.0)

@@ -1,0 +1,216 @@
+"""Seconds of what data-parallel ranks exchange, and of the optimizer.
+
+ZeRO's volumes (Rajbhandari et al., arXiv:1910.02054, section 7): one all-reduce of the gradients, or a
+reduce-scatter of gradients and an all-gather of parameters; stage 3 gathers in every forward and
+backward pass. With copies of the shards (hybrid sharding, MiCS, arXiv:2205.00119, section 3) the copies'
+gradients are summed as well.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from costmodels.layers.optimizer import (
+    newton_schulz_flops,
+    newton_schulz_rate,
+    orthogonalises,
+    update_traffic,
+)
+from costmodels.layers.shapes import element_bytes
+from costmodels.memory.states import MASTER, memory_policy, reduced_bytes, shards_gradients, wraps_parameters
+from costmodels.spec.engine import Engine
+from costmodels.spec.hardware import Cluster, Device
+from costmodels.spec.model import ModelSpec
+from costmodels.spec.table import Floats, Ints, LayoutTable
+from costmodels.time.collectives import all_gather, all_reduce, group, reduce_scatter
+
+
+def _calls(engine: Engine, table: LayoutTable) -> tuple[Ints, Ints]:
+    """How often a step reduces the gradients of a layer, and gathers its parameters."""
+    micro_batches = table.micro_batches
+    reductions = np.where(shards_gradients(engine, table), micro_batches, 1)
+    gathers = np.where(table.zero_stage == 3, 2 * micro_batches, np.minimum(table.zero_stage, 1))
+    return reductions, gathers
+
+
+def accumulation_seconds(
+    engine: Engine, device: Device, table: LayoutTable, has_experts: bool
+) -> tuple[Floats, Floats]:
+    """Seconds per parameter to add up gradients and to copy them: for each micro batch, and once a step.
+
+    With g bytes of a gradient as backward leaves it and a bytes of a sum, an addition is 2a + g bytes of
+    memory traffic; a matrix product that adds up its own result reads and writes a. FSDP2
+    (torch/distributed/fsdp/_fully_shard, `_fsdp_param.py` and `_fsdp_collectives.py`) casts the first
+    gradient to the format of the sum (g + a), adds the others, and copies the sum into the buffer of the
+    reduction (2a, or g + a for the gradient of a single micro batch); gathering casts the fp32 shard and
+    copies what arrives out of a buffer (2g). Where it reduces every micro batch, only shards add up. The
+    time once a step is less than zero where the first gradient needs no addition.
+    """
+    policy = memory_policy(engine, table.precision)
+    gradient, total = policy.gathered, reduced_bytes(engine, table)
+    rate = device.memory_bandwidth * engine.memory_efficiency
+    adding = 2 * total + (0 if engine.fused_accumulation else gradient)
+    zero = np.zeros(len(table))
+    if not engine.fully_sharded:
+        return zero + adding / rate, zero
+    wrapped, several = wraps_parameters(table, has_experts), table.micro_batches > 1
+    first = 0.0 if total == gradient else gradient + total
+    _, gathers = _calls(engine, table)
+    copied_out = 2 * gradient + (MASTER + gradient) / table.zero_shards
+    handed_over = np.where(several, 2 * total, gradient + total)
+    eager = shards_gradients(engine, table)
+    sharded = gradient + total + several * 3 * MASTER / table.zero_shards
+    each: Floats = np.where(eager, sharded, several * adding)
+    once: Floats = np.where(eager, 0.0, several * (first - adding) + wrapped * handed_over)
+    # Stage 3 gathers in every pass, the others in the first one.
+    every = table.zero_stage == 3
+    each = each + every * copied_out * gathers / table.micro_batches
+    once = once + ~every * wrapped * copied_out
+    return each / rate, once / rate
+
+
+def hidden(communication: Floats, window: Floats, sharpness: float) -> Floats:
+    """Seconds of `communication` that do not show when it runs beside `window` seconds of computation.
+
+    Both together take the p-norm of the two: the longer one alone where one is far longer, more where they
+    are alike and share memory bandwidth and multiprocessors.
+    """
+    longer = np.maximum(np.maximum(communication, window), TINY)
+    joined = ((communication / longer) ** sharpness + (window / longer) ** sharpness) ** (1 / sharpness)
+    return np.minimum(communication + window - joined * longer, communication)
+
+
+TINY = 1e-30
+"""Seconds; keeps a ratio of nothing to nothing finite."""
+
+
+def exchange_seconds(
+    cluster: Cluster,
+    engine: Engine,
+    table: LayoutTable,
+    shared: Floats,
+    experts: Floats,
+    layers: Floats,
+    forward: Floats,
+    backward: Floats,
+) -> Floats:
+    """Seconds of gradient reduction and parameter gathering that computation does not hide, [n].
+
+    Args:
+        shared: parameters on one device outside routed experts.
+        experts: parameters of routed experts on one device, which fewer ranks replicate.
+        layers: layers on the device; each is one call.
+        forward: seconds of one micro batch's forward pass on a device.
+        backward: the same of its backward pass.
+
+    The reductions hide behind the backward passes that produce gradients, a gathering behind the
+    forward pass that needs the parameters; at most `engine.data_parallel_overlap` of all hides (with ZeRO
+    `engine.sharded_overlap`, if given).
+    """
+    policy = memory_policy(engine, table.precision)
+    stage, micro_batches = table.zero_stage, table.micro_batches
+    reductions, gathers = _calls(engine, table)
+
+    reduced = reduced_bytes(engine, table)
+    copies = table.zero_replicas
+
+    def seconds(ranks: Ints, stride: Ints, count: Floats) -> Floats:
+        """`ranks` that lie `stride` apart hold the same `count` parameters."""
+        shards = np.maximum(ranks // copies, 1)
+        members = group(cluster, engine, shards, stride)
+        calls, buckets = layers, layers
+        if engine.reduction_bucket:
+            calls = np.ones_like(layers)
+            buckets = np.ceil(count * policy.gathered / engine.reduction_bucket)
+        packed = count / engine.sharded_efficiency
+        scatter = reduce_scatter(members, packed * reduced, calls)
+        scatter = scatter + engine.shard_launch * layers * np.where(shards > 1, shards, 0)
+        gather = all_gather(members, packed * policy.gathered, calls)
+        if (copies > 1).any():
+            # Neighbours share the shards; the copies of a shard lie farther apart and are summed.
+            among = group(cluster, engine, np.minimum(ranks, copies), stride * shards)
+            scatter = scatter + all_reduce(among, count * reduced / shards, layers)
+        # Switches that add up and trees make a plain all-reduce faster than a reduce-scatter and a gathering.
+        summed = all_reduce(members, count * reduced, buckets)
+        return np.where(stage == 0, summed, reductions * scatter + gathers * gather)
+
+    total = seconds(table.replicas, table.tensor_parallel, shared)
+    if experts.any():
+        holders = table.expert_tensor_parallel * table.expert_parallel
+        total = total + seconds(table.expert_replicas, holders, experts)
+    # Stage 3 gathers in every pass, the others in the first forward pass.
+    once = np.minimum(stage, 1) * forward + reductions * backward
+    window = np.where(stage == 3, micro_batches * (forward + backward), once)
+    own = engine.data_parallel_overlap
+    overlap = own if engine.sharded_overlap is None else np.where(stage > 0, engine.sharded_overlap, own)
+    exposed = total - hidden(overlap * total, window, engine.overlap_sharpness)
+    if engine.step_reductions:
+        everyone = group(cluster, engine, np.full(len(table), cluster.world_size), 1)
+        exposed = exposed + engine.step_reductions * all_reduce(everyone, np.zeros(len(table)))
+    return exposed
+
+
+def optimizer_seconds(
+    engine: Engine, device: Device, table: LayoutTable, shared: Floats, experts: Floats
+) -> Floats:
+    """Seconds of one step of the optimizer on one device, [n]: bytes through memory.
+
+    Each rank updates its shard (from ZeRO 1 on) and, without FSDP2 (see `accumulation_seconds`), writes
+    the parameters that matrix products read and clears the gradients. With the optimizer in host memory the
+    shard's gradients go there and its parameters come back, and the update runs at the host's bandwidth
+    (ZeRO-Offload, arXiv:2101.06840, section 4.1, without its delayed update). FSDP2 moves both in fp32,
+    parameters for every gathering and gradients for every reduction, which add up on the host.
+    """
+    policy = memory_policy(engine, table.precision)
+    traffic: Any = update_traffic(table)
+    whole = 0.0 if engine.fully_sharded else policy.gathered + policy.gradients
+    mine = shared / table.zero_shards + experts / table.expert_shards
+    rate = device.memory_bandwidth * engine.memory_efficiency
+    seconds = (mine * traffic + (shared + experts) * whole) / rate
+    if table.offload_optimizer.any():
+        host = device.host_memory_bandwidth * engine.memory_efficiency
+        update = traffic
+        sent: Any = policy.gradients + policy.gathered
+        if engine.fully_sharded:
+            reductions, gathers = _calls(engine, table)
+            update = traffic + (reductions - 1) * 3 * MASTER
+            sent = (np.maximum(gathers, 1) + reductions) * MASTER
+        wire = sent / (device.host_bandwidth * engine.network_efficiency)
+        away = mine * (update / host + wire) + (shared + experts) * whole / rate
+        seconds = np.where(table.offload_optimizer, away, seconds)
+    result: Floats = seconds
+    return result
+
+
+def orthogonal_seconds(
+    model: ModelSpec, cluster: Cluster, engine: Engine, table: LayoutTable, shared: Floats, experts: Floats
+) -> Floats:
+    """Seconds in which Muon's updates become orthogonal on one device, [n]; 0 for other optimizers.
+
+    The ranks that share a matrix gather its momentum, and each runs the Newton-Schulz steps of the whole
+    (kellerjordan.github.io/posts/muon). ZeRO shares out whole experts where it can.
+
+    Args:
+        shared: parameters of layers on one device outside routed experts.
+        experts: parameters of routed experts on one device.
+    """
+    chosen = orthogonalises(table)
+    if not chosen.any():
+        return np.zeros(len(table))
+    tp, ep, etp = table.tensor_parallel, table.expert_parallel, table.expert_tensor_parallel
+    shards = table.expert_shards
+    whole = (model.experts // ep) % shards == 0
+    own = experts / np.where(whole, shards, 1)
+    rate = newton_schulz_rate(cluster.device) * engine.gemm_efficiency
+    seconds = (shared * tp + own * etp) * newton_schulz_flops(model) / rate
+    element = element_bytes(table.precision)
+    for count, split, over, stride in (
+        (shared, tp, table.zero_shards, tp),
+        (own, etp, np.where(whole, 1, shards), ep * etp),
+    ):
+        within = group(cluster, engine, over, stride)
+        across = group(cluster, engine, split, 1)
+        seconds = seconds + all_gather(within, count * element) + all_gather(across, count * split * element)
+    return np.where(chosen, seconds, 0.0)

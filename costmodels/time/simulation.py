@@ -1,0 +1,302 @@
+"""How long a pipeline schedule really takes: every pass of every micro batch, played out.
+
+Passes are the nodes of a graph. A pass starts when its rank has finished the pass before it and what it
+needs has arrived: a forward pass needs the activations of the stage before, a backward pass the gradients
+of the stage behind, each sent over a link that takes its time. A rank sends its messages one after the
+other: they share its way out. The end of the last pass is the length of the critical path.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+import numpy as np
+
+from costmodels.spec.layout import V_SCHEDULES, Schedule
+from costmodels.spec.schedules import BACKWARD, FORWARD, INPUTS, WEIGHTS, orders, runs
+from costmodels.spec.table import Bools, Floats, Ints
+
+BLOCKING: tuple[Schedule, ...] = ("1f1b",)
+"""Schedules whose ranks wait for what they send.
+
+PyTorch's Schedule1F1B waits for each fused send and receive before it computes (`_step_microbatches`), and
+Megatron-LM's 1F1B exchanges with `send_forward_recv_backward` and `send_backward_recv_forward`, which do
+the same; the other schedules of both send while they compute.
+"""
+
+SAME = 1e-12
+"""Relative difference under which two moments of a pipeline are one, whatever the rounding of sums."""
+
+MOST_PASSES = 65_536
+"""Passes that `pipeline_seconds` plays out at most, in some 20 ms; the closed forms keep longer pipelines."""
+
+FIRST_TRY = 4
+"""Micro batches for each rank of the shortest schedule in which a steady state is looked for."""
+
+PASSES: dict[Schedule, int] = {"interleaved_zb": 3, "zbv": 3}
+"""Passes of a micro batch on a stage in the steady state, where there are not two."""
+
+
+@dataclass(frozen=True)
+class StageSeconds:
+    """Seconds of one micro batch on each stage. Arrays of shape [stages], but for `send`."""
+
+    forward: Floats
+    inputs: Floats
+    """Gradients of inputs, with what backward recomputes."""
+    weights: Floats
+    """Gradients of weights; a whole backward pass takes both."""
+    send: Floats
+    """[stages - 1], one message between a stage and the next one, either way."""
+    waits: bool = False
+    """Ranks wait for what they send, whatever the schedule."""
+
+    def without_sends(self) -> StageSeconds:
+        """The same where messages take no time."""
+        return replace(self, send=np.zeros_like(self.send))
+
+    def slowest_rank(self, schedule: Schedule, pipeline: int) -> float:
+        """Seconds that the slowest rank computes for one micro batch, over all its chunks."""
+        chunks = (self.forward + self.inputs + self.weights).reshape(-1, pipeline).copy()
+        if schedule in V_SCHEDULES:
+            chunks[1] = chunks[1, ::-1].copy()
+        return float(chunks.sum(axis=0).max())
+
+
+@dataclass(frozen=True, eq=False)
+class Graph:
+    """The passes of a schedule, each after all that it needs. Arrays of shape [passes], but for `cut`."""
+
+    rank: Ints
+    kind: Ints
+    stage: Ints
+    micro_batch: Ints
+    needs: Ints
+    """Place of the pass of another rank whose output it needs, counted from 1; 0 without one."""
+    sent: Ints
+    """The boundary that its own output crosses to another rank, counted from 1; 0 without one."""
+    before: Ints
+    """[cut], places of the passes of the last steady period, rank by rank."""
+    after: Ints
+    """[cut], places of the same passes one period later."""
+
+
+@dataclass(frozen=True, eq=False)
+class Simulation:
+    """When each pass runs. Arrays of shape [passes], in the order in which the passes could start."""
+
+    graph: Graph
+    start: Floats
+    end: Floats
+    arrive: Floats
+    """When the output of each pass is where it is needed."""
+    ranks: int
+
+    @property
+    def seconds(self) -> float:
+        """From the first to the last pass."""
+        return float(self.end.max(initial=0.0))
+
+    @property
+    def busy(self) -> Floats:
+        """Seconds that each pipeline rank computes, [ranks]."""
+        took = self.end - self.start
+        return np.bincount(self.graph.rank, took, minlength=self.ranks).astype(np.float64)
+
+    @property
+    def idle(self) -> Floats:
+        """Seconds that each pipeline rank waits between the first and the last pass of all, [ranks]."""
+        return self.seconds - self.busy
+
+
+def period_of(schedule: Schedule, pipeline: int) -> int:
+    """Micro batches after which the order of a long schedule repeats itself."""
+    return pipeline if schedule in ("interleaved", "interleaved_zb") else 1
+
+
+@lru_cache(maxsize=32)
+def graph(schedule: Schedule, pipeline: int, chunks: int, micro_batches: int) -> Graph:
+    """The passes of a schedule and what they need.
+
+    Raises:
+        InputError: there is no such schedule.
+    """
+    every = orders(schedule, pipeline, chunks, micro_batches)
+    lengths = [len(order.kind) for order in every]
+    rank = np.repeat(np.arange(pipeline), lengths)
+    kind, stage, micro_batch = (
+        np.concatenate([getattr(order, name) for order in every]) for name in ("kind", "stage", "micro_batch")
+    )
+    stages, node = pipeline * chunks, np.arange(len(kind))
+    forward, backward = kind == FORWARD, (kind == BACKWARD) | (kind == INPUTS)
+    # Where the forward and the backward pass of each stage and micro batch are.
+    place = np.zeros((2, stages, micro_batches), dtype=np.int64)
+    place[0, stage[forward], micro_batch[forward]] = node[forward]
+    place[1, stage[backward], micro_batch[backward]] = node[backward]
+    rank_of = np.zeros(stages, dtype=np.int64)
+    rank_of[stage] = rank
+    later, sooner = forward & (stage > 0), backward & (stage < stages - 1)
+    needed = np.full(len(node), -1)
+    needed[later] = place[0, stage[later] - 1, micro_batch[later]]
+    needed[sooner] = place[1, stage[sooner] + 1, micro_batch[sooner]]
+    # What its own rank computed is there: the orders see to it.
+    needed[(needed >= 0) & (rank[needed] == rank)] = -1
+    target = np.where(forward, np.minimum(stage + 1, stages - 1), np.maximum(stage - 1, 0))
+    leaves = (forward | backward) & (rank_of[target] != rank)
+    before, after = _steady(schedule, pipeline, chunks, rank, kind, stage, micro_batch)
+    sequence = _sequence(lengths, needed)
+    position = np.empty_like(sequence)
+    position[sequence] = node
+    needs = np.where(needed >= 0, position[needed] + 1, 0)
+    return Graph(
+        rank=rank[sequence],
+        kind=kind[sequence],
+        stage=stage[sequence],
+        micro_batch=micro_batch[sequence],
+        needs=needs[sequence],
+        sent=np.where(leaves, np.where(forward, stage + 1, stage), 0)[sequence],
+        before=position[before],
+        after=position[after],
+    )
+
+
+def _sequence(lengths: list[int], needed: Ints) -> Ints:
+    """Passes in an order in which each comes after those of its own rank and the one that it needs."""
+    needs = needed.tolist()
+    done = bytearray(len(needs) + 1)
+    done[-1] = 1  # That of passes that need nothing, whose place is -1.
+    ends = np.cumsum(lengths).tolist()
+    position = [end - length for end, length in zip(ends, lengths, strict=True)]
+    sequence: list[int] = []
+    waiting = list(range(len(lengths)))
+    while waiting:
+        found = len(sequence)
+        for rank in waiting:
+            node, end = position[rank], ends[rank]
+            while node < end and done[needs[node]]:
+                done[node] = 1
+                sequence.append(node)
+                node += 1
+            position[rank] = node
+        waiting = [rank for rank in waiting if position[rank] < ends[rank]]
+        if waiting and len(sequence) == found:
+            raise AssertionError("the passes of the schedule wait for each other")
+    return np.array(sequence, dtype=np.int64)
+
+
+def _steady(
+    schedule: Schedule, pipeline: int, chunks: int, rank: Ints, kind: Ints, stage: Ints, micro_batch: Ints
+) -> tuple[Ints, Ints]:
+    """The last period of each rank's steady state before the pipeline drains, and the period after it.
+
+    Both are empty where a rank has none.
+    """
+    period = period_of(schedule, pipeline)
+    passes = PASSES.get(schedule, 2) * chunks * period
+    before = []
+    same: Bools = np.zeros(len(kind), dtype=bool)
+    if len(kind) > passes:
+        same[:-passes] = (
+            (rank[:-passes] == rank[passes:])
+            & (kind[:-passes] == kind[passes:])
+            & (stage[:-passes] == stage[passes:])
+            & (micro_batch[:-passes] + period == micro_batch[passes:])
+        )
+    for each in range(pipeline):
+        own = np.flatnonzero(same & (rank == each))
+        # Single passes may be like others by chance while the pipeline drains.
+        steady = max(np.split(own, np.flatnonzero(np.diff(own) > 1) + 1), key=len)
+        if len(steady) < passes:
+            return np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64)
+        before.append(steady[-passes:])
+    found = np.concatenate(before)
+    return found, found + passes
+
+
+def simulate(
+    schedule: Schedule, pipeline: int, chunks: int, micro_batches: int, seconds: StageSeconds
+) -> Simulation:
+    """Play out a schedule.
+
+    Args:
+        chunks: model chunks on each pipeline rank.
+        seconds: of the pipeline x chunks stages.
+
+    Raises:
+        InputError: the schedule does not run this number of chunks or of micro batches.
+    """
+    passes = graph(schedule, pipeline, chunks, micro_batches)
+    took = _pass_seconds(passes, seconds)
+    end, arrive = map(np.array, _play(schedule, pipeline, passes, took, seconds))
+    return Simulation(graph=passes, start=end - took, end=end, arrive=arrive, ranks=pipeline)
+
+
+def _pass_seconds(passes: Graph, seconds: StageSeconds) -> Floats:
+    kinds = np.empty((4, len(seconds.forward)))
+    kinds[FORWARD], kinds[INPUTS], kinds[WEIGHTS] = seconds.forward, seconds.inputs, seconds.weights
+    kinds[BACKWARD] = seconds.inputs + seconds.weights
+    took: Floats = kinds[passes.kind, passes.stage]
+    return took
+
+
+def _play(
+    schedule: Schedule, pipeline: int, passes: Graph, took: Floats, seconds: StageSeconds
+) -> tuple[list[float], list[float]]:
+    """When each pass ends, and when its output arrives."""
+    # The first one stands for passes that need nothing of another rank.
+    ends, free = [0.0], [0.0] * pipeline
+    add = ends.append
+    rows = zip(passes.rank.tolist(), passes.needs.tolist(), took.tolist(), strict=True)
+    if not seconds.send.any():
+        for rank, need, time in rows:
+            start, arrived = free[rank], ends[need]
+            end = free[rank] = (arrived if arrived > start else start) + time
+            add(end)
+        return ends[1:], ends[1:]
+    arrivals, way_out = [0.0], [0.0] * pipeline
+    blocking = seconds.waits or schedule in BLOCKING
+    ways = np.append(0.0, seconds.send)[passes.sent].tolist()
+    for (rank, need, time), way in zip(rows, ways, strict=True):
+        start, arrived = free[rank], arrivals[need]
+        end = arrives = free[rank] = (arrived if arrived > start else start) + time
+        if way:
+            arrives = way_out[rank] = max(end, way_out[rank]) + way
+            if blocking:
+                free[rank] = arrives
+        add(end)
+        arrivals.append(arrives)
+    return ends[1:], arrivals[1:]
+
+
+def pipeline_seconds(
+    schedule: Schedule, pipeline: int, chunks: int, micro_batches: int, seconds: StageSeconds
+) -> float | None:
+    """`simulate(...).seconds`, of a long schedule without playing all of it.
+
+    None for a schedule that does not run these numbers, and where more than `MOST_PASSES` would have to
+    be played.
+
+    Once all ranks take the same time for a period of their steady state, and so do their messages, they do so
+    until the pipeline drains: when a pass starts is a maximum of sums of earlier moments and constants, so
+    moments that are all later by the same time are followed by moments that are. What follows a period needs
+    nothing from before it, and more micro batches add whole periods to its end. So schedules of fewer micro
+    batches are played until two periods are alike, and the others are added.
+    """
+    if not runs(schedule, pipeline, chunks, micro_batches):
+        return None
+    passes_each = PASSES.get(schedule, 2) * pipeline * chunks
+    period = period_of(schedule, pipeline)
+    count = FIRST_TRY * pipeline
+    while micro_batches % period == 0 and 2 * count <= micro_batches and count * passes_each <= MOST_PASSES:
+        passes = graph(schedule, pipeline, chunks, count)
+        took = _pass_seconds(passes, seconds)
+        moments = np.array(_play(schedule, pipeline, passes, took, seconds))
+        gained, last = moments[:, passes.after] - moments[:, passes.before], moments[0].max()
+        if gained.size and np.ptp(gained) <= SAME * last:
+            return float(last + (micro_batches - count) // period * gained.mean())
+        count *= 2
+    if micro_batches * passes_each > MOST_PASSES:
+        return None
+    passes = graph(schedule, pipeline, chunks, micro_batches)
+    return max(_play(schedule, pipeline, passes, _pass_seconds(passes, seconds), seconds)[0])

@@ -1,0 +1,89 @@
+"""Seconds and sizes of what pipeline ranks are made of, for the few shapes that layouts differ in."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+
+import numpy as np
+
+from costmodels.layers.operators import embedding, head, layer, padded_vocabulary
+from costmodels.memory.states import UnitSizes, unit_sizes
+from costmodels.ranks.pipeline import NONE, Ranks
+from costmodels.spec.engine import Engine
+from costmodels.spec.hardware import Cluster
+from costmodels.spec.layout import SPLIT_BACKWARD
+from costmodels.spec.model import ModelSpec
+from costmodels.spec.table import Floats, Ints, LayoutTable, distinct
+from costmodels.time.collectives import group
+from costmodels.time.compute import Passes, passes
+from costmodels.time.layer_table import corrected
+
+
+def shapes_of(table: LayoutTable) -> tuple[LayoutTable, Ints]:
+    """The few rows that differ in the shape of their operators, and which of them each row is like."""
+    first, code = distinct(
+        [
+            table.tensor_parallel,
+            table.sequence_parallel,
+            table.context_parallel,
+            table.context_parallel_form,
+            table.expert_parallel,
+            table.expert_tensor_parallel,
+            table.micro_batch_size,
+            table.recompute,
+            table.recompute_modules,
+            table.recompute_num_layers,
+            table.recompute_method,
+            table.offload_activations,
+            table.pipeline_parallel > 1,
+            table.runs(*SPLIT_BACKWARD),
+        ]
+    )
+    return table.take(first), code
+
+
+def units_of(model: ModelSpec, cluster: Cluster, engine: Engine, table: LayoutTable) -> dict[str, Passes]:
+    """Passes of what a pipeline rank holds, by the field of `Ranks` that counts it."""
+    tp, cp, ep = table.tensor_parallel, table.context_parallel, table.expert_parallel
+    etp = table.expert_tensor_parallel
+    sizes_and_strides = {"tp": (tp, 1), "cp": (cp, tp), "etp": (etp, 1), "ep": (ep, etp)}
+    groups = {
+        name: group(cluster, engine, size, np.asarray(stride))
+        for name, (size, stride) in sizes_and_strides.items()
+    }
+    device = cluster.device
+    ends = {
+        "first": embedding(model, table),
+        "last": head(model, engine, padded_vocabulary(model, table), table),
+    }
+    layers = {"dense": layer(model, engine, table, moe=False)}
+    if model.experts:
+        layers["moe"] = layer(model, engine, table, moe=True)
+    units = {held: passes(work, device, engine, table, groups, repeats=True) for held, work in layers.items()}
+    units["dense"] = corrected(units["dense"], model, engine, table)
+    if table.recompute_method.any():
+        none = np.zeros_like(table.recompute)
+        plain = replace(table, recompute=none, recompute_modules=none)
+        for held, work in layers.items():
+            units[f"{held}_plain"] = passes(work, device, engine, plain, groups, repeats=True)
+        units["dense_plain"] = corrected(units["dense_plain"], model, engine, table)
+    for held, work in ends.items():
+        units[held] = passes(work, device, engine, table, groups, repeats=False, wide=True)
+    return units
+
+
+def on_ranks(units: dict[str, Passes], ranks: Ranks, row: Ints, part: str) -> Floats:
+    """Seconds of `part` for one micro batch on each rank; `row` says which row of `units` is meant."""
+    total = np.zeros_like(ranks.dense)
+    for held, unit in units.items():
+        count, seconds = getattr(ranks, held), getattr(unit, part)
+        # Most parts that are not zero begin with another number.
+        if count is not NONE and (seconds[:1].any() or seconds.any()):
+            total += count * seconds[row].reshape(-1, *(1,) * (total.ndim - 1))
+    return total
+
+
+def sizes_of(model: ModelSpec, engine: Engine, shapes: LayoutTable, shape: Ints) -> UnitSizes:
+    """Parameters and activations of every row; `shape` says which row of `shapes` each is like."""
+    every = unit_sizes(model, engine, shapes)
+    return UnitSizes(**{field.name: getattr(every, field.name)[shape] for field in fields(UnitSizes)})

@@ -1,0 +1,62 @@
+"""The arguments of a search, as flags give them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from costmodels.spec.hardware import Cluster
+from costmodels.spec.model import ModelSpec
+from planner.options.inputs import DEFAULT_ENGINE
+from planner.options.parallel import BatchOptions, HardwareOptions, ParallelOptions
+from planner.ranking import Problem
+from planner.space.rule import Rule
+
+
+def search_arguments(
+    model: ModelSpec,
+    cluster: HardwareOptions,
+    batch: BatchOptions,
+    parallel: ParallelOptions,
+    rules: Sequence[Rule] = (),
+) -> dict[str, Any]:
+    """Keyword arguments of `planner.search`, `explain` and `sizes`, all but the model and the world size.
+
+    `rules` are what flags of training rule out for the runtime of this package, which other engines are not.
+    """
+    here = parallel.engine in (None, DEFAULT_ENGINE)
+    return {
+        "rules": tuple(rules) if here else (),
+        "local_world_size": cluster.local_world_size,
+        "device": cluster.device,
+        "global_batch_size": batch.global_batch_size,
+        "max_global_batch_size": batch.max_global_batch_size,
+        "objective": batch.objective,
+        "engine": parallel.engine,
+        "pin": parallel.pins(model),
+        "memory_margin_gib": cluster.memory_margin_gib,
+        **cluster.network(),
+    }
+
+
+BETWEEN_NODES = ("inter_node_gbps", "nics_per_node", "nodes_per_pod", "oversubscription")
+"""Flags about the network that joins nodes."""
+
+
+def idle_links(options: HardwareOptions, cluster: Cluster) -> list[str]:
+    """That flags say something of a network which a job of one node does not use."""
+    given = [f"--{name.replace('_', '-')}" for name in BETWEEN_NODES if getattr(options, name) is not None]
+    if not given or cluster.nodes > 1:
+        return []
+    verb = "has" if len(given) == 1 else "have"
+    return [f"{', '.join(given)} {verb} no effect: the job's {cluster.world_size} devices are in one node"]
+
+
+def assumed_engine(parallel: ParallelOptions, problem: Problem) -> list[str]:
+    """That another engine was taken than the one that trains here, where no flag says so."""
+    if parallel.engine is not None or problem.engine.name == DEFAULT_ENGINE:
+        return []
+    return [
+        f"no engine given: {problem.engine.name}, as {DEFAULT_ENGINE} does not run on "
+        f"{problem.cluster.device.name}"
+    ]

@@ -1,0 +1,108 @@
+"""Budget: the days and the money of a training run."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from costmodels.errors import InputError
+from planner.budget.goodput import Failures, Goodput, goodput
+from planner.options.inputs import real_number
+
+if TYPE_CHECKING:
+    from planner.plan import Plan
+
+SUFFIXES = {"k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
+
+MOST_TOKENS = 1e18
+"""A thousand times what anyone has trained on."""
+
+LEAST_PRICE, MOST_PRICE = 1e-9, 1e9
+"""Money for a device and hour, in any currency."""
+
+UNIT_TOKENS = 10**9
+"""Tokens of the runs that are compared where no number of tokens is given."""
+
+DAY = 86400.0
+"""Seconds."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a plan takes to train on some tokens. Low and high are of the range of the step (80 %)."""
+
+    tokens: int
+    steps: int
+    """Steps, the last one perhaps not full."""
+    days: float
+    """With the time that failures take, where they were asked for."""
+    days_low: float
+    days_high: float
+    device_hours: float
+    """Of all devices together."""
+    money: float | None
+    """In the unit of the price; None without one."""
+    money_low: float | None
+    money_high: float | None
+    goodput: Goodput | None
+    """None where failures were not asked for."""
+
+
+def parse_tokens(text: str | float) -> int:
+    """A number of tokens such as 15T, 300B or 1e12; raises `InputError` for anything else."""
+    word = str(text).strip()
+    scale = SUFFIXES.get(word[-1:].lower(), 1.0)
+    try:
+        count: float = float(word[:-1] if scale > 1 else word) * scale
+    except ValueError:
+        count = math.nan
+    if word.isascii() and word.isdigit() and count <= MOST_TOKENS:
+        count = int(word)  # Exactly; floating-point numbers are not beyond 2^53.
+    if not 1 <= count <= MOST_TOKENS:
+        raise InputError(
+            f"tokens {word}: expected a number such as 1e12, 300B or 15T, at most {MOST_TOKENS:g}"
+        )
+    return round(count)
+
+
+def check_price(price_per_hour: float | None) -> None:
+    """Raise `InputError` for a price of a device and hour that is none."""
+    if price_per_hour is not None:
+        what = "money above 0 for a device and hour"
+        real_number("price_per_hour", price_per_hour, LEAST_PRICE, MOST_PRICE, what)
+
+
+def run(
+    plan: Plan, tokens: str | float, price_per_hour: float | None = None, failures: Failures | None = None
+) -> Run:
+    """What `plan` takes to train on `tokens` (a number, or text as `parse_tokens` reads it).
+
+    Args:
+        price_per_hour: money for one device and hour.
+        failures: adds the time that checkpoints, restarts and lost steps take.
+
+    Raises:
+        InputError: a number is none, or failures leave the job no time to train.
+    """
+    check_price(price_per_hour)
+    count = parse_tokens(tokens)
+    estimate, kept = plan.estimate, None if failures is None else goodput(plan, failures)
+    share = 1.0 if kept is None else kept.share
+    days = count / estimate.tokens_per_s / share / DAY
+    low, high = (
+        days * step / estimate.step_time_s for step in (estimate.step_time_low_s, estimate.step_time_high_s)
+    )
+    daily = None if price_per_hour is None else float(price_per_hour) * 24 * plan.cluster.world_size
+    return Run(
+        tokens=count,
+        steps=-(-count // (plan.layout.global_batch_size * plan.model.seq)),
+        days=days,
+        days_low=low,
+        days_high=high,
+        device_hours=days * 24 * plan.cluster.world_size,
+        money=None if daily is None else days * daily,
+        money_low=None if daily is None else low * daily,
+        money_high=None if daily is None else high * daily,
+        goodput=kept,
+    )

@@ -1,0 +1,184 @@
+"""What one change of a job would buy, each searched again, and with that what holds it back."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from costmodels.errors import InputError
+from costmodels.spec.hardware import Cluster
+from costmodels.spec.record import GIB
+from planner import advice
+from planner.explanation.neighbours import Neighbour
+from planner.objective_text import bought, figure, gain
+from planner.options.pin_text import less_one
+from planner.plan import Plan
+from planner.ranking import Problem, SearchResult, rank
+from planner.space.grid import Batch
+
+Kind = Literal["memory", "inter_node", "intra_node", "batch", "devices", "pin"]
+
+Constraint = Literal["memory", "batch", "network", "pin", "rule", "compute"]
+
+CONSTRAINTS: dict[Kind, Constraint] = {
+    "memory": "memory",
+    "inter_node": "network",
+    "intra_node": "network",
+    "batch": "batch",
+    "pin": "pin",
+}
+"""What a change relieves."""
+
+NOTICEABLE = 1.01
+"""How many times better a change must make what counts to be worth a word."""
+
+TIMES = 2
+"""How much more there is of what changes."""
+
+
+@dataclass(frozen=True)
+class Change:
+    """One change, and the best plan after it."""
+
+    kind: Kind
+    what: str
+    """The change in words."""
+    ratio: float | None
+    """Tokens per second after over those before; None where nothing is legal or fits after it."""
+    figure: float | None
+    """What plans are ranked by, after it, in the unit of `objective_text.NAMES`; None as the ratio."""
+    plan: Plan | None
+    """The best plan after it."""
+    why_not: str
+    """Why there is none; empty where there is one."""
+
+
+@dataclass(frozen=True)
+class Binding:
+    """What holds the best plan back."""
+
+    constraint: Constraint
+    reason: str
+
+
+def changes(result: SearchResult) -> list[Change]:
+    """Twice the memory, links, batch and devices, and each pin left out; needs a plan that fits.
+
+    Each is a search of its own and takes as long as the first.
+    """
+    if result.best is None:
+        return []
+    return [_searched(kind, what, problem, result) for kind, what, problem in _changed(result.problem)]
+
+
+def _searched(kind: Kind, what: str, problem: Problem, before: SearchResult) -> Change:
+    try:
+        space = problem.space()
+    except InputError as error:
+        return Change(kind, what, None, None, None, str(error))
+    if not len(space.table):
+        return Change(kind, what, None, None, None, str(advice.no_legal_layout(problem)))
+    after = rank(problem, space, time.perf_counter(), offload=before.offloads)
+    if not after.feasible:
+        return Change(kind, what, None, None, None, "nothing fits")
+    best = after.plan(0)
+    ratio = best.estimate.tokens_per_s / before.plan(0).estimate.tokens_per_s
+    return Change(kind, what, ratio, figure(problem.objective, best.estimate), best, "")
+
+
+def _changed(problem: Problem) -> Iterator[tuple[Kind, str, Problem]]:
+    cluster, batch = problem.cluster, problem.batch
+    memory = cluster.memory_bytes * TIMES
+    yield (
+        "memory",
+        f"{memory / GIB:.0f} GiB a device instead of {cluster.memory_bytes / GIB:.0f}",
+        replace(problem, cluster=cluster.model_copy(update={"memory_bytes": memory})),
+    )
+    if cluster.world_size > 1:
+        fast = cluster.fast_link
+        yield (
+            "intra_node",
+            f"{TIMES} x {fast.name} inside nodes",
+            replace(problem, cluster=_faster(cluster, intra=True)),
+        )
+    if cluster.nodes > 1 and cluster.world_size > cluster.joined:
+        slow = cluster.slow_link
+        yield (
+            "inter_node",
+            f"{TIMES} x {slow.name} between nodes",
+            replace(problem, cluster=_faster(cluster, intra=False)),
+        )
+    larger = Batch(batch.size * TIMES, batch.maximum)
+    most = "at most " * batch.maximum
+    what = f"a global batch of {most}{larger.size} instead of {batch.size}"
+    yield "batch", what, replace(problem, batch=larger)
+    world = cluster.world_size * TIMES
+    if cluster.device.kind != "cpu":
+        yield (
+            "devices",
+            f"{world} devices instead of {cluster.world_size}",
+            advice.with_world_size(problem, world),
+        )
+    for without, others in less_one(problem.pins):
+        yield "pin", without, replace(problem, pins=others)
+
+
+def _faster(cluster: Cluster, intra: bool) -> Cluster:
+    """The cluster with links of one kind that are `TIMES` as fast; measured ones of that kind, too."""
+    name = "intra_node" if intra else "inter_node"
+    link = cluster.fast_link if intra else cluster.inter_node or cluster.device.inter_node
+    measured = tuple(
+        one.model_copy(update={"bus_bandwidth": one.bus_bandwidth * TIMES})
+        if (one.nodes == 1) == intra
+        else one
+        for one in cluster.measured
+    )
+    given = cluster.model_copy(update={name: link, "measured": measured})
+    bandwidth = link.bandwidth * TIMES
+    if not intra:
+        # What a link given for a job counts, a card or a device's share, is not what the device's own does.
+        bandwidth *= cluster.slow_link.bandwidth / given.slow_link.bandwidth
+    return given.model_copy(update={name: link.model_copy(update={"bandwidth": bandwidth})})
+
+
+def binding(result: SearchResult, found: list[Change], near: list[Neighbour]) -> Binding | None:
+    """What holds the best plan back: of what `changes` and `neighbours` found, that which costs most.
+
+    More devices do not count: what a device does is what is asked. None where nothing fits, and where the
+    objective is to need little memory.
+    """
+    if result.best is None or result.problem.objective == "memory":
+        return None
+    objective = result.problem.objective
+    before = figure(objective, result.best.estimate)
+    worth = [
+        (
+            gain(objective, change.figure, before),
+            CONSTRAINTS[change.kind],
+            f"{change.what}{', the job would have' if change.kind == 'pin' else ' would give'} "
+            f"{bought(objective, change.figure, before)}",
+        )
+        for change in found
+        if change.kind in CONSTRAINTS and change.figure is not None
+    ]
+    worth += [
+        (
+            gain(objective, one.figure, before),
+            "rule",
+            f"{one.rule}; otherwise {one.change} gave {bought(objective, one.figure, before)}",
+        )
+        for one in near
+        if one.were_it_legal is not None and one.figure is not None
+    ]
+    ratio, constraint, reason = max(worth, default=(0.0, "compute", ""))
+    if ratio >= NOTICEABLE:
+        return Binding(constraint, reason)
+    parts = result.best.estimate.time
+    share = (parts.compute + parts.attention + parts.elementwise) / parts.total
+    return Binding(
+        "compute",
+        f"{100 * share:.0f} % of the step computes, and no change of memory, batch, links or pins buys "
+        f"{100 * (NOTICEABLE - 1):.0f} %",
+    )

@@ -1,0 +1,83 @@
+"""Two plans side by side: each term of their step time and of their memory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from costmodels.pricing import price
+from costmodels.spec.estimate import Estimate, StageMemory, StepTime
+from costmodels.spec.table import LayoutTable
+from planner.plan import Plan
+from planner.robustness import told_apart
+
+ORDER_DIGITS = 8
+"""Digits to which a ratio of throughputs counts: what differs behind them is rounding."""
+
+
+@dataclass(frozen=True)
+class Term:
+    """One part of a cost, of both plans."""
+
+    name: str
+    """A field of `StepTime` or of `StageMemory`."""
+    first: float
+    second: float
+
+    @property
+    def difference(self) -> float:
+        """What the second plan has more of."""
+        return self.second - self.first
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A plan against another one of the same problem."""
+
+    first: Plan
+    second: Plan
+    throughput: float
+    """Tokens per second of the first plan over those of the second."""
+    told_apart: bool
+    """The ranges of the estimates leave no more than one chance in ten that the slower plan is the faster."""
+    time: tuple[Term, ...]
+    """Seconds for the tokens of a step of the first plan, the largest difference first; they add up."""
+    memory: tuple[Term, ...]
+    """Bytes of the fullest pipeline rank of either plan, the largest difference first."""
+
+
+def compare(first: Plan, second: Plan) -> Comparison:
+    """`first` against `second`, which must be plans of the same model, cluster and engine."""
+    one, other = first.estimate, second.estimate
+    scale = first.layout.global_batch_size / second.layout.global_batch_size
+    return Comparison(
+        first=first,
+        second=second,
+        throughput=round(one.tokens_per_s / other.tokens_per_s, ORDER_DIGITS),
+        told_apart=_told_apart(first, second),
+        time=_terms(tuple(StepTime.model_fields), one.time, other.time, scale),
+        memory=_terms(tuple(StageMemory.model_fields), fullest(one), fullest(other)),
+    )
+
+
+def fullest(estimate: Estimate) -> StageMemory:
+    """Memory of the pipeline rank that needs most."""
+    return max(estimate.memory, key=lambda stage: stage.total)
+
+
+def _terms(
+    names: tuple[str, ...], first: StepTime | StageMemory, second: StepTime | StageMemory, scale: float = 1.0
+) -> tuple[Term, ...]:
+    """The terms that either has, those of the second times `scale`."""
+    terms = [Term(name, getattr(first, name), getattr(second, name) * scale) for name in names]
+    held = [term for term in terms if term.first or term.second]
+    return tuple(sorted(held, key=lambda term: -abs(term.difference)))
+
+
+def _told_apart(first: Plan, second: Plan) -> bool:
+    one, other = (
+        price(first.model, first.cluster, first.engine, LayoutTable.of([plan.layout])).simulate(np.array([0]))
+        for plan in (first, second)
+    )
+    return bool(abs(told_apart(one, other)[0]) >= 1.0)

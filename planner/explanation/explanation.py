@@ -1,0 +1,214 @@
+"""Why the best plan is the best, why others are not, what holds it back, and what a change would buy."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from costmodels.spec.layout import Layout
+from costmodels.spec.model import ModelSpec
+from costmodels.spec.table import code_of
+from planner import advice
+from planner.api import search
+from planner.explanation.changes import Binding, Change, binding, changes
+from planner.explanation.comparison import Comparison, compare
+from planner.explanation.mixed_neighbours import searched_anew
+from planner.explanation.neighbours import Neighbour, neighbours
+from planner.explanation.text import text
+from planner.explanation.why_not import Verdict, judge
+from planner.first_plans import SHOWN
+from planner.objective import EQUAL
+from planner.options.inputs import NetworkOptions
+from planner.options.keywords import keywords, names_unknown
+from planner.options.pins import PinInput, Pins
+from planner.plan import Plan
+from planner.ranking import Problem, SearchResult, rank
+from planner.robustness import MOST, indistinguishable
+from planner.solve.offload import REASON
+from planner.solve.recompute import MODULE_SETS
+from planner.space.grid import UNVARIED, Batch
+
+
+@dataclass(frozen=True, repr=False)
+class Explanation:
+    """The answer of `planner explain`; `print` writes all of it."""
+
+    result: SearchResult
+    """The search that is explained."""
+    indistinguishable: tuple[int, ...]
+    """Places, from 1, of the plans that the estimates do not tell apart from the best; itself included."""
+    comparisons: tuple[Comparison, ...]
+    """The best plan against the next one that costs something else, and against those that were named."""
+    verdicts: tuple[Verdict, ...]
+    """What became of the layouts that were named, but for those that the best plan is compared with."""
+    binding: Binding | None
+    """What holds the best plan back; None where nothing fits, or changes were not asked for."""
+    changes: tuple[Change, ...]
+    """What one change would buy; none where nothing fits, or changes were not asked for."""
+    neighbours: tuple[Neighbour, ...]
+    """The layouts one step from the best."""
+    advice: str | None
+    """Where nothing fits: the closest plan, what it lacks, and the cheapest change that helps."""
+
+    def __repr__(self) -> str:
+        problem, cluster = self.result.problem, self.result.problem.cluster
+        best = "nothing fits" if self.result.best is None else f"best {self.result.best.layout.describe()}"
+        held = "" if self.binding is None else f", held back by {self.binding.constraint}"
+        return (
+            f"<Explanation of {problem.model.name} on {cluster.world_size} x {cluster.device.name}: "
+            f"{best}{held}>"
+        )
+
+    def __str__(self) -> str:
+        return text(self)
+
+
+@names_unknown(keywords(search), NetworkOptions.__annotations__)
+def explain(
+    model: ModelSpec | str | Path,
+    *,
+    layout: PinInput | Sequence[PinInput] = None,
+    against: PinInput | Sequence[PinInput] = None,
+    what_if: bool = True,
+    **problem: Any,
+) -> Explanation:
+    """Search as `search(model, **problem)` does, and explain the answer.
+
+    Args:
+        layout: what became of it: degrees such as `"tp=16,pp=2"`, as `Layout.describe` spells them, or a
+            mapping; or a list of such. Those that are not given are filled in as is best for it.
+        against: the best plan is compared with it too, term by term.
+        what_if: whether to search again with twice the memory, links, batch and devices and without each pin,
+            which takes as long as that many searches.
+
+    Raises:
+        InputError: as `search`, and for a `layout` that is none.
+    """
+    return explain_result(
+        search(model, **problem), layouts=_several(layout), against=_several(against), what_if=what_if
+    )
+
+
+def explain_plan(
+    plan: Plan,
+    *,
+    layout: PinInput | Sequence[PinInput] = None,
+    against: PinInput | Sequence[PinInput] = None,
+    what_if: bool = True,
+) -> Explanation:
+    """The same of a saved plan: its model, cluster, engine and batch are searched, and it is judged.
+
+    Pins that it was made with are not known; what the search neither varies nor solves stays as in the plan.
+    """
+    problem = _problem_of(plan)
+    result = rank(problem, problem.space(), time.perf_counter(), offload=True)
+    return explain_result(
+        result,
+        layouts=[degrees_of(plan.layout), *_several(layout)],
+        against=_several(against),
+        what_if=what_if,
+    )
+
+
+def explain_result(
+    result: SearchResult,
+    *,
+    layouts: Sequence[PinInput] = (),
+    against: Sequence[PinInput] = (),
+    what_if: bool = True,
+) -> Explanation:
+    """The same of a search that was made."""
+    result = result.settled(SHOWN)
+    best = result.best
+    rivals = [judge(result, one) for one in against]
+    comparisons = [compare(best, _runner_up(result))] if best is not None and result.feasible > 1 else []
+    comparisons += [rival.comparison for rival in rivals if rival.comparison is not None]
+    found = changes(result) if what_if else []
+    near = neighbours(result)
+    if result.problem.cluster.parts:
+        near = searched_anew(result, near)
+    return Explanation(
+        result=result,
+        indistinguishable=indistinguishable(result),
+        comparisons=tuple(comparisons),
+        verdicts=tuple(
+            [judge(result, one) for one in layouts] + [rival for rival in rivals if rival.comparison is None]
+        ),
+        binding=binding(result, found, near) if what_if else None,
+        changes=tuple(found),
+        neighbours=tuple(near),
+        advice=None if result.feasible else str(advice.no_layout_fits(result)),
+    )
+
+
+def _runner_up(result: SearchResult) -> Plan:
+    """The next plan that differs in speed or memory, as far as the first ones of the ranking go."""
+    rows = result.places[:MOST]
+    costs = np.log([result.prices.tokens_per_s[rows], result.prices.peak_memory_bytes[rows]])
+    differ = (np.abs(costs - costs[:, :1]) > EQUAL).any(axis=0)
+    return result.plan(int(differ.argmax()) if differ.any() else 1)
+
+
+def degrees_of(layout: Layout) -> Pins:
+    """All degrees of a layout, as pins."""
+    values = {name: getattr(layout, name) for name in Layout.model_fields}
+    if layout.context_parallel == 1:
+        del values["context_parallel_form"]
+    if not layout.recompute_modules:
+        del values["recompute_modules"]
+    return values
+
+
+def _problem_of(plan: Plan) -> Problem:
+    layout = plan.layout
+    fixed = {**UNVARIED, "gradient_reduction": "fp32"}
+    for name in _found_by_search(plan):
+        fixed.pop(name, None)
+    pins: Pins = {
+        name: getattr(layout, name) for name, usual in fixed.items() if getattr(layout, name) != usual
+    }
+    if "recompute_modules" not in _found_by_search(plan):
+        names = ["recompute", "recompute_method", "recompute_num_layers"]
+        names += ["recompute_modules"] * (layout.recompute == "selective")
+        pins |= {name: getattr(layout, name) for name in names}
+    return Problem(
+        model=plan.model,
+        cluster=plan.cluster,
+        engine=plan.engine,
+        batch=Batch(layout.global_batch_size),
+        precision=layout.precision,
+        pins=pins,
+        objective=plan.objective,
+    )
+
+
+def _found_by_search(plan: Plan) -> set[str]:
+    """Degrees of which a search enumerates one value alone, and which it may have found for `plan`."""
+    layout, names = plan.layout, set[str]()
+    usual = layout.recompute_method, layout.recompute_num_layers, layout.recompute_modules
+    enumerated = usual[:2] == ("uniform", 1) and usual[2] in ((), ("core_attention",))
+    solves = plan.objective != "memory"
+    modules = code_of("recompute_modules", layout.recompute_modules)
+    sets = layout.recompute == "full" or modules in MODULE_SETS
+    layers = layout.recompute_method == "block" or layout.recompute_num_layers == 1
+    if enumerated or (solves and sets and layers):
+        names |= {"recompute_modules", "recompute_method", "recompute_num_layers"}
+    if solves:
+        names.add("zero_replicas")
+    if plan.reason.startswith(REASON):
+        names |= {"offload_activations", "offload_optimizer"}
+    return names
+
+
+def _several(given: PinInput | Sequence[PinInput]) -> list[PinInput]:
+    """One layout, or several: a string, a mapping, or a list of these."""
+    if given is None:
+        return []
+    if isinstance(given, (str, dict)):
+        return [given]
+    return list(given)

@@ -1,0 +1,45 @@
+"""The layouts one step from the best on nodes of two kinds, each with the layers of stages that suit it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from costmodels.spec.layout import SHORT_NAMES
+from costmodels.spec.record import GIB
+from planner.explanation.neighbours import MESH, Neighbour
+from planner.objective_text import figure, gain
+from planner.options.pins import Pins
+from planner.plan import Plan
+from planner.ranking import Problem, SearchResult, rank
+
+
+def searched_anew(result: SearchResult, near: Sequence[Neighbour]) -> list[Neighbour]:
+    """Each of `near` that is legal as a search of its own finds it, the best first.
+
+    A search sizes the stages of layouts that could be among its first alone, and leaves those of others even.
+    """
+    best = result.best
+    if best is None:
+        return list(near)
+    found = [_anew(result.problem, best, one) for one in near]
+    fit = [one for one in found if one.figure is not None and one.ratio is not None]
+    others = [one for one in found if one.figure is None or one.ratio is None]
+    objective = best.objective
+    return [*sorted(fit, key=lambda one: -gain(objective, one.figure or 1.0, 1.0)), *others]
+
+
+def _anew(problem: Problem, best: Plan, one: Neighbour) -> Neighbour:
+    if one.layout is None:
+        return one
+    changed = [SHORT_NAMES.get(step.split()[0], step.split()[0]) for step in one.change.split(", ")]
+    pins: Pins = {name: getattr(one.layout, name) for name in (*MESH, *changed)}
+    again = replace(problem, pins={**problem.pins, **pins})
+    found = rank(again, again.space(), 0.0)
+    if not found.feasible:
+        lacks = found.closest()[0].estimate.peak_memory_bytes - problem.cluster.memory_bytes
+        return replace(one, ratio=None, figure=None, lacks_gib=lacks / GIB)
+    plan = found.plan(0)
+    ratio = plan.estimate.tokens_per_s / best.estimate.tokens_per_s
+    value = figure(best.objective, plan.estimate)
+    return replace(one, layout=plan.layout, ratio=ratio, figure=value, lacks_gib=None)

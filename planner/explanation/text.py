@@ -1,0 +1,158 @@
+"""An explanation in words: the lines that the command line and `print(explanation)` share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from costmodels.spec.record import GIB, in_seconds
+from planner.explanation.changes import Change
+from planner.explanation.comparison import Comparison, Term
+from planner.explanation.neighbours import Neighbour
+from planner.explanation.why_not import Verdict
+from planner.objective import Objective
+from planner.objective_text import figure, in_words
+from planner.plan import Plan
+
+if TYPE_CHECKING:
+    from planner.explanation.explanation import Explanation
+
+MOST_TERMS = 6
+"""Terms of the step time and of the memory that a table of two plans lists; the totals follow."""
+
+MOST_NEIGHBOURS = 14
+"""Steps from the best plan that are listed."""
+
+SHOWN = 2e-3
+"""Share of a total under which a term is left out."""
+
+OUTCOMES = {"first": "is the best", "slower": "lost", "too_big": "does not fit", "illegal": "is illegal"}
+
+HEADS = ("", "best", "other", "difference", "")
+"""Columns of a comparison."""
+
+
+def text(found: Explanation) -> str:
+    """All of an explanation, for people."""
+    return "\n".join(_lines(found))
+
+
+def _lines(found: Explanation) -> Iterator[str]:
+    result, best = found.result, found.result.best
+    objective = result.problem.objective
+    shown = best or result.closest()[0]
+    yield f"{'best' if best else 'closest'}: {shown.layout.describe()}"
+    yield f"why: {shown.reason}"
+    if best is not None:
+        yield costs(best)
+    for comparison in found.comparisons:
+        yield ""
+        yield f"against {comparison.second.layout.describe()}"
+        yield apart(comparison)
+        yield from _aligned([HEADS, *compared(comparison)])
+    for verdict in found.verdicts:
+        yield ""
+        yield from of_verdict(verdict)
+    if found.neighbours:
+        yield ""
+        yield "one step from the best, all else chosen anew"
+        yield from (of_neighbour(one, objective) for one in found.neighbours[:MOST_NEIGHBOURS])
+    if found.binding is not None:
+        yield ""
+        yield f"held back by {found.binding.constraint}: {found.binding.reason}"
+    yield from (of_change(change, objective) for change in found.changes)
+    if found.advice is not None:
+        yield ""
+        yield found.advice
+
+
+def _aligned(rows: list[tuple[str, ...]]) -> Iterator[str]:
+    """Rows of a table, numbers to the right."""
+    widths = [max(map(len, cells)) for cells in zip(*rows, strict=True)]
+    for name, *cells in rows:
+        padded = (cell.rjust(width) for cell, width in zip(cells, widths[1:], strict=True))
+        yield " ".join((name.ljust(widths[0]), *padded)).rstrip()
+
+
+def costs(best: Plan) -> str:
+    """What the best plan takes."""
+    estimate, objective = best.estimate, best.objective
+    low, high = in_seconds(estimate.step_time_low_s), in_seconds(estimate.step_time_high_s)
+    return (
+        f"step {in_seconds(estimate.step_time_s)} ({low} to {high}), {estimate.tokens_per_s:,.0f} tokens/s, "
+        f"{estimate.peak_memory_bytes / GIB:.1f} of {best.cluster.memory_bytes / GIB:.1f} GiB"
+        + (f", {in_words(objective, figure(objective, estimate))}" if objective == "cost" else "")
+    )
+
+
+def apart(comparison: Comparison) -> str:
+    """How much faster the best plan is than another."""
+    unsure = "" if comparison.told_apart else ", which the estimates do not tell apart"
+    return f"{comparison.throughput:.4g} x its tokens/s{unsure}; for the same tokens:"
+
+
+def compared(comparison: Comparison) -> Iterator[tuple[str, ...]]:
+    """Rows of a table of two plans: the terms that differ, and their totals."""
+    yield from _rows(comparison.time, 1e3, "ms", ".4g")
+    yield from _rows(comparison.memory, 1 / GIB, "GiB", ".2f")
+
+
+def _rows(terms: tuple[Term, ...], scale: float, unit: str, digits: str) -> Iterator[tuple[str, ...]]:
+    first, second = (sum(getattr(term, side) for term in terms) for side in ("first", "second"))
+    least = SHOWN * max(first, second)
+    shown = [term for term in terms if abs(term.difference) > least][:MOST_TERMS]
+    for term in [*shown, Term("step" if unit == "ms" else "fullest device", first, second)]:
+        values = (scale * value for value in (term.first, term.second))
+        yield (
+            term.name.replace("_", " "),
+            *(f"{value:{digits}}" for value in values),
+            f"{scale * term.difference:+{digits}}",
+            unit,
+        )
+
+
+def of_verdict(verdict: Verdict) -> Iterator[str]:
+    """What became of a layout."""
+    if verdict.outcome == "first" and verdict.comparison is not None:
+        # It was not searched; the reason says what it would be.
+        yield f"{verdict.asked} {verdict.reason}"
+    else:
+        yield f"{verdict.asked} {OUTCOMES[verdict.outcome]}: {verdict.reason}"
+    if verdict.plan is not None:
+        place = f", number {verdict.place:,} of the ranking" if verdict.place else ""
+        yield f"  best such layout: {verdict.plan.layout.describe()}{place}"
+        yield f"  {verdict.legal:,} such layouts are legal, {verdict.feasible:,} of them fit"
+    if verdict.not_searched is not None:
+        yield f"  the search leaves it out: {verdict.not_searched}"
+    if verdict.outcome == "too_big" and verdict.plan is not None:
+        stages = (f"{stage.total / GIB:.1f}" for stage in verdict.plan.estimate.memory)
+        yield f"  GiB by pipeline rank: {', '.join(stages)}"
+
+
+def of_neighbour(neighbour: Neighbour, objective: Objective) -> str:
+    """What a layout one step from the best would be."""
+    return f"  {neighbour.change}: {_of_neighbour(neighbour, objective)}"
+
+
+def _of_neighbour(neighbour: Neighbour, objective: Objective) -> str:
+    ranked = _ranked(objective, neighbour.figure).rstrip(",")
+    if neighbour.ratio is not None:
+        return f"{neighbour.ratio:.3f} x the tokens/s{ranked}"
+    if neighbour.lacks_gib is not None:
+        return f"does not fit, lacks {neighbour.lacks_gib:.1f} GiB"
+    if neighbour.were_it_legal is None:
+        return f"illegal, {neighbour.rule}"
+    return f"illegal, {neighbour.rule} (would be {neighbour.were_it_legal:.3f} x the tokens/s{ranked})"
+
+
+def of_change(change: Change, objective: Objective) -> str:
+    """What one change of the job would buy."""
+    after = change.why_not if change.plan is None else change.plan.layout.describe()
+    ratio = "-" if change.ratio is None else f"{change.ratio:.2f} x"
+    what = change.what if change.kind == "pin" else f"with {change.what}"
+    return f"  {ratio:>6} tokens/s{_ranked(objective, change.figure)} {what}: {after}"
+
+
+def _ranked(objective: Objective, value: float | None) -> str:
+    """The figure that ranks, where it is not the tokens per second, which are there anyway."""
+    return "" if value is None or objective == "throughput" else f", {in_words(objective, value)},"

@@ -1,0 +1,252 @@
+"""What became of one layout: first, slower, too big, or illegal, and why."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import numpy as np
+from pydantic import ValidationError
+
+from costmodels.errors import InputError
+from costmodels.pricing import price
+from costmodels.spec.layout import Layout
+from costmodels.spec.record import GIB
+from costmodels.spec.table import ARRAY_FIELDS, Bools, LayoutTable, code_of
+from planner import objective, reasons
+from planner.explanation.comparison import Comparison, compare
+from planner.objective import logarithms
+from planner.objective_text import lead
+from planner.options import inputs
+from planner.options.choice import Choice
+from planner.options.pin_text import spelled
+from planner.options.pins import PinInput, Pins, WherePossible, parse_pins
+from planner.plan import Plan
+from planner.ranking import Problem, SearchResult, rank
+from planner.space.degrees import Degrees
+from planner.space.grid import UNVARIED, Batch, Space
+from planner.space.rules import RULES
+
+Outcome = Literal["first", "slower", "too_big", "illegal"]
+
+SOLVED = (
+    "split",
+    "recompute",
+    "recompute_modules",
+    "recompute_method",
+    "recompute_num_layers",
+    "zero_replicas",
+)
+"""Columns of a table that the search solves for layouts near the top, besides enumerating some values."""
+
+_MORE = re.compile(r"[\s,]+(?=[A-Za-z_-]+=)")
+"""Between two degrees: blanks or commas, after which a name follows."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What became of the layouts with some degrees, and of the best of them."""
+
+    asked: str
+    """The degrees, in the words of the question."""
+    outcome: Outcome
+    reason: str
+    """Why, in one line, with its numbers."""
+    rules: dict[str, int]
+    """Layouts with these degrees by the rule that removed them, before any was priced."""
+    legal: int
+    """Layouts with these degrees that are legal."""
+    feasible: int
+    """Those of them that fit into memory."""
+    plan: Plan | None
+    """The best of them that fits, or the smallest if none does; None where none is legal."""
+    place: int | None
+    """Its place in the ranking of the search, from 1, or the one it would have; None if it does not fit."""
+    not_searched: str | None
+    """Why the search does not rank it though it is legal; None where it does."""
+    comparison: Comparison | None
+    """The winner of the search against it, where both fit."""
+
+
+def parse_layout(given: PinInput) -> Pins:
+    """Degrees of a layout by full name: a mapping, strings `name=value`, or what `Layout.describe` says.
+
+    Several degrees in one string have commas or blanks between them: `tp=8+sp pp=2 mbs=1 x 4`. Raises
+    `InputError` for what is no layout.
+    """
+    if isinstance(given, str):
+        given = [given]
+    if given is not None and not isinstance(given, Mapping):
+        given = [pin for word in given for text in _MORE.split(word.strip()) for pin in _spelled(text)]
+    try:
+        degrees = parse_pins(given)
+    except InputError as error:
+        raise InputError(f"layout: {str(error).removeprefix('pin ')}") from None
+    if not degrees:
+        raise InputError("layout: no degrees given; expected some, such as tp=8,pp=2")
+    return degrees
+
+
+def _spelled(word: str) -> Iterator[str]:
+    """The degrees that one word of `Layout.describe` holds."""
+    name, _, value = word.partition("=")
+    if name == "tp" and value.endswith("+sp"):
+        yield from (f"tp={value.removesuffix('+sp')}", "sp=true")
+    elif name == "mbs":
+        # The number of micro batches follows from the batch.
+        yield f"mbs={re.sub(r' x [0-9]+$', '', value)}"
+    elif name == "offload":
+        yield from (f"offload_{what}=true" for what in value.split("+"))
+    elif name == "recompute" and (parts := re.fullmatch(r"(\w+)(?:\((.+)\))?(?:/(\w+):(\d+))?", value)):
+        kind, modules, method, layers = parts.groups()
+        yield f"recompute={kind}"
+        if modules:
+            yield f"recompute_modules={modules.replace('+', ',')}"
+        if method:
+            yield from (f"recompute_method={method}", f"recompute_num_layers={layers}")
+    else:
+        yield word
+
+
+def judge(result: SearchResult, layout: PinInput) -> Verdict:
+    """What became of `layout`, of whose degrees only some need be given, in the search of `result`.
+
+    The others are filled in as is best for it. Raises `InputError` for what is no layout.
+    """
+    degrees = parse_layout(layout)
+    asked = _asked(degrees)
+    problem = _with_degrees(result.problem, degrees)
+    try:
+        space = problem.space()
+    except InputError as error:
+        return _illegal(asked, str(error), {})
+    if not len(space.table):
+        return _illegal(asked, problem.obstacle(), dict(space.illegal))
+    return _priced(result, problem, space, asked)
+
+
+def _illegal(asked: str, reason: str, rules: dict[str, int]) -> Verdict:
+    return Verdict(asked, "illegal", reason, rules, 0, 0, None, None, None, None)
+
+
+def _priced(result: SearchResult, problem: Problem, space: Space, asked: str) -> Verdict:
+    # The last resort is for a search in which nothing fits, not for one layout of many.
+    found = rank(problem, space, time.perf_counter(), offload=result.offloads)
+    plan = found.plan(0)
+    place = place_of(result, plan) if found.feasible else None
+    comparison = None
+    outcome: Outcome = "slower"
+    if place is None:
+        outcome, reason = "too_big", f"{reasons.too_big(plan.estimate, plan.cluster)}: {_held(plan)}"
+    elif result.best is None or plan.layout == result.best.layout:
+        outcome, reason = "first", "nothing that fits is better"
+    else:
+        comparison = compare(result.best, plan)
+        candidates = ((each.layout, each.estimate) for each in (plan, result.best))
+        reason = objective.behind(problem.objective, *candidates)
+        if place == 1:
+            better = lead(problem.objective, plan.estimate, result.best.estimate)
+            outcome, reason = "first", f"would be first: {better} the best that was searched"
+    return Verdict(
+        asked=asked,
+        outcome=outcome,
+        reason=reason,
+        rules=dict(space.illegal),
+        legal=found.legal,
+        feasible=found.feasible,
+        plan=plan,
+        place=place,
+        not_searched=_why_not_searched(result, plan.layout),
+        comparison=comparison,
+    )
+
+
+def _asked(degrees: Pins) -> str:
+    """The degrees in words; of a whole layout those in which it describes itself."""
+    if Layout.model_fields.keys() - {"context_parallel_form", "recompute_modules"} <= degrees.keys():
+        try:
+            return Layout.model_validate(degrees).describe()
+        except ValidationError:
+            pass  # Degrees that contradict each other, which is what the verdict says.
+    return ", ".join(spelled(name, value) for name, value in degrees.items())
+
+
+def _with_degrees(problem: Problem, degrees: Pins) -> Problem:
+    """The problem with `degrees` pinned, whatever else was pinned of the same names."""
+    pins = dict(degrees)
+    wanted = pins.pop("precision", None)
+    size = pins.pop("global_batch_size", None)
+    precision = problem.precision
+    if wanted is not None:
+        precision = inputs.resolve_precision(str(wanted), problem.cluster.device, problem.engine)
+    return replace(
+        problem,
+        pins={**problem.pins, **pins},
+        precision=precision,
+        batch=problem.batch if size is None else Batch(int(str(size))),
+    )
+
+
+def place_of(result: SearchResult, plan: Plan) -> int:
+    """Place of `plan`, which fits, in the ranking of `result`, from 1: its own, or the one it would have."""
+    rows = np.flatnonzero(_same(result, plan.layout, ARRAY_FIELDS))
+    places = np.flatnonzero(np.isin(result.fitting, rows))
+    if len(places):
+        return 1 + int(places[0])
+    problem = result.problem
+    own = price(problem.model, problem.cluster, problem.engine, LayoutTable.of([plan.layout]))
+    ranked, asked = (
+        logarithms(problem.objective, prices) for prices in (result.prices, own.simulate(np.array([0])))
+    )
+    better, equal = np.zeros(len(result.prices), dtype=bool), np.ones(len(result.prices), dtype=bool)
+    for theirs, mine in zip(ranked, asked, strict=True):
+        better |= equal & (theirs < mine[0] - objective.EQUAL)
+        equal &= np.abs(theirs - mine[0]) <= objective.EQUAL
+    return 1 + int(np.count_nonzero(better))
+
+
+def _same(result: SearchResult, layout: Layout, names: Iterable[str]) -> Bools:
+    """Legal layouts of the search with the same values of `names`, which are arrays of a table, [n]."""
+    table = result.table
+    splits = [at for at, split in enumerate(table.splits) if split == layout.layers_per_stage]
+    alike = (table.precision, table.gradient_reduction) == (layout.precision, layout.gradient_reduction)
+    same = np.full(len(table), alike)
+    for name in names:
+        own = splits if name == "split" else [code_of(name, getattr(layout, name))]
+        same &= np.isin(getattr(table, name), own)
+    return same
+
+
+def _why_not_searched(result: SearchResult, layout: Layout) -> str | None:
+    """What keeps a legal layout out of a search; None where it is in."""
+    problem = result.problem
+    for name, value in problem.pins.items():
+        if isinstance(value, WherePossible):
+            continue
+        own = getattr(layout, name)
+        if not (value.holds(own) if isinstance(value, Choice) else value == own):
+            return f"the search is pinned to {spelled(name, value)}"
+    if layout.precision != problem.precision:
+        return f"the search is for {problem.precision}, not {layout.precision}"
+    degrees = Degrees.of(layout)
+    for rule in (*RULES, *problem.further):
+        lifted = rule.is_lifted(problem.pins.keys())
+        if rule.redundant and not lifted and bool(rule.broken(problem.model, degrees)):
+            return f"{rule.name}: {rule.message(problem.model, degrees)}"
+    # Solved degrees are tried where they could lead to the top.
+    if _same(result, layout, [name for name in ARRAY_FIELDS if name not in SOLVED]).any():
+        return None
+    for name, usual in UNVARIED.items():
+        if name not in problem.pins and getattr(layout, name) != usual:
+            return f"the search leaves {spelled(name, usual)} unless it is pinned"
+    return "the search does not try such values; pin them"
+
+
+def _held(plan: Plan) -> str:
+    """What the memory of the fullest pipeline rank is made of, largest first, in words."""
+    stage = max(plan.estimate.memory, key=lambda each: each.total)
+    parts = sorted(stage.model_dump().items(), key=lambda part: -part[1])
+    return ", ".join(f"{name} {held / GIB:.1f}" for name, held in parts if held >= 0.05 * GIB)

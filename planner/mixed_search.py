@@ -1,0 +1,90 @@
+"""Searches on nodes of two kinds: which kind comes first, and whether one kind alone would do better."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+
+from costmodels.errors import InputError
+from costmodels.ranks.nodes import mixed
+from costmodels.spec.hardware import Cluster
+from planner import advice
+from planner.objective import EQUAL
+from planner.objective_text import figure, gain
+from planner.ranking import Problem, SearchResult, rank
+
+
+def search_kinds(problem: Problem) -> SearchResult:
+    """The search with either kind in front, of which the better one is returned.
+
+    The kind in front runs the first stages, which hold most micro batches and the embedding; the other runs
+    the head.
+
+    Raises:
+        InputError: no layout is legal.
+    """
+    started = time.perf_counter()
+    space = problem.space()
+    if not len(space.table):
+        raise advice.no_legal_layout(problem)
+    found = [
+        rank(replace(problem, cluster=cluster), space, started, offload=True)
+        for cluster in _orders(problem.cluster)
+    ]
+    best = max(found, key=_score)
+    return replace(best, elapsed_s=time.perf_counter() - started, notes=_notes(best))
+
+
+def _orders(cluster: Cluster) -> list[Cluster]:
+    first, second = cluster.parts
+    if first.device == second.device:
+        return [cluster]
+    return [cluster, mixed(second, first)]
+
+
+def _score(result: SearchResult) -> tuple[bool, float]:
+    """Larger for the better one of two searches; equal ones keep the order that was asked for."""
+    if result.best is None:
+        return False, -result.closest()[0].estimate.peak_memory_bytes
+    objective = result.problem.objective
+    own = figure(objective, result.best.estimate)
+    return True, own if objective == "throughput" else -own
+
+
+def _notes(result: SearchResult) -> tuple[str, ...]:
+    """Where the ranks of each kind are, and what one kind alone would do."""
+    first, second = result.problem.cluster.parts
+    border, last = first.world_size, result.problem.cluster.world_size - 1
+    order = (
+        f"start the nodes in this order: ranks 0 to {border - 1} on {first.device.name}, "
+        f"{border} to {last} on {second.device.name}"
+    )
+    alone = _alone(result)
+    return (order,) if alone is None else (order, alone)
+
+
+def _alone(result: SearchResult) -> str | None:
+    """What the better kind alone does, in words; None where nothing fits on either, or on both together."""
+    if result.best is None or result.problem.objective == "memory":
+        return None
+    objective, before = result.problem.objective, figure(result.problem.objective, result.best.estimate)
+    found = []
+    first, second = result.problem.cluster.parts
+    for part, other in ((first, second), (second, first)):
+        problem = replace(result.problem, cluster=part)
+        try:
+            space = problem.space()
+        except InputError:
+            continue  # Pins that do not divide its devices.
+        alone = rank(problem, space, 0.0, offload=True).best if len(space.table) else None
+        if alone is not None:
+            ratio = gain(objective, figure(objective, alone.estimate), before)
+            found.append((ratio, f"{part.world_size} x {part.device.name}", other.device.name))
+    if not found:
+        return None
+    ratio, devices, without = max(found)
+    whats = {"step-time": "as fast a step", "cost": "the tokens per device-hour"}
+    what = whats.get(objective, "the tokens/s")
+    if ratio > 1 + EQUAL:
+        return f"leave the {without} nodes out: {devices} alone have {ratio:.2f} x {what}"
+    return f"{devices} alone would have {ratio:.2f} x {what}"

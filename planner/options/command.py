@@ -1,0 +1,112 @@
+"""A command of the command line: help in sections, and one message for all flags that it does not know."""
+
+from __future__ import annotations
+
+import re
+import textwrap
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import typer
+from typer.core import TyperCommand
+
+from costmodels.errors import InputError
+from costmodels.names import nearest
+from planner.options.other_tools import instead_of
+
+HELP: dict[str, Any] = {"help_option_names": ["-h", "--help"]}
+"""Context settings of every app."""
+
+WIDTH = 78
+"""Columns of what help prints as it is, beside an indentation."""
+
+_NUMBER = re.compile(r"-[\d.]")
+
+
+class Command(TyperCommand):
+    """What `add` makes of a function."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Refuse unknown flags, all at once; the parser would stop at the first."""
+        if not ctx.resilient_parsing:
+            check_flags(self.get_params(ctx), args, ctx.command_path)
+        return super().parse_args(ctx, args)
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        """Write the options under the headings of their sections, in the order of their first ones."""
+        sections: dict[str, list[tuple[str, str]]] = {}
+        for param in self.get_params(ctx):
+            record = param.get_help_record(ctx)
+            if record is not None:
+                usual = "Arguments" if param.param_type_name == "argument" else "Options"
+                section = getattr(param, "rich_help_panel", None) or usual
+                sections.setdefault(section, []).append(record)
+        for section, records in sections.items():
+            with formatter.section(section):
+                formatter.write_dl(records)
+
+    def format_epilog(self, ctx: Any, formatter: Any) -> None:
+        """Write the closing notes, with blank lines between them."""
+        if self.epilog:
+            formatter.write_paragraph()
+            formatter.write(self.epilog.rstrip() + "\n")
+
+
+def add(
+    app: typer.Typer,
+    function: Callable[..., None],
+    name: str | None = None,
+    kind: type[TyperCommand] = Command,
+) -> None:
+    """Make a command of a function, with what `takes` noted for the end of its help."""
+    epilog = getattr(function, "epilog", None)
+    app.command(name, cls=kind, epilog=epilog, context_settings=HELP)(function)
+
+
+def closing(title: str, text: str) -> str:
+    """A part of the end of a help: a heading, and lines below it."""
+    return f"{title}:\n{textwrap.indent(text, '  ')}"
+
+
+def listed(names: Iterable[str]) -> str:
+    """Names with commas between them, in lines; none is broken."""
+    return textwrap.fill(", ".join(names), WIDTH, break_on_hyphens=False, break_long_words=False)
+
+
+def check_flags(params: Sequence[Any], words: Sequence[str], command: str) -> None:
+    """Raise `InputError`, which names every flag among `words` that is none of `params`, and what comes near.
+
+    Args:
+        params: of the command.
+        command: what the user calls it.
+    """
+    following = {
+        name: 0 if getattr(param, "is_flag", False) else param.nargs
+        for param in params
+        if param.param_type_name == "option"
+        for name in (*param.opts, *param.secondary_opts)
+    }
+    unknown = list(dict.fromkeys(_unknown(following, words)))
+    if not unknown:
+        return
+    hints = [(name, instead_of(name, following) or nearest(name, following)) for name in unknown]
+    listing = f"`{command} --help` lists all"
+    if len(hints) == 1:
+        name, hint = hints[0]
+        raise InputError(f"unknown flag {name}: {hint or listing}")
+    parts = [f"{name} ({hint})" if hint else name for name, hint in hints]
+    raise InputError(f"{len(parts)} unknown flags: {', '.join(parts)}; {listing}")
+
+
+def _unknown(following: dict[str, int], words: Sequence[str]) -> Iterator[str]:
+    """Words that are written as flags and name none; `following` says how many words a flag takes."""
+    rest = iter(words)
+    for word in rest:
+        if word == "--":
+            return
+        name, equals, _ = word.partition("=")
+        if name in following:
+            for _ in range(following[name] - bool(equals)):
+                next(rest, None)
+        elif word.startswith("-") and word != "-" and not _NUMBER.match(word):
+            yield name

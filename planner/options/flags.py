@@ -1,0 +1,347 @@
+"""Command-line flags from dataclasses: one field, one flag, whose help is the field's own.
+
+The command line of `planner` and of `runtime.pretrain` are both made this way, so that a flag is
+described once.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+import inspect
+import os
+import reprlib
+import sys
+import typing
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from types import MappingProxyType
+from typing import Annotated, Any
+
+import typer
+from pydantic import ValidationError
+
+from costmodels.errors import InputError
+from planner.options.limits import Bounds, check_bounds
+from planner.options.messages import in_typed_words, speaking, spoken
+
+
+def flag(
+    default: Any,
+    help: str,
+    *names: str,
+    metavar: str | None = None,
+    hidden: bool = False,
+    degree: str | None = None,
+    values: Callable[[], Iterable[str]] | None = None,
+    within: Bounds | None = None,
+) -> Any:
+    """A dataclass field that becomes a flag: `names`, or `--field-name` when none is given.
+
+    A `hidden` one is accepted and left out of the help. `degree` is the field of `Layout` that it sets, where
+    that has another name; `values` are those that a shell may complete. A number lies `within` its bounds,
+    in whatever command takes it; one that has none is checked where it is used.
+    """
+    metadata = {
+        "help": help,
+        "names": names,
+        "metavar": metavar,
+        "hidden": hidden,
+        "degree": degree,
+        "values": values,
+        "within": within,
+    }
+    if isinstance(default, list):
+        return dataclasses.field(default_factory=lambda: list(default), metadata=metadata)
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+def flag_names(field: dataclasses.Field[Any]) -> tuple[str, ...]:
+    """The spellings under which a field is given on the command line."""
+    return tuple(field.metadata.get("names", ())) or ("--" + field.name.replace("_", "-"),)
+
+
+def _number(kind: type[int] | type[float], what: str) -> Callable[[str], int | float]:
+    def number(text: str) -> int | float:
+        try:
+            return kind(text)
+        except ValueError:
+            raise typer.BadParameter(f"{text!r} is not {what}") from None
+
+    number.__name__ = kind.__name__  # Shown in the help.
+    return number
+
+
+_PARSERS = {int: _number(int, "a whole number"), float: _number(float, "a number")}
+"""Typer's own conversions do not name the value that they refuse."""
+
+
+def _parser(hint: Any) -> Callable[[str], int | float] | None:
+    kinds = [kind for kind in typing.get_args(hint) or (hint,) if kind in _PARSERS]
+    return _PARSERS[kinds[0]] if kinds and typing.get_origin(hint) is not list else None
+
+
+def _completion(values: Callable[[], Iterable[str]] | None) -> Callable[[str], list[str]] | None:
+    if values is None:
+        return None
+
+    def complete(incomplete: str) -> list[str]:
+        return [value for value in values() if value.startswith(incomplete)]
+
+    return complete
+
+
+def sections_of(group: type) -> dict[str, str]:
+    """Under which heading of a help each field of a group stands.
+
+    `SECTIONS` of the group and of its bases names the first field of each run of fields and their heading.
+    """
+    starts: dict[str, str] = {}
+    for base in group.__mro__:
+        starts = {**getattr(base, "SECTIONS", {}), **starts}
+    found, section = {}, None
+    for field in dataclasses.fields(group):
+        section = starts.get(field.name, section)
+        if section is not None:
+            found[field.name] = section
+    return found
+
+
+def _parameters(group: type) -> list[inspect.Parameter]:
+    hints, sections = typing.get_type_hints(group), sections_of(group)
+    parameters = []
+    for field in dataclasses.fields(group):
+        option = typer.Option(
+            *flag_names(field),
+            help=field.metadata.get("help"),
+            metavar=field.metadata.get("metavar"),
+            hidden=field.metadata.get("hidden", False),
+            rich_help_panel=sections.get(field.name),
+            autocompletion=_completion(field.metadata.get("values")),
+            parser=_parser(hints[field.name]),
+            show_default=field.default not in (None, False, dataclasses.MISSING),
+        )
+        default = (
+            field.default_factory() if field.default_factory is not dataclasses.MISSING else field.default
+        )
+        parameters.append(
+            inspect.Parameter(
+                field.name,
+                inspect.Parameter.KEYWORD_ONLY,
+                default=default,
+                annotation=Annotated[hints[field.name], option],
+            )
+        )
+    return parameters
+
+
+def ignored(*groups: type, but: type) -> type:
+    """A dataclass of the flags of `groups`, hidden and None unless given, save those that `but` has too.
+
+    A command that takes it accepts the flags of other commands; `arguments` of an instance names them.
+    """
+    own = {field.name for field in dataclasses.fields(but)}
+    return dataclasses.make_dataclass(
+        "Ignored",
+        [
+            (field.name, typing.get_type_hints(group)[field.name] | None, _unset(field))
+            for group in groups
+            for field in dataclasses.fields(group)
+            if field.name not in own
+        ],
+        frozen=True,
+    )
+
+
+def _unset(field: dataclasses.Field[Any]) -> Any:
+    within = field.metadata.get("within")
+    return flag(None, field.metadata.get("help", ""), *flag_names(field), hidden=True, within=within)
+
+
+Late = Callable[[], type]
+"""A function that makes the dataclass of a group of hidden flags, which most runs have no use for."""
+
+
+def takes(
+    late: Mapping[str, Late] = MappingProxyType({}), notes: tuple[str, ...] = (), **groups: type
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Give a command the flags of `groups` (dataclasses); it is called with one instance of each.
+
+    Groups that have a `help_note` add it to the end of the command's help, after `notes`. Flags of `late`
+    groups are known to `for_words` of the command alone, which else gets None for these groups: to declare a
+    hundred flags takes some 20 ms.
+
+    >>> @takes(model=ModelOptions, data=DataOptions)  # doctest: +SKIP
+    ... def command(model: ModelOptions, data: DataOptions) -> None: ...
+    """
+
+    def decorate(function: Callable[..., None]) -> Callable[..., None]:
+        command = _command(function, groups, dict.fromkeys(late), notes)
+        if late:
+            known = {name for group in groups.values() for name in _spellings(group)}
+
+            def for_words(words: Iterable[str]) -> Callable[..., None]:
+                if {word.partition("=")[0] for word in words if word.startswith("--")} <= known:
+                    return command
+                return _command(function, groups | {name: make() for name, make in late.items()}, {}, notes)
+
+            command.for_words = for_words  # type: ignore[attr-defined]
+        return command
+
+    return decorate
+
+
+def for_words(command: Callable[..., None], words: Iterable[str]) -> Callable[..., None]:
+    """A command that knows the flags among `words`, as far as it takes them."""
+    found: Callable[..., None] = command.for_words(words) if hasattr(command, "for_words") else command
+    return found
+
+
+def _spellings(group: type) -> Iterator[str]:
+    for field in dataclasses.fields(group):
+        for name in flag_names(field):
+            yield from name.split("/")
+
+
+def _command(
+    function: Callable[..., None],
+    groups: Mapping[str, type],
+    others: Mapping[str, None],
+    notes: tuple[str, ...],
+) -> Callable[..., None]:
+    """`function` with the flags of `groups` as its parameters, and given `others` as they are."""
+
+    def command(**values: Any) -> None:
+        fields = [field for group in groups.values() for field in dataclasses.fields(group)]
+        names = [(field.name, flag_names(field), field.metadata.get("degree")) for field in fields]
+        with speaking(spoken(names, sys.argv[1:])):
+            try:
+                given = {
+                    name: group(**{field.name: values[field.name] for field in dataclasses.fields(group)})
+                    for name, group in groups.items()
+                }
+                for group in given.values():
+                    check_bounds(group)
+                function(**given, **others)
+            except InputError as error:
+                raise type(error)(in_typed_words(str(error))) from None
+
+    command.__name__ = function.__name__
+    command.__doc__ = inspect.cleandoc(function.__doc__ or "")
+    said = [*notes, *(group.help_note() for group in groups.values() if hasattr(group, "help_note"))]
+    command.epilog = "\n\n".join(said)  # type: ignore[attr-defined]
+    signature = [parameter for group in groups.values() for parameter in _parameters(group)]
+    command.__signature__ = inspect.Signature(signature)  # type: ignore[attr-defined]
+    command.__annotations__ = {parameter.name: parameter.annotation for parameter in signature}
+    return command
+
+
+MOST_PARTS = 3
+"""Wrong fields that one line names; a file of another kind has all of them wrong."""
+
+
+def arguments(group: Any) -> list[str]:
+    """The command-line arguments that give `group` (an instance) its values; defaults are left out."""
+    words = []
+    for field in dataclasses.fields(group):
+        value = getattr(group, field.name)
+        name = flag_names(field)[0]
+        default = (
+            field.default_factory() if field.default_factory is not dataclasses.MISSING else field.default
+        )
+        if value == default:
+            continue
+        if isinstance(value, bool):
+            words.append(name)
+        elif isinstance(value, tuple):
+            words += [name, *map(str, value)]
+        else:
+            for item in value if isinstance(value, list) else [value]:
+                words += [name, str(item)]
+    return words
+
+
+LONGEST_LINE = 1500
+"""Characters of a message; what a broken file holds may be far longer."""
+
+
+def one_line(error: Exception) -> str:
+    """The message of an error on a single line; a validation error names the fields and their values."""
+    if not isinstance(error, ValidationError):
+        return _shown(" ".join(in_typed_words(str(error)).split()))
+    parts = []
+    for item in error.errors()[:MOST_PARTS]:
+        where = ".".join(str(part) for part in item["loc"])
+        given = "" if isinstance(item["input"], dict) else f" {reprlib.repr(item['input'])}"
+        message = " ".join(item["msg"].replace("Value error, ", "").split())
+        parts.append(f"{where}{given}: {message}" if where else message)
+    more = error.error_count() - len(parts)
+    return _shown("; ".join(parts) + (f"; and {more} more" if more else ""))
+
+
+def _shown(line: str) -> str:
+    """A line for a terminal: no control characters, and of one too long the beginning and the end.
+
+    The end says what would be right.
+    """
+    plain = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in line)
+    if len(plain) <= LONGEST_LINE:
+        return plain
+    return f"{plain[: 2 * LONGEST_LINE // 3]} ... {plain[-LONGEST_LINE // 3 :]}"
+
+
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
+"""Errors of a stream that takes no more."""
+
+
+def _drop_output() -> None:
+    """Let nothing that is buffered for standard output be written at exit, which would fail again."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def run(app: typer.Typer, name: str, quiet: bool = False) -> None:
+    """Run a typer app and exit: wrong input ends in one line on stderr, never a traceback.
+
+    A `quiet` one exits with the same code and leaves the line to another process.
+    """
+    command = typer.main.get_command(app)
+    try:
+        code = command.main(prog_name=name, standalone_mode=False)
+        if sys.stdout is not None:
+            sys.stdout.flush()
+    except typer.Exit as stop:
+        code = stop.exit_code
+    except typer.Abort:
+        code = 130
+    except KeyboardInterrupt:
+        code = 130
+    except (InputError, ValidationError) as error:
+        if not quiet:
+            print(f"{name}: error: {one_line(error)}", file=sys.stderr)
+        code = getattr(error, "exit_code", 2)
+    except BrokenPipeError:
+        _drop_output()
+        code = 141
+    except SystemExit as stop:
+        if not isinstance(stop.__context__, BrokenPipeError):
+            raise
+        # Click has made it that.
+        _drop_output()
+        code = 141
+    except OSError as error:
+        if error.filename is not None or error.errno not in FULL:
+            raise
+        _drop_output()
+        print(f"{name}: error: standard output cannot be written: {error.strerror}", file=sys.stderr)
+        code = 1
+    except Exception as error:
+        if not hasattr(error, "format_message"):
+            raise
+        if type(error).__name__ == "NoArgsIsHelpError":
+            print(error.format_message())
+        elif not quiet:
+            line = " ".join(error.format_message().split())
+            if "unexpected extra argument" in line:
+                line += "; a flag takes one word: put commas, no blanks, between several names"
+            print(f"{name}: error: {line}", file=sys.stderr)
+        code = 2
+    sys.exit(code if isinstance(code, int) else 0)

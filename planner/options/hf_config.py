@@ -1,0 +1,82 @@
+"""Models from Hugging Face `config.json` files."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from costmodels.catalogue.yaml_files import build
+from costmodels.errors import InputError
+from costmodels.files import MIB, read_text
+from costmodels.spec.model import ModelSpec
+from planner.options.hf_readers import READERS, Config
+
+LONGEST_DEFAULT_SEQ = 4096
+"""Tokens of a training sample when the user does not say: models of rotary positions are pre-trained
+at about this length, however long a sequence they accept afterwards."""
+
+LARGEST_CONFIG = 16 * MIB
+"""Bytes; what is larger is no config.json."""
+
+
+def model_from_hf_config(path: str | Path, seq: int | None = None) -> ModelSpec:
+    """The model that a Hugging Face config.json describes.
+
+    `path` is the file or its folder. `seq`, in tokens, is by default `n_positions` of a GPT-2 and the
+    lesser of `max_position_embeddings` and 4096 of the others; a longer one extends the positions.
+    `InputError` for a missing or broken file, a model type that is not supported, a missing key, an
+    option that `ModelSpec` cannot express, or attention within a window that is shorter than `seq`.
+    """
+    file = Path(path).expanduser()
+    if file.is_dir():
+        file = file / "config.json"
+    config = read_config(file)
+    origin = f"model config {str(file)!r}"
+    model_type = config.get("model_type")
+    reader = READERS.get(model_type) if isinstance(model_type, str) else None
+    if reader is None:
+        raise InputError(f"{origin}: model_type {model_type!r} is not one of {', '.join(READERS)}")
+    try:
+        fields = reader(config)
+    except KeyError as missing:
+        raise InputError(f"{origin}: a {model_type} needs the key {missing.args[0]!r}") from None
+    except ValueError as unsupported:
+        raise InputError(f"{origin}: {unsupported}") from None
+    positions = fields["max_positions"]
+    if seq is None:
+        seq = positions if fields["position"] == "learned" else min(positions, LONGEST_DEFAULT_SEQ)
+    window = fields.pop("sliding_window", None)
+    if window is not None and window < seq:
+        raise InputError(
+            f"{origin}: sliding_window {window} is shorter than the sequence of {seq}, and attention within "
+            f"a window is not modelled; give --seq-length up to {window}"
+        )
+    fields |= {"seq": seq, "max_positions": max(seq, positions)}
+    fields |= {"name": _name(file), "source": f"{file.name} of Hugging Face type {model_type}"}
+    return build(ModelSpec, fields, origin)
+
+
+def read_config(file: Path) -> Config:
+    """The keys of a config.json; raises `InputError` where it cannot be read or holds something else."""
+    try:
+        config = json.loads(read_text(file, LARGEST_CONFIG))
+    except json.JSONDecodeError as error:
+        raise InputError(
+            f"model config {str(file)!r} is not valid JSON at line {error.lineno}, column {error.colno}: "
+            f"{error.msg}"
+        ) from None
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "it is not UTF-8 text"
+        raise InputError(f"cannot read model config {str(file)!r}: {reason}") from None
+    except ValueError:
+        raise InputError(f"model config {str(file)!r} holds a number of thousands of digits") from None
+    except RecursionError:
+        raise InputError(f"model config {str(file)!r} is nested too deeply to be one") from None
+    if not isinstance(config, dict):
+        raise InputError(f"model config {str(file)!r} must hold one JSON object of keys and values")
+    return config
+
+
+def _name(file: Path) -> str:
+    folder = file.resolve().parent.name
+    return folder if file.name == "config.json" and folder else file.stem

@@ -1,0 +1,319 @@
+"""What callers may write for a model, a cluster, an engine or a batch, resolved into the vocabulary."""
+
+from __future__ import annotations
+
+import operator
+import os
+import reprlib
+from numbers import Real
+from pathlib import Path
+from typing import TYPE_CHECKING, SupportsIndex, TypedDict, get_args
+
+from costmodels.catalogue import engine_names, load_device, load_engine, load_model
+from costmodels.catalogue.yaml_files import build
+from costmodels.errors import InputError
+from costmodels.ranks.nodes import mixed
+from costmodels.spec.engine import Engine
+from costmodels.spec.hardware import Cluster, Device, Link, MeasuredCollective, Precision
+from costmodels.spec.model import ModelSpec
+from costmodels.spec.record import GIB
+from costmodels.time.network_table import read_network_table
+from planner.options.node_kinds import is_of_kinds, parse_kinds
+from planner.space.grid import Batch
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+DEFAULT_DEVICE = "a100-80g"
+"""Device that is assumed when none is named."""
+
+DEFAULT_ENGINE = "bundled"
+
+MEMORY_VARIABLE = "DEVICE_MEMORY_GB"
+"""Environment variable that overrides the memory of one device.
+
+Cards are sold by GB and hold GiB (an "80 GB" A100 has 80 GiB of HBM), so the number counts GiB.
+"""
+
+MOST_OVERSUBSCRIPTION = 1e3
+"""Beyond what anyone builds; sums of seconds overflow far beyond it."""
+
+LEAST_GBPS, MOST_GBPS = 0.1, 1e5
+"""Gigabits per second that a link may have: a tenth of an office network, and ten times NVLink 5."""
+
+
+MOST_DEVICES = 2**20
+"""Beyond what anyone builds; layouts of more take minutes to list."""
+
+MOST_SEQUENCES = 2**20
+"""Sequences of a step: ten times the largest batches that anyone trains with. Layouts of more take minutes to
+list."""
+
+
+class NetworkOptions(TypedDict, total=False):
+    """What joins the devices, where it is not what the catalogue says of them."""
+
+    intra_node_gbps: float | None
+    """Gigabits (10^9 bits, an eighth of gigabytes) per second and direction of one device's fast link."""
+    inter_node_gbps: float | None
+    """The same of the network: of one network card where `nics_per_node` is given, otherwise of one
+    device's share of the cards."""
+    island: int | None
+    """Devices that the fast link joins."""
+    nics_per_node: int | None
+    """Network cards of a node."""
+    nodes_per_pod: int | None
+    """Nodes under the same leaf switches."""
+    oversubscription: float | None
+    """Bandwidth of a pod's network cards over that of its links to the spine, such as 2 for 2:1."""
+    network_table: str | Path | tuple[MeasuredCollective, ...] | None
+    """Measured collectives, or the CSV file that holds them (`read_network_table`)."""
+
+
+def resolve_model(model: ModelSpec | str | Path, seq: int | None = None) -> ModelSpec:
+    """A model from itself, a catalogue name, a YAML file, or a Hugging Face config.json (or its folder).
+
+    `seq`, in tokens, replaces the sequence length; a model whose positions end earlier is extended.
+    """
+    if isinstance(model, ModelSpec):
+        return with_seq(model, seq)
+    if is_hf_config(model):
+        from planner.options.hf_config import model_from_hf_config  # Only few runs read such a file.
+
+        return model_from_hf_config(model, seq=seq)
+    return with_seq(load_model(str(model)), seq)
+
+
+def is_hf_config(model: str | Path) -> bool:
+    """Whether a model is given as a Hugging Face config.json or its folder."""
+    path = Path(model)
+    return path.suffix == ".json" or (path / "config.json").is_file()
+
+
+def with_seq(model: ModelSpec, seq: int | None) -> ModelSpec:
+    """`model` trained on sequences of `seq` tokens; its positions grow where they were fewer."""
+    if seq is None or seq == model.seq:
+        return model
+    values = model.model_dump() | {"seq": seq, "max_positions": max(seq, model.max_positions)}
+    return build(ModelSpec, values, f"model {model.name}")
+
+
+def resolve_cluster(
+    device: Device | str | None,
+    world_size: int,
+    local_world_size: int | None = None,
+    device_memory_gib: float | None = None,
+    memory_margin_gib: float | None = None,
+    **network: Unpack[NetworkOptions],
+) -> Cluster:
+    """The cluster of `world_size` devices, `local_world_size` in each node.
+
+    A node holds as many as the device's usual server when that is not given. Memory is the device's
+    own, unless `device_memory_gib` or the environment's `DEVICE_MEMORY_GB` replaces it; what is set aside of
+    it beside tensors is as device and engine have it, unless `memory_margin_gib` says so. Links are the
+    device's own as far as `network` (`NetworkOptions`) does not replace them. `a100-80g:4,v100-32g:4` are
+    nodes of two kinds, whose devices are `world_size` together.
+    """
+    world_size = whole_number("world_size", world_size, MOST_DEVICES)
+    if local_world_size is not None:
+        local_world_size = whole_number("local_world_size", local_world_size, MOST_DEVICES)
+    wanted = DEFAULT_DEVICE if device is None else device
+    if isinstance(wanted, str) and is_of_kinds(wanted):
+        return _of_kinds(wanted, world_size, local_world_size, device_memory_gib, memory_margin_gib, network)
+    if wanted == "cpu":
+        # One rank's share of this machine depends on how many ranks share it.
+        local_world_size = local_world_size or world_size
+        resolved = load_device("cpu", ranks=local_world_size)
+    else:
+        resolved = load_device(wanted) if isinstance(wanted, str) else wanted
+    memory = _memory_gib(device_memory_gib)
+    values = {
+        "device": resolved,
+        "world_size": world_size,
+        "devices_per_node": local_world_size or min(world_size, resolved.devices_per_node),
+        "memory_bytes": resolved.memory_bytes if memory is None else memory * GIB,
+        "memory_margin_bytes": _margin_bytes(memory_margin_gib),
+    }
+    cluster = build(Cluster, values | _network(resolved, **network), "cluster")
+    given = cluster.intra_node or cluster.inter_node or cluster.nics_per_node
+    fast, slow = cluster.fast_link, cluster.slow_link
+    if given and cluster.nodes > 1 and slow.bandwidth > fast.bandwidth:
+        raise InputError(
+            f"{fast.bandwidth * 8 / 1e9:g} gigabits per second of a device inside a node and "
+            f"{slow.bandwidth * 8 / 1e9:g} between nodes: expected no less inside; both intra_node_gbps and "
+            "inter_node_gbps count gigabits (8 x GB/s), the latter of one card with nics_per_node"
+        )
+    return cluster
+
+
+ONE_KIND = ("intra_node_gbps", "island", "network_table")
+"""Options of a network of nodes of one kind."""
+
+
+def _of_kinds(
+    text: str,
+    world_size: int,
+    local_world_size: int | None,
+    device_memory_gib: float | None,
+    memory_margin_gib: float | None,
+    network: NetworkOptions,
+) -> Cluster:
+    """The cluster of nodes of two kinds, in the order in which they are written."""
+    if _memory_gib(device_memory_gib) is not None:
+        name = MEMORY_VARIABLE if device_memory_gib is None else "device_memory_gib"
+        raise InputError(f"{name} with device {text}: each kind has its own; use YAML files of devices")
+    for option in ONE_KIND:
+        if network.get(option) is not None:
+            raise InputError(f"{option} with device {text}: each kind has its own; use YAML files of devices")
+    kinds = parse_kinds(text)
+    sizes = [count * (local_world_size or device.devices_per_node) for device, count in kinds]
+    if sum(sizes) != world_size:
+        raise InputError(
+            f"world_size {world_size}: device {text} has {sizes[0]} + {sizes[1]} = {sum(sizes)} devices"
+        )
+    first, second = (
+        resolve_cluster(device, size, local_world_size, None, memory_margin_gib, **network)
+        for (device, _), size in zip(kinds, sizes, strict=True)
+    )
+    return mixed(first, second)
+
+
+def world_size_of_kinds(device: str, local_world_size: int | None = None) -> int:
+    """Devices of nodes of two kinds, which their numbers of nodes tell."""
+    return sum(count * (local_world_size or kind.devices_per_node) for kind, count in parse_kinds(device))
+
+
+def _network(
+    device: Device,
+    *,
+    intra_node_gbps: float | None = None,
+    inter_node_gbps: float | None = None,
+    island: int | None = None,
+    nics_per_node: int | None = None,
+    nodes_per_pod: int | None = None,
+    oversubscription: float | None = None,
+    network_table: str | Path | tuple[MeasuredCollective, ...] | None = None,
+) -> dict[str, object]:
+    """The fields of `Cluster` that say how devices are joined."""
+    counts = {"island": island, "nics_per_node": nics_per_node, "nodes_per_pod": nodes_per_pod}
+    for name, count in counts.items():
+        if count is not None and count < 1:
+            raise InputError(f"{name} {count}: expected a whole number of at least 1")
+    values: dict[str, object] = dict(counts)
+    for name, gbps, own in (
+        ("intra_node", intra_node_gbps, device.intra_node),
+        ("inter_node", inter_node_gbps, device.inter_node),
+    ):
+        if gbps is not None:
+            values[name] = _link(f"{name}_gbps", gbps, own)
+    if oversubscription is not None:
+        if not 1 <= oversubscription <= MOST_OVERSUBSCRIPTION:
+            raise InputError(
+                f"oversubscription {oversubscription:g}: expected a number of at least 1, such as 2 for 2:1, "
+                f"and at most {MOST_OVERSUBSCRIPTION:g}"
+            )
+        values["oversubscription"] = oversubscription
+    if network_table is not None:
+        if not isinstance(network_table, tuple):
+            network_table = read_network_table(network_table)
+        values["measured"] = network_table
+    return values
+
+
+def _link(name: str, gbps: float, own: Link) -> Link:
+    """`own` with another bandwidth, given in gigabits per second."""
+    if not LEAST_GBPS <= gbps <= MOST_GBPS:
+        raise InputError(
+            f"{name} {gbps:g}: expected gigabits per second (8 x GB/s) from {LEAST_GBPS:g} to {MOST_GBPS:g}; "
+            f"{own.name} has {own.bandwidth * 8 / 1e9:g}"
+        )
+    return own.model_copy(update={"bandwidth": gbps * 1e9 / 8})
+
+
+def _memory_gib(given: float | None) -> float | None:
+    source, value = "device_memory_gib", given
+    text = os.environ.get(MEMORY_VARIABLE, "").strip()
+    if value is None and text:
+        source = MEMORY_VARIABLE
+        try:
+            value = float(text)
+        except ValueError:
+            raise InputError(f"{source}={text}: expected a number of GiB such as 80") from None
+    if value is not None and not 0 < value < 2**30:
+        raise InputError(f"{source}={value:g}: expected a number of GiB above 0, such as 80")
+    return value
+
+
+def _margin_bytes(given: float | None) -> float | None:
+    if given is not None and not 0 <= given < 2**30:
+        raise InputError(f"memory_margin_gib {given:g}: expected a number of GiB of at least 0, such as 2")
+    return None if given is None else given * GIB
+
+
+def resolve_engine(engine: Engine | str | None, device: Device | None = None) -> Engine:
+    """An engine from itself or its catalogue name; where none is named, the first that runs on `device`."""
+    if engine is None:
+        engine = DEFAULT_ENGINE if device is None else engines_on(device)[0]
+    return engine if isinstance(engine, Engine) else load_engine(engine)
+
+
+def engines_on(device: Device) -> list[str]:
+    """Names of the catalogue's engines that run on `device`: the bundled one first, where it does."""
+    return [name for name in engine_names() if device.kind in load_engine(name).runs.devices]
+
+
+def check_runs_on(engine: Engine, cluster: Cluster) -> None:
+    """Raise `InputError` where `engine` does not run on the devices of `cluster`."""
+    for device in {part.device.name: part.device for part in cluster.parts or (cluster,)}.values():
+        if device.kind not in engine.runs.devices:
+            raise InputError(
+                f"engine {engine.name} does not run on {device.name}; leave it out, or give one of "
+                f"{', '.join(engines_on(device))}"
+            )
+
+
+def resolve_batch(global_batch_size: int | None, max_global_batch_size: int | None) -> Batch:
+    """The batch of a step in sequences: exactly one of the two must be given."""
+    if global_batch_size is not None and max_global_batch_size is not None:
+        raise InputError(
+            f"global_batch_size {global_batch_size} and max_global_batch_size {max_global_batch_size}: "
+            "give one of the two"
+        )
+    maximum = global_batch_size is None
+    size = max_global_batch_size if maximum else global_batch_size
+    if size is None:
+        raise InputError("no batch size: give global_batch_size or max_global_batch_size")
+    name = "max_global_batch_size" if maximum else "global_batch_size"
+    return Batch(whole_number(name, size, MOST_SEQUENCES), maximum)
+
+
+def whole_number(name: str, value: SupportsIndex, most: int) -> int:
+    """`value`, which may be of another library, as an int from 1 to `most`; raises `InputError`."""
+    try:
+        number = operator.index(value)
+    except TypeError:
+        number = 0
+    if not 1 <= number <= most:
+        raise InputError(
+            f"{name} {reprlib.repr(value)}: expected a whole number of at least 1 and at most {most}"
+        )
+    return number
+
+
+def real_number(name: str, value: float, least: float, most: float, expected: str) -> float:
+    """`value` as a float from `least` to `most`; raises `InputError`, which says what was `expected`."""
+    if not isinstance(value, Real) or not least <= value <= most:
+        shown = f"{value:g}" if isinstance(value, float) else reprlib.repr(value)
+        raise InputError(f"{name} {shown}: expected {expected}, from {least:g} to {most:g}")
+    return float(value)
+
+
+def resolve_precision(precision: str | None, device: Device, engine: Engine) -> Precision:
+    """The number format of matrix products: the device's default unless given."""
+    wanted = precision or device.default_precision
+    able = [kind for kind in get_args(Precision) if kind in device.peak_flops and kind in engine.memory]
+    for kind in get_args(Precision):
+        if kind == wanted and kind in able:
+            return kind  # type: ignore[no-any-return]
+    choices = ", ".join(able) or "no precision"
+    raise InputError(f"precision {wanted}: {device.name} with engine {engine.name} trains in {choices}")

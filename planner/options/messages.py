@@ -1,0 +1,128 @@
+"""Messages in the words of a command line: `global_batch_size` becomes `--global-batch-size`.
+
+What is below the command line speaks of arguments and degrees by their Python names, which whoever gave a
+flag has never seen.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from itertools import pairwise
+
+from costmodels.spec.layout import SHORT_NAMES, Layout
+
+_OF_A_FILE = re.compile(r"(the )?plan \S+: |[\w ]*\b(file|config|table) ")
+"""How messages about the content of a file begin: they name its fields."""
+
+_BATCH, _LARGEST = "global_batch_size", "max_global_batch_size"
+
+PIN_FLAGS = ("--pin", "--forbid")
+
+
+@dataclasses.dataclass(frozen=True)
+class Spoken:
+    """How the names in messages are spelled on one command line."""
+
+    flags: Mapping[str, str]
+    """Flags by the argument that they give."""
+    typed: Mapping[str, str]
+    """What was typed by the degree that it fixes: a flag, or the name in a pin."""
+    begins: Mapping[str, str]
+    """Flags by the beginning of a message that is about their value, where their names are English words."""
+    switches: frozenset[str]
+    """Those of `typed` that are given without a value."""
+
+    def of(self, message: str) -> str:
+        """`message` with these names."""
+        if _OF_A_FILE.match(message):
+            return message
+        for begin, flag in self.begins.items():
+            if message.startswith(begin):
+                return flag + message.removeprefix(begin)
+        for name, flag in self.flags.items():
+            message = re.sub(_alone(name), flag, message)
+        for name, word in self.typed.items():
+            if word.startswith("--"):
+                # Layouts are described by the names that have no short form.
+                pin = rf"(\b(the )?pin ){'?' * (name in SHORT_NAMES.values())}(?<!forbid )"
+                given = rf"{pin}{_alone(name, '=')}(?=[\w.])"
+                if word in self.switches:
+                    message = re.sub(rf"{given}\w+( where possible)?", word, message)
+                    continue
+                message = re.sub(given, f"{word} ", message)
+                message = re.sub(rf"\bpin {_alone(name)}", word, message)
+            else:
+                message = re.sub(_alone(name, "(?==)"), word, message)
+            if "_" in name:
+                message = re.sub(_alone(name), word, message)
+        return message
+
+
+def _alone(name: str, after: str = r"(?![\w=(/'\"-]|\.\w)") -> str:
+    """An expression for a name that is no part of another, of a path or of a quotation."""
+    return rf"(?<![\w.\-'\"/]){name}{after}"
+
+
+def spoken(fields: Sequence[tuple[str, tuple[str, ...], str | None]], words: Sequence[str]) -> Spoken:
+    """How a command spells names.
+
+    Args:
+        fields: of its flags: name, spellings, and the degree that it sets where that is not the name.
+        words: what was typed.
+    """
+    given = [word.partition("=")[0] for word in words]
+    values = dict(pairwise(words)) | {
+        word.partition("=")[0]: word.partition("=")[2] for word in words if "=" in word
+    }
+    flags, typed, begins = {}, {}, {}
+    for name, spellings, degree in fields:
+        target = degree or name
+        used = [word for word in given if word in spellings]
+        if target in Layout.model_fields and target != _BATCH:
+            if used:
+                typed[target] = used[0]
+        elif "_" in name:
+            flags[name] = used[0] if used else spellings[0]
+        elif used:
+            begins[f"{name} {values.get(used[0], '')}:"] = f"{used[0]} {values.get(used[0], '')}:"
+    for name, short in _pinned(words):
+        typed.setdefault(name, short)
+    if _BATCH in flags and flags[_BATCH] not in given and flags.get(_LARGEST) in given:
+        # The batch of a layout under a maximum, which nobody gave.
+        flags[_BATCH] = "a batch of"
+    switches = {word for word, after in pairwise([*words, "--"]) if after.startswith("-")}
+    return Spoken(flags, typed, begins, frozenset(switches))
+
+
+def _pinned(words: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """Full names of what is pinned, and as they were typed."""
+    for before, word in zip(["", *words], words, strict=False):
+        flag, _, rest = word.partition("=")
+        text = rest if flag in PIN_FLAGS else word if before in PIN_FLAGS else ""
+        short = text.partition("=")[0].strip()
+        full = SHORT_NAMES.get(short.lower(), short)
+        if short and full in Layout.model_fields:
+            yield full, short
+
+
+_NOW: ContextVar[Spoken | None] = ContextVar("spoken", default=None)
+
+
+@contextmanager
+def speaking(names: Spoken) -> Iterator[None]:
+    """Within it, `in_typed_words` uses `names`."""
+    token = _NOW.set(names)
+    try:
+        yield
+    finally:
+        _NOW.reset(token)
+
+
+def in_typed_words(message: str) -> str:
+    """`message` with the names of the command that runs; as it is where none does."""
+    names = _NOW.get()
+    return message if names is None else names.of(message)

@@ -1,0 +1,59 @@
+"""Flags of other tools' scripts that nothing here takes, and what does the same here."""
+
+from __future__ import annotations
+
+from collections.abc import Container
+
+from costmodels.spec.layout import SHORT_NAMES, Layout
+
+INSTEAD = {
+    "--context-parallel-algo": "use --cp-comm-type: a2a for Ulysses, p2p for a ring",
+    "--moe-tp-extend-ep": "use --expert-tensor-parallel-size 1, and an expert-parallel size times tp",
+    "--train-samples": "use --train-iters",
+    "--lr-decay-samples": "use --lr-decay-iters",
+    "--lr-warmup-samples": "use --lr-warmup-iters",
+    "--no-load-optim": "use --finetune, which loads weights alone",
+    "--no-load-rng": "use --finetune, which loads weights alone",
+    "--no-save-optim": "leave it out: checkpoints are whole",
+    "--no-save-rng": "leave it out: checkpoints are whole",
+    "--use-cpu-initialization": "leave it out: initial weights are the same on every device",
+    "--mock-data": "leave it out: without --data-path there is text to train on",
+    "--wandb-project": "use --tensorboard-dir",
+    "--wandb-exp-name": "use --tensorboard-dir",
+    "--wandb-save-dir": "use --tensorboard-dir",
+    "--use-torch-fsdp2": "use --pin zero=3",
+    "--use-megatron-fsdp": "use --pin zero=3",
+    "--use-custom-fsdp": "use --pin zero=3",
+    "--fsdp": "use --pin zero=3",
+    "--data-parallel-sharding-strategy": "use --pin zero=1, 2 or 3",
+    "--deepspeed": "use --engine deepspeed to price what it runs",
+    "--deepspeed-config": "use --engine deepspeed to price what it runs",
+    "--rope-theta": "use --rotary-base",
+    "--num-key-value-heads": "use --group-query-attention --num-query-groups",
+    "--intermediate-size": "use --ffn-hidden-size",
+    "--num-hidden-layers": "use --num-layers",
+    "--nproc-per-node": "use --local-world-size",
+    "--gpus-per-node": "use --local-world-size",
+    "--nnodes": "use --world-size, the devices of all nodes",
+    "--num-gpus": "use --world-size",
+    "--gpus": "use --world-size",
+    "--num-devices": "use --world-size",
+    "--batch-size": "use --global-batch-size or --micro-batch-size",
+}
+"""By the flag, spelled with dashes."""
+
+
+def instead_of(name: str, known: Container[str]) -> str:
+    """What to give instead of a flag that is not known; nothing where nobody knows.
+
+    Args:
+        known: flags of the command: it is told of no others.
+    """
+    spelled = name.lower().replace("_", "-")
+    said = INSTEAD.get(spelled, "")
+    degree = spelled.lstrip("-").replace("-", "_")
+    if not said and (degree in SHORT_NAMES or degree in Layout.model_fields):
+        short = "--" + degree.replace("_", "-")
+        said = f"use {short}" if short in known else f"use --pin {degree}=VALUE"
+    mentioned = [word.strip(",:") for word in said.split() if word.startswith("--")]
+    return said if all(word in known for word in mentioned) else ""

@@ -1,0 +1,348 @@
+"""Pins: degrees of freedom that the user fixes or narrows, such as `tp=8`, `tp=2..8` or `tp=2,4`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, get_args
+
+from costmodels.errors import InputError
+from costmodels.names import near_names, nearest
+from costmodels.spec.hardware import Precision
+from costmodels.spec.layout import (
+    CHUNKS_OF_SCHEDULES,
+    SHORT_NAMES,
+    ContextParallelForm,
+    GradientReduction,
+    Layout,
+    Optimizer,
+    Recompute,
+    RecomputeMethod,
+    RecomputeModule,
+    Schedule,
+    recompute_conflict,
+    schedule_runs,
+)
+from costmodels.spec.table import BOOLEANS
+from planner.options.choice import EXAMPLES, Choice, Value, Wanted, span
+
+
+@dataclass(frozen=True)
+class WherePossible:
+    """A value that holds wherever the group it needs has two ranks at least; elsewhere the default."""
+
+    value: int | bool | str
+
+    def __str__(self) -> str:
+        return f"{self.value} where possible"
+
+
+PinValue = int | bool | str | tuple[int, ...] | tuple[str, ...] | WherePossible | Choice
+Pins = dict[str, PinValue]
+"""Values by the full name of a field of `Layout`, validated."""
+
+PinInput = Mapping[str, object] | Iterable[str] | str | None
+"""What callers may give: a mapping, or strings `name=value`; names full or short.
+
+A value may be a range (`2..8`, `..4`, `2..`) or a list (`2,4`, or a Python list) where the search varies it.
+"""
+
+_WORDS = {
+    "true": True,
+    "yes": True,
+    "on": True,
+    "1": True,
+    "false": False,
+    "no": False,
+    "off": False,
+    "0": False,
+}
+
+_CHOICES: dict[str, tuple[str, ...]] = {
+    "recompute": get_args(Recompute),
+    "schedule": get_args(Schedule),
+    "precision": get_args(Precision),
+    "context_parallel_form": get_args(ContextParallelForm),
+    "recompute_method": get_args(RecomputeMethod),
+    "gradient_reduction": get_args(GradientReduction),
+    "optimizer": get_args(Optimizer),
+}
+
+_SYNONYMS = {("optimizer", "adamw"): "adam"}
+"""Other words for a choice: weight decay is decoupled either way."""
+
+OTHER_WORDS = {
+    "fsdp": "zero=3",
+    "fsdp2": "zero=3",
+    "ddp": "zero=0",
+    "hsdp": "zero_replicas=2",
+    "ulysses": "cp_form=all_to_all",
+    "ring": "cp_form=ring",
+    "gpipe": "schedule=1f1b",
+    "zero_bubble": "schedule=interleaved_zb",
+    "zb": "schedule=interleaved_zb",
+    "zb1p": "schedule=interleaved_zb",
+    "dualpipe": "schedule=dualpipev",
+    **{f"zero{stage}": f"zero={stage}" for stage in range(4)},
+}
+"""What others call a value of a degree, and the pin that it is here."""
+
+ZERO_STAGES = (0, 1, 2, 3)
+
+LARGEST = 2**20
+"""Of a degree: as many as there are devices, sequences of a step and layers at most."""
+
+GROUPED = ("sequence_parallel", "zero_stage", "context_parallel_form")
+"""Degrees that need a group of ranks: the tensor-, the data- and the context-parallel one."""
+
+RANGED = (
+    "tensor_parallel",
+    "pipeline_parallel",
+    "virtual_pipeline_parallel",
+    "context_parallel",
+    "expert_parallel",
+    "expert_tensor_parallel",
+    "data_parallel",
+    "zero_stage",
+    "micro_batch_size",
+)
+"""Numbers that the search varies: ranges and lists of them may be given."""
+
+LISTED = ("recompute", "schedule", "context_parallel_form")
+"""Words that it varies."""
+
+
+@dataclass(frozen=True)
+class _Item:
+    name: str
+    value: object
+    verb: str = "pin"
+
+    def wrong(self, expected: str) -> InputError:
+        return InputError(f"{self.verb} {self.name}={self.value}: expected {expected}")
+
+
+def parse_pins(pin: PinInput, forbid: PinInput = None) -> Pins:
+    """Validated pins by full name: the values of `pin` without those of `forbid`.
+
+    Raises `InputError` for an unknown name, a value of the wrong kind, two values for one name, and for what
+    is both pinned and forbidden.
+    """
+    pins: Pins = {}
+    for item in _items(pin, "pin"):
+        value = _value(item)
+        if pins.setdefault(item.name, value) != value:
+            raise InputError(f"pin {item.name} is given twice: {pins[item.name]} and {value}")
+    if "recompute_modules" in pins:
+        pins.setdefault("recompute", "selective")
+    forbidden: dict[str, list[_Item]] = {}
+    for item in _items(forbid, "forbid"):
+        forbidden.setdefault(item.name, []).append(item)
+    for name, items in forbidden.items():
+        pins[name] = _without(pins.get(name), name, items)
+    _check_together({name: value for name, value in pins.items() if not isinstance(value, Choice)})
+    return pins
+
+
+def _without(pinned: PinValue | None, name: str, items: Sequence[_Item]) -> PinValue:
+    """What is left of a pin of `name` when the values of `items` are forbidden."""
+    groups = tuple(map(_group, items))
+    said = ",".join(str(item.value) for item in items)
+    if isinstance(pinned, WherePossible):
+        raise InputError(f"forbid {name}={said}: it is pinned to {pinned}; give one of the two")
+    if pinned is None or isinstance(pinned, Choice):
+        before = pinned or Choice()
+        choice = Choice(before.wanted, (*before.forbidden, *groups))
+        known = _known(name)
+        left = [value for value in known if choice.holds(value)]
+        if known and not left:
+            raise InputError(f"forbid {name}={said}: leaves none of {', '.join(map(str, known)).lower()}")
+        return choice if name in RANGED + LISTED else left[0]
+    if isinstance(pinned, (int, str)) and any(pinned in group for group in groups):
+        raise InputError(f"pin {name}={pinned} and forbid {name}={said} contradict each other")
+    return pinned
+
+
+def _group(item: _Item) -> Wanted:
+    """The values that an item of `forbid` names."""
+    value = _value(item)
+    if isinstance(value, Choice) and value.wanted is not None:
+        return value.wanted
+    if isinstance(value, (Choice, WherePossible, tuple)) or not (_known(item.name) or item.name in RANGED):
+        raise InputError(
+            f"{item.verb} {item.name}={item.value}: the search does not choose it; pin what it is to be"
+        )
+    return (value,)
+
+
+def _known(name: str) -> tuple[Value, ...]:
+    """All values of a degree that has a few: of one that is not searched, two."""
+    if name in BOOLEANS:
+        return False, True
+    if name == "zero_stage":
+        return ZERO_STAGES
+    return _CHOICES[name] if name in (*LISTED, "recompute_method", "gradient_reduction") else ()
+
+
+def _check_together(pins: Pins) -> None:
+    """Refuse pins that no layout can hold at the same time, whatever the job."""
+    chunks, schedule = pins.get("virtual_pipeline_parallel"), pins.get("schedule")
+    for kind in get_args(Schedule):
+        if kind == schedule and chunks is not None and not schedule_runs(kind, int(str(chunks))):
+            raise InputError(
+                f"pin schedule={kind} contradicts virtual_pipeline_parallel={chunks}; {CHUNKS_OF_SCHEDULES}"
+            )
+    method = str(pins.get("recompute_method", "uniform"))
+    if method == "block" and "recompute_num_layers" not in pins:
+        raise InputError(
+            "pin recompute_method=block needs recompute_num_layers (--recompute-num-layers), the layers of "
+            "each stage that recompute"
+        )
+    if "recompute" in pins:
+        modules: Any = pins.get("recompute_modules", ())
+        layers = int(str(pins.get("recompute_num_layers", 1)))
+        offloads = pins.get("offload_activations") is True
+        conflict = recompute_conflict(str(pins["recompute"]), modules, method, layers, offloads)
+        if conflict is not None:
+            raise InputError(f"pin {conflict}")
+    form = pins.get("context_parallel_form")
+    if isinstance(form, str) and pins.get("context_parallel") == 1:
+        raise InputError(f"pin context_parallel_form={form} needs context_parallel of at least 2, not 1")
+    if pins.get("zero_replicas", 1) != 1 and pins.get("zero_stage") == 0:
+        raise InputError(f"pin zero_replicas={pins['zero_replicas']} needs zero_stage of at least 1, not 0")
+
+
+def where_possible(pins: Pins, name: str, value: int | bool | str) -> Pins:
+    """`pins` and `name` (one of `GROUPED`), fixed wherever its group allows; a strict pin of `value` stays.
+
+    Raises `InputError` when another value is pinned.
+    """
+    pinned = pins.get(name, WherePossible(value))
+    if isinstance(pinned, Choice) and pinned.holds(value):
+        pinned = WherePossible(value)
+    if pinned not in (value, WherePossible(value)):
+        raise InputError(f"pin {name} is given twice: {pinned} and {value}")
+    return {**pins, name: pinned}
+
+
+def _items(pin: PinInput, verb: str) -> Iterable[_Item]:
+    if pin is None:
+        return
+    if isinstance(pin, Mapping):
+        for name, value in pin.items():
+            yield _Item(_full_name(name, verb), value, verb)
+        return
+    for text in [pin] if isinstance(pin, str) else pin:
+        name, equals, value = text.partition("=")
+        if not equals or not value.strip():
+            plain = _plain(text)
+            of_choices = (f"{degree}={plain}" for degree, values in _CHOICES.items() if plain in values)
+            example = OTHER_WORDS.get(plain) or next(of_choices, "tensor_parallel=8")
+            raise InputError(f"{verb} {text!r}: expected name=value, such as {example}")
+        yield _Item(_full_name(name.strip(), verb), value.strip(), verb)
+
+
+def _full_name(name: str, verb: str) -> str:
+    if not name:
+        raise InputError(f"{verb} without a name before its value; expected name=value, such as tp=8")
+    plain = _plain(name)
+    full = SHORT_NAMES.get(plain, plain)
+    known = list(Layout.model_fields)
+    if full in known:
+        return full
+    if plain in OTHER_WORDS:
+        raise InputError(f"{verb} {name}: no such field; did you mean {OTHER_WORDS[plain]}?")
+    hint = nearest(plain, [*SHORT_NAMES, *known]) or f"use one of {', '.join(known)}"
+    raise InputError(f"{verb} {name}: no such field; {hint}")
+
+
+def _plain(name: str) -> str:
+    return name.strip().lower().replace("-", "_")
+
+
+def _value(item: _Item) -> PinValue:
+    if isinstance(item.value, WherePossible):
+        if item.name not in GROUPED:
+            raise item.wrong(f"a plain value: only {' and '.join(GROUPED)} need a group")
+        _value(_Item(item.name, item.value.value))
+        return item.value
+    if isinstance(item.value, Choice):
+        return item.value
+    if item.name in RANGED + LISTED:
+        several = _several(item)
+        if several is not None:
+            return Choice(several)
+    elif ".." in str(item.value):
+        raise item.wrong(f"one value: ranges are for {', '.join(RANGED)}")
+    return _single(item)
+
+
+def _several(item: _Item) -> Wanted | None:
+    """The range or the list that an item is; None where it is one value."""
+    given = item.value
+    if isinstance(given, (list, tuple)):
+        words = [str(word) for word in given]
+    else:
+        words = str(given).split(",")
+        if item.name in RANGED and len(words) == 1:
+            try:
+                found = span(words[0])
+            except ValueError:
+                raise item.wrong(f"a range from the smaller to the larger, {EXAMPLES}") from None
+            if found is not None:
+                return found
+    if len(words) == 1:
+        return None
+    values = [_single(_Item(item.name, word, item.verb)) for word in words]
+    return tuple(dict.fromkeys(value for value in values if isinstance(value, (int, str))))
+
+
+def _single(item: _Item) -> PinValue:
+    text = str(item.value).strip().lower()
+    if item.name in BOOLEANS:
+        if text not in _WORDS:
+            raise item.wrong("true or false")
+        return _WORDS[text]
+    if item.name in _CHOICES:
+        text = _SYNONYMS.get((item.name, text), text)
+        if text not in _CHOICES[item.name]:
+            raise item.wrong(f"one of {', '.join(_CHOICES[item.name])}{_near_choice(item.name, text)}")
+        return text
+    if item.name == "layers_per_stage":
+        parts = item.value if isinstance(item.value, (list, tuple)) else text.split(",")
+        return tuple(_count(item, str(part), "layers of each stage such as 8,8,7,7") for part in parts)
+    if item.name == "recompute_modules":
+        return _modules(item, item.value if isinstance(item.value, (list, tuple)) else text.split(","))
+    if item.name == "zero_stage":
+        if text not in map(str, ZERO_STAGES):
+            raise item.wrong(f"one of {', '.join(map(str, ZERO_STAGES))}")
+        return int(text)
+    return _count(item, text, "a whole number of at least 1")
+
+
+def _near_choice(name: str, text: str) -> str:
+    """The choice that somebody may have meant, to be appended to all of them."""
+    pin = OTHER_WORDS.get(_plain(text), "")
+    near = near_names(text, _CHOICES[name], cutoff=0.7)
+    if pin and _full_name(pin.partition("=")[0], "") == name:
+        return f"; did you mean {pin.partition('=')[2]}?"
+    if pin:
+        return f"; did you mean pin {pin}?"
+    return f"; did you mean {near[0]}?" if near else ""
+
+
+def _modules(item: _Item, words: Iterable[object]) -> tuple[str, ...]:
+    known = get_args(RecomputeModule)
+    given = [str(word).strip() for word in words]
+    if not given or not set(given) <= set(known) or len(set(given)) < len(given):
+        raise item.wrong(f"some of {', '.join(known)}, separated by commas, each once")
+    return tuple(module for module in known if module in given)
+
+
+def _count(item: _Item, text: str, expected: str) -> int:
+    digits = text.strip()
+    if not (digits.isascii() and digits.isdigit()) or not digits.strip("0"):
+        raise item.wrong(expected)
+    if len(digits.lstrip("0")) > len(str(LARGEST)) or int(digits) > LARGEST:
+        raise item.wrong(f"{expected}, and at most {LARGEST}")
+    return int(digits)

@@ -1,0 +1,1 @@
+"""Degrees of freedom that are solved instead of enumerated: splits, recomputation, copies, offloading."""

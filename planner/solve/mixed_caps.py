@@ -1,0 +1,77 @@
+"""How many layers fit into the memory of each pipeline rank on nodes of two kinds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from costmodels.kind_prices import Rows
+from costmodels.ranks.pipeline import FIELDS, Ranks, all_ranks
+from costmodels.spec.engine import Engine
+from costmodels.spec.hardware import Cluster
+from costmodels.spec.model import ModelSpec
+from costmodels.spec.table import SCHEDULES, Floats, Ints, LayoutTable, distinct
+from planner.solve.mixed_splits import SLACK, Pipelines
+
+
+def _held(
+    model: ModelSpec, cluster: Cluster, engine: Engine, table: LayoutTable, some: Pipelines
+) -> Callable[[Ints], Floats]:
+    """What tells the bytes of each rank, [n, ranks], that has so many layers, as many in each chunk."""
+    alike, code = distinct([table.pipeline_parallel, table.virtual_pipeline_parallel, table.schedule])
+    filled = np.zeros((len(FIELDS), len(alike), some.kind.shape[1]))
+    for index, row in enumerate(alike.tolist()):
+        pipeline, chunks = int(table.pipeline_parallel[row]), int(table.virtual_pipeline_parallel[row])
+        one = (1,) * (pipeline * chunks)
+        leading = 0 if model.moe_layers else len(one)
+        every = all_ranks(one, pipeline, leading, SCHEDULES[int(table.schedule[row])])
+        filled[:, index, :pipeline] = [getattr(every, name) for name in FIELDS]
+    single = Ranks(**dict(zip(FIELDS, filled[:, code], strict=True)))
+    empty = Rows(model, cluster, engine, table, single, some.kind)
+
+    def held(count: Ints) -> Floats:
+        layers = count / table.virtual_pipeline_parallel[:, None]
+        counts = {
+            name: array if name in ("count", "first", "last") or not array.any() else array * layers
+            for name, array in vars(single).items()
+        }
+        return empty.with_ranks(Ranks(**counts)).bytes
+
+    return held
+
+
+def caps_of_ranks(
+    model: ModelSpec, cluster: Cluster, engine: Engine, table: LayoutTable, some: Pipelines
+) -> Ints:
+    """Layers of each rank beyond which they surely do not fit into its memory, [n, ranks].
+
+    Bytes are sums and maxima of what grows in proportion to layers, but for what the device has of two layers
+    at a time, so that each further layer takes no less than the third one. Chunks that differ by a layer may
+    hold less than equal ones would.
+    """
+    held = _held(model, cluster, engine, table, some)
+    chunks = np.broadcast_to(some.chunks[:, None], some.kind.shape)
+    one, two, three = (held(count * chunks) for count in (1, 2, 3))
+    limit = cluster.memory_bytes
+    each = np.maximum(three - two, 1.0) / chunks
+    more = np.floor(np.maximum(limit - two, 0.0) / each * (1 + SLACK))
+    caps = np.where(two <= limit, 2 * chunks + more, np.where(one <= limit, 2 * chunks - 1, 0))
+    most: Ints = np.minimum(caps + chunks - 1, some.layers[:, None]).astype(np.int64)
+    return most
+
+
+def exact_caps(
+    model: ModelSpec, cluster: Cluster, engine: Engine, table: LayoutTable, some: Pipelines, most: Ints
+) -> Ints:
+    """The most layers of each rank that fit into its memory in equal chunks, [n, ranks], at most `most`."""
+    held = _held(model, cluster, engine, table, some)
+    low: Ints = np.zeros_like(most)
+    # The largest number is the right one almost everywhere.
+    high = middle = most
+    while (low < high).any():
+        within = held(middle) <= cluster.memory_bytes
+        low = np.where(within, middle, low)
+        high = np.where(within, high, middle - 1)
+        middle = (low + high + 1) // 2
+    return low

@@ -1,0 +1,237 @@
+"""Layouts for nodes of two kinds: which fit, and those with the layers of stages that suit the kinds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from costmodels.pricing import Prices, peak_memory, price
+from costmodels.spec.engine import Engine
+from costmodels.spec.hardware import Cluster
+from costmodels.spec.layout import SPLIT_BACKWARD, Recompute
+from costmodels.spec.model import ModelSpec
+from costmodels.spec.table import Floats, Ints, LayoutTable, numbers
+from planner.solve.bounds import Fit, Worth
+from planner.solve.mixed_caps import caps_of_ranks, exact_caps
+from planner.solve.mixed_splits import (
+    BEST,
+    Pipelines,
+    equal_chunks,
+    layers_of_ranks,
+    least_bound,
+    pipelines,
+    with_layers,
+)
+from planner.solve.recompute import (
+    FULL,
+    MOST_MODULES,
+    NONE,
+    SELECTIVE,
+    UNIFORM,
+    fastest_that_fit,
+    first_of_each,
+    recomputing,
+)
+from planner.solve.union import joined_prices
+
+ROUND = 256
+"""Rows whose layers are solved in the first round; each later one has twice as many."""
+
+MOST_PLAYED = 100
+"""Pipelines that are played out to choose among the layers of stages of the same row."""
+
+Judge = Callable[[Sequence[Prices]], Worth]
+"""What tells whether rows would be among the first of the prices so far."""
+
+Where = tuple[ModelSpec, Cluster, Engine]
+
+
+def fit_of_kinds(model: ModelSpec, cluster: Cluster, engine: Engine, table: LayoutTable) -> Fit:
+    """`planner.solve.bounds.fit`, which leaves no row unsolved: other layers may make any of them fit."""
+    every = np.ones(len(table), dtype=bool)
+    return Fit(peak_memory(model, cluster, engine, table) <= cluster.memory_bytes, every, every)
+
+
+@dataclass(frozen=True)
+class _Group:
+    """Rows with the same number of pipeline ranks; arrays of [n] or [n, ranks]."""
+
+    rows: Ints
+    table: LayoutTable
+    pipelines: Pipelines
+    bound: Floats
+    """Least seconds of the slowest rank, whatever fits."""
+    caps: Ints
+    within: Floats
+    """The same with layers that may fit; infinite where none do."""
+
+    @property
+    def least(self) -> Floats:
+        """Seconds of a step that fits, at least."""
+        return self.within * self.pipelines.micro_batches
+
+    @property
+    def least_anyway(self) -> Floats:
+        """Seconds of a step, at least."""
+        return self.bound * self.pipelines.micro_batches
+
+
+@dataclass(frozen=True)
+class _Variants:
+    """Rows with several layers of stages each."""
+
+    row: Ints
+    """Of each of the prices the row that it is of."""
+    prices: Prices
+
+    @property
+    def fastest(self) -> Prices:
+        """The fastest of each row by closed forms."""
+        return self.prices.take(first_of_each(self.row, self.prices.step_time_s))
+
+
+def sized(
+    model: ModelSpec,
+    cluster: Cluster,
+    engine: Engine,
+    table: LayoutTable,
+    kinds: Collection[Recompute],
+    judge: Judge,
+    prices: Prices,
+) -> list[Prices]:
+    """Rows of `table` with the layers of stages that are best for the kinds that run them, of those that fit.
+
+    Rows are solved in the order of what they take at least, so that the first ones tell which others could be
+    worth it. Where the best layers do not fit, those are tried that do, and more recomputation.
+
+    Args:
+        kinds: of recomputation that may be solved for.
+        prices: of the rows as they are that fit.
+    """
+    where = model, cluster, engine
+    groups = list(_groups(where, table, judge([prices])))
+    found = [prices]
+    variants: list[_Variants] = []
+    for group, some in _in_rounds(groups, [group.least for group in groups], lambda: judge(found)):
+        variants.append(_that_fit(where, group, some))
+        found.append(variants[-1].fastest)
+    if kinds:
+        plain = [np.where(group.table.recompute == NONE, group.least_anyway, np.inf) for group in groups]
+        for group, some in _in_rounds(groups, plain, lambda: judge(found)):
+            variants.append(_recomputing(where, group, some, kinds, judge(found)))
+            found.append(variants[-1].fastest)
+    return _played(variants, judge(found))
+
+
+def _played(variants: Sequence[_Variants], worth: Worth) -> list[Prices]:
+    """The fastest of each row that is worth it: of the first ones, by pipelines that are played out."""
+    if not variants:
+        return []
+    row = np.concatenate([each.row for each in variants])
+    prices = joined_prices([each.prices for each in variants])
+    good = np.isin(row, row[worth(prices.table, prices.step_time_s)])
+    row, prices = row[good], prices.take(good)
+    best = first_of_each(row, prices.step_time_s)
+    pace = prices.step_time_s / prices.table.global_batch_size
+    order = row[best[np.argsort(pace[best], kind="stable")]]
+    place = np.argsort(order)[np.searchsorted(np.sort(order), row)]
+    first = np.argsort(place, kind="stable")[:MOST_PLAYED]
+    if len(first):
+        prices = prices.simulate(first)
+    return [prices.take(first_of_each(row, prices.step_time_s))]
+
+
+def _groups(where: Where, table: LayoutTable, worth: Worth) -> Iterator[_Group]:
+    every = (
+        (table.pipeline_parallel > 1)
+        & (table.recompute_method == UNIFORM)
+        & (table.recompute_num_layers == 1)
+    )
+    for pipeline in numbers(table.pipeline_parallel[every]):
+        rows = np.flatnonzero(every & (table.pipeline_parallel == pipeline))
+        some = pipelines(*where, table.take(rows))
+        bound = least_bound(some)
+        good = np.flatnonzero(worth(table.take(rows), bound * some.micro_batches))
+        if not len(good):
+            continue
+        rows, some, bound = rows[good], some.take(good), bound[good]
+        own = table.take(rows)
+        caps = caps_of_ranks(*where, own, some)
+        yield _Group(rows, own, some, bound, caps, least_bound(some, caps))
+
+
+def _in_rounds(
+    groups: Sequence[_Group], least: Sequence[Floats], judge: Callable[[], Worth]
+) -> Iterator[tuple[_Group, Ints]]:
+    """Rows of groups that could be worth it, those that take least first; what is found on the way counts."""
+    owner = np.repeat(np.arange(len(groups)), [len(group.rows) for group in groups])
+    local = np.concatenate([np.arange(len(group.rows)) for group in groups] or [owner])
+    seconds = np.concatenate([*least, np.zeros(0)])
+    batch = np.concatenate([*(group.table.global_batch_size for group in groups), np.ones(0, dtype=np.int64)])
+    order = np.argsort(seconds / batch, kind="stable")
+    order = order[np.isfinite(seconds[order])]
+    start, size = 0, ROUND
+    while start < len(order):
+        part = order[start : start + size]
+        for number in numbers(owner[part]):
+            some = local[part[owner[part] == number]]
+            good = judge()(groups[number].table.take(some), least[number][some])
+            if good.any():
+                yield groups[number], some[good]
+        start, size = start + size, 2 * size
+
+
+def _that_fit(where: Where, group: _Group, some: Ints) -> _Variants:
+    """The best layers of stages of each row, of those that fit."""
+    limit = where[1].memory_bytes
+    table, part, caps = group.table.take(some), group.pipelines.take(some), group.caps[some]
+    row, variants = _variants(table, part, group.within[some], caps)
+    fits = peak_memory(*where, variants) <= limit
+    found, base = [price(*where, variants.take(fits))], [row[fits]]
+    others = np.setdiff1d(row, row[fits])
+    if len(others):
+        table, part = table.take(others), part.take(others)
+        caps = exact_caps(*where, table, part, caps[others])
+        bound = least_bound(part, caps)
+        good = np.flatnonzero(np.isfinite(bound))
+        row, variants = _variants(table.take(good), part.take(good), bound[good], caps[good])
+        fits = peak_memory(*where, variants) <= limit
+        found.append(price(*where, variants.take(fits)))
+        base.append(others[good][row[fits]])
+    return _Variants(group.rows[some[np.concatenate(base)]], joined_prices(found))
+
+
+def _recomputing(
+    where: Where, group: _Group, some: Ints, kinds: Collection[Recompute], worth: Worth
+) -> _Variants:
+    """The best layers of stages of each row that do not fit, with the least recomputation that makes them."""
+    row, plain = _variants(group.table.take(some), group.pipelines.take(some), group.bound[some], None, 1)
+    whole = ("full" in kinds) & ~plain.runs(*SPLIT_BACKWARD)
+    most = recomputing(plain, np.where(whole, FULL, SELECTIVE), MOST_MODULES)
+    limit = where[1].memory_bytes
+    could = np.flatnonzero((peak_memory(*where, plain) > limit) & (peak_memory(*where, most) <= limit))
+    row, plain = row[could], plain.take(could)
+    good = worth(plain, price(*where, plain).step_time_s)
+    base, prices = fastest_that_fit(*where, plain.take(good), kinds)
+    return _Variants(group.rows[some[row[good][base]]], prices)
+
+
+def _variants(
+    table: LayoutTable, some: Pipelines, bound: Floats, caps: Ints | None, best: int = BEST
+) -> tuple[Ints, LayoutTable]:
+    """Rows with other layers of stages than they have, each once, and the row that each is of."""
+    counts, row = layers_of_ranks(some, bound, caps, best)
+    several = np.flatnonzero((some.chunks > 1) & (some.layers % some.chunks == 0))
+    if len(several):
+        # Chunks that are alike do not stall each other.
+        part, limits = some.take(several), None if caps is None else caps[several]
+        alike, which = equal_chunks(part, limits, best)
+        counts, row = np.concatenate([counts, alike]), np.concatenate([row, several[which]])
+    once = np.unique(np.column_stack([row, counts]), axis=0, return_index=True)[1]
+    row, other = row[once], with_layers(table, row[once], counts[once])
+    own = [table.splits[split] for split in table.split[row]]
+    changed = [other.splits[split] != mine for split, mine in zip(other.split, own, strict=True)]
+    new = np.flatnonzero(changed)
+    return row[new], other.take(new)

@@ -1,0 +1,280 @@
+"""Layers of each pipeline rank on nodes of two kinds: the fast kind takes more, as far as both have memory.
+
+Looked for are the layers of each rank, which its chunks share evenly. With a bound on the seconds of a rank,
+each takes as many layers as the bound and its memory allow, and the bound can be met if and only if these are
+enough. The least bound is found by bisection. It and the next ones that let some rank have a layer more are
+tried: with few micro batches it pays to give the fast kind more than would keep both as busy, as every micro
+batch passes through all ranks. Of what a bound allows the faster kind takes all that it can, the slower one
+the rest, both evenly.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from costmodels.kind_prices import Rows
+from costmodels.ranks.nodes import BOTH, kinds_of_ranks
+from costmodels.ranks.pipeline import FIELDS, NONE, Ranks
+from costmodels.spec.engine import Engine
+from costmodels.spec.hardware import Cluster
+from costmodels.spec.layout import V_SCHEDULES
+from costmodels.spec.model import ModelSpec
+from costmodels.spec.table import Bools, Floats, Ints, LayoutTable, numbers
+
+NEXT = 3
+"""Bounds beyond the least one that are tried for each kind of rank."""
+
+BEST = 3
+"""Bounds of which the layers are kept."""
+
+SLACK = 1e-9
+"""Relative rounding error that sums of seconds may have."""
+
+
+@dataclass(frozen=True)
+class Pipelines:
+    """What each rank of rows takes; arrays of [n, ranks] or [n]."""
+
+    layers: Ints
+    there: Bools
+    """Ranks that the row has."""
+    kind: Ints
+    fixed: Floats
+    """Seconds of a micro batch on a rank without layers: of the embedding or of the head."""
+    each: Floats
+    """Seconds of a layer."""
+    micro_batches: Ints
+    chunks: Ints
+
+    def take(self, rows: Ints) -> Pipelines:
+        """Some of the rows."""
+        return Pipelines(**{name: held[rows] for name, held in vars(self).items()})
+
+    def most(self, bound: Floats, caps: Ints) -> Ints:
+        """Layers of each rank within a bound on its seconds, [n, ranks]."""
+        room = (bound[:, None] - self.fixed) * (1 + SLACK) / self.each
+        count = np.minimum(np.floor(np.maximum(room, 0.0)).astype(np.int64), caps)
+        return np.where(self.there, count, 0)
+
+    def reaches(self, count: Ints) -> Bools:
+        """Whether so many layers on each rank hold the model, and no chunk is empty, [n]."""
+        each = (count >= self.chunks[:, None]) | ~self.there
+        full: Bools = (count.sum(axis=1) >= self.layers) & each.all(axis=1)
+        return full
+
+    def seconds(self, count: Ints) -> Floats:
+        """Seconds of a micro batch on each rank, [n, ranks]."""
+        return np.where(self.there, self.fixed + count * self.each, 0.0)
+
+
+def pipelines(model: ModelSpec, cluster: Cluster, engine: Engine, table: LayoutTable) -> Pipelines:
+    """What the ranks of each row take; leading dense layers count as if all were on the first rank.
+
+    Args:
+        engine: with its constants for all devices.
+        table: rows whose layers recompute alike.
+    """
+    units = _unit_seconds(model, cluster, engine, table)
+    ranks = int(table.pipeline_parallel.max(initial=1))
+    kind, there = _kinds(cluster, table, ranks)
+    rows = np.arange(len(table))[:, None]
+    usual = units[:, :, 1] if model.moe_layers else units[:, :, 0]
+    leading = model.layers - model.moe_layers if model.moe_layers else 0
+    ahead = leading * (units[:, :, 0] - usual) + units[:, :, 2]
+    place = np.arange(ranks)[None, :]
+    last = np.where(table.runs(*V_SCHEDULES), 0, table.pipeline_parallel - 1)[:, None]
+    fixed = (place == 0) * ahead[rows, kind] + (place == last) * units[:, :, 3][rows, kind]
+    return Pipelines(
+        layers=np.full(len(table), model.layers),
+        there=there,
+        kind=kind,
+        fixed=fixed,
+        each=usual[rows, kind],
+        micro_batches=table.micro_batches,
+        chunks=table.virtual_pipeline_parallel,
+    )
+
+
+def _kinds(cluster: Cluster, table: LayoutTable, ranks: int) -> tuple[Ints, Bools]:
+    """Kind of each pipeline rank, [n, ranks], and which of them rows have."""
+    kind = np.zeros((len(table), ranks), dtype=np.int64)
+    for pipeline in numbers(table.pipeline_parallel):
+        some = table.pipeline_parallel == pipeline
+        kinds = kinds_of_ranks(cluster, pipeline)
+        kind[some, :pipeline], kind[some, pipeline:] = kinds, kinds[-1]
+    return kind, np.arange(ranks)[None, :] < table.pipeline_parallel[:, None]
+
+
+def _unit_seconds(model: ModelSpec, cluster: Cluster, engine: Engine, table: LayoutTable) -> Floats:
+    """Seconds of a micro batch in a dense layer, a layer with experts, embedding and head: [n, kinds, 4]."""
+    names = ("dense", "moe", "first", "last")
+    alone = {name: np.tile(np.eye(4)[place], (len(table), BOTH + 1)) for place, name in enumerate(names)}
+    ones = np.ones((len(table), 4 * (BOTH + 1)))
+    others = {name: NONE for name in FIELDS if name not in ("count", *names)}
+    if not model.experts:
+        # There is no such layer to price.
+        alone["moe"] = NONE
+    kind = np.repeat(np.arange(BOTH + 1), 4)[None, :] * np.ones((len(table), 1), dtype=np.int64)
+    rows = Rows(model, cluster, engine, table, Ranks(count=ones, **alone, **others), kind)
+    return rows.seconds("total").reshape(len(table), BOTH + 1, 4)
+
+
+def least_bound(some: Pipelines, caps: Ints | None = None) -> Floats:
+    """The least seconds of a micro batch on the slowest rank, [n]; infinite where no layers fit `caps`."""
+    limits = np.broadcast_to(some.layers[:, None], some.kind.shape) if caps is None else caps
+    low = np.where(some.there, some.fixed + some.chunks[:, None] * some.each, 0.0).max(axis=1)
+    high = np.where(some.there, some.fixed + some.layers[:, None] * some.each, 0.0).max(axis=1)
+    possible = some.reaches(some.most(high, limits))
+    met = some.reaches(some.most(low, limits))
+    high = np.where(met, low, high)
+    while (high - low > 1e-8 * high).any():
+        middle = (low + high) / 2
+        enough = some.reaches(some.most(middle, limits))
+        low, high = np.where(enough, low, middle), np.where(enough, middle, high)
+    return np.where(possible, high, np.inf)
+
+
+def layers_of_ranks(
+    some: Pipelines, least: Floats, caps: Ints | None = None, best: int = BEST
+) -> tuple[Ints, Ints]:
+    """The layers of each rank, [found, ranks], and the row that each is of.
+
+    Args:
+        least: `least_bound`, finite.
+        best: bounds of which the layers are kept, at most.
+    """
+    limits = np.broadcast_to(some.layers[:, None], some.kind.shape) if caps is None else caps
+    bounds = _bounds(some, least)
+    chosen = np.stack([_filled(some, bound, limits) for bound in bounds.T], axis=1)
+    slowest = np.stack([some.seconds(count) for count in chosen.transpose(1, 0, 2)], axis=1)
+    chunks = some.chunks[:, None]
+    most, every = slowest.max(axis=2), slowest.sum(axis=2)
+    # As the pipeline is filled and drained, one micro batch passes through all ranks, a chunk at a time.
+    took = some.micro_batches[:, None] * most + (every - most) / chunks
+    order = took.argsort(axis=1, kind="stable")
+    # Bounds that differ may allow the same layers, which take the same.
+    gain = np.diff(np.take_along_axis(took, order, axis=1), axis=1, prepend=0.0)
+    again = gain <= SLACK * took.min(axis=1)[:, None]
+    order = np.take_along_axis(order, again.argsort(axis=1, kind="stable"), axis=1)[:, :best]
+    row = np.repeat(np.arange(len(least)), order.shape[1])
+    counts = np.take_along_axis(chosen, order[:, :, None], axis=1).reshape(-1, some.kind.shape[1])
+    part = some.take(row)
+    limit = part.most(np.take_along_axis(bounds, order, axis=1).reshape(-1), limits[row])
+    both = [_evened(part, counts, limit, front) for front in (False, True)]
+    return np.concatenate(both), np.concatenate([row, row])
+
+
+def equal_chunks(some: Pipelines, caps: Ints | None, best: int) -> tuple[Ints, Ints]:
+    """`layers_of_ranks` of which each rank has as many in all of its chunks.
+
+    Args:
+        some: rows whose chunks divide the layers.
+    """
+    chunks = some.chunks[:, None]
+    alike = replace(
+        some,
+        layers=some.layers // some.chunks,
+        each=some.each * chunks,
+        chunks=np.ones_like(some.chunks),
+    )
+    limits = None if caps is None else caps // chunks
+    least = least_bound(alike, limits)
+    rows = np.flatnonzero(np.isfinite(least))
+    found, row = layers_of_ranks(
+        alike.take(rows), least[rows], None if limits is None else limits[rows], best
+    )
+    return found * chunks[rows][row], rows[row]
+
+
+def _bounds(some: Pipelines, least: Floats) -> Floats:
+    """Bounds on the seconds of a rank, [n, bounds]: the least, and the next ones that let one have more."""
+    found = [least]
+    for rank in _representatives(some):
+        rows = np.arange(len(least))
+        fixed, each = some.fixed[rows, rank], some.each[rows, rank]
+        count = np.floor((least - fixed) * (1 + SLACK) / each)
+        found += [np.maximum(fixed + (count + more) * each, least) for more in range(1, NEXT + 1)]
+    return np.stack(found, axis=1)
+
+
+def _representatives(some: Pipelines) -> list[Ints]:
+    """A rank of each sort: the first, the last, and one of each kind (the last of it), [n] each."""
+    ranks = some.there.sum(axis=1)
+    found = [np.zeros_like(ranks), ranks - 1]
+    for kind in range(BOTH + 1):
+        own = some.there & (some.kind == kind)
+        middle = own.shape[1] - 1 - own[:, ::-1].argmax(axis=1)
+        found.append(np.where(own.any(axis=1), np.maximum(middle - (middle == ranks - 1), 0), 0))
+    return found
+
+
+def _filled(some: Pipelines, bound: Floats, caps: Ints) -> Ints:
+    """As many layers as a bound allows, the fastest ranks first, [n, ranks]; each chunk has one at least."""
+    limit, fewest = some.most(bound, caps), np.where(some.there, some.chunks[:, None], 0)
+    order = np.where(some.there, some.each, np.inf).argsort(axis=1, kind="stable")
+    spare = np.take_along_axis(np.maximum(limit - fewest, 0), order, axis=1)
+    left = np.maximum(some.layers - fewest.sum(axis=1), 0)[:, None]
+    before = np.cumsum(spare, axis=1) - spare
+    taken = np.clip(left - before, 0, spare)
+    count = np.zeros_like(limit)
+    np.put_along_axis(count, order, taken, axis=1)
+    return count + fewest
+
+
+def _evened(some: Pipelines, count: Ints, limit: Ints, front: bool) -> Ints:
+    """`count` with the layers of each kind spread evenly over its ranks, none above `limit`.
+
+    Ranks in front have the layer less that does not come out even, or those behind.
+    """
+    result: Ints = count.copy()
+    for kind in range(BOTH + 1):
+        own = some.there & (some.kind == kind)
+        wanted = (count * own).sum(axis=1)
+        low, high = np.zeros_like(wanted), np.where(own, limit, 0).max(axis=1)
+        while (low < high).any():
+            middle = (low + high) // 2
+            enough = np.where(own, np.minimum(limit, middle[:, None]), 0).sum(axis=1) >= wanted
+            low, high = np.where(enough, low, np.minimum(middle + 1, high)), np.where(enough, middle, high)
+        level = np.where(own, np.minimum(limit, high[:, None]), 0)
+        surplus = (level.sum(axis=1) - wanted)[:, None]
+        largest = own & (level == high[:, None])
+        rank = np.cumsum(largest, axis=1) if front else np.cumsum(largest[:, ::-1], axis=1)[:, ::-1]
+        result = np.where(own, level - (largest & (rank <= surplus)), result)
+    return result
+
+
+def with_layers(table: LayoutTable, row: Ints, layers: Ints) -> LayoutTable:
+    """Rows of a table with other layers on their ranks.
+
+    Args:
+        row: of each result.
+        layers: of each rank, [results, ranks]; 0 for ranks that a row does not have.
+    """
+    part = table.take(row)
+    in_v = part.runs(*V_SCHEDULES).tolist()
+    sizes = zip(part.pipeline_parallel.tolist(), part.virtual_pipeline_parallel.tolist(), in_v, strict=True)
+    words = [
+        _stages(tuple(counts[:pipeline]), chunks, v)
+        for counts, (pipeline, chunks, v) in zip(layers.tolist(), sizes, strict=True)
+    ]
+    splits = tuple(dict.fromkeys(words))
+    number = {split: place for place, split in enumerate(splits)}
+    return replace(part, split=np.array([number[word] for word in words], dtype=np.int64), splits=splits)
+
+
+def _stages(layers: tuple[int, ...], chunks: int, in_v: bool) -> tuple[int, ...]:
+    """Layers of each stage, of those of each rank.
+
+    Chunks of ranks with more layers have those that do not come out even first, the other ranks last, so that
+    each round of chunks has about as many.
+    """
+    mean = sum(layers) / len(layers)
+    rounds = []
+    for chunk in range(chunks):
+        late = chunks - 1 - chunk
+        rounds.append([(own + (late if own > mean else chunk)) // chunks for own in layers])
+    if in_v:
+        rounds[1].reverse()
+    return tuple(count for each in rounds for count in each)

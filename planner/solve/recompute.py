@@ -1,0 +1,191 @@
+"""The least recomputation that fits: solved for layouts that fit with more of it only.
+
+Recomputing more layers of a stage takes longer and keeps less, so that of one set of modules the fewest
+layers that fit are the fastest. They are found by bisection, for every set and for whole layers, and the
+fastest of them is the answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from dataclasses import replace
+from itertools import combinations
+
+import numpy as np
+
+from costmodels.pricing import Prices, peak_memory, price
+from costmodels.spec.engine import Engine
+from costmodels.spec.hardware import Cluster
+from costmodels.spec.layout import SPLIT_BACKWARD, Recompute
+from costmodels.spec.model import ModelSpec
+from costmodels.spec.table import (
+    RECOMPUTE_KINDS,
+    RECOMPUTE_METHODS,
+    RECOMPUTE_MODULES,
+    SCHEDULES,
+    Floats,
+    Ints,
+    LayoutTable,
+    code_of,
+)
+from planner.solve.bounds import Fit, Worth, rows_worth
+from planner.space.grid import Space
+
+SPLIT = [SCHEDULES.index(schedule) for schedule in SPLIT_BACKWARD]
+
+NONE, SELECTIVE, FULL = (RECOMPUTE_KINDS.index(kind) for kind in ("none", "selective", "full"))
+UNIFORM, BLOCK = (RECOMPUTE_METHODS.index(method) for method in ("uniform", "block"))
+
+MODULE_SETS: tuple[int, ...] = tuple(
+    code_of("recompute_modules", modules)
+    for size in range(1, len(RECOMPUTE_MODULES) + 1)
+    for modules in combinations(RECOMPUTE_MODULES, size)
+    # The MLP has the activation function in it.
+    if not {"mlp", "activation"} <= set(modules)
+)
+"""Bits of the modules of selective recomputation, few modules first."""
+
+MOST_MODULES = code_of("recompute_modules", ("core_attention", "mlp", "norm"))
+"""What selective recomputation keeps least with."""
+
+USUAL = code_of("recompute_modules", ("core_attention",))
+"""The modules that are enumerated."""
+
+
+def least_recompute(
+    model: ModelSpec,
+    cluster: Cluster,
+    engine: Engine,
+    space: Space,
+    found: Fit,
+    kinds: Collection[Recompute],
+    worth: Worth,
+) -> Prices | None:
+    """Layouts that fit because a part of their modules or of their layers recomputes, one a family at most.
+
+    Args:
+        space: every legal layout, where recomputation is none, selective (core attention) or full.
+        found: which of them fit.
+        kinds: what the pins leave.
+        worth: of the families, those that could be worth it are solved.
+    """
+    table, family, fits = space.table, space.family, found.rows
+    bases = np.flatnonzero((table.recompute == NONE) & ~fits & found.states)
+    if not len(bases) or not {"selective", "full"} & set(kinds):
+        return None
+    fitting = np.zeros(int(family.max()) + 1, dtype=bool)
+    fitting[family[fits]] = True
+    if "full" in kinds:
+        # Of whole layers, which split backward does not recompute, the enumerated ones tell whether any fit.
+        bases = bases[fitting[family[bases]] | np.isin(table.schedule[bases], SPLIT)]
+    plain = table.take(rows_worth(model, cluster, engine, table, bases, worth))
+    whole = ("full" in kinds) & ~plain.runs(*SPLIT_BACKWARD)
+    able = code_of("recompute_modules", engine.runs.recompute_modules)
+    most = recomputing(plain, np.where(whole, FULL, SELECTIVE), MOST_MODULES & able)
+    plain = plain.take(_peak(model, cluster, engine, most) <= cluster.memory_bytes)
+    if not len(plain):
+        return None
+    plain = plain.take(worth(plain, price(model, cluster, engine, plain).step_time_s))
+    return fastest_that_fit(model, cluster, engine, plain, kinds)[1]
+
+
+def fastest_that_fit(
+    model: ModelSpec, cluster: Cluster, engine: Engine, plain: LayoutTable, kinds: Collection[Recompute]
+) -> tuple[Ints, Prices]:
+    """The fastest recomputation with which each row of `plain` fits, and the row that each result is of.
+
+    What is enumerated is left out: whole layers in all of a stage, and core attention.
+    """
+    base, chosen = _fewest_layers(model, cluster, engine, plain, kinds)
+    prices = price(model, cluster, engine, chosen)
+    first = first_of_each(base, prices.step_time_s)
+    return base[first], prices.take(first)
+
+
+def first_of_each(group: Ints, seconds: Floats) -> Ints:
+    """Of each group the place of the one that takes least."""
+    fastest = np.lexsort((seconds, group))
+    return fastest[np.flatnonzero(np.diff(group[fastest], prepend=-1))]
+
+
+def recomputing(
+    table: LayoutTable, kind: Ints | int, modules: Ints | int, layers: Ints | None = None
+) -> LayoutTable:
+    """`table` with other recomputation: of all layers, or of the first `layers` of each stage."""
+    kinds = np.broadcast_to(np.asarray(kind, dtype=np.int64), len(table))
+    method = UNIFORM if layers is None else BLOCK
+    return replace(
+        table,
+        recompute=kinds,
+        recompute_modules=np.where(kinds == SELECTIVE, modules, 0),
+        recompute_method=np.full(len(table), method),
+        recompute_num_layers=np.ones(len(table), dtype=np.int64) if layers is None else layers,
+    )
+
+
+def _fewest_layers(
+    model: ModelSpec, cluster: Cluster, engine: Engine, plain: LayoutTable, kinds: Collection[Recompute]
+) -> tuple[Ints, LayoutTable]:
+    """Of each row of `plain` and each set of modules the fewest layers that fit, and the row each is of."""
+    able = code_of("recompute_modules", engine.runs.recompute_modules)
+    sets = [(FULL, 0)] * ("full" in kinds)
+    sets += [(SELECTIVE, modules) for modules in MODULE_SETS if "selective" in kinds and not modules & ~able]
+    base = np.tile(np.arange(len(plain)), len(sets))
+    kind, modules = (np.repeat([each[place] for each in sets], len(plain)) for place in (0, 1))
+    apart = plain.runs(*SPLIT_BACKWARD)[base]
+    some = ~(apart & (kind == FULL))
+    base, kind, modules = base[some], kind[some], modules[some]
+    held = _peak(model, cluster, engine, recomputing(plain.take(base), kind, modules))
+    fits = held <= cluster.memory_bytes
+    base, kind, modules, held = base[fits], kind[fits], modules[fits], held[fits]
+    table = plain.take(base)
+    deepest = np.array([max(split) for split in table.splits])[table.split]
+
+    def peak(rows: Ints, layers: Ints) -> Floats:
+        return _peak(model, cluster, engine, recomputing(table.take(rows), kind[rows], modules[rows], layers))
+
+    some_layers = np.isin(kind, [code_of("recompute", one) for one in engine.runs.recompute_some_layers])
+    layers = deepest.copy()
+    part = np.flatnonzero(some_layers)
+    layers[part] = _fewest(
+        lambda rows, layers: peak(part[rows], layers), deepest[part], held[part], cluster.memory_bytes
+    )
+    every = layers == deepest
+    new = ~(every & ((kind == FULL) | (modules == USUAL)))
+    found = replace(
+        recomputing(table, kind, modules, layers),
+        recompute_method=np.where(every, UNIFORM, BLOCK),
+        recompute_num_layers=np.where(every, 1, layers),
+    )
+    return base[new], found.take(new)
+
+
+def _fewest(peak: Callable[[Ints, Ints], Floats], deepest: Ints, held: Floats, limit: float) -> Ints:
+    """The least number from 1 to `deepest` for each row with which its peak is within the limit.
+
+    Args:
+        peak: bytes of rows with given numbers, which fall as these grow.
+        held: bytes with `deepest`, within the limit.
+    """
+    rows = np.flatnonzero(deepest > 1)
+    high: Ints = deepest.copy()
+    low = np.ones_like(deepest)
+    above = np.full(len(deepest), np.inf)
+    if len(rows):
+        above[rows] = peak(rows, low[rows])
+        high[rows] = np.where(above[rows] <= limit, 1, high[rows])
+    below = held.copy()
+    while len(rows := np.flatnonzero(high - low > 1)):
+        # Bytes are a line, or the largest of a few: where it crosses the limit is almost always the answer.
+        lo, hi = low[rows], high[rows]
+        share = (above[rows] - limit) / (above[rows] - below[rows])
+        probe = np.clip(lo + np.ceil(share * (hi - lo)).astype(np.int64), lo + 1, hi - 1)
+        found = peak(rows, probe)
+        fits = found <= limit
+        high[rows], below[rows] = np.where(fits, probe, hi), np.where(fits, found, below[rows])
+        low[rows], above[rows] = np.where(fits, lo, probe), np.where(fits, above[rows], found)
+    return high
+
+
+def _peak(model: ModelSpec, cluster: Cluster, engine: Engine, table: LayoutTable) -> Floats:
+    return peak_memory(model, cluster, engine, table) if len(table) else np.zeros(0)

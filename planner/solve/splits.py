@@ -1,0 +1,287 @@
+"""Layers of each stage, solved: the split of a 1F1B pipeline whose slowest stage takes least and which fits.
+
+Stages are contiguous, and the first one has the embedding, the last one the head. With a bound on the seconds
+of a stage, each stage in turn takes as many layers as the bound and its memory allow: being further along
+never leaves a later stage more to do, so that the bound can be met if and only if this reaches the last
+layer. The least bound is found by bisection. Of splits with the same slowest stage those with the fewest
+layers on the largest one are chosen, with the large stages in front, or behind.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from costmodels.memory.states import UnitSizes, parameters, stage_memory
+from costmodels.ranks.pipeline import NONE, Ranks
+from costmodels.spec.engine import Engine
+from costmodels.spec.hardware import Cluster
+from costmodels.spec.model import ModelSpec
+from costmodels.spec.table import Bools, Floats, Ints, LayoutTable, numbers
+from costmodels.time.data_parallel import accumulation_seconds
+from costmodels.time.units import on_ranks, shapes_of, sizes_of, units_of
+from planner.solve.bounds import Worth, least_step
+
+MOST_LEADING = 8
+"""Leading dense layers of a model with experts, beyond which its stages are left even."""
+
+UNUSED = ("dense_plain", "moe_plain", "dense_plain_in_flight", "moe_plain_in_flight", "waiting")
+"""Fields of `Ranks` that are zero where all layers recompute the same and backward is one pass."""
+
+IDLE = dict.fromkeys(("dense_in_flight", "moe_in_flight"), NONE)
+
+CLOSE = 1e-7
+"""Relative width of the range of the bound at which its bisection ends."""
+
+
+@dataclass(frozen=True)
+class _Job:
+    """What is split: rows and their sizes."""
+
+    model: ModelSpec
+    cluster: Cluster
+    engine: Engine
+    """With its constants for the device."""
+    table: LayoutTable
+    sizes: UnitSizes
+
+    def take(self, rows: Ints) -> _Job:
+        """Some of the rows."""
+        sizes = UnitSizes(**{name: held[rows] for name, held in vars(self.sizes).items()})
+        return replace(self, table=self.table.take(rows), sizes=sizes)
+
+
+@dataclass(frozen=True)
+class _Stages:
+    """Stages of rows; arrays of [n, stages] or of [n]."""
+
+    leading: int
+    """Layers in front that differ from the others: dense ones of a model with experts."""
+    layers: int
+    there: Bools
+    """Stages that the row has."""
+    fixed: Floats
+    """Seconds of a stage without layers: of the embedding or of the head."""
+    plain: Floats
+    """Seconds of a leading layer, [n]."""
+    usual: Floats
+    """Seconds of another layer, [n]."""
+
+    def take(self, rows: Ints) -> _Stages:
+        """Some of the rows."""
+        names = ("there", "fixed", "plain", "usual")
+        return replace(self, **{name: getattr(self, name)[rows] for name in names})
+
+    @property
+    def whole(self) -> Floats:
+        """Seconds of all stages together, [n]."""
+        layers = self.leading * self.plain + (self.layers - self.leading) * self.usual
+        every: Floats = layers + self.fixed.sum(axis=1)
+        return every
+
+    def distinct(self) -> tuple[Ints, Ints]:
+        """The first of rows that are alike, and which of them each row is like."""
+        columns = [self.there.sum(axis=1), self.plain, self.usual, self.fixed.sum(axis=1)]
+        _, first, alike = np.unique(np.stack(columns), axis=1, return_index=True, return_inverse=True)
+        return first, alike.reshape(-1)
+
+    def most(self, bound: Floats, caps: Ints, level: Ints) -> Ints:
+        """Layers that each stage can take in turn, [n, stages]; the stages may be more than all layers need.
+
+        Args:
+            bound: seconds that no stage may exceed, [n].
+            caps: layers that fit into the memory of each stage, [n, stages, leading + 1], by how many of the
+                leading layers come before it.
+            level: layers that no stage may exceed, [n].
+        """
+        left = bound[:, None] - self.fixed
+        count = np.floor(left / self.usual[:, None] * (1 + 1e-12)).astype(np.int64)
+        count = np.minimum(np.minimum(count, caps[:, :, self.leading]), level[:, None])
+        start = np.zeros(len(bound), dtype=np.int64)
+        rows = np.arange(len(bound))
+        for stage in range(min(self.leading, count.shape[1])):
+            ahead = np.maximum(self.leading - start, 0)
+            seconds = left[:, stage] * (1 + 1e-12)
+            over = (seconds - ahead * self.plain) / self.usual
+            own = np.where(over >= 0, ahead + np.floor(over), np.floor(seconds / self.plain)).astype(np.int64)
+            own = np.minimum(np.minimum(own, caps[rows, stage, np.minimum(start, self.leading)]), level)
+            count[:, stage] = own
+            start = start + own
+        return np.where(self.there, count, 0)
+
+    def reaches(self, count: Ints) -> Bools:
+        """Whether stages of at most so many layers hold all layers, and none is empty, [n]."""
+        result: Bools = (count.sum(axis=1) >= self.layers) & ((count >= 1) | ~self.there).all(axis=1)
+        return result
+
+    def seconds(self, split: Ints) -> Floats:
+        """Seconds of each stage of a split, [n, stages]."""
+        ends = np.minimum(np.cumsum(split, axis=1), self.leading)
+        ahead = np.diff(ends, axis=1, prepend=0)
+        result: Floats = self.fixed + ahead * self.plain[:, None] + (split - ahead) * self.usual[:, None]
+        return np.where(self.there, result, 0.0)
+
+
+def balanced(
+    model: ModelSpec, cluster: Cluster, engine: Engine, table: LayoutTable, fits: Bools, worth: Worth
+) -> tuple[Ints, LayoutTable]:
+    """Rows of `table` with other layers per stage than the even ones, and the row that each is of.
+
+    Rows are left out where nothing fits, where the even split is as good, and where the result could not be
+    worth it. There are two for one row where the larger stages may lie in front or behind; one may not fit.
+
+    Args:
+        table: rows of the schedule 1f1b with even stages, which recompute the same in all layers.
+        fits: rows that are within the device's memory.
+        worth: whether rows that take so many seconds are.
+    """
+    leading = model.layers - model.moe_layers if model.moe_layers else 0
+    none = np.zeros(0, dtype=np.int64)
+    if not len(table) or leading > MOST_LEADING:
+        return none, table.take(none)
+    engine = engine.for_device(cluster.device)
+    shapes, shape = shapes_of(table)
+    job = _Job(model, cluster, engine, table, sizes_of(model, engine, shapes, shape))
+    stages = _stages(job, leading, shapes, shape)
+    first, alike = stages.distinct()
+    bound, split = _solve(stages.take(first), None)
+    bound, split = bound[alike], split[alike]
+    even = _even(table, stages)
+    better = (bound < stages.seconds(even).max(axis=1) * (1 - 1e-9)) | ~fits
+    rows = np.flatnonzero(better & worth(table, least_step(table, stages.whole, bound)))
+    job, stages, bound, split = job.take(rows), stages.take(rows), bound[rows], split[rows]
+    caps = np.full((*split.shape, leading + 1), model.layers)
+    tight = np.flatnonzero(~_fits(job, stages, split))
+    if len(tight):
+        # What is best without regard to memory and fits is best. The others get as many layers as fit.
+        some = stages.take(tight)
+        caps[tight] = _caps(job.take(tight), some)
+        bound[tight], split[tight] = _solve(some, caps[tight])
+    slowest = stages.seconds(even[rows]).max(axis=1)
+    good = np.flatnonzero(np.isfinite(bound) & ((bound < slowest * (1 - 1e-9)) | ~fits[rows]))
+    stages, bound, split, rows = stages.take(good), bound[good], split[good], rows[good]
+    level = split.max(axis=1, initial=0)
+    mirrored = _shortened(stages, stages.most(bound, caps[good], level), level, front=True)
+    row = np.concatenate([rows, rows])
+    words = [tuple(part[part > 0].tolist()) for part in np.concatenate([split, mirrored])]
+    splits = tuple(dict.fromkeys(words))
+    place = {part: number for number, part in enumerate(splits)}
+    places = np.array([place[part] for part in words], dtype=np.int64)
+    once = np.unique(np.stack([row, places]), axis=1, return_index=True)[1]
+    return row[once], replace(table.take(row[once]), split=places[once], splits=splits)
+
+
+def _even(table: LayoutTable, stages: _Stages) -> Ints:
+    """The layers of each stage of the rows as they are, [n, stages]."""
+    even = np.zeros(stages.there.shape, dtype=np.int64)
+    for each in numbers(table.split):
+        layers = table.splits[each]
+        even[table.split == each, : len(layers)] = layers
+    return even
+
+
+def _stages(job: _Job, leading: int, shapes: LayoutTable, shape: Ints) -> _Stages:
+    table, model = job.table, job.model
+    units = units_of(model, job.cluster, job.engine, shapes)
+    one = {
+        kind: np.tile(np.eye(4)[place], (len(table), 1))
+        for place, kind in enumerate(("dense", "moe", "first", "last"))
+    }
+    alone = Ranks(count=np.ones((len(table), 4)), **one, **dict.fromkeys(UNUSED, NONE), **IDLE)
+    adding, _ = accumulation_seconds(job.engine, job.cluster.device, table, model.experts > 0)
+    shared, experts = parameters(job.sizes, alone)
+    seconds = on_ranks(units, alone, shape, "total") + (shared + experts) * adding[:, None]
+    pipeline = table.pipeline_parallel[:, None]
+    stage = np.arange(int(table.pipeline_parallel.max()))[None, :]
+    fixed = seconds[:, 2:3] * (stage == 0) + seconds[:, 3:4] * (stage == pipeline - 1)
+    usual = seconds[:, 1] if model.moe_layers else seconds[:, 0]
+    return _Stages(leading, model.layers, stage < pipeline, fixed, seconds[:, 0], usual)
+
+
+def _solve(stages: _Stages, caps: Ints | None) -> tuple[Floats, Ints]:
+    """The least seconds of the slowest stage of each row, infinite where no split fits, and the split."""
+    rows = len(stages.usual)
+    whole = np.full(rows, stages.layers)
+    if caps is None:
+        caps = np.full((*stages.there.shape, stages.leading + 1), stages.layers)
+    low = stages.whole / stages.there.sum(axis=1) * (1 - 1e-9)
+    high = stages.whole.copy()
+    # Stages that take layers until they reach the mean exceed it by less than a layer.
+    near = np.maximum(low, stages.fixed.max(axis=1)) + np.maximum(stages.plain, stages.usual)
+    near = np.minimum(near * (1 + 1e-9), high)
+    high = np.where(stages.reaches(stages.most(near, caps, whole)), near, high)
+    possible = stages.reaches(stages.most(high, caps, whole))
+    while (high - low > CLOSE * high).any():
+        middle = (low + high) / 2
+        enough = stages.reaches(stages.most(middle, caps, whole))
+        low, high = np.where(enough, low, middle), np.where(enough, middle, high)
+    few, many = np.ones(rows, dtype=np.int64), whole
+    while (few < many).any():
+        level = (few + many) // 2
+        enough = stages.reaches(stages.most(high, caps, level))
+        few, many = np.where(enough, few, np.minimum(level + 1, many)), np.where(enough, level, many)
+    split = _shortened(stages, stages.most(high, caps, many), many, front=False)
+    bound = np.where(possible, stages.seconds(split).max(axis=1), np.inf)
+    return bound, split
+
+
+def _shortened(stages: _Stages, count: Ints, level: Ints, front: bool) -> Ints:
+    """`count` with one layer less on as many of the largest stages as there are layers too many, [n, stages].
+
+    Those in front lose theirs, or those behind; stages that can hold leading layers come last.
+    """
+    order = np.arange(count.shape[1]) if front else np.arange(count.shape[1])[::-1]
+    order = np.concatenate([order[order >= stages.leading], order[order < stages.leading]])
+    largest = (count == level[:, None])[:, order]
+    surplus = count.sum(axis=1) - stages.layers
+    less = np.zeros_like(count)
+    less[:, order] = largest & (np.cumsum(largest, axis=1) <= surplus[:, None])
+    return count - less
+
+
+def _ranks(stages: _Stages, split: Ints, before: Ints, has_experts: bool) -> Ranks:
+    """What stages of `split` layers hold when `before` layers precede each, as entries of pipeline ranks."""
+    pipeline = stages.there.sum(axis=1)[:, None]
+    stage = np.broadcast_to(np.arange(split.shape[1]), split.shape)
+    ahead = np.clip(stages.leading - before, 0, split) if has_experts else split
+    flying = pipeline - stage
+    dense, moe = ahead.astype(np.float64), (split - ahead).astype(np.float64)
+    return Ranks(
+        count=np.ones(split.shape),
+        dense=dense,
+        moe=moe if has_experts else NONE,
+        first=(stage == 0) * 1.0,
+        last=(stage == pipeline - 1) * 1.0,
+        dense_in_flight=dense * flying,
+        moe_in_flight=moe * flying if has_experts else NONE,
+        **dict.fromkeys(UNUSED, NONE),
+    )
+
+
+def _bytes(job: _Job, stages: _Stages, split: Ints, before: Ints) -> Floats:
+    """Bytes of each stage, [n, stages]; 0 of those that a row does not have."""
+    ranks = _ranks(stages, split, before, job.model.moe_layers > 0)
+    held = stage_memory(job.cluster, job.engine, job.table, job.sizes, ranks)
+    return np.where(stages.there, sum(held.values(), np.zeros(())), 0.0)
+
+
+def _fits(job: _Job, stages: _Stages, split: Ints) -> Bools:
+    """Whether every stage of a split is within the memory of a device, [n]."""
+    held = _bytes(job, stages, split, np.cumsum(split, axis=1) - split)
+    result: Bools = held.max(axis=1) <= job.cluster.memory_bytes
+    return result
+
+
+def _caps(job: _Job, stages: _Stages) -> Ints:
+    """The most layers of each stage that fit, [n, stages, leading + 1], by the layers before it."""
+    caps = np.zeros((*stages.there.shape, stages.leading + 1), dtype=np.int64)
+    for start in range(stages.leading + 1):
+        before = np.full(stages.there.shape, start)
+        low, high = np.zeros_like(before), np.full_like(before, stages.layers)
+        while (low < high).any():
+            middle = (low + high + 1) // 2
+            fits = _bytes(job, stages, middle, before) <= job.cluster.memory_bytes
+            low, high = np.where(fits, middle, low), np.where(fits, high, middle - 1)
+        caps[:, :, start] = low
+    return caps

@@ -1,0 +1,44 @@
+"""Tables of layouts, and their prices, one after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from costmodels.pricing import Prices
+from costmodels.spec.table import ARRAY_FIELDS, LayoutTable
+
+
+def joined(tables: Sequence[LayoutTable]) -> LayoutTable:
+    """The rows of all tables, which share their precision and gradient reduction, in order."""
+    tables = [table for table in tables if len(table)] or tables[:1]
+    if len(tables) == 1:
+        return tables[0]
+    splits = tuple(dict.fromkeys(split for table in tables for split in table.splits))
+    place = {split: number for number, split in enumerate(splits)}
+    columns: dict[str, Any] = {
+        name: np.concatenate([getattr(table, name) for table in tables]) for name in ARRAY_FIELDS
+    }
+    columns["split"] = np.concatenate(
+        [np.array([place[split] for split in table.splits], dtype=np.int64)[table.split] for table in tables]
+    )
+    first = tables[0]
+    return LayoutTable(
+        **columns, splits=splits, precision=first.precision, gradient_reduction=first.gradient_reduction
+    )
+
+
+def joined_prices(parts: Sequence[Prices]) -> Prices:
+    """The prices of all parts, in order; of one model, cluster and engine."""
+    if len(parts) == 1:
+        return parts[0]
+    return replace(
+        parts[0],
+        time={name: np.concatenate([part.time[name] for part in parts]) for name in parts[0].time},
+        memory={name: np.concatenate([part.memory[name] for part in parts]) for name in parts[0].memory},
+        simulated=np.concatenate([part.simulated for part in parts]),
+        table=joined([part.table for part in parts]),
+    )

@@ -1,0 +1,108 @@
+"""Degrees of freedom that are solved instead of enumerated, for what could be among the first plans."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from costmodels.pricing import Prices, peak_memory, price
+from costmodels.spec.engine import Engine
+from costmodels.spec.layout import Recompute
+from costmodels.spec.table import Bools, Floats, LayoutTable
+from planner.objective import Objective
+from planner.options.choice import Choice
+from planner.options.pins import Pins
+from planner.solve.bounds import Fit, Worth, least_peak, rows_worth
+from planner.solve.recompute import UNIFORM, first_of_each, least_recompute
+from planner.solve.replicas import could_gain, replicated
+from planner.solve.splits import balanced
+from planner.solve.union import joined_prices
+from planner.space.grid import Space
+
+if TYPE_CHECKING:
+    from planner.ranking import Problem
+
+FIRST = 20
+"""Places of the ranking for which degrees are solved: whatever could take one of them is."""
+
+
+def solved(problem: Problem, space: Space, found: Fit, prices: Prices) -> list[Prices]:
+    """Further layouts, legal ones that fit and beat the enumerated ones that they are like.
+
+    Args:
+        space: every enumerated legal layout.
+        found: which of them fit.
+        prices: of those.
+    """
+    where = problem.model, problem.cluster, problem.engine
+    kinds = recompute_kinds(problem.pins, problem.engine)
+    own = []
+    if problem.cluster.parts and "layers_per_stage" not in problem.pins:
+        from planner.solve.mixed_nodes import sized  # Few clusters have nodes of two kinds.
+
+        own = sized(*where, space.table, kinds, partial(_worth, problem.objective), prices)
+    if problem.objective == "memory":
+        # What recomputes and splits most is enumerated.
+        return [some for some in own if len(some)]
+    worth = _worth(problem.objective, [prices, *own])
+    every: list[Prices | None] = [*own]
+    every.append(least_recompute(*where, space, found, kinds, worth))
+    if "layers_per_stage" not in problem.pins and not problem.cluster.parts:
+        every.append(_balanced(problem, space.table, found, worth))
+    best = [some.take(worth(some.table, some.step_time_s)) for some in every if some is not None]
+    if "zero_replicas" not in problem.pins:
+        worth = _worth(problem.objective, [prices, *best])
+        gaining = joined_prices([part.take(could_gain(part, worth)) for part in (prices, *best)])
+        copies = replicated(*where, gaining, kinds, worth)
+        best += [] if copies is None else [copies]
+    return [some for some in best if len(some)]
+
+
+def _worth(objective: Objective, parts: Sequence[Prices]) -> Worth:
+    """Whether rows that take so many seconds would be among the first of all `parts`."""
+    scores = np.concatenate([_slowness(objective, some.table, some.step_time_s) for some in parts])
+    last = np.partition(scores, FIRST - 1)[FIRST - 1] if len(scores) >= FIRST else np.inf
+
+    def worth(some: LayoutTable, seconds: Floats) -> Bools:
+        result: Bools = _slowness(objective, some, seconds) <= last
+        return result
+
+    return worth
+
+
+def _balanced(problem: Problem, table: LayoutTable, found: Fit, worth: Worth) -> Prices | None:
+    """Layouts with the split that is best, of those that the even split makes slower or too big."""
+    where = problem.model, problem.cluster, problem.engine
+    # Unequal chunks stall the schedules of several chunks at the longest one in every round.
+    alone = table.runs("1f1b") & (table.pipeline_parallel > 1) & (table.recompute_method == UNIFORM)
+    rows = np.flatnonzero(alone & (table.recompute_num_layers == 1) & found.mean)
+    rows = rows_worth(*where, table, rows, worth)
+    if len(rows):
+        possible = least_peak(*where, table.take(rows)) <= problem.cluster.memory_bytes
+        rows = rows[found.rows[rows] | possible]
+    row, splits = balanced(*where, table.take(rows), found.rows[rows], worth)
+    if not len(splits):
+        return None
+    fits = peak_memory(*where, splits) <= problem.cluster.memory_bytes
+    row, prices = rows[row[fits]], price(*where, splits.take(fits))
+    before = np.where(found.rows[row], price(*where, table.take(row)).step_time_s, np.inf)
+    first = first_of_each(row, prices.step_time_s)
+    return prices.take(first[prices.step_time_s[first] < before[first]])
+
+
+def recompute_kinds(pins: Pins, engine: Engine) -> tuple[Recompute, ...]:
+    """The kinds of recomputation that may be solved for: what `engine` runs; none where a pin decides it."""
+    names = ("recompute", "recompute_modules", "recompute_method", "recompute_num_layers")
+    if any(name in pins and not isinstance(pins[name], Choice) for name in names):
+        return ()
+    choice = pins.get("recompute", Choice())
+    assert isinstance(choice, Choice)
+    return tuple(kind for kind in engine.runs.recompute if choice.holds(kind))
+
+
+def _slowness(objective: Objective, table: LayoutTable, seconds: Floats) -> Floats:
+    """What is to be least, but for constants of the problem: seconds of a step, or of a sequence."""
+    return seconds if objective == "step-time" else seconds / table.global_batch_size

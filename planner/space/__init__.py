@@ -1,0 +1,1 @@
+"""The layouts that are legal, and the rules that remove the others."""

@@ -1,0 +1,195 @@
+"""Rules that keep the search to what an engine runs (`costmodels.spec.abilities.Abilities`)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from costmodels.errors import InputError
+from costmodels.spec.engine import Engine
+from costmodels.spec.table import RECOMPUTE_METHODS, Bools, code_of, value_of
+from planner.options.choice import Choice
+from planner.options.pins import Pins, WherePossible
+from planner.space.degrees import Degrees
+from planner.space.rule import Rule
+
+BLOCK = RECOMPUTE_METHODS.index("block")
+
+SWITCHES = ("tensor_parallel", "pipeline_parallel", "expert_parallel", "expert_tensor_parallel")
+"""Degrees of which an engine without the feature runs 1 alone."""
+
+COMMAND = "`planner engines --json`"
+"""Where users see what engines run."""
+
+OF_MESH = (*SWITCHES, "context_parallel", "context_parallel_form", "schedule")
+
+GROUP_OF = {
+    "sequence_parallel": "tensor_parallel",
+    "context_parallel_form": "context_parallel",
+}
+"""What a degree that holds "where possible" needs more than one rank of."""
+
+
+def limits(engine: Engine) -> dict[str, tuple[Any, ...]]:
+    """The values that an engine runs of each degree of which it does not run all."""
+    runs = engine.runs
+    found: dict[str, tuple[Any, ...]] = {name: (1,) for name in SWITCHES if not getattr(runs, name)}
+    if not runs.sequence_parallel:
+        found["sequence_parallel"] = (False,)
+    if not runs.context_parallel_forms:
+        found["context_parallel"] = (1,)
+    found |= {
+        f"offload_{what}": (False,) for what in ("activations", "optimizer") if what not in runs.offload
+    }
+    for name, field in (
+        ("schedule", "schedules"),
+        ("context_parallel_form", "context_parallel_forms"),
+        ("zero_stage", "zero_stages"),
+        ("recompute", "recompute"),
+    ):
+        own = getattr(runs, field)
+        if own and set(own) < set(type(runs).model_fields[field].default):
+            found[name] = own
+    return found
+
+
+def check_pins(engine: Engine, pins: Pins) -> None:
+    """Raise `InputError` where pins leave a degree no value that the engine runs."""
+    runs = limits(engine)
+    for name, values in runs.items():
+        pin = pins.get(name)
+        if isinstance(pin, WherePossible):
+            # It holds in groups of two ranks at least, which this engine need not have at all.
+            wanted = pin.value in values or runs.get(GROUP_OF.get(name, "")) == (1,)
+        elif isinstance(pin, Choice):
+            wanted = any(pin.holds(value) for value in values)
+        else:
+            wanted = pin is None or pin in values
+        if not wanted:
+            raise InputError(f"pin {name}={pin}: {_has(engine, name, values)}")
+
+
+def engine_rules(engine: Engine) -> tuple[Rule, ...]:
+    """The rules of an engine; none for one that runs everything."""
+    return tuple(_rules(engine))
+
+
+def _rules(engine: Engine) -> Iterator[Rule]:
+    runs, limited = engine.runs, limits(engine)
+    for name in sorted(limited, key=lambda name: name not in OF_MESH):
+        where = _in_context if name == "context_parallel_form" else None
+        yield _only(engine, name, limited[name], where)
+    for rule, stages, degree in (
+        ("engine_zero_pipeline", runs.pipeline_zero_stages, "pipeline_parallel"),
+        ("engine_zero_experts", runs.expert_zero_stages, "expert_parallel"),
+    ):
+        if set(stages) < set(runs.zero_stages):
+            yield _only(engine, "zero_stage", stages, _above_one(degree), f" with {degree}", rule)
+    if set(runs.unpiped_zero_stages) < set(runs.zero_stages):
+        yield _only(
+            engine,
+            "zero_stage",
+            runs.unpiped_zero_stages,
+            lambda d: d.pipeline_parallel == 1,
+            " without pipeline_parallel",
+            "engine_zero_alone",
+        )
+    if runs.pipeline_parallel and not runs.pipelines_of_experts:
+        yield Rule(
+            "engine_pipeline_experts",
+            lambda model, d: (d.pipeline_parallel > 1) & (model.experts > 0),
+            lambda model, d: f"engine {engine.name} has no pipelines of models with experts ({COMMAND})",
+            of_mesh=True,
+        )
+    for rule, schedules, where, when in (
+        ("engine_schedule_context", runs.context_parallel_schedules, _in_context, " with context_parallel"),
+        (
+            "engine_schedule_offload",
+            runs.offload_activations_schedules,
+            lambda d: d.offload_activations,
+            " with offload_activations",
+        ),
+    ):
+        if set(schedules) < set(runs.schedules):
+            yield _only(engine, "schedule", schedules, where, when, rule)
+    if set(runs.hybrid_zero_stages) < {1, 2, 3}:
+        yield _only(
+            engine,
+            "zero_stage",
+            runs.hybrid_zero_stages,
+            lambda d: d.zero_replicas > 1,
+            " with zero_replicas",
+            "engine_zero_replicas",
+        )
+    modules = code_of("recompute_modules", runs.recompute_modules)
+    if modules != code_of("recompute_modules", type(runs).model_fields["recompute_modules"].default):
+        yield Rule(
+            "engine_recompute_modules",
+            lambda model, d: (d.recompute_modules & ~modules) != 0,
+            lambda model, d: _has(
+                engine,
+                "recompute_modules",
+                runs.recompute_modules,
+                given="+".join(value_of("recompute_modules", int(d.recompute_modules))),
+            ),
+        )
+    if set(runs.recompute_some_layers) < {"selective", "full"}:
+        yield _only(
+            engine,
+            "recompute",
+            runs.recompute_some_layers,
+            lambda d: d.recompute_method == BLOCK,
+            " of some layers alone (recompute_method block)",
+            "engine_recompute_layers",
+        )
+
+
+def _only(
+    engine: Engine,
+    name: str,
+    values: Sequence[Any],
+    where: Callable[[Degrees], Bools] | None = None,
+    when: str = "",
+    rule: str = "",
+) -> Rule:
+    """A rule that degree `name` has one of `values`, `where` that is asked."""
+    codes = [code_of(name, value) for value in values]
+
+    def broken(_: object, d: Degrees) -> Bools:
+        other: Bools = ~np.isin(getattr(d, name), codes)
+        return other if where is None else other & where(d)
+
+    def message(_: object, d: Degrees) -> str:
+        return _has(engine, name, values, when, value_of(name, int(getattr(d, name))))
+
+    return Rule(rule or f"engine_{name}", broken, message, of_mesh=name in OF_MESH)
+
+
+def _has(engine: Engine, name: str, values: Sequence[Any], when: str = "", given: object = None) -> str:
+    """What an engine runs of a degree, in words."""
+    if name.startswith("offload_"):
+        what = f"offloads no {name.removeprefix('offload_')}"
+    elif tuple(values) in ((1,), (False,)):
+        what = f"has no {name.replace('_parallel', ' parallelism').replace('_', ' ')}{when}"
+    elif not values:
+        what = f"has no {name}{when}"
+    else:
+        what = f"runs {name} {', '.join(map(str, values))}{when}"
+        if given is not None:
+            what += f", not {given}"
+    return f"engine {engine.name} {what} ({COMMAND})"
+
+
+def _in_context(d: Degrees) -> Bools:
+    found: Bools = d.context_parallel > 1
+    return found
+
+
+def _above_one(name: str) -> Callable[[Degrees], Bools]:
+    def above(d: Degrees) -> Bools:
+        found: Bools = getattr(d, name) > 1
+        return found
+
+    return above

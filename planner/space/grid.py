@@ -1,0 +1,340 @@
+"""Every layout of a problem, and for each one that is illegal the rule that removes it.
+
+The raw product of the degrees of freedom is an open grid: one axis a degree, arrays of length one on
+all other axes. Rules are evaluated on it by broadcasting, so that only the layouts which survive are
+ever written out as rows.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+import numpy as np
+
+from costmodels.errors import InputError
+from costmodels.spec.hardware import Precision
+from costmodels.spec.layout import (
+    CHUNKS_OF_SCHEDULES,
+    SHORT_NAMES,
+    GradientReduction,
+    even_split,
+    schedule_runs,
+)
+from costmodels.spec.model import ModelSpec
+from costmodels.spec.table import (
+    ARRAY_FIELDS,
+    BOOLEANS,
+    RECOMPUTE_KINDS,
+    SCHEDULES,
+    Bools,
+    Ints,
+    LayoutTable,
+    code_of,
+    numbers,
+)
+from planner.options.choice import Choice, chosen
+from planner.options.pins import ZERO_STAGES, Pins, PinValue, WherePossible
+from planner.space.degrees import Degrees
+from planner.space.grid_table import GridTable, Places, flat_places, places_of
+from planner.space.meshes import meshes_with_forms, with_experts
+from planner.space.rule import Rule, divisors
+from planner.space.rules import RULES, SELECTIVE
+
+AXES = 6
+"""Axes of the grid: mesh (tp, pp, cp and its form, dp, ep, etp), chunks and schedule, micro batch, sequence
+parallel, recompute, ZeRO."""
+
+UNVARIED = {
+    "zero_replicas": 1,
+    "recompute_method": "uniform",
+    "recompute_num_layers": 1,
+    "offload_activations": False,
+    "offload_optimizer": False,
+    "optimizer": "adam",
+}
+"""Fields that have one value in a search: this, or the pinned one."""
+
+PLAIN_SCHEDULES = ("1f1b", "interleaved")
+
+CHUNKS = ("virtual_pipeline_parallel", "schedule")
+"""Degrees that go together, along one axis."""
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The sequences of one optimizer step: exactly `size`, or at most `size`."""
+
+    size: int
+    maximum: bool = False
+
+    def __str__(self) -> str:
+        return f"{'max_' if self.maximum else ''}global_batch_size {self.size}"
+
+
+@dataclass(frozen=True)
+class Space:
+    """The legal layouts and an account of the others."""
+
+    table: LayoutTable
+    family: Places
+    """Of each row: rows of one family differ in what they recompute only."""
+    states: Places
+    """Of each row: rows of one number differ in sequences, sequence parallelism and what they recompute only,
+    and all have one micro batch or all several, so that they hold the same parameters, gradients and
+    optimizer states."""
+    considered: int
+    """Layouts of the raw product."""
+    illegal: dict[str, int]
+    """Layouts by the first rule that they break; rules that none breaks are left out."""
+
+
+def micro_batch_sizes(batch: Batch) -> list[int]:
+    """Powers of two and divisors up to the batch, ascending."""
+    powers = [1 << exponent for exponent in range(batch.size.bit_length())]
+    return sorted({*powers, *divisors(batch.size)})
+
+
+def grid(
+    model: ModelSpec, world_size: int, batch: Batch, pins: Pins, schedules: Sequence[str] = SCHEDULES
+) -> Degrees:
+    """The raw product as an open grid with `AXES` axes; `schedules` are those that are not pinned away."""
+    mesh = with_experts(model, meshes_with_forms(world_size, pins), pins)
+    tp, pp, cp, dp, form, ep, etp = (_along(0, column) for column in mesh.T)
+    vpp, schedule = (_along(1, column) for column in _chunks(model, pins, schedules))
+    mbs = _along(2, chosen(pins, "micro_batch_size", micro_batch_sizes(batch)))
+    sp = _grouped(pins, "sequence_parallel", tp, 3, (False, True)).astype(bool)
+    kinds = chosen(pins, "recompute", RECOMPUTE_KINDS)
+    recompute = _along(4, [code_of("recompute", kind) for kind in kinds])
+    modules = code_of("recompute_modules", pins.get("recompute_modules", ("core_attention",)))
+    zero = _grouped(pins, "zero_stage", dp * cp, 5, ZERO_STAGES)
+    fixed: dict[str, Any] = {
+        name: _along(0, [code_of(name, pins.get(name, usual))]) for name, usual in UNVARIED.items()
+    }
+    fixed |= {name: fixed[name].astype(bool) for name in BOOLEANS if name in fixed}
+    split = pins.get("layers_per_stage")
+    entries, layers = pp * vpp, _along(0, [model.layers])
+    deepest = -(-model.layers // entries)
+    if isinstance(split, tuple):
+        counts = [int(count) for count in split]
+        entries, layers, deepest = (_along(0, [n]) for n in (len(counts), sum(counts), max(counts)))
+    return Degrees(
+        tensor_parallel=tp,
+        sequence_parallel=sp,
+        pipeline_parallel=pp,
+        virtual_pipeline_parallel=vpp,
+        context_parallel=cp,
+        context_parallel_form=form,
+        expert_parallel=ep,
+        expert_tensor_parallel=etp,
+        data_parallel=dp,
+        zero_stage=zero,
+        schedule=schedule,
+        micro_batch_size=mbs,
+        batch=_along(0, [batch.size]),
+        batch_is_maximum=_along(0, [batch.maximum]).astype(bool),
+        recompute=recompute,
+        recompute_modules=np.where(recompute == SELECTIVE, modules, 0),
+        entries=entries,
+        layers=layers,
+        deepest=deepest,
+        **fixed,
+    )
+
+
+def build(
+    model: ModelSpec,
+    world_size: int,
+    batch: Batch,
+    precision: Precision,
+    pins: Pins,
+    further: Sequence[Rule] = (),
+) -> Space:
+    """All legal layouts of `model` on `world_size` devices, with the count of each rule.
+
+    `further` are the rules of an engine or a job, besides those of all layouts.
+    `considered == len(table) + sum(illegal.values())`. Raises `InputError` when the pinned degrees do
+    not divide the world size.
+    """
+    degrees = grid(model, world_size, batch, pins)
+    legal = np.ones((1,) * AXES, dtype=bool)
+    illegal: dict[str, int] = {}
+    remaining = considered = math.prod(_shape(degrees))
+    for rule in _rules(pins, further):
+        broken = rule.broken(model, degrees)
+        if legal.shape[1] > 1 and max(broken.shape[2:]) > 1:
+            # The first rule that looks past mesh and chunks is asked about those that are left.
+            degrees, legal = _flattened(degrees, legal)
+            broken = rule.broken(model, degrees)
+        legal = legal & ~broken
+        before, remaining = remaining, _count(legal, _shape(degrees))
+        if before > remaining:
+            illegal[rule.name] = before - remaining
+    legal = np.broadcast_to(legal, _shape(degrees))
+    where, shape = places_of(legal), legal.shape
+    table = _table(model, degrees, legal, where, precision, pins)
+    family = flat_places((*shape[:4], 1, shape[5]), where)
+    states = flat_places((*shape[:2], 1, 1, 1, shape[5]), where)
+    alone = degrees.micro_batches == 1
+    if alone.any():
+        # With one micro batch gradients may be reduced before they are whole.
+        states = 2 * states + alone.ravel().take(flat_places(alone.shape, where))
+    return Space(table, family, states, considered, illegal)
+
+
+def _rules(pins: Pins, further: Sequence[Rule]) -> list[Rule]:
+    """The rules of a search: one that forbids what is merely redundant gives way to pins that ask for it."""
+    fixed = {name for name, value in pins.items() if not isinstance(value, Choice)}
+    usual = [rule for rule in RULES if not rule.is_lifted(fixed)]
+    early = [rule for rule in further if rule.of_mesh]
+    return [*early, *usual, *(rule for rule in further if not rule.of_mesh)]
+
+
+def _count(legal: Bools, shape: tuple[int, ...]) -> int:
+    """Layouts of a grid of `shape` that a mask selects, whose axes of length one stand for all of an axis."""
+    return int(np.count_nonzero(legal)) * (math.prod(shape) // legal.size if legal.size else 0)
+
+
+def _flattened(degrees: Degrees, legal: Bools) -> tuple[Degrees, Bools]:
+    """The grid of the pairs of mesh and chunks that `legal` leaves, which lie along the first axis."""
+    shape = _shape(degrees)
+    rows, columns = np.nonzero(np.broadcast_to(legal, (*shape[:2], 1, 1, 1, 1))[:, :, 0, 0, 0, 0])
+
+    def taken(array: Ints | Bools) -> Any:
+        if array.shape[:2] == (1, 1):
+            return array
+        picked = array[rows if array.shape[0] > 1 else 0, columns if array.shape[1] > 1 else 0]
+        return picked[:, None]
+
+    arrays = {field.name: taken(getattr(degrees, field.name)) for field in fields(degrees)}
+    return Degrees(**arrays), np.ones((len(rows), *(1,) * (AXES - 1)), dtype=bool)
+
+
+def obstacle(
+    model: ModelSpec, world_size: int, batch: Batch, pins: Pins, further: Sequence[Rule] = ()
+) -> str:
+    """Why no layout is legal: the rule that stops those which break fewest rules, with its numbers.
+
+    Only plain layouts are asked where pins leave them: what stops the others is seldom simpler.
+    """
+    plain: Pins = {"expert_parallel": 1, "expert_tensor_parallel": 1}
+    if "context_parallel_form" not in pins:
+        plain["context_parallel"] = 1
+    degrees = grid(
+        model, world_size, batch, plain | pins, SCHEDULES if "schedule" in pins else PLAIN_SCHEDULES
+    )
+    shape = _shape(degrees)
+    rules = _rules(pins, further)
+    broken = [np.broadcast_to(rule.broken(model, degrees), shape) for rule in rules]
+    too_few = _too_few_sequences(world_size, batch, degrees, rules, broken)
+    if too_few is not None:
+        return too_few
+    breaks = np.zeros(shape, dtype=np.int64)
+    for mask in broken:
+        breaks += mask
+    nearest = breaks == breaks.min()
+    counts = [int(np.count_nonzero(mask & nearest)) for mask in broken]
+    first = counts.index(max(counts))
+    where = np.unravel_index(int(np.argmax(broken[first] & nearest)), shape)
+    layout = {
+        field.name: np.asarray(np.broadcast_to(getattr(degrees, field.name), shape)[where])
+        for field in fields(degrees)
+    }
+    return rules[first].message(model, Degrees(**layout))
+
+
+OF_THE_BATCH = (
+    *("batch_too_small", "batch_divisibility", "pipeline_micro_batches"),
+    *("interleaved_micro_batches", "v_micro_batches"),
+)
+"""Rules that another batch would lift."""
+
+
+def _too_few_sequences(
+    world_size: int, batch: Batch, degrees: Degrees, rules: Sequence[Rule], broken: Sequence[Bools]
+) -> str | None:
+    """What is wrong where layouts break rules about the batch alone, and all of them need a larger one.
+
+    Args:
+        broken: where each of `rules` is, on the whole grid.
+    """
+    legal = np.ones(_shape(degrees), dtype=bool)
+    for rule, mask in zip(rules, broken, strict=True):
+        if rule.name not in OF_THE_BATCH:
+            legal &= ~mask
+    # A pipeline is full with as many micro batches as ranks.
+    needed = degrees.micro_batch_size * degrees.data_parallel * degrees.pipeline_parallel
+    every = np.where(legal, np.broadcast_to(needed, legal.shape), np.iinfo(np.int64).max)
+    least = int(every.min())
+    if not legal.any() or least <= batch.size:
+        return None
+    where = np.unravel_index(int(every.argmin()), every.shape)
+    shown = ("tensor_parallel", "pipeline_parallel", "context_parallel", "data_parallel")
+    sizes = {name: int(np.broadcast_to(getattr(degrees, name), every.shape)[where]) for name in shown}
+    layout = " ".join(
+        f"{short}={sizes[name]}" for short, name in SHORT_NAMES.items() if sizes.get(name, 1) > 1
+    )
+    return (
+        f"a batch of {batch.size} is too small for {world_size} devices; use fewer of them, or a batch of "
+        f"{least} or more, as {layout} needs"
+    )
+
+
+def _table(
+    model: ModelSpec,
+    degrees: Degrees,
+    legal: Bools,
+    where: tuple[Places, ...],
+    precision: Precision,
+    pins: Pins,
+) -> GridTable:
+    pinned_split = pins.get("layers_per_stage")
+    if isinstance(pinned_split, tuple):
+        splits: tuple[tuple[int, ...], ...] = (tuple(int(count) for count in pinned_split),)
+        split = np.zeros((1,) * AXES, dtype=np.int64)
+    else:
+        stages = degrees.stages
+        some = legal.any(axis=tuple(range(2, AXES)), keepdims=True)
+        counts = numbers(np.broadcast_to(stages, some.shape)[some])
+        splits = tuple(even_split(model.layers, count) for count in counts)
+        split = np.searchsorted(counts, stages) if counts else np.zeros_like(stages)
+    columns = {name: getattr(degrees, name) for name in ARRAY_FIELDS if name != "split"}
+    reduction: GradientReduction = "bf16" if pins.get("gradient_reduction") == "bf16" else "fp32"
+    return GridTable.on(columns | {"split": split}, where, splits, precision, reduction)
+
+
+def _shape(degrees: Degrees) -> tuple[int, ...]:
+    return np.broadcast_shapes(*(getattr(degrees, field.name).shape for field in fields(degrees)))
+
+
+def _along(axis: int, values: Sequence[int] | Sequence[PinValue] | Ints) -> Ints:
+    shape = [1] * AXES
+    shape[axis] = len(values)
+    return np.asarray(values, dtype=np.int64).reshape(shape)
+
+
+def _grouped(pins: Pins, name: str, size: Ints, axis: int, values: Sequence[int]) -> Ints:
+    """A degree that needs a group of `size` ranks; where only possible it follows the size's axis."""
+    pin = pins.get(name)
+    if isinstance(pin, WherePossible):
+        return np.where(size > 1, pin.value, 0)
+    return _along(axis, chosen(pins, name, values))
+
+
+def _chunks(model: ModelSpec, pins: Pins, schedules: Sequence[str]) -> tuple[list[int], list[int]]:
+    """Numbers of chunks, and the code of the schedule that goes with each, as the pins allow.
+
+    Where no number of chunks that the layers allow goes with a pinned schedule, the rules say so of two.
+    """
+    # Two pipeline ranks are the fewest that interleave.
+    counts = chosen(pins, "virtual_pipeline_parallel", range(1, max(1, model.layers // 2) + 1))
+    wanted = chosen(pins, "schedule", schedules)
+    kinds = [schedule for schedule in SCHEDULES if schedule in wanted]
+    pairs = [(count, kind) for count in counts for kind in kinds if schedule_runs(kind, count)]
+    if not pairs and any(isinstance(pins.get(name), Choice) for name in CHUNKS):
+        said = " and ".join(f"{name}={pins[name]}" for name in CHUNKS if name in pins)
+        raise InputError(f"pin {said} leaves no schedule: {CHUNKS_OF_SCHEDULES}")
+    pairs = pairs or [(2, kind) for kind in kinds]
+    return [count for count, _ in pairs], [code_of("schedule", kind) for _, kind in pairs]

@@ -1,0 +1,123 @@
+"""The legal layouts of a grid as a table that writes out a column, or some rows, when they are asked for.
+
+A large space has millions of legal layouts, of which a search looks at few columns and prices a part: to
+write all of them out takes longer than to price those.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from costmodels.spec.hardware import Precision
+from costmodels.spec.layout import GradientReduction, Layout
+from costmodels.spec.table import ARRAY_FIELDS, Bools, Ints, LayoutTable
+
+Places = npt.NDArray[np.int32]
+"""Along one axis of the grid, [n]."""
+
+
+class GridTable(LayoutTable):
+    """A `LayoutTable` whose columns come from arrays that broadcast to a grid."""
+
+    @classmethod
+    def on(
+        cls,
+        columns: Mapping[str, npt.NDArray[Any]],
+        places: tuple[Places, ...],
+        splits: tuple[tuple[int, ...], ...],
+        precision: Precision,
+        gradient_reduction: GradientReduction,
+    ) -> GridTable:
+        """The layouts at some places of a grid.
+
+        Args:
+            columns: by field, arrays with an axis for each of the grid's, of its length or of one.
+            places: of each row, along each axis of the grid.
+        """
+        table = cls.__new__(cls)
+        vars(table).update(
+            _columns=columns,
+            _places=places,
+            splits=splits,
+            precision=precision,
+            gradient_reduction=gradient_reduction,
+        )
+        return table
+
+    def __len__(self) -> int:
+        return super().__len__() if self._is_written else len(self._places[0])
+
+    @property
+    def _is_written(self) -> bool:
+        """All columns are there: it was made from another table by `dataclasses.replace`."""
+        return "_places" not in vars(self)
+
+    def __getattr__(self, name: str) -> Any:
+        # Columns alone are missing until they are asked for.
+        if name not in ARRAY_FIELDS or self._is_written:
+            raise AttributeError(name)
+        column = _written(vars(self)["_columns"][name], vars(self)["_places"], {})
+        vars(self)[name] = column
+        return column
+
+    def layout(self, row: int) -> Layout:
+        """One row as a `Layout`."""
+        return super().layout(row) if self._is_written else self.take(np.array([row])).layout(0)
+
+    def take(self, rows: Ints | Bools | slice) -> LayoutTable:
+        """The rows that an index or mask array selects, or those of a slice."""
+        if self._is_written:
+            return super().take(rows)
+        some = tuple(place[rows] for place in self._places)
+        known: dict[tuple[int, ...], Any] = {}
+        columns: dict[str, Any] = {
+            name: vars(self)[name][rows] if name in vars(self) else _written(self._columns[name], some, known)
+            for name in ARRAY_FIELDS
+        }
+        return LayoutTable(
+            **columns,
+            splits=self.splits,
+            precision=self.precision,
+            gradient_reduction=self.gradient_reduction,
+        )
+
+
+def places_of(legal: Bools) -> tuple[Places, ...]:
+    """Where a mask holds: along each axis, in the order of its elements."""
+    rest: Any = np.flatnonzero(legal)
+    if legal.size <= np.iinfo(np.int32).max:
+        rest = rest.astype(np.int32)
+    found: list[Any] = []
+    for size in reversed(legal.shape[1:]):
+        found.append(np.zeros(len(rest), dtype=np.int32) if size == 1 else (rest % size).astype(np.int32))
+        rest = rest if size == 1 else rest // size
+    return (rest.astype(np.int32), *reversed(found))
+
+
+def _written(
+    array: npt.NDArray[Any], places: tuple[Places, ...], known: dict[tuple[int, ...], Any]
+) -> npt.NDArray[Any]:
+    """An array of the grid at each place; `known` are the flat places of shapes, which it adds to."""
+    if array.size == 1:
+        # An axis of length one holds the same value wherever a row lies on it.
+        return np.broadcast_to(array.ravel(), places[0].shape)
+    if array.shape not in known:
+        known[array.shape] = flat_places(array.shape, places)
+    found: npt.NDArray[Any] = array.ravel().take(known[array.shape])
+    return found
+
+
+def flat_places(shape: tuple[int, ...], places: tuple[Places, ...]) -> Places:
+    """Places in an array of a grid, whose axes are of the grid's length or of one, that is laid out flat."""
+    wide = math.prod(shape) > np.iinfo(np.int32).max
+    flat: Any = np.zeros(1, dtype=np.int64 if wide else np.int32)
+    for axis, size in zip(places, shape, strict=True):
+        if size != 1:
+            flat = flat * size + axis
+    found: Places = np.broadcast_to(flat, places[0].shape)
+    return found

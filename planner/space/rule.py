@@ -1,0 +1,39 @@
+"""`Rule`: one reason why a layout is not considered."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Set
+from dataclasses import dataclass
+
+from costmodels.spec.model import ModelSpec
+from costmodels.spec.table import Bools
+from planner.space.degrees import Degrees
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One reason why a layout is not considered further."""
+
+    name: str
+    broken: Callable[[ModelSpec, Degrees], Bools]
+    """True where the rule is broken; the shape broadcasts to that of the grid."""
+    message: Callable[[ModelSpec, Degrees], str]
+    """What is wrong with one layout: its numbers, and what would be right."""
+    redundant: bool = False
+    """The layout would run, but the search covers one that is at least as good."""
+    of_mesh: bool = False
+    """It looks at the mesh and the schedule alone; asked before the rules of all layouts where it is about an
+    engine or a job."""
+    lifted_by: tuple[tuple[str, ...], ...] = ()
+    """Groups of degrees: pins of all of any one group say that the user wants the redundant layout."""
+
+    def is_lifted(self, pinned: Set[str]) -> bool:
+        """Whether pins of the degrees `pinned` ask for what the rule forbids."""
+        return any(pinned >= set(group) for group in self.lifted_by)
+
+
+def divisors(number: int) -> list[int]:
+    """All divisors of `number`, ascending."""
+    low = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
+    return low + [number // d for d in reversed(low) if d * d != number]
