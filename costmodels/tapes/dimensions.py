@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from costmodels.layout import Layout
-from costmodels.model_spec import ModelSpec
-from costmodels.shapes import PEAK_LOAD
+from costmodels.layers.shapes import PEAK_LOAD
+from costmodels.spec.layout import Layout
+from costmodels.spec.model import ModelSpec
 
 
 def dimensions(model: ModelSpec, layout: Layout) -> dict[str, int]:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Literal, NamedTuple
 
-from costmodels.layout import Layout
-from costmodels.model_spec import ModelSpec
+from costmodels.spec.layout import Layout
+from costmodels.spec.model import ModelSpec
 
 Unit = Literal["embedding", "dense", "experts", "head", "loss"]
 

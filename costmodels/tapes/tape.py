@@ -51,7 +51,7 @@ class Allocation(NamedTuple):
     storage: int
     size: Size
     category: str
-    """As `costmodels.moments` and the dry run name the owners of bytes."""
+    """As `costmodels.memory.peak` and the dry run name the owners of bytes."""
 
 
 class Release(NamedTuple):

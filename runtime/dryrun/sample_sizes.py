@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 from costmodels import LatentAttention, Layout, ModelSpec
-from costmodels.model_spec import VOCAB_MULTIPLE
+from costmodels.spec.model import VOCAB_MULTIPLE
 from costmodels.tapes.dimensions import dimensions
 from costmodels.tapes.structure import Structure, structure_of
 
