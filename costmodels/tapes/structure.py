@@ -14,6 +14,9 @@ LAYERS: tuple[Unit, ...] = ("dense", "experts")
 ALIGNED_HEAD = 8
 """Elements that heads are filled up to multiples of for fused attention."""
 
+FLASH_HEAD = 256
+"""The largest head that flash attention takes."""
+
 GROUPED_MULTIPLE = 8
 """Elements in 16 bits that rows of matrices must be multiples of in PyTorch's grouped product."""
 
@@ -28,7 +31,7 @@ class Structure(NamedTuple):
     precision: str
     compiled: bool = False
     several: bool = False
-    """Micro batches of more than one sequence."""
+    """Micro batches of more than one sequence, where that changes operations."""
     tensor_parallel: bool = False
     sequence_parallel: bool = False
     norm: str = ""
@@ -44,9 +47,11 @@ class Structure(NamedTuple):
     grouped_queries: bool = False
     one_head: bool = False
     one_key_head: bool = False
-    """A rank has one head of queries, and one of keys."""
+    """A rank has one head of queries, and one of keys, where that changes operations."""
     unaligned_heads: bool = False
     """Fused attention fills heads up."""
+    unfused: bool = False
+    """The kernel of attention is not the one that takes grouped queries without copies."""
     shares_heads: bool = False
     """Tensor-parallel ranks share key/value heads."""
     latent: bool = False
@@ -111,7 +116,7 @@ def structure_of(
         recomputes: the layer is one of those that recompute what the layout says.
     """
     tp = layout.tensor_parallel
-    common = Structure(
+    found = Structure(
         unit=unit,
         precision="fp32" if layout.precision == "tf32" else layout.precision,
         several=layout.micro_batch_size > 1,
@@ -119,15 +124,34 @@ def structure_of(
         sequence_parallel=layout.sequence_parallel,
     )
     if unit == "embedding":
-        return common._replace(learned_positions=model.position == "learned")
-    if unit == "head":
-        return common._replace(norm=model.norm)
-    if unit == "loss":
-        vocabulary = model.padded_vocab(tp) // tp
-        return common._replace(
-            sequence_parallel=False, pads_vocabulary=vocabulary > model.vocab, several=common.several
-        )
-    return _of_layer(common._replace(compiled=compiled), model, layout, recomputes)
+        found = found._replace(learned_positions=model.position == "learned")
+    elif unit == "head":
+        found = found._replace(norm=model.norm)
+    elif unit == "loss":
+        entries = model.padded_vocab(tp) // tp
+        found = found._replace(sequence_parallel=False, pads_vocabulary=entries > model.vocab)
+    else:
+        found = _of_layer(found._replace(compiled=compiled), model, layout, recomputes)
+    if not heeds_rows(found):
+        found = found._replace(several=False)
+    if not heeds_groups(found):
+        found = found._replace(grouped_queries=False, one_head=False, one_key_head=False)
+    return found
+
+
+def heeds_rows(structure: Structure) -> bool:
+    """Whether operations differ for micro batches of one sequence; recorded tapes tell."""
+    if structure.unit == "loss":
+        return False
+    if structure.sequence_parallel:
+        return True
+    return structure.learned_positions if structure.unit == "embedding" else heeds_groups(structure)
+
+
+def heeds_groups(structure: Structure) -> bool:
+    """Whether operations of a layer differ for grouped queries, and for ranks with one head."""
+    special = structure.latent or structure.unfused or bool(structure.context_form)
+    return structure.unit == "experts" or (structure.unit == "dense" and special)
 
 
 def _of_layer(common: Structure, model: ModelSpec, layout: Layout, recomputes: bool) -> Structure:
@@ -144,7 +168,7 @@ def _of_layer(common: Structure, model: ModelSpec, layout: Layout, recomputes: b
     )
     found = _latent(found, model) if model.latent_attention is not None else _grouped(found, model, layout)
     found = _over_context(found, model, layout)
-    return _with_experts(found, model, layout) if common.unit == "experts" else found
+    return _with_experts(found, model, layout) if found.unit == "experts" else found
 
 
 def _grouped(found: Structure, model: ModelSpec, layout: Layout) -> Structure:
@@ -156,7 +180,13 @@ def _grouped(found: Structure, model: ModelSpec, layout: Layout) -> Structure:
         one_key_head=model.kv_heads <= tp,
         shares_heads=tp > model.kv_heads,
         unaligned_heads=model.head_dim % ALIGNED_HEAD > 0,
+        unfused=_is_unfused(found.precision, model.head_dim),
     )
+
+
+def _is_unfused(precision: str, head: int) -> bool:
+    """Whether flash attention does not take heads of this size and precision."""
+    return precision == "fp32" or head > FLASH_HEAD
 
 
 def _latent(found: Structure, model: ModelSpec) -> Structure:

@@ -74,7 +74,7 @@ def trace(
     short = shortened(layout, pipeline_rank)
     tracker = Tracker(on_gpu=device == "cuda")
     with ExitStack() as stack:
-        stack.enter_context(_frozen())
+        stack.enter_context(frozen())
         stack.enter_context(one_rank_of(layout.world_size, rank))
         if layout.optimizer == "adam8bit":
             _prepare_maps()
@@ -166,7 +166,7 @@ def _held(losses: int, executor: Executor) -> Iterator[None]:
 
 
 @contextmanager
-def _frozen() -> Iterator[None]:
+def frozen() -> Iterator[None]:
     """Let collections pass over what was there before: PyTorch alone is a million objects."""
     gc.freeze()
     try:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
+from itertools import count
 from typing import Any, NamedTuple
 
 from costmodels import LatentAttention, Layout, ModelSpec
 from costmodels.spec.model import VOCAB_MULTIPLE
 from costmodels.tapes.dimensions import dimensions
-from costmodels.tapes.structure import Structure, structure_of
+from costmodels.tapes.structure import Structure, heeds_groups, heeds_rows, structure_of
 
 SAMPLES = 4
 """Sets of sizes that there are; two prove most tapes."""
@@ -30,6 +31,12 @@ SIDES = {
 
 SHARED = ((3, 7), (5, 3), (5, 3), (3, 7))
 """Where ranks share a head they divide it: their number, and the prime of a head, 8 times both."""
+
+SMALLEST = 5
+"""Of primes of small sizes."""
+
+FIRST = (200, 300, 450, 700)
+"""Least primes of widths, so that no two sets have the same."""
 
 MULTIPLE = 16
 """Of widths, so that kernels take them."""
@@ -62,13 +69,13 @@ def sample(structure: Structure, number: int) -> Sample:
         ValueError: no model or layout has the structure.
     """
     primes = {name: values[number] for name, values in (RANKS | SIDES).items()}
-    fresh = _primes_above(max(primes.values()))
+    taken = set(primes.values())
     tp = primes["tp"] if structure.tensor_parallel else 1
     cp = 1
     if structure.context_form:
         cp = structure.context_ranks if structure.context_ranks > 1 else primes["cp"]
-    keys = 1 if structure.one_key_head else primes["keys"]
-    group = primes["group"] if structure.grouped_queries else 1
+    keys = 1 if structure.one_key_head or structure.shares_heads else primes["keys"]
+    group = primes["group"] if structure.grouped_queries or not heeds_groups(structure) else 1
     if structure.one_head:
         keys = group = 1
     if structure.latent:
@@ -81,11 +88,10 @@ def sample(structure: Structure, number: int) -> Sample:
         sharers, primes["head"] = SHARED[number]
         tp, head = tp * sharers, 8 * sharers * primes["head"]
     heads = keys * group * tp
-    hidden = MULTIPLE * _prime_from(fresh, heads * head // MULTIPLE)
-    ffn = MULTIPLE * _prime_from(fresh, int(FFN_SHARE * hidden / tp / MULTIPLE))
+    entries = math.lcm(VOCAB_MULTIPLE, tp) // tp * _fresh_prime(taken, FIRST[number])
+    hidden = MULTIPLE * _fresh_prime(taken, max(2 * FIRST[number], heads * head // MULTIPLE))
+    ffn = MULTIPLE * _fresh_prime(taken, int(FFN_SHARE * hidden / tp / MULTIPLE))
     seq = SEQ_MULTIPLE * primes["seq"] * tp * 2 * cp
-    vocab_prime = _prime_from(fresh, 400 + 100 * number)
-    entries = math.lcm(VOCAB_MULTIPLE, tp) // tp * vocab_prime
     fields: dict[str, Any] = {
         "hidden": hidden,
         "ffn": ffn * tp,
@@ -94,7 +100,7 @@ def sample(structure: Structure, number: int) -> Sample:
         "head_dim": head,
         "vocab": _vocabulary(entries, tp, structure.pads_vocabulary),
         "seq": seq,
-        "max_positions": _prime_from(fresh, seq),
+        "max_positions": _fresh_prime(taken, seq),
         "gated": structure.gated,
         "activation": structure.activation or "gelu",
         "norm": structure.norm or "layernorm",
@@ -105,9 +111,9 @@ def sample(structure: Structure, number: int) -> Sample:
         "qk_norm": structure.qk_norm,
     }
     if structure.latent:
-        fields |= _latent(structure, fresh, heads)
+        fields |= _latent(structure, taken, heads)
     model = ModelSpec(name=structure.unit, layers=1, **fields)
-    rows = primes["batch"] if structure.several else 1
+    rows = primes["batch"] if structure.several or not heeds_rows(structure) else 1
     layout = Layout.model_validate(
         {
             "tensor_parallel": tp,
@@ -153,14 +159,17 @@ def _recompute(structure: Structure) -> dict[str, Any]:
     return {"recompute": "selective", "recompute_modules": structure.recompute}
 
 
-def _latent(structure: Structure, fresh: Iterator[int], heads: int) -> dict[str, Any]:
-    nope, rope = 8 * next(fresh), 8 * next(fresh)
+def _latent(structure: Structure, taken: set[int], heads: int) -> dict[str, Any]:
+    nope, rope = 8 * _fresh_prime(taken, SMALLEST), 8 * _fresh_prime(taken, SMALLEST)
     value = nope + rope
     if structure.longer_heads:
-        value = 8 * next(fresh)
+        value = 8 * _fresh_prime(taken, SMALLEST)
         if structure.longer_heads == "values":
-            value = 8 * _prime_from(fresh, 2 * (nope + rope) // 8)
-    query_rank, latent_rank = MULTIPLE * next(fresh), MULTIPLE * next(fresh)
+            value = 8 * _fresh_prime(taken, 2 * (nope + rope) // 8)
+    query_rank, latent_rank = (
+        MULTIPLE * _fresh_prime(taken, SMALLEST),
+        MULTIPLE * _fresh_prime(taken, SMALLEST),
+    )
     return {
         "kv_heads": heads,
         "latent_attention": LatentAttention(
@@ -198,15 +207,8 @@ def _largest_factor(value: int) -> int:
     return max(found, value)
 
 
-def _primes_above(start: int) -> Iterator[int]:
-    """Primes in ascending order."""
-    value = start
-    while True:
-        value += 1
-        if _is_prime(value):
-            yield value
-
-
-def _prime_from(primes: Iterator[int], least: int) -> int:
-    """The next of `primes` that is at least so large."""
-    return next(prime for prime in primes if prime >= least)
+def _fresh_prime(taken: set[int], least: int) -> int:
+    """The smallest prime that is at least so large and that nobody has; it is taken then."""
+    found = next(value for value in count(least) if value not in taken and _is_prime(value))
+    taken.add(found)
+    return found

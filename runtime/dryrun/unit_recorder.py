@@ -124,6 +124,7 @@ def _built(
 ) -> tuple[nn.Module, Callable[[Tensor], Tensor], Callable[[], Tensor]]:
     """The parameters of a unit, what runs it, and what makes its input; `stack` ends all of it."""
     device = torch.device("cuda")
+    stack.enter_context(run.frozen())
     stack.enter_context(run.one_rank_of(layout.world_size, 0))
     stack.enter_context(fake_gpu())
     grid = build_grid(model, layout, device)

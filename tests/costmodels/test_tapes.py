@@ -87,9 +87,12 @@ def test_a_stage_is_a_chain_of_units() -> None:
 @pytest.mark.parametrize(
     ("fields", "changed"),
     [
-        ({"micro_batch_size": 4}, {"several": True}),
-        ({"tensor_parallel": 2}, {"tensor_parallel": True}),
-        ({"tensor_parallel": 4}, {"tensor_parallel": True, "one_head": True, "one_key_head": True}),
+        ({"micro_batch_size": 4}, {}),
+        ({"tensor_parallel": 4}, {"tensor_parallel": True}),
+        (
+            {"tensor_parallel": 4, "sequence_parallel": True, "micro_batch_size": 4},
+            {"tensor_parallel": True, "sequence_parallel": True, "several": True},
+        ),
         ({"recompute": "selective"}, {"recompute": ("core_attention",)}),
         ({"data_parallel": 2, "zero_stage": 3, "optimizer": "sgd"}, {}),
     ],
