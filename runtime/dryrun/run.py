@@ -100,7 +100,7 @@ def trace(
             trainer = training.Trainer(spec, short, options, torch.device(device))
             own_state(tracker, trainer.executor)
         label_layers(tracker, trainer.executor, compiled, stages.compiles_in_two(layout))
-        stack.enter_context(_not_collected())
+        stack.enter_context(not_collected())
         samples = np.zeros((layout.micro_batches * layout.micro_batch_size, spec.seq + 1), np.int64)
         warm_up = fewest_micro_batches(short)
         for number in range(steps):
@@ -176,7 +176,7 @@ def frozen() -> Iterator[None]:
 
 
 @contextmanager
-def _not_collected() -> Iterator[None]:
+def not_collected() -> Iterator[None]:
     """Leave cycles alone, as the loop of the runtime does."""
     gc.collect()
     gc.disable()

@@ -97,6 +97,8 @@ def record_unit(model: ModelSpec, layout: Layout, unit: Unit, compiled: bool) ->
     with ExitStack() as stack:
         tracker = Tracker(on_gpu=True)
         module, run_unit, source = _built(stack, tracker, model, layout, unit, compiled)
+        # What a collector ends, it ends at any time.
+        stack.enter_context(run.not_collected())
         recorder = _Recorder(tracker, module, run_unit, source)
         recorder.turn()
         recorder.forget_gradients()
