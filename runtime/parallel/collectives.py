@@ -7,6 +7,7 @@ that a schedule may compute gradients of inputs and of weights apart.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,8 +20,7 @@ def copy_to_ranks(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
     Backward sums the gradients (f of Megatron-LM, arXiv:1909.08053, section 3).
     """
-    result: Tensor = _Copy.apply(x, group)  # type: ignore[no-untyped-call]
-    return result
+    return _copy(x, 0, group)
 
 
 def reduce_from_ranks(x: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -28,8 +28,7 @@ def reduce_from_ranks(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
     Backward is the identity (g of Megatron-LM, arXiv:1909.08053, section 3).
     """
-    result: Tensor = _Reduce.apply(x, group)  # type: ignore[no-untyped-call]
-    return result
+    return _reduce(x, 0, group)
 
 
 def gather(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
@@ -37,8 +36,7 @@ def gather(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
 
     Backward sums the gradients and keeps this rank's slice (g of arXiv:2205.05198, section 4.2.2).
     """
-    result: Tensor = _Gather.apply(x, dim, group)  # type: ignore[no-untyped-call]
-    return result
+    return _gather(x, dim, group)
 
 
 def reduce_scatter(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
@@ -46,8 +44,7 @@ def reduce_scatter(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
 
     Backward gathers the gradients (g-bar of arXiv:2205.05198, section 4.2.2).
     """
-    result: Tensor = _ReduceScatter.apply(x, dim, group)  # type: ignore[no-untyped-call]
-    return result
+    return _reduce_scatter(x, dim, group)
 
 
 def split_to_ranks(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
@@ -55,8 +52,7 @@ def split_to_ranks(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
 
     Backward gathers the gradients.
     """
-    result: Tensor = _Split.apply(x, dim, group)  # type: ignore[no-untyped-call]
-    return result
+    return _split(x, dim, group)
 
 
 def join_from_ranks(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
@@ -64,8 +60,15 @@ def join_from_ranks(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
 
     Backward keeps this rank's slice of the gradient, which is the same on all ranks.
     """
-    result: Tensor = _JoinSame.apply(x, dim, group)  # type: ignore[no-untyped-call]
-    return result
+    return _join_same(x, dim, group)
+
+
+def exchange_slices(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Slice i of the first dimension of the `x` of every rank, for this rank i; slices are of one size.
+
+    Backward sends the gradients back the same way.
+    """
+    return _exchange_slices(x, 0, group)
 
 
 class Exchange:
@@ -104,11 +107,44 @@ class Exchange:
         return arrived
 
 
-def _own_slice(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
+Operation = Callable[[Tensor, int, dist.ProcessGroup], Tensor]
+"""Maps a tensor, one of its dimensions and the ranks to a tensor."""
+
+
+def _conjugates(operation: Operation, conjugate: Operation) -> Operation:
+    """`operation`, whose backward is `conjugate`."""
+
+    class Collective(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
+            ctx.dim, ctx.group = dim, group
+            return operation(x, dim, group)
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+            return conjugate(grad, ctx.dim, ctx.group), None, None
+
+    def collective(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
+        result: Tensor = Collective.apply(x, dim, group)  # type: ignore[no-untyped-call]
+        return result
+
+    return collective
+
+
+def _view(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
+    # Not the input itself, which an autograd function may not return as its result.
+    return x.view_as(x)
+
+
+def _identity(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
+    return x
+
+
+def _slice(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
     return x.chunk(group.size(), dim)[group.rank()].contiguous()
 
 
-def _sum(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+def _sum(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
     """The sum over the ranks, in place where the memory allows it."""
     x = x.contiguous()
     dist.all_reduce(x, group=group)
@@ -127,69 +163,14 @@ def _sum_slice(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
     return sum_parts(parts, group.group_name, ranks)
 
 
-class _Copy(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        return _sum(grad, ctx.group), None
+def _all_to_all(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
+    return all_to_all(x.contiguous(), group.group_name, group.size())
 
 
-class _Reduce(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        return _sum(x, group)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        return grad, None
-
-
-class _Gather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
-        ctx.dim, ctx.group = dim, group
-        return _join(x, dim, group)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
-        return _sum_slice(grad, ctx.dim, ctx.group), None, None
-
-
-class _ReduceScatter(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
-        ctx.dim, ctx.group = dim, group
-        return _sum_slice(x, dim, group)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
-        return _join(grad, ctx.dim, ctx.group), None, None
-
-
-class _Split(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
-        ctx.dim, ctx.group = dim, group
-        return _own_slice(x, dim, group)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
-        return _join(grad, ctx.dim, ctx.group), None, None
-
-
-class _JoinSame(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
-        ctx.dim, ctx.group = dim, group
-        return _join(x, dim, group)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
-        return _own_slice(grad, ctx.dim, ctx.group), None, None
+_copy, _reduce = _conjugates(_view, _sum), _conjugates(_sum, _identity)
+_gather, _reduce_scatter = _conjugates(_join, _sum_slice), _conjugates(_sum_slice, _join)
+_split, _join_same = _conjugates(_slice, _join), _conjugates(_join, _slice)
+_exchange_slices = _conjugates(_all_to_all, _all_to_all)
 
 
 class _Start(torch.autograd.Function):

@@ -28,6 +28,7 @@ from runtime.model.attention_kernels import DocumentMasks, with_equal_heads
 from runtime.model.transformer import Transformer
 from runtime.parallel.context_attention import exchanged_attention, gathered_attention
 from runtime.parallel.mesh import Grid
+from runtime.parallel.zigzag import by_rank
 
 CoreForward = Callable[..., Tensor]
 """Maps q [B, N, S/cp, H] and k, v [B, K, S/cp, H] of one rank, and its group, to [B, N, S/cp, H]."""
@@ -46,18 +47,13 @@ def _core_forward(form: ContextParallelForm) -> CoreForward:
 def local_positions(spec: ModelSpec, layout: Layout, cp_rank: int) -> Tensor:
     """Positions of the sequence that a context-parallel rank holds, in its order: [S / cp].
 
-    Later tokens attend to more keys. Where ranks keep their tokens in attention, the sequence is cut in
-    2 cp chunks and rank i holds chunks i and 2 cp - 1 - i: all ranks do equal work (Llama 3,
-    arXiv:2407.21783, section 3.3.2). all_to_all has whole sequences in attention: one chunk for each rank.
+    Where ranks keep their tokens in attention, they share them out as `runtime.parallel.zigzag` says;
+    all_to_all has whole sequences in attention: one chunk for each rank.
     """
-    positions = torch.arange(spec.seq)
-    ranks = layout.context_parallel
-    if ranks == 1:
-        return positions
-    if layout.context_parallel_form == "all_to_all":
-        return positions.chunk(ranks)[cp_rank]
-    chunks = positions.chunk(2 * ranks)
-    return torch.cat((chunks[cp_rank], chunks[-1 - cp_rank]))
+    positions, ranks = torch.arange(spec.seq), layout.context_parallel
+    if layout.context_parallel_form != "all_to_all":
+        positions = by_rank(positions, ranks, 0)
+    return positions.chunk(ranks)[cp_rank]
 
 
 def in_ring(layout: Layout) -> bool:

@@ -16,7 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from runtime.model.attention_kernels import DocumentMasks, masked_attention, repeat_heads, suffix_attention
-from runtime.parallel.collectives import all_gather, all_to_all, sum_parts
+from runtime.parallel.collectives import all_gather, exchange_slices, sum_parts
+from runtime.parallel.zigzag import by_rank, in_sequence
 
 
 def gathered_attention(
@@ -62,8 +63,7 @@ class _GatherPrefixes(torch.autograd.Function):
         ctx: Any, k: Tensor, v: Tensor, group: str, size: int, rank: int
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         local = torch.stack((k.permute(2, 0, 1, 3), v.permute(2, 0, 1, 3)), dim=1)
-        chunks = all_gather(local, group, size).chunk(2 * size)
-        whole = torch.cat([*chunks[0::2], *reversed(chunks[1::2])])
+        whole = in_sequence(all_gather(local, group, size), size, 0)
         chunk = k.shape[2] // 2
         ctx.ends = (rank + 1) * chunk, (2 * size - rank) * chunk
         ctx.group, ctx.size, ctx.seq = group, size, whole.shape[0]
@@ -81,9 +81,7 @@ class _GatherPrefixes(torch.autograd.Function):
         whole[last:] = 0
         whole[:first, 0] += k_first
         whole[:first, 1] += v_first
-        chunks = whole.chunk(2 * ctx.size)
-        by_rank = torch.cat([c for rank in range(ctx.size) for c in (chunks[rank], chunks[-1 - rank])])
-        local = sum_parts(by_rank, ctx.group, ctx.size)
+        local = sum_parts(by_rank(whole, ctx.size, 0), ctx.group, ctx.size)
         k, v = (local[:, which].permute(1, 2, 0, 3) for which in (0, 1))
         return k, v, None, None, None
 
@@ -110,7 +108,7 @@ def exchanged_attention(
     Returns:
         [B, N, s, H].
     """
-    name, size = group.group_name, group.size()
+    size = group.size()
     batch, heads, tokens, head = q.shape
     kv_heads = math.lcm(k.shape[1], size)
     k, v = repeat_heads(k, kv_heads), repeat_heads(v, kv_heads)
@@ -121,27 +119,14 @@ def exchanged_attention(
         for x, share in zip((q, k, v), shares, strict=True)
     ]
     sent = torch.cat(parts, dim=3).flatten(0, 1)
-    received = _Exchange.apply(sent, name, size).split(shares, dim=2)  # type: ignore[no-untyped-call]
+    received = exchange_slices(sent, group).split(shares, dim=2)
     q, k, v = (x.permute(1, 2, 0, 3) for x in received)
     if documents is not None and documents.masks:
         result = masked_attention(q, k, v, documents.masks[0])
     else:
         result = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=shares[0] != shares[1])
-    back = _Exchange.apply(result.permute(2, 0, 1, 3).contiguous(), name, size)  # type: ignore[no-untyped-call]
+    back = exchange_slices(result.permute(2, 0, 1, 3), group)
     # [cp, s, B, N / cp, H] to [B, N, s, H], token by token in memory.
     own = back.view(size, tokens, batch, heads // size, head).permute(2, 1, 0, 3, 4)
     attended: Tensor = own.reshape(batch, tokens, heads, head).transpose(1, 2)
     return attended
-
-
-class _Exchange(torch.autograd.Function):
-    """Send slice j of the first dimension to rank j, and receive one from every rank."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: str, size: int) -> Tensor:
-        ctx.group, ctx.size = group, size
-        return all_to_all(x, group, size)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        return all_to_all(grad.contiguous(), ctx.group, ctx.size), None, None

@@ -39,6 +39,7 @@ from runtime.model.transformer import Transformer
 from runtime.parallel.collectives import Exchange, all_gather, all_to_all, gather, reduce_scatter
 from runtime.parallel.mesh import Grid
 from runtime.parallel.tensor import local_weight
+from runtime.parallel.zigzag import by_rank, in_sequence
 
 SPLIT_DIMENSIONS = {"up": 1, "gate": 1, "down": 2, "up_bias": 1, "gate_bias": 1}
 """Dimension of each parameter of the experts that runs over an expert's inner width F."""
@@ -210,25 +211,9 @@ def _choose_over_sequences(router: Router, layout: Layout, grid: Grid) -> None:
     dealt = 1 if layout.context_parallel_form == "all_to_all" else layout.context_parallel
 
     def kept(weights: Tensor, chosen: Tensor) -> Tensor:
-        weights, chosen = (_in_order(gather(part, 1, group), dealt) for part in (weights, chosen))
+        weights, chosen = (in_sequence(gather(part, 1, group), dealt, 1) for part in (weights, chosen))
         limit = capacity(weights.shape[1], router.top_k, experts, router.options.capacity_factor)
-        mask = _by_rank(within_capacity(weights, chosen, experts, limit), dealt)
+        mask = by_rank(within_capacity(weights, chosen, experts, limit), dealt, 1)
         return mask.chunk(group.size(), dim=1)[group.rank()]
 
     router.within_capacity = kept  # type: ignore[method-assign]
-
-
-def _in_order(x: Tensor, ranks: int) -> Tensor:
-    """Whole sequences [B, S, k] in their order, of which each rank has two chunks (`local_positions`)."""
-    if ranks == 1:
-        return x
-    chunks = x.chunk(2 * ranks, dim=1)
-    return torch.cat([*chunks[0::2], *reversed(chunks[1::2])], dim=1)
-
-
-def _by_rank(x: Tensor, ranks: int) -> Tensor:
-    """The reverse of `_in_order`."""
-    if ranks == 1:
-        return x
-    chunks = x.chunk(2 * ranks, dim=1)
-    return torch.cat([chunks[place] for rank in range(ranks) for place in (rank, -1 - rank)], dim=1)
