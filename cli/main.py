@@ -14,6 +14,7 @@ COMMANDS = {
     "launch": "cli.launch",
     "timeline": "cli.timeline",
     "dryrun": "cli.dryrun",
+    "tapes": "cli.tapes",
     "models": "cli.catalogues",
     "devices": "cli.catalogues",
     "engines": "cli.catalogues",
