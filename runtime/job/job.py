@@ -9,13 +9,10 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from costmodels import Device
 from costmodels.errors import InputError
-from planner import advice
-from planner.api import search
 from planner.options.flags import arguments, flag
 from planner.options.inputs import DEFAULT_ENGINE, NetworkOptions
 from planner.options.parallel import BatchOptions, ClusterOptions, ModelOptions, ParallelOptions
 from planner.plan import Plan
-from planner.ranking import SearchResult
 from planner.space.rule import Rule
 from runtime.data import Datasets
 from runtime.data.identity import identity
@@ -25,6 +22,8 @@ from runtime.settings.preflight import TIMEOUT, check_model
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
+
+    from planner.ranking import SearchResult
 
 
 @dataclass(frozen=True)
@@ -89,6 +88,9 @@ def search_here(
             f"--engine {parallel.engine}: what trains here is {DEFAULT_ENGINE}; leave the flag out, or price "
             "other engines with `planner suggest`"
         )
+    from planner import advice  # Ranks with a plan, nearly all of them, never search.
+    from planner.api import search
+
     spec = model.spec()
     check_model(spec)
     result = search(

@@ -12,13 +12,10 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from costmodels import Layout
 from costmodels.errors import InputError
 from costmodels.spec.hardware import Cluster
-from planner import advice
 from planner.options.flags import one_line
 from planner.options.parallel import BatchOptions, ParallelOptions
 from planner.options.pins import Pins
 from planner.plan import Plan
-from planner.ranking import Problem, rank
-from planner.space.grid import Batch
 from runtime.processes.restarts import RESTARTS_VARIABLE
 from runtime.settings.job_rules import job_rules
 from runtime.settings.options import OutputOptions, TrainingOptions
@@ -114,6 +111,10 @@ def replanned(
 
     Raises `InputError` when there is none.
     """
+    from planner import advice  # Few jobs are planned anew.
+    from planner.ranking import Problem, rank
+    from planner.space.grid import Batch
+
     cluster, layout = plan.cluster, plan.layout
     if cluster.parts:
         raise InputError(
