@@ -14,8 +14,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from cli.tables import console, table
-from costmodels.calibration.measured import Measurement, read
-from costmodels.calibration.scoring import SourceScore, fitted, predict, scalars, score
+from costmodels.calibration.accuracy import SourceScore, fitted, predict, scalars, score
+from costmodels.calibration.measurements import Measurement, read
 from costmodels.errors import InputError
 
 WIDTH = 132

@@ -3,7 +3,7 @@
 python -m benchmarks.calibrate --rows FILE... [--only ENGINE/ARCHITECTURE]... [--write | --cross-validate]
 
 The fits are those of costmodels/catalogue/fits.yaml; the result is costmodels/catalogue/calibrated.yaml. Only
-the rows of `costmodels.calibration.scoring.fitted` are used: the others tell how good the constants are.
+the rows of `costmodels.calibration.accuracy.fitted` are used: the others tell how good the constants are.
 --cross-validate fits each half of the rows and prices the other with it, so that whole sweeps are ranked by
 constants that did not see the row.
 """
@@ -19,11 +19,11 @@ import numpy as np
 import yaml
 
 import costmodels.catalogue
-from costmodels.calibration.fit import COVERED, FitPlan, Fitted, belongs, errors, fit, fit_spread, plans
-from costmodels.calibration.layers import fit_layers
-from costmodels.calibration.measured import Measurement, read
-from costmodels.calibration.ranking import rank_sweeps
-from costmodels.calibration.scoring import fitted, tokens_per_s_per_device
+from costmodels.calibration.accuracy import fitted, tokens_per_s_per_device
+from costmodels.calibration.layer_factors import fit_layers
+from costmodels.calibration.measurements import Measurement, read
+from costmodels.calibration.rank_correlation import rank_sweeps
+from costmodels.calibration.time_fit import COVERED, FitPlan, Fitted, belongs, errors, fit, fit_spread, plans
 from costmodels.catalogue.yaml_files import packaged
 from costmodels.errors import InputError
 from costmodels.spec.table import Floats

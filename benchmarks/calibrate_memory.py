@@ -3,7 +3,7 @@
 python -m benchmarks.calibrate_memory --rows FILE... [--only ENGINE]... [--write]
 
 The fits are those of costmodels/catalogue/memory_fits.yaml; the result is calibrated_memory.yaml beside it.
-Only the rows of `costmodels.calibration.scoring.fitted` are used: `python -m benchmarks.accuracy --held-out`
+Only the rows of `costmodels.calibration.accuracy.fitted` are used: `python -m benchmarks.accuracy --held-out`
 tells how good the constants are on the others.
 """
 
@@ -16,9 +16,9 @@ from typing import Any
 import yaml
 
 import costmodels.catalogue
-from costmodels.calibration.fit_memory import fit_memory, has_memory, memory_plans
-from costmodels.calibration.measured import read
-from costmodels.calibration.scoring import fitted
+from costmodels.calibration.accuracy import fitted
+from costmodels.calibration.measurements import read
+from costmodels.calibration.memory_fit import fit_memory, has_memory, memory_plans
 from costmodels.catalogue.yaml_files import packaged
 from costmodels.errors import InputError
 

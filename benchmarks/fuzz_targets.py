@@ -15,7 +15,7 @@ import planner
 from costmodels import ModelSpec
 from costmodels.catalogue import load_device, load_model
 from costmodels.catalogue.yaml_files import LOADER
-from costmodels.time.network_table import read_network_table
+from costmodels.network.network_table import read_network_table
 from planner.options.inputs import resolve_model
 from planner.plan import Plan
 from runtime.data import IndexedWriter, build_datasets

@@ -21,7 +21,7 @@ import numpy as np
 
 from costmodels import ModelSpec
 from costmodels.pricing import peak_memory, price
-from costmodels.ranks.nodes import mixed
+from costmodels.spec.mixed_cluster import mixed_cluster
 from costmodels.spec.table import LayoutTable
 from planner.options.inputs import DEFAULT_ENGINE, resolve_cluster, resolve_engine
 from planner.options.pins import Pins
@@ -59,7 +59,7 @@ def drawn(draw: random.Random) -> tuple[Problem, LayoutTable]:
     local = draw.choice([1, 2])
     parts = [resolve_cluster(name, count * local, local) for name, count in zip(names, nodes, strict=True)]
     batch = Batch(draw.choice([4, 8, 16]))
-    problem = Problem(model, mixed(*parts), resolve_engine(DEFAULT_ENGINE), batch, "fp16", PINS)
+    problem = Problem(model, mixed_cluster(*parts), resolve_engine(DEFAULT_ENGINE), batch, "fp16", PINS)
     every = with_every_split(problem.space().table, model.layers)
     share = draw.choice([None, None, 0.3, 0.6])
     if share is not None:
@@ -68,7 +68,7 @@ def drawn(draw: random.Random) -> tuple[Problem, LayoutTable]:
         parts = [
             part.model_copy(update={"memory_bytes": held}) for part, held in zip(parts, limits, strict=True)
         ]
-        problem = replace(problem, cluster=mixed(*parts))
+        problem = replace(problem, cluster=mixed_cluster(*parts))
     return problem, every
 
 

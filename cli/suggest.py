@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 from cli.notes import not_planned_with
 from cli.pasted import pasted
 from costmodels.errors import InputError
-from costmodels.time.topology import describe
+from costmodels.network.topology import describe
 from planner import advice
 from planner.api import search
 from planner.arguments import assumed_engine, idle_links, search_arguments

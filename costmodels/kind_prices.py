@@ -11,11 +11,13 @@ from functools import cached_property, partial
 
 import numpy as np
 
-from costmodels.memory.peak import on_rank, total
-from costmodels.memory.states import UnitSizes, end_parameters, parameters, stage_memory
+from costmodels.layers.shapes import shapes_of
+from costmodels.memory.peak import stage_memory
+from costmodels.memory.unit_sizes import UnitSizes, end_parameters, parameters, sizes_of
 from costmodels.ranks.mixed import deciding_ranks
-from costmodels.ranks.nodes import BOTH, Site, kinds_of_ranks, on_sites, sites, slower_site
 from costmodels.ranks.pipeline import NONE, Ranks, all_ranks, ranks_entry
+from costmodels.ranks.reductions import on_rank, total
+from costmodels.ranks.sites import BOTH, Site, kinds_of_ranks, on_sites, sites, slower_site
 from costmodels.spec.engine import Engine
 from costmodels.spec.hardware import Cluster
 from costmodels.spec.layout import SPLIT_BACKWARD
@@ -36,7 +38,7 @@ from costmodels.time.data_parallel import (
     optimizer_seconds,
     orthogonal_seconds,
 )
-from costmodels.time.units import on_ranks, shapes_of, sizes_of, units_of
+from costmodels.time.unit_times import on_ranks, units_of
 
 
 @dataclass(frozen=True)
@@ -75,7 +77,7 @@ class Rows:
 
     @cached_property
     def sites(self) -> tuple[Site, ...]:
-        """As `costmodels.ranks.nodes.sites` has them."""
+        """As `costmodels.ranks.sites.sites` has them."""
         return sites(self.cluster, self.engine)
 
     @cached_property
@@ -98,7 +100,7 @@ class Rows:
 
     @cached_property
     def parameters(self) -> tuple[Floats, Floats]:
-        """As `costmodels.memory.states.parameters` has them, [n, k]."""
+        """As `costmodels.memory.unit_sizes.parameters` has them, [n, k]."""
         return parameters(next(iter(self.sizes.values())), self.ranks)
 
     @cached_property

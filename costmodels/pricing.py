@@ -8,20 +8,17 @@ from functools import cached_property, partial
 
 import numpy as np
 
-from costmodels.exact import pipeline_parts
 from costmodels.kind_prices import Rows, price_rows, rows_of_all_ranks
 from costmodels.layers.operators import padded_vocabulary
-from costmodels.memory.peak import highest, on_rank, total
-from costmodels.memory.states import (
-    end_parameters,
-    memory_policy,
-    parameters,
-    reduced_bytes,
-    stage_memory,
-    unit_sizes,
-)
-from costmodels.ranks.nodes import BOTH, check_precision, sites
+from costmodels.layers.shapes import shapes_of
+from costmodels.memory.peak import stage_memory
+from costmodels.memory.states import reduced_bytes
+from costmodels.memory.unit_sizes import end_parameters, parameters, sizes_of, unit_sizes
+from costmodels.network.collectives import all_reduce, group
+from costmodels.pipeline_times import pipeline_parts
 from costmodels.ranks.pipeline import Ranks, all_ranks, deciding_ranks, ranks_entry
+from costmodels.ranks.reductions import highest, on_rank, total
+from costmodels.ranks.sites import BOTH, check_precision, sites
 from costmodels.spec.blocks import in_blocks
 from costmodels.spec.engine import Engine
 from costmodels.spec.estimate import Estimate, StageMemory, StepTime
@@ -37,7 +34,6 @@ from costmodels.time.bubble import (
     split_bubble_seconds,
     uneven_bubble_seconds,
 )
-from costmodels.time.collectives import all_reduce, group
 from costmodels.time.compute import PARTS, Passes, peak_flops
 from costmodels.time.data_parallel import (
     accumulation_seconds,
@@ -47,7 +43,7 @@ from costmodels.time.data_parallel import (
 )
 from costmodels.time.layer_table import known_share
 from costmodels.time.uncertainty import spread
-from costmodels.time.units import on_ranks, shapes_of, sizes_of, units_of
+from costmodels.time.unit_times import on_ranks, units_of
 
 
 @dataclass(frozen=True)
@@ -319,7 +315,7 @@ def price(model: ModelSpec, cluster: Cluster, engine: Engine, table: LayoutTable
         check_precision(cluster, engine, table.precision)
     else:
         engine = engine.for_device(cluster.device)
-        memory_policy(engine, table.precision)
+        engine.memory_policy(table.precision)
     time, memory = (
         {part: np.empty(len(table)) for part in kind.model_fields} for kind in (StepTime, StageMemory)
     )

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 
 from costmodels.errors import InputError
-from costmodels.exact import stage_seconds
 from costmodels.files import write_whole
+from costmodels.pipeline_times import stage_seconds
 from costmodels.spec.engine import Engine
 from costmodels.spec.hardware import Cluster
 from costmodels.spec.layout import Layout

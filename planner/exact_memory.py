@@ -1,6 +1,6 @@
 """The first plans of the bundled engine, held to the exact formula of its runtime's memory.
 
-The search prices masses with the closed forms of `costmodels.memory.states`. `costmodels.bundled` replays
+The search prices masses with the closed forms of `costmodels.memory`. `costmodels.bundled` replays
 what the runtime allocates, and has the bytes of `planner dryrun`: where it covers a layout, they decide
 whether a plan fits, and estimates show them.
 """
@@ -13,9 +13,9 @@ from dataclasses import replace
 import numpy as np
 
 from costmodels import bundled
-from costmodels.memory.peak import on_rank, total
 from costmodels.pricing import Prices
-from costmodels.ranks.nodes import kinds_of_ranks, on_sites, sites, slower_site
+from costmodels.ranks.reductions import on_rank, total
+from costmodels.ranks.sites import kinds_of_ranks, on_sites, sites, slower_site
 from costmodels.spec.engine import Engine
 from costmodels.spec.hardware import Cluster
 from costmodels.spec.layout import SPLIT_BACKWARD, Layout

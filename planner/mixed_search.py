@@ -6,8 +6,8 @@ import time
 from dataclasses import replace
 
 from costmodels.errors import InputError
-from costmodels.ranks.nodes import mixed
 from costmodels.spec.hardware import Cluster
+from costmodels.spec.mixed_cluster import mixed_cluster
 from planner import advice
 from planner.objective import EQUAL
 from planner.objective_text import figure, gain
@@ -39,7 +39,7 @@ def _orders(cluster: Cluster) -> list[Cluster]:
     first, second = cluster.parts
     if first.device == second.device:
         return [cluster]
-    return [cluster, mixed(second, first)]
+    return [cluster, mixed_cluster(second, first)]
 
 
 def _score(result: SearchResult) -> tuple[bool, float]:

@@ -1,4 +1,4 @@
-"""Imports go one way: between the packages, and between the folders of the runtime."""
+"""Imports go one way: between the packages, and between the folders of each."""
 
 from __future__ import annotations
 
@@ -14,11 +14,31 @@ from tests.conftest import ROOT
 PACKAGES = ("costmodels", "planner", "runtime", "cli")
 """Each may import from those before it."""
 
-RUNTIME = (
-    *("logs", "processes", "faults", "data", "settings", "model", "parallel", "optimizers", "train"),
-    *("checkpoint", "huggingface", "job", "launch", "dryrun", "generation"),
-)
-"""Folders of `runtime`: each may import from those before it, and what lies beside them from all."""
+ORDER = {
+    "costmodels": (
+        *(
+            "errors",
+            "exports",
+            "files",
+            "spelling",
+            "spec",
+            "catalogue",
+            "layers",
+            "ranks",
+            "memory",
+            "network",
+        ),
+        *("time", "kind_prices", "pipeline_times", "pricing", "timeline", "tapes", "bundled", "calibration"),
+    ),
+    "runtime": (
+        *("logs", "processes", "faults", "data", "settings", "model", "parallel", "optimizers", "train"),
+        *("checkpoint", "huggingface", "job", "launch", "dryrun", "generation"),
+    ),
+}
+"""Folders of a package, and modules that lie beside them: each may import from those before it.
+
+A module that is not named here lies above all folders.
+"""
 
 
 def modules(package: str) -> dict[str, Path]:
@@ -49,25 +69,29 @@ def test_packages_import_from_those_below_them(package: str) -> None:
     assert not wrong
 
 
-def test_folders_of_the_runtime_import_from_those_below_them() -> None:
-    folders = {path.parent.name for path in (ROOT / "runtime").glob("*/__init__.py")}
-    assert folders == set(RUNTIME)
+@pytest.mark.parametrize("package", ORDER)
+def test_folders_import_from_those_below_them(package: str) -> None:
+    order = ORDER[package]
+    folders = {path.parent.name for path in (ROOT / package).glob("*/__init__.py")}
+    beside = {path.stem for path in (ROOT / package).glob("*.py")}
+    assert folders <= set(order) <= folders | beside
     wrong = []
-    for module, file in modules("runtime").items():
+    for module, file in modules(package).items():
         _, folder, *_ = module.split(".")
-        if folder not in RUNTIME:
+        if folder not in order:
             continue
-        above = RUNTIME[RUNTIME.index(folder) + 1 :]
+        above = order[order.index(folder) + 1 :]
         wrong += [
             f"{module} imports {name}"
             for name in imported(file)
-            if name.startswith("runtime.") and name.split(".")[1] in above
+            if name.startswith(f"{package}.") and name.split(".")[1] in above
         ]
     assert not wrong
 
 
-def test_no_module_of_the_runtime_imports_itself_by_others() -> None:
-    known = {name.removesuffix(".__init__"): file for name, file in modules("runtime").items()}
+@pytest.mark.parametrize("package", ORDER)
+def test_no_module_imports_itself_by_others(package: str) -> None:
+    known = {name.removesuffix(".__init__"): file for name, file in modules(package).items()}
     graph = nx.DiGraph()
     for module, file in known.items():
         for name in imported(file):

@@ -1,4 +1,4 @@
-"""Bytes on a device of each pipeline rank, as `costmodels.memory.states` gives them for other engines."""
+"""Bytes on a device of each pipeline rank, as `costmodels.memory` gives them for other engines."""
 
 from __future__ import annotations
 

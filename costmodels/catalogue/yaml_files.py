@@ -14,7 +14,7 @@ from pydantic import BaseModel, ValidationError
 
 from costmodels.errors import InputError
 from costmodels.files import MIB, read_text
-from costmodels.names import near_names, nearest
+from costmodels.spelling import near_names, nearest
 
 FOLDER = Path(__file__).parent
 

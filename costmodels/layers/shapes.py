@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
+from costmodels.spec.layout import SPLIT_BACKWARD
 from costmodels.spec.model import ModelSpec
-from costmodels.spec.table import Floats, LayoutTable
+from costmodels.spec.table import Floats, Ints, LayoutTable, distinct
 
 LOAD = 1.0
 """For time: rows of the busiest device's experts over those of an even load, as routers are trained for."""
@@ -90,3 +91,26 @@ def _even_rows(model: ModelSpec, table: LayoutTable) -> Floats:
     spread = table.expert_tensor_parallel / table.tensor_parallel
     result: Floats = tokens(model, table) * model.top_k * spread
     return result
+
+
+def shapes_of(table: LayoutTable) -> tuple[LayoutTable, Ints]:
+    """The few rows that differ in the shape of their operators, and which of them each row is like."""
+    first, code = distinct(
+        [
+            table.tensor_parallel,
+            table.sequence_parallel,
+            table.context_parallel,
+            table.context_parallel_form,
+            table.expert_parallel,
+            table.expert_tensor_parallel,
+            table.micro_batch_size,
+            table.recompute,
+            table.recompute_modules,
+            table.recompute_num_layers,
+            table.recompute_method,
+            table.offload_activations,
+            table.pipeline_parallel > 1,
+            table.runs(*SPLIT_BACKWARD),
+        ]
+    )
+    return table.take(first), code

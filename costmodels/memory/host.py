@@ -7,14 +7,15 @@ from functools import partial
 import numpy as np
 
 from costmodels.layers.optimizer import ADAM_STATE, layer_state
-from costmodels.memory.peak import highest
-from costmodels.memory.states import MASTER, memory_policy, parameters
+from costmodels.layers.shapes import shapes_of
+from costmodels.memory.states import MASTER
+from costmodels.memory.unit_sizes import parameters, sizes_of
 from costmodels.ranks.pipeline import deciding_ranks, in_flight
+from costmodels.ranks.reductions import highest
 from costmodels.spec.blocks import in_blocks
 from costmodels.spec.engine import Engine
 from costmodels.spec.model import ModelSpec
 from costmodels.spec.table import Floats, LayoutTable
-from costmodels.time.units import shapes_of, sizes_of
 
 
 def host_bytes(model: ModelSpec, engine: Engine, table: LayoutTable) -> Floats:
@@ -32,7 +33,7 @@ def host_bytes(model: ModelSpec, engine: Engine, table: LayoutTable) -> Floats:
 def _host_bytes(model: ModelSpec, engine: Engine, table: LayoutTable) -> Floats:
     sizes, ranks = sizes_of(model, engine, *shapes_of(table)), deciding_ranks(model, table)
     shared, experts = parameters(sizes, ranks)
-    policy = memory_policy(engine, table.precision)
+    policy = engine.memory_policy(table.precision)
     each = policy.optimizer - ADAM_STATE + layer_state(table)
     if engine.fully_sharded:
         each = 2 * MASTER + layer_state(table)

@@ -1,20 +1,33 @@
-"""What a device holds besides model states and activations: buffers, and the moment of the peak."""
+"""Bytes on one device of each pipeline rank at the peak of the step.
+
+Model states, activations times what the schedule has in flight, and what a device holds besides: buffers,
+workspaces, and what the allocator cannot use.
+"""
 
 from __future__ import annotations
 
 import numpy as np
 
-from costmodels.ranks.pipeline import NONE, Ranks
+from costmodels.memory.states import frees_parameters, model_states
+from costmodels.memory.unit_sizes import UnitSizes, end_parameters, parameters
+from costmodels.ranks.pipeline import NONE, Ranks, in_flight
+from costmodels.ranks.reductions import total
 from costmodels.spec.engine import Engine, MemoryPolicy
 from costmodels.spec.hardware import Cluster
-from costmodels.spec.table import Floats, Ints, LayoutTable
+from costmodels.spec.layout import SPLIT_BACKWARD
+from costmodels.spec.table import RECOMPUTE_KINDS, RECOMPUTE_METHODS, Floats, LayoutTable
+
+FULL = RECOMPUTE_KINDS.index("full")
+UNIFORM = RECOMPUTE_METHODS.index("uniform")
+
+FETCHED_LAYERS = 2
+"""Layers whose offloaded activations are on the device: the one in backward and the next one, on its way."""
+
+GATHERED_LAYERS = 2
+"""Whole layers that ZeRO 3 holds at a time: the one at work and the next one, prefetched."""
 
 DYNAMIC = ("activations", "logits", "communication", "temporaries")
 """Parts of the peak that come and go within a step."""
-
-
-FEW = 16
-"""Columns that are compared one after the other, for all rows at once."""
 
 
 def held_outputs(engine: Engine, layer_input: Floats, ranks: Ranks, flying: dict[str, Floats]) -> Floats:
@@ -52,34 +65,6 @@ def stepping(policy: MemoryPolicy, table: LayoutTable, shared: Floats, experts: 
         per = np.where(zero & (replicas > 1), policy.stepping_whole + policy.stepping_shard / shards, 0.0)
         total = total + per[:, None] * held
     return total
-
-
-def total(parts: dict[str, Floats]) -> Floats:
-    """The sum of parts that broadcast against each other, small ones first."""
-    result: Floats = sum(sorted(parts.values(), key=np.size), np.zeros(()))
-    return result
-
-
-def highest(held: Floats) -> Floats:
-    """The largest number of each row of [n, k], for few columns many times as fast as `max(axis=1)`."""
-    if held.shape[1] > FEW:
-        return np.asarray(held.max(axis=1))
-    found: Floats = held[:, 0].copy()
-    for column in held.T[1:]:
-        np.maximum(found, column, out=found)
-    return found
-
-
-def on_rank(parts: dict[str, Floats], rank: Ints) -> dict[str, Floats]:
-    """The parts of one pipeline rank of each row, [n] each, of arrays that broadcast to [n, k]."""
-    rows = np.arange(len(rank))
-    found: dict[str, Floats] = {}
-    for name, held in parts.items():
-        if held.shape[1] > 1:
-            found[name] = held[np.minimum(rows, len(held) - 1), rank]
-        else:
-            found[name] = np.broadcast_to(held[:, 0], rows.shape)
-    return found
 
 
 def dynamic(parts: dict[str, Floats]) -> Floats:
@@ -132,3 +117,93 @@ def margin(
         "communicators": buffers[:, None],
         "margin": NONE,
     }
+
+
+def permanent(engine: Engine, sizes: UnitSizes, ranks: Ranks) -> dict[str, Floats]:
+    """Bytes that stay for good besides states, by the part of the peak that counts them.
+
+    The arrays broadcast to [n, k].
+    """
+    held = {}
+    if engine.sequence_buffers:
+        held["communication"] = engine.sequence_buffers * sizes.layer_input[:, None]
+    if engine.workspace_bytes or engine.rotary_tables:
+        held["temporaries"] = engine.workspace_bytes + ranks.layers * sizes.layer_tables[:, None]
+    return held
+
+
+def step_bytes(engine: Engine, table: LayoutTable, sizes: UnitSizes, ranks: Ranks) -> Floats:
+    """Bytes of tensors while the optimizer steps, [n, k]: the peak once backward has ended."""
+    held = parameters(sizes, ranks)
+    states = model_states(engine, table, sizes, ranks, held)
+    step = stepping(engine.memory_policy(table.precision), table, *held)
+    return sum((*states, *permanent(engine, sizes, ranks).values()), step)
+
+
+def stage_memory(
+    cluster: Cluster, engine: Engine, table: LayoutTable, sizes: UnitSizes, ranks: Ranks
+) -> dict[str, Floats]:
+    """Bytes on a device of each pipeline rank at the peak: the fields of `StageMemory`.
+
+    Arrays of shape [n, k], or such that broadcast to it (`costmodels.ranks.reductions`).
+    """
+    held_parameters = parameters(sizes, ranks)
+    states = model_states(engine, table, sizes, ranks, held_parameters)
+    ends, has_experts = end_parameters(sizes, ranks), bool(sizes.experts.any())
+    # Embedding and head are gathered together, and stay for the backward pass that begins with them. Experts
+    # that no other rank holds need no gathering, but FSDP2 copies them too.
+    copied = engine.fully_sharded | (table.expert_replicas > 1)
+    layer = np.maximum(sizes.dense_layer, sizes.moe_layer + sizes.experts * copied)
+    held = GATHERED_LAYERS * layer[:, None] * (ranks.layers > 0)
+    gathered = frees_parameters(table) * engine.memory_policy(table.precision).gathered
+    held = (held + ends) * gathered[:, None]
+
+    working = np.minimum(ranks.all_dense, 1.0) * sizes.dense_working[:, None]
+    if has_experts:
+        working = np.maximum(working, np.minimum(ranks.all_moe, 1.0) * sizes.moe_working[:, None])
+    if table.recompute_num_layers.max(initial=1) > 1:
+        # Uniform recomputation repeats several layers from one input, and holds all of them.
+        several = (table.recompute == FULL) & (table.recompute_method == UNIFORM)
+        layers = np.where(several, table.recompute_num_layers, 1)[:, None]
+        inner = np.maximum(sizes.dense_activations, sizes.moe_activations)[:, None]
+        layers = np.clip(layers, 1.0, np.maximum(ranks.layers, 1.0))
+        working = layers * working + (layers - 1) * inner
+    activations, fetched = NONE if engine.loss_apart else working, np.zeros(())
+    flying = in_flight(ranks, table.micro_batches[:, None].astype(np.float64))
+    for kind, layers in flying.items():
+        activations = activations + layers * getattr(sizes, f"{kind}_activations")[:, None]
+        if (moved := getattr(sizes, f"{kind}_moved")).any():
+            fetched = np.maximum(fetched, np.minimum(layers, FETCHED_LAYERS) * moved[:, None])
+    activations = activations + fetched
+    logits = ranks.last * sizes.logits[:, None]
+    if ranks.waiting.any():
+        activations += (
+            np.minimum(ranks.waiting, table.micro_batches[:, None] * ranks.layers) * (sizes.waiting[:, None])
+        )
+        # The last stage is on the last rank, which runs as many gradients of inputs ahead as there are
+        # ranks; in a V it is on the first rank, and runs one ahead.
+        ahead = np.where(table.runs("interleaved_zb"), table.pipeline_parallel, 1)
+        ahead = np.where(table.runs(*SPLIT_BACKWARD), ahead, 0)
+        logits += ranks.last * (ahead * sizes.logits_waiting)[:, None]
+    if engine.loss_apart:
+        # The gradient of the logits is freed before the first layer is recomputed.
+        loss = logits >= working
+        activations, logits = activations + np.where(loss, 0.0, working), np.where(loss, logits, 0.0)
+    parts = {
+        "parameters": states[0] + held,
+        "gradients": states[1],
+        "optimizer": states[2],
+        "activations": activations,
+        "logits": logits,
+        "communication": held_outputs(engine, sizes.layer_input, ranks, flying),
+        "temporaries": NONE,
+    }
+    policy = engine.memory_policy(table.precision)
+    if policy.stepping_whole:
+        at_fuller_moment(parts, stepping(policy, table, *held_parameters))
+    lost = engine.fragmentation * dynamic(parts)
+    if engine.score_reserve:
+        lost = lost + sizes.score_reserve[:, None] * (ranks.layers > 0)
+    for name, bytes_ in permanent(engine, sizes, ranks).items():
+        parts[name] = parts[name] + bytes_
+    return parts | margin(cluster, engine, table, lost, has_experts)

@@ -6,8 +6,8 @@ from functools import lru_cache
 
 import numpy as np
 
-from costmodels.ranks.nodes import kinds_of_ranks
 from costmodels.ranks.pipeline import FIELDS, NONE, WORK, Entry, Ranks, all_ranks, ranks_entry
+from costmodels.ranks.sites import kinds_of_ranks
 from costmodels.spec.hardware import Cluster
 from costmodels.spec.model import ModelSpec
 from costmodels.spec.table import Floats, Ints, LayoutTable, distinct

@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 from pydantic import Field, model_validator
 
+from costmodels.errors import InputError
 from costmodels.spec.abilities import Abilities
 from costmodels.spec.hardware import Device
 from costmodels.spec.record import Count, CountOrZero, Fraction, Name, NonNegative, Positive, Record
@@ -266,6 +267,20 @@ class Engine(Record):
                     f"an override is one of {', '.join(allowed)}"
                 )
         return self
+
+    def memory_policy(self, precision: str) -> MemoryPolicy:
+        """Bytes per parameter in one precision (tf32 stores fp32).
+
+        Raises:
+            InputError: the engine does not train in that precision.
+        """
+        name = "fp32" if precision == "tf32" else precision
+        if name not in self.memory:
+            raise InputError(
+                f"precision {precision}: engine {self.name} does not train in it; "
+                f"use {', '.join(self.memory)}"
+            )
+        return self.memory[name]
 
     def with_switches(self, switches: Mapping[str, Any]) -> Engine:
         """The engine with other values of some fields, on every device."""

@@ -125,7 +125,7 @@ class Cluster(Record):
     """A measured sweep of collectives; it replaces the bandwidth of links and the engine's efficiency."""
     parts: tuple[Cluster, ...] = ()
     """Where nodes are of two kinds, those of each in the order of their ranks. The other fields then stand
-    for both (`costmodels.ranks.nodes.mixed`): `memory_bytes` is the larger one's, links are the slower ones.
+    for both (`costmodels.spec.mixed_cluster`): `memory_bytes` is the larger one's, links are the slower ones.
     Where the whole is changed, such as to twice the ranks, memory or links, its parts follow."""
 
     @model_validator(mode="after")

@@ -1,1 +1,1 @@
-"""Seconds of operators, of collectives and of pipelines."""
+"""Seconds of units, of pipelines, of the exchange of data-parallel ranks, and how sure they are."""

@@ -9,13 +9,13 @@ from __future__ import annotations
 import numpy as np
 
 from costmodels.layers.shapes import element_bytes, tokens
-from costmodels.memory.peak import highest
+from costmodels.network.collectives import send
 from costmodels.ranks.pipeline import Ranks
+from costmodels.ranks.reductions import highest
 from costmodels.spec.engine import Engine
 from costmodels.spec.hardware import Cluster
 from costmodels.spec.model import ModelSpec
 from costmodels.spec.table import Floats, Ints, LayoutTable
-from costmodels.time.collectives import send
 
 
 def _of(slowest: Ints, each: Floats) -> Floats:

@@ -10,11 +10,11 @@ import numpy as np
 from costmodels.errors import InputError
 from costmodels.layers.operators import BACKWARD_FLASH, BACKWARD_GEMM, Gemm, Operators
 from costmodels.layers.shapes import element_bytes
+from costmodels.network.collectives import Group, all_gather, all_to_all
 from costmodels.spec.engine import Engine
 from costmodels.spec.hardware import Device, Precision
 from costmodels.spec.layout import SPLIT_BACKWARD
 from costmodels.spec.table import RECOMPUTE_KINDS, RECOMPUTE_METHODS, Bools, Floats, LayoutTable
-from costmodels.time.collectives import Group, all_gather, all_to_all
 
 FULL = RECOMPUTE_KINDS.index("full")
 UNIFORM = RECOMPUTE_METHODS.index("uniform")

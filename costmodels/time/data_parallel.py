@@ -19,12 +19,12 @@ from costmodels.layers.optimizer import (
     update_traffic,
 )
 from costmodels.layers.shapes import element_bytes
-from costmodels.memory.states import MASTER, memory_policy, reduced_bytes, shards_gradients, wraps_parameters
+from costmodels.memory.states import MASTER, reduced_bytes, shards_gradients, wraps_parameters
+from costmodels.network.collectives import all_gather, all_reduce, group, reduce_scatter
 from costmodels.spec.engine import Engine
 from costmodels.spec.hardware import Cluster, Device
 from costmodels.spec.model import ModelSpec
 from costmodels.spec.table import Floats, Ints, LayoutTable
-from costmodels.time.collectives import all_gather, all_reduce, group, reduce_scatter
 
 
 def _calls(engine: Engine, table: LayoutTable) -> tuple[Ints, Ints]:
@@ -48,7 +48,7 @@ def accumulation_seconds(
     copies what arrives out of a buffer (2g). Where it reduces every micro batch, only shards add up. The
     time once a step is less than zero where the first gradient needs no addition.
     """
-    policy = memory_policy(engine, table.precision)
+    policy = engine.memory_policy(table.precision)
     gradient, total = policy.gathered, reduced_bytes(engine, table)
     rate = device.memory_bandwidth * engine.memory_efficiency
     adding = 2 * total + (0 if engine.fused_accumulation else gradient)
@@ -109,7 +109,7 @@ def exchange_seconds(
     forward pass that needs the parameters; at most `engine.data_parallel_overlap` of all hides (with ZeRO
     `engine.sharded_overlap`, if given).
     """
-    policy = memory_policy(engine, table.precision)
+    policy = engine.memory_policy(table.precision)
     stage, micro_batches = table.zero_stage, table.micro_batches
     reductions, gathers = _calls(engine, table)
 
@@ -163,7 +163,7 @@ def optimizer_seconds(
     (ZeRO-Offload, arXiv:2101.06840, section 4.1, without its delayed update). FSDP2 moves both in fp32,
     parameters for every gathering and gradients for every reduction, which add up on the host.
     """
-    policy = memory_policy(engine, table.precision)
+    policy = engine.memory_policy(table.precision)
     traffic: Any = update_traffic(table)
     whole = 0.0 if engine.fully_sharded else policy.gathered + policy.gradients
     mine = shared / table.zero_shards + experts / table.expert_shards

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 
 from costmodels.errors import InputError
 from costmodels.layers.optimizer import ADAM_STATE, UPDATES
-from costmodels.memory.states import memory_policy
 from costmodels.spec.record import in_seconds
 from planner.options.inputs import real_number
 
@@ -129,7 +128,7 @@ def checkpoint_bytes(plan: Plan) -> float:
     An engine whose master copy of the weights is what it trains (FSDP2) does not store them twice.
     """
     model, optimizer = plan.model, UPDATES[plan.layout.optimizer]
-    policy = memory_policy(plan.engine.for_device(plan.cluster.device), plan.layout.precision)
+    policy = plan.engine.for_device(plan.cluster.device).memory_policy(plan.layout.precision)
     # More than a master copy is gradients, which no checkpoint holds.
     master = min(max(policy.optimizer - ADAM_STATE, 0.0), MASTER)
     weights = master if plan.engine.fully_sharded and master > 0 else policy.parameters + master

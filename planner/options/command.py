@@ -11,7 +11,7 @@ import typer
 from typer.core import TyperCommand
 
 from costmodels.errors import InputError
-from costmodels.names import nearest
+from costmodels.spelling import nearest
 from planner.options.other_tools import instead_of
 
 HELP: dict[str, Any] = {"help_option_names": ["-h", "--help"]}

@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, SupportsIndex, TypedDict, get_args
 from costmodels.catalogue import engine_names, load_device, load_engine, load_model
 from costmodels.catalogue.yaml_files import build
 from costmodels.errors import InputError
-from costmodels.ranks.nodes import mixed
+from costmodels.network.network_table import read_network_table
 from costmodels.spec.engine import Engine
 from costmodels.spec.hardware import Cluster, Device, Link, MeasuredCollective, Precision
+from costmodels.spec.mixed_cluster import mixed_cluster
 from costmodels.spec.model import ModelSpec
 from costmodels.spec.record import GIB
-from costmodels.time.network_table import read_network_table
 from planner.options.node_kinds import is_of_kinds, parse_kinds
 from planner.space.grid import Batch
 
@@ -175,7 +175,7 @@ def _of_kinds(
         resolve_cluster(device, size, local_world_size, None, memory_margin_gib, **network)
         for (device, _), size in zip(kinds, sizes, strict=True)
     )
-    return mixed(first, second)
+    return mixed_cluster(first, second)
 
 
 def world_size_of_kinds(device: str, local_world_size: int | None = None) -> int:

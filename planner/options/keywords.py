@@ -7,7 +7,7 @@ from functools import wraps
 from inspect import Parameter, signature
 from typing import ParamSpec, TypeVar
 
-from costmodels.names import nearest
+from costmodels.spelling import nearest
 
 Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")

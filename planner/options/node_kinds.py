@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 from costmodels.catalogue import load_device
 from costmodels.errors import InputError
-from costmodels.exact import rank_seconds
-from costmodels.ranks.nodes import BOTH, kinds_of_ranks
+from costmodels.pipeline_times import rank_seconds
+from costmodels.ranks.sites import BOTH, kinds_of_ranks
 from costmodels.spec.hardware import Cluster, Device
 from costmodels.spec.layout import Layout
 

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any, get_args
 
 from costmodels.errors import InputError
-from costmodels.names import near_names, nearest
 from costmodels.spec.hardware import Precision
 from costmodels.spec.layout import (
     CHUNKS_OF_SCHEDULES,
@@ -24,6 +23,7 @@ from costmodels.spec.layout import (
     schedule_runs,
 )
 from costmodels.spec.table import BOOLEANS
+from costmodels.spelling import near_names, nearest
 from planner.options.choice import EXAMPLES, Choice, Value, Wanted, span
 
 

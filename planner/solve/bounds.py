@@ -7,7 +7,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from costmodels.memory.states import stage_memory
+from costmodels.layers.shapes import shapes_of
+from costmodels.memory.peak import stage_memory
+from costmodels.memory.unit_sizes import sizes_of
 from costmodels.pricing import peak_memory
 from costmodels.ranks.pipeline import NONE, Ranks, deciding_ranks
 from costmodels.spec.blocks import in_blocks
@@ -15,7 +17,7 @@ from costmodels.spec.engine import Engine
 from costmodels.spec.hardware import Cluster
 from costmodels.spec.model import ModelSpec
 from costmodels.spec.table import Bools, Floats, Ints, LayoutTable
-from costmodels.time.units import shapes_of, sizes_of, units_of
+from costmodels.time.unit_times import units_of
 from planner.space.grid_table import Places
 
 Worth = Callable[[LayoutTable, Floats], Bools]

@@ -15,8 +15,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from costmodels.kind_prices import Rows
-from costmodels.ranks.nodes import BOTH, kinds_of_ranks
 from costmodels.ranks.pipeline import FIELDS, NONE, Ranks
+from costmodels.ranks.sites import BOTH, kinds_of_ranks
 from costmodels.spec.engine import Engine
 from costmodels.spec.hardware import Cluster
 from costmodels.spec.layout import V_SCHEDULES

@@ -13,14 +13,16 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from costmodels.memory.states import UnitSizes, parameters, stage_memory
+from costmodels.layers.shapes import shapes_of
+from costmodels.memory.peak import stage_memory
+from costmodels.memory.unit_sizes import UnitSizes, parameters, sizes_of
 from costmodels.ranks.pipeline import NONE, Ranks
 from costmodels.spec.engine import Engine
 from costmodels.spec.hardware import Cluster
 from costmodels.spec.model import ModelSpec
 from costmodels.spec.table import Bools, Floats, Ints, LayoutTable, numbers
 from costmodels.time.data_parallel import accumulation_seconds
-from costmodels.time.units import on_ranks, shapes_of, sizes_of, units_of
+from costmodels.time.unit_times import on_ranks, units_of
 from planner.solve.bounds import Worth, least_step
 
 MOST_LEADING = 8

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import accuracy
-from costmodels.calibration.scoring import FITTED_SOURCES
+from costmodels.calibration.accuracy import FITTED_SOURCES
 
 ROOT = Path(__file__).parents[2]
 MEASURED = ROOT.parent / "shared" / "measured"

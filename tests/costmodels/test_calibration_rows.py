@@ -8,10 +8,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from costmodels.calibration.measured import known, measurement_of, read
-from costmodels.calibration.row_models import Unusable
-from costmodels.calibration.row_stages import stages_by_cost
-from costmodels.calibration.scoring import predict, score
+from costmodels.calibration.accuracy import predict, score
+from costmodels.calibration.measurements import known, measurement_of, read
+from costmodels.calibration.published_models import Unusable
+from costmodels.calibration.published_splits import stages_by_cost
 from costmodels.errors import InputError
 
 MEASURED = Path(__file__).parents[3] / "shared" / "measured"

@@ -5,8 +5,8 @@ import pytest
 
 from costmodels.errors import InputError
 from costmodels.layers.operators import Gemm, head, layer, padded_vocabulary
+from costmodels.network.collectives import group
 from costmodels.spec.table import LayoutTable
-from costmodels.time.collectives import group
 from costmodels.time.compute import (
     PARTS,
     GemmRates,

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from costmodels import estimate, price
-from costmodels.exact import stage_seconds
+from costmodels.pipeline_times import stage_seconds
 from costmodels.spec.table import LayoutTable
 from costmodels.time.simulation import StageSeconds
 from costmodels.timeline import timeline

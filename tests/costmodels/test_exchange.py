@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from costmodels.layers.operators import layer
+from costmodels.network.collectives import group
 from costmodels.spec.table import LayoutTable
-from costmodels.time.collectives import group
 from costmodels.time.compute import passes
 from costmodels.time.data_parallel import exchange_seconds
 

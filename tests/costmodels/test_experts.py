@@ -10,7 +10,8 @@ import pytest
 
 from costmodels import ModelSpec, even_split
 from costmodels.catalogue import load_device, load_engine
-from costmodels.memory.states import stage_memory, unit_sizes
+from costmodels.memory.peak import stage_memory
+from costmodels.memory.unit_sizes import unit_sizes
 from costmodels.pricing import estimate, peak_memory, price
 from costmodels.ranks.pipeline import all_ranks, ranks_entry
 from costmodels.spec.hardware import Cluster

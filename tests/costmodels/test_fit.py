@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from costmodels import Cluster, price
-from costmodels.calibration.fit import FitPlan, belongs, errors, fit, fit_spread, plans
-from costmodels.calibration.measured import Measurement
-from costmodels.calibration.scoring import FITTED_SOURCES
+from costmodels.calibration.accuracy import FITTED_SOURCES
+from costmodels.calibration.measurements import Measurement
+from costmodels.calibration.time_fit import FitPlan, belongs, errors, fit, fit_spread, plans
 from costmodels.catalogue import engine_names, load_engine
 from costmodels.errors import InputError
 from costmodels.spec.engine import Engine, Spread

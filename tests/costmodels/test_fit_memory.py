@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from costmodels import Cluster, Engine, Layout, ModelSpec
-from costmodels.calibration.fit_memory import MemoryFitPlan, fit_memory, has_memory, memory_plans
-from costmodels.calibration.measured import Measurement, measurement_of, read
-from costmodels.calibration.peaks import MEMORY_KINDS, every_rank, peak_of, peaks
-from costmodels.calibration.scoring import FITTED_SOURCES, SourceScore, fitted, predict, score
+from costmodels.calibration.accuracy import FITTED_SOURCES, SourceScore, fitted, predict, score
+from costmodels.calibration.measurements import Measurement, measurement_of, read
+from costmodels.calibration.memory_fit import MemoryFitPlan, fit_memory, has_memory, memory_plans
+from costmodels.calibration.memory_peaks import MEMORY_KINDS, every_rank, peak_of, peaks
 from costmodels.catalogue import engine_names
 from costmodels.errors import InputError
 from costmodels.spec.table import LayoutTable

@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from costmodels import Cluster, Layout, ModelSpec, estimate, even_split
-from costmodels.exact import rank_seconds, stage_seconds
+from costmodels.pipeline_times import rank_seconds, stage_seconds
 from costmodels.pricing import peak_memory, price
-from costmodels.ranks.nodes import BOTH, kinds_of_ranks, mixed, sites
+from costmodels.ranks.sites import BOTH, kinds_of_ranks, sites
+from costmodels.spec.mixed_cluster import mixed_cluster
 from costmodels.spec.record import GIB
 from costmodels.spec.table import LayoutTable
 from planner.options.inputs import DEFAULT_ENGINE, resolve_cluster, resolve_engine
@@ -44,7 +45,7 @@ def layout(**degrees: Any) -> Layout:
 @pytest.mark.parametrize("model", [MODEL, MIXTURE], ids=["dense", "mixture"])
 def test_two_halves_of_one_kind_cost_what_the_whole_does(model: ModelSpec) -> None:
     whole = nodes("a100-80g", 4)
-    halves = mixed(nodes("a100-80g", 2), nodes("a100-80g", 2))
+    halves = mixed_cluster(nodes("a100-80g", 2), nodes("a100-80g", 2))
     table = build(model, 8, Batch(16), "bf16", {}).table
     alone, both = (price(model, cluster, ENGINE, table) for cluster in (whole, halves))
     # Of a mixture the first stages may have most parameters besides experts, and the last ones most experts.
@@ -71,7 +72,7 @@ def test_two_halves_of_one_kind_cost_what_the_whole_does(model: ModelSpec) -> No
 )
 def test_each_stage_takes_the_seconds_and_the_bytes_of_its_own_kind(degrees: dict[str, Any]) -> None:
     kinds = nodes("a100-80g", 2), nodes("v100-32g", 2)
-    cluster, one = mixed(*kinds), layout(**degrees)
+    cluster, one = mixed_cluster(*kinds), layout(**degrees)
     whole = [resolve_cluster(part.device, 8, 2) for part in kinds]
     own = estimate(MODEL, cluster, ENGINE, one)
     took = rank_seconds(MODEL, cluster, ENGINE, one)
@@ -92,17 +93,17 @@ def test_each_stage_takes_the_seconds_and_the_bytes_of_its_own_kind(degrees: dic
 def test_a_layout_without_a_pipeline_runs_at_the_pace_of_the_slow_kind() -> None:
     fast, slow = nodes("h100", 2), nodes("v100-32g", 2)
     one = layout(data_parallel=8, zero_stage=1)
-    both = estimate(MODEL, mixed(fast, slow), ENGINE, one)
+    both = estimate(MODEL, mixed_cluster(fast, slow), ENGINE, one)
     alone = estimate(MODEL, resolve_cluster("v100-32g", 8, 2), ENGINE, one)
     assert both.step_time_s == pytest.approx(alone.step_time_s, rel=1e-6)
     table = LayoutTable.of([one])
-    [limited] = peak_memory(MODEL, mixed(fast, slow), ENGINE, table)
+    [limited] = peak_memory(MODEL, mixed_cluster(fast, slow), ENGINE, table)
     assert limited == both.peak_memory_bytes
     assert both.memory[0].absent == pytest.approx(fast.memory_bytes - slow.memory_bytes)
 
 
 def test_messages_between_the_kinds_take_the_slower_network() -> None:
-    cluster = mixed(nodes("a100-80g", 2), nodes("v100-32g", 2))
+    cluster = mixed_cluster(nodes("a100-80g", 2), nodes("v100-32g", 2))
     table = LayoutTable.of([layout(pipeline_parallel=4, tensor_parallel=2)])
     [seconds] = stage_seconds(MODEL, cluster, ENGINE, table)
     within, between, slow = seconds.send
@@ -112,7 +113,7 @@ def test_messages_between_the_kinds_take_the_slower_network() -> None:
 @given(first=st.integers(1, 6), second=st.integers(1, 6), local=st.sampled_from([1, 2, 4]))
 @settings(max_examples=30, deadline=None)
 def test_every_rank_has_the_kind_of_its_nodes(first: int, second: int, local: int) -> None:
-    cluster = mixed(nodes("a100-80g", first, local), nodes("v100-32g", second, local))
+    cluster = mixed_cluster(nodes("a100-80g", first, local), nodes("v100-32g", second, local))
     ranks, border = cluster.world_size, first * local
     for pipeline in (size for size in range(1, ranks + 1) if ranks % size == 0):
         each = ranks // pipeline
@@ -122,7 +123,7 @@ def test_every_rank_has_the_kind_of_its_nodes(first: int, second: int, local: in
 
 
 def test_a_cluster_of_two_kinds_loads_back_equal_and_old_ones_still_load() -> None:
-    both = mixed(nodes("a100-80g", 2), nodes("v100-32g", 1))
+    both = mixed_cluster(nodes("a100-80g", 2), nodes("v100-32g", 1))
     assert Cluster.model_validate_json(both.model_dump_json()) == both
     assert both.world_size == 6
     assert both.device.default_precision == "fp16"
@@ -140,13 +141,13 @@ def test_a_cluster_of_two_kinds_loads_back_equal_and_old_ones_still_load() -> No
     ],
 )
 def test_clusters_that_contradict_their_parts_are_refused(change: dict[str, Any], message: str) -> None:
-    values = mixed(nodes("a100-80g", 2), nodes("v100-32g", 1)).model_dump()
+    values = mixed_cluster(nodes("a100-80g", 2), nodes("v100-32g", 1)).model_dump()
     with pytest.raises(ValidationError, match=message):
         Cluster.model_validate({**values, **change})
 
 
 def test_parts_follow_a_change_of_the_whole() -> None:
-    cluster = mixed(nodes("a100-80g", 2), nodes("v100-32g", 1))
+    cluster = mixed_cluster(nodes("a100-80g", 2), nodes("v100-32g", 1))
     assert cluster.intra_node is not None
     faster = cluster.intra_node.model_copy(update={"bandwidth": 2 * cluster.intra_node.bandwidth})
     more = cluster.model_copy(

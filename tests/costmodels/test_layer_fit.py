@@ -5,9 +5,9 @@ from dataclasses import replace
 
 import pytest
 
-from costmodels.calibration.fit import Fitted, errors, plans
-from costmodels.calibration.layers import DOUBT, fit_layers
-from costmodels.calibration.measured import known, measurement_of
+from costmodels.calibration.layer_factors import DOUBT, fit_layers
+from costmodels.calibration.measurements import known, measurement_of
+from costmodels.calibration.time_fit import Fitted, errors, plans
 from costmodels.spec.engine import MeasuredLayer
 from tests.costmodels.test_calibration_rows import ROW
 

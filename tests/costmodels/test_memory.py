@@ -5,7 +5,8 @@ import pytest
 
 from costmodels import MemoryPolicy, price
 from costmodels.errors import InputError
-from costmodels.memory.states import memory_policy, parameters, stage_memory, unit_sizes
+from costmodels.memory.peak import stage_memory
+from costmodels.memory.unit_sizes import parameters, unit_sizes
 from costmodels.ranks.pipeline import all_ranks, ranks_entry
 from costmodels.spec.model import ModelSpec
 from costmodels.spec.table import LayoutTable
@@ -184,9 +185,9 @@ def test_latent_attention_parameters_add_up(engine, layout):
 
 def test_an_unknown_precision_is_named_with_the_known_ones(engine):
     with pytest.raises(InputError, match=r"precision fp8: engine nanotron .* use bf16, fp32$"):
-        memory_policy(engine("nanotron"), "fp8")
-    assert memory_policy(engine("nanotron"), "tf32") == memory_policy(engine("nanotron"), "fp32")
-    assert np.isclose(memory_policy(engine("nanotron"), "bf16").gathered, 2)
+        engine("nanotron").memory_policy("fp8")
+    assert engine("nanotron").memory_policy("tf32") == engine("nanotron").memory_policy("fp32")
+    assert np.isclose(engine("nanotron").memory_policy("bf16").gathered, 2)
 
 
 def kept(model, engine, layout):

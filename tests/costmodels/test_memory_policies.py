@@ -12,10 +12,11 @@ from hypothesis import strategies as st
 from costmodels import Cluster, Engine, Layout, ModelSpec
 from costmodels.catalogue import load_engine
 from costmodels.catalogue.yaml_files import packaged
-from costmodels.memory.peak import DYNAMIC, communicator_count, on_rank, total
-from costmodels.memory.states import stage_memory, step_bytes, unit_sizes
+from costmodels.memory.peak import DYNAMIC, communicator_count, stage_memory, step_bytes
+from costmodels.memory.unit_sizes import unit_sizes
 from costmodels.pricing import price
 from costmodels.ranks.pipeline import Ranks, all_ranks, ranks_entry
+from costmodels.ranks.reductions import on_rank, total
 from costmodels.spec.estimate import StageMemory
 from costmodels.spec.table import Floats, LayoutTable
 

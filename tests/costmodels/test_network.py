@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
+from costmodels.network.collectives import all_gather, all_reduce, all_to_all, group, reduce_scatter, send
 from costmodels.spec.hardware import MeasuredCollective
-from costmodels.time.collectives import all_gather, all_reduce, all_to_all, group, reduce_scatter, send
 
 INTRA, INTER = 300e9, 25e9
 

@@ -6,7 +6,8 @@ import pytest
 
 from costmodels.catalogue import load_device
 from costmodels.layers.optimizer import newton_schulz_flops, newton_schulz_rate
-from costmodels.memory.states import stage_memory, unit_sizes
+from costmodels.memory.peak import stage_memory
+from costmodels.memory.unit_sizes import unit_sizes
 from costmodels.pricing import estimate
 from costmodels.ranks.pipeline import all_ranks, ranks_entry
 from costmodels.spec.table import LayoutTable

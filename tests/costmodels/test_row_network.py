@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from costmodels.calibration.measured import known
-from costmodels.calibration.row_network import collectives, state
+from costmodels.calibration.measurements import known
+from costmodels.calibration.published_networks import collectives, state
 
 KNOWN = {
     "message_bytes": 2**28,

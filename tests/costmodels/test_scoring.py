@@ -9,9 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from costmodels import price
-from costmodels.calibration.measured import Measurement
-from costmodels.calibration.ranking import kendall_tau, rank_sweeps, regret
-from costmodels.calibration.scoring import (
+from costmodels.calibration.accuracy import (
     FIT_SHARE,
     FITTED_SOURCES,
     Predictions,
@@ -20,6 +18,8 @@ from costmodels.calibration.scoring import (
     scalars,
     score,
 )
+from costmodels.calibration.measurements import Measurement
+from costmodels.calibration.rank_correlation import kendall_tau, rank_sweeps, regret
 from costmodels.spec.table import LayoutTable
 from costmodels.time.uncertainty import spread
 

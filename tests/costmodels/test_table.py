@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from costmodels import Layout, even_split
-from costmodels.memory.peak import highest
+from costmodels.ranks.reductions import highest
 from costmodels.spec import blocks
 from costmodels.spec.layout import schedule_runs
 from costmodels.spec.table import (

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from costmodels import Cluster, Device, Engine, Link
 from costmodels.catalogue import load_device, load_engine
 from costmodels.errors import InputError
-from costmodels.time.collectives import group, send
-from costmodels.time.topology import describe, graph, island_ranks, pair, spread, tiers
+from costmodels.network.collectives import group, send
+from costmodels.network.topology import describe, graph, island_ranks, pair, spread, tiers
 
 DEVICE = Device(
     name="d",

@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 import planner
 from costmodels import Cluster, Layout, ModelSpec, even_split
 from costmodels.errors import InputError
-from costmodels.exact import stage_seconds
+from costmodels.pipeline_times import stage_seconds
 from costmodels.pricing import peak_memory, price
-from costmodels.ranks.nodes import mixed
 from costmodels.spec.layout import Recompute
+from costmodels.spec.mixed_cluster import mixed_cluster
 from costmodels.spec.record import GIB
 from costmodels.spec.table import LayoutTable
 from planner.options.inputs import DEFAULT_ENGINE, resolve_cluster, resolve_engine
@@ -53,7 +53,7 @@ def two_kinds(names: tuple[str, str], nodes: tuple[int, int], local: int) -> Clu
     first, second = (
         resolve_cluster(name, count * local, local) for name, count in zip(names, nodes, strict=True)
     )
-    return mixed(first, second)
+    return mixed_cluster(first, second)
 
 
 def with_memory(cluster: Cluster, *memory: float) -> Cluster:
@@ -61,7 +61,7 @@ def with_memory(cluster: Cluster, *memory: float) -> Cluster:
         part.model_copy(update={"memory_bytes": held})
         for part, held in zip(cluster.parts, memory, strict=True)
     ]
-    return mixed(*parts)
+    return mixed_cluster(*parts)
 
 
 def compositions(layers: int, stages: int) -> Iterator[tuple[int, ...]]:
@@ -168,7 +168,7 @@ def test_a_kind_twice_as_fast_gets_about_twice_the_layers() -> None:
     }
     fast = slow.model_copy(update={"device": device.model_copy(update=update)})
     pins: Pins = {"pipeline_parallel": 4, "virtual_pipeline_parallel": 1, "recompute": "none"}
-    problem = Problem(spec(36, 4096, 1000), mixed(fast, slow), ENGINE, Batch(64), "bf16", pins)
+    problem = Problem(spec(36, 4096, 1000), mixed_cluster(fast, slow), ENGINE, Batch(64), "bf16", pins)
     best = rank(problem, problem.space(), 0.0).best
     assert best is not None
     layers = best.layout.layers_per_stage

@@ -11,8 +11,8 @@ import pytest
 from costmodels import Cluster, Link, ModelSpec
 from costmodels.catalogue import load_device
 from costmodels.errors import InputError
+from costmodels.network.network_table import read_network_table
 from costmodels.spec.hardware import MeasuredCollective
-from costmodels.time.network_table import read_network_table
 from planner import Plan, evaluate, search, suggest
 from planner.options.inputs import resolve_cluster
 from planner.options.parallel import ClusterOptions

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from costmodels import Layout, ModelSpec, even_split
-from costmodels.exact import stage_seconds
+from costmodels.pipeline_times import stage_seconds
 from costmodels.pricing import peak_memory, price
 from costmodels.spec.hardware import Cluster
 from costmodels.spec.table import Bools, Floats, LayoutTable

@@ -14,11 +14,11 @@ from itertools import pairwise
 import numpy as np
 import numpy.typing as npt
 
+from costmodels.network.network_table import Rates, rates
+from costmodels.network.topology import Tier, spread, tiers
 from costmodels.spec.engine import Engine
 from costmodels.spec.hardware import Cluster, Collective
 from costmodels.spec.table import Bools, Floats, Ints
-from costmodels.time.network_table import Rates, rates
-from costmodels.time.topology import Tier, spread, tiers
 
 TREE = 0.92
 """Bandwidth of NCCL's double binary trees over that of its rings (src/graph/tuning.cc)."""

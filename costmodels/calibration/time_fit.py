@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from pydantic import Field
 
-from costmodels.calibration.measured import Measurement, alike
+from costmodels.calibration.measurements import Measurement, alike
 from costmodels.calibration.priors import Prior, Priors, rounded, scipy_optimize
 from costmodels.catalogue.yaml_files import packaged
 from costmodels.pricing import price
@@ -43,7 +43,7 @@ class FitPlan(Record):
     weights: dict[str, Positive] = Field(default_factory=dict)
     """Factor of the errors of a source's rows, so that they also count as outliers sooner; otherwise 1."""
     layers: bool = False
-    """Layers are corrected by their shape too (`costmodels/calibration/layers.py`)."""
+    """Layers are corrected by their shape too (`costmodels/calibration/layer_factors.py`)."""
     constants: dict[str, Prior]
 
 

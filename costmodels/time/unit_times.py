@@ -2,44 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
+from dataclasses import replace
 
 import numpy as np
 
 from costmodels.layers.operators import embedding, head, layer, padded_vocabulary
-from costmodels.memory.states import UnitSizes, unit_sizes
+from costmodels.network.collectives import group
 from costmodels.ranks.pipeline import NONE, Ranks
 from costmodels.spec.engine import Engine
 from costmodels.spec.hardware import Cluster
-from costmodels.spec.layout import SPLIT_BACKWARD
 from costmodels.spec.model import ModelSpec
-from costmodels.spec.table import Floats, Ints, LayoutTable, distinct
-from costmodels.time.collectives import group
+from costmodels.spec.table import Floats, Ints, LayoutTable
 from costmodels.time.compute import Passes, passes
 from costmodels.time.layer_table import corrected
-
-
-def shapes_of(table: LayoutTable) -> tuple[LayoutTable, Ints]:
-    """The few rows that differ in the shape of their operators, and which of them each row is like."""
-    first, code = distinct(
-        [
-            table.tensor_parallel,
-            table.sequence_parallel,
-            table.context_parallel,
-            table.context_parallel_form,
-            table.expert_parallel,
-            table.expert_tensor_parallel,
-            table.micro_batch_size,
-            table.recompute,
-            table.recompute_modules,
-            table.recompute_num_layers,
-            table.recompute_method,
-            table.offload_activations,
-            table.pipeline_parallel > 1,
-            table.runs(*SPLIT_BACKWARD),
-        ]
-    )
-    return table.take(first), code
 
 
 def units_of(model: ModelSpec, cluster: Cluster, engine: Engine, table: LayoutTable) -> dict[str, Passes]:
@@ -81,9 +56,3 @@ def on_ranks(units: dict[str, Passes], ranks: Ranks, row: Ints, part: str) -> Fl
         if count is not NONE and (seconds[:1].any() or seconds.any()):
             total += count * seconds[row].reshape(-1, *(1,) * (total.ndim - 1))
     return total
-
-
-def sizes_of(model: ModelSpec, engine: Engine, shapes: LayoutTable, shape: Ints) -> UnitSizes:
-    """Parameters and activations of every row; `shape` says which row of `shapes` each is like."""
-    every = unit_sizes(model, engine, shapes)
-    return UnitSizes(**{field.name: getattr(every, field.name)[shape] for field in fields(UnitSizes)})

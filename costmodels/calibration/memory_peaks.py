@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import numpy as np
 
-from costmodels.calibration.measured import Measurement
-from costmodels.memory.peak import total
-from costmodels.memory.states import stage_memory, step_bytes
+from costmodels.calibration.measurements import Measurement
+from costmodels.layers.shapes import shapes_of
+from costmodels.memory.peak import stage_memory, step_bytes
+from costmodels.memory.unit_sizes import sizes_of
 from costmodels.ranks.pipeline import FIELDS, Ranks, all_ranks, ranks_entry
+from costmodels.ranks.reductions import total
 from costmodels.spec.engine import Engine
 from costmodels.spec.hardware import Cluster
 from costmodels.spec.model import ModelSpec
 from costmodels.spec.table import Floats, LayoutTable
-from costmodels.time.units import shapes_of, sizes_of
 
 MEMORY_KINDS = ("allocated", "reserved", "device", "step")
 """What peaks count, as fields of `Measurement` and `Predictions` name them: tensors, what the allocator

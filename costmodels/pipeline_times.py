@@ -5,9 +5,10 @@ from __future__ import annotations
 import numpy as np
 
 from costmodels.kind_prices import Rows, boundary_seconds
-from costmodels.memory.states import parameters
-from costmodels.ranks.nodes import BOTH, kinds_of_ranks, on_sites, ranks_of_stages
+from costmodels.layers.shapes import shapes_of
+from costmodels.memory.unit_sizes import parameters, sizes_of
 from costmodels.ranks.pipeline import FIELDS, Ranks, stages_as_ranks
+from costmodels.ranks.sites import BOTH, kinds_of_ranks, on_sites, ranks_of_stages
 from costmodels.spec.engine import Engine
 from costmodels.spec.hardware import Cluster
 from costmodels.spec.layout import Layout
@@ -16,7 +17,7 @@ from costmodels.spec.table import SCHEDULES, Bools, Floats, LayoutTable
 from costmodels.time.bubble import message_seconds
 from costmodels.time.data_parallel import accumulation_seconds
 from costmodels.time.simulation import StageSeconds, pipeline_seconds
-from costmodels.time.units import on_ranks, shapes_of, sizes_of, units_of
+from costmodels.time.unit_times import on_ranks, units_of
 
 
 def stage_seconds(

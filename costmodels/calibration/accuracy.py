@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from costmodels.calibration.measured import Measurement, alike
-from costmodels.calibration.peaks import MEMORY_KINDS, every_rank, peak_of, peaks
-from costmodels.calibration.ranking import rank_sweeps
+from costmodels.calibration.measurements import Measurement, alike
+from costmodels.calibration.memory_peaks import MEMORY_KINDS, every_rank, peak_of, peaks
+from costmodels.calibration.rank_correlation import rank_sweeps
 from costmodels.errors import InputError
 from costmodels.pricing import Prices, price
 from costmodels.spec.table import Bools, Floats, LayoutTable

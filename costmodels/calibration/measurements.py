@@ -19,9 +19,9 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from costmodels.calibration.row_models import MOST, MOST_LAYERS, Unusable, model_of
-from costmodels.calibration.row_network import collectives, in_one_node, state
-from costmodels.calibration.row_stages import SPLITS
+from costmodels.calibration.published_models import MOST, MOST_LAYERS, Unusable, model_of
+from costmodels.calibration.published_networks import collectives, in_one_node, state
+from costmodels.calibration.published_splits import SPLITS
 from costmodels.catalogue import load_device, load_engine
 from costmodels.catalogue.yaml_files import packaged
 from costmodels.errors import InputError

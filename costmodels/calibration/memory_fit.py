@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from costmodels.calibration.measured import Measurement, alike
-from costmodels.calibration.peaks import every_rank, peak_of, peaks
+from costmodels.calibration.measurements import Measurement, alike
+from costmodels.calibration.memory_peaks import every_rank, peak_of, peaks
 from costmodels.calibration.priors import Prior, Priors, rounded, scipy_optimize
 from costmodels.catalogue.yaml_files import packaged
 from costmodels.ranks.pipeline import Ranks

@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from costmodels.calibration.fit import Fitted, errors
-from costmodels.calibration.measured import Measurement
+from costmodels.calibration.measurements import Measurement
+from costmodels.calibration.time_fit import Fitted, errors
 from costmodels.spec.engine import MeasuredLayer
 
 ROUNDS = 4
