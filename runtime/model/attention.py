@@ -1,6 +1,6 @@
 """Attention of a layer: grouped queries and latent attention, both around one core.
 
-Shapes: see `runtime.model.transformer`.
+Shapes: see `runtime.model`.
 """
 
 from __future__ import annotations
@@ -42,14 +42,18 @@ class CoreAttention(nn.Module):
         self.over_ranks: Callable[[Tensor, Tensor, Tensor, DocumentMasks], Tensor] | None = None
         """Attention over sequences that ranks share (`runtime.parallel.context`)."""
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def forward(self, q_BNSH: Tensor, k_BKSH: Tensor, v_BKSH: Tensor) -> Tensor:
         if self.over_ranks is not None:
-            return self.over_ranks(q, k, v, self.documents)
+            return self.over_ranks(q_BNSH, k_BKSH, v_BKSH, self.documents)
         if self.documents.masks:
-            return with_equal_heads(partial(masked_attention, mask=self.documents.masks[0]), q, k, v)
-        attend = partial(F.scaled_dot_product_attention, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
+            attend = partial(masked_attention, mask_B1TP=self.documents.masks[0])
+            return with_equal_heads(attend, q_BNSH, k_BKSH, v_BKSH)
+        grouped = q_BNSH.shape[1] != k_BKSH.shape[1]
+        attend = partial(F.scaled_dot_product_attention, is_causal=True, enable_gqa=grouped)
         # The CPU's flash kernel takes one size of heads only, and without it all scores are kept.
-        return with_equal_heads(attend, q, k, v) if q.device.type == "cpu" else attend(q, k, v)
+        if q_BNSH.device.type == "cpu":
+            return with_equal_heads(attend, q_BNSH, k_BKSH, v_BKSH)
+        return attend(q_BNSH, k_BKSH, v_BKSH)
 
 
 class AnyAttention(nn.Module, ABC):
@@ -61,22 +65,22 @@ class AnyAttention(nn.Module, ABC):
         super().__init__()
         self.core = CoreAttention()
 
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = self.heads(x)
-        return self.merge(self.core(q, k, v))
+    def forward(self, x_BSD: Tensor) -> Tensor:
+        q_BNSH, k_BKSH, v_BKSH = self.heads(x_BSD)
+        return self.merge(self.core(q_BNSH, k_BKSH, v_BKSH))
 
     @abstractmethod
-    def heads(self, x: Tensor) -> Heads:
+    def heads(self, x_BSD: Tensor) -> Heads:
         """What the core attends with."""
 
-    def enter(self, x: Tensor) -> Heads:
+    def enter(self, x_BSD: Tensor) -> Heads:
         """The same of what comes to `forward`, whose input ranks may share."""
-        return self.heads(x)
+        return self.heads(x_BSD)
 
-    def merge(self, attended: Tensor) -> Tensor:
-        """What all heads give together: [B, N, S, H] -> [B, S, D]."""
-        result: Tensor = self.output(attended.transpose(1, 2).flatten(2))
-        return result
+    def merge(self, attended_BNSH: Tensor) -> Tensor:
+        """The result of all heads together: [B, N, S, H] -> [B, S, D]."""
+        result_BSD: Tensor = self.output(attended_BNSH.transpose(1, 2).flatten(2))
+        return result_BSD
 
 
 class Attention(AnyAttention):
@@ -98,26 +102,27 @@ class Attention(AnyAttention):
         )
         self.rotary: Rotary | None = None
 
-    def heads(self, x: Tensor) -> Heads:
-        batch, seq = x.shape[:2]
+    def heads(self, x_BSD: Tensor) -> Heads:
+        batch, seq = x_BSD.shape[:2]
+        # One name for each through all its shapes: a second one would keep the tensor before alive.
         q, k, v = (
-            projection(x).view(batch, seq, -1, self.head_dim)
+            projection(x_BSD).view(batch, seq, -1, self.head_dim)
             for projection in (self.query, self.key, self.value)
         )
         if self.query_norm is not None and self.key_norm is not None:
             q, k = self.query_norm(q), self.key_norm(k)
         q, k, v = (heads.transpose(1, 2) for heads in (q, k, v))
         if self.rotates:
-            cos, sin = self.rotary or self.make_rotary(first_positions(seq, x.device))
+            cos, sin = self.rotary or self.make_rotary(first_positions(seq, x_BSD.device))
             q, k = rotate(q, cos, sin), rotate(k, cos, sin)
         return q, k, v
 
 
 class Compression(nn.Module):
-    """What latent attention makes of a token [B, S, D] before it has heads: Q, C and R of [B, S, ...].
+    """Tokens [B, S, D] before latent attention gives them heads: [B, S, Q], [B, S, C] and [B, S, r].
 
     Q: the compressed query, or the input itself where queries are not compressed; C: the latent of keys and
-    values; R: the rotary part of the key, which all heads share (arXiv:2405.04434, section 2.1.2 and 2.1.3).
+    values; r: the rotary part of the key, which all heads share (arXiv:2405.04434, section 2.1.2 and 2.1.3).
     """
 
     def __init__(self, spec: ModelSpec, sizes: LatentSizes) -> None:
@@ -130,11 +135,12 @@ class Compression(nn.Module):
         self.latent_norm = nn.RMSNorm(sizes.kv_lora_rank, eps=spec.norm_eps)
         self.widths = [sizes.q_lora_rank or spec.hidden, sizes.kv_lora_rank, sizes.qk_rope_head_dim]
 
-    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
-        latent, rope = self.latent(x).split(self.widths[1:], dim=-1)
+    def forward(self, x_BSD: Tensor) -> tuple[Tensor, ...]:
+        latent_BSC, k_BSr = self.latent(x_BSD).split(self.widths[1:], dim=-1)
+        q_BSQ = x_BSD
         if self.query is not None and self.query_norm is not None:
-            x = self.query_norm(self.query(x))
-        return x, self.latent_norm(latent), rope
+            q_BSQ = self.query_norm(self.query(x_BSD))
+        return q_BSQ, self.latent_norm(latent_BSC), k_BSr
 
 
 class LatentAttention(AnyAttention):
@@ -156,21 +162,21 @@ class LatentAttention(AnyAttention):
         )
         self.rotary: Rotary | None = None
 
-    def heads(self, x: Tensor) -> Heads:
-        queries, latent, k_rope = self.compress(x)
-        batch, seq = queries.shape[:2]
-        q = self.query(queries).view(batch, seq, -1, self.nope + self.rope).transpose(1, 2)
-        kv = self.key_value(latent).view(batch, seq, -1, self.nope + self.value).transpose(1, 2)
-        k_nope, v = kv.split((self.nope, self.value), dim=-1)
+    def heads(self, x_BSD: Tensor) -> Heads:
+        q_BSQ, latent_BSC, k_rope = self.compress(x_BSD)
+        batch, seq = q_BSQ.shape[:2]
+        q = self.query(q_BSQ).view(batch, seq, -1, self.nope + self.rope).transpose(1, 2)
+        kv = self.key_value(latent_BSC).view(batch, seq, -1, self.nope + self.value).transpose(1, 2)
+        k_BNSU, v = kv.split((self.nope, self.value), dim=-1)
         # Backward keeps values: a view would keep the keys beside them too.
         v = v.contiguous()
         k_rope = k_rope.unsqueeze(1)
         if self.rotates:
-            cos, sin = self.rotary or self.make_rotary(first_positions(seq, x.device))
-            q_nope, q_rope = q.split((self.nope, self.rope), dim=-1)
-            q = torch.cat((q_nope, rotate(q_rope, cos, sin)), dim=-1)
+            cos, sin = self.rotary or self.make_rotary(first_positions(seq, x_BSD.device))
+            q_BNSU, q_BNSr = q.split((self.nope, self.rope), dim=-1)
+            q = torch.cat((q_BNSU, rotate(q_BNSr, cos, sin)), dim=-1)
             k_rope = rotate(k_rope, cos, sin)
         if self.score_factor != 1.0:
             q = q * self.score_factor
-        k = torch.cat((k_nope, k_rope.expand(-1, k_nope.shape[1], -1, -1)), dim=-1)
+        k = torch.cat((k_BNSU, k_rope.expand(-1, k_BNSU.shape[1], -1, -1)), dim=-1)
         return q, k, v

@@ -1,6 +1,6 @@
 """Kernels of attention: which of PyTorch's takes what, with masks, grouped heads and heads of two sizes.
 
-Shapes: B micro batch, S sequence, N query heads, K key/value heads, H head size.
+Shapes: see `runtime.model`.
 """
 
 from __future__ import annotations
@@ -46,55 +46,55 @@ class DocumentMasks:
     masks: tuple[Tensor, ...] = ()
 
 
-def masked_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+def masked_attention(q_BNTH: Tensor, k_BKPH: Tensor, v_BKPH: Tensor, mask_B1TP: Tensor) -> Tensor:
     """Attention with a mask [B, 1, T, P] that is added to the scores, else as `suffix_attention`."""
-    grouped = q.shape[1] != k.shape[1]
-    if grouped and q.device.type == "cuda":
+    grouped = q_BNTH.shape[1] != k_BKPH.shape[1]
+    if grouped and q_BNTH.device.type == "cuda":
         # No CUDA kernel but flash takes grouped queries, and the fallback would hold all scores.
-        k, v = repeat_heads(k, q.shape[1]), repeat_heads(v, q.shape[1])
+        k_BKPH, v_BKPH = repeat_heads(k_BKPH, q_BNTH.shape[1]), repeat_heads(v_BKPH, q_BNTH.shape[1])
         grouped = False
-    return F.scaled_dot_product_attention(q, k, v, mask, enable_gqa=grouped)
+    return F.scaled_dot_product_attention(q_BNTH, k_BKPH, v_BKPH, mask_B1TP, enable_gqa=grouped)
 
 
-def suffix_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def suffix_attention(q_BNTH: Tensor, k_BKPH: Tensor, v_BKPH: Tensor) -> Tensor:
     """Causal attention of the last tokens of a sequence.
 
     Args:
-        q: [B, N, T, H], the last T tokens of those of `k`.
-        k: [B, K, P, H], P at least T.
-        v: the same shape.
+        q_BNTH: [B, N, T, H], the last T tokens of those of `k_BKPH`.
+        k_BKPH: [B, K, P, H], P at least T.
+        v_BKPH: the same shape.
 
     Returns:
         [B, N, T, H]. The flash kernel skips what the mask hides: its causal mask is that of the last tokens
         (FlashAttention 2.1). Other devices and dtypes get a mask of [T, P].
     """
-    grouped = q.shape[1] != k.shape[1]
-    tokens, keys, head = q.shape[2], k.shape[2], q.shape[3]
+    grouped = q_BNTH.shape[1] != k_BKPH.shape[1]
+    tokens, keys, head = q_BNTH.shape[2], k_BKPH.shape[2], q_BNTH.shape[3]
     if tokens == keys:
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
-    if takes_flash(q):
-        q, k, v = pad_heads(q, k, v)
+        return F.scaled_dot_product_attention(q_BNTH, k_BKPH, v_BKPH, is_causal=True, enable_gqa=grouped)
+    if takes_flash(q_BNTH):
+        q_BNTH, k_BKPH, v_BKPH = pad_heads(q_BNTH, k_BKPH, v_BKPH)
         flash = torch.ops.aten._scaled_dot_product_flash_attention
-        result: Tensor = flash(q, k, v, 0.0, True, scale=head**-0.5)[0]
-        return result.narrow(-1, 0, head)
-    mask = torch.ones(tokens, keys, dtype=torch.bool, device=q.device).tril(keys - tokens)
-    return masked_attention(q, k, v, mask)
+        result_BNTH: Tensor = flash(q_BNTH, k_BKPH, v_BKPH, 0.0, True, scale=head**-0.5)[0]
+        return result_BNTH.narrow(-1, 0, head)
+    mask_TP = torch.ones(tokens, keys, dtype=torch.bool, device=q_BNTH.device).tril(keys - tokens)
+    return masked_attention(q_BNTH, k_BKPH, v_BKPH, mask_TP)
 
 
-def repeat_heads(x: Tensor, heads: int) -> Tensor:
+def repeat_heads(x_BKSH: Tensor, heads: int) -> Tensor:
     """Each head of [B, K, S, H] several times, side by side: [B, heads, S, H]."""
-    times = heads // x.shape[1]
-    return x.repeat_interleave(times, dim=1) if times > 1 else x
+    times = heads // x_BKSH.shape[1]
+    return x_BKSH.repeat_interleave(times, dim=1) if times > 1 else x_BKSH
 
 
-def with_equal_heads(attend: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def with_equal_heads(attend: Callable[..., Tensor], q_BNSH: Tensor, k_BKSH: Tensor, v_BKSH: Tensor) -> Tensor:
     """Attention by a kernel that takes one size of heads only: zeros fill up the smaller ones."""
-    keys, values = q.shape[-1], v.shape[-1]
+    keys, values = q_BNSH.shape[-1], v_BKSH.shape[-1]
     if keys == values:
-        return attend(q, k, v)
+        return attend(q_BNSH, k_BKSH, v_BKSH)
     if keys < values:
         # What computes divides scores by the square root of the size that it sees.
-        q, k = (F.pad(x, (0, values - keys)) for x in (q * (values / keys) ** 0.5, k))
+        q_BNSH, k_BKSH = (F.pad(x, (0, values - keys)) for x in (q_BNSH * (values / keys) ** 0.5, k_BKSH))
     else:
-        v = F.pad(v, (0, keys - values))
-    return attend(q, k, v)[..., :values]
+        v_BKSH = F.pad(v_BKSH, (0, keys - values))
+    return attend(q_BNSH, k_BKSH, v_BKSH)[..., :values]

@@ -1,6 +1,6 @@
 """The mixture of experts of a layer: router, experts, shared experts.
 
-Shapes: see `runtime.model.transformer`.
+Shapes: see `runtime.model`.
 """
 
 from __future__ import annotations
@@ -46,53 +46,54 @@ class Router(nn.Module):
         """Sees logits and scores [B, S, E], choices, weights and which of them an expert takes in [B, S, k]
         (None for all), and returns the weights."""
 
-    def logits(self, x: Tensor) -> Tensor:
-        return wide_product(x, self.weight)
+    def logits(self, x_BSD: Tensor) -> Tensor:
+        return wide_product(x_BSD, self.weight)
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        logits = self.logits(x)
-        scores = logits.softmax(-1) if self.options.score == "softmax" else logits.sigmoid()
+    def forward(self, x_BSD: Tensor) -> tuple[Tensor, Tensor]:
+        logits_BSE = self.logits(x_BSD)
+        scores_BSE = logits_BSE.softmax(-1) if self.options.score == "softmax" else logits_BSE.sigmoid()
         # Where the chosen alone share the weights, logits choose, as in Megatron-LM.
         late = self.options.score == "softmax" and self.options.normalised and self.expert_bias is None
-        chosen = self.choose((logits if late else scores).detach())
-        weights = scores.gather(-1, chosen)
+        chosen_BSk = self.choose((logits_BSE if late else scores_BSE).detach())
+        weights_BSk = scores_BSE.gather(-1, chosen_BSk)
         if self.options.normalised:
-            weights = weights / (weights.sum(-1, keepdim=True) + SMALLEST_SUM)
+            weights_BSk = weights_BSk / (weights_BSk.sum(-1, keepdim=True) + SMALLEST_SUM)
         if self.options.scale != 1.0:
-            weights = weights * self.options.scale
-        kept = None
+            weights_BSk = weights_BSk * self.options.scale
+        kept_BSk = None
         if self.options.capacity_factor:
-            kept = self.within_capacity(weights.detach(), chosen)
+            kept_BSk = self.within_capacity(weights_BSk.detach(), chosen_BSk)
         if self.observe is not None:
-            weights = self.observe(logits, scores, chosen, weights, kept)
-        if kept is not None:
-            weights = weights.masked_fill(~kept, 0.0)
-            chosen = chosen.masked_fill(~kept, scores.shape[-1])
-        return weights, chosen
+            weights_BSk = self.observe(logits_BSE, scores_BSE, chosen_BSk, weights_BSk, kept_BSk)
+        if kept_BSk is not None:
+            weights_BSk = weights_BSk.masked_fill(~kept_BSk, 0.0)
+            chosen_BSk = chosen_BSk.masked_fill(~kept_BSk, scores_BSE.shape[-1])
+        return weights_BSk, chosen_BSk
 
     def to_device(self, device: torch.device) -> None:
         """Move the biases, which are no parameters, to where routing computes."""
         if self.expert_bias is not None:
             self.expert_bias = self.expert_bias.to(device)
 
-    def choose(self, scores: Tensor) -> Tensor:
+    def choose(self, scores_BSE: Tensor) -> Tensor:
         """The experts of each token, [B, S, k], by scores or logits [B, S, E] and biases."""
         options = self.options
         if self.expert_bias is not None:
-            scores = scores + self.expert_bias
+            scores_BSE = scores_BSE + self.expert_bias
         if options.groups > 1:
-            grouped = scores.view(*scores.shape[:-1], options.groups, -1)
-            best = grouped.topk(2, -1).values.sum(-1) if options.group_score == "top2" else grouped.amax(-1)
-            open_groups = torch.zeros_like(best, dtype=torch.bool)
-            open_groups.scatter_(-1, best.topk(options.top_groups, -1).indices, True)
-            scores = grouped.masked_fill(~open_groups.unsqueeze(-1), -torch.inf).flatten(-2)
-        return scores.topk(self.top_k, -1).indices
+            grouped_BSGe = scores_BSE.view(*scores_BSE.shape[:-1], options.groups, -1)
+            top2 = options.group_score == "top2"
+            best_BSG = grouped_BSGe.topk(2, -1).values.sum(-1) if top2 else grouped_BSGe.amax(-1)
+            open_BSG = torch.zeros_like(best_BSG, dtype=torch.bool)
+            open_BSG.scatter_(-1, best_BSG.topk(options.top_groups, -1).indices, True)
+            scores_BSE = grouped_BSGe.masked_fill(~open_BSG.unsqueeze(-1), -torch.inf).flatten(-2)
+        return scores_BSE.topk(self.top_k, -1).indices
 
-    def within_capacity(self, weights: Tensor, chosen: Tensor) -> Tensor:
+    def within_capacity(self, weights_BSk: Tensor, chosen_BSk: Tensor) -> Tensor:
         """Which pairs of whole sequences their experts take in: [B, S, k] booleans."""
         experts = self.weight.shape[0]
-        limit = capacity(weights.shape[1], self.top_k, experts, self.options.capacity_factor)
-        return within_capacity(weights, chosen, experts, limit)
+        limit = capacity(weights_BSk.shape[1], self.top_k, experts, self.options.capacity_factor)
+        return within_capacity(weights_BSk, chosen_BSk, experts, limit)
 
 
 class Experts(nn.Module):
@@ -112,16 +113,17 @@ class Experts(nn.Module):
             self.register_parameter(f"{name}_bias", bias)
         self.activation = Activation(spec)
 
-    def product(self, name: str, rows: Tensor, counts: Tensor, sizes: list[int] | None) -> Tensor:
+    def product(self, name: str, rows: Tensor, counts_E: Tensor, sizes: list[int] | None) -> Tensor:
         """The linear layer `name` of each expert on its rows."""
-        return grouped_linear(rows, getattr(self, name), counts, getattr(self, f"{name}_bias"), sizes)
+        return grouped_linear(rows, getattr(self, name), counts_E, getattr(self, f"{name}_bias"), sizes)
 
-    def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
-        sizes = None if takes_grouped(rows, rows.shape[1], self.width) else rows_of_each(rows, counts)
-        inner = [self.product("up", rows, counts, sizes)]
+    def forward(self, rows_RD: Tensor, counts_E: Tensor) -> Tensor:
+        grouped = takes_grouped(rows_RD, rows_RD.shape[1], self.width)
+        sizes = None if grouped else rows_of_each(rows_RD, counts_E)
+        inner_RF = [self.product("up", rows_RD, counts_E, sizes)]
         if self.gate is not None:
-            inner.append(self.product("gate", rows, counts, sizes))
-        return self.product("down", self.activation(*inner), counts, sizes)
+            inner_RF.append(self.product("gate", rows_RD, counts_E, sizes))
+        return self.product("down", self.activation(*inner_RF), counts_E, sizes)
 
 
 class MixtureOfExperts(nn.Module):
@@ -138,12 +140,12 @@ class MixtureOfExperts(nn.Module):
         self.shared_gate = nn.Linear(spec.hidden, 1, bias=False) if spec.shared_expert_gate else None
         self.dispatch: Dispatch = LocalDispatch(spec.experts, drops=bool(spec.router.capacity_factor))
 
-    def forward(self, x: Tensor) -> Tensor:
-        weights, chosen = self.router(x)
-        sent = self.dispatch.send(x.flatten(0, 1), weights.flatten(0, 1), chosen.flatten(0, 1))
-        shared = None if self.shared is None else self.shared(x)
-        if shared is not None and self.shared_gate is not None:
-            shared = shared * self.shared_gate(x).sigmoid()
-        rows, counts = self.dispatch.receive(sent)
-        result = self.dispatch.give_back(sent, self.experts(rows, counts)).view_as(x)
-        return result if shared is None else result + shared
+    def forward(self, x_BSD: Tensor) -> Tensor:
+        weights_BSk, chosen_BSk = self.router(x_BSD)
+        sent = self.dispatch.send(x_BSD.flatten(0, 1), weights_BSk.flatten(0, 1), chosen_BSk.flatten(0, 1))
+        shared_BSD = None if self.shared is None else self.shared(x_BSD)
+        if shared_BSD is not None and self.shared_gate is not None:
+            shared_BSD = shared_BSD * self.shared_gate(x_BSD).sigmoid()
+        rows_RD, counts_E = self.dispatch.receive(sent)
+        result_BSD = self.dispatch.give_back(sent, self.experts(rows_RD, counts_E)).view_as(x_BSD)
+        return result_BSD if shared_BSD is None else result_BSD + shared_BSD

@@ -1,4 +1,4 @@
-"""The dense feed-forward network of a layer. Shapes: see `runtime.model.transformer`."""
+"""The dense feed-forward network of a layer. Shapes: see `runtime.model`."""
 
 from __future__ import annotations
 
@@ -38,9 +38,10 @@ class MLP(nn.Module):
         self.activation = Activation(spec)
         self.down = nn.Linear(width, spec.hidden, bias=spec.linear_bias)
 
-    def forward(self, x: Tensor) -> Tensor:
-        inner = (
-            self.activation(self.up(x)) if self.gate is None else self.activation(self.up(x), self.gate(x))
-        )
-        result: Tensor = self.down(inner)
-        return result
+    def forward(self, x_BSD: Tensor) -> Tensor:
+        if self.gate is None:
+            inner_BSF = self.activation(self.up(x_BSD))
+        else:
+            inner_BSF = self.activation(self.up(x_BSD), self.gate(x_BSD))
+        result_BSD: Tensor = self.down(inner_BSF)
+        return result_BSD

@@ -20,24 +20,24 @@ def first_positions(seq: int, device: torch.device) -> Tensor:
 
 
 def rotary_table(
-    positions: Tensor, dim: int, theta: float, scaling: RopeScaling | None
+    positions_S: Tensor, dim: int, theta: float, scaling: RopeScaling | None
 ) -> tuple[Tensor, Tensor]:
-    """Cosines and sines [S, dim] of the `positions` [S], in fp32 (RoFormer, eq. 34).
+    """Cosines and sines [S, dim] of the `positions_S`, in fp32 (RoFormer, eq. 34).
 
     The second half repeats the first, as `rotate` wants it. `InputError` where `scaling` is of a kind that
     is not in `ROPE_KINDS`.
     """
-    angles = torch.outer(positions.float(), frequencies(dim, theta, scaling, positions.device))
-    angles = torch.cat((angles, angles), dim=-1)
+    angles_SH = torch.outer(positions_S.float(), frequencies(dim, theta, scaling, positions_S.device))
+    angles_SH = torch.cat((angles_SH, angles_SH), dim=-1)
     factor = table_factor(scaling)
-    return angles.cos() * factor, angles.sin() * factor
+    return angles_SH.cos() * factor, angles_SH.sin() * factor
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Apply rotary positions to `x` [B, N, S, H], halves rotated as in Llama."""
-    first, second = x.float().chunk(2, dim=-1)
-    turned = torch.cat((-second, first), dim=-1)
-    return (x.float() * cos + turned * sin).to(x.dtype)
+def rotate(x_BNSH: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """`x_BNSH` turned by its positions, halves rotated as in Llama."""
+    first_BNSh, second_BNSh = x_BNSH.float().chunk(2, dim=-1)
+    turned_BNSH = torch.cat((-second_BNSh, first_BNSh), dim=-1)
+    return (x_BNSH.float() * cos + turned_BNSH * sin).to(x_BNSH.dtype)
 
 
 def frequencies(

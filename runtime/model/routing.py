@@ -1,7 +1,7 @@
 """Tokens to experts and back: sorting, capacity, grouped products. No parallelism.
 
-Shapes: T tokens, k experts of each token, E experts, R rows: pairs of a token and one of its experts, which
-are numbered token x k + choice.
+Shapes: see `runtime.model`. A row is a pair of a token and one of its experts; pairs have the number
+token x k + choice.
 """
 
 from __future__ import annotations
@@ -37,23 +37,23 @@ class Assignment(NamedTuple):
         return Assignment(self.order[:rows], self.counts)
 
 
-def assign(chosen: Tensor, experts: int) -> Assignment:
-    """Sort the pairs of `chosen` [T, k] by expert; those with the number `experts` are dropped and last."""
-    flat = chosen.flatten()
+def assign(chosen_Tk: Tensor, experts: int) -> Assignment:
+    """The pairs of `chosen_Tk` sorted by expert; those with the number `experts` are dropped and last."""
+    flat = chosen_Tk.flatten()
     # Not bincount, which waits for the device.
-    counts = torch.zeros(experts + 1, dtype=torch.int64, device=flat.device)
-    counts.scatter_add_(0, flat, torch.ones_like(flat))
-    return Assignment(flat.argsort(stable=True), counts[:experts])
+    counts_E = torch.zeros(experts + 1, dtype=torch.int64, device=flat.device)
+    counts_E.scatter_add_(0, flat, torch.ones_like(flat))
+    return Assignment(flat.argsort(stable=True), counts_E[:experts])
 
 
-def rows_taken_in(chosen: Tensor, counts: Tensor) -> int:
-    """How many of the pairs `chosen` experts take in, by `counts` [E]; waits for the device."""
-    return int(counts.sum())
+def rows_taken_in(chosen_Tk: Tensor, counts_E: Tensor) -> int:
+    """How many of the pairs `chosen_Tk` experts take in, by `counts_E`; waits for the device."""
+    return int(counts_E.sum())
 
 
-def rows_of_each(rows: Tensor, counts: Tensor) -> list[int]:
-    """`counts` [E] of sorted rows [R, D] as numbers of the host; waits for the device."""
-    sizes: list[int] = counts.tolist()
+def rows_of_each(rows_RD: Tensor, counts_E: Tensor) -> list[int]:
+    """`counts_E` of sorted rows as numbers of the host; waits for the device."""
+    sizes: list[int] = counts_E.tolist()
     return sizes
 
 
@@ -62,80 +62,80 @@ def capacity(seq: int, top_k: int, experts: int, factor: float) -> int:
     return math.ceil(seq * top_k / experts * factor)
 
 
-def within_capacity(weights: Tensor, chosen: Tensor, experts: int, limit: int) -> Tensor:
+def within_capacity(weights_BSk: Tensor, chosen_BSk: Tensor, experts: int, limit: int) -> Tensor:
     """Which pairs the experts take in: of each sequence and expert the `limit` largest weights.
 
     Args:
-        weights: [B, S, k], whole sequences.
-        chosen: [B, S, k] numbers of experts.
+        weights_BSk: of whole sequences.
+        chosen_BSk: numbers of experts.
         experts: how many there are.
         limit: rows of one expert and sequence.
 
     Returns:
         [B, S, k] booleans; of equal weights the earlier position counts as the larger.
     """
-    by_weight = weights.flatten(1).argsort(dim=1, descending=True, stable=True)
-    by_expert = chosen.flatten(1).gather(1, by_weight).argsort(dim=1, stable=True)
+    by_weight = weights_BSk.flatten(1).argsort(dim=1, descending=True, stable=True)
+    by_expert = chosen_BSk.flatten(1).gather(1, by_weight).argsort(dim=1, stable=True)
     order = by_weight.gather(1, by_expert)
-    sorted_experts = chosen.flatten(1).gather(1, order)
-    counts = torch.zeros(weights.shape[0], experts, dtype=torch.int64, device=weights.device)
-    counts.scatter_add_(1, sorted_experts, torch.ones_like(sorted_experts))
-    starts = counts.cumsum(1) - counts
-    places = torch.arange(order.shape[1], device=order.device) - starts.gather(1, sorted_experts)
-    kept = torch.empty_like(order, dtype=torch.bool).scatter_(1, order, places < limit)
-    return kept.view_as(weights)
+    sorted_experts = chosen_BSk.flatten(1).gather(1, order)
+    counts_BE = torch.zeros(weights_BSk.shape[0], experts, dtype=torch.int64, device=weights_BSk.device)
+    counts_BE.scatter_add_(1, sorted_experts, torch.ones_like(sorted_experts))
+    starts_BE = counts_BE.cumsum(1) - counts_BE
+    places = torch.arange(order.shape[1], device=order.device) - starts_BE.gather(1, sorted_experts)
+    kept_BSk = torch.empty_like(order, dtype=torch.bool).scatter_(1, order, places < limit)
+    return kept_BSk.view_as(weights_BSk)
 
 
 class _Permute(torch.autograd.Function):
     """Rows of tokens in the order of an assignment; backward adds up a token's rows in a fixed order."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, order: Tensor, top_k: int) -> Tensor:
-        ctx.save_for_backward(order)
-        ctx.top_k, ctx.tokens = top_k, x.shape[0]
-        return x[order // top_k]
+    def forward(ctx: Any, x_TD: Tensor, order_R: Tensor, top_k: int) -> Tensor:
+        ctx.save_for_backward(order_R)
+        ctx.top_k, ctx.tokens = top_k, x_TD.shape[0]
+        return x_TD[order_R // top_k]
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
-        (order,) = ctx.saved_tensors
-        pairs = spread(grad, order, ctx.tokens * ctx.top_k)
+    def backward(ctx: Any, grad_RD: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+        (order_R,) = ctx.saved_tensors
+        pairs = spread(grad_RD, order_R, ctx.tokens * ctx.top_k)
         if ctx.top_k == 1:
             return pairs, None, None
-        return pairs.view(ctx.tokens, ctx.top_k, grad.shape[1]).sum(1), None, None
+        return pairs.view(ctx.tokens, ctx.top_k, grad_RD.shape[1]).sum(1), None, None
 
 
 class _Spread(torch.autograd.Function):
     """Rows at their places; unlike index_copy's own, backward keeps the places only."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, order: Tensor, places: int) -> Tensor:
-        ctx.save_for_backward(order)
-        shape = places, rows.shape[1]
-        result = rows.new_empty(shape) if len(order) == places else rows.new_zeros(shape)
-        return result.index_copy_(0, order, rows)
+    def forward(ctx: Any, rows_RD: Tensor, order_R: Tensor, places: int) -> Tensor:
+        ctx.save_for_backward(order_R)
+        shape = places, rows_RD.shape[1]
+        result = rows_RD.new_empty(shape) if len(order_R) == places else rows_RD.new_zeros(shape)
+        return result.index_copy_(0, order_R, rows_RD)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
-        (order,) = ctx.saved_tensors
-        return grad.index_select(0, order), None, None
+        (order_R,) = ctx.saved_tensors
+        return grad.index_select(0, order_R), None, None
 
 
-def spread(rows: Tensor, order: Tensor, places: int) -> Tensor:
-    """[places, D] with row i of [R, D] at place order[i], and zeros where none belongs."""
-    result: Tensor = _Spread.apply(rows, order, places)  # type: ignore[no-untyped-call]
+def spread(rows_RD: Tensor, order_R: Tensor, places: int) -> Tensor:
+    """[places, D] with row i at place order_R[i], and zeros where none belongs."""
+    result: Tensor = _Spread.apply(rows_RD, order_R, places)  # type: ignore[no-untyped-call]
     return result
 
 
-def permute(x: Tensor, order: Tensor, top_k: int) -> Tensor:
-    """Tokens [T, D] as rows [R, D], sorted by expert."""
-    result: Tensor = _Permute.apply(x, order, top_k)  # type: ignore[no-untyped-call]
-    return result
+def permute(x_TD: Tensor, order_R: Tensor, top_k: int) -> Tensor:
+    """Tokens as rows [R, D], sorted by expert."""
+    result_RD: Tensor = _Permute.apply(x_TD, order_R, top_k)  # type: ignore[no-untyped-call]
+    return result_RD
 
 
-def combine(rows: Tensor, weights: Tensor, order: Tensor) -> Tensor:
-    """The weighted sum [T, D] of each token's rows [R, D]; `weights` is [T, k]."""
-    pairs = spread(rows, order, weights.numel()).view(*weights.shape, rows.shape[1])
-    return torch.bmm(weights.unsqueeze(1).to(rows.dtype), pairs).squeeze(1)
+def combine(rows_RD: Tensor, weights_Tk: Tensor, order_R: Tensor) -> Tensor:
+    """The weighted sum [T, D] of each token's rows."""
+    pairs_TkD = spread(rows_RD, order_R, weights_Tk.numel()).view(*weights_Tk.shape, rows_RD.shape[1])
+    return torch.bmm(weights_Tk.unsqueeze(1).to(rows_RD.dtype), pairs_TkD).squeeze(1)
 
 
 class _UsedOnly(torch.autograd.Function):
@@ -156,32 +156,40 @@ class _UsedOnly(torch.autograd.Function):
 
 
 def grouped_linear(
-    x: Tensor, weight: Tensor, counts: Tensor, bias: Tensor | None = None, sizes: list[int] | None = None
+    x_RI: Tensor,
+    weight_EOI: Tensor,
+    counts_E: Tensor,
+    bias_EO: Tensor | None = None,
+    sizes: list[int] | None = None,
 ) -> Tensor:
     """A linear layer of each expert on its rows.
 
     Args:
-        x: [R, K] rows sorted by expert.
-        weight: [E, N, K].
-        counts: [E] rows of each expert.
-        bias: [E, N] or None.
-        sizes: `counts` on the host, where PyTorch's grouped product does not take the operands.
+        x_RI: rows sorted by expert.
+        weight_EOI: matrices of the experts.
+        counts_E: rows of each expert.
+        bias_EO: their biases, where they have some.
+        sizes: `counts_E` on the host, where PyTorch's grouped product does not take the operands.
 
     Returns:
-        [R, N]. Without rows too the weights get a gradient, of zeros: ranks reduce gradients together.
+        [R, O]. Without rows too the weights get a gradient, of zeros: ranks reduce gradients together.
     """
-    if not x.shape[0]:
-        return F.linear(x, weight[0], None if bias is None else bias[0])
+    if not x_RI.shape[0]:
+        return F.linear(x_RI, weight_EOI[0], None if bias_EO is None else bias_EO[0])
     if sizes is None:
-        if _leaves_garbage(x.device):
-            weight = _UsedOnly.apply(weight, counts)  # type: ignore[no-untyped-call]
-        product = F.grouped_mm(x, weight.transpose(1, 2), offs=counts.cumsum(0, dtype=torch.int32))
+        if _leaves_garbage(x_RI.device):
+            weight_EOI = _UsedOnly.apply(weight_EOI, counts_E)  # type: ignore[no-untyped-call]
+        product_RO = F.grouped_mm(
+            x_RI, weight_EOI.transpose(1, 2), offs=counts_E.cumsum(0, dtype=torch.int32)
+        )
     else:
-        parts = torch.split(x, sizes)
-        product = torch.cat([F.linear(part, one) for part, one in zip(parts, weight.unbind(), strict=True)])
-    if bias is None:
-        return product
-    return product + bias.repeat_interleave(counts, dim=0, output_size=x.shape[0])
+        parts = torch.split(x_RI, sizes)
+        product_RO = torch.cat(
+            [F.linear(part, one) for part, one in zip(parts, weight_EOI.unbind(), strict=True)]
+        )
+    if bias_EO is None:
+        return product_RO
+    return product_RO + bias_EO.repeat_interleave(counts_E, dim=0, output_size=x_RI.shape[0])
 
 
 def _leaves_garbage(device: torch.device) -> bool:
@@ -238,14 +246,14 @@ def wide_product(x: Tensor, weight: Tensor) -> Tensor:
 class Dispatch(Protocol):
     """Carries tokens to the experts that work here, and their results back."""
 
-    def send(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Any:
+    def send(self, x_TD: Tensor, weights_Tk: Tensor, chosen_Tk: Tensor) -> Any:
         """Start with tokens [T, D], and the weights and experts [T, k] of each; returns what is under way."""
 
     def receive(self, sent: Any) -> tuple[Tensor, Tensor]:
         """Rows [R, D] sorted by expert, and the counts [E] of each expert that works here."""
 
-    def give_back(self, sent: Any, rows: Tensor) -> Tensor:
-        """The weighted sums [T, D] of the experts' results `rows` [R, D]."""
+    def give_back(self, sent: Any, rows_RD: Tensor) -> Tensor:
+        """The weighted sums [T, D] of the experts' results."""
 
 
 class _Sorted(NamedTuple):
@@ -260,14 +268,14 @@ class LocalDispatch:
     def __init__(self, experts: int, drops: bool) -> None:
         self.experts, self.drops = experts, drops
 
-    def send(self, x: Tensor, weights: Tensor, chosen: Tensor) -> _Sorted:
-        assignment = assign(chosen, self.experts)
+    def send(self, x_TD: Tensor, weights_Tk: Tensor, chosen_Tk: Tensor) -> _Sorted:
+        assignment = assign(chosen_Tk, self.experts)
         if self.drops:
-            assignment = assignment.kept(rows_taken_in(chosen, assignment.counts))
-        return _Sorted(permute(x, assignment.order, chosen.shape[1]), weights, assignment)
+            assignment = assignment.kept(rows_taken_in(chosen_Tk, assignment.counts))
+        return _Sorted(permute(x_TD, assignment.order, chosen_Tk.shape[1]), weights_Tk, assignment)
 
     def receive(self, sent: _Sorted) -> tuple[Tensor, Tensor]:
         return sent.rows, sent.assignment.counts
 
-    def give_back(self, sent: _Sorted, rows: Tensor) -> Tensor:
-        return combine(rows, sent.weights, sent.assignment.order)
+    def give_back(self, sent: _Sorted, rows_RD: Tensor) -> Tensor:
+        return combine(rows_RD, sent.weights, sent.assignment.order)

@@ -1,8 +1,7 @@
 """The transformer: blocks of GPT, Llama, Qwen, Mixtral and DeepSeek. It knows nothing of parallelism.
 
-Shapes: B micro batch, S sequence, D model width, N heads, K key/value heads, H head size, V padded
-vocabulary, E experts, k experts of a token, F inner width of an expert. Under tensor parallelism the same
-code runs on local slices (N/tp heads, V/tp entries), under context parallelism on S/cp positions.
+Shapes: see `runtime.model`. Under tensor parallelism the same code runs on local slices (N/tp heads, V/tp
+entries), under context parallelism on S/cp positions.
 """
 
 from __future__ import annotations
@@ -32,13 +31,13 @@ class Embedding(nn.Module):
         self.positions = nn.Embedding(spec.max_positions, spec.hidden) if spec.position == "learned" else None
         self.at: Tensor | None = None
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        x: Tensor = self.tokens(tokens)
+    def forward(self, tokens_BS: Tensor) -> Tensor:
+        x_BSD: Tensor = self.tokens(tokens_BS)
         if self.positions is not None:
-            at = first_positions(tokens.shape[1], tokens.device) if self.at is None else self.at
+            at = first_positions(tokens_BS.shape[1], tokens_BS.device) if self.at is None else self.at
             # Positions of [S] are those of every row, of [B, S] each row's own.
-            x = x + self.positions(at if at.dim() == 2 else at.unsqueeze(0))
-        return x
+            x_BSD = x_BSD + self.positions(at if at.dim() == 2 else at.unsqueeze(0))
+        return x_BSD
 
 
 class Block(nn.Module):
@@ -53,21 +52,21 @@ class Block(nn.Module):
         routed = spec.experts and layer >= spec.dense_layers
         self.mlp = MixtureOfExperts(spec) if routed else MLP(spec, spec.ffn)
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self.attention(self.attention_norm(x))
-        result: Tensor = x + self.mlp(self.mlp_norm(x))
-        return result
+    def forward(self, x_BSD: Tensor) -> Tensor:
+        x_BSD = x_BSD + self.attention(self.attention_norm(x_BSD))
+        result_BSD: Tensor = x_BSD + self.mlp(self.mlp_norm(x_BSD))
+        return result_BSD
 
-    def up_to_core(self, x: Tensor) -> Heads:
-        """What comes before the core of attention."""
-        return self.attention.enter(self.attention_norm(x))
+    def up_to_core(self, x_BSD: Tensor) -> Heads:
+        """Queries, keys and values for the core of attention, from the input of the layer."""
+        return self.attention.enter(self.attention_norm(x_BSD))
 
-    def from_core(self, x: Tensor, attended: Tensor) -> Tensor:
-        """What comes after it: `x` is the input of the layer, and `attended` [B, N, S, H]."""
+    def from_core(self, x_BSD: Tensor, attended_BNSH: Tensor) -> Tensor:
+        """The output [B, S, D] of the layer with the input `x_BSD`, from what the core of attention gave."""
         # Not shared with `forward`: torch.compile cannot stop for experts in a function that this calls.
-        x = x + self.attention.merge(attended)
-        result: Tensor = x + self.mlp(self.mlp_norm(x))
-        return result
+        x_BSD = x_BSD + self.attention.merge(attended_BNSH)
+        result_BSD: Tensor = x_BSD + self.mlp(self.mlp_norm(x_BSD))
+        return result_BSD
 
 
 class Transformer(nn.Module):
@@ -117,24 +116,24 @@ class Transformer(nn.Module):
         if self.tied and self.embedding is not None and self.head is not None:
             self.head.weight = self.embedding.tokens.weight
 
-    def place(self, positions: Tensor) -> None:
-        """Tell the model which positions [S] its tokens have; without it, the first ones in order.
+    def place(self, positions_S: Tensor) -> None:
+        """Tell the model which positions its tokens have; without it, the first ones in order.
 
         Rotary tables are made here, once for all layers, so that compiled layers need not make them.
         """
         if self.embedding is not None:
-            self.embedding.at = positions
+            self.embedding.at = positions_S
         tables = None
         for attention in (block.attention for block in self.blocks):
             if attention.rotates:
-                tables = tables or attention.make_rotary(positions)
+                tables = tables or attention.make_rotary(positions_S)
                 attention.rotary = tables
 
-    def run_layers(self, x: Tensor) -> Tensor:
+    def run_layers(self, x_BSD: Tensor) -> Tensor:
         """All layers, one after the other: [B, S, D] -> [B, S, D]."""
         for block in self.layers.values():
-            x = block(x)
-        return x
+            x_BSD = block(x_BSD)
+        return x_BSD
 
     def forward(self, x: Tensor) -> Tensor:
         if self.embedding is not None:

@@ -84,8 +84,9 @@ def _over_ranks(
 ) -> Callable[[Tensor, Tensor, Tensor, DocumentMasks], Tensor]:
     kernel = partial(_core_forward(form), group=group)
 
-    def attend(q: Tensor, k: Tensor, v: Tensor, documents: DocumentMasks) -> Tensor:
+    def attend(q_BNsH: Tensor, k_BKsH: Tensor, v_BKsH: Tensor, documents: DocumentMasks) -> Tensor:
         # Keys and values travel together, so their heads must have the same size.
-        return with_equal_heads(kernel if form == "ring" else partial(kernel, documents=documents), q, k, v)
+        within = kernel if form == "ring" else partial(kernel, documents=documents)
+        return with_equal_heads(within, q_BNsH, k_BKsH, v_BKsH)
 
     return attend

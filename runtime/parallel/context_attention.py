@@ -1,7 +1,6 @@
 """Causal attention over a sequence that is split over ranks, by gathering keys or by exchanging heads.
 
-Shapes: B micro batch, S sequence, s = S/cp, N query heads, K key/value heads, H head size; heads are those
-of this rank under tensor parallelism. Tensors travel with their tokens in front, [s, ...], so that what
+Shapes: see `runtime.model`. Tensors travel with their tokens in front, [s, ...], so that what
 arrives from all ranks is the whole sequence without further copies.
 """
 
@@ -21,7 +20,11 @@ from runtime.parallel.zigzag import by_rank, in_sequence
 
 
 def gathered_attention(
-    q: Tensor, k: Tensor, v: Tensor, group: dist.ProcessGroup, documents: DocumentMasks | None = None
+    q_BNsH: Tensor,
+    k_BKsH: Tensor,
+    v_BKsH: Tensor,
+    group: dist.ProcessGroup,
+    documents: DocumentMasks | None = None,
 ) -> Tensor:
     """Causal attention of this rank's two chunks of queries over gathered keys and values.
 
@@ -32,9 +35,9 @@ def gathered_attention(
     B N s H more than plain attention on s tokens; core attention that is recomputed keeps neither.
 
     Args:
-        q: [B, N, s, H], tokens of chunk i, then of chunk 2 cp - 1 - i on rank i of `group`.
-        k: [B, K, s, H], of the same tokens.
-        v: the same shape.
+        q_BNsH: tokens of chunk i, then of chunk 2 cp - 1 - i on rank i of `group`.
+        k_BKsH: of the same tokens.
+        v_BKsH: of the same tokens.
         group: the context-parallel ranks.
         documents: holds masks where attention stays within documents.
 
@@ -42,8 +45,8 @@ def gathered_attention(
         [B, N, s, H].
     """
     name, size, rank = group.group_name, group.size(), group.rank()
-    first, last = q.chunk(2, dim=2)
-    k_first, v_first, k_last, v_last = _GatherPrefixes.apply(k, v, name, size, rank)  # type: ignore[no-untyped-call]
+    first, last = q_BNsH.chunk(2, dim=2)
+    k_first, v_first, k_last, v_last = _GatherPrefixes.apply(k_BKsH, v_BKsH, name, size, rank)  # type: ignore[no-untyped-call]
     if documents is not None and documents.masks:
         parts = (
             masked_attention(first, k_first, v_first, documents.masks[0]),
@@ -60,15 +63,15 @@ class _GatherPrefixes(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, k: Tensor, v: Tensor, group: str, size: int, rank: int
+        ctx: Any, k_BKsH: Tensor, v_BKsH: Tensor, group: str, size: int, rank: int
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        local = torch.stack((k.permute(2, 0, 1, 3), v.permute(2, 0, 1, 3)), dim=1)
-        whole = in_sequence(all_gather(local, group, size), size, 0)
-        chunk = k.shape[2] // 2
+        local_s2BKH = torch.stack((k_BKsH.permute(2, 0, 1, 3), v_BKsH.permute(2, 0, 1, 3)), dim=1)
+        whole_S2BKH = in_sequence(all_gather(local_s2BKH, group, size), size, 0)
+        chunk = k_BKsH.shape[2] // 2
         ctx.ends = (rank + 1) * chunk, (2 * size - rank) * chunk
-        ctx.group, ctx.size, ctx.seq = group, size, whole.shape[0]
+        ctx.group, ctx.size, ctx.seq = group, size, whole_S2BKH.shape[0]
         k_first, v_first, k_last, v_last = (
-            whole[:end, which].permute(1, 2, 0, 3) for end in ctx.ends for which in (0, 1)
+            whole_S2BKH[:end, which].permute(1, 2, 0, 3) for end in ctx.ends for which in (0, 1)
         )
         return k_first, v_first, k_last, v_last
 
@@ -76,13 +79,13 @@ class _GatherPrefixes(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         k_first, v_first, k_last, v_last = (grad.permute(2, 0, 1, 3) for grad in grads)
         first, last = ctx.ends
-        whole = k_last.new_empty(ctx.seq, 2, *k_last.shape[1:])
-        whole[:last, 0], whole[:last, 1] = k_last, v_last
-        whole[last:] = 0
-        whole[:first, 0] += k_first
-        whole[:first, 1] += v_first
-        local = sum_parts(by_rank(whole, ctx.size, 0), ctx.group, ctx.size)
-        k, v = (local[:, which].permute(1, 2, 0, 3) for which in (0, 1))
+        whole_S2BKH = k_last.new_empty(ctx.seq, 2, *k_last.shape[1:])
+        whole_S2BKH[:last, 0], whole_S2BKH[:last, 1] = k_last, v_last
+        whole_S2BKH[last:] = 0
+        whole_S2BKH[:first, 0] += k_first
+        whole_S2BKH[:first, 1] += v_first
+        local_s2BKH = sum_parts(by_rank(whole_S2BKH, ctx.size, 0), ctx.group, ctx.size)
+        k, v = (local_s2BKH[:, which].permute(1, 2, 0, 3) for which in (0, 1))
         return k, v, None, None, None
 
 

@@ -30,29 +30,29 @@ def check_boundaries(boundaries: Boundaries, layout: Layout) -> None:
         raise InputError(NO_MASK)
 
 
-def document_starts(tokens: Tensor, eod: int) -> Tensor:
+def document_starts(tokens_BS: Tensor, eod: int) -> Tensor:
     """Where the document of each token begins in its row: [B, S] for tokens [B, S].
 
     An end-of-document token belongs to the document that it ends.
     """
-    at = torch.arange(tokens.shape[1], device=tokens.device)
-    begins = torch.zeros_like(tokens)
-    begins[:, 1:] = torch.where(tokens[:, :-1] == eod, at[1:], 0)
-    return begins.cummax(dim=1).values
+    at_S = torch.arange(tokens_BS.shape[1], device=tokens_BS.device)
+    begins_BS = torch.zeros_like(tokens_BS)
+    begins_BS[:, 1:] = torch.where(tokens_BS[:, :-1] == eod, at_S[1:], 0)
+    return begins_BS.cummax(dim=1).values
 
 
-def document_mask(starts: Tensor, queries: Tensor, keys: int, dtype: torch.dtype) -> Tensor:
+def document_mask(starts_BS: Tensor, queries_T: Tensor, keys: int, dtype: torch.dtype) -> Tensor:
     """What causal attention within documents adds to scores: 0, or -inf for what it hides, [B, 1, T, P].
 
     Args:
-        starts: [B, S], from `document_starts`.
-        queries: [T], the positions of the queries.
+        starts_BS: from `document_starts`.
+        queries_T: the positions of the queries.
         keys: P, the keys are those of the first P positions.
     """
-    key = torch.arange(keys, device=starts.device)
-    allowed = (key <= queries[:, None]) & (key >= starts[:, queries, None])
-    zeros = torch.zeros(allowed.shape, dtype=dtype, device=starts.device)
-    return zeros.masked_fill_(~allowed, -torch.inf).unsqueeze(1)
+    keys_P = torch.arange(keys, device=starts_BS.device)
+    allowed_BTP = (keys_P <= queries_T[:, None]) & (keys_P >= starts_BS[:, queries_T, None])
+    zeros_BTP = torch.zeros(allowed_BTP.shape, dtype=dtype, device=starts_BS.device)
+    return zeros_BTP.masked_fill_(~allowed_BTP, -torch.inf).unsqueeze(1)
 
 
 class Documents:
@@ -94,14 +94,14 @@ class Documents:
         chunks = self.positions.chunk(2)
         return tuple(document_mask(starts, chunk, int(chunk[-1]) + 1, self.dtype) for chunk in chunks)
 
-    def _place(self, stage: Transformer, at: Tensor) -> None:
-        """Give the tokens of `stage` the positions `at`, [B, s]."""
+    def _place(self, stage: Transformer, at_Bs: Tensor) -> None:
+        """Give the tokens of `stage` the positions `at_Bs`."""
         if stage.embedding is not None:
-            stage.embedding.at = at
+            stage.embedding.at = at_Bs
         tables: Rotary | None = None
         for attention in (block.attention for block in stage.blocks):
             if attention.rotates:
                 if self.rotary is None:
-                    self.rotary = attention.make_rotary(torch.arange(self.seq, device=at.device))
-                tables = tables or (self.rotary[0][at].unsqueeze(1), self.rotary[1][at].unsqueeze(1))
+                    self.rotary = attention.make_rotary(torch.arange(self.seq, device=at_Bs.device))
+                tables = tables or (self.rotary[0][at_Bs].unsqueeze(1), self.rotary[1][at_Bs].unsqueeze(1))
                 attention.rotary = tables

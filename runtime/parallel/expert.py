@@ -99,15 +99,15 @@ class GatherDispatch:
     def __init__(self, local: LocalDispatch, group: dist.ProcessGroup) -> None:
         self.local, self.group = local, group
 
-    def send(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Any:
-        everyone = all_gather(chosen, self.group.group_name, self.group.size())
-        return self.local.send(gather(x, 0, self.group), gather(weights, 0, self.group), everyone)
+    def send(self, x_TD: Tensor, weights_Tk: Tensor, chosen_Tk: Tensor) -> Any:
+        everyone_Tk = all_gather(chosen_Tk, self.group.group_name, self.group.size())
+        return self.local.send(gather(x_TD, 0, self.group), gather(weights_Tk, 0, self.group), everyone_Tk)
 
     def receive(self, sent: Any) -> tuple[Tensor, Tensor]:
         return self.local.receive(sent)
 
-    def give_back(self, sent: Any, rows: Tensor) -> Tensor:
-        return reduce_scatter(self.local.give_back(sent, rows), 0, self.group)
+    def give_back(self, sent: Any, rows_RD: Tensor) -> Tensor:
+        return reduce_scatter(self.local.give_back(sent, rows_RD), 0, self.group)
 
 
 class _Travelling(NamedTuple):
@@ -134,8 +134,8 @@ class ExchangeDispatch:
         self.experts, self.drops = experts, drops
         self.group, self.etp_group = group, etp_group
 
-    def send(self, x: Tensor, weights: Tensor, chosen: Tensor) -> _Travelling:
-        assignment = assign(chosen, self.experts)
+    def send(self, x_TD: Tensor, weights_Tk: Tensor, chosen_Tk: Tensor) -> _Travelling:
+        assignment = assign(chosen_Tk, self.experts)
         ranks = self.group.size()
         leaving = assignment.counts.view(ranks, -1)
         arriving = all_to_all(leaving, self.group.group_name, ranks).unsqueeze(0)
@@ -143,38 +143,38 @@ class ExchangeDispatch:
         if self.etp_group is not None:
             own = self.etp_group.rank()
             arriving = all_gather(arriving, self.etp_group.group_name, self.etp_group.size())
-        leave, arrive, totals = rows_to_move(chosen, leaving, arriving, own)
+        leave, arrive, totals = rows_to_move(chosen_Tk, leaving, arriving, own)
         exchange = Exchange(leave, arrive, self.group)
         if self.drops:
             assignment = assignment.kept(sum(exchange.sent))
-        started = exchange.start(permute(x, assignment.order, chosen.shape[1]))
+        started = exchange.start(permute(x_TD, assignment.order, chosen_Tk.shape[1]))
         order = _places_by_expert(arriving, totals)
-        return _Travelling(started, weights, assignment, exchange, arriving.sum((0, 1)), totals, order)
+        return _Travelling(started, weights_Tk, assignment, exchange, arriving.sum((0, 1)), totals, order)
 
     def receive(self, sent: _Travelling) -> tuple[Tensor, Tensor]:
-        rows = sent.exchange.finish(sent.started)
+        rows_RD = sent.exchange.finish(sent.started)
         if self.etp_group is not None:
-            missing = max(sent.totals) - rows.shape[0]
-            rows = gather(F.pad(rows, (0, 0, 0, missing)) if missing else rows, 0, self.etp_group)
-        return permute(rows, sent.order, 1), sent.counts
+            missing = max(sent.totals) - rows_RD.shape[0]
+            rows_RD = gather(F.pad(rows_RD, (0, 0, 0, missing)) if missing else rows_RD, 0, self.etp_group)
+        return permute(rows_RD, sent.order, 1), sent.counts
 
-    def give_back(self, sent: _Travelling, rows: Tensor) -> Tensor:
-        rows = spread(rows, sent.order, len(sent.totals) * max(sent.totals))
+    def give_back(self, sent: _Travelling, rows_RD: Tensor) -> Tensor:
+        rows_RD = spread(rows_RD, sent.order, len(sent.totals) * max(sent.totals))
         if self.etp_group is not None:
-            rows = reduce_scatter(rows, 0, self.etp_group)[: sum(sent.exchange.received)]
-        rows = Exchange(sent.exchange.received, sent.exchange.sent, self.group).whole(rows)
-        return combine(rows, sent.weights, sent.assignment.order)
+            rows_RD = reduce_scatter(rows_RD, 0, self.etp_group)[: sum(sent.exchange.received)]
+        rows_RD = Exchange(sent.exchange.received, sent.exchange.sent, self.group).whole(rows_RD)
+        return combine(rows_RD, sent.weights, sent.assignment.order)
 
 
 def rows_to_move(
-    chosen: Tensor, leaving: Tensor, arriving: Tensor, own: int
+    chosen_Tk: Tensor, leaving: Tensor, arriving: Tensor, own: int
 ) -> tuple[list[int], list[int], list[int]]:
     """Rows to each rank, from each rank, and to each of the etp ranks of the same experts.
 
     The only wait for the device: an exchange of uneven parts needs their sizes on the host.
 
     Args:
-        chosen: [T, k] experts of this rank's tokens.
+        chosen_Tk: experts of this rank's tokens.
         leaving: [ep, E / ep] rows to each expert.
         arriving: [etp, ep, E / ep] rows by the rank of the same experts that they come to, source and expert.
         own: number of this rank among the etp ones.
@@ -210,10 +210,12 @@ def _choose_over_sequences(router: Router, layout: Layout, grid: Grid) -> None:
     experts = router.weight.shape[0]
     dealt = 1 if layout.context_parallel_form == "all_to_all" else layout.context_parallel
 
-    def kept(weights: Tensor, chosen: Tensor) -> Tensor:
-        weights, chosen = (in_sequence(gather(part, 1, group), dealt, 1) for part in (weights, chosen))
-        limit = capacity(weights.shape[1], router.top_k, experts, router.options.capacity_factor)
-        mask = by_rank(within_capacity(weights, chosen, experts, limit), dealt, 1)
-        return mask.chunk(group.size(), dim=1)[group.rank()]
+    def kept(weights_BSk: Tensor, chosen_BSk: Tensor) -> Tensor:
+        weights_BSk, chosen_BSk = (
+            in_sequence(gather(part, 1, group), dealt, 1) for part in (weights_BSk, chosen_BSk)
+        )
+        limit = capacity(weights_BSk.shape[1], router.top_k, experts, router.options.capacity_factor)
+        mask_BSk = by_rank(within_capacity(weights_BSk, chosen_BSk, experts, limit), dealt, 1)
+        return mask_BSk.chunk(group.size(), dim=1)[group.rank()]
 
     router.within_capacity = kept  # type: ignore[method-assign]

@@ -21,57 +21,57 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        logits: Tensor,
-        targets: Tensor,
+        logits_BSV: Tensor,
+        targets_BS: Tensor,
         start: int,
         vocab: int,
         group: dist.ProcessGroup | None,
         ignores: bool,
     ) -> Tensor:
-        real = max(0, min(vocab - start, logits.shape[-1]))
+        real = max(0, min(vocab - start, logits_BSV.shape[-1]))
         if real:
-            highest = logits[..., :real].amax(dim=-1).float()
+            highest_BS = logits_BSV[..., :real].amax(dim=-1).float()
         else:
-            highest = logits.new_full(targets.shape, -torch.inf, dtype=torch.float32)
+            highest_BS = logits_BSV.new_full(targets_BS.shape, -torch.inf, dtype=torch.float32)
         if group is not None:
-            dist.all_reduce(highest, dist.ReduceOp.MAX, group)
-        exponents = logits[..., :real] - highest.unsqueeze(-1)
-        local_targets = targets - start
-        foreign = (local_targets < 0) | (local_targets >= real)
-        local_targets = local_targets.masked_fill(foreign, 0)
+            dist.all_reduce(highest_BS, dist.ReduceOp.MAX, group)
+        exponents_BSV = logits_BSV[..., :real] - highest_BS.unsqueeze(-1)
+        local_targets_BS = targets_BS - start
+        foreign_BS = (local_targets_BS < 0) | (local_targets_BS >= real)
+        local_targets_BS = local_targets_BS.masked_fill(foreign_BS, 0)
         if real:
-            target_scores = exponents.gather(-1, local_targets.unsqueeze(-1)).squeeze(-1)
+            target_scores_BS = exponents_BSV.gather(-1, local_targets_BS.unsqueeze(-1)).squeeze(-1)
         else:
-            target_scores = torch.zeros_like(highest)
-        target_scores = target_scores.masked_fill(foreign, 0.0)
-        exponents = exponents.exp_()
-        sums = torch.stack((exponents.sum(dim=-1), target_scores))
+            target_scores_BS = torch.zeros_like(highest_BS)
+        target_scores_BS = target_scores_BS.masked_fill(foreign_BS, 0.0)
+        exponents_BSV = exponents_BSV.exp_()
+        sums_2BS = torch.stack((exponents_BSV.sum(dim=-1), target_scores_BS))
         if group is not None:
-            dist.all_reduce(sums, group=group)
-        ctx.save_for_backward(exponents, sums[0], local_targets, foreign)
-        ctx.shape, ctx.dtype = logits.shape, logits.dtype
-        ctx.ignored = targets < 0 if ignores else None
-        losses = sums[0].log() - sums[1]
-        return (losses if ctx.ignored is None else losses.masked_fill(ctx.ignored, 0.0)).sum()
+            dist.all_reduce(sums_2BS, group=group)
+        ctx.save_for_backward(exponents_BSV, sums_2BS[0], local_targets_BS, foreign_BS)
+        ctx.shape, ctx.dtype = logits_BSV.shape, logits_BSV.dtype
+        ctx.ignored = targets_BS < 0 if ignores else None
+        losses_BS = sums_2BS[0].log() - sums_2BS[1]
+        return (losses_BS if ctx.ignored is None else losses_BS.masked_fill(ctx.ignored, 0.0)).sum()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        exponents, sums, targets, foreign = ctx.saved_tensors
-        real = exponents.shape[-1]
+        exponents_BSV, sums_BS, targets_BS, foreign_BS = ctx.saved_tensors
+        real = exponents_BSV.shape[-1]
         if real:
             # Softmax less one at the target, times `grad`; the only pass over all logits.
-            factor = grad / sums
+            factor_BS = grad / sums_BS
             if ctx.ignored is not None:
-                factor = factor.masked_fill(ctx.ignored, 0.0)
-            exponents.mul_(factor.unsqueeze(-1))
-            del factor
-            exponents.scatter_add_(-1, targets.unsqueeze(-1), (~foreign * -grad).unsqueeze(-1))
+                factor_BS = factor_BS.masked_fill(ctx.ignored, 0.0)
+            exponents_BSV.mul_(factor_BS.unsqueeze(-1))
+            del factor_BS
+            exponents_BSV.scatter_add_(-1, targets_BS.unsqueeze(-1), (~foreign_BS * -grad).unsqueeze(-1))
         if real == ctx.shape[-1]:
-            gradient = exponents.to(ctx.dtype)
+            gradient_BSV = exponents_BSV.to(ctx.dtype)
         else:
-            gradient = torch.zeros(ctx.shape, dtype=ctx.dtype, device=exponents.device)
-            gradient[..., :real] = exponents
-        return gradient, None, None, None, None, None
+            gradient_BSV = torch.zeros(ctx.shape, dtype=ctx.dtype, device=exponents_BSV.device)
+            gradient_BSV[..., :real] = exponents_BSV
+        return gradient_BSV, None, None, None, None, None
 
 
 IGNORED = -100
@@ -79,8 +79,8 @@ IGNORED = -100
 
 
 def cross_entropy_sum(
-    logits: Tensor,
-    targets: Tensor,
+    logits_BSV: Tensor,
+    targets_BS: Tensor,
     vocab: int,
     start: int = 0,
     group: dist.ProcessGroup | None = None,
@@ -89,14 +89,14 @@ def cross_entropy_sum(
     """Sum of the cross entropies of all tokens, in nats.
 
     Args:
-        logits: [B, S, V / tp], this rank's slice of the padded vocabulary.
-        targets: [B, S], token ids below `vocab`.
+        logits_BSV: this rank's slice of the padded vocabulary.
+        targets_BS: token ids below `vocab`.
         vocab: entries of the tokenizer; logits beyond them take no part.
         start: first vocabulary entry of this rank's slice.
         group: ranks that hold the other slices, None when the slice is the whole vocabulary.
         ignores: whether some targets are `IGNORED`.
     """
-    result: Tensor = _VocabParallelCrossEntropy.apply(logits, targets, start, vocab, group, ignores)  # type: ignore[no-untyped-call]
+    result: Tensor = _VocabParallelCrossEntropy.apply(logits_BSV, targets_BS, start, vocab, group, ignores)  # type: ignore[no-untyped-call]
     return result
 
 
@@ -117,7 +117,7 @@ class TokenLoss:
         self.targets: float | None = None
         """Those of them that are predicted, where some are `IGNORED`; the mean is over these."""
 
-    def __call__(self, logits: Tensor, labels: Tensor) -> Tensor:
+    def __call__(self, logits_BSV: Tensor, labels_BS: Tensor) -> Tensor:
         ignores = self.targets is not None
-        total = cross_entropy_sum(logits, labels, self.vocab, self.start, self.group, ignores)
+        total = cross_entropy_sum(logits_BSV, labels_BS, self.vocab, self.start, self.group, ignores)
         return total / ((self.tokens if self.targets is None else self.targets) / self.scale)

@@ -1,7 +1,7 @@
 """Causal attention over a sequence that is split over ranks, by passing keys and values round.
 
 The ring itself is PyTorch's (`_templated_ring_attention`); here are the kernels that it calls and their
-place in autograd.
+place in autograd. Shapes: see `runtime.model`.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def _ring() -> ModuleType:
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
-def ring_attention(q: Tensor, k: Tensor, v: Tensor, group: dist.ProcessGroup) -> Tensor:
+def ring_attention(q_BNsH: Tensor, k_BKsH: Tensor, v_BKsH: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Causal attention of this rank's two chunks of queries while keys and values go round the ranks.
 
     Ring attention (arXiv:2310.01889) with the chunks of `local_positions`: in each of cp rounds a rank
@@ -67,45 +67,47 @@ def ring_attention(q: Tensor, k: Tensor, v: Tensor, group: dist.ProcessGroup) ->
     tokens.
 
     Args:
-        q: [B, N, s, H], tokens of chunk i, then of chunk 2 cp - 1 - i on rank i of `group`.
-        k: [B, K, s, H], of the same tokens.
-        v: the same shape.
+        q_BNsH: tokens of chunk i, then of chunk 2 cp - 1 - i on rank i of `group`.
+        k_BKsH: of the same tokens.
+        v_BKsH: of the same tokens.
         group: the context-parallel ranks.
 
     Returns:
         [B, N, s, H].
     """
-    head = q.shape[-1]
-    result: Tensor = _RingAttention.apply(*pad_heads(q, k, v), head**-0.5, group)  # type: ignore[no-untyped-call]
-    return result.narrow(-1, 0, head)
+    head = q_BNsH.shape[-1]
+    result_BNsH: Tensor = _RingAttention.apply(*pad_heads(q_BNsH, k_BKsH, v_BKsH), head**-0.5, group)  # type: ignore[no-untyped-call]
+    return result_BNsH.narrow(-1, 0, head)
 
 
 class _RingAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, scale: float, group: dist.ProcessGroup) -> Tensor:
-        out, lse, *state = _ring()._templated_ring_attention(
-            group, 2, _attend, q, k, v, is_causal=True, scale=scale
+    def forward(
+        ctx: Any, q_BNsH: Tensor, k_BKsH: Tensor, v_BKsH: Tensor, scale: float, group: dist.ProcessGroup
+    ) -> Tensor:
+        out_BNsH, lse_BNs, *state = _ring()._templated_ring_attention(
+            group, 2, _attend, q_BNsH, k_BKsH, v_BKsH, is_causal=True, scale=scale
         )
         # Token by token in memory, as the output matrix reads and keeps it: backward needs no other copy.
-        result: Tensor = out.transpose(1, 2).contiguous().transpose(1, 2)
-        ctx.save_for_backward(q, k, v, result, lse, *state)
+        result_BNsH: Tensor = out_BNsH.transpose(1, 2).contiguous().transpose(1, 2)
+        ctx.save_for_backward(q_BNsH, k_BKsH, v_BKsH, result_BNsH, lse_BNs, *state)
         ctx.scale, ctx.group = scale, group
-        return result
+        return result_BNsH
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        q, k, v, out, lse, *state = ctx.saved_tensors
+    def backward(ctx: Any, grad_BNsH: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        q_BNsH, k_BKsH, v_BKsH, out_BNsH, lse_BNs, *state = ctx.saved_tensors
         gradients = _ring()._templated_ring_attention_backward(
             ctx.group,
             2,
             _attend_backward,
-            grad,
+            grad_BNsH,
             "grad_out",
-            q,
-            k,
-            v,
-            out,
-            lse,
+            q_BNsH,
+            k_BKsH,
+            v_BKsH,
+            out_BNsH,
+            lse_BNs,
             is_causal=True,
             scale=ctx.scale,
             state=state,
@@ -113,22 +115,26 @@ class _RingAttention(torch.autograd.Function):
         return *gradients[:3], None, None
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float) -> tuple[Tensor, ...]:
+def _attend(
+    q_BNTH: Tensor, k_BKPH: Tensor, v_BKPH: Tensor, is_causal: bool, scale: float
+) -> tuple[Tensor, ...]:
     """Attention of one round: output, log-sum-exp [B, N, T], and what the kernel's backward asks for."""
     aten = torch.ops.aten
-    if takes_flash(q):
-        out, lse, _, _, _, _, *state, _ = aten._scaled_dot_product_flash_attention(
-            q, k, v, 0.0, is_causal, scale=scale
+    if takes_flash(q_BNTH):
+        out_BNTH, lse_BNT, _, _, _, _, *state, _ = aten._scaled_dot_product_flash_attention(
+            q_BNTH, k_BKPH, v_BKPH, 0.0, is_causal, scale=scale
         )
-        return out, lse, *state
-    k, v = repeat_heads(k, q.shape[1]), repeat_heads(v, q.shape[1])
-    if q.device.type == "cpu":
-        out, lse = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, is_causal, scale=scale)
-        return out, lse
-    out, lse, *state = aten._scaled_dot_product_efficient_attention(
-        q, k, v, None, True, 0.0, is_causal, scale=scale
+        return out_BNTH, lse_BNT, *state
+    k_BKPH, v_BKPH = repeat_heads(k_BKPH, q_BNTH.shape[1]), repeat_heads(v_BKPH, q_BNTH.shape[1])
+    if q_BNTH.device.type == "cpu":
+        out_BNTH, lse_BNT = aten._scaled_dot_product_flash_attention_for_cpu(
+            q_BNTH, k_BKPH, v_BKPH, 0.0, is_causal, scale=scale
+        )
+        return out_BNTH, lse_BNT
+    out_BNTH, lse_BNT, *state = aten._scaled_dot_product_efficient_attention(
+        q_BNTH, k_BKPH, v_BKPH, None, True, 0.0, is_causal, scale=scale
     )
-    return out, lse.narrow(2, 0, q.shape[2]), *state
+    return out_BNTH, lse_BNT.narrow(2, 0, q_BNTH.shape[2]), *state
 
 
 def _attend_backward(

@@ -75,15 +75,15 @@ class _Region:
     size: int
     sequence_parallel: bool
 
-    def enter(self, x: Tensor) -> Tensor:
+    def enter(self, x_BSD: Tensor) -> Tensor:
         """[B, S, D] of all tokens."""
-        return gather(x, 1, self.group) if self.sequence_parallel else copy_to_ranks(x, self.group)
+        return gather(x_BSD, 1, self.group) if self.sequence_parallel else copy_to_ranks(x_BSD, self.group)
 
-    def leave(self, x: Tensor) -> Tensor:
+    def leave(self, x_BSD: Tensor) -> Tensor:
         """The sum over the ranks of [B, S, D]."""
         if self.sequence_parallel:
-            return reduce_scatter(x, 1, self.group)
-        return reduce_from_ranks(x, self.group)
+            return reduce_scatter(x_BSD, 1, self.group)
+        return reduce_from_ranks(x_BSD, self.group)
 
 
 def _split_block(block: Block, region: _Region, kv_group: dist.ProcessGroup | None) -> None:
@@ -170,8 +170,8 @@ class _Entry(nn.Module):
         super().__init__()
         self.region = region
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.region.enter(x)
+    def forward(self, x_BSD: Tensor) -> Tensor:
+        return self.region.enter(x_BSD)
 
 
 def _split_columns(linear: nn.Linear, region: _Region, sharers: dist.ProcessGroup | None = None) -> None:
@@ -225,11 +225,11 @@ def _split_embedding(embedding: Embedding, region: _Region) -> None:
     rows = tokens.num_embeddings // region.size
     _distribute(tokens, "weight", Shard(0), region)
 
-    def look_up(ids: Tensor) -> Tensor:
-        ids = ids - region.rank * rows
-        foreign = (ids < 0) | (ids >= rows)
-        found = F.embedding(ids.masked_fill(foreign, 0), local_weight(tokens.weight))
-        return region.leave(found.masked_fill(foreign.unsqueeze(-1), 0.0))
+    def look_up(ids_BS: Tensor) -> Tensor:
+        ids_BS = ids_BS - region.rank * rows
+        foreign_BS = (ids_BS < 0) | (ids_BS >= rows)
+        found_BSD = F.embedding(ids_BS.masked_fill(foreign_BS, 0), local_weight(tokens.weight))
+        return region.leave(found_BSD.masked_fill(foreign_BS.unsqueeze(-1), 0.0))
 
     _replace_forward(tokens, look_up)
     if positions is not None and region.sequence_parallel:
@@ -237,7 +237,9 @@ def _split_embedding(embedding: Embedding, region: _Region) -> None:
         _share(table, region)
         _replace_forward(
             table,
-            lambda at: F.embedding(at.chunk(region.size, dim=1)[region.rank], local_weight(table.weight)),
+            lambda at_BS: F.embedding(
+                at_BS.chunk(region.size, dim=1)[region.rank], local_weight(table.weight)
+            ),
         )
 
 
