@@ -1,0 +1,111 @@
+"""The memory of one rank while a step is played: bytes that are allocated, by their owners, and the peaks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+CATEGORIES = (
+    "parameters",
+    "gradients",
+    "optimizer",
+    "activations",
+    "logits",
+    "communication",
+    "temporaries",
+)
+"""Owners of bytes, as `runtime.dryrun.memory_trace` has them."""
+
+PARAMETERS, GRADIENTS, OPTIMIZER, ACTIVATIONS, LOGITS, COMMUNICATION, TEMPORARIES = range(len(CATEGORIES))
+
+BLOCK_BYTES = 512
+"""Sizes are rounded up to a multiple of this by PyTorch's CUDA caching allocator (`kMinBlockSize`)."""
+
+Composition = tuple[int, ...]
+"""Bytes by category."""
+
+NOTHING: Composition = (0,) * len(CATEGORIES)
+
+
+def block_bytes(size: int) -> int:
+    """Bytes that the caching allocator hands out for `size` bytes."""
+    return -(-size // BLOCK_BYTES) * BLOCK_BYTES
+
+
+class Storage(NamedTuple):
+    """Allocated bytes with one owner."""
+
+    category: int
+    size: int
+
+
+class Span(NamedTuple):
+    """What some events do to memory, wherever they begin."""
+
+    high: int
+    """Most bytes above those at the beginning."""
+    composition: Composition
+    """What these are."""
+    net: Composition
+    """What is left in the end; negative for what was there before."""
+
+
+@dataclass(frozen=True)
+class Moment:
+    """What is allocated at the highest moment of a label, in bytes by category."""
+
+    label: str
+    composition: Composition
+
+    @property
+    def total(self) -> int:
+        """All bytes."""
+        return sum(self.composition)
+
+
+class Heap:
+    """Allocated bytes by category, and the highest moment of each label since the beginning."""
+
+    def __init__(self) -> None:
+        self.bytes = list(NOTHING)
+        self.total = 0
+        self.label = ""
+        self.peaks: dict[str, tuple[int, Composition]] = {}
+
+    def enter(self, label: str) -> None:
+        """Let what follows belong to `label`, which begins with what is there."""
+        if label != self.label:
+            self.label = label
+            self._note()
+
+    def _note(self) -> None:
+        if self.total > self.peaks.get(self.label, (-1, ()))[0]:
+            self.peaks[self.label] = self.total, tuple(self.bytes)
+
+    def allocate(self, storage: Storage) -> Storage:
+        """A storage begins."""
+        category, size = storage
+        self.bytes[category] += size
+        self.total += size
+        if self.total > self.peaks[self.label][0]:
+            self.peaks[self.label] = self.total, tuple(self.bytes)
+        return storage
+
+    def free(self, storage: Storage) -> None:
+        """A storage ends."""
+        category, size = storage
+        self.bytes[category] -= size
+        self.total -= size
+
+    def play(self, span: Span) -> None:
+        """All of a span."""
+        high, composition, net = span
+        if self.total + high > self.peaks[self.label][0]:
+            there = tuple(a + b for a, b in zip(self.bytes, composition, strict=True))
+            self.peaks[self.label] = self.total + high, there
+        self.bytes = [a + b for a, b in zip(self.bytes, net, strict=True)]
+        self.total += sum(net)
+
+    def moments(self) -> list[Moment]:
+        """The highest moment of each label."""
+        return [Moment(label, composition) for label, (_, composition) in self.peaks.items() if label]

@@ -1,0 +1,265 @@
+"""A stage of the pipeline: a chain of units, the groups of their parameters, forward and backward."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from costmodels.spec.layout import Layout
+from costmodels.spec.model import ModelSpec
+from costmodels.tapes.player.heap import GRADIENTS, Heap, Storage
+from costmodels.tapes.player.sharding import Group, Policy, Traffic, policy_of, wraps_parameters
+from costmodels.tapes.player.units import (
+    Border,
+    Parameter,
+    Played,
+    Sizes,
+    Step,
+    output_of,
+    parameters_of,
+    played,
+    releases_in_forward,
+)
+from costmodels.tapes.structure import LAYERS, Structure
+from costmodels.tapes.tape import (
+    EXPERTS_BACKWARD,
+    EXPERTS_BACKWARD_END,
+    EXPERTS_FORWARD,
+    EXPERTS_FORWARD_END,
+    OUTPUT_GRADIENT,
+    Tape,
+)
+
+Unit = tuple[Structure, Tape]
+
+Slots = list[tuple[Group, int]]
+"""Where the gradients of a unit's parameters go: groups, and numbers within these."""
+
+
+@dataclass
+class Place:
+    """One unit of a stage."""
+
+    kind: str
+    played: Played
+    parameters: list[Parameter]
+    group: Group | None = None
+    """Of a layer; embedding and head belong to the root."""
+    experts: Group | None = None
+    slots: Slots = field(default_factory=list)
+
+
+class Stage:
+    """The units of one stage and what FSDP2 does around them."""
+
+    def __init__(
+        self,
+        heap: Heap,
+        model: ModelSpec,
+        layout: Layout,
+        units: Sequence[Unit],
+        sizes: Sizes,
+    ) -> None:
+        self.heap, self.layout = heap, layout
+        self.wraps = wraps_parameters(layout, model.experts > 0)
+        self.traffic = Traffic()
+        ends = {structure.unit for structure, _ in units}
+        self.tapes = [tape for _, tape in units]
+        self.is_tied = model.tied and {"embedding", "head"} <= ends
+        self.places = [
+            Place(structure.unit, one, parameters_of(tape, sizes))
+            for (structure, tape), one in zip(units, chained(units, sizes, self.is_tied), strict=True)
+        ]
+        self.tied_gradient: Storage | None = None
+        """Of the output matrix, until that of the embedding is there."""
+        self._group(model, layout)
+
+    def _group(self, model: ModelSpec, layout: Layout) -> None:
+        """Wrap parameters together: those of each layer, of its experts, and all others with the root."""
+        policy = policy_of(layout, experts=False)
+        outer = [place for place in self.places if place.kind not in LAYERS]
+        rest = [
+            one
+            for place in outer
+            for one in place.parameters
+            if not (self.is_tied and self._is_twin(place, one))
+        ]
+        self.root = self._of(rest, policy, is_root=True)
+        at = 0
+        for place in outer:
+            for one in place.parameters:
+                is_twin = self.is_tied and self._is_twin(place, one)
+                place.slots.append((self.root, 0 if is_twin else at))
+                at += not is_twin
+        self.groups = [self.root]
+        for place in self.places:
+            if place.kind not in LAYERS:
+                continue
+            plain = [one for one in place.parameters if not one.is_expert]
+            routed = [one for one in place.parameters if one.is_expert]
+            place.group = self._of(plain, policy, is_root=False)
+            self.groups.append(place.group)
+            if routed:
+                place.experts = self._of(routed, policy_of(layout, experts=True), is_root=False)
+                self.groups.append(place.experts)
+            numbers = {True: 0, False: 0}
+            for one in place.parameters:
+                owner = place.experts if one.is_expert else place.group
+                assert owner is not None
+                place.slots.append((owner, numbers[one.is_expert]))
+                numbers[one.is_expert] += 1
+
+    def whole_sides(self, sizes: Sizes) -> dict[int, list[tuple[int, ...]]]:
+        """By the identity of groups: sides of their parameters under other dimensions."""
+        found: dict[int, list[tuple[int, ...]]] = {id(group): [] for group in self.groups}
+        for place, tape in zip(self.places, self.tapes, strict=True):
+            for one, parameter in zip(place.parameters, parameters_of(tape, sizes), strict=True):
+                if self.is_tied and self._is_twin(place, one):
+                    continue
+                owner = (place.experts if one.is_expert else place.group) or self.root
+                found[id(owner)].append(parameter.sides)
+        return found
+
+    @staticmethod
+    def _is_twin(place: Place, parameter: Parameter) -> bool:
+        """Whether a parameter is the output matrix, which may be the embedding."""
+        return place.kind == "head" and parameter is place.parameters[-1]
+
+    def _of(self, parameters: list[Parameter], policy: Policy, is_root: bool) -> Group:
+        return Group(self.heap, self.traffic, parameters, policy, is_root, self.wraps)
+
+    # Passes.
+
+    def forward(self) -> None:
+        """Forward of the module: all units but the loss."""
+        self.heap.enter("forward")
+        self.root.pre_forward()
+        for place in self.places:
+            if place.kind == "loss":
+                continue
+            if place.group is not None:
+                place.group.pre_forward()
+                if place.experts is not None:
+                    place.experts.unshard()
+            self._play(place, place.played.forward)
+            if place.group is not None:
+                place.group.post_forward()
+        self.root.post_forward()
+        if self.traffic.gathered_last is not None:
+            self.heap.free(self.traffic.gathered_last)
+            self.traffic.gathered_last = None
+
+    def loss(self) -> None:
+        """Forward of the loss."""
+        self._play(self.places[-1], self.places[-1].played.forward)
+
+    def backward(self, is_last: bool, reshards: bool) -> None:
+        """Backward of all units, and the end of it that the root calls.
+
+        Args:
+            is_last: gradients are reduced.
+            reshards: parameters are freed.
+        """
+        self.heap.enter("backward")
+        self.is_last, self.reshards = is_last, reshards
+        for group in self.groups:
+            group.is_last, group.is_done = is_last, False
+        places = list(reversed(self.places))
+        if places[0].kind == "loss":
+            self._back(places.pop(0))
+        self.root.pre_backward()
+        for place in places:
+            if place.group is not None:
+                place.group.pre_backward()
+            self._back(place)
+            if place.group is not None:
+                place.group.post_backward(reshards)
+        self.finish()
+
+    def finish(self) -> None:
+        """`FSDPState._root_post_backward_final_callback`."""
+        for group in self.groups:
+            if not group.is_done:
+                group.post_backward(self.reshards)
+            if self.is_last:
+                group.finalize()
+        if self.is_last:
+            self.traffic.order.clear()
+            while self.traffic.reduced_last:
+                self.heap.free(self.traffic.reduced_last.pop())
+
+    def _back(self, place: Place) -> None:
+        adds = any(group.fresh[number] is not None for group, number in place.slots)
+        self._play(place, place.played.adding if adds else place.played.backward)
+        if not adds:
+            self._keep(place, [not one.is_expert for one in place.parameters])
+        if self.is_tied:
+            self._tie(place)
+
+    def _tie(self, place: Place) -> None:
+        """Add the gradients of output matrix and embedding up once both are there."""
+        if place.kind == "head":
+            self.tied_gradient = place.played.gradients[-1]
+        elif place.kind == "embedding":
+            assert self.tied_gradient is not None
+            gradient = place.played.gradients[0]
+            total = self.heap.allocate(Storage(GRADIENTS, gradient.size))
+            for one in (gradient, self.tied_gradient):
+                self.heap.free(one)
+            if self.root.fresh[0] is None:
+                self.root.fresh[0] = total
+            else:
+                self.heap.free(total)
+
+    def _keep(self, place: Place, which: list[bool]) -> None:
+        """Hand new gradients to their groups."""
+        for (group, number), gradient, here in zip(place.slots, place.played.gradients, which, strict=True):
+            if here and gradient.size and gradient.category == GRADIENTS:
+                group.fresh[number] = gradient
+
+    def _play(self, place: Place, steps: tuple[Step, ...]) -> None:
+        heap, experts = self.heap, place.experts
+        for step in steps:
+            if not isinstance(step, str):
+                heap.play(step)
+            elif experts is None:
+                continue
+            elif step == EXPERTS_FORWARD:
+                experts.pre_forward()
+            elif step == EXPERTS_FORWARD_END:
+                experts.post_forward()
+            elif step == EXPERTS_BACKWARD:
+                experts.pre_backward()
+            elif step == EXPERTS_BACKWARD_END:
+                if all(one is None for one in experts.fresh):
+                    self._keep(place, [one.is_expert for one in place.parameters])
+                experts.post_backward(self.reshards)
+
+
+def chained(units: Sequence[Unit], sizes: Sizes, is_tied: bool) -> list[Played]:
+    """The units of a stage between each other, of one that has all of a model."""
+    tapes = [tape for _, tape in units]
+    gradients: list[Storage | None] = [None] * len(tapes)
+    """Of the output of each."""
+    outputs: list[Storage] = []
+    for number, tape in enumerate(tapes):
+        after = tapes[number + 1].input_category if number + 1 < len(tapes) else ""
+        outputs.append(output_of(tape, sizes, Border(output_category=after)))
+    found: list[Played] = [None] * len(tapes)  # type: ignore[list-item]
+    for number in range(len(tapes) - 1, -1, -1):
+        tape = tapes[number]
+        has_input = number > 0 and releases_in_forward(tapes[number - 1], 1)
+        border = Border(
+            input=outputs[number - 1] if has_input else None,
+            output_category=tapes[number + 1].input_category if number + 1 < len(tapes) else "",
+            output_gradient=gradients[number],
+            tied={"embedding": 0, "head": len(tape.parameters) - 1}.get(units[number][0].unit)
+            if is_tied
+            else None,
+        )
+        one = played(tape, sizes, border)
+        found[number] = one
+        if number:
+            passes_on = tape.input_gradient == OUTPUT_GRADIENT
+            gradients[number - 1] = gradients[number] if passes_on else one.input_gradient
+    return found

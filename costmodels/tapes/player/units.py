@@ -1,0 +1,243 @@
+"""The units of a stage as spans of memory: tapes under the dimensions of one model and layout."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import reduce
+from operator import mul
+from typing import NamedTuple
+
+from costmodels.tapes.player.heap import (
+    CATEGORIES,
+    COMMUNICATION,
+    GRADIENTS,
+    NOTHING,
+    TEMPORARIES,
+    Span,
+    Storage,
+    block_bytes,
+)
+from costmodels.tapes.tape import (
+    EXPERTS,
+    INPUT,
+    OUTPUT,
+    OUTPUT_GRADIENT,
+    Allocation,
+    Event,
+    Gradient,
+    Mark,
+    Release,
+    Size,
+    Tape,
+    elements_of,
+)
+
+STRENGTH = {"temporaries": 0, "communication": 1, "activations": 2, "logits": 3}
+"""Of what a storage at a border is for, the strongest names it; what is communication there is a message."""
+
+Step = Span | str
+"""Memory that changes, or a mark at which others act."""
+
+
+class Sizes:
+    """Values of symbolic sizes under one set of dimensions."""
+
+    def __init__(self, dimensions: Mapping[str, int]) -> None:
+        self.dimensions = dimensions
+        self.known: dict[Size, int] = {}
+
+    def elements(self, size: Size) -> int:
+        """The value itself."""
+        found = self.known.get(size)
+        if found is None:
+            found = self.known[size] = elements_of(size, self.dimensions)
+        return found
+
+    def bytes(self, size: Size) -> int:
+        """What the allocator hands out for so many bytes."""
+        return block_bytes(self.elements(size))
+
+
+class Parameter(NamedTuple):
+    """A parameter of a unit as one rank has it before data parallelism splits it."""
+
+    name: str
+    sides: tuple[int, ...]
+    is_expert: bool
+    """It belongs to the routed experts, which have a group of their own."""
+    partial: bool
+    """Tensor-parallel ranks have parts of the sum that is its gradient."""
+
+    @property
+    def elements(self) -> int:
+        """All of it."""
+        return reduce(mul, self.sides, 1)
+
+
+def parameters_of(tape: Tape, sizes: Sizes) -> list[Parameter]:
+    """The parameters of a unit, in the order of its module."""
+    return [
+        Parameter(one.name, tuple(map(sizes.elements, one.shape)), one.group == EXPERTS, one.partial)
+        for one in tape.parameters
+    ]
+
+
+def category_of(name: str) -> int:
+    """The number of a category."""
+    return CATEGORIES.index(name)
+
+
+class Border(NamedTuple):
+    """Who else has what comes into a unit, and what goes out of it."""
+
+    input: Storage | None = None
+    """What ends when this unit lets its input go; None where others still have it, or it never ends."""
+    output_category: str = ""
+    """What the unit after it uses its output as; "" for nothing that forward keeps."""
+    output_ends: bool = True
+    """Nobody else has the output once this unit lets it go in backward."""
+    output_gradient: Storage | None = None
+    """What ends when this unit has used the gradient of its output; None where others still have it."""
+    sends_input_gradient: bool = False
+    """The gradient of the input becomes a message."""
+    sends_output: bool = False
+    """The output becomes a message."""
+    tied: int | None = None
+    """The parameter whose gradient waits for that of another unit, to be added to it."""
+
+
+class Played(NamedTuple):
+    """One unit of a stage between its neighbours, ready to be played."""
+
+    forward: tuple[Step, ...]
+    backward: tuple[Step, ...]
+    """Leaves gradients of all parameters, new ones."""
+    adding: tuple[Step, ...]
+    """The same where autograd adds to gradients that are there."""
+    output: Storage
+    gradients: tuple[Storage, ...]
+    """Of each parameter."""
+    input_gradient: Storage | None
+    """None where the unit has none, or hands the gradient of its output on."""
+
+
+def output_of(tape: Tape, sizes: Sizes, border: Border) -> Storage:
+    """The storage of the output of a unit."""
+    for event in tape.forward:
+        if isinstance(event, Allocation) and event.storage == OUTPUT:
+            names = [(STRENGTH[event.category], event.category)]
+            if border.output_category:
+                names.append((STRENGTH[border.output_category], border.output_category))
+            if border.sends_output:
+                names.append((STRENGTH["communication"], "communication"))
+            return Storage(category_of(max(names)[1]), sizes.bytes(event.size))
+    raise ValueError("a unit without output is none")
+
+
+def releases_in_forward(tape: Tape, storage: int) -> bool:
+    """Whether a unit lets a storage at its border go before backward."""
+    return Release(storage) in tape.forward
+
+
+def played(tape: Tape, sizes: Sizes, border: Border) -> Played:
+    """A unit under dimensions and between neighbours."""
+    output = output_of(tape, sizes, border)
+    storages = _Storages(tape, sizes, border, output)
+    given = tape.input_gradient
+    return Played(
+        forward=storages.steps(tape.forward, adds=False),
+        backward=storages.steps(tape.backward, adds=False),
+        adding=storages.steps(tape.backward, adds=True),
+        output=output,
+        gradients=storages.gradients(tape),
+        input_gradient=None if given is None or given == OUTPUT_GRADIENT else storages.known[given],
+    )
+
+
+class _Storages:
+    """What each storage of a tape is, and what its beginning and its end change."""
+
+    def __init__(self, tape: Tape, sizes: Sizes, border: Border, output: Storage) -> None:
+        self.known: dict[int, Storage] = {}
+        for event in (*tape.forward, *tape.backward):
+            if isinstance(event, Allocation):
+                category = category_of(event.category)
+                if (
+                    border.sends_input_gradient
+                    and event.storage == tape.input_gradient
+                    and category == TEMPORARIES
+                ):
+                    category = COMMUNICATION
+                self.known[event.storage] = Storage(category, sizes.bytes(event.size))
+        self.known[OUTPUT] = output
+        for one in tape.backward:
+            if isinstance(one, Gradient):
+                category = TEMPORARIES if one.parameter == border.tied else GRADIENTS
+                self.known[one.storage] = self.known[one.storage]._replace(category=category)
+        self.tied = border.tied
+        nothing = Storage(TEMPORARIES, 0)
+        self.ends = self.known | {
+            INPUT: border.input or nothing,
+            OUTPUT_GRADIENT: border.output_gradient or nothing,
+        }
+        if not border.output_ends:
+            self.ends[OUTPUT] = nothing
+        self.output_ends_later = not releases_in_forward(tape, OUTPUT)
+
+    def gradients(self, tape: Tape) -> tuple[Storage, ...]:
+        """Gradients in the order of parameters."""
+        found = {one.parameter: one.storage for one in tape.backward if isinstance(one, Gradient)}
+        if len(set(found.values())) < len(found):
+            raise ValueError("two parameters share the storage of their gradients")
+        nothing = Storage(GRADIENTS, 0)
+        return tuple(
+            self.known[found[number]] if number in found else nothing
+            for number in range(len(tape.parameters))
+        )
+
+    def steps(self, events: tuple[Event, ...], adds: bool) -> tuple[Step, ...]:
+        """Spans between marks.
+
+        Args:
+            adds: autograd adds to gradients that are there, and new ones end at once.
+        """
+        found: list[Step] = []
+        changes: list[tuple[int, int]] = []
+        ending: set[int] = set()
+        if adds:
+            ending = {
+                one.storage for one in events if isinstance(one, Gradient) and one.parameter != self.tied
+            }
+        for event in events:
+            match event:
+                case Allocation(storage, _, _):
+                    category, size = self.known[storage]
+                    changes.append((TEMPORARIES if storage in ending else category, size))
+                case Release(storage):
+                    if storage != OUTPUT or self.output_ends_later:
+                        category, size = self.ends[storage]
+                        changes.append((category, -size))
+                case Gradient(_, storage):
+                    if storage in ending:
+                        changes.append((TEMPORARIES, -self.known[storage].size))
+                case Mark(name):
+                    found += [span_of(changes), name]
+                    changes = []
+        return (*found, span_of(changes))
+
+
+def span_of(changes: list[tuple[int, int]]) -> Span:
+    """The span of changes, each a category and bytes."""
+    total = high = at = 0
+    for place, (_, size) in enumerate(changes, start=1):
+        total += size
+        if total > high:
+            high, at = total, place
+    return Span(high, _sums(changes[:at]), _sums(changes))
+
+
+def _sums(changes: list[tuple[int, int]]) -> tuple[int, ...]:
+    sums = list(NOTHING)
+    for category, size in changes:
+        sums[category] += size
+    return tuple(sums)
