@@ -10,13 +10,10 @@ import numpy as np
 
 from costmodels.bundled.pytorch import is_before
 from costmodels.spec.layout import Schedule
-from costmodels.spec.schedules import BACKWARD, FORWARD, INPUTS, WEIGHTS, Order, orders
+from costmodels.spec.schedules import BACKWARD, FORWARD, GATHERED_STAGES, INPUTS, WEIGHTS, Order, orders
 from costmodels.spec.table import Bools, Ints
 
 NEVER = -1
-
-ACTIVE = 3
-"""Stages of a rank whose parameters are gathered at a time."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -160,7 +157,7 @@ def resident(is_own: Bools) -> Ints:
     upcoming = np.where(is_own, np.arange(count)[:, None], count)
     upcoming = np.minimum.accumulate(upcoming[::-1], axis=0)[::-1]
     place = upcoming.argsort(axis=1, kind="stable").argsort(axis=1)
-    result: Ints = ((place < ACTIVE) & (upcoming < count)).astype(np.int64)
+    result: Ints = ((place < GATHERED_STAGES) & (upcoming < count)).astype(np.int64)
     return result
 
 

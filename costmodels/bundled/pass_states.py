@@ -2,7 +2,7 @@
 
 Passes come in the order of `costmodels.spec.schedules`. PyTorch posts the receive of a message where its
 sender computes, as it finds out by walking through the passes of all ranks in turns (`_add_send_recv` in
-`torch.distributed.pipelining.schedules`), and gathers the parameters of the next `ACTIVE` stages.
+`torch.distributed.pipelining.schedules`), and gathers the parameters of the next `GATHERED_STAGES` stages.
 """
 
 from __future__ import annotations

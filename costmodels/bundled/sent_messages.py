@@ -16,11 +16,8 @@ import numpy as np
 
 from costmodels.bundled.message_times import Timed
 from costmodels.bundled.pytorch import is_before
-from costmodels.bundled.send_order import Place, SendOrder
+from costmodels.spec.send_order import SENDS_OF_STAGE, Place, SendOrder
 from costmodels.spec.table import Ints
-
-SENDS_OF_STAGE = 2
-"""Messages under way of each stage of a rank: one forward, one backward."""
 
 
 class Send(NamedTuple):

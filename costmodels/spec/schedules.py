@@ -17,6 +17,9 @@ from costmodels.spec.table import Ints
 FORWARD, BACKWARD, INPUTS, WEIGHTS = range(4)
 """Kinds of passes: forward, whole backward, and its halves, gradients of inputs and of weights."""
 
+GATHERED_STAGES = 3
+"""Stages of a rank whose parameters are gathered at a time, where it has several (`_add_unshard_reshard`)."""
+
 Pass = tuple[int, int]
 """Kind and chunk of a pass."""
 

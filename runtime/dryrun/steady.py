@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from costmodels import Layout
-from costmodels.bundled.message_times import ACTIVE
 from costmodels.spec.layout import SPLIT_BACKWARD
-from costmodels.spec.schedules import BACKWARD, FORWARD, WEIGHTS, orders, runs
+from costmodels.spec.schedules import BACKWARD, FORWARD, GATHERED_STAGES, WEIGHTS, orders, runs
 
 State = tuple[object, ...]
 
@@ -43,7 +42,7 @@ def enough_micro_batches(layout: Layout, pipeline_rank: int) -> int:
     step, rounds = (1, 1) if layout.schedule == "1f1b" else (pipeline, ROUNDS)
     if layout.schedule in SPLIT_BACKWARD:
         rounds = SPLIT_ROUNDS
-    if chunks > ACTIVE:
+    if chunks > GATHERED_STAGES:
         rounds = MANY_ROUNDS
     for fewer in range(wanted % step + rounds * pipeline, wanted, step):
         if runs(layout.schedule, pipeline, chunks, fewer) and states <= set(

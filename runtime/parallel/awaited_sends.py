@@ -13,7 +13,7 @@ from typing import Any
 
 from torch.distributed.pipelining import schedules
 
-from costmodels.bundled.send_order import Place, SendOrder
+from costmodels.spec.send_order import Place, SendOrder
 
 # Any: private, and not in all versions.
 _schedules: Any = schedules

@@ -18,8 +18,8 @@ from torch.distributed.pipelining import (
 )
 
 from costmodels import Layout, ModelSpec
-from costmodels.bundled.sent_messages import SENDS_OF_STAGE
 from costmodels.spec.layout import SPLIT_BACKWARD, Schedule
+from costmodels.spec.send_order import SENDS_OF_STAGE
 from runtime.model.transformer import Transformer
 from runtime.parallel.awaited_sends import awaits_sends, with_fewer_sends
 from runtime.parallel.data import DTYPES

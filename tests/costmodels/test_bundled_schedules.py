@@ -11,9 +11,10 @@ from costmodels.bundled import message_times as message_times_module
 from costmodels.bundled import sent_messages as sent_messages_module
 from costmodels.bundled.message_times import message_times
 from costmodels.bundled.pass_states import stages_of, states_of
-from costmodels.bundled.sent_messages import SENDS_OF_STAGE, sent_messages
+from costmodels.bundled.sent_messages import sent_messages
 from costmodels.spec.layout import Schedule
 from costmodels.spec.schedules import FORWARD, INPUTS, WEIGHTS
+from costmodels.spec.send_order import SENDS_OF_STAGE
 from costmodels.spec.table import LayoutTable
 
 GPT = ModelSpec(name="gpt", layers=8, hidden=512, heads=8, vocab=1024, seq=256)

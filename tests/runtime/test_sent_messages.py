@@ -12,9 +12,10 @@ from torch.distributed.pipelining import schedules
 
 from costmodels.bundled.message_times import Timed, message_times
 from costmodels.bundled.pass_states import stages_of
-from costmodels.bundled.sent_messages import SENDS_OF_STAGE, sent_messages
+from costmodels.bundled.sent_messages import sent_messages
 from costmodels.spec.layout import Schedule
 from costmodels.spec.schedules import BACKWARD, FORWARD, orders, runs
+from costmodels.spec.send_order import SENDS_OF_STAGE
 from runtime.parallel.awaited_sends import awaits_sends, with_fewer_sends
 from tests.runtime.schedule_play import planned
 

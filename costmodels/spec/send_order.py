@@ -8,6 +8,9 @@ import numpy as np
 
 from costmodels.spec.table import Ints
 
+SENDS_OF_STAGE = 2
+"""Messages under way of each stage of a rank: one forward, one backward."""
+
 Place = tuple[int, int]
 """A rank, and the number of one of its sends and receives."""
 
