@@ -123,7 +123,7 @@ def valid_inputs(folder: Path, with_checkpoint: bool = True) -> dict[str, str]:
     valid = {"plan": "plan.json", "corpus": "words", "text": "text.txt"}
     if with_checkpoint:
         from benchmarks.fuzz_targets import saved_checkpoint
-        from benchmarks.worker_pool import WorkerPool
+        from tests.support.worker_pool import WorkerPool
 
         WorkerPool(1).run(saved_checkpoint, 1, str(folder / "checkpoint"))
         valid["checkpoint"] = "checkpoint"

@@ -17,14 +17,16 @@ from typing import Annotated, Any, NamedTuple
 import numpy as np
 import typer
 
-from benchmarks.parity import MODELS, SEED, parse_layout
 from benchmarks.runtime import MODEL
-from benchmarks.worker_pool import WorkerPool
 from costmodels import Layout, ModelSpec
 from costmodels.errors import InputError
 from planner.options.flags import run
 from runtime.job.devices import local_device_count
 from runtime.settings.preflight import check_job
+from tests.support.layouts import parse_layout
+from tests.support.models import MODELS
+from tests.support.ranks.parity import SEED
+from tests.support.worker_pool import WorkerPool
 
 SPEC = MODELS["deepseek"]
 """Latent attention, experts with biases, a shared expert, a dense layer."""

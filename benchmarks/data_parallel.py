@@ -32,8 +32,6 @@ from benchmarks.data_parallel_methods import (
     train,
     train_by_horovod,
 )
-from benchmarks.parity import SEED
-from benchmarks.worker_pool import WorkerPool
 from costmodels import ModelSpec, Precision
 from costmodels.catalogue import load_model
 from costmodels.catalogue.host import available_cores
@@ -42,6 +40,8 @@ from planner.options.flags import run
 from runtime.job.devices import local_device_count
 from runtime.job.text import open_datasets, tokenizer_for
 from runtime.settings.options import DataOptions
+from tests.support.ranks.parity import SEED
+from tests.support.worker_pool import WorkerPool
 
 MODELS = {
     "tiny": load_model("gpt2-nano", hidden=256).model_copy(update={"name": "gpt2-tiny"}),

@@ -21,7 +21,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-from benchmarks.parity import SEED
 from costmodels import Layout, ModelSpec, Precision
 from runtime.job.devices import torch_device
 from runtime.job.metrics import peak_memory_bytes
@@ -32,6 +31,7 @@ from runtime.parallel.loss import cross_entropy_sum
 from runtime.parallel.ranks import Ranks
 from runtime.settings.options import TrainingOptions
 from runtime.train.trainer import Trainer
+from tests.support.ranks.parity import SEED
 
 LEARNING_RATE = 3e-4
 CLIP_GRAD = 1.0

@@ -139,10 +139,11 @@ def saved_checkpoint(folder: str) -> None:
     """Write a checkpoint; runs in a process group of one rank."""
     import torch
 
-    from benchmarks.parity import MODELS, parse_layout
     from runtime import checkpoint
     from runtime.settings.options import TrainingOptions
     from runtime.train.trainer import Trainer
+    from tests.support.layouts import parse_layout
+    from tests.support.models import MODELS
 
     fields = MODELS["gpt2"].model_dump() | {"layers": 1, "hidden": 16, "vocab": 30, "seq": 8, "ffn": 32}
     spec = ModelSpec.model_validate(fields)
@@ -180,7 +181,7 @@ def targets(folder: Path, with_checkpoint: bool = True) -> list[Target]:
     data.mkdir()
     found = [plan_target(), *config_targets(), *yaml_targets(), data_target(data)]
     if with_checkpoint:
-        from benchmarks.worker_pool import WorkerPool
+        from tests.support.worker_pool import WorkerPool
 
         saved = folder / "checkpoints"
         WorkerPool(1).run(saved_checkpoint, 1, str(saved))

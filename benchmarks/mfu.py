@@ -16,13 +16,14 @@ from typing import Annotated, Any
 import numpy as np
 import typer
 
-from benchmarks.parity import SEED, parse_layout
 from costmodels import Layout, ModelSpec
 from costmodels.errors import InputError
 from costmodels.spec.record import GIB
 from planner.options.flags import run
 from planner.options.parallel import ModelOptions
 from runtime.settings.preflight import check_job
+from tests.support.layouts import parse_layout
+from tests.support.ranks.parity import SEED
 
 WARM_UP = 3
 """Steps before the clock starts: the allocator and compiled kernels settle."""

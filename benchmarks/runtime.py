@@ -18,12 +18,13 @@ from typing import Annotated, Any
 import numpy as np
 import typer
 
-from benchmarks.parity import SEED, parse_layout
-from benchmarks.worker_pool import WorkerPool
 from costmodels import Layout, ModelSpec
 from costmodels.errors import InputError
 from planner.options.flags import run
 from runtime.settings.preflight import check_job
+from tests.support.layouts import parse_layout
+from tests.support.ranks.parity import SEED
+from tests.support.worker_pool import WorkerPool
 
 MODEL = ModelSpec(
     name="llama-30m",

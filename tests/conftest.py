@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import gc
 import os
-import re
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
 
-from benchmarks.worker_pool import WorkerPool
-
-ROOT = Path(__file__).parents[1]
+from tests.support.commands import Command
+from tests.support.worker_pool import WorkerPool
 
 # Tests run beside each other: a second thread for each of their tiny products waits longer than it works (20
 # times as long where other processes want the cores), as does a pool of compilers that each rank starts.
@@ -70,21 +67,6 @@ def pytest_collection_finish() -> None:
 def pool() -> WorkerPool:
     """Up to eight gloo ranks at a time."""
     return WorkerPool(8)
-
-
-Command = Callable[..., tuple[int, str, str]]
-"""Runs `planner ARGUMENTS...`; returns exit code, standard output and standard error."""
-
-
-DOING = re.compile(
-    r"(planner|runtime): (planning|preparing the data|opening the data|loading PyTorch|reading the model"
-    r"|generating|starting \d+ ranks)( \.\.\.)?\n"
-)
-
-
-def told(err: str) -> str:
-    """Standard error without what a command says that it is doing."""
-    return "".join(line for line in err.splitlines(keepends=True) if not DOING.fullmatch(line))
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from hypothesis import HealthCheck, settings
 
-from tests.runtime.jobs import TIMEOUT_S
+from tests.support.jobs import TIMEOUT_S
 
 TESTS = sorted(Path(__file__).parent.rglob("*.py"))
 

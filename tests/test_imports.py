@@ -9,7 +9,7 @@ from pathlib import Path
 import networkx as nx
 import pytest
 
-from tests.conftest import ROOT
+from tests.support import ROOT
 
 PACKAGES = ("costmodels", "planner", "runtime", "cli")
 """Each may import from those before it."""

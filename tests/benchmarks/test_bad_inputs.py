@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.bad_inputs import Case, End, faults, prepare, read_cases
-from tests.conftest import Command
+from tests.support.commands import Command
 
 CASES = read_cases()
 

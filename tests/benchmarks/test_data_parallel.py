@@ -14,11 +14,11 @@ import pytest
 from benchmarks import data_parallel
 from benchmarks.data_parallel import LIMIT, WARM_UP, batches_of, conclusions, relative_difference, rows_of
 from benchmarks.data_parallel_methods import DDP, METHODS, ONE_DEVICE, SERVER, Curve, Job, train
-from benchmarks.worker_pool import WorkerPool
 from costmodels.catalogue import load_model
 from costmodels.errors import InputError
 from planner.options.flags import run
 from tests.benchmarks.horovod_work import train_by_stand_in
+from tests.support.worker_pool import WorkerPool
 
 SPEC = load_model("gpt2-nano", layers=2, hidden=32, heads=2, seq=16)
 STEPS = 5

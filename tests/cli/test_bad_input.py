@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from tests.conftest import Command, told
-from tests.runtime.jobs import write_corpus
+from tests.support.commands import Command, told
+from tests.support.jobs import write_corpus
 
 NANO = ("--model", "gpt2-nano", "--device", "cpu", "--world-size", "2")
 LAUNCH = ("launch", *NANO)

@@ -13,7 +13,7 @@ from planner import Plan
 from planner.budget.goodput import Failures
 from planner.options.parallel import BatchOptions, ModelOptions, ParallelOptions
 from runtime.job.job import plan_here
-from tests.conftest import Command
+from tests.support.commands import Command
 
 SMALL = ("suggest", "--model", "gpt2-124m", "--device", "a100-80g", "--global-batch-size", "64")
 EIGHT = (*SMALL, "--world-size", "8")

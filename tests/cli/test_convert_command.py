@@ -14,14 +14,14 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.parity import MODELS
-from benchmarks.worker_pool import WorkerPool
 from runtime.entry import ENTRY
 from runtime.generation import command
 from runtime.generation.options import GenerateOptions
 from runtime.launch.supervisor import Outcome
-from tests.conftest import Command, told
-from tests.runtime.model_files import write_checkpoint
+from tests.support.commands import Command, told
+from tests.support.models import MODELS
+from tests.support.stored_models import write_checkpoint
+from tests.support.worker_pool import WorkerPool
 
 
 @pytest.fixture(scope="module")

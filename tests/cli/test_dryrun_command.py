@@ -10,7 +10,7 @@ import pytest
 from costmodels import ModelSpec
 from planner import search
 from runtime.dryrun.memory_trace import CATEGORIES
-from tests.conftest import Command
+from tests.support.commands import Command
 
 TINY = ModelSpec.model_validate(
     {"name": "tiny", "layers": 4, "hidden": 64, "heads": 4, "vocab": 1000, "seq": 64}

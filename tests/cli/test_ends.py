@@ -22,7 +22,8 @@ from runtime.generation import command
 from runtime.generation.options import GenerateOptions
 from runtime.parallel.ranks import meet
 from runtime.processes.spawning import ended_with, spawned
-from tests.conftest import ROOT, Command
+from tests.support import ROOT
+from tests.support.commands import Command
 
 SUGGEST = (
     *("suggest", "--model", "gpt2-small", "--world-size", "2", "--device", "h100"),

@@ -11,8 +11,8 @@ import pytest
 from cli import report
 from planner import search
 from planner.twins import Listed
-from tests.cli.scripts import MINDSPEED
-from tests.conftest import Command
+from tests.support.commands import Command
+from tests.support.scripts import MINDSPEED
 
 JOB = ("--model", "llama2-7b", "--world-size", "16", "--device", "a100-80g", "--max-global-batch-size", "32")
 

@@ -16,7 +16,7 @@ from planner.options.notation import NOTATION
 from planner.options.parallel import BatchOptions, ClusterOptions, ModelOptions, ParallelOptions
 from runtime.faults.options import FaultOptions
 from runtime.settings.options import DataOptions, OutputOptions, TrainingOptions
-from tests.conftest import Command
+from tests.support.commands import Command
 
 ROOT = Path(__file__).parents[2]
 
@@ -62,7 +62,8 @@ def test_the_notation_of_plans_is_described_once(planner_command: Command) -> No
 
 
 def test_the_notation_covers_what_layouts_print() -> None:
-    from benchmarks.parity import LLAMA, parse_layout
+    from tests.support.layouts import parse_layout
+    from tests.support.models import LLAMA
 
     every = parse_layout(
         "tp=2,sp=true,pp=2,vpp=2,schedule=interleaved_zb,cp=2,cp_form=ring,dp=2,zero=1,zero_replicas=2", LLAMA

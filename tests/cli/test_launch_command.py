@@ -15,9 +15,9 @@ import pytest
 
 from costmodels.catalogue import host
 from planner import Plan
-from tests.cli.scripts import MINDSPEED
-from tests.conftest import ROOT, Command
-from tests.runtime.jobs import (
+from tests.support import ROOT
+from tests.support.commands import Command
+from tests.support.jobs import (
     LAYOUT,
     TIMEOUT_S,
     TINY,
@@ -27,6 +27,7 @@ from tests.runtime.jobs import (
     wait_until,
     write_corpus,
 )
+from tests.support.scripts import MINDSPEED
 
 ON_TWO = (*LAYOUT, "--world-size", "2")
 

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 from planner import Plan
-from tests.conftest import Command
+from tests.support.commands import Command
 
 GIB = 2**30
 

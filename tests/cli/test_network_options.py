@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from planner import Plan
-from tests.conftest import Command
+from tests.support.commands import Command
 
 JOB = (
     "suggest",

@@ -26,8 +26,8 @@ from runtime.launch.restarts import Display as Shows
 from runtime.launch.supervisor import Outcome, Stopped
 from runtime.logs import console
 from runtime.settings.options import DataOptions, OutputOptions, TrainingOptions
-from tests.conftest import Command
-from tests.runtime.jobs import LAYOUT, TINY, write_corpus
+from tests.support.commands import Command
+from tests.support.jobs import LAYOUT, TINY, write_corpus
 
 STEP = {"iteration": 40, "loss": 3.0262, "step_time_s": 2.0, "tokens_per_s": 102_400.0}
 LOG = " [2026-11-22 21:02:00.302092] iteration       40/     150 | consumed samples:          320 |"

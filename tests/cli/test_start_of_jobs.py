@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 
-from benchmarks.parity import MODELS
 from planner import Plan
 from runtime.checkpoint.owner import owned
 from runtime.launch.preparation import make_log_dir
 from runtime.settings import preflight
-from tests.conftest import Command
-from tests.runtime.jobs import LAYOUT, TINY
-from tests.runtime.model_files import write_checkpoint
+from tests.support.commands import Command
+from tests.support.jobs import LAYOUT, TINY
+from tests.support.models import MODELS
+from tests.support.stored_models import write_checkpoint
 
 ON_TWO = (*TINY, *LAYOUT, "--world-size", "2")
 

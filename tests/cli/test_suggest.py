@@ -13,7 +13,7 @@ import pytest
 
 from cli import main as command_line
 from planner import Plan
-from tests.cli.scripts import MINDSPEED
+from tests.support.scripts import MINDSPEED
 
 ROOT = Path(__file__).parents[2]
 

@@ -16,8 +16,9 @@ from planner import Plan, search
 from runtime.job.job import Job, RunOptions
 from runtime.launch import trials
 from runtime.settings.options import DataOptions, TrainingOptions
-from tests.conftest import ROOT, Command
-from tests.runtime.jobs import LAYOUT, TINY, losses, write_corpus
+from tests.support import ROOT
+from tests.support.commands import Command
+from tests.support.jobs import LAYOUT, TINY, losses, write_corpus
 
 JOB = """
 import json, sys

@@ -13,7 +13,7 @@ from costmodels.spec.layout import SPLIT_BACKWARD, Layout, even_split
 from costmodels.spec.schedules import orders, runs
 from costmodels.spec.table import LayoutTable
 from costmodels.time.bubble import bubble_seconds, split_bubble_seconds
-from tests.runtime.schedule_play import Action, action_order
+from tests.support.schedule_orders import Action, action_order
 
 
 def layout_of(schedule, pipeline, chunks, micro_batches, split=None):

@@ -18,7 +18,7 @@ from costmodels.spec.table import LayoutTable
 from costmodels.time import simulation
 from costmodels.time.bubble import bubble_seconds, held_seconds, send_seconds, split_bubble_seconds
 from costmodels.time.simulation import StageSeconds, graph, period_of, pipeline_seconds, simulate
-from tests.runtime.schedule_play import Action, action_order, makespan
+from tests.support.schedule_orders import Action, action_order, makespan
 
 SCHEDULES: tuple[Schedule, ...] = ("1f1b", "interleaved", *SPLIT_BACKWARD)
 

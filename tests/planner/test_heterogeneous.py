@@ -29,7 +29,7 @@ from planner.ranking import Problem, rank
 from planner.solve.mixed_caps import exact_caps
 from planner.solve.mixed_splits import layers_of_ranks, least_bound, pipelines
 from planner.space.grid import Batch
-from tests.conftest import Command
+from tests.support.commands import Command
 
 ENGINE = resolve_engine(DEFAULT_ENGINE)
 

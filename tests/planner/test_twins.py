@@ -10,7 +10,7 @@ import pytest
 from planner.api import search
 from planner.ranking import SearchResult
 from planner.twins import FORMS, listed
-from tests.conftest import Command
+from tests.support.commands import Command
 
 PROBLEM = {"model": "llama3-8b", "world_size": 8, "device": "h100", "global_batch_size": 64}
 """ZeRO 1 and 2 are alike for it: micro batches accumulate."""

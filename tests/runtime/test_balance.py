@@ -7,11 +7,13 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.parity import MODELS, ROUTING, parse_layout
-from benchmarks.worker_pool import WorkerPool
 from costmodels import ModelSpec, Router
-from tests.runtime import expert_work as work
-from tests.runtime.gradients import check_gradients
+from tests.support.gradients import check_gradients
+from tests.support.layouts import parse_layout
+from tests.support.models import MODELS
+from tests.support.ranks import experts as work
+from tests.support.ranks.parity import ROUTING
+from tests.support.worker_pool import WorkerPool
 
 
 def short(name: str, **changes: Any) -> ModelSpec:

@@ -7,15 +7,16 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.parity import MODELS, parse_layout
-from benchmarks.worker_pool import WorkerPool
 from costmodels.errors import InputError
 from planner.options.flags import arguments
 from runtime.settings.batch_ramp import BatchRamp, batch_ramp, ramp_rule
 from runtime.settings.job_rules import check_rules
 from runtime.settings.options import TrainingOptions
-from tests.runtime import rank_work
-from tests.runtime.jobs import TIMEOUT_S, TINY, torchrun, write_corpus
+from tests.support.jobs import TIMEOUT_S, TINY, torchrun, write_corpus
+from tests.support.layouts import parse_layout
+from tests.support.models import MODELS
+from tests.support.ranks import training as work
+from tests.support.worker_pool import WorkerPool
 
 SPEC = MODELS["gpt2"]
 
@@ -81,8 +82,8 @@ SIZES = [4, 4, 8, 8, 12, 12]
 def test_losses_of_growing_batches_are_those_of_one_rank(pool: WorkerPool, text: str) -> None:
     options = TrainingOptions(train_iters=6, lr=1e-2)
     alone, split = (parse_layout(f"gbs=12{more}", SPEC) for more in ("", f",{text}"))
-    [(expected, validation)] = pool.run(rank_work.losses_of_sizes, 1, SPEC, alone, options, SIZES)
-    for losses, valid in pool.run(rank_work.losses_of_sizes, split.world_size, SPEC, split, options, SIZES):
+    [(expected, validation)] = pool.run(work.losses_of_sizes, 1, SPEC, alone, options, SIZES)
+    for losses, valid in pool.run(work.losses_of_sizes, split.world_size, SPEC, split, options, SIZES):
         assert losses == pytest.approx(expected, rel=1e-5)
         assert valid == pytest.approx(validation, rel=1e-5)
 
@@ -90,8 +91,8 @@ def test_losses_of_growing_batches_are_those_of_one_rank(pool: WorkerPool, text:
 def test_a_smaller_batch_trains_as_under_a_layout_of_that_batch(pool: WorkerPool) -> None:
     options = TrainingOptions(train_iters=2, lr=1e-2, lr_decay_style="constant")
     small, large = (parse_layout(f"gbs={size},pp=2", SPEC) for size in (4, 12))
-    [(expected, _), _] = pool.run(rank_work.losses_of_sizes, 2, SPEC, small, options, [4, 4])
-    [(losses, _), _] = pool.run(rank_work.losses_of_sizes, 2, SPEC, large, options, [4, 4])
+    [(expected, _), _] = pool.run(work.losses_of_sizes, 2, SPEC, small, options, [4, 4])
+    [(losses, _), _] = pool.run(work.losses_of_sizes, 2, SPEC, large, options, [4, 4])
     assert losses == expected
 
 

@@ -14,13 +14,14 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from benchmarks.parity import MODELS, parse_layout
-from benchmarks.worker_pool import WorkerPool
 from costmodels.errors import InputError
 from runtime import checkpoint
 from runtime.checkpoint import folders
 from runtime.checkpoint.manifest import manifest_text
-from tests.runtime import checkpoint_work
+from tests.support.layouts import parse_layout
+from tests.support.models import MODELS
+from tests.support.ranks import checkpoints as work
+from tests.support.worker_pool import WorkerPool
 
 SPEC = MODELS["llama"].model_copy(update={"layers": 1})
 RUN = {"iteration": 3, "model": SPEC.model_dump(mode="json"), "consumed_samples": 12}
@@ -41,7 +42,7 @@ def write(folder: Path, iteration: int, contents: bytes) -> Path:
 def stored(pool: WorkerPool, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder of checkpoints of iterations 1 and 2."""
     folder = tmp_path_factory.mktemp("stored")
-    pool.run(checkpoint_work.saved, 2, SPEC, parse_layout("gbs=2,dp=2,zero=1", SPEC), str(folder), [1, 2])
+    pool.run(work.saved, 2, SPEC, parse_layout("gbs=2,dp=2,zero=1", SPEC), str(folder), [1, 2])
     return folder
 
 
@@ -126,18 +127,18 @@ def test_all_ranks_refuse_a_damaged_checkpoint_before_it_is_unpickled(
     path = checkpoint.iteration_folder(copy, 2) / ".metadata"
     path.write_bytes(pickle.dumps(Trap(tmp_path / "sprung")).ljust(path.stat().st_size, b"."))
     layout = parse_layout("gbs=2,dp=2,zero=1", SPEC)
-    refused = pool.run(checkpoint_work.loaded, 2, SPEC, layout, str(copy), 2)
+    refused = pool.run(work.loaded, 2, SPEC, layout, str(copy), 2)
     damage = f"{path}: the file is damaged: it differs from what was saved"
     assert refused == [f"{damage}; go on from another one with --ckpt-step 1"] * 2
     assert not (tmp_path / "sprung").exists()
     # Whoever plants something can write checksums, too.
     (path.parent / checkpoint.MANIFEST).unlink()
     (path.parent / checkpoint.MANIFEST).write_text(manifest_text(checkpoint.files_in(path.parent)))
-    [planted, _] = pool.run(checkpoint_work.loaded, 2, SPEC, layout, str(copy), 2)
+    [planted, _] = pool.run(work.loaded, 2, SPEC, layout, str(copy), 2)
     assert planted.startswith(f"{path}: not what PyTorch writes: it names ")
     assert not (tmp_path / "sprung").exists()
     shutil.move(checkpoint.iteration_folder(copy, 1), checkpoint.iteration_folder(copy, 7))
-    [renamed, _] = pool.run(checkpoint_work.loaded, 2, SPEC, layout, str(copy), 7)
+    [renamed, _] = pool.run(work.loaded, 2, SPEC, layout, str(copy), 7)
     assert "iter_0000007 holds iteration 1: the folder has been renamed" in renamed
 
 

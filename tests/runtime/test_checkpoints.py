@@ -9,14 +9,15 @@ from typing import Any
 import pytest
 
 from benchmarks.checkpoints import LAYOUTS, SPEC, layouts_of, losses_between
-from benchmarks.parity import MODELS, parse_layout
-from benchmarks.worker_pool import WorkerPool
 from costmodels.errors import InputError
 from runtime import checkpoint
 from runtime.checkpoint.writing import ALIGNMENT
 from runtime.settings.options import OutputOptions
-from tests.runtime import checkpoint_work
-from tests.runtime.jobs import losses, write_corpus
+from tests.support.jobs import losses, write_corpus
+from tests.support.layouts import parse_layout
+from tests.support.models import MODELS
+from tests.support.ranks import checkpoints as work
+from tests.support.worker_pool import WorkerPool
 
 SMALL = MODELS["llama"].model_copy(update={"layers": 1})
 
@@ -39,14 +40,14 @@ def test_vocabularies_of_other_padding_load_both_ways(pool: WorkerPool, tmp_path
     layouts = [parse_layout(f"gbs=3,{text}", spec) for text in ("dp=3,zero=1,optimizer=adafactor",) * 3]
     layouts[1] = parse_layout("gbs=3,tp=3,optimizer=adafactor", spec)
     assert spec.padded_vocab(3) > spec.padded_vocab(1)
-    [first, *others] = pool.run(checkpoint_work.losses_of_other_padding, 3, spec, layouts, str(tmp_path))[0]
+    [first, *others] = pool.run(work.losses_of_other_padding, 3, spec, layouts, str(tmp_path))[0]
     for other in others:
         assert other == pytest.approx(first, rel=1e-6)
 
 
 def test_an_asynchronous_save_holds_what_was_when_it_began(pool: WorkerPool, tmp_path: Path) -> None:
     layout = parse_layout("gbs=4,dp=2,zero=1", SMALL)
-    ranks = pool.run(checkpoint_work.snapshot, 2, SMALL, layout, str(tmp_path))
+    ranks = pool.run(work.snapshot, 2, SMALL, layout, str(tmp_path))
     for went_on, resumed, _, said in ranks:
         assert resumed == went_on
         assert said == [f"saved checkpoint {tmp_path / 'iter_0000002'}"]
@@ -61,9 +62,9 @@ def test_the_last_checkpoints_are_kept_and_those_that_are_read(
     pool: WorkerPool, tmp_path: Path, read: int | None, left: list[int]
 ) -> None:
     # Those of a run that was set back: it has yet to come to them.
-    pool.run(checkpoint_work.saved, 1, SMALL, parse_layout("gbs=4", SMALL), str(tmp_path), [9])
+    pool.run(work.saved, 1, SMALL, parse_layout("gbs=4", SMALL), str(tmp_path), [9])
     layout = parse_layout("gbs=4", SMALL)
-    [found] = pool.run(checkpoint_work.kept, 1, SMALL, layout, str(tmp_path), read)
+    [found] = pool.run(work.kept, 1, SMALL, layout, str(tmp_path), read)
     assert found == [*left, 9]
     names = {path.name for path in tmp_path.iterdir()}
     assert names == {checkpoint.TRACKER, *(checkpoint.iteration_folder(tmp_path, i).name for i in found)}
@@ -75,9 +76,7 @@ def test_a_full_disk_is_told_once_and_ends_the_run_when_it_stays_full(
     pool: WorkerPool, tmp_path: Path, asynchronous: bool
 ) -> None:
     layout = parse_layout("gbs=4,dp=2,zero=1", SMALL)
-    for said, ended, names, whole in pool.run(
-        checkpoint_work.full_disk, 2, SMALL, layout, str(tmp_path), asynchronous
-    ):
+    for said, ended, names, whole in pool.run(work.full_disk, 2, SMALL, layout, str(tmp_path), asynchronous):
         file = tmp_path / "iter_0000002.partial" / "__1_0.distcp"
         assert said[0] == f"saved checkpoint {tmp_path / 'iter_0000001'}"
         assert said[1] == (
@@ -97,14 +96,14 @@ def test_a_full_disk_is_told_once_and_ends_the_run_when_it_stays_full(
 
 def test_a_run_does_not_end_well_without_its_last_checkpoint(pool: WorkerPool, tmp_path: Path) -> None:
     layout = parse_layout("gbs=4", SMALL)
-    [ended] = pool.run(checkpoint_work.last_save_fails, 1, SMALL, layout, str(tmp_path))
+    [ended] = pool.run(work.last_save_fails, 1, SMALL, layout, str(tmp_path))
     assert "iter_0000000 could not be written" in ended and "there is none before it" in ended
     assert not list(tmp_path.iterdir())
 
 
 def test_weights_can_be_loaded_alone(pool: WorkerPool, tmp_path: Path) -> None:
     layout = parse_layout("gbs=4,dp=2,zero=3", SMALL)
-    [(stored, read, iteration), _] = pool.run(checkpoint_work.weights_alone, 2, SMALL, layout, str(tmp_path))
+    [(stored, read, iteration), _] = pool.run(work.weights_alone, 2, SMALL, layout, str(tmp_path))
     assert read == stored
     assert iteration == 0
 
@@ -137,7 +136,7 @@ def test_what_one_rank_is_asked_all_ranks_do(pool: WorkerPool) -> None:
         ("NOTHING", False),
         ("STOP_IN_TIME", True),
     ]
-    assert pool.run(checkpoint_work.requests, 2) == [expected, expected]
+    assert pool.run(work.requests, 2) == [expected, expected]
 
 
 def test_a_run_that_is_asked_to_stop_saves_and_goes_on_later_to_the_bit(
@@ -145,17 +144,17 @@ def test_a_run_that_is_asked_to_stop_saves_and_goes_on_later_to_the_bit(
 ) -> None:
     data = write_corpus(tmp_path)
     whole, parts = tmp_path / "whole", tmp_path / "parts"
-    pool.run(checkpoint_work.job, 2, data, str(whole), {}, {})
+    pool.run(work.job, 2, data, str(whole), {}, {})
     expected = losses(whole)
     assert list(expected) == list(range(1, 13))
     saved = parts / "checkpoints"
     # The second rank is asked for a checkpoint, later to stop.
     asked = {2: (1, signal.SIGUSR1), 5: (1, signal.SIGTERM)}
-    pool.run(checkpoint_work.job, 2, data, str(parts), asked, {})
+    pool.run(work.job, 2, data, str(parts), asked, {})
     assert checkpoint.iterations(saved) == [2, 5]
     assert losses(parts) == {step: expected[step] for step in range(1, 6)}
     # Back to the earlier one, and on to the end.
     rest = {"load": str(saved), "ckpt_step": 2, "keep_last": 2, "async_save": True}
-    pool.run(checkpoint_work.job, 2, data, str(parts), {}, rest)
+    pool.run(work.job, 2, data, str(parts), {}, rest)
     assert checkpoint.iterations(saved) == [5, 12]
     assert losses(parts) == expected

@@ -9,16 +9,16 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from benchmarks.parity import MODELS, parse_layout
-from benchmarks.worker_pool import WorkerPool
 from costmodels import Layout, ModelSpec
 from costmodels.errors import InputError
 from runtime.model.attention_kernels import suffix_attention
 from runtime.parallel import ring_attention
 from runtime.parallel.context import local_positions
-from tests.runtime import context_work as work
-from tests.runtime.context_work import Heads
-from tests.runtime.layouts import DENSE
+from tests.support.layouts import parse_layout
+from tests.support.models import DENSE, MODELS
+from tests.support.ranks import context as work
+from tests.support.ranks.context import Heads
+from tests.support.worker_pool import WorkerPool
 
 FORMS = ("all_gather", "all_to_all", "ring")
 BALANCED = ("all_gather", "ring")

@@ -11,9 +11,6 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from benchmarks.parity import MODELS as OUR_MODELS
-from benchmarks.parity import parse_layout
-from benchmarks.worker_pool import WorkerPool
 from costmodels import ModelSpec, Router
 from costmodels.errors import InputError
 from runtime import checkpoint, convert
@@ -23,8 +20,11 @@ from runtime.huggingface.configs import config_for
 from runtime.huggingface.files import file_size
 from runtime.huggingface.reading import HuggingFaceModel
 from runtime.huggingface.stored_model import StoredModel
-from tests.runtime import model_files
-from tests.runtime.hf_models import MODELS, hugging_face, skip_unless_there
+from tests.support import stored_models as model_files
+from tests.support.hugging_face import MODELS, hugging_face, skip_unless_there
+from tests.support.layouts import parse_layout
+from tests.support.models import MODELS as OUR_MODELS
+from tests.support.worker_pool import WorkerPool
 
 
 @pytest.fixture

@@ -9,8 +9,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from benchmarks.parity import MODELS, deep_enough, parse_layout
-from benchmarks.worker_pool import WorkerPool
 from costmodels.errors import InputError
 from runtime.data.boundaries import Boundaries, check_ends
 from runtime.data.indexed import IndexedDataset
@@ -20,8 +18,11 @@ from runtime.model.transformer import Transformer
 from runtime.parallel.documents import Documents, check_boundaries, document_mask, document_starts
 from runtime.parallel.initialise import initialise
 from runtime.parallel.loss import IGNORED, cross_entropy_sum
-from tests.runtime import documents_work as work
-from tests.runtime.documents_work import EOD
+from tests.support.layouts import deep_enough, parse_layout
+from tests.support.models import MODELS
+from tests.support.ranks import documents as work
+from tests.support.ranks.documents import EOD
+from tests.support.worker_pool import WorkerPool
 
 ALL = Boundaries(EOD, reset_attention_mask=True, reset_position_ids=True, eod_mask_loss=True)
 

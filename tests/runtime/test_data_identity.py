@@ -8,14 +8,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks.parity import MODELS, parse_layout
-from benchmarks.worker_pool import WorkerPool
 from costmodels.errors import InputError
 from runtime.checkpoint.loading import _check_data
 from runtime.data import IndexedDataset, IndexedWriter
 from runtime.data.datasets import check_ids
 from runtime.data.identity import BLOCK_BYTES, BLOCKS, difference, identity
-from tests.runtime import checkpoint_work
+from tests.support.layouts import parse_layout
+from tests.support.models import MODELS
+from tests.support.ranks import checkpoints as work
+from tests.support.worker_pool import WorkerPool
 
 DOCUMENTS = [[1, 2, 3], [4, 5], [6, 7, 8, 9]]
 
@@ -85,5 +86,5 @@ def test_ids_beyond_the_vocabulary_are_refused(worst: int) -> None:
 
 def test_every_rank_of_a_tensor_parallel_layout_refuses_such_an_id(pool: WorkerPool) -> None:
     spec = MODELS["gpt2"]
-    refused = pool.run(checkpoint_work.refused_ids, 2, spec, parse_layout("gbs=2,tp=2", spec))
+    refused = pool.run(work.refused_ids, 2, spec, parse_layout("gbs=2,tp=2", spec))
     assert all(f"holds token id {spec.vocab}, outside the model's vocabulary" in line for line in refused)

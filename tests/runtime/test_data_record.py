@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import tokenizers as hf
 
-from benchmarks.parity import MODELS
 from costmodels.errors import InputError
 from runtime.data.description import describe
 from runtime.data.indexed import IndexedDataset
@@ -22,6 +21,7 @@ from runtime.data.tokenizers import ByteTokenizer, Tokenizer, load_tokenizer
 from runtime.huggingface.tokenizer_files import write_tokenizer
 from runtime.job.text import open_datasets
 from runtime.settings.options import DataOptions
+from tests.support.models import MODELS
 
 BYTES = ByteTokenizer()
 SPEC = MODELS["gpt2"].model_copy(update={"vocab": 300, "seq": 16})

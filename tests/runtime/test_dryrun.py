@@ -21,7 +21,7 @@ from runtime.dryrun.steady import enough_micro_batches
 from runtime.dryrun.tracker import Tracker
 from runtime.settings.options import TrainingOptions
 from runtime.train.trainer import Trainer
-from tests.runtime.layouts import layout_of
+from tests.support.layouts import layout_of
 
 GPT = ModelSpec.model_validate(
     {"name": "gpt", "layers": 2, "hidden": 64, "heads": 4, "vocab": 128, "seq": 32}

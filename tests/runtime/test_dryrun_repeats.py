@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from costmodels import ModelSpec
 from runtime.dryrun import repeats
 from runtime.dryrun.run import trace
-from tests.runtime.layouts import layout_of
+from tests.support.layouts import layout_of
 
 aten: Any = torch.ops.aten
 

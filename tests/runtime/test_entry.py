@@ -14,7 +14,7 @@ from runtime import entry, own_path
 from runtime.launch.torchrun import torchrun_command
 from runtime.processes.spawning import spawned
 from runtime.processes.tether import tethered
-from tests.conftest import ROOT
+from tests.support import ROOT
 
 NAMES = (
     *("planner", "cli", "costmodels", "runtime/__init__"),

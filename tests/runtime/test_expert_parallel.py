@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 
-from benchmarks.parity import LLAMA, MODELS, parse_layout
-from benchmarks.worker_pool import WorkerPool
 from costmodels import ModelSpec, Router
-from tests.runtime import expert_work as work
-from tests.runtime.gradients import check_gradients
+from tests.support.gradients import check_gradients
+from tests.support.layouts import parse_layout
+from tests.support.models import LLAMA, MODELS
+from tests.support.ranks import experts as work
+from tests.support.worker_pool import WorkerPool
 
 STEPS = 10
 

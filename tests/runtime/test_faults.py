@@ -9,8 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.parity import MODELS, parse_layout
-from benchmarks.worker_pool import WorkerPool
 from costmodels.errors import InputError
 from runtime.faults import heartbeat
 from runtime.faults.options import FaultOptions
@@ -19,12 +17,15 @@ from runtime.faults.stragglers import FEWEST_SAMPLES, Sampler, Work, enough, slo
 from runtime.faults.watchdog import Beat, hang
 from runtime.logs import console
 from runtime.logs.line_file import LineFile, keep_lines, read_lines
-from tests.runtime import fault_work
+from tests.support.layouts import parse_layout
+from tests.support.models import MODELS
+from tests.support.ranks import faults as work
+from tests.support.worker_pool import WorkerPool
 
 
 def test_a_rank_that_hangs_is_named_and_all_ranks_end(pool: WorkerPool) -> None:
     # A machine that stands still for 2 s and more is forgiven, and silence counts from half of the limit on.
-    results = pool.run(fault_work.hang_in_data, 3, 5.0)
+    results = pool.run(work.hang_in_data, 3, 5.0)
     assert [codes[0] for codes, _ in results] == [1, 1, 1]
     [line] = "".join(printed for _, printed in results).splitlines()
     assert "hang: no progress for" in line and "--hang-timeout-seconds 5" in line
@@ -33,7 +34,7 @@ def test_a_rank_that_hangs_is_named_and_all_ranks_end(pool: WorkerPool) -> None:
 
 
 def test_what_one_rank_cannot_read_ends_all_with_one_line(pool: WorkerPool) -> None:
-    results = pool.run(fault_work.failure_of_one_rank, 3)
+    results = pool.run(work.failure_of_one_rank, 3)
     assert [codes for codes, _ in results] == [[2], [2], [2]]
     [line] = "".join(printed for _, printed in results).splitlines()
     assert line.startswith("runtime.pretrain: error: rank 1 on ")
@@ -118,7 +119,7 @@ def test_the_slowest_rank_is_compared_with_its_peers() -> None:
 
 
 def test_all_ranks_learn_which_one_is_slow(pool: WorkerPool) -> None:
-    [line] = set(pool.run(fault_work.slow_rank, 3))
+    [line] = set(pool.run(work.slow_rank, 3))
     assert line.startswith("straggler: rank 2 on HOST works 0.5 s in each step, 5.0 times the median of")
 
 
@@ -154,7 +155,7 @@ def test_a_step_that_is_no_number_on_one_rank_is_skipped_on_all(
     pool: WorkerPool, text: str, poison: float
 ) -> None:
     spec = MODELS["gpt2"]
-    results = pool.run(fault_work.skipped_step, 2, spec, parse_layout(text, spec), poison)
+    results = pool.run(work.skipped_step, 2, spec, parse_layout(text, spec), poison)
     for result in results:
         assert result["skipped"] and result["untouched"]
         assert result["counts"] == (3, 2)

@@ -8,8 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.parity import MODELS as OUR_MODELS
-from benchmarks.worker_pool import WorkerPool
 from costmodels.errors import InputError
 from runtime.data.tokenizers import ByteTokenizer, gpt2_tokenizer
 from runtime.generation.generator import Generator, Sampling
@@ -17,8 +15,10 @@ from runtime.generation.stage import Split
 from runtime.generation.text import Stream, Text, text_of
 from runtime.huggingface.companions import COMPANIONS
 from runtime.huggingface.stored_model import StoredModel, open_model
-from tests.runtime import model_files
-from tests.runtime.hf_models import MODELS, hugging_face, skip_unless_there
+from tests.support import stored_models as model_files
+from tests.support.hugging_face import MODELS, hugging_face, skip_unless_there
+from tests.support.models import MODELS as OUR_MODELS
+from tests.support.worker_pool import WorkerPool
 
 PROMPTS = [[3, 5, 7], [1, 2, 3, 4, 5, 6, 7, 8], [90]]
 """Of different lengths, so that each row has its own positions."""

@@ -9,7 +9,7 @@ import torch
 
 from costmodels import ModelSpec
 from runtime.model.transformer import Transformer
-from tests.runtime.hf_models import (
+from tests.support.hugging_face import (
     BATCH,
     MODELS,
     SEQ,

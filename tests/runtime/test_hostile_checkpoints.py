@@ -29,7 +29,7 @@ from runtime import checkpoint
 from runtime.checkpoint import metadata, reader
 from runtime.checkpoint.metadata import METADATA, Place, read_metadata
 from runtime.huggingface.stored_model import StoredModel, is_hugging_face
-from tests.conftest import Command
+from tests.support.commands import Command
 
 DRAW = 5
 """Every so many of the files of `benchmarks.fuzz` are read here."""

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks.parity import MODELS, parse_layout
 from costmodels.errors import InputError
 from costmodels.spec.layout import SPLIT_BACKWARD
 from planner import explain, search
@@ -18,6 +17,8 @@ from runtime.job.replan import replanned
 from runtime.settings.job_rules import check_rules, job_rules, reachable
 from runtime.settings.options import DataOptions, TrainingOptions
 from runtime.settings.preflight import check_training
+from tests.support.layouts import parse_layout
+from tests.support.models import MODELS
 
 MODEL = MODELS["llama"]
 COMPILE, MASK = TrainingOptions(compile=True), DataOptions(reset_attention_mask=True)

@@ -6,11 +6,12 @@ from typing import Any
 
 import pytest
 
-from benchmarks.parity import LLAMA, MODELS, parse_layout
-from benchmarks.worker_pool import WorkerPool
 from costmodels import LatentAttention, ModelSpec
-from tests.runtime.distributed_work import curve_and_gradients
-from tests.runtime.gradients import check_gradients
+from tests.support.gradients import check_gradients
+from tests.support.layouts import parse_layout
+from tests.support.models import LLAMA, MODELS
+from tests.support.ranks.training import curve_and_gradients
+from tests.support.worker_pool import WorkerPool
 
 STEPS = 5
 

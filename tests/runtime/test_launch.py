@@ -23,7 +23,8 @@ from runtime.launch.supervisor import TORCHRUN_FOLDER, Outcome, Stopped, run_job
 from runtime.launch.torchrun import shell_line, torchrun_command
 from runtime.launch.warm_ranks import FORKS, WarmRanks
 from runtime.processes.children import children
-from tests.runtime.jobs import LAYOUT, ROOT, TINY, is_alive, wait_until, write_corpus
+from tests.support import ROOT
+from tests.support.jobs import LAYOUT, TINY, is_alive, wait_until, write_corpus
 
 ON_LINUX = pytest.mark.skipif(not FORKS, reason="ranks are forked on Linux only")
 

@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 
-from benchmarks.parity import MODELS, parse_layout
 from costmodels.errors import InputError
 from runtime.settings.learning_rate import DECAY_STYLES, LearningRate, WeightDecay
 from runtime.settings.options import OutputOptions, TrainingOptions
+from tests.support.layouts import parse_layout
+from tests.support.models import MODELS
 
 PEAK, MINIMUM, WARMUP, DECAY = 3e-4, 3e-5, 10, 110
 

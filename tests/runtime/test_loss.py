@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional
 
-from benchmarks.worker_pool import WorkerPool
 from runtime.parallel.loss import cross_entropy_sum
-from tests.runtime import rank_work
+from tests.support.ranks import tensor as work
+from tests.support.worker_pool import WorkerPool
 
 
 def random_logits(*shape: int, vocab: int, seed: int = 0, scale: float = 3.0) -> tuple[Tensor, Tensor]:
@@ -77,7 +77,7 @@ def test_a_split_vocabulary_gives_the_loss_of_a_whole_one(
     logits, targets = random_logits(2, 5, width, vocab=vocab)
     logits = logits.to(dtype)
     expected, gradient = torch_loss(logits, targets, vocab)
-    parts = pool.run(rank_work.split_loss, world_size, logits, targets, vocab)
+    parts = pool.run(work.split_loss, world_size, logits, targets, vocab)
     for loss, _ in parts:
         assert float(loss) == pytest.approx(float(expected), rel=1e-6)
     whole = torch.cat([part for _, part in parts], dim=-1)

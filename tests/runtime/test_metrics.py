@@ -17,7 +17,7 @@ from costmodels.catalogue import load_model
 from planner.options.inputs import resolve_cluster
 from runtime.job.metrics import Recorder, evaluation_line, log_line, peak_memory_bytes, throughput
 from runtime.logs.metrics_file import METRICS_FILE, MetricsReader, keep_until, read_metrics
-from tests.runtime.layouts import layout_of
+from tests.support.layouts import layout_of
 
 KEYS = [
     "iteration",

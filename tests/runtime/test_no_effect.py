@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from benchmarks.parity import parse_layout
 from costmodels.catalogue import load_model
 from planner.arguments import idle_links
 from planner.options.inputs import resolve_cluster
@@ -16,6 +15,7 @@ from runtime.faults.options import FaultOptions
 from runtime.generation.options import GenerateOptions
 from runtime.settings.no_effect import REASONS, without_effect
 from runtime.settings.options import DataOptions, OutputOptions, TrainingOptions
+from tests.support.layouts import parse_layout
 
 DENSE = load_model("llama2-7b")
 EXPERTS = load_model("mixtral-8x7b")

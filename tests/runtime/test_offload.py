@@ -8,8 +8,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks.parity import MODELS, losses_of, parse_layout, relative_difference
-from benchmarks.worker_pool import WorkerPool
 from costmodels import ModelSpec
 from runtime.model.transformer import Transformer
 from runtime.parallel import offload
@@ -17,8 +15,11 @@ from runtime.parallel.initialise import initialise
 from runtime.parallel.loss import cross_entropy_sum
 from runtime.parallel.offload import offload_activations
 from runtime.parallel.recompute import recompute
-from tests.runtime.layouts import DENSE, KINDS
-from tests.runtime.recompute_work import BATCH, bytes_that_leave, kept
+from tests.support.layouts import parse_layout
+from tests.support.models import DENSE, KINDS, MODELS
+from tests.support.ranks.parity import losses_of, relative_difference
+from tests.support.ranks.recompute import BATCH, bytes_that_leave, kept
+from tests.support.worker_pool import WorkerPool
 
 RECOMPUTED = [
     "",

@@ -7,12 +7,14 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.parity import MODELS, parse_layout
-from benchmarks.worker_pool import WorkerPool
 from runtime.optimizers.muon import update_scale
 from runtime.optimizers.shards import clip_factor, is_decayed
 from runtime.settings.options import TrainingOptions
-from tests.runtime import distributed_work, rank_work
+from tests.support.layouts import parse_layout
+from tests.support.models import MODELS
+from tests.support.ranks import optimizers as work
+from tests.support.ranks.training import losses_with, whole_gradients
+from tests.support.worker_pool import WorkerPool
 
 SETTINGS: dict[str, Any] = {
     "train_iters": 4,
@@ -30,7 +32,7 @@ def check_steps(pool: WorkerPool, model: str, text: str, **settings: Any) -> Non
     spec = MODELS[model]
     layout = parse_layout("gbs=4" + ("," + text if text else ""), spec)
     options = TrainingOptions(**{**SETTINGS, **settings})
-    for steps in pool.run(rank_work.optimizer_steps, layout.world_size, spec, layout, options):
+    for steps in pool.run(work.optimizer_steps, layout.world_size, spec, layout, options):
         assert len(steps) == 4
         for step in steps:
             assert step.norm == pytest.approx(step.expected_norm, rel=1e-5)
@@ -68,8 +70,8 @@ def test_options_mean_what_they_mean_in_pytorch(
 def test_the_gradient_norm_counts_every_expert_once(pool: WorkerPool, text: str) -> None:
     spec = MODELS["mixtral"]
     alone, split = (parse_layout(f"gbs=4{more}", spec) for more in ("", f",{text}"))
-    [(expected, _)] = pool.run(distributed_work.whole_gradients, 1, spec, alone)
-    for norm, _ in pool.run(distributed_work.whole_gradients, split.world_size, spec, split):
+    [(expected, _)] = pool.run(whole_gradients, 1, spec, alone)
+    for norm, _ in pool.run(whole_gradients, split.world_size, spec, split):
         assert norm == pytest.approx(expected, rel=1e-5)
 
 
@@ -103,7 +105,7 @@ def rule_differences(pool: WorkerPool, model: str, text: str, **settings: Any) -
     layout = parse_layout("gbs=4," + text.lstrip(","), spec)
     growing = {"weight_decay_incr_style": "linear", "start_weight_decay": 0.1, "end_weight_decay": 0.5}
     options = TrainingOptions(**{**SETTINGS, **growing, **settings})
-    found: list[dict[str, float]] = pool.run(rank_work.rule_steps, layout.world_size, spec, layout, options)
+    found: list[dict[str, float]] = pool.run(work.rule_steps, layout.world_size, spec, layout, options)
     return found
 
 
@@ -146,8 +148,8 @@ def test_losses_do_not_depend_on_the_layout(pool: WorkerPool, optimizer: str, te
     spec = MODELS["gpt2"]
     split, alone = (parse_layout(f"gbs=4,optimizer={optimizer}" + more, spec) for more in (f",{text}", ""))
     options = TrainingOptions(train_iters=8, lr=1e-2)
-    [expected] = pool.run(rank_work.losses_with, 1, spec, alone, options)
-    for losses in pool.run(rank_work.losses_with, split.world_size, spec, split, options):
+    [expected] = pool.run(losses_with, 1, spec, alone, options)
+    for losses in pool.run(losses_with, split.world_size, spec, split, options):
         assert losses == pytest.approx(expected, rel=1e-5)
     assert len(set(expected)) == 8
 
@@ -157,7 +159,7 @@ def test_a_step_that_overflows_changes_no_state(pool: WorkerPool, optimizer: str
     spec = MODELS["gpt2"]
     layout = parse_layout(f"gbs=4,dp=2,zero=1,precision=fp16,optimizer={optimizer}", spec)
     options = TrainingOptions(train_iters=4, lr=1e-2, initial_loss_scale=2.0**16)
-    for skipped, changed, after in pool.run(rank_work.overflowing_step, 2, spec, layout, options):
+    for skipped, changed, after in pool.run(work.overflowing_step, 2, spec, layout, options):
         assert skipped and not changed
         assert after < 6.0
 
@@ -169,7 +171,7 @@ def test_the_whole_gradient_is_clipped_by_value_under_a_loss_scale(pool: WorkerP
         for scale in (1.0, 2.0**10)
     ]
     layout = parse_layout("gbs=4,dp=2,precision=fp16,optimizer=sgd", spec)
-    one, other = (pool.run(rank_work.losses_with, 2, spec, layout, each)[0] for each in options)
+    one, other = (pool.run(losses_with, 2, spec, layout, each)[0] for each in options)
     assert one == pytest.approx(other, rel=1e-4)
 
 

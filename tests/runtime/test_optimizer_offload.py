@@ -8,13 +8,15 @@ import pytest
 import torch
 from torch.distributed.fsdp import CPUOffloadPolicy
 
-from benchmarks.parity import MODELS, losses_of, parse_layout
-from benchmarks.worker_pool import WorkerPool
 from runtime.parallel.data import needs_data_parallel
 from runtime.settings.options import TrainingOptions
 from runtime.train.trainer import Trainer
-from tests.runtime import distributed_work
-from tests.runtime.distributed_work import CPU
+from tests.support.layouts import parse_layout
+from tests.support.models import MODELS
+from tests.support.ranks import training as work
+from tests.support.ranks.parity import losses_of
+from tests.support.ranks.training import CPU
+from tests.support.worker_pool import WorkerPool
 
 SPEC = MODELS["gpt2"]
 
@@ -52,7 +54,7 @@ def test_a_checkpoint_goes_on_with_or_without_offloading(
         parse_layout(f"gbs=4,dp=2,zero=1,precision=bf16,offload_optimizer={int(value)}", SPEC)
         for value in (before, after)
     ]
-    for losses, resumed in pool.run(distributed_work.resumed_losses, 2, SPEC, *layouts, str(tmp_path), 5, 2):
+    for losses, resumed in pool.run(work.resumed_losses, 2, SPEC, *layouts, str(tmp_path), 5, 2):
         assert resumed == losses[2:]
 
 

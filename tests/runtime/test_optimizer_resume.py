@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.parity import MODELS, parse_layout
-from benchmarks.worker_pool import WorkerPool
 from runtime.settings.options import TrainingOptions
-from tests.runtime import rank_work
+from tests.support.layouts import parse_layout
+from tests.support.models import MODELS
+from tests.support.ranks import optimizers as work
+from tests.support.worker_pool import WorkerPool
 
 SPEC = MODELS["llama"].model_copy(update={"layers": 2})
 
@@ -28,7 +29,7 @@ def test_resuming_repeats_the_losses_to_the_bit(
     layout = parse_layout(f"gbs=4,{text},optimizer={optimizer}", SPEC)
     options = TrainingOptions(train_iters=5, lr=1e-2)
     for losses, resumed in pool.run(
-        rank_work.resumed_losses, layout.world_size, SPEC, layout, layout, options, str(tmp_path)
+        work.resumed_losses, layout.world_size, SPEC, layout, layout, options, str(tmp_path)
     ):
         assert resumed == losses[2:]
         assert len(set(losses)) == 5
@@ -51,7 +52,7 @@ def test_schedules_go_on_where_they_were(pool: WorkerPool, tmp_path: Path, setti
     layout = parse_layout(f"gbs=2,optimizer={optimizer}", SPEC)
     options = TrainingOptions(train_iters=5, lr=1e-2, **settings)
     options.check()
-    [(losses, resumed)] = pool.run(rank_work.resumed_losses, 1, SPEC, layout, layout, options, str(tmp_path))
+    [(losses, resumed)] = pool.run(work.resumed_losses, 1, SPEC, layout, layout, options, str(tmp_path))
     assert resumed == losses[2:]
 
 
@@ -66,7 +67,7 @@ def test_a_checkpoint_loads_under_another_layout(
         pytest.importorskip("torchao")
     layouts = [parse_layout(f"gbs=4,{text},optimizer={optimizer}", SPEC) for text in (before, after)]
     options = TrainingOptions(train_iters=5, lr=1e-2)
-    [(losses, resumed), *_] = pool.run(rank_work.resumed_losses, 4, SPEC, *layouts, options, str(tmp_path))
+    [(losses, resumed), *_] = pool.run(work.resumed_losses, 4, SPEC, *layouts, options, str(tmp_path))
     # Blocks of 8 bits follow the shards.
     assert resumed == pytest.approx(losses[2:], rel=2e-3 if optimizer == "adam8bit" else 1e-5)
 
@@ -81,14 +82,14 @@ def test_a_checkpoint_of_experts_loads_under_another_layout(pool: WorkerPool, tm
         ]
         folder = tmp_path / optimizer
         folder.mkdir()
-        [(losses, resumed), *_] = pool.run(rank_work.resumed_losses, 4, spec, *layouts, options, str(folder))
+        [(losses, resumed), *_] = pool.run(work.resumed_losses, 4, spec, *layouts, options, str(folder))
         assert resumed == pytest.approx(losses[2:], rel=1e-5)
 
 
 def test_another_optimizer_is_refused_in_one_line(pool: WorkerPool, tmp_path: Path) -> None:
     layouts = [parse_layout(f"gbs=2,optimizer={name}", SPEC) for name in ("muon", "sgd")]
     with pytest.raises(RuntimeError) as refused:
-        pool.run(rank_work.resumed_losses, 1, SPEC, *layouts, TrainingOptions(train_iters=3), str(tmp_path))
+        pool.run(work.resumed_losses, 1, SPEC, *layouts, TrainingOptions(train_iters=3), str(tmp_path))
     assert (
         "holds other optimizer state (exp_avg, exp_avg_sq, momentum_buffer) than that of --optimizer sgd; "
         "give the optimizer that it was trained with"

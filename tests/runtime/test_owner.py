@@ -19,7 +19,7 @@ from runtime.checkpoint import partial_folder
 from runtime.checkpoint.owner import OWNER, Owner, Record, check_owned, owned
 from runtime.checkpoint.writing import _begin
 from runtime.huggingface.new_folder import new_folder
-from tests.conftest import ROOT
+from tests.support import ROOT
 
 
 def record(path: Path) -> Record:

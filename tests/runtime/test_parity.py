@@ -7,20 +7,13 @@ import shutil
 
 import pytest
 
-from benchmarks.parity import (
-    MODELS,
-    deep_enough,
-    difference,
-    losses_of,
-    parse_layout,
-    relative_difference,
-    trained,
-)
-from benchmarks.worker_pool import WorkerPool
 from costmodels import ModelSpec
 from runtime.settings.preflight import check_job
-from tests.runtime.layouts import DENSE
-from tests.runtime.parity_faults import FAULTS, wrongly_trained
+from tests.support.layouts import deep_enough, parse_layout
+from tests.support.models import DENSE, MODELS
+from tests.support.ranks.parity import difference, losses_of, relative_difference, trained
+from tests.support.ranks.planted_faults import FAULTS, wrongly_trained
+from tests.support.worker_pool import WorkerPool
 
 STEPS = 10
 BATCH = "gbs=4,"

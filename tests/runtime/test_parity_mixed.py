@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.parity import MODELS, parse_layout
-from benchmarks.worker_pool import WorkerPool
 from costmodels import Layout
-from tests.runtime.distributed_work import curve_and_gradients
-from tests.runtime.gradients import check_gradients
-from tests.runtime.matrix import mixed_layouts
+from tests.support.gradients import check_gradients
+from tests.support.layouts import parse_layout
+from tests.support.mixed_layouts import mixed_layouts
+from tests.support.models import MODELS
+from tests.support.ranks.training import curve_and_gradients
+from tests.support.worker_pool import WorkerPool
 
 EXTENT = {"gpt2": (8, 10), "llama": (8, 10), "mixtral": (4, 4), "qwen": (4, 4), "deepseek": (4, 4)}
 """Sequences of a step, and steps; layouts of experts take ten steps in `test_expert_parallel`."""

@@ -8,15 +8,17 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.parity import MODELS, losses_of, parse_layout, relative_difference
-from benchmarks.worker_pool import WorkerPool
 from costmodels import ModelSpec
 from costmodels.errors import InputError
 from runtime.parallel.float8 import check_float8
 from runtime.settings.loss_scale import LossScale, loss_scale_of
 from runtime.settings.no_effect import without_effect
 from runtime.settings.options import TrainingOptions
-from tests.runtime import precision_work as work
+from tests.support.layouts import parse_layout
+from tests.support.models import MODELS
+from tests.support.ranks import precision as work
+from tests.support.ranks.parity import losses_of, relative_difference
+from tests.support.worker_pool import WorkerPool
 
 OPTIONS = TrainingOptions(train_iters=16, lr=1e-3, lr_warmup_iters=4, initial_loss_scale=2.0**22)
 """So high a scale that the first steps overflow."""

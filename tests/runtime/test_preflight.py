@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from benchmarks.parity import MODELS
 from costmodels import RopeScaling
 from costmodels.catalogue import load_model
 from costmodels.errors import InputError
 from runtime.model.rotary import ROPE_KINDS
 from runtime.settings.preflight import TRAINED_SCALINGS, check_folder, check_job, check_model
-from tests.runtime.layouts import layout_of
+from tests.support.layouts import layout_of
+from tests.support.models import MODELS
 
 SPEC = MODELS["gpt2"]
 

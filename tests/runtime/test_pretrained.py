@@ -11,8 +11,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from benchmarks.parity import MODELS
-from benchmarks.worker_pool import WorkerPool
 from costmodels.errors import InputError
 from planner.options.parallel import BatchOptions, ClusterOptions, ModelOptions, ParallelOptions
 from runtime import checkpoint, convert, pretrain
@@ -23,8 +21,10 @@ from runtime.huggingface.tokenizer_files import write_tokenizer
 from runtime.job.job import Job, RunOptions
 from runtime.job.pretrained import check_load, keep_companions
 from runtime.settings.options import DataOptions, OutputOptions, TrainingOptions
-from tests.runtime.hf_models import hugging_face, skip_unless_there
-from tests.runtime.jobs import write_corpus
+from tests.support.hugging_face import hugging_face, skip_unless_there
+from tests.support.jobs import write_corpus
+from tests.support.models import MODELS
+from tests.support.worker_pool import WorkerPool
 
 
 def train(model: str, data: DataOptions, runs: list[OutputOptions]) -> str:

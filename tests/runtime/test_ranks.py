@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.worker_pool import WorkerPool
 from costmodels.errors import InputError
 from runtime.parallel.ranks import Ranks, start
-from tests.runtime import rank_work
+from tests.support.ranks import agreement as work
+from tests.support.worker_pool import WorkerPool
 
 NAMES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 
@@ -69,7 +69,7 @@ def test_many_ranks_need_an_address_to_meet_at() -> None:
 
 
 def test_all_ranks_get_one_answer_or_one_refusal(pool: WorkerPool, tmp_path: Path) -> None:
-    answers = pool.run(rank_work.agreement, 4, str(tmp_path))
+    answers = pool.run(work.agreement, 4, str(tmp_path))
     assert [answer["own"] for answer in answers] == [0, 1, 2, 3]
     for answer in answers:
         assert answer["first"] == "from 0"

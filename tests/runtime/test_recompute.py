@@ -11,16 +11,17 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
-from benchmarks.parity import MODELS, losses_of, parse_layout, relative_difference
-from benchmarks.worker_pool import WorkerPool
 from costmodels import Layout, ModelSpec
 from runtime.model.transformer import Transformer
 from runtime.parallel import recompute as again
 from runtime.parallel.initialise import initialise
 from runtime.parallel.loss import cross_entropy_sum
 from runtime.parallel.recompute import recompute
-from tests.runtime.layouts import DENSE, KINDS
-from tests.runtime.recompute_work import BATCH, kept, kept_on_rank
+from tests.support.layouts import parse_layout
+from tests.support.models import DENSE, KINDS, MODELS
+from tests.support.ranks.parity import losses_of, relative_difference
+from tests.support.ranks.recompute import BATCH, kept, kept_on_rank
+from tests.support.worker_pool import WorkerPool
 
 MODULE_SETS = [
     ("core_attention",),

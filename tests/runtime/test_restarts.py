@@ -21,7 +21,8 @@ from runtime.launch.options import LaunchOptions
 from runtime.launch.restarts import continued, run_with_restarts
 from runtime.launch.supervisor import Outcome
 from runtime.settings.options import OutputOptions
-from tests.runtime.jobs import ROOT, TIMEOUT_S, is_alive, wait_until
+from tests.support import ROOT
+from tests.support.jobs import TIMEOUT_S, is_alive, wait_until
 
 LOST = Outcome(1, "rank 1 was killed by SIGKILL", restart=True)
 REFUSED = Outcome(2, "the corpus is empty")

@@ -11,11 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.parity import MODELS, parse_layout
-from benchmarks.worker_pool import WorkerPool
 from runtime import checkpoint
-from tests.runtime import precision_work, rank_work
-from tests.runtime.jobs import (
+from tests.support.jobs import (
     LAYOUT,
     TIMEOUT_S,
     TINY,
@@ -26,6 +23,11 @@ from tests.runtime.jobs import (
     wait_until,
     write_corpus,
 )
+from tests.support.layouts import parse_layout
+from tests.support.models import MODELS
+from tests.support.ranks.checkpoints import save_over_a_partial
+from tests.support.ranks.precision import copies_after_loading
+from tests.support.worker_pool import WorkerPool
 
 ITERATIONS = 90
 SAVE_INTERVAL = 8
@@ -109,7 +111,7 @@ def test_a_killed_job_resumes_with_the_same_losses_to_the_bit(
 
 def test_a_checkpoint_that_is_half_written_is_ignored(pool: WorkerPool, tmp_path: Path) -> None:
     spec = MODELS["gpt2"]
-    [saved] = pool.run(rank_work.save_over_a_partial, 1, spec, parse_layout("gbs=4", spec), str(tmp_path))
+    [saved] = pool.run(save_over_a_partial, 1, spec, parse_layout("gbs=4", spec), str(tmp_path))
     assert saved == {"before": None, "after": 0, "names": ["iter_0000000", checkpoint.TRACKER]}
 
 
@@ -118,7 +120,7 @@ def test_both_copies_of_a_tied_embedding_are_loaded_where_one_rank_holds_two(
 ) -> None:
     spec = MODELS["gpt2"]
     layout = parse_layout("pp=2,schedule=zbv", spec)
-    first, last = pool.run(precision_work.copies_after_loading, 2, spec, layout, str(tmp_path))
+    first, last = pool.run(copies_after_loading, 2, spec, layout, str(tmp_path))
     assert not any(name.startswith(("head", "embedding")) for name in last)
     for kind in ("", ".exp_avg", ".exp_avg_sq"):
         copies = [first[f"{name}.weight{kind}"] for name in ("embedding.tokens", "head")]

@@ -12,7 +12,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from benchmarks.parity import MODELS
 from costmodels import ModelSpec
 from costmodels import Router as Routing
 from runtime.model.experts import MixtureOfExperts, Router
@@ -29,6 +28,7 @@ from runtime.model.routing import (
     wide_product,
     within_capacity,
 )
+from tests.support.models import MODELS
 
 WIDTHS = st.sampled_from([3, 4, 6, 16])
 """Of rows: some are no multiples of 16 bytes, which grouped products need."""

@@ -7,13 +7,14 @@ from collections import Counter
 import pytest
 import torch
 
-from benchmarks.parity import MODELS, parse_layout
-from benchmarks.worker_pool import WorkerPool
 from costmodels import Layout
 from costmodels.spec.layout import Schedule
 from runtime.parallel.pipeline import SCHEDULES
-from tests.runtime import schedule_work as work
-from tests.runtime.schedule_play import action_order, alive_by_stage, makespan, most_waiting
+from tests.support.layouts import parse_layout
+from tests.support.models import MODELS
+from tests.support.ranks import schedules as work
+from tests.support.schedule_orders import action_order, alive_by_stage, makespan, most_waiting
+from tests.support.worker_pool import WorkerPool
 
 CASES = (
     ("gpt2", "pp=2,schedule=zbv"),

@@ -17,7 +17,7 @@ from costmodels.spec.layout import Schedule
 from costmodels.spec.schedules import BACKWARD, FORWARD, orders, runs
 from costmodels.spec.send_order import SENDS_OF_STAGE
 from runtime.parallel.awaited_sends import awaits_sends, with_fewer_sends
-from tests.runtime.schedule_play import planned
+from tests.support.schedule_orders import planned
 
 torch_schedules: Any = schedules
 

@@ -7,10 +7,12 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.parity import MODELS, losses_of, parse_layout, relative_difference
-from benchmarks.worker_pool import WorkerPool
 from costmodels import ModelSpec
-from tests.runtime import tensor_parallel_work as work
+from tests.support.layouts import parse_layout
+from tests.support.models import MODELS
+from tests.support.ranks import tensor as work
+from tests.support.ranks.parity import losses_of, relative_difference
+from tests.support.worker_pool import WorkerPool
 
 LAYERS = 2
 

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.parity import MODELS
 from costmodels.errors import InputError
 from runtime.job.text import open_datasets, tokenizer_for
 from runtime.settings.options import DataOptions
-from tests.runtime.jobs import write_corpus
+from tests.support.jobs import write_corpus
+from tests.support.models import MODELS
 
 SPEC = MODELS["gpt2"].model_copy(update={"vocab": 257, "seq": 16})
 

@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.parity import MODELS, parse_layout
-from benchmarks.worker_pool import WorkerPool
 from costmodels import ModelSpec
-from tests.runtime import distributed_work as work
-from tests.runtime import schedule_work
-from tests.runtime.layouts import KINDS
+from tests.support.layouts import parse_layout
+from tests.support.models import KINDS, MODELS
+from tests.support.ranks import schedules
+from tests.support.ranks import training as work
+from tests.support.worker_pool import WorkerPool
 
 DEEP = ModelSpec(name="deep", layers=30, hidden=16, heads=2, vocab=100, seq=16)
 """The depth of which Megatron-LM silently built 28 layers on four stages."""
@@ -107,7 +107,7 @@ def test_gradients_travel_after_the_last_micro_batch_unless_they_are_sharded_wit
     spec = MODELS["llama"]
     layout = parse_layout(f"dp=2,zero={zero},mbs=2", spec)
     assert layout.micro_batches == 2
-    for events in pool.run(schedule_work.accumulation_events, 2, spec, layout):
+    for events in pool.run(schedules.accumulation_events, 2, spec, layout):
         per_backward = [len(list(group)) for reduce, group in groupby(events, "reduce".__eq__) if reduce]
         # One collective for each layer, and one for embedding and head.
         assert sum(per_backward) == reductions * (spec.layers + 1)

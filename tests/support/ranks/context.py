@@ -1,4 +1,4 @@
-"""What tests of context parallelism run on every rank of a worker pool."""
+"""Attention under context parallelism, and what it sends and computes."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from runtime.parallel.context import context_parallel, local_positions
 from runtime.parallel.mesh import Grid
 from runtime.settings.options import TrainingOptions
 from runtime.train.trainer import Trainer
-from tests.runtime.distributed_work import CPU, batch_of, whole_gradients
-from tests.runtime.layouts import layout_of
+from tests.support.layouts import layout_of
+from tests.support.ranks.training import CPU, batch_of, whole_gradients
 
 BATCH = 2
 

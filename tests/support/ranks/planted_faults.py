@@ -1,4 +1,4 @@
-"""Errors of a runtime, planted on every rank of a worker pool, that a comparison of layouts must find."""
+"""Errors of a runtime that a comparison of layouts must find."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from unittest.mock import patch
 
 from torch.distributed.tensor import DTensor
 
-from benchmarks.parity import Training, trained
 from costmodels import Layout, ModelSpec
 from runtime.optimizers.shards import Owned, ShardedOptimizer
 from runtime.train.trainer import Trainer
+from tests.support.ranks.parity import Training, trained
 
 
 def _scaled_gradients(factor: float) -> Any:

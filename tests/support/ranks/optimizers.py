@@ -1,39 +1,23 @@
-"""More of what tests run on every rank of a worker pool: losses, optimizer steps, agreement."""
+"""Steps of optimizers, and the same by PyTorch's own on the whole model."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
 from costmodels import Layout, ModelSpec
-from costmodels.errors import InputError
 from runtime import checkpoint
 from runtime.model.transformer import Transformer
 from runtime.optimizers.adafactor import PADDED
 from runtime.optimizers.muon import Muon
-from runtime.parallel import ranks
 from runtime.parallel.local import local_part
-from runtime.parallel.loss import cross_entropy_sum
 from runtime.settings.options import TrainingOptions
 from runtime.train.trainer import Trainer
-from tests.runtime.distributed_work import CPU, batch_of
-
-
-def split_loss(logits: Tensor, targets: Tensor, vocab: int) -> tuple[Tensor, Tensor]:
-    """Loss and this rank's gradient of logits that are split evenly over all ranks."""
-    width = logits.shape[-1] // dist.get_world_size()
-    start = dist.get_rank() * width
-    part = logits[..., start : start + width].clone().requires_grad_()
-    loss = cross_entropy_sum(part, targets, vocab, start, dist.group.WORLD)
-    (3 * loss).backward()
-    assert part.grad is not None
-    return loss.detach(), part.grad
+from tests.support.ranks.training import CPU, batch_of
 
 
 class StepReport(NamedTuple):
@@ -177,28 +161,6 @@ def _reference_step(optimizers: list[torch.optim.Optimizer], options: TrainingOp
         optimizer.step()
 
 
-def losses_with(spec: ModelSpec, layout: Layout, options: TrainingOptions) -> list[float]:
-    """Losses of training steps."""
-    trainer = Trainer(spec, layout, options, CPU)
-    return [
-        float(trainer.train_step(batch_of(spec, layout, step)[trainer.rows]).loss)
-        for step in range(options.train_iters)
-    ]
-
-
-def losses_of_sizes(
-    spec: ModelSpec, layout: Layout, options: TrainingOptions, sizes: list[int]
-) -> tuple[list[float], list[float]]:
-    """Losses of batches of these sizes, and those of an evaluation of a full batch after each."""
-    trainer = Trainer(spec, layout, options, CPU)
-    losses, valid = [], []
-    for step, size in enumerate(sizes):
-        samples = batch_of(spec, layout.model_copy(update={"global_batch_size": size}), step)
-        losses.append(float(trainer.train_step(samples[trainer.rows_of(size)]).loss))
-        valid.append(trainer.evaluate(batch_of(spec, layout, 0)[trainer.rows]))
-    return losses, valid
-
-
 def resumed_losses(
     spec: ModelSpec, before: Layout, after: Layout, options: TrainingOptions, folder: str
 ) -> tuple[list[float], list[float]]:
@@ -252,48 +214,3 @@ def _whole_weights(trainer: Trainer) -> dict[str, Tensor]:
 
 def _tied_head(spec: ModelSpec, trainer: Trainer) -> dict[str, Tensor]:
     return {"head.weight": _whole_weights(trainer)["embedding.tokens.weight"]} if spec.tied else {}
-
-
-def agreement(folder: str) -> dict[str, object]:
-    """What rank 0 and the other ranks get when one of them refuses, and the order of turns."""
-    rank = dist.get_rank()
-    size = dist.get_world_size()
-    found: dict[str, object] = {"own": ranks.together(lambda: rank)}
-    found["first"] = ranks.on_first_rank(lambda: f"from {rank}")
-    for refusing in (0, 1):
-        try:
-            ranks.together(lambda refusing=refusing: _refuse_on(refusing))  # type: ignore[misc]
-        except InputError as error:
-            found[f"refused by {refusing}"] = str(error)
-    try:
-        ranks.on_first_rank(lambda: _refuse_on(0))
-    except InputError as error:
-        found["refused by first"] = str(error)
-    place = ranks.Ranks(rank, rank % 2, size, 2)
-    found["turn"] = ranks.in_turns(place, lambda: _join_queue(folder, rank))
-    return found
-
-
-def _refuse_on(rank: int) -> None:
-    if dist.get_rank() == rank:
-        raise InputError(f"rank {rank} refuses")
-
-
-def _join_queue(folder: str, rank: int) -> int:
-    """Leave a file, and count those that were there before."""
-    before = len(list(Path(folder).iterdir()))
-    (Path(folder) / str(rank)).touch()
-    return before
-
-
-def save_over_a_partial(spec: ModelSpec, layout: Layout, folder: str) -> dict[str, object]:
-    """Newest checkpoint before and after saving where an earlier save was killed, and what lies there."""
-    partial = Path(folder) / "iter_0000000.partial"
-    partial.mkdir()
-    (partial / "left_over").write_text("")
-    before = checkpoint.latest_iteration(folder)
-    trainer = Trainer(spec, layout, TrainingOptions(), CPU)
-    target = checkpoint.save(folder, trainer, spec, {"consumed_samples": 0})
-    assert not (target / "left_over").exists()
-    names = sorted(path.name for path in Path(folder).iterdir())
-    return {"before": before, "after": checkpoint.latest_iteration(folder), "names": names}

@@ -1,4 +1,4 @@
-"""Training within documents, run by the ranks of a worker pool."""
+"""Training within documents."""
 
 from __future__ import annotations
 

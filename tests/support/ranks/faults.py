@@ -1,4 +1,4 @@
-"""What tests of faults run on every rank of a worker pool."""
+"""Ranks that hang, fail, lag or find a gradient that is no number."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from benchmarks.parity import MODELS, parse_layout
 from costmodels import Layout, ModelSpec
 from costmodels.errors import InputError
 from runtime.faults import heartbeat, watchdog
@@ -24,8 +23,10 @@ from runtime.job.slow_ranks import SlowRanks
 from runtime.parallel.local import local_part
 from runtime.settings.options import TrainingOptions
 from runtime.train.trainer import Trainer
-from tests.runtime.distributed_work import CPU, batch_of
-from tests.runtime.jobs import TIMEOUT_S, wait_until
+from tests.support.jobs import TIMEOUT_S, wait_until
+from tests.support.layouts import parse_layout
+from tests.support.models import MODELS
+from tests.support.ranks.training import CPU, batch_of
 
 
 class Ended(Exception):

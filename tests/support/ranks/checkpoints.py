@@ -1,4 +1,4 @@
-"""What tests of checkpoints run on every rank of a worker pool."""
+"""Trainings that save, load, are asked to stop, or meet a full disk."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ from runtime.job.loop import Loop
 from runtime.parallel.ranks import Ranks
 from runtime.settings.options import DataOptions, OutputOptions, TrainingOptions
 from runtime.train.trainer import Trainer
-from tests.runtime.distributed_work import CPU, batch_of
-from tests.runtime.jobs import TIMEOUT_S
+from tests.support.jobs import TIMEOUT_S
+from tests.support.ranks.training import CPU, batch_of
 
 
 def trained(spec: ModelSpec, layout: Layout, steps: int) -> Trainer:
@@ -247,3 +247,16 @@ def job(data: str, folder: str, asked: dict[int, tuple[int, signal.Signals]], ou
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Loop, "step", step)
         pretrain._run(described, ranks, CPU)
+
+
+def save_over_a_partial(spec: ModelSpec, layout: Layout, folder: str) -> dict[str, object]:
+    """Newest checkpoint before and after saving where an earlier save was killed, and what lies there."""
+    partial = Path(folder) / "iter_0000000.partial"
+    partial.mkdir()
+    (partial / "left_over").write_text("")
+    before = checkpoint.latest_iteration(folder)
+    trainer = Trainer(spec, layout, TrainingOptions(), CPU)
+    target = checkpoint.save(folder, trainer, spec, {"consumed_samples": 0})
+    assert not (target / "left_over").exists()
+    names = sorted(path.name for path in Path(folder).iterdir())
+    return {"before": before, "after": checkpoint.latest_iteration(folder), "names": names}

@@ -1,4 +1,4 @@
-"""What the tests of recomputation and offload measure, some of it on every rank of a worker pool."""
+"""What recomputation and offload keep and move, on ranks and without them."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from runtime.parallel import offload
 from runtime.parallel.initialise import initialise
 from runtime.parallel.mesh import build_grid
 from runtime.train.stages import build_executor, build_stage
-from tests.runtime.distributed_work import CPU
-from tests.runtime.jobs import TIMEOUT_S
+from tests.support.jobs import TIMEOUT_S
+from tests.support.ranks.training import CPU
 
 BATCH = 2
 

@@ -1,4 +1,4 @@
-"""What tests run on every rank of a worker pool."""
+"""Short trainings on random tokens: losses, whole gradients, and what a resumed run gives."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def trained_layers(spec: ModelSpec, layout: Layout) -> dict[str, bool]:
 
 def whole_gradients(spec: ModelSpec, layout: Layout) -> tuple[float, dict[str, torch.Tensor]]:
     """Gradient norm of one step, and the whole gradient of every parameter of this rank."""
-    return _gradients(Trainer(spec, layout, TrainingOptions(train_iters=1, clip_grad=0.0), CPU), spec, 0)
+    return step_gradients(Trainer(spec, layout, TrainingOptions(train_iters=1, clip_grad=0.0), CPU), spec, 0)
 
 
 def curve_and_gradients(
@@ -41,7 +41,7 @@ def curve_and_gradients(
 ) -> tuple[list[float], dict[str, torch.Tensor]]:
     """Losses of training steps, and the whole gradient of every parameter of this rank before the first."""
     trainer = Trainer(spec, layout, TrainingOptions(train_iters=100, lr=1e-3), CPU)
-    _, gradients = _gradients(trainer, spec, 0)
+    _, gradients = step_gradients(trainer, spec, 0)
     for owned in trainer.optimizer.owned:
         owned.parameter.grad = owned.shard.grad = None
     losses = [
@@ -50,7 +50,7 @@ def curve_and_gradients(
     return losses, gradients
 
 
-def _gradients(trainer: Trainer, spec: ModelSpec, step: int) -> tuple[float, dict[str, torch.Tensor]]:
+def step_gradients(trainer: Trainer, spec: ModelSpec, step: int) -> tuple[float, dict[str, torch.Tensor]]:
     from torch.distributed.tensor import DTensor
 
     from runtime.parallel.local import like_parameter
@@ -104,3 +104,25 @@ def load_other_model(spec: ModelSpec, other: ModelSpec, layout: Layout, folder: 
     except ValueError as error:
         return str(error)
     return ""
+
+
+def losses_with(spec: ModelSpec, layout: Layout, options: TrainingOptions) -> list[float]:
+    """Losses of training steps."""
+    trainer = Trainer(spec, layout, options, CPU)
+    return [
+        float(trainer.train_step(batch_of(spec, layout, step)[trainer.rows]).loss)
+        for step in range(options.train_iters)
+    ]
+
+
+def losses_of_sizes(
+    spec: ModelSpec, layout: Layout, options: TrainingOptions, sizes: list[int]
+) -> tuple[list[float], list[float]]:
+    """Losses of batches of these sizes, and those of an evaluation of a full batch after each."""
+    trainer = Trainer(spec, layout, options, CPU)
+    losses, valid = [], []
+    for step, size in enumerate(sizes):
+        samples = batch_of(spec, layout.model_copy(update={"global_batch_size": size}), step)
+        losses.append(float(trainer.train_step(samples[trainer.rows_of(size)]).loss))
+        valid.append(trainer.evaluate(batch_of(spec, layout, 0)[trainer.rows]))
+    return losses, valid

@@ -1,4 +1,4 @@
-"""What tests of pipeline schedules run on every rank of a worker pool."""
+"""Steps of pipeline schedules: gradients, the order of actions, and what is alive."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from costmodels import Layout, ModelSpec
 from runtime.parallel.local import like_parameter, local_part
 from runtime.settings.options import TrainingOptions
 from runtime.train.trainer import Trainer
-from tests.runtime.distributed_work import CPU, batch_of
+from tests.support.ranks.training import CPU, batch_of
 
 REDUCTIONS = ("_reduce_scatter_base_", "allreduce_")
 

@@ -23,7 +23,7 @@ from runtime.model.transformer import Transformer
 from runtime.parallel.initialise import initialise
 from runtime.settings.options import TrainingOptions
 from runtime.train.trainer import Trainer
-from tests.runtime.distributed_work import CPU, batch_of
+from tests.support.ranks.training import CPU, batch_of
 
 STD = 0.3
 """Of initial weights: large enough for the likeliest tokens to differ."""

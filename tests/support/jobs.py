@@ -13,8 +13,7 @@ from pathlib import Path
 
 from runtime.data import IndexedWriter
 from runtime.processes.children import children
-
-ROOT = Path(__file__).parents[2]
+from tests.support import ROOT
 
 TINY = (
     *("--model", "gpt2-nano", "--num-layers", "2", "--hidden-size", "32", "--num-attention-heads", "2"),

@@ -1,4 +1,4 @@
-"""What the tests of tensor parallelism run on every rank of a worker pool."""
+"""Passes of tensor parallelism: losses, shapes and what is sent."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from benchmarks.parity import losses_of
 from costmodels import Layout, ModelSpec
 from runtime.model.transformer import Transformer
 from runtime.parallel.initialise import initialise
-from runtime.parallel.loss import TokenLoss
+from runtime.parallel.loss import TokenLoss, cross_entropy_sum
 from runtime.parallel.mesh import build_grid
 from runtime.train.stages import build_stage
-from tests.runtime.distributed_work import CPU, whole_gradients
+from tests.support.ranks.parity import losses_of
+from tests.support.ranks.training import CPU, whole_gradients
 
 KINDS = ("reduce_scatter", "allreduce", "allgather")
 
@@ -114,3 +114,14 @@ def traced_shapes(spec: ModelSpec, layout: Layout) -> tuple[tuple[int, ...], set
         logits.sum().backward()
     gradients = {tuple(p.grad.to_local().shape) for p in stage.parameters() if isinstance(p.grad, DTensor)}
     return tuple(logits.shape), gradients
+
+
+def split_loss(logits: Tensor, targets: Tensor, vocab: int) -> tuple[Tensor, Tensor]:
+    """Loss and this rank's gradient of logits that are split evenly over all ranks."""
+    width = logits.shape[-1] // dist.get_world_size()
+    start = dist.get_rank() * width
+    part = logits[..., start : start + width].clone().requires_grad_()
+    loss = cross_entropy_sum(part, targets, vocab, start, dist.group.WORLD)
+    (3 * loss).backward()
+    assert part.grad is not None
+    return loss.detach(), part.grad

@@ -1,4 +1,4 @@
-"""What tests of number formats run on every rank of a worker pool."""
+"""Steps in other number formats, and what overflows, resumes and copies."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from runtime.optimizers.update_rules import ElementWise
 from runtime.parallel.local import local_part
 from runtime.settings.options import TrainingOptions
 from runtime.train.trainer import Trainer
-from tests.runtime.distributed_work import CPU, batch_of
+from tests.support.ranks.training import CPU, batch_of
 
 
 class Step(NamedTuple):

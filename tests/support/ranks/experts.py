@@ -1,4 +1,4 @@
-"""What tests of mixtures of experts run on every rank of a worker pool."""
+"""Trainings of mixtures of experts, with what their routers saw."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.parity import ROUTING
 from costmodels import Layout, ModelSpec
 from runtime import checkpoint
 from runtime.model.transformer import Transformer
@@ -20,7 +19,8 @@ from runtime.parallel.local import local_part
 from runtime.settings.options import TrainingOptions
 from runtime.train.balance import Balance, Load
 from runtime.train.trainer import Trainer
-from tests.runtime.distributed_work import CPU, _gradients, batch_of
+from tests.support.ranks.parity import ROUTING
+from tests.support.ranks.training import CPU, batch_of, step_gradients
 
 
 class Run(NamedTuple):
@@ -40,14 +40,14 @@ class Run(NamedTuple):
 def trained(
     spec: ModelSpec, layout: Layout, steps: int, options: Mapping[str, Any], bias: list[float] | None = None
 ) -> Run:
-    """Train with the options of `benchmarks.parity.ROUTING` and `options`; `bias` is that of all experts."""
+    """Train with the options of `ROUTING` and `options`; `bias` is that of all experts."""
     trainer, balance = _built(spec, layout, options)
     for stage in trainer.executor.stages:
         for router in stage.routers.values():
             if bias is not None:
                 assert router.expert_bias is not None
                 router.expert_bias.copy_(torch.tensor(bias))
-    norm, gradients = _gradients(trainer, spec, 0)
+    norm, gradients = step_gradients(trainer, spec, 0)
     trainer.optimizer.drop_gradients()
     balance.report()
     losses = [_step(trainer, step) for step in range(steps)]
@@ -105,7 +105,7 @@ class Objective(NamedTuple):
 def objective(spec: ModelSpec, layout: Layout, options: Mapping[str, Any]) -> Objective:
     """Gradients of one step of one rank, and those of its objective written down token by token."""
     trainer, balance = _built(spec, layout, options)
-    _, gradients = _gradients(trainer, spec, 0)
+    _, gradients = step_gradients(trainer, spec, 0)
     balance.end_step(updated=False)
     model = Transformer(spec, spec.padded_vocab(1))
     initialise(model, spec, TrainingOptions().seed)
@@ -185,7 +185,7 @@ def bias_steps(spec: ModelSpec, layout: Layout) -> tuple[list[Load], list[dict[s
     loads, biases = [], []
     for step in range(3):
         if step == 1:
-            _gradients(trainer, spec, step)
+            step_gradients(trainer, spec, step)
             trainer.optimizer.drop_gradients()
             balance.end_step(updated=False)
         else:
