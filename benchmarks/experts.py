@@ -23,9 +23,10 @@ from cli.tables import console, table
 from costmodels.catalogue.yaml_files import parse
 from costmodels.spec.table import code_of
 from planner import search
-from planner.explanation.why_not import judge, parse_layout
-from planner.options.inputs import resolve_engine, resolve_model
-from planner.ranking import SearchResult
+from planner.explanation.outcome import judge, parse_layout
+from planner.inputs.engine import resolve_engine
+from planner.inputs.model import resolve_model
+from planner.ranking.result import SearchResult
 
 DATA = Path(__file__).with_name("experts.yaml")
 

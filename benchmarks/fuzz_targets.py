@@ -16,7 +16,7 @@ from costmodels import ModelSpec
 from costmodels.catalogue import load_device, load_model
 from costmodels.catalogue.yaml_files import LOADER
 from costmodels.network.network_table import read_network_table
-from planner.options.inputs import resolve_model
+from planner.inputs.model import resolve_model
 from planner.plan import Plan
 from runtime.data import IndexedWriter, build_datasets
 

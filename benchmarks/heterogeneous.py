@@ -23,10 +23,13 @@ from costmodels import ModelSpec
 from costmodels.pricing import peak_memory, price
 from costmodels.spec.mixed_cluster import mixed_cluster
 from costmodels.spec.table import LayoutTable
-from planner.options.inputs import DEFAULT_ENGINE, resolve_cluster, resolve_engine
-from planner.options.pins import Pins
-from planner.ranking import Problem, SearchResult, rank
-from planner.space.grid import Batch
+from planner.inputs.batch import Batch
+from planner.inputs.cluster import resolve_cluster
+from planner.inputs.engine import DEFAULT_ENGINE, resolve_engine
+from planner.inputs.pins import Pins
+from planner.problem import Problem
+from planner.ranking.ranking import rank
+from planner.ranking.result import SearchResult
 
 PAIRS = [
     ("a100-80g", "v100-32g"),

@@ -20,7 +20,7 @@ from costmodels import Layout, ModelSpec
 from costmodels.errors import InputError
 from costmodels.spec.record import GIB
 from planner.options.flags import run
-from planner.options.parallel import ModelOptions
+from planner.options.model import ModelOptions
 from runtime.settings.preflight import check_job
 from tests.support.layouts import parse_layout
 from tests.support.ranks.parity import SEED

@@ -29,7 +29,7 @@ import numpy as np
 from benchmarks.other_searches import calculon, llm_analysis
 from costmodels.pricing import peak_memory, price
 from planner import search
-from planner.ranking import SearchResult
+from planner.ranking.result import SearchResult
 
 PROBLEMS: list[tuple[str, dict[str, Any]]] = [
     ("gpt-22b", {"world_size": 64, "max_global_batch_size": 16}),

@@ -16,9 +16,12 @@ from costmodels.catalogue.host import available_cores
 from costmodels.spec.record import GIB
 from planner import advice
 from planner.api import search
-from planner.arguments import idle_links, search_arguments
+from planner.options.batch import BatchOptions
+from planner.options.cluster import ClusterOptions
 from planner.options.flags import flag, takes
-from planner.options.parallel import BatchOptions, ClusterOptions, ModelOptions, ParallelOptions, check_alone
+from planner.options.model import ModelOptions
+from planner.options.parallel import ParallelOptions, check_alone
+from planner.options.search import idle_links, search_arguments
 from planner.plan import Plan
 from runtime.dryrun.fit import TOTAL, estimated_bytes, fits, needed_bytes
 from runtime.dryrun.memory_trace import CATEGORIES, MemoryTrace

@@ -11,7 +11,6 @@ from cli.notes import not_planned_with
 from cli.pasted import pasted
 from cli.tables import console, table
 from costmodels.errors import NoLayoutFits
-from planner.arguments import assumed_engine, idle_links, search_arguments
 from planner.explanation.comparison import Comparison
 from planner.explanation.explanation import Explanation, explain_plan
 from planner.explanation.explanation import explain as explained
@@ -25,12 +24,16 @@ from planner.explanation.text import (
     of_neighbour,
     of_verdict,
 )
-from planner.first_plans import SHOWN
-from planner.objective_text import NAMES, figure
+from planner.objective import METRICS, metric
+from planner.options.batch import BatchOptions
+from planner.options.cluster import ClusterOptions
 from planner.options.flags import flag, takes
-from planner.options.parallel import BatchOptions, ClusterOptions, ModelOptions, ParallelOptions, check_alone
+from planner.options.model import ModelOptions
+from planner.options.parallel import ParallelOptions, check_alone
+from planner.options.search import assumed_engine, idle_links, search_arguments
 from planner.plan import Plan
-from planner.twins import listed
+from planner.ranking.distinct import distinct_plans
+from planner.ranking.first_plans import SHOWN
 from runtime.settings.job_rules import job_rules, reachable
 
 if TYPE_CHECKING:
@@ -128,7 +131,7 @@ def print_explanation(found: Explanation, assumed: list[str]) -> None:
     screen.print(f"\n[bold]{'best' if best else 'closest'}[/bold]: {shown.layout.describe()}")
     if best is not None:
         screen.print(costs(best))
-    for line in tied(*listed(result, SHOWN)):
+    for line in tied(*distinct_plans(result, SHOWN)):
         screen.print(line)
     for comparison in found.comparisons:
         _print_comparison(screen, comparison)
@@ -162,8 +165,8 @@ def as_json(found: Explanation, assumed: list[str]) -> dict[str, Any]:
         "feasible": result.feasible,
         "rejected": result.rejected,
         "objective": result.problem.objective,
-        "ranked_by": NAMES[result.problem.objective],
-        "best_figure": None if best is None else figure(result.problem.objective, best.estimate),
+        "ranked_by": METRICS[result.problem.objective],
+        "best_figure": None if best is None else metric(result.problem.objective, best.estimate),
         "best": _plan(best),
         "closest": None if best else _plan(result.closest()[0]),
         "indistinguishable": found.indistinguishable,

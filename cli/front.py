@@ -9,9 +9,9 @@ from typing import Any
 from cli.runs import large, run_lines, short
 from cli.tables import billions, console, table
 from costmodels.spec.record import GIB, in_seconds
-from planner.budget.sizes import Size, Sizes
 from planner.objective import MEANINGS
 from planner.plan import Plan
+from planner.world_sizes import Size, Sizes
 
 SHARED = {"version", "model", "engine", "objective", "rejected"}
 """Fields of plans that are said once, or not."""

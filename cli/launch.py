@@ -15,8 +15,11 @@ from cli.job_end import JobEnd, prediction_lines
 from cli.progress import Display
 from cli.status import Status
 from cli.trials import best_plan
+from planner.options.batch import BatchOptions
+from planner.options.cluster import ClusterOptions
 from planner.options.flags import takes
-from planner.options.parallel import BatchOptions, ClusterOptions, ModelOptions, ParallelOptions
+from planner.options.model import ModelOptions
+from planner.options.parallel import ParallelOptions
 from planner.plan import Plan
 from runtime.faults.options import FaultOptions
 from runtime.job.job import Job

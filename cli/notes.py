@@ -6,8 +6,8 @@ import dataclasses
 from collections.abc import Container, Iterable, Iterator
 from typing import Any
 
+from planner.inputs.engine import DEFAULT_ENGINE
 from planner.options.flags import arguments, flag_names
-from planner.options.inputs import DEFAULT_ENGINE
 from planner.options.parallel import ParallelOptions
 from runtime.settings.job_rules import BY_FLAG
 

@@ -13,14 +13,14 @@ from costmodels.spec.estimate import Estimate, StageMemory, StepTime
 from costmodels.spec.layout import Layout
 from costmodels.spec.record import GIB, in_seconds
 from planner.budget.run import Run
+from planner.inputs.engine import DEFAULT_ENGINE
+from planner.inputs.pin_notation import spelled
 from planner.objective import MEANINGS
-from planner.options.inputs import DEFAULT_ENGINE
-from planner.options.node_kinds import idle_shares, kinds_of_layout
-from planner.options.pin_text import spelled
+from planner.pipeline_ranks import idle_shares, kinds_of_layout
 from planner.plan import Plan
-from planner.ranking import SearchResult
-from planner.robustness import in_words, indistinguishable
-from planner.twins import Listed
+from planner.ranking.distinct import DistinctPlan
+from planner.ranking.result import SearchResult
+from planner.ranking.ties import in_words, indistinguishable
 
 ALWAYS = ("tp", "pp", "vpp", "dp", "zero", "mbs", "recompute")
 """Columns that are shown even where they hold nothing unusual."""
@@ -46,7 +46,11 @@ MOST_RANKS = 6
 
 
 def print_report(
-    result: SearchResult, rows: list[Listed], assumed: list[str], notes: list[str], run: Run | None = None
+    result: SearchResult,
+    rows: list[DistinctPlan],
+    assumed: list[str],
+    notes: list[str],
+    run: Run | None = None,
 ) -> None:
     """Header, ranking, the winner in detail, its run if asked for, and what was rejected."""
     screen = console()
@@ -67,7 +71,7 @@ def print_report(
         screen.print(f"rejected: {counts}")
 
 
-def tied(result: SearchResult, rows: list[Listed]) -> Iterator[str]:
+def tied(result: SearchResult, rows: list[DistinctPlan]) -> Iterator[str]:
     """A line on the plans that the estimates do not tell apart, where there are some; `rows` are shown."""
     shown = [row.place for row in rows]
     last = max((row.place + len(row.twins) for row in rows), default=0)
@@ -106,7 +110,7 @@ def header(result: SearchResult, assumed: list[str]) -> Iterator[str]:
     yield f"ranked by {problem.objective}: {MEANINGS[problem.objective]}"
 
 
-def _print_ranking(screen: Console, listed: list[Listed]) -> None:
+def _print_ranking(screen: Console, listed: list[DistinctPlan]) -> None:
     costs = ["step", "tokens/s/dev", "MFU", "GiB"]
     degrees = [_degrees(row.plan.layout) | {"twins": row.note} for row in listed]
     names = [name for name in degrees[0] if name in ALWAYS or any(row[name] for row in degrees)]

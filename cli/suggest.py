@@ -14,21 +14,25 @@ from costmodels.errors import InputError
 from costmodels.network.topology import describe
 from planner import advice
 from planner.api import search
-from planner.arguments import assumed_engine, idle_links, search_arguments
 from planner.budget.run import UNIT_TOKENS, Run, check_price, parse_tokens
-from planner.budget.sizes import Sizes, nothing_fits, sizes
-from planner.options.budget import BudgetOptions, SizesOptions
-from planner.options.choice import Choice
+from planner.inputs.choice import Choice
+from planner.inputs.pins import WherePossible
+from planner.options.batch import BatchOptions
+from planner.options.budget import BudgetOptions
+from planner.options.cluster import HardwareOptions, WorldSizesOptions
 from planner.options.command import closing
 from planner.options.flags import flag, takes
 from planner.options.limits import AT_LEAST_1
+from planner.options.model import ModelOptions
 from planner.options.notation import NOTATION
-from planner.options.parallel import BatchOptions, HardwareOptions, ModelOptions, ParallelOptions
-from planner.options.pins import WherePossible
+from planner.options.parallel import ParallelOptions
+from planner.options.search import assumed_engine, idle_links, search_arguments
 from planner.plan import Plan
-from planner.ranking import Problem, SearchResult
-from planner.robustness import indistinguishable
-from planner.twins import Listed, listed
+from planner.problem import Problem
+from planner.ranking.distinct import DistinctPlan, distinct_plans
+from planner.ranking.result import SearchResult
+from planner.ranking.ties import indistinguishable
+from planner.world_sizes import Sizes, nothing_fits, sizes
 from runtime.settings.job_rules import job_rules, reachable
 from runtime.settings.plan_notes import HEAD_ROOM, needs_head_room, untrainable, whole_optimizer
 
@@ -51,7 +55,7 @@ class Output:
     notes=(closing("How plans are written", NOTATION),),
     late={"unused": lambda: pasted(but=Output)},
     model=ModelOptions,
-    cluster=SizesOptions,
+    cluster=WorldSizesOptions,
     batch=BatchOptions,
     budget=BudgetOptions,
     parallel=ParallelOptions,
@@ -59,7 +63,7 @@ class Output:
 )
 def suggest(
     model: ModelOptions,
-    cluster: SizesOptions,
+    cluster: WorldSizesOptions,
     batch: BatchOptions,
     budget: BudgetOptions,
     parallel: ParallelOptions,
@@ -94,7 +98,7 @@ def suggest(
         return
     check_price(budget.price_per_hour)
     tokens = UNIT_TOKENS if budget.tokens is None else parse_tokens(budget.tokens)
-    result, rows = listed(search(spec, world_size=world_size, **job), output.top)
+    result, rows = distinct_plans(search(spec, world_size=world_size, **job), output.top)
     rows = rows or _closest(result, output.top)
     assumed += idle_links(cluster, result.problem.cluster)
     plans = [row.plan for row in rows]
@@ -118,15 +122,15 @@ def suggest(
     _write(plans[0], output)
 
 
-def _closest(result: SearchResult, top: int) -> list[Listed]:
+def _closest(result: SearchResult, top: int) -> list[DistinctPlan]:
     """The plans that lack least memory, of a problem for which nothing fits."""
-    return [Listed(place, plan) for place, plan in enumerate(result.closest(top), 1)]
+    return [DistinctPlan(place, plan) for place, plan in enumerate(result.closest(top), 1)]
 
 
 def _answer_sizes(
     found: Sizes,
     assumed: list[str],
-    cluster: SizesOptions,
+    cluster: WorldSizesOptions,
     parallel: ParallelOptions,
     output: Output,
     unused: object | None,
@@ -200,7 +204,7 @@ SHARED = {"version", "model", "cluster", "engine", "objective", "considered", "l
 
 
 def as_json(
-    result: SearchResult, rows: list[Listed], assumed: list[str], notes: list[str], runs: list[Run]
+    result: SearchResult, rows: list[DistinctPlan], assumed: list[str], notes: list[str], runs: list[Run]
 ) -> dict[str, Any]:
     """The answer of `planner suggest --json`; `runs` has one for each plan, or none at all."""
     problem = result.problem

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import reprlib
+
+from pydantic import ValidationError
+
 
 class InputError(ValueError):
     """Wrong input: names the argument, its value and what would be right. Exit code 2."""
@@ -13,3 +17,35 @@ class NoLayoutFits(InputError):
     """Every legal layout needs more memory than the devices have. Exit code 3."""
 
     exit_code = 3
+
+
+MOST_PARTS = 3
+"""Wrong fields that one line names; a file of another kind has all of them wrong."""
+
+LONGEST_LINE = 1500
+"""Characters of a message; what a broken file holds may be far longer."""
+
+
+def on_one_line(error: Exception) -> str:
+    """The message of an error on a single line; a validation error names the fields and their values."""
+    if not isinstance(error, ValidationError):
+        return _shown(" ".join(str(error).split()))
+    parts = []
+    for item in error.errors()[:MOST_PARTS]:
+        where = ".".join(str(part) for part in item["loc"])
+        given = "" if isinstance(item["input"], dict) else f" {reprlib.repr(item['input'])}"
+        message = " ".join(item["msg"].replace("Value error, ", "").split())
+        parts.append(f"{where}{given}: {message}" if where else message)
+    more = error.error_count() - len(parts)
+    return _shown("; ".join(parts) + (f"; and {more} more" if more else ""))
+
+
+def _shown(line: str) -> str:
+    """A line for a terminal: no control characters, and of one too long the beginning and the end.
+
+    The end says what would be right.
+    """
+    plain = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in line)
+    if len(plain) <= LONGEST_LINE:
+        return plain
+    return f"{plain[: 2 * LONGEST_LINE // 3]} ... {plain[-LONGEST_LINE // 3 :]}"

@@ -15,15 +15,17 @@ from costmodels.exports import on_demand
 if TYPE_CHECKING:
     from costmodels.errors import InputError, NoLayoutFits
     from planner.api import evaluate, search, suggest
-    from planner.budget.sizes import Size, Sizes, sizes
+    from planner.budget.goodput import Failures
     from planner.explanation.explanation import Explanation, explain
     from planner.plan import Plan
-    from planner.ranking import SearchResult
+    from planner.ranking.result import SearchResult
+    from planner.world_sizes import Size, Sizes, sizes
 
     __version__: str
 
 __all__ = [
     "Explanation",
+    "Failures",
     "InputError",
     "NoLayoutFits",
     "Plan",
@@ -41,10 +43,11 @@ __all__ = [
 _NAMES = {
     "costmodels.errors": ("InputError", "NoLayoutFits"),
     "planner.api": ("evaluate", "search", "suggest"),
-    "planner.budget.sizes": ("Size", "Sizes", "sizes"),
+    "planner.budget.goodput": ("Failures",),
+    "planner.world_sizes": ("Size", "Sizes", "sizes"),
     "planner.explanation.explanation": ("Explanation", "explain"),
     "planner.plan": ("Plan",),
-    "planner.ranking": ("SearchResult",),
+    "planner.ranking.result": ("SearchResult",),
 }
 
 _exported = on_demand(__name__, {name: home for home, names in _NAMES.items() for name in names})

@@ -9,10 +9,12 @@ from dataclasses import replace
 from costmodels.catalogue import device_names, load_device
 from costmodels.errors import InputError, NoLayoutFits
 from costmodels.spec.record import GIB
-from planner.options.pin_text import less_one, pins_in_words
-from planner.options.pins import Pins
-from planner.ranking import Problem, SearchResult, rank
-from planner.space.grid import Batch
+from planner.inputs.batch import Batch
+from planner.inputs.pin_notation import less_one, pins_in_words
+from planner.inputs.pins import Pins
+from planner.problem import Problem
+from planner.ranking.ranking import rank
+from planner.ranking.result import SearchResult
 
 REACH = 64
 """Neighbouring world sizes and batches that are tried, to either side."""

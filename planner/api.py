@@ -15,13 +15,18 @@ from costmodels.spec.hardware import Device
 from costmodels.spec.layout import Layout
 from costmodels.spec.model import ModelSpec
 from planner import advice
-from planner.exact_memory import known_bytes
+from planner.inputs.batch import resolve_batch
+from planner.inputs.cluster import NetworkOptions, resolve_cluster
+from planner.inputs.engine import check_runs_on, resolve_engine, resolve_precision
+from planner.inputs.keywords import names_unknown
+from planner.inputs.model import resolve_model
+from planner.inputs.pins import PinInput, parse_pins
 from planner.objective import DEFAULT_OBJECTIVE, parse_objective
-from planner.options import inputs
-from planner.options.keywords import names_unknown
-from planner.options.pins import PinInput, parse_pins
 from planner.plan import Plan
-from planner.ranking import Problem, SearchResult, rank
+from planner.problem import Problem
+from planner.ranking.exact_memory import known_bytes
+from planner.ranking.ranking import rank
+from planner.ranking.result import SearchResult
 from planner.space.engine_rules import check_pins
 from planner.space.rule import Rule
 from planner.space.rules import first_illegal
@@ -30,7 +35,7 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 
-@names_unknown(inputs.NetworkOptions.__annotations__)
+@names_unknown(NetworkOptions.__annotations__)
 def search(
     model: ModelSpec | str | Path,
     *,
@@ -47,7 +52,7 @@ def search(
     memory_margin_gib: float | None = None,
     objective: str = DEFAULT_OBJECTIVE,
     rules: Sequence[Rule] = (),
-    **network: Unpack[inputs.NetworkOptions],
+    **network: Unpack[NetworkOptions],
 ) -> SearchResult:
     """Price every legal layout of `model` on `world_size` devices and rank them.
 
@@ -76,36 +81,34 @@ def search(
             )
         global_batch_size = int(str(_agreed("global_batch_size", global_batch_size, pinned)))
         max_global_batch_size = None
-    cluster = inputs.resolve_cluster(
+    cluster = resolve_cluster(
         device, world_size, local_world_size, device_memory_gib, memory_margin_gib, **network
     )
-    resolved_engine = inputs.resolve_engine(engine, cluster.device)
-    inputs.check_runs_on(resolved_engine, cluster)
+    resolved_engine = resolve_engine(engine, cluster.device)
+    check_runs_on(resolved_engine, cluster)
     problem = Problem(
-        model=inputs.resolve_model(model),
+        model=resolve_model(model),
         cluster=cluster,
         engine=resolved_engine,
-        batch=inputs.resolve_batch(global_batch_size, max_global_batch_size),
-        precision=inputs.resolve_precision(
-            None if wanted is None else str(wanted), cluster.device, resolved_engine
-        ),
+        batch=resolve_batch(global_batch_size, max_global_batch_size),
+        precision=resolve_precision(None if wanted is None else str(wanted), cluster.device, resolved_engine),
         pins=pins,
         objective=parse_objective(objective),
         rules=tuple(rules),
     )
     check_pins(resolved_engine, pins)
-    if cluster.parts:
-        from planner.mixed_search import search_kinds  # Few clusters have nodes of two kinds.
-
-        return search_kinds(problem)
     started = time.perf_counter()
     space = problem.space()
     if not len(space.table):
         raise advice.no_legal_layout(problem)
+    if cluster.parts:
+        from planner.ranking.mixed_nodes import rank_orders  # Few clusters have nodes of two kinds.
+
+        return rank_orders(problem, space, started)
     return rank(problem, space, started, offload=True)
 
 
-@names_unknown(inputs.NetworkOptions.__annotations__)
+@names_unknown(NetworkOptions.__annotations__)
 def suggest(
     model: ModelSpec | str | Path,
     *,
@@ -122,7 +125,7 @@ def suggest(
     memory_margin_gib: float | None = None,
     objective: str = DEFAULT_OBJECTIVE,
     rules: Sequence[Rule] = (),
-    **network: Unpack[inputs.NetworkOptions],
+    **network: Unpack[NetworkOptions],
 ) -> Plan:
     """The best plan of `search`, which takes the same arguments.
 
@@ -151,7 +154,7 @@ def suggest(
     return result.best
 
 
-@names_unknown(inputs.NetworkOptions.__annotations__)
+@names_unknown(NetworkOptions.__annotations__)
 def evaluate(
     layout: Layout,
     *,
@@ -162,7 +165,7 @@ def evaluate(
     engine: Engine | str | None = None,
     device_memory_gib: float | None = None,
     memory_margin_gib: float | None = None,
-    **network: Unpack[inputs.NetworkOptions],
+    **network: Unpack[NetworkOptions],
 ) -> Estimate:
     """What one layout costs, whether or not the search would emit it.
 
@@ -170,16 +173,16 @@ def evaluate(
     `InputError` for a layout that breaks a rule, with the rule's numbers and what would be right. Whether it
     fits is for the caller to ask.
     """
-    spec = inputs.resolve_model(model)
+    spec = resolve_model(model)
     if world_size is not None and world_size != layout.world_size:
         raise InputError(
             f"layout {layout.describe()} occupies {layout.world_size} devices, not world_size {world_size}"
         )
-    cluster = inputs.resolve_cluster(
+    cluster = resolve_cluster(
         device, layout.world_size, local_world_size, device_memory_gib, memory_margin_gib, **network
     )
-    resolved_engine = inputs.resolve_engine(engine, cluster.device)
-    inputs.resolve_precision(layout.precision, cluster.device, resolved_engine)
+    resolved_engine = resolve_engine(engine, cluster.device)
+    resolve_precision(layout.precision, cluster.device, resolved_engine)
     message = first_illegal(spec, layout)
     if message is not None:
         raise InputError(message)

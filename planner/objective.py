@@ -1,17 +1,19 @@
-"""Objectives: what the best plan is best at."""
+"""Objectives: what the best plan is best at, and the metric that each ranks plans by."""
 
 from __future__ import annotations
 
 import math
-from typing import Literal, get_args
+from typing import TYPE_CHECKING, Literal, get_args
 
 import numpy as np
 
 from costmodels.errors import InputError
-from costmodels.pricing import Prices
 from costmodels.spec.record import GIB
 from costmodels.spec.table import Floats
-from planner import reasons
+
+if TYPE_CHECKING:
+    from costmodels.pricing import Prices
+    from costmodels.spec.estimate import Estimate
 
 Objective = Literal["throughput", "step-time", "cost", "memory"]
 """What a plan is to be best at; each layout runs the largest batch that it can, up to the one asked for.
@@ -64,41 +66,33 @@ def logarithms(objective: Objective, prices: Prices) -> tuple[Floats, ...]:
     return (slowness,)
 
 
-def ahead(objective: Objective, winner: reasons.Candidate, runner_up: reasons.Candidate) -> str:
-    """Why the first of a ranking leads the second."""
-    rival = runner_up[0].describe()
-    lead = _difference(objective, winner, runner_up)
-    if lead is None:
-        return reasons.ahead(winner, runner_up)
-    return f"{lead} than the next, {rival}, {_speed(winner, runner_up)}"
+METRICS: dict[Objective, str] = {
+    "throughput": "tokens_per_s",
+    "step-time": "step_time_s",
+    "cost": "device_hours_per_billion_tokens",
+    "memory": "peak_memory_gib",
+}
+"""What the figure of an objective is, with its unit."""
 
 
-def behind(objective: Objective, candidate: reasons.Candidate, best: reasons.Candidate) -> str:
-    """Why a plan ranks behind the first."""
-    lag = _difference(objective, candidate, best)
-    if lag is None:
-        return reasons.behind(candidate, best)
-    return f"{lag} than the best, {_speed(candidate, best)}"
+BILLION_PER_HOUR = 3600 / 1e9
+"""Billions of tokens an hour that one token per second is."""
 
 
-def _difference(objective: Objective, one: reasons.Candidate, other: reasons.Candidate) -> str | None:
-    """How one differs from another in what counts; None where their tokens per second decide."""
-    if objective == "memory":
-        held, rival = one[1].peak_memory_bytes, other[1].peak_memory_bytes
-        if equal_peak(held) == equal_peak(rival):
-            return None
-        share = f"{100 * abs(held / rival - 1):.1f} %"
-        return f"{abs(held - rival) / GIB:.2f} GiB ({share}) {'less' if held < rival else 'more'} at the peak"
-    if objective == "step-time" and one[0].global_batch_size != other[0].global_batch_size:
-        ratio = one[1].step_time_s / other[1].step_time_s
-        share = f"{100 * abs(ratio - 1):.1f} % {'shorter' if ratio < 1 else 'longer'}"
-        sequences = f"{one[0].global_batch_size} sequences instead of {other[0].global_batch_size}"
-        return f"a step of {sequences}, {share}"
-    return None
+def metric(objective: Objective, priced: Estimate | Prices) -> float:
+    """What a plan is ranked by, in the unit of `METRICS`; of its estimate, or of prices of one row."""
+    source = {
+        "throughput": priced.tokens_per_s,
+        "step-time": priced.step_time_s,
+        "cost": priced.tokens_per_s_per_device,
+        "memory": priced.peak_memory_bytes,
+    }
+    value = float(np.ravel(source[objective])[0])
+    if objective == "cost":
+        return 1 / (value * BILLION_PER_HOUR)
+    return value / GIB if objective == "memory" else value
 
 
-def _speed(one: reasons.Candidate, other: reasons.Candidate) -> str:
-    ratio = one[1].tokens_per_s / other[1].tokens_per_s
-    if abs(ratio - 1) < EQUAL:
-        return "at as many tokens/s"
-    return f"at {100 * abs(ratio - 1):.1f} % {'more' if ratio > 1 else 'fewer'} tokens/s"
+def gain(objective: Objective, one: float, other: float) -> float:
+    """How many times better figure `one` is than `other`: above one where it is better."""
+    return one / other if objective == "throughput" else other / one

@@ -10,7 +10,7 @@ from typing import Any, Final, Literal
 
 from pydantic import ValidationError, model_validator
 
-from costmodels.errors import InputError
+from costmodels.errors import InputError, on_one_line
 from costmodels.files import MIB, read_text, write_whole
 from costmodels.spec.engine import Engine
 from costmodels.spec.estimate import Estimate
@@ -22,7 +22,6 @@ from costmodels.timeline import Timeline, timeline
 from planner.budget.goodput import Failures
 from planner.budget.run import Run, run
 from planner.objective import Objective
-from planner.options.flags import one_line
 
 VERSION: Final = 1
 """Version of the file format; files of a later one are refused."""
@@ -95,7 +94,8 @@ class Plan(Record):
         `failures` adds what checkpoints and restarts take. Raises `InputError` for numbers that are none, and
         where failures leave no time to train.
         """
-        return run(self, tokens, price_per_hour, failures)
+        where = self.model, self.cluster, self.engine, self.layout
+        return run(*where, self.estimate, tokens, price_per_hour, failures)
 
     def timeline(self) -> Timeline:
         """When each forward and backward pass and each message of one step runs, simulated.
@@ -154,7 +154,7 @@ class Plan(Record):
         try:
             plan = cls.model_validate(values)
         except ValidationError as error:
-            raise InputError(f"plan {path}: {one_line(error)}") from None
+            raise InputError(f"plan {path}: {on_one_line(error)}") from None
         if noted is not None and noted != _digest(values):
             raise InputError(
                 f"plan {path}: it was edited, and its estimate is of the plan before that; plan again with "

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from costmodels import ModelSpec
 from costmodels.errors import InputError
-from planner.options.hf_readers import Config
+from planner.inputs.hf_readers import Config
 from runtime import checkpoint
 from runtime.checkpoint.manifest import reading
 from runtime.checkpoint.tensor_store import Piece, Whole, write_tensors

@@ -23,10 +23,13 @@ import typer
 import planner.options.flags
 from costmodels import ModelSpec
 from costmodels.errors import InputError
+from planner.options.batch import BatchOptions
+from planner.options.cluster import ClusterOptions
 from planner.options.command import add
 from planner.options.flags import takes
 from planner.options.limits import check_bounds
-from planner.options.parallel import BatchOptions, ClusterOptions, ModelOptions, ParallelOptions, check_alone
+from planner.options.model import ModelOptions
+from planner.options.parallel import ParallelOptions, check_alone
 from planner.plan import Plan
 from runtime.checkpoint.owner import PATIENCE_OF_RESTART_S, PATIENCE_S, Owner
 from runtime.data import Datasets

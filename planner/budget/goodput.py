@@ -9,15 +9,15 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from costmodels.errors import InputError
 from costmodels.layers.optimizer import ADAM_STATE, UPDATES
+from costmodels.spec.engine import Engine
+from costmodels.spec.hardware import Cluster
+from costmodels.spec.layout import Layout
+from costmodels.spec.model import ModelSpec
 from costmodels.spec.record import in_seconds
-from planner.options.inputs import real_number
-
-if TYPE_CHECKING:
-    from planner.plan import Plan
+from planner.inputs.numbers import real_number
 
 NODE_GBPS = 8.0
 """Gigabits per second that storage takes in from each node, unless given.
@@ -122,30 +122,33 @@ def best_interval(checkpoint_s: float, failure_s: float) -> float:
     return low * failure_s
 
 
-def checkpoint_bytes(plan: Plan) -> float:
+def checkpoint_bytes(model: ModelSpec, cluster: Cluster, engine: Engine, layout: Layout) -> float:
     """Bytes of the weights and the optimizer's state of the whole model, each parameter once.
 
     An engine whose master copy of the weights is what it trains (FSDP2) does not store them twice.
     """
-    model, optimizer = plan.model, UPDATES[plan.layout.optimizer]
-    policy = plan.engine.for_device(plan.cluster.device).memory_policy(plan.layout.precision)
+    optimizer = UPDATES[layout.optimizer]
+    policy = engine.for_device(cluster.device).memory_policy(layout.precision)
     # More than a master copy is gradients, which no checkpoint holds.
     master = min(max(policy.optimizer - ADAM_STATE, 0.0), MASTER)
-    weights = master if plan.engine.fully_sharded and master > 0 else policy.parameters + master
+    weights = master if engine.fully_sharded and master > 0 else policy.parameters + master
     ends = model.embedding_parameters + (0 if model.tied else model.vocab * model.hidden)
     layers = model.parameters - ends
     return layers * (weights + optimizer.layers) + ends * (weights + optimizer.ends)
 
 
-def goodput(plan: Plan, failures: Failures) -> Goodput:
-    """What `failures` leave of a job that runs `plan`, with the best whole number of steps to a checkpoint.
+def goodput(cluster: Cluster, step: float, held: float, failures: Failures) -> Goodput:
+    """What `failures` leave of a job, with the best whole number of steps to a checkpoint.
 
-    Raises `InputError` where the job would hardly ever reach its next checkpoint.
+    Args:
+        step: seconds of a step.
+        held: bytes of a checkpoint.
+
+    Raises:
+        InputError: the job would hardly ever reach its next checkpoint.
     """
-    cluster, step = plan.cluster, plan.estimate.step_time_s
     failure_s = failures.mtbf_hours * 3600 / cluster.world_size
     gbps = failures.checkpoint_gbps or NODE_GBPS * cluster.nodes
-    held = checkpoint_bytes(plan)
     writes = held * 8 / (gbps * 1e9)
     restart = failures.restart_seconds + writes
 

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from costmodels.errors import InputError
-from planner.budget.goodput import Failures, Goodput, goodput
-from planner.options.inputs import real_number
-
-if TYPE_CHECKING:
-    from planner.plan import Plan
+from costmodels.spec.engine import Engine
+from costmodels.spec.estimate import Estimate
+from costmodels.spec.hardware import Cluster
+from costmodels.spec.layout import Layout
+from costmodels.spec.model import ModelSpec
+from planner.budget.goodput import Failures, Goodput, checkpoint_bytes, goodput
+from planner.inputs.numbers import real_number
 
 SUFFIXES = {"k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
 
@@ -74,11 +75,20 @@ def check_price(price_per_hour: float | None) -> None:
 
 
 def run(
-    plan: Plan, tokens: str | float, price_per_hour: float | None = None, failures: Failures | None = None
+    model: ModelSpec,
+    cluster: Cluster,
+    engine: Engine,
+    layout: Layout,
+    estimate: Estimate,
+    tokens: str | float,
+    price_per_hour: float | None = None,
+    failures: Failures | None = None,
 ) -> Run:
-    """What `plan` takes to train on `tokens` (a number, or text as `parse_tokens` reads it).
+    """Days and money that a layout takes to train on some tokens.
 
     Args:
+        estimate: of the layout.
+        tokens: a number, or text as `parse_tokens` reads it.
         price_per_hour: money for one device and hour.
         failures: adds the time that checkpoints, restarts and lost steps take.
 
@@ -87,20 +97,23 @@ def run(
     """
     check_price(price_per_hour)
     count = parse_tokens(tokens)
-    estimate, kept = plan.estimate, None if failures is None else goodput(plan, failures)
+    kept = None
+    if failures is not None:
+        held = checkpoint_bytes(model, cluster, engine, layout)
+        kept = goodput(cluster, estimate.step_time_s, held, failures)
     share = 1.0 if kept is None else kept.share
     days = count / estimate.tokens_per_s / share / DAY
     low, high = (
         days * step / estimate.step_time_s for step in (estimate.step_time_low_s, estimate.step_time_high_s)
     )
-    daily = None if price_per_hour is None else float(price_per_hour) * 24 * plan.cluster.world_size
+    daily = None if price_per_hour is None else float(price_per_hour) * 24 * cluster.world_size
     return Run(
         tokens=count,
-        steps=-(-count // (plan.layout.global_batch_size * plan.model.seq)),
+        steps=-(-count // (layout.global_batch_size * model.seq)),
         days=days,
         days_low=low,
         days_high=high,
-        device_hours=days * 24 * plan.cluster.world_size,
+        device_hours=days * 24 * cluster.world_size,
         money=None if daily is None else days * daily,
         money_low=None if daily is None else low * daily,
         money_high=None if daily is None else high * daily,

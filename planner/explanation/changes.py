@@ -12,11 +12,14 @@ from costmodels.spec.hardware import Cluster
 from costmodels.spec.record import GIB
 from planner import advice
 from planner.explanation.neighbours import Neighbour
-from planner.objective_text import bought, figure, gain
-from planner.options.pin_text import less_one
+from planner.inputs.batch import Batch
+from planner.inputs.pin_notation import less_one
+from planner.objective import gain, metric
 from planner.plan import Plan
-from planner.ranking import Problem, SearchResult, rank
-from planner.space.grid import Batch
+from planner.problem import Problem
+from planner.ranking.ranking import rank
+from planner.ranking.reasons import gain_text
+from planner.ranking.result import SearchResult
 
 Kind = Literal["memory", "inter_node", "intra_node", "batch", "devices", "pin"]
 
@@ -48,7 +51,7 @@ class Change:
     ratio: float | None
     """Tokens per second after over those before; None where nothing is legal or fits after it."""
     figure: float | None
-    """What plans are ranked by, after it, in the unit of `objective_text.NAMES`; None as the ratio."""
+    """What plans are ranked by, after it, in the unit of `objective.METRICS`; None as the ratio."""
     plan: Plan | None
     """The best plan after it."""
     why_not: str
@@ -85,7 +88,7 @@ def _searched(kind: Kind, what: str, problem: Problem, before: SearchResult) -> 
         return Change(kind, what, None, None, None, "nothing fits")
     best = after.plan(0)
     ratio = best.estimate.tokens_per_s / before.plan(0).estimate.tokens_per_s
-    return Change(kind, what, ratio, figure(problem.objective, best.estimate), best, "")
+    return Change(kind, what, ratio, metric(problem.objective, best.estimate), best, "")
 
 
 def _changed(problem: Problem) -> Iterator[tuple[Kind, str, Problem]]:
@@ -152,13 +155,13 @@ def binding(result: SearchResult, found: list[Change], near: list[Neighbour]) ->
     if result.best is None or result.problem.objective == "memory":
         return None
     objective = result.problem.objective
-    before = figure(objective, result.best.estimate)
+    before = metric(objective, result.best.estimate)
     worth = [
         (
             gain(objective, change.figure, before),
             CONSTRAINTS[change.kind],
             f"{change.what}{', the job would have' if change.kind == 'pin' else ' would give'} "
-            f"{bought(objective, change.figure, before)}",
+            f"{gain_text(objective, change.figure, before)}",
         )
         for change in found
         if change.kind in CONSTRAINTS and change.figure is not None
@@ -167,7 +170,7 @@ def binding(result: SearchResult, found: list[Change], near: list[Neighbour]) ->
         (
             gain(objective, one.figure, before),
             "rule",
-            f"{one.rule}; otherwise {one.change} gave {bought(objective, one.figure, before)}",
+            f"{one.rule}; otherwise {one.change} gave {gain_text(objective, one.figure, before)}",
         )
         for one in near
         if one.were_it_legal is not None and one.figure is not None

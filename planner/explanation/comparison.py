@@ -10,7 +10,7 @@ from costmodels.pricing import price
 from costmodels.spec.estimate import Estimate, StageMemory, StepTime
 from costmodels.spec.table import LayoutTable
 from planner.plan import Plan
-from planner.robustness import told_apart
+from planner.ranking.ties import told_apart
 
 ORDER_DIGITS = 8
 """Digits to which a ratio of throughputs counts: what differs behind them is rounding."""

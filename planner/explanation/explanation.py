@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,19 +19,32 @@ from planner.explanation.changes import Binding, Change, binding, changes
 from planner.explanation.comparison import Comparison, compare
 from planner.explanation.mixed_neighbours import searched_anew
 from planner.explanation.neighbours import Neighbour, neighbours
-from planner.explanation.text import text
-from planner.explanation.why_not import Verdict, judge
-from planner.first_plans import SHOWN
+from planner.explanation.outcome import Verdict, judge
+from planner.explanation.text import (
+    HEADS,
+    MOST_NEIGHBOURS,
+    aligned,
+    apart,
+    compared,
+    costs,
+    of_change,
+    of_neighbour,
+    of_verdict,
+)
+from planner.inputs.batch import Batch
+from planner.inputs.cluster import NetworkOptions
+from planner.inputs.keywords import keywords, names_unknown
+from planner.inputs.pins import PinInput, Pins
 from planner.objective import EQUAL
-from planner.options.inputs import NetworkOptions
-from planner.options.keywords import keywords, names_unknown
-from planner.options.pins import PinInput, Pins
 from planner.plan import Plan
-from planner.ranking import Problem, SearchResult, rank
-from planner.robustness import MOST, indistinguishable
+from planner.problem import Problem
+from planner.ranking.first_plans import SHOWN
+from planner.ranking.ranking import rank
+from planner.ranking.result import SearchResult
+from planner.ranking.ties import MOST, indistinguishable
 from planner.solve.offload import REASON
 from planner.solve.recompute import MODULE_SETS
-from planner.space.grid import UNVARIED, Batch
+from planner.space.grid import UNVARIED
 
 
 @dataclass(frozen=True, repr=False)
@@ -65,7 +78,36 @@ class Explanation:
         )
 
     def __str__(self) -> str:
-        return text(self)
+        return "\n".join(_lines(self))
+
+
+def _lines(found: Explanation) -> Iterator[str]:
+    result, best = found.result, found.result.best
+    objective = result.problem.objective
+    shown = best or result.closest()[0]
+    yield f"{'best' if best else 'closest'}: {shown.layout.describe()}"
+    yield f"why: {shown.reason}"
+    if best is not None:
+        yield costs(best)
+    for comparison in found.comparisons:
+        yield ""
+        yield f"against {comparison.second.layout.describe()}"
+        yield apart(comparison)
+        yield from aligned([HEADS, *compared(comparison)])
+    for verdict in found.verdicts:
+        yield ""
+        yield from of_verdict(verdict)
+    if found.neighbours:
+        yield ""
+        yield "one step from the best, all else chosen anew"
+        yield from (of_neighbour(one, objective) for one in found.neighbours[:MOST_NEIGHBOURS])
+    if found.binding is not None:
+        yield ""
+        yield f"held back by {found.binding.constraint}: {found.binding.reason}"
+    yield from (of_change(change, objective) for change in found.changes)
+    if found.advice is not None:
+        yield ""
+        yield found.advice
 
 
 @names_unknown(keywords(search), NetworkOptions.__annotations__)

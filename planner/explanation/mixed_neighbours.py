@@ -8,10 +8,12 @@ from dataclasses import replace
 from costmodels.spec.layout import SHORT_NAMES
 from costmodels.spec.record import GIB
 from planner.explanation.neighbours import MESH, Neighbour
-from planner.objective_text import figure, gain
-from planner.options.pins import Pins
+from planner.inputs.pins import Pins
+from planner.objective import gain, metric
 from planner.plan import Plan
-from planner.ranking import Problem, SearchResult, rank
+from planner.problem import Problem
+from planner.ranking.ranking import rank
+from planner.ranking.result import SearchResult
 
 
 def searched_anew(result: SearchResult, near: Sequence[Neighbour]) -> list[Neighbour]:
@@ -41,5 +43,5 @@ def _anew(problem: Problem, best: Plan, one: Neighbour) -> Neighbour:
         return replace(one, ratio=None, figure=None, lacks_gib=lacks / GIB)
     plan = found.plan(0)
     ratio = plan.estimate.tokens_per_s / best.estimate.tokens_per_s
-    value = figure(best.objective, plan.estimate)
+    value = metric(best.objective, plan.estimate)
     return replace(one, layout=plan.layout, ratio=ratio, figure=value, lacks_gib=None)

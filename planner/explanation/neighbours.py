@@ -15,10 +15,11 @@ from costmodels.pricing import Prices, peak_memory, price
 from costmodels.spec.layout import SHORT_NAMES, Layout, even_split
 from costmodels.spec.record import GIB
 from costmodels.spec.table import Bools, LayoutTable, code_of, numbers, value_of
-from planner.objective_text import figure
-from planner.options.pin_text import word
+from planner.inputs.pin_notation import word
+from planner.objective import metric
 from planner.plan import Plan
-from planner.ranking import Problem, SearchResult
+from planner.problem import Problem
+from planner.ranking.result import SearchResult
 from planner.space.degrees import Degrees
 from planner.space.rule import divisors
 from planner.space.rules import RULES
@@ -40,7 +41,7 @@ class Neighbour:
     ratio: float | None
     """Its tokens per second over those of the best plan; None where it does not fit."""
     figure: float | None
-    """What plans are ranked by, in the unit of `objective_text.NAMES`: its own, or with `were_it_legal` that
+    """What plans are ranked by, in the unit of `objective.METRICS`: its own, or with `were_it_legal` that
     which it would have."""
     lacks_gib: float | None
     """GiB that it lacks; None where it fits or is illegal."""
@@ -118,7 +119,7 @@ def _moved(result: SearchResult, best: Plan, changed: Mapping[str, object]) -> N
         there = table.layout(int(result.fitting[places[0]]))
         own = result.prices.take(result.places[places[:1]])
         ratio = float(own.tokens_per_s[0] / best.estimate.tokens_per_s)
-        return Neighbour(words, there, ratio, figure(best.objective, own), None, None, None)
+        return Neighbour(words, there, ratio, metric(best.objective, own), None, None, None)
     if same.any():
         some = table.take(same)
         need = peak_memory(best.model, best.cluster, best.engine, some)
@@ -128,7 +129,7 @@ def _moved(result: SearchResult, best: Plan, changed: Mapping[str, object]) -> N
     if prices is None:
         return Neighbour(words, None, None, None, None, rule, None)
     were = float(prices.tokens_per_s[0] / best.estimate.tokens_per_s)
-    return Neighbour(words, None, None, figure(best.objective, prices), None, rule, were)
+    return Neighbour(words, None, None, metric(best.objective, prices), None, rule, were)
 
 
 def _forbidden(

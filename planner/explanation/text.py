@@ -1,21 +1,17 @@
-"""An explanation in words: the lines that the command line and `print(explanation)` share."""
+"""The parts of an explanation as text: the lines that the command line and `print(explanation)` share."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 from costmodels.spec.record import GIB, in_seconds
 from planner.explanation.changes import Change
 from planner.explanation.comparison import Comparison, Term
 from planner.explanation.neighbours import Neighbour
-from planner.explanation.why_not import Verdict
-from planner.objective import Objective
-from planner.objective_text import figure, in_words
+from planner.explanation.outcome import Verdict
+from planner.objective import Objective, metric
 from planner.plan import Plan
-
-if TYPE_CHECKING:
-    from planner.explanation.explanation import Explanation
+from planner.ranking.reasons import metric_text
 
 MOST_TERMS = 6
 """Terms of the step time and of the memory that a table of two plans lists; the totals follow."""
@@ -32,41 +28,7 @@ HEADS = ("", "best", "other", "difference", "")
 """Columns of a comparison."""
 
 
-def text(found: Explanation) -> str:
-    """All of an explanation, for people."""
-    return "\n".join(_lines(found))
-
-
-def _lines(found: Explanation) -> Iterator[str]:
-    result, best = found.result, found.result.best
-    objective = result.problem.objective
-    shown = best or result.closest()[0]
-    yield f"{'best' if best else 'closest'}: {shown.layout.describe()}"
-    yield f"why: {shown.reason}"
-    if best is not None:
-        yield costs(best)
-    for comparison in found.comparisons:
-        yield ""
-        yield f"against {comparison.second.layout.describe()}"
-        yield apart(comparison)
-        yield from _aligned([HEADS, *compared(comparison)])
-    for verdict in found.verdicts:
-        yield ""
-        yield from of_verdict(verdict)
-    if found.neighbours:
-        yield ""
-        yield "one step from the best, all else chosen anew"
-        yield from (of_neighbour(one, objective) for one in found.neighbours[:MOST_NEIGHBOURS])
-    if found.binding is not None:
-        yield ""
-        yield f"held back by {found.binding.constraint}: {found.binding.reason}"
-    yield from (of_change(change, objective) for change in found.changes)
-    if found.advice is not None:
-        yield ""
-        yield found.advice
-
-
-def _aligned(rows: list[tuple[str, ...]]) -> Iterator[str]:
+def aligned(rows: list[tuple[str, ...]]) -> Iterator[str]:
     """Rows of a table, numbers to the right."""
     widths = [max(map(len, cells)) for cells in zip(*rows, strict=True)]
     for name, *cells in rows:
@@ -81,7 +43,7 @@ def costs(best: Plan) -> str:
     return (
         f"step {in_seconds(estimate.step_time_s)} ({low} to {high}), {estimate.tokens_per_s:,.0f} tokens/s, "
         f"{estimate.peak_memory_bytes / GIB:.1f} of {best.cluster.memory_bytes / GIB:.1f} GiB"
-        + (f", {in_words(objective, figure(objective, estimate))}" if objective == "cost" else "")
+        + (f", {metric_text(objective, metric(objective, estimate))}" if objective == "cost" else "")
     )
 
 
@@ -155,4 +117,4 @@ def of_change(change: Change, objective: Objective) -> str:
 
 def _ranked(objective: Objective, value: float | None) -> str:
     """The figure that ranks, where it is not the tokens per second, which are there anyway."""
-    return "" if value is None or objective == "throughput" else f", {in_words(objective, value)},"
+    return "" if value is None or objective == "throughput" else f", {metric_text(objective, value)},"

@@ -1,4 +1,4 @@
-"""The flags of questions beyond one layout: how many devices, how many days, how much money."""
+"""The flags of a whole run: its days, its money and its failures."""
 
 from __future__ import annotations
 
@@ -8,34 +8,6 @@ from typing import ClassVar
 from costmodels.errors import InputError
 from planner.budget.goodput import NODE_GBPS, RESTART_SECONDS, Failures
 from planner.options.flags import flag
-from planner.options.parallel import HardwareOptions
-
-
-@dataclass(frozen=True)
-class SizesOptions(HardwareOptions):
-    """On what a job runs, of which several sizes may be compared."""
-
-    world_size: str | None = flag(
-        None,
-        "Devices of the job; several (64,96,128) or a range (64..512) for the best plan of each, and the "
-        "front of time against cost. Of a range: both ends, and 1, 2, 3, 4, 6, 8, 12, ... whole nodes.",
-        metavar="SIZES",
-    )
-
-    def required_world_size(self) -> int | str:
-        """The world size, or a list or range of them; raises `InputError` when none is given."""
-        if self.world_size is None:
-            raise InputError("no world size: give --world-size, the number of devices of the job")
-        text = self.world_size.strip()
-        if "," in text or ".." in text:
-            return text
-        try:
-            return int(text)
-        except ValueError:
-            raise InputError(
-                f"'--world-size': {text!r} is not a whole number; "
-                "expected one, or several as 64,128 or 64..512"
-            ) from None
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,6 @@ import dataclasses
 import errno
 import inspect
 import os
-import reprlib
 import sys
 import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -20,7 +19,7 @@ from typing import Annotated, Any
 import typer
 from pydantic import ValidationError
 
-from costmodels.errors import InputError
+from costmodels.errors import InputError, on_one_line
 from planner.options.limits import Bounds, check_bounds
 from planner.options.messages import in_typed_words, speaking, spoken
 
@@ -235,10 +234,6 @@ def _command(
     return command
 
 
-MOST_PARTS = 3
-"""Wrong fields that one line names; a file of another kind has all of them wrong."""
-
-
 def arguments(group: Any) -> list[str]:
     """The command-line arguments that give `group` (an instance) its values; defaults are left out."""
     words = []
@@ -260,33 +255,10 @@ def arguments(group: Any) -> list[str]:
     return words
 
 
-LONGEST_LINE = 1500
-"""Characters of a message; what a broken file holds may be far longer."""
-
-
 def one_line(error: Exception) -> str:
-    """The message of an error on a single line; a validation error names the fields and their values."""
-    if not isinstance(error, ValidationError):
-        return _shown(" ".join(in_typed_words(str(error)).split()))
-    parts = []
-    for item in error.errors()[:MOST_PARTS]:
-        where = ".".join(str(part) for part in item["loc"])
-        given = "" if isinstance(item["input"], dict) else f" {reprlib.repr(item['input'])}"
-        message = " ".join(item["msg"].replace("Value error, ", "").split())
-        parts.append(f"{where}{given}: {message}" if where else message)
-    more = error.error_count() - len(parts)
-    return _shown("; ".join(parts) + (f"; and {more} more" if more else ""))
-
-
-def _shown(line: str) -> str:
-    """A line for a terminal: no control characters, and of one too long the beginning and the end.
-
-    The end says what would be right.
-    """
-    plain = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in line)
-    if len(plain) <= LONGEST_LINE:
-        return plain
-    return f"{plain[: 2 * LONGEST_LINE // 3]} ... {plain[-LONGEST_LINE // 3 :]}"
+    """The message of an error on a single line, in the words of the command line."""
+    words = error if isinstance(error, ValidationError) else InputError(in_typed_words(str(error)))
+    return on_one_line(words)
 
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)

@@ -9,9 +9,9 @@ from costmodels.catalogue import model_names
 from costmodels.catalogue.yaml_files import build, is_file_name
 from costmodels.errors import InputError
 from costmodels.spec.model import ModelSpec
+from planner.inputs.model import is_hf_config, resolve_model
 from planner.options.experts import ExpertFlags, LatentFlags, expert_changes, latent_changes
 from planner.options.flags import flag
-from planner.options.inputs import is_hf_config, resolve_model
 from planner.options.limits import AT_LEAST_1, Bounds
 
 DEFAULT_MODEL = "gpt-22b"

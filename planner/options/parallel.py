@@ -1,43 +1,19 @@
-"""The flags of a planning job as dataclasses, in Megatron-LM's spelling where it has one.
-
-The command line of `planner` and of `runtime.pretrain` take these flags through `planner.options.flags`.
-"""
+"""The flags of degrees and of who executes a layout, in Megatron-LM's spelling where it has one."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, cast, get_args
+from typing import Any, ClassVar, get_args
 
-from costmodels.catalogue import device_names, engine_names
+from costmodels.catalogue import engine_names
 from costmodels.errors import InputError
 from costmodels.spec.layout import Optimizer, RecomputeMethod, Schedule
 from costmodels.spec.model import ModelSpec
-from planner.objective import DEFAULT_OBJECTIVE
+from planner.inputs.engine import DEFAULT_ENGINE
+from planner.inputs.pins import Pins, parse_pins, where_possible
 from planner.options.flags import arguments, flag
-from planner.options.inputs import (
-    DEFAULT_DEVICE,
-    DEFAULT_ENGINE,
-    MOST_DEVICES,
-    NetworkOptions,
-    world_size_of_kinds,
-)
-from planner.options.limits import Bounds
 from planner.options.megatron import AcceptedFlags, accepted_names
-from planner.options.model import ModelOptions, choice
-from planner.options.node_kinds import KINDS, is_of_kinds
-from planner.options.pins import Pins, parse_pins, where_possible
-
-__all__ = [
-    "BatchOptions",
-    "ClusterOptions",
-    "HardwareOptions",
-    "ModelOptions",
-    "ParallelOptions",
-    "check_alone",
-]
-
-COUNT = Bounds(f"a whole number from 1 to {MOST_DEVICES}", 1, MOST_DEVICES)
-"""Numbers of devices, of nodes and of cards that somebody builds."""
+from planner.options.model import choice
 
 TASK_TYPE = "llmacc.megatron.GPT"
 
@@ -72,106 +48,6 @@ def check_alone(*groups: object) -> None:
             f"--plan decides model, batch and layout: {', '.join(dict.fromkeys(given))} cannot change it; "
             "leave that out, or plan again without --plan"
         )
-
-
-@dataclass(frozen=True)
-class HardwareOptions:
-    """What devices a job runs on, and what joins them."""
-
-    SECTIONS: ClassVar[dict[str, str]] = {"local_world_size": "Cluster"}
-
-    local_world_size: int | None = flag(None, "Devices of one node; as in the device's usual server.")
-    device: str | None = flag(
-        None,
-        f"Catalogue name of the device (see `devices`); {DEFAULT_DEVICE} if none. Nodes of two kinds with "
-        f"the number of each: {KINDS}.",
-        values=device_names,
-    )
-    memory_margin_gib: float | None = flag(
-        None,
-        "GiB of each device to set aside for driver context, communication buffers and fragmentation, "
-        "instead of their estimates; 0 for none.",
-        metavar="GIB",
-    )
-    intra_node_gbps: float | None = flag(
-        None,
-        "Gigabits per second (8 x GB/s) and direction of one device's fast link (NVLink, HCCS); the data "
-        "sheet's unless given.",
-    )
-    inter_node_gbps: float | None = flag(
-        None,
-        "Gigabits per second (8 x GB/s) of the network between nodes: of one card with --nics-per-node, "
-        "otherwise of one device's share of the cards.",
-    )
-    island: int | None = flag(
-        None,
-        "Devices that the fast link joins: a part of a node, or several nodes (72 for an NVL72 rack).",
-        within=COUNT,
-    )
-    nics_per_node: int | None = flag(None, "Network cards of a node, shared by its devices.", within=COUNT)
-    nodes_per_pod: int | None = flag(
-        None, "Nodes under the same leaf switches (a rack or pod).", within=COUNT
-    )
-    oversubscription: float | None = flag(
-        None, "Bandwidth of a pod's cards over that of its spine links, such as 2; needs --nodes-per-pod."
-    )
-    network_table: str | None = flag(
-        None,
-        "CSV of measured collectives (collective, devices, nodes, busbw_gbs in GB/s, bytes), which replace "
-        "the bandwidth of links.",
-        metavar="FILE",
-    )
-
-    def network(self) -> NetworkOptions:
-        """What joins the devices, as far as flags say it."""
-        names = NetworkOptions.__annotations__
-        given = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
-        return cast(NetworkOptions, given)
-
-    def counted_devices(self) -> int | None:
-        """Devices of nodes of two kinds, of which `device` tells the number; None for one kind."""
-        if self.device is None or not is_of_kinds(self.device):
-            return None
-        return world_size_of_kinds(self.device, self.local_world_size)
-
-    def notes(self) -> list[str]:
-        """What was assumed because no flag said it."""
-        return [] if self.device else [f"no device given: {DEFAULT_DEVICE}"]
-
-
-@dataclass(frozen=True)
-class ClusterOptions(HardwareOptions):
-    """On what a job runs."""
-
-    world_size: int | None = flag(None, "Devices of the job.")
-
-    def required_world_size(self) -> int:
-        """The world size, which nodes of two kinds tell; raises `InputError` when none is given."""
-        if self.world_size is None:
-            counted = self.counted_devices()
-            if counted is not None:
-                return counted
-            raise InputError("no world size: give --world-size, the number of devices of the job")
-        return self.world_size
-
-
-@dataclass(frozen=True)
-class BatchOptions:
-    """How many sequences one optimizer step takes (one of the two), and what makes one layout the best."""
-
-    SECTIONS: ClassVar[dict[str, str]] = {"global_batch_size": "Batch", "objective": "Objective"}
-
-    global_batch_size: int | None = flag(
-        None, "Sequences of one step, exactly.", "--global-batch-size", "--gbs"
-    )
-    max_global_batch_size: int | None = flag(None, "Sequences of one step, at most.")
-    objective: str = flag(
-        DEFAULT_OBJECTIVE,
-        "What the best layout is best at: throughput (tokens per second), step-time (seconds of a step; "
-        "under a maximum, of the largest batch that each layout can run), cost (device-hours per token), or "
-        "memory (lowest peak, then throughput).",
-        metavar="NAME",
-    )
 
 
 def _degree(name: str, megatron: str, short: str) -> Any:

@@ -14,6 +14,7 @@ from costmodels.spec.layout import SPLIT_BACKWARD, Recompute
 from costmodels.spec.model import ModelSpec
 from costmodels.spec.table import Floats, Ints, LayoutTable, numbers
 from planner.solve.bounds import Fit, Worth
+from planner.solve.concatenation import joined_prices
 from planner.solve.mixed_caps import caps_of_ranks, exact_caps
 from planner.solve.mixed_splits import (
     BEST,
@@ -34,7 +35,6 @@ from planner.solve.recompute import (
     first_of_each,
     recomputing,
 )
-from planner.solve.union import joined_prices
 
 ROUND = 256
 """Rows whose layers are solved in the first round; each later one has twice as many."""

@@ -5,17 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import accumulate
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from costmodels.memory.host import host_bytes
-from planner.solve.union import joined
+from planner.problem import Problem
+from planner.solve.concatenation import joined
 from planner.space.grid import Space
 from planner.space.grid_table import Places
-
-if TYPE_CHECKING:
-    from planner.ranking import Problem
 
 RESORTS: tuple[tuple[dict[str, bool], ...], ...] = (
     ({"offload_activations": True}, {"offload_optimizer": True}),

@@ -14,8 +14,8 @@ from costmodels.spec.layout import Recompute
 from costmodels.spec.model import ModelSpec
 from costmodels.spec.table import ARRAY_FIELDS, Ints, LayoutTable, distinct, numbers
 from planner.solve.bounds import Worth
+from planner.solve.concatenation import joined_prices
 from planner.solve.recompute import NONE, fastest_that_fit, first_of_each, recomputing
-from planner.solve.union import joined_prices
 from planner.space.rule import divisors
 
 

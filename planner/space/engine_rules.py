@@ -10,8 +10,8 @@ import numpy as np
 from costmodels.errors import InputError
 from costmodels.spec.engine import Engine
 from costmodels.spec.table import RECOMPUTE_METHODS, Bools, code_of, value_of
-from planner.options.choice import Choice
-from planner.options.pins import Pins, WherePossible
+from planner.inputs.choice import Choice
+from planner.inputs.pins import Pins, WherePossible
 from planner.space.degrees import Degrees
 from planner.space.rule import Rule
 

@@ -35,8 +35,9 @@ from costmodels.spec.table import (
     code_of,
     numbers,
 )
-from planner.options.choice import Choice, chosen
-from planner.options.pins import ZERO_STAGES, Pins, PinValue, WherePossible
+from planner.inputs.batch import Batch
+from planner.inputs.choice import Choice, chosen
+from planner.inputs.pins import ZERO_STAGES, Pins, PinValue, WherePossible
 from planner.space.degrees import Degrees
 from planner.space.grid_table import GridTable, Places, flat_places, places_of
 from planner.space.meshes import meshes_with_forms, with_experts
@@ -61,17 +62,6 @@ PLAIN_SCHEDULES = ("1f1b", "interleaved")
 
 CHUNKS = ("virtual_pipeline_parallel", "schedule")
 """Degrees that go together, along one axis."""
-
-
-@dataclass(frozen=True)
-class Batch:
-    """The sequences of one optimizer step: exactly `size`, or at most `size`."""
-
-    size: int
-    maximum: bool = False
-
-    def __str__(self) -> str:
-        return f"{'max_' if self.maximum else ''}global_batch_size {self.size}"
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,8 @@ import numpy as np
 from costmodels.errors import InputError
 from costmodels.spec.model import ModelSpec
 from costmodels.spec.table import CONTEXT_FORMS, Ints, numbers
-from planner.options.choice import Choice, chosen
-from planner.options.pins import Pins, WherePossible
+from planner.inputs.choice import Choice, chosen
+from planner.inputs.pins import Pins, WherePossible
 from planner.space.rule import divisors
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from costmodels.errors import InputError
 from costmodels.files import read_text
-from planner.options.hf_config import LARGEST_CONFIG
+from planner.inputs.hf_config import LARGEST_CONFIG
 from runtime.data import Tokenizer, load_tokenizer
 from runtime.data.tokenizers import BPETokenizer
 from runtime.huggingface.stored_model import ModelFiles

@@ -15,8 +15,8 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from costmodels import ModelSpec
 from costmodels.errors import InputError
 from costmodels.files import read_bounded
-from planner.options.hf_config import model_from_hf_config, read_config
-from planner.options.hf_readers import Config
+from planner.inputs.hf_config import model_from_hf_config, read_config
+from planner.inputs.hf_readers import Config
 from runtime.huggingface.files import INDEX_FILE
 from runtime.huggingface.mapping import GPT2_PREFIX
 from runtime.huggingface.reading import CONFIG_FILE

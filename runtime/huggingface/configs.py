@@ -9,7 +9,7 @@ import torch
 from costmodels import ModelSpec, RopeScaling
 from costmodels.catalogue.yaml_files import build
 from costmodels.errors import InputError
-from planner.options.hf_readers import ACTIVATIONS, READERS, SCALING_KEYS, Config
+from planner.inputs.hf_readers import ACTIVATIONS, READERS, SCALING_KEYS, Config
 
 UNSHARED = ("name", "source", "published_parameters", "seq")
 """Fields of a model that no weight and no logit depends on."""

@@ -108,7 +108,7 @@ def mapping(model_type: str, spec: ModelSpec, interleaved: bool = True) -> list[
     """The tensors of a Hugging Face model of `model_type`, in an order in which ours change slowly.
 
     Args:
-        model_type: one of `planner.options.hf_readers.READERS`.
+        model_type: one of `planner.inputs.hf_readers.READERS`.
         interleaved: latent attention turns neighbours (`rope_interleave` of a config.json).
     """
     return list(_gpt2(spec) if model_type == "gpt2" else _llama(model_type, spec, interleaved))

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from costmodels import ModelSpec
 from costmodels.errors import InputError
-from planner.options.hf_config import model_from_hf_config, read_config
+from planner.inputs.hf_config import model_from_hf_config, read_config
 from runtime.huggingface.files import Found, list_tensors, read_tensor
 from runtime.huggingface.mapping import EMBEDDING, GPT2_PREFIX, Entry, Part, mapping, our_shapes
 
@@ -35,7 +35,7 @@ class HuggingFaceModel:
 
     Args:
         folder: the model's folder.
-        seq: tokens of a training sample, for `spec`; see `planner.options.hf_config.model_from_hf_config`.
+        seq: tokens of a training sample, for `spec`; see `planner.inputs.hf_config.model_from_hf_config`.
 
     Raises:
         InputError: no such model; a tensor that is missing, has another shape or belongs nowhere; a

@@ -9,9 +9,13 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from costmodels import Device
 from costmodels.errors import InputError
+from planner.inputs.cluster import NetworkOptions
+from planner.inputs.engine import DEFAULT_ENGINE
+from planner.options.batch import BatchOptions
+from planner.options.cluster import ClusterOptions
 from planner.options.flags import arguments, flag
-from planner.options.inputs import DEFAULT_ENGINE, NetworkOptions
-from planner.options.parallel import BatchOptions, ClusterOptions, ModelOptions, ParallelOptions
+from planner.options.model import ModelOptions
+from planner.options.parallel import ParallelOptions
 from planner.plan import Plan
 from planner.space.rule import Rule
 from runtime.data import Datasets
@@ -23,7 +27,7 @@ from runtime.settings.preflight import TIMEOUT, check_model
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from planner.ranking import SearchResult
+    from planner.ranking.result import SearchResult
 
 
 @dataclass(frozen=True)

@@ -12,9 +12,10 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from costmodels import Layout
 from costmodels.errors import InputError
 from costmodels.spec.hardware import Cluster
+from planner.inputs.pins import Pins
+from planner.options.batch import BatchOptions
 from planner.options.flags import one_line
-from planner.options.parallel import BatchOptions, ParallelOptions
-from planner.options.pins import Pins
+from planner.options.parallel import ParallelOptions
 from planner.plan import Plan
 from runtime.processes.restarts import RESTARTS_VARIABLE
 from runtime.settings.job_rules import job_rules
@@ -112,8 +113,9 @@ def replanned(
     Raises `InputError` when there is none.
     """
     from planner import advice  # Few jobs are planned anew.
-    from planner.ranking import Problem, rank
-    from planner.space.grid import Batch
+    from planner.inputs.batch import Batch
+    from planner.problem import Problem
+    from planner.ranking.ranking import rank
 
     cluster, layout = plan.cluster, plan.layout
     if cluster.parts:

@@ -7,10 +7,11 @@ from dataclasses import dataclass, replace
 from costmodels import Device
 from costmodels.catalogue.host import available_cores
 from costmodels.errors import InputError
-from planner.arguments import idle_links
-from planner.options.parallel import ClusterOptions, check_alone
+from planner.options.cluster import ClusterOptions
+from planner.options.parallel import check_alone
+from planner.options.search import idle_links
 from planner.plan import Plan
-from planner.twins import listed
+from planner.ranking.distinct import distinct_plans
 from runtime.job.job import Job, search_here
 from runtime.job.replan import Before, replanned, same_batch, same_unit
 from runtime.launch.restarts import usable_ranks
@@ -71,7 +72,7 @@ def _searched(job: Job, previous: Before | None, count: int, warm: WarmRanks | N
         **cluster.network(),
     )
     idle = idle_links(cluster, result.problem.cluster)
-    _, rows = listed(result, count)
+    _, rows = distinct_plans(result, count)
     return LocalPlans([row.plan for row in rows], [*job.model.notes(), *job.parallel.notes(), *idle])
 
 

@@ -16,7 +16,7 @@ from costmodels.errors import InputError
 from costmodels.spec.layout import SPLIT_BACKWARD, Layout
 from costmodels.spec.model import ModelSpec
 from costmodels.spec.table import CONTEXT_FORMS, SCHEDULES
-from planner.options.parallel import BatchOptions
+from planner.options.batch import BatchOptions
 from planner.space.degrees import Degrees
 from planner.space.rule import Rule
 from runtime.settings.batch_ramp import check_numbers, ramp_rule

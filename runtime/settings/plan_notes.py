@@ -9,10 +9,10 @@ from collections.abc import Iterator
 
 from costmodels.errors import InputError
 from costmodels.layers.shapes import PEAK_LOAD
-from planner.options.inputs import DEFAULT_ENGINE
+from planner.inputs.engine import DEFAULT_ENGINE
 from planner.options.parallel import ParallelOptions
 from planner.plan import Plan
-from planner.ranking import Problem
+from planner.problem import Problem
 from runtime.settings.options import TrainingOptions
 from runtime.settings.preflight import PRECISIONS, check_model
 

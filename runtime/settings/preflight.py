@@ -9,7 +9,7 @@ from costmodels import Layout, ModelSpec
 from costmodels.catalogue.host import CONTEXT_BYTES, available_cores, available_memory, torch_build
 from costmodels.errors import InputError
 from costmodels.spec.record import GIB
-from planner.options.inputs import DEFAULT_ENGINE, engines_on
+from planner.inputs.engine import DEFAULT_ENGINE, engines_on
 from planner.options.limits import Bounds
 from planner.plan import Plan
 from planner.space.rules import first_illegal

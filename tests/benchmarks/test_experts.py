@@ -9,9 +9,10 @@ import pytest
 
 from benchmarks import experts
 from costmodels.catalogue.yaml_files import parse
-from planner.explanation.why_not import parse_layout
-from planner.options.inputs import resolve_engine, resolve_model
-from planner.options.pins import parse_pins
+from planner.explanation.outcome import parse_layout
+from planner.inputs.engine import resolve_engine
+from planner.inputs.model import resolve_model
+from planner.inputs.pins import parse_pins
 
 GROUPS = parse(experts.DATA.read_text(encoding="utf-8"), "experts.yaml")["groups"]
 

@@ -11,7 +11,9 @@ import pytest
 
 from planner import Plan
 from planner.budget.goodput import Failures
-from planner.options.parallel import BatchOptions, ModelOptions, ParallelOptions
+from planner.options.batch import BatchOptions
+from planner.options.model import ModelOptions
+from planner.options.parallel import ParallelOptions
 from runtime.job.job import plan_here
 from tests.support.commands import Command
 

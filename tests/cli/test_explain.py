@@ -10,7 +10,7 @@ import pytest
 
 from cli import report
 from planner import search
-from planner.twins import Listed
+from planner.ranking.distinct import DistinctPlan
 from tests.support.commands import Command
 from tests.support.scripts import MINDSPEED
 
@@ -134,7 +134,7 @@ def test_trials_are_said_to_measure_the_first_plans_whichever_are_alike(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     result = search("llama2-7b", world_size=8, global_batch_size=8)
-    rows = [Listed(place, result.plan(place - 1)) for place in range(1, 11)]
+    rows = [DistinctPlan(place, result.plan(place - 1)) for place in range(1, 11)]
     lines = {}
     for places in ((1, 2, 6, 7), (1, 2, 3, 4), (1, 6), (1, 2)):
         monkeypatch.setattr(report, "indistinguishable", lambda _, places=places: places)

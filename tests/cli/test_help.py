@@ -10,10 +10,13 @@ from pathlib import Path
 import pytest
 
 from cli.suggest import Output
+from planner.options.batch import BatchOptions
+from planner.options.cluster import ClusterOptions
 from planner.options.command import WIDTH
 from planner.options.flags import sections_of
+from planner.options.model import ModelOptions
 from planner.options.notation import NOTATION
-from planner.options.parallel import BatchOptions, ClusterOptions, ModelOptions, ParallelOptions
+from planner.options.parallel import ParallelOptions
 from runtime.faults.options import FaultOptions
 from runtime.settings.options import DataOptions, OutputOptions, TrainingOptions
 from tests.support.commands import Command

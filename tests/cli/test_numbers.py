@@ -16,10 +16,13 @@ from cli.dryrun import DryRunOptions
 from cli.explain import Questions
 from cli.pasted import pasted
 from costmodels.errors import InputError
-from planner.options.budget import BudgetOptions, SizesOptions
+from planner.options.batch import BatchOptions
+from planner.options.budget import BudgetOptions
+from planner.options.cluster import ClusterOptions, WorldSizesOptions
 from planner.options.flags import flag_names
 from planner.options.limits import check_bounds
-from planner.options.parallel import BatchOptions, ClusterOptions, ModelOptions, ParallelOptions
+from planner.options.model import ModelOptions
+from planner.options.parallel import ParallelOptions
 from runtime.faults.options import FaultOptions
 from runtime.generation.options import GenerateOptions
 from runtime.job.job import RunOptions
@@ -27,7 +30,7 @@ from runtime.launch.options import LaunchOptions, TrialOptions
 from runtime.settings.options import DataOptions, OutputOptions, TrainingOptions
 
 GROUPS: tuple[type, ...] = (
-    *(ModelOptions, SizesOptions, ClusterOptions, BatchOptions, BudgetOptions, ParallelOptions),
+    *(ModelOptions, WorldSizesOptions, ClusterOptions, BatchOptions, BudgetOptions, ParallelOptions),
     *(TrainingOptions, DataOptions, OutputOptions, FaultOptions, RunOptions, LaunchOptions, GenerateOptions),
     *(TrialOptions, suggest.Output, Questions, DryRunOptions, ConvertOptions, data.Output),
 )

@@ -18,8 +18,10 @@ from costmodels.ranks.sites import BOTH, kinds_of_ranks, sites
 from costmodels.spec.mixed_cluster import mixed_cluster
 from costmodels.spec.record import GIB
 from costmodels.spec.table import LayoutTable
-from planner.options.inputs import DEFAULT_ENGINE, resolve_cluster, resolve_engine
-from planner.space.grid import Batch, build
+from planner.inputs.batch import Batch
+from planner.inputs.cluster import resolve_cluster
+from planner.inputs.engine import DEFAULT_ENGINE, resolve_engine
+from planner.space.grid import build
 
 ENGINE = resolve_engine(DEFAULT_ENGINE)
 

@@ -18,9 +18,11 @@ from costmodels.spec.layout import SPLIT_BACKWARD
 from costmodels.spec.record import GIB
 from costmodels.spec.table import ARRAY_FIELDS, RECOMPUTE_MODULES, LayoutTable, code_of
 from planner import search
-from planner.options.inputs import DEFAULT_ENGINE, resolve_cluster, resolve_engine
+from planner.inputs.batch import Batch
+from planner.inputs.cluster import resolve_cluster
+from planner.inputs.engine import DEFAULT_ENGINE, resolve_engine
 from planner.space.degrees import Degrees
-from planner.space.grid import Batch, micro_batch_sizes
+from planner.space.grid import micro_batch_sizes
 from planner.space.rules import RULES, first_illegal
 
 # Under another name, so that closed forms alone say what fits: exact bytes have tests of their own.

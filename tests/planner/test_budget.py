@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from costmodels import ModelSpec
 from costmodels.errors import InputError
 from planner import suggest
-from planner.budget.goodput import Failures, goodput
+from planner.budget.goodput import Failures, checkpoint_bytes, goodput
 from planner.budget.run import parse_tokens
 
 TINY = ModelSpec(name="tiny", layers=4, hidden=256, heads=8, vocab=1000, seq=128)
@@ -46,7 +46,8 @@ def test_without_a_price_there_is_no_money_and_without_failures_no_goodput() -> 
 def test_failures_take_their_share_of_days_and_money() -> None:
     failures = Failures(100.0, checkpoint_gbps=1.0)
     plain, failing = PLAN.run(10**12, 2.0), PLAN.run(10**12, 2.0, failures)
-    share = goodput(PLAN, failures).share
+    held = checkpoint_bytes(PLAN.model, PLAN.cluster, PLAN.engine, PLAN.layout)
+    share = goodput(PLAN.cluster, PLAN.estimate.step_time_s, held, failures).share
     assert failing.goodput is not None and 0.5 < share < 1
     for name in ("days", "days_low", "days_high", "device_hours", "money", "money_low", "money_high"):
         assert getattr(failing, name) == pytest.approx(getattr(plain, name) / share)

@@ -10,7 +10,7 @@ from costmodels.errors import InputError
 from costmodels.spec.layout import Layout, even_split
 from costmodels.spec.table import value_of
 from planner import evaluate, explain, search
-from planner.ranking import SearchResult
+from planner.ranking.result import SearchResult
 from planner.space.engine_rules import engine_rules
 
 MODEL = ModelSpec(name="small", layers=8, hidden=1024, heads=8, vocab=32000, seq=2048)
@@ -111,7 +111,7 @@ def test_deepspeed_keeps_copies_of_what_zero_3_splits() -> None:
 
 
 def test_flags_that_hold_where_possible_are_no_pins_of_what_an_engine_has_not() -> None:
-    from planner.options.pins import where_possible
+    from planner.inputs.pins import where_possible
 
     pins = where_possible({}, "sequence_parallel", True)
     assert search(MODEL, engine="fsdp", pin=pins, **JOB).feasible

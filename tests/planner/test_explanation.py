@@ -14,10 +14,10 @@ from costmodels.spec.record import GIB
 from planner import Plan, evaluate, search
 from planner.explanation.changes import NOTICEABLE
 from planner.explanation.explanation import degrees_of, explain, explain_plan, explain_result
-from planner.explanation.why_not import judge, parse_layout, place_of
-from planner.objective_text import figure
-from planner.options.pin_text import less_one
-from planner.options.pins import parse_pins
+from planner.explanation.outcome import judge, parse_layout, place_of
+from planner.inputs.pin_notation import less_one
+from planner.inputs.pins import parse_pins
+from planner.objective import metric
 
 PROBLEM = {"world_size": 16, "device": "a100-80g", "max_global_batch_size": 32}
 
@@ -307,7 +307,7 @@ def test_a_plan_that_offloads_as_the_last_resort_is_explained_as_it_was_found():
 def test_changes_and_neighbours_have_the_figure_that_ranks(objective, of):
     found = explain("llama2-7b", objective=objective, **PROBLEM)
     best, sign = found.result.best, -1 if objective == "throughput" else 1
-    assert figure(objective, best.estimate) == pytest.approx(of(best.estimate))
+    assert metric(objective, best.estimate) == pytest.approx(of(best.estimate))
     for change in found.changes:
         assert change.figure == pytest.approx(of(change.plan.estimate))
     fitting = [one for one in found.neighbours if one.ratio is not None]

@@ -9,10 +9,13 @@ from typing import Any
 import pytest
 import typer
 
+from planner.options.batch import BatchOptions
+from planner.options.cluster import ClusterOptions
 from planner.options.command import add
 from planner.options.flags import flag, flag_names, for_words, run, takes
+from planner.options.model import ModelOptions
 from planner.options.other_tools import INSTEAD, instead_of
-from planner.options.parallel import BatchOptions, ClusterOptions, ModelOptions, ParallelOptions
+from planner.options.parallel import ParallelOptions
 from runtime.settings.options import DataOptions, OutputOptions, TrainingOptions
 
 GROUPS = (

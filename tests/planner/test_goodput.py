@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from costmodels import ModelSpec
 from costmodels.errors import InputError
 from planner import Plan, suggest
-from planner.budget.goodput import Failures, best_interval, checkpoint_bytes, expected_share, goodput
+from planner.budget.goodput import Failures, Goodput, best_interval, checkpoint_bytes, expected_share
 
 TINY = ModelSpec(name="tiny", layers=4, hidden=256, heads=8, vocab=1000, seq=128)
 MINUTE, HOUR = 60.0, 3600.0
@@ -99,6 +99,13 @@ def test_short_checkpoints_make_the_interval_youngs_and_long_ones_the_time_to_a_
     assert best_interval(60.0, 10.0) == pytest.approx(10.0, rel=0.01)
 
 
+def goodput_of(plan: Plan, failures: Failures) -> Goodput:
+    """What `failures` leave of a job that runs `plan`."""
+    kept = plan.run(1e12, failures=failures).goodput
+    assert kept is not None
+    return kept
+
+
 @pytest.fixture(scope="module")
 def plan() -> Plan:
     return suggest(TINY, world_size=8, global_batch_size=16)
@@ -124,14 +131,17 @@ def test_a_checkpoint_holds_weights_and_optimizer_once(
     plan = suggest(TINY, world_size=8, global_batch_size=16, engine=engine, pin=pins)
     ends = TINY.vocab * TINY.hidden * (1 if TINY.tied else 2)
     ends += TINY.max_positions * TINY.hidden * (TINY.position == "learned")
-    assert checkpoint_bytes(plan) == (TINY.parameters - ends) * layer + ends * end
+    assert (
+        checkpoint_bytes(plan.model, plan.cluster, plan.engine, plan.layout)
+        == (TINY.parameters - ends) * layer + ends * end
+    )
 
 
 def test_llama_3_ran_for_more_than_nine_tenths_of_its_time() -> None:
     """arXiv:2407.21783, section 3.3.4: 419 failures in 54 days of 16,384 H100, over 90 % effective."""
     plan = suggest("llama3-405b", world_size=16384, device="h100", global_batch_size=2048)
     hours = 54 * 24 * 16384 / 419
-    kept = goodput(plan, Failures(hours))
+    kept = goodput_of(plan, Failures(hours))
     assert 0.9 < kept.share < 0.96
     assert kept.failure_s == pytest.approx(54 * 24 * HOUR / 419)
     assert kept.checkpoint_bytes == pytest.approx(12 * 405.9e9, rel=0.01)
@@ -141,29 +151,29 @@ def test_llama_3_ran_for_more_than_nine_tenths_of_its_time() -> None:
 
 def test_more_storage_fewer_failures_and_quicker_restarts_leave_more(plan: Plan) -> None:
     base = Failures(100.0, checkpoint_gbps=0.1, restart_seconds=600.0)
-    share = goodput(plan, base).share
+    share = goodput_of(plan, base).share
     for better in (
         Failures(200.0, 0.1, 600.0),
         Failures(100.0, 0.2, 600.0),
         Failures(100.0, 0.1, 60.0),
     ):
-        assert share < goodput(plan, better).share < 1
+        assert share < goodput_of(plan, better).share < 1
 
 
 def test_checkpoints_come_after_whole_steps_and_at_least_one(plan: Plan) -> None:
-    kept = goodput(plan, Failures(1000.0))
+    kept = goodput_of(plan, Failures(1000.0))
     assert kept.interval_s == pytest.approx(kept.interval_steps * plan.estimate.step_time_s)
     ideal = best_interval(kept.checkpoint_s, kept.failure_s)
     assert abs(kept.interval_s - ideal) <= plan.estimate.step_time_s
     slow = plan.model_copy(update={"estimate": plan.estimate.model_copy(update={"step_time_s": 1e4})})
-    assert goodput(slow, Failures(1000.0, 1e6)).interval_steps == 1
+    assert goodput_of(slow, Failures(1000.0, 1e6)).interval_steps == 1
 
 
 def test_a_job_that_never_gets_on_ends_in_one_line(plan: Plan) -> None:
     with pytest.raises(
         InputError, match=r"^mtbf_hours 0.1 of 8 devices: one fails every 45.0 s, but a step "
     ) as caught:
-        goodput(plan, Failures(0.1))
+        goodput_of(plan, Failures(0.1))
     assert "\n" not in str(caught.value)
     assert expected_share(1.0, 1e6, 1.0, 1.0) == 0.0
 

@@ -22,13 +22,16 @@ from costmodels.spec.layout import Recompute
 from costmodels.spec.mixed_cluster import mixed_cluster
 from costmodels.spec.record import GIB
 from costmodels.spec.table import LayoutTable
-from planner.options.inputs import DEFAULT_ENGINE, resolve_cluster, resolve_engine
-from planner.options.node_kinds import idle_shares, kinds_of_layout, parse_kinds
-from planner.options.pins import Pins
-from planner.ranking import Problem, rank
+from planner.inputs.batch import Batch
+from planner.inputs.cluster import resolve_cluster
+from planner.inputs.engine import DEFAULT_ENGINE, resolve_engine
+from planner.inputs.node_kinds import parse_kinds
+from planner.inputs.pins import Pins
+from planner.pipeline_ranks import idle_shares, kinds_of_layout
+from planner.problem import Problem
+from planner.ranking.ranking import rank
 from planner.solve.mixed_caps import exact_caps
 from planner.solve.mixed_splits import layers_of_ranks, least_bound, pipelines
-from planner.space.grid import Batch
 from tests.support.commands import Command
 
 ENGINE = resolve_engine(DEFAULT_ENGINE)

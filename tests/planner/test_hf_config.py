@@ -9,7 +9,7 @@ import pytest
 from costmodels.catalogue import load_model
 from costmodels.errors import InputError
 from costmodels.spec.model import RopeScaling, Router
-from planner.options.hf_config import model_from_hf_config
+from planner.inputs.hf_config import model_from_hf_config
 
 LLAMA = {
     "model_type": "llama", "hidden_act": "silu", "rms_norm_eps": 1e-5, "tie_word_embeddings": False,

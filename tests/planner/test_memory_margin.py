@@ -11,7 +11,7 @@ import pytest
 from costmodels import ModelSpec
 from costmodels.errors import InputError
 from planner import Plan, evaluate, search, suggest
-from planner.options.inputs import resolve_cluster
+from planner.inputs.cluster import resolve_cluster
 
 GIB = 2**30
 

@@ -14,8 +14,8 @@ from costmodels.errors import InputError
 from costmodels.network.network_table import read_network_table
 from costmodels.spec.hardware import MeasuredCollective
 from planner import Plan, evaluate, search, suggest
-from planner.options.inputs import resolve_cluster
-from planner.options.parallel import ClusterOptions
+from planner.inputs.cluster import resolve_cluster
+from planner.options.cluster import ClusterOptions
 
 TINY = ModelSpec(name="tiny", layers=4, hidden=256, heads=8, vocab=1000, seq=128)
 

@@ -16,8 +16,9 @@ from hypothesis import strategies as st
 from costmodels import ModelSpec, price
 from costmodels.errors import InputError
 from costmodels.pricing import Prices
-from planner import Plan, first_plans, search, suggest
+from planner import Plan, search, suggest
 from planner.objective import MEMORY_DIGITS, OBJECTIVES, parse_objective
+from planner.ranking import first_plans
 
 TINY = ModelSpec(name="tiny", layers=4, hidden=256, heads=8, vocab=1000, seq=128)
 

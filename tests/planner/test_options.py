@@ -12,9 +12,12 @@ import pytest
 from costmodels import ModelSpec
 from costmodels.catalogue import load_model
 from costmodels.errors import InputError
+from planner.inputs.pins import WherePossible
+from planner.options.batch import BatchOptions
+from planner.options.cluster import ClusterOptions
 from planner.options.flags import flag_names
-from planner.options.parallel import BatchOptions, ClusterOptions, ModelOptions, ParallelOptions
-from planner.options.pins import WherePossible
+from planner.options.model import ModelOptions
+from planner.options.parallel import ParallelOptions
 
 NAMES = {"name", "source", "published_parameters"}
 

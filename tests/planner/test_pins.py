@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from costmodels.errors import InputError
-from planner.options.choice import Choice, Span
-from planner.options.pins import WherePossible, parse_pins, where_possible
+from planner.inputs.choice import Choice, Span
+from planner.inputs.pins import WherePossible, parse_pins, where_possible
 
 
 def test_names_count_whatever_their_case() -> None:

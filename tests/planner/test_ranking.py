@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from costmodels import ModelSpec, price
-from planner import Plan, evaluate, first_plans, search
+from planner import Plan, evaluate, search
+from planner.ranking import first_plans
 
 TINY = ModelSpec(name="tiny", layers=8, hidden=256, heads=8, vocab=1000, seq=128)
 

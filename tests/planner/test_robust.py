@@ -10,7 +10,7 @@ import pytest
 from costmodels import price
 from costmodels.spec.engine import Spread
 from planner import search
-from planner.robustness import MOST, NOISE, OWN, apart, in_words, indistinguishable, told_apart
+from planner.ranking.ties import MOST, NOISE, OWN, apart, in_words, indistinguishable, told_apart
 
 PROBLEM = {"world_size": 64, "device": "a100-80g", "global_batch_size": 64}
 

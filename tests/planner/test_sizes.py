@@ -16,7 +16,7 @@ from costmodels import ModelSpec
 from costmodels.errors import InputError, NoLayoutFits
 from planner import Sizes, advice, search
 from planner.budget.goodput import Failures
-from planner.budget.sizes import Size, nothing_fits, parse_world_sizes
+from planner.world_sizes import Size, nothing_fits, parse_world_sizes
 
 TINY = ModelSpec(name="tiny", layers=4, hidden=256, heads=8, vocab=1000, seq=128)
 

@@ -10,7 +10,7 @@ import pytest
 from costmodels.pricing import peak_memory
 from costmodels.spec.table import LayoutTable
 from planner import search
-from planner.ranking import SearchResult
+from planner.ranking.result import SearchResult
 from planner.space.rules import LONGEST_CHUNK
 from runtime.settings.preflight import check_job
 

@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from costmodels import Layout, ModelSpec, even_split
 from costmodels.errors import InputError
 from costmodels.spec.table import ARRAY_FIELDS, RECOMPUTE_KINDS
-from planner.options.pins import Pins, WherePossible, parse_pins
-from planner.space.grid import Batch, build, micro_batch_sizes, obstacle
+from planner.inputs.batch import Batch
+from planner.inputs.pins import Pins, WherePossible, parse_pins
+from planner.space.grid import build, micro_batch_sizes, obstacle
 from planner.space.rules import RULES, first_illegal
 
 

@@ -16,7 +16,8 @@ from costmodels.pricing import peak_memory, price
 from costmodels.spec.hardware import Cluster
 from costmodels.spec.table import Bools, Floats, LayoutTable
 from planner import search
-from planner.options.inputs import DEFAULT_ENGINE, resolve_cluster, resolve_engine
+from planner.inputs.cluster import resolve_cluster
+from planner.inputs.engine import DEFAULT_ENGINE, resolve_engine
 from planner.solve.bounds import least_peak, least_seconds
 from planner.solve.splits import balanced
 

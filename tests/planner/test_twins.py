@@ -8,8 +8,9 @@ from itertools import pairwise
 import pytest
 
 from planner.api import search
-from planner.ranking import SearchResult
-from planner.twins import FORMS, listed
+from planner.ranking.distinct import distinct_plans
+from planner.ranking.result import SearchResult
+from planner.ranking.twins import FORMS
 from tests.support.commands import Command
 
 PROBLEM = {"model": "llama3-8b", "world_size": 8, "device": "h100", "global_batch_size": 64}
@@ -18,7 +19,7 @@ PROBLEM = {"model": "llama3-8b", "world_size": 8, "device": "h100", "global_batc
 
 def test_a_plan_stands_for_its_twins() -> None:
     result = search(**PROBLEM)
-    _, rows = listed(result, 10)
+    _, rows = distinct_plans(result, 10)
     plans = result.plans(rows[-1].place + len(rows[-1].twins))
     assert len(rows) == 10 and len(plans) > 10
     assert sum(1 + len(row.twins) for row in rows) == len(plans)
@@ -38,21 +39,21 @@ def test_places_with_twins_are_settled_at_once(monkeypatch: pytest.MonkeyPatch) 
     result, asked = search(**PROBLEM), []
     settled = SearchResult.settled
     monkeypatch.setattr(SearchResult, "settled", lambda own, top: asked.append(top) or settled(own, top))
-    _, rows = listed(result, 10)
+    _, rows = distinct_plans(result, 10)
     assert asked == [rows[-1].place + len(rows[-1].twins) + 1]
 
 
 def test_the_best_is_compared_with_the_next_that_is_no_twin() -> None:
     result = search("gpt2-small", world_size=8, device="h100", max_global_batch_size=16, pin="tp=1")
-    _, (best, rival) = listed(result, 2)
+    _, (best, rival) = distinct_plans(result, 2)
     assert best.twins
     assert rival.plan.layout.describe() in best.plan.reason and "zero=2" not in best.plan.reason
 
 
 def test_no_plan_is_listed_twice_however_many_are_asked_for() -> None:
     result = search(**PROBLEM)
-    _, ten = listed(result, 10)
-    assert [listed(result, top)[1] for top in (1, 2, 3)] == [ten[:top] for top in (1, 2, 3)]
+    _, ten = distinct_plans(result, 10)
+    assert [distinct_plans(result, top)[1] for top in (1, 2, 3)] == [ten[:top] for top in (1, 2, 3)]
 
 
 def test_the_table_names_twins_in_the_row_of_the_first(planner_command: Command) -> None:

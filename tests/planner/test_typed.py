@@ -6,9 +6,11 @@ import dataclasses
 
 import pytest
 
+from planner.options.batch import BatchOptions
+from planner.options.cluster import ClusterOptions
 from planner.options.flags import flag_names
 from planner.options.messages import spoken
-from planner.options.parallel import BatchOptions, ClusterOptions, ParallelOptions
+from planner.options.parallel import ParallelOptions
 
 
 def said(message: str, typed: str) -> str:

@@ -12,9 +12,10 @@ from costmodels import Layout, ModelSpec, price
 from costmodels.bundled import rank_peaks
 from costmodels.spec.record import GIB
 from costmodels.spec.table import LayoutTable
-from planner.exact_memory import verifiable
-from planner.first_plans import SETTLED
-from planner.options import inputs
+from planner.inputs.cluster import resolve_cluster
+from planner.inputs.engine import resolve_engine
+from planner.ranking.exact_memory import verifiable
+from planner.ranking.first_plans import SETTLED
 
 GPT = ModelSpec(name="gpt", layers=8, hidden=1024, heads=16, vocab=8192, seq=1024)
 PINS = ["schedule=1f1b", "pp=2", "tp=1", "recompute=none"]
@@ -87,8 +88,8 @@ def test_only_the_bundled_engine_on_gpus_is_verified() -> None:
         precision="bf16",
     )
     table = LayoutTable.of([layout])
-    gpus, cpus = inputs.resolve_cluster("a100-80g", 2), inputs.resolve_cluster("cpu", 2)
-    bundled, megatron = inputs.resolve_engine("bundled"), inputs.resolve_engine("megatron")
+    gpus, cpus = resolve_cluster("a100-80g", 2), resolve_cluster("cpu", 2)
+    bundled, megatron = resolve_engine("bundled"), resolve_engine("megatron")
     assert verifiable(GPT, gpus, bundled, table).all()
     assert not verifiable(GPT, gpus, megatron, table).any()
     assert not verifiable(GPT, cpus, bundled, table).any()

@@ -15,8 +15,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from costmodels import Layout, ModelSpec
 from costmodels.errors import InputError
-from planner.options.pins import parse_pins
-from planner.space.grid import Batch, build
+from planner.inputs.batch import Batch
+from planner.inputs.pins import parse_pins
+from planner.space.grid import build
 from runtime.parallel.mesh import build_grid
 from runtime.settings.preflight import check_job
 from runtime.train.stages import build_stage, executor_of

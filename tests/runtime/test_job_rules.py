@@ -12,7 +12,7 @@ import pytest
 from costmodels.errors import InputError
 from costmodels.spec.layout import SPLIT_BACKWARD
 from planner import explain, search
-from planner.options.parallel import BatchOptions
+from planner.options.batch import BatchOptions
 from runtime.job.replan import replanned
 from runtime.settings.job_rules import check_rules, job_rules, reachable
 from runtime.settings.options import DataOptions, TrainingOptions

@@ -14,7 +14,7 @@ import torch
 
 from costmodels import ModelSpec
 from costmodels.catalogue import load_model
-from planner.options.inputs import resolve_cluster
+from planner.inputs.cluster import resolve_cluster
 from runtime.job.metrics import Recorder, evaluation_line, log_line, peak_memory_bytes, throughput
 from runtime.logs.metrics_file import METRICS_FILE, MetricsReader, keep_until, read_metrics
 from tests.support.layouts import layout_of

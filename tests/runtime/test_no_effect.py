@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from costmodels.catalogue import load_model
-from planner.arguments import idle_links
-from planner.options.inputs import resolve_cluster
-from planner.options.parallel import ClusterOptions
+from planner.inputs.cluster import resolve_cluster
+from planner.options.cluster import ClusterOptions
+from planner.options.search import idle_links
 from runtime.faults.options import FaultOptions
 from runtime.generation.options import GenerateOptions
 from runtime.settings.no_effect import REASONS, without_effect

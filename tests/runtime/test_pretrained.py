@@ -12,7 +12,10 @@ import torch
 import torch.distributed as dist
 
 from costmodels.errors import InputError
-from planner.options.parallel import BatchOptions, ClusterOptions, ModelOptions, ParallelOptions
+from planner.options.batch import BatchOptions
+from planner.options.cluster import ClusterOptions
+from planner.options.model import ModelOptions
+from planner.options.parallel import ParallelOptions
 from runtime import checkpoint, convert, pretrain
 from runtime.data.tokenizers import ByteTokenizer, load_tokenizer
 from runtime.huggingface.companions import COMPANIONS

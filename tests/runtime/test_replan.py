@@ -11,7 +11,8 @@ import pytest
 
 import planner
 from costmodels.errors import InputError
-from planner.options.parallel import BatchOptions, ParallelOptions
+from planner.options.batch import BatchOptions
+from planner.options.parallel import ParallelOptions
 from planner.plan import Plan
 from runtime import checkpoint
 from runtime.job.replan import (

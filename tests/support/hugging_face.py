@@ -14,7 +14,7 @@ from packaging.version import Version
 from torch import Tensor
 
 from costmodels import ModelSpec
-from planner.options.hf_config import model_from_hf_config
+from planner.inputs.hf_config import model_from_hf_config
 from runtime.huggingface.reading import HuggingFaceModel
 
 SEQ = 24

@@ -7,8 +7,9 @@ from itertools import combinations
 import numpy as np
 
 from costmodels import Layout, ModelSpec
-from planner.options.pins import parse_pins
-from planner.space.grid import Batch, build
+from planner.inputs.batch import Batch
+from planner.inputs.pins import parse_pins
+from planner.space.grid import build
 
 KINDS = (
     "tensor_parallel",

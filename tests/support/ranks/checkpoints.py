@@ -19,7 +19,10 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 from costmodels import Layout, ModelSpec
 from costmodels.errors import InputError
-from planner.options.parallel import BatchOptions, ClusterOptions, ModelOptions, ParallelOptions
+from planner.options.batch import BatchOptions
+from planner.options.cluster import ClusterOptions
+from planner.options.model import ModelOptions
+from planner.options.parallel import ParallelOptions
 from runtime import checkpoint, pretrain
 from runtime.faults import exit_signals
 from runtime.faults.exit_signals import Requests

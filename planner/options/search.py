@@ -7,9 +7,11 @@ from typing import Any
 
 from costmodels.spec.hardware import Cluster
 from costmodels.spec.model import ModelSpec
-from planner.options.inputs import DEFAULT_ENGINE
-from planner.options.parallel import BatchOptions, HardwareOptions, ParallelOptions
-from planner.ranking import Problem
+from planner.inputs.engine import DEFAULT_ENGINE
+from planner.options.batch import BatchOptions
+from planner.options.cluster import HardwareOptions
+from planner.options.parallel import ParallelOptions
+from planner.problem import Problem
 from planner.space.rule import Rule
 
 

@@ -1,25 +1,20 @@
-"""What callers may write for a model, a cluster, an engine or a batch, resolved into the vocabulary."""
+"""A cluster as callers write it: a device, or nodes of two kinds, and what joins them."""
 
 from __future__ import annotations
 
-import operator
 import os
-import reprlib
-from numbers import Real
 from pathlib import Path
-from typing import TYPE_CHECKING, SupportsIndex, TypedDict, get_args
+from typing import TYPE_CHECKING, TypedDict
 
-from costmodels.catalogue import engine_names, load_device, load_engine, load_model
+from costmodels.catalogue import load_device
 from costmodels.catalogue.yaml_files import build
 from costmodels.errors import InputError
 from costmodels.network.network_table import read_network_table
-from costmodels.spec.engine import Engine
-from costmodels.spec.hardware import Cluster, Device, Link, MeasuredCollective, Precision
+from costmodels.spec.hardware import Cluster, Device, Link, MeasuredCollective
 from costmodels.spec.mixed_cluster import mixed_cluster
-from costmodels.spec.model import ModelSpec
 from costmodels.spec.record import GIB
-from planner.options.node_kinds import is_of_kinds, parse_kinds
-from planner.space.grid import Batch
+from planner.inputs.node_kinds import is_of_kinds, parse_kinds
+from planner.inputs.numbers import whole_number
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -27,7 +22,6 @@ if TYPE_CHECKING:
 DEFAULT_DEVICE = "a100-80g"
 """Device that is assumed when none is named."""
 
-DEFAULT_ENGINE = "bundled"
 
 MEMORY_VARIABLE = "DEVICE_MEMORY_GB"
 """Environment variable that overrides the memory of one device.
@@ -44,10 +38,6 @@ LEAST_GBPS, MOST_GBPS = 0.1, 1e5
 
 MOST_DEVICES = 2**20
 """Beyond what anyone builds; layouts of more take minutes to list."""
-
-MOST_SEQUENCES = 2**20
-"""Sequences of a step: ten times the largest batches that anyone trains with. Layouts of more take minutes to
-list."""
 
 
 class NetworkOptions(TypedDict, total=False):
@@ -68,34 +58,6 @@ class NetworkOptions(TypedDict, total=False):
     """Bandwidth of a pod's network cards over that of its links to the spine, such as 2 for 2:1."""
     network_table: str | Path | tuple[MeasuredCollective, ...] | None
     """Measured collectives, or the CSV file that holds them (`read_network_table`)."""
-
-
-def resolve_model(model: ModelSpec | str | Path, seq: int | None = None) -> ModelSpec:
-    """A model from itself, a catalogue name, a YAML file, or a Hugging Face config.json (or its folder).
-
-    `seq`, in tokens, replaces the sequence length; a model whose positions end earlier is extended.
-    """
-    if isinstance(model, ModelSpec):
-        return with_seq(model, seq)
-    if is_hf_config(model):
-        from planner.options.hf_config import model_from_hf_config  # Only few runs read such a file.
-
-        return model_from_hf_config(model, seq=seq)
-    return with_seq(load_model(str(model)), seq)
-
-
-def is_hf_config(model: str | Path) -> bool:
-    """Whether a model is given as a Hugging Face config.json or its folder."""
-    path = Path(model)
-    return path.suffix == ".json" or (path / "config.json").is_file()
-
-
-def with_seq(model: ModelSpec, seq: int | None) -> ModelSpec:
-    """`model` trained on sequences of `seq` tokens; its positions grow where they were fewer."""
-    if seq is None or seq == model.seq:
-        return model
-    values = model.model_dump() | {"seq": seq, "max_positions": max(seq, model.max_positions)}
-    return build(ModelSpec, values, f"model {model.name}")
 
 
 def resolve_cluster(
@@ -248,72 +210,3 @@ def _margin_bytes(given: float | None) -> float | None:
     if given is not None and not 0 <= given < 2**30:
         raise InputError(f"memory_margin_gib {given:g}: expected a number of GiB of at least 0, such as 2")
     return None if given is None else given * GIB
-
-
-def resolve_engine(engine: Engine | str | None, device: Device | None = None) -> Engine:
-    """An engine from itself or its catalogue name; where none is named, the first that runs on `device`."""
-    if engine is None:
-        engine = DEFAULT_ENGINE if device is None else engines_on(device)[0]
-    return engine if isinstance(engine, Engine) else load_engine(engine)
-
-
-def engines_on(device: Device) -> list[str]:
-    """Names of the catalogue's engines that run on `device`: the bundled one first, where it does."""
-    return [name for name in engine_names() if device.kind in load_engine(name).runs.devices]
-
-
-def check_runs_on(engine: Engine, cluster: Cluster) -> None:
-    """Raise `InputError` where `engine` does not run on the devices of `cluster`."""
-    for device in {part.device.name: part.device for part in cluster.parts or (cluster,)}.values():
-        if device.kind not in engine.runs.devices:
-            raise InputError(
-                f"engine {engine.name} does not run on {device.name}; leave it out, or give one of "
-                f"{', '.join(engines_on(device))}"
-            )
-
-
-def resolve_batch(global_batch_size: int | None, max_global_batch_size: int | None) -> Batch:
-    """The batch of a step in sequences: exactly one of the two must be given."""
-    if global_batch_size is not None and max_global_batch_size is not None:
-        raise InputError(
-            f"global_batch_size {global_batch_size} and max_global_batch_size {max_global_batch_size}: "
-            "give one of the two"
-        )
-    maximum = global_batch_size is None
-    size = max_global_batch_size if maximum else global_batch_size
-    if size is None:
-        raise InputError("no batch size: give global_batch_size or max_global_batch_size")
-    name = "max_global_batch_size" if maximum else "global_batch_size"
-    return Batch(whole_number(name, size, MOST_SEQUENCES), maximum)
-
-
-def whole_number(name: str, value: SupportsIndex, most: int) -> int:
-    """`value`, which may be of another library, as an int from 1 to `most`; raises `InputError`."""
-    try:
-        number = operator.index(value)
-    except TypeError:
-        number = 0
-    if not 1 <= number <= most:
-        raise InputError(
-            f"{name} {reprlib.repr(value)}: expected a whole number of at least 1 and at most {most}"
-        )
-    return number
-
-
-def real_number(name: str, value: float, least: float, most: float, expected: str) -> float:
-    """`value` as a float from `least` to `most`; raises `InputError`, which says what was `expected`."""
-    if not isinstance(value, Real) or not least <= value <= most:
-        shown = f"{value:g}" if isinstance(value, float) else reprlib.repr(value)
-        raise InputError(f"{name} {shown}: expected {expected}, from {least:g} to {most:g}")
-    return float(value)
-
-
-def resolve_precision(precision: str | None, device: Device, engine: Engine) -> Precision:
-    """The number format of matrix products: the device's default unless given."""
-    wanted = precision or device.default_precision
-    able = [kind for kind in get_args(Precision) if kind in device.peak_flops and kind in engine.memory]
-    for kind in get_args(Precision):
-        if kind == wanted and kind in able:
-            return kind  # type: ignore[no-any-return]
-    choices = ", ".join(able) or "no precision"
-    raise InputError(f"precision {wanted}: {device.name} with engine {engine.name} trains in {choices}")

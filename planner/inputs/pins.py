@@ -24,7 +24,7 @@ from costmodels.spec.layout import (
 )
 from costmodels.spec.table import BOOLEANS
 from costmodels.spelling import near_names, nearest
-from planner.options.choice import EXAMPLES, Choice, Value, Wanted, span
+from planner.inputs.choice import EXAMPLES, Choice, Value, Wanted, span
 
 
 @dataclass(frozen=True)

@@ -16,12 +16,15 @@ from planner.advice import no_layout_fits
 from planner.api import search
 from planner.budget.goodput import Failures
 from planner.budget.run import UNIT_TOKENS, Run, check_price, parse_tokens
+from planner.inputs.cluster import MOST_DEVICES, NetworkOptions, resolve_cluster
+from planner.inputs.keywords import keywords, names_unknown
+from planner.inputs.model import resolve_model
+from planner.inputs.node_kinds import is_of_kinds
 from planner.objective import DEFAULT_OBJECTIVE, Objective, equal_peak, parse_objective
-from planner.options import inputs
-from planner.options.keywords import keywords, names_unknown
-from planner.options.node_kinds import is_of_kinds
 from planner.plan import Plan
-from planner.ranking import Problem, SearchResult, rank
+from planner.problem import Problem
+from planner.ranking.ranking import rank
+from planner.ranking.result import SearchResult
 from planner.space.rule import divisors
 
 WorldSizes = str | SupportsIndex | Iterable[SupportsIndex]
@@ -33,9 +36,9 @@ MOST_SIZES = 64
 
 CLUSTER = {
     *("device", "world_size", "local_world_size", "device_memory_gib", "memory_margin_gib"),
-    *inputs.NetworkOptions.__annotations__,
+    *NetworkOptions.__annotations__,
 }
-"""What `inputs.resolve_cluster` takes of the arguments of a search."""
+"""What `resolve_cluster` takes of the arguments of a search."""
 
 
 @dataclass(frozen=True)
@@ -144,18 +147,18 @@ def _usual(most: int, per_node: int) -> list[int]:
 
 def _count(given: object, word: str) -> int:
     word = word.strip()
-    digits = len(str(inputs.MOST_DEVICES))
+    digits = len(str(MOST_DEVICES))
     if word.isascii() and word.isdigit() and len(word.lstrip("0")) <= digits:
         number = int(word)
-        if 1 <= number <= inputs.MOST_DEVICES:
+        if 1 <= number <= MOST_DEVICES:
             return number
     raise InputError(
         f"world_size {given}: {word!r} is not a number of devices; expected 64, 64,128,256 or 64..512, "
-        f"at most {inputs.MOST_DEVICES}"
+        f"at most {MOST_DEVICES}"
     )
 
 
-@names_unknown(keywords(search), inputs.NetworkOptions.__annotations__)
+@names_unknown(keywords(search), NetworkOptions.__annotations__)
 def sizes(
     model: ModelSpec | str | Path,
     *,
@@ -183,7 +186,7 @@ def sizes(
             "one size, or for one kind"
         )
     wanted = parse_objective(objective)
-    spec = inputs.resolve_model(model)
+    spec = resolve_model(model)
     count = None if tokens is None else parse_tokens(tokens)
     check_price(price_per_hour)
     found, errors = [], []
@@ -213,7 +216,7 @@ def _resized(known: Problem, **job: Any) -> SearchResult:
 
     Raises `InputError` when no layout is legal, without the sizes nearby that are: they take seconds to find.
     """
-    cluster = inputs.resolve_cluster(**{name: job[name] for name in CLUSTER & job.keys()})
+    cluster = resolve_cluster(**{name: job[name] for name in CLUSTER & job.keys()})
     problem = replace(known, cluster=cluster)
     started = time.perf_counter()
     space = problem.space()
@@ -232,7 +235,7 @@ def nothing_fits(found: Sizes) -> NoLayoutFits:
 
 def _per_node(device: Device | str | None, local_world_size: int | None) -> int:
     """Devices of a node, as far as one world size does not decide it."""
-    resolved = inputs.resolve_cluster(device, 1, local_world_size).device
+    resolved = resolve_cluster(device, 1, local_world_size).device
     return int(local_world_size or (1 if resolved.kind == "cpu" else resolved.devices_per_node))
 
 

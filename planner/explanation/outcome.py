@@ -16,18 +16,21 @@ from costmodels.pricing import price
 from costmodels.spec.layout import Layout
 from costmodels.spec.record import GIB
 from costmodels.spec.table import ARRAY_FIELDS, Bools, LayoutTable, code_of
-from planner import objective, reasons
 from planner.explanation.comparison import Comparison, compare
-from planner.objective import logarithms
-from planner.objective_text import lead
-from planner.options import inputs
-from planner.options.choice import Choice
-from planner.options.pin_text import spelled
-from planner.options.pins import PinInput, Pins, WherePossible, parse_pins
+from planner.inputs.batch import Batch
+from planner.inputs.choice import Choice
+from planner.inputs.engine import resolve_precision
+from planner.inputs.pin_notation import spelled
+from planner.inputs.pins import PinInput, Pins, WherePossible, parse_pins
+from planner.objective import EQUAL, logarithms
 from planner.plan import Plan
-from planner.ranking import Problem, SearchResult, rank
+from planner.problem import Problem
+from planner.ranking import reasons
+from planner.ranking.ranking import rank
+from planner.ranking.reasons import lead_text
+from planner.ranking.result import SearchResult
 from planner.space.degrees import Degrees
-from planner.space.grid import UNVARIED, Batch, Space
+from planner.space.grid import UNVARIED, Space
 from planner.space.rules import RULES
 
 Outcome = Literal["first", "slower", "too_big", "illegal"]
@@ -146,9 +149,9 @@ def _priced(result: SearchResult, problem: Problem, space: Space, asked: str) ->
     else:
         comparison = compare(result.best, plan)
         candidates = ((each.layout, each.estimate) for each in (plan, result.best))
-        reason = objective.behind(problem.objective, *candidates)
+        reason = reasons.behind(problem.objective, *candidates)
         if place == 1:
-            better = lead(problem.objective, plan.estimate, result.best.estimate)
+            better = lead_text(problem.objective, plan.estimate, result.best.estimate)
             outcome, reason = "first", f"would be first: {better} the best that was searched"
     return Verdict(
         asked=asked,
@@ -181,7 +184,7 @@ def _with_degrees(problem: Problem, degrees: Pins) -> Problem:
     size = pins.pop("global_batch_size", None)
     precision = problem.precision
     if wanted is not None:
-        precision = inputs.resolve_precision(str(wanted), problem.cluster.device, problem.engine)
+        precision = resolve_precision(str(wanted), problem.cluster.device, problem.engine)
     return replace(
         problem,
         pins={**problem.pins, **pins},
@@ -203,8 +206,8 @@ def place_of(result: SearchResult, plan: Plan) -> int:
     )
     better, equal = np.zeros(len(result.prices), dtype=bool), np.ones(len(result.prices), dtype=bool)
     for theirs, mine in zip(ranked, asked, strict=True):
-        better |= equal & (theirs < mine[0] - objective.EQUAL)
-        equal &= np.abs(theirs - mine[0]) <= objective.EQUAL
+        better |= equal & (theirs < mine[0] - EQUAL)
+        equal &= np.abs(theirs - mine[0]) <= EQUAL
     return 1 + int(np.count_nonzero(better))
 
 

@@ -1,18 +1,10 @@
-"""Nodes of two kinds: how a user writes them, and what each does in a plan."""
+"""Nodes of two kinds, as callers write them."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from costmodels.catalogue import load_device
 from costmodels.errors import InputError
-from costmodels.pipeline_times import rank_seconds
-from costmodels.ranks.sites import BOTH, kinds_of_ranks
-from costmodels.spec.hardware import Cluster, Device
-from costmodels.spec.layout import Layout
-
-if TYPE_CHECKING:
-    from planner.plan import Plan
+from costmodels.spec.hardware import Device
 
 KINDS = "a100-80g:4,v100-32g:4"
 """How nodes of two kinds are written: a device and its number of nodes, twice."""
@@ -53,21 +45,3 @@ def parse_kinds(text: str) -> list[tuple[Device, int]]:
     if not one.peak_flops.keys() & other.peak_flops.keys():
         raise InputError(f"device {text}: {one.name} and {other.name} share no number format to train in")
     return found
-
-
-def kinds_of_layout(cluster: Cluster, layout: Layout) -> list[tuple[str, list[int]]]:
-    """Devices by name and the pipeline ranks of each, in order; both names for a rank on both kinds."""
-    ranks = range(layout.pipeline_parallel)
-    if not cluster.parts:
-        return [(cluster.device.name, list(ranks))]
-    kinds = kinds_of_ranks(cluster, layout.pipeline_parallel).tolist()
-    names = {BOTH: cluster.device.name, **{code: part.device.name for code, part in enumerate(cluster.parts)}}
-    return [(names[kind], [rank for rank in ranks if kinds[rank] == kind]) for kind in dict.fromkeys(kinds)]
-
-
-def idle_shares(plan: Plan) -> list[float]:
-    """Share of the step that each pipeline rank waits for messages and for slower ranks, 0 to 1."""
-    layout, estimate = plan.layout, plan.estimate
-    busy = layout.micro_batches * rank_seconds(plan.model, plan.cluster, plan.engine, layout)
-    waits = estimate.time.bubble + estimate.time.pipeline_parallel + busy.max() - busy
-    return [float(share) for share in waits / estimate.step_time_s]

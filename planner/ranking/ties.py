@@ -21,7 +21,7 @@ from costmodels.time.layer_table import known_share
 from costmodels.time.uncertainty import COMMUNICATION, NARROW_HIDDEN
 
 if TYPE_CHECKING:
-    from planner.ranking import SearchResult
+    from planner.ranking.result import SearchResult
 
 KERNELS = ("compute", "attention", "elementwise", "recompute")
 """Parts of `StepTime` whose kernels have other shapes where a layout cuts layers in another way."""

@@ -1,64 +1,25 @@
-"""Ranking: price the legal layouts of a problem and put them in order."""
+"""`SearchResult`: the answer of a search, whose plans are made from its rows on demand."""
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
 
-from costmodels.pricing import Prices, estimate, peak_memory, price
-from costmodels.spec.engine import Engine
+from costmodels.pricing import Prices, estimate, peak_memory
 from costmodels.spec.estimate import Estimate
-from costmodels.spec.hardware import Cluster, Precision
 from costmodels.spec.layout import Layout
-from costmodels.spec.model import ModelSpec
 from costmodels.spec.table import Ints, LayoutTable
-from planner import objective as objectives
-from planner import reasons
-from planner.exact_memory import known_bytes
-from planner.first_plans import MOST, SETTLED, SHOWN, Ranking, order, settled
-from planner.objective import Objective, logarithms
-from planner.options.pins import Pins
 from planner.plan import Plan
-from planner.solve.bounds import Fit, fit
-from planner.solve.offload import REASON, last_resorts
-from planner.solve.union import joined, joined_prices
-from planner.solve.variants import solved
-from planner.space.engine_rules import engine_rules
-from planner.space.grid import Batch, Space, build, obstacle
-from planner.space.rule import Rule
+from planner.problem import Problem
+from planner.ranking import reasons
+from planner.ranking.exact_memory import known_bytes
+from planner.ranking.first_plans import MOST, SHOWN, Ranking, order, settled
+from planner.ranking.twins import other_form
+from planner.solve.concatenation import joined
+from planner.solve.offload import REASON
 from planner.space.rules import DEVICE_MEMORY
-from planner.twins import other_form
-
-
-@dataclass(frozen=True)
-class Problem:
-    """What is asked: all inputs, resolved."""
-
-    model: ModelSpec
-    cluster: Cluster
-    engine: Engine
-    batch: Batch
-    precision: Precision
-    pins: Pins
-    objective: Objective = "throughput"
-    rules: tuple[Rule, ...] = ()
-    """What this job cannot run, besides what no job and what its engine cannot."""
-
-    @property
-    def further(self) -> tuple[Rule, ...]:
-        """The rules of the engine and the job, besides those of all layouts."""
-        return engine_rules(self.engine) + self.rules
-
-    def space(self) -> Space:
-        """The legal layouts; raises `InputError` when the pins do not divide the world size."""
-        return build(self.model, self.cluster.world_size, self.batch, self.precision, self.pins, self.further)
-
-    def obstacle(self) -> str:
-        """Why no layout is legal: the rule that stops those which break fewest, with its numbers."""
-        return obstacle(self.model, self.cluster.world_size, self.batch, self.pins, self.further)
 
 
 @dataclass(frozen=True, repr=False)
@@ -210,65 +171,11 @@ class SearchResult:
             best = self._candidate(0)
             others = (self._candidate(place) for place in range(1, min(self.feasible, MOST)))
             rival = next((one for one in others if other_form(best, one) is None), self._candidate(1))
-            found = objectives.ahead(self.problem.objective, best, rival)
+            found = reasons.ahead(self.problem.objective, best, rival)
         else:
-            found = objectives.behind(self.problem.objective, self._candidate(rank), self._candidate(0))
+            found = reasons.behind(self.problem.objective, self._candidate(rank), self._candidate(0))
         return self._resort + found
 
     @property
     def _resort(self) -> str:
         return REASON if self.offloads else ""
-
-
-def rank(
-    problem: Problem, space: Space, started: float, offload: bool = False, count: int = SETTLED
-) -> SearchResult:
-    """Price and order the legal layouts of a problem, of which there must be one at least.
-
-    `started` is the reading of `time.perf_counter` from which `elapsed_s` counts. With `offload`, layouts
-    that offload activations or the optimizer are searched too where nothing fits without. The first `count`
-    places are settled (`SearchResult.settled`).
-    """
-    model, cluster, engine = problem.model, problem.cluster, problem.engine
-    found, alone = _fit(problem, space), space
-    if offload and not found.rows.any():
-        for space in last_resorts(problem, alone):
-            found = _fit(problem, space)
-            if found.rows.any():
-                break
-    rows = np.flatnonzero(found.rows)
-    # Most layouts of a large model do not fit; only the others are timed.
-    prices = price(model, cluster, engine, space.table.take(rows))
-    further = solved(problem, space, found, prices)
-    prices = joined_prices([prices, *further])
-    solutions = len(prices) - len(rows)
-    rows = np.concatenate([rows, len(space.table) + np.arange(solutions)])
-    places = order(prices.table, np.arange(len(rows)), *logarithms(problem.objective, prices))
-    ranking = settled(problem.objective, Ranking(prices, places), count)
-    if offload and len(rows) and not len(ranking.places):
-        # What seemed to fit does not: the last resorts after all.
-        for resort in last_resorts(problem, alone):
-            result = rank(problem, resort, started, count=count)
-            if result.feasible:
-                return replace(result, offloads=True)
-    return SearchResult(
-        problem=problem,
-        considered=space.considered + solutions,
-        legal=len(space.table) + solutions,
-        illegal=dict(space.illegal),
-        elapsed_s=time.perf_counter() - started,
-        tables=(space.table, *(some.table for some in further)),
-        ranking=ranking,
-        rows=rows,
-        solved=solutions,
-        offloads=len(ranking.places) > 0 and space is not alone,
-    )
-
-
-def _fit(problem: Problem, space: Space) -> Fit:
-    where = problem.model, problem.cluster, problem.engine
-    if problem.cluster.parts:
-        from planner.solve.mixed_nodes import fit_of_kinds  # Few clusters have nodes of two kinds.
-
-        return fit_of_kinds(*where, space.table)
-    return fit(*where, space.table, space.states)

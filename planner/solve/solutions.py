@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -12,18 +11,16 @@ from costmodels.pricing import Prices, peak_memory, price
 from costmodels.spec.engine import Engine
 from costmodels.spec.layout import Recompute
 from costmodels.spec.table import Bools, Floats, LayoutTable
+from planner.inputs.choice import Choice
+from planner.inputs.pins import Pins
 from planner.objective import Objective
-from planner.options.choice import Choice
-from planner.options.pins import Pins
+from planner.problem import Problem
 from planner.solve.bounds import Fit, Worth, least_peak, rows_worth
+from planner.solve.concatenation import joined_prices
 from planner.solve.recompute import UNIFORM, first_of_each, least_recompute
 from planner.solve.replicas import could_gain, replicated
 from planner.solve.splits import balanced
-from planner.solve.union import joined_prices
 from planner.space.grid import Space
-
-if TYPE_CHECKING:
-    from planner.ranking import Problem
 
 FIRST = 20
 """Places of the ranking for which degrees are solved: whatever could take one of them is."""

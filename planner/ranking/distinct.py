@@ -1,29 +1,22 @@
-"""Plans of a ranking without their twins: layouts that differ in form only, and in no estimate."""
+"""Plans of a ranking without their twins."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from math import isclose
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from costmodels.spec.estimate import Estimate
-    from costmodels.spec.layout import Layout
-    from planner.plan import Plan
-    from planner.ranking import SearchResult
-
-FORMS = {"zero_stage": "zero", "context_parallel_form": "cp_form"}
-"""Degrees in which twins may differ, as plans are written."""
-
-SAME = 1e-9
-"""Relative difference of estimates that rounding errors make."""
+from costmodels.spec.estimate import Estimate
+from costmodels.spec.layout import Layout
+from planner.plan import Plan
+from planner.ranking.result import SearchResult
+from planner.ranking.twins import FORMS, SAME, other_form
 
 AHEAD = 4
 """How many times as many places as plans are looked at before they are settled."""
 
 
 @dataclass(frozen=True)
-class Listed:
+class DistinctPlan:
     """A plan at a place of the ranking that stands for its twins too."""
 
     place: int
@@ -43,7 +36,7 @@ class Listed:
         return f" ({self.note})" if self.twins else ""
 
 
-def listed(result: SearchResult, top: int) -> tuple[SearchResult, list[Listed]]:
+def distinct_plans(result: SearchResult, top: int) -> tuple[SearchResult, list[DistinctPlan]]:
     """`result` settled as far as needed, and its best `top` plans that fit and are twins of no better one."""
     count = _reach(result, top)
     while True:
@@ -68,9 +61,9 @@ def _reach(result: SearchResult, top: int) -> int:
     return top + 1
 
 
-def _grouped(result: SearchResult, count: int) -> list[Listed]:
+def _grouped(result: SearchResult, count: int) -> list[DistinctPlan]:
     """The first `count` places, twins with the first of them."""
-    found: list[Listed] = []
+    found: list[DistinctPlan] = []
     alike = 0
     """Plans at the end of `found` that are as fast as the last one."""
     for rank in range(count):
@@ -83,7 +76,7 @@ def _grouped(result: SearchResult, count: int) -> list[Listed]:
                 found[number] = replace(found[number], twins=(*found[number].twins, form))
                 break
         else:
-            found.append(Listed(rank + 1, plan))
+            found.append(DistinctPlan(rank + 1, plan))
             alike += 1
     return found
 
@@ -94,17 +87,3 @@ def _speed(plan: Plan) -> float:
 
 def _priced(plan: Plan) -> tuple[Layout, Estimate]:
     return plan.layout, plan.estimate
-
-
-def other_form(one: tuple[Layout, Estimate], other: tuple[Layout, Estimate]) -> str | None:
-    """What a twin of `one` has instead of its forms; None where `other` is no twin."""
-    (layout, cost), (other_layout, other_cost) = one, other
-    if not isclose(cost.step_time_s, other_cost.step_time_s, rel_tol=SAME):
-        return None
-    if not isclose(cost.peak_memory_bytes, other_cost.peak_memory_bytes, rel_tol=SAME):
-        return None
-    forms = {name: getattr(other_layout, name) for name in FORMS}
-    if layout.model_copy(update=forms) != other_layout:
-        return None
-    mine = {name: getattr(layout, name) for name in FORMS}
-    return " ".join(f"{FORMS[name]} {form}" for name, form in forms.items() if form != mine[name])

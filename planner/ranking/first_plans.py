@@ -14,8 +14,8 @@ import numpy as np
 from costmodels.pricing import Prices
 from costmodels.spec.table import Floats, Ints, LayoutTable, combined
 from costmodels.time.simulation import FIRST_TRY
-from planner.exact_memory import RankBytes, verify
 from planner.objective import Objective, logarithms
+from planner.ranking.exact_memory import RankBytes, verify
 
 FEWEST, MOST = 10, 20
 """Plans at the top of the ranking whose pipelines are simulated, however long they take, and at most."""

@@ -1,4 +1,4 @@
-"""Searches on nodes of two kinds: which kind comes first, and whether one kind alone would do better."""
+"""Nodes of two kinds: which kind comes first, and whether one kind alone would do better."""
 
 from __future__ import annotations
 
@@ -8,25 +8,19 @@ from dataclasses import replace
 from costmodels.errors import InputError
 from costmodels.spec.hardware import Cluster
 from costmodels.spec.mixed_cluster import mixed_cluster
-from planner import advice
-from planner.objective import EQUAL
-from planner.objective_text import figure, gain
-from planner.ranking import Problem, SearchResult, rank
+from planner.objective import EQUAL, gain, metric
+from planner.problem import Problem
+from planner.ranking.ranking import rank
+from planner.ranking.result import SearchResult
+from planner.space.grid import Space
 
 
-def search_kinds(problem: Problem) -> SearchResult:
-    """The search with either kind in front, of which the better one is returned.
+def rank_orders(problem: Problem, space: Space, started: float) -> SearchResult:
+    """`rank` with either kind in front, of which the better one is returned.
 
     The kind in front runs the first stages, which hold most micro batches and the embedding; the other runs
     the head.
-
-    Raises:
-        InputError: no layout is legal.
     """
-    started = time.perf_counter()
-    space = problem.space()
-    if not len(space.table):
-        raise advice.no_legal_layout(problem)
     found = [
         rank(replace(problem, cluster=cluster), space, started, offload=True)
         for cluster in _orders(problem.cluster)
@@ -47,7 +41,7 @@ def _score(result: SearchResult) -> tuple[bool, float]:
     if result.best is None:
         return False, -result.closest()[0].estimate.peak_memory_bytes
     objective = result.problem.objective
-    own = figure(objective, result.best.estimate)
+    own = metric(objective, result.best.estimate)
     return True, own if objective == "throughput" else -own
 
 
@@ -67,7 +61,7 @@ def _alone(result: SearchResult) -> str | None:
     """What the better kind alone does, in words; None where nothing fits on either, or on both together."""
     if result.best is None or result.problem.objective == "memory":
         return None
-    objective, before = result.problem.objective, figure(result.problem.objective, result.best.estimate)
+    objective, before = result.problem.objective, metric(result.problem.objective, result.best.estimate)
     found = []
     first, second = result.problem.cluster.parts
     for part, other in ((first, second), (second, first)):
@@ -78,7 +72,7 @@ def _alone(result: SearchResult) -> str | None:
             continue  # Pins that do not divide its devices.
         alone = rank(problem, space, 0.0, offload=True).best if len(space.table) else None
         if alone is not None:
-            ratio = gain(objective, figure(objective, alone.estimate), before)
+            ratio = gain(objective, metric(objective, alone.estimate), before)
             found.append((ratio, f"{part.world_size} x {part.device.name}", other.device.name))
     if not found:
         return None

@@ -9,7 +9,7 @@ from costmodels.catalogue.yaml_files import build
 from costmodels.errors import InputError
 from costmodels.files import MIB, read_text
 from costmodels.spec.model import ModelSpec
-from planner.options.hf_readers import READERS, Config
+from planner.inputs.hf_readers import READERS, Config
 
 LONGEST_DEFAULT_SEQ = 4096
 """Tokens of a training sample when the user does not say: models of rotary positions are pre-trained

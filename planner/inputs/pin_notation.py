@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from planner.options.choice import Choice
-from planner.options.pins import Pins, WherePossible
+from planner.inputs.choice import Choice
+from planner.inputs.pins import Pins, WherePossible
 
 TOGETHER = (("recompute", "recompute_modules", "recompute_method", "recompute_num_layers"),)
 """Pins of which one alone says something else than beside the others, or nothing legal."""

@@ -1,0 +1,45 @@
+"""Who executes a layout, and in which number format."""
+
+from __future__ import annotations
+
+from typing import get_args
+
+from costmodels.catalogue import engine_names, load_engine
+from costmodels.errors import InputError
+from costmodels.spec.engine import Engine
+from costmodels.spec.hardware import Cluster, Device, Precision
+
+DEFAULT_ENGINE = "bundled"
+
+
+def resolve_engine(engine: Engine | str | None, device: Device | None = None) -> Engine:
+    """An engine from itself or its catalogue name; where none is named, the first that runs on `device`."""
+    if engine is None:
+        engine = DEFAULT_ENGINE if device is None else engines_on(device)[0]
+    return engine if isinstance(engine, Engine) else load_engine(engine)
+
+
+def engines_on(device: Device) -> list[str]:
+    """Names of the catalogue's engines that run on `device`: the bundled one first, where it does."""
+    return [name for name in engine_names() if device.kind in load_engine(name).runs.devices]
+
+
+def check_runs_on(engine: Engine, cluster: Cluster) -> None:
+    """Raise `InputError` where `engine` does not run on the devices of `cluster`."""
+    for device in {part.device.name: part.device for part in cluster.parts or (cluster,)}.values():
+        if device.kind not in engine.runs.devices:
+            raise InputError(
+                f"engine {engine.name} does not run on {device.name}; leave it out, or give one of "
+                f"{', '.join(engines_on(device))}"
+            )
+
+
+def resolve_precision(precision: str | None, device: Device, engine: Engine) -> Precision:
+    """The number format of matrix products: the device's default unless given."""
+    wanted = precision or device.default_precision
+    able = [kind for kind in get_args(Precision) if kind in device.peak_flops and kind in engine.memory]
+    for kind in get_args(Precision):
+        if kind == wanted and kind in able:
+            return kind  # type: ignore[no-any-return]
+    choices = ", ".join(able) or "no precision"
+    raise InputError(f"precision {wanted}: {device.name} with engine {engine.name} trains in {choices}")

@@ -1,0 +1,1 @@
+"""Which of the layouts that fit are best, and why."""

@@ -1,0 +1,123 @@
+"""Why a plan ranks where it does, and by how much, in one line."""
+
+from __future__ import annotations
+
+import math
+
+from costmodels.spec.estimate import Estimate, StepTime
+from costmodels.spec.hardware import Cluster
+from costmodels.spec.layout import Layout
+from costmodels.spec.record import GIB, in_seconds
+from planner.objective import EQUAL, MEMORY_DIGITS, Objective, equal_peak, gain, metric
+
+Candidate = tuple[Layout, Estimate]
+
+
+def ahead(objective: Objective, winner: Candidate, runner_up: Candidate) -> str:
+    """Why the first of a ranking leads the second."""
+    rival = runner_up[0].describe()
+    lead = _difference(objective, winner, runner_up)
+    if lead is not None:
+        return f"{lead} than the next, {rival}, {_speed(winner, runner_up)}"
+    more = winner[1].tokens_per_s / runner_up[1].tokens_per_s - 1
+    if more < EQUAL:
+        return f"as fast as the next, {rival}, and simpler"
+    return f"{_percent(more)} more tokens/s than the next, {rival}: {_trade(winner[1], runner_up[1])}"
+
+
+def behind(objective: Objective, candidate: Candidate, best: Candidate) -> str:
+    """Why a plan ranks behind the first."""
+    lag = _difference(objective, candidate, best)
+    if lag is not None:
+        return f"{lag} than the best, {_speed(candidate, best)}"
+    fewer = 1 - candidate[1].tokens_per_s / best[1].tokens_per_s
+    if fewer < EQUAL:
+        return "as fast as the best, but less simple"
+    return f"{_percent(fewer)} fewer tokens/s than the best: {_trade(candidate[1], best[1])}"
+
+
+def too_big(estimate: Estimate, cluster: Cluster) -> str:
+    """What a plan lacks in memory."""
+    stage = max(range(len(estimate.memory)), key=lambda rank: estimate.memory[rank].total)
+    need, limit = estimate.peak_memory_bytes / GIB, cluster.memory_bytes / GIB
+    return f"needs {need:.1f} GiB of {limit:.1f} GiB on pipeline rank {stage}: lacks {need - limit:.1f} GiB"
+
+
+def metric_text(objective: Objective, value: float) -> str:
+    """A figure with its unit."""
+    if objective == "step-time":
+        return f"step {in_seconds(value)}"
+    if objective == "cost":
+        hours = f"{value:,.0f}" if value >= 100 else f"{value:#.3g}"
+        return f"{hours} device-hours per 1e9 tokens"
+    return f"peak {value:.2f} GiB" if objective == "memory" else f"{value:,.0f} tokens/s"
+
+
+def gain_text(objective: Objective, value: float, before: float) -> str:
+    """What is had with a figure of `value` instead of `before`."""
+    if objective in ("throughput", "cost"):
+        return f"{gain(objective, value, before):.2f} x the tokens/s"
+    if objective == "step-time":
+        return f"a step of {in_seconds(value)} instead of {in_seconds(before)}"
+    return f"a {metric_text(objective, value)} instead of {before:.2f} GiB"
+
+
+def lead_text(objective: Objective, one: Estimate, other: Estimate) -> str:
+    """By how much the first, which ranks no lower, is better than the second."""
+    mine, theirs = metric(objective, one), metric(objective, other)
+    better = gain(objective, mine, theirs) - 1
+    equal = better < EQUAL
+    if objective == "memory":
+        equal = round(math.log(mine), MEMORY_DIGITS) == round(math.log(theirs), MEMORY_DIGITS)
+    if equal:
+        # The next thing that counts decides.
+        return "as fast as" if objective in ("throughput", "cost") else lead_text("throughput", one, other)
+    less = better if objective in ("throughput", "cost") else 1 - mine / theirs
+    share = _percent(less)
+    if objective == "memory":
+        return f"{theirs - mine:.2f} GiB ({share}) less at the peak than"
+    return f"a step shorter by {share} than" if objective == "step-time" else f"{share} more tokens/s than"
+
+
+def _difference(objective: Objective, one: Candidate, other: Candidate) -> str | None:
+    """How one differs from another in what counts; None where their tokens per second decide."""
+    if objective == "memory":
+        held, rival = one[1].peak_memory_bytes, other[1].peak_memory_bytes
+        if equal_peak(held) == equal_peak(rival):
+            return None
+        share = f"{100 * abs(held / rival - 1):.1f} %"
+        return f"{abs(held - rival) / GIB:.2f} GiB ({share}) {'less' if held < rival else 'more'} at the peak"
+    if objective == "step-time" and one[0].global_batch_size != other[0].global_batch_size:
+        ratio = one[1].step_time_s / other[1].step_time_s
+        share = f"{100 * abs(ratio - 1):.1f} % {'shorter' if ratio < 1 else 'longer'}"
+        sequences = f"{one[0].global_batch_size} sequences instead of {other[0].global_batch_size}"
+        return f"a step of {sequences}, {share}"
+    return None
+
+
+def _speed(one: Candidate, other: Candidate) -> str:
+    ratio = one[1].tokens_per_s / other[1].tokens_per_s
+    if abs(ratio - 1) < EQUAL:
+        return "at as many tokens/s"
+    return f"at {100 * abs(ratio - 1):.1f} % {'more' if ratio > 1 else 'fewer'} tokens/s"
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.1f} %" if share >= 5e-4 else "under 0.1 %"
+
+
+def _trade(estimate: Estimate, rival: Estimate) -> str:
+    """The parts that differ most, for the tokens of one step of `estimate`."""
+    tokens = estimate.tokens_per_s * estimate.step_time_s
+    scale = tokens / (rival.tokens_per_s * rival.step_time_s)
+    saved = {
+        name: getattr(rival.time, name) * scale - getattr(estimate.time, name)
+        for name in StepTime.model_fields
+    }
+    largest = sorted(saved, key=lambda name: -abs(saved[name]))[:3]
+    words = [
+        f"{in_seconds(abs(saved[name]))} {'less' if saved[name] > 0 else 'more'} {name.replace('_', ' ')}"
+        for name in largest
+        if abs(saved[name]) > 0.05 * abs(saved[largest[0]])
+    ]
+    return ", ".join(words) + " a step"

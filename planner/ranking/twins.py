@@ -1,0 +1,28 @@
+"""Twins: layouts that differ in form only, and in no estimate."""
+
+from __future__ import annotations
+
+from math import isclose
+
+from costmodels.spec.estimate import Estimate
+from costmodels.spec.layout import Layout
+
+FORMS = {"zero_stage": "zero", "context_parallel_form": "cp_form"}
+"""Degrees in which twins may differ, as plans are written."""
+
+SAME = 1e-9
+"""Relative difference of estimates that rounding errors make."""
+
+
+def other_form(one: tuple[Layout, Estimate], other: tuple[Layout, Estimate]) -> str | None:
+    """What a twin of `one` has instead of its forms; None where `other` is no twin."""
+    (layout, cost), (other_layout, other_cost) = one, other
+    if not isclose(cost.step_time_s, other_cost.step_time_s, rel_tol=SAME):
+        return None
+    if not isclose(cost.peak_memory_bytes, other_cost.peak_memory_bytes, rel_tol=SAME):
+        return None
+    forms = {name: getattr(other_layout, name) for name in FORMS}
+    if layout.model_copy(update=forms) != other_layout:
+        return None
+    mine = {name: getattr(layout, name) for name in FORMS}
+    return " ".join(f"{FORMS[name]} {form}" for name, form in forms.items() if form != mine[name])
