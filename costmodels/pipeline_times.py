@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import numpy as np
 
-from costmodels.kind_prices import Rows, boundary_seconds
-from costmodels.layers.shapes import shapes_of
-from costmodels.memory.unit_sizes import parameters, sizes_of
+from costmodels.rank_costs import RankCosts
 from costmodels.ranks.pipeline import FIELDS, Ranks, stages_as_ranks
-from costmodels.ranks.sites import BOTH, kinds_of_ranks, on_sites, ranks_of_stages
+from costmodels.ranks.sites import BOTH, by_site, kinds_of_ranks, ranks_of_stages
 from costmodels.spec.engine import Engine
 from costmodels.spec.hardware import Cluster
 from costmodels.spec.layout import Layout
 from costmodels.spec.model import ModelSpec
 from costmodels.spec.table import SCHEDULES, Bools, Floats, LayoutTable
+from costmodels.step_times import boundary_seconds
 from costmodels.time.bubble import message_seconds
-from costmodels.time.data_parallel import accumulation_seconds
 from costmodels.time.simulation import StageSeconds, pipeline_seconds
-from costmodels.time.unit_times import on_ranks, units_of
 
 
 def stage_seconds(
@@ -26,7 +23,7 @@ def stage_seconds(
     """Seconds of one micro batch on each stage of each row, adding up its gradients included.
 
     Args:
-        engine: with its constants for the device; where nodes are of two kinds, with those for all devices.
+        engine: its constants; `Engine.for_device` is applied here.
 
     Raises:
         InputError: the device or the engine does not know the precision of the table.
@@ -34,31 +31,42 @@ def stage_seconds(
     every = [stages_as_ranks(model, table, row) for row in range(len(table))]
     lengths = [len(stages.count) for stages in every]
     filled = np.zeros((len(FIELDS), len(table), max(lengths, default=1)))
-    for row, stages in enumerate(every):
+    kind = np.zeros(filled.shape[1:], dtype=np.int64)
+    for row, (stages, length) in enumerate(zip(every, lengths, strict=True)):
         for column, name in zip(filled, FIELDS, strict=True):
-            column[row, : lengths[row]] = getattr(stages, name)
-    stages = Ranks(**dict(zip(FIELDS, filled, strict=True)))
-    if cluster.parts:
-        return _of_kinds(model, cluster, engine, table, stages, lengths)
-    shapes, shape = shapes_of(table)
-    units = units_of(model, cluster, engine, shapes)
-    adding, _ = accumulation_seconds(engine, cluster.device, table, model.experts > 0)
-    shared, experts = parameters(sizes_of(model, engine, shapes, shape), stages)
-    total, backward, weights = (
-        on_ranks(units, stages, shape, part) for part in ("total", "backward", "weights")
-    )
-    added = (shared + experts) * adding[:, None]
-    sends = message_seconds(model, cluster, engine, table)
+            column[row, :length] = getattr(stages, name)
+        kinds = kinds_of_ranks(cluster, int(table.pipeline_parallel[row]))[ranks_of_stages(table, row)]
+        kind[row, :length], kind[row, length:] = kinds, kinds[-1]
+    ranks = Ranks(**dict(zip(FIELDS, filled, strict=True)))
+    costs = RankCosts(model, cluster, engine, table, ranks, kind)
+    stage = costs.at()
+    total, backward, weights = (stage.part(name) for name in ("total", "backward", "weights"))
+    added = stage.summation
+    sends = _send_seconds(costs)
     return [
         StageSeconds(
             forward=(total - backward)[row, :length],
             inputs=(backward - weights)[row, :length],
             weights=(weights + added)[row, :length],
-            send=np.full(length - 1, sends[row]),
-            waits=engine.waits_for_messages,
+            send=sends[row, : length - 1],
+            waits=any(site.engine.waits_for_messages for site in costs.sites),
         )
         for row, length in enumerate(lengths)
     ]
+
+
+def _send_seconds(costs: RankCosts) -> Floats:
+    """Seconds of a message across each boundary between stages, [n, stages - 1]."""
+    kind, table = costs.kind, costs.table
+
+    def message(code: int) -> Floats:
+        site = costs.sites[code]
+        return message_seconds(costs.model, site.cluster, site.engine, table)[:, None]
+
+    within = np.broadcast_to(by_site(costs.site, costs.codes, message), kind.shape)
+    between = boundary_seconds(costs.model, costs.cluster, costs.engine, table)[:, None]
+    same = (kind[:, 1:] == kind[:, :-1]) & (kind[:, 1:] != BOTH)
+    return np.where(same, within[:, 1:], between)
 
 
 def rank_seconds(model: ModelSpec, cluster: Cluster, engine: Engine, layout: Layout) -> Floats:
@@ -67,42 +75,10 @@ def rank_seconds(model: ModelSpec, cluster: Cluster, engine: Engine, layout: Lay
     Args:
         engine: as `costmodels.pricing.price` takes it.
     """
-    own = engine if cluster.parts else engine.for_device(cluster.device)
-    [seconds] = stage_seconds(model, cluster, own, LayoutTable.of([layout]))
+    [seconds] = stage_seconds(model, cluster, engine, LayoutTable.of([layout]))
     stages = seconds.forward + seconds.inputs + seconds.weights
     ranks = range(layout.pipeline_parallel)
     return np.array([stages[list(layout.stages_of(rank))].sum() for rank in ranks])
-
-
-def _of_kinds(
-    model: ModelSpec, cluster: Cluster, engine: Engine, table: LayoutTable, stages: Ranks, lengths: list[int]
-) -> list[StageSeconds]:
-    """`stage_seconds` on nodes of two kinds; `stages` are [n, stages], of which rows have `lengths`."""
-    kind = np.zeros(stages.count.shape, dtype=np.int64)
-    for row, length in enumerate(lengths):
-        kinds = kinds_of_ranks(cluster, int(table.pipeline_parallel[row]))[ranks_of_stages(table, row)]
-        kind[row, :length], kind[row, length:] = kinds, kinds[-1]
-    rows = Rows(model, cluster, engine, table, stages, kind)
-    total, backward, weights = (rows.seconds(part) for part in ("total", "backward", "weights"))
-    between = boundary_seconds(model, cluster, engine, table)[:, None]
-
-    def message(code: int) -> Floats:
-        site = rows.sites[code]
-        return message_seconds(model, site.cluster, site.engine, table)[:, None]
-
-    within = on_sites(rows.site, message)
-    same = (kind[:, 1:] == kind[:, :-1]) & (kind[:, 1:] != BOTH)
-    sends = np.where(same, within[:, 1:], between)
-    return [
-        StageSeconds(
-            forward=(total - backward)[row, :length],
-            inputs=(backward - weights)[row, :length],
-            weights=weights[row, :length],
-            send=sends[row, : length - 1],
-            waits=any(site.engine.waits_for_messages for site in rows.sites),
-        )
-        for row, length in enumerate(lengths)
-    ]
 
 
 def pipeline_parts(

@@ -173,8 +173,6 @@ def timeline(model: ModelSpec, cluster: Cluster, engine: Engine, layout: Layout)
             f"timeline of {layout.describe()}: {micro_batches} micro batches are too many to draw; "
             f"use a batch of at most {MOST_PASSES // passes} micro batches"
         )
-    if not cluster.parts:
-        engine = engine.for_device(cluster.device)
     [seconds] = stage_seconds(model, cluster, engine, LayoutTable.of([layout]))
     pipeline, chunks = layout.pipeline_parallel, layout.virtual_pipeline_parallel
     played = simulate(layout.schedule, pipeline, chunks, micro_batches, seconds)

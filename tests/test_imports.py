@@ -31,7 +31,8 @@ ORDER = {
             "memory",
             "network",
         ),
-        *("time", "kind_prices", "pipeline_times", "pricing", "timeline", "tapes", "bundled", "calibration"),
+        *("time", "rank_costs", "step_times", "pipeline_times", "pricing", "timeline", "tapes", "bundled"),
+        "calibration",
     ),
     "planner": (
         *("inputs", "objective", "budget", "plan", "pipeline_ranks", "space", "problem", "solve", "ranking"),

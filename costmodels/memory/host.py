@@ -31,7 +31,7 @@ def host_bytes(model: ModelSpec, engine: Engine, table: LayoutTable) -> Floats:
 
 
 def _host_bytes(model: ModelSpec, engine: Engine, table: LayoutTable) -> Floats:
-    sizes, ranks = sizes_of(model, engine, *shapes_of(table)), deciding_ranks(model, table)
+    sizes, (ranks, _) = sizes_of(model, engine, *shapes_of(table)), deciding_ranks(model, table)
     shared, experts = parameters(sizes, ranks)
     policy = engine.memory_policy(table.precision)
     each = policy.optimizer - ADAM_STATE + layer_state(table)

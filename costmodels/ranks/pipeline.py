@@ -9,6 +9,8 @@ from functools import lru_cache
 
 import numpy as np
 
+from costmodels.ranks.sites import kinds_of_ranks
+from costmodels.spec.hardware import Cluster
 from costmodels.spec.layout import SPLIT_BACKWARD, V_SCHEDULES, Schedule
 from costmodels.spec.model import ModelSpec
 from costmodels.spec.table import (
@@ -182,21 +184,24 @@ Entry = tuple[tuple[int, ...], int, int, Schedule, int | None, int]
 
 
 @lru_cache(maxsize=4096)
-def _deciding(entry: Entry) -> tuple[tuple[float, ...], ...]:
-    """Rows of `Ranks` that can be slowest or fullest: of equal ranks, those that keep the most in flight."""
+def _deciding(entry: Entry, kinds: tuple[int, ...]) -> tuple[tuple[float, ...], ...]:
+    """A kind of node and the fields of `Ranks` of those that can be slowest or fullest, in pipeline order.
+
+    Of equal ranks on one kind these are the ones that keep the most in flight.
+    """
     every = all_ranks(*entry)
     counts: Counter[tuple[float, ...]] = Counter()
     fullest: dict[tuple[float, ...], list[tuple[float, ...]]] = {}
-    kept_from = 1 + len(WORK)
-    for row in zip(*(getattr(every, name).tolist() for name in FIELDS), strict=True):
-        work, flight = row[1:kept_from], row[kept_from:]
+    flight_from = 2 + len(WORK)
+    for row in zip(kinds, *(getattr(every, name).tolist() for name in FIELDS), strict=True):
+        work, flight = (row[0], *row[2:flight_from]), row[flight_from:]
         counts[work] += 1
         kept = fullest.setdefault(work, [])
         if not any(_at_most(flight, other) for other in kept):
             kept[:] = [*(other for other in kept if not _at_most(other, flight)), flight]
     # The first of equal ranks counts for all of them.
     return tuple(
-        (0.0 if place else float(counts[work]), *work, *flight)
+        (work[0], 0.0 if place else float(counts[work]), *work[1:], *flight)
         for work, kept in fullest.items()
         for place, flight in enumerate(kept)
     )
@@ -227,23 +232,39 @@ def stages_as_ranks(model: ModelSpec, table: LayoutTable, row: int) -> Ranks:
     return all_ranks(split, len(split), leading_dense, "1f1b", block, together)
 
 
-def deciding_ranks(model: ModelSpec, table: LayoutTable) -> Ranks:
-    """The ranks that can be slowest or fullest, for every row of a table: arrays of shape [n, k]."""
+def deciding_ranks(
+    model: ModelSpec, table: LayoutTable, cluster: Cluster | None = None
+) -> tuple[Ranks, Ints]:
+    """The ranks that can be slowest or fullest, for every row of a table, and their kinds of nodes: [n, k].
+
+    Args:
+        cluster: its nodes; all are of one kind where none is given.
+    """
     columns = [table.split, table.pipeline_parallel, table.schedule]
     if table.recompute_num_layers.max(initial=1) > 1 or table.recompute_method.any():
         columns += [table.recompute, table.recompute_method, table.recompute_num_layers]
     first, code = distinct(columns)
-    entries = [_deciding(ranks_entry(model, table, int(row))) for row in first]
-    most = max(map(len, entries), default=1)
-    filled = np.zeros((len(FIELDS), len(entries), most))
-    for index, entry in enumerate(entries):
-        filled[:, index, : len(entry)] = np.transpose(entry)
-    return Ranks(
+    found = []
+    for row in first:
+        entry = ranks_entry(model, table, int(row))
+        kinds = (0,) * entry[1]
+        if cluster is not None and cluster.parts:
+            kinds = tuple(kinds_of_ranks(cluster, entry[1]).tolist())
+        found.append(_deciding(entry, kinds))
+    filled = np.zeros((1 + len(FIELDS), len(found), max(map(len, found), default=1)))
+    for index, entries in enumerate(found):
+        filled[:, index, : len(entries)] = np.transpose(entries)
+        # What fills up a row must not look like another kind.
+        filled[0, index, len(entries) :] = entries[-1][0]
+    ranks = Ranks(
         **{
-            name: held[code] if held.any() or name == "dense" else NONE
-            for name, held in zip(FIELDS, filled, strict=True)
+            name: column[code] if column.any() or name == "dense" else NONE
+            for name, column in zip(FIELDS, filled[1:], strict=True)
         }
     )
+    if filled[0].any():
+        return ranks, filled[0, code].astype(np.int64)
+    return ranks, np.broadcast_to(np.int64(0), ranks.count.shape)
 
 
 def in_flight(ranks: Ranks, micro_batches: Floats) -> dict[str, Floats]:

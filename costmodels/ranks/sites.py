@@ -1,4 +1,4 @@
-"""Clusters of nodes of two kinds: which kind runs each pipeline rank, and what stands for both.
+"""Where pipeline ranks are: on nodes of one kind, or of two, of which each runs a part of the stages.
 
 Ranks of the first kind come first, and pipeline ranks are the outermost degree of a layout, so that a run of
 stages in front is on the first kind and the rest on the second. Groups of a stage (tp, cp, ep, dp) then have
@@ -8,7 +8,7 @@ waits in every collective for its slower ranks, and the links between them are t
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -35,12 +35,13 @@ class Site:
 
 
 def sites(cluster: Cluster, engine: Engine) -> tuple[Site, ...]:
-    """The first kind, the second kind, and the devices of each on the links that join both.
+    """The devices of the cluster; of two kinds each, and then each on the links that join both.
 
     Args:
-        cluster: of two kinds.
         engine: with its constants for all devices, as the catalogue has it.
     """
+    if not cluster.parts:
+        return (Site(cluster, engine.for_device(cluster.device), 0.0),)
     apart = [
         _followed(cluster, part, ranks)
         for part, ranks in zip(cluster.parts, ranks_of_kinds(cluster), strict=True)
@@ -55,6 +56,11 @@ def sites(cluster: Cluster, engine: Engine) -> tuple[Site, ...]:
         Site(one, constants, most - one.memory_bytes)
         for one, constants in zip((*apart, *joined), (*own, *own), strict=True)
     )
+
+
+def border_sites(every: tuple[Site, ...]) -> tuple[Site, ...]:
+    """Those of the sites of a cluster that are on the links between kinds of nodes, or the only one."""
+    return every[BOTH:] or every
 
 
 def _followed(cluster: Cluster, part: Cluster, ranks: int) -> Cluster:
@@ -77,6 +83,8 @@ def _times(link: Link, times: float) -> Link:
 
 def ranks_of_kinds(cluster: Cluster) -> tuple[int, int]:
     """Ranks of each kind; of a cluster whose world size was changed, in the proportion of its parts."""
+    if not cluster.parts:
+        return cluster.world_size, 0
     first, second = (part.world_size for part in cluster.parts)
     border = cluster.world_size * first // (first + second)
     return border, cluster.world_size - border
@@ -99,23 +107,31 @@ def ranks_of_stages(table: LayoutTable, row: int) -> Ints:
     return rank
 
 
-def on_sites(site: Ints, of: Callable[[int], Floats]) -> Floats:
-    """Of each entry what `of` says of its site; `of` gives arrays that broadcast to the shape of `site`."""
+def by_site(site: Ints, codes: Sequence[int], value: Callable[[int], Floats]) -> Floats:
+    """The value of each entry's site, in the shape of `site`, or such that it broadcasts where there is one.
+
+    Args:
+        site: index of the site of each entry.
+        codes: the indices that there are.
+        value: of an index, an array that broadcasts to the shape of `site`.
+    """
+    if len(codes) == 1:
+        return value(codes[0])
     result: Floats = np.zeros(site.shape)
-    for code in range(BOTH + 2):
+    for code in codes:
         if (here := site == code).any():
-            result = np.where(here, of(code), result)
+            result = np.where(here, value(code), result)
     return result
 
 
-def slower_site(kind: Ints, of: Callable[[int], Floats]) -> Ints:
-    """Site of each entry: its kind, and of stages of both kinds the one of which `of` is largest."""
+def decisive_site(kind: Ints, value: Callable[[int], Floats]) -> Ints:
+    """Index of the site of each entry: its kind, and of both kinds the one whose value is larger."""
     if not (kind == BOTH).any():
         return kind
-    return np.where((kind == BOTH) & (of(BOTH + 1) > of(BOTH)), BOTH + 1, kind)
+    return np.where((kind == BOTH) & (value(BOTH + 1) > value(BOTH)), BOTH + 1, kind)
 
 
 def check_precision(cluster: Cluster, engine: Engine, precision: str) -> None:
     """Raise `InputError` where the engine does not train in `precision` on a kind of device."""
-    for site in sites(cluster, engine)[:2]:
+    for site in sites(cluster, engine)[:BOTH]:
         site.engine.memory_policy(precision)

@@ -292,6 +292,8 @@ class Engine(Record):
 
     def for_device(self, device: Device) -> Engine:
         """The engine with its constants for `device`: those of its architecture, or else of its kind."""
+        if not self.devices:
+            return self
         key = device.architecture if device.architecture in self.devices else device.kind
         constants = self.model_dump(exclude={"devices"})
         return Engine.model_validate({**constants, **self.devices.get(key, {})})

@@ -6,6 +6,8 @@ take what `costmodels.time.simulation` plays out; the tests hold the forms for u
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from costmodels.layers.shapes import element_bytes, tokens
@@ -18,7 +20,7 @@ from costmodels.spec.model import ModelSpec
 from costmodels.spec.table import Floats, Ints, LayoutTable
 
 
-def _of(slowest: Ints, each: Floats) -> Floats:
+def _of(slowest: Ints, each: Floats | Ints) -> Any:
     """The entry of the slowest rank, [n]."""
     return np.take_along_axis(each, slowest[:, None], axis=1)[:, 0]
 
@@ -42,24 +44,26 @@ def bubble_seconds(
     return np.maximum(result, 0.0)
 
 
-def uneven_bubble_seconds(rank_seconds: Floats, forward: Floats, ranks: Ranks, slowest: Ints) -> Floats:
+def uneven_bubble_seconds(
+    rank_seconds: Floats, forward: Floats, ranks: Ranks, place: Floats | Ints, slowest: Ints
+) -> Floats:
     """`bubble_seconds` of 1F1B, [n], where faster ranks lie behind the slowest one.
 
     Rank r waits twice for what is behind it: for its first gradient while it has W = pp - 1 - r forward
     passes to do, and for its last one while it has W backward passes. With S seconds of a micro batch
     behind it, it idles max(S, W f) - W f and max(S, W b) - W b, and fills what is before it once more.
-    All others lie behind the first rank, and none behind the last one. `even_split` gives the first ranks
-    the larger stages: behind any other rank lie those with fewer layers.
+    All others lie behind the first rank, and none behind the last one.
 
     Args:
         rank_seconds: [n, k], forward and backward of one micro batch on each rank.
         forward: [n], of the slowest rank.
+        place: [n, k], a number that is larger of ranks that lie further behind.
     """
     own = _of(slowest, rank_seconds)
     others = ranks.count - (np.arange(ranks.count.shape[1]) == slowest[:, None])
     first, last = _of(slowest, ranks.first)[:, None] > 0, _of(slowest, ranks.last)[:, None] > 0
-    fewer = (ranks.layers < _of(slowest, ranks.layers)[:, None]) | (ranks.last > 0)
-    behind = np.where((first | fewer) & ~last, others, 0.0)
+    later = (place > _of(slowest, place)[:, None]) | (ranks.last > 0)
+    behind = np.where((first | later) & ~last, others, 0.0)
     after, waiting = (rank_seconds * behind).sum(axis=1), behind.sum(axis=1)
     before = (rank_seconds * (others - behind)).sum(axis=1)
     idle = np.maximum(after, waiting * forward) + np.maximum(after, waiting * (own - forward))

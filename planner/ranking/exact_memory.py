@@ -15,7 +15,7 @@ import numpy as np
 from costmodels import bundled
 from costmodels.pricing import Prices
 from costmodels.ranks.reductions import on_rank, total
-from costmodels.ranks.sites import kinds_of_ranks, on_sites, sites, slower_site
+from costmodels.ranks.sites import by_site, decisive_site, kinds_of_ranks, sites
 from costmodels.spec.engine import Engine
 from costmodels.spec.hardware import Cluster
 from costmodels.spec.layout import SPLIT_BACKWARD, Layout
@@ -80,9 +80,11 @@ def _on_kinds(model: ModelSpec, cluster: Cluster, engine: Engine, table: LayoutT
         absent = [np.full((1, pipeline), one.absent) for one in kinds]
         held = [each[row] | {"absent": less} for each, less in zip(every, absent, strict=True)]
         whole = [total(parts) for parts in held]
-        fuller = slower_site(kinds_of_ranks(cluster, pipeline)[None], whole.__getitem__)
+        fuller = decisive_site(kinds_of_ranks(cluster, pipeline)[None], whole.__getitem__)
         parts = {name: [each[name] for each in held] for name in held[0]}
-        found.append({name: on_sites(fuller, each.__getitem__) for name, each in parts.items()})
+        found.append(
+            {name: by_site(fuller, range(len(kinds)), each.__getitem__) for name, each in parts.items()}
+        )
     return found
 
 

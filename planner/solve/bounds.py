@@ -148,7 +148,7 @@ def _state_bytes(
     """Bytes of states and what the device holds anyway: the most of a pipeline rank, and their mean, [n]."""
     engine = engine.for_device(cluster.device)
     shapes, shape = shapes_of(table)
-    ranks = deciding_ranks(model, table)
+    ranks, _ = deciding_ranks(model, table)
     held = stage_memory(cluster, engine, table, sizes_of(model, engine, shapes, shape), ranks)
     states = sum((held[part] for part in STATES), np.zeros(()))
     mean: Floats = (states * ranks.count).sum(axis=1) / ranks.count.sum(axis=1)

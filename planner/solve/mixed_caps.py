@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from costmodels.kind_prices import Rows
+from costmodels.rank_costs import RankCosts
 from costmodels.ranks.pipeline import FIELDS, Ranks, all_ranks
 from costmodels.spec.engine import Engine
 from costmodels.spec.hardware import Cluster
@@ -28,7 +28,7 @@ def _held(
         every = all_ranks(one, pipeline, leading, SCHEDULES[int(table.schedule[row])])
         filled[:, index, :pipeline] = [getattr(every, name) for name in FIELDS]
     single = Ranks(**dict(zip(FIELDS, filled[:, code], strict=True)))
-    empty = Rows(model, cluster, engine, table, single, some.kind)
+    empty = RankCosts(model, cluster, engine, table, single, some.kind)
 
     def held(count: Ints) -> Floats:
         layers = count / table.virtual_pipeline_parallel[:, None]

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from costmodels.kind_prices import Rows
+from costmodels.rank_costs import RankCosts
 from costmodels.ranks.pipeline import FIELDS, NONE, Ranks
 from costmodels.ranks.sites import BOTH, kinds_of_ranks
 from costmodels.spec.engine import Engine
@@ -117,8 +117,8 @@ def _unit_seconds(model: ModelSpec, cluster: Cluster, engine: Engine, table: Lay
         # There is no such layer to price.
         alone["moe"] = NONE
     kind = np.repeat(np.arange(BOTH + 1), 4)[None, :] * np.ones((len(table), 1), dtype=np.int64)
-    rows = Rows(model, cluster, engine, table, Ranks(count=ones, **alone, **others), kind)
-    return rows.seconds("total").reshape(len(table), BOTH + 1, 4)
+    costs = RankCosts(model, cluster, engine, table, Ranks(count=ones, **alone, **others), kind)
+    return costs.at().total.reshape(len(table), BOTH + 1, 4)
 
 
 def least_bound(some: Pipelines, caps: Ints | None = None) -> Floats:

@@ -60,7 +60,7 @@ def test_few_ranks_decide_for_all(mixture, layout):
             split = tuple(np.diff([0, *cuts, 16]).tolist())
             layouts.append(layout(mixture, pp=pp, vpp=vpp, m=pp * 2, layers_per_stage=split))
     table = LayoutTable.of(layouts)
-    deciding = deciding_ranks(mixture, table)
+    deciding, _ = deciding_ranks(mixture, table)
     names = [field.name for field in fields(Ranks) if field.name != "count"]
     for row, each in enumerate(layouts):
         every = all_ranks(each.layers_per_stage, each.pipeline_parallel, mixture.dense_layers)
@@ -128,7 +128,7 @@ def test_layers_add_up_where_only_some_kinds_have_any(cluster, engine):
         Layout(data_parallel=8, layers_per_stage=split, global_batch_size=batch, **block) for batch in (8, 16)
     ]
     table = LayoutTable.of(layouts)
-    for layers in deciding_ranks(deepseek, table).layers:
+    for layers in deciding_ranks(deepseek, table)[0].layers:
         assert layers.tolist() == [deepseek.layers]
     prices = price(deepseek, cluster(8), engine("bundled"), table)
     for row, one in enumerate(layouts):

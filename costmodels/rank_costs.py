@@ -1,0 +1,222 @@
+"""Seconds and bytes of pipeline ranks, each with the device, links and constants of its kind of node."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from typing import Any
+
+import numpy as np
+
+from costmodels.layers.shapes import shapes_of
+from costmodels.memory.peak import stage_memory
+from costmodels.memory.unit_sizes import UnitSizes, parameters, sizes_of
+from costmodels.ranks.pipeline import NONE, Ranks, all_ranks, deciding_ranks, ranks_entry
+from costmodels.ranks.reductions import on_rank, total
+from costmodels.ranks.sites import BOTH, Site, by_site, decisive_site, kinds_of_ranks, sites
+from costmodels.spec.engine import Engine
+from costmodels.spec.hardware import Cluster
+from costmodels.spec.model import ModelSpec
+from costmodels.spec.table import Floats, Ints, LayoutTable, numbers
+from costmodels.time.compute import Passes
+from costmodels.time.data_parallel import accumulation_seconds
+from costmodels.time.unit_times import on_ranks, units_of
+
+
+@dataclass(frozen=True)
+class RankCosts:
+    """Costs of the pipeline ranks of the rows of a table.
+
+    Those that dictionaries have by the index of a site (`costmodels.ranks.sites.sites`) are what ranks would
+    cost if all were there.
+    """
+
+    model: ModelSpec
+    cluster: Cluster
+    engine: Engine
+    """Its constants; `Engine.for_device` is applied here."""
+    table: LayoutTable
+    ranks: Ranks
+    """[n, k]"""
+    kind: Ints
+    """Kind of node of each rank, [n, k]: 0, 1 or `BOTH`."""
+
+    @classmethod
+    def of(cls, model: ModelSpec, cluster: Cluster, engine: Engine, table: LayoutTable) -> RankCosts:
+        """The costs of the ranks that can be slowest or fullest."""
+        return cls(model, cluster, engine, table, *deciding_ranks(model, table, cluster))
+
+    @classmethod
+    def of_all(
+        cls, model: ModelSpec, cluster: Cluster, engine: Engine, table: LayoutTable, row: int
+    ) -> RankCosts:
+        """The costs of all pipeline ranks of one row, [1, pp]."""
+        ranks = all_ranks(*ranks_entry(model, table, row)).each(lambda column: column[None, :])
+        kind = kinds_of_ranks(cluster, int(table.pipeline_parallel[row]))[None, :]
+        return cls(model, cluster, engine, table.take(np.array([row])), ranks, kind)
+
+    def with_ranks(self, ranks: Ranks) -> RankCosts:
+        """The costs of other ranks on the same kinds of nodes."""
+        other = replace(self, ranks=ranks)
+        # What does not depend on the ranks is kept.
+        vars(other).update({name: getattr(self, name) for name in ("sites", "codes", "shapes", "sizes")})
+        return other
+
+    @cached_property
+    def sites(self) -> tuple[Site, ...]:
+        """Where ranks may be."""
+        return sites(self.cluster, self.engine)
+
+    @cached_property
+    def codes(self) -> list[int]:
+        """Indices of the sites that the rows have."""
+        if len(self.sites) == 1:
+            return [0]
+        kinds = numbers(self.kind) or [0]
+        return [*kinds, BOTH + 1] if BOTH in kinds else kinds
+
+    @cached_property
+    def shapes(self) -> tuple[LayoutTable, Ints]:
+        """As `shapes_of` has them."""
+        return shapes_of(self.table)
+
+    @cached_property
+    def units(self) -> dict[int, dict[str, Passes]]:
+        """`units_of` on each site."""
+        return {
+            code: units_of(self.model, self.sites[code].cluster, self.sites[code].engine, self.shapes[0])
+            for code in self.codes
+        }
+
+    @cached_property
+    def sizes(self) -> dict[int, UnitSizes]:
+        """`sizes_of` with the engine of each site."""
+        return {code: sizes_of(self.model, self.sites[code].engine, *self.shapes) for code in self.codes}
+
+    @cached_property
+    def parameters(self) -> tuple[Floats, Floats]:
+        """Parameters of each rank outside routed experts and in them, [n, k]."""
+        return parameters(self.sizes[self.codes[0]], self.ranks)
+
+    @cached_property
+    def accumulation(self) -> dict[int, tuple[Floats, Floats]]:
+        """`accumulation_seconds` on each site, [n]."""
+        return {
+            code: accumulation_seconds(
+                self.sites[code].engine, self.sites[code].cluster.device, self.table, self.model.experts > 0
+            )
+            for code in self.codes
+        }
+
+    @cached_property
+    def summation(self) -> dict[int, Floats]:
+        """Seconds in which a micro batch adds up its gradients on each site, [n, k]."""
+        shared, experts = self.parameters
+        count = shared + experts
+        return {code: count * each[:, None] for code, (each, _) in self.accumulation.items()}
+
+    @cached_property
+    def site(self) -> Ints:
+        """Index of the site that decides the time of each rank, [n, k]: of both kinds the slower."""
+        if len(self.codes) == 1:
+            return self.kind
+        _, shape = self.shapes
+        return decisive_site(
+            self.kind,
+            lambda code: on_ranks(self.units[code], self.ranks, shape, "total") + self.summation[code],
+        )
+
+    def at(self, index: Any = np.s_[:]) -> RankSeconds:
+        """Seconds of some of the ranks.
+
+        Args:
+            index: which, as an index of arrays of shape [n, k]; all unless given.
+        """
+        rows = index[0] if isinstance(index, tuple) else index
+        ranks = self.ranks.each(lambda column: column[index])
+        return RankSeconds(self, index, ranks, self.site[index], self.shapes[1][rows])
+
+    @cached_property
+    def parts(self) -> dict[int, dict[str, Floats]]:
+        """Bytes by the field of `StageMemory` on each site, which broadcast to [n, k]."""
+        found = {}
+        for code, sizes in self.sizes.items():
+            site = self.sites[code]
+            parts = stage_memory(site.cluster, site.engine, self.table, sizes, self.ranks)
+            found[code] = parts | {"absent": NONE + site.absent}
+        return found
+
+    @cached_property
+    def totals(self) -> dict[int, Floats]:
+        """The sum of `parts`, [n, k]."""
+        return {code: total(parts) for code, parts in self.parts.items()}
+
+    @cached_property
+    def memory_site(self) -> Ints:
+        """Index of the site that decides the memory of each rank, [n, k]: of both kinds the fuller."""
+        if len(self.codes) == 1:
+            return self.kind
+        return decisive_site(self.kind, lambda code: self.totals[code])
+
+    @cached_property
+    def bytes(self) -> Floats:
+        """Bytes that a device of each rank needs, [n, k], what it has less than others included."""
+        return by_site(self.memory_site, self.codes, lambda code: self.totals[code])
+
+    @property
+    def memory(self) -> dict[str, Floats]:
+        """Bytes by the field of `StageMemory`, which broadcast to [n, k]."""
+        return self._memory(self.memory_site, self.parts)
+
+    def memory_of(self, rank: Ints) -> dict[str, Floats]:
+        """Bytes of one rank of each row by the field of `StageMemory`, [n] each.
+
+        Args:
+            rank: its place among those of the row, [n].
+        """
+        site = self.memory_site[np.arange(len(rank)), rank]
+        return self._memory(site, {code: on_rank(parts, rank) for code, parts in self.parts.items()})
+
+    def _memory(self, site: Ints, parts: dict[int, dict[str, Floats]]) -> dict[str, Floats]:
+        names = parts[self.codes[0]]
+        return {name: by_site(site, self.codes, partial(_part, parts, name)) for name in names}
+
+
+@dataclass(frozen=True)
+class RankSeconds:
+    """Seconds of one micro batch on some ranks, which an index of arrays of shape [n, k] selects."""
+
+    costs: RankCosts
+    index: Any
+    ranks: Ranks
+    """Those that are selected; arrays of the shape that all results have."""
+    site: Ints
+    """Index of the site of each."""
+    shape: Ints
+    """Row of `RankCosts.shapes` of each row."""
+
+    def part(self, name: str) -> Floats:
+        """Seconds of a part of `Passes`, or of their `total`, but for what adds up gradients."""
+        units = self.costs.units
+        return by_site(
+            self.site, self.costs.codes, lambda code: on_ranks(units[code], self.ranks, self.shape, name)
+        )
+
+    @property
+    def summation(self) -> Floats:
+        """Seconds in which the micro batch adds up its gradients, as the last thing of its backward pass."""
+        return by_site(self.site, self.costs.codes, lambda code: self.costs.summation[code][self.index])
+
+    @property
+    def total(self) -> Floats:
+        """Seconds of forward and backward pass."""
+        return self.part("total") + self.summation
+
+    @property
+    def backward(self) -> Floats:
+        """Seconds of the backward pass."""
+        return self.part("backward") + self.summation
+
+
+def _part(parts: dict[int, dict[str, Floats]], name: str, code: int) -> Floats:
+    return parts[code][name]
