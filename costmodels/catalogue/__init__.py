@@ -1,7 +1,7 @@
 """Published models, devices and engines by name; each value of the YAML files names its source.
 
-Wherever a name is taken, the path of a user's YAML file that holds the fields of one model or device
-is taken too, so that a new accelerator needs no code.
+Wherever a name is taken, the path of a user's YAML file that holds the fields of one model, device or
+engine is taken too, so that a new one needs no code.
 """
 
 from __future__ import annotations
@@ -131,7 +131,12 @@ def engine_names() -> list[str]:
 
 
 def load_engine(name: str) -> Engine:
-    """The engine of a catalogue name; `InputError` for an unknown one.
+    """The engine of a catalogue name or a YAML file; `InputError` for an unknown one or a wrong value."""
+    return _engine_of_file(name) if is_file_name(name) else _catalogued_engine(name)
+
+
+def _catalogued_engine(name: str) -> Engine:
+    """An engine of the catalogue.
 
     Its constants for a device are those of engines.yaml and those fitted to measured step times
     (calibrated.yaml); of memory, those fitted to measured peaks (calibrated_memory.yaml) come first.
@@ -139,7 +144,8 @@ def load_engine(name: str) -> Engine:
     entries = packaged("engines.yaml")["engines"]
     wanted = name.strip().lower()
     if wanted not in entries:
-        raise unknown("engine", name, entries, f"the engines are {', '.join(entries)}")
+        listing = f"the engines are {', '.join(entries)}; a YAML file of fields works too"
+        raise unknown("engine", name, entries, listing)
     own = entries[wanted].get("devices", {})
     devices = {
         key: _constants(wanted, key)
@@ -148,6 +154,51 @@ def load_engine(name: str) -> Engine:
     memory = packaged("calibrated_memory.yaml")["engines"].get(wanted, {"constants": {}})["constants"]
     fields = {**entries[wanted], **memory, "devices": devices, "name": wanted}
     return build(Engine, fields, f"engine {wanted}")
+
+
+def _engine_of_file(path: str) -> Engine:
+    """The engine of a user's file: all fields, or those in which it differs from the one that it is `like`.
+
+    What the file says outside of `devices` holds on every device.
+    """
+    origin = f"engine file {path!r}"
+    changes = user_fields(path, "engine")
+    if changes["name"] in engine_names():
+        raise InputError(
+            f"{origin}: engine {changes['name']} is in the catalogue; say `name:` with another name"
+        )
+    alike = changes.pop("like", None)
+    fields: dict[str, Any] = {}
+    if alike is not None:
+        fields = _catalogued_engine(str(alike)).model_dump(exclude_unset=True)
+        fields["source"] = f"like {alike}"
+        fields["devices"] = {key: _without(own, changes) for key, own in fields["devices"].items()}
+    fields = _merged(fields, changes)
+    engine = build(Engine, fields, origin)
+    for key, own in engine.devices.items():
+        build(Engine, {**fields, "devices": {}, **own}, f"{origin}, devices {key}")
+    return engine
+
+
+def _merged(fields: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
+    """`fields` with `changes`; where both have a mapping, those are merged likewise."""
+    deeper = {
+        key: _merged(fields[key], value)
+        for key, value in changes.items()
+        if isinstance(value, dict) and isinstance(fields.get(key), dict)
+    }
+    return {**fields, **changes, **deeper}
+
+
+def _without(fields: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
+    """`fields` but for those that `changes` has; where both have a mapping, what is left of it."""
+    left = {key: value for key, value in fields.items() if key not in changes}
+    deeper = {
+        key: _without(value, changes[key])
+        for key, value in fields.items()
+        if isinstance(value, dict) and isinstance(changes.get(key), dict)
+    }
+    return left | {key: value for key, value in deeper.items() if value}
 
 
 def _constants(engine: str, key: str) -> dict[str, Any]:

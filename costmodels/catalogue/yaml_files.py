@@ -22,7 +22,7 @@ LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 """The parser of libyaml is ten times faster, but not every PyYAML is built with it."""
 
 LARGEST_YAML = MIB
-"""Bytes of a user's model or device."""
+"""Bytes of a user's model, device or engine."""
 
 RecordT = TypeVar("RecordT", bound=BaseModel)
 
@@ -57,7 +57,7 @@ def is_file_name(name: str) -> bool:
 
 
 def user_fields(path: str, kind: str) -> dict[str, Any]:
-    """The fields in a user's file of one `kind` (model, device); its name is the file's unless stated."""
+    """The fields in a user's file of one `kind` (model, device, engine); its name is the file's unless stated."""
     file = Path(path).expanduser()
     try:
         text = read_text(file, LARGEST_YAML)

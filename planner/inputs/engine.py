@@ -13,7 +13,7 @@ DEFAULT_ENGINE = "bundled"
 
 
 def resolve_engine(engine: Engine | str | None, device: Device | None = None) -> Engine:
-    """An engine from itself or its catalogue name; where none is named, the first that runs on `device`."""
+    """An engine from itself, its name or file; where none is named, the first that runs on `device`."""
     if engine is None:
         engine = DEFAULT_ENGINE if device is None else engines_on(device)[0]
     return engine if isinstance(engine, Engine) else load_engine(engine)

@@ -146,8 +146,8 @@ class ParallelOptions(AcceptedFlags):
     fp8: bool = flag(False, "Matrix products of the layers in fp8, all else in bf16.")
     engine: str | None = flag(
         None,
-        f"Who executes the layout (see `engines`), and so which layouts there are: {DEFAULT_ENGINE} unless "
-        "given, or on NPUs mindspeed.",
+        "Who executes the layout, and so which layouts there are: a name of `engines`, or a YAML file; "
+        f"{DEFAULT_ENGINE} unless given, or on NPUs mindspeed.",
         values=engine_names,
     )
     task_type: str | None = flag(None, f"Accepted for compatibility: {TASK_TYPE}.")
