@@ -57,7 +57,7 @@ def is_file_name(name: str) -> bool:
 
 
 def user_fields(path: str, kind: str) -> dict[str, Any]:
-    """The fields in a user's file of one `kind` (model, device, engine); its name is the file's unless stated."""
+    """The fields in a user's file of one `kind` (model, ...); its name is the file's unless stated."""
     file = Path(path).expanduser()
     try:
         text = read_text(file, LARGEST_YAML)

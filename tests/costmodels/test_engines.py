@@ -8,6 +8,7 @@ from pydantic import ValidationError
 
 import costmodels
 from costmodels.catalogue import device_names, load_device, load_engine
+from costmodels.errors import InputError
 
 NAMES = list(
     yaml.safe_load((Path(costmodels.__file__).parent / "catalogue" / "engines.yaml").read_text())["engines"]
@@ -72,3 +73,44 @@ def test_constants_are_named_by_architectures_and_kinds_that_exist(name):
     devices = [load_device(device) for device in device_names()]
     known = {device.architecture for device in devices} | {device.kind for device in devices}
     assert set(load_engine(name).devices) <= known
+
+
+def test_an_engine_of_a_file_is_the_one_that_it_is_like_but_for_what_it_says(tmp_path: Path) -> None:
+    file = tmp_path / "mine.yaml"
+    file.write_text(
+        "like: megatron\ngemm_efficiency: 0.5\nruns: {schedules: [1f1b]}\nmemory: {bf16: {gradients: 2}}\n"
+        "devices: {hopper: {network_efficiency: 0.7}}\n"
+    )
+    mine, other = load_engine(str(file)), load_engine("megatron")
+    assert mine.name == "mine" and mine.source == "like megatron"
+    assert mine.runs == other.runs.model_copy(update={"schedules": ("1f1b",)})
+    policy = other.memory["bf16"].model_copy(update={"gradients": 2.0})
+    assert mine.memory == {**other.memory, "bf16": policy}
+    for device in map(load_device, device_names()):
+        # Said for the engine, a constant is the same on devices that the other has another one for.
+        changed = {"gemm_efficiency": 0.5, "memory": mine.memory, "runs": mine.runs}
+        if device.architecture == "hopper":
+            changed["network_efficiency"] = 0.7
+        expected = other.for_device(device).model_copy(update=changed)
+        assert mine.for_device(device).model_dump(exclude={"name", "source"}) == expected.model_dump(
+            exclude={"name", "source"}
+        )
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("like: megatrn", "unknown engine 'megatrn': did you mean megatron"),
+        ("{like: megatron, name: nemo}", "engine nemo is in the catalogue; say `name:` with another name"),
+        ("{like: megatron, gem_efficiency: 1}", "unknown field gem_efficiency; did you mean gemm_efficiency"),
+        ("{like: megatron, devices: {hopper: {gemm_efficiency: 2}}}", "devices hopper: gemm_efficiency is 2"),
+        ("{like: megatron, devices: 3}", "devices is 3"),
+        ("gemm_efficiency: 0.5", "fields memory, attention_efficiency, "),
+    ],
+)
+def test_a_broken_engine_file_is_named_with_its_fault(text: str, message: str, tmp_path: Path) -> None:
+    file = tmp_path / "broken.yaml"
+    file.write_text(text)
+    with pytest.raises(InputError) as error:
+        load_engine(str(file))
+    assert message in str(error.value) and "\n" not in str(error.value)
