@@ -46,7 +46,7 @@ def rank_moments(
         [_units(model, layout, stage, compiled, version) for stage in layout.stages_of(rank)],
         rank,
     )
-    played.accumulate()
+    played.run()
     played.update()
     return [moment for moment in played.heap.moments() if moment.label != "build"]
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from costmodels.spec.layout import Layout
 from costmodels.spec.model import ModelSpec
-from costmodels.tapes.player.heap import GRADIENTS, Heap, Storage
+from costmodels.tapes.player.heap import COMMUNICATION, GRADIENTS, Heap, Storage
 from costmodels.tapes.player.sharding import Group, Policy, Traffic, policy_of, wraps_parameters
 from costmodels.tapes.player.units import (
     Border,
@@ -15,6 +15,7 @@ from costmodels.tapes.player.units import (
     Played,
     Sizes,
     Step,
+    category_of,
     output_of,
     parameters_of,
     played,
@@ -26,6 +27,7 @@ from costmodels.tapes.tape import (
     EXPERTS_BACKWARD_END,
     EXPERTS_FORWARD,
     EXPERTS_FORWARD_END,
+    OUTPUT,
     OUTPUT_GRADIENT,
     Tape,
 )
@@ -64,11 +66,18 @@ class Stage:
         self.wraps = wraps_parameters(layout, model.experts > 0)
         self.traffic = Traffic()
         ends = {structure.unit for structure, _ in units}
+        self.is_first, self.is_last = "embedding" in ends, "loss" in ends
+        chain = Chain(
+            units, sizes, model.tied and {"embedding", "head"} <= ends, layout.pipeline_parallel > 1
+        )
+        self.input, self.output = chain.input, chain.output
+        self.input_gradient, self.output_gradient = chain.input_gradient, chain.output_gradient
+        """Messages: None where the stage has none."""
         self.tapes = [tape for _, tape in units]
         self.is_tied = model.tied and {"embedding", "head"} <= ends
         self.places = [
             Place(structure.unit, one, parameters_of(tape, sizes))
-            for (structure, tape), one in zip(units, chained(units, sizes, self.is_tied), strict=True)
+            for (structure, tape), one in zip(units, chain.played, strict=True)
         ]
         self.tied_gradient: Storage | None = None
         """Of the output matrix, until that of the embedding is there."""
@@ -151,7 +160,9 @@ class Stage:
 
     def loss(self) -> None:
         """Forward of the loss."""
+        self.heap.enter("forward")
         self._play(self.places[-1], self.places[-1].played.forward)
+        self.heap.enter("schedule")
 
     def backward(self, is_last: bool, reshards: bool) -> None:
         """Backward of all units, and the end of it that the root calls.
@@ -161,7 +172,7 @@ class Stage:
             reshards: parameters are freed.
         """
         self.heap.enter("backward")
-        self.is_last, self.reshards = is_last, reshards
+        self.is_last_backward, self.reshards = is_last, reshards
         for group in self.groups:
             group.is_last, group.is_done = is_last, False
         places = list(reversed(self.places))
@@ -176,14 +187,22 @@ class Stage:
                 place.group.post_backward(reshards)
         self.finish()
 
+    def reduce(self) -> None:
+        """`perform_reduce_grad` of a pipeline's stage: of the root, and of the layers from the first on."""
+        self.is_last_backward = self.reshards = True
+        for group in self.groups:
+            group.is_last = True
+            group.post_backward(reshards=True)
+        self.finish()
+
     def finish(self) -> None:
         """`FSDPState._root_post_backward_final_callback`."""
         for group in self.groups:
             if not group.is_done:
                 group.post_backward(self.reshards)
-            if self.is_last:
+            if self.is_last_backward:
                 group.finalize()
-        if self.is_last:
+        if self.is_last_backward:
             self.traffic.order.clear()
             while self.traffic.reduced_last:
                 self.heap.free(self.traffic.reduced_last.pop())
@@ -236,30 +255,71 @@ class Stage:
                 experts.post_backward(self.reshards)
 
 
-def chained(units: Sequence[Unit], sizes: Sizes, is_tied: bool) -> list[Played]:
-    """The units of a stage between each other, of one that has all of a model."""
-    tapes = [tape for _, tape in units]
-    gradients: list[Storage | None] = [None] * len(tapes)
-    """Of the output of each."""
-    outputs: list[Storage] = []
-    for number, tape in enumerate(tapes):
-        after = tapes[number + 1].input_category if number + 1 < len(tapes) else ""
-        outputs.append(output_of(tape, sizes, Border(output_category=after)))
-    found: list[Played] = [None] * len(tapes)  # type: ignore[list-item]
-    for number in range(len(tapes) - 1, -1, -1):
-        tape = tapes[number]
-        has_input = number > 0 and releases_in_forward(tapes[number - 1], 1)
-        border = Border(
-            input=outputs[number - 1] if has_input else None,
-            output_category=tapes[number + 1].input_category if number + 1 < len(tapes) else "",
-            output_gradient=gradients[number],
-            tied={"embedding": 0, "head": len(tape.parameters) - 1}.get(units[number][0].unit)
-            if is_tied
-            else None,
+class Chain:
+    """The units of a stage between each other, and what goes in and out of it."""
+
+    def __init__(self, units: Sequence[Unit], sizes: Sizes, is_tied: bool, is_piped: bool) -> None:
+        """`is_piped`: stages hold their inputs, outputs and the gradients of these to the end of backward."""
+        self.units, self.sizes, self.is_tied, self.is_piped = units, sizes, is_tied, is_piped
+        self.tapes = [tape for _, tape in units]
+        kinds = [structure.unit for structure, _ in units]
+        self.is_first, self.is_last = kinds[0] == "embedding", kinds[-1] == "loss"
+        self.outputs = [
+            output_of(tape, sizes, self._border(number)) for number, tape in enumerate(self.tapes)
+        ]
+        self.output = self.outputs[-2] if self.is_last else self.outputs[-1]
+        message = Storage(COMMUNICATION, self._message())
+        self.input: Storage | None = None
+        if not self.is_first:
+            saved = self.tapes[0].input_category
+            self.input = message._replace(category=category_of(saved) if saved else COMMUNICATION)
+        self.output_gradient = message
+        self.played: list[Played] = []
+        self.input_gradient: Storage | None = None
+        self._play()
+        if self.is_first:
+            self.input_gradient = None
+
+    def _message(self) -> int:
+        """Bytes of what goes from stage to stage: what a layer returns."""
+        for place, (structure, _) in enumerate(self.units):
+            if structure.unit in LAYERS:
+                return self.outputs[place].size
+        return self.outputs[0].size
+
+    def _border(self, number: int) -> Border:
+        is_end = number + 1 == len(self.tapes)
+        return Border(
+            output_category="" if is_end else self.tapes[number + 1].input_category,
+            sends_output=is_end and self.is_piped and not self.is_last,
+            tied=self._tied(number),
         )
-        one = played(tape, sizes, border)
-        found[number] = one
-        if number:
-            passes_on = tape.input_gradient == OUTPUT_GRADIENT
-            gradients[number - 1] = gradients[number] if passes_on else one.input_gradient
-    return found
+
+    def _tied(self, number: int) -> int | None:
+        if not self.is_tied:
+            return None
+        last = len(self.tapes[number].parameters) - 1
+        return {"embedding": 0, "head": last}.get(self.units[number][0].unit)
+
+    def _play(self) -> None:
+        gradient: Storage | None = None
+        played_back: list[Played] = []
+        for number in range(len(self.tapes) - 1, -1, -1):
+            tape = self.tapes[number]
+            # Logits, which the stage of a pipeline holds.
+            holds_input = self.is_piped and self.units[number][0].unit == "loss"
+            holds_output = self.is_piped and self.units[number][0].unit == "head"
+            is_free = number > 0 and releases_in_forward(self.tapes[number - 1], OUTPUT) and not holds_input
+            is_end = number + 1 == len(self.tapes)
+            border = self._border(number)._replace(
+                input=self.outputs[number - 1] if is_free else None,
+                output_ends=not holds_output and not (is_end and self.is_piped),
+                output_gradient=gradient,
+                sends_input_gradient=number == 0 and self.is_piped,
+            )
+            one = played(tape, self.sizes, border)
+            played_back.append(one)
+            if tape.input_gradient != OUTPUT_GRADIENT:
+                gradient = one.input_gradient
+        self.played = played_back[::-1]
+        self.input_gradient = gradient

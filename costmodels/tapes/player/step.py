@@ -17,6 +17,7 @@ from costmodels.tapes.player.heap import (
     block_bytes,
 )
 from costmodels.tapes.player.optimizer import Updated, state_of, step, updated
+from costmodels.tapes.player.pipeline import Names, PipelineStage, one_forward_one_backward
 from costmodels.tapes.player.sharding import Group
 from costmodels.tapes.player.stage import Stage, Unit
 from costmodels.tapes.player.units import Sizes
@@ -34,7 +35,8 @@ class Rank:
         sizes = Sizes(dimensions(model, layout))
         self.stages = [Stage(self.heap, model, layout, units, sizes) for units in stages]
         self.parameters = self._updated(stages)
-        self._hold(rank)
+        self.rank = rank
+        self._hold()
 
     @property
     def groups(self) -> list[Group]:
@@ -52,7 +54,7 @@ class Rank:
                 found += updated(group.parts, sides[id(group)], group is not stage.root)
         return found
 
-    def _hold(self, rank: int) -> None:
+    def _hold(self) -> None:
         """What is there from the beginning of the step to its end."""
         heap, model, layout = self.heap, self.model, self.layout
         for group in self.groups:
@@ -83,9 +85,22 @@ class Rank:
             is_last = number == count or self.layout.zero_stage == 3
             stage.forward()
             stage.loss()
-            self.heap.enter("schedule")
             stage.backward(is_last, reshards=is_last)
             self.heap.enter("schedule")
+
+    def run(self) -> None:
+        """All micro batches."""
+        if self.layout.pipeline_parallel == 1:
+            self.accumulate()
+            return
+        names = Names(self.heap)
+        stages = [
+            PipelineStage(stage, index, names)
+            for stage, index in zip(self.stages, self.layout.stages_of(self.rank), strict=True)
+        ]
+        ahead = self.layout.pipeline_parallel - self.rank
+        count = min(self.layout.micro_batches, ahead + ENOUGH_MICRO_BATCHES)
+        one_forward_one_backward(stages[0], ahead, count)
 
     def update(self) -> None:
         """What follows the last micro batch (`runtime.train.trainer.Trainer.train_step`)."""

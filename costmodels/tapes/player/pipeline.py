@@ -1,0 +1,156 @@
+"""A rank of a pipeline: the schedules of `torch.distributed.pipelining` (`schedules.py`, `stage.py`) and what
+they hold of messages."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+
+from costmodels.tapes.player.heap import Heap, Storage
+from costmodels.tapes.player.stage import Stage
+
+
+class Shared:
+    """A storage with several holders."""
+
+    def __init__(self, storage: Storage) -> None:
+        self.storage = storage
+        self.holders = 0
+        self.gradient: Shared | None = None
+        """What its tensor keeps as `grad`."""
+
+
+class Names:
+    """Variables, and what each of them holds."""
+
+    def __init__(self, heap: Heap) -> None:
+        self.heap = heap
+        self.held: dict[Hashable, Shared] = {}
+
+    def put(self, name: Hashable, shared: Shared | None) -> None:
+        """Let a name hold this instead of what it has held."""
+        before = self.held.pop(name, None)
+        if shared is not None:
+            shared.holders += 1
+            self.held[name] = shared
+        if before is not None:
+            self._drop(before)
+
+    def pop(self, name: Hashable) -> None:
+        """Let a name hold nothing."""
+        self.put(name, None)
+
+    def _drop(self, shared: Shared) -> None:
+        shared.holders -= 1
+        if not shared.holders:
+            self.heap.free(shared.storage)
+            if shared.gradient is not None:
+                self._drop(shared.gradient)
+
+    def clear(self) -> None:
+        """The end of all names."""
+        for name in list(self.held):
+            self.pop(name)
+
+
+class PipelineStage:
+    """One stage and its messages (`runtime.parallel.pipeline_stage.LeanStage`)."""
+
+    def __init__(self, stage: Stage, index: int, names: Names) -> None:
+        self.stage, self.index, self.names, self.heap = stage, index, names, stage.heap
+
+    def receive_input(self, number: int) -> Shared | None:
+        """`get_fwd_recv_ops`."""
+        if self.stage.input is None:
+            return None
+        shared = Shared(self.heap.allocate(self.stage.input))
+        self.names.put(("input", self.index, number), shared)
+        return shared
+
+    def receive_gradient(self, number: int) -> Shared | None:
+        """`get_bwd_recv_ops`."""
+        if self.stage.is_last:
+            return None
+        shared = Shared(self.heap.allocate(self.stage.output_gradient))
+        self.names.put(("gradient", self.index, number), shared)
+        return shared
+
+    def forward(self, number: int) -> Shared:
+        """`forward_one_chunk`; returns the output."""
+        self.stage.forward()
+        output = Shared(self.stage.output)
+        names, index = self.names, self.index
+        names.put(("kept output", index, number), output)
+        names.put(("kept input", index, number), names.held.get(("input", index, number)))
+        names.pop(("input", index, number))
+        self.heap.enter("schedule")
+        return output
+
+    def backward(self, number: int) -> None:
+        """`backward_one_chunk`; leaves the gradient of the input."""
+        names, index = self.names, self.index
+        self.stage.backward(is_last=False, reshards=False)
+        self.heap.enter("schedule")
+        gradient = self.stage.input_gradient
+        if gradient is not None:
+            shared = Shared(gradient)
+            names.put(("input gradient", index, number), shared)
+            kept = names.held[("kept input", index, number)]
+            kept.gradient = shared
+            shared.holders += 1
+        names.pop(("kept output", index, number))
+        names.pop(("kept input", index, number))
+        names.pop(("gradient", index, number))
+
+    def input_gradient(self, number: int) -> Shared | None:
+        """`get_bwd_send_ops`."""
+        name = "input gradient", self.index, number
+        found = self.names.held.get(name)
+        if found is not None:
+            # The operation has it before the cache lets go.
+            self.names.put("sending", found)
+            self.names.pop(name)
+        return found
+
+    def reduce(self) -> None:
+        """`perform_reduce_grad`."""
+        self.stage.reduce()
+
+
+def one_forward_one_backward(stage: PipelineStage, ahead: int, micro_batches: int) -> None:
+    """`Schedule1F1B._step_microbatches` of one rank, whose variables are the names.
+
+    Args:
+        ahead: forward passes before the first backward pass, where there are as many micro batches.
+    """
+    names = stage.names
+    warm_up = min(micro_batches, ahead)
+    last = stage.stage.is_last
+
+    def forward(number: int) -> None:
+        names.put("fwd_recvs", stage.receive_input(number))
+        output = stage.forward(number)
+        names.put("output", output)
+
+    def send_and_score(number: int, scores_first: bool) -> None:
+        if last and scores_first:
+            stage.stage.loss()
+        names.put("fwd_sends", None if last else names.held["output"])
+        if last and not scores_first:
+            stage.stage.loss()
+
+    def backward(number: int) -> None:
+        names.put("bwd_recvs", stage.receive_gradient(number))
+        stage.backward(number)
+        names.put("bwd_sends", stage.input_gradient(number))
+        names.pop("sending")
+
+    for number in range(warm_up):
+        forward(number)
+        send_and_score(number, scores_first=False)
+    for number in range(micro_batches):
+        backward(number)
+        if warm_up + number < micro_batches:
+            forward(warm_up + number)
+            send_and_score(warm_up + number, scores_first=True)
+    stage.reduce()
+    names.clear()
