@@ -17,7 +17,7 @@ from runtime.dryrun import run as dry
 from runtime.dryrun.memory_trace import MemoryTrace, Moment, block_bytes
 from runtime.dryrun.roles import label_layers, own_state, roles, settle_optimizer
 from runtime.dryrun.run import trace
-from runtime.dryrun.steady import enough_micro_batches
+from costmodels.tapes.player.steady import enough_micro_batches
 from runtime.dryrun.tracker import Tracker
 from runtime.settings.options import TrainingOptions
 from runtime.train.trainer import Trainer

@@ -70,20 +70,25 @@ class Heap:
         self.bytes = list(NOTHING)
         self.total = 0
         self.label = ""
+        self.is_new = True
+        """Nothing has changed since the label began."""
         self.peaks: dict[str, tuple[int, Composition]] = {}
 
     def enter(self, label: str) -> None:
         """Let what follows belong to `label`, which begins with what is there."""
         if label != self.label:
             self.label = label
-            self._note()
+            self.is_new = True
 
-    def _note(self) -> None:
+    def _begin(self) -> None:
+        self.is_new = False
         if self.total > self.peaks.get(self.label, (-1, ()))[0]:
             self.peaks[self.label] = self.total, tuple(self.bytes)
 
     def allocate(self, storage: Storage) -> Storage:
         """A storage begins."""
+        if self.is_new:
+            self._begin()
         category, size = storage
         self.bytes[category] += size
         self.total += size
@@ -93,12 +98,16 @@ class Heap:
 
     def free(self, storage: Storage) -> None:
         """A storage ends."""
+        if self.is_new:
+            self._begin()
         category, size = storage
         self.bytes[category] -= size
         self.total -= size
 
     def play(self, span: Span) -> None:
         """All of a span."""
+        if self.is_new:
+            self._begin()
         high, composition, net = span
         if self.total + high > self.peaks[self.label][0]:
             there = tuple(a + b for a, b in zip(self.bytes, composition, strict=True))

@@ -3,8 +3,11 @@ they hold of messages."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator, Sequence
+from typing import NamedTuple
 
+from costmodels.bundled.message_times import ACTIVE, Timed
+from costmodels.spec.schedules import BACKWARD, FORWARD, WEIGHTS
 from costmodels.tapes.player.heap import Heap, Storage
 from costmodels.tapes.player.stage import Stage
 
@@ -153,4 +156,127 @@ def one_forward_one_backward(stage: PipelineStage, ahead: int, micro_batches: in
             forward(warm_up + number)
             send_and_score(warm_up + number, scores_first=True)
     stage.reduce()
+    names.clear()
+
+
+class Action(NamedTuple):
+    """What a rank with several stages does next, in PyTorch's words."""
+
+    name: str
+    stage: int
+    micro_batch: int = -1
+
+
+def actions_of(timed: Timed, stages: Sequence[int], micro_batches: int) -> list[Action]:
+    """The actions of a rank with several stages, communication included, in their order.
+
+    Those of `_add_unshard_reshard` and `_add_reduce_grad` take a turn of the rank each; a receive is where
+    its sender has its turn (`_add_send_recv`).
+    """
+    found: list[tuple[int, int, Action]] = []
+
+    def at(time: int, *actions: Action) -> None:
+        for action in actions:
+            found.append((time, len(found), action))
+
+    turn = 0
+    before: list[Action] = []
+    around = _gathering(timed, stages)
+    left = dict.fromkeys(stages, micro_batches)
+    rank = int(timed.time[0]) % timed.turn if len(timed.time) else 0
+    for kind, stage, number, time in zip(
+        timed.kind.tolist(),
+        timed.stage.tolist(),
+        timed.micro_batch.tolist(),
+        timed.time.tolist(),
+        strict=True,
+    ):
+        before += next(around)
+        for pause, action in enumerate(before):
+            at((turn + pause) * timed.turn + rank, action)
+        before = []
+        turn = time // timed.turn + 1
+        if kind == FORWARD:
+            at(time, Action("forward", stage, number))
+            if len(timed.gradients[stage]):
+                at(time, Action("send_forward", stage, number))
+        else:
+            at(time, Action({BACKWARD: "backward", WEIGHTS: "weights"}.get(kind, "inputs"), stage, number))
+            if kind != WEIGHTS and len(timed.inputs[stage]):
+                at(time, Action("send_backward", stage, number))
+        if kind in (BACKWARD, WEIGHTS):
+            left[stage] -= 1
+            if not left[stage]:
+                before.append(Action("reduce", stage))
+    for action in [*before, *next(around)]:
+        at(turn * timed.turn + rank, action)
+        turn += 1
+    for name, messages in (("receive_forward", timed.inputs), ("receive_backward", timed.gradients)):
+        for stage, times in messages.items():
+            for number, time in enumerate(times.tolist()):
+                at(time, Action(name, stage, number))
+    return [action for _, _, action in sorted(found)]
+
+
+def _gathering(timed: Timed, stages: Sequence[int]) -> Iterator[list[Action]]:
+    """What `_add_unshard_reshard` puts before each pass, and after the last one."""
+    order = timed.stage.tolist()
+    coming = {stage: [place for place, one in enumerate(order) if one == stage][::-1] for stage in stages}
+    active: list[int] = []
+    for place in range(len(order)):
+        for places in coming.values():
+            while places and places[-1] < place:
+                places.pop()
+        nearest = sorted((places[-1], stage) for stage, places in coming.items() if places)
+        wanted = [stage for _, stage in nearest[:ACTIVE]]
+        evicted = [stage for stage in active if stage not in wanted]
+        fetched = [stage for stage in wanted if stage not in active]
+        active = sorted([*(stage for stage in active if stage in wanted), *fetched])
+        yield [
+            *(Action("reshard", stage) for stage in evicted),
+            *(Action("unshard", stage) for stage in fetched),
+        ]
+    yield [Action("reshard", stage) for stage in active]
+
+
+def run_actions(stages: dict[int, PipelineStage], actions: Sequence[Action], names: Names) -> None:
+    """`_PipelineScheduleRuntime._step_microbatches` of one rank."""
+    asked: set[int] = set()
+    for name, index, number in actions:
+        stage = stages[index]
+        own = stage.stage
+        match name:
+            case "receive_forward":
+                stage.receive_input(number)
+            case "receive_backward":
+                stage.receive_gradient(number)
+            case "unshard":
+                own.unshard()
+                asked.add(index)
+            case "reshard":
+                own.reshard()
+            case "reduce":
+                stage.reduce()
+            case "send_backward":
+                stage.input_gradient(number)
+                names.pop("sending")
+            case "send_forward":
+                pass
+            case _:
+                if index in asked:
+                    asked.remove(index)
+                    own.wait()
+                if name == "forward":
+                    names.put("output", stage.forward(number))
+                    if own.is_last:
+                        own.loss()
+                    elif index + 1 in stages:
+                        names.put(("input", index + 1, number), names.held["output"])
+                    names.pop("output")
+                elif name == "backward":
+                    stage.backward(number)
+                    if index - 1 in stages:
+                        gradient = stage.input_gradient(number)
+                        names.put(("gradient", index - 1, number), gradient)
+                        names.pop("sending")
     names.clear()

@@ -137,6 +137,23 @@ class Stage:
     def _of(self, parameters: list[Parameter], policy: Policy, is_root: bool) -> Group:
         return Group(self.heap, self.traffic, parameters, policy, is_root, self.wraps)
 
+    # What a schedule does with parameters.
+
+    def unshard(self) -> None:
+        """Begin to gather all parameters."""
+        for group in self.groups:
+            group.unshard()
+
+    def wait(self) -> None:
+        """Copy them to where they are used."""
+        for group in self.groups:
+            group.wait(in_forward=False)
+
+    def reshard(self) -> None:
+        """Free what was gathered."""
+        for group in self.groups:
+            group.reshard()
+
     # Passes.
 
     def forward(self) -> None:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+import numpy as np
+
+from costmodels.bundled.message_times import message_times
 from costmodels.spec.layout import Layout
 from costmodels.spec.model import ModelSpec
 from costmodels.tapes.dimensions import dimensions
@@ -17,9 +20,16 @@ from costmodels.tapes.player.heap import (
     block_bytes,
 )
 from costmodels.tapes.player.optimizer import Updated, state_of, step, updated
-from costmodels.tapes.player.pipeline import Names, PipelineStage, one_forward_one_backward
+from costmodels.tapes.player.pipeline import (
+    Names,
+    PipelineStage,
+    actions_of,
+    one_forward_one_backward,
+    run_actions,
+)
 from costmodels.tapes.player.sharding import Group
 from costmodels.tapes.player.stage import Stage, Unit
+from costmodels.tapes.player.steady import enough_micro_batches
 from costmodels.tapes.player.units import Sizes
 
 ENOUGH_MICRO_BATCHES = 3
@@ -93,14 +103,20 @@ class Rank:
         if self.layout.pipeline_parallel == 1:
             self.accumulate()
             return
+        layout = self.layout
         names = Names(self.heap)
-        stages = [
-            PipelineStage(stage, index, names)
-            for stage, index in zip(self.stages, self.layout.stages_of(self.rank), strict=True)
-        ]
-        ahead = self.layout.pipeline_parallel - self.rank
-        count = min(self.layout.micro_batches, ahead + ENOUGH_MICRO_BATCHES)
-        one_forward_one_backward(stages[0], ahead, count)
+        stages = {
+            index: PipelineStage(stage, index, names)
+            for stage, index in zip(self.stages, layout.stages_of(self.rank), strict=True)
+        }
+        count = enough_micro_batches(layout, self.rank)
+        if layout.schedule == "1f1b":
+            (stage,) = stages.values()
+            one_forward_one_backward(stage, layout.pipeline_parallel - self.rank, count)
+            return
+        every = np.array([layout.stages_of(rank) for rank in range(layout.pipeline_parallel)])
+        timed = message_times(layout.schedule, every, count)[self.rank]
+        run_actions(stages, actions_of(timed, list(stages), count), names)
 
     def update(self) -> None:
         """What follows the last micro batch (`runtime.train.trainer.Trainer.train_step`)."""
