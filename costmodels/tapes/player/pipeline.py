@@ -6,8 +6,8 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterator, Sequence
 from typing import NamedTuple
 
-from costmodels.bundled.message_times import ACTIVE, Timed
-from costmodels.spec.schedules import BACKWARD, FORWARD, WEIGHTS
+from costmodels.bundled.message_times import Timed
+from costmodels.spec.schedules import BACKWARD, FORWARD, GATHERED_STAGES, WEIGHTS
 from costmodels.tapes.player.heap import Heap, Storage
 from costmodels.tapes.player.stage import Stage
 
@@ -228,7 +228,7 @@ def _gathering(timed: Timed, stages: Sequence[int]) -> Iterator[list[Action]]:
             while places and places[-1] < place:
                 places.pop()
         nearest = sorted((places[-1], stage) for stage, places in coming.items() if places)
-        wanted = [stage for _, stage in nearest[:ACTIVE]]
+        wanted = [stage for _, stage in nearest[:GATHERED_STAGES]]
         evicted = [stage for stage in active if stage not in wanted]
         fetched = [stage for stage in wanted if stage not in active]
         active = sorted([*(stage for stage in active if stage in wanted), *fetched])
