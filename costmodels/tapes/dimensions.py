@@ -6,14 +6,18 @@ from costmodels.layers.shapes import PEAK_LOAD
 from costmodels.spec.layout import Layout
 from costmodels.spec.model import ModelSpec
 
+KERNEL_ROWS = 32
+"""Rows of queries of which PyTorch's memory-efficient attention keeps the sums, and fills them up to."""
+
 
 def dimensions(model: ModelSpec, layout: Layout) -> dict[str, int]:
     """The dimensions of a model and a layout on one rank, by name; integers, none of them 0.
 
     batch: sequences of a micro batch; seq: positions of a rank, before sequence parallelism divides them by
-    tp; tp, cp, ep, etp: ranks; hidden; ffn: of a rank; keys: key/value heads of a rank; group: queries of
-    each; head: elements of one; sharers: ranks that share a key/value head; vocab: entries of a rank; tokens:
-    those of the first rank that the tokenizer has; positions: of the learned table.
+    tp; kernel_seq: the same as a kernel fills them up; tp, cp, ep, etp: ranks; hidden; ffn: of a rank; keys:
+    key/value heads of a rank; group: queries of each; head: elements of one; sharers: ranks that share a
+    key/value head; vocab: entries of a rank; tokens: those of the first rank that the tokenizer has;
+    positions: of the learned table.
     """
     tp, cp = layout.tensor_parallel, layout.context_parallel
     heads = model.heads // tp
@@ -22,6 +26,7 @@ def dimensions(model: ModelSpec, layout: Layout) -> dict[str, int]:
     found = {
         "batch": layout.micro_batch_size,
         "seq": model.seq // cp,
+        "kernel_seq": -(-model.seq // (cp * KERNEL_ROWS)) * KERNEL_ROWS,
         "tp": tp,
         "cp": cp,
         "hidden": model.hidden,
@@ -52,8 +57,8 @@ def _latent(model: ModelSpec) -> dict[str, int]:
 
 
 def _experts(model: ModelSpec, layout: Layout) -> dict[str, int]:
-    """experts: of a layer; choices: of a token; expert_ffn and shared_ffn: of a rank; sent and arrived: rows
-    that leave a rank and come to it, as `runtime.dryrun.experts` has them."""
+    """experts: of a layer, in groups; choices: of a token; expert_ffn and shared_ffn: of a rank; sent and
+    arrived: rows that leave a rank and come to it, as `runtime.dryrun.experts` has them."""
     if not model.experts:
         return {}
     limit = model.router.capacity_factor
@@ -65,6 +70,8 @@ def _experts(model: ModelSpec, layout: Layout) -> dict[str, int]:
     arrived = int(pairs * min(PEAK_LOAD, limit or PEAK_LOAD)) if ep > 1 else sent
     return {
         "experts": model.experts,
+        "groups": model.router.groups,
+        "top_groups": model.router.top_groups,
         "choices": model.top_k,
         "ep": ep,
         "etp": etp,

@@ -17,6 +17,9 @@ ALIGNED_HEAD = 8
 FLASH_HEAD = 256
 """The largest head that flash attention takes."""
 
+FLOAT8_MULTIPLE = 16
+"""What sides of matrices must be multiples of in products in 8 bits (`runtime.parallel.float8`)."""
+
 GROUPED_MULTIPLE = 8
 """Elements in 16 bits that rows of matrices must be multiples of in PyTorch's grouped product."""
 
@@ -64,11 +67,15 @@ class Structure(NamedTuple):
     """Of a ring, in whose rounds operations repeat."""
     repeats_heads: bool = False
     """Context-parallel ranks that exchange heads first repeat those of keys and values."""
+    odd_sides: bool = False
+    """Some matrices have sides that products in 8 bits do not take."""
     recompute: tuple[str, ...] = ()
     """Modules that backward computes again, in alphabetical order; "full" for the layer."""
     offloads_activations: bool = False
     expert_parallel: bool = False
     expert_tensor_parallel: bool = False
+    expert_ranks: int = 1
+    """Ranks that share one of several ranks' experts: operations repeat for each."""
     loop_of_experts: int = 0
     """Experts of a rank that are computed one after the other; 0 where one kernel computes all."""
     score: str = ""
@@ -167,6 +174,8 @@ def _of_layer(common: Structure, model: ModelSpec, layout: Layout, recomputes: b
         one_head=model.heads == layout.tensor_parallel,
     )
     found = _latent(found, model) if model.latent_attention is not None else _grouped(found, model, layout)
+    if layout.precision == "fp8":
+        found = found._replace(odd_sides=any(side % FLOAT8_MULTIPLE for side in _sides(model, layout)))
     found = _over_context(found, model, layout)
     return _with_experts(found, model, layout) if found.unit == "experts" else found
 
@@ -182,6 +191,23 @@ def _grouped(found: Structure, model: ModelSpec, layout: Layout) -> Structure:
         unaligned_heads=model.head_dim % ALIGNED_HEAD > 0,
         unfused=_is_unfused(found.precision, model.head_dim),
     )
+
+
+def _sides(model: ModelSpec, layout: Layout) -> list[int]:
+    """Sides of the matrices of a layer on one rank, without routed experts."""
+    tp, sizes = layout.tensor_parallel, model.latent_attention
+    found = [model.hidden, model.ffn // tp, model.shared_expert_ffn // tp]
+    if sizes is None:
+        return [*found, model.q_size // tp, model.kv_size // tp]
+    heads = model.heads // tp
+    found += [sizes.q_lora_rank, sizes.kv_lora_rank, sizes.kv_lora_rank + sizes.qk_rope_head_dim]
+    keys = sizes.qk_nope_head_dim + sizes.qk_rope_head_dim
+    return [
+        *found,
+        heads * keys,
+        heads * (sizes.qk_nope_head_dim + sizes.v_head_dim),
+        heads * sizes.v_head_dim,
+    ]
 
 
 def _is_unfused(precision: str, head: int) -> bool:
@@ -229,6 +255,7 @@ def _with_experts(found: Structure, model: ModelSpec, layout: Layout) -> Structu
     return found._replace(
         expert_parallel=ep > 1,
         expert_tensor_parallel=etp > 1,
+        expert_ranks=etp if ep > 1 else 1,
         loop_of_experts=0 if grouped else model.experts // ep,
         score=router.score,
         normalised=router.normalised,

@@ -9,16 +9,29 @@ from typing import Any, NamedTuple
 
 from costmodels import LatentAttention, Layout, ModelSpec
 from costmodels.spec.model import VOCAB_MULTIPLE
-from costmodels.tapes.dimensions import dimensions
-from costmodels.tapes.structure import Structure, heeds_groups, heeds_rows, structure_of
+from costmodels.tapes.dimensions import KERNEL_ROWS, dimensions
+from costmodels.tapes.structure import (
+    ALIGNED_HEAD,
+    FLOAT8_MULTIPLE,
+    Structure,
+    heeds_groups,
+    heeds_rows,
+    structure_of,
+)
 
 SAMPLES = 4
 """Sets of sizes that there are; two prove most tapes."""
 
-RANKS = {"tp": (5, 7, 11, 13), "cp": (37, 41, 43, 47)}
+RANKS = {
+    "tp": (5, 7, 11, 13),
+    "cp": (37, 41, 43, 47),
+    "ep": (31, 37, 41, 43),
+    "etp": (19, 17, 29, 23),
+}
 """Primes that seldom are in coefficients, as 2 and 3 are; no two of a set are equal."""
 
-RANK_NAMES = ("tp", "cp", "ep", "etp", "sharers")
+LAST = ("groups", "tp", "cp", "ep", "etp", "sharers")
+"""Dimensions whose primes others have too."""
 
 SIDES = {
     # Eight times as many elements are heads that every kernel takes.
@@ -27,13 +40,22 @@ SIDES = {
     "keys": (7, 5, 13, 11),
     "seq": (89, 97, 101, 103),
     "batch": (107, 109, 113, 127),
+    "choices": (53, 59, 61, 67),
+    "groups": (71, 73, 79, 83),
+    "top_groups": (43, 47, 53, 59),
 }
+
+FLOAT8_HEAD = (11, 13, 5, 7)
+"""Of heads whose products in 8 bits are possible, over 16."""
+
+LATENT = ((17, 13, 11, 31), (17, 11, 13, 29), (19, 7, 17, 29), (17, 7, 19, 29))
+"""Of latent attention, over 8: parts of heads without position and with it, and shorter and longer values."""
+
+LIMITS = {"": 0.0, "full": 1.1, "part": 0.9}
+"""Capacity factors."""
 
 SHARED = ((3, 7), (5, 3), (5, 3), (3, 7))
 """Where ranks share a head they divide it: their number, and the prime of a head, 8 times both."""
-
-SMALLEST = 5
-"""Of primes of small sizes."""
 
 FIRST = (200, 300, 450, 700)
 """Least primes of widths, so that no two sets have the same."""
@@ -54,7 +76,7 @@ class Sample(NamedTuple):
     model: ModelSpec
     layout: Layout
     primes: dict[str, int]
-    """Of each dimension that varies freely."""
+    """Of each dimension that varies freely; one that has primes of others comes before them."""
 
     @property
     def dimensions(self) -> dict[str, int]:
@@ -68,81 +90,211 @@ def sample(structure: Structure, number: int) -> Sample:
     Raises:
         ValueError: no model or layout has the structure.
     """
-    primes = {name: values[number] for name, values in (RANKS | SIDES).items()}
-    taken = set(primes.values())
-    tp = primes["tp"] if structure.tensor_parallel else 1
-    cp = 1
-    if structure.context_form:
-        cp = structure.context_ranks if structure.context_ranks > 1 else primes["cp"]
-    keys = 1 if structure.one_key_head or structure.shares_heads else primes["keys"]
-    group = primes["group"] if structure.grouped_queries or not heeds_groups(structure) else 1
-    if structure.one_head:
-        keys = group = 1
-    if structure.latent:
-        group = 1
-    head = primes["head"] if structure.unaligned_heads else 8 * primes["head"]
-    kv_heads = keys * tp
-    if structure.shares_heads:
-        # As many key/value heads as a second prime says: the rest of the tensor-parallel ranks share them.
-        kv_heads = tp
-        sharers, primes["head"] = SHARED[number]
-        tp, head = tp * sharers, 8 * sharers * primes["head"]
-    heads = keys * group * tp
-    entries = math.lcm(VOCAB_MULTIPLE, tp) // tp * _fresh_prime(taken, FIRST[number])
-    hidden = MULTIPLE * _fresh_prime(taken, max(2 * FIRST[number], heads * head // MULTIPLE))
-    ffn = MULTIPLE * _fresh_prime(taken, int(FFN_SHARE * hidden / tp / MULTIPLE))
-    seq = SEQ_MULTIPLE * primes["seq"] * tp * 2 * cp
-    fields: dict[str, Any] = {
-        "hidden": hidden,
-        "ffn": ffn * tp,
-        "heads": heads,
-        "kv_heads": kv_heads,
-        "head_dim": head,
-        "vocab": _vocabulary(entries, tp, structure.pads_vocabulary),
-        "seq": seq,
-        "max_positions": _fresh_prime(taken, seq),
-        "gated": structure.gated,
-        "activation": structure.activation or "gelu",
-        "norm": structure.norm or "layernorm",
-        "position": _position(structure),
-        "tied": False,
-        "linear_bias": structure.linear_bias,
-        "qkv_bias": structure.qkv_bias and not structure.linear_bias,
-        "qk_norm": structure.qk_norm,
-    }
-    if structure.latent:
-        fields |= _latent(structure, taken, heads)
-    model = ModelSpec(name=structure.unit, layers=1, **fields)
-    rows = primes["batch"] if structure.several or not heeds_rows(structure) else 1
-    layout = Layout.model_validate(
-        {
-            "tensor_parallel": tp,
-            "sequence_parallel": structure.sequence_parallel,
-            "context_parallel": cp,
-            "context_parallel_form": structure.context_form or "all_gather",
-            "layers_per_stage": (1,),
-            "micro_batch_size": rows,
-            "global_batch_size": rows,
-            "precision": structure.precision,
-            "offload_activations": structure.offloads_activations,
-            **_recompute(structure),
-        }
-    )
+    if structure.offloads_activations:
+        # Layers start each other's copies, and the last one keeps all: no layer does the same alone.
+        raise ValueError("layers that offload activations are recorded together with their neighbours only")
+    chosen = _Sizes(structure, number)
+    model = ModelSpec.model_validate({"name": structure.unit, "layers": 1, **chosen.model_fields()})
+    layout = Layout.model_validate({"layers_per_stage": (1,), **chosen.layout_fields()})
     if structure_of(model, layout, structure.unit, structure.compiled) != structure:
         raise ValueError(f"no sample has the structure {structure.name}")
-    found = dimensions(model, layout)
-    ranks = {"tp": primes["tp"] if tp > 1 else 1, "cp": primes["cp"] if cp == primes["cp"] else 1}
-    ranks["sharers"] = tp // ranks["tp"]
-    sides = _free_primes(found) | {"head": primes["head"]}
-    return Sample(model, layout, sides | {name: p for name, p in ranks.items() if p > 1})
+    return Sample(model, layout, chosen.free_primes(dimensions(model, layout)))
 
 
-def _free_primes(values: Mapping[str, int]) -> dict[str, int]:
-    """The largest prime factor of each dimension but ranks: those of a sequence have theirs in it."""
-    sides = {name: _largest_factor(value) for name, value in values.items() if name not in RANK_NAMES}
-    if sides["tokens"] == sides["vocab"]:
-        del sides["tokens"]
-    return {name: prime for name, prime in sides.items() if prime > 1}
+class _Sizes:
+    """Sizes of a model and a layout, each with a prime of its own."""
+
+    def __init__(self, structure: Structure, number: int) -> None:
+        self.structure, self.number = structure, number
+        self.primes = {name: values[number] for name, values in (RANKS | SIDES).items()}
+        self.taken = set(self.primes.values()) | set(LATENT[number])
+        own = self.primes
+        self.tp = own["tp"] if structure.tensor_parallel else 1
+        self.cp = 1
+        if structure.context_form:
+            self.cp = structure.context_ranks if structure.context_ranks > 1 else own["cp"]
+        self.ep = own["ep"] if structure.expert_parallel else 1
+        self.etp = structure.expert_ranks
+        if structure.expert_tensor_parallel and self.etp == 1:
+            self.etp = own["etp"]
+        self.rows = own["batch"] if structure.several or not heeds_rows(structure) else 1
+        self.keys = 1 if structure.one_key_head or structure.shares_heads else own["keys"]
+        self.group = own["group"] if structure.grouped_queries or not heeds_groups(structure) else 1
+        if structure.one_head:
+            self.keys = self.group = 1
+        if structure.latent:
+            self.group = 1
+        self.head = own["head"] * (1 if structure.unaligned_heads else ALIGNED_HEAD)
+        if structure.precision == "fp8":
+            own["head"] = FLOAT8_HEAD[number]
+            self.head = FLOAT8_MULTIPLE * own["head"]
+        if structure.context_form == "all_to_all":
+            self._exchange_heads()
+        self.kv_heads = self.keys * self.tp
+        if structure.shares_heads:
+            # As many heads as the prime says: other tensor-parallel ranks share them.
+            self.kv_heads = self.tp
+            sharers, own["head"] = SHARED[number]
+            own["sharers"] = sharers
+            self.tp, self.head = self.tp * sharers, ALIGNED_HEAD * sharers * own["head"]
+        self.heads = self.keys * self.group * self.tp
+        self.entries = math.lcm(VOCAB_MULTIPLE, self.tp) // self.tp * self._fresh("vocab", FIRST[number])
+        chunks = self.tp * (2 * self.cp if self.cp > 1 else 1)
+        odd = structure.unit == "experts"
+        self.seq = chunks * (self._odd_rows(chunks) if odd else SEQ_MULTIPLE * own["seq"])
+        self.hidden = MULTIPLE * self._fresh(
+            "hidden", max(2 * FIRST[number], self.heads * self.head // MULTIPLE)
+        )
+        self.ffn = MULTIPLE * self._fresh("ffn", int(FFN_SHARE * self.hidden / self.tp / MULTIPLE))
+
+    def _exchange_heads(self) -> None:
+        """Heads of which context-parallel ranks can have equal parts."""
+        if self.structure.one_head:
+            self.group = self.cp
+        elif self.structure.one_key_head and not self.structure.repeats_heads:
+            self.keys = self.cp
+        elif self.structure.one_key_head:
+            self.keys = self.primes["keys"]
+            self.cp *= self.keys
+            self.group *= self.cp // self.keys
+        else:
+            self.keys *= self.cp
+
+    def _odd_rows(self, chunks: int) -> int:
+        """Rows of a chunk that are a prime, so that a share of them is no product of sizes; what a kernel
+        makes of all of them has a prime of its own too."""
+        for rows in count(self.primes["seq"]):
+            rounded = -(-rows * chunks // (self.cp * KERNEL_ROWS))
+            if _is_prime(rows) and _is_prime(rounded) and not {rows, rounded} & (self.taken - {rows}):
+                self.primes |= {"seq": rows, "kernel_seq": rounded}
+                self.taken |= {rows, rounded}
+                return rows
+        raise AssertionError("there is no largest prime")
+
+    def _fresh(self, name: str, least: int) -> int:
+        """The smallest prime that is at least so large and that nobody has, for a dimension."""
+        found = next(value for value in count(least) if value not in self.taken and _is_prime(value))
+        self.taken.add(found)
+        self.primes[name] = found
+        return found
+
+    def model_fields(self) -> dict[str, Any]:
+        """Of the model."""
+        structure = self.structure
+        fields: dict[str, Any] = {
+            "hidden": self.hidden,
+            "ffn": self.ffn * self.tp,
+            "heads": self.heads,
+            "kv_heads": self.kv_heads,
+            "head_dim": self.head,
+            "vocab": self._vocabulary(),
+            "seq": self.seq,
+            "max_positions": self._fresh("positions", self.seq),
+            "gated": structure.gated,
+            "activation": structure.activation or "gelu",
+            "norm": structure.norm or "layernorm",
+            "position": _position(structure),
+            "tied": False,
+            "linear_bias": structure.linear_bias,
+            "qkv_bias": structure.qkv_bias and not structure.linear_bias,
+            "qk_norm": structure.qk_norm,
+        }
+        if structure.latent:
+            fields |= self._latent_fields()
+        return fields | self._expert_fields() if structure.unit == "experts" else fields
+
+    def _vocabulary(self) -> int:
+        """Entries of a tokenizer, of which each tensor-parallel rank has `entries`, padding included."""
+        if not self.structure.pads_vocabulary:
+            return self.entries * self.tp
+        # A prime less than a multiple below what is stored.
+        found = self.entries * self.tp - 1
+        while not _is_prime(found):
+            found -= 1
+        self.primes["tokens"] = found
+        return found
+
+    def _latent_fields(self) -> dict[str, Any]:
+        nope, rope, shorter, longer = LATENT[self.number]
+        value = {"keys": shorter, "values": longer}.get(self.structure.longer_heads, nope + rope)
+        self.primes |= {"nope": nope, "rope": rope, "value": value}
+        query_rank = MULTIPLE * self._fresh("query_rank", FIRST[self.number])
+        latent_rank = MULTIPLE * self._fresh("latent_rank", FIRST[self.number])
+        scaling = {"kind": "yarn", "factor": 2.0, "original_positions": self.seq, "mscale_all_dim": 1.0}
+        return {
+            "kv_heads": self.heads,
+            "rope_scaling": scaling if self.structure.scales_scores else None,
+            "latent_attention": LatentAttention(
+                q_lora_rank=query_rank if self.structure.latent_queries else 0,
+                kv_lora_rank=latent_rank,
+                qk_nope_head_dim=ALIGNED_HEAD * nope,
+                qk_rope_head_dim=ALIGNED_HEAD * rope,
+                v_head_dim=ALIGNED_HEAD * value,
+            ),
+        }
+
+    def _expert_fields(self) -> dict[str, Any]:
+        structure, own = self.structure, self.primes
+        groups = own["groups"] if structure.group_score else 1
+        limit = LIMITS[structure.limited]
+        return {
+            "experts": self.ep * groups * self._fresh("experts", FIRST[self.number]),
+            "top_k": 1 if structure.one_choice else own["choices"],
+            "expert_ffn": MULTIPLE * self.etp * self._fresh("expert_ffn", FIRST[self.number]),
+            "shared_expert_ffn": (
+                MULTIPLE * self.tp * self._fresh("shared_ffn", FIRST[self.number])
+                if structure.shared_experts
+                else 0
+            ),
+            "shared_expert_gate": structure.shared_gate,
+            "router": {
+                "score": structure.score,
+                "normalised": structure.normalised,
+                "scale": 2.0 if structure.scaled else 1.0,
+                "groups": groups,
+                "top_groups": own["top_groups"] if structure.group_score else 1,
+                "group_score": structure.group_score or "max",
+                "expert_bias": structure.expert_bias,
+                "capacity_factor": limit,
+            },
+        }
+
+    def layout_fields(self) -> dict[str, Any]:
+        """Of the layout."""
+        structure, data_parallel = self.structure, self.ep * self.etp
+        recompute: dict[str, Any] = {}
+        if structure.recompute == ("full",):
+            recompute = {"recompute": "full"}
+        elif structure.recompute:
+            recompute = {"recompute": "selective", "recompute_modules": structure.recompute}
+        return {
+            "tensor_parallel": self.tp,
+            "sequence_parallel": structure.sequence_parallel,
+            "context_parallel": self.cp,
+            "context_parallel_form": structure.context_form or "all_gather",
+            "expert_parallel": self.ep,
+            "expert_tensor_parallel": self.etp,
+            "data_parallel": data_parallel,
+            "micro_batch_size": self.rows,
+            "global_batch_size": self.rows * data_parallel,
+            "precision": structure.precision,
+            **recompute,
+        }
+
+    def free_primes(self, values: Mapping[str, int]) -> dict[str, int]:
+        """The primes of dimensions that are not 1, those that have others in them first."""
+        own = dict(self.primes)
+        rows = values["batch"] * values["seq"] * values.get("choices", 1) * self.etp
+        for name in ("sent", "arrived"):
+            # What is a product of other sizes is no size of its own; what is none is as good as a prime.
+            if name in values and rows % values[name]:
+                own[name] = values[name]
+        first = ["sent", "arrived"]
+        if self.structure.context_form == "all_to_all" and self.structure.one_key_head:
+            # There ranks are a multiple of the keys, and groups one of ranks.
+            first += ["group", "cp"]
+        order = [*first, *(name for name in own if name not in (*first, *LAST)), *LAST]
+        return {name: own[name] for name in dict.fromkeys(order) if name in own and values.get(name, 1) > 1}
 
 
 def _position(structure: Structure) -> str:
@@ -151,64 +303,5 @@ def _position(structure: Structure) -> str:
     return "learned" if structure.learned_positions else "none"
 
 
-def _recompute(structure: Structure) -> dict[str, Any]:
-    if not structure.recompute:
-        return {}
-    if structure.recompute == ("full",):
-        return {"recompute": "full"}
-    return {"recompute": "selective", "recompute_modules": structure.recompute}
-
-
-def _latent(structure: Structure, taken: set[int], heads: int) -> dict[str, Any]:
-    nope, rope = 8 * _fresh_prime(taken, SMALLEST), 8 * _fresh_prime(taken, SMALLEST)
-    value = nope + rope
-    if structure.longer_heads:
-        value = 8 * _fresh_prime(taken, SMALLEST)
-        if structure.longer_heads == "values":
-            value = 8 * _fresh_prime(taken, 2 * (nope + rope) // 8)
-    query_rank, latent_rank = (
-        MULTIPLE * _fresh_prime(taken, SMALLEST),
-        MULTIPLE * _fresh_prime(taken, SMALLEST),
-    )
-    return {
-        "kv_heads": heads,
-        "latent_attention": LatentAttention(
-            q_lora_rank=query_rank if structure.latent_queries else 0,
-            kv_lora_rank=latent_rank,
-            qk_nope_head_dim=nope,
-            qk_rope_head_dim=rope,
-            v_head_dim=value,
-        ),
-    }
-
-
-def _vocabulary(rows: int, tp: int, pads: bool) -> int:
-    """Entries of a tokenizer of which each of `tp` ranks has `rows`, padding included."""
-    if not pads:
-        return rows * tp
-    # A prime less than a multiple below what is stored.
-    entries = rows * tp - 1
-    while not _is_prime(entries):
-        entries -= 1
-    return entries
-
-
 def _is_prime(value: int) -> bool:
     return value > 1 and all(value % divisor for divisor in range(2, int(value**0.5) + 1))
-
-
-def _largest_factor(value: int) -> int:
-    """The largest prime factor; 1 of 1."""
-    found, divisor = 1, 2
-    while divisor * divisor <= value:
-        while value % divisor == 0:
-            found, value = divisor, value // divisor
-        divisor += 1
-    return max(found, value)
-
-
-def _fresh_prime(taken: set[int], least: int) -> int:
-    """The smallest prime that is at least so large and that nobody has; it is taken then."""
-    found = next(value for value in count(least) if value not in taken and _is_prime(value))
-    taken.add(found)
-    return found

@@ -22,6 +22,8 @@ LARGEST_COEFFICIENT = 64
 
 MOST_TERMS = 3
 
+RANKS = ("tp", "cp", "ep", "etp", "sharers")
+
 
 class UnknownSizeError(RuntimeError):
     """A size is no small sum of products of dimensions."""
@@ -42,7 +44,8 @@ def symbolic(sizes: Sequence[int], dimensions: Sequence[Dimensions], primes: Seq
         return () if not sizes[0] else (Term(sizes[0], 1, ()),)
     powers = [_powers(Fraction(size), *own) for size, *own in zip(sizes, dimensions, primes, strict=True)]
     rests = _rests(sizes, dimensions, powers[0])
-    if powers[1:] == powers[:-1] and len(set(rests)) == 1:
+    is_product = powers[1:] == powers[:-1] and len(set(rests)) == 1
+    if is_product and max(rests[0].numerator, rests[0].denominator) <= LARGEST_COEFFICIENT:
         return (Term(rests[0].numerator, rests[0].denominator, _sorted(powers[0])),)
     return _sum(sizes, dimensions, powers)
 
@@ -79,20 +82,36 @@ def _sorted(powers: Mapping[str, int]) -> tuple[tuple[str, int], ...]:
 
 def _sum(sizes: Sequence[int], dimensions: Sequence[Dimensions], powers: list[dict[str, int]]) -> Size:
     common = {name: min(each.get(name, 0) for each in powers) for name in set().union(*powers)}
-    names = list(dimensions[0])
-    factors = [(), *((name,) for name in names), *combinations_with_replacement(names, 2)]
-    shared = {name: exponent for name, exponent in common.items() if exponent}
-    rests = _rests(sizes, dimensions, shared)
-    columns = {
-        factor: [Fraction(reduce(mul, (own[name] for name in factor), 1)) for own in dimensions]
-        for factor in factors
-    }
-    for count in range(2, min(MOST_TERMS, len(sizes)) + 1):
-        for chosen in combinations(factors, count):
-            solved = _solved([columns[factor] for factor in chosen], rests)
-            if solved is not None:
-                return tuple(_term(c, factor, shared) for c, factor in zip(solved, chosen, strict=True))
+    every = {name: exponent for name, exponent in common.items() if exponent}
+    # Primes of ranks may be in all terms by chance, as sides are multiples of ranks.
+    for shared in (every, {name: exponent for name, exponent in every.items() if name not in RANKS}):
+        found = _shared_sum(sizes, dimensions, shared)
+        if found is not None:
+            return found
     raise UnknownSizeError(f"sizes {list(sizes)} are no sum of {MOST_TERMS} products of dimensions")
+
+
+def _shared_sum(
+    sizes: Sequence[int], dimensions: Sequence[Dimensions], shared: Mapping[str, int]
+) -> Size | None:
+    """The sum that is some powers times small terms; none where there is none."""
+    rests = _rests(sizes, dimensions, shared)
+    names = [name for name in dimensions[0] if len({own[name] for own in dimensions}) > 1]
+    # Few factors first: sums of products of two are seldom, and many.
+    alone: list[tuple[str, ...]] = [(), *((name,) for name in names)]
+    for factors in (alone, [*alone, *combinations_with_replacement(names, 2)]):
+        columns = {
+            factor: [Fraction(reduce(mul, (own[name] for name in factor), 1)) for own in dimensions]
+            for factor in factors
+        }
+        most = MOST_TERMS if factors is alone else 2
+        # One recording more than there are coefficients is their proof.
+        for count in range(2, min(most, len(sizes) - 1) + 1):
+            for chosen in combinations(factors, count):
+                solved = _solved([columns[factor] for factor in chosen], rests)
+                if solved is not None:
+                    return tuple(_term(c, factor, shared) for c, factor in zip(solved, chosen, strict=True))
+    return None
 
 
 def _term(coefficient: Fraction, factor: Sequence[str], shared: Mapping[str, int]) -> Term:

@@ -48,7 +48,9 @@ from runtime.parallel.data import DTYPES
 from runtime.parallel.local import local_part
 from runtime.parallel.loss import TokenLoss
 from runtime.parallel.mesh import build_grid
+from runtime.settings.options import TrainingOptions
 from runtime.train import stages
+from runtime.train.balance import Balance
 
 Change = tuple[str, int, int, str]
 """What happens: "allocation", "release", "gradient" or "mark"; the number of the storage; its bytes, or the
@@ -149,7 +151,11 @@ def _built(
     for router in stage.routers.values():
         router.to_device(device)
     # Only what belongs to layers: the tracker's executor is not needed for one stage.
-    label_layers(tracker, _OneStage([stage]), compiled, stages.compiles_in_two(layout))  # type: ignore[arg-type]
+    loss = TokenLoss(model, layout, grid)
+    executor: Any = _OneStage([stage], loss)
+    if stage.routers:
+        Balance(executor, model, grid, TrainingOptions())
+    label_layers(tracker, executor, compiled, stages.compiles_in_two(layout))
     rows, positions = layout.micro_batch_size, model.seq // layout.context_parallel
     ids = torch.empty(rows, positions, dtype=torch.int64, device=device)
     residual = rows, positions // (layout.tensor_parallel if layout.sequence_parallel else 1), model.hidden
@@ -168,13 +174,13 @@ def _built(
             partial(torch.empty, residual, dtype=dtype, device=device),
         )
     vocab = model.padded_vocab(layout.tensor_parallel) // layout.tensor_parallel
-    loss = TokenLoss(model, layout, grid)
     shape = rows, positions, vocab
     return nn.Module(), lambda x: loss(x, ids), partial(torch.empty, shape, dtype=dtype, device=device)
 
 
 class _OneStage(NamedTuple):
     stages: list[Transformer]
+    loss: TokenLoss
 
 
 def _convert(stage: Transformer, dtype: torch.dtype) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 from costmodels import Layout, ModelSpec
 from costmodels.tapes.dimensions import dimensions
 from costmodels.tapes.structure import Unit, structure_of
-from costmodels.tapes.tape import Allocation, Gradient, Tape, elements_of
+from costmodels.tapes.tape import Allocation, Gradient, Mark, Tape, elements_of
 from runtime.dryrun.tape_recorder import recorded_tape
 from runtime.dryrun.unit_recorder import record_unit
 from runtime.model.transformer import Block
@@ -52,6 +52,9 @@ def bytes_of_tape(tape: Tape, model: ModelSpec, layout: Layout) -> list[int]:
         ("dense", False, {"recompute": "selective", "recompute_modules": ("norm", "mlp")}),
         ("dense", False, {"tensor_parallel": 8}),
         ("dense", True, {"tensor_parallel": 2}),
+        ("dense", False, {"context_parallel": 2, "context_parallel_form": "ring"}),
+        ("dense", False, {"context_parallel": 4, "context_parallel_form": "all_to_all"}),
+        ("dense", False, {"precision": "fp32", "micro_batch_size": 2}),
         ("head", False, {"precision": "fp32"}),
         ("loss", False, {"tensor_parallel": 2}),
     ],
@@ -68,6 +71,43 @@ def test_a_tape_is_what_other_sizes_do(unit: Unit, compiled: bool, fields: dict[
         tuple(elements_of(side, dimensions(MODEL, layout)) for side in one.shape) for one in tape.parameters
     ]
     assert shapes == [one.shape for one in recording.parameters]
+
+
+ROUTED = MODEL.model_copy(update={"experts": 8, "top_k": 2, "expert_ffn": 128, "shared_expert_ffn": 64})
+
+LATENT = ModelSpec.model_validate(
+    MODEL.model_dump()
+    | {
+        "kv_heads": 8,
+        "latent_attention": {
+            "q_lora_rank": 96,
+            "kv_lora_rank": 64,
+            "qk_nope_head_dim": 32,
+            "qk_rope_head_dim": 16,
+            "v_head_dim": 32,
+        },
+    }
+)
+
+
+@pytest.mark.parametrize(
+    ("model", "unit", "fields"),
+    [
+        (ROUTED, "experts", {"tensor_parallel": 2}),
+        (ROUTED, "experts", {"expert_parallel": 2, "data_parallel": 2, "recompute": "full"}),
+        (ROUTED, "experts", {"expert_parallel": 2, "expert_tensor_parallel": 2, "data_parallel": 4}),
+        (LATENT, "dense", {"tensor_parallel": 2, "sequence_parallel": True}),
+    ],
+)
+def test_tapes_of_experts_and_latents(model: ModelSpec, unit: Unit, fields: dict[str, Any]) -> None:
+    layout = Layout.model_validate({"layers_per_stage": (1,), "global_batch_size": 4} | fields)
+    tape = recorded_tape(structure_of(model, layout, unit, compiled=False))
+    recording = record_unit(model, layout, unit, compiled=False)
+    changes = [*recording.forward, *recording.backward]
+    recorded = [size for kind, _, size, _ in changes if kind == "allocation"]
+    assert bytes_of_tape(tape, model, layout) == recorded
+    marks = [event.name for event in (*tape.forward, *tape.backward) if isinstance(event, Mark)]
+    assert marks.count("experts_backward_end") == (unit == "experts")
 
 
 def test_every_parameter_gets_its_gradient_once() -> None:
