@@ -23,7 +23,7 @@ from cli.tables import console, table
 from costmodels.catalogue.yaml_files import parse
 from costmodels.spec.table import code_of
 from planner import search
-from planner.explanation.outcome import judge, parse_layout
+from planner.explanation.outcome import outcome_of, parse_layout
 from planner.inputs.engine import resolve_engine
 from planner.inputs.model import resolve_model
 from planner.ranking.result import SearchResult
@@ -105,7 +105,7 @@ def ranked(group: dict[str, Any], row: dict[str, Any]) -> Ranked:
     plan = None if place is None else result.plan(place - 1)
     not_searched, reason = None, ""
     if place is None:
-        verdict = judge(result, row["layout"])
+        verdict = outcome_of(result, row["layout"])
         place, plan, reason = verdict.place, verdict.plan, verdict.reason
         not_searched = verdict.not_searched
     return Ranked(

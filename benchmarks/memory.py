@@ -26,7 +26,7 @@ from costmodels import LatentAttention, Layout, ModelSpec, even_split
 from costmodels.bundled import KINDS, covers, moments_of_ranks
 from costmodels.spec.layout import Schedule
 from costmodels.spec.table import LayoutTable
-from planner.space.rules import first_illegal
+from planner.space.rules import first_violation
 from runtime.dryrun.run import trace
 
 SHARE, BYTES = 0.01, 2**20
@@ -217,7 +217,7 @@ def draw(choose: Choose, small: bool = False, compiled: bool | None = None) -> E
         layout = draw_layout(choose, model, small)
     except ValueError:
         return None
-    if layout.world_size > 64 or first_illegal(model, layout) is not None:
+    if layout.world_size > 64 or first_violation(model, layout) is not None:
         return None
     if not covers(model, LayoutTable.of([layout]), compiled)[0]:
         return None

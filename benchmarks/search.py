@@ -66,7 +66,7 @@ def measure(model: str, arguments: dict[str, Any], system: str | None) -> dict[s
         "priced_per_s": results[0].legal / pricing,
         "first_search_s": first,
         "process_s": whole,
-        "solved": results[0].solved,
+        "solved": results[0].solutions,
         "others": [] if model != PROBLEMS[0][0] else _others(results[0], system),
     }
 

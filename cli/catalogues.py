@@ -19,7 +19,7 @@ from costmodels.catalogue import (
 from costmodels.errors import InputError
 from costmodels.spec.hardware import Device
 from costmodels.spec.record import GIB
-from planner.options.flags import flag, takes
+from planner.options.flags import flag, flag_groups
 
 WIDE = 150
 """Columns of a terminal from which sources are shown too."""
@@ -32,7 +32,7 @@ class Output:
     json: bool = flag(False, "Print JSON with all fields and sources.")
 
 
-@takes(output=Output)
+@flag_groups(output=Output)
 def models(output: Output) -> None:
     """List the models of the catalogue."""
     specs = [load_model(name) for name in model_names()]
@@ -73,7 +73,7 @@ class DevicesOutput(Output):
     template: bool = flag(False, "Print a YAML file to fill in, for a device that is not in the catalogue.")
 
 
-@takes(output=DevicesOutput)
+@flag_groups(output=DevicesOutput)
 def devices(output: DevicesOutput) -> None:
     """List the devices of the catalogue."""
     if output.template and output.json:
@@ -100,7 +100,7 @@ def devices(output: DevicesOutput) -> None:
     _print_table(columns, [_device_row(device) for device in found], narrow=("vendor", "island"))
 
 
-@takes(output=Output)
+@flag_groups(output=Output)
 def engines(output: Output) -> None:
     """List the training engines of the catalogue."""
     found = [load_engine(name) for name in engine_names()]

@@ -6,7 +6,7 @@ import time
 from dataclasses import dataclass
 
 from costmodels.errors import InputError
-from planner.options.flags import flag, takes
+from planner.options.flags import flag, flag_groups
 
 MOST_NAMES = 3
 """Tensors that a note names."""
@@ -33,7 +33,7 @@ class ConvertOptions:
     )
 
 
-@takes(options=ConvertOptions)
+@flag_groups(options=ConvertOptions)
 def convert(options: ConvertOptions) -> None:
     """Turn a Hugging Face model into a checkpoint of this runtime, or a checkpoint into such a model.
 

@@ -14,7 +14,7 @@ import typer
 
 from costmodels.errors import InputError
 from planner.options.command import HELP, Command
-from planner.options.flags import flag, takes
+from planner.options.flags import flag, flag_groups
 from planner.options.limits import AT_LEAST_1
 
 if TYPE_CHECKING:
@@ -117,7 +117,7 @@ class Output:
 
 
 @app.command(cls=TakesSeveralWords)
-@takes(source=Source, encoding=Encoding, output=Output)
+@flag_groups(source=Source, encoding=Encoding, output=Output)
 def prepare(source: Source, encoding: Encoding, output: Output) -> None:
     """Turn JSON lines, a JSON array, WikiExtractor's output or plain text into Megatron's .bin and .idx."""
     # Imported here so that the other commands start without numpy's and the tokenizers' share of a second.
@@ -167,7 +167,7 @@ class Pairs:
 
 
 @app.command(cls=TakesSeveralWords)
-@takes(pairs=Pairs)
+@flag_groups(pairs=Pairs)
 def merge(pairs: Pairs) -> None:
     """Merge .bin/.idx pairs of one tokenizer into one, as Megatron-LM's tools/merge_datasets.py does."""
     from runtime.data import merge as merge_pairs

@@ -18,10 +18,10 @@ from planner import advice
 from planner.api import search
 from planner.options.batch import BatchOptions
 from planner.options.cluster import ClusterOptions
-from planner.options.flags import flag, takes
+from planner.options.flags import flag, flag_groups
 from planner.options.model import ModelOptions
 from planner.options.parallel import ParallelOptions, check_alone
-from planner.options.search import idle_links, search_arguments
+from planner.options.search import idle_links, search_keywords
 from planner.plan import Plan
 from runtime.dryrun.fit import TOTAL, estimated_bytes, fits, needed_bytes
 from runtime.dryrun.memory_trace import CATEGORIES, MemoryTrace
@@ -60,7 +60,7 @@ class DryRunOptions:
     json: bool = flag(False, "Print one JSON object instead of tables.")
 
 
-@takes(
+@flag_groups(
     unused=pasted(but=DryRunOptions, trains=True),
     model=ModelOptions,
     cluster=ClusterOptions,
@@ -111,7 +111,7 @@ def _planned(
 ) -> Plan:
     """The best plan of the flags."""
     spec = model.spec()
-    asked = search_arguments(spec, cluster, batch, parallel, rules)
+    asked = search_keywords(spec, cluster, batch, parallel, rules)
     result = search(spec, world_size=cluster.required_world_size(), **asked)
     if not result.feasible:
         raise advice.no_layout_fits(result)

@@ -14,23 +14,24 @@ from costmodels.errors import NoLayoutFits
 from planner.explanation.comparison import Comparison
 from planner.explanation.explanation import Explanation, explain_plan
 from planner.explanation.explanation import explain as explained
+from planner.explanation.outcome import Verdict
 from planner.explanation.text import (
     HEADS,
     MOST_NEIGHBOURS,
-    apart,
-    compared,
-    costs,
-    of_change,
-    of_neighbour,
-    of_verdict,
+    change_line,
+    comparison_rows,
+    cost_line,
+    lead_line,
+    neighbour_line,
+    verdict_lines,
 )
 from planner.objective import METRICS, metric
 from planner.options.batch import BatchOptions
 from planner.options.cluster import ClusterOptions
-from planner.options.flags import flag, takes
+from planner.options.flags import flag, flag_groups
 from planner.options.model import ModelOptions
 from planner.options.parallel import ParallelOptions, check_alone
-from planner.options.search import assumed_engine, idle_links, search_arguments
+from planner.options.search import assumed_engine, idle_links, search_keywords
 from planner.plan import Plan
 from planner.ranking.distinct import distinct_plans
 from planner.ranking.first_plans import SHOWN
@@ -62,7 +63,7 @@ class Questions:
     json: bool = flag(False, "Print one JSON object instead of tables.")
 
 
-@takes(
+@flag_groups(
     unused=pasted(but=Questions),
     model=ModelOptions,
     cluster=ClusterOptions,
@@ -100,7 +101,7 @@ def explain(
             against=questions.against,
             what_if=not questions.no_what_if,
             world_size=cluster.required_world_size(),
-            **search_arguments(spec, cluster, reachable(batch, unused), parallel, job_rules(unused)),
+            **search_keywords(spec, cluster, reachable(batch, unused), parallel, job_rules(unused)),
         )
         assumed = [
             *model.notes(),
@@ -130,29 +131,29 @@ def print_explanation(found: Explanation, assumed: list[str]) -> None:
     shown = best or result.closest()[0]
     screen.print(f"\n[bold]{'best' if best else 'closest'}[/bold]: {shown.layout.describe()}")
     if best is not None:
-        screen.print(costs(best))
+        screen.print(cost_line(best))
     for line in tied(*distinct_plans(result, SHOWN)):
         screen.print(line)
     for comparison in found.comparisons:
         _print_comparison(screen, comparison)
     for verdict in found.verdicts:
         screen.print()
-        for line in of_verdict(verdict):
+        for line in verdict_lines(verdict):
             screen.print(line, markup=False)
     if found.neighbours:
         screen.print("\n[bold]one step from the best[/bold], all else chosen anew")
         for neighbour in found.neighbours[:MOST_NEIGHBOURS]:
-            screen.print(of_neighbour(neighbour, objective), markup=False)
+            screen.print(neighbour_line(neighbour, objective), markup=False)
     if found.binding is not None:
         screen.print(f"\n[bold]held back by {found.binding.constraint}[/bold]: {found.binding.reason}")
     for change in found.changes:
-        screen.print(of_change(change, objective), markup=False)
+        screen.print(change_line(change, objective), markup=False)
 
 
 def _print_comparison(screen: Console, comparison: Comparison) -> None:
     screen.print(f"\n[bold]against[/bold] {comparison.second.layout.describe()}")
-    screen.print(apart(comparison))
-    screen.print(table(HEADS, compared(comparison), left=("",)))
+    screen.print(lead_line(comparison))
+    screen.print(table(HEADS, comparison_rows(comparison), left=("",)))
 
 
 def as_json(found: Explanation, assumed: list[str]) -> dict[str, Any]:
@@ -171,14 +172,7 @@ def as_json(found: Explanation, assumed: list[str]) -> dict[str, Any]:
         "closest": None if best else _plan(result.closest()[0]),
         "indistinguishable": found.indistinguishable,
         "comparisons": [_comparison(comparison) for comparison in found.comparisons],
-        "verdicts": [
-            asdict(replace(verdict, plan=None, comparison=None))
-            | {
-                "plan": _plan(verdict.plan),
-                "comparison": None if verdict.comparison is None else _comparison(verdict.comparison),
-            }
-            for verdict in found.verdicts
-        ],
+        "verdicts": [_verdict(verdict) for verdict in found.verdicts],
         "binding": None if found.binding is None else asdict(found.binding),
         "changes": [
             asdict(replace(change, plan=None)) | {"plan": _plan(change.plan)} for change in found.changes
@@ -200,11 +194,26 @@ def _plan(plan: Plan | None) -> dict[str, Any] | None:
     )
 
 
+def _verdict(verdict: Verdict) -> dict[str, Any]:
+    return {
+        "asked": verdict.degrees,
+        "outcome": verdict.outcome,
+        "reason": verdict.reason,
+        "rules": verdict.rules,
+        "legal": verdict.legal,
+        "feasible": verdict.feasible,
+        "plan": _plan(verdict.plan),
+        "place": verdict.place,
+        "not_searched": verdict.not_searched,
+        "comparison": None if verdict.comparison is None else _comparison(verdict.comparison),
+    }
+
+
 def _comparison(comparison: Comparison) -> dict[str, Any]:
     return {
         "against": comparison.second.layout.model_dump(mode="json"),
         "throughput": comparison.throughput,
-        "told_apart": comparison.told_apart,
+        "told_apart": comparison.distinguishable,
         "time_s": [asdict(term) for term in comparison.time],
         "memory_bytes": [asdict(term) for term in comparison.memory],
     }

@@ -6,12 +6,12 @@ import sys
 
 from cli.interrupts import leaving_at_ctrl_c
 from cli.status import Status
-from planner.options.flags import takes
+from planner.options.flags import flag_groups
 from runtime.generation.options import GenerateOptions
 from runtime.settings.no_effect import without_effect
 
 
-@takes(options=GenerateOptions)
+@flag_groups(options=GenerateOptions)
 def generate(options: GenerateOptions) -> None:
     """Continue prompts with a trained checkpoint or a Hugging Face model."""
     options.check()

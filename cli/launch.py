@@ -17,7 +17,7 @@ from cli.status import Status
 from cli.trials import best_plan
 from planner.options.batch import BatchOptions
 from planner.options.cluster import ClusterOptions
-from planner.options.flags import takes
+from planner.options.flags import flag_groups
 from planner.options.model import ModelOptions
 from planner.options.parallel import ParallelOptions
 from planner.plan import Plan
@@ -44,7 +44,7 @@ from runtime.settings.plan_notes import unbalanced_experts, whole_optimizer
 from runtime.settings.preflight import check_host
 
 
-@takes(
+@flag_groups(
     model=ModelOptions,
     cluster=ClusterOptions,
     batch=BatchOptions,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from planner.options.flags import flag, ignored
+from planner.options.flags import flag, hidden_flags
 from runtime.settings.preflight import RESTARTS, TIMEOUT
 
 
@@ -30,4 +30,4 @@ def pasted(but: type, trains: bool = False) -> type:
     from runtime.settings.options import DataOptions, OutputOptions, TrainingOptions
 
     groups = (DataOptions, OutputOptions, FaultOptions, Waiting)
-    return ignored(*(groups if trains else (TrainingOptions, *groups)), but=but)
+    return hidden_flags(*(groups if trains else (TrainingOptions, *groups)), but=but)

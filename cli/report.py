@@ -14,13 +14,13 @@ from costmodels.spec.layout import Layout
 from costmodels.spec.record import GIB, in_seconds
 from planner.budget.run import Run
 from planner.inputs.engine import DEFAULT_ENGINE
-from planner.inputs.pin_notation import spelled
+from planner.inputs.pin_notation import pin_text
 from planner.objective import MEANINGS
-from planner.pipeline_ranks import idle_shares, kinds_of_layout
+from planner.pipeline_ranks import device_ranks, idle_shares
 from planner.plan import Plan
 from planner.ranking.distinct import DistinctPlan
 from planner.ranking.result import SearchResult
-from planner.ranking.ties import in_words, indistinguishable
+from planner.ranking.ties import indistinguishable, ties_text
 
 ALWAYS = ("tp", "pp", "vpp", "dp", "zero", "mbs", "recompute")
 """Columns that are shown even where they hold nothing unusual."""
@@ -76,7 +76,7 @@ def tied(result: SearchResult, rows: list[DistinctPlan]) -> Iterator[str]:
     shown = [row.place for row in rows]
     last = max((row.place + len(row.twins) for row in rows), default=0)
     places = tuple(place for place in indistinguishable(result) if place in shown or place > last)
-    words = in_words(places)
+    words = ties_text(places)
     if words is not None:
         trains = result.problem.engine.name == DEFAULT_ENGINE
         # Plans are tried in the order of the ranking, those between two that are alike too.
@@ -102,7 +102,7 @@ def header(result: SearchResult, assumed: list[str]) -> Iterator[str]:
     for note in assumed:
         yield f"assumed: {note}"
     if problem.pins:
-        yield "pinned: " + ", ".join(spelled(name, value) for name, value in problem.pins.items())
+        yield "pinned: " + ", ".join(pin_text(name, value) for name, value in problem.pins.items())
     yield (
         f"{result.considered:,} layouts considered, {result.legal:,} legal, {result.feasible:,} fit; "
         f"{result.elapsed_s:.3f} s"
@@ -208,7 +208,7 @@ def _of_kinds(plan: Plan) -> Iterator[str]:
     layers = [
         sum(layout.layers_per_stage[stage] for stage in layout.stages_of(rank)) for rank in range(len(idle))
     ]
-    for device, ranks in kinds_of_layout(plan.cluster, layout):
+    for device, ranks in device_ranks(plan.cluster, layout):
         least, most = (f"{100 * end(idle[rank] for rank in ranks):.1f}" for end in (min, max))
         waits = f"{least} %" if least == most else f"{least} to {most} %"
         name = f"pipeline ranks {ranks[0]} to {ranks[-1]}" if len(ranks) > 1 else f"pipeline rank {ranks[0]}"
@@ -226,6 +226,6 @@ def _ranks_to_show(plan: Plan) -> list[int]:
         return list(ranks)
     fullest = sorted(ranks, key=lambda rank: -estimate.memory[rank].total)
     # Of two kinds, the first and the last rank of each.
-    kinds = kinds_of_layout(plan.cluster, plan.layout)
+    kinds = device_ranks(plan.cluster, plan.layout)
     shown = {0, ranks[-1], *(rank for _, some in kinds for rank in (some[0], some[-1]))}
     return sorted({*shown, *fullest[: MOST_RANKS - len(shown)]})

@@ -20,19 +20,19 @@ from planner.inputs.pins import WherePossible
 from planner.options.batch import BatchOptions
 from planner.options.budget import BudgetOptions
 from planner.options.cluster import HardwareOptions, WorldSizesOptions
-from planner.options.command import closing
-from planner.options.flags import flag, takes
+from planner.options.command import epilog_section
+from planner.options.flags import flag, flag_groups
 from planner.options.limits import AT_LEAST_1
 from planner.options.model import ModelOptions
 from planner.options.notation import NOTATION
 from planner.options.parallel import ParallelOptions
-from planner.options.search import assumed_engine, idle_links, search_arguments
+from planner.options.search import assumed_engine, idle_links, search_keywords
 from planner.plan import Plan
 from planner.problem import Problem
 from planner.ranking.distinct import DistinctPlan, distinct_plans
 from planner.ranking.result import SearchResult
 from planner.ranking.ties import indistinguishable
-from planner.world_sizes import Sizes, nothing_fits, sizes
+from planner.world_sizes import Sizes, no_size_fits, sizes
 from runtime.settings.job_rules import job_rules, reachable
 from runtime.settings.plan_notes import HEAD_ROOM, needs_head_room, untrainable, whole_optimizer
 
@@ -51,8 +51,8 @@ class Output:
     )
 
 
-@takes(
-    notes=(closing("How plans are written", NOTATION),),
+@flag_groups(
+    notes=(epilog_section("How plans are written", NOTATION),),
     late={"unused": lambda: pasted(but=Output)},
     model=ModelOptions,
     cluster=WorldSizesOptions,
@@ -75,10 +75,10 @@ def suggest(
     The other flags of a training command are accepted too, so that one can be pasted; those that rule layouts
     out are heeded (--compile, --reset-attention-mask, --rampup-batch-size).
     """
-    counted = cluster.counted_devices() if cluster.world_size is None else None
+    counted = cluster.device_count() if cluster.world_size is None else None
     world_size = cluster.required_world_size() if counted is None else counted
     spec, failures = model.spec(), budget.failures()
-    job = search_arguments(spec, cluster, reachable(batch, unused), parallel, job_rules(unused))
+    job = search_keywords(spec, cluster, reachable(batch, unused), parallel, job_rules(unused))
     assumed = [*model.notes(), *cluster.notes(), *parallel.notes()]
     if isinstance(world_size, str):
         if output.top != Output().top:
@@ -102,7 +102,7 @@ def suggest(
     rows = rows or _closest(result, output.top)
     assumed += idle_links(cluster, result.problem.cluster)
     plans = [row.plan for row in rows]
-    shown = (plans if output.json else plans[:1]) if result.feasible and budget.given else []
+    shown = (plans if output.json else plans[:1]) if result.feasible and budget.is_given else []
     runs = [plan.run(tokens, budget.price_per_hour, failures) for plan in shown]
     assumed += assumed_engine(parallel, result.problem)
     notes = [
@@ -152,7 +152,7 @@ def _answer_sizes(
 
         print_sizes(found, assumed, notes)
     if chosen is None or chosen.plan is None:
-        raise nothing_fits(found)
+        raise no_size_fits(found)
     _write(chosen.plan, output, f", the plan for {chosen.world_size} devices")
 
 

@@ -12,7 +12,7 @@ from costmodels.catalogue import load_model, model_names
 from costmodels.tapes import store
 from costmodels.tapes.coverage import SELECTED, USUAL, structures_of_model
 from costmodels.tapes.structure import Structure
-from planner.options.flags import flag, takes
+from planner.options.flags import flag, flag_groups
 
 SAVED_AFTER = 20
 """Tapes that an interrupted recording loses at most."""
@@ -29,7 +29,7 @@ class TapesOptions:
     again: bool = flag(False, "Record tapes anew that are there.")
 
 
-@takes(options=TapesOptions)
+@flag_groups(options=TapesOptions)
 def tapes(options: TapesOptions) -> None:
     """Record what the units of models allocate and free, under the PyTorch that is installed.
 

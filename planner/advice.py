@@ -10,7 +10,7 @@ from costmodels.catalogue import device_names, load_device
 from costmodels.errors import InputError, NoLayoutFits
 from costmodels.spec.record import GIB
 from planner.inputs.batch import Batch
-from planner.inputs.pin_notation import less_one, pins_in_words
+from planner.inputs.pin_notation import pins_text, pins_without_one
 from planner.inputs.pins import Pins
 from planner.problem import Problem
 from planner.ranking.ranking import rank
@@ -29,7 +29,7 @@ def no_legal_layout(problem: Problem) -> InputError:
     why = problem.obstacle()
     line = f"no layout of {problem.model.name} is legal on {world} devices with {problem.batch}"
     if problem.pins:
-        line += f" and {pins_in_words(problem.pins)}"
+        line += f" and {pins_text(problem.pins)}"
     hints = [
         f"{name} that work: {', '.join(map(str, sizes))}"
         for name, sizes in (("world sizes", _world_sizes(problem)), ("batch sizes", _batch_sizes(problem)))
@@ -121,7 +121,7 @@ def _without_a_pin(problem: Problem) -> list[str]:
     """Pins of which one alone is in the way; where none is, all of them if they are together."""
     found = [
         without
-        for without, others in less_one(problem.pins)
+        for without, others in pins_without_one(problem.pins)
         if _fits(replace(problem, pins=others), offload=True)
     ]
     if not found and len(problem.pins) > 1 and _fits(replace(problem, pins={}), offload=True):

@@ -16,7 +16,7 @@ from costmodels.spec.layout import Layout
 from costmodels.spec.model import ModelSpec
 from planner import advice
 from planner.inputs.batch import resolve_batch
-from planner.inputs.cluster import NetworkOptions, resolve_cluster
+from planner.inputs.cluster import NetworkKeywords, resolve_cluster
 from planner.inputs.engine import check_runs_on, resolve_engine, resolve_precision
 from planner.inputs.keywords import names_unknown
 from planner.inputs.model import resolve_model
@@ -29,13 +29,13 @@ from planner.ranking.ranking import rank
 from planner.ranking.result import SearchResult
 from planner.space.engine_rules import check_pins
 from planner.space.rule import Rule
-from planner.space.rules import first_illegal
+from planner.space.rules import first_violation
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 
-@names_unknown(NetworkOptions.__annotations__)
+@names_unknown(NetworkKeywords.__annotations__)
 def search(
     model: ModelSpec | str | Path,
     *,
@@ -52,7 +52,7 @@ def search(
     memory_margin_gib: float | None = None,
     objective: str = DEFAULT_OBJECTIVE,
     rules: Sequence[Rule] = (),
-    **network: Unpack[NetworkOptions],
+    **network: Unpack[NetworkKeywords],
 ) -> SearchResult:
     """Price every legal layout of `model` on `world_size` devices and rank them.
 
@@ -65,7 +65,7 @@ def search(
     `memory_margin_gib` is what to set aside on each device instead of the estimated driver context,
     communicators and memory that the allocator cannot use (0 for tensors alone). `objective` is what the
     first plan is best at (`planner.objective.Objective`). `network` says what joins the devices where it
-    differs from the catalogue (`NetworkOptions`), such as `inter_node_gbps=200` or
+    differs from the catalogue (`NetworkKeywords`), such as `inter_node_gbps=200` or
     `network_table="nccl.csv"`.
 
     Raises `InputError` for wrong input and when no layout is legal; a result without feasible layouts
@@ -108,7 +108,7 @@ def search(
     return rank(problem, space, started, offload=True)
 
 
-@names_unknown(NetworkOptions.__annotations__)
+@names_unknown(NetworkKeywords.__annotations__)
 def suggest(
     model: ModelSpec | str | Path,
     *,
@@ -125,7 +125,7 @@ def suggest(
     memory_margin_gib: float | None = None,
     objective: str = DEFAULT_OBJECTIVE,
     rules: Sequence[Rule] = (),
-    **network: Unpack[NetworkOptions],
+    **network: Unpack[NetworkKeywords],
 ) -> Plan:
     """The best plan of `search`, which takes the same arguments.
 
@@ -154,7 +154,7 @@ def suggest(
     return result.best
 
 
-@names_unknown(NetworkOptions.__annotations__)
+@names_unknown(NetworkKeywords.__annotations__)
 def evaluate(
     layout: Layout,
     *,
@@ -165,7 +165,7 @@ def evaluate(
     engine: Engine | str | None = None,
     device_memory_gib: float | None = None,
     memory_margin_gib: float | None = None,
-    **network: Unpack[NetworkOptions],
+    **network: Unpack[NetworkKeywords],
 ) -> Estimate:
     """What one layout costs, whether or not the search would emit it.
 
@@ -183,7 +183,7 @@ def evaluate(
     )
     resolved_engine = resolve_engine(engine, cluster.device)
     resolve_precision(layout.precision, cluster.device, resolved_engine)
-    message = first_illegal(spec, layout)
+    message = first_violation(spec, layout)
     if message is not None:
         raise InputError(message)
     where = spec, cluster, resolved_engine, layout

@@ -9,7 +9,7 @@ from costmodels.spec.layout import Layout
 from planner.plan import Plan
 
 
-def kinds_of_layout(cluster: Cluster, layout: Layout) -> list[tuple[str, list[int]]]:
+def device_ranks(cluster: Cluster, layout: Layout) -> list[tuple[str, list[int]]]:
     """Devices by name and the pipeline ranks of each, in order; both names for a rank on both kinds."""
     ranks = range(layout.pipeline_parallel)
     if not cluster.parts:

@@ -16,7 +16,7 @@ from planner.advice import no_layout_fits
 from planner.api import search
 from planner.budget.goodput import Failures
 from planner.budget.run import UNIT_TOKENS, Run, check_price, parse_tokens
-from planner.inputs.cluster import MOST_DEVICES, NetworkOptions, resolve_cluster
+from planner.inputs.cluster import MOST_DEVICES, NetworkKeywords, resolve_cluster
 from planner.inputs.keywords import keywords, names_unknown
 from planner.inputs.model import resolve_model
 from planner.inputs.node_kinds import is_of_kinds
@@ -36,7 +36,7 @@ MOST_SIZES = 64
 
 CLUSTER = {
     *("device", "world_size", "local_world_size", "device_memory_gib", "memory_margin_gib"),
-    *NetworkOptions.__annotations__,
+    *NetworkKeywords.__annotations__,
 }
 """What `resolve_cluster` takes of the arguments of a search."""
 
@@ -158,7 +158,7 @@ def _count(given: object, word: str) -> int:
     )
 
 
-@names_unknown(keywords(search), NetworkOptions.__annotations__)
+@names_unknown(keywords(search), NetworkKeywords.__annotations__)
 def sizes(
     model: ModelSpec | str | Path,
     *,
@@ -227,7 +227,7 @@ def _resized(known: Problem, **job: Any) -> SearchResult:
     return rank(problem, space, started, offload=True)
 
 
-def nothing_fits(found: Sizes) -> NoLayoutFits:
+def no_size_fits(found: Sizes) -> NoLayoutFits:
     """The error of sizes of which none has a plan: that of the largest one that lacks memory."""
     results = [size.result for size in found.sizes if size.result is not None and not size.result.feasible]
     return no_layout_fits(results[-1])

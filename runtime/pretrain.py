@@ -26,7 +26,7 @@ from costmodels.errors import InputError
 from planner.options.batch import BatchOptions
 from planner.options.cluster import ClusterOptions
 from planner.options.command import add
-from planner.options.flags import takes
+from planner.options.flags import flag_groups
 from planner.options.limits import check_bounds
 from planner.options.model import ModelOptions
 from planner.options.parallel import ParallelOptions, check_alone
@@ -307,7 +307,7 @@ def _announce(plan: Plan, iteration: int, job: Job) -> None:
 app = typer.Typer(add_completion=False)
 
 
-@takes(
+@flag_groups(
     model=ModelOptions,
     cluster=ClusterOptions,
     batch=BatchOptions,

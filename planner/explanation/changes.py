@@ -13,7 +13,7 @@ from costmodels.spec.record import GIB
 from planner import advice
 from planner.explanation.neighbours import Neighbour
 from planner.inputs.batch import Batch
-from planner.inputs.pin_notation import less_one
+from planner.inputs.pin_notation import pins_without_one
 from planner.objective import gain, metric
 from planner.plan import Plan
 from planner.problem import Problem
@@ -124,7 +124,7 @@ def _changed(problem: Problem) -> Iterator[tuple[Kind, str, Problem]]:
             f"{world} devices instead of {cluster.world_size}",
             advice.with_world_size(problem, world),
         )
-    for without, others in less_one(problem.pins):
+    for without, others in pins_without_one(problem.pins):
         yield "pin", without, replace(problem, pins=others)
 
 

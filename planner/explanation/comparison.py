@@ -10,7 +10,7 @@ from costmodels.pricing import price
 from costmodels.spec.estimate import Estimate, StageMemory, StepTime
 from costmodels.spec.table import LayoutTable
 from planner.plan import Plan
-from planner.ranking.ties import told_apart
+from planner.ranking.ties import separation
 
 ORDER_DIGITS = 8
 """Digits to which a ratio of throughputs counts: what differs behind them is rounding."""
@@ -39,7 +39,7 @@ class Comparison:
     second: Plan
     throughput: float
     """Tokens per second of the first plan over those of the second."""
-    told_apart: bool
+    distinguishable: bool
     """The ranges of the estimates leave no more than one chance in ten that the slower plan is the faster."""
     time: tuple[Term, ...]
     """Seconds for the tokens of a step of the first plan, the largest difference first; they add up."""
@@ -55,7 +55,7 @@ def compare(first: Plan, second: Plan) -> Comparison:
         first=first,
         second=second,
         throughput=round(one.tokens_per_s / other.tokens_per_s, ORDER_DIGITS),
-        told_apart=_told_apart(first, second),
+        distinguishable=_distinguishable(first, second),
         time=_terms(tuple(StepTime.model_fields), one.time, other.time, scale),
         memory=_terms(tuple(StageMemory.model_fields), fullest(one), fullest(other)),
     )
@@ -75,9 +75,9 @@ def _terms(
     return tuple(sorted(held, key=lambda term: -abs(term.difference)))
 
 
-def _told_apart(first: Plan, second: Plan) -> bool:
+def _distinguishable(first: Plan, second: Plan) -> bool:
     one, other = (
         price(first.model, first.cluster, first.engine, LayoutTable.of([plan.layout])).simulate(np.array([0]))
         for plan in (first, second)
     )
-    return bool(abs(told_apart(one, other)[0]) >= 1.0)
+    return bool(abs(separation(one, other)[0]) >= 1.0)

@@ -17,22 +17,22 @@ from planner import advice
 from planner.api import search
 from planner.explanation.changes import Binding, Change, binding, changes
 from planner.explanation.comparison import Comparison, compare
-from planner.explanation.mixed_neighbours import searched_anew
+from planner.explanation.mixed_neighbours import neighbour_searches
 from planner.explanation.neighbours import Neighbour, neighbours
-from planner.explanation.outcome import Verdict, judge
+from planner.explanation.outcome import Verdict, outcome_of
 from planner.explanation.text import (
     HEADS,
     MOST_NEIGHBOURS,
-    aligned,
-    apart,
-    compared,
-    costs,
-    of_change,
-    of_neighbour,
-    of_verdict,
+    aligned_rows,
+    change_line,
+    comparison_rows,
+    cost_line,
+    lead_line,
+    neighbour_line,
+    verdict_lines,
 )
 from planner.inputs.batch import Batch
-from planner.inputs.cluster import NetworkOptions
+from planner.inputs.cluster import NetworkKeywords
 from planner.inputs.keywords import keywords, names_unknown
 from planner.inputs.pins import PinInput, Pins
 from planner.objective import EQUAL
@@ -42,9 +42,9 @@ from planner.ranking.first_plans import SHOWN
 from planner.ranking.ranking import rank
 from planner.ranking.result import SearchResult
 from planner.ranking.ties import MOST, indistinguishable
-from planner.solve.offload import REASON
+from planner.solve.offload import OFFLOAD_REASON
 from planner.solve.recompute import MODULE_SETS
-from planner.space.grid import UNVARIED
+from planner.space.grid import SINGLE_VALUES
 
 
 @dataclass(frozen=True, repr=False)
@@ -88,29 +88,29 @@ def _lines(found: Explanation) -> Iterator[str]:
     yield f"{'best' if best else 'closest'}: {shown.layout.describe()}"
     yield f"why: {shown.reason}"
     if best is not None:
-        yield costs(best)
+        yield cost_line(best)
     for comparison in found.comparisons:
         yield ""
         yield f"against {comparison.second.layout.describe()}"
-        yield apart(comparison)
-        yield from aligned([HEADS, *compared(comparison)])
+        yield lead_line(comparison)
+        yield from aligned_rows([HEADS, *comparison_rows(comparison)])
     for verdict in found.verdicts:
         yield ""
-        yield from of_verdict(verdict)
+        yield from verdict_lines(verdict)
     if found.neighbours:
         yield ""
         yield "one step from the best, all else chosen anew"
-        yield from (of_neighbour(one, objective) for one in found.neighbours[:MOST_NEIGHBOURS])
+        yield from (neighbour_line(one, objective) for one in found.neighbours[:MOST_NEIGHBOURS])
     if found.binding is not None:
         yield ""
         yield f"held back by {found.binding.constraint}: {found.binding.reason}"
-    yield from (of_change(change, objective) for change in found.changes)
+    yield from (change_line(change, objective) for change in found.changes)
     if found.advice is not None:
         yield ""
         yield found.advice
 
 
-@names_unknown(keywords(search), NetworkOptions.__annotations__)
+@names_unknown(keywords(search), NetworkKeywords.__annotations__)
 def explain(
     model: ModelSpec | str | Path,
     *,
@@ -165,21 +165,22 @@ def explain_result(
     what_if: bool = True,
 ) -> Explanation:
     """The same of a search that was made."""
-    result = result.settled(SHOWN)
+    result = result.settle(SHOWN)
     best = result.best
-    rivals = [judge(result, one) for one in against]
+    rivals = [outcome_of(result, one) for one in against]
     comparisons = [compare(best, _runner_up(result))] if best is not None and result.feasible > 1 else []
     comparisons += [rival.comparison for rival in rivals if rival.comparison is not None]
     found = changes(result) if what_if else []
     near = neighbours(result)
     if result.problem.cluster.parts:
-        near = searched_anew(result, near)
+        near = neighbour_searches(result, near)
     return Explanation(
         result=result,
         indistinguishable=indistinguishable(result),
         comparisons=tuple(comparisons),
         verdicts=tuple(
-            [judge(result, one) for one in layouts] + [rival for rival in rivals if rival.comparison is None]
+            [outcome_of(result, one) for one in layouts]
+            + [rival for rival in rivals if rival.comparison is None]
         ),
         binding=binding(result, found, near) if what_if else None,
         changes=tuple(found),
@@ -208,7 +209,7 @@ def degrees_of(layout: Layout) -> Pins:
 
 def _problem_of(plan: Plan) -> Problem:
     layout = plan.layout
-    fixed = {**UNVARIED, "gradient_reduction": "fp32"}
+    fixed = {**SINGLE_VALUES, "gradient_reduction": "fp32"}
     for name in _found_by_search(plan):
         fixed.pop(name, None)
     pins: Pins = {
@@ -242,7 +243,7 @@ def _found_by_search(plan: Plan) -> set[str]:
         names |= {"recompute_modules", "recompute_method", "recompute_num_layers"}
     if solves:
         names.add("zero_replicas")
-    if plan.reason.startswith(REASON):
+    if plan.reason.startswith(OFFLOAD_REASON):
         names |= {"offload_activations", "offload_optimizer"}
     return names
 

@@ -16,7 +16,7 @@ from planner.ranking.ranking import rank
 from planner.ranking.result import SearchResult
 
 
-def searched_anew(result: SearchResult, near: Sequence[Neighbour]) -> list[Neighbour]:
+def neighbour_searches(result: SearchResult, near: Sequence[Neighbour]) -> list[Neighbour]:
     """Each of `near` that is legal as a search of its own finds it, the best first.
 
     A search sizes the stages of layouts that could be among its first alone, and leaves those of others even.

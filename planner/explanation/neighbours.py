@@ -15,7 +15,7 @@ from costmodels.pricing import Prices, peak_memory, price
 from costmodels.spec.layout import SHORT_NAMES, Layout, even_split
 from costmodels.spec.record import GIB
 from costmodels.spec.table import Bools, LayoutTable, code_of, numbers, value_of
-from planner.inputs.pin_notation import word
+from planner.inputs.pin_notation import value_text
 from planner.objective import metric
 from planner.plan import Plan
 from planner.problem import Problem
@@ -108,7 +108,7 @@ def _alike(table: LayoutTable, degrees: Mapping[str, object]) -> Bools:
 def _moved(result: SearchResult, best: Plan, changed: Mapping[str, object]) -> Neighbour:
     layout = best.layout
     words = ", ".join(
-        f"{SHORT.get(name, name)} {word(getattr(layout, name))} -> {word(value)}"
+        f"{SHORT.get(name, name)} {value_text(getattr(layout, name))} -> {value_text(value)}"
         for name, value in changed.items()
     )
     target = {**{name: getattr(layout, name) for name in MESH}, **changed}

@@ -20,7 +20,7 @@ from planner.explanation.comparison import Comparison, compare
 from planner.inputs.batch import Batch
 from planner.inputs.choice import Choice
 from planner.inputs.engine import resolve_precision
-from planner.inputs.pin_notation import spelled
+from planner.inputs.pin_notation import pin_text
 from planner.inputs.pins import PinInput, Pins, WherePossible, parse_pins
 from planner.objective import EQUAL, logarithms
 from planner.plan import Plan
@@ -30,12 +30,12 @@ from planner.ranking.ranking import rank
 from planner.ranking.reasons import lead_text
 from planner.ranking.result import SearchResult
 from planner.space.degrees import Degrees
-from planner.space.grid import UNVARIED, Space
+from planner.space.grid import SINGLE_VALUES, Space
 from planner.space.rules import RULES
 
 Outcome = Literal["first", "slower", "too_big", "illegal"]
 
-SOLVED = (
+SOLVED_COLUMNS = (
     "split",
     "recompute",
     "recompute_modules",
@@ -53,8 +53,8 @@ _MORE = re.compile(r"[\s,]+(?=[A-Za-z_-]+=)")
 class Verdict:
     """What became of the layouts with some degrees, and of the best of them."""
 
-    asked: str
-    """The degrees, in the words of the question."""
+    degrees: str
+    """Those asked about, in the words of the question."""
     outcome: Outcome
     reason: str
     """Why, in one line, with its numbers."""
@@ -114,7 +114,7 @@ def _spelled(word: str) -> Iterator[str]:
         yield word
 
 
-def judge(result: SearchResult, layout: PinInput) -> Verdict:
+def outcome_of(result: SearchResult, layout: PinInput) -> Verdict:
     """What became of `layout`, of whose degrees only some need be given, in the search of `result`.
 
     The others are filled in as is best for it. Raises `InputError` for what is no layout.
@@ -143,18 +143,18 @@ def _priced(result: SearchResult, problem: Problem, space: Space, asked: str) ->
     comparison = None
     outcome: Outcome = "slower"
     if place is None:
-        outcome, reason = "too_big", f"{reasons.too_big(plan.estimate, plan.cluster)}: {_held(plan)}"
+        outcome, reason = "too_big", f"{reasons.memory_reason(plan.estimate, plan.cluster)}: {_held(plan)}"
     elif result.best is None or plan.layout == result.best.layout:
         outcome, reason = "first", "nothing that fits is better"
     else:
         comparison = compare(result.best, plan)
         candidates = ((each.layout, each.estimate) for each in (plan, result.best))
-        reason = reasons.behind(problem.objective, *candidates)
+        reason = reasons.lag_reason(problem.objective, *candidates)
         if place == 1:
             better = lead_text(problem.objective, plan.estimate, result.best.estimate)
             outcome, reason = "first", f"would be first: {better} the best that was searched"
     return Verdict(
-        asked=asked,
+        degrees=asked,
         outcome=outcome,
         reason=reason,
         rules=dict(space.illegal),
@@ -174,7 +174,7 @@ def _asked(degrees: Pins) -> str:
             return Layout.model_validate(degrees).describe()
         except ValidationError:
             pass  # Degrees that contradict each other, which is what the verdict says.
-    return ", ".join(spelled(name, value) for name, value in degrees.items())
+    return ", ".join(pin_text(name, value) for name, value in degrees.items())
 
 
 def _with_degrees(problem: Problem, degrees: Pins) -> Problem:
@@ -230,8 +230,8 @@ def _why_not_searched(result: SearchResult, layout: Layout) -> str | None:
         if isinstance(value, WherePossible):
             continue
         own = getattr(layout, name)
-        if not (value.holds(own) if isinstance(value, Choice) else value == own):
-            return f"the search is pinned to {spelled(name, value)}"
+        if not (own in value if isinstance(value, Choice) else value == own):
+            return f"the search is pinned to {pin_text(name, value)}"
     if layout.precision != problem.precision:
         return f"the search is for {problem.precision}, not {layout.precision}"
     degrees = Degrees.of(layout)
@@ -240,11 +240,11 @@ def _why_not_searched(result: SearchResult, layout: Layout) -> str | None:
         if rule.redundant and not lifted and bool(rule.broken(problem.model, degrees)):
             return f"{rule.name}: {rule.message(problem.model, degrees)}"
     # Solved degrees are tried where they could lead to the top.
-    if _same(result, layout, [name for name in ARRAY_FIELDS if name not in SOLVED]).any():
+    if _same(result, layout, [name for name in ARRAY_FIELDS if name not in SOLVED_COLUMNS]).any():
         return None
-    for name, usual in UNVARIED.items():
+    for name, usual in SINGLE_VALUES.items():
         if name not in problem.pins and getattr(layout, name) != usual:
-            return f"the search leaves {spelled(name, usual)} unless it is pinned"
+            return f"the search leaves {pin_text(name, usual)} unless it is pinned"
     return "the search does not try such values; pin them"
 
 

@@ -28,7 +28,7 @@ HEADS = ("", "best", "other", "difference", "")
 """Columns of a comparison."""
 
 
-def aligned(rows: list[tuple[str, ...]]) -> Iterator[str]:
+def aligned_rows(rows: list[tuple[str, ...]]) -> Iterator[str]:
     """Rows of a table, numbers to the right."""
     widths = [max(map(len, cells)) for cells in zip(*rows, strict=True)]
     for name, *cells in rows:
@@ -36,7 +36,7 @@ def aligned(rows: list[tuple[str, ...]]) -> Iterator[str]:
         yield " ".join((name.ljust(widths[0]), *padded)).rstrip()
 
 
-def costs(best: Plan) -> str:
+def cost_line(best: Plan) -> str:
     """What the best plan takes."""
     estimate, objective = best.estimate, best.objective
     low, high = in_seconds(estimate.step_time_low_s), in_seconds(estimate.step_time_high_s)
@@ -47,13 +47,13 @@ def costs(best: Plan) -> str:
     )
 
 
-def apart(comparison: Comparison) -> str:
+def lead_line(comparison: Comparison) -> str:
     """How much faster the best plan is than another."""
-    unsure = "" if comparison.told_apart else ", which the estimates do not tell apart"
+    unsure = "" if comparison.distinguishable else ", which the estimates do not tell apart"
     return f"{comparison.throughput:.4g} x its tokens/s{unsure}; for the same tokens:"
 
 
-def compared(comparison: Comparison) -> Iterator[tuple[str, ...]]:
+def comparison_rows(comparison: Comparison) -> Iterator[tuple[str, ...]]:
     """Rows of a table of two plans: the terms that differ, and their totals."""
     yield from _rows(comparison.time, 1e3, "ms", ".4g")
     yield from _rows(comparison.memory, 1 / GIB, "GiB", ".2f")
@@ -73,13 +73,13 @@ def _rows(terms: tuple[Term, ...], scale: float, unit: str, digits: str) -> Iter
         )
 
 
-def of_verdict(verdict: Verdict) -> Iterator[str]:
+def verdict_lines(verdict: Verdict) -> Iterator[str]:
     """What became of a layout."""
     if verdict.outcome == "first" and verdict.comparison is not None:
         # It was not searched; the reason says what it would be.
-        yield f"{verdict.asked} {verdict.reason}"
+        yield f"{verdict.degrees} {verdict.reason}"
     else:
-        yield f"{verdict.asked} {OUTCOMES[verdict.outcome]}: {verdict.reason}"
+        yield f"{verdict.degrees} {OUTCOMES[verdict.outcome]}: {verdict.reason}"
     if verdict.plan is not None:
         place = f", number {verdict.place:,} of the ranking" if verdict.place else ""
         yield f"  best such layout: {verdict.plan.layout.describe()}{place}"
@@ -91,7 +91,7 @@ def of_verdict(verdict: Verdict) -> Iterator[str]:
         yield f"  GiB by pipeline rank: {', '.join(stages)}"
 
 
-def of_neighbour(neighbour: Neighbour, objective: Objective) -> str:
+def neighbour_line(neighbour: Neighbour, objective: Objective) -> str:
     """What a layout one step from the best would be."""
     return f"  {neighbour.change}: {_of_neighbour(neighbour, objective)}"
 
@@ -107,7 +107,7 @@ def _of_neighbour(neighbour: Neighbour, objective: Objective) -> str:
     return f"illegal, {neighbour.rule} (would be {neighbour.were_it_legal:.3f} x the tokens/s{ranked})"
 
 
-def of_change(change: Change, objective: Objective) -> str:
+def change_line(change: Change, objective: Objective) -> str:
     """What one change of the job would buy."""
     after = change.why_not if change.plan is None else change.plan.layout.describe()
     ratio = "-" if change.ratio is None else f"{change.ratio:.2f} x"

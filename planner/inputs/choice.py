@@ -29,7 +29,7 @@ class Span:
         return "..".join("" if end is None else str(end) for end in (self.low, self.high))
 
 
-Wanted = Span | tuple[Value, ...]
+Values = Span | tuple[Value, ...]
 """Values of which a degree may have any."""
 
 
@@ -37,11 +37,11 @@ Wanted = Span | tuple[Value, ...]
 class Choice:
     """The values that pins and what is forbidden leave to a degree."""
 
-    wanted: Wanted | None = None
+    wanted: Values | None = None
     """Any if None."""
-    forbidden: tuple[Wanted, ...] = ()
+    forbidden: tuple[Values, ...] = ()
 
-    def holds(self, value: Value) -> bool:
+    def __contains__(self, value: object) -> bool:
         """Whether a degree may have `value`."""
         wanted = self.wanted is None or value in self.wanted
         return wanted and not any(value in group for group in self.forbidden)
@@ -52,7 +52,7 @@ class Choice:
         Raises `InputError` when none may.
         """
         every = list(values)
-        left = [value for value in every if self.holds(value)]
+        left = [value for value in every if value in self]
         if not left:
             known = ", ".join(map(str, every[:MOST_SHOWN])) + ", ..." * (len(every) > MOST_SHOWN)
             raise InputError(f"pin {name}={self}: leaves none of the values that this job has: {known}")
@@ -68,7 +68,7 @@ MOST_SHOWN = 32
 """Values of a degree that a message lists."""
 
 
-def chosen(pins: Mapping[str, Any], name: str, values: Sequence[Any]) -> Sequence[Any]:
+def allowed_values(pins: Mapping[str, Any], name: str, values: Sequence[Any]) -> Sequence[Any]:
     """Those of `values` that a pin of degree `name` leaves: its own, the ones of its `Choice`, or all.
 
     Raises `InputError` when a `Choice` leaves none.
@@ -79,7 +79,7 @@ def chosen(pins: Mapping[str, Any], name: str, values: Sequence[Any]) -> Sequenc
     return values if pin is None else (pin,)
 
 
-def _words(group: Wanted) -> str:
+def _words(group: Values) -> str:
     return str(group) if isinstance(group, Span) else ",".join(map(str, group))
 
 

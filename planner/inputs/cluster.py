@@ -40,7 +40,7 @@ MOST_DEVICES = 2**20
 """Beyond what anyone builds; layouts of more take minutes to list."""
 
 
-class NetworkOptions(TypedDict, total=False):
+class NetworkKeywords(TypedDict, total=False):
     """What joins the devices, where it is not what the catalogue says of them."""
 
     intra_node_gbps: float | None
@@ -66,14 +66,14 @@ def resolve_cluster(
     local_world_size: int | None = None,
     device_memory_gib: float | None = None,
     memory_margin_gib: float | None = None,
-    **network: Unpack[NetworkOptions],
+    **network: Unpack[NetworkKeywords],
 ) -> Cluster:
     """The cluster of `world_size` devices, `local_world_size` in each node.
 
     A node holds as many as the device's usual server when that is not given. Memory is the device's
     own, unless `device_memory_gib` or the environment's `DEVICE_MEMORY_GB` replaces it; what is set aside of
     it beside tensors is as device and engine have it, unless `memory_margin_gib` says so. Links are the
-    device's own as far as `network` (`NetworkOptions`) does not replace them. `a100-80g:4,v100-32g:4` are
+    device's own as far as `network` (`NetworkKeywords`) does not replace them. `a100-80g:4,v100-32g:4` are
     nodes of two kinds, whose devices are `world_size` together.
     """
     world_size = whole_number("world_size", world_size, MOST_DEVICES)
@@ -118,7 +118,7 @@ def _of_kinds(
     local_world_size: int | None,
     device_memory_gib: float | None,
     memory_margin_gib: float | None,
-    network: NetworkOptions,
+    network: NetworkKeywords,
 ) -> Cluster:
     """The cluster of nodes of two kinds, in the order in which they are written."""
     if _memory_gib(device_memory_gib) is not None:

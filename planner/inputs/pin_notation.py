@@ -11,27 +11,27 @@ TOGETHER = (("recompute", "recompute_modules", "recompute_method", "recompute_nu
 """Pins of which one alone says something else than beside the others, or nothing legal."""
 
 
-def word(value: object) -> str:
+def value_text(value: object) -> str:
     """A value of a degree, as flags and pins take it."""
     if isinstance(value, WherePossible):
-        return f"{word(value.value)} where possible"
+        return f"{value_text(value.value)} where possible"
     if isinstance(value, tuple):
         return ",".join(map(str, value))
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def spelled(name: str, value: object) -> str:
+def pin_text(name: str, value: object) -> str:
     """A pin: `tensor_parallel=2..8`, `offload_optimizer=false`, `tensor_parallel not 1`."""
     joint = " " if isinstance(value, Choice) and value.wanted is None else "="
-    return f"{name}{joint}{word(value)}"
+    return f"{name}{joint}{value_text(value)}"
 
 
-def pins_in_words(pins: Mapping[str, object]) -> str:
+def pins_text(pins: Mapping[str, object]) -> str:
     """All of `pins`, in order."""
-    return " ".join(spelled(name, value) for name, value in pins.items())
+    return " ".join(pin_text(name, value) for name, value in pins.items())
 
 
-def groups(pins: Pins) -> list[Pins]:
+def pin_groups(pins: Pins) -> list[Pins]:
     """The pins, those that go together in one group, in the order of the first of each."""
     found: dict[tuple[str, ...], Pins] = {}
     for name, value in pins.items():
@@ -40,8 +40,8 @@ def groups(pins: Pins) -> list[Pins]:
     return list(found.values())
 
 
-def less_one(pins: Pins) -> Iterator[tuple[str, Pins]]:
+def pins_without_one(pins: Pins) -> Iterator[tuple[str, Pins]]:
     """What is left without each group of pins that go together, and what was left out, in words."""
-    for group in groups(pins):
+    for group in pin_groups(pins):
         others = {name: value for name, value in pins.items() if name not in group}
-        yield f"without the pin{'s' * (len(group) > 1)} {pins_in_words(group)}", others
+        yield f"without the pin{'s' * (len(group) > 1)} {pins_text(group)}", others

@@ -24,7 +24,7 @@ from costmodels.spec.layout import (
 )
 from costmodels.spec.table import BOOLEANS
 from costmodels.spelling import near_names, nearest
-from planner.inputs.choice import EXAMPLES, Choice, Value, Wanted, span
+from planner.inputs.choice import EXAMPLES, Choice, Value, Values, span
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ _CHOICES: dict[str, tuple[str, ...]] = {
 _SYNONYMS = {("optimizer", "adamw"): "adam"}
 """Other words for a choice: weight decay is decoupled either way."""
 
-OTHER_WORDS = {
+SYNONYMS = {
     "fsdp": "zero=3",
     "fsdp2": "zero=3",
     "ddp": "zero=0",
@@ -92,10 +92,10 @@ ZERO_STAGES = (0, 1, 2, 3)
 LARGEST = 2**20
 """Of a degree: as many as there are devices, sequences of a step and layers at most."""
 
-GROUPED = ("sequence_parallel", "zero_stage", "context_parallel_form")
+GROUP_DEGREES = ("sequence_parallel", "zero_stage", "context_parallel_form")
 """Degrees that need a group of ranks: the tensor-, the data- and the context-parallel one."""
 
-RANGED = (
+RANGE_DEGREES = (
     "tensor_parallel",
     "pipeline_parallel",
     "virtual_pipeline_parallel",
@@ -108,7 +108,7 @@ RANGED = (
 )
 """Numbers that the search varies: ranges and lists of them may be given."""
 
-LISTED = ("recompute", "schedule", "context_parallel_form")
+WORD_DEGREES = ("recompute", "schedule", "context_parallel_form")
 """Words that it varies."""
 
 
@@ -154,21 +154,23 @@ def _without(pinned: PinValue | None, name: str, items: Sequence[_Item]) -> PinV
         before = pinned or Choice()
         choice = Choice(before.wanted, (*before.forbidden, *groups))
         known = _known(name)
-        left = [value for value in known if choice.holds(value)]
+        left = [value for value in known if value in choice]
         if known and not left:
             raise InputError(f"forbid {name}={said}: leaves none of {', '.join(map(str, known)).lower()}")
-        return choice if name in RANGED + LISTED else left[0]
+        return choice if name in RANGE_DEGREES + WORD_DEGREES else left[0]
     if isinstance(pinned, (int, str)) and any(pinned in group for group in groups):
         raise InputError(f"pin {name}={pinned} and forbid {name}={said} contradict each other")
     return pinned
 
 
-def _group(item: _Item) -> Wanted:
+def _group(item: _Item) -> Values:
     """The values that an item of `forbid` names."""
     value = _value(item)
     if isinstance(value, Choice) and value.wanted is not None:
         return value.wanted
-    if isinstance(value, (Choice, WherePossible, tuple)) or not (_known(item.name) or item.name in RANGED):
+    if isinstance(value, (Choice, WherePossible, tuple)) or not (
+        _known(item.name) or item.name in RANGE_DEGREES
+    ):
         raise InputError(
             f"{item.verb} {item.name}={item.value}: the search does not choose it; pin what it is to be"
         )
@@ -181,7 +183,7 @@ def _known(name: str) -> tuple[Value, ...]:
         return False, True
     if name == "zero_stage":
         return ZERO_STAGES
-    return _CHOICES[name] if name in (*LISTED, "recompute_method", "gradient_reduction") else ()
+    return _CHOICES[name] if name in (*WORD_DEGREES, "recompute_method", "gradient_reduction") else ()
 
 
 def _check_together(pins: Pins) -> None:
@@ -213,12 +215,12 @@ def _check_together(pins: Pins) -> None:
 
 
 def where_possible(pins: Pins, name: str, value: int | bool | str) -> Pins:
-    """`pins` and `name` (one of `GROUPED`), fixed wherever its group allows; a strict pin of `value` stays.
+    """`pins` and `name` (of `GROUP_DEGREES`), fixed wherever its group allows; a strict pin of `value` stays.
 
     Raises `InputError` when another value is pinned.
     """
     pinned = pins.get(name, WherePossible(value))
-    if isinstance(pinned, Choice) and pinned.holds(value):
+    if isinstance(pinned, Choice) and value in pinned:
         pinned = WherePossible(value)
     if pinned not in (value, WherePossible(value)):
         raise InputError(f"pin {name} is given twice: {pinned} and {value}")
@@ -237,7 +239,7 @@ def _items(pin: PinInput, verb: str) -> Iterable[_Item]:
         if not equals or not value.strip():
             plain = _plain(text)
             of_choices = (f"{degree}={plain}" for degree, values in _CHOICES.items() if plain in values)
-            example = OTHER_WORDS.get(plain) or next(of_choices, "tensor_parallel=8")
+            example = SYNONYMS.get(plain) or next(of_choices, "tensor_parallel=8")
             raise InputError(f"{verb} {text!r}: expected name=value, such as {example}")
         yield _Item(_full_name(name.strip(), verb), value.strip(), verb)
 
@@ -250,8 +252,8 @@ def _full_name(name: str, verb: str) -> str:
     known = list(Layout.model_fields)
     if full in known:
         return full
-    if plain in OTHER_WORDS:
-        raise InputError(f"{verb} {name}: no such field; did you mean {OTHER_WORDS[plain]}?")
+    if plain in SYNONYMS:
+        raise InputError(f"{verb} {name}: no such field; did you mean {SYNONYMS[plain]}?")
     hint = nearest(plain, [*SHORT_NAMES, *known]) or f"use one of {', '.join(known)}"
     raise InputError(f"{verb} {name}: no such field; {hint}")
 
@@ -262,29 +264,29 @@ def _plain(name: str) -> str:
 
 def _value(item: _Item) -> PinValue:
     if isinstance(item.value, WherePossible):
-        if item.name not in GROUPED:
-            raise item.wrong(f"a plain value: only {' and '.join(GROUPED)} need a group")
+        if item.name not in GROUP_DEGREES:
+            raise item.wrong(f"a plain value: only {' and '.join(GROUP_DEGREES)} need a group")
         _value(_Item(item.name, item.value.value))
         return item.value
     if isinstance(item.value, Choice):
         return item.value
-    if item.name in RANGED + LISTED:
+    if item.name in RANGE_DEGREES + WORD_DEGREES:
         several = _several(item)
         if several is not None:
             return Choice(several)
     elif ".." in str(item.value):
-        raise item.wrong(f"one value: ranges are for {', '.join(RANGED)}")
+        raise item.wrong(f"one value: ranges are for {', '.join(RANGE_DEGREES)}")
     return _single(item)
 
 
-def _several(item: _Item) -> Wanted | None:
+def _several(item: _Item) -> Values | None:
     """The range or the list that an item is; None where it is one value."""
     given = item.value
     if isinstance(given, (list, tuple)):
         words = [str(word) for word in given]
     else:
         words = str(given).split(",")
-        if item.name in RANGED and len(words) == 1:
+        if item.name in RANGE_DEGREES and len(words) == 1:
             try:
                 found = span(words[0])
             except ValueError:
@@ -322,7 +324,7 @@ def _single(item: _Item) -> PinValue:
 
 def _near_choice(name: str, text: str) -> str:
     """The choice that somebody may have meant, to be appended to all of them."""
-    pin = OTHER_WORDS.get(_plain(text), "")
+    pin = SYNONYMS.get(_plain(text), "")
     near = near_names(text, _CHOICES[name], cutoff=0.7)
     if pin and _full_name(pin.partition("=")[0], "") == name:
         return f"; did you mean {pin.partition('=')[2]}?"

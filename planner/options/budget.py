@@ -37,7 +37,7 @@ class BudgetOptions:
     )
 
     @property
-    def given(self) -> bool:
+    def is_given(self) -> bool:
         """Whether the answer is to hold a run."""
         return any(value is not None for value in (self.tokens, self.price_per_hour, self.mtbf_hours))
 

@@ -7,7 +7,7 @@ from typing import ClassVar, cast
 
 from costmodels.catalogue import device_names
 from costmodels.errors import InputError
-from planner.inputs.cluster import DEFAULT_DEVICE, MOST_DEVICES, NetworkOptions, world_size_of_kinds
+from planner.inputs.cluster import DEFAULT_DEVICE, MOST_DEVICES, NetworkKeywords, world_size_of_kinds
 from planner.inputs.node_kinds import KINDS, is_of_kinds
 from planner.options.flags import flag
 from planner.options.limits import Bounds
@@ -64,13 +64,13 @@ class HardwareOptions:
         metavar="FILE",
     )
 
-    def network(self) -> NetworkOptions:
+    def network(self) -> NetworkKeywords:
         """What joins the devices, as far as flags say it."""
-        names = NetworkOptions.__annotations__
+        names = NetworkKeywords.__annotations__
         given = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
-        return cast(NetworkOptions, given)
+        return cast(NetworkKeywords, given)
 
-    def counted_devices(self) -> int | None:
+    def device_count(self) -> int | None:
         """Devices of nodes of two kinds, of which `device` tells the number; None for one kind."""
         if self.device is None or not is_of_kinds(self.device):
             return None
@@ -90,7 +90,7 @@ class ClusterOptions(HardwareOptions):
     def required_world_size(self) -> int:
         """The world size, which nodes of two kinds tell; raises `InputError` when none is given."""
         if self.world_size is None:
-            counted = self.counted_devices()
+            counted = self.device_count()
             if counted is not None:
                 return counted
             raise InputError("no world size: give --world-size, the number of devices of the job")

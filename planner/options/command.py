@@ -12,7 +12,7 @@ from typer.core import TyperCommand
 
 from costmodels.errors import InputError
 from costmodels.spelling import nearest
-from planner.options.other_tools import instead_of
+from planner.options.other_tools import substitute
 
 HELP: dict[str, Any] = {"help_option_names": ["-h", "--help"]}
 """Context settings of every app."""
@@ -63,12 +63,12 @@ def add(
     app.command(name, cls=kind, epilog=epilog, context_settings=HELP)(function)
 
 
-def closing(title: str, text: str) -> str:
+def epilog_section(title: str, text: str) -> str:
     """A part of the end of a help: a heading, and lines below it."""
     return f"{title}:\n{textwrap.indent(text, '  ')}"
 
 
-def listed(names: Iterable[str]) -> str:
+def name_list(names: Iterable[str]) -> str:
     """Names with commas between them, in lines; none is broken."""
     return textwrap.fill(", ".join(names), WIDTH, break_on_hyphens=False, break_long_words=False)
 
@@ -89,7 +89,7 @@ def check_flags(params: Sequence[Any], words: Sequence[str], command: str) -> No
     unknown = list(dict.fromkeys(_unknown(following, words)))
     if not unknown:
         return
-    hints = [(name, instead_of(name, following) or nearest(name, following)) for name in unknown]
+    hints = [(name, substitute(name, following) or nearest(name, following)) for name in unknown]
     listing = f"`{command} --help` lists all"
     if len(hints) == 1:
         name, hint = hints[0]

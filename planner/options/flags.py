@@ -21,7 +21,7 @@ from pydantic import ValidationError
 
 from costmodels.errors import InputError, on_one_line
 from planner.options.limits import Bounds, check_bounds
-from planner.options.messages import in_typed_words, speaking, spoken
+from planner.options.messages import command_message, message_spelling, spelling
 
 
 def flag(
@@ -133,7 +133,7 @@ def _parameters(group: type) -> list[inspect.Parameter]:
     return parameters
 
 
-def ignored(*groups: type, but: type) -> type:
+def hidden_flags(*groups: type, but: type) -> type:
     """A dataclass of the flags of `groups`, hidden and None unless given, save those that `but` has too.
 
     A command that takes it accepts the flags of other commands; `arguments` of an instance names them.
@@ -160,7 +160,7 @@ Late = Callable[[], type]
 """A function that makes the dataclass of a group of hidden flags, which most runs have no use for."""
 
 
-def takes(
+def flag_groups(
     late: Mapping[str, Late] = MappingProxyType({}), notes: tuple[str, ...] = (), **groups: type
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Give a command the flags of `groups` (dataclasses); it is called with one instance of each.
@@ -212,7 +212,7 @@ def _command(
     def command(**values: Any) -> None:
         fields = [field for group in groups.values() for field in dataclasses.fields(group)]
         names = [(field.name, flag_names(field), field.metadata.get("degree")) for field in fields]
-        with speaking(spoken(names, sys.argv[1:])):
+        with message_spelling(spelling(names, sys.argv[1:])):
             try:
                 given = {
                     name: group(**{field.name: values[field.name] for field in dataclasses.fields(group)})
@@ -222,7 +222,7 @@ def _command(
                     check_bounds(group)
                 function(**given, **others)
             except InputError as error:
-                raise type(error)(in_typed_words(str(error))) from None
+                raise type(error)(command_message(str(error))) from None
 
     command.__name__ = function.__name__
     command.__doc__ = inspect.cleandoc(function.__doc__ or "")
@@ -257,7 +257,7 @@ def arguments(group: Any) -> list[str]:
 
 def one_line(error: Exception) -> str:
     """The message of an error on a single line, in the words of the command line."""
-    words = error if isinstance(error, ValidationError) else InputError(in_typed_words(str(error)))
+    words = error if isinstance(error, ValidationError) else InputError(command_message(str(error)))
     return on_one_line(words)
 
 

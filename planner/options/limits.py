@@ -28,7 +28,7 @@ class Bounds:
     below: bool = False
     """`most` itself is none of them."""
 
-    def hold(self, value: float) -> bool:
+    def __contains__(self, value: float) -> bool:
         """Whether `value` is one of them."""
         low = self.least < value if self.above else self.least <= value
         return low and (value < self.most if self.below else value <= self.most)
@@ -52,6 +52,6 @@ def check_bounds(group: Any) -> None:
     """Raise `InputError` where a field of `group`, a dataclass of flags, is not within its bounds."""
     for field in dataclasses.fields(group):
         bounds, value = field.metadata.get("within"), getattr(group, field.name)
-        if bounds is not None and value is not None and not bounds.hold(value):
+        if bounds is not None and value is not None and value not in bounds:
             name = (field.metadata.get("names") or ("--" + field.name.replace("_", "-"),))[0]
             raise InputError(f"{name} {reprlib.repr(value)}: must be {bounds.describe(value)}")

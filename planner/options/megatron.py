@@ -10,7 +10,7 @@ import dataclasses
 from typing import Any
 
 from costmodels.errors import InputError
-from planner.options.command import closing, listed
+from planner.options.command import epilog_section, name_list
 from planner.options.flags import flag, flag_names
 
 
@@ -99,8 +99,8 @@ class AcceptedFlags:
     @staticmethod
     def help_note() -> str:
         """The end of the help of a command."""
-        names = listed(flag_names(field)[0] for field in ACCEPTED)
-        return closing("Accepted too, as what they say happens anyway", names)
+        names = name_list(flag_names(field)[0] for field in ACCEPTED)
+        return epilog_section("Accepted too, as what they say happens anyway", names)
 
     def given_accepted(self) -> list[str]:
         """The names of the flags that are given."""

@@ -24,7 +24,7 @@ PIN_FLAGS = ("--pin", "--forbid")
 
 
 @dataclasses.dataclass(frozen=True)
-class Spoken:
+class Spelling:
     """How the names in messages are spelled on one command line."""
 
     flags: Mapping[str, str]
@@ -67,7 +67,7 @@ def _alone(name: str, after: str = r"(?![\w=(/'\"-]|\.\w)") -> str:
     return rf"(?<![\w.\-'\"/]){name}{after}"
 
 
-def spoken(fields: Sequence[tuple[str, tuple[str, ...], str | None]], words: Sequence[str]) -> Spoken:
+def spelling(fields: Sequence[tuple[str, tuple[str, ...], str | None]], words: Sequence[str]) -> Spelling:
     """How a command spells names.
 
     Args:
@@ -95,7 +95,7 @@ def spoken(fields: Sequence[tuple[str, tuple[str, ...], str | None]], words: Seq
         # The batch of a layout under a maximum, which nobody gave.
         flags[_BATCH] = "a batch of"
     switches = {word for word, after in pairwise([*words, "--"]) if after.startswith("-")}
-    return Spoken(flags, typed, begins, frozenset(switches))
+    return Spelling(flags, typed, begins, frozenset(switches))
 
 
 def _pinned(words: Sequence[str]) -> Iterator[tuple[str, str]]:
@@ -109,12 +109,12 @@ def _pinned(words: Sequence[str]) -> Iterator[tuple[str, str]]:
             yield full, short
 
 
-_NOW: ContextVar[Spoken | None] = ContextVar("spoken", default=None)
+_NOW: ContextVar[Spelling | None] = ContextVar("spoken", default=None)
 
 
 @contextmanager
-def speaking(names: Spoken) -> Iterator[None]:
-    """Within it, `in_typed_words` uses `names`."""
+def message_spelling(names: Spelling) -> Iterator[None]:
+    """Within it, `command_message` uses `names`."""
     token = _NOW.set(names)
     try:
         yield
@@ -122,7 +122,7 @@ def speaking(names: Spoken) -> Iterator[None]:
         _NOW.reset(token)
 
 
-def in_typed_words(message: str) -> str:
+def command_message(message: str) -> str:
     """`message` with the names of the command that runs; as it is where none does."""
     names = _NOW.get()
     return message if names is None else names.of(message)

@@ -6,7 +6,7 @@ from collections.abc import Container
 
 from costmodels.spec.layout import SHORT_NAMES, Layout
 
-INSTEAD = {
+SUBSTITUTES = {
     "--context-parallel-algo": "use --cp-comm-type: a2a for Ulysses, p2p for a ring",
     "--moe-tp-extend-ep": "use --expert-tensor-parallel-size 1, and an expert-parallel size times tp",
     "--train-samples": "use --train-iters",
@@ -43,14 +43,14 @@ INSTEAD = {
 """By the flag, spelled with dashes."""
 
 
-def instead_of(name: str, known: Container[str]) -> str:
+def substitute(name: str, known: Container[str]) -> str:
     """What to give instead of a flag that is not known; nothing where nobody knows.
 
     Args:
         known: flags of the command: it is told of no others.
     """
     spelled = name.lower().replace("_", "-")
-    said = INSTEAD.get(spelled, "")
+    said = SUBSTITUTES.get(spelled, "")
     degree = spelled.lstrip("-").replace("-", "_")
     if not said and (degree in SHORT_NAMES or degree in Layout.model_fields):
         short = "--" + degree.replace("_", "-")

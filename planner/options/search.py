@@ -15,7 +15,7 @@ from planner.problem import Problem
 from planner.space.rule import Rule
 
 
-def search_arguments(
+def search_keywords(
     model: ModelSpec,
     cluster: HardwareOptions,
     batch: BatchOptions,

@@ -40,7 +40,7 @@ def distinct_plans(result: SearchResult, top: int) -> tuple[SearchResult, list[D
     """`result` settled as far as needed, and its best `top` plans that fit and are twins of no better one."""
     count = _reach(result, top)
     while True:
-        result = result.settled(count)
+        result = result.settle(count)
         found = _grouped(result, min(count, result.feasible))
         # One more than is shown, so that the last has all its twins.
         if len(found) > top or count >= result.feasible:

@@ -26,7 +26,7 @@ MOST_PASSES = 20_000
 SHOWN = 10
 """Plans that are shown unless more are asked for."""
 
-SETTLED = 2
+EXACT_PLACES = 2
 """Plans whose memory is exact before more are asked for: the best, and what it is better than."""
 
 AT_ONCE = 256
@@ -47,7 +47,7 @@ class Ranking:
     """Bytes of the pipeline ranks of rows of `prices`, as far as they were asked for; None if not known."""
 
 
-def settled(objective: Objective, ranking: Ranking, count: int) -> Ranking:
+def settle(objective: Objective, ranking: Ranking, count: int) -> Ranking:
     """`ranking` with its first `count` places settled: by exact memory and simulated pipelines.
 
     The first call puts the places in order; further ones only leave out what does not fit, so that the best

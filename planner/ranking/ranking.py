@@ -10,56 +10,56 @@ import numpy as np
 from costmodels.pricing import price
 from planner.objective import logarithms
 from planner.problem import Problem
-from planner.ranking.first_plans import SETTLED, Ranking, order, settled
+from planner.ranking.first_plans import EXACT_PLACES, Ranking, order, settle
 from planner.ranking.result import SearchResult
 from planner.solve.bounds import Fit, fit
-from planner.solve.concatenation import joined_prices
-from planner.solve.offload import last_resorts
-from planner.solve.solutions import solved
+from planner.solve.concatenation import concatenate_prices
+from planner.solve.offload import offload_spaces
+from planner.solve.solutions import solutions
 from planner.space.grid import Space
 
 
 def rank(
-    problem: Problem, space: Space, started: float, offload: bool = False, count: int = SETTLED
+    problem: Problem, space: Space, started: float, offload: bool = False, count: int = EXACT_PLACES
 ) -> SearchResult:
     """Price and order the legal layouts of a problem, of which there must be one at least.
 
     `started` is the reading of `time.perf_counter` from which `elapsed_s` counts. With `offload`, layouts
     that offload activations or the optimizer are searched too where nothing fits without. The first `count`
-    places are settled (`SearchResult.settled`).
+    places are settled (`SearchResult.settle`).
     """
     model, cluster, engine = problem.model, problem.cluster, problem.engine
     found, alone = _fit(problem, space), space
     if offload and not found.rows.any():
-        for space in last_resorts(problem, alone):
+        for space in offload_spaces(problem, alone):
             found = _fit(problem, space)
             if found.rows.any():
                 break
     rows = np.flatnonzero(found.rows)
     # Most layouts of a large model do not fit; only the others are timed.
     prices = price(model, cluster, engine, space.table.take(rows))
-    further = solved(problem, space, found, prices)
-    prices = joined_prices([prices, *further])
-    solutions = len(prices) - len(rows)
-    rows = np.concatenate([rows, len(space.table) + np.arange(solutions)])
+    further = solutions(problem, space, found, prices)
+    prices = concatenate_prices([prices, *further])
+    added = len(prices) - len(rows)
+    rows = np.concatenate([rows, len(space.table) + np.arange(added)])
     places = order(prices.table, np.arange(len(rows)), *logarithms(problem.objective, prices))
-    ranking = settled(problem.objective, Ranking(prices, places), count)
+    ranking = settle(problem.objective, Ranking(prices, places), count)
     if offload and len(rows) and not len(ranking.places):
         # What seemed to fit does not: the last resorts after all.
-        for resort in last_resorts(problem, alone):
+        for resort in offload_spaces(problem, alone):
             result = rank(problem, resort, started, count=count)
             if result.feasible:
                 return replace(result, offloads=True)
     return SearchResult(
         problem=problem,
-        considered=space.considered + solutions,
-        legal=len(space.table) + solutions,
+        considered=space.considered + added,
+        legal=len(space.table) + added,
         illegal=dict(space.illegal),
         elapsed_s=time.perf_counter() - started,
         tables=(space.table, *(some.table for some in further)),
         ranking=ranking,
         rows=rows,
-        solved=solutions,
+        solutions=added,
         offloads=len(ranking.places) > 0 and space is not alone,
     )
 

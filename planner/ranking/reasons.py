@@ -13,7 +13,7 @@ from planner.objective import EQUAL, MEMORY_DIGITS, Objective, equal_peak, gain,
 Candidate = tuple[Layout, Estimate]
 
 
-def ahead(objective: Objective, winner: Candidate, runner_up: Candidate) -> str:
+def lead_reason(objective: Objective, winner: Candidate, runner_up: Candidate) -> str:
     """Why the first of a ranking leads the second."""
     rival = runner_up[0].describe()
     lead = _difference(objective, winner, runner_up)
@@ -25,7 +25,7 @@ def ahead(objective: Objective, winner: Candidate, runner_up: Candidate) -> str:
     return f"{_percent(more)} more tokens/s than the next, {rival}: {_trade(winner[1], runner_up[1])}"
 
 
-def behind(objective: Objective, candidate: Candidate, best: Candidate) -> str:
+def lag_reason(objective: Objective, candidate: Candidate, best: Candidate) -> str:
     """Why a plan ranks behind the first."""
     lag = _difference(objective, candidate, best)
     if lag is not None:
@@ -36,7 +36,7 @@ def behind(objective: Objective, candidate: Candidate, best: Candidate) -> str:
     return f"{_percent(fewer)} fewer tokens/s than the best: {_trade(candidate[1], best[1])}"
 
 
-def too_big(estimate: Estimate, cluster: Cluster) -> str:
+def memory_reason(estimate: Estimate, cluster: Cluster) -> str:
     """What a plan lacks in memory."""
     stage = max(range(len(estimate.memory)), key=lambda rank: estimate.memory[rank].total)
     need, limit = estimate.peak_memory_bytes / GIB, cluster.memory_bytes / GIB

@@ -15,10 +15,10 @@ from planner.plan import Plan
 from planner.problem import Problem
 from planner.ranking import reasons
 from planner.ranking.exact_memory import known_bytes
-from planner.ranking.first_plans import MOST, SHOWN, Ranking, order, settled
+from planner.ranking.first_plans import MOST, SHOWN, Ranking, order, settle
 from planner.ranking.twins import other_form
-from planner.solve.concatenation import joined
-from planner.solve.offload import REASON
+from planner.solve.concatenation import concatenate_tables
+from planner.solve.offload import OFFLOAD_REASON
 from planner.space.rules import DEVICE_MEMORY
 
 
@@ -43,7 +43,7 @@ class SearchResult:
     """
     rows: Ints
     """Rows of `table` that those of `ranking.prices` are."""
-    solved: int = 0
+    solutions: int = 0
     """Layouts with solved degrees, which the counts and the table have besides the enumerated ones."""
     offloads: bool = False
     """Nothing fits without offloading."""
@@ -87,7 +87,7 @@ class SearchResult:
     @cached_property
     def table(self) -> LayoutTable:
         """The legal layouts."""
-        return joined(self.tables)
+        return concatenate_tables(self.tables)
 
     @cached_property
     def order(self) -> Ints:
@@ -103,17 +103,17 @@ class SearchResult:
         """The first plan that fits; None when none does."""
         return self.plan(0) if self.feasible else None
 
-    def settled(self, top: int) -> SearchResult:
+    def settle(self, top: int) -> SearchResult:
         """The same with plans in the first `top` places that fit by their exact memory, where it is known.
 
         Those in the first `SETTLED` places do from the beginning.
         """
-        ranking = settled(self.problem.objective, self.ranking, top)
+        ranking = settle(self.problem.objective, self.ranking, top)
         return self if ranking is self.ranking else replace(self, ranking=ranking)
 
     def plans(self, top: int = SHOWN) -> list[Plan]:
-        """The best `top` plans that fit, best first as `order` of `settled(top)` has them."""
-        result = self.settled(top)
+        """The best `top` plans that fit, best first as `order` of `settle(top)` has them."""
+        result = self.settle(top)
         return [result.plan(rank) for rank in range(min(top, result.feasible))]
 
     def closest(self, top: int = 1) -> list[Plan]:
@@ -164,18 +164,18 @@ class SearchResult:
 
     def _reason(self, rank: int) -> str:
         if not self._fits(rank):
-            return reasons.too_big(self._candidate(rank)[1], self.problem.cluster)
+            return reasons.memory_reason(self._candidate(rank)[1], self.problem.cluster)
         if self.feasible == 1:
             return self._resort + "the only legal layout that fits into memory"
         if rank == 0:
             best = self._candidate(0)
             others = (self._candidate(place) for place in range(1, min(self.feasible, MOST)))
             rival = next((one for one in others if other_form(best, one) is None), self._candidate(1))
-            found = reasons.ahead(self.problem.objective, best, rival)
+            found = reasons.lead_reason(self.problem.objective, best, rival)
         else:
-            found = reasons.behind(self.problem.objective, self._candidate(rank), self._candidate(0))
+            found = reasons.lag_reason(self.problem.objective, self._candidate(rank), self._candidate(0))
         return self._resort + found
 
     @property
     def _resort(self) -> str:
-        return REASON if self.offloads else ""
+        return OFFLOAD_REASON if self.offloads else ""

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 KERNELS = ("compute", "attention", "elementwise", "recompute")
 """Parts of `StepTime` whose kernels have other shapes where a layout cuts layers in another way."""
 
-OWN = 0.06
+SHAPE_SPREAD = 0.06
 """Half-width of the error of kernels that layouts which cut layers in another way do not share, at most.
 
 With it 0 to 7 % of the pairs in published sweeps that are told apart were measured in the other order
@@ -45,7 +45,7 @@ MOST = 20
 """Plans at the top of a ranking that are compared with the first."""
 
 
-def apart(first: Prices, others: Prices) -> Floats:
+def half_width(first: Prices, others: Prices) -> Floats:
     """Half the width of the 80 % range of ln(step time of `others` / that of `first`), [n]; `NOISE` at least.
 
     Args:
@@ -63,7 +63,7 @@ def apart(first: Prices, others: Prices) -> Floats:
     differ = np.zeros(len(others), dtype=bool)
     for name in SHAPE:
         differ |= getattr(others.table, name) != getattr(first.table, name)
-    squares += differ * min(OWN, kernel) ** 2 * (one**2 + other**2)
+    squares += differ * min(SHAPE_SPREAD, kernel) ** 2 * (one**2 + other**2)
     known = [known_share(model, first.engine, each.table) for each in (first, others)]
     both = np.minimum(*known)
     # Layers of two shapes that were both measured err independently, and by that much only.
@@ -84,7 +84,7 @@ def _width(prices: Prices, part: str, kernel: float) -> Floats | float:
     return width.network * (1.0 + np.log2(nodes))
 
 
-def told_apart(first: Prices, others: Prices, whole_step: bool = False) -> Floats:
+def separation(first: Prices, others: Prices, whole_step: bool = False) -> Floats:
     """By how many half-widths of that range `others` take longer than `first`, [n]: for a token, or a step.
 
     Of those at 1 or more, no more than one in ten can be expected to be faster in truth.
@@ -92,7 +92,7 @@ def told_apart(first: Prices, others: Prices, whole_step: bool = False) -> Float
     slower = np.log(first.tokens_per_s / others.tokens_per_s)
     if whole_step:
         slower = np.log(others.step_time_s / first.step_time_s)
-    result: Floats = slower / apart(first, others)
+    result: Floats = slower / half_width(first, others)
     return result
 
 
@@ -109,11 +109,11 @@ def indistinguishable(result: SearchResult) -> tuple[int, ...]:
         return (1,)
     rows = result.places[:MOST]
     first, others = result.prices.take(rows[:1]), result.prices.take(rows[1:])
-    clear = told_apart(first, others, whole_step=objective == "step-time") >= 1.0
+    clear = separation(first, others, whole_step=objective == "step-time") >= 1.0
     return 1, *(int(place) + 2 for place in np.flatnonzero(~clear))
 
 
-def in_words(places: tuple[int, ...]) -> str | None:
+def ties_text(places: tuple[int, ...]) -> str | None:
     """What `indistinguishable` found, as a sentence; None where the first plan is alone."""
     if len(places) < 2:
         return None

@@ -12,7 +12,7 @@ from costmodels.pricing import Prices
 from costmodels.spec.table import ARRAY_FIELDS, LayoutTable
 
 
-def joined(tables: Sequence[LayoutTable]) -> LayoutTable:
+def concatenate_tables(tables: Sequence[LayoutTable]) -> LayoutTable:
     """The rows of all tables, which share their precision and gradient reduction, in order."""
     tables = [table for table in tables if len(table)] or tables[:1]
     if len(tables) == 1:
@@ -31,7 +31,7 @@ def joined(tables: Sequence[LayoutTable]) -> LayoutTable:
     )
 
 
-def joined_prices(parts: Sequence[Prices]) -> Prices:
+def concatenate_prices(parts: Sequence[Prices]) -> Prices:
     """The prices of all parts, in order; of one model, cluster and engine."""
     if len(parts) == 1:
         return parts[0]
@@ -40,5 +40,5 @@ def joined_prices(parts: Sequence[Prices]) -> Prices:
         time={name: np.concatenate([part.time[name] for part in parts]) for name in parts[0].time},
         memory={name: np.concatenate([part.memory[name] for part in parts]) for name in parts[0].memory},
         simulated=np.concatenate([part.simulated for part in parts]),
-        table=joined([part.table for part in parts]),
+        table=concatenate_tables([part.table for part in parts]),
     )

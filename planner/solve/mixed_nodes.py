@@ -14,7 +14,7 @@ from costmodels.spec.layout import SPLIT_BACKWARD, Recompute
 from costmodels.spec.model import ModelSpec
 from costmodels.spec.table import Floats, Ints, LayoutTable, numbers
 from planner.solve.bounds import Fit, Worth
-from planner.solve.concatenation import joined_prices
+from planner.solve.concatenation import concatenate_prices
 from planner.solve.mixed_caps import caps_of_ranks, exact_caps
 from planner.solve.mixed_splits import (
     BEST,
@@ -33,7 +33,7 @@ from planner.solve.recompute import (
     UNIFORM,
     fastest_that_fit,
     first_of_each,
-    recomputing,
+    with_recompute,
 )
 
 ROUND = 256
@@ -42,7 +42,7 @@ ROUND = 256
 MOST_PLAYED = 100
 """Pipelines that are played out to choose among the layers of stages of the same row."""
 
-Judge = Callable[[Sequence[Prices]], Worth]
+WorthAmong = Callable[[Sequence[Prices]], Worth]
 """What tells whether rows would be among the first of the prices so far."""
 
 Where = tuple[ModelSpec, Cluster, Engine]
@@ -92,13 +92,13 @@ class _Variants:
         return self.prices.take(first_of_each(self.row, self.prices.step_time_s))
 
 
-def sized(
+def mixed_solutions(
     model: ModelSpec,
     cluster: Cluster,
     engine: Engine,
     table: LayoutTable,
     kinds: Collection[Recompute],
-    judge: Judge,
+    worth_among: WorthAmong,
     prices: Prices,
 ) -> list[Prices]:
     """Rows of `table` with the layers of stages that are best for the kinds that run them, of those that fit.
@@ -111,18 +111,18 @@ def sized(
         prices: of the rows as they are that fit.
     """
     where = model, cluster, engine
-    groups = list(_groups(where, table, judge([prices])))
+    groups = list(_groups(where, table, worth_among([prices])))
     found = [prices]
     variants: list[_Variants] = []
-    for group, some in _in_rounds(groups, [group.least for group in groups], lambda: judge(found)):
+    for group, some in _in_rounds(groups, [group.least for group in groups], lambda: worth_among(found)):
         variants.append(_that_fit(where, group, some))
         found.append(variants[-1].fastest)
     if kinds:
         plain = [np.where(group.table.recompute == NONE, group.least_anyway, np.inf) for group in groups]
-        for group, some in _in_rounds(groups, plain, lambda: judge(found)):
-            variants.append(_recomputing(where, group, some, kinds, judge(found)))
+        for group, some in _in_rounds(groups, plain, lambda: worth_among(found)):
+            variants.append(_recomputing(where, group, some, kinds, worth_among(found)))
             found.append(variants[-1].fastest)
-    return _played(variants, judge(found))
+    return _played(variants, worth_among(found))
 
 
 def _played(variants: Sequence[_Variants], worth: Worth) -> list[Prices]:
@@ -130,7 +130,7 @@ def _played(variants: Sequence[_Variants], worth: Worth) -> list[Prices]:
     if not variants:
         return []
     row = np.concatenate([each.row for each in variants])
-    prices = joined_prices([each.prices for each in variants])
+    prices = concatenate_prices([each.prices for each in variants])
     good = np.isin(row, row[worth(prices.table, prices.step_time_s)])
     row, prices = row[good], prices.take(good)
     best = first_of_each(row, prices.step_time_s)
@@ -163,7 +163,7 @@ def _groups(where: Where, table: LayoutTable, worth: Worth) -> Iterator[_Group]:
 
 
 def _in_rounds(
-    groups: Sequence[_Group], least: Sequence[Floats], judge: Callable[[], Worth]
+    groups: Sequence[_Group], least: Sequence[Floats], worth: Callable[[], Worth]
 ) -> Iterator[tuple[_Group, Ints]]:
     """Rows of groups that could be worth it, those that take least first; what is found on the way counts."""
     owner = np.repeat(np.arange(len(groups)), [len(group.rows) for group in groups])
@@ -177,7 +177,7 @@ def _in_rounds(
         part = order[start : start + size]
         for number in numbers(owner[part]):
             some = local[part[owner[part] == number]]
-            good = judge()(groups[number].table.take(some), least[number][some])
+            good = worth()(groups[number].table.take(some), least[number][some])
             if good.any():
                 yield groups[number], some[good]
         start, size = start + size, 2 * size
@@ -200,7 +200,7 @@ def _that_fit(where: Where, group: _Group, some: Ints) -> _Variants:
         fits = peak_memory(*where, variants) <= limit
         found.append(price(*where, variants.take(fits)))
         base.append(others[good][row[fits]])
-    return _Variants(group.rows[some[np.concatenate(base)]], joined_prices(found))
+    return _Variants(group.rows[some[np.concatenate(base)]], concatenate_prices(found))
 
 
 def _recomputing(
@@ -209,7 +209,7 @@ def _recomputing(
     """The best layers of stages of each row that do not fit, with the least recomputation that makes them."""
     row, plain = _variants(group.table.take(some), group.pipelines.take(some), group.bound[some], None, 1)
     whole = ("full" in kinds) & ~plain.runs(*SPLIT_BACKWARD)
-    most = recomputing(plain, np.where(whole, FULL, SELECTIVE), MOST_MODULES)
+    most = with_recompute(plain, np.where(whole, FULL, SELECTIVE), MOST_MODULES)
     limit = where[1].memory_bytes
     could = np.flatnonzero((peak_memory(*where, plain) > limit) & (peak_memory(*where, most) <= limit))
     row, plain = row[could], plain.take(could)

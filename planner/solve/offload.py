@@ -10,11 +10,11 @@ import numpy as np
 
 from costmodels.memory.host import host_bytes
 from planner.problem import Problem
-from planner.solve.concatenation import joined
+from planner.solve.concatenation import concatenate_tables
 from planner.space.grid import Space
 from planner.space.grid_table import Places
 
-RESORTS: tuple[tuple[dict[str, bool], ...], ...] = (
+OFFLOADS: tuple[tuple[dict[str, bool], ...], ...] = (
     ({"offload_activations": True}, {"offload_optimizer": True}),
     ({"offload_activations": True, "offload_optimizer": True},),
 )
@@ -23,15 +23,15 @@ RESORTS: tuple[tuple[dict[str, bool], ...], ...] = (
 HOST_MEMORY = "host_memory"
 """Name of the rule that counts layouts which would offload more than the host holds."""
 
-REASON = "nothing fits without offloading; "
+OFFLOAD_REASON = "nothing fits without offloading; "
 """What the reason of a plan begins with that offloads because nothing else fits."""
 
 
-def last_resorts(problem: Problem, space: Space) -> Iterator[Space]:
+def offload_spaces(problem: Problem, space: Space) -> Iterator[Space]:
     """`space` with further layouts, which offload; none where pins decide that, or the device is its host."""
     if problem.cluster.device.kind == "cpu":
         return
-    for resort in RESORTS:
+    for resort in OFFLOADS:
         further = [
             replace(problem, pins={**problem.pins, **offloaded}).space()
             for offloaded in resort
@@ -39,7 +39,7 @@ def last_resorts(problem: Problem, space: Space) -> Iterator[Space]:
         ]
         further = [_within_host(problem, other) for other in further if len(other.table)]
         if further:
-            yield merged([space, *further])
+            yield union([space, *further])
 
 
 def _within_host(problem: Problem, space: Space) -> Space:
@@ -58,10 +58,10 @@ def _within_host(problem: Problem, space: Space) -> Space:
     )
 
 
-def merged(spaces: Sequence[Space]) -> Space:
+def union(spaces: Sequence[Space]) -> Space:
     """The layouts of all spaces, in order."""
     return Space(
-        table=joined([space.table for space in spaces]),
+        table=concatenate_tables([space.table for space in spaces]),
         family=_apart([space.family for space in spaces]),
         states=_apart([space.states for space in spaces]),
         considered=sum(space.considered for space in spaces),

@@ -81,7 +81,7 @@ def least_recompute(
     plain = table.take(rows_worth(model, cluster, engine, table, bases, worth))
     whole = ("full" in kinds) & ~plain.runs(*SPLIT_BACKWARD)
     able = code_of("recompute_modules", engine.runs.recompute_modules)
-    most = recomputing(plain, np.where(whole, FULL, SELECTIVE), MOST_MODULES & able)
+    most = with_recompute(plain, np.where(whole, FULL, SELECTIVE), MOST_MODULES & able)
     plain = plain.take(_peak(model, cluster, engine, most) <= cluster.memory_bytes)
     if not len(plain):
         return None
@@ -108,7 +108,7 @@ def first_of_each(group: Ints, seconds: Floats) -> Ints:
     return fastest[np.flatnonzero(np.diff(group[fastest], prepend=-1))]
 
 
-def recomputing(
+def with_recompute(
     table: LayoutTable, kind: Ints | int, modules: Ints | int, layers: Ints | None = None
 ) -> LayoutTable:
     """`table` with other recomputation: of all layers, or of the first `layers` of each stage."""
@@ -135,14 +135,16 @@ def _fewest_layers(
     apart = plain.runs(*SPLIT_BACKWARD)[base]
     some = ~(apart & (kind == FULL))
     base, kind, modules = base[some], kind[some], modules[some]
-    held = _peak(model, cluster, engine, recomputing(plain.take(base), kind, modules))
+    held = _peak(model, cluster, engine, with_recompute(plain.take(base), kind, modules))
     fits = held <= cluster.memory_bytes
     base, kind, modules, held = base[fits], kind[fits], modules[fits], held[fits]
     table = plain.take(base)
     deepest = np.array([max(split) for split in table.splits])[table.split]
 
     def peak(rows: Ints, layers: Ints) -> Floats:
-        return _peak(model, cluster, engine, recomputing(table.take(rows), kind[rows], modules[rows], layers))
+        return _peak(
+            model, cluster, engine, with_recompute(table.take(rows), kind[rows], modules[rows], layers)
+        )
 
     some_layers = np.isin(kind, [code_of("recompute", one) for one in engine.runs.recompute_some_layers])
     layers = deepest.copy()
@@ -153,7 +155,7 @@ def _fewest_layers(
     every = layers == deepest
     new = ~(every & ((kind == FULL) | (modules == USUAL)))
     found = replace(
-        recomputing(table, kind, modules, layers),
+        with_recompute(table, kind, modules, layers),
         recompute_method=np.where(every, UNIFORM, BLOCK),
         recompute_num_layers=np.where(every, 1, layers),
     )

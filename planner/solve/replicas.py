@@ -14,12 +14,12 @@ from costmodels.spec.layout import Recompute
 from costmodels.spec.model import ModelSpec
 from costmodels.spec.table import ARRAY_FIELDS, Ints, LayoutTable, distinct, numbers
 from planner.solve.bounds import Worth
-from planner.solve.concatenation import joined_prices
-from planner.solve.recompute import NONE, fastest_that_fit, first_of_each, recomputing
+from planner.solve.concatenation import concatenate_prices
+from planner.solve.recompute import NONE, fastest_that_fit, first_of_each, with_recompute
 from planner.space.rule import divisors
 
 
-def could_gain(prices: Prices, worth: Worth) -> Ints:
+def hybrid_candidates(prices: Prices, worth: Worth) -> Ints:
     """Rows that would be worth it if data-parallel ranks exchanged nothing: all that copies can change."""
     table = prices.table
     shared = (table.zero_stage > 0) & (table.zero_replicas == 1) & (table.replicas >= 4)
@@ -28,7 +28,7 @@ def could_gain(prices: Prices, worth: Worth) -> Ints:
     return rows[worth(table.take(rows), seconds)]
 
 
-def replicated(
+def hybrid_solutions(
     model: ModelSpec,
     cluster: Cluster,
     engine: Engine,
@@ -41,7 +41,7 @@ def replicated(
     Where copies leave too little memory, more layers recompute, as far as `kinds` has any recomputation.
 
     Args:
-        prices: of layouts that fit, with one copy (`could_gain`).
+        prices: of layouts that fit, with one copy (`hybrid_candidates`).
         worth: whether rows that take so many seconds are.
     """
     hybrid = np.isin(prices.table.zero_stage, engine.runs.hybrid_zero_stages)
@@ -56,14 +56,14 @@ def replicated(
     tight = np.flatnonzero(~fits)
     if kinds and len(tight):
         # Rows that differ in what they recompute become the same.
-        plain = recomputing(variants.take(tight), NONE, 0)
+        plain = with_recompute(variants.take(tight), NONE, 0)
         first = distinct([getattr(plain, name) for name in ARRAY_FIELDS])[0]
         tight, plain = tight[first], plain.take(first)
         good = worth(plain, price(*where, plain).step_time_s)
         row, lighter = fastest_that_fit(*where, plain.take(good), kinds)
         found.append(lighter)
         bases.append(base[tight[good][row]])
-    every, base = joined_prices(found), np.concatenate(bases)
+    every, base = concatenate_prices(found), np.concatenate(bases)
     seconds = every.step_time_s
     best = first_of_each(base, seconds)
     best = best[seconds[best] < prices.step_time_s[base[best]]]

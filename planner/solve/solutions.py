@@ -16,17 +16,17 @@ from planner.inputs.pins import Pins
 from planner.objective import Objective
 from planner.problem import Problem
 from planner.solve.bounds import Fit, Worth, least_peak, rows_worth
-from planner.solve.concatenation import joined_prices
+from planner.solve.concatenation import concatenate_prices
 from planner.solve.recompute import UNIFORM, first_of_each, least_recompute
-from planner.solve.replicas import could_gain, replicated
-from planner.solve.splits import balanced
+from planner.solve.replicas import hybrid_candidates, hybrid_solutions
+from planner.solve.splits import balanced_splits
 from planner.space.grid import Space
 
 FIRST = 20
 """Places of the ranking for which degrees are solved: whatever could take one of them is."""
 
 
-def solved(problem: Problem, space: Space, found: Fit, prices: Prices) -> list[Prices]:
+def solutions(problem: Problem, space: Space, found: Fit, prices: Prices) -> list[Prices]:
     """Further layouts, legal ones that fit and beat the enumerated ones that they are like.
 
     Args:
@@ -38,9 +38,9 @@ def solved(problem: Problem, space: Space, found: Fit, prices: Prices) -> list[P
     kinds = recompute_kinds(problem.pins, problem.engine)
     own = []
     if problem.cluster.parts and "layers_per_stage" not in problem.pins:
-        from planner.solve.mixed_nodes import sized  # Few clusters have nodes of two kinds.
+        from planner.solve.mixed_nodes import mixed_solutions  # Few clusters have nodes of two kinds.
 
-        own = sized(*where, space.table, kinds, partial(_worth, problem.objective), prices)
+        own = mixed_solutions(*where, space.table, kinds, partial(_worth, problem.objective), prices)
     if problem.objective == "memory":
         # What recomputes and splits most is enumerated.
         return [some for some in own if len(some)]
@@ -52,8 +52,8 @@ def solved(problem: Problem, space: Space, found: Fit, prices: Prices) -> list[P
     best = [some.take(worth(some.table, some.step_time_s)) for some in every if some is not None]
     if "zero_replicas" not in problem.pins:
         worth = _worth(problem.objective, [prices, *best])
-        gaining = joined_prices([part.take(could_gain(part, worth)) for part in (prices, *best)])
-        copies = replicated(*where, gaining, kinds, worth)
+        gaining = concatenate_prices([part.take(hybrid_candidates(part, worth)) for part in (prices, *best)])
+        copies = hybrid_solutions(*where, gaining, kinds, worth)
         best += [] if copies is None else [copies]
     return [some for some in best if len(some)]
 
@@ -80,7 +80,7 @@ def _balanced(problem: Problem, table: LayoutTable, found: Fit, worth: Worth) ->
     if len(rows):
         possible = least_peak(*where, table.take(rows)) <= problem.cluster.memory_bytes
         rows = rows[found.rows[rows] | possible]
-    row, splits = balanced(*where, table.take(rows), found.rows[rows], worth)
+    row, splits = balanced_splits(*where, table.take(rows), found.rows[rows], worth)
     if not len(splits):
         return None
     fits = peak_memory(*where, splits) <= problem.cluster.memory_bytes
@@ -97,7 +97,7 @@ def recompute_kinds(pins: Pins, engine: Engine) -> tuple[Recompute, ...]:
         return ()
     choice = pins.get("recompute", Choice())
     assert isinstance(choice, Choice)
-    return tuple(kind for kind in engine.runs.recompute if choice.holds(kind))
+    return tuple(kind for kind in engine.runs.recompute if kind in choice)
 
 
 def _slowness(objective: Objective, table: LayoutTable, seconds: Floats) -> Floats:

@@ -125,7 +125,7 @@ class _Stages:
         return np.where(self.there, result, 0.0)
 
 
-def balanced(
+def balanced_splits(
     model: ModelSpec, cluster: Cluster, engine: Engine, table: LayoutTable, fits: Bools, worth: Worth
 ) -> tuple[Ints, LayoutTable]:
     """Rows of `table` with other layers per stage than the even ones, and the row that each is of.

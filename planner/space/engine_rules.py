@@ -23,7 +23,7 @@ SWITCHES = ("tensor_parallel", "pipeline_parallel", "expert_parallel", "expert_t
 COMMAND = "`planner engines --json`"
 """Where users see what engines run."""
 
-OF_MESH = (*SWITCHES, "context_parallel", "context_parallel_form", "schedule")
+MESH_DEGREES = (*SWITCHES, "context_parallel", "context_parallel_form", "schedule")
 
 GROUP_OF = {
     "sequence_parallel": "tensor_parallel",
@@ -64,7 +64,7 @@ def check_pins(engine: Engine, pins: Pins) -> None:
             # It holds in groups of two ranks at least, which this engine need not have at all.
             wanted = pin.value in values or runs.get(GROUP_OF.get(name, "")) == (1,)
         elif isinstance(pin, Choice):
-            wanted = any(pin.holds(value) for value in values)
+            wanted = any(value in pin for value in values)
         else:
             wanted = pin is None or pin in values
         if not wanted:
@@ -78,7 +78,7 @@ def engine_rules(engine: Engine) -> tuple[Rule, ...]:
 
 def _rules(engine: Engine) -> Iterator[Rule]:
     runs, limited = engine.runs, limits(engine)
-    for name in sorted(limited, key=lambda name: name not in OF_MESH):
+    for name in sorted(limited, key=lambda name: name not in MESH_DEGREES):
         where = _in_context if name == "context_parallel_form" else None
         yield _only(engine, name, limited[name], where)
     for rule, stages, degree in (
@@ -164,7 +164,7 @@ def _only(
     def message(_: object, d: Degrees) -> str:
         return _has(engine, name, values, when, value_of(name, int(getattr(d, name))))
 
-    return Rule(rule or f"engine_{name}", broken, message, of_mesh=name in OF_MESH)
+    return Rule(rule or f"engine_{name}", broken, message, of_mesh=name in MESH_DEGREES)
 
 
 def _has(engine: Engine, name: str, values: Sequence[Any], when: str = "", given: object = None) -> str:

@@ -36,7 +36,7 @@ from costmodels.spec.table import (
     numbers,
 )
 from planner.inputs.batch import Batch
-from planner.inputs.choice import Choice, chosen
+from planner.inputs.choice import Choice, allowed_values
 from planner.inputs.pins import ZERO_STAGES, Pins, PinValue, WherePossible
 from planner.space.degrees import Degrees
 from planner.space.grid_table import GridTable, Places, flat_places, places_of
@@ -48,7 +48,7 @@ AXES = 6
 """Axes of the grid: mesh (tp, pp, cp and its form, dp, ep, etp), chunks and schedule, micro batch, sequence
 parallel, recompute, ZeRO."""
 
-UNVARIED = {
+SINGLE_VALUES = {
     "zero_replicas": 1,
     "recompute_method": "uniform",
     "recompute_num_layers": 1,
@@ -94,14 +94,14 @@ def grid(
     mesh = with_experts(model, meshes_with_forms(world_size, pins), pins)
     tp, pp, cp, dp, form, ep, etp = (_along(0, column) for column in mesh.T)
     vpp, schedule = (_along(1, column) for column in _chunks(model, pins, schedules))
-    mbs = _along(2, chosen(pins, "micro_batch_size", micro_batch_sizes(batch)))
+    mbs = _along(2, allowed_values(pins, "micro_batch_size", micro_batch_sizes(batch)))
     sp = _grouped(pins, "sequence_parallel", tp, 3, (False, True)).astype(bool)
-    kinds = chosen(pins, "recompute", RECOMPUTE_KINDS)
+    kinds = allowed_values(pins, "recompute", RECOMPUTE_KINDS)
     recompute = _along(4, [code_of("recompute", kind) for kind in kinds])
     modules = code_of("recompute_modules", pins.get("recompute_modules", ("core_attention",)))
     zero = _grouped(pins, "zero_stage", dp * cp, 5, ZERO_STAGES)
     fixed: dict[str, Any] = {
-        name: _along(0, [code_of(name, pins.get(name, usual))]) for name, usual in UNVARIED.items()
+        name: _along(0, [code_of(name, pins.get(name, usual))]) for name, usual in SINGLE_VALUES.items()
     }
     fixed |= {name: fixed[name].astype(bool) for name in BOOLEANS if name in fixed}
     split = pins.get("layers_per_stage")
@@ -235,7 +235,7 @@ def obstacle(
     return rules[first].message(model, Degrees(**layout))
 
 
-OF_THE_BATCH = (
+BATCH_RULES = (
     *("batch_too_small", "batch_divisibility", "pipeline_micro_batches"),
     *("interleaved_micro_batches", "v_micro_batches"),
 )
@@ -252,7 +252,7 @@ def _too_few_sequences(
     """
     legal = np.ones(_shape(degrees), dtype=bool)
     for rule, mask in zip(rules, broken, strict=True):
-        if rule.name not in OF_THE_BATCH:
+        if rule.name not in BATCH_RULES:
             legal &= ~mask
     # A pipeline is full with as many micro batches as ranks.
     needed = degrees.micro_batch_size * degrees.data_parallel * degrees.pipeline_parallel
@@ -310,7 +310,7 @@ def _grouped(pins: Pins, name: str, size: Ints, axis: int, values: Sequence[int]
     pin = pins.get(name)
     if isinstance(pin, WherePossible):
         return np.where(size > 1, pin.value, 0)
-    return _along(axis, chosen(pins, name, values))
+    return _along(axis, allowed_values(pins, name, values))
 
 
 def _chunks(model: ModelSpec, pins: Pins, schedules: Sequence[str]) -> tuple[list[int], list[int]]:
@@ -319,8 +319,8 @@ def _chunks(model: ModelSpec, pins: Pins, schedules: Sequence[str]) -> tuple[lis
     Where no number of chunks that the layers allow goes with a pinned schedule, the rules say so of two.
     """
     # Two pipeline ranks are the fewest that interleave.
-    counts = chosen(pins, "virtual_pipeline_parallel", range(1, max(1, model.layers // 2) + 1))
-    wanted = chosen(pins, "schedule", schedules)
+    counts = allowed_values(pins, "virtual_pipeline_parallel", range(1, max(1, model.layers // 2) + 1))
+    wanted = allowed_values(pins, "schedule", schedules)
     kinds = [schedule for schedule in SCHEDULES if schedule in wanted]
     pairs = [(count, kind) for count in counts for kind in kinds if schedule_runs(kind, count)]
     if not pairs and any(isinstance(pins.get(name), Choice) for name in CHUNKS):

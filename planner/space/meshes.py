@@ -9,7 +9,7 @@ import numpy as np
 from costmodels.errors import InputError
 from costmodels.spec.model import ModelSpec
 from costmodels.spec.table import CONTEXT_FORMS, Ints, numbers
-from planner.inputs.choice import Choice, chosen
+from planner.inputs.choice import Choice, allowed_values
 from planner.inputs.pins import Pins, WherePossible
 from planner.space.rule import divisors
 
@@ -73,11 +73,12 @@ def meshes_with_forms(world_size: int, pins: Pins) -> Ints:
 def with_experts(model: ModelSpec, meshes: Ints, pins: Pins) -> Ints:
     """Rows of meshes with ep and etp: all divisors of the experts, and one device or tp of them an expert."""
     spread = np.array(
-        chosen(pins, "expert_parallel", divisors(model.experts) if model.experts else [1]), dtype=np.int64
+        allowed_values(pins, "expert_parallel", divisors(model.experts) if model.experts else [1]),
+        dtype=np.int64,
     )
     tp = meshes[:, 0] if model.experts else np.ones_like(meshes[:, 0])
     every = np.array(
-        sorted(chosen(pins, "expert_tensor_parallel", sorted({1, *tp.tolist()}))), dtype=np.int64
+        sorted(allowed_values(pins, "expert_tensor_parallel", sorted({1, *tp.tolist()}))), dtype=np.int64
     )
     possible = np.isin(every, (1,)) | (every == tp[:, None])
     if isinstance(pins.get("expert_tensor_parallel"), int):

@@ -233,7 +233,7 @@ def violations(model: ModelSpec, degrees: Degrees) -> Iterator[tuple[Rule, Bools
         yield rule, rule.broken(model, degrees)
 
 
-def first_illegal(model: ModelSpec, layout: Layout) -> str | None:
+def first_violation(model: ModelSpec, layout: Layout) -> str | None:
     """Message of the first rule that forbids `layout`; None when it is legal."""
     degrees = Degrees.of(layout)
     for rule, broken in violations(model, degrees):

@@ -8,7 +8,7 @@ import typer
 
 import planner.options.flags
 from costmodels.errors import InputError
-from planner.options.flags import takes
+from planner.options.flags import flag_groups
 from runtime.faults.error_file import report
 from runtime.generation.command import run_rank
 from runtime.generation.options import GenerateOptions
@@ -20,7 +20,7 @@ app = typer.Typer(add_completion=False)
 
 
 @app.command()
-@takes(options=GenerateOptions)
+@flag_groups(options=GenerateOptions)
 def generate(options: GenerateOptions) -> None:
     """Continue prompts on the ranks that torchrun started."""
     end_with_agent()

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from costmodels import Device
 from costmodels.errors import InputError
-from planner.inputs.cluster import NetworkOptions
+from planner.inputs.cluster import NetworkKeywords
 from planner.inputs.engine import DEFAULT_ENGINE
 from planner.options.batch import BatchOptions
 from planner.options.cluster import ClusterOptions
@@ -80,7 +80,7 @@ def search_here(
     *,
     memory_margin_gib: float | None = None,
     rules: Sequence[Rule] = (),
-    **network: Unpack[NetworkOptions],
+    **network: Unpack[NetworkKeywords],
 ) -> SearchResult:
     """The plans that the runtime can train on `world_size` devices, joined as `network` says, in order.
 
@@ -125,7 +125,7 @@ def plan_here(
     *,
     memory_margin_gib: float | None = None,
     rules: Sequence[Rule] = (),
-    **network: Unpack[NetworkOptions],
+    **network: Unpack[NetworkKeywords],
 ) -> Plan:
     """The first of the plans that `search_here` finds for the same arguments."""
     where = device, world_size, local_world_size

@@ -12,7 +12,7 @@ from costmodels.spec.record import GIB
 from planner.inputs.engine import DEFAULT_ENGINE, engines_on
 from planner.options.limits import Bounds
 from planner.plan import Plan
-from planner.space.rules import first_illegal
+from planner.space.rules import first_violation
 from runtime.settings.job_rules import check_rules, job_rules
 from runtime.settings.options import TrainingOptions
 
@@ -57,7 +57,7 @@ def check_job(spec: ModelSpec, layout: Layout, world_size: int) -> None:
             f"precision {layout.precision}: the runtime computes in {' or '.join(PRECISIONS)}; "
             "pin one of them"
         )
-    broken = first_illegal(spec, layout)
+    broken = first_violation(spec, layout)
     if broken is not None:
         raise InputError(broken)
 

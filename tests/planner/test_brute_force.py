@@ -23,7 +23,7 @@ from planner.inputs.cluster import resolve_cluster
 from planner.inputs.engine import DEFAULT_ENGINE, resolve_engine
 from planner.space.degrees import Degrees
 from planner.space.grid import micro_batch_sizes
-from planner.space.rules import RULES, first_illegal
+from planner.space.rules import RULES, first_violation
 
 # Under another name, so that closed forms alone say what fits: exact bytes have tests of their own.
 ENGINE = resolve_engine(DEFAULT_ENGINE).model_copy(update={"name": "closed-forms"})
@@ -85,7 +85,7 @@ def layout_of(model: ModelSpec, values: dict[str, Any]) -> Layout | None:
         layout = Layout(layers_per_stage=even_split(model.layers, stages), **values)
     except ValidationError:
         return None
-    return layout if first_illegal(model, layout) is None else None
+    return layout if first_violation(model, layout) is None else None
 
 
 def brute(model: ModelSpec, world: int, batch: Batch) -> Brute:
@@ -208,8 +208,11 @@ def test_the_search_finds_what_brute_force_finds(
         **{str(batch).split()[0]: size},
     )
     fits = memory <= limit * GIB
-    assert (result.considered - result.solved, result.legal - result.solved) == (found.considered, len(table))
-    assert result.feasible - result.solved == np.count_nonzero(fits) > 0
+    assert (result.considered - result.solutions, result.legal - result.solutions) == (
+        found.considered,
+        len(table),
+    )
+    assert result.feasible - result.solutions == np.count_nonzero(fits) > 0
     assert result.offloads is False
     alternatives = [table.take(fits)]
     if found.redundant:
@@ -228,5 +231,5 @@ def test_the_search_finds_what_brute_force_finds(
     even &= chosen.zero_replicas == 1
     assert speeds[even].max() == pytest.approx(best, rel=1e-9)
     assert (peak_memory(*where, chosen) <= limit * GIB).all()
-    for row in range(result.legal - result.solved, result.legal):
-        assert first_illegal(model, result.table.layout(row)) is None
+    for row in range(result.legal - result.solutions, result.legal):
+        assert first_violation(model, result.table.layout(row)) is None

@@ -14,8 +14,8 @@ from costmodels.spec.record import GIB
 from planner import Plan, evaluate, search
 from planner.explanation.changes import NOTICEABLE
 from planner.explanation.explanation import degrees_of, explain, explain_plan, explain_result
-from planner.explanation.outcome import judge, parse_layout, place_of
-from planner.inputs.pin_notation import less_one
+from planner.explanation.outcome import outcome_of, parse_layout, place_of
+from planner.inputs.pin_notation import pins_without_one
 from planner.inputs.pins import parse_pins
 from planner.objective import metric
 
@@ -70,12 +70,12 @@ def test_the_runner_up_costs_something_else(explained):
 
 
 def test_the_best_layout_is_judged_first_and_others_have_their_place(result):
-    best = only([judge(result, result.best.layout.describe())])
+    best = only([outcome_of(result, result.best.layout.describe())])
     assert (best.outcome, best.place, best.comparison) == ("first", 1, None)
     for place in (2, 30, result.feasible):
         layout = result.plan(place - 1).layout
         assert place_of(result, result.plan(place - 1)) == place
-        verdict = judge(result, degrees_of(layout))
+        verdict = outcome_of(result, degrees_of(layout))
         assert verdict.plan is not None and verdict.plan.layout == layout
         assert (verdict.outcome, verdict.place, verdict.legal) == ("slower", place, 1)
         assert verdict.comparison is not None and verdict.comparison.throughput >= 1
@@ -83,7 +83,7 @@ def test_the_best_layout_is_judged_first_and_others_have_their_place(result):
 
 
 def test_degrees_that_are_left_out_are_those_that_are_best_for_it(result):
-    verdict = judge(result, "tp=4,pp=2")
+    verdict = outcome_of(result, "tp=4,pp=2")
     assert verdict.outcome == "slower" and verdict.place is not None
     better = [
         layout
@@ -95,15 +95,15 @@ def test_degrees_that_are_left_out_are_those_that_are_best_for_it(result):
 
 def test_an_illegal_layout_is_told_its_rule_with_the_numbers():
     result = search(FORTY, world_size=32, local_world_size=32, global_batch_size=32)
-    verdict = judge(result, "tp=16")
+    verdict = outcome_of(result, "tp=16")
     assert verdict.outcome == "illegal" and verdict.plan is None and verdict.legal == 0
     assert verdict.reason.startswith("tensor_parallel 16 does not divide 40 heads; use 1, 2, 4, 5, 8")
     assert "tensor_parallel_heads" in verdict.rules
-    assert judge(result, "tp=3").reason.startswith("tensor_parallel 3 does not divide world size 32")
+    assert outcome_of(result, "tp=3").reason.startswith("tensor_parallel 3 does not divide world size 32")
 
 
 def test_a_layout_that_is_too_big_is_told_what_it_lacks_and_of_what(result):
-    verdict = judge(result, "tp=1,pp=1,cp=1,zero=0")
+    verdict = outcome_of(result, "tp=1,pp=1,cp=1,zero=0")
     assert verdict.outcome == "too_big" and verdict.feasible == 0
     plan = verdict.plan
     assert plan is not None and not plan.fits
@@ -121,15 +121,15 @@ def test_a_layout_that_is_too_big_is_told_what_it_lacks_and_of_what(result):
     ],
 )
 def test_what_the_search_leaves_out_is_priced_and_told_why(result, layout, why):
-    verdict = judge(result, layout)
+    verdict = outcome_of(result, layout)
     assert verdict.plan is not None and verdict.plan.fits == (verdict.place is not None)
     assert verdict.not_searched is not None and verdict.not_searched.startswith(why)
 
 
 def test_a_pin_keeps_a_layout_out():
     pinned = search("llama2-7b", pin=["tp=4", "dp=..4"], **PROBLEM)
-    assert judge(pinned, "tp=1").not_searched == "the search is pinned to tensor_parallel=4"
-    free = judge(pinned, "tp=1,dp=8")
+    assert outcome_of(pinned, "tp=1").not_searched == "the search is pinned to tensor_parallel=4"
+    free = outcome_of(pinned, "tp=1,dp=8")
     assert free.outcome == "first" and free.comparison is not None and free.comparison.throughput < 1
 
 
@@ -153,7 +153,7 @@ def test_layouts_are_read_as_they_are_printed(result):
 @pytest.mark.parametrize("layout", ["", "tp", "tp=0", "shards=3", {}, []])
 def test_what_is_no_layout_is_refused_in_one_line(result, layout):
     with pytest.raises(InputError, match=r"^layout"):
-        judge(result, layout)
+        outcome_of(result, layout)
 
 
 def test_changes_are_searches_of_their_own(explained):
@@ -229,7 +229,7 @@ def test_a_saved_plan_is_explained(tmp_path):
     plan.save(tmp_path / "plan.json")
     found = explain_plan(Plan.load(tmp_path / "plan.json"), what_if=False)
     verdict = only(found.verdicts)
-    assert verdict.plan.layout == plan.layout and verdict.asked == plan.layout.describe()
+    assert verdict.plan.layout == plan.layout and verdict.degrees == plan.layout.describe()
     assert verdict.outcome == "slower" and found.result.best.layout.optimizer == "muon"
     assert verdict.plan.estimate == plan.estimate
 
@@ -252,7 +252,7 @@ def test_little_memory_is_held_back_by_nothing():
 
 def test_pins_that_belong_together_are_left_out_together():
     pins = parse_pins(["recompute=full", "recompute_method=block", "recompute_num_layers=2", "tp=4"])
-    assert list(less_one(pins)) == [
+    assert list(pins_without_one(pins)) == [
         (
             "without the pins recompute=full recompute_method=block recompute_num_layers=2",
             {"tensor_parallel": 4},
@@ -329,14 +329,14 @@ def test_changes_and_neighbours_have_the_figure_that_ranks(objective, of):
     ],
 )
 def test_a_verdict_says_the_degrees_that_were_given_and_no_others(result, layout, words):
-    verdict = judge(result, layout)
-    assert verdict.asked == f"{words}, global_batch_size=32" and verdict.plan is not None
+    verdict = outcome_of(result, layout)
+    assert verdict.degrees == f"{words}, global_batch_size=32" and verdict.plan is not None
 
 
 def test_a_whole_layout_that_contradicts_itself_is_illegal(result):
     whole = {**degrees_of(result.best.layout), "layers_per_stage": "16,8,8"}
-    verdict = judge(result, whole)
-    assert verdict.outcome == "illegal" and "layers_per_stage=16,8,8" in verdict.asked
+    verdict = outcome_of(result, whole)
+    assert verdict.outcome == "illegal" and "layers_per_stage=16,8,8" in verdict.degrees
 
 
 @pytest.mark.parametrize("objective", ["throughput", "memory"])
@@ -344,7 +344,7 @@ def test_a_layout_that_beats_the_winner_says_by_how_much(objective):
     free = search("llama2-7b", objective=objective, **PROBLEM)
     tensor_parallel = free.best.layout.tensor_parallel
     held = search("llama2-7b", objective=objective, forbid=f"tp={tensor_parallel}", **PROBLEM)
-    verdict = judge(held, f"tp={tensor_parallel}")
+    verdict = outcome_of(held, f"tp={tensor_parallel}")
     assert (verdict.outcome, verdict.place, verdict.plan.layout) == ("first", 1, free.best.layout)
     assert verdict.not_searched == f"the search is pinned to tensor_parallel not {tensor_parallel}"
     best, other = free.best.estimate, held.best.estimate

@@ -12,9 +12,9 @@ import typer
 from planner.options.batch import BatchOptions
 from planner.options.cluster import ClusterOptions
 from planner.options.command import add
-from planner.options.flags import flag, flag_names, for_words, run, takes
+from planner.options.flags import flag, flag_groups, flag_names, for_words, run
 from planner.options.model import ModelOptions
-from planner.options.other_tools import INSTEAD, instead_of
+from planner.options.other_tools import SUBSTITUTES, substitute
 from planner.options.parallel import ParallelOptions
 from runtime.settings.options import DataOptions, OutputOptions, TrainingOptions
 
@@ -48,7 +48,7 @@ def test_flags_of_late_groups_are_declared_for_words_that_need_them(
         made.append(Rare)
         return Rare
 
-    @takes(late={"rare": rare}, usual=Usual)
+    @flag_groups(late={"rare": rare}, usual=Usual)
     def command(usual: Usual, rare: Rare | None) -> None:
         """Do something."""
         called.append((usual, rare))
@@ -86,7 +86,7 @@ def test_flags_of_late_groups_are_declared_for_words_that_need_them(
 def test_all_unknown_flags_are_named_at_once(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], words: str, told: str
 ) -> None:
-    @takes(usual=Usual)
+    @flag_groups(usual=Usual)
     def command(usual: Usual) -> None:
         """Do something."""
 
@@ -100,11 +100,11 @@ def test_all_unknown_flags_are_named_at_once(
 
 
 def test_what_other_tools_call_a_flag_is_known_where_there_is_one_like_it() -> None:
-    assert instead_of("--train_samples", {"--train-iters": 1}) == "use --train-iters"
-    assert instead_of("--train-samples", {"--seed": 1}) == ""
-    assert instead_of("--zero-stage", {"--pin": 1}) == "use --pin zero_stage=VALUE"
-    assert instead_of("--TP", {"--pin": 1, "--tp": 1}) == "use --tp"
+    assert substitute("--train_samples", {"--train-iters": 1}) == "use --train-iters"
+    assert substitute("--train-samples", {"--seed": 1}) == ""
+    assert substitute("--zero-stage", {"--pin": 1}) == "use --pin zero_stage=VALUE"
+    assert substitute("--TP", {"--pin": 1, "--tp": 1}) == "use --tp"
     every = {name for group in GROUPS for field in dataclasses.fields(group) for name in flag_names(field)}
-    for name in INSTEAD:
+    for name in SUBSTITUTES:
         assert name not in every
-        assert instead_of(name, every | {"--engine"}), name
+        assert substitute(name, every | {"--engine"}), name

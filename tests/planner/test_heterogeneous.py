@@ -27,7 +27,7 @@ from planner.inputs.cluster import resolve_cluster
 from planner.inputs.engine import DEFAULT_ENGINE, resolve_engine
 from planner.inputs.node_kinds import parse_kinds
 from planner.inputs.pins import Pins
-from planner.pipeline_ranks import idle_shares, kinds_of_layout
+from planner.pipeline_ranks import device_ranks, idle_shares
 from planner.problem import Problem
 from planner.ranking.ranking import rank
 from planner.solve.mixed_caps import exact_caps
@@ -214,13 +214,13 @@ def test_every_kind_is_held_to_its_own_memory() -> None:
     )  # fmt: skip
     limits = {part.device.name: part.memory_bytes for part in plan.cluster.parts}
     assert plan.layout.pipeline_parallel > 1
-    for device, ranks in kinds_of_layout(plan.cluster, plan.layout):
+    for device, ranks in device_ranks(plan.cluster, plan.layout):
         for each in ranks:
             stage = plan.estimate.memory[each]
             assert stage.total - stage.absent <= limits[device]
     layers = {
         device: sum(plan.layout.layers_per_stage[each] for each in ranks)
-        for device, ranks in kinds_of_layout(plan.cluster, plan.layout)
+        for device, ranks in device_ranks(plan.cluster, plan.layout)
     }
     assert layers["a100-80g"] > 1.5 * layers["v100-32g"]
 

@@ -10,7 +10,15 @@ import pytest
 from costmodels import price
 from costmodels.spec.engine import Spread
 from planner import search
-from planner.ranking.ties import MOST, NOISE, OWN, apart, in_words, indistinguishable, told_apart
+from planner.ranking.ties import (
+    MOST,
+    NOISE,
+    SHAPE_SPREAD,
+    half_width,
+    indistinguishable,
+    separation,
+    ties_text,
+)
 
 PROBLEM = {"world_size": 64, "device": "a100-80g", "global_batch_size": 64}
 
@@ -37,8 +45,8 @@ def with_spread(prices, **widths):
 def test_an_error_that_all_parts_have_in_common_cancels(result):
     first = one(result)
     same = replace(first, time={part: 2 * seconds for part, seconds in first.time.items()})
-    assert apart(first, same)[0] == NOISE
-    assert told_apart(first, same)[0] == pytest.approx(np.log(2) / NOISE)
+    assert half_width(first, same)[0] == NOISE
+    assert separation(first, same)[0] == pytest.approx(np.log(2) / NOISE)
 
 
 def test_links_count_by_the_share_that_the_one_waits_more(result):
@@ -52,8 +60,8 @@ def test_links_count_by_the_share_that_the_one_waits_more(result):
     ]
     # Tensor parallelism of 4 and 8 stays in a node; 8 nodes widen the others fourfold.
     expected = np.sqrt((0.1 * (shares[1] - shares[0])) ** 2 + sum(each**2 for each in far))
-    assert apart(*pair)[0] == pytest.approx(expected[0], rel=1e-9)
-    assert apart(*pair)[0] > NOISE
+    assert half_width(*pair)[0] == pytest.approx(expected[0], rel=1e-9)
+    assert half_width(*pair)[0] > NOISE
 
 
 def test_kernels_of_other_shapes_err_on_their_own(result):
@@ -61,36 +69,36 @@ def test_kernels_of_other_shapes_err_on_their_own(result):
     again = one(result, tensor_parallel=8, zero_stage=0)
     wide = [with_spread(each, base=0.5, network=0.0, launch=0.0, bubble=0.0) for each in (first, again)]
     cut = with_spread(one(result, tensor_parallel=4), base=0.5, network=0.0, launch=0.0, bubble=0.0)
-    assert apart(wide[0], cut)[0] > apart(*wide)[0]
+    assert half_width(wide[0], cut)[0] > half_width(*wide)[0]
     kernels = [
         sum(each.time[part] for part in ("compute", "attention", "elementwise", "recompute"))
         / each.step_time_s
         for each in (wide[0], cut)
     ]
-    assert apart(wide[0], cut)[0] >= OWN * np.hypot(*kernels)[0]
+    assert half_width(wide[0], cut)[0] >= SHAPE_SPREAD * np.hypot(*kernels)[0]
 
 
 def test_the_criterion_is_symmetric(result):
     rows = result.places[:MOST]
     for row in rows[1:6]:
         pair = [result.prices.take(np.array([each])) for each in (rows[0], row)]
-        assert apart(*pair)[0] == pytest.approx(apart(*reversed(pair))[0])
-        assert told_apart(*pair)[0] == pytest.approx(-told_apart(*reversed(pair))[0])
+        assert half_width(*pair)[0] == pytest.approx(half_width(*reversed(pair))[0])
+        assert separation(*pair)[0] == pytest.approx(-separation(*reversed(pair))[0])
 
 
 def test_the_plans_that_may_be_faster_are_counted(result):
     places = indistinguishable(result)
     rows = result.places[:MOST]
-    slower = told_apart(result.prices.take(rows[:1]), result.prices.take(rows[1:]))
+    slower = separation(result.prices.take(rows[:1]), result.prices.take(rows[1:]))
     assert places[0] == 1 and places == tuple(sorted(places)) and 1 < len(places) <= MOST
     for place in range(2, MOST + 1):
         assert (slower[place - 2] < 1) == (place in places)
 
 
 def test_the_sentence_names_the_plans():
-    assert in_words(()) is None and in_words((1,)) is None
-    assert in_words((1, 2, 3)).startswith("the first 3 plans cannot be told apart")
-    assert in_words((1, 2, 5, 7, 8, 9)).startswith("plans 1, 2, 5, 7 to 9 cannot be told apart")
+    assert ties_text(()) is None and ties_text((1,)) is None
+    assert ties_text((1, 2, 3)).startswith("the first 3 plans cannot be told apart")
+    assert ties_text((1, 2, 5, 7, 8, 9)).startswith("plans 1, 2, 5, 7 to 9 cannot be told apart")
 
 
 def test_a_wider_range_never_tells_more_plans_apart(result):
@@ -115,5 +123,5 @@ def test_prices_of_other_tables_compare_too(result):
     tables = [result.prices.take(result.places[:1]).table, result.prices.take(result.places[1:2]).table]
     pair = [price(problem.model, problem.cluster, problem.engine, table) for table in tables]
     rows = result.places[:2]
-    found = apart(result.prices.take(rows[:1]), result.prices.take(rows[1:]))
-    assert apart(*(each.simulate(np.array([0])) for each in pair))[0] == pytest.approx(found[0])
+    found = half_width(result.prices.take(rows[:1]), result.prices.take(rows[1:]))
+    assert half_width(*(each.simulate(np.array([0])) for each in pair))[0] == pytest.approx(found[0])

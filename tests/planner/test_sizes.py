@@ -16,7 +16,7 @@ from costmodels import ModelSpec
 from costmodels.errors import InputError, NoLayoutFits
 from planner import Sizes, advice, search
 from planner.budget.goodput import Failures
-from planner.world_sizes import Size, nothing_fits, parse_world_sizes
+from planner.world_sizes import Size, no_size_fits, parse_world_sizes
 
 TINY = ModelSpec(name="tiny", layers=4, hidden=256, heads=8, vocab=1000, seq=128)
 
@@ -204,7 +204,7 @@ def test_sizes_after_the_first_keep_all_of_the_cluster() -> None:
 def test_where_nothing_fits_the_error_is_that_of_the_largest_size() -> None:
     found = planner.sizes("llama2-70b", world_size="2,4", **HELD)
     assert found.chosen is None and found.front == ()
-    error = nothing_fits(found)
+    error = no_size_fits(found)
     assert isinstance(error, NoLayoutFits)
     assert "no layout of llama2-70b fits 4 x h100" in str(error)
 

@@ -16,7 +16,7 @@ from costmodels.spec.table import ARRAY_FIELDS, RECOMPUTE_KINDS
 from planner.inputs.batch import Batch
 from planner.inputs.pins import Pins, WherePossible, parse_pins
 from planner.space.grid import build, micro_batch_sizes, obstacle
-from planner.space.rules import RULES, first_illegal
+from planner.space.rules import RULES, first_violation
 
 
 def spec(**sizes: int) -> ModelSpec:
@@ -147,7 +147,7 @@ def test_the_space_agrees_with_plain_loops(
     assert len(found) == len(legal)
     assert {key(layout) for layout in found} == legal
     assert space.considered == len(found) + sum(space.illegal.values())
-    assert all(first_illegal(model, layout) is None for layout in found)
+    assert all(first_violation(model, layout) is None for layout in found)
     assert all(layout.world_size == world for layout in found)
     assert all(
         layout.layers_per_stage == even_split(layers, len(layout.layers_per_stage)) for layout in found
@@ -453,7 +453,7 @@ def test_an_illegal_layout_is_told_its_rule_and_numbers(degrees: dict[str, Any],
     moe = {"top_k": 1, "expert_ffn": 64} if "experts" in sizes else {}
     split = {name: value for name, value in degrees.items() if name not in sizes}
     layout = Layout(**{"layers_per_stage": (4,), "global_batch_size": 8, **split})
-    assert line in str(first_illegal(spec(**sizes, **moe), layout))
+    assert line in str(first_violation(spec(**sizes, **moe), layout))
 
 
 def test_experts_are_spread_over_all_that_the_stage_leaves() -> None:
@@ -490,7 +490,7 @@ def test_a_redundant_layout_is_not_called_illegal() -> None:
     layout = Layout(
         pipeline_parallel=2, data_parallel=2, zero_stage=2, layers_per_stage=(2, 2), global_batch_size=8
     )
-    assert first_illegal(spec(), layout) is None
+    assert first_violation(spec(), layout) is None
 
 
 @pytest.mark.parametrize(

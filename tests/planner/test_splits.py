@@ -19,7 +19,7 @@ from planner import search
 from planner.inputs.cluster import resolve_cluster
 from planner.inputs.engine import DEFAULT_ENGINE, resolve_engine
 from planner.solve.bounds import least_peak, least_seconds
-from planner.solve.splits import balanced
+from planner.solve.splits import balanced_splits
 
 ENGINE = resolve_engine(DEFAULT_ENGINE)
 
@@ -77,7 +77,7 @@ def test_no_split_that_fits_has_a_faster_slowest_stage(
     fits = peak_memory(model, cluster, ENGINE, every) <= limit
     best = slowest(model, cluster, every)[fits].min()
     even_fits = peak_memory(model, cluster, ENGINE, alone) <= limit
-    row, found = balanced(model, cluster, ENGINE, alone, even_fits, worth)
+    row, found = balanced_splits(model, cluster, ENGINE, alone, even_fits, worth)
     assert set(row.tolist()) <= {0}
     candidates = [slowest(model, cluster, alone)[even_fits]]
     if len(found):
@@ -108,4 +108,4 @@ def test_the_stage_with_the_head_gets_fewer_layers_and_so_do_full_ones() -> None
 def test_a_pinned_split_stays() -> None:
     model = spec(6, 50000, 0, 0)
     result = search(model, world_size=2, global_batch_size=8, pin=["pp=2", "layers_per_stage=4,2"])
-    assert result.solved == 0 and set(result.table.splits) == {(4, 2)}
+    assert result.solutions == 0 and set(result.table.splits) == {(4, 2)}

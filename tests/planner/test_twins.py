@@ -37,8 +37,8 @@ def test_a_plan_stands_for_its_twins() -> None:
 
 def test_places_with_twins_are_settled_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     result, asked = search(**PROBLEM), []
-    settled = SearchResult.settled
-    monkeypatch.setattr(SearchResult, "settled", lambda own, top: asked.append(top) or settled(own, top))
+    settle = SearchResult.settle
+    monkeypatch.setattr(SearchResult, "settle", lambda own, top: asked.append(top) or settle(own, top))
     _, rows = distinct_plans(result, 10)
     assert asked == [rows[-1].place + len(rows[-1].twins) + 1]
 

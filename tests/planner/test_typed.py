@@ -9,7 +9,7 @@ import pytest
 from planner.options.batch import BatchOptions
 from planner.options.cluster import ClusterOptions
 from planner.options.flags import flag_names
-from planner.options.messages import spoken
+from planner.options.messages import spelling
 from planner.options.parallel import ParallelOptions
 
 
@@ -20,7 +20,7 @@ def said(message: str, typed: str) -> str:
         for field in dataclasses.fields(group)
     ]
     fields = [(field.name, flag_names(field), field.metadata.get("degree")) for field in every]
-    return spoken(fields, typed.split()).of(message)
+    return spelling(fields, typed.split()).of(message)
 
 
 @pytest.mark.parametrize(

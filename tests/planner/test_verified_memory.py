@@ -15,7 +15,7 @@ from costmodels.spec.table import LayoutTable
 from planner.inputs.cluster import resolve_cluster
 from planner.inputs.engine import resolve_engine
 from planner.ranking.exact_memory import verifiable
-from planner.ranking.first_plans import SETTLED
+from planner.ranking.first_plans import EXACT_PLACES
 
 GPT = ModelSpec(name="gpt", layers=8, hidden=1024, heads=16, vocab=8192, seq=1024)
 PINS = ["schedule=1f1b", "pp=2", "tp=1", "recompute=none"]
@@ -69,9 +69,9 @@ def test_as_many_plans_as_are_shown_fit_by_their_exact_bytes() -> None:
     some = planner.search(GPT, **job, device_memory_gib=(closed[place] + exact[place]) / 2 / GIB)
     first = [some.plan(rank) for rank in range(min(40, some.feasible))]
     left_out = [plan.layout for plan in first if not plan.fits]
-    assert left_out and not {plan.layout for plan in first[:SETTLED]} & set(left_out)
-    found = some.settled(40)
-    assert found.feasible < some.feasible and found.settled(20) is found
+    assert left_out and not {plan.layout for plan in first[:EXACT_PLACES]} & set(left_out)
+    found = some.settle(40)
+    assert found.feasible < some.feasible and found.settle(20) is found
     assert found.rejected["device_memory"] == found.legal - found.feasible
     shown = some.plans(40)
     assert [plan.layout for plan in shown] == [plan.layout for plan in found.plans(40)]

@@ -68,7 +68,7 @@ def test_the_ramp_allows_what_can_run_every_size_of_it(ramp: tuple[int, int, int
         return full in sizes and all(runs(layout, size) for size in sizes)
 
     def enumerated(result: Any) -> list[Any]:
-        return [result.table.layout(row) for row in range(result.legal - result.solved)]
+        return [result.table.layout(row) for row in range(result.legal - result.solutions)]
 
     assert enumerated(ramped) == [layout for layout in enumerated(every) if climbs(layout)]
 
