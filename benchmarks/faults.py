@@ -24,11 +24,11 @@ from typing import Annotated, Any
 import typer
 
 from benchmarks.fault_audit import Attempt, Audit, attempt, audit
-from benchmarks.fault_jobs import RunningJob, forked, under_torchrun
 from costmodels.errors import InputError
 from planner.options.flags import run
 from runtime.data import IndexedWriter
 from runtime.logs.metrics_file import MetricsReader
+from tests.support.running_jobs import RunningJob, forked, under_torchrun
 
 MODEL = (
     *("--model", "gpt2-nano", "--num-layers", "4", "--hidden-size", "32", "--num-attention-heads", "4"),

@@ -21,12 +21,11 @@ from tests.support.jobs import (
     LAYOUT,
     TIMEOUT_S,
     TINY,
-    descendants,
-    is_alive,
     losses,
     wait_until,
     write_corpus,
 )
+from tests.support.running_jobs import descendants, is_alive
 from tests.support.scripts import MINDSPEED
 
 ON_TWO = (*LAYOUT, "--world-size", "2")

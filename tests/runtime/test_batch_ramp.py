@@ -12,10 +12,11 @@ from planner.options.flags import arguments
 from runtime.settings.batch_ramp import BatchRamp, batch_ramp, ramp_rule
 from runtime.settings.job_rules import check_rules
 from runtime.settings.options import TrainingOptions
-from tests.support.jobs import TIMEOUT_S, TINY, torchrun, write_corpus
+from tests.support.jobs import TINY, write_corpus
 from tests.support.layouts import parse_layout
 from tests.support.models import MODELS
 from tests.support.ranks import training as work
+from tests.support.running_jobs import forked
 from tests.support.worker_pool import WorkerPool
 
 SPEC = MODELS["gpt2"]
@@ -119,14 +120,14 @@ def test_a_run_resumes_in_the_middle_of_a_ramp(tmp_path: Path) -> None:
             "1",
         ),
     ]
-    whole = torchrun(*common, "--log-dir", folders["whole"], log=tmp_path / "log")
-    assert whole.wait(TIMEOUT_S) == 0, (tmp_path / "log").read_text()
+    whole = forked([*common, "--log-dir", folders["whole"]], 2, tmp_path / "log")
+    assert whole.exit_code() == 0, whole.output()
     parts = [*common, "--log-dir", folders["parts"], "--save", folders["parts"], "--load", folders["parts"]]
     for number in range(2):
         stop = ["--exit-interval", "4"] if number == 0 else []
-        part = torchrun(*parts, *stop, log=tmp_path / f"log{number}")
-        assert part.wait(TIMEOUT_S) == 0, (tmp_path / f"log{number}").read_text()
-    lines = (tmp_path / "log").read_text().splitlines()
+        part = forked([*parts, *stop], 2, tmp_path / f"log{number}")
+        assert part.exit_code() == 0, part.output()
+    lines = whole.output().splitlines()
     steps = [line for line in lines if "global batch size" in line]
     sizes = [int(line.split("global batch size:")[1].split("|")[0]) for line in steps]
     consumed = [int(line.split("consumed samples:")[1].split("|")[0]) for line in steps]

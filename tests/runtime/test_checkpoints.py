@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from benchmarks.checkpoints import LAYOUTS, SPEC, layouts_of, losses_between
 from costmodels.errors import InputError
 from runtime import checkpoint
 from runtime.checkpoint.writing import ALIGNMENT
@@ -20,19 +19,6 @@ from tests.support.ranks import checkpoints as work
 from tests.support.worker_pool import WorkerPool
 
 SMALL = MODELS["llama"].model_copy(update={"layers": 1})
-
-
-def test_a_run_that_changes_its_layout_at_every_checkpoint_trains_as_if_it_never_had(
-    pool: WorkerPool, tmp_path: Path
-) -> None:
-    ways = list(layouts_of(LAYOUTS, SPEC).values())
-    [expected] = pool.run(losses_between, 1, SPEC, ways[0], str(tmp_path / "one"), range(len(ways)))
-    assert len(set(expected)) == len(ways)
-    losses = [
-        pool.run(losses_between, way.world_size, SPEC, way, str(tmp_path / "many"), [step])[0][0]
-        for step, way in enumerate(ways)
-    ]
-    assert losses == pytest.approx(expected, rel=1e-6)
 
 
 def test_vocabularies_of_other_padding_load_both_ways(pool: WorkerPool, tmp_path: Path) -> None:

@@ -24,7 +24,8 @@ from runtime.launch.torchrun import shell_line, torchrun_command
 from runtime.launch.warm_ranks import FORKS, WarmRanks
 from runtime.processes.children import children
 from tests.support import ROOT
-from tests.support.jobs import LAYOUT, TINY, is_alive, wait_until, write_corpus
+from tests.support.jobs import LAYOUT, TINY, wait_until, write_corpus
+from tests.support.running_jobs import is_alive
 
 ON_LINUX = pytest.mark.skipif(not FORKS, reason="ranks are forked on Linux only")
 

@@ -22,7 +22,8 @@ from runtime.launch.restarts import continued, run_with_restarts
 from runtime.launch.supervisor import Outcome
 from runtime.settings.options import OutputOptions
 from tests.support import ROOT
-from tests.support.jobs import TIMEOUT_S, is_alive, wait_until
+from tests.support.jobs import TIMEOUT_S, wait_until
+from tests.support.running_jobs import is_alive
 
 LOST = Outcome(1, "rank 1 was killed by SIGKILL", restart=True)
 REFUSED = Outcome(2, "the corpus is empty")

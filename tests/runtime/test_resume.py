@@ -14,12 +14,8 @@ import torch
 from runtime import checkpoint
 from tests.support.jobs import (
     LAYOUT,
-    TIMEOUT_S,
     TINY,
-    children,
-    is_alive,
     losses,
-    torchrun,
     wait_until,
     write_corpus,
 )
@@ -27,6 +23,7 @@ from tests.support.layouts import parse_layout
 from tests.support.models import MODELS
 from tests.support.ranks.checkpoints import save_over_a_partial
 from tests.support.ranks.precision import copies_after_loading
+from tests.support.running_jobs import forked, is_alive, under_torchrun
 from tests.support.worker_pool import WorkerPool
 
 ITERATIONS = 90
@@ -51,9 +48,8 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> str:
 def uninterrupted(tmp_path_factory: pytest.TempPathFactory, data: str) -> Path:
     """Folder of a job that planned for itself and was left alone."""
     folder = tmp_path_factory.mktemp("uninterrupted")
-    job = torchrun(*arguments(data, folder), log=folder / "output")
-    code = job.wait(TIMEOUT_S)
-    assert code == 0, (folder / "output").read_text()
+    job = forked(arguments(data, folder), 2, folder / "output")
+    assert job.exit_code() == 0, job.output()
     return folder
 
 
@@ -77,16 +73,16 @@ def test_a_killed_job_resumes_with_the_same_losses_to_the_bit(
     folder = tmp_path / "checkpoints"
     tracker = folder / checkpoint.TRACKER
     asynchronous = ("--async-save", "--keep-last", "2")
-    first = torchrun(*arguments(data, tmp_path), *asynchronous, log=tmp_path / "first")
+    first = under_torchrun([*arguments(data, tmp_path), *asynchronous], 2, tmp_path / "first")
     # Somewhere between two checkpoints.
     enough = 2 * SAVE_INTERVAL + 3
-    wait_until(lambda: len(losses(tmp_path)) > enough or first.poll() is not None, "steps after a checkpoint")
-    assert first.poll() is None, (tmp_path / "first").read_text()
-    ranks = children(first.pid)
+    wait_until(lambda: len(losses(tmp_path)) > enough or first.has_ended(), "steps after a checkpoint")
+    assert not first.has_ended(), first.output()
+    ranks = first.ranks()
     assert len(ranks) == 2
     # The ranks are in sessions of their own: nothing but their own watch ends them.
-    os.killpg(first.pid, signal.SIGKILL)
-    assert first.wait(TIMEOUT_S) == -signal.SIGKILL
+    os.killpg(first.launcher, signal.SIGKILL)
+    assert first.exit_code() == -signal.SIGKILL
     wait_until(lambda: not any(map(is_alive, ranks)), "the ranks to end with torchrun")
     before = losses(tmp_path)
     saved = int(tracker.read_text())
@@ -98,9 +94,9 @@ def test_a_killed_job_resumes_with_the_same_losses_to_the_bit(
     partial.mkdir()
     (partial / "__0_0.distcp").write_bytes(b"half")
 
-    resumed = torchrun(*arguments(data, tmp_path), "--load", folder, log=tmp_path / "second")
-    assert resumed.wait(TIMEOUT_S) == 0, (tmp_path / "second").read_text()
-    assert f"resumed from {folder} at iteration {saved}\n" in (tmp_path / "second").read_text()
+    resumed = forked([*arguments(data, tmp_path), "--load", folder], 2, tmp_path / "second")
+    assert resumed.exit_code() == 0, resumed.output()
+    assert f"resumed from {folder} at iteration {saved}\n" in resumed.output()
     assert losses(tmp_path) == expected
     assert not partial.exists()
     records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]

@@ -1,19 +1,14 @@
-"""Small training jobs in processes of their own, and the text that they train on."""
+"""Flags of small training jobs, the text that they train on, and what they log."""
 
 from __future__ import annotations
 
 import json
-import os
 import random
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 from runtime.data import IndexedWriter
-from runtime.processes.children import children
-from tests.support import ROOT
 
 TINY = (
     *("--model", "gpt2-nano", "--num-layers", "2", "--hidden-size", "32", "--num-attention-heads", "2"),
@@ -37,32 +32,6 @@ def write_corpus(folder: Path) -> str:
             text = " ".join("".join(words.choices("abcde", k=4)) for _ in range(80))
             writer.add_document([*text.encode(), 256])
     return prefix
-
-
-def torchrun(*arguments: str | Path, log: Path) -> subprocess.Popen[bytes]:
-    """Start `torchrun -m runtime.pretrain` on two ranks; what it prints goes to `log`."""
-    command = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-    with log.open("wb") as file:
-        return subprocess.Popen(
-            [*command, "-m", "runtime.pretrain", *map(str, arguments)],
-            cwd=ROOT,
-            env=os.environ | {"OMP_NUM_THREADS": "1"},
-            stdout=file,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-
-
-def descendants(pid: int) -> list[int]:
-    """All processes below `pid`."""
-    below = children(pid)
-    return below + [lower for child in below for lower in descendants(child)]
-
-
-def is_alive(pid: int) -> bool:
-    """Whether a process runs; one that has ended and waits for its parent does not."""
-    listing = subprocess.run(["ps", "-o", "stat=", "-p", str(pid)], capture_output=True, text=True)
-    return listing.returncode == 0 and not listing.stdout.startswith("Z")
 
 
 def wait_until(condition: Callable[[], object], what: str, timeout_s: float = TIMEOUT_S) -> None:

@@ -14,20 +14,30 @@ import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any
+
+from runtime.launch.forked import IMPORTED
 
 TIMEOUT_S = 600
 """Seconds after which a stuck collective is an error: others may have the cores for minutes."""
 
 PRELOADED = [
+    *IMPORTED,
     "runtime.checkpoint",
-    "runtime.train.trainer",
+    "runtime.job.pretrained",
     "runtime.parallel.pipeline",
     "runtime.parallel.ring_attention",
-    "numpy.random",
 ]
-"""Modules that the forked process imports beforehand; the last but one bring PyTorch's compiler."""
+"""Modules that the forked process imports beforehand."""
+
+
+def forkserver() -> ForkServerContext:
+    """Starts processes that have imported all that ranks need."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    return context
 
 
 class WorkerPool:
@@ -36,8 +46,7 @@ class WorkerPool:
     def __init__(self, size: int, backend: str = "gloo") -> None:
         self.size = size
         self.backend = backend
-        self.context = multiprocessing.get_context("forkserver")
-        self.context.set_forkserver_preload(PRELOADED)
+        self.context = forkserver()
 
     def run(self, function: Callable[..., Any], world_size: int, *arguments: Any) -> list[Any]:
         """Call `function(*arguments)` on `world_size` ranks; returns the results by rank.

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from benchmarks.fault_audit import Attempt, audit
-from benchmarks.fault_jobs import forked
 from benchmarks.faults import TOLERANCE, Soak
 from runtime.logs.sample_log import SampleLog, forget_after, read_samples
+from tests.support.running_jobs import forked
 
 
 def test_killed_ranks_lose_no_sample_and_no_step(tmp_path: Path) -> None:

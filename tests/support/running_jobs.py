@@ -1,45 +1,46 @@
-"""Jobs of `runtime.pretrain` to be killed: under torchrun, or forked from a process that has imported it.
+"""Jobs of `runtime.pretrain` in their own processes: under torchrun, or forked from one that imported it.
 
-A restart under torchrun spends ten seconds and more with imports, and `planner launch` a few. The launcher of
-forked jobs is itself forked from a process that has imported all.
+A start under torchrun spends ten seconds and more with imports. The launcher of a forked job is itself
+forked from the process that forks the ranks of worker pools.
 """
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from runtime.launch.forked import IMPORTED
 from runtime.launch.forked import run as fork_ranks
-
-ROOT = Path(__file__).parents[1]
-
-PRELOADED = [*IMPORTED, "runtime.checkpoint", "runtime.job.pretrained", "runtime.parallel.pipeline"]
+from runtime.processes.children import children
+from tests.support import ROOT
+from tests.support.worker_pool import forkserver
 
 GRACE_S = 5.0
 """Seconds that ranks have to end after SIGTERM."""
 
 
 class RunningJob:
-    """A launcher and its ranks."""
+    """A launcher and its ranks; what they print goes to `log`."""
 
-    def __init__(self, launcher: subprocess.Popen[bytes] | multiprocessing.process.BaseProcess) -> None:
-        self.process = launcher
+    def __init__(
+        self, launcher: subprocess.Popen[bytes] | multiprocessing.process.BaseProcess, log: Path
+    ) -> None:
+        self.process, self.log = launcher, log
         assert launcher.pid is not None
         self.launcher: int = launcher.pid
         self.known: set[int] = {launcher.pid}
 
     def ranks(self) -> list[int]:
         """Processes of the ranks that run now, in the order of their starts."""
-        found = children(self.launcher)
-        self.known.update(found)
-        return found
+        running = [pid for pid in children(self.launcher) if is_alive(pid)]
+        self.known.update(running)
+        return running
 
     def has_ended(self) -> bool:
         """Whether the launcher has ended."""
@@ -55,60 +56,59 @@ class RunningJob:
         assert self.process.exitcode is not None
         return self.process.exitcode
 
+    def output(self) -> str:
+        """What launcher and ranks have printed so far."""
+        return self.log.read_text()
+
     def left_over(self) -> list[int]:
         """Processes of the job that still run."""
         return [pid for pid in self.known if is_alive(pid)]
 
     def end(self) -> None:
-        """Kill what runs, for a benchmark that stops early."""
+        """Kill what runs, of a job that is no longer needed."""
         for pid in [*self.ranks(), self.launcher]:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         self.exit_code()
 
 
-def children(pid: int) -> list[int]:
-    """Processes that `pid` has started, oldest first."""
-    found = [number for number, state, parent in _processes() if parent == pid and state != "Z"]
-    return sorted(found)
+def descendants(pid: int) -> list[int]:
+    """All processes below `pid`."""
+    below = children(pid)
+    return below + [lower for child in below for lower in descendants(child)]
 
 
 def is_alive(pid: int) -> bool:
     """Whether a process runs; one that has ended and waits for its parent does not."""
-    return any(number == pid and state != "Z" for number, state, _ in _processes())
+    if sys.platform == "linux":
+        with suppress(OSError):
+            state = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[0]
+            return state != b"Z"
+        return False
+    listing = subprocess.run(["ps", "-o", "stat=", "-p", str(pid)], capture_output=True, text=True)
+    return listing.returncode == 0 and not listing.stdout.startswith("Z")
 
 
-def _processes() -> Iterator[tuple[int, str, int]]:
-    """Number, state and parent of all processes."""
-    listing = subprocess.run(["ps", "-eo", "pid=,stat=,ppid="], capture_output=True, text=True, check=True)
-    for line in listing.stdout.splitlines():
-        pid, state, parent = line.split()
-        yield int(pid), state[0], int(parent)
-
-
-def under_torchrun(arguments: Sequence[str], ranks: int, log: Path) -> RunningJob:
+def under_torchrun(arguments: Sequence[str | Path], ranks: int, log: Path) -> RunningJob:
     """Start a job under torchrun; what it prints goes to `log`."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     with log.open("wb") as file:
-        return RunningJob(
-            subprocess.Popen(
-                [*command, "-m", "runtime.pretrain", *arguments],
-                cwd=ROOT,
-                env=os.environ | {"OMP_NUM_THREADS": "1"},
-                stdout=file,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
+        launcher = subprocess.Popen(
+            [*command, "-m", "runtime.pretrain", *map(str, arguments)],
+            cwd=ROOT,
+            env=os.environ | {"OMP_NUM_THREADS": "1"},
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
         )
+    return RunningJob(launcher, log)
 
 
-def forked(arguments: Sequence[str], ranks: int, log: Path) -> RunningJob:
+def forked(arguments: Sequence[str | Path], ranks: int, log: Path) -> RunningJob:
     """Start a job from a process that has imported all it needs; what it prints goes to `log`."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOADED)
-    process = context.Process(target=_launch, args=(list(arguments), ranks, str(log)))
+    process = forkserver().Process(target=_launch, args=(list(map(str, arguments)), ranks, str(log)))
     process.start()
-    return RunningJob(process)
+    return RunningJob(process, log)
 
 
 def _write_into(log: str) -> None:
@@ -124,6 +124,7 @@ def _launch(arguments: list[str], ranks: int, log: str) -> None:
     """Run the job; in the launcher."""
     import torch
 
+    gc.freeze()
     _write_into(log)
     torch.set_num_threads(1)
     os._exit(fork_ranks(ranks, arguments, GRACE_S))
