@@ -12,11 +12,12 @@ from functools import lru_cache
 
 import numpy as np
 
-from costmodels.bundled.message_times import Timed, message_times, resident
+from costmodels.bundled.pytorch import is_before
 from costmodels.bundled.sent_messages import sent_messages
 from costmodels.spec.layout import V_SCHEDULES, Schedule
 from costmodels.spec.schedules import BACKWARD, FORWARD, INPUTS, WEIGHTS, runs
 from costmodels.spec.table import Bools, Ints, combined, distinct
+from costmodels.tapes.player.message_times import Timed, message_times, resident
 
 REDUCE = WEIGHTS + 1
 """After the last gradients of a stage: they are reduced."""
@@ -101,7 +102,7 @@ def _all_states(schedule: Schedule, pipeline: int, chunks: int, micro_batches: i
     """The states of each rank before each of its passes, with a class for each chunk."""
     some = fewer(schedule, pipeline, chunks, micro_batches)
     stages = stages_of(schedule, pipeline, chunks)
-    timed = message_times(schedule, stages, some)
+    timed = message_times(schedule, stages, some, not is_before(2, 15))
     sent = sent_messages(timed, stages)
     return tuple(_states_of_rank(one, stages[rank], some, sent[rank]) for rank, one in enumerate(timed))
 

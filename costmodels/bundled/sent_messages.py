@@ -14,10 +14,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from costmodels.bundled.message_times import Timed
 from costmodels.bundled.pytorch import is_before
 from costmodels.spec.send_order import SENDS_OF_STAGE, Place, SendOrder
 from costmodels.spec.table import Ints
+from costmodels.tapes.player.message_times import Timed
 
 
 class Send(NamedTuple):

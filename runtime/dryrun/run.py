@@ -19,13 +19,13 @@ from torch.distributed.pipelining import PipelineStage, schedules
 
 from costmodels import Layout, ModelSpec
 from costmodels.errors import InputError
+from costmodels.tapes.player.steady import enough_micro_batches, fewest_micro_batches
 from runtime.dryrun.compiled import compiled_layers
 from runtime.dryrun.experts import even_load
 from runtime.dryrun.fake_gpu import fake_gpu
 from runtime.dryrun.kernels import cpu_kernels, gpu_kernels
 from runtime.dryrun.memory_trace import MemoryTrace
 from runtime.dryrun.roles import label_layers, own_state, roles, settle_optimizer
-from costmodels.tapes.player.steady import enough_micro_batches, fewest_micro_batches
 from runtime.dryrun.tracker import Tracker
 from runtime.model.transformer import Transformer
 from runtime.parallel.context import local_positions

@@ -7,15 +7,14 @@ import pytest
 
 from costmodels import Layout, ModelSpec
 from costmodels.bundled import covers, moments_of_ranks, peak_bytes, rank_peaks
-from costmodels.bundled import message_times as message_times_module
 from costmodels.bundled import sent_messages as sent_messages_module
-from costmodels.bundled.message_times import message_times
 from costmodels.bundled.pass_states import stages_of, states_of
 from costmodels.bundled.sent_messages import sent_messages
 from costmodels.spec.layout import Schedule
 from costmodels.spec.schedules import FORWARD, INPUTS, WEIGHTS
 from costmodels.spec.send_order import SENDS_OF_STAGE
 from costmodels.spec.table import LayoutTable
+from costmodels.tapes.player.message_times import message_times
 
 GPT = ModelSpec(name="gpt", layers=8, hidden=512, heads=8, vocab=1024, seq=256)
 
@@ -36,7 +35,7 @@ def layout(schedule: Schedule, micro_batches: int = 8, **fields: object) -> Layo
 
 def test_a_message_comes_after_its_sender_and_before_its_use() -> None:
     stages = stages_of("zbv", 4, 2)
-    every = message_times("zbv", stages, 8)
+    every = message_times("zbv", stages, 8, awaits_reductions=False)
     for rank, own in enumerate(every):
         assert (np.diff(own.time) > 0).all()
         for stage in stages[rank].tolist():
@@ -95,10 +94,9 @@ def test_no_rank_has_more_messages_under_way_than_it_may(
     schedule: Schedule, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of those that PyTorch since 2.15 keeps until their send is awaited."""
-    for module in (message_times_module, sent_messages_module):
-        monkeypatch.setattr(module, "is_before", lambda major, minor: False)
+    monkeypatch.setattr(sent_messages_module, "is_before", lambda major, minor: False)
     stages = stages_of(schedule, 4, 2)
-    every = message_times(schedule, stages, 12)
+    every = message_times(schedule, stages, 12, awaits_reductions=True)
     for timed, found in zip(every, sent_messages(every, stages), strict=True):
         # A pass begins once those that are too many have been awaited; gradients of weights keep two more,
         # and the first of two passes that travel together has given one.

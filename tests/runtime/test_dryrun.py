@@ -13,11 +13,11 @@ import torch
 from costmodels import Layout, ModelSpec
 from costmodels.errors import InputError
 from costmodels.layers.shapes import PEAK_LOAD
+from costmodels.tapes.player.steady import enough_micro_batches
 from runtime.dryrun import run as dry
 from runtime.dryrun.memory_trace import MemoryTrace, Moment, block_bytes
 from runtime.dryrun.roles import label_layers, own_state, roles, settle_optimizer
 from runtime.dryrun.run import trace
-from costmodels.tapes.player.steady import enough_micro_batches
 from runtime.dryrun.tracker import Tracker
 from runtime.settings.options import TrainingOptions
 from runtime.train.trainer import Trainer

@@ -10,12 +10,12 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as some
 from torch.distributed.pipelining import schedules
 
-from costmodels.bundled.message_times import Timed, message_times
 from costmodels.bundled.pass_states import stages_of
 from costmodels.bundled.sent_messages import sent_messages
 from costmodels.spec.layout import Schedule
 from costmodels.spec.schedules import BACKWARD, FORWARD, orders, runs
 from costmodels.spec.send_order import SENDS_OF_STAGE
+from costmodels.tapes.player.message_times import Timed, message_times
 from runtime.parallel.awaited_sends import awaits_sends, with_fewer_sends
 from tests.support.schedule_orders import planned
 
@@ -67,7 +67,7 @@ def messages(actions: list[Any], timed: Timed) -> tuple[list[int], list[int]]:
 )
 def test_sends_are_awaited_when_pytorch_awaits_them(pipeline: int, chunks: int, micro_batches: int) -> None:
     stages = stages_of("interleaved", pipeline, chunks)
-    every = message_times("interleaved", stages, micro_batches)
+    every = message_times("interleaved", stages, micro_batches, awaits_reductions=True)
     actions = lowered(stages, micro_batches)
     for rank, (timed, found) in enumerate(zip(every, sent_messages(every, stages), strict=True)):
         sent, received = messages(actions[rank], timed)

@@ -6,9 +6,9 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterator, Sequence
 from typing import NamedTuple
 
-from costmodels.bundled.message_times import Timed
 from costmodels.spec.schedules import BACKWARD, FORWARD, GATHERED_STAGES, WEIGHTS
 from costmodels.tapes.player.heap import Heap, Storage
+from costmodels.tapes.player.message_times import Timed
 from costmodels.tapes.player.stage import Stage
 
 

@@ -6,7 +6,6 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from costmodels.bundled.message_times import message_times
 from costmodels.spec.layout import Layout
 from costmodels.spec.model import ModelSpec
 from costmodels.tapes.dimensions import dimensions
@@ -19,6 +18,7 @@ from costmodels.tapes.player.heap import (
     Storage,
     block_bytes,
 )
+from costmodels.tapes.player.message_times import message_times
 from costmodels.tapes.player.optimizer import Updated, state_of, step, updated
 from costmodels.tapes.player.pipeline import (
     Names,
@@ -115,7 +115,7 @@ class Rank:
             one_forward_one_backward(stage, layout.pipeline_parallel - self.rank, count)
             return
         every = np.array([layout.stages_of(rank) for rank in range(layout.pipeline_parallel)])
-        timed = message_times(layout.schedule, every, count)[self.rank]
+        timed = message_times(layout.schedule, every, count, awaits_reductions=False)[self.rank]
         run_actions(stages, actions_of(timed, list(stages), count), names)
 
     def update(self) -> None:

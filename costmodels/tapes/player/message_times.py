@@ -8,7 +8,6 @@ from functools import cached_property
 
 import numpy as np
 
-from costmodels.bundled.pytorch import is_before
 from costmodels.spec.layout import Schedule
 from costmodels.spec.schedules import BACKWARD, FORWARD, GATHERED_STAGES, INPUTS, WEIGHTS, Order, orders
 from costmodels.spec.table import Bools, Ints
@@ -67,7 +66,9 @@ Places = dict[tuple[int, int], int]
 """Numbers of passes, by stage and micro batch."""
 
 
-def message_times(schedule: Schedule, stages: Ints, micro_batches: int) -> list[Timed]:
+def message_times(
+    schedule: Schedule, stages: Ints, micro_batches: int, awaits_reductions: bool
+) -> list[Timed]:
     """The passes of each rank of a schedule.
 
     A pass has its turn after the one before it and once its message is there; ranks take turns in their order
@@ -75,6 +76,7 @@ def message_times(schedule: Schedule, stages: Ints, micro_batches: int) -> list[
 
     Args:
         stages: of each rank, [pipeline, chunks].
+        awaits_reductions: as PyTorch from 2.15 on, which takes a turn of its own.
 
     Raises:
         InputError: the schedule does not run this number of micro batches.
@@ -90,7 +92,7 @@ def message_times(schedule: Schedule, stages: Ints, micro_batches: int) -> list[
     starts = [_together(schedule, one, rank == pipeline - 1) for rank, one in enumerate(every)]
     todo = [_messages(one, start, last, micro_batches) for one, start in zip(every, starts, strict=True)]
     pauses = [
-        _pauses(one, stages[rank], micro_batches, start)
+        _pauses(one, stages[rank], micro_batches, start, awaits_reductions)
         for rank, (one, start) in enumerate(zip(every, starts, strict=True))
     ]
     at, turn = [0] * pipeline, [0] * pipeline
@@ -161,7 +163,9 @@ def resident(is_own: Bools) -> Ints:
     return result
 
 
-def _pauses(order: Order, stages: Ints, micro_batches: int, starts: Ints) -> list[int]:
+def _pauses(
+    order: Order, stages: Ints, micro_batches: int, starts: Ints, awaits_reductions: bool
+) -> list[int]:
     """Turns before each of a rank's passes that go to gathering and freeing parameters, and to reducing the
     gradients of stages that are done.
 
@@ -173,8 +177,8 @@ def _pauses(order: Order, stages: Ints, micro_batches: int, starts: Ints) -> lis
     changed = np.abs(np.diff(gathered, axis=0, prepend=0)).sum(axis=1)
     ends = is_own & np.isin(order.kind, (BACKWARD, WEIGHTS))[:, None]
     reduced = (is_own & ends & (ends.cumsum(axis=0) == micro_batches)).any(axis=1)
-    # To begin, and since PyTorch 2.15 to await it.
-    after = reduced * (1 if is_before(2, 15) else 2)
+    # To begin, and perhaps to await it.
+    after = reduced * (1 + awaits_reductions)
     turns = changed + np.concatenate([[0], after[:-1]])
     result: list[int] = np.add.reduceat(turns, starts).tolist()
     return result
