@@ -28,35 +28,18 @@ settings.load_profile("any machine")
 # To look through all that tests import for garbage takes a fifth of the time.
 gc.disable()
 
-STARTS_JOBS = (
-    *("test_batch_ramp", "test_fault_soak", "test_launch", "test_launch_command", "test_pretrained"),
-    *("test_ranks", "test_restarts", "test_resume", "test_trial"),
-)
-"""Modules whose tests start jobs of several processes, as many as this machine has cores or more."""
-
-
-SLOW = (
-    *("test_convert", "test_data_parallel", "test_dry_build", "test_dryrun", "test_dryrun_command"),
-    *("test_dryrun_repeats", "test_fit_memory", "test_generate", "test_hf_agreement", "test_initialise"),
-    *("test_latent_attention", "test_loss", "test_memory_formula", "test_memory_of_features"),
-    *("test_memory_of_schedules", "test_model", "test_offload", "test_recompute"),
-)
-"""Modules that trace or compute for minutes, without ranks."""
-
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark what starts ranks, what is slow, and the quick rest.
+    """Mark what takes ranks from the pool, and what is quick: neither `ranks` nor `slow`.
 
     Tests of one file that start ranks stay in one process of pytest and share what one rank computes.
     """
     for item in items:
-        starts_ranks = "pool" in getattr(item, "fixturenames", ()) or item.path.stem in STARTS_JOBS
-        if starts_ranks:
-            item.add_marker(pytest.mark.xdist_group(item.path.stem))
+        if "pool" in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.ranks)
-        if item.path.stem in SLOW:
-            item.add_marker(pytest.mark.slow)
-        elif not starts_ranks:
+        if item.get_closest_marker("ranks"):
+            item.add_marker(pytest.mark.xdist_group(item.path.stem))
+        elif not item.get_closest_marker("slow"):
             item.add_marker(pytest.mark.quick)
 
 

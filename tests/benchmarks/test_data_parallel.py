@@ -148,6 +148,7 @@ def text_file(folder: Path) -> str:
     return str(path)
 
 
+@pytest.mark.slow
 def test_the_program_trains_and_reports(
     study: Study, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -13,6 +13,7 @@ from runtime.logs.sample_log import SampleLog, forget_after, read_samples
 from tests.support.running_jobs import forked
 
 
+@pytest.mark.ranks
 def test_killed_ranks_lose_no_sample_and_no_step(tmp_path: Path) -> None:
     said: list[str] = []
     soak = Soak(tmp_path, 18, 3, forked, said.append)

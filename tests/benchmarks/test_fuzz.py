@@ -13,8 +13,8 @@ from benchmarks.fuzz import Bench, Hangs, judge, limited
 from benchmarks.fuzz_mutations import corrupt
 from benchmarks.fuzz_targets import Target, checkpoint_targets, targets
 from costmodels.catalogue import load_model
-from costmodels.errors import InputError
-from planner.options.flags import LONGEST_LINE, one_line
+from costmodels.errors import LONGEST_LINE, InputError
+from planner.options.flags import one_line
 from runtime import checkpoint
 
 

@@ -60,6 +60,7 @@ def plant(folder: Path, canary: Path) -> None:
     (iteration / checkpoint.MANIFEST).write_text(fuzz_hostile.manifest_text(records))
 
 
+@pytest.mark.slow
 def test_hostile_files_run_nothing_and_end_in_one_line(tmp_path: Path) -> None:
     outcomes: Counter[str] = Counter()
     plan = small_plan()

@@ -85,6 +85,7 @@ def test_nothing_of_it_is_shown_unless_asked_for(planner_command: Command) -> No
     assert "run of 1B tokens" in out and "money" in out
 
 
+@pytest.mark.slow
 def test_a_range_of_sizes_has_a_row_for_each_and_saves_the_chosen_one(
     planner_command: Command, tmp_path: Path
 ) -> None:

@@ -47,6 +47,7 @@ def test_json_has_every_stage_with_its_composition(planner_command: Command, pla
     assert rank["fits"]
 
 
+@pytest.mark.slow
 def test_tables_show_a_row_for_each_stage(
     planner_command: Command, plan: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -66,6 +67,7 @@ def test_tables_show_a_row_for_each_stage(
         assert any(line[:2] == [stage, rank] for line in lines)
 
 
+@pytest.mark.slow
 def test_gpus_compile_unless_told_otherwise(planner_command: Command, plan: Path) -> None:
     code, out, _ = planner_command("dryrun", "--plan", plan, "--json", "--rank", "1")
     assert code == 0

@@ -105,6 +105,7 @@ def _blocked() -> bool:
     return signal.SIGINT in signal.pthread_sigmask(signal.SIG_BLOCK, set())
 
 
+@pytest.mark.slow
 def test_ctrl_c_leaves_workers_to_who_started_them() -> None:
     before = signal.pthread_sigmask(signal.SIG_BLOCK, set())
     processes: list[Any] = []

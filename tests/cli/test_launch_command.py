@@ -94,6 +94,7 @@ def test_a_dry_run_of_a_plan_names_the_plan(planner_command: Command, tmp_path: 
     assert [path.name for path in tmp_path.iterdir()] == ["plan.json"]
 
 
+@pytest.mark.ranks
 def test_launch_trains_and_compares_the_plan_with_what_happened(
     planner_command: Command, tmp_path: Path, data: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -134,6 +135,7 @@ def test_launch_trains_and_compares_the_plan_with_what_happened(
         assert ratio == pytest.approx(first / second, abs=0.01)
 
 
+@pytest.mark.ranks
 def test_mindspeeds_guide_to_experts_trains_in_small_on_four_ranks(
     planner_command: Command, tmp_path: Path, data: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -168,6 +170,7 @@ def test_mindspeeds_guide_to_experts_trains_in_small_on_four_ranks(
             assert len(layer) == 4 and sum(layer) == pytest.approx(4.0, abs=1e-3)
 
 
+@pytest.mark.ranks
 def test_ctrl_c_saves_stops_every_process_and_says_how_to_go_on(tmp_path: Path, data: str) -> None:
     folder = tmp_path / "run"
     words = [*TINY, *ON_TWO, "--data-path", data, "--train-iters", "1000000", "--eval-iters", "0"]

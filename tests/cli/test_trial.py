@@ -168,6 +168,7 @@ def test_wrong_input_ends_in_one_line(
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.ranks
 def test_two_ranks_try_a_plan_and_train_with_it(
     planner_command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

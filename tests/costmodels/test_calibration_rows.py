@@ -332,6 +332,7 @@ GARBAGE = st.one_of(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     source=st.sampled_from([*known()["sources"], "elsewhere"]),

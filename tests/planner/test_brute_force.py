@@ -161,6 +161,7 @@ def with_less_recomputation(layouts: list[Layout]) -> LayoutTable:
     return replace(plain, **columns)
 
 
+@pytest.mark.slow
 @settings(max_examples=200, deadline=None)
 @given(
     layers=st.integers(1, 4),

@@ -225,6 +225,7 @@ def test_every_kind_is_held_to_its_own_memory() -> None:
     assert layers["a100-80g"] > 1.5 * layers["v100-32g"]
 
 
+@pytest.mark.slow
 def test_a_plan_of_two_kinds_is_reported_saved_and_explained(planner_command: Command, tmp_path: Any) -> None:
     job = ["--model", "gpt2-1.5b", "--device", "h100:1,a100-80g:1", "--local-world-size", "2"]
     job += ["--global-batch-size", "16", "--pin", "vpp=1", "--pin", "pp=2", "--pin", "mbs=1,2"]

@@ -97,6 +97,7 @@ def found() -> Sizes:
     return sizes_of()
 
 
+@pytest.mark.slow
 def test_each_size_has_the_plan_of_its_own_search(found: Sizes) -> None:
     assert [size.world_size for size in found.sizes] == [16, 24, 32, 48, 64, 96, 128]
     for size in found.sizes:
@@ -243,6 +244,7 @@ def test_failures_count_in_days_and_may_stop_the_large_sizes_only() -> None:
     assert large.problem is not None and large.problem.startswith("mtbf_hours 8 of 128 devices: ")
 
 
+@pytest.mark.slow
 @settings(max_examples=10, deadline=None)
 @given(
     worlds=st.lists(st.sampled_from([1, 2, 4, 8, 16, 24]), min_size=1, max_size=4), price=st.floats(0.1, 9)

@@ -112,6 +112,7 @@ def key(layout: Layout) -> tuple[Any, ...]:
     )
 
 
+@pytest.mark.slow
 @settings(max_examples=40, deadline=None)
 @given(
     layers=st.integers(1, 7),

@@ -49,6 +49,7 @@ def slowest(model: ModelSpec, cluster: Cluster, table: LayoutTable) -> Floats:
     return np.array([(each.forward + each.inputs + each.weights).max() for each in every])
 
 
+@pytest.mark.slow
 @settings(max_examples=100, deadline=None)
 @given(
     layers=st.integers(2, 8),

@@ -101,6 +101,7 @@ def records(folder: Path) -> list[dict[str, float]]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.ranks
 def test_a_run_resumes_in_the_middle_of_a_ramp(tmp_path: Path) -> None:
     data = write_corpus(tmp_path)
     folders = {name: tmp_path / name for name in ("whole", "parts")}

@@ -54,6 +54,7 @@ def equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_there_and_back_again_gives_the_same_bits(name: str, tmp_path: Path) -> None:
     skip_unless_there(name)
@@ -83,6 +84,7 @@ def test_there_and_back_again_gives_the_same_bits(name: str, tmp_path: Path) -> 
     assert all(torch.equal(first.read_ours(name), second.read_ours(name)) for name in names)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["gpt2", "llama", "mixtral", "deepseek"])
 def test_transformers_reads_what_was_trained_here(name: str, tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")

@@ -43,6 +43,7 @@ def test_changed_data_of_as_many_tokens_is_told_apart(tmp_path: Path) -> None:
     assert difference(before, before * 2) == "2 pairs of .bin and .idx instead of 1"
 
 
+@pytest.mark.slow
 def test_of_a_large_file_blocks_are_read_that_reach_both_ends(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

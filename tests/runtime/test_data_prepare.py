@@ -235,6 +235,7 @@ def many_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(MODULE, "available_cores", lambda: 8)
 
 
+@pytest.mark.slow
 def test_any_number_of_workers_writes_the_same_bytes(tmp_path: Path, many_cores: None) -> None:
     texts = [f"document {number} " * (number % 7) for number in range(300)]
     (tmp_path / "a.jsonl").write_text(jsonl(texts))

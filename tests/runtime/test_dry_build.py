@@ -148,6 +148,7 @@ def dry_build(spec: ModelSpec, layout: Layout, rank: int) -> None:
     assert held == [layer for index in indices for layer in layout.layer_range(index)]
 
 
+@pytest.mark.slow
 @settings(
     max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large]
 )

@@ -150,6 +150,7 @@ def really(spec: ModelSpec, layout: Layout, steps: int = 2) -> dict[str, Moment]
         return tracker.moments()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("spec", "fields"),
     [
@@ -169,6 +170,7 @@ def test_a_real_step_holds_the_same_bytes(spec: ModelSpec, fields: dict[str, Any
             assert abs(found[label].live[category] - size) <= 16, (label, category)
 
 
+@pytest.mark.slow
 def test_all_ranks_of_a_stage_hold_the_same() -> None:
     spec = llama(4)
     layout = layout_of(
@@ -179,6 +181,7 @@ def test_all_ranks_of_a_stage_hold_the_same() -> None:
         assert sizes(trace(spec, layout, rank=rank)) == first
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved_zb", "zbv"])
 def test_few_micro_batches_show_the_peak_of_many(schedule: Any) -> None:
     chunks = 1 if schedule == "1f1b" else 2
@@ -266,6 +269,7 @@ def test_offloading_moves_bytes_to_the_host() -> None:
     assert optimizer.host_bytes >= 12 * spec.parameters
 
 
+@pytest.mark.slow
 def test_compiled_layers_offload_what_a_ring_keeps() -> None:
     spec = llama(3)
     ring: dict[str, Any] = {"context_parallel": 2, "context_parallel_form": "ring"}
@@ -282,6 +286,7 @@ def test_compiled_layers_offload_what_a_ring_keeps() -> None:
     assert freed[0] == freed[1] > 0
 
 
+@pytest.mark.slow
 def test_compiled_layers_save_less() -> None:
     spec = llama()
     layout = layout_of(spec, precision="bf16", global_batch_size=2, tensor_parallel=2, sequence_parallel=True)
@@ -295,6 +300,7 @@ def test_compiled_layers_save_less() -> None:
         assert compiled.moments["optimizer"].live[category] == eager.moments["optimizer"].live[category]
 
 
+@pytest.mark.slow
 def test_compiled_layers_recompute_what_the_layout_says() -> None:
     spec = llama(3)
     fields: dict[str, Any] = {"precision": "bf16", "global_batch_size": 1}

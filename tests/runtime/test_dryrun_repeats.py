@@ -131,6 +131,7 @@ LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, Any], bool]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_repeats_change_no_byte(name: str) -> None:
     model, fields, compiled = LAYOUTS[name]

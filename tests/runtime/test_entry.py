@@ -43,6 +43,7 @@ def crowded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+@pytest.mark.slow
 def test_a_job_imports_nothing_from_where_it_is_started(crowded: Path) -> None:
     """From the process that ties it to its launcher, over torchrun, to its rank."""
     done = subprocess.run(

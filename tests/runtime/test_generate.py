@@ -26,6 +26,7 @@ PROMPTS = [[3, 5, 7], [1, 2, 3, 4, 5, 6, 7, 8], [90]]
 TOKENS = 12
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_the_likeliest_tokens_are_those_of_transformers(name: str, tmp_path: Path) -> None:
     skip_unless_there(name)

@@ -195,6 +195,7 @@ def test_a_job_that_does_not_listen_is_killed(tmp_path: Path, monkeypatch: pytes
     assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == before
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize("forks", [False, pytest.param(True, marks=ON_LINUX)], ids=["torchrun", "forked"])
 def test_a_killed_rank_ends_the_job_and_is_named(tmp_path: Path, forks: bool) -> None:
     victims: list[int] = []
@@ -326,6 +327,7 @@ def test_ranks_are_not_forked_beside_a_thread(monkeypatch: pytest.MonkeyPatch) -
     assert forked.os.environ == environment
 
 
+@pytest.mark.ranks
 @ON_LINUX
 def test_forked_ranks_that_do_not_heed_a_request_to_stop_are_killed() -> None:
     script = (
@@ -351,6 +353,7 @@ def test_ranks_are_found_where_there_is_no_ps(monkeypatch: pytest.MonkeyPatch) -
         child.stdin.write(b"\n")
 
 
+@pytest.mark.ranks
 @ON_LINUX
 def test_a_process_that_gets_no_job_ends_with_its_launcher() -> None:
     with WarmRanks() as warm:
@@ -361,6 +364,7 @@ def test_a_process_that_gets_no_job_ends_with_its_launcher() -> None:
     assert not is_alive(pid)
 
 
+@pytest.mark.ranks
 def test_ranks_import_what_every_layout_needs_and_no_more() -> None:
     """PyTorch's compiler comes with the first DTensor all the same: `forked` does it once for all."""
     slow = (

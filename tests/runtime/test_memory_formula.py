@@ -12,6 +12,7 @@ PARTS, EXAMPLES = 4, 25
 """Parts that run beside each other, and the examples of each."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("part", range(PARTS))
 def test_the_formula_equals_the_dry_run(part: int) -> None:
     @seed(part)

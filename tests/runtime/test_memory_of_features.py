@@ -43,6 +43,7 @@ GROUPED = DENSE.model_copy(update={"kv_heads": 2})
 MIXED = ROUTED.model_copy(update={"dense_layers": 1})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "fields", "compiled"),
     [

@@ -31,6 +31,7 @@ LLAMA = ModelSpec(
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("rank", "fields"),
     [
@@ -64,6 +65,7 @@ def test_peaks_of_several_stages_equal_the_dry_run(rank: int, fields: dict[str, 
     assert both == pytest.approx(found.live["gradients"] + found.live["temporaries"], abs=2**20)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "rank", "compiled", "fields"),
     [

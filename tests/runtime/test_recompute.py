@@ -240,6 +240,7 @@ def test_backward_computes_again_once(name: str) -> None:
         assert set(calls.values()) <= {1}, text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("text", [SELECTIVE[-1], FULL[0], FULL[1]])
 def test_compiled_layers_give_the_same_gradients(text: str) -> None:
     spec = MODELS["llama"].model_copy(update={"layers": 2})

@@ -53,6 +53,7 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory, data: str) -> Path:
     return folder
 
 
+@pytest.mark.ranks
 def test_a_job_without_a_plan_plans_for_its_ranks_and_trains(uninterrupted: Path) -> None:
     output = (uninterrupted / "output").read_text()
     assert "training gpt2-nano (changed)" in output
@@ -66,6 +67,7 @@ def test_a_job_without_a_plan_plans_for_its_ranks_and_trains(uninterrupted: Path
     assert validation[-1] < 0.6 * validation[0]
 
 
+@pytest.mark.ranks
 def test_a_killed_job_resumes_with_the_same_losses_to_the_bit(
     uninterrupted: Path, data: str, tmp_path: Path
 ) -> None:

@@ -121,6 +121,7 @@ def as_hugging_face(scaling: RopeScaling) -> dict[str, Any]:
     }
 
 
+@pytest.mark.slow
 @given(scaling=scalings, half=st.integers(2, 64), theta=st.floats(100.0, 1e7))
 @settings(deadline=None, max_examples=100, derandomize=True)
 def test_frequencies_are_those_of_transformers(scaling: RopeScaling, half: int, theta: float) -> None:
