@@ -116,7 +116,7 @@ def _spoil(trainer: Any) -> None:
     """Overwrite all that a checkpoint stores, so that what a load leaves out is seen."""
     import torch
 
-    from runtime.parallel.local import local_part
+    from runtime.parallel.local_tensors import local_part
 
     with torch.no_grad():
         for owned in trainer.optimizer.owned:
@@ -168,7 +168,7 @@ def timing(spec: ModelSpec, layout: Layout, folder: str, repetitions: int, on_gp
     import torch.distributed as dist
 
     from runtime import checkpoint
-    from runtime.parallel.ranks import meet
+    from runtime.parallel.ranks import wait_for_ranks
     from runtime.train.trainer import Trainer
 
     device = torch.device("cuda", dist.get_rank()) if on_gpu else torch.device("cpu")
@@ -178,12 +178,12 @@ def timing(spec: ModelSpec, layout: Layout, folder: str, repetitions: int, on_gp
     trainer.optimizer.rule.states()
 
     def seconds(work: Callable[[], object]) -> float:
-        meet(device)
+        wait_for_ranks(device)
         started = time.perf_counter()
         work()
         if device.type == "cuda":
             torch.cuda.synchronize()
-        meet(device)
+        wait_for_ranks(device)
         return time.perf_counter() - started
 
     savers = [checkpoint.Saver(folder, asynchronous=one, report=lambda line: None) for one in (False, True)]

@@ -28,9 +28,9 @@ from planner.options.flags import run
 from runtime import convert
 from runtime.huggingface.companions import write_config
 from runtime.huggingface.configs import config_for, with_dtype
-from runtime.huggingface.files import Planned, file_size, write_files
+from runtime.huggingface.files import PlannedTensor, file_size, write_files
 from runtime.huggingface.mapping import mapping, our_shapes
-from runtime.huggingface.reading import HuggingFaceModel
+from runtime.huggingface.model_folder import HuggingFaceModel
 
 HIDDEN, FFN, HEADS, VOCAB = 2048, 8192, 16, 32000
 
@@ -62,7 +62,7 @@ def write_model(spec: ModelSpec, folder: Path, largest_file: int) -> int:
     config = with_dtype(config_for(spec), torch.bfloat16)
     shapes = our_shapes(spec)
     planned = [
-        Planned(
+        PlannedTensor(
             entry.theirs, entry.shape(shapes), torch.bfloat16, partial(_random, number, entry.shape(shapes))
         )
         for number, entry in enumerate(mapping(config["model_type"], spec))

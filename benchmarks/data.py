@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from runtime.data.corpus import stdlib_files
-from runtime.data.prepare import prepare
+from runtime.data.preparation import prepare
 from runtime.data.tokenizers import gpt2_tokenizer
 
 WANTED = 0.8

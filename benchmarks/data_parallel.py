@@ -37,8 +37,8 @@ from costmodels.catalogue import load_model
 from costmodels.catalogue.host import available_cores
 from costmodels.errors import InputError
 from planner.options.flags import run
+from runtime.job.datasets import open_datasets, tokenizer_for
 from runtime.job.devices import local_device_count
-from runtime.job.text import open_datasets, tokenizer_for
 from runtime.settings.options import DataOptions
 from tests.support.ranks.parity import SEED
 from tests.support.worker_pool import WorkerPool

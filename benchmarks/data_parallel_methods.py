@@ -26,7 +26,7 @@ from runtime.job.devices import torch_device
 from runtime.job.metrics import peak_memory_bytes
 from runtime.model.transformer import Transformer
 from runtime.parallel.data import DTYPES
-from runtime.parallel.initialise import initialise
+from runtime.parallel.initialisation import initialise
 from runtime.parallel.loss import cross_entropy_sum
 from runtime.parallel.ranks import Ranks
 from runtime.settings.options import TrainingOptions

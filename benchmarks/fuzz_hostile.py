@@ -37,7 +37,7 @@ from planner.plan import Plan
 from runtime import checkpoint
 from runtime.checkpoint.manifest import manifest_text, record_of
 from runtime.checkpoint.tensor_store import Piece, Whole, write_tensors
-from runtime.data.indexed import HEADER, MAGIC
+from runtime.data.indexed_dataset import HEADER, MAGIC
 from runtime.huggingface.mapping import our_shapes
 from runtime.huggingface.stored_model import StoredModel
 
@@ -84,7 +84,7 @@ def write_checkpoint(folder: Path) -> None:
     ]
     write_tensors(partial_folder, wholes, pieces)
     run = {"iteration": 3, "model": model().model_dump(mode="json"), "consumed_samples": 0}
-    checkpoint.publish(folder, 3, run, checkpoint.files_in(partial_folder))
+    checkpoint.publish(folder, 3, run, checkpoint.file_records(partial_folder))
 
 
 def read_checkpoint(folder: Path) -> Any:

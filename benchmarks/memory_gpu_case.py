@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from planner import Plan
-from runtime.dryrun.run import alone, one_rank_of, shortened
+from runtime.dryrun.run import fake_process_group, isolated_pipeline, short_layout
 from runtime.settings.options import TrainingOptions
 from runtime.train import stages
 from runtime.train.trainer import Trainer
@@ -26,12 +26,12 @@ STEPS = 3
 
 def measure(plan: Plan, pipeline_rank: int, compiled: bool) -> dict[str, int]:
     """Bytes that the allocator says it has handed out and reserved at most, in the last of a few steps."""
-    layout = shortened(plan.layout, pipeline_rank)
+    layout = short_layout(plan.layout, pipeline_rank)
     rank = pipeline_rank * (layout.world_size // layout.pipeline_parallel)
     options = TrainingOptions(compile=compiled, no_compile=not compiled)
     with ExitStack() as stack:
-        stack.enter_context(one_rank_of(layout.world_size, rank))
-        stack.enter_context(alone())
+        stack.enter_context(fake_process_group(layout.world_size, rank))
+        stack.enter_context(isolated_pipeline())
         # Drawing weights on the host takes minutes, and their values do not matter.
         stack.enter_context(patch.object(stages, "initialise", _zeros))
         trainer = Trainer(plan.model, layout, options, torch.device("cuda", 0))

@@ -35,13 +35,13 @@ def measure(spec: ModelSpec, layout: Layout, steps: int, compiled: bool | None) 
 
     from runtime.job.devices import detect_device, local_device_count, torch_device
     from runtime.job.metrics import peak_memory_bytes
-    from runtime.parallel.ranks import Ranks, start
+    from runtime.parallel.ranks import Ranks, start_process_group
     from runtime.settings.options import TrainingOptions
     from runtime.train.trainer import Trainer
 
     alone = Ranks(rank=0, local_rank=0, world_size=1, local_world_size=1)
     device = torch_device(not local_device_count(), alone)
-    start(alone, device, timeout_minutes=10)
+    start_process_group(alone, device, timeout_minutes=10)
     options = TrainingOptions(
         train_iters=10**6, lr=1e-4, seed=SEED, compile=compiled is True, no_compile=compiled is False
     )

@@ -6,7 +6,7 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-from cli.tables import billions, console, table
+from cli.tables import console, parameter_count, table
 from costmodels.catalogue import (
     device_names,
     device_template,
@@ -42,8 +42,8 @@ def models(output: Output) -> None:
     rows = [
         [
             spec.name,
-            billions(spec.parameters),
-            billions(spec.active_parameters) if spec.experts else "",
+            parameter_count(spec.parameters),
+            parameter_count(spec.active_parameters) if spec.experts else "",
             *(str(size) for size in (spec.layers, spec.hidden, spec.ffn, spec.heads, spec.kv_heads)),
             *(str(size) for size in (spec.vocab, spec.seq)),
             spec.source,

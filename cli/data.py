@@ -28,7 +28,7 @@ def data() -> None:
     """Prepare text for training."""
 
 
-class TakesSeveralWords(Command):
+class SeveralWordsCommand(Command):
     """A command without arguments whose flags that may be repeated take several words too."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
@@ -116,21 +116,21 @@ class Output:
     dataset_impl: str = flag("mmap", "Kind of token files: mmap is the only one.")
 
 
-@app.command(cls=TakesSeveralWords)
+@app.command(cls=SeveralWordsCommand)
 @flag_groups(source=Source, encoding=Encoding, output=Output)
 def prepare(source: Source, encoding: Encoding, output: Output) -> None:
     """Turn JSON lines, a JSON array, WikiExtractor's output or plain text into Megatron's .bin and .idx."""
     # Imported here so that the other commands start without numpy's and the tokenizers' share of a second.
     from runtime.data import prepare as prepare_files
     from runtime.data.sources import expand
-    from runtime.settings.no_effect import without_effect
+    from runtime.settings.idle_flags import idle_flag_notes
 
     _check_prefix(output.output_prefix)
     if output.dataset_impl != "mmap":
         raise InputError(f"--dataset-impl {output.dataset_impl!r}: only mmap is written")
     files = expand(source.input)
     tokenizer = encoding.tokenizer()
-    for line in without_effect(encoding):
+    for line in idle_flag_notes(encoding):
         print(f"planner: note: {line}", file=sys.stderr)
     keys = [key for word in source.json_keys for key in word.split()]
     start = time.perf_counter()
@@ -166,7 +166,7 @@ class Pairs:
     output_prefix: str = flag("", "Writes PREFIX.bin and .idx.", "--output-prefix", metavar="PREFIX")
 
 
-@app.command(cls=TakesSeveralWords)
+@app.command(cls=SeveralWordsCommand)
 @flag_groups(pairs=Pairs)
 def merge(pairs: Pairs) -> None:
     """Merge .bin/.idx pairs of one tokenizer into one, as Megatron-LM's tools/merge_datasets.py does."""

@@ -7,11 +7,11 @@ import json
 import sys
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from cli.interrupts import leaving_at_ctrl_c
-from cli.notes import not_used
-from cli.pasted import pasted
+from cli.flag_notes import unused_flag_notes
+from cli.interrupts import exit_on_ctrl_c
 from cli.status import Status
 from cli.tables import console, table
+from cli.training_flags import training_flags
 from costmodels.catalogue.host import available_cores
 from costmodels.spec.record import GIB
 from planner import advice
@@ -26,8 +26,8 @@ from planner.plan import Plan
 from runtime.dryrun.fit import TOTAL, estimated_bytes, fits, needed_bytes
 from runtime.dryrun.memory_trace import CATEGORIES, MemoryTrace
 from runtime.dryrun.preflight import check_installed, ranks_to_trace
-from runtime.settings.job_rules import job_rules, reachable
-from runtime.settings.no_effect import without_effect
+from runtime.settings.idle_flags import idle_flag_notes
+from runtime.settings.job_rules import job_rules, reachable_batch
 from runtime.settings.options import TrainingOptions
 from runtime.settings.preflight import check_plan, check_training
 
@@ -61,7 +61,7 @@ class DryRunOptions:
 
 
 @flag_groups(
-    unused=pasted(but=DryRunOptions, trains=True),
+    unused=training_flags(but=DryRunOptions, trains=True),
     model=ModelOptions,
     cluster=ClusterOptions,
     batch=BatchOptions,
@@ -84,14 +84,16 @@ def dryrun(
     """
     training.check()
     if options.plan is None:
-        plan = _planned(model, cluster, reachable(batch, training), parallel, job_rules(training, unused))
+        plan = _planned(
+            model, cluster, reachable_batch(batch, training), parallel, job_rules(training, unused)
+        )
     else:
         check_alone(model, batch, parallel, cluster)
         plan = Plan.load(options.plan)
     check_plan(plan, plan.layout.world_size)
     check_training(plan, training, unused)
-    idle = without_effect(training, spec=plan.model, layout=plan.layout)
-    for line in (*idle, *not_used(unused, "a dry run")):
+    idle = idle_flag_notes(training, spec=plan.model, layout=plan.layout)
+    for line in (*idle, *unused_flag_notes(unused, "a dry run")):
         print(f"planner: note: {line}", file=sys.stderr)
     ranks = ranks_to_trace(plan.layout, options.stage, options.rank)
     check_installed(plan.layout)
@@ -126,7 +128,7 @@ def _trace(plan: Plan, training: TrainingOptions, ranks: Sequence[int]) -> list[
     with Status() as status:
         status.tell("loading PyTorch")
         # Only here: it takes seconds, and bad input should not wait for it.
-        with leaving_at_ctrl_c():
+        with exit_on_ctrl_c():
             from runtime.dryrun.ranks import trace_ranks
 
         on_gpu = plan.cluster.device.kind != "cpu"

@@ -7,9 +7,9 @@ import sys
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from cli.notes import not_planned_with
-from cli.pasted import pasted
+from cli.flag_notes import planning_flag_notes
 from cli.tables import console, table
+from cli.training_flags import training_flags
 from costmodels.errors import NoLayoutFits
 from planner.explanation.comparison import Comparison
 from planner.explanation.explanation import Explanation, explain_plan
@@ -35,7 +35,7 @@ from planner.options.search import assumed_engine, idle_links, search_keywords
 from planner.plan import Plan
 from planner.ranking.distinct import distinct_plans
 from planner.ranking.first_plans import SHOWN
-from runtime.settings.job_rules import job_rules, reachable
+from runtime.settings.job_rules import job_rules, reachable_batch
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -64,7 +64,7 @@ class Questions:
 
 
 @flag_groups(
-    unused=pasted(but=Questions),
+    unused=training_flags(but=Questions),
     model=ModelOptions,
     cluster=ClusterOptions,
     batch=BatchOptions,
@@ -101,7 +101,7 @@ def explain(
             against=questions.against,
             what_if=not questions.no_what_if,
             world_size=cluster.required_world_size(),
-            **search_keywords(spec, cluster, reachable(batch, unused), parallel, job_rules(unused)),
+            **search_keywords(spec, cluster, reachable_batch(batch, unused), parallel, job_rules(unused)),
         )
         assumed = [
             *model.notes(),
@@ -110,7 +110,7 @@ def explain(
             *assumed_engine(parallel, found.result.problem),
             *idle_links(cluster, found.result.problem.cluster),
         ]
-    for note in not_planned_with(unused, parallel, found.result.problem.engine.name):
+    for note in planning_flag_notes(unused, parallel, found.result.problem.engine.name):
         print(f"planner: note: {note}", file=sys.stderr)
     if questions.json:
         print(json.dumps(as_json(found, assumed), indent=2))
@@ -122,17 +122,17 @@ def explain(
 
 def print_explanation(found: Explanation, assumed: list[str]) -> None:
     """Everything, for people."""
-    from cli.report import header, tied  # Rich is loaded only to draw.
+    from cli.report import header_lines, tie_lines  # Rich is loaded only to draw.
 
     screen, result = console(), found.result
-    for line in header(result, assumed):
+    for line in header_lines(result, assumed):
         screen.print(line)
     best, objective = result.best, result.problem.objective
     shown = best or result.closest()[0]
     screen.print(f"\n[bold]{'best' if best else 'closest'}[/bold]: {shown.layout.describe()}")
     if best is not None:
         screen.print(cost_line(best))
-    for line in tied(*distinct_plans(result, SHOWN)):
+    for line in tie_lines(*distinct_plans(result, SHOWN)):
         screen.print(line)
     for comparison in found.comparisons:
         _print_comparison(screen, comparison)

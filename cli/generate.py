@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import sys
 
-from cli.interrupts import leaving_at_ctrl_c
+from cli.interrupts import exit_on_ctrl_c
 from cli.status import Status
 from planner.options.flags import flag_groups
 from runtime.generation.options import GenerateOptions
-from runtime.settings.no_effect import without_effect
+from runtime.settings.idle_flags import idle_flag_notes
 
 
 @flag_groups(options=GenerateOptions)
@@ -16,11 +16,11 @@ def generate(options: GenerateOptions) -> None:
     """Continue prompts with a trained checkpoint or a Hugging Face model."""
     options.check()
     options.prompts()
-    for line in (*options.notes(), *without_effect(options)):
+    for line in (*options.notes(), *idle_flag_notes(options)):
         print(f"planner: note: {line}", file=sys.stderr)
     with Status() as status:
         status.tell("loading PyTorch")
-        with leaving_at_ctrl_c():
+        with exit_on_ctrl_c():
             from runtime.generation.command import run
 
         run(options, status)

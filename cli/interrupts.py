@@ -12,7 +12,7 @@ EXIT_CODE = 128 + signal.SIGINT
 
 
 @contextmanager
-def leaving_at_ctrl_c() -> Iterator[None]:
+def exit_on_ctrl_c() -> Iterator[None]:
     """End the process at once and without a word meanwhile.
 
     An exception in a half-imported module would come out as a traceback, or be caught by the module.

@@ -9,14 +9,14 @@ from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 
-from cli.tables import drawn, table
+from cli.tables import table, table_text
 from costmodels.errors import InputError
 from costmodels.spec.record import GIB, in_seconds
 from planner.plan import Plan
 from runtime.job.job import Job
 from runtime.launch.measurement import Measurement, measurement
 from runtime.launch.prediction import Prediction, predicted_peak, predicted_step
-from runtime.launch.restarts import continued
+from runtime.launch.restarts import continuation
 from runtime.launch.supervisor import Outcome
 from runtime.logs.console import say
 
@@ -77,7 +77,7 @@ class JobEnd:
 
     def command(self, train_iters: int | None = None) -> str:
         """The command that goes on from the last checkpoint, to the same iteration unless told otherwise."""
-        job = continued(self.job)
+        job = continuation(self.job)
         if train_iters is not None:
             job = replace(job, training=replace(job.training, train_iters=train_iters))
         return shlex.join(["planner", "launch", *job.arguments()])
@@ -101,7 +101,7 @@ def comparison(plan: Plan, figures: Measurement) -> Iterator[str]:
         _row("step time (s)", step.value, figures.step_time_s),
         _row(f"{_peak_name(plan)} (GiB)", peak.value / GIB, figures.peak_memory_bytes / GIB),
     ]
-    yield drawn(table(["", "predicted", "measured", "predicted / measured"], rows, left=("",)))
+    yield table_text(table(["", "predicted", "measured", "predicted / measured"], rows, left=("",)))
     if step.holds(figures.step_time_s):
         yield f"the step is in the predicted range, {_seconds(step)}"
     else:

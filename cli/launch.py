@@ -22,8 +22,8 @@ from planner.options.model import ModelOptions
 from planner.options.parallel import ParallelOptions
 from planner.plan import Plan
 from runtime.faults.options import FaultOptions
+from runtime.job.continuation import PreviousRun, previous_run
 from runtime.job.job import Job
-from runtime.job.replan import Before, previous_run
 from runtime.launch.local_plans import forks_ranks, local_plans
 from runtime.launch.options import LaunchOptions, TrialOptions
 from runtime.launch.preparation import (
@@ -34,13 +34,13 @@ from runtime.launch.preparation import (
     prepare_data,
 )
 from runtime.launch.restarts import rank_arguments, run_with_restarts
-from runtime.launch.supervisor import Outcome, Stopped
+from runtime.launch.supervisor import JobStopped, Outcome
 from runtime.launch.torchrun import shell_line, torchrun_command
 from runtime.launch.warm_ranks import WarmRanks
 from runtime.logs.console import say
 from runtime.processes.scheduler import check_one_task
 from runtime.settings.options import DataOptions, OutputOptions, TrainingOptions
-from runtime.settings.plan_notes import unbalanced_experts, whole_optimizer
+from runtime.settings.plan_notes import expert_balance_notes, optimizer_notes
 from runtime.settings.preflight import check_host
 
 
@@ -103,7 +103,7 @@ def _check_flags(job: Job, options: LaunchOptions, trial: TrialOptions) -> None:
             check_host(job.cluster.world_size, f"--world-size {job.cluster.world_size}")
 
 
-def _plans(job: Job, previous: Before | None, trial: TrialOptions, warm: WarmRanks | None) -> list[Plan]:
+def _plans(job: Job, previous: PreviousRun | None, trial: TrialOptions, warm: WarmRanks | None) -> list[Plan]:
     """The plans to try, or the one to train; says what was assumed."""
     found = local_plans(job, previous, trial.plans_to_try or 1, warm)
     for note in found.assumptions:
@@ -121,7 +121,7 @@ def _best(plans: Sequence[Plan], trial: TrialOptions, job: Job, warm: WarmRanks 
     """The one of `plans` that is best on this machine."""
     try:
         return best_plan(plans, trial.iterations, job, warm)
-    except Stopped as stop:
+    except JobStopped as stop:
         name = stop.number.name
         say(f"planner: stopped by {name}; all ranks have ended, and the trials left nothing", sys.stderr)
         raise typer.Exit(128 + stop.number) from None
@@ -133,7 +133,7 @@ def _announce(status: Status, plan: Plan, job: Job, log_dir: Path, start: int) -
     status.line(f"{plan.model.name} on {ranks} x {device}: {plan.layout.describe()}")
     for line in prediction_lines(plan, max(0, job.training.train_iters - start)):
         status.line(line)
-    for note in (*unbalanced_experts(plan, job.training), *whole_optimizer(plan, job.parallel)):
+    for note in (*expert_balance_notes(plan, job.training), *optimizer_notes(plan, job.parallel)):
         status.line(f"note: {note}")
     status.line(f"plan, metrics and output are in {log_dir}")
 
@@ -144,7 +144,7 @@ def _train(plan: Plan, job: Job, restarts: int, status: Status, warm: WarmRanks 
     display = Display(status, job.training.train_iters)
     try:
         outcome = run_with_restarts(plan, job, restarts, display, warm)
-    except Stopped as stop:
+    except JobStopped as stop:
         outcome = Outcome(128 + stop.number, "", stopped_by=stop.number)
     display.end()
     return outcome

@@ -6,7 +6,7 @@ import atexit
 import gc
 import sys
 
-from cli.interrupts import leaving_at_ctrl_c
+from cli.interrupts import exit_on_ctrl_c
 
 COMMANDS = {
     "suggest": "cli.suggest",
@@ -31,7 +31,7 @@ def main() -> None:
     if first:
         gc.disable()
     try:
-        with leaving_at_ctrl_c():
+        with exit_on_ctrl_c():
             from cli.app import make_app
             from planner.options.flags import run
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
-from cli.runs import duration, large
+from cli.runs import duration, scaled_number
 from cli.status import Status
 from planner.budget.run import DAY
 from runtime.logs.console import PROGRESS, say
@@ -100,7 +100,9 @@ def short_line(record: dict[str, Any], train_iters: int) -> str:
             return f"{start}  {name.replace('_', ' ')} {_loss(record[name])}"
     left = record["step_time_s"] * (train_iters - iteration)
     eta = duration(left) if left >= DAY else str(timedelta(seconds=round(left)))
-    return f"{start}  loss {_loss(record['loss'])}  {large(record['tokens_per_s'])} tokens/s  ETA {eta}"
+    return (
+        f"{start}  loss {_loss(record['loss'])}  {scaled_number(record['tokens_per_s'])} tokens/s  ETA {eta}"
+    )
 
 
 def _loss(value: float | None) -> str:

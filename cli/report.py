@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from rich.console import Console
 
 from cli.runs import run_lines
-from cli.tables import billions, console, table, width
+from cli.tables import console, parameter_count, table, table_width
 from costmodels.spec.estimate import Estimate, StageMemory, StepTime
 from costmodels.spec.layout import Layout
 from costmodels.spec.record import GIB, in_seconds
@@ -54,13 +54,13 @@ def print_report(
 ) -> None:
     """Header, ranking, the winner in detail, its run if asked for, and what was rejected."""
     screen = console()
-    for line in header(result, assumed):
+    for line in header_lines(result, assumed):
         screen.print(line)
     for note in notes:
         screen.print(f"note: {note}", markup=False)
     screen.print()
     _print_ranking(screen, rows)
-    for line in tied(result, rows):
+    for line in tie_lines(result, rows):
         screen.print(line)
     screen.print()
     _print_winner(screen, rows[0].plan)
@@ -71,7 +71,7 @@ def print_report(
         screen.print(f"rejected: {counts}")
 
 
-def tied(result: SearchResult, rows: list[DistinctPlan]) -> Iterator[str]:
+def tie_lines(result: SearchResult, rows: list[DistinctPlan]) -> Iterator[str]:
     """A line on the plans that the estimates do not tell apart, where there are some; `rows` are shown."""
     shown = [row.place for row in rows]
     last = max((row.place + len(row.twins) for row in rows), default=0)
@@ -84,14 +84,14 @@ def tied(result: SearchResult, rows: list[DistinctPlan]) -> Iterator[str]:
         yield words + f"; `planner launch --try {number}` measures the first {number} plans" * trains
 
 
-def header(result: SearchResult, assumed: list[str]) -> Iterator[str]:
+def header_lines(result: SearchResult, assumed: list[str]) -> Iterator[str]:
     """What was asked and how many layouts were searched, a line each."""
     problem, cluster = result.problem, result.problem.cluster
     batch = f"{'at most ' if problem.batch.maximum else ''}{problem.batch.size} sequences a step"
     per_node = min(cluster.world_size, cluster.devices_per_node)
     nodes = f"{cluster.nodes} node{'s' * (cluster.nodes > 1)} of {per_node}"
     yield (
-        f"[bold]{problem.model.name}[/bold]: {billions(problem.model.parameters)} parameters, "
+        f"[bold]{problem.model.name}[/bold]: {parameter_count(problem.model.parameters)} parameters, "
         f"seq {problem.model.seq}, {problem.precision}, {batch}"
     )
     devices = [
@@ -119,7 +119,7 @@ def _print_ranking(screen: Console, listed: list[DistinctPlan]) -> None:
         [str(one.place), *(row[name] for name in names), *_costs(one.plan.estimate)]
         for row, one in zip(degrees, listed, strict=True)
     ]
-    if width(columns, rows) <= screen.width:
+    if table_width(columns, rows) <= screen.width:
         screen.print(table(columns, rows))
         return
     # A layout in one word, which may wrap, instead of a column for each degree.

@@ -7,7 +7,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING
 
 from cli.tables import console
-from runtime.logs.console import Unfailing, say
+from runtime.logs.console import UnfailingStream, say
 
 if TYPE_CHECKING:
     from rich.progress import Progress
@@ -65,7 +65,7 @@ class Status:
     def _live(self) -> Progress:
         from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-        screen = console(Unfailing(sys.stdout if self.on_screen else sys.stderr))  # type: ignore[arg-type]
+        screen = console(UnfailingStream(sys.stdout if self.on_screen else sys.stderr))  # type: ignore[arg-type]
         return Progress(
             SpinnerColumn(),
             TextColumn("{task.description}", markup=False),

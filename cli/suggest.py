@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any, ClassVar
 
-from cli.notes import not_planned_with
-from cli.pasted import pasted
+from cli.flag_notes import planning_flag_notes
+from cli.training_flags import training_flags
 from costmodels.errors import InputError
 from costmodels.network.topology import describe
 from planner import advice
@@ -33,8 +33,8 @@ from planner.ranking.distinct import DistinctPlan, distinct_plans
 from planner.ranking.result import SearchResult
 from planner.ranking.ties import indistinguishable
 from planner.world_sizes import Sizes, no_size_fits, sizes
-from runtime.settings.job_rules import job_rules, reachable
-from runtime.settings.plan_notes import HEAD_ROOM, needs_head_room, untrainable, whole_optimizer
+from runtime.settings.job_rules import job_rules, reachable_batch
+from runtime.settings.plan_notes import HEAD_ROOM, needs_head_room, optimizer_notes, training_notes
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Output:
 
 @flag_groups(
     notes=(epilog_section("How plans are written", NOTATION),),
-    late={"unused": lambda: pasted(but=Output)},
+    late={"unused": lambda: training_flags(but=Output)},
     model=ModelOptions,
     cluster=WorldSizesOptions,
     batch=BatchOptions,
@@ -78,7 +78,7 @@ def suggest(
     counted = cluster.device_count() if cluster.world_size is None else None
     world_size = cluster.required_world_size() if counted is None else counted
     spec, failures = model.spec(), budget.failures()
-    job = search_keywords(spec, cluster, reachable(batch, unused), parallel, job_rules(unused))
+    job = search_keywords(spec, cluster, reachable_batch(batch, unused), parallel, job_rules(unused))
     assumed = [*model.notes(), *cluster.notes(), *parallel.notes()]
     if isinstance(world_size, str):
         if output.top != Output().top:
@@ -108,7 +108,7 @@ def suggest(
     notes = [
         *result.notes,
         *_notes(result.problem, plans, cluster, parallel),
-        *not_planned_with(unused, parallel, result.problem.engine.name),
+        *planning_flag_notes(unused, parallel, result.problem.engine.name),
     ]
     if output.json:
         _print_notes(assumed, notes)
@@ -140,15 +140,15 @@ def _answer_sizes(
     plans = [size.plan for size in found.sizes if size.plan is not None]
     notes = [
         *_notes(found.problem, plans, cluster, parallel),
-        *not_planned_with(unused, parallel, found.problem.engine.name),
+        *planning_flag_notes(unused, parallel, found.problem.engine.name),
     ]
     if output.json:
-        from cli.front import sizes_json
+        from cli.sizes import sizes_json
 
         _print_notes(assumed, notes)
         print(json.dumps(sizes_json(found, assumed, notes), indent=2))
     else:
-        from cli.front import print_sizes
+        from cli.sizes import print_sizes
 
         print_sizes(found, assumed, notes)
     if chosen is None or chosen.plan is None:
@@ -181,7 +181,7 @@ def _notes(
             "--global-batch-size compares equal ones"
         )
     yield from _joined(problem, cluster)
-    yield from untrainable(problem)
+    yield from training_notes(problem)
     yield from _of_plans(plans, parallel)
 
 
@@ -196,7 +196,7 @@ def _of_plans(plans: list[Plan], parallel: ParallelOptions) -> Iterator[str]:
     if any(map(needs_head_room, plans)):
         yield HEAD_ROOM
     for plan in plans[:1]:
-        yield from whole_optimizer(plan, parallel)
+        yield from optimizer_notes(plan, parallel)
 
 
 SHARED = {"version", "model", "cluster", "engine", "objective", "considered", "legal", "feasible", "rejected"}

@@ -47,7 +47,7 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[str]], left: Sequence[
     return made
 
 
-def drawn(table: Table) -> str:
+def table_text(table: Table) -> str:
     """A table as standard output shows it, for who may not fail where that cannot be written."""
     screen = console()
     with screen.capture() as captured:
@@ -55,12 +55,12 @@ def drawn(table: Table) -> str:
     return captured.get().rstrip("\n")
 
 
-def width(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> int:
+def table_width(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> int:
     """Columns of the screen that a `table` of plain letters takes; Rich measures no wider than the screen."""
     longest = [max(map(len, cells)) for cells in zip(columns, *rows, strict=True)]
     return sum(longest) + len(longest) - 1
 
 
-def billions(count: float) -> str:
+def parameter_count(count: float) -> str:
     """A parameter count such as `22.1 B` or `124 M`."""
     return f"{count / 1e9:.1f} B" if count >= 1e9 else f"{count / 1e6:.0f} M"

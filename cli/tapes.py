@@ -6,7 +6,7 @@ import dataclasses
 from pathlib import Path
 from typing import Literal
 
-from cli.interrupts import leaving_at_ctrl_c
+from cli.interrupts import exit_on_ctrl_c
 from cli.status import Status
 from costmodels.catalogue import load_model, model_names
 from costmodels.tapes import store
@@ -59,7 +59,7 @@ def _record(structures: list[Structure], path: Path) -> list[str]:
     found, refused = {}, []
     with Status() as status:
         status.tell("loading PyTorch")
-        with leaving_at_ctrl_c():
+        with exit_on_ctrl_c():
             from runtime.dryrun.symbols import UnknownSizeError
             from runtime.dryrun.tape_recorder import recorded_tape
             from runtime.dryrun.unit_recorder import UnlikeError

@@ -68,7 +68,7 @@ def print_timeline(plan: Plan, found: Timeline) -> None:
     )
     shown = _ranks_to_show(found.ranks)
     label = len(str(found.ranks - 1)) + 1
-    for rank, line in zip(shown, drawing(found, shown, screen.width - label), strict=True):
+    for rank, line in zip(shown, timeline_lines(found, shown, screen.width - label), strict=True):
         screen.print(f"{rank:>{label - 1}}", line, no_wrap=True, overflow="crop")
     rows = [
         [
@@ -89,7 +89,7 @@ def _ranks_to_show(count: int) -> list[int]:
     return [*range(half), *range(count - half, count)]
 
 
-def drawing(found: Timeline, ranks: list[int], width: int) -> list[Text]:
+def timeline_lines(found: Timeline, ranks: list[int], width: int) -> list[Text]:
     """A line of `width` columns for each of `ranks`.
 
     The whole step where forward passes stay wide enough to be told apart, else its beginning and its end.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from cli.tables import drawn, table
+from cli.tables import table, table_text
 from costmodels.spec.record import GIB
 from planner.objective import Objective
 from planner.plan import Plan
@@ -50,5 +50,5 @@ def best_plan(plans: Sequence[Plan], iterations: int, job: Job, warm: WarmRanks 
         if trial.measured is not None
     ]
     columns = ("try", "predicted s", "measured s", "predicted / measured", "tokens/s", "peak GiB", "")
-    say(drawn(table(columns, rows, left=("",))))
+    say(table_text(table(columns, rows, left=("",))))
     return best.plan

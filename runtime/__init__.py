@@ -3,10 +3,10 @@
 import os
 from pathlib import Path
 
-from runtime import own_path
+from runtime import import_path
 
 PARENT = os.getppid()
 """The process that started this one, noted before the imports of PyTorch, which take seconds."""
 
-if own_path.started_as(__name__):
-    own_path.leave_working_directory(Path(__file__).resolve().parents[1])
+if import_path.runs_package(__name__):
+    import_path.leave_working_directory(Path(__file__).resolve().parents[1])

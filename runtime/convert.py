@@ -24,7 +24,7 @@ from costmodels import ModelSpec
 from costmodels.errors import InputError
 from planner.inputs.hf_readers import Config
 from runtime import checkpoint
-from runtime.checkpoint.manifest import reading
+from runtime.checkpoint.manifest import reader_lock
 from runtime.checkpoint.tensor_store import Piece, Whole, write_tensors
 from runtime.data import load_tokenizer
 from runtime.huggingface.companions import (
@@ -36,10 +36,10 @@ from runtime.huggingface.companions import (
     write_config,
 )
 from runtime.huggingface.configs import config_for, differences, with_dtype
-from runtime.huggingface.files import Planned, file_size, write_files
+from runtime.huggingface.files import PlannedTensor, file_size, write_files
 from runtime.huggingface.mapping import EMBEDDING, GPT2_PREFIX, HEAD, Entry, Part
+from runtime.huggingface.model_folder import LM_HEAD, HuggingFaceModel, entries_of
 from runtime.huggingface.new_folder import new_folder
-from runtime.huggingface.reading import LM_HEAD, HuggingFaceModel, entries_of
 from runtime.huggingface.stored_model import StoredModel
 from runtime.huggingface.tokenizer_files import TOKENIZER_FILE
 
@@ -52,7 +52,7 @@ EXPERT_BIAS = "router.expert_bias"
 LAYER = re.compile(r"model\.layers\.\d+\.")
 
 
-class Converted(NamedTuple):
+class Conversion(NamedTuple):
     """What a conversion wrote."""
 
     folder: Path
@@ -66,7 +66,7 @@ class Converted(NamedTuple):
 
 def from_hugging_face(
     folder: str | Path, output: str | Path, dtype: str | None = None, seq: int | None = None
-) -> Converted:
+) -> Conversion:
     """Turn a Hugging Face model into a checkpoint that `--load` takes, at iteration 0 and without optimizer.
 
     Args:
@@ -91,12 +91,12 @@ def from_hugging_face(
             "consumed_samples": 0,
             "model": model.spec.model_dump(mode="json"),
         }
-        checkpoint.publish(root, 0, run, checkpoint.files_in(tensors))
+        checkpoint.publish(root, 0, run, checkpoint.file_records(tensors))
         names = Names(prefix=model.prefix, stores_tied_head=model.stores_tied_head)
         write_companions(root / COMPANIONS, _kept_config(model), names)
         copy_companions(model.folder, root / COMPANIONS)
     size = sum(torch.Size(whole.shape).numel() * whole.dtype.itemsize for whole in wholes.values())
-    return Converted(target, model.spec, len(wholes), size, model.left_out)
+    return Conversion(target, model.spec, len(wholes), size, model.left_out)
 
 
 def to_hugging_face(
@@ -105,7 +105,7 @@ def to_hugging_face(
     iteration: int | None = None,
     dtype: str | None = None,
     max_shard_size: str = MAX_SHARD_SIZE,
-) -> Converted:
+) -> Conversion:
     """Turn a checkpoint, of whatever layout, into a Hugging Face model.
 
     Args:
@@ -129,12 +129,12 @@ def to_hugging_face(
     planned = list(_planned(stored, config, names, number_format))
     if carried is None or number_format is not None or {"dtype", "torch_dtype"} & config.keys():
         config = with_dtype(config, _main_format(planned))
-    with reading(stored.folder), new_folder(target, "--output") as root:
+    with reader_lock(stored.folder), new_folder(target, "--output") as root:
         write_files(root, planned, largest)
         write_config(root, config)
         if stored.companions.is_dir():
             copy_companions(stored.companions, root)
-    return Converted(target, stored.spec, len(planned), sum(one.bytes for one in planned), [])
+    return Conversion(target, stored.spec, len(planned), sum(one.bytes for one in planned), [])
 
 
 def _ends(stored: StoredModel) -> Config:
@@ -201,7 +201,7 @@ def _kept_config(model: HuggingFaceModel) -> Config:
 
 def _planned(
     stored: StoredModel, config: Config, names: Names, wanted: torch.dtype | None
-) -> Iterator[Planned]:
+) -> Iterator[PlannedTensor]:
     """The tensors of theirs that a checkpoint becomes."""
     # Neighbours in the mapping need the same tensor of ours, that of all experts.
     read_ours = lru_cache(maxsize=1)(stored.read_ours)
@@ -211,20 +211,20 @@ def _planned(
         return whole if part.expert is None else whole[part.expert]
 
     def read(entry: Entry, dtype: torch.dtype) -> Tensor:
-        return entry.joined(read_part).to(dtype)
+        return entry.join(read_part).to(dtype)
 
     for entry in entries_of(config, stored.spec):
         ours = entry.parts[0].ours
         dtype = _format_of(ours, stored.dtype(ours), wanted)
         name = entry.theirs.removeprefix(GPT2_PREFIX)
         name = names.prefix + name if name != entry.theirs else name
-        planned = Planned(name, entry.shape(stored.shapes), dtype, partial(read, entry, dtype))
+        planned = PlannedTensor(name, entry.shape(stored.shapes), dtype, partial(read, entry, dtype))
         yield planned
         if ours == EMBEDDING and stored.spec.tied and names.stores_tied_head:
             yield planned._replace(name=LM_HEAD)
 
 
-def _main_format(tensors: list[Planned]) -> torch.dtype:
+def _main_format(tensors: list[PlannedTensor]) -> torch.dtype:
     """The number format that most bytes have."""
     sizes: Counter[torch.dtype] = Counter()
     for tensor in tensors:

@@ -35,45 +35,45 @@ from runtime.checkpoint.owner import PATIENCE_OF_RESTART_S, PATIENCE_S, Owner
 from runtime.data import Datasets
 from runtime.faults.error_file import report
 from runtime.faults.exit_signals import ignore_early
-from runtime.faults.heartbeat import activity, doing
+from runtime.faults.heartbeat import activity, set_operation
 from runtime.faults.options import FaultOptions
 from runtime.faults.watchdog import Watchdog
-from runtime.job.devices import check_kind, detect_device, local_device_count, torch_device
-from runtime.job.job import Job, RunOptions, plan_here, sample_order
-from runtime.job.loop import Loop
-from runtime.job.replan import (
-    Before,
+from runtime.job.continuation import (
+    PreviousRun,
     change_line,
     is_restarted,
+    keep_batch,
+    keep_micro_batch,
+    plan_for_ranks,
     previous_run,
-    replanned,
-    same_batch,
-    same_unit,
 )
-from runtime.job.text import open_datasets
+from runtime.job.datasets import open_datasets
+from runtime.job.devices import check_kind, detect_device, local_device_count, torch_device
+from runtime.job.job import Job, RunOptions, plan_for_job, sample_order
+from runtime.job.loop import Loop
 from runtime.logs.console import flush, progress, say
 from runtime.optimizers.adam8bit import check_adam8bit
 from runtime.parallel.float8 import check_float8
 from runtime.parallel.ranks import (
     Ranks,
     end_with_agent,
-    finish,
-    in_turns,
     is_alone,
     is_lost_connection,
-    on_first_rank,
-    start,
-    together,
+    leave_process_group,
+    run_in_turns,
+    run_on_first_rank,
+    run_together,
+    start_process_group,
 )
 from runtime.processes.scheduler import check_one_task
-from runtime.settings.job_rules import job_rules, reachable
-from runtime.settings.no_effect import without_effect
+from runtime.settings.idle_flags import idle_flag_notes
+from runtime.settings.job_rules import job_rules, reachable_batch
 from runtime.settings.options import DataOptions, OutputOptions, TrainingOptions
 from runtime.settings.preflight import check_folder, check_plan, check_training
 from runtime.train.trainer import Trainer
 
 
-def plan_for(job: Job, ranks: Ranks, previous: Before | None = None) -> Plan:
+def plan_of_job(job: Job, ranks: Ranks, previous: PreviousRun | None = None) -> Plan:
     """The plan of the file that the flags name, or the best one for the ranks that exist.
 
     A job that goes on, from `previous` or after a failure, is planned anew where a file is for other ranks,
@@ -98,13 +98,13 @@ def plan_for(job: Job, ranks: Ranks, previous: Before | None = None) -> Plan:
         goes_on = previous is not None or is_restarted()
         if plan.layout.world_size == ranks.world_size or not goes_on:
             return plan
-        return replanned(plan, ranks.world_size, ranks.local_world_size, job.training, job.data)
+        return plan_for_ranks(plan, ranks.world_size, ranks.local_world_size, job.training, job.data)
     device = job.cluster.device or detect_device(ranks.local_world_size)
     sizes = ranks.world_size, ranks.local_world_size
     margin = job.cluster.memory_margin_gib
-    batch = reachable(same_batch(job.batch, previous), job.training)
-    parallel = same_unit(job.parallel, job.training, previous)
-    return plan_here(
+    batch = reachable_batch(keep_batch(job.batch, previous), job.training)
+    parallel = keep_micro_batch(job.parallel, job.training, previous)
+    return plan_for_job(
         job.model,
         batch,
         parallel,
@@ -144,7 +144,7 @@ def train(job: Job) -> None:
     on_cpu = job.cluster.device == "cpu" or (job.run.plan is not None and _is_cpu_plan(job.run.plan))
     device = torch_device(on_cpu or not local_device_count(), ranks)
     check_bounds(job.run)
-    start(ranks, device, job.run.distributed_timeout_minutes)
+    start_process_group(ranks, device, job.run.distributed_timeout_minutes)
     with _watchdog(job, ranks) as watchdog:
         try:
             _run(job, ranks, device)
@@ -158,8 +158,8 @@ def train(job: Job) -> None:
             if not is_lost_connection(error):
                 raise
             _lost_connection(watchdog)
-        doing("waiting for the others to end")
-        finish(device)
+        set_operation("waiting for the others to end")
+        leave_process_group(device)
 
 
 def _watchdog(job: Job, ranks: Ranks) -> Watchdog:
@@ -185,7 +185,7 @@ def _lost_connection(watchdog: Watchdog) -> NoReturn:
 
 def _run(job: Job, ranks: Ranks, device: torch.device) -> None:
     _begin("planning")
-    plan = Plan.model_validate_json(on_first_rank(lambda: _prepare(job, ranks)))
+    plan = Plan.model_validate_json(run_on_first_rank(lambda: _prepare(job, ranks)))
     with _saving_alone(job.output.save):
         _train(job, plan, ranks, device)
 
@@ -196,10 +196,10 @@ def _saving_alone(folder: str | None) -> Iterator[None]:
     if folder is None:
         yield
         return
-    doing("waiting for another job that saves into the folder of --save")
+    set_operation("waiting for another job that saves into the folder of --save")
     owner = Owner(Path(folder), f"--save {folder}")
     patience_s = PATIENCE_OF_RESTART_S if is_restarted() else PATIENCE_S
-    on_first_rank(lambda: owner.acquire(patience_s))
+    run_on_first_rank(lambda: owner.acquire(patience_s))
     try:
         yield
     finally:
@@ -209,13 +209,13 @@ def _saving_alone(folder: str | None) -> Iterator[None]:
 def _train(job: Job, plan: Plan, ranks: Ranks, device: torch.device) -> None:
     spec, layout = plan.model, plan.layout
     if plan.cluster.parts:
-        together(lambda: check_kind(plan, ranks))
+        run_together(lambda: check_kind(plan, ranks))
     if layout.precision == "fp8":
-        together(lambda: check_float8(device))
+        run_together(lambda: check_float8(device))
     if layout.optimizer == "adam8bit":
-        together(check_adam8bit)
+        run_together(check_adam8bit)
     _begin("opening the data")
-    datasets = in_turns(ranks, lambda: _datasets(job, plan))
+    datasets = run_in_turns(ranks, lambda: _datasets(job, plan))
     _begin("building the model")
     trainer = Trainer(spec, layout, job.training, device, job.faults)
     consumed = 0
@@ -224,7 +224,7 @@ def _train(job: Job, plan: Plan, ranks: Ranks, device: torch.device) -> None:
     if job.output.save is not None:
         from runtime.job.pretrained import keep_companions
 
-        on_first_rank(lambda: keep_companions(job.output, job.data, spec))
+        run_on_first_rank(lambda: keep_companions(job.output, job.data, spec))
     if ranks.rank == 0:
         _announce(plan, trainer.iteration, job)
     Loop(job, plan, trainer, datasets, consumed).run()
@@ -232,7 +232,7 @@ def _train(job: Job, plan: Plan, ranks: Ranks, device: torch.device) -> None:
 
 def _begin(what: str) -> None:
     """Note what this rank starts to do, which the first one says."""
-    doing(what)
+    set_operation(what)
     if dist.get_rank() == 0:
         progress(what)
 
@@ -244,13 +244,13 @@ def _load(job: Job, folder: str, trainer: Trainer, spec: ModelSpec, datasets: Da
     from runtime.job import pretrained
 
     _begin("loading a checkpoint")
-    iteration = on_first_rank(lambda: pretrained.iteration_of(job.output))
+    iteration = run_on_first_rank(lambda: pretrained.iteration_of(job.output))
     if iteration is None:
         return 0
-    if on_first_rank(lambda: pretrained.begins_anew(job.output, iteration)):
+    if run_on_first_rank(lambda: pretrained.begins_anew(job.output, iteration)):
         pretrained.load_weights(folder, trainer, spec, iteration)
         return 0
-    order = {} if job.data.allow_data_change else together(lambda: sample_order(job, datasets))
+    order = {} if job.data.allow_data_change else run_together(lambda: sample_order(job, datasets))
     told = checkpoint.load(folder, trainer, spec, iteration, order)
     if trainer.guard is not None and "step_guard" in told:
         trainer.guard.load(told["step_guard"])
@@ -264,7 +264,7 @@ def _is_cpu_plan(path: str) -> bool:
 
 def _prepare(job: Job, ranks: Ranks) -> str:
     previous = previous_run(job.output)
-    plan = plan_for(job, ranks, previous)
+    plan = plan_of_job(job, ranks, previous)
     preflight(plan, job, ranks.world_size)
     change = "" if previous is None else change_line(previous, plan.layout, ranks.world_size)
     if change:
@@ -289,7 +289,7 @@ def _announce(plan: Plan, iteration: int, job: Job) -> None:
         f"{plan.layout.world_size} x {plan.cluster.device.name} as {plan.layout.describe()}"
     )
     flags = job.training, job.data, job.output, job.faults
-    for line in without_effect(*flags, spec=plan.model, layout=plan.layout):
+    for line in idle_flag_notes(*flags, spec=plan.model, layout=plan.layout):
         say(f"note: {line}")
     folder, last = job.output.load, job.training.train_iters
     if iteration >= last:

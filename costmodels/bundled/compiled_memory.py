@@ -1,4 +1,4 @@
-"""Memory of a compiled function: what `runtime.dryrun.compiled` makes of a graph, of names of sizes.
+"""Memory of a compiled function: what `runtime.dryrun.compiled_layers` makes of a graph, of names of sizes.
 
 Kernels, reductions and results have buffers; what is element-wise has one only if a kernel reads it or the
 function returns it, else its readers read what it reads. A buffer lives to its last reader.

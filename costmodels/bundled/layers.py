@@ -77,7 +77,7 @@ class Layer:
         """Compute shared experts, and the activation of experts, where both are not done one by one."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """`runtime.model.transformer.Block`, with what `runtime.parallel.recompute` wraps."""
+        """`runtime.model.transformer.Block`, with what `runtime.parallel.recomputation` wraps."""
         modules, tape = self.structure.recompute, x.storage.tape
         if "full" in modules:
             return call(recomputed(tape, self.block), x)

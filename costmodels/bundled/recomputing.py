@@ -1,4 +1,4 @@
-"""`runtime.parallel.recompute` on the names of sizes: calls of which the graph keeps the inputs only."""
+"""`runtime.parallel.recomputation` on the names of sizes: calls of which the graph keeps the inputs only."""
 
 from __future__ import annotations
 

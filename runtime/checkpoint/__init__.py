@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 from costmodels import ModelSpec
 from runtime.checkpoint.folders import (
     TRACKER,
-    clear,
-    files_in,
+    clear_folder,
+    file_records,
     iteration_folder,
     iteration_to_load,
     iterations,
@@ -24,13 +24,13 @@ from runtime.checkpoint.folders import (
     partial_folder,
     publish,
 )
-from runtime.checkpoint.manifest import MANIFEST, reading, verify
+from runtime.checkpoint.manifest import MANIFEST, reader_lock, verify
 from runtime.checkpoint.run_file import RUN_FILE, RunFile, read_run
 
 if TYPE_CHECKING:
-    from runtime.checkpoint.loading import load, load_weights_only
+    from runtime.checkpoint.loader import load, load_weights_only
     from runtime.checkpoint.saver import Saver
-    from runtime.checkpoint.writing import SaveFailed
+    from runtime.checkpoint.writer import SaveFailed
     from runtime.train.trainer import Trainer
 
 __all__ = [
@@ -40,8 +40,8 @@ __all__ = [
     "RunFile",
     "SaveFailed",
     "Saver",
-    "clear",
-    "files_in",
+    "clear_folder",
+    "file_records",
     "iteration_folder",
     "iteration_to_load",
     "iterations",
@@ -51,16 +51,16 @@ __all__ = [
     "partial_folder",
     "publish",
     "read_run",
-    "reading",
+    "reader_lock",
     "save",
     "verify",
 ]
 
 WITH_PYTORCH = {
-    "load": "loading",
-    "load_weights_only": "loading",
+    "load": "loader",
+    "load_weights_only": "loader",
     "Saver": "saver",
-    "SaveFailed": "writing",
+    "SaveFailed": "writer",
 }
 """Names whose modules import PyTorch: whoever only asks what is in a folder need not wait for it."""
 
@@ -77,8 +77,8 @@ def save(folder: str | Path, trainer: Trainer, spec: ModelSpec, run: dict[str, A
     Raises:
         SaveFailed: the files could not be written.
     """
-    from runtime.checkpoint.tensors import contents_of, stored_tensors
-    from runtime.checkpoint.writing import write
+    from runtime.checkpoint.tensors import run_contents, stored_tensors
+    from runtime.checkpoint.writer import write
 
-    tensors, contents = stored_tensors(trainer, spec), contents_of(trainer, spec, run)
+    tensors, contents = stored_tensors(trainer, spec), run_contents(trainer, spec, run)
     return write(Path(folder), trainer.iteration, tensors, contents)

@@ -21,8 +21,8 @@ from runtime.checkpoint.files import sync_folder
 from runtime.checkpoint.manifest import (
     MANIFEST,
     FileRecord,
-    is_read,
-    looks_whole,
+    has_all_files,
+    has_reader,
     manifest_text,
     record_file,
     record_of,
@@ -91,7 +91,7 @@ def _latest(folder: Path) -> int | None:
     if not (target / MANIFEST).exists():
         raise InputError(
             f"{tracker} names iteration {text}, but {target} holds no complete checkpoint; "
-            f"{another(folder, int(text))}"
+            f"{reload_advice(folder, int(text))}"
         )
     return int(text)
 
@@ -111,10 +111,10 @@ def iteration_to_load(folder: str | Path, step: int | None = None) -> int | None
     return step
 
 
-def another(folder: Path, iteration: int) -> str:
+def reload_advice(folder: Path, iteration: int) -> str:
     """What to do when the checkpoint of `iteration` cannot be loaded."""
     there = iterations(folder) if os.access(folder, os.R_OK | os.X_OK) else []
-    whole = [i for i in there if i != iteration and looks_whole(iteration_folder(folder, i))]
+    whole = [i for i in there if i != iteration and has_all_files(iteration_folder(folder, i))]
     if not whole:
         return "there is no other one here: give another folder, or start anew without --load"
     newest = max((i for i in whole if i < iteration), default=max(whole))
@@ -137,7 +137,7 @@ def publish(
 
     Args:
         run: the contents of run.json; see `RunFile`.
-        files: what was written, by name; `files_in` reads it from the disk.
+        files: what was written, by name; `file_records` reads it from the disk.
     """
     target, partial = iteration_folder(folder, iteration), partial_folder(folder, iteration)
     for name in files:
@@ -165,7 +165,7 @@ def publish(
     return target
 
 
-def files_in(folder: Path) -> dict[str, FileRecord]:
+def file_records(folder: Path) -> dict[str, FileRecord]:
     """Records of the files in `folder`, which are brought to the disk."""
     for path in folder.iterdir():
         with path.open("rb") as file:
@@ -173,7 +173,7 @@ def files_in(folder: Path) -> dict[str, FileRecord]:
     return {path.name: record_file(path) for path in folder.iterdir()}
 
 
-def clear(folder: Path) -> None:
+def clear_folder(folder: Path) -> None:
     """Make `folder`, and delete what saves that were cut off have left in it."""
     folder.mkdir(parents=True, exist_ok=True)
     _put_back(folder)
@@ -183,14 +183,14 @@ def clear(folder: Path) -> None:
             shutil.rmtree(path)
 
 
-def prune(folder: Path, newest: int, keep: int) -> None:
+def prune_checkpoints(folder: Path, newest: int, keep: int) -> None:
     """Delete checkpoints older than the last `keep` up to `newest`, but for those that are being read.
 
     Checkpoints of later iterations, which a run that was set back has yet to reach, stay.
     """
     for iteration in [i for i in iterations(folder) if i <= newest][:-keep]:
         target = iteration_folder(folder, iteration)
-        if is_read(target):
+        if has_reader(target):
             continue
         try:
             # A crash while it is deleted must not leave half of it under its name.

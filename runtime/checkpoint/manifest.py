@@ -90,14 +90,14 @@ def read_manifest(folder: Path) -> Manifest:
     try:
         manifest = Manifest.model_validate_json(text)
     except ValidationError:
-        raise damaged(path, "is not a list of files") from None
+        raise damage_error(path, "is not a list of files") from None
     plain = {name: record.model_dump() for name, record in manifest.files.items()}
     if _crc_of(plain) != manifest.crc32 or not all(map(_FILE_NAME.fullmatch, plain)):
-        raise damaged(path, "differs from what was saved")
+        raise damage_error(path, "differs from what was saved")
     return manifest
 
 
-def damaged(path: Path, how: str) -> InputError:
+def damage_error(path: Path, how: str) -> InputError:
     """The error of a file of a checkpoint that cannot be trusted."""
     return InputError(f"{path}: the file is damaged: it {how}")
 
@@ -124,9 +124,9 @@ def check_files(folder: Path, files: Mapping[str, FileRecord]) -> None:
         except OSError as error:
             raise InputError(f"{path}: cannot be read ({error.strerror})") from None
         if found is None:
-            raise damaged(path, f"has {size} of the {record.bytes} bytes that were saved")
+            raise damage_error(path, f"has {size} of the {record.bytes} bytes that were saved")
         if found != record:
-            raise damaged(path, "differs from what was saved")
+            raise damage_error(path, "differs from what was saved")
 
 
 def verify(folder: str | Path) -> Manifest:
@@ -145,7 +145,7 @@ def verify(folder: str | Path) -> Manifest:
     return manifest
 
 
-def looks_whole(folder: Path) -> bool:
+def has_all_files(folder: Path) -> bool:
     """Whether all files of a checkpoint are there with their lengths; their contents are not read."""
     try:
         files = read_manifest(folder).files
@@ -155,13 +155,13 @@ def looks_whole(folder: Path) -> bool:
 
 
 @contextmanager
-def reading(folder: Path) -> Iterator[None]:
+def reader_lock(folder: Path) -> Iterator[None]:
     """Keep a run with --keep-last from deleting the checkpoint in `folder` meanwhile."""
     with _locked(folder, exclusive=False):
         yield
 
 
-def is_read(folder: Path) -> bool:
+def has_reader(folder: Path) -> bool:
     """Whether somebody reads the checkpoint in `folder` now."""
     try:
         with _locked(folder, exclusive=True):

@@ -179,7 +179,7 @@ _owners: dict[Path, Owner] = {}
 
 
 @contextmanager
-def owned(folder: Path, named: str, patience_s: float = PATIENCE_S) -> Iterator[None]:
+def ownership(folder: Path, named: str, patience_s: float = PATIENCE_S) -> Iterator[None]:
     """Own `folder` meanwhile; see `Owner`."""
     owner = Owner(folder, named)
     owner.acquire(patience_s)
@@ -189,7 +189,7 @@ def owned(folder: Path, named: str, patience_s: float = PATIENCE_S) -> Iterator[
         owner.release()
 
 
-def check_owned(folder: Path) -> None:
+def check_ownership(folder: Path) -> None:
     """Raise `InputError` when this process owned `folder`, and another one does now."""
     owner = _owners.get((folder / OWNER).resolve())
     if owner is not None:

@@ -19,7 +19,7 @@ from torch.futures import Future
 
 from costmodels.errors import InputError
 from costmodels.files import opened_regular
-from runtime.checkpoint.manifest import damaged
+from runtime.checkpoint.manifest import damage_error
 from runtime.checkpoint.metadata import Place, read_metadata
 
 
@@ -83,7 +83,9 @@ class CheckpointReader(StorageReader):
             raise InputError(f"{path}: cannot be read ({error.strerror or error})") from None
         except Exception as error:
             # What a file that somebody made up brings PyTorch to is not to be foreseen.
-            raise damaged(path, f"does not hold the tensors of .metadata ({type(error).__name__})") from error
+            raise damage_error(
+                path, f"does not hold the tensors of .metadata ({type(error).__name__})"
+            ) from error
 
 
 def _tensor(file: BinaryIO, place: Place) -> Tensor:

@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from costmodels import ModelSpec
 from costmodels.errors import InputError
 from costmodels.files import read_bounded
-from runtime.checkpoint.manifest import damaged
+from runtime.checkpoint.manifest import damage_error
 
 RUN_FILE = "run.json"
 """What the checkpoint is of: model, iteration, optimizer state, loss scale, and what `save` was told."""
@@ -54,7 +54,7 @@ class RunFile(BaseModel):
             raise ValueError("skipped_iterations exceed iteration")
         return self
 
-    def told(self) -> dict[str, Any]:
+    def run_state(self) -> dict[str, Any]:
         """What `save` was told of the run."""
         return {"consumed_samples": self.consumed_samples, **(self.model_extra or {})}
 
@@ -81,7 +81,7 @@ def read_run(folder: str | Path) -> RunFile:
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"]))
-        raise damaged(path, f"says nothing valid: {where or 'JSON'}: {first['msg'].lower()}") from None
+        raise damage_error(path, f"says nothing valid: {where or 'JSON'}: {first['msg'].lower()}") from None
 
 
 def check_same_model(source: Path, run: RunFile, spec: ModelSpec) -> None:

@@ -14,8 +14,8 @@ import torch.distributed as dist
 from costmodels import ModelSpec
 from costmodels.errors import InputError
 from runtime.checkpoint.folders import iteration_folder, latest_iteration
-from runtime.checkpoint.tensors import contents_of, stored_tensors
-from runtime.checkpoint.writing import HostCopies, SaveFailed, StagedPlanner, write
+from runtime.checkpoint.tensors import run_contents, stored_tensors
+from runtime.checkpoint.writer import HostCopies, SaveFailed, StagedPlanner, write
 from runtime.train.trainer import Trainer
 
 SAVE_TIMEOUT = timedelta(hours=2)
@@ -61,7 +61,7 @@ class Saver:
         """
         self.wait()
         iteration, device = trainer.iteration, trainer.grid.device
-        tensors, contents = stored_tensors(trainer, spec), contents_of(trainer, spec, run)
+        tensors, contents = stored_tensors(trainer, spec), run_contents(trainer, spec, run)
         planner = StagedPlanner(self.copies) if self.asynchronous else None
 
         def work() -> None:

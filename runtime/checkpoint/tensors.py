@@ -15,12 +15,12 @@ from torch.distributed.checkpoint.state_dict_loader import load as load_tensors
 from costmodels import ModelSpec
 from runtime.checkpoint.reader import CheckpointReader
 from runtime.optimizers.adafactor import PADDED
-from runtime.parallel.local import local_part
-from runtime.parallel.ranks import together
+from runtime.parallel.local_tensors import local_part
+from runtime.parallel.ranks import run_together
 from runtime.train.trainer import Trainer
 
 
-def contents_of(trainer: Trainer, spec: ModelSpec, run: dict[str, Any]) -> dict[str, Any]:
+def run_contents(trainer: Trainer, spec: ModelSpec, run: dict[str, Any]) -> dict[str, Any]:
     """What run.json says of the state of `trainer`; `run` is what the loop adds."""
     return {
         "iteration": trainer.iteration,
@@ -84,7 +84,7 @@ def _read(tensors: dict[str, Tensor], spec: ModelSpec, folder: Path) -> None:
     stored: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         stored.setdefault(_stored_name(name, spec), tensor)
-    reader = together(lambda: CheckpointReader(folder))
+    reader = run_together(lambda: CheckpointReader(folder))
     load_tensors(stored, storage_reader=reader, planner=_PaddedPlanner())
     with torch.no_grad():
         for name, tensor in tensors.items():

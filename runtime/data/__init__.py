@@ -8,10 +8,10 @@ from runtime.data.datasets import (
     build_separate_datasets,
     check_vocabulary,
 )
-from runtime.data.indexed import IndexedDataset, best_dtype
+from runtime.data.indexed_dataset import IndexedDataset, best_dtype
 from runtime.data.indexed_writer import IndexedWriter
 from runtime.data.merge import merge
-from runtime.data.prepare import prepare
+from runtime.data.preparation import prepare
 from runtime.data.samples import SampleDataset, split_sequences
 from runtime.data.summary import Summary
 from runtime.data.tokenizers import Tokenizer, load_tokenizer

@@ -25,7 +25,7 @@ def corpus_samples(weights: Sequence[float], num_samples: int, surplus: float = 
     return [math.ceil(math.ceil(num_samples * weight) * (1 + surplus)) for weight in weights]
 
 
-def normalised(weights: Sequence[float]) -> list[float]:
+def normalised_weights(weights: Sequence[float]) -> list[float]:
     """Weights that add up to one, rounded as Megatron's `normalize` does."""
     array = np.array(weights, np.float64)
     shares: list[float] = (array / np.sum(array)).tolist()

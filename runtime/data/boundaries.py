@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from costmodels.errors import InputError
-from runtime.data.indexed import IndexedDataset
+from runtime.data.indexed_dataset import IndexedDataset
 from runtime.data.record import Record
 from runtime.data.tokenizers import Tokenizer
 

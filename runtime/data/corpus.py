@@ -16,8 +16,8 @@ import tempfile
 from pathlib import Path
 
 from costmodels.errors import InputError
-from runtime.data.indexed import IndexedDataset
-from runtime.data.prepare import prepare
+from runtime.data.indexed_dataset import IndexedDataset
+from runtime.data.preparation import prepare
 from runtime.data.tokenizers import Tokenizer
 
 # Some installations leave tests out or add packages to the same folder: without either, corpora are alike.

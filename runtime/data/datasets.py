@@ -9,10 +9,10 @@ import numpy as np
 import numpy.typing as npt
 
 from costmodels.errors import InputError
-from runtime.data.blend import BlendedDataset, corpus_samples, normalised
+from runtime.data.blend import BlendedDataset, corpus_samples, normalised_weights
 from runtime.data.boundaries import Boundaries
-from runtime.data.indexed import IndexedDataset
-from runtime.data.record import Known, Record, agreed, read_record
+from runtime.data.indexed_dataset import IndexedDataset
+from runtime.data.record import KnownTokenizer, Record, common_tokenizer, read_record
 from runtime.data.samples import SampleDataset, split_sequences
 
 Samples = SampleDataset | BlendedDataset
@@ -54,7 +54,7 @@ class Datasets:
     record: Record | None = None
     """The tokenizer of those files that say it; None if none does."""
 
-    def continuing(self, train_samples: int | None) -> Datasets:
+    def with_train_order(self, train_samples: int | None) -> Datasets:
         """The datasets of a run that began with a training order for `train_samples`; None changes nothing.
 
         The order depends on the number of samples where a corpus is read more than once. A run whose length
@@ -82,7 +82,7 @@ def parse_data_path(data_path: Sequence[str], flag: str = "--data-path") -> Blen
             f"{flag} {' '.join(words)!r}: expected one prefix, several, or a positive weight before each of "
             "several, as 0.3 PREFIX 0.7 PREFIX"
         )
-    return Blend(tuple(words[1::2]), tuple(normalised(weights)), flag)
+    return Blend(tuple(words[1::2]), tuple(normalised_weights(weights)), flag)
 
 
 def _number(text: str) -> float | None:
@@ -132,7 +132,7 @@ def _build(
     blends: Sequence[Blend | None], split: str | None, seq: int, seed: int, samples: Sequence[int]
 ) -> Datasets:
     opened: dict[str, IndexedDataset] = {}
-    known: Known | None = None
+    known: KnownTokenizer | None = None
     used = [blend if count else None for blend, count in zip(blends, samples, strict=True)]
     for blend in used:
         if blend is None:
@@ -140,7 +140,7 @@ def _build(
         for prefix in blend.prefixes:
             if prefix not in opened:
                 opened[prefix] = _opened(prefix, blend.flag)
-                known = agreed(known, blend.flag, opened[prefix])
+                known = common_tokenizer(known, blend.flag, opened[prefix])
 
     def make(number: int, count: int) -> Samples:
         blend = used[number]
@@ -210,7 +210,7 @@ def _split_samples(
             f"{blend.flag}: {_SPLITS[number]} needs {samples} samples, but one epoch of these files holds "
             f"{sum(sizes)}: evaluate fewer (--eval-iters), or give each prefix a weight"
         )
-    return BlendedDataset(corpora, normalised(sizes), min(samples, sum(sizes)), endless=trains)
+    return BlendedDataset(corpora, normalised_weights(sizes), min(samples, sum(sizes)), endless=trains)
 
 
 def _remedy(split: str, number: int) -> str:

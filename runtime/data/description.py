@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from costmodels.errors import InputError
-from runtime.data.indexed import IndexedDataset
+from runtime.data.indexed_dataset import IndexedDataset
 from runtime.data.record import Record, digest, read_record, recorded_tokenizer
 from runtime.data.tokenizers import Tokenizer
 

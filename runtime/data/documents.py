@@ -14,7 +14,7 @@ from typing import Any
 
 from costmodels.errors import InputError
 from runtime.data.json_array import ArrayReader
-from runtime.data.sources import Source, bare_name, opened
+from runtime.data.sources import Source, bare_name, open_source
 
 FORMATS = ("jsonl", "json", "wiki", "text")
 _PIECE_BYTES = 4 * 2**20
@@ -56,7 +56,7 @@ def detect_format(path: Path) -> str:
     by_name = {".jsonl": "jsonl", ".txt": "text"}.get(ending)
     if by_name:
         return by_name
-    with opened(path) as source:
+    with open_source(path) as source:
         start = source.text.read(4096).decode("utf-8-sig", errors="replace")
     if start.lstrip().startswith(_WIKI_START.decode()):
         return "wiki"
@@ -68,7 +68,7 @@ def detect_format(path: Path) -> str:
 
 def read_pieces(path: Path, form: str, most: int) -> Iterator[Piece]:
     """The documents of a file in order, at most `most` and about 4 MiB at a time."""
-    with opened(path) as source:
+    with open_source(path) as source:
         taken = 0
         for documents, lines, size in _READERS[form](path, source, most):
             now = source.taken()

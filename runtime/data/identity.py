@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from runtime.data.indexed import IndexedDataset
+from runtime.data.indexed_dataset import IndexedDataset
 
 BLOCKS = 64
 BLOCK_BYTES = 2**16

@@ -15,7 +15,16 @@ import numpy as np
 import numpy.typing as npt
 
 from costmodels.errors import InputError
-from runtime.data.indexed import CODES, HEADER, MAGIC, VERSION, IndexedDataset, Tokens, bin_path, idx_path
+from runtime.data.indexed_dataset import (
+    CODES,
+    HEADER,
+    MAGIC,
+    VERSION,
+    IndexedDataset,
+    Tokens,
+    bin_path,
+    idx_path,
+)
 from runtime.data.record import Record, record_path
 
 _CHUNK_BYTES = 16 * 2**20

@@ -7,9 +7,9 @@ from pathlib import Path
 
 from costmodels.errors import InputError
 from runtime.data.description import id_range
-from runtime.data.indexed import IndexedDataset, bare_prefix, bin_path
+from runtime.data.indexed_dataset import IndexedDataset, bare_prefix, bin_path
 from runtime.data.indexed_writer import IndexedWriter
-from runtime.data.record import Known, agreed, read_record
+from runtime.data.record import KnownTokenizer, common_tokenizer, read_record
 from runtime.data.summary import Summary
 
 
@@ -55,7 +55,7 @@ def merge(
     lacking = []
     for prefix in prefixes:
         pair = IndexedDataset(prefix)
-        known = agreed(known, "--input", pair)
+        known = common_tokenizer(known, "--input", pair)
         _check_alike(first, pair)
         if read_record(pair) is None:
             lacking.append(prefix)
@@ -82,7 +82,7 @@ def merge(
     return summary
 
 
-def _unrecorded(lacking: Sequence[Path], known: Known | None) -> str:
+def _unrecorded(lacking: Sequence[Path], known: KnownTokenizer | None) -> str:
     """What is to be said of pairs without a record; raises InputError if their ids are not the others'."""
     others = f" and {len(lacking) - 1} more have" if len(lacking) > 1 else " has"
     said = f"{lacking[0]}{others} no record of a tokenizer"

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from costmodels.errors import InputError
 from costmodels.files import MIB, read_text
-from runtime.data.indexed import IndexedDataset, bare_prefix
+from runtime.data.indexed_dataset import IndexedDataset, bare_prefix
 from runtime.data.tokenizers import Origin, Tokenizer, load_tokenizer
 
 
@@ -90,11 +90,11 @@ def _damaged(path: Path) -> InputError:
     )
 
 
-Known = tuple[Path, Record]
+KnownTokenizer = tuple[Path, Record]
 """The prefix of a pair, and its record."""
 
 
-def agreed(known: Known | None, flag: str, pair: IndexedDataset) -> Known | None:
+def common_tokenizer(known: KnownTokenizer | None, flag: str, pair: IndexedDataset) -> KnownTokenizer | None:
     """`known`, or else what is known of a pair, which `flag` names; raises InputError if the two differ."""
     record = read_record(pair)
     if record is None:

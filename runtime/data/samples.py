@@ -20,7 +20,7 @@ import numpy.typing as npt
 from costmodels.catalogue.host import available_memory
 from costmodels.errors import InputError
 from costmodels.spec.record import GIB
-from runtime.data.indexed import IndexedDataset
+from runtime.data.indexed_dataset import IndexedDataset
 
 # A last epoch of which less than this share is used is shuffled apart, so that no document is
 # overrepresented early in training.
@@ -189,7 +189,7 @@ class SampleDataset:
         number, place = divmod(position, len(self))
         if position < 0 or (number and not self.endless):
             raise IndexError(f"sample {position} of {len(self)} does not exist")
-        return self._round(number).unshuffled(int(self._round(number).shuffle_index[place]))
+        return self._round(number).stream_sample(int(self._round(number).shuffle_index[place]))
 
     def _round(self, number: int) -> SampleDataset:
         if not number:
@@ -200,7 +200,7 @@ class SampleDataset:
             self._later = number, later
         return self._later[1]
 
-    def unshuffled(self, number: int) -> npt.NDArray[np.int64]:
+    def stream_sample(self, number: int) -> npt.NDArray[np.int64]:
         """Sample `number` of the stream of documents, before samples are shuffled, int64[seq + 1]."""
         (first, start), (last, stop) = self.sample_index[number : number + 2].tolist()
         parts = []
@@ -215,7 +215,7 @@ class SampleDataset:
         return rows_of(self, positions)
 
 
-class Ordered(Protocol):
+class OrderedSamples(Protocol):
     """Samples of `seq` + 1 tokens in an order."""
 
     seq: int
@@ -223,7 +223,7 @@ class Ordered(Protocol):
     def sample(self, position: int) -> npt.NDArray[np.int64]: ...
 
 
-def rows_of(dataset: Ordered, positions: Sequence[int]) -> npt.NDArray[np.int64]:
+def rows_of(dataset: OrderedSamples, positions: Sequence[int]) -> npt.NDArray[np.int64]:
     """The samples at some positions, int64[len(positions), seq + 1]."""
     rows = np.empty((len(positions), dataset.seq + 1), np.int64)
     for row, position in zip(rows, positions, strict=True):

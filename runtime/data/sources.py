@@ -66,7 +66,7 @@ def bare_name(path: Path) -> Path:
 
 
 @contextmanager
-def opened(path: Path) -> Iterator[Source]:
+def open_source(path: Path) -> Iterator[Source]:
     """Open a file to read it, decompressed if its name ends in .gz, .bz2, .xz or .zst.
 
     Raises InputError, here and inside the context, if it cannot be read, or is damaged or cut off.

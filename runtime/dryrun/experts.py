@@ -25,10 +25,10 @@ def even_load(spec: ModelSpec) -> Iterator[None]:
     """Let the runtime's routers choose evenly, while this lasts."""
     limit = spec.router.capacity_factor
 
-    def rows_taken_in(chosen: Tensor, counts: Tensor) -> int:
+    def row_count(chosen: Tensor, counts: Tensor) -> int:
         return int(chosen.numel() * min(1.0, limit))
 
-    def rows_of_each(rows: Tensor, counts: Tensor) -> list[int]:
+    def row_counts(rows: Tensor, counts: Tensor) -> list[int]:
         return shares(rows.shape[0], counts.shape[0])
 
     def rows_to_move(
@@ -40,8 +40,8 @@ def even_load(spec: ModelSpec) -> Iterator[None]:
         return shares(sent, ranks), shares(received, ranks), [received] * arriving.shape[0]
 
     with (
-        patch.object(routing, "rows_taken_in", rows_taken_in),
-        patch.object(experts, "rows_of_each", rows_of_each),
+        patch.object(routing, "row_count", row_count),
+        patch.object(experts, "row_counts", row_counts),
         patch.object(expert_parallel, "rows_to_move", rows_to_move),
     ):
         yield

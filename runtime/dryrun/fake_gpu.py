@@ -28,18 +28,18 @@ MOST = 20_000
 """Operations that are remembered before a dry run begins; with more, all are forgotten."""
 
 
-def hidden(device: Any) -> Any:
+def cpp_device(device: Any) -> Any:
     """What C++ should see of a device; anything else as it is."""
     kind = device.type if isinstance(device, torch.device) else device
     return HIDDEN if isinstance(kind, str) and kind.partition(":")[0] == SHOWN.type else device
 
 
-def with_kernels(device: Any) -> Any:
+def kernel_device(device: Any) -> Any:
     """The device whose operators autograd should find, which every PyTorch has.
 
     Without kernels of its own for a device, PyTorch would take an operator such as `silu_backward` apart.
     """
-    return torch.device("cpu") if hidden(device) == HIDDEN else device
+    return torch.device("cpu") if cpp_device(device) == HIDDEN else device
 
 
 class Stream(torch.cpu.Stream):
@@ -80,15 +80,15 @@ def fake_gpu() -> Iterator[None]:
         return SHOWN if found.type == HIDDEN.type else found
 
     def wrapper(*args: Any, **kwargs: Any) -> Any:
-        kwargs = {key: hidden(part) for key, part in kwargs.items()}
-        return wrap(*(hidden(part) for part in args), **kwargs)
+        kwargs = {key: cpp_device(part) for key, part in kwargs.items()}
+        return wrap(*(cpp_device(part) for part in args), **kwargs)
 
     def place(self: Any, device: Any) -> None:
-        self._fake_device = hidden(torch.device(device))
+        self._fake_device = cpp_device(torch.device(device))
 
     def subclass(*args: Any, **kwargs: Any) -> Any:
         if "device_for_backend_keys" in kwargs:
-            kwargs["device_for_backend_keys"] = with_kernels(kwargs["device_for_backend_keys"])
+            kwargs["device_for_backend_keys"] = kernel_device(kwargs["device_for_backend_keys"])
         return make(*args, **kwargs)
 
     def is_cuda(self: Any) -> bool:

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch._guards import active_fake_mode
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from runtime.dryrun.fake_gpu import HIDDEN, hidden
+from runtime.dryrun.fake_gpu import HIDDEN, cpp_device
 from runtime.model.attention_kernels import pad_heads, takes_flash
 
 aten = torch.ops.aten
@@ -39,7 +39,7 @@ def gpu_kernels(fake: FakeTensorMode) -> Iterator[None]:
     def made_empty(*args: Any, **kwargs: Any) -> Tensor:
         # Only a real GPU can pin memory.
         kwargs.pop("pin_memory", None)
-        if active_fake_mode() is None and hidden(kwargs.get("device")) == HIDDEN:
+        if active_fake_mode() is None and cpp_device(kwargs.get("device")) == HIDDEN:
             # Stages are built on the real meta device.
             with fake:
                 return empty(*args, **kwargs)
@@ -47,8 +47,8 @@ def gpu_kernels(fake: FakeTensorMode) -> Iterator[None]:
 
     def moved(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         if "device" in kwargs:
-            kwargs["device"] = hidden(kwargs["device"])
-        return to(tensor, *(hidden(part) for part in args), **kwargs)
+            kwargs["device"] = cpp_device(kwargs["device"])
+        return to(tensor, *(cpp_device(part) for part in args), **kwargs)
 
     def nothing(tensor: Tensor, *args: Any) -> Tensor:
         return tensor

@@ -10,7 +10,7 @@ from functools import partial
 from costmodels import Layout, ModelSpec
 from runtime.dryrun.memory_trace import MemoryTrace
 from runtime.dryrun.run import DeviceKind, trace
-from runtime.processes.spawning import ended_with, spawned
+from runtime.processes.pools import pool_guard, spawn_context
 from runtime.settings.options import TrainingOptions
 
 
@@ -30,7 +30,10 @@ def trace_ranks(
         for rank in ranks:
             yield one(rank=rank)
         return
-    with ProcessPoolExecutor(min(processes, len(ranks)), mp_context=spawned()) as pool, ended_with(pool):
+    with (
+        ProcessPoolExecutor(min(processes, len(ranks)), mp_context=spawn_context()) as pool,
+        pool_guard(pool),
+    ):
         try:
             for future in [pool.submit(one, rank=rank) for rank in ranks]:
                 yield future.result()

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from runtime.dryrun.fake_gpu import with_kernels
+from runtime.dryrun.fake_gpu import kernel_device
 
 NAMESPACES = ("aten", "prims", "_c10d_functional")
 """Of operators whose results follow from their arguments."""
@@ -51,7 +51,7 @@ _UNSEEN: Any = object()
 _make_subclass: Any = Tensor._make_subclass
 
 
-class Made(NamedTuple):
+class ResultTensor(NamedTuple):
     """A tensor that an operation returns."""
 
     operand: int | None
@@ -72,7 +72,7 @@ class Made(NamedTuple):
 class Result(NamedTuple):
     """What an operation returns."""
 
-    parts: tuple[Made | int | float | None, ...]
+    parts: tuple[ResultTensor | int | float | None, ...]
     """Tensors, and numbers as they are."""
     kind: type | None
     """List or tuple; none for a single tensor."""
@@ -95,7 +95,7 @@ def call(func: Any, args: Any, kwargs: Any) -> Any:
     mode: Any = torch._C._get_dispatch_mode(_FAKE)
     if mode is None or not _is_eligible(func):
         return func(*args, **kwargs)
-    found = key_of(mode, func, args, kwargs)
+    found = operation_key(mode, func, args, kwargs)
     if found is None:
         return func(*args, **kwargs)
     key, operands = found
@@ -121,7 +121,7 @@ def _is_eligible(func: Any) -> bool:
     return _eligible[func]
 
 
-def key_of(mode: FakeTensorMode, func: Any, args: Any, kwargs: Any) -> tuple[Key, list[Tensor]] | None:
+def operation_key(mode: FakeTensorMode, func: Any, args: Any, kwargs: Any) -> tuple[Key, list[Tensor]] | None:
     """What the result of an operation follows from, and its operands; None where that cannot be told."""
     key: list[Any] = [func, torch.get_default_dtype()]
     operands: list[Tensor] = []
@@ -167,11 +167,11 @@ def learn(mode: FakeTensorMode, key: Key, operands: Sequence[Tensor], result: An
 
 def repeat(mode: FakeTensorMode, result: Result, operands: Sequence[Tensor]) -> Any:
     """What the operation returns that has once returned `result`."""
-    made = [_make(mode, part, operands) if isinstance(part, Made) else part for part in result.parts]
+    made = [_make(mode, part, operands) if isinstance(part, ResultTensor) else part for part in result.parts]
     return made[0] if result.kind is None else result.kind(made)
 
 
-def _make(mode: FakeTensorMode, made: Made, operands: Sequence[Tensor]) -> Tensor:
+def _make(mode: FakeTensorMode, made: ResultTensor, operands: Sequence[Tensor]) -> Tensor:
     operand, is_operand, shape, stride, offset, dtype, device, backend, attributes = made
     if is_operand:
         assert operand is not None
@@ -200,7 +200,7 @@ def _make(mode: FakeTensorMode, made: Made, operands: Sequence[Tensor]) -> Tenso
 def _result_of(mode: FakeTensorMode, operands: Sequence[Tensor], result: Any) -> Result | None:
     kind = type(result) if isinstance(result, (list, tuple)) else None
     given = [result] if kind is None else list(result)
-    parts: list[Made | int | float | None] = []
+    parts: list[ResultTensor | int | float | None] = []
     for part in given:
         if part is None or type(part) in NUMBERS:
             parts.append(part)
@@ -218,8 +218,8 @@ def _result_of(mode: FakeTensorMode, operands: Sequence[Tensor], result: Any) ->
     return Result(tuple(parts), kind)
 
 
-def _is_new(part: Made | int | float | None) -> bool:
-    return isinstance(part, Made) and part.operand is None
+def _is_new(part: ResultTensor | int | float | None) -> bool:
+    return isinstance(part, ResultTensor) and part.operand is None
 
 
 def _views_of(mode: FakeTensorMode, func: Any, args: Any, kwargs: Any, operand: Any) -> Result:
@@ -233,7 +233,7 @@ def _views_of(mode: FakeTensorMode, func: Any, args: Any, kwargs: Any, operand: 
         shown = func(*(plain if arg is operand else arg for arg in args), **kwargs)
     kind = type(shown) if isinstance(shown, (list, tuple)) else None
     parts = [
-        Made(
+        ResultTensor(
             operand=0,
             is_operand=False,
             shape=tuple(view.shape),
@@ -241,7 +241,7 @@ def _views_of(mode: FakeTensorMode, func: Any, args: Any, kwargs: Any, operand: 
             offset=view.storage_offset(),
             dtype=view.dtype,
             device=operand.fake_device,
-            backend=with_kernels(operand.fake_device),
+            backend=kernel_device(operand.fake_device),
             attributes=_attributes(mode, operand.fake_device),
         )
         for view in ([shown] if kind is None else shown)
@@ -256,7 +256,7 @@ def _attributes(mode: FakeTensorMode, device: torch.device) -> dict[str, Any]:
     return {name: value for name, value in fresh.__dict__.items() if name not in GIVEN}
 
 
-def _made_of(mode: FakeTensorMode, operands: Sequence[Tensor], tensor: Any) -> Made | None:
+def _made_of(mode: FakeTensorMode, operands: Sequence[Tensor], tensor: Any) -> ResultTensor | None:
     """How to make a tensor again; None where that is not clear."""
     memory = tensor.untyped_storage()._cdata
     shown = [n for n, operand in enumerate(operands) if operand.untyped_storage()._cdata == memory]
@@ -264,7 +264,7 @@ def _made_of(mode: FakeTensorMode, operands: Sequence[Tensor], tensor: Any) -> M
     if len(same) > 1 or (shown and not same and len(operands) > 1):
         # Which of them, is another question for other operands.
         return None
-    return Made(
+    return ResultTensor(
         operand=next(iter(same or shown), None),
         is_operand=bool(same),
         shape=tuple(tensor.shape),
@@ -272,7 +272,7 @@ def _made_of(mode: FakeTensorMode, operands: Sequence[Tensor], tensor: Any) -> M
         offset=tensor.storage_offset(),
         dtype=tensor.dtype,
         device=tensor.fake_device,
-        backend=with_kernels(tensor.fake_device),
+        backend=kernel_device(tensor.fake_device),
         attributes=_attributes(mode, tensor.fake_device),
     )
 

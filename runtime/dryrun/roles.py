@@ -21,7 +21,7 @@ from runtime.model.experts import MixtureOfExperts
 from runtime.model.transformer import Transformer
 from runtime.optimizers.adam8bit import Adam8bit
 from runtime.optimizers.shards import ShardedOptimizer
-from runtime.parallel import collectives, loss, offload, recompute
+from runtime.parallel import collectives, loss, offload, recomputation
 from runtime.parallel.pipeline_stage import LeanStage
 from runtime.train import trainer
 from runtime.train.executor import Executor
@@ -75,7 +75,7 @@ def roles(tracker: Tracker) -> Iterator[None]:
 
         stack.enter_context(patch.object(saved_tensors_hooks, "__enter__", _entering(tracker)))
         stack.enter_context(patch.object(torch.UntypedStorage, "resize_", _resizing(tracker)))
-        stack.enter_context(patch.object(recompute, "_Call", _labelled_call(tracker)))
+        stack.enter_context(patch.object(recomputation, "_Call", _labelled_call(tracker)))
         stack.enter_context(saved_tensors_hooks(_keep, _same))
         # Waiting for a collective makes nothing new; the fake operation would.
         stack.enter_context(patch.object(collectives, "_wait", _same))
@@ -143,7 +143,7 @@ def _entering(tracker: Tracker) -> Any:
         def packing(tensor: Tensor) -> Any:
             try:
                 kept = pack(tensor)
-            except recompute._Enough:
+            except recomputation._Enough:
                 tracker.tag(tensor, "activations")
                 raise
             if kept is None or isinstance(kept, Tensor):
@@ -170,7 +170,7 @@ def _resizing(tracker: Tracker) -> Any:
 def _labelled_call(tracker: Tracker) -> type:
     """Calls that run again in backward, with the layer that they had in forward."""
 
-    class Labelled(recompute._Call):
+    class Labelled(recomputation._Call):
         def __init__(self, *args: Any) -> None:
             super().__init__(*args)
             self.layer = tracker.layer
@@ -223,7 +223,7 @@ def watch(tracker: Tracker, parameters: Iterable[nn.Parameter]) -> None:
             parameter.register_post_accumulate_grad_hook(tag)  # type: ignore[no-untyped-call]
 
 
-def own_state(tracker: Tracker, executor: Executor) -> None:
+def tag_state(tracker: Tracker, executor: Executor) -> None:
     """Tell `tracker` what a finished build holds, and the layers to watch."""
     for stage in executor.stages:
         for tensor in (*stage.parameters(), *stage.buffers(), *_tables(stage)):
@@ -294,7 +294,7 @@ def _keep_logits(tracker: Tracker, head: nn.Module) -> None:
     head.forward = scored  # type: ignore[method-assign]
 
 
-def settle_optimizer(tracker: Tracker) -> None:
+def tag_optimizer_state(tracker: Tracker) -> None:
     """What the optimizer has made and kept in a step is its state."""
     for number, _ in tracker.alive.values():
         if number >= 0:
@@ -303,4 +303,4 @@ def settle_optimizer(tracker: Tracker) -> None:
                 block.category = "optimizer"
 
 
-__all__ = ["inner_tensors", "label_layers", "own_state", "roles", "settle_optimizer", "watch"]
+__all__ = ["inner_tensors", "label_layers", "roles", "tag_optimizer_state", "tag_state", "watch"]

@@ -20,12 +20,12 @@ from torch.distributed.pipelining import PipelineStage, schedules
 from costmodels import Layout, ModelSpec
 from costmodels.errors import InputError
 from costmodels.tapes.player.steady import enough_micro_batches, fewest_micro_batches
-from runtime.dryrun.compiled import compiled_layers
+from runtime.dryrun.compiled_layers import compiled_layers
 from runtime.dryrun.experts import even_load
 from runtime.dryrun.fake_gpu import fake_gpu
 from runtime.dryrun.kernels import cpu_kernels, gpu_kernels
 from runtime.dryrun.memory_trace import MemoryTrace
-from runtime.dryrun.roles import label_layers, own_state, roles, settle_optimizer
+from runtime.dryrun.roles import label_layers, roles, tag_optimizer_state, tag_state
 from runtime.dryrun.tracker import Tracker
 from runtime.model.transformer import Transformer
 from runtime.parallel.context import local_positions
@@ -71,11 +71,11 @@ def trace(
         raise InputError(f"rank {rank}: the layout has ranks 0 to {layout.world_size - 1}")
     options = replace(options or TrainingOptions(), compile=compiled, no_compile=not compiled)
     pipeline_rank = rank // (layout.world_size // layout.pipeline_parallel)
-    short = shortened(layout, pipeline_rank)
+    short = short_layout(layout, pipeline_rank)
     tracker = Tracker(on_gpu=device == "cuda")
     with ExitStack() as stack:
-        stack.enter_context(frozen())
-        stack.enter_context(one_rank_of(layout.world_size, rank))
+        stack.enter_context(frozen_objects())
+        stack.enter_context(fake_process_group(layout.world_size, rank))
         if layout.optimizer == "adam8bit":
             _prepare_maps()
         if device == "cuda":
@@ -84,9 +84,9 @@ def trace(
         grid = build_grid(spec, layout, torch.device(device))
         stack.enter_context(patch.object(training, "build_grid", lambda *_: grid))
         fake = FakeTensorMode(allow_non_fake_inputs=True)
-        stack.enter_context(built_on_meta(fake))
+        stack.enter_context(meta_builds(fake))
         stack.enter_context(fake)
-        stack.enter_context(alone())
+        stack.enter_context(isolated_pipeline())
         stack.enter_context(even_load(spec))
         if device == "cuda":
             stack.enter_context(gpu_kernels(fake))
@@ -98,9 +98,9 @@ def trace(
         stack.enter_context(tracker)
         with tracker.scope(phase="build"):
             trainer = training.Trainer(spec, short, options, torch.device(device))
-            own_state(tracker, trainer.executor)
+            tag_state(tracker, trainer.executor)
         label_layers(tracker, trainer.executor, compiled, stages.compiles_in_two(layout))
-        stack.enter_context(not_collected())
+        stack.enter_context(collector_pause())
         samples = np.zeros((layout.micro_batches * layout.micro_batch_size, spec.seq + 1), np.int64)
         warm_up = fewest_micro_batches(short)
         for number in range(steps):
@@ -110,7 +110,7 @@ def trace(
             left_out = layout.micro_batches - micro_batches if number == steps - 1 else 0
             with _rows_of(trainer, micro_batches), _held(left_out, trainer.executor):
                 trainer.train_step(samples)
-            settle_optimizer(tracker)
+            tag_optimizer_state(tracker)
         found = tracker.moments()
     step = [moment for label, moment in found.items() if label != "build"]
     return MemoryTrace(
@@ -127,7 +127,7 @@ def trace(
     )
 
 
-def shortened(layout: Layout, pipeline_rank: int) -> Layout:
+def short_layout(layout: Layout, pipeline_rank: int) -> Layout:
     """`layout` with as few micro batches as its step needs to show its peak."""
     per_rank = enough_micro_batches(layout, pipeline_rank)
     batch = per_rank * layout.micro_batch_size * layout.data_parallel
@@ -166,7 +166,7 @@ def _held(losses: int, executor: Executor) -> Iterator[None]:
 
 
 @contextmanager
-def frozen() -> Iterator[None]:
+def frozen_objects() -> Iterator[None]:
     """Let collections pass over what was there before: PyTorch alone is a million objects."""
     gc.freeze()
     try:
@@ -176,7 +176,7 @@ def frozen() -> Iterator[None]:
 
 
 @contextmanager
-def not_collected() -> Iterator[None]:
+def collector_pause() -> Iterator[None]:
     """Leave cycles alone, as the loop of the runtime does."""
     gc.collect()
     gc.disable()
@@ -187,7 +187,7 @@ def not_collected() -> Iterator[None]:
 
 
 @contextmanager
-def one_rank_of(world_size: int, rank: int) -> Iterator[None]:
+def fake_process_group(world_size: int, rank: int) -> Iterator[None]:
     """A process group of ranks that do not exist."""
     from torch.distributed.tensor import debug
     from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -214,7 +214,7 @@ def _prepare_maps() -> None:
 
 
 @contextmanager
-def built_on_meta(fake: FakeTensorMode) -> Iterator[None]:
+def meta_builds(fake: FakeTensorMode) -> Iterator[None]:
     """Let stages be built on the real meta device, whose tensors modules can replace by fake ones."""
     build, place = stages.build_stage, Transformer.place
 
@@ -239,7 +239,7 @@ def built_on_meta(fake: FakeTensorMode) -> Iterator[None]:
 
 
 @contextmanager
-def alone() -> Iterator[None]:
+def isolated_pipeline() -> Iterator[None]:
     """Let the pipeline start without asking its neighbours, and without random numbers of a device."""
 
     def agree(_: Any, stages_here: list[Any], *args: Any) -> None:

@@ -120,9 +120,9 @@ class Tracker(TorchDispatchMode):
             return None
         if func in SET_STORAGE and self.fake:
             # The cache of fake tensors would keep the storage.
-            with uncached(args[0]):
+            with without_cache(args[0]):
                 result = func(*args, **(kwargs or {}))
-        elif self.fake and not compiling():
+        elif self.fake and not is_compiling():
             result = repeats.call(func, args, kwargs or {})
         else:
             result = func(*args, **(kwargs or {}))
@@ -144,7 +144,7 @@ class Tracker(TorchDispatchMode):
         """Count the storage of `tensor` if it is new."""
         storage = tensor.untyped_storage()
         key = storage._cdata
-        if self.pauses or key in self.alive or compiling():
+        if self.pauses or key in self.alive or is_compiling():
             return
         device = tensor.device.type
         if device == "meta":
@@ -323,7 +323,7 @@ def inner_tensors(tensor: object) -> Iterator[Tensor]:
 
 
 @contextmanager
-def uncached(tensor: Any) -> Iterator[None]:
+def without_cache(tensor: Any) -> Iterator[None]:
     """Without the cache of the fake tensors that `tensor` is one of."""
     mode, before = tensor.fake_mode, tensor.fake_mode.cache_enabled
     mode.cache_enabled = False
@@ -333,6 +333,6 @@ def uncached(tensor: Any) -> Iterator[None]:
         mode.cache_enabled = before
 
 
-def compiling() -> bool:
+def is_compiling() -> bool:
     """Whether a compiler is at work, whose fake tensors stand for nothing."""
     return CompileContext.try_get() is not None

@@ -36,7 +36,7 @@ from costmodels.tapes.tape import (
     OUTPUT_GRADIENT,
 )
 from runtime.dryrun import run
-from runtime.dryrun.compiled import compiled_layers
+from runtime.dryrun.compiled_layers import compiled_layers
 from runtime.dryrun.experts import even_load
 from runtime.dryrun.fake_gpu import fake_gpu
 from runtime.dryrun.kernels import gpu_kernels
@@ -45,7 +45,7 @@ from runtime.dryrun.tracker import Tracker, inner_tensors
 from runtime.model.experts import MixtureOfExperts
 from runtime.model.transformer import Transformer
 from runtime.parallel.data import DTYPES
-from runtime.parallel.local import local_part
+from runtime.parallel.local_tensors import local_part
 from runtime.parallel.loss import TokenLoss
 from runtime.parallel.mesh import build_grid
 from runtime.settings.options import TrainingOptions
@@ -100,7 +100,7 @@ def record_unit(model: ModelSpec, layout: Layout, unit: Unit, compiled: bool) ->
         tracker = Tracker(on_gpu=True)
         module, run_unit, source = _built(stack, tracker, model, layout, unit, compiled)
         # What a collector ends, it ends at any time.
-        stack.enter_context(run.not_collected())
+        stack.enter_context(run.collector_pause())
         recorder = _Recorder(tracker, module, run_unit, source)
         recorder.turn()
         recorder.forget_gradients()
@@ -128,14 +128,14 @@ def _built(
 ) -> tuple[nn.Module, Callable[[Tensor], Tensor], Callable[[], Tensor]]:
     """The parameters of a unit, what runs it, and what makes its input; `stack` ends all of it."""
     device = torch.device("cuda")
-    stack.enter_context(run.frozen())
-    stack.enter_context(run.one_rank_of(layout.world_size, 0))
+    stack.enter_context(run.frozen_objects())
+    stack.enter_context(run.fake_process_group(layout.world_size, 0))
     stack.enter_context(fake_gpu())
     grid = build_grid(model, layout, device)
     fake = FakeTensorMode(allow_non_fake_inputs=True)
-    stack.enter_context(run.built_on_meta(fake))
+    stack.enter_context(run.meta_builds(fake))
     stack.enter_context(fake)
-    stack.enter_context(run.alone())
+    stack.enter_context(run.isolated_pipeline())
     stack.enter_context(even_load(model))
     stack.enter_context(gpu_kernels(fake))
     stack.enter_context(roles(tracker))

@@ -70,7 +70,7 @@ class Requests:
             self.group = dist.new_group(backend="gloo", timeout=timeout)
 
     @contextmanager
-    def heeded(self) -> Iterator[None]:
+    def signal_handlers(self) -> Iterator[None]:
         """Take signals as requests meanwhile; afterwards they do what they did before."""
         previous: dict[int, Callable[[int, FrameType | None], object] | int | None] = {}
         if self.saves:

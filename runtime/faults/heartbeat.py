@@ -70,13 +70,13 @@ class _Current:
 _current = _Current()
 
 
-def doing(operation: str, micro_batch: int | None = None) -> None:
+def set_operation(operation: str, micro_batch: int | None = None) -> None:
     """Say what this rank starts to do; a micro batch counts from 1."""
     now = _current
     now.activity = Activity(operation, micro_batch, now.period, now.iteration, now.in_step, time.monotonic())
 
 
-def at(period: str, iteration: int, in_step: bool = False) -> None:
+def set_period(period: str, iteration: int, in_step: bool = False) -> None:
     """Say what the operations that follow are a part of, such as `iteration 12`, a training step."""
     _current.period, _current.iteration, _current.in_step = period, iteration, in_step
 
@@ -86,7 +86,7 @@ def activity() -> Activity:
     return _current.activity
 
 
-def forgive(seconds: float) -> None:
+def leave_out(seconds: float) -> None:
     """Leave out time for which the process did not run: stopped, or the machine was busy elsewhere."""
     now = _current.activity
     _current.activity = now._replace(since=now.since + seconds)
@@ -99,7 +99,7 @@ def is_waiting(frame: FrameType | None) -> bool:
     return frame is not None and any(part in frame.f_code.co_filename for part in _WAITING)
 
 
-def waits() -> bool:
+def is_main_waiting() -> bool:
     """Whether this rank's training thread waits for other ranks."""
     return _current.activity.operation in MEETINGS or is_waiting(main_frame())
 
@@ -109,7 +109,7 @@ def main_frame() -> FrameType | None:
     return sys._current_frames().get(threading.main_thread().ident or 0)
 
 
-def place(frame: FrameType | None) -> str:
+def frame_place(frame: FrameType | None) -> str:
     """Where in the code a frame is, such as `runtime/loop.py:91 in step`."""
     if frame is None:
         return "an unknown place"

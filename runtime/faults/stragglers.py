@@ -44,7 +44,7 @@ class Sampler:
         now = heartbeat.activity()
         if now.in_step:
             self.samples += 1
-            if not heartbeat.waits():
+            if not heartbeat.is_main_waiting():
                 self.seconds[now.operation] += elapsed_s
 
     def work(self) -> Work:
@@ -62,12 +62,12 @@ class Sampler:
         self.samples = self.steps = 0
 
 
-def enough(work: Sequence[Work]) -> bool:
+def has_enough_samples(work: Sequence[Work]) -> bool:
     """Whether the ranks have been looked at often enough; the same answer on all of them."""
     return min(rank.samples for rank in work) >= FEWEST_SAMPLES
 
 
-def slowest(work: Sequence[Work], peers: Sequence[int], factor: float) -> tuple[int, float] | None:
+def slowest_rank(work: Sequence[Work], peers: Sequence[int], factor: float) -> tuple[int, float] | None:
     """The rank whose own work takes most, over the median of its peers, if that exceeds `factor`.
 
     Args:

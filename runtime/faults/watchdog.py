@@ -63,12 +63,12 @@ class Beat(NamedTuple):
         patience = PATIENCE if str(self.words["doing"]).startswith(FILE_WORK) else 1
         return self.silent_s > timeout_s or self.stuck_s > patience * timeout_s
 
-    def named(self) -> str:
+    def description(self) -> str:
         """Rank, host and operation."""
         return f"rank {self.rank} on {self.words['host']} in {self.words['doing']} ({self.words['place']})"
 
 
-def hang(beats: list[Beat], timeout_s: float) -> str:
+def hang_report(beats: list[Beat], timeout_s: float) -> str:
     """Which ranks hang, in one line; empty when none does.
 
     Those that give no sign of life are to blame first; then those that do not wait for others; then those
@@ -80,7 +80,7 @@ def hang(beats: list[Beat], timeout_s: float) -> str:
     working = [beat for beat in beats if not beat.words["waits"] and beat.stuck_s > timeout_s / 2]
     behind = [beat for beat in beats if beat.words["iteration"] == min(b.words["iteration"] for b in beats)]
     blamed = silent or working or behind
-    names = "; ".join(beat.named() for beat in blamed[:MOST_NAMED])
+    names = "; ".join(beat.description() for beat in blamed[:MOST_NAMED])
     more = f"; and {len(blamed) - MOST_NAMED} more" if len(blamed) > MOST_NAMED else ""
     seconds = max(beat.stuck_s for beat in blamed)
     how = "no sign of life" if silent else "no progress" if working else "ranks wait for each other"
@@ -179,7 +179,7 @@ class Watchdog:
                 return  # The store went away with the rank that held it: the job ends without us.
 
     def _forgive(self, seconds: float) -> None:
-        heartbeat.forgive(seconds)
+        heartbeat.leave_out(seconds)
         self.heard = {rank: (number, when + seconds) for rank, (number, when) in self.heard.items()}
 
     def _obey(self) -> None:
@@ -195,8 +195,8 @@ class Watchdog:
             "age": now - current.since,
             "doing": current.describe(),
             "iteration": current.iteration,
-            "waits": heartbeat.waits(),
-            "place": heartbeat.place(frame),
+            "waits": heartbeat.is_main_waiting(),
+            "place": heartbeat.frame_place(frame),
             "host": self.host,
         }
         self.store.set(str(self.rank), json.dumps(words))
@@ -214,7 +214,7 @@ class Watchdog:
                 self.heard[rank] = words["beat"], now
             silent = now - self.heard[rank][1]
             beats.append(Beat(rank, words, silent if silent > 2 * self.beat_s else 0.0))
-        message = hang(beats, self.timeout_s)
+        message = hang_report(beats, self.timeout_s)
         if message:
             self.fail(
                 f"{message}; all ranks end (--hang-timeout-seconds {self.timeout_s:g})", 1, restart=True
@@ -224,7 +224,7 @@ class Watchdog:
 _active: Watchdog | None = None
 
 
-def active() -> Watchdog | None:
+def running_watchdog() -> Watchdog | None:
     """The watchdog of this rank, if it has one now."""
     return _active
 

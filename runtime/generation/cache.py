@@ -95,25 +95,25 @@ class _KeysAndValues:
     def forget(self) -> None:
         self.keys = self.values = None
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def attend(self, q_BNSH: Tensor, k_BKSH: Tensor, v_BKSH: Tensor) -> Tensor:
         """[B, N, S, H], as the attention whose core this takes the place of."""
         cache = self.cache
         if self.keys is None or self.values is None:
-            self.keys, self.values = cache.make(k), cache.make(v)
-        cache.write(self.keys, k)
-        cache.write(self.values, v)
+            self.keys, self.values = cache.make(k_BKSH), cache.make(v_BKSH)
+        cache.write(self.keys, k_BKSH)
+        cache.write(self.values, v_BKSH)
         if cache.at is None:
-            return self.plain(q, k, v)
+            return self.plain(q_BNSH, k_BKSH, v_BKSH)
         keys, values = (kept[:, :, : cache.end] for kept in (self.keys, self.values))
-        grouped = q.shape[1] != k.shape[1]
-        return F.scaled_dot_product_attention(q, keys, values, cache.visible(), enable_gqa=grouped)
+        grouped = q_BNSH.shape[1] != k_BKSH.shape[1]
+        return F.scaled_dot_product_attention(q_BNSH, keys, values, cache.visible(), enable_gqa=grouped)
 
 
 class _Latents:
-    """The cache of one latent attention: C + R elements of a token, however many heads there are.
+    """The cache of one latent attention: C + r elements of a token, however many heads there are.
 
     The matrices that make keys and values of a latent are applied to the query and to the result instead
-    (DeepSeek-V2, arXiv:2405.04434, section 2.1.2), so that a new token costs N (C + R) for each that it sees.
+    (DeepSeek-V2, arXiv:2405.04434, section 2.1.2), so that a new token costs N (C + r) for each that it sees.
     """
 
     def __init__(self, attention: LatentAttention, cache: Cache) -> None:
@@ -126,29 +126,29 @@ class _Latents:
     def forget(self) -> None:
         self.kept = None
 
-    def compress(self, x: Tensor) -> tuple[Tensor, ...]:
+    def compress(self, x_BSD: Tensor) -> tuple[Tensor, ...]:
         """What compresses tokens [B, S, D], and keeps their latents."""
-        queries, latent, rope = self.plain_compress(x)
-        new = torch.cat((latent.unsqueeze(1), self._turned(rope.unsqueeze(1))), dim=-1)
+        q_BSQ, latent_BSC, k_BSr = self.plain_compress(x_BSD)
+        new = torch.cat((latent_BSC.unsqueeze(1), self._turned(k_BSr.unsqueeze(1))), dim=-1)
         if self.kept is None:
             self.kept = self.cache.make(new)
         self.cache.write(self.kept, new)
-        return queries, latent, rope
+        return q_BSQ, latent_BSC, k_BSr
 
-    def attend(self, x: Tensor) -> Tensor:
+    def attend(self, x_BSD: Tensor) -> Tensor:
         """[B, S, D], as the attention whose place this takes."""
         if self.cache.at is None:
-            return self.plain(x)
+            return self.plain(x_BSD)
         own = self.attention
-        queries, latent, _ = own.compress(x)
+        q_BSQ, latent_BSC, _ = own.compress(x_BSD)
         assert self.kept is not None
-        seen, rank = self.kept[:, :, : self.cache.end], latent.shape[-1]
-        q = own.query(queries).unflatten(-1, (-1, own.nope + own.rope)).transpose(1, 2)
-        nope, rope = q.split((own.nope, own.rope), dim=-1)
+        seen, rank = self.kept[:, :, : self.cache.end], latent_BSC.shape[-1]
+        q = own.query(q_BSQ).unflatten(-1, (-1, own.nope + own.rope)).transpose(1, 2)
+        q_BNSU, q_BNSr = q.split((own.nope, own.rope), dim=-1)
         weight = local_weight(own.key_value.weight).view(-1, own.nope + own.value, rank)
         to_keys, to_values = weight.split((own.nope, own.value), dim=1)
-        q = torch.cat((torch.einsum("bnsh,nhc->bnsc", nope, to_keys), self._turned(rope)), dim=-1)
-        attended = F.scaled_dot_product_attention(
+        q = torch.cat((torch.einsum("bnsh,nhc->bnsc", q_BNSU, to_keys), self._turned(q_BNSr)), dim=-1)
+        attended_BNSC = F.scaled_dot_product_attention(
             q * own.score_factor,
             seen,
             seen[..., :rank],
@@ -156,13 +156,13 @@ class _Latents:
             scale=(own.nope + own.rope) ** -0.5,
             enable_gqa=True,
         )
-        values = torch.einsum("bnsc,nvc->bnsv", attended, to_values)
-        result: Tensor = own.output(values.transpose(1, 2).flatten(2))
-        return result
+        values_BNSH = torch.einsum("bnsc,nvc->bnsv", attended_BNSC, to_values)
+        result_BSD: Tensor = own.output(values_BNSH.transpose(1, 2).flatten(2))
+        return result_BSD
 
-    def _turned(self, x: Tensor) -> Tensor:
-        """`x` [B, N, S, R] turned by the positions of its tokens."""
+    def _turned(self, x_BNSr: Tensor) -> Tensor:
+        """`x_BNSr` turned by the positions of its tokens."""
         if not self.attention.rotates:
-            return x
+            return x_BNSr
         assert self.attention.rotary is not None
-        return rotate(x, *self.attention.rotary)
+        return rotate(x_BNSr, *self.attention.rotary)

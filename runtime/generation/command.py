@@ -23,10 +23,17 @@ from runtime.generation.stage import Split
 from runtime.generation.text import Stream, text_of
 from runtime.huggingface.stored_model import open_model
 from runtime.job.devices import local_device_count, torch_device
-from runtime.launch.supervisor import Stopped, run_job
+from runtime.launch.supervisor import JobStopped, run_job
 from runtime.launch.torchrun import torchrun_command
 from runtime.logs.console import PROGRESS, progress, say
-from runtime.parallel.ranks import Ranks, finish, is_lost_connection, on_first_rank, start, together
+from runtime.parallel.ranks import (
+    Ranks,
+    is_lost_connection,
+    leave_process_group,
+    run_on_first_rank,
+    run_together,
+    start_process_group,
+)
 from runtime.settings.preflight import check_host, check_job
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -38,7 +45,7 @@ TIMEOUT_MINUTES = 30.0
 """After which a rank that nobody answers gives up: reading a large model takes long."""
 
 
-class Waiting(Protocol):
+class StatusDisplay(Protocol):
     """Who says what goes on while there is no text yet."""
 
     def tell(self, what: str) -> None:
@@ -59,7 +66,7 @@ class _FirstRank:
         """Text itself makes place there."""
 
 
-def run(options: GenerateOptions, waiting: Waiting) -> None:
+def run(options: GenerateOptions, waiting: StatusDisplay) -> None:
     """Continue the prompts, as `options` say."""
     options.check()
     prompts = options.prompts()
@@ -84,7 +91,7 @@ def run_rank(options: GenerateOptions) -> None:
             f"{options.pipeline_model_parallel_size} is {options.world_size}; start as many"
         )
     device = torch_device(options.device == "cpu" or not local_device_count(), ranks)
-    start(ranks, device, TIMEOUT_MINUTES)
+    start_process_group(ranks, device, TIMEOUT_MINUTES)
     try:
         generate(options, prompts, device, _FirstRank())
     except InputError:
@@ -95,10 +102,12 @@ def run_rank(options: GenerateOptions) -> None:
             raise
         say(f"runtime.generation: rank {ranks.rank} lost the connection to another rank", sys.stderr)
         raise typer.Exit(1) from None
-    finish(device)
+    leave_process_group(device)
 
 
-def generate(options: GenerateOptions, prompts: list[str], device: torch.device, waiting: Waiting) -> None:
+def generate(
+    options: GenerateOptions, prompts: list[str], device: torch.device, waiting: StatusDisplay
+) -> None:
     """Continue `prompts` on this rank; the first one prints."""
     waiting.tell("reading the model")
     generator = _generator(options, device)
@@ -144,8 +153,8 @@ def _generator(options: GenerateOptions, device: torch.device) -> Generator:
     if not dist.is_initialized():
         return build(verified=False)
     # One rank compares the files with their checksums.
-    on_first_rank(lambda: open_model(options.load, options.ckpt_step) and None)
-    return together(lambda: build(verified=True))
+    run_on_first_rank(lambda: open_model(options.load, options.ckpt_step) and None)
+    return run_together(lambda: build(verified=True))
 
 
 class _Printer:
@@ -179,7 +188,7 @@ def _show(piece: str) -> None:
         print(piece, end="", flush=True)
 
 
-def _start_ranks(options: GenerateOptions, waiting: Waiting) -> None:
+def _start_ranks(options: GenerateOptions, waiting: StatusDisplay) -> None:
     """Run torchrun on this machine and show what its first rank says."""
     ranks = options.world_size
     gpus = 0 if options.device == "cpu" else local_device_count()
@@ -207,7 +216,7 @@ def _start_ranks(options: GenerateOptions, waiting: Waiting) -> None:
         os.environ[EVENTS_VARIABLE] = "1"
         try:
             outcome = run_job(command, ranks, Path(folder), pass_on, _ignore)
-        except Stopped as stop:
+        except JobStopped as stop:
             say(f"\nplanner: stopped by {stop.number.name}; all ranks have ended", sys.stderr)
             raise typer.Exit(128 + stop.number) from None
         finally:

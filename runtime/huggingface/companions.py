@@ -19,7 +19,7 @@ from planner.inputs.hf_config import model_from_hf_config, read_config
 from planner.inputs.hf_readers import Config
 from runtime.huggingface.files import INDEX_FILE
 from runtime.huggingface.mapping import GPT2_PREFIX
-from runtime.huggingface.reading import CONFIG_FILE
+from runtime.huggingface.model_folder import CONFIG_FILE
 
 COMPANIONS = "huggingface"
 """Folder beside the iterations of a checkpoint."""

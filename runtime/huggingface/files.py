@@ -37,7 +37,7 @@ _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 
 
-class Found(NamedTuple):
+class TensorPlace(NamedTuple):
     """Where a tensor is, and what."""
 
     file: Path
@@ -47,12 +47,12 @@ class Found(NamedTuple):
     """None for a number format that weights do not have."""
 
 
-def list_tensors(folder: Path) -> dict[str, Found]:
+def list_tensors(folder: Path) -> dict[str, TensorPlace]:
     """The tensors of a model's folder by name.
 
     Raises `InputError` where a file of the index is missing, is no safetensors file or lacks a tensor.
     """
-    found: dict[str, Found] = {}
+    found: dict[str, TensorPlace] = {}
     for file, names in _files(folder).items():
         try:
             # The library maps a file, which a device is not.
@@ -65,13 +65,13 @@ def list_tensors(folder: Path) -> dict[str, Found]:
                         )
                     part = opened.get_slice(name)
                     shape, dtype = tuple(part.get_shape()), DTYPES.get(part.get_dtype())
-                    found[name] = Found(file, name, shape, dtype)
+                    found[name] = TensorPlace(file, name, shape, dtype)
         except (SafetensorError, OSError) as error:
             raise _unreadable(file, error) from None
     return found
 
 
-def read_tensor(found: Found) -> Tensor:
+def read_tensor(found: TensorPlace) -> Tensor:
     """A tensor in memory of its own: the file is mapped while it is copied, and no longer."""
     try:
         with safe_open(found.file, framework="pt") as opened:
@@ -117,7 +117,7 @@ def _files(folder: Path) -> dict[Path, list[str] | None]:
     return files
 
 
-class Planned(NamedTuple):
+class PlannedTensor(NamedTuple):
     """A tensor that is to be written."""
 
     name: str
@@ -132,7 +132,7 @@ class Planned(NamedTuple):
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
 
-def write_files(folder: Path, tensors: Sequence[Planned], largest_file: int) -> list[Path]:
+def write_files(folder: Path, tensors: Sequence[PlannedTensor], largest_file: int) -> list[Path]:
     """Write tensors to as many files as it takes, with an index where that is more than one.
 
     Args:
@@ -153,8 +153,8 @@ def write_files(folder: Path, tensors: Sequence[Planned], largest_file: int) -> 
     return [folder / name for name in names]
 
 
-def _by_file(tensors: Sequence[Planned], largest_file: int) -> Iterator[list[Planned]]:
-    group: list[Planned] = []
+def _by_file(tensors: Sequence[PlannedTensor], largest_file: int) -> Iterator[list[PlannedTensor]]:
+    group: list[PlannedTensor] = []
     size = 0
     for tensor in tensors:
         if group and size + tensor.bytes > largest_file:
@@ -165,7 +165,7 @@ def _by_file(tensors: Sequence[Planned], largest_file: int) -> Iterator[list[Pla
     yield group
 
 
-def _write_file(path: Path, tensors: Sequence[Planned]) -> None:
+def _write_file(path: Path, tensors: Sequence[PlannedTensor]) -> None:
     """One safetensors file, tensor after tensor: the library's own writer takes all of them at once.
 
     Eight bytes with the length of the header, little end first; the header, JSON filled up with blanks to a

@@ -71,14 +71,14 @@ class Entry(NamedTuple):
     dim: int = 0
     """Along which the parts are joined."""
 
-    def joined(self, read: Callable[[Part], Tensor]) -> Tensor:
+    def join(self, read: Callable[[Part], Tensor]) -> Tensor:
         """The tensor of theirs, from `read`, which gives the tensor of ours that a part names."""
         tensors = [part.to_theirs(read(part)) for part in self.parts]
         return tensors[0] if len(tensors) == 1 else torch.cat(tensors, self.dim)
 
     def shape(self, shapes: Shapes) -> tuple[int, ...]:
         """Shape of the tensor of theirs, by those of ours."""
-        return tuple(self.joined(lambda part: _on_meta(part, shapes)).shape)
+        return tuple(self.join(lambda part: _on_meta(part, shapes)).shape)
 
     def take(self, theirs: Tensor, wanted: Part, shapes: Shapes) -> Tensor:
         """The tensor of ours that is the part `wanted` of `theirs`."""

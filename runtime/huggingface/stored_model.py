@@ -16,7 +16,7 @@ from runtime.checkpoint.tensor_store import StoredTensors
 from runtime.huggingface.companions import COMPANIONS
 from runtime.huggingface.files import INDEX_FILE, ONE_FILE
 from runtime.huggingface.mapping import EMBEDDING, HEAD, our_shapes
-from runtime.huggingface.reading import CONFIG_FILE, HuggingFaceModel, some
+from runtime.huggingface.model_folder import CONFIG_FILE, HuggingFaceModel, first_names
 
 
 class ModelFiles(Protocol):
@@ -80,7 +80,9 @@ class StoredModel:
     def _check(self) -> None:
         missing = sorted(self.shapes.keys() - self.tensors.wholes.keys())
         if missing:
-            raise InputError(f"{self.where}: {some(missing)} missing, which the model of {RUN_FILE} has")
+            raise InputError(
+                f"{self.where}: {first_names(missing)} missing, which the model of {RUN_FILE} has"
+            )
         for name, shape in self.shapes.items():
             stored = self.tensors.wholes[name].shape
             padded = name in (EMBEDDING, HEAD) and stored[0] >= shape[0] and stored[1:] == tuple(shape[1:])

@@ -70,7 +70,7 @@ class Job:
         return [word for group in fields(self) for word in arguments(getattr(self, group.name))]
 
 
-def search_here(
+def search_for_job(
     model: ModelOptions,
     batch: BatchOptions,
     parallel: ParallelOptions,
@@ -115,7 +115,7 @@ def search_here(
     return result
 
 
-def plan_here(
+def plan_for_job(
     model: ModelOptions,
     batch: BatchOptions,
     parallel: ParallelOptions,
@@ -127,10 +127,10 @@ def plan_here(
     rules: Sequence[Rule] = (),
     **network: Unpack[NetworkKeywords],
 ) -> Plan:
-    """The first of the plans that `search_here` finds for the same arguments."""
+    """The first of the plans that `search_for_job` finds for the same arguments."""
     where = device, world_size, local_world_size
     further: dict[str, Any] = {"memory_margin_gib": memory_margin_gib, "rules": rules, **network}
-    return search_here(model, batch, parallel, *where, **further).plan(0)
+    return search_for_job(model, batch, parallel, *where, **further).plan(0)
 
 
 def first_train_samples(job: Job, iteration: int) -> int | None:
@@ -144,7 +144,7 @@ def first_train_samples(job: Job, iteration: int) -> int | None:
     from runtime.checkpoint.folders import iteration_folder
     from runtime.checkpoint.run_file import read_run
 
-    told = read_run(iteration_folder(job.output.load, iteration)).told()
+    told = read_run(iteration_folder(job.output.load, iteration)).run_state()
     samples = told.get("train_samples")
     return samples if isinstance(samples, int) and samples > 0 else None
 

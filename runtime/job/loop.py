@@ -19,8 +19,9 @@ from planner.plan import Plan
 from runtime.data import Datasets, Samples
 from runtime.faults import heartbeat
 from runtime.faults.exit_signals import Request, Requests
-from runtime.faults.heartbeat import doing
-from runtime.faults.watchdog import active, fail_alone
+from runtime.faults.heartbeat import set_operation
+from runtime.faults.watchdog import fail_alone, running_watchdog
+from runtime.job.continuation import run_state
 from runtime.job.job import Job, first_train_samples, sample_order
 from runtime.job.metrics import (
     Recorder,
@@ -30,11 +31,10 @@ from runtime.job.metrics import (
     peak_memory_bytes,
     throughput,
 )
-from runtime.job.replan import run_state
 from runtime.job.slow_ranks import SlowRanks
 from runtime.logs.console import progress, say
-from runtime.logs.sample_log import SampleLog, forget_after
-from runtime.parallel.ranks import meet
+from runtime.logs.sample_log import SampleLog, drop_samples_after
+from runtime.parallel.ranks import wait_for_ranks
 from runtime.train.trainer import StepResult, Trainer
 
 if TYPE_CHECKING:
@@ -48,8 +48,8 @@ class Loop:
         self, job: Job, plan: Plan, trainer: Trainer, datasets: Datasets, consumed_samples: int
     ) -> None:
         self.job, self.plan, self.trainer = job, plan, trainer
-        self.datasets = datasets.continuing(first_train_samples(job, trainer.iteration))
-        trainer.separate(datasets.boundaries)
+        self.datasets = datasets.with_train_order(first_train_samples(job, trainer.iteration))
+        trainer.use_boundaries(datasets.boundaries)
         self.consumed_samples = consumed_samples
         self.batches = job.training.batches(plan.layout)
         self.batch = self.batches.at(consumed_samples)
@@ -62,7 +62,7 @@ class Loop:
         )
         self.results: list[StepResult] = []
         self.evaluated_at = -1
-        self.slow_ranks = SlowRanks(active(), trainer, job.faults.straggler_factor)
+        self.slow_ranks = SlowRanks(running_watchdog(), trainer, job.faults.straggler_factor)
         self.samples = self._sample_log()
         self.saver = self._saver()
         self.requests = Requests(
@@ -72,11 +72,11 @@ class Loop:
         )
 
     def run(self) -> None:
-        with self.requests.heeded():
+        with self.requests.signal_handlers():
             try:
                 why = self._train()
                 if self.saver is not None:
-                    doing("saving a checkpoint")
+                    set_operation("saving a checkpoint")
                     self.saver.close()
             except InputError:
                 if self.saver is not None:
@@ -126,7 +126,7 @@ class Loop:
             )
             # A pause waits for the device, so a step without either must not make one.
             if evaluates or saves:
-                with clock.paused():
+                with clock.pause():
                     if evaluates:
                         self.evaluate()
                     if saves:
@@ -143,7 +143,7 @@ class Loop:
         """Train on the next global batch."""
         assert self.datasets.train is not None
         iteration = self.trainer.iteration + 1
-        heartbeat.at(f"iteration {iteration}", iteration, in_step=True)
+        heartbeat.set_period(f"iteration {iteration}", iteration, in_step=True)
         self.batch = self.batches.at(self.consumed_samples)
         numbers = self.positions(self.consumed_samples, self.trainer.rows_of(self.batch))
         samples = self.read(self.datasets.train, numbers)
@@ -151,8 +151,8 @@ class Loop:
         self.results.append(result)
         self.consumed_samples += self.batch
         self.slow_ranks.count_step()
-        heartbeat.at(f"the run after iteration {iteration}", iteration)
-        doing("logging")
+        heartbeat.set_period(f"the run after iteration {iteration}", iteration)
+        set_operation("logging")
         if self.samples is not None:
             self.samples.step(iteration, numbers, samples)
         guard = self.trainer.guard
@@ -163,7 +163,7 @@ class Loop:
 
     def read(self, dataset: Samples, numbers: list[int]) -> npt.NDArray[np.int64]:
         """Samples by their numbers; what one rank cannot read ends all of them with its line."""
-        doing("loading data")
+        set_operation("loading data")
         try:
             return dataset.batch(numbers)
         except InputError as error:
@@ -228,7 +228,7 @@ class Loop:
     def mean_loss(self, samples: Samples) -> float:
         """Over --eval-iters global batches from the first sample on."""
         iteration = self.trainer.iteration
-        heartbeat.at(f"the evaluation after iteration {iteration}", iteration)
+        heartbeat.set_period(f"the evaluation after iteration {iteration}", iteration)
         batch, rows = self.plan.layout.global_batch_size, self.trainer.rows
         losses = [
             self.trainer.evaluate(self.read(samples, self.positions(number * batch, rows)))
@@ -239,7 +239,7 @@ class Loop:
     def save(self) -> None:
         """Write a checkpoint, or begin to."""
         assert self.saver is not None
-        doing("saving a checkpoint")
+        set_operation("saving a checkpoint")
         run = {
             "consumed_samples": self.consumed_samples,
             "train_samples": self.datasets.train_samples,
@@ -267,9 +267,9 @@ class Loop:
         if not self.job.faults.log_samples or folder is None:
             return None
         if self.is_first:
-            forget_after(folder, self.trainer.iteration)
+            drop_samples_after(folder, self.trainer.iteration)
         grid = self.trainer.grid
-        meet(grid.device)
+        wait_for_ranks(grid.device)
         writes = grid.tp_rank == grid.cp_rank == grid.pp_rank == 0
         return SampleLog(folder, grid.dp_rank) if writes else None
 
@@ -290,7 +290,7 @@ class Clock:
         return time.perf_counter() - self.started
 
     @contextmanager
-    def paused(self) -> Iterator[None]:
+    def pause(self) -> Iterator[None]:
         """Leave out what happens meanwhile; work that was queued before still counts."""
         self._synchronize()
         since = time.perf_counter()

@@ -17,7 +17,7 @@ import torch
 from costmodels import Cluster, Layout, ModelSpec
 from runtime.logs.console import say
 from runtime.logs.line_file import LineFile
-from runtime.logs.metrics_file import keep_until
+from runtime.logs.metrics_file import drop_metrics_after
 from runtime.train.balance import Load
 
 LOG_LINE_ONLY = ("nan_iterations", "loss_scale", "skipped_iterations")
@@ -116,7 +116,7 @@ class Recorder:
     """Writes metrics.jsonl and TensorBoard events; one rank of a job has one."""
 
     def __init__(self, log_dir: str | None, tensorboard_dir: str | None, resumed_at: int) -> None:
-        self.file = None if log_dir is None else LineFile(keep_until(log_dir, resumed_at))
+        self.file = None if log_dir is None else LineFile(drop_metrics_after(log_dir, resumed_at))
         self.board = None
         if tensorboard_dir is not None:
             from torch.utils.tensorboard import SummaryWriter

@@ -18,8 +18,8 @@ from runtime.huggingface.companions import COMPANIONS, copy_companions, read_com
 from runtime.huggingface.configs import differences
 from runtime.huggingface.stored_model import is_hugging_face
 from runtime.huggingface.tokenizer_files import write_tokenizer
-from runtime.job.text import tokenizer_for
-from runtime.parallel.ranks import on_first_rank
+from runtime.job.datasets import tokenizer_for
+from runtime.parallel.ranks import run_on_first_rank
 from runtime.settings.options import DataOptions, OutputOptions
 from runtime.train.trainer import Trainer
 
@@ -65,7 +65,7 @@ def begins_anew(output: OutputOptions, iteration: int) -> bool:
     """Whether a run that loads the checkpoint of `iteration` takes its weights only."""
     assert output.load is not None
     run = checkpoint.read_run(checkpoint.iteration_folder(output.load, iteration))
-    return output.finetune or run.told().get("weights_only") is True
+    return output.finetune or run.run_state().get("weights_only") is True
 
 
 def load_weights(folder: str | Path, trainer: Trainer, spec: ModelSpec, iteration: int) -> None:
@@ -77,7 +77,7 @@ def load_weights(folder: str | Path, trainer: Trainer, spec: ModelSpec, iteratio
         InputError: a file is missing or damaged, or the checkpoint is of another model.
     """
     source = checkpoint.iteration_folder(folder, iteration)
-    stored = on_first_rank(lambda: checkpoint.read_run(source).model)
+    stored = run_on_first_rank(lambda: checkpoint.read_run(source).model)
     _check_weights(source, stored, spec)
     checkpoint.load_weights_only(folder, trainer, stored, iteration)
 

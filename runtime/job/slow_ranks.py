@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from runtime.faults.stragglers import Work, enough, slowest, straggler_line
+from runtime.faults.stragglers import Work, has_enough_samples, slowest_rank, straggler_line
 from runtime.faults.watchdog import Watchdog
 from runtime.train.trainer import Trainer
 
@@ -44,10 +44,10 @@ class SlowRanks:
         dist.all_reduce(table)
         rows = table.tolist()
         work = [Work(*row[:-1]) for row in rows]
-        if not enough(work):
+        if not has_enough_samples(work):
             return ""
         self.sampler.restart()
-        found = slowest(work, [int(row[-1]) for row in rows], self.factor)
+        found = slowest_rank(work, [int(row[-1]) for row in rows], self.factor)
         if found is None:
             return ""
         rank, ratio = found

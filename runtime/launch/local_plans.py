@@ -12,11 +12,11 @@ from planner.options.parallel import check_alone
 from planner.options.search import idle_links
 from planner.plan import Plan
 from planner.ranking.distinct import distinct_plans
-from runtime.job.job import Job, search_here
-from runtime.job.replan import Before, replanned, same_batch, same_unit
+from runtime.job.continuation import PreviousRun, keep_batch, keep_micro_batch, plan_for_ranks
+from runtime.job.job import Job, search_for_job
 from runtime.launch.restarts import usable_ranks
 from runtime.launch.warm_ranks import FORKS, WarmRanks
-from runtime.settings.job_rules import job_rules, reachable
+from runtime.settings.job_rules import job_rules, reachable_batch
 
 MOST_CPU_RANKS = 8
 """Ranks on a machine without GPUs, if it has as many cores and none are asked for."""
@@ -32,7 +32,7 @@ class LocalPlans:
     """What was assumed where no flag said it."""
 
 
-def local_plans(job: Job, previous: Before | None, count: int, warm: WarmRanks | None) -> LocalPlans:
+def local_plans(job: Job, previous: PreviousRun | None, count: int, warm: WarmRanks | None) -> LocalPlans:
     """The best `count` plans of a job, or the one that its flags name.
 
     Args:
@@ -57,13 +57,13 @@ def forks_ranks(plan: Plan) -> bool:
     return FORKS and plan.cluster.device.kind == "cpu"
 
 
-def _searched(job: Job, previous: Before | None, count: int, warm: WarmRanks | None) -> LocalPlans:
+def _searched(job: Job, previous: PreviousRun | None, count: int, warm: WarmRanks | None) -> LocalPlans:
     cluster = job.cluster
     ranks, device = _devices(cluster, warm)
-    result = search_here(
+    result = search_for_job(
         job.model,
-        reachable(same_batch(job.batch, previous), job.training),
-        same_unit(job.parallel, job.training, previous),
+        reachable_batch(keep_batch(job.batch, previous), job.training),
+        keep_micro_batch(job.parallel, job.training, previous),
         device,
         ranks,
         ranks,
@@ -107,13 +107,13 @@ def _devices(cluster: ClusterOptions, warm: WarmRanks | None) -> tuple[int, Devi
     return ranks, device
 
 
-def _plan_of_file(path: str, job: Job, previous: Before | None) -> Plan:
+def _plan_of_file(path: str, job: Job, previous: PreviousRun | None) -> Plan:
     """The plan of the file; a job that goes on is planned anew where it has other ranks now."""
     plan, world_size = Plan.load(path), job.cluster.world_size
     if previous is not None:
         ranks = world_size or usable_ranks(plan)
         if ranks != plan.layout.world_size:
-            return replanned(plan, ranks, ranks, job.training, job.data)
+            return plan_for_ranks(plan, ranks, ranks, job.training, job.data)
     if world_size not in (None, plan.layout.world_size):
         raise InputError(
             f"--world-size {world_size}: the plan {path} is for world size {plan.layout.world_size}; "

@@ -7,9 +7,9 @@ from datetime import datetime
 from pathlib import Path
 
 from planner.plan import Plan
-from runtime.checkpoint.owner import owned
+from runtime.checkpoint.owner import ownership
+from runtime.job.datasets import open_datasets
 from runtime.job.job import Job
-from runtime.job.text import open_datasets
 from runtime.settings.preflight import check_folder, check_host, check_plan, check_training
 
 
@@ -40,7 +40,7 @@ def check_machine(plan: Plan, job: Job) -> None:
         if folder is not None:
             check_folder(folder, name)
     if job.output.save is not None:
-        with owned(Path(job.output.save), f"--save {job.output.save}"):
+        with ownership(Path(job.output.save), f"--save {job.output.save}"):
             pass  # The first rank takes it over; who cannot have it need not start ranks.
 
 

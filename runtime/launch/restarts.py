@@ -64,13 +64,13 @@ def run_with_restarts(
         outcome = run_job(command, ranks, folder, *shown, restarts=done, saves=saves, warm=warm)
         if not outcome.restart or done == restarts:
             break
-        job = continued(job)
+        job = continuation(job)
         ranks = usable_ranks(plan)
         display.line(f"planner: {outcome.message}; restart {done + 1} of {restarts} with {ranks} ranks")
     return outcome
 
 
-def continued(job: Job) -> Job:
+def continuation(job: Job) -> Job:
     """A job that goes on where this one was, from what it has saved if that is anything."""
     return replace(job, output=_continued_output(job.output))
 

@@ -21,8 +21,8 @@ from runtime.launch.warm_ranks import WarmRanks, threads_of
 from runtime.logs.console import say
 from runtime.logs.metrics_file import MetricsReader
 from runtime.processes.children import children
-from runtime.processes.restarts import RESTARTS_VARIABLE
-from runtime.processes.tether import tethered
+from runtime.processes.restart_count import RESTARTS_VARIABLE
+from runtime.processes.tether import tether
 
 TORCHRUN_FOLDER = "PET_LOG_DIR"
 """Environment variable with the folder in which torchrun makes one for each attempt; its --log-dir."""
@@ -33,7 +33,7 @@ STOP_TIMEOUT_S = 40.0
 # torchrun reports a dead rank in its own log format, then with a traceback of itself, and `forked`
 # in one line.
 _AGENT_LINE = re.compile(
-    r"^(?:[EWF]\d{4} \d\d:\d\d:\d\d\.\d+ .*torch/distributed/|runtime\.launch\.forked: )"
+    r"^(?:[EWF]\d{4} \d\d:\d\d:\d\d\.\d+ .*torch/distributed/|runtime\.launch\.fork_server: )"
 )
 
 
@@ -50,7 +50,7 @@ class Outcome:
     """The signal on which the job saved and ended."""
 
 
-class Stopped(KeyboardInterrupt):
+class JobStopped(KeyboardInterrupt):
     """A signal has ended a job, and all its ranks, before it could save."""
 
     def __init__(self, number: signal.Signals = signal.SIGINT) -> None:
@@ -68,7 +68,7 @@ def run_job(
     saves: bool = False,
     warm: WarmRanks | None = None,
 ) -> Outcome:
-    """Run `command` to its end; Ctrl-C and SIGTERM end it with all its ranks, and are raised as `Stopped`.
+    """Run `command` to its end; Ctrl-C and SIGTERM end it with all its ranks, and are raised as `JobStopped`.
 
     The job also ends when this process does, however that happens. What `on_line` or `on_metrics` raises ends
     it too.
@@ -101,14 +101,14 @@ def run_job(
         restart = stated.restart and job.stop_signal is None
         return Outcome(stated.exit_code, stated.message, restart, job.stop_signal)
     if job.stop_signal is not None:
-        raise Stopped(job.stop_signal)  # Before there was anything to save.
+        raise JobStopped(job.stop_signal)  # Before there was anything to save.
     cause = f"{_cause(job.agent_lines, code)}; all ranks were stopped, logs are in {log_dir}"
     return Outcome(1, cause, restart=True)
 
 
 def _start(command: Sequence[str], environment: dict[str, str]) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        tethered(list(command)),
+        tether(list(command)),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -159,7 +159,7 @@ class _Supervisor:
                 signal.signal(number, handler)
 
     def _stop(self, number: int, _: object) -> None:
-        """Take a signal: a job that saves is asked to, once; else `Stopped` is raised."""
+        """Take a signal: a job that saves is asked to, once; else `JobStopped` is raised."""
         before, self.stop_signal = self.stop_signal, signal.Signals(number)
         # One rank is enough for all. Not torchrun: it kills what has not saved after 30 s.
         if before is None and self.saves and self._signal_first_rank(signal.SIGTERM):
@@ -168,7 +168,7 @@ class _Supervisor:
             for rank in children(self.process.pid):
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(rank, signal.SIGKILL)
-        raise Stopped(self.stop_signal)
+        raise JobStopped(self.stop_signal)
 
     def _signal_first_rank(self, number: signal.Signals) -> bool:
         """Send a signal to the first rank; False where there is none yet, or none any more."""

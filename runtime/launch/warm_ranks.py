@@ -1,4 +1,4 @@
-"""The launcher's hold on `runtime.launch.forked`: CPU ranks that are forked instead of started one by one.
+"""The launcher's hold on `runtime.launch.fork_server`: CPU ranks that are forked, not started one by one.
 
 Every rank that torchrun starts imports PyTorch for itself, and torchrun does so before them. Here one process
 does it for all, while the launcher still plans. GPUs and several nodes are left to torchrun.
@@ -16,7 +16,7 @@ from types import TracebackType
 
 from costmodels.catalogue.host import available_cores
 from runtime import entry
-from runtime.processes.tether import tethered
+from runtime.processes.tether import tether
 
 FORKS = sys.platform == "linux"
 """Elsewhere system libraries start threads that a fork does not survive."""
@@ -48,7 +48,7 @@ class WarmRanks:
         environment = {"CUDA_VISIBLE_DEVICES": "", "OPENBLAS_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
         environment["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", threads_of(ranks))
         self.waiting = subprocess.Popen(
-            tethered(entry.command("runtime.launch.forked")),
+            tether(entry.command("runtime.launch.fork_server")),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

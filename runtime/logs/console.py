@@ -16,7 +16,7 @@ _told: set[str] = set()
 """Streams of which it was said that they cannot be written."""
 
 
-class Unfailing:
+class UnfailingStream:
     """A text stream that drops what it cannot write, and says so once on standard error."""
 
     def __init__(self, stream: TextIO | None) -> None:
@@ -54,7 +54,7 @@ class Unfailing:
 
 def say(text: str, stream: TextIO | None = None, end: str = "\n") -> None:
     """Print at once, to standard output unless another `stream` is given; what fails is dropped."""
-    target = Unfailing(sys.stdout if stream is None else stream)
+    target = UnfailingStream(sys.stdout if stream is None else stream)
     target.write(text + end)
     target.flush()
 
@@ -67,7 +67,7 @@ def progress(what: str) -> None:
 def flush() -> None:
     """Pass on what is still buffered, as far as that is possible."""
     for stream in (sys.stdout, sys.stderr):
-        Unfailing(stream).flush()
+        UnfailingStream(stream).flush()
 
 
 def _tell(stream: TextIO, error: Exception) -> None:

@@ -53,7 +53,7 @@ class MetricsReader:
         return status.st_ino, status.st_size
 
 
-def keep_until(log_dir: str | Path, iteration: int) -> Path:
+def drop_metrics_after(log_dir: str | Path, iteration: int) -> Path:
     """Drop the records of steps after `iteration`, which a resumed run takes again; returns the file."""
     path = Path(log_dir) / METRICS_FILE
     keep_lines(path, iteration)

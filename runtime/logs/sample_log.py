@@ -33,7 +33,7 @@ class SampleLog:
         self.file.write(json.dumps(record))
 
 
-def forget_after(log_dir: str | Path, iteration: int) -> None:
+def drop_samples_after(log_dir: str | Path, iteration: int) -> None:
     """Drop the records of steps after `iteration`, which a resumed run takes again, of all ranks."""
     for path in Path(log_dir).glob(NAME.format("*")):
         keep_lines(path, iteration)

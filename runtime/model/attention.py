@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from costmodels import LatentAttention as LatentSizes
 from costmodels import ModelSpec
-from runtime.model.attention_kernels import DocumentMasks, masked_attention, with_equal_heads
+from runtime.model.attention_kernels import DocumentMasks, equal_heads_attention, masked_attention
 from runtime.model.rotary import first_positions, rotary_table, rotate, score_factor
 
 Rotary = tuple[Tensor, Tensor]
@@ -47,16 +47,16 @@ class CoreAttention(nn.Module):
             return self.over_ranks(q_BNSH, k_BKSH, v_BKSH, self.documents)
         if self.documents.masks:
             attend = partial(masked_attention, mask_B1TP=self.documents.masks[0])
-            return with_equal_heads(attend, q_BNSH, k_BKSH, v_BKSH)
+            return equal_heads_attention(attend, q_BNSH, k_BKSH, v_BKSH)
         grouped = q_BNSH.shape[1] != k_BKSH.shape[1]
         attend = partial(F.scaled_dot_product_attention, is_causal=True, enable_gqa=grouped)
         # The CPU's flash kernel takes one size of heads only, and without it all scores are kept.
         if q_BNSH.device.type == "cpu":
-            return with_equal_heads(attend, q_BNSH, k_BKSH, v_BKSH)
+            return equal_heads_attention(attend, q_BNSH, k_BKSH, v_BKSH)
         return attend(q_BNSH, k_BKSH, v_BKSH)
 
 
-class AnyAttention(nn.Module, ABC):
+class MultiHeadAttention(nn.Module, ABC):
     """Multi-head attention: [B, S, D] -> [B, S, D]."""
 
     output: nn.Linear
@@ -83,7 +83,7 @@ class AnyAttention(nn.Module, ABC):
         return result_BSD
 
 
-class Attention(AnyAttention):
+class Attention(MultiHeadAttention):
     """Multi-head attention with grouped queries: [B, S, D] -> [B, S, D]."""
 
     def __init__(self, spec: ModelSpec) -> None:
@@ -143,7 +143,7 @@ class Compression(nn.Module):
         return q_BSQ, self.latent_norm(latent_BSC), k_BSr
 
 
-class LatentAttention(AnyAttention):
+class LatentAttention(MultiHeadAttention):
     """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1): [B, S, D] -> [B, S, D]."""
 
     def __init__(self, spec: ModelSpec, sizes: LatentSizes) -> None:

@@ -87,7 +87,9 @@ def repeat_heads(x_BKSH: Tensor, heads: int) -> Tensor:
     return x_BKSH.repeat_interleave(times, dim=1) if times > 1 else x_BKSH
 
 
-def with_equal_heads(attend: Callable[..., Tensor], q_BNSH: Tensor, k_BKSH: Tensor, v_BKSH: Tensor) -> Tensor:
+def equal_heads_attention(
+    attend: Callable[..., Tensor], q_BNSH: Tensor, k_BKSH: Tensor, v_BKSH: Tensor
+) -> Tensor:
     """Attention by a kernel that takes one size of heads only: zeros fill up the smaller ones."""
     keys, values = q_BNSH.shape[-1], v_BKSH.shape[-1]
     if keys == values:

@@ -16,11 +16,11 @@ from runtime.model.routing import (
     Dispatch,
     LocalDispatch,
     capacity,
+    capacity_mask,
     grouped_linear,
-    rows_of_each,
+    row_counts,
     takes_grouped,
     wide_product,
-    within_capacity,
 )
 
 SMALLEST_SUM = 1e-20
@@ -62,7 +62,7 @@ class Router(nn.Module):
             weights_BSk = weights_BSk * self.options.scale
         kept_BSk = None
         if self.options.capacity_factor:
-            kept_BSk = self.within_capacity(weights_BSk.detach(), chosen_BSk)
+            kept_BSk = self.capacity_mask(weights_BSk.detach(), chosen_BSk)
         if self.observe is not None:
             weights_BSk = self.observe(logits_BSE, scores_BSE, chosen_BSk, weights_BSk, kept_BSk)
         if kept_BSk is not None:
@@ -89,11 +89,11 @@ class Router(nn.Module):
             scores_BSE = grouped_BSGe.masked_fill(~open_BSG.unsqueeze(-1), -torch.inf).flatten(-2)
         return scores_BSE.topk(self.top_k, -1).indices
 
-    def within_capacity(self, weights_BSk: Tensor, chosen_BSk: Tensor) -> Tensor:
+    def capacity_mask(self, weights_BSk: Tensor, chosen_BSk: Tensor) -> Tensor:
         """Which pairs of whole sequences their experts take in: [B, S, k] booleans."""
         experts = self.weight.shape[0]
         limit = capacity(weights_BSk.shape[1], self.top_k, experts, self.options.capacity_factor)
-        return within_capacity(weights_BSk, chosen_BSk, experts, limit)
+        return capacity_mask(weights_BSk, chosen_BSk, experts, limit)
 
 
 class Experts(nn.Module):
@@ -119,7 +119,7 @@ class Experts(nn.Module):
 
     def forward(self, rows_RD: Tensor, counts_E: Tensor) -> Tensor:
         grouped = takes_grouped(rows_RD, rows_RD.shape[1], self.width)
-        sizes = None if grouped else rows_of_each(rows_RD, counts_E)
+        sizes = None if grouped else row_counts(rows_RD, counts_E)
         inner_RF = [self.product("up", rows_RD, counts_E, sizes)]
         if self.gate is not None:
             inner_RF.append(self.product("gate", rows_RD, counts_E, sizes))

@@ -32,8 +32,8 @@ class Assignment(NamedTuple):
     counts: Tensor
     """[E] rows of each expert."""
 
-    def kept(self, rows: int) -> Assignment:
-        """The same without the dropped pairs, when `rows` are left."""
+    def without_dropped(self, rows: int) -> Assignment:
+        """The same without the dropped pairs: the first `rows` are left."""
         return Assignment(self.order[:rows], self.counts)
 
 
@@ -46,12 +46,12 @@ def assign(chosen_Tk: Tensor, experts: int) -> Assignment:
     return Assignment(flat.argsort(stable=True), counts_E[:experts])
 
 
-def rows_taken_in(chosen_Tk: Tensor, counts_E: Tensor) -> int:
+def row_count(chosen_Tk: Tensor, counts_E: Tensor) -> int:
     """How many of the pairs `chosen_Tk` experts take in, by `counts_E`; waits for the device."""
     return int(counts_E.sum())
 
 
-def rows_of_each(rows_RD: Tensor, counts_E: Tensor) -> list[int]:
+def row_counts(rows_RD: Tensor, counts_E: Tensor) -> list[int]:
     """`counts_E` of sorted rows as numbers of the host; waits for the device."""
     sizes: list[int] = counts_E.tolist()
     return sizes
@@ -62,7 +62,7 @@ def capacity(seq: int, top_k: int, experts: int, factor: float) -> int:
     return math.ceil(seq * top_k / experts * factor)
 
 
-def within_capacity(weights_BSk: Tensor, chosen_BSk: Tensor, experts: int, limit: int) -> Tensor:
+def capacity_mask(weights_BSk: Tensor, chosen_BSk: Tensor, experts: int, limit: int) -> Tensor:
     """Which pairs the experts take in: of each sequence and expert the `limit` largest weights.
 
     Args:
@@ -271,7 +271,7 @@ class LocalDispatch:
     def send(self, x_TD: Tensor, weights_Tk: Tensor, chosen_Tk: Tensor) -> _Sorted:
         assignment = assign(chosen_Tk, self.experts)
         if self.drops:
-            assignment = assignment.kept(rows_taken_in(chosen_Tk, assignment.counts))
+            assignment = assignment.without_dropped(row_count(chosen_Tk, assignment.counts))
         return _Sorted(permute(x_TD, assignment.order, chosen_Tk.shape[1]), weights_Tk, assignment)
 
     def receive(self, sent: _Sorted) -> tuple[Tensor, Tensor]:

@@ -9,8 +9,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
 from runtime.optimizers.sharding import Groups, groups_of, sum_over
-from runtime.optimizers.shards import Owned
-from runtime.parallel.local import like_parameter, local_part, split_dim
+from runtime.optimizers.shards import ParameterShard
+from runtime.parallel.local_tensors import like_parameter, local_part, split_dim
 
 BETA2_DECAY = -0.8
 """Step t keeps 1 - t^-0.8 of the second moments (section 7.2)."""
@@ -28,13 +28,13 @@ PADDED = ("embedding.tokens.weight", "head.weight")
 """Parameters whose rows beyond the vocabulary are padding, more or less of it with the layout."""
 
 
-class Factored:
+class FactoredMoments:
     """One parameter, and the means of its squared gradients over rows and over columns.
 
     Those of a shard [.., r, c] are [.., r, 1] and [.., 1, c]; a vector has a mean for each element.
     """
 
-    def __init__(self, owned: Owned, vocab: int) -> None:
+    def __init__(self, owned: ParameterShard, vocab: int) -> None:
         self.owned = owned
         shape = list(owned.parameter.shape)
         if owned.name in PADDED:
@@ -57,10 +57,10 @@ class Factored:
 
     def sums(self, gradient: Tensor) -> list[tuple[Tensor, Groups]]:
         """Squares of the weights, and those of the gradients by row and by column."""
-        parts = [(squares(self.owned.shard), self.groups)]
+        parts = [(square_sum(self.owned.shard), self.groups)]
         if self.is_matrix:
-            parts.append((squares(gradient, -1), self.row_groups))
-            parts.append((squares(gradient, -2), self.column_groups))
+            parts.append((square_sum(gradient, -1), self.row_groups))
+            parts.append((square_sum(gradient, -2), self.column_groups))
         return parts
 
     def remember(self, gradient: Tensor, sums: Sequence[Tensor], weight: float) -> None:
@@ -97,7 +97,7 @@ class Factored:
         }
 
 
-def squares(tensor: Tensor, dim: int | None = None) -> Tensor:
+def square_sum(tensor: Tensor, dim: int | None = None) -> Tensor:
     """Sum of squares over a dimension, which stays with size one, or over all."""
     norm: Tensor = torch.linalg.vector_norm(tensor, dim=dim, keepdim=dim is not None)
     return norm.square_()
@@ -113,8 +113,8 @@ class Adafactor:
 
     slots: tuple[str, ...] = ("row_var", "col_var", "variance")
 
-    def __init__(self, owned: Sequence[Owned], vocab: int, device: torch.device) -> None:
-        self.parameters = [Factored(one, vocab) for one in owned]
+    def __init__(self, owned: Sequence[ParameterShard], vocab: int, device: torch.device) -> None:
+        self.parameters = [FactoredMoments(one, vocab) for one in owned]
         self.device = device
         self.updates = 0
 
@@ -134,7 +134,7 @@ class Adafactor:
         for parameter, gradient, total in zip(parameters, gradients, totals, strict=True):
             parameter.normalise(gradient, total)
         sizes = sum_over(
-            [(squares(g), p.groups) for p, g in zip(parameters, gradients, strict=True)], self.device
+            [(square_sum(g), p.groups) for p, g in zip(parameters, gradients, strict=True)], self.device
         )
         relative = min(learning_rate, self.updates**-0.5)
         for parameter, update, weight, size in zip(parameters, gradients, weights, sizes, strict=True):

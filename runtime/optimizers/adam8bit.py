@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from costmodels.errors import InputError
-from runtime.optimizers.shards import MOMENTS, Owned, parameter_groups
-from runtime.parallel.local import like_parameter, local_part
+from runtime.optimizers.shards import MOMENTS, ParameterShard, parameter_groups
+from runtime.parallel.local_tensors import like_parameter, local_part
 
 
 def check_adam8bit() -> None:
@@ -32,7 +32,7 @@ class Adam8bit:
 
     slots: tuple[str, ...] = MOMENTS
 
-    def __init__(self, owned: Sequence[Owned], betas: tuple[float, float], eps: float) -> None:
+    def __init__(self, owned: Sequence[ParameterShard], betas: tuple[float, float], eps: float) -> None:
         from torchao.optim import AdamW8bit
 
         self.owned = [o for o in owned if o.shard.numel()]
@@ -51,7 +51,9 @@ class Adam8bit:
     def states(self) -> dict[str, Tensor]:
         """Moments in fp32, copies in host memory."""
         found = {
-            (o, slot): values(moment).cpu() for o in self.owned for slot, moment in self._moments(o).items()
+            (o, slot): moment_values(moment).cpu()
+            for o in self.owned
+            for slot, moment in self._moments(o).items()
         }
         found |= {(o, slot): torch.empty_like(o.shard, device="cpu") for o in self.empty for slot in MOMENTS}
         return {
@@ -62,10 +64,10 @@ class Adam8bit:
     def load(self, states: Mapping[str, Tensor], updates: int) -> None:
         for owned in self.owned:
             for slot, moment in self._moments(owned).items():
-                store(moment, local_part(states[f"{owned.name}.{slot}"]).to(moment.device))
+                store_moment(moment, local_part(states[f"{owned.name}.{slot}"]).to(moment.device))
             self.torch.state[owned.shard]["step"].fill_(updates)
 
-    def _moments(self, owned: Owned) -> dict[str, Tensor]:
+    def _moments(self, owned: ParameterShard) -> dict[str, Tensor]:
         state = self.torch.state[owned.shard]
         if not state:
             state["step"] = torch.tensor(0.0)
@@ -74,7 +76,7 @@ class Adam8bit:
         return {slot: state[slot] for slot in MOMENTS}
 
 
-def values(moment: Tensor) -> Tensor:
+def moment_values(moment: Tensor) -> Tensor:
     """What a moment of 8 bits, or of fp32 as small shards have, stands for."""
     from torchao.optim.subclass_8bit import OptimState8bit
 
@@ -84,7 +86,7 @@ def values(moment: Tensor) -> Tensor:
     return result
 
 
-def store(moment: Tensor, numbers: Tensor) -> None:
+def store_moment(moment: Tensor, numbers: Tensor) -> None:
     """Write fp32 `numbers` into a moment; those that were read from one of 8 bits become the same again.
 
     torchao scales a block by its largest magnitude. The codes of signed values reach 1 but not -1, so a block

@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from runtime.optimizers.sharding import own_part, whole_matrices
-from runtime.optimizers.shards import Owned, UpdateRule
-from runtime.parallel.local import like_parameter
+from runtime.optimizers.sharding import local_matrices, whole_matrices
+from runtime.optimizers.shards import ParameterShard, UpdateRule
+from runtime.parallel.local_tensors import like_parameter
 from runtime.settings.options import TrainingOptions
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
@@ -23,7 +23,7 @@ SLOT = "momentum_buffer"
 """PyTorch's name of the momentum."""
 
 
-def is_orthogonalised(owned: Owned) -> bool:
+def is_orthogonalised(owned: ParameterShard) -> bool:
     """Muon updates the matrices of the layers, those of each expert too; Adam the rest of the model."""
     return owned.name.startswith("layers.") and owned.decayed
 
@@ -63,7 +63,7 @@ class Muon:
 
     def __init__(
         self,
-        owned: Sequence[Owned],
+        owned: Sequence[ParameterShard],
         rest: UpdateRule,
         options: TrainingOptions,
         dtype: torch.dtype,
@@ -85,13 +85,18 @@ class Muon:
                 self._update(owned, owned.shard.grad, momentum, learning_rate, weight_decay)
 
     def _update(
-        self, owned: Owned, gradient: Tensor, momentum: Tensor, learning_rate: float, weight_decay: float
+        self,
+        owned: ParameterShard,
+        gradient: Tensor,
+        momentum: Tensor,
+        learning_rate: float,
+        weight_decay: float,
     ) -> None:
         options, parameter = self.options, owned.parameter
         momentum.lerp_(gradient, 1.0 - options.muon_momentum)
         update = momentum if options.no_muon_nesterov else gradient.lerp(momentum, options.muon_momentum)
         whole = whole_matrices(update.to(self.device, self.dtype), parameter)
-        part = own_part(orthogonalise(whole, options.muon_num_ns_steps), parameter)
+        part = local_matrices(orthogonalise(whole, options.muon_num_ns_steps), parameter)
         scale = options.muon_extra_scale_factor * update_scale(options.muon_scale_mode, *parameter.shape[-2:])
         owned.shard.mul_(1.0 - learning_rate * weight_decay)
         owned.shard.add_(part.to(owned.shard.device), alpha=-learning_rate * scale)

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from runtime.parallel.collectives import gather
-from runtime.parallel.local import split_dim
+from runtime.parallel.local_tensors import split_dim
 
 Groups = tuple[dist.ProcessGroup, ...]
 
@@ -104,7 +104,7 @@ def whole_matrices(local: Tensor, parameter: Tensor) -> Tensor:
     return local
 
 
-def own_part(whole: Tensor, parameter: Tensor) -> Tensor:
+def local_matrices(whole: Tensor, parameter: Tensor) -> Tensor:
     """This rank's part of what `whole_matrices` gave for `parameter`: a view, [.., r, c]."""
     for split in _matrix_splits(parameter):
         whole = split.cut(whole)

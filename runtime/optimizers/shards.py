@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from runtime.model.transformer import Transformer
-from runtime.parallel.local import local_part
+from runtime.parallel.local_tensors import local_part
 from runtime.parallel.mesh import Grid
 
 CLIP_EPSILON = 1e-6
@@ -31,7 +31,7 @@ def is_decayed(name: str, parameter: Tensor) -> bool:
 
 
 @dataclass(frozen=True)
-class Owned:
+class ParameterShard:
     """One parameter of this rank."""
 
     name: str
@@ -47,7 +47,7 @@ class Owned:
         return is_decayed(self.name, self.parameter)
 
 
-def parameter_groups(owned: Sequence[Owned]) -> list[dict[str, Any]]:
+def parameter_groups(owned: Sequence[ParameterShard]) -> list[dict[str, Any]]:
     """Groups for an optimizer of PyTorch, with weight decay and without."""
     groups = [
         {"params": [o.shard for o in owned if o.decayed == decayed], "decayed": decayed}
@@ -80,11 +80,14 @@ class ShardedOptimizer:
     """
 
     def __init__(
-        self, stages: Sequence[Transformer], grid: Grid, rule: Callable[[list[Owned]], UpdateRule]
+        self,
+        stages: Sequence[Transformer],
+        grid: Grid,
+        rule: Callable[[list[ParameterShard]], UpdateRule],
     ) -> None:
         self.grid = grid
         self.owned = [
-            Owned(name, p, nn.Parameter(local_part(p.detach())), _counts(name, p, stage, grid))
+            ParameterShard(name, p, nn.Parameter(local_part(p.detach())), _counts(name, p, stage, grid))
             for stage in stages
             for name, p in stage.named_parameters()
         ]
@@ -148,7 +151,7 @@ def clip_factor(norm: Tensor, limit: float) -> Tensor:
     return (limit / (norm + CLIP_EPSILON)).clamp(max=1.0).float()
 
 
-def _tied_copies(stages: Sequence[Transformer], owned: Sequence[Owned]) -> list[Owned]:
+def _tied_copies(stages: Sequence[Transformer], owned: Sequence[ParameterShard]) -> list[ParameterShard]:
     """This rank's copies of the tied weight: the embedding of the first stage, the head of the last."""
     copies = []
     for stage in stages:

@@ -12,8 +12,8 @@ from costmodels import Layout, ModelSpec
 from runtime.optimizers.adafactor import Adafactor
 from runtime.optimizers.adam8bit import Adam8bit
 from runtime.optimizers.muon import Muon, is_orthogonalised
-from runtime.optimizers.shards import MOMENTS, Owned, UpdateRule, parameter_groups
-from runtime.parallel.local import like_parameter
+from runtime.optimizers.shards import MOMENTS, ParameterShard, UpdateRule, parameter_groups
+from runtime.parallel.local_tensors import like_parameter
 from runtime.parallel.mesh import Grid
 from runtime.settings.options import TrainingOptions
 
@@ -24,7 +24,9 @@ class ElementWise:
     So shards need nothing of each other, and every layout computes the same.
     """
 
-    def __init__(self, owned: Sequence[Owned], kind: Any, slots: tuple[str, ...], **settings: Any) -> None:
+    def __init__(
+        self, owned: Sequence[ParameterShard], kind: Any, slots: tuple[str, ...], **settings: Any
+    ) -> None:
         self.owned = owned
         self.slots = slots
         self.torch: torch.optim.Optimizer | None = None
@@ -52,7 +54,7 @@ class ElementWise:
             if "step" in state:
                 state["step"].fill_(updates)
 
-    def _state(self, owned: Owned) -> dict[str, Tensor]:
+    def _state(self, owned: ParameterShard) -> dict[str, Tensor]:
         assert self.torch is not None
         state: dict[str, Tensor] = self.torch.state[owned.shard]
         if not state:
@@ -64,7 +66,7 @@ class ElementWise:
 
 
 def update_rule(
-    owned: Sequence[Owned], spec: ModelSpec, layout: Layout, options: TrainingOptions, grid: Grid
+    owned: Sequence[ParameterShard], spec: ModelSpec, layout: Layout, options: TrainingOptions, grid: Grid
 ) -> UpdateRule:
     """The optimizer that `layout` names, with the settings of `options`."""
     adam: dict[str, Any] = {

@@ -24,11 +24,11 @@ from torch import Tensor
 
 from costmodels import Layout, ModelSpec
 from costmodels.spec.layout import ContextParallelForm
-from runtime.model.attention_kernels import DocumentMasks, with_equal_heads
+from runtime.model.attention_kernels import DocumentMasks, equal_heads_attention
 from runtime.model.transformer import Transformer
 from runtime.parallel.context_attention import exchanged_attention, gathered_attention
 from runtime.parallel.mesh import Grid
-from runtime.parallel.zigzag import by_rank
+from runtime.parallel.zigzag import rank_order
 
 CoreForward = Callable[..., Tensor]
 """Maps q [B, N, S/cp, H] and k, v [B, K, S/cp, H] of one rank, and its group, to [B, N, S/cp, H]."""
@@ -52,11 +52,11 @@ def local_positions(spec: ModelSpec, layout: Layout, cp_rank: int) -> Tensor:
     """
     positions, ranks = torch.arange(spec.seq), layout.context_parallel
     if layout.context_parallel_form != "all_to_all":
-        positions = by_rank(positions, ranks, 0)
+        positions = rank_order(positions, ranks, 0)
     return positions.chunk(ranks)[cp_rank]
 
 
-def in_ring(layout: Layout) -> bool:
+def uses_ring(layout: Layout) -> bool:
     """Whether keys and values go round the ranks."""
     return layout.context_parallel > 1 and layout.context_parallel_form == "ring"
 
@@ -68,7 +68,7 @@ def context_parallel(stage: Transformer, layout: Layout, grid: Grid) -> None:
         InputError: the form is ring and this PyTorch has no ring attention.
     """
     assert grid.cp_group is not None
-    if in_ring(layout):
+    if uses_ring(layout):
         from runtime.parallel.ring_attention import prepare_ring
 
         prepare_ring()
@@ -87,6 +87,6 @@ def _over_ranks(
     def attend(q_BNsH: Tensor, k_BKsH: Tensor, v_BKsH: Tensor, documents: DocumentMasks) -> Tensor:
         # Keys and values travel together, so their heads must have the same size.
         within = kernel if form == "ring" else partial(kernel, documents=documents)
-        return with_equal_heads(within, q_BNsH, k_BKsH, v_BKsH)
+        return equal_heads_attention(within, q_BNsH, k_BKsH, v_BKsH)
 
     return attend

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from runtime.model.attention_kernels import DocumentMasks, masked_attention, repeat_heads, suffix_attention
 from runtime.parallel.collectives import all_gather, exchange_slices, sum_parts
-from runtime.parallel.zigzag import by_rank, in_sequence
+from runtime.parallel.zigzag import rank_order, sequence_order
 
 
 def gathered_attention(
@@ -66,7 +66,7 @@ class _GatherPrefixes(torch.autograd.Function):
         ctx: Any, k_BKsH: Tensor, v_BKsH: Tensor, group: str, size: int, rank: int
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         local_s2BKH = torch.stack((k_BKsH.permute(2, 0, 1, 3), v_BKsH.permute(2, 0, 1, 3)), dim=1)
-        whole_S2BKH = in_sequence(all_gather(local_s2BKH, group, size), size, 0)
+        whole_S2BKH = sequence_order(all_gather(local_s2BKH, group, size), size, 0)
         chunk = k_BKsH.shape[2] // 2
         ctx.ends = (rank + 1) * chunk, (2 * size - rank) * chunk
         ctx.group, ctx.size, ctx.seq = group, size, whole_S2BKH.shape[0]
@@ -84,7 +84,7 @@ class _GatherPrefixes(torch.autograd.Function):
         whole_S2BKH[last:] = 0
         whole_S2BKH[:first, 0] += k_first
         whole_S2BKH[:first, 1] += v_first
-        local_s2BKH = sum_parts(by_rank(whole_S2BKH, ctx.size, 0), ctx.group, ctx.size)
+        local_s2BKH = sum_parts(rank_order(whole_S2BKH, ctx.size, 0), ctx.group, ctx.size)
         k, v = (local_s2BKH[:, which].permute(1, 2, 0, 3) for which in (0, 1))
         return k, v, None, None, None
 
@@ -122,7 +122,7 @@ def exchanged_attention(
         for x, share in zip((q, k, v), shares, strict=True)
     ]
     sent = torch.cat(parts, dim=3).flatten(0, 1)
-    received = exchange_slices(sent, group).split(shares, dim=2)
+    received = torch.split(exchange_slices(sent, group), shares, dim=2)
     q, k, v = (x.permute(1, 2, 0, 3) for x in received)
     if documents is not None and documents.masks:
         result = masked_attention(q, k, v, documents.masks[0])

@@ -22,7 +22,7 @@ from torch.distributed.tensor import Shard
 from costmodels import Layout
 from runtime.model.experts import MixtureOfExperts
 from runtime.model.transformer import Transformer
-from runtime.parallel.local import local_part
+from runtime.parallel.local_tensors import local_part
 from runtime.parallel.mesh import Grid, expert_mesh_shape
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
@@ -107,7 +107,7 @@ def _expert_placement(parameter: nn.Parameter, shards: int) -> Shard | None:
     return Shard(next(even, 0))
 
 
-def settle_shards(stage: Transformer) -> None:
+def gather_once(stage: Transformer) -> None:
     """Gather and free once: FSDP2 moves uneven shards into padded storage on first use only."""
     for module in stage.modules():
         if isinstance(module, FSDPModule):

@@ -29,17 +29,17 @@ from runtime.model.routing import (
     LocalDispatch,
     assign,
     capacity,
+    capacity_mask,
     combine,
     grouped_linear,
     permute,
     spread,
-    within_capacity,
 )
 from runtime.model.transformer import Transformer
 from runtime.parallel.collectives import Exchange, all_gather, all_to_all, gather, reduce_scatter
 from runtime.parallel.mesh import Grid
 from runtime.parallel.tensor import local_weight
-from runtime.parallel.zigzag import by_rank, in_sequence
+from runtime.parallel.zigzag import rank_order, sequence_order
 
 SPLIT_DIMENSIONS = {"up": 1, "gate": 1, "down": 2, "up_bias": 1, "gate_bias": 1}
 """Dimension of each parameter of the experts that runs over an expert's inner width F."""
@@ -62,12 +62,12 @@ def _split_experts(mixture: MixtureOfExperts, layout: Layout, grid: Grid) -> Non
     _distribute(experts, layout, grid)
     first = etp == 1 or grid.expert_mesh.get_local_rank("etp") == 0
 
-    def product(name: str, rows: Tensor, counts: Tensor, sizes: list[int] | None) -> Tensor:
+    def product(name: str, rows: Tensor, counts_E: Tensor, sizes: list[int] | None) -> Tensor:
         weight, bias = (local_weight(getattr(experts, key)) for key in (name, f"{name}_bias"))
         if bias is not None and name == "down" and not first:
             # The ranks of an expert add up their results, and so its bias: it must count once.
             bias = bias * 0.0
-        return grouped_linear(rows, weight, counts, bias, sizes)
+        return grouped_linear(rows, weight, counts_E, bias, sizes)
 
     experts.product = product  # type: ignore[method-assign]
     experts.width //= etp
@@ -146,7 +146,7 @@ class ExchangeDispatch:
         leave, arrive, totals = rows_to_move(chosen_Tk, leaving, arriving, own)
         exchange = Exchange(leave, arrive, self.group)
         if self.drops:
-            assignment = assignment.kept(sum(exchange.sent))
+            assignment = assignment.without_dropped(sum(exchange.sent))
         started = exchange.start(permute(x_TD, assignment.order, chosen_Tk.shape[1]))
         order = _places_by_expert(arriving, totals)
         return _Travelling(started, weights_Tk, assignment, exchange, arriving.sum((0, 1)), totals, order)
@@ -212,10 +212,10 @@ def _choose_over_sequences(router: Router, layout: Layout, grid: Grid) -> None:
 
     def kept(weights_BSk: Tensor, chosen_BSk: Tensor) -> Tensor:
         weights_BSk, chosen_BSk = (
-            in_sequence(gather(part, 1, group), dealt, 1) for part in (weights_BSk, chosen_BSk)
+            sequence_order(gather(part, 1, group), dealt, 1) for part in (weights_BSk, chosen_BSk)
         )
         limit = capacity(weights_BSk.shape[1], router.top_k, experts, router.options.capacity_factor)
-        mask_BSk = by_rank(within_capacity(weights_BSk, chosen_BSk, experts, limit), dealt, 1)
+        mask_BSk = rank_order(capacity_mask(weights_BSk, chosen_BSk, experts, limit), dealt, 1)
         return mask_BSk.chunk(group.size(), dim=1)[group.rank()]
 
-    router.within_capacity = kept  # type: ignore[method-assign]
+    router.capacity_mask = kept  # type: ignore[method-assign]

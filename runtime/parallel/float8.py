@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from costmodels.errors import InputError
 from runtime.model.transformer import Transformer
-from runtime.parallel.local import local_part
+from runtime.parallel.local_tensors import local_part
 
 MULTIPLE = 16
 """What the sides of a matrix must be multiples of: the kernels read 16 bytes at a time."""

@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 
 from costmodels import Layout
 from runtime.model.transformer import Transformer
-from runtime.parallel.recompute import Packed, is_plain, memory_of, pack, recomputed_blocks, unpacked
+from runtime.parallel.recomputation import Packed, is_plain, memory_of, pack, recomputed_blocks, unpack
 
 Forward = Callable[[Tensor], Tensor]
 
@@ -85,7 +85,7 @@ def _offload(attention: nn.Module, transfers: _Transfers, first: bool) -> None:
         if not torch.is_grad_enabled():
             return forward(x)
         layer = _Layer(transfers, _nothing if first else transfers.last, _storages(attention))
-        with saved_tensors_hooks(layer.pack, unpacked):
+        with saved_tensors_hooks(layer.pack, unpack):
             result = forward(x)
         layer.close()
         transfers.last = weakref.ref(layer)

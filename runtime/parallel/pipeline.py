@@ -21,12 +21,12 @@ from costmodels import Layout, ModelSpec
 from costmodels.spec.layout import SPLIT_BACKWARD, Schedule
 from costmodels.spec.send_order import SENDS_OF_STAGE
 from runtime.model.transformer import Transformer
-from runtime.parallel.awaited_sends import awaits_sends, with_fewer_sends
 from runtime.parallel.data import DTYPES
 from runtime.parallel.documents import Documents
 from runtime.parallel.loss import TokenLoss
 from runtime.parallel.mesh import Grid
 from runtime.parallel.pipeline_stage import LeanStage
+from runtime.parallel.send_limit import keeps_messages, limit_sends
 
 SCHEDULES: dict[Schedule, type] = {
     "1f1b": Schedule1F1B,
@@ -70,9 +70,9 @@ class Pipeline:
             loss_fn=self.loss,
             scale_grads=False,
         )
-        if self.kind is not Schedule1F1B and awaits_sends():
+        if self.kind is not Schedule1F1B and keeps_messages():
             # PyTorch would keep the messages of a whole step.
-            self.schedule.pipeline_order_with_comms = with_fewer_sends(
+            self.schedule.pipeline_order_with_comms = limit_sends(
                 self.schedule.pipeline_order_with_comms,
                 self.schedule.stage_index_to_group_rank.__getitem__,
                 SENDS_OF_STAGE * len(self.wrapped),
@@ -85,7 +85,7 @@ class Pipeline:
                 for rank, actions in self.schedule.pipeline_order_with_comms.items()
             }
 
-    def separate(self, documents: Documents) -> None:
+    def use_documents(self, documents: Documents) -> None:
         for stage in self.wrapped:
             stage.documents = documents
 

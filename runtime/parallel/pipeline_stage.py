@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.pipelining import PipelineStage, stage
 
-from runtime.faults.heartbeat import doing
+from runtime.faults.heartbeat import set_operation
 from runtime.parallel.documents import Documents
 
 # Any: what the stage is made of differs between the versions of PyTorch that this runs with.
@@ -61,7 +61,7 @@ class LeanStage(PipelineStage):
         return super().get_bwd_recv_ops(bwd_chunk_id)
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
-        doing("forward", fwd_chunk_id + 1)
+        set_operation("forward", fwd_chunk_id + 1)
         self._enter(fwd_chunk_id)
         output = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
         if not self.is_first:
@@ -79,7 +79,7 @@ class LeanStage(PipelineStage):
     def backward_one_chunk(
         self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: Any = False
     ) -> None:
-        doing("backward", bwd_chunk_id + 1)
+        set_operation("backward", bwd_chunk_id + 1)
         self._enter(bwd_chunk_id)
         super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
         if not self.has_backward:

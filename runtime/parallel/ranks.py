@@ -78,7 +78,7 @@ def end_with_agent() -> None:
     threading.Thread(target=watch, daemon=True).start()
 
 
-def start(ranks: Ranks, device: torch.device, timeout_minutes: float) -> None:
+def start_process_group(ranks: Ranks, device: torch.device, timeout_minutes: float) -> None:
     """Initialise the default process group: NCCL on GPUs, gloo on CPUs."""
     timeout = timedelta(minutes=timeout_minutes)
     if device.type == "cuda":
@@ -92,7 +92,7 @@ def start(ranks: Ranks, device: torch.device, timeout_minutes: float) -> None:
     dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=timeout)
 
 
-def meet(device: torch.device) -> None:
+def wait_for_ranks(device: torch.device) -> None:
     """Wait until all ranks are here.
 
     PyTorch asks to be told on which GPU; to bind it to the process group would open all groups' communicators
@@ -101,13 +101,13 @@ def meet(device: torch.device) -> None:
     dist.barrier(device_ids=[device.index] if device.type == "cuda" else None)
 
 
-def finish(device: torch.device) -> None:
+def leave_process_group(device: torch.device) -> None:
     """Wait for the other ranks before this process ends.
 
     NCCL wants its communicators destroyed. gloo's are left to the end of the process: destroying them has
     aborted ranks that had done all their work.
     """
-    meet(device)
+    wait_for_ranks(device)
     if device.type == "cuda":
         dist.destroy_process_group()
 
@@ -118,7 +118,7 @@ def is_lost_connection(error: RuntimeError) -> bool:
     return isinstance(error, dist.DistError) or any(text in str(error) for text in texts)
 
 
-def together(work: Callable[[], Result]) -> Result:
+def run_together(work: Callable[[], Result]) -> Result:
     """Call `work` on every rank; if it refuses input on one, all raise that rank's `InputError`."""
     result, error = _attempt(work)
     errors: list[InputError | None] = [None] * dist.get_world_size()
@@ -129,7 +129,7 @@ def together(work: Callable[[], Result]) -> Result:
     return result  # type: ignore[return-value]
 
 
-def on_first_rank(work: Callable[[], Result]) -> Result:
+def run_on_first_rank(work: Callable[[], Result]) -> Result:
     """Call `work` on rank 0 and give its result, or its `InputError`, to all ranks."""
     answer: list[Any] = [_attempt(work) if dist.get_rank() == 0 else None]
     dist.broadcast_object_list(answer)
@@ -139,7 +139,7 @@ def on_first_rank(work: Callable[[], Result]) -> Result:
     return result  # type: ignore[no-any-return]
 
 
-def in_turns(ranks: Ranks, work: Callable[[], Result]) -> Result:
+def run_in_turns(ranks: Ranks, work: Callable[[], Result]) -> Result:
     """Call `work` on rank 0, then on the first rank of each node, then on the others.
 
     What one leaves in a cache, on a shared file system or on its node, the next ones find.
@@ -147,7 +147,7 @@ def in_turns(ranks: Ranks, work: Callable[[], Result]) -> Result:
     turn = 0 if ranks.rank == 0 else 1 if ranks.local_rank == 0 else 2
     results = []
     for now in range(3):
-        results.append(together(lambda mine=turn == now: work() if mine else None))  # type: ignore[misc]
+        results.append(run_together(lambda mine=turn == now: work() if mine else None))  # type: ignore[misc]
     return results[turn]  # type: ignore[return-value]
 
 

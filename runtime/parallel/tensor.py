@@ -110,7 +110,7 @@ def _split_attention(attention: Attention, region: _Region, kv_group: dist.Proce
             _split_norm(norm, replace(region, sequence_parallel=True))
     _split_rows(attention.output, region)
     entry = _enter_first(attention, region)
-    attention.enter = lambda x: attention.heads(entry(x))  # type: ignore[method-assign]
+    attention.enter = lambda x_BSD: attention.heads(entry(x_BSD))  # type: ignore[method-assign]
 
 
 def _split_latent_attention(attention: LatentAttention, region: _Region) -> None:
@@ -144,7 +144,7 @@ def _split_tokens(experts: MixtureOfExperts, region: _Region) -> None:
     inner = replace(region, sequence_parallel=True)
     router = experts.router
     _share(router, inner)
-    router.logits = lambda x: wide_product(x, local_weight(router.weight))  # type: ignore[method-assign]
+    router.logits = lambda x_BSD: wide_product(x_BSD, local_weight(router.weight))  # type: ignore[method-assign]
     if experts.shared is not None:
         _split_mlp(experts.shared, inner)
     if experts.shared_gate is not None:
@@ -180,12 +180,12 @@ def _split_columns(linear: nn.Linear, region: _Region, sharers: dist.ProcessGrou
     _distribute(linear, "weight", Shard(0), region)
     _distribute(linear, "bias", Shard(0), region)
 
-    def forward(x: Tensor) -> Tensor:
+    def forward(x_BSI: Tensor) -> Tensor:
         weight, bias = local_weight(linear.weight), local_weight(linear.bias)
         if sharers is not None:
             weight = gather(weight, 0, sharers)
             bias = None if bias is None else gather(bias, 0, sharers)
-        return _multiply(linear, x, weight, bias)
+        return _multiply(linear, x_BSI, weight, bias)
 
     _replace_forward(linear, forward)
 
@@ -196,8 +196,8 @@ def _split_rows(linear: nn.Linear, region: _Region) -> None:
     _distribute(linear, "weight", Shard(1), region)
     _share(linear, region)
 
-    def forward(x: Tensor) -> Tensor:
-        result = region.leave(_multiply(linear, x, local_weight(linear.weight), None))
+    def forward(x_BSI: Tensor) -> Tensor:
+        result = region.leave(_multiply(linear, x_BSI, local_weight(linear.weight), None))
         return result if linear.bias is None else result.add(local_weight(linear.bias))
 
     _replace_forward(linear, forward)

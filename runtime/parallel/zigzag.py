@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 
-def by_rank(x: Tensor, ranks: int, dim: int) -> Tensor:
+def rank_order(x: Tensor, ranks: int, dim: int) -> Tensor:
     """Whole sequences along `dim`, the chunks of each rank together, rank after rank."""
     if ranks == 1:
         return x
@@ -18,8 +18,8 @@ def by_rank(x: Tensor, ranks: int, dim: int) -> Tensor:
     return torch.cat([chunks[place] for rank in range(ranks) for place in (rank, -1 - rank)], dim)
 
 
-def in_sequence(x: Tensor, ranks: int, dim: int) -> Tensor:
-    """What `by_rank` has ordered, in the order of its positions again."""
+def sequence_order(x: Tensor, ranks: int, dim: int) -> Tensor:
+    """What `rank_order` has ordered, in the order of its positions again."""
     if ranks == 1:
         return x
     chunks = x.chunk(2 * ranks, dim)

@@ -15,7 +15,7 @@ PR_SET_PDEATHSIG = 1
 """Option of prctl(2): the signal that a process gets when its parent ends; a program it executes keeps it."""
 
 
-def tethered(command: list[str]) -> list[str]:
+def tether(command: list[str]) -> list[str]:
     """`command`, so that it is killed when this process ends."""
     # By its path and isolated: what lies in the working directory is not to be imported.
     return [sys.executable, "-I", str(Path(__file__).resolve()), str(os.getpid()), *command]

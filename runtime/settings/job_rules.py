@@ -31,7 +31,7 @@ NO_MASK = (
 )
 
 
-def not_compiled(schedule: str) -> str:
+def compile_refusal(schedule: str) -> str:
     """Why layers are not compiled under a schedule that splits backward."""
     return (
         f"--compile: schedule {schedule} splits backward, which PyTorch does not do with compiled layers; "
@@ -42,7 +42,7 @@ def not_compiled(schedule: str) -> str:
 COMPILED = Rule(
     "compile_schedule",
     lambda model, d: np.isin(d.schedule, SPLITS),
-    lambda model, d: not_compiled(SCHEDULES[int(d.schedule)]),
+    lambda model, d: compile_refusal(SCHEDULES[int(d.schedule)]),
     of_mesh=True,
 )
 
@@ -71,7 +71,7 @@ def job_rules(*groups: object) -> tuple[Rule, ...]:
     )
 
 
-def reachable(batch: BatchOptions, *groups: object) -> BatchOptions:
+def reachable_batch(batch: BatchOptions, *groups: object) -> BatchOptions:
     """`batch` with the largest maximum that the ramp of the flags of `groups` reaches, where there is one."""
     most = batch.max_global_batch_size
     for group in groups:

@@ -21,7 +21,7 @@ from planner.options.limits import (
     check_bounds,
 )
 from runtime.settings.batch_ramp import BatchRamp, batch_ramp, check_numbers
-from runtime.settings.job_rules import not_compiled
+from runtime.settings.job_rules import compile_refusal
 from runtime.settings.learning_rate import (
     DECAY_STYLES,
     WEIGHT_DECAY_STYLES,
@@ -241,7 +241,7 @@ class TrainingOptions:
         """
         splits = layout.schedule in SPLIT_BACKWARD
         if self.compile and splits:
-            raise InputError(not_compiled(layout.schedule))
+            raise InputError(compile_refusal(layout.schedule))
         return self.compile or (on_gpu and not splits and not self.no_compile)
 
     def learning_rate(self) -> LearningRate:

@@ -29,14 +29,14 @@ def needs_head_room(plan: Plan) -> bool:
     return spread and not plan.model.router.capacity_factor
 
 
-def unbalanced_experts(plan: Plan, training: TrainingOptions) -> Iterator[str]:
+def expert_balance_notes(plan: Plan, training: TrainingOptions) -> Iterator[str]:
     """Of a plan that `training` may not keep to, because its tokens choose experts as they like."""
     balanced = training.moe_aux_loss_coeff and training.moe_router_load_balancing_type != "none"
     if needs_head_room(plan) and not balanced and not plan.model.router.expert_bias:
         yield f"{HEAD_ROOM}; {UNBALANCED}"
 
 
-def whole_optimizer(plan: Plan, parallel: ParallelOptions) -> Iterator[str]:
+def optimizer_notes(plan: Plan, parallel: ParallelOptions) -> Iterator[str]:
     """Of a plan without ZeRO that was to save memory."""
     layout = plan.layout
     replicas = layout.data_parallel * layout.context_parallel
@@ -47,7 +47,7 @@ def whole_optimizer(plan: Plan, parallel: ParallelOptions) -> Iterator[str]:
         )
 
 
-def untrainable(problem: Problem) -> Iterator[str]:
+def training_notes(problem: Problem) -> Iterator[str]:
     """Why this package's runtime could not train the plans of a problem that names its engine."""
     if problem.engine.name != DEFAULT_ENGINE:
         return

@@ -26,7 +26,7 @@ from torch import Tensor
 from costmodels import ModelSpec
 from runtime.model.experts import SMALLEST_SUM, Router
 from runtime.parallel.mesh import Grid
-from runtime.parallel.recompute import repeating
+from runtime.parallel.recomputation import is_recomputing
 from runtime.settings.options import TrainingOptions
 from runtime.train.executor import Executor
 
@@ -94,7 +94,7 @@ class Balance:
         if not torch.is_grad_enabled():
             return weights
         counts = self._count(chosen)
-        first = not repeating()
+        first = not is_recomputing()
         if first:
             self.counts[layer] += counts.sum(0)
             if kept is not None:

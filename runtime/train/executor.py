@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from costmodels import Layout
-from runtime.faults.heartbeat import doing
+from runtime.faults.heartbeat import set_operation
 from runtime.model.transformer import Transformer
 from runtime.parallel.documents import Documents
 from runtime.parallel.loss import TokenLoss
@@ -21,7 +21,7 @@ class Executor(Protocol):
     stages: list[Transformer]
     loss: TokenLoss
 
-    def separate(self, documents: Documents) -> None:
+    def use_documents(self, documents: Documents) -> None:
         """Let `documents` ready the stages before each pass of a micro batch."""
 
     def train(self, tokens: Tensor, labels: Tensor) -> Tensor:
@@ -50,7 +50,7 @@ class Accumulation:
         # ZeRO 3 reduces after every micro batch, so that whole gradients never pile up.
         self.defer_reduction = layout.zero_stage < 3
 
-    def separate(self, documents: Documents) -> None:
+    def use_documents(self, documents: Documents) -> None:
         self.documents = documents
 
     def train(self, tokens: Tensor, labels: Tensor) -> Tensor:
@@ -63,10 +63,10 @@ class Accumulation:
                 model.set_is_last_backward(last)
                 model.set_requires_gradient_sync(last)
                 model.set_reshard_after_backward(last)
-            doing("forward", number)
+            set_operation("forward", number)
             self._enter(number)
             loss = self.loss(model(x), y)
-            doing("backward", number)
+            set_operation("backward", number)
             loss.backward()  # type: ignore[no-untyped-call]
             total += loss.detach()
         return total
@@ -76,7 +76,7 @@ class Accumulation:
         model = self.stages[0]
         total = torch.zeros((), device=tokens.device)
         for number, (x, y) in enumerate(self._micro_batches(tokens, labels), start=1):
-            doing("forward", number)
+            set_operation("forward", number)
             self._enter(number)
             total += self.loss(model(x), y)
         return total

@@ -12,15 +12,15 @@ from torch.distributed.fsdp import FSDPModule
 from costmodels import Layout, ModelSpec
 from runtime.model.experts import MixtureOfExperts
 from runtime.model.transformer import Block, Transformer
-from runtime.parallel.context import context_parallel, in_ring, local_positions
-from runtime.parallel.data import data_parallel, needs_data_parallel, settle_shards
+from runtime.parallel.context import context_parallel, local_positions, uses_ring
+from runtime.parallel.data import data_parallel, gather_once, needs_data_parallel
 from runtime.parallel.expert import expert_parallel
 from runtime.parallel.float8 import float8
-from runtime.parallel.initialise import INIT_STD, initialise
+from runtime.parallel.initialisation import INIT_STD, initialise
 from runtime.parallel.loss import TokenLoss
 from runtime.parallel.mesh import Grid
 from runtime.parallel.offload import offload_activations
-from runtime.parallel.recompute import recompute
+from runtime.parallel.recomputation import recompute
 from runtime.parallel.tensor import tensor_parallel
 from runtime.settings.preflight import check_job
 from runtime.train.executor import Accumulation, Executor
@@ -71,7 +71,7 @@ def compiles_in_two(layout: Layout) -> bool:
     A ring of keys and values cannot be compiled. Attention that offloads its activations is not compiled at
     all, and a layout with such layers leaves it to the compiler where to stop.
     """
-    return in_ring(layout) and not layout.offload_activations
+    return uses_ring(layout) and not layout.offload_activations
 
 
 def _compile(block: Block, in_two: bool) -> None:
@@ -93,9 +93,9 @@ def _compile(block: Block, in_two: bool) -> None:
         torch.compile(block.from_core),
     )
 
-    def forward(x: Tensor) -> Tensor:
-        result: Tensor = after(x, core(*before(x)))
-        return result
+    def forward(x_BSD: Tensor) -> Tensor:
+        result_BSD: Tensor = after(x_BSD, core(*before(x_BSD)))
+        return result_BSD
 
     block.forward = forward  # type: ignore[method-assign]
 
@@ -123,7 +123,7 @@ def build_executor(
         stage.tie()
         initialise(stage, spec, seed, init_std)
         if isinstance(stage, FSDPModule):
-            settle_shards(stage)
+            gather_once(stage)
         stages.append(stage)
     return executor_of(stages, spec, layout, grid)
 

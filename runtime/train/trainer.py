@@ -14,7 +14,7 @@ from torch import Tensor
 from costmodels import Layout, ModelSpec
 from runtime.data.boundaries import Boundaries
 from runtime.data.datasets import check_ids
-from runtime.faults.heartbeat import doing
+from runtime.faults.heartbeat import set_operation
 from runtime.faults.options import FaultOptions
 from runtime.faults.step_guard import StepGuard
 from runtime.optimizers.shards import ShardedOptimizer, clip_factor
@@ -97,7 +97,7 @@ class Trainer:
         self.updates = 0
         """Iterations that changed the weights; schedules and the optimizer count these."""
 
-    def separate(self, boundaries: Boundaries | None) -> None:
+    def use_boundaries(self, boundaries: Boundaries | None) -> None:
         """Heed the boundaries of documents from now on; raises `InputError` if the layout cannot."""
         if boundaries is None:
             return
@@ -106,7 +106,7 @@ class Trainer:
         if boundaries.reset_attention_mask or boundaries.reset_position_ids:
             grid = self.grid
             self.documents = Documents(boundaries, self.spec, self.layout, grid.cp_rank, grid.device)
-            self.executor.separate(self.documents)
+            self.executor.use_documents(self.documents)
 
     def rows_of(self, batch: int) -> npt.NDArray[np.int64]:
         """Rows that this rank trains of a global batch of `batch` sequences."""
@@ -123,10 +123,10 @@ class Trainer:
         factor = scale * tokens if self.sums_losses else scale
         self.executor.loss.scale = factor
         loss = self.executor.train(*self._inputs(samples))
-        doing("reduction of gradients")
+        set_operation("reduction of gradients")
         self.optimizer.collect_gradients()
         totals = torch.stack((self._once(loss), self.optimizer.squared_norm()))
-        doing("all-reduce of loss and gradient norm")
+        set_operation("all-reduce of loss and gradient norm")
         if dist.get_world_size() > 1:
             dist.all_reduce(totals)
         loss, norm = totals[0], totals[1].sqrt()
@@ -138,7 +138,7 @@ class Trainer:
             self.optimizer.drop_gradients()
             self._end_step(updated=False)
             return StepResult(loss, norm, rate, self._scale(), skipped=True)
-        doing("optimizer step")
+        set_operation("optimizer step")
         self._clip(norm, scale)
         self.optimizer.step(rate, self.weight_decay.at(self.updates))
         self.updates += 1

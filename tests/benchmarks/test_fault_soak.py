@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks.fault_audit import Attempt, audit
 from benchmarks.faults import TOLERANCE, Soak
-from runtime.logs.sample_log import SampleLog, forget_after, read_samples
+from runtime.logs.sample_log import SampleLog, drop_samples_after, read_samples
 from tests.support.running_jobs import forked
 
 
@@ -69,7 +69,7 @@ def test_samples_are_logged_with_the_sums_of_their_tokens(tmp_path: Path) -> Non
     found = read_samples(tmp_path)
     assert {step: sorted(row) for step, row in found.items()} == {1: [2, 3], 2: [4, 5], 3: [6, 7]}
     assert found[1][2] == found[1][3] != found[2][4]
-    forget_after(tmp_path, 2)
+    drop_samples_after(tmp_path, 2)
     assert sorted(read_samples(tmp_path)) == [1, 2]
     second.step(2, [4], np.full((1, 5), 2))
     second.file.path.write_text(

@@ -30,7 +30,7 @@ def benches(tmp_path_factory: pytest.TempPathFactory) -> list[Bench]:
         for name in (".metadata", "__0_0.distcp", "__1_0.distcp"):
             (partial / name).write_bytes(random.Random(name).randbytes(300))
         run = {"iteration": iteration, "model": model, "consumed_samples": 4 * iteration}
-        checkpoint.publish(saved, iteration, run, checkpoint.files_in(partial))
+        checkpoint.publish(saved, iteration, run, checkpoint.file_records(partial))
     kinds = [*targets(folder, with_checkpoint=False), *checkpoint_targets(saved)]
     return [Bench(kind, tmp_path_factory.mktemp("bench")) for kind in kinds]
 

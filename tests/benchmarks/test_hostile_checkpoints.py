@@ -56,7 +56,7 @@ def plant(folder: Path, canary: Path) -> None:
     with (iteration / METADATA).open("wb") as file:
         file.write(fuzz_hostile.dumped(fuzz_hostile.call("posix", "system", canary)))
     (iteration / checkpoint.MANIFEST).unlink()
-    records = checkpoint.files_in(iteration)
+    records = checkpoint.file_records(iteration)
     (iteration / checkpoint.MANIFEST).write_text(fuzz_hostile.manifest_text(records))
 
 

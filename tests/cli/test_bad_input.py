@@ -341,7 +341,7 @@ def test_a_rank_refuses_wrong_input_in_one_line(
     import torch.distributed
 
     from planner.options.flags import run
-    from runtime.checkpoint.owner import owned
+    from runtime.checkpoint.owner import ownership
     from runtime.pretrain import app
 
     for name in (
@@ -359,7 +359,7 @@ def test_a_rank_refuses_wrong_input_in_one_line(
     taken.mkdir(exist_ok=True)
     paths = {"PLAN": str(files.plan), "FILE/below": str(files.path("file") / "below"), "OWNED": str(taken)}
     monkeypatch.setattr("sys.argv", ["runtime.pretrain", *(paths.get(word, word) for word in words)])
-    with owned(taken, "--save taken"), pytest.raises(SystemExit) as stopped:
+    with ownership(taken, "--save taken"), pytest.raises(SystemExit) as stopped:
         run(app, "runtime.pretrain")
     assert stopped.value.code == 2
     err = told(capsys.readouterr().err)

@@ -12,7 +12,7 @@ import typer
 
 from cli import data
 from planner.options.flags import run
-from runtime.data.indexed import IndexedDataset
+from runtime.data.indexed_dataset import IndexedDataset
 
 
 def planner(*arguments: str | Path) -> int:

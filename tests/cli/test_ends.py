@@ -20,8 +20,8 @@ from cli.status import Status
 from cli.tables import console
 from runtime.generation import command
 from runtime.generation.options import GenerateOptions
-from runtime.parallel.ranks import meet
-from runtime.processes.spawning import ended_with, spawned
+from runtime.parallel.ranks import wait_for_ranks
+from runtime.processes.pools import pool_guard, spawn_context
 from tests.support import ROOT
 from tests.support.commands import Command
 
@@ -109,8 +109,8 @@ def _blocked() -> bool:
 def test_ctrl_c_leaves_workers_to_who_started_them() -> None:
     before = signal.pthread_sigmask(signal.SIG_BLOCK, set())
     processes: list[Any] = []
-    pool = ProcessPoolExecutor(1, mp_context=spawned())
-    with pytest.raises(KeyboardInterrupt), ended_with(pool):
+    pool = ProcessPoolExecutor(1, mp_context=spawn_context())
+    with pytest.raises(KeyboardInterrupt), pool_guard(pool):
         assert pool.submit(_blocked).result()
         processes.extend(pool._processes.values())
         pool.submit(time.sleep, 1e6)
@@ -136,6 +136,6 @@ def test_ranks_on_gpus_meet_on_the_one_that_is_theirs(monkeypatch: pytest.Monkey
     """Without one PyTorch warns that it guesses: `barrier(): using the device under current context`."""
     given: list[Any] = []
     monkeypatch.setattr(dist, "barrier", lambda device_ids=None: given.append(device_ids))
-    meet(torch.device("cuda", 3))
-    meet(torch.device("cpu"))
+    wait_for_ranks(torch.device("cuda", 3))
+    wait_for_ranks(torch.device("cpu"))
     assert given == [[3], None]

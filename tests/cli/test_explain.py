@@ -138,7 +138,7 @@ def test_trials_are_said_to_measure_the_first_plans_whichever_are_alike(
     lines = {}
     for places in ((1, 2, 6, 7), (1, 2, 3, 4), (1, 6), (1, 2)):
         monkeypatch.setattr(report, "indistinguishable", lambda _, places=places: places)
-        (lines[places],) = report.tied(result, rows)
+        (lines[places],) = report.tie_lines(result, rows)
     assert [line.partition("; ")[2] for line in lines.values()] == [
         f"`planner launch --try {number}` measures the first {number} plans" for number in (2, 3, 6, 2)
     ]

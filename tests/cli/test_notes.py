@@ -10,7 +10,7 @@ from planner.api import suggest
 from planner.options.parallel import ParallelOptions
 from planner.plan import Plan
 from runtime.settings.options import TrainingOptions
-from runtime.settings.plan_notes import needs_head_room, unbalanced_experts, whole_optimizer
+from runtime.settings.plan_notes import expert_balance_notes, needs_head_room, optimizer_notes
 
 
 def planned(model: str, *pins: str, world_size: int = 64) -> Plan:
@@ -36,7 +36,7 @@ def planned(model: str, *pins: str, world_size: int = 64) -> Plan:
 def test_experts_that_nothing_balances_are_noted(
     model: str, pin: str, flags: dict[str, Any], noted: bool
 ) -> None:
-    notes = list(unbalanced_experts(planned(model, pin), TrainingOptions(**flags)))
+    notes = list(expert_balance_notes(planned(model, pin), TrainingOptions(**flags)))
     assert len(notes) == noted
     assert all("25 % more rows" in note and "--moe-aux-loss-coeff" in note for note in notes)
 
@@ -47,18 +47,18 @@ def test_biases_and_capacities_bound_the_load() -> None:
         router = plan.model.router.model_copy(update=changes)
         other = plan.model_copy(update={"model": plan.model.model_copy(update={"router": router})})
         assert needs_head_room(other) is head_room
-        assert not list(unbalanced_experts(other, TrainingOptions()))
+        assert not list(expert_balance_notes(other, TrainingOptions()))
 
 
 def test_reused_parameters_are_noted_where_zero_would_save_more() -> None:
     asked = ParallelOptions(reuse_fp32_param=True, bf16=True)
     whole = planned("gpt2-124m", "zero=0", "dp=8")
     alone = planned("gpt2-124m", "dp=1", "cp=1", world_size=4)
-    (note,) = whole_optimizer(whole, asked)
+    (note,) = optimizer_notes(whole, asked)
     assert "--use-distributed-optimizer" in note
     for plan, options in (
         (planned("gpt2-124m", "zero=1"), asked),
         (alone, asked),
         (whole, ParallelOptions()),
     ):
-        assert not list(whole_optimizer(plan, options))
+        assert not list(optimizer_notes(plan, options))

@@ -14,7 +14,7 @@ from cli import data, main, suggest
 from cli.convert import ConvertOptions
 from cli.dryrun import DryRunOptions
 from cli.explain import Questions
-from cli.pasted import pasted
+from cli.training_flags import training_flags
 from costmodels.errors import InputError
 from planner.options.batch import BatchOptions
 from planner.options.budget import BudgetOptions
@@ -84,7 +84,9 @@ def test_numbers_have_bounds_or_are_checked_where_a_job_is_planned() -> None:
     }
     assert not left
     # Commands that only take a flag along hold it to the same bounds.
-    carried = {field.name: field.metadata["within"] for field, _ in numbers(pasted(but=suggest.Output))}
+    carried = {
+        field.name: field.metadata["within"] for field, _ in numbers(training_flags(but=suggest.Output))
+    }
     own = {
         field.name: field.metadata["within"] for group, field, _ in BOUNDED if group is not GenerateOptions
     }

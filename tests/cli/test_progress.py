@@ -18,12 +18,12 @@ from cli.job_end import JobEnd
 from cli.progress import Display, short_line
 from cli.status import Status
 from planner.plan import Plan
+from runtime.job.continuation import PreviousRun
 from runtime.job.job import Job
-from runtime.job.replan import Before
 from runtime.launch.options import LaunchOptions
 from runtime.launch.prediction import PEAK_TOLERANCE
 from runtime.launch.restarts import Display as Shows
-from runtime.launch.supervisor import Outcome, Stopped
+from runtime.launch.supervisor import JobStopped, Outcome
 from runtime.logs import console
 from runtime.settings.options import DataOptions, OutputOptions, TrainingOptions
 from tests.support.commands import Command
@@ -169,8 +169,8 @@ def test_neither_a_loss_that_is_no_number_nor_a_full_disk_ends_the_launcher(
     [
         (Outcome(0, "", stopped_by=signal.SIGTERM), 0, "stopped by SIGTERM"),
         (Outcome(0, "", stopped_by=signal.SIGINT), 130, "stopped by SIGINT"),
-        (Stopped(signal.SIGTERM), 143, "stopped by SIGTERM"),
-        (Stopped(signal.SIGINT), 130, "stopped by SIGINT"),
+        (JobStopped(signal.SIGTERM), 143, "stopped by SIGTERM"),
+        (JobStopped(signal.SIGINT), 130, "stopped by SIGINT"),
         (Outcome(4, "diverged"), 4, "error: diverged"),
         (Outcome(2, "disk full", stopped_by=signal.SIGINT), 2, "error: disk full"),
     ],
@@ -179,12 +179,12 @@ def test_every_end_has_its_exit_code_and_says_what_is_kept(
     planner_command: Command,
     monkeypatch: pytest.MonkeyPatch,
     small: list[str],
-    end: Outcome | Stopped,
+    end: Outcome | JobStopped,
     code: int,
     says: str,
 ) -> None:
     def job(*_: Any) -> Outcome:
-        if isinstance(end, Stopped):
+        if isinstance(end, JobStopped):
             raise end
         return end
 
@@ -257,7 +257,7 @@ def test_a_run_that_is_complete_can_be_made_longer(tmp_path: Path) -> None:
 def test_what_is_left_of_a_resumed_run_is_predicted(
     planner_command: Command, monkeypatch: pytest.MonkeyPatch, small: list[str]
 ) -> None:
-    monkeypatch.setattr(launch, "previous_run", lambda output: Before(iteration=40))
+    monkeypatch.setattr(launch, "previous_run", lambda output: PreviousRun(iteration=40))
     monkeypatch.setattr(launch, "run_with_restarts", lambda *_: Outcome(0, ""))
     code, out, _ = planner_command(*small)
     assert code == 0 and " for 60 iterations" in out

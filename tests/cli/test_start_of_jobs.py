@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from planner import Plan
-from runtime.checkpoint.owner import owned
+from runtime.checkpoint.owner import ownership
 from runtime.launch.preparation import make_log_dir
 from runtime.settings import preflight
 from tests.support.commands import Command
@@ -88,7 +88,7 @@ def test_a_plan_for_more_ranks_than_the_machine_bears_is_refused(
 def test_a_folder_of_checkpoints_has_one_writer(planner_command: Command, tmp_path: Path) -> None:
     folder = tmp_path / "saved"
     folder.mkdir()
-    with owned(folder, "--save saved"):
+    with ownership(folder, "--save saved"):
         answer = planner_command("launch", *ON_TWO, "--save", folder)
     refused(answer, f"--save {folder}: in use by process {os.getpid()} on host ")
 

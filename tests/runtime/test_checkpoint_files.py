@@ -29,12 +29,12 @@ RUN = {"iteration": 3, "model": SPEC.model_dump(mode="json"), "consumed_samples"
 
 def write(folder: Path, iteration: int, contents: bytes) -> Path:
     """A checkpoint of one file."""
-    checkpoint.clear(folder)
+    checkpoint.clear_folder(folder)
     partial = checkpoint.partial_folder(folder, iteration)
     partial.mkdir()
     (partial / "file").write_bytes(contents)
     return checkpoint.publish(
-        folder, iteration, {**RUN, "iteration": iteration}, checkpoint.files_in(partial)
+        folder, iteration, {**RUN, "iteration": iteration}, checkpoint.file_records(partial)
     )
 
 
@@ -67,7 +67,7 @@ def test_a_checkpoint_says_what_it_is_of(stored: Path) -> None:
     assert set(checkpoint.verify(folder).files) == set(FILES)
     run = checkpoint.read_run(folder)
     assert run.model == SPEC and run.iteration == 2
-    assert run.told() == {"consumed_samples": 8, "note": "mine"}
+    assert run.run_state() == {"consumed_samples": 8, "note": "mine"}
 
 
 @settings(
@@ -133,7 +133,7 @@ def test_all_ranks_refuse_a_damaged_checkpoint_before_it_is_unpickled(
     assert not (tmp_path / "sprung").exists()
     # Whoever plants something can write checksums, too.
     (path.parent / checkpoint.MANIFEST).unlink()
-    (path.parent / checkpoint.MANIFEST).write_text(manifest_text(checkpoint.files_in(path.parent)))
+    (path.parent / checkpoint.MANIFEST).write_text(manifest_text(checkpoint.file_records(path.parent)))
     [planted, _] = pool.run(work.loaded, 2, SPEC, layout, str(copy), 2)
     assert planted.startswith(f"{path}: not what PyTorch writes: it names ")
     assert not (tmp_path / "sprung").exists()
@@ -191,7 +191,7 @@ def test_a_crash_at_any_moment_leaves_a_whole_checkpoint(
         crash_at(crashes + 1)
         try:
             write(folder, iteration, b"new" * 1000)
-            folders.prune(folder, iteration, 1)
+            folders.prune_checkpoints(folder, iteration, 1)
             break
         except Crash:
             crashes += 1

@@ -10,7 +10,7 @@ import pytest
 
 from costmodels.errors import InputError
 from runtime import checkpoint
-from runtime.checkpoint.writing import ALIGNMENT
+from runtime.checkpoint.writer import ALIGNMENT
 from runtime.settings.options import OutputOptions
 from tests.support.jobs import losses, write_corpus
 from tests.support.layouts import parse_layout

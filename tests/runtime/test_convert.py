@@ -18,7 +18,7 @@ from runtime.checkpoint.tensor_store import FILE_BYTES
 from runtime.huggingface.companions import COMPANIONS
 from runtime.huggingface.configs import config_for
 from runtime.huggingface.files import file_size
-from runtime.huggingface.reading import HuggingFaceModel
+from runtime.huggingface.model_folder import HuggingFaceModel
 from runtime.huggingface.stored_model import StoredModel
 from tests.support import stored_models as model_files
 from tests.support.hugging_face import MODELS, hugging_face, skip_unless_there

@@ -11,12 +11,12 @@ import torch.nn.functional as F
 
 from costmodels.errors import InputError
 from runtime.data.boundaries import Boundaries, check_ends
-from runtime.data.indexed import IndexedDataset
+from runtime.data.indexed_dataset import IndexedDataset
 from runtime.data.indexed_writer import IndexedWriter
 from runtime.data.tokenizers import ByteTokenizer
 from runtime.model.transformer import Transformer
 from runtime.parallel.documents import Documents, check_boundaries, document_mask, document_starts
-from runtime.parallel.initialise import initialise
+from runtime.parallel.initialisation import initialise
 from runtime.parallel.loss import IGNORED, cross_entropy_sum
 from tests.support.layouts import deep_enough, parse_layout
 from tests.support.models import MODELS

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from costmodels.errors import InputError
-from runtime.checkpoint.loading import _check_data
+from runtime.checkpoint.loader import _check_data
 from runtime.data import IndexedDataset, IndexedWriter
 from runtime.data.datasets import check_ids
 from runtime.data.identity import BLOCK_BYTES, BLOCKS, difference, identity

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from costmodels.errors import InputError
-from runtime.data.indexed import IndexedDataset, best_dtype
+from runtime.data.indexed_dataset import IndexedDataset, best_dtype
 from runtime.data.indexed_writer import IndexedWriter
 from runtime.data.merge import merge
 

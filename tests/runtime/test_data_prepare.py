@@ -27,13 +27,13 @@ from hypothesis import strategies as st
 from costmodels.errors import InputError
 from runtime.data import corpus, documents, json_array
 from runtime.data.corpus import stdlib_corpus
-from runtime.data.indexed import IndexedDataset
-from runtime.data.prepare import prepare
+from runtime.data.indexed_dataset import IndexedDataset
+from runtime.data.preparation import prepare
 from runtime.data.summary import Summary
 from runtime.data.tokenizers import ByteTokenizer, gpt2_tokenizer
 
 BYTES = ByteTokenizer()
-MODULE = import_module("runtime.data.prepare")
+MODULE = import_module("runtime.data.preparation")
 TEXTS = ["first", "", "zweiter — ✓", "a\nb\n"]
 
 

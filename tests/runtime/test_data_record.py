@@ -12,14 +12,14 @@ import tokenizers as hf
 
 from costmodels.errors import InputError
 from runtime.data.description import describe
-from runtime.data.indexed import IndexedDataset
+from runtime.data.indexed_dataset import IndexedDataset
 from runtime.data.indexed_writer import IndexedWriter
 from runtime.data.merge import merge
-from runtime.data.prepare import prepare
+from runtime.data.preparation import prepare
 from runtime.data.record import digest, read_record
 from runtime.data.tokenizers import ByteTokenizer, Tokenizer, load_tokenizer
 from runtime.huggingface.tokenizer_files import write_tokenizer
-from runtime.job.text import open_datasets
+from runtime.job.datasets import open_datasets
 from runtime.settings.options import DataOptions
 from tests.support.models import MODELS
 

@@ -15,7 +15,7 @@ from costmodels.errors import InputError
 from runtime.data import blend
 from runtime.data.blend import BlendedDataset
 from runtime.data.datasets import build_datasets, build_separate_datasets, check_vocabulary
-from runtime.data.indexed import IndexedDataset
+from runtime.data.indexed_dataset import IndexedDataset
 from runtime.data.indexed_writer import IndexedWriter
 from runtime.data.samples import SampleDataset, sample_index, split_sequences
 
@@ -85,11 +85,11 @@ def test_samples_are_the_stream_of_documents(lengths: list[int], seq: int, sampl
         assert len(stream) - sum(lengths) < samples * seq + 1
         for number in range(len(dataset)):
             expected = stream[number * seq : (number + 1) * seq + 1]
-            np.testing.assert_array_equal(dataset.unshuffled(number), expected)
+            np.testing.assert_array_equal(dataset.stream_sample(number), expected)
         assert sorted(dataset.shuffle_index) == list(range(len(dataset)))
         batch = dataset.batch(range(len(dataset)))
         assert batch.shape == (len(dataset), seq + 1) and batch.dtype == np.int64
-        np.testing.assert_array_equal(batch[0], dataset.unshuffled(int(dataset.shuffle_index[0])))
+        np.testing.assert_array_equal(batch[0], dataset.stream_sample(int(dataset.shuffle_index[0])))
 
 
 @settings(max_examples=60, deadline=None)
@@ -258,10 +258,10 @@ def test_a_run_that_becomes_longer_keeps_its_order(tmp_path: Path, words: list[s
         corpus(tmp_path, list(range(1, 20)), name, first)
     path = [word.format(tmp_path / "a", tmp_path / "b") for word in words]
     short, long = (build_datasets(path, "1", 4, 1, samples) for samples in (50, 400))
-    first, again = short.train, long.continuing(50).train
+    first, again = short.train, long.with_train_order(50).train
     assert first is not None and again is not None and long.train is not None
     np.testing.assert_array_equal(first.batch(range(300)), again.batch(range(300)))
-    assert long.continuing(None) is long and long.continuing(400) is long
+    assert long.with_train_order(None) is long and long.with_train_order(400) is long
     if len(words) == 2:
         # Without weights the order is that of one epoch after the other, however long the run.
         return

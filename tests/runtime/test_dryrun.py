@@ -16,7 +16,7 @@ from costmodels.layers.shapes import PEAK_LOAD
 from costmodels.tapes.player.steady import enough_micro_batches
 from runtime.dryrun import run as dry
 from runtime.dryrun.memory_trace import MemoryTrace, Moment, block_bytes
-from runtime.dryrun.roles import label_layers, own_state, roles, settle_optimizer
+from runtime.dryrun.roles import label_layers, roles, tag_optimizer_state, tag_state
 from runtime.dryrun.run import trace
 from runtime.dryrun.tracker import Tracker
 from runtime.settings.options import TrainingOptions
@@ -134,19 +134,19 @@ def really(spec: ModelSpec, layout: Layout, steps: int = 2) -> dict[str, Moment]
     """The moments of a step that is really run on the CPU."""
     tracker = Tracker(on_gpu=False, fake=False)
     with ExitStack() as stack:
-        stack.enter_context(dry.one_rank_of(layout.world_size, 0))
+        stack.enter_context(dry.fake_process_group(layout.world_size, 0))
         stack.enter_context(roles(tracker))
         stack.enter_context(tracker)
         with tracker.scope(phase="build"):
             trainer = Trainer(spec, layout, TrainingOptions(no_compile=True), torch.device("cpu"))
-            own_state(tracker, trainer.executor)
+            tag_state(tracker, trainer.executor)
         label_layers(tracker, trainer.executor, compiled=False)
         samples = np.zeros((len(trainer.rows), spec.seq + 1), dtype=np.int64)
         for number in range(steps):
             if number == steps - 1:
                 tracker.mark()
             trainer.train_step(samples)
-            settle_optimizer(tracker)
+            tag_optimizer_state(tracker)
         return tracker.moments()
 
 

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from runtime import entry, own_path
+from runtime import entry, import_path
 from runtime.launch.torchrun import torchrun_command
-from runtime.processes.spawning import spawned
-from runtime.processes.tether import tethered
+from runtime.processes.pools import spawn_context
+from runtime.processes.tether import tether
 from tests.support import ROOT
 
 NAMES = (
@@ -47,7 +47,7 @@ def crowded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_a_job_imports_nothing_from_where_it_is_started(crowded: Path) -> None:
     """From the process that ties it to its launcher, over torchrun, to its rank."""
     done = subprocess.run(
-        tethered(torchrun_command(1, ["--help"])),
+        tether(torchrun_command(1, ["--help"])),
         cwd=crowded,
         env={name: value for name, value in os.environ.items() if name != "PYTHONPATH"},
         capture_output=True,
@@ -59,7 +59,7 @@ def test_a_job_imports_nothing_from_where_it_is_started(crowded: Path) -> None:
 
 @pytest.mark.filterwarnings("error")
 def test_a_spawned_process_imports_nothing_from_where_it_is_started(crowded: Path) -> None:
-    with ProcessPoolExecutor(1, mp_context=spawned()) as pool:
+    with ProcessPoolExecutor(1, mp_context=spawn_context()) as pool:
         assert pool.submit(abs, -3).result() == 3
     assert Path.cwd() == crowded
 
@@ -68,15 +68,15 @@ def test_a_module_leaves_the_folder_in_which_it_is_typed(
     crowded: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "orig_argv", ["python", "-u", "-m", "runtime.pretrain", "--plan", "plan.json"])
-    assert own_path.started_as("runtime") and not own_path.started_as("planner")
+    assert import_path.runs_package("runtime") and not import_path.runs_package("planner")
     # Neither the source tree nor a place where the packages are installed besides.
     others = [folder for folder in sys.path if folder and not Path(folder, "costmodels").is_dir()]
     monkeypatch.setattr(sys, "path", [str(crowded), *others])
-    own_path.leave_working_directory(ROOT)
+    import_path.leave_working_directory(ROOT)
     assert sys.path == others
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr(sys, "path", [str(ROOT), *others])
-    own_path.leave_working_directory(ROOT)
+    import_path.leave_working_directory(ROOT)
     assert sys.path == [str(ROOT), *others]
 
 
@@ -89,7 +89,7 @@ def test_a_link_to_the_installation_is_the_installation(
     others = [folder for folder in sys.path if folder and not Path(folder, "costmodels").is_dir()]
     monkeypatch.setattr(sys, "path", path := [str(tmp_path / "home"), *others])
     monkeypatch.chdir(tmp_path)
-    own_path.leave_working_directory(ROOT)
+    import_path.leave_working_directory(ROOT)
     monkeypatch.setattr(sys, "argv", ["entry.py", "runtime.pretrain"])
     monkeypatch.setattr(entry, "run_module", lambda name, **_: None)
     entry.main()
@@ -101,7 +101,7 @@ def test_a_file_that_comes_before_a_package_is_named(
 ) -> None:
     monkeypatch.setattr(sys, "path", [str(ROOT.parent), str(crowded), str(ROOT)])
     with pytest.raises(SystemExit, match="2"):
-        own_path.leave_working_directory(ROOT)
+        import_path.leave_working_directory(ROOT)
     assert capsys.readouterr().err == (
         f"runtime: error: {crowded / 'costmodels.py'} is in the way of the package costmodels in {ROOT}: "
         "rename it, or take its folder out of PYTHONPATH\n"

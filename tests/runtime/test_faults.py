@@ -13,8 +13,15 @@ from costmodels.errors import InputError
 from runtime.faults import heartbeat
 from runtime.faults.options import FaultOptions
 from runtime.faults.step_guard import FEWEST, StepGuard, TrainingDiverged
-from runtime.faults.stragglers import FEWEST_SAMPLES, Sampler, Work, enough, slowest, straggler_line
-from runtime.faults.watchdog import Beat, hang
+from runtime.faults.stragglers import (
+    FEWEST_SAMPLES,
+    Sampler,
+    Work,
+    has_enough_samples,
+    slowest_rank,
+    straggler_line,
+)
+from runtime.faults.watchdog import Beat, hang_report
 from runtime.logs import console
 from runtime.logs.line_file import LineFile, keep_lines, read_lines
 from tests.support.layouts import parse_layout
@@ -54,20 +61,20 @@ def beat(rank: int, age: float, silent: float = 0.0, waits: bool = False, iterat
 
 
 def test_who_is_blamed_for_a_hang() -> None:
-    assert hang([beat(0, 59), beat(1, 3)], 60) == ""
+    assert hang_report([beat(0, 59), beat(1, 3)], 60) == ""
     # Frozen, whatever the others do.
-    line = hang([beat(0, 70, waits=True), beat(1, 2, silent=65), beat(2, 70)], 60)
+    line = hang_report([beat(0, 70, waits=True), beat(1, 2, silent=65), beat(2, 70)], 60)
     assert line.startswith("hang: no sign of life for 67 s: rank 1 on node0 in forward of iteration 5 (model")
     # The one that does not wait for another; who has just begun something may be behind by a little only.
-    line = hang([beat(0, 70, waits=True), beat(1, 70), beat(2, 10)], 60)
+    line = hang_report([beat(0, 70, waits=True), beat(1, 70), beat(2, 10)], 60)
     assert (
         line
         == "hang: no progress for 70 s: rank 1 on node0 in forward of iteration 5 (model.py:1 in forward)"
     )
     # All wait: those who are a step behind.
-    line = hang([beat(0, 70, waits=True, iteration=6), beat(3, 70, waits=True)], 60)
+    line = hang_report([beat(0, 70, waits=True, iteration=6), beat(3, 70, waits=True)], 60)
     assert "ranks wait for each other" in line and "rank 3 on node1" in line and "rank 0" not in line
-    assert hang([beat(rank, 70) for rank in range(9)], 60).endswith("; and 5 more")
+    assert hang_report([beat(rank, 70) for rank in range(9)], 60).endswith("; and 5 more")
 
 
 def test_storage_may_take_longer_than_a_collective() -> None:
@@ -75,15 +82,15 @@ def test_storage_may_take_longer_than_a_collective() -> None:
         other = beat(1, age, silent)
         return other._replace(words={**other.words, "doing": "saving a checkpoint of iteration 5"})
 
-    assert hang([saving(800), saving(800)], 60) == ""
-    assert "rank 1 on node0 in saving a checkpoint" in hang([saving(901)], 60)
-    assert "no sign of life" in hang([saving(1, silent=61)], 60)
+    assert hang_report([saving(800), saving(800)], 60) == ""
+    assert "rank 1 on node0 in saving a checkpoint" in hang_report([saving(901)], 60)
+    assert "no sign of life" in hang_report([saving(1, silent=61)], 60)
 
 
 def test_time_that_the_process_did_not_run_is_no_hang() -> None:
-    heartbeat.doing("loading data")
+    heartbeat.set_operation("loading data")
     since = heartbeat.activity().since
-    heartbeat.forgive(30.0)
+    heartbeat.leave_out(30.0)
     assert heartbeat.activity().since == since + 30.0
     assert heartbeat.activity().operation == "loading data"
 
@@ -92,7 +99,7 @@ def test_saying_what_a_rank_does_costs_nothing_to_speak_of() -> None:
     def seconds() -> float:
         started = time.process_time()  # Of this process alone, whatever else runs.
         for number in range(2_000):
-            heartbeat.doing("forward", number)
+            heartbeat.set_operation("forward", number)
         return time.process_time() - started
 
     # A step has a hundred of these at most; 20 microseconds would be 2 ms.
@@ -103,14 +110,16 @@ def test_the_slowest_rank_is_compared_with_its_peers() -> None:
     def work(*seconds: float) -> list[Work]:
         return [Work(value, FEWEST_SAMPLES, 0) for value in seconds]
 
-    assert slowest(work(1.0, 1.1, 0.9, 2.5), [0, 0, 0, 0], 2.0) == (3, 2.5)
-    assert slowest(work(1.0, 1.1, 0.9, 1.9), [0, 0, 0, 0], 2.0) is None
+    assert slowest_rank(work(1.0, 1.1, 0.9, 2.5), [0, 0, 0, 0], 2.0) == (3, 2.5)
+    assert slowest_rank(work(1.0, 1.1, 0.9, 1.9), [0, 0, 0, 0], 2.0) is None
     # The second stage has three times as much to do on all of its ranks.
-    assert slowest(work(1.0, 1.0, 3.0, 3.1), [0, 0, 1, 1], 2.0) is None
-    assert slowest(work(1.0, 3.0), [0, 1], 2.0) == (1, 3.0)
-    assert slowest(work(0.0, 0.0), [0, 0], 2.0) is None
-    assert slowest(work(5.0), [0], 2.0) is None
-    assert enough(work(1.0, 1.0)) and not enough([*work(1.0), Work(1.0, FEWEST_SAMPLES - 1, 0)])
+    assert slowest_rank(work(1.0, 1.0, 3.0, 3.1), [0, 0, 1, 1], 2.0) is None
+    assert slowest_rank(work(1.0, 3.0), [0, 1], 2.0) == (1, 3.0)
+    assert slowest_rank(work(0.0, 0.0), [0, 0], 2.0) is None
+    assert slowest_rank(work(5.0), [0], 2.0) is None
+    assert has_enough_samples(work(1.0, 1.0)) and not has_enough_samples(
+        [*work(1.0), Work(1.0, FEWEST_SAMPLES - 1, 0)]
+    )
     line = straggler_line(3, "node-7", Work(0.52, 200, 1), 2.26)
     assert line == (
         "straggler: rank 3 on node-7 works 0.52 s in each step, 2.3 times the median of the others, "
@@ -125,17 +134,17 @@ def test_all_ranks_learn_which_one_is_slow(pool: WorkerPool) -> None:
 
 def test_only_own_work_within_steps_is_sampled() -> None:
     sampler = Sampler()
-    heartbeat.at("the run", 0)
-    heartbeat.doing("saving a checkpoint")
+    heartbeat.set_period("the run", 0)
+    heartbeat.set_operation("saving a checkpoint")
     sampler.sample(1.0)
-    heartbeat.at("iteration 1", 1, in_step=True)
-    heartbeat.doing("loading data")
+    heartbeat.set_period("iteration 1", 1, in_step=True)
+    heartbeat.set_operation("loading data")
     sampler.sample(0.25)
-    heartbeat.doing("backward", 2)
+    heartbeat.set_operation("backward", 2)
     sampler.sample(0.5)
-    heartbeat.doing("all-reduce of loss and gradient norm")
+    heartbeat.set_operation("all-reduce of loss and gradient norm")
     sampler.sample(4.0)
-    heartbeat.doing("backward", 2)
+    heartbeat.set_operation("backward", 2)
     sampler.steps = 3
     assert sampler.work() == Work(0.25, 3, heartbeat.STEP_OPERATIONS.index("backward"))
     assert heartbeat.activity().describe() == "backward of micro batch 2 of iteration 1"

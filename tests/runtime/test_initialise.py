@@ -9,7 +9,7 @@ import torch
 
 from costmodels import ModelSpec
 from runtime.model.transformer import Transformer
-from runtime.parallel.initialise import initialise, name_seed
+from runtime.parallel.initialisation import initialise, name_seed
 from tests.support.models import MODELS
 
 WIDE = ModelSpec(name="wide", layers=8, hidden=128, heads=4, vocab=500, seq=64, max_positions=256)

@@ -13,8 +13,8 @@ from costmodels.errors import InputError
 from costmodels.spec.layout import SPLIT_BACKWARD
 from planner import explain, search
 from planner.options.batch import BatchOptions
-from runtime.job.replan import replanned
-from runtime.settings.job_rules import check_rules, job_rules, reachable
+from runtime.job.continuation import plan_for_ranks
+from runtime.settings.job_rules import check_rules, job_rules, reachable_batch
 from runtime.settings.options import DataOptions, TrainingOptions
 from runtime.settings.preflight import check_training
 from tests.support.layouts import parse_layout
@@ -75,9 +75,11 @@ def test_the_ramp_allows_what_can_run_every_size_of_it(ramp: tuple[int, int, int
 
 def test_the_largest_batch_that_the_ramp_reaches_is_the_maximum() -> None:
     options = TrainingOptions(rampup_batch_size=(2, 6, 100))
-    batch = reachable(BatchOptions(max_global_batch_size=16), DataOptions(), options)
+    batch = reachable_batch(BatchOptions(max_global_batch_size=16), DataOptions(), options)
     assert batch.max_global_batch_size == 14
-    assert reachable(BatchOptions(max_global_batch_size=16), TrainingOptions()).max_global_batch_size == 16
+    assert (
+        reachable_batch(BatchOptions(max_global_batch_size=16), TrainingOptions()).max_global_batch_size == 16
+    )
     result = search(MODEL, rules=job_rules(options), **{**JOB, "max_global_batch_size": 14})
     assert {plan.layout.global_batch_size for plan in result.plans(5)} <= {2, 8, 14}
 
@@ -113,7 +115,7 @@ def test_a_given_layout_is_refused_in_the_same_words(
 def test_a_job_that_goes_on_with_other_ranks_keeps_its_rules() -> None:
     plan = search(MODEL, pin=["pp=2", "schedule=1f1b"], **{**JOB, "max_global_batch_size": 8}).plans(1)[0]
     for world in (4, 8):
-        again = replanned(plan, world, world, COMPILE, MASK)
+        again = plan_for_ranks(plan, world, world, COMPILE, MASK)
         assert again.layout.schedule not in SPLIT_BACKWARD
         check_training(again, COMPILE, MASK)
 

@@ -17,9 +17,9 @@ import pytest
 
 from costmodels.catalogue.host import available_cores
 from runtime.entry import ENTRY
-from runtime.launch import forked, supervisor
+from runtime.launch import fork_server, supervisor
 from runtime.launch.measurement import Measurement, measurement
-from runtime.launch.supervisor import TORCHRUN_FOLDER, Outcome, Stopped, run_job
+from runtime.launch.supervisor import TORCHRUN_FOLDER, JobStopped, Outcome, run_job
 from runtime.launch.torchrun import shell_line, torchrun_command
 from runtime.launch.warm_ranks import FORKS, WarmRanks
 from runtime.processes.children import children
@@ -281,7 +281,7 @@ def test_a_job_with_nothing_to_save_yet_is_not_started_again(tmp_path: Path) -> 
         if line == "ready":
             os.kill(os.getpid(), signal.SIGTERM)
 
-    with pytest.raises(Stopped) as stop:
+    with pytest.raises(JobStopped) as stop:
         run_job(agent("pass"), 2, tmp_path, told, lambda record: None, saves=True)
     assert stop.value.number is signal.SIGTERM
 
@@ -309,22 +309,22 @@ def test_ranks_are_not_forked_beside_a_thread(monkeypatch: pytest.MonkeyPatch) -
         became.append(words)
         raise SystemExit(0)
 
-    monkeypatch.setattr(forked, "IMPORTED", ())
-    monkeypatch.setattr(forked.os, "execv", become)
-    monkeypatch.setattr(forked.os, "environ", {})
+    monkeypatch.setattr(fork_server, "IMPORTED", ())
+    monkeypatch.setattr(fork_server.os, "execv", become)
+    monkeypatch.setattr(fork_server.os, "environ", {})
     released = threading.Event()
     thread = threading.Thread(target=released.wait, daemon=True)
     thread.start()
     try:
         with os.fdopen(read) as told, pytest.raises(SystemExit):
             monkeypatch.setattr(sys, "stdin", told)
-            forked.main()
+            fork_server.main()
     finally:
         released.set()
         thread.join()
         os.close(write)
     assert became == [command]
-    assert forked.os.environ == environment
+    assert fork_server.os.environ == environment
 
 
 @pytest.mark.ranks

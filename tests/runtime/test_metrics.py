@@ -16,7 +16,7 @@ from costmodels import ModelSpec
 from costmodels.catalogue import load_model
 from planner.inputs.cluster import resolve_cluster
 from runtime.job.metrics import Recorder, evaluation_line, log_line, peak_memory_bytes, throughput
-from runtime.logs.metrics_file import METRICS_FILE, MetricsReader, keep_until, read_metrics
+from runtime.logs.metrics_file import METRICS_FILE, MetricsReader, drop_metrics_after, read_metrics
 from tests.support.layouts import layout_of
 
 KEYS = [
@@ -160,7 +160,7 @@ def test_resuming_keeps_the_records_up_to_the_checkpoint_and_no_others(tmp_path:
 
 def test_a_run_that_starts_over_keeps_nothing(tmp_path: Path) -> None:
     Recorder(str(tmp_path), None, 0).evaluation(0, 6.5, 0)
-    assert keep_until(tmp_path, 0).read_text() == ""
+    assert drop_metrics_after(tmp_path, 0).read_text() == ""
     assert read_metrics(tmp_path / "none") == []
     assert list(tmp_path.iterdir()) == [tmp_path / METRICS_FILE]
 

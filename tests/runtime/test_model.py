@@ -13,7 +13,7 @@ from costmodels import ModelSpec
 from runtime.model.attention import Attention
 from runtime.model.rotary import rotary_table, rotate
 from runtime.model.transformer import Transformer
-from runtime.parallel.initialise import initialise
+from runtime.parallel.initialisation import initialise
 from tests.support.models import MODELS
 
 SMALL: dict[str, Any] = {"name": "small", "layers": 2, "hidden": 32, "heads": 4, "vocab": 100, "seq": 12}

@@ -13,7 +13,7 @@ from planner.options.cluster import ClusterOptions
 from planner.options.search import idle_links
 from runtime.faults.options import FaultOptions
 from runtime.generation.options import GenerateOptions
-from runtime.settings.no_effect import REASONS, without_effect
+from runtime.settings.idle_flags import REASONS, idle_flag_notes
 from runtime.settings.options import DataOptions, OutputOptions, TrainingOptions
 from tests.support.layouts import parse_layout
 
@@ -30,7 +30,7 @@ def told(pins: str = "", experts: bool = False, **given: Any) -> list[str]:
         kind(**{f.name: given[f.name] for f in dataclasses.fields(kind) if f.name in given})
         for kind in GROUPS
     ]
-    return without_effect(*groups, spec=spec, layout=parse_layout(pins, spec))
+    return idle_flag_notes(*groups, spec=spec, layout=parse_layout(pins, spec))
 
 
 @pytest.mark.parametrize(

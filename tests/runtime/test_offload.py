@@ -11,10 +11,10 @@ from torch import Tensor
 from costmodels import ModelSpec
 from runtime.model.transformer import Transformer
 from runtime.parallel import offload
-from runtime.parallel.initialise import initialise
+from runtime.parallel.initialisation import initialise
 from runtime.parallel.loss import cross_entropy_sum
 from runtime.parallel.offload import offload_activations
-from runtime.parallel.recompute import recompute
+from runtime.parallel.recomputation import recompute
 from tests.support.layouts import parse_layout
 from tests.support.models import DENSE, KINDS, MODELS
 from tests.support.ranks.parity import losses_of, relative_difference

@@ -63,7 +63,7 @@ def moments_on_a_mesh_of_another_device() -> tuple[str, bool]:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import DTensor, Shard
 
-    from runtime.parallel.local import like_parameter, local_part
+    from runtime.parallel.local_tensors import like_parameter, local_part
 
     mesh = init_device_mesh("cpu", (1,))
     with torch.device("meta"):

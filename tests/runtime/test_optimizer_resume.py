@@ -99,7 +99,7 @@ def test_another_optimizer_is_refused_in_one_line(pool: WorkerPool, tmp_path: Pa
 @pytest.mark.parametrize("signed", [True, False])
 def test_moments_of_8_bits_survive_a_checkpoint_exactly(signed: bool) -> None:
     subclass = pytest.importorskip("torchao.optim.subclass_8bit")
-    from runtime.optimizers.adam8bit import store, values
+    from runtime.optimizers.adam8bit import moment_values, store_moment
 
     random = torch.Generator().manual_seed(0)
     numbers = torch.randn(4096, 256, generator=random) * torch.logspace(-12, 4, 4096).unsqueeze(-1)
@@ -107,21 +107,21 @@ def test_moments_of_8_bits_survive_a_checkpoint_exactly(signed: bool) -> None:
     numbers = numbers if signed else numbers.square()
     kept, loaded = (subclass.OptimState8bit.zeros(numbers.shape, signed) for _ in range(2))
     kept.copy_(numbers)
-    store(loaded, values(kept))
-    assert torch.equal(values(loaded), values(kept))
+    store_moment(loaded, moment_values(kept))
+    assert torch.equal(moment_values(loaded), moment_values(kept))
     if signed:
         # What torchao does by itself loses some of a block whose largest value is negative.
-        loaded.copy_(values(kept))
-        assert not torch.equal(values(loaded), values(kept))
+        loaded.copy_(moment_values(kept))
+        assert not torch.equal(moment_values(loaded), moment_values(kept))
 
 
 def test_moments_of_other_blocks_are_quantised_as_torchao_does() -> None:
     subclass = pytest.importorskip("torchao.optim.subclass_8bit")
-    from runtime.optimizers.adam8bit import store, values
+    from runtime.optimizers.adam8bit import moment_values, store_moment
 
     numbers = torch.randn(64, 256, generator=torch.Generator().manual_seed(0))
     ours, theirs = (subclass.OptimState8bit.zeros(numbers.shape, True) for _ in range(2))
-    store(ours, numbers)
+    store_moment(ours, numbers)
     theirs.copy_(numbers)
-    errors = [float((values(one) - numbers).abs().mean()) for one in (ours, theirs)]
+    errors = [float((moment_values(one) - numbers).abs().mean()) for one in (ours, theirs)]
     assert errors[0] < 1.05 * errors[1]

@@ -16,8 +16,8 @@ import pytest
 from costmodels.errors import InputError
 from runtime.checkpoint import owner as module
 from runtime.checkpoint import partial_folder
-from runtime.checkpoint.owner import OWNER, Owner, Record, check_owned, owned
-from runtime.checkpoint.writing import _begin
+from runtime.checkpoint.owner import OWNER, Owner, Record, check_ownership, ownership
+from runtime.checkpoint.writer import _begin
 from runtime.huggingface.new_folder import new_folder
 from tests.support import ROOT
 
@@ -54,17 +54,17 @@ def watching(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], None]], 
 
 
 def test_a_second_job_is_told_who_has_the_folder(tmp_path: Path) -> None:
-    with owned(tmp_path, "--save there"):
+    with ownership(tmp_path, "--save there"):
         told = record(tmp_path)
         with pytest.raises(InputError) as refused:
             Owner(tmp_path, "--save here").acquire(patience_s=0.0)
-        check_owned(tmp_path)
+        check_ownership(tmp_path)
     assert str(refused.value) == (
         f"--save here: in use by process {os.getpid()} on host {told.host} since {told.since}; wait until it "
         "has ended, or give another folder"
     )
     assert (tmp_path / OWNER).read_bytes() == b""
-    with owned(tmp_path, "--save here"):
+    with ownership(tmp_path, "--save here"):
         pass
 
 
@@ -84,7 +84,7 @@ def test_a_killed_job_leaves_its_folder_to_the_next(tmp_path: Path) -> None:
         job.send_signal(signal.SIGKILL)
         job.wait()
         assert record(tmp_path).process == job.pid  # It had no time to say that it ended.
-        with owned(tmp_path, "--save x", patience_s=0.0):
+        with ownership(tmp_path, "--save x", patience_s=0.0):
             assert record(tmp_path).process == os.getpid()
     finally:
         job.kill()
@@ -106,7 +106,7 @@ def test_an_owner_elsewhere_is_heeded_while_it_counts(
     with pytest.raises(InputError, match="in use by process 77 on host node7 since 2026-01-02 03:04:05"):
         Owner(tmp_path, "--save x").acquire(patience_s=0.0)
     watching(lambda: None)
-    with owned(tmp_path, "--save x", patience_s=0.0):
+    with ownership(tmp_path, "--save x", patience_s=0.0):
         assert record(tmp_path).process == os.getpid()
 
 
@@ -118,7 +118,7 @@ def test_without_locks_a_crash_on_this_machine_is_watched_too(
     first = Owner(tmp_path, "--save x")
     first.acquire()
     first.close()  # As a crash does, it leaves the record.
-    with owned(tmp_path, "--save x", patience_s=0.0):
+    with ownership(tmp_path, "--save x", patience_s=0.0):
         assert record(tmp_path).token != first.record.token
 
 
@@ -133,7 +133,7 @@ def test_a_job_waits_for_one_that_is_just_ending(
 
 def test_the_owner_goes_on_counting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "BEAT_S", 0.001)
-    with owned(tmp_path, "--save x"):
+    with ownership(tmp_path, "--save x"):
         while record(tmp_path).beat < 3:
             time.sleep(0.001)
 
@@ -162,7 +162,7 @@ def test_a_count_on_its_way_does_not_outlive_the_owner(
 def test_a_job_that_lost_its_folder_touches_nothing_there(tmp_path: Path) -> None:
     """Two that began at once where there are no locks: the last one has it."""
     other = partial_folder(tmp_path, 7)
-    with owned(tmp_path, "--save x"):
+    with ownership(tmp_path, "--save x"):
         taken = left_by_another_machine(tmp_path)
         other.mkdir()
         with pytest.raises(InputError, match=r"in use by process 77 on host node7 .* taken it over"):

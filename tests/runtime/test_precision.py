@@ -11,8 +11,8 @@ import torch
 from costmodels import ModelSpec
 from costmodels.errors import InputError
 from runtime.parallel.float8 import check_float8
+from runtime.settings.idle_flags import idle_flag_notes
 from runtime.settings.loss_scale import LossScale, loss_scale_of
-from runtime.settings.no_effect import without_effect
 from runtime.settings.options import TrainingOptions
 from tests.support.layouts import parse_layout
 from tests.support.models import MODELS
@@ -60,8 +60,8 @@ def test_flags_choose_the_scale_of_fp16_only() -> None:
     constant = TrainingOptions(loss_scale=4096.0)
     assert loss_scale_of(constant, bf16) is None
     told = ["--loss-scale 4096 has no effect: precision bf16 needs none"]
-    assert without_effect(constant, spec=LLAMA, layout=bf16) == told
-    assert not without_effect(constant, spec=LLAMA, layout=fp16)
+    assert idle_flag_notes(constant, spec=LLAMA, layout=bf16) == told
+    assert not idle_flag_notes(constant, spec=LLAMA, layout=fp16)
 
 
 @pytest.mark.parametrize(

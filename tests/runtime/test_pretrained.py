@@ -19,7 +19,7 @@ from planner.options.parallel import ParallelOptions
 from runtime import checkpoint, convert, pretrain
 from runtime.data.tokenizers import ByteTokenizer, load_tokenizer
 from runtime.huggingface.companions import COMPANIONS
-from runtime.huggingface.reading import HuggingFaceModel
+from runtime.huggingface.model_folder import HuggingFaceModel
 from runtime.huggingface.tokenizer_files import write_tokenizer
 from runtime.job.job import Job, RunOptions
 from runtime.job.pretrained import check_load, keep_companions
@@ -78,7 +78,7 @@ def test_a_hugging_face_model_is_trained_further(pool: WorkerPool, tmp_path: Pat
     assert f"loaded the weights of {ours}: starting at iteration 0" in printed
     assert f"nothing to do: {first} is at iteration 2 of --train-iters 2" in printed
     assert f"loaded the weights of {first}: starting at iteration 0" in printed
-    run = checkpoint.read_run(checkpoint.iteration_folder(second, 2)).told()
+    run = checkpoint.read_run(checkpoint.iteration_folder(second, 2)).run_state()
     assert "weights_only" not in run and run["consumed_samples"] == 4
     # The run's own checkpoints have all that an export and a text need.
     convert.to_hugging_face(second, tmp_path / "back", dtype="bf16")

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from costmodels.errors import InputError
-from runtime.parallel.ranks import Ranks, start
+from runtime.parallel.ranks import Ranks, start_process_group
 from tests.support.ranks import agreement as work
 from tests.support.worker_pool import WorkerPool
 
@@ -65,7 +65,7 @@ def test_a_rank_that_nobody_waits_for_is_refused(
 
 def test_many_ranks_need_an_address_to_meet_at() -> None:
     with pytest.raises(InputError, match="WORLD_SIZE=2 without MASTER_ADDR: start the ranks with torchrun"):
-        start(Ranks(0, 0, 2, 2), torch.device("cpu"), 1.0)
+        start_process_group(Ranks(0, 0, 2, 2), torch.device("cpu"), 1.0)
 
 
 def test_all_ranks_get_one_answer_or_one_refusal(pool: WorkerPool, tmp_path: Path) -> None:

@@ -13,10 +13,10 @@ from torch.distributed.pipelining._backward import stage_backward_input, stage_b
 
 from costmodels import Layout, ModelSpec
 from runtime.model.transformer import Transformer
-from runtime.parallel import recompute as again
-from runtime.parallel.initialise import initialise
+from runtime.parallel import recomputation as again
+from runtime.parallel.initialisation import initialise
 from runtime.parallel.loss import cross_entropy_sum
-from runtime.parallel.recompute import recompute
+from runtime.parallel.recomputation import recompute
 from tests.support.layouts import parse_layout
 from tests.support.models import DENSE, KINDS, MODELS
 from tests.support.ranks.parity import losses_of, relative_difference
@@ -88,7 +88,7 @@ def test_losses_without_gradients_are_the_same(name: str, text: str) -> None:
 
 
 def kept_per_token(spec: ModelSpec, modules: tuple[str, ...], tp: int = 1, sp: bool = False) -> float:
-    """The formulas of runtime.parallel.recompute, for fp32 on a CPU."""
+    """The formulas of runtime.parallel.recomputation, for fp32 on a CPU."""
     e, h, f, part = 4, spec.hidden, spec.ffn / tp, tp if sp else 1
     statistics = (8 if spec.norm == "layernorm" else 4 + 4 * h) / part
     inputs, outputs = 2 * e * h / part, 2 * e * h

@@ -15,16 +15,16 @@ from planner.options.batch import BatchOptions
 from planner.options.parallel import ParallelOptions
 from planner.plan import Plan
 from runtime import checkpoint
-from runtime.job.replan import (
-    Before,
+from runtime.job.continuation import (
+    PreviousRun,
     change_line,
     is_restarted,
+    keep_batch,
+    keep_micro_batch,
+    plan_for_ranks,
     previous_run,
-    replanned,
-    same_batch,
-    same_unit,
 )
-from runtime.processes.restarts import RESTARTS_VARIABLE
+from runtime.processes.restart_count import RESTARTS_VARIABLE
 from runtime.settings.options import OutputOptions, TrainingOptions
 
 TRAINING = TrainingOptions()
@@ -39,7 +39,7 @@ def plan_of(model: str, world_size: int, *pins: str) -> Plan:
 @pytest.mark.parametrize(("before", "after", "local"), [(8, 6, 6), (8, 16, 8), (8, 1, 1)])
 def test_other_ranks_get_a_plan_of_the_same_batch(before: int, after: int, local: int) -> None:
     plan = plan_of("gpt2-124m", before, "optimizer=adafactor", "precision=fp16")
-    again = replanned(plan, after, local, TRAINING)
+    again = plan_for_ranks(plan, after, local, TRAINING)
     layout = again.layout
     assert (layout.world_size, again.cluster.devices_per_node) == (after, local)
     assert (layout.global_batch_size, layout.optimizer, layout.precision) == (48, "adafactor", "fp16")
@@ -48,44 +48,44 @@ def test_other_ranks_get_a_plan_of_the_same_batch(before: int, after: int, local
 
 def test_the_micro_batch_stays_where_a_loss_is_counted_in_it() -> None:
     plan = plan_of("mixtral-8x7b", 32, "mbs=2")
-    assert replanned(plan, 16, 8, BALANCED).layout.micro_batch_size == 2
-    previous = Before(global_batch_size=48, micro_batch_size=2)
-    assert same_unit(ParallelOptions(), BALANCED, previous).micro_batch_size == "2"
-    assert same_unit(ParallelOptions(micro_batch_size="4"), BALANCED, previous).micro_batch_size == "4"
-    assert same_unit(ParallelOptions(), TRAINING, previous) == ParallelOptions()
+    assert plan_for_ranks(plan, 16, 8, BALANCED).layout.micro_batch_size == 2
+    previous = PreviousRun(global_batch_size=48, micro_batch_size=2)
+    assert keep_micro_batch(ParallelOptions(), BALANCED, previous).micro_batch_size == "2"
+    assert keep_micro_batch(ParallelOptions(micro_batch_size="4"), BALANCED, previous).micro_batch_size == "4"
+    assert keep_micro_batch(ParallelOptions(), TRAINING, previous) == ParallelOptions()
     by_sequence = dataclasses.replace(BALANCED, moe_router_load_balancing_type="seq_aux_loss")
-    assert same_unit(ParallelOptions(), by_sequence, previous) == ParallelOptions()
+    assert keep_micro_batch(ParallelOptions(), by_sequence, previous) == ParallelOptions()
 
 
 def test_ranks_that_no_layout_suits_are_refused_in_one_line() -> None:
     plan = plan_of("gpt2-124m", 8)
     with pytest.raises(InputError, match=r"12 ranks: world size 12 is not a multiple of local world size 8"):
-        replanned(plan, 12, 8, TRAINING)
+        plan_for_ranks(plan, 12, 8, TRAINING)
     # 13 divides neither the heads nor the batch, and there are not as many layers.
     with pytest.raises(InputError, match="13"):
-        replanned(plan, 13, 13, TRAINING)
+        plan_for_ranks(plan, 13, 13, TRAINING)
 
 
 def test_the_batch_of_the_checkpoint_holds_unless_another_is_asked_for() -> None:
-    had = Before(global_batch_size=48)
+    had = PreviousRun(global_batch_size=48)
     for maximum in (48, 64):
-        kept = same_batch(BatchOptions(max_global_batch_size=maximum), had)
+        kept = keep_batch(BatchOptions(max_global_batch_size=maximum), had)
         assert (kept.global_batch_size, kept.max_global_batch_size) == (48, None)
-    assert same_batch(BatchOptions(), had).global_batch_size == 48
+    assert keep_batch(BatchOptions(), had).global_batch_size == 48
     for asked in (BatchOptions(global_batch_size=24), BatchOptions(max_global_batch_size=24)):
-        assert same_batch(asked, had) == asked
-    assert same_batch(BatchOptions(max_global_batch_size=64), None).max_global_batch_size == 64
-    assert same_batch(BatchOptions(max_global_batch_size=64), Before()).max_global_batch_size == 64
+        assert keep_batch(asked, had) == asked
+    assert keep_batch(BatchOptions(max_global_batch_size=64), None).max_global_batch_size == 64
+    assert keep_batch(BatchOptions(max_global_batch_size=64), PreviousRun()).max_global_batch_size == 64
 
 
 def test_a_change_of_the_layout_is_said_in_one_line() -> None:
     layout = plan_of("gpt2-124m", 8).layout
     now = layout.describe()
-    assert change_line(Before(global_batch_size=48, layout=now), layout, 8) == ""
-    assert change_line(Before(global_batch_size=48, layout="tp=2"), layout, 8) == (
+    assert change_line(PreviousRun(global_batch_size=48, layout=now), layout, 8) == ""
+    assert change_line(PreviousRun(global_batch_size=48, layout="tp=2"), layout, 8) == (
         f"going on with 8 ranks, planned anew: tp=2 -> {now}; global batch 48"
     )
-    assert change_line(Before(global_batch_size=96, layout="tp=2"), layout, 8).endswith(
+    assert change_line(PreviousRun(global_batch_size=96, layout="tp=2"), layout, 8).endswith(
         "; global batch 48 instead of 96"
     )
 
@@ -110,7 +110,7 @@ def test_a_run_whose_file_says_nonsense_is_refused(tmp_path: Path) -> None:
     run = {"iteration": 5, "model": model, "global_batch_size": 48, "layout": "tp=2"}
     checkpoint.publish(tmp_path, 5, run, {})
     found = previous_run(OutputOptions(load=str(tmp_path)))
-    assert found == Before(iteration=5, global_batch_size=48, layout="tp=2")
+    assert found == PreviousRun(iteration=5, global_batch_size=48, layout="tp=2")
     for wrong in (0, "many"):
         folder.mkdir()
         checkpoint.publish(tmp_path, 5, json.loads(json.dumps(run)) | {"global_batch_size": wrong}, {})

@@ -18,7 +18,7 @@ from runtime.faults.error_file import Report, read_report, report
 from runtime.job.job import Job, RunOptions
 from runtime.launch import restarts
 from runtime.launch.options import LaunchOptions
-from runtime.launch.restarts import continued, run_with_restarts
+from runtime.launch.restarts import continuation, run_with_restarts
 from runtime.launch.supervisor import Outcome
 from runtime.settings.options import OutputOptions
 from tests.support import ROOT
@@ -92,7 +92,7 @@ def test_passing_failures_are_gone_on_from(
 
 def test_a_job_that_has_saved_nothing_begins_again(tmp_path: Path) -> None:
     job = Job(output=OutputOptions(save=str(tmp_path), load="elsewhere", ckpt_step=7))
-    assert continued(job) == job
+    assert continuation(job) == job
 
 
 def test_restarts_need_a_place_to_go_on_from() -> None:

@@ -20,13 +20,13 @@ from runtime.model.routing import (
     _UsedOnly,
     assign,
     capacity,
+    capacity_mask,
     combine,
     grouped_linear,
     permute,
     spread,
     takes_grouped,
     wide_product,
-    within_capacity,
 )
 from tests.support.models import MODELS
 
@@ -97,7 +97,7 @@ def test_pairs_are_sorted_by_expert_and_stay_in_order(choice: tuple[Tensor, int]
     assignment = assign(chosen, experts)
     pairs = [(int(expert), number) for number, expert in enumerate(chosen.flatten())]
     assert assignment.order.tolist() == [number for _, number in sorted(pairs)]
-    kept = assignment.kept(int(assignment.counts.sum()))
+    kept = assignment.without_dropped(int(assignment.counts.sum()))
     assert kept.order.tolist() == [number for expert, number in sorted(pairs) if expert < experts]
 
 
@@ -167,7 +167,7 @@ def test_the_routers_product_is_made_in_fp32(dtype: torch.dtype) -> None:
 
 
 def kept_slowly(weights: Tensor, chosen: Tensor, experts: int, limit: int) -> Tensor:
-    """The rule of `within_capacity`, pair by pair."""
+    """The rule of `capacity_mask`, pair by pair."""
     kept = torch.zeros_like(weights, dtype=torch.bool)
     for row in range(len(weights)):
         for expert in range(experts):
@@ -198,7 +198,7 @@ def test_experts_take_in_the_largest_weights_of_each_sequence(
     case: tuple[Tensor, Tensor, int], limit: int
 ) -> None:
     weights, chosen, experts = case
-    found = within_capacity(weights, chosen, experts, limit)
+    found = capacity_mask(weights, chosen, experts, limit)
     assert torch.equal(found, kept_slowly(weights, chosen, experts, limit))
 
 

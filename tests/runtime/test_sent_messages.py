@@ -16,13 +16,13 @@ from costmodels.spec.layout import Schedule
 from costmodels.spec.schedules import BACKWARD, FORWARD, orders, runs
 from costmodels.spec.send_order import SENDS_OF_STAGE
 from costmodels.tapes.player.message_times import Timed, message_times
-from runtime.parallel.awaited_sends import awaits_sends, with_fewer_sends
+from runtime.parallel.send_limit import keeps_messages, limit_sends
 from tests.support.schedule_orders import planned
 
 torch_schedules: Any = schedules
 
 pytestmark = pytest.mark.skipif(
-    not awaits_sends(),
+    not keeps_messages(),
     reason="PyTorch awaits sends in the middle of a step since 2.15",
 )
 
@@ -40,7 +40,7 @@ def lowered(stages: Any, micro_batches: int) -> dict[int, list[Any]]:
         actions[rank] = torch_schedules._add_reduce_grad(gathering, micro_batches)
     actions = torch_schedules._add_send_recv(actions, rank_of.__getitem__, stages.size)
     actions = torch_schedules._add_wait_send(actions)
-    return with_fewer_sends(actions, rank_of.__getitem__, SENDS_OF_STAGE * chunks)
+    return limit_sends(actions, rank_of.__getitem__, SENDS_OF_STAGE * chunks)
 
 
 def messages(actions: list[Any], timed: Timed) -> tuple[list[int], list[int]]:
@@ -94,6 +94,6 @@ def test_the_runtime_awaits_the_sends_that_pytorch_would(
         expected = torch_schedules._add_wait_send_budget(actions, rank_of, most)
     except ValueError:
         with pytest.raises(RuntimeError, match="under way"):
-            with_fewer_sends(actions, rank_of, most)
+            limit_sends(actions, rank_of, most)
         return
-    assert with_fewer_sends(actions, rank_of, most) == expected
+    assert limit_sends(actions, rank_of, most) == expected

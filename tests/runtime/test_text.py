@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from costmodels.errors import InputError
-from runtime.job.text import open_datasets, tokenizer_for
+from runtime.job.datasets import open_datasets, tokenizer_for
 from runtime.settings.options import DataOptions
 from tests.support.jobs import write_corpus
 from tests.support.models import MODELS

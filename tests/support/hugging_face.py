@@ -15,7 +15,7 @@ from torch import Tensor
 
 from costmodels import ModelSpec
 from planner.inputs.hf_config import model_from_hf_config
-from runtime.huggingface.reading import HuggingFaceModel
+from runtime.huggingface.model_folder import HuggingFaceModel
 
 SEQ = 24
 BATCH = 2

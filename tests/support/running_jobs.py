@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from runtime.launch.forked import run as fork_ranks
+from runtime.launch.fork_server import run as fork_ranks
 from runtime.processes.children import children
 from tests.support import ROOT
 from tests.support.worker_pool import forkserver

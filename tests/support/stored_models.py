@@ -20,7 +20,7 @@ from runtime.huggingface.mapping import HEAD
 from runtime.huggingface.tokenizer_files import write_tokenizer
 from runtime.job import pretrained
 from runtime.model.transformer import Transformer
-from runtime.parallel.initialise import initialise
+from runtime.parallel.initialisation import initialise
 from runtime.settings.options import TrainingOptions
 from runtime.train.trainer import Trainer
 from tests.support.ranks.training import CPU, batch_of
@@ -57,7 +57,7 @@ def write_checkpoint(spec: ModelSpec, folder: Path, iteration: int = 0) -> Trans
         ],
     )
     run = {"iteration": iteration, "weights_only": True, "model": spec.model_dump(mode="json")}
-    checkpoint.publish(folder, iteration, run, checkpoint.files_in(target))
+    checkpoint.publish(folder, iteration, run, checkpoint.file_records(target))
     write_tokenizer(folder / COMPANIONS, ByteTokenizer())
     return model
 

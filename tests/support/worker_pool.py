@@ -18,7 +18,7 @@ from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any
 
-from runtime.launch.forked import IMPORTED
+from runtime.launch.fork_server import IMPORTED
 
 TIMEOUT_S = 600
 """Seconds after which a stuck collective is an error: others may have the cores for minutes."""

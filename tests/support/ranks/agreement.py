@@ -14,19 +14,19 @@ def agreement(folder: str) -> dict[str, object]:
     """What rank 0 and the other ranks get when one of them refuses, and the order of turns."""
     rank = dist.get_rank()
     size = dist.get_world_size()
-    found: dict[str, object] = {"own": ranks.together(lambda: rank)}
-    found["first"] = ranks.on_first_rank(lambda: f"from {rank}")
+    found: dict[str, object] = {"own": ranks.run_together(lambda: rank)}
+    found["first"] = ranks.run_on_first_rank(lambda: f"from {rank}")
     for refusing in (0, 1):
         try:
-            ranks.together(lambda refusing=refusing: _refuse_on(refusing))  # type: ignore[misc]
+            ranks.run_together(lambda refusing=refusing: _refuse_on(refusing))  # type: ignore[misc]
         except InputError as error:
             found[f"refused by {refusing}"] = str(error)
     try:
-        ranks.on_first_rank(lambda: _refuse_on(0))
+        ranks.run_on_first_rank(lambda: _refuse_on(0))
     except InputError as error:
         found["refused by first"] = str(error)
     place = ranks.Ranks(rank, rank % 2, size, 2)
-    found["turn"] = ranks.in_turns(place, lambda: _join_queue(folder, rank))
+    found["turn"] = ranks.run_in_turns(place, lambda: _join_queue(folder, rank))
     return found
 
 

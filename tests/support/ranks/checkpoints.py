@@ -113,7 +113,7 @@ def kept(spec: ModelSpec, layout: Layout, folder: str, read: int | None) -> list
         saver.save(trainer, spec, {})
         saver.wait()
         if iteration == read:
-            held = checkpoint.reading(checkpoint.iteration_folder(folder, iteration))
+            held = checkpoint.reader_lock(checkpoint.iteration_folder(folder, iteration))
             held.__enter__()
     found = checkpoint.iterations(folder)
     held.__exit__(None, None, None)
@@ -182,7 +182,7 @@ def requests() -> list[tuple[str, bool]]:
         exit_signals.STARTED -= 60 * minutes
 
     before = signal.getsignal(signal.SIGTERM)
-    with made.heeded():
+    with made.signal_handlers():
         step(lambda: None, 0)
         step(lambda: os.kill(os.getpid(), signal.SIGUSR1), 1)
         step(lambda: None, 0)

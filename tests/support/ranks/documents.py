@@ -28,7 +28,7 @@ def losses(
     """Losses of some steps, and of an evaluation after them."""
     options = TrainingOptions(train_iters=10, lr=1e-3, compile=compiled)
     trainer = Trainer(spec, layout, options, torch.device("cpu"))
-    trainer.separate(boundaries)
+    trainer.use_boundaries(boundaries)
     own = samples(spec, layout)[trainer.rows]
     found = [float(trainer.train_step(own).loss) for _ in range(steps)]
     return [*found, trainer.evaluate(own)]

@@ -14,8 +14,8 @@ from torch import Tensor
 from costmodels import Layout, ModelSpec
 from runtime import checkpoint
 from runtime.model.transformer import Transformer
-from runtime.parallel.initialise import initialise
-from runtime.parallel.local import local_part
+from runtime.parallel.initialisation import initialise
+from runtime.parallel.local_tensors import local_part
 from runtime.settings.options import TrainingOptions
 from runtime.train.balance import Balance, Load
 from runtime.train.trainer import Trainer

@@ -15,12 +15,12 @@ import torch.distributed as dist
 from costmodels import Layout, ModelSpec
 from costmodels.errors import InputError
 from runtime.faults import heartbeat, watchdog
-from runtime.faults.heartbeat import doing
+from runtime.faults.heartbeat import set_operation
 from runtime.faults.options import FaultOptions
 from runtime.faults.stragglers import FEWEST_SAMPLES
 from runtime.faults.watchdog import Watchdog
 from runtime.job.slow_ranks import SlowRanks
-from runtime.parallel.local import local_part
+from runtime.parallel.local_tensors import local_part
 from runtime.settings.options import TrainingOptions
 from runtime.train.trainer import Trainer
 from tests.support.jobs import TIMEOUT_S, wait_until
@@ -57,7 +57,7 @@ def hang_in_data(timeout_s: float) -> tuple[list[int], str]:
     # Clocks of hosts need not agree.
     clock = time.time
     time.time = lambda: clock() + 86400.0 * rank
-    heartbeat.at("iteration 7", 7, in_step=True)
+    heartbeat.set_period("iteration 7", 7, in_step=True)
     with contextlib.redirect_stderr(printed), contextlib.ExitStack() as watched:
         # Watched from the moment at which all are where they stay: how long they took does not count.
         watchdog = _watched(rank, dist.get_world_size(), timeout_s, ended, codes)
@@ -67,7 +67,7 @@ def hang_in_data(timeout_s: float) -> tuple[list[int], str]:
             store.add("in place", 1)
             while store.add("in place", 0) < dist.get_world_size():
                 time.sleep(0.01)
-            doing(operation, micro_batch)
+            set_operation(operation, micro_batch)
             watched.enter_context(watchdog)
             assert ended.wait(TIMEOUT_S)
 
@@ -106,7 +106,7 @@ def slow_rank() -> str:
 
 def _when_waiting(act: Callable[[], None]) -> None:
     """Act once the main thread is seen to wait for other ranks."""
-    wait_until(heartbeat.waits, "the main thread to wait for the others")
+    wait_until(heartbeat.is_main_waiting, "the main thread to wait for the others")
     act()
 
 

@@ -14,7 +14,7 @@ from runtime import checkpoint
 from runtime.model.transformer import Transformer
 from runtime.optimizers.adafactor import PADDED
 from runtime.optimizers.muon import Muon
-from runtime.parallel.local import local_part
+from runtime.parallel.local_tensors import local_part
 from runtime.settings.options import TrainingOptions
 from runtime.train.trainer import Trainer
 from tests.support.ranks.training import CPU, batch_of

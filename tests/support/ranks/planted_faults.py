@@ -9,7 +9,7 @@ from unittest.mock import patch
 from torch.distributed.tensor import DTensor
 
 from costmodels import Layout, ModelSpec
-from runtime.optimizers.shards import Owned, ShardedOptimizer
+from runtime.optimizers.shards import ParameterShard, ShardedOptimizer
 from runtime.train.trainer import Trainer
 from tests.support.ranks.parity import Training, trained
 
@@ -41,7 +41,7 @@ def _unsummed_gradients() -> Any:
 FAULTS: dict[str, Callable[[], Any]] = {
     "gradients twice as large": lambda: _scaled_gradients(2.0),
     "gradients averaged over data-parallel ranks": lambda: _scaled_gradients(0.5),
-    "decay of biases and norms": lambda: patch.object(Owned, "decayed", True),
+    "decay of biases and norms": lambda: patch.object(ParameterShard, "decayed", True),
     "no clipping": lambda: patch.object(Trainer, "_clip", lambda *_: None),
     "gradients of norms not summed": _unsummed_gradients,
 }

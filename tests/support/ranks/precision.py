@@ -10,7 +10,7 @@ from torch import Tensor
 from costmodels import Layout, ModelSpec
 from runtime import checkpoint
 from runtime.optimizers.update_rules import ElementWise
-from runtime.parallel.local import local_part
+from runtime.parallel.local_tensors import local_part
 from runtime.settings.options import TrainingOptions
 from runtime.train.trainer import Trainer
 from tests.support.ranks.training import CPU, batch_of

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 from costmodels import Layout, ModelSpec
 from runtime.model.transformer import Transformer
 from runtime.parallel import offload
-from runtime.parallel.initialise import initialise
+from runtime.parallel.initialisation import initialise
 from runtime.parallel.mesh import build_grid
 from runtime.train.stages import build_executor, build_stage
 from tests.support.jobs import TIMEOUT_S

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 from costmodels import Layout, ModelSpec
 from runtime.model.transformer import Transformer
-from runtime.parallel.initialise import initialise
+from runtime.parallel.initialisation import initialise
 from runtime.parallel.loss import TokenLoss, cross_entropy_sum
 from runtime.parallel.mesh import build_grid
 from runtime.train.stages import build_stage

@@ -9,7 +9,7 @@ import torch
 
 from costmodels import Layout, ModelSpec
 from runtime import checkpoint
-from runtime.parallel.local import local_part
+from runtime.parallel.local_tensors import local_part
 from runtime.settings.options import TrainingOptions
 from runtime.train.trainer import Trainer
 
@@ -53,7 +53,7 @@ def curve_and_gradients(
 def step_gradients(trainer: Trainer, spec: ModelSpec, step: int) -> tuple[float, dict[str, torch.Tensor]]:
     from torch.distributed.tensor import DTensor
 
-    from runtime.parallel.local import like_parameter
+    from runtime.parallel.local_tensors import like_parameter
 
     trainer.executor.train(*trainer._inputs(batch_of(spec, trainer.layout, step)[trainer.rows]))
     trainer.optimizer.collect_gradients()

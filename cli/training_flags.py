@@ -9,7 +9,7 @@ from runtime.settings.preflight import RESTARTS, TIMEOUT
 
 
 @dataclasses.dataclass(frozen=True)
-class Waiting:
+class JobFlags:
     """What only a job that runs needs."""
 
     distributed_timeout_minutes: float | None = flag(
@@ -18,7 +18,7 @@ class Waiting:
     max_restarts: int | None = flag(None, "Restarts of a failed job.", within=RESTARTS)
 
 
-def pasted(but: type, trains: bool = False) -> type:
+def training_flags(but: type, trains: bool = False) -> type:
     """A dataclass of the flags of training that a command without use for them takes.
 
     Args:
@@ -29,5 +29,5 @@ def pasted(but: type, trains: bool = False) -> type:
     from runtime.faults.options import FaultOptions
     from runtime.settings.options import DataOptions, OutputOptions, TrainingOptions
 
-    groups = (DataOptions, OutputOptions, FaultOptions, Waiting)
+    groups = (DataOptions, OutputOptions, FaultOptions, JobFlags)
     return hidden_flags(*(groups if trains else (TrainingOptions, *groups)), but=but)

@@ -12,7 +12,7 @@ from planner.options.parallel import ParallelOptions
 from runtime.settings.job_rules import BY_FLAG
 
 
-def not_used(
+def unused_flag_notes(
     unused: Any, what: str, heeded: Container[str] = BY_FLAG, also: Iterable[str] = ()
 ) -> Iterator[str]:
     """Flags of other commands, and `also` those, that change nothing of `what`; the fields `heeded` do."""
@@ -26,7 +26,9 @@ def not_used(
         yield f"not used for {what}: {', '.join(given)}"
 
 
-def not_planned_with(unused: Any, parallel: ParallelOptions, engine: str) -> Iterator[str]:
+def planning_flag_notes(unused: Any, parallel: ParallelOptions, engine: str) -> Iterator[str]:
     """Flags of other commands that rule nothing out, and what only this package's runtime does anyway."""
     own = engine == DEFAULT_ENGINE
-    return not_used(unused, "planning", BY_FLAG if own else (), () if own else parallel.given_accepted())
+    return unused_flag_notes(
+        unused, "planning", BY_FLAG if own else (), () if own else parallel.given_accepted()
+    )

@@ -31,7 +31,7 @@ import torch
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
-from runtime.dryrun.fake_gpu import hidden
+from runtime.dryrun.fake_gpu import cpp_device
 from runtime.dryrun.tracker import COLLECTIVES, Tracker
 
 SETTINGS = {
@@ -118,11 +118,13 @@ def compiled_layers(tracker: Tracker) -> Iterator[None]:
     def backend(graph: fx.GraphModule, inputs: Sequence[Any]) -> Any:
         from torch._inductor.compile_fx import compile_fx
 
-        return compile_fx(graph, list(inputs), inner_compile=lambda gm, _, **kwargs: boxed(gm, tracker))
+        return compile_fx(
+            graph, list(inputs), inner_compile=lambda gm, _, **kwargs: memory_function(gm, tracker)
+        )
 
     def put_elsewhere(x: Tensor, device: torch.device, non_blocking: bool = False) -> Tensor:
         # Casts name the device that C++ sees, and decompositions take it for another one.
-        moved: Tensor = x if hidden(device) == hidden(x.device) else put(x, device, non_blocking)
+        moved: Tensor = x if cpp_device(device) == cpp_device(x.device) else put(x, device, non_blocking)
         return moved
 
     def made(function: Any, **_: Any) -> Any:
@@ -147,7 +149,7 @@ def compiled_layers(tracker: Tracker) -> Iterator[None]:
         torch._dynamo.reset()
 
 
-def boxed(graph: fx.GraphModule, tracker: Tracker) -> Any:
+def memory_function(graph: fx.GraphModule, tracker: Tracker) -> Any:
     """A function of a list of inputs, which it empties, that makes the outputs of `graph`."""
     steps = plan(graph)
 
@@ -171,9 +173,9 @@ def boxed(graph: fx.GraphModule, tracker: Tracker) -> Any:
                 return fx.node.map_arg(node.args[0], values.__getitem__)
             elif step.returned:
                 tracker.category, tracker.layer = step.category or category, step.layer
-                values[node] = made(step, values)
+                values[node] = node_buffers(step, values)
             elif step.in_place:
-                inside[node] = inside.pop(summed(node), [])
+                inside[node] = inside.pop(reduction_source(node), [])
             elif step.sizes:
                 tracker.category, tracker.layer = step.category or category, layer
                 inside[node] = [tracker.open(size) for size in step.sizes]
@@ -240,8 +242,8 @@ def plan(graph: fx.GraphModule) -> list[Step]:
             seen |= step.reads
             if step.node not in seen:
                 step.last.append(step.node)
-        step.in_place = step.name.startswith(SUMS) and summed(step.node) in step.last
-        step.in_place = step.in_place and steps[summed(step.node)].kind != "input"
+        step.in_place = step.name.startswith(SUMS) and reduction_source(step.node) in step.last
+        step.in_place = step.in_place and steps[reduction_source(step.node)].kind != "input"
     for step in reversed(steps.values()):
         step.returned = step.returned or step.kind == "output"
         for source in [steps[source] for source in step.node.all_input_nodes] if step.returned else ():
@@ -252,7 +254,7 @@ def plan(graph: fx.GraphModule) -> list[Step]:
     return list(steps.values())
 
 
-def summed(node: fx.Node) -> fx.Node:
+def reduction_source(node: fx.Node) -> fx.Node:
     """What has the buffer that a sum over ranks reads."""
     source = node.all_input_nodes[0]
     while kind_of(source) == "view":
@@ -295,7 +297,7 @@ def layer_of(node: fx.Node) -> str:
     return next((kind for part, kind in KINDS if part in path), "residual")
 
 
-def made(step: Step, values: dict[fx.Node, Any]) -> Any:
+def node_buffers(step: Step, values: dict[fx.Node, Any]) -> Any:
     """The buffers of a node, or its view of another's."""
     node = step.node
     if step.in_place or step.name.startswith(WAIT):
@@ -307,10 +309,10 @@ def made(step: Step, values: dict[fx.Node, Any]) -> Any:
     if "val" not in node.meta:
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), values.__getitem__)
         return node.target(*args, **kwargs)  # type: ignore[operator]
-    return pytree.tree_map(memory_like, node.meta["val"])
+    return pytree.tree_map(node_memory, node.meta["val"])
 
 
-def memory_like(value: Any) -> Any:
+def node_memory(value: Any) -> Any:
     """Memory for what a node returns."""
     if not isinstance(value, Tensor):
         return value

@@ -17,7 +17,7 @@ from planner.options.batch import BatchOptions
 from planner.options.flags import one_line
 from planner.options.parallel import ParallelOptions
 from planner.plan import Plan
-from runtime.processes.restarts import RESTARTS_VARIABLE
+from runtime.processes.restart_count import RESTARTS_VARIABLE
 from runtime.settings.job_rules import job_rules
 from runtime.settings.options import OutputOptions, TrainingOptions
 
@@ -28,7 +28,7 @@ RESTARTS_VARIABLES = ("TORCHELASTIC_RESTART_COUNT", RESTARTS_VARIABLE)
 """How often torchrun, or `planner launch`, has started this job again."""
 
 
-class Before(BaseModel):
+class PreviousRun(BaseModel):
     """What the run of a checkpoint says of how it was trained."""
 
     model_config = ConfigDict(extra="ignore")
@@ -53,7 +53,7 @@ def run_state(plan: Plan, trainer: Trainer) -> dict[str, Any]:
     return state
 
 
-def previous_run(output: OutputOptions) -> Before | None:
+def previous_run(output: OutputOptions) -> PreviousRun | None:
     """How the run that a job with these flags goes on with was trained; None where it begins anew.
 
     Raises `InputError` when its checkpoint is damaged, or there should be one and is none.
@@ -69,7 +69,7 @@ def previous_run(output: OutputOptions) -> Before | None:
         return None
     folder = checkpoint.iteration_folder(output.load, iteration)
     try:
-        return Before.model_validate({**checkpoint.read_run(folder).told(), "iteration": iteration})
+        return PreviousRun.model_validate({**checkpoint.read_run(folder).run_state(), "iteration": iteration})
     except ValidationError as error:
         raise InputError(f"{folder / checkpoint.RUN_FILE} is damaged: {one_line(error)}") from None
 
@@ -79,7 +79,7 @@ def is_restarted() -> bool:
     return any(os.environ.get(name, "0") not in ("", "0") for name in RESTARTS_VARIABLES)
 
 
-def same_batch(batch: BatchOptions, previous: Before | None) -> BatchOptions:
+def keep_batch(batch: BatchOptions, previous: PreviousRun | None) -> BatchOptions:
     """The options of a run that goes on: the batch that it had, unless they ask for another or for less."""
     had = None if previous is None else previous.global_batch_size
     if had is None or batch.global_batch_size is not None:
@@ -89,8 +89,8 @@ def same_batch(batch: BatchOptions, previous: Before | None) -> BatchOptions:
     return dataclasses.replace(batch, global_batch_size=had, max_global_batch_size=None)
 
 
-def same_unit(
-    parallel: ParallelOptions, training: TrainingOptions, previous: Before | None
+def keep_micro_batch(
+    parallel: ParallelOptions, training: TrainingOptions, previous: PreviousRun | None
 ) -> ParallelOptions:
     """The options of a run that goes on: the micro batch stays where a balancing loss is counted in it."""
     had = None if previous is None else previous.micro_batch_size
@@ -104,7 +104,7 @@ def counts_micro_batches(training: TrainingOptions) -> bool:
     return training.moe_router_load_balancing_type == "aux_loss" and training.moe_aux_loss_coeff > 0
 
 
-def replanned(
+def plan_for_ranks(
     plan: Plan, world_size: int, local_world_size: int, training: TrainingOptions, data: object = None
 ) -> Plan:
     """The best plan for other ranks of the same devices that computes the same losses as `plan`,
@@ -163,7 +163,7 @@ def _kept(layout: Layout, training: TrainingOptions, has_experts: bool) -> Pins:
     return pins
 
 
-def change_line(previous: Before, layout: Layout, world_size: int) -> str:
+def change_line(previous: PreviousRun, layout: Layout, world_size: int) -> str:
     """What is said when a run goes on under another layout; empty when the layout is the same."""
     now = layout.describe()
     if previous.layout == now:

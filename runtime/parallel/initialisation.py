@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
 from costmodels import ModelSpec
-from runtime.parallel.local import local_part, split_dim
+from runtime.parallel.local_tensors import local_part, split_dim
 
 INIT_STD = 0.02
 """Standard deviation of initial weights (GPT-2; Megatron-LM's `--init-method-std`)."""

@@ -14,7 +14,7 @@ from torch import Tensor
 from costmodels import ModelSpec
 from costmodels.errors import InputError
 from planner.inputs.hf_config import model_from_hf_config, read_config
-from runtime.huggingface.files import Found, list_tensors, read_tensor
+from runtime.huggingface.files import TensorPlace, list_tensors, read_tensor
 from runtime.huggingface.mapping import EMBEDDING, GPT2_PREFIX, Entry, Part, mapping, our_shapes
 
 CONFIG_FILE = "config.json"
@@ -107,7 +107,7 @@ class HuggingFaceModel:
         wanted = {entry.theirs for entry in self.entries}
         missing = sorted(wanted - self.tensors.keys())
         if missing:
-            raise InputError(f"{self.where}: {some(missing)} missing, which {kind} has")
+            raise InputError(f"{self.where}: {first_names(missing)} missing, which {kind} has")
         for entry in self.entries:
             self._check_tensor(entry.theirs, entry.shape(self.shapes), self.tensors[entry.theirs])
         if self.block:
@@ -118,7 +118,7 @@ class HuggingFaceModel:
         known = tuple(f"model.layers.{self.spec.layers + number}." for number in range(count))
         foreign = [name for name in left if not name.startswith(known) and not _CONSTANTS.search(name)]
         if foreign:
-            raise InputError(f"{self.where}: no place for {some(foreign)} in {kind}")
+            raise InputError(f"{self.where}: no place for {first_names(foreign)} in {kind}")
         if self.stores_tied_head:
             embedding = next(entry.theirs for entry in self.entries if entry.parts[0].ours == EMBEDDING)
             if not torch.equal(*(read_tensor(self.tensors[name]) for name in (LM_HEAD, embedding))):
@@ -128,7 +128,7 @@ class HuggingFaceModel:
                 )
         return left
 
-    def _check_tensor(self, name: str, shape: tuple[int, ...], found: Found) -> None:
+    def _check_tensor(self, name: str, shape: tuple[int, ...], found: TensorPlace) -> None:
         if found.shape != shape:
             raise InputError(
                 f"{self.where}: tensor {name} has the shape {list(found.shape)}, but by config.json it is "
@@ -171,7 +171,7 @@ def _are_sizes(block: list[object]) -> bool:
     return len(block) == 2 and all(type(size) is int and size > 0 for size in block)
 
 
-def some(names: Sequence[str]) -> str:
+def first_names(names: Sequence[str]) -> str:
     """The first of `names`, and how many more there are."""
     more = len(names) - MOST_NAMES
     return ", ".join(names[:MOST_NAMES]) + (f" and {more} more" if more > 0 else "")

@@ -123,7 +123,7 @@ def _not_gpt2(job: Any) -> str | None:
     return None if kind in (None, "GPT2BPETokenizer") else f"{kind} reads no such file"
 
 
-def without_effect(*groups: Any, spec: ModelSpec | None = None, layout: Layout | None = None) -> list[str]:
+def idle_flag_notes(*groups: Any, spec: ModelSpec | None = None, layout: Layout | None = None) -> list[str]:
     """One line for each reason why flags of `groups` (dataclasses) that were given do nothing here.
 
     Flags of training and of faults need the model and the layout, and `DataOptions` the `OutputOptions`.

@@ -24,9 +24,9 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 from torch.distributed.checkpoint.state_dict_saver import save as save_tensors
 
 from costmodels.errors import InputError
-from runtime.checkpoint.folders import clear, partial_folder, prune, publish
+from runtime.checkpoint.folders import clear_folder, partial_folder, prune_checkpoints, publish
 from runtime.checkpoint.manifest import FileRecord, checksum_text
-from runtime.checkpoint.owner import check_owned
+from runtime.checkpoint.owner import check_ownership
 
 Result = TypeVar("Result")
 
@@ -206,25 +206,25 @@ def write(
             _discard(folder)
         raise
     if keep_last is not None and dist.get_rank(group) == 0:
-        prune(folder, iteration, keep_last)
+        prune_checkpoints(folder, iteration, keep_last)
     return target
 
 
 def _begin(folder: Path) -> None:
-    check_owned(folder)
-    clear(folder)
+    check_ownership(folder)
+    clear_folder(folder)
 
 
 def _finish(folder: Path, iteration: int, run: Mapping[str, Any], files: Mapping[str, FileRecord]) -> Path:
-    check_owned(folder)
+    check_ownership(folder)
     return publish(folder, iteration, run, files)
 
 
 def _discard(folder: Path) -> None:
     """Delete what a failed save has left, if the disk lets us and the folder is still ours."""
     with suppress(OSError, InputError):
-        check_owned(folder)
-        clear(folder)
+        check_ownership(folder)
+        clear_folder(folder)
 
 
 def _on_first(work: Callable[[], Result], group: dist.ProcessGroup | None) -> Result:

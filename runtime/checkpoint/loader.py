@@ -11,12 +11,12 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from costmodels import ModelSpec
 from costmodels.errors import InputError
-from runtime.checkpoint.folders import another, iteration_folder
-from runtime.checkpoint.manifest import check_files, read_manifest, reading
+from runtime.checkpoint.folders import iteration_folder, reload_advice
+from runtime.checkpoint.manifest import check_files, read_manifest, reader_lock
 from runtime.checkpoint.run_file import RunFile, check_same_model, read_run
 from runtime.checkpoint.tensors import load_state, load_weights
 from runtime.data.identity import difference
-from runtime.parallel.ranks import on_first_rank, together
+from runtime.parallel.ranks import run_on_first_rank, run_together
 from runtime.train.trainer import Trainer
 
 Result = TypeVar("Result")
@@ -36,9 +36,9 @@ def load(
             differs from `expected`.
     """
     source = iteration_folder(folder, iteration)
-    with reading(source):
+    with reader_lock(source):
         run = _checked(source, iteration)
-        told = run.told()
+        told = run.run_state()
         check_same_model(source, run, spec)
         _check_data(source, told, expected or {})
         for name, value in (expected or {}).items():
@@ -68,7 +68,7 @@ def load_weights_only(folder: str | Path, trainer: Trainer, spec: ModelSpec, ite
         InputError: a file is missing or damaged, or the checkpoint is of another model.
     """
     source = iteration_folder(folder, iteration)
-    with reading(source):
+    with reader_lock(source):
         run = _checked(source, iteration)
         check_same_model(source, run, spec)
         _read(source, lambda: load_weights(trainer, spec, source))
@@ -78,15 +78,15 @@ def load_weights_only(folder: str | Path, trainer: Trainer, spec: ModelSpec, ite
 def _checked(source: Path, iteration: int) -> RunFile:
     """What the checkpoint is of, when each of its files has been read by one rank and found whole."""
     try:
-        manifest = on_first_rank(lambda: read_manifest(source))
+        manifest = run_on_first_rank(lambda: read_manifest(source))
         by_size = sorted(manifest.files, key=lambda name: (-manifest.files[name].bytes, name))
         own = by_size[dist.get_rank() :: dist.get_world_size()]
-        together(lambda: check_files(source, {name: manifest.files[name] for name in own}))
-        run = on_first_rank(lambda: read_run(source))
+        run_together(lambda: check_files(source, {name: manifest.files[name] for name in own}))
+        run = run_on_first_rank(lambda: read_run(source))
         if run.iteration != iteration:
             raise InputError(f"{source} holds iteration {run.iteration}: the folder has been renamed")
     except InputError as error:
-        advice = on_first_rank(lambda: another(source.parent, iteration))
+        advice = run_on_first_rank(lambda: reload_advice(source.parent, iteration))
         raise InputError(f"{error}; {advice}") from None
     return run
 

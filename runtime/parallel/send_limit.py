@@ -27,12 +27,12 @@ Message = tuple[str, int, int]
 """The name of an action, its stage and its micro batch."""
 
 
-def awaits_sends() -> bool:
+def keeps_messages() -> bool:
     """Whether this version of PyTorch keeps messages until an action awaits their send."""
     return hasattr(_schedules, "_add_wait_send_budget")
 
 
-def with_fewer_sends(
+def limit_sends(
     actions: Mapping[int, list[Any]], rank_of: Callable[[int], int], most: int
 ) -> dict[int, list[Any]]:
     """PyTorch's actions of each rank, communication included, with sends awaited earlier where needed.

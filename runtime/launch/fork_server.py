@@ -40,7 +40,7 @@ STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 HOST = "127.0.0.1"
 
 
-class RanksToFork(BaseModel):
+class ForkRequest(BaseModel):
     """What the ranks are to do."""
 
     ranks: int
@@ -60,7 +60,7 @@ def main() -> NoReturn:
     if not line.endswith("\n"):
         sys.exit(0)  # Whoever started this has ended, or wants no ranks after all.
     # Not pydantic's reader of JSON: words that are no UTF-8 have surrogates, which it refuses.
-    job = RanksToFork.model_validate(json.loads(line))
+    job = ForkRequest.model_validate(json.loads(line))
     os.environ |= job.environment
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, sys.stdin.fileno())
@@ -143,7 +143,7 @@ class _Agent:
             if code and not failed and not self.stopped:
                 failed = code
                 say(
-                    f"runtime.launch.forked: failed (exitcode: {code}) local_rank: {rank} (pid: {pid})",
+                    f"runtime.launch.fork_server: failed (exitcode: {code}) local_rank: {rank} (pid: {pid})",
                     sys.stderr,
                 )
                 self._end()

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any
 
-from cli.runs import large, run_lines, short
-from cli.tables import billions, console, table
+from cli.runs import run_lines, scaled_number, short_number
+from cli.tables import console, parameter_count, table
 from costmodels.spec.record import GIB, in_seconds
 from planner.objective import MEANINGS
 from planner.plan import Plan
@@ -44,7 +44,7 @@ def _header(found: Sizes, assumed: list[str]) -> Iterator[str]:
     problem = found.problem
     batch = f"{'at most ' if problem.batch.maximum else ''}{problem.batch.size} sequences a step"
     yield (
-        f"[bold]{problem.model.name}[/bold]: {billions(problem.model.parameters)} parameters, "
+        f"[bold]{problem.model.name}[/bold]: {parameter_count(problem.model.parameters)} parameters, "
         f"seq {problem.model.seq}, {problem.precision}, {batch}"
     )
     cluster = problem.cluster
@@ -82,8 +82,8 @@ def _row(found: Sizes, size: Size) -> list[str]:
         f"{estimate.tokens_per_s_per_device:,.0f}",
         f"{estimate.peak_memory_bytes / GIB:.1f}",
         *([] if run.goodput is None else [f"{100 * goodput:.1f} %"]),
-        short(run.days) if found.tokens is not None else f"{estimate.tokens_per_s * goodput:,.0f}",
-        large(run.device_hours if run.money is None else run.money),
+        short_number(run.days) if found.tokens is not None else f"{estimate.tokens_per_s * goodput:,.0f}",
+        scaled_number(run.device_hours if run.money is None else run.money),
     ]
 
 

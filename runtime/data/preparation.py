@@ -19,17 +19,17 @@ import numpy.typing as npt
 from costmodels.catalogue.host import available_cores
 from costmodels.errors import InputError
 from runtime.data.documents import FORMATS, Piece, Texts, detect_format, extract_texts, read_pieces
-from runtime.data.indexed import best_dtype
+from runtime.data.indexed_dataset import best_dtype
 from runtime.data.indexed_writer import IndexedWriter
 from runtime.data.record import record_of
 from runtime.data.sources import expand
 from runtime.data.summary import Summary
 from runtime.data.tokenizers import Tokenizer
-from runtime.processes.spawning import usual
+from runtime.processes.pools import default_context
 
 
 @dataclass(frozen=True)
-class Encoded:
+class EncodedPiece:
     """The documents of a piece under one key, as token ids.
 
     `tokens` are all ids one after the other; `lengths` the ids of each sequence, none of which is empty;
@@ -41,7 +41,7 @@ class Encoded:
     sequences: npt.NDArray[np.int64]
 
 
-Result = tuple[list[Encoded], int, int]
+Result = tuple[list[EncodedPiece], int, int]
 """A piece under each key, the bytes of text, and those of the file that it took."""
 
 
@@ -57,7 +57,7 @@ class _Encoder:
         texts = extract_texts(piece, form, self.keys)
         return [self._encode(documents) for documents in texts], piece.size, piece.taken
 
-    def _encode(self, documents: Sequence[Texts]) -> Encoded:
+    def _encode(self, documents: Sequence[Texts]) -> EncodedPiece:
         """As Megatron-LM's tools/preprocess_data.py: sentences without tokens are left out, and the
         end-of-document token belongs to the last one that has some."""
         sentences = [[document] if isinstance(document, str) else document for document in documents]
@@ -71,7 +71,7 @@ class _Encoder:
             is_last = np.append(owner[1:] != owner[:-1], True)
             tokens = np.insert(tokens, np.cumsum(lengths)[is_last], self.tokenizer.eod)
             lengths = lengths + is_last
-        return Encoded(tokens, lengths, np.bincount(owner, minlength=len(sentences)))
+        return EncodedPiece(tokens, lengths, np.bincount(owner, minlength=len(sentences)))
 
 
 _worker: _Encoder
@@ -173,7 +173,7 @@ def _encode(
             return
         pending: deque[Future[Result]] = deque()
         with ProcessPoolExecutor(
-            workers, mp_context=usual(), initializer=_start_worker, initargs=(encoder,)
+            workers, mp_context=default_context(), initializer=_start_worker, initargs=(encoder,)
         ) as pool:
             try:
                 for form, piece in chain(first, rest):

@@ -45,7 +45,7 @@ def _deaf_to_ctrl_c() -> Iterator[None]:
 
 
 @contextmanager
-def ended_with(pool: ProcessPoolExecutor) -> Iterator[None]:
+def pool_guard(pool: ProcessPoolExecutor) -> Iterator[None]:
     """Use a pool meanwhile; what it works on is dropped when an exception ends that, such as Ctrl-C."""
     others = active_children()
     try:
@@ -71,7 +71,7 @@ class _Context(SpawnContext):
     Process = _Process
 
 
-def spawned() -> SpawnContext:
+def spawn_context() -> SpawnContext:
     """For processes that begin anew: threads of PyTorch do not survive a fork."""
     with _among_pythons_own():
         # A Python of its own too, which the first lock would start.
@@ -79,7 +79,7 @@ def spawned() -> SpawnContext:
     return _Context()
 
 
-def usual() -> BaseContext:
+def default_context() -> BaseContext:
     """For processes that are forked where that is this system's way, and begin anew elsewhere."""
     context = get_context()
-    return context if context.get_start_method() == "fork" else spawned()
+    return context if context.get_start_method() == "fork" else spawn_context()

@@ -11,7 +11,7 @@ NEEDED = ("costmodels", "planner")
 """Packages that ranks import besides their own."""
 
 
-def started_as(package: str) -> bool:
+def runs_package(package: str) -> bool:
     """Whether this Python runs a module of `package`: `python -m package.module`."""
     words = sys.orig_argv
     module = words[words.index("-m") + 1] if "-m" in words[:-1] else ""

@@ -77,7 +77,7 @@ def recomputed_blocks(stage: Transformer, layout: Layout) -> list[Block]:
     return stage.blocks[: layout.recompute_num_layers if layout.recompute_method == "block" else None]
 
 
-def unpacked(packed: Packed) -> Tensor:
+def unpack(packed: Packed) -> Tensor:
     """The tensor that `packed` stands for."""
     return packed if isinstance(packed, Tensor) else packed()
 
@@ -170,16 +170,16 @@ def _run_blocks(blocks: Sequence[Block], x: Tensor) -> Tensor:
 def _drop_outputs(block: Block) -> None:
     forward = block.forward
 
-    def dropping(x: Tensor) -> Tensor:
+    def dropping(x_BSD: Tensor) -> Tensor:
         if not torch.is_grad_enabled() or torch.compiler.is_compiling():
-            return forward(x)
-        with _outputs_of_one_layer(), saved_tensors_hooks(pack, unpacked):
-            return forward(x)
+            return forward(x_BSD)
+        with _outputs_of_one_layer(), saved_tensors_hooks(pack, unpack):
+            return forward(x_BSD)
 
     block.forward = dropping  # type: ignore[method-assign]
 
 
-def repeating() -> bool:
+def is_recomputing() -> bool:
     """Whether what runs now has run before: what a forward pass counts must not count twice."""
     # Only backward runs forward functions a second time, in compiled layers too.
     return torch._C._current_graph_task_id() != -1
@@ -240,7 +240,7 @@ class _Call:
 
     def run(self, *inputs: Tensor) -> Tensor:
         """Forward, without keeping what it saves."""
-        with saved_tensors_hooks(self._pack_internal, unpacked):
+        with saved_tensors_hooks(self._pack_internal, unpack):
             return self.function(*inputs)
 
     def pack_output(self, view: Tensor) -> Packed:
@@ -288,7 +288,7 @@ class _Call:
                 raise _Enough
 
         try:
-            with torch.enable_grad(), saved_tensors_hooks(capture, unpacked):
+            with torch.enable_grad(), saved_tensors_hooks(capture, unpack):
                 output = self.function(*inputs)
             if with_output:
                 self.output = output.detach()
