@@ -93,7 +93,7 @@ def ranked(group: dict[str, Any], row: dict[str, Any]) -> Ranked:
         device_memory_gib=group.get("memory_gib"),
         global_batch_size=row["batch"],
         precision=group["precision"],
-        engine=resolve_engine(group["engine"]).with_switches(group.get("switches", {})),
+        engine=resolve_engine(group["engine"]).with_constants(group.get("switches", {})),
         pin=group["pins"],
         forbid=group.get("forbid"),
         **group.get("network", {}),

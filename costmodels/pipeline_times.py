@@ -49,7 +49,7 @@ def stage_seconds(
             inputs=(backward - weights)[row, :length],
             weights=(weights + added)[row, :length],
             send=sends[row, : length - 1],
-            waits=any(site.engine.waits_for_messages for site in costs.sites),
+            waits=any(site.engine.network.waits_for_messages for site in costs.sites),
         )
         for row, length in enumerate(lengths)
     ]

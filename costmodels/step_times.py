@@ -42,7 +42,7 @@ def step_seconds(costs: RankCosts) -> dict[str, Floats]:
     forward = rank_seconds[every, slowest] - backward
     bubble, spare, weights = _bubbles(costs, rank_seconds, slowest)
     message = boundary_seconds(costs.model, costs.cluster, costs.engine, table)
-    waits = any(site.engine.waits_for_messages for site in costs.sites)
+    waits = any(site.engine.network.waits_for_messages for site in costs.sites)
     waiting = held_seconds(table, rank_seconds, costs.ranks, message, waits)
     time["bubble"] = bubble
     sends = send_seconds(table, message, waiting, spare, forward, backward, weights, waits)

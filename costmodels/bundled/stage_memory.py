@@ -25,5 +25,5 @@ def stage_memory(
     """
     _, compositions = rank_peaks(model, table, compiled)
     parts = dict(zip(KINDS, compositions, strict=True))
-    lost = engine.fragmentation * dynamic(parts)
+    lost = engine.allocator.fragmentation * dynamic(parts)
     return parts | margin(cluster, engine, table, lost, model.experts > 0)

@@ -131,7 +131,7 @@ def fitted(measurement: Measurement) -> bool:
         layout.micro_batch_size,
         layout.global_batch_size,
         layout.zero_stage,
-        measurement.engine.flash_attention,
+        measurement.engine.attention.flash,
     )
     digest = hashlib.sha256("\n".join(map(str, identity)).encode()).digest()
     return int.from_bytes(digest[:8], "big") / 2.0**64 < FIT_SHARE

@@ -256,8 +256,8 @@ def _engine(row: Mapping[str, str], source: Mapping[str, Any], nodes: int) -> En
             raise Unusable("attention kernel unknown")
         changes |= named
     else:
-        changes["flash_attention"] = _switch(row, "flash")
-    return _load_engine(source["engine"]).with_switches(changes)
+        changes["attention.flash"] = _switch(row, "flash")
+    return _load_engine(source["engine"]).with_constants(changes)
 
 
 @cache

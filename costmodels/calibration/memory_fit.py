@@ -122,7 +122,7 @@ def _batches(measurements: Sequence[Measurement]) -> list[_Batch]:
 
 def _misses(batch: _Batch, constants: dict[str, Any], tolerance: float) -> float:
     """Loss of the rows of a batch."""
-    engine, cluster = batch.engine.model_copy(update=constants), batch.first.cluster
+    engine, cluster = batch.engine.with_constants(constants), batch.first.cluster
     found = peaks(batch.first.model, cluster, engine, batch.table, batch.ranks)
     peak = np.where(batch.first_rank_only, found[batch.kind][:, 0], found[batch.kind].max(axis=1))
     error = np.log(peak / batch.measured) / tolerance

@@ -82,10 +82,7 @@ def fit_spread(found: Fitted, measurements: Sequence[Measurement]) -> dict[str, 
     missed = np.abs(errors(found, measurements))
     # Most fits see models of one or two hidden sizes.
     names = [name for name in Spread.model_fields if name not in ("measured", "narrow")]
-    priced = [
-        (batch, batch.engine.model_copy(update={**found.constants, "devices": {}}))
-        for batch in _batches(measurements)
-    ]
+    priced = [(batch, batch.engine.with_constants(found.constants)) for batch in _batches(measurements)]
     prices = [
         (batch, engine, price(batch.model, batch.cluster, engine, batch.table)) for batch, engine in priced
     ]
@@ -143,7 +140,7 @@ def _batches(measurements: Sequence[Measurement]) -> list[_Batch]:
 def _step_times(batches: Sequence[_Batch], constants: dict[str, Any], count: int) -> Floats:
     result = np.empty(count)
     for batch in batches:
-        engine = batch.engine.model_copy(update={**constants, "devices": {}})
+        engine = batch.engine.with_constants(constants)
         result[batch.rows] = price(batch.model, batch.cluster, engine, batch.table).step_time_s
     return result
 

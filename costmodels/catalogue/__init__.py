@@ -12,7 +12,8 @@ from typing import Any
 from costmodels.catalogue.host import host_device
 from costmodels.catalogue.yaml_files import FOLDER, build, is_file_name, packaged, unknown, user_fields
 from costmodels.errors import InputError
-from costmodels.spec.engine import Engine
+from costmodels.spec.engine import Engine, merged, nested
+from costmodels.spec.flat_constants import in_groups
 from costmodels.spec.hardware import Device
 from costmodels.spec.model import ModelSpec
 
@@ -146,14 +147,21 @@ def _catalogued_engine(name: str) -> Engine:
     if wanted not in entries:
         listing = f"the engines are {', '.join(entries)}; a YAML file of fields works too"
         raise unknown("engine", name, entries, listing)
-    own = entries[wanted].get("devices", {})
+    entry = _engine_fields(wanted)
     devices = {
         key: _constants(wanted, key)
-        for key in {**own, **packaged("calibrated.yaml")["engines"].get(wanted, {})}
+        for key in {**entry.get("devices", {}), **packaged("calibrated.yaml")["engines"].get(wanted, {})}
     }
     memory = packaged("calibrated_memory.yaml")["engines"].get(wanted, {"constants": {}})["constants"]
-    fields = {**entries[wanted], **memory, "devices": devices, "name": wanted}
+    fields = merged(entry, nested(memory)) | {"devices": devices, "name": wanted}
     return build(Engine, fields, f"engine {wanted}")
+
+
+def _engine_fields(name: str) -> dict[str, Any]:
+    """The fields of an engine of engines.yaml, and those of the engine that it is `like`."""
+    fields = dict(packaged("engines.yaml")["engines"][name])
+    alike = fields.pop("like", None)
+    return fields if alike is None else merged(_engine_fields(alike), fields)
 
 
 def _engine_of_file(path: str) -> Engine:
@@ -162,7 +170,7 @@ def _engine_of_file(path: str) -> Engine:
     What the file says outside of `devices` holds on every device.
     """
     origin = f"engine file {path!r}"
-    changes = user_fields(path, "engine")
+    changes = in_groups(user_fields(path, "engine"))
     if changes["name"] in engine_names():
         raise InputError(
             f"{origin}: engine {changes['name']} is in the catalogue; say `name:` with another name"
@@ -176,7 +184,7 @@ def _engine_of_file(path: str) -> Engine:
     fields = _merged(fields, changes)
     engine = build(Engine, fields, origin)
     for key, own in engine.devices.items():
-        build(Engine, {**fields, "devices": {}, **own}, f"{origin}, devices {key}")
+        build(Engine, merged({**fields, "devices": {}}, own), f"{origin}, devices {key}")
     return engine
 
 
@@ -207,10 +215,10 @@ def _constants(engine: str, key: str) -> dict[str, Any]:
     What engines.yaml says comes first, then what was fitted, then those of the engine and architecture that
     it is `like`.
     """
-    own = dict(packaged("engines.yaml")["engines"][engine].get("devices", {}).get(key, {}))
+    own = dict(_engine_fields(engine).get("devices", {}).get(key, {}))
     fit = packaged("calibrated.yaml")["engines"].get(engine, {}).get(key)
-    fitted = {} if fit is None else {**fit["constants"], "spread": fit["spread"]}
+    fitted = {} if fit is None else nested(fit["constants"]) | {"spread": fit["spread"]}
     alike = own.pop("like", None)
     if alike is not None:
-        fitted = {**_constants(*alike.split("/")), **fitted}
-    return {**fitted, **own}
+        fitted = merged(_constants(*alike.split("/")), fitted)
+    return merged(fitted, own)

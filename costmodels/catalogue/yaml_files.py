@@ -93,8 +93,12 @@ def build(record: type[RecordT], fields: Mapping[str, Any], origin: str) -> Reco
 def _wrong(record: type[BaseModel], field: str, item: Mapping[str, Any]) -> str:
     """What is wrong with a field, by pydantic's error."""
     if item["type"] == "extra_forbidden":
-        known = nearest(field, record.model_fields) or f"known are {', '.join(record.model_fields)}"
-        return f"unknown field {field}; {known}"
+        *groups, name = item["loc"]
+        fields = record.model_fields
+        for group in groups:
+            fields = getattr(fields[group].annotation, "model_fields", {}) if group in fields else {}
+        known = nearest(str(name), fields) or (f"known are {', '.join(fields)}" if fields else "")
+        return f"unknown field {field}" + (f"; {known}" if known else "")
     message = str(item["msg"]).removeprefix("Value error, ")
     return f"{field} is {reprlib.repr(item['input'])}: {message}" if field else message
 

@@ -145,9 +145,9 @@ def layer(model: ModelSpec, engine: Engine, table: LayoutTable, moe: bool) -> Op
     mlp_gathers, joins, routed, expert_gather = 2.0, 0.0 * one, 0.0 * one, 0.0 * one
     if moe:
         ep, etp = table.expert_parallel, table.expert_tensor_parallel
-        rows, apart = routed_rows(model, table, engine.expert_load), ep > 1
+        rows, apart = routed_rows(model, table, engine.experts.load), ep > 1
         gemms += (Gemm(t / tp, h * one, model.experts * one, one, wide=True),)
-        wide = not engine.fp8_experts
+        wide = not engine.experts.fp8
         gemms += _mlp_gemms(
             model, rows * ep / model.experts, model.expert_ffn / etp, model.experts / ep, wide
         )
@@ -174,7 +174,7 @@ def layer(model: ModelSpec, engine: Engine, table: LayoutTable, moe: bool) -> Op
     gathers_back = np.where(sp, 1.0 + entry, 2.0 * entry) + mlp_gathers + joins
     forms = table.context_parallel_form * (table.context_parallel > 1)
     exchanged = kept_heads_width(model, table) + (queries + values) / tp
-    norms = 4 * engine.norm_passes
+    norms = 4 * engine.elementwise.norm_passes
     return Operators(
         gemms=attention + gemms,
         mlp_gemms=gemms[1:] if moe else gemms,
@@ -192,7 +192,7 @@ def layer(model: ModelSpec, engine: Engine, table: LayoutTable, moe: bool) -> Op
         sequence_bytes=e * t * h,
         gathers_forward=gathers,
         # Korthikanti et al., section 4.2.2: layer inputs, kept split, are gathered once more.
-        gathers_backward=gathers_back * np.where(sp & engine.regathers_sequence, 1.5, 1.0),
+        gathers_backward=gathers_back * np.where(sp & engine.activations.regathers_sequence, 1.5, 1.0),
         mlp_gathers=mlp_gathers * one,
         ring_bytes=np.where(table.context_parallel > 1, e * t * kv, 0.0),
         exchange_bytes=np.where(forms == ALL_TO_ALL, e * t * exchanged, 0.0),
@@ -242,15 +242,15 @@ def embedding(model: ModelSpec, table: LayoutTable) -> Operators:
 def head(model: ModelSpec, engine: Engine, padded_vocab: Floats, table: LayoutTable) -> Operators:
     """Final norm, output matrix and cross entropy over a vocabulary that tensor parallelism splits.
 
-    `engine.loss_bytes` is the traffic of the loss for each logit, a third of it in backward: fused kernels
-    read and write a logit a few times, chains of element-wise ones many times. Gathering the logits costs
-    vocabulary / hidden times as much as gathering a layer's input.
+    `loss_bytes` of the engine is the traffic of the loss for each logit, a third of it in backward: fused
+    kernels read and write a logit a few times, chains of element-wise ones many times. Gathering the logits
+    costs vocabulary / hidden times as much as gathering a layer's input.
     """
     e, t = element_bytes(table.precision), tokens(model, table)
     tp, sp, zero = table.tensor_parallel, table.sequence_parallel, np.zeros(len(table))
-    logits = t * padded_vocab / (1 if engine.gathers_logits else tp)
-    norm = engine.norm_passes * e * t * model.hidden / np.where(sp, tp, 1)
-    gathered = engine.gathers_logits * padded_vocab / model.hidden
+    logits = t * padded_vocab / (1 if engine.loss.gathers_logits else tp)
+    norm = engine.elementwise.norm_passes * e * t * model.hidden / np.where(sp, tp, 1)
+    gathered = engine.loss.gathers_logits * padded_vocab / model.hidden
     return Operators(
         gemms=(Gemm(t, zero + model.hidden, padded_vocab / tp, zero + 1),),
         mlp_gemms=(),
@@ -260,8 +260,8 @@ def head(model: ModelSpec, engine: Engine, padded_vocab: Floats, table: LayoutTa
         head_dim=model.head_dim,
         attention_flops=zero,
         scores=zero,
-        elementwise_forward=2 * norm + engine.loss_bytes * logits * 2 / 3,
-        elementwise_backward=3 * norm + engine.loss_bytes * logits / 3,
+        elementwise_forward=2 * norm + engine.elementwise.loss_bytes * logits * 2 / 3,
+        elementwise_backward=3 * norm + engine.elementwise.loss_bytes * logits / 3,
         norm_bytes=zero,
         activation_bytes=zero,
         attention_bytes=zero,

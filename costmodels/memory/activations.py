@@ -40,19 +40,19 @@ def layer_activations(
     tp, sp, h = table.tensor_parallel, table.sequence_parallel, model.hidden
     part = np.where(sp, tp, 1)
     queries, values = attention_widths(model)
-    activated = e * (1 + (model.gated and not engine.fused_activation))
+    activated = e * (1 + (model.gated and not engine.activations.fused_activation))
     inner = e * (1 + model.gated) + activated
     residual = t * h / part
-    unfused = engine.unfused_norm_bytes * (engine.norm_passes > 1)
-    norms = (2 * e + 2 * engine.dropout + engine.norm_bytes + unfused) * residual
-    gathered = part if engine.regathers_sequence else 1
+    unfused = engine.activations.unfused_norm_bytes * (engine.elementwise.norm_passes > 1)
+    norms = (2 * e + 2 * engine.activations.dropout + engine.activations.norm_bytes + unfused) * residual
+    gathered = part if engine.activations.regathers_sequence else 1
     attention_input, mlp_input = e * t * h / gathered, e * t * h / gathered
     attention = e * t * ((queries + values) / tp + key_value_width(model, table))
     # Queries and keys before their norms too, and before their positions.
-    before = int(model.qk_norm) + int(engine.keeps_unrotated and model.position == "rope")
+    before = int(model.qk_norm) + int(engine.activations.keeps_unrotated and model.position == "rope")
     if before:
         attention = attention + before * e * t * (queries / tp + key_value_width(model, table) / 2)
-    if engine.packs_attention and engine.flash_attention:
+    if engine.activations.packs_attention and engine.attention.flash:
         attention = attention + e * t * (queries / tp + key_value_width(model, table))
     if model.latent_attention is not None:
         # Ranks compress their own tokens, and gather what is compressed and normalised.
@@ -60,10 +60,14 @@ def layer_activations(
         compressed = mla.q_lora_rank + mla.kv_lora_rank + mla.qk_rope_head_dim
         attention = attention + e * t * compressed * (1 / part + 1 / gathered)
         attention_input = e * t * h / (part if mla.q_lora_rank else gathered)
-    if engine.flash_attention:
+    if engine.attention.flash:
         core = 4 * t * model.heads / tp
     else:
-        score = e + engine.dropout * (e + 1) if engine.score_bytes is None else engine.score_bytes
+        score = (
+            e + engine.activations.dropout * (e + 1)
+            if engine.activations.score_bytes is None
+            else engine.activations.score_bytes
+        )
         core = t * model.seq * model.heads / tp * score
     if moe:
         rows = peak_routed_rows(model, table)
@@ -84,14 +88,14 @@ def layer_activations(
     copies = _context_copies(model, table)
     whole = norms + layer_inputs + attention + copies + core + mlp + routing
     # A compiled layer keeps what its collectives gave it, whatever it is told to recompute.
-    compiled = engine.compiled_keeps_gathered & (part > 1) & ~table.runs(*SPLIT_BACKWARD)
+    compiled = engine.activations.compiled_keeps_gathered & (part > 1) & ~table.runs(*SPLIT_BACKWARD)
     norm = table.recomputes("norm") & ~compiled
     dropped = table.recomputes("core_attention") * (core + copies) + norm * layer_inputs
     dropped = dropped + np.where(
         table.recomputes("mlp"), mlp, table.recomputes("activation") * activated * width
     )
     chosen = np.where(table.recompute == SELECTIVE, whole - dropped, whole)
-    if engine.saves_alternate_products and not moe:
+    if engine.activations.saves_alternate_products and not moe:
         usual = (table.recompute == SELECTIVE) & (table.recompute_modules == CORE_ATTENTION)
         # The last product's output is a whole partial sum; those of reduce-scatters are saved besides.
         saved = residual * np.where(tp > 1, 3, 1) + t * h + width + t * (queries + values) / tp

@@ -35,7 +35,7 @@ def _host_bytes(model: ModelSpec, engine: Engine, table: LayoutTable) -> Floats:
     shared, experts = parameters(sizes, ranks)
     policy = engine.memory_policy(table.precision)
     each = policy.optimizer - ADAM_STATE + layer_state(table)
-    if engine.fully_sharded:
+    if engine.sharding.fully_sharded:
         each = 2 * MASTER + layer_state(table)
     held = (each / table.zero_shards)[:, None] * shared + (each / table.expert_shards)[:, None] * experts
     held = np.where(table.offload_optimizer[:, None], held, 0.0)

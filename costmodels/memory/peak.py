@@ -42,11 +42,11 @@ def held_outputs(engine: Engine, layer_input: Floats, ranks: Ranks, flying: dict
         layer_input: bytes of a gathered input of a layer, 0 without sequence parallelism, [n].
         flying: layers in flight, by kind, each [n, k].
     """
-    if not (engine.held_reductions and layer_input.any()):
+    if not (engine.allocator.reduction_outputs and layer_input.any()):
         return NONE
     ahead = sum(flying.values(), np.zeros(())) - 2 * ranks.layers
     layers = np.where(ranks.last > 0, ranks.layers, np.maximum(ahead, 0.0))
-    held: Floats = engine.held_reductions * layers * layer_input[:, None]
+    held: Floats = engine.allocator.reduction_outputs * layers * layer_input[:, None]
     return held
 
 
@@ -110,7 +110,7 @@ def margin(
     if cluster.memory_margin_bytes is not None:
         given = NONE + cluster.memory_margin_bytes
         return {"reserve": NONE, "context": NONE, "communicators": NONE, "margin": given}
-    buffers = communicator_count(table, has_experts) * engine.communicator_bytes
+    buffers = communicator_count(table, has_experts) * engine.allocator.communicator_bytes
     return {
         "reserve": lost,
         "context": NONE + cluster.device.context_bytes,
@@ -125,10 +125,10 @@ def permanent(engine: Engine, sizes: UnitSizes, ranks: Ranks) -> dict[str, Float
     The arrays broadcast to [n, k].
     """
     held = {}
-    if engine.sequence_buffers:
-        held["communication"] = engine.sequence_buffers * sizes.layer_input[:, None]
-    if engine.workspace_bytes or engine.rotary_tables:
-        held["temporaries"] = engine.workspace_bytes + ranks.layers * sizes.layer_tables[:, None]
+    if engine.allocator.sequence_buffers:
+        held["communication"] = engine.allocator.sequence_buffers * sizes.layer_input[:, None]
+    if engine.allocator.workspace_bytes or engine.allocator.rotary_tables:
+        held["temporaries"] = engine.allocator.workspace_bytes + ranks.layers * sizes.layer_tables[:, None]
     return held
 
 
@@ -152,7 +152,7 @@ def stage_memory(
     ends, has_experts = end_parameters(sizes, ranks), bool(sizes.experts.any())
     # Embedding and head are gathered together, and stay for the backward pass that begins with them. Experts
     # that no other rank holds need no gathering, but FSDP2 copies them too.
-    copied = engine.fully_sharded | (table.expert_replicas > 1)
+    copied = engine.sharding.fully_sharded | (table.expert_replicas > 1)
     layer = np.maximum(sizes.dense_layer, sizes.moe_layer + sizes.experts * copied)
     held = GATHERED_LAYERS * layer[:, None] * (ranks.layers > 0)
     gathered = frees_parameters(table) * engine.memory_policy(table.precision).gathered
@@ -168,7 +168,7 @@ def stage_memory(
         inner = np.maximum(sizes.dense_activations, sizes.moe_activations)[:, None]
         layers = np.clip(layers, 1.0, np.maximum(ranks.layers, 1.0))
         working = layers * working + (layers - 1) * inner
-    activations, fetched = NONE if engine.loss_apart else working, np.zeros(())
+    activations, fetched = NONE if engine.loss.apart else working, np.zeros(())
     flying = in_flight(ranks, table.micro_batches[:, None].astype(np.float64))
     for kind, layers in flying.items():
         activations = activations + layers * getattr(sizes, f"{kind}_activations")[:, None]
@@ -185,7 +185,7 @@ def stage_memory(
         ahead = np.where(table.runs("interleaved_zb"), table.pipeline_parallel, 1)
         ahead = np.where(table.runs(*SPLIT_BACKWARD), ahead, 0)
         logits += ranks.last * (ahead * sizes.logits_waiting)[:, None]
-    if engine.loss_apart:
+    if engine.loss.apart:
         # The gradient of the logits is freed before the first layer is recomputed.
         loss = logits >= working
         activations, logits = activations + np.where(loss, 0.0, working), np.where(loss, logits, 0.0)
@@ -201,8 +201,8 @@ def stage_memory(
     policy = engine.memory_policy(table.precision)
     if policy.stepping_whole:
         at_fuller_moment(parts, stepping(policy, table, *held_parameters))
-    lost = engine.fragmentation * dynamic(parts)
-    if engine.score_reserve:
+    lost = engine.allocator.fragmentation * dynamic(parts)
+    if engine.allocator.score_reserve:
         lost = lost + sizes.score_reserve[:, None] * (ranks.layers > 0)
     for name, bytes_ in permanent(engine, sizes, ranks).items():
         parts[name] = parts[name] + bytes_

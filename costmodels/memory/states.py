@@ -23,8 +23,8 @@ def shards_gradients(engine: Engine, table: LayoutTable) -> Bools:
     A pipeline interleaves backward passes of micro batches, so it reduces after the last one. With one micro
     batch nothing accumulates: FSDP2, for which ZeRO 1 and 2 are the same, frees what it has reduced.
     """
-    eager = (table.zero_stage >= engine.eager_reduction_stage) & (table.pipeline_parallel == 1)
-    single = (table.micro_batches == 1) & (table.zero_stage >= (1 if engine.fully_sharded else 2))
+    eager = (table.zero_stage >= engine.sharding.eager_reduction_stage) & (table.pipeline_parallel == 1)
+    single = (table.micro_batches == 1) & (table.zero_stage >= (1 if engine.sharding.fully_sharded else 2))
     result: Bools = (table.zero_stage >= 2) & eager | single
     return result
 
@@ -69,10 +69,10 @@ def _states(
     """
     policy = engine.memory_policy(table.precision)
     frees, wraps = frees_parameters(table), wraps_parameters(table, has_experts)
-    on_host = table.offload_optimizer & engine.fully_sharded
-    copies = wraps if engine.fully_sharded else replicas > 1
+    on_host = table.offload_optimizer & engine.sharding.fully_sharded
+    copies = wraps if engine.sharding.fully_sharded else replicas > 1
     copy = np.where(~frees & copies & ~on_host, policy.shard, 0.0) / shards
-    master = engine.fully_sharded and policy.optimizer > ADAM_STATE
+    master = engine.sharding.fully_sharded and policy.optimizer > ADAM_STATE
     permanent = 0.0 if master else np.where(on_host, 0.0, policy.parameters / shards)
     parameters = np.where(frees, permanent, policy.parameters)
     whole: Floats | float = policy.gradients
@@ -80,8 +80,8 @@ def _states(
         whole = np.where(replicas > 1, policy.gradients, policy.gradients_alone)
     if table.gradient_reduction == "bf16" and policy.gradients > NARROW:
         wide = np.where(on_host, 0.0, MASTER / shards)
-        summed = np.maximum(NARROW, wide) if engine.fully_sharded else NARROW + wide
-        whole = np.where(wraps, summed, whole) if engine.fully_sharded else summed
+        summed = np.maximum(NARROW, wide) if engine.sharding.fully_sharded else NARROW + wide
+        whole = np.where(wraps, summed, whole) if engine.sharding.fully_sharded else summed
     sharded = np.where(on_host, 0.0, policy.gradients / shards)
     state = policy.optimizer - ADAM_STATE + layer_state(table)
     return (

@@ -118,12 +118,12 @@ def unit_sizes(model: ModelSpec, engine: Engine, table: LayoutTable) -> UnitSize
         dense_plain, _, dense_plain_moved = layer_activations(model, engine, plain, moe=False)
         if model.experts:
             moe_plain, _, moe_plain_moved = layer_activations(model, engine, plain, moe=True)
-    shown = t * vocabulary / (1 if engine.gathers_logits else tp)
-    copies: Floats | float = engine.logits_copies
-    if engine.split_logits_copies is not None:
-        copies = np.where(tp > 1, engine.split_logits_copies, copies)
+    shown = t * vocabulary / (1 if engine.loss.gathers_logits else tp)
+    copies: Floats | float = engine.loss.logits_copies
+    if engine.loss.split_logits_copies is not None:
+        copies = np.where(tp > 1, engine.loss.split_logits_copies, copies)
     logits = shown * (2 * e + 4 * copies)
-    head_input = e * t * h / (part if engine.regathers_sequence else 1)
+    head_input = e * t * h / (part if engine.activations.regathers_sequence else 1)
     return UnitSizes(
         dense_layer=attention + mlp,
         moe_layer=moe_layer,
@@ -144,8 +144,13 @@ def unit_sizes(model: ModelSpec, engine: Engine, table: LayoutTable) -> UnitSize
         logits_waiting=e * shown,
         logits=logits + e * t * h / part + head_input,
         layer_input=e * t * h * (part > 1),
-        score_reserve=t * model.seq * model.heads / tp * engine.score_reserve * (not engine.flash_attention),
-        layer_tables=zero + 4.0 * model.seq * model.head_dim * engine.rotary_tables,
+        score_reserve=t
+        * model.seq
+        * model.heads
+        / tp
+        * engine.allocator.score_reserve
+        * (not engine.attention.flash),
+        layer_tables=zero + 4.0 * model.seq * model.head_dim * engine.allocator.rotary_tables,
     )
 
 

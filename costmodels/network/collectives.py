@@ -47,7 +47,8 @@ class Placement:
         """Of each tier, bytes per second that a large collective reaches on a device's share."""
         engine = self.engine
         return [
-            tier.bandwidth * (engine.across if tier.between_nodes else engine.network_efficiency)
+            tier.bandwidth
+            * (engine.network.between_nodes if tier.between_nodes else engine.network.efficiency)
             for tier in self.tiers
         ]
 
@@ -153,7 +154,7 @@ class Placement:
     @cached_property
     def call(self) -> Floats | float:
         """Seconds that every call takes besides its hops."""
-        latency = self.engine.collective_latency
+        latency = self.engine.network.collective_latency
         return np.where(self.size > 1, latency, 0.0) if latency else 0.0
 
     @cached_property
@@ -233,7 +234,7 @@ def group(cluster: Cluster, engine: Engine, size: Ints, stride: Ints | npt.NDArr
     network cards; groups that lie between them use the shares of the other ranks. A table of measured
     collectives replaces the links' bandwidth. Latency grows with the logarithm of the ranks in an island
     and linearly with islands or nodes, as NCCL's rings do; trees, which NCCL has for all-reduces alone,
-    make that a logarithm too. Every call takes `engine.collective_latency` besides.
+    make that a logarithm too. Every call takes `engine.network.collective_latency` besides.
     """
     placed = Placement(cluster, engine, size, np.asarray(stride))
     near, far = placed.messages()
@@ -293,4 +294,6 @@ def send(cluster: Cluster, engine: Engine, payload: Floats, size: Ints, stride: 
     result = payload / near + placed.tiers[0].latency
     for below, tier in pairwise(placed.tiers):
         result = np.where(placed.crosses(below, tier), payload / far + tier.latency, result)
-    return np.where(size > 1, result + engine.collective_latency + engine.message_latency, 0.0)
+    return np.where(
+        size > 1, result + engine.network.collective_latency + engine.network.message_latency, 0.0
+    )

@@ -2,15 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Annotated, Any
+from collections.abc import Collection, Mapping
+from typing import Any
 
 from pydantic import Field, model_validator
 
 from costmodels.errors import InputError
 from costmodels.spec.abilities import Abilities
+from costmodels.spec.constants import (
+    ActivationConstants,
+    AllocatorConstants,
+    AttentionConstants,
+    Constants,
+    ElementwiseConstants,
+    ExpertConstants,
+    GemmConstants,
+    HostConstants,
+    LossConstants,
+    NetworkConstants,
+    OverlapConstants,
+    ShardingConstants,
+)
+from costmodels.spec.flat_constants import in_groups
 from costmodels.spec.hardware import Device
-from costmodels.spec.record import Count, CountOrZero, Fraction, Name, NonNegative, Positive, Record
+from costmodels.spec.record import Count, Name, NonNegative, Positive, Record
 
 
 class MemoryPolicy(Record):
@@ -72,176 +87,19 @@ class Engine(Record):
     name: Name
     memory: dict[str, MemoryPolicy]
     """Bytes per parameter by precision: `fp32`, `fp16`, `bf16`, `fp8`."""
-    flash_attention: bool = True
-    """Core attention never writes its score matrix to memory."""
-    softmax_passes: Positive = 1.0
-    """Without flash attention: traffic of scale, mask, softmax and dropout, relative to one fused kernel."""
-    softmax_batch: CountOrZero = 0
-    """The fused softmax kernel takes sequences times heads of one device that are a multiple of this only
-    (Megatron-LM's `FusedScaleMaskSoftmax.is_kernel_available`: 4); 0 for a kernel that takes all."""
-    unfused_softmax_launch: Positive = 1.0
-    """Host time of a layer where that kernel cannot run, relative to where it does."""
-    attention_scale: Positive = 1.0
-    """Rate of the attention kernel relative to `attention_efficiency`: older ones are slower."""
-    norm_passes: Positive = 1.0
-    """Traffic of a norm relative to one fused kernel: more for a chain of element-wise ones."""
-    norm_bytes: NonNegative = 0.0
-    """Kept by a layer's norms and residual sums for each element of the residual stream, besides inputs and
-    outputs of norms in the number format of activations: copies in fp32."""
-    unfused_norm_bytes: NonNegative = 0.0
-    """Kept on top of that where norms are chains of element-wise kernels (`norm_passes` above 1)."""
-    keeps_unrotated: bool = False
-    """Queries and keys are kept before the rotation of their positions, too."""
-    packs_attention: bool = False
-    """The attention kernel keeps queries, keys and values packed in one more tensor (FlashAttention 1)."""
-    score_bytes: NonNegative | None = None
-    """Kept of each attention score without flash attention; the softmax in the number format of activations,
-    with dropout also its mask and output, when not given."""
-    gathers_logits: bool = False
-    """Tensor-parallel ranks gather the logits, and each computes the whole loss."""
-    fused_activation: bool = True
-    """A gated MLP keeps its two inputs only; otherwise also the activated gate."""
-    dropout: bool = False
-    """Masks of attention and hidden dropout are kept for backward (GPT-2/3 recipes)."""
-    regathers_sequence: bool = True
-    """With sequence parallelism backward gathers layer inputs again instead of keeping them whole."""
-    eager_reduction_stage: CountOrZero = 2
-    """Lowest ZeRO stage that reduces gradients after every micro batch and so keeps shards only."""
-    logits_copies: NonNegative = 1.0
-    """Copies of the logits in fp32 at the peak of the loss, besides logits and gradient."""
-    score_reserve: NonNegative = 0.0
-    """Bytes for each attention score of one layer that the allocator holds and cannot use, without flash
-    attention: blocks that large are not given out again in parts."""
-    split_logits_copies: NonNegative | None = None
-    """The same where tensor-parallel ranks split the vocabulary; as `logits_copies` when not given."""
-    loss_apart: bool = False
-    """The peaks of the loss and of a recomputed layer count as two moments, of which the fuller decides."""
-    held_reductions: NonNegative = 0.0
-    """With sequence parallelism, whole outputs of each layer that asynchronous reductions still hold while
-    the host runs ahead of the device (`torch.Tensor.record_stream`)."""
-    sequence_buffers: NonNegative = 0.0
-    """With sequence parallelism, permanent buffers that each hold a whole input of a layer."""
-    rotary_tables: bool = False
-    """Every layer has a table of its own for the rotation of all positions, in fp32."""
-    workspace_bytes: NonNegative = 0.0
-    """Workspaces of libraries inside of the allocator: cuBLAS takes one for each stream and thread."""
-    communicator_bytes: NonNegative = 0.0
-    """Device memory of the buffers of one process group, outside of the allocator."""
-    gemm_efficiency: Fraction
-    """Share of peak FLOP/s that a large matrix product reaches."""
-    whole_head_efficiency: Positive = 1.0
-    """Rate of the head's products where one device holds the whole vocabulary, relative to other products."""
-    gemm_launch: NonNegative = 5.5e-6
-    """Device seconds of a matrix product however small it is."""
-    gemm_wave: NonNegative = 0.05
-    """Share of a wave of tiles that the end of a matrix product leaves idle."""
-    fp32_gemm_efficiency: Fraction | None = None
-    """`gemm_efficiency` of 32-bit products, tf32 too, which power limits less; the same when not given."""
-    fp8_gemm_efficiency: Fraction | None = None
-    """`gemm_efficiency` of 8-bit products; the same when not given."""
-    fp8_half_width: NonNegative = 290.0
-    """Inner width k at which an 8-bit product runs at half of its rate: k / (k + half)."""
-    attention_efficiency: Fraction
-    """Share of peak FLOP/s that the attention kernel reaches on long sequences and wide heads."""
-    attention_wave: NonNegative = 0.0
-    """Share of a wave of blocks of 128 queries, one a multiprocessor, that flash attention leaves idle."""
-    attention_half_seq: NonNegative = 0.0
-    """Tokens at which flash attention runs at half of that rate: s / (s + half)."""
-    attention_half_head: NonNegative = 0.0
-    """Elements of a head at which it does: d / (d + half)."""
-    memory_efficiency: Fraction
-    """Share of memory bandwidth that element-wise work reaches."""
-    network_efficiency: Fraction
-    """Share of link bandwidth that a large collective reaches."""
-    inter_node_efficiency: Fraction | None = None
-    """The same of links between nodes; as `network_efficiency` when not given."""
-    collective_latency: NonNegative = 0.0
-    """Seconds of one call of a collective on top of the hops of its links: launch and synchronisation."""
-    message_latency: NonNegative = 0.0
-    """Seconds of a message between pipeline stages on top of that."""
-    scatters_messages: bool = False
-    """Every tensor-parallel rank sends a part of what pipeline stages exchange; the receivers gather it."""
-    waits_for_messages: bool = False
-    """Ranks of an interleaved pipeline compute nothing while they send, as those of 1F1B."""
-    ring_step: NonNegative = 0.0
-    """Seconds of a tensor-parallel collective between nodes for each rank of its group."""
-    reduction_bucket: NonNegative = 0.0
-    """Bytes of parameters whose gradients one all-reduce of ZeRO 0 takes, while ZeRO 1 and above exchange
-    all in one call; where it is 0, each layer is a call."""
-    sharded_efficiency: Annotated[Fraction, Field(gt=0)] = 1.0
-    """Bandwidth of ZeRO 1 and above, which pack and unpack shards, relative to other collectives."""
-    shard_launch: NonNegative = 0.0
-    """Host seconds to cut what a layer exchanges into shards, for each of them, with ZeRO 1 and above."""
-    step_reductions: NonNegative = 0.0
-    """All-reduces of a few bytes among all devices that end a step: of the gradient norm and the loss."""
-    elementwise_passes: Positive
-    """Fused element-wise work as a multiple of the minimal traffic (one read and one write per tensor)."""
-    loss_bytes: NonNegative = 24.0
-    """Memory traffic of cross entropy for each logit, forward and backward, at `elementwise_passes` of 1."""
-    kernel_gaps: NonNegative = 0.0
-    """Seconds that one layer's forward pass loses between its kernels, however large they are; backward
-    loses twice as much."""
-    layer_overhead: NonNegative
-    """Host seconds to launch one layer's forward pass: the floor under small layers."""
-    backward_launch: Positive = 1.0
-    """Host time of a layer's backward pass, relative to its forward pass."""
-    launch_sharpness: Annotated[float, Field(ge=1)] = 8.0
-    """Exponent of the p-norm that joins the device time of a pass of a layer and its launch floor: small
-    where the device waits for the host in some parts of a layer and the host for the device in others."""
-    tensor_parallel_launch: Positive = 1.0
-    """Factor of the host time of a layer for each doubling of tensor parallelism in a node."""
-    sequence_parallel_launch: Positive = 1.0
-    """The same with sequence parallelism."""
-    node_launch: NonNegative = 1.0
-    """Exponent of the islands (nodes, unless the device says otherwise) that a tensor-parallel group spans in
-    the host time of a layer."""
-    tensor_parallel_step: NonNegative = 0.0
-    """Host seconds of a layer's forward pass for each tensor-parallel rank of a node, on top of that: where
-    the host waits for every step of a ring."""
-    saves_alternate_products: bool = False
-    """Selective recomputation of a dense layer, unless modules are named, saves its input, the output of
-    attention and of every second matrix product: those of queries, values, the first of the MLP and its last
-    (torchtitan's policy `op`)."""
-    recompute_stops_early: bool = False
-    """Recomputation ends with the last tensor that backward needs: a dense layer's last product and the
-    collective after it are not repeated."""
-    compiled_keeps_gathered: bool = False
-    """Layers are compiled, but where backward is split; those keep their gathered inputs for backward even
-    where recomputation should drop them."""
+    gemm: GemmConstants
+    attention: AttentionConstants
+    elementwise: ElementwiseConstants
+    network: NetworkConstants
+    host: HostConstants
+    overlap: OverlapConstants
+    activations: ActivationConstants = ActivationConstants()
+    loss: LossConstants = LossConstants()
+    allocator: AllocatorConstants
+    sharding: ShardingConstants = ShardingConstants()
+    experts: ExpertConstants = ExpertConstants()
     measured_layers: tuple[MeasuredLayer, ...] = ()
     """Corrections of dense layers by their shape, for one device (`costmodels/time/layer_table.py`)."""
-    fp8_cast_bytes: NonNegative = 0.0
-    """Traffic of casting one element of an operand of an 8-bit product, for each product that reads it."""
-    grouped_products: bool = False
-    """The products of all experts of a device are one kernel, not one each."""
-    fp8_experts: bool = True
-    """An fp8 recipe computes routed experts in 8 bits too."""
-    split_backward_elementwise: Positive = 1.0
-    """Element-wise work under a schedule that splits backward, relative to the others."""
-    split_backward_launch: Positive = 1.0
-    """Host time of a layer under a schedule that splits backward, relative to the others."""
-    fully_sharded: bool = False
-    """Data parallelism is FSDP2's: what is gathered and reduced is copied out of and into the buffers of the
-    collectives, gradients are freed as they are reduced, and fp32 shards are what is offloaded. Otherwise
-    parameters and gradients lie in the buffers of the collectives, which are cleared after every step."""
-    fused_accumulation: bool = False
-    """Matrix products add the gradients of weights to those of earlier micro batches themselves."""
-    expert_load: Annotated[float, Field(ge=1)] = 1.0
-    """Tokens of the fullest expert-parallel rank over the mean, for which the others wait."""
-    dispatches_by_node: bool = False
-    """A token travels once to each node that has experts of its, not once to each expert."""
-    tensor_parallel_overlap: Fraction = 0.0
-    """Share of tensor-parallel collectives that products of the same layer hide, chunk by chunk."""
-    data_parallel_overlap: Fraction
-    """Share of the data-parallel communication that can hide behind computation."""
-    sharded_overlap: Fraction | None = None
-    """The same with ZeRO 1 and above; as `data_parallel_overlap` when not given."""
-    overlap_sharpness: Annotated[float, Field(ge=1)] = 8.0
-    """Exponent of the p-norm that joins what can hide and what it hides behind: large where only what is
-    longer shows, small where both slow each other down."""
-    fragmentation: NonNegative
-    """Extra share of the dynamic memory that the allocator reserves but cannot use: all but model states,
-    permanent buffers and workspaces."""
     runs: Abilities = Abilities()
     """Which layouts it can run; all of them in plans that do not say."""
     spread: Spread = Spread()
@@ -250,21 +108,18 @@ class Engine(Record):
     """Constants that differ on an architecture (`Device.architecture`) or a kind of device, by its name."""
     source: str = ""
 
-    @property
-    def across(self) -> float:
-        """Share of the bandwidth of links between nodes that a large collective reaches."""
-        own = self.inter_node_efficiency
-        return self.network_efficiency if own is None else own
+    @model_validator(mode="before")
+    @classmethod
+    def _in_groups(cls, values: Any) -> Any:
+        return in_groups(values) if isinstance(values, dict) else values
 
     @model_validator(mode="after")
     def _check(self) -> Engine:
-        allowed = [field for field in Engine.model_fields if field not in ("name", "devices", "runs")]
         for key, overrides in self.devices.items():
-            unknown = sorted(set(overrides) - set(allowed))
-            if unknown:
+            if unknown := [name for name in constant_names(overrides) if not _is_constant(name)]:
                 raise ValueError(
-                    f"engine {self.name} overrides {', '.join(unknown)} for {key} devices; "
-                    f"an override is one of {', '.join(allowed)}"
+                    f"engine {self.name} overrides {', '.join(unknown)} for {key} devices; an override is "
+                    f"memory, spread, measured_layers, or a constant of {', '.join(GROUPS)}"
                 )
         return self
 
@@ -282,13 +137,20 @@ class Engine(Record):
             )
         return self.memory[name]
 
-    def with_switches(self, switches: Mapping[str, Any]) -> Engine:
-        """The engine with other values of some fields, on every device."""
-        devices = {
-            name: {field: value for field, value in overrides.items() if field not in switches}
-            for name, overrides in self.devices.items()
+    def with_constants(self, constants: Mapping[str, Any]) -> Engine:
+        """The engine with other constants on every device, by names such as `gemm.efficiency`.
+
+        Raises:
+            ValueError: there is no constant of a name.
+        """
+        if unknown := [name for name in constants if not _is_constant(name)]:
+            raise ValueError(f"engine {self.name} has no constant {', '.join(unknown)}")
+        changes = {
+            group: getattr(self, group).model_copy(update=value) if group in GROUPS else value
+            for group, value in nested(constants).items()
         }
-        return Engine.model_validate({**self.model_dump(), **switches, "devices": devices})
+        devices = {key: without_constants(overrides, constants) for key, overrides in self.devices.items()}
+        return self.model_copy(update={**changes, "devices": devices})
 
     def for_device(self, device: Device) -> Engine:
         """The engine with its constants for `device`: those of its architecture, or else of its kind."""
@@ -296,4 +158,61 @@ class Engine(Record):
             return self
         key = device.architecture if device.architecture in self.devices else device.kind
         constants = self.model_dump(exclude={"devices"})
-        return Engine.model_validate({**constants, **self.devices.get(key, {})})
+        return Engine.model_validate(merged(constants, self.devices.get(key, {})))
+
+
+GROUPS = tuple(
+    name
+    for name, field in Engine.model_fields.items()
+    if isinstance(field.annotation, type) and issubclass(field.annotation, Constants)
+)
+"""Fields of `Engine` that are groups of constants."""
+
+
+def _is_constant(name: str) -> bool:
+    group, _, field = name.partition(".")
+    if group in GROUPS:
+        kind: Any = Engine.model_fields[group].annotation
+        return field in kind.model_fields
+    return name in ("source", "memory", "spread", "measured_layers")
+
+
+def nested(constants: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields of an engine, of constants by names such as `gemm.efficiency`."""
+    fields: dict[str, Any] = {}
+    for name, value in constants.items():
+        group, _, field = name.partition(".")
+        if field:
+            fields.setdefault(group, {})[field] = value
+        else:
+            fields[group] = value
+    return fields
+
+
+def constant_names(fields: Mapping[str, Any]) -> list[str]:
+    """Names such as `gemm.efficiency` of what some fields of an engine set."""
+    names = []
+    for group, value in fields.items():
+        inner = isinstance(value, dict) and group in GROUPS
+        names += [f"{group}.{field}" for field in value] if inner else [group]
+    return names
+
+
+def merged(fields: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields of an engine with those of `changes` instead, in groups constant by constant."""
+    result = {**fields, **changes}
+    for group in GROUPS:
+        if group in fields and group in changes:
+            result[group] = {**fields[group], **changes[group]}
+    return result
+
+
+def without_constants(fields: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
+    """Fields of an engine but for constants by names such as `gemm.efficiency`."""
+    kept = {name: value for name, value in fields.items() if name not in names}
+    for group in GROUPS:
+        if group in kept:
+            kept[group] = {
+                field: value for field, value in kept[group].items() if f"{group}.{field}" not in names
+            }
+    return kept

@@ -126,7 +126,7 @@ def message_seconds(model: ModelSpec, cluster: Cluster, engine: Engine, table: L
     tensor-parallel rank send a part, which the receivers gather over their own links (arXiv:2104.04473,
     section 4.1). The slowest pair of neighbours counts.
     """
-    split = np.where(table.sequence_parallel | engine.scatters_messages, table.tensor_parallel, 1)
+    split = np.where(table.sequence_parallel | engine.network.scatters_messages, table.tensor_parallel, 1)
     payload = element_bytes(table.precision) * tokens(model, table) * model.hidden / split
     stride = table.tensor_parallel * table.context_parallel * table.data_parallel
     return send(cluster, engine, payload, table.pipeline_parallel, stride)

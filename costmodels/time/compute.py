@@ -149,20 +149,20 @@ def attention_seconds(
     block of 128 queries (fits to 214 published figures of arXiv:2307.08691 and arXiv:2407.08608, and 88 of
     SimuMax's profiles: median error 1 to 6 %).
     """
-    if engine.flash_attention:
-        slower = (1 + engine.attention_half_seq / work.seq) * (1 + engine.attention_half_head / work.head_dim)
-        wave = engine.attention_wave * device.cores * QUERY_BLOCK * work.seq
-        rate = flops * engine.attention_efficiency * engine.attention_scale / slower
+    if engine.attention.flash:
+        slower = (1 + engine.attention.half_seq / work.seq) * (1 + engine.attention.half_head / work.head_dim)
+        wave = engine.attention.wave * device.cores * QUERY_BLOCK * work.seq
+        rate = flops * engine.attention.efficiency * engine.attention.scale / slower
         forward = (
             (work.attention_flops + wave * work.attention_flops / np.maximum(work.scores, 1.0))
             * CAUSAL_SHARE
             / rate
         )
         return forward, forward * BACKWARD_FLASH / FLASH_BACKWARD_RATE
-    products = work.attention_flops / (flops * engine.gemm_efficiency * BATCHED_GEMM_RATE)
-    dropout = engine.dropout * (2 * element + 1)
+    products = work.attention_flops / (flops * engine.gemm.efficiency * BATCHED_GEMM_RATE)
+    dropout = engine.activations.dropout * (2 * element + 1)
     forward, backward = (
-        work.scores * (count * element * engine.softmax_passes + dropout) / bandwidth
+        work.scores * (count * element * engine.attention.softmax_passes + dropout) / bandwidth
         for count in SCORE_PASSES
     )
     return products + forward, BACKWARD_GEMM * products + backward
@@ -180,9 +180,9 @@ def _copies_by_node(ep: Group, top_k: int) -> Floats:
 
 def _unfused(work: Operators, engine: Engine) -> Bools | bool:
     """Whether the fused softmax kernel does not take the sequences times heads of a device, [n]."""
-    if engine.flash_attention or not engine.softmax_batch:
+    if engine.attention.flash or not engine.attention.softmax_batch:
         return False
-    unfused: Bools = (work.scores / work.seq**2) % engine.softmax_batch > 0
+    unfused: Bools = (work.scores / work.seq**2) % engine.attention.softmax_batch > 0
     return unfused
 
 
@@ -192,12 +192,12 @@ def _launch_seconds(work: Operators, engine: Engine, table: LayoutTable, tp: Gro
     Every doubling of tensor parallelism in a node multiplies it, and so do the nodes (islands) that a group
     spans, whose rings wait for each other. A softmax that no kernel fuses is several launches instead of one.
     """
-    split = np.where(table.sequence_parallel, engine.sequence_parallel_launch, engine.tensor_parallel_launch)
-    steps = engine.tensor_parallel_step * np.where(tp.size > 1, tp.local, 0)
-    result = engine.layer_overhead * split ** np.log2(tp.local) + steps
-    result = result * tp.islands**engine.node_launch
-    result = result * np.where(_unfused(work, engine), engine.unfused_softmax_launch, 1.0)
-    return result * np.where(table.runs(*SPLIT_BACKWARD), engine.split_backward_launch, 1.0)
+    split = np.where(table.sequence_parallel, engine.host.sequence_parallel, engine.host.tensor_parallel)
+    steps = engine.host.tensor_parallel_step * np.where(tp.size > 1, tp.local, 0)
+    result = engine.host.layer_overhead * split ** np.log2(tp.local) + steps
+    result = result * tp.islands**engine.host.nodes
+    result = result * np.where(_unfused(work, engine), engine.host.unfused_softmax, 1.0)
+    return result * np.where(table.runs(*SPLIT_BACKWARD), engine.host.split_backward, 1.0)
 
 
 def launch_floor(seconds: Floats, floor: Floats | float, sharpness: float = 8.0) -> Floats:
@@ -230,38 +230,38 @@ def passes(
         wide: an fp8 recipe computes the unit in 16 bits.
     """
     e = element_bytes(table.precision)
-    bandwidth = device.memory_bandwidth * engine.memory_efficiency
+    bandwidth = device.memory_bandwidth * engine.elementwise.efficiency
     wide_peak = _wide_peak(device, table.precision)
     peak = wide_peak if wide else peak_flops(device, table.precision)
     zero = np.zeros(len(table))
 
     narrow = table.precision == "fp8" and not wide
-    own = engine.fp8_gemm_efficiency if narrow else None
+    own = engine.gemm.fp8_efficiency if narrow else None
     if table.precision in ("fp32", "tf32"):
-        own = engine.fp32_gemm_efficiency
+        own = engine.gemm.fp32_efficiency
     rates = GemmRates(
-        flops=peak * (engine.gemm_efficiency if own is None else own),
-        wide_flops=wide_peak * engine.gemm_efficiency,
+        flops=peak * (engine.gemm.efficiency if own is None else own),
+        wide_flops=wide_peak * engine.gemm.efficiency,
         bandwidth=bandwidth,
         element=e,
-        launch=engine.gemm_launch,
-        wave=engine.gemm_wave * device.cores * TILE,
-        half_width=engine.fp8_half_width if narrow else 0.0,
-        grouped=engine.grouped_products,
+        launch=engine.gemm.launch,
+        wave=engine.gemm.wave * device.cores * TILE,
+        half_width=engine.gemm.fp8_half_width if narrow else 0.0,
+        grouped=engine.experts.grouped,
     )
 
     def products(gemms: tuple[Gemm, ...]) -> Floats | float:
         return gemm_seconds(gemms, rates)
 
     gemm = zero + products(work.gemms)
-    if not repeats and engine.whole_head_efficiency != 1:
-        gemm = gemm / np.where(table.tensor_parallel == 1, engine.whole_head_efficiency, 1.0)
+    if not repeats and engine.gemm.whole_head_efficiency != 1:
+        gemm = gemm / np.where(table.tensor_parallel == 1, engine.gemm.whole_head_efficiency, 1.0)
     attention, attention_back = attention_seconds(work, device, engine, wide_peak, bandwidth, e)
     apart = table.runs(*SPLIT_BACKWARD)
-    passes = engine.elementwise_passes * np.where(apart, engine.split_backward_elementwise, 1.0) / bandwidth
+    passes = engine.elementwise.passes * np.where(apart, engine.elementwise.split_backward, 1.0) / bandwidth
     elementwise, elementwise_back = work.elementwise_forward * passes, work.elementwise_backward * passes
     casts = table.precision == "fp8" and not wide
-    cast = engine.fp8_cast_bytes / bandwidth if casts else 0.0
+    cast = engine.gemm.fp8_cast_bytes / bandwidth if casts else 0.0
     if cast:
         cast_forward, cast_backward = cast_elements(work.gemms)
         elementwise, elementwise_back = (
@@ -271,8 +271,8 @@ def passes(
 
     tp, cp = groups["tp"], groups["cp"]
     gather = all_gather(tp, work.sequence_bytes)
-    gather = (1 - engine.tensor_parallel_overlap) * gather
-    gather = gather + engine.ring_step * np.where(tp.size > tp.local, tp.size, 0)
+    gather = (1 - engine.overlap.tensor_parallel) * gather
+    gather = gather + engine.network.ring_step * np.where(tp.size > tp.local, tp.size, 0)
     tensor, tensor_back = work.gathers_forward * gather, work.gathers_backward * gather
     context, context_back = _context_seconds(work, table, cp, attention, attention_back)
     # Each rank adds its attention to that of the ranks before it, in fp32.
@@ -282,7 +282,7 @@ def passes(
     elementwise, elementwise_back = elementwise + merges, elementwise_back + merges
     # To the experts and back; shared experts compute while tokens travel to other ranks.
     exchange = np.where(work.routed_bytes > 0, all_to_all(groups["ep"], work.routed_bytes), 0.0)
-    if engine.dispatches_by_node and work.top_k:
+    if engine.experts.dispatches_by_node and work.top_k:
         exchange = exchange * _copies_by_node(groups["ep"], work.top_k)
     meanwhile = 0.0 if device.kind == "cpu" else products(work.shared_gemms)
     gathered = all_gather(groups["etp"], work.expert_gather_bytes)
@@ -290,7 +290,7 @@ def passes(
     expert = expert_back - np.minimum(exchange, meanwhile)
 
     full = (table.recompute == FULL) & repeats
-    stops = engine.recompute_stops_early and bool(work.last_gemms)
+    stops = engine.activations.recompute_stops_early and bool(work.last_gemms)
     # Of several layers that are repeated from one input, the last one ends early.
     ends = stops / np.where(table.recompute_method == UNIFORM, table.recompute_num_layers, 1)
     last_gemm = last_cast = 0.0 * zero
@@ -315,7 +315,9 @@ def passes(
     repeated = np.where(full, 1.0 - ends * last, (work.mlp_gathers / every - stops * last) * mlp)
     repeated = repeated * (1 + apart)
     # Sequence parallelism keeps the gathered outputs of norms, unless it gathers them again anyway.
-    regathers = table.recomputes("norm") & table.sequence_parallel & (not engine.regathers_sequence)
+    regathers = (
+        table.recomputes("norm") & table.sequence_parallel & (not engine.activations.regathers_sequence)
+    )
     inputs = np.where(mlp, 1.0, 1.0 + work.mlp_gathers / 2) / every
     repeated = repeated + regathers * repeats * inputs * (1 + apart)
     repeated_all = full * (1.0 + apart)
@@ -325,11 +327,11 @@ def passes(
     if table.offload_activations.any():
         # A layer that is recomputed as a whole keeps nothing that could leave.
         moved = table.offload_activations * repeats * ~full * work.attention_bytes
-        seconds = moved / (device.host_bandwidth * engine.network_efficiency)
+        seconds = moved / (device.host_bandwidth * engine.network.efficiency)
         hides, hides_back = gemm + attention + elementwise, BACKWARD_GEMM * gemm + attention_back
         offload = np.maximum(seconds - hides, 0.0)
         offload_back = np.maximum(seconds - hides_back - elementwise_back, 0.0)
-    gaps = engine.kernel_gaps * repeats
+    gaps = engine.host.kernel_gaps * repeats
     forward = gemm + attention + elementwise + tensor + context + expert + gaps
     backward = BACKWARD_GEMM * gemm + attention_back + elementwise_back + tensor_back + context_back
     backward = backward + expert_back + BACKWARD_GEMM * gaps
@@ -338,9 +340,9 @@ def passes(
         # The cores that launch are the ones that compute: nothing hides behind anything.
         idle = idle_back = floor
     else:
-        sharpness = engine.launch_sharpness
+        sharpness = engine.host.sharpness
         idle = launch_floor(forward + offload, floor, sharpness)
-        idle_back = launch_floor(backward + offload_back, floor * engine.backward_launch, sharpness)
+        idle_back = launch_floor(backward + offload_back, floor * engine.host.backward, sharpness)
     idle, idle_back = idle + gaps, idle_back + BACKWARD_GEMM * gaps
     backward = backward - BACKWARD_GEMM * gaps
     return Passes(

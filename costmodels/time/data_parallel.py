@@ -50,10 +50,10 @@ def accumulation_seconds(
     """
     policy = engine.memory_policy(table.precision)
     gradient, total = policy.gathered, reduced_bytes(engine, table)
-    rate = device.memory_bandwidth * engine.memory_efficiency
-    adding = 2 * total + (0 if engine.fused_accumulation else gradient)
+    rate = device.memory_bandwidth * engine.elementwise.efficiency
+    adding = 2 * total + (0 if engine.gemm.fused_accumulation else gradient)
     zero = np.zeros(len(table))
-    if not engine.fully_sharded:
+    if not engine.sharding.fully_sharded:
         return zero + adding / rate, zero
     wrapped, several = wraps_parameters(table, has_experts), table.micro_batches > 1
     first = 0.0 if total == gradient else gradient + total
@@ -106,8 +106,8 @@ def exchange_seconds(
         backward: the same of its backward pass.
 
     The reductions hide behind the backward passes that produce gradients, a gathering behind the
-    forward pass that needs the parameters; at most `engine.data_parallel_overlap` of all hides (with ZeRO
-    `engine.sharded_overlap`, if given).
+    forward pass that needs the parameters; at most `engine.overlap.data_parallel` of all hides (with ZeRO
+    `engine.overlap.sharded`, if given).
     """
     policy = engine.memory_policy(table.precision)
     stage, micro_batches = table.zero_stage, table.micro_batches
@@ -121,12 +121,12 @@ def exchange_seconds(
         shards = np.maximum(ranks // copies, 1)
         members = group(cluster, engine, shards, stride)
         calls, buckets = layers, layers
-        if engine.reduction_bucket:
+        if engine.network.reduction_bucket:
             calls = np.ones_like(layers)
-            buckets = np.ceil(count * policy.gathered / engine.reduction_bucket)
-        packed = count / engine.sharded_efficiency
+            buckets = np.ceil(count * policy.gathered / engine.network.reduction_bucket)
+        packed = count / engine.network.sharded_efficiency
         scatter = reduce_scatter(members, packed * reduced, calls)
-        scatter = scatter + engine.shard_launch * layers * np.where(shards > 1, shards, 0)
+        scatter = scatter + engine.host.shard * layers * np.where(shards > 1, shards, 0)
         gather = all_gather(members, packed * policy.gathered, calls)
         if (copies > 1).any():
             # Neighbours share the shards; the copies of a shard lie farther apart and are summed.
@@ -143,12 +143,12 @@ def exchange_seconds(
     # Stage 3 gathers in every pass, the others in the first forward pass.
     once = np.minimum(stage, 1) * forward + reductions * backward
     window = np.where(stage == 3, micro_batches * (forward + backward), once)
-    own = engine.data_parallel_overlap
-    overlap = own if engine.sharded_overlap is None else np.where(stage > 0, engine.sharded_overlap, own)
-    exposed = total - hidden(overlap * total, window, engine.overlap_sharpness)
-    if engine.step_reductions:
+    own = engine.overlap.data_parallel
+    overlap = own if engine.overlap.sharded is None else np.where(stage > 0, engine.overlap.sharded, own)
+    exposed = total - hidden(overlap * total, window, engine.overlap.sharpness)
+    if engine.network.step_reductions:
         everyone = group(cluster, engine, np.full(len(table), cluster.world_size), 1)
-        exposed = exposed + engine.step_reductions * all_reduce(everyone, np.zeros(len(table)))
+        exposed = exposed + engine.network.step_reductions * all_reduce(everyone, np.zeros(len(table)))
     return exposed
 
 
@@ -165,19 +165,19 @@ def optimizer_seconds(
     """
     policy = engine.memory_policy(table.precision)
     traffic: Any = update_traffic(table)
-    whole = 0.0 if engine.fully_sharded else policy.gathered + policy.gradients
+    whole = 0.0 if engine.sharding.fully_sharded else policy.gathered + policy.gradients
     mine = shared / table.zero_shards + experts / table.expert_shards
-    rate = device.memory_bandwidth * engine.memory_efficiency
+    rate = device.memory_bandwidth * engine.elementwise.efficiency
     seconds = (mine * traffic + (shared + experts) * whole) / rate
     if table.offload_optimizer.any():
-        host = device.host_memory_bandwidth * engine.memory_efficiency
+        host = device.host_memory_bandwidth * engine.elementwise.efficiency
         update = traffic
         sent: Any = policy.gradients + policy.gathered
-        if engine.fully_sharded:
+        if engine.sharding.fully_sharded:
             reductions, gathers = _calls(engine, table)
             update = traffic + (reductions - 1) * 3 * MASTER
             sent = (np.maximum(gathers, 1) + reductions) * MASTER
-        wire = sent / (device.host_bandwidth * engine.network_efficiency)
+        wire = sent / (device.host_bandwidth * engine.network.efficiency)
         away = mine * (update / host + wire) + (shared + experts) * whole / rate
         seconds = np.where(table.offload_optimizer, away, seconds)
     result: Floats = seconds
@@ -203,7 +203,7 @@ def orthogonal_seconds(
     shards = table.expert_shards
     whole = (model.experts // ep) % shards == 0
     own = experts / np.where(whole, shards, 1)
-    rate = newton_schulz_rate(cluster.device) * engine.gemm_efficiency
+    rate = newton_schulz_rate(cluster.device) * engine.gemm.efficiency
     seconds = (shared * tp + own * etp) * newton_schulz_flops(model) / rate
     element = element_bytes(table.precision)
     for count, split, over, stride in (

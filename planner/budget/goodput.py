@@ -131,7 +131,7 @@ def checkpoint_bytes(model: ModelSpec, cluster: Cluster, engine: Engine, layout:
     policy = engine.for_device(cluster.device).memory_policy(layout.precision)
     # More than a master copy is gradients, which no checkpoint holds.
     master = min(max(policy.optimizer - ADAM_STATE, 0.0), MASTER)
-    weights = master if engine.fully_sharded and master > 0 else policy.parameters + master
+    weights = master if engine.sharding.fully_sharded and master > 0 else policy.parameters + master
     ends = model.embedding_parameters + (0 if model.tied else model.vocab * model.hidden)
     layers = model.parameters - ends
     return layers * (weights + optimizer.layers) + ends * (weights + optimizer.ends)

@@ -19,7 +19,7 @@ GROUPS = parse(experts.DATA.read_text(encoding="utf-8"), "experts.yaml")["groups
 
 @pytest.mark.parametrize("group", GROUPS, ids=[group["name"] for group in GROUPS])
 def test_every_row_is_a_job_with_its_degrees(group):
-    engine = resolve_engine(group["engine"]).with_switches(group.get("switches", {}))
+    engine = resolve_engine(group["engine"]).with_constants(group.get("switches", {}))
     assert group["precision"] in engine.memory
     pins = parse_pins(group["pins"], group.get("forbid"))
     assert "arXiv" in group["source"] or "gitee" in group["source"]

@@ -9,6 +9,7 @@ import pytest
 import costmodels
 from costmodels import Cluster, Device, Engine, Layout, Link, ModelSpec, even_split
 from costmodels.catalogue import load_engine
+from costmodels.spec.engine import GROUPS, merged, nested
 
 GIB = 2.0**30
 
@@ -93,15 +94,23 @@ def cluster(a100: Device) -> Callable[..., Cluster]:
 
 @pytest.fixture
 def engine() -> Callable[..., Engine]:
-    """Makes an engine of the catalogue, with some constants replaced: `engine("megatron", dropout=False)`.
+    """Makes an engine of the catalogue with other constants: `engine("megatron", gemm_efficiency=0.5)`.
 
     Without what was fitted for single architectures, which would replace them once more.
     """
 
-    def make(name: str, **constants: object) -> Engine:
-        return Engine.model_validate({**load_engine(name).model_dump(), "devices": {}, **constants})
+    def make(name: str, devices: object = None, **constants: object) -> Engine:
+        changes = nested({_constant(key): value for key, value in constants.items()})
+        fields = merged(load_engine(name).model_dump(), changes)
+        return Engine.model_validate({**fields, "devices": devices or {}})
 
     return make
+
+
+def _constant(keyword: str) -> str:
+    """`gemm.efficiency`, of `gemm_efficiency`."""
+    group, _, field = keyword.partition("_")
+    return f"{group}.{field}" if group in GROUPS else keyword
 
 
 @pytest.fixture

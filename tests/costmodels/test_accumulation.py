@@ -65,7 +65,7 @@ def test_every_rank_of_a_pipeline_adds_while_it_fills(gpt, cluster, engine, layo
     """The bubble grows by pp - 1 micro batches of additions, each of a fourth of the layers."""
     one = layout(gpt, pp=4, m=8, precision="bf16", layers_per_stage=(2, 2, 2, 2))
     fused, plain = (
-        estimate(gpt, cluster(4), engine("nanotron", fused_accumulation=flag), one).time
+        estimate(gpt, cluster(4), engine("nanotron", gemm_fused_accumulation=flag), one).time
         for flag in (True, False)
     )
     # 2 bytes less of each parameter: of two layers, and on the outer ranks of the vocabulary.

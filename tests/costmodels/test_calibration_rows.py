@@ -250,7 +250,7 @@ def test_sources_fill_what_they_leave_blank(tmp_path):
     row = {"source_id": "vtrain_single", "model_name": "GPT-3.6B", "gpu": "A100", "vpp": "1"}
     blank = of(**row, precision="", flash="", sp="", zero_stage="")
     assert (blank.layouts[0].precision, blank.layouts[0].sequence_parallel) == ("fp16", False)
-    assert not blank.engine.flash_attention
+    assert not blank.engine.attention.flash
     assert of(**row, precision="bf16", flash="", sp="", zero_stage="").layouts[0].precision == "bf16"
 
 

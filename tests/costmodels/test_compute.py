@@ -60,7 +60,7 @@ def test_flash_attention_skips_what_causality_masks(gpt, a100, engine, layout):
     forward, backward = attention_seconds(work, a100, flash, 312e12, 2e12, 2)
     assert forward[0] == pytest.approx(2 * gpt.seq**2 * gpt.hidden / (312e12 * 0.5))
     assert backward[0] == pytest.approx(forward[0] * 2.5 * 73 / 63)
-    plain = flash.model_copy(update={"flash_attention": False})
+    plain = flash.with_constants({"attention.flash": False})
     unfused, _ = attention_seconds(work, a100, plain, 312e12, 2e12, 2)
     assert unfused[0] > 3 * forward[0]
 
@@ -82,7 +82,7 @@ def test_flash_attention_is_slower_on_short_sequences_narrow_heads_and_few_of_th
 
 def test_full_recomputation_repeats_exactly_the_forward_pass(gpt, a100, engine, layout, cluster):
     table = LayoutTable.of([layout(gpt, tp=2, recompute=kind) for kind in ("none", "selective", "full")])
-    times = layer_passes(gpt, a100, engine("megatron", layer_overhead=0.0), table, cluster(8))
+    times = layer_passes(gpt, a100, engine("megatron", host_layer_overhead=0.0), table, cluster(8))
     forward = times.total[0] - times.backward[0]
     assert times.total[2] - times.total[0] == pytest.approx(forward)
     assert times.recompute[0] == 0
@@ -92,11 +92,11 @@ def test_full_recomputation_repeats_exactly_the_forward_pass(gpt, a100, engine, 
 
 def test_the_host_bounds_small_layers(gpt, a100, engine, layout, cluster):
     table = LayoutTable.of([layout(gpt)])
-    quick = layer_passes(gpt, a100, engine("megatron", layer_overhead=0.0), table, cluster(8))
-    bound = layer_passes(gpt, a100, engine("megatron", layer_overhead=1.0), table, cluster(8))
+    quick = layer_passes(gpt, a100, engine("megatron", host_layer_overhead=0.0), table, cluster(8))
+    bound = layer_passes(gpt, a100, engine("megatron", host_layer_overhead=1.0), table, cluster(8))
     assert quick.launch[0] == pytest.approx(0)
     assert bound.total[0] == pytest.approx(2.0, rel=1e-3)
-    uneven = engine("megatron", layer_overhead=1.0, backward_launch=1.5)
+    uneven = engine("megatron", host_layer_overhead=1.0, host_backward=1.5)
     assert layer_passes(gpt, a100, uneven, table, cluster(8)).total[0] == pytest.approx(2.5, rel=1e-3)
     assert sum(getattr(bound, part)[0] for part in PARTS) == bound.total[0]
 
@@ -105,7 +105,7 @@ def test_on_a_cpu_launching_adds_to_computing(gpt, a100, engine, layout, cluster
     degrees = ({}, {"tp": 2}, {"tp": 2, "sp": True})
     table = LayoutTable.of([layout(gpt, **degree) for degree in degrees])
     slow = engine(
-        "megatron", layer_overhead=0.5, tensor_parallel_launch=3.0, sequence_parallel_launch=5.0, devices={}
+        "megatron", host_layer_overhead=0.5, host_tensor_parallel=3.0, host_sequence_parallel=5.0, devices={}
     )
     cpu = a100.model_copy(update={"kind": "cpu"})
     assert layer_passes(gpt, cpu, slow, table, cluster(8)).launch == pytest.approx([1.0, 3.0, 5.0])
@@ -114,7 +114,7 @@ def test_on_a_cpu_launching_adds_to_computing(gpt, a100, engine, layout, cluster
 
 def test_the_host_waits_longer_with_every_doubling_and_across_nodes(gpt, a100, engine, layout, cluster):
     def launch(count=8, **degrees):
-        slow = engine("megatron", layer_overhead=1.0, tensor_parallel_launch=1.5, devices={})
+        slow = engine("megatron", host_layer_overhead=1.0, host_tensor_parallel=1.5, devices={})
         table = LayoutTable.of([layout(gpt, **degrees)])
         return layer_passes(gpt, a100, slow, table, cluster(count)).total[0] / 2
 
@@ -125,7 +125,7 @@ def test_the_host_waits_longer_with_every_doubling_and_across_nodes(gpt, a100, e
 def test_hidden_collectives_cost_less(gpt, a100, engine, layout, cluster):
     table = LayoutTable.of([layout(gpt, tp=8, sp=True)])
     seen, hidden = (
-        layer_passes(gpt, a100, engine("megatron", tensor_parallel_overlap=share), table, cluster(8))
+        layer_passes(gpt, a100, engine("megatron", overlap_tensor_parallel=share), table, cluster(8))
         for share in (0.0, 0.75)
     )
     assert hidden.tensor_parallel[0] == pytest.approx(seen.tensor_parallel[0] / 4)
@@ -142,7 +142,7 @@ def test_launch_floor_is_between_maximum_and_sum():
 def test_fp8_speeds_up_layers_but_not_the_head(gpt, a100, engine, layout, cluster):
     peaks = {"bf16": 1e15, "fp8": 2e15}
     device = a100.model_copy(update={"peak_flops": peaks, "memory_bandwidth": 1e14})
-    nvidia = engine("nemo", devices={}, gemm_launch=0.0, fp8_half_width=0.0)
+    nvidia = engine("nemo", devices={}, gemm_launch=0.0, gemm_fp8_half_width=0.0)
     alone = np.ones(1, dtype=np.int64)
     groups = {name: group(cluster(8), nvidia, alone, alone) for name in ("tp", "cp", "ep", "etp")}
     seconds = {}
@@ -161,7 +161,7 @@ def test_fp8_casts_both_operands_of_every_product(gpt, a100, engine, layout, clu
     device = a100.model_copy(update={"peak_flops": {"bf16": 1e15, "fp8": 2e15}})
     table = LayoutTable.of([layout(gpt, precision="fp8")])
     free, priced = (
-        layer_passes(gpt, device, engine("bundled", fp8_cast_bytes=cost), table, cluster(8))
+        layer_passes(gpt, device, engine("bundled", gemm_fp8_cast_bytes=cost), table, cluster(8))
         for cost in (0.0, 5.0)
     )
     t, h = gpt.seq, gpt.hidden
@@ -169,7 +169,7 @@ def test_fp8_casts_both_operands_of_every_product(gpt, a100, engine, layout, clu
     elements = sum(2 * (m * k + k * n + m * n) for m, k, n in shapes)
     rate = 2.039e12 * 0.85
     assert priced.elementwise[0] - free.elementwise[0] == pytest.approx(5 * elements / rate)
-    assert engine("bundled").fp8_cast_bytes == 5
+    assert engine("bundled").gemm.fp8_cast_bytes == 5
     bf16 = LayoutTable.of([layout(gpt, precision="bf16")])
     assert layer_passes(gpt, device, engine("bundled"), bf16, cluster(8)).elementwise == free.elementwise
 
@@ -180,10 +180,12 @@ def test_a_format_that_the_device_lacks_is_named_with_those_it_has(a100):
 
 
 def test_a_softmax_that_no_kernel_fuses_takes_more_launches(gpt, a100, engine, layout, cluster):
-    slow = {"layer_overhead": 0.1, "flash_attention": False, "unfused_softmax_launch": 1.5}
+    slow = {"host_layer_overhead": 0.1, "attention_flash": False, "host_unfused_softmax": 1.5}
     table = LayoutTable.of([layout(gpt, tp=8, mbs=mbs, m=2) for mbs in (1, 2)])
     plain = layer_passes(gpt, a100, engine("megatron", **slow), table, cluster(8)).launch
-    four = layer_passes(gpt, a100, engine("megatron", softmax_batch=4, **slow), table, cluster(8)).launch
+    four = layer_passes(
+        gpt, a100, engine("megatron", attention_softmax_batch=4, **slow), table, cluster(8)
+    ).launch
     # 16 heads on 8 devices: two for each sequence.
     assert four[0] == pytest.approx(1.5 * plain[0], rel=1e-2)
     assert four[1] == plain[1]
@@ -199,7 +201,9 @@ def test_a_blunt_floor_leaves_more_idle_time():
 def test_hosts_of_groups_over_nodes_wait_as_the_engine_says(gpt, a100, engine, layout, cluster):
     table = LayoutTable.of([layout(gpt, tp=16)])
     waits, runs = (
-        layer_passes(gpt, a100, engine("megatron", layer_overhead=0.1, node_launch=power), table, cluster(16))
+        layer_passes(
+            gpt, a100, engine("megatron", host_layer_overhead=0.1, host_nodes=power), table, cluster(16)
+        )
         for power in (1, 0)
     )
     assert waits.launch == pytest.approx(2 * runs.launch, rel=0.05)
@@ -215,5 +219,5 @@ def test_a_whole_vocabulary_may_run_slower(gpt, a100, engine, layout, cluster):
         work = head(gpt, chosen, padded_vocabulary(gpt, table), table)
         return passes(work, a100, chosen, table, groups, repeats=False).compute
 
-    ratio = head_seconds(whole_head_efficiency=0.5) / head_seconds()
+    ratio = head_seconds(gemm_whole_head_efficiency=0.5) / head_seconds()
     assert ratio == pytest.approx([2.0, 1.0])

@@ -102,7 +102,7 @@ def test_fsdp2_copies_experts_in_fp32_wherever_it_wraps(mixture, cluster, engine
 
 
 def test_experts_that_ranks_replicate_have_a_group_of_their_own(mixture, cluster, engine, layout):
-    quiet = engine("bundled", fragmentation=0.0, communicator_bytes=1e8)
+    quiet = engine("bundled", allocator_fragmentation=0.0, allocator_communicator_bytes=1e8)
 
     def groups(**degrees):
         found = memory_of(mixture, cluster(16), quiet, layout(mixture, dp=16, **degrees))
@@ -184,7 +184,7 @@ def test_shared_experts_keep_an_input_of_their_own_where_it_is_gathered(mixture,
 
 def test_shared_experts_hide_the_way_to_the_others(mixture, cluster, engine, layout):
     """On GPUs the way there hides behind the shared experts' products, the way back behind nothing."""
-    bundled = engine("bundled", layer_overhead=0.0)
+    bundled = engine("bundled", host_layer_overhead=0.0)
 
     def seconds(model, **degrees):
         return estimate(model, cluster(16), bundled, layout(model, dp=16, **degrees)).time.expert_parallel
@@ -215,11 +215,11 @@ def test_the_bundled_runtime_keeps_experts_in_16_bits(mixture, engine, layout):
     large = changed(mixture, expert_ffn=16384)
 
     def compute(precision, **constants):
-        one = engine("bundled", fp8_half_width=0.0, **constants)
+        one = engine("bundled", gemm_fp8_half_width=0.0, **constants)
         return estimate(large, machine, one, layout(large, dp=8, mbs=8, precision=precision)).time.compute
 
     wide = compute("bf16")
-    assert compute("fp8", fp8_experts=True) < 0.65 * wide < compute("fp8") < wide
+    assert compute("fp8", experts_fp8=True) < 0.65 * wide < compute("fp8") < wide
 
 
 def test_peak_memory_is_that_of_the_prices(mixture, cluster, engine, layout):
@@ -313,7 +313,7 @@ def test_published_mixtures_of_experts_are_met_without_fitting():
 
 def test_all_wait_for_the_fullest_rank_of_experts(mixture, cluster, engine, layout):
     def times(load, **degrees):
-        one = engine("megatron", expert_load=load)
+        one = engine("megatron", experts_load=load)
         return estimate(mixture, cluster(8), one, layout(mixture, dp=8, **degrees)).time
 
     even, uneven = times(1.0, ep=4), times(1.5, ep=4)

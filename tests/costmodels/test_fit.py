@@ -11,11 +11,11 @@ from costmodels.calibration.measurements import Measurement
 from costmodels.calibration.time_fit import FitPlan, belongs, errors, fit, fit_spread, plans
 from costmodels.catalogue import engine_names, load_engine
 from costmodels.errors import InputError
-from costmodels.spec.engine import Engine, Spread
+from costmodels.spec.engine import Spread
 from costmodels.spec.table import LayoutTable
 from costmodels.time.uncertainty import spread
 
-TRUE = {"gemm_efficiency": 0.62, "loss_bytes": 60.0}
+TRUE = {"gemm.efficiency": 0.62, "elementwise.loss_bytes": 60.0}
 
 PLAN = FitPlan(
     engine="megatron",
@@ -23,8 +23,8 @@ PLAN = FitPlan(
     sources=("here",),
     tolerance=0.02,
     constants={
-        "gemm_efficiency": {"start": 0.8, "within": 2.0, "limits": (0.3, 1.0)},
-        "loss_bytes": {"start": 24, "within": 5.0, "limits": (4, 250)},
+        "gemm.efficiency": {"start": 0.8, "within": 2.0, "limits": (0.3, 1.0)},
+        "elementwise.loss_bytes": {"start": 24, "within": 5.0, "limits": (4, 250)},
     },
 )
 
@@ -35,7 +35,7 @@ def rows(gpt, cluster, engine, layout, a100):
 
     def make(wrong: dict[int, float], noise: float = 0.0) -> list[Measurement]:
         base = engine("megatron", devices={})
-        real = base.model_copy(update=TRUE)
+        real = base.with_constants(TRUE)
         splits = [
             {"tp": tp, "dp": 8 // tp, "mbs": mbs, "m": m}
             for tp in (1, 2, 4)
@@ -71,15 +71,15 @@ def rows(gpt, cluster, engine, layout, a100):
 @pytest.mark.parametrize("wrong", [{}, {3: 4.0, 11: 3.0}], ids=["clean", "two rows that nothing explains"])
 def test_a_fit_finds_the_constants_that_made_the_rows(rows, wrong):
     found = fit(PLAN, rows(wrong))
-    assert found.constants["gemm_efficiency"] == pytest.approx(TRUE["gemm_efficiency"], rel=0.02)
-    assert found.constants["loss_bytes"] == pytest.approx(TRUE["loss_bytes"], rel=0.1)
+    assert found.constants["gemm.efficiency"] == pytest.approx(TRUE["gemm.efficiency"], rel=0.02)
+    assert found.constants["elementwise.loss_bytes"] == pytest.approx(TRUE["elementwise.loss_bytes"], rel=0.1)
     assert np.median(np.abs(errors(found, rows({})))) < 0.01
 
 
 def test_a_constant_that_no_row_speaks_of_stays_where_it_was(rows):
     silent = {"start": 0.4, "within": 0.3, "limits": (0.1, 1.0)}
-    plan = FitPlan(**{**PLAN.model_dump(), "constants": {**PLAN.constants, "fp8_gemm_efficiency": silent}})
-    assert fit(plan, rows({})).constants["fp8_gemm_efficiency"] == pytest.approx(0.4, rel=1e-3)
+    plan = FitPlan(**{**PLAN.model_dump(), "constants": {**PLAN.constants, "gemm.fp8_efficiency": silent}})
+    assert fit(plan, rows({})).constants["gemm.fp8_efficiency"] == pytest.approx(0.4, rel=1e-3)
 
 
 def test_a_fit_of_too_few_rows_is_refused(rows):
@@ -93,7 +93,7 @@ def test_the_range_covers_its_share_of_noisy_rows(rows):
     noisy = rows({}, noise=0.1)
     found = fit(PLAN, noisy)
     fields = fit_spread(found, noisy)
-    own = noisy[0].engine.model_copy(update={**found.constants, "spread": Spread(**fields)})
+    own = noisy[0].engine.with_constants({**found.constants, "spread": Spread(**fields)})
     prices = price(noisy[0].model, noisy[0].cluster, own, LayoutTable.of([row.layouts[0] for row in noisy]))
     width = spread(noisy[0].cluster, own, prices.time, prices.step_time_s)
     covered = np.mean(np.abs(errors(found, noisy)) <= width)
@@ -113,7 +113,8 @@ def test_only_measured_rows_of_the_engine_and_architecture_belong_to_a_fit(rows)
 def test_fits_name_engines_constants_and_sources_that_exist():
     for plan in plans():
         assert plan.engine in engine_names()
-        assert set(plan.constants) <= set(Engine.model_fields)
+        starts = {name: prior.start for name, prior in plan.constants.items()}
+        assert load_engine(plan.engine).with_constants(starts).name == plan.engine
         assert set(plan.sources) <= set(FITTED_SOURCES)
         for prior in plan.constants.values():
             assert prior.limits[0] <= prior.start <= prior.limits[1]
@@ -122,8 +123,8 @@ def test_fits_name_engines_constants_and_sources_that_exist():
 def test_an_architecture_may_be_like_another_one():
     nemo = load_engine("nemo")
     hopper, blackwell = nemo.devices["hopper"], nemo.devices["blackwell"]
-    assert blackwell["elementwise_passes"] == hopper["elementwise_passes"]
-    assert blackwell["gemm_efficiency"] != hopper["gemm_efficiency"]
+    assert blackwell["elementwise"]["passes"] == hopper["elementwise"]["passes"]
+    assert blackwell["gemm"]["efficiency"] != hopper["gemm"]["efficiency"]
 
 
 def test_cross_validation_prices_each_row_by_the_fit_without_it(rows, monkeypatch):

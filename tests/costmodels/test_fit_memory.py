@@ -14,13 +14,13 @@ from costmodels.calibration.accuracy import FITTED_SOURCES, SourceScore, fitted,
 from costmodels.calibration.measurements import Measurement, measurement_of, read
 from costmodels.calibration.memory_fit import MemoryFitPlan, fit_memory, has_memory, memory_plans
 from costmodels.calibration.memory_peaks import MEMORY_KINDS, every_rank, peak_of, peaks
-from costmodels.catalogue import engine_names
+from costmodels.catalogue import engine_names, load_engine
 from costmodels.errors import InputError
 from costmodels.spec.table import LayoutTable
 
 MEASURED = Path(__file__).parents[3] / "shared" / "measured"
 
-TRUE = {"fragmentation": 0.12, "logits_copies": 3.0}
+TRUE = {"allocator.fragmentation": 0.12, "loss.logits_copies": 3.0}
 
 PLAN = MemoryFitPlan.model_validate(
     {
@@ -28,8 +28,8 @@ PLAN = MemoryFitPlan.model_validate(
         "sources": ["here"],
         "tolerance": 0.02,
         "constants": {
-            "fragmentation": {"start": 0.05, "within": 3.0, "limits": [0.0, 0.3]},
-            "logits_copies": {"start": 1.0, "within": 3.0, "limits": [0.0, 8.0]},
+            "allocator.fragmentation": {"start": 0.05, "within": 3.0, "limits": [0.0, 0.3]},
+            "loss.logits_copies": {"start": 1.0, "within": 3.0, "limits": [0.0, 8.0]},
         },
     }
 )
@@ -53,7 +53,7 @@ def rows(
             for zero in (0, 1)
         ]
         table = LayoutTable.of(layouts)
-        found = peaks(gpt, cluster(8), base.model_copy(update=TRUE), table, every_rank(gpt, table))
+        found = peaks(gpt, cluster(8), base.with_constants(TRUE), table, every_rank(gpt, table))
         machine = cluster(8)
         if memory is not None:
             machine = machine.model_copy(update={"memory_bytes": memory})
@@ -95,7 +95,7 @@ def test_jobs_that_ran_and_did_not_bound_the_constants(rows: Callable[..., list[
     assert 10 < sum(row.oom for row in seen) < 38
     constants = fit_memory(PLAN, seen).constants
     table = LayoutTable.of([row.layouts[0] for row in seen])
-    engine = seen[0].engine.model_copy(update=constants)
+    engine = seen[0].engine.with_constants(constants)
     device = peaks(seen[0].model, seen[0].cluster, engine, table, every_rank(seen[0].model, table))["device"]
     missed = (device.max(axis=1) > memory) != np.array([row.oom for row in seen])
     assert missed.sum() <= 2
@@ -109,7 +109,8 @@ def test_a_fit_needs_as_many_rows_as_constants(rows: Callable[..., list[Measurem
 def test_memory_fits_name_engines_constants_and_sources_that_exist() -> None:
     for plan in memory_plans():
         assert plan.engine in engine_names()
-        assert set(plan.constants) <= set(Engine.model_fields)
+        starts = {name: prior.start for name, prior in plan.constants.items()}
+        assert load_engine(plan.engine).with_constants(starts).name == plan.engine
         assert set(plan.sources) <= set(FITTED_SOURCES)
         for prior in plan.constants.values():
             assert prior.limits[0] <= prior.start <= prior.limits[1]

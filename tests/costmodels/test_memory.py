@@ -94,7 +94,7 @@ def test_activations_are_those_of_korthikanti(tp, sp, recompute, engine, layout)
     """Bytes of a GPT layer in 16 bits with dropout: table 2 of arXiv:2205.05198."""
     model = ModelSpec(name="22b", layers=48, hidden=6144, heads=64, vocab=51200, seq=2048)
     table = LayoutTable.of([layout(model, tp=tp, sp=sp, mbs=4, recompute=recompute, precision="fp16")])
-    megatron = engine("megatron", flash_attention=False, dropout=True)
+    megatron = engine("megatron", attention_flash=False, activations_dropout=True)
     s, b, h, a = model.seq, 4, model.hidden, model.heads
     scores = 5 * a * s / h / tp if recompute == "none" else 0
     linear = 34 / tp if sp else 10 + 24 / tp
@@ -104,14 +104,14 @@ def test_activations_are_those_of_korthikanti(tp, sp, recompute, engine, layout)
 
 def test_flash_attention_keeps_no_scores(llama, engine, layout):
     table = LayoutTable.of([layout(llama, tp=8, sp=True)])
-    sizes = [unit_sizes(llama, engine("nemo", flash_attention=flash), table) for flash in (True, False)]
+    sizes = [unit_sizes(llama, engine("nemo", attention_flash=flash), table) for flash in (True, False)]
     flash, unfused = (size.dense_activations[0] for size in sizes)
     assert unfused - flash == llama.seq * llama.heads / 8 * (2 * llama.seq - 4)
 
 
 def test_32_bit_activations_take_twice_the_bytes(gpt, engine, layout):
     narrow, wide = (
-        unit_sizes(gpt, engine("bundled", flash_attention=False), LayoutTable.of([layout(gpt, precision=p)]))
+        unit_sizes(gpt, engine("bundled", attention_flash=False), LayoutTable.of([layout(gpt, precision=p)]))
         for p in ("bf16", "fp32")
     )
     assert wide.dense_activations[0] == 2 * narrow.dense_activations[0]
@@ -120,7 +120,7 @@ def test_32_bit_activations_take_twice_the_bytes(gpt, engine, layout):
 def test_a_gathered_input_that_is_kept_costs_the_whole_sequence(llama, engine, layout):
     table = LayoutTable.of([layout(llama, tp=8, sp=True)])
     again, kept = (
-        unit_sizes(llama, engine("nemo", regathers_sequence=flag), table).dense_activations[0]
+        unit_sizes(llama, engine("nemo", activations_regathers_sequence=flag), table).dense_activations[0]
         for flag in (True, False)
     )
     assert kept - again == 2 * 2 * llama.seq * llama.hidden * (1 - 1 / 8)
@@ -138,11 +138,11 @@ def test_recomputation_and_logits_count_at_the_peak(gpt, cluster, engine, layout
 
 
 def test_overhead_counts_context_groups_and_fragmentation(gpt, cluster, engine, layout):
-    quiet = engine("megatron", fragmentation=0.0, communicator_bytes=0.0)
+    quiet = engine("megatron", allocator_fragmentation=0.0, allocator_communicator_bytes=0.0)
     alone = memory_of(gpt, cluster(8), quiet, layout(gpt))
     assert alone["context"][0, 0] == cluster(8).device.context_bytes
     assert alone["communicators"].max() == alone["reserve"].max() == alone["margin"].max() == 0
-    busy = quiet.model_copy(update={"communicator_bytes": 1e8, "fragmentation": 0.1})
+    busy = quiet.with_constants({"allocator.communicator_bytes": 1e8, "allocator.fragmentation": 0.1})
     found = memory_of(gpt, cluster(8), busy, layout(gpt, tp=2, dp=4))
     dynamic = found["activations"][0, 0] + found["logits"][0, 0]
     assert found["communicators"][0, 0] == 2e8
@@ -213,7 +213,7 @@ def test_each_module_that_is_recomputed_drops_its_own_bytes(llama, engine, layou
 
 
 def test_uniform_chunks_and_blocks_of_layers_add_up(gpt, cluster, engine, layout):
-    plain = engine("megatron", fragmentation=0.0)
+    plain = engine("megatron", allocator_fragmentation=0.0)
     layer_input = 2 * gpt.seq * gpt.hidden
     whole = kept(gpt, plain, layout(gpt))
 
@@ -339,7 +339,7 @@ def test_latent_attention_keeps_what_is_compressed_twice(llama, engine, layout):
 def test_compiled_layers_keep_what_collectives_gave_them(llama, cluster, engine, layout):
     """Recomputing norms saves nothing of gathered inputs where layers are compiled."""
     compiled = engine("bundled")
-    eager = compiled.model_copy(update={"compiled_keeps_gathered": False})
+    eager = compiled.with_constants({"activations.compiled_keeps_gathered": False})
     norms = {"recompute": "selective", "recompute_modules": ("norm",)}
 
     def activations(one, by):

@@ -85,11 +85,11 @@ def test_a_gathered_loss_keeps_whole_logits_on_every_rank(
     table = LayoutTable.of([layout(llama, tp=tp) for tp in (1, 8)])
 
     def logits(gathers: bool) -> Floats:
-        return unit_sizes(llama, engine("aleph-scaling", gathers_logits=gathers), table).logits
+        return unit_sizes(llama, engine("aleph-scaling", loss_gathers_logits=gathers), table).logits
 
     whole, part = logits(True), logits(False)
     assert whole[0] == whole[1] == part[0]
-    copies = engine("aleph-scaling").logits_copies
+    copies = engine("aleph-scaling").loss.logits_copies
     assert whole[1] - part[1] == pytest.approx(llama.seq * llama.vocab * (4 + 4 * copies) * 7 / 8)
 
 
@@ -98,7 +98,8 @@ def test_a_split_loss_may_keep_more_copies_than_a_whole_one(
 ) -> None:
     table = LayoutTable.of([layout(llama, tp=tp) for tp in (1, 8)])
     own, alike = (
-        unit_sizes(llama, engine("fsdp", split_logits_copies=copies), table).logits for copies in (3, None)
+        unit_sizes(llama, engine("fsdp", loss_split_logits_copies=copies), table).logits
+        for copies in (3, None)
     )
     assert own[0] == alike[0]
     assert own[1] - alike[1] == pytest.approx(llama.seq * llama.vocab / 8 * 4)
@@ -107,7 +108,7 @@ def test_a_split_loss_may_keep_more_copies_than_a_whole_one(
 def test_the_optimizer_step_of_nanotron_gathers_a_copy_of_the_parameters(
     gpt: ModelSpec, engine: Make, layout: Callable[..., Layout]
 ) -> None:
-    nanotron = engine("nanotron", workspace_bytes=0.0, rotary_tables=False)
+    nanotron = engine("nanotron", allocator_workspace_bytes=0.0, allocator_rotary_tables=False)
     table = LayoutTable.of([layout(gpt, dp=8, zero=1, m=4)])
     found = step_bytes(nanotron, table, unit_sizes(gpt, nanotron, table), every_rank(gpt, table))
     assert found[0, 0] == pytest.approx((8 + 12 / 8 + 2 + 2 / 8) * gpt.parameters)
@@ -117,14 +118,14 @@ def test_the_fuller_of_backward_and_optimizer_step_is_the_peak(
     gpt: ModelSpec, cluster: Callable[..., Cluster], engine: Make, layout: Callable[..., Layout]
 ) -> None:
     one = layout(gpt, dp=8, zero=1, m=4)
-    usual = engine("nanotron", workspace_bytes=0.0, rotary_tables=False)
+    usual = engine("nanotron", allocator_workspace_bytes=0.0, allocator_rotary_tables=False)
     policy = usual.memory["bf16"].model_copy(update={"stepping_whole": 1e3})
     small = memory_of(gpt, cluster(8), usual, one)
     large = memory_of(gpt, cluster(8), usual.model_copy(update={"memory": {"bf16": policy}}), one)
     assert small["activations"][0, 0] > 0 == small["temporaries"][0, 0]
     assert [float(large[part].max()) for part in DYNAMIC[:3]] == [0, 0, 0]
     assert large["temporaries"][0, 0] == pytest.approx((1e3 + 2 / 8) * gpt.parameters)
-    assert large["reserve"][0, 0] == pytest.approx(usual.fragmentation * large["temporaries"][0, 0])
+    assert large["reserve"][0, 0] == pytest.approx(usual.allocator.fragmentation * large["temporaries"][0, 0])
 
 
 def test_loss_and_a_recomputed_layer_are_two_moments(
@@ -143,7 +144,7 @@ def test_loss_and_a_recomputed_layer_are_two_moments(
 def test_asynchronous_reductions_hold_outputs_of_layers_until_the_host_waits(
     llama: ModelSpec, cluster: Callable[..., Cluster], engine: Make, layout: Callable[..., Layout]
 ) -> None:
-    usual = engine("nanotron", sequence_buffers=0.0)
+    usual = engine("nanotron", allocator_sequence_buffers=0.0)
     whole = 2 * llama.seq * llama.hidden
 
     def held(**degrees: object) -> list[float]:
@@ -160,26 +161,26 @@ def test_asynchronous_reductions_hold_outputs_of_layers_until_the_host_waits(
 def test_static_buffers_hold_gathered_inputs_of_layers(
     llama: ModelSpec, cluster: Callable[..., Cluster], engine: Make, layout: Callable[..., Layout]
 ) -> None:
-    usual = engine("nanotron", held_reductions=0.0)
+    usual = engine("nanotron", allocator_reduction_outputs=0.0)
     found = memory_of(llama, cluster(8), usual, layout(llama, tp=8, sp=True))
     assert found["communication"][0, 0] == 2 * 2 * llama.seq * llama.hidden
     # They stay, so that nothing of them is lost.
     dynamic = found["activations"][0, 0] + found["logits"][0, 0]
-    assert found["reserve"][0, 0] == pytest.approx(usual.fragmentation * dynamic)
+    assert found["reserve"][0, 0] == pytest.approx(usual.allocator.fragmentation * dynamic)
 
 
 def test_unfused_kernels_keep_more(llama: ModelSpec, engine: Make, layout: Callable[..., Layout]) -> None:
     def kept(**constants: object) -> float:
-        own = engine("aleph-scaling", **{"norm_passes": 1.0, **constants})
+        own = engine("aleph-scaling", **{"elementwise_norm_passes": 1.0, **constants})
         return float(unit_sizes(llama, own, LayoutTable.of([layout(llama)])).dense_activations[0])
 
     usual, tokens = kept(), llama.seq
-    extra = engine("aleph-scaling").unfused_norm_bytes * tokens * llama.hidden
-    assert kept(norm_passes=4.0) - usual == pytest.approx(extra)
+    extra = engine("aleph-scaling").activations.unfused_norm_bytes * tokens * llama.hidden
+    assert kept(elementwise_norm_passes=4.0) - usual == pytest.approx(extra)
     packed = 2 * tokens * (llama.q_size + 2 * llama.kv_heads * llama.head_dim)
-    assert kept(packs_attention=True) - usual == pytest.approx(packed)
+    assert kept(activations_packs_attention=True) - usual == pytest.approx(packed)
     scores = llama.seq * tokens * llama.heads
-    unfused = kept(flash_attention=False, score_bytes=7.0)
+    unfused = kept(attention_flash=False, activations_score_bytes=7.0)
     assert unfused - usual == pytest.approx(7.0 * scores - 4 * tokens * llama.heads)
 
 
@@ -188,7 +189,7 @@ def test_saving_every_second_product_lies_between_no_and_full_recomputation(
 ) -> None:
     def kept(recompute: str, tp: int = 1) -> float:
         table = LayoutTable.of([layout(llama, tp=tp, recompute=recompute)])
-        own = engine("fsdp", saves_alternate_products=True)
+        own = engine("fsdp", activations_saves_alternate_products=True)
         return float(unit_sizes(llama, own, table).dense_activations[0])
 
     token = 2 * llama.hidden * 2 + 2 * (2 * llama.q_size + llama.kv_heads * llama.head_dim + llama.ffn)
@@ -205,8 +206,8 @@ def test_margin_terms_add_up_and_one_number_replaces_them(
     estimate = price(llama, cluster(8), usual, table).estimate(0)
     stage = estimate.memory[0]
     assert stage.context == cluster(8).device.context_bytes
-    assert stage.communicators == 3 * usual.communicator_bytes
-    assert stage.reserve == pytest.approx(usual.fragmentation * (stage.activations + stage.logits))
+    assert stage.communicators == 3 * usual.allocator.communicator_bytes
+    assert stage.reserve == pytest.approx(usual.allocator.fragmentation * (stage.activations + stage.logits))
     assert stage.overhead == stage.context + stage.communicators + stage.reserve
     assert stage.reserved == pytest.approx(stage.allocated + stage.reserve)
     assert stage.total == pytest.approx(stage.reserved + stage.context + stage.communicators)
@@ -266,4 +267,4 @@ def test_fitted_memory_constants_reach_the_engines() -> None:
     assert set(fits) == {"aleph-scaling", "bloom", "nanotron"}
     for name, fit in fits.items():
         engine = load_engine(name)
-        assert {field: getattr(engine, field) for field in fit["constants"]} == fit["constants"]
+        assert engine == engine.with_constants(fit["constants"])

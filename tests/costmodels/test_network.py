@@ -67,7 +67,7 @@ def test_small_all_reduces_between_many_nodes_take_a_tree(cluster, one):
 
 
 def test_a_group_of_one_is_free(cluster, one, ideal):
-    slow = ideal.model_copy(update={"collective_latency": 1.0})
+    slow = ideal.with_constants({"network.collective_latency": 1.0})
     alone = one(cluster(64), 1, 8, slow)
     payload = np.array([1e9])
     assert all_reduce(alone, payload)[0] == all_to_all(alone, payload)[0] == 0
@@ -75,7 +75,7 @@ def test_a_group_of_one_is_free(cluster, one, ideal):
 
 
 def test_every_call_takes_the_time_that_the_engine_needs_for_one(cluster, one, ideal):
-    slow = ideal.model_copy(update={"collective_latency": 1.0})
+    slow = ideal.with_constants({"network.collective_latency": 1.0})
     payload = np.array([1e6])
     for collective in (all_gather, reduce_scatter, all_reduce, all_to_all):
         added = collective(one(cluster(64), 8, 8, slow), payload) - collective(
@@ -87,7 +87,7 @@ def test_every_call_takes_the_time_that_the_engine_needs_for_one(cluster, one, i
 
 
 def test_each_tier_has_its_own_efficiency(cluster, one, ideal):
-    poor = ideal.model_copy(update={"inter_node_efficiency": 0.5})
+    poor = ideal.with_constants({"network.inter_node_efficiency": 0.5})
     assert one(cluster(64), 8, 1, poor).bandwidth[0] == INTRA
     assert one(cluster(64), 8, 8, poor).bandwidth[0] == 0.5 * INTER
 
@@ -221,6 +221,6 @@ def test_a_message_between_two_devices_is_not_as_slow_as_a_collective(cluster, i
     measured = with_table(cluster(64), ("all_reduce", 64, 8, 8))
     seconds = send(measured, ideal, np.array([1e9]), np.array([4]), np.array([16]))[0]
     assert seconds == pytest.approx(1e9 / INTER, rel=0.01)
-    slow = ideal.model_copy(update={"message_latency": 0.5})
+    slow = ideal.with_constants({"network.message_latency": 0.5})
     late = send(measured, slow, np.array([1e9]), np.array([4]), np.array([16]))[0]
     assert late == pytest.approx(seconds + 0.5)

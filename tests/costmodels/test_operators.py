@@ -100,7 +100,8 @@ def test_a_limited_capacity_bounds_the_rows(mixture, layout):
 def test_sequence_parallelism_splits_norms_and_regathers_inputs(gpt, engine, layout):
     table = LayoutTable.of([layout(gpt, tp=4), layout(gpt, tp=4, sp=True)])
     kept, again = (
-        layer(gpt, engine("megatron", regathers_sequence=flag), table, False) for flag in (False, True)
+        layer(gpt, engine("megatron", activations_regathers_sequence=flag), table, False)
+        for flag in (False, True)
     )
     assert kept.gathers_forward.tolist() == again.gathers_forward.tolist() == [4, 4]
     assert kept.gathers_backward.tolist() == [4, 4]

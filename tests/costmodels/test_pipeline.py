@@ -111,7 +111,9 @@ def test_an_equal_pipeline_takes_as_long_as_when_played_out():
 
 def test_sequence_parallel_stages_send_their_part(gpt, cluster, layout, engine):
     table = LayoutTable.of([layout(gpt, tp=4, sp=sp, pp=4, m=8) for sp in (False, True)])
-    whole, part = message_seconds(gpt, cluster(16), engine("megatron", scatters_messages=False), table)
+    whole, part = message_seconds(
+        gpt, cluster(16), engine("megatron", network_scatters_messages=False), table
+    )
     latency = 5e-6
     assert whole - latency == pytest.approx(4 * (part - latency))
     # Megatron-LM's tensor-parallel ranks send a part each without it, too.

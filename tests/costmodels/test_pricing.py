@@ -94,7 +94,7 @@ def seconds(model, cluster, engine, layout):
 
 def test_data_parallel_volume_is_that_of_zero(gpt, cluster, engine, layout):
     """Twice the parameters up to ZeRO 2, three times for ZeRO 3 (arXiv:1910.02054, section 7)."""
-    plain = engine("megatron", data_parallel_overlap=0.0, network_efficiency=1.0)
+    plain = engine("megatron", overlap_data_parallel=0.0, network_efficiency=1.0)
     times = [
         seconds(gpt, cluster(8), plain, layout(gpt, dp=8, zero=stage, precision="fp16")).data_parallel
         for stage in (0, 1, 3)
@@ -106,7 +106,7 @@ def test_data_parallel_volume_is_that_of_zero(gpt, cluster, engine, layout):
 
 
 def test_zero_3_gathers_for_every_micro_batch(gpt, cluster, engine, layout):
-    plain = engine("bundled", data_parallel_overlap=0.0)
+    plain = engine("bundled", overlap_data_parallel=0.0)
     once, often = (
         seconds(gpt, cluster(8), plain, layout(gpt, dp=8, zero=3, m=m)).data_parallel for m in (1, 4)
     )
@@ -120,7 +120,7 @@ def test_zero_3_gathers_for_every_micro_batch(gpt, cluster, engine, layout):
 def test_overlap_hides_communication_behind_computation_only(gpt, cluster, engine, layout):
     one = layout(gpt, dp=16, zero=1, mbs=8)
     shown, hidden = (
-        seconds(gpt, cluster(16), engine("megatron", data_parallel_overlap=share), one).data_parallel
+        seconds(gpt, cluster(16), engine("megatron", overlap_data_parallel=share), one).data_parallel
         for share in (0.0, 0.9)
     )
     assert hidden == pytest.approx(0.1 * shown)
@@ -129,7 +129,7 @@ def test_overlap_hides_communication_behind_computation_only(gpt, cluster, engin
         seconds(
             tiny,
             cluster(16),
-            engine("megatron", data_parallel_overlap=share, layer_overhead=0.0),
+            engine("megatron", overlap_data_parallel=share, host_layer_overhead=0.0),
             layout(tiny, dp=16, zero=1),
         ).data_parallel
         for share in (0.0, 0.9)
@@ -190,7 +190,7 @@ def prompt(cluster, a100):
 
 
 def test_context_parallel_forms_move_what_their_papers_say(llama, prompt, engine, layout):
-    plain = engine("megatron", network_efficiency=1.0, layer_overhead=0.0)
+    plain = engine("megatron", network_efficiency=1.0, host_layer_overhead=0.0)
     found = {
         form: seconds(llama, prompt, plain, layout(llama, cp=8, dp=8, cp_form=form)).context_parallel
         for form in ("all_gather", "all_to_all")
@@ -205,7 +205,7 @@ def test_context_parallel_forms_move_what_their_papers_say(llama, prompt, engine
 
 def test_copies_of_shards_gather_among_neighbours(gpt, prompt, engine, layout):
     """Shards in a node, and a sum over the eight nodes of what each device holds of the gradients."""
-    plain = engine("megatron", data_parallel_overlap=0.0, network_efficiency=1.0)
+    plain = engine("megatron", overlap_data_parallel=0.0, network_efficiency=1.0)
     one = layout(gpt, dp=64, zero=3, zero_replicas=8)
     found = seconds(gpt, prompt, plain, one).data_parallel
     inside = (4 + 2 * 2) * 7 / 8 / 300e9
@@ -213,7 +213,7 @@ def test_copies_of_shards_gather_among_neighbours(gpt, prompt, engine, layout):
 
 
 def test_gradients_in_bf16_are_half_the_bytes(gpt, cluster, engine, layout):
-    plain = engine("bundled", data_parallel_overlap=0.0)
+    plain = engine("bundled", overlap_data_parallel=0.0)
     wide, narrow = (
         seconds(gpt, cluster(8), plain, layout(gpt, dp=8, gradient_reduction=kind)).data_parallel
         for kind in ("fp32", "bf16")
@@ -236,7 +236,7 @@ def test_the_host_link_bounds_what_is_offloaded(gpt, a100, cluster, engine, layo
 
 
 def test_what_is_recomputed_costs_its_part_of_the_forward_pass(gpt, cluster, engine, layout):
-    quick = engine("bundled", layer_overhead=0.0)
+    quick = engine("bundled", host_layer_overhead=0.0)
 
     def again(**fields):
         return seconds(gpt, cluster(8), quick, layout(gpt, **fields)).recompute
@@ -255,18 +255,18 @@ def test_what_is_recomputed_costs_its_part_of_the_forward_pass(gpt, cluster, eng
     )
     half = again(recompute="full", recompute_method="block", recompute_num_layers=4)
     assert half == pytest.approx(whole / 2)
-    quick = engine("bundled", layer_overhead=0.0, split_backward_elementwise=1.0)
+    quick = engine("bundled", host_layer_overhead=0.0, elementwise_split_backward=1.0)
     assert again(recompute="full", **zbv) == pytest.approx(2 * 8 * whole / 4)
 
 
 def test_recomputation_ends_with_the_last_tensor_that_backward_needs(llama, a100, engine, layout, cluster):
     """The product that ends a layer, and the collective after it, run once; Megatron-LM's run twice."""
-    bundled = engine("bundled", layer_overhead=0.0, gemm_launch=0.0, gemm_wave=0.0).for_device(a100)
-    bundled = bundled.model_copy(update={"memory_efficiency": 1.0})
-    last = llama.layers * 2 * llama.seq * llama.ffn * llama.hidden / (312e12 * bundled.gemm_efficiency)
+    bundled = engine("bundled", host_layer_overhead=0.0, gemm_launch=0.0, gemm_wave=0.0).for_device(a100)
+    bundled = bundled.with_constants({"elementwise.efficiency": 1.0})
+    last = llama.layers * 2 * llama.seq * llama.ffn * llama.hidden / (312e12 * bundled.gemm.efficiency)
 
     def time(stops, **fields):
-        chosen = bundled.model_copy(update={"recompute_stops_early": stops})
+        chosen = bundled.with_constants({"activations.recompute_stops_early": stops})
         return seconds(llama, cluster(8), chosen, layout(llama, **fields))
 
     mlp = {"recompute": "selective", "recompute_modules": ("mlp",)}
@@ -307,10 +307,12 @@ def test_recomputing_every_layer_of_a_block_is_recomputing_all(gpt, cluster, eng
 def test_what_splits_backward_is_not_compiled(gpt, cluster, engine, layout):
     fields = {"pp": 4, "vpp": 2, "m": 8}
     for constant, part in (
-        ("split_backward_elementwise", "elementwise"),
-        ("split_backward_launch", "launch"),
+        ("elementwise_split_backward", "elementwise"),
+        ("host_split_backward", "launch"),
     ):
-        plain, slow = (engine("bundled", layer_overhead=1e-3, **{constant: factor}) for factor in (1.0, 2.0))
+        plain, slow = (
+            engine("bundled", host_layer_overhead=1e-3, **{constant: factor}) for factor in (1.0, 2.0)
+        )
         usual, apart = ({**fields, "schedule": name} for name in ("interleaved", "zbv"))
         before, after = (
             [getattr(seconds(gpt, cluster(4), one, layout(gpt, **each)), part) for each in (usual, apart)]
@@ -323,7 +325,7 @@ def test_what_splits_backward_is_not_compiled(gpt, cluster, engine, layout):
 def test_a_ring_across_nodes_goes_through_one_network_card(llama, prompt, engine, layout):
     """Nothing hides the last hop of the fp32 gradients of keys and values."""
     long = ModelSpec.model_validate({**llama.model_dump(), "seq": 262144, "max_positions": 262144})
-    plain = engine("megatron", network_efficiency=1.0, layer_overhead=0.0)
+    plain = engine("megatron", network_efficiency=1.0, host_layer_overhead=0.0)
     for size, rate in ((8, 300e9), (64, 25e9)):
         one = layout(long, cp=size, dp=64 // size, cp_form="ring")
         hop = 4 * long.seq / size * 2 * long.kv_heads * long.head_dim / rate
@@ -338,7 +340,7 @@ def test_gathered_keys_and_values_are_put_in_order(llama, prompt, engine, layout
         for form in ("all_gather", "ring")
     )
     moved = 2 * 2 * 2 * llama.seq * 2 * llama.kv_heads * llama.head_dim / (2.039e12 * 0.85)
-    merged = 2 * 7 * (2 + 8) * llama.seq / 8 * llama.q_size * plain.elementwise_passes / (2.039e12 * 0.85)
+    merged = 2 * 7 * (2 + 8) * llama.seq / 8 * llama.q_size * plain.elementwise.passes / (2.039e12 * 0.85)
     assert gather - ring == pytest.approx(llama.layers * (moved - merged))
 
 
@@ -399,7 +401,7 @@ def test_published_steps_of_megatron_are_met_without_fitting(cluster, engine, la
         pytest.skip(f"{MEASURED} is not here")
     assert len(rows) == 8
     # Core attention of 2022 wrote its scores to memory.
-    megatron = engine("megatron", flash_attention=False)
+    megatron = engine("megatron", attention_flash=False)
     for row in rows:
         shape = {name: int(row[name]) for name in ("layers", "hidden", "ffn", "heads", "vocab", "seq")}
         model = ModelSpec(name=row["model_name"], **shape)

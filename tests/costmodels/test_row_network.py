@@ -11,8 +11,8 @@ KNOWN = {
     "message_bytes": 2**28,
     "bus_bandwidth": 300e9,
     "states": [
-        {"first": 1e-3, "more": 1e-4, "switches": {"ring_step": 1.0}},
-        {"first": 4e-3, "more": 1e-4, "nodes": 4, "switches": {"ring_step": 2.0}},
+        {"first": 1e-3, "more": 1e-4, "switches": {"network.ring_step": 1.0}},
+        {"first": 4e-3, "more": 1e-4, "nodes": 4, "switches": {"network.ring_step": 2.0}},
     ],
 }
 
@@ -62,10 +62,10 @@ def test_one_device_has_no_collectives():
     ("gathered", "nodes", "changes"),
     [
         (262, 1, {}),
-        (100, 1, {"ring_step": 1.0}),
+        (100, 1, {"network.ring_step": 1.0}),
         (100, 8, {}),  # 1.3 ms is little for eight nodes
-        (30, 4, {"ring_step": 2.0}),
-        (30, 8, {"ring_step": 1.0}),
+        (30, 4, {"network.ring_step": 2.0}),
+        (30, 8, {"network.ring_step": 1.0}),
     ],
 )
 def test_the_last_state_that_matches_counts(gathered, nodes, changes):
@@ -79,5 +79,7 @@ def test_states_of_the_catalogue_tell_jobs_apart():
     stalled = [(1, 41.8), (2, 41.8), (4, 40.7), (8, 33.5)]
     assert not any(state(notes(1, gathered), network, nodes) for nodes, gathered in healthy)
     for nodes, gathered in congested:
-        assert set(state(notes(1, gathered), network, nodes)) == {"tensor_parallel_step", "node_launch"}
-    assert all("message_latency" in state(notes(1, gathered), network, nodes) for nodes, gathered in stalled)
+        assert set(state(notes(1, gathered), network, nodes)) == {"host.tensor_parallel_step", "host.nodes"}
+    assert all(
+        "network.message_latency" in state(notes(1, gathered), network, nodes) for nodes, gathered in stalled
+    )

@@ -221,7 +221,9 @@ def test_allocated_and_reserved_leave_out_what_pytorch_does_not_count(measuremen
     estimate = price(one.model, one.cluster, one.engine, LayoutTable.of(one.layouts)).estimate(0)
     tensors = [stage.total - stage.overhead for stage in estimate.memory]
     assert found.allocated_bytes == pytest.approx([max(tensors), tensors[0]])
-    fragments = [one.engine.fragmentation * (held.activations + held.logits) for held in estimate.memory]
+    fragments = [
+        one.engine.allocator.fragmentation * (held.activations + held.logits) for held in estimate.memory
+    ]
     reserved = [own + lost for own, lost in zip(tensors, fragments, strict=True)]
     assert found.reserved_bytes == pytest.approx([max(reserved), reserved[0]])
     assert found.reserved_bytes[0] < estimate.peak_memory_bytes - one.cluster.device.context_bytes

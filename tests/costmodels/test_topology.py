@@ -29,8 +29,8 @@ DEVICE = Device(
     intra_node=Link(name="near", bandwidth=300e9, latency=3e-6),
     inter_node=Link(name="far", bandwidth=25e9, latency=1e-5),
 )
-IDEAL: Engine = load_engine("megatron").model_copy(
-    update={"network_efficiency": 1.0, "inter_node_efficiency": 1.0, "collective_latency": 0.0}
+IDEAL: Engine = load_engine("megatron").with_constants(
+    {"network.efficiency": 1.0, "network.inter_node_efficiency": 1.0, "network.collective_latency": 0.0}
 )
 
 

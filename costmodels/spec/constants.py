@@ -1,0 +1,242 @@
+"""Constants of a training engine, by what they are of; rates are shares of the device's data-sheet peak."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import Field
+
+from costmodels.spec.record import CountOrZero, Fraction, NonNegative, Positive, Record
+
+
+class Constants(Record):
+    """Those of one group, named as the fields of `costmodels.spec.engine.Engine` that hold them."""
+
+
+class GemmConstants(Constants):
+    """Matrix products."""
+
+    efficiency: Fraction
+    """Share of peak FLOP/s that a large matrix product reaches."""
+    whole_head_efficiency: Positive = 1.0
+    """Rate of the head's products where one device holds the whole vocabulary, relative to other products."""
+    launch: NonNegative = 5.5e-6
+    """Device seconds of a matrix product however small it is."""
+    wave: NonNegative = 0.05
+    """Share of a wave of tiles that the end of a matrix product leaves idle."""
+    fp32_efficiency: Fraction | None = None
+    """`efficiency` of 32-bit products, tf32 too, which power limits less; the same when not given."""
+    fp8_efficiency: Fraction | None = None
+    """`efficiency` of 8-bit products; the same when not given."""
+    fp8_half_width: NonNegative = 290.0
+    """Inner width k at which an 8-bit product runs at half of its rate: k / (k + half)."""
+    fp8_cast_bytes: NonNegative = 0.0
+    """Traffic of casting one element of an operand of an 8-bit product, for each product that reads it."""
+    fused_accumulation: bool = False
+    """Matrix products add the gradients of weights to those of earlier micro batches themselves."""
+
+
+class AttentionConstants(Constants):
+    """Core attention."""
+
+    flash: bool = True
+    """Core attention never writes its score matrix to memory."""
+    efficiency: Fraction
+    """Share of peak FLOP/s that the attention kernel reaches on long sequences and wide heads."""
+    scale: Positive = 1.0
+    """Rate of the attention kernel relative to `efficiency`: older ones are slower."""
+    wave: NonNegative = 0.0
+    """Share of a wave of blocks of 128 queries, one a multiprocessor, that flash attention leaves idle."""
+    half_seq: NonNegative = 0.0
+    """Tokens at which flash attention runs at half of that rate: s / (s + half)."""
+    half_head: NonNegative = 0.0
+    """Elements of a head at which it does: d / (d + half)."""
+    softmax_passes: Positive = 1.0
+    """Without flash attention: traffic of scale, mask, softmax and dropout, relative to one fused kernel."""
+    softmax_batch: CountOrZero = 0
+    """The fused softmax kernel takes sequences times heads of one device that are a multiple of this only
+    (Megatron-LM's `FusedScaleMaskSoftmax.is_kernel_available`: 4); 0 for a kernel that takes all."""
+
+
+class ElementwiseConstants(Constants):
+    """Work that is bound by the bandwidth of memory."""
+
+    efficiency: Fraction
+    """Share of memory bandwidth that element-wise work reaches."""
+    passes: Positive
+    """Fused element-wise work as a multiple of the minimal traffic (one read and one write per tensor)."""
+    norm_passes: Positive = 1.0
+    """Traffic of a norm relative to one fused kernel: more for a chain of element-wise ones."""
+    loss_bytes: NonNegative = 24.0
+    """Memory traffic of cross entropy for each logit, forward and backward, at `passes` of 1."""
+    split_backward: Positive = 1.0
+    """Element-wise work under a schedule that splits backward, relative to the others."""
+
+
+class NetworkConstants(Constants):
+    """Collectives and messages."""
+
+    efficiency: Fraction
+    """Share of link bandwidth that a large collective reaches."""
+    inter_node_efficiency: Fraction | None = None
+    """The same of links between nodes; as `efficiency` when not given."""
+    sharded_efficiency: Annotated[Fraction, Field(gt=0)] = 1.0
+    """Bandwidth of ZeRO 1 and above, which pack and unpack shards, relative to other collectives."""
+    collective_latency: NonNegative = 0.0
+    """Seconds of one call of a collective on top of the hops of its links: launch and synchronisation."""
+    message_latency: NonNegative = 0.0
+    """Seconds of a message between pipeline stages on top of that."""
+    ring_step: NonNegative = 0.0
+    """Seconds of a tensor-parallel collective between nodes for each rank of its group."""
+    scatters_messages: bool = False
+    """Every tensor-parallel rank sends a part of what pipeline stages exchange; the receivers gather it."""
+    waits_for_messages: bool = False
+    """Ranks of an interleaved pipeline compute nothing while they send, as those of 1F1B."""
+    reduction_bucket: NonNegative = 0.0
+    """Bytes of parameters whose gradients one all-reduce of ZeRO 0 takes, while ZeRO 1 and above exchange
+    all in one call; where it is 0, each layer is a call."""
+    step_reductions: NonNegative = 0.0
+    """All-reduces of a few bytes among all devices that end a step: of the gradient norm and the loss."""
+
+    @property
+    def between_nodes(self) -> float:
+        """Share of the bandwidth of links between nodes that a large collective reaches."""
+        between = self.inter_node_efficiency
+        return self.efficiency if between is None else between
+
+
+class HostConstants(Constants):
+    """What the host takes to launch the kernels of a layer: the floor under small layers."""
+
+    layer_overhead: NonNegative
+    """Host seconds to launch one layer's forward pass: the floor under small layers."""
+    kernel_gaps: NonNegative = 0.0
+    """Seconds that one layer's forward pass loses between its kernels, however large they are; backward
+    loses twice as much."""
+    backward: Positive = 1.0
+    """Host time of a layer's backward pass, relative to its forward pass."""
+    sharpness: Annotated[float, Field(ge=1)] = 8.0
+    """Exponent of the p-norm that joins the device time of a pass of a layer and its launch floor: small
+    where the device waits for the host in some parts of a layer and the host for the device in others."""
+    tensor_parallel: Positive = 1.0
+    """Factor of the host time of a layer for each doubling of tensor parallelism in a node."""
+    sequence_parallel: Positive = 1.0
+    """The same with sequence parallelism."""
+    nodes: NonNegative = 1.0
+    """Exponent of the islands (nodes, unless the device says otherwise) that a tensor-parallel group spans in
+    the host time of a layer."""
+    tensor_parallel_step: NonNegative = 0.0
+    """Host seconds of a layer's forward pass for each tensor-parallel rank of a node, on top of that: where
+    the host waits for every step of a ring."""
+    unfused_softmax: Positive = 1.0
+    """Host time of a layer whose softmax no kernel fuses (`softmax_batch`), relative to that of others."""
+    split_backward: Positive = 1.0
+    """Host time of a layer under a schedule that splits backward, relative to the others."""
+    shard: NonNegative = 0.0
+    """Host seconds to cut what a layer exchanges into shards, for each of them, with ZeRO 1 and above."""
+
+
+class OverlapConstants(Constants):
+    """Communication that computation hides."""
+
+    tensor_parallel: Fraction = 0.0
+    """Share of tensor-parallel collectives that products of the same layer hide, chunk by chunk."""
+    data_parallel: Fraction
+    """Share of the data-parallel communication that can hide behind computation."""
+    sharded: Fraction | None = None
+    """The same with ZeRO 1 and above; as `data_parallel` when not given."""
+    sharpness: Annotated[float, Field(ge=1)] = 8.0
+    """Exponent of the p-norm that joins what can hide and what it hides behind: large where only what is
+    longer shows, small where both slow each other down."""
+
+
+class ActivationConstants(Constants):
+    """What a layer keeps for its backward pass."""
+
+    norm_bytes: NonNegative = 0.0
+    """Kept by a layer's norms and residual sums for each element of the residual stream, besides inputs and
+    outputs of norms in the number format of activations: copies in fp32."""
+    unfused_norm_bytes: NonNegative = 0.0
+    """Kept on top of that where norms are chains of element-wise kernels (`norm_passes` above 1)."""
+    score_bytes: NonNegative | None = None
+    """Kept of each attention score without flash attention; the softmax in the number format of activations,
+    with dropout also its mask and output, when not given."""
+    keeps_unrotated: bool = False
+    """Queries and keys are kept before the rotation of their positions, too."""
+    packs_attention: bool = False
+    """The attention kernel keeps queries, keys and values packed in one more tensor (FlashAttention 1)."""
+    fused_activation: bool = True
+    """A gated MLP keeps its two inputs only; otherwise also the activated gate."""
+    dropout: bool = False
+    """Masks of attention and hidden dropout are kept for backward (GPT-2/3 recipes)."""
+    regathers_sequence: bool = True
+    """With sequence parallelism backward gathers layer inputs again instead of keeping them whole."""
+    saves_alternate_products: bool = False
+    """Selective recomputation of a dense layer, unless modules are named, saves its input, the output of
+    attention and of every second matrix product: those of queries, values, the first of the MLP and its last
+    (torchtitan's policy `op`)."""
+    recompute_stops_early: bool = False
+    """Recomputation ends with the last tensor that backward needs: a dense layer's last product and the
+    collective after it are not repeated."""
+    compiled_keeps_gathered: bool = False
+    """Layers are compiled, but where backward is split; those keep their gathered inputs for backward even
+    where recomputation should drop them."""
+
+
+class LossConstants(Constants):
+    """Memory of the head and the loss."""
+
+    logits_copies: NonNegative = 1.0
+    """Copies of the logits in fp32 at the peak of the loss, besides logits and gradient."""
+    split_logits_copies: NonNegative | None = None
+    """The same where tensor-parallel ranks split the vocabulary; as `logits_copies` when not given."""
+    apart: bool = False
+    """The peaks of the loss and of a recomputed layer count as two moments, of which the fuller decides."""
+    gathers_logits: bool = False
+    """Tensor-parallel ranks gather the logits, and each computes the whole loss."""
+
+
+class AllocatorConstants(Constants):
+    """What a device holds besides model states, activations and logits."""
+
+    fragmentation: NonNegative
+    """Extra share of the dynamic memory that the allocator reserves but cannot use: all but model states,
+    permanent buffers and workspaces."""
+    score_reserve: NonNegative = 0.0
+    """Bytes for each attention score of one layer that the allocator holds and cannot use, without flash
+    attention: blocks that large are not given out again in parts."""
+    reduction_outputs: NonNegative = 0.0
+    """With sequence parallelism, whole outputs of each layer that asynchronous reductions still hold while
+    the host runs ahead of the device (`torch.Tensor.record_stream`)."""
+    sequence_buffers: NonNegative = 0.0
+    """With sequence parallelism, permanent buffers that each hold a whole input of a layer."""
+    rotary_tables: bool = False
+    """Every layer has a table of its own for the rotation of all positions, in fp32."""
+    workspace_bytes: NonNegative = 0.0
+    """Workspaces of libraries inside of the allocator: cuBLAS takes one for each stream and thread."""
+    communicator_bytes: NonNegative = 0.0
+    """Device memory of the buffers of one process group, outside of the allocator."""
+
+
+class ShardingConstants(Constants):
+    """How data parallelism splits and reduces."""
+
+    eager_reduction_stage: CountOrZero = 2
+    """Lowest ZeRO stage that reduces gradients after every micro batch and so keeps shards only."""
+    fully_sharded: bool = False
+    """Data parallelism is FSDP2's: what is gathered and reduced is copied out of and into the buffers of the
+    collectives, gradients are freed as they are reduced, and fp32 shards are what is offloaded. Otherwise
+    parameters and gradients lie in the buffers of the collectives, which are cleared after every step."""
+
+
+class ExpertConstants(Constants):
+    """Layers with experts."""
+
+    load: Annotated[float, Field(ge=1)] = 1.0
+    """Tokens of the fullest expert-parallel rank over the mean, for which the others wait."""
+    grouped: bool = False
+    """The products of all experts of a device are one kernel, not one each."""
+    fp8: bool = True
+    """An fp8 recipe computes routed experts in 8 bits too."""
+    dispatches_by_node: bool = False
+    """A token travels once to each node that has experts of its, not once to each expert."""
