@@ -1,18 +1,28 @@
-"""`Problem`: what is asked of a search, all inputs resolved."""
+"""`Problem`: what is asked of a search, all inputs resolved, and the keywords that say it."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, TypedDict, cast
 
+from costmodels.errors import InputError
 from costmodels.spec.engine import Engine
-from costmodels.spec.hardware import Cluster, Precision
+from costmodels.spec.hardware import Cluster, Device, Precision
 from costmodels.spec.model import ModelSpec
-from planner.inputs.batch import Batch
-from planner.inputs.pins import Pins
-from planner.objective import Objective
-from planner.space.engine_rules import engine_rules
+from planner.inputs.batch import Batch, resolve_batch
+from planner.inputs.cluster import ClusterKeywords, resolve_cluster
+from planner.inputs.engine import check_runs_on, resolve_engine, resolve_precision
+from planner.inputs.model import resolve_model
+from planner.inputs.pins import PinInput, Pins, parse_pins
+from planner.objective import DEFAULT_OBJECTIVE, Objective, parse_objective
+from planner.space.engine_rules import check_pins, engine_rules
 from planner.space.grid import Space, build, obstacle
 from planner.space.rule import Rule
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 
 @dataclass(frozen=True)
@@ -41,3 +51,72 @@ class Problem:
     def obstacle(self) -> str:
         """Why no layout is legal: the rule that stops those which break fewest, with its numbers."""
         return obstacle(self.model, self.cluster.world_size, self.batch, self.pins, self.further)
+
+
+class JobKeywords(TypedDict, total=False):
+    """What a job is, besides its model and the number of its devices; None stands for what is left out."""
+
+    device: Device | str | None
+    """A device, a catalogue name, or nodes of two kinds (`a100-80g:4,v100-32g:4`)."""
+    local_world_size: int | None
+    """Devices of one node."""
+    global_batch_size: int | None
+    """Sequences of one step, exactly."""
+    max_global_batch_size: int | None
+    """Sequences of one step, at most."""
+    engine: Engine | str | None
+    """Who executes the layout, or its catalogue name."""
+    precision: str | None
+    """The number format of matrix products."""
+    pin: PinInput
+    """Degrees that are fixed (`tp=8`) or narrowed (`tp=2..8`)."""
+    forbid: PinInput
+    """Values of degrees that no layout may have."""
+    objective: str | None
+    """What the first plan is best at (`planner.objective.Objective`)."""
+    rules: Sequence[Rule] | None
+    """What this job cannot run."""
+
+
+class SearchKeywords(JobKeywords, ClusterKeywords, total=False):
+    """Keywords of every question: `planner.search`, `suggest`, `explain` and `sizes`."""
+
+
+def resolve_problem(model: ModelSpec | str | Path, world_size: int, **job: Unpack[SearchKeywords]) -> Problem:
+    """The problem that the arguments of a search state; raises `InputError` for wrong ones."""
+    pins = parse_pins(job.get("pin"), job.get("forbid"))
+    precision = _agreed("precision", job.get("precision"), pins.pop("precision", None))
+    exact, most = job.get("global_batch_size"), job.get("max_global_batch_size")
+    if "global_batch_size" in pins:
+        pinned = int(str(pins.pop("global_batch_size")))
+        if most is not None and pinned > most:
+            raise InputError(f"pin global_batch_size={pinned} exceeds max_global_batch_size {most}")
+        exact, most = int(str(_agreed("global_batch_size", exact, pinned))), None
+    cluster = cluster_of(world_size, job)
+    engine = resolve_engine(job.get("engine"), cluster.device)
+    check_runs_on(engine, cluster)
+    problem = Problem(
+        model=resolve_model(model),
+        cluster=cluster,
+        engine=engine,
+        batch=resolve_batch(exact, most),
+        precision=resolve_precision(None if precision is None else str(precision), cluster.device, engine),
+        pins=pins,
+        objective=parse_objective(job.get("objective") or DEFAULT_OBJECTIVE),
+        rules=tuple(job.get("rules") or ()),
+    )
+    check_pins(engine, pins)
+    return problem
+
+
+def cluster_of(world_size: int, job: SearchKeywords) -> Cluster:
+    """The cluster of `world_size` devices that the keywords of a search describe."""
+    given = {name: value for name, value in job.items() if name in ClusterKeywords.__annotations__}
+    where = job.get("device"), world_size, job.get("local_world_size")
+    return resolve_cluster(*where, **cast(ClusterKeywords, given))
+
+
+def _agreed(name: str, given: object, pinned: object) -> object:
+    if given is not None and pinned is not None and given != pinned:
+        raise InputError(f"{name} {given} and pin {name}={pinned} contradict each other; give one")
+    return pinned if given is None else given

@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, SupportsIndex
+from typing import TYPE_CHECKING, SupportsIndex
 
 from costmodels.errors import InputError, NoLayoutFits
 from costmodels.spec.hardware import Device
@@ -16,29 +16,25 @@ from planner.advice import no_layout_fits
 from planner.api import search
 from planner.budget.goodput import Failures
 from planner.budget.run import UNIT_TOKENS, Run, check_price, parse_tokens
-from planner.inputs.cluster import MOST_DEVICES, NetworkKeywords, resolve_cluster
-from planner.inputs.keywords import keywords, names_unknown
+from planner.inputs.cluster import MOST_DEVICES, resolve_cluster
+from planner.inputs.keywords import keywords
 from planner.inputs.model import resolve_model
 from planner.inputs.node_kinds import is_of_kinds
 from planner.objective import DEFAULT_OBJECTIVE, Objective, equal_peak, parse_objective
 from planner.plan import Plan
-from planner.problem import Problem
+from planner.problem import Problem, SearchKeywords, cluster_of
 from planner.ranking.ranking import rank
 from planner.ranking.result import SearchResult
 from planner.space.rule import divisors
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 WorldSizes = str | SupportsIndex | Iterable[SupportsIndex]
 """A world size, several, or text such as `64..512`, `64,96,128` or `8,64..512`."""
 
 MOST_SIZES = 64
 """World sizes of one question."""
-
-
-CLUSTER = {
-    *("device", "world_size", "local_world_size", "device_memory_gib", "memory_margin_gib"),
-    *NetworkKeywords.__annotations__,
-}
-"""What `resolve_cluster` takes of the arguments of a search."""
 
 
 @dataclass(frozen=True)
@@ -158,44 +154,41 @@ def _count(given: object, word: str) -> int:
     )
 
 
-@names_unknown(keywords(search), NetworkKeywords.__annotations__)
+@keywords(SearchKeywords)
 def sizes(
     model: ModelSpec | str | Path,
     *,
     world_size: WorldSizes,
-    local_world_size: int | None = None,
-    device: Device | str | None = None,
-    objective: str = DEFAULT_OBJECTIVE,
     tokens: str | float | None = None,
     price_per_hour: float | None = None,
     failures: Failures | None = None,
-    **job: Any,
+    **job: Unpack[SearchKeywords],
 ) -> Sizes:
     """The best plan of each world size (`parse_world_sizes`), and the front of time against cost.
 
-    `job` is what else `search` takes, such as `global_batch_size`. `tokens`, `price_per_hour` and `failures`
-    are as in `Plan.run`; days and device-hours are of `tokens`, or of `UNIT_TOKENS`. Tokens per second and
-    their cost are compared at the same maximum, or exact, batch.
+    The other keywords are those of `search`. `tokens`, `price_per_hour` and `failures` are as in `Plan.run`;
+    days and device-hours are of `tokens`, or of `UNIT_TOKENS`. Tokens per second and their cost are compared
+    at the same maximum, or exact, batch.
 
     Raises `InputError` for wrong input, and when no size has a legal layout; a size without one is listed
     with the reason where others have.
     """
+    device = job.get("device")
     if is_of_kinds(device):
         raise InputError(
             f"world_size {world_size}: device {device} tells how many nodes there are of each kind; plan for "
             "one size, or for one kind"
         )
-    wanted = parse_objective(objective)
+    objective = parse_objective(job.get("objective") or DEFAULT_OBJECTIVE)
     spec = resolve_model(model)
     count = None if tokens is None else parse_tokens(tokens)
     check_price(price_per_hour)
     found, errors = [], []
     known: Problem | None = None
-    for size in parse_world_sizes(world_size, _per_node(device, local_world_size)):
+    for size in parse_world_sizes(world_size, _per_node(device, job.get("local_world_size"))):
         result = plan = spent = problem = None
         try:
-            asked = {**job, "world_size": size, "local_world_size": local_world_size, "device": device}
-            result = search(spec, objective=wanted, **asked) if known is None else _resized(known, **asked)
+            result = search(spec, world_size=size, **job) if known is None else _resized(known, size, job)
             known = result.problem
             plan = result.best
             if plan is None:
@@ -208,15 +201,15 @@ def sizes(
         found.append(Size(size, plan, spent, problem, result))
     if len(errors) == len(found):
         raise errors[0]
-    return Sizes(tuple(_with_front(found)), wanted, count)
+    return Sizes(tuple(_with_front(found)), objective, count)
 
 
-def _resized(known: Problem, **job: Any) -> SearchResult:
-    """The search of `known` with what `job` says of the cluster, the rest of which is `known`'s.
+def _resized(known: Problem, world_size: int, job: SearchKeywords) -> SearchResult:
+    """The search of `known` on another number of devices.
 
     Raises `InputError` when no layout is legal, without the sizes nearby that are: they take seconds to find.
     """
-    cluster = resolve_cluster(**{name: job[name] for name in CLUSTER & job.keys()})
+    cluster = cluster_of(world_size, job)
     problem = replace(known, cluster=cluster)
     started = time.perf_counter()
     space = problem.space()

@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -32,12 +32,11 @@ from planner.explanation.text import (
     verdict_lines,
 )
 from planner.inputs.batch import Batch
-from planner.inputs.cluster import NetworkKeywords
-from planner.inputs.keywords import keywords, names_unknown
+from planner.inputs.keywords import keywords
 from planner.inputs.pins import PinInput, Pins
 from planner.objective import EQUAL
 from planner.plan import Plan
-from planner.problem import Problem
+from planner.problem import Problem, SearchKeywords
 from planner.ranking.first_plans import SHOWN
 from planner.ranking.ranking import rank
 from planner.ranking.result import SearchResult
@@ -45,6 +44,9 @@ from planner.ranking.ties import MOST, indistinguishable
 from planner.solve.offload import OFFLOAD_REASON
 from planner.solve.recompute import MODULE_SETS
 from planner.space.grid import SINGLE_VALUES
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 
 @dataclass(frozen=True, repr=False)
@@ -110,16 +112,17 @@ def _lines(found: Explanation) -> Iterator[str]:
         yield found.advice
 
 
-@names_unknown(keywords(search), NetworkKeywords.__annotations__)
+@keywords(SearchKeywords)
 def explain(
     model: ModelSpec | str | Path,
     *,
+    world_size: int,
     layout: PinInput | Sequence[PinInput] = None,
     against: PinInput | Sequence[PinInput] = None,
     what_if: bool = True,
-    **problem: Any,
+    **job: Unpack[SearchKeywords],
 ) -> Explanation:
-    """Search as `search(model, **problem)` does, and explain the answer.
+    """Search as `planner.search`, whose keywords it takes too, and explain the answer.
 
     Args:
         layout: what became of it: degrees such as `"tp=16,pp=2"`, as `Layout.describe` spells them, or a
@@ -131,9 +134,8 @@ def explain(
     Raises:
         InputError: as `search`, and for a `layout` that is none.
     """
-    return explain_result(
-        search(model, **problem), layouts=_several(layout), against=_several(against), what_if=what_if
-    )
+    result = search(model, world_size=world_size, **job)
+    return explain_result(result, layouts=_several(layout), against=_several(against), what_if=what_if)
 
 
 def explain_plan(

@@ -60,43 +60,51 @@ class NetworkKeywords(TypedDict, total=False):
     """Measured collectives, or the CSV file that holds them (`read_network_table`)."""
 
 
+class ClusterKeywords(NetworkKeywords, total=False):
+    """What a cluster is, besides its devices and their number."""
+
+    device_memory_gib: float | None
+    """GiB of a device, instead of its own."""
+    memory_margin_gib: float | None
+    """GiB to set aside on each device, instead of the estimated driver context, communicators and memory that
+    the allocator cannot use (0 for tensors alone)."""
+
+
 def resolve_cluster(
     device: Device | str | None,
     world_size: int,
     local_world_size: int | None = None,
-    device_memory_gib: float | None = None,
-    memory_margin_gib: float | None = None,
-    **network: Unpack[NetworkKeywords],
+    **keywords: Unpack[ClusterKeywords],
 ) -> Cluster:
     """The cluster of `world_size` devices, `local_world_size` in each node.
 
     A node holds as many as the device's usual server when that is not given. Memory is the device's
     own, unless `device_memory_gib` or the environment's `DEVICE_MEMORY_GB` replaces it; what is set aside of
     it beside tensors is as device and engine have it, unless `memory_margin_gib` says so. Links are the
-    device's own as far as `network` (`NetworkKeywords`) does not replace them. `a100-80g:4,v100-32g:4` are
-    nodes of two kinds, whose devices are `world_size` together.
+    device's own as far as `NetworkKeywords` do not replace them. `a100-80g:4,v100-32g:4` are nodes of two
+    kinds, whose devices are `world_size` together.
     """
     world_size = whole_number("world_size", world_size, MOST_DEVICES)
     if local_world_size is not None:
         local_world_size = whole_number("local_world_size", local_world_size, MOST_DEVICES)
     wanted = DEFAULT_DEVICE if device is None else device
     if isinstance(wanted, str) and is_of_kinds(wanted):
-        return _of_kinds(wanted, world_size, local_world_size, device_memory_gib, memory_margin_gib, network)
+        return _of_kinds(wanted, world_size, local_world_size, keywords)
     if wanted == "cpu":
         # One rank's share of this machine depends on how many ranks share it.
         local_world_size = local_world_size or world_size
         resolved = load_device("cpu", ranks=local_world_size)
     else:
         resolved = load_device(wanted) if isinstance(wanted, str) else wanted
-    memory = _memory_gib(device_memory_gib)
+    memory = _memory_gib(keywords.get("device_memory_gib"))
     values = {
         "device": resolved,
         "world_size": world_size,
         "devices_per_node": local_world_size or min(world_size, resolved.devices_per_node),
         "memory_bytes": resolved.memory_bytes if memory is None else memory * GIB,
-        "memory_margin_bytes": _margin_bytes(memory_margin_gib),
+        "memory_margin_bytes": _margin_bytes(keywords.get("memory_margin_gib")),
     }
-    cluster = build(Cluster, values | _network(resolved, **network), "cluster")
+    cluster = build(Cluster, values | _network(resolved, keywords), "cluster")
     given = cluster.intra_node or cluster.inter_node or cluster.nics_per_node
     fast, slow = cluster.fast_link, cluster.slow_link
     if given and cluster.nodes > 1 and slow.bandwidth > fast.bandwidth:
@@ -112,20 +120,14 @@ ONE_KIND = ("intra_node_gbps", "island", "network_table")
 """Options of a network of nodes of one kind."""
 
 
-def _of_kinds(
-    text: str,
-    world_size: int,
-    local_world_size: int | None,
-    device_memory_gib: float | None,
-    memory_margin_gib: float | None,
-    network: NetworkKeywords,
-) -> Cluster:
+def _of_kinds(text: str, world_size: int, local_world_size: int | None, keywords: ClusterKeywords) -> Cluster:
     """The cluster of nodes of two kinds, in the order in which they are written."""
-    if _memory_gib(device_memory_gib) is not None:
-        name = MEMORY_VARIABLE if device_memory_gib is None else "device_memory_gib"
+    given = keywords.get("device_memory_gib")
+    if _memory_gib(given) is not None:
+        name = MEMORY_VARIABLE if given is None else "device_memory_gib"
         raise InputError(f"{name} with device {text}: each kind has its own; use YAML files of devices")
     for option in ONE_KIND:
-        if network.get(option) is not None:
+        if keywords.get(option) is not None:
             raise InputError(f"{option} with device {text}: each kind has its own; use YAML files of devices")
     kinds = parse_kinds(text)
     sizes = [count * (local_world_size or device.devices_per_node) for device, count in kinds]
@@ -134,7 +136,7 @@ def _of_kinds(
             f"world_size {world_size}: device {text} has {sizes[0]} + {sizes[1]} = {sum(sizes)} devices"
         )
     first, second = (
-        resolve_cluster(device, size, local_world_size, None, memory_margin_gib, **network)
+        resolve_cluster(device, size, local_world_size, **keywords)
         for (device, _), size in zip(kinds, sizes, strict=True)
     )
     return mixed_cluster(first, second)
@@ -145,29 +147,24 @@ def world_size_of_kinds(device: str, local_world_size: int | None = None) -> int
     return sum(count * (local_world_size or kind.devices_per_node) for kind, count in parse_kinds(device))
 
 
-def _network(
-    device: Device,
-    *,
-    intra_node_gbps: float | None = None,
-    inter_node_gbps: float | None = None,
-    island: int | None = None,
-    nics_per_node: int | None = None,
-    nodes_per_pod: int | None = None,
-    oversubscription: float | None = None,
-    network_table: str | Path | tuple[MeasuredCollective, ...] | None = None,
-) -> dict[str, object]:
+def _network(device: Device, network: NetworkKeywords) -> dict[str, object]:
     """The fields of `Cluster` that say how devices are joined."""
-    counts = {"island": island, "nics_per_node": nics_per_node, "nodes_per_pod": nodes_per_pod}
+    counts = {
+        "island": network.get("island"),
+        "nics_per_node": network.get("nics_per_node"),
+        "nodes_per_pod": network.get("nodes_per_pod"),
+    }
     for name, count in counts.items():
         if count is not None and count < 1:
             raise InputError(f"{name} {count}: expected a whole number of at least 1")
     values: dict[str, object] = dict(counts)
     for name, gbps, own in (
-        ("intra_node", intra_node_gbps, device.intra_node),
-        ("inter_node", inter_node_gbps, device.inter_node),
+        ("intra_node", network.get("intra_node_gbps"), device.intra_node),
+        ("inter_node", network.get("inter_node_gbps"), device.inter_node),
     ):
         if gbps is not None:
             values[name] = _link(f"{name}_gbps", gbps, own)
+    oversubscription = network.get("oversubscription")
     if oversubscription is not None:
         if not 1 <= oversubscription <= MOST_OVERSUBSCRIPTION:
             raise InputError(
@@ -175,10 +172,9 @@ def _network(
                 f"and at most {MOST_OVERSUBSCRIPTION:g}"
             )
         values["oversubscription"] = oversubscription
-    if network_table is not None:
-        if not isinstance(network_table, tuple):
-            network_table = read_network_table(network_table)
-        values["measured"] = network_table
+    table = network.get("network_table")
+    if table is not None:
+        values["measured"] = table if isinstance(table, tuple) else read_network_table(table)
     return values
 
 

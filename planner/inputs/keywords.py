@@ -1,8 +1,8 @@
-"""Keyword arguments that nobody knows, and which one was meant."""
+"""Keyword arguments that several functions take: described once, and the nearest one to what nobody knows."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import wraps
 from inspect import Parameter, signature
 from typing import ParamSpec, TypeVar
@@ -13,21 +13,25 @@ Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
 
 
-def names_unknown(
-    *others: Iterable[str],
+def keywords(
+    group: type,
 ) -> Callable[[Callable[Parameters, Result]], Callable[Parameters, Result]]:
-    """Let a function name the nearest of its keywords to one that it does not know.
+    """Spell out a function's `**` keywords in its signature, and let it name the nearest to an unknown one.
 
     Args:
-        others: keywords that it passes on.
+        group: the `TypedDict` of these keywords; None stands for one that is left out.
 
-    The function then raises `TypeError`, as Python does.
+    For an unknown one the function raises `TypeError`, as Python does.
     """
 
     def decorate(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
-        kinds = (Parameter.VAR_KEYWORD, Parameter.VAR_POSITIONAL)
-        own = [one.name for one in signature(function).parameters.values() if one.kind not in kinds]
-        known = dict.fromkeys([*own, *(name for some in others for name in some)])
+        whole = signature(function)
+        own = [one for one in whole.parameters.values() if one.kind is not Parameter.VAR_KEYWORD]
+        others = [
+            Parameter(name, Parameter.KEYWORD_ONLY, default=None, annotation=_text(hint))
+            for name, hint in group.__annotations__.items()
+        ]
+        known = [one.name for one in (*own, *others)]
 
         @wraps(function)
         def checked(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
@@ -39,12 +43,12 @@ def names_unknown(
                     )
             return function(*args, **kwargs)
 
+        checked.__signature__ = whole.replace(parameters=[*own, *others])  # type: ignore[attr-defined]
         return checked
 
     return decorate
 
 
-def keywords(function: Callable[..., object]) -> list[str]:
-    """Those that a function takes by name, but for what it passes on."""
-    every = signature(function).parameters.values()
-    return [one.name for one in every if one.kind is Parameter.KEYWORD_ONLY]
+def _text(hint: object) -> str:
+    """An annotation as it was written."""
+    return str(getattr(hint, "__forward_arg__", hint))

@@ -58,7 +58,7 @@ def add(
     name: str | None = None,
     kind: type[TyperCommand] = Command,
 ) -> None:
-    """Make a command of a function, with what `takes` noted for the end of its help."""
+    """Make a command of a function, with what `flag_groups` noted for the end of its help."""
     epilog = getattr(function, "epilog", None)
     app.command(name, cls=kind, epilog=epilog, context_settings=HELP)(function)
 

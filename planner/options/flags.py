@@ -169,7 +169,7 @@ def flag_groups(
     groups are known to `for_words` of the command alone, which else gets None for these groups: to declare a
     hundred flags takes some 20 ms.
 
-    >>> @takes(model=ModelOptions, data=DataOptions)  # doctest: +SKIP
+    >>> @flag_groups(model=ModelOptions, data=DataOptions)  # doctest: +SKIP
     ... def command(model: ModelOptions, data: DataOptions) -> None: ...
     """
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import cast
 
 from costmodels.spec.hardware import Cluster
 from costmodels.spec.model import ModelSpec
@@ -11,7 +11,7 @@ from planner.inputs.engine import DEFAULT_ENGINE
 from planner.options.batch import BatchOptions
 from planner.options.cluster import HardwareOptions
 from planner.options.parallel import ParallelOptions
-from planner.problem import Problem
+from planner.problem import Problem, SearchKeywords
 from planner.space.rule import Rule
 
 
@@ -21,13 +21,13 @@ def search_keywords(
     batch: BatchOptions,
     parallel: ParallelOptions,
     rules: Sequence[Rule] = (),
-) -> dict[str, Any]:
+) -> SearchKeywords:
     """Keyword arguments of `planner.search`, `explain` and `sizes`, all but the model and the world size.
 
     `rules` are what flags of training rule out for the runtime of this package, which other engines are not.
     """
     here = parallel.engine in (None, DEFAULT_ENGINE)
-    return {
+    job: SearchKeywords = {
         "rules": tuple(rules) if here else (),
         "local_world_size": cluster.local_world_size,
         "device": cluster.device,
@@ -37,8 +37,8 @@ def search_keywords(
         "engine": parallel.engine,
         "pin": parallel.pins(model),
         "memory_margin_gib": cluster.memory_margin_gib,
-        **cluster.network(),
     }
+    return cast(SearchKeywords, {**job, **cluster.network()})
 
 
 BETWEEN_NODES = ("inter_node_gbps", "nics_per_node", "nodes_per_pod", "oversubscription")

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from costmodels import Device
 from costmodels.errors import InputError
-from planner.inputs.cluster import NetworkKeywords
+from planner.inputs.cluster import ClusterKeywords
 from planner.inputs.engine import DEFAULT_ENGINE
 from planner.options.batch import BatchOptions
 from planner.options.cluster import ClusterOptions
@@ -78,13 +78,12 @@ def search_for_job(
     world_size: int,
     local_world_size: int,
     *,
-    memory_margin_gib: float | None = None,
     rules: Sequence[Rule] = (),
-    **network: Unpack[NetworkKeywords],
+    **cluster: Unpack[ClusterKeywords],
 ) -> SearchResult:
-    """The plans that the runtime can train on `world_size` devices, joined as `network` says, in order.
+    """The plans that the runtime can train on `world_size` devices, in order.
 
-    `memory_margin_gib`, `rules` and `network` are as in `planner.search`. Raises `NoLayoutFits` when there is
+    `rules` and the keywords of the cluster are as in `planner.search`. Raises `NoLayoutFits` when there is
     none.
     """
     if parallel.engine not in (None, DEFAULT_ENGINE):
@@ -106,9 +105,8 @@ def search_for_job(
         max_global_batch_size=batch.max_global_batch_size,
         objective=batch.objective,
         pin=parallel.pins(spec),
-        memory_margin_gib=memory_margin_gib,
         rules=rules,
-        **network,
+        **cluster,
     )
     if result.best is None:
         raise advice.no_layout_fits(result)
@@ -123,14 +121,12 @@ def plan_for_job(
     world_size: int,
     local_world_size: int,
     *,
-    memory_margin_gib: float | None = None,
     rules: Sequence[Rule] = (),
-    **network: Unpack[NetworkKeywords],
+    **cluster: Unpack[ClusterKeywords],
 ) -> Plan:
     """The first of the plans that `search_for_job` finds for the same arguments."""
     where = device, world_size, local_world_size
-    further: dict[str, Any] = {"memory_margin_gib": memory_margin_gib, "rules": rules, **network}
-    return search_for_job(model, batch, parallel, *where, **further).plan(0)
+    return search_for_job(model, batch, parallel, *where, rules=rules, **cluster).plan(0)
 
 
 def first_train_samples(job: Job, iteration: int) -> int | None:
