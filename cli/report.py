@@ -85,7 +85,7 @@ def tie_lines(result: SearchResult, rows: list[DistinctPlan]) -> Iterator[str]:
 
 
 def header_lines(result: SearchResult, assumed: list[str]) -> Iterator[str]:
-    """What was asked and how many layouts were searched, a line each."""
+    """The job and the number of layouts that were searched, a line each."""
     problem, cluster = result.problem, result.problem.cluster
     batch = f"{'at most ' if problem.batch.maximum else ''}{problem.batch.size} sequences a step"
     per_node = min(cluster.world_size, cluster.devices_per_node)

@@ -49,12 +49,12 @@ Result = TypeVar("Result")
 
 
 def iteration_folder(folder: str | Path, iteration: int) -> Path:
-    """Where the checkpoint of an iteration lies (Megatron-LM's name)."""
+    """The folder of an iteration's checkpoint (Megatron-LM's name)."""
     return Path(folder) / f"iter_{iteration:07d}"
 
 
 def partial_folder(folder: str | Path, iteration: int) -> Path:
-    """Where the checkpoint of an iteration is written before it gets its name."""
+    """The folder in which an iteration's checkpoint is written before it gets its name."""
     target = iteration_folder(folder, iteration)
     return target.with_name(target.name + PARTIAL)
 
@@ -112,7 +112,7 @@ def iteration_to_load(folder: str | Path, step: int | None = None) -> int | None
 
 
 def reload_advice(folder: Path, iteration: int) -> str:
-    """What to do when the checkpoint of `iteration` cannot be loaded."""
+    """Advice for the end of a message: how to do without the checkpoint of `iteration`."""
     there = iterations(folder) if os.access(folder, os.R_OK | os.X_OK) else []
     whole = [i for i in there if i != iteration and has_all_files(iteration_folder(folder, i))]
     if not whole:

@@ -36,7 +36,7 @@ _FILE_NAME = re.compile(r"\.?\w[\w.-]*", re.ASCII)
 
 
 class FileRecord(BaseModel):
-    """What one file holds."""
+    """Bytes and checksum of one file."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 

@@ -62,7 +62,7 @@ _FILE = re.compile(r"\w[\w.-]*", re.ASCII)
 
 
 class Place(NamedTuple):
-    """Where a piece of a tensor lies."""
+    """The file that holds a piece of a tensor, with offset and length in bytes."""
 
     file: str
     """In the checkpoint's folder."""
@@ -101,7 +101,7 @@ class _Pairs(list[Any]):
 
 
 def read_metadata(folder: Path) -> Metadata:
-    """Which tensors the checkpoint in `folder` holds, and where.
+    """The tensors of the checkpoint in `folder`, and where their pieces lie.
 
     Raises:
         InputError: there is no `.metadata`, or it says anything else than where tensors are in the folder.

@@ -49,7 +49,7 @@ BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 class Record(BaseModel):
-    """Who writes into a folder."""
+    """The process that writes into a folder."""
 
     process: int
     host: str
@@ -61,7 +61,7 @@ class Record(BaseModel):
     beat: int = 0
 
     def describe(self) -> str:
-        """In words."""
+        """The process in words, for a message."""
         return f"process {self.process} on host {self.host} since {self.since}"
 
 
@@ -109,7 +109,7 @@ class Owner:
         self.beats.start()
 
     def release(self) -> None:
-        """Let others write."""
+        """Let other processes write."""
         if self.file is None:
             return
         # A count that is on its way must not come over the record of who is next.
@@ -121,7 +121,7 @@ class Owner:
         self.close()
 
     def close(self) -> None:
-        """The same where the folder is gone, or has another name now."""
+        """Let go of a folder that is gone, or has another name now."""
         self.ended.set()
         _owners.pop(self.path.resolve(), None)
         if self.file is not None:

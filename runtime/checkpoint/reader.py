@@ -38,26 +38,26 @@ class CheckpointReader(StorageReader):
         self.metadata = read_metadata(self.folder)
 
     def read_metadata(self, *_: Any) -> Metadata:
-        """Which tensors there are."""
+        """The tensors of the folder."""
         return self.metadata
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Each reader reads one folder."""
+        """Do nothing: each reader reads one folder."""
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool) -> None:
-        """Planners may change what tensors are asked for, not where they lie."""
+        """Do nothing: planners may change what tensors are asked for, not where they lie."""
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """Every rank reads its own."""
+        """The same plan: every rank reads its own tensors."""
         return plan
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """Every rank reads its own."""
+        """The same plan: every rank reads its own tensors."""
         return plans
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Readers are made for a folder, never chosen by one."""
+        """False: readers are made for a folder, never chosen by one."""
         return False
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:

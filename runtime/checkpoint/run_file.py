@@ -55,7 +55,7 @@ class RunFile(BaseModel):
         return self
 
     def run_state(self) -> dict[str, Any]:
-        """What `save` was told of the run."""
+        """The state of the run that `save` was given."""
         return {"consumed_samples": self.consumed_samples, **(self.model_extra or {})}
 
 
@@ -66,7 +66,7 @@ def run_text(run: Mapping[str, Any]) -> str:
 
 
 def read_run(folder: str | Path) -> RunFile:
-    """What the checkpoint in `folder`, that of one iteration, is of.
+    """The contents of run.json in `folder`, the checkpoint of one iteration.
 
     Raises:
         InputError: run.json is missing or damaged.

@@ -52,7 +52,7 @@ class Piece(NamedTuple):
 
 
 class Whole(NamedTuple):
-    """What pieces make together."""
+    """Shape and number format of a tensor that pieces make together."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype

@@ -68,7 +68,7 @@ class Datasets:
 
 
 def parse_data_path(data_path: Sequence[str], flag: str = "--data-path") -> Blend:
-    """What `PREFIX`, `WEIGHT PREFIX WEIGHT PREFIX ...` or `PREFIX PREFIX ...` means.
+    """The blend that `PREFIX`, `WEIGHT PREFIX WEIGHT PREFIX ...` or `PREFIX PREFIX ...` names.
 
     As in Megatron-LM's `get_blend_from_list`, an odd number of words has no weights.
     """

@@ -38,13 +38,13 @@ class Record:
 
 
 def digest(tokenizer: Tokenizer) -> str:
-    """Alike for tokenizers whose ids mean the same, whichever files they come from."""
+    """A checksum of a tokenizer, alike for those whose ids mean the same, whichever files they come from."""
     meaning = sorted(tokenizer.vocabulary().items()), tokenizer.eod
     return hashlib.sha256(repr(meaning).encode()).hexdigest()[:32]
 
 
 def record_of(tokenizer: Tokenizer) -> Record:
-    """What is noted of a tokenizer."""
+    """The record of a tokenizer."""
     return Record(tokenizer.name, tokenizer.vocab_size, tokenizer.eod, digest(tokenizer), tokenizer.origin)
 
 

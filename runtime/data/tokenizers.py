@@ -72,7 +72,7 @@ class ByteTokenizer:
     origin: ClassVar[Origin] = Origin("ByteTokenizer")
 
     def vocabulary(self) -> dict[str, int]:
-        """As a byte-level encoding without pairs has it."""
+        """The id of each byte's symbol, as a byte-level encoding without pairs has it."""
         return {symbol: byte for byte, symbol in enumerate(_byte_symbols())} | {END_OF_TEXT: self.eod}
 
     def encode(self, texts: Sequence[str]) -> list[Ids]:

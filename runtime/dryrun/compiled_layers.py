@@ -191,7 +191,7 @@ def memory_function(graph: fx.GraphModule, tracker: Tracker) -> Any:
 
 @dataclass(eq=False)
 class Step:
-    """What one node of a graph does to memory."""
+    """The effect of one node of a graph on memory."""
 
     node: fx.Node
     kind: str
@@ -216,7 +216,7 @@ class Step:
 
 
 def plan(graph: fx.GraphModule) -> list[Step]:
-    """What each node of `graph` does, in order."""
+    """The effects of the nodes of `graph`, in order."""
     steps = {node: Step(node, kind_of(node), layer_of(node), name_of(node)) for node in graph.graph.nodes}
     read_as_buffer: set[fx.Node] = set()
     for node in reversed(steps):
@@ -255,7 +255,7 @@ def plan(graph: fx.GraphModule) -> list[Step]:
 
 
 def reduction_source(node: fx.Node) -> fx.Node:
-    """What has the buffer that a sum over ranks reads."""
+    """The node whose buffer a sum over ranks reads."""
     source = node.all_input_nodes[0]
     while kind_of(source) == "view":
         source = source.all_input_nodes[0]
@@ -268,7 +268,7 @@ def bytes_of(value: Any) -> int:
 
 
 def kind_of(node: fx.Node) -> str:
-    """input, output, view, inlined, reduction or kernel."""
+    """The kind of a node: input, output, view, inlined, reduction or kernel."""
     if node.op == "placeholder":
         return "input"
     if node.op == "output":

@@ -29,7 +29,7 @@ MOST = 20_000
 
 
 def cpp_device(device: Any) -> Any:
-    """What C++ should see of a device; anything else as it is."""
+    """The device that C++ should see for another; anything else as it is."""
     kind = device.type if isinstance(device, torch.device) else device
     return HIDDEN if isinstance(kind, str) and kind.partition(":")[0] == SHOWN.type else device
 

@@ -122,7 +122,7 @@ def _is_eligible(func: Any) -> bool:
 
 
 def operation_key(mode: FakeTensorMode, func: Any, args: Any, kwargs: Any) -> tuple[Key, list[Tensor]] | None:
-    """What the result of an operation follows from, and its operands; None where that cannot be told."""
+    """The key that decides the result of an operation, and its operands; None where that cannot be told."""
     key: list[Any] = [func, torch.get_default_dtype()]
     operands: list[Tensor] = []
     if not _describe(mode, args, key, operands):
@@ -166,7 +166,7 @@ def learn(mode: FakeTensorMode, key: Key, operands: Sequence[Tensor], result: An
 
 
 def repeat(mode: FakeTensorMode, result: Result, operands: Sequence[Tensor]) -> Any:
-    """What the operation returns that has once returned `result`."""
+    """The tensors of an operation that has once returned `result`."""
     made = [_make(mode, part, operands) if isinstance(part, ResultTensor) else part for part in result.parts]
     return made[0] if result.kind is None else result.kind(made)
 

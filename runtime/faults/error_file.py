@@ -39,7 +39,7 @@ def report(message: str, exit_code: int, restart: bool = False) -> None:
 
 
 def read_report(path: Path) -> Report | None:
-    """What a job has stated; None when it has not."""
+    """The reason that a job has stated for its end; None when it has not."""
     try:
         values = json.loads(read_text(path, MIB))
         return Report(str(values["message"]), int(values["exit_code"]), bool(values.get("restart", False)))

@@ -24,7 +24,7 @@ STARTED = time.monotonic()
 
 
 class Request(enum.IntEnum):
-    """What is to happen after a step; the largest wins."""
+    """An action after a step; of several the largest is taken."""
 
     NOTHING = 0
     SAVE = 1
@@ -85,13 +85,13 @@ class Requests:
         self.pending = max(self.pending, SIGNALS[signal.Signals(number)])
 
     def reason(self, request: Request) -> str:
-        """Why the run ends, in words."""
+        """The reason of the run's end, in words."""
         if request is Request.STOP:
             return "SIGTERM"
         return f"--exit-duration-in-mins {self.exit_minutes:g} has passed"
 
     def after_step(self) -> Request:
-        """What all ranks do now; each calls it after each step, and all get the same."""
+        """The action of all ranks now; each calls it after each step, and all get the same."""
         # What arrives from here on is for the next step.
         own, self.pending = self.pending, Request.NOTHING
         limit = self.exit_minutes

@@ -41,7 +41,7 @@ _ROOT = Path(__file__).parents[2]
 
 
 class Activity(NamedTuple):
-    """What a rank is doing, and since when."""
+    """The operation of a rank, and since when it is in it."""
 
     operation: str
     micro_batch: int | None
@@ -56,7 +56,7 @@ class Activity(NamedTuple):
     """Seconds of this machine's monotonic clock."""
 
     def describe(self) -> str:
-        """Such as `forward of micro batch 3 of iteration 12`."""
+        """The operation in words, such as `forward of micro batch 3 of iteration 12`."""
         part = "" if self.micro_batch is None else f" of micro batch {self.micro_batch}"
         return f"{self.operation}{part}" + (f" of {self.period}" if self.period else "")
 
@@ -82,7 +82,7 @@ def set_period(period: str, iteration: int, in_step: bool = False) -> None:
 
 
 def activity() -> Activity:
-    """What this rank is doing now."""
+    """The operation that this rank is in now."""
     return _current.activity
 
 
@@ -110,7 +110,7 @@ def main_frame() -> FrameType | None:
 
 
 def frame_place(frame: FrameType | None) -> str:
-    """Where in the code a frame is, such as `runtime/loop.py:91 in step`."""
+    """File, line and function of a frame, such as `runtime/loop.py:91 in step`."""
     if frame is None:
         return "an unknown place"
     path = Path(frame.f_code.co_filename)

@@ -48,7 +48,7 @@ class StepGuard:
         """Why the last step was skipped; empty when it was not, or for what a smaller loss scale mends."""
 
     def judge(self, loss: float, norm: float) -> str:
-        """Why the step with this loss and norm is to be skipped; empty when it is not."""
+        """The reason to skip the step with this loss and norm; empty when there is none."""
         self.reason = self._reason(loss, norm)
         if self.reason:
             self.in_a_row += 1

@@ -20,7 +20,7 @@ FEWEST_SAMPLES = 100
 
 
 class Work(NamedTuple):
-    """What one rank did itself since the last comparison."""
+    """Seconds that one rank has worked itself since the last comparison, and how often it was looked at."""
 
     own_s: float
     """Seconds of each step."""
@@ -86,7 +86,7 @@ def slowest_rank(work: Sequence[Work], peers: Sequence[int], factor: float) -> t
 
 
 def straggler_line(rank: int, host: str, work: Work, ratio: float) -> str:
-    """What is said of a slow rank."""
+    """The line of the log that names a slow rank."""
     operation = heartbeat.STEP_OPERATIONS[int(work.operation)]
     return (
         f"straggler: rank {rank} on {host} works {work.own_s:.3g} s in each step, {ratio:.1f} times the "

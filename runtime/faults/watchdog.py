@@ -47,7 +47,7 @@ MOST_NAMED = 4
 
 
 class Beat(NamedTuple):
-    """What is known of a rank: its own words, and since when it has not spoken again."""
+    """The last words of a rank, and since when it has not spoken again."""
 
     rank: int
     words: Mapping[str, Any]
@@ -69,7 +69,7 @@ class Beat(NamedTuple):
 
 
 def hang_report(beats: list[Beat], timeout_s: float) -> str:
-    """Which ranks hang, in one line; empty when none does.
+    """One line that names the ranks that hang; empty when none does.
 
     Those that give no sign of life are to blame first; then those that do not wait for others; then those
     that are the furthest behind.

@@ -21,7 +21,7 @@ from runtime.parallel.tensor import local_weight
 
 
 class Cache:
-    """Where the rows of a batch are, and what each layer keeps of them.
+    """The positions of a batch's rows, and what each layer keeps of them.
 
     Args:
         stage: the model or a part of it, whose attention this replaces.
@@ -64,7 +64,7 @@ class Cache:
                 block.attention.rotary = tables
 
     def visible(self) -> Tensor:
-        """Which tokens each row's new one sees, [B, 1, 1, end] booleans."""
+        """A mask [B, 1, 1, end] of the tokens that each row's new one sees."""
         assert self.at is not None
         seen = torch.arange(self.end, device=self.device) <= self.at.unsqueeze(1)
         return seen[:, None, None]
@@ -77,7 +77,7 @@ class Cache:
             kept[torch.arange(len(self.at), device=self.device), :, self.at] = new[:, :, 0]
 
     def make(self, like: Tensor) -> Tensor:
-        """Room for what `like` [B, K, S, H] is the beginning of."""
+        """Zeros [B, K, room, H] for keys or values that begin as `like` [B, K, S, H]."""
         batch, heads, _, size = like.shape
         return like.new_zeros(batch, heads, self.room, size)
 

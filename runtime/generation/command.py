@@ -46,7 +46,7 @@ TIMEOUT_MINUTES = 30.0
 
 
 class StatusDisplay(Protocol):
-    """Who says what goes on while there is no text yet."""
+    """A display of what goes on while there is no text yet."""
 
     def tell(self, what: str) -> None:
         """Say what goes on from now on."""

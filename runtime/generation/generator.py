@@ -27,7 +27,7 @@ OnTokens = Callable[[list[int | None]], None]
 
 
 class Completion(NamedTuple):
-    """What became of one prompt."""
+    """The text that continues one prompt."""
 
     prompt: str
     text: str

@@ -43,7 +43,7 @@ class Sampling:
         return torch.cat(drawn).to(logits.device)
 
     def probabilities(self, logits: Tensor) -> Tensor:
-        """What tokens are drawn with, [B, V]; zero for those that are left out."""
+        """Probabilities [B, V] that tokens are drawn with; zero for those that are left out."""
         logits = logits / (self.temperature or 1.0)
         if self.top_k is not None and self.top_k < logits.shape[-1]:
             least = logits.topk(self.top_k, -1).values[:, -1:]

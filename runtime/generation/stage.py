@@ -41,7 +41,7 @@ class Split:
         return self.tensor_parallel * self.pipeline_parallel
 
     def layout(self, spec: ModelSpec) -> Layout:
-        """The same for the functions that split a model; raises `InputError` where that is impossible."""
+        """The layout of these ranks, by which a model is split; `InputError` where that is impossible."""
         tp, pp, ep = self.tensor_parallel, self.pipeline_parallel, self.expert_parallel
         if pp > spec.layers:
             raise InputError(

@@ -38,7 +38,7 @@ _UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 
 
 class TensorPlace(NamedTuple):
-    """Where a tensor is, and what."""
+    """The file, place, shape and number format of a tensor."""
 
     file: Path
     name: str

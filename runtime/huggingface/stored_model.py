@@ -20,7 +20,7 @@ from runtime.huggingface.model_folder import CONFIG_FILE, HuggingFaceModel, firs
 
 
 class ModelFiles(Protocol):
-    """Where the weights of a model come from."""
+    """The files of a model, in either format."""
 
     spec: ModelSpec
 

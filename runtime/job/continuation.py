@@ -29,7 +29,7 @@ RESTARTS_VARIABLES = ("TORCHELASTIC_RESTART_COUNT", RESTARTS_VARIABLE)
 
 
 class PreviousRun(BaseModel):
-    """What the run of a checkpoint says of how it was trained."""
+    """The batch and the layout of the run that wrote a checkpoint."""
 
     model_config = ConfigDict(extra="ignore")
 
@@ -41,7 +41,7 @@ class PreviousRun(BaseModel):
 
 
 def run_state(plan: Plan, trainer: Trainer) -> dict[str, Any]:
-    """What a checkpoint keeps so that a job of other ranks goes on as this one would."""
+    """The entries of run.json by which a job of other ranks goes on as this one would."""
     layout = plan.layout
     state: dict[str, Any] = {
         "global_batch_size": layout.global_batch_size,
@@ -54,7 +54,7 @@ def run_state(plan: Plan, trainer: Trainer) -> dict[str, Any]:
 
 
 def previous_run(output: OutputOptions) -> PreviousRun | None:
-    """How the run that a job with these flags goes on with was trained; None where it begins anew.
+    """The run that a job with these flags goes on with; None where it begins anew.
 
     Raises `InputError` when its checkpoint is damaged, or there should be one and is none.
     """
@@ -164,7 +164,7 @@ def _kept(layout: Layout, training: TrainingOptions, has_experts: bool) -> Pins:
 
 
 def change_line(previous: PreviousRun, layout: Layout, world_size: int) -> str:
-    """What is said when a run goes on under another layout; empty when the layout is the same."""
+    """The line of a run that goes on under another layout; empty when the layout is the same."""
     now = layout.describe()
     if previous.layout == now:
         return ""

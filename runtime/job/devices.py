@@ -52,7 +52,7 @@ def local_device_count() -> int:
 
 
 def torch_device(on_cpu: bool, ranks: Ranks) -> torch.device:
-    """Where a rank computes."""
+    """The device that a rank computes on; `InputError` where this machine has too few."""
     if on_cpu:
         return torch.device("cpu")
     if ranks.local_world_size > local_device_count():

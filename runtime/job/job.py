@@ -130,7 +130,7 @@ def plan_for_job(
 
 
 def first_train_samples(job: Job, iteration: int) -> int | None:
-    """For how many samples the training order was made of the run that goes on after `iteration`.
+    """The number of samples for which the training order of the run was made that goes on after `iteration`.
 
     None where a run begins, and for a checkpoint that does not tell.
     """
@@ -146,7 +146,7 @@ def first_train_samples(job: Job, iteration: int) -> int | None:
 
 
 def sample_order(job: Job, datasets: Datasets) -> dict[str, Any]:
-    """What the order of the training samples depends on; a checkpoint goes on with the same only."""
+    """The settings that decide the order of training samples; a checkpoint goes on with the same only."""
     blend = datasets.blends[0] if datasets.blends else None
     files = datasets.indexed if blend is None else datasets.indexed[: len(set(blend.prefixes))]
     order: dict[str, Any] = {

@@ -226,7 +226,7 @@ class Loop:
                 say(evaluation_line(self.trainer.iteration, loss, "test"))
 
     def mean_loss(self, samples: Samples) -> float:
-        """Over --eval-iters global batches from the first sample on."""
+        """Mean loss over --eval-iters global batches from the first sample on."""
         iteration = self.trainer.iteration
         heartbeat.set_period(f"the evaluation after iteration {iteration}", iteration)
         batch, rows = self.plan.layout.global_batch_size, self.trainer.rows

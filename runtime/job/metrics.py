@@ -50,7 +50,7 @@ def throughput(
 
 
 def expert_metrics(load: Load) -> dict[str, Any]:
-    """What is reported of the experts; what does not apply is left out.
+    """The entries of a record about experts; those that do not apply are left out.
 
     `expert_load` has a number for each expert of each layer: about 100 KB a line for 58 layers of 256.
     """

@@ -34,7 +34,7 @@ class SlowRanks:
             self.sampler.steps += 1
 
     def line(self) -> str:
-        """Who is slow, if anybody is; every rank calls it. Empty until there is enough to compare."""
+        """The line that names a slow rank, empty if none is known to be; every rank calls it."""
         if self.sampler is None:
             return ""
         device = self.trainer.grid.device

@@ -41,7 +41,7 @@ HOST = "127.0.0.1"
 
 
 class ForkRequest(BaseModel):
-    """What the ranks are to do."""
+    """The ranks to fork, and what they run."""
 
     ranks: int
     arguments: list[str]

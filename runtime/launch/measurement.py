@@ -11,7 +11,7 @@ from runtime.logs.metrics_file import read_metrics
 
 @dataclass(frozen=True)
 class Measurement:
-    """What a job's metrics say of it."""
+    """Step time and peak memory of a job."""
 
     step_time_s: float
     """Median over the logged steps, the first record left out: it holds the warm-up."""

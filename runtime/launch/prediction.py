@@ -24,13 +24,13 @@ class Prediction:
 
 
 def predicted_step(plan: Plan) -> Prediction:
-    """Seconds of a step."""
+    """The predicted seconds of a step."""
     estimate = plan.estimate
     return Prediction(estimate.step_time_s, estimate.step_time_low_s, estimate.step_time_high_s)
 
 
 def predicted_peak(plan: Plan) -> Prediction:
-    """Bytes at the peak of the fullest rank, as far as they are measured.
+    """The predicted bytes at the peak of the fullest rank, as far as they are measured.
 
     A GPU's allocator counts tensors, not the driver's context or communication buffers.
     """

@@ -17,7 +17,7 @@ from runtime.settings.options import OutputOptions
 
 
 class Display(Protocol):
-    """Who shows what a job says."""
+    """A display of the lines and metrics of a job."""
 
     def line(self, text: str) -> None:
         """Show a line of the job."""

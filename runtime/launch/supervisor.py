@@ -39,7 +39,7 @@ _AGENT_LINE = re.compile(
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a job ended."""
+    """The end of a job: exit code and reason."""
 
     exit_code: int
     message: str

@@ -71,10 +71,10 @@ class MultiHeadAttention(nn.Module, ABC):
 
     @abstractmethod
     def heads(self, x_BSD: Tensor) -> Heads:
-        """What the core attends with."""
+        """Queries [B, N, S, H], and keys and values [B, K, S, H], of the input."""
 
     def enter(self, x_BSD: Tensor) -> Heads:
-        """The same of what comes to `forward`, whose input ranks may share."""
+        """The heads of what comes to `forward`, whose input ranks may share."""
         return self.heads(x_BSD)
 
     def merge(self, attended_BNSH: Tensor) -> Tensor:

@@ -37,7 +37,7 @@ def pad_heads(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 class DocumentMasks:
-    """What attention within documents adds to scores, in the micro batch that runs.
+    """The masks that attention within documents adds to scores, in the micro batch that runs.
 
     One mask [B, 1, S, S] where attention sees whole sequences, one for each chunk of queries where it gathers
     keys; none where documents do not matter. `runtime.parallel.documents` makes them.

@@ -90,7 +90,7 @@ class Router(nn.Module):
         return scores_BSE.topk(self.top_k, -1).indices
 
     def capacity_mask(self, weights_BSk: Tensor, chosen_BSk: Tensor) -> Tensor:
-        """Which pairs of whole sequences their experts take in: [B, S, k] booleans."""
+        """A mask [B, S, k] of the pairs of whole sequences that their experts take in."""
         experts = self.weight.shape[0]
         limit = capacity(weights_BSk.shape[1], self.top_k, experts, self.options.capacity_factor)
         return capacity_mask(weights_BSk, chosen_BSk, experts, limit)

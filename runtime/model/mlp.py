@@ -18,7 +18,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 class Activation(nn.Module):
-    """What stands between the matrices of an MLP: f(up), or f(gate) x up."""
+    """The non-linearity between the matrices of an MLP: f(up), or f(gate) x up."""
 
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()

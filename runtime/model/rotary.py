@@ -60,7 +60,7 @@ def frequencies(
 
 
 def table_factor(scaling: RopeScaling | None) -> float:
-    """What cosines and sines are multiplied by: 1, or the attention factor of YaRN.
+    """The factor of cosines and sines: 1, or the attention factor of YaRN.
 
     It is sqrt(1/t) = 0.1 ln(factor) + 1 (arXiv:2309.00071, section 3.4), and DeepSeek's ratio of that with
     `mscale` to that with `mscale_all_dim` if both are given: `score_factor` has the rest.
@@ -77,7 +77,7 @@ def table_factor(scaling: RopeScaling | None) -> float:
 
 
 def score_factor(scaling: RopeScaling | None) -> float:
-    """What models with latent attention multiply the scale of their scores by.
+    """The factor by which models with latent attention multiply the scale of their scores.
 
     (0.1 x mscale_all_dim x ln(factor) + 1)^2, as in the models that DeepSeek-V2 and V3 published: YaRN's
     factor on queries and keys alike, also for the elements that are not rotated. 1 without `mscale_all_dim`.

@@ -47,7 +47,7 @@ def assign(chosen_Tk: Tensor, experts: int) -> Assignment:
 
 
 def row_count(chosen_Tk: Tensor, counts_E: Tensor) -> int:
-    """How many of the pairs `chosen_Tk` experts take in, by `counts_E`; waits for the device."""
+    """The number of the pairs `chosen_Tk` that experts take in, by `counts_E`; waits for the device."""
     return int(counts_E.sum())
 
 
@@ -63,7 +63,7 @@ def capacity(seq: int, top_k: int, experts: int, factor: float) -> int:
 
 
 def capacity_mask(weights_BSk: Tensor, chosen_BSk: Tensor, experts: int, limit: int) -> Tensor:
-    """Which pairs the experts take in: of each sequence and expert the `limit` largest weights.
+    """A mask of the pairs that experts take in: of each sequence and expert the `limit` largest weights.
 
     Args:
         weights_BSk: of whole sequences.

@@ -77,7 +77,7 @@ class Adam8bit:
 
 
 def moment_values(moment: Tensor) -> Tensor:
-    """What a moment of 8 bits, or of fp32 as small shards have, stands for."""
+    """The fp32 values of a moment, which has 8 bits, or fp32 itself in small shards."""
     from torchao.optim.subclass_8bit import OptimState8bit
 
     if not isinstance(moment, OptimState8bit):

@@ -24,7 +24,7 @@ SLOT = "momentum_buffer"
 
 
 def is_orthogonalised(owned: ParameterShard) -> bool:
-    """Muon updates the matrices of the layers, those of each expert too; Adam the rest of the model."""
+    """Whether Muon updates a parameter: a matrix of the layers, or of an expert; Adam has the rest."""
     return owned.name.startswith("layers.") and owned.decayed
 
 

@@ -57,7 +57,7 @@ def parameter_groups(owned: Sequence[ParameterShard]) -> list[dict[str, Any]]:
 
 
 class UpdateRule(Protocol):
-    """Who changes weights by gradients, shard by shard: Adam, Muon, ..."""
+    """A rule that changes weights by gradients, shard by shard: Adam, Muon, ..."""
 
     slots: tuple[str, ...]
     """Names of its state tensors; not every parameter has all."""
@@ -147,7 +147,7 @@ class ShardedOptimizer:
 
 
 def clip_factor(norm: Tensor, limit: float) -> Tensor:
-    """What to multiply gradients of `norm` by so that their norm is at most `limit`."""
+    """The factor, 1 at most, that brings gradients of `norm` to a norm of at most `limit`."""
     return (limit / (norm + CLIP_EPSILON)).clamp(max=1.0).float()
 
 

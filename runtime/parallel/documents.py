@@ -31,7 +31,7 @@ def check_boundaries(boundaries: Boundaries, layout: Layout) -> None:
 
 
 def document_starts(tokens_BS: Tensor, eod: int) -> Tensor:
-    """Where the document of each token begins in its row: [B, S] for tokens [B, S].
+    """The position [B, S] in its row at which the document of each token begins.
 
     An end-of-document token belongs to the document that it ends.
     """
@@ -42,7 +42,7 @@ def document_starts(tokens_BS: Tensor, eod: int) -> Tensor:
 
 
 def document_mask(starts_BS: Tensor, queries_T: Tensor, keys: int, dtype: torch.dtype) -> Tensor:
-    """What causal attention within documents adds to scores: 0, or -inf for what it hides, [B, 1, T, P].
+    """The mask [B, 1, T, P] that causal attention within documents adds to scores: 0, or -inf to hide.
 
     Args:
         starts_BS: from `document_starts`.

@@ -83,7 +83,7 @@ def unpack(packed: Packed) -> Tensor:
 
 
 def memory_of(tensor: Tensor) -> int:
-    """What tensors that share memory have in common, while it lives; fake ones have it too."""
+    """A number that tensors share which share memory, while that lives; fake ones have it too."""
     owner: int = tensor.untyped_storage()._cdata
     return owner
 
@@ -94,7 +94,7 @@ def is_plain(tensor: Tensor) -> bool:
 
 
 def pack(tensor: Tensor) -> Packed:
-    """What stands for `tensor`: a function if it is a view of an output that the running layer recomputes."""
+    """`tensor`, or what makes it again: a function, if it views an output that the layer recomputes."""
     if is_plain(tensor):
         for reference, call in _outputs[-1] if _outputs else ():
             output = reference()

@@ -19,7 +19,7 @@ def rank_order(x: Tensor, ranks: int, dim: int) -> Tensor:
 
 
 def sequence_order(x: Tensor, ranks: int, dim: int) -> Tensor:
-    """What `rank_order` has ordered, in the order of its positions again."""
+    """Whole sequences along `dim` that are in `rank_order`, in the order of their positions again."""
     if ranks == 1:
         return x
     chunks = x.chunk(2 * ranks, dim)

@@ -32,7 +32,7 @@ NO_MASK = (
 
 
 def compile_refusal(schedule: str) -> str:
-    """Why layers are not compiled under a schedule that splits backward."""
+    """The message that refuses to compile layers under a schedule that splits backward."""
     return (
         f"--compile: schedule {schedule} splits backward, which PyTorch does not do with compiled layers; "
         "leave the flag out, or pin schedule 1f1b or interleaved"

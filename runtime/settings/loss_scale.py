@@ -14,7 +14,7 @@ GROWTH, BACKOFF = 2.0, 0.5
 
 @dataclass
 class LossScale:
-    """What the loss is multiplied by, so that small gradients do not vanish in fp16.
+    """The factor of the loss that keeps small gradients from vanishing in fp16.
 
     A step whose gradient overflows changes nothing but the scale. A dynamic scale follows Megatron-LM's
     DynamicGradScaler: it halves at the overflow number `hysteresis` and at each one after that, and doubles
@@ -54,7 +54,7 @@ class LossScale:
             self.value *= GROWTH
 
     def state(self) -> dict[str, float]:
-        """What a checkpoint keeps."""
+        """The entries of a checkpoint that `load` takes."""
         return {
             "value": self.value,
             "good_steps": self.good_steps,

@@ -272,7 +272,7 @@ class TrainingOptions:
         )
 
     def largest_norm(self) -> float:
-        """What the global gradient norm is clipped to; 0 for no clipping by norm."""
+        """The global gradient norm that gradients are clipped to; 0 for no clipping by norm."""
         if self.clip_grad is None:
             return 0.0 if self.clip_grad_value is not None else CLIP_GRAD
         return self.clip_grad
@@ -341,7 +341,7 @@ class DataOptions:
 
 @dataclass(frozen=True)
 class OutputOptions:
-    """What a run writes, and when."""
+    """The files that a run writes, and when."""
 
     SECTIONS: ClassVar[dict[str, str]] = {
         "log_interval": "Logging and evaluation",

@@ -30,14 +30,14 @@ def needs_head_room(plan: Plan) -> bool:
 
 
 def expert_balance_notes(plan: Plan, training: TrainingOptions) -> Iterator[str]:
-    """Of a plan that `training` may not keep to, because its tokens choose experts as they like."""
+    """A note on a plan that `training` may exceed, as nothing makes tokens choose experts evenly."""
     balanced = training.moe_aux_loss_coeff and training.moe_router_load_balancing_type != "none"
     if needs_head_room(plan) and not balanced and not plan.model.router.expert_bias:
         yield f"{HEAD_ROOM}; {UNBALANCED}"
 
 
 def optimizer_notes(plan: Plan, parallel: ParallelOptions) -> Iterator[str]:
-    """Of a plan without ZeRO that was to save memory."""
+    """A note on a plan without ZeRO that was to save memory."""
     layout = plan.layout
     replicas = layout.data_parallel * layout.context_parallel
     if parallel.reuse_fp32_param and layout.zero_stage == 0 and replicas > 1:
@@ -48,7 +48,7 @@ def optimizer_notes(plan: Plan, parallel: ParallelOptions) -> Iterator[str]:
 
 
 def training_notes(problem: Problem) -> Iterator[str]:
-    """Why this package's runtime could not train the plans of a problem that names its engine."""
+    """Notes on a problem for this package's engine whose plans the runtime could not train."""
     if problem.engine.name != DEFAULT_ENGINE:
         return
     try:

@@ -32,7 +32,7 @@ from runtime.train.executor import Executor
 
 
 class Load(NamedTuple):
-    """What the experts of all layers took in since the last report."""
+    """The rows that the experts of all layers took in since the last report."""
 
     shares: dict[int, list[float]]
     """By layer: the share of its tokens that chose each expert, times E / k: 1 where all are even."""
@@ -128,7 +128,7 @@ class Balance:
         self.counts_before_step = self.counts.clone()
 
     def report(self) -> Load:
-        """What has happened since the last report; every rank calls it."""
+        """The load since the last report; every rank calls it."""
         counts, totals = self._sum(self.counts), self._sum(self.totals)
         first = self.spec.layers - self.spec.moe_layers
         routed = counts[first:].double()

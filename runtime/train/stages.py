@@ -129,7 +129,7 @@ def build_executor(
 
 
 def executor_of(stages: list[Transformer], spec: ModelSpec, layout: Layout, grid: Grid) -> Executor:
-    """What runs the micro batches of `stages`."""
+    """The executor that runs the micro batches of `stages`."""
     loss = TokenLoss(spec, layout, grid)
     if layout.pipeline_parallel == 1:
         return Accumulation(stages, layout, loss)

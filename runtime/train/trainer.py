@@ -30,7 +30,7 @@ from runtime.train.stages import build_executor
 
 
 class StepResult(NamedTuple):
-    """What one step reports; scalars stay on the device until they are read."""
+    """The loss and gradient norm of one step; scalars stay on the device until they are read."""
 
     loss: Tensor
     """Mean token loss of the global batch before the update, in nats."""
