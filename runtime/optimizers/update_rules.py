@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from costmodels import Layout, ModelSpec
+from costmodels.spec.layout import Optimizer
 from runtime.optimizers.adafactor import Adafactor
 from runtime.optimizers.adam8bit import Adam8bit
 from runtime.optimizers.muon import Muon, is_orthogonalised
@@ -65,25 +66,62 @@ class ElementWise:
         return state
 
 
+class Setting(NamedTuple):
+    """What a rule may want to know besides its shards."""
+
+    spec: ModelSpec
+    layout: Layout
+    options: TrainingOptions
+    device: torch.device
+    """Of the parameters, wherever the optimizer works."""
+
+    @property
+    def adam(self) -> dict[str, Any]:
+        """Arguments of PyTorch's Adam."""
+        return {
+            "betas": (self.options.adam_beta1, self.options.adam_beta2),
+            "eps": self.options.adam_eps,
+        }
+
+
+def _adam(owned: Sequence[Owned], setting: Setting) -> UpdateRule:
+    kind = torch.optim.Adam if setting.options.no_decoupled_weight_decay else torch.optim.AdamW
+    return ElementWise(owned, kind, MOMENTS, **setting.adam)
+
+
+def _sgd(owned: Sequence[Owned], setting: Setting) -> UpdateRule:
+    momentum = setting.options.sgd_momentum
+    return ElementWise(owned, torch.optim.SGD, ("momentum_buffer",) if momentum else (), momentum=momentum)
+
+
+def _adafactor(owned: Sequence[Owned], setting: Setting) -> UpdateRule:
+    return Adafactor(owned, setting.spec.vocab, setting.device)
+
+
+def _muon(owned: Sequence[Owned], setting: Setting) -> UpdateRule:
+    others = [o for o in owned if not is_orthogonalised(o)]
+    rest = ElementWise(others, torch.optim.AdamW, MOMENTS, **setting.adam)
+    # Rounding to bf16 would let layouts of fp32 drift apart.
+    dtype = torch.float32 if setting.layout.precision == "fp32" else torch.bfloat16
+    return Muon(owned, rest, setting.options, dtype, setting.device)
+
+
+def _adam8bit(owned: Sequence[Owned], setting: Setting) -> UpdateRule:
+    return Adam8bit(owned, **setting.adam)
+
+
+RULES: dict[Optimizer, Callable[[Sequence[Owned], Setting], UpdateRule]] = {
+    "adam": _adam,
+    "sgd": _sgd,
+    "adafactor": _adafactor,
+    "muon": _muon,
+    "adam8bit": _adam8bit,
+}
+"""The rule of each optimizer, made for the shards of this rank."""
+
+
 def update_rule(
     owned: Sequence[ParameterShard], spec: ModelSpec, layout: Layout, options: TrainingOptions, grid: Grid
 ) -> UpdateRule:
     """The optimizer that `layout` names, with the settings of `options`."""
-    adam: dict[str, Any] = {
-        "betas": (options.adam_beta1, options.adam_beta2),
-        "eps": options.adam_eps,
-    }
-    if layout.optimizer == "sgd":
-        slots = ("momentum_buffer",) if options.sgd_momentum else ()
-        return ElementWise(owned, torch.optim.SGD, slots, momentum=options.sgd_momentum)
-    if layout.optimizer == "adafactor":
-        return Adafactor(owned, spec.vocab, grid.device)
-    if layout.optimizer == "adam8bit":
-        return Adam8bit(owned, **adam)
-    if layout.optimizer == "muon":
-        rest = ElementWise([o for o in owned if not is_orthogonalised(o)], torch.optim.AdamW, MOMENTS, **adam)
-        # Rounding to bf16 would let layouts of fp32 drift apart.
-        dtype = torch.float32 if layout.precision == "fp32" else torch.bfloat16
-        return Muon(owned, rest, options, dtype, grid.device)
-    kind = torch.optim.Adam if options.no_decoupled_weight_decay else torch.optim.AdamW
-    return ElementWise(owned, kind, MOMENTS, **adam)
+    return RULES[layout.optimizer](owned, Setting(spec, layout, options, grid.device))

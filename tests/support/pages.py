@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -86,3 +87,10 @@ def write_changes(page: Path, folder: Path) -> None:
             f"{page.name} shows lines that {change.file} has not:\n{change.before}"
         )
         file.write_text(text.replace(change.before, change.after), encoding="utf-8")
+
+
+def copied_code(folder: Path) -> Path:
+    """A copy of the packages in `folder`, to change."""
+    for package in ("cli", "costmodels", "planner", "runtime"):
+        shutil.copytree(ROOT / package, folder / package, ignore=shutil.ignore_patterns("__pycache__"))
+    return folder

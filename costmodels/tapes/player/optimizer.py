@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from costmodels.layers.optimizer import UPDATES
 from costmodels.spec.layout import Layout
 from costmodels.tapes.player.heap import (
     COMMUNICATION,
@@ -72,8 +73,8 @@ def _state(layout: Layout, one: Updated) -> list[int]:
     moment = WIDE * one.elements
     adam = [WIDE, moment, moment]
     match layout.optimizer:
-        case "sgd":
-            return [moment]
+        case "adam":
+            return adam
         case "muon":
             return [moment] if one.is_orthogonalised else adam
         case "adafactor":
@@ -84,7 +85,8 @@ def _state(layout: Layout, one: Updated) -> list[int]:
             if one.elements < QUANTISED_FROM or one.elements % BLOCK:
                 return [moment, moment]
             return 2 * [one.elements, WIDE * one.elements // BLOCK, CODES]
-    return adam
+    each = UPDATES[layout.optimizer].layers if one.is_layer else UPDATES[layout.optimizer].ends
+    return [round(each * one.elements)]
 
 
 def step(heap: Heap, layout: Layout, parameters: Sequence[Updated]) -> None:
