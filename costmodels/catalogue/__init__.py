@@ -12,7 +12,7 @@ from typing import Any
 from costmodels.catalogue.host import host_device
 from costmodels.catalogue.yaml_files import FOLDER, build, is_file_name, packaged, unknown, user_fields
 from costmodels.errors import InputError
-from costmodels.spec.engine import Engine, merged, nested
+from costmodels.spec.engine import Engine, constant_names, merged, nested, without_constants
 from costmodels.spec.flat_constants import in_groups
 from costmodels.spec.hardware import Device
 from costmodels.spec.model import ModelSpec
@@ -180,11 +180,12 @@ def _engine_of_file(path: str) -> Engine:
     if alike is not None:
         fields = _catalogued_engine(str(alike)).model_dump(exclude_unset=True)
         fields["source"] = f"like {alike}"
-        fields["devices"] = {key: _without(own, changes) for key, own in fields["devices"].items()}
+        named = constant_names(changes)
+        fields["devices"] = {key: without_constants(own, named) for key, own in fields["devices"].items()}
     fields = _merged(fields, changes)
     engine = build(Engine, fields, origin)
     for key, own in engine.devices.items():
-        build(Engine, merged({**fields, "devices": {}}, own), f"{origin}, devices {key}")
+        build(Engine, _merged({**fields, "devices": {}}, own), f"{origin}, devices {key}")
     return engine
 
 
@@ -196,17 +197,6 @@ def _merged(fields: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
         if isinstance(value, dict) and isinstance(fields.get(key), dict)
     }
     return {**fields, **changes, **deeper}
-
-
-def _without(fields: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
-    """`fields` but for those that `changes` has; where both have a mapping, what is left of it."""
-    left = {key: value for key, value in fields.items() if key not in changes}
-    deeper = {
-        key: _without(value, changes[key])
-        for key, value in fields.items()
-        if isinstance(value, dict) and isinstance(changes.get(key), dict)
-    }
-    return left | {key: value for key, value in deeper.items() if value}
 
 
 def _constants(engine: str, key: str) -> dict[str, Any]:
