@@ -84,21 +84,21 @@ class Setting(NamedTuple):
         }
 
 
-def _adam(owned: Sequence[Owned], setting: Setting) -> UpdateRule:
+def _adam(owned: Sequence[ParameterShard], setting: Setting) -> UpdateRule:
     kind = torch.optim.Adam if setting.options.no_decoupled_weight_decay else torch.optim.AdamW
     return ElementWise(owned, kind, MOMENTS, **setting.adam)
 
 
-def _sgd(owned: Sequence[Owned], setting: Setting) -> UpdateRule:
+def _sgd(owned: Sequence[ParameterShard], setting: Setting) -> UpdateRule:
     momentum = setting.options.sgd_momentum
     return ElementWise(owned, torch.optim.SGD, ("momentum_buffer",) if momentum else (), momentum=momentum)
 
 
-def _adafactor(owned: Sequence[Owned], setting: Setting) -> UpdateRule:
+def _adafactor(owned: Sequence[ParameterShard], setting: Setting) -> UpdateRule:
     return Adafactor(owned, setting.spec.vocab, setting.device)
 
 
-def _muon(owned: Sequence[Owned], setting: Setting) -> UpdateRule:
+def _muon(owned: Sequence[ParameterShard], setting: Setting) -> UpdateRule:
     others = [o for o in owned if not is_orthogonalised(o)]
     rest = ElementWise(others, torch.optim.AdamW, MOMENTS, **setting.adam)
     # Rounding to bf16 would let layouts of fp32 drift apart.
@@ -106,11 +106,11 @@ def _muon(owned: Sequence[Owned], setting: Setting) -> UpdateRule:
     return Muon(owned, rest, setting.options, dtype, setting.device)
 
 
-def _adam8bit(owned: Sequence[Owned], setting: Setting) -> UpdateRule:
+def _adam8bit(owned: Sequence[ParameterShard], setting: Setting) -> UpdateRule:
     return Adam8bit(owned, **setting.adam)
 
 
-RULES: dict[Optimizer, Callable[[Sequence[Owned], Setting], UpdateRule]] = {
+RULES: dict[Optimizer, Callable[[Sequence[ParameterShard], Setting], UpdateRule]] = {
     "adam": _adam,
     "sgd": _sgd,
     "adafactor": _adafactor,
