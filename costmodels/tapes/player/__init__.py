@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
 from costmodels.spec.layout import Layout
 from costmodels.spec.model import ModelSpec
+from costmodels.spec.table import Floats
 from costmodels.tapes.player.heap import CATEGORIES, Moment
-from costmodels.tapes.player.stage import Unit
+from costmodels.tapes.player.stage import Setting, Unit
 from costmodels.tapes.player.step import Rank
 from costmodels.tapes.store import default_version, has_tapes, tape_of
 from costmodels.tapes.structure import LAYERS, Structure, structure_of, units_of_stage
 
-__all__ = ["CATEGORIES", "Moment", "missing", "rank_moments"]
+__all__ = ["CATEGORIES", "Moment", "missing", "rank_moments", "rank_peaks"]
 
 
 def structures_of_stage(model: ModelSpec, layout: Layout, stage: int, compiled: bool) -> list[Structure]:
@@ -38,17 +43,48 @@ def missing(
 def rank_moments(
     model: ModelSpec, layout: Layout, rank: int, compiled: bool, version: str | None = None
 ) -> list[Moment]:
-    """The highest moments of a step of one pipeline rank, one of each label."""
+    """The highest moments of a step of one pipeline rank, one of each label.
+
+    Raises:
+        KeyError: a structure has no tape.
+    """
+    return _moments(model, layout, [rank], compiled, version)[0]
+
+
+def rank_peaks(
+    model: ModelSpec, layouts: Sequence[Layout], compiled: bool, version: str | None = None
+) -> tuple[Floats, Floats]:
+    """Allocated bytes of each pipeline rank at the peak of a step.
+
+    Returns:
+        Totals [n, k] and their compositions [categories, n, k] in the order of `CATEGORIES`, for k pipeline
+        ranks; 0 for ranks that a layout does not have.
+
+    Raises:
+        KeyError: a structure has no tape.
+    """
+    ranks = max((layout.pipeline_parallel for layout in layouts), default=1)
+    compositions = np.zeros((len(CATEGORIES), len(layouts), ranks))
+    for row, layout in enumerate(layouts):
+        every = _moments(model, layout, range(layout.pipeline_parallel), compiled, version)
+        for rank, moments in enumerate(every):
+            highest = max(moments, key=lambda moment: moment.total)
+            compositions[:, row, rank] = highest.composition
+    return compositions.sum(axis=0), compositions
+
+
+def _moments(
+    model: ModelSpec, layout: Layout, ranks: Iterable[int], compiled: bool, version: str | None
+) -> list[list[Moment]]:
     version = version or default_version()
-    played = Rank(
-        model,
-        layout,
-        [_units(model, layout, stage, compiled, version) for stage in layout.stages_of(rank)],
-        rank,
-    )
-    played.run()
-    played.update()
-    return [moment for moment in played.heap.moments() if moment.label != "build"]
+    setting, found = Setting(model, layout), []
+    for rank in ranks:
+        units = [_units(model, layout, stage, compiled, version) for stage in layout.stages_of(rank)]
+        played = Rank(setting, units, rank)
+        played.run()
+        played.update()
+        found.append([moment for moment in played.heap.moments() if moment.label != "build"])
+    return found
 
 
 def _units(model: ModelSpec, layout: Layout, stage: int, compiled: bool, version: str) -> list[Unit]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -50,6 +51,20 @@ class Span(NamedTuple):
     """What is left in the end; negative for what was there before."""
 
 
+class Effect(NamedTuple):
+    """What something does to memory, wherever it begins."""
+
+    peaks: tuple[tuple[str, int, Composition], ...]
+    """By label the most bytes above those at the beginning, and what these are."""
+    net: Composition
+    is_new: bool
+    """It ends in a label in which nothing has changed."""
+
+
+Effects = dict[Hashable, Effect]
+"""What has been played once, by what decides it."""
+
+
 @dataclass(frozen=True)
 class Moment:
     """What is allocated at the highest moment of a label, in bytes by category."""
@@ -67,6 +82,10 @@ class Heap:
     """Allocated bytes by category, and the highest moment of each label since the beginning."""
 
     def __init__(self) -> None:
+        self.clear()
+
+    def clear(self) -> None:
+        """Begin anew."""
         self.bytes = list(NOTHING)
         self.total = 0
         self.label = ""
@@ -82,7 +101,7 @@ class Heap:
 
     def _begin(self) -> None:
         self.is_new = False
-        if self.total > self.peaks.get(self.label, (-1, ()))[0]:
+        if self.label not in self.peaks or self.total > self.peaks[self.label][0]:
             self.peaks[self.label] = self.total, tuple(self.bytes)
 
     def allocate(self, storage: Storage) -> Storage:
@@ -112,6 +131,29 @@ class Heap:
         if self.total + high > self.peaks[self.label][0]:
             there = tuple(a + b for a, b in zip(self.bytes, composition, strict=True))
             self.peaks[self.label] = self.total + high, there
+        self.bytes = [a + b for a, b in zip(self.bytes, net, strict=True)]
+        self.total += sum(net)
+
+    def repeat(self, effects: Effects, key: Hashable, play: Callable[[], None]) -> None:
+        """Play something, or do again what it has done under the same key.
+
+        Args:
+            key: all that decides what `play` does, but for the bytes that are there and the label.
+            play: leaves the label as it is.
+        """
+        known = self.label, key
+        if known not in effects:
+            before = self.bytes, self.total, self.peaks, self.is_new
+            self.bytes, self.total, self.peaks, self.is_new = list(NOTHING), 0, {}, True
+            play()
+            peaks = tuple((label, *highest) for label, highest in self.peaks.items())
+            effects[known] = Effect(peaks, tuple(self.bytes), self.is_new)
+            self.bytes, self.total, self.peaks, self.is_new = before
+        peaks, net, self.is_new = effects[known]
+        for label, high, composition in peaks:
+            if label not in self.peaks or self.total + high > self.peaks[label][0]:
+                there = tuple(a + b for a, b in zip(self.bytes, composition, strict=True))
+                self.peaks[label] = self.total + high, there
         self.bytes = [a + b for a, b in zip(self.bytes, net, strict=True)]
         self.total += sum(net)
 

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from costmodels.layers.optimizer import UPDATES
@@ -16,7 +16,6 @@ from costmodels.tapes.player.heap import (
     Storage,
     block_bytes,
 )
-from costmodels.tapes.player.sharding import Sharded
 
 WIDE = 4
 """Bytes of a number in fp32."""
@@ -50,14 +49,6 @@ class Updated(NamedTuple):
         return self.is_layer and len(self.sides) > 1 and not self.name.endswith("bias")
 
 
-def updated(parts: Sequence[Sharded], whole: Sequence[tuple[int, ...]], is_layer: bool) -> list[Updated]:
-    """The parameters of a group, whose sides on all ranks together are `whole`."""
-    return [
-        Updated(one.parameter.name, one.sides, sides, is_layer)
-        for one, sides in zip(parts, whole, strict=True)
-    ]
-
-
 def state_of(layout: Layout, parameters: Sequence[Updated]) -> list[Storage]:
     """What the optimizer keeps on the device."""
     if layout.offload_optimizer:
@@ -89,21 +80,25 @@ def _state(layout: Layout, one: Updated) -> list[int]:
     return [round(each * one.elements)]
 
 
-def step(heap: Heap, layout: Layout, parameters: Sequence[Updated]) -> None:
+def step(heap: Heap, layout: Layout, groups: Sequence[Sequence[Updated]]) -> None:
     """The update of all parameters, their states and gradients being there."""
     heap.enter("optimizer")
     if layout.optimizer == "muon":
-        for one in parameters:
+        for one in _unlike(groups):
             if one.is_orthogonalised:
                 _during(heap, _orthogonalising(layout, one))
     if layout.optimizer == "adafactor" and not layout.offload_optimizer:
-        sums = [storage for one in parameters for storage in _sums(one)]
-        for storage in sums:
-            heap.allocate(storage)
-        for one in parameters:
+        sums = Storage(TEMPORARIES, sum(size for group in groups for one in group for size in _sums(one)))
+        heap.allocate(sums)
+        for one in _unlike(groups):
             _during(heap, [Storage(TEMPORARIES, block_bytes(WIDE * one.elements))])
-        for storage in sums:
-            heap.free(storage)
+        heap.free(sums)
+
+
+def _unlike(groups: Sequence[Sequence[Updated]]) -> Iterator[Updated]:
+    """The parameters of groups without those that are the same objects again."""
+    for group in {id(group): group for group in groups}.values():
+        yield from group
 
 
 def _during(heap: Heap, storages: Sequence[Storage]) -> None:
@@ -113,16 +108,16 @@ def _during(heap: Heap, storages: Sequence[Storage]) -> None:
         heap.free(storage)
 
 
-def _sums(one: Updated) -> list[Storage]:
-    """Adafactor's squares of the rows and columns of this step, and the sums of those that ranks share, which
-    last as long as its update."""
+def _sums(one: Updated) -> list[int]:
+    """Bytes of Adafactor's squares of the rows and columns of this step, and of the sums of those that ranks
+    share, which last as long as its update."""
     if len(one.sides) == 1:
         return []
     found = []
     for place in (-1, -2):
         size = WIDE * one.elements // one.sides[place]
         shared = one.is_layer and one.sides[place] < one.whole[place]
-        found += [Storage(TEMPORARIES, block_bytes(size))] * (1 + shared)
+        found += [block_bytes(size)] * (1 + shared)
     return found
 
 

@@ -4,11 +4,15 @@ they hold of messages."""
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
+import numpy as np
+
+from costmodels.spec.layout import Schedule
 from costmodels.spec.schedules import BACKWARD, FORWARD, GATHERED_STAGES, WEIGHTS
 from costmodels.tapes.player.heap import Heap, Storage
-from costmodels.tapes.player.message_times import Timed
+from costmodels.tapes.player.message_times import Timed, message_times
 from costmodels.tapes.player.stage import Stage
 
 
@@ -85,14 +89,12 @@ class PipelineStage:
         names.put(("kept output", index, number), output)
         names.put(("kept input", index, number), names.held.get(("input", index, number)))
         names.pop(("input", index, number))
-        self.heap.enter("schedule")
         return output
 
     def backward(self, number: int) -> None:
         """`backward_one_chunk`; leaves the gradient of the input."""
         names, index = self.names, self.index
-        self.stage.backward(is_last=False, reshards=False)
-        self.heap.enter("schedule")
+        self.stage.backward(is_last=False)
         gradient = self.stage.input_gradient
         if gradient is not None:
             shared = Shared(gradient)
@@ -165,6 +167,20 @@ class Action(NamedTuple):
     name: str
     stage: int
     micro_batch: int = -1
+
+
+@lru_cache(maxsize=256)
+def rank_actions(
+    schedule: Schedule, stages: tuple[tuple[int, ...], ...], rank: int, micro_batches: int
+) -> list[Action]:
+    """The actions of one of the ranks that have these stages."""
+    timed = _times(schedule, stages, micro_batches)[rank]
+    return actions_of(timed, stages[rank], micro_batches)
+
+
+@lru_cache(maxsize=64)
+def _times(schedule: Schedule, stages: tuple[tuple[int, ...], ...], micro_batches: int) -> list[Timed]:
+    return message_times(schedule, np.array(stages), micro_batches, awaits_reductions=False)
 
 
 def actions_of(timed: Timed, stages: Sequence[int], micro_batches: int) -> list[Action]:

@@ -8,18 +8,20 @@ Names and order of what happens are those of `torch.distributed.fsdp._fully_shar
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from costmodels.spec.layout import Layout
 from costmodels.tapes.player.heap import (
     COMMUNICATION,
     GRADIENTS,
+    OPTIMIZER,
     PARAMETERS,
+    Effects,
     Heap,
     Storage,
     block_bytes,
 )
+from costmodels.tapes.player.optimizer import Updated
 from costmodels.tapes.player.units import Parameter
 
 MASTER = 4
@@ -114,139 +116,249 @@ def sharded(parameter: Parameter, policy: Policy) -> Sharded:
     return Sharded(parameter.elements, elements, tuple(sides), along > 0 and shards > 1, parameter)
 
 
-@dataclass
-class Traffic:
-    """What the groups of one root share (`FSDPCommContext`)."""
+class Bundle:
+    """Parameters that are gathered and reduced together; those of equal layers are the same object."""
 
-    gathered_last: Storage | None = None
-    """The buffer of the last all-gather of forward."""
-    reduced_last: list[Storage] = field(default_factory=list)
-    """What reduce-scatters read from."""
-    order: list[Group] = field(default_factory=list)
-    """Groups in the order in which their forward ended."""
-
-
-class Group:
-    """A group of parameters that are gathered and reduced together."""
-
-    def __init__(
-        self,
-        heap: Heap,
-        traffic: Traffic,
-        parameters: Sequence[Parameter],
-        policy: Policy,
-        is_root: bool,
-        wraps: bool,
-    ) -> None:
-        """`wraps`: FSDP2 manages it; else its parameters are there, and gradients are added up."""
-        self.heap, self.traffic, self.policy = heap, traffic, policy
-        self.wraps = wraps and len(parameters) > 0
+    def __init__(self, parameters: Sequence[Parameter], made: Sequence[Storage], policy: Policy) -> None:
+        """`made`: gradients as autograd makes them; of no bytes where it makes none."""
+        self.policy = policy
         self.parts = [sharded(one, policy) for one in parameters]
-        self.frees = policy.frees and not is_root
-        self.is_gathered = False
-        self.gathering: Storage | None = None
-        """The buffer of an all-gather that nobody has waited for; of no bytes where there is one rank."""
-        self.fresh: list[Storage | None] = [None] * len(self.parts)
-        """Gradients that autograd has made."""
-        self.accumulated: list[Storage | None] = [None] * len(self.parts)
-        """Sums of gradients in the number format in which they are reduced."""
-        self.gradient: Storage | None = None
-        """Of all shards."""
-        self.all_reduced: Storage | None = None
-        self.is_last = True
-        """This backward reduces."""
-        self.places: list[int] = []
-        self.is_done = False
-        """Backward has passed here."""
-        width = policy.width
-        self.outputs = [
-            Storage(COMMUNICATION, block_bytes(width * one.shard * policy.shards)) for one in self.parts
+        self.made = made
+        width, shards = policy.width, policy.shards
+        self.outputs = [_communication(width * one.shard * shards) for one in self.parts]
+        self.gathered = Storage(COMMUNICATION, sum(one.size for one in self.outputs))
+        self.buffer = _communication(width * shards * sum(one.shard for one in self.parts))
+        self.sums = [
+            Storage(GRADIENTS, block_bytes(policy.reduced * one.whole) if storage.size else 0)
+            for one, storage in zip(self.parts, made, strict=True)
         ]
-        self.buffer = Storage(
-            COMMUNICATION, block_bytes(width * policy.shards * sum(one.shard for one in self.parts))
-        )
-
-    # State of the step.
-
-    def masters(self) -> list[Storage]:
+        """Gradients in the number format in which they are reduced."""
+        elements = sum(one.shard for one, storage in zip(self.parts, made, strict=True) if storage.size)
+        self.source = _communication(policy.reduced * shards * elements)
+        """What a reduce-scatter reads from."""
+        self.written = _communication(policy.reduced * elements)
+        """What it writes."""
+        self.gradient = Storage(GRADIENTS, block_bytes(MASTER * elements))
+        """Of all shards."""
+        masters = 0 if policy.offloads else sum(block_bytes(MASTER * one.shard) for one in self.parts)
+        self.masters = Storage(PARAMETERS, masters)
         """Parameters as the optimizer sees them, on the device."""
-        if self.policy.offloads:
-            return []
-        return [Storage(PARAMETERS, block_bytes(MASTER * one.shard)) for one in self.parts]
+        self.updated: Sequence[Updated] = ()
+        """As the optimizer sees them."""
+        self.optimizer = Storage(OPTIMIZER, 0)
+        """Its state."""
+        self.effects: Effects = {}
 
-    # Gathering.
-
-    def unshard(self) -> None:
-        """Begin to gather."""
-        if not self.wraps or self.gathering is not None or self.is_gathered:
-            return
-        if self.policy.shards == 1:
-            self.gathering = Storage(COMMUNICATION, 0)
-            return
-        heap, policy = self.heap, self.policy
+    def send(self, heap: Heap) -> None:
+        """`foreach_all_gather`: leaves the buffer."""
+        policy = self.policy
         sent: list[Storage] = []
         if policy.offloads:
             for one in self.parts:
-                sent += self._arrived(one)
+                sent += self._arrived(heap, one)
         elif policy.width != MASTER:
-            sent = [Storage(COMMUNICATION, block_bytes(policy.width * sum(one.shard for one in self.parts)))]
-            heap.allocate(sent[0])
-        self.gathering = heap.allocate(self.buffer)
-        for storage in sent:
-            heap.free(storage)
+            elements = sum(one.shard for one in self.parts)
+            sent = [heap.allocate(_communication(policy.width * elements))]
+        heap.allocate(self.buffer)
+        _free(heap, sent)
 
-    def _arrived(self, one: Sharded) -> list[Storage]:
+    def _arrived(self, heap: Heap, one: Sharded) -> list[Storage]:
         """A shard in the number format that computes, where it is not the parameter itself."""
-        heap, policy = self.heap, self.policy
-        found = Storage(COMMUNICATION, block_bytes(policy.width * one.shard))
+        policy = self.policy
+        found = _communication(policy.width * one.shard)
         if policy.width == MASTER:
             return [heap.allocate(found)] if policy.offloads else []
-        copied = Storage(COMMUNICATION, block_bytes(MASTER * one.shard) * policy.offloads)
+        copied = _communication(MASTER * one.shard * policy.offloads)
         heap.allocate(copied)
         heap.allocate(found)
         heap.free(copied)
         return [found]
 
+    def copy_out(self, heap: Heap) -> None:
+        """`foreach_all_gather_copy_out`, or what there is instead with one rank."""
+        held: list[Storage] = []
+        for one, output in zip(self.parts, self.outputs, strict=True):
+            if self.policy.shards == 1:
+                # The variable lets go of the one before.
+                arrived = self._arrived(heap, one)
+                _free(heap, held)
+                held = arrived
+            heap.allocate(output)
+            if one.moved:
+                held.append(heap.allocate(output))
+        _free(heap, held)
+
+    def convert(self, heap: Heap) -> None:
+        """`FSDPParam.to_accumulated_grad_if_needed` of all."""
+        for fresh, sums in zip(self.made, self.sums, strict=True):
+            heap.allocate(sums)
+            heap.free(fresh)
+
+    def sum_partial(self, heap: Heap, gradients: Sequence[Storage]) -> list[Storage]:
+        """Gradients with sums over tensor-parallel ranks instead of their parts."""
+        found = list(gradients)
+        for number, (one, gradient) in enumerate(zip(self.parts, gradients, strict=True)):
+            if one.parameter.partial:
+                found[number] = heap.allocate(Storage(COMMUNICATION, gradient.size))
+                heap.free(gradient)
+        return found
+
+    def reduce(self, heap: Heap, gradients: Sequence[Storage], is_new: bool) -> None:
+        """`foreach_reduce`: leaves what the reduce-scatter reads from, the gradient if it is new, and what an
+        all-reduce keeps besides it.
+
+        Args:
+            is_new: the result becomes the gradient, and is not added to one.
+        """
+        policy = self.policy
+        listed, held = self._in_order_of_ranks(heap, gradients)
+        heap.allocate(self.source)
+        _free(heap, listed)
+        output, result = self.written, self.gradient if is_new else _communication(self.gradient.size)
+        if policy.reduced == MASTER:
+            output = result
+        heap.allocate(output)
+        if policy.shards == 1 and policy.holders > 1:
+            # A factor makes PyTorch before 2.15 divide a copy.
+            heap.allocate(self.source)
+            heap.free(self.source)
+        if policy.reduced != MASTER:
+            heap.allocate(result)
+            if not policy.all_reduces:
+                heap.free(output)
+        _free(heap, held)
+        if not is_new and not (policy.all_reduces and result is output):
+            heap.free(result)
+
+    def keeps_all_reduced(self, is_new: bool) -> bool:
+        """Whether an all-reduce keeps something besides the gradient."""
+        return self.policy.all_reduces and not (is_new and self.policy.reduced == MASTER)
+
+    def _in_order_of_ranks(
+        self, heap: Heap, gradients: Sequence[Storage]
+    ) -> tuple[list[Storage], list[Storage]]:
+        """What is copied to be reduced, and what local variables keep to the end besides."""
+        listed: list[Storage] = []
+        chunks: Storage | None = None
+        moved = False
+        for one, gradient in zip(self.parts, gradients, strict=True):
+            if not gradient.size:
+                continue
+            moved = one.moved
+            if moved:
+                if chunks is not None:
+                    heap.free(chunks)
+                chunks = gradient
+                gradient = heap.allocate(Storage(COMMUNICATION, gradient.size))
+            listed.append(gradient)
+        held = [] if chunks is None else [chunks]
+        if self.policy.shards > 1 and not moved:
+            # The loop's variable, before PyTorch 2.15.
+            held.append(listed.pop())
+        return listed, held
+
+
+def _communication(size: int) -> Storage:
+    return Storage(COMMUNICATION, block_bytes(size))
+
+
+def _free(heap: Heap, storages: Sequence[Storage]) -> None:
+    for storage in storages:
+        heap.free(storage)
+
+
+class Traffic:
+    """What the groups of one root share (`FSDPCommContext`)."""
+
+    def __init__(self) -> None:
+        self.gathered_last: Storage | None = None
+        """The buffer of the last all-gather of forward."""
+        self.reduced_last: list[Storage] = []
+        """What reduce-scatters read from."""
+
+
+State = tuple[bool, ...]
+
+
+class Group:
+    """`FSDPParamGroup`: a bundle of parameters in the course of a step."""
+
+    def __init__(self, heap: Heap, traffic: Traffic, bundle: Bundle, is_root: bool, wraps: bool) -> None:
+        """`wraps`: FSDP2 manages it; else its parameters are there, and gradients are added up."""
+        self.heap, self.traffic, self.bundle = heap, traffic, bundle
+        self.wraps = wraps and len(bundle.parts) > 0
+        self.frees = bundle.policy.frees and not is_root
+        self.before: Group | None = None
+        """The group whose forward ends before that of this one."""
+        self.is_gathered = False
+        self.is_gathering = False
+        """Nobody has waited for the all-gather."""
+        self.has_fresh = False
+        """Autograd has made gradients."""
+        self.has_sums = False
+        """They have been added up in the number format in which they are reduced."""
+        self.has_gradient = False
+        """Gradients of shards are there."""
+        self.has_all_reduced = False
+        """What an all-reduce keeps is there."""
+        self.is_done = False
+        """Backward has passed here."""
+
+    @property
+    def state(self) -> State:
+        """All that lasts from one pass to the next."""
+        return (
+            self.is_gathered,
+            self.is_gathering,
+            self.has_fresh,
+            self.has_sums,
+            self.has_gradient,
+            self.has_all_reduced,
+        )
+
+    @state.setter
+    def state(self, state: State) -> None:
+        (
+            self.is_gathered,
+            self.is_gathering,
+            self.has_fresh,
+            self.has_sums,
+            self.has_gradient,
+            self.has_all_reduced,
+        ) = state
+
+    # Gathering.
+
+    def unshard(self) -> None:
+        """Begin to gather."""
+        if not self.wraps or self.is_gathering or self.is_gathered:
+            return
+        self.is_gathering = True
+        if self.bundle.policy.shards > 1:
+            self.heap.repeat(self.bundle.effects, "send", lambda: self.bundle.send(self.heap))
+
     def wait(self, in_forward: bool) -> None:
         """Copy what was gathered to where it is used."""
-        if self.gathering is None:
+        if not self.is_gathering:
             return
-        heap, traffic = self.heap, self.traffic
+        heap, traffic, bundle = self.heap, self.traffic, self.bundle
         before = traffic.gathered_last if in_forward else None
-        if self.policy.shards == 1:
-            last: list[Storage] = []
-            for one, output in zip(self.parts, self.outputs, strict=True):
-                arrived = self._arrived(one)
-                for storage in last:
-                    heap.free(storage)
-                last = arrived
-                heap.allocate(output)
-            for storage in last:
-                heap.free(storage)
-        else:
-            between = []
-            for one, output in zip(self.parts, self.outputs, strict=True):
-                heap.allocate(output)
-                if one.moved:
-                    between.append(heap.allocate(output))
-            for storage in between:
-                heap.free(storage)
-        self.is_gathered = True
+        heap.repeat(bundle.effects, "copy out", lambda: bundle.copy_out(heap))
         if before is not None:
             # A local variable keeps it until here, before PyTorch 2.15.
             heap.free(before)
             traffic.gathered_last = None
-        if in_forward and self.policy.shards > 1:
-            traffic.gathered_last = self.gathering
-        else:
-            heap.free(self.gathering)
-        self.gathering = None
+        if bundle.policy.shards > 1:
+            if in_forward:
+                traffic.gathered_last = bundle.buffer
+            else:
+                heap.free(bundle.buffer)
+        self.is_gathering, self.is_gathered = False, True
 
     def reshard(self) -> None:
         """Free what was gathered."""
         if self.is_gathered:
-            for output in self.outputs:
-                self.heap.free(output)
+            self.heap.free(self.bundle.gathered)
             self.is_gathered = False
 
     # Hooks around modules.
@@ -258,139 +370,74 @@ class Group:
 
     def post_forward(self) -> None:
         """After it."""
-        if not self.wraps:
-            return
         if self.frees:
             self.reshard()
-        self.places.append(len(self.traffic.order))
-        self.traffic.order.append(self)
 
     def pre_backward(self) -> None:
         """Before backward of a module; gathers those of the module before it too."""
-        self.is_done = False
         self.unshard()
         self.wait(in_forward=False)
-        if self.places:
-            place = self.places.pop()
-            if place > 0:
-                self.traffic.order[place - 1].unshard()
+        if self.before is not None:
+            self.before.unshard()
 
-    def post_backward(self, reshards: bool) -> None:
+    def post_backward(self, is_last: bool, reshards: bool) -> None:
         """After it: accumulate gradients, or reduce them where this backward is the last one."""
         self.is_done = True
         if not self.wraps:
             return
-        heap, traffic = self.heap, self.traffic
+        heap, traffic, bundle = self.heap, self.traffic, self.bundle
         label = heap.label
         heap.enter("reduce")
-        for number, (sums, fresh) in enumerate(zip(self.accumulated, self.fresh, strict=True)):
-            if sums is not None and fresh is not None:
-                heap.free(fresh)
-                self.fresh[number] = None
-        if not self.is_last:
+        if self.has_sums and self.has_fresh:
+            _free(heap, bundle.made)
+            self.has_fresh = False
+        if not is_last:
             if reshards:
                 self.reshard()
-            self._convert()
+            if bundle.policy.converts and self.has_fresh:
+                heap.repeat(bundle.effects, "convert", lambda: bundle.convert(heap))
+                self.has_fresh, self.has_sums = False, True
             heap.enter(label)
             return
-        gradients = self._summed()
+        gradients: list[Storage] = []
+        if self.has_sums or self.has_fresh:
+            gradients = bundle.sum_partial(heap, bundle.sums if self.has_sums else bundle.made)
         if reshards:
             self.reshard()
-        while traffic.reduced_last:
-            heap.free(traffic.reduced_last.pop(0))
+        _free(heap, traffic.reduced_last)
+        traffic.reduced_last.clear()
         if gradients:
-            if self.all_reduced is not None:
-                heap.free(self.all_reduced)
-                self.all_reduced = None
-            self._reduce(gradients)
+            self._end_all_reduce()
+            is_new = not self.has_gradient and not bundle.policy.offloads
+            heap.repeat(
+                bundle.effects,
+                ("reduce", self.has_sums, is_new),
+                lambda: bundle.reduce(heap, gradients, is_new),
+            )
+            traffic.reduced_last.append(bundle.source)
+            self.has_gradient = self.has_gradient or is_new
+            self.has_all_reduced = bundle.keeps_all_reduced(is_new)
+            self.has_sums = self.has_fresh = False
         heap.enter(label)
 
-    def _convert(self) -> None:
-        """`FSDPParam.to_accumulated_grad_if_needed`."""
-        if not self.policy.converts:
-            return
-        for number, (one, fresh) in enumerate(zip(self.parts, self.fresh, strict=True)):
-            if fresh is not None:
-                sums = Storage(GRADIENTS, block_bytes(self.policy.reduced * one.whole))
-                self.accumulated[number] = self.heap.allocate(sums)
-                self.heap.free(fresh)
-                self.fresh[number] = None
-
-    def _summed(self) -> list[tuple[Sharded, Storage]]:
-        """Gradients to reduce; sums over tensor-parallel ranks instead of their parts."""
-        found = []
-        for number, one in enumerate(self.parts):
-            for gradients in (self.accumulated, self.fresh):
-                gradient = gradients[number]
-                if gradient is None:
-                    continue
-                if one.parameter.partial:
-                    total = self.heap.allocate(Storage(COMMUNICATION, gradient.size))
-                    self.heap.free(gradient)
-                    gradient = total
-                found.append((one, gradient))
-                gradients[number] = None
-                break
-        return found
-
-    def _reduce(self, gradients: list[tuple[Sharded, Storage]]) -> None:
-        """`foreach_reduce`."""
-        heap, policy = self.heap, self.policy
-        listed, held = self._in_order_of_ranks(gradients)
-        elements = sum(one.shard for one, _ in gradients)
-        source = Storage(COMMUNICATION, block_bytes(policy.reduced * elements * policy.shards))
-        heap.allocate(source)
-        for storage in listed:
-            heap.free(storage)
-        is_new = self.gradient is None and not policy.offloads
-        kept = GRADIENTS if is_new else COMMUNICATION
-        output = Storage(
-            kept if policy.reduced == MASTER else COMMUNICATION, block_bytes(policy.reduced * elements)
-        )
-        heap.allocate(output)
-        if policy.shards == 1 and policy.holders > 1:
-            # A factor makes PyTorch before 2.15 divide a copy.
-            heap.allocate(source)
-            heap.free(source)
-        result = output
-        if policy.reduced != MASTER:
-            result = heap.allocate(Storage(kept, block_bytes(MASTER * elements)))
-            if not policy.all_reduces:
-                heap.free(output)
-        for storage in held:
-            heap.free(storage)
-        if is_new:
-            self.gradient = result
-        elif result is not output or not policy.all_reduces:
-            heap.free(result)
-        if policy.all_reduces and self.gradient is not output:
-            self.all_reduced = output
-        self.traffic.reduced_last.append(source)
-
-    def _in_order_of_ranks(
-        self, gradients: list[tuple[Sharded, Storage]]
-    ) -> tuple[list[Storage], list[Storage]]:
-        """What is copied to be reduced, and what local variables keep to the end besides."""
-        listed, chunks = [], None
-        for one, gradient in gradients:
-            if one.moved:
-                if chunks is not None:
-                    self.heap.free(chunks)
-                chunks = gradient
-                gradient = self.heap.allocate(Storage(COMMUNICATION, gradient.size))
-            listed.append(gradient)
-        held = [] if chunks is None else [chunks]
-        if self.policy.shards > 1 and not gradients[-1][0].moved:
-            # The loop's variable, before PyTorch 2.15.
-            held.append(listed.pop())
-        return listed, held
+    def _end_all_reduce(self) -> None:
+        if self.has_all_reduced:
+            bundle = self.bundle
+            self.heap.free(bundle.written)
+            self.has_all_reduced = False
 
     def finalize(self) -> None:
         """The end of the backward that reduces."""
-        if self.all_reduced is not None:
-            self.heap.free(self.all_reduced)
-            self.all_reduced = None
-        if self.gathering is not None:
-            self.heap.free(self.gathering)
-            self.gathering = None
-        self.places.clear()
+        self._end_all_reduce()
+        if self.is_gathering:
+            if self.bundle.policy.shards > 1:
+                self.heap.free(self.bundle.buffer)
+            self.is_gathering = False
+
+    def drop_gradients(self) -> None:
+        """The end of a step."""
+        if self.has_gradient:
+            self.heap.free(self.bundle.gradient)
+        if self.has_fresh:
+            _free(self.heap, self.bundle.made)
+        self.has_gradient = self.has_fresh = False

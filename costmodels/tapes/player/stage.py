@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
 
 from costmodels.spec.layout import Layout
 from costmodels.spec.model import ModelSpec
-from costmodels.tapes.player.heap import COMMUNICATION, GRADIENTS, Heap, Storage
-from costmodels.tapes.player.sharding import Group, Policy, Traffic, policy_of, wraps_parameters
+from costmodels.tapes.dimensions import dimensions
+from costmodels.tapes.player.heap import COMMUNICATION, GRADIENTS, OPTIMIZER, Effects, Heap, Storage
+from costmodels.tapes.player.optimizer import Updated, state_of
+from costmodels.tapes.player.sharding import (
+    Bundle,
+    Group,
+    State,
+    Traffic,
+    policy_of,
+    wraps_parameters,
+)
 from costmodels.tapes.player.units import (
     Border,
     Parameter,
@@ -23,6 +32,7 @@ from costmodels.tapes.player.units import (
 )
 from costmodels.tapes.structure import LAYERS, Structure
 from costmodels.tapes.tape import (
+    EXPERTS,
     EXPERTS_BACKWARD,
     EXPERTS_BACKWARD_END,
     EXPERTS_FORWARD,
@@ -34,8 +44,56 @@ from costmodels.tapes.tape import (
 
 Unit = tuple[Structure, Tape]
 
-Slots = list[tuple[Group, int]]
-"""Where the gradients of a unit's parameters go: groups, and numbers within these."""
+Part = tuple[Parameter, tuple[int, ...], Storage]
+"""A parameter, its sides where nobody splits it, and its gradient as autograd makes it."""
+
+
+class Setting:
+    """What the ranks of one layout share while they are played."""
+
+    def __init__(self, model: ModelSpec, layout: Layout) -> None:
+        self.model, self.layout, self.heap = model, layout, Heap()
+        self.wraps = wraps_parameters(layout, model.experts > 0)
+        self.policies = {experts: policy_of(layout, experts) for experts in (False, True)}
+        alone = {"tensor_parallel": 1, "sequence_parallel": False, "expert_tensor_parallel": 1}
+        self.sizes = Sizes(dimensions(model, layout))
+        self.whole = Sizes(dimensions(model, layout.model_copy(update=alone)))
+        """Sizes of a layout that splits no matrices."""
+        self.bundles: dict[tuple[int, bool], Bundle] = {}
+        """Of layers, by the identity of their tapes: those of routed experts, and of all else."""
+        self.stages: dict[Hashable, Stage] = {}
+
+    def bundle(self, tape: Tape, one: Played, experts: bool) -> Bundle:
+        """The parameters of a layer."""
+        key = id(tape), experts
+        if key not in self.bundles:
+            parts = [part for part in self.parts(tape, one) if part[0].is_expert == experts]
+            self.bundles[key] = self.bundle_of(parts, experts, is_layer=True)
+        return self.bundles[key]
+
+    def parts(self, tape: Tape, one: Played) -> list[Part]:
+        """The parameters of a unit."""
+        own, whole = (parameters_of(tape, sizes) for sizes in (self.sizes, self.whole))
+        return list(zip(own, (other.sides for other in whole), one.gradients, strict=True))
+
+    def bundle_of(self, parts: Sequence[Part], experts: bool, is_layer: bool) -> Bundle:
+        """Parameters that are wrapped together."""
+        policy = self.policies[experts]
+        bundle = Bundle([own for own, _, _ in parts], [made for _, _, made in parts], policy)
+        seen = [
+            Updated(one.parameter.name, one.sides, whole, is_layer)
+            for one, (_, whole, _) in zip(bundle.parts, parts, strict=True)
+        ]
+        bundle.updated = seen
+        bundle.optimizer = Storage(OPTIMIZER, sum(one.size for one in state_of(self.layout, seen)))
+        return bundle
+
+    def stage(self, units: Sequence[Unit], chunk: int) -> Stage:
+        """A stage of these units; `chunk` tells those of one rank apart."""
+        key = (chunk, *(id(tape) for _, tape in units))
+        if key not in self.stages:
+            self.stages[key] = Stage(self, units)
+        return self.stages[key]
 
 
 @dataclass
@@ -44,98 +102,66 @@ class Place:
 
     kind: str
     played: Played
-    parameters: list[Parameter]
     group: Group | None = None
     """Of a layer; embedding and head belong to the root."""
     experts: Group | None = None
-    slots: Slots = field(default_factory=list)
 
 
 class Stage:
     """The units of one stage and what FSDP2 does around them."""
 
-    def __init__(
-        self,
-        heap: Heap,
-        model: ModelSpec,
-        layout: Layout,
-        units: Sequence[Unit],
-        sizes: Sizes,
-    ) -> None:
-        self.heap, self.layout = heap, layout
-        self.wraps = wraps_parameters(layout, model.experts > 0)
+    def __init__(self, setting: Setting, units: Sequence[Unit]) -> None:
+        self.heap, self.setting = setting.heap, setting
         self.traffic = Traffic()
-        ends = {structure.unit for structure, _ in units}
-        self.is_first, self.is_last = "embedding" in ends, "loss" in ends
-        chain = Chain(
-            units, sizes, model.tied and {"embedding", "head"} <= ends, layout.pipeline_parallel > 1
-        )
+        kinds = [structure.unit for structure, _ in units]
+        self.is_first, self.is_last = kinds[0] == "embedding", kinds[-1] == "loss"
+        self.is_tied = setting.model.tied and self.is_first and self.is_last
+        is_piped = setting.layout.pipeline_parallel > 1
+        chain = Chain(units, setting.sizes, self.is_tied, is_piped)
         self.input, self.output = chain.input, chain.output
         self.input_gradient, self.output_gradient = chain.input_gradient, chain.output_gradient
         """Messages: None where the stage has none."""
-        self.tapes = [tape for _, tape in units]
-        self.is_tied = model.tied and {"embedding", "head"} <= ends
-        self.places = [
-            Place(structure.unit, one, parameters_of(tape, sizes))
-            for (structure, tape), one in zip(units, chain.played, strict=True)
-        ]
-        self.tied_gradient: Storage | None = None
-        """Of the output matrix, until that of the embedding is there."""
-        self._group(model, layout)
-
-    def _group(self, model: ModelSpec, layout: Layout) -> None:
-        """Wrap parameters together: those of each layer, of its experts, and all others with the root."""
-        policy = policy_of(layout, experts=False)
-        outer = [place for place in self.places if place.kind not in LAYERS]
-        rest = [
-            one
-            for place in outer
-            for one in place.parameters
-            if not (self.is_tied and self._is_twin(place, one))
-        ]
-        self.root = self._of(rest, policy, is_root=True)
-        at = 0
-        for place in outer:
-            for one in place.parameters:
-                is_twin = self.is_tied and self._is_twin(place, one)
-                place.slots.append((self.root, 0 if is_twin else at))
-                at += not is_twin
+        self.places = [Place(kind, one) for kind, one in zip(kinds, chain.played, strict=True)]
+        self.effects: Effects = {}
+        self.ends: dict[Hashable, list[State]] = {}
+        """States of groups after passes."""
+        self.root = self._root(chain.tapes)
         self.groups = [self.root]
-        for place in self.places:
+        for place, tape in zip(self.places, chain.tapes, strict=True):
             if place.kind not in LAYERS:
                 continue
-            plain = [one for one in place.parameters if not one.is_expert]
-            routed = [one for one in place.parameters if one.is_expert]
-            place.group = self._of(plain, policy, is_root=False)
+            place.group = self._layer(tape, place.played, experts=False)
             self.groups.append(place.group)
-            if routed:
-                place.experts = self._of(routed, policy_of(layout, experts=True), is_root=False)
+            if any(one.group == EXPERTS for one in tape.parameters):
+                place.experts = self._layer(tape, place.played, experts=True)
                 self.groups.append(place.experts)
-            numbers = {True: 0, False: 0}
-            for one in place.parameters:
-                owner = place.experts if one.is_expert else place.group
-                assert owner is not None
-                place.slots.append((owner, numbers[one.is_expert]))
-                numbers[one.is_expert] += 1
+        before: Group | None = None
+        for place in self.places:
+            for group in (place.experts, place.group):
+                if group is not None:
+                    group.before, before = before, group
+        self.root.before = before
 
-    def whole_sides(self, sizes: Sizes) -> dict[int, list[tuple[int, ...]]]:
-        """By the identity of groups: sides of their parameters under other dimensions."""
-        found: dict[int, list[tuple[int, ...]]] = {id(group): [] for group in self.groups}
-        for place, tape in zip(self.places, self.tapes, strict=True):
-            for one, parameter in zip(place.parameters, parameters_of(tape, sizes), strict=True):
-                if self.is_tied and self._is_twin(place, one):
-                    continue
-                owner = (place.experts if one.is_expert else place.group) or self.root
-                found[id(owner)].append(parameter.sides)
-        return found
+    def _root(self, tapes: Sequence[Tape]) -> Group:
+        """All parameters that no layer has."""
+        parts: list[Part] = []
+        for place, tape in zip(self.places, tapes, strict=True):
+            if place.kind in LAYERS:
+                continue
+            own = self.setting.parts(tape, place.played)
+            if self.is_tied and place.kind == "embedding":
+                # The sum of its gradient and that of the output matrix, which is the same parameter.
+                parameter, whole, made = own[0]
+                own[0] = parameter, whole, made._replace(category=GRADIENTS)
+            if self.is_tied and place.kind == "head":
+                own.pop()
+            parts += own
+        bundle = self.setting.bundle_of(parts, experts=False, is_layer=False)
+        return Group(self.heap, self.traffic, bundle, True, self.setting.wraps)
 
-    @staticmethod
-    def _is_twin(place: Place, parameter: Parameter) -> bool:
-        """Whether a parameter is the output matrix, which may be the embedding."""
-        return place.kind == "head" and parameter is place.parameters[-1]
-
-    def _of(self, parameters: list[Parameter], policy: Policy, is_root: bool) -> Group:
-        return Group(self.heap, self.traffic, parameters, policy, is_root, self.wraps)
+    def _layer(self, tape: Tape, one: Played, experts: bool) -> Group:
+        bundle = self.setting.bundle(tape, one, experts)
+        return Group(self.heap, self.traffic, bundle, False, self.setting.wraps)
 
     # What a schedule does with parameters.
 
@@ -156,9 +182,23 @@ class Stage:
 
     # Passes.
 
+    def _once(self, name: Hashable, play: Callable[[], None]) -> None:
+        """Play a pass, or do again what it has done when it found parameters and gradients alike."""
+        key = name, tuple(group.state for group in self.groups)
+        self.heap.repeat(self.effects, key, play)
+        if key in self.ends:
+            for group, state in zip(self.groups, self.ends[key], strict=True):
+                group.state = state
+        else:
+            self.ends[key] = [group.state for group in self.groups]
+
     def forward(self) -> None:
         """Forward of the module: all units but the loss."""
-        self.heap.enter("forward")
+        self._once("forward", self._forward)
+
+    def _forward(self) -> None:
+        heap, label = self.heap, self.heap.label
+        heap.enter("forward")
         self.root.pre_forward()
         for place in self.places:
             if place.kind == "loss":
@@ -170,88 +210,84 @@ class Stage:
             self._play(place, place.played.forward)
             if place.group is not None:
                 place.group.post_forward()
-        self.root.post_forward()
         if self.traffic.gathered_last is not None:
-            self.heap.free(self.traffic.gathered_last)
+            heap.free(self.traffic.gathered_last)
             self.traffic.gathered_last = None
+        heap.enter(label)
 
     def loss(self) -> None:
         """Forward of the loss."""
-        self.heap.enter("forward")
+        heap, label = self.heap, self.heap.label
+        heap.enter("forward")
         self._play(self.places[-1], self.places[-1].played.forward)
-        self.heap.enter("schedule")
+        heap.enter(label)
 
-    def backward(self, is_last: bool, reshards: bool) -> None:
+    def backward(self, is_last: bool) -> None:
         """Backward of all units, and the end of it that the root calls.
 
         Args:
-            is_last: gradients are reduced.
-            reshards: parameters are freed.
+            is_last: gradients are reduced and parameters freed.
         """
-        self.heap.enter("backward")
-        self.is_last_backward, self.reshards = is_last, reshards
+        self._once(("backward", is_last), lambda: self._backward(is_last))
+
+    def _backward(self, is_last: bool) -> None:
+        heap, label = self.heap, self.heap.label
+        heap.enter("backward")
+        self.is_last_backward = is_last
         for group in self.groups:
-            group.is_last, group.is_done = is_last, False
+            group.is_done = False
+        adds = self.root.has_fresh
         places = list(reversed(self.places))
         if places[0].kind == "loss":
-            self._back(places.pop(0))
+            self._play(places[0], places[0].played.backward)
+            places.pop(0)
         self.root.pre_backward()
         for place in places:
-            if place.group is not None:
-                place.group.pre_backward()
-            self._back(place)
-            if place.group is not None:
-                place.group.post_backward(reshards)
-        self.finish()
+            group = place.group
+            if group is None:
+                self._play(place, place.played.adding if adds else place.played.backward)
+                self._tie(place, adds)
+                continue
+            group.pre_backward()
+            self._play(place, place.played.adding if group.has_fresh else place.played.backward)
+            group.has_fresh = True
+            group.post_backward(is_last, reshards=is_last)
+        self.root.has_fresh = True
+        self._finish()
+        heap.enter(label)
+
+    def _tie(self, place: Place, adds: bool) -> None:
+        """Add the gradients of output matrix and embedding up once both are there."""
+        if self.is_tied and place.kind == "embedding":
+            total = self.heap.allocate(self.root.bundle.made[0])
+            for one in (place, self.places[-2]):
+                gradient = one.played.gradients[0 if one is place else -1]
+                self.heap.free(gradient)
+            if adds:
+                self.heap.free(total)
 
     def reduce(self) -> None:
         """`perform_reduce_grad` of a pipeline's stage: of the root, and of the layers from the first on."""
-        self.is_last_backward = self.reshards = True
-        for group in self.groups:
-            group.is_last = True
-            group.post_backward(reshards=True)
-        self.finish()
+        self._once("reduce", self._reduce)
 
-    def finish(self) -> None:
+    def _reduce(self) -> None:
+        self.is_last_backward = True
+        for group in self.groups:
+            group.post_backward(is_last=True, reshards=True)
+        self._finish()
+
+    def _finish(self) -> None:
         """`FSDPState._root_post_backward_final_callback`."""
+        is_last = self.is_last_backward
         for group in self.groups:
             if not group.is_done:
-                group.post_backward(self.reshards)
-            if self.is_last_backward:
+                group.post_backward(is_last, reshards=is_last)
+            if is_last:
                 group.finalize()
-        if self.is_last_backward:
-            self.traffic.order.clear()
-            while self.traffic.reduced_last:
-                self.heap.free(self.traffic.reduced_last.pop())
-
-    def _back(self, place: Place) -> None:
-        adds = any(group.fresh[number] is not None for group, number in place.slots)
-        self._play(place, place.played.adding if adds else place.played.backward)
-        if not adds:
-            self._keep(place, [not one.is_expert for one in place.parameters])
-        if self.is_tied:
-            self._tie(place)
-
-    def _tie(self, place: Place) -> None:
-        """Add the gradients of output matrix and embedding up once both are there."""
-        if place.kind == "head":
-            self.tied_gradient = place.played.gradients[-1]
-        elif place.kind == "embedding":
-            assert self.tied_gradient is not None
-            gradient = place.played.gradients[0]
-            total = self.heap.allocate(Storage(GRADIENTS, gradient.size))
-            for one in (gradient, self.tied_gradient):
-                self.heap.free(one)
-            if self.root.fresh[0] is None:
-                self.root.fresh[0] = total
-            else:
-                self.heap.free(total)
-
-    def _keep(self, place: Place, which: list[bool]) -> None:
-        """Hand new gradients to their groups."""
-        for (group, number), gradient, here in zip(place.slots, place.played.gradients, which, strict=True):
-            if here and gradient.size and gradient.category == GRADIENTS:
-                group.fresh[number] = gradient
+        if is_last:
+            for storage in self.traffic.reduced_last:
+                self.heap.free(storage)
+            self.traffic.reduced_last.clear()
 
     def _play(self, place: Place, steps: tuple[Step, ...]) -> None:
         heap, experts = self.heap, place.experts
@@ -267,9 +303,8 @@ class Stage:
             elif step == EXPERTS_BACKWARD:
                 experts.pre_backward()
             elif step == EXPERTS_BACKWARD_END:
-                if all(one is None for one in experts.fresh):
-                    self._keep(place, [one.is_expert for one in place.parameters])
-                experts.post_backward(self.reshards)
+                experts.has_fresh = True
+                experts.post_backward(self.is_last_backward, reshards=self.is_last_backward)
 
 
 class Chain:

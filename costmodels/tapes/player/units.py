@@ -45,6 +45,8 @@ class Sizes:
     def __init__(self, dimensions: Mapping[str, int]) -> None:
         self.dimensions = dimensions
         self.known: dict[Size, int] = {}
+        self.played: dict[tuple[int, Border], Played] = {}
+        """Units by the identity of their tapes and what is around them."""
 
     def elements(self, size: Size) -> int:
         """The value itself."""
@@ -82,9 +84,12 @@ def parameters_of(tape: Tape, sizes: Sizes) -> list[Parameter]:
     ]
 
 
+NUMBERS = {name: number for number, name in enumerate(CATEGORIES)}
+
+
 def category_of(name: str) -> int:
     """The number of a category."""
-    return CATEGORIES.index(name)
+    return NUMBERS[name]
 
 
 class Border(NamedTuple):
@@ -141,6 +146,13 @@ def releases_in_forward(tape: Tape, storage: int) -> bool:
 
 def played(tape: Tape, sizes: Sizes, border: Border) -> Played:
     """A unit under dimensions and between neighbours."""
+    key = id(tape), border
+    if key not in sizes.played:
+        sizes.played[key] = _played(tape, sizes, border)
+    return sizes.played[key]
+
+
+def _played(tape: Tape, sizes: Sizes, border: Border) -> Played:
     output = output_of(tape, sizes, border)
     storages = _Storages(tape, sizes, border, output)
     given = tape.input_gradient
