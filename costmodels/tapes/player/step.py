@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 
 from costmodels.tapes.player.heap import (
     ACTIVATIONS,
+    BLOCK_BYTES,
     COMMUNICATION,
     PARAMETERS,
     TEMPORARIES,
@@ -107,6 +108,10 @@ class Rank:
                     for one, made in zip(group.bundle.parts, group.bundle.made, strict=True)
                     if one.parameter.partial
                 ]
+        gradients = sum(len(group.bundle.parts) for group in self.groups)
+        if not self.layout.offload_optimizer:
+            # A norm of each.
+            heap.free(heap.allocate(Storage(TEMPORARIES, BLOCK_BYTES * gradients)))
         step(heap, self.layout, [group.bundle.updated for group in self.groups])
         _free(heap, sums)
         for group in self.groups:
