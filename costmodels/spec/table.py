@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, get_args
@@ -72,8 +73,9 @@ def value_of(field: str, code: Any) -> Any:
 class LayoutTable:
     """Layouts that share a precision and a gradient reduction. All arrays have shape [n].
 
-    `split` points into `splits`, the distinct `layers_per_stage` of the rows: thousands of layouts
-    share a few of them.
+    Those of one layout (`LayoutTable.one`) are 0-d, and those of a grid of layouts broadcast against each
+    other: what follows from degrees is said once for all three. `split` points into `splits`, the distinct
+    `layers_per_stage` of the rows: thousands of layouts share a few of them.
     """
 
     tensor_parallel: Ints
@@ -111,6 +113,26 @@ class LayoutTable:
     def __len__(self) -> int:
         return len(self.tensor_parallel)
 
+    @property
+    def stages(self) -> Ints:
+        """Pipeline stages: ranks times chunks."""
+        return self.pipeline_parallel * self.virtual_pipeline_parallel
+
+    @cached_property
+    def entries(self) -> Ints:
+        """Entries of `layers_per_stage`."""
+        return np.array([len(split) for split in self.splits])[self.split]
+
+    @cached_property
+    def layers(self) -> Ints:
+        """Layers that the stages hold together."""
+        return np.array([sum(split) for split in self.splits])[self.split]
+
+    @cached_property
+    def deepest(self) -> Ints:
+        """Layers of the largest stage."""
+        return np.array([max(split) for split in self.splits])[self.split]
+
     @cached_property
     def micro_batches(self) -> Ints:
         """Micro batches of each data-parallel rank in one step."""
@@ -129,7 +151,8 @@ class LayoutTable:
     @cached_property
     def expert_replicas(self) -> Ints:
         """Ranks that hold the same share of the same experts (Megatron-LM's expert data parallelism)."""
-        return self.tensor_parallel * self.replicas // (self.expert_parallel * self.expert_tensor_parallel)
+        devices = self.tensor_parallel * self.replicas
+        return np.maximum(devices // (self.expert_parallel * self.expert_tensor_parallel), 1)
 
     @cached_property
     def expert_shards(self) -> Ints:
@@ -143,9 +166,8 @@ class LayoutTable:
 
     def runs(self, *schedules: Schedule) -> Bools:
         """Rows whose schedule is one of `schedules`."""
-        result: Bools = np.zeros(len(self), dtype=bool)
-        for schedule in schedules:
-            result |= self.schedule == SCHEDULES.index(schedule)
+        masks = [self.schedule == SCHEDULES.index(schedule) for schedule in schedules]
+        result: Bools = np.logical_or.reduce(masks) if len(masks) > 1 else masks[0]
         return result
 
     def take(self, rows: Ints | Bools | slice) -> LayoutTable:
@@ -163,6 +185,19 @@ class LayoutTable:
             precision=self.precision,
             gradient_reduction=self.gradient_reduction,
         )
+
+    def with_batch(self, size: int) -> LayoutTable:
+        """The same layouts with steps of `size` sequences."""
+        other = copy(self)
+        vars(other).pop("micro_batches", None)
+        vars(other)["global_batch_size"] = np.asarray(size)
+        return other
+
+    @classmethod
+    def one(cls, layout: Layout) -> LayoutTable:
+        """One layout, whose arrays are 0-d."""
+        table = cls.of([layout])
+        return replace(table, **{name: np.asarray(getattr(table, name)[0]) for name in ARRAY_FIELDS})
 
     @classmethod
     def of(cls, layouts: Sequence[Layout]) -> LayoutTable:

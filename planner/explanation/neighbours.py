@@ -20,7 +20,6 @@ from planner.objective import metric
 from planner.plan import Plan
 from planner.problem import Problem
 from planner.ranking.result import SearchResult
-from planner.space.degrees import Degrees
 from planner.space.rule import divisors
 from planner.space.rules import RULES
 
@@ -152,7 +151,7 @@ def _forbidden(
             return replace(problem, pins=pins).obstacle(), None
         except InputError as error:
             return str(error), None
-    degrees = Degrees.of(moved)
+    degrees = LayoutTable.one(moved)
     broken = [rule for rule in (*RULES, *problem.further) if bool(rule.broken(problem.model, degrees))]
     if not broken:
         return None, None

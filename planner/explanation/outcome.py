@@ -29,7 +29,6 @@ from planner.ranking import reasons
 from planner.ranking.ranking import rank
 from planner.ranking.reasons import lead_text
 from planner.ranking.result import SearchResult
-from planner.space.degrees import Degrees
 from planner.space.grid import SINGLE_VALUES, Space
 from planner.space.rules import RULES
 
@@ -234,7 +233,7 @@ def _why_not_searched(result: SearchResult, layout: Layout) -> str | None:
             return f"the search is pinned to {pin_text(name, value)}"
     if layout.precision != problem.precision:
         return f"the search is for {problem.precision}, not {layout.precision}"
-    degrees = Degrees.of(layout)
+    degrees = LayoutTable.one(layout)
     for rule in (*RULES, *problem.further):
         lifted = rule.is_lifted(problem.pins.keys())
         if rule.redundant and not lifted and bool(rule.broken(problem.model, degrees)):

@@ -139,7 +139,7 @@ def _fewest_layers(
     fits = held <= cluster.memory_bytes
     base, kind, modules, held = base[fits], kind[fits], modules[fits], held[fits]
     table = plain.take(base)
-    deepest = np.array([max(split) for split in table.splits])[table.split]
+    deepest = table.deepest
 
     def peak(rows: Ints, layers: Ints) -> Floats:
         return _peak(

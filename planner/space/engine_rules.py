@@ -9,10 +9,9 @@ import numpy as np
 
 from costmodels.errors import InputError
 from costmodels.spec.engine import Engine
-from costmodels.spec.table import RECOMPUTE_METHODS, Bools, code_of, value_of
+from costmodels.spec.table import RECOMPUTE_METHODS, Bools, LayoutTable, code_of, value_of
 from planner.inputs.choice import Choice
 from planner.inputs.pins import Pins, WherePossible
-from planner.space.degrees import Degrees
 from planner.space.rule import Rule
 
 BLOCK = RECOMPUTE_METHODS.index("block")
@@ -150,18 +149,18 @@ def _only(
     engine: Engine,
     name: str,
     values: Sequence[Any],
-    where: Callable[[Degrees], Bools] | None = None,
+    where: Callable[[LayoutTable], Bools] | None = None,
     when: str = "",
     rule: str = "",
 ) -> Rule:
     """A rule that degree `name` has one of `values`, `where` that is asked."""
     codes = [code_of(name, value) for value in values]
 
-    def broken(_: object, d: Degrees) -> Bools:
+    def broken(_: object, d: LayoutTable) -> Bools:
         other: Bools = ~np.isin(getattr(d, name), codes)
         return other if where is None else other & where(d)
 
-    def message(_: object, d: Degrees) -> str:
+    def message(_: object, d: LayoutTable) -> str:
         return _has(engine, name, values, when, value_of(name, int(getattr(d, name))))
 
     return Rule(rule or f"engine_{name}", broken, message, of_mesh=name in MESH_DEGREES)
@@ -182,13 +181,13 @@ def _has(engine: Engine, name: str, values: Sequence[Any], when: str = "", given
     return f"engine {engine.name} {what} ({COMMAND})"
 
 
-def _in_context(d: Degrees) -> Bools:
+def _in_context(d: LayoutTable) -> Bools:
     found: Bools = d.context_parallel > 1
     return found
 
 
-def _above_one(name: str) -> Callable[[Degrees], Bools]:
-    def above(d: Degrees) -> Bools:
+def _above_one(name: str) -> Callable[[LayoutTable], Bools]:
+    def above(d: LayoutTable) -> Bools:
         found: Bools = getattr(d, name) > 1
         return found
 

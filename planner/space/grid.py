@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -38,9 +38,9 @@ from costmodels.spec.table import (
 from planner.inputs.batch import Batch
 from planner.inputs.choice import Choice, allowed_values
 from planner.inputs.pins import ZERO_STAGES, Pins, PinValue, WherePossible
-from planner.space.degrees import Degrees
 from planner.space.grid_table import GridTable, Places, flat_places, places_of
 from planner.space.meshes import meshes_with_forms, with_experts
+from planner.space.open_grid import OpenGrid
 from planner.space.rule import Rule, divisors
 from planner.space.rules import RULES, SELECTIVE
 
@@ -89,7 +89,7 @@ def micro_batch_sizes(batch: Batch) -> list[int]:
 
 def grid(
     model: ModelSpec, world_size: int, batch: Batch, pins: Pins, schedules: Sequence[str] = SCHEDULES
-) -> Degrees:
+) -> OpenGrid:
     """The raw product as an open grid with `AXES` axes; `schedules` are those that are not pinned away."""
     mesh = with_experts(model, meshes_with_forms(world_size, pins), pins)
     tp, pp, cp, dp, form, ep, etp = (_along(0, column) for column in mesh.T)
@@ -110,7 +110,7 @@ def grid(
     if isinstance(split, tuple):
         counts = [int(count) for count in split]
         entries, layers, deepest = (_along(0, [n]) for n in (len(counts), sum(counts), max(counts)))
-    return Degrees(
+    columns: dict[str, Any] = dict(
         tensor_parallel=tp,
         sequence_parallel=sp,
         pipeline_parallel=pp,
@@ -132,6 +132,7 @@ def grid(
         deepest=deepest,
         **fixed,
     )
+    return OpenGrid.on(columns)
 
 
 def build(
@@ -151,7 +152,7 @@ def build(
     degrees = grid(model, world_size, batch, pins)
     legal = np.ones((1,) * AXES, dtype=bool)
     illegal: dict[str, int] = {}
-    remaining = considered = math.prod(_shape(degrees))
+    remaining = considered = math.prod(degrees.shape)
     for rule in _rules(pins, further):
         broken = rule.broken(model, degrees)
         if legal.shape[1] > 1 and max(broken.shape[2:]) > 1:
@@ -159,10 +160,10 @@ def build(
             degrees, legal = _flattened(degrees, legal)
             broken = rule.broken(model, degrees)
         legal = legal & ~broken
-        before, remaining = remaining, _count(legal, _shape(degrees))
+        before, remaining = remaining, _count(legal, degrees.shape)
         if before > remaining:
             illegal[rule.name] = before - remaining
-    legal = np.broadcast_to(legal, _shape(degrees))
+    legal = np.broadcast_to(legal, degrees.shape)
     where, shape = places_of(legal), legal.shape
     table = _table(model, degrees, legal, where, precision, pins)
     family = flat_places((*shape[:4], 1, shape[5]), where)
@@ -187,9 +188,9 @@ def _count(legal: Bools, shape: tuple[int, ...]) -> int:
     return int(np.count_nonzero(legal)) * (math.prod(shape) // legal.size if legal.size else 0)
 
 
-def _flattened(degrees: Degrees, legal: Bools) -> tuple[Degrees, Bools]:
+def _flattened(degrees: OpenGrid, legal: Bools) -> tuple[OpenGrid, Bools]:
     """The grid of the pairs of mesh and chunks that `legal` leaves, which lie along the first axis."""
-    shape = _shape(degrees)
+    shape = degrees.shape
     rows, columns = np.nonzero(np.broadcast_to(legal, (*shape[:2], 1, 1, 1, 1))[:, :, 0, 0, 0, 0])
 
     def taken(array: Ints | Bools) -> Any:
@@ -198,8 +199,7 @@ def _flattened(degrees: Degrees, legal: Bools) -> tuple[Degrees, Bools]:
         picked = array[rows if array.shape[0] > 1 else 0, columns if array.shape[1] > 1 else 0]
         return picked[:, None]
 
-    arrays = {field.name: taken(getattr(degrees, field.name)) for field in fields(degrees)}
-    return Degrees(**arrays), np.ones((len(rows), *(1,) * (AXES - 1)), dtype=bool)
+    return degrees.map(taken), np.ones((len(rows), *(1,) * (AXES - 1)), dtype=bool)
 
 
 def obstacle(
@@ -215,7 +215,7 @@ def obstacle(
     degrees = grid(
         model, world_size, batch, plain | pins, SCHEDULES if "schedule" in pins else PLAIN_SCHEDULES
     )
-    shape = _shape(degrees)
+    shape = degrees.shape
     rules = _rules(pins, further)
     broken = [np.broadcast_to(rule.broken(model, degrees), shape) for rule in rules]
     too_few = _too_few_sequences(world_size, batch, degrees, rules, broken)
@@ -228,11 +228,8 @@ def obstacle(
     counts = [int(np.count_nonzero(mask & nearest)) for mask in broken]
     first = counts.index(max(counts))
     where = np.unravel_index(int(np.argmax(broken[first] & nearest)), shape)
-    layout = {
-        field.name: np.asarray(np.broadcast_to(getattr(degrees, field.name), shape)[where])
-        for field in fields(degrees)
-    }
-    return rules[first].message(model, Degrees(**layout))
+    one = degrees.map(lambda array: np.asarray(np.broadcast_to(array, shape)[where]))
+    return rules[first].message(model, one)
 
 
 BATCH_RULES = (
@@ -243,14 +240,14 @@ BATCH_RULES = (
 
 
 def _too_few_sequences(
-    world_size: int, batch: Batch, degrees: Degrees, rules: Sequence[Rule], broken: Sequence[Bools]
+    world_size: int, batch: Batch, degrees: OpenGrid, rules: Sequence[Rule], broken: Sequence[Bools]
 ) -> str | None:
     """What is wrong where layouts break rules about the batch alone, and all of them need a larger one.
 
     Args:
         broken: where each of `rules` is, on the whole grid.
     """
-    legal = np.ones(_shape(degrees), dtype=bool)
+    legal = np.ones(degrees.shape, dtype=bool)
     for rule, mask in zip(rules, broken, strict=True):
         if rule.name not in BATCH_RULES:
             legal &= ~mask
@@ -274,7 +271,7 @@ def _too_few_sequences(
 
 def _table(
     model: ModelSpec,
-    degrees: Degrees,
+    degrees: OpenGrid,
     legal: Bools,
     where: tuple[Places, ...],
     precision: Precision,
@@ -293,10 +290,6 @@ def _table(
     columns = {name: getattr(degrees, name) for name in ARRAY_FIELDS if name != "split"}
     reduction: GradientReduction = "bf16" if pins.get("gradient_reduction") == "bf16" else "fp32"
     return GridTable.on(columns | {"split": split}, where, splits, precision, reduction)
-
-
-def _shape(degrees: Degrees) -> tuple[int, ...]:
-    return np.broadcast_shapes(*(getattr(degrees, field.name).shape for field in fields(degrees)))
 
 
 def _along(axis: int, values: Sequence[int] | Sequence[PinValue] | Ints) -> Ints:

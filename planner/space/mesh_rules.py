@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 
 from costmodels.spec.model import ModelSpec
-from costmodels.spec.table import CONTEXT_FORMS, Ints
-from planner.space.degrees import Degrees
+from costmodels.spec.table import CONTEXT_FORMS, Ints, LayoutTable
 from planner.space.rule import Rule, divisors
 
 ALL_TO_ALL = CONTEXT_FORMS.index("all_to_all")
@@ -40,7 +39,7 @@ def _dense_width(model: ModelSpec) -> int:
     return model.ffn if model.moe_layers < model.layers else 0
 
 
-def _sequence_parts(d: Degrees) -> Ints:
+def _sequence_parts(d: LayoutTable) -> Ints:
     """Equal parts into which context parallelism cuts the sequence."""
     return np.where(d.context_parallel_form == ALL_TO_ALL, 1, 2) * d.context_parallel
 

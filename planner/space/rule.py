@@ -7,8 +7,7 @@ from collections.abc import Callable, Set
 from dataclasses import dataclass
 
 from costmodels.spec.model import ModelSpec
-from costmodels.spec.table import Bools
-from planner.space.degrees import Degrees
+from costmodels.spec.table import Bools, LayoutTable
 
 
 @dataclass(frozen=True)
@@ -16,9 +15,9 @@ class Rule:
     """One reason why a layout is not considered further."""
 
     name: str
-    broken: Callable[[ModelSpec, Degrees], Bools]
+    broken: Callable[[ModelSpec, LayoutTable], Bools]
     """True where the rule is broken; the shape broadcasts to that of the grid."""
-    message: Callable[[ModelSpec, Degrees], str]
+    message: Callable[[ModelSpec, LayoutTable], str]
     """What is wrong with one layout: its numbers, and what would be right."""
     redundant: bool = False
     """The layout would run, but the search covers one that is at least as good."""

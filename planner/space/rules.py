@@ -1,7 +1,7 @@
 """What makes a layout illegal: a table of named rules, the same for one layout and for a million.
 
-A rule sees `Degrees`, whose fields are arrays that broadcast against each other, so that a rule about
-two degrees of freedom is evaluated on their two axes only. For one layout the fields are 0-d arrays.
+A rule sees a `LayoutTable` whose arrays broadcast against each other, so that a rule about two degrees of
+freedom is evaluated on their two axes only. For one layout the arrays are 0-d.
 """
 
 from __future__ import annotations
@@ -10,10 +10,9 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from costmodels.spec.layout import NOTHING_TO_OFFLOAD, SPLIT_BACKWARD, V_SCHEDULES, Layout, Schedule
+from costmodels.spec.layout import NOTHING_TO_OFFLOAD, SPLIT_BACKWARD, V_SCHEDULES, Layout
 from costmodels.spec.model import ModelSpec
-from costmodels.spec.table import RECOMPUTE_KINDS, RECOMPUTE_METHODS, SCHEDULES, Bools
-from planner.space.degrees import Degrees
+from costmodels.spec.table import RECOMPUTE_KINDS, RECOMPUTE_METHODS, SCHEDULES, Bools, LayoutTable
 from planner.space.mesh_rules import MESH_RULES
 from planner.space.rule import Rule, divisors
 
@@ -22,12 +21,6 @@ UNIFORM = RECOMPUTE_METHODS.index("uniform")
 
 LONGEST_CHUNK = 1.02
 """The longest chunk of a virtual pipeline over the mean, at most: 126 layers in 64 chunks of one or two."""
-
-
-def _is(schedules: tuple[Schedule, ...], d: Degrees) -> Bools:
-    masks = [d.schedule == SCHEDULES.index(schedule) for schedule in schedules]
-    result: Bools = np.logical_or.reduce(masks) if len(masks) > 1 else masks[0]
-    return result
 
 
 RULES: tuple[Rule, ...] = (
@@ -124,7 +117,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "interleaved_micro_batches",
         lambda model, d: (
-            _is(("interleaved", "interleaved_zb"), d) & (d.micro_batches % d.pipeline_parallel != 0)
+            d.runs("interleaved", "interleaved_zb") & (d.micro_batches % d.pipeline_parallel != 0)
         ),
         lambda model, d: (
             f"the {SCHEDULES[int(d.schedule)]} schedule needs micro batches in multiples of "
@@ -134,7 +127,7 @@ RULES: tuple[Rule, ...] = (
     # ScheduleDualPipeV refuses fewer; ScheduleZBVZeroBubble is made for as many, less one.
     Rule(
         "v_micro_batches",
-        lambda model, d: _is(V_SCHEDULES, d) & (d.micro_batches < 2 * d.pipeline_parallel),
+        lambda model, d: d.runs(*V_SCHEDULES) & (d.micro_batches < 2 * d.pipeline_parallel),
         lambda model, d: (
             f"the {SCHEDULES[int(d.schedule)]} schedule needs a micro batch for each of its "
             f"{2 * d.pipeline_parallel} stages, not {d.micro_batches}; use a global batch of at least "
@@ -207,7 +200,7 @@ RULES: tuple[Rule, ...] = (
     # Backward of weights comes apart from that of inputs, and each of them would compute the layers again.
     Rule(
         "recompute_split_backward",
-        lambda model, d: (d.recompute == FULL) & _is(SPLIT_BACKWARD, d),
+        lambda model, d: (d.recompute == FULL) & d.runs(*SPLIT_BACKWARD),
         lambda model, d: (
             f"recompute full with schedule {SCHEDULES[int(d.schedule)]} computes every layer twice again; "
             "use recompute selective, or schedule interleaved"
@@ -227,7 +220,7 @@ DEVICE_MEMORY = "device_memory"
 """Name under which legal layouts that need more memory than a device has are counted."""
 
 
-def violations(model: ModelSpec, degrees: Degrees) -> Iterator[tuple[Rule, Bools]]:
+def violations(model: ModelSpec, degrees: LayoutTable) -> Iterator[tuple[Rule, Bools]]:
     """Each rule with the mask of where it is broken, in order."""
     for rule in RULES:
         yield rule, rule.broken(model, degrees)
@@ -235,7 +228,7 @@ def violations(model: ModelSpec, degrees: Degrees) -> Iterator[tuple[Rule, Bools
 
 def first_violation(model: ModelSpec, layout: Layout) -> str | None:
     """Message of the first rule that forbids `layout`; None when it is legal."""
-    degrees = Degrees.of(layout)
+    degrees = LayoutTable.one(layout)
     for rule, broken in violations(model, degrees):
         if not rule.redundant and bool(broken):
             return rule.message(model, degrees)

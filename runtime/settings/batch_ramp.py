@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
 from costmodels import Layout, ModelSpec
 from costmodels.errors import InputError
-from costmodels.spec.table import Bools, Ints
+from costmodels.spec.table import Bools, Ints, LayoutTable
 from planner.options.limits import MOST
-from planner.space.degrees import Degrees
 from planner.space.rule import Rule
 from planner.space.rules import RULES
 
@@ -101,29 +100,26 @@ def ramp_rule(numbers: tuple[int, int, int]) -> Rule:
     check_numbers(numbers)
     start, increment, _ = numbers
 
-    def of_size(d: Degrees, size: int) -> Degrees:
-        return replace(d, batch=np.asarray(size), batch_is_maximum=np.asarray(False))
-
-    def sizes(d: Degrees) -> list[tuple[int, Bools]]:
+    def sizes(d: LayoutTable) -> list[tuple[int, Bools]]:
         """The sizes that are looked at, and where the ramp has them."""
         every: Bools = np.asarray(True)
         return [(start, every), (start + increment, start + increment <= d.global_batch_size)]
 
-    def broken(model: ModelSpec, d: Degrees) -> Bools:
+    def broken(model: ModelSpec, d: LayoutTable) -> Bools:
         found = ~_leads_to(numbers, d.global_batch_size)
         for size, has in sizes(d):
             for rule in BATCH_RULES:
-                found = found | (has & rule.broken(model, of_size(d, size)))
+                found = found | (has & rule.broken(model, d.with_batch(size)))
         return found
 
-    def message(model: ModelSpec, d: Degrees) -> str:
+    def message(model: ModelSpec, d: LayoutTable) -> str:
         if not _leads_to(numbers, d.global_batch_size):
             return _astray(numbers, int(d.global_batch_size))
         size, reason = next(
-            (size, rule.message(model, of_size(d, size)))
+            (size, rule.message(model, d.with_batch(size)))
             for size, has in sizes(d)
             for rule in BATCH_RULES
-            if has and rule.broken(model, of_size(d, size))
+            if has and rule.broken(model, d.with_batch(size))
         )
         return (
             f"{FLAG} has a batch of {size} that the layout cannot run: {reason}; give other sizes, or "

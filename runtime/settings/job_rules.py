@@ -15,9 +15,8 @@ import numpy as np
 from costmodels.errors import InputError
 from costmodels.spec.layout import SPLIT_BACKWARD, Layout
 from costmodels.spec.model import ModelSpec
-from costmodels.spec.table import CONTEXT_FORMS, SCHEDULES
+from costmodels.spec.table import CONTEXT_FORMS, SCHEDULES, LayoutTable
 from planner.options.batch import BatchOptions
-from planner.space.degrees import Degrees
 from planner.space.rule import Rule
 from runtime.settings.batch_ramp import check_numbers, ramp_rule
 
@@ -86,7 +85,7 @@ def reachable_batch(batch: BatchOptions, *groups: object) -> BatchOptions:
 
 def check_rules(rules: Sequence[Rule], spec: ModelSpec, layout: Layout) -> None:
     """Raise `InputError`, in the words of the first of `rules` that `layout` breaks."""
-    degrees = Degrees.of(layout)
+    degrees = LayoutTable.one(layout)
     for rule in rules:
         if bool(rule.broken(spec, degrees)):
             raise InputError(rule.message(spec, degrees))

@@ -21,7 +21,6 @@ from planner import search
 from planner.inputs.batch import Batch
 from planner.inputs.cluster import resolve_cluster
 from planner.inputs.engine import DEFAULT_ENGINE, resolve_engine
-from planner.space.degrees import Degrees
 from planner.space.grid import micro_batch_sizes
 from planner.space.rules import RULES, first_violation
 
@@ -129,7 +128,7 @@ def brute(model: ModelSpec, world: int, batch: Batch) -> Brute:
             }
             layout = layout_of(model, values)
             if layout is not None:
-                degrees = Degrees.of(layout)
+                degrees = LayoutTable.one(layout)
                 covered = any(bool(rule.broken(model, degrees)) for rule in REDUNDANT)
                 (found.redundant if covered else found.legal).append(layout)
     return replace(found, considered=considered)

@@ -1,0 +1,60 @@
+"""The raw product of degrees of freedom, whose arrays broadcast to a grid."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+from costmodels.spec.layout import V_SCHEDULES
+from costmodels.spec.table import Bools, Ints, LayoutTable, code_of
+
+
+class OpenGrid(LayoutTable):
+    """A `LayoutTable` whose rows are not written out: one axis a degree, arrays of length one on all others.
+
+    Its batch is computed when it is asked for, as few layouts are left by then.
+    """
+
+    columns: Mapping[str, Ints | Bools]
+    """Arrays by the fields of `LayoutTable`, but for the batch and the split, and by `entries`, `layers` and
+    `deepest` of it; `batch` and `batch_is_maximum` are the sequences of one step that are asked for, exactly
+    or at most."""
+
+    @classmethod
+    def on(cls, columns: Mapping[str, Ints | Bools]) -> OpenGrid:
+        """The grid of `columns`."""
+        grid = cls.__new__(cls)
+        vars(grid).update(columns, columns=columns)
+        return grid
+
+    def __getattr__(self, name: str) -> Any:
+        if name != "global_batch_size":
+            raise AttributeError(name)
+        vars(self)[name] = self._most_sequences()
+        return vars(self)[name]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Lengths of the axes."""
+        return np.broadcast_shapes(*(array.shape for array in self.columns.values()))
+
+    def map(self, change: Callable[[Ints | Bools], Any]) -> OpenGrid:
+        """The grid of what `change` makes of each array."""
+        return OpenGrid.on({name: change(array) for name, array in self.columns.items()})
+
+    def _most_sequences(self) -> Ints:
+        """Sequences of one step: the given ones, or the most under the maximum that the schedule can run.
+
+        Interleaved schedules need multiples of pp micro batches. Where not even that many fit, the multiple
+        of the smaller unit (or the maximum) shows what is missing.
+        """
+        batch, unit = self.columns["batch"], self.micro_batch_size * self.data_parallel
+        if not self.columns["batch_is_maximum"].any():
+            return np.broadcast_to(batch, unit.shape)
+        whole = batch // unit * unit
+        free = np.isin(self.schedule, [code_of("schedule", kind) for kind in ("1f1b", *V_SCHEDULES)])
+        rounds = np.where(free, unit, unit * self.pipeline_parallel)
+        fewer = np.where(whole, whole, batch)
+        return np.where(rounds <= batch, batch // rounds * rounds, fewer)
