@@ -31,6 +31,9 @@ EXPERTS_FORWARD, EXPERTS_FORWARD_END = "experts_forward", "experts_forward_end"
 EXPERTS_BACKWARD, EXPERTS_BACKWARD_END = "experts_backward", "experts_backward_end"
 """Marks around the routed experts of a layer, where FSDP2 gathers their parameters and is done with them."""
 
+FORGETS = "forgets"
+"""Mark of gradients of weights: what the unit before has computed again for them ends."""
+
 
 class Term(NamedTuple):
     """A product of dimensions and of a coefficient."""
@@ -88,6 +91,25 @@ class Parameter(NamedTuple):
     """It is a DTensor."""
 
 
+class SplitBackward(NamedTuple):
+    """Backward as schedules run it that compute gradients of inputs and of weights apart.
+
+    The storages of forward are those of the tape.
+    """
+
+    inputs: tuple[Event, ...]
+    """Gradients of inputs; the graph stays."""
+    first_weights: tuple[Event, ...]
+    """Gradients of weights that have none yet: their events come last."""
+    weights: tuple[Event, ...]
+    """Gradients of weights that are added to what is there: they come and go."""
+    forgotten: tuple[Event, ...]
+    """What was computed again and not used ends at the mark `FORGETS` of the next unit, or with `rest`."""
+    rest: tuple[Event, ...]
+    """What the graph still held ends when the gradients of all weights of the stage are there."""
+    input_gradient: int | None
+
+
 class Tape(NamedTuple):
     """What a unit does to memory."""
 
@@ -99,6 +121,8 @@ class Tape(NamedTuple):
     """The storage that goes to the unit before; none where there is no such unit."""
     input_category: str
     """What the input is while this unit holds it over to backward; "" where it does not."""
+    split: SplitBackward | None = None
+    """None where it was not recorded, as for compiled layers, whose graphs cannot be split."""
 
 
 def elements_of(size: Size, dimensions: Mapping[str, int]) -> int:

@@ -6,7 +6,18 @@ from fractions import Fraction
 from functools import lru_cache
 from typing import Any
 
-from costmodels.tapes.tape import Allocation, Event, Gradient, Mark, Parameter, Release, Size, Tape, Term
+from costmodels.tapes.tape import (
+    Allocation,
+    Event,
+    Gradient,
+    Mark,
+    Parameter,
+    Release,
+    Size,
+    SplitBackward,
+    Tape,
+    Term,
+)
 
 
 def size_text(size: Size) -> str:
@@ -42,6 +53,7 @@ def as_json(tape: Tape) -> dict[str, Any]:
     """
     sizes: dict[str, int] = {}
     categories: dict[str, int] = {}
+    split = tape.split
 
     def number(table: dict[str, int], text: str) -> int:
         return table.setdefault(text, len(table))
@@ -66,6 +78,7 @@ def as_json(tape: Tape) -> dict[str, Any]:
         "backward": [event(one) for one in tape.backward],
         "input_gradient": tape.input_gradient,
         "input_category": tape.input_category,
+        "split": split and [*(list(map(event, part)) for part in split[:-1]), split.input_gradient],
         "sizes": list(sizes),
         "categories": list(categories),
     }
@@ -74,7 +87,7 @@ def as_json(tape: Tape) -> dict[str, Any]:
 def parsed_tape(data: dict[str, Any]) -> Tape:
     """The tape of a file."""
     sizes = [parsed_size(text) for text in data["sizes"]]
-    categories = data["categories"]
+    categories, split = data["categories"], data.get("split")
 
     def event(one: Any) -> Event:
         match one:
@@ -88,13 +101,21 @@ def parsed_tape(data: dict[str, Any]) -> Tape:
                 return Allocation(storage, sizes[size], categories[category])
         raise ValueError(f"{one!r} is no event of a tape")
 
+    def events(every: list[Any]) -> tuple[Event, ...]:
+        return tuple(map(event, every))
+
+    def parts(split: list[Any]) -> SplitBackward:
+        inputs, first, weights, forgotten, rest = map(events, split[:-1])
+        return SplitBackward(inputs, first, weights, forgotten, rest, split[-1])
+
     return Tape(
         tuple(
             Parameter(name, tuple(map(parsed_size, shape)), group, partial, distributed)
             for name, shape, group, partial, distributed in data["parameters"]
         ),
-        tuple(map(event, data["forward"])),
-        tuple(map(event, data["backward"])),
+        events(data["forward"]),
+        events(data["backward"]),
         data["input_gradient"],
         data["input_category"],
+        None if split is None else parts(split),
     )

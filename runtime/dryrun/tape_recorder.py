@@ -13,11 +13,12 @@ from costmodels.tapes.tape import (
     Parameter,
     Release,
     Size,
+    SplitBackward,
     Tape,
 )
 from runtime.dryrun.sample_sizes import SAMPLES, Sample, sample
 from runtime.dryrun.symbols import UnknownSizeError, symbolic
-from runtime.dryrun.unit_recorder import Change, Recording, UnlikeError, record_unit
+from runtime.dryrun.unit_recorder import Change, Recording, UnitRecordings, UnlikeError, record_unit
 
 PROOF = 2
 """Recordings with other sizes that agree; sums of more terms take more of them."""
@@ -32,11 +33,12 @@ def recorded_tape(structure: Structure) -> Tape:
         UnknownSizeError: a size is no small sum of products of dimensions.
     """
     samples: list[Sample] = []
-    recordings: list[Recording] = []
+    recordings: list[UnitRecordings] = []
+    splits = not structure.compiled and structure.unit != "embedding"
     for number in range(SAMPLES):
         samples.append(sample(structure, number))
         model, layout, _ = samples[-1]
-        recordings.append(record_unit(model, layout, structure.unit, structure.compiled))
+        recordings.append(record_unit(model, layout, structure.unit, structure.compiled, splits))
         if number + 1 < PROOF:
             continue
         try:
@@ -47,11 +49,13 @@ def recorded_tape(structure: Structure) -> Tape:
     raise AssertionError("the last sample returns or raises")
 
 
-def _tape(samples: Sequence[Sample], recordings: Sequence[Recording]) -> Tape:
+def _tape(samples: Sequence[Sample], every: Sequence[UnitRecordings]) -> Tape:
+    for other in every[1:]:
+        for one, same in zip(every[0], other, strict=True):
+            if one is not None and same is not None and _without_sizes(one) != _without_sizes(same):
+                raise UnlikeError(f"{samples[0].model.name}: other sizes, other operations")
+    recordings = [one.whole for one in every]
     first = recordings[0]
-    for other in recordings[1:]:
-        if _without_sizes(other) != _without_sizes(first):
-            raise UnlikeError(f"{samples[0].model.name}: other sizes, other operations")
     own = [one.dimensions for one in samples]
     primes = [one.primes for one in samples]
     known: dict[tuple[int, ...], Size] = {}
@@ -80,13 +84,37 @@ def _tape(samples: Sequence[Sample], recordings: Sequence[Recording]) -> Tape:
         _events([one.backward for one in recordings], size_of),
         first.input_gradient,
         first.input_category,
+        _split(every, size_of),
+    )
+
+
+def _split(
+    every: Sequence[UnitRecordings], size_of: Callable[[tuple[int, ...]], Size]
+) -> SplitBackward | None:
+    firsts = [one.split_first for one in every if one.split_first is not None]
+    laters = [one.split for one in every if one.split is not None]
+    if not laters:
+        return None
+    return SplitBackward(
+        inputs=_events([one.backward for one in laters], size_of),
+        first_weights=_events([one.weights for one in firsts], size_of),
+        weights=_events([one.weights for one in laters], size_of),
+        forgotten=_events([one.forgotten for one in laters], size_of),
+        rest=_events([one.rest for one in laters], size_of),
+        input_gradient=laters[0].input_gradient,
     )
 
 
 def _without_sizes(recording: Recording) -> tuple[object, ...]:
     passes = [
         [(kind, number, 0 if kind == "allocation" else size, text) for kind, number, size, text in changes]
-        for changes in (recording.forward, recording.backward)
+        for changes in (
+            recording.forward,
+            recording.backward,
+            recording.weights,
+            recording.forgotten,
+            recording.rest,
+        )
     ]
     parameters = [one._replace(shape=(0,) * len(one.shape)) for one in recording.parameters]
     return (*passes, parameters, recording.input_gradient, recording.input_category)

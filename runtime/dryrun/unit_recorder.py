@@ -20,6 +20,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 from torch.distributed.tensor import DTensor
 
 from costmodels import Layout, ModelSpec
@@ -30,6 +31,7 @@ from costmodels.tapes.tape import (
     EXPERTS_BACKWARD_END,
     EXPERTS_FORWARD,
     EXPERTS_FORWARD_END,
+    FORGETS,
     INPUT,
     LAYER,
     OUTPUT,
@@ -44,6 +46,7 @@ from runtime.dryrun.roles import label_layers, roles
 from runtime.dryrun.tracker import Tracker, inner_tensors
 from runtime.model.experts import MixtureOfExperts
 from runtime.model.transformer import Transformer
+from runtime.parallel import recomputation
 from runtime.parallel.data import DTYPES
 from runtime.parallel.local_tensors import local_part
 from runtime.parallel.loss import TokenLoss
@@ -79,19 +82,40 @@ class Recording:
     backward: list[Change] = field(default_factory=list)
     input_gradient: int | None = None
     input_category: str = ""
+    weights: list[Change] = field(default_factory=list)
+    """Of a backward that is split: gradients of weights, `backward` being that of inputs."""
+    forgotten: list[Change] = field(default_factory=list)
+    rest: list[Change] = field(default_factory=list)
+
+    @property
+    def changes(self) -> list[Change]:
+        """Of all passes."""
+        return [*self.forward, *self.backward, *self.weights, *self.forgotten, *self.rest]
 
 
 class UnlikeError(RuntimeError):
     """A unit does not do the same each time, so that no tape tells what it does."""
 
 
-def record_unit(model: ModelSpec, layout: Layout, unit: Unit, compiled: bool) -> Recording:
+class UnitRecordings(NamedTuple):
+    """A unit with whole backward passes, and with split ones."""
+
+    whole: Recording
+    split_first: Recording | None
+    """Where weights have no gradients yet; None where backward is not split."""
+    split: Recording | None
+
+
+def record_unit(
+    model: ModelSpec, layout: Layout, unit: Unit, compiled: bool, splits: bool = False
+) -> UnitRecordings:
     """What `unit` of a model allocates and frees on the first rank of a layout.
 
     Args:
         model: of one layer.
         layout: without pipeline and data parallelism.
         compiled: layers are compiled.
+        splits: record split backward passes too.
 
     Raises:
         UnlikeError: the unit does not do the same each time.
@@ -103,22 +127,18 @@ def record_unit(model: ModelSpec, layout: Layout, unit: Unit, compiled: bool) ->
         stack.enter_context(run.collector_pause())
         recorder = _Recorder(tracker, module, run_unit, source)
         recorder.turn()
-        recorder.forget_gradients()
-        first, again = recorder.turn(), recorder.turn()
-        if changes_alike(first) != changes_alike(again, first):
-            raise UnlikeError(f"{unit}: the second micro batch does other things than the first")
-        recorder.forget_gradients()
-        return first
+        whole = recorder.twice()
+        first, later = recorder.twice(splits=True) if splits else (None, None)
+        return UnitRecordings(whole[0], first, later)
 
 
 def changes_alike(recording: Recording, first: Recording | None = None) -> list[Change]:
     """The changes of a recording but for gradients; those of a later one without the ends of what autograd
     has added to the gradients of the `first`."""
-    gradients = {number for kind, number, *_ in (first or recording).backward if kind == "gradient"}
-    changes = [*recording.forward, *recording.backward]
+    gradients = {number for kind, number, *_ in (first or recording).changes if kind == "gradient"}
     return [
         (kind, number, size, "" if number in gradients else text)
-        for kind, number, size, text in changes
+        for kind, number, size, text in recording.changes
         if kind != "gradient" and not (kind == "release" and number in gradients)
     ]
 
@@ -303,13 +323,26 @@ class _Recorder:
         for _, parameter in self.named:
             parameter.grad = None
 
-    def turn(self) -> Recording:
+    def twice(self, splits: bool = False) -> tuple[Recording, Recording]:
+        """A micro batch without gradients before it, and one that adds to its gradients.
+
+        Raises:
+            UnlikeError: they do different things.
+        """
+        self.forget_gradients()
+        first, later = self.turn(splits), self.turn(splits)
+        self.forget_gradients()
+        if changes_alike(first) != changes_alike(later, first):
+            raise UnlikeError("the second micro batch does other things than the first")
+        return first, later
+
+    def turn(self, splits: bool = False) -> Recording:
         """One forward and backward pass."""
         tracker = self.tracker
         self.notes.clear()
         self.places.clear()
         self.borders, self.result = {}, None
-        x, has_gradient = self._input()
+        x, anchor = self._input()
         self.borders[self._block(x)] = INPUT
         self._reach("forward")
         with tracker.scope(phase="forward"):
@@ -322,41 +355,82 @@ class _Recorder:
         del x
         del y
         self._reach("dropped")
-        end.backward()
-        if not has_gradient:
+        if splits:
+            assert anchor is not None
+            self._split(end, anchor)
+        else:
+            end.backward()
+        if anchor is None:
             self._reach("end")
         del end
         self._reach("over")
         return self._recording()
 
-    def _input(self) -> tuple[Tensor, bool]:
+    def _split(self, end: Tensor, anchor: Tensor) -> None:
+        """Backward as PyTorch's stages split it; units above hold the graph of this one to the end."""
+        above = end.grad_fn if self.named else None
+        had = [parameter.grad is not None for _, parameter in self.named]
+        parameters = [parameter for _, parameter in self.named]
+        gradient = torch.empty((), device=end.device)
+        _, groups = stage_backward_input([end], [gradient], [anchor], iter(parameters))
+        del gradient
+        self._reach("inputs")
+        with patch.object(recomputation, "_forget_last", self._forgetting(recomputation._forget_last)):
+            stage_backward_weight(iter(parameters), groups)
+        for number, parameter in enumerate(parameters):
+            self.tracker.tag(parameter.grad, "gradients")
+            if not had[number]:
+                self._gradient_comes(number, parameter)
+        self._reach("weights")
+        _clear_last_call()
+        self._reach("forgotten")
+        groups.clear()
+        del above
+
+    def _forgetting(self, forget: Callable[[Any], None]) -> Callable[[Any], None]:
+        def forgetting(call: Any) -> None:
+            self._note(FORGETS)
+            forget(call)
+
+        return forgetting
+
+    def _input(self) -> tuple[Tensor, Tensor | None]:
         plain = self.source()
         if not plain.is_floating_point():
-            return plain, False
+            return plain, None
         del plain
         anchor = torch.empty(0, requires_grad=True)
         x: Tensor = _Input.apply(anchor, self)  # type: ignore[no-untyped-call]
-        return x, True
+        return x, anchor
 
     def _recording(self) -> Recording:
         names = _Names(self.borders)
         forward = self._changes(names, [("forward", "returned"), ("drops", "dropped")])
-        backward = self._changes(names, [("backward", "end")])
-        # What stands around the unit ends within it too.
-        made = {number for kind, number, *_ in [*forward, *backward] if kind == "allocation"}
-        forward, backward = (
-            _settled([change for change in changes if change[0] != "release" or change[1] in made | BORDERS])
-            for changes in (forward, backward)
+        splits = "weights" in self.places
+        backward = self._changes(names, [("backward", "inputs" if splits else "end")])
+        spans = [("inputs", "weights"), ("weights", "forgotten"), ("forgotten", "over")] if splits else []
+        others = [self._changes(names, [span]) for span in spans] or [[], [], []]
+        # What stands around the unit ends within it too; the unit before would have the gradient.
+        given = None if self.result is None else names.of(self.result)
+        backward = [change for change in backward if not splits or change[:2] != ("release", given)]
+        every = [forward, backward, *others]
+        own = {number for changes in every for kind, number, *_ in changes if kind == "allocation"} | BORDERS
+        forward, backward, *others = (
+            _settled([change for change in changes if change[0] != "release" or change[1] in own])
+            for changes in every
         )
-        self._check(names, [*forward, *backward])
-        (given,) = (block for block, number in self.borders.items() if number == INPUT)
-        category = self.tracker.blocks[given].category
+        self._check(names, [change for changes in (forward, backward, *others) for change in changes])
+        (source,) = (block for block, number in self.borders.items() if number == INPUT)
+        category = self.tracker.blocks[source].category
         return Recording(
             parameters=[self._described(*one) for one in self.named],
             forward=forward,
             backward=backward,
             input_gradient=None if self.result is None else names.of(self.result),
             input_category="" if category == "temporaries" else category,
+            weights=others[0],
+            forgotten=others[1],
+            rest=others[2],
         )
 
     def _changes(self, names: _Names, spans: list[tuple[str, str]]) -> list[Change]:
@@ -417,6 +491,13 @@ def _settled(changes: list[Change]) -> list[Change]:
 def owner(category: str) -> str:
     """Who owns a byte, in the words of moments."""
     return "communication" if category == "message" else category
+
+
+def _clear_last_call() -> None:
+    """Drop what was computed again and not used, as the next call that computes again does."""
+    for call in (reference() for reference in recomputation._last):
+        if call is not None:
+            call.internals.clear()
 
 
 class _Names:

@@ -14,11 +14,13 @@ from costmodels.tapes import store
 from costmodels.tapes.dimensions import dimensions
 from costmodels.tapes.structure import Structure, structure_of, units_of_stage
 from costmodels.tapes.tape import (
+    FORGETS,
     Allocation,
     Gradient,
     Mark,
     Parameter,
     Release,
+    SplitBackward,
     Tape,
     Term,
     elements_of,
@@ -69,6 +71,11 @@ def test_tapes_survive_files(tmp_path: Path) -> None:
     store.write_tapes({structures[1]: TAPE._replace(input_gradient=4)}, path)
     assert store.structure_names(path) == [one.name for one in structures]
     assert parsed_tape(as_json(TAPE)) == TAPE
+
+
+def test_split_backward_survives_files() -> None:
+    split = SplitBackward((Release(0),), TAPE.backward, (Mark(FORGETS),), (), (Release(3),), 4)
+    assert parsed_tape(as_json(TAPE._replace(split=split))).split == split
 
 
 def test_equal_tapes_make_equal_files(tmp_path: Path) -> None:

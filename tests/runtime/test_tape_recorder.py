@@ -11,7 +11,17 @@ from torch import Tensor
 from costmodels import Layout, ModelSpec
 from costmodels.tapes.dimensions import dimensions
 from costmodels.tapes.structure import Unit, structure_of
-from costmodels.tapes.tape import Allocation, Gradient, Mark, Tape, elements_of
+from costmodels.tapes.tape import (
+    INPUT,
+    OUTPUT,
+    OUTPUT_GRADIENT,
+    Allocation,
+    Gradient,
+    Mark,
+    Release,
+    Tape,
+    elements_of,
+)
 from runtime.dryrun.tape_recorder import recorded_tape
 from runtime.dryrun.unit_recorder import record_unit
 from runtime.model.transformer import Block
@@ -62,7 +72,7 @@ def bytes_of_tape(tape: Tape, model: ModelSpec, layout: Layout) -> list[int]:
 def test_a_tape_is_what_other_sizes_do(unit: Unit, compiled: bool, fields: dict[str, Any]) -> None:
     layout = Layout.model_validate(ONE | fields)
     tape = recorded_tape(structure_of(MODEL, layout, unit, compiled))
-    recording = record_unit(MODEL, layout, unit, compiled)
+    recording = record_unit(MODEL, layout, unit, compiled).whole
     changes = [*recording.forward, *recording.backward]
     assert bytes_of_tape(tape, MODEL, layout) == [
         size for kind, _, size, _ in changes if kind == "allocation"
@@ -102,7 +112,7 @@ LATENT = ModelSpec.model_validate(
 def test_tapes_of_experts_and_latents(model: ModelSpec, unit: Unit, fields: dict[str, Any]) -> None:
     layout = Layout.model_validate({"layers_per_stage": (1,), "global_batch_size": 4} | fields)
     tape = recorded_tape(structure_of(model, layout, unit, compiled=False))
-    recording = record_unit(model, layout, unit, compiled=False)
+    recording = record_unit(model, layout, unit, compiled=False).whole
     changes = [*recording.forward, *recording.backward]
     recorded = [size for kind, _, size, _ in changes if kind == "allocation"]
     assert bytes_of_tape(tape, model, layout) == recorded
@@ -114,6 +124,28 @@ def test_every_parameter_gets_its_gradient_once() -> None:
     tape = recorded_tape(structure_of(MODEL, Layout.model_validate(ONE), "dense", compiled=False))
     found = sorted(event.parameter for event in tape.backward if isinstance(event, Gradient))
     assert found == list(range(len(tape.parameters)))
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_split_backward_makes_the_same_gradients(recompute: str) -> None:
+    layout = Layout.model_validate(ONE | {"tensor_parallel": 2, "recompute": recompute})
+    tape = recorded_tape(structure_of(MODEL, layout, "dense", compiled=False))
+    assert tape.split is not None
+    whole, split = (
+        {event.parameter for event in events if isinstance(event, Gradient)}
+        for events in (tape.backward, tape.split.first_weights)
+    )
+    assert split == whole
+    made = [
+        e.storage
+        for e in (*tape.forward, *tape.split.inputs, *tape.split.weights)
+        if isinstance(e, Allocation)
+    ]
+    passes = (tape.forward, tape.split.inputs, tape.split.weights, tape.split.forgotten, tape.split.rest)
+    ends = [e.storage for events in passes for e in events if isinstance(e, Release)]
+    assert sorted(ends) == sorted({*made, INPUT, OUTPUT, OUTPUT_GRADIENT} - {tape.split.input_gradient})
+    # What was computed again and not used is left to the next layer.
+    assert bool(tape.split.forgotten) == (recompute == "full")
 
 
 def test_a_feature_of_the_block_is_in_the_next_tape(monkeypatch: pytest.MonkeyPatch) -> None:
