@@ -14,8 +14,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from cli.tables import console, table
-from costmodels.calibration.accuracy import SourceScore, fitted, predict, scalars, score
-from costmodels.calibration.measurements import Measurement, read
+from costmodels.calibration.accuracy import SourceScore, is_fit_row, predict, score, time_factors
+from costmodels.calibration.measurements import Measurement, read_measurements
 from costmodels.errors import InputError
 
 WIDTH = 132
@@ -34,7 +34,7 @@ def read_all(files: Sequence[str]) -> tuple[list[Measurement], Counter[tuple[str
     measurements: list[Measurement] = []
     skipped: Counter[tuple[str, str]] = Counter()
     for file in files:
-        usable, unusable = read(file)
+        usable, unusable = read_measurements(file)
         measurements += usable
         skipped += unusable
     return measurements, skipped
@@ -54,10 +54,10 @@ def measure(
     """
     measurements, skipped = read_all(rows)
     known = read_all(fit)[0]
-    scale = scalars(known, predict(known))
+    scale = time_factors(known, predict(known))
     if held_out:
-        skipped.update((each.source, HELD_OUT) for each in measurements if fitted(each))
-        measurements = [each for each in measurements if not fitted(each)]
+        skipped.update((each.source, HELD_OUT) for each in measurements if is_fit_row(each))
+        measurements = [each for each in measurements if not is_fit_row(each)]
     return score(measurements, predict(measurements, scale), skipped), scale
 
 

@@ -3,7 +3,7 @@
 python -m benchmarks.calibrate --rows FILE... [--only ENGINE/ARCHITECTURE]... [--write | --cross-validate]
 
 The fits are those of costmodels/catalogue/fits.yaml; the result is costmodels/catalogue/calibrated.yaml. Only
-the rows of `costmodels.calibration.accuracy.fitted` are used: the others tell how good the constants are.
+the rows of `costmodels.calibration.accuracy.is_fit_row` are used: the others tell how good the constants are.
 --cross-validate fits each half of the rows and prices the other with it, so that whole sweeps are ranked by
 constants that did not see the row.
 """
@@ -19,12 +19,21 @@ import numpy as np
 import yaml
 
 import costmodels.catalogue
-from costmodels.calibration.accuracy import fitted, tokens_per_s_per_device
+from costmodels.calibration.accuracy import is_fit_row, tokens_per_s_per_device
 from costmodels.calibration.layer_factors import fit_layers
-from costmodels.calibration.measurements import Measurement, read
+from costmodels.calibration.measurements import Measurement, read_measurements
 from costmodels.calibration.rank_correlation import rank_sweeps
-from costmodels.calibration.time_fit import COVERED, FitPlan, Fitted, belongs, errors, fit, fit_spread, plans
-from costmodels.catalogue.yaml_files import packaged
+from costmodels.calibration.time_fit import (
+    COVERAGE,
+    TimeFit,
+    TimeFitPlan,
+    fit_spread,
+    fit_times,
+    is_row_of,
+    log_errors,
+    time_fit_plans,
+)
+from costmodels.catalogue.yaml_files import catalogue_file
 from costmodels.errors import InputError
 from costmodels.spec.table import Floats
 
@@ -52,23 +61,23 @@ def _plain(constants: dict[str, Any]) -> dict[str, Any]:
     return {**constants, **({"measured_layers": [one.model_dump() for one in layers]} if layers else {})}
 
 
-def _halves(plan: FitPlan, rows: list[Measurement]) -> tuple[list[Measurement], list[Measurement]]:
+def _halves(plan: TimeFitPlan, rows: list[Measurement]) -> tuple[list[Measurement], list[Measurement]]:
     """The rows that belong to a fit: those that it may see, and the others."""
-    usable = [row for row in rows if belongs(row, plan)]
-    return [row for row in usable if fitted(row)], [row for row in usable if not fitted(row)]
+    usable = [row for row in rows if is_row_of(row, plan)]
+    return [row for row in usable if is_fit_row(row)], [row for row in usable if not is_fit_row(row)]
 
 
-def _fit(plan: FitPlan, seen: list[Measurement]) -> Fitted:
-    found = fit(plan, seen)
+def _fit(plan: TimeFitPlan, seen: list[Measurement]) -> TimeFit:
+    found = fit_times(plan, seen)
     return found.with_layers(fit_layers(found, seen)) if plan.layers else found
 
 
-def cross_validate(wanted: list[FitPlan], rows: list[Measurement]) -> dict[str, dict[str, float]]:
+def cross_validate(wanted: list[TimeFitPlan], rows: list[Measurement]) -> dict[str, dict[str, float]]:
     """Errors and regret of each source in percent, every row priced by the fit of the half without it."""
     priced: list[tuple[Measurement, float]] = []
     for plan in wanted:
         for unseen, seen in itertools.permutations(_halves(plan, rows)):
-            missed = errors(_fit(plan, seen), unseen)
+            missed = log_errors(_fit(plan, seen), unseen)
             priced += zip(unseen, missed.tolist(), strict=True)
     result = {}
     for source in sorted({row.source for row, _ in priced}):
@@ -82,14 +91,14 @@ def cross_validate(wanted: list[FitPlan], rows: list[Measurement]) -> dict[str, 
     return result
 
 
-def calibrate(plan: FitPlan, rows: list[Measurement]) -> dict[str, Any]:
+def calibrate(plan: TimeFitPlan, rows: list[Measurement]) -> dict[str, Any]:
     """One entry of the catalogue: constants, range, and errors on rows that the fit did not see."""
     seen, unseen = _halves(plan, rows)
-    found = fit(plan, seen)
+    found = fit_times(plan, seen)
     spread = fit_spread(found, seen)
     if plan.layers:
         found = found.with_layers(fit_layers(found, seen))
-        spread["measured"] = float(f"{np.quantile(np.abs(errors(found, seen)), COVERED):.3g}")
+        spread["measured"] = float(f"{np.quantile(np.abs(log_errors(found, seen)), COVERAGE):.3g}")
     entry = {
         "sources": list(plan.sources),
         "rows": len(seen),
@@ -97,7 +106,7 @@ def calibrate(plan: FitPlan, rows: list[Measurement]) -> dict[str, Any]:
         "spread": spread,
     }
     if unseen:
-        entry["held_out"] = _percent(errors(found, unseen))
+        entry["held_out"] = _percent(log_errors(found, unseen))
     return entry
 
 
@@ -120,18 +129,18 @@ def main() -> None:
 
 def _run(arguments: argparse.Namespace) -> None:
     only = arguments.only
-    named = {f"{plan.engine}/{plan.architecture}": plan for plan in plans()}
+    named = {f"{plan.engine}/{plan.architecture}": plan for plan in time_fit_plans()}
     for name in only or ():
         if name not in named:
             raise InputError(f"--only {name}: no such fit; fits.yaml lists {', '.join(named)}")
     wanted = [plan for name, plan in named.items() if only is None or name in only]
-    rows = [row for file in arguments.rows for row in read(file)[0]]
+    rows = [row for file in arguments.rows for row in read_measurements(file)[0]]
     if arguments.cross_validate:
         for source, found in cross_validate(wanted, rows).items():
             print(f"{source}: {found}")
         return
     entries: dict[str, Any] = {
-        name: dict(fits) for name, fits in packaged("calibrated.yaml")["engines"].items()
+        name: dict(fits) for name, fits in catalogue_file("calibrated.yaml")["engines"].items()
     }
     for plan in wanted:
         entry = calibrate(plan, rows)

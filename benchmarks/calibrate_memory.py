@@ -3,8 +3,8 @@
 python -m benchmarks.calibrate_memory --rows FILE... [--only ENGINE]... [--write]
 
 The fits are those of costmodels/catalogue/memory_fits.yaml; the result is calibrated_memory.yaml beside it.
-Only the rows of `costmodels.calibration.accuracy.fitted` are used: `python -m benchmarks.accuracy --held-out`
-tells how good the constants are on the others.
+Only the rows that `costmodels.calibration.accuracy.is_fit_row` lets in are used: `python -m
+benchmarks.accuracy --held-out` tells how good the constants are on the others.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from typing import Any
 import yaml
 
 import costmodels.catalogue
-from costmodels.calibration.accuracy import fitted
-from costmodels.calibration.measurements import read
-from costmodels.calibration.memory_fit import fit_memory, has_memory, memory_plans
-from costmodels.catalogue.yaml_files import packaged
+from costmodels.calibration.accuracy import is_fit_row
+from costmodels.calibration.measurements import read_measurements
+from costmodels.calibration.memory_fit import fit_memory, has_memory, memory_fit_plans
+from costmodels.catalogue.yaml_files import catalogue_file
 from costmodels.errors import InputError
 
 TARGET = Path(costmodels.catalogue.__file__).with_name("calibrated_memory.yaml")
@@ -45,12 +45,12 @@ def main() -> None:
 
 
 def _run(files: list[str], only: list[str] | None, write: bool) -> None:
-    plans = {plan.engine: plan for plan in memory_plans()}
+    plans = {plan.engine: plan for plan in memory_fit_plans()}
     for name in only or ():
         if name not in plans:
             raise InputError(f"--only {name}: no such fit; memory_fits.yaml lists {', '.join(plans)}")
-    rows = [row for file in files for row in read(file)[0] if fitted(row)]
-    entries: dict[str, Any] = dict(packaged(TARGET.name)["engines"])
+    rows = [row for file in files for row in read_measurements(file)[0] if is_fit_row(row)]
+    entries: dict[str, Any] = dict(catalogue_file(TARGET.name)["engines"])
     for name, plan in plans.items():
         if only is not None and name not in only:
             continue

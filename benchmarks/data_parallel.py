@@ -34,7 +34,7 @@ from benchmarks.data_parallel_methods import (
 )
 from costmodels import ModelSpec, Precision
 from costmodels.catalogue import load_model
-from costmodels.catalogue.host import available_cores
+from costmodels.catalogue.local_machine import available_cores
 from costmodels.errors import InputError
 from planner.options.flags import run
 from runtime.job.datasets import open_datasets, tokenizer_for

@@ -21,7 +21,7 @@ from dataclasses import asdict, dataclass
 from multiprocessing import get_context
 from typing import Any
 
-from costmodels.catalogue.host import available_cores
+from costmodels.catalogue.local_machine import available_cores
 from costmodels.errors import InputError
 from costmodels.spec.record import GIB
 from planner import search

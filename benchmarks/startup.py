@@ -22,7 +22,7 @@ from typing import Annotated, Any
 
 import typer
 
-from costmodels.catalogue.host import available_cores
+from costmodels.catalogue.local_machine import available_cores
 from costmodels.errors import InputError
 from planner.options.flags import run
 from runtime.launch.torchrun import torchrun_command

@@ -12,7 +12,7 @@ from cli.interrupts import exit_on_ctrl_c
 from cli.status import Status
 from cli.tables import console, table
 from cli.training_flags import training_flags
-from costmodels.catalogue.host import available_cores
+from costmodels.catalogue.local_machine import available_cores
 from costmodels.spec.record import GIB
 from planner import advice
 from planner.api import search

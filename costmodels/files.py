@@ -16,7 +16,7 @@ MIB = 1 << 20
 
 
 @contextlib.contextmanager
-def opened_regular(path: str | Path) -> Iterator[BinaryIO]:
+def open_regular(path: str | Path) -> Iterator[BinaryIO]:
     """Open a file to read it, without a buffer.
 
     Raises `OSError` for what is no regular file: a pipe would be waited for, and some devices have no end.
@@ -35,11 +35,11 @@ def opened_regular(path: str | Path) -> Iterator[BinaryIO]:
         yield file
 
 
-def read_bounded(path: str | Path, most: int) -> bytes:
+def read_at_most(path: str | Path, most: int) -> bytes:
     """The contents of a regular file of at most `most` bytes; raises `OSError` for any other."""
-    with opened_regular(path) as file:
+    with open_regular(path) as file:
         if os.fstat(file.fileno()).st_size > most:
-            raise OSError(errno.EFBIG, f"it is larger than {in_bytes(most)}", str(path))
+            raise OSError(errno.EFBIG, f"it is larger than {size_text(most)}", str(path))
         parts = []
         left = most + 1
         # One that grows meanwhile ends, too.
@@ -47,16 +47,16 @@ def read_bounded(path: str | Path, most: int) -> bytes:
             parts.append(part)
             left -= len(part)
     if left <= 0:
-        raise OSError(errno.EFBIG, f"it is larger than {in_bytes(most)}", str(path))
+        raise OSError(errno.EFBIG, f"it is larger than {size_text(most)}", str(path))
     return b"".join(parts)
 
 
 def read_text(path: str | Path, most: int, encoding: str = "utf-8") -> str:
     """The text of a regular file of at most `most` bytes; raises `OSError` and `UnicodeDecodeError`."""
-    return read_bounded(path, most).decode(encoding)
+    return read_at_most(path, most).decode(encoding)
 
 
-def in_bytes(count: int) -> str:
+def size_text(count: int) -> str:
     """A limit as people read it: `64 MiB`, `64 bytes`."""
     for unit, size in (("GiB", 1 << 30), ("MiB", MIB), ("KiB", 1 << 10)):
         if count >= size:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from costmodels.rank_costs import RankCosts
-from costmodels.ranks.pipeline import FIELDS, Ranks, stages_as_ranks
-from costmodels.ranks.sites import BOTH, by_site, kinds_of_ranks, ranks_of_stages
+from costmodels.ranks.pipeline import FIELDS, Ranks, stage_ranks
+from costmodels.ranks.sites import MIXED, rank_kinds, site_values, stage_places
 from costmodels.spec.engine import Engine
 from costmodels.spec.hardware import Cluster
 from costmodels.spec.layout import Layout
@@ -28,14 +28,14 @@ def stage_seconds(
     Raises:
         InputError: the device or the engine does not know the precision of the table.
     """
-    every = [stages_as_ranks(model, table, row) for row in range(len(table))]
+    every = [stage_ranks(model, table, row) for row in range(len(table))]
     lengths = [len(stages.count) for stages in every]
     filled = np.zeros((len(FIELDS), len(table), max(lengths, default=1)))
     kind = np.zeros(filled.shape[1:], dtype=np.int64)
     for row, (stages, length) in enumerate(zip(every, lengths, strict=True)):
         for column, name in zip(filled, FIELDS, strict=True):
             column[row, :length] = getattr(stages, name)
-        kinds = kinds_of_ranks(cluster, int(table.pipeline_parallel[row]))[ranks_of_stages(table, row)]
+        kinds = rank_kinds(cluster, int(table.pipeline_parallel[row]))[stage_places(table, row)]
         kind[row, :length], kind[row, length:] = kinds, kinds[-1]
     ranks = Ranks(**dict(zip(FIELDS, filled, strict=True)))
     costs = RankCosts(model, cluster, engine, table, ranks, kind)
@@ -63,9 +63,9 @@ def _send_seconds(costs: RankCosts) -> Floats:
         site = costs.sites[code]
         return message_seconds(costs.model, site.cluster, site.engine, table)[:, None]
 
-    within = np.broadcast_to(by_site(costs.site, costs.codes, message), kind.shape)
+    within = np.broadcast_to(site_values(costs.site, costs.codes, message), kind.shape)
     between = boundary_seconds(costs.model, costs.cluster, costs.engine, table)[:, None]
-    same = (kind[:, 1:] == kind[:, :-1]) & (kind[:, 1:] != BOTH)
+    same = (kind[:, 1:] == kind[:, :-1]) & (kind[:, 1:] != MIXED)
     return np.where(same, within[:, 1:], between)
 
 
@@ -81,7 +81,7 @@ def rank_seconds(model: ModelSpec, cluster: Cluster, engine: Engine, layout: Lay
     return np.array([stages[list(layout.stages_of(rank))].sum() for rank in ranks])
 
 
-def pipeline_parts(
+def bubble_and_send_seconds(
     model: ModelSpec, cluster: Cluster, engine: Engine, table: LayoutTable
 ) -> tuple[Floats, Floats, Bools]:
     """Bubble and sends of each row in seconds, [n], as the simulated schedule has them.

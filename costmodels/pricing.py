@@ -9,20 +9,20 @@ from functools import cached_property, partial, reduce
 import numpy as np
 
 from costmodels.layers.operators import padded_vocabulary
-from costmodels.pipeline_times import pipeline_parts
+from costmodels.pipeline_times import bubble_and_send_seconds
 from costmodels.rank_costs import RankCosts
-from costmodels.ranks.reductions import highest
-from costmodels.ranks.sites import BOTH, check_precision, sites
-from costmodels.spec.blocks import in_blocks
+from costmodels.ranks.reductions import row_maximum
+from costmodels.ranks.sites import MIXED, check_precision, sites
 from costmodels.spec.engine import Engine
 from costmodels.spec.estimate import Estimate, StageMemory, StepTime
 from costmodels.spec.hardware import Cluster
 from costmodels.spec.layout import Layout
 from costmodels.spec.model import ModelSpec
+from costmodels.spec.row_blocks import block_results
 from costmodels.spec.table import Bools, Floats, Ints, LayoutTable
 from costmodels.step_times import step_seconds, tied_seconds
 from costmodels.time.compute import peak_flops
-from costmodels.time.layer_table import known_share
+from costmodels.time.measured_layers import measurement_share
 from costmodels.time.uncertainty import spread
 
 
@@ -53,11 +53,11 @@ class Prices:
     @property
     def spread(self) -> Floats:
         """Half the width of the 80 % range of the step time, as a natural logarithm."""
-        kinds = sites(self.cluster, self.engine)[:BOTH]
+        kinds = sites(self.cluster, self.engine)[:MIXED]
         return reduce(np.maximum, [self._spread(site.engine) for site in kinds])
 
     def _spread(self, engine: Engine) -> Floats:
-        known = known_share(self.model, engine, self.table)
+        known = measurement_share(self.model, engine, self.table)
         return spread(self.cluster, engine, self.time, self.step_time_s, known, self.model.hidden)
 
     @cached_property
@@ -103,7 +103,7 @@ class Prices:
     def simulate(self, rows: Ints) -> Prices:
         """The same, with the bubble and the sends of `rows` as their simulated pipelines have them."""
         table = self.table.take(rows)
-        bubble, sends, found = pipeline_parts(self.model, self.cluster, self.engine, table)
+        bubble, sends, found = bubble_and_send_seconds(self.model, self.cluster, self.engine, table)
         vocabulary = padded_vocabulary(self.model, table)
         sends += tied_seconds(self.model, self.cluster, self.engine, table, vocabulary)
         time, simulated = dict(self.time), self.simulated.copy()
@@ -159,9 +159,9 @@ def peak_memory(
         engine = engine.for_device(cluster.device)
 
     def peak(block: LayoutTable) -> Floats:
-        return highest(RankCosts.of(model, cluster, engine, block).bytes)
+        return row_maximum(RankCosts.of(model, cluster, engine, block).bytes)
 
-    return np.concatenate([*in_blocks(peak, table, rows)])
+    return np.concatenate([*block_results(peak, table, rows)])
 
 
 def _price_block(
@@ -190,7 +190,7 @@ def price(model: ModelSpec, cluster: Cluster, engine: Engine, table: LayoutTable
         {part: np.empty(len(table)) for part in kind.model_fields} for kind in (StepTime, StageMemory)
     )
     start = 0
-    for seconds, held in in_blocks(partial(_price_block, model, cluster, engine), table):
+    for seconds, held in block_results(partial(_price_block, model, cluster, engine), table):
         end = start + len(seconds["compute"])
         for whole, parts in ((time, seconds), (memory, held)):
             for part, column in whole.items():

@@ -8,19 +8,19 @@ from typing import Any
 
 import numpy as np
 
-from costmodels.layers.shapes import shapes_of
+from costmodels.layers.shapes import distinct_shapes
 from costmodels.memory.peak import stage_memory
-from costmodels.memory.unit_sizes import UnitSizes, parameters, sizes_of
-from costmodels.ranks.pipeline import NONE, Ranks, all_ranks, deciding_ranks, ranks_entry
-from costmodels.ranks.reductions import on_rank, total
-from costmodels.ranks.sites import BOTH, Site, by_site, decisive_site, kinds_of_ranks, sites
+from costmodels.memory.unit_sizes import UnitSizes, rank_parameters, row_unit_sizes
+from costmodels.ranks.pipeline import ZERO, Ranks, all_ranks, critical_ranks, ranks_entry
+from costmodels.ranks.reductions import parts_of_rank, parts_total
+from costmodels.ranks.sites import MIXED, Site, decisive_site, rank_kinds, site_values, sites
 from costmodels.spec.engine import Engine
 from costmodels.spec.hardware import Cluster
 from costmodels.spec.model import ModelSpec
-from costmodels.spec.table import Floats, Ints, LayoutTable, numbers
+from costmodels.spec.table import Floats, Ints, LayoutTable, distinct_numbers
 from costmodels.time.compute import Passes
 from costmodels.time.data_parallel import accumulation_seconds
-from costmodels.time.unit_times import on_ranks, units_of
+from costmodels.time.unit_times import part_seconds, unit_passes
 
 
 @dataclass(frozen=True)
@@ -39,12 +39,12 @@ class RankCosts:
     ranks: Ranks
     """[n, k]"""
     kind: Ints
-    """Kind of node of each rank, [n, k]: 0, 1 or `BOTH`."""
+    """Kind of node of each rank, [n, k]: 0, 1 or `MIXED`."""
 
     @classmethod
     def of(cls, model: ModelSpec, cluster: Cluster, engine: Engine, table: LayoutTable) -> RankCosts:
         """The costs of the ranks that can be slowest or fullest."""
-        return cls(model, cluster, engine, table, *deciding_ranks(model, table, cluster))
+        return cls(model, cluster, engine, table, *critical_ranks(model, table, cluster))
 
     @classmethod
     def of_all(
@@ -52,7 +52,7 @@ class RankCosts:
     ) -> RankCosts:
         """The costs of all pipeline ranks of one row, [1, pp]."""
         ranks = all_ranks(*ranks_entry(model, table, row)).each(lambda column: column[None, :])
-        kind = kinds_of_ranks(cluster, int(table.pipeline_parallel[row]))[None, :]
+        kind = rank_kinds(cluster, int(table.pipeline_parallel[row]))[None, :]
         return cls(model, cluster, engine, table.take(np.array([row])), ranks, kind)
 
     def with_ranks(self, ranks: Ranks) -> RankCosts:
@@ -72,31 +72,33 @@ class RankCosts:
         """Indices of the sites that the rows have."""
         if len(self.sites) == 1:
             return [0]
-        kinds = numbers(self.kind) or [0]
-        return [*kinds, BOTH + 1] if BOTH in kinds else kinds
+        kinds = distinct_numbers(self.kind) or [0]
+        return [*kinds, MIXED + 1] if MIXED in kinds else kinds
 
     @cached_property
     def shapes(self) -> tuple[LayoutTable, Ints]:
-        """As `shapes_of` has them."""
-        return shapes_of(self.table)
+        """As `distinct_shapes` has them."""
+        return distinct_shapes(self.table)
 
     @cached_property
     def units(self) -> dict[int, dict[str, Passes]]:
-        """`units_of` on each site."""
+        """`unit_passes` on each site."""
         return {
-            code: units_of(self.model, self.sites[code].cluster, self.sites[code].engine, self.shapes[0])
+            code: unit_passes(self.model, self.sites[code].cluster, self.sites[code].engine, self.shapes[0])
             for code in self.codes
         }
 
     @cached_property
     def sizes(self) -> dict[int, UnitSizes]:
-        """`sizes_of` with the engine of each site."""
-        return {code: sizes_of(self.model, self.sites[code].engine, *self.shapes) for code in self.codes}
+        """`row_unit_sizes` with the engine of each site."""
+        return {
+            code: row_unit_sizes(self.model, self.sites[code].engine, *self.shapes) for code in self.codes
+        }
 
     @cached_property
     def parameters(self) -> tuple[Floats, Floats]:
         """Parameters of each rank outside routed experts and in them, [n, k]."""
-        return parameters(self.sizes[self.codes[0]], self.ranks)
+        return rank_parameters(self.sizes[self.codes[0]], self.ranks)
 
     @cached_property
     def accumulation(self) -> dict[int, tuple[Floats, Floats]]:
@@ -123,7 +125,7 @@ class RankCosts:
         _, shape = self.shapes
         return decisive_site(
             self.kind,
-            lambda code: on_ranks(self.units[code], self.ranks, shape, "total") + self.summation[code],
+            lambda code: part_seconds(self.units[code], self.ranks, shape, "total") + self.summation[code],
         )
 
     def at(self, index: Any = np.s_[:]) -> RankSeconds:
@@ -143,13 +145,13 @@ class RankCosts:
         for code, sizes in self.sizes.items():
             site = self.sites[code]
             parts = stage_memory(site.cluster, site.engine, self.table, sizes, self.ranks)
-            found[code] = parts | {"absent": NONE + site.absent}
+            found[code] = parts | {"absent": ZERO + site.absent}
         return found
 
     @cached_property
     def totals(self) -> dict[int, Floats]:
         """The sum of `parts`, [n, k]."""
-        return {code: total(parts) for code, parts in self.parts.items()}
+        return {code: parts_total(parts) for code, parts in self.parts.items()}
 
     @cached_property
     def memory_site(self) -> Ints:
@@ -161,7 +163,7 @@ class RankCosts:
     @cached_property
     def bytes(self) -> Floats:
         """Bytes that a device of each rank needs, [n, k], what it has less than others included."""
-        return by_site(self.memory_site, self.codes, lambda code: self.totals[code])
+        return site_values(self.memory_site, self.codes, lambda code: self.totals[code])
 
     @property
     def memory(self) -> dict[str, Floats]:
@@ -175,11 +177,11 @@ class RankCosts:
             rank: its place among those of the row, [n].
         """
         site = self.memory_site[np.arange(len(rank)), rank]
-        return self._memory(site, {code: on_rank(parts, rank) for code, parts in self.parts.items()})
+        return self._memory(site, {code: parts_of_rank(parts, rank) for code, parts in self.parts.items()})
 
     def _memory(self, site: Ints, parts: dict[int, dict[str, Floats]]) -> dict[str, Floats]:
         names = parts[self.codes[0]]
-        return {name: by_site(site, self.codes, partial(_part, parts, name)) for name in names}
+        return {name: site_values(site, self.codes, partial(_part, parts, name)) for name in names}
 
 
 @dataclass(frozen=True)
@@ -196,16 +198,16 @@ class RankSeconds:
     """Row of `RankCosts.shapes` of each row."""
 
     def part(self, name: str) -> Floats:
-        """Seconds of a part of `Passes`, or of their `total`, but for what adds up gradients."""
+        """Seconds of a part of `Passes`, or of their `parts_total`, but for what adds up gradients."""
         units = self.costs.units
-        return by_site(
-            self.site, self.costs.codes, lambda code: on_ranks(units[code], self.ranks, self.shape, name)
+        return site_values(
+            self.site, self.costs.codes, lambda code: part_seconds(units[code], self.ranks, self.shape, name)
         )
 
     @property
     def summation(self) -> Floats:
         """Seconds in which the micro batch adds up its gradients, as the last thing of its backward pass."""
-        return by_site(self.site, self.costs.codes, lambda code: self.costs.summation[code][self.index])
+        return site_values(self.site, self.costs.codes, lambda code: self.costs.summation[code][self.index])
 
     @property
     def total(self) -> Floats:

@@ -7,11 +7,11 @@ from functools import reduce
 import numpy as np
 
 from costmodels.layers.operators import padded_vocabulary
-from costmodels.memory.states import reduced_bytes
+from costmodels.memory.states import reduction_element_bytes
 from costmodels.memory.unit_sizes import end_parameters
 from costmodels.network.collectives import all_reduce, group
 from costmodels.rank_costs import RankCosts
-from costmodels.ranks.reductions import highest
+from costmodels.ranks.reductions import row_maximum
 from costmodels.ranks.sites import Site, border_sites, sites
 from costmodels.spec.engine import Engine
 from costmodels.spec.hardware import Cluster
@@ -20,8 +20,8 @@ from costmodels.spec.model import ModelSpec
 from costmodels.spec.table import Bools, Floats, Ints, LayoutTable
 from costmodels.time.bubble import (
     bubble_seconds,
-    held_seconds,
     message_seconds,
+    message_wait_seconds,
     send_seconds,
     split_bubble_seconds,
     uneven_bubble_seconds,
@@ -43,7 +43,7 @@ def step_seconds(costs: RankCosts) -> dict[str, Floats]:
     bubble, spare, weights = _bubbles(costs, rank_seconds, slowest)
     message = boundary_seconds(costs.model, costs.cluster, costs.engine, table)
     waits = any(site.engine.network.waits_for_messages for site in costs.sites)
-    waiting = held_seconds(table, rank_seconds, costs.ranks, message, waits)
+    waiting = message_wait_seconds(table, rank_seconds, costs.ranks, message, waits)
     time["bubble"] = bubble
     sends = send_seconds(table, message, waiting, spare, forward, backward, weights, waits)
     shapes, shape = costs.shapes
@@ -80,7 +80,7 @@ def tied_seconds(
         count = vocabulary * model.hidden / table.tensor_parallel
         # In a V both are on the first rank.
         apart_from_another = ~table.runs(*V_SCHEDULES) * model.tied
-        return apart_from_another * all_reduce(pair, count * reduced_bytes(site.engine, table))
+        return apart_from_another * all_reduce(pair, count * reduction_element_bytes(site.engine, table))
 
     return reduce(np.maximum, [seconds(site) for site in border_sites(sites(cluster, engine))])
 
@@ -110,7 +110,7 @@ def _after_backward(
             table = table.take(some)
             shared_here, experts_here, inner_here = (np.where(here, count, 0.0)[some] for count in counts)
             counts = shared_here, experts_here, inner_here
-        most, most_experts, inner = (highest(count) for count in counts)
+        most, most_experts, inner = (row_maximum(count) for count in counts)
         device = site.cluster.device
         window = layers[some], forward[some], backward[some]
         exchange = exchange_seconds(site.cluster, site.engine, table, most, most_experts, *window)

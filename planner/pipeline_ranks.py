@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from costmodels.pipeline_times import rank_seconds
-from costmodels.ranks.sites import BOTH, kinds_of_ranks
+from costmodels.ranks.sites import MIXED, rank_kinds
 from costmodels.spec.hardware import Cluster
 from costmodels.spec.layout import Layout
 from planner.plan import Plan
@@ -14,8 +14,11 @@ def device_ranks(cluster: Cluster, layout: Layout) -> list[tuple[str, list[int]]
     ranks = range(layout.pipeline_parallel)
     if not cluster.parts:
         return [(cluster.device.name, list(ranks))]
-    kinds = kinds_of_ranks(cluster, layout.pipeline_parallel).tolist()
-    names = {BOTH: cluster.device.name, **{code: part.device.name for code, part in enumerate(cluster.parts)}}
+    kinds = rank_kinds(cluster, layout.pipeline_parallel).tolist()
+    names = {
+        MIXED: cluster.device.name,
+        **{code: part.device.name for code, part in enumerate(cluster.parts)},
+    }
     return [(names[kind], [rank for rank in ranks if kinds[rank] == kind]) for kind in dict.fromkeys(kinds)]
 
 

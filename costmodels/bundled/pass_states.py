@@ -15,8 +15,8 @@ import numpy as np
 from costmodels.bundled.pytorch import is_before
 from costmodels.bundled.sent_messages import sent_messages
 from costmodels.spec.layout import V_SCHEDULES, Schedule
-from costmodels.spec.schedules import BACKWARD, FORWARD, INPUTS, WEIGHTS, runs
-from costmodels.spec.table import Bools, Ints, combined, distinct
+from costmodels.spec.schedules import BACKWARD, FORWARD, INPUTS, WEIGHTS, schedule_exists
+from costmodels.spec.table import Bools, Ints, combined_key, distinct_rows
 from costmodels.tapes.player.message_times import Timed, message_times, resident
 
 REDUCE = WEIGHTS + 1
@@ -115,7 +115,9 @@ def fewer(schedule: Schedule, pipeline: int, chunks: int, micro_batches: int) ->
     if rest:
         return micro_batches
     some = ROUNDS * pipeline
-    return some if some < micro_batches and runs(schedule, pipeline, chunks, some) else micro_batches
+    return (
+        some if some < micro_batches and schedule_exists(schedule, pipeline, chunks, some) else micro_batches
+    )
 
 
 def _states_of_rank(timed: Timed, stages: Ints, micro_batches: int, sent: Ints) -> States:
@@ -309,8 +311,8 @@ def _fullest(states: States) -> States:
         ],
         axis=1,
     )
-    first, _ = distinct([states.rank, states.kind, states.own, *(vectors - vectors.min(axis=0)).T])
-    group = combined([states.rank, states.kind, states.own, columns["own_freed"]])[first]
+    first, _ = distinct_rows([states.rank, states.kind, states.own, *(vectors - vectors.min(axis=0)).T])
+    group = combined_key([states.rank, states.kind, states.own, columns["own_freed"]])[first]
     # Only one with a larger sum can have no less of anything.
     order = np.lexsort((-np.arange(len(first)), -vectors[first].sum(axis=1), group))
     rows = first[order][_undominated(vectors[first[order]], group[order])]

@@ -32,7 +32,7 @@ from costmodels.bundled.states import GroupBytes, group_bytes, wraps_parameters
 from costmodels.bundled.units import SPLIT, UnitBytes, units_of
 from costmodels.ranks.pipeline import LAYER_KINDS, Entry, all_ranks, ranks_entry
 from costmodels.spec.model import ModelSpec
-from costmodels.spec.schedules import runs
+from costmodels.spec.schedules import schedule_exists
 from costmodels.spec.table import (
     CONTEXT_FORMS,
     RECOMPUTE_KINDS,
@@ -42,8 +42,8 @@ from costmodels.spec.table import (
     Floats,
     Ints,
     LayoutTable,
-    distinct,
-    numbers,
+    distinct_numbers,
+    distinct_rows,
 )
 
 FULL = RECOMPUTE_KINDS.index("full")
@@ -91,10 +91,10 @@ def _runs(table: LayoutTable) -> Bools:
         table.virtual_pipeline_parallel,
         np.where(several, table.micro_batches, 1),
     ]
-    first, code = distinct(columns)
+    first, code = distinct_rows(columns)
     found: Bools = np.array(
         [
-            runs(SCHEDULES[schedule], *rest)
+            schedule_exists(SCHEDULES[schedule], *rest)
             for schedule, *rest in zip(*(one[first].tolist() for one in columns), strict=True)
         ]
     )
@@ -143,7 +143,7 @@ def _alike(table: LayoutTable) -> Iterator[tuple[int, Ints]]:
     """Rows that can be computed together, by their number of pipeline ranks: with one stage on each rank, or
     with several."""
     several = table.virtual_pipeline_parallel > 1
-    for pipeline in numbers(table.pipeline_parallel):
+    for pipeline in distinct_numbers(table.pipeline_parallel):
         for which in (several, ~several):
             rows = np.flatnonzero((table.pipeline_parallel == pipeline) & which)
             if len(rows):
@@ -179,7 +179,7 @@ def _held(model: ModelSpec, table: LayoutTable, fullest: bool) -> dict[str, Floa
         table.recompute_method,
         table.recompute_num_layers,
     ]
-    first, code = distinct(columns)
+    first, code = distinct_rows(columns)
     entries = [ranks_entry(model, table, int(row)) for row in first]
     names = ("rank", "first", "last", *LAYER_KINDS)
     if fullest:

@@ -10,10 +10,10 @@ import numpy as np
 from costmodels.bundled.pass_states import Classes, States, stages_of, states_of
 from costmodels.bundled.stage_sums import Stage
 from costmodels.bundled.states import converts_gradients
-from costmodels.ranks.pipeline import stages_as_ranks
+from costmodels.ranks.pipeline import stage_ranks
 from costmodels.spec.layout import SPLIT_BACKWARD
 from costmodels.spec.model import ModelSpec
-from costmodels.spec.table import SCHEDULES, Bools, Floats, Ints, LayoutTable, distinct
+from costmodels.spec.table import SCHEDULES, Bools, Floats, Ints, LayoutTable, distinct_rows
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ def alike_stages(
         names: the fields of `Ranks` that count layers.
     """
     pipeline, chunks = int(table.pipeline_parallel[row]), int(table.virtual_pipeline_parallel[row])
-    every = stages_as_ranks(model, table, row)
+    every = stage_ranks(model, table, row)
     layers = list(zip(*(getattr(every, name).tolist() for name in names), strict=True))
     classes, found = [], []
     for stages in stages_of(SCHEDULES[int(table.schedule[row])], pipeline, chunks).tolist():
@@ -129,7 +129,7 @@ class Setting:
         of_stage = (self.first, self.last, self.local_before, self.local_after, *self.layers)
         columns = [rows.row, rows.kind, *(held[own].astype(np.int64) for held in of_stage)]
         names = ("own_summed", "own_fresh", "own_freed")
-        return distinct([*columns, *(rows.columns[name].astype(np.int64) for name in names)])
+        return distinct_rows([*columns, *(rows.columns[name].astype(np.int64) for name in names)])
 
     def tops(self) -> list[Floats]:
         """1 for the kind that a stage's last layer is of, else 0: by kind, [states, classes]."""

@@ -9,9 +9,9 @@ from costmodels.layers.shapes import (
     PEAK_LOAD,
     attention_widths,
     element_bytes,
-    kept_heads_width,
     key_value_width,
     tokens,
+    whole_heads_width,
 )
 from costmodels.spec.model import ModelSpec
 from costmodels.spec.table import Bools, Floats, LayoutTable
@@ -41,7 +41,7 @@ def tensor_sizes(model: ModelSpec, table: LayoutTable) -> Sizes:
     mla = model.latent_attention
     query_input = h if mla is None else mla.q_lora_rank or h
     cp = table.context_parallel
-    repeated = kept_heads_width(model, table) / key_value_width(model, table)
+    repeated = whole_heads_width(model, table) / key_value_width(model, table)
     rounded = np.ceil(model.seq / cp / SUMS_MULTIPLE) * SUMS_MULTIPLE * cp / model.seq
     pads_sums = table.precision in ("fp32", "tf32") or model.latent_attention is not None
     return (

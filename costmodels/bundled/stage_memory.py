@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from costmodels.bundled.rank_memory import rank_peaks
 from costmodels.bundled.replay import KINDS
-from costmodels.memory.peak import dynamic, margin
+from costmodels.memory.peak import dynamic_bytes, margin_bytes
 from costmodels.spec.engine import Engine
 from costmodels.spec.hardware import Cluster
 from costmodels.spec.model import ModelSpec
@@ -25,5 +25,5 @@ def stage_memory(
     """
     _, compositions = rank_peaks(model, table, compiled)
     parts = dict(zip(KINDS, compositions, strict=True))
-    lost = engine.allocator.fragmentation * dynamic(parts)
-    return parts | margin(cluster, engine, table, lost, model.experts > 0)
+    lost = engine.allocator.fragmentation * dynamic_bytes(parts)
+    return parts | margin_bytes(cluster, engine, table, lost, model.experts > 0)

@@ -17,7 +17,7 @@ from costmodels.bundled.split_tapes import split_head_tape, split_layer_tape
 from costmodels.bundled.states import casts_of_gradients, wraps_parameters
 from costmodels.bundled.structure import Structure
 from costmodels.bundled.tapes import UnitTape, embedding_tape, head_tape, highest, layer_tape, net
-from costmodels.layers.shapes import kept_heads_width, key_value_width
+from costmodels.layers.shapes import key_value_width, whole_heads_width
 from costmodels.spec.layout import SPLIT_BACKWARD
 from costmodels.spec.model import ModelSpec
 from costmodels.spec.table import (
@@ -29,7 +29,7 @@ from costmodels.spec.table import (
     Floats,
     Ints,
     LayoutTable,
-    distinct,
+    distinct_rows,
 )
 
 SPLIT = [SCHEDULES.index(schedule) for schedule in SPLIT_BACKWARD]
@@ -92,12 +92,12 @@ def structures_of(model: ModelSpec, table: LayoutTable, moe: bool) -> tuple[list
         np.equal(model.heads, table.tensor_parallel),
         np.less_equal(model.kv_heads, table.tensor_parallel),
         table.context_parallel_form,
-        kept_heads_width(model, table) > key_value_width(model, table),
+        whole_heads_width(model, table) > key_value_width(model, table),
         table.recompute,
         table.recompute_modules,
         casts > 0,
     ]
-    first, code = distinct(columns)
+    first, code = distinct_rows(columns)
     found = [
         Structure(
             layernorm=model.norm == "layernorm",
@@ -125,7 +125,7 @@ def structures_of(model: ModelSpec, table: LayoutTable, moe: bool) -> tuple[list
                 else None
             ),
             **_heads(model, table, int(row)),
-            repeats_heads=bool((kept_heads_width(model, table) > key_value_width(model, table))[row]),
+            repeats_heads=bool((whole_heads_width(model, table) > key_value_width(model, table))[row]),
             recompute=_recomputed(table, int(row)),
             casts=float(casts[row]),
             **(_experts(model, table, int(row)) if moe else {}),
@@ -235,7 +235,7 @@ def units_of(model: ModelSpec, table: LayoutTable, compiled: bool = False) -> di
         makers["dense_plain"] = layer
     if model.moe_layers:
         makers |= {name.replace("dense", "moe"): layer for name in makers if name.startswith("dense")}
-    first, shape = distinct(
+    first, shape = distinct_rows(
         [
             table.tensor_parallel,
             table.sequence_parallel,

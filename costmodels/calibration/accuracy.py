@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from costmodels.calibration.measurements import Measurement, alike
-from costmodels.calibration.memory_peaks import MEMORY_KINDS, every_rank, peak_of, peaks
+from costmodels.calibration.measurements import Measurement, table_groups
+from costmodels.calibration.memory_peaks import MEMORY_KINDS, predicted_peaks, published_peak, ranks_of_table
 from costmodels.calibration.rank_correlation import rank_sweeps
 from costmodels.errors import InputError
 from costmodels.pricing import Prices, price
@@ -33,7 +33,7 @@ FITTED_SOURCES = (
 FIT_SHARE = 0.5
 """Share of the rows of those sources that the fit may see."""
 
-Scalars = Mapping[tuple[str, str], float]
+TimeFactors = Mapping[tuple[str, str], float]
 """Factors of step times by the names of engine and device."""
 
 
@@ -109,7 +109,7 @@ class SourceScore:
     memory: MemoryScore
 
 
-def fitted(measurement: Measurement) -> bool:
+def is_fit_row(measurement: Measurement) -> bool:
     """Whether the fit of the engines' constants may see a row; it stays the same wherever the row stands.
 
     The job alone decides, not where it was published: the same job in two releases is on the same side.
@@ -137,7 +137,7 @@ def fitted(measurement: Measurement) -> bool:
     return int.from_bytes(digest[:8], "big") / 2.0**64 < FIT_SHARE
 
 
-def predict(measurements: Sequence[Measurement], scale: Scalars | None = None) -> Predictions:
+def predict(measurements: Sequence[Measurement], scale: TimeFactors | None = None) -> Predictions:
     """Price measurements, those that share model, cluster and engine at once.
 
     Args:
@@ -148,7 +148,7 @@ def predict(measurements: Sequence[Measurement], scale: Scalars | None = None) -
     held = {kind: np.full(count, np.nan) for kind in MEMORY_KINDS}
     fits = np.zeros(count, dtype=bool)
     refused: dict[int, str] = {}
-    for rows in alike(measurements):
+    for rows in table_groups(measurements):
         try:
             prices = _chosen([measurements[row] for row in rows])
         except InputError as error:
@@ -158,7 +158,7 @@ def predict(measurements: Sequence[Measurement], scale: Scalars | None = None) -
         seconds[rows] = prices.step_time_s * factor
         width[rows] = prices.spread
         fits[rows] = prices.peak_memory_bytes <= prices.cluster.memory_bytes
-        if any(peak_of(measurements[row], kind) for row in rows for kind in MEMORY_KINDS):
+        if any(published_peak(measurements[row], kind) for row in rows for kind in MEMORY_KINDS):
             first_only = np.array([measurements[row].first_rank_only for row in rows])
             for kind, predicted in _peaks(prices, first_only).items():
                 held[kind][rows] = predicted
@@ -193,14 +193,16 @@ def _chosen(alike: Sequence[Measurement]) -> Prices:
 
 def _peaks(prices: Prices, first_only: Bools) -> dict[str, Floats]:
     """Bytes of each of `MEMORY_KINDS`, [n]: of the fullest pipeline rank, or of the first one alone."""
-    ranks = every_rank(prices.model, prices.table)
-    every_kind = peaks(prices.model, prices.cluster, prices.engine, prices.table, ranks)
+    ranks = ranks_of_table(prices.model, prices.table)
+    every_kind = predicted_peaks(prices.model, prices.cluster, prices.engine, prices.table, ranks)
     return {
         kind: np.where(first_only, bytes_[:, 0], bytes_.max(axis=1)) for kind, bytes_ in every_kind.items()
     }
 
 
-def scalars(measurements: Sequence[Measurement], predictions: Predictions) -> dict[tuple[str, str], float]:
+def time_factors(
+    measurements: Sequence[Measurement], predictions: Predictions
+) -> dict[tuple[str, str], float]:
     """One factor for each engine and device: the geometric median of measured over predicted step times."""
     logs: defaultdict[tuple[str, str], list[float]] = defaultdict(list)
     for measurement, predicted in zip(measurements, predictions.step_time_s, strict=True):
@@ -266,7 +268,7 @@ def _memory(measurements: Sequence[Measurement], predictions: Predictions, rows:
         errors = {
             kind: 100 * abs(float(getattr(predictions, f"{kind}_bytes")[row]) / peak - 1)
             for kind in MEMORY_KINDS
-            if (peak := peak_of(measurements[row], kind))
+            if (peak := published_peak(measurements[row], kind))
         }
         for kind, error in errors.items():
             kinds[kind].append(error)

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from costmodels.calibration.measurements import Measurement
-from costmodels.calibration.time_fit import Fitted, errors
+from costmodels.calibration.time_fit import TimeFit, log_errors
 from costmodels.spec.engine import MeasuredLayer
 
 ROUNDS = 4
@@ -41,7 +41,7 @@ def _layers(logs: Mapping[Shape, float]) -> tuple[MeasuredLayer, ...]:
     )
 
 
-def fit_layers(found: Fitted, measurements: Sequence[Measurement]) -> tuple[MeasuredLayer, ...]:
+def fit_layers(found: TimeFit, measurements: Sequence[Measurement]) -> tuple[MeasuredLayer, ...]:
     """Factors of the layers' times, one a shape, that bring its rows nearest to their measured step times.
 
     Least squares of the logarithms of each shape's rows, then shrunk towards 1 by n / (n + `DOUBT`) for n
@@ -53,8 +53,8 @@ def fit_layers(found: Fitted, measurements: Sequence[Measurement]) -> tuple[Meas
             alike[_shape(measurement)].append(row)
     logs = dict.fromkeys(alike, 0.0)
     for _ in range(ROUNDS):
-        over = errors(found.with_layers(_layers(logs)), measurements)
-        moved = errors(found.with_layers(_layers({k: v + NUDGE for k, v in logs.items()})), measurements)
+        over = log_errors(found.with_layers(_layers(logs)), measurements)
+        moved = log_errors(found.with_layers(_layers({k: v + NUDGE for k, v in logs.items()})), measurements)
         share = (moved - over) / NUDGE
         for shape, rows in alike.items():
             weight = share[rows]

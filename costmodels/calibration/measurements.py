@@ -19,11 +19,11 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from costmodels.calibration.published_models import MOST, MOST_LAYERS, Unusable, model_of
-from costmodels.calibration.published_networks import collectives, in_one_node, state
+from costmodels.calibration.published_models import MOST, MOST_LAYERS, Unusable, published_model
+from costmodels.calibration.published_networks import cluster_state, job_collectives, node_collectives
 from costmodels.calibration.published_splits import SPLITS
 from costmodels.catalogue import load_device, load_engine
-from costmodels.catalogue.yaml_files import packaged
+from costmodels.catalogue.yaml_files import catalogue_file
 from costmodels.errors import InputError
 from costmodels.files import read_text
 from costmodels.spec.engine import Engine
@@ -90,7 +90,7 @@ class Measurement:
     """Peak of tensors since the end of the last backward pass."""
 
 
-def alike(measurements: Sequence[Measurement]) -> Iterable[list[int]]:
+def table_groups(measurements: Sequence[Measurement]) -> Iterable[list[int]]:
     """Places of the rows that one table of layouts can hold."""
     groups: defaultdict[tuple[str, ...], list[int]] = defaultdict(list)
     for place, row in enumerate(measurements):
@@ -102,12 +102,12 @@ def alike(measurements: Sequence[Measurement]) -> Iterable[list[int]]:
 
 
 @cache
-def known() -> dict[str, Any]:
+def source_notes() -> dict[str, Any]:
     """The contents of `measurements.yaml`."""
-    return packaged(SOURCES)
+    return catalogue_file(SOURCES)
 
 
-def read(path: str | Path) -> tuple[list[Measurement], Counter[tuple[str, str]]]:
+def read_measurements(path: str | Path) -> tuple[list[Measurement], Counter[tuple[str, str]]]:
     """The usable rows of a CSV file, and how many were skipped by (source, reason).
 
     Raises:
@@ -140,13 +140,13 @@ def measurement_of(raw: Mapping[str, str | None], line: int = 0) -> Measurement:
     status = row.get("row_status", "")
     if status not in ("ok", "oom"):
         raise Unusable(f"row_status {status or 'blank'}")
-    source = known()["sources"].get(row.get("source_id", "")) or _by_name(row)
+    source = source_notes()["sources"].get(row.get("source_id", "")) or _by_name(row)
     for name, value in source.get("blank", {}).items():
         row[name] = row.get(name) or value
     row |= source.get("instead", {})
     if "after_pp_fix=False" in row.get("notes", "") and _count(row, "pp") > 1:
         raise Unusable("older pipeline (after_pp_fix=False)")
-    model = model_of(row, known())
+    model = published_model(row, source_notes())
     cluster = _cluster(row, source)
     oom = status == "oom" or row.get("oom") == "1"
     return Measurement(
@@ -167,7 +167,7 @@ def measurement_of(raw: Mapping[str, str | None], line: int = 0) -> Measurement:
 def _by_name(row: Mapping[str, str]) -> Mapping[str, Any]:
     """What is known of a row of another source, whose reference or notes name the engine that ran."""
     said = f"{row.get('source_ref', '')} {row.get('notes', '')}".lower()
-    for word, engine in known()["named"].items():
+    for word, engine in source_notes()["named"].items():
         if word in said:
             return {"engine": engine}
     raise Unusable("source unknown: no engine")
@@ -209,7 +209,7 @@ def _switch(row: Mapping[str, str], name: str) -> bool:
 
 
 def _cluster(row: Mapping[str, str], source: Mapping[str, Any]) -> Cluster:
-    named = known()["gpus"].get(row.get("gpu", ""))
+    named = source_notes()["gpus"].get(row.get("gpu", ""))
     if named is None:
         raise Unusable("gpu unknown" if row.get("gpu") else "gpu not published")
     device = _device(named) if isinstance(named, str) else _changed(named)
@@ -229,9 +229,9 @@ def _cluster(row: Mapping[str, str], source: Mapping[str, Any]) -> Cluster:
     except ValidationError:
         raise Unusable("gpus is no multiple of gpus_per_node") from None
     if "network" in source:
-        seen = collectives(row.get("notes", ""), source["network"], world, cluster.nodes)
+        seen = job_collectives(row.get("notes", ""), source["network"], world, cluster.nodes)
     else:
-        seen = in_one_node(source.get("bus_bandwidth", {}))
+        seen = node_collectives(source.get("bus_bandwidth", {}))
     return cluster.model_copy(update={"measured": seen})
 
 
@@ -248,7 +248,7 @@ def _changed(named: Mapping[str, Any]) -> Device:
 def _engine(row: Mapping[str, str], source: Mapping[str, Any], nodes: int) -> Engine:
     changes = dict(source.get("switches", {}))
     if "network" in source:
-        changes |= state(row.get("notes", ""), source["network"], nodes)
+        changes |= cluster_state(row.get("notes", ""), source["network"], nodes)
     kernel = re.search(r"kernel=([^;]*)", row.get("notes", ""))
     if kernel is not None and "kernels" in source:
         named = source["kernels"].get(kernel[1].strip())

@@ -13,10 +13,10 @@ from typing import Any
 
 import numpy as np
 
-from costmodels.calibration.measurements import Measurement, alike
-from costmodels.calibration.memory_peaks import every_rank, peak_of, peaks
-from costmodels.calibration.priors import Prior, Priors, rounded, scipy_optimize
-from costmodels.catalogue.yaml_files import packaged
+from costmodels.calibration.measurements import Measurement, table_groups
+from costmodels.calibration.memory_peaks import predicted_peaks, published_peak, ranks_of_table
+from costmodels.calibration.priors import Prior, Priors, round_constants, scipy_optimize
+from costmodels.catalogue.yaml_files import catalogue_file
 from costmodels.ranks.pipeline import Ranks
 from costmodels.spec.engine import Engine
 from costmodels.spec.record import Positive, Record
@@ -50,9 +50,9 @@ class MemoryFit:
     rows: int
 
 
-def memory_plans() -> list[MemoryFitPlan]:
+def memory_fit_plans() -> list[MemoryFitPlan]:
     """The fits that `memory_fits.yaml` lists."""
-    return [MemoryFitPlan.model_validate(fields) for fields in packaged("memory_fits.yaml")["fits"]]
+    return [MemoryFitPlan.model_validate(fields) for fields in catalogue_file("memory_fits.yaml")["fits"]]
 
 
 def has_memory(measurement: Measurement, plan: MemoryFitPlan) -> bool:
@@ -80,7 +80,7 @@ def fit_memory(plan: MemoryFitPlan, measurements: Sequence[Measurement]) -> Memo
 
     options = {"maxfev": EVALUATIONS, "xtol": 1e-3, "ftol": 1e-5}
     values = np.clip(minimize(loss, priors.start, method="Powell", options=options).x, low, high)
-    return MemoryFit(rounded(priors.named(values), 3), len(measurements))
+    return MemoryFit(round_constants(priors.named(values), 3), len(measurements))
 
 
 @dataclass(frozen=True)
@@ -101,18 +101,18 @@ class _Batch:
 
 def _batches(measurements: Sequence[Measurement]) -> list[_Batch]:
     result = []
-    for places in alike(measurements):
+    for places in table_groups(measurements):
         rows = [measurements[place] for place in places]
         first, table = rows[0], LayoutTable.of([row.layouts[0] for row in rows])
-        kind = next((kind for kind in KINDS if any(peak_of(row, kind) for row in rows)), KINDS[0])
+        kind = next((kind for kind in KINDS if any(published_peak(row, kind) for row in rows)), KINDS[0])
         result.append(
             _Batch(
                 first=first,
                 engine=first.engine.for_device(first.cluster.device),
                 table=table,
-                ranks=every_rank(first.model, table),
+                ranks=ranks_of_table(first.model, table),
                 kind=kind,
-                measured=np.array([peak_of(row, kind) or np.nan for row in rows]),
+                measured=np.array([published_peak(row, kind) or np.nan for row in rows]),
                 first_rank_only=np.array([row.first_rank_only for row in rows]),
                 oom=np.array([row.oom for row in rows]),
             )
@@ -123,7 +123,7 @@ def _batches(measurements: Sequence[Measurement]) -> list[_Batch]:
 def _misses(batch: _Batch, constants: dict[str, Any], tolerance: float) -> float:
     """Loss of the rows of a batch."""
     engine, cluster = batch.engine.with_constants(constants), batch.first.cluster
-    found = peaks(batch.first.model, cluster, engine, batch.table, batch.ranks)
+    found = predicted_peaks(batch.first.model, cluster, engine, batch.table, batch.ranks)
     peak = np.where(batch.first_rank_only, found[batch.kind][:, 0], found[batch.kind].max(axis=1))
     error = np.log(peak / batch.measured) / tolerance
     over = np.log(found["device"].max(axis=1) / cluster.memory_bytes) / (SHARPNESS * tolerance)

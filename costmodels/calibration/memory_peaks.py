@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 
 from costmodels.calibration.measurements import Measurement
-from costmodels.layers.shapes import shapes_of
-from costmodels.memory.peak import stage_memory, step_bytes
-from costmodels.memory.unit_sizes import sizes_of
+from costmodels.layers.shapes import distinct_shapes
+from costmodels.memory.peak import stage_memory, update_bytes
+from costmodels.memory.unit_sizes import row_unit_sizes
 from costmodels.ranks.pipeline import FIELDS, Ranks, all_ranks, ranks_entry
-from costmodels.ranks.reductions import total
+from costmodels.ranks.reductions import parts_total
 from costmodels.spec.engine import Engine
 from costmodels.spec.hardware import Cluster
 from costmodels.spec.model import ModelSpec
@@ -20,13 +20,13 @@ MEMORY_KINDS = ("allocated", "reserved", "device", "step")
 reserves for them, what the driver says is taken, and tensors while the optimizer steps."""
 
 
-def peak_of(measurement: Measurement, kind: str) -> float | None:
+def published_peak(measurement: Measurement, kind: str) -> float | None:
     """The published peak of one of `MEMORY_KINDS`, in bytes."""
     peak: float | None = getattr(measurement, f"{kind}_bytes")
     return peak
 
 
-def every_rank(model: ModelSpec, table: LayoutTable) -> Ranks:
+def ranks_of_table(model: ModelSpec, table: LayoutTable) -> Ranks:
     """What every pipeline rank of each row holds, arrays of shape [n, k]; others hold nothing."""
     every = [all_ranks(*ranks_entry(model, table, row)) for row in range(len(table))]
     filled = np.zeros((len(FIELDS), len(table), max(len(ranks.count) for ranks in every)))
@@ -36,7 +36,7 @@ def every_rank(model: ModelSpec, table: LayoutTable) -> Ranks:
     return Ranks(**dict(zip(FIELDS, filled, strict=True)))
 
 
-def peaks(
+def predicted_peaks(
     model: ModelSpec, cluster: Cluster, engine: Engine, table: LayoutTable, ranks: Ranks
 ) -> dict[str, Floats]:
     """Bytes of each of `MEMORY_KINDS` on every pipeline rank, [n, k].
@@ -45,15 +45,15 @@ def peaks(
 
     Args:
         engine: with its constants for the device.
-        ranks: as `every_rank` has them.
+        ranks: as `ranks_of_table` has them.
     """
-    sizes = sizes_of(model, engine, *shapes_of(table))
+    sizes = row_unit_sizes(model, engine, *distinct_shapes(table))
     held = stage_memory(cluster, engine, table, sizes, ranks)
-    device = total(held)
+    device = parts_total(held)
     reserved = device - held["context"] - held["communicators"] - held["margin"]
     return {
         "allocated": reserved - held["reserve"],
         "reserved": reserved,
         "device": device,
-        "step": step_bytes(engine, table, sizes, ranks),
+        "step": update_bytes(engine, table, sizes, ranks),
     }

@@ -55,7 +55,7 @@ class Priors:
         return dict(zip(self.names, values.tolist(), strict=True))
 
 
-def rounded(constants: Mapping[str, float], digits: int) -> dict[str, float]:
+def round_constants(constants: Mapping[str, float], digits: int) -> dict[str, float]:
     """Constants with as many digits as a file is to have."""
     return {name: float(f"{value:.{digits}g}") for name, value in constants.items()}
 

@@ -21,7 +21,7 @@ MOST, MOST_LAYERS = 10**7, 10**4
 SIZES = ("layers", "hidden", "ffn", "heads", "vocab")
 
 
-def model_of(row: Mapping[str, str], known: Mapping[str, Any]) -> ModelSpec:
+def published_model(row: Mapping[str, str], known: Mapping[str, Any]) -> ModelSpec:
     """The model of a row: its columns, and what the beginning of its name tells of the architecture.
 
     A mixture of experts whose shape the columns cannot hold is that of the catalogue, with the row's layers.

@@ -15,7 +15,7 @@ PRINTED = re.compile(f"AR/AG/RS={NUMBER}/{NUMBER}/{NUMBER}")
 KINDS: tuple[Collective, ...] = ("all_reduce", "all_gather", "reduce_scatter")
 
 
-def collectives(
+def job_collectives(
     notes: str, known: Mapping[str, Any], world: int, nodes: int
 ) -> tuple[MeasuredCollective, ...]:
     """The collectives that a job timed on its own devices before it trained, where the notes print them.
@@ -51,7 +51,7 @@ def collectives(
     return tuple(found)
 
 
-def in_one_node(bus_bandwidth: Mapping[int, float]) -> tuple[MeasuredCollective, ...]:
+def node_collectives(bus_bandwidth: Mapping[int, float]) -> tuple[MeasuredCollective, ...]:
     """What a source measured of its all-reduces in one node: bytes per second by ranks."""
     return tuple(
         MeasuredCollective(collective="all_reduce", devices=ranks, nodes=1, bus_bandwidth=rate)
@@ -59,7 +59,7 @@ def in_one_node(bus_bandwidth: Mapping[int, float]) -> tuple[MeasuredCollective,
     )
 
 
-def state(notes: str, known: Mapping[str, Any], nodes: int) -> Mapping[str, Any]:
+def cluster_state(notes: str, known: Mapping[str, Any], nodes: int) -> Mapping[str, Any]:
     """Constants of the engine that differ in the state that a job found its cluster in.
 
     Told by the seconds that its all-gather took: longer than `first` on one node and `more` for each

@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 from pydantic import Field
 
-from costmodels.calibration.measurements import Measurement, alike
-from costmodels.calibration.priors import Prior, Priors, rounded, scipy_optimize
-from costmodels.catalogue.yaml_files import packaged
+from costmodels.calibration.measurements import Measurement, table_groups
+from costmodels.calibration.priors import Prior, Priors, round_constants, scipy_optimize
+from costmodels.catalogue.yaml_files import catalogue_file
 from costmodels.pricing import price
 from costmodels.spec.engine import Engine, MeasuredLayer, Spread
 from costmodels.spec.hardware import Cluster
@@ -33,7 +33,7 @@ STEP = 1e-3
 """Step of the derivatives, as a share of a constant's limits."""
 
 
-class FitPlan(Record):
+class TimeFitPlan(Record):
     """One fit of `fits.yaml`."""
 
     engine: str
@@ -48,24 +48,24 @@ class FitPlan(Record):
 
 
 @dataclass(frozen=True)
-class Fitted:
+class TimeFit:
     """Result of one fit."""
 
-    plan: FitPlan
+    plan: TimeFitPlan
     constants: dict[str, Any]
     rows: int
 
-    def with_layers(self, layers: tuple[MeasuredLayer, ...]) -> Fitted:
+    def with_layers(self, layers: tuple[MeasuredLayer, ...]) -> TimeFit:
         """The same with corrections of layers by their shape."""
         return replace(self, constants={**self.constants, "measured_layers": layers})
 
 
-def plans() -> list[FitPlan]:
+def time_fit_plans() -> list[TimeFitPlan]:
     """The fits that `fits.yaml` lists."""
-    return [FitPlan.model_validate(fields) for fields in packaged("fits.yaml")["fits"]]
+    return [TimeFitPlan.model_validate(fields) for fields in catalogue_file("fits.yaml")["fits"]]
 
 
-def errors(found: Fitted, measurements: Sequence[Measurement]) -> Floats:
+def log_errors(found: TimeFit, measurements: Sequence[Measurement]) -> Floats:
     """Natural logarithms of predicted over measured step time, [n]."""
     measured = np.log([row.step_time_s or np.nan for row in measurements])
     predicted = _step_times(_batches(measurements), found.constants, len(measured))
@@ -73,13 +73,13 @@ def errors(found: Fitted, measurements: Sequence[Measurement]) -> Floats:
     return result
 
 
-def fit_spread(found: Fitted, measurements: Sequence[Measurement]) -> dict[str, float]:
-    """The fields of `Spread` under which `COVERED` of the measured steps lie in their range.
+def fit_spread(found: TimeFit, measurements: Sequence[Measurement]) -> dict[str, float]:
+    """The fields of `Spread` under which `COVERAGE` of the measured steps lie in their range.
 
     Quantile regression (Koenker and Bassett 1978) of the absolute errors on the width of the range.
     """
     minimize = scipy_optimize().minimize
-    missed = np.abs(errors(found, measurements))
+    missed = np.abs(log_errors(found, measurements))
     # Most fits see models of one or two hidden sizes.
     names = [name for name in Spread.model_fields if name not in ("measured", "narrow")]
     priced = [(batch, batch.engine.with_constants(found.constants)) for batch in _batches(measurements)]
@@ -99,16 +99,16 @@ def fit_spread(found: Fitted, measurements: Sequence[Measurement]) -> dict[str, 
 
     def loss(values: Floats) -> float:
         over = missed - widths(values)
-        pinball = np.maximum(COVERED * over, (COVERED - 1) * over)
+        pinball = np.maximum(COVERAGE * over, (COVERAGE - 1) * over)
         # Weak pull towards the defaults, for terms that the rows do not show.
         return float(pinball.mean() + PULL * np.square(values - start).mean())
 
     start = np.log([Spread.model_fields[name].default for name in names])
     found_at = minimize(loss, start, method="Nelder-Mead", options={"maxiter": 2000, "xatol": 1e-3}).x
-    return rounded(dict(zip(names, np.exp(found_at).tolist(), strict=True)), 3)
+    return round_constants(dict(zip(names, np.exp(found_at).tolist(), strict=True)), 3)
 
 
-COVERED = 0.82
+COVERAGE = 0.82
 """Share of the rows that were fitted which the range covers: a little more than of those that were not."""
 
 PULL = 2e-5
@@ -127,7 +127,7 @@ class _Batch:
 
 def _batches(measurements: Sequence[Measurement]) -> list[_Batch]:
     result = []
-    for rows in alike(measurements):
+    for rows in table_groups(measurements):
         first = measurements[rows[0]]
         table = LayoutTable.of([measurements[row].layouts[0] for row in rows])
         engine = first.engine.for_device(first.cluster.device)
@@ -145,7 +145,7 @@ def _step_times(batches: Sequence[_Batch], constants: dict[str, Any], count: int
     return result
 
 
-def belongs(measurement: Measurement, plan: FitPlan) -> bool:
+def is_row_of(measurement: Measurement, plan: TimeFitPlan) -> bool:
     """Whether a row is one that `plan` may fit."""
     return (
         measurement.source in plan.sources
@@ -155,7 +155,7 @@ def belongs(measurement: Measurement, plan: FitPlan) -> bool:
     )
 
 
-def fit(plan: FitPlan, measurements: Sequence[Measurement]) -> Fitted:
+def fit_times(plan: TimeFitPlan, measurements: Sequence[Measurement]) -> TimeFit:
     """The constants that bring the predicted step times of `measurements` nearest to the measured ones.
 
     Raises:
@@ -194,8 +194,8 @@ def fit(plan: FitPlan, measurements: Sequence[Measurement]) -> Fitted:
             max_nfev=EVALUATIONS,
         )
         shares = np.clip(found.x, 0.0, 1.0)
-    constants = rounded(priors.named(low + shares * (high - low)), 4)
-    return Fitted(plan, constants, len(measurements))
+    constants = round_constants(priors.named(low + shares * (high - low)), 4)
+    return TimeFit(plan, constants, len(measurements))
 
 
 def _soft_l1(squares: Floats) -> Floats:

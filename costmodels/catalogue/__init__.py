@@ -9,10 +9,17 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
-from costmodels.catalogue.host import host_device
-from costmodels.catalogue.yaml_files import FOLDER, build, is_file_name, packaged, unknown, user_fields
+from costmodels.catalogue.local_machine import host_device
+from costmodels.catalogue.yaml_files import (
+    FOLDER,
+    build,
+    catalogue_file,
+    is_file_name,
+    unknown_name,
+    user_fields,
+)
 from costmodels.errors import InputError
-from costmodels.spec.engine import Engine, constant_names, merged, nested, without_constants
+from costmodels.spec.engine import Engine, constant_fields, constant_names, merge_fields, without_constants
 from costmodels.spec.flat_constants import in_groups
 from costmodels.spec.hardware import Device
 from costmodels.spec.model import ModelSpec
@@ -43,7 +50,7 @@ def _family_of(name: str) -> dict[str, Any]:
     # A model lives in the file whose name is the longest beginning of its own, so that one file is
     # parsed for one model.
     stems = [family for family in _families() if name.startswith(family)]
-    return packaged(f"models/{max(stems, key=len)}.yaml") if stems else {"models": {}}
+    return catalogue_file(f"models/{max(stems, key=len)}.yaml") if stems else {"models": {}}
 
 
 def _find(entries: dict[str, dict[str, Any]], name: str) -> tuple[str, dict[str, Any]] | None:
@@ -58,7 +65,7 @@ def _find(entries: dict[str, dict[str, Any]], name: str) -> tuple[str, dict[str,
 
 def model_names() -> list[str]:
     """Names of the catalogue's models, without aliases, families together and smallest first."""
-    return [name for family in _families() for name in packaged(f"models/{family}.yaml")["models"]]
+    return [name for family in _families() for name in catalogue_file(f"models/{family}.yaml")["models"]]
 
 
 def load_model(name: str, **overrides: Any) -> ModelSpec:
@@ -75,7 +82,9 @@ def load_model(name: str, **overrides: Any) -> ModelSpec:
     found = _find(family["models"], wanted)
     if found is None:
         known = [alias for entry in model_names() for alias in (entry, *_aliases_of_model(entry))]
-        raise unknown("model", name, known, "`planner models` lists all; a YAML file of fields works too")
+        raise unknown_name(
+            "model", name, known, "`planner models` lists all; a YAML file of fields works too"
+        )
     proper, entry = found
     fields = {**family.get("defaults", {}), **entry, "name": proper}
     fields.pop("aliases", None)
@@ -90,7 +99,7 @@ def _aliases_of_model(name: str) -> list[str]:
 
 def device_names() -> list[str]:
     """Names of the catalogue's devices, without aliases; `cpu` is this machine."""
-    return [*packaged("devices.yaml")["devices"], HOST]
+    return [*catalogue_file("devices.yaml")["devices"], HOST]
 
 
 def device_template() -> str:
@@ -111,11 +120,11 @@ def load_device(name: str, ranks: int = 1) -> Device:
         if ranks < 1:
             raise InputError(f"ranks is {ranks}: device cpu is shared by at least one rank")
         return host_device(ranks)
-    entries = packaged("devices.yaml")["devices"]
+    entries = catalogue_file("devices.yaml")["devices"]
     found = _find(entries, wanted)
     if found is None:
         known = [alias for entry, fields in entries.items() for alias in (entry, *fields.get("aliases", ()))]
-        raise unknown(
+        raise unknown_name(
             "device",
             name,
             [*known, HOST],
@@ -128,7 +137,7 @@ def load_device(name: str, ranks: int = 1) -> Device:
 
 def engine_names() -> list[str]:
     """Names of the catalogue's engines."""
-    return list(packaged("engines.yaml")["engines"])
+    return list(catalogue_file("engines.yaml")["engines"])
 
 
 def load_engine(name: str) -> Engine:
@@ -142,26 +151,29 @@ def _catalogued_engine(name: str) -> Engine:
     Its constants for a device are those of engines.yaml and those fitted to measured step times
     (calibrated.yaml); of memory, those fitted to measured peaks (calibrated_memory.yaml) come first.
     """
-    entries = packaged("engines.yaml")["engines"]
+    entries = catalogue_file("engines.yaml")["engines"]
     wanted = name.strip().lower()
     if wanted not in entries:
         listing = f"the engines are {', '.join(entries)}; a YAML file of fields works too"
-        raise unknown("engine", name, entries, listing)
+        raise unknown_name("engine", name, entries, listing)
     entry = _engine_fields(wanted)
     devices = {
         key: _constants(wanted, key)
-        for key in {**entry.get("devices", {}), **packaged("calibrated.yaml")["engines"].get(wanted, {})}
+        for key in {
+            **entry.get("devices", {}),
+            **catalogue_file("calibrated.yaml")["engines"].get(wanted, {}),
+        }
     }
-    memory = packaged("calibrated_memory.yaml")["engines"].get(wanted, {"constants": {}})["constants"]
-    fields = merged(entry, nested(memory)) | {"devices": devices, "name": wanted}
+    memory = catalogue_file("calibrated_memory.yaml")["engines"].get(wanted, {"constants": {}})["constants"]
+    fields = merge_fields(entry, constant_fields(memory)) | {"devices": devices, "name": wanted}
     return build(Engine, fields, f"engine {wanted}")
 
 
 def _engine_fields(name: str) -> dict[str, Any]:
     """The fields of an engine of engines.yaml, and those of the engine that it is `like`."""
-    fields = dict(packaged("engines.yaml")["engines"][name])
+    fields = dict(catalogue_file("engines.yaml")["engines"][name])
     alike = fields.pop("like", None)
-    return fields if alike is None else merged(_engine_fields(alike), fields)
+    return fields if alike is None else merge_fields(_engine_fields(alike), fields)
 
 
 def _engine_of_file(path: str) -> Engine:
@@ -206,9 +218,9 @@ def _constants(engine: str, key: str) -> dict[str, Any]:
     it is `like`.
     """
     own = dict(_engine_fields(engine).get("devices", {}).get(key, {}))
-    fit = packaged("calibrated.yaml")["engines"].get(engine, {}).get(key)
-    fitted = {} if fit is None else nested(fit["constants"]) | {"spread": fit["spread"]}
+    fit = catalogue_file("calibrated.yaml")["engines"].get(engine, {}).get(key)
+    fitted = {} if fit is None else constant_fields(fit["constants"]) | {"spread": fit["spread"]}
     alike = own.pop("like", None)
     if alike is not None:
-        fitted = merged(_constants(*alike.split("/")), fitted)
-    return merged(fitted, own)
+        fitted = merge_fields(_constants(*alike.split("/")), fitted)
+    return merge_fields(fitted, own)

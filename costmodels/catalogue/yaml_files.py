@@ -46,7 +46,7 @@ def parse(text: str, origin: str) -> dict[str, Any]:
 
 
 @cache
-def packaged(path: str) -> dict[str, Any]:
+def catalogue_file(path: str) -> dict[str, Any]:
     """The content of a file of this package. Shared by all callers: not to be changed."""
     return parse((FOLDER / path).read_text(encoding="utf-8"), path)
 
@@ -107,7 +107,7 @@ def _and(names: list[str]) -> str:
     return " and ".join(filter(None, [", ".join(names[:-1]), *names[-1:]]))
 
 
-def unknown(kind: str, name: str, names: Iterable[str], listing: str) -> InputError:
+def unknown_name(kind: str, name: str, names: Iterable[str], listing: str) -> InputError:
     """The error for a name that is not in the catalogue: nearest names, and how to list all."""
     near = near_names(name, names, count=3, cutoff=0.5)
     hint = f"did you mean {' or '.join(near)}? " if near else ""

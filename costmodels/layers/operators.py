@@ -15,10 +15,10 @@ from costmodels.layers.shapes import (
     attention_widths,
     element_bytes,
     entry_width,
-    kept_heads_width,
     key_value_width,
     routed_rows,
     tokens,
+    whole_heads_width,
 )
 from costmodels.spec.engine import Engine
 from costmodels.spec.model import ModelSpec
@@ -173,7 +173,7 @@ def layer(model: ModelSpec, engine: Engine, table: LayoutTable, moe: bool) -> Op
     gathers = np.where(sp, 1.0 + entry, 2.0) + mlp_gathers + joins
     gathers_back = np.where(sp, 1.0 + entry, 2.0 * entry) + mlp_gathers + joins
     forms = table.context_parallel_form * (table.context_parallel > 1)
-    exchanged = kept_heads_width(model, table) + (queries + values) / tp
+    exchanged = whole_heads_width(model, table) + (queries + values) / tp
     norms = 4 * engine.elementwise.norm_passes
     return Operators(
         gemms=attention + gemms,

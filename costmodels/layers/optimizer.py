@@ -61,7 +61,7 @@ def update_traffic(table: LayoutTable) -> Floats:
     return _of(2, table)
 
 
-def orthogonalises(table: LayoutTable) -> Bools:
+def orthogonal_rows(table: LayoutTable) -> Bools:
     """Rows whose optimizer makes the updates of whole matrices orthogonal."""
     result: Bools = table.optimizer == OPTIMIZERS.index("muon")
     return result

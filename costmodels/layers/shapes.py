@@ -6,9 +6,9 @@ import numpy as np
 
 from costmodels.spec.layout import SPLIT_BACKWARD
 from costmodels.spec.model import ModelSpec
-from costmodels.spec.table import Floats, Ints, LayoutTable, distinct
+from costmodels.spec.table import Floats, Ints, LayoutTable, distinct_rows
 
-LOAD = 1.0
+MEAN_LOAD = 1.0
 """For time: rows of the busiest device's experts over those of an even load, as routers are trained for."""
 
 PEAK_LOAD = 1.25
@@ -52,7 +52,7 @@ def key_value_width(model: ModelSpec, table: LayoutTable) -> Floats:
     return 2 * np.maximum(model.kv_heads / table.tensor_parallel, 1.0) * model.head_dim
 
 
-def kept_heads_width(model: ModelSpec, table: LayoutTable) -> Floats:
+def whole_heads_width(model: ModelSpec, table: LayoutTable) -> Floats:
     """Width of keys and values on one device when context-parallel ranks share out whole heads.
 
     Each of K heads is repeated cp / gcd(K, cp) times before the exchange: the fewest with which every rank
@@ -71,13 +71,13 @@ def _kept_load(model: ModelSpec, load: float) -> float:
     return min(load, model.router.capacity_factor or load)
 
 
-def routed_rows(model: ModelSpec, table: LayoutTable, load: float = LOAD) -> Floats:
+def routed_rows(model: ModelSpec, table: LayoutTable, load: float = MEAN_LOAD) -> Floats:
     """Tokens that the experts of one device take in, each token once for each of its experts.
 
     Every rank sends out tokens of its own, 1/tp of those of a micro batch; the experts of ep x etp ranks are
     spread over ep of them. `load` is that of the fullest device over the mean, where there are several.
     """
-    uneven = np.where(table.expert_parallel > 1, _kept_load(model, load), _kept_load(model, LOAD))
+    uneven = np.where(table.expert_parallel > 1, _kept_load(model, load), _kept_load(model, MEAN_LOAD))
     result: Floats = _even_rows(model, table) * uneven
     return result
 
@@ -93,9 +93,9 @@ def _even_rows(model: ModelSpec, table: LayoutTable) -> Floats:
     return result
 
 
-def shapes_of(table: LayoutTable) -> tuple[LayoutTable, Ints]:
+def distinct_shapes(table: LayoutTable) -> tuple[LayoutTable, Ints]:
     """The few rows that differ in the shape of their operators, and which of them each row is like."""
-    first, code = distinct(
+    first, code = distinct_rows(
         [
             table.tensor_parallel,
             table.sequence_parallel,

@@ -11,10 +11,10 @@ import numpy as np
 from costmodels.layers.shapes import (
     attention_widths,
     element_bytes,
-    kept_heads_width,
     key_value_width,
     peak_routed_rows,
     tokens,
+    whole_heads_width,
 )
 from costmodels.spec.engine import Engine
 from costmodels.spec.layout import SPLIT_BACKWARD
@@ -27,7 +27,7 @@ CORE_ATTENTION = code_of("recompute_modules", ("core_attention",))
 """What selective recomputation repeats unless modules are named."""
 
 
-def layer_activations(
+def activation_bytes(
     model: ModelSpec, engine: Engine, table: LayoutTable, moe: bool
 ) -> tuple[Floats, Floats, Floats]:
     """Bytes of one layer and micro batch: kept on the device, recomputed, and kept on the host.
@@ -121,7 +121,7 @@ def _context_copies(model: ModelSpec, table: LayoutTable) -> Floats:
     kv = key_value_width(model, table)
     values = attention_widths(model)[1] / table.tensor_parallel
     gathered = kv * (table.context_parallel - 1) + values
-    exchanged = values + kept_heads_width(model, table) - kv
+    exchanged = values + whole_heads_width(model, table) - kv
     forms = [gathered, exchanged, 0.0 * kv]
     result: Floats = (
         e * t * np.where(table.context_parallel > 1, np.choose(table.context_parallel_form, forms), 0.0)
@@ -129,7 +129,7 @@ def _context_copies(model: ModelSpec, table: LayoutTable) -> Floats:
     return result
 
 
-def waiting_activations(model: ModelSpec, table: LayoutTable) -> Floats:
+def output_gradient_bytes(model: ModelSpec, table: LayoutTable) -> Floats:
     """Bytes of the gradients of the outputs of a layer's matrix products, for one micro batch.
 
     Split backward keeps them from the gradients of inputs to those of weights (arXiv:2401.10241,

@@ -7,14 +7,14 @@ from functools import partial
 import numpy as np
 
 from costmodels.layers.optimizer import ADAM_STATE, layer_state
-from costmodels.layers.shapes import shapes_of
+from costmodels.layers.shapes import distinct_shapes
 from costmodels.memory.states import MASTER
-from costmodels.memory.unit_sizes import parameters, sizes_of
-from costmodels.ranks.pipeline import deciding_ranks, in_flight
-from costmodels.ranks.reductions import highest
-from costmodels.spec.blocks import in_blocks
+from costmodels.memory.unit_sizes import rank_parameters, row_unit_sizes
+from costmodels.ranks.pipeline import critical_ranks, in_flight
+from costmodels.ranks.reductions import row_maximum
 from costmodels.spec.engine import Engine
 from costmodels.spec.model import ModelSpec
+from costmodels.spec.row_blocks import block_results
 from costmodels.spec.table import Floats, LayoutTable
 
 
@@ -27,12 +27,12 @@ def host_bytes(model: ModelSpec, engine: Engine, table: LayoutTable) -> Floats:
     Raises:
         InputError: the engine does not know the precision of the table.
     """
-    return np.concatenate([*in_blocks(partial(_host_bytes, model, engine), table)])
+    return np.concatenate([*block_results(partial(_host_bytes, model, engine), table)])
 
 
 def _host_bytes(model: ModelSpec, engine: Engine, table: LayoutTable) -> Floats:
-    sizes, (ranks, _) = sizes_of(model, engine, *shapes_of(table)), deciding_ranks(model, table)
-    shared, experts = parameters(sizes, ranks)
+    sizes, (ranks, _) = row_unit_sizes(model, engine, *distinct_shapes(table)), critical_ranks(model, table)
+    shared, experts = rank_parameters(sizes, ranks)
     policy = engine.memory_policy(table.precision)
     each = policy.optimizer - ADAM_STATE + layer_state(table)
     if engine.sharding.fully_sharded:
@@ -40,5 +40,5 @@ def _host_bytes(model: ModelSpec, engine: Engine, table: LayoutTable) -> Floats:
     held = (each / table.zero_shards)[:, None] * shared + (each / table.expert_shards)[:, None] * experts
     held = np.where(table.offload_optimizer[:, None], held, 0.0)
     for kind, layers in in_flight(ranks, table.micro_batches[:, None].astype(np.float64)).items():
-        held = held + layers * getattr(sizes, f"{kind}_moved")[:, None]
-    return highest(held)
+        held = held + layers * getattr(sizes, f"{kind}_offload")[:, None]
+    return row_maximum(held)

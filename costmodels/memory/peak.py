@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from costmodels.memory.states import frees_parameters, model_states
-from costmodels.memory.unit_sizes import UnitSizes, end_parameters, parameters
-from costmodels.ranks.pipeline import NONE, Ranks, in_flight
-from costmodels.ranks.reductions import total
+from costmodels.memory.states import model_states, sharded_parameter_rows
+from costmodels.memory.unit_sizes import UnitSizes, end_parameters, rank_parameters
+from costmodels.ranks.pipeline import ZERO, Ranks, in_flight
+from costmodels.ranks.reductions import parts_total
 from costmodels.spec.engine import Engine, MemoryPolicy
 from costmodels.spec.hardware import Cluster
 from costmodels.spec.layout import SPLIT_BACKWARD
@@ -30,8 +30,10 @@ DYNAMIC = ("activations", "logits", "communication", "temporaries")
 """Parts of the peak that come and go within a step."""
 
 
-def held_outputs(engine: Engine, layer_input: Floats, ranks: Ranks, flying: dict[str, Floats]) -> Floats:
-    """Bytes of the outputs of layers that asynchronous reductions still hold, [n, k], or `NONE`.
+def reduction_output_bytes(
+    engine: Engine, layer_input: Floats, ranks: Ranks, flying: dict[str, Floats]
+) -> Floats:
+    """Bytes of the outputs of layers that asynchronous reductions still hold, [n, k], or `ZERO`.
 
     A tensor that another stream reads is free once that stream has passed (`torch.Tensor.record_stream`);
     until then the host, which runs ahead of the device, allocates more. It waits for messages of stages: held
@@ -43,14 +45,14 @@ def held_outputs(engine: Engine, layer_input: Floats, ranks: Ranks, flying: dict
         flying: layers in flight, by kind, each [n, k].
     """
     if not (engine.allocator.reduction_outputs and layer_input.any()):
-        return NONE
+        return ZERO
     ahead = sum(flying.values(), np.zeros(())) - 2 * ranks.layers
     layers = np.where(ranks.last > 0, ranks.layers, np.maximum(ahead, 0.0))
     held: Floats = engine.allocator.reduction_outputs * layers * layer_input[:, None]
     return held
 
 
-def stepping(policy: MemoryPolicy, table: LayoutTable, shared: Floats, experts: Floats) -> Floats:
+def update_buffer_bytes(policy: MemoryPolicy, table: LayoutTable, shared: Floats, experts: Floats) -> Floats:
     """Bytes that ZeRO 1 and above hold besides states while the optimizer steps, [n, k].
 
     Args:
@@ -67,16 +69,16 @@ def stepping(policy: MemoryPolicy, table: LayoutTable, shared: Floats, experts: 
     return total
 
 
-def dynamic(parts: dict[str, Floats]) -> Floats:
+def dynamic_bytes(parts: dict[str, Floats]) -> Floats:
     """Bytes that come and go within a step, [n, k]."""
-    return total({name: parts[name] for name in DYNAMIC})
+    return parts_total({name: parts[name] for name in DYNAMIC})
 
 
 def at_fuller_moment(parts: dict[str, Floats], step: Floats) -> None:
     """Replace the dynamic `parts` by `step` where the optimizer's step is fuller than the backward pass."""
-    fuller = step > dynamic(parts)
+    fuller = step > dynamic_bytes(parts)
     for name in DYNAMIC:
-        other = step if name == "temporaries" else NONE
+        other = step if name == "temporaries" else ZERO
         parts[name] = np.where(fuller, other, parts[name])
 
 
@@ -97,7 +99,7 @@ def communicator_count(table: LayoutTable, has_experts: bool) -> Floats:
     return count
 
 
-def margin(
+def margin_bytes(
     cluster: Cluster, engine: Engine, table: LayoutTable, lost: Floats, has_experts: bool
 ) -> dict[str, Floats]:
     """What a device must have besides tensors: the user's margin, or the three terms that it replaces.
@@ -108,18 +110,18 @@ def margin(
         lost: bytes that the allocator holds and cannot use, [n, k].
     """
     if cluster.memory_margin_bytes is not None:
-        given = NONE + cluster.memory_margin_bytes
-        return {"reserve": NONE, "context": NONE, "communicators": NONE, "margin": given}
+        given = ZERO + cluster.memory_margin_bytes
+        return {"reserve": ZERO, "context": ZERO, "communicators": ZERO, "margin": given}
     buffers = communicator_count(table, has_experts) * engine.allocator.communicator_bytes
     return {
         "reserve": lost,
-        "context": NONE + cluster.device.context_bytes,
+        "context": ZERO + cluster.device.context_bytes,
         "communicators": buffers[:, None],
-        "margin": NONE,
+        "margin": ZERO,
     }
 
 
-def permanent(engine: Engine, sizes: UnitSizes, ranks: Ranks) -> dict[str, Floats]:
+def permanent_bytes(engine: Engine, sizes: UnitSizes, ranks: Ranks) -> dict[str, Floats]:
     """Bytes that stay for good besides states, by the part of the peak that counts them.
 
     The arrays broadcast to [n, k].
@@ -132,12 +134,12 @@ def permanent(engine: Engine, sizes: UnitSizes, ranks: Ranks) -> dict[str, Float
     return held
 
 
-def step_bytes(engine: Engine, table: LayoutTable, sizes: UnitSizes, ranks: Ranks) -> Floats:
+def update_bytes(engine: Engine, table: LayoutTable, sizes: UnitSizes, ranks: Ranks) -> Floats:
     """Bytes of tensors while the optimizer steps, [n, k]: the peak once backward has ended."""
-    held = parameters(sizes, ranks)
+    held = rank_parameters(sizes, ranks)
     states = model_states(engine, table, sizes, ranks, held)
-    step = stepping(engine.memory_policy(table.precision), table, *held)
-    return sum((*states, *permanent(engine, sizes, ranks).values()), step)
+    step = update_buffer_bytes(engine.memory_policy(table.precision), table, *held)
+    return sum((*states, *permanent_bytes(engine, sizes, ranks).values()), step)
 
 
 def stage_memory(
@@ -147,7 +149,7 @@ def stage_memory(
 
     Arrays of shape [n, k], or such that broadcast to it (`costmodels.ranks.reductions`).
     """
-    held_parameters = parameters(sizes, ranks)
+    held_parameters = rank_parameters(sizes, ranks)
     states = model_states(engine, table, sizes, ranks, held_parameters)
     ends, has_experts = end_parameters(sizes, ranks), bool(sizes.experts.any())
     # Embedding and head are gathered together, and stay for the backward pass that begins with them. Experts
@@ -155,12 +157,12 @@ def stage_memory(
     copied = engine.sharding.fully_sharded | (table.expert_replicas > 1)
     layer = np.maximum(sizes.dense_layer, sizes.moe_layer + sizes.experts * copied)
     held = GATHERED_LAYERS * layer[:, None] * (ranks.layers > 0)
-    gathered = frees_parameters(table) * engine.memory_policy(table.precision).gathered
+    gathered = sharded_parameter_rows(table) * engine.memory_policy(table.precision).gathered
     held = (held + ends) * gathered[:, None]
 
-    working = np.minimum(ranks.all_dense, 1.0) * sizes.dense_working[:, None]
+    working = np.minimum(ranks.all_dense, 1.0) * sizes.dense_recomputation[:, None]
     if has_experts:
-        working = np.maximum(working, np.minimum(ranks.all_moe, 1.0) * sizes.moe_working[:, None])
+        working = np.maximum(working, np.minimum(ranks.all_moe, 1.0) * sizes.moe_recomputation[:, None])
     if table.recompute_num_layers.max(initial=1) > 1:
         # Uniform recomputation repeats several layers from one input, and holds all of them.
         several = (table.recompute == FULL) & (table.recompute_method == UNIFORM)
@@ -168,23 +170,24 @@ def stage_memory(
         inner = np.maximum(sizes.dense_activations, sizes.moe_activations)[:, None]
         layers = np.clip(layers, 1.0, np.maximum(ranks.layers, 1.0))
         working = layers * working + (layers - 1) * inner
-    activations, fetched = NONE if engine.loss.apart else working, np.zeros(())
+    activations, fetched = ZERO if engine.loss.apart else working, np.zeros(())
     flying = in_flight(ranks, table.micro_batches[:, None].astype(np.float64))
     for kind, layers in flying.items():
         activations = activations + layers * getattr(sizes, f"{kind}_activations")[:, None]
-        if (moved := getattr(sizes, f"{kind}_moved")).any():
+        if (moved := getattr(sizes, f"{kind}_offload")).any():
             fetched = np.maximum(fetched, np.minimum(layers, FETCHED_LAYERS) * moved[:, None])
     activations = activations + fetched
     logits = ranks.last * sizes.logits[:, None]
-    if ranks.waiting.any():
+    if ranks.backlog.any():
         activations += (
-            np.minimum(ranks.waiting, table.micro_batches[:, None] * ranks.layers) * (sizes.waiting[:, None])
+            np.minimum(ranks.backlog, table.micro_batches[:, None] * ranks.layers)
+            * (sizes.output_gradients[:, None])
         )
         # The last stage is on the last rank, which runs as many gradients of inputs ahead as there are
         # ranks; in a V it is on the first rank, and runs one ahead.
         ahead = np.where(table.runs("interleaved_zb"), table.pipeline_parallel, 1)
         ahead = np.where(table.runs(*SPLIT_BACKWARD), ahead, 0)
-        logits += ranks.last * (ahead * sizes.logits_waiting)[:, None]
+        logits += ranks.last * (ahead * sizes.logit_gradients)[:, None]
     if engine.loss.apart:
         # The gradient of the logits is freed before the first layer is recomputed.
         loss = logits >= working
@@ -195,15 +198,15 @@ def stage_memory(
         "optimizer": states[2],
         "activations": activations,
         "logits": logits,
-        "communication": held_outputs(engine, sizes.layer_input, ranks, flying),
-        "temporaries": NONE,
+        "communication": reduction_output_bytes(engine, sizes.layer_input, ranks, flying),
+        "temporaries": ZERO,
     }
     policy = engine.memory_policy(table.precision)
     if policy.stepping_whole:
-        at_fuller_moment(parts, stepping(policy, table, *held_parameters))
-    lost = engine.allocator.fragmentation * dynamic(parts)
+        at_fuller_moment(parts, update_buffer_bytes(policy, table, *held_parameters))
+    lost = engine.allocator.fragmentation * dynamic_bytes(parts)
     if engine.allocator.score_reserve:
         lost = lost + sizes.score_reserve[:, None] * (ranks.layers > 0)
-    for name, bytes_ in permanent(engine, sizes, ranks).items():
+    for name, bytes_ in permanent_bytes(engine, sizes, ranks).items():
         parts[name] = parts[name] + bytes_
-    return parts | margin(cluster, engine, table, lost, has_experts)
+    return parts | margin_bytes(cluster, engine, table, lost, has_experts)

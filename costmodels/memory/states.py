@@ -17,7 +17,7 @@ NARROW, MASTER = 2.0, 4.0
 """Bytes of a gradient in 16 bits, and of a gradient or a parameter as the optimizer sees it."""
 
 
-def shards_gradients(engine: Engine, table: LayoutTable) -> Bools:
+def sharded_gradient_rows(engine: Engine, table: LayoutTable) -> Bools:
     """Rows that reduce gradients before they accumulate, and so keep a shard of them only.
 
     A pipeline interleaves backward passes of micro batches, so it reduces after the last one. With one micro
@@ -29,7 +29,7 @@ def shards_gradients(engine: Engine, table: LayoutTable) -> Bools:
     return result
 
 
-def wraps_parameters(table: LayoutTable, has_experts: bool) -> Bools:
+def fsdp_rows(table: LayoutTable, has_experts: bool) -> Bools:
     """Rows whose parameters FSDP2 manages: all but those of fp32 that no other rank holds.
 
     The runtime wraps all of a stage or nothing of it, and tensor-parallel ranks may hold the same experts.
@@ -39,7 +39,7 @@ def wraps_parameters(table: LayoutTable, has_experts: bool) -> Bools:
     return result | (table.expert_replicas > 1) if has_experts else result
 
 
-def frees_parameters(table: LayoutTable) -> Bools:
+def sharded_parameter_rows(table: LayoutTable) -> Bools:
     """Rows that keep a shard of the parameters only, and gather a layer at a time.
 
     A pipeline keeps what a backward pass has gathered for the forward pass that follows.
@@ -48,7 +48,7 @@ def frees_parameters(table: LayoutTable) -> Bools:
     return result
 
 
-def reduced_bytes(engine: Engine, table: LayoutTable) -> float:
+def reduction_element_bytes(engine: Engine, table: LayoutTable) -> float:
     """Bytes of one gradient element on the wire of a reduction."""
     reduced = engine.memory_policy(table.precision).reduced
     return min(reduced, 2.0) if table.gradient_reduction == "bf16" else reduced
@@ -68,7 +68,7 @@ def _states(
     makes that copy of a layer as it frees the sum, so that one follows the other; elsewhere both are there.
     """
     policy = engine.memory_policy(table.precision)
-    frees, wraps = frees_parameters(table), wraps_parameters(table, has_experts)
+    frees, wraps = sharded_parameter_rows(table), fsdp_rows(table, has_experts)
     on_host = table.offload_optimizer & engine.sharding.fully_sharded
     copies = wraps if engine.sharding.fully_sharded else replicas > 1
     copy = np.where(~frees & copies & ~on_host, policy.shard, 0.0) / shards
@@ -86,7 +86,7 @@ def _states(
     state = policy.optimizer - ADAM_STATE + layer_state(table)
     return (
         parameters + copy,
-        np.where(shards_gradients(engine, table), sharded, whole),
+        np.where(sharded_gradient_rows(engine, table), sharded, whole),
         np.where(table.offload_optimizer, 0.0, state / shards),
     )
 

@@ -8,7 +8,7 @@ import numpy as np
 
 from costmodels.layers.operators import padded_vocabulary
 from costmodels.layers.shapes import attention_widths, element_bytes, tokens
-from costmodels.memory.activations import layer_activations, waiting_activations
+from costmodels.memory.activations import activation_bytes, output_gradient_bytes
 from costmodels.ranks.pipeline import Ranks
 from costmodels.spec.engine import Engine
 from costmodels.spec.model import ModelSpec
@@ -34,21 +34,21 @@ class UnitSizes:
     dense_activations: Floats
     """Kept from forward to backward."""
     moe_activations: Floats
-    dense_working: Floats
+    dense_recomputation: Floats
     """Recomputed in backward, one layer at a time."""
-    moe_working: Floats
-    dense_moved: Floats
+    moe_recomputation: Floats
+    dense_offload: Floats
     """Kept in host memory, but for those layers that backward uses or is about to."""
-    moe_moved: Floats
+    moe_offload: Floats
     dense_plain_activations: Floats
     """Kept by layers that recompute nothing while others do."""
     moe_plain_activations: Floats
-    dense_plain_moved: Floats
-    moe_plain_moved: Floats
-    waiting: Floats
+    dense_plain_offload: Floats
+    moe_plain_offload: Floats
+    output_gradients: Floats
     """Gradients of a layer's activations that wait for those of its weights, when backward is split."""
     logits: Floats
-    logits_waiting: Floats
+    logit_gradients: Floats
     """The same of the output matrix."""
     layer_input: Floats
     """The input of a layer, gathered over tensor-parallel ranks that split its sequence; otherwise 0."""
@@ -99,25 +99,25 @@ def unit_sizes(model: ModelSpec, engine: Engine, table: LayoutTable) -> UnitSize
     vocabulary = padded_vocabulary(model, table)
     positions = model.max_positions if model.position == "learned" else 0
     has_matrix = (table.pipeline_parallel > 1) | (not model.tied)
-    dense_kept, dense_working, dense_moved = layer_activations(model, engine, table, moe=False)
-    moe_layer = experts = moe_kept = moe_working = moe_moved = zero
+    dense_kept, dense_recomputation, dense_offload = activation_bytes(model, engine, table, moe=False)
+    moe_layer = experts = moe_kept = moe_recomputation = moe_offload = zero
     if model.experts:
         moe_layer = attention + model.norm_parameters + h * (model.experts + model.shared_expert_gate)
         if model.shared_expert_ffn:
             moe_layer = moe_layer + _mlp_parameters(model, model.shared_expert_ffn, tp)
         expert = _mlp_parameters(model, model.expert_ffn, table.expert_tensor_parallel.astype(np.float64))
         experts = model.experts / table.expert_parallel * expert
-        moe_kept, moe_working, moe_moved = layer_activations(model, engine, table, moe=True)
-    dense_plain = moe_plain = dense_plain_moved = moe_plain_moved = zero
+        moe_kept, moe_recomputation, moe_offload = activation_bytes(model, engine, table, moe=True)
+    dense_plain = moe_plain = dense_plain_offload = moe_plain_offload = zero
     if table.recompute_method.any():
         plain = replace(
             table,
             recompute=np.zeros_like(table.recompute),
             recompute_modules=np.zeros_like(table.recompute_modules),
         )
-        dense_plain, _, dense_plain_moved = layer_activations(model, engine, plain, moe=False)
+        dense_plain, _, dense_plain_offload = activation_bytes(model, engine, plain, moe=False)
         if model.experts:
-            moe_plain, _, moe_plain_moved = layer_activations(model, engine, plain, moe=True)
+            moe_plain, _, moe_plain_offload = activation_bytes(model, engine, plain, moe=True)
     shown = t * vocabulary / (1 if engine.loss.gathers_logits else tp)
     copies: Floats | float = engine.loss.logits_copies
     if engine.loss.split_logits_copies is not None:
@@ -132,16 +132,16 @@ def unit_sizes(model: ModelSpec, engine: Engine, table: LayoutTable) -> UnitSize
         head=has_matrix * vocabulary * h / tp + model.norm_parameters,
         dense_activations=dense_kept,
         moe_activations=moe_kept,
-        dense_working=dense_working,
-        moe_working=moe_working,
-        dense_moved=dense_moved,
-        moe_moved=moe_moved,
+        dense_recomputation=dense_recomputation,
+        moe_recomputation=moe_recomputation,
+        dense_offload=dense_offload,
+        moe_offload=moe_offload,
         dense_plain_activations=dense_plain,
         moe_plain_activations=moe_plain,
-        dense_plain_moved=dense_plain_moved,
-        moe_plain_moved=moe_plain_moved,
-        waiting=waiting_activations(model, table),
-        logits_waiting=e * shown,
+        dense_plain_offload=dense_plain_offload,
+        moe_plain_offload=moe_plain_offload,
+        output_gradients=output_gradient_bytes(model, table),
+        logit_gradients=e * shown,
         logits=logits + e * t * h / part + head_input,
         layer_input=e * t * h * (part > 1),
         score_reserve=t
@@ -159,7 +159,7 @@ def end_parameters(sizes: UnitSizes, ranks: Ranks) -> Floats:
     return ranks.first * sizes.embedding[:, None] + ranks.last * sizes.head[:, None]
 
 
-def parameters(sizes: UnitSizes, ranks: Ranks) -> tuple[Floats, Floats]:
+def rank_parameters(sizes: UnitSizes, ranks: Ranks) -> tuple[Floats, Floats]:
     """Parameters of each pipeline rank on one device, [n, k]: all but routed experts, and routed experts."""
     shared = ranks.all_dense * sizes.dense_layer[:, None] + end_parameters(sizes, ranks)
     if not sizes.experts.any():
@@ -167,7 +167,7 @@ def parameters(sizes: UnitSizes, ranks: Ranks) -> tuple[Floats, Floats]:
     return shared + ranks.all_moe * sizes.moe_layer[:, None], ranks.all_moe * sizes.experts[:, None]
 
 
-def sizes_of(model: ModelSpec, engine: Engine, shapes: LayoutTable, shape: Ints) -> UnitSizes:
+def row_unit_sizes(model: ModelSpec, engine: Engine, shapes: LayoutTable, shape: Ints) -> UnitSizes:
     """Parameters and activations of every row; `shape` says which row of `shapes` each is like."""
     every = unit_sizes(model, engine, shapes)
     return UnitSizes(**{field.name: getattr(every, field.name)[shape] for field in fields(UnitSizes)})

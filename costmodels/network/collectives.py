@@ -14,8 +14,8 @@ from itertools import pairwise
 import numpy as np
 import numpy.typing as npt
 
-from costmodels.network.network_table import Rates, rates
-from costmodels.network.topology import Tier, spread, tiers
+from costmodels.network.network_table import Rates, table_rates
+from costmodels.network.topology import Tier, group_span, tiers
 from costmodels.spec.engine import Engine
 from costmodels.spec.hardware import Cluster, Collective
 from costmodels.spec.table import Bools, Floats, Ints
@@ -56,7 +56,7 @@ class Placement:
     def spans(self) -> list[tuple[Ints, Ints]]:
         """Of each tier, the least ranks of a group in a block and the most blocks that it touches."""
         world = self.cluster.world_size
-        return [spread(world, tier.reach, self.size, self.stride) for tier in self.tiers]
+        return [group_span(world, tier.reach, self.size, self.stride) for tier in self.tiers]
 
     def crosses(self, below: Tier, tier: Tier) -> Bools:
         """Whether some neighbours in a group lie in different blocks of a tier, and meet in the one above."""
@@ -95,7 +95,9 @@ class Placement:
     def measured(self, collective: Collective) -> Rates:
         """What the cluster's table says of `collective`."""
         cluster = self.cluster
-        return rates(cluster.measured, collective, self.tiers[self.home].reach, cluster.devices_per_node)
+        return table_rates(
+            cluster.measured, collective, self.tiers[self.home].reach, cluster.devices_per_node
+        )
 
     def ring(self, collective: Collective) -> Floats:
         """Bytes per second that one rank passes on in a ring: as measured, or else as links say."""

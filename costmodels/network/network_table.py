@@ -136,7 +136,7 @@ class Rates:
 
 
 @lru_cache(maxsize=64)
-def rates(
+def table_rates(
     measured: tuple[MeasuredCollective, ...], collective: Collective, home: int, per_node: int
 ) -> Rates:
     """What a table says of `collective` where `home` neighbouring ranks share the fast link or a node.

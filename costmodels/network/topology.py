@@ -106,7 +106,7 @@ def _divisors(unit: int) -> Ints:
     return result
 
 
-def spread(world: int, unit: int, size: Ints, stride: Ints) -> tuple[Ints, Ints]:
+def group_span(world: int, unit: int, size: Ints, stride: Ints) -> tuple[Ints, Ints]:
     """How groups of `size` ranks that lie `stride` apart fall on blocks of `unit` neighbouring ranks.
 
     The groups of a layout tile all ranks, size x stride at a time, so block and group boundaries meet at
@@ -127,7 +127,7 @@ def spread(world: int, unit: int, size: Ints, stride: Ints) -> tuple[Ints, Ints]
     return np.maximum(common // stride, 1), np.minimum(touched, size)
 
 
-def pair(cluster: Cluster, first: int, second: int) -> tuple[float, float]:
+def device_pair(cluster: Cluster, first: int, second: int) -> tuple[float, float]:
     """Bytes per second and seconds of a hop between two devices, when all devices send at once.
 
     Raises `InputError` for a rank that the cluster does not have.

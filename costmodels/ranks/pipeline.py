@@ -9,7 +9,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from costmodels.ranks.sites import kinds_of_ranks
+from costmodels.ranks.sites import rank_kinds
 from costmodels.spec.hardware import Cluster
 from costmodels.spec.layout import SPLIT_BACKWARD, V_SCHEDULES, Schedule
 from costmodels.spec.model import ModelSpec
@@ -20,7 +20,7 @@ from costmodels.spec.table import (
     Floats,
     Ints,
     LayoutTable,
-    distinct,
+    distinct_rows,
 )
 
 
@@ -50,7 +50,7 @@ class Ranks:
     moe_in_flight: Floats
     dense_plain_in_flight: Floats
     moe_plain_in_flight: Floats
-    waiting: Floats
+    backlog: Floats
     """Layers whose gradients of weights are still to come, counted in the same way."""
 
     @property
@@ -69,20 +69,20 @@ class Ranks:
         return _sum(self.moe, self.moe_plain)
 
     def each(self, change: Callable[[Floats], Floats]) -> Ranks:
-        """The ranks with `change` made to every field, save those that are `NONE`."""
+        """The ranks with `change` made to every field, save those that are `ZERO`."""
         held = {field.name: getattr(self, field.name) for field in fields(Ranks)}
-        return Ranks(**{name: array if array is NONE else change(array) for name, array in held.items()})
+        return Ranks(**{name: array if array is ZERO else change(array) for name, array in held.items()})
 
 
-NONE: Floats = np.zeros((1, 1))
+ZERO: Floats = np.zeros((1, 1))
 """In a table, what stands for a field that is zero on every rank, such as the experts of a dense model."""
 
 
 def _sum(some: Floats, others: Floats) -> Floats:
     """Layers of two kinds; what is zero everywhere need not have their shape."""
-    if others is NONE or not others.any():
+    if others is ZERO or not others.any():
         return some
-    return others if some is NONE else some + others
+    return others if some is ZERO else some + others
 
 
 LAYER_KINDS = ("dense", "moe", "dense_plain", "moe_plain")
@@ -174,7 +174,7 @@ def all_ranks(
         "moe_in_flight": alive(-(-moe // together)),
         "dense_plain_in_flight": alive(dense_plain),
         "moe_plain_in_flight": alive(moe_plain),
-        "waiting": sizes.max(axis=0) * [_waiting(each, schedule) for each in range(pipeline)],
+        "backlog": sizes.max(axis=0) * [_waiting(each, schedule) for each in range(pipeline)],
     }
     return Ranks(**{name: column.astype(np.float64) for name, column in columns.items()})
 
@@ -226,13 +226,13 @@ def ranks_entry(model: ModelSpec, table: LayoutTable, row: int) -> Entry:
     )
 
 
-def stages_as_ranks(model: ModelSpec, table: LayoutTable, row: int) -> Ranks:
+def stage_ranks(model: ModelSpec, table: LayoutTable, row: int) -> Ranks:
     """What each stage of one row holds, as if each were a rank of its own: arrays of shape [stages]."""
     split, _, leading_dense, _, block, together = ranks_entry(model, table, row)
     return all_ranks(split, len(split), leading_dense, "1f1b", block, together)
 
 
-def deciding_ranks(
+def critical_ranks(
     model: ModelSpec, table: LayoutTable, cluster: Cluster | None = None
 ) -> tuple[Ranks, Ints]:
     """The ranks that can be slowest or fullest, for every row of a table, and their kinds of nodes: [n, k].
@@ -243,13 +243,13 @@ def deciding_ranks(
     columns = [table.split, table.pipeline_parallel, table.schedule]
     if table.recompute_num_layers.max(initial=1) > 1 or table.recompute_method.any():
         columns += [table.recompute, table.recompute_method, table.recompute_num_layers]
-    first, code = distinct(columns)
+    first, code = distinct_rows(columns)
     found = []
     for row in first:
         entry = ranks_entry(model, table, int(row))
         kinds = (0,) * entry[1]
         if cluster is not None and cluster.parts:
-            kinds = tuple(kinds_of_ranks(cluster, entry[1]).tolist())
+            kinds = tuple(rank_kinds(cluster, entry[1]).tolist())
         found.append(_deciding(entry, kinds))
     filled = np.zeros((1 + len(FIELDS), len(found), max(map(len, found), default=1)))
     for index, entries in enumerate(found):
@@ -258,7 +258,7 @@ def deciding_ranks(
         filled[0, index, len(entries) :] = entries[-1][0]
     ranks = Ranks(
         **{
-            name: column[code] if column.any() or name == "dense" else NONE
+            name: column[code] if column.any() or name == "dense" else ZERO
             for name, column in zip(FIELDS, filled[1:], strict=True)
         }
     )

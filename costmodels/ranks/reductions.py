@@ -6,19 +6,19 @@ import numpy as np
 
 from costmodels.spec.table import Floats, Ints
 
-FEW = 16
+FEW_COLUMNS = 16
 """Columns that are compared one after the other, for all rows at once."""
 
 
-def total(parts: dict[str, Floats]) -> Floats:
+def parts_total(parts: dict[str, Floats]) -> Floats:
     """The sum of parts that broadcast against each other, small ones first."""
     result: Floats = sum(sorted(parts.values(), key=np.size), np.zeros(()))
     return result
 
 
-def highest(held: Floats) -> Floats:
+def row_maximum(held: Floats) -> Floats:
     """The largest number of each row of [n, k], for few columns many times as fast as `max(axis=1)`."""
-    if held.shape[1] > FEW:
+    if held.shape[1] > FEW_COLUMNS:
         return np.asarray(held.max(axis=1))
     found: Floats = held[:, 0].copy()
     for column in held.T[1:]:
@@ -26,7 +26,7 @@ def highest(held: Floats) -> Floats:
     return found
 
 
-def on_rank(parts: dict[str, Floats], rank: Ints) -> dict[str, Floats]:
+def parts_of_rank(parts: dict[str, Floats], rank: Ints) -> dict[str, Floats]:
     """The parts of one pipeline rank of each row, [n] each, of arrays that broadcast to [n, k]."""
     rows = np.arange(len(rank))
     found: dict[str, Floats] = {}

@@ -18,7 +18,7 @@ from costmodels.spec.hardware import Cluster, Link
 from costmodels.spec.layout import V_SCHEDULES
 from costmodels.spec.table import SCHEDULES, Floats, Ints, LayoutTable
 
-BOTH = 2
+MIXED = 2
 """Kind of a stage that has ranks of both kinds; 0 and 1 are the kinds."""
 
 
@@ -44,7 +44,7 @@ def sites(cluster: Cluster, engine: Engine) -> tuple[Site, ...]:
         return (Site(cluster, engine.for_device(cluster.device), 0.0),)
     apart = [
         _followed(cluster, part, ranks)
-        for part, ranks in zip(cluster.parts, ranks_of_kinds(cluster), strict=True)
+        for part, ranks in zip(cluster.parts, kind_sizes(cluster), strict=True)
     ]
     joined = [
         cluster.model_copy(update={"device": part.device, "memory_bytes": part.memory_bytes, "parts": ()})
@@ -60,7 +60,7 @@ def sites(cluster: Cluster, engine: Engine) -> tuple[Site, ...]:
 
 def border_sites(every: tuple[Site, ...]) -> tuple[Site, ...]:
     """Those of the sites of a cluster that are on the links between kinds of nodes, or the only one."""
-    return every[BOTH:] or every
+    return every[MIXED:] or every
 
 
 def _followed(cluster: Cluster, part: Cluster, ranks: int) -> Cluster:
@@ -81,7 +81,7 @@ def _times(link: Link, times: float) -> Link:
     return link.model_copy(update={"bandwidth": link.bandwidth * times})
 
 
-def ranks_of_kinds(cluster: Cluster) -> tuple[int, int]:
+def kind_sizes(cluster: Cluster) -> tuple[int, int]:
     """Ranks of each kind; of a cluster whose world size was changed, in the proportion of its parts."""
     if not cluster.parts:
         return cluster.world_size, 0
@@ -90,15 +90,15 @@ def ranks_of_kinds(cluster: Cluster) -> tuple[int, int]:
     return border, cluster.world_size - border
 
 
-def kinds_of_ranks(cluster: Cluster, pipeline: int) -> Ints:
-    """Kind of each pipeline rank, [pp]: 0, 1 or `BOTH`."""
+def rank_kinds(cluster: Cluster, pipeline: int) -> Ints:
+    """Kind of each pipeline rank, [pp]: 0, 1 or `MIXED`."""
     each = cluster.world_size // pipeline
     start = np.arange(pipeline) * each
-    border, _ = ranks_of_kinds(cluster)
-    return np.where(start + each <= border, 0, np.where(start >= border, 1, BOTH))
+    border, _ = kind_sizes(cluster)
+    return np.where(start + each <= border, 0, np.where(start >= border, 1, MIXED))
 
 
-def ranks_of_stages(table: LayoutTable, row: int) -> Ints:
+def stage_places(table: LayoutTable, row: int) -> Ints:
     """Pipeline rank of each stage of one row, [stages]."""
     pipeline, stages = int(table.pipeline_parallel[row]), len(table.splits[int(table.split[row])])
     rank = np.arange(stages) % pipeline
@@ -107,7 +107,7 @@ def ranks_of_stages(table: LayoutTable, row: int) -> Ints:
     return rank
 
 
-def by_site(site: Ints, codes: Sequence[int], value: Callable[[int], Floats]) -> Floats:
+def site_values(site: Ints, codes: Sequence[int], value: Callable[[int], Floats]) -> Floats:
     """The value of each entry's site, in the shape of `site`, or such that it broadcasts where there is one.
 
     Args:
@@ -126,12 +126,12 @@ def by_site(site: Ints, codes: Sequence[int], value: Callable[[int], Floats]) ->
 
 def decisive_site(kind: Ints, value: Callable[[int], Floats]) -> Ints:
     """Index of the site of each entry: its kind, and of both kinds the one whose value is larger."""
-    if not (kind == BOTH).any():
+    if not (kind == MIXED).any():
         return kind
-    return np.where((kind == BOTH) & (value(BOTH + 1) > value(BOTH)), BOTH + 1, kind)
+    return np.where((kind == MIXED) & (value(MIXED + 1) > value(MIXED)), MIXED + 1, kind)
 
 
 def check_precision(cluster: Cluster, engine: Engine, precision: str) -> None:
     """Raise `InputError` where the engine does not train in `precision` on a kind of device."""
-    for site in sites(cluster, engine)[:BOTH]:
+    for site in sites(cluster, engine)[:MIXED]:
         site.engine.memory_policy(precision)

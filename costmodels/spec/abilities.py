@@ -9,7 +9,7 @@ from costmodels.spec.record import Record
 
 ZeroStage = Literal[0, 1, 2, 3]
 
-Offloaded = Literal["activations", "optimizer"]
+OffloadTarget = Literal["activations", "optimizer"]
 
 DeviceKind = Literal["gpu", "npu", "cpu"]
 
@@ -53,4 +53,4 @@ class Abilities(Record):
     recompute_modules: tuple[RecomputeModule, ...] = get_args(RecomputeModule)
     recompute_some_layers: tuple[Recompute, ...] = ("selective", "full")
     """Kinds that recompute the first layers of each stage alone, too (`recompute_method` block)."""
-    offload: tuple[Offloaded, ...] = get_args(Offloaded)
+    offload: tuple[OffloadTarget, ...] = get_args(OffloadTarget)

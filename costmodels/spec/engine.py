@@ -99,7 +99,7 @@ class Engine(Record):
     sharding: ShardingConstants = ShardingConstants()
     experts: ExpertConstants = ExpertConstants()
     measured_layers: tuple[MeasuredLayer, ...] = ()
-    """Corrections of dense layers by their shape, for one device (`costmodels/time/layer_table.py`)."""
+    """Corrections of dense layers by their shape, for one device (`costmodels/time/measured_layers.py`)."""
     runs: Abilities = Abilities()
     """Which layouts it can run; all of them in plans that do not say."""
     spread: Spread = Spread()
@@ -147,7 +147,7 @@ class Engine(Record):
             raise ValueError(f"engine {self.name} has no constant {', '.join(unknown)}")
         changes = {
             group: getattr(self, group).model_copy(update=value) if group in GROUPS else value
-            for group, value in nested(constants).items()
+            for group, value in constant_fields(constants).items()
         }
         devices = {key: without_constants(overrides, constants) for key, overrides in self.devices.items()}
         return self.model_copy(update={**changes, "devices": devices})
@@ -158,7 +158,7 @@ class Engine(Record):
             return self
         key = device.architecture if device.architecture in self.devices else device.kind
         constants = self.model_dump(exclude={"devices"})
-        return Engine.model_validate(merged(constants, self.devices.get(key, {})))
+        return Engine.model_validate(merge_fields(constants, self.devices.get(key, {})))
 
 
 GROUPS = tuple(
@@ -177,7 +177,7 @@ def _is_constant(name: str) -> bool:
     return name in ("source", "memory", "spread", "measured_layers")
 
 
-def nested(constants: Mapping[str, Any]) -> dict[str, Any]:
+def constant_fields(constants: Mapping[str, Any]) -> dict[str, Any]:
     """Fields of an engine, of constants by names such as `gemm.efficiency`."""
     fields: dict[str, Any] = {}
     for name, value in constants.items():
@@ -198,7 +198,7 @@ def constant_names(fields: Mapping[str, Any]) -> list[str]:
     return names
 
 
-def merged(fields: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+def merge_fields(fields: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
     """Fields of an engine with those of `changes` instead, in groups constant by constant."""
     result = {**fields, **changes}
     for group in GROUPS:

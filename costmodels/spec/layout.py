@@ -141,7 +141,7 @@ class Layout(Record):
                 f"{self.micro_batch_size} times data_parallel {self.data_parallel}"
             )
         chunks = self.virtual_pipeline_parallel
-        if not schedule_runs(self.schedule, chunks):
+        if not schedule_takes(self.schedule, chunks):
             raise ValueError(
                 f"schedule {self.schedule} does not go with virtual_pipeline_parallel {chunks}; "
                 f"{CHUNKS_OF_SCHEDULES}"
@@ -281,7 +281,7 @@ CHUNKS_OF_SCHEDULES = (
 """Model chunks (virtual_pipeline_parallel) that the schedules run."""
 
 
-def schedule_runs(schedule: Schedule, chunks: int) -> bool:
+def schedule_takes(schedule: Schedule, chunks: int) -> bool:
     """Whether a schedule runs `chunks` model chunks on each rank."""
     if schedule == "1f1b":
         return chunks == 1

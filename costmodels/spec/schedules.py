@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from costmodels.errors import InputError
-from costmodels.spec.layout import CHUNKS_OF_SCHEDULES, SPLIT_BACKWARD, V_SCHEDULES, Schedule, schedule_runs
+from costmodels.spec.layout import CHUNKS_OF_SCHEDULES, SPLIT_BACKWARD, V_SCHEDULES, Schedule, schedule_takes
 from costmodels.spec.table import Ints
 
 FORWARD, BACKWARD, INPUTS, WEIGHTS = range(4)
@@ -33,9 +33,9 @@ class Order:
     micro_batch: Ints
 
 
-def runs(schedule: Schedule, pipeline: int, chunks: int, micro_batches: int) -> bool:
+def schedule_exists(schedule: Schedule, pipeline: int, chunks: int, micro_batches: int) -> bool:
     """Whether a schedule exists for these numbers; one that PyTorch refuses does not."""
-    if not schedule_runs(schedule, chunks) or min(pipeline, micro_batches) < 1:
+    if not schedule_takes(schedule, chunks) or min(pipeline, micro_batches) < 1:
         return False
     if schedule == "dualpipev":
         return micro_batches >= 2 * pipeline
@@ -50,7 +50,7 @@ def orders(schedule: Schedule, pipeline: int, chunks: int, micro_batches: int) -
     Raises:
         InputError: the schedule does not run this number of chunks or of micro batches.
     """
-    if not runs(schedule, pipeline, chunks, micro_batches):
+    if not schedule_exists(schedule, pipeline, chunks, micro_batches):
         raise InputError(
             f"schedule {schedule} does not run {micro_batches} micro batches on {pipeline} pipeline ranks of "
             f"{chunks} chunks; {CHUNKS_OF_SCHEDULES}; interleaved ones take a multiple of the ranks, "

@@ -223,14 +223,14 @@ ARRAY_FIELDS = tuple(name for name in LayoutTable.__dataclass_fields__ if name n
 """Names of the per-row arrays."""
 
 
-def numbers(column: Ints) -> list[int]:
+def distinct_numbers(column: Ints) -> list[int]:
     """The different numbers of a column, ascending."""
     # Without an index, NumPy first imports numpy.ma (some 30 ms) to see whether the array is masked.
     found: list[int] = np.unique(column, return_index=True)[0].tolist()
     return found
 
 
-def combined(columns: Sequence[Ints | Bools]) -> Ints:
+def combined_key(columns: Sequence[Ints | Bools]) -> Ints:
     """One number a row, which orders rows as their columns of small numbers do, the first column first."""
     key = columns[0].astype(np.int64)
     for column in columns[1:]:
@@ -241,7 +241,7 @@ def combined(columns: Sequence[Ints | Bools]) -> Ints:
     return key
 
 
-def distinct(columns: Sequence[Ints | Bools]) -> tuple[Ints, Ints]:
+def distinct_rows(columns: Sequence[Ints | Bools]) -> tuple[Ints, Ints]:
     """First row of each distinct combination of columns of small numbers, and the combination of each row."""
-    _, first, code = np.unique(combined(columns), return_index=True, return_inverse=True)
+    _, first, code = np.unique(combined_key(columns), return_index=True, return_inverse=True)
     return first, code

@@ -13,7 +13,7 @@ import numpy as np
 from costmodels.layers.shapes import element_bytes, tokens
 from costmodels.network.collectives import send
 from costmodels.ranks.pipeline import Ranks
-from costmodels.ranks.reductions import highest
+from costmodels.ranks.reductions import row_maximum
 from costmodels.spec.engine import Engine
 from costmodels.spec.hardware import Cluster
 from costmodels.spec.model import ModelSpec
@@ -132,7 +132,7 @@ def message_seconds(model: ModelSpec, cluster: Cluster, engine: Engine, table: L
     return send(cluster, engine, payload, table.pipeline_parallel, stride)
 
 
-def held_seconds(
+def message_wait_seconds(
     table: LayoutTable, rank_seconds: Floats, ranks: Ranks, message: Floats, waits: bool
 ) -> Floats:
     """Seconds by which waiting for its own messages makes the slowest rank slower, [n].
@@ -144,7 +144,7 @@ def held_seconds(
     rows = ((chunks == 1) | (waits & table.runs("interleaved"))) & (table.pipeline_parallel > 1)
     some, own = ranks.each(lambda held: held[rows]), rank_seconds[rows]
     sent = np.where(some.layers > 0, 2.0 * chunks[rows, None] - some.first - some.last, 0.0)
-    slower[rows] = highest(own + sent * message[rows, None]) - highest(own)
+    slower[rows] = row_maximum(own + sent * message[rows, None]) - row_maximum(own)
     return slower
 
 
@@ -170,7 +170,7 @@ def send_seconds(
 
     Args:
         message: [n], seconds of one message.
-        held: [n], `held_seconds`.
+        held: [n], `message_wait_seconds`.
         spare: [n], as `split_bubble_seconds` has it; of other schedules 0.
         forward, backward, weights: [n], seconds of the slowest rank for one micro batch, all of its chunks.
         waits: ranks of interleaved schedules wait for every message too.

@@ -15,11 +15,11 @@ import numpy as np
 from costmodels.layers.optimizer import (
     newton_schulz_flops,
     newton_schulz_rate,
-    orthogonalises,
+    orthogonal_rows,
     update_traffic,
 )
 from costmodels.layers.shapes import element_bytes
-from costmodels.memory.states import MASTER, reduced_bytes, shards_gradients, wraps_parameters
+from costmodels.memory.states import MASTER, fsdp_rows, reduction_element_bytes, sharded_gradient_rows
 from costmodels.network.collectives import all_gather, all_reduce, group, reduce_scatter
 from costmodels.spec.engine import Engine
 from costmodels.spec.hardware import Cluster, Device
@@ -30,7 +30,7 @@ from costmodels.spec.table import Floats, Ints, LayoutTable
 def _calls(engine: Engine, table: LayoutTable) -> tuple[Ints, Ints]:
     """How often a step reduces the gradients of a layer, and gathers its parameters."""
     micro_batches = table.micro_batches
-    reductions = np.where(shards_gradients(engine, table), micro_batches, 1)
+    reductions = np.where(sharded_gradient_rows(engine, table), micro_batches, 1)
     gathers = np.where(table.zero_stage == 3, 2 * micro_batches, np.minimum(table.zero_stage, 1))
     return reductions, gathers
 
@@ -49,18 +49,18 @@ def accumulation_seconds(
     time once a step is less than zero where the first gradient needs no addition.
     """
     policy = engine.memory_policy(table.precision)
-    gradient, total = policy.gathered, reduced_bytes(engine, table)
+    gradient, total = policy.gathered, reduction_element_bytes(engine, table)
     rate = device.memory_bandwidth * engine.elementwise.efficiency
     adding = 2 * total + (0 if engine.gemm.fused_accumulation else gradient)
     zero = np.zeros(len(table))
     if not engine.sharding.fully_sharded:
         return zero + adding / rate, zero
-    wrapped, several = wraps_parameters(table, has_experts), table.micro_batches > 1
+    wrapped, several = fsdp_rows(table, has_experts), table.micro_batches > 1
     first = 0.0 if total == gradient else gradient + total
     _, gathers = _calls(engine, table)
     copied_out = 2 * gradient + (MASTER + gradient) / table.zero_shards
     handed_over = np.where(several, 2 * total, gradient + total)
-    eager = shards_gradients(engine, table)
+    eager = sharded_gradient_rows(engine, table)
     sharded = gradient + total + several * 3 * MASTER / table.zero_shards
     each: Floats = np.where(eager, sharded, several * adding)
     once: Floats = np.where(eager, 0.0, several * (first - adding) + wrapped * handed_over)
@@ -71,7 +71,7 @@ def accumulation_seconds(
     return each / rate, once / rate
 
 
-def hidden(communication: Floats, window: Floats, sharpness: float) -> Floats:
+def overlap_seconds(communication: Floats, window: Floats, sharpness: float) -> Floats:
     """Seconds of `communication` that do not show when it runs beside `window` seconds of computation.
 
     Both together take the p-norm of the two: the longer one alone where one is far longer, more where they
@@ -113,7 +113,7 @@ def exchange_seconds(
     stage, micro_batches = table.zero_stage, table.micro_batches
     reductions, gathers = _calls(engine, table)
 
-    reduced = reduced_bytes(engine, table)
+    reduced = reduction_element_bytes(engine, table)
     copies = table.zero_replicas
 
     def seconds(ranks: Ints, stride: Ints, count: Floats) -> Floats:
@@ -145,7 +145,7 @@ def exchange_seconds(
     window = np.where(stage == 3, micro_batches * (forward + backward), once)
     own = engine.overlap.data_parallel
     overlap = own if engine.overlap.sharded is None else np.where(stage > 0, engine.overlap.sharded, own)
-    exposed = total - hidden(overlap * total, window, engine.overlap.sharpness)
+    exposed = total - overlap_seconds(overlap * total, window, engine.overlap.sharpness)
     if engine.network.step_reductions:
         everyone = group(cluster, engine, np.full(len(table), cluster.world_size), 1)
         exposed = exposed + engine.network.step_reductions * all_reduce(everyone, np.zeros(len(table)))
@@ -196,7 +196,7 @@ def orthogonal_seconds(
         shared: parameters of layers on one device outside routed experts.
         experts: parameters of routed experts on one device.
     """
-    chosen = orthogonalises(table)
+    chosen = orthogonal_rows(table)
     if not chosen.any():
         return np.zeros(len(table))
     tp, ep, etp = table.tensor_parallel, table.expert_parallel, table.expert_tensor_parallel

@@ -14,7 +14,7 @@ from functools import lru_cache
 import numpy as np
 
 from costmodels.spec.layout import V_SCHEDULES, Schedule
-from costmodels.spec.schedules import BACKWARD, FORWARD, INPUTS, WEIGHTS, orders, runs
+from costmodels.spec.schedules import BACKWARD, FORWARD, INPUTS, WEIGHTS, orders, schedule_exists
 from costmodels.spec.table import Bools, Floats, Ints
 
 BLOCKING: tuple[Schedule, ...] = ("1f1b",)
@@ -25,13 +25,13 @@ Megatron-LM's 1F1B exchanges with `send_forward_recv_backward` and `send_backwar
 the same; the other schedules of both send while they compute.
 """
 
-SAME = 1e-12
+TOLERANCE = 1e-12
 """Relative difference under which two moments of a pipeline are one, whatever the rounding of sums."""
 
 MOST_PASSES = 65_536
 """Passes that `pipeline_seconds` plays out at most, in some 20 ms; the closed forms keep longer pipelines."""
 
-FIRST_TRY = 4
+STEADY_BATCHES = 4
 """Micro batches for each rank of the shortest schedule in which a steady state is looked for."""
 
 PASSES: dict[Schedule, int] = {"interleaved_zb": 3, "zbv": 3}
@@ -110,7 +110,7 @@ class Simulation:
         return self.seconds - self.busy
 
 
-def period_of(schedule: Schedule, pipeline: int) -> int:
+def steady_period(schedule: Schedule, pipeline: int) -> int:
     """Micro batches after which the order of a long schedule repeats itself."""
     return pipeline if schedule in ("interleaved", "interleaved_zb") else 1
 
@@ -192,7 +192,7 @@ def _steady(
 
     Both are empty where a rank has none.
     """
-    period = period_of(schedule, pipeline)
+    period = steady_period(schedule, pipeline)
     passes = PASSES.get(schedule, 2) * chunks * period
     before = []
     same: Bools = np.zeros(len(kind), dtype=bool)
@@ -283,17 +283,17 @@ def pipeline_seconds(
     nothing from before it, and more micro batches add whole periods to its end. So schedules of fewer micro
     batches are played until two periods are alike, and the others are added.
     """
-    if not runs(schedule, pipeline, chunks, micro_batches):
+    if not schedule_exists(schedule, pipeline, chunks, micro_batches):
         return None
     passes_each = PASSES.get(schedule, 2) * pipeline * chunks
-    period = period_of(schedule, pipeline)
-    count = FIRST_TRY * pipeline
+    period = steady_period(schedule, pipeline)
+    count = STEADY_BATCHES * pipeline
     while micro_batches % period == 0 and 2 * count <= micro_batches and count * passes_each <= MOST_PASSES:
         passes = graph(schedule, pipeline, chunks, count)
         took = _pass_seconds(passes, seconds)
         moments = np.array(_play(schedule, pipeline, passes, took, seconds))
         gained, last = moments[:, passes.after] - moments[:, passes.before], moments[0].max()
-        if gained.size and np.ptp(gained) <= SAME * last:
+        if gained.size and np.ptp(gained) <= TOLERANCE * last:
             return float(last + (micro_batches - count) // period * gained.mean())
         count *= 2
     if micro_batches * passes_each > MOST_PASSES:

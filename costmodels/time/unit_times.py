@@ -8,16 +8,16 @@ import numpy as np
 
 from costmodels.layers.operators import embedding, head, layer, padded_vocabulary
 from costmodels.network.collectives import group
-from costmodels.ranks.pipeline import NONE, Ranks
+from costmodels.ranks.pipeline import ZERO, Ranks
 from costmodels.spec.engine import Engine
 from costmodels.spec.hardware import Cluster
 from costmodels.spec.model import ModelSpec
 from costmodels.spec.table import Floats, Ints, LayoutTable
 from costmodels.time.compute import Passes, passes
-from costmodels.time.layer_table import corrected
+from costmodels.time.measured_layers import scale_by_measurements
 
 
-def units_of(model: ModelSpec, cluster: Cluster, engine: Engine, table: LayoutTable) -> dict[str, Passes]:
+def unit_passes(model: ModelSpec, cluster: Cluster, engine: Engine, table: LayoutTable) -> dict[str, Passes]:
     """Passes of what a pipeline rank holds, by the field of `Ranks` that counts it."""
     tp, cp, ep = table.tensor_parallel, table.context_parallel, table.expert_parallel
     etp = table.expert_tensor_parallel
@@ -35,24 +35,24 @@ def units_of(model: ModelSpec, cluster: Cluster, engine: Engine, table: LayoutTa
     if model.experts:
         layers["moe"] = layer(model, engine, table, moe=True)
     units = {held: passes(work, device, engine, table, groups, repeats=True) for held, work in layers.items()}
-    units["dense"] = corrected(units["dense"], model, engine, table)
+    units["dense"] = scale_by_measurements(units["dense"], model, engine, table)
     if table.recompute_method.any():
         none = np.zeros_like(table.recompute)
         plain = replace(table, recompute=none, recompute_modules=none)
         for held, work in layers.items():
             units[f"{held}_plain"] = passes(work, device, engine, plain, groups, repeats=True)
-        units["dense_plain"] = corrected(units["dense_plain"], model, engine, table)
+        units["dense_plain"] = scale_by_measurements(units["dense_plain"], model, engine, table)
     for held, work in ends.items():
         units[held] = passes(work, device, engine, table, groups, repeats=False, wide=True)
     return units
 
 
-def on_ranks(units: dict[str, Passes], ranks: Ranks, row: Ints, part: str) -> Floats:
+def part_seconds(units: dict[str, Passes], ranks: Ranks, row: Ints, part: str) -> Floats:
     """Seconds of `part` for one micro batch on each rank; `row` says which row of `units` is meant."""
     total = np.zeros_like(ranks.dense)
     for held, unit in units.items():
         count, seconds = getattr(ranks, held), getattr(unit, part)
         # Most parts that are not zero begin with another number.
-        if count is not NONE and (seconds[:1].any() or seconds.any()):
+        if count is not ZERO and (seconds[:1].any() or seconds.any()):
             total += count * seconds[row].reshape(-1, *(1,) * (total.ndim - 1))
     return total

@@ -14,7 +14,7 @@ from costmodels.errors import InputError
 from costmodels.pricing import Prices, peak_memory, price
 from costmodels.spec.layout import SHORT_NAMES, Layout, even_split
 from costmodels.spec.record import GIB
-from costmodels.spec.table import Bools, LayoutTable, code_of, numbers, value_of
+from costmodels.spec.table import Bools, LayoutTable, code_of, distinct_numbers, value_of
 from planner.inputs.pin_notation import value_text
 from planner.objective import metric
 from planner.plan import Plan
@@ -91,7 +91,7 @@ def _others(result: SearchResult, layout: Layout, name: str) -> list[object]:
         _alike(result.table, {name: getattr(layout, name) for name in (*MESH, *EXPERTS)})
     ]
     own = code_of(name, getattr(layout, name))
-    codes = np.array(numbers(column))
+    codes = np.array(distinct_numbers(column))
     if name == "micro_batch_size":
         codes = np.concatenate([codes[codes < own][-1:], codes[codes > own][:1]])
     return [value_of(name, int(code)) for code in codes if code != own]

@@ -20,7 +20,7 @@ from costmodels.spec.layout import (
     RecomputeModule,
     Schedule,
     recompute_conflict,
-    schedule_runs,
+    schedule_takes,
 )
 from costmodels.spec.table import BOOLEANS
 from costmodels.spelling import near_names, nearest
@@ -190,7 +190,7 @@ def _check_together(pins: Pins) -> None:
     """Refuse pins that no layout can hold at the same time, whatever the job."""
     chunks, schedule = pins.get("virtual_pipeline_parallel"), pins.get("schedule")
     for kind in get_args(Schedule):
-        if kind == schedule and chunks is not None and not schedule_runs(kind, int(str(chunks))):
+        if kind == schedule and chunks is not None and not schedule_takes(kind, int(str(chunks))):
             raise InputError(
                 f"pin schedule={kind} contradicts virtual_pipeline_parallel={chunks}; {CHUNKS_OF_SCHEDULES}"
             )

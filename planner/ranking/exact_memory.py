@@ -14,8 +14,8 @@ import numpy as np
 
 from costmodels import bundled
 from costmodels.pricing import Prices
-from costmodels.ranks.reductions import on_rank, total
-from costmodels.ranks.sites import by_site, decisive_site, kinds_of_ranks, sites
+from costmodels.ranks.reductions import parts_of_rank, parts_total
+from costmodels.ranks.sites import decisive_site, rank_kinds, site_values, sites
 from costmodels.spec.engine import Engine
 from costmodels.spec.hardware import Cluster
 from costmodels.spec.layout import SPLIT_BACKWARD, Layout
@@ -79,11 +79,11 @@ def _on_kinds(model: ModelSpec, cluster: Cluster, engine: Engine, table: LayoutT
     for row, pipeline in enumerate(table.pipeline_parallel.tolist()):
         absent = [np.full((1, pipeline), one.absent) for one in kinds]
         held = [each[row] | {"absent": less} for each, less in zip(every, absent, strict=True)]
-        whole = [total(parts) for parts in held]
-        fuller = decisive_site(kinds_of_ranks(cluster, pipeline)[None], whole.__getitem__)
+        whole = [parts_total(parts) for parts in held]
+        fuller = decisive_site(rank_kinds(cluster, pipeline)[None], whole.__getitem__)
         parts = {name: [each[name] for each in held] for name in held[0]}
         found.append(
-            {name: by_site(fuller, range(len(kinds)), each.__getitem__) for name, each in parts.items()}
+            {name: site_values(fuller, range(len(kinds)), each.__getitem__) for name, each in parts.items()}
         )
     return found
 
@@ -100,10 +100,10 @@ def verify(prices: Prices, rows: Ints) -> tuple[Prices, Bools, list[RankBytes | 
         return prices, fits, found
     memory = {name: held.copy() for name, held in prices.memory.items()}
     for place, parts in zip(known.tolist(), exact_bytes(*where, table.take(known)), strict=True):
-        fullest = total(parts).argmax(axis=1)
-        for name, held in on_rank(parts, fullest).items():
+        fullest = parts_total(parts).argmax(axis=1)
+        for name, held in parts_of_rank(parts, fullest).items():
             memory[name][rows[place]] = held[0]
-        fits[place] = total(parts).max() <= prices.cluster.memory_bytes
+        fits[place] = parts_total(parts).max() <= prices.cluster.memory_bytes
         found[place] = parts
     return replace(prices, memory=memory), fits, found
 

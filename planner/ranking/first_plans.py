@@ -12,8 +12,8 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from costmodels.pricing import Prices
-from costmodels.spec.table import Floats, Ints, LayoutTable, combined
-from costmodels.time.simulation import FIRST_TRY
+from costmodels.spec.table import Floats, Ints, LayoutTable, combined_key
+from costmodels.time.simulation import STEADY_BATCHES
 from planner.objective import Objective, logarithms
 from planner.ranking.exact_memory import RankBytes, verify
 
@@ -104,7 +104,7 @@ def _count(table: LayoutTable) -> int:
     """How many rows at the top of the ranking are simulated."""
     pipeline = table.pipeline_parallel
     # Long schedules are played until they are steady, which most are by then.
-    played = np.minimum(table.micro_batches, 2 * FIRST_TRY * pipeline)
+    played = np.minimum(table.micro_batches, 2 * STEADY_BATCHES * pipeline)
     passes = np.where(pipeline > 1, 2 * played * pipeline * table.virtual_pipeline_parallel, 0).cumsum()
     return max(min(len(table), FEWEST), int(np.searchsorted(passes, MOST_PASSES)))
 
@@ -139,4 +139,4 @@ def order(table: LayoutTable, rows: Ints, *scores: Floats) -> Ints:
         table.tensor_parallel,
         table.micro_batch_size,
     ]
-    return np.lexsort((combined(ties), *reversed(rounded)))
+    return np.lexsort((combined_key(ties), *reversed(rounded)))

@@ -17,7 +17,7 @@ import numpy as np
 
 from costmodels.pricing import Prices
 from costmodels.spec.table import Floats
-from costmodels.time.layer_table import known_share
+from costmodels.time.measured_layers import measurement_share
 from costmodels.time.uncertainty import COMMUNICATION, NARROW_HIDDEN
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ def half_width(first: Prices, others: Prices) -> Floats:
     for name in SHAPE:
         differ |= getattr(others.table, name) != getattr(first.table, name)
     squares += differ * min(SHAPE_SPREAD, kernel) ** 2 * (one**2 + other**2)
-    known = [known_share(model, first.engine, each.table) for each in (first, others)]
+    known = [measurement_share(model, first.engine, each.table) for each in (first, others)]
     both = np.minimum(*known)
     # Layers of two shapes that were both measured err independently, and by that much only.
     result: Floats = np.sqrt(squares) * (1.0 - both) + differ * np.sqrt(2.0) * width.measured * both

@@ -7,17 +7,17 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from costmodels.layers.shapes import shapes_of
+from costmodels.layers.shapes import distinct_shapes
 from costmodels.memory.peak import stage_memory
-from costmodels.memory.unit_sizes import sizes_of
+from costmodels.memory.unit_sizes import row_unit_sizes
 from costmodels.pricing import peak_memory
-from costmodels.ranks.pipeline import NONE, Ranks, deciding_ranks
-from costmodels.spec.blocks import in_blocks
+from costmodels.ranks.pipeline import ZERO, Ranks, critical_ranks
 from costmodels.spec.engine import Engine
 from costmodels.spec.hardware import Cluster
 from costmodels.spec.model import ModelSpec
+from costmodels.spec.row_blocks import block_results
 from costmodels.spec.table import Bools, Floats, Ints, LayoutTable
-from costmodels.time.unit_times import units_of
+from costmodels.time.unit_times import unit_passes
 from planner.space.grid_table import Places
 
 Worth = Callable[[LayoutTable, Floats], Bools]
@@ -31,8 +31,8 @@ def least_seconds(model: ModelSpec, cluster: Cluster, engine: Engine, table: Lay
     micro batch takes on all stages together, over pp, for each micro batch; and `least_step` more in 1F1B.
     Layers that recompute in a part of a stage only count as if they recomputed nothing.
     """
-    shapes, shape = shapes_of(table)
-    units = units_of(model, cluster, engine.for_device(cluster.device), shapes)
+    shapes, shape = distinct_shapes(table)
+    units = unit_passes(model, cluster, engine.for_device(cluster.device), shapes)
     count = {"dense": model.layers - model.moe_layers, "moe": model.moe_layers, "first": 1, "last": 1}
     whole = np.zeros(len(shapes))
     for kind, number in count.items():
@@ -53,7 +53,7 @@ def rows_worth(
     def could_be(some: LayoutTable) -> Bools:
         return worth(some, least_seconds(model, cluster, engine, some))
 
-    found: Ints = rows[np.concatenate([*in_blocks(could_be, table, rows)])]
+    found: Ints = rows[np.concatenate([*block_results(could_be, table, rows)])]
     return found
 
 
@@ -82,7 +82,7 @@ def least_peak(model: ModelSpec, cluster: Cluster, engine: Engine, table: Layout
     with experts are left out.
     """
     engine = engine.for_device(cluster.device)
-    shapes, shape = shapes_of(table)
+    shapes, shape = distinct_shapes(table)
     pipeline = table.pipeline_parallel.astype(np.float64)[:, None]
     layers = model.moe_layers or model.layers
     held = layers / pipeline
@@ -95,14 +95,14 @@ def least_peak(model: ModelSpec, cluster: Cluster, engine: Engine, table: Layout
         count=np.ones_like(held),
         first=1 / pipeline,
         last=1 / pipeline,
-        dense_plain=NONE,
-        moe_plain=NONE,
-        dense_plain_in_flight=NONE,
-        moe_plain_in_flight=NONE,
-        waiting=NONE,
+        dense_plain=ZERO,
+        moe_plain=ZERO,
+        dense_plain_in_flight=ZERO,
+        moe_plain_in_flight=ZERO,
+        backlog=ZERO,
         **{own: held, other: zero, f"{own}_in_flight": flying, f"{other}_in_flight": zero},
     )
-    sizes = sizes_of(model, engine, shapes, shape)
+    sizes = row_unit_sizes(model, engine, shapes, shape)
     bytes_held: Floats = sum(stage_memory(cluster, engine, table, sizes, ranks).values(), np.zeros(()))
     return bytes_held[:, 0]
 
@@ -147,9 +147,9 @@ def _state_bytes(
 ) -> tuple[Floats, Floats]:
     """Bytes of states and what the device holds anyway: the most of a pipeline rank, and their mean, [n]."""
     engine = engine.for_device(cluster.device)
-    shapes, shape = shapes_of(table)
-    ranks, _ = deciding_ranks(model, table)
-    held = stage_memory(cluster, engine, table, sizes_of(model, engine, shapes, shape), ranks)
+    shapes, shape = distinct_shapes(table)
+    ranks, _ = critical_ranks(model, table)
+    held = stage_memory(cluster, engine, table, row_unit_sizes(model, engine, shapes, shape), ranks)
     states = sum((held[part] for part in STATES), np.zeros(()))
     mean: Floats = (states * ranks.count).sum(axis=1) / ranks.count.sum(axis=1)
     return states.max(axis=1), mean

@@ -11,7 +11,7 @@ from costmodels.ranks.pipeline import FIELDS, Ranks, all_ranks
 from costmodels.spec.engine import Engine
 from costmodels.spec.hardware import Cluster
 from costmodels.spec.model import ModelSpec
-from costmodels.spec.table import SCHEDULES, Floats, Ints, LayoutTable, distinct
+from costmodels.spec.table import SCHEDULES, Floats, Ints, LayoutTable, distinct_rows
 from planner.solve.mixed_splits import SLACK, Pipelines
 
 
@@ -19,7 +19,7 @@ def _held(
     model: ModelSpec, cluster: Cluster, engine: Engine, table: LayoutTable, some: Pipelines
 ) -> Callable[[Ints], Floats]:
     """What tells the bytes of each rank, [n, ranks], that has so many layers, as many in each chunk."""
-    alike, code = distinct([table.pipeline_parallel, table.virtual_pipeline_parallel, table.schedule])
+    alike, code = distinct_rows([table.pipeline_parallel, table.virtual_pipeline_parallel, table.schedule])
     filled = np.zeros((len(FIELDS), len(alike), some.kind.shape[1]))
     for index, row in enumerate(alike.tolist()):
         pipeline, chunks = int(table.pipeline_parallel[row]), int(table.virtual_pipeline_parallel[row])

@@ -12,7 +12,7 @@ from costmodels.spec.engine import Engine
 from costmodels.spec.hardware import Cluster
 from costmodels.spec.layout import SPLIT_BACKWARD, Recompute
 from costmodels.spec.model import ModelSpec
-from costmodels.spec.table import Floats, Ints, LayoutTable, numbers
+from costmodels.spec.table import Floats, Ints, LayoutTable, distinct_numbers
 from planner.solve.bounds import Fit, Worth
 from planner.solve.concatenation import concatenate_prices
 from planner.solve.mixed_caps import caps_of_ranks, exact_caps
@@ -149,7 +149,7 @@ def _groups(where: Where, table: LayoutTable, worth: Worth) -> Iterator[_Group]:
         & (table.recompute_method == UNIFORM)
         & (table.recompute_num_layers == 1)
     )
-    for pipeline in numbers(table.pipeline_parallel[every]):
+    for pipeline in distinct_numbers(table.pipeline_parallel[every]):
         rows = np.flatnonzero(every & (table.pipeline_parallel == pipeline))
         some = pipelines(*where, table.take(rows))
         bound = least_bound(some)
@@ -175,7 +175,7 @@ def _in_rounds(
     start, size = 0, ROUND
     while start < len(order):
         part = order[start : start + size]
-        for number in numbers(owner[part]):
+        for number in distinct_numbers(owner[part]):
             some = local[part[owner[part] == number]]
             good = worth()(groups[number].table.take(some), least[number][some])
             if good.any():

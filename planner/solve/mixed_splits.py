@@ -15,13 +15,13 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from costmodels.rank_costs import RankCosts
-from costmodels.ranks.pipeline import FIELDS, NONE, Ranks
-from costmodels.ranks.sites import BOTH, kinds_of_ranks
+from costmodels.ranks.pipeline import FIELDS, ZERO, Ranks
+from costmodels.ranks.sites import MIXED, rank_kinds
 from costmodels.spec.engine import Engine
 from costmodels.spec.hardware import Cluster
 from costmodels.spec.layout import V_SCHEDULES
 from costmodels.spec.model import ModelSpec
-from costmodels.spec.table import Bools, Floats, Ints, LayoutTable, numbers
+from costmodels.spec.table import Bools, Floats, Ints, LayoutTable, distinct_numbers
 
 NEXT = 3
 """Bounds beyond the least one that are tried for each kind of rank."""
@@ -100,9 +100,9 @@ def pipelines(model: ModelSpec, cluster: Cluster, engine: Engine, table: LayoutT
 def _kinds(cluster: Cluster, table: LayoutTable, ranks: int) -> tuple[Ints, Bools]:
     """Kind of each pipeline rank, [n, ranks], and which of them rows have."""
     kind = np.zeros((len(table), ranks), dtype=np.int64)
-    for pipeline in numbers(table.pipeline_parallel):
+    for pipeline in distinct_numbers(table.pipeline_parallel):
         some = table.pipeline_parallel == pipeline
-        kinds = kinds_of_ranks(cluster, pipeline)
+        kinds = rank_kinds(cluster, pipeline)
         kind[some, :pipeline], kind[some, pipeline:] = kinds, kinds[-1]
     return kind, np.arange(ranks)[None, :] < table.pipeline_parallel[:, None]
 
@@ -110,15 +110,15 @@ def _kinds(cluster: Cluster, table: LayoutTable, ranks: int) -> tuple[Ints, Bool
 def _unit_seconds(model: ModelSpec, cluster: Cluster, engine: Engine, table: LayoutTable) -> Floats:
     """Seconds of a micro batch in a dense layer, a layer with experts, embedding and head: [n, kinds, 4]."""
     names = ("dense", "moe", "first", "last")
-    alone = {name: np.tile(np.eye(4)[place], (len(table), BOTH + 1)) for place, name in enumerate(names)}
-    ones = np.ones((len(table), 4 * (BOTH + 1)))
-    others = {name: NONE for name in FIELDS if name not in ("count", *names)}
+    alone = {name: np.tile(np.eye(4)[place], (len(table), MIXED + 1)) for place, name in enumerate(names)}
+    ones = np.ones((len(table), 4 * (MIXED + 1)))
+    others = {name: ZERO for name in FIELDS if name not in ("count", *names)}
     if not model.experts:
         # There is no such layer to price.
-        alone["moe"] = NONE
-    kind = np.repeat(np.arange(BOTH + 1), 4)[None, :] * np.ones((len(table), 1), dtype=np.int64)
+        alone["moe"] = ZERO
+    kind = np.repeat(np.arange(MIXED + 1), 4)[None, :] * np.ones((len(table), 1), dtype=np.int64)
     costs = RankCosts(model, cluster, engine, table, Ranks(count=ones, **alone, **others), kind)
-    return costs.at().total.reshape(len(table), BOTH + 1, 4)
+    return costs.at().total.reshape(len(table), MIXED + 1, 4)
 
 
 def least_bound(some: Pipelines, caps: Ints | None = None) -> Floats:
@@ -203,7 +203,7 @@ def _representatives(some: Pipelines) -> list[Ints]:
     """A rank of each sort: the first, the last, and one of each kind (the last of it), [n] each."""
     ranks = some.there.sum(axis=1)
     found = [np.zeros_like(ranks), ranks - 1]
-    for kind in range(BOTH + 1):
+    for kind in range(MIXED + 1):
         own = some.there & (some.kind == kind)
         middle = own.shape[1] - 1 - own[:, ::-1].argmax(axis=1)
         found.append(np.where(own.any(axis=1), np.maximum(middle - (middle == ranks - 1), 0), 0))
@@ -229,7 +229,7 @@ def _evened(some: Pipelines, count: Ints, limit: Ints, front: bool) -> Ints:
     Ranks in front have the layer less that does not come out even, or those behind.
     """
     result: Ints = count.copy()
-    for kind in range(BOTH + 1):
+    for kind in range(MIXED + 1):
         own = some.there & (some.kind == kind)
         wanted = (count * own).sum(axis=1)
         low, high = np.zeros_like(wanted), np.where(own, limit, 0).max(axis=1)

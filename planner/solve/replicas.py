@@ -12,7 +12,7 @@ from costmodels.spec.engine import Engine
 from costmodels.spec.hardware import Cluster
 from costmodels.spec.layout import Recompute
 from costmodels.spec.model import ModelSpec
-from costmodels.spec.table import ARRAY_FIELDS, Ints, LayoutTable, distinct, numbers
+from costmodels.spec.table import ARRAY_FIELDS, Ints, LayoutTable, distinct_numbers, distinct_rows
 from planner.solve.bounds import Worth
 from planner.solve.concatenation import concatenate_prices
 from planner.solve.recompute import NONE, fastest_that_fit, first_of_each, with_recompute
@@ -57,7 +57,7 @@ def hybrid_solutions(
     if kinds and len(tight):
         # Rows that differ in what they recompute become the same.
         plain = with_recompute(variants.take(tight), NONE, 0)
-        first = distinct([getattr(plain, name) for name in ARRAY_FIELDS])[0]
+        first = distinct_rows([getattr(plain, name) for name in ARRAY_FIELDS])[0]
         tight, plain = tight[first], plain.take(first)
         good = worth(plain, price(*where, plain).step_time_s)
         row, lighter = fastest_that_fit(*where, plain.take(good), kinds)
@@ -74,7 +74,7 @@ def hybrid_solutions(
 def _variants(table: LayoutTable) -> tuple[Ints, LayoutTable]:
     """Rows with every number of copies that leaves at least two ranks each, and the row that each is of."""
     rows, copies = [np.zeros(0, dtype=np.int64)], [np.zeros(0, dtype=np.int64)]
-    for ranks in numbers(table.replicas):
+    for ranks in distinct_numbers(table.replicas):
         some = np.flatnonzero(table.replicas == ranks)
         for number in divisors(ranks)[1:-1]:
             # Ranks that hold the same experts are split as evenly as all.

@@ -13,25 +13,25 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from costmodels.layers.shapes import shapes_of
+from costmodels.layers.shapes import distinct_shapes
 from costmodels.memory.peak import stage_memory
-from costmodels.memory.unit_sizes import UnitSizes, parameters, sizes_of
-from costmodels.ranks.pipeline import NONE, Ranks
+from costmodels.memory.unit_sizes import UnitSizes, rank_parameters, row_unit_sizes
+from costmodels.ranks.pipeline import ZERO, Ranks
 from costmodels.spec.engine import Engine
 from costmodels.spec.hardware import Cluster
 from costmodels.spec.model import ModelSpec
-from costmodels.spec.table import Bools, Floats, Ints, LayoutTable, numbers
+from costmodels.spec.table import Bools, Floats, Ints, LayoutTable, distinct_numbers
 from costmodels.time.data_parallel import accumulation_seconds
-from costmodels.time.unit_times import on_ranks, units_of
+from costmodels.time.unit_times import part_seconds, unit_passes
 from planner.solve.bounds import Worth, least_step
 
 MOST_LEADING = 8
 """Leading dense layers of a model with experts, beyond which its stages are left even."""
 
-UNUSED = ("dense_plain", "moe_plain", "dense_plain_in_flight", "moe_plain_in_flight", "waiting")
+UNUSED = ("dense_plain", "moe_plain", "dense_plain_in_flight", "moe_plain_in_flight", "backlog")
 """Fields of `Ranks` that are zero where all layers recompute the same and backward is one pass."""
 
-IDLE = dict.fromkeys(("dense_in_flight", "moe_in_flight"), NONE)
+IDLE = dict.fromkeys(("dense_in_flight", "moe_in_flight"), ZERO)
 
 CLOSE = 1e-7
 """Relative width of the range of the bound at which its bisection ends."""
@@ -143,8 +143,8 @@ def balanced_splits(
     if not len(table) or leading > MOST_LEADING:
         return none, table.take(none)
     engine = engine.for_device(cluster.device)
-    shapes, shape = shapes_of(table)
-    job = _Job(model, cluster, engine, table, sizes_of(model, engine, shapes, shape))
+    shapes, shape = distinct_shapes(table)
+    job = _Job(model, cluster, engine, table, row_unit_sizes(model, engine, shapes, shape))
     stages = _stages(job, leading, shapes, shape)
     first, alike = stages.distinct()
     bound, split = _solve(stages.take(first), None)
@@ -177,7 +177,7 @@ def balanced_splits(
 def _even(table: LayoutTable, stages: _Stages) -> Ints:
     """The layers of each stage of the rows as they are, [n, stages]."""
     even = np.zeros(stages.there.shape, dtype=np.int64)
-    for each in numbers(table.split):
+    for each in distinct_numbers(table.split):
         layers = table.splits[each]
         even[table.split == each, : len(layers)] = layers
     return even
@@ -185,15 +185,15 @@ def _even(table: LayoutTable, stages: _Stages) -> Ints:
 
 def _stages(job: _Job, leading: int, shapes: LayoutTable, shape: Ints) -> _Stages:
     table, model = job.table, job.model
-    units = units_of(model, job.cluster, job.engine, shapes)
+    units = unit_passes(model, job.cluster, job.engine, shapes)
     one = {
         kind: np.tile(np.eye(4)[place], (len(table), 1))
         for place, kind in enumerate(("dense", "moe", "first", "last"))
     }
-    alone = Ranks(count=np.ones((len(table), 4)), **one, **dict.fromkeys(UNUSED, NONE), **IDLE)
+    alone = Ranks(count=np.ones((len(table), 4)), **one, **dict.fromkeys(UNUSED, ZERO), **IDLE)
     adding, _ = accumulation_seconds(job.engine, job.cluster.device, table, model.experts > 0)
-    shared, experts = parameters(job.sizes, alone)
-    seconds = on_ranks(units, alone, shape, "total") + (shared + experts) * adding[:, None]
+    shared, experts = rank_parameters(job.sizes, alone)
+    seconds = part_seconds(units, alone, shape, "total") + (shared + experts) * adding[:, None]
     pipeline = table.pipeline_parallel[:, None]
     stage = np.arange(int(table.pipeline_parallel.max()))[None, :]
     fixed = seconds[:, 2:3] * (stage == 0) + seconds[:, 3:4] * (stage == pipeline - 1)
@@ -252,12 +252,12 @@ def _ranks(stages: _Stages, split: Ints, before: Ints, has_experts: bool) -> Ran
     return Ranks(
         count=np.ones(split.shape),
         dense=dense,
-        moe=moe if has_experts else NONE,
+        moe=moe if has_experts else ZERO,
         first=(stage == 0) * 1.0,
         last=(stage == pipeline - 1) * 1.0,
         dense_in_flight=dense * flying,
-        moe_in_flight=moe * flying if has_experts else NONE,
-        **dict.fromkeys(UNUSED, NONE),
+        moe_in_flight=moe * flying if has_experts else ZERO,
+        **dict.fromkeys(UNUSED, ZERO),
     )
 
 

@@ -21,7 +21,7 @@ from costmodels.spec.layout import (
     SHORT_NAMES,
     GradientReduction,
     even_split,
-    schedule_runs,
+    schedule_takes,
 )
 from costmodels.spec.model import ModelSpec
 from costmodels.spec.table import (
@@ -33,7 +33,7 @@ from costmodels.spec.table import (
     Ints,
     LayoutTable,
     code_of,
-    numbers,
+    distinct_numbers,
 )
 from planner.inputs.batch import Batch
 from planner.inputs.choice import Choice, allowed_values
@@ -284,7 +284,7 @@ def _table(
     else:
         stages = degrees.stages
         some = legal.any(axis=tuple(range(2, AXES)), keepdims=True)
-        counts = numbers(np.broadcast_to(stages, some.shape)[some])
+        counts = distinct_numbers(np.broadcast_to(stages, some.shape)[some])
         splits = tuple(even_split(model.layers, count) for count in counts)
         split = np.searchsorted(counts, stages) if counts else np.zeros_like(stages)
     columns = {name: getattr(degrees, name) for name in ARRAY_FIELDS if name != "split"}
@@ -315,7 +315,7 @@ def _chunks(model: ModelSpec, pins: Pins, schedules: Sequence[str]) -> tuple[lis
     counts = allowed_values(pins, "virtual_pipeline_parallel", range(1, max(1, model.layers // 2) + 1))
     wanted = allowed_values(pins, "schedule", schedules)
     kinds = [schedule for schedule in SCHEDULES if schedule in wanted]
-    pairs = [(count, kind) for count in counts for kind in kinds if schedule_runs(kind, count)]
+    pairs = [(count, kind) for count in counts for kind in kinds if schedule_takes(kind, count)]
     if not pairs and any(isinstance(pins.get(name), Choice) for name in CHUNKS):
         said = " and ".join(f"{name}={pins[name]}" for name in CHUNKS if name in pins)
         raise InputError(f"pin {said} leaves no schedule: {CHUNKS_OF_SCHEDULES}")

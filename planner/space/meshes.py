@@ -8,7 +8,7 @@ import numpy as np
 
 from costmodels.errors import InputError
 from costmodels.spec.model import ModelSpec
-from costmodels.spec.table import CONTEXT_FORMS, Ints, numbers
+from costmodels.spec.table import CONTEXT_FORMS, Ints, distinct_numbers
 from planner.inputs.choice import Choice, allowed_values
 from planner.inputs.pins import Pins, WherePossible
 from planner.space.rule import divisors
@@ -36,7 +36,7 @@ def meshes(world_size: int, pins: Pins) -> Ints:
         raise InputError(f"{product} is {math.prod(pinned.values())}; it {relation} world size {world_size}")
     for place, name in enumerate(names):
         if name in choices:
-            left = choices[name].of(name, numbers(found[:, place]))
+            left = choices[name].of(name, distinct_numbers(found[:, place]))
             found = found[np.isin(found[:, place], left)]
     return found
 

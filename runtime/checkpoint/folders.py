@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from costmodels.errors import InputError
-from costmodels.files import read_bounded
+from costmodels.files import read_at_most
 from runtime.checkpoint.files import sync_folder
 from runtime.checkpoint.manifest import (
     MANIFEST,
@@ -81,7 +81,7 @@ def _latest(folder: Path) -> int | None:
     _put_back(folder)
     tracker = folder / TRACKER
     try:
-        text = read_bounded(tracker, LARGEST_TRACKER).decode(errors="replace").strip()
+        text = read_at_most(tracker, LARGEST_TRACKER).decode(errors="replace").strip()
     except (FileNotFoundError, NotADirectoryError):
         # A crash came between the name of the first checkpoint and the tracker.
         return max(iterations(folder), default=None)

@@ -18,7 +18,7 @@ from typing import Annotated
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from costmodels.errors import InputError
-from costmodels.files import opened_regular, read_bounded
+from costmodels.files import open_regular, read_at_most
 
 if os.name == "posix":
     import fcntl
@@ -82,7 +82,7 @@ def read_manifest(folder: Path) -> Manifest:
     """
     path = folder / MANIFEST
     try:
-        text = read_bounded(path, LARGEST_MANIFEST)
+        text = read_at_most(path, LARGEST_MANIFEST)
     except FileNotFoundError:
         raise InputError(f"{folder} holds no complete checkpoint: it has no {MANIFEST}") from None
     except OSError as error:
@@ -105,7 +105,7 @@ def damage_error(path: Path, how: str) -> InputError:
 def record_file(path: Path) -> FileRecord:
     """The record of the file that lies at `path`."""
     crc = size = 0
-    with opened_regular(path) as file:
+    with open_regular(path) as file:
         while block := file.read(BLOCK_BYTES):
             crc = zlib.crc32(block, crc)
             size += len(block)

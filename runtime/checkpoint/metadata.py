@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from costmodels.errors import InputError
-from costmodels.files import read_bounded
+from costmodels.files import read_at_most
 
 METADATA = ".metadata"
 """Which tensors a checkpoint holds, and where in its files."""
@@ -108,7 +108,7 @@ def read_metadata(folder: Path) -> Metadata:
     """
     path = folder / METADATA
     try:
-        data = read_bounded(path, LARGEST_METADATA)
+        data = read_at_most(path, LARGEST_METADATA)
     except OSError as error:
         raise InputError(
             f"checkpoint {folder}: {METADATA} cannot be read ({error.strerror}); give the folder of a whole "

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from costmodels.errors import InputError
-from costmodels.files import opened_regular
+from costmodels.files import open_regular
 from runtime.checkpoint.manifest import damage_error
 from runtime.checkpoint.metadata import Place, read_metadata
 
@@ -74,7 +74,7 @@ class CheckpointReader(StorageReader):
 
     def _read_file(self, path: Path, items: Sequence[tuple[Place, ReadItem]], planner: LoadPlanner) -> None:
         try:
-            with opened_regular(path) as file:
+            with open_regular(path) as file:
                 for place, item in items:
                     target = planner.resolve_tensor(item).detach()
                     target.copy_(_part(_tensor(file, place), item))

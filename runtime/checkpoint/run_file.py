@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from costmodels import ModelSpec
 from costmodels.errors import InputError
-from costmodels.files import read_bounded
+from costmodels.files import read_at_most
 from runtime.checkpoint.manifest import damage_error
 
 RUN_FILE = "run.json"
@@ -73,7 +73,7 @@ def read_run(folder: str | Path) -> RunFile:
     """
     path = Path(folder) / RUN_FILE
     try:
-        text = read_bounded(path, LARGEST_RUN_FILE)
+        text = read_at_most(path, LARGEST_RUN_FILE)
     except OSError as error:
         raise InputError(f"{path}: cannot be read ({error.strerror})") from None
     try:

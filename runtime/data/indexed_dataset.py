@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from costmodels.errors import InputError
-from costmodels.files import opened_regular
+from costmodels.files import open_regular
 
 Tokens = npt.NDArray[np.integer]
 
@@ -86,7 +86,7 @@ class IndexedDataset:
             self.modes = np.frombuffer(index, np.int8, sequences, offset)
         # Read and not mapped: a failing disk is then an error of this process and not its end by a signal.
         try:
-            with opened_regular(bin_path(prefix)) as file:
+            with open_regular(bin_path(prefix)) as file:
                 self._file = os.dup(file.fileno())
             weakref.finalize(self, os.close, self._file)
             self._bytes = os.fstat(self._file).st_size
@@ -182,7 +182,7 @@ def _unreadable(path: Path, error: OSError) -> InputError:
 def _mapped(path: Path) -> npt.NDArray[np.uint8]:
     """The bytes of a file, which has been read through once: a mapping cannot report a failing disk."""
     try:
-        with opened_regular(path) as file:
+        with open_regular(path) as file:
             buffer = bytearray(min(_READ_BYTES, os.fstat(file.fileno()).st_size))
             while buffer and file.readinto(buffer):  # type: ignore[attr-defined]
                 pass

@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from costmodels.catalogue.host import available_cores
+from costmodels.catalogue.local_machine import available_cores
 from costmodels.errors import InputError
 from runtime.data.documents import FORMATS, Piece, Texts, detect_format, extract_texts, read_pieces
 from runtime.data.indexed_dataset import best_dtype

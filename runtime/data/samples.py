@@ -17,7 +17,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from costmodels.catalogue.host import available_memory
+from costmodels.catalogue.local_machine import available_memory
 from costmodels.errors import InputError
 from costmodels.spec.record import GIB
 from runtime.data.indexed_dataset import IndexedDataset

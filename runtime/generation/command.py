@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 import typer
 
-from costmodels.catalogue.host import CONTEXT_BYTES, torch_build
+from costmodels.catalogue.local_machine import CONTEXT_BYTES, torch_build
 from costmodels.errors import InputError
 from planner.options.flags import arguments
 from runtime.generation.generator import Completion, Generator

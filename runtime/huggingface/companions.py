@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from costmodels import ModelSpec
 from costmodels.errors import InputError
-from costmodels.files import read_bounded
+from costmodels.files import read_at_most
 from planner.inputs.hf_config import model_from_hf_config, read_config
 from planner.inputs.hf_readers import Config
 from runtime.huggingface.files import INDEX_FILE
@@ -87,7 +87,7 @@ def read_companions(folder: Path) -> Companions | None:
     spec = model_from_hf_config(folder)
     names = folder / NAMES_FILE
     try:
-        found = Names.model_validate_json(read_bounded(names, LARGEST_NAMES)) if names.exists() else Names()
+        found = Names.model_validate_json(read_at_most(names, LARGEST_NAMES)) if names.exists() else Names()
     except (OSError, ValidationError):
         raise InputError(f"{names}: broken; delete {folder} to have its files written anew") from None
     return Companions(read_config(folder / CONFIG_FILE), spec, found)

@@ -14,7 +14,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from costmodels.errors import InputError
-from costmodels.files import MIB, opened_regular, read_text
+from costmodels.files import MIB, open_regular, read_text
 
 ONE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -56,7 +56,7 @@ def list_tensors(folder: Path) -> dict[str, TensorPlace]:
     for file, names in _files(folder).items():
         try:
             # The library maps a file, which a device is not.
-            with opened_regular(file), safe_open(file, framework="pt") as opened:
+            with open_regular(file), safe_open(file, framework="pt") as opened:
                 there = list(opened.keys())
                 for name in there if names is None else names:
                     if name not in there:

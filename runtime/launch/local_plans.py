@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from costmodels import Device
-from costmodels.catalogue.host import available_cores
+from costmodels.catalogue.local_machine import available_cores
 from costmodels.errors import InputError
 from planner.options.cluster import ClusterOptions
 from planner.options.parallel import check_alone

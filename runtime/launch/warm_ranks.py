@@ -14,7 +14,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from types import TracebackType
 
-from costmodels.catalogue.host import available_cores
+from costmodels.catalogue.local_machine import available_cores
 from runtime import entry
 from runtime.processes.tether import tether
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from costmodels.files import read_bounded
+from costmodels.files import read_at_most
 from runtime.logs.console import say
 
 LARGEST_LOG = 1 << 32
@@ -88,7 +88,7 @@ def keep_lines(path: Path, iteration: int) -> None:
 def read_lines(path: Path) -> list[dict[str, Any]]:
     """The records of a file, without lines that are torn; nothing when there is no file."""
     try:
-        return list(parsed_lines(read_bounded(path, LARGEST_LOG)))
+        return list(parsed_lines(read_at_most(path, LARGEST_LOG)))
     except FileNotFoundError:
         return []
     except OSError as error:

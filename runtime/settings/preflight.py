@@ -6,7 +6,7 @@ import tempfile
 from pathlib import Path
 
 from costmodels import Layout, ModelSpec
-from costmodels.catalogue.host import CONTEXT_BYTES, available_cores, available_memory, torch_build
+from costmodels.catalogue.local_machine import CONTEXT_BYTES, available_cores, available_memory, torch_build
 from costmodels.errors import InputError
 from costmodels.spec.record import GIB
 from planner.inputs.engine import DEFAULT_ENGINE, engines_on

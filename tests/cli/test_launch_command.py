@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from costmodels.catalogue import host
+from costmodels.catalogue import local_machine
 from planner import Plan
 from tests.support import ROOT
 from tests.support.commands import Command
@@ -143,7 +143,7 @@ def test_mindspeeds_guide_to_experts_trains_in_small_on_four_ranks(
     monkeypatch.chdir(ROOT)
     # The script's bf16 is planned for processors that multiply in it, whichever this one is.
     (tmp_path / "cpuinfo").write_text("vendor_id\t: GenuineIntel\nflags\t\t: fma avx512f avx512_bf16\n")
-    monkeypatch.setattr(host, "CPUINFO", tmp_path / "cpuinfo")
+    monkeypatch.setattr(local_machine, "CPUINFO", tmp_path / "cpuinfo")
     small = {"--hidden-size": "32", "--num-attention-heads": "4", "--seq-length": "32", "--vocab-size": "257"}
     small |= {"--max-position-embeddings": "32", "--train-iters": "12", "--lr": "1e-2", "--data-path": data}
     words = MINDSPEED.split()

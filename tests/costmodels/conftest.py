@@ -9,7 +9,7 @@ import pytest
 import costmodels
 from costmodels import Cluster, Device, Engine, Layout, Link, ModelSpec, even_split
 from costmodels.catalogue import load_engine
-from costmodels.spec.engine import GROUPS, merged, nested
+from costmodels.spec.engine import GROUPS, constant_fields, merge_fields
 
 GIB = 2.0**30
 
@@ -100,8 +100,8 @@ def engine() -> Callable[..., Engine]:
     """
 
     def make(name: str, devices: object = None, **constants: object) -> Engine:
-        changes = nested({_constant(key): value for key, value in constants.items()})
-        fields = merged(load_engine(name).model_dump(), changes)
+        changes = constant_fields({_constant(key): value for key, value in constants.items()})
+        fields = merge_fields(load_engine(name).model_dump(), changes)
         return Engine.model_validate({**fields, "devices": devices or {}})
 
     return make

@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from costmodels.calibration.accuracy import predict, score
-from costmodels.calibration.measurements import known, measurement_of, read
+from costmodels.calibration.measurements import measurement_of, read_measurements, source_notes
 from costmodels.calibration.published_models import Unusable
 from costmodels.calibration.published_splits import stages_by_cost
 from costmodels.errors import InputError
@@ -255,17 +255,17 @@ def test_sources_fill_what_they_leave_blank(tmp_path):
 
 
 def test_engines_devices_and_models_of_the_catalogue_exist():
-    for name, source in known()["sources"].items():
+    for name, source in source_notes()["sources"].items():
         cells = {"source_id": name, "precision": "fp16", "model_name": "GPT"}
         if "kernels" not in source:
             assert of(**cells).engine.name == source["engine"]
-    for gpu in known()["gpus"]:
+    for gpu in source_notes()["gpus"]:
         assert of(gpu=gpu).cluster.device.memory_bytes > 0
 
 
 def test_a_file_is_read_with_its_lines_and_reasons(tmp_path):
     rows = [{}, {"tp": ""}, {"source_id": ""}, {"tp": "", "source_id": " nvidia_dgxc "}, {"notes": "a\nb"}]
-    usable, skipped = read(written(tmp_path / "rows.csv", rows))
+    usable, skipped = read_measurements(written(tmp_path / "rows.csv", rows))
     assert [row.line for row in usable] == [2, 7]
     assert skipped == {
         ("nvidia_dgxc", "tp not published"): 2,
@@ -275,17 +275,17 @@ def test_a_file_is_read_with_its_lines_and_reasons(tmp_path):
 
 def test_missing_columns_are_blanks_and_an_empty_file_has_no_rows(tmp_path):
     few = written(tmp_path / "few.csv", [{}, {}], columns=("source_id", "tp"))
-    assert read(few) == ([], Counter({("nvidia_dgxc", "row_status blank"): 2}))
+    assert read_measurements(few) == ([], Counter({("nvidia_dgxc", "row_status blank"): 2}))
     empty = tmp_path / "empty.csv"
     for text in ("", ",".join(ROW), "\n"):
         empty.write_text(text)
-        assert read(empty) == ([], Counter())
+        assert read_measurements(empty) == ([], Counter())
 
 
 def test_short_and_long_lines_are_no_error(tmp_path):
     file = tmp_path / "ragged.csv"
     file.write_text(",".join(ROW) + "\nnvidia_dgxc\n" + ",".join(ROW.values()) + ",more,and more\n")
-    usable, skipped = read(file)
+    usable, skipped = read_measurements(file)
     assert (len(usable), sum(skipped.values())) == (1, 1)
 
 
@@ -294,14 +294,14 @@ def test_what_is_no_table_of_measurements_is_one_line(tmp_path, content):
     file = tmp_path / "odd.csv"
     file.write_bytes(content)
     with pytest.raises(InputError, match=r"odd\.csv") as error:
-        read(file)
+        read_measurements(file)
     assert "\n" not in str(error.value)
 
 
 def test_files_that_cannot_be_read_are_one_line(tmp_path):
     for path in (tmp_path, tmp_path / "missing.csv"):
         with pytest.raises(InputError, match="cannot read"):
-            read(path)
+            read_measurements(path)
 
 
 ODD = (
@@ -335,7 +335,7 @@ GARBAGE = st.one_of(
 @pytest.mark.slow
 @settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
-    source=st.sampled_from([*known()["sources"], "elsewhere"]),
+    source=st.sampled_from([*source_notes()["sources"], "elsewhere"]),
     cells=st.dictionaries(st.sampled_from(list(ROW)), GARBAGE, max_size=4),
 )
 def test_garbage_is_skipped_or_priced_never_a_traceback(source, cells):
@@ -355,7 +355,7 @@ def test_garbage_files_raise_nothing_but_input_errors(tmp_path, content):
     for start in (b"", ",".join(ROW).encode() + b"\n"):
         file.write_bytes(start + content)
         try:
-            usable, _ = read(file)
+            usable, _ = read_measurements(file)
         except InputError:
             continue
         assert usable == []
@@ -376,7 +376,7 @@ PRICED = {
 @pytest.mark.skipif(not MEASURED.is_dir(), reason="the published measurements are not here")
 def test_published_files_are_read():
     for name, count in PRICED.items():
-        usable, skipped = read(MEASURED / f"{name}.csv")
+        usable, skipped = read_measurements(MEASURED / f"{name}.csv")
         assert (name, len(usable)) == (name, count)
         assert {row.source for row in usable} == {name}
         assert {source for source, _ in skipped} <= {name}
@@ -385,7 +385,7 @@ def test_published_files_are_read():
         with path.open(encoding="utf-8-sig", newline="") as file:
             count = sum(1 for _ in csv.DictReader(file))
         try:
-            usable, skipped = read(path)
+            usable, skipped = read_measurements(path)
         except InputError:
             refused_files.append(path.stem)
             continue

@@ -11,10 +11,10 @@ import pytest
 from costmodels import catalogue
 from costmodels.catalogue import (
     device_names,
-    host,
     load_device,
     load_engine,
     load_model,
+    local_machine,
     model_names,
     yaml_files,
 )
@@ -120,7 +120,7 @@ def test_names_and_aliases_are_unique_and_lead_to_their_entry() -> None:
             assert re.fullmatch(r"[a-z0-9.-]+", word)
             assert seen.setdefault(word, name) == name
             assert load_model(word).name == name
-    devices = yaml_files.packaged("devices.yaml")["devices"]
+    devices = yaml_files.catalogue_file("devices.yaml")["devices"]
     for name, fields in devices.items():
         for word in (name, *fields.get("aliases", [])):
             assert re.fullmatch(r"[a-z0-9.-]+", word)
@@ -325,7 +325,7 @@ def test_a_missing_file_is_named(tmp_path) -> None:  # type: ignore[no-untyped-d
 
 def test_a_model_and_a_device_load_within_20_ms() -> None:
     def seconds() -> float:
-        yaml_files.packaged.cache_clear()
+        yaml_files.catalogue_file.cache_clear()
         catalogue._families.cache_clear()
         start = time.process_time()  # Of this process alone, whatever else runs.
         load_model("qwen2.5-72b")
@@ -389,36 +389,38 @@ def cpuinfo(vendor: str, family: int, model: int, name: str, flags: str) -> str:
     ],
 )
 def test_flops_per_cycle_by_processor(monkeypatch, text, fp32, bf16) -> None:  # type: ignore[no-untyped-def]
-    monkeypatch.setattr(host.platform, "machine", lambda: "x86_64")
-    core = host.describe_core(text)
+    monkeypatch.setattr(local_machine.platform, "machine", lambda: "x86_64")
+    core = local_machine.describe_core(text)
     assert core.flops_per_cycle["fp32"] == fp32
     assert core.flops_per_cycle.get("bf16") == bf16
-    assert core.clock == pytest.approx(2.0e9 * host.TURBO)
-    assert host.describe_core(text, 3.5e9).clock == 3.5e9
+    assert core.clock == pytest.approx(2.0e9 * local_machine.TURBO)
+    assert local_machine.describe_core(text, 3.5e9).clock == 3.5e9
 
 
 def test_an_arm_server_states_no_clock(monkeypatch) -> None:  # type: ignore[no-untyped-def]
-    monkeypatch.setattr(host.platform, "machine", lambda: "aarch64")
+    monkeypatch.setattr(local_machine.platform, "machine", lambda: "aarch64")
     monkeypatch.setattr(sys, "platform", "linux")
-    core = host.describe_core("processor\t: 0\nFeatures\t: fp asimd sve bf16\nCPU implementer\t: 0x41\n")
+    core = local_machine.describe_core(
+        "processor\t: 0\nFeatures\t: fp asimd sve bf16\nCPU implementer\t: 0x41\n"
+    )
     assert core.flops_per_cycle == {"fp32": 32, "bf16": 128}
-    assert core.clock == host.DEFAULT_CLOCK
+    assert core.clock == local_machine.DEFAULT_CLOCK
 
 
 def test_a_host_without_proc_is_described_too(monkeypatch, tmp_path) -> None:  # type: ignore[no-untyped-def]
     for name in ("CPUINFO", "MEMINFO", "MAXIMAL_CLOCK"):
-        monkeypatch.setattr(host, name, tmp_path / "absent")
-    monkeypatch.setattr(host, "CGROUP_LIMITS", ())
-    monkeypatch.delattr(host.os, "sched_getaffinity", raising=False)
-    device = host.host_device(2)
+        monkeypatch.setattr(local_machine, name, tmp_path / "absent")
+    monkeypatch.setattr(local_machine, "CGROUP_LIMITS", ())
+    monkeypatch.delattr(local_machine.os, "sched_getaffinity", raising=False)
+    device = local_machine.host_device(2)
     assert device.peak_flops["fp32"] > 0
     assert device.memory_bytes > 2**28
 
 
 def test_a_container_limits_the_memory(monkeypatch, tmp_path) -> None:  # type: ignore[no-untyped-def]
     limit = tmp_path / "memory.max"
-    monkeypatch.setattr(host, "CGROUP_LIMITS", (limit,))
+    monkeypatch.setattr(local_machine, "CGROUP_LIMITS", (limit,))
     limit.write_text("max\n")
-    unlimited = host.available_memory()
+    unlimited = local_machine.available_memory()
     limit.write_text("1073741824\n")
-    assert host.available_memory() == 2**30 < unlimited
+    assert local_machine.available_memory() == 2**30 < unlimited

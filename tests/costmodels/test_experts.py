@@ -128,7 +128,7 @@ def test_dropless_experts_on_several_ranks_are_given_head_room(mixture, cluster,
             found, usual = sizes(factor, which), sizes(1.0, which)
             more = (rows - 1) * even
             assert found.moe_activations - usual.moe_activations == pytest.approx(more * kept)
-            assert found.waiting - usual.waiting == pytest.approx(more * waiting)
+            assert found.output_gradients - usual.output_gradients == pytest.approx(more * waiting)
     time = estimate(alone, cluster(8), engine("bundled"), spread).time
     limited = changed(alone, router={"capacity_factor": 1.0})
     assert time == estimate(limited, cluster(8), engine("bundled"), spread).time

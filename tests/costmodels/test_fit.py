@@ -8,7 +8,14 @@ import pytest
 from costmodels import Cluster, price
 from costmodels.calibration.accuracy import FITTED_SOURCES
 from costmodels.calibration.measurements import Measurement
-from costmodels.calibration.time_fit import FitPlan, belongs, errors, fit, fit_spread, plans
+from costmodels.calibration.time_fit import (
+    TimeFitPlan,
+    fit_spread,
+    fit_times,
+    is_row_of,
+    log_errors,
+    time_fit_plans,
+)
 from costmodels.catalogue import engine_names, load_engine
 from costmodels.errors import InputError
 from costmodels.spec.engine import Spread
@@ -17,7 +24,7 @@ from costmodels.time.uncertainty import spread
 
 TRUE = {"gemm.efficiency": 0.62, "elementwise.loss_bytes": 60.0}
 
-PLAN = FitPlan(
+PLAN = TimeFitPlan(
     engine="megatron",
     architecture="ampere",
     sources=("here",),
@@ -70,48 +77,50 @@ def rows(gpt, cluster, engine, layout, a100):
 
 @pytest.mark.parametrize("wrong", [{}, {3: 4.0, 11: 3.0}], ids=["clean", "two rows that nothing explains"])
 def test_a_fit_finds_the_constants_that_made_the_rows(rows, wrong):
-    found = fit(PLAN, rows(wrong))
+    found = fit_times(PLAN, rows(wrong))
     assert found.constants["gemm.efficiency"] == pytest.approx(TRUE["gemm.efficiency"], rel=0.02)
     assert found.constants["elementwise.loss_bytes"] == pytest.approx(TRUE["elementwise.loss_bytes"], rel=0.1)
-    assert np.median(np.abs(errors(found, rows({})))) < 0.01
+    assert np.median(np.abs(log_errors(found, rows({})))) < 0.01
 
 
 def test_a_constant_that_no_row_speaks_of_stays_where_it_was(rows):
     silent = {"start": 0.4, "within": 0.3, "limits": (0.1, 1.0)}
-    plan = FitPlan(**{**PLAN.model_dump(), "constants": {**PLAN.constants, "gemm.fp8_efficiency": silent}})
-    assert fit(plan, rows({})).constants["gemm.fp8_efficiency"] == pytest.approx(0.4, rel=1e-3)
+    plan = TimeFitPlan(
+        **{**PLAN.model_dump(), "constants": {**PLAN.constants, "gemm.fp8_efficiency": silent}}
+    )
+    assert fit_times(plan, rows({})).constants["gemm.fp8_efficiency"] == pytest.approx(0.4, rel=1e-3)
 
 
 def test_a_fit_of_too_few_rows_is_refused(rows):
     with pytest.raises(
         InputError, match=r"^fit of megatron on ampere: 1 rows for 2 constants; give more rows$"
     ):
-        fit(PLAN, rows({})[:1])
+        fit_times(PLAN, rows({})[:1])
 
 
 def test_the_range_covers_its_share_of_noisy_rows(rows):
     noisy = rows({}, noise=0.1)
-    found = fit(PLAN, noisy)
+    found = fit_times(PLAN, noisy)
     fields = fit_spread(found, noisy)
     own = noisy[0].engine.with_constants({**found.constants, "spread": Spread(**fields)})
     prices = price(noisy[0].model, noisy[0].cluster, own, LayoutTable.of([row.layouts[0] for row in noisy]))
     width = spread(noisy[0].cluster, own, prices.time, prices.step_time_s)
-    covered = np.mean(np.abs(errors(found, noisy)) <= width)
+    covered = np.mean(np.abs(log_errors(found, noisy)) <= width)
     assert 0.7 <= covered <= 0.93
 
 
 def test_only_measured_rows_of_the_engine_and_architecture_belong_to_a_fit(rows):
 
     row = rows({})[0]
-    assert belongs(row, PLAN)
-    assert not belongs(replace(row, source="there"), PLAN)
-    assert not belongs(replace(row, step_time_s=None), PLAN)
-    assert not belongs(row, PLAN.model_copy(update={"architecture": "hopper"}))
-    assert not belongs(row, PLAN.model_copy(update={"engine": "nemo"}))
+    assert is_row_of(row, PLAN)
+    assert not is_row_of(replace(row, source="there"), PLAN)
+    assert not is_row_of(replace(row, step_time_s=None), PLAN)
+    assert not is_row_of(row, PLAN.model_copy(update={"architecture": "hopper"}))
+    assert not is_row_of(row, PLAN.model_copy(update={"engine": "nemo"}))
 
 
 def test_fits_name_engines_constants_and_sources_that_exist():
-    for plan in plans():
+    for plan in time_fit_plans():
         assert plan.engine in engine_names()
         starts = {name: prior.start for name, prior in plan.constants.items()}
         assert load_engine(plan.engine).with_constants(starts).name == plan.engine
@@ -131,7 +140,7 @@ def test_cross_validation_prices_each_row_by_the_fit_without_it(rows, monkeypatc
     from benchmarks import calibrate
 
     found = rows({})
-    monkeypatch.setattr(calibrate, "fitted", lambda row: row.line % 2 == 0)
+    monkeypatch.setattr(calibrate, "is_fit_row", lambda row: row.line % 2 == 0)
     result = calibrate.cross_validate([PLAN], found)
     assert result["here"]["n"] == len(found)
     assert result["here"]["mean_ape"] < 1.0

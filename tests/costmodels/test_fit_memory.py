@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from costmodels import Cluster, Engine, Layout, ModelSpec
-from costmodels.calibration.accuracy import FITTED_SOURCES, SourceScore, fitted, predict, score
-from costmodels.calibration.measurements import Measurement, measurement_of, read
-from costmodels.calibration.memory_fit import MemoryFitPlan, fit_memory, has_memory, memory_plans
-from costmodels.calibration.memory_peaks import MEMORY_KINDS, every_rank, peak_of, peaks
+from costmodels.calibration.accuracy import FITTED_SOURCES, SourceScore, is_fit_row, predict, score
+from costmodels.calibration.measurements import Measurement, measurement_of, read_measurements
+from costmodels.calibration.memory_fit import MemoryFitPlan, fit_memory, has_memory, memory_fit_plans
+from costmodels.calibration.memory_peaks import MEMORY_KINDS, predicted_peaks, published_peak, ranks_of_table
 from costmodels.catalogue import engine_names, load_engine
 from costmodels.errors import InputError
 from costmodels.spec.table import LayoutTable
@@ -53,7 +53,7 @@ def rows(
             for zero in (0, 1)
         ]
         table = LayoutTable.of(layouts)
-        found = peaks(gpt, cluster(8), base.with_constants(TRUE), table, every_rank(gpt, table))
+        found = predicted_peaks(gpt, cluster(8), base.with_constants(TRUE), table, ranks_of_table(gpt, table))
         machine = cluster(8)
         if memory is not None:
             machine = machine.model_copy(update={"memory_bytes": memory})
@@ -96,7 +96,9 @@ def test_jobs_that_ran_and_did_not_bound_the_constants(rows: Callable[..., list[
     constants = fit_memory(PLAN, seen).constants
     table = LayoutTable.of([row.layouts[0] for row in seen])
     engine = seen[0].engine.with_constants(constants)
-    device = peaks(seen[0].model, seen[0].cluster, engine, table, every_rank(seen[0].model, table))["device"]
+    device = predicted_peaks(
+        seen[0].model, seen[0].cluster, engine, table, ranks_of_table(seen[0].model, table)
+    )["device"]
     missed = (device.max(axis=1) > memory) != np.array([row.oom for row in seen])
     assert missed.sum() <= 2
 
@@ -107,7 +109,7 @@ def test_a_fit_needs_as_many_rows_as_constants(rows: Callable[..., list[Measurem
 
 
 def test_memory_fits_name_engines_constants_and_sources_that_exist() -> None:
-    for plan in memory_plans():
+    for plan in memory_fit_plans():
         assert plan.engine in engine_names()
         starts = {name: prior.start for name, prior in plan.constants.items()}
         assert load_engine(plan.engine).with_constants(starts).name == plan.engine
@@ -147,7 +149,9 @@ ROW = {
 def test_what_a_peak_counts_is_read_from_its_kind() -> None:
     def kinds(kind: str, notes: str = "") -> list[float | None]:
         row = measurement_of({**ROW, "mem_kind": kind, "notes": notes})
-        return [None if (bytes_ := peak_of(row, each)) is None else bytes_ / 2**30 for each in MEMORY_KINDS]
+        return [
+            None if (bytes_ := published_peak(row, each)) is None else bytes_ / 2**30 for each in MEMORY_KINDS
+        ]
 
     assert kinds("torch max_memory_allocated") == [40, None, None, None]
     assert kinds("nvidia-smi GB") == [None, None, 40, None]
@@ -159,7 +163,7 @@ def measured(name: str) -> list[Measurement]:
     file = MEASURED / f"{name}.csv"
     if not file.is_file():
         pytest.skip(f"{file} is not there")
-    return [row for row in read(file)[0] if not fitted(row)]
+    return [row for row in read_measurements(file)[0] if not is_fit_row(row)]
 
 
 @cache

@@ -14,7 +14,7 @@ from pydantic import ValidationError
 from costmodels import Cluster, Layout, ModelSpec, estimate, even_split
 from costmodels.pipeline_times import rank_seconds, stage_seconds
 from costmodels.pricing import peak_memory, price
-from costmodels.ranks.sites import BOTH, kinds_of_ranks, sites
+from costmodels.ranks.sites import MIXED, rank_kinds, sites
 from costmodels.spec.mixed_cluster import mixed_cluster
 from costmodels.spec.record import GIB
 from costmodels.spec.table import LayoutTable
@@ -119,9 +119,9 @@ def test_every_rank_has_the_kind_of_its_nodes(first: int, second: int, local: in
     ranks, border = cluster.world_size, first * local
     for pipeline in (size for size in range(1, ranks + 1) if ranks % size == 0):
         each = ranks // pipeline
-        for rank, kind in enumerate(kinds_of_ranks(cluster, pipeline)):
+        for rank, kind in enumerate(rank_kinds(cluster, pipeline)):
             own = {int(number >= border) for number in range(rank * each, (rank + 1) * each)}
-            assert own == ({0, 1} if kind == BOTH else {kind})
+            assert own == ({0, 1} if kind == MIXED else {kind})
 
 
 def test_a_cluster_of_two_kinds_loads_back_equal_and_old_ones_still_load() -> None:

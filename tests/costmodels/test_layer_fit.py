@@ -6,8 +6,8 @@ from dataclasses import replace
 import pytest
 
 from costmodels.calibration.layer_factors import DOUBT, fit_layers
-from costmodels.calibration.measurements import known, measurement_of
-from costmodels.calibration.time_fit import Fitted, errors, plans
+from costmodels.calibration.measurements import measurement_of, source_notes
+from costmodels.calibration.time_fit import TimeFit, log_errors, time_fit_plans
 from costmodels.spec.engine import MeasuredLayer
 from tests.costmodels.test_calibration_rows import ROW
 
@@ -30,22 +30,22 @@ def vtrain(source="vtrain_single", **cells):
 @pytest.fixture
 def nothing():
     """A fit without constants: those of the catalogue, layers as the formulas say."""
-    plan = next(plan for plan in plans() if plan.engine == "megatron-deepspeed")
-    return Fitted(plan, {}, 0)
+    plan = next(plan for plan in time_fit_plans() if plan.engine == "megatron-deepspeed")
+    return TimeFit(plan, {}, 0)
 
 
 def test_layers_that_took_longer_are_found(nothing):
     rows = [vtrain(mbs=mbs, gbs=gbs) for mbs in "24" for gbs in ("8", "16", "32", "64")]
     slow = nothing.with_layers((MeasuredLayer(hidden=1024, tensor_parallel=8, tokens=2048, factor=1.3),))
     true = [replace(row, step_time_s=1.0) for row in rows]
-    seconds = [math.exp(over) for over in errors(slow, true)]
+    seconds = [math.exp(over) for over in log_errors(slow, true)]
     found = fit_layers(nothing, [replace(row, step_time_s=s) for row, s in zip(rows, seconds, strict=True)])
     two, four = sorted(found, key=lambda layer: layer.tokens)
     believed = 4 / (4 + DOUBT)
     assert (two.tokens, two.rows) == (2048, 4)
     assert two.factor == pytest.approx(1.3**believed, rel=0.01)
     assert 1.0 < four.factor < 1.3  # it lies an octave away from the shape that is slow
-    assert abs(errors(nothing.with_layers(found), true) - [math.log(s) for s in seconds]).max() < 0.05
+    assert abs(log_errors(nothing.with_layers(found), true) - [math.log(s) for s in seconds]).max() < 0.05
 
 
 def test_what_layers_cannot_explain_is_left_alone(nothing):
@@ -54,7 +54,7 @@ def test_what_layers_cannot_explain_is_left_alone(nothing):
 
 
 def test_a_source_may_correct_its_columns():
-    assert known()["sources"]["vtrain_single"]["instead"] == {"recompute": "none"}
+    assert source_notes()["sources"]["vtrain_single"]["instead"] == {"recompute": "none"}
     assert vtrain().layouts[0].recompute == "none"
     assert vtrain("vtrain_multi").layouts[0].recompute == "full"
 

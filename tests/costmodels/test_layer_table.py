@@ -6,7 +6,7 @@ from pydantic import ValidationError
 from costmodels.pricing import price
 from costmodels.spec.engine import Engine, MeasuredLayer
 from costmodels.spec.table import LayoutTable
-from costmodels.time.layer_table import known_share, layer_factor
+from costmodels.time.measured_layers import layer_factor, measurement_share
 
 
 def seen(gpt, factor=1.3, rows=20, **other):
@@ -22,9 +22,9 @@ def test_a_measured_shape_takes_its_factor_and_others_less_the_farther_they_are(
     assert 1.3 > factors[1] > factors[2] > 1.0
     wider = gpt.model_copy(update={"hidden": 2 * gpt.hidden})
     assert layer_factor(wider, known, table) == pytest.approx(1.0)
-    shares = known_share(gpt, known, table)
+    shares = measurement_share(gpt, known, table)
     assert shares[0] > 0.95 and shares[0] > shares[1] > shares[2] > 0
-    assert known_share(wider, known, table) == pytest.approx(0.0, abs=1e-6)
+    assert measurement_share(wider, known, table) == pytest.approx(0.0, abs=1e-6)
 
 
 def test_the_nearest_shape_decides(gpt, engine, layout):
@@ -46,10 +46,11 @@ def test_layers_alone_take_the_factor(gpt, engine, layout, cluster):
 def test_one_step_says_little_of_a_layer(gpt, engine, layout):
     table = LayoutTable.of([layout(gpt, m=4)])
     shares = [
-        known_share(gpt, engine("megatron", measured_layers=(seen(gpt, rows=n),)), table) for n in (1, 30)
+        measurement_share(gpt, engine("megatron", measured_layers=(seen(gpt, rows=n),)), table)
+        for n in (1, 30)
     ]
     assert shares[0] < 0.3 and shares[1] > 0.95
-    assert not known_share(gpt, engine("megatron"), table).any()
+    assert not measurement_share(gpt, engine("megatron"), table).any()
 
 
 def test_a_shape_without_layers_is_refused(engine):

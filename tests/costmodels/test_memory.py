@@ -6,7 +6,7 @@ import pytest
 from costmodels import MemoryPolicy, price
 from costmodels.errors import InputError
 from costmodels.memory.peak import stage_memory
-from costmodels.memory.unit_sizes import parameters, unit_sizes
+from costmodels.memory.unit_sizes import rank_parameters, unit_sizes
 from costmodels.ranks.pipeline import all_ranks, ranks_entry
 from costmodels.spec.model import ModelSpec
 from costmodels.spec.table import LayoutTable
@@ -26,7 +26,7 @@ def memory_of(model, cluster, engine, layout):
 def test_ranks_hold_the_parameters_of_the_model(name, degrees, request, engine, layout):
     model = request.getfixturevalue(name)
     table = LayoutTable.of([layout(model, m=4, **degrees)])
-    shared, experts = parameters(unit_sizes(model, engine("megatron"), table), on_ranks(model, table))
+    shared, experts = rank_parameters(unit_sizes(model, engine("megatron"), table), on_ranks(model, table))
     copy = model.vocab * model.hidden if model.tied and degrees else 0
     assert (shared + experts).sum() == model.parameters + copy
 
@@ -179,7 +179,9 @@ def test_latent_attention_parameters_add_up(engine, layout):
     for bias in (False, True):
         model = ModelSpec.model_validate({**deepseek.model_dump(), "linear_bias": bias})
         table = LayoutTable.of([layout(model)])
-        shared, experts = parameters(unit_sizes(model, engine("megatron"), table), on_ranks(model, table))
+        shared, experts = rank_parameters(
+            unit_sizes(model, engine("megatron"), table), on_ranks(model, table)
+        )
         assert shared[0, 0] + experts[0, 0] == model.parameters
 
 

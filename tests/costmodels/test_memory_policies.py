@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 
 from costmodels import Cluster, Engine, Layout, ModelSpec
 from costmodels.catalogue import load_engine
-from costmodels.catalogue.yaml_files import packaged
-from costmodels.memory.peak import DYNAMIC, communicator_count, stage_memory, step_bytes
+from costmodels.catalogue.yaml_files import catalogue_file
+from costmodels.memory.peak import DYNAMIC, communicator_count, stage_memory, update_bytes
 from costmodels.memory.unit_sizes import unit_sizes
 from costmodels.pricing import price
 from costmodels.ranks.pipeline import Ranks, all_ranks, ranks_entry
-from costmodels.ranks.reductions import on_rank, total
+from costmodels.ranks.reductions import parts_of_rank, parts_total
 from costmodels.spec.estimate import StageMemory
 from costmodels.spec.table import Floats, LayoutTable
 
@@ -110,7 +110,7 @@ def test_the_optimizer_step_of_nanotron_gathers_a_copy_of_the_parameters(
 ) -> None:
     nanotron = engine("nanotron", allocator_workspace_bytes=0.0, allocator_rotary_tables=False)
     table = LayoutTable.of([layout(gpt, dp=8, zero=1, m=4)])
-    found = step_bytes(nanotron, table, unit_sizes(gpt, nanotron, table), every_rank(gpt, table))
+    found = update_bytes(nanotron, table, unit_sizes(gpt, nanotron, table), every_rank(gpt, table))
     assert found[0, 0] == pytest.approx((8 + 12 / 8 + 2 + 2 / 8) * gpt.parameters)
 
 
@@ -256,14 +256,14 @@ def test_parts_that_broadcast_add_up_as_whole_ones(
     parts = {"first": random.random((rows, ranks))}
     parts |= {str(place): random.random(sizes[shape]) for place, shape in enumerate(shapes)}
     whole = {name: np.broadcast_to(held, (rows, ranks)) for name, held in parts.items()}
-    np.testing.assert_allclose(total(parts), sum(whole.values()))
+    np.testing.assert_allclose(parts_total(parts), sum(whole.values()))
     picked = random.integers(0, ranks, rows)
-    for name, held in on_rank(parts, picked).items():
+    for name, held in parts_of_rank(parts, picked).items():
         np.testing.assert_array_equal(held, whole[name][np.arange(rows), picked])
 
 
 def test_fitted_memory_constants_reach_the_engines() -> None:
-    fits = packaged("calibrated_memory.yaml")["engines"]
+    fits = catalogue_file("calibrated_memory.yaml")["engines"]
     assert set(fits) == {"aleph-scaling", "bloom", "nanotron"}
     for name, fit in fits.items():
         engine = load_engine(name)

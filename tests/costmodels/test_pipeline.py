@@ -7,7 +7,7 @@ import pytest
 
 from costmodels import Layout, price
 from costmodels.catalogue import load_model
-from costmodels.ranks.pipeline import Ranks, all_ranks, deciding_ranks, in_flight
+from costmodels.ranks.pipeline import Ranks, all_ranks, critical_ranks, in_flight
 from costmodels.spec.layout import even_split
 from costmodels.spec.table import LayoutTable
 from costmodels.time.bubble import bubble_seconds, message_seconds
@@ -60,7 +60,7 @@ def test_few_ranks_decide_for_all(mixture, layout):
             split = tuple(np.diff([0, *cuts, 16]).tolist())
             layouts.append(layout(mixture, pp=pp, vpp=vpp, m=pp * 2, layers_per_stage=split))
     table = LayoutTable.of(layouts)
-    deciding, _ = deciding_ranks(mixture, table)
+    deciding, _ = critical_ranks(mixture, table)
     names = [field.name for field in fields(Ranks) if field.name != "count"]
     for row, each in enumerate(layouts):
         every = all_ranks(each.layers_per_stage, each.pipeline_parallel, mixture.dense_layers)
@@ -130,7 +130,7 @@ def test_layers_add_up_where_only_some_kinds_have_any(cluster, engine):
         Layout(data_parallel=8, layers_per_stage=split, global_batch_size=batch, **block) for batch in (8, 16)
     ]
     table = LayoutTable.of(layouts)
-    for layers in deciding_ranks(deepseek, table)[0].layers:
+    for layers in critical_ranks(deepseek, table)[0].layers:
         assert layers.tolist() == [deepseek.layers]
     prices = price(deepseek, cluster(8), engine("bundled"), table)
     for row, one in enumerate(layouts):

@@ -76,7 +76,7 @@ def test_parts_have_the_names_of_the_records(llama, cluster, engine, layouts):
 def test_blocks_change_nothing(llama, cluster, engine, layouts, monkeypatch):
     table = LayoutTable.of(layouts)
     whole = price(llama, cluster(64), engine("megatron"), table)
-    monkeypatch.setattr("costmodels.spec.blocks.BLOCK", 7)
+    monkeypatch.setattr("costmodels.spec.row_blocks.BLOCK", 7)
     parts = price(llama, cluster(64), engine("megatron"), table)
     np.testing.assert_allclose(parts.step_time_s, whole.step_time_s)
     np.testing.assert_allclose(parts.peak_memory_bytes, whole.peak_memory_bytes)

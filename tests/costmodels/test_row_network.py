@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from costmodels.calibration.measurements import known
-from costmodels.calibration.published_networks import collectives, state
+from costmodels.calibration.measurements import source_notes
+from costmodels.calibration.published_networks import cluster_state, job_collectives
 
 KNOWN = {
     "message_bytes": 2**28,
@@ -22,7 +22,7 @@ def notes(reduced: float, gathered: float) -> str:
 
 
 def test_one_node_has_bandwidth_alone():
-    rows = collectives(notes(458, 262), KNOWN, 8, 1)
+    rows = job_collectives(notes(458, 262), KNOWN, 8, 1)
     assert [row.collective for row in rows] == ["all_reduce", "all_gather", "reduce_scatter"]
     # Printed in two units, all three are the bandwidth of the same links.
     assert [row.bus_bandwidth / 1e9 for row in rows] == pytest.approx([458, 458.5, 458.5])
@@ -33,7 +33,7 @@ def test_one_node_has_bandwidth_alone():
 def test_bandwidth_and_latency_give_back_the_time_that_was_seen(nodes):
     world, message = 8 * nodes, 2**28
     share = (world - 1) / world
-    rows = {row.collective: row for row in collectives(notes(13, 6.4), KNOWN, world, nodes)}
+    rows = {row.collective: row for row in job_collectives(notes(13, 6.4), KNOWN, world, nodes)}
     reduced, gathered = rows["all_reduce"], rows["all_gather"]
     assert 2 * message * share / reduced.bus_bandwidth + reduced.latency == pytest.approx(
         2 * message * share / 13e9
@@ -43,19 +43,19 @@ def test_bandwidth_and_latency_give_back_the_time_that_was_seen(nodes):
 
 
 def test_what_is_faster_than_links_has_no_latency():
-    rows = collectives(notes(433, 224), KNOWN, 16, 2)
+    rows = job_collectives(notes(433, 224), KNOWN, 16, 2)
     assert [row.latency for row in rows] == [0, 0, 0]
     assert rows[0].bus_bandwidth == 433e9
 
 
 @pytest.mark.parametrize("text", ["", "AR/AG/RS=0/0/0;", "AR/AG/RS=1.2.3/4/5;"])
 def test_rows_that_print_nothing_have_no_table_and_no_state(text):
-    assert collectives(text, KNOWN, 64, 8) == ()
-    assert state(text, KNOWN, 8) == {}
+    assert job_collectives(text, KNOWN, 64, 8) == ()
+    assert cluster_state(text, KNOWN, 8) == {}
 
 
 def test_one_device_has_no_collectives():
-    assert collectives(notes(458, 262), KNOWN, 1, 1) == ()
+    assert job_collectives(notes(458, 262), KNOWN, 1, 1) == ()
 
 
 @pytest.mark.parametrize(
@@ -69,17 +69,21 @@ def test_one_device_has_no_collectives():
     ],
 )
 def test_the_last_state_that_matches_counts(gathered, nodes, changes):
-    assert state(notes(100, gathered), KNOWN, nodes) == changes
+    assert cluster_state(notes(100, gathered), KNOWN, nodes) == changes
 
 
 def test_states_of_the_catalogue_tell_jobs_apart():
-    network = known()["sources"]["hf_ultrascale"]["network"]
+    network = source_notes()["sources"]["hf_ultrascale"]["network"]
     healthy = [(1, 260), (2, 211), (4, 198), (8, 154), (16, 109), (32, 63), (64, 43)]
     congested = [(1, 242), (2, 176), (4, 102), (8, 58), (16, 29), (32, 15), (64, 7)]
     stalled = [(1, 41.8), (2, 41.8), (4, 40.7), (8, 33.5)]
-    assert not any(state(notes(1, gathered), network, nodes) for nodes, gathered in healthy)
+    assert not any(cluster_state(notes(1, gathered), network, nodes) for nodes, gathered in healthy)
     for nodes, gathered in congested:
-        assert set(state(notes(1, gathered), network, nodes)) == {"host.tensor_parallel_step", "host.nodes"}
+        assert set(cluster_state(notes(1, gathered), network, nodes)) == {
+            "host.tensor_parallel_step",
+            "host.nodes",
+        }
     assert all(
-        "network.message_latency" in state(notes(1, gathered), network, nodes) for nodes, gathered in stalled
+        "network.message_latency" in cluster_state(notes(1, gathered), network, nodes)
+        for nodes, gathered in stalled
     )

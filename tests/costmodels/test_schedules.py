@@ -10,7 +10,7 @@ import pytest
 from costmodels.errors import InputError
 from costmodels.ranks.pipeline import all_ranks, in_flight
 from costmodels.spec.layout import SPLIT_BACKWARD, Layout, even_split
-from costmodels.spec.schedules import orders, runs
+from costmodels.spec.schedules import orders, schedule_exists
 from costmodels.spec.table import LayoutTable
 from costmodels.time.bubble import bubble_seconds, split_bubble_seconds
 from tests.support.schedule_orders import Action, action_order
@@ -63,7 +63,7 @@ def test_orders_are_those_of_pytorch(schedule, pipeline):
                 expected = action_order(schedule, pipeline, chunks, micro_batches)
             except ValueError:
                 # Megatron-LM runs 1F1B with fewer micro batches than ranks.
-                assert schedule == "1f1b" or not runs(schedule, pipeline, chunks, micro_batches)
+                assert schedule == "1f1b" or not schedule_exists(schedule, pipeline, chunks, micro_batches)
                 continue
             found = orders(schedule, pipeline, chunks, micro_batches)
             for order, actions in zip(found, expected, strict=True):
@@ -144,8 +144,8 @@ def test_what_is_in_flight_is_what_the_schedule_keeps(schedule, pipeline, chunks
             most_alive, most_waiting = max(alive, most_alive), max(waiting, most_waiting)
         if layers == 48:
             assert found[rank] == most_alive
-            assert ranks.waiting[rank] == most_waiting
-        assert found[rank] >= most_alive and ranks.waiting[rank] >= most_waiting
+            assert ranks.backlog[rank] == most_waiting
+        assert found[rank] >= most_alive and ranks.backlog[rank] >= most_waiting
         assert found[rank] <= 1.35 * most_alive
 
 

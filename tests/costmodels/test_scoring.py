@@ -13,10 +13,10 @@ from costmodels.calibration.accuracy import (
     FIT_SHARE,
     FITTED_SOURCES,
     Predictions,
-    fitted,
+    is_fit_row,
     predict,
-    scalars,
     score,
+    time_factors,
 )
 from costmodels.calibration.measurements import Measurement
 from costmodels.calibration.rank_correlation import kendall_tau, rank_sweeps, regret
@@ -242,13 +242,13 @@ def test_scalars_are_geometric_medians(measurement, engine):
     rows = [measurement(step_time_s=seconds) for seconds in (2.0, 8.0)]
     rows.append(measurement(engine=engine("fsdp"), step_time_s=3.0))
     rows.append(measurement(oom=True, step_time_s=None))
-    found = scalars(rows, predicted([1.0, 1.0, 2.0, 1.0]))
+    found = time_factors(rows, predicted([1.0, 1.0, 2.0, 1.0]))
     assert found == {
         ("fsdp", "a100-80gb"): pytest.approx(1.5),
         ("megatron", "a100-80gb"): pytest.approx(4.0),
     }
     # Fitted once more on top of itself, nothing is left to fit.
-    again = scalars(rows, predict(rows, scalars(rows, predict(rows))))
+    again = time_factors(rows, predict(rows, time_factors(rows, predict(rows))))
     assert list(again.values()) == pytest.approx([1.0, 1.0])
 
 
@@ -256,11 +256,11 @@ def test_the_fit_sees_its_share_of_its_sources_wherever_the_rows_stand(measureme
     one = measurement(source=FITTED_SOURCES[0])
     jobs = [one.model.model_copy(update={"name": f"model {number}"}) for number in range(1000)]
     rows = [replace(one, model=job, line=line) for line, job in enumerate(jobs)]
-    seen = [fitted(row) for row in rows]
+    seen = [is_fit_row(row) for row in rows]
     assert np.mean(seen) == pytest.approx(FIT_SHARE, abs=0.05)
     # Neither its place nor where it was published moves a job to the other side.
-    assert [fitted(replace(row, line=7, sweep="other", reference="again")) for row in rows] == seen
-    assert not any(fitted(replace(row, source="somewhere")) for row in rows)
+    assert [is_fit_row(replace(row, line=7, sweep="other", reference="again")) for row in rows] == seen
+    assert not any(is_fit_row(replace(row, source="somewhere")) for row in rows)
 
 
 def test_rows_of_one_reference_are_split_by_their_jobs(measurement, gpt, cluster, layout):
@@ -269,4 +269,4 @@ def test_rows_of_one_reference_are_split_by_their_jobs(measurement, gpt, cluster
         for m in range(1, 11)
         for mbs in (1, 2, 4)
     ]
-    assert 0 < sum(fitted(job) for job in jobs) < len(jobs)
+    assert 0 < sum(is_fit_row(job) for job in jobs) < len(jobs)

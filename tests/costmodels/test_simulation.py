@@ -16,8 +16,8 @@ from costmodels.ranks.pipeline import Ranks
 from costmodels.spec.layout import SPLIT_BACKWARD, V_SCHEDULES, Layout, Schedule
 from costmodels.spec.table import LayoutTable
 from costmodels.time import simulation
-from costmodels.time.bubble import bubble_seconds, held_seconds, send_seconds, split_bubble_seconds
-from costmodels.time.simulation import StageSeconds, graph, period_of, pipeline_seconds, simulate
+from costmodels.time.bubble import bubble_seconds, message_wait_seconds, send_seconds, split_bubble_seconds
+from costmodels.time.simulation import StageSeconds, graph, pipeline_seconds, simulate, steady_period
 from tests.support.schedule_orders import Action, action_order, makespan
 
 SCHEDULES: tuple[Schedule, ...] = ("1f1b", "interleaved", *SPLIT_BACKWARD)
@@ -145,7 +145,7 @@ def test_longer_schedules_have_more_whole_periods(schedule, pipeline, wanted):
     later; what lies before that end needs nothing from behind it, what lies behind it needs nothing from
     before the last period.
     """
-    chunks, period = chunks_of(schedule, wanted), period_of(schedule, pipeline)
+    chunks, period = chunks_of(schedule, wanted), steady_period(schedule, pipeline)
     count = 4 * pipeline
     short, long = (graph(schedule, pipeline, chunks, number) for number in (count, count + period))
     per_rank = len(short.before) // pipeline
@@ -283,7 +283,7 @@ def closed(schedule, pipeline, chunks, micro_batches, seconds: StageSeconds) -> 
     else:
         bubble = bubble_seconds(total, count, np.full(1, float(chunks)))
     message = np.full(1, seconds.send.max(initial=0.0))
-    held = held_seconds(table, total, ranks_of(pipeline), message, seconds.waits)
+    held = message_wait_seconds(table, total, ranks_of(pipeline), message, seconds.waits)
     split = w if schedule in SPLIT_BACKWARD else 0 * w
     passes = f[:, slow], (i + w)[:, slow], split[:, slow]
     sends = send_seconds(table, message, held, spare, *passes, seconds.waits)

@@ -10,17 +10,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from costmodels import Layout, even_split
-from costmodels.ranks.reductions import highest
-from costmodels.spec import blocks
-from costmodels.spec.layout import schedule_runs
+from costmodels.ranks.reductions import row_maximum
+from costmodels.spec import row_blocks
+from costmodels.spec.layout import schedule_takes
 from costmodels.spec.table import (
     OPTIMIZERS,
     RECOMPUTE_MODULES,
     SCHEDULES,
     LayoutTable,
-    combined,
-    distinct,
-    numbers,
+    combined_key,
+    distinct_numbers,
+    distinct_rows,
 )
 
 
@@ -30,7 +30,7 @@ def layouts(draw: st.DrawFn) -> Layout:
     tp, cp, dp, pp = (draw(st.sampled_from([1, 2, 4])) for _ in range(4))
     ep = draw(st.sampled_from([1, 2])) if tp * cp * dp > 1 else 1
     chunks = draw(st.integers(1, 3)) if pp > 1 else 1
-    schedule = draw(st.sampled_from([name for name in SCHEDULES if schedule_runs(name, chunks)]))
+    schedule = draw(st.sampled_from([name for name in SCHEDULES if schedule_takes(name, chunks)]))
     zero = draw(st.integers(0, 3)) if dp * cp > 1 else 0
     recompute = draw(st.sampled_from(["none", "selective", "full"]))
     offloads = draw(st.booleans())
@@ -100,20 +100,20 @@ def test_combined_columns_order_rows_as_the_columns_do_however_large() -> None:
     rng = np.random.default_rng(0)
     columns = [rng.integers(0, 1 << 20, 50) for _ in range(5)]
     columns[0][:25] = columns[0][25:]
-    assert np.argsort(combined(columns)).tolist() == np.lexsort(columns[::-1]).tolist()
-    first, code = distinct([np.array([3, 1, 3, 1]), np.array([True, False, True, True])])
+    assert np.argsort(combined_key(columns)).tolist() == np.lexsort(columns[::-1]).tolist()
+    first, code = distinct_rows([np.array([3, 1, 3, 1]), np.array([True, False, True, True])])
     assert first[code].tolist() == [0, 1, 0, 3]
 
 
 @pytest.mark.parametrize("columns", [1, 2, 16, 17])
 def test_the_highest_of_each_row_is_found_for_few_columns_and_for_many(columns: int) -> None:
     held = np.random.default_rng(columns).normal(size=(50, columns))
-    assert (highest(held) == held.max(axis=1)).all()
-    assert (highest(np.broadcast_to(held[:1], held.shape)) == held[0].max()).all()
+    assert (row_maximum(held) == held.max(axis=1)).all()
+    assert (row_maximum(np.broadcast_to(held[:1], held.shape)) == held[0].max()).all()
 
 
 def test_blocks_are_the_rows_that_are_asked_for_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(blocks, "BLOCK", 3)
+    monkeypatch.setattr(row_blocks, "BLOCK", 3)
     some = [
         Layout(micro_batch_size=size, layers_per_stage=(4,), global_batch_size=8 * size)
         for size in range(1, 9)
@@ -123,7 +123,7 @@ def test_blocks_are_the_rows_that_are_asked_for_in_order(monkeypatch: pytest.Mon
     def sizes(block: LayoutTable) -> list[int]:
         return block.micro_batch_size.tolist()  # type: ignore[no-any-return]
 
-    assert [*blocks.in_blocks(sizes, table)] == [[1, 2, 3], [4, 5, 6], [7, 8]]
-    assert [*blocks.in_blocks(sizes, table, rows)] == [[8, 1, 4], [4]]
-    assert [*blocks.in_blocks(sizes, table, rows[:0])] == [[]]
-    assert numbers(table.micro_batch_size[rows]) == [1, 4, 8]
+    assert [*row_blocks.block_results(sizes, table)] == [[1, 2, 3], [4, 5, 6], [7, 8]]
+    assert [*row_blocks.block_results(sizes, table, rows)] == [[8, 1, 4], [4]]
+    assert [*row_blocks.block_results(sizes, table, rows[:0])] == [[]]
+    assert distinct_numbers(table.micro_batch_size[rows]) == [1, 4, 8]

@@ -16,7 +16,7 @@ from costmodels import Cluster, Device, Engine, Link
 from costmodels.catalogue import load_device, load_engine
 from costmodels.errors import InputError
 from costmodels.network.collectives import group, send
-from costmodels.network.topology import describe, graph, island_ranks, pair, spread, tiers
+from costmodels.network.topology import describe, device_pair, graph, group_span, island_ranks, tiers
 
 DEVICE = Device(
     name="d",
@@ -206,7 +206,7 @@ def test_islands_that_do_not_divide_a_job_are_never_too_fast(
 def test_groups_fall_on_blocks_as_when_they_are_counted(unit: int, size: int, stride: int, more: int) -> None:
     world = more * int(np.lcm(unit, size * stride))
     counted = [[len(part) for part in blocks(ranks, unit)] for ranks in members(world, size, stride)]
-    least, most = spread(world, unit, np.array([size]), np.array([stride]))
+    least, most = group_span(world, unit, np.array([size]), np.array([stride]))
     assert least[0] == min(min(parts) for parts in counted)
     assert most[0] == max(len(parts) for parts in counted)
 
@@ -218,8 +218,8 @@ def test_pairs_of_the_graph(found: Cluster, data: st.DataObject) -> None:
         return
     drawn, count = graph(found), found.world_size
     first, second = data.draw(st.lists(st.integers(0, count - 1), min_size=2, max_size=2, unique=True))
-    bandwidth, latency = pair(found, first, second)
-    assert pair(found, second, first) == (bandwidth, latency)
+    bandwidth, latency = device_pair(found, first, second)
+    assert device_pair(found, second, first) == (bandwidth, latency)
     ends = ("device", first), ("device", second)
     assert networkx.is_connected(drawn)
     found_latency = networkx.shortest_path_length(drawn, *ends, weight="latency")
@@ -234,7 +234,7 @@ def test_pairs_of_the_graph(found: Cluster, data: st.DataObject) -> None:
 def test_a_mesh_gives_a_group_the_wires_between_its_members() -> None:
     found = cluster(16, 8, intra_node=Link(name="wires", bandwidth=70e9, latency=1e-6, wiring="mesh"))
     assert [closed_form(found, size, 1) for size in (2, 4, 8)] == pytest.approx([10e9, 30e9, 70e9])
-    assert pair(found, 0, 5)[0] == pytest.approx(10e9)
+    assert device_pair(found, 0, 5)[0] == pytest.approx(10e9)
     wires = [ends for ends in graph(found).edges if {end[0] for end in ends} == {"device"}]
     assert len(wires) == 2 * 8 * 7 // 2
     members = group(found, IDEAL, np.array([4]), np.array([1]))
@@ -322,7 +322,7 @@ def test_what_is_said_of_a_cluster() -> None:
 )
 def test_pairs_that_do_not_exist(first: int, second: int, message: str) -> None:
     with pytest.raises(InputError, match=message):
-        pair(cluster(16, 8), first, second)
+        device_pair(cluster(16, 8), first, second)
 
 
 def test_large_clusters_are_not_drawn() -> None:

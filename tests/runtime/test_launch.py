@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from costmodels.catalogue.host import available_cores
+from costmodels.catalogue.local_machine import available_cores
 from runtime.entry import ENTRY
 from runtime.launch import fork_server, supervisor
 from runtime.launch.measurement import Measurement, measurement

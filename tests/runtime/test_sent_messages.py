@@ -13,7 +13,7 @@ from torch.distributed.pipelining import schedules
 from costmodels.bundled.pass_states import stages_of
 from costmodels.bundled.sent_messages import sent_messages
 from costmodels.spec.layout import Schedule
-from costmodels.spec.schedules import BACKWARD, FORWARD, orders, runs
+from costmodels.spec.schedules import BACKWARD, FORWARD, orders, schedule_exists
 from costmodels.spec.send_order import SENDS_OF_STAGE
 from costmodels.tapes.player.message_times import Timed, message_times
 from runtime.parallel.send_limit import keeps_messages, limit_sends
@@ -87,7 +87,7 @@ def test_sends_are_awaited_when_pytorch_awaits_them(pipeline: int, chunks: int, 
 def test_the_runtime_awaits_the_sends_that_pytorch_would(
     schedule: Schedule, pipeline: int, chunks: int, micro_batches: int, most: int
 ) -> None:
-    assume(runs(schedule, pipeline, chunks, micro_batches))
+    assume(schedule_exists(schedule, pipeline, chunks, micro_batches))
     plan = planned(schedule, pipeline, chunks, micro_batches)
     actions, rank_of = plan.pipeline_order_with_comms, plan.stage_index_to_group_rank.__getitem__
     try:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from costmodels import Layout
 from costmodels.spec.layout import SPLIT_BACKWARD
-from costmodels.spec.schedules import BACKWARD, FORWARD, GATHERED_STAGES, WEIGHTS, orders, runs
+from costmodels.spec.schedules import BACKWARD, FORWARD, GATHERED_STAGES, WEIGHTS, orders, schedule_exists
 
 State = tuple[object, ...]
 
@@ -36,7 +36,7 @@ def enough_micro_batches(layout: Layout, pipeline_rank: int) -> int:
     if pipeline == 1:
         # The first makes gradients, others add to them, and the last reduces them.
         return min(wanted, 3)
-    if wanted <= pipeline or not runs(layout.schedule, pipeline, chunks, wanted):
+    if wanted <= pipeline or not schedule_exists(layout.schedule, pipeline, chunks, wanted):
         return wanted
     states = set(_states(layout, pipeline_rank, wanted))
     step, rounds = (1, 1) if layout.schedule == "1f1b" else (pipeline, ROUNDS)
@@ -45,7 +45,7 @@ def enough_micro_batches(layout: Layout, pipeline_rank: int) -> int:
     if chunks > GATHERED_STAGES:
         rounds = MANY_ROUNDS
     for fewer in range(wanted % step + rounds * pipeline, wanted, step):
-        if runs(layout.schedule, pipeline, chunks, fewer) and states <= set(
+        if schedule_exists(layout.schedule, pipeline, chunks, fewer) and states <= set(
             _states(layout, pipeline_rank, fewer)
         ):
             return fewer

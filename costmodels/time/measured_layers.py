@@ -24,7 +24,7 @@ Narrow where kernels change with the shape; wide in tokens, of which larger batc
 """
 
 
-SINGLE = 0.2
+SINGLE_STEP = 0.2
 """Share of what is unknown of a layer that one measured step tells: its noise need not be its layers'."""
 
 
@@ -53,16 +53,16 @@ def layer_factor(model: ModelSpec, engine: Engine, table: LayoutTable) -> Floats
     return result
 
 
-def known_share(model: ModelSpec, engine: Engine, table: LayoutTable) -> Floats:
+def measurement_share(model: ModelSpec, engine: Engine, table: LayoutTable) -> Floats:
     """How well the time of a layer is known from measurements, [n]: 0 by formulas alone, 1 by many steps."""
     if not engine.measured_layers or model.experts:
         return np.zeros(len(table))
     which, near = _nearest(model, engine, table)
-    result: Floats = near * (1 - (1 - SINGLE) ** _known(engine.measured_layers)[2][which])
+    result: Floats = near * (1 - (1 - SINGLE_STEP) ** _known(engine.measured_layers)[2][which])
     return result
 
 
-def corrected(layer: Passes, model: ModelSpec, engine: Engine, table: LayoutTable) -> Passes:
+def scale_by_measurements(layer: Passes, model: ModelSpec, engine: Engine, table: LayoutTable) -> Passes:
     """A dense layer, all parts of which take `layer_factor` times as long."""
     if not engine.measured_layers:
         return layer

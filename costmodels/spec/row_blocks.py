@@ -10,12 +10,12 @@ from costmodels.spec.table import Ints, LayoutTable
 BLOCK = 16384
 """Rows at a time, so that intermediate arrays stay small however long the table."""
 
-Found = TypeVar("Found")
+ResultT = TypeVar("ResultT")
 
 
-def in_blocks(
-    compute: Callable[[LayoutTable], Found], table: LayoutTable, rows: Ints | None = None
-) -> Iterator[Found]:
+def block_results(
+    compute: Callable[[LayoutTable], ResultT], table: LayoutTable, rows: Ints | None = None
+) -> Iterator[ResultT]:
     """What `compute` finds of each block of a table, in order; of an empty table, of no rows.
 
     Args:
