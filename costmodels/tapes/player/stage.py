@@ -210,10 +210,14 @@ class Stage:
             self._play(place, place.played.forward)
             if place.group is not None:
                 place.group.post_forward()
-        if self.traffic.gathered_last is not None:
-            heap.free(self.traffic.gathered_last)
-            self.traffic.gathered_last = None
+        self._end_of_root()
         heap.enter(label)
+
+    def _end_of_root(self) -> None:
+        """The end of forward of the module that began it."""
+        if self.traffic.gathered_last is not None:
+            self.heap.free(self.traffic.gathered_last)
+            self.traffic.gathered_last = None
 
     def loss(self) -> None:
         """Forward of the loss."""
@@ -298,8 +302,11 @@ class Stage:
                 continue
             elif step == EXPERTS_FORWARD:
                 experts.pre_forward()
-            elif step == EXPERTS_FORWARD_END:
+            elif step == EXPERTS_FORWARD_END and self.heap.label == "forward":
                 experts.post_forward()
+            elif step == EXPERTS_FORWARD_END:
+                # Computed again, parameters stay, and the experts are a root of their own.
+                self._end_of_root()
             elif step == EXPERTS_BACKWARD:
                 experts.pre_backward()
             elif step == EXPERTS_BACKWARD_END:
