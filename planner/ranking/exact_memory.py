@@ -1,8 +1,9 @@
-"""The first plans of the bundled engine, held to the exact formula of its runtime's memory.
+"""The first plans of the bundled engine, held to the exact bytes of its runtime's memory.
 
-The search prices masses with the closed forms of `costmodels.memory`. `costmodels.bundled` replays
-what the runtime allocates, and has the bytes of `planner dryrun`: where it covers a layout, they decide
-whether a plan fits, and estimates show them.
+The search prices masses with the closed forms of `costmodels.memory`. `costmodels.tapes.player` plays
+recordings of what the runtime allocates, and `costmodels.bundled` repeats what of it is not recorded: both
+have the bytes of `planner dryrun`. Where one of them knows a layout, they decide whether a plan fits, and
+estimates show them.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from costmodels.spec.hardware import Cluster
 from costmodels.spec.layout import SPLIT_BACKWARD, Layout
 from costmodels.spec.model import ModelSpec
 from costmodels.spec.table import Bools, Floats, Ints, LayoutTable
+from costmodels.tapes import player
 
 ENGINE = "bundled"
 """The engine whose allocations are known."""
@@ -36,8 +38,15 @@ def verifiable(model: ModelSpec, cluster: Cluster, engine: Engine, table: Layout
     splits = table.runs(*SPLIT_BACKWARD)
     result = np.zeros(len(table), dtype=np.bool_)
     for compiled, rows in _by_compilation(splits):
-        result[rows] = bundled.covers(model, table.take(rows), compiled=compiled)
+        some = table.take(rows)
+        result[rows] = bundled.covers(model, some, compiled=compiled) | played(model, some, compiled)
     return result
+
+
+def played(model: ModelSpec, table: LayoutTable, compiled: bool) -> Bools:
+    """Rows whose units are all recorded, [n]."""
+    every = (player.plays(model, table.layout(row), compiled) for row in range(len(table)))
+    return np.fromiter(every, dtype=np.bool_, count=len(table))
 
 
 def _by_compilation(splits: Bools) -> Iterator[tuple[bool, Ints]]:
@@ -59,14 +68,18 @@ def exact_bytes(model: ModelSpec, cluster: Cluster, engine: Engine, table: Layou
     engine = engine.for_device(cluster.device)
     found: list[RankBytes] = [{}] * len(table)
     for compiled, rows in _by_compilation(table.runs(*SPLIT_BACKWARD)):
-        some = table.take(rows)
-        held = bundled.stage_memory(model, cluster, engine, some, compiled=compiled)
-        for place, row in enumerate(rows.tolist()):
-            ranks = int(table.pipeline_parallel[row])
-            found[row] = {
-                name: np.broadcast_to(array, (len(some), max(ranks, array.shape[1])))[[place], :ranks]
-                for name, array in held.items()
-            }
+        is_played = played(model, table.take(rows), compiled)
+        for own, memory in ((rows[is_played], player.stage_memory), (rows[~is_played], bundled.stage_memory)):
+            if not len(own):
+                continue
+            some = table.take(own)
+            held = memory(model, cluster, engine, some, compiled)
+            for place, row in enumerate(own.tolist()):
+                ranks = int(table.pipeline_parallel[row])
+                found[row] = {
+                    name: np.broadcast_to(array, (len(some), max(ranks, array.shape[1])))[[place], :ranks]
+                    for name, array in held.items()
+                }
     return found
 
 

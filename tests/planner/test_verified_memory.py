@@ -36,7 +36,7 @@ def test_a_plan_shows_the_bytes_of_the_runtime() -> None:
     plan = search().best
     assert plan is not None
     totals, _ = rank_peaks(GPT, LayoutTable.of([plan.layout]), compiled=True)
-    assert [stage.allocated for stage in plan.estimate.memory] == pytest.approx(totals[0].tolist())
+    assert [stage.allocated for stage in plan.estimate.memory] == pytest.approx(totals[0].tolist(), rel=1e-3)
     again = planner.evaluate(plan.layout, model=GPT, device="a100-80g")
     assert again.memory == plan.estimate.memory
     assert again.peak_memory_bytes == max(stage.total for stage in again.memory)

@@ -6,26 +6,34 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from costmodels.spec.layout import Layout
+from costmodels.memory.peak import dynamic, margin
+from costmodels.spec.engine import Engine
+from costmodels.spec.hardware import Cluster
+from costmodels.spec.layout import SPLIT_BACKWARD, Layout
 from costmodels.spec.model import ModelSpec
-from costmodels.spec.table import Floats
+from costmodels.spec.table import Floats, LayoutTable
 from costmodels.tapes.player.heap import CATEGORIES, Moment
 from costmodels.tapes.player.stage import Setting, Unit
 from costmodels.tapes.player.step import Rank
 from costmodels.tapes.store import default_version, has_tapes, tape_of
 from costmodels.tapes.structure import LAYERS, Structure, structure_of, units_of_stage
+from costmodels.tapes.structure import Unit as UnitKind
 
-__all__ = ["CATEGORIES", "Moment", "missing", "rank_moments", "rank_peaks"]
+__all__ = ["CATEGORIES", "Moment", "missing", "plays", "rank_moments", "rank_peaks", "stage_memory"]
 
 
 def structures_of_stage(model: ModelSpec, layout: Layout, stage: int, compiled: bool) -> list[Structure]:
     """The structures of the units of one stage, in the order of forward."""
+    known: dict[tuple[UnitKind, bool], Structure] = {}
     found, layers = [], 0
-    again = (
-        layout.recompute_num_layers if layout.recompute_method == "block" else len(layout.layer_range(stage))
-    )
+    again = len(layout.layer_range(stage))
+    if layout.recompute_method == "block":
+        again = layout.recompute_num_layers
     for unit in units_of_stage(model, layout, stage):
-        found.append(structure_of(model, layout, unit, compiled, recomputes=layers < again))
+        key = unit, layers < again
+        if key not in known:
+            known[key] = structure_of(model, layout, unit, compiled, recomputes=layers < again)
+        found.append(known[key])
         layers += unit in LAYERS
     return found
 
@@ -35,9 +43,20 @@ def missing(
 ) -> tuple[Structure, ...]:
     """The structures of a layout that have no tape."""
     version = version or default_version()
-    stages = range(len(layout.layers_per_stage))
-    every = {one for stage in stages for one in structures_of_stage(model, layout, stage, compiled)}
+    every = {
+        one
+        for stage in range(len(layout.layers_per_stage))
+        for one in set(structures_of_stage(model, layout, stage, compiled))
+    }
     return tuple(sorted(one for one in every if not has_tapes([one], version)))
+
+
+def plays(model: ModelSpec, layout: Layout, compiled: bool, version: str | None = None) -> bool:
+    """Whether the memory of a layout is known: there are tapes of all its units, and its passes are whole."""
+    several = layout.recompute != "none" and layout.recompute_method == "uniform"
+    if layout.schedule in SPLIT_BACKWARD or (several and layout.recompute_num_layers > 1):
+        return False
+    return not missing(model, layout, compiled, version)
 
 
 def rank_moments(
@@ -71,6 +90,24 @@ def rank_peaks(
             highest = max(moments, key=lambda moment: moment.total)
             compositions[:, row, rank] = highest.composition
     return compositions.sum(axis=0), compositions
+
+
+def stage_memory(
+    model: ModelSpec, cluster: Cluster, engine: Engine, table: LayoutTable, compiled: bool = False
+) -> dict[str, Floats]:
+    """Bytes on a device of each pipeline rank at the peak: the fields of `StageMemory`.
+
+    Arrays of shape [n, k], or such that broadcast to it, for k pipeline ranks; 0 tensors for ranks that a row
+    does not have.
+
+    Args:
+        table: rows that it `plays`.
+    """
+    layouts = [table.layout(row) for row in range(len(table))]
+    _, compositions = rank_peaks(model, layouts, compiled)
+    parts = dict(zip(CATEGORIES, compositions, strict=True))
+    lost = engine.allocator.fragmentation * dynamic(parts)
+    return parts | margin(cluster, engine, table, lost, model.experts > 0)
 
 
 def _moments(
