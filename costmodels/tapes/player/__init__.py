@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from costmodels.memory.peak import dynamic, margin
+from costmodels.memory.peak import dynamic_bytes, margin_bytes
 from costmodels.spec.engine import Engine
 from costmodels.spec.hardware import Cluster
 from costmodels.spec.layout import SPLIT_BACKWARD, Layout
@@ -106,8 +106,8 @@ def stage_memory(
     layouts = [table.layout(row) for row in range(len(table))]
     _, compositions = rank_peaks(model, layouts, compiled)
     parts = dict(zip(CATEGORIES, compositions, strict=True))
-    lost = engine.allocator.fragmentation * dynamic(parts)
-    return parts | margin(cluster, engine, table, lost, model.experts > 0)
+    lost = engine.allocator.fragmentation * dynamic_bytes(parts)
+    return parts | margin_bytes(cluster, engine, table, lost, model.experts > 0)
 
 
 def _moments(
