@@ -24,8 +24,8 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from costmodels import Layout, ModelSpec, Precision
 from runtime.job.devices import torch_device
 from runtime.job.metrics import peak_memory_bytes
+from runtime.model.number_formats import DTYPES
 from runtime.model.transformer import Transformer
-from runtime.parallel.data import DTYPES
 from runtime.parallel.initialisation import initialise
 from runtime.parallel.loss import cross_entropy_sum
 from runtime.parallel.ranks import Ranks

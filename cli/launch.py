@@ -24,11 +24,11 @@ from planner.plan import Plan
 from runtime.faults.options import FaultOptions
 from runtime.job.continuation import PreviousRun, previous_run
 from runtime.job.job import Job
+from runtime.job.plan_check import check_plan_of_job
 from runtime.launch.local_plans import forks_ranks, local_plans
 from runtime.launch.options import LaunchOptions, TrialOptions
 from runtime.launch.preparation import (
     check_machine,
-    check_plan_of_job,
     log_dir_of,
     make_log_dir,
     prepare_data,
@@ -67,7 +67,7 @@ def launch(options: LaunchOptions, trial: TrialOptions, **groups: Any) -> None:
         plans = _plans(job, previous, trial, None if options.dry_run else warm)
         plan = plans[0]
         logged = job.with_log_dir(log_dir_of(job, plan))
-        check_plan_of_job(plan, logged)
+        check_plan_of_job(plan, logged, plan.layout.world_size)
         if options.dry_run:
             _print_command(plan, logged)
             return

@@ -42,9 +42,7 @@ from runtime.huggingface.model_folder import LM_HEAD, HuggingFaceModel, entries_
 from runtime.huggingface.new_folder import new_folder
 from runtime.huggingface.stored_model import StoredModel
 from runtime.huggingface.tokenizer_files import TOKENIZER_FILE
-
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-"""Number formats by the words of `--dtype`."""
+from runtime.model.number_formats import WEIGHT_DTYPES
 
 MAX_SHARD_SIZE = "5GB"
 
@@ -146,9 +144,9 @@ def _ends(stored: StoredModel) -> Config:
 
 
 def _dtype(word: str | None) -> torch.dtype | None:
-    if word is not None and word not in DTYPES:
-        raise InputError(f"--dtype {word}: expected {', '.join(DTYPES)}")
-    return None if word is None else DTYPES[word]
+    if word is not None and word not in WEIGHT_DTYPES:
+        raise InputError(f"--dtype {word}: expected {', '.join(WEIGHT_DTYPES)}")
+    return None if word is None else WEIGHT_DTYPES[word]
 
 
 def _format_of(name: str, stored: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:

@@ -42,15 +42,15 @@ from runtime.job.continuation import (
     PreviousRun,
     change_line,
     is_restarted,
-    keep_batch,
-    keep_micro_batch,
     plan_for_ranks,
     previous_run,
 )
 from runtime.job.datasets import open_datasets
 from runtime.job.devices import check_kind, detect_device, local_device_count, torch_device
-from runtime.job.job import Job, RunOptions, plan_for_job, sample_order
+from runtime.job.job import Job, RunOptions, sample_order
 from runtime.job.loop import Loop
+from runtime.job.plan_check import check_plan_of_job
+from runtime.job.plan_search import search_for_job
 from runtime.logs.console import flush, progress, say
 from runtime.optimizers.adam8bit import check_adam8bit
 from runtime.parallel.float8 import check_float8
@@ -67,9 +67,8 @@ from runtime.parallel.ranks import (
 )
 from runtime.processes.scheduler import check_one_task
 from runtime.settings.idle_flags import idle_flag_notes
-from runtime.settings.job_rules import job_rules, reachable_batch
 from runtime.settings.options import DataOptions, OutputOptions, TrainingOptions
-from runtime.settings.preflight import check_folder, check_plan, check_training
+from runtime.settings.preflight import check_folder
 from runtime.train.trainer import Trainer
 
 
@@ -100,33 +99,14 @@ def plan_of_job(job: Job, ranks: Ranks, previous: PreviousRun | None = None) -> 
             return plan
         return plan_for_ranks(plan, ranks.world_size, ranks.local_world_size, job.training, job.data)
     device = job.cluster.device or detect_device(ranks.local_world_size)
-    sizes = ranks.world_size, ranks.local_world_size
-    margin = job.cluster.memory_margin_gib
-    batch = reachable_batch(keep_batch(job.batch, previous), job.training)
-    parallel = keep_micro_batch(job.parallel, job.training, previous)
-    return plan_for_job(
-        job.model,
-        batch,
-        parallel,
-        device,
-        *sizes,
-        memory_margin_gib=margin,
-        rules=job_rules(job.training, job.data),
-        **job.cluster.network(),
-    )
+    return search_for_job(job, device, ranks.world_size, ranks.local_world_size, previous).plan(0)
 
 
 def preflight(plan: Plan, job: Job, world_size: int) -> None:
     """Refuse, with one line, what would fail later."""
     job.training.check()
     job.output.check()
-    if job.output.load is not None:
-        from runtime.job import pretrained
-
-        pretrained.check_load(job.output)
-    job.faults.check(job.output.log_dir, job.run.distributed_timeout_minutes)
-    check_plan(plan, world_size)
-    check_training(plan, job.training, job.data)
+    check_plan_of_job(plan, job, world_size)
     for name in ("save", "log_dir", "tensorboard_dir"):
         folder = getattr(job.output, name)
         if folder is not None:

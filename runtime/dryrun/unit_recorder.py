@@ -45,9 +45,9 @@ from runtime.dryrun.kernels import gpu_kernels
 from runtime.dryrun.roles import label_layers, roles
 from runtime.dryrun.tracker import Tracker, inner_tensors
 from runtime.model.experts import MixtureOfExperts
+from runtime.model.number_formats import DTYPES
 from runtime.model.transformer import Transformer
 from runtime.parallel import recomputation
-from runtime.parallel.data import DTYPES
 from runtime.parallel.local_tensors import local_part
 from runtime.parallel.loss import TokenLoss
 from runtime.parallel.mesh import build_grid

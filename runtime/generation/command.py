@@ -26,6 +26,7 @@ from runtime.job.devices import local_device_count, torch_device
 from runtime.launch.supervisor import JobStopped, run_job
 from runtime.launch.torchrun import torchrun_command
 from runtime.logs.console import PROGRESS, progress, say
+from runtime.model.number_formats import WEIGHT_DTYPES
 from runtime.parallel.ranks import (
     Ranks,
     is_lost_connection,
@@ -35,8 +36,6 @@ from runtime.parallel.ranks import (
     start_process_group,
 )
 from runtime.settings.preflight import check_host, check_job
-
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 EVENTS_VARIABLE = "PLANNER_GENERATE_EVENTS"
 """Environment variable: print pieces of text as lines of JSON, for the process that started the ranks."""
@@ -148,7 +147,7 @@ def _generator(options: GenerateOptions, device: torch.device) -> Generator:
             special_tokens=not options.no_special_tokens,
         )
         usual = "fp32" if device.type == "cpu" else "bf16"
-        return Generator(files, DTYPES[options.dtype or usual], device, split, text)
+        return Generator(files, WEIGHT_DTYPES[options.dtype or usual], device, split, text)
 
     if not dist.is_initialized():
         return build(verified=False)
@@ -233,7 +232,7 @@ def _check_split(options: GenerateOptions, on_cpu: bool) -> None:
     check_job(spec, split.layout(spec), split.world_size)
     if on_cpu:
         words = f"{options.tensor_model_parallel_size} x {options.pipeline_model_parallel_size}"
-        weights = spec.parameters * DTYPES[options.dtype or "fp32"].itemsize / split.world_size
+        weights = spec.parameters * WEIGHT_DTYPES[options.dtype or "fp32"].itemsize / split.world_size
         check_host(split.world_size, f"--tp x --pp {words}", CONTEXT_BYTES[torch_build()] + weights)
 
 

@@ -1,33 +1,24 @@
-"""A job as its flags describe it, and the plan that it makes for itself."""
+"""A job as its flags describe it."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from costmodels import Device
-from costmodels.errors import InputError
-from planner.inputs.cluster import ClusterKeywords
-from planner.inputs.engine import DEFAULT_ENGINE
 from planner.options.batch import BatchOptions
 from planner.options.cluster import ClusterOptions
 from planner.options.flags import arguments, flag
 from planner.options.model import ModelOptions
 from planner.options.parallel import ParallelOptions
-from planner.plan import Plan
-from planner.space.rule import Rule
 from runtime.data import Datasets
 from runtime.data.identity import identity
 from runtime.faults.options import FaultOptions
 from runtime.settings.options import DataOptions, OutputOptions, TrainingOptions
-from runtime.settings.preflight import TIMEOUT, check_model
+from runtime.settings.preflight import TIMEOUT
 
 if TYPE_CHECKING:
-    from typing_extensions import Unpack
-
-    from planner.ranking.result import SearchResult
+    pass
 
 
 @dataclass(frozen=True)
@@ -42,7 +33,7 @@ class RunOptions:
     )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Job:
     """The flags of a run."""
 
@@ -68,65 +59,6 @@ class Job:
     def arguments(self) -> list[str]:
         """The words of a command line that give these flags; those at their defaults are left out."""
         return [word for group in fields(self) for word in arguments(getattr(self, group.name))]
-
-
-def search_for_job(
-    model: ModelOptions,
-    batch: BatchOptions,
-    parallel: ParallelOptions,
-    device: Device | str,
-    world_size: int,
-    local_world_size: int,
-    *,
-    rules: Sequence[Rule] = (),
-    **cluster: Unpack[ClusterKeywords],
-) -> SearchResult:
-    """The plans that the runtime can train on `world_size` devices, in order.
-
-    `rules` and the keywords of the cluster are as in `planner.search`. Raises `NoLayoutFits` when there is
-    none.
-    """
-    if parallel.engine not in (None, DEFAULT_ENGINE):
-        raise InputError(
-            f"--engine {parallel.engine}: what trains here is {DEFAULT_ENGINE}; leave the flag out, or price "
-            "other engines with `planner suggest`"
-        )
-    from planner import advice  # Ranks with a plan, nearly all of them, never search.
-    from planner.api import search
-
-    spec = model.spec()
-    check_model(spec)
-    result = search(
-        spec,
-        world_size=world_size,
-        local_world_size=local_world_size,
-        device=device,
-        global_batch_size=batch.global_batch_size,
-        max_global_batch_size=batch.max_global_batch_size,
-        objective=batch.objective,
-        pin=parallel.pins(spec),
-        rules=rules,
-        **cluster,
-    )
-    if result.best is None:
-        raise advice.no_layout_fits(result)
-    return result
-
-
-def plan_for_job(
-    model: ModelOptions,
-    batch: BatchOptions,
-    parallel: ParallelOptions,
-    device: Device | str,
-    world_size: int,
-    local_world_size: int,
-    *,
-    rules: Sequence[Rule] = (),
-    **cluster: Unpack[ClusterKeywords],
-) -> Plan:
-    """The first of the plans that `search_for_job` finds for the same arguments."""
-    where = device, world_size, local_world_size
-    return search_for_job(model, batch, parallel, *where, rules=rules, **cluster).plan(0)
 
 
 def first_train_samples(job: Job, iteration: int) -> int | None:

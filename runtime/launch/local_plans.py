@@ -12,11 +12,11 @@ from planner.options.parallel import check_alone
 from planner.options.search import idle_links
 from planner.plan import Plan
 from planner.ranking.distinct import distinct_plans
-from runtime.job.continuation import PreviousRun, keep_batch, keep_micro_batch, plan_for_ranks
-from runtime.job.job import Job, search_for_job
+from runtime.job.continuation import PreviousRun, plan_for_ranks
+from runtime.job.job import Job
+from runtime.job.plan_search import search_for_job
 from runtime.launch.restarts import usable_ranks
 from runtime.launch.warm_ranks import FORKS, WarmRanks
-from runtime.settings.job_rules import job_rules, reachable_batch
 
 MOST_CPU_RANKS = 8
 """Ranks on a machine without GPUs, if it has as many cores and none are asked for."""
@@ -60,17 +60,7 @@ def forks_ranks(plan: Plan) -> bool:
 def _searched(job: Job, previous: PreviousRun | None, count: int, warm: WarmRanks | None) -> LocalPlans:
     cluster = job.cluster
     ranks, device = _devices(cluster, warm)
-    result = search_for_job(
-        job.model,
-        reachable_batch(keep_batch(job.batch, previous), job.training),
-        keep_micro_batch(job.parallel, job.training, previous),
-        device,
-        ranks,
-        ranks,
-        memory_margin_gib=cluster.memory_margin_gib,
-        rules=job_rules(job.training, job.data),
-        **cluster.network(),
-    )
+    result = search_for_job(job, device, ranks, ranks, previous)
     idle = idle_links(cluster, result.problem.cluster)
     _, rows = distinct_plans(result, count)
     return LocalPlans([row.plan for row in rows], [*job.model.notes(), *job.parallel.notes(), *idle])

@@ -1,4 +1,4 @@
-"""What comes before the ranks of a job start: refusals that need no ranks, and one look at the data."""
+"""What comes before the ranks of a job start: a look at the machine, at the data, and a folder for logs."""
 
 from __future__ import annotations
 
@@ -10,24 +10,13 @@ from planner.plan import Plan
 from runtime.checkpoint.owner import ownership
 from runtime.job.datasets import open_datasets
 from runtime.job.job import Job
-from runtime.settings.preflight import check_folder, check_host, check_plan, check_training
+from runtime.settings.preflight import check_folder, check_host
 
 
 def log_dir_of(job: Job, plan: Plan) -> Path:
     """The folder that flags name for the logs of a job, or one named after the time and the model."""
     name = f"runs/{datetime.now():%Y%m%d-%H%M%S}-{Path(plan.model.name).name}"
     return Path(job.output.log_dir or name)
-
-
-def check_plan_of_job(plan: Plan, job: Job) -> None:
-    """Raise `InputError` where the ranks would refuse a plan, flags beside it or a checkpoint to load."""
-    check_plan(plan, plan.layout.world_size)
-    check_training(plan, job.training, job.data)
-    if job.output.load is not None:
-        from runtime.job.pretrained import check_loaded
-
-        check_loaded(job.output, plan.model)
-    job.faults.check(job.output.log_dir, job.run.distributed_timeout_minutes)
 
 
 def check_machine(plan: Plan, job: Job) -> None:

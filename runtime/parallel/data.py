@@ -7,7 +7,6 @@ import warnings
 from functools import partial
 from typing import Any
 
-import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
@@ -21,12 +20,10 @@ from torch.distributed.tensor import Shard
 
 from costmodels import Layout
 from runtime.model.experts import MixtureOfExperts
+from runtime.model.number_formats import DTYPES
 from runtime.model.transformer import Transformer
 from runtime.parallel.local_tensors import local_part
 from runtime.parallel.mesh import Grid, expert_mesh_shape
-
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
-"""Number formats that activations have; fp8 is one of matrix products only."""
 
 # The loss reads the logits of a split head, a view, and never writes to them.
 warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")

@@ -14,9 +14,9 @@ from costmodels import Layout, ModelSpec
 from costmodels.errors import InputError
 from runtime.data.boundaries import Boundaries
 from runtime.model.attention import Rotary
+from runtime.model.number_formats import DTYPES
 from runtime.model.transformer import Transformer
 from runtime.parallel.context import local_positions
-from runtime.parallel.data import DTYPES
 from runtime.settings.job_rules import NO_MASK
 
 

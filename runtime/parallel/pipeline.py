@@ -20,8 +20,8 @@ from torch.distributed.pipelining import (
 from costmodels import Layout, ModelSpec
 from costmodels.spec.layout import SPLIT_BACKWARD, Schedule
 from costmodels.spec.send_order import SENDS_OF_STAGE
+from runtime.model.number_formats import DTYPES
 from runtime.model.transformer import Transformer
-from runtime.parallel.data import DTYPES
 from runtime.parallel.documents import Documents
 from runtime.parallel.loss import TokenLoss
 from runtime.parallel.mesh import Grid

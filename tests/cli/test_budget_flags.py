@@ -13,8 +13,8 @@ from planner import Plan
 from planner.budget.goodput import Failures
 from planner.options.batch import BatchOptions
 from planner.options.model import ModelOptions
-from planner.options.parallel import ParallelOptions
-from runtime.job.job import plan_for_job
+from runtime.job.job import Job
+from runtime.job.plan_search import search_for_job
 from tests.support.commands import Command
 
 SMALL = ("suggest", "--model", "gpt2-124m", "--device", "a100-80g", "--global-batch-size", "64")
@@ -51,7 +51,7 @@ def test_a_step_under_a_maximum_is_said_to_be_of_different_batches(planner_comma
 
 def test_the_job_that_plans_for_itself_obeys_the_objective() -> None:
     batch = BatchOptions(max_global_batch_size=8, objective="memory")
-    plan = plan_for_job(ModelOptions(model="gpt2-nano"), batch, ParallelOptions(), "cpu", 4, 4)
+    plan = search_for_job(Job(model=ModelOptions(model="gpt2-nano"), batch=batch), "cpu", 4, 4).plan(0)
     assert plan.objective == "memory"
 
 

@@ -21,7 +21,7 @@ from runtime.data.tokenizers import ByteTokenizer, load_tokenizer
 from runtime.huggingface.companions import COMPANIONS
 from runtime.huggingface.model_folder import HuggingFaceModel
 from runtime.huggingface.tokenizer_files import write_tokenizer
-from runtime.job.job import Job, RunOptions
+from runtime.job.job import Job
 from runtime.job.pretrained import check_load, keep_companions
 from runtime.settings.options import DataOptions, OutputOptions, TrainingOptions
 from tests.support.hugging_face import hugging_face, skip_unless_there
@@ -37,14 +37,13 @@ def train(model: str, data: DataOptions, runs: list[OutputOptions]) -> str:
     with redirect_stdout(printed):
         for output in runs:
             job = Job(
-                ModelOptions(model=model, seq_length=16),
-                ClusterOptions(device="cpu"),
-                BatchOptions(global_batch_size=2),
-                ParallelOptions(fp32=True),
-                TrainingOptions(train_iters=2, lr=1e-2),
-                data,
-                output,
-                RunOptions(),
+                model=ModelOptions(model=model, seq_length=16),
+                cluster=ClusterOptions(device="cpu"),
+                batch=BatchOptions(global_batch_size=2),
+                parallel=ParallelOptions(fp32=True),
+                training=TrainingOptions(train_iters=2, lr=1e-2),
+                data=data,
+                output=output,
             )
             pretrain.train(job)
             dist.destroy_process_group()

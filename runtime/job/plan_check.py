@@ -1,0 +1,21 @@
+"""Whether a plan can be trained as the flags of a job say, before ranks build anything."""
+
+from __future__ import annotations
+
+from planner.plan import Plan
+from runtime.job.job import Job
+from runtime.settings.preflight import check_plan, check_training
+
+
+def check_plan_of_job(plan: Plan, job: Job, world_size: int) -> None:
+    """Raise `InputError` for a plan that the runtime cannot execute on `world_size` ranks, for flags that
+    contradict it, and for a checkpoint to load that is of another model.
+    """
+    check_plan(plan, world_size)
+    check_training(plan, job.training, job.data)
+    if job.output.load is not None:
+        # Seconds of PyTorch, which a job that begins anew need not wait for.
+        from runtime.job.pretrained import check_loaded
+
+        check_loaded(job.output, plan.model)
+    job.faults.check(job.output.log_dir, job.run.distributed_timeout_minutes)

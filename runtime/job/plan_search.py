@@ -1,0 +1,53 @@
+"""The plans that a job may train with, searched for on the devices that exist."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from costmodels import Device
+from costmodels.errors import InputError
+from planner.inputs.engine import DEFAULT_ENGINE
+from runtime.job.continuation import PreviousRun, keep_batch, keep_micro_batch
+from runtime.job.job import Job
+from runtime.settings.job_rules import job_rules, reachable_batch
+from runtime.settings.preflight import check_model
+
+if TYPE_CHECKING:
+    from planner.ranking.result import SearchResult
+
+
+def search_for_job(
+    job: Job,
+    device: Device | str,
+    world_size: int,
+    local_world_size: int,
+    previous: PreviousRun | None = None,
+) -> SearchResult:
+    """The plans that the runtime can train on `world_size` devices, in order.
+
+    Args:
+        previous: the run that the job goes on with, whose global batch it keeps.
+
+    Raises:
+        InputError: the job names another engine than the one that trains here.
+        NoLayoutFits: there is no such plan.
+    """
+    if job.parallel.engine not in (None, DEFAULT_ENGINE):
+        raise InputError(
+            f"--engine {job.parallel.engine}: what trains here is {DEFAULT_ENGINE}; leave the flag out, or "
+            "price other engines with `planner suggest`"
+        )
+    from planner import advice  # Ranks with a plan, nearly all of them, never search.
+    from planner.api import search
+    from planner.options.search import search_keywords
+
+    spec = job.model.spec()
+    check_model(spec)
+    batch = reachable_batch(keep_batch(job.batch, previous), job.training)
+    parallel = keep_micro_batch(job.parallel, job.training, previous)
+    keywords = search_keywords(spec, job.cluster, batch, parallel, job_rules(job.training, job.data))
+    keywords["device"], keywords["local_world_size"] = device, local_world_size
+    result = search(spec, world_size=world_size, **keywords)
+    if result.best is None:
+        raise advice.no_layout_fits(result)
+    return result

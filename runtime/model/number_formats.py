@@ -1,0 +1,11 @@
+"""PyTorch's number formats by the names that flags and layouts have for them."""
+
+from __future__ import annotations
+
+import torch
+
+WEIGHT_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+"""Formats that weights are computed with, and that stored ones may be turned into."""
+
+DTYPES = {**WEIGHT_DTYPES, "fp8": torch.bfloat16}
+"""Formats of activations; fp8 is one of matrix products only."""
