@@ -6,7 +6,7 @@ import hashlib
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 from pydantic import ValidationError, model_validator
 
@@ -18,10 +18,12 @@ from costmodels.spec.hardware import Cluster
 from costmodels.spec.layout import Layout
 from costmodels.spec.model import ModelSpec
 from costmodels.spec.record import GIB, CountOrZero, Record, in_seconds
-from costmodels.timeline import Timeline, timeline
 from planner.budget.goodput import Failures
 from planner.budget.run import Run, run
 from planner.objective import Objective
+
+if TYPE_CHECKING:
+    from costmodels.timeline import Timeline
 
 VERSION: Final = 1
 """Version of the file format; files of a later one are refused."""
@@ -102,6 +104,8 @@ class Plan(Record):
 
         Raises `InputError` where the schedule does not run the plan's micro batches, or they are too many.
         """
+        from costmodels.timeline import timeline  # Ranks read plans, and never price them.
+
         return timeline(self.model, self.cluster, self.engine, self.layout)
 
     def save(self, path: str | Path) -> None:
