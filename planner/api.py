@@ -62,7 +62,7 @@ def search(model: ModelSpec | str | Path, *, world_size: int, **job: Unpack[Sear
 
 @keywords(SearchKeywords)
 def suggest(model: ModelSpec | str | Path, *, world_size: int, **job: Unpack[SearchKeywords]) -> Plan:
-    """The best plan of `search`, which takes the same arguments.
+    """The best plan that `search` finds for the same arguments.
 
     Raises `NoLayoutFits` when every legal layout needs more memory than a device has; its line holds
     the closest plan, what that lacks in GiB, and the cheapest change that would make it fit.
@@ -84,7 +84,7 @@ def evaluate(
     engine: Engine | str | None = None,
     **cluster: Unpack[ClusterKeywords],
 ) -> Estimate:
-    """What one layout costs, whether or not the search would emit it.
+    """Seconds of a step and bytes of each pipeline rank of one layout, whether or not the search would rank it.
 
     `world_size` is the layout's own when not given; the others are as in `search`. Raises
     `InputError` for a layout that breaks a rule, with the rule's numbers and what would be right. Whether it

@@ -80,7 +80,7 @@ BILLION_PER_HOUR = 3600 / 1e9
 
 
 def metric(objective: Objective, priced: Estimate | Prices) -> float:
-    """What a plan is ranked by, in the unit of `METRICS`; of its estimate, or of prices of one row."""
+    """The number that ranks a plan, in the unit of `METRICS`; of its estimate, or of prices of one row."""
     source = {
         "throughput": priced.tokens_per_s,
         "step-time": priced.step_time_s,
@@ -94,5 +94,5 @@ def metric(objective: Objective, priced: Estimate | Prices) -> float:
 
 
 def gain(objective: Objective, one: float, other: float) -> float:
-    """How many times better figure `one` is than `other`: above one where it is better."""
+    """The ratio by which metric `one` is better than `other`: above one where it is better."""
     return one / other if objective == "throughput" else other / one

@@ -36,7 +36,7 @@ LARGEST_PLAN = 64 * MIB
 
 
 class Plan(Record):
-    """How to train `model` on `cluster`: what the planner ranks and the runtime executes."""
+    """The decision how to train `model` on `cluster`: what the planner ranks and the runtime executes."""
 
     version: Literal[1] = VERSION
     model: ModelSpec
@@ -100,7 +100,7 @@ class Plan(Record):
         return run(*where, self.estimate, tokens, price_per_hour, failures)
 
     def timeline(self) -> Timeline:
-        """When each forward and backward pass and each message of one step runs, simulated.
+        """The seconds at which each forward and backward pass and each message of one step runs, simulated.
 
         Raises `InputError` where the schedule does not run the plan's micro batches, or they are too many.
         """

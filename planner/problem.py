@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Problem:
-    """What is asked: all inputs, resolved."""
+    """A question, all of whose inputs are resolved."""
 
     model: ModelSpec
     cluster: Cluster
@@ -49,12 +49,12 @@ class Problem:
         return build(self.model, self.cluster.world_size, self.batch, self.precision, self.pins, self.further)
 
     def obstacle(self) -> str:
-        """Why no layout is legal: the rule that stops those which break fewest, with its numbers."""
+        """The rule that stops the layouts which break fewest, with its numbers: why none is legal."""
         return obstacle(self.model, self.cluster.world_size, self.batch, self.pins, self.further)
 
 
 class JobKeywords(TypedDict, total=False):
-    """What a job is, besides its model and the number of its devices; None stands for what is left out."""
+    """A job, besides its model and the number of its devices; None stands for what is left out."""
 
     device: Device | str | None
     """A device, a catalogue name, or nodes of two kinds (`a100-80g:4,v100-32g:4`)."""

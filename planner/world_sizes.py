@@ -56,7 +56,7 @@ class Size:
 
 @dataclass(frozen=True, repr=False)
 class Sizes:
-    """Several world sizes, ascending, and what they take."""
+    """The best plans of several world sizes, ascending, and their front of time against cost."""
 
     sizes: tuple[Size, ...]
     objective: Objective
@@ -70,7 +70,7 @@ class Sizes:
 
     @property
     def problem(self) -> Problem:
-        """What is asked of the largest size that has legal layouts; the others differ in their cluster."""
+        """The question of the largest size that has legal layouts; the others differ in their cluster."""
         return [size.result.problem for size in self.sizes if size.result is not None][-1]
 
     @property
@@ -97,7 +97,7 @@ class Sizes:
 
 
 def parse_world_sizes(text: WorldSizes, per_node: int) -> tuple[int, ...]:
-    """World sizes, ascending, each once.
+    """The world sizes that a text names, ascending, each once.
 
     Of a range those are taken that are whole nodes of `per_node` devices, a power of two of them or three
     times one, so that each is a third or a half more than the last and divides into many degrees; below a

@@ -46,7 +46,7 @@ HALVINGS = 50
 
 @dataclass(frozen=True)
 class Failures:
-    """How often devices fail, and what a failure takes; raises `InputError` for what cannot be."""
+    """The rate of failures of devices, and the time that one takes; raises `InputError` for what cannot be."""
 
     mtbf_hours: float
     """Mean hours between two failures of one device and what is around it.
@@ -69,7 +69,7 @@ class Failures:
 
 @dataclass(frozen=True)
 class Goodput:
-    """What failures leave of the time of a job whose checkpoints are as far apart as is best."""
+    """The share of its time that a job trains, if its checkpoints are as far apart as is best."""
 
     share: float
     """Expected seconds of training in a second of the job, 0 to 1."""
@@ -138,7 +138,7 @@ def checkpoint_bytes(model: ModelSpec, cluster: Cluster, engine: Engine, layout:
 
 
 def goodput(cluster: Cluster, step: float, held: float, failures: Failures) -> Goodput:
-    """What `failures` leave of a job, with the best whole number of steps to a checkpoint.
+    """The goodput of a job under `failures`, with the best whole number of steps to a checkpoint.
 
     Args:
         step: seconds of a step.

@@ -31,7 +31,7 @@ DAY = 86400.0
 
 @dataclass(frozen=True)
 class Run:
-    """What a plan takes to train on some tokens. Low and high are of the range of the step (80 %)."""
+    """Days, device-hours and money to train on some tokens; low and high are of the step's range (80 %)."""
 
     tokens: int
     steps: int

@@ -67,7 +67,7 @@ class Binding:
 
 
 def changes(result: SearchResult) -> list[Change]:
-    """Twice the memory, links, batch and devices, and each pin left out; needs a plan that fits.
+    """The best plans with twice the memory, links, batch and devices, and without each pin, where one fits.
 
     Each is a search of its own and takes as long as the first.
     """

@@ -27,7 +27,7 @@ class Term:
 
     @property
     def difference(self) -> float:
-        """What the second plan has more of."""
+        """Seconds or bytes that the second plan has more of."""
         return self.second - self.first
 
 
@@ -48,7 +48,7 @@ class Comparison:
 
 
 def compare(first: Plan, second: Plan) -> Comparison:
-    """`first` against `second`, which must be plans of the same model, cluster and engine."""
+    """The terms of two plans, which must be of the same model, cluster and engine, side by side."""
     one, other = first.estimate, second.estimate
     scale = first.layout.global_batch_size / second.layout.global_batch_size
     return Comparison(

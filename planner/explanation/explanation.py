@@ -145,7 +145,7 @@ def explain_plan(
     against: PinInput | Sequence[PinInput] = None,
     what_if: bool = True,
 ) -> Explanation:
-    """The same of a saved plan: its model, cluster, engine and batch are searched, and it is judged.
+    """The explanation of a saved plan: its model, cluster, engine and batch are searched, and it is judged.
 
     Pins that it was made with are not known; what the search neither varies nor solves stays as in the plan.
     """
@@ -166,7 +166,7 @@ def explain_result(
     against: Sequence[PinInput] = (),
     what_if: bool = True,
 ) -> Explanation:
-    """The same of a search that was made."""
+    """The explanation of a search that was made."""
     result = result.settle(SHOWN)
     best = result.best
     rivals = [outcome_of(result, one) for one in against]

@@ -17,7 +17,7 @@ from planner.ranking.result import SearchResult
 
 
 def neighbour_searches(result: SearchResult, near: Sequence[Neighbour]) -> list[Neighbour]:
-    """Each of `near` that is legal as a search of its own finds it, the best first.
+    """The neighbours `near`, each legal one as a search of its own finds it, the best first.
 
     A search sizes the stages of layouts that could be among its first alone, and leaves those of others even.
     """

@@ -52,7 +52,7 @@ class Neighbour:
 
 
 def neighbours(result: SearchResult) -> list[Neighbour]:
-    """Every step from the best plan of `result`, the best first, then those too big and those illegal."""
+    """The layouts one step from the best plan, the best first, then those too big and those illegal."""
     if result.best is None:
         return []
     best, problem = result.best, result.problem

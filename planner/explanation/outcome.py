@@ -50,7 +50,7 @@ _MORE = re.compile(r"[\s,]+(?=[A-Za-z_-]+=)")
 
 @dataclass(frozen=True)
 class Verdict:
-    """What became of the layouts with some degrees, and of the best of them."""
+    """The fate of the layouts with some degrees in a search, and of the best of them."""
 
     degrees: str
     """Those asked about, in the words of the question."""
@@ -114,7 +114,7 @@ def _spelled(word: str) -> Iterator[str]:
 
 
 def outcome_of(result: SearchResult, layout: PinInput) -> Verdict:
-    """What became of `layout`, of whose degrees only some need be given, in the search of `result`.
+    """The fate of `layout`, of whose degrees only some need be given, in the search of `result`.
 
     The others are filled in as is best for it. Raises `InputError` for what is no layout.
     """

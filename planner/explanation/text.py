@@ -37,7 +37,7 @@ def aligned_rows(rows: list[tuple[str, ...]]) -> Iterator[str]:
 
 
 def cost_line(best: Plan) -> str:
-    """What the best plan takes."""
+    """The line with the step, tokens per second and memory of the best plan."""
     estimate, objective = best.estimate, best.objective
     low, high = in_seconds(estimate.step_time_low_s), in_seconds(estimate.step_time_high_s)
     return (
@@ -48,7 +48,7 @@ def cost_line(best: Plan) -> str:
 
 
 def lead_line(comparison: Comparison) -> str:
-    """How much faster the best plan is than another."""
+    """The line that says how much faster the best plan is than another."""
     unsure = "" if comparison.distinguishable else ", which the estimates do not tell apart"
     return f"{comparison.throughput:.4g} x its tokens/s{unsure}; for the same tokens:"
 
@@ -74,7 +74,7 @@ def _rows(terms: tuple[Term, ...], scale: float, unit: str, digits: str) -> Iter
 
 
 def verdict_lines(verdict: Verdict) -> Iterator[str]:
-    """What became of a layout."""
+    """The lines that say what became of a layout."""
     if verdict.outcome == "first" and verdict.comparison is not None:
         # It was not searched; the reason says what it would be.
         yield f"{verdict.degrees} {verdict.reason}"
@@ -92,7 +92,7 @@ def verdict_lines(verdict: Verdict) -> Iterator[str]:
 
 
 def neighbour_line(neighbour: Neighbour, objective: Objective) -> str:
-    """What a layout one step from the best would be."""
+    """The line that says what a layout one step from the best would be."""
     return f"  {neighbour.change}: {_of_neighbour(neighbour, objective)}"
 
 
@@ -108,7 +108,7 @@ def _of_neighbour(neighbour: Neighbour, objective: Objective) -> str:
 
 
 def change_line(change: Change, objective: Objective) -> str:
-    """What one change of the job would buy."""
+    """The line that says what one change of the job would buy."""
     after = change.why_not if change.plan is None else change.plan.layout.describe()
     ratio = "-" if change.ratio is None else f"{change.ratio:.2f} x"
     what = change.what if change.kind == "pin" else f"with {change.what}"

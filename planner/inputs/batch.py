@@ -24,7 +24,7 @@ class Batch:
 
 
 def resolve_batch(global_batch_size: int | None, max_global_batch_size: int | None) -> Batch:
-    """The batch of a step in sequences: exactly one of the two must be given."""
+    """The sequences of one step; exactly one of the two must be given."""
     if global_batch_size is not None and max_global_batch_size is not None:
         raise InputError(
             f"global_batch_size {global_batch_size} and max_global_batch_size {max_global_batch_size}: "

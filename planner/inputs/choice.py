@@ -47,7 +47,7 @@ class Choice:
         return wanted and not any(value in group for group in self.forbidden)
 
     def of(self, name: str, values: Iterable[AnyValue]) -> Sequence[AnyValue]:
-        """Those of `values`, which are all that the job has for degree `name`, that may be.
+        """The values that it leaves of `values`, which are all that the job has for degree `name`.
 
         Raises `InputError` when none may.
         """
@@ -69,7 +69,7 @@ MOST_SHOWN = 32
 
 
 def allowed_values(pins: Mapping[str, Any], name: str, values: Sequence[Any]) -> Sequence[Any]:
-    """Those of `values` that a pin of degree `name` leaves: its own, the ones of its `Choice`, or all.
+    """The values that a pin of degree `name` leaves of `values`: its own, the ones of its `Choice`, or all.
 
     Raises `InputError` when a `Choice` leaves none.
     """

@@ -41,7 +41,7 @@ MOST_DEVICES = 2**20
 
 
 class NetworkKeywords(TypedDict, total=False):
-    """What joins the devices, where it is not what the catalogue says of them."""
+    """The links that join the devices, where they are not as the catalogue says."""
 
     intra_node_gbps: float | None
     """Gigabits (10^9 bits, an eighth of gigabytes) per second and direction of one device's fast link."""
@@ -61,7 +61,7 @@ class NetworkKeywords(TypedDict, total=False):
 
 
 class ClusterKeywords(NetworkKeywords, total=False):
-    """What a cluster is, besides its devices and their number."""
+    """The memory and the links of a cluster, where they are not as the catalogue says of its devices."""
 
     device_memory_gib: float | None
     """GiB of a device, instead of its own."""
@@ -143,7 +143,7 @@ def _of_kinds(text: str, world_size: int, local_world_size: int | None, keywords
 
 
 def world_size_of_kinds(device: str, local_world_size: int | None = None) -> int:
-    """Devices of nodes of two kinds, which their numbers of nodes tell."""
+    """The number of devices of nodes of two kinds, which their numbers of nodes tell."""
     return sum(count * (local_world_size or kind.devices_per_node) for kind, count in parse_kinds(device))
 
 

@@ -41,7 +41,7 @@ def pin_groups(pins: Pins) -> list[Pins]:
 
 
 def pins_without_one(pins: Pins) -> Iterator[tuple[str, Pins]]:
-    """What is left without each group of pins that go together, and what was left out, in words."""
+    """The pins without each group of those that go together, and what was left out, in words."""
     for group in pin_groups(pins):
         others = {name: value for name, value in pins.items() if name not in group}
         yield f"without the pin{'s' * (len(group) > 1)} {pins_text(group)}", others

@@ -27,7 +27,7 @@ class DistinctPlan:
 
     @property
     def note(self) -> str:
-        """`= zero 2`; empty without twins."""
+        """The twins as `= zero 2`; empty without any."""
         return f"= {' = '.join(self.twins)}" if self.twins else ""
 
     @property
@@ -37,7 +37,7 @@ class DistinctPlan:
 
 
 def distinct_plans(result: SearchResult, top: int) -> tuple[SearchResult, list[DistinctPlan]]:
-    """`result` settled as far as needed, and its best `top` plans that fit and are twins of no better one."""
+    """The result, settled as far as needed, and its best `top` plans that fit and are twins of no better one."""
     count = _reach(result, top)
     while True:
         result = result.settle(count)

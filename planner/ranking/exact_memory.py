@@ -32,7 +32,7 @@ RankBytes = dict[str, Floats]
 
 
 def verifiable(model: ModelSpec, cluster: Cluster, engine: Engine, table: LayoutTable) -> Bools:
-    """Rows whose exact bytes are known, [n]: how the runtime runs them on GPUs."""
+    """The rows whose exact bytes are known, as the runtime runs them on GPUs, [n]."""
     if engine.name != ENGINE or cluster.device.kind == "cpu" or not len(table):
         return np.zeros(len(table), dtype=np.bool_)
     splits = table.runs(*SPLIT_BACKWARD)
@@ -102,7 +102,7 @@ def _on_kinds(model: ModelSpec, cluster: Cluster, engine: Engine, table: LayoutT
 
 
 def verify(prices: Prices, rows: Ints) -> tuple[Prices, Bools, list[RankBytes | None]]:
-    """`prices` with the exact bytes of those of `rows` that are verifiable, which of `rows` fit, and the
+    """The prices with the exact bytes of those of `rows` that are verifiable, which of `rows` fit, and the
     bytes of their pipeline ranks, None where they are not known."""
     table = prices.table.take(rows)
     where = prices.model, prices.cluster, prices.engine

@@ -14,7 +14,7 @@ Candidate = tuple[Layout, Estimate]
 
 
 def lead_reason(objective: Objective, winner: Candidate, runner_up: Candidate) -> str:
-    """Why the first of a ranking leads the second."""
+    """The reason why the first of a ranking leads the second."""
     rival = runner_up[0].describe()
     lead = _difference(objective, winner, runner_up)
     if lead is not None:
@@ -26,7 +26,7 @@ def lead_reason(objective: Objective, winner: Candidate, runner_up: Candidate) -
 
 
 def lag_reason(objective: Objective, candidate: Candidate, best: Candidate) -> str:
-    """Why a plan ranks behind the first."""
+    """The reason why a plan ranks behind the first."""
     lag = _difference(objective, candidate, best)
     if lag is not None:
         return f"{lag} than the best, {_speed(candidate, best)}"
@@ -37,14 +37,14 @@ def lag_reason(objective: Objective, candidate: Candidate, best: Candidate) -> s
 
 
 def memory_reason(estimate: Estimate, cluster: Cluster) -> str:
-    """What a plan lacks in memory."""
+    """The reason why a plan does not fit: the GiB that it lacks."""
     stage = max(range(len(estimate.memory)), key=lambda rank: estimate.memory[rank].total)
     need, limit = estimate.peak_memory_bytes / GIB, cluster.memory_bytes / GIB
     return f"needs {need:.1f} GiB of {limit:.1f} GiB on pipeline rank {stage}: lacks {need - limit:.1f} GiB"
 
 
 def metric_text(objective: Objective, value: float) -> str:
-    """A figure with its unit."""
+    """A metric with its unit."""
     if objective == "step-time":
         return f"step {in_seconds(value)}"
     if objective == "cost":
@@ -54,7 +54,7 @@ def metric_text(objective: Objective, value: float) -> str:
 
 
 def gain_text(objective: Objective, value: float, before: float) -> str:
-    """What is had with a figure of `value` instead of `before`."""
+    """The gain of a metric of `value` instead of `before`."""
     if objective in ("throughput", "cost"):
         return f"{gain(objective, value, before):.2f} x the tokens/s"
     if objective == "step-time":
@@ -63,7 +63,7 @@ def gain_text(objective: Objective, value: float, before: float) -> str:
 
 
 def lead_text(objective: Objective, one: Estimate, other: Estimate) -> str:
-    """By how much the first, which ranks no lower, is better than the second."""
+    """The lead of the first plan, which ranks no lower, over the second."""
     mine, theirs = metric(objective, one), metric(objective, other)
     better = gain(objective, mine, theirs) - 1
     equal = better < EQUAL

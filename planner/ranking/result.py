@@ -60,7 +60,7 @@ class SearchResult:
 
     @property
     def prices(self) -> Prices:
-        """Of the layouts that fit; those at the top of the ranking with simulated pipelines."""
+        """The prices of the layouts that fit; those at the top of the ranking with simulated pipelines."""
         return self.ranking.prices
 
     @property
@@ -75,7 +75,7 @@ class SearchResult:
 
     @property
     def feasible(self) -> int:
-        """Legal layouts that fit into memory: the first ones by exact bytes, the others by closed forms."""
+        """The number of legal layouts that fit: the first ones by exact bytes, the others by closed forms."""
         return len(self.places)
 
     @property
@@ -104,7 +104,7 @@ class SearchResult:
         return self.plan(0) if self.feasible else None
 
     def settle(self, top: int) -> SearchResult:
-        """The same with plans in the first `top` places that fit by their exact memory, where it is known.
+        """The result with plans in the first `top` places that fit by their exact memory, where it is known.
 
         Those in the first `SETTLED` places do from the beginning.
         """

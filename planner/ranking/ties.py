@@ -85,7 +85,7 @@ def _width(prices: Prices, part: str, kernel: float) -> Floats | float:
 
 
 def separation(first: Prices, others: Prices, whole_step: bool = False) -> Floats:
-    """By how many half-widths of that range `others` take longer than `first`, [n]: for a token, or a step.
+    """The half-widths of that range by which `others` take longer than `first`, [n]: for a token, or a step.
 
     Of those at 1 or more, no more than one in ten can be expected to be faster in truth.
     """
@@ -114,7 +114,7 @@ def indistinguishable(result: SearchResult) -> tuple[int, ...]:
 
 
 def ties_text(places: tuple[int, ...]) -> str | None:
-    """What `indistinguishable` found, as a sentence; None where the first plan is alone."""
+    """The places that `indistinguishable` found, as a sentence; None where the first plan is alone."""
     if len(places) < 2:
         return None
     runs: list[list[int]] = []

@@ -15,7 +15,7 @@ SAME = 1e-9
 
 
 def other_form(one: tuple[Layout, Estimate], other: tuple[Layout, Estimate]) -> str | None:
-    """What a twin of `one` has instead of its forms; None where `other` is no twin."""
+    """The forms that a twin of `one` has instead of its own; None where `other` is no twin."""
     (layout, cost), (other_layout, other_cost) = one, other
     if not isclose(cost.step_time_s, other_cost.step_time_s, rel_tol=SAME):
         return None

@@ -45,7 +45,7 @@ def least_seconds(model: ModelSpec, cluster: Cluster, engine: Engine, table: Lay
 def rows_worth(
     model: ModelSpec, cluster: Cluster, engine: Engine, table: LayoutTable, rows: Ints, worth: Worth
 ) -> Ints:
-    """Those of `rows` that could be worth it, whatever the layers of their stages."""
+    """The rows of `rows` that could be worth it, whatever the layers of their stages."""
 
     if not len(rows):
         return rows
@@ -109,7 +109,7 @@ def least_peak(model: ModelSpec, cluster: Cluster, engine: Engine, table: Layout
 
 @dataclass(frozen=True)
 class Fit:
-    """What fits into the memory of a device; arrays of shape [n]."""
+    """The rows that fit into the memory of a device; arrays of shape [n]."""
 
     rows: Bools
     """Rows that do."""
@@ -120,7 +120,7 @@ class Fit:
 
 
 def fit(model: ModelSpec, cluster: Cluster, engine: Engine, table: LayoutTable, states: Places) -> Fit:
-    """Which rows fit, and which of the others could with fewer activations.
+    """The rows that fit, and those of the others that could with fewer activations.
 
     Args:
         states: number of each row, the same for rows that hold the same states (`planner.space.grid.Space`).

@@ -35,7 +35,7 @@ SLACK = 1e-9
 
 @dataclass(frozen=True)
 class Pipelines:
-    """What each rank of rows takes; arrays of [n, ranks] or [n]."""
+    """The seconds that each rank of rows takes; arrays of [n, ranks] or [n]."""
 
     layers: Ints
     there: Bools
@@ -70,7 +70,7 @@ class Pipelines:
 
 
 def pipelines(model: ModelSpec, cluster: Cluster, engine: Engine, table: LayoutTable) -> Pipelines:
-    """What the ranks of each row take; leading dense layers count as if all were on the first rank.
+    """The seconds of the ranks of each row; leading dense layers count as if all were on the first rank.
 
     Args:
         engine: with its constants for all devices.

@@ -103,7 +103,7 @@ def fastest_that_fit(
 
 
 def first_of_each(group: Ints, seconds: Floats) -> Ints:
-    """Of each group the place of the one that takes least."""
+    """The place of the fastest of each group."""
     fastest = np.lexsort((seconds, group))
     return fastest[np.flatnonzero(np.diff(group[fastest], prepend=-1))]
 

@@ -205,7 +205,7 @@ def _flattened(degrees: OpenGrid, legal: Bools) -> tuple[OpenGrid, Bools]:
 def obstacle(
     model: ModelSpec, world_size: int, batch: Batch, pins: Pins, further: Sequence[Rule] = ()
 ) -> str:
-    """Why no layout is legal: the rule that stops those which break fewest rules, with its numbers.
+    """The rule that stops the layouts which break fewest rules, with its numbers: why none is legal.
 
     Only plain layouts are asked where pins leave them: what stops the others is seldom simpler.
     """

@@ -88,7 +88,7 @@ class GridTable(LayoutTable):
 
 
 def places_of(legal: Bools) -> tuple[Places, ...]:
-    """Where a mask holds: along each axis, in the order of its elements."""
+    """The places at which a mask holds: along each axis, in the order of its elements."""
     rest: Any = np.flatnonzero(legal)
     if legal.size <= np.iinfo(np.int32).max:
         rest = rest.astype(np.int32)
