@@ -84,7 +84,7 @@ def evaluate(
     engine: Engine | str | None = None,
     **cluster: Unpack[ClusterKeywords],
 ) -> Estimate:
-    """Seconds of a step and bytes of each pipeline rank of one layout, whether or not the search would rank it.
+    """Seconds of a step and bytes of each pipeline rank of one layout, whether or not it is searched.
 
     `world_size` is the layout's own when not given; the others are as in `search`. Raises
     `InputError` for a layout that breaks a rule, with the rule's numbers and what would be right. Whether it

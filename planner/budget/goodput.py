@@ -46,7 +46,7 @@ HALVINGS = 50
 
 @dataclass(frozen=True)
 class Failures:
-    """The rate of failures of devices, and the time that one takes; raises `InputError` for what cannot be."""
+    """The rate of failures, and the time that one takes; raises `InputError` for what cannot be."""
 
     mtbf_hours: float
     """Mean hours between two failures of one device and what is around it.

@@ -37,7 +37,7 @@ class DistinctPlan:
 
 
 def distinct_plans(result: SearchResult, top: int) -> tuple[SearchResult, list[DistinctPlan]]:
-    """The result, settled as far as needed, and its best `top` plans that fit and are twins of no better one."""
+    """The result, settled as far as needed, and its best `top` plans that are twins of no better one."""
     count = _reach(result, top)
     while True:
         result = result.settle(count)
