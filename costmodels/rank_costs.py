@@ -18,8 +18,8 @@ from costmodels.spec.engine import Engine
 from costmodels.spec.hardware import Cluster
 from costmodels.spec.model import ModelSpec
 from costmodels.spec.table import Floats, Ints, LayoutTable, distinct_numbers
-from costmodels.time.compute import Passes
 from costmodels.time.data_parallel import accumulation_seconds
+from costmodels.time.passes import Passes
 from costmodels.time.unit_times import part_seconds, unit_passes
 
 

@@ -26,8 +26,8 @@ from costmodels.time.bubble import (
     split_bubble_seconds,
     uneven_bubble_seconds,
 )
-from costmodels.time.compute import PARTS
 from costmodels.time.data_parallel import exchange_seconds, optimizer_seconds, orthogonal_seconds
+from costmodels.time.passes import PARTS
 
 
 def step_seconds(costs: RankCosts) -> dict[str, Floats]:

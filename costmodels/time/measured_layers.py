@@ -15,7 +15,7 @@ from costmodels.layers.shapes import tokens
 from costmodels.spec.engine import Engine, MeasuredLayer
 from costmodels.spec.model import ModelSpec
 from costmodels.spec.table import Floats, Ints, LayoutTable
-from costmodels.time.compute import Passes
+from costmodels.time.passes import Passes
 
 REACH = (0.125, 0.125, 1.0)
 """Octaves of hidden size, of tensor-parallel ranks and of tokens within which a correction fades by e^-1/2.

@@ -13,8 +13,8 @@ from costmodels.spec.engine import Engine
 from costmodels.spec.hardware import Cluster
 from costmodels.spec.model import ModelSpec
 from costmodels.spec.table import Floats, Ints, LayoutTable
-from costmodels.time.compute import Passes, passes
 from costmodels.time.measured_layers import scale_by_measurements
+from costmodels.time.passes import Passes, passes
 
 
 def unit_passes(model: ModelSpec, cluster: Cluster, engine: Engine, table: LayoutTable) -> dict[str, Passes]:

@@ -7,15 +7,10 @@ from costmodels.errors import InputError
 from costmodels.layers.operators import Gemm, head, layer, padded_vocabulary
 from costmodels.network.collectives import group
 from costmodels.spec.table import LayoutTable
-from costmodels.time.compute import (
-    PARTS,
-    GemmRates,
-    attention_seconds,
-    gemm_seconds,
-    launch_floor,
-    passes,
-    peak_flops,
-)
+from costmodels.time.core_attention import attention_seconds
+from costmodels.time.host_launch import launch_floor
+from costmodels.time.matrix_products import GemmRates, gemm_seconds, peak_flops
+from costmodels.time.passes import PARTS, passes
 
 
 def layer_passes(model, device, engine, table, cluster):

@@ -6,8 +6,8 @@ import pytest
 from costmodels.layers.operators import layer
 from costmodels.network.collectives import group
 from costmodels.spec.table import LayoutTable
-from costmodels.time.compute import passes
 from costmodels.time.data_parallel import exchange_seconds
+from costmodels.time.passes import passes
 
 LAYERS = 10
 

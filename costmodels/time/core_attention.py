@@ -1,0 +1,87 @@
+"""Seconds of core attention on one device, and of what context parallelism exchanges for it."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from costmodels.layers.operators import BACKWARD_FLASH, BACKWARD_GEMM, Operators
+from costmodels.layers.shapes import element_bytes
+from costmodels.network.collectives import Group, all_gather, all_to_all
+from costmodels.spec.engine import Engine
+from costmodels.spec.hardware import Device
+from costmodels.spec.table import Floats, LayoutTable
+
+CAUSAL_SHARE = 0.5
+"""Part of the score matrix under the diagonal, which is all that flash attention computes."""
+
+
+FLASH_BACKWARD_RATE = 63 / 73
+"""Backward over forward FLOP/s of flash attention: 63 % and 73 % of an A100's peak (arXiv:2307.08691)."""
+
+
+BATCHED_GEMM_RATE = 0.7
+"""Small batched products of unfused attention, relative to large ones."""
+
+
+SCORE_PASSES = (4, 7)
+"""Reads and writes of the score matrix, forward and backward, when no kernel fuses product, softmax and
+product. Dropout reads and writes it once more each way, and one byte of mask."""
+
+
+QUERY_BLOCK = 128
+"""Queries that a block of flash attention takes at a time."""
+
+
+def attention_seconds(
+    work: Operators, device: Device, engine: Engine, flops: float, bandwidth: float, element: int
+) -> tuple[Floats, Floats]:
+    """Seconds of core attention, forward and backward, at a peak of `flops`.
+
+    Flash attention reaches s / (s + half) of its rate on sequences of s tokens, d / (d + half) with heads of
+    d elements, and less where heads times tokens are few for the multiprocessors, each of which takes a
+    block of 128 queries (fits to 214 published figures of arXiv:2307.08691 and arXiv:2407.08608, and 88 of
+    SimuMax's profiles: median error 1 to 6 %).
+    """
+    if engine.attention.flash:
+        slower = (1 + engine.attention.half_seq / work.seq) * (1 + engine.attention.half_head / work.head_dim)
+        wave = engine.attention.wave * device.cores * QUERY_BLOCK * work.seq
+        rate = flops * engine.attention.efficiency * engine.attention.scale / slower
+        forward = (
+            (work.attention_flops + wave * work.attention_flops / np.maximum(work.scores, 1.0))
+            * CAUSAL_SHARE
+            / rate
+        )
+        return forward, forward * BACKWARD_FLASH / FLASH_BACKWARD_RATE
+    products = work.attention_flops / (flops * engine.gemm.efficiency * BATCHED_GEMM_RATE)
+    dropout = engine.activations.dropout * (2 * element + 1)
+    forward, backward = (
+        work.scores * (count * element * engine.attention.softmax_passes + dropout) / bandwidth
+        for count in SCORE_PASSES
+    )
+    return products + forward, BACKWARD_GEMM * products + backward
+
+
+def context_seconds(
+    work: Operators, table: LayoutTable, cp: Group, attention: Floats, attention_back: Floats
+) -> tuple[Floats, Floats]:
+    """Seconds of context parallelism in forward and backward that nothing hides.
+
+    Gathered keys and values are kept, and their gradients are reduce-scattered. In a ring they travel
+    while attention works on the last ones (arXiv:2310.01889, section 3), in backward with their fp32
+    gradients, whose last hop nothing hides. Queries, keys and values change hands in one exchange, the
+    output in another one, and so do their gradients (arXiv:2309.14509, section 3.2).
+    """
+    if not (table.context_parallel > 1).any():
+        return np.zeros(len(table)), np.zeros(len(table))
+    shared = work.ring_bytes > 0
+    gathered = np.where(shared, all_gather(cp, cp.size * work.ring_bytes), 0.0)
+    # One neighbour sends to one other: where the ring leaves a node, through a single device's network card.
+    neighbour = np.where(cp.local >= cp.size, cp.intra_bandwidth, cp.inter_bandwidth)
+    hop = np.where(shared, work.ring_bytes / neighbour, 0.0)
+    ring = (cp.size - 1) * hop + np.where(shared, cp.latency, 0.0)
+    gradient_hop = 4 / element_bytes(table.precision) * hop
+    exchanged = np.where(shared, all_to_all(cp, work.exchange_bytes) + cp.latency, 0.0)
+    ring_back = np.maximum(ring + (cp.size - 1) * gradient_hop - attention_back, 0.0) + gradient_hop
+    forms = [gathered, exchanged, np.maximum(ring - attention, 0.0)]
+    back = [gathered, exchanged, ring_back]
+    return np.choose(table.context_parallel_form, forms), np.choose(table.context_parallel_form, back)

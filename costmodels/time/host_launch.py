@@ -1,0 +1,44 @@
+"""Host seconds to launch a layer, and how long the device waits for them."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from costmodels.layers.operators import Operators
+from costmodels.network.collectives import Group
+from costmodels.spec.engine import Engine
+from costmodels.spec.layout import SPLIT_BACKWARD
+from costmodels.spec.table import Bools, Floats, LayoutTable
+
+
+def unfused_rows(work: Operators, engine: Engine) -> Bools | bool:
+    """Whether the fused softmax kernel does not take the sequences times heads of a device, [n]."""
+    if engine.attention.flash or not engine.attention.softmax_batch:
+        return False
+    unfused: Bools = (work.scores / work.seq**2) % engine.attention.softmax_batch > 0
+    return unfused
+
+
+def launch_seconds(work: Operators, engine: Engine, table: LayoutTable, tp: Group) -> Floats:
+    """Host seconds of a layer's forward pass, whatever its size.
+
+    Every doubling of tensor parallelism in a node multiplies it, and so do the nodes (islands) that a group
+    spans, whose rings wait for each other. A softmax that no kernel fuses is several launches instead of one.
+    """
+    split = np.where(table.sequence_parallel, engine.host.sequence_parallel, engine.host.tensor_parallel)
+    steps = engine.host.tensor_parallel_step * np.where(tp.size > 1, tp.local, 0)
+    result = engine.host.layer_overhead * split ** np.log2(tp.local) + steps
+    result = result * tp.islands**engine.host.nodes
+    result = result * np.where(unfused_rows(work, engine), engine.host.unfused_softmax, 1.0)
+    return result * np.where(table.runs(*SPLIT_BACKWARD), engine.host.split_backward, 1.0)
+
+
+def launch_floor(seconds: Floats, floor: Floats | float, sharpness: float = 8.0) -> Floats:
+    """Idle seconds of a device that works for `seconds` on what a host launches in `floor` seconds.
+
+    Both together take their p-norm, whose exponent is `sharpness`.
+    """
+    scale = np.maximum(seconds, floor)
+    scale = np.where(scale > 0, scale, 1.0)
+    norm = ((seconds / scale) ** sharpness + (floor / scale) ** sharpness) ** (1 / sharpness)
+    return norm * scale - seconds

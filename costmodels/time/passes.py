@@ -1,0 +1,324 @@
+"""Seconds of forward and backward pass of one unit, a layer, the embedding or the head, on one device."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+
+from costmodels.layers.operators import BACKWARD_GEMM, Gemm, Operators
+from costmodels.network.collectives import Group, all_gather, all_to_all
+from costmodels.spec.engine import Engine
+from costmodels.spec.hardware import Device
+from costmodels.spec.layout import SPLIT_BACKWARD
+from costmodels.spec.table import RECOMPUTE_KINDS, RECOMPUTE_METHODS, Bools, Floats, LayoutTable
+from costmodels.time.core_attention import attention_seconds, context_seconds
+from costmodels.time.host_launch import launch_floor, launch_seconds
+from costmodels.time.matrix_products import (
+    GemmRates,
+    cast_elements,
+    gemm_rates,
+    gemm_seconds,
+    wide_peak_flops,
+)
+
+FULL = RECOMPUTE_KINDS.index("full")
+UNIFORM = RECOMPUTE_METHODS.index("uniform")
+
+
+@dataclass(frozen=True)
+class Passes:
+    """Seconds of forward and backward of one unit for one micro batch; arrays of shape [n]."""
+
+    compute: Floats
+    attention: Floats
+    elementwise: Floats
+    recompute: Floats
+    launch: Floats
+    tensor_parallel: Floats
+    context_parallel: Floats
+    expert_parallel: Floats
+    offload: Floats
+    backward: Floats
+    """Part of the sum that is backward, what it recomputes included."""
+    weights: Floats
+    """Part of backward that is gradients of weights, which split backward runs apart."""
+
+    @property
+    def total(self) -> Floats:
+        """Forward and backward."""
+        return sum((getattr(self, part) for part in PARTS), np.zeros(()))
+
+
+PARTS = tuple(name for name in Passes.__dataclass_fields__ if name not in ("backward", "weights"))
+"""The parts that add up to a unit's time; named as the fields of `StepTime`."""
+
+
+def _copies_by_node(ep: Group, top_k: int) -> Floats:
+    """Nodes that a token travels to, over the experts that it travels to, with balanced experts.
+
+    A token goes to a node once and is forwarded there (DeepSeek-V3, arXiv:2412.19437, section 3.2.2).
+    """
+    nodes = ep.size / ep.local
+    result: Floats = np.where(nodes > 1, nodes * (1.0 - (1.0 - 1.0 / nodes) ** top_k) / top_k, 1.0)
+    return result
+
+
+def passes(
+    work: Operators,
+    device: Device,
+    engine: Engine,
+    table: LayoutTable,
+    groups: dict[str, Group],
+    *,
+    repeats: bool,
+    wide: bool = False,
+) -> Passes:
+    """Seconds of one unit, forward and backward.
+
+    Args:
+        work: its operators.
+        groups: process groups `tp`, `cp`, `ep` and `etp` of each row.
+        repeats: the unit is a layer: recomputation and the launch floor apply.
+        wide: an fp8 recipe computes the unit in 16 bits.
+    """
+    unit = _Unit(work, device, engine, table, groups, repeats, wide)
+    tensor, context, expert, idle = unit.tensor, unit.context, unit.expert, unit.idle
+    again = _repetition(unit)
+    return Passes(
+        compute=(1 + BACKWARD_GEMM) * unit.gemm,
+        attention=unit.attention.forward + unit.attention.backward,
+        elementwise=unit.elementwise.forward + unit.elementwise.backward,
+        recompute=again.seconds,
+        launch=idle.forward + idle.backward + again.whole * idle.forward,
+        tensor_parallel=tensor.forward + tensor.backward + again.tensor * tensor.forward,
+        context_parallel=context.forward + context.backward + again.context * context.forward,
+        expert_parallel=expert.forward + expert.backward + again.experts * expert.forward,
+        offload=unit.offload.forward + unit.offload.backward,
+        backward=unit.backward
+        + idle.backward
+        + again.seconds
+        + unit.offload.backward
+        + again.tensor * tensor.forward
+        + again.experts * expert.forward
+        + again.context * context.forward
+        + again.whole * idle.forward,
+        weights=(BACKWARD_GEMM - 1) * unit.gemm,
+    )
+
+
+class _Pair(NamedTuple):
+    """Seconds of the forward and of the backward pass, [n] each."""
+
+    forward: Floats
+    backward: Floats
+
+
+@dataclass(frozen=True)
+class _Unit:
+    """The arguments of `passes`, and the seconds of each part of the unit's work, [n]."""
+
+    work: Operators
+    device: Device
+    engine: Engine
+    table: LayoutTable
+    groups: dict[str, Group]
+    repeats: bool
+    wide: bool
+
+    @cached_property
+    def apart(self) -> Bools:
+        """Rows whose schedule splits backward."""
+        return self.table.runs(*SPLIT_BACKWARD)
+
+    @cached_property
+    def rates(self) -> GemmRates:
+        """Rates of its matrix products."""
+        return gemm_rates(self.device, self.engine, self.table.precision, self.wide)
+
+    @property
+    def cast(self) -> float:
+        """Seconds to cast one element of an operand for an 8-bit product."""
+        casts = self.table.precision == "fp8" and not self.wide
+        return self.engine.gemm.fp8_cast_bytes / self.rates.bandwidth if casts else 0.0
+
+    @cached_property
+    def stream(self) -> Floats:
+        """Seconds of element-wise work for each byte of its least traffic."""
+        constants = self.engine.elementwise
+        return constants.passes * np.where(self.apart, constants.split_backward, 1.0) / self.rates.bandwidth
+
+    def products(self, gemms: tuple[Gemm, ...]) -> Floats | float:
+        """Seconds of some of its products, each once."""
+        return gemm_seconds(gemms, self.rates)
+
+    @cached_property
+    def gemm(self) -> Floats:
+        """Seconds of all products, each once."""
+        seconds = np.zeros(len(self.table)) + self.products(self.work.gemms)
+        rate = self.engine.gemm.whole_head_efficiency
+        if self.repeats or rate == 1:
+            return seconds
+        return seconds / np.where(self.table.tensor_parallel == 1, rate, 1.0)
+
+    @cached_property
+    def attention(self) -> _Pair:
+        """Core attention."""
+        peak = wide_peak_flops(self.device, self.table.precision)
+        rates = self.rates
+        return _Pair(
+            *attention_seconds(self.work, self.device, self.engine, peak, rates.bandwidth, rates.element)
+        )
+
+    @cached_property
+    def elementwise(self) -> _Pair:
+        """What is bound by bandwidth: norms, activations, casts, and the copies of context parallelism."""
+        work = self.work
+        forward, backward = work.elementwise_forward * self.stream, work.elementwise_backward * self.stream
+        if self.cast:
+            cast_forward, cast_backward = cast_elements(work.gemms)
+            forward, backward = forward + self.cast * cast_forward, backward + self.cast * cast_backward
+        # Each rank adds its attention to that of the ranks before it, in fp32.
+        merges = (self.groups["cp"].size - 1) * work.merge_bytes * self.stream
+        # What is gathered is put in the order of the sequence, and its gradients back in that of the ranks.
+        merges = merges + 2 * work.gathered_bytes / self.rates.bandwidth
+        return _Pair(forward + merges, backward + merges)
+
+    @cached_property
+    def tensor(self) -> _Pair:
+        """Collectives of tensor parallelism that products do not hide."""
+        tp, work = self.groups["tp"], self.work
+        gather = all_gather(tp, work.sequence_bytes)
+        gather = (1 - self.engine.overlap.tensor_parallel) * gather
+        gather = gather + self.engine.network.ring_step * np.where(tp.size > tp.local, tp.size, 0)
+        return _Pair(work.gathers_forward * gather, work.gathers_backward * gather)
+
+    @cached_property
+    def context(self) -> _Pair:
+        """Exchanges of context parallelism that attention does not hide."""
+        return _Pair(*context_seconds(self.work, self.table, self.groups["cp"], *self.attention))
+
+    @cached_property
+    def expert(self) -> _Pair:
+        """Tokens on their way to experts and back; shared experts compute meanwhile in the forward pass."""
+        work, ep = self.work, self.groups["ep"]
+        exchange = np.where(work.routed_bytes > 0, all_to_all(ep, work.routed_bytes), 0.0)
+        if self.engine.experts.dispatches_by_node and work.top_k:
+            exchange = exchange * _copies_by_node(ep, work.top_k)
+        meanwhile = 0.0 if self.device.kind == "cpu" else self.products(work.shared_gemms)
+        gathered = all_gather(self.groups["etp"], work.expert_gather_bytes)
+        both = 2 * (exchange + np.where(work.expert_gather_bytes > 0, gathered, 0.0))
+        return _Pair(both - np.minimum(exchange, meanwhile), both)
+
+    @cached_property
+    def offload(self) -> _Pair:
+        """Activations on their way to the host and back that computation does not hide."""
+        table, zero = self.table, np.zeros(len(self.table))
+        if not table.offload_activations.any():
+            return _Pair(zero, zero)
+        # A layer that is recomputed as a whole keeps nothing that could leave.
+        full = (table.recompute == FULL) & self.repeats
+        moved = table.offload_activations * self.repeats * ~full * self.work.attention_bytes
+        seconds = moved / (self.device.host_bandwidth * self.engine.network.efficiency)
+        hides = self.gemm + self.attention.forward + self.elementwise.forward
+        hides_back = BACKWARD_GEMM * self.gemm + self.attention.backward
+        return _Pair(
+            np.maximum(seconds - hides, 0.0),
+            np.maximum(seconds - hides_back - self.elementwise.backward, 0.0),
+        )
+
+    @property
+    def gaps(self) -> float:
+        """Seconds between the kernels of the forward pass; twice as many of the backward pass."""
+        return self.engine.host.kernel_gaps * self.repeats
+
+    @cached_property
+    def backward(self) -> Floats:
+        """The backward pass, but for what is repeated, moved and waited for."""
+        seconds = BACKWARD_GEMM * self.gemm + self.attention.backward + self.elementwise.backward
+        return seconds + self.tensor.backward + self.context.backward + self.expert.backward
+
+    @cached_property
+    def idle(self) -> _Pair:
+        """Device idle, for gaps between kernels and while the host launches them."""
+        engine, gaps = self.engine, self.gaps
+        floor = launch_seconds(self.work, engine, self.table, self.groups["tp"]) * self.repeats
+        if self.device.kind == "cpu":
+            # The cores that launch are the ones that compute: nothing hides behind anything.
+            return _Pair(floor + gaps, floor + BACKWARD_GEMM * gaps)
+        forward = self.gemm + self.attention.forward + self.elementwise.forward
+        forward = forward + self.tensor.forward + self.context.forward + self.expert.forward + gaps
+        backward = self.backward + BACKWARD_GEMM * gaps
+        sharpness = engine.host.sharpness
+        idle = launch_floor(forward + self.offload.forward, floor, sharpness)
+        idle_back = launch_floor(backward + self.offload.backward, floor * engine.host.backward, sharpness)
+        return _Pair(idle + gaps, idle_back + BACKWARD_GEMM * gaps)
+
+
+class _Repetition(NamedTuple):
+    """What backward does again of the forward pass, [n] each."""
+
+    seconds: Floats
+    """Seconds of computation."""
+    whole: Floats
+    """Forward passes of the whole layer; two where backward is split."""
+    tensor: Floats
+    """Share of the collectives of tensor parallelism."""
+    experts: Floats
+    """Share of the exchanges of experts."""
+    context: Floats
+    """Share of the exchanges of context parallelism."""
+
+
+def _repetition(unit: _Unit) -> _Repetition:
+    """What is recomputed: of layers as a whole all, else the modules that are named."""
+    work, engine, table, apart, cast = unit.work, unit.engine, unit.table, unit.apart, unit.cast
+    attention, elementwise = unit.attention.forward, unit.elementwise.forward
+    full = (table.recompute == FULL) & unit.repeats
+    mlp = table.recomputes("mlp") & unit.repeats
+    stops = engine.activations.recompute_stops_early and bool(work.last_gemms)
+    # Of several layers that are repeated from one input, the last one ends early.
+    ends = stops / np.where(table.recompute_method == UNIFORM, table.recompute_num_layers, 1)
+    last_gemm = last_cast = 0.0 * np.zeros(len(table))
+    if stops:
+        last_gemm = last_gemm + unit.products(work.last_gemms)
+        last_cast = last_cast + cast * cast_elements(work.last_gemms)[0]
+    whole = unit.gemm + attention + elementwise - ends * (last_gemm + last_cast)
+    again = np.where(full, whole, table.recomputes("core_attention") * attention)
+    mlp_gemm = unit.products(work.mlp_gemms) - last_gemm
+    mlp_gemm = mlp_gemm + cast * cast_elements(work.mlp_gemms)[0] - last_cast
+    activation = mlp | table.recomputes("activation")
+    lighter = mlp * mlp_gemm + activation * work.activation_bytes * unit.stream
+    lighter = lighter + table.recomputes("norm") * work.norm_bytes * unit.stream
+    again = again + lighter * unit.repeats
+    # What holds weights is computed for the gradients of its inputs, and once more for those of weights.
+    again = again + apart * np.where(full, again, lighter * unit.repeats)
+    wholes = full * (1.0 + apart)
+    return _Repetition(
+        seconds=again,
+        whole=wholes,
+        tensor=_repeated_collectives(unit, full, mlp, ends, stops),
+        experts=wholes + mlp * (1.0 + apart),
+        context=wholes + table.recomputes("core_attention") * unit.repeats,
+    )
+
+
+def _repeated_collectives(unit: _Unit, full: Bools, mlp: Bools, ends: Floats, stops: bool) -> Floats:
+    """Share of a layer's tensor-parallel collectives in what is computed again: all of them, or the MLP's.
+
+    The last one of a dense layer is a reduce-scatter, a quarter of the layer's, or an all-reduce, half of
+    them.
+    """
+    work, table, apart = unit.work, unit.table, unit.apart
+    last = np.where(table.sequence_parallel, 0.25, 0.5)
+    every = np.maximum(work.gathers_forward, 1.0)
+    repeated = np.where(full, 1.0 - ends * last, (work.mlp_gathers / every - stops * last) * mlp)
+    repeated = repeated * (1 + apart)
+    # Sequence parallelism keeps the gathered outputs of norms, unless it gathers them again anyway.
+    keeps = table.sequence_parallel & (not unit.engine.activations.regathers_sequence)
+    regathers = table.recomputes("norm") & keeps
+    inputs = np.where(mlp, 1.0, 1.0 + work.mlp_gathers / 2) / every
+    result: Floats = repeated + regathers * unit.repeats * inputs * (1 + apart)
+    return result
