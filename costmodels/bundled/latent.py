@@ -61,7 +61,7 @@ class LatentLayer(Layer):
         return not structure.longer and not structure.wide and structure.rotates
 
     def core(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """`runtime.model.transformer.equal_heads_attention`, where ranks share sequences."""
+        """`runtime.model.attention_kernels.equal_heads_attention`, where ranks share sequences."""
         form, several = self.structure.context_form, self.structure.several
         if form is None:
             return kernel(q, k, v, (QUERY, KEY, VALUE))

@@ -62,8 +62,8 @@ def test_lines_and_metrics_are_passed_on_and_the_output_is_kept(
         script(
             f"""
             import os, sys
-            from runtime.logs.metrics_file import keep_until
-            file = keep_until({str(tmp_path)!r}, 0).open("a")
+            from runtime.logs.metrics_file import drop_metrics_after
+            file = drop_metrics_after({str(tmp_path)!r}, 0).open("a")
             for step in (1, 2):
                 file.write('{{"iteration": %d}}\\n' % step)
                 file.flush()
@@ -332,13 +332,13 @@ def test_ranks_are_not_forked_beside_a_thread(monkeypatch: pytest.MonkeyPatch) -
 def test_forked_ranks_that_do_not_heed_a_request_to_stop_are_killed() -> None:
     script = (
         "import os, signal, time\n"
-        "from runtime.launch import forked\n"
+        "from runtime.launch import fork_server\n"
         "def become(agent, *_):\n"
         "    signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
         "    os.kill(agent, signal.SIGTERM)\n"
         "    time.sleep(3600)\n"
-        "forked._become = become\n"
-        "print(forked.run(1, [], grace_s=0.1))\n"
+        "fork_server._become = become\n"
+        "print(fork_server.run(1, [], grace_s=0.1))\n"
     )
     done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True)
     assert (done.stdout, done.stderr) == ("1\n", "")
