@@ -28,7 +28,7 @@ from costmodels.time.uncertainty import spread
 
 @dataclass(frozen=True)
 class Prices:
-    """What each row of a table costs. Arrays of shape [n]."""
+    """Seconds and bytes of each row of a table. Arrays of shape [n]."""
 
     time: Mapping[str, Floats]
     """Seconds of each part of `StepTime`."""
@@ -101,7 +101,7 @@ class Prices:
         )
 
     def simulate(self, rows: Ints) -> Prices:
-        """The same, with the bubble and the sends of `rows` as their simulated pipelines have them."""
+        """The prices with the bubble and the sends of `rows` as their simulated pipelines have them."""
         table = self.table.take(rows)
         bubble, sends, found = bubble_and_send_seconds(self.model, self.cluster, self.engine, table)
         vocabulary = padded_vocabulary(self.model, table)
@@ -173,7 +173,7 @@ def _price_block(
 
 
 def price(model: ModelSpec, cluster: Cluster, engine: Engine, table: LayoutTable) -> Prices:
-    """What each row of `table` costs, its pipeline by closed forms (`Prices.simulate` replaces them).
+    """Prices of each row of `table`, its pipeline by closed forms (`Prices.simulate` replaces them).
 
     Args:
         engine: its constants; `Engine.for_device` is applied here.
@@ -215,7 +215,7 @@ def estimate(
     layout: Layout,
     memory: Mapping[str, Floats] | None = None,
 ) -> Estimate:
-    """What one layout costs, its pipeline simulated; `memory` as `Prices.estimate` takes it.
+    """The estimate of one layout, its pipeline simulated; `memory` as `Prices.estimate` takes it.
 
     Raises `InputError` as `price` does.
     """

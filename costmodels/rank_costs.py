@@ -34,7 +34,7 @@ class RankCosts:
     model: ModelSpec
     cluster: Cluster
     engine: Engine
-    """Its constants; `Engine.for_device` is applied here."""
+    """The engine as the catalogue has it; `Engine.for_device` is applied here."""
     table: LayoutTable
     ranks: Ranks
     """[n, k]"""
@@ -64,7 +64,7 @@ class RankCosts:
 
     @cached_property
     def sites(self) -> tuple[Site, ...]:
-        """Where ranks may be."""
+        """Sites that ranks may be on."""
         return sites(self.cluster, self.engine)
 
     @cached_property
@@ -77,7 +77,7 @@ class RankCosts:
 
     @cached_property
     def shapes(self) -> tuple[LayoutTable, Ints]:
-        """As `distinct_shapes` has them."""
+        """The few rows that differ in shape, and which of them each row is like (`distinct_shapes`)."""
         return distinct_shapes(self.table)
 
     @cached_property
@@ -191,7 +191,7 @@ class RankSeconds:
     costs: RankCosts
     index: Any
     ranks: Ranks
-    """Those that are selected; arrays of the shape that all results have."""
+    """Ranks that are selected; arrays of the shape that all results have."""
     site: Ints
     """Index of the site of each."""
     shape: Ints

@@ -7,7 +7,7 @@ from difflib import get_close_matches
 
 
 def near_names(name: str, known: Iterable[str], count: int = 1, cutoff: float = 0.6) -> list[str]:
-    """Those of `known` that come nearest to `name`, whatever its case, dashes and underscores."""
+    """Names of `known` that come nearest to `name`, whatever its case, dashes and underscores."""
     spelled: dict[str, str] = {}
     for one in known:
         spelled.setdefault(_plain(one), one)

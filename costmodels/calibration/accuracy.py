@@ -39,7 +39,7 @@ TimeFactors = Mapping[tuple[str, str], float]
 
 @dataclass(frozen=True)
 class Predictions:
-    """What the model says of each measurement. Arrays of shape [n]."""
+    """Predictions of the model for measurements. Arrays of shape [n]."""
 
     step_time_s: Floats
     """NaN where the row cannot be priced."""
@@ -50,25 +50,25 @@ class Predictions:
     allocated_bytes: Floats
     """Peak of what the training job's tensors take on the rank that was measured; NaN where none was."""
     reserved_bytes: Floats
-    """The same with what the allocator holds and cannot use."""
+    """Peak of tensors with what the allocator holds and cannot use."""
     device_bytes: Floats
-    """The same with driver context and communicators: what must be within the memory of a device."""
+    """Peak with driver context and communicators too: what must be within the memory of a device."""
     step_bytes: Floats
     """Peak of what the tensors take once backward has ended."""
     refused: Mapping[int, str] = field(default_factory=dict)
-    """Why rows cannot be priced, by their index."""
+    """Reasons why rows cannot be priced, by their index."""
 
 
 @dataclass(frozen=True)
 class OomScore:
-    """Which rows fit into memory, against which ran. Shares of 0 to 1, None without a row to count."""
+    """Agreement of rows that fit into memory with rows that ran: shares of 0 to 1, None without a row."""
 
     n: int
     """Rows that ran out of memory; without any there is nothing to tell apart, and no shares."""
     precision_fits: float | None
-    """Of the rows that are said to fit, those that ran."""
+    """Share of the rows that are said to fit which ran."""
     recall_fits: float | None
-    """Of the rows that ran, those that are said to fit."""
+    """Share of the rows that ran which are said to fit."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ class PeakError:
 
 @dataclass(frozen=True)
 class MemoryScore(PeakError):
-    """The same over all rows, each by the first of `MEMORY_KINDS` that it published, and by kind."""
+    """Errors over all rows, each by the first of `MEMORY_KINDS` that it published, and by kind."""
 
     kinds: Mapping[str, PeakError]
     """Errors of each kind that some rows published: a row counts in all that it has."""
@@ -110,7 +110,7 @@ class SourceScore:
 
 
 def is_fit_row(measurement: Measurement) -> bool:
-    """Whether the fit of the engines' constants may see a row; it stays the same wherever the row stands.
+    """A row's membership of the half that fits of constants may see; it stays the same wherever the row is.
 
     The job alone decides, not where it was published: the same job in two releases is on the same side.
     """

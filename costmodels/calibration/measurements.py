@@ -67,9 +67,9 @@ class Measurement:
     sweep: str
     """Rows that may be ranked against each other."""
     reference: str
-    """Where the row was published; with `line`, what tells it from others."""
+    """Publication of the row; with `line`, what tells it from others."""
     line: int
-    """Of the file, the header being 1."""
+    """Line of the file, the header being 1."""
     model: ModelSpec
     cluster: Cluster
     engine: Engine
@@ -85,7 +85,7 @@ class Measurement:
     first_rank_only: bool
     """The memory is that of the first pipeline rank, not of the fullest."""
     device_bytes: float | None = None
-    """What the driver said was taken of the device (nvidia-smi)."""
+    """Bytes of the device that the driver said were taken (nvidia-smi)."""
     step_bytes: float | None = None
     """Peak of tensors since the end of the last backward pass."""
 

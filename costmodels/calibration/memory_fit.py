@@ -26,7 +26,7 @@ EVALUATIONS = 4000
 """Most evaluations of all rows."""
 
 KINDS = ("reserved", "device", "allocated")
-"""Which of a row's published peaks is fitted, first choice first."""
+"""Kinds of published peaks, of which a row's first one is fitted."""
 
 SHARPNESS = 0.5
 """Scale of the logistic loss, in tolerances: a peak that far on the wrong side counts about 1.3."""
@@ -56,7 +56,7 @@ def memory_fit_plans() -> list[MemoryFitPlan]:
 
 
 def has_memory(measurement: Measurement, plan: MemoryFitPlan) -> bool:
-    """Whether a row says something of the memory of the engine of `plan`."""
+    """A row's place among those that say something of the memory of the engine of `plan`."""
     return measurement.engine.name == plan.engine and measurement.source in plan.sources
 
 
@@ -92,7 +92,7 @@ class _Batch:
     table: LayoutTable
     ranks: Ranks
     kind: str
-    """Of `MEMORY_KINDS`, what the measured bytes count."""
+    """Kind of the measured bytes, of `MEMORY_KINDS`."""
     measured: Floats
     """Measured bytes; NaN where none are published."""
     first_rank_only: Bools

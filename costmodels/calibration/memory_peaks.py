@@ -16,7 +16,7 @@ from costmodels.spec.model import ModelSpec
 from costmodels.spec.table import Floats, LayoutTable
 
 MEMORY_KINDS = ("allocated", "reserved", "device", "step")
-"""What peaks count, as fields of `Measurement` and `Predictions` name them: tensors, what the allocator
+"""Kinds of peaks, as fields of `Measurement` and `Predictions` name them: tensors, what the allocator
 reserves for them, what the driver says is taken, and tensors while the optimizer steps."""
 
 
@@ -27,7 +27,7 @@ def published_peak(measurement: Measurement, kind: str) -> float | None:
 
 
 def ranks_of_table(model: ModelSpec, table: LayoutTable) -> Ranks:
-    """What every pipeline rank of each row holds, arrays of shape [n, k]; others hold nothing."""
+    """All pipeline ranks of each row, arrays of shape [n, k]; those that a row lacks hold nothing."""
     every = [all_ranks(*ranks_entry(model, table, row)) for row in range(len(table))]
     filled = np.zeros((len(FIELDS), len(table), max(len(ranks.count) for ranks in every)))
     for row, ranks in enumerate(every):

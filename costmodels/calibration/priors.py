@@ -17,7 +17,7 @@ SMALL = 1e-9
 
 
 class Prior(Record):
-    """What is known of a constant before the fit."""
+    """Knowledge of a constant before the fit."""
 
     start: float
     within: Positive
@@ -27,7 +27,7 @@ class Prior(Record):
 
 @dataclass(frozen=True)
 class Priors:
-    """Those of all constants of a fit; arrays of shape [k]."""
+    """Priors of all constants of a fit; arrays of shape [k]."""
 
     names: list[str]
     start: Floats
@@ -37,7 +37,7 @@ class Priors:
 
     @classmethod
     def of(cls, constants: Mapping[str, Prior], rows: int, what: str) -> Priors:
-        """Raises `InputError` when `what`, the name of the fit, has fewer rows than constants."""
+        """The priors of a fit; raises `InputError` when `what`, its name, has fewer rows than constants."""
         if rows < len(constants):
             raise InputError(f"{what}: {rows} rows for {len(constants)} constants; give more rows")
         priors = constants.values()
@@ -46,7 +46,7 @@ class Priors:
         return cls(list(constants), start, np.array([prior.within for prior in priors]), low, high)
 
     def deviations(self, values: Floats) -> Floats:
-        """How far constants are from what is likely, in likely deviations."""
+        """Distances of constants from what is likely, in likely deviations, [k]."""
         result: Floats = np.log((values + SMALL) / (self.start + SMALL)) / self.within
         return result
 

@@ -12,7 +12,7 @@ from costmodels.spec.model import ModelSpec
 
 
 class Unusable(Exception):
-    """Why a row cannot be priced: the name under which it is skipped."""
+    """The reason why a row cannot be priced, under which it is skipped."""
 
 
 MOST, MOST_LAYERS = 10**7, 10**4

@@ -52,7 +52,7 @@ def job_collectives(
 
 
 def node_collectives(bus_bandwidth: Mapping[int, float]) -> tuple[MeasuredCollective, ...]:
-    """What a source measured of its all-reduces in one node: bytes per second by ranks."""
+    """All-reduces in one node that a source measured, from bytes per second by ranks."""
     return tuple(
         MeasuredCollective(collective="all_reduce", devices=ranks, nodes=1, bus_bandwidth=rate)
         for ranks, rate in bus_bandwidth.items()

@@ -56,7 +56,7 @@ class TimeFit:
     rows: int
 
     def with_layers(self, layers: tuple[MeasuredLayer, ...]) -> TimeFit:
-        """The same with corrections of layers by their shape."""
+        """The fit with corrections of layers by their shape."""
         return replace(self, constants={**self.constants, "measured_layers": layers})
 
 
@@ -146,7 +146,7 @@ def _step_times(batches: Sequence[_Batch], constants: dict[str, Any], count: int
 
 
 def is_row_of(measurement: Measurement, plan: TimeFitPlan) -> bool:
-    """Whether a row is one that `plan` may fit."""
+    """A row's place among those that `plan` may fit."""
     return (
         measurement.source in plan.sources
         and measurement.step_time_s is not None

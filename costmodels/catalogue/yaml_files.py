@@ -52,7 +52,7 @@ def catalogue_file(path: str) -> dict[str, Any]:
 
 
 def is_file_name(name: str) -> bool:
-    """Whether a user means a YAML file rather than a catalogue name."""
+    """True where a user means a YAML file rather than a catalogue name."""
     return name.lower().endswith((".yaml", ".yml"))
 
 
@@ -91,7 +91,7 @@ def build(record: type[RecordT], fields: Mapping[str, Any], origin: str) -> Reco
 
 
 def _wrong(record: type[BaseModel], field: str, item: Mapping[str, Any]) -> str:
-    """What is wrong with a field, by pydantic's error."""
+    """The fault of a field, by pydantic's error."""
     if item["type"] == "extra_forbidden":
         *groups, name = item["loc"]
         fields = record.model_fields

@@ -28,7 +28,10 @@ BACKWARD_GEMM = 2.0
 """Backward work of a matrix product over its forward work: gradients of the input and of the weight."""
 
 BACKWARD_FLASH = 2.5
-"""The same for flash attention: five products instead of two (Dao, arXiv:2307.08691, section 3.1.2)."""
+"""Backward over forward work of flash attention: five products instead of two.
+
+Dao, arXiv:2307.08691, section 3.1.2.
+"""
 
 
 ALL_GATHER, ALL_TO_ALL, RING = (CONTEXT_FORMS.index(form) for form in ("all_gather", "all_to_all", "ring"))
@@ -51,11 +54,11 @@ class Operators:
 
     gemms: tuple[Gemm, ...]
     mlp_gemms: tuple[Gemm, ...]
-    """Those of `gemms` that are the MLP's or the experts', without their router."""
+    """Products of the MLP or the experts among `gemms`, without their router."""
     shared_gemms: tuple[Gemm, ...]
-    """Those of `gemms` that are the shared experts': tokens travel to the routed ones meanwhile."""
+    """Products of shared experts among `gemms`: tokens travel to the routed ones meanwhile."""
     last_gemms: tuple[Gemm, ...]
-    """Those of `gemms` after which nothing is kept for backward: the one that ends a dense layer."""
+    """Products among `gemms` after which nothing is kept for backward: the one that ends a dense layer."""
     seq: int
     """Tokens that attention runs over."""
     head_dim: int
@@ -78,7 +81,7 @@ class Operators:
     """All-gathers or reduce-scatters of `sequence_bytes`; an all-reduce is two of them."""
     gathers_backward: Floats
     mlp_gathers: Floats
-    """Those of `gathers_forward` that are the MLP's or the shared experts'."""
+    """Collectives of the MLP or the shared experts among `gathers_forward`."""
     ring_bytes: Floats
     """Keys and values of one rank, which context parallelism passes around or gathers."""
     exchange_bytes: Floats

@@ -25,7 +25,7 @@ class Update(NamedTuple):
     ends: float
     """State of a parameter of embedding or head."""
     traffic: float
-    """What a step reads and writes: weight and gradient in fp32, and the state."""
+    """Bytes that a step reads and writes: weight and gradient in fp32, and the state."""
 
 
 UPDATES: dict[Optimizer, Update] = {
@@ -52,7 +52,7 @@ def layer_state(table: LayoutTable) -> Floats:
 
 
 def end_state(table: LayoutTable) -> Floats:
-    """The same of embedding and head."""
+    """Bytes of the optimizer's state for each parameter of embedding and head, [n]."""
     return _of(1, table)
 
 

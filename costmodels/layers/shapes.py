@@ -83,7 +83,7 @@ def routed_rows(model: ModelSpec, table: LayoutTable, load: float = MEAN_LOAD) -
 
 
 def peak_routed_rows(model: ModelSpec, table: LayoutTable) -> Floats:
-    """The same with the head-room of `PEAK_LOAD`, which a device that has all experts does not need."""
+    """Rows as `routed_rows` with the head-room of `PEAK_LOAD`; a device with all experts needs none."""
     return routed_rows(model, table, PEAK_LOAD)
 
 

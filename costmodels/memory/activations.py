@@ -24,7 +24,7 @@ from costmodels.spec.table import RECOMPUTE_KINDS, Floats, LayoutTable, code_of
 SELECTIVE, FULL = RECOMPUTE_KINDS.index("selective"), RECOMPUTE_KINDS.index("full")
 
 CORE_ATTENTION = code_of("recompute_modules", ("core_attention",))
-"""What selective recomputation repeats unless modules are named."""
+"""Modules that selective recomputation repeats unless others are named, as bits."""
 
 
 def activation_bytes(

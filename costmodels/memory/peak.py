@@ -102,7 +102,7 @@ def communicator_count(table: LayoutTable, has_experts: bool) -> Floats:
 def margin_bytes(
     cluster: Cluster, engine: Engine, table: LayoutTable, lost: Floats, has_experts: bool
 ) -> dict[str, Floats]:
-    """What a device must have besides tensors: the user's margin, or the three terms that it replaces.
+    """Bytes that a device must have besides tensors: the user's margin, or the three terms that it replaces.
 
     The arrays broadcast to [n, k].
 

@@ -17,7 +17,7 @@ from costmodels.spec.table import Floats, Ints, LayoutTable
 
 @dataclass(frozen=True)
 class UnitSizes:
-    """What one layer, embedding or head takes on one device; arrays of shape [n].
+    """Sizes of one layer, embedding and head on one device; arrays of shape [n].
 
     Parameters are counts; activations are bytes of one micro batch.
     """
@@ -32,16 +32,16 @@ class UnitSizes:
     head: Floats
     """Parameters of final norm and output matrix; the matrix of a tied head counts with pp > 1 only."""
     dense_activations: Floats
-    """Kept from forward to backward."""
+    """Bytes from forward to backward."""
     moe_activations: Floats
     dense_recomputation: Floats
-    """Recomputed in backward, one layer at a time."""
+    """Bytes that backward computes again, one layer at a time."""
     moe_recomputation: Floats
     dense_offload: Floats
-    """Kept in host memory, but for those layers that backward uses or is about to."""
+    """Bytes in host memory, but for those layers that backward uses or is about to."""
     moe_offload: Floats
     dense_plain_activations: Floats
-    """Kept by layers that recompute nothing while others do."""
+    """Bytes of layers that recompute nothing while others do."""
     moe_plain_activations: Floats
     dense_plain_offload: Floats
     moe_plain_offload: Floats
@@ -49,13 +49,13 @@ class UnitSizes:
     """Gradients of a layer's activations that wait for those of its weights, when backward is split."""
     logits: Floats
     logit_gradients: Floats
-    """The same of the output matrix."""
+    """Gradients of the logits, which wait for those of the output matrix."""
     layer_input: Floats
     """The input of a layer, gathered over tensor-parallel ranks that split its sequence; otherwise 0."""
     layer_tables: Floats
-    """Kept for good by each layer besides its states."""
+    """Bytes that each layer has for good besides its states."""
     score_reserve: Floats
-    """What the allocator cannot use of the blocks of one layer's attention scores."""
+    """Bytes of the blocks of one layer's attention scores that the allocator cannot use."""
 
 
 def _attention_parameters(model: ModelSpec, tp: Floats) -> tuple[Floats, Floats]:

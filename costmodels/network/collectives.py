@@ -35,6 +35,7 @@ class Placement:
 
     @cached_property
     def tiers(self) -> tuple[Tier, ...]:
+        """The tiers of the cluster, the innermost first."""
         return tiers(self.cluster)
 
     @cached_property
@@ -44,7 +45,7 @@ class Placement:
 
     @cached_property
     def rates(self) -> list[float]:
-        """Of each tier, bytes per second that a large collective reaches on a device's share."""
+        """Bytes per second that a large collective reaches on a device's share of each tier."""
         engine = self.engine
         return [
             tier.bandwidth
@@ -54,12 +55,12 @@ class Placement:
 
     @cached_property
     def spans(self) -> list[tuple[Ints, Ints]]:
-        """Of each tier, the least ranks of a group in a block and the most blocks that it touches."""
+        """The least ranks of a group in a block of each tier, and the most blocks that it touches."""
         world = self.cluster.world_size
         return [group_span(world, tier.reach, self.size, self.stride) for tier in self.tiers]
 
     def crosses(self, below: Tier, tier: Tier) -> Bools:
-        """Whether some neighbours in a group lie in different blocks of a tier, and meet in the one above."""
+        """Groups with neighbours in different blocks of a tier, which meet in the one above, [n]."""
         apart: Bools = (self.size > 1) & (below.reach % (self.size * self.stride) != 0)
         # Farther neighbours than a node is wide have no use for the way through the host.
         return apart if tier.between_nodes else apart & (self.stride < tier.reach)
@@ -85,7 +86,7 @@ class Placement:
 
     @cached_property
     def outside(self) -> Floats | float:
-        """The same on the network: a ring leaves a block through the shares of its ranks in it."""
+        """Bytes per second of a ring on the network, which leaves a block by the shares of its ranks in it."""
         result: Floats | float = np.inf
         for tier in range(self.home + 1, len(self.tiers)):
             local, blocks = self.spans[tier - 1]
@@ -93,7 +94,7 @@ class Placement:
         return result
 
     def measured(self, collective: Collective) -> Rates:
-        """What the cluster's table says of `collective`."""
+        """Rates of `collective` by the cluster's table."""
         cluster = self.cluster
         return table_rates(
             cluster.measured, collective, self.tiers[self.home].reach, cluster.devices_per_node
@@ -186,7 +187,7 @@ class Group:
 
     size: Ints
     local: Ints
-    """Its ranks in one island; the fewest where it lies across a border."""
+    """Ranks of the group in one island; the fewest where it lies across a border."""
     bandwidth: Floats
     """Bytes per second that one rank passes on in a ring through all ranks that gathers."""
     latency: Floats
@@ -194,7 +195,7 @@ class Group:
     intra_bandwidth: Floats | float
     """Bytes per second of a message to another rank of the island."""
     inter_bandwidth: Floats | float
-    """The same to a rank of another island, between the neighbours that lie farthest from each other."""
+    """Bytes per second of a message to another island, between the neighbours that lie farthest apart."""
     placement: Placement = field(repr=False)
 
     @property
@@ -204,12 +205,12 @@ class Group:
 
     @cached_property
     def scatter_bandwidth(self) -> Floats:
-        """As `bandwidth`, of a reduce-scatter."""
+        """Bytes per second that one rank passes on in a ring that reduces and scatters."""
         return self.placement.ring("reduce_scatter") if self.placement.cluster.measured else self.bandwidth
 
     @cached_property
     def reduce_bandwidth(self) -> Floats:
-        """As `bandwidth`, of an all-reduce, which switches that add up make faster."""
+        """Bytes per second of an all-reduce's ring, which switches that add up make faster."""
         return self.placement.ring("all_reduce") if self.placement.cluster.measured else self.bandwidth
 
     def wait(self, collective: Collective) -> Floats:

@@ -28,8 +28,10 @@ SUBSTITUTES: dict[Collective, tuple[Collective, ...]] = {
     "all_to_all": ("all_to_all", "all_gather", "reduce_scatter", "all_reduce"),
     "send": ("send",),
 }
-"""Which rows stand for a collective, the first that a table has. None of them for messages of one device to
-another, which the state of a network slows down far less."""
+"""Rows that stand for a collective, of which the first that a table has counts.
+
+None of them stands for messages of one device to another, which the state of a network slows down far less.
+"""
 
 _WORDS = {word.replace("_", ""): word for word in get_args(Collective)} | {"sendrecv": "send"}
 """Collectives by their letters alone, as nccl-tests and others spell them differently."""
@@ -139,7 +141,7 @@ class Rates:
 def table_rates(
     measured: tuple[MeasuredCollective, ...], collective: Collective, home: int, per_node: int
 ) -> Rates:
-    """What a table says of `collective` where `home` neighbouring ranks share the fast link or a node.
+    """Rates of `collective` by a table where `home` neighbouring ranks share the fast link or a node.
 
     Of rows that differ in their message only the largest counts: bandwidth is what large messages reach.
     Nodes of an island are one home. Rows of another collective stand in where a table has none.

@@ -43,7 +43,7 @@ class Tier:
     """Seconds of one hop of a collective."""
     between_nodes: bool = False
     cards: float = 0.0
-    """Of tiers between nodes, one device's share of the network cards: what it has at most."""
+    """One device's share of the network cards, which it has at most on tiers between nodes."""
     wires: int = 0
     """Wires that share the bandwidth where each pair of devices has its own; 0 behind a switch."""
 
@@ -107,7 +107,7 @@ def _divisors(unit: int) -> Ints:
 
 
 def group_span(world: int, unit: int, size: Ints, stride: Ints) -> tuple[Ints, Ints]:
-    """How groups of `size` ranks that lie `stride` apart fall on blocks of `unit` neighbouring ranks.
+    """Spread of groups of `size` ranks that lie `stride` apart over blocks of `unit` neighbouring ranks.
 
     The groups of a layout tile all ranks, size x stride at a time, so block and group boundaries meet at
     every multiple of g = gcd(unit, size x stride): the worst-placed group has g // stride of its ranks in

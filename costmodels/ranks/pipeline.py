@@ -212,7 +212,7 @@ def _at_most(flight: tuple[float, ...], other: tuple[float, ...]) -> bool:
 
 
 def ranks_entry(model: ModelSpec, table: LayoutTable, row: int) -> Entry:
-    """What `all_ranks` takes for one row of a table."""
+    """The arguments of `all_ranks` for one row of a table."""
     layers = int(table.recompute_num_layers[row])
     recomputes = RECOMPUTE_KINDS[int(table.recompute[row])] != "none"
     block = recomputes and RECOMPUTE_METHODS[int(table.recompute_method[row])] == "block"
@@ -227,7 +227,7 @@ def ranks_entry(model: ModelSpec, table: LayoutTable, row: int) -> Entry:
 
 
 def stage_ranks(model: ModelSpec, table: LayoutTable, row: int) -> Ranks:
-    """What each stage of one row holds, as if each were a rank of its own: arrays of shape [stages]."""
+    """The stages of one row, as if each were a rank of its own: arrays of shape [stages]."""
     split, _, leading_dense, _, block, together = ranks_entry(model, table, row)
     return all_ranks(split, len(split), leading_dense, "1f1b", block, together)
 

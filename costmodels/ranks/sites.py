@@ -24,12 +24,12 @@ MIXED = 2
 
 @dataclass(frozen=True)
 class Site:
-    """Where a stage may be: devices of one kind, and the links between them."""
+    """A place of stages: devices of one kind, and the links between them."""
 
     cluster: Cluster
-    """Of one kind."""
+    """Cluster of one kind of node."""
     engine: Engine
-    """With its constants for the device."""
+    """Engine with its constants for the device."""
     absent: float
     """Bytes that one of its devices has less than one of the kind with most memory."""
 
@@ -59,7 +59,7 @@ def sites(cluster: Cluster, engine: Engine) -> tuple[Site, ...]:
 
 
 def border_sites(every: tuple[Site, ...]) -> tuple[Site, ...]:
-    """Those of the sites of a cluster that are on the links between kinds of nodes, or the only one."""
+    """Sites of a cluster that are on the links between kinds of nodes, or the only one."""
     return every[MIXED:] or every
 
 

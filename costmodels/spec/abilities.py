@@ -17,7 +17,7 @@ ZERO_STAGES: tuple[ZeroStage, ...] = get_args(ZeroStage)
 
 
 class Abilities(Record):
-    """What an engine runs of the degrees of freedom of a layout: everything, unless it is said.
+    """Degrees of freedom of a layout that an engine runs: all, unless it is said.
 
     The search proposes nothing else (`planner/space/engine_rules.py`); a layout that is given is priced
     all the same.
@@ -39,14 +39,14 @@ class Abilities(Record):
     context_parallel_schedules: tuple[Schedule, ...] = get_args(Schedule)
     """Schedules that go with context parallelism."""
     offload_activations_schedules: tuple[Schedule, ...] = get_args(Schedule)
-    """Those that go with offloaded activations."""
+    """Schedules that go with offloaded activations."""
     zero_stages: tuple[ZeroStage, ...] = ZERO_STAGES
     pipeline_zero_stages: tuple[ZeroStage, ...] = ZERO_STAGES
-    """Those of them that go with pipeline parallelism."""
+    """Stages that go with pipeline parallelism."""
     unpiped_zero_stages: tuple[ZeroStage, ...] = ZERO_STAGES
-    """Those that go without it."""
+    """Stages that go without pipeline parallelism."""
     expert_zero_stages: tuple[ZeroStage, ...] = ZERO_STAGES
-    """Those that go with expert parallelism."""
+    """Stages that go with expert parallelism."""
     hybrid_zero_stages: tuple[ZeroStage, ...] = ZERO_STAGES
     """Stages that keep copies of what they split (`Layout.zero_replicas`)."""
     recompute: tuple[Recompute, ...] = get_args(Recompute)

@@ -10,7 +10,7 @@ from costmodels.spec.record import CountOrZero, Fraction, NonNegative, Positive,
 
 
 class Constants(Record):
-    """Those of one group, named as the fields of `costmodels.spec.engine.Engine` that hold them."""
+    """A group of constants, named as the field of `costmodels.spec.engine.Engine` that has it."""
 
 
 class GemmConstants(Constants):
@@ -79,7 +79,7 @@ class NetworkConstants(Constants):
     efficiency: Fraction
     """Share of link bandwidth that a large collective reaches."""
     inter_node_efficiency: Fraction | None = None
-    """The same of links between nodes; as `efficiency` when not given."""
+    """Share of the bandwidth of links between nodes; as `efficiency` when not given."""
     sharded_efficiency: Annotated[Fraction, Field(gt=0)] = 1.0
     """Bandwidth of ZeRO 1 and above, which pack and unpack shards, relative to other collectives."""
     collective_latency: NonNegative = 0.0
@@ -106,7 +106,7 @@ class NetworkConstants(Constants):
 
 
 class HostConstants(Constants):
-    """What the host takes to launch the kernels of a layer: the floor under small layers."""
+    """Host time to launch the kernels of a layer: the floor under small layers."""
 
     layer_overhead: NonNegative
     """Host seconds to launch one layer's forward pass: the floor under small layers."""
@@ -121,7 +121,7 @@ class HostConstants(Constants):
     tensor_parallel: Positive = 1.0
     """Factor of the host time of a layer for each doubling of tensor parallelism in a node."""
     sequence_parallel: Positive = 1.0
-    """The same with sequence parallelism."""
+    """Factor for each doubling of tensor parallelism with sequence parallelism."""
     nodes: NonNegative = 1.0
     """Exponent of the islands (nodes, unless the device says otherwise) that a tensor-parallel group spans in
     the host time of a layer."""
@@ -144,22 +144,22 @@ class OverlapConstants(Constants):
     data_parallel: Fraction
     """Share of the data-parallel communication that can hide behind computation."""
     sharded: Fraction | None = None
-    """The same with ZeRO 1 and above; as `data_parallel` when not given."""
+    """Share that can hide with ZeRO 1 and above; as `data_parallel` when not given."""
     sharpness: Annotated[float, Field(ge=1)] = 8.0
     """Exponent of the p-norm that joins what can hide and what it hides behind: large where only what is
     longer shows, small where both slow each other down."""
 
 
 class ActivationConstants(Constants):
-    """What a layer keeps for its backward pass."""
+    """Tensors that a layer keeps for its backward pass."""
 
     norm_bytes: NonNegative = 0.0
-    """Kept by a layer's norms and residual sums for each element of the residual stream, besides inputs and
+    """Bytes of a layer's norms and residual sums for each element of the residual stream, besides inputs and
     outputs of norms in the number format of activations: copies in fp32."""
     unfused_norm_bytes: NonNegative = 0.0
-    """Kept on top of that where norms are chains of element-wise kernels (`norm_passes` above 1)."""
+    """Bytes on top of that where norms are chains of element-wise kernels (`norm_passes` above 1)."""
     score_bytes: NonNegative | None = None
-    """Kept of each attention score without flash attention; the softmax in the number format of activations,
+    """Bytes of each attention score without flash attention; the softmax in the number format of activations,
     with dropout also its mask and output, when not given."""
     keeps_unrotated: bool = False
     """Queries and keys are kept before the rotation of their positions, too."""
@@ -170,7 +170,7 @@ class ActivationConstants(Constants):
     dropout: bool = False
     """Masks of attention and hidden dropout are kept for backward (GPT-2/3 recipes)."""
     regathers_sequence: bool = True
-    """With sequence parallelism backward gathers layer inputs again instead of keeping them whole."""
+    """Backward gathers layer inputs again with sequence parallelism, instead of keeping them whole."""
     saves_alternate_products: bool = False
     """Selective recomputation of a dense layer, unless modules are named, saves its input, the output of
     attention and of every second matrix product: those of queries, values, the first of the MLP and its last
@@ -189,7 +189,7 @@ class LossConstants(Constants):
     logits_copies: NonNegative = 1.0
     """Copies of the logits in fp32 at the peak of the loss, besides logits and gradient."""
     split_logits_copies: NonNegative | None = None
-    """The same where tensor-parallel ranks split the vocabulary; as `logits_copies` when not given."""
+    """Copies where tensor-parallel ranks split the vocabulary; as `logits_copies` when not given."""
     apart: bool = False
     """The peaks of the loss and of a recomputed layer count as two moments, of which the fuller decides."""
     gathers_logits: bool = False
@@ -197,7 +197,7 @@ class LossConstants(Constants):
 
 
 class AllocatorConstants(Constants):
-    """What a device holds besides model states, activations and logits."""
+    """Memory besides model states, activations and logits."""
 
     fragmentation: NonNegative
     """Extra share of the dynamic memory that the allocator reserves but cannot use: all but model states,
@@ -206,10 +206,10 @@ class AllocatorConstants(Constants):
     """Bytes for each attention score of one layer that the allocator holds and cannot use, without flash
     attention: blocks that large are not given out again in parts."""
     reduction_outputs: NonNegative = 0.0
-    """With sequence parallelism, whole outputs of each layer that asynchronous reductions still hold while
-    the host runs ahead of the device (`torch.Tensor.record_stream`)."""
+    """Whole outputs of each layer that asynchronous reductions of sequence parallelism still hold while the
+    host runs ahead of the device (`torch.Tensor.record_stream`)."""
     sequence_buffers: NonNegative = 0.0
-    """With sequence parallelism, permanent buffers that each hold a whole input of a layer."""
+    """Permanent buffers of sequence parallelism that each hold a whole input of a layer."""
     rotary_tables: bool = False
     """Every layer has a table of its own for the rotation of all positions, in fp32."""
     workspace_bytes: NonNegative = 0.0
@@ -219,7 +219,7 @@ class AllocatorConstants(Constants):
 
 
 class ShardingConstants(Constants):
-    """How data parallelism splits and reduces."""
+    """Sharding and reduction of data parallelism."""
 
     eager_reduction_stage: CountOrZero = 2
     """Lowest ZeRO stage that reduces gradients after every micro batch and so keeps shards only."""

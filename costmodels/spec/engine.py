@@ -36,7 +36,7 @@ class MemoryPolicy(Record):
     gradients: NonNegative
     """Accumulated gradients; sharded by ZeRO 2 and 3."""
     gradients_alone: NonNegative | None = None
-    """The same where no other rank holds the parameters; as `gradients` when not given."""
+    """Accumulated gradients where no other rank holds the parameters; as `gradients` when not given."""
     optimizer: NonNegative
     """Master copy and optimizer moments; sharded by ZeRO 1 and above."""
     shard: NonNegative = 0.0
@@ -46,30 +46,30 @@ class MemoryPolicy(Record):
     gathered: Positive = 4.0
     """One parameter on the wire of a gathering."""
     stepping_whole: NonNegative = 0.0
-    """With ZeRO 1 and above, held for each parameter while the optimizer steps: what it gathers."""
+    """Bytes for each parameter that the optimizer's step gathers, with ZeRO 1 and above."""
     stepping_shard: NonNegative = 0.0
-    """The same for each parameter of a rank's shard: what it sends."""
+    """Bytes for each parameter of a rank's shard that the optimizer's step sends, with ZeRO 1 and above."""
 
 
 class Spread(Record):
     """The 80 % range of a step time by its causes, as logarithms (`costmodels/time/uncertainty.py`)."""
 
     base: NonNegative = 0.15
-    """Of the whole step: wide where the engine was never measured on the device."""
+    """Width of the whole step: large where the engine was never measured on the device."""
     narrow: NonNegative = 0.0
-    """Of the whole step besides, at a hidden size of 1024; in proportion less for wider models."""
+    """Width of the whole step besides, at a hidden size of 1024; in proportion less for wider models."""
     measured: NonNegative = 0.02
-    """Of the whole step instead of all others, where layers of its shape were measured often."""
+    """Width of the whole step instead of all others, where layers of its shape were measured often."""
     network: NonNegative = 0.15
-    """Of the share of the step that waits for links, for the first node and for each doubling of nodes."""
+    """Width of the share that waits for links, for the first node and for each doubling of nodes."""
     launch: NonNegative = 0.3
-    """Of the share in which the device waits for the host."""
+    """Width of the share in which the device waits for the host."""
     bubble: NonNegative = 0.3
-    """Of the share in which the slowest pipeline rank waits for others."""
+    """Width of the share in which the slowest pipeline rank waits for others."""
 
 
 class MeasuredLayer(Record):
-    """How much longer or shorter layers of one shape took than the formulas say."""
+    """Ratio of measured to predicted times of layers of one shape."""
 
     hidden: Count
     tensor_parallel: Count
@@ -101,9 +101,9 @@ class Engine(Record):
     measured_layers: tuple[MeasuredLayer, ...] = ()
     """Corrections of dense layers by their shape, for one device (`costmodels/time/measured_layers.py`)."""
     runs: Abilities = Abilities()
-    """Which layouts it can run; all of them in plans that do not say."""
+    """Layouts that it can run; all of them in plans that do not say."""
     spread: Spread = Spread()
-    """How far measured steps lie from the estimate."""
+    """Distance of measured steps from the estimate."""
     devices: dict[str, dict[str, Any]] = Field(default_factory=dict)
     """Constants that differ on an architecture (`Device.architecture`) or a kind of device, by its name."""
     source: str = ""

@@ -28,10 +28,10 @@ class StepTime(Record):
     offload: NonNegative = 0.0
     """Activations on their way to host memory and back that compute does not hide."""
     pipeline_parallel: NonNegative
-    """What sending activations and gradients between stages adds to the pipeline; the gradients of a tied
+    """Sends of activations and gradients between stages, as far as they delay it; the gradients of a tied
     embedding, summed."""
     bubble: NonNegative
-    """What the pipeline takes longer than its slowest rank computes, were messages to take no time."""
+    """Wait of the pipeline's slowest rank for others, were messages to take no time."""
     data_parallel: NonNegative
     """Gradient reduction and parameter gathering that compute does not hide."""
     accumulation: NonNegative = 0.0
@@ -58,16 +58,16 @@ class StageMemory(Record):
     temporaries: NonNegative = 0.0
     """Workspaces of libraries, and all else that is alive at the peak."""
     reserve: NonNegative = 0.0
-    """What the allocator holds besides and cannot use."""
+    """Bytes that the allocator holds besides and cannot use."""
     context: NonNegative = 0.0
     """Driver context and kernels, outside of the allocator."""
     communicators: NonNegative = 0.0
     """Buffers of the communication library for all process groups, outside of the allocator."""
     margin: NonNegative = 0.0
-    """What the user sets aside instead of the last three."""
+    """Bytes that the user sets aside instead of the last three."""
     absent: NonNegative = 0.0
-    """What a device of this kind has less than `Cluster.memory_bytes` on nodes of two kinds; it counts as
-    taken, so that all totals have one limit."""
+    """Bytes that a device of this kind has less than `Cluster.memory_bytes` on nodes of two kinds; they count
+    as taken, so that all totals have one limit."""
 
     @model_validator(mode="before")
     @classmethod
@@ -105,7 +105,7 @@ class Estimate(Record):
 
     step_time_s: Positive
     step_time_low_s: Positive
-    """With `step_time_high_s`, the range that holds four of five measured steps."""
+    """Lower end of the range that holds four of five measured steps; `step_time_high_s` is the upper one."""
     step_time_high_s: Positive
     time: StepTime
     memory: tuple[StageMemory, ...]

@@ -12,7 +12,7 @@ Precision = Literal["fp32", "tf32", "fp16", "bf16", "fp8"]
 """Number formats that matrix products run in."""
 
 Collective = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send"]
-"""What a group of ranks does together; `send` is a message from one rank to another."""
+"""Operations of a group of ranks; `send` is a message from one rank to another."""
 
 
 class Link(Record):
@@ -24,7 +24,7 @@ class Link(Record):
     latency: NonNegative
     """Seconds of one hop of a collective."""
     wiring: Literal["switch", "mesh"] = "switch"
-    """How devices are joined: through switches that give any two of them the whole bandwidth, or each
+    """Wiring of devices: through switches that give any two of them the whole bandwidth, or each
     pair by a wire of its own, so that a group has no more than the wires between its members."""
 
 
@@ -124,9 +124,9 @@ class Cluster(Record):
     measured: tuple[MeasuredCollective, ...] = ()
     """A measured sweep of collectives; it replaces the bandwidth of links and the engine's efficiency."""
     parts: tuple[Cluster, ...] = ()
-    """Where nodes are of two kinds, those of each in the order of their ranks. The other fields then stand
-    for both (`costmodels.spec.mixed_cluster`): `memory_bytes` is the larger one's, links are the slower ones.
-    Where the whole is changed, such as to twice the ranks, memory or links, its parts follow."""
+    """Clusters of each kind of node, in the order of their ranks, where there are two. The other fields then
+    stand for both (`costmodels.spec.mixed_cluster`): `memory_bytes` is the larger one's, links are the slower
+    ones. Where the whole is changed, such as to twice the ranks, memory or links, its parts follow."""
 
     @model_validator(mode="after")
     def _check(self) -> Cluster:

@@ -15,7 +15,7 @@ Recompute = Literal["none", "selective", "full"]
 """Activations that backward computes again: none, those of some modules, or whole layers."""
 
 RecomputeModule = Literal["core_attention", "mlp", "norm", "activation"]
-"""What selective recomputation computes again in every layer."""
+"""Modules that selective recomputation computes again in every layer."""
 
 RecomputeMethod = Literal["uniform", "block"]
 """Which layers recompute (Megatron-LM's `--recompute-method`).
@@ -108,11 +108,11 @@ class Layout(Record):
     """Sequences of one optimizer step over all ranks."""
     recompute: Recompute = "none"
     recompute_modules: tuple[RecomputeModule, ...] = ()
-    """Of selective recomputation; core attention when not given."""
+    """Modules of selective recomputation; core attention when not given."""
     recompute_method: RecomputeMethod = "uniform"
     recompute_num_layers: Count = 1
     offload_activations: bool = False
-    """What attention keeps for backward waits in host memory (MindSpeed's swap-attention)."""
+    """Tensors that attention keeps for backward wait in host memory (MindSpeed's swap-attention)."""
     offload_optimizer: bool = False
     """Optimizer state and master weights stay in host memory, and the step runs there."""
     precision: Precision = "bf16"
@@ -260,7 +260,7 @@ NOTHING_TO_OFFLOAD = (
 def recompute_conflict(
     recompute: str, modules: Sequence[str], method: str, layers: int, offloads: bool
 ) -> str | None:
-    """Why the fields of a layout that say what is recomputed and offloaded contradict each other, or None."""
+    """The contradiction between what a layout recomputes and what it offloads, in words, or None."""
     if modules and recompute != "selective":
         return f"recompute_modules need recompute selective, not {recompute}"
     if len(set(modules)) < len(modules):
@@ -282,7 +282,7 @@ CHUNKS_OF_SCHEDULES = (
 
 
 def schedule_takes(schedule: Schedule, chunks: int) -> bool:
-    """Whether a schedule runs `chunks` model chunks on each rank."""
+    """True where a schedule runs `chunks` model chunks on each rank."""
     if schedule == "1f1b":
         return chunks == 1
     return chunks == 2 if schedule in V_SCHEDULES else chunks >= 2

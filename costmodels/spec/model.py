@@ -72,7 +72,7 @@ class RopeScaling(Record):
 
 
 class Router(Record):
-    """How tokens choose their experts."""
+    """Choice of experts by tokens."""
 
     score: Literal["softmax", "sigmoid"] = "softmax"
     normalised: bool = True
@@ -83,7 +83,7 @@ class Router(Record):
     """Groups of experts, of which a token may use `top_groups` (DeepSeek-V2, arXiv:2405.04434, 2.2.2)."""
     top_groups: Count = 1
     group_score: Literal["max", "top2"] = "max"
-    """What ranks groups: their best expert, or the sum of the two best (DeepSeek-V3)."""
+    """Score that ranks groups: their best expert, or the sum of the two best (DeepSeek-V3)."""
     expert_bias: bool = False
     """A bias of each expert that takes part in the choice only and follows its load (arXiv:2408.15664)."""
     capacity_factor: NonNegative = 0.0
@@ -92,7 +92,7 @@ class Router(Record):
 
 
 MOST_LAYERS = 10_000
-"""What a search still goes through; the deepest models have some hundreds."""
+"""Layers that a search still goes through; the deepest models have some hundreds."""
 
 
 class ModelSpec(Record):

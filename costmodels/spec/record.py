@@ -8,7 +8,7 @@ from typing import Annotated
 from pydantic import BaseModel, ConfigDict, Field
 
 LARGEST_COUNT = 2**53
-"""Up to here floating point tells all integers apart."""
+"""Largest count: up to here floating point tells all integers apart."""
 
 Count = Annotated[int, Field(ge=1, le=LARGEST_COUNT)]
 """An integer of at least one."""
@@ -26,7 +26,7 @@ Fraction = Annotated[float, Field(ge=0, le=1)]
 """A share of a whole, 0 to 1."""
 
 MOST_DEVICES = 2**24
-"""Of one job; tables of ranks still fit into memory."""
+"""Devices of one job, at most: tables of ranks still fit into memory."""
 
 Devices = Annotated[int, Field(ge=1, le=MOST_DEVICES)]
 """A number of devices."""
@@ -35,7 +35,7 @@ Name = Annotated[str, Field(max_length=500, pattern=r"^[^\x00-\x1f\x7f]*$")]
 """A text of one line, which commands can be given and terminals show."""
 
 Sentence = Annotated[str, Field(max_length=10_000, pattern=r"^[^\x00-\x1f\x7f]*$")]
-"""The same, of some length."""
+"""A text of one line, of some length."""
 
 
 GIB = 2.0**30

@@ -16,7 +16,7 @@ ResultT = TypeVar("ResultT")
 def block_results(
     compute: Callable[[LayoutTable], ResultT], table: LayoutTable, rows: Ints | None = None
 ) -> Iterator[ResultT]:
-    """What `compute` finds of each block of a table, in order; of an empty table, of no rows.
+    """Results of `compute` for each block of a table, in order; of an empty table, for no rows.
 
     Args:
         rows: those that are asked for; all unless given.

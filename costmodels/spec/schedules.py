@@ -34,7 +34,7 @@ class Order:
 
 
 def schedule_exists(schedule: Schedule, pipeline: int, chunks: int, micro_batches: int) -> bool:
-    """Whether a schedule exists for these numbers; one that PyTorch refuses does not."""
+    """True where a schedule exists for these numbers; one that PyTorch refuses does not."""
     if not schedule_takes(schedule, chunks) or min(pipeline, micro_batches) < 1:
         return False
     if schedule == "dualpipev":

@@ -28,7 +28,7 @@ from costmodels.spec.table import Floats, Ints, LayoutTable
 
 
 def _calls(engine: Engine, table: LayoutTable) -> tuple[Ints, Ints]:
-    """How often a step reduces the gradients of a layer, and gathers its parameters."""
+    """Reductions of the gradients of a layer, and gatherings of its parameters, in one step, [n] each."""
     micro_batches = table.micro_batches
     reductions = np.where(sharded_gradient_rows(engine, table), micro_batches, 1)
     gathers = np.where(table.zero_stage == 3, 2 * micro_batches, np.minimum(table.zero_stage, 1))

@@ -12,7 +12,7 @@ from costmodels.spec.table import Bools, Floats, LayoutTable
 
 
 def unfused_rows(work: Operators, engine: Engine) -> Bools | bool:
-    """Whether the fused softmax kernel does not take the sequences times heads of a device, [n]."""
+    """Rows whose sequences times heads of a device the fused softmax kernel does not take, [n]."""
     if engine.attention.flash or not engine.attention.softmax_batch:
         return False
     unfused: Bools = (work.scores / work.seq**2) % engine.attention.softmax_batch > 0

@@ -40,12 +40,12 @@ def wide_peak_flops(device: Device, precision: Precision) -> float:
 
 
 class GemmRates(NamedTuple):
-    """What decides the time of a matrix product on one device."""
+    """Rates of matrix products on one device, and what each takes besides."""
 
     flops: float
     """FLOP/s that a large product reaches."""
     wide_flops: float
-    """The same of those that an fp8 recipe leaves in 16 bits."""
+    """FLOP/s of large products that an fp8 recipe leaves in 16 bits."""
     bandwidth: float
     """Bytes per second of memory."""
     element: int

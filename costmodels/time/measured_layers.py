@@ -54,7 +54,7 @@ def layer_factor(model: ModelSpec, engine: Engine, table: LayoutTable) -> Floats
 
 
 def measurement_share(model: ModelSpec, engine: Engine, table: LayoutTable) -> Floats:
-    """How well the time of a layer is known from measurements, [n]: 0 by formulas alone, 1 by many steps."""
+    """Share of a layer's time that is known from measurements, [n]: 0 by formulas alone, 1 by many steps."""
     if not engine.measured_layers or model.experts:
         return np.zeros(len(table))
     which, near = _nearest(model, engine, table)

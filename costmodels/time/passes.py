@@ -174,7 +174,7 @@ class _Unit:
 
     @cached_property
     def elementwise(self) -> _Pair:
-        """What is bound by bandwidth: norms, activations, casts, and the copies of context parallelism."""
+        """Work that is bound by bandwidth: norms, activations, casts, and copies of context parallelism."""
         work = self.work
         forward, backward = work.elementwise_forward * self.stream, work.elementwise_backward * self.stream
         if self.cast:
@@ -258,7 +258,7 @@ class _Unit:
 
 
 class _Repetition(NamedTuple):
-    """What backward does again of the forward pass, [n] each."""
+    """Work of the forward pass that backward repeats, [n] each."""
 
     seconds: Floats
     """Seconds of computation."""
@@ -273,7 +273,7 @@ class _Repetition(NamedTuple):
 
 
 def _repetition(unit: _Unit) -> _Repetition:
-    """What is recomputed: of layers as a whole all, else the modules that are named."""
+    """Work that is repeated: of layers that are recomputed as a whole all, else of the modules named."""
     work, engine, table, apart, cast = unit.work, unit.engine, unit.table, unit.apart, unit.cast
     attention, elementwise = unit.attention.forward, unit.elementwise.forward
     full = (table.recompute == FULL) & unit.repeats

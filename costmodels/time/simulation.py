@@ -53,7 +53,7 @@ class StageSeconds:
     """Ranks wait for what they send, whatever the schedule."""
 
     def without_sends(self) -> StageSeconds:
-        """The same where messages take no time."""
+        """Seconds of the stages where messages take no time."""
         return replace(self, send=np.zeros_like(self.send))
 
     def slowest_rank(self, schedule: Schedule, pipeline: int) -> float:
