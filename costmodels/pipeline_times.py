@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from costmodels.rank_costs import RankCosts
-from costmodels.ranks.pipeline import FIELDS, Ranks, stage_ranks
+from costmodels.ranks.rank_layers import FIELDS, Ranks, stage_ranks
 from costmodels.ranks.sites import MIXED, rank_kinds, site_values, stage_places
 from costmodels.spec.engine import Engine
 from costmodels.spec.hardware import Cluster

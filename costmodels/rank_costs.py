@@ -11,7 +11,7 @@ import numpy as np
 from costmodels.layers.shapes import distinct_shapes
 from costmodels.memory.peak import stage_memory
 from costmodels.memory.unit_sizes import UnitSizes, rank_parameters, row_unit_sizes
-from costmodels.ranks.pipeline import ZERO, Ranks, all_ranks, critical_ranks, ranks_entry
+from costmodels.ranks.rank_layers import ZERO, Ranks, all_ranks, critical_ranks, ranks_entry
 from costmodels.ranks.reductions import parts_of_rank, parts_total
 from costmodels.ranks.sites import MIXED, Site, decisive_site, rank_kinds, site_values, sites
 from costmodels.spec.engine import Engine

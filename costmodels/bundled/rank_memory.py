@@ -30,7 +30,7 @@ from costmodels.bundled.sizes import tensor_sizes
 from costmodels.bundled.stage_sums import Kind, Stage, Sums, Terms
 from costmodels.bundled.states import GroupBytes, group_bytes, wraps_parameters
 from costmodels.bundled.units import SPLIT, UnitBytes, units_of
-from costmodels.ranks.pipeline import LAYER_KINDS, Entry, all_ranks, ranks_entry
+from costmodels.ranks.rank_layers import LAYER_KINDS, Entry, all_ranks, ranks_entry
 from costmodels.spec.model import ModelSpec
 from costmodels.spec.schedules import schedule_exists
 from costmodels.spec.table import (

@@ -10,7 +10,7 @@ import numpy as np
 from costmodels.bundled.pass_states import Classes, States, stages_of, states_of
 from costmodels.bundled.stage_sums import Stage
 from costmodels.bundled.states import converts_gradients
-from costmodels.ranks.pipeline import stage_ranks
+from costmodels.ranks.rank_layers import stage_ranks
 from costmodels.spec.layout import SPLIT_BACKWARD
 from costmodels.spec.model import ModelSpec
 from costmodels.spec.table import SCHEDULES, Bools, Floats, Ints, LayoutTable, distinct_rows

@@ -8,7 +8,7 @@ from costmodels.calibration.measurements import Measurement
 from costmodels.layers.shapes import distinct_shapes
 from costmodels.memory.peak import stage_memory, update_bytes
 from costmodels.memory.unit_sizes import row_unit_sizes
-from costmodels.ranks.pipeline import FIELDS, Ranks, all_ranks, ranks_entry
+from costmodels.ranks.rank_layers import FIELDS, Ranks, all_ranks, ranks_entry
 from costmodels.ranks.reductions import parts_total
 from costmodels.spec.engine import Engine
 from costmodels.spec.hardware import Cluster

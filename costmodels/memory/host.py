@@ -10,7 +10,7 @@ from costmodels.layers.optimizer import ADAM_STATE, layer_state
 from costmodels.layers.shapes import distinct_shapes
 from costmodels.memory.states import MASTER
 from costmodels.memory.unit_sizes import rank_parameters, row_unit_sizes
-from costmodels.ranks.pipeline import critical_ranks, in_flight
+from costmodels.ranks.rank_layers import critical_ranks, in_flight
 from costmodels.ranks.reductions import row_maximum
 from costmodels.spec.engine import Engine
 from costmodels.spec.model import ModelSpec

@@ -10,7 +10,7 @@ import numpy as np
 
 from costmodels.memory.states import model_states, sharded_parameter_rows
 from costmodels.memory.unit_sizes import UnitSizes, end_parameters, rank_parameters
-from costmodels.ranks.pipeline import ZERO, Ranks, in_flight
+from costmodels.ranks.rank_layers import ZERO, Ranks, in_flight
 from costmodels.ranks.reductions import parts_total
 from costmodels.spec.engine import Engine, MemoryPolicy
 from costmodels.spec.hardware import Cluster

@@ -9,7 +9,7 @@ import numpy as np
 
 from costmodels.layers.optimizer import ADAM_STATE, end_state, layer_state
 from costmodels.memory.unit_sizes import UnitSizes, end_parameters
-from costmodels.ranks.pipeline import Ranks
+from costmodels.ranks.rank_layers import Ranks
 from costmodels.spec.engine import Engine
 from costmodels.spec.table import Bools, Floats, Ints, LayoutTable
 

@@ -9,7 +9,7 @@ import numpy as np
 from costmodels.layers.operators import padded_vocabulary
 from costmodels.layers.shapes import attention_widths, element_bytes, tokens
 from costmodels.memory.activations import activation_bytes, output_gradient_bytes
-from costmodels.ranks.pipeline import Ranks
+from costmodels.ranks.rank_layers import Ranks
 from costmodels.spec.engine import Engine
 from costmodels.spec.model import ModelSpec
 from costmodels.spec.table import Floats, Ints, LayoutTable

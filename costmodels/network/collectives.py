@@ -86,7 +86,7 @@ class Placement:
 
     @cached_property
     def outside(self) -> Floats | float:
-        """Bytes per second of a ring on the network, which leaves a block by the shares of its ranks in it."""
+        """Bytes per second of a ring on the network: it leaves a block by the shares of its ranks there."""
         result: Floats | float = np.inf
         for tier in range(self.home + 1, len(self.tiers)):
             local, blocks = self.spans[tier - 1]

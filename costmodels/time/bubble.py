@@ -12,7 +12,7 @@ import numpy as np
 
 from costmodels.layers.shapes import element_bytes, tokens
 from costmodels.network.collectives import send
-from costmodels.ranks.pipeline import Ranks
+from costmodels.ranks.rank_layers import Ranks
 from costmodels.ranks.reductions import row_maximum
 from costmodels.spec.engine import Engine
 from costmodels.spec.hardware import Cluster

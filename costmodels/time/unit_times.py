@@ -8,7 +8,7 @@ import numpy as np
 
 from costmodels.layers.operators import embedding, head, layer, padded_vocabulary
 from costmodels.network.collectives import group
-from costmodels.ranks.pipeline import ZERO, Ranks
+from costmodels.ranks.rank_layers import ZERO, Ranks
 from costmodels.spec.engine import Engine
 from costmodels.spec.hardware import Cluster
 from costmodels.spec.model import ModelSpec

@@ -11,7 +11,7 @@ from costmodels.layers.shapes import distinct_shapes
 from costmodels.memory.peak import stage_memory
 from costmodels.memory.unit_sizes import row_unit_sizes
 from costmodels.pricing import peak_memory
-from costmodels.ranks.pipeline import ZERO, Ranks, critical_ranks
+from costmodels.ranks.rank_layers import ZERO, Ranks, critical_ranks
 from costmodels.spec.engine import Engine
 from costmodels.spec.hardware import Cluster
 from costmodels.spec.model import ModelSpec

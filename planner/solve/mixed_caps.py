@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 
 from costmodels.rank_costs import RankCosts
-from costmodels.ranks.pipeline import FIELDS, Ranks, all_ranks
+from costmodels.ranks.rank_layers import FIELDS, Ranks, all_ranks
 from costmodels.spec.engine import Engine
 from costmodels.spec.hardware import Cluster
 from costmodels.spec.model import ModelSpec

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from costmodels.rank_costs import RankCosts
-from costmodels.ranks.pipeline import FIELDS, ZERO, Ranks
+from costmodels.ranks.rank_layers import FIELDS, ZERO, Ranks
 from costmodels.ranks.sites import MIXED, rank_kinds
 from costmodels.spec.engine import Engine
 from costmodels.spec.hardware import Cluster

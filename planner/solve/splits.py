@@ -16,7 +16,7 @@ import numpy as np
 from costmodels.layers.shapes import distinct_shapes
 from costmodels.memory.peak import stage_memory
 from costmodels.memory.unit_sizes import UnitSizes, rank_parameters, row_unit_sizes
-from costmodels.ranks.pipeline import ZERO, Ranks
+from costmodels.ranks.rank_layers import ZERO, Ranks
 from costmodels.spec.engine import Engine
 from costmodels.spec.hardware import Cluster
 from costmodels.spec.model import ModelSpec

@@ -13,7 +13,7 @@ from costmodels.catalogue import load_device, load_engine
 from costmodels.memory.peak import stage_memory
 from costmodels.memory.unit_sizes import unit_sizes
 from costmodels.pricing import estimate, peak_memory, price
-from costmodels.ranks.pipeline import all_ranks, ranks_entry
+from costmodels.ranks.rank_layers import all_ranks, ranks_entry
 from costmodels.spec.hardware import Cluster
 from costmodels.spec.layout import Layout
 from costmodels.spec.model import Router

@@ -7,7 +7,7 @@ from costmodels import MemoryPolicy, price
 from costmodels.errors import InputError
 from costmodels.memory.peak import stage_memory
 from costmodels.memory.unit_sizes import rank_parameters, unit_sizes
-from costmodels.ranks.pipeline import all_ranks, ranks_entry
+from costmodels.ranks.rank_layers import all_ranks, ranks_entry
 from costmodels.spec.model import ModelSpec
 from costmodels.spec.table import LayoutTable
 

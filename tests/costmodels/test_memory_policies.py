@@ -15,7 +15,7 @@ from costmodels.catalogue.yaml_files import catalogue_file
 from costmodels.memory.peak import DYNAMIC, communicator_count, stage_memory, update_bytes
 from costmodels.memory.unit_sizes import unit_sizes
 from costmodels.pricing import price
-from costmodels.ranks.pipeline import Ranks, all_ranks, ranks_entry
+from costmodels.ranks.rank_layers import Ranks, all_ranks, ranks_entry
 from costmodels.ranks.reductions import parts_of_rank, parts_total
 from costmodels.spec.estimate import StageMemory
 from costmodels.spec.table import Floats, LayoutTable

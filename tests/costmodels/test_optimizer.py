@@ -9,7 +9,7 @@ from costmodels.layers.optimizer import newton_schulz_flops, newton_schulz_rate
 from costmodels.memory.peak import stage_memory
 from costmodels.memory.unit_sizes import unit_sizes
 from costmodels.pricing import estimate
-from costmodels.ranks.pipeline import all_ranks, ranks_entry
+from costmodels.ranks.rank_layers import all_ranks, ranks_entry
 from costmodels.spec.table import LayoutTable
 
 KINDS = ("adam", "sgd", "adafactor", "muon", "adam8bit")

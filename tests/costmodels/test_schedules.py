@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from costmodels.errors import InputError
-from costmodels.ranks.pipeline import all_ranks, in_flight
+from costmodels.ranks.rank_layers import all_ranks, in_flight
 from costmodels.spec.layout import SPLIT_BACKWARD, Layout, even_split
 from costmodels.spec.schedules import orders, schedule_exists
 from costmodels.spec.table import LayoutTable

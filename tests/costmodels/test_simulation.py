@@ -12,7 +12,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from costmodels.errors import InputError
-from costmodels.ranks.pipeline import Ranks
+from costmodels.ranks.rank_layers import Ranks
 from costmodels.spec.layout import SPLIT_BACKWARD, V_SCHEDULES, Layout, Schedule
 from costmodels.spec.table import LayoutTable
 from costmodels.time import simulation

@@ -7,7 +7,7 @@ import pytest
 
 from costmodels import Layout, price
 from costmodels.catalogue import load_model
-from costmodels.ranks.pipeline import Ranks, all_ranks, critical_ranks, in_flight
+from costmodels.ranks.rank_layers import Ranks, all_ranks, critical_ranks, in_flight
 from costmodels.spec.layout import even_split
 from costmodels.spec.table import LayoutTable
 from costmodels.time.bubble import bubble_seconds, message_seconds
