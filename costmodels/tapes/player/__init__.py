@@ -48,13 +48,22 @@ def missing(
         for stage in range(len(layout.layers_per_stage))
         for one in set(structures_of_stage(model, layout, stage, compiled))
     }
-    return tuple(sorted(one for one in every if not has_tapes([one], version)))
+    splits = layout.schedule in SPLIT_BACKWARD
+    return tuple(sorted(one for one in every if not _is_known(one, version, splits)))
+
+
+def _is_known(structure: Structure, version: str, splits: bool) -> bool:
+    """Whether a structure has a tape, and one with backward in two passes where these are needed."""
+    if not splits or structure.unit == "embedding":
+        return has_tapes([structure], version)
+    tape = tape_of(structure, version)
+    return tape is not None and tape.split is not None
 
 
 def plays(model: ModelSpec, layout: Layout, compiled: bool, version: str | None = None) -> bool:
-    """Whether the memory of a layout is known: there are tapes of all its units, and its passes are whole."""
+    """Whether the memory of a layout is known: there are tapes of all its units, and of their passes."""
     several = layout.recompute != "none" and layout.recompute_method == "uniform"
-    if layout.schedule in SPLIT_BACKWARD or (several and layout.recompute_num_layers > 1):
+    if several and layout.recompute_num_layers > 1:
         return False
     return not missing(model, layout, compiled, version)
 

@@ -19,8 +19,11 @@ from costmodels.tapes.player.stage import Stage
 class Shared:
     """A storage with several holders."""
 
-    def __init__(self, storage: Storage) -> None:
-        self.storage = storage
+    def __init__(self, storage: Storage, base: Shared | None = None) -> None:
+        """`base`: what it is another tensor of."""
+        self.storage, self.base = storage, base
+        if base is not None:
+            base.holders += 1
         self.holders = 0
         self.gradient: Shared | None = None
         """What its tensor keeps as `grad`."""
@@ -49,7 +52,10 @@ class Names:
     def _drop(self, shared: Shared) -> None:
         shared.holders -= 1
         if not shared.holders:
-            self.heap.free(shared.storage)
+            if shared.base is None:
+                self.heap.free(shared.storage)
+            else:
+                self._drop(shared.base)
             if shared.gradient is not None:
                 self._drop(shared.gradient)
 
@@ -93,8 +99,29 @@ class PipelineStage:
 
     def backward(self, number: int) -> None:
         """`backward_one_chunk`; leaves the gradient of the input."""
-        names, index = self.names, self.index
         self.stage.backward(is_last=False)
+        self._keep_gradient(number)
+        self._end(number)
+
+    def inputs(self, number: int) -> None:
+        """The same for gradients of inputs; the first stage, which has none, does nothing yet."""
+        if self.stage.is_first:
+            return
+        self.stage.inputs()
+        self._keep_gradient(number)
+        if self.stage.is_last:
+            self.names.pop(("kept output", self.index, number))
+
+    def weights(self, number: int) -> None:
+        """`backward_weight_one_chunk`."""
+        if self.stage.is_first:
+            self.stage.backward(is_last=False)
+        else:
+            self.stage.weights()
+        self._end(number)
+
+    def _keep_gradient(self, number: int) -> None:
+        names, index = self.names, self.index
         gradient = self.stage.input_gradient
         if gradient is not None:
             shared = Shared(gradient)
@@ -102,6 +129,9 @@ class PipelineStage:
             kept = names.held[("kept input", index, number)]
             kept.gradient = shared
             shared.holders += 1
+
+    def _end(self, number: int) -> None:
+        names, index = self.names, self.index
         names.pop(("kept output", index, number))
         names.pop(("kept input", index, number))
         names.pop(("gradient", index, number))
@@ -287,10 +317,16 @@ def run_actions(stages: dict[int, PipelineStage], actions: Sequence[Action], nam
                     if own.is_last:
                         own.loss()
                     elif index + 1 in stages:
-                        names.put(("input", index + 1, number), names.held["output"])
+                        output = names.held["output"]
+                        names.put(("input", index + 1, number), Shared(output.storage, output))
                     names.pop("output")
-                elif name == "backward":
-                    stage.backward(number)
+                elif name == "weights":
+                    stage.weights(number)
+                else:
+                    if name == "backward":
+                        stage.backward(number)
+                    else:
+                        stage.inputs(number)
                     if index - 1 in stages:
                         gradient = stage.input_gradient(number)
                         names.put(("gradient", index - 1, number), gradient)

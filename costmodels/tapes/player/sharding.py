@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from costmodels.spec.layout import Layout
+from costmodels.spec.layout import SPLIT_BACKWARD, Layout
 from costmodels.tapes.player.heap import (
     COMMUNICATION,
     GRADIENTS,
@@ -80,7 +80,8 @@ def policy_of(layout: Layout, experts: bool) -> Policy:
         shards=shards,
         holders=holders,
         all_reduces=layout.zero_stage == 0 or holders > shards,
-        frees=layout.zero_stage == 3,
+        # `runtime.parallel.pipeline._keep_gathered`
+        frees=layout.zero_stage == 3 and layout.schedule not in SPLIT_BACKWARD,
         width=WIDTHS[layout.precision],
         reduced=WIDTHS[layout.gradient_reduction],
         converts=made != layout.gradient_reduction,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 
-from costmodels.spec.layout import Layout
+from costmodels.spec.layout import SPLIT_BACKWARD, Layout
 from costmodels.spec.model import ModelSpec
 from costmodels.tapes.dimensions import dimensions
 from costmodels.tapes.player.heap import COMMUNICATION, GRADIENTS, OPTIMIZER, Effects, Heap, Storage
@@ -25,10 +25,10 @@ from costmodels.tapes.player.units import (
     Sizes,
     Step,
     category_of,
+    end_of,
     output_of,
     parameters_of,
     played,
-    releases_in_forward,
 )
 from costmodels.tapes.structure import LAYERS, Structure
 from costmodels.tapes.tape import (
@@ -37,6 +37,8 @@ from costmodels.tapes.tape import (
     EXPERTS_BACKWARD_END,
     EXPERTS_FORWARD,
     EXPERTS_FORWARD_END,
+    FORGETS,
+    INPUT,
     OUTPUT,
     OUTPUT_GRADIENT,
     Tape,
@@ -117,11 +119,14 @@ class Stage:
         self.is_first, self.is_last = kinds[0] == "embedding", kinds[-1] == "loss"
         self.is_tied = setting.model.tied and self.is_first and self.is_last
         is_piped = setting.layout.pipeline_parallel > 1
-        chain = Chain(units, setting.sizes, self.is_tied, is_piped)
+        splits = setting.layout.schedule in SPLIT_BACKWARD
+        chain = Chain(units, setting.sizes, self.is_tied, is_piped, splits)
         self.input, self.output = chain.input, chain.output
         self.input_gradient, self.output_gradient = chain.input_gradient, chain.output_gradient
         """Messages: None where the stage has none."""
         self.places = [Place(kind, one) for kind, one in zip(kinds, chain.played, strict=True)]
+        self.makes_gradients = True
+        """Backward makes gradients of weights."""
         self.effects: Effects = {}
         self.ends: dict[Hashable, list[State]] = {}
         """States of groups after passes."""
@@ -270,6 +275,60 @@ class Stage:
             if adds:
                 self.heap.free(total)
 
+    def inputs(self) -> None:
+        """Backward of all units for gradients of their inputs."""
+        self._once("inputs", self._inputs)
+
+    def _inputs(self) -> None:
+        heap, label = self.heap, self.heap.label
+        heap.enter("backward")
+        self.is_last_backward = self.makes_gradients = False
+        for group in self.groups:
+            group.is_done = False
+        for place in reversed(self.places):
+            if place.kind == "head":
+                self.root.pre_backward()
+            if place.group is not None:
+                place.group.pre_backward()
+            assert place.played.split is not None
+            self._play(place, place.played.split.inputs)
+            if place.group is not None:
+                place.group.post_backward(is_last=False, reshards=False)
+        self._finish()
+        for place in self.places:
+            assert place.played.split is not None
+            self._play(place, place.played.split.after_inputs)
+        self.makes_gradients = True
+        heap.enter(label)
+
+    def weights(self) -> None:
+        """The gradients of weights that `inputs` has left, from the first unit to the last one."""
+        self._once("weights", self._weights)
+
+    def _weights(self) -> None:
+        heap, label = self.heap, self.heap.label
+        heap.enter("backward")
+        forgotten: tuple[Step, ...] = ()
+        adds = [(place.group or self.root).has_fresh for place in self.places]
+        for place, is_adding in zip(self.places, adds, strict=True):
+            split = place.played.split
+            assert split is not None
+            for step in split.weights if is_adding else split.first_weights:
+                if step == FORGETS:
+                    self._play(place, forgotten)
+                    forgotten = ()
+                elif not isinstance(step, str):
+                    heap.play(step)
+            self._play(place, forgotten)
+            forgotten = split.forgotten
+        self._play(self.places[-1], forgotten)
+        for place in self.places:
+            assert place.played.split is not None
+            self._play(place, place.played.split.rest)
+        for group in self.groups:
+            group.has_fresh = True
+        heap.enter(label)
+
     def reduce(self) -> None:
         """`perform_reduce_grad` of a pipeline's stage: of the root, and of the layers from the first on."""
         self._once("reduce", self._reduce)
@@ -310,24 +369,34 @@ class Stage:
             elif step == EXPERTS_BACKWARD:
                 experts.pre_backward()
             elif step == EXPERTS_BACKWARD_END:
-                experts.has_fresh = True
+                experts.has_fresh = experts.has_fresh or self.makes_gradients
                 experts.post_backward(self.is_last_backward, reshards=self.is_last_backward)
 
 
 class Chain:
     """The units of a stage between each other, and what goes in and out of it."""
 
-    def __init__(self, units: Sequence[Unit], sizes: Sizes, is_tied: bool, is_piped: bool) -> None:
-        """`is_piped`: stages hold their inputs, outputs and the gradients of these to the end of backward."""
+    def __init__(
+        self, units: Sequence[Unit], sizes: Sizes, is_tied: bool, is_piped: bool, splits: bool
+    ) -> None:
+        """`is_piped`: stages hold their inputs, outputs and the gradients of these to the end of backward;
+        `splits`: backward is two passes, but in the first stage."""
         self.units, self.sizes, self.is_tied, self.is_piped = units, sizes, is_tied, is_piped
         self.tapes = [tape for _, tape in units]
-        kinds = [structure.unit for structure, _ in units]
-        self.is_first, self.is_last = kinds[0] == "embedding", kinds[-1] == "loss"
+        self.kinds = [structure.unit for structure, _ in units]
+        self.is_first, self.is_last = self.kinds[0] == "embedding", self.kinds[-1] == "loss"
+        self.splits = splits and not self.is_first
         self.outputs = [
             output_of(tape, sizes, self._border(number)) for number, tape in enumerate(self.tapes)
         ]
         self.output = self.outputs[-2] if self.is_last else self.outputs[-1]
-        message = Storage(COMMUNICATION, self._message())
+        # What a layer returns goes from stage to stage.
+        message = Storage(
+            COMMUNICATION,
+            self.outputs[
+                self.kinds.index(next((kind for kind in self.kinds if kind in LAYERS), self.kinds[0]))
+            ].size,
+        )
         self.input: Storage | None = None
         if not self.is_first:
             saved = self.tapes[0].input_category
@@ -336,15 +405,6 @@ class Chain:
         self.played: list[Played] = []
         self.input_gradient: Storage | None = None
         self._play()
-        if self.is_first:
-            self.input_gradient = None
-
-    def _message(self) -> int:
-        """Bytes of what goes from stage to stage: what a layer returns."""
-        for place, (structure, _) in enumerate(self.units):
-            if structure.unit in LAYERS:
-                return self.outputs[place].size
-        return self.outputs[0].size
 
     def _border(self, number: int) -> Border:
         is_end = number + 1 == len(self.tapes)
@@ -358,27 +418,42 @@ class Chain:
         if not self.is_tied:
             return None
         last = len(self.tapes[number].parameters) - 1
-        return {"embedding": 0, "head": last}.get(self.units[number][0].unit)
+        return {"embedding": 0, "head": last}.get(self.kinds[number])
+
+    def _is_held(self, number: int) -> bool:
+        """Whether a stage holds the output of a unit: logits, or what it gives."""
+        is_end = number + 1 == len(self.tapes)
+        return self.is_piped and (is_end or self.kinds[number] == "head")
+
+    def _end(self, number: int, storage: int) -> tuple[int, int]:
+        return end_of(self.tapes[number], number, storage, self.splits)
 
     def _play(self) -> None:
         gradient: Storage | None = None
         played_back: list[Played] = []
         for number in range(len(self.tapes) - 1, -1, -1):
             tape = self.tapes[number]
-            # Logits, which the stage of a pipeline holds.
-            holds_input = self.is_piped and self.units[number][0].unit == "loss"
-            holds_output = self.is_piped and self.units[number][0].unit == "head"
-            is_free = number > 0 and releases_in_forward(self.tapes[number - 1], OUTPUT) and not holds_input
             is_end = number + 1 == len(self.tapes)
+            # Of a unit and the one after it, the one that lets go last.
+            ends_input = (
+                number > 0
+                and not self._is_held(number - 1)
+                and self._end(number, INPUT) > self._end(number - 1, OUTPUT)
+            )
+            ends_output = not self._is_held(number) and (
+                is_end or self._end(number, OUTPUT) > self._end(number + 1, INPUT)
+            )
             border = self._border(number)._replace(
-                input=self.outputs[number - 1] if is_free else None,
-                output_ends=not holds_output and not (is_end and self.is_piped),
+                input=self.outputs[number - 1] if ends_input else None,
+                output=self.outputs[number],
+                output_ends=ends_output,
                 output_gradient=gradient,
                 sends_input_gradient=number == 0 and self.is_piped,
             )
-            one = played(tape, self.sizes, border)
+            one = played(tape, self.sizes, border, self.splits)
             played_back.append(one)
-            if tape.input_gradient != OUTPUT_GRADIENT:
+            split = tape.split if self.splits else None
+            if (tape.input_gradient if split is None else split.input_gradient) != OUTPUT_GRADIENT:
                 gradient = one.input_gradient
         self.played = played_back[::-1]
-        self.input_gradient = gradient
+        self.input_gradient = None if self.is_first else gradient

@@ -99,8 +99,9 @@ class Border(NamedTuple):
     """What ends when this unit lets its input go; None where others still have it, or it never ends."""
     output_category: str = ""
     """What the unit after it uses its output as; "" for nothing that forward keeps."""
+    output: Storage = Storage(TEMPORARIES, 0)
     output_ends: bool = True
-    """Nobody else has the output once this unit lets it go in backward."""
+    """Nobody else has the output once this unit lets it go."""
     output_gradient: Storage | None = None
     """What ends when this unit has used the gradient of its output; None where others still have it."""
     sends_input_gradient: bool = False
@@ -111,6 +112,20 @@ class Border(NamedTuple):
     """The parameter whose gradient waits for that of another unit, to be added to it."""
 
 
+class PlayedSplit(NamedTuple):
+    """Backward of a unit in two passes."""
+
+    inputs: tuple[Step, ...]
+    after_inputs: tuple[Step, ...]
+    """The end of all inputs: of the loss, whose graph lasts until the result of the stage is detached."""
+    first_weights: tuple[Step, ...]
+    """Leaves gradients of all parameters, new ones."""
+    weights: tuple[Step, ...]
+    """The same where they are added to gradients that are there."""
+    forgotten: tuple[Step, ...]
+    rest: tuple[Step, ...]
+
+
 class Played(NamedTuple):
     """One unit of a stage between its neighbours, ready to be played."""
 
@@ -119,11 +134,11 @@ class Played(NamedTuple):
     """Leaves gradients of all parameters, new ones."""
     adding: tuple[Step, ...]
     """The same where autograd adds to gradients that are there."""
-    output: Storage
     gradients: tuple[Storage, ...]
     """Of each parameter."""
     input_gradient: Storage | None
     """None where the unit has none, or hands the gradient of its output on."""
+    split: PlayedSplit | None
 
 
 def output_of(tape: Tape, sizes: Sizes, border: Border) -> Storage:
@@ -139,50 +154,90 @@ def output_of(tape: Tape, sizes: Sizes, border: Border) -> Storage:
     raise ValueError("a unit without output is none")
 
 
-def releases_in_forward(tape: Tape, storage: int) -> bool:
-    """Whether a unit lets a storage at its border go before backward."""
-    return Release(storage) in tape.forward
+FORWARD, BACKWARD, WEIGHTS, FORGOTTEN, REST = range(5)
 
 
-def played(tape: Tape, sizes: Sizes, border: Border) -> Played:
+def end_of(tape: Tape, number: int, storage: int, splits: bool) -> tuple[int, int]:
+    """When a unit lets a storage at its border go: the pass, and the place in it; to be compared with others.
+
+    Args:
+        number: of the unit in its stage.
+    """
+    passes: list[tuple[int, tuple[Event, ...]]] = [(FORWARD, tape.forward)]
+    if splits and tape.split is not None:
+        split = tape.split
+        passes += [(BACKWARD, split.inputs), (WEIGHTS, split.weights)]
+        passes += [(FORGOTTEN, split.forgotten), (REST, split.rest)]
+    else:
+        passes.append((BACKWARD, tape.backward))
+    for kind, events in passes:
+        if Release(storage) in events:
+            return kind, -number if kind == BACKWARD else number
+    return -1, number
+
+
+def played(tape: Tape, sizes: Sizes, border: Border, splits: bool) -> Played:
     """A unit under dimensions and between neighbours."""
     key = id(tape), border
     if key not in sizes.played:
-        sizes.played[key] = _played(tape, sizes, border)
+        sizes.played[key] = _played(tape, sizes, border, splits)
     return sizes.played[key]
 
 
-def _played(tape: Tape, sizes: Sizes, border: Border) -> Played:
-    output = output_of(tape, sizes, border)
-    storages = _Storages(tape, sizes, border, output)
-    given = tape.input_gradient
+def _played(tape: Tape, sizes: Sizes, border: Border, splits: bool) -> Played:
+    whole = _Storages(tape.forward, tape.backward, tape.input_gradient, sizes, border)
+    split = None
+    if splits and tape.split is not None:
+        own = tape.split
+        backward = (*own.inputs, *own.first_weights, *own.weights)
+        storages = _Storages(tape.forward, backward, own.input_gradient, sizes, border)
+        inputs, after = own.inputs, own.inputs[len(own.inputs) :]
+        if not tape.parameters:
+            places = [place for place, one in enumerate(inputs) if isinstance(one, Allocation)]
+            inputs, after = inputs[: places[-1] + 1], inputs[places[-1] + 1 :]
+        split = PlayedSplit(
+            inputs=storages.steps(inputs),
+            after_inputs=storages.steps(after),
+            first_weights=storages.steps(own.first_weights),
+            weights=storages.steps(own.weights),
+            forgotten=storages.steps(own.forgotten),
+            rest=storages.steps(own.rest),
+        )
+        given = storages.given
+    else:
+        given = whole.given
     return Played(
-        forward=storages.steps(tape.forward, adds=False),
-        backward=storages.steps(tape.backward, adds=False),
-        adding=storages.steps(tape.backward, adds=True),
-        output=output,
-        gradients=storages.gradients(tape),
-        input_gradient=None if given is None or given == OUTPUT_GRADIENT else storages.known[given],
+        forward=whole.steps(tape.forward),
+        backward=whole.steps(tape.backward),
+        adding=whole.steps(tape.backward, adds=True),
+        gradients=whole.gradients(tape),
+        input_gradient=given,
+        split=split,
     )
 
 
 class _Storages:
     """What each storage of a tape is, and what its beginning and its end change."""
 
-    def __init__(self, tape: Tape, sizes: Sizes, border: Border, output: Storage) -> None:
+    def __init__(
+        self,
+        forward: tuple[Event, ...],
+        backward: tuple[Event, ...],
+        input_gradient: int | None,
+        sizes: Sizes,
+        border: Border,
+    ) -> None:
         self.known: dict[int, Storage] = {}
-        for event in (*tape.forward, *tape.backward):
+        for event in (*forward, *backward):
             if isinstance(event, Allocation):
-                category = category_of(event.category)
-                if (
-                    border.sends_input_gradient
-                    and event.storage == tape.input_gradient
-                    and category == TEMPORARIES
-                ):
+                number, size, name = event
+                category = category_of(name)
+                if border.sends_input_gradient and number == input_gradient and category == TEMPORARIES:
                     category = COMMUNICATION
-                self.known[event.storage] = Storage(category, sizes.bytes(event.size))
-        self.known[OUTPUT] = output
-        for one in tape.backward:
+                self.known[number] = Storage(category, sizes.bytes(size))
+                if number == OUTPUT:
+                    self.known[number] = border.output
+        for one in backward:
             if isinstance(one, Gradient):
                 category = TEMPORARIES if one.parameter == border.tied else GRADIENTS
                 self.known[one.storage] = self.known[one.storage]._replace(category=category)
@@ -190,11 +245,13 @@ class _Storages:
         nothing = Storage(TEMPORARIES, 0)
         self.ends = self.known | {
             INPUT: border.input or nothing,
+            OUTPUT: border.output if border.output_ends else nothing,
             OUTPUT_GRADIENT: border.output_gradient or nothing,
         }
-        if not border.output_ends:
-            self.ends[OUTPUT] = nothing
-        self.output_ends_later = not releases_in_forward(tape, OUTPUT)
+        self.given: Storage | None = None
+        """The gradient of the input, unless it is that of the output."""
+        if input_gradient is not None and input_gradient != OUTPUT_GRADIENT:
+            self.given = self.known[input_gradient]
 
     def gradients(self, tape: Tape) -> tuple[Storage, ...]:
         """Gradients in the order of parameters."""
@@ -207,7 +264,7 @@ class _Storages:
             for number in range(len(tape.parameters))
         )
 
-    def steps(self, events: tuple[Event, ...], adds: bool) -> tuple[Step, ...]:
+    def steps(self, events: tuple[Event, ...], adds: bool = False) -> tuple[Step, ...]:
         """Spans between marks.
 
         Args:
@@ -226,9 +283,8 @@ class _Storages:
                     category, size = self.known[storage]
                     changes.append((TEMPORARIES if storage in ending else category, size))
                 case Release(storage):
-                    if storage != OUTPUT or self.output_ends_later:
-                        category, size = self.ends[storage]
-                        changes.append((category, -size))
+                    category, size = self.ends[storage]
+                    changes.append((category, -size))
                 case Gradient(_, storage):
                     if storage in ending:
                         changes.append((TEMPORARIES, -self.known[storage].size))
