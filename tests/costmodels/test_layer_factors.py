@@ -4,12 +4,12 @@ import math
 from dataclasses import replace
 
 import pytest
-from tests.costmodels.test_measurements import ROW
 
 from costmodels.calibration.layer_factors import DOUBT, fit_layers
 from costmodels.calibration.measurements import measurement_of, source_notes
 from costmodels.calibration.time_fit import TimeFit, log_errors, time_fit_plans
 from costmodels.spec.engine import MeasuredLayer
+from tests.costmodels.test_measurements import ROW
 
 
 def vtrain(source="vtrain_single", **cells):
