@@ -22,7 +22,7 @@ from costmodels.layers.shapes import (
 )
 from costmodels.spec.engine import Engine
 from costmodels.spec.model import ModelSpec
-from costmodels.spec.table import CONTEXT_FORMS, Floats, LayoutTable
+from costmodels.spec.table import ALL_GATHER, ALL_TO_ALL, RING, Floats, LayoutTable
 
 BACKWARD_GEMM = 2.0
 """Backward work of a matrix product over its forward work: gradients of the input and of the weight."""
@@ -32,9 +32,6 @@ BACKWARD_FLASH = 2.5
 
 Dao, arXiv:2307.08691, section 3.1.2.
 """
-
-
-ALL_GATHER, ALL_TO_ALL, RING = (CONTEXT_FORMS.index(form) for form in ("all_gather", "all_to_all", "ring"))
 
 
 class Gemm(NamedTuple):

@@ -19,9 +19,7 @@ from costmodels.layers.shapes import (
 from costmodels.spec.engine import Engine
 from costmodels.spec.layout import SPLIT_BACKWARD
 from costmodels.spec.model import ModelSpec
-from costmodels.spec.table import RECOMPUTE_KINDS, Floats, LayoutTable, code_of
-
-SELECTIVE, FULL = RECOMPUTE_KINDS.index("selective"), RECOMPUTE_KINDS.index("full")
+from costmodels.spec.table import FULL, SELECTIVE, Floats, LayoutTable, code_of
 
 CORE_ATTENTION = code_of("recompute_modules", ("core_attention",))
 """Modules that selective recomputation repeats unless others are named, as bits."""

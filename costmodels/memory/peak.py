@@ -15,10 +15,7 @@ from costmodels.ranks.reductions import parts_total
 from costmodels.spec.engine import Engine, MemoryPolicy
 from costmodels.spec.hardware import Cluster
 from costmodels.spec.layout import SPLIT_BACKWARD
-from costmodels.spec.table import RECOMPUTE_KINDS, RECOMPUTE_METHODS, Floats, LayoutTable
-
-FULL = RECOMPUTE_KINDS.index("full")
-UNIFORM = RECOMPUTE_METHODS.index("uniform")
+from costmodels.spec.table import FULL, UNIFORM, Floats, LayoutTable
 
 FETCHED_LAYERS = 2
 """Layers whose offloaded activations are on the device: the one in backward and the next one, on its way."""

@@ -50,6 +50,10 @@ CODES: dict[str, tuple[str, ...]] = {
 }
 """Fields of words, whose columns hold positions in these tuples."""
 
+NONE, SELECTIVE, FULL = (RECOMPUTE_KINDS.index(kind) for kind in ("none", "selective", "full"))
+UNIFORM, BLOCK = (RECOMPUTE_METHODS.index(method) for method in ("uniform", "block"))
+ALL_GATHER, ALL_TO_ALL, RING = (CONTEXT_FORMS.index(form) for form in ("all_gather", "all_to_all", "ring"))
+
 BOOLEANS = ("sequence_parallel", "offload_activations", "offload_optimizer")
 
 
@@ -197,7 +201,8 @@ class LayoutTable:
     def one(cls, layout: Layout) -> LayoutTable:
         """One layout, whose arrays are 0-d."""
         table = cls.of([layout])
-        return replace(table, **{name: np.asarray(getattr(table, name)[0]) for name in ARRAY_FIELDS})
+        arrays: dict[str, Any] = {name: np.asarray(getattr(table, name)[0]) for name in ARRAY_FIELDS}
+        return replace(table, **arrays)
 
     @classmethod
     def of(cls, layouts: Sequence[Layout]) -> LayoutTable:

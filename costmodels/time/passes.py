@@ -13,7 +13,7 @@ from costmodels.network.collectives import Group, all_gather, all_to_all
 from costmodels.spec.engine import Engine
 from costmodels.spec.hardware import Device
 from costmodels.spec.layout import SPLIT_BACKWARD
-from costmodels.spec.table import RECOMPUTE_KINDS, RECOMPUTE_METHODS, Bools, Floats, LayoutTable
+from costmodels.spec.table import FULL, UNIFORM, Bools, Floats, LayoutTable
 from costmodels.time.core_attention import attention_seconds, context_seconds
 from costmodels.time.host_launch import launch_floor, launch_seconds
 from costmodels.time.matrix_products import (
@@ -23,9 +23,6 @@ from costmodels.time.matrix_products import (
     gemm_seconds,
     wide_peak_flops,
 )
-
-FULL = RECOMPUTE_KINDS.index("full")
-UNIFORM = RECOMPUTE_METHODS.index("uniform")
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from costmodels.spec.engine import Engine
 from costmodels.spec.hardware import Cluster
 from costmodels.spec.layout import SPLIT_BACKWARD, Recompute
 from costmodels.spec.model import ModelSpec
-from costmodels.spec.table import Floats, Ints, LayoutTable, distinct_numbers
+from costmodels.spec.table import FULL, NONE, SELECTIVE, UNIFORM, Floats, Ints, LayoutTable, distinct_numbers
 from planner.solve.bounds import Fit, Worth
 from planner.solve.concatenation import concatenate_prices
 from planner.solve.mixed_caps import caps_of_ranks, exact_caps
@@ -26,11 +26,7 @@ from planner.solve.mixed_splits import (
     with_layers,
 )
 from planner.solve.recompute import (
-    FULL,
     MOST_MODULES,
-    NONE,
-    SELECTIVE,
-    UNIFORM,
     fastest_that_fit,
     first_of_each,
     with_recompute,

@@ -19,10 +19,13 @@ from costmodels.spec.hardware import Cluster
 from costmodels.spec.layout import SPLIT_BACKWARD, Recompute
 from costmodels.spec.model import ModelSpec
 from costmodels.spec.table import (
-    RECOMPUTE_KINDS,
-    RECOMPUTE_METHODS,
+    BLOCK,
+    FULL,
+    NONE,
     RECOMPUTE_MODULES,
     SCHEDULES,
+    SELECTIVE,
+    UNIFORM,
     Floats,
     Ints,
     LayoutTable,
@@ -33,8 +36,6 @@ from planner.space.grid import Space
 
 SPLIT = [SCHEDULES.index(schedule) for schedule in SPLIT_BACKWARD]
 
-NONE, SELECTIVE, FULL = (RECOMPUTE_KINDS.index(kind) for kind in ("none", "selective", "full"))
-UNIFORM, BLOCK = (RECOMPUTE_METHODS.index(method) for method in ("uniform", "block"))
 
 MODULE_SETS: tuple[int, ...] = tuple(
     code_of("recompute_modules", modules)

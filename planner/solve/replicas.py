@@ -12,10 +12,10 @@ from costmodels.spec.engine import Engine
 from costmodels.spec.hardware import Cluster
 from costmodels.spec.layout import Recompute
 from costmodels.spec.model import ModelSpec
-from costmodels.spec.table import ARRAY_FIELDS, Ints, LayoutTable, distinct_numbers, distinct_rows
+from costmodels.spec.table import ARRAY_FIELDS, NONE, Ints, LayoutTable, distinct_numbers, distinct_rows
 from planner.solve.bounds import Worth
 from planner.solve.concatenation import concatenate_prices
-from planner.solve.recompute import NONE, fastest_that_fit, first_of_each, with_recompute
+from planner.solve.recompute import fastest_that_fit, first_of_each, with_recompute
 from planner.space.rule import divisors
 
 

@@ -10,14 +10,14 @@ import numpy as np
 from costmodels.pricing import Prices, peak_memory, price
 from costmodels.spec.engine import Engine
 from costmodels.spec.layout import Recompute
-from costmodels.spec.table import Bools, Floats, LayoutTable
+from costmodels.spec.table import UNIFORM, Bools, Floats, LayoutTable
 from planner.inputs.choice import Choice
 from planner.inputs.pins import Pins
 from planner.objective import Objective
 from planner.problem import Problem
 from planner.solve.bounds import Fit, Worth, least_peak, rows_worth
 from planner.solve.concatenation import concatenate_prices
-from planner.solve.recompute import UNIFORM, first_of_each, least_recompute
+from planner.solve.recompute import first_of_each, least_recompute
 from planner.solve.replicas import hybrid_candidates, hybrid_solutions
 from planner.solve.splits import balanced_splits
 from planner.space.grid import Space

@@ -9,12 +9,10 @@ import numpy as np
 
 from costmodels.errors import InputError
 from costmodels.spec.engine import Engine
-from costmodels.spec.table import RECOMPUTE_METHODS, Bools, LayoutTable, code_of, value_of
+from costmodels.spec.table import BLOCK, Bools, LayoutTable, code_of, value_of
 from planner.inputs.choice import Choice
 from planner.inputs.pins import Pins, WherePossible
 from planner.space.rule import Rule
-
-BLOCK = RECOMPUTE_METHODS.index("block")
 
 SWITCHES = ("tensor_parallel", "pipeline_parallel", "expert_parallel", "expert_tensor_parallel")
 """Degrees of which an engine without the feature runs 1 alone."""

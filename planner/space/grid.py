@@ -29,6 +29,7 @@ from costmodels.spec.table import (
     BOOLEANS,
     RECOMPUTE_KINDS,
     SCHEDULES,
+    SELECTIVE,
     Bools,
     Ints,
     LayoutTable,
@@ -42,7 +43,7 @@ from planner.space.grid_table import GridTable, Places, flat_places, places_of
 from planner.space.meshes import meshes_with_forms, with_experts
 from planner.space.open_grid import OpenGrid
 from planner.space.rule import Rule, divisors
-from planner.space.rules import RULES, SELECTIVE
+from planner.space.rules import RULES
 
 AXES = 6
 """Axes of the grid: mesh (tp, pp, cp and its form, dp, ep, etp), chunks and schedule, micro batch, sequence

@@ -9,10 +9,8 @@ from typing import Any
 import numpy as np
 
 from costmodels.spec.model import ModelSpec
-from costmodels.spec.table import CONTEXT_FORMS, Ints, LayoutTable
+from costmodels.spec.table import ALL_TO_ALL, Ints, LayoutTable
 from planner.space.rule import Rule, divisors
-
-ALL_TO_ALL = CONTEXT_FORMS.index("all_to_all")
 
 
 def tensor_parallel_choices(model: ModelSpec) -> str:

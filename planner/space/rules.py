@@ -12,12 +12,19 @@ import numpy as np
 
 from costmodels.spec.layout import NOTHING_TO_OFFLOAD, SPLIT_BACKWARD, V_SCHEDULES, Layout
 from costmodels.spec.model import ModelSpec
-from costmodels.spec.table import RECOMPUTE_KINDS, RECOMPUTE_METHODS, SCHEDULES, Bools, LayoutTable
+from costmodels.spec.table import (
+    FULL,
+    NONE,
+    RECOMPUTE_KINDS,
+    RECOMPUTE_METHODS,
+    SCHEDULES,
+    SELECTIVE,
+    UNIFORM,
+    Bools,
+    LayoutTable,
+)
 from planner.space.mesh_rules import MESH_RULES
 from planner.space.rule import Rule, divisors
-
-NONE, SELECTIVE, FULL = (RECOMPUTE_KINDS.index(kind) for kind in ("none", "selective", "full"))
-UNIFORM = RECOMPUTE_METHODS.index("uniform")
 
 LONGEST_CHUNK = 1.02
 """The longest chunk of a virtual pipeline over the mean, at most: 126 layers in 64 chunks of one or two."""

@@ -15,12 +15,10 @@ import numpy as np
 from costmodels.errors import InputError
 from costmodels.spec.layout import SPLIT_BACKWARD, Layout
 from costmodels.spec.model import ModelSpec
-from costmodels.spec.table import CONTEXT_FORMS, SCHEDULES, LayoutTable
+from costmodels.spec.table import RING, SCHEDULES, LayoutTable
 from planner.options.batch import BatchOptions
 from planner.space.rule import Rule
 from runtime.settings.batch_ramp import check_numbers, ramp_rule
-
-RING = CONTEXT_FORMS.index("ring")
 
 SPLITS = [SCHEDULES.index(schedule) for schedule in SPLIT_BACKWARD]
 
