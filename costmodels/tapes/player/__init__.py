@@ -19,7 +19,16 @@ from costmodels.tapes.store import default_version, has_tapes, tape_of
 from costmodels.tapes.structure import LAYERS, Structure, structure_of, units_of_stage
 from costmodels.tapes.structure import Unit as UnitKind
 
-__all__ = ["CATEGORIES", "Moment", "missing", "plays", "rank_moments", "rank_peaks", "stage_memory"]
+__all__ = [
+    "CATEGORIES",
+    "Moment",
+    "missing",
+    "plays",
+    "rank_moments",
+    "rank_peaks",
+    "stage_memory",
+    "units_of",
+]
 
 
 def structures_of_stage(model: ModelSpec, layout: Layout, stage: int, compiled: bool) -> list[Structure]:
@@ -125,7 +134,7 @@ def _moments(
     version = version or default_version()
     setting, found = Setting(model, layout), []
     for rank in ranks:
-        units = [_units(model, layout, stage, compiled, version) for stage in layout.stages_of(rank)]
+        units = [units_of(model, layout, stage, compiled, version) for stage in layout.stages_of(rank)]
         played = Rank(setting, units, rank)
         played.run()
         played.update()
@@ -133,7 +142,12 @@ def _moments(
     return found
 
 
-def _units(model: ModelSpec, layout: Layout, stage: int, compiled: bool, version: str) -> list[Unit]:
+def units_of(model: ModelSpec, layout: Layout, stage: int, compiled: bool, version: str) -> list[Unit]:
+    """The units of one stage with their tapes, in the order of forward.
+
+    Raises:
+        KeyError: one has no tape.
+    """
     found: list[Unit] = []
     for structure in structures_of_stage(model, layout, stage, compiled):
         tape = tape_of(structure, version)

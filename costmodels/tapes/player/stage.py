@@ -124,6 +124,8 @@ class Stage:
         self.input, self.output = chain.input, chain.output
         self.input_gradient, self.output_gradient = chain.input_gradient, chain.output_gradient
         """Messages: None where the stage has none."""
+        self.result = chain.outputs[-1]
+        """Of the last unit: the loss, in the last stage."""
         self.places = [Place(kind, one) for kind, one in zip(kinds, chain.played, strict=True)]
         self.makes_gradients = True
         """Backward makes gradients of weights."""

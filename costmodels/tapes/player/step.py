@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 
 from costmodels.tapes.player.heap import (
     ACTIVATIONS,
@@ -79,21 +80,35 @@ class Rank:
         if self.layout.pipeline_parallel == 1:
             self.accumulate()
             return
-        layout = self.layout
-        names = Names(self.heap)
+        layout, ahead = self.layout, self.layout.pipeline_parallel - self.rank
+        if layout.schedule == "1f1b":
+            count = min(layout.micro_batches, ahead + ENOUGH_MICRO_BATCHES)
+        else:
+            count = enough_micro_batches(layout, self.rank)
+        with self._losses(count):
+            self._pipe(count, ahead)
+
+    def _pipe(self, count: int, ahead: int) -> None:
+        layout, names = self.layout, Names(self.heap)
         stages = {
             index: PipelineStage(stage, index, names)
             for stage, index in zip(self.stages, layout.stages_of(self.rank), strict=True)
         }
         if layout.schedule == "1f1b":
             (stage,) = stages.values()
-            ahead = layout.pipeline_parallel - self.rank
-            count = min(layout.micro_batches, ahead + ENOUGH_MICRO_BATCHES)
             one_forward_one_backward(stage, ahead, count)
             return
-        count = enough_micro_batches(layout, self.rank)
         every = tuple(layout.stages_of(rank) for rank in range(layout.pipeline_parallel))
         run_actions(stages, rank_actions(layout.schedule, every, self.rank, count), names)
+
+    @contextmanager
+    def _losses(self, count: int) -> Iterator[None]:
+        """The losses of all micro batches, of which `count` are played: a pipeline keeps them to the end."""
+        heap, left_out = self.heap, self.layout.micro_batches - count
+        last = [stage.result for stage in self.stages if stage.is_last]
+        held = [heap.allocate(one._replace(size=one.size * left_out)) for one in last]
+        yield
+        _free(heap, [*held, *(one._replace(size=one.size * count) for one in last)])
 
     def update(self) -> None:
         """What follows the last micro batch (`runtime.train.trainer.Trainer.train_step`)."""

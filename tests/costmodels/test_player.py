@@ -1,0 +1,145 @@
+"""The player of tapes: what holds of every step, whatever its layout."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import assume, given
+
+from costmodels import Layout, ModelSpec, even_split
+from costmodels.spec.layout import SPLIT_BACKWARD
+from costmodels.tapes import player
+from costmodels.tapes.player.heap import Heap, Storage
+from costmodels.tapes.player.pipeline import Names, Shared
+from costmodels.tapes.player.stage import Setting
+from costmodels.tapes.player.step import Rank
+
+VERSION = "2.14"
+
+LLAMA = ModelSpec(
+    name="llama",
+    layers=6,
+    hidden=256,
+    ffn=512,
+    heads=8,
+    kv_heads=4,
+    vocab=1000,
+    seq=128,
+    gated=True,
+    activation="silu",
+    norm="rmsnorm",
+    position="rope",
+    linear_bias=False,
+)
+
+LAYOUTS = st.fixed_dictionaries(
+    {
+        "tensor_parallel": st.sampled_from((1, 2)),
+        "pipeline_parallel": st.sampled_from((1, 2, 3)),
+        "virtual_pipeline_parallel": st.sampled_from((1, 1, 2)),
+        "data_parallel": st.sampled_from((1, 2, 4)),
+        "zero_stage": st.sampled_from((0, 1, 2, 3)),
+        "zero_replicas": st.sampled_from((1, 1, 2)),
+        "micro_batches": st.integers(1, 4),
+        "gradient_reduction": st.sampled_from(("fp32", "bf16")),
+        "optimizer": st.sampled_from(("adam", "sgd", "adafactor", "muon")),
+        "offload_optimizer": st.booleans(),
+        "recompute": st.sampled_from(("none", "full")),
+    }
+)
+
+
+def layout(micro_batches: int, **fields: Any) -> Layout | None:
+    """A layout of `LLAMA`; None where fields contradict each other."""
+    pipeline, chunks = fields["pipeline_parallel"], fields["virtual_pipeline_parallel"]
+    count = max(1, micro_batches) * (pipeline if pipeline > 1 else 1)
+    try:
+        return Layout.model_validate(
+            {
+                "layers_per_stage": even_split(LLAMA.layers, pipeline * chunks),
+                "schedule": "interleaved" if chunks > 1 else "1f1b",
+                "global_batch_size": fields["data_parallel"] * count,
+                "precision": "bf16",
+                **fields,
+            }
+        )
+    except ValueError:
+        return None
+
+
+@given(LAYOUTS, st.integers(0, 2))
+def test_a_step_leaves_what_it_began_with(fields: dict[str, Any], rank: int) -> None:
+    drawn = layout(**fields)
+    assume(drawn is not None and rank < drawn.pipeline_parallel)
+    assert drawn is not None
+    assume(player.plays(LLAMA, drawn, compiled=False, version=VERSION))
+    units = [
+        player.units_of(LLAMA, drawn, stage, compiled=False, version=VERSION)
+        for stage in drawn.stages_of(rank)
+    ]
+    played = Rank(Setting(LLAMA, drawn), units, rank)
+    before, batch = played.heap.total, sum(storage.size for storage in played.batch)
+    played.run()
+    assert played.heap.total >= before
+    played.update()
+    assert played.heap.total == before - batch
+    assert all(moment.total >= before - batch for moment in played.heap.moments())
+
+
+@given(LAYOUTS)
+def test_no_rank_needs_less_with_more_micro_batches(fields: dict[str, Any]) -> None:
+    one, other = layout(**fields), layout(**fields | {"micro_batches": fields["micro_batches"] + 1})
+    assume(one is not None and other is not None)
+    assert one is not None and other is not None
+    assume(player.plays(LLAMA, one, compiled=True, version=VERSION))
+    less, _ = player.rank_peaks(LLAMA, [one], compiled=True, version=VERSION)
+    more, _ = player.rank_peaks(LLAMA, [other], compiled=True, version=VERSION)
+    assert (more >= less).all()
+
+
+def test_a_passes_effect_is_the_same_again() -> None:
+    """Passes that find the same state are played once."""
+    fields = {"pipeline_parallel": 2, "virtual_pipeline_parallel": 1, "data_parallel": 2, "zero_stage": 3}
+    drawn = layout(3, **fields)
+    assert drawn is not None
+    once = player.rank_peaks(LLAMA, [drawn], compiled=False, version=VERSION)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Heap, "repeat", lambda heap, effects, key, play: play())
+        patch.setattr("costmodels.tapes.player.stage.Stage._once", lambda stage, name, play: play())
+        again = player.rank_peaks(LLAMA, [drawn], compiled=False, version=VERSION)
+    assert (once[0] == again[0]).all() and (once[1] == again[1]).all()
+
+
+def test_layouts_without_tapes_are_told() -> None:
+    drawn = layout(1, pipeline_parallel=1, virtual_pipeline_parallel=1, data_parallel=1)
+    assert drawn is not None
+    assert player.missing(LLAMA, drawn, compiled=False, version=VERSION) == ()
+    unknown = LLAMA.model_copy(update={"activation": "relu2", "gated": False})
+    (found,) = player.missing(unknown, drawn, compiled=False, version=VERSION)
+    assert found.activation == "relu2"
+    assert not player.plays(unknown, drawn, compiled=False, version=VERSION)
+    with pytest.raises(KeyError, match="relu2"):
+        player.rank_moments(unknown, drawn, 0, compiled=False, version=VERSION)
+
+
+def test_compiled_layers_split_no_backward() -> None:
+    drawn = layout(2, pipeline_parallel=2, virtual_pipeline_parallel=2, data_parallel=1)
+    assert drawn is not None
+    for schedule in SPLIT_BACKWARD:
+        split = drawn.model_copy(update={"schedule": schedule})
+        assert not player.plays(LLAMA, split, compiled=True, version=VERSION)
+
+
+def test_a_storage_ends_with_the_last_of_its_names() -> None:
+    heap = Heap()
+    heap.enter("schedule")
+    names = Names(heap)
+    shared = Shared(heap.allocate(Storage(0, 512)))
+    names.put("output", shared)
+    names.put("input", Shared(shared.storage, shared))
+    names.pop("output")
+    assert heap.total == 512
+    names.put("input", None)
+    assert heap.total == 0
