@@ -21,7 +21,7 @@ from costmodels.spec.hardware import Device
 from costmodels.spec.record import GIB
 from planner.options.flags import flag, flag_groups
 
-WIDE = 150
+WIDE_COLUMNS = 150
 """Columns of a terminal from which sources are shown too."""
 
 
@@ -133,7 +133,7 @@ def _print_json(records: list[dict[str, Any]]) -> None:
 def _print_table(columns: list[str], rows: list[list[str]], narrow: tuple[str, ...]) -> None:
     """Leave out the source, and in an 80-column terminal the columns named in `narrow`, for want of room."""
     screen = console()
-    hidden = {"source"} if screen.width < WIDE else set()
+    hidden = {"source"} if screen.width < WIDE_COLUMNS else set()
     if screen.width < 100:
         hidden |= set(narrow)
     kept = [index for index, column in enumerate(columns) if column not in hidden]

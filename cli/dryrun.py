@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 MIB = 2**20
 
-SHORT = {
+SHORT_HEADINGS = {
     "parameters": "params",
     "gradients": "grads",
     "activations": "activ.",
@@ -190,7 +190,7 @@ def _print(plan: Plan, traces: Sequence[MemoryTrace]) -> None:
         [str(trace.pipeline_rank), *(f"{trace.peak.allocated[key] / unit:.2f}" for key in CATEGORIES)]
         for trace in traces
     ]
-    screen.print(table(["pp", *(SHORT.get(key, key) for key in CATEGORIES)], rows))
+    screen.print(table(["pp", *(SHORT_HEADINGS.get(key, key) for key in CATEGORIES)], rows))
     kinds = list(dict.fromkeys(kind for trace in traces for kind in trace.peak.layers))
     if kinds:
         by_kind = [

@@ -22,13 +22,13 @@ from planner.ranking.distinct import DistinctPlan
 from planner.ranking.result import SearchResult
 from planner.ranking.ties import indistinguishable, ties_text
 
-ALWAYS = ("tp", "pp", "vpp", "dp", "zero", "mbs", "recompute")
+USUAL_COLUMNS = ("tp", "pp", "vpp", "dp", "zero", "mbs", "recompute")
 """Columns that are shown even where they hold nothing unusual."""
 
-ALWAYS_HELD = ("parameters", "gradients", "optimizer", "activations", "logits")
+USUAL_PARTS = ("parameters", "gradients", "optimizer", "activations", "logits")
 """Parts of memory that are listed even where they are empty."""
 
-SHORT = {
+SHORT_HEADINGS = {
     "parameters": "params",
     "gradients": "grads",
     "activations": "activ.",
@@ -113,7 +113,7 @@ def header_lines(result: SearchResult, assumed: list[str]) -> Iterator[str]:
 def _print_ranking(screen: Console, listed: list[DistinctPlan]) -> None:
     costs = ["step", "tokens/s/dev", "MFU", "GiB"]
     degrees = [_degrees(row.plan.layout) | {"twins": row.note} for row in listed]
-    names = [name for name in degrees[0] if name in ALWAYS or any(row[name] for row in degrees)]
+    names = [name for name in degrees[0] if name in USUAL_COLUMNS or any(row[name] for row in degrees)]
     columns = ["#", *names, *costs]
     rows = [
         [str(one.place), *(row[name] for name in names), *_costs(one.plan.estimate)]
@@ -186,7 +186,7 @@ def _print_winner(screen: Console, plan: Plan) -> None:
     kinds = [
         kind
         for kind in StageMemory.model_fields
-        if kind in ALWAYS_HELD or (kind != "absent" and _held(estimate, kind))
+        if kind in USUAL_PARTS or (kind != "absent" and _held(estimate, kind))
     ]
     rows = [
         [
@@ -197,7 +197,9 @@ def _print_winner(screen: Console, plan: Plan) -> None:
         ]
         for rank in _ranks_to_show(plan)
     ]
-    screen.print(table(["rank", "layers", *(SHORT.get(kind, kind) for kind in kinds), "total"], rows))
+    screen.print(
+        table(["rank", "layers", *(SHORT_HEADINGS.get(kind, kind) for kind in kinds), "total"], rows)
+    )
 
 
 def _of_kinds(plan: Plan) -> Iterator[str]:

@@ -13,7 +13,7 @@ from planner.objective import MEANINGS
 from planner.plan import Plan
 from planner.world_sizes import Size, Sizes
 
-SHARED = {"version", "model", "engine", "objective", "rejected"}
+SHARED_FIELDS = {"version", "model", "engine", "objective", "rejected"}
 """Fields of plans that are said once, or not."""
 
 
@@ -115,4 +115,4 @@ def sizes_json(found: Sizes, assumed: list[str], notes: list[str]) -> dict[str, 
 
 
 def _plan_json(plan: Plan) -> dict[str, Any]:
-    return plan.model_dump(mode="json", exclude=SHARED)
+    return plan.model_dump(mode="json", exclude=SHARED_FIELDS)

@@ -199,7 +199,17 @@ def _of_plans(plans: list[Plan], parallel: ParallelOptions) -> Iterator[str]:
         yield from optimizer_notes(plan, parallel)
 
 
-SHARED = {"version", "model", "cluster", "engine", "objective", "considered", "legal", "feasible", "rejected"}
+SHARED_FIELDS = {
+    "version",
+    "model",
+    "cluster",
+    "engine",
+    "objective",
+    "considered",
+    "legal",
+    "feasible",
+    "rejected",
+}
 """Fields of plans that the answer says once, or not."""
 
 
@@ -229,7 +239,7 @@ def as_json(
         "indistinguishable": indistinguishable(result),
         "plans": [
             {"place": row.place, "twins": row.twins}
-            | row.plan.model_dump(mode="json", exclude=SHARED)
+            | row.plan.model_dump(mode="json", exclude=SHARED_FIELDS)
             | ({"run": asdict(runs[number])} if runs else {})
             for number, row in enumerate(rows)
         ],

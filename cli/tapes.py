@@ -14,7 +14,7 @@ from costmodels.tapes.coverage import SELECTED, USUAL, structures_of_model
 from costmodels.tapes.structure import Structure
 from planner.options.flags import flag, flag_groups
 
-SAVED_AFTER = 20
+SAVE_PERIOD = 20
 """Tapes that an interrupted recording loses at most."""
 
 
@@ -69,7 +69,7 @@ def _record(structures: list[Structure], path: Path) -> list[str]:
                 found[structure] = recorded_tape(structure)
             except (UnknownSizeError, UnlikeError, ValueError) as error:
                 refused.append(f"{structure.name}: {error}")
-            if len(found) == SAVED_AFTER:
+            if len(found) == SAVE_PERIOD:
                 store.write_tapes(found, path)
                 found.clear()
         store.write_tapes(found, path)

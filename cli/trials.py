@@ -13,7 +13,7 @@ from runtime.launch.trials import Trial, best_trial, try_plan
 from runtime.launch.warm_ranks import WarmRanks
 from runtime.logs.console import say
 
-BEST: dict[Objective, str] = {
+BEST_NAMES: dict[Objective, str] = {
     "throughput": "fastest",
     "step-time": "shortest step",
     "cost": "fastest",
@@ -44,7 +44,7 @@ def best_plan(plans: Sequence[Plan], iterations: int, job: Job, warm: WarmRanks 
             f"{trial.plan.estimate.step_time_s / trial.measured.step_time_s:.2f}",
             f"{trial.tokens_per_s:,.0f}",
             f"{trial.measured.peak_memory_bytes / GIB:.3g}",
-            BEST[trial.plan.objective] if trial is best else "",
+            BEST_NAMES[trial.plan.objective] if trial is best else "",
         ]
         for number, trial in enumerate(trials, 1)
         if trial.measured is not None

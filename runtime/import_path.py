@@ -7,7 +7,7 @@ import sys
 from importlib.machinery import PathFinder
 from pathlib import Path
 
-NEEDED = ("costmodels", "planner")
+NEEDED_PACKAGES = ("costmodels", "planner")
 """Packages that ranks import besides their own."""
 
 
@@ -26,7 +26,7 @@ def leave_working_directory(root: Path) -> None:
     here = Path.cwd()
     if here != root and sys.path[:1] in ([""], [str(here)]):
         del sys.path[0]
-    for name in NEEDED:
+    for name in NEEDED_PACKAGES:
         found = PathFinder.find_spec(name)
         file = None if found is None else found.origin
         # The path may go over links, such as that of a home folder, which `root` does not.

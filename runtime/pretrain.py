@@ -202,7 +202,7 @@ def _train(job: Job, plan: Plan, ranks: Ranks, device: torch.device) -> None:
     if job.output.load is not None:
         consumed = _load(job, job.output.load, trainer, spec, datasets)
     if job.output.save is not None:
-        from runtime.job.pretrained import keep_companions
+        from runtime.job.initial_state import keep_companions
 
         run_on_first_rank(lambda: keep_companions(job.output, job.data, spec))
     if ranks.rank == 0:
@@ -221,14 +221,14 @@ def _load(job: Job, folder: str, trainer: Trainer, spec: ModelSpec, datasets: Da
     """Go on from the checkpoint that the flags name, if there is one; how many samples it has consumed."""
     # What reads tensors takes a second to import, which runs from scratch need not wait for.
     from runtime import checkpoint
-    from runtime.job import pretrained
+    from runtime.job import initial_state
 
     _begin("loading a checkpoint")
-    iteration = run_on_first_rank(lambda: pretrained.iteration_of(job.output))
+    iteration = run_on_first_rank(lambda: initial_state.iteration_of(job.output))
     if iteration is None:
         return 0
-    if run_on_first_rank(lambda: pretrained.begins_anew(job.output, iteration)):
-        pretrained.load_weights(folder, trainer, spec, iteration)
+    if run_on_first_rank(lambda: initial_state.begins_anew(job.output, iteration)):
+        initial_state.load_weights(folder, trainer, spec, iteration)
         return 0
     order = {} if job.data.allow_data_change else run_together(lambda: sample_order(job, datasets))
     told = checkpoint.load(folder, trainer, spec, iteration, order)

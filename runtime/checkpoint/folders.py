@@ -36,10 +36,10 @@ TRACKER = "latest_checkpointed_iteration.txt"
 LARGEST_TRACKER = 1 << 16
 """Bytes; what is larger names no iteration."""
 
-PARTIAL = ".partial"
+PARTIAL_SUFFIX = ".partial"
 """Ending of what is being written, or deleted: nobody needs it after a crash."""
 
-REPLACED = ".replaced"
+REPLACED_SUFFIX = ".replaced"
 """Ending of a checkpoint while one of the same iteration takes its place."""
 
 _ITERATION = re.compile(r"iter_(\d{7,18})", re.ASCII)
@@ -56,7 +56,7 @@ def iteration_folder(folder: str | Path, iteration: int) -> Path:
 def partial_folder(folder: str | Path, iteration: int) -> Path:
     """The folder in which an iteration's checkpoint is written before it gets its name."""
     target = iteration_folder(folder, iteration)
-    return target.with_name(target.name + PARTIAL)
+    return target.with_name(target.name + PARTIAL_SUFFIX)
 
 
 def iterations(folder: str | Path) -> list[int]:
@@ -148,7 +148,7 @@ def publish(
     _write(partial / RUN_FILE, text)
     _write(partial / MANIFEST, manifest_text({**files, RUN_FILE: record_of(text)}).encode())
     sync_folder(partial)
-    replaced = target.with_name(target.name + REPLACED)
+    replaced = target.with_name(target.name + REPLACED_SUFFIX)
     if target.exists():
         if replaced.exists():
             shutil.rmtree(replaced)
@@ -156,7 +156,7 @@ def publish(
     partial.rename(target)
     sync_folder(target.parent)
     tracker = target.with_name(TRACKER)
-    fresh = tracker.with_name(TRACKER + PARTIAL)
+    fresh = tracker.with_name(TRACKER + PARTIAL_SUFFIX)
     _write(fresh, str(iteration).encode())
     fresh.replace(tracker)
     sync_folder(target.parent)
@@ -178,7 +178,7 @@ def clear_folder(folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     _put_back(folder)
     # What could be put back was: of the others, the successor has its name.
-    for ending in (PARTIAL, REPLACED):
+    for ending in (PARTIAL_SUFFIX, REPLACED_SUFFIX):
         for path in folder.glob(f"iter_*{ending}"):
             shutil.rmtree(path)
 
@@ -194,15 +194,15 @@ def prune_checkpoints(folder: Path, newest: int, keep: int) -> None:
             continue
         try:
             # A crash while it is deleted must not leave half of it under its name.
-            shutil.rmtree(target.rename(target.with_name(target.name + PARTIAL)))
+            shutil.rmtree(target.rename(target.with_name(target.name + PARTIAL_SUFFIX)))
         except OSError as error:
             say(f"cannot delete checkpoint {target}: {error.strerror}", sys.stderr)
 
 
 def _put_back(folder: Path) -> None:
     """Undo a replacement that was cut off between its two renames."""
-    for path in folder.glob(f"iter_*{REPLACED}"):
-        target = path.with_name(path.name.removesuffix(REPLACED))
+    for path in folder.glob(f"iter_*{REPLACED_SUFFIX}"):
+        target = path.with_name(path.name.removesuffix(REPLACED_SUFFIX))
         if not target.exists():
             path.rename(target)
 

@@ -47,7 +47,7 @@ _DTYPES = {
     for value in vars(torch).values()
     if isinstance(value, torch.dtype)
 }
-KNOWN = frozenset(
+KNOWN_CLASSES = frozenset(
     {(_OF_METADATA, name) for name in _CLASSES}
     | {("torch", name) for name in _DTYPES}
     | {("torch", "Size"), ("torch.serialization", "_get_layout"), (_FILESYSTEM, "_StorageInfo")}
@@ -248,7 +248,7 @@ class _Parser:
         module, name = self._popped(2)
         if type(module) is not str or type(name) is not str:
             raise _Malformed("a name is no text")
-        if (module, name) not in KNOWN:
+        if (module, name) not in KNOWN_CLASSES:
             raise _Malformed(f"it names {f'{module}.{name}'[:80]!r}")
         self.stack.append(_Name(module, name))
 

@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.state_dict_loader import load as load_tensors
 
 from costmodels import ModelSpec
 from runtime.checkpoint.reader import CheckpointReader
-from runtime.optimizers.adafactor import PADDED
+from runtime.optimizers.adafactor import PADDED_NAMES
 from runtime.parallel.local_tensors import local_part
 from runtime.parallel.ranks import run_together
 from runtime.train.trainer import Trainer
@@ -74,7 +74,7 @@ class _PaddedPlanner(DefaultLoadPlanner):
         known = dict(metadata.state_dict_metadata)
         for name, tensor in state_dict.items():
             stored = known.get(name)
-            if name.startswith(PADDED) and isinstance(stored, TensorStorageMetadata):
+            if name.startswith(PADDED_NAMES) and isinstance(stored, TensorStorageMetadata):
                 known[name] = dataclasses.replace(stored, size=tensor.size())
         metadata = dataclasses.replace(metadata, state_dict_metadata=known)
         super().set_up_planner(state_dict, metadata, is_coordinator)

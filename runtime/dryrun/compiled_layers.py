@@ -47,7 +47,7 @@ SETTINGS = {
 }
 """Of Inductor."""
 
-INLINED = {
+INLINED_OPERATORS = {
     "expand",
     "clone",
     "copy",
@@ -281,7 +281,7 @@ def kind_of(node: fx.Node) -> str:
     name = name_of(node).split("::")[1].split(".")[0]
     if target.is_view or name in ALIASES:
         return "view"
-    if torch.Tag.pointwise in target.tags or name in INLINED:
+    if torch.Tag.pointwise in target.tags or name in INLINED_OPERATORS:
         return "inlined"
     return "reduction" if name in REDUCTIONS else "kernel"
 

@@ -12,26 +12,26 @@ from torch import Tensor
 from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-HIDDEN = torch.device("lazy", 0)
+CPP_DEVICE = torch.device("lazy", 0)
 """What PyTorch's C++ takes the device for.
 
 Its autograd engine asks a CUDA device for streams, which a PyTorch without CUDA cannot answer; of this device
-type it asks nothing. Python sees `SHOWN`.
+type it asks nothing. Python sees `GPU`.
 """
 
-SHOWN = torch.device("cuda", 0)
+GPU = torch.device("cuda", 0)
 
 _cache: dict[Any, Any] = {}
 """What `FakeTensorMode` remembers of operations, for all dry runs of a process."""
 
-MOST = 20_000
+MOST_OPERATIONS = 20_000
 """Operations that are remembered before a dry run begins; with more, all are forgotten."""
 
 
 def cpp_device(device: Any) -> Any:
     """The device that C++ should see for another; anything else as it is."""
     kind = device.type if isinstance(device, torch.device) else device
-    return HIDDEN if isinstance(kind, str) and kind.partition(":")[0] == SHOWN.type else device
+    return CPP_DEVICE if isinstance(kind, str) and kind.partition(":")[0] == GPU.type else device
 
 
 def kernel_device(device: Any) -> Any:
@@ -39,7 +39,7 @@ def kernel_device(device: Any) -> Any:
 
     Without kernels of its own for a device, PyTorch would take an operator such as `silu_backward` apart.
     """
-    return torch.device("cpu") if cpp_device(device) == HIDDEN else device
+    return torch.device("cpu") if cpp_device(device) == CPP_DEVICE else device
 
 
 class Stream(torch.cpu.Stream):
@@ -73,11 +73,11 @@ def fake_gpu() -> Iterator[None]:
 
     def device(self: Any) -> torch.device:
         found: torch.device = shown.fget(self)  # type: ignore[attr-defined]
-        return SHOWN if found.type == HIDDEN.type else found
+        return GPU if found.type == CPP_DEVICE.type else found
 
     def device_of_wrapper(self: Any) -> torch.device:
         found: torch.device = known.__get__(self)
-        return SHOWN if found.type == HIDDEN.type else found
+        return GPU if found.type == CPP_DEVICE.type else found
 
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         kwargs = {key: cpp_device(part) for key, part in kwargs.items()}
@@ -92,11 +92,11 @@ def fake_gpu() -> Iterator[None]:
         return make(*args, **kwargs)
 
     def is_cuda(self: Any) -> bool:
-        return bool(self.fake_device.type == HIDDEN.type)
+        return bool(self.fake_device.type == CPP_DEVICE.type)
 
     stream, known = Stream(), torch._C.TensorBase.device
     cuda: dict[str, Any] = {
-        "current_device": lambda: SHOWN.index,
+        "current_device": lambda: GPU.index,
         "current_stream": lambda device=None: stream,
         "stream": torch.cpu.stream,
         "synchronize": lambda device=None: None,
@@ -115,7 +115,7 @@ def fake_gpu() -> Iterator[None]:
         stack.enter_context(patch.object(Tensor, "device", property(device_of_wrapper), create=True))
         stack.enter_context(patch.object(Tensor, "_make_wrapper_subclass", staticmethod(wrapper)))
         stack.enter_context(patch.multiple(torch.cuda, **cuda))
-        if len(_cache) > MOST:
+        if len(_cache) > MOST_OPERATIONS:
             _cache.clear()
         # Of tensors on this device: PyTorch's own cache must not see them.
         stack.enter_context(patch.object(fake_tensor.FakeTensorMode, "cache", _cache))

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch._guards import active_fake_mode
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from runtime.dryrun.fake_gpu import HIDDEN, cpp_device
+from runtime.dryrun.fake_gpu import CPP_DEVICE, cpp_device
 from runtime.model.attention_kernels import pad_heads, takes_flash
 
 aten = torch.ops.aten
@@ -39,7 +39,7 @@ def gpu_kernels(fake: FakeTensorMode) -> Iterator[None]:
     def made_empty(*args: Any, **kwargs: Any) -> Tensor:
         # Only a real GPU can pin memory.
         kwargs.pop("pin_memory", None)
-        if active_fake_mode() is None and cpp_device(kwargs.get("device")) == HIDDEN:
+        if active_fake_mode() is None and cpp_device(kwargs.get("device")) == CPP_DEVICE:
             # Stages are built on the real meta device.
             with fake:
                 return empty(*args, **kwargs)

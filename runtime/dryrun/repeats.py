@@ -21,7 +21,7 @@ from runtime.dryrun.fake_gpu import kernel_device
 NAMESPACES = ("aten", "prims", "_c10d_functional")
 """Of operators whose results follow from their arguments."""
 
-IDLE = frozenset(
+IDLE_OPERATORS = frozenset(
     (
         *(getattr(torch.ops.c10d, name).default for name in ("allreduce_", "send", "recv_")),
         torch.ops.profiler._record_function_enter_new.default,
@@ -30,18 +30,18 @@ IDLE = frozenset(
 )
 """Operators that do nothing where other ranks do not exist and nobody keeps a profile, and make no tensor."""
 
-CHANGING = (torch.Tag.inplace_view, torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
+SHAPE_TAGS = (torch.Tag.inplace_view, torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
 """Marks of operators that change the shape of an operand, or whose results follow from its content."""
 
-MOST = 50_000
+MOST_RESULTS = 50_000
 """Results that are remembered, of all dry runs of a process; beyond that, all are forgotten."""
 
-GIVEN = ("fake_mode", "fake_device", "_fake_device")
+FAKE_ATTRIBUTES = ("fake_mode", "fake_device", "_fake_device")
 """Attributes of a fake tensor that are not remembered with the others."""
 
 NUMBERS = (int, float, bool)
 
-WORDS = (type(None), str, torch.dtype, torch.device, torch.layout, torch.memory_format)
+PLAIN_TYPES = (type(None), str, torch.dtype, torch.device, torch.layout, torch.memory_format)
 
 Key = tuple[Any, ...]
 
@@ -89,7 +89,7 @@ _FAKE = torch._C._TorchDispatchModeKey.FAKE
 
 def call(func: Any, args: Any, kwargs: Any) -> Any:
     """The result of an operation under the fake mode that is active, if one is."""
-    if func in IDLE:
+    if func in IDLE_OPERATORS:
         with torch._C._DisableTorchDispatch():
             return func(*args, **kwargs)
     mode: Any = torch._C._get_dispatch_mode(_FAKE)
@@ -117,7 +117,7 @@ def call(func: Any, args: Any, kwargs: Any) -> Any:
 
 def _is_eligible(func: Any) -> bool:
     if func not in _eligible:
-        _eligible[func] = func.namespace in NAMESPACES and not any(tag in func.tags for tag in CHANGING)
+        _eligible[func] = func.namespace in NAMESPACES and not any(tag in func.tags for tag in SHAPE_TAGS)
     return _eligible[func]
 
 
@@ -145,7 +145,7 @@ def _describe(mode: FakeTensorMode, args: Iterable[Any], key: list[Any], operand
         elif kind in NUMBERS:
             # 1 equals 1.0 and True.
             key += (kind, arg)
-        elif kind in WORDS:
+        elif kind in PLAIN_TYPES:
             key.append(arg)
         elif kind is torch.Generator:
             key.append(kind)
@@ -160,7 +160,7 @@ def _describe(mode: FakeTensorMode, args: Iterable[Any], key: list[Any], operand
 
 def learn(mode: FakeTensorMode, key: Key, operands: Sequence[Tensor], result: Any) -> None:
     """Take note of what an operation has returned."""
-    if len(_known) >= MOST:
+    if len(_known) >= MOST_RESULTS:
         _known.clear()
     _known[key] = _result_of(mode, operands, result)
 
@@ -253,7 +253,7 @@ def _attributes(mode: FakeTensorMode, device: torch.device) -> dict[str, Any]:
     """Those of a new fake tensor, but its mode and its device, whose name differs between versions."""
     with torch._C._DisableTorchDispatch():
         fresh = FakeTensor(mode, torch.empty_strided((0,), (1,), device="meta"), device)
-    return {name: value for name, value in fresh.__dict__.items() if name not in GIVEN}
+    return {name: value for name, value in fresh.__dict__.items() if name not in FAKE_ATTRIBUTES}
 
 
 def _made_of(mode: FakeTensorMode, operands: Sequence[Tensor], tensor: Any) -> ResultTensor | None:

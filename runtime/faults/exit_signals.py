@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-STARTED = time.monotonic()
+START_TIME_S = time.monotonic()
 """When this process began, but for a moment."""
 
 
@@ -95,7 +95,7 @@ class Requests:
         # What arrives from here on is for the next step.
         own, self.pending = self.pending, Request.NOTHING
         limit = self.exit_minutes
-        if self.is_first and limit is not None and time.monotonic() - STARTED >= 60 * limit:
+        if self.is_first and limit is not None and time.monotonic() - START_TIME_S >= 60 * limit:
             own = max(own, Request.STOP_IN_TIME)
         if not self.exchanges:
             return own

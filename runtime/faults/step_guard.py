@@ -13,10 +13,10 @@ from costmodels.errors import InputError
 from planner.options.flags import one_line
 from runtime.faults.options import FaultOptions
 
-WINDOW = 128
+NORM_WINDOW = 128
 """Gradient norms that a spike is held against: those of the last steps that changed the weights."""
 
-FEWEST = 16
+FEWEST_NORMS = 16
 """Norms that make a median worth comparing with."""
 
 
@@ -31,7 +31,7 @@ class GuardState(BaseModel):
 
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
 
-    norms: list[Annotated[float, Field(ge=0)]] = Field(max_length=WINDOW)
+    norms: list[Annotated[float, Field(ge=0)]] = Field(max_length=NORM_WINDOW)
     in_a_row: int = Field(ge=0, le=2**31)
 
 
@@ -42,7 +42,7 @@ class StepGuard:
         self.checks_numbers = not options.no_check_for_nan_in_loss_and_grad
         self.factor = options.skip_grad_norm_above
         self.most_in_a_row = options.max_skipped_steps
-        self.norms: deque[float] = deque(maxlen=WINDOW)
+        self.norms: deque[float] = deque(maxlen=NORM_WINDOW)
         self.in_a_row = 0
         self.reason = ""
         """Why the last step was skipped; empty when it was not, or for what a smaller loss scale mends."""
@@ -61,7 +61,7 @@ class StepGuard:
     def _reason(self, loss: float, norm: float) -> str:
         if self.checks_numbers and not (math.isfinite(loss) and math.isfinite(norm)):
             return f"loss {loss:g}, gradient norm {norm:g}"
-        if self.factor is not None and len(self.norms) >= FEWEST:
+        if self.factor is not None and len(self.norms) >= FEWEST_NORMS:
             usual = statistics.median(self.norms)
             if not norm <= self.factor * usual:
                 return f"gradient norm {norm:.4g}, usually {usual:.4g}"

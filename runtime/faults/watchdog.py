@@ -27,7 +27,7 @@ from runtime.logs.console import flush, say
 
 PREFIX = "watchdog"
 
-LOOKS_S = 1.0
+LOOK_PERIOD_S = 1.0
 """Seconds between looks at whether the job is to end."""
 
 LONGEST_BEAT_S, SHORTEST_BEAT_S = 10.0, 0.1
@@ -130,7 +130,7 @@ class Watchdog:
         global _active
         _active = None
         self.stopped.set()
-        self.thread.join(LOOKS_S)
+        self.thread.join(LOOK_PERIOD_S)
 
     def is_over(self) -> bool:
         """Whether a rank has already said why the job ends."""
@@ -156,7 +156,7 @@ class Watchdog:
         self.end(exit_code)
 
     def _run(self) -> None:
-        pause = min(self.sampler.period_s if self.sampler else LOOKS_S, LOOKS_S, self.beat_s)
+        pause = min(self.sampler.period_s if self.sampler else LOOK_PERIOD_S, LOOK_PERIOD_S, self.beat_s)
         woke = time.monotonic()
         next_look = next_beat = woke
         while not self.stopped.wait(pause):
@@ -168,7 +168,7 @@ class Watchdog:
             woke = now
             try:
                 if now >= next_look:
-                    next_look = now + LOOKS_S
+                    next_look = now + LOOK_PERIOD_S
                     self._obey()
                 if self.timeout_s and now >= next_beat:
                     next_beat = now + self.beat_s

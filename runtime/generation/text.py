@@ -14,7 +14,7 @@ from runtime.data import Tokenizer, load_tokenizer
 from runtime.data.tokenizers import BPETokenizer
 from runtime.huggingface.stored_model import ModelFiles
 
-UNFINISHED = "\ufffd"
+REPLACEMENT = "\ufffd"
 """What stands for bytes that are no character yet."""
 
 
@@ -57,7 +57,7 @@ class Stream:
         """What the next token adds to the text that is shown."""
         self.ids.append(token)
         whole = self.text.decode(self.ids)
-        if whole.endswith(UNFINISHED):
+        if whole.endswith(REPLACEMENT):
             return ""
         new, self.shown = whole[len(self.shown) :], whole
         return new

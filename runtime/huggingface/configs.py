@@ -11,7 +11,7 @@ from costmodels.catalogue.yaml_files import build
 from costmodels.errors import InputError
 from planner.inputs.hf_readers import ACTIVATIONS, READERS, SCALING_KEYS, Config
 
-UNSHARED = ("name", "source", "published_parameters", "seq")
+FREE_FIELDS = ("name", "source", "published_parameters", "seq")
 """Fields of a model that no weight and no logit depends on."""
 
 _SCALING_FIELDS = {
@@ -28,7 +28,7 @@ def differences(one: ModelSpec, other: ModelSpec) -> list[str]:
     How many tokens a sample has, how far rotary positions reach and how many tokens experts take in do not
     count, nor does the width of dense layers where there are none.
     """
-    names = set(ModelSpec.model_fields) - set(UNSHARED)
+    names = set(ModelSpec.model_fields) - set(FREE_FIELDS)
     if one.position == other.position != "learned":
         names.discard("max_positions")
     if one.moe_layers == other.moe_layers == one.layers == other.layers:

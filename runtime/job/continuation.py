@@ -62,10 +62,10 @@ def previous_run(output: OutputOptions) -> PreviousRun | None:
         return None
     # Here, as they import PyTorch, which planning does without.
     from runtime import checkpoint
-    from runtime.job import pretrained
+    from runtime.job import initial_state
 
-    iteration = pretrained.iteration_of(output)
-    if iteration is None or pretrained.begins_anew(output, iteration):
+    iteration = initial_state.iteration_of(output)
+    if iteration is None or initial_state.begins_anew(output, iteration):
         return None
     folder = checkpoint.iteration_folder(output.load, iteration)
     try:

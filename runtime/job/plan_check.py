@@ -15,7 +15,7 @@ def check_plan_of_job(plan: Plan, job: Job, world_size: int) -> None:
     check_training(plan, job.training, job.data)
     if job.output.load is not None:
         # Seconds of PyTorch, which a job that begins anew need not wait for.
-        from runtime.job.pretrained import check_loaded
+        from runtime.job.initial_state import check_loaded
 
         check_loaded(job.output, plan.model)
     job.faults.check(job.output.log_dir, job.run.distributed_timeout_minutes)

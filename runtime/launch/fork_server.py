@@ -25,16 +25,16 @@ from pydantic import BaseModel
 
 from runtime.logs.console import flush, say
 
-IMPORTED = ("runtime.pretrain", "runtime.job.loop", "torch._dynamo", "numpy.random")
+PRELOADED_MODULES = ("runtime.pretrain", "runtime.job.loop", "torch._dynamo", "numpy.random")
 """What every rank needs, or PyTorch imports in its first step."""
 
 GRACE_S = 30.0
 """Seconds that ranks have to end after SIGTERM, as with torchrun."""
 
-LOOK_S = 0.5
+LOOK_PERIOD_S = 0.5
 """Seconds between looks at whether ranks that are to end have had their time."""
 
-STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 """Signals that end the ranks with this process."""
 
 HOST = "127.0.0.1"
@@ -54,7 +54,7 @@ class ForkRequest(BaseModel):
 def main() -> NoReturn:
     """Import, wait for the job on standard input, and run it."""
     gc.disable()  # To look through all that is imported for garbage takes a fifth of the time.
-    for name in IMPORTED:
+    for name in PRELOADED_MODULES:
         import_module(name)
     line = sys.stdin.readline()
     if not line.endswith("\n"):
@@ -80,7 +80,7 @@ def _also_needed(arguments: Sequence[str]) -> Iterator[str]:
     """What the ranks of these arguments would each import for themselves."""
     if {"--save", "--load"} & set(arguments):
         yield "runtime.checkpoint"
-        yield "runtime.job.pretrained"
+        yield "runtime.job.initial_state"
     if "--plan" in arguments:
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
             plan = json.loads(Path(arguments[arguments.index("--plan") + 1]).read_text())
@@ -103,7 +103,7 @@ def run(ranks: int, arguments: Sequence[str], grace_s: float = GRACE_S) -> int:
     listener = socket.create_server((HOST, 0), backlog=ranks + 1)
     port = listener.getsockname()[1]
     # A signal that comes meanwhile waits until there is somebody to hear of it.
-    signal.pthread_sigmask(signal.SIG_BLOCK, (*STOPPING, signal.SIGUSR1))
+    signal.pthread_sigmask(signal.SIG_BLOCK, (*STOP_SIGNALS, signal.SIGUSR1))
     running: dict[int, int] = {}
     agent = os.getpid()
     flush()
@@ -131,12 +131,12 @@ class _Agent:
 
         # Taken in `_next`; blocked before the store starts a thread, which would take them instead.
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})
-        for number in STOPPING:
+        for number in STOP_SIGNALS:
             signal.signal(number, self._stop)
         signal.signal(signal.SIGUSR1, self._pass_on)
         port, file = listener.getsockname()[1], listener.detach()
         store = TCPStore(HOST, port, is_master=True, wait_for_workers=False, master_listen_fd=file)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, (*STOPPING, signal.SIGUSR1))
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, (*STOP_SIGNALS, signal.SIGUSR1))
         failed = 0
         while self.running:
             rank, pid, code = self._next()
@@ -161,7 +161,7 @@ class _Agent:
             if self.kills_at is not None and time.monotonic() > self.kills_at:
                 self._send(signal.SIGKILL)
             # Not a waitpid that waits: a request to stop would be heard, and the wait go on without an end.
-            signal.sigtimedwait({signal.SIGCHLD}, LOOK_S)
+            signal.sigtimedwait({signal.SIGCHLD}, LOOK_PERIOD_S)
 
     def _send(self, number: int) -> None:
         for pid in self.running:
@@ -187,7 +187,7 @@ def _become(agent: int, rank: int, ranks: int, port: int, arguments: Sequence[st
     """What one rank runs, as `python -m runtime.pretrain` under torchrun would."""
     code: Any = 1
     try:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, (*STOPPING, signal.SIGUSR1))
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, (*STOP_SIGNALS, signal.SIGUSR1))
         os.environ |= _environment(rank, ranks, port)
         import torch
 

@@ -16,7 +16,7 @@ from runtime.job.continuation import PreviousRun, plan_for_ranks
 from runtime.job.job import Job
 from runtime.job.plan_search import search_for_job
 from runtime.launch.restarts import usable_ranks
-from runtime.launch.warm_ranks import FORKS, WarmRanks
+from runtime.launch.warm_ranks import CAN_FORK, WarmRanks
 
 MOST_CPU_RANKS = 8
 """Ranks on a machine without GPUs, if it has as many cores and none are asked for."""
@@ -54,7 +54,7 @@ def local_plans(job: Job, previous: PreviousRun | None, count: int, warm: WarmRa
 
 def forks_ranks(plan: Plan) -> bool:
     """Whether the ranks of a plan are forked from one process, not started by torchrun one by one."""
-    return FORKS and plan.cluster.device.kind == "cpu"
+    return CAN_FORK and plan.cluster.device.kind == "cpu"
 
 
 def _searched(job: Job, previous: PreviousRun | None, count: int, warm: WarmRanks | None) -> LocalPlans:
@@ -92,7 +92,7 @@ def _devices(cluster: ClusterOptions, warm: WarmRanks | None) -> tuple[int, Devi
             "every node with -m runtime.pretrain"
         )
     device = cluster.device or detect_device(ranks)
-    if warm is not None and FORKS and not gpus:
+    if warm is not None and CAN_FORK and not gpus:
         warm.prepare(ranks)
     return ranks, device
 

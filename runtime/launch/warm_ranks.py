@@ -18,7 +18,7 @@ from costmodels.catalogue.local_machine import available_cores
 from runtime import entry
 from runtime.processes.tether import tether
 
-FORKS = sys.platform == "linux"
+CAN_FORK = sys.platform == "linux"
 """Elsewhere system libraries start threads that a fork does not survive."""
 
 

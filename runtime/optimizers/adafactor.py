@@ -24,7 +24,7 @@ LEAST_RMS = 1e-3
 LARGEST_RMS = 1.0
 """Largest root mean square of an update (section 6)."""
 
-PADDED = ("embedding.tokens.weight", "head.weight")
+PADDED_NAMES = ("embedding.tokens.weight", "head.weight")
 """Parameters whose rows beyond the vocabulary are padding, more or less of it with the layout."""
 
 
@@ -37,7 +37,7 @@ class FactoredMoments:
     def __init__(self, owned: ParameterShard, vocab: int) -> None:
         self.owned = owned
         shape = list(owned.parameter.shape)
-        if owned.name in PADDED:
+        if owned.name in PADDED_NAMES:
             shape[0] = vocab
         shard, parameter = owned.shard.detach(), owned.parameter
         self.size = torch.Size(shape).numel()

@@ -74,7 +74,7 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
         return gradient_BSV, None, None, None, None, None
 
 
-IGNORED = -100
+IGNORED_TARGET = -100
 """A target that is not predicted (PyTorch's `ignore_index`)."""
 
 
@@ -94,7 +94,7 @@ def cross_entropy_sum(
         vocab: entries of the tokenizer; logits beyond them take no part.
         start: first vocabulary entry of this rank's slice.
         group: ranks that hold the other slices, None when the slice is the whole vocabulary.
-        ignores: whether some targets are `IGNORED`.
+        ignores: whether some targets are `IGNORED_TARGET`.
     """
     result: Tensor = _VocabParallelCrossEntropy.apply(logits_BSV, targets_BS, start, vocab, group, ignores)  # type: ignore[no-untyped-call]
     return result
@@ -115,7 +115,7 @@ class TokenLoss:
         self.tokens = layout.global_batch_size * spec.seq
         """Of the global batch of the running step, which the trainer sets too."""
         self.targets: float | None = None
-        """Those of them that are predicted, where some are `IGNORED`; the mean is over these."""
+        """Those of them that are predicted, where some are `IGNORED_TARGET`; the mean is over these."""
 
     def __call__(self, logits_BSV: Tensor, labels_BS: Tensor) -> Tensor:
         ignores = self.targets is not None

@@ -18,8 +18,8 @@ from torch import Tensor
 from costmodels.errors import InputError
 from runtime.model.attention_kernels import pad_heads, repeat_heads, takes_flash
 
-RING = "torch.distributed.tensor.experimental._context_parallel._attention"
-NEEDED = (
+RING_MODULE = "torch.distributed.tensor.experimental._context_parallel._attention"
+RING_FUNCTIONS = (
     "_templated_ring_attention",
     "_templated_ring_attention_backward",
     "_cp_options",
@@ -39,9 +39,9 @@ def prepare_ring() -> None:
     """
     try:
         ring = _ring()
-        missing = [name for name in NEEDED if not hasattr(ring, name)]
+        missing = [name for name in RING_FUNCTIONS if not hasattr(ring, name)]
     except ImportError:
-        missing = [RING]
+        missing = [RING_MODULE]
     if missing:
         raise InputError(
             f"context_parallel_form ring: PyTorch {torch.__version__} has no ring attention "
@@ -52,7 +52,7 @@ def prepare_ring() -> None:
 
 
 def _ring() -> ModuleType:
-    return import_module(RING)
+    return import_module(RING_MODULE)
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]

@@ -20,7 +20,7 @@ from planner.options.batch import BatchOptions
 from planner.space.rule import Rule
 from runtime.settings.batch_ramp import check_numbers, ramp_rule
 
-SPLITS = [SCHEDULES.index(schedule) for schedule in SPLIT_BACKWARD]
+SPLIT_SCHEDULES = [SCHEDULES.index(schedule) for schedule in SPLIT_BACKWARD]
 
 NO_MASK = (
     "--reset-attention-mask: context_parallel_form ring has no mask of documents; pin all_gather or "
@@ -36,14 +36,14 @@ def compile_refusal(schedule: str) -> str:
     )
 
 
-COMPILED = Rule(
+COMPILE_RULE = Rule(
     "compile_schedule",
-    lambda model, d: np.isin(d.schedule, SPLITS),
+    lambda model, d: np.isin(d.schedule, SPLIT_SCHEDULES),
     lambda model, d: compile_refusal(SCHEDULES[int(d.schedule)]),
     of_mesh=True,
 )
 
-MASKED = Rule(
+MASK_RULE = Rule(
     "reset_attention_mask_ring",
     lambda model, d: (d.context_parallel > 1) & (d.context_parallel_form == RING),
     lambda model, d: NO_MASK,
@@ -51,8 +51,8 @@ MASKED = Rule(
 )
 
 BY_FLAG: dict[str, Callable[[Any], Rule]] = {
-    "compile": lambda given: COMPILED,
-    "reset_attention_mask": lambda given: MASKED,
+    "compile": lambda given: COMPILE_RULE,
+    "reset_attention_mask": lambda given: MASK_RULE,
     "rampup_batch_size": ramp_rule,
 }
 """Fields of groups of flags, and the rule that each makes of its value where it is given."""

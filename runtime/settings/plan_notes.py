@@ -20,7 +20,7 @@ HEAD_ROOM = (
     f"experts are dropless: the fullest device may take in {100 * (PEAK_LOAD - 1):.0f} % more rows than the "
     "mean, and memory is planned for that"
 )
-UNBALANCED = "without --moe-aux-loss-coeff or expert biases nothing balances routers"
+NO_BALANCE = "without --moe-aux-loss-coeff or expert biases nothing balances routers"
 
 
 def needs_head_room(plan: Plan) -> bool:
@@ -33,7 +33,7 @@ def expert_balance_notes(plan: Plan, training: TrainingOptions) -> Iterator[str]
     """A note on a plan that `training` may exceed, as nothing makes tokens choose experts evenly."""
     balanced = training.moe_aux_loss_coeff and training.moe_router_load_balancing_type != "none"
     if needs_head_room(plan) and not balanced and not plan.model.router.expert_bias:
-        yield f"{HEAD_ROOM}; {UNBALANCED}"
+        yield f"{HEAD_ROOM}; {NO_BALANCE}"
 
 
 def optimizer_notes(plan: Plan, parallel: ParallelOptions) -> Iterator[str]:

@@ -21,7 +21,7 @@ from runtime.optimizers.shards import ShardedOptimizer, clip_factor
 from runtime.optimizers.update_rules import update_rule
 from runtime.parallel.context import local_positions
 from runtime.parallel.documents import Documents, check_boundaries
-from runtime.parallel.loss import IGNORED
+from runtime.parallel.loss import IGNORED_TARGET
 from runtime.parallel.mesh import build_grid
 from runtime.settings.loss_scale import loss_scale_of
 from runtime.settings.options import TrainingOptions
@@ -211,7 +211,7 @@ class Trainer:
         inputs, labels = (batch[:, self.positions + shift] for shift in (0, 1))
         device = self.grid.device
         if self.boundaries is not None and self.boundaries.eod_mask_loss:
-            labels = labels.masked_fill(inputs == self.boundaries.eod, IGNORED)
+            labels = labels.masked_fill(inputs == self.boundaries.eod, IGNORED_TARGET)
         if self.documents is not None:
             self.documents.start_batch(batch[:, :-1].to(device, non_blocking=True))
         return inputs.to(device, non_blocking=True), labels.to(device, non_blocking=True)

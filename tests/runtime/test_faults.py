@@ -12,7 +12,7 @@ import pytest
 from costmodels.errors import InputError
 from runtime.faults import heartbeat
 from runtime.faults.options import FaultOptions
-from runtime.faults.step_guard import FEWEST, StepGuard, TrainingDiverged
+from runtime.faults.step_guard import FEWEST_NORMS, StepGuard, TrainingDiverged
 from runtime.faults.stragglers import (
     FEWEST_SAMPLES,
     Sampler,
@@ -192,7 +192,7 @@ def test_steps_are_skipped_counted_and_then_the_run_stops() -> None:
 
 def test_a_spike_is_held_against_the_median_of_good_steps() -> None:
     guard = StepGuard(FaultOptions(skip_grad_norm_above=10.0))
-    for number in range(FEWEST):
+    for number in range(FEWEST_NORMS):
         assert guard.judge(2.0, 50.0 if number == 3 else 1.0) == ""
     assert guard.judge(2.0, 9.9) == ""
     assert guard.judge(2.0, 10.1) == "gradient norm 10.1, usually 1"

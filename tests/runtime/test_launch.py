@@ -21,13 +21,13 @@ from runtime.launch import fork_server, supervisor
 from runtime.launch.measurement import Measurement, measurement
 from runtime.launch.supervisor import TORCHRUN_FOLDER, JobStopped, Outcome, run_job
 from runtime.launch.torchrun import shell_line, torchrun_command
-from runtime.launch.warm_ranks import FORKS, WarmRanks
+from runtime.launch.warm_ranks import CAN_FORK, WarmRanks
 from runtime.processes.children import children
 from tests.support import ROOT
 from tests.support.jobs import LAYOUT, TINY, wait_until, write_corpus
 from tests.support.running_jobs import is_alive
 
-ON_LINUX = pytest.mark.skipif(not FORKS, reason="ranks are forked on Linux only")
+ON_LINUX = pytest.mark.skipif(not CAN_FORK, reason="ranks are forked on Linux only")
 
 
 @pytest.fixture(autouse=True)
@@ -309,7 +309,7 @@ def test_ranks_are_not_forked_beside_a_thread(monkeypatch: pytest.MonkeyPatch) -
         became.append(words)
         raise SystemExit(0)
 
-    monkeypatch.setattr(fork_server, "IMPORTED", ())
+    monkeypatch.setattr(fork_server, "PRELOADED_MODULES", ())
     monkeypatch.setattr(fork_server.os, "execv", become)
     monkeypatch.setattr(fork_server.os, "environ", {})
     released = threading.Event()

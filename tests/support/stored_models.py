@@ -18,7 +18,7 @@ from runtime.generation.text import Text
 from runtime.huggingface.companions import COMPANIONS
 from runtime.huggingface.mapping import HEAD
 from runtime.huggingface.tokenizer_files import write_tokenizer
-from runtime.job import pretrained
+from runtime.job import initial_state
 from runtime.model.transformer import Transformer
 from runtime.parallel.initialisation import initialise
 from runtime.settings.options import TrainingOptions
@@ -65,7 +65,7 @@ def write_checkpoint(spec: ModelSpec, folder: Path, iteration: int = 0) -> Trans
 def loss_with_loaded_weights(spec: ModelSpec, layout: Layout, folder: str) -> float:
     """Loss of a batch on this rank's trainer, whose weights come from a checkpoint."""
     trainer = Trainer(spec, layout, TrainingOptions(), CPU)
-    pretrained.load_weights(folder, trainer, spec, 0)
+    initial_state.load_weights(folder, trainer, spec, 0)
     return trainer.evaluate(batch_of(spec, layout, 0)[trainer.rows])
 
 

@@ -18,15 +18,15 @@ from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any
 
-from runtime.launch.fork_server import IMPORTED
+from runtime.launch.fork_server import PRELOADED_MODULES
 
 TIMEOUT_S = 600
 """Seconds after which a stuck collective is an error: others may have the cores for minutes."""
 
 PRELOADED = [
-    *IMPORTED,
+    *PRELOADED_MODULES,
     "runtime.checkpoint",
-    "runtime.job.pretrained",
+    "runtime.job.initial_state",
     "runtime.parallel.pipeline",
     "runtime.parallel.ring_attention",
 ]

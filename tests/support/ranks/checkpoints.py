@@ -179,7 +179,7 @@ def requests() -> list[tuple[str, bool]]:
             os.kill(os.getpid(), number)
 
     def after(minutes: float) -> None:
-        exit_signals.STARTED -= 60 * minutes
+        exit_signals.START_TIME_S -= 60 * minutes
 
     before = signal.getsignal(signal.SIGTERM)
     with made.signal_handlers():

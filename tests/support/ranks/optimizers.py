@@ -12,7 +12,7 @@ from torch.nn import functional
 from costmodels import Layout, ModelSpec
 from runtime import checkpoint
 from runtime.model.transformer import Transformer
-from runtime.optimizers.adafactor import PADDED
+from runtime.optimizers.adafactor import PADDED_NAMES
 from runtime.optimizers.muon import Muon
 from runtime.parallel.local_tensors import local_part
 from runtime.settings.options import TrainingOptions
@@ -111,7 +111,9 @@ def _for_pytorch(whole: dict[str, Tensor], spec: ModelSpec, layout: Layout) -> d
     Adafactor's means are over the vocabulary without its padding, and Muon takes the matrix of each expert.
     """
     if layout.optimizer == "adafactor":
-        return {name: tensor[: spec.vocab if name in PADDED else None] for name, tensor in whole.items()}
+        return {
+            name: tensor[: spec.vocab if name in PADDED_NAMES else None] for name, tensor in whole.items()
+        }
     if layout.optimizer == "muon":
         stacks = {name: tensor for name, tensor in whole.items() if tensor.ndim > 2}
         parts = {f"{name}.{number}": m for name, stack in stacks.items() for number, m in enumerate(stack)}
