@@ -84,7 +84,7 @@ def covers(model: ModelSpec, table: LayoutTable, compiled: bool = False) -> Bool
 
 def _runs(table: LayoutTable) -> Bools:
     """Rows whose schedule there is."""
-    several = table.virtual_pipeline_parallel > 1
+    several = ~table.runs("1f1b")
     columns = [
         table.schedule,
         table.pipeline_parallel,
@@ -142,7 +142,7 @@ def peak_bytes(model: ModelSpec, table: LayoutTable, compiled: bool = False) -> 
 def _alike(table: LayoutTable) -> Iterator[tuple[int, Ints]]:
     """Rows that can be computed together, by their number of pipeline ranks: with one stage on each rank, or
     with several."""
-    several = table.virtual_pipeline_parallel > 1
+    several = ~table.runs("1f1b")
     for pipeline in distinct_numbers(table.pipeline_parallel):
         for which in (several, ~several):
             rows = np.flatnonzero((table.pipeline_parallel == pipeline) & which)
@@ -223,7 +223,7 @@ def moments_of_ranks(
     """
     units = units or units_of(model, table, compiled)
     wraps = wraps_parameters(table, model.experts > 0)
-    pipeline, several = int(table.pipeline_parallel.max()), bool((table.virtual_pipeline_parallel > 1).any())
+    pipeline, several = int(table.pipeline_parallel.max()), bool((~table.runs("1f1b")).any())
     layers = _held(model, table, fullest and not several)
     is_first, is_last = layers["first"] > 0, layers["last"] > 0
     shards = table.zero_shards.astype(np.float64)

@@ -14,7 +14,7 @@ from costmodels.ranks.rank_layers import ZERO, Ranks, in_flight
 from costmodels.ranks.reductions import parts_total
 from costmodels.spec.engine import Engine, MemoryPolicy
 from costmodels.spec.hardware import Cluster
-from costmodels.spec.layout import SPLIT_BACKWARD
+from costmodels.spec.layout import SPLIT_BACKWARD, V_SCHEDULES
 from costmodels.spec.table import FULL, UNIFORM, Floats, LayoutTable
 
 FETCHED_LAYERS = 2
@@ -182,7 +182,7 @@ def stage_memory(
         )
         # The last stage is on the last rank, which runs as many gradients of inputs ahead as there are
         # ranks; in a V it is on the first rank, and runs one ahead.
-        ahead = np.where(table.runs("interleaved_zb"), table.pipeline_parallel, 1)
+        ahead = np.where(table.runs(*V_SCHEDULES), 1, table.pipeline_parallel)
         ahead = np.where(table.runs(*SPLIT_BACKWARD), ahead, 0)
         logits += ranks.last * (ahead * sizes.logit_gradients)[:, None]
     if engine.loss.apart:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from pydantic import model_validator
 
@@ -30,11 +30,38 @@ Schedule = Literal["1f1b", "interleaved", "interleaved_zb", "zbv", "dualpipev"]
 The last three split backward in gradients of inputs and of weights, which fill the bubble (arXiv:2401.10241).
 """
 
-V_SCHEDULES: tuple[Schedule, ...] = ("zbv", "dualpipev")
-"""Schedules whose ranks hold two chunks each, placed as a V: rank 0 has the first and the last stage."""
 
-SPLIT_BACKWARD: tuple[Schedule, ...] = ("interleaved_zb", "zbv", "dualpipev")
-"""Schedules that run the gradients of weights apart from those of inputs."""
+class ScheduleTraits(NamedTuple):
+    """What a schedule needs, and of what kinds its passes are."""
+
+    least_chunks: int
+    """Model chunks of a rank (`virtual_pipeline_parallel`), at least."""
+    most_chunks: int | None = None
+    in_rounds: bool = False
+    """Chunks take turns of a micro batch for each pipeline rank."""
+    in_v: bool = False
+    """Two chunks of a rank are placed as a V: rank 0 has the first and the last stage."""
+    splits_backward: bool = False
+    """The gradients of weights run apart from those of inputs."""
+    steady_passes: int = 2
+    """Passes of a micro batch on a stage while the pipeline is full; whole backward passes are one."""
+    least_micro_batches: int = 0
+    """For each pipeline rank: PyTorch refuses fewer."""
+
+
+SCHEDULE_TRAITS: dict[Schedule, ScheduleTraits] = {
+    "1f1b": ScheduleTraits(1, 1),
+    "interleaved": ScheduleTraits(2, in_rounds=True),
+    "interleaved_zb": ScheduleTraits(2, in_rounds=True, splits_backward=True, steady_passes=3),
+    "zbv": ScheduleTraits(2, 2, in_v=True, splits_backward=True, steady_passes=3),
+    "dualpipev": ScheduleTraits(2, 2, in_v=True, splits_backward=True, least_micro_batches=2),
+}
+
+V_SCHEDULES = tuple(name for name, traits in SCHEDULE_TRAITS.items() if traits.in_v)
+
+SPLIT_BACKWARD = tuple(name for name, traits in SCHEDULE_TRAITS.items() if traits.splits_backward)
+
+IN_ROUNDS = tuple(name for name, traits in SCHEDULE_TRAITS.items() if traits.in_rounds)
 
 ContextParallelForm = Literal["all_gather", "all_to_all", "ring"]
 """How attention reaches tokens of other context-parallel ranks.
@@ -275,17 +302,25 @@ def recompute_conflict(
     return NOTHING_TO_OFFLOAD if offloads and recompute == "full" and method == "uniform" else None
 
 
-CHUNKS_OF_SCHEDULES = (
-    "1f1b needs exactly 1, interleaved and interleaved_zb at least 2, zbv and dualpipev exactly 2"
-)
+def _chunks_of_schedules() -> str:
+    groups: dict[str, list[str]] = {}
+    for name, traits in SCHEDULE_TRAITS.items():
+        bound = "exactly" if traits.least_chunks == traits.most_chunks else "at least"
+        groups.setdefault(f"{bound} {traits.least_chunks}", []).append(name)
+    counts = [(" and ".join(names), count) for count, names in groups.items()]
+    (first, count), *rest = counts
+    verb = "need" if " " in first else "needs"
+    return ", ".join([f"{first} {verb} {count}", *(" ".join(each) for each in rest)])
+
+
+CHUNKS_OF_SCHEDULES = _chunks_of_schedules()
 """Model chunks (virtual_pipeline_parallel) that the schedules run."""
 
 
 def schedule_takes(schedule: Schedule, chunks: int) -> bool:
     """True where a schedule runs `chunks` model chunks on each rank."""
-    if schedule == "1f1b":
-        return chunks == 1
-    return chunks == 2 if schedule in V_SCHEDULES else chunks >= 2
+    traits = SCHEDULE_TRAITS[schedule]
+    return traits.least_chunks <= chunks <= (traits.most_chunks or chunks)
 
 
 def even_split(layers: int, stages: int) -> tuple[int, ...]:

@@ -11,7 +11,14 @@ from dataclasses import dataclass
 import numpy as np
 
 from costmodels.errors import InputError
-from costmodels.spec.layout import CHUNKS_OF_SCHEDULES, SPLIT_BACKWARD, V_SCHEDULES, Schedule, schedule_takes
+from costmodels.spec.layout import (
+    CHUNKS_OF_SCHEDULES,
+    SCHEDULE_TRAITS,
+    SPLIT_BACKWARD,
+    V_SCHEDULES,
+    Schedule,
+    schedule_takes,
+)
 from costmodels.spec.table import Ints
 
 FORWARD, BACKWARD, INPUTS, WEIGHTS = range(4)
@@ -37,11 +44,10 @@ def schedule_exists(schedule: Schedule, pipeline: int, chunks: int, micro_batche
     """True where a schedule exists for these numbers; one that PyTorch refuses does not."""
     if not schedule_takes(schedule, chunks) or min(pipeline, micro_batches) < 1:
         return False
-    if schedule == "dualpipev":
-        return micro_batches >= 2 * pipeline
-    if schedule in ("interleaved", "interleaved_zb"):
-        return micro_batches % max(1, micro_batches // pipeline) == 0
-    return True
+    traits = SCHEDULE_TRAITS[schedule]
+    if micro_batches < traits.least_micro_batches * pipeline:
+        return False
+    return not traits.in_rounds or micro_batches % max(1, micro_batches // pipeline) == 0
 
 
 def orders(schedule: Schedule, pipeline: int, chunks: int, micro_batches: int) -> tuple[Order, ...]:

@@ -16,6 +16,7 @@ from costmodels.ranks.rank_layers import Ranks
 from costmodels.ranks.reductions import row_maximum
 from costmodels.spec.engine import Engine
 from costmodels.spec.hardware import Cluster
+from costmodels.spec.layout import SPLIT_BACKWARD
 from costmodels.spec.model import ModelSpec
 from costmodels.spec.table import Floats, Ints, LayoutTable
 
@@ -141,7 +142,7 @@ def message_wait_seconds(
     so in 1F1B, and with `waits` in interleaved schedules.
     """
     slower, chunks = np.zeros(len(table)), table.virtual_pipeline_parallel
-    rows = ((chunks == 1) | (waits & table.runs("interleaved"))) & (table.pipeline_parallel > 1)
+    rows = (table.runs("1f1b") | (waits & table.runs("interleaved"))) & (table.pipeline_parallel > 1)
     some, own = ranks.each(lambda held: held[rows]), rank_seconds[rows]
     sent = np.where(some.layers > 0, 2.0 * chunks[rows, None] - some.first - some.last, 0.0)
     slower[rows] = row_maximum(own + sent * message[rows, None]) - row_maximum(own)
@@ -178,7 +179,8 @@ def send_seconds(
     pp, vpp = table.pipeline_parallel, table.virtual_pipeline_parallel
     micro_batches, hops = table.micro_batches, (pp - 1) / pp
     ahead, both, gradients = forward / vpp, (forward + backward) / vpp, weights / vpp
-    zb, zbv, dual = (table.runs(name) for name in ("interleaved_zb", "zbv", "dualpipev"))
+    zbv, dual = table.runs("zbv"), table.runs("dualpipev")
+    zb = table.runs(*SPLIT_BACKWARD) & ~(zbv | dual)
     through = least = 2.0 * (vpp * pp - 1)
     late = np.maximum(message - ahead, 0.0) * (vpp - 1) + np.maximum(2 * message - both, 0.0) * hops / 2
     if (zb | zbv | dual).any():
@@ -190,7 +192,7 @@ def send_seconds(
     # Each chunk sends activations and gradients; of two ranks only one has messages at an end to keep.
     sent = np.where(pp > 2, 2 * vpp, np.where(zbv | dual, vpp, 2 * vpp - 1))
     late = np.maximum(late, sent * message - (forward + backward))
-    alone = vpp == 1
+    alone = table.runs("1f1b")
     through = np.where(alone, 2.0 * (pp - 1) - np.where(pp == 2, 1, 3), through)
     filling = np.maximum(through * message - spare, np.minimum(least, through) * message)
     result: Floats = filling + micro_batches * np.where(alone, held, late)

@@ -13,7 +13,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from costmodels.spec.layout import V_SCHEDULES, Schedule
+from costmodels.spec.layout import IN_ROUNDS, SCHEDULE_TRAITS, V_SCHEDULES, Schedule
 from costmodels.spec.schedules import BACKWARD, FORWARD, INPUTS, WEIGHTS, orders, schedule_exists
 from costmodels.spec.table import Bools, Floats, Ints
 
@@ -33,9 +33,6 @@ MOST_PASSES = 65_536
 
 STEADY_BATCHES = 4
 """Micro batches for each rank of the shortest schedule in which a steady state is looked for."""
-
-PASSES: dict[Schedule, int] = {"interleaved_zb": 3, "zbv": 3}
-"""Passes of a micro batch on a stage in the steady state, where there are not two."""
 
 
 @dataclass(frozen=True)
@@ -112,7 +109,7 @@ class Simulation:
 
 def steady_period(schedule: Schedule, pipeline: int) -> int:
     """Micro batches after which the order of a long schedule repeats itself."""
-    return pipeline if schedule in ("interleaved", "interleaved_zb") else 1
+    return pipeline if schedule in IN_ROUNDS else 1
 
 
 @lru_cache(maxsize=32)
@@ -193,7 +190,7 @@ def _steady(
     Both are empty where a rank has none.
     """
     period = steady_period(schedule, pipeline)
-    passes = PASSES.get(schedule, 2) * chunks * period
+    passes = SCHEDULE_TRAITS[schedule].steady_passes * chunks * period
     before = []
     same: Bools = np.zeros(len(kind), dtype=bool)
     if len(kind) > passes:
@@ -285,7 +282,7 @@ def pipeline_seconds(
     """
     if not schedule_exists(schedule, pipeline, chunks, micro_batches):
         return None
-    passes_each = PASSES.get(schedule, 2) * pipeline * chunks
+    passes_each = SCHEDULE_TRAITS[schedule].steady_passes * pipeline * chunks
     period = steady_period(schedule, pipeline)
     count = STEADY_BATCHES * pipeline
     while micro_batches % period == 0 and 2 * count <= micro_batches and count * passes_each <= MOST_PASSES:

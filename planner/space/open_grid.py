@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from costmodels.spec.layout import V_SCHEDULES
+from costmodels.spec.layout import IN_ROUNDS
 from costmodels.spec.table import Bools, Ints, LayoutTable, code_of
 
 
@@ -54,7 +54,7 @@ class OpenGrid(LayoutTable):
         if not self.columns["batch_is_maximum"].any():
             return np.broadcast_to(batch, unit.shape)
         whole = batch // unit * unit
-        free = np.isin(self.schedule, [code_of("schedule", kind) for kind in ("1f1b", *V_SCHEDULES)])
+        free = ~np.isin(self.schedule, [code_of("schedule", kind) for kind in IN_ROUNDS])
         rounds = np.where(free, unit, unit * self.pipeline_parallel)
         fewer = np.where(whole, whole, batch)
         return np.where(rounds <= batch, batch // rounds * rounds, fewer)

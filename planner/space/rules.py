@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from costmodels.spec.layout import NOTHING_TO_OFFLOAD, SPLIT_BACKWARD, V_SCHEDULES, Layout
+from costmodels.spec.layout import IN_ROUNDS, NOTHING_TO_OFFLOAD, SPLIT_BACKWARD, V_SCHEDULES, Layout
 from costmodels.spec.model import ModelSpec
 from costmodels.spec.table import (
     FULL,
@@ -123,9 +123,7 @@ RULES: tuple[Rule, ...] = (
     # Interleaving runs the micro batches in rounds of one for each pipeline rank.
     Rule(
         "interleaved_micro_batches",
-        lambda model, d: (
-            d.runs("interleaved", "interleaved_zb") & (d.micro_batches % d.pipeline_parallel != 0)
-        ),
+        lambda model, d: d.runs(*IN_ROUNDS) & (d.micro_batches % d.pipeline_parallel != 0),
         lambda model, d: (
             f"the {SCHEDULES[int(d.schedule)]} schedule needs micro batches in multiples of "
             f"pipeline_parallel {d.pipeline_parallel}, not {d.micro_batches}"

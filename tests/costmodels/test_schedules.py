@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
+from typing import get_args
 
 import numpy as np
 import pytest
 
 from costmodels.errors import InputError
 from costmodels.ranks.rank_layers import all_ranks, in_flight
-from costmodels.spec.layout import SPLIT_BACKWARD, Layout, even_split
-from costmodels.spec.schedules import orders, schedule_exists
+from costmodels.spec.layout import SCHEDULE_TRAITS, SPLIT_BACKWARD, Layout, Schedule, even_split
+from costmodels.spec.schedules import WEIGHTS, orders, schedule_exists
 from costmodels.spec.table import LayoutTable
 from costmodels.time.bubble import bubble_seconds, split_bubble_seconds
 from tests.support.schedule_orders import Action, action_order
@@ -176,3 +177,19 @@ def test_layers_that_recompute_together_keep_one_input():
     together = all_ranks((6, 5), 2, 11, "1f1b", together=4)
     assert together.dense.tolist() == [6, 5]
     assert together.dense_in_flight.tolist() == [2 * 2, 2]
+
+
+@pytest.mark.parametrize("schedule", get_args(Schedule))
+def test_traits_of_a_schedule_are_those_of_its_order(schedule: Schedule) -> None:
+    traits = SCHEDULE_TRAITS[schedule]
+    pipeline, micro_batches = 4, 64
+    every = orders(schedule, pipeline, traits.least_chunks, micro_batches)
+    passes = [len(order.kind) / len(set(order.stage)) / micro_batches for order in every]
+    # Whole backward passes may be split at the end.
+    assert {round(count) for count in passes} == {traits.steady_passes}
+    assert any((order.kind == WEIGHTS).any() for order in every) == traits.splits_backward
+    assert (set(every[0].stage) == {0, 2 * pipeline - 1}) == traits.in_v
+    assert schedule_exists(schedule, pipeline, traits.least_chunks, micro_batches + 1) != traits.in_rounds
+    least = traits.least_micro_batches * pipeline
+    assert schedule_exists(schedule, pipeline, traits.least_chunks, least or pipeline)
+    assert not least or not schedule_exists(schedule, pipeline, traits.least_chunks, least - 1)

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.ranks
 
 HOW_TO = ROOT / "docs" / "how-to"
 
-DATA, CODE = ("device", "engine", "model"), ("optimizer",)
+DATA, CODE = ("device", "engine", "model"), ("optimizer", "schedule")
 
 
 def run(command: list[str], code: Path, folder: Path) -> str:

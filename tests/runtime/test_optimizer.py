@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
 
+from costmodels.layers.optimizer import UPDATES
+from costmodels.spec.layout import Optimizer
+from runtime.optimizers import update_rules
 from runtime.optimizers.muon import update_scale
 from runtime.optimizers.shards import clip_factor, is_decayed
 from runtime.settings.options import TrainingOptions
@@ -75,7 +78,7 @@ def test_the_gradient_norm_counts_every_expert_once(pool: WorkerPool, text: str)
         assert norm == pytest.approx(expected, rel=1e-5)
 
 
-RULES = ("adam", "sgd", "adafactor", "muon", "adam8bit")
+RULES = get_args(Optimizer)
 
 DENSE = ("", "dp=2,zero=3", "tp=2", "pp=2", "tp=2,dp=2,zero=2", "dp=2,zero=1,offload_optimizer=1")
 
@@ -195,3 +198,7 @@ def test_gradients_are_clipped_as_pytorch_does() -> None:
 )
 def test_weight_decay_leaves_out_biases_and_norms(name: str, shape: tuple[int, ...], decayed: bool) -> None:
     assert is_decayed(name, torch.zeros(shape)) is decayed
+
+
+def test_every_optimizer_has_a_rule_and_a_cost() -> None:
+    assert set(update_rules.RULES) == set(UPDATES) == set(RULES)

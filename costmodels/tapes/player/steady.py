@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from costmodels import Layout
-from costmodels.spec.layout import SPLIT_BACKWARD
+from costmodels.spec.layout import SCHEDULE_TRAITS, SPLIT_BACKWARD
 from costmodels.spec.schedules import BACKWARD, FORWARD, GATHERED_STAGES, WEIGHTS, orders, schedule_exists
 
 State = tuple[object, ...]
@@ -55,7 +55,7 @@ def enough_micro_batches(layout: Layout, pipeline_rank: int) -> int:
 def fewest_micro_batches(layout: Layout) -> int:
     """The smallest step that the schedule of `layout` runs."""
     pipeline = layout.pipeline_parallel
-    fewest = 2 * pipeline if layout.schedule == "dualpipev" else pipeline
+    fewest = max(1, SCHEDULE_TRAITS[layout.schedule].least_micro_batches) * pipeline
     return min(fewest, layout.micro_batches)
 
 
