@@ -11,7 +11,7 @@ import numpy as np
 from costmodels.layers.shapes import distinct_shapes
 from costmodels.memory.peak import stage_memory
 from costmodels.memory.unit_sizes import UnitSizes, rank_parameters, row_unit_sizes
-from costmodels.ranks.rank_layers import ZERO, Ranks, all_ranks, critical_ranks, ranks_entry
+from costmodels.ranks.rank_layers import FIELDS, ZERO, Ranks, all_ranks, critical_ranks, ranks_entry
 from costmodels.ranks.reductions import parts_of_rank, parts_total
 from costmodels.ranks.sites import MIXED, Site, decisive_site, rank_kinds, site_values, sites
 from costmodels.spec.engine import Engine
@@ -218,6 +218,29 @@ class RankSeconds:
     def backward(self) -> Floats:
         """Seconds of the backward pass."""
         return self.part("backward") + self.summation
+
+
+UNITS = ("dense", "moe", "first", "last")
+"""Units of a model by the field of `Ranks` that counts them: layers of both kinds, embedding and head."""
+
+
+def unit_seconds(model: ModelSpec, cluster: Cluster, engine: Engine, table: LayoutTable) -> Floats:
+    """Seconds of one micro batch in each of `UNITS` on each kind of node, [n, kinds, units].
+
+    Gradients are added up; on nodes of two kinds the last of the kinds is `MIXED`.
+    """
+    kinds = MIXED + 1 if cluster.parts else 1
+    alone = {
+        name: np.tile(np.eye(len(UNITS))[place], (len(table), kinds)) for place, name in enumerate(UNITS)
+    }
+    if not model.experts:
+        # There is no such layer to price.
+        alone["moe"] = ZERO
+    others = {name: ZERO for name in FIELDS if name not in ("count", *UNITS)}
+    kind = np.repeat(np.arange(kinds), len(UNITS))[None, :] + np.zeros((len(table), 1), dtype=np.int64)
+    ranks = Ranks(count=np.ones(kind.shape), **alone, **others)
+    costs = RankCosts(model, cluster, engine, table, ranks, kind)
+    return costs.at().total.reshape(len(table), kinds, len(UNITS))
 
 
 def _part(parts: dict[int, dict[str, Floats]], name: str, code: int) -> Floats:

@@ -14,8 +14,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from costmodels.rank_costs import RankCosts
-from costmodels.ranks.rank_layers import FIELDS, ZERO, Ranks
+from costmodels.rank_costs import unit_seconds
 from costmodels.ranks.sites import MIXED, rank_kinds
 from costmodels.spec.engine import Engine
 from costmodels.spec.hardware import Cluster
@@ -76,7 +75,7 @@ def pipelines(model: ModelSpec, cluster: Cluster, engine: Engine, table: LayoutT
         engine: with its constants for all devices.
         table: rows whose layers recompute alike.
     """
-    units = _unit_seconds(model, cluster, engine, table)
+    units = unit_seconds(model, cluster, engine, table)
     ranks = int(table.pipeline_parallel.max(initial=1))
     kind, there = _kinds(cluster, table, ranks)
     rows = np.arange(len(table))[:, None]
@@ -105,20 +104,6 @@ def _kinds(cluster: Cluster, table: LayoutTable, ranks: int) -> tuple[Ints, Bool
         kinds = rank_kinds(cluster, pipeline)
         kind[some, :pipeline], kind[some, pipeline:] = kinds, kinds[-1]
     return kind, np.arange(ranks)[None, :] < table.pipeline_parallel[:, None]
-
-
-def _unit_seconds(model: ModelSpec, cluster: Cluster, engine: Engine, table: LayoutTable) -> Floats:
-    """Seconds of a micro batch in a dense layer, a layer with experts, embedding and head: [n, kinds, 4]."""
-    names = ("dense", "moe", "first", "last")
-    alone = {name: np.tile(np.eye(4)[place], (len(table), MIXED + 1)) for place, name in enumerate(names)}
-    ones = np.ones((len(table), 4 * (MIXED + 1)))
-    others = {name: ZERO for name in FIELDS if name not in ("count", *names)}
-    if not model.experts:
-        # There is no such layer to price.
-        alone["moe"] = ZERO
-    kind = np.repeat(np.arange(MIXED + 1), 4)[None, :] * np.ones((len(table), 1), dtype=np.int64)
-    costs = RankCosts(model, cluster, engine, table, Ranks(count=ones, **alone, **others), kind)
-    return costs.at().total.reshape(len(table), MIXED + 1, 4)
 
 
 def least_bound(some: Pipelines, caps: Ints | None = None) -> Floats:

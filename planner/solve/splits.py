@@ -15,14 +15,13 @@ import numpy as np
 
 from costmodels.layers.shapes import distinct_shapes
 from costmodels.memory.peak import stage_memory
-from costmodels.memory.unit_sizes import UnitSizes, rank_parameters, row_unit_sizes
+from costmodels.memory.unit_sizes import UnitSizes, row_unit_sizes
+from costmodels.rank_costs import unit_seconds
 from costmodels.ranks.rank_layers import ZERO, Ranks
 from costmodels.spec.engine import Engine
 from costmodels.spec.hardware import Cluster
 from costmodels.spec.model import ModelSpec
 from costmodels.spec.table import Bools, Floats, Ints, LayoutTable, distinct_numbers
-from costmodels.time.data_parallel import accumulation_seconds
-from costmodels.time.unit_times import part_seconds, unit_passes
 from planner.solve.bounds import Worth, least_step
 
 MOST_LEADING = 8
@@ -30,8 +29,6 @@ MOST_LEADING = 8
 
 UNUSED = ("dense_plain", "moe_plain", "dense_plain_in_flight", "moe_plain_in_flight", "backlog")
 """Fields of `Ranks` that are zero where all layers recompute the same and backward is one pass."""
-
-IDLE = dict.fromkeys(("dense_in_flight", "moe_in_flight"), ZERO)
 
 CLOSE = 1e-7
 """Relative width of the range of the bound at which its bisection ends."""
@@ -143,16 +140,16 @@ def balanced_splits(
     if not len(table) or leading > MOST_LEADING:
         return none, table.take(none)
     engine = engine.for_device(cluster.device)
-    shapes, shape = distinct_shapes(table)
-    job = _Job(model, cluster, engine, table, row_unit_sizes(model, engine, shapes, shape))
-    stages = _stages(job, leading, shapes, shape)
+    stages = _stages(model, cluster, engine, table, leading)
     first, alike = stages.distinct()
     bound, split = _solve(stages.take(first), None)
     bound, split = bound[alike], split[alike]
     even = _even(table, stages)
     better = (bound < stages.seconds(even).max(axis=1) * (1 - 1e-9)) | ~fits
     rows = np.flatnonzero(better & worth(table, least_step(table, stages.whole, bound)))
-    job, stages, bound, split = job.take(rows), stages.take(rows), bound[rows], split[rows]
+    part = table.take(rows)
+    job = _Job(model, cluster, engine, part, row_unit_sizes(model, engine, *distinct_shapes(part)))
+    stages, bound, split = stages.take(rows), bound[rows], split[rows]
     caps = np.full((*split.shape, leading + 1), model.layers)
     tight = np.flatnonzero(~_fits(job, stages, split))
     if len(tight):
@@ -183,22 +180,13 @@ def _even(table: LayoutTable, stages: _Stages) -> Ints:
     return even
 
 
-def _stages(job: _Job, leading: int, shapes: LayoutTable, shape: Ints) -> _Stages:
-    table, model = job.table, job.model
-    units = unit_passes(model, job.cluster, job.engine, shapes)
-    one = {
-        kind: np.tile(np.eye(4)[place], (len(table), 1))
-        for place, kind in enumerate(("dense", "moe", "first", "last"))
-    }
-    alone = Ranks(count=np.ones((len(table), 4)), **one, **dict.fromkeys(UNUSED, ZERO), **IDLE)
-    adding, _ = accumulation_seconds(job.engine, job.cluster.device, table, model.experts > 0)
-    shared, experts = rank_parameters(job.sizes, alone)
-    seconds = part_seconds(units, alone, shape, "total") + (shared + experts) * adding[:, None]
+def _stages(model: ModelSpec, cluster: Cluster, engine: Engine, table: LayoutTable, leading: int) -> _Stages:
+    dense, moe, first, last = unit_seconds(model, cluster, engine, table)[:, 0].T
     pipeline = table.pipeline_parallel[:, None]
     stage = np.arange(int(table.pipeline_parallel.max()))[None, :]
-    fixed = seconds[:, 2:3] * (stage == 0) + seconds[:, 3:4] * (stage == pipeline - 1)
-    usual = seconds[:, 1] if model.moe_layers else seconds[:, 0]
-    return _Stages(leading, model.layers, stage < pipeline, fixed, seconds[:, 0], usual)
+    fixed = first[:, None] * (stage == 0) + last[:, None] * (stage == pipeline - 1)
+    usual = moe if model.moe_layers else dense
+    return _Stages(leading, model.layers, stage < pipeline, fixed, dense, usual)
 
 
 def _solve(stages: _Stages, caps: Ints | None) -> tuple[Floats, Ints]:
