@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -103,3 +104,11 @@ def test_no_module_imports_itself_by_others(package: str) -> None:
             if target in known and target != module:
                 graph.add_edge(module, target)
     assert not list(nx.simple_cycles(graph))
+
+
+@pytest.mark.parametrize("package", ORDER)
+def test_the_page_of_the_architecture_shows_this_table(package: str) -> None:
+    page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    _, section = page.split(f"### `{package}`\n")
+    rows = re.findall(r"^\| `(\w+)` \|", section.partition("\n##")[0], re.MULTILINE)
+    assert tuple(rows) == ORDER[package]
