@@ -71,7 +71,7 @@ def dynamic_bytes(parts: dict[str, Floats]) -> Floats:
     return parts_total({name: parts[name] for name in DYNAMIC})
 
 
-def at_fuller_moment(parts: dict[str, Floats], step: Floats) -> None:
+def take_fuller_moment(parts: dict[str, Floats], step: Floats) -> None:
     """Replace the dynamic `parts` by `step` where the optimizer's step is fuller than the backward pass."""
     fuller = step > dynamic_bytes(parts)
     for name in DYNAMIC:
@@ -139,6 +139,66 @@ def update_bytes(engine: Engine, table: LayoutTable, sizes: UnitSizes, ranks: Ra
     return sum((*states, *permanent_bytes(engine, sizes, ranks).values()), step)
 
 
+def gathered_bytes(engine: Engine, table: LayoutTable, sizes: UnitSizes, ranks: Ranks) -> Floats:
+    """Bytes of whole parameters that ZeRO 3 has gathered at the peak, [n, k].
+
+    Embedding and head are gathered together, and stay for the backward pass that begins with them. Experts
+    that no other rank holds need no gathering, but FSDP2 copies them too.
+    """
+    copied = engine.sharding.fully_sharded | (table.expert_replicas > 1)
+    layer = np.maximum(sizes.dense_layer, sizes.moe_layer + sizes.experts * copied)
+    layers = GATHERED_LAYERS * layer[:, None] * (ranks.layers > 0)
+    each = sharded_parameter_rows(table) * engine.memory_policy(table.precision).gathered
+    return (layers + end_parameters(sizes, ranks)) * each[:, None]
+
+
+def recomputation_bytes(table: LayoutTable, sizes: UnitSizes, ranks: Ranks) -> Floats:
+    """Bytes that backward computes again for the layer at work, or for all repeated from one input, [n, k]."""
+    layer = np.minimum(ranks.all_dense, 1.0) * sizes.dense_recomputation[:, None]
+    if sizes.experts.any():
+        layer = np.maximum(layer, np.minimum(ranks.all_moe, 1.0) * sizes.moe_recomputation[:, None])
+    if table.recompute_num_layers.max(initial=1) <= 1:
+        return layer
+    # Uniform recomputation repeats several layers from one input, and holds all of them.
+    several = (table.recompute == FULL) & (table.recompute_method == UNIFORM)
+    layers = np.where(several, table.recompute_num_layers, 1)[:, None]
+    inner = np.maximum(sizes.dense_activations, sizes.moe_activations)[:, None]
+    layers = np.clip(layers, 1.0, np.maximum(ranks.layers, 1.0))
+    result: Floats = layers * layer + (layers - 1) * inner
+    return result
+
+
+def activation_and_logit_bytes(
+    engine: Engine, table: LayoutTable, sizes: UnitSizes, ranks: Ranks, flying: dict[str, Floats]
+) -> tuple[Floats, Floats]:
+    """Bytes of activations and of logits at the fullest moment of the backward pass, [n, k] each.
+
+    Args:
+        flying: layers in flight, by kind, each [n, k].
+    """
+    again = recomputation_bytes(table, sizes, ranks)
+    activations, fetched = ZERO if engine.loss.apart else again, np.zeros(())
+    for kind, layers in flying.items():
+        activations = activations + layers * getattr(sizes, f"{kind}_activations")[:, None]
+        if (offload := getattr(sizes, f"{kind}_offload")).any():
+            fetched = np.maximum(fetched, np.minimum(layers, FETCHED_LAYERS) * offload[:, None])
+    activations = activations + fetched
+    logits = ranks.last * sizes.logits[:, None]
+    if ranks.backlog.any():
+        backlog = np.minimum(ranks.backlog, table.micro_batches[:, None] * ranks.layers)
+        activations += backlog * sizes.output_gradients[:, None]
+        # The last stage is on the last rank, which runs as many gradients of inputs ahead as there are
+        # ranks; in a V it is on the first rank, and runs one ahead.
+        ahead = np.where(table.runs(*V_SCHEDULES), 1, table.pipeline_parallel)
+        ahead = np.where(table.runs(*SPLIT_BACKWARD), ahead, 0)
+        logits += ranks.last * (ahead * sizes.logit_gradients)[:, None]
+    if not engine.loss.apart:
+        return activations, logits
+    # The gradient of the logits is freed before the first layer is recomputed.
+    loss = logits >= again
+    return activations + np.where(loss, 0.0, again), np.where(loss, logits, 0.0)
+
+
 def stage_memory(
     cluster: Cluster, engine: Engine, table: LayoutTable, sizes: UnitSizes, ranks: Ranks
 ) -> dict[str, Floats]:
@@ -147,52 +207,13 @@ def stage_memory(
     Arrays of shape [n, k], or such that broadcast to it (`costmodels.ranks.reductions`).
     """
     held_parameters = rank_parameters(sizes, ranks)
-    states = model_states(engine, table, sizes, ranks, held_parameters)
-    ends, has_experts = end_parameters(sizes, ranks), bool(sizes.experts.any())
-    # Embedding and head are gathered together, and stay for the backward pass that begins with them. Experts
-    # that no other rank holds need no gathering, but FSDP2 copies them too.
-    copied = engine.sharding.fully_sharded | (table.expert_replicas > 1)
-    layer = np.maximum(sizes.dense_layer, sizes.moe_layer + sizes.experts * copied)
-    held = GATHERED_LAYERS * layer[:, None] * (ranks.layers > 0)
-    gathered = sharded_parameter_rows(table) * engine.memory_policy(table.precision).gathered
-    held = (held + ends) * gathered[:, None]
-
-    working = np.minimum(ranks.all_dense, 1.0) * sizes.dense_recomputation[:, None]
-    if has_experts:
-        working = np.maximum(working, np.minimum(ranks.all_moe, 1.0) * sizes.moe_recomputation[:, None])
-    if table.recompute_num_layers.max(initial=1) > 1:
-        # Uniform recomputation repeats several layers from one input, and holds all of them.
-        several = (table.recompute == FULL) & (table.recompute_method == UNIFORM)
-        layers = np.where(several, table.recompute_num_layers, 1)[:, None]
-        inner = np.maximum(sizes.dense_activations, sizes.moe_activations)[:, None]
-        layers = np.clip(layers, 1.0, np.maximum(ranks.layers, 1.0))
-        working = layers * working + (layers - 1) * inner
-    activations, fetched = ZERO if engine.loss.apart else working, np.zeros(())
+    parameters, gradients, optimizer = model_states(engine, table, sizes, ranks, held_parameters)
     flying = in_flight(ranks, table.micro_batches[:, None].astype(np.float64))
-    for kind, layers in flying.items():
-        activations = activations + layers * getattr(sizes, f"{kind}_activations")[:, None]
-        if (moved := getattr(sizes, f"{kind}_offload")).any():
-            fetched = np.maximum(fetched, np.minimum(layers, FETCHED_LAYERS) * moved[:, None])
-    activations = activations + fetched
-    logits = ranks.last * sizes.logits[:, None]
-    if ranks.backlog.any():
-        activations += (
-            np.minimum(ranks.backlog, table.micro_batches[:, None] * ranks.layers)
-            * (sizes.output_gradients[:, None])
-        )
-        # The last stage is on the last rank, which runs as many gradients of inputs ahead as there are
-        # ranks; in a V it is on the first rank, and runs one ahead.
-        ahead = np.where(table.runs(*V_SCHEDULES), 1, table.pipeline_parallel)
-        ahead = np.where(table.runs(*SPLIT_BACKWARD), ahead, 0)
-        logits += ranks.last * (ahead * sizes.logit_gradients)[:, None]
-    if engine.loss.apart:
-        # The gradient of the logits is freed before the first layer is recomputed.
-        loss = logits >= working
-        activations, logits = activations + np.where(loss, 0.0, working), np.where(loss, logits, 0.0)
+    activations, logits = activation_and_logit_bytes(engine, table, sizes, ranks, flying)
     parts = {
-        "parameters": states[0] + held,
-        "gradients": states[1],
-        "optimizer": states[2],
+        "parameters": parameters + gathered_bytes(engine, table, sizes, ranks),
+        "gradients": gradients,
+        "optimizer": optimizer,
         "activations": activations,
         "logits": logits,
         "communication": reduction_output_bytes(engine, sizes.layer_input, ranks, flying),
@@ -200,10 +221,10 @@ def stage_memory(
     }
     policy = engine.memory_policy(table.precision)
     if policy.stepping_whole:
-        at_fuller_moment(parts, update_buffer_bytes(policy, table, *held_parameters))
+        take_fuller_moment(parts, update_buffer_bytes(policy, table, *held_parameters))
     lost = engine.allocator.fragmentation * dynamic_bytes(parts)
     if engine.allocator.score_reserve:
         lost = lost + sizes.score_reserve[:, None] * (ranks.layers > 0)
     for name, bytes_ in permanent_bytes(engine, sizes, ranks).items():
         parts[name] = parts[name] + bytes_
-    return parts | margin_bytes(cluster, engine, table, lost, has_experts)
+    return parts | margin_bytes(cluster, engine, table, lost, bool(sizes.experts.any()))
