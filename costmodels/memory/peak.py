@@ -153,7 +153,7 @@ def gathered_bytes(engine: Engine, table: LayoutTable, sizes: UnitSizes, ranks: 
 
 
 def recomputation_bytes(table: LayoutTable, sizes: UnitSizes, ranks: Ranks) -> Floats:
-    """Bytes that backward computes again for the layer at work, or for all repeated from one input, [n, k]."""
+    """Bytes that backward computes again for the layer at work, or all repeated from one input, [n, k]."""
     layer = np.minimum(ranks.all_dense, 1.0) * sizes.dense_recomputation[:, None]
     if sizes.experts.any():
         layer = np.maximum(layer, np.minimum(ranks.all_moe, 1.0) * sizes.moe_recomputation[:, None])
