@@ -20,6 +20,7 @@ from runtime.parallel.initialisation import INIT_STD, initialise
 from runtime.parallel.loss import TokenLoss
 from runtime.parallel.mesh import Grid
 from runtime.parallel.offload import offload_activations
+from runtime.parallel.placements import keep_placements
 from runtime.parallel.recomputation import recompute
 from runtime.parallel.tensor import tensor_parallel
 from runtime.settings.preflight import check_job
@@ -28,6 +29,7 @@ from runtime.train.executor import Accumulation, Executor
 
 def build_stage(spec: ModelSpec, layout: Layout, grid: Grid, index: int, compiled: bool) -> Transformer:
     """One stage on the meta device, split and wrapped as `layout` says."""
+    keep_placements()
     with torch.device("meta"):
         stage = Transformer(
             spec,

@@ -6,6 +6,7 @@ import os
 import resource
 import signal
 import threading
+import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
@@ -165,6 +166,8 @@ def last_save_fails(spec: ModelSpec, layout: Layout, folder: str) -> str:
 def requests() -> list[tuple[str, bool]]:
     """What two ranks agree on after steps in which one of them, or its clock, asks for something."""
     rank = dist.get_rank()
+    # Not when the process started from which this one is forked.
+    exit_signals.STARTED = time.monotonic()
     made = Requests(10.0, True, timedelta(minutes=1))
     found = []
 
