@@ -78,6 +78,8 @@ class Structure(NamedTuple):
     """Ranks that share one of several ranks' experts: operations repeat for each."""
     loop_of_experts: int = 0
     """Experts of a rank that are computed one after the other; 0 where one kernel computes all."""
+    loop_choices: tuple[int, ...] = ()
+    """Of such experts, too few to tell sizes by: choices of a token, groups, and groups that are open."""
     score: str = ""
     normalised: bool = False
     scaled: bool = False
@@ -97,7 +99,7 @@ class Structure(NamedTuple):
         for field, value in zip(self._fields[2:], self[2:], strict=True):
             if value == self._field_defaults[field]:
                 continue
-            text = "+".join(value) if isinstance(value, tuple) else str(value)
+            text = "+".join(map(str, value)) if isinstance(value, tuple) else str(value)
             parts.append(field if value is True else f"{field}={text}")
         return ",".join(parts)
 
@@ -252,11 +254,13 @@ def _with_experts(found: Structure, model: ModelSpec, layout: Layout) -> Structu
     aligned = not any(side % GROUPED_MULTIPLE for side in sides)
     grouped = aligned and layout.precision in ("bf16", "fp8")
     limit = router.capacity_factor
+    few = model.top_k, router.groups, router.top_groups
     return found._replace(
         expert_parallel=ep > 1,
         expert_tensor_parallel=etp > 1,
         expert_ranks=etp if ep > 1 else 1,
         loop_of_experts=0 if grouped else model.experts // ep,
+        loop_choices=() if grouped else few,
         score=router.score,
         normalised=router.normalised,
         scaled=router.scale != 1.0,

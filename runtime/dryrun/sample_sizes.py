@@ -8,6 +8,7 @@ from itertools import count
 from typing import Any, NamedTuple
 
 from costmodels import LatentAttention, Layout, ModelSpec
+from costmodels.layers.shapes import PEAK_LOAD
 from costmodels.spec.model import VOCAB_MULTIPLE
 from costmodels.tapes.dimensions import KERNEL_ROWS, dimensions
 from costmodels.tapes.structure import (
@@ -45,6 +46,15 @@ SIDES = {
     "top_groups": (43, 47, 53, 59),
 }
 
+LARGER = {
+    "tp": (11, 13, 23, 29),
+    "keys": (137, 139, 149, 151),
+    "group": (157, 163, 167, 173),
+    "head": (19, 17, 17, 19),
+    "etp": (17, 19, 19, 17),
+}
+"""Where numbers of experts and of choices are coefficients."""
+
 FLOAT8_HEAD = (11, 13, 5, 7)
 """Of heads whose products in 8 bits are possible, over 16."""
 
@@ -59,6 +69,12 @@ SHARED = ((3, 7), (5, 3), (5, 3), (3, 7))
 
 FIRST = (200, 300, 450, 700)
 """Least primes of widths, so that no two sets have the same."""
+
+WIDEST = 2**17
+"""Models need not be wider for compilers to keep what they keep."""
+
+SHARES = 4
+"""Of rows: `PEAK_LOAD` is a number of these."""
 
 MULTIPLE = 16
 """Of widths, so that kernels take them."""
@@ -106,7 +122,8 @@ class _Sizes:
 
     def __init__(self, structure: Structure, number: int) -> None:
         self.structure, self.number = structure, number
-        self.primes = {name: values[number] for name, values in (RANKS | SIDES).items()}
+        tables = RANKS | SIDES | (LARGER if structure.loop_of_experts else {})
+        self.primes = {name: values[number] for name, values in tables.items()}
         self.taken = set(self.primes.values()) | set(LATENT[number])
         own = self.primes
         self.tp = own["tp"] if structure.tensor_parallel else 1
@@ -140,10 +157,14 @@ class _Sizes:
         self.heads = self.keys * self.group * self.tp
         self.entries = math.lcm(VOCAB_MULTIPLE, self.tp) // self.tp * self._fresh("vocab", FIRST[number])
         chunks = self.tp * (2 * self.cp if self.cp > 1 else 1)
+        if structure.loop_of_experts:
+            # Experts have as many rows each.
+            chunks *= SHARES * structure.loop_of_experts
+            own["choices"], own["groups"], own["top_groups"] = structure.loop_choices
         odd = structure.unit == "experts"
         self.seq = chunks * (self._odd_rows(chunks) if odd else SEQ_MULTIPLE * own["seq"])
         self.hidden = MULTIPLE * self._fresh(
-            "hidden", max(2 * FIRST[number], self.heads * self.head // MULTIPLE)
+            "hidden", FIRST[number] + max(FIRST[number], min(WIDEST, self.heads * self.head) // MULTIPLE)
         )
         self.ffn = MULTIPLE * self._fresh("ffn", int(FFN_SHARE * self.hidden / self.tp / MULTIPLE))
 
@@ -161,15 +182,30 @@ class _Sizes:
             self.keys *= self.cp
 
     def _odd_rows(self, chunks: int) -> int:
-        """Rows of a chunk that are a prime, so that a share of them is no product of sizes; what a kernel
-        makes of all of them has a prime of its own too."""
+        """Rows of a chunk that are a prime, so that a share of them is no product of sizes; where a kernel
+        fills up all of them, what it makes has a prime of its own too."""
         for rows in count(self.primes["seq"]):
-            rounded = -(-rows * chunks // (self.cp * KERNEL_ROWS))
-            if _is_prime(rows) and _is_prime(rounded) and not {rows, rounded} & (self.taken - {rows}):
-                self.primes |= {"seq": rows, "kernel_seq": rounded}
-                self.taken |= {rows, rounded}
+            if not _is_prime(rows) or not self._is_even(rows * chunks):
+                continue
+            here = rows * chunks // self.cp
+            filled = -(-here // KERNEL_ROWS)
+            if here == filled * KERNEL_ROWS or not (self.structure.latent or self.structure.unfused):
+                self.primes["seq"] = rows
+                return rows
+            own = {rows, filled} - {self.primes["seq"]}
+            if _is_prime(filled) and not own & self.taken:
+                self.primes |= {"seq": rows, "kernel_seq": filled}
+                self.taken |= own
                 return rows
         raise AssertionError("there is no largest prime")
+
+    def _is_even(self, seq: int) -> bool:
+        """Whether the experts of a rank have equal numbers of rows, where that matters."""
+        count, limit = self.structure.loop_of_experts, LIMITS[self.structure.limited]
+        if not count or self.ep == 1:
+            return True
+        pairs = self.rows * seq // (self.cp * self.tp) * self.primes["choices"]
+        return int(pairs * min(PEAK_LOAD, limit or PEAK_LOAD)) * self.etp % count == 0
 
     def _fresh(self, name: str, least: int) -> int:
         """The smallest prime that is at least so large and that nobody has, for a dimension."""
@@ -218,6 +254,8 @@ class _Sizes:
         nope, rope, shorter, longer = LATENT[self.number]
         value = {"keys": shorter, "values": longer}.get(self.structure.longer_heads, nope + rope)
         self.primes |= {"nope": nope, "rope": rope, "value": value}
+        # No size has it.
+        del self.primes["head"]
         query_rank = MULTIPLE * self._fresh("query_rank", FIRST[self.number])
         latent_rank = MULTIPLE * self._fresh("latent_rank", FIRST[self.number])
         scaling = {"kind": "yarn", "factor": 2.0, "original_positions": self.seq, "mscale_all_dim": 1.0}
@@ -236,9 +274,12 @@ class _Sizes:
     def _expert_fields(self) -> dict[str, Any]:
         structure, own = self.structure, self.primes
         groups = own["groups"] if structure.group_score else 1
+        experts = self.ep * structure.loop_of_experts
+        if not experts:
+            experts = self.ep * groups * self._fresh("experts", FIRST[self.number])
         limit = LIMITS[structure.limited]
         return {
-            "experts": self.ep * groups * self._fresh("experts", FIRST[self.number]),
+            "experts": experts,
             "top_k": 1 if structure.one_choice else own["choices"],
             "expert_ffn": MULTIPLE * self.etp * self._fresh("expert_ffn", FIRST[self.number]),
             "shared_expert_ffn": (
@@ -290,6 +331,9 @@ class _Sizes:
             if name in values and rows % values[name]:
                 own[name] = values[name]
         first = ["sent", "arrived"]
+        if self.structure.loop_of_experts:
+            for name in ("choices", "groups", "top_groups"):
+                own.pop(name)
         if self.structure.context_form == "all_to_all" and self.structure.one_key_head:
             # There ranks are a multiple of the keys, and groups one of ranks.
             first += ["group", "cp"]

@@ -20,6 +20,9 @@ Dimensions = Mapping[str, int]
 LARGEST_COEFFICIENT = 64
 """Of a term of a sum, numerator and denominator: beyond it, terms would fit anything."""
 
+LARGEST_OF_PRODUCT = 1024
+"""Of a product alone: layers with a loop of experts have their number in it."""
+
 MOST_TERMS = 3
 
 RANKS = ("tp", "cp", "ep", "etp", "sharers")
@@ -45,7 +48,7 @@ def symbolic(sizes: Sequence[int], dimensions: Sequence[Dimensions], primes: Seq
     powers = [_powers(Fraction(size), *own) for size, *own in zip(sizes, dimensions, primes, strict=True)]
     rests = _rests(sizes, dimensions, powers[0])
     is_product = powers[1:] == powers[:-1] and len(set(rests)) == 1
-    if is_product and max(rests[0].numerator, rests[0].denominator) <= LARGEST_COEFFICIENT:
+    if is_product and max(rests[0].numerator, rests[0].denominator) <= LARGEST_OF_PRODUCT:
         return (Term(rests[0].numerator, rests[0].denominator, _sorted(powers[0])),)
     return _sum(sizes, dimensions, powers)
 
