@@ -13,13 +13,13 @@ from pathlib import Path
 import pytest
 
 from tests.support import ROOT
-from tests.support.pages import copied_code, planner_commands, write_changes
+from tests.support.pages import changes, copied_code, planner_commands, write_changes
 
 pytestmark = pytest.mark.ranks
 
 HOW_TO = ROOT / "docs" / "how-to"
 
-DATA, CODE = ("device", "engine", "model"), ("optimizer", "schedule")
+DATA, CODE = ("device", "engine", "model"), ("optimizer", "schedule", "block-feature")
 
 
 def run(command: list[str], code: Path, folder: Path) -> str:
@@ -63,16 +63,23 @@ def test_what_is_data_needs_no_code(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", CODE)
-def test_code_is_added_by_the_files_of_its_page(name: str, tmp_path: Path) -> None:
-    page, code, folder = HOW_TO / f"{name}.md", tmp_path / "code", tmp_path / "here"
-    folder.mkdir()
-    write_changes(page, copied_code(code))
+def test_code_is_added_by_the_files_of_its_page(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page, code = HOW_TO / f"{name}.md", copied_code(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    write_changes(page, code)
     commands = planner_commands(page)
-    assert {command[0] for command in commands} == {"suggest", "dryrun", "launch"}
+    assert {command[0] for command in commands} >= {"suggest", "dryrun", "launch"}
     for command in commands:
         as_json = ["--json"] if command[0] == "dryrun" else []
-        out = run([*command, *as_json], code, folder)
+        out = run([*command, *as_json], code, code)
         if command[0] == "dryrun":
             check_trace(out)
         if command[0] == "launch":
-            check_training(folder)
+            check_training(code)
+
+
+def test_features_of_blocks_take_at_most_five_files() -> None:
+    page = HOW_TO / "block-feature.md"
+    assert len({change.file for change in changes(page)}) <= 5
