@@ -1,11 +1,12 @@
-"""The formula of memory against dry runs of the runtime, on random models and layouts.
+"""Played tapes against dry runs of the runtime, on random models and layouts.
 
 python -m benchmarks.memory [--examples N] [--seed S] [--layers drawn|compiled|eager] [--json]
 
 Each example is a model (GPT-2 or Llama, perhaps with experts or latent attention), a legal layout of up to 64
 ranks, one of its pipeline ranks, and layers that are compiled or not. The peak and each category of it must
-be within 1 % or 1 MiB of those of the dry run. Moments whose totals are that close may take turns as the
-highest: the composition is compared with that of the closest of them.
+be within 0.1 % or 1 MiB of those of the dry run. Moments whose totals are that close may take turns as the
+highest: the composition is compared with that of the closest of them. Units that have no tape yet are
+recorded first; those that cannot be are counted as unknown.
 """
 
 from __future__ import annotations
@@ -23,14 +24,17 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 
 from costmodels import LatentAttention, Layout, ModelSpec, even_split
-from costmodels.bundled import KINDS, covers, moments_of_ranks
-from costmodels.spec.layout import Schedule
-from costmodels.spec.table import LayoutTable
+from costmodels.spec.layout import SPLIT_BACKWARD, Schedule
+from costmodels.tapes import player, store
+from costmodels.tapes.player import CATEGORIES
 from planner.space.rules import first_violation
 from runtime.dryrun.run import trace
+from runtime.dryrun.symbols import UnknownSizeError
+from runtime.dryrun.tape_recorder import recorded_tape
+from runtime.dryrun.unit_recorder import UnlikeError
 
-SHARE, BYTES = 0.01, 2**20
-"""How far the formula may be from the dry run: the larger of a share and of a number of bytes."""
+SHARE, BYTES = 0.001, 2**20
+"""How far what is played may be from the dry run: the larger of a share and of a number of bytes."""
 
 LAYERS = {"compiled": True, "eager": False}
 
@@ -74,7 +78,7 @@ class Example(NamedTuple):
 
 @dataclass(frozen=True)
 class Errors:
-    """The formula less the dry run, in bytes, of one pipeline rank."""
+    """What is played less the dry run, in bytes, of one pipeline rank."""
 
     peak: float
     by_kind: dict[str, float]
@@ -89,7 +93,7 @@ class Errors:
 
 
 def allowed(size: float) -> float:
-    """How many bytes the formula may be off."""
+    """How many bytes may be off."""
     return max(BYTES, SHARE * size)
 
 
@@ -205,7 +209,7 @@ def draw_layout(choose: Choose, model: ModelSpec, small: bool) -> Layout:
 
 
 def draw(choose: Choose, small: bool = False, compiled: bool | None = None) -> Example | None:
-    """A random example; None for what the runtime does not run or no formula knows.
+    """A random example; None for what the runtime does not run.
 
     Args:
         small: few layers and micro batches.
@@ -219,44 +223,58 @@ def draw(choose: Choose, small: bool = False, compiled: bool | None = None) -> E
         return None
     if layout.world_size > 64 or first_violation(model, layout) is not None:
         return None
-    if not covers(model, LayoutTable.of([layout]), compiled)[0]:
+    if compiled and layout.schedule in SPLIT_BACKWARD:
         return None
     return Example(model, layout, choose(range(layout.pipeline_parallel)), compiled)
 
 
+class UnknownError(RuntimeError):
+    """A unit cannot be recorded, or a step not be played."""
+
+
+def record(model: ModelSpec, layout: Layout, compiled: bool) -> None:
+    """Record the units of a layout that have no tape yet.
+
+    Raises:
+        UnknownError: one cannot be recorded, or the step not be played.
+    """
+    version = store.installed_version()
+    try:
+        tapes = {one: recorded_tape(one) for one in player.missing(model, layout, compiled, version)}
+    except (UnlikeError, UnknownSizeError, ValueError) as error:
+        raise UnknownError(str(error)) from error
+    store.remember_tapes(tapes, version)
+    if not player.plays(model, layout, compiled, version):
+        raise UnknownError(f"{layout.describe()} is not played")
+
+
 def compare(model: ModelSpec, layout: Layout, rank: int, compiled: bool = False) -> Errors:
-    """The formula against a dry run of one pipeline rank.
+    """What is played against a dry run of one pipeline rank.
 
     Categories are compared at the moments that are as high as the peak: where there are several, those count
     that are most alike.
+
+    Raises:
+        UnknownError: a unit cannot be recorded, or the step not be played.
     """
+    record(model, layout, compiled)
+    moments = player.rank_moments(model, layout, rank, compiled, store.installed_version())
+    highest = max(moments, key=lambda moment: moment.total)
+    own = dict(zip(CATEGORIES, highest.composition, strict=True))
     found = trace(model, layout, pipeline_rank=rank, compiled=compiled)
-    moments = moments_of_ranks(model, LayoutTable.of([layout]), compiled=compiled)
-    totals = [moment.total(moments.shape)[0, rank] for moment in moments.moments]
-    # What no array has: bytes of scalars and of the seeds of attention kernels.
-    near = [
-        moment.composition(np.array([0]), np.array([rank]))[:, 0]
-        for moment, total in zip(moments.moments, totals, strict=True)
-        if abs(total - max(totals)) <= allowed(max(totals))
-    ]
-    peak, errors = float(found.peak.live_total), []
+    peak, errors = float(found.peak.total), []
     for moment in found.ties:
-        traced = {"peak": peak, **{kind: float(moment.live[kind]) for kind in KINDS}}
-        errors += [
-            Errors(
-                max(totals) - peak,
-                {kind: float(size - traced[kind]) for kind, size in zip(KINDS, one, strict=True)},
-                traced,
-            )
-            for one in near
-        ]
+        traced = {"peak": peak, **{kind: float(moment.allocated[kind]) for kind in CATEGORIES}}
+        errors.append(
+            Errors(highest.total - peak, {kind: own[kind] - traced[kind] for kind in CATEGORIES}, traced)
+        )
     return min(errors, key=lambda one: max(abs(e) / allowed(one.traced[k]) for k, e in one.by_kind.items()))
 
 
 def report(errors: list[Errors], layouts: list[str]) -> dict[str, Any]:
-    """Errors of all examples, by category, in percent of the dry run where that is above 100 MiB."""
+    """Errors of all examples, by category."""
     result: dict[str, Any] = {"examples": len(errors), "misses": sum(bool(one.misses) for one in errors)}
-    for name in ("peak", *KINDS):
+    for name in ("peak", *CATEGORIES):
         off = [abs(one.peak if name == "peak" else one.by_kind[name]) for one in errors]
         over = [size / allowed(one.traced[name]) for size, one in zip(off, errors, strict=True)]
         worst = int(np.argmax(over))
@@ -271,7 +289,7 @@ def report(errors: list[Errors], layouts: list[str]) -> dict[str, Any]:
 
 def main() -> None:
     """Compare as many examples as asked for."""
-    parser = argparse.ArgumentParser(description="Hold the formula of memory against dry runs.")
+    parser = argparse.ArgumentParser(description="Hold played tapes against dry runs.")
     parser.add_argument("--examples", type=int, default=100, help="how many models and layouts to compare")
     parser.add_argument("--seed", type=int, default=0, help="of their random choice")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
@@ -282,23 +300,30 @@ def main() -> None:
     chosen, names = random.Random(options.seed), list[str]()
     errors: list[Errors] = []
     started = time.perf_counter()
-    while len(errors) < options.examples:
+    unknown = 0
+    while len(errors) + unknown < options.examples:
         drawn = draw(chosen.choice, compiled=LAYERS.get(options.layers))
         if drawn is None:
             continue
-        errors.append(compare(*drawn))
+        try:
+            errors.append(compare(*drawn))
+        except UnknownError as error:
+            unknown += 1
+            if not options.json:
+                print(f"unknown: {error}", flush=True)
+            continue
         names.append(drawn.describe())
         if errors[-1].misses and not options.json:
             print(f"miss ({', '.join(errors[-1].misses)}): {names[-1]}", flush=True)
-    found = report(errors, names) | {"seconds": time.perf_counter() - started}
+    found = report(errors, names) | {"unknown": unknown, "seconds": time.perf_counter() - started}
     if options.json:
         print(json.dumps(found, indent=2))
         return
     print(
         f"{found['examples']} examples in {found['seconds']:.0f} s, "
-        f"{found['misses']} of them off by more than allowed"
+        f"{found['misses']} of them off by more than allowed, {unknown} unknown"
     )
-    for name in ("peak", *KINDS):
+    for name in ("peak", *CATEGORIES):
         one = found[name]
         print(
             f"{name:14} median {one['median_bytes'] / 2**20:8.3f} MiB, "

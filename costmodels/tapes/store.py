@@ -61,9 +61,21 @@ def cache_path(version: str) -> Path:
     return Path(home) / "planner" / "tapes" / f"torch-{version}.zip"
 
 
+_recorded: dict[tuple[str, str], Tape] = {}
+"""Tapes of this process alone, by version and by the name of their structure."""
+
+
+def remember_tapes(tapes: Mapping[Structure, Tape], version: str) -> None:
+    """Know tapes for as long as this process lasts, without writing them to a file."""
+    _recorded.update({(version, structure.name): tape for structure, tape in tapes.items()})
+    tape_of.cache_clear()
+
+
 @cache
 def tape_of(structure: Structure, version: str) -> Tape | None:
     """The tape of a structure under a version of PyTorch; None where nobody has recorded it."""
+    if (version, structure.name) in _recorded:
+        return _recorded[version, structure.name]
     for path in (path_of(version), cache_path(version)):
         text = _members(path).get(structure.name)
         if text is not None:
@@ -113,6 +125,8 @@ def clear_caches() -> None:
 def has_tapes(structures: Iterable[Structure], version: str) -> bool:
     """Whether every structure has a tape."""
     return all(
-        structure.name in _members(path_of(version)) or structure.name in _members(cache_path(version))
+        structure.name in _members(path_of(version))
+        or structure.name in _members(cache_path(version))
+        or (version, structure.name) in _recorded
         for structure in structures
     )
