@@ -12,12 +12,13 @@ from costmodels.spec.hardware import Cluster
 from costmodels.spec.layout import SPLIT_BACKWARD, Layout
 from costmodels.spec.model import ModelSpec
 from costmodels.spec.table import Floats, LayoutTable
+from costmodels.tapes.player.chain import Unit
 from costmodels.tapes.player.heap import CATEGORIES, Moment
-from costmodels.tapes.player.stage import Setting, Unit
+from costmodels.tapes.player.stage import Setting
 from costmodels.tapes.player.step import Rank
 from costmodels.tapes.store import default_version, has_tapes, tape_of
 from costmodels.tapes.structure import LAYERS, Structure, structure_of, units_of_stage
-from costmodels.tapes.structure import Unit as UnitKind
+from costmodels.tapes.structure import Unit as Kind
 
 __all__ = [
     "CATEGORIES",
@@ -31,19 +32,34 @@ __all__ = [
 ]
 
 
-def structures_of_stage(model: ModelSpec, layout: Layout, stage: int, compiled: bool) -> list[Structure]:
+Structures = tuple[Structure, Structure | None]
+"""The structure of a unit; of a layer that is computed again together with the one after it, also that
+without recomputation."""
+
+
+def structures_of_stage(model: ModelSpec, layout: Layout, stage: int, compiled: bool) -> list[Structures]:
     """The structures of the units of one stage, in the order of forward."""
-    known: dict[tuple[UnitKind, bool], Structure] = {}
-    found, layers = [], 0
-    again = len(layout.layer_range(stage))
-    if layout.recompute_method == "block":
-        again = layout.recompute_num_layers
-    for unit in units_of_stage(model, layout, stage):
-        key = unit, layers < again
+    known: dict[tuple[Kind, bool], Structure] = {}
+
+    def structure(unit: Kind, recomputes: bool) -> Structure:
+        key = unit, recomputes
         if key not in known:
-            known[key] = structure_of(model, layout, unit, compiled, recomputes=layers < again)
-        found.append(known[key])
-        layers += unit in LAYERS
+            known[key] = structure_of(model, layout, unit, compiled, recomputes)
+        return known[key]
+
+    found: list[Structures] = []
+    number, count = 0, len(layout.layer_range(stage))
+    is_block = layout.recompute_method == "block"
+    together = 1 if layout.recompute == "none" or is_block else layout.recompute_num_layers
+    again = layout.recompute_num_layers if is_block else count
+    for unit in units_of_stage(model, layout, stage):
+        plain = None
+        recomputes = number < again
+        if unit in LAYERS:
+            number += 1
+            if number % together and number < count:
+                plain = structure(unit, False)
+        found.append((structure(unit, recomputes), plain))
     return found
 
 
@@ -55,7 +71,9 @@ def missing(
     every = {
         one
         for stage in range(len(layout.layers_per_stage))
-        for one in set(structures_of_stage(model, layout, stage, compiled))
+        for both in set(structures_of_stage(model, layout, stage, compiled))
+        for one in both
+        if one is not None
     }
     splits = layout.schedule in SPLIT_BACKWARD
     return tuple(sorted(one for one in every if not _is_known(one, version, splits)))
@@ -69,10 +87,15 @@ def _is_known(structure: Structure, version: str, splits: bool) -> bool:
     return tape is not None and tape.split is not None
 
 
+def computes_layers_together(layout: Layout) -> bool:
+    """Whether several layers are computed again at once."""
+    is_uniform = layout.recompute == "full" and layout.recompute_method == "uniform"
+    return is_uniform and layout.recompute_num_layers > 1
+
+
 def plays(model: ModelSpec, layout: Layout, compiled: bool, version: str | None = None) -> bool:
     """Whether the memory of a layout is known: there are tapes of all its units, and of their passes."""
-    several = layout.recompute != "none" and layout.recompute_method == "uniform"
-    if several and layout.recompute_num_layers > 1:
+    if computes_layers_together(layout) and (compiled or layout.schedule in SPLIT_BACKWARD):
         return False
     return not missing(model, layout, compiled, version)
 
@@ -149,9 +172,9 @@ def units_of(model: ModelSpec, layout: Layout, stage: int, compiled: bool, versi
         KeyError: one has no tape.
     """
     found: list[Unit] = []
-    for structure in structures_of_stage(model, layout, stage, compiled):
-        tape = tape_of(structure, version)
-        if tape is None:
-            raise KeyError(structure.name)
-        found.append((structure, tape))
+    for structure, plain in structures_of_stage(model, layout, stage, compiled):
+        tapes = [tape_of(one, version) for one in (structure, plain) if one is not None]
+        if tapes[0] is None or tapes[-1] is None:
+            raise KeyError(structure.name if tapes[0] is None or plain is None else plain.name)
+        found.append(Unit(structure.unit, tapes[0], None if plain is None else tapes[1]))
     return found

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from costmodels.spec.layout import SPLIT_BACKWARD, Layout
 from costmodels.spec.model import ModelSpec
 from costmodels.tapes.dimensions import dimensions
-from costmodels.tapes.player.heap import COMMUNICATION, GRADIENTS, OPTIMIZER, Effects, Heap, Storage
+from costmodels.tapes.player.chain import Chain, Unit
+from costmodels.tapes.player.heap import GRADIENTS, OPTIMIZER, Effects, Heap, Storage
 from costmodels.tapes.player.optimizer import Updated, state_of
 from costmodels.tapes.player.sharding import (
     Bundle,
@@ -19,18 +20,13 @@ from costmodels.tapes.player.sharding import (
     wraps_parameters,
 )
 from costmodels.tapes.player.units import (
-    Border,
     Parameter,
     Played,
     Sizes,
     Step,
-    category_of,
-    end_of,
-    output_of,
     parameters_of,
-    played,
 )
-from costmodels.tapes.structure import LAYERS, Structure
+from costmodels.tapes.structure import LAYERS
 from costmodels.tapes.tape import (
     EXPERTS,
     EXPERTS_BACKWARD,
@@ -38,13 +34,8 @@ from costmodels.tapes.tape import (
     EXPERTS_FORWARD,
     EXPERTS_FORWARD_END,
     FORGETS,
-    INPUT,
-    OUTPUT,
-    OUTPUT_GRADIENT,
     Tape,
 )
-
-Unit = tuple[Structure, Tape]
 
 Part = tuple[Parameter, tuple[int, ...], Storage]
 """A parameter, its sides where nobody splits it, and its gradient as autograd makes it."""
@@ -90,11 +81,11 @@ class Setting:
         bundle.optimizer = Storage(OPTIMIZER, sum(one.size for one in state_of(self.layout, seen)))
         return bundle
 
-    def stage(self, units: Sequence[Unit], chunk: int) -> Stage:
-        """A stage of these units; `chunk` tells those of one rank apart."""
-        key = (chunk, *(id(tape) for _, tape in units))
+    def stage(self, units: Sequence[Unit], chunk: int, kept_as: str) -> Stage:
+        """A stage of these units; `chunk` tells those of one rank apart, `kept_as` is what `Chain` takes."""
+        key = (chunk, kept_as, *((id(unit.tape), unit.plain is None) for unit in units))
         if key not in self.stages:
-            self.stages[key] = Stage(self, units)
+            self.stages[key] = Stage(self, units, kept_as)
         return self.stages[key]
 
 
@@ -104,6 +95,8 @@ class Place:
 
     kind: str
     played: Played
+    again: Played | None = None
+    """Of a layer that is computed again together with the one after it: what it does then, and backward."""
     group: Group | None = None
     """Of a layer; embedding and head belong to the root."""
     experts: Group | None = None
@@ -112,29 +105,33 @@ class Place:
 class Stage:
     """The units of one stage and what FSDP2 does around them."""
 
-    def __init__(self, setting: Setting, units: Sequence[Unit]) -> None:
+    def __init__(self, setting: Setting, units: Sequence[Unit], kept_as: str) -> None:
         self.heap, self.setting = setting.heap, setting
         self.traffic = Traffic()
-        kinds = [structure.unit for structure, _ in units]
+        kinds = [unit.kind for unit in units]
         self.is_first, self.is_last = kinds[0] == "embedding", kinds[-1] == "loss"
         self.is_tied = setting.model.tied and self.is_first and self.is_last
         is_piped = setting.layout.pipeline_parallel > 1
         splits = setting.layout.schedule in SPLIT_BACKWARD
-        chain = Chain(units, setting.sizes, self.is_tied, is_piped, splits)
+        chain = Chain(units, setting.sizes, self.is_tied, is_piped, splits, kept_as)
         self.input, self.output = chain.input, chain.output
         self.input_gradient, self.output_gradient = chain.input_gradient, chain.output_gradient
         """Messages: None where the stage has none."""
+        self.outputs = chain.outputs
         self.result = chain.outputs[-1]
         """Of the last unit: the loss, in the last stage."""
-        self.places = [Place(kind, one) for kind, one in zip(kinds, chain.played, strict=True)]
+        self.places = [
+            Place(kind, one, again) for kind, one, again in zip(kinds, chain.played, chain.again, strict=True)
+        ]
         self.makes_gradients = True
         """Backward makes gradients of weights."""
         self.effects: Effects = {}
         self.ends: dict[Hashable, list[State]] = {}
         """States of groups after passes."""
-        self.root = self._root(chain.tapes)
+        tapes = [unit.tape for unit in units]
+        self.root = self._root(tapes)
         self.groups = [self.root]
-        for place, tape in zip(self.places, chain.tapes, strict=True):
+        for place, tape in zip(self.places, tapes, strict=True):
             if place.kind not in LAYERS:
                 continue
             place.group = self._layer(tape, place.played, experts=False)
@@ -207,18 +204,26 @@ class Stage:
         heap, label = self.heap, self.heap.label
         heap.enter("forward")
         self.root.pre_forward()
-        for place in self.places:
+        unkept: Storage | None = None
+        for place, output in zip(self.places, self.outputs, strict=True):
             if place.kind == "loss":
                 continue
-            if place.group is not None:
-                place.group.pre_forward()
-                if place.experts is not None:
-                    place.experts.unshard()
+            self._enter_layer(place)
             self._play(place, place.played.forward)
             if place.group is not None:
                 place.group.post_forward()
+            if unkept is not None:
+                heap.free(unkept)
+            unkept = None if place.again is None else output
         self._end_of_root()
         heap.enter(label)
+
+    def _enter_layer(self, place: Place) -> None:
+        """What comes before forward of a layer."""
+        if place.group is not None:
+            place.group.pre_forward()
+            if place.experts is not None:
+                place.experts.unshard()
 
     def _end_of_root(self) -> None:
         """The end of forward of the module that began it."""
@@ -260,12 +265,28 @@ class Stage:
                 self._tie(place, adds)
                 continue
             group.pre_backward()
-            self._play(place, place.played.adding if group.has_fresh else place.played.backward)
+            if place.again is None:
+                self._compute_again(place)
+            own = place.again or place.played
+            self._play(place, own.adding if group.has_fresh else own.backward)
             group.has_fresh = True
             group.post_backward(is_last, reshards=is_last)
         self.root.has_fresh = True
         self._finish()
         heap.enter(label)
+
+    def _compute_again(self, last: Place) -> None:
+        """Forward of the layers that are computed again together with one, before that."""
+        number = self.places.index(last)
+        first = number
+        while first > 0 and self.places[first - 1].again is not None:
+            first -= 1
+        for place in self.places[first:number]:
+            assert place.again is not None
+            self._enter_layer(place)
+            self._play(place, place.again.forward)
+            # Each is a root of its own.
+            self._end_of_root()
 
     def _tie(self, place: Place, adds: bool) -> None:
         """Add the gradients of output matrix and embedding up once both are there."""
@@ -373,89 +394,3 @@ class Stage:
             elif step == EXPERTS_BACKWARD_END:
                 experts.has_fresh = experts.has_fresh or self.makes_gradients
                 experts.post_backward(self.is_last_backward, reshards=self.is_last_backward)
-
-
-class Chain:
-    """The units of a stage between each other, and what goes in and out of it."""
-
-    def __init__(
-        self, units: Sequence[Unit], sizes: Sizes, is_tied: bool, is_piped: bool, splits: bool
-    ) -> None:
-        """`is_piped`: stages hold their inputs, outputs and the gradients of these to the end of backward;
-        `splits`: backward is two passes, but in the first stage."""
-        self.units, self.sizes, self.is_tied, self.is_piped = units, sizes, is_tied, is_piped
-        self.tapes = [tape for _, tape in units]
-        self.kinds = [structure.unit for structure, _ in units]
-        self.is_first, self.is_last = self.kinds[0] == "embedding", self.kinds[-1] == "loss"
-        self.splits = splits and not self.is_first
-        self.outputs = [
-            output_of(tape, sizes, self._border(number)) for number, tape in enumerate(self.tapes)
-        ]
-        self.output = self.outputs[-2] if self.is_last else self.outputs[-1]
-        # What a layer returns goes from stage to stage.
-        message = Storage(
-            COMMUNICATION,
-            self.outputs[
-                self.kinds.index(next((kind for kind in self.kinds if kind in LAYERS), self.kinds[0]))
-            ].size,
-        )
-        self.input: Storage | None = None
-        if not self.is_first:
-            saved = self.tapes[0].input_category
-            self.input = message._replace(category=category_of(saved) if saved else COMMUNICATION)
-        self.output_gradient = message
-        self.played: list[Played] = []
-        self.input_gradient: Storage | None = None
-        self._play()
-
-    def _border(self, number: int) -> Border:
-        is_end = number + 1 == len(self.tapes)
-        return Border(
-            output_category="" if is_end else self.tapes[number + 1].input_category,
-            sends_output=is_end and self.is_piped and not self.is_last,
-            tied=self._tied(number),
-        )
-
-    def _tied(self, number: int) -> int | None:
-        if not self.is_tied:
-            return None
-        last = len(self.tapes[number].parameters) - 1
-        return {"embedding": 0, "head": last}.get(self.kinds[number])
-
-    def _is_held(self, number: int) -> bool:
-        """Whether a stage holds the output of a unit: logits, or what it gives."""
-        is_end = number + 1 == len(self.tapes)
-        return self.is_piped and (is_end or self.kinds[number] == "head")
-
-    def _end(self, number: int, storage: int) -> tuple[int, int]:
-        return end_of(self.tapes[number], number, storage, self.splits)
-
-    def _play(self) -> None:
-        gradient: Storage | None = None
-        played_back: list[Played] = []
-        for number in range(len(self.tapes) - 1, -1, -1):
-            tape = self.tapes[number]
-            is_end = number + 1 == len(self.tapes)
-            # Of a unit and the one after it, the one that lets go last.
-            ends_input = (
-                number > 0
-                and not self._is_held(number - 1)
-                and self._end(number, INPUT) > self._end(number - 1, OUTPUT)
-            )
-            ends_output = not self._is_held(number) and (
-                is_end or self._end(number, OUTPUT) > self._end(number + 1, INPUT)
-            )
-            border = self._border(number)._replace(
-                input=self.outputs[number - 1] if ends_input else None,
-                output=self.outputs[number],
-                output_ends=ends_output,
-                output_gradient=gradient,
-                sends_input_gradient=number == 0 and self.is_piped,
-            )
-            one = played(tape, self.sizes, border, self.splits)
-            played_back.append(one)
-            split = tape.split if self.splits else None
-            if (tape.input_gradient if split is None else split.input_gradient) != OUTPUT_GRADIENT:
-                gradient = one.input_gradient
-        self.played = played_back[::-1]
-        self.input_gradient = None if self.is_first else gradient

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
+from costmodels.tapes.player.chain import Unit
 from costmodels.tapes.player.heap import (
     ACTIVATIONS,
     BLOCK_BYTES,
@@ -23,7 +24,7 @@ from costmodels.tapes.player.pipeline import (
     rank_actions,
     run_actions,
 )
-from costmodels.tapes.player.stage import Setting, Unit
+from costmodels.tapes.player.stage import Setting
 from costmodels.tapes.player.steady import enough_micro_batches
 
 ENOUGH_MICRO_BATCHES = 3
@@ -38,7 +39,13 @@ class Rank:
         self.wraps = setting.wraps
         self.heap.clear()
         self.heap.enter("build")
-        self.stages = [setting.stage(units, chunk) for chunk, units in enumerate(stages)]
+        numbers = self.layout.stages_of(rank)
+        units_of = dict(zip(numbers, stages, strict=True))
+        self.stages = []
+        for chunk, number in enumerate(numbers):
+            after = units_of.get(number + 1)
+            kept_as = "" if after is None else after[0].tape.input_category
+            self.stages.append(setting.stage(units_of[number], chunk, kept_as))
         self.groups = [group for stage in self.stages for group in stage.groups]
         self.rank = rank
         self._hold()

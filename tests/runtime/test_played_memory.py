@@ -1,12 +1,12 @@
-"""The formula of the bundled engine's memory equals dry runs of the runtime on random models and layouts."""
+"""What tapes play of the runtime's memory equals dry runs of it on random models and layouts."""
 
 from __future__ import annotations
 
 import hypothesis.strategies as st
 import pytest
-from hypothesis import HealthCheck, Phase, assume, given, note, seed, settings
+from hypothesis import HealthCheck, Phase, assume, given, note, reject, seed, settings
 
-from benchmarks.memory import compare, draw
+from benchmarks.memory import UnknownError, compare, draw
 
 PARTS, EXAMPLES = 4, 25
 """Parts that run beside each other, and the examples of each."""
@@ -14,7 +14,7 @@ PARTS, EXAMPLES = 4, 25
 
 @pytest.mark.slow
 @pytest.mark.parametrize("part", range(PARTS))
-def test_the_formula_equals_the_dry_run(part: int) -> None:
+def test_played_tapes_equal_the_dry_run(part: int) -> None:
     @seed(part)
     @settings(
         max_examples=EXAMPLES,
@@ -29,7 +29,10 @@ def test_the_formula_equals_the_dry_run(part: int) -> None:
         assume(drawn is not None)
         assert drawn is not None
         note(drawn.describe())
-        errors = compare(*drawn)
+        try:
+            errors = compare(*drawn)
+        except UnknownError:
+            reject()
         assert not errors.misses, (errors.misses, errors.peak, errors.by_kind, errors.traced)
 
     holds()
