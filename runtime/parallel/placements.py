@@ -20,7 +20,8 @@ def keep_placements() -> None:
     The search weighs all ways to split over all dimensions of the mesh, anew for every shape: with four
     dimensions it takes a tenth of a second of each parameter.
     """
-    DTensor._op_dispatcher._custom_op_handlers |= dict.fromkeys(UNMOVED, _split_alike)
+    handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
+    handlers |= dict.fromkeys(UNMOVED, _split_alike)
 
 
 def _split_alike(operation: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -> DTensor:

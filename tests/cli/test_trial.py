@@ -7,6 +7,7 @@ import sys
 import tempfile
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -122,7 +123,7 @@ def test_a_plan_that_training_refuses_is_dropped_unmeasured(plans, jobs, capsys)
 
 def test_trials_are_the_first_steps_of_the_run_and_write_nothing(jobs):
     jobs["seconds"] = [0.5]
-    problem = {"world_size": 2, "device": "cpu", "max_global_batch_size": 8, "pin": "mbs=1"}
+    problem: dict[str, Any] = {"world_size": 2, "device": "cpu", "max_global_batch_size": 8, "pin": "mbs=1"}
     plans = search("gpt2-nano", **problem).plans(1)
     training = TrainingOptions(train_iters=500, lr_warmup_iters=20, rampup_batch_size=(2, 2, 100), lr=1e-3)
     run = RunOptions(distributed_timeout_minutes=3)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -239,7 +240,9 @@ def test_peak_memory_is_that_of_the_prices(mixture, cluster, engine, layout):
 def folded(row, engine, device):
     """The faster of the choices that table 3 of arXiv:2504.14960 leaves open, in TFLOP/s, that fit."""
     number = {name: int(row[name]) for name in ("tp", "pp", "dp", "cp", "ep", "gbs")}
-    shape = {name: int(row[name]) for name in ("layers", "hidden", "heads", "kv_heads", "vocab", "seq")}
+    shape: dict[str, Any] = {
+        name: int(row[name]) for name in ("layers", "hidden", "heads", "kv_heads", "vocab", "seq")
+    }
     model = ModelSpec(
         name=row["model_name"],
         **shape,

@@ -2,6 +2,7 @@
 
 import csv
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -30,7 +31,7 @@ def layouts(llama, layout):
         dp = 64 // (tp * pp * cp)
         for recompute in ("none", "selective", "full"):
             for mbs in (1, 2):
-                degrees = {"tp": tp, "sp": sp, "pp": pp, "vpp": vpp, "cp": cp, "dp": dp}
+                degrees: dict[str, Any] = {"tp": tp, "sp": sp, "pp": pp, "vpp": vpp, "cp": cp, "dp": dp}
                 stage = zero if dp * cp > 1 else 0
                 found.append(layout(llama, **degrees, zero=stage, mbs=mbs, m=pp * 2, recompute=recompute))
     for fields in (
@@ -403,9 +404,11 @@ def test_published_steps_of_megatron_are_met_without_fitting(cluster, engine, la
     # Core attention of 2022 wrote its scores to memory.
     megatron = engine("megatron", attention_flash=False)
     for row in rows:
-        shape = {name: int(row[name]) for name in ("layers", "hidden", "ffn", "heads", "vocab", "seq")}
+        shape: dict[str, Any] = {
+            name: int(row[name]) for name in ("layers", "hidden", "ffn", "heads", "vocab", "seq")
+        }
         model = ModelSpec(name=row["model_name"], **shape)
-        degrees = {name: int(row[name] or 1) for name in ("tp", "pp", "vpp", "dp", "mbs")}
+        degrees: dict[str, Any] = {name: int(row[name] or 1) for name in ("tp", "pp", "vpp", "dp", "mbs")}
         batches = int(row["gbs"]) // (degrees["mbs"] * degrees["dp"])
         one = layout(
             model, m=batches, sp=row["sp"] == "1", recompute=row["recompute"], precision="fp16", **degrees

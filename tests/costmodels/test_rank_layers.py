@@ -1,6 +1,7 @@
 """Closed forms of the pipeline against schedules played out slot by slot."""
 
 from dataclasses import fields
+from typing import Any
 
 import numpy as np
 import pytest
@@ -125,7 +126,7 @@ def test_layers_add_up_where_only_some_kinds_have_any(cluster, engine):
     """Block recomputation of the first layer, a dense one, of a mixture of experts recomputes no experts."""
     deepseek = load_model("deepseek-v2-lite")
     split = even_split(deepseek.layers, 1)
-    block = {"recompute": "full", "recompute_method": "block", "recompute_num_layers": 1}
+    block: dict[str, Any] = {"recompute": "full", "recompute_method": "block", "recompute_num_layers": 1}
     layouts = [
         Layout(data_parallel=8, layers_per_stage=split, global_batch_size=batch, **block) for batch in (8, 16)
     ]

@@ -188,7 +188,13 @@ def test_the_search_finds_what_brute_force_finds(
     search may find to be faster, are left to tests of their own.
     """
     world, experts = job
-    heads_sizes = {"heads": heads[0], "kv_heads": heads[1], "head_dim": 8, "hidden": 96, "ffn": 192}
+    heads_sizes: dict[str, Any] = {
+        "heads": heads[0],
+        "kv_heads": heads[1],
+        "head_dim": 8,
+        "hidden": 96,
+        "ffn": 192,
+    }
     model = ModelSpec(name="tiny", layers=layers, vocab=vocab, seq=seq, **heads_sizes, **experts)
     batch, cluster = Batch(size, maximum), CLUSTERS[world]
     found = brute(model, world, batch)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from costmodels import ModelSpec
@@ -17,7 +19,7 @@ MODEL = ModelSpec(name="small", layers=8, hidden=1024, heads=8, vocab=32000, seq
 EXPERTS = ModelSpec(
     name="mixture", layers=8, hidden=512, heads=8, vocab=32000, seq=2048, experts=8, expert_ffn=1024, top_k=2
 )
-JOB = {"world_size": 8, "max_global_batch_size": 32}
+JOB: dict[str, Any] = {"world_size": 8, "max_global_batch_size": 32}
 
 UNCUT = {"bundled"}
 

@@ -18,7 +18,7 @@ SIZES: dict[str, Any] = {
     "num_experts": 8,
 }
 
-DEEPSEEK = {
+DEEPSEEK: dict[str, Any] = {
     "num_layers": 61,
     "hidden_size": 7168,
     "ffn_hidden_size": 18432,
@@ -146,7 +146,7 @@ def test_experts_as_wide_as_the_mlp_follow_it() -> None:
 
 
 def test_norms_of_latents_that_megatron_would_not_have_are_said() -> None:
-    latent = DEEPSEEK | {"moe_layer_freq": None}
+    latent: dict[str, Any] = DEEPSEEK | {"moe_layer_freq": None}
     assert ModelOptions(**latent).notes() == []
     (note,) = ModelOptions(**latent | {"qk_layernorm": False}).notes()
     assert note == "latent attention normalises its latents (Megatron-LM: with --qk-layernorm only)"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from itertools import pairwise
+from typing import Any
 
 import pytest
 
@@ -19,7 +20,7 @@ from planner.inputs.pin_notation import pins_without_one
 from planner.inputs.pins import parse_pins
 from planner.objective import metric
 
-PROBLEM = {"world_size": 16, "device": "a100-80g", "max_global_batch_size": 32}
+PROBLEM: dict[str, Any] = {"world_size": 16, "device": "a100-80g", "max_global_batch_size": 32}
 
 FORTY = ModelSpec(name="forty", layers=8, hidden=1280, heads=40, vocab=51200, seq=1024)
 """Forty heads: 16 does not divide them."""
@@ -376,7 +377,7 @@ def test_equal_peaks_of_memory_are_placed_by_tokens_per_second():
 
 
 def test_the_memory_that_devices_need_is_rounded_up():
-    job = {"world_size": 1, "global_batch_size": 1, "device": "cpu", "what_if": False}
+    job: dict[str, Any] = {"world_size": 1, "global_batch_size": 1, "device": "cpu", "what_if": False}
     found = explain(FORTY, device_memory_gib=0.5, **job)
     need = found.result.closest()[0].estimate.peak_memory_bytes / GIB
     said = float(found.advice.rpartition("on devices of at least ")[2].removesuffix(" GiB"))

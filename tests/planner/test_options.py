@@ -110,7 +110,12 @@ def test_flags_override_a_named_model() -> None:
     [(4096, 10880), (5120, 13632), (6144, 16384), (1024, 2688)],
 )
 def test_a_gated_mlp_has_megatrons_width(hidden: int, width: int) -> None:
-    sizes = {"num_layers": 2, "num_attention_heads": 16, "seq_length": 64, "hidden_size": hidden}
+    sizes: dict[str, Any] = {
+        "num_layers": 2,
+        "num_attention_heads": 16,
+        "seq_length": 64,
+        "hidden_size": hidden,
+    }
     assert ModelOptions(**sizes, swiglu=True).spec().ffn == width
     assert ModelOptions(**sizes, swiglu=True, ffn_hidden_size=512).spec().ffn == 512
     assert ModelOptions(**sizes).spec().ffn == 4 * hidden
@@ -443,7 +448,7 @@ def test_layers_beside_swapped_attention_recompute_their_mlp() -> None:
             "recompute_method": "block",
             "recompute_num_layers": 2,
         }
-    swapped = {"swap_attention": True, "recompute_activation_function": True}
+    swapped: dict[str, Any] = {"swap_attention": True, "recompute_activation_function": True}
     options = ParallelOptions(recompute_num_layers=1, **swapped)
     assert "recompute_num_layers" not in options.pins(model)
     assert (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import pytest
@@ -57,7 +58,7 @@ def test_search_evaluate_and_saved_plans_agree(pin, tmp_path):
 
 
 def test_long_pipelines_leave_fewer_plans_to_simulate(monkeypatch):
-    problem = {"world_size": 16, "global_batch_size": 64, "pin": ["pp=4"]}
+    problem: dict[str, Any] = {"world_size": 16, "global_batch_size": 64, "pin": ["pp=4"]}
     many = search(TINY, **problem).prices.simulated.sum()
     monkeypatch.setattr(first_plans, "MOST_PASSES", 1)
     few = search(TINY, **problem).prices.simulated.sum()

@@ -20,7 +20,15 @@ from planner.space.rules import RULES, first_violation
 
 
 def spec(**sizes: int) -> ModelSpec:
-    usual = {"layers": 4, "hidden": 64, "heads": 8, "head_dim": 8, "ffn": 256, "vocab": 100, "seq": 64}
+    usual: dict[str, Any] = {
+        "layers": 4,
+        "hidden": 64,
+        "heads": 8,
+        "head_dim": 8,
+        "ffn": 256,
+        "vocab": 100,
+        "seq": 64,
+    }
     return ModelSpec(**{"name": "tiny", **usual, **sizes})
 
 
@@ -138,7 +146,7 @@ def test_the_space_agrees_with_plain_loops(
     maximum: bool,
     experts: dict[str, int],
 ) -> None:
-    sizes = {"layers": layers, "hidden": hidden, "ffn": ffn, "seq": seq}
+    sizes: dict[str, Any] = {"layers": layers, "hidden": hidden, "ffn": ffn, "seq": seq}
     model = spec(**sizes, heads=heads[0], kv_heads=heads[1], **experts)
     batch = Batch(size, maximum)
     space = build(model, world, batch, "bf16", {})
@@ -380,7 +388,7 @@ def test_pins_that_do_not_make_the_world_size_are_refused(pins: Pins, line: str)
     ],
 )
 def test_each_rule_removes_what_breaks_it(
-    rule: str, sizes: dict[str, int], world: int, batch: int, pins: Pins
+    rule: str, sizes: dict[str, Any], world: int, batch: int, pins: Pins
 ) -> None:
     assert build(spec(**sizes), world, Batch(batch), "bf16", pins).illegal.get(rule, 0) > 0
     assert [known.name for known in RULES].count(rule) == 1
@@ -450,7 +458,9 @@ def test_each_rule_removes_what_breaks_it(
     ],
 )
 def test_an_illegal_layout_is_told_its_rule_and_numbers(degrees: dict[str, Any], line: str) -> None:
-    sizes = {name: degrees[name] for name in ("seq", "experts", "kv_heads", "head_dim") if name in degrees}
+    sizes: dict[str, Any] = {
+        name: degrees[name] for name in ("seq", "experts", "kv_heads", "head_dim") if name in degrees
+    }
     moe = {"top_k": 1, "expert_ffn": 64} if "experts" in sizes else {}
     split = {name: value for name, value in degrees.items() if name not in sizes}
     layout = Layout(**{"layers_per_stage": (4,), "global_batch_size": 8, **split})
@@ -474,7 +484,7 @@ def test_experts_are_spread_over_all_that_the_stage_leaves() -> None:
 
 
 def test_latent_attention_has_keys_of_its_own_on_every_rank() -> None:
-    sizes = {
+    sizes: dict[str, Any] = {
         "q_lora_rank": 0,
         "kv_lora_rank": 8,
         "qk_nope_head_dim": 3,

@@ -31,8 +31,13 @@ def worth(table: LayoutTable, seconds: Floats) -> Bools:
 
 
 def spec(layers: int, vocab: int, expert_ffn: int, dense: int) -> ModelSpec:
-    experts = {"experts": 4, "top_k": 2, "expert_ffn": expert_ffn, "dense_layers": min(dense, layers - 1)}
-    sizes = {"layers": layers, "hidden": 256, "heads": 8, "vocab": vocab, "seq": 512}
+    experts: dict[str, Any] = {
+        "experts": 4,
+        "top_k": 2,
+        "expert_ffn": expert_ffn,
+        "dense_layers": min(dense, layers - 1),
+    }
+    sizes: dict[str, Any] = {"layers": layers, "hidden": 256, "heads": 8, "vocab": vocab, "seq": 512}
     return ModelSpec(name="tiny", **sizes, **(experts if expert_ffn else {}))
 
 

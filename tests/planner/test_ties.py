@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,7 +21,7 @@ from planner.ranking.ties import (
     ties_text,
 )
 
-PROBLEM = {"world_size": 64, "device": "a100-80g", "global_batch_size": 64}
+PROBLEM: dict[str, Any] = {"world_size": 64, "device": "a100-80g", "global_batch_size": 64}
 
 
 @pytest.fixture(scope="module")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from itertools import pairwise
+from typing import Any
 
 import pytest
 
@@ -13,7 +14,7 @@ from planner.ranking.result import SearchResult
 from planner.ranking.twins import FORMS
 from tests.support.commands import Command
 
-PROBLEM = {"model": "llama3-8b", "world_size": 8, "device": "h100", "global_batch_size": 64}
+PROBLEM: dict[str, Any] = {"model": "llama3-8b", "world_size": 8, "device": "h100", "global_batch_size": 64}
 """ZeRO 1 and 2 are alike for it: micro batches accumulate."""
 
 

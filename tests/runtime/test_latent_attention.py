@@ -13,7 +13,7 @@ from tests.support.models import LLAMA, MODELS
 from tests.support.ranks.training import curve_and_gradients
 from tests.support.worker_pool import WorkerPool
 
-STEPS = 5
+STEPS = 3
 
 
 def latent(**sizes: int) -> ModelSpec:

@@ -89,7 +89,7 @@ def test_a_flag_without_effect_is_named(pins: str, given: dict[str, Any], line: 
 
 
 def test_experts_have_reasons_of_their_own() -> None:
-    none = {"moe_aux_loss_coeff": 0.01, "moe_router_load_balancing_type": "none"}
+    none: dict[str, Any] = {"moe_aux_loss_coeff": 0.01, "moe_router_load_balancing_type": "none"}
     assert told(experts=True, **none)[0].endswith("--moe-router-load-balancing-type is none")
     (line,) = told(experts=True, moe_router_bias_update_rate=0.1)
     assert line.endswith("experts of mixtral-8x7b have no biases")

@@ -6,6 +6,7 @@ import json
 from contextlib import redirect_stdout
 from io import StringIO
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -62,7 +63,7 @@ def test_a_hugging_face_model_is_trained_further(pool: WorkerPool, tmp_path: Pat
     convert.from_hugging_face(tmp_path / "hf", tmp_path / "ours")
     data = DataOptions(data_path=[write_corpus(tmp_path)], split="90,10,0")
     ours, first, second = (str(tmp_path / name) for name in ("ours", "first", "second"))
-    usual = {"eval_iters": 0, "log_interval": 1}
+    usual: dict[str, Any] = {"eval_iters": 0, "log_interval": 1}
     [printed] = pool.run(
         train,
         1,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -56,7 +57,7 @@ def test_the_default_tokenizer_is_gpt2s_where_the_vocabulary_has_room() -> None:
     ],
 )
 def test_a_tokenizer_named_beside_prepared_files_must_fit_the_model(
-    tmp_path: Path, fields: dict[str, str], message: str
+    tmp_path: Path, fields: dict[str, Any], message: str
 ) -> None:
     options = DataOptions(data_path=[write_corpus(tmp_path)], split="90,10,0", **fields)
     with pytest.raises(InputError, match=message):
@@ -90,6 +91,8 @@ def test_each_split_may_have_its_own_files_and_the_boundaries_their_token(tmp_pa
 )
 def test_data_options_that_do_not_fit_together(tmp_path: Path, fields: dict, message: str) -> None:
     path = write_corpus(tmp_path)
-    fields = {name: [path] if isinstance(value, list) else value for name, value in fields.items()}
+    fields: dict[str, Any] = {
+        name: [path] if isinstance(value, list) else value for name, value in fields.items()
+    }
     with pytest.raises(InputError, match=message):
         open_datasets(DataOptions(**fields), SPEC, seed=1, train_samples=4, valid_samples=2)

@@ -167,7 +167,7 @@ def requests() -> list[tuple[str, bool]]:
     """What two ranks agree on after steps in which one of them, or its clock, asks for something."""
     rank = dist.get_rank()
     # Not when the process started from which this one is forked.
-    exit_signals.STARTED = time.monotonic()
+    exit_signals.START_TIME_S = time.monotonic()
     made = Requests(10.0, True, timedelta(minutes=1))
     found = []
 

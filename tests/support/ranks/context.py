@@ -20,7 +20,7 @@ from runtime.parallel.mesh import Grid
 from runtime.settings.options import TrainingOptions
 from runtime.train.trainer import Trainer
 from tests.support.layouts import layout_of
-from tests.support.ranks.training import CPU, batch_of, whole_gradients
+from tests.support.ranks.training import CPU, batch_of, step_gradients
 
 BATCH = 2
 
@@ -167,9 +167,9 @@ def loss_and_gradients(
     """For each layout: the loss of the first batch, the gradient norm and whole gradients of one step."""
     results = []
     for layout in layouts:
-        trainer = Trainer(spec, layout, TrainingOptions(train_iters=1), CPU)
+        trainer = Trainer(spec, layout, TrainingOptions(train_iters=1, clip_grad=0.0), CPU)
         loss = trainer.evaluate(batch_of(spec, layout, 0)[trainer.rows])
-        results.append((loss, *whole_gradients(spec, layout)))
+        results.append((loss, *step_gradients(trainer, spec, 0)))
     return results
 
 

@@ -130,7 +130,10 @@ def _reference(
         matrices = {n: p for n, p in weights.items() if n.startswith("layers.") and p.ndim == 2}
         rest = {n: p for n, p in weights.items() if n not in matrices}
         adjust = "match_rms_adamw" if options.muon_scale_mode == "spectral" else "original"
-        settings = {"momentum": options.muon_momentum, "nesterov": not options.no_muon_nesterov}
+        settings: dict[str, Any] = {
+            "momentum": options.muon_momentum,
+            "nesterov": not options.no_muon_nesterov,
+        }
         muon = torch.optim.Muon(_groups(matrices), adjust_lr_fn=adjust, **settings)
         return [muon, *([torch.optim.AdamW(_groups(rest), **adam)] if rest else [])]
     if layout.optimizer == "sgd":
