@@ -61,6 +61,13 @@ def test_a_page_names_the_files_that_it_changes(page: Path) -> None:
     assert touched <= set(named(page))
 
 
+@pytest.mark.parametrize("page", sorted(HOW_TO.glob("*.md")), ids=name_of)
+def test_changes_that_a_page_shows_fit_the_code(page: Path) -> None:
+    """They are carried out, and what they add is run, in `test_recipes`."""
+    for change in changes(page):
+        assert (ROOT / change.file).read_text(encoding="utf-8").count(change.before) == 1, change
+
+
 @pytest.mark.parametrize("page", [HOW_TO / f"{name}.md" for name in DATA], ids=name_of)
 def test_what_is_data_is_added_by_one_file(
     page: Path, tmp_path: Path, planner_command: Command, monkeypatch: pytest.MonkeyPatch
