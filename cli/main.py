@@ -11,6 +11,7 @@ from cli.interrupts import exit_on_ctrl_c
 COMMANDS = {
     "suggest": "cli.suggest",
     "explain": "cli.explain",
+    "check": "cli.check",
     "launch": "cli.launch",
     "timeline": "cli.timeline",
     "dryrun": "cli.dryrun",

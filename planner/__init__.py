@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from planner.api import evaluate, search, suggest
     from planner.budget.goodput import Failures
     from planner.explanation.explanation import Explanation, explain
+    from planner.formats.check import Check, check
     from planner.plan import Plan
     from planner.ranking.result import SearchResult
     from planner.world_sizes import Size, Sizes, sizes
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     __version__: str
 
 __all__ = [
+    "Check",
     "Explanation",
     "Failures",
     "InputError",
@@ -33,6 +35,7 @@ __all__ = [
     "Size",
     "Sizes",
     "__version__",
+    "check",
     "evaluate",
     "explain",
     "search",
@@ -46,6 +49,7 @@ _NAMES = {
     "planner.budget.goodput": ("Failures",),
     "planner.world_sizes": ("Size", "Sizes", "sizes"),
     "planner.explanation.explanation": ("Explanation", "explain"),
+    "planner.formats.check": ("Check", "check"),
     "planner.plan": ("Plan",),
     "planner.ranking.result": ("SearchResult",),
 }

@@ -19,7 +19,7 @@ from planner.inputs.engine import resolve_engine, resolve_precision
 from planner.inputs.keywords import keywords
 from planner.inputs.model import resolve_model
 from planner.plan import Plan
-from planner.problem import SearchKeywords, resolve_problem
+from planner.problem import Problem, SearchKeywords, resolve_problem
 from planner.ranking.exact_memory import known_bytes
 from planner.ranking.ranking import rank
 from planner.ranking.result import SearchResult
@@ -48,7 +48,11 @@ def search(model: ModelSpec | str | Path, *, world_size: int, **job: Unpack[Sear
     Raises `InputError` for wrong input and when no layout is legal; a result without feasible layouts
     is returned all the same.
     """
-    problem = resolve_problem(model, world_size, **job)
+    return search_problem(resolve_problem(model, world_size, **job))
+
+
+def search_problem(problem: Problem) -> SearchResult:
+    """`search` for a problem whose inputs are resolved."""
     started = time.perf_counter()
     space = problem.space()
     if not len(space.table):

@@ -37,7 +37,7 @@ ORDER = {
     ),
     "planner": (
         *("inputs", "objective", "budget", "plan", "pipeline_ranks", "space", "problem", "solve", "ranking"),
-        *("advice", "api", "world_sizes", "explanation", "options"),
+        *("advice", "api", "world_sizes", "explanation", "options", "formats"),
     ),
     "runtime": (
         *("logs", "processes", "faults", "data", "settings", "model", "parallel", "optimizers", "train"),

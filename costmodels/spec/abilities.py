@@ -33,6 +33,8 @@ class Abilities(Record):
     """Pipelines of models with experts."""
     expert_parallel: bool = True
     expert_tensor_parallel: bool = True
+    experts_need_sequence_parallel: bool = False
+    """Models with experts are tensor-parallel with sequence parallelism alone."""
     schedules: tuple[Schedule, ...] = get_args(Schedule)
     context_parallel_forms: tuple[ContextParallelForm, ...] = get_args(ContextParallelForm)
     """None of them: no context parallelism."""
@@ -51,6 +53,13 @@ class Abilities(Record):
     """Stages that keep copies of what they split (`Layout.zero_replicas`)."""
     recompute: tuple[Recompute, ...] = get_args(Recompute)
     recompute_modules: tuple[RecomputeModule, ...] = get_args(RecomputeModule)
+    recompute_activation_of_experts: bool = False
+    """Of the modules, activation functions are recomputed in layers with experts alone."""
     recompute_some_layers: tuple[Recompute, ...] = ("selective", "full")
     """Kinds that recompute the first layers of each stage alone, too (`recompute_method` block)."""
     offload: tuple[OffloadTarget, ...] = get_args(OffloadTarget)
+
+    def modules_of(self, experts: int) -> tuple[RecomputeModule, ...]:
+        """What selective recomputation computes again in a model with so many experts in a layer."""
+        without = {"activation"} if self.recompute_activation_of_experts and not experts else set()
+        return tuple(module for module in self.recompute_modules if module not in without)

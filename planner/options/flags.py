@@ -54,6 +54,11 @@ def flag(
     return dataclasses.field(default=default, metadata=metadata)
 
 
+def argument(help: str, metavar: str) -> Any:
+    """A dataclass field that takes the words of a command that belong to no flag; at least one is needed."""
+    return dataclasses.field(metadata={"help": help, "metavar": metavar, "positional": True})
+
+
 def flag_names(field: dataclasses.Field[Any]) -> tuple[str, ...]:
     """The spellings under which a field is given on the command line."""
     return tuple(field.metadata.get("names", ())) or ("--" + field.name.replace("_", "-"),)
@@ -109,6 +114,16 @@ def _parameters(group: type) -> list[inspect.Parameter]:
     hints, sections = typing.get_type_hints(group), sections_of(group)
     parameters = []
     for field in dataclasses.fields(group):
+        if field.metadata.get("positional"):
+            words = typer.Argument(help=field.metadata["help"], metavar=field.metadata["metavar"])
+            parameters.append(
+                inspect.Parameter(
+                    field.name,
+                    inspect.Parameter.KEYWORD_ONLY,
+                    annotation=Annotated[hints[field.name], words],
+                )
+            )
+            continue
         option = typer.Option(
             *flag_names(field),
             help=field.metadata.get("help"),

@@ -81,7 +81,7 @@ def least_recompute(
         bases = bases[fitting[family[bases]] | np.isin(table.schedule[bases], SPLIT)]
     plain = table.take(rows_worth(model, cluster, engine, table, bases, worth))
     whole = ("full" in kinds) & ~plain.runs(*SPLIT_BACKWARD)
-    able = code_of("recompute_modules", engine.runs.recompute_modules)
+    able = code_of("recompute_modules", engine.runs.modules_of(model.experts))
     most = with_recompute(plain, np.where(whole, FULL, SELECTIVE), MOST_MODULES & able)
     plain = plain.take(_peak(model, cluster, engine, most) <= cluster.memory_bytes)
     if not len(plain):
@@ -128,7 +128,7 @@ def _fewest_layers(
     model: ModelSpec, cluster: Cluster, engine: Engine, plain: LayoutTable, kinds: Collection[Recompute]
 ) -> tuple[Ints, LayoutTable]:
     """Of each row of `plain` and each set of modules the fewest layers that fit, and the row each is of."""
-    able = code_of("recompute_modules", engine.runs.recompute_modules)
+    able = code_of("recompute_modules", engine.runs.modules_of(model.experts))
     sets = [(FULL, 0)] * ("full" in kinds)
     sets += [(SELECTIVE, modules) for modules in MODULE_SETS if "selective" in kinds and not modules & ~able]
     base = np.tile(np.arange(len(plain)), len(sets))

@@ -100,6 +100,15 @@ def _rules(engine: Engine) -> Iterator[Rule]:
             lambda model, d: f"engine {engine.name} has no pipelines of models with experts ({COMMAND})",
             of_mesh=True,
         )
+    if runs.experts_need_sequence_parallel:
+        yield Rule(
+            "engine_experts_sequence",
+            lambda model, d: (d.tensor_parallel > 1) & ~d.sequence_parallel & (model.experts > 0),
+            lambda model, d: (
+                f"engine {engine.name} needs sequence_parallel where a model with experts has "
+                f"tensor_parallel {d.tensor_parallel} ({COMMAND})"
+            ),
+        )
     for rule, schedules, where, when in (
         ("engine_schedule_context", runs.context_parallel_schedules, _in_context, " with context_parallel"),
         (
@@ -120,15 +129,16 @@ def _rules(engine: Engine) -> Iterator[Rule]:
             " with zero_replicas",
             "engine_zero_replicas",
         )
-    modules = code_of("recompute_modules", runs.recompute_modules)
-    if modules != code_of("recompute_modules", type(runs).model_fields["recompute_modules"].default):
+    if runs.modules_of(0) != type(runs).model_fields["recompute_modules"].default:
         yield Rule(
             "engine_recompute_modules",
-            lambda model, d: (d.recompute_modules & ~modules) != 0,
+            lambda model, d: (
+                (d.recompute_modules & ~code_of("recompute_modules", runs.modules_of(model.experts))) != 0
+            ),
             lambda model, d: _has(
                 engine,
                 "recompute_modules",
-                runs.recompute_modules,
+                runs.modules_of(model.experts),
                 given="+".join(value_of("recompute_modules", int(d.recompute_modules))),
             ),
         )

@@ -1,0 +1,147 @@
+"""`planner check`: judge a configuration of other software, and plan the same job anew."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, ClassVar, cast
+
+from cli.tables import console
+from costmodels.spec.record import GIB, in_seconds
+from planner.formats.check import Check, CheckKeywords, FlagChange, as_json
+from planner.formats.check import check as checked
+from planner.options.cluster import ClusterOptions
+from planner.options.flags import argument, flag, flag_groups
+from planner.plan import Plan
+
+
+@dataclass(frozen=True)
+class CheckOptions:
+    """What is read, and what is printed."""
+
+    SECTIONS: ClassVar[dict[str, str]] = {"define": "Files", "json": "Output"}
+
+    files: list[str] = argument(
+        "A script or a list of arguments of Megatron-LM, MindSpeed or PAI's llmacc; beside it a "
+        "config.json or YAML file of its model. Nothing in them is run.",
+        "FILE...",
+    )
+    define: list[str] = flag(
+        [],
+        "A variable that the script gets from outside, such as NNODES=4; repeatable.",
+        metavar="NAME=VALUE",
+    )
+    engine: str | None = flag(None, "Price another software than the one that the files are for.")
+    json: bool = flag(False, "Print one JSON object instead of text.")
+    save: str | None = flag(None, "Write the best plan to this file.", metavar="FILE")
+
+
+@flag_groups(options=CheckOptions, cluster=ClusterOptions)
+def check(options: CheckOptions, cluster: ClusterOptions) -> None:
+    """Is a training script legal, does it fit, how fast is it; and what would be better, as flags of its own.
+
+    What the file does not say has the default of its software. Exit code 0 where it is legal and fits, 3
+    where it does not fit, 2 where it is illegal or does not say enough.
+    """
+    given: dict[str, Any] = {
+        "world_size": cluster.world_size,
+        "local_world_size": cluster.local_world_size,
+        "device": cluster.device,
+        "memory_margin_gib": cluster.memory_margin_gib,
+        "engine": options.engine,
+        "define": options.define,
+        **cluster.network(),
+    }
+    answer = checked(options.files, **cast(CheckKeywords, given))
+    if options.json:
+        print(json.dumps(as_json(answer), indent=2))
+    else:
+        print_check(answer)
+    if options.save is not None and answer.best is not None:
+        answer.best.save(options.save)
+    raise SystemExit(exit_code(answer))
+
+
+def exit_code(answer: Check) -> int:
+    """0, 2 or 3, as the help says."""
+    if answer.legal is not True:
+        return 2
+    return 3 if answer.fits is False or answer.best is None else 0
+
+
+def print_check(answer: Check) -> None:
+    """Everything, for people."""
+    screen = console()
+    for line in check_lines(answer):
+        screen.print(line, markup=False, soft_wrap=True)
+
+
+def check_lines(answer: Check) -> Iterator[str]:
+    """The answer, a line each."""
+    reading, plan, best = answer.reading, answer.plan, answer.best
+    yield f"{reading.file}: {reading.framework}" + _job(answer)
+    for note in answer.assumed:
+        yield f"assumed: {note}"
+    counts = {role: len(names) for role, names in reading.by_role.items()}
+    named = ", ".join(f"{count} {_ROLES[role]}" for role, count in sorted(counts.items()) if role in _ROLES)
+    yield f"flags: {sum(counts.values())} read" + (f"; {named}" if named else "")
+    yield f"legal: {_yes(answer.legal)}   fits: {_yes(answer.fits)}"
+    for problem in answer.problems:
+        yield f"{problem.severity}: {problem.describe()}"
+    if plan is not None:
+        yield f"as it is: {plan.layout.describe()}"
+        yield f"          {_figures(plan)}"
+    if best is None:
+        return
+    if plan is not None and plan.layout == best.layout:
+        yield "best: this is the best plan for the job"
+        return
+    yield f"best:     {best.layout.describe()}"
+    yield f"          {_figures(best)}" + (
+        "" if answer.gain is None else f", {answer.gain:.2f} x the tokens/s"
+    )
+    if answer.changes:
+        yield "change:"
+        for change in answer.changes:
+            yield f"  {change_line(change)}"
+
+
+_ROLES = {"training": "of training", "harmless": "that change no estimate", "unpriced": "not priced"}
+_ROLES |= {"unsupported": "not supported", "unknown": "not known"}
+
+
+def _yes(holds: bool | None) -> str:
+    return "not known" if holds is None else ("yes" if holds else "no")
+
+
+def _job(answer: Check) -> str:
+    reading = answer.reading
+    plan = answer.plan or answer.best
+    if plan is None:
+        return "" if reading.model is None else f", {reading.model.name}"
+    cluster = plan.cluster
+    limit = cluster.memory_bytes / GIB
+    return (
+        f", {plan.model.name} on {cluster.world_size} x {cluster.device.name} of {limit:.1f} GiB, "
+        f"{plan.layout.precision}, engine {plan.engine.name}"
+    )
+
+
+def _figures(plan: Plan) -> str:
+    estimate = plan.estimate
+    return (
+        f"{in_seconds(estimate.step_time_s)} a step, {estimate.tokens_per_s:,.0f} tokens/s, "
+        f"MFU {estimate.mfu:.1%}, {estimate.peak_memory_bytes / GIB:.1f} GiB"
+    )
+
+
+def change_line(change: FlagChange) -> str:
+    """A change of one flag: `- --old 1 (line 7)`, `+ --new 2`, or both with an arrow."""
+    where = f"   (line {change.line})" if change.line is not None else ""
+    if change.after is None:
+        return f"- {change.flag} {change.before}".rstrip() + where
+    if change.before is None or change.line is None:
+        usual = "" if change.before is None else f"   ({change.before} unless given)"
+        return f"+ {change.flag} {change.after}".rstrip() + usual
+    return f"~ {change.flag} {change.before} -> {change.after}{where}"

@@ -1,0 +1,1 @@
+"""Configurations of other software: read, judged, and written."""

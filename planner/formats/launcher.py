@@ -1,0 +1,148 @@
+"""Which command of a script trains, and on how many devices its launcher starts it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from planner.formats.flag_catalogue import known_flags
+from planner.formats.shell import Script, read_script
+from planner.formats.text import Word
+
+LAUNCHERS = (
+    "torchrun",
+    "python",
+    "python3",
+    "srun",
+    "mpirun",
+    "deepspeed",
+    "accelerate",
+    "msrun",
+    "horovodrun",
+)
+
+PER_NODE = (
+    *("--nproc_per_node", "--nproc-per-node", "--local_worker_num", "--num_gpus", "--gpus-per-node"),
+    *("--npus-per-node", "--gres", "--ntasks-per-node"),
+)
+"""Flags of launchers and batch systems that say how many devices a node has; the first given one counts."""
+
+NODES = ("--nnodes", "-N", "--nodes", "--num_nodes", "--num_machines")
+ALL = ("-np", "--np", "--ntasks", "-n", "--num_processes", "--worker_num")
+
+
+@dataclass(frozen=True)
+class Launch:
+    """The command that trains."""
+
+    program: str
+    """The file or module that is started."""
+    arguments: tuple[Word, ...]
+    nodes: Word | None
+    per_node: Word | None
+    total: Word | None
+    """Processes of all nodes, where a launcher says it."""
+    cuda_connections: Word | None = None
+    """`CUDA_DEVICE_MAX_CONNECTIONS`."""
+
+
+def find_launch(source: str, defined: dict[str, str]) -> Launch | None:
+    """The command of a script, of a page with scripts in it, or of a bare list of arguments, that trains.
+
+    It is the one with most flags that Megatron-LM knows; None where no command has three of them.
+    """
+    best: tuple[int, Launch] | None = None
+    for line, part in _scripts(source):
+        script = read_script("\n" * (line - 1) + part, defined)
+        for command in script.commands:
+            launch = _launch(command, script)
+            count = len({word.text.partition("=")[0] for word in launch.arguments} & known_flags().keys())
+            if count >= 3 and (best is None or count > best[0]):
+                best = count, launch
+    return None if best is None else best[1]
+
+
+_COMMAND = re.compile(rf"\s*(?:{'|'.join(LAUNCHERS)})\b")
+
+
+def _scripts(source: str) -> Iterator[tuple[int, str]]:
+    """Parts of a text that are scripts, and the line on which each begins.
+
+    A page of documentation has scripts that begin with `#!`, and commands that begin with a launcher.
+    """
+    lines = source.split("\n")
+    starts = [at for at, line in enumerate(lines) if re.match(r"\s*#!\s*/", line)]
+    first = next((at for at, line in enumerate(lines) if line.strip()), 0)
+    if starts and starts[0] > first:
+        for at, end in zip(starts, [*starts[1:], len(lines)], strict=True):
+            yield at + 1, "\n".join(lines[at:end])
+        return
+    if lines[first].lstrip().startswith("--"):
+        yield first + 1, "arguments " + re.sub(r"\\?\n", " \\\\\n", "\n".join(lines[first:]).rstrip("\\ \n"))
+        return
+    yield 1, source
+    for at, line in enumerate(lines):
+        if _COMMAND.match(line) and line.rstrip().endswith("\\"):
+            end = at
+            while end < len(lines) and lines[end].rstrip().endswith("\\"):
+                end += 1
+            yield at + 1, "\n".join(lines[at : end + 1])
+
+
+def _launch(command: Sequence[Word], script: Script) -> Launch:
+    at = _program(command)
+    own = command[:at]
+    batch = [word for directive in script.directives for word in directive]
+    return Launch(
+        program=command[min(at, len(command) - 1)].text,
+        arguments=tuple(command[at + 1 :]),
+        nodes=_counted(_value(own, NODES), _value(batch, NODES)),
+        per_node=_counted(_value(own, PER_NODE), _value(batch, PER_NODE)),
+        total=_counted(_value(own, ALL), _value(batch, ALL)),
+        cuda_connections=script.variables.get("CUDA_DEVICE_MAX_CONNECTIONS"),
+    )
+
+
+def _counted(own: Word | None, batch: Word | None) -> Word | None:
+    """What the launcher says; where that is no number, what the batch system is told."""
+    return own if count_of(own) is not None or (own is not None and batch is None) else batch
+
+
+def _program(command: Sequence[Word]) -> int:
+    """Index of the word that names what is started, launchers left out."""
+    found = 0
+    for at, word in enumerate(command):
+        if word.text.endswith(".py"):
+            return at
+        if word.text in ("-m", "--module") and at + 1 < len(command):
+            found = at + 1
+            if not command[found].text.startswith("torch.distributed"):
+                return found
+    return found
+
+
+def _value(words: Sequence[Word], names: Iterable[str]) -> Word | None:
+    """The value of the first of `names` that is given."""
+    given: dict[str, Word] = {}
+    for at, word in enumerate(words):
+        name, equals, value = word.text.partition("=")
+        if equals:
+            given.setdefault(name, Word(value.rpartition(":")[2] if name == "--gres" else value, word.line))
+        elif at + 1 < len(words):
+            given.setdefault(name, words[at + 1])
+    return next((given[name] for name in names if name in given), None)
+
+
+def world_size(launch: Launch) -> int | None:
+    """Devices of all nodes, as far as a launcher says."""
+    nodes, per_node = count_of(launch.nodes), count_of(launch.per_node)
+    if launch.nodes is None and per_node and launch.total is None:
+        return per_node  # torchrun's default is one node.
+    return nodes * per_node if nodes and per_node else count_of(launch.total)
+
+
+def count_of(word: Word | None) -> int | None:
+    """The number that a word is; of a range of nodes (`1:4`) the largest. None where it is none."""
+    text = "" if word is None else word.text.rpartition(":")[2]
+    return int(text) if re.fullmatch(r"[0-9]{1,6}", text) and int(text) > 0 else None

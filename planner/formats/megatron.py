@@ -1,0 +1,302 @@
+"""Command lines of Megatron-LM, MindSpeed and PAI's llmacc, read into a model and a layout.
+
+The rules are those of Megatron-LM's `validate_args` (megatron/training/arguments.py) and of
+`TransformerConfig.__post_init__` (megatron/core/transformer/transformer_config.py), and of MindSpeed's
+features (mindspeed/features_manager).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, get_args
+
+from pydantic import ValidationError
+
+from costmodels.errors import InputError, on_one_line
+from costmodels.spec.layout import Layout, RecomputeModule
+from costmodels.spec.model import ModelSpec
+from planner.formats.flag_catalogue import GivenFlag, given_flags
+from planner.formats.launcher import Launch, count_of, find_launch
+from planner.formats.launcher import world_size as launched
+from planner.formats.megatron_model import Given, blame, last_of_each, option_values, read_model, unset
+from planner.formats.megatron_names import (
+    COMMUNICATION_TYPES,
+    CONTEXT_ALGORITHMS,
+    DEGREE_FLAGS,
+    OPTIMIZERS,
+    SHARDING,
+)
+from planner.formats.megatron_rules import check_rules
+from planner.formats.megatron_stages import layers_of_stages
+from planner.formats.reading import Problems, Reading
+from planner.inputs.pins import WherePossible
+from planner.options.parallel import ParallelOptions
+
+NPU = "ascend-910b"
+"""Device that is assumed of MindSpeed's scripts, which do not name one."""
+
+
+def read_megatron(
+    source: str,
+    file: str,
+    defined: dict[str, str],
+    world_size: int | None = None,
+    local_world_size: int | None = None,
+    described: str | None = None,
+) -> Reading | None:
+    """The job that a script or a list of arguments starts; None where nothing in it looks like one.
+
+    Args:
+        defined: variables that the script gets from outside.
+        world_size: devices of the job, where the caller knows it better than the script.
+        described: the file that describes the model, where the script does not.
+    """
+    launch = find_launch(source, defined)
+    if launch is None:
+        return None
+    flags, loose = given_flags(launch.arguments)
+    problems, assumed = Problems(file), list[str]()
+    given = last_of_each(tuple(flags), problems)
+    framework = _framework(launch, given)
+    _name_others(given, loose, problems)
+    model = read_model(given, problems, assumed, described)
+    job = _Job(given, problems, framework, model)
+    per_node = local_world_size or job.count("--local-world-size") or count_of(launch.per_node)
+    world = world_size or job.count("--world-size") or launched(launch)
+    chooses = framework != "llmacc" or any(name in given for name in (DEGREE_FLAGS["tensor_parallel"],))
+    if world is None:
+        _unknown_world(launch, problems)
+    layout = None
+    if chooses and model is not None:
+        layout = job.layout(world, launch)
+    exact = layout.global_batch_size if layout is not None else job.count("--global-batch-size")
+    most = job.count("--max-global-batch-size")
+    if not chooses and not (exact or most):
+        problems.add(
+            "unknown", "no --global-batch-size or --max-global-batch-size", "--max-global-batch-size"
+        )
+    return Reading(
+        framework=framework,
+        engine={"mindspeed": "mindspeed"}.get(framework, "megatron"),
+        file=file,
+        model=model,
+        layout=layout,
+        chooses_layout=chooses,
+        precision=job.precision() if chooses or job.names_precision() else None,
+        world_size=world,
+        local_world_size=per_node,
+        device=NPU if framework == "mindspeed" else None,
+        global_batch_size=None if most and not chooses else exact,
+        max_global_batch_size=None if chooses else most,
+        flags=tuple(flags),
+        assumed=tuple(assumed),
+        problems=tuple(problems.found),
+    )
+
+
+def _framework(launch: Launch, given: Given) -> str:
+    if launch.program.startswith("llmacc"):
+        return "llmacc"
+    named = [flag for flag in given.values() if flag.known.framework == "mindspeed"]
+    return "mindspeed" if named else "megatron"
+
+
+def _name_others(given: Given, loose: list[Any], problems: Problems) -> None:
+    """Flags that say nothing to the planner, where somebody should know."""
+    for flag in given.values():
+        if flag.known.role == "unsupported":
+            text = "not supported: it makes another model or job of it than the one that is priced"
+            problems.add("note", text, flag.name, flag.line)
+        elif flag.known.role == "unpriced":
+            text = "not priced: it changes memory or time, and the estimates are without it"
+            problems.add("note", text, flag.name, flag.line)
+        elif flag.known.role == "unknown":
+            text = "is no flag of Megatron-LM or MindSpeed that is known here"
+            problems.add("note", text, flag.name, flag.line, flag.known.about)
+    for word in loose:
+        if not word.unknown and word.text not in ("\\", ""):
+            problems.add("note", f"the word {word.text[:40]!r} belongs to no flag", line=word.line)
+
+
+def _unknown_world(launch: Launch, problems: Problems) -> None:
+    words = [word for word in (launch.nodes, launch.per_node) if word is not None and count_of(word) is None]
+    said = f": {', '.join(word.text for word in words)} is not set in the file" if words else ""
+    line = words[0].line if words else None
+    text = f"the number of devices is not known{said}"
+    problems.add("unknown", text, "--nnodes" if words else "", line, "give --world-size")
+
+
+@dataclasses.dataclass
+class _Job:
+    given: Given
+    problems: Problems
+    framework: str
+    model: ModelSpec | None
+
+    def count(self, name: str) -> int | None:
+        """The whole number, from 1, that a flag gives."""
+        flag = self.given.get(name)
+        if flag is None or not flag.values:
+            return None
+        if flag.unknown:
+            self.problems.add(*unset(flag))
+            return None
+        text = flag.text
+        if not (text.isascii() and text.isdigit()) or not 0 < int(text) < 10**9 or len(text) > 12:
+            self.problems.add("illegal", f"{text!r} is not a whole number from 1", name, flag.line)
+            return None
+        return int(text)
+
+    def _is_given(self, *names: str) -> bool:
+        return any(name in self.given for name in names)
+
+    def _word(self, name: str) -> GivenFlag | None:
+        flag = self.given.get(name)
+        return flag if flag is not None and flag.values else None
+
+    def precision(self) -> str:
+        """The number format of matrix products."""
+        if self._is_given("--fp8-format", "--fp8-hybrid", "--fp8-e4m3"):
+            return "fp8"
+        return "bf16" if self._is_given("--bf16") else "fp16" if self._is_given("--fp16") else "fp32"
+
+    def names_precision(self) -> bool:
+        """Whether a flag says the number format."""
+        return self._is_given("--bf16", "--fp16", "--fp8-format", "--fp8-hybrid", "--fp8-e4m3")
+
+    def layout(self, world: int | None, launch: Launch) -> Layout | None:
+        """The layout as the framework makes it of the flags, with its defaults."""
+        model, problems = self.model, self.problems
+        assert model is not None
+        degrees: dict[str, Any] = {
+            name: self.count(DEGREE_FLAGS[name]) or 1
+            for name in ("tensor_parallel", "pipeline_parallel", "context_parallel", "expert_parallel")
+        }
+        tp = degrees["tensor_parallel"]
+        degrees["expert_tensor_parallel"] = self._expert_tensor(degrees, model)
+        degrees["sequence_parallel"] = self._is_given("--sequence-parallel") and tp > 1
+        if degrees["context_parallel"] > 1:
+            degrees["context_parallel_form"] = self._context_form()
+        degrees |= layers_of_stages(self.given, model, degrees["pipeline_parallel"], self.count, problems)
+        degrees |= self._memory(model)
+        mbs = self.count("--micro-batch-size")
+        if mbs is None and not self._is_given("--micro-batch-size"):
+            problems.add("illegal", "is missing: Megatron-LM has no default for it", "--micro-batch-size")
+        degrees["micro_batch_size"] = mbs or 1
+        gbs = self.count("--global-batch-size")
+        check_rules(self.given, model, degrees, world, gbs, self.framework, launch, problems)
+        shards = tp * degrees["pipeline_parallel"] * degrees["context_parallel"]
+        if world is None or problems.fatal or world % shards:
+            return None
+        degrees["data_parallel"] = world // shards
+        degrees["global_batch_size"] = gbs or degrees["micro_batch_size"] * degrees["data_parallel"]
+        degrees["zero_stage"] = self._zero(degrees["data_parallel"] * degrees["context_parallel"])
+        if degrees["zero_stage"] == 0:
+            degrees.pop("zero_replicas", None)
+        try:
+            return Layout.model_validate(degrees)
+        except ValidationError as error:
+            message = on_one_line(error)
+            flag = self._blamed(message)
+            where = (flag.name, flag.line) if flag else ("", None)
+            problems.add("illegal", message, *where)
+            return None
+
+    def _blamed(self, message: str) -> GivenFlag | None:
+        return blame_degree(message, self.given)
+
+    def _expert_tensor(self, degrees: dict[str, Any], model: ModelSpec) -> int:
+        if not model.experts:
+            return 1
+        if self._is_given("--moe-tp-extend-ep"):
+            degrees["expert_parallel"] *= degrees["tensor_parallel"]
+            return 1
+        return self.count("--expert-tensor-parallel-size") or int(degrees["tensor_parallel"])
+
+    def _context_form(self) -> str:
+        flag = self._word("--context-parallel-algo")
+        if self.framework == "mindspeed":
+            name = flag.text if flag else "ulysses_cp_algo"
+            known = CONTEXT_ALGORITHMS
+        else:
+            flag = self._word("--cp-comm-type")
+            name, known = (flag.values[0].text if flag else "p2p"), COMMUNICATION_TYPES
+        if name not in known:
+            text = f"{name} is priced as a ring: estimates know {', '.join(known)}"
+            self.problems.add("note", text, flag.name if flag else "", flag.line if flag else None)
+        return known.get(name, "ring")
+
+    def _memory(self, model: ModelSpec) -> dict[str, Any]:
+        """What is recomputed and offloaded, and by which optimizer in which formats."""
+        given, problems = self.given, self.problems
+        values = option_values(given, "layout", ParallelOptions, problems)
+        names = {"recompute_granularity", "recompute_activations", "recompute_activation_function"}
+        names |= {"recompute_modules", "recompute_method", "recompute_num_layers", "swap_attention"}
+        names |= {"optimizer_cpu_offload", "num_distributed_optimizer_instances", "grad_reduce_in_bf16"}
+        values = {name: value for name, value in values.items() if name in names}
+        if self._is_given("--checkpoint-activations") and not values.get("recompute_granularity"):
+            values |= {"recompute_granularity": "full", "recompute_method": "uniform"}
+        try:
+            options = ParallelOptions(**values)
+            pins = options.pins(model)
+        except InputError as error:
+            message = on_one_line(error)
+            flag = blame(message, given)
+            problems.add("illegal", message, flag.name if flag else "", flag.line if flag else None)
+            return {}
+        for text in options.notes():
+            name = text.split()[0]
+            problems.add(
+                "note", text.removeprefix(name).strip(), name, given[name].line if name in given else None
+            )
+        found: dict[str, Any] = {
+            name: value for name, value in pins.items() if not isinstance(value, WherePossible)
+        }
+        found |= self._mindspeeds_memory(found)
+        if self._is_given("--swap-optimizer", "--use-cpu-optimizer"):
+            found["offload_optimizer"] = True
+        if self._is_given("--fine-grained-activation-offloading"):
+            found["offload_activations"] = True
+        found["precision"] = self.precision()
+        optimizer = self._word("--optimizer")
+        if optimizer is not None:
+            if optimizer.text not in OPTIMIZERS:
+                text = f"{optimizer.text} is not priced: its states are taken for Adam's"
+                problems.add("note", text, "--optimizer", optimizer.line)
+            found["optimizer"] = OPTIMIZERS.get(optimizer.text, "adam")
+        return found
+
+    def _mindspeeds_memory(self, found: dict[str, Any]) -> dict[str, Any]:
+        """MindSpeed's recomputation of activation functions and norms, of some layers or of all."""
+        modules = list(found.get("recompute_modules", ()))
+        if self._is_given("--recompute-norm"):
+            modules.append("norm")
+        ordered = tuple(name for name in get_args(RecomputeModule) if name in modules)
+        changes: dict[str, Any] = {}
+        if modules and found.get("recompute", "selective") == "selective":
+            changes = {"recompute": "selective", "recompute_modules": ordered}
+        for name in ("--recompute-activation-function-num-layers", "--recompute-norm-num-layers"):
+            layers = self.count(name)
+            if layers is not None and changes:
+                changes |= {"recompute_method": "block", "recompute_num_layers": layers}
+        return changes
+
+    def _zero(self, replicas: int) -> int:
+        if replicas == 1:
+            return 0
+        strategy = self._word("--data-parallel-sharding-strategy")
+        if strategy is not None:
+            return SHARDING.get(strategy.text, 0)
+        if self._is_given("--use-torch-fsdp2"):
+            return 3
+        return int(self._is_given("--use-distributed-optimizer"))
+
+
+def blame_degree(message: str, given: Given) -> GivenFlag | None:
+    """The flag, of those that are given, whose degree a message names first."""
+    places = [
+        (message.index(name), -len(name), flag)
+        for name, flag in DEGREE_FLAGS.items()
+        if name in message and flag in given
+    ]
+    return given[min(places)[2]] if places else None

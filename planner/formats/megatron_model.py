@@ -1,0 +1,141 @@
+"""The model and other values that flags of Megatron-LM give, through the planner's own options."""
+
+from __future__ import annotations
+
+import re
+import typing
+from collections.abc import Mapping
+from typing import Any
+
+from costmodels.errors import InputError, on_one_line
+from costmodels.spec.model import ModelSpec
+from planner.formats.flag_catalogue import GivenFlag, Role
+from planner.formats.reading import Problems
+from planner.options.limits import check_bounds
+from planner.options.model import DEFAULT_VOCAB, ModelOptions
+
+_VOCABULARIES = {"GPT2BPETokenizer": 50257, "Llama2Tokenizer": 32000}
+"""Entries of tokenizers that are always the same (megatron/training/tokenizer)."""
+
+Given = Mapping[str, GivenFlag]
+"""Flags by name, the last of each, as argparse takes them."""
+
+
+def last_of_each(flags: tuple[GivenFlag, ...], problems: Problems) -> dict[str, GivenFlag]:
+    """The flags that count; those that are given twice with other values are named."""
+    found: dict[str, GivenFlag] = {}
+    for flag in flags:
+        before = found.get(flag.name)
+        if before is not None and before.text != flag.text:
+            text = f"given twice, as {before.text} (line {before.line}) and {flag.text}; the last counts"
+            problems.add("note", text, flag.name, flag.line)
+        found[flag.name] = flag
+    return found
+
+
+def option_values(given: Given, role: Role, group: type, problems: Problems) -> dict[str, Any]:
+    """The fields of `group` that flags of a role give, converted; a value of another kind is a problem."""
+    hints = typing.get_type_hints(group)
+    values: dict[str, Any] = {}
+    for flag in given.values():
+        name = flag.known.field
+        if flag.known.role != role or name not in hints:
+            continue
+        kinds = typing.get_args(hints[name]) or (hints[name],)
+        if flag.known.words and not flag.values:
+            problems.add("illegal", "has no value", flag.name, flag.line, "give one, or leave the flag out")
+        elif flag.unknown:
+            problems.add(*unset(flag))
+        elif bool in kinds:
+            values[name] = True
+        elif int in kinds or float in kinds:
+            kind, what = (int, "a whole number") if int in kinds else (float, "a number")
+            try:
+                values[name] = kind(flag.text)
+            except ValueError:
+                problems.add("illegal", f"{flag.text!r} is not {what}", flag.name, flag.line)
+        elif typing.get_origin(hints[name]) is list:
+            values[name] = [word.text for word in flag.values]
+        else:
+            values[name] = flag.text
+    return values
+
+
+def unset(flag: GivenFlag) -> tuple[Any, str, str, int, str]:
+    """The problem of a flag whose value nobody knows."""
+    names = ", ".join(flag.unknown)
+    known = [name for name in flag.unknown if re.fullmatch(r"[A-Za-z_]\w*|[0-9]+", name)]
+    remedy = f"give it: --define {known[0]}=VALUE" if known else "write the value out"
+    return (
+        "unknown",
+        f"{flag.text} depends on {names}, which the file does not set",
+        flag.name,
+        flag.line,
+        remedy,
+    )
+
+
+def read_model(
+    given: Given, problems: Problems, assumed: list[str], described: str | None = None
+) -> ModelSpec | None:
+    """The model of a command line; None where its flags do not make one.
+
+    Args:
+        described: the file that describes the model, which flags change.
+    """
+    before = len(problems.found)
+    values = option_values(given, "model", ModelOptions, problems)
+    if values.get("num_query_groups") and not values.get("group_query_attention"):
+        flag = given["--num-query-groups"]
+        text = "has no effect without --group-query-attention: every head has keys of its own"
+        problems.add("note", text, flag.name, flag.line, "add --group-query-attention, or leave it out")
+        del values["num_query_groups"]
+    if described is not None:
+        values["model"] = described
+    elif "vocab_size" not in values:
+        tokenizer = given["--tokenizer-type"].text if "--tokenizer-type" in given else "GPT2BPETokenizer"
+        values["vocab_size"] = _VOCABULARIES.get(tokenizer, DEFAULT_VOCAB)
+        assumed.append(
+            f"a vocabulary of {values['vocab_size']} (no --vocab-size given, tokenizer {tokenizer})"
+        )
+    if any(problem.severity != "note" for problem in problems.found[before:]):
+        return None
+    missing = [
+        name for name in ("--num-layers", "--hidden-size", "--num-attention-heads") if name not in given
+    ]
+    if missing and described is None:
+        problems.add("unknown", f"no {', '.join(missing)}: the model is not known", missing[0])
+        return None
+    try:
+        options = ModelOptions(**values)
+        check_bounds(options)
+        return options.spec()
+    except InputError as error:
+        message = on_one_line(error)
+        blamed = blame(message, given)
+        problems.add("illegal", message, blamed.name if blamed else "", blamed.line if blamed else None)
+        return None
+
+
+def blame(message: str, given: Given) -> GivenFlag | None:
+    """The first flag that a message names and the script gives."""
+    for name in re.findall(r"--[\w-]+", message):
+        if name in given:
+            return given[name]
+    for name, field in _FIELDS.items():
+        if re.search(rf"\b{field}\b", message) and name in given:
+            return given[name]
+    return None
+
+
+_FIELDS = {
+    "--max-position-embeddings": "max_positions",
+    "--seq-length": "seq",
+    "--num-query-groups": "kv_heads",
+    "--num-attention-heads": "heads",
+    "--num-layers": "layers",
+    "--ffn-hidden-size": "ffn",
+    "--hidden-size": "hidden",
+    "--num-experts": "experts",
+}
+"""What flags are called in messages about a model."""

@@ -1,0 +1,91 @@
+"""`Reading`: what files say of a training job, in the planner's terms, and what is wrong with them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from costmodels.spec.layout import Layout
+from costmodels.spec.model import ModelSpec
+from planner.formats.flag_catalogue import GivenFlag
+
+Severity = Literal["illegal", "unknown", "too_big", "note"]
+"""illegal: the framework refuses it, or would train something else; unknown: the files do not say it;
+too_big: a device has too little memory; note: it runs, and there is something to know."""
+
+
+@dataclass(frozen=True)
+class ConfigProblem:
+    """Something that is wrong with a configuration, and what to write instead."""
+
+    severity: Severity
+    text: str
+    flag: str = ""
+    """The flag or key to blame; empty where it is none alone."""
+    line: int | None = None
+    remedy: str = ""
+    file: str = ""
+
+    def describe(self) -> str:
+        """One line: where, what, what instead."""
+        where = ":".join(part for part in (self.file, str(self.line or "")) if part)
+        parts = [f"{where}: " if where else "", f"{self.flag}: " if self.flag else "", self.text]
+        return "".join(parts) + (f"; {self.remedy}" if self.remedy else "")
+
+
+@dataclass(frozen=True)
+class Reading:
+    """A job as its files describe it; what they leave out has the framework's default."""
+
+    framework: str
+    """The software that the files are for, such as `mindspeed`."""
+    engine: str
+    """Its name in the catalogue of engines."""
+    file: str
+    model: ModelSpec | None
+    layout: Layout | None
+    """None where the files do not say one, or none that is consistent."""
+    chooses_layout: bool = True
+    """The files fix a layout; False for tools that look for one themselves."""
+    precision: str | None = None
+    world_size: int | None = None
+    local_world_size: int | None = None
+    device: str | None = None
+    device_memory_gib: float | None = None
+    global_batch_size: int | None = None
+    max_global_batch_size: int | None = None
+    flags: tuple[GivenFlag, ...] = ()
+    """Everything that is given, in order, where the files are made of flags."""
+    assumed: tuple[str, ...] = ()
+    """What is taken for granted because no file says it."""
+    problems: tuple[ConfigProblem, ...] = ()
+
+    @property
+    def by_role(self) -> Mapping[str, tuple[str, ...]]:
+        """Names of the flags by what they do to the answer (`flag_catalogue.Role`)."""
+        found: dict[str, list[str]] = {}
+        for flag in self.flags:
+            found.setdefault(flag.known.role, []).append(flag.name)
+        return {role: tuple(dict.fromkeys(names)) for role, names in found.items()}
+
+
+@dataclass
+class Problems:
+    """Problems as they are met while a file is read."""
+
+    file: str
+    found: list[ConfigProblem] = field(default_factory=list)
+
+    def add(
+        self, severity: Severity, text: str, flag: str = "", line: int | None = None, remedy: str = ""
+    ) -> None:
+        """Keep one more; the same one is kept once."""
+        problem = ConfigProblem(severity, text, flag, line, remedy, self.file)
+        if problem not in self.found:
+            self.found.append(problem)
+
+    @property
+    def fatal(self) -> bool:
+        """Whether something keeps a layout from being known or legal."""
+        return any(problem.severity in ("illegal", "unknown") for problem in self.found)

@@ -1,0 +1,130 @@
+"""Text whose every character knows its line, and the words of shell scripts in it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+
+class Unknown(str):
+    """Stands in a text for what cannot be known without running something: its name."""
+
+    __slots__ = ()
+
+
+Char = tuple[str, int]
+"""A character, or an `Unknown`, and the line that it stands on."""
+
+Chars = list[Char]
+
+DEEPEST = 40
+"""Constructs inside each other, beyond which they are taken as they are written."""
+
+LONGEST = 200_000
+"""Characters of a value: more than a command line takes."""
+
+
+@dataclass(frozen=True)
+class Word:
+    """One word of a command, where variables and quotes are resolved."""
+
+    text: str
+    line: int
+    unknown: tuple[str, ...] = ()
+    """Names of what stands in it and cannot be known."""
+
+
+def chars_of(source: str, line: int = 1) -> Chars:
+    """The characters of a text that begins on `line`; a carriage return is none."""
+    found: Chars = []
+    for char in source:
+        if char == "\r":
+            continue
+        found.append((char, line))
+        line += char == "\n"
+    return found
+
+
+def plain(chars: Sequence[Char]) -> str:
+    """The text alone; what is not known is written as a variable."""
+    return "".join(f"${{{char}}}" if isinstance(char, Unknown) else char for char, _ in chars)
+
+
+def word_of(chars: Sequence[Char]) -> Word:
+    """One word of all `chars`."""
+    names = dict.fromkeys(str(char) for char, _ in chars if isinstance(char, Unknown))
+    return Word(plain(chars), chars[0][1] if chars else 0, tuple(names))
+
+
+def has_unknown(chars: Sequence[Char]) -> bool:
+    """Whether some part of a text is not known."""
+    return any(isinstance(char, Unknown) for char, _ in chars)
+
+
+class Closings:
+    """Where the constructs of a text end: quotes, `${...}`, `$(...)`, `$((...))` and backquotes."""
+
+    def __init__(self, chars: Chars) -> None:
+        self._chars = chars
+        self._found: dict[int, int] = {}
+
+    def after(self, start: int, depth: int = 0) -> int:
+        """Index after the construct that opens at `start`; the next one where none does or none closes."""
+        if start not in self._found:
+            self._found[start] = start + 1
+            self._found[start] = self._after(start, depth)
+        return self._found[start]
+
+    def opens(self, at: int) -> bool:
+        """Whether a construct opens at `at` that may hold blanks."""
+        char = self._char(at)
+        return (char in "'\"`\\" and char != "") or (char == "$" and self._char(at + 1) in ("{", "("))
+
+    def _char(self, at: int) -> str:
+        if at >= len(self._chars) or isinstance(self._chars[at][0], Unknown):
+            return ""
+        return self._chars[at][0]
+
+    def _after(self, start: int, depth: int) -> int:
+        char, size = self._char(start), len(self._chars)
+        if char == "\\":
+            return min(start + 2, size)
+        if depth > DEEPEST:
+            return start + 1
+        if char in ("'", "`"):
+            ends = (at + 1 for at in range(start + 1, size) if self._char(at) == char)
+            return next(ends, start + 1)
+        if char == '"':
+            return self._balanced(start, start + 1, '"', "", depth)
+        if char == "$" and self._char(start + 1) == "{":
+            return self._balanced(start, start + 2, "}", "", depth)
+        if char == "$" and self._char(start + 1) == "(":
+            return self._balanced(start, start + 2, ")", "(", depth)
+        return start + 1
+
+    def _balanced(self, start: int, at: int, close: str, nested: str, depth: int) -> int:
+        opened = 1
+        while at < len(self._chars):
+            char = self._char(at)
+            if char == close:
+                opened -= 1
+                if not opened:
+                    return at + 1
+            opened += bool(nested) and char == nested
+            inside = close == '"' and char == "'"
+            at = self.after(at, depth + 1) if self.opens(at) and not inside else at + 1
+        return start + 1
+
+
+def split_words(chars: Sequence[Char]) -> Iterator[list[Char]]:
+    """The parts of a text between blanks."""
+    word: list[Char] = []
+    for char in chars:
+        if char[0].isspace():
+            if word:
+                yield word
+            word = []
+        else:
+            word.append(char)
+    if word:
+        yield word

@@ -1,0 +1,338 @@
+"""Scripts of Megatron-LM and MindSpeed are read into the layout that these would run, and written back."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from costmodels import ModelSpec
+from costmodels.catalogue import load_model, model_names
+from costmodels.errors import InputError
+from costmodels.spec.layout import Layout
+from planner import check, search
+from planner.formats.files import read_files
+from planner.formats.flag_catalogue import known_flags
+from planner.formats.megatron import read_megatron
+from planner.formats.megatron_export import export_megatron, stage_layout
+from planner.formats.reading import Reading
+from planner.options.flags import flag_names
+from planner.options.megatron import ACCEPTED
+from tests.support.guides import guide
+from tests.support.scripts import MINDSPEED
+
+MODEL = """
+--num-layers 24 --hidden-size 1024 --num-attention-heads 16 --seq-length 2048 --max-position-embeddings 2048
+--vocab-size 50257 --bf16 --lr 1e-4 --train-iters 10
+"""
+
+
+def read(arguments: str, world_size: int | None = 16, model: str = MODEL) -> Reading:
+    """What a command with these arguments says; they begin on its third line."""
+    connections = 8 if "fsdp" in arguments else 1
+    command = f"torchrun pretrain_gpt.py {' '.join(model.split())}"
+    script = f"export CUDA_DEVICE_MAX_CONNECTIONS={connections}\n{command} \\\n"
+    reading = read_megatron(script + arguments.strip().replace("\n", " \\\n"), "job.sh", {}, world_size)
+    assert reading is not None
+    return reading
+
+
+def layout_of(arguments: str, world_size: int = 16) -> Layout:
+    """The layout of a command that is legal."""
+    reading = read(arguments, world_size)
+    assert reading.layout is not None, reading.problems
+    return reading.layout
+
+
+def test_every_flag_that_the_planner_accepts_is_in_the_catalogue() -> None:
+    assert {flag_names(field)[0] for field in ACCEPTED} <= known_flags().keys()
+    assert len(known_flags()) > 700
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ("--micro-batch-size 1", "tp=1 pp=1 dp=16 zero=0 mbs=1 x 1 recompute=none"),
+        (
+            "--micro-batch-size 2 --global-batch-size 64 --tensor-model-parallel-size 2 --sequence-parallel "
+            "--pipeline-model-parallel-size 4 --use-distributed-optimizer",
+            "tp=2+sp pp=4 dp=2 zero=1 mbs=2 x 16 recompute=none",
+        ),
+        (
+            "--micro-batch-size 1 --global-batch-size 16 --pipeline-model-parallel-size 4 "
+            "--num-layers-per-virtual-pipeline-stage 2 --recompute-activations",
+            "tp=1 pp=4 vpp=3 dp=4 zero=0 mbs=1 x 4 recompute=selective",
+        ),
+        (
+            "--micro-batch-size 1 --context-parallel-size 2 --cp-comm-type a2a --recompute-granularity full "
+            "--recompute-method block --recompute-num-layers 3 --optimizer sgd",
+            "tp=1 pp=1 cp=2 cp_form=all_to_all dp=8 zero=0 mbs=1 x 1 recompute=full/block:3 optimizer=sgd",
+        ),
+        (
+            "--micro-batch-size 1 --context-parallel-size 2 --context-parallel-algo megatron_cp_algo "
+            "--swap-attention --recompute-num-layers 2",
+            "tp=1 pp=1 cp=2 cp_form=ring dp=8 zero=0 mbs=1 x 1 recompute=selective(mlp)/block:2 "
+            "offload=activations",
+        ),
+        (
+            "--micro-batch-size 1 --num-experts 8 --expert-model-parallel-size 4 --sequence-parallel "
+            "--tensor-model-parallel-size 2 --moe-tp-extend-ep",
+            "tp=2+sp pp=1 ep=8 dp=8 zero=0 mbs=1 x 1 recompute=none",
+        ),
+        (
+            "--micro-batch-size 1 --use-megatron-fsdp --data-parallel-sharding-strategy optim_grads_params",
+            "tp=1 pp=1 dp=16 zero=3 mbs=1 x 1 recompute=none",
+        ),
+    ],
+)
+def test_defaults_and_meanings_are_those_of_the_framework(arguments: str, expected: str) -> None:
+    assert layout_of(arguments).describe() == expected
+
+
+@pytest.mark.parametrize(
+    ("arguments", "stages"),
+    [
+        ("--decoder-first-pipeline-num-layers 3", (3, 7, 7, 7)),
+        ("--decoder-first-pipeline-num-layers 4 --decoder-last-pipeline-num-layers 6", (4, 7, 7, 6)),
+        ("--pipeline-model-parallel-layout 'Et*5|(t*7|)*2t*5L'", (5, 7, 7, 5)),
+        ("--pipeline-model-parallel-layout 'Ett|(ttt|)*6t*4L'", (2, 3, 3, 3, 3, 3, 3, 4)),
+        ("--num-layer-list 5,6,6,7", (5, 6, 6, 7)),
+    ],
+)
+def test_layers_of_stages(arguments: str, stages: tuple[int, ...]) -> None:
+    batch = "--micro-batch-size 1 --global-batch-size 16 --pipeline-model-parallel-size 4 "
+    assert layout_of(batch + arguments).layers_per_stage == stages
+
+
+@pytest.mark.parametrize(
+    ("arguments", "flag", "text"),
+    [
+        ("", "--micro-batch-size", "is missing"),
+        (
+            "--micro-batch-size 1\n--tensor-model-parallel-size 3",
+            "--tensor-model-parallel-size",
+            "not a multiple",
+        ),
+        (
+            "--micro-batch-size 1\n--tensor-model-parallel-size 32",
+            "--tensor-model-parallel-size",
+            "16 devices",
+        ),
+        (
+            "--micro-batch-size 1\n--pipeline-model-parallel-size 16",
+            "--pipeline-model-parallel-size",
+            "24 layers",
+        ),
+        ("--micro-batch-size 1\n--global-batch-size 20", "--global-batch-size", "not a multiple"),
+        ("--micro-batch-size 1\n--global-batch-size 2x", "--global-batch-size", "not a whole number"),
+        ("--micro-batch-size 1\n--fp16", "--fp16", "both"),
+        ("--micro-batch-size 1\n--recompute-method block", "--recompute-method", "granularity full"),
+        (
+            "--micro-batch-size 1\n--overlap-param-gather",
+            "--overlap-param-gather",
+            "--use-distributed-optimizer",
+        ),
+        (
+            "--micro-batch-size 1\n--expert-model-parallel-size 2",
+            "--expert-model-parallel-size",
+            "no experts",
+        ),
+        (
+            "--micro-batch-size 1\n--num-experts 6 --expert-model-parallel-size 4",
+            "--expert-model-parallel-size",
+            "6",
+        ),
+        (
+            "--micro-batch-size 1\n--context-parallel-size 16 --seq-length 2000",
+            "--context-parallel-size",
+            "2 x 16",
+        ),
+        (
+            "--micro-batch-size 1\n--group-query-attention --num-query-groups 5",
+            "--num-query-groups",
+            "kv_heads",
+        ),
+        ("--micro-batch-size 1\n--swiglu --squared-relu", "--swiglu", "contradict"),
+    ],
+)
+def test_what_is_illegal_names_the_flag_and_its_line(arguments: str, flag: str, text: str) -> None:
+    reading = read(arguments)
+    wrong = [problem for problem in reading.problems if problem.severity == "illegal"]
+    assert [problem.flag for problem in wrong][:1] == [flag] and text in wrong[0].text + wrong[0].remedy
+    if wrong[0].line is not None and flag in arguments:
+        assert wrong[0].line == 3 + arguments[: arguments.index(flag)].count("\n")
+    assert reading.layout is None
+
+
+def test_flags_are_named_by_what_they_do() -> None:
+    reading = read(
+        "--micro-batch-size 1 --tp-comm-overlap --mtp-num-layers 1 --wandb-project x --num-layer 3"
+    )
+    roles = reading.by_role
+    assert roles["unpriced"] == ("--tp-comm-overlap",)
+    assert roles["unsupported"] == ("--mtp-num-layers",)
+    assert roles["harmless"] == ("--wandb-project",)
+    assert roles["unknown"] == ("--num-layer",)
+    assert {problem.flag for problem in reading.problems if problem.severity == "note"} == {
+        *("--tp-comm-overlap", "--mtp-num-layers", "--num-layer")
+    }
+
+
+def test_variables_from_outside_are_asked_for_and_taken() -> None:
+    script = "torchrun --nproc_per_node 8 --nnodes $NNODES pretrain_gpt.py $MODEL --micro-batch-size $MBS"
+    values = {"MODEL": " ".join(MODEL.split())}
+    reading = read_megatron(script, "job.sh", values)
+    assert reading is not None and reading.world_size is None
+    assert {problem.flag for problem in reading.problems} == {"--nnodes", "--micro-batch-size"}
+    whole = read_megatron(script, "job.sh", {**values, "NNODES": "2", "MBS": "4"})
+    assert whole is not None and whole.layout is not None
+    assert (whole.world_size, whole.layout.describe()) == (
+        16,
+        "tp=1 pp=1 dp=16 zero=0 mbs=4 x 1 recompute=none",
+    )
+
+
+def test_mindspeeds_arguments_are_read_alone() -> None:
+    reading = read_megatron(MINDSPEED, "arguments.txt", {}, 8)
+    assert reading is not None and reading.layout is not None
+    assert (reading.framework, reading.engine) == ("mindspeed", "mindspeed")
+    assert reading.layout.describe() == (
+        "tp=2+sp pp=1 ep=2 etp=2 dp=4 zero=1 mbs=1 x 1 recompute=selective(activation) offload=activations"
+    )
+    assert not {"unknown", "unsupported", "unpriced"} & reading.by_role.keys()
+
+
+def test_the_guide_of_mindspeed_is_judged_as_it_stands() -> None:
+    answer = check(guide("mindspeed-moe.txt"))
+    assert (answer.legal, answer.fits) == (True, True)
+    assert answer.plan is not None and answer.best is not None and answer.gain is not None
+    assert answer.gain >= 1
+    assert answer.plan.layout.describe().startswith("tp=2+sp pp=1 ep=2 etp=2 dp=4 zero=1 mbs=1 x 1")
+    lines = guide("mindspeed-moe.txt").read_text(encoding="utf-8").splitlines()
+    for change in answer.changes:
+        assert change.line is None or change.flag in lines[change.line - 1]
+
+
+def test_the_guide_of_pai_leaves_the_layout_to_its_tool() -> None:
+    open_job = check(guide("pai-llmacc.txt"))
+    assert open_job.legal is None and open_job.best is None
+    assert [problem.flag for problem in open_job.problems] == ["--nnodes"]
+    answer = check(guide("pai-llmacc.txt"), world_size=16, local_world_size=8, device="a100-80g")
+    assert answer.legal is True and answer.plan is None
+    assert answer.best is not None and answer.best.layout.global_batch_size <= 32
+    assert answer.best.model.layers == 48
+
+
+@pytest.mark.parametrize("name", model_names())
+def test_models_are_written_and_read_back(name: str) -> None:
+    model = load_model(name)
+    layout = Layout(layers_per_stage=(model.layers,), global_batch_size=1)
+    exported = export_megatron(model, layout)
+    if exported.inexpressible:
+        return
+    reading = read_megatron(exported.text, "flags.txt", {}, 1)
+    assert reading is not None and reading.model is not None, reading and reading.problems
+    assert shape(reading.model) == shape(model)
+
+
+def shape(model: ModelSpec) -> dict[str, object]:
+    """What a model's flags say of it: all but names, and GELU in one form."""
+    values = model.model_dump(exclude={"name", "source", "published_parameters"})
+    return values | {"activation": values["activation"].removesuffix("_tanh")}
+
+
+DENSE = load_model("llama3-8b").model_copy(update={"layers": 12})
+EXPERTS = ModelSpec(
+    name="mixture", layers=8, hidden=512, heads=8, vocab=32000, seq=2048, experts=8, expert_ffn=1024, top_k=2
+)
+
+
+@pytest.mark.parametrize("framework", ["megatron", "mindspeed"])
+@pytest.mark.parametrize("model", [DENSE, EXPERTS], ids=["dense", "experts"])
+def test_plans_of_a_search_are_written_and_read_back(model: ModelSpec, framework: str) -> None:
+    device = "ascend-910b" if framework == "mindspeed" else "a100-80g"
+    result = search(
+        model, world_size=16, device=device, engine=framework, global_batch_size=32, precision="bf16"
+    )
+    table = result.table
+
+    @settings(max_examples=60)
+    @given(st.integers(0, len(table) - 1))
+    def round_trip(row: int) -> None:
+        layout = table.layout(row)
+        exported = export_megatron(model, layout, framework)
+        reading = read_megatron(exported.text, "flags.txt", {}, 16)
+        assert reading is not None
+        if exported.inexpressible:
+            return
+        assert reading.layout == layout, reading.problems
+        assert reading.framework in (framework, "megatron")
+
+    round_trip()
+
+
+def test_layers_of_stages_are_written_in_letters() -> None:
+    assert stage_layout((3, 4, 1)) == "Et*3|t*4|tL"
+
+
+@pytest.mark.parametrize(
+    ("schedule", "zero", "named"), [("zbv", 0, "schedule"), ("1f1b", 2, "")], ids=["schedule", "zero"]
+)
+def test_what_has_no_flag_is_named(schedule: str, zero: int, named: str) -> None:
+    layout = Layout(
+        pipeline_parallel=2,
+        virtual_pipeline_parallel=2 if schedule == "zbv" else 1,
+        schedule=schedule,
+        layers_per_stage=(3,) * 4 if schedule == "zbv" else (6, 6),
+        data_parallel=2,
+        zero_stage=zero,
+        global_batch_size=8,
+    )
+    missing = export_megatron(DENSE, layout).inexpressible
+    assert [text.partition("=")[0] for text in missing] == ([named] if named else [])
+    assert bool(export_megatron(DENSE, layout, "mindspeed").inexpressible)
+
+
+def test_a_script_and_the_config_of_its_model_go_together(tmp_path: Path) -> None:
+    script, config = tmp_path / "job.sh", tmp_path / "config.json"
+    script.write_text(
+        "torchrun --nproc_per_node 8 pretrain_gpt.py --micro-batch-size 1 --global-batch-size 8 --bf16 "
+        "--lr 1 --seq-length 1024"
+    )
+    config.write_text(
+        '{"model_type": "llama", "num_hidden_layers": 4, "hidden_size": 256, "num_attention_heads": 4, '
+        '"intermediate_size": 512, "vocab_size": 1000, "max_position_embeddings": 2048}'
+    )
+    reading = read_files([script, config])
+    assert reading.model is not None and reading.layout is not None
+    assert (reading.model.layers, reading.model.seq, reading.model.ffn) == (4, 1024, 512)
+
+
+def test_what_cannot_be_read_is_one_line(tmp_path: Path) -> None:
+    text = tmp_path / "notes.txt"
+    text.write_text("nothing of interest")
+    for files, expected in (
+        ([], "no file"),
+        ([tmp_path / "none.sh"], "cannot read"),
+        ([tmp_path], "cannot read"),
+        ([text], "nothing in it starts"),
+    ):
+        with pytest.raises(InputError, match=expected):
+            read_files(files)
+    with pytest.raises(InputError, match="NAME=VALUE"):
+        read_files([text], define=["a-b=1"])
+
+
+WORDS = st.sampled_from(
+    [*sorted(known_flags()), "0", "-1", "2", "3", "1e99", "$X", "abc", "'", "((", "9" * 40, ""]
+)
+
+
+@given(st.lists(WORDS, max_size=12), st.sampled_from([None, 1, 6, 16]))
+def test_no_flags_raise(words: list[str], world_size: int | None) -> None:
+    reading = read("--micro-batch-size 1 " + " ".join(words), world_size)
+    assert all(problem.describe() and "\n" not in problem.describe() for problem in reading.problems)
+    assert dataclasses.asdict(reading)

@@ -1,0 +1,158 @@
+"""Shell scripts are read as a shell would run them, as far as that is known, and nothing of them happens."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from planner.formats.shell import Script, read_script
+
+
+def lines(source: str, **defined: str) -> list[str]:
+    """The commands of a script, as text."""
+    return [" ".join(word.text for word in command) for command in read_script(source, defined).commands]
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        ("A=1\nrun $A ${A} \"$A\" '$A'", ["run 1 1 1 $A"]),
+        ("run a \\\n  b \\\n  c", ["run a b c"]),
+        ("run ${A:-7} ${B-x} ${A:+set}", ["run 7 x"]),
+        ("A=\nrun ${A:-7} ${A-7} end", ["run 7 end"]),
+        ("N=8\nrun $((N*4)) $(( $N / 3 )) $((-7 / 2))", ["run 32 2 -3"]),
+        ("A=(--x 1 # note\n  --y 'a b'\n)\nA+=(--z)\nrun ${A[@]} ${#A[@]}", ["run --x 1 --y a b --z 5"]),
+        ('A=(1 "2 3")\nB="go ${A[*]}"\nrun $B', ["run go 1 2 3"]),
+        ("A=a; B=b && run $A$B || other; last", ["run ab", "last"]),
+        ("run a > out.txt 2>&1 | tee log &\nnext", ["run a", "tee log", "next"]),
+        ("cat <<EOF > f\nrun $A\nEOF\nnext", ["cat", "next"]),
+        ('bash -c "run $A --n 2" ', ["bash -c run ${A} --n 2"]),
+        ("eval run --n 2", ["eval run --n 2"]),
+        ("X=2 run a # comment --b", ["run a"]),
+        ("export A=1 B=2\nrun $A $B", ["run 1 2"]),
+        ("for i in 1 2; do run $i; done", ["run ${i}"]),
+    ],
+)
+def test_words_of_commands(source: str, expected: list[str]) -> None:
+    assert lines(source) == expected
+
+
+CHOICE = """
+SIZE=${1:-7B}
+if [ $SIZE = 7B ]; then
+  L=32
+elif [ "$SIZE" == 13B ]; then
+  L=40
+else
+  L=80
+fi
+case $SIZE in
+  7B | 8B) H=4096 ;;
+  13B) H=5120 ;;
+  *) H=8192 ;;
+esac
+[ -z "$NODES" ] && NODES=2
+run $L $H $NODES
+"""
+
+
+@pytest.mark.parametrize(
+    ("defined", "expected"),
+    [
+        ({}, "run 32 4096 2"),
+        ({"1": "13B"}, "run 40 5120 2"),
+        ({"1": "70B", "NODES": "4"}, "run 80 8192 4"),
+    ],
+)
+def test_conditions_that_are_known_decide(defined: dict[str, str], expected: str) -> None:
+    assert lines(CHOICE, **defined) == [expected]
+
+
+def test_what_depends_on_an_unknown_condition_is_not_known() -> None:
+    script = read_script("A=1\nif grep x file; then A=2; fi\nrun $A $(date) $B")
+    words = script.commands[-1]
+    assert [word.unknown for word in words[1:]] == [("A",), ("$(date)",), ("B",)]
+
+
+def test_words_know_their_lines() -> None:
+    script = read_script('A="\n --one 1 \\\n --two 2\n"\nrun $A --three')
+    assert [(word.text, word.line) for word in script.commands[0]] == [
+        ("run", 5),
+        ("--one", 2),
+        ("1", 2),
+        ("--two", 3),
+        ("2", 3),
+        ("--three", 5),
+    ]
+
+
+def test_batch_directives_are_kept() -> None:
+    script = read_script("#!/bin/bash\n#SBATCH --nodes=4\n# SBATCH --no\nrun")
+    assert [[word.text for word in line] for line in script.directives] == [["SBATCH", "--nodes=4"]]
+
+
+def test_values_do_not_grow_without_end() -> None:
+    source = "A=aaaaaaaaaa\n" + "A=$A$A\n" * 60 + "run $A"
+    assert read_script(source).commands[-1][1].unknown
+
+
+PIECES = st.sampled_from(
+    [
+        *("if ", "then ", "else ", "fi ", "for ", "do ", "done ", "case ", "esac ", ";; ", "in ", "{ ", "} "),
+        *(
+            "$(touch HERE)",
+            "`touch HERE`",
+            "touch HERE\n",
+            "> HERE ",
+            ">> HERE\n",
+            "<<EOF\n",
+            "EOF\n",
+            "eval ",
+        ),
+        *(
+            "bash -c ",
+            "A=1 ",
+            "A=(",
+            ")",
+            "(",
+            '"',
+            "'",
+            "$",
+            "${",
+            "}",
+            "$((",
+            "))",
+            "\\",
+            "\\\n",
+            "\n",
+            "#",
+            "|",
+        ),
+        *(
+            "&& ",
+            "|| ",
+            "[ ",
+            "] ",
+            "[[ ",
+            "]] ",
+            "$A ",
+            "${A[@]} ",
+            "${A:-",
+            "--num-layers 2 ",
+            "torchrun ",
+            "é",
+        ),
+        *("9**9**9", "1/0", "source HERE\n", ". HERE\n", "cat ~ ", "*", "rm -rf HERE\n", "\r\n", "\0"),
+    ]
+)
+
+
+@given(st.lists(PIECES, max_size=60).map("".join) | st.text(max_size=200))
+def test_no_text_raises_or_touches_anything(source: str) -> None:
+    before = sorted(Path().iterdir())
+    script = read_script(source)
+    assert isinstance(script, Script)
+    assert sorted(Path().iterdir()) == before and not Path("HERE").exists()
