@@ -13,6 +13,7 @@ from costmodels.errors import InputError, on_one_line
 from costmodels.pricing import estimate
 from costmodels.spec.layout import Layout
 from costmodels.spec.record import GIB
+from costmodels.spec.table import LayoutTable
 from planner import advice
 from planner.api import search_problem
 from planner.formats.files import read_files
@@ -27,7 +28,6 @@ from planner.plan import Plan
 from planner.problem import Problem, SearchKeywords, resolve_problem
 from planner.ranking.exact_memory import known_bytes
 from planner.ranking.reasons import memory_reason
-from planner.space.open_grid import OpenGrid
 from planner.space.rules import RULES
 
 if TYPE_CHECKING:
@@ -173,7 +173,7 @@ def _kept(layout: Layout | None) -> dict[str, object]:
 
 def _as_it_stands(reading: Reading, layout: Layout, problem: Problem, problems: Problems) -> Plan | None:
     """The configuration as a plan; None, and the rules that it breaks as problems, where it is illegal."""
-    model, degrees = problem.model, OpenGrid.of(layout)
+    model, degrees = problem.model, LayoutTable.one(layout)
     given = last_of_each(reading.flags, Problems(reading.file))
     broken = False
     for rule in (*RULES, *problem.further):
