@@ -10,7 +10,7 @@ from cli.interrupts import exit_on_ctrl_c
 from cli.status import Status
 from costmodels.catalogue import load_model, model_names
 from costmodels.tapes import store
-from costmodels.tapes.coverage import SELECTED, USUAL, structures_of_model
+from costmodels.tapes.coverage import structures_of_model
 from costmodels.tapes.structure import Structure
 from planner.options.flags import flag, flag_groups
 
@@ -25,6 +25,7 @@ class TapesOptions:
     model: str | None = flag(None, "Model of the catalogue or file of one; all of the catalogue without.")
     layers: Literal["compiled", "eager"] = flag("compiled", "Whether layers are compiled.")
     all_recomputation: bool = flag(False, "Record every selection of modules that recompute.")
+    context_parallel: bool = flag(False, "Record context parallelism too.")
     file: str | None = flag(None, "Keep tapes in this file instead of the user's cache.", metavar="FILE")
     again: bool = flag(False, "Record tapes anew that are there.")
 
@@ -37,10 +38,13 @@ def tapes(options: TapesOptions) -> None:
     model of one's own.
     """
     models = [load_model(options.model)] if options.model else [load_model(name) for name in model_names()]
-    recomputation = (*USUAL, *SELECTED) if options.all_recomputation else USUAL
     compiled = options.layers == "compiled"
     wanted = dict.fromkeys(
-        structure for model in models for structure in structures_of_model(model, compiled, recomputation)
+        structure
+        for model in models
+        for structure in structures_of_model(
+            model, compiled, options.all_recomputation, options.context_parallel
+        )
     )
     version = store.installed_version()
     path = Path(options.file) if options.file else store.cache_path(version)

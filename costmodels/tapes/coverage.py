@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from itertools import combinations, product
 from typing import Any
 
@@ -26,34 +26,55 @@ SELECTED: tuple[dict[str, Any], ...] = tuple(
 
 TENSOR_PARALLEL = (1, 2, 4, 8, 16)
 
+CONTEXT_PARALLEL: tuple[dict[str, Any], ...] = (
+    {"context_parallel": 2},
+    {"context_parallel": 2, "context_parallel_form": "all_to_all"},
+    *({"context_parallel": ranks, "context_parallel_form": "ring"} for ranks in (2, 4, 8)),
+)
+"""Of gathered keys and exchanged heads any number of ranks does the same."""
+
 
 def structures_of_model(
-    model: ModelSpec, compiled: bool, recomputation: Sequence[dict[str, Any]] = USUAL
+    model: ModelSpec, compiled: bool, selections: bool = False, context: bool = False
 ) -> Iterator[Structure]:
     """The structures of the units of a model under layouts of one sequence or more, each once.
 
     Args:
         compiled: layers are compiled.
-        recomputation: fields of `Layout` that say what is computed again.
+        selections: of every selection of modules that recompute too.
+        context: of context parallelism too.
     """
     seen: set[Structure] = set()
-    for fields, tp, rows in product(recomputation, TENSOR_PARALLEL, (1, 2)):
-        if not _is_split(model, tp):
-            continue
-        for sequence_parallel in (False, True)[: 1 + (tp > 1)]:
-            layout = Layout(
-                tensor_parallel=tp,
-                sequence_parallel=sequence_parallel,
-                micro_batch_size=rows,
-                global_batch_size=rows,
-                layers_per_stage=(model.layers,),
-                **fields,
-            )
-            for unit in dict.fromkeys(units_of_stage(model, layout, 0)):
-                structure = structure_of(model, layout, unit, compiled)
-                if structure not in seen:
-                    seen.add(structure)
-                    yield structure
+    for fields in _layouts(model, selections, context):
+        layout = Layout.model_validate({"layers_per_stage": (model.layers,), **fields})
+        for unit in dict.fromkeys(units_of_stage(model, layout, 0)):
+            structure = structure_of(model, layout, unit, compiled)
+            if structure not in seen:
+                seen.add(structure)
+                yield structure
+
+
+def _layouts(model: ModelSpec, selections: bool, context: bool) -> Iterator[dict[str, Any]]:
+    """Fields of layouts, those that most jobs have first."""
+    experts = (1, 2) if model.experts else (1,)
+    kinds = [*product(USUAL, [{}])]
+    kinds += product(SELECTED, [{}]) if selections else ()
+    kinds += product(USUAL, CONTEXT_PARALLEL) if context else ()
+    for recomputation, over_context in kinds:
+        for tp, rows, ep in product(TENSOR_PARALLEL, (1, 2), experts):
+            if not _is_split(model, tp):
+                continue
+            for sequence_parallel in (False, True)[: 1 + (tp > 1)]:
+                yield {
+                    "tensor_parallel": tp,
+                    "sequence_parallel": sequence_parallel,
+                    "expert_parallel": ep,
+                    "data_parallel": ep,
+                    "micro_batch_size": rows,
+                    "global_batch_size": rows * ep,
+                    **recomputation,
+                    **over_context,
+                }
 
 
 def _is_split(model: ModelSpec, tp: int) -> bool:

@@ -141,26 +141,35 @@ def structure_of(
         found = found._replace(sequence_parallel=False, pads_vocabulary=entries > model.vocab)
     else:
         found = _of_layer(found._replace(compiled=compiled), model, layout, recomputes)
-    if not heeds_rows(found):
-        found = found._replace(several=False)
-    if not heeds_groups(found):
-        found = found._replace(grouped_queries=False, one_head=False, one_key_head=False)
-    return found
+    return found._replace(
+        several=found.several and heeds_rows(found),
+        grouped_queries=found.grouped_queries and heeds_groups(found),
+        one_head=found.one_head and heeds_one_head(found),
+        one_key_head=found.one_key_head and heeds_one_head(found) and not found.latent,
+    )
 
 
 def heeds_rows(structure: Structure) -> bool:
     """Whether operations differ for micro batches of one sequence; recorded tapes tell."""
-    if structure.unit == "loss":
-        return False
-    if structure.sequence_parallel:
-        return True
-    return structure.learned_positions if structure.unit == "embedding" else heeds_groups(structure)
+    match structure.unit:
+        case "loss":
+            return False
+        case "embedding":
+            return structure.sequence_parallel or structure.learned_positions
+        case "experts" if structure.tensor_parallel:
+            # Ranks take their parts of sequences, and join them.
+            return True
+    return structure.sequence_parallel or structure.unfused or structure.context_form == "all_gather"
 
 
 def heeds_groups(structure: Structure) -> bool:
-    """Whether operations of a layer differ for grouped queries, and for ranks with one head."""
-    special = structure.latent or structure.unfused or bool(structure.context_form)
-    return structure.unit == "experts" or (structure.unit == "dense" and special)
+    """Whether operations of a layer differ for grouped queries."""
+    return structure.unfused or structure.context_form == "all_to_all"
+
+
+def heeds_one_head(structure: Structure) -> bool:
+    """Whether operations of a layer differ where a rank has one head, of queries or of keys."""
+    return heeds_groups(structure) or structure.context_form == "ring" or structure.latent
 
 
 def _of_layer(common: Structure, model: ModelSpec, layout: Layout, recomputes: bool) -> Structure:
