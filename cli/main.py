@@ -12,6 +12,7 @@ COMMANDS = {
     "suggest": "cli.suggest",
     "explain": "cli.explain",
     "check": "cli.check",
+    "export": "cli.export",
     "launch": "cli.launch",
     "timeline": "cli.timeline",
     "dryrun": "cli.dryrun",

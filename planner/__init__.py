@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from planner.budget.goodput import Failures
     from planner.explanation.explanation import Explanation, explain
     from planner.formats.check import Check, check
+    from planner.formats.export import Export
+    from planner.formats.targets import export
     from planner.plan import Plan
     from planner.ranking.result import SearchResult
     from planner.world_sizes import Size, Sizes, sizes
@@ -27,6 +29,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Check",
     "Explanation",
+    "Export",
     "Failures",
     "InputError",
     "NoLayoutFits",
@@ -38,6 +41,7 @@ __all__ = [
     "check",
     "evaluate",
     "explain",
+    "export",
     "search",
     "sizes",
     "suggest",
@@ -50,6 +54,8 @@ _NAMES = {
     "planner.world_sizes": ("Size", "Sizes", "sizes"),
     "planner.explanation.explanation": ("Explanation", "explain"),
     "planner.formats.check": ("Check", "check"),
+    "planner.formats.export": ("Export",),
+    "planner.formats.targets": ("export",),
     "planner.plan": ("Plan",),
     "planner.ranking.result": ("SearchResult",),
 }

@@ -1,0 +1,98 @@
+"""`planner export`: plans as flags and files of other software, and what these have no words for."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from costmodels import ModelSpec
+from costmodels.spec.layout import Layout
+from planner import Plan, suggest
+from planner.formats.deepspeed_export import export_deepspeed
+from planner.formats.files import read_files
+from tests.support.commands import Command
+
+MODEL = ModelSpec(name="small", layers=8, hidden=1024, heads=8, vocab=32000, seq=2048)
+
+
+@pytest.fixture(scope="module")
+def plan() -> Plan:
+    """A plan for Megatron-LM."""
+    return suggest(MODEL, world_size=8, device="a100-80g", engine="megatron", global_batch_size=32)
+
+
+def test_flags_of_a_file_are_the_plan_again(planner_command: Command, plan: Plan, tmp_path: Path) -> None:
+    saved, flags = tmp_path / "plan.json", tmp_path / "flags.txt"
+    plan.save(saved)
+    code, out, err = planner_command("export", saved, "--to", "megatron", "--out", flags)
+    assert (code, out, err) == (0, "", f"planner: saved {flags}\n")
+    reading = read_files([flags], world_size=8)
+    assert reading.layout == plan.layout
+    code, out, err = planner_command("export", saved, "--to", "megatron")
+    assert (code, out, err) == (0, flags.read_text(), "")
+
+
+def test_deepspeed_has_its_batch_and_stage_and_names_the_rest(
+    planner_command: Command, plan: Plan, tmp_path: Path
+) -> None:
+    saved = tmp_path / "plan.json"
+    plan.save(saved)
+    code, out, _ = planner_command("export", saved, "--to", "deepspeed")
+    values = json.loads(out)
+    assert code == 0 and values["train_batch_size"] == 32
+    product = values["train_micro_batch_size_per_gpu"] * values["gradient_accumulation_steps"]
+    assert product * plan.layout.data_parallel == values["train_batch_size"]
+    assert values["zero_optimization"]["stage"] == plan.layout.zero_stage
+
+
+def test_every_field_that_deepspeed_cannot_say_is_named() -> None:
+    layout = Layout(
+        pipeline_parallel=2,
+        tensor_parallel=2,
+        sequence_parallel=True,
+        context_parallel=2,
+        expert_parallel=2,
+        data_parallel=4,
+        layers_per_stage=(4, 4),
+        zero_stage=1,
+        zero_replicas=2,
+        recompute="selective",
+        offload_activations=True,
+        offload_optimizer=True,
+        optimizer="muon",
+        precision="fp8",
+        global_batch_size=16,
+    )
+    found = export_deepspeed(layout)
+    assert {text.partition("=")[0] for text in found.inexpressible} == {
+        *("pipeline_parallel", "sequence_parallel", "context_parallel", "expert_parallel", "zero_replicas"),
+        *("recompute", "offload_activations", "optimizer", "precision"),
+    }
+    values = json.loads(found.text)
+    assert values["tensor_parallel"] == {"autotp_size": 2}
+    assert values["zero_optimization"] == {
+        "stage": 1,
+        "offload_optimizer": {"device": "cpu", "pin_memory": True},
+    }
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (("none.json", "--to", "megatron"), "none.json"),
+        (("PLAN", "--to", "megatro"), "did you mean megatron?"),
+        (("PLAN", "--to", "x"), "expected megatron, mindspeed, deepspeed"),
+        (("PLAN",), "--to"),
+        (("PLAN", "--to", "megatron", "--out", "no/such/folder/x"), "no/such/folder"),
+    ],
+)
+def test_wrong_input_is_one_line(
+    planner_command: Command, plan: Plan, tmp_path: Path, arguments: tuple[str, ...], expected: str
+) -> None:
+    saved = tmp_path / "plan.json"
+    plan.save(saved)
+    code, out, err = planner_command("export", *(saved if word == "PLAN" else word for word in arguments))
+    assert (code, out) == (2, "")
+    assert expected in err and len(err.splitlines()) == 1
