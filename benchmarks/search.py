@@ -8,7 +8,9 @@ The first problem is also put to Calculon and llm-analysis, where they are insta
 Layouts priced a second: memory of every legal one and step time of those that fit, without building the
 space, ranking, and playing out the first plans, which the time of the search has too. That is of a search
 that is not the first one of its process; of a whole process, which is the command as an installed package
-runs it (its modules are compiled once, into a folder of this program), the first search is told too.
+runs it (its modules are compiled once, into a folder of this program), the first search is told too, and how
+many times as long it takes as a process that only imports the libraries it stands on: that is timed in turns
+with it, because machines differ.
 """
 
 from __future__ import annotations
@@ -41,6 +43,9 @@ PROBLEMS: list[tuple[str, dict[str, Any]]] = [
     ("deepseek-v3", {"world_size": 2048, "device": "h100-sxm", "max_global_batch_size": 15360}),
 ]
 
+LIBRARIES = "import numpy, pydantic, typer, rich"
+"""What a process that searches cannot do without."""
+
 REPEATS = 3
 """The quickest of these is reported: the rest is other work on the machine."""
 
@@ -54,7 +59,7 @@ def measure(model: str, arguments: dict[str, Any], system: str | None) -> dict[s
         text for name, value in arguments.items() for text in (f"--{name.replace('_', '-')}", str(value))
     ]
     command = [sys.executable, "-m", "planner", "suggest", "--model", model, *flags]
-    whole, first = _process(command)
+    whole, first, libraries = _process(command)
     return {
         "model": model,
         **arguments,
@@ -66,6 +71,7 @@ def measure(model: str, arguments: dict[str, Any], system: str | None) -> dict[s
         "priced_per_s": results[0].legal / pricing,
         "first_search_s": first,
         "process_s": whole,
+        "process_to_libraries": whole / libraries,
         "solved": results[0].solutions,
         "others": [] if model != PROBLEMS[0][0] else _others(results[0], system),
     }
@@ -90,25 +96,34 @@ def _pricing(result: SearchResult) -> float:
     return time.perf_counter() - started
 
 
-def _process(command: list[str]) -> tuple[float, float]:
-    """Seconds of a whole process, and of the search in it: the least of several."""
+def _process(command: list[str]) -> tuple[float, float, float]:
+    """Seconds of a whole process, of the search in it, and of importing `LIBRARIES`: the least of several."""
     kept = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
-    whole, first = [], []
+    whole, first, libraries = [], [], []
     with tempfile.TemporaryDirectory() as folder:
+        environment = {**kept, "PYTHONPYCACHEPREFIX": folder}
         for _ in range(1 + REPEATS):
-            started = time.perf_counter()
-            done = subprocess.run(
-                command,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL,
-                check=True,
-                text=True,
-                env={**kept, "PYTHONPYCACHEPREFIX": folder},
-            )
-            whole.append(time.perf_counter() - started)
-            first += [float(text) for text in re.findall(r" fit; ([\d.]+) s$", done.stdout, re.MULTILINE)]
-    # The first process has compiled the modules.
-    return min(whole[1:]), min(first[1:])
+            seconds, _ = _run([sys.executable, "-c", LIBRARIES], environment)
+            libraries.append(seconds)
+            seconds, text = _run(command, environment)
+            whole.append(seconds)
+            first += [float(found) for found in re.findall(r" fit; ([\d.]+) s$", text, re.MULTILINE)]
+    # The first processes have compiled the modules.
+    return min(whole[1:]), min(first[1:]), min(libraries[1:])
+
+
+def _run(command: list[str], environment: dict[str, str]) -> tuple[float, str]:
+    """Seconds of a command, and what it prints."""
+    started = time.perf_counter()
+    done = subprocess.run(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        check=True,
+        text=True,
+        env=environment,
+    )
+    return time.perf_counter() - started, done.stdout
 
 
 def _print(row: dict[str, Any]) -> None:
@@ -120,7 +135,8 @@ def _print(row: dict[str, Any]) -> None:
         f"({row['priced_per_s']:,.0f} a second), {row['feasible']:,} fit; "
         f"{row['solved']:,} with solved degrees among them; "
         f"search {row['search_s']:.3f} s; whole process {row['process_s']:.2f} s, its first search "
-        f"{row['first_search_s']:.3f} s",
+        f"{row['first_search_s']:.3f} s; {row['process_to_libraries']:.1f} x importing numpy, pydantic, "
+        "typer and rich",
         flush=True,
     )
     for other in row["others"]:
