@@ -131,6 +131,10 @@ class _Sizes:
         if structure.context_form:
             self.cp = structure.context_ranks if structure.context_ranks > 1 else own["cp"]
         self.ep = own["ep"] if structure.expert_parallel else 1
+        if structure.loop_of_experts and self.ep > 1:
+            # Groups of experts are whole.
+            groups = structure.loop_choices[1]
+            self.ep *= groups // math.gcd(groups, structure.loop_of_experts)
         self.etp = structure.expert_ranks
         if structure.expert_tensor_parallel and self.etp == 1:
             self.etp = own["etp"]

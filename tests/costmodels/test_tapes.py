@@ -10,7 +10,9 @@ import pytest
 from hypothesis import given
 
 from costmodels import Layout, ModelSpec
+from costmodels.catalogue import load_model
 from costmodels.tapes import store
+from costmodels.tapes.coverage import structures_of_model
 from costmodels.tapes.dimensions import dimensions
 from costmodels.tapes.structure import Structure, structure_of, units_of_stage
 from costmodels.tapes.tape import (
@@ -83,6 +85,16 @@ def test_equal_tapes_make_equal_files(tmp_path: Path) -> None:
     for path in files:
         store.write_tapes({Structure("head", "bf16"): TAPE}, path)
     assert files[0].read_bytes() == files[1].read_bytes()
+
+
+@pytest.mark.parametrize("name", ["llama3-70b", "gpt3-175b"])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_the_package_has_the_tapes_of_models(name: str, compiled: bool) -> None:
+    version = store.packaged_versions()[-1]
+    names = set(store.structure_names(store.path_of(version)))
+    structures = list(structures_of_model(load_model(name), compiled))
+    assert len(structures) > 20
+    assert {one.name for one in structures} <= names
 
 
 def test_a_stage_is_a_chain_of_units() -> None:

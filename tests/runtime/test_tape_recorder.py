@@ -106,6 +106,7 @@ LATENT = ModelSpec.model_validate(
         (ROUTED, "experts", {"tensor_parallel": 2}),
         (ROUTED, "experts", {"expert_parallel": 2, "data_parallel": 2, "recompute": "full"}),
         (ROUTED, "experts", {"expert_parallel": 2, "expert_tensor_parallel": 2, "data_parallel": 4}),
+        (ROUTED, "experts", {"precision": "fp16", "expert_parallel": 2, "data_parallel": 2}),
         (LATENT, "dense", {"tensor_parallel": 2, "sequence_parallel": True}),
     ],
 )
