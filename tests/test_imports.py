@@ -97,7 +97,7 @@ def test_folders_import_from_those_below_them(package: str) -> None:
 @pytest.mark.parametrize("package", ORDER)
 def test_no_module_imports_itself_by_others(package: str) -> None:
     known = {name.removesuffix(".__init__"): file for name, file in modules(package).items()}
-    graph = nx.DiGraph()
+    graph: nx.DiGraph[str] = nx.DiGraph()
     for module, file in known.items():
         for name in imported(file):
             target = name if name in known else name.rpartition(".")[0]

@@ -35,8 +35,8 @@ class PreviousRun(BaseModel):
 
     iteration: int = 0
     """The last one that it trained."""
-    global_batch_size: int | None = Field(None, ge=1)
-    micro_batch_size: int | None = Field(None, ge=1)
+    global_batch_size: int | None = Field(default=None, ge=1)
+    micro_batch_size: int | None = Field(default=None, ge=1)
     layout: str = "another layout"
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from typing import Any
 
 import pytest
 
@@ -21,10 +22,10 @@ GROUPS = parse(experts.DATA.read_text(encoding="utf-8"), "experts.yaml")["groups
 def test_every_row_is_a_job_with_its_degrees(group):
     engine = resolve_engine(group["engine"]).with_constants(group.get("switches", {}))
     assert group["precision"] in engine.memory
-    pins = parse_pins(group["pins"], group.get("forbid"))
+    pins: dict[str, Any] = parse_pins(group["pins"], group.get("forbid"))
     assert "arXiv" in group["source"] or "gitee" in group["source"]
     for row in group["rows"]:
-        degrees = parse_layout(row["layout"])
+        degrees: dict[str, Any] = parse_layout(row["layout"])
         resolve_model(row["model"], seq=row.get("seq"))
         # What was pinned for them they did, and what they published divides their devices.
         assert all(

@@ -27,6 +27,7 @@ from benchmarks.fuzz_targets import small_plan
 from costmodels.errors import InputError
 from runtime import checkpoint
 from runtime.checkpoint import metadata, reader
+from runtime.checkpoint.manifest import manifest_text
 from runtime.checkpoint.metadata import METADATA, Place, read_metadata
 from runtime.huggingface.stored_model import StoredModel, is_hugging_face
 from tests.support.commands import Command
@@ -57,7 +58,7 @@ def plant(folder: Path, canary: Path) -> None:
         file.write(fuzz_hostile.dumped(fuzz_hostile.call("posix", "system", canary)))
     (iteration / checkpoint.MANIFEST).unlink()
     records = checkpoint.file_records(iteration)
-    (iteration / checkpoint.MANIFEST).write_text(fuzz_hostile.manifest_text(records))
+    (iteration / checkpoint.MANIFEST).write_text(manifest_text(records))
 
 
 @pytest.mark.slow

@@ -14,6 +14,8 @@ from cli import data
 from planner.options.flags import run
 from runtime.data.indexed_dataset import IndexedDataset
 
+Words = list[str | Path]
+
 
 def planner(*arguments: str | Path) -> int:
     """Run the command as `planner` mounts it; the exit code."""
@@ -34,7 +36,14 @@ def text(tmp_path: Path) -> Path:
 
 
 def test_megatrons_command_line(tmp_path: Path, text: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["--input", text, "--output-prefix", tmp_path / "my-gpt2", "--dataset-impl", "mmap"]
+    arguments: Words = [
+        "--input",
+        text,
+        "--output-prefix",
+        tmp_path / "my-gpt2",
+        "--dataset-impl",
+        "mmap",
+    ]
     arguments += [
         "--tokenizer-type",
         "GPT2BPETokenizer",
@@ -55,7 +64,14 @@ def test_megatrons_command_line(tmp_path: Path, text: Path, capsys: pytest.Captu
 
 def test_inputs_repeat_and_expand(tmp_path: Path, text: Path) -> None:
     (tmp_path / "more.txt").write_text("more")
-    arguments = ["--input", tmp_path / "corp*.json", "--input", tmp_path / "more.txt", "--workers", "1"]
+    arguments: Words = [
+        "--input",
+        tmp_path / "corp*.json",
+        "--input",
+        tmp_path / "more.txt",
+        "--workers",
+        "1",
+    ]
     arguments += ["--output-prefix", tmp_path / "out", "--tokenizer-type", "ByteTokenizer"]
     assert planner("data", "prepare", *arguments) == 0
     dataset = IndexedDataset(tmp_path / "out_text_document")
@@ -65,7 +81,7 @@ def test_inputs_repeat_and_expand(tmp_path: Path, text: Path) -> None:
 def test_several_keys_and_files_as_megatron_takes_them(tmp_path: Path) -> None:
     path = tmp_path / "in.json"
     path.write_text('{"text": "ab", "title": ["c", "d"]}\n')
-    arguments = ["--input", path, path, "--json-keys", "text", "title", "--workers", "1"]
+    arguments: Words = ["--input", path, path, "--json-keys", "text", "title", "--workers", "1"]
     arguments += ["--output-prefix", tmp_path / "out", "--tokenizer-type", "ByteTokenizer"]
     assert planner("data", "prepare", *arguments) == 0
     assert IndexedDataset(tmp_path / "out_text_document").tokens.tolist() == [97, 98] * 2
@@ -75,7 +91,13 @@ def test_several_keys_and_files_as_megatron_takes_them(tmp_path: Path) -> None:
 def test_merge_and_info(tmp_path: Path, text: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "parts").mkdir()
     for name in ("a", "b"):
-        arguments = ["--input", text, "--output-prefix", tmp_path / "parts" / name, "--append-eod"]
+        arguments: Words = [
+            "--input",
+            text,
+            "--output-prefix",
+            tmp_path / "parts" / name,
+            "--append-eod",
+        ]
         assert planner("data", "prepare", *arguments, "--workers", "1") == 0
     capsys.readouterr()
     assert planner("data", "merge", "--input", tmp_path / "parts", "--output-prefix", tmp_path / "all") == 0
@@ -99,7 +121,14 @@ def test_pairs_are_read_and_merged_as_their_tokenizer_prepared_them(
     tmp_path: Path, text: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for name, kind in (("a", "ByteTokenizer"), ("b", "GPT2BPETokenizer")):
-        arguments = ["--input", text, "--output-prefix", tmp_path / name, "--tokenizer-type", kind]
+        arguments: Words = [
+            "--input",
+            text,
+            "--output-prefix",
+            tmp_path / name,
+            "--tokenizer-type",
+            kind,
+        ]
         assert planner("data", "prepare", *arguments, "--workers", "1") == 0
     a, b = (tmp_path / f"{name}_text_document" for name in "ab")
     capsys.readouterr()

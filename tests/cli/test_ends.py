@@ -126,7 +126,7 @@ def test_generation_says_what_it_waits_for(planner_command: Command, monkeypatch
         print("text")
 
     monkeypatch.setattr(command, "run", run)
-    assert generate.Status is Status
+    assert vars(generate)["Status"] is Status
     code, out, err = planner_command("generate", "--load", "x", "--prompt", "y")
     assert (code, out) == (0, "text\n")
     assert err == "planner: loading PyTorch\nplanner: reading the model\n"

@@ -1,5 +1,7 @@
 """The catalogues: every entry loads, matches what its authors published, and errors are one line."""
 
+import os
+import platform
 import re
 import sys
 import time
@@ -389,7 +391,7 @@ def cpuinfo(vendor: str, family: int, model: int, name: str, flags: str) -> str:
     ],
 )
 def test_flops_per_cycle_by_processor(monkeypatch, text, fp32, bf16) -> None:  # type: ignore[no-untyped-def]
-    monkeypatch.setattr(local_machine.platform, "machine", lambda: "x86_64")
+    monkeypatch.setattr(platform, "machine", lambda: "x86_64")
     core = local_machine.describe_core(text)
     assert core.flops_per_cycle["fp32"] == fp32
     assert core.flops_per_cycle.get("bf16") == bf16
@@ -398,7 +400,7 @@ def test_flops_per_cycle_by_processor(monkeypatch, text, fp32, bf16) -> None:  #
 
 
 def test_an_arm_server_states_no_clock(monkeypatch) -> None:  # type: ignore[no-untyped-def]
-    monkeypatch.setattr(local_machine.platform, "machine", lambda: "aarch64")
+    monkeypatch.setattr(platform, "machine", lambda: "aarch64")
     monkeypatch.setattr(sys, "platform", "linux")
     core = local_machine.describe_core(
         "processor\t: 0\nFeatures\t: fp asimd sve bf16\nCPU implementer\t: 0x41\n"
@@ -411,7 +413,7 @@ def test_a_host_without_proc_is_described_too(monkeypatch, tmp_path) -> None:  #
     for name in ("CPUINFO", "MEMINFO", "MAXIMAL_CLOCK"):
         monkeypatch.setattr(local_machine, name, tmp_path / "absent")
     monkeypatch.setattr(local_machine, "CGROUP_LIMITS", ())
-    monkeypatch.delattr(local_machine.os, "sched_getaffinity", raising=False)
+    monkeypatch.delattr(os, "sched_getaffinity", raising=False)
     device = local_machine.host_device(2)
     assert device.peak_flops["fp32"] > 0
     assert device.memory_bytes > 2**28

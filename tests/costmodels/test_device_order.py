@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import cache
 from itertools import permutations
+from typing import Any
 
 import pytest
 
@@ -13,7 +14,7 @@ from costmodels.spec.hardware import Precision
 from costmodels.spec.table import LayoutTable
 
 GPT = load_model("gpt-22b")
-LAYOUTS = [
+LAYOUTS: list[dict[str, Any]] = [
     {"tensor_parallel": 8, "pipeline_parallel": 2, "micro_batch_size": 2},
     {"tensor_parallel": 2, "data_parallel": 8, "zero_stage": 3},
     {"data_parallel": 16, "zero_stage": 1, "recompute": "full"},

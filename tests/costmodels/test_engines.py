@@ -1,6 +1,7 @@
 """The engine catalogue, and constants that differ by device."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -72,7 +73,7 @@ def test_files_from_before_constants_had_groups_are_read(name):
     former = {present: old for old, present in former_names().items()}
 
     def flat(fields):
-        result = {}
+        result: dict[str, Any] = {}
         for group, value in fields.items():
             inner = value if group in GROUPS else {}
             result |= {former[group, field]: number for field, number in inner.items()}

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from costmodels import MemoryPolicy, price
+from costmodels import LatentAttention, MemoryPolicy, price
 from costmodels.errors import InputError
 from costmodels.memory.peak import stage_memory
 from costmodels.memory.unit_sizes import rank_parameters, unit_sizes
@@ -168,13 +168,15 @@ def test_latent_attention_parameters_add_up(engine, layout):
         expert_ffn=1408,
         shared_expert_ffn=2816,
         dense_layers=1,
-        latent_attention={
-            "q_lora_rank": 0,
-            "kv_lora_rank": 512,
-            "qk_nope_head_dim": 128,
-            "qk_rope_head_dim": 64,
-            "v_head_dim": 128,
-        },
+        latent_attention=LatentAttention.model_validate(
+            {
+                "q_lora_rank": 0,
+                "kv_lora_rank": 512,
+                "qk_nope_head_dim": 128,
+                "qk_rope_head_dim": 64,
+                "v_head_dim": 128,
+            }
+        ),
     )
     for bias in (False, True):
         model = ModelSpec.model_validate({**deepseek.model_dump(), "linear_bias": bias})

@@ -1,5 +1,7 @@
 """Seconds of operators: rooflines, attention kernels, recomputation and the launch floor."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -23,7 +25,8 @@ def layer_passes(model, device, engine, table, cluster):
 
 def test_matrix_products_run_at_the_roofline():
     def gemm(m, k, n):
-        return Gemm(*(np.array([float(size)]) for size in (m, k, n)), times=np.ones(1))
+        rows, inner, columns = (np.array([float(size)]) for size in (m, k, n))
+        return Gemm(rows, inner, columns, times=np.ones(1))
 
     large, thin = gemm(8192, 8192, 8192), gemm(1, 8192, 8192)
     rates = GemmRates(flops=250e12, wide_flops=125e12, bandwidth=2e12, element=2)
@@ -36,7 +39,8 @@ def test_matrix_products_run_at_the_roofline():
 
 
 def test_small_products_pay_for_their_launch_their_last_wave_and_a_narrow_inside():
-    small = Gemm(*(np.array([256.0]) for _ in range(3)), times=np.ones(1))
+    side = np.array([256.0])
+    small = Gemm(side, side, side, times=np.ones(1))
     plain = GemmRates(flops=250e12, wide_flops=250e12, bandwidth=1e15, element=2)
     free = gemm_seconds((small,), plain)[0]
     assert gemm_seconds((small,), plain._replace(launch=5e-6))[0] == pytest.approx(free + 5e-6)
@@ -97,7 +101,7 @@ def test_the_host_bounds_small_layers(gpt, a100, engine, layout, cluster):
 
 
 def test_on_a_cpu_launching_adds_to_computing(gpt, a100, engine, layout, cluster):
-    degrees = ({}, {"tp": 2}, {"tp": 2, "sp": True})
+    degrees: tuple[dict[str, Any], ...] = ({}, {"tp": 2}, {"tp": 2, "sp": True})
     table = LayoutTable.of([layout(gpt, **degree) for degree in degrees])
     slow = engine(
         "megatron", host_layer_overhead=0.5, host_tensor_parallel=3.0, host_sequence_parallel=5.0, devices={}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -11,7 +13,7 @@ from costmodels.spec.table import LayoutTable
 from costmodels.time.simulation import StageSeconds
 from costmodels.timeline import timeline
 
-SHAPES = [
+SHAPES: list[dict[str, Any]] = [
     {"tp": 4, "pp": 4, "dp": 4, "m": 12},
     {"tp": 2, "pp": 8, "dp": 4, "m": 9, "layers_per_stage": (3, 2, 2, 2, 2, 2, 2, 1)},
     {"tp": 2, "sp": True, "pp": 4, "vpp": 4, "dp": 8, "m": 8, "recompute": "full"},

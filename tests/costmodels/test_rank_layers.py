@@ -1,6 +1,7 @@
 """Closed forms of the pipeline against schedules played out slot by slot."""
 
 from dataclasses import fields
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -65,7 +66,7 @@ def test_few_ranks_decide_for_all(mixture, layout):
     names = [field.name for field in fields(Ranks) if field.name != "count"]
     for row, each in enumerate(layouts):
         every = all_ranks(each.layers_per_stage, each.pipeline_parallel, mixture.dense_layers)
-        row_ranks = deciding.each(lambda held, row=row: held[row])
+        row_ranks = deciding.each(itemgetter(row))
         assert deciding.count[row].sum() == each.pipeline_parallel
         assert (deciding.count[row] @ deciding.dense[row]) == mixture.dense_layers
         assert (deciding.count[row] @ deciding.layers[row]) == mixture.layers
@@ -84,7 +85,7 @@ def test_equal_stages_have_the_bubble_of_the_textbook():
 def test_an_equal_pipeline_takes_as_long_as_when_played_out():
     """(m + pp - 1) (f + b) for 1F1B with equal stages, from its dependencies alone."""
     pp, m, f, b = 4, 8, 1.0, 2.0
-    done = {}
+    done: dict[Any, Any] = {}
     orders = []
     for rank in range(pp):
         warm_up = pp - rank - 1

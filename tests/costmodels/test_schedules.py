@@ -99,8 +99,8 @@ def test_the_bubble_is_that_of_the_schedule(schedule, pipeline, chunks, micro_ba
         action_order(schedule, pipeline, chunks, micro_batches),
         {kind: [time] * stages for kind, time in zip("FIW", seconds, strict=True)},
     )
-    whole = [np.full((1, 1), time * chunks) for time in seconds]
-    bubble, _ = split_bubble_seconds(LayoutTable.of([layout]), *whole, np.full((1, 1), float(pipeline)))
+    f, i, w = (np.full((1, 1), time * chunks) for time in seconds)
+    bubble, _ = split_bubble_seconds(LayoutTable.of([layout]), f, i, w, np.full((1, 1), float(pipeline)))
     assert micro_batches * chunks * sum(seconds) + bubble[0] == pytest.approx(played)
 
 
@@ -110,21 +110,21 @@ def test_a_head_makes_its_rank_the_slowest_and_the_others_wait(schedule):
     layout = layout_of(schedule, pipeline, 2, micro_batches)
     times = {kind: [time] * 7 + [1.5 * time] for kind, time in (("F", 1.0), ("I", 1.3), ("W", 1.0))}
     played = played_seconds(action_order(schedule, pipeline, 2, micro_batches), times)
-    ranks = [
+    f, i, w = (
         np.array([[sum(times[kind][stage] for stage in layout.stages_of(rank)) for rank in range(pipeline)]])
         for kind in "FIW"
-    ]
-    bubble, _ = split_bubble_seconds(LayoutTable.of([layout]), *ranks, np.ones((1, pipeline)))
-    assert micro_batches * sum(ranks).max() + bubble[0] == pytest.approx(played, rel=0.05)
+    )
+    bubble, _ = split_bubble_seconds(LayoutTable.of([layout]), f, i, w, np.ones((1, pipeline)))
+    assert micro_batches * (f + i + w).max() + bubble[0] == pytest.approx(played, rel=0.05)
 
 
 def test_zero_bubble_schedules_leave_less_idle_than_interleaving():
-    times = [np.full((1, 1), 2.0)] * 3
+    time = np.full((1, 1), 2.0)
     count, chunks = np.full((1, 1), 4.0), np.full(1, 2.0)
-    interleaved = bubble_seconds(sum(times), count, chunks)[0]
+    interleaved = bubble_seconds(3 * time, count, chunks)[0]
     for schedule in SPLIT_BACKWARD:
         table = LayoutTable.of([layout_of(schedule, 4, 2, 16)])
-        assert split_bubble_seconds(table, *times, count)[0][0] == pytest.approx(interleaved / 3)
+        assert split_bubble_seconds(table, time, time, time, count)[0][0] == pytest.approx(interleaved / 3)
 
 
 @pytest.mark.parametrize(("pipeline", "chunks", "micro_batches"), [*CASES, (4, 3, 16)])

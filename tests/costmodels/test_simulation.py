@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import zip_longest
+from typing import Any
 
 import networkx as nx
 import numpy as np
@@ -28,13 +29,13 @@ def chunks_of(schedule: Schedule, wanted: int = 2) -> int:
 
 
 def equal(stages: int, forward=1.0, inputs=1.25, weights=0.75, send=0.0) -> StageSeconds:
-    times = (np.full(stages, seconds) for seconds in (forward, inputs, weights))
-    return StageSeconds(*times, send=np.full(stages - 1, send))
+    f, i, w = (np.full(stages, seconds) for seconds in (forward, inputs, weights))
+    return StageSeconds(f, i, w, send=np.full(stages - 1, send))
 
 
 def unequal(stages: int, rng: np.random.Generator, spread: float, send: float) -> StageSeconds:
-    times = (rng.uniform(1 - spread, 1 + spread, stages) for _ in range(3))
-    return StageSeconds(*times, send=rng.uniform(0, send, stages - 1))
+    f, i, w = (rng.uniform(1 - spread, 1 + spread, stages) for _ in range(3))
+    return StageSeconds(f, i, w, send=rng.uniform(0, send, stages - 1))
 
 
 @st.composite
@@ -62,7 +63,7 @@ def longest_path(schedule, pipeline, chunks, micro_batches, seconds: StageSecond
     took["B"] = seconds.inputs + seconds.weights
     backward = {(a.stage, a.micro_batch): a for order in actions for a in order if a.kind in "BI"}
     forward = {(a.stage, a.micro_batch): a for order in actions for a in order if a.kind == "F"}
-    paths = nx.DiGraph()
+    paths: nx.DiGraph[Any] = nx.DiGraph()
     for order in actions:
         for action in order:
             # Each edge carries the seconds of the pass before it and what lies between the two.
@@ -245,7 +246,9 @@ def test_no_rank_sends_more_than_its_link_carries(schedule, pipeline, send):
 def test_slower_messages_never_make_a_step_shorter(problem, more):
     numbers, seconds = problem
     slower = StageSeconds(seconds.forward, seconds.inputs, seconds.weights, seconds.send + more)
-    assert simulate(*numbers, slower).seconds >= simulate(*numbers, seconds).seconds * (1 - 1e-12)
+    assert simulate(*numbers, seconds=slower).seconds >= simulate(*numbers, seconds=seconds).seconds * (
+        1 - 1e-12
+    )
 
 
 def table_of(schedule, pipeline, chunks, micro_batches) -> LayoutTable:

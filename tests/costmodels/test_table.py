@@ -31,8 +31,8 @@ def layouts(draw: st.DrawFn) -> Layout:
     ep = draw(st.sampled_from([1, 2])) if tp * cp * dp > 1 else 1
     chunks = draw(st.integers(1, 3)) if pp > 1 else 1
     schedule = draw(st.sampled_from([name for name in SCHEDULES if schedule_takes(name, chunks)]))
-    zero = draw(st.integers(0, 3)) if dp * cp > 1 else 0
-    recompute = draw(st.sampled_from(["none", "selective", "full"]))
+    zero: Any = draw(st.integers(0, 3)) if dp * cp > 1 else 0
+    recompute: Any = draw(st.sampled_from(["none", "selective", "full"]))
     offloads = draw(st.booleans())
     modules = draw(st.sets(st.sampled_from(RECOMPUTE_MODULES), min_size=1))
     fields: dict[str, Any] = {

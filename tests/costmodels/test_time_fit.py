@@ -8,6 +8,7 @@ import pytest
 from costmodels import Cluster, price
 from costmodels.calibration.accuracy import FITTED_SOURCES
 from costmodels.calibration.measurements import Measurement
+from costmodels.calibration.priors import Prior
 from costmodels.calibration.time_fit import (
     TimeFitPlan,
     fit_spread,
@@ -30,8 +31,8 @@ PLAN = TimeFitPlan(
     sources=("here",),
     tolerance=0.02,
     constants={
-        "gemm.efficiency": {"start": 0.8, "within": 2.0, "limits": (0.3, 1.0)},
-        "elementwise.loss_bytes": {"start": 24, "within": 5.0, "limits": (4, 250)},
+        "gemm.efficiency": Prior(start=0.8, within=2.0, limits=(0.3, 1.0)),
+        "elementwise.loss_bytes": Prior(start=24, within=5.0, limits=(4, 250)),
     },
 )
 

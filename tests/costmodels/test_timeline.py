@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from typing import Any
 
 import pytest
 
@@ -66,7 +67,7 @@ def test_a_trace_has_a_row_for_each_rank_and_names_passes(timeline_of, tmp_path)
     passes = [e for e in events if e["ph"] == "X" and e["pid"] == 0]
     assert len(passes) == 2 * 4 * 4
     assert {e["name"] for e in passes} == {f"{k}{i}.{c}" for k in "FB" for i in range(4) for c in range(2)}
-    last = {}
+    last: dict[Any, Any] = {}
     for event in passes:
         assert event["ts"] >= last.get(event["tid"], 0.0) - 1e-6
         last[event["tid"]] = event["ts"] + event["dur"]

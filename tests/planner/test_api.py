@@ -51,7 +51,7 @@ def test_help_lists_every_keyword_of_a_question(ask: Any) -> None:
 
 
 def test_none_stands_for_a_keyword_that_is_left_out() -> None:
-    job = {"world_size": 2, "global_batch_size": 4}
+    job: Any = {"world_size": 2, "global_batch_size": 4}
     left_out: Any = dict.fromkeys(SearchKeywords.__annotations__)
     plain = planner.suggest("gpt2-nano", **job)
     assert planner.suggest("gpt2-nano", **left_out | job) == plain

@@ -177,7 +177,7 @@ def test_the_search_finds_what_brute_force_finds(
     heads: tuple[int, int],
     seq: int,
     vocab: int,
-    job: tuple[int, dict[str, int]],
+    job: tuple[int, dict[str, Any]],
     size: int,
     maximum: bool,
     share: float,
@@ -197,6 +197,7 @@ def test_the_search_finds_what_brute_force_finds(
     }
     model = ModelSpec(name="tiny", layers=layers, vocab=vocab, seq=seq, **heads_sizes, **experts)
     batch, cluster = Batch(size, maximum), CLUSTERS[world]
+    sizes: dict[str, Any] = {str(batch).split()[0]: size}
     found = brute(model, world, batch)
     if not found.legal:
         return
@@ -211,7 +212,7 @@ def test_the_search_finds_what_brute_force_finds(
         device_memory_gib=limit,
         engine=ENGINE,
         pin=NO_OFFLOADING,
-        **{str(batch).split()[0]: size},
+        **sizes,
     )
     fits = memory <= limit * GIB
     assert (result.considered - result.solutions, result.legal - result.solutions) == (

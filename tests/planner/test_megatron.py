@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from costmodels.catalogue import load_model
@@ -18,7 +20,8 @@ def test_every_accepted_flag_changes_nothing() -> None:
         values = field.metadata["accepted"]
         for value in values or (True,):
             given = "4" if value == WHOLE else value
-            assert ParallelOptions(**{field.name: given}, bf16=True).pins(GPT) == {"precision": "bf16"}
+            chosen: dict[str, Any] = {field.name: given}
+            assert ParallelOptions(**chosen, bf16=True).pins(GPT) == {"precision": "bf16"}
         assert field.metadata["help"]
 
 
@@ -40,8 +43,9 @@ def test_every_accepted_flag_changes_nothing() -> None:
     ],
 )
 def test_a_value_that_means_something_else_is_refused(name: str, value: str, instead: str) -> None:
+    options: dict[str, Any] = {name: value}
     with pytest.raises(InputError) as caught:
-        ParallelOptions(**{name: value}).pins(GPT)
+        ParallelOptions(**options).pins(GPT)
     line = str(caught.value)
     assert line.startswith(f"--{name.replace('_', '-')} {value}: ") and instead in line
 

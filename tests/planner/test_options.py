@@ -242,11 +242,11 @@ GPT = load_model("gpt-22b")
 def test_megatrons_parallel_flags_are_pins() -> None:
     options = ParallelOptions(
         pin=["dp=2"],
-        tensor_model_parallel_size=4,
-        pipeline_model_parallel_size=8,
+        tensor_model_parallel_size="4",
+        pipeline_model_parallel_size="8",
         num_layers_per_virtual_pipeline_stage=3,
         sequence_parallel=True,
-        micro_batch_size=2,
+        micro_batch_size="2",
         recompute_granularity="full",
         use_distributed_optimizer=True,
         bf16=True,
@@ -438,7 +438,8 @@ def test_degrees_have_short_flags_too() -> None:
 
 def test_layers_beside_swapped_attention_recompute_their_mlp() -> None:
     model = ModelSpec(name="small", layers=8, hidden=64, heads=4, vocab=1000, seq=128)
-    for more in ({}, {"recompute_method": "block"}):
+    choices: tuple[dict[str, Any], ...] = ({}, {"recompute_method": "block"})
+    for more in choices:
         options = ParallelOptions(swap_attention=True, recompute_num_layers=2, **more)
         assert not options.notes()
         assert options.pins(model) == {

@@ -66,7 +66,7 @@ def slowest(model: ModelSpec, cluster: Cluster, table: LayoutTable) -> Floats:
     share=st.sampled_from([0.0, 0.02, 0.1, 0.3, 1.0]),
 )
 def test_no_split_that_fits_has_a_faster_slowest_stage(
-    layers: int, pipeline: int, vocab: int, expert_ffn: int, dense: int, recompute: str, share: float
+    layers: int, pipeline: int, vocab: int, expert_ffn: int, dense: int, recompute: Any, share: float
 ) -> None:
     pipeline = min(pipeline, layers)
     model = spec(layers, vocab, expert_ffn, dense)

@@ -25,7 +25,7 @@ SIGMOID = short("mixtral", router=Router(score="sigmoid", normalised=False))
 STRONG = {"moe_aux_loss_coeff": 0.5, "moe_z_loss_coeff": 0.1}
 """Coefficients whose part of the gradient is far above rounding."""
 
-OBJECTIVES = (
+OBJECTIVES: tuple[tuple[ModelSpec, str, dict[str, Any]], ...] = (
     (short("mixtral"), "gbs=4,mbs=2", {"moe_router_load_balancing_type": "aux_loss"}),
     (short("mixtral"), "gbs=4,mbs=2", {"moe_router_load_balancing_type": "seq_aux_loss"}),
     (SIGMOID, "gbs=4,mbs=4", {"moe_router_load_balancing_type": "aux_loss"}),

@@ -123,7 +123,15 @@ def test_a_run_resumes_in_the_middle_of_a_ramp(tmp_path: Path) -> None:
     ]
     whole = forked([*common, "--log-dir", folders["whole"]], 2, tmp_path / "log")
     assert whole.exit_code() == 0, whole.output()
-    parts = [*common, "--log-dir", folders["parts"], "--save", folders["parts"], "--load", folders["parts"]]
+    parts: list[str | Path] = [
+        *common,
+        "--log-dir",
+        folders["parts"],
+        "--save",
+        folders["parts"],
+        "--load",
+        folders["parts"],
+    ]
     for number in range(2):
         stop = ["--exit-interval", "4"] if number == 0 else []
         part = forked([*parts, *stop], 2, tmp_path / f"log{number}")

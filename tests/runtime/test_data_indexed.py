@@ -211,7 +211,7 @@ def merged(folder: Path, inputs: list[Path]) -> IndexedDataset:
 
 
 def test_merged_pairs_are_those_of_one_writer(tmp_path: Path) -> None:
-    parts = [[[5, 6], []], [[], [7]], [[]], [[1, 2, 3]]]
+    parts: list[list[list[int]]] = [[[5, 6], []], [[], [7]], [[]], [[1, 2, 3]]]
     for number, documents in enumerate(parts):
         write(tmp_path / f"in{number}", documents)
     (tmp_path / "README.md").write_text("not a pair")

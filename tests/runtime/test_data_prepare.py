@@ -11,7 +11,7 @@ import os
 import signal
 import struct
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from importlib import import_module
 from itertools import pairwise
@@ -187,7 +187,9 @@ def compress(data: bytes, ending: str) -> bytes:
         half = len(data) // 2
         compressor = zstandard.ZstdCompressor()
         return compressor.compress(data[:half]) + compressor.compress(data[half:])
-    return {"gz": gzip.compress, "bz2": bz2.compress, "xz": lzma.compress}[ending](data)
+    compress: dict[str, Callable[[bytes], bytes]]
+    compress = {"gz": gzip.compress, "bz2": bz2.compress, "xz": lzma.compress}
+    return compress[ending](data)
 
 
 @pytest.mark.parametrize("ending", ["gz", "bz2", "xz", "zst"])

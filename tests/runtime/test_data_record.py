@@ -61,7 +61,7 @@ def unrecorded(prefix: Path, ids: list[int]) -> Path:
 
 def record(prefix: Path) -> str | None:
     found = read_record(IndexedDataset(prefix))
-    return found and found.name
+    return None if found is None else found.name
 
 
 def test_pairs_of_two_tokenizers_are_not_merged(tmp_path: Path, corpus: Made) -> None:

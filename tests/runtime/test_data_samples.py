@@ -258,14 +258,14 @@ def test_a_run_that_becomes_longer_keeps_its_order(tmp_path: Path, words: list[s
         corpus(tmp_path, list(range(1, 20)), name, first)
     path = [word.format(tmp_path / "a", tmp_path / "b") for word in words]
     short, long = (build_datasets(path, "1", 4, 1, samples) for samples in (50, 400))
-    first, again = short.train, long.with_train_order(50).train
-    assert first is not None and again is not None and long.train is not None
-    np.testing.assert_array_equal(first.batch(range(300)), again.batch(range(300)))
+    before, again = short.train, long.with_train_order(50).train
+    assert before is not None and again is not None and long.train is not None
+    np.testing.assert_array_equal(before.batch(range(300)), again.batch(range(300)))
     assert long.with_train_order(None) is long and long.with_train_order(400) is long
     if len(words) == 2:
         # Without weights the order is that of one epoch after the other, however long the run.
         return
-    assert not np.array_equal(first.batch(range(50)), long.train.batch(range(50)))
+    assert not np.array_equal(before.batch(range(50)), long.train.batch(range(50)))
 
 
 def test_what_follows_the_order_is_another_order_of_the_same_samples(tmp_path: Path) -> None:

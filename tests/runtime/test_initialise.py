@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -62,4 +63,5 @@ def test_an_untied_head_is_drawn_apart_and_a_tied_stage_head_is_the_embedding() 
     whole = weights(spec)
     assert last.head is not None
     assert torch.equal(last.head.weight, whole["embedding.tokens.weight"])
-    assert torch.equal(last.layers["3"].mlp.up.weight, whole["layers.3.mlp.up.weight"])
+    layer: Any = last.layers["3"]
+    assert torch.equal(layer.mlp.up.weight, whole["layers.3.mlp.up.weight"])

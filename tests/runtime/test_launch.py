@@ -310,8 +310,8 @@ def test_ranks_are_not_forked_beside_a_thread(monkeypatch: pytest.MonkeyPatch) -
         raise SystemExit(0)
 
     monkeypatch.setattr(fork_server, "PRELOADED_MODULES", ())
-    monkeypatch.setattr(fork_server.os, "execv", become)
-    monkeypatch.setattr(fork_server.os, "environ", {})
+    monkeypatch.setattr(os, "execv", become)
+    monkeypatch.setattr(os, "environ", {})
     released = threading.Event()
     thread = threading.Thread(target=released.wait, daemon=True)
     thread.start()
@@ -324,7 +324,7 @@ def test_ranks_are_not_forked_beside_a_thread(monkeypatch: pytest.MonkeyPatch) -
         thread.join()
         os.close(write)
     assert became == [command]
-    assert fork_server.os.environ == environment
+    assert os.environ == environment
 
 
 @pytest.mark.ranks

@@ -208,7 +208,9 @@ def test_event_files_that_cannot_be_written_end_nothing(
 
 
 def test_tensorboard_reads_the_events(tmp_path: Path) -> None:
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    from tensorboard.backend.event_processing.event_accumulator import (  # type: ignore[import-untyped]
+        EventAccumulator,
+    )
 
     recorder = Recorder(None, str(tmp_path), 0)
     recorder.evaluation(0, 6.5, 0)

@@ -139,7 +139,8 @@ def test_logits_are_those_of_the_written_out_formulas(spec: ModelSpec) -> None:
 @pytest.mark.parametrize("activation", ["gelu", "gelu_tanh", "silu", "relu2"])
 @pytest.mark.parametrize("norm", ["layernorm", "rmsnorm"])
 @pytest.mark.parametrize("gated", [False, True])
-def test_every_activation_and_norm_is_the_formula(activation: str, norm: str, gated: bool) -> None:
+def test_every_activation_and_norm_is_the_formula(activation: Any, norm: Any, gated: bool) -> None:
+    position: Any
     for position, tied, bias in (("none", True, True), ("rope", False, False)):
         spec = ModelSpec(
             **SMALL,

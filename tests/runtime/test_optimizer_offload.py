@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch.distributed.fsdp import CPUOffloadPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 
 from runtime.parallel.data import needs_data_parallel
 from runtime.settings.options import TrainingOptions
@@ -37,7 +37,8 @@ def offload_policies() -> tuple[set[str], set[str]]:
     layout = parse_layout("offload_optimizer=1", SPEC)
     trainer = Trainer(SPEC, layout, TrainingOptions(), CPU)
     assert needs_data_parallel(layout, trainer.grid)
-    states = [m._get_fsdp_state() for m in trainer.executor.stages[0].modules() if hasattr(m, "unshard")]
+    modules = trainer.executor.stages[0].modules()
+    states = [m._get_fsdp_state() for m in modules if isinstance(m, FSDPModule)]
     policies = {type(state._fsdp_param_groups[0].offload_policy).__name__ for state in states}
     return policies, {owned.shard.device.type for owned in trainer.optimizer.owned}
 

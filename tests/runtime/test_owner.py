@@ -47,8 +47,8 @@ def watching(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], None]], 
             now[0] += seconds
             happens()
 
-        monkeypatch.setattr(module.time, "sleep", sleep)
-        monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
+        monkeypatch.setattr(time, "sleep", sleep)
+        monkeypatch.setattr(time, "monotonic", lambda: now[0])
 
     return watch
 

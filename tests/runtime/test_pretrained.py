@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
 
 from costmodels.errors import InputError
 from planner.options.batch import BatchOptions
@@ -49,7 +50,7 @@ def train(model: str, data: DataOptions, runs: list[OutputOptions]) -> str:
             pretrain.train(job)
             dist.destroy_process_group()
     # What the pool waits for.
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     return printed.getvalue()
 
 

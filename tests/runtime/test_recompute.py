@@ -91,7 +91,7 @@ def kept_per_token(spec: ModelSpec, modules: tuple[str, ...], tp: int = 1, sp: b
     """The formulas of runtime.parallel.recomputation, for fp32 on a CPU."""
     e, h, f, part = 4, spec.hidden, spec.ffn / tp, tp if sp else 1
     statistics = (8 if spec.norm == "layernorm" else 4 + 4 * h) / part
-    inputs, outputs = 2 * e * h / part, 2 * e * h
+    inputs, outputs = 2 * e * h / part, 2.0 * e * h
     if "mlp" in modules:
         outputs = e * h + e * h / part
     attention = e * (2 * spec.q_size + 2 * spec.kv_size) / tp + 4 * spec.heads / tp

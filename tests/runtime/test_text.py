@@ -91,8 +91,6 @@ def test_each_split_may_have_its_own_files_and_the_boundaries_their_token(tmp_pa
 )
 def test_data_options_that_do_not_fit_together(tmp_path: Path, fields: dict, message: str) -> None:
     path = write_corpus(tmp_path)
-    fields: dict[str, Any] = {
-        name: [path] if isinstance(value, list) else value for name, value in fields.items()
-    }
+    fields = {name: [path] if isinstance(value, list) else value for name, value in fields.items()}
     with pytest.raises(InputError, match=message):
         open_datasets(DataOptions(**fields), SPEC, seed=1, train_samples=4, valid_samples=2)

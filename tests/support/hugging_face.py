@@ -88,16 +88,14 @@ def skip_unless_there(name: str) -> None:
         pytest.skip(f"transformers {transformers.__version__} is older than {least}")
 
 
-def hugging_face(name: str, folder: Path) -> tuple[torch.nn.Module, ModelSpec]:
+def hugging_face(name: str, folder: Path) -> tuple[Any, ModelSpec]:
     """A model of `MODELS` with weights large enough to show, and what the planner reads of its config."""
     import transformers
 
     model_type, keys = MODELS[name]
     config = transformers.AutoConfig.for_model(model_type, **keys)
     config.save_pretrained(folder)
-    model: torch.nn.Module = transformers.AutoModelForCausalLM.from_config(
-        config, attn_implementation="eager"
-    )
+    model: Any = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for key, tensor in tensors_of(model).items():
@@ -113,7 +111,7 @@ def tensors_of(model: torch.nn.Module) -> dict[str, Tensor]:
     return dict(model.named_parameters()) | buffers
 
 
-def saved(model: torch.nn.Module, folder: Path) -> HuggingFaceModel:
+def saved(model: Any, folder: Path) -> HuggingFaceModel:
     """The files of a model as transformers writes them, under our names."""
     model.save_pretrained(folder)
     return HuggingFaceModel(folder, SEQ)
