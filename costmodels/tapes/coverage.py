@@ -57,7 +57,7 @@ def structures_of_model(
 def _layouts(model: ModelSpec, selections: bool, context: bool) -> Iterator[dict[str, Any]]:
     """Fields of layouts, those that most jobs have first."""
     experts = (1, 2) if model.experts else (1,)
-    kinds = [*product(USUAL, [{}])]
+    kinds: list[tuple[Any, Any]] = [*product(USUAL, [{}])]
     kinds += product(SELECTED, [{}]) if selections else ()
     kinds += product(USUAL, CONTEXT_PARALLEL) if context else ()
     for recomputation, over_context in kinds:

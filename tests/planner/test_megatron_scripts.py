@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -281,7 +282,7 @@ def test_layers_of_stages_are_written_in_letters() -> None:
 @pytest.mark.parametrize(
     ("schedule", "zero", "named"), [("zbv", 0, "schedule"), ("1f1b", 2, "")], ids=["schedule", "zero"]
 )
-def test_what_has_no_flag_is_named(schedule: str, zero: int, named: str) -> None:
+def test_what_has_no_flag_is_named(schedule: Any, zero: Any, named: str) -> None:
     layout = Layout(
         pipeline_parallel=2,
         virtual_pipeline_parallel=2 if schedule == "zbv" else 1,

@@ -22,9 +22,9 @@ class Shared:
     def __init__(self, storage: Storage, base: Shared | None = None) -> None:
         """`base`: what it is another tensor of."""
         self.storage, self.base = storage, base
+        self.holders = 0
         if base is not None:
             base.holders += 1
-        self.holders = 0
         self.gradient: Shared | None = None
         """What its tensor keeps as `grad`."""
 

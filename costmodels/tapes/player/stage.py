@@ -250,8 +250,8 @@ class Stage:
         heap, label = self.heap, self.heap.label
         heap.enter("backward")
         self.is_last_backward = is_last
-        for group in self.groups:
-            group.is_done = False
+        for each in self.groups:
+            each.is_done = False
         adds = self.root.has_fresh
         places = list(reversed(self.places))
         if places[0].kind == "loss":
