@@ -239,11 +239,11 @@ def record(model: ModelSpec, layout: Layout, compiled: bool) -> None:
         UnknownError: one cannot be recorded, or the step not be played.
     """
     version = store.installed_version()
-    try:
-        tapes = {one: recorded_tape(one) for one in player.missing(model, layout, compiled, version)}
-    except (UnlikeError, UnknownSizeError, ValueError) as error:
-        raise UnknownError(str(error)) from error
-    store.remember_tapes(tapes, version)
+    for structure in player.missing(model, layout, compiled, version):
+        try:
+            store.remember_tapes({structure: recorded_tape(structure)}, version)
+        except (UnlikeError, UnknownSizeError, ValueError) as error:
+            raise UnknownError(f"{structure.name}: {error}") from error
     if not player.plays(model, layout, compiled, version):
         raise UnknownError(f"{layout.describe()} is not played")
 

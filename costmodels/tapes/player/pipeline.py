@@ -21,6 +21,7 @@ class Shared:
 
     def __init__(self, storage: Storage, base: Shared | None = None) -> None:
         """`base`: what it is another tensor of."""
+        self.holders: int = 0
         self.storage, self.base = storage, base
         self.holders = 0
         if base is not None:

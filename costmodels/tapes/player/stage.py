@@ -259,18 +259,18 @@ class Stage:
             places.pop(0)
         self.root.pre_backward()
         for place in places:
-            group = place.group
-            if group is None:
+            layer = place.group
+            if layer is None:
                 self._play(place, place.played.adding if adds else place.played.backward)
                 self._tie(place, adds)
                 continue
-            group.pre_backward()
+            layer.pre_backward()
             if place.again is None:
                 self._compute_again(place)
             own = place.again or place.played
-            self._play(place, own.adding if group.has_fresh else own.backward)
-            group.has_fresh = True
-            group.post_backward(is_last, reshards=is_last)
+            self._play(place, own.adding if layer.has_fresh else own.backward)
+            layer.has_fresh = True
+            layer.post_backward(is_last, reshards=is_last)
         self.root.has_fresh = True
         self._finish()
         heap.enter(label)
