@@ -23,12 +23,16 @@ _NUMBERS = re.compile(r"[\w\s+\-*/%()$]*")
 
 LARGEST = 2**62
 
+MOST_CHARS = 1_000_000
+"""Characters that the values of one script may take together, beyond which none is known."""
+
 
 class Expansion:
     """Variables, and words with their values in place."""
 
     def __init__(self, variables: dict[str, Value]) -> None:
         self.variables = variables
+        self._left = MOST_CHARS
 
     def words(self, raw: Chars) -> list[Word]:
         """The words that one word of the source becomes."""
@@ -58,7 +62,6 @@ class Expansion:
 
     def _pieces(self, raw: Chars, depth: int) -> Iterator[Piece]:
         closings, at = Closings(raw), 0
-        count = 0
         while at < len(raw):
             char, line = raw[at]
             end = closings.after(at) if closings.opens(at) else at + 1
@@ -78,8 +81,8 @@ class Expansion:
             else:
                 found = iter([(char, line, False)])
             for piece in found:
-                count += 1
-                if count > LONGEST:
+                self._left -= 1
+                if self._left < 0:
                     yield (Unknown("a text that is too long"), line, False)
                     return
                 yield piece

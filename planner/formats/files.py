@@ -13,7 +13,7 @@ from costmodels.files import MIB, read_text
 from planner.formats.megatron import read_megatron
 from planner.formats.reading import Reading
 
-LARGEST = 2 * MIB
+LARGEST = MIB // 4
 """Bytes of a configuration."""
 
 _NAME = re.compile(r"[A-Za-z_]\w*|[0-9]+")

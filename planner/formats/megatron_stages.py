@@ -37,6 +37,11 @@ def layers_of_stages(
         return _with_schedule(given, listed, max(len(listed) // pipeline, 1))
     chunks = _chunks(given, layers, pipeline, count, problems)
     stages = pipeline * chunks
+    if stages > layers:
+        flag = given.get("--pipeline-model-parallel-size")
+        where = ("--pipeline-model-parallel-size", flag.line if flag else None)
+        problems.add("illegal", f"{stages} stages are more than the {layers} layers", *where)
+        return _with_schedule(given, (1,) * layers, 1)
     listed = _named_list(given, problems) or _with_ends(given, layers, stages, count, problems)
     if listed is None:
         if layers % stages:
@@ -46,7 +51,7 @@ def layers_of_stages(
             remedy = f"use {near[0]} stages, or --pipeline-model-parallel-layout"
             where = ("--pipeline-model-parallel-size", flag.line if flag else None)
             problems.add("illegal", text, *where, remedy)
-        listed = tuple(layers // stages for _ in range(min(stages, MOST_STAGES)))
+        listed = (layers // stages,) * stages
     elif sum(listed) != layers or min(listed) < 1:
         some = ",".join(map(str, listed[:20]))
         text = f"layers of the stages are {some}, {sum(listed)} together, not {layers}"

@@ -31,6 +31,9 @@ _BEFORE = ("nohup", "time", "exec", "command", "sudo", "then", "do", "else", "{"
 _TESTS = ("[", "[[", "test")
 _SHELLS = ("bash", "sh", "zsh", "/bin/bash", "/bin/sh")
 _OPERATORS = ("&&", "||", ";;", "&>", ">>", "<<", "|&", ">&", "<&", ";", "&", "|", "\n", "(", ")", ">", "<")
+MOST_FRAMES = 200
+"""Constructs inside each other; what opens beyond is not followed."""
+
 _DIRECTIVE = re.compile(r"#(SBATCH|BSUB|PBS|SLURM)\s")
 
 
@@ -138,6 +141,8 @@ class _Reader:
         return False
 
     def _open(self, word: str, raw: list[Chars]) -> None:
+        if len(self._frames) > MOST_FRAMES:
+            return
         if word == "if":
             self._frames.append(_Frame("if", True, tests=True))
         elif word == "elif" and self._frames and self._frames[-1].kind == "if":

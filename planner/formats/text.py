@@ -20,7 +20,7 @@ Chars = list[Char]
 DEEPEST = 40
 """Constructs inside each other, beyond which they are taken as they are written."""
 
-LONGEST = 200_000
+LONGEST = 50_000
 """Characters of a value: more than a command line takes."""
 
 

@@ -130,6 +130,11 @@ def test_layers_of_stages(arguments: str, stages: tuple[int, ...]) -> None:
         ("--micro-batch-size 1\n--global-batch-size 20", "--global-batch-size", "not a multiple"),
         ("--micro-batch-size 1\n--global-batch-size 2x", "--global-batch-size", "not a whole number"),
         ("--micro-batch-size 1\n--fp16", "--fp16", "both"),
+        (
+            "--micro-batch-size 1\n--pipeline-model-parallel-size 100000000",
+            "--pipeline-model-parallel-size",
+            "more than the 24 layers",
+        ),
         ("--micro-batch-size 1\n--recompute-method block", "--recompute-method", "granularity full"),
         (
             "--micro-batch-size 1\n--overlap-param-gather",
