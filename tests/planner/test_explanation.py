@@ -83,6 +83,7 @@ def test_the_best_layout_is_judged_first_and_others_have_their_place(result):
         assert "than the best" in verdict.reason or "as fast" in verdict.reason
 
 
+@pytest.mark.slow
 def test_degrees_that_are_left_out_are_those_that_are_best_for_it(result):
     verdict = outcome_of(result, "tp=4,pp=2")
     assert verdict.outcome == "slower" and verdict.place is not None

@@ -53,6 +53,7 @@ def bytes_of_tape(tape: Tape, model: ModelSpec, layout: Layout) -> list[int]:
     return [elements_of(event.size, sizes) for event in events if isinstance(event, Allocation)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("unit", "compiled", "fields"),
     [
@@ -100,6 +101,7 @@ LATENT = ModelSpec.model_validate(
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "unit", "fields"),
     [
