@@ -58,10 +58,13 @@ SCHEDULE_TRAITS: dict[Schedule, ScheduleTraits] = {
 }
 
 V_SCHEDULES = tuple(name for name, traits in SCHEDULE_TRAITS.items() if traits.in_v)
+"""Schedules whose ranks hold two chunks each, placed as a V."""
 
 SPLIT_BACKWARD = tuple(name for name, traits in SCHEDULE_TRAITS.items() if traits.splits_backward)
+"""Schedules that run the gradients of weights apart from those of inputs."""
 
 IN_ROUNDS = tuple(name for name, traits in SCHEDULE_TRAITS.items() if traits.in_rounds)
+"""Schedules whose micro batches come in multiples of the pipeline ranks."""
 
 ContextParallelForm = Literal["all_gather", "all_to_all", "ring"]
 """How attention reaches tokens of other context-parallel ranks.
