@@ -220,9 +220,10 @@ class _Input(torch.autograd.Function):
         return recorder.source()
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[None, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
         ctx.recorder.backward_ends(grad)
-        return None, None
+        # Stages of PyTorch before 2.13 want one of every input.
+        return torch.empty(0), None
 
 
 class _Output(torch.autograd.Function):
