@@ -43,11 +43,16 @@ def packaged_versions() -> tuple[str, ...]:
     return tuple(sorted(stems, key=lambda stem: tuple(map(int, stem.split(".")))))
 
 
+EQUAL = {"2.13": "2.14"}
+"""Versions whose tapes are those of another: recorded under both, and compared."""
+
+
 def default_version() -> str:
-    """The installed version where its tapes are known, else the newest one whose are."""
-    versions = packaged_versions()
+    """The version whose tapes are those of the installed PyTorch; without one, the newest in the package."""
     own = installed_version()
-    return own if own in versions or not versions else versions[-1]
+    if own:
+        return EQUAL.get(own, own)
+    return packaged_versions()[-1]
 
 
 def path_of(version: str) -> Path:

@@ -124,6 +124,14 @@ def test_layouts_without_tapes_are_told() -> None:
         player.rank_moments(unknown, drawn, 0, compiled=False, version=VERSION)
 
 
+def test_versions_with_other_ways_are_not_played(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(player, "has_tapes", lambda *_: True)
+    drawn = layout(1, pipeline_parallel=1, virtual_pipeline_parallel=1, data_parallel=1)
+    assert drawn is not None
+    assert player.plays(LLAMA, drawn, compiled=False, version="2.14")
+    assert not player.plays(LLAMA, drawn, compiled=False, version="2.15")
+
+
 def test_compiled_layers_split_no_backward() -> None:
     drawn = layout(2, pipeline_parallel=2, virtual_pipeline_parallel=2, data_parallel=1)
     assert drawn is not None

@@ -97,6 +97,17 @@ def test_the_package_has_the_tapes_of_models(name: str, compiled: bool) -> None:
     assert {one.name for one in structures} <= names
 
 
+@pytest.mark.parametrize(
+    ("installed", "expected"),
+    [("", "2.14"), ("2.11", "2.11"), ("2.12", "2.12"), ("2.13", "2.14"), ("2.15", "2.15")],
+)
+def test_tapes_are_those_of_the_installed_version(
+    installed: str, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(store, "installed_version", lambda: installed)
+    assert store.default_version() == expected
+
+
 def test_a_stage_is_a_chain_of_units() -> None:
     layout = Layout(layers_per_stage=(1, 3), pipeline_parallel=2, global_batch_size=2)
     assert units_of_stage(MODEL, layout, 0) == ["embedding", "dense"]

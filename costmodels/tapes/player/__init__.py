@@ -93,8 +93,15 @@ def computes_layers_together(layout: Layout) -> bool:
     return is_uniform and layout.recompute_num_layers > 1
 
 
+NEWEST = (2, 14)
+"""The newest PyTorch whose FSDP2 and pipelines are played."""
+
+
 def plays(model: ModelSpec, layout: Layout, compiled: bool, version: str | None = None) -> bool:
     """Whether the memory of a layout is known: there are tapes of all its units, and of their passes."""
+    version = version or default_version()
+    if tuple(map(int, version.split("."))) > NEWEST:
+        return False
     if computes_layers_together(layout) and (compiled or layout.schedule in SPLIT_BACKWARD):
         return False
     return not missing(model, layout, compiled, version)
