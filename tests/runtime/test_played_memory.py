@@ -8,8 +8,9 @@ from hypothesis import HealthCheck, Phase, assume, given, note, reject, seed, se
 
 from benchmarks.memory import UnknownError, compare, draw
 
-PARTS, EXAMPLES = 4, 25
-"""Parts that run beside each other, and the examples of each."""
+PARTS, EXAMPLES = 4, 10
+"""Parts that run beside each other, and the examples of each, which record the tapes that they need:
+`python -m benchmarks.memory` draws hundreds."""
 
 
 @pytest.mark.slow
