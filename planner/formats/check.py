@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,11 +17,11 @@ from costmodels.spec.table import LayoutTable
 from planner import advice
 from planner.api import search_problem
 from planner.formats.files import read_files
-from planner.formats.megatron import blame_degree
-from planner.formats.megatron_export import layout_flags
-from planner.formats.megatron_model import last_of_each
-from planner.formats.megatron_names import DEGREE_FLAGS
+from planner.formats.layout_fields import Places
+from planner.formats.mindformers_dynamic import keys_of_layout
+from planner.formats.nemo import keys_of_flags
 from planner.formats.reading import ConfigProblem, Problems, Reading, Severity
+from planner.formats.targets import TARGETS
 from planner.inputs.cluster import ClusterKeywords
 from planner.inputs.keywords import keywords
 from planner.plan import Plan
@@ -34,7 +34,10 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 OTHERS_RUN = {"pipeline_micro_batches"}
-"""Rules of PyTorch's schedules, not of Megatron-LM's (megatron/core/pipeline_parallel/schedules.py)."""
+"""Rules of PyTorch's schedules, not of other software's (megatron/core/pipeline_parallel/schedules.py)."""
+
+PYTORCHS = ("torchtitan",)
+"""Software that runs PyTorch's schedules."""
 
 
 @dataclass(frozen=True)
@@ -83,6 +86,8 @@ class CheckKeywords(ClusterKeywords, total=False):
     """Devices of one node."""
     device: str | None
     """Name of a device, or its file."""
+    model: str | Path | None
+    """The model, by its name in the catalogue or its file, where no file of the job says it."""
     engine: str | None
     """Who executes the layout, instead of the software that the files are for."""
     define: Mapping[str, str] | Iterable[str] | None
@@ -102,14 +107,22 @@ def check(files: Sequence[str | Path] | str | Path, **given: Unpack[CheckKeyword
         world_size=given.get("world_size"),
         local_world_size=given.get("local_world_size"),
         define=given.get("define"),
+        model=given.get("model"),
     )
     problems = Problems(reading.file, list(reading.problems))
     if reading.model is None or reading.world_size is None:
         return _answer(reading, problems, (), None, None)
-    problem, assumed = _problem(reading, given)
+    try:
+        problem, assumed = problem_of_reading(reading, given)
+    except InputError as error:
+        message = on_one_line(error)
+        if not message.startswith("precision "):
+            raise
+        problems.add("illegal", message, *_places(reading).of("precision"))
+        return _answer(reading, problems, (), None, None)
     plan = None
     if reading.layout is not None and not problems.fatal:
-        plan = _as_it_stands(reading, reading.layout, problem, problems)
+        plan = plan_as_it_stands(reading, reading.layout, problem, problems)
     best = _best(problem, problems)
     if plan is not None and plan.fits and (best is None or _faster(plan, best)):
         best = plan
@@ -131,18 +144,19 @@ def _answer(
         assumed=(*reading.assumed, *assumed),
         plan=plan,
         best=best,
-        changes=_changes(reading, best),
+        changes=_changes(reading, plan, best),
     )
 
 
-def _problem(reading: Reading, given: CheckKeywords) -> tuple[Problem, list[str]]:
+def problem_of_reading(reading: Reading, given: CheckKeywords) -> tuple[Problem, list[str]]:
     """The same job as a problem of the search, and what was assumed for it."""
     assert reading.model is not None and reading.world_size is not None
     assumed = []
     device = given.get("device") or reading.device
-    if given.get("device") is None:
-        name = device or "a100-80g"
-        assumed.append(f"devices are {name} (the files do not say; give --device)")
+    if device is None:
+        assumed.append("devices are a100-80g (the files do not say; give --device)")
+    elif given.get("device") is None:
+        assumed.append(f"devices are {device} (give --device for others)")
     precision = reading.precision
     if precision == "fp32" and device is not None and "fp32" not in load_device(device).peak_flops:
         precision = None
@@ -171,22 +185,24 @@ def _kept(layout: Layout | None) -> dict[str, object]:
     return {"optimizer": layout.optimizer, "gradient_reduction": layout.gradient_reduction}
 
 
-def _as_it_stands(reading: Reading, layout: Layout, problem: Problem, problems: Problems) -> Plan | None:
+def plan_as_it_stands(reading: Reading, layout: Layout, problem: Problem, problems: Problems) -> Plan | None:
     """The configuration as a plan; None, and the rules that it breaks as problems, where it is illegal."""
     model, degrees = problem.model, LayoutTable.one(layout)
-    given = last_of_each(reading.flags, Problems(reading.file))
+    places = _places(reading)
     broken = False
     for rule in (*RULES, *problem.further):
         if rule.redundant or not bool(rule.broken(model, degrees)):
             continue
         message = rule.message(model, degrees)
-        flag = blame_degree(message, given)
-        if rule.name in OTHERS_RUN:
-            message += " (Megatron-LM runs it all the same)"
-        else:
-            broken = True
-        severity: Severity = "note" if rule.name in OTHERS_RUN else "illegal"
-        problems.add(severity, message, flag.name if flag else "", flag.line if flag else None)
+        runs = rule.name in OTHERS_RUN and reading.framework not in PYTORCHS
+        if rule.name.startswith("engine_"):
+            # The search keeps to what is sure to run; what software is given for is judged by its own rules.
+            runs, message = True, f"the best plan is looked for without it: {message}"
+        elif runs:
+            message += f" ({reading.framework} runs it all the same)"
+        broken |= not runs
+        severity: Severity = "note" if runs else "illegal"
+        problems.add(severity, message, *places.blamed(message))
     if broken:
         return None
     layout = layout.model_copy(update={"precision": problem.precision})
@@ -200,9 +216,8 @@ def _as_it_stands(reading: Reading, layout: Layout, problem: Problem, problems: 
         text = f"{memory_reason(costs, problem.cluster)}: " + ", ".join(
             f"{name} {size / GIB:.1f}" for name, size in parts
         )
-        name = _LARGEST_PART.get(parts[0][0], "") if parts else ""
-        line = given[name].line if name in given else None
-        problems.add("too_big", text, name, line)
+        field = _LARGEST_PART.get(parts[0][0], "") if parts else ""
+        problems.add("too_big", text, *places.of(field))
     return Plan(
         model=problem.model,
         cluster=problem.cluster,
@@ -218,14 +233,18 @@ def _as_it_stands(reading: Reading, layout: Layout, problem: Problem, problems: 
     )
 
 
+def _places(reading: Reading) -> Places:
+    return Places(reading.names, {flag.name: flag.line for flag in reading.flags})
+
+
 _LARGEST_PART = {
-    "activations": DEGREE_FLAGS["micro_batch_size"],
-    "logits": DEGREE_FLAGS["micro_batch_size"],
-    "parameters": DEGREE_FLAGS["tensor_parallel"],
-    "gradients": DEGREE_FLAGS["tensor_parallel"],
-    "optimizer": DEGREE_FLAGS["zero_stage"],
+    "activations": "micro_batch_size",
+    "logits": "micro_batch_size",
+    "parameters": "tensor_parallel",
+    "gradients": "tensor_parallel",
+    "optimizer": "zero_stage",
 }
-"""Flags that what fills most of the memory depends on."""
+"""Degrees that what fills most of the memory depends on."""
 
 
 def _best(problem: Problem, problems: Problems) -> Plan | None:
@@ -244,20 +263,32 @@ def _faster(plan: Plan, other: Plan) -> bool:
     return plan.estimate.tokens_per_s >= other.estimate.tokens_per_s
 
 
-def _changes(reading: Reading, best: Plan | None) -> tuple[FlagChange, ...]:
-    """The flags of the layout that differ, in the order of the new ones."""
-    if best is None:
+def _writer(reading: Reading) -> Callable[[Plan], Mapping[str, str]] | None:
+    """What says a plan's layout in the words of the software; None where nothing does."""
+    if reading.framework == "nemo":
+        return lambda plan: keys_of_flags(TARGETS["megatron"](plan).layout_flags)
+    if reading.framework == "mindformers-dynamic":
+        return lambda plan: keys_of_layout(plan.layout)
+    usual = "megatron" if reading.engine in ("megatron", "megatron-deepspeed") else ""
+    target = TARGETS.get(reading.framework, TARGETS.get(usual))
+    return None if target is None else lambda plan: target(plan).layout_flags
+
+
+def _changes(reading: Reading, plan: Plan | None, best: Plan | None) -> tuple[FlagChange, ...]:
+    """The flags or keys of the layout that differ, in the order of the new ones."""
+    write = _writer(reading)
+    if best is None or write is None:
         return ()
-    given = last_of_each(reading.flags, Problems(reading.file))
-    software = "mindspeed" if reading.engine == "mindspeed" else "megatron"
-    after = layout_flags(best.layout, best.model, software, [])
-    before = {}
+    lines = {flag.name: flag.line for flag in reading.flags}
+    after = write(best)
+    before: Mapping[str, str] = {}
     if reading.layout is not None:
-        before = layout_flags(reading.layout, best.model, software, [])
+        # Where the layout is illegal it is no plan: its flags stand beside the same model and cluster.
+        before = write(plan or best.model_copy(update={"layout": reading.layout}))
     elif reading.chooses_layout:
-        before = {name: flag.text for name, flag in given.items() if flag.known.role == "layout"}
+        before = {flag.name: flag.text for flag in reading.flags if flag.known.role == "layout"}
     return tuple(
-        FlagChange(name, before.get(name), after.get(name), given[name].line if name in given else None)
+        FlagChange(name, before.get(name), after.get(name), lines.get(name))
         for name in dict.fromkeys([*after, *before])
         if before.get(name) != after.get(name)
     )

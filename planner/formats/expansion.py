@@ -6,7 +6,7 @@ import ast
 import re
 from collections.abc import Iterator, Sequence
 
-from planner.formats.text import DEEPEST, LONGEST, Char, Chars, Closings, Unknown, Word, plain, word_of
+from planner.formats.text import DEEPEST, LONGEST, Char, Chars, Part, Unknown, Word, plain, word_of
 
 Piece = tuple[str, int, bool]
 """A character, its line, and whether quotes keep it in its word.
@@ -20,6 +20,9 @@ Value = Chars | list[Chars]
 _NAME = re.compile(r"[A-Za-z_]\w*|[0-9@*#?!$-]")
 _PARAMETER = re.compile(r"(#?)([A-Za-z_]\w*|[0-9]+|[@*])(?:\[(@|\*|[0-9]+)\])?(:?[-=+?])?")
 _NUMBERS = re.compile(r"[\w\s+\-*/%()$]*")
+
+LONGEST_NAME = 200
+"""Characters of a parameter's name and of what says how it is used, at most."""
 
 LARGEST = 2**62
 
@@ -42,7 +45,7 @@ class Expansion:
         """The same, character by character."""
         found: list[Chars] = []
         word: Chars | None = None
-        for char, line, quoted in self._pieces(raw, 0):
+        for char, line, quoted in self._pieces(Part(raw), 0):
             if (not char and not quoted) or (not quoted and char.isspace()):
                 if word is not None:
                     found.append(word)
@@ -56,15 +59,15 @@ class Expansion:
     def value(self, raw: Chars) -> Chars:
         """What a variable gets that is set to `raw`: blanks do not split, and stand between elements."""
         found: Chars = [
-            (char or " ", line) for char, line, quoted in self._pieces(raw, 0) if char or not quoted
+            (char or " ", line) for char, line, quoted in self._pieces(Part(raw), 0) if char or not quoted
         ]
         return found if len(found) <= LONGEST else [(Unknown("a text that is too long"), found[0][1])]
 
-    def _pieces(self, raw: Chars, depth: int) -> Iterator[Piece]:
-        closings, at = Closings(raw), 0
-        while at < len(raw):
+    def _pieces(self, part: Part, depth: int) -> Iterator[Piece]:
+        raw, at = part.chars, part.start
+        while at < part.stop:
             char, line = raw[at]
-            end = closings.after(at) if closings.opens(at) else at + 1
+            end = part.after(at)
             if isinstance(char, Unknown) or depth > DEEPEST:
                 found: Iterator[Piece] = iter([(char, line, False)])
             elif char == "\\" and end == at + 2:
@@ -73,11 +76,11 @@ class Expansion:
             elif char == "'" and end > at + 1:
                 found = iter([("", line, True), *((inner, of, True) for inner, of in raw[at + 1 : end - 1])])
             elif char == '"' and end > at + 1:
-                found = self._quoted(raw[at + 1 : end - 1], line, depth)
+                found = self._quoted(part.of(at + 1, end - 1), line, depth)
             elif char == "`" and end > at + 1:
                 found = iter([(Unknown(plain(raw[at:end])), line, False)])
             elif char == "$":
-                end, found = self._variable(raw, at, end, depth)
+                end, found = self._variable(part, at, end, depth)
             else:
                 found = iter([(char, line, False)])
             for piece in found:
@@ -88,58 +91,56 @@ class Expansion:
                 yield piece
             at = end
 
-    def _quoted(self, raw: Chars, line: int, depth: int) -> Iterator[Piece]:
+    def _quoted(self, part: Part, line: int, depth: int) -> Iterator[Piece]:
         """Between double quotes: blanks stay, and backslashes stand before a few characters alone."""
         yield ("", line, True)
-        closings, at = Closings(raw), 0
-        while at < len(raw):
+        raw, at = part.chars, part.start
+        while at < part.stop:
             char, of = raw[at]
-            if char == "\\" and at + 1 < len(raw) and raw[at + 1][0] in '$`"\\\n':
+            if char == "\\" and at + 1 < part.stop and raw[at + 1][0] in '$`"\\\n':
                 if raw[at + 1][0] != "\n":
                     yield (*raw[at + 1], True)
                 at += 2
-            elif char == "$" or (char == "`" and closings.after(at) > at + 1):
-                end = closings.after(at) if closings.opens(at) else at + 1
+            elif char == "$" or (char == "`" and part.after(at) > at + 1):
+                end = part.after(at)
                 if char == "`":
                     yield (Unknown(plain(raw[at:end])), of, True)
                     at = end
                     continue
-                at, found = self._variable(raw, at, end, depth)
+                at, found = self._variable(part, at, end, depth)
                 for inner, where, quoted in found:
                     yield (inner, where, bool(inner) or quoted)
             else:
                 yield (char, of, True)
                 at += 1
 
-    def _variable(self, raw: Chars, at: int, end: int, depth: int) -> tuple[int, Iterator[Piece]]:
+    def _variable(self, part: Part, at: int, end: int, depth: int) -> tuple[int, Iterator[Piece]]:
         """The index after what begins with a dollar, and what that stands for."""
-        line = raw[at][1]
-        text = plain(raw[at:end])
-        if end > at + 3 and text.startswith("$((") and text.endswith("))"):
-            return end, _as_pieces(self._sum(raw[at + 3 : end - 2], line))
-        if end > at + 2 and text.startswith("$("):
-            return end, iter([(Unknown(text), line, False)])
-        if end > at + 2 and text.startswith("${"):
-            return end, self._braced(raw[at + 2 : end - 1], line, depth + 1)
-        name = _NAME.match(plain(raw[at + 1 : at + 201]))
+        raw, line = part.chars, part.chars[at][1]
+        opening, closing = plain(raw[at : min(at + 3, end)]), plain(raw[max(at, end - 2) : end])
+        if end > at + 3 and opening == "$((" and closing == "))":
+            return end, _as_pieces(self._sum(part.of(at + 3, max(at + 3, end - 2)), line))
+        if end > at + 2 and opening.startswith("$("):
+            return end, iter([(Unknown(plain(raw[at:end])), line, False)])
+        if end > at + 2 and opening.startswith("${"):
+            return end, self._braced(part.of(at + 2, end - 1), line, depth + 1)
+        name = _NAME.match(plain(part.of(at + 1, part.stop).first(LONGEST_NAME)))
         if name is None:
             return at + 1, iter([("$", line, False)])
-        return at + 1 + name.end(), self._braced(raw[at + 1 : at + 1 + name.end()], line, depth + 1)
+        return at + 1 + name.end(), self._braced(part.of(at + 1, at + 1 + name.end()), line, depth + 1)
 
-    def _braced(self, inner: Chars, line: int, depth: int) -> Iterator[Piece]:
-        text = plain(inner)
-        match = _PARAMETER.match(text)
-        unknown = iter([(Unknown(text), line, False)])
+    def _braced(self, inner: Part, line: int, depth: int) -> Iterator[Piece]:
+        match = _PARAMETER.match(plain(inner.first(LONGEST_NAME)))
         if match is None:
-            return unknown
+            return _unknown(inner, line)
         counts, name, index, operator = match.groups()
-        rest = inner[match.end() :]
+        rest = inner.of(inner.start + match.end(), inner.stop)
         value = self.variables.get(name)
-        if operator is None and rest:
-            return unknown
+        if operator is None and rest.start < rest.stop:
+            return _unknown(inner, line)
         if counts:
             if value is None or operator:
-                return unknown
+                return _unknown(inner, line)
             parts = len(value) if index or not _is_array(value) else len(_first(value))
             return _as_pieces([(char, line) for char in str(parts)])
         if index is not None and value is not None and index.isdigit():
@@ -159,11 +160,15 @@ class Expansion:
             return iter(()) if name in "@*" else iter([(Unknown(name), line, False)])
         return _of_value(value, index)
 
-    def _sum(self, inner: Chars, line: int) -> Chars:
+    def _sum(self, inner: Part, line: int) -> Chars:
         """The value of `$((inner))`."""
         result = whole_value(plain([(c, n) for c, n, _ in self._pieces(inner, DEEPEST // 2)]), self.variables)
-        text = plain(inner).strip()
+        text = plain(inner.all).strip()
         return [(Unknown(f"(({text}))"), line)] if result is None else [(char, line) for char in str(result)]
+
+
+def _unknown(part: Part, line: int) -> Iterator[Piece]:
+    return iter([(Unknown(plain(part.all)), line, False)])
 
 
 def _is_array(value: Value) -> bool:
@@ -194,8 +199,8 @@ def _of_value(value: Value, index: str | None) -> Iterator[Piece]:
     for number, element in enumerate(_elements(value)):
         if number:
             yield (" " if index == "*" else "", element[0][1] if element else 0, False)
-        # Blanks within an element stay, as in "${ARRAY[@]}".
-        yield from ((char, line, True) for char, line in element)
+        # Between quotes blanks within an element stay; without them each of its words is one.
+        yield from ((char, line, False) for char, line in element)
 
 
 def whole_value(text: str, variables: dict[str, Value], depth: int = 0) -> int | None:

@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
+
+import yaml
+
+from costmodels.spec.layout import Layout
+
+Values = dict[str, Any]
+"""Values of keys by path, with points between, such as `{"parallelism.tp": 2}`."""
 
 
 @dataclass(frozen=True)
@@ -15,9 +24,43 @@ class Export:
     text: str
     """What its file holds: flags, one on each line, or the file itself."""
     inexpressible: tuple[str, ...]
-    """What the software has no words for, each with the reason."""
+    """What the software has no words for, each with the reason; a field of the layout is named first, as in
+    `schedule=zbv: ...`."""
     layout_flags: Mapping[str, str]
-    """Flags that say the layout, with their values (empty for switches), where there are flags."""
+    """Flags or paths of keys that say the layout, with their values (empty for switches)."""
+    notes: tuple[str, ...] = ()
+    """What else the software wants to run it, such as a variable of the environment."""
+
+    @property
+    def inexpressible_fields(self) -> frozenset[str]:
+        """Fields of the layout (`Layout`) that are not expressed, or not alone."""
+        names = (text.partition("=")[0] for text in self.inexpressible)
+        return frozenset(name for name in names if name in Layout.model_fields)
+
+
+def lacks(missing: list[str], layout: Layout, field: str, why: str) -> None:
+    """Add to `missing` that a software has no words for a field of a layout."""
+    value = getattr(layout, field)
+    missing.append(f"{field}={layout.describe_recompute() if field == 'recompute' else _text(value)}: {why}")
+
+
+def lacks_recomputation(missing: list[str], layout: Layout, why: str) -> None:
+    """Add to `missing` that a software does not recompute as a layout does."""
+    lacks(missing, layout, "recompute", why)
+    for field, usual in (
+        ("recompute_modules", ()),
+        ("recompute_method", "uniform"),
+        ("recompute_num_layers", 1),
+    ):
+        if getattr(layout, field) != usual:
+            lacks(missing, layout, field, "as recompute")
+
+
+def lacks_some_layers(missing: list[str], layout: Layout) -> None:
+    """Add to `missing` what a software does not say that recomputes all layers, one by one."""
+    for field, usual in (("recompute_method", "uniform"), ("recompute_num_layers", 1)):
+        if getattr(layout, field) != usual:
+            lacks(missing, layout, field, "all layers are recomputed, one by one")
 
 
 def flag_lines(flags: Mapping[str, str]) -> str:
@@ -26,4 +69,67 @@ def flag_lines(flags: Mapping[str, str]) -> str:
 
 
 def _quoted(value: str) -> str:
-    return shlex.quote(value) if set(value) & set("()*|") else value
+    return shlex.quote(value) if set(value) & set("()*|[]") else value
+
+
+def nested_mappings(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Values as the mappings of a file.
+
+    >>> nested_mappings({"a.b": 1, "a.c": 2, "d": 3})
+    {'a': {'b': 1, 'c': 2}, 'd': 3}
+    """
+    found: dict[str, Any] = {}
+    for path, value in values.items():
+        *sections, key = path.split(".")
+        inside = found
+        for section in sections:
+            inside = inside.setdefault(section, {})
+        inside[key] = value
+    return found
+
+
+def yaml_text(values: Mapping[str, Any]) -> str:
+    """A YAML file of values, in their order."""
+    return yaml.dump(
+        nested_mappings(values), Dumper=_Dumper, sort_keys=False, default_flow_style=False, width=100
+    )
+
+
+class _Dumper(yaml.SafeDumper):
+    """Writes lists on one line, no references, and floats that every parser of YAML reads as numbers."""
+
+    def ignore_aliases(self, data: object) -> bool:
+        return True
+
+
+def _list(dumper: yaml.SafeDumper, value: list[Any]) -> yaml.Node:
+    return dumper.represent_sequence("tag:yaml.org,2002:seq", value, flow_style=True)
+
+
+def _float(dumper: yaml.SafeDumper, value: float) -> yaml.Node:
+    text = repr(value)
+    if "e" in text and "." not in text:
+        text = text.replace("e", ".0e")
+    return dumper.represent_scalar("tag:yaml.org,2002:float", text)
+
+
+_Dumper.add_representer(float, _float)
+_Dumper.add_representer(list, _list)
+
+
+def json_text(values: Mapping[str, Any]) -> str:
+    """A JSON file of values, in their order."""
+    return json.dumps(nested_mappings(values), indent=2) + "\n"
+
+
+def flag_values(values: Mapping[str, Any]) -> dict[str, str]:
+    """Values as text, one for each path, as files and flags spell them."""
+    return {path: _text(value) for path, value in values.items()}
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, (list, tuple)):
+        return ",".join(map(_text, value))
+    return json.dumps(value) if isinstance(value, dict) else str(value)

@@ -5,20 +5,77 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from costmodels.errors import InputError
 from costmodels.files import MIB, read_text
+from planner.formats import (
+    deepspeed_config,
+    hugging_face,
+    mindformers,
+    mindformers_dynamic,
+    nanotron,
+    nemo,
+    torchtitan,
+)
+from planner.formats.entries import PARSERS, Entries
+from planner.formats.keyed import known_keys
+from planner.formats.launcher import find_launch, known_count
 from planner.formats.megatron import read_megatron
-from planner.formats.reading import Reading
+from planner.formats.pages import block_entries, running_entries
+from planner.formats.reading import ConfigProblem, Problems, Reading
+from planner.formats.recipes import recipes
+from planner.formats.source import Source, Surroundings
+from planner.formats.torchtitan_flags import flag_entries
+from planner.inputs.model import resolve_model
 
 LARGEST = MIB // 4
 """Bytes of a configuration."""
 
-_NAME = re.compile(r"[A-Za-z_]\w*|[0-9]+")
+_NAME = re.compile(r"[A-Za-z_][\w.]*|[0-9]+")
 
-EXPECTED = "expected a script or arguments of Megatron-LM, MindSpeed or PAI's llmacc"
+EXPECTED = (
+    "expected a script or arguments of Megatron-LM, MindSpeed or PAI's llmacc, "
+    "or a configuration of MindFormers, torchtitan, nanotron, NeMo, Megatron-Bridge, accelerate or DeepSpeed"
+)
+
+Reader = Callable[[Source, Surroundings], Reading]
+
+
+@dataclasses.dataclass(frozen=True)
+class Kind:
+    """A software whose configurations are files of keys."""
+
+    framework: str
+    recognises: Callable[[Entries], bool]
+    read: Reader
+
+
+KINDS = (
+    Kind("mindformers-dynamic", mindformers_dynamic.recognises, mindformers_dynamic.read_dynamic),
+    Kind("mindformers", mindformers.recognises, mindformers.read_static),
+    Kind("nanotron", nanotron.recognises, nanotron.read_nanotron),
+    Kind("torchtitan", torchtitan.recognises, torchtitan.read_torchtitan),
+    Kind("nemo", nemo.recognises, nemo.read_nemo),
+    Kind(
+        "accelerate",
+        hugging_face.is_accelerate,
+        lambda source, around: hugging_face.read_hugging_face(None, source, None, around),
+    ),
+    Kind(
+        "deepspeed",
+        deepspeed_config.recognises,
+        lambda source, around: hugging_face.read_hugging_face(None, None, source, around),
+    ),
+)
+"""The first that recognises the keys of a file reads it."""
+
+RECIPES = Kind("recipes", lambda entries: False, nemo.read_recipe)
+"""Python files of Megatron-Bridge and NeMo."""
+
+BESIDE_SCRIPTS = ("accelerate", "deepspeed")
+"""Files that the trainer of a script reads."""
 
 
 def read_files(
@@ -27,11 +84,13 @@ def read_files(
     world_size: int | None = None,
     local_world_size: int | None = None,
     define: Mapping[str, str] | Iterable[str] | None = None,
+    model: str | Path | None = None,
 ) -> Reading:
     """The job that `files` describe together: one that starts it, and files that describe its model.
 
-    Nothing is run. `define` gives variables that a script gets from outside, as a mapping or as
-    `NAME=VALUE`. Raises `InputError` for files that cannot be read, and where none or several start a job.
+    Nothing is run. `define` gives variables that a script gets from outside, or keys in place of a file's,
+    as a mapping or as `NAME=VALUE`; `model` names the model where no file describes it. Raises `InputError`
+    for files that cannot be read, and where none or several start a job.
     """
     defined = parse_definitions(define)
     texts = {str(file): _text(file) for file in files}
@@ -40,25 +99,136 @@ def read_files(
     models = [file for file, text in texts.items() if _describes_model(file, text)]
     if len(models) > 1:
         raise InputError(f"{' and '.join(models)} both describe a model; give one")
-    described = models[0] if models else None
-    readings = []
-    for file, text in texts.items():
-        if file == described:
-            continue
-        reading = read_megatron(text, file, defined, world_size, local_world_size, described)
-        if reading is None:
-            raise InputError(f"file {file}: nothing in it starts a training job that is known; {EXPECTED}")
-        readings.append(reading)
-    if len(readings) != 1:
-        names = ", ".join(reading.file for reading in readings)
-        raise InputError(
-            f"{names} each start a job; give one" if readings else f"file {described}: {EXPECTED} beside it"
-        )
-    return dataclasses.replace(
-        readings[0],
-        world_size=world_size or readings[0].world_size,
-        local_world_size=local_world_size or readings[0].local_world_size,
+    if models and model is not None:
+        raise InputError(f"{models[0]} describes a model, and model {model} is given too; give one")
+    described = models[0] if models else (None if model is None else str(model))
+    around = Surroundings(
+        world_size=world_size,
+        local_world_size=local_world_size,
+        described=described,
+        model=None if described is None else resolve_model(described),
+        define=defined,
     )
+    parts = [_part(file, text, around) for file, text in texts.items() if file != described]
+    reading = _together(parts, around, described)
+    return dataclasses.replace(
+        reading,
+        world_size=world_size or reading.world_size,
+        local_world_size=local_world_size or reading.local_world_size,
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Part:
+    """One file, and what it is."""
+
+    source: Source
+    kind: Kind | None
+    """None for a script."""
+    other_values: tuple[ConfigProblem, ...] = ()
+
+
+def _part(file: str, text: str, around: Surroundings) -> _Part:
+    """A file and its kind; raises `InputError` where nothing in it is known."""
+    if Path(file).suffix.lower() == ".py":
+        if recipes(text, f"file {file}"):
+            return _Part(Source(file, text), RECIPES)
+        raise InputError(f"file {file}: no function in it sets degrees of parallelism; {EXPECTED}")
+    parser = PARSERS.get(Path(file).suffix.lower())
+    if parser is not None:
+        entries = parser(text, f"file {file}")
+        kind = _kind_of(entries)
+        if kind is not None:
+            return _Part(Source(file, text, entries), kind)
+    elif entries := flag_entries(text):
+        kind = _kind_of(entries)
+        if kind is not None:
+            return _Part(Source(file, text, entries), kind)
+    elif _starts_job(text, around):
+        return _Part(Source(file, text), None)
+    else:
+        part = _page(file, text)
+        if part is not None:
+            return part
+    raise InputError(f"file {file}: nothing in it starts a training job that is known; {EXPECTED}")
+
+
+def _starts_job(text: str, around: Surroundings) -> bool:
+    define = dict(around.define)
+    return find_launch(text, define) is not None or hugging_face.find_command(text, define) is not None
+
+
+def _together(parts: Sequence[_Part], around: Surroundings, described: str | None) -> Reading:
+    """The one job that several files describe: a script beside the files that its trainer reads."""
+    by_name = {part.kind.framework if part.kind else "": part.source for part in parts}
+    if (
+        len(by_name) < len(parts)
+        or not parts
+        or len(set(by_name) - {"", *BESIDE_SCRIPTS}) > (len(parts) == 1)
+    ):
+        names = ", ".join(part.source.file for part in parts)
+        raise InputError(
+            f"{names} each start a job; give one" if parts else f"file {described}: {EXPECTED} beside it"
+        )
+    script, deepspeed = by_name.get(""), by_name.get("deepspeed")
+    if script is not None and _is_megatron(script, around):
+        sizes = around.world_size, around.local_world_size
+        define = dict(around.define)
+        reading = read_megatron(script.text, script.file, define, *sizes, described, deepspeed)
+        if reading is not None:
+            return reading
+    (first, *_) = parts
+    if first.kind is not None and first.kind.framework not in BESIDE_SCRIPTS:
+        reading = first.kind.read(first.source, around)
+        return dataclasses.replace(reading, problems=(*reading.problems, *first.other_values))
+    return hugging_face.read_hugging_face(script, by_name.get("accelerate"), deepspeed, around)
+
+
+def _is_megatron(script: Source, around: Surroundings) -> bool:
+    """Whether a script is Megatron-LM's rather than one of Hugging Face's trainer."""
+    define = dict(around.define)
+    other = hugging_face.find_command(script.text, define)
+    launch = find_launch(script.text, define)
+    if launch is None or other is None:
+        return launch is not None
+    return known_count(launch) >= sum(path in known_keys("transformers") for path in other[1])
+
+
+def _kind_of(entries: Entries) -> Kind | None:
+    return next((kind for kind in KINDS if kind.recognises(entries)), None)
+
+
+def _page(file: str, text: str) -> _Part | None:
+    """The first configuration on a page: in a code block, or in text that lost its lines."""
+    for entries in block_entries(text, file):
+        kind = _kind_of(entries)
+        if kind is not None:
+            return _Part(Source(file, text, entries, page=True), kind)
+    best: tuple[int, Kind, Entries, dict[str, list[int]]] | None = None
+    for kind in KINDS:
+        entries, again = running_entries(text, known_keys(kind.framework))
+        enough = len(entries) >= (FEWEST_KEYS if best is None else best[0] + 1)
+        if enough and kind.recognises(entries):
+            others = {path: [entry.line for entry in found] for path, found in again.items()}
+            best = len(entries), kind, entries, others
+    if best is None:
+        return None
+    _, kind, entries, others = best
+    source = Source(file, text, entries, page=True)
+    return _Part(source, kind, tuple(_other_values(file, entries, others)))
+
+
+FEWEST_KEYS = 5
+"""Known keys of a page that has a configuration on it."""
+
+
+def _other_values(file: str, entries: Entries, others: Mapping[str, list[int]]) -> Iterator[ConfigProblem]:
+    problems = Problems(file)
+    for path, lines in others.items():
+        text = f"has other values on lines {', '.join(map(str, lines))} of the page; the first one counts"
+        name = path.rpartition(".")[2]
+        problems.add("note", text, path, entries[path].line, f"for another give --define {name}=VALUE")
+    yield from problems.found
 
 
 def parse_definitions(define: Mapping[str, str] | Iterable[str] | None) -> dict[str, str]:
@@ -77,7 +247,7 @@ def parse_definitions(define: Mapping[str, str] | Iterable[str] | None) -> dict[
 
 def _text(file: str | Path) -> str:
     try:
-        return read_text(file, LARGEST, encoding="utf-8-sig")
+        return read_text(file, LARGEST, encoding="utf-8-sig").replace("\r\n", "\n")
     except UnicodeDecodeError:
         raise InputError(f"cannot read file {file}: it is not UTF-8 text") from None
     except OSError as error:

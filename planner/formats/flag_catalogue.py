@@ -140,13 +140,21 @@ def given_flags(words: Sequence[Word]) -> tuple[list[GivenFlag], list[Word]]:
             continue
         name, equals, value = word.text.partition("=")
         flag = known.get(name) or KnownFlag(name, "unknown", "*", "megatron", nearest(name, known))
-        values: list[Word] = [dataclasses.replace(word, text=value)] if equals else []
+        values: list[Word] = [_bare(dataclasses.replace(word, text=value))] if equals else []
         most = {"": 0, "1": 1}.get(flag.words, len(words))
         while at < len(words) and len(values) < most and not _is_flag(words[at]):
-            values.append(words[at])
+            values.append(_bare(words[at]))
             at += 1
         found.append(GivenFlag(name, tuple(values), word.line, flag))
     return found, loose
+
+
+def _bare(word: Word) -> Word:
+    """A value without the quotes that a text keeps until `eval` reads it again."""
+    text = word.text
+    if len(text) > 2 and text[0] == text[-1] and text[0] in "'\"":
+        return dataclasses.replace(word, text=text[1:-1])
+    return word
 
 
 def _is_flag(word: Word) -> bool:

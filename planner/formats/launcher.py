@@ -53,14 +53,24 @@ def find_launch(source: str, defined: dict[str, str]) -> Launch | None:
     It is the one with most flags that Megatron-LM knows; None where no command has three of them.
     """
     best: tuple[int, Launch] | None = None
+    for launch in commands(source, defined):
+        count = known_count(launch)
+        if count >= 3 and (best is None or count > best[0]):
+            best = count, launch
+    return None if best is None else best[1]
+
+
+def known_count(launch: Launch) -> int:
+    """Flags of a command that Megatron-LM or MindSpeed knows."""
+    return len({word.text.partition("=")[0] for word in launch.arguments} & known_flags().keys())
+
+
+def commands(source: str, defined: dict[str, str]) -> Iterator[Launch]:
+    """Every command of a script, of a page with scripts in it, or of a bare list of arguments."""
     for line, part in _scripts(source):
         script = read_script("\n" * (line - 1) + part, defined)
         for command in script.commands:
-            launch = _launch(command, script)
-            count = len({word.text.partition("=")[0] for word in launch.arguments} & known_flags().keys())
-            if count >= 3 and (best is None or count > best[0]):
-                best = count, launch
-    return None if best is None else best[1]
+            yield _launch(command, script)
 
 
 _COMMAND = re.compile(rf"\s*(?:{'|'.join(LAUNCHERS)})\b")
@@ -134,9 +144,20 @@ def _value(words: Sequence[Word], names: Iterable[str]) -> Word | None:
     return next((given[name] for name in names if name in given), None)
 
 
-def world_size(launch: Launch) -> int | None:
-    """Devices of all nodes, as far as a launcher says."""
-    nodes, per_node = count_of(launch.nodes), count_of(launch.per_node)
+_NODES = re.compile(r"[節节][點点][數数]量[^0-9\n]{0,12}([0-9]{1,4})")
+_DEVICES = re.compile(r"GPU[^0-9\n]{0,3}卡[數数][^0-9\n]{0,6}([0-9]{1,3})")
+
+
+def sizes_on_page(text: str) -> tuple[int | None, int | None]:
+    """Nodes of a job and GPUs of each, as a page of PAI says them beside its command."""
+    found = [pattern.search(text) for pattern in (_NODES, _DEVICES)]
+    nodes, devices = (int(match.group(1)) or None if match else None for match in found)
+    return nodes, devices
+
+
+def world_size(launch: Launch, nodes: int | None = None, per_node: int | None = None) -> int | None:
+    """Devices of all nodes, as far as a launcher says; `nodes` and `per_node` stand for what it does not."""
+    nodes, per_node = count_of(launch.nodes) or nodes, count_of(launch.per_node) or per_node
     if launch.nodes is None and per_node and launch.total is None:
         return per_node  # torchrun's default is one node.
     return nodes * per_node if nodes and per_node else count_of(launch.total)

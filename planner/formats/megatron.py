@@ -8,6 +8,7 @@ features (mindspeed/features_manager).
 from __future__ import annotations
 
 import dataclasses
+import re
 from typing import Any, get_args
 
 from pydantic import ValidationError
@@ -15,9 +16,12 @@ from pydantic import ValidationError
 from costmodels.errors import InputError, on_one_line
 from costmodels.spec.layout import Layout, RecomputeModule
 from costmodels.spec.model import ModelSpec
+from planner.formats import deepspeed_config
 from planner.formats.flag_catalogue import GivenFlag, given_flags
-from planner.formats.launcher import Launch, count_of, find_launch
+from planner.formats.keyed import Keyed
+from planner.formats.launcher import Launch, count_of, find_launch, sizes_on_page
 from planner.formats.launcher import world_size as launched
+from planner.formats.megatron_aliases import with_todays_names
 from planner.formats.megatron_model import Given, blame, last_of_each, option_values, read_model, unset
 from planner.formats.megatron_names import (
     COMMUNICATION_TYPES,
@@ -29,6 +33,10 @@ from planner.formats.megatron_names import (
 from planner.formats.megatron_rules import check_rules
 from planner.formats.megatron_stages import layers_of_stages
 from planner.formats.reading import Problems, Reading
+from planner.formats.roles import name_others
+from planner.formats.source import Source
+from planner.formats.text import Word
+from planner.inputs.model import with_seq
 from planner.inputs.pins import WherePossible
 from planner.options.parallel import ParallelOptions
 
@@ -43,6 +51,7 @@ def read_megatron(
     world_size: int | None = None,
     local_world_size: int | None = None,
     described: str | None = None,
+    deepspeed: Source | None = None,
 ) -> Reading | None:
     """The job that a script or a list of arguments starts; None where nothing in it looks like one.
 
@@ -50,19 +59,61 @@ def read_megatron(
         defined: variables that the script gets from outside.
         world_size: devices of the job, where the caller knows it better than the script.
         described: the file that describes the model, where the script does not.
+        deepspeed: the configuration of DeepSpeed that a script of Megatron-DeepSpeed names.
     """
     launch = find_launch(source, defined)
     if launch is None:
         return None
     flags, loose = given_flags(launch.arguments)
+    return read_command(
+        flags,
+        loose,
+        launch,
+        file,
+        world_size=world_size,
+        local_world_size=local_world_size,
+        described=described,
+        deepspeed=deepspeed,
+        sizes=sizes_on_page(source),
+    )
+
+
+def read_command(
+    flags: list[GivenFlag],
+    loose: list[Word],
+    launch: Launch,
+    file: str,
+    *,
+    world_size: int | None = None,
+    local_world_size: int | None = None,
+    described: str | None = None,
+    deepspeed: Source | None = None,
+    model: ModelSpec | None = None,
+    framework: str | None = None,
+    sizes: tuple[int | None, int | None] = (None, None),
+) -> Reading:
+    """The job that flags describe.
+
+    Args:
+        loose: words of the command that belong to no flag.
+        model: the model, where it is known; flags of it then say its sequences alone.
+        framework: whose flags they are, where that is known.
+        sizes: nodes and devices of each, as a page says them beside the command.
+    """
     problems, assumed = Problems(file), list[str]()
-    given = last_of_each(tuple(flags), problems)
-    framework = _framework(launch, given)
-    _name_others(given, loose, problems)
-    model = read_model(given, problems, assumed, described)
-    job = _Job(given, problems, framework, model)
-    per_node = local_world_size or job.count("--local-world-size") or count_of(launch.per_node)
-    world = world_size or job.count("--world-size") or launched(launch)
+    named = last_of_each(tuple(flags), problems)
+    given = with_todays_names(named, problems)
+    framework = framework or _framework(launch, given)
+    name_others(named.values(), problems, "is no flag of Megatron-LM or MindSpeed that is known here")
+    _name_loose(loose, problems)
+    if model is None:
+        model = read_model(given, problems, assumed, described)
+    else:
+        model = _with_sequences(given, model, problems)
+    job = _Job(given, problems, framework, model, deepspeed)
+    of_page = sizes if framework == "llmacc" else (None, None)
+    per_node = local_world_size or job.count("--local-world-size") or count_of(launch.per_node) or of_page[1]
+    world = world_size or job.count("--world-size") or launched(launch, of_page[0], per_node)
     chooses = framework != "llmacc" or any(name in given for name in (DEGREE_FLAGS["tensor_parallel"],))
     if world is None:
         _unknown_world(launch, problems)
@@ -77,7 +128,7 @@ def read_megatron(
         )
     return Reading(
         framework=framework,
-        engine={"mindspeed": "mindspeed"}.get(framework, "megatron"),
+        engine=framework if framework in ("mindspeed", "megatron-deepspeed") else "megatron",
         file=file,
         model=model,
         layout=layout,
@@ -89,30 +140,46 @@ def read_megatron(
         global_batch_size=None if most and not chooses else exact,
         max_global_batch_size=None if chooses else most,
         flags=tuple(flags),
+        names=DEGREE_FLAGS,
+        training=_training(given),
         assumed=tuple(assumed),
         problems=tuple(problems.found),
     )
 
 
+def _with_sequences(given: Given, model: ModelSpec, problems: Problems) -> ModelSpec:
+    """A known model on sequences of the length that a flag gives."""
+    flag = given.get("--seq-length")
+    if flag is None or not re.fullmatch(r"[1-9][0-9]{0,8}", flag.text):
+        return model
+    try:
+        return with_seq(model, int(flag.text))
+    except InputError as error:
+        problems.add("illegal", on_one_line(error), flag.name, flag.line)
+        return model
+
+
+def _training(given: Given) -> dict[str, str]:
+    """What is learned and from which data: flags that the runtime takes too."""
+    roles = ("training", "harmless")
+    return {
+        flag.name: flag.text
+        for flag in given.values()
+        if flag.known.role in roles and flag.known.framework == "megatron" and not flag.unknown
+    }
+
+
 def _framework(launch: Launch, given: Given) -> str:
     if launch.program.startswith("llmacc"):
         return "llmacc"
+    if "--deepspeed" in given:
+        return "megatron-deepspeed"
     named = [flag for flag in given.values() if flag.known.framework == "mindspeed"]
     return "mindspeed" if named else "megatron"
 
 
-def _name_others(given: Given, loose: list[Any], problems: Problems) -> None:
-    """Flags that say nothing to the planner, where somebody should know."""
-    for flag in given.values():
-        if flag.known.role == "unsupported":
-            text = "not supported: it makes another model or job of it than the one that is priced"
-            problems.add("note", text, flag.name, flag.line)
-        elif flag.known.role == "unpriced":
-            text = "not priced: it changes memory or time, and the estimates are without it"
-            problems.add("note", text, flag.name, flag.line)
-        elif flag.known.role == "unknown":
-            text = "is no flag of Megatron-LM or MindSpeed that is known here"
-            problems.add("note", text, flag.name, flag.line, flag.known.about)
+def _name_loose(loose: list[Any], problems: Problems) -> None:
+    """Words of the command that no flag takes."""
     for word in loose:
         if not word.unknown and word.text not in ("\\", ""):
             problems.add("note", f"the word {word.text[:40]!r} belongs to no flag", line=word.line)
@@ -132,6 +199,7 @@ class _Job:
     problems: Problems
     framework: str
     model: ModelSpec | None
+    deepspeed: Source | None = None
 
     def count(self, name: str) -> int | None:
         """The whole number, from 1, that a flag gives."""
@@ -244,7 +312,8 @@ class _Job:
             flag = blame(message, given)
             problems.add("illegal", message, flag.name if flag else "", flag.line if flag else None)
             return {}
-        for text in options.notes():
+        whole = self._recomputes_every_mlp(model)
+        for text in [] if whole else options.notes():
             name = text.split()[0]
             problems.add(
                 "note", text.removeprefix(name).strip(), name, given[name].line if name in given else None
@@ -253,7 +322,9 @@ class _Job:
             name: value for name, value in pins.items() if not isinstance(value, WherePossible)
         }
         found |= self._mindspeeds_memory(found)
-        if self._is_given("--swap-optimizer", "--use-cpu-optimizer"):
+        if whole:
+            found |= {"recompute": "selective", "recompute_modules": ("mlp",)}
+        if self._is_given("--swap-optimizer", "--use-cpu-optimizer", "--cpu_torch_adam"):
             found["offload_optimizer"] = True
         if self._is_given("--fine-grained-activation-offloading"):
             found["offload_activations"] = True
@@ -265,6 +336,19 @@ class _Job:
                 problems.add("note", text, "--optimizer", optimizer.line)
             found["optimizer"] = OPTIMIZERS.get(optimizer.text, "adam")
         return found
+
+    def _recomputes_every_mlp(self, model: ModelSpec) -> bool:
+        """Whether `--swap-attention --recompute-num-layers N` reaches all layers of a stage.
+
+        Then nothing is left for `--recompute-activation-function`, which stands inside the MLP
+        (MindSpeed, docs/zh/features/swap_attention.md).
+        """
+        if not self._is_given("--swap-attention") or not self._is_given("--recompute-activation-function"):
+            return False
+        layers = self.count("--recompute-num-layers")
+        return layers is not None and layers >= -(
+            -model.layers // (self.count(DEGREE_FLAGS["pipeline_parallel"]) or 1)
+        )
 
     def _mindspeeds_memory(self, found: dict[str, Any]) -> dict[str, Any]:
         """MindSpeed's recomputation of activation functions and norms, of some layers or of all."""
@@ -284,12 +368,31 @@ class _Job:
     def _zero(self, replicas: int) -> int:
         if replicas == 1:
             return 0
+        if self.framework == "megatron-deepspeed":
+            return self._deepspeeds_zero()
+        # Without Megatron-FSDP nothing looks at the strategy.
         strategy = self._word("--data-parallel-sharding-strategy")
-        if strategy is not None:
+        if strategy is not None and self._is_given("--use-megatron-fsdp", "--use-custom-fsdp"):
             return SHARDING.get(strategy.text, 0)
         if self._is_given("--use-torch-fsdp2"):
-            return 3
+            return 2 if self._is_given("--torch-fsdp2-no-reshard-after-forward") else 3
         return int(self._is_given("--use-distributed-optimizer"))
+
+    def _deepspeeds_zero(self) -> int:
+        """The stage that DeepSpeed's file says, or `--zero-stage`, which scripts write into that file."""
+        if self.deepspeed is not None:
+            keys = Keyed(
+                self.deepspeed.entries, "deepspeed", self.deepspeed.file, Problems(self.deepspeed.file)
+            )
+            return deepspeed_config.zero_stage(keys)
+        flag = self._word("--zero-stage")
+        if flag is not None and flag.text in ("0", "1", "2", "3"):
+            return int(flag.text)
+        config = self.given.get("--deepspeed_config") or self.given.get("--deepspeed-config")
+        text = "says the stage of ZeRO, and is not given"
+        name, line = (config.name, config.line) if config else ("--deepspeed_config", None)
+        self.problems.add("unknown", text, name, line, "give that file beside this one")
+        return 0
 
 
 def blame_degree(message: str, given: Given) -> GivenFlag | None:

@@ -21,7 +21,10 @@ def export_megatron(model: ModelSpec, layout: Layout, framework: str = "megatron
     missing: list[str] = []
     of_model = model_flags(model, missing)
     of_layout = layout_flags(layout, model, framework, missing)
-    return Export(framework, flag_lines(of_model | of_layout), tuple(missing), of_layout)
+    notes: tuple[str, ...] = ()
+    if "--fine-grained-activation-offloading" in of_layout:
+        notes = ("with Transformer Engine 2.10 and later it wants NVTE_CPU_OFFLOAD_V1=1 in the environment",)
+    return Export(framework, flag_lines(of_model | of_layout), tuple(missing), of_layout, notes)
 
 
 def layout_flags(layout: Layout, model: ModelSpec, framework: str, missing: list[str]) -> Flags:
@@ -52,7 +55,11 @@ def layout_flags(layout: Layout, model: ModelSpec, framework: str, missing: list
     elif layout.offload_activations:
         flags |= {"--fine-grained-activation-offloading": "", "--offload-modules": "core_attn"}
     if layout.offload_optimizer:
-        flags |= {"--swap-optimizer": ""} if mindspeed else {"--optimizer-cpu-offload": ""}
+        flags |= (
+            {"--swap-optimizer": ""}
+            if mindspeed
+            else {"--optimizer-cpu-offload": "", "--use-precision-aware-optimizer": ""}
+        )
     return flags | _formats(layout, missing)
 
 
@@ -76,8 +83,11 @@ def _stages(layout: Layout, model: ModelSpec, mindspeed: bool, missing: list[str
         return flags | {"--pipeline-model-parallel-layout": stage_layout(listed)}
     if chunks == 1:
         return flags | {"--num-layer-list": ",".join(map(str, listed))}
-    missing.append(f"layers_per_stage={','.join(map(str, listed))}: chunks of a pipeline are alike")
-    return flags
+    if layout.schedule == "dualpipev":
+        missing.append(f"layers_per_stage={','.join(map(str, listed))}: stages of DualPipe-V are alike")
+        return flags
+    flags.pop("--num-virtual-stages-per-pipeline-rank", None)
+    return flags | {"--pipeline-model-parallel-layout": stage_layout(listed)}
 
 
 def stage_layout(layers: tuple[int, ...]) -> str:
@@ -179,7 +189,10 @@ def model_flags(model: ModelSpec, missing: list[str]) -> Flags:
         "--vocab-size": str(model.vocab),
     }
     if model.position == "rope":
-        flags["--rotary-base"] = repr(model.rope_theta)
+        if model.rope_theta.is_integer():
+            flags["--rotary-base"] = str(int(model.rope_theta))
+        else:
+            missing.append(f"rope_theta={model.rope_theta}: --rotary-base takes whole numbers")
     if model.rope_scaling is not None:
         missing.append(f"rope_scaling {model.rope_scaling.kind}: give the flags of your version by hand")
     if model.gated and model.activation == "silu":

@@ -85,6 +85,7 @@ def read_model(
     """
     before = len(problems.found)
     values = option_values(given, "model", ModelOptions, problems)
+    _in_todays_words(values, given, problems)
     if values.get("num_query_groups") and not values.get("group_query_attention"):
         flag = given["--num-query-groups"]
         text = "has no effect without --group-query-attention: every head has keys of its own"
@@ -115,6 +116,44 @@ def read_model(
         blamed = blame(message, given)
         problems.add("illegal", message, blamed.name if blamed else "", blamed.line if blamed else None)
         return None
+
+
+_NORMS = {"layernorm": "LayerNorm", "layernorm1p": "LayerNorm", "rmsnorm": "RMSNorm"}
+_POSITIONS = {
+    "alibi": "none",
+    "relative": "none",
+    "rotary": "rope",
+    "yarn": "rope",
+    "mrope": "rope",
+    "absolute": "learned_absolute",
+}
+
+
+def _in_todays_words(values: dict[str, Any], given: Given, problems: Problems) -> None:
+    """Values in the planner's words for those of other parsers; what is priced otherwise is said."""
+    norm = str(values.get("normalization", ""))
+    if norm.lower() in _NORMS:
+        values["normalization"] = _NORMS[norm.lower()]
+    position = str(values.get("position_embedding_type", ""))
+    if position.lower() in _POSITIONS:
+        name = "--position-embedding-type"
+        values["position_embedding_type"] = _POSITIONS[position.lower()]
+        if position.lower() in ("alibi", "relative"):
+            text = f"{position} is priced as no positions: it adds to the scores of attention"
+            problems.add("note", text, name, given[name].line)
+    if values.get("num_experts") == 1 and "moe_router_topk" not in values:
+        del values["num_experts"]  # Megatron-DeepSpeed's way to say that there are none.
+    if values.get("moe_router_num_groups") == 1:
+        values.pop("moe_router_num_groups")
+        values.pop("moe_router_group_topk", None)
+    if values.get("moe_router_score_function") == "sigmoid" and values.pop("moe_router_pre_softmax", None):
+        name = "--moe-router-pre-softmax"
+        problems.add("note", "has no effect with scores of sigmoid", name, given[name].line)
+    top, groups = values.get("moe_router_topk"), values.get("moe_router_group_topk")
+    if top and groups and top // groups > 2 and "moe_router_num_groups" in values:
+        text = f"groups are ranked by their {top // groups} best experts, which is priced as no groups"
+        problems.add("note", text, "--moe-router-group-topk", given["--moe-router-group-topk"].line)
+        del values["moe_router_num_groups"], values["moe_router_group_topk"]
 
 
 def blame(message: str, given: Given) -> GivenFlag | None:

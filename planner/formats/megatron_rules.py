@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from costmodels.spec.model import ModelSpec
+from planner.formats.keyed import decimal
 from planner.formats.launcher import Launch
 from planner.formats.megatron_model import Given
+from planner.formats.megatron_pairs import broken_pairs
 from planner.formats.reading import Problems, Severity
 
 TP, PP, CP = (f"--{name}-parallel-size" for name in ("tensor-model", "pipeline-model", "context"))
@@ -35,6 +38,12 @@ class _Facts:
     def has(self, *names: str) -> bool:
         """Whether any of these flags is given."""
         return any(name in self.given for name in names)
+
+    def number(self, name: str) -> float | None:
+        """The number that a flag gives; None where it gives none."""
+        flag = self.given.get(name)
+        text = flag.text if flag is not None and not flag.unknown else ""
+        return decimal(text)
 
 
 Fault = tuple[Severity, str, str, str]
@@ -141,6 +150,12 @@ def _features(f: _Facts) -> Iterator[Fault]:
         yield "illegal", "--fp16", "and --bf16 are given both", "leave one out"
     if f.has("--train-iters") and f.has("--train-samples"):
         yield "illegal", "--train-samples", "and --train-iters are given both", "leave one out"
+    if f.framework != "megatron-deepspeed":
+        for flag, text, remedy in broken_pairs(f.given):
+            yield "illegal", flag, text, remedy
+    if f.ep > 1 and f.has("--fp16"):
+        yield "illegal", "--fp16", "does not go with expert parallelism", "use --bf16"
+    yield from _numbers(f)
     if m.experts and f.tp > 1 and not f.sequence_parallel:
         text = f"experts with tensor parallelism {f.tp} need it"
         yield "illegal", "--sequence-parallel", text, "add --sequence-parallel"
@@ -177,6 +192,25 @@ def _features(f: _Facts) -> Iterator[Fault]:
 
 
 _CHUNKS = ("--num-layers-per-virtual-pipeline-stage", "--num-virtual-stages-per-pipeline-rank")
+
+
+def _numbers(f: _Facts) -> Iterator[Fault]:
+    """Values that must not be larger than others."""
+    least, most = f.number("--min-lr"), f.number("--lr")
+    if least is not None and most is not None and least > most:
+        yield "illegal", "--min-lr", f"{least:g} is more than --lr {most:g}", ""
+    layers = f.number("--recompute-num-layers")
+    stage = -(-f.model.layers // f.pp)
+    if f.has("--recompute-granularity") and layers is not None and layers > stage:
+        text = f"{layers:g} is more than the {stage} layers of a pipeline rank"
+        yield "illegal", "--recompute-num-layers", text, f"use at most {stage}"
+    sizes = f.given.get("--hierarchical-context-parallel-sizes")
+    if sizes is not None and all(word.text.isdigit() and len(word.text) < 7 for word in sizes.values):
+        product = math.prod(int(word.text) for word in sizes.values)
+        if product != f.cp:
+            yield "illegal", sizes.name, f"are {product} together, not {CP} {f.cp}", ""
+    if f.has("--use-torch-fsdp2") and max(f.pp, f.ep) > 1:
+        yield "illegal", "--use-torch-fsdp2", "goes with neither pipeline nor expert parallelism", ""
 
 
 def _connections(f: _Facts) -> Iterator[Fault]:

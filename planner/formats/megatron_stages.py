@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+from costmodels.spec.layout import even_split
 from costmodels.spec.model import ModelSpec
 from planner.formats.megatron_model import Given
 from planner.formats.reading import Problems
@@ -43,6 +44,8 @@ def layers_of_stages(
         problems.add("illegal", f"{stages} stages are more than the {layers} layers", *where)
         return _with_schedule(given, (1,) * layers, 1)
     listed = _named_list(given, problems) or _with_ends(given, layers, stages, count, problems)
+    if listed is None and "--deepspeed" in given:
+        listed = _deepspeeds(given, layers, stages)
     if listed is None:
         if layers % stages:
             text = f"{layers} layers do not split evenly over {stages} pipeline stages"
@@ -97,6 +100,18 @@ def _named_list(given: Given, problems: Problems) -> tuple[int, ...] | None:
         problems.add("illegal", f"{flag.text}: expected numbers with commas between", flag.name, flag.line)
         return None
     return tuple(map(int, parts))
+
+
+def _deepspeeds(given: Given, layers: int, stages: int) -> tuple[int, ...]:
+    """Stages as even as can be; embedding and head count as layers where the method says so.
+
+    DeepSpeed's PipelineModule, `partition_method`: `type:transformer`, or `type:transformer|embedding`.
+    """
+    method = given.get("--pp-partition-method")
+    if method is None or "embedding" not in method.text or layers + 2 < 3 * stages:
+        return even_split(layers, stages)
+    first, *between, last = even_split(layers + 2, stages) if stages > 1 else (layers + 2, 0)
+    return (first - 1, *between, last - 1) if stages > 1 else (layers,)
 
 
 def _with_ends(

@@ -39,10 +39,11 @@ class Reading:
     """A job as its files describe it; what they leave out has the framework's default."""
 
     framework: str
-    """The software that the files are for, such as `mindspeed`."""
+    """The software that the files are for: its name in `targets.TARGETS`, where it is there."""
     engine: str
     """Its name in the catalogue of engines."""
     file: str
+    """The file that says the layout, of several."""
     model: ModelSpec | None
     layout: Layout | None
     """None where the files do not say one, or none that is consistent."""
@@ -56,7 +57,13 @@ class Reading:
     global_batch_size: int | None = None
     max_global_batch_size: int | None = None
     flags: tuple[GivenFlag, ...] = ()
-    """Everything that is given, in order, where the files are made of flags."""
+    """Everything that is given, in order. A key of a file is a flag with its path for a name, such as
+    `parallel_config.data_parallel`."""
+    names: Mapping[str, str] = field(default_factory=dict)
+    """The flags or keys of the software by the field of `Layout` or `ModelSpec` that they give."""
+    training: Mapping[str, str] = field(default_factory=dict)
+    """What is learned and from which data, as flags of Megatron-LM, which the runtime takes too, with their
+    values: the empty text for a switch."""
     assumed: tuple[str, ...] = ()
     """What is taken for granted because no file says it."""
     problems: tuple[ConfigProblem, ...] = ()
@@ -78,10 +85,16 @@ class Problems:
     found: list[ConfigProblem] = field(default_factory=list)
 
     def add(
-        self, severity: Severity, text: str, flag: str = "", line: int | None = None, remedy: str = ""
+        self,
+        severity: Severity,
+        text: str,
+        flag: str = "",
+        line: int | None = None,
+        remedy: str = "",
+        file: str = "",
     ) -> None:
-        """Keep one more; the same one is kept once."""
-        problem = ConfigProblem(severity, text, flag, line, remedy, self.file)
+        """Keep one more, of this file unless another is named; the same one is kept once."""
+        problem = ConfigProblem(severity, text, flag, line, remedy, file or self.file)
         if problem not in self.found:
             self.found.append(problem)
 

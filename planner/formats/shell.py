@@ -352,6 +352,10 @@ def _simple_commands(chars: Chars, directives: list[tuple[Word, ...]]) -> Iterat
             word += chars[at:end]
             at = end
             continue
+        if here == "<" and (placeholder := _placeholder(chars, at)):
+            word.append((Unknown(placeholder), chars[at][1]))
+            at += len(placeholder) + 2
+            continue
         if here == "#" and not word:
             end = at
             while end < size and char(end) != "\n":
@@ -406,6 +410,15 @@ def _simple_commands(chars: Chars, directives: list[tuple[Word, ...]]) -> Iterat
         at = end
     if raw:
         yield before, raw
+
+
+_PLACEHOLDER = re.compile(r"<([A-Za-z][\w ./:-]{0,80}[\w./])>")
+
+
+def _placeholder(chars: Chars, at: int) -> str:
+    """What `<PATH TO DATA>` stands for, which a reader is to fill in; empty for what sends a file."""
+    match = _PLACEHOLDER.match(plain(chars[at : at + 90]))
+    return "" if match is None else match.group(1)
 
 
 def _starts(chars: list[Char], at: int, text: str) -> bool:

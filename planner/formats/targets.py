@@ -3,19 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 from costmodels.errors import InputError
 from costmodels.spelling import nearest
+from planner.formats.accelerate_export import export_accelerate
+from planner.formats.bridge_export import export_bridge
 from planner.formats.deepspeed_export import export_deepspeed
 from planner.formats.export import Export
 from planner.formats.megatron_export import export_megatron
+from planner.formats.mindformers_export import export_mindformers
+from planner.formats.nanotron_export import export_nanotron
+from planner.formats.torchtitan_export import export_torchtitan
 from planner.plan import Plan
 
 TARGETS: dict[str, Callable[[Plan], Export]] = {
     "megatron": lambda plan: export_megatron(plan.model, plan.layout),
+    "megatron-bridge": lambda plan: export_bridge(plan.model, plan.layout),
+    "torchtitan": lambda plan: export_torchtitan(plan.model, plan.layout),
+    "deepspeed": lambda plan: export_deepspeed(plan.model, plan.layout),
+    "nanotron": lambda plan: export_nanotron(plan.model, plan.layout),
     "mindspeed": lambda plan: export_megatron(plan.model, plan.layout, "mindspeed"),
-    "deepspeed": lambda plan: export_deepspeed(plan.layout),
+    "mindformers": lambda plan: export_mindformers(plan.model, plan.layout),
+    "accelerate": lambda plan: export_accelerate(plan.model, plan.layout, plan.cluster.nodes),
 }
 """What writes a plan, by the name of the software."""
 
@@ -28,4 +39,9 @@ def export(plan: Plan | str | Path, *, to: str) -> Export:
     """
     if to not in TARGETS:
         raise InputError(f"export to {to!r}: {nearest(to, TARGETS) or 'expected ' + ', '.join(TARGETS)}")
-    return TARGETS[to](plan if isinstance(plan, Plan) else Plan.load(plan))
+    plan = plan if isinstance(plan, Plan) else Plan.load(plan)
+    found = TARGETS[to](plan)
+    if plan.model.lora is None:
+        return found
+    what = f"lora={plan.model.lora.rank}: adapters are set up by the training script there, not written here"
+    return replace(found, inexpressible=(*found.inexpressible, what))

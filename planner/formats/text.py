@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from copy import copy
 from dataclasses import dataclass
 
 
@@ -114,6 +115,34 @@ class Closings:
             inside = close == '"' and char == "'"
             at = self.after(at, depth + 1) if self.opens(at) and not inside else at + 1
         return start + 1
+
+
+class Part:
+    """A part of a text, whose constructs are found once for it and for all parts of it."""
+
+    def __init__(self, chars: Chars) -> None:
+        self.chars, self.closings = chars, Closings(chars)
+        self.start, self.stop = 0, len(chars)
+
+    def of(self, start: int, stop: int) -> Part:
+        """A part of it; the indices are those of the whole text."""
+        other = copy(self)
+        other.start, other.stop = start, stop
+        return other
+
+    def after(self, at: int) -> int:
+        """Index after the construct that opens at `at`; the next one where none does or none closes."""
+        end = self.closings.after(at) if self.closings.opens(at) else at + 1
+        return end if end <= self.stop else at + 1
+
+    def first(self, count: int) -> Chars:
+        """Its first characters."""
+        return self.chars[self.start : min(self.start + count, self.stop)]
+
+    @property
+    def all(self) -> Chars:
+        """Its characters."""
+        return self.chars[self.start : self.stop]
 
 
 def split_words(chars: Sequence[Char]) -> Iterator[list[Char]]:

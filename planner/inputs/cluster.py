@@ -6,13 +6,13 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, TypedDict
 
-from costmodels.catalogue import load_device
 from costmodels.catalogue.yaml_files import build
 from costmodels.errors import InputError
 from costmodels.network.network_table import read_network_table
 from costmodels.spec.hardware import Cluster, Device, Link, MeasuredCollective
 from costmodels.spec.mixed_cluster import mixed_cluster
 from costmodels.spec.record import GIB
+from planner.inputs.device import is_cpu, resolve_device
 from planner.inputs.node_kinds import is_of_kinds, parse_kinds
 from planner.inputs.numbers import whole_number
 
@@ -90,12 +90,13 @@ def resolve_cluster(
     wanted = DEFAULT_DEVICE if device is None else device
     if isinstance(wanted, str) and is_of_kinds(wanted):
         return _of_kinds(wanted, world_size, local_world_size, keywords)
-    if wanted == "cpu":
-        # One rank's share of this machine depends on how many ranks share it.
-        local_world_size = local_world_size or world_size
-        resolved = load_device("cpu", ranks=local_world_size)
+    if isinstance(wanted, str):
+        # One rank's share of a CPU depends on how many ranks share it.
+        if is_cpu(wanted):
+            local_world_size = local_world_size or world_size
+        resolved = resolve_device(wanted, local_world_size or world_size)
     else:
-        resolved = load_device(wanted) if isinstance(wanted, str) else wanted
+        resolved = wanted
     memory = _memory_gib(keywords.get("device_memory_gib"))
     values = {
         "device": resolved,
@@ -175,6 +176,8 @@ def _network(device: Device, network: NetworkKeywords) -> dict[str, object]:
     table = network.get("network_table")
     if table is not None:
         values["measured"] = table if isinstance(table, tuple) else read_network_table(table)
+    elif not any(name in values for name in ("intra_node", "inter_node")):
+        values["measured"] = device.collectives
     return values
 
 

@@ -15,19 +15,19 @@ DEFAULT_ENGINE = "bundled"
 def resolve_engine(engine: Engine | str | None, device: Device | None = None) -> Engine:
     """An engine from itself, its name or file; where none is named, the first that runs on `device`."""
     if engine is None:
-        engine = DEFAULT_ENGINE if device is None else engines_on(device)[0]
+        engine = DEFAULT_ENGINE if device is None else [*engines_on(device), DEFAULT_ENGINE][0]
     return engine if isinstance(engine, Engine) else load_engine(engine)
 
 
 def engines_on(device: Device) -> list[str]:
-    """Names of the catalogue's engines that run on `device`: the bundled one first, where it does."""
+    """Names of the catalogue's engines that have run on `device`: the bundled one first, where it has."""
     return [name for name in engine_names() if device.kind in load_engine(name).runs.devices]
 
 
 def check_runs_on(engine: Engine, cluster: Cluster) -> None:
     """Raise `InputError` where `engine` does not run on the devices of `cluster`."""
     for device in {part.device.name: part.device for part in cluster.parts or (cluster,)}.values():
-        if device.kind not in engine.runs.devices:
+        if device.kind not in (*engine.runs.devices, *engine.runs.untried_devices):
             raise InputError(
                 f"engine {engine.name} does not run on {device.name}; leave it out, or give one of "
                 f"{', '.join(engines_on(device))}"

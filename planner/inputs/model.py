@@ -7,6 +7,7 @@ from pathlib import Path
 from costmodels.catalogue import load_model
 from costmodels.catalogue.yaml_files import build
 from costmodels.spec.model import ModelSpec
+from costmodels.spec.model_parts import Lora
 
 
 def resolve_model(model: ModelSpec | str | Path, seq: int | None = None) -> ModelSpec:
@@ -17,7 +18,9 @@ def resolve_model(model: ModelSpec | str | Path, seq: int | None = None) -> Mode
     if isinstance(model, ModelSpec):
         return with_seq(model, seq)
     if is_hf_config(model):
-        from planner.inputs.hf_config import model_from_hf_config  # Only few runs read such a file.
+        from planner.inputs.huggingface.config_file import (
+            model_from_hf_config,  # Only few runs read such a file.
+        )
 
         return model_from_hf_config(model, seq=seq)
     return with_seq(load_model(str(model)), seq)
@@ -35,3 +38,8 @@ def with_seq(model: ModelSpec, seq: int | None) -> ModelSpec:
         return model
     values = model.model_dump() | {"seq": seq, "max_positions": max(seq, model.max_positions)}
     return build(ModelSpec, values, f"model {model.name}")
+
+
+def with_lora(spec: ModelSpec, lora: Lora) -> ModelSpec:
+    """`spec` with adapters; raises `InputError` where it has no layers for them."""
+    return build(ModelSpec, spec.model_dump() | {"lora": lora.model_dump()}, f"LoRA of {spec.name}")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, get_args
 
@@ -184,6 +184,14 @@ def _known(name: str) -> tuple[Value, ...]:
     if name == "zero_stage":
         return ZERO_STAGES
     return _CHOICES[name] if name in (*WORD_DEGREES, "recompute_method", "gradient_reduction") else ()
+
+
+def pin_words() -> Iterator[str]:
+    """What a shell may complete a pin to: short and full names, and the values of a degree that has a few."""
+    full = dict.fromkeys(Layout.model_fields)
+    for short, name in [*SHORT_NAMES.items(), *zip(full, full, strict=True)]:
+        values = _known(name) or ("",)
+        yield from (f"{short}={str(value).lower()}" for value in values)
 
 
 def _check_together(pins: Pins) -> None:

@@ -9,7 +9,8 @@ from costmodels.catalogue.yaml_files import build
 from costmodels.errors import InputError
 from costmodels.files import MIB, read_text
 from costmodels.spec.model import ModelSpec
-from planner.inputs.hf_readers import READERS, Config
+from planner.inputs.huggingface.keys import Config, period
+from planner.inputs.huggingface.readers import model_fields
 
 LONGEST_DEFAULT_SEQ = 4096
 """Tokens of a training sample when the user does not say: models of rotary positions are pre-trained
@@ -25,7 +26,7 @@ def model_from_hf_config(path: str | Path, seq: int | None = None) -> ModelSpec:
     `path` is the file or its folder. `seq`, in tokens, is by default `n_positions` of a GPT-2 and the
     lesser of `max_position_embeddings` and 4096 of the others; a longer one extends the positions.
     `InputError` for a missing or broken file, a model type that is not supported, a missing key, an
-    option that `ModelSpec` cannot express, or attention within a window that is shorter than `seq`.
+    option that `ModelSpec` cannot express.
     """
     file = Path(path).expanduser()
     if file.is_dir():
@@ -33,27 +34,34 @@ def model_from_hf_config(path: str | Path, seq: int | None = None) -> ModelSpec:
     config = read_config(file)
     origin = f"model config {str(file)!r}"
     model_type = config.get("model_type")
-    reader = READERS.get(model_type) if isinstance(model_type, str) else None
-    if reader is None:
-        raise InputError(f"{origin}: model_type {model_type!r} is not one of {', '.join(READERS)}")
     try:
-        fields = reader(config)
+        fields = model_fields(config)
     except KeyError as missing:
         raise InputError(f"{origin}: a {model_type} needs the key {missing.args[0]!r}") from None
     except ValueError as unsupported:
         raise InputError(f"{origin}: {unsupported}") from None
+    except (TypeError, AttributeError, ArithmeticError) as wrong:
+        raise InputError(f"{origin}: a key has a value of another kind than expected ({wrong})") from None
     positions = fields["max_positions"]
     if seq is None:
         seq = positions if fields["position"] == "learned" else min(positions, LONGEST_DEFAULT_SEQ)
-    window = fields.pop("sliding_window", None)
-    if window is not None and window < seq:
-        raise InputError(
-            f"{origin}: sliding_window {window} is shorter than the sequence of {seq}, and attention within "
-            f"a window is not modelled; give --seq-length up to {window}"
-        )
+    fields = without_idle_windows(fields, seq)
     fields |= {"seq": seq, "max_positions": max(seq, positions)}
     fields |= {"name": _name(file), "source": f"{file.name} of Hugging Face type {model_type}"}
     return build(ModelSpec, fields, origin)
+
+
+def without_idle_windows(fields: Config, seq: int) -> Config:
+    """The fields of a model without windows that no sequence of `seq` tokens reaches beyond.
+
+    Windows stay where their layers differ from others in more than what they see.
+    """
+    differs = fields.get("window_rope_theta") or not fields.get("rotates_full", True)
+    window = fields.get("window")
+    if differs or not window or window < seq:
+        return fields
+    pattern = tuple("full" if kind in ("window", "chunk") else kind for kind in fields["attention_pattern"])
+    return {**fields, "window": 0, "attention_pattern": period(pattern)}
 
 
 def read_config(file: Path) -> Config:

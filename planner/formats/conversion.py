@@ -1,0 +1,78 @@
+"""Configurations of one software as those of another: read, and written."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from costmodels.errors import InputError
+from planner.formats.check import CheckKeywords, plan_as_it_stands, problem_of_reading
+from planner.formats.export import Export, flag_lines
+from planner.formats.files import read_files
+from planner.formats.reading import Problems, Reading
+from planner.formats.targets import export
+from planner.inputs.keywords import keywords
+from planner.plan import Plan
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+MEGATRONS = ("megatron", "mindspeed")
+"""Software with Megatron-LM's flags of training."""
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """What became of a configuration."""
+
+    reading: Reading
+    plan: Plan
+    """The job as it was read."""
+    export: Export
+    """The same in the words of the other software."""
+    text: str
+    """What its file holds: the export, with what is learned where it has words for that."""
+    unconverted: tuple[str, ...]
+    """What is learned and from which data, as flags of Megatron-LM, where the text does not say it."""
+
+
+@keywords(CheckKeywords)
+def convert_config(
+    files: Sequence[str | Path] | str | Path, *, to: str, **given: Unpack[CheckKeywords]
+) -> Conversion:
+    """The job that `files` describe in the words of other software. Nothing in them is run.
+
+    Keyword arguments are those of `planner.check`. Raises `InputError` for files that cannot be read, that
+    do not say a layout or say an illegal one, and for a software that plans are not written for.
+    """
+    several = [files] if isinstance(files, (str, Path)) else list(files)
+    reading = read_files(
+        several,
+        world_size=given.get("world_size"),
+        local_world_size=given.get("local_world_size"),
+        define=given.get("define"),
+    )
+    plan = plan_of_reading(reading, given)
+    written = export(plan, to=to)
+    learned = flag_lines(reading.training) if reading.training else ""
+    text, unconverted = written.text, tuple(learned.splitlines())
+    if to in MEGATRONS:
+        text, unconverted = text + learned, ()
+    return Conversion(reading, plan, written, text, unconverted)
+
+
+def plan_of_reading(reading: Reading, given: CheckKeywords) -> Plan:
+    """The job of a reading as a plan; raises `InputError`, with all reasons, where it is none."""
+    problems = Problems(reading.file, list(reading.problems))
+    plan = None
+    if reading.model is not None and reading.world_size is not None:
+        problem, _ = problem_of_reading(reading, given)
+        if reading.layout is not None and not problems.fatal:
+            plan = plan_as_it_stands(reading, reading.layout, problem, problems)
+    if plan is None:
+        fatal = [one.describe() for one in problems.found if one.severity in ("illegal", "unknown")]
+        reasons = "; ".join(fatal) or f"{reading.file} leaves the layout to a search"
+        raise InputError(f"no layout in {reading.file}: {reasons}")
+    return plan

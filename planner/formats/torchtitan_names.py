@@ -1,0 +1,135 @@
+"""What torchtitan calls degrees of a layout, and how it shares out layers (release 0.3.0)."""
+
+from __future__ import annotations
+
+import math
+from itertools import product
+from typing import Any
+
+KEYS = {
+    "tensor_parallel": "parallelism.tensor_parallel_degree",
+    "sequence_parallel": "parallelism.enable_sequence_parallel",
+    "pipeline_parallel": "parallelism.pipeline_parallel_degree",
+    "virtual_pipeline_parallel": "parallelism.pipeline_parallel_layers_per_stage",
+    "layers_per_stage": "parallelism.pipeline_parallel_layers_per_stage",
+    "schedule": "parallelism.pipeline_parallel_schedule",
+    "context_parallel": "parallelism.context_parallel_degree",
+    "context_parallel_form": "parallelism.context_parallel_rotate_method",
+    "expert_parallel": "parallelism.expert_parallel_degree",
+    "expert_tensor_parallel": "parallelism.expert_tensor_parallel_degree",
+    "data_parallel": "parallelism.data_parallel_shard_degree",
+    "zero_replicas": "parallelism.data_parallel_replicate_degree",
+    "zero_stage": "parallelism.fsdp_reshard_after_forward",
+    "micro_batch_size": "training.local_batch_size",
+    "global_batch_size": "training.global_batch_size",
+    "seq": "training.seq_len",
+    "precision": "training.mixed_precision_param",
+    "gradient_reduction": "training.mixed_precision_reduce",
+    "offload_optimizer": "training.enable_cpu_offload",
+    "recompute": "activation_checkpoint.mode",
+    "recompute_modules": "activation_checkpoint.selective_ac_option",
+    "optimizer": "optimizer.name",
+}
+"""Keys by the field of `Layout` or `ModelSpec` that they give; those of context_parallel_form,
+expert_tensor_parallel and recompute are of releases up to 0.2."""
+
+MICRO_BATCH = "parallelism.pipeline_parallel_microbatch_size"
+FIRST_LESS = "parallelism.pipeline_parallel_first_stage_less_layers"
+LAST_LESS = "parallelism.pipeline_parallel_last_stage_less_layers"
+
+SCHEDULES = {
+    "1F1B": "1f1b",
+    "Interleaved1F1B": "interleaved",
+    "InterleavedZeroBubble": "interleaved_zb",
+    "ZBVZeroBubble": "zbv",
+    "DualPipeV": "dualpipev",
+    "GPipe": "1f1b",
+    "LoopedBFS": "interleaved",
+}
+"""`pipeline_parallel_schedule`: names of torch.distributed.pipelining; the last two keep more than those
+that they are priced as."""
+
+ROTATE_METHODS = {"allgather": "all_gather", "alltoall": "ring"}
+"""`context_parallel_rotate_method` of releases up to 0.2; 0.3 gathers."""
+
+FORMATS = {"bfloat16": "bf16", "float32": "fp32"}
+"""`mixed_precision_param` and `mixed_precision_reduce`."""
+
+MODELS = {
+    "llama3-8b": ("llama3", "llama3_8b", "8B"),
+    "llama3-70b": ("llama3", "llama3_70b", "70B"),
+    "llama3-405b": ("llama3", "llama3_405b", "405B"),
+    "qwen3-0.6b": ("qwen3", "qwen3_0_6b", "0.6B"),
+    "qwen3-1.7b": ("qwen3", "qwen3_1_7b", "1.7B"),
+    "qwen3-14b": ("qwen3", "qwen3_14b", "14B"),
+    "qwen3-32b": ("qwen3", "qwen3_32b", "32B"),
+    "qwen3-30b-a3b": ("qwen3", "qwen3_30b_a3b", "30B-A3B"),
+    "deepseek-v2-lite": ("deepseek_v3", "deepseek_v3_16b", "16B"),
+    "deepseek-v3": ("deepseek_v3", "deepseek_v3_671b", "671B"),
+}
+"""Names of the catalogue's models there: module, configuration, and the flavor of releases up to 0.2."""
+
+
+FLAVORS = {(module, flavor): name for name, (module, _, flavor) in MODELS.items()} | {
+    ("deepseek_v3", "236B"): "deepseek-v2",
+    ("qwen3", "4B"): "qwen3-4b",
+    ("qwen3", "8B"): "qwen3-8b",
+    ("qwen3", "235B-A22B"): "qwen3-235b-a22b",
+}
+"""Models of the catalogue by `model.name` and `model.flavor` of releases up to 0.2; endings such as `_flex`
+are kernels of attention."""
+
+DEBUG_MODEL: dict[str, Any] = {
+    "name": "llama3-debugmodel",
+    "layers": 6,
+    "hidden": 256,
+    "heads": 16,
+    "ffn": 768,
+    "vocab": 2048,
+    "gated": True,
+    "activation": "silu",
+    "norm": "rmsnorm",
+    "position": "rope",
+    "rope_theta": 500000.0,
+    "tied": False,
+    "linear_bias": False,
+}
+"""The flavor `debugmodel` of llama3."""
+
+
+def zero_stage(shards: int, pipeline_parallel: int, reshard: str) -> int:
+    """The stage of ZeRO of FSDP2 over `shards` ranks, by `fsdp_reshard_after_forward`.
+
+    Parameters that stay gathered: without a pipeline each micro batch scatters its gradients (stage 2); under
+    one they are summed whole until the last, as stage 1 does.
+    """
+    if shards == 1:
+        return 0
+    if reshard == "always" or (reshard == "default" and pipeline_parallel == 1):
+        return 3
+    return 2 if pipeline_parallel == 1 else 1
+
+
+def stage_layers(layers: int, stages: int, first_less: int, last_less: int) -> tuple[int, ...] | None:
+    """Layers of each stage, as `_generate_llm_fqn_per_model_part` shares them out; None where it refuses."""
+    if stages == 1:
+        return (layers,)
+    each, more = divmod(layers + first_less + last_less, stages)
+    if each < max(1, first_less, last_less):
+        return None
+    counts = [each + (stage < more) for stage in range(stages)]
+    counts[0] -= first_less
+    counts[-1] -= last_less
+    return tuple(counts) if min(counts) > 0 else None
+
+
+def less_layers(layers_per_stage: tuple[int, ...]) -> tuple[int, int, int] | None:
+    """Layers per stage, and those that the first and the last have less, which give these, if any do."""
+    layers, stages = sum(layers_per_stage), len(layers_per_stage)
+    most = range(max(layers_per_stage) + 1)
+    for first, last in sorted(product(most, most), key=sum):
+        if stage_layers(layers, stages, first, last) == layers_per_stage:
+            each = math.ceil((layers + first + last) / stages)
+            if math.ceil((layers + first + last) / each) == stages:
+                return each, first, last
+    return None

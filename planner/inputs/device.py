@@ -1,0 +1,42 @@
+"""The device that a caller names, as it was measured on this machine where it was."""
+
+from __future__ import annotations
+
+from costmodels.catalogue import HOST, load_device, load_engine
+from costmodels.catalogue.measured_devices import is_device_file, own_file, read_devices
+from costmodels.spec.hardware import Device
+from planner.inputs.engine import DEFAULT_ENGINE
+
+
+def resolve_device(name: str, ranks: int = 1) -> Device:
+    """The device of a name or file; what `planner calibrate` has measured of it here comes first.
+
+    Args:
+        ranks: that share the machine, where the device is its CPU.
+
+    Raises:
+        InputError: the name is unknown, or a file of measurements is not to be trusted.
+    """
+    if is_device_file(name):
+        return _measured(name, ranks, here=False)
+    plain = load_device(name, ranks)
+    path = own_file(plain.name)
+    return _measured(str(path), ranks, here=True) if path.exists() else plain
+
+
+def _measured(path: str, ranks: int, here: bool) -> Device:
+    device = read_devices(path, here).device(ranks)
+    load_engine(DEFAULT_ENGINE).for_device(device)  # Refuses constants that make no sense.
+    return device
+
+
+def is_cpu(name: str | None) -> bool:
+    """Whether a caller names the CPU of the machine that asks, or a file of one that was measured."""
+    if name is None or not is_device_file(name):
+        return name == HOST
+    return any(device.kind == "cpu" for device in read_devices(name).devices.values())
+
+
+def measured_notes(device: Device) -> list[str]:
+    """That the device is as it was measured, for the list of what was assumed."""
+    return [f"{device.name} is {device.source}"] if device.constants else []

@@ -1,0 +1,37 @@
+"""Jobs of PAI DLC: a file of parameters for its command line, whose command every node runs.
+
+Source: PAI, "Commands used to submit jobs": `dlc submit pytorchjob --job_file=FILE`, a line KEY=VALUE each.
+"""
+
+from __future__ import annotations
+
+import shlex
+
+from planner.scripts.job import JobScript, header
+
+
+def dlc_script(job: JobScript) -> str:
+    """A file of parameters; DLC tells every node the first one, and which it is."""
+    if job.is_bundled():
+        # DLC's WORLD_SIZE and RANK count nodes, which planner launch knows.
+        command = shlex.join(job.launch())
+    else:
+        lines = job.node_lines("$RANK", "$MASTER_ADDR", "$MASTER_PORT")
+        command = " ".join(line.strip().removesuffix("\\").strip() for line in lines)
+    if job.setup:
+        command = f"{job.setup} && {command}"
+    values = {
+        "name": job.job_name,
+        "workers": str(job.nodes),
+        "worker_image": job.image or "<image with the planner>",
+        "worker_gpu": str(job.devices) if job.device_kind == "gpu" else None,
+        "worker_cpu": str(job.devices) if job.device_kind == "cpu" else None,
+        "command": command,
+    }
+    intro = [
+        "# dlc submit pytorchjob --workspace_id=<workspace> --resource_id=<quota> --job_file=<this file, "
+        "without comments>",
+        "# In the console: the command is that of the last line, for every node.",
+    ]
+    lines = [f"{name}={value}" for name, value in values.items() if value is not None]
+    return "\n".join([*header(job), *intro, *lines]) + "\n"

@@ -1,0 +1,202 @@
+"""Manifests of Kubernetes: PyTorchJob, JobSet, or a plain indexed Job.
+
+Sources: kubeflow.org/v1 PyTorchJob (Kubeflow's training operator), jobset.x-k8s.io/v1alpha2 JobSet, batch/v1
+Job with completionMode Indexed, whose pods have the host names NAME-INDEX.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import yaml
+
+from costmodels.errors import InputError
+from costmodels.spelling import nearest
+from planner.scripts.job import JobScript, header, pairs
+
+KINDS = ("jobset", "pytorchjob", "job")
+
+PORT = 29400
+
+PLAN_FOLDER = "/etc/planner"
+
+MOST_MAP_BYTES = 1 << 20
+"""Bytes that a ConfigMap may hold."""
+
+Manifest = dict[str, Any]
+
+
+def kubernetes_script(job: JobScript) -> str:
+    """The manifests of a job, with its plan in a ConfigMap; each node is a pod."""
+    kind = job.kind or KINDS[0]
+    if kind not in KINDS:
+        raise InputError(f"--kind {kind}: {nearest(kind, KINDS) or 'expected ' + ', '.join(KINDS)}")
+    documents = {"jobset": _jobset, "pytorchjob": _pytorchjob, "job": _job}[kind](job)
+    parts = [
+        yaml.safe_dump(document, sort_keys=False, width=100) for document in [_plan_map(job), *documents]
+    ]
+    notes = ["# kubectl apply -f <this file>"]
+    if job.image is None:
+        notes.append("# Replace the image by one that has the planner (--image).")
+    if job.volume_claim is None:
+        notes.append("# Nothing is kept: --volume-claim NAME mounts a volume that all nodes share.")
+    return "\n".join([*header(job), *notes]) + "\n---\n" + "---\n".join(parts)
+
+
+class _Dumper(yaml.SafeDumper):
+    """Writes text of several lines as it is."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+
+_Dumper.add_representer(
+    str,
+    lambda dumper, text: dumper.represent_scalar(
+        "tag:yaml.org,2002:str", text, style="|" if "\n" in text else None
+    ),
+)
+
+
+def _text(document: Manifest) -> str:
+    # As wide as its longest line: what is folded is hard to read, and to change.
+    return yaml.dump(document, Dumper=_Dumper, sort_keys=False, width=1 << 30)
+
+
+def _plan_map(job: JobScript) -> Manifest:
+    text = json.dumps(job.plan.model_dump(mode="json"), separators=(",", ":"))
+    if len(text) > MOST_MAP_BYTES:
+        raise InputError(
+            f"{job.plan_file} has {len(text)} bytes, and a ConfigMap holds {MOST_MAP_BYTES}; put it on a "
+            f"volume, "
+            "and use --to shell as the command of the pods"
+        )
+    return {
+        "apiVersion": "v1",
+        "kind": "ConfigMap",
+        "metadata": {"name": f"{job.job_name}-plan"},
+        "data": {"plan.json": text},
+    }
+
+
+def _pod(job: JobScript, environment: list[Manifest], restart: str, subdomain: str | None = None) -> Manifest:
+    """The template of a pod: one node."""
+    limits: Manifest = {job.resource: job.devices} if job.resource else {"cpu": job.devices}
+    mounts = [{"name": "plan", "mountPath": PLAN_FOLDER}, {"name": "shm", "mountPath": "/dev/shm"}]
+    volumes: list[Manifest] = [
+        {"name": "plan", "configMap": {"name": f"{job.job_name}-plan"}},
+        # The default of 64 MiB is too small for NCCL.
+        {"name": "shm", "emptyDir": {"medium": "Memory"}},
+    ]
+    if job.volume_claim:
+        mounts.append({"name": "workspace", "mountPath": job.mount})
+        volumes.append({"name": "workspace", "persistentVolumeClaim": {"claimName": job.volume_claim}})
+    container: Manifest = {
+        "name": "pytorch",
+        "image": job.image or "planner:latest",
+        "command": ["bash", "-c", _command(job)],
+        "ports": [{"name": "pytorchjob-port", "containerPort": PORT}],
+        "resources": {"limits": limits, "requests": dict(limits)},
+        "volumeMounts": mounts,
+    }
+    if environment:
+        container["env"] = environment
+    if job.volume_claim:
+        container["workingDir"] = job.mount
+    spec: Manifest = {"restartPolicy": restart, "containers": [container], "volumes": volumes}
+    if subdomain is not None:
+        spec["subdomain"] = subdomain
+    # Longer than a step and a checkpoint: SIGTERM saves and ends with 0.
+    spec["terminationGracePeriodSeconds"] = 300
+    return {"spec": spec}
+
+
+def _command(job: JobScript) -> str:
+    """What a pod runs: planner launch knows the variables of all three kinds."""
+    if job.is_bundled():
+        words = ["--plan", f"{PLAN_FOLDER}/plan.json", *job.arguments]
+        lines = [" \\\n  ".join(["exec planner launch", *pairs(words)])]
+    else:
+        node = "${PET_NODE_RANK:-${RANK:-$JOB_COMPLETION_INDEX}}"
+        address, port = "${PET_MASTER_ADDR:-$MASTER_ADDR}", "${PET_MASTER_PORT:-$MASTER_PORT}"
+        lines = ["\n".join(job.node_lines(f'"{node}"', f'"{address}"', f'"{port}"'))]
+    return "\n".join([*([job.setup] if job.setup else []), *lines])
+
+
+def _nodes_environment(job: JobScript, first: str) -> list[Manifest]:
+    """Variables that Kubernetes does not set itself; it sets JOB_COMPLETION_INDEX."""
+    values = {"NNODES": str(job.nodes), "MASTER_ADDR": first, "MASTER_PORT": str(PORT)}
+    return [{"name": name, "value": value} for name, value in values.items()]
+
+
+def _indexed(job: JobScript, pod: Manifest) -> Manifest:
+    return {
+        "parallelism": job.nodes,
+        "completions": job.nodes,
+        "completionMode": "Indexed",
+        "backoffLimit": 0,
+        "template": pod,
+    }
+
+
+def _jobset(job: JobScript) -> list[Manifest]:
+    name = job.job_name
+    pod = _pod(job, _nodes_environment(job, f"{name}-node-0-0.{name}"), "Never")
+    jobs = [{"name": "node", "replicas": 1, "template": {"spec": _indexed(job, pod)}}]
+    return [
+        {
+            "apiVersion": "jobset.x-k8s.io/v1alpha2",
+            "kind": "JobSet",
+            "metadata": {"name": name},
+            "spec": {
+                "network": {"enableDNSHostnames": True, "publishNotReadyAddresses": True},
+                # A lost pod starts all of them again, from what was saved.
+                "failurePolicy": {"maxRestarts": 3},
+                "replicatedJobs": jobs,
+            },
+        }
+    ]
+
+
+def _job(job: JobScript) -> list[Manifest]:
+    name = job.job_name
+    pod = _pod(job, _nodes_environment(job, f"{name}-0.{name}"), "Never", subdomain=name)
+    pod["metadata"] = {"labels": {"app": name}}
+    service = {
+        "apiVersion": "v1",
+        "kind": "Service",
+        "metadata": {"name": name},
+        "spec": {
+            "clusterIP": "None",
+            "publishNotReadyAddresses": True,
+            "selector": {"app": name},
+            "ports": [{"name": "meeting", "port": PORT}],
+        },
+    }
+    return [
+        service,
+        {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": name}, "spec": _indexed(job, pod)},
+    ]
+
+
+def _pytorchjob(job: JobScript) -> list[Manifest]:
+    # The operator itself sets MASTER_ADDR, MASTER_PORT, WORLD_SIZE and RANK, of nodes, and torchrun's PET_*.
+    replicas = {"Master": 1, "Worker": job.nodes - 1}
+    specs = {
+        role: {"replicas": count, "restartPolicy": "OnFailure", "template": _pod(job, [], "OnFailure")}
+        for role, count in replicas.items()
+        if count
+    }
+    return [
+        {
+            "apiVersion": "kubeflow.org/v1",
+            "kind": "PyTorchJob",
+            "metadata": {"name": job.job_name},
+            "spec": {
+                "nprocPerNode": str(job.devices),
+                "runPolicy": {"cleanPodPolicy": "Running", "backoffLimit": 3},
+                "pytorchReplicaSpecs": specs,
+            },
+        }
+    ]
