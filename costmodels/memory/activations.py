@@ -6,27 +6,49 @@ attention, experts, context parallelism and 32-bit activations come out of the s
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 
+from costmodels.layers.adapters import adapted_layers
 from costmodels.layers.shapes import (
     attention_widths,
     element_bytes,
     key_value_width,
+    norm_count,
     peak_routed_rows,
     tokens,
     whole_heads_width,
 )
 from costmodels.spec.engine import Engine
 from costmodels.spec.layout import SPLIT_BACKWARD
-from costmodels.spec.model import ModelSpec
+from costmodels.spec.model import MlpKind, ModelSpec
 from costmodels.spec.table import FULL, SELECTIVE, Floats, LayoutTable, code_of
 
 CORE_ATTENTION = code_of("recompute_modules", ("core_attention",))
 """Modules that selective recomputation repeats unless others are named, as bits."""
 
 
+class KeptInputs(NamedTuple):
+    """Inputs of matrices that backward needs: of those that train, and of those with adapters."""
+
+    heads: bool
+    """Of queries, keys and values."""
+    up: bool
+    down: bool
+
+
+def kept_inputs(model: ModelSpec, mlp: MlpKind) -> KeptInputs:
+    """Which inputs a layer keeps for gradients of weights; a frozen matrix needs none."""
+    if model.lora is None:
+        return KeptInputs(True, True, True)
+    names = {layer.module.rpartition(".")[2] for layer in adapted_layers(model, mlp)}
+    heads = not names.isdisjoint(("query", "key", "value", "latent", "key_value"))
+    return KeptInputs(heads, not names.isdisjoint(("up", "gate")), "down" in names)
+
+
 def activation_bytes(
-    model: ModelSpec, engine: Engine, table: LayoutTable, moe: bool
+    model: ModelSpec, engine: Engine, table: LayoutTable, mlp: MlpKind
 ) -> tuple[Floats, Floats, Floats]:
     """Bytes of one layer and micro batch: kept on the device, recomputed, and kept on the host.
 
@@ -38,27 +60,42 @@ def activation_bytes(
     tp, sp, h = table.tensor_parallel, table.sequence_parallel, model.hidden
     part = np.where(sp, tp, 1)
     queries, values = attention_widths(model)
-    activated = e * (1 + (model.gated and not engine.activations.fused_activation))
+    keeps = kept_inputs(model, mlp)
+    activated = e * (keeps.down + (model.gated and not engine.activations.fused_activation))
     inner = e * (1 + model.gated) + activated
     residual = t * h / part
     unfused = engine.activations.unfused_norm_bytes * (engine.elementwise.norm_passes > 1)
     norms = (2 * e + 2 * engine.activations.dropout + engine.activations.norm_bytes + unfused) * residual
+    norms = norms * norm_count(model, mlp) / 2
     gathered = part if engine.activations.regathers_sequence else 1
-    attention_input, mlp_input = e * t * h / gathered, e * t * h / gathered
+    attention_input, mlp_input = keeps.heads * e * t * h / gathered, keeps.up * e * t * h / gathered
+    kind, moe = model.attention_pattern[0], mlp == "experts"
     attention = e * t * ((queries + values) / tp + key_value_width(model, table))
+    if model.attention_gate and kind not in ("linear", "none"):
+        attention = attention + 2 * e * t * values / tp
     # Queries and keys before their norms too, and before their positions.
     before = int(model.qk_norm) + int(engine.activations.keeps_unrotated and model.position == "rope")
-    if before:
+    if kind == "linear":
+        # What the convolution took, and the output before its norm and gate.
+        assert model.linear_attention is not None
+        attention = attention + e * t * (model.linear_attention.conv_size + values) / tp
+    elif before:
         attention = attention + before * e * t * (queries / tp + key_value_width(model, table) / 2)
     if engine.activations.packs_attention and engine.attention.flash:
         attention = attention + e * t * (queries / tp + key_value_width(model, table))
-    if model.latent_attention is not None:
+    if kind == "none":
+        attention_input = attention_input * 0.0
+    if model.latent_attention is not None and kind not in ("linear", "none"):
         # Ranks compress their own tokens, and gather what is compressed and normalised.
         mla = model.latent_attention
         compressed = mla.q_lora_rank + mla.kv_lora_rank + mla.qk_rope_head_dim
         attention = attention + e * t * compressed * (1 / part + 1 / gathered)
         attention_input = e * t * h / (part if mla.q_lora_rank else gathered)
-    if engine.attention.flash:
+    if kind == "linear" and engine.activations.plain_delta_rule:
+        core = _delta_rule_bytes(model, table)
+    elif kind in ("linear", "none"):
+        core = np.zeros(len(table))
+    elif engine.attention.flash:
         core = 4 * t * model.heads / tp
     else:
         score = (
@@ -73,27 +110,30 @@ def activation_bytes(
         width = rows * model.expert_ffn / etp + t * model.shared_expert_ffn / tp
         # The router's input, and that of the shared experts where they gather it and keep it.
         apart = (tp > 1) & (np.asarray(gathered) == 1) & (model.shared_expert_ffn > 0)
-        mlp_input = e * t * h * (1 / tp + apart)
+        mlp_input = e * t * h * (1 / tp + keeps.up * apart)
         # The rows that experts take in, those that are summed up, and the router's fp32 scores.
         summed = rows / np.where(table.expert_parallel > 1, etp, 1)
-        routing = e * h * (rows + summed) + 4 * t * model.experts / tp
+        routing = e * h * (rows * (model.lora is None) + summed) + 4 * t * model.experts / tp
     else:
-        width, routing = t * model.ffn / tp, np.zeros(len(table))
-    mlp, layer_inputs = inner * width, attention_input + mlp_input
+        width, routing = t * model.ffn / tp * (mlp == "dense"), np.zeros(len(table))
+        mlp_input = mlp_input * (mlp == "dense")
+    activations, layer_inputs = inner * width, attention_input + mlp_input
     if moe and model.shared_expert_gate:
         # What the shared experts give, before its gate.
-        mlp = mlp + e * t * h / tp
+        activations = activations + e * t * h / tp
     copies = _context_copies(model, table)
-    whole = norms + layer_inputs + attention + copies + core + mlp + routing
+    whole = norms + layer_inputs + attention + copies + core + activations + routing
+    if model.lora is not None:
+        whole = whole + e * t * model.lora.rank * len(adapted_layers(model, mlp))
     # A compiled layer keeps what its collectives gave it, whatever it is told to recompute.
     compiled = engine.activations.compiled_keeps_gathered & (part > 1) & ~table.runs(*SPLIT_BACKWARD)
     norm = table.recomputes("norm") & ~compiled
     dropped = table.recomputes("core_attention") * (core + copies) + norm * layer_inputs
     dropped = dropped + np.where(
-        table.recomputes("mlp"), mlp, table.recomputes("activation") * activated * width
+        table.recomputes("mlp"), activations, table.recomputes("activation") * activated * width
     )
     chosen = np.where(table.recompute == SELECTIVE, whole - dropped, whole)
-    if engine.activations.saves_alternate_products and not moe:
+    if engine.activations.saves_alternate_products and mlp == "dense":
         usual = (table.recompute == SELECTIVE) & (table.recompute_modules == CORE_ATTENTION)
         # The last product's output is a whole partial sum; those of reduce-scatters are saved besides.
         saved = residual * np.where(tp > 1, 3, 1) + t * h + width + t * (queries + values) / tp
@@ -107,6 +147,20 @@ def activation_bytes(
     moved = attention + copies * ~table.recomputes("core_attention") + attention_input * ~norm
     moved = np.where(table.offload_activations & (table.recompute != FULL), moved, 0.0)
     return kept - moved, working, moved
+
+
+def _delta_rule_bytes(model: ModelSpec, table: LayoutTable) -> Floats:
+    """Bytes in fp32 that the delta rule keeps of one layer, computed in chunks by plain operators.
+
+    Of each token and head: queries, keys, both with decays, keys with strengths, what they read and values
+    before and after they are corrected, five rows of products within a chunk, and the state before it.
+    """
+    sizes = model.linear_attention
+    assert sizes is not None
+    k, z, chunk = sizes.key_dim, sizes.value_dim, min(sizes.chunk, model.seq)
+    each = 6 * k + 3 * z + 5 * chunk + k * z / chunk
+    result: Floats = 4 * tokens(model, table) * sizes.value_heads / table.tensor_parallel * each
+    return result
 
 
 def _context_copies(model: ModelSpec, table: LayoutTable) -> Floats:

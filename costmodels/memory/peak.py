@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import numpy as np
 
+from costmodels.layers.shapes import element_bytes
 from costmodels.memory.states import model_states, sharded_parameter_rows
-from costmodels.memory.unit_sizes import UnitSizes, end_parameters, rank_parameters
+from costmodels.memory.unit_sizes import UnitSizes, end_parameters, frozen_parameters, rank_parameters
 from costmodels.ranks.rank_layers import ZERO, Ranks, in_flight
 from costmodels.ranks.reductions import parts_total
 from costmodels.spec.engine import Engine, MemoryPolicy
@@ -27,8 +28,13 @@ DYNAMIC = ("activations", "logits", "communication", "temporaries")
 """Parts of the peak that come and go within a step."""
 
 
+FAR = 16
+"""Tensor-parallel ranks up to which the host was seen to run ahead of asynchronous reductions; with 32 it
+holds about half (the Ultra-Scale Playbook's runs)."""
+
+
 def reduction_output_bytes(
-    engine: Engine, layer_input: Floats, ranks: Ranks, flying: dict[str, Floats]
+    engine: Engine, table: LayoutTable, layer_input: Floats, ranks: Ranks, flying: dict[str, Floats]
 ) -> Floats:
     """Bytes of the outputs of layers that asynchronous reductions still hold, [n, k], or `ZERO`.
 
@@ -45,7 +51,9 @@ def reduction_output_bytes(
         return ZERO
     ahead = sum(flying.values(), np.zeros(())) - 2 * ranks.layers
     layers = np.where(ranks.last > 0, ranks.layers, np.maximum(ahead, 0.0))
-    held: Floats = engine.allocator.reduction_outputs * layers * layer_input[:, None]
+    # Over more than two nodes the reductions are what the host waits for, too.
+    waits = np.minimum(1.0, FAR / table.tensor_parallel)
+    held: Floats = engine.allocator.reduction_outputs * layers * (waits * layer_input)[:, None]
     return held
 
 
@@ -136,6 +144,7 @@ def update_bytes(engine: Engine, table: LayoutTable, sizes: UnitSizes, ranks: Ra
     held = rank_parameters(sizes, ranks)
     states = model_states(engine, table, sizes, ranks, held)
     step = update_buffer_bytes(engine.memory_policy(table.precision), table, *held)
+    states.append(frozen_bytes(engine, table, sizes, ranks))
     return sum((*states, *permanent_bytes(engine, sizes, ranks).values()), step)
 
 
@@ -150,6 +159,25 @@ def gathered_bytes(engine: Engine, table: LayoutTable, sizes: UnitSizes, ranks: 
     layers = GATHERED_LAYERS * layer[:, None] * (ranks.layers > 0)
     each = sharded_parameter_rows(table) * engine.memory_policy(table.precision).gathered
     return (layers + end_parameters(sizes, ranks)) * each[:, None]
+
+
+def frozen_bytes(engine: Engine, table: LayoutTable, sizes: UnitSizes, ranks: Ranks) -> Floats:
+    """Bytes of frozen parameters at the peak, [n, k], or `ZERO`: in the format that computes, no masters.
+
+    FSDP2 gathers copies of what ranks share, whatever the stage; with ZeRO 3, a layer or two at a time.
+    """
+    if not (sizes.frozen_dense_layer.any() or sizes.frozen_moe_layer.any()):
+        return ZERO
+    shared, experts = frozen_parameters(sizes, ranks)
+    element, frees = element_bytes(table.precision), sharded_parameter_rows(table)[:, None]
+    wraps = (table.replicas > 1) | (bool(sizes.frozen_experts.any()) & (table.expert_replicas > 1))
+    copies = (wraps & engine.sharding.fully_sharded)[:, None]
+    layer = np.maximum(sizes.frozen_dense_layer, sizes.frozen_moe_layer + sizes.frozen_experts)[:, None]
+    ends = ranks.first * sizes.frozen_embedding[:, None] + ranks.last * sizes.frozen_head[:, None]
+    gathered = GATHERED_LAYERS * layer * (ranks.layers > 0) + ends
+    parts = shared / table.zero_shards[:, None] + experts / table.expert_shards[:, None]
+    held: Floats = np.where(frees, parts + gathered, shared + experts + copies * parts)
+    return element * held
 
 
 def recomputation_bytes(table: LayoutTable, sizes: UnitSizes, ranks: Ranks) -> Floats:
@@ -211,12 +239,14 @@ def stage_memory(
     flying = in_flight(ranks, table.micro_batches[:, None].astype(np.float64))
     activations, logits = activation_and_logit_bytes(engine, table, sizes, ranks, flying)
     parts = {
-        "parameters": parameters + gathered_bytes(engine, table, sizes, ranks),
+        "parameters": parameters
+        + gathered_bytes(engine, table, sizes, ranks)
+        + frozen_bytes(engine, table, sizes, ranks),
         "gradients": gradients,
         "optimizer": optimizer,
         "activations": activations,
         "logits": logits,
-        "communication": reduction_output_bytes(engine, sizes.layer_input, ranks, flying),
+        "communication": reduction_output_bytes(engine, table, sizes.layer_input, ranks, flying),
         "temporaries": ZERO,
     }
     policy = engine.memory_policy(table.precision)

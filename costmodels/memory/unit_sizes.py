@@ -6,12 +6,14 @@ from dataclasses import dataclass, fields, replace
 
 import numpy as np
 
+from costmodels.layers.adapters import block_parameters
 from costmodels.layers.operators import padded_vocabulary
-from costmodels.layers.shapes import attention_widths, element_bytes, tokens
+from costmodels.layers.shapes import attention_widths, element_bytes, loss_chunks, tokens
 from costmodels.memory.activations import activation_bytes, output_gradient_bytes
 from costmodels.ranks.rank_layers import Ranks
 from costmodels.spec.engine import Engine
-from costmodels.spec.model import ModelSpec
+from costmodels.spec.layout import SPLIT_BACKWARD
+from costmodels.spec.model import MlpKind, ModelSpec
 from costmodels.spec.table import Floats, Ints, LayoutTable
 
 
@@ -19,7 +21,7 @@ from costmodels.spec.table import Floats, Ints, LayoutTable
 class UnitSizes:
     """Sizes of one layer, embedding and head on one device; arrays of shape [n].
 
-    Parameters are counts; activations are bytes of one micro batch.
+    Parameters are counts, of those that train; activations are bytes of one micro batch.
     """
 
     dense_layer: Floats
@@ -49,31 +51,46 @@ class UnitSizes:
     """Gradients of a layer's activations that wait for those of its weights, when backward is split."""
     logits: Floats
     logit_gradients: Floats
-    """Gradients of the logits, which wait for those of the output matrix."""
+    """Gradients of the logits that wait for that of the output matrix, or that one itself."""
     layer_input: Floats
     """The input of a layer, gathered over tensor-parallel ranks that split its sequence; otherwise 0."""
     layer_tables: Floats
     """Bytes that each layer has for good besides its states."""
     score_reserve: Floats
     """Bytes of the blocks of one layer's attention scores that the allocator cannot use."""
+    frozen_dense_layer: Floats
+    """Parameters of the same that are frozen under adapters."""
+    frozen_moe_layer: Floats
+    frozen_experts: Floats
+    frozen_embedding: Floats
+    frozen_head: Floats
 
 
 def _attention_parameters(model: ModelSpec, tp: Floats) -> tuple[Floats, Floats]:
-    """Parameters of one attention block and its norm: split over `tp`, and held by every rank."""
-    h, norm = model.hidden, model.norm_parameters
-    mla = model.latent_attention
+    """Parameters of one attention block of the first layer's kind and its norms: split over `tp`, and held by
+    every rank."""
+    h, mla, kind = model.hidden, model.latent_attention, model.attention_pattern[0]
+    if kind == "none":
+        return 0 * tp, 0 * tp
+    norm = model.norm_parameters * (2 if model.norm_place == "around" else 1)
+    if kind == "linear":
+        assert model.linear_attention is not None
+        return model.linear_attention.parameters(h) / tp, norm + 0 * tp
     if mla is not None:
         queries, values = attention_widths(model)
         down = h * (mla.kv_lora_rank + mla.qk_rope_head_dim) + mla.kv_lora_rank
         up = mla.kv_lora_rank * model.heads * (mla.qk_nope_head_dim + mla.v_head_dim) + values * h
         up += (mla.q_lora_rank or h) * queries
-        down += mla.q_lora_rank * (h + 1) + h * model.linear_bias
+        down += mla.q_lora_rank * (h + 1) + h * model.linear_bias + model.indexer_parameters
         return up / tp, norm + down + 0 * tp
     bias = model.linear_bias or model.qkv_bias
     # Ranks that share a key/value head split its weights too.
     kv = 2 * model.kv_heads * model.head_dim
-    split = ((model.q_size + kv) * (h + bias) + model.q_size * h) / tp
-    return split, norm + model.linear_bias * h + 2 * model.head_dim * model.qk_norm + 0 * tp
+    split = (model.q_size + kv) * (h + bias) + model.q_size * h * (1 + model.attention_gate)
+    split += model.heads * model.attention_sinks
+    whole = norm + (model.linear_bias or model.output_bias) * h
+    norms = model.q_size + model.kv_size if model.qk_norm_width == "all" else 2 * model.head_dim
+    return split / tp, whole + norms * model.qk_norm + 0 * tp
 
 
 def _mlp_parameters(model: ModelSpec, width: int, degree: Floats) -> Floats:
@@ -83,53 +100,103 @@ def _mlp_parameters(model: ModelSpec, width: int, degree: Floats) -> Floats:
     return split / degree + model.linear_bias * model.hidden
 
 
+LAYER_ROWS = 7
+"""What `_layer` tells."""
+
+
+def _layer(model: ModelSpec, engine: Engine, table: LayoutTable, mlp: MlpKind) -> Floats:
+    """Of a layer of the first layer's attention: parameters outside and inside of routed experts that train,
+    and that do not, and bytes kept, recomputed and offloaded; [`LAYER_ROWS`, n]."""
+    tp, h = table.tensor_parallel.astype(np.float64), model.hidden
+    norm = model.norm_parameters * (2 if model.norm_place == "around" else 1)
+    split, whole = _attention_parameters(model, tp)
+    shared, experts = split + whole + model.other_layer_parameters / tp, np.zeros(len(table))
+    if mlp == "dense":
+        shared = shared + _mlp_parameters(model, model.ffn, tp) + norm
+    elif mlp == "experts":
+        shared = shared + norm + (h + model.router.bias) * model.experts + h * model.shared_expert_gate
+        if model.shared_expert_ffn:
+            shared = shared + _mlp_parameters(model, model.shared_expert_ffn, tp)
+        expert = _mlp_parameters(model, model.expert_ffn, table.expert_tensor_parallel.astype(np.float64))
+        experts = model.experts / table.expert_parallel * expert
+    trains, none = (shared, experts), np.zeros(len(table))
+    frozen = none, none
+    if model.lora is not None:
+        trains, frozen = (block_parameters(model, mlp, tp), none), trains
+    return np.stack((*trains, *frozen, *activation_bytes(model, engine, table, mlp)))
+
+
 def unit_sizes(model: ModelSpec, engine: Engine, table: LayoutTable) -> UnitSizes:
     """Sizes of the units of every row.
 
     The loss keeps the logits, their gradient and `logits_copies` in fp32, next to the input of the
-    final norm and of the output matrix (arXiv:2205.05198, section 4.3).
+    final norm and of the output matrix (arXiv:2205.05198, section 4.3). One in chunks has those of a chunk,
+    and the gradients of the tokens and of the matrix.
     """
     e, t = element_bytes(table.precision), tokens(model, table)
     tp = table.tensor_parallel.astype(np.float64)
     part = np.where(table.sequence_parallel, tp, 1.0)
     h, zero = model.hidden, np.zeros(len(table))
-    split, whole = _attention_parameters(model, tp)
-    attention = split + whole
-    mlp = _mlp_parameters(model, model.ffn, tp) + model.norm_parameters
     vocabulary = padded_vocabulary(model, table)
     positions = model.max_positions if model.position == "learned" else 0
     has_matrix = (table.pipeline_parallel > 1) | (not model.tied)
-    dense_kept, dense_recomputation, dense_offload = activation_bytes(model, engine, table, moe=False)
-    moe_layer = experts = moe_kept = moe_recomputation = moe_offload = zero
-    if model.experts:
-        moe_layer = attention + model.norm_parameters + h * (model.experts + model.shared_expert_gate)
-        if model.shared_expert_ffn:
-            moe_layer = moe_layer + _mlp_parameters(model, model.shared_expert_ffn, tp)
-        expert = _mlp_parameters(model, model.expert_ffn, table.expert_tensor_parallel.astype(np.float64))
-        experts = model.experts / table.expert_parallel * expert
-        moe_kept, moe_recomputation, moe_offload = activation_bytes(model, engine, table, moe=True)
-    dense_plain = moe_plain = dense_plain_offload = moe_plain_offload = zero
+    layers = {
+        "dense": model.mean(lambda spec, mlp: _layer(spec, engine, table, mlp), leading=True),
+        "moe": np.zeros((LAYER_ROWS, len(table))),
+    }
+    if model.routed_layers:
+        layers["moe"] = model.mean(lambda spec, mlp: _layer(spec, engine, table, mlp), leading=False)
+    plain_layers = {"dense": np.zeros((3, len(table))), "moe": np.zeros((3, len(table)))}
     if table.recompute_method.any():
         plain = replace(
             table,
             recompute=np.zeros_like(table.recompute),
             recompute_modules=np.zeros_like(table.recompute_modules),
         )
-        dense_plain, _, dense_plain_offload = activation_bytes(model, engine, plain, moe=False)
-        if model.experts:
-            moe_plain, _, moe_plain_offload = activation_bytes(model, engine, plain, moe=True)
+        for held in plain_layers:
+            if held == "dense" or model.routed_layers:
+                plain_layers[held] = model.mean(
+                    lambda spec, mlp: np.stack(activation_bytes(spec, engine, plain, mlp)),
+                    leading=held == "dense",
+                )
+    dense_layer, _, frozen_dense, _, dense_kept, dense_recomputation, dense_offload = layers["dense"]
+    moe_layer, experts, frozen_moe, frozen_experts = layers["moe"][:4]
+    moe_kept, moe_recomputation, moe_offload = layers["moe"][4:]
+    ends = (
+        (vocabulary * h + model.other_parameters) / tp + positions * h,
+        has_matrix * vocabulary * h / tp + model.norm_parameters,
+    )
+    frozen_ends = zero, zero
+    if model.lora is not None:
+        ends, frozen_ends = frozen_ends, ends
+    dense_plain, _, dense_plain_offload = plain_layers["dense"]
+    moe_plain, _, moe_plain_offload = plain_layers["moe"]
     shown = t * vocabulary / (1 if engine.loss.gathers_logits else tp)
     copies: Floats | float = engine.loss.logits_copies
     if engine.loss.split_logits_copies is not None:
         copies = np.where(tp > 1, engine.loss.split_logits_copies, copies)
-    logits = shown * (2 * e + 4 * copies)
+    logits, waiting = shown * (2 * e + 4 * copies), e * shown
+    if engine.loss.chunked and model.lora is not None:
+        waiting = 0 * shown
+    elif engine.loss.chunked:
+        waiting = e * vocabulary * h / tp
+    if engine.loss.chunked:
+        # What is not compiled has exponents in fp32 where the compiler reads logits twice.
+        copy = np.where(table.runs(*SPLIT_BACKWARD), 4 * (e < 4), e)
+        chunks = loss_chunks(t.astype(np.int64), table.tensor_parallel)
+        logits = shown / chunks * (e + copy) + e * t * h + waiting
     head_input = e * t * h / (part if engine.activations.regathers_sequence else 1)
     return UnitSizes(
-        dense_layer=attention + mlp,
+        dense_layer=dense_layer,
         moe_layer=moe_layer,
         experts=experts,
-        embedding=vocabulary * h / tp + positions * h,
-        head=has_matrix * vocabulary * h / tp + model.norm_parameters,
+        embedding=ends[0],
+        head=ends[1],
+        frozen_dense_layer=frozen_dense,
+        frozen_moe_layer=frozen_moe,
+        frozen_experts=frozen_experts,
+        frozen_embedding=frozen_ends[0],
+        frozen_head=frozen_ends[1],
         dense_activations=dense_kept,
         moe_activations=moe_kept,
         dense_recomputation=dense_recomputation,
@@ -140,8 +207,10 @@ def unit_sizes(model: ModelSpec, engine: Engine, table: LayoutTable) -> UnitSize
         moe_plain_activations=moe_plain,
         dense_plain_offload=dense_plain_offload,
         moe_plain_offload=moe_plain_offload,
-        output_gradients=output_gradient_bytes(model, table),
-        logit_gradients=e * shown,
+        output_gradients=model.mean(
+            lambda spec, _: output_gradient_bytes(spec, table), leading=not model.routed_layers
+        ),
+        logit_gradients=waiting,
         logits=logits + e * t * h / part + head_input,
         layer_input=e * t * h * (part > 1),
         score_reserve=t
@@ -155,19 +224,28 @@ def unit_sizes(model: ModelSpec, engine: Engine, table: LayoutTable) -> UnitSize
 
 
 def end_parameters(sizes: UnitSizes, ranks: Ranks) -> Floats:
-    """Parameters of embedding and head on one device of each pipeline rank, [n, k]."""
+    """Parameters of embedding and head that train, on one device of each pipeline rank, [n, k]."""
     return ranks.first * sizes.embedding[:, None] + ranks.last * sizes.head[:, None]
 
 
 def rank_parameters(sizes: UnitSizes, ranks: Ranks) -> tuple[Floats, Floats]:
-    """Parameters of each pipeline rank on one device, [n, k]: all but routed experts, and routed experts."""
+    """Parameters of each pipeline rank on one device that train, [n, k]: outside of experts, and in them."""
     shared = ranks.all_dense * sizes.dense_layer[:, None] + end_parameters(sizes, ranks)
     if not sizes.experts.any():
         return shared, np.zeros_like(shared)
     return shared + ranks.all_moe * sizes.moe_layer[:, None], ranks.all_moe * sizes.experts[:, None]
 
 
+def frozen_parameters(sizes: UnitSizes, ranks: Ranks) -> tuple[Floats, Floats]:
+    """Parameters of each pipeline rank on one device that are frozen, as `rank_parameters` has the others."""
+    shared = ranks.all_dense * sizes.frozen_dense_layer[:, None]
+    shared = shared + ranks.first * sizes.frozen_embedding[:, None] + ranks.last * sizes.frozen_head[:, None]
+    experts = ranks.all_moe * sizes.frozen_experts[:, None]
+    return shared + ranks.all_moe * sizes.frozen_moe_layer[:, None], experts + np.zeros_like(shared)
+
+
 def row_unit_sizes(model: ModelSpec, engine: Engine, shapes: LayoutTable, shape: Ints) -> UnitSizes:
     """Parameters and activations of every row; `shape` says which row of `shapes` each is like."""
-    every = unit_sizes(model, engine, shapes)
-    return UnitSizes(**{field.name: getattr(every, field.name)[shape] for field in fields(UnitSizes)})
+    every, none = unit_sizes(model, engine, shapes), np.broadcast_to(0.0, shape.shape)
+    columns = {field.name: getattr(every, field.name) for field in fields(UnitSizes)}
+    return UnitSizes(**{name: held[shape] if held.any() else none for name, held in columns.items()})

@@ -15,7 +15,8 @@ def dimensions(model: ModelSpec, layout: Layout) -> dict[str, int]:
 
     batch: sequences of a micro batch; seq: positions of a rank, before sequence parallelism divides them by
     tp; kernel_seq: the same as a kernel fills them up; tp, cp, ep, etp: ranks; hidden; ffn: of a rank; keys:
-    key/value heads of a rank; group: queries of each; head: elements of one; sharers: ranks that share a
+    key/value heads of a rank; group: queries of each; head: elements of one, and turned:
+    half of those that positions turn, where it is not all; sharers: ranks that share a
     key/value head; vocab: entries of a rank; tokens: those of the first rank that the tokenizer has;
     positions: of the learned table.
     """
@@ -34,6 +35,7 @@ def dimensions(model: ModelSpec, layout: Layout) -> dict[str, int]:
         "keys": keys,
         "group": heads // keys,
         "head": model.head_dim,
+        "turned": max(1, model.rotary_dim // 2),
         "sharers": max(1, tp // model.kv_heads),
         "vocab": vocab,
         "tokens": min(model.vocab, vocab),

@@ -1,17 +1,22 @@
 """Where tapes are: a file for each minor version of PyTorch in the package, and one of those recorded here.
 
-A file is a zip archive with a member for each structure, in JSON (`costmodels.tapes.text`).
+A file is a zip archive with a member for each structure, in JSON (`costmodels.tapes.text`). Files of the
+package are of the runtime that it comes with; those recorded here are of one version of the code, so that
+nobody plays what a runtime did before it was changed.
 """
 
 from __future__ import annotations
 
+import hashlib
+import io
 import json
 import os
 import re
 import zipfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
 from importlib import metadata
+from importlib.util import find_spec
 from pathlib import Path
 
 from costmodels.tapes.structure import Structure
@@ -43,16 +48,14 @@ def packaged_versions() -> tuple[str, ...]:
     return tuple(sorted(stems, key=lambda stem: tuple(map(int, stem.split(".")))))
 
 
-EQUAL = {"2.13": "2.14"}
-"""Versions whose tapes are those of another: recorded under both, and compared."""
+MOSTLY = {"2.13": "2.14", "2.15": "2.14"}
+"""Versions whose tapes are those of another, but for those that they have themselves: recorded under both,
+and compared."""
 
 
 def default_version() -> str:
-    """The version whose tapes are those of the installed PyTorch; without one, the newest in the package."""
-    own = installed_version()
-    if own:
-        return EQUAL.get(own, own)
-    return packaged_versions()[-1]
+    """The version of the installed PyTorch; without one, the newest whose tapes are in the package."""
+    return installed_version() or packaged_versions()[-1]
 
 
 def path_of(version: str) -> Path:
@@ -60,10 +63,36 @@ def path_of(version: str) -> Path:
     return PACKAGED / f"torch-{version}.zip"
 
 
-def cache_path(version: str) -> Path:
-    """The file of the tapes that were recorded on this machine."""
+RECORDED = ("model", "parallel", "train", "dryrun")
+"""Packages of the runtime whose code decides what is recorded."""
+
+DIGITS = 12
+"""Of the digest of that code."""
+
+
+def cache_folder() -> Path:
+    """The folder of the tapes that were recorded on this machine."""
     home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(home) / "planner" / "tapes" / f"torch-{version}.zip"
+    return Path(home) / "planner" / "tapes"
+
+
+def cache_path(version: str) -> Path:
+    """The file of the tapes that were recorded on this machine of the runtime as it is."""
+    return cache_folder() / f"torch-{version}-{code_digest()}.zip"
+
+
+@cache
+def code_digest() -> str:
+    """A digest of the code that is recorded and that records."""
+    # Found, not imported: that would load PyTorch.
+    runtime = find_spec("runtime")
+    roots = () if runtime is None else runtime.submodule_search_locations or ()
+    folders = [Path(__file__).parent, *(Path(root) / name for root in roots for name in RECORDED)]
+    found = hashlib.sha256()
+    for folder in folders:
+        for path in sorted(folder.glob("*.py")):
+            found.update(path.name.encode() + b"\0" + path.read_bytes())
+    return found.hexdigest()[:DIGITS]
 
 
 _recorded: dict[tuple[str, str], Tape] = {}
@@ -81,21 +110,42 @@ def tape_of(structure: Structure, version: str) -> Tape | None:
     """The tape of a structure under a version of PyTorch; None where nobody has recorded it."""
     if (version, structure.name) in _recorded:
         return _recorded[version, structure.name]
-    for path in (path_of(version), cache_path(version)):
-        text = _members(path).get(structure.name)
-        if text is not None:
-            with zipfile.ZipFile(path) as archive:
-                return parsed_tape(json.loads(archive.read(text)))
+    for path in _paths(version):
+        name, archive = _members(path).get(structure.name), _archive(path)
+        if name is not None and archive is not None:
+            return parsed_tape(json.loads(archive.read(name)))
     return None
+
+
+def _paths(version: str) -> Iterator[Path]:
+    """The files that may have tapes of a version, those that count first."""
+    yield path_of(version)
+    # Most have recorded nothing, and need no digest.
+    if cache_folder().exists():
+        yield cache_path(version)
+    if version in MOSTLY:
+        yield path_of(MOSTLY[version])
+
+
+def known_structures(version: str) -> set[str]:
+    """The names of structures whose tapes a version has, in the package or recorded on this machine."""
+    return {name for path in _paths(version) for name in _members(path)}
+
+
+@cache
+def _archive(path: Path) -> zipfile.ZipFile | None:
+    """A file in memory, so that its list of members is read once; None for one that cannot be read."""
+    try:
+        return zipfile.ZipFile(io.BytesIO(path.read_bytes()))
+    except (OSError, zipfile.BadZipFile):
+        return None
 
 
 @cache
 def _members(path: Path) -> dict[str, str]:
-    """Members of a file by the structures they are named after."""
-    if not path.exists():
-        return {}
-    with zipfile.ZipFile(path) as archive:
-        return {name.removesuffix(".json"): name for name in archive.namelist()}
+    """Members of a file by the structures they are named after; none of a file that cannot be read."""
+    archive = _archive(path)
+    return {} if archive is None else {name.removesuffix(".json"): name for name in archive.namelist()}
 
 
 def structure_names(path: Path) -> list[str]:
@@ -106,13 +156,14 @@ def structure_names(path: Path) -> list[str]:
 def write_tapes(tapes: Mapping[Structure, Tape], path: Path) -> None:
     """Put tapes into a file, instead of those that it has of the same structures."""
     kept: dict[str, bytes] = {}
-    if path.exists():
+    if zipfile.is_zipfile(path):
         with zipfile.ZipFile(path) as archive:
             kept = {name: archive.read(name) for name in archive.namelist()}
     for structure, tape in tapes.items():
         kept[f"{structure.name}.json"] = json.dumps(as_json(tape), separators=(",", ":")).encode()
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_suffix(".partial")
+    # Others may write the same file: whoever is last has it.
+    partial = path.with_suffix(f".{os.getpid()}")
     with zipfile.ZipFile(partial, "w", zipfile.ZIP_DEFLATED, compresslevel=9) as archive:
         for name in sorted(kept):
             archive.writestr(zipfile.ZipInfo(name, EPOCH), kept[name], zipfile.ZIP_DEFLATED, 9)
@@ -124,14 +175,14 @@ def clear_caches() -> None:
     """Read files anew."""
     tape_of.cache_clear()
     _members.cache_clear()
+    _archive.cache_clear()
     packaged_versions.cache_clear()
 
 
 def has_tapes(structures: Iterable[Structure], version: str) -> bool:
     """Whether every structure has a tape."""
     return all(
-        structure.name in _members(path_of(version))
-        or structure.name in _members(cache_path(version))
+        any(structure.name in _members(path) for path in _paths(version))
         or (version, structure.name) in _recorded
         for structure in structures
     )

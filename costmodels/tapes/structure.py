@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import Literal, NamedTuple
 
+from costmodels.layers.shapes import loss_chunks
+from costmodels.spec.hardware import Precision
 from costmodels.spec.layout import Layout
-from costmodels.spec.model import ModelSpec
+from costmodels.spec.model import AttentionKind, ModelSpec
 
-Unit = Literal["embedding", "dense", "experts", "head", "loss"]
+Unit = Literal["embedding", "dense", "experts", "head"]
 
 LAYERS: tuple[Unit, ...] = ("dense", "experts")
 
@@ -32,6 +34,7 @@ class Structure(NamedTuple):
 
     unit: Unit
     precision: str
+    """Of those whose tapes are equal, the usual one."""
     compiled: bool = False
     several: bool = False
     """Micro batches of more than one sequence, where that changes operations."""
@@ -39,6 +42,8 @@ class Structure(NamedTuple):
     sequence_parallel: bool = False
     norm: str = ""
     learned_positions: bool = False
+    chunks: int = 0
+    """Of a head: parts of a micro batch whose logits are there one after the other."""
     pads_vocabulary: bool = False
     """The first rank's part of the vocabulary has rows that no token has."""
     linear_bias: bool = False
@@ -47,6 +52,7 @@ class Structure(NamedTuple):
     rotates: bool = False
     gated: bool = False
     activation: str = ""
+    """Only where it does not keep its input alone."""
     grouped_queries: bool = False
     one_head: bool = False
     one_key_head: bool = False
@@ -71,7 +77,9 @@ class Structure(NamedTuple):
     """Some matrices have sides that products in 8 bits do not take."""
     recompute: tuple[str, ...] = ()
     """Modules that backward computes again, in alphabetical order; "full" for the layer."""
-    offloads_activations: bool = False
+    offloads_activations: str = ""
+    """What attention keeps is "sent" to host memory, or "kept", as the last layer of the only stage does;
+    "beside" is a layer that does neither in a stage of others that do, where that matters."""
     expert_parallel: bool = False
     expert_tensor_parallel: bool = False
     expert_ranks: int = 1
@@ -89,6 +97,8 @@ class Structure(NamedTuple):
     one_choice: bool = False
     limited: str = ""
     """A limited capacity of experts: "full" where even loads fill it, "part" where it drops some."""
+    form: tuple[str, ...] = ()
+    """What blocks have that few models do, as `block_form` says it."""
     shared_experts: bool = False
     shared_gate: bool = False
 
@@ -104,43 +114,64 @@ class Structure(NamedTuple):
         return ",".join(parts)
 
 
-def units_of_stage(model: ModelSpec, layout: Layout, stage: int) -> list[Unit]:
+class UnitKind(NamedTuple):
+    """A unit and, of a layer, its attention."""
+
+    unit: Unit
+    attention: AttentionKind = "none"
+
+
+def units_of_stage(model: ModelSpec, layout: Layout, stage: int) -> list[UnitKind]:
     """The units of one stage, in the order of forward."""
-    layers: list[Unit] = [
-        "experts" if model.experts and layer >= model.dense_layers else "dense"
-        for layer in layout.layer_range(stage)
-    ]
-    first: list[Unit] = ["embedding"] if stage == 0 else []
-    last: list[Unit] = ["head", "loss"] if stage == len(layout.layers_per_stage) - 1 else []
+    kinds = (model.layer_kind(layer) for layer in layout.layer_range(stage))
+    layers = [UnitKind("experts" if kind.mlp == "experts" else "dense", kind.attention) for kind in kinds]
+    first = [UnitKind("embedding")] if stage == 0 else []
+    last = [UnitKind("head")] if stage == len(layout.layers_per_stage) - 1 else []
     return [*first, *layers, *last]
 
 
 def structure_of(
-    model: ModelSpec, layout: Layout, unit: Unit, compiled: bool, recomputes: bool = True
+    model: ModelSpec,
+    layout: Layout,
+    unit: Unit,
+    compiled: bool,
+    recomputes: bool = True,
+    is_last: bool = False,
+    attention: AttentionKind | None = None,
 ) -> Structure:
     """The structure of a unit.
 
     Args:
         compiled: layers are compiled.
         recomputes: the layer is one of those that recompute what the layout says.
+        is_last: the layer is the last one of its stage.
+        attention: of the layer; that of the model's first one if None.
     """
+    if unit in LAYERS:
+        model = model.with_attention(attention or model.attention_pattern[0])
     tp = layout.tensor_parallel
     found = Structure(
         unit=unit,
-        precision="fp32" if layout.precision == "tf32" else layout.precision,
+        precision=_equal_precision(layout.precision, unit),
         several=layout.micro_batch_size > 1,
         tensor_parallel=tp > 1,
         sequence_parallel=layout.sequence_parallel,
     )
     if unit == "embedding":
-        found = found._replace(learned_positions=model.position == "learned")
+        scaled = ("embedding_scale",) if model.embedding_scale != 1.0 else ()
+        found = found._replace(learned_positions=model.position == "learned", form=scaled)
     elif unit == "head":
-        found = found._replace(norm=model.norm)
-    elif unit == "loss":
         entries = model.padded_vocab(tp) // tp
-        found = found._replace(sequence_parallel=False, pads_vocabulary=entries > model.vocab)
+        tokens = layout.micro_batch_size * model.seq // layout.context_parallel
+        found = found._replace(
+            compiled=compiled,
+            norm=model.norm,
+            form=("norm_from_one",) if model.norm_from_one else (),
+            pads_vocabulary=entries > model.vocab,
+            chunks=int(loss_chunks(tokens, tp)),
+        )
     else:
-        found = _of_layer(found._replace(compiled=compiled), model, layout, recomputes)
+        found = _of_layer(found._replace(compiled=compiled), model, layout, recomputes, is_last)
     return found._replace(
         several=found.several and heeds_rows(found),
         grouped_queries=found.grouped_queries and heeds_groups(found),
@@ -149,11 +180,26 @@ def structure_of(
     )
 
 
+def _equal_precision(precision: Precision, unit: Unit) -> Precision:
+    """The precision whose tapes are those of this one: elements of equal size, and the same operations.
+
+    What in 16 bits bf16 alone has, grouped products of experts, is told by `loop_of_experts`.
+    """
+    if precision == "tf32":
+        return "fp32"
+    return "bf16" if precision == "fp16" or (precision == "fp8" and unit not in LAYERS) else precision
+
+
+def _kept_operands(activation: str, compiled: bool) -> str:
+    """The activation function where what it keeps for backward differs from its input alone: relu2 is two
+    operations, of which compiled layers keep what the others do, and the clamped one several."""
+    told = activation == "clamped_silu" or (activation == "relu2" and not compiled)
+    return activation if told else ""
+
+
 def heeds_rows(structure: Structure) -> bool:
     """Whether operations differ for micro batches of one sequence; recorded tapes tell."""
     match structure.unit:
-        case "loss":
-            return False
         case "embedding":
             return structure.sequence_parallel or structure.learned_positions
         case "experts" if structure.tensor_parallel:
@@ -172,23 +218,56 @@ def heeds_one_head(structure: Structure) -> bool:
     return heeds_groups(structure) or structure.context_form == "ring" or structure.latent
 
 
-def _of_layer(common: Structure, model: ModelSpec, layout: Layout, recomputes: bool) -> Structure:
+def _of_layer(
+    common: Structure, model: ModelSpec, layout: Layout, recomputes: bool, is_last: bool
+) -> Structure:
     modules = {"none": (), "full": ("full",), "selective": tuple(sorted(layout.recompute_modules))}
     found = common._replace(
         norm=model.norm,
         linear_bias=model.linear_bias,
-        rotates=model.position == "rope",
+        rotates=model.turned_by(model.attention_pattern[0]) is not None,
         gated=model.gated,
-        activation=model.activation,
+        activation=_kept_operands(model.activation, common.compiled),
         recompute=modules[layout.recompute] if recomputes else (),
-        offloads_activations=layout.offload_activations,
+        offloads_activations=_offloads(layout, common.compiled, recomputes, is_last),
         one_head=model.heads == layout.tensor_parallel,
     )
     found = _latent(found, model) if model.latent_attention is not None else _grouped(found, model, layout)
+    found = found._replace(form=block_form(model))
     if layout.precision == "fp8":
         found = found._replace(odd_sides=any(side % FLOAT8_MULTIPLE for side in _sides(model, layout)))
     found = _over_context(found, model, layout)
     return _with_experts(found, model, layout) if found.unit == "experts" else found
+
+
+def _offloads(layout: Layout, compiled: bool, recomputes: bool, is_last: bool) -> str:
+    """What `runtime.parallel.offload` does to a layer."""
+    if not layout.offload_activations:
+        return ""
+    if layout.recompute == "full" and recomputes:
+        # A ring is in compiled layers what it is not where no layer offloads (`compiles_in_two`).
+        in_ring = layout.context_parallel > 1 and layout.context_parallel_form == "ring"
+        return "beside" if compiled and in_ring else ""
+    return "kept" if is_last and layout.pipeline_parallel == 1 else "sent"
+
+
+def block_form(model: ModelSpec) -> tuple[str, ...]:
+    """What the layers of a model have that few models do: fields of `ModelSpec`, with words as values."""
+    norms = model.qk_norm and model.latent_attention is None
+    (kind,) = model.attention_pattern
+    turns = model.turned_by(kind) is not None
+    has = {
+        f"attention={kind}": not model.reaches_all(kind),
+        "attention_sinks": model.attention_sinks,
+        "norm_from_one": model.norm_from_one,
+        f"norm_place={model.norm_place}": model.norm_place != "before",
+        "output_bias": model.output_bias and not model.linear_bias,
+        "qk_norm_width=all": norms and model.qk_norm_width == "all",
+        "residual_scale": model.residual_scale != 1.0,
+        "rotary_dim": turns and model.rotary_dim not in (0, model.head_dim),
+        "score_scale": model.score_scale not in (0.0, model.head_dim**-0.5),
+    }
+    return tuple(name for name, is_there in has.items() if is_there)
 
 
 def _grouped(found: Structure, model: ModelSpec, layout: Layout) -> Structure:
@@ -277,6 +356,7 @@ def _with_experts(found: Structure, model: ModelSpec, layout: Layout) -> Structu
         group_score=router.group_score if router.groups > 1 else "",
         one_choice=model.top_k == 1,
         limited="" if not limit else "part" if limit < 1 else "full",
+        form=(*found.form, *(("router_bias",) if router.bias else ())),
         shared_experts=model.shared_expert_ffn > 0,
         shared_gate=model.shared_expert_gate,
     )

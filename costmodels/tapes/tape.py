@@ -31,6 +31,12 @@ EXPERTS_FORWARD, EXPERTS_FORWARD_END = "experts_forward", "experts_forward_end"
 EXPERTS_BACKWARD, EXPERTS_BACKWARD_END = "experts_backward", "experts_backward_end"
 """Marks around the routed experts of a layer, where FSDP2 gathers their parameters and is done with them."""
 
+FETCHES, FETCHED = "fetches", "fetched"
+"""Marks around the copies back of what a layer has sent to host memory; another layer may have begun them."""
+
+FETCHES_BEFORE = "fetches_before"
+"""Mark of where a layer begins the copies back of the layer before it."""
+
 FORGETS = "forgets"
 """Mark of gradients of weights: what the unit before has computed again for them ends."""
 

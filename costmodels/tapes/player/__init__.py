@@ -12,67 +12,44 @@ from costmodels.spec.hardware import Cluster
 from costmodels.spec.layout import SPLIT_BACKWARD, Layout
 from costmodels.spec.model import ModelSpec
 from costmodels.spec.table import Floats, LayoutTable
-from costmodels.tapes.player.chain import Unit
+from costmodels.spec.untrained import untrained_parts
 from costmodels.tapes.player.heap import CATEGORIES, Moment
 from costmodels.tapes.player.stage import Setting
+from costmodels.tapes.player.stage_units import (
+    Known,
+    computes_layers_together,
+    structures_of_stage,
+    units_of,
+)
 from costmodels.tapes.player.step import Rank
+from costmodels.tapes.player.ways import NEWEST, parsed_version, ways_of
 from costmodels.tapes.store import default_version, has_tapes, tape_of
-from costmodels.tapes.structure import LAYERS, Structure, structure_of, units_of_stage
-from costmodels.tapes.structure import Unit as Kind
+from costmodels.tapes.structure import Structure
 
 __all__ = [
     "CATEGORIES",
     "Moment",
+    "is_playable",
     "missing",
     "plays",
     "rank_moments",
     "rank_peaks",
     "stage_memory",
+    "structures_of_stage",
     "units_of",
 ]
-
-
-Structures = tuple[Structure, Structure | None]
-"""The structure of a unit; of a layer that is computed again together with the one after it, also that
-without recomputation."""
-
-
-def structures_of_stage(model: ModelSpec, layout: Layout, stage: int, compiled: bool) -> list[Structures]:
-    """The structures of the units of one stage, in the order of forward."""
-    known: dict[tuple[Kind, bool], Structure] = {}
-
-    def structure(unit: Kind, recomputes: bool) -> Structure:
-        key = unit, recomputes
-        if key not in known:
-            known[key] = structure_of(model, layout, unit, compiled, recomputes)
-        return known[key]
-
-    found: list[Structures] = []
-    number, count = 0, len(layout.layer_range(stage))
-    is_block = layout.recompute_method == "block"
-    together = 1 if layout.recompute == "none" or is_block else layout.recompute_num_layers
-    again = layout.recompute_num_layers if is_block else count
-    for unit in units_of_stage(model, layout, stage):
-        plain = None
-        recomputes = number < again
-        if unit in LAYERS:
-            number += 1
-            if number % together and number < count:
-                plain = structure(unit, False)
-        found.append((structure(unit, recomputes), plain))
-    return found
 
 
 def missing(
     model: ModelSpec, layout: Layout, compiled: bool, version: str | None = None
 ) -> tuple[Structure, ...]:
     """The structures of a layout that have no tape."""
-    version = version or default_version()
+    version, known = version or default_version(), Known()
     every = {
         one
         for stage in range(len(layout.layers_per_stage))
-        for both in set(structures_of_stage(model, layout, stage, compiled))
-        for one in both
+        for wanted in structures_of_stage(model, layout, stage, compiled, known)
+        for one in (wanted.structure, wanted.plain)
         if one is not None
     }
     splits = layout.schedule in SPLIT_BACKWARD
@@ -87,24 +64,25 @@ def _is_known(structure: Structure, version: str, splits: bool) -> bool:
     return tape is not None and tape.split is not None
 
 
-def computes_layers_together(layout: Layout) -> bool:
-    """Whether several layers are computed again at once."""
-    is_uniform = layout.recompute == "full" and layout.recompute_method == "uniform"
-    return is_uniform and layout.recompute_num_layers > 1
-
-
-NEWEST = (2, 14)
-"""The newest PyTorch whose FSDP2 and pipelines are played."""
-
-
 def plays(model: ModelSpec, layout: Layout, compiled: bool, version: str | None = None) -> bool:
     """Whether the memory of a layout is known: there are tapes of all its units, and of their passes."""
-    version = version or default_version()
-    if tuple(map(int, version.split("."))) > NEWEST:
+    return is_playable(model, layout, compiled, version) and not missing(model, layout, compiled, version)
+
+
+def is_playable(model: ModelSpec, layout: Layout, compiled: bool, version: str | None = None) -> bool:
+    """Whether the memory of a layout would be known with tapes of all its units."""
+    if parsed_version(version or default_version()) > NEWEST:
         return False
-    if computes_layers_together(layout) and (compiled or layout.schedule in SPLIT_BACKWARD):
+    if untrained_parts(model) or model.lora is not None:
         return False
-    return not missing(model, layout, compiled, version)
+    if "linear" in model.attention_pattern:
+        # A layer of linear attention does more for longer sequences, which no tape says.
+        return False
+    if layout.precision == "fp8" and layout.offload_activations and layout.context_parallel > 1:
+        # Products in 8 bits keep what the host has too, where keys are gathered: more than is played.
+        return False
+    awaits = ways_of(version or default_version()).awaits_sends
+    return layout.schedule not in SPLIT_BACKWARD or not (awaits or computes_layers_together(layout))
 
 
 def rank_moments(
@@ -155,33 +133,21 @@ def stage_memory(
     _, compositions = rank_peaks(model, layouts, compiled)
     parts = dict(zip(CATEGORIES, compositions, strict=True))
     lost = engine.allocator.fragmentation * dynamic_bytes(parts)
+    ranks = np.arange(compositions.shape[-1]) < table.pipeline_parallel[:, None]
+    parts["temporaries"] = parts["temporaries"] + engine.allocator.workspace_bytes * ranks
     return parts | margin_bytes(cluster, engine, table, lost, model.experts > 0)
 
 
 def _moments(
     model: ModelSpec, layout: Layout, ranks: Iterable[int], compiled: bool, version: str | None
 ) -> list[list[Moment]]:
-    version = version or default_version()
-    setting, found = Setting(model, layout), []
+    version, known = version or default_version(), Known()
+    setting, found = Setting(model, layout, ways_of(version)), []
     for rank in ranks:
-        units = [units_of(model, layout, stage, compiled, version) for stage in layout.stages_of(rank)]
+        stages = layout.stages_of(rank)
+        units = [units_of(model, layout, stage, compiled, version, known) for stage in stages]
         played = Rank(setting, units, rank)
         played.run()
         played.update()
         found.append([moment for moment in played.heap.moments() if moment.label != "build"])
-    return found
-
-
-def units_of(model: ModelSpec, layout: Layout, stage: int, compiled: bool, version: str) -> list[Unit]:
-    """The units of one stage with their tapes, in the order of forward.
-
-    Raises:
-        KeyError: one has no tape.
-    """
-    found: list[Unit] = []
-    for structure, plain in structures_of_stage(model, layout, stage, compiled):
-        tapes = [tape_of(one, version) for one in (structure, plain) if one is not None]
-        if tapes[0] is None or tapes[-1] is None:
-            raise KeyError(structure.name if tapes[0] is None or plain is None else plain.name)
-        found.append(Unit(structure.unit, tapes[0], None if plain is None else tapes[1]))
     return found

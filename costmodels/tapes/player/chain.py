@@ -55,12 +55,12 @@ class Chain:
         """
         self.units, self.sizes, self.is_tied, self.is_piped = units, sizes, is_tied, is_piped
         self.kept_as = kept_as
-        self.is_last = units[-1].kind == "loss"
+        self.is_last = units[-1].kind == "head"
         is_first = units[0].kind == "embedding"
         self.splits = splits and not is_first
         self.outputs = [output_of(one.tape, sizes, self._border(n)) for n, one in enumerate(units)]
         """Of each unit, in forward."""
-        self.output = self.outputs[-2] if self.is_last else self.outputs[-1]
+        self.output = self.outputs[-1]
         # What a layer returns goes from stage to stage.
         layers = [n for n, one in enumerate(units) if one.kind in LAYERS]
         message = Storage(COMMUNICATION, self.outputs[layers[0] if layers else 0].size)
@@ -95,9 +95,8 @@ class Chain:
         return {"embedding": 0, "head": len(unit.tape.parameters) - 1}.get(unit.kind)
 
     def _is_held(self, number: int) -> bool:
-        """Whether a stage holds the output of a unit: logits, or what it gives."""
-        is_end = number + 1 == len(self.units)
-        return self.is_piped and (is_end or self.units[number].kind == "head")
+        """Whether a stage holds the output of a unit: what it gives."""
+        return self.is_piped and number + 1 == len(self.units)
 
     def _end(self, number: int, storage: int) -> tuple[int, int]:
         return end_of(self.units[number].backward, number, storage, self.splits)

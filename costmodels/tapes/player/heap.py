@@ -143,12 +143,7 @@ class Heap:
         """
         known = self.label, key
         if known not in effects:
-            before = self.bytes, self.total, self.peaks, self.is_new
-            self.bytes, self.total, self.peaks, self.is_new = list(NOTHING), 0, {}, True
-            play()
-            peaks = tuple((label, *highest) for label, highest in self.peaks.items())
-            effects[known] = Effect(peaks, tuple(self.bytes), self.is_new)
-            self.bytes, self.total, self.peaks, self.is_new = before
+            effects[known] = self.effect_of(play)
         peaks, net, self.is_new = effects[known]
         for label, high, composition in peaks:
             if label not in self.peaks or self.total + high > self.peaks[label][0]:
@@ -156,6 +151,16 @@ class Heap:
                 self.peaks[label] = self.total + high, there
         self.bytes = [a + b for a, b in zip(self.bytes, net, strict=True)]
         self.total += sum(net)
+
+    def effect_of(self, play: Callable[[], None]) -> Effect:
+        """What `play` does to memory; nothing here changes."""
+        before = self.bytes, self.total, self.peaks, self.is_new
+        self.bytes, self.total, self.peaks, self.is_new = list(NOTHING), 0, {}, True
+        play()
+        peaks = tuple((label, *highest) for label, highest in self.peaks.items())
+        found = Effect(peaks, tuple(self.bytes), self.is_new)
+        self.bytes, self.total, self.peaks, self.is_new = before
+        return found
 
     def moments(self) -> list[Moment]:
         """The highest moment of each label."""

@@ -4,7 +4,6 @@ and what their stages do before and after these."""
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
 
 import numpy as np
 
@@ -29,41 +28,6 @@ class Timed:
     """The same of gradients of results."""
     turn: int
     """Between two turns of a rank."""
-
-    @cached_property
-    def forward(self) -> Places:
-        """The forward pass of each stage and micro batch."""
-        return self._places(FORWARD)
-
-    @cached_property
-    def backward(self) -> Places:
-        """Whole backward passes, and those for gradients of inputs."""
-        return self._places(BACKWARD) | self._places(INPUTS)
-
-    @cached_property
-    def weights(self) -> Places:
-        """Those for gradients of weights."""
-        return self._places(WEIGHTS)
-
-    @cached_property
-    def last(self) -> list[int]:
-        """Of each pass, the last one whose messages travel with its own."""
-        found: list[int] = (np.searchsorted(self.time, self.time, side="right") - 1).tolist()
-        return found
-
-    def _places(self, kind: int) -> Places:
-        own = np.flatnonzero(self.kind == kind)
-        return dict(
-            zip(
-                zip(self.stage[own].tolist(), self.micro_batch[own].tolist(), strict=True),
-                own.tolist(),
-                strict=True,
-            )
-        )
-
-
-Places = dict[tuple[int, int], int]
-"""Numbers of passes, by stage and micro batch."""
 
 
 def message_times(
@@ -149,17 +113,26 @@ def message_times(
     ]
 
 
-def resident(is_own: Bools) -> Ints:
-    """1 for the stages whose parameters are gathered: those that come next, at each pass.
+def next_passes(is_own: Bools) -> Ints:
+    """The next pass of each stage at each pass, [passes, chunks]; the number of passes where none comes.
 
     Args:
         is_own: the stage of each pass, [passes, chunks].
     """
     count = len(is_own)
-    upcoming = np.where(is_own, np.arange(count)[:, None], count)
-    upcoming = np.minimum.accumulate(upcoming[::-1], axis=0)[::-1]
+    result: Ints = np.where(is_own, np.arange(count)[:, None], count)
+    return np.minimum.accumulate(result[::-1], axis=0)[::-1]
+
+
+def resident(is_own: Bools) -> Ints:
+    """1 for the stages whose parameters are gathered: those that come next, at each pass.
+
+    Args:
+        is_own: as `next_passes` takes it.
+    """
+    upcoming = next_passes(is_own)
     place = upcoming.argsort(axis=1, kind="stable").argsort(axis=1)
-    result: Ints = ((place < GATHERED_STAGES) & (upcoming < count)).astype(np.int64)
+    result: Ints = ((place < GATHERED_STAGES) & (upcoming < len(is_own))).astype(np.int64)
     return result
 
 

@@ -1,271 +1,14 @@
 """FSDP2 as memory sees it: parameters that are gathered, freed, and whose gradients are reduced.
 
-Names and order of what happens are those of `torch.distributed.fsdp._fully_shard`: `FSDPParamGroup`
-(`_fsdp_param_group.py`) and `foreach_all_gather`, `foreach_all_gather_copy_out` and `foreach_reduce`
-(`_fsdp_collectives.py`).
+Names and order of what happens are those of `FSDPParamGroup` in
+`torch.distributed.fsdp._fully_shard._fsdp_param_group`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
-
-from costmodels.spec.layout import SPLIT_BACKWARD, Layout
-from costmodels.tapes.player.heap import (
-    COMMUNICATION,
-    GRADIENTS,
-    OPTIMIZER,
-    PARAMETERS,
-    Effects,
-    Heap,
-    Storage,
-    block_bytes,
-)
-from costmodels.tapes.player.optimizer import Updated
-from costmodels.tapes.player.units import Parameter
-
-MASTER = 4
-"""Bytes of a parameter, and of its gradient, as the optimizer sees it."""
-
-WIDTHS = {"fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2, "fp8": 2}
-"""Bytes of an element that computes, by precision."""
-
-
-class Policy(NamedTuple):
-    """What a layout asks of FSDP2 for one group of parameters."""
-
-    shards: int
-    """Ranks over which each parameter is split."""
-    holders: int
-    """Ranks that have copies of it, whole or in parts."""
-    all_reduces: bool
-    """Its mesh has replicas, be it one."""
-    frees: bool
-    """Parameters are freed after forward (ZeRO 3)."""
-    width: int
-    """Bytes of an element that computes."""
-    reduced: int
-    """Bytes of an element of a gradient that is reduced."""
-    converts: bool
-    """Gradients are reduced in another number format than backward makes them in."""
-    offloads: bool
-    """The optimizer and its parameters are in host memory."""
-    any_side: bool
-    """Parameters are split along the first side that can be split evenly."""
-
-
-def wraps_parameters(layout: Layout, has_experts: bool) -> bool:
-    """Whether FSDP2 manages parameters (`runtime.parallel.data.needs_data_parallel`)."""
-    shares = layout.data_parallel * layout.context_parallel > 1
-    if has_experts:
-        shares = shares or expert_holders(layout) > 1
-    return shares or layout.precision not in ("fp32", "tf32") or layout.offload_optimizer
-
-
-def expert_holders(layout: Layout) -> int:
-    """Ranks that have copies of the same experts."""
-    stage = layout.world_size // layout.pipeline_parallel
-    return stage // (layout.expert_parallel * layout.expert_tensor_parallel)
-
-
-def policy_of(layout: Layout, experts: bool) -> Policy:
-    """The policy of routed experts, or of all other parameters (`runtime.parallel.data.data_parallel`)."""
-    holders = layout.data_parallel * layout.context_parallel
-    shards = layout.zero_shards
-    if experts:
-        holders = expert_holders(layout)
-        shards = max(1, holders // layout.zero_replicas) if layout.zero_stage else 1
-    made = {"tf32": "fp32", "fp8": "bf16"}.get(layout.precision, layout.precision)
-    return Policy(
-        shards=shards,
-        holders=holders,
-        all_reduces=layout.zero_stage == 0 or holders > shards,
-        # `runtime.parallel.pipeline._keep_gathered`
-        frees=layout.zero_stage == 3 and layout.schedule not in SPLIT_BACKWARD,
-        width=WIDTHS[layout.precision],
-        reduced=WIDTHS[layout.gradient_reduction],
-        converts=made != layout.gradient_reduction,
-        offloads=layout.offload_optimizer,
-        any_side=experts,
-    )
-
-
-class Sharded(NamedTuple):
-    """One parameter of a group on the first of the ranks that share it."""
-
-    whole: int
-    """Elements before it is split."""
-    shard: int
-    """Elements here, filled up to those of the first rank."""
-    sides: tuple[int, ...]
-    """Of the shard."""
-    moved: bool
-    """It is split along another side than the first, and copied on its way."""
-    parameter: Parameter
-
-
-def sharded(parameter: Parameter, policy: Policy) -> Sharded:
-    """A parameter split over ranks (`FSDPParam._init_sharded_param`)."""
-    sides, shards = list(parameter.sides), policy.shards
-    along = 0
-    if policy.any_side:
-        along = next((dim for dim, side in enumerate(sides) if side % shards == 0), 0)
-    sides[along] = -(-sides[along] // shards)
-    elements = 1
-    for side in sides:
-        elements *= side
-    return Sharded(parameter.elements, elements, tuple(sides), along > 0 and shards > 1, parameter)
-
-
-class Bundle:
-    """Parameters that are gathered and reduced together; those of equal layers are the same object."""
-
-    def __init__(self, parameters: Sequence[Parameter], made: Sequence[Storage], policy: Policy) -> None:
-        """`made`: gradients as autograd makes them; of no bytes where it makes none."""
-        self.policy = policy
-        self.parts = [sharded(one, policy) for one in parameters]
-        self.made = made
-        width, shards = policy.width, policy.shards
-        self.outputs = [_communication(width * one.shard * shards) for one in self.parts]
-        self.gathered = Storage(COMMUNICATION, sum(one.size for one in self.outputs))
-        self.buffer = _communication(width * shards * sum(one.shard for one in self.parts))
-        self.sums = [
-            Storage(GRADIENTS, block_bytes(policy.reduced * one.whole) if storage.size else 0)
-            for one, storage in zip(self.parts, made, strict=True)
-        ]
-        """Gradients in the number format in which they are reduced."""
-        elements = sum(one.shard for one, storage in zip(self.parts, made, strict=True) if storage.size)
-        self.source = _communication(policy.reduced * shards * elements)
-        """What a reduce-scatter reads from."""
-        self.written = _communication(policy.reduced * elements)
-        """What it writes."""
-        self.gradient = Storage(GRADIENTS, block_bytes(MASTER * elements))
-        """Of all shards."""
-        masters = 0 if policy.offloads else sum(block_bytes(MASTER * one.shard) for one in self.parts)
-        self.masters = Storage(PARAMETERS, masters)
-        """Parameters as the optimizer sees them, on the device."""
-        self.updated: Sequence[Updated] = ()
-        """As the optimizer sees them."""
-        self.optimizer = Storage(OPTIMIZER, 0)
-        """Its state."""
-        self.effects: Effects = {}
-
-    def send(self, heap: Heap) -> None:
-        """`foreach_all_gather`: leaves the buffer."""
-        policy = self.policy
-        sent: list[Storage] = []
-        if policy.offloads:
-            for one in self.parts:
-                sent += self._arrived(heap, one)
-        elif policy.width != MASTER:
-            elements = sum(one.shard for one in self.parts)
-            sent = [heap.allocate(_communication(policy.width * elements))]
-        heap.allocate(self.buffer)
-        _free(heap, sent)
-
-    def _arrived(self, heap: Heap, one: Sharded) -> list[Storage]:
-        """A shard in the number format that computes, where it is not the parameter itself."""
-        policy = self.policy
-        found = _communication(policy.width * one.shard)
-        if policy.width == MASTER:
-            return [heap.allocate(found)] if policy.offloads else []
-        copied = _communication(MASTER * one.shard * policy.offloads)
-        heap.allocate(copied)
-        heap.allocate(found)
-        heap.free(copied)
-        return [found]
-
-    def copy_out(self, heap: Heap) -> None:
-        """`foreach_all_gather_copy_out`, or what there is instead with one rank."""
-        held: list[Storage] = []
-        for one, output in zip(self.parts, self.outputs, strict=True):
-            if self.policy.shards == 1:
-                # The variable lets go of the one before.
-                arrived = self._arrived(heap, one)
-                _free(heap, held)
-                held = arrived
-            heap.allocate(output)
-            if one.moved:
-                held.append(heap.allocate(output))
-        _free(heap, held)
-
-    def convert(self, heap: Heap) -> None:
-        """`FSDPParam.to_accumulated_grad_if_needed` of all."""
-        for fresh, sums in zip(self.made, self.sums, strict=True):
-            heap.allocate(sums)
-            heap.free(fresh)
-
-    def sum_partial(self, heap: Heap, gradients: Sequence[Storage]) -> list[Storage]:
-        """Gradients with sums over tensor-parallel ranks instead of their parts."""
-        found = list(gradients)
-        for number, (one, gradient) in enumerate(zip(self.parts, gradients, strict=True)):
-            if one.parameter.partial:
-                found[number] = heap.allocate(Storage(COMMUNICATION, gradient.size))
-                heap.free(gradient)
-        return found
-
-    def reduce(self, heap: Heap, gradients: Sequence[Storage], is_new: bool) -> None:
-        """`foreach_reduce`: leaves what the reduce-scatter reads from, the gradient if it is new, and what an
-        all-reduce keeps besides it.
-
-        Args:
-            is_new: the result becomes the gradient, and is not added to one.
-        """
-        policy = self.policy
-        listed, held = self._in_order_of_ranks(heap, gradients)
-        heap.allocate(self.source)
-        _free(heap, listed)
-        output, result = self.written, self.gradient if is_new else _communication(self.gradient.size)
-        if policy.reduced == MASTER:
-            output = result
-        heap.allocate(output)
-        if policy.shards == 1 and policy.holders > 1:
-            # A factor makes PyTorch before 2.15 divide a copy.
-            heap.allocate(self.source)
-            heap.free(self.source)
-        if policy.reduced != MASTER:
-            heap.allocate(result)
-            if not policy.all_reduces:
-                heap.free(output)
-        _free(heap, held)
-        if not is_new and not (policy.all_reduces and result is output):
-            heap.free(result)
-
-    def keeps_all_reduced(self, is_new: bool) -> bool:
-        """Whether an all-reduce keeps something besides the gradient."""
-        return self.policy.all_reduces and not (is_new and self.policy.reduced == MASTER)
-
-    def _in_order_of_ranks(
-        self, heap: Heap, gradients: Sequence[Storage]
-    ) -> tuple[list[Storage], list[Storage]]:
-        """What is copied to be reduced, and what local variables keep to the end besides."""
-        listed: list[Storage] = []
-        chunks: Storage | None = None
-        moved = False
-        for one, gradient in zip(self.parts, gradients, strict=True):
-            if not gradient.size:
-                continue
-            moved = one.moved
-            if moved:
-                if chunks is not None:
-                    heap.free(chunks)
-                chunks = gradient
-                gradient = heap.allocate(Storage(COMMUNICATION, gradient.size))
-            listed.append(gradient)
-        held = [] if chunks is None else [chunks]
-        if self.policy.shards > 1 and not moved:
-            # The loop's variable, before PyTorch 2.15.
-            held.append(listed.pop())
-        return listed, held
-
-
-def _communication(size: int) -> Storage:
-    return Storage(COMMUNICATION, block_bytes(size))
-
-
-def _free(heap: Heap, storages: Sequence[Storage]) -> None:
-    for storage in storages:
-        heap.free(storage)
+from costmodels.tapes.player.bundle import MASTER, Bundle, free_all, replace
+from costmodels.tapes.player.casts import Manner
+from costmodels.tapes.player.heap import Heap, Storage
 
 
 class Traffic:
@@ -277,6 +20,12 @@ class Traffic:
         self.reduced_last: list[Storage] = []
         """What reduce-scatters read from."""
 
+    def let_go(self, heap: Heap) -> None:
+        """End the buffer of the last all-gather of forward."""
+        if self.gathered_last is not None:
+            heap.free(self.gathered_last)
+            self.gathered_last = None
+
 
 State = tuple[bool, ...]
 
@@ -285,9 +34,13 @@ class Group:
     """`FSDPParamGroup`: a bundle of parameters in the course of a step."""
 
     def __init__(self, heap: Heap, traffic: Traffic, bundle: Bundle, is_root: bool, wraps: bool) -> None:
-        """`wraps`: FSDP2 manages it; else its parameters are there, and gradients are added up."""
-        self.heap, self.traffic, self.bundle = heap, traffic, bundle
+        """`wraps`: FSDP2 manages it; else its parameters are there, and gradients are added up, beside those
+        of the optimizer where these are wider (`runtime.parallel.working_copies`)."""
+        self.heap, self.traffic, self.bundle, self.ways = heap, traffic, bundle, bundle.ways
         self.wraps = wraps and len(bundle.parts) > 0
+        self.copies = not wraps and bundle.policy.width != MASTER
+        self.casts = self.wraps and bundle.ways.casts_gradients and bundle.policy.converts
+        """Autograd casts gradients."""
         self.frees = bundle.policy.frees and not is_root
         self.before: Group | None = None
         """The group whose forward ends before that of this one."""
@@ -297,11 +50,13 @@ class Group:
         self.has_fresh = False
         """Autograd has made gradients."""
         self.has_sums = False
-        """They have been added up in the number format in which they are reduced."""
+        """They are there in the number format in which they are reduced."""
         self.has_gradient = False
         """Gradients of shards are there."""
         self.has_all_reduced = False
         """What an all-reduce keeps is there."""
+        self.has_wide = False
+        """Gradients of what copies are made of are there."""
         self.is_done = False
         """Backward has passed here."""
 
@@ -314,6 +69,7 @@ class Group:
             self.has_fresh,
             self.has_sums,
             self.has_gradient,
+            self.has_wide,
             self.has_all_reduced,
         )
 
@@ -325,6 +81,7 @@ class Group:
             self.has_fresh,
             self.has_sums,
             self.has_gradient,
+            self.has_wide,
             self.has_all_reduced,
         ) = state
 
@@ -343,12 +100,11 @@ class Group:
         if not self.is_gathering:
             return
         heap, traffic, bundle = self.heap, self.traffic, self.bundle
-        before = traffic.gathered_last if in_forward else None
+        if in_forward and not self.ways.keeps_locals:
+            traffic.let_go(heap)
         heap.repeat(bundle.effects, "copy out", lambda: bundle.copy_out(heap))
-        if before is not None:
-            # A local variable keeps it until here, before PyTorch 2.15.
-            heap.free(before)
-            traffic.gathered_last = None
+        if in_forward:
+            traffic.let_go(heap)
         if bundle.policy.shards > 1:
             if in_forward:
                 traffic.gathered_last = bundle.buffer
@@ -381,16 +137,35 @@ class Group:
         if self.before is not None:
             self.before.unshard()
 
+    def manner(self, is_last: bool) -> Manner:
+        """How autograd will give gradients to parameters (`FSDPParamGroup._set_unsharded_grad_dtypes`).
+
+        Args:
+            is_last: they are reduced after this backward.
+        """
+        if self.has_fresh or (self.casts and self.has_sums):
+            return "adds"
+        # What is reduced at once is cast on its way to the other ranks.
+        return "casts" if self.casts and not (is_last and self.bundle.policy.widens) else "makes"
+
+    def come(self, manner: Manner) -> None:
+        """Autograd has given gradients."""
+        if manner == "casts":
+            self.has_sums = True
+        elif manner == "makes":
+            self.has_fresh = True
+
     def post_backward(self, is_last: bool, reshards: bool) -> None:
         """After it: accumulate gradients, or reduce them where this backward is the last one."""
         self.is_done = True
         if not self.wraps:
+            self.add_up()
             return
         heap, traffic, bundle = self.heap, self.traffic, self.bundle
         label = heap.label
         heap.enter("reduce")
         if self.has_sums and self.has_fresh:
-            _free(heap, bundle.made)
+            free_all(heap, bundle.made)
             self.has_fresh = False
         if not is_last:
             if reshards:
@@ -405,7 +180,7 @@ class Group:
             gradients = bundle.sum_partial(heap, bundle.sums if self.has_sums else bundle.made)
         if reshards:
             self.reshard()
-        _free(heap, traffic.reduced_last)
+        free_all(heap, traffic.reduced_last)
         traffic.reduced_last.clear()
         if gradients:
             self._end_all_reduce()
@@ -435,10 +210,43 @@ class Group:
                 self.heap.free(self.bundle.buffer)
             self.is_gathering = False
 
+    def fill_copies(self) -> None:
+        """The beginning of a step."""
+        if self.copies:
+            self.heap.allocate(self.bundle.copies)
+
+    def add_up(self) -> None:
+        """Add gradients of copies up (`GradientSums.add`)."""
+        if not (self.copies and self.bundle.policy.converts and self.has_fresh):
+            return
+        heap, bundle, label = self.heap, self.bundle, self.heap.label
+        heap.enter("reduce")
+        if self.has_sums:
+            free_all(heap, bundle.made)
+        else:
+            heap.repeat(bundle.effects, "convert", lambda: bundle.convert(heap))
+        self.has_fresh, self.has_sums = False, True
+        heap.enter(label)
+
+    def hand_over(self) -> None:
+        """The end of the passes of a step: gradients as the optimizer sees them."""
+        if not self.copies:
+            return
+        heap, bundle = self.heap, self.bundle
+        heap.free(bundle.copies)
+        self.add_up()
+        if self.has_fresh:
+            replace(heap, bundle.made, bundle.wide)
+        elif self.has_sums and bundle.policy.reduced != MASTER:
+            replace(heap, bundle.sums, bundle.wide)
+        self.has_wide, self.has_fresh, self.has_sums = self.has_fresh or self.has_sums, False, False
+
     def drop_gradients(self) -> None:
         """The end of a step."""
         if self.has_gradient:
             self.heap.free(self.bundle.gradient)
         if self.has_fresh:
-            _free(self.heap, self.bundle.made)
-        self.has_gradient = self.has_fresh = False
+            free_all(self.heap, self.bundle.made)
+        if self.has_wide:
+            free_all(self.heap, self.bundle.wide)
+        self.has_gradient = self.has_fresh = self.has_wide = False

@@ -4,28 +4,35 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from costmodels.spec.layout import SPLIT_BACKWARD, Layout
 from costmodels.spec.model import ModelSpec
 from costmodels.tapes.dimensions import dimensions
+from costmodels.tapes.player.bundle import Bundle, casts_of, policy_of, wraps_parameters
+from costmodels.tapes.player.casts import Casts, Manner
 from costmodels.tapes.player.chain import Chain, Unit
-from costmodels.tapes.player.heap import GRADIENTS, OPTIMIZER, Effects, Heap, Storage
-from costmodels.tapes.player.optimizer import Updated, state_of
-from costmodels.tapes.player.sharding import (
-    Bundle,
-    Group,
-    State,
-    Traffic,
-    policy_of,
-    wraps_parameters,
+from costmodels.tapes.player.heap import (
+    GRADIENTS,
+    OPTIMIZER,
+    TEMPORARIES,
+    Effect,
+    Effects,
+    Heap,
+    Span,
+    Storage,
 )
+from costmodels.tapes.player.optimizer import Updated, state_of
+from costmodels.tapes.player.sharding import Group, State, Traffic
 from costmodels.tapes.player.units import (
     Parameter,
     Played,
+    PlayedSplit,
     Sizes,
     Step,
     parameters_of,
 )
+from costmodels.tapes.player.ways import Ways
 from costmodels.tapes.structure import LAYERS
 from costmodels.tapes.tape import (
     EXPERTS,
@@ -33,6 +40,9 @@ from costmodels.tapes.tape import (
     EXPERTS_BACKWARD_END,
     EXPERTS_FORWARD,
     EXPERTS_FORWARD_END,
+    FETCHED,
+    FETCHES,
+    FETCHES_BEFORE,
     FORGETS,
     Tape,
 )
@@ -44,17 +54,19 @@ Part = tuple[Parameter, tuple[int, ...], Storage]
 class Setting:
     """What the ranks of one layout share while they are played."""
 
-    def __init__(self, model: ModelSpec, layout: Layout) -> None:
-        self.model, self.layout, self.heap = model, layout, Heap()
+    def __init__(self, model: ModelSpec, layout: Layout, ways: Ways) -> None:
+        self.model, self.layout, self.ways, self.heap = model, layout, ways, Heap()
         self.wraps = wraps_parameters(layout, model.experts > 0)
         self.policies = {experts: policy_of(layout, experts) for experts in (False, True)}
         alone = {"tensor_parallel": 1, "sequence_parallel": False, "expert_tensor_parallel": 1}
-        self.sizes = Sizes(dimensions(model, layout))
+        self.sizes = Sizes(dimensions(model, layout), self.casts)
         self.whole = Sizes(dimensions(model, layout.model_copy(update=alone)))
         """Sizes of a layout that splits no matrices."""
         self.bundles: dict[tuple[int, bool], Bundle] = {}
         """Of layers, by the identity of their tapes: those of routed experts, and of all else."""
         self.stages: dict[Hashable, Stage] = {}
+        self.known_casts: dict[int, Casts] = {}
+        """By the identity of tapes."""
 
     def bundle(self, tape: Tape, one: Played, experts: bool) -> Bundle:
         """The parameters of a layer."""
@@ -67,12 +79,25 @@ class Setting:
     def parts(self, tape: Tape, one: Played) -> list[Part]:
         """The parameters of a unit."""
         own, whole = (parameters_of(tape, sizes) for sizes in (self.sizes, self.whole))
-        return list(zip(own, (other.sides for other in whole), one.gradients, strict=True))
+        made = [
+            storage._replace(size=cast.size) if cast is not None and cast.always and storage.size else storage
+            for storage, cast in zip(one.gradients, map(self.casts(tape).get, range(len(own))), strict=True)
+        ]
+        return list(zip(own, (other.sides for other in whole), made, strict=True))
+
+    def casts(self, tape: Tape) -> Casts:
+        """The gradients of a unit that autograd casts."""
+        if not (self.wraps and self.ways.casts_gradients):
+            return {}
+        if id(tape) not in self.known_casts:
+            own, whole = (parameters_of(tape, sizes) for sizes in (self.sizes, self.whole))
+            self.known_casts[id(tape)] = casts_of(tape, own, whole, self.policies, self.layout)
+        return self.known_casts[id(tape)]
 
     def bundle_of(self, parts: Sequence[Part], experts: bool, is_layer: bool) -> Bundle:
         """Parameters that are wrapped together."""
         policy = self.policies[experts]
-        bundle = Bundle([own for own, _, _ in parts], [made for _, _, made in parts], policy)
+        bundle = Bundle([own for own, _, _ in parts], [made for _, _, made in parts], policy, self.ways)
         seen = [
             Updated(one.parameter.name, one.sides, whole, is_layer)
             for one, (_, whole, _) in zip(bundle.parts, parts, strict=True)
@@ -81,9 +106,9 @@ class Setting:
         bundle.optimizer = Storage(OPTIMIZER, sum(one.size for one in state_of(self.layout, seen)))
         return bundle
 
-    def stage(self, units: Sequence[Unit], chunk: int, kept_as: str) -> Stage:
-        """A stage of these units; `chunk` tells those of one rank apart, `kept_as` is what `Chain` takes."""
-        key = (chunk, kept_as, *((id(unit.tape), unit.plain is None) for unit in units))
+    def stage(self, units: Sequence[Unit], kept_as: str) -> Stage:
+        """A stage of these units, the same for all that are alike; `kept_as` is what `Chain` takes."""
+        key = (kept_as, *((id(unit.tape), unit.plain is None) for unit in units))
         if key not in self.stages:
             self.stages[key] = Stage(self, units, kept_as)
         return self.stages[key]
@@ -100,6 +125,12 @@ class Place:
     group: Group | None = None
     """Of a layer; embedding and head belong to the root."""
     experts: Group | None = None
+    copies: Span | None = None
+    """What comes back from host memory for backward, of a layer that sends its activations there."""
+    sent_before: Place | None = None
+    """The layer before it that does."""
+    is_fetched: bool = False
+    """Another layer has begun its copies."""
 
 
 class Stage:
@@ -109,7 +140,7 @@ class Stage:
         self.heap, self.setting = setting.heap, setting
         self.traffic = Traffic()
         kinds = [unit.kind for unit in units]
-        self.is_first, self.is_last = kinds[0] == "embedding", kinds[-1] == "loss"
+        self.is_first, self.is_last = kinds[0] == "embedding", kinds[-1] == "head"
         self.is_tied = setting.model.tied and self.is_first and self.is_last
         is_piped = setting.layout.pipeline_parallel > 1
         splits = setting.layout.schedule in SPLIT_BACKWARD
@@ -118,16 +149,20 @@ class Stage:
         self.input_gradient, self.output_gradient = chain.input_gradient, chain.output_gradient
         """Messages: None where the stage has none."""
         self.outputs = chain.outputs
-        self.result = chain.outputs[-1]
-        """Of the last unit: the loss, in the last stage."""
         self.places = [
             Place(kind, one, again) for kind, one, again in zip(kinds, chain.played, chain.again, strict=True)
         ]
         self.makes_gradients = True
         """Backward makes gradients of weights."""
+        self.manner: Manner = "makes"
+        """How it gives them to the parameters of the layer that it has come to."""
         self.effects: Effects = {}
         self.ends: dict[Hashable, list[State]] = {}
         """States of groups after passes."""
+        self.states: list[tuple[State, ...]] = []
+        """Of all groups, as far as they have been met."""
+        self.changes: dict[tuple[str, int], tuple[Effect, int]] = {}
+        """What passes do in each of these states, and the state that they leave."""
         tapes = [unit.tape for unit in units]
         self.root = self._root(tapes)
         self.groups = [self.root]
@@ -139,12 +174,26 @@ class Stage:
             if any(one.group == EXPERTS for one in tape.parameters):
                 place.experts = self._layer(tape, place.played, experts=True)
                 self.groups.append(place.experts)
+        self._link_offloading()
         before: Group | None = None
         for place in self.places:
             for group in (place.experts, place.group):
                 if group is not None:
                     group.before, before = before, group
         self.root.before = before
+
+    def _link_offloading(self) -> None:
+        """Let layers know those before them whose copies from host memory they begin."""
+        last: Place | None = None
+        for place in self.places:
+            place.sent_before = last
+            split = place.played.split
+            backward = place.played.passes["makes"] if split is None else split.inputs
+            if FETCHES in backward:
+                copies = backward[backward.index(FETCHES) + 1]
+                assert not isinstance(copies, str)
+                place.copies = copies
+                last = place
 
     def _root(self, tapes: Sequence[Tape]) -> Group:
         """All parameters that no layer has."""
@@ -196,8 +245,30 @@ class Stage:
         else:
             self.ends[key] = [group.state for group in self.groups]
 
+    def state_number(self) -> int:
+        """The number of the state that all groups are in."""
+        state = tuple(group.state for group in self.groups)
+        if state not in self.states:
+            self.states.append(state)
+        return self.states.index(state)
+
+    def enter_state(self, number: int) -> None:
+        """Let all groups be in the state of a number."""
+        for group, state in zip(self.groups, self.states[number], strict=True):
+            group.state = state
+
+    def effect_of(self, name: str, state: int) -> tuple[Effect, int]:
+        """What `unshard`, `wait`, `reshard`, `forward`, `backward` of a micro batch, `inputs`, `weights` or
+        `reduce` does in the state of a number, and the number of the state that it leaves."""
+        if (name, state) not in self.changes:
+            self.enter_state(state)
+            arguments = (False,) if name == "backward" else ()
+            effect = self.heap.effect_of(partial(getattr(self, name), *arguments))
+            self.changes[name, state] = effect, self.state_number()
+        return self.changes[name, state]
+
     def forward(self) -> None:
-        """Forward of the module: all units but the loss."""
+        """Forward of all units."""
         self._once("forward", self._forward)
 
     def _forward(self) -> None:
@@ -206,8 +277,6 @@ class Stage:
         self.root.pre_forward()
         unkept: Storage | None = None
         for place, output in zip(self.places, self.outputs, strict=True):
-            if place.kind == "loss":
-                continue
             self._enter_layer(place)
             self._play(place, place.played.forward)
             if place.group is not None:
@@ -227,16 +296,7 @@ class Stage:
 
     def _end_of_root(self) -> None:
         """The end of forward of the module that began it."""
-        if self.traffic.gathered_last is not None:
-            self.heap.free(self.traffic.gathered_last)
-            self.traffic.gathered_last = None
-
-    def loss(self) -> None:
-        """Forward of the loss."""
-        heap, label = self.heap, self.heap.label
-        heap.enter("forward")
-        self._play(self.places[-1], self.places[-1].played.forward)
-        heap.enter(label)
+        self.traffic.let_go(self.heap)
 
     def backward(self, is_last: bool) -> None:
         """Backward of all units, and the end of it that the root calls.
@@ -252,26 +312,26 @@ class Stage:
         self.is_last_backward = is_last
         for each in self.groups:
             each.is_done = False
-        adds = self.root.has_fresh
-        places = list(reversed(self.places))
-        if places[0].kind == "loss":
-            self._play(places[0], places[0].played.backward)
-            places.pop(0)
+        manner = self.root.manner(is_last)
         self.root.pre_backward()
-        for place in places:
+        for place in reversed(self.places):
             layer = place.group
             if layer is None:
-                self._play(place, place.played.adding if adds else place.played.backward)
-                self._tie(place, adds)
+                self._play(place, place.played.passes[manner])
+                self._tie(place, manner)
+                self.root.come(manner)
+                if not self.is_first:
+                    # No other gradient of the root's is to come.
+                    self.root.add_up()
                 continue
             layer.pre_backward()
             if place.again is None:
                 self._compute_again(place)
             own = place.again or place.played
-            self._play(place, own.adding if layer.has_fresh else own.backward)
-            layer.has_fresh = True
+            self.manner = layer.manner(is_last)
+            self._play(place, own.passes[self.manner])
+            layer.come(self.manner)
             layer.post_backward(is_last, reshards=is_last)
-        self.root.has_fresh = True
         self._finish()
         heap.enter(label)
 
@@ -288,14 +348,20 @@ class Stage:
             # Each is a root of its own.
             self._end_of_root()
 
-    def _tie(self, place: Place, adds: bool) -> None:
+    def _tie(self, place: Place, manner: Manner) -> None:
         """Add the gradients of output matrix and embedding up once both are there."""
         if self.is_tied and place.kind == "embedding":
-            total = self.heap.allocate(self.root.bundle.made[0])
-            for one in (place, self.places[-2]):
+            bundle = self.root.bundle
+            casts = self.root.casts and (manner == "casts" or not bundle.policy.widens)
+            total = bundle.sums[0] if casts else bundle.made[0]
+            if manner == "adds":
+                # Only what is kept counts as a gradient.
+                total = total._replace(category=TEMPORARIES)
+            self.heap.allocate(total)
+            for one in (place, self.places[-1]):
                 gradient = one.played.gradients[0 if one is place else -1]
-                self.heap.free(gradient)
-            if adds:
+                self.heap.free(Storage(TEMPORARIES, total.size) if casts else gradient)
+            if manner == "adds":
                 self.heap.free(total)
 
     def inputs(self) -> None:
@@ -318,9 +384,6 @@ class Stage:
             if place.group is not None:
                 place.group.post_backward(is_last=False, reshards=False)
         self._finish()
-        for place in self.places:
-            assert place.played.split is not None
-            self._play(place, place.played.split.after_inputs)
         self.makes_gradients = True
         heap.enter(label)
 
@@ -332,16 +395,24 @@ class Stage:
         heap, label = self.heap, self.heap.label
         heap.enter("backward")
         forgotten: tuple[Step, ...] = ()
-        adds = [(place.group or self.root).has_fresh for place in self.places]
-        for place, is_adding in zip(self.places, adds, strict=True):
-            split = place.played.split
+        for place in self.places:
+            group, split = place.group or self.root, place.played.split
             assert split is not None
-            for step in split.weights if is_adding else split.first_weights:
+            # Its graph begins at the output of the module, where the root has a hook: what was there of
+            # gradients is converted before these are added.
+            ends_root = place.kind == "head" and group.wraps
+            for step in self._apart(split, group, ends_root):
                 if step == FORGETS:
                     self._play(place, forgotten)
                     forgotten = ()
                 elif not isinstance(step, str):
                     heap.play(step)
+            if ends_root:
+                for each in self.groups:
+                    each.post_backward(is_last=False, reshards=False)
+            for one in (group, place.experts):
+                if one is not None:
+                    one.come("casts" if one.casts else "makes")
             self._play(place, forgotten)
             forgotten = split.forgotten
         self._play(self.places[-1], forgotten)
@@ -349,16 +420,26 @@ class Stage:
             assert place.played.split is not None
             self._play(place, place.played.split.rest)
         for group in self.groups:
-            group.has_fresh = True
+            group.add_up()
         heap.enter(label)
 
+    def _apart(self, split: PlayedSplit, group: Group, ends_root: bool) -> tuple[Step, ...]:
+        """The gradients of weights of a unit."""
+        if group.casts and group.has_sums:
+            # No hook of a layer's comes before, only that of the root.
+            return split.weights if ends_root else split.cast_weights
+        adds = group.has_fresh and not (ends_root and group.bundle.policy.converts)
+        return split.weights if adds else split.first_weights
+
     def reduce(self) -> None:
-        """`perform_reduce_grad` of a pipeline's stage: of the root, and of the layers from the first on."""
+        """`perform_reduce_grad` of a pipeline's stage."""
         self._once("reduce", self._reduce)
 
     def _reduce(self) -> None:
         self.is_last_backward = True
-        for group in self.groups:
+        last_first = self.setting.ways.reduces_last_first
+        # From the root and the first layer on, or the other way.
+        for group in reversed(self.groups) if last_first else self.groups:
             group.post_backward(is_last=True, reshards=True)
         self._finish()
 
@@ -377,9 +458,18 @@ class Stage:
 
     def _play(self, place: Place, steps: tuple[Step, ...]) -> None:
         heap, experts = self.heap, place.experts
-        for step in steps:
+        for number, step in enumerate(steps):
             if not isinstance(step, str):
-                heap.play(step)
+                # What comes back from host memory may be there already.
+                if not (place.is_fetched and number and steps[number - 1] == FETCHES):
+                    heap.play(step)
+            elif step == FETCHED:
+                place.is_fetched = False
+            elif step == FETCHES_BEFORE:
+                before = place.sent_before
+                if before is not None and before.copies is not None:
+                    heap.play(before.copies)
+                    before.is_fetched = True
             elif experts is None:
                 continue
             elif step == EXPERTS_FORWARD:
@@ -392,5 +482,6 @@ class Stage:
             elif step == EXPERTS_BACKWARD:
                 experts.pre_backward()
             elif step == EXPERTS_BACKWARD_END:
-                experts.has_fresh = experts.has_fresh or self.makes_gradients
+                if self.makes_gradients:
+                    experts.come(self.manner)
                 experts.post_backward(self.is_last_backward, reshards=self.is_last_backward)

@@ -3,10 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import lru_cache
 
 from costmodels import Layout
-from costmodels.spec.layout import SCHEDULE_TRAITS, SPLIT_BACKWARD
-from costmodels.spec.schedules import BACKWARD, FORWARD, GATHERED_STAGES, WEIGHTS, orders, schedule_exists
+from costmodels.spec.layout import SCHEDULE_TRAITS, SPLIT_BACKWARD, Schedule
+from costmodels.spec.schedules import (
+    BACKWARD,
+    FORWARD,
+    GATHERED_STAGES,
+    WEIGHTS,
+    Order,
+    orders,
+    schedule_exists,
+)
 
 State = tuple[object, ...]
 
@@ -31,22 +40,27 @@ def enough_micro_batches(layout: Layout, pipeline_rank: int) -> int:
     With several stages on a rank, a message may come many passes before its use, by the pace of other ranks:
     a few rounds of micro batches are taken then at least, in which all ranks come to keep pace.
     """
-    wanted = layout.micro_batches
-    pipeline, chunks = layout.pipeline_parallel, layout.virtual_pipeline_parallel
-    if pipeline == 1:
+    if layout.pipeline_parallel == 1:
         # The first makes gradients, others add to them, and the last reduces them.
-        return min(wanted, 3)
-    if wanted <= pipeline or not schedule_exists(layout.schedule, pipeline, chunks, wanted):
-        return wanted
-    states = set(_states(layout, pipeline_rank, wanted))
-    step, rounds = (1, 1) if layout.schedule == "1f1b" else (pipeline, ROUNDS)
-    if layout.schedule in SPLIT_BACKWARD:
+        return min(layout.micro_batches, 3)
+    shape = layout.schedule, layout.pipeline_parallel, layout.virtual_pipeline_parallel
+    return _enough(*shape, layout.micro_batches, pipeline_rank)
+
+
+@lru_cache(maxsize=4096)
+def _enough(schedule: Schedule, pipeline: int, chunks: int, wanted: int, rank: int) -> int:
+    step, rounds = (1, 1) if schedule == "1f1b" else (pipeline, ROUNDS)
+    if schedule in SPLIT_BACKWARD:
         rounds = SPLIT_ROUNDS
     if chunks > GATHERED_STAGES:
         rounds = MANY_ROUNDS
-    for fewer in range(wanted % step + rounds * pipeline, wanted, step):
-        if schedule_exists(layout.schedule, pipeline, chunks, fewer) and states <= set(
-            _states(layout, pipeline_rank, fewer)
+    choices = range(wanted % step + rounds * pipeline, wanted, step)
+    if not choices or not schedule_exists(schedule, pipeline, chunks, wanted):
+        return wanted
+    states = set(_states(schedule, pipeline, chunks, wanted, rank))
+    for fewer in choices:
+        if schedule_exists(schedule, pipeline, chunks, fewer) and states <= set(
+            _states(schedule, pipeline, chunks, fewer, rank)
         ):
             return fewer
     return wanted
@@ -59,24 +73,33 @@ def fewest_micro_batches(layout: Layout) -> int:
     return min(fewest, layout.micro_batches)
 
 
-def _states(layout: Layout, pipeline_rank: int, micro_batches: int) -> Iterator[State]:
-    order = orders(
-        layout.schedule, layout.pipeline_parallel, layout.virtual_pipeline_parallel, micro_batches
-    )[pipeline_rank]
+@lru_cache(maxsize=32)
+def _orders(schedule: Schedule, pipeline: int, chunks: int, micro_batches: int) -> tuple[Order, ...]:
+    return orders(schedule, pipeline, chunks, micro_batches)
+
+
+def _states(schedule: Schedule, pipeline: int, chunks: int, micro_batches: int, rank: int) -> Iterator[State]:
+    order = _orders(schedule, pipeline, chunks, micro_batches)[rank]
     passes = list(zip(order.kind.tolist(), order.stage.tolist(), strict=True))
     stages = sorted({stage for _, stage in passes})
-    under_way, waiting, done = (dict.fromkeys(stages, 0) for _ in range(3))
     splits = any(kind == WEIGHTS for kind, _ in passes)
+    # Of each stage: micro batches between forward and backward, those that wait for gradients of weights, and
+    # whether some are done.
+    counts = dict.fromkeys(stages, (0, 0, False))
+    done = dict.fromkeys(stages, 0)
     for number, (kind, stage) in enumerate(passes):
+        under_way, waiting, some = counts[stage]
         if kind == FORWARD:
-            under_way[stage] += 1
+            under_way += 1
+            counts[stage] = under_way, waiting, some
         around = tuple(passes[max(0, number - NEIGHBOURS) : number + NEIGHBOURS + 1])
-        counts = tuple((under_way[s], waiting[s], done[s] > 0) for s in stages)
-        yield around, counts, done[stage] == micro_batches - 1
+        yield around, tuple(counts.values()), done[stage] == micro_batches - 1
         if kind in (BACKWARD, WEIGHTS):
             done[stage] += 1
+            some = True
         if kind == WEIGHTS:
-            waiting[stage] -= 1
+            waiting -= 1
         elif kind != FORWARD:
-            under_way[stage] -= 1
-            waiting[stage] += splits and kind != BACKWARD
+            under_way -= 1
+            waiting += splits and kind != BACKWARD
+        counts[stage] = under_way, waiting, some

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
+from costmodels.spec.layout import Layout
+from costmodels.spec.model import ModelSpec
 from costmodels.tapes.player.chain import Unit
 from costmodels.tapes.player.heap import (
     ACTIVATIONS,
@@ -21,10 +23,9 @@ from costmodels.tapes.player.pipeline import (
     Names,
     PipelineStage,
     one_forward_one_backward,
-    rank_actions,
-    run_actions,
 )
 from costmodels.tapes.player.stage import Setting
+from costmodels.tapes.player.stage_program import play, program_of
 from costmodels.tapes.player.steady import enough_micro_batches
 
 ENOUGH_MICRO_BATCHES = 3
@@ -36,18 +37,21 @@ class Rank:
 
     def __init__(self, setting: Setting, stages: Sequence[Sequence[Unit]], rank: int) -> None:
         self.model, self.layout, self.heap = setting.model, setting.layout, setting.heap
-        self.wraps = setting.wraps
+        self.wraps, self.awaits_sends = setting.wraps, setting.ways.awaits_sends
         self.heap.clear()
         self.heap.enter("build")
         numbers = self.layout.stages_of(rank)
         units_of = dict(zip(numbers, stages, strict=True))
         self.stages = []
-        for chunk, number in enumerate(numbers):
+        """Those that are alike are the same object."""
+        for number in numbers:
             after = units_of.get(number + 1)
             kept_as = "" if after is None else after[0].tape.input_category
-            self.stages.append(setting.stage(units_of[number], chunk, kept_as))
+            self.stages.append(setting.stage(units_of[number], kept_as))
         self.groups = [group for stage in self.stages for group in stage.groups]
         self.rank = rank
+        self.states = [stage.state_number() for stage in self.stages]
+        """Of each stage, as it is between passes."""
         self._hold()
 
     def _hold(self) -> None:
@@ -57,10 +61,12 @@ class Rank:
             heap.allocate(group.bundle.masters)
             heap.allocate(group.bundle.optimizer)
         positions = model.seq // layout.context_parallel
-        if model.position == "rope":
+        tables = sum(rotary_tables(model, layout, stage) for stage in layout.stages_of(self.rank))
+        if tables:
             latent = model.latent_attention
-            width = model.head_dim if latent is None else latent.qk_rope_head_dim
-            for _ in range(2 * len(self.stages)):
+            own = model.rotary_dim or model.head_dim
+            width = own if latent is None else latent.qk_rope_head_dim
+            for _ in range(2 * tables):
                 heap.allocate(Storage(PARAMETERS, block_bytes(4 * positions * width)))
         ids = block_bytes(8 * layout.micro_batches * layout.micro_batch_size * positions)
         is_first = self.stages[0].is_first
@@ -79,14 +85,24 @@ class Rank:
         for number in range(1, count + 1):
             is_last = number == count or self.layout.zero_stage == 3
             stage.forward()
-            stage.loss()
             stage.backward(is_last)
 
     def run(self) -> None:
         """All micro batches."""
+        for group in self.groups:
+            group.fill_copies()
         if self.layout.pipeline_parallel == 1:
             self.accumulate()
-            return
+            self.states = [stage.state_number() for stage in self.stages]
+        else:
+            self._run_pipeline()
+        for chunk, stage in enumerate(self.stages):
+            stage.enter_state(self.states[chunk])
+            for group in stage.groups:
+                group.hand_over()
+            self.states[chunk] = stage.state_number()
+
+    def _run_pipeline(self) -> None:
         layout, ahead = self.layout, self.layout.pipeline_parallel - self.rank
         if layout.schedule == "1f1b":
             count = min(layout.micro_batches, ahead + ENOUGH_MICRO_BATCHES)
@@ -96,26 +112,24 @@ class Rank:
             self._pipe(count, ahead)
 
     def _pipe(self, count: int, ahead: int) -> None:
-        layout, names = self.layout, Names(self.heap)
-        stages = {
-            index: PipelineStage(stage, index, names)
-            for stage, index in zip(self.stages, layout.stages_of(self.rank), strict=True)
-        }
+        layout = self.layout
         if layout.schedule == "1f1b":
-            (stage,) = stages.values()
-            one_forward_one_backward(stage, ahead, count)
+            (stage,) = self.stages
+            one_forward_one_backward(PipelineStage(stage, self.rank, Names(self.heap)), ahead, count)
+            self.states = [stage.state_number()]
             return
         every = tuple(layout.stages_of(rank) for rank in range(layout.pipeline_parallel))
-        run_actions(stages, rank_actions(layout.schedule, every, self.rank, count), names)
+        program = program_of(layout.schedule, every, self.rank, count, self.awaits_sends)
+        self.states = play(program, self.stages, self.states, self.heap)
 
     @contextmanager
     def _losses(self, count: int) -> Iterator[None]:
-        """The losses of all micro batches, of which `count` are played: a pipeline keeps them to the end."""
+        """The losses of micro batches beyond the `count` that are played: a pipeline keeps all to the end."""
         heap, left_out = self.heap, self.layout.micro_batches - count
-        last = [stage.result for stage in self.stages if stage.is_last]
+        last = [stage.output for stage in self.stages if stage.is_last]
         held = [heap.allocate(one._replace(size=one.size * left_out)) for one in last]
         yield
-        _free(heap, [*held, *(one._replace(size=one.size * count) for one in last)])
+        _free(heap, held)
 
     def update(self) -> None:
         """What follows the last micro batch (`runtime.train.trainer.Trainer.train_step`)."""
@@ -127,7 +141,7 @@ class Rank:
             for group in self.groups:
                 sums += [
                     heap.allocate(Storage(COMMUNICATION, made.size))
-                    for one, made in zip(group.bundle.parts, group.bundle.made, strict=True)
+                    for one, made in zip(group.bundle.parts, group.bundle.wide, strict=True)
                     if one.parameter.partial
                 ]
         gradients = sum(len(group.bundle.parts) for group in self.groups)
@@ -136,10 +150,18 @@ class Rank:
             heap.free(heap.allocate(Storage(TEMPORARIES, BLOCK_BYTES * gradients)))
         step(heap, self.layout, [group.bundle.updated for group in self.groups])
         _free(heap, sums)
-        for group in self.groups:
-            group.drop_gradients()
+        for stage, state in zip(self.stages, self.states, strict=True):
+            stage.enter_state(state)
+            for group in stage.groups:
+                group.drop_gradients()
 
 
 def _free(heap: Heap, storages: Iterable[Storage]) -> None:
     for storage in storages:
         heap.free(storage)
+
+
+def rotary_tables(model: ModelSpec, layout: Layout, stage: int) -> int:
+    """Pairs of cosines and sines that the layers of a stage share."""
+    kinds = {model.layer_kind(layer).attention for layer in layout.layer_range(stage)}
+    return len({model.turned_by(kind) for kind in kinds} - {None})

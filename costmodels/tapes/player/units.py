@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import reduce
 from operator import mul
 from typing import NamedTuple
 
+from costmodels.tapes.player.casts import (
+    Casting,
+    Casts,
+    Manner,
+    Steps,
+    always_cast,
+    cast_backward,
+    cast_weights,
+)
 from costmodels.tapes.player.heap import (
     CATEGORIES,
     COMMUNICATION,
@@ -39,13 +48,17 @@ Step = Span | str
 """Memory that changes, or a mark at which others act."""
 
 
+def _no_casts(_: Tape) -> Casts:
+    return {}
+
+
 class Sizes:
     """Values of symbolic sizes under one set of dimensions."""
 
-    def __init__(self, dimensions: Mapping[str, int]) -> None:
-        self.dimensions = dimensions
+    def __init__(self, dimensions: Mapping[str, int], casts_of: Callable[[Tape], Casts] = _no_casts) -> None:
+        self.dimensions, self.casts_of = dimensions, casts_of
         self.known: dict[Size, int] = {}
-        self.played: dict[tuple[int, Border], Played] = {}
+        self.played: dict[tuple[int, Border, bool], Played] = {}
         """Units by the identity of their tapes and what is around them."""
 
     def elements(self, size: Size) -> int:
@@ -116,12 +129,12 @@ class PlayedSplit(NamedTuple):
     """Backward of a unit in two passes."""
 
     inputs: tuple[Step, ...]
-    after_inputs: tuple[Step, ...]
-    """The end of all inputs: of the loss, whose graph lasts until the result of the stage is detached."""
     first_weights: tuple[Step, ...]
     """Leaves gradients of all parameters, new ones."""
     weights: tuple[Step, ...]
     """The same where they are added to gradients that are there."""
+    cast_weights: tuple[Step, ...]
+    """The same where each is cast before."""
     forgotten: tuple[Step, ...]
     rest: tuple[Step, ...]
 
@@ -130,10 +143,8 @@ class Played(NamedTuple):
     """One unit of a stage between its neighbours, ready to be played."""
 
     forward: tuple[Step, ...]
-    backward: tuple[Step, ...]
-    """Leaves gradients of all parameters, new ones."""
-    adding: tuple[Step, ...]
-    """The same where autograd adds to gradients that are there."""
+    passes: Mapping[Manner, tuple[Step, ...]]
+    """Backward by how it gives gradients to all parameters."""
     gradients: tuple[Storage, ...]
     """Of each parameter."""
     input_gradient: Storage | None
@@ -178,28 +189,26 @@ def end_of(tape: Tape, number: int, storage: int, splits: bool) -> tuple[int, in
 
 def played(tape: Tape, sizes: Sizes, border: Border, splits: bool) -> Played:
     """A unit under dimensions and between neighbours."""
-    key = id(tape), border
+    key = id(tape), border, splits
     if key not in sizes.played:
         sizes.played[key] = _played(tape, sizes, border, splits)
     return sizes.played[key]
 
 
 def _played(tape: Tape, sizes: Sizes, border: Border, splits: bool) -> Played:
+    casts = sizes.casts_of(tape)
+    always = always_cast(casts)
     whole = _Storages(tape.forward, tape.backward, tape.input_gradient, sizes, border)
     split = None
     if splits and tape.split is not None:
         own = tape.split
         backward = (*own.inputs, *own.first_weights, *own.weights)
         storages = _Storages(tape.forward, backward, own.input_gradient, sizes, border)
-        inputs, after = own.inputs, own.inputs[len(own.inputs) :]
-        if not tape.parameters:
-            places = [place for place, one in enumerate(inputs) if isinstance(one, Allocation)]
-            inputs, after = inputs[: places[-1] + 1], inputs[places[-1] + 1 :]
         split = PlayedSplit(
-            inputs=storages.steps(inputs),
-            after_inputs=storages.steps(after),
-            first_weights=storages.steps(own.first_weights),
-            weights=storages.steps(own.weights),
+            inputs=storages.steps(own.inputs),
+            first_weights=storages.steps(cast_weights(own.first_weights, own.first_weights, casts)),
+            weights=storages.steps(cast_weights(own.weights, own.first_weights, always)),
+            cast_weights=storages.steps(cast_weights(own.weights, own.first_weights, casts)),
             forgotten=storages.steps(own.forgotten),
             rest=storages.steps(own.rest),
         )
@@ -208,8 +217,11 @@ def _played(tape: Tape, sizes: Sizes, border: Border, splits: bool) -> Played:
         given = whole.given
     return Played(
         forward=whole.steps(tape.forward),
-        backward=whole.steps(tape.backward),
-        adding=whole.steps(tape.backward, adds=True),
+        passes={
+            "makes": whole.steps(cast_backward(tape, always)),
+            "casts": whole.steps(cast_backward(tape, casts)),
+            "adds": whole.steps(cast_backward(tape, always), adds=True),
+        },
         gradients=whole.gradients(tape),
         input_gradient=given,
         split=split,
@@ -237,9 +249,12 @@ class _Storages:
                 self.known[number] = Storage(category, sizes.bytes(size))
                 if number == OUTPUT:
                     self.known[number] = border.output
+        self.early = {one.storage for one in forward if isinstance(one, Allocation)}
+        """What forward makes: of a head, the gradient of its matrix too."""
         for one in backward:
             if isinstance(one, Gradient):
-                category = TEMPORARIES if one.parameter == border.tied else GRADIENTS
+                waits = one.parameter == border.tied and one.storage not in self.early
+                category = TEMPORARIES if waits else GRADIENTS
                 self.known[one.storage] = self.known[one.storage]._replace(category=category)
         self.tied = border.tied
         nothing = Storage(TEMPORARIES, 0)
@@ -264,7 +279,7 @@ class _Storages:
             for number in range(len(tape.parameters))
         )
 
-    def steps(self, events: tuple[Event, ...], adds: bool = False) -> tuple[Step, ...]:
+    def steps(self, events: Steps, adds: bool = False) -> tuple[Step, ...]:
         """Spans between marks.
 
         Args:
@@ -272,26 +287,38 @@ class _Storages:
         """
         found: list[Step] = []
         changes: list[tuple[int, int]] = []
-        ending: set[int] = set()
-        if adds:
-            ending = {
-                one.storage for one in events if isinstance(one, Gradient) and one.parameter != self.tied
-            }
+        kept = {one.storage for one in events if isinstance(one, Gradient) and one.parameter != self.tied}
+        ending = kept if adds else set[int]()
+        # What others follow in the same place.
+        brief = ending | {one.storage for one in events if isinstance(one, Casting)}
+        last: dict[int, Storage] = {}
         for event in events:
             match event:
                 case Allocation(storage, _, _):
                     category, size = self.known[storage]
-                    changes.append((TEMPORARIES if storage in ending else category, size))
+                    changes.append((TEMPORARIES if storage in brief else category, size))
+                case Casting(storage, size):
+                    category = GRADIENTS if storage in kept - ending else TEMPORARIES
+                    last[storage] = Storage(category, size)
+                    changes += [(category, size), _end(self._made(storage))]
                 case Release(storage):
-                    category, size = self.ends[storage]
-                    changes.append((category, -size))
+                    changes.append(_end(last.get(storage, self.ends[storage])))
                 case Gradient(_, storage):
                     if storage in ending:
-                        changes.append((TEMPORARIES, -self.known[storage].size))
+                        changes.append(_end(last.get(storage, self._made(storage))))
                 case Mark(name):
                     found += [span_of(changes), name]
                     changes = []
         return (*found, span_of(changes))
+
+    def _made(self, storage: int) -> Storage:
+        """A gradient as backward makes it for a short while, or forward."""
+        known = self.known[storage]
+        return known if storage in self.early else known._replace(category=TEMPORARIES)
+
+
+def _end(storage: Storage) -> tuple[int, int]:
+    return storage.category, -storage.size
 
 
 def span_of(changes: list[tuple[int, int]]) -> Span:

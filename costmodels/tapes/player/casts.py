@@ -1,0 +1,85 @@
+"""Where autograd casts gradients to the number format in which they are reduced: as soon as their operation
+is over (`validate_outputs` of PyTorch's engine), before the next one and before anybody takes them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import groupby
+from typing import Literal, NamedTuple
+
+from costmodels.tapes.tape import Allocation, Event, Gradient, Release, Tape
+
+Manner = Literal["makes", "casts", "adds"]
+"""How autograd gives gradients: as it makes them, in the number format in which they are reduced, or by
+adding to those that are there."""
+
+
+class Cast(NamedTuple):
+    """A gradient that autograd casts."""
+
+    size: int
+    """Bytes afterwards."""
+    always: bool
+    """Also where it is added to another one, or reduced at once."""
+
+
+Casts = Mapping[int, Cast]
+"""By the number of the parameter."""
+
+
+class Casting(NamedTuple):
+    """A storage makes place for one of `size` bytes, which has its number from here on."""
+
+    storage: int
+    size: int
+
+
+Steps = tuple[Event | Casting, ...]
+
+
+def always_cast(casts: Casts) -> Casts:
+    """Those of gradients that are cast wherever they go."""
+    return {number: cast for number, cast in casts.items() if cast.always}
+
+
+def cast_backward(tape: Tape, casts: Casts) -> Steps:
+    """Backward of a unit with its casts: those of one operation in the order of parameters."""
+    found: list[Event | Casting] = []
+    for are_gradients, some in groupby(tape.backward, lambda event: isinstance(event, Gradient)):
+        events = tuple(some)
+        if are_gradients:
+            made = {one.storage: one.parameter for one in events if isinstance(one, Gradient)}
+            place = len(found)
+            # The embedding's operation itself makes the gradient, and lets go of nothing before it is over;
+            # what others make, an operation without memory of its own hands on.
+            while tape.input_gradient is None and place and isinstance(found[place - 1], Release):
+                place -= 1
+            found[place:place] = _castings(made, casts)
+        found += events
+    return tuple(found)
+
+
+def cast_weights(events: tuple[Event, ...], first: tuple[Event, ...], casts: Casts) -> Steps:
+    """Gradients of weights apart, with their casts.
+
+    Args:
+        first: the same where there are no gradients yet, which tells what is a gradient.
+    """
+    gradients = {one.storage: one.parameter for one in first if isinstance(one, Gradient)}
+    found: list[Event | Casting] = []
+    made: dict[int, int] = {}
+    for event in events:
+        ends = isinstance(event, Release) and event.storage in made
+        if made and (ends or isinstance(event, Allocation | Gradient)):
+            found += _castings(made, casts)
+            made = {}
+        if isinstance(event, Allocation) and event.storage in gradients:
+            made[event.storage] = gradients[event.storage]
+        found.append(event)
+    return (*found, *_castings(made, casts))
+
+
+def _castings(gradients: Mapping[int, int], casts: Casts) -> list[Casting]:
+    """Casts of storages that are gradients of parameters."""
+    ordered = sorted(gradients.items(), key=lambda item: item[1])
+    return [Casting(storage, casts[number].size) for storage, number in ordered if number in casts]

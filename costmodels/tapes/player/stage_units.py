@@ -1,0 +1,104 @@
+"""Which tapes the units of a stage play, from its layout."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from costmodels.spec.layout import Layout
+from costmodels.spec.model import ModelSpec
+from costmodels.tapes.player.chain import Unit
+from costmodels.tapes.player.repeated_layers import holding_input, repeated
+from costmodels.tapes.store import tape_of
+from costmodels.tapes.structure import LAYERS, Structure, UnitKind, structure_of, units_of_stage
+from costmodels.tapes.structure import Unit as Kind
+from costmodels.tapes.tape import Tape
+
+
+class Wanted(NamedTuple):
+    """The structures of a unit."""
+
+    structure: Structure
+    plain: Structure | None = None
+    """Without recomputation, of a layer that is computed again together with the one after it."""
+    repeats: bool = False
+    """A compiler does not know of its recomputation; `structure` is one without."""
+    is_first: bool = False
+    """It is the first of the layers that are computed again together."""
+
+
+Known = dict[tuple[UnitKind, bool, bool], Structure]
+"""Structures of a layout by unit and attention, whether it recomputes, and whether it is the last layer of
+its stage."""
+
+
+def structures_of_stage(
+    model: ModelSpec, layout: Layout, stage: int, compiled: bool, known: Known | None = None
+) -> list[Wanted]:
+    """The structures of the units of one stage, in the order of forward.
+
+    Args:
+        known: those that other stages of the layout have; more are added.
+    """
+    known = {} if known is None else known
+
+    def structure(kind: UnitKind, recomputes: bool, is_last: bool) -> Structure:
+        key = kind, recomputes, is_last
+        if key not in known:
+            known[key] = structure_of(model, layout, kind[0], compiled, recomputes, is_last, kind[1])
+        return known[key]
+
+    found: list[Wanted] = []
+    number, count = 0, len(layout.layer_range(stage))
+    is_block = layout.recompute_method == "block"
+    together = 1 if layout.recompute == "none" or is_block else layout.recompute_num_layers
+    again = layout.recompute_num_layers if is_block else count
+    repeats = compiled and computes_layers_together(layout)
+    for kind in units_of_stage(model, layout, stage):
+        if kind.unit not in LAYERS:
+            found.append(Wanted(structure(kind, False, False)))
+            continue
+        is_first, recomputes = number % together == 0, number < again
+        number += 1
+        is_last = number % together == 0 or number == count
+        plain = None if is_last else structure(kind, False, False)
+        whole = repeats and _is_one_graph(kind.unit, layout)
+        own = structure(kind, recomputes and not whole, number == count)
+        found.append(Wanted(own, plain, whole, is_first))
+    return found
+
+
+def computes_layers_together(layout: Layout) -> bool:
+    """Whether several layers are computed again at once."""
+    is_uniform = layout.recompute == "full" and layout.recompute_method == "uniform"
+    return is_uniform and layout.recompute_num_layers > 1
+
+
+def _is_one_graph(unit: Kind, layout: Layout) -> bool:
+    """Whether a compiled layer is one graph (`runtime.train.stages.build_stage`)."""
+    in_ring = layout.context_parallel > 1 and layout.context_parallel_form == "ring"
+    return unit != "experts" and not in_ring
+
+
+def units_of(
+    model: ModelSpec, layout: Layout, stage: int, compiled: bool, version: str, known: Known | None = None
+) -> list[Unit]:
+    """The units of one stage with their tapes, in the order of forward.
+
+    Raises:
+        KeyError: one has no tape.
+    """
+    found: list[Unit] = []
+    for wanted in structures_of_stage(model, layout, stage, compiled, known):
+        tape = _known_tape(wanted.structure, version)
+        plain = None if wanted.plain is None else _known_tape(wanted.plain, version)
+        if wanted.repeats and plain is not None and wanted.is_first:
+            plain = holding_input(plain)
+        found.append(Unit(wanted.structure.unit, repeated(tape) if wanted.repeats else tape, plain))
+    return found
+
+
+def _known_tape(structure: Structure, version: str) -> Tape:
+    tape = tape_of(structure, version)
+    if tape is None:
+        raise KeyError(structure.name)
+    return tape
