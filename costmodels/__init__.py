@@ -10,7 +10,8 @@ if TYPE_CHECKING:
     from costmodels.spec.estimate import Estimate, StageMemory, StepTime
     from costmodels.spec.hardware import Cluster, Device, Link, MeasuredCollective, Precision
     from costmodels.spec.layout import SHORT_NAMES, Layout, Recompute, Schedule, even_split
-    from costmodels.spec.model import LatentAttention, ModelSpec, RopeScaling, Router
+    from costmodels.spec.model import ModelSpec
+    from costmodels.spec.model_parts import LatentAttention, Lora, RopeScaling, Router
 
 __all__ = [
     "SHORT_NAMES",
@@ -21,6 +22,7 @@ __all__ = [
     "LatentAttention",
     "Layout",
     "Link",
+    "Lora",
     "MeasuredCollective",
     "MemoryPolicy",
     "ModelSpec",
@@ -43,7 +45,8 @@ _NAMES = {
     "costmodels.spec.estimate": ("Estimate", "StageMemory", "StepTime"),
     "costmodels.spec.hardware": ("Cluster", "Device", "Link", "MeasuredCollective", "Precision"),
     "costmodels.spec.layout": ("SHORT_NAMES", "Layout", "Recompute", "Schedule", "even_split"),
-    "costmodels.spec.model": ("LatentAttention", "ModelSpec", "RopeScaling", "Router"),
+    "costmodels.spec.model": ("ModelSpec",),
+    "costmodels.spec.model_parts": ("LatentAttention", "Lora", "RopeScaling", "Router"),
 }
 
 __getattr__ = on_demand(__name__, {name: home for home, names in _NAMES.items() for name in names})

@@ -13,7 +13,7 @@ from costmodels.spec.layout import Layout
 from costmodels.spec.model import ModelSpec
 from costmodels.spec.table import SCHEDULES, Bools, Floats, LayoutTable
 from costmodels.step_times import boundary_seconds
-from costmodels.time.bubble import message_seconds
+from costmodels.time.bubble import message_seconds, shared_bubble
 from costmodels.time.simulation import StageSeconds, pipeline_seconds
 
 
@@ -105,7 +105,8 @@ def bubble_and_send_seconds(
         if alone is None or whole is None:
             found[row] = False
             continue
-        bubble[row] = alone - problem[3] * seconds.slowest_rank(problem[0], pipeline)
+        busy = problem[3] * seconds.slowest_rank(problem[0], pipeline)
+        bubble[row] = shared_bubble(np.array(alone - busy), busy, cluster.device.sharers)
         sends[row] = whole - alone
     # Rounding errors of sums in another order are no time.
     return np.maximum(bubble, 0.0), np.maximum(sends, 0.0), found

@@ -58,7 +58,9 @@ class Prices:
 
     def _spread(self, engine: Engine) -> Floats:
         known = measurement_share(self.model, engine, self.table)
-        return spread(self.cluster, engine, self.time, self.step_time_s, known, self.model.hidden)
+        model = self.model
+        experts = model.experts > 0
+        return spread(self.cluster, engine, self.time, self.step_time_s, known, model.hidden, experts)
 
     @cached_property
     def peak_memory_bytes(self) -> Floats:
@@ -90,8 +92,8 @@ class Prices:
     def _devices(self) -> Ints:
         return self.table.tensor_parallel * self.table.pipeline_parallel * self.table.replicas
 
-    def take(self, rows: Ints | Bools) -> Prices:
-        """The rows that an index or mask array selects."""
+    def take(self, rows: Ints | Bools | slice) -> Prices:
+        """The rows that an index or mask array selects, or those of a slice."""
         return replace(
             self,
             time={part: seconds[rows] for part, seconds in self.time.items()},
@@ -136,6 +138,7 @@ class Prices:
             step_time_high_s=one.step_time_s[0] * np.exp(one.spread[0]),
             time=StepTime(**{part: float(seconds[0]) for part, seconds in one.time.items()}),
             memory=stages,
+            exact=memory is not None,
             peak_memory_bytes=most,
             tokens_per_s=one.tokens_per_s[0],
             tokens_per_s_per_device=one.tokens_per_s_per_device[0],

@@ -10,7 +10,7 @@ import numpy as np
 
 from costmodels.layers.shapes import distinct_shapes
 from costmodels.memory.peak import stage_memory
-from costmodels.memory.unit_sizes import UnitSizes, rank_parameters, row_unit_sizes
+from costmodels.memory.unit_sizes import UnitSizes, frozen_parameters, rank_parameters, row_unit_sizes
 from costmodels.ranks.rank_layers import FIELDS, ZERO, Ranks, all_ranks, critical_ranks, ranks_entry
 from costmodels.ranks.reductions import parts_of_rank, parts_total
 from costmodels.ranks.sites import MIXED, Site, decisive_site, rank_kinds, site_values, sites
@@ -99,6 +99,11 @@ class RankCosts:
     def parameters(self) -> tuple[Floats, Floats]:
         """Parameters of each rank outside routed experts and in them, [n, k]."""
         return rank_parameters(self.sizes[self.codes[0]], self.ranks)
+
+    @cached_property
+    def frozen(self) -> tuple[Floats, Floats]:
+        """Parameters of each rank that adapters leave as they are, as `parameters`, [n, k]."""
+        return frozen_parameters(self.sizes[self.codes[0]], self.ranks)
 
     @cached_property
     def accumulation(self) -> dict[int, tuple[Floats, Floats]]:

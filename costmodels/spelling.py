@@ -23,5 +23,11 @@ def nearest(name: str, known: Iterable[str]) -> str:
     return f"did you mean {near[0]}?" if near else ""
 
 
+def or_nearest(name: str, known: Iterable[str]) -> str:
+    """The same, to be appended to a message that lists what is known."""
+    hint = nearest(name, known)
+    return f"; {hint}" if hint else ""
+
+
 def _plain(name: str) -> str:
     return name.lower().replace("_", "-")

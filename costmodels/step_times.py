@@ -23,10 +23,16 @@ from costmodels.time.bubble import (
     message_seconds,
     message_wait_seconds,
     send_seconds,
+    shared_bubble,
     split_bubble_seconds,
     uneven_bubble_seconds,
 )
-from costmodels.time.data_parallel import exchange_seconds, optimizer_seconds, orthogonal_seconds
+from costmodels.time.data_parallel import (
+    copy_seconds,
+    exchange_seconds,
+    optimizer_seconds,
+    orthogonal_seconds,
+)
 from costmodels.time.passes import PARTS
 
 
@@ -44,7 +50,8 @@ def step_seconds(costs: RankCosts) -> dict[str, Floats]:
     message = boundary_seconds(costs.model, costs.cluster, costs.engine, table)
     waits = any(site.engine.network.waits_for_messages for site in costs.sites)
     waiting = message_wait_seconds(table, rank_seconds, costs.ranks, message, waits)
-    time["bubble"] = bubble
+    busy = micro_batches * rank_seconds[every, slowest]
+    time["bubble"] = shared_bubble(bubble, busy, costs.cluster.device.sharers)
     sends = send_seconds(table, message, waiting, spare, forward, backward, weights, waits)
     shapes, shape = costs.shapes
     vocabulary = padded_vocabulary(costs.model, shapes)[shape]
@@ -79,7 +86,7 @@ def tied_seconds(
         pair = group(site.cluster, site.engine, np.minimum(table.pipeline_parallel, 2), apart)
         count = vocabulary * model.hidden / table.tensor_parallel
         # In a V both are on the first rank.
-        apart_from_another = ~table.runs(*V_SCHEDULES) * model.tied
+        apart_from_another = ~table.runs(*V_SCHEDULES) * (model.tied and model.lora is None)
         return apart_from_another * all_reduce(pair, count * reduction_element_bytes(site.engine, table))
 
     return reduce(np.maximum, [seconds(site) for site in border_sites(sites(cluster, engine))])
@@ -98,9 +105,10 @@ def _after_backward(
     """
     found = np.full((3, len(costs.table)), -np.inf)
     shared, experts = costs.parameters
+    frozen = () if costs.model.lora is None else costs.frozen
     for code in costs.codes:
         site, table = costs.sites[code], costs.table
-        counts = shared, experts, shared - end_parameters(costs.sizes[code], costs.ranks)
+        counts = shared, experts, shared - end_parameters(costs.sizes[code], costs.ranks), *frozen
         some: Ints | slice = slice(None)
         if len(costs.codes) > 1:
             here: Bools = costs.site == code
@@ -108,15 +116,21 @@ def _after_backward(
             if not len(some):
                 continue
             table = table.take(some)
-            shared_here, experts_here, inner_here = (np.where(here, count, 0.0)[some] for count in counts)
-            counts = shared_here, experts_here, inner_here
-        most, most_experts, inner = (row_maximum(count) for count in counts)
+            counts = tuple(np.where(here, count, 0.0)[some] for count in counts)
+        most, most_experts, inner, *still = (row_maximum(count) for count in counts)
         device = site.cluster.device
         window = layers[some], forward[some], backward[some]
-        exchange = exchange_seconds(site.cluster, site.engine, table, most, most_experts, *window)
+        unchanged = (still[0], still[1]) if still else None
+        exchange = exchange_seconds(
+            site.cluster, site.engine, table, most, most_experts, *window, frozen=unchanged
+        )
         update = optimizer_seconds(site.engine, device, table, most, most_experts)
         update += orthogonal_seconds(costs.model, site.cluster, site.engine, table, inner, most_experts)
-        own = np.stack([(most + most_experts) * costs.accumulation[code][1][some], exchange, update])
+        update += site.engine.host.step
+        copies = (most + most_experts) * costs.accumulation[code][1][some]
+        if unchanged is not None:
+            copies = copies + sum(unchanged) * copy_seconds(site.engine, device, table)
+        own = np.stack([copies, exchange, update])
         longer = own.sum(axis=0) > found[:, some].sum(axis=0)
         found[:, some] = np.where(longer, own, found[:, some])
     return found[0], found[1], found[2]

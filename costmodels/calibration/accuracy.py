@@ -1,25 +1,24 @@
-"""How far the cost model is from published measurements: predictions of rows, and errors by source.
-
-Every measurement is priced as `planner suggest` prices the plans that it shows: its pipeline is simulated.
-"""
+"""How far the cost model is from published measurements: errors by source."""
 
 from __future__ import annotations
 
 import hashlib
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
-from costmodels.calibration.measurements import Measurement, table_groups
-from costmodels.calibration.memory_peaks import MEMORY_KINDS, predicted_peaks, published_peak, ranks_of_table
+from costmodels.calibration.measurements import Measurement
+from costmodels.calibration.memory_peaks import MEMORY_KINDS, published_peak
+from costmodels.calibration.predictions import Predictions
 from costmodels.calibration.rank_correlation import rank_sweeps
-from costmodels.errors import InputError
-from costmodels.pricing import Prices, price
-from costmodels.spec.table import Bools, Floats, LayoutTable
+from costmodels.spec.table import Bools, Floats
 
 FITTED_SOURCES = (
+    "nemo_megatron_bridge",
+    "bundled_h100",
+    "simumax_b200",
     "vtrain_single",
     "vtrain_multi",
     "aleph_layouts",
@@ -32,31 +31,6 @@ FITTED_SOURCES = (
 
 FIT_SHARE = 0.5
 """Share of the rows of those sources that the fit may see."""
-
-TimeFactors = Mapping[tuple[str, str], float]
-"""Factors of step times by the names of engine and device."""
-
-
-@dataclass(frozen=True)
-class Predictions:
-    """Predictions of the model for measurements. Arrays of shape [n]."""
-
-    step_time_s: Floats
-    """NaN where the row cannot be priced."""
-    spread: Floats
-    """Half the width of the 80 % range as a natural logarithm (`costmodels.time.uncertainty`)."""
-    fits: Bools
-    """The peak of the fullest device is within the memory of the devices."""
-    allocated_bytes: Floats
-    """Peak of what the training job's tensors take on the rank that was measured; NaN where none was."""
-    reserved_bytes: Floats
-    """Peak of tensors with what the allocator holds and cannot use."""
-    device_bytes: Floats
-    """Peak with driver context and communicators too: what must be within the memory of a device."""
-    step_bytes: Floats
-    """Peak of what the tensors take once backward has ended."""
-    refused: Mapping[int, str] = field(default_factory=dict)
-    """Reasons why rows cannot be priced, by their index."""
 
 
 @dataclass(frozen=True)
@@ -135,69 +109,6 @@ def is_fit_row(measurement: Measurement) -> bool:
     )
     digest = hashlib.sha256("\n".join(map(str, identity)).encode()).digest()
     return int.from_bytes(digest[:8], "big") / 2.0**64 < FIT_SHARE
-
-
-def predict(measurements: Sequence[Measurement], scale: TimeFactors | None = None) -> Predictions:
-    """Price measurements, those that share model, cluster and engine at once.
-
-    Args:
-        scale: factors of the step times of an engine on a device; 1 where none is given.
-    """
-    count = len(measurements)
-    seconds, width = (np.full(count, np.nan) for _ in range(2))
-    held = {kind: np.full(count, np.nan) for kind in MEMORY_KINDS}
-    fits = np.zeros(count, dtype=bool)
-    refused: dict[int, str] = {}
-    for rows in table_groups(measurements):
-        try:
-            prices = _chosen([measurements[row] for row in rows])
-        except InputError as error:
-            refused |= dict.fromkeys(rows, str(error))
-            continue
-        factor = (scale or {}).get((prices.engine.name, prices.cluster.device.name), 1.0)
-        seconds[rows] = prices.step_time_s * factor
-        width[rows] = prices.spread
-        fits[rows] = prices.peak_memory_bytes <= prices.cluster.memory_bytes
-        if any(published_peak(measurements[row], kind) for row in rows for kind in MEMORY_KINDS):
-            first_only = np.array([measurements[row].first_rank_only for row in rows])
-            for kind, predicted in _peaks(prices, first_only).items():
-                held[kind][rows] = predicted
-    return Predictions(
-        step_time_s=seconds,
-        spread=width,
-        fits=fits,
-        refused=refused,
-        **{f"{kind}_bytes": predicted for kind, predicted in held.items()},
-    )
-
-
-def _chosen(alike: Sequence[Measurement]) -> Prices:
-    """One price a measurement: the fastest of its layouts that fits, or the smallest one if none does."""
-    first = alike[0]
-    table = LayoutTable.of([layout for measurement in alike for layout in measurement.layouts])
-    prices = price(first.model, first.cluster, first.engine, table)
-    too_big = prices.peak_memory_bytes > first.cluster.memory_bytes
-    picked, start = [], 0
-    for measurement in alike:
-        own = np.arange(start, start + len(measurement.layouts))
-        start += len(own)
-        fitting = own[~too_big[own]]
-        by = prices.step_time_s if len(fitting) else prices.peak_memory_bytes
-        own = fitting if len(fitting) else own
-        picked.append(own[by[own].argmin()])
-    prices = prices.take(np.array(picked))
-    # Only those that ran have a time to compare.
-    ran = np.array([measurement.step_time_s is not None for measurement in alike])
-    return prices.simulate(np.flatnonzero(ran & ~prices.simulated))
-
-
-def _peaks(prices: Prices, first_only: Bools) -> dict[str, Floats]:
-    """Bytes of each of `MEMORY_KINDS`, [n]: of the fullest pipeline rank, or of the first one alone."""
-    ranks = ranks_of_table(prices.model, prices.table)
-    every_kind = predicted_peaks(prices.model, prices.cluster, prices.engine, prices.table, ranks)
-    return {
-        kind: np.where(first_only, bytes_[:, 0], bytes_.max(axis=1)) for kind, bytes_ in every_kind.items()
-    }
 
 
 def time_factors(

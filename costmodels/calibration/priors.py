@@ -23,6 +23,8 @@ class Prior(Record):
     within: Positive
     """Likely deviation from `start`, as a natural logarithm."""
     limits: tuple[float, float]
+    unseen: float | None = None
+    """Value that one would take without any row of the engine, where `start` already knows better."""
 
 
 @dataclass(frozen=True)

@@ -2,87 +2,182 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
+from functools import cache
 from typing import Any
 
 from pydantic import ValidationError
 
+from costmodels.calibration.published_cells import MOST_LAYERS, Unusable, count, note_value, number
 from costmodels.catalogue import load_model
+from costmodels.catalogue.yaml_files import is_file_name, parse
+from costmodels.errors import InputError
 from costmodels.spec.model import ModelSpec
-
-
-class Unusable(Exception):
-    """The reason why a row cannot be priced, under which it is skipped."""
-
-
-MOST, MOST_LAYERS = 10**7, 10**4
-"""More than any model or job has; what is larger would not end in a price."""
 
 SIZES = ("layers", "hidden", "ffn", "heads", "vocab")
 
+OPTIONAL = {
+    **dict.fromkeys(("kv_heads", "head_dim", "shared_expert_ffn", "dense_layers"), "sizes"),
+    **dict.fromkeys(("gated", "tied"), "switches"),
+}
+"""Columns that a table of measurements need not have, whose cells replace what the name tells."""
 
-def published_model(row: Mapping[str, str], known: Mapping[str, Any]) -> ModelSpec:
-    """The model of a row: its columns, and what the beginning of its name tells of the architecture.
+GUESSED_VOCAB = 50257
+"""Entries of GPT-2's tokenizer, where neither the row nor the name of its model tells a vocabulary."""
 
-    A mixture of experts whose shape the columns cannot hold is that of the catalogue, with the row's layers.
+
+def published_model(row: Mapping[str, str], known: Mapping[str, Any]) -> tuple[ModelSpec, tuple[str, ...]]:
+    """The model of a row, and what was taken for blanks.
+
+    The name may be that of a YAML file, or fields in braces. A model of the catalogue whose sizes no column
+    contradicts is that one, with the row's layers, and so is a mixture of experts whose shape the columns
+    cannot hold. Of others the columns tell the sizes and the name the architecture: what `known`
+    has of its beginning, a model of the catalogue, which also fills blanks, or else the proportions of sizes.
 
     Raises:
         Unusable: a size or the architecture is not published.
     """
-    name = row.get("model_name", "").lower()
+    text = row.get("model_name", "").strip()
+    name = text.lower()
     if not row.get("seq"):
         raise Unusable("seq not published")
-    seq = _whole(row, "seq")
+    seq = count(row, "seq")
+    if text.startswith("{") or is_file_name(text):
+        return _of_fields(text, row, seq), ()
+    alike = _namesake(name)
+    if alike is not None and (number(row, "moe_experts") or alike.experts) != alike.experts:
+        alike = None
+    if alike is not None and (alike.experts or _same_shape(alike, row)):
+        return _of_catalogue(alike, row, seq), ()
     for beginning, entry in known["models"].items():
         if name.startswith(beginning):
-            return _of_catalogue(entry, row, seq)
-    traits = _traits(name, known["families"])
-    missing = [field for field in SIZES if not row.get(field)]
-    if missing:
-        raise Unusable(f"{missing[0]} not published")
-    sizes = {field: _whole(row, field) for field in SIZES}
+            return _of_catalogue(load_model(entry), row, seq), ()
+    traits = _traits(name, known["families"], alike, row)
+    guessed = []
+    sizes: dict[str, Any] = {}
+    for field in SIZES:
+        if row.get(field):
+            sizes[field] = count(row, field, most=MOST_LAYERS) if field == "layers" else count(row, field)
+        elif alike is not None:
+            sizes[field] = getattr(alike, field)
+        elif field == "vocab":
+            sizes[field] = int(traits.get("vocab", GUESSED_VOCAB))
+            guessed.append(f"vocab {sizes[field]}")
+        elif field == "ffn" and sizes.get("hidden") and not traits.get("gated", False):
+            sizes[field] = 4 * sizes["hidden"]
+            guessed.append("ffn 4 x hidden")
+        else:
+            raise Unusable(f"{field} not published")
+    traits = {field: value for field, value in traits.items() if field != "vocab"}
     if row.get("kv_heads"):
-        sizes["kv_heads"] = _whole(row, "kv_heads")
-    if row.get("moe_experts"):
+        sizes["kv_heads"] = count(row, "kv_heads")
+    if (number(row, "moe_experts") or 0) > 0:
         if not row.get("topk"):
             raise Unusable("topk not published")
-        experts = {"experts": _whole(row, "moe_experts"), "top_k": _whole(row, "topk")}
-        sizes |= {**experts, "expert_ffn": sizes["ffn"]}
+        experts = {"experts": count(row, "moe_experts"), "top_k": count(row, "topk")}
+        sizes |= {**experts, "expert_ffn": count(row, "expert_ffn", sizes["ffn"])}
     if "tied_embeddings=True" in row.get("notes", ""):
         traits = {**traits, "tied": True}
-    return _checked({"name": row["model_name"], "seq": seq, **sizes, **traits})
+    values = {"name": text or "unnamed", "seq": seq, **sizes, **traits, **_optional(row)}
+    return _checked(values), tuple(guessed)
 
 
-def _of_catalogue(entry: str, row: Mapping[str, str], seq: int) -> ModelSpec:
-    model = load_model(entry)
+def _same_shape(alike: ModelSpec, row: Mapping[str, str]) -> bool:
+    """The sizes that a row tells are those of the catalogue's model, but for its layers."""
+    sizes = ("hidden", "ffn", "heads", "kv_heads", "vocab")
+    return all(not row.get(size) or number(row, size) == getattr(alike, size) for size in sizes)
+
+
+def _optional(row: Mapping[str, str]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for field, kind in OPTIONAL.items():
+        if row.get(field):
+            value = number(row, field) if kind == "sizes" else row[field].lower() in ("1", "true", "yes")
+            found[field] = int(value) if kind == "sizes" and value is not None else value
+    capacity = re.search(r"capacity factor (\d{1,3}(?:\.\d{1,3})?)", row.get("notes", ""))
+    if capacity is not None and "token-drop" in row.get("notes", ""):
+        found["router"] = {"capacity_factor": float(capacity[1])}
+    leading = note_value(row, "dense_layers")
+    if leading is not None and leading.isdigit() and len(leading) < 5:
+        found["dense_layers"] = int(leading)
+    return found
+
+
+def _of_fields(text: str, row: Mapping[str, str], seq: int) -> ModelSpec:
+    try:
+        if not text.startswith("{"):
+            return _of_catalogue(load_model(text), row, seq)
+        fields = parse(text, "model_name")
+        alike = fields.pop("like", None)
+        fields = (load_model(str(alike)).model_dump() if alike else {"name": "inline"}) | fields
+    except InputError as error:
+        raise Unusable(f"model not known: {error}") from None
+    return _checked(fields | {"seq": seq, "max_positions": max(seq, int(fields.get("max_positions") or 0))})
+
+
+def _of_catalogue(model: ModelSpec, row: Mapping[str, str], seq: int) -> ModelSpec:
     values = model.model_dump() | {"seq": seq, "max_positions": max(seq, model.max_positions)}
     if row.get("layers"):
-        values["layers"] = _whole(row, "layers")
-        values["dense_layers"] = min(model.dense_layers, values["layers"])
+        values["layers"] = count(row, "layers", most=MOST_LAYERS)
+    values |= _optional(row)
+    values["dense_layers"] = min(values["dense_layers"], values["layers"])
     for field in ("hidden", "heads"):
-        if row.get(field) and _whole(row, field) != values[field]:
-            raise Unusable(f"{field} is not that of {entry}")
-    return _checked(values)
+        if row.get(field) and count(row, field) != values[field]:
+            raise Unusable(f"{field} is not that of {model.name}")
+    return _checked(values | {"published_parameters": 0})
 
 
-def _traits(name: str, families: list[dict[str, Any]]) -> dict[str, Any]:
+@cache
+def _namesake(name: str) -> ModelSpec | None:
+    """The catalogue's model of a name in about any spelling: `LLAMA3.1_405B`, `Qwen3 8B SFT`."""
+    words = [word for word in re.split(r"[^a-z0-9.]+", re.sub(r"\(.*?\)", " ", name)) if word]
+    for end in range(len(words), 0, -1):
+        for joint in ("-", ""):
+            try:
+                return load_model(joint.join(words[:end]))
+            except InputError:
+                continue
+    return None
+
+
+def _traits(
+    name: str, families: list[dict[str, Any]], alike: ModelSpec | None, row: Mapping[str, str]
+) -> dict[str, Any]:
     for family in families:
         if any(name.startswith(beginning) for beginning in family["names"]):
             if "unknown" in family:
                 raise Unusable(family["unknown"])
             return {key: value for key, value in family.items() if key != "names"}
-    raise Unusable("architecture unknown")
+    if alike is not None:
+        fields = ("gated", "norm", "position", "tied", "linear_bias", "vocab")
+        return {field: getattr(alike, field) for field in fields}
+    if any(word in name for word in OTHER_LAYERS):
+        raise Unusable("layers other than equal attention and MLP")
+    missing = [field for field in SIZES if field != "vocab" and not row.get(field)]
+    if missing:
+        raise Unusable(f"architecture unknown, and {missing[0]} not published")
+    plain = count(row, "ffn") == 4 * count(row, "hidden")
+    if plain:
+        return {"gated": False, "tied": True}
+    return {"gated": True, "norm": "rmsnorm", "position": "rope", "tied": False, "linear_bias": False}
 
 
-def _whole(row: Mapping[str, str], field: str) -> int:
-    try:
-        value = float(row[field])
-    except ValueError:
-        raise Unusable(f"{field} is no number") from None
-    most = MOST_LAYERS if field == "layers" else MOST
-    if not 1 <= value <= most or value != int(value):
-        raise Unusable(f"{field} is no whole number of 1 to {most}")
-    return int(value)
+OTHER_LAYERS = (
+    "mamba",
+    "rwkv",
+    "-vl",
+    "omni",
+    "hybrid",
+    "linear",
+    "moonlight",
+    "gemma",
+    "glm",
+    "jamba",
+    "t5",
+    "bert",
+)
+"""Words of the names of models whose layers are not those of a plain decoder."""
 
 
 def _checked(values: dict[str, Any]) -> ModelSpec:

@@ -18,16 +18,19 @@ from pydantic import Field
 from costmodels.calibration.measurements import Measurement, table_groups
 from costmodels.calibration.priors import Prior, Priors, round_constants, scipy_optimize
 from costmodels.catalogue.yaml_files import catalogue_file
-from costmodels.pricing import price
-from costmodels.spec.engine import Engine, MeasuredLayer, Spread
+from costmodels.rank_costs import RankCosts
+from costmodels.spec.engine import Engine, MeasuredLayer
 from costmodels.spec.hardware import Cluster
 from costmodels.spec.model import ModelSpec
 from costmodels.spec.record import Positive, Record
 from costmodels.spec.table import Floats, LayoutTable
-from costmodels.time.uncertainty import spread
+from costmodels.step_times import step_seconds
 
-EVALUATIONS = 60
-"""Most evaluations of all rows, those of derivatives not counted."""
+EVALUATIONS = 12
+"""Most evaluations of all rows for one loss, those of derivatives not counted."""
+
+NEAR = 1e-3
+"""Relative change of the loss, or of the constants, at which a fit ends: far less than errors tell apart."""
 
 STEP = 1e-3
 """Step of the derivatives, as a share of a constant's limits."""
@@ -73,47 +76,6 @@ def log_errors(found: TimeFit, measurements: Sequence[Measurement]) -> Floats:
     return result
 
 
-def fit_spread(found: TimeFit, measurements: Sequence[Measurement]) -> dict[str, float]:
-    """The fields of `Spread` under which `COVERAGE` of the measured steps lie in their range.
-
-    Quantile regression (Koenker and Bassett 1978) of the absolute errors on the width of the range.
-    """
-    minimize = scipy_optimize().minimize
-    missed = np.abs(log_errors(found, measurements))
-    # Most fits see models of one or two hidden sizes.
-    names = [name for name in Spread.model_fields if name not in ("measured", "narrow")]
-    priced = [(batch, batch.engine.with_constants(found.constants)) for batch in _batches(measurements)]
-    prices = [
-        (batch, engine, price(batch.model, batch.cluster, engine, batch.table)) for batch, engine in priced
-    ]
-
-    def widths(values: Floats) -> Floats:
-        chosen = Spread(**dict(zip(names, np.exp(values).tolist(), strict=True)))
-        result = np.empty(len(missed))
-        for batch, engine, costs in prices:
-            own = engine.model_copy(update={"spread": chosen})
-            result[batch.rows] = spread(
-                batch.cluster, own, costs.time, costs.step_time_s, hidden=batch.model.hidden
-            )
-        return result
-
-    def loss(values: Floats) -> float:
-        over = missed - widths(values)
-        pinball = np.maximum(COVERAGE * over, (COVERAGE - 1) * over)
-        # Weak pull towards the defaults, for terms that the rows do not show.
-        return float(pinball.mean() + PULL * np.square(values - start).mean())
-
-    start = np.log([Spread.model_fields[name].default for name in names])
-    found_at = minimize(loss, start, method="Nelder-Mead", options={"maxiter": 2000, "xatol": 1e-3}).x
-    return round_constants(dict(zip(names, np.exp(found_at).tolist(), strict=True)), 3)
-
-
-COVERAGE = 0.82
-"""Share of the rows that were fitted which the range covers: a little more than of those that were not."""
-
-PULL = 2e-5
-
-
 @dataclass(frozen=True)
 class _Batch:
     """Rows that are priced together."""
@@ -141,7 +103,8 @@ def _step_times(batches: Sequence[_Batch], constants: dict[str, Any], count: int
     result = np.empty(count)
     for batch in batches:
         engine = batch.engine.with_constants(constants)
-        result[batch.rows] = price(batch.model, batch.cluster, engine, batch.table).step_time_s
+        costs = RankCosts.of(batch.model, batch.cluster, engine, batch.table)
+        result[batch.rows] = sum(step_seconds(costs).values(), np.zeros(len(batch.table)))
     return result
 
 
@@ -150,6 +113,7 @@ def is_row_of(measurement: Measurement, plan: TimeFitPlan) -> bool:
     return (
         measurement.source in plan.sources
         and measurement.step_time_s is not None
+        and measurement.certain
         and measurement.engine.name == plan.engine
         and measurement.cluster.device.architecture == plan.architecture
     )
@@ -192,6 +156,8 @@ def fit_times(plan: TimeFitPlan, measurements: Sequence[Measurement]) -> TimeFit
             f_scale=plan.tolerance,
             diff_step=STEP,
             max_nfev=EVALUATIONS,
+            ftol=NEAR,
+            xtol=NEAR,
         )
         shares = np.clip(found.x, 0.0, 1.0)
     constants = round_constants(priors.named(low + shares * (high - low)), 4)

@@ -6,6 +6,7 @@ engine is taken too, so that a new one needs no code.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
@@ -25,6 +26,8 @@ from costmodels.spec.hardware import Device
 from costmodels.spec.model import ModelSpec
 
 __all__ = [
+    "Fits",
+    "calibrated_fits",
     "device_names",
     "device_template",
     "engine_names",
@@ -140,12 +143,26 @@ def engine_names() -> list[str]:
     return list(catalogue_file("engines.yaml")["engines"])
 
 
-def load_engine(name: str) -> Engine:
-    """The engine of a catalogue name or a YAML file; `InputError` for an unknown one or a wrong value."""
-    return _engine_of_file(name) if is_file_name(name) else _catalogued_engine(name)
+Fits = Mapping[str, Mapping[str, Mapping[str, Any]]]
+"""Constants and ranges that fits gave, by engine and architecture, as calibrated.yaml has them."""
 
 
-def _catalogued_engine(name: str) -> Engine:
+def load_engine(name: str, fits: Fits | None = None) -> Engine:
+    """The engine of a catalogue name or a YAML file; `InputError` for an unknown one or a wrong value.
+
+    Args:
+        fits: what takes the place of calibrated.yaml.
+    """
+    return _engine_of_file(name) if is_file_name(name) else _catalogued_engine(name, fits)
+
+
+def calibrated_fits() -> Fits:
+    """The contents of calibrated.yaml."""
+    found: Fits = catalogue_file("calibrated.yaml")["engines"]
+    return found
+
+
+def _catalogued_engine(name: str, fits: Fits | None = None) -> Engine:
     """An engine of the catalogue.
 
     Its constants for a device are those of engines.yaml and those fitted to measured step times
@@ -157,13 +174,9 @@ def _catalogued_engine(name: str) -> Engine:
         listing = f"the engines are {', '.join(entries)}; a YAML file of fields works too"
         raise unknown_name("engine", name, entries, listing)
     entry = _engine_fields(wanted)
-    devices = {
-        key: _constants(wanted, key)
-        for key in {
-            **entry.get("devices", {}),
-            **catalogue_file("calibrated.yaml")["engines"].get(wanted, {}),
-        }
-    }
+    known = calibrated_fits() if fits is None else fits
+    keys = {**entry.get("devices", {}), **known.get(wanted, {})}
+    devices = {key: _constants(wanted, key, known) for key in keys}
     memory = catalogue_file("calibrated_memory.yaml")["engines"].get(wanted, {"constants": {}})["constants"]
     fields = merge_fields(entry, constant_fields(memory)) | {"devices": devices, "name": wanted}
     return build(Engine, fields, f"engine {wanted}")
@@ -211,16 +224,17 @@ def _merged(fields: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
     return {**fields, **changes, **deeper}
 
 
-def _constants(engine: str, key: str) -> dict[str, Any]:
+def _constants(engine: str, key: str, fits: Fits) -> dict[str, Any]:
     """An engine's constants for an architecture or a kind of device.
 
     What engines.yaml says comes first, then what was fitted, then those of the engine and architecture that
     it is `like`.
     """
     own = dict(_engine_fields(engine).get("devices", {}).get(key, {}))
-    fit = catalogue_file("calibrated.yaml")["engines"].get(engine, {}).get(key)
+    fit = fits.get(engine, {}).get(key)
     fitted = {} if fit is None else constant_fields(fit["constants"]) | {"spread": fit["spread"]}
     alike = own.pop("like", None)
     if alike is not None:
-        fitted = merge_fields(_constants(*alike.split("/")), fitted)
+        origin, architecture = alike.split("/")
+        fitted = merge_fields(_constants(origin, architecture, fits), fitted)
     return merge_fields(fitted, own)

@@ -9,17 +9,14 @@ from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
-import yaml
 from pydantic import BaseModel, ValidationError
 
+from costmodels.catalogue.parsed_files import parsed_file
 from costmodels.errors import InputError
 from costmodels.files import MIB, read_text
 from costmodels.spelling import near_names, nearest
 
 FOLDER = Path(__file__).parent
-
-LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-"""The parser of libyaml is ten times faster, but not every PyYAML is built with it."""
 
 LARGEST_YAML = MIB
 """Bytes of a user's model, device or engine."""
@@ -27,10 +24,19 @@ LARGEST_YAML = MIB
 RecordT = TypeVar("RecordT", bound=BaseModel)
 
 
+def yaml_loader() -> Any:
+    """The parser of libyaml, ten times as fast as PyYAML's own, with which not every PyYAML is built."""
+    import yaml
+
+    return getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+
+
 def parse(text: str, origin: str) -> dict[str, Any]:
     """The mapping that a YAML text holds. `InputError` names `origin` and the line of the fault."""
+    import yaml  # Most questions find what they need parsed.
+
     try:
-        content = yaml.load(text, LOADER)
+        content = yaml.load(text, yaml_loader())
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         place = f" at line {mark.line + 1}, column {mark.column + 1}" if mark else ""
@@ -48,7 +54,7 @@ def parse(text: str, origin: str) -> dict[str, Any]:
 @cache
 def catalogue_file(path: str) -> dict[str, Any]:
     """The content of a file of this package. Shared by all callers: not to be changed."""
-    return parse((FOLDER / path).read_text(encoding="utf-8"), path)
+    return parsed_file(FOLDER / path, parse)
 
 
 def is_file_name(name: str) -> bool:

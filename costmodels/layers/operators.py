@@ -11,17 +11,19 @@ from typing import NamedTuple
 
 import numpy as np
 
+from costmodels.layers.adapters import adapted_layers
 from costmodels.layers.shapes import (
     attention_widths,
     element_bytes,
     entry_width,
     key_value_width,
+    norm_count,
     routed_rows,
     tokens,
     whole_heads_width,
 )
 from costmodels.spec.engine import Engine
-from costmodels.spec.model import ModelSpec
+from costmodels.spec.model import MlpKind, ModelSpec
 from costmodels.spec.table import ALL_GATHER, ALL_TO_ALL, RING, Floats, LayoutTable
 
 BACKWARD_GEMM = 2.0
@@ -93,24 +95,55 @@ class Operators:
     """Tokens that one rank sends to experts of other ranks' devices, and gets back."""
     expert_gather_bytes: Floats
     """Tokens that the ranks which share experts gather, and whose results they sum and scatter."""
+    adapter_gemms: tuple[Gemm, ...] = ()
+    """Products of low-rank adapters; the others are then of frozen weights, which have no gradients."""
+    is_frozen: bool = False
+    """`gemms` have no gradients of weights."""
+    kernels: float = 1.0
+    """Kernels that the host launches, over those of the same layer without adapters."""
 
 
 def _attention_gemms(model: ModelSpec, table: LayoutTable) -> tuple[Gemm, ...]:
     t, tp, one = tokens(model, table), table.tensor_parallel, np.ones(len(table))
-    h, mla = model.hidden * one, model.latent_attention
+    h, mla, kind = model.hidden * one, model.latent_attention, model.attention_pattern[0]
+    if kind == "none":
+        return ()
     queries, values = attention_widths(model)
     output = Gemm(t, values / tp, h, one)
-    if mla is None:
-        return Gemm(t, h, queries / tp + key_value_width(model, table), one), output
+    if mla is None or kind == "linear":
+        gate = values * (model.attention_gate and kind != "linear")
+        return Gemm(t, h, (queries + gate) / tp + key_value_width(model, table), one), output
     # Every tensor-parallel rank computes the latents, of its own tokens with sequence parallelism.
     own = t / np.where(table.sequence_parallel, tp, 1)
     latent = mla.kv_lora_rank * one
     down = Gemm(own, h, latent + mla.qk_rope_head_dim, one)
     up = Gemm(t, latent, model.heads * (mla.qk_nope_head_dim + mla.v_head_dim) / tp, one)
+    rank = (mla.q_lora_rank or model.hidden) * one
+    chosen: tuple[Gemm, ...] = ()
+    if model.indexer is not None:
+        # All tensor-parallel ranks choose the same positions.
+        width = model.indexer.heads * model.indexer.head_dim
+        chosen = (Gemm(t, rank, width * one, one), Gemm(t, h, width / model.indexer.heads * one, one))
     if not mla.q_lora_rank:
-        return Gemm(t, h, queries / tp, one), down, up, output
-    rank = mla.q_lora_rank * one
-    return Gemm(own, h, rank, one), Gemm(t, rank, queries / tp, one), down, up, output
+        return Gemm(t, h, queries / tp, one), down, up, *chosen, output
+    return Gemm(own, h, rank, one), Gemm(t, rank, queries / tp, one), down, up, *chosen, output
+
+
+def _core_flops(model: ModelSpec, table: LayoutTable) -> Floats:
+    """FLOPs of scores and weighted values, of twice the pairs of tokens that attention looks at.
+
+    What linear attention does between its projections, and an indexer, is counted with them.
+    """
+    t, tp, kind = tokens(model, table), table.tensor_parallel, model.attention_pattern[0]
+    if kind == "linear":
+        assert model.linear_attention is not None
+        result: Floats = 2 * t * model.linear_attention.flops_per_token() / tp
+        return result
+    pairs = t * model.seq * model.score_share(kind)
+    found: Floats = 2 * pairs * sum(attention_widths(model)) / tp
+    if model.indexer is not None:
+        found = found + 2 * t * model.seq * model.indexer.heads * model.indexer.head_dim
+    return found
 
 
 def _mlp_gemms(
@@ -120,8 +153,8 @@ def _mlp_gemms(
     return Gemm(m, h, (1 + model.gated) * width, count, wide), Gemm(m, width, h, count, wide)
 
 
-def layer(model: ModelSpec, engine: Engine, table: LayoutTable, moe: bool) -> Operators:
-    """Forward work of one layer with a dense MLP or, if `moe`, with experts.
+def layer(model: ModelSpec, engine: Engine, table: LayoutTable, mlp: MlpKind) -> Operators:
+    """Forward work of one layer with the first layer's kind of attention and an MLP of kind `mlp`.
 
     Element-wise traffic per layer counts, forward, 6 tensors of width `hidden` (two norms, two residual
     additions, fused) and a read and a write of what stands between matrix products; backward half as
@@ -143,7 +176,9 @@ def layer(model: ModelSpec, engine: Engine, table: LayoutTable, moe: bool) -> Op
     shared: tuple[Gemm, ...] = ()
     between = t * (queries / tp + kv)
     mlp_gathers, joins, routed, expert_gather = 2.0, 0.0 * one, 0.0 * one, 0.0 * one
-    if moe:
+    attends = model.attention_pattern[0] != "none"
+    activated = 0.0 * one
+    if mlp == "experts":
         ep, etp = table.expert_parallel, table.expert_tensor_parallel
         rows, apart = routed_rows(model, table, engine.experts.load), ep > 1
         gemms += (Gemm(t / tp, h * one, model.experts * one, one, wide=True),)
@@ -157,38 +192,41 @@ def layer(model: ModelSpec, engine: Engine, table: LayoutTable, moe: bool) -> Op
         inner = rows * model.expert_ffn / etp + t * model.shared_expert_ffn / tp
         activated = inner * (1 + model.gated)
         # Copies of tokens are put in the order of the experts and back, on either side of their way.
-        between = between + activated + 2 * h * (rows + apart * rows / etp)
+        between = between + activated + engine.experts.copy_passes * 2 * h * (rows + apart * rows / etp)
         routed = np.where(apart, e * h * rows / etp, 0.0)
         expert_gather = np.where(etp > 1, e * h * np.where(apart, rows, t * etp / tp), 0.0)
         # Those of the shared experts, and of the output where sequence parallelism has not split it.
         mlp_gathers, joins = 2.0 * bool(shared), np.where(sp, 0.0, 1.0)
+    elif mlp == "none":
+        mlp_gathers = 0.0
     else:
         gemms += _mlp_gemms(model, t, model.ffn / tp, one)
         activated = t * (1 + model.gated) * model.ffn / tp
         between = between + activated
-    between = between + t * h / tp
+    between = between + attends * t * h / tp
     whole = e * t * h / np.where(sp, tp, 1)
     # Latent attention gathers what is compressed; without sequence parallelism that costs backward only.
     entry = entry_width(model) / h
-    gathers = np.where(sp, 1.0 + entry, 2.0) + mlp_gathers + joins
-    gathers_back = np.where(sp, 1.0 + entry, 2.0 * entry) + mlp_gathers + joins
+    gathers = attends * np.where(sp, 1.0 + entry, 2.0) + mlp_gathers + joins
+    gathers_back = attends * np.where(sp, 1.0 + entry, 2.0 * entry) + mlp_gathers + joins
     forms = table.context_parallel_form * (table.context_parallel > 1)
     exchanged = whole_heads_width(model, table) + (queries + values) / tp
-    norms = 4 * engine.elementwise.norm_passes
+    norms = 2 * norm_count(model, mlp) * engine.elementwise.norm_passes
+    adapters, adding, adding_back, kernels = _adapters(model, table, mlp)
     return Operators(
         gemms=attention + gemms,
-        mlp_gemms=gemms[1:] if moe else gemms,
+        mlp_gemms=gemms[1:] if mlp == "experts" else gemms,
         shared_gemms=shared,
-        last_gemms=() if moe else gemms[-1:],
+        last_gemms=gemms[-1:] if mlp == "dense" else (),
         seq=model.seq,
         head_dim=model.head_dim,
-        attention_flops=2 * t * model.seq * (queries + values) / tp,
+        attention_flops=_core_flops(model, table),
         scores=t * model.seq * model.heads / tp,
-        elementwise_forward=(2 + norms) * whole + 2 * e * between,
-        elementwise_backward=(3 + 1.5 * norms) * whole + 3 * e * between,
+        elementwise_forward=(2 + norms) * whole + 2 * e * between + adding,
+        elementwise_backward=(3 + 1.5 * norms) * whole + 3 * e * between + adding_back,
         norm_bytes=norms * whole,
         activation_bytes=2 * e * activated,
-        attention_bytes=e * t * (h + (queries + values) / tp + kv),
+        attention_bytes=attends * e * t * (h + (queries + values) / tp + kv),
         sequence_bytes=e * t * h,
         gathers_forward=gathers,
         # Korthikanti et al., section 4.2.2: layer inputs, kept split, are gathered once more.
@@ -203,7 +241,33 @@ def layer(model: ModelSpec, engine: Engine, table: LayoutTable, moe: bool) -> Op
         top_k=model.top_k,
         routed_bytes=routed,
         expert_gather_bytes=expert_gather,
+        adapter_gemms=adapters,
+        is_frozen=model.lora is not None,
+        kernels=kernels,
     )
+
+
+LAYER_KERNELS, ADAPTER_KERNELS = 20, 3
+"""Kernels of the forward pass of a layer, roughly, and of an adapter: two products and a scaled addition."""
+
+
+def _adapters(
+    model: ModelSpec, table: LayoutTable, mlp: MlpKind
+) -> tuple[tuple[Gemm, ...], Floats, Floats, float]:
+    """Of a layer's adapters: products, bytes of additions forward and backward, and `kernels`."""
+    t, one, adapted = tokens(model, table), np.ones(len(table)), adapted_layers(model, mlp)
+    if model.lora is None or not adapted:
+        return (), 0 * one, 0 * one, 1.0
+    rank, gemms, forward, backward = model.lora.rank * one, [], 0 * one, 0 * one
+    e, tp = element_bytes(table.precision), table.tensor_parallel
+    for layer in adapted:
+        inputs = layer.inputs / np.where(layer.split == "rows", tp, 1)
+        outputs = layer.outputs / np.where(layer.split == "columns", tp, 1)
+        gemms += [Gemm(t, inputs * one, rank, one), Gemm(t, rank, outputs * one, one)]
+        # What an adapter gives is scaled and added; so are gradients of the output, and of the input.
+        forward = forward + 3 * e * t * outputs
+        backward = backward + e * t * (2 * outputs + 3 * inputs)
+    return tuple(gemms), forward, backward, 1 + ADAPTER_KERNELS / LAYER_KERNELS * len(adapted)
 
 
 def embedding(model: ModelSpec, table: LayoutTable) -> Operators:
@@ -221,7 +285,7 @@ def embedding(model: ModelSpec, table: LayoutTable) -> Operators:
         attention_flops=zero,
         scores=zero,
         elementwise_forward=2 * whole,
-        elementwise_backward=2 * whole,
+        elementwise_backward=2 * whole * (model.lora is None),
         norm_bytes=zero,
         activation_bytes=zero,
         attention_bytes=zero,
@@ -276,6 +340,7 @@ def head(model: ModelSpec, engine: Engine, padded_vocab: Floats, table: LayoutTa
         top_k=0,
         routed_bytes=zero,
         expert_gather_bytes=zero,
+        is_frozen=model.lora is not None,
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from costmodels.spec.layout import SPLIT_BACKWARD
-from costmodels.spec.model import ModelSpec
+from costmodels.spec.model import LayerKind, MlpKind, ModelSpec
 from costmodels.spec.table import Floats, Ints, LayoutTable, distinct_rows
 
 MEAN_LOAD = 1.0
@@ -28,9 +28,39 @@ def tokens(model: ModelSpec, table: LayoutTable) -> Floats:
     return table.micro_batch_size * model.seq / table.context_parallel
 
 
+CHUNK_TOKENS = 1024
+"""Fewest tokens that the bundled runtime multiplies by a whole output matrix at a time."""
+
+MOST_CHUNKS = 16
+
+
+def loss_chunks(of_micro_batch: Ints | int, tensor_parallel: Ints | int) -> Ints:
+    """Parts, a power of two, that the bundled runtime's loss splits the tokens of a micro batch into.
+
+    As many as leave `CHUNK_TOKENS` to each, times the ranks that share the vocabulary: logits of a chunk then
+    take as much memory as on one rank, and small products are as seldom.
+    """
+    found: Ints = np.ones_like(of_micro_batch)
+    chunks = 2
+    while chunks <= MOST_CHUNKS:
+        whole = of_micro_batch % chunks == 0
+        enough = of_micro_batch >= chunks * CHUNK_TOKENS * tensor_parallel
+        found = np.where(whole & enough, chunks, found)
+        chunks *= 2
+    return found
+
+
 def attention_widths(model: ModelSpec) -> tuple[int, int]:
-    """Widths of all heads' queries and of all heads' values."""
-    mla = model.latent_attention
+    """Widths of all heads' queries and of all heads' values, of a model with one kind of attention.
+
+    Of linear attention, of all that its input is projected to, and of the values.
+    """
+    mla, kind = model.latent_attention, model.attention_pattern[0]
+    if kind == "none":
+        return 0, 0
+    if kind == "linear":
+        assert model.linear_attention is not None
+        return model.linear_attention.entry_size, model.linear_attention.value_size
     if mla is None:
         return model.q_size, model.q_size
     return model.heads * (mla.qk_nope_head_dim + mla.qk_rope_head_dim), model.heads * mla.v_head_dim
@@ -46,6 +76,8 @@ def entry_width(model: ModelSpec) -> int:
 
 def key_value_width(model: ModelSpec, table: LayoutTable) -> Floats:
     """Width of keys and values together on one device; devices beyond `kv_heads` share a head."""
+    if model.attention_pattern[0] in ("linear", "none"):
+        return np.zeros(len(table))
     if model.latent_attention is not None:
         result: Floats = sum(attention_widths(model)) / table.tensor_parallel
         return result
@@ -64,6 +96,11 @@ def whole_heads_width(model: ModelSpec, table: LayoutTable) -> Floats:
     heads = np.maximum(model.kv_heads // table.tensor_parallel, 1)
     result: Floats = width * (table.context_parallel // np.gcd(heads, table.context_parallel))
     return result
+
+
+def norm_count(model: ModelSpec, mlp: MlpKind) -> int:
+    """Norms of width `hidden` in a layer with the first layer's attention."""
+    return model.norms(LayerKind(model.attention_pattern[0], mlp))
 
 
 def _kept_load(model: ModelSpec, load: float) -> float:

@@ -90,6 +90,15 @@ def tiers(cluster: Cluster) -> tuple[Tier, ...]:
     if found[0].reach < node:
         found.append(Tier("host", node, min(device.host_bandwidth, fast.bandwidth), HOST_LATENCY))
     pod = pod_ranks(cluster)
+    last = found[-1]
+    if (
+        not last.wires
+        and slow.bandwidth >= last.bandwidth
+        and slow.latency <= last.latency
+        and pod > last.reach
+    ):
+        # A border between nodes whose links are no worse than those inside is none.
+        found[-1] = Tier(last.name, pod, last.bandwidth, last.latency)
     network: Any = {"latency": slow.latency, "between_nodes": True, "cards": slow.bandwidth}
     if pod > found[-1].reach:
         found.append(Tier(slow.name, pod, slow.bandwidth, **network))

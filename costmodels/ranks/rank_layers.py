@@ -219,7 +219,7 @@ def ranks_entry(model: ModelSpec, table: LayoutTable, row: int) -> Entry:
     return (
         table.splits[int(table.split[row])],
         int(table.pipeline_parallel[row]),
-        model.layers - model.moe_layers,
+        model.leading_layers,
         SCHEDULES[int(table.schedule[row])],
         layers if block else None,
         1 if block or not recomputes else layers,

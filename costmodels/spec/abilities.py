@@ -11,7 +11,9 @@ ZeroStage = Literal[0, 1, 2, 3]
 
 OffloadTarget = Literal["activations", "optimizer"]
 
-DeviceKind = Literal["gpu", "npu", "cpu"]
+ExpertSplit = Literal["any", "as_layers", "as_layers_unless_spread"]
+
+DeviceKind = Literal["gpu", "npu", "tpu", "hpu", "neuron", "cpu"]
 
 ZERO_STAGES: tuple[ZeroStage, ...] = get_args(ZeroStage)
 
@@ -26,15 +28,26 @@ class Abilities(Record):
     source: str = ""
     devices: tuple[DeviceKind, ...] = get_args(DeviceKind)
     """Kinds of devices that it runs on."""
+    untried_devices: tuple[DeviceKind, ...] = ()
+    """Kinds of devices that it should run on, and that nobody has tried."""
     tensor_parallel: bool = True
+    whole_kv_heads: bool = False
+    """Each tensor-parallel rank has key/value heads of its own: there are no more ranks than such heads."""
     sequence_parallel: bool = True
     pipeline_parallel: bool = True
     pipelines_of_experts: bool = True
     """Pipelines of models with experts."""
+    splits_plain_layers: bool = False
+    """Some of what splits layers splits those of plain attention alone (`planner/space/kind_rules.py`)."""
     expert_parallel: bool = True
     expert_tensor_parallel: bool = True
     experts_need_sequence_parallel: bool = False
     """Models with experts are tensor-parallel with sequence parallelism alone."""
+    expert_split: ExpertSplit = "any"
+    """Tensor parallelism of experts (`Layout.expert_tensor_parallel`): any, or that of their layer,
+    always or where experts are not spread; there it is 1."""
+    experts_over_data_parallel: bool = False
+    """Experts are spread over data-parallel ranks alone."""
     schedules: tuple[Schedule, ...] = get_args(Schedule)
     context_parallel_forms: tuple[ContextParallelForm, ...] = get_args(ContextParallelForm)
     """None of them: no context parallelism."""
@@ -42,11 +55,15 @@ class Abilities(Record):
     """Schedules that go with context parallelism."""
     offload_activations_schedules: tuple[Schedule, ...] = get_args(Schedule)
     """Schedules that go with offloaded activations."""
+    untied_schedules: tuple[Schedule, ...] = ()
+    """Schedules of models alone whose output head has a weight of its own."""
     zero_stages: tuple[ZeroStage, ...] = ZERO_STAGES
     pipeline_zero_stages: tuple[ZeroStage, ...] = ZERO_STAGES
     """Stages that go with pipeline parallelism."""
     unpiped_zero_stages: tuple[ZeroStage, ...] = ZERO_STAGES
     """Stages that go without pipeline parallelism."""
+    context_zero_stages: tuple[ZeroStage, ...] = ZERO_STAGES
+    """Stages that go with context parallelism."""
     expert_zero_stages: tuple[ZeroStage, ...] = ZERO_STAGES
     """Stages that go with expert parallelism."""
     hybrid_zero_stages: tuple[ZeroStage, ...] = ZERO_STAGES
@@ -58,6 +75,8 @@ class Abilities(Record):
     recompute_some_layers: tuple[Recompute, ...] = ("selective", "full")
     """Kinds that recompute the first layers of each stage alone, too (`recompute_method` block)."""
     offload: tuple[OffloadTarget, ...] = get_args(OffloadTarget)
+    offload_optimizer_zero_stages: tuple[ZeroStage, ...] = ZERO_STAGES
+    """Stages that go with an offloaded optimizer."""
 
     def modules_of(self, experts: int) -> tuple[RecomputeModule, ...]:
         """What selective recomputation computes again in a model with so many experts in a layer."""

@@ -51,6 +51,10 @@ class AttentionConstants(Constants):
     """Tokens at which flash attention runs at half of that rate: s / (s + half)."""
     half_head: NonNegative = 0.0
     """Elements of a head at which it does: d / (d + half)."""
+    backward_rate: Positive = 63 / 73
+    """Backward over forward FLOP/s of flash attention: 63 % and 73 % of an A100's peak (arXiv:2307.08691)."""
+    backward_half_seq: Positive = 1.0
+    """`half_seq` of the backward pass, relative to that of the forward pass."""
     softmax_passes: Positive = 1.0
     """Without flash attention: traffic of scale, mask, softmax and dropout, relative to one fused kernel."""
     softmax_batch: CountOrZero = 0
@@ -69,6 +73,8 @@ class ElementwiseConstants(Constants):
     """Traffic of a norm relative to one fused kernel: more for a chain of element-wise ones."""
     loss_bytes: NonNegative = 24.0
     """Memory traffic of cross entropy for each logit, forward and backward, at `passes` of 1."""
+    update_passes: Positive = 1.0
+    """Traffic of the optimizer's update relative to one read and one write of what it touches."""
     split_backward: Positive = 1.0
     """Element-wise work under a schedule that splits backward, relative to the others."""
 
@@ -86,6 +92,10 @@ class NetworkConstants(Constants):
     """Seconds of one call of a collective on top of the hops of its links: launch and synchronisation."""
     message_latency: NonNegative = 0.0
     """Seconds of a message between pipeline stages on top of that."""
+    context_latency: NonNegative = 0.0
+    """Seconds of a layer's exchange of context parallelism, forward or backward, on top of that."""
+    dispatch_latency: NonNegative = 0.0
+    """Seconds of an exchange of experts on top of that."""
     ring_step: NonNegative = 0.0
     """Seconds of a tensor-parallel collective between nodes for each rank of its group."""
     scatters_messages: bool = False
@@ -134,6 +144,11 @@ class HostConstants(Constants):
     """Host time of a layer under a schedule that splits backward, relative to the others."""
     shard: NonNegative = 0.0
     """Host seconds to cut what a layer exchanges into shards, for each of them, with ZeRO 1 and above."""
+    step: NonNegative = 0.0
+    """Host seconds of a step besides its passes: clipping, the optimizer's launches, the loss."""
+    routing: NonNegative = 0.0
+    """Host seconds of a layer's forward pass on top of that where it has experts: the host waits for the
+    numbers of tokens that the routers chose, and launches kernels for experts one after the other."""
 
 
 class OverlapConstants(Constants):
@@ -145,6 +160,8 @@ class OverlapConstants(Constants):
     """Share of the data-parallel communication that can hide behind computation."""
     sharded: Fraction | None = None
     """Share that can hide with ZeRO 1 and above; as `data_parallel` when not given."""
+    gathered: Fraction | None = None
+    """Share that can hide with ZeRO 3, whose gatherings are asked for ahead; as `sharded` when not given."""
     sharpness: Annotated[float, Field(ge=1)] = 8.0
     """Exponent of the p-norm that joins what can hide and what it hides behind: large where only what is
     longer shows, small where both slow each other down."""
@@ -178,6 +195,8 @@ class ActivationConstants(Constants):
     recompute_stops_early: bool = False
     """Recomputation ends with the last tensor that backward needs: a dense layer's last product and the
     collective after it are not repeated."""
+    plain_delta_rule: bool = False
+    """Linear attention runs in operators of its own in fp32, whose products of chunks backward keeps."""
     compiled_keeps_gathered: bool = False
     """Layers are compiled, but where backward is split; those keep their gathered inputs for backward even
     where recomputation should drop them."""
@@ -192,6 +211,9 @@ class LossConstants(Constants):
     """Copies where tensor-parallel ranks split the vocabulary; as `logits_copies` when not given."""
     apart: bool = False
     """The peaks of the loss and of a recomputed layer count as two moments, of which the fuller decides."""
+    chunked: bool = False
+    """The head's product and the loss are one operation that works on a chunk of tokens at a time
+    (`costmodels.layers.shapes.loss_chunks`), and makes the gradients of tokens and matrix in forward."""
     gathers_logits: bool = False
     """Tensor-parallel ranks gather the logits, and each computes the whole loss."""
 
@@ -236,6 +258,14 @@ class ExpertConstants(Constants):
     """Tokens of the fullest expert-parallel rank over the mean, for which the others wait."""
     grouped: bool = False
     """The products of all experts of a device are one kernel, not one each."""
+    dispatch_rate: Positive = 1.0
+    """Bandwidth of exchanges of experts relative to that of other collectives: kernels made for them come
+    near the rate of the links."""
+    copy_passes: Positive = 1.0
+    """Traffic of putting copies of tokens in the order of the experts and back, relative to one read and one
+    write on either side of their way: more where they are padded, scaled and cast on it."""
+    padding: NonNegative = 0.0
+    """Rows that each product of an expert computes for nothing: half a tile, on average."""
     fp8: bool = True
     """An fp8 recipe computes routed experts in 8 bits too."""
     dispatches_by_node: bool = False

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from pydantic import Field, model_validator
+from pydantic import Field, ValidationError, model_validator
 
 from costmodels.errors import InputError
 from costmodels.spec.abilities import Abilities
@@ -56,6 +56,8 @@ class Spread(Record):
 
     base: NonNegative = 0.15
     """Width of the whole step: large where the engine was never measured on the device."""
+    experts: NonNegative | None = None
+    """`base` of models with experts; the same when not given."""
     narrow: NonNegative = 0.0
     """Width of the whole step besides, at a hidden size of 1024; in proportion less for wider models."""
     measured: NonNegative = 0.02
@@ -153,12 +155,24 @@ class Engine(Record):
         return self.model_copy(update={**changes, "devices": devices})
 
     def for_device(self, device: Device) -> Engine:
-        """The engine with its constants for `device`: those of its architecture, or else of its kind."""
-        if not self.devices:
+        """The engine with its constants for `device`: of itself, of its architecture, or else of its kind.
+
+        Raises:
+            InputError: the device has constants of its own that make no sense.
+        """
+        own = device.constants.get(self.name, {})
+        if not self.devices and not own:
             return self
         key = device.architecture if device.architecture in self.devices else device.kind
-        constants = self.model_dump(exclude={"devices"})
-        return Engine.model_validate(merge_fields(constants, self.devices.get(key, {})))
+        constants = merge_fields(self.model_dump(exclude={"devices"}), self.devices.get(key, {}))
+        try:
+            return Engine.model_validate(merge_fields(constants, own))
+        except ValidationError as error:
+            item = error.errors(include_url=False)[0]
+            name = ".".join(map(str, item["loc"]))
+            raise InputError(
+                f"device {device.name}: constants of {self.name}: {name} is {item['input']!r}: {item['msg']}"
+            ) from None
 
 
 GROUPS = tuple(

@@ -110,6 +110,8 @@ class Estimate(Record):
     time: StepTime
     memory: tuple[StageMemory, ...]
     """One entry for each pipeline rank."""
+    exact: bool = False
+    """The tensors of `memory` are what the runtime was recorded to allocate; else closed forms say."""
     peak_memory_bytes: Positive
     """The largest `StageMemory.total` of the pipeline ranks: what must be within the memory of a device."""
     tokens_per_s: Positive

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
@@ -56,7 +56,8 @@ class Device(Record):
 
     name: Name
     vendor: str
-    kind: Literal["gpu", "npu", "cpu"] = "gpu"
+    kind: Literal["gpu", "npu", "tpu", "hpu", "neuron", "cpu"] = "gpu"
+    """What engines run on it: GPUs, Ascend NPUs, Google's TPUs, Gaudis, Trainiums, or CPUs."""
     architecture: str = ""
     """Generation of the design, such as `hopper`: what an engine's constants are fitted for. Devices that
     share it differ by their data-sheet values alone; empty for one that no engine knows."""
@@ -79,6 +80,9 @@ class Device(Record):
     intra_node: Link
     inter_node: Link
     """One device's share of the network cards of the usual server."""
+    sharers: Positive = 1.0
+    """Ranks that share a core, where a CPU has more ranks than cores; the rates are those of a share, which
+    grows while others wait."""
     devices_per_node: Count = 8
     """Devices in the usual server, used when the user does not say."""
     island: Count | None = None
@@ -87,6 +91,12 @@ class Device(Record):
     """Network cards of the usual server; as many as devices if None."""
     context_bytes: NonNegative = 0.0
     """Memory that the driver context and the libraries take before the first tensor."""
+    constants: dict[str, dict[str, Any]] = Field(default_factory=dict)
+    """Constants of engines that were measured on this very device, as `Engine.devices` has them, by the name
+    of the engine; they come before those of its architecture."""
+    collectives: tuple[MeasuredCollective, ...] = ()
+    """Collectives that were measured between such devices; they stand for `Cluster.measured` where no table
+    is given."""
     source: str = ""
 
     @property

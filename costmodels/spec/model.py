@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
-from typing import Annotated, Literal
+from collections import Counter
+from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import Field, model_validator
 
+from costmodels.spec.model_parts import Indexer, LatentAttention, LinearAttention, Lora, RopeScaling, Router
 from costmodels.spec.record import (
     LARGEST_COUNT,
     Count,
@@ -22,77 +24,31 @@ VOCAB_MULTIPLE = 128
 """Vocabularies are padded to a multiple of this, as Megatron-LM does (`--make-vocab-size-divisible-by`)."""
 
 
-class LatentAttention(Record):
-    """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1); all sizes in elements."""
-
-    q_lora_rank: CountOrZero
-    """Rank of the query compression; 0 when queries are projected directly."""
-    kv_lora_rank: Count
-    qk_nope_head_dim: Count
-    qk_rope_head_dim: Count
-    v_head_dim: Count
-
-
-class RopeScaling(Record):
-    """How rotary frequencies are stretched for sequences longer than those of pre-training.
-
-    Words and defaults are those of Hugging Face's `rope_scaling`; a field that its kind does not use is
-    ignored. It costs nothing, and losses depend on it.
-    """
-
-    kind: str
-    """`linear` (arXiv:2306.15595), `llama3` (arXiv:2407.21783, section 3.4.2) or `yarn` (arXiv:2309.00071);
-    others can be planned, not trained."""
-    factor: Positive = 1.0
-    original_positions: CountOrZero = 0
-    """Longest sequence of pre-training; 0 when the kind needs none."""
-    low_freq_factor: Positive = 1.0
-    high_freq_factor: Positive = 4.0
-    beta_fast: Positive = 32.0
-    beta_slow: Positive = 1.0
-    mscale: NonNegative = 0.0
-    mscale_all_dim: NonNegative = 0.0
-    attention_factor: NonNegative = 0.0
-    """Factor of cosines and sines; 0 for the one that YaRN derives."""
-    truncate: bool = True
-    """Round the bounds of YaRN's ramp to whole dimensions."""
-
-    @model_validator(mode="after")
-    def _check(self) -> RopeScaling:
-        if self.kind in ("llama3", "yarn") and not self.original_positions:
-            raise ValueError(
-                f"rope_scaling {self.kind} needs original_positions, the longest sequence of pre-training"
-            )
-        if self.kind == "llama3" and self.low_freq_factor >= self.high_freq_factor:
-            raise ValueError(
-                f"rope_scaling llama3: low_freq_factor {self.low_freq_factor:g} must be less than "
-                f"high_freq_factor {self.high_freq_factor:g}"
-            )
-        return self
-
-
-class Router(Record):
-    """Choice of experts by tokens."""
-
-    score: Literal["softmax", "sigmoid"] = "softmax"
-    normalised: bool = True
-    """The weights of a token's experts add up to one, before `scale`."""
-    scale: Positive = 1.0
-    """Factor of the weights (DeepSeek's `routed_scaling_factor`)."""
-    groups: Count = 1
-    """Groups of experts, of which a token may use `top_groups` (DeepSeek-V2, arXiv:2405.04434, 2.2.2)."""
-    top_groups: Count = 1
-    group_score: Literal["max", "top2"] = "max"
-    """Score that ranks groups: their best expert, or the sum of the two best (DeepSeek-V3)."""
-    expert_bias: bool = False
-    """A bias of each expert that takes part in the choice only and follows its load (arXiv:2408.15664)."""
-    capacity_factor: NonNegative = 0.0
-    """An expert takes in at most ceil(S x top_k / experts x factor) tokens of each sequence of S, those with
-    the largest weights; 0 for all (dropless)."""
-
-
 MOST_LAYERS = 10_000
 """Layers that a search still goes through; the deepest models have some hundreds."""
+
+AttentionKind = Literal["full", "window", "chunk", "linear", "none"]
+"""What the tokens of a layer attend to: all before them, `window` of them, those of their own chunk of
+`window`, a state of one size; "none" where a layer has no attention."""
+
+MlpKind = Literal["dense", "experts", "none"]
+
+
+class LayerKind(NamedTuple):
+    """What a layer is made of."""
+
+    attention: AttentionKind
+    mlp: MlpKind
+
+
+class Variant(NamedTuple):
+    """Layers of one kind among others."""
+
+    share: float
+    """Part of the layers."""
+    spec: ModelSpec
+    """A model that has no other layers."""
+    mlp: MlpKind
 
 
 class ModelSpec(Record):
@@ -119,20 +75,57 @@ class ModelSpec(Record):
     max_positions: Count = Field(default=...)
     """Longest sequence; the number of rows of a learned position table."""
     gated: bool = False
-    activation: Literal["gelu", "gelu_tanh", "silu", "relu2"] = "gelu"
+    activation: Literal["gelu", "gelu_tanh", "silu", "relu2", "clamped_silu"] = "gelu"
+    """`clamped_silu`: x sigmoid(1.702 x) times (up + 1), both clamped at 7 (gpt-oss)."""
     norm: Literal["layernorm", "rmsnorm"] = "layernorm"
+    norm_place: Literal["before", "after", "around"] = "before"
+    """Norms before attention and MLP, after them (OLMo 2), or both (Gemma 2, GLM-4)."""
+    norm_from_one: bool = False
+    """Weights of norms are stored less one (Gemma, Qwen3-Next)."""
     norm_eps: Positive = 1e-5
     position: Literal["learned", "rope", "none"] = "learned"
     rope_theta: Positive = 10000.0
     rope_scaling: RopeScaling | None = None
+    rotary_dim: CountOrZero = 0
+    """Elements of a head that positions turn; 0 for all."""
+    window_rope_theta: NonNegative = 0.0
+    """`rope_theta` of layers that attend to a window, without scaling; 0 for that of the others (Gemma 3)."""
+    rotates_full: bool = True
+    """Positions turn heads in layers of full attention too where others attend to less (Llama 4: not)."""
     tied: bool = True
     """The output head shares the weight of the token embedding."""
     linear_bias: bool = True
     """Biases on every linear layer of the blocks."""
     qkv_bias: bool = False
     """Biases on the query, key and value projections when `linear_bias` is false (Qwen 2)."""
+    output_bias: bool = False
+    """A bias on the output of attention when `linear_bias` is false."""
     qk_norm: bool = False
     """RMS norms of `head_dim` on queries and keys (Qwen 3)."""
+    qk_norm_width: Literal["head", "all"] = "head"
+    """What these norms go over: each head, or all heads together (OLMo 2, MiniMax-M2)."""
+    attention_gate: bool = False
+    """A sigmoid of the input scales each element of attention's output (Qwen3-Next)."""
+    attention_sinks: bool = False
+    """Each head has a score of its own that takes part in the softmax and adds nothing (gpt-oss)."""
+    attention_softcap: NonNegative = 0.0
+    """Scores x become cap tanh(x / cap); 0 for as they are (Gemma 2)."""
+    logits_softcap: NonNegative = 0.0
+    score_scale: NonNegative = 0.0
+    """Factor of scores; 0 for 1 / sqrt(`head_dim`)."""
+    embedding_scale: Positive = 1.0
+    residual_scale: Positive = 1.0
+    """Factor of what attention and MLP add to the residual (Granite)."""
+    logits_scale: Positive = 1.0
+    window: CountOrZero = 0
+    """Tokens that attention sees in layers of kind `window` or `chunk`."""
+    attention_pattern: tuple[AttentionKind, ...] = ("full",)
+    """Attention of the layers, one after the other and over again."""
+    mlp_pattern: tuple[MlpKind, ...] = ()
+    """MLPs of the layers, one after the other and over again; empty for experts in all layers but
+    `dense_layers`, and dense ones in a model without experts."""
+    linear_attention: LinearAttention | None = None
+    indexer: Indexer | None = None
     experts: CountOrZero = 0
     """Routed experts of a mixture-of-experts layer; 0 for a dense model."""
     top_k: CountOrZero = 0
@@ -146,6 +139,15 @@ class ModelSpec(Record):
     dense_layers: CountOrZero = 0
     """Leading layers that keep the dense MLP in a mixture-of-experts model."""
     latent_attention: LatentAttention | None = None
+    mtp_layers: CountOrZero = 0
+    """Layers that predict further tokens, each with a projection of two inputs (DeepSeek-V3, section 2.2).
+    They are not among `layers`, and are not trained or priced unless a job asks for them."""
+    other_layer_parameters: CountOrZero = 0
+    """Parameters of every layer that no other field speaks of; each is taken as one of a matrix."""
+    other_parameters: CountOrZero = 0
+    """Parameters outside of layers that no other field speaks of, such as further embeddings."""
+    lora: Lora | None = None
+    """Adapters that train while all else is frozen; `parameters` does not count them."""
     published_parameters: CountOrZero = 0
     """Parameter count that the model's authors state; 0 when none is published."""
     source: Sentence = ""
@@ -195,8 +197,10 @@ class ModelSpec(Record):
             )
         if self.router.group_score == "top2" and groups > 1 and self.experts // groups < 2:
             raise ValueError(f"router group_score top2 needs two experts in each of the {groups} groups")
+        self._check_kinds()
         if self.shared_expert_gate and not self.shared_expert_ffn:
             raise ValueError("shared_expert_gate needs shared experts; set shared_expert_ffn")
+        self._check_lora()
         if self.dense_layers > self.layers:
             raise ValueError(f"dense_layers {self.dense_layers} exceeds layers {self.layers}")
         if self.parameters > LARGEST_COUNT:
@@ -205,6 +209,103 @@ class ModelSpec(Record):
                 f"{float(self.parameters):.3g} parameters; at most {LARGEST_COUNT:.3g} are priced"
             )
         return self
+
+    def _check_lora(self) -> None:
+        if self.lora is None or not self.routed_layers or self.shared_expert_ffn:
+            return
+        if {*self.lora.targets} <= {"up", "gate", "down"}:
+            raise ValueError(
+                f"targets of lora {', '.join(self.lora.targets)}: routed experts have no adapters, and the "
+                "model has no shared ones; add one of query, key, value or output"
+            )
+
+    def _check_kinds(self) -> None:
+        patterns = {*self.attention_pattern}, {*self.mlp_pattern}
+        if not self.attention_pattern:
+            raise ValueError("attention_pattern is empty: give the kind of one layer at least, such as full")
+        if patterns[0] & {"window", "chunk"} and not self.window:
+            raise ValueError("layers that attend to a window need window, its tokens")
+        if "linear" in patterns[0] and self.linear_attention is None:
+            raise ValueError("layers of kind linear need the sizes of linear_attention")
+        if self.activation == "clamped_silu" and not self.gated:
+            raise ValueError("activation clamped_silu has a gate; set gated")
+        if "experts" in patterns[1] and not self.experts:
+            raise ValueError("mlp_pattern has layers of experts, and experts is 0")
+        if self.latent_attention is None and self.indexer is not None:
+            raise ValueError("indexer belongs to latent_attention, which is missing")
+        if self.rotary_dim % 2 or self.rotary_dim > self.head_dim:
+            raise ValueError(
+                f"rotary_dim {self.rotary_dim} must be even and at most head_dim {self.head_dim}"
+            )
+
+    @property
+    def is_uniform(self) -> bool:
+        """Whether all layers after the leading dense ones are of one kind."""
+        return len(self.attention_pattern) == 1 and len(self.mlp_pattern) <= 1
+
+    def layer_kind(self, layer: int) -> LayerKind:
+        """What layer number `layer` is made of."""
+        attention = self.attention_pattern[layer % len(self.attention_pattern)]
+        if layer < self.dense_layers or not (self.mlp_pattern or self.experts):
+            return LayerKind(attention, "dense")
+        if not self.mlp_pattern:
+            return LayerKind(attention, "experts")
+        return LayerKind(attention, self.mlp_pattern[layer % len(self.mlp_pattern)])
+
+    def with_attention(self, kind: AttentionKind) -> ModelSpec:
+        """A model all of whose layers have this kind of attention."""
+        same = self.attention_pattern == (kind,)
+        return self if same else self.model_copy(update={"attention_pattern": (kind,)})
+
+    def reaches_all(self, kind: AttentionKind) -> bool:
+        """Whether the tokens of layers of this kind see all before them."""
+        return kind not in ("window", "chunk") or self.window >= self.seq
+
+    def turned_by(self, kind: AttentionKind) -> tuple[float, RopeScaling | None] | None:
+        """Base and stretching of the rotary positions in layers of this kind; None where nothing turns."""
+        is_limited = kind in ("window", "chunk")
+        if self.position != "rope" or not (is_limited or (kind == "full" and self.rotates_full)):
+            return None
+        own = is_limited and self.window_rope_theta
+        return (self.window_rope_theta, None) if own else (self.rope_theta, self.rope_scaling)
+
+    @property
+    def leading_layers(self) -> int:
+        """Layers before the first one with experts; all of them in a model without experts."""
+        if not self.experts:
+            return self.layers
+        if not self.mlp_pattern:
+            return self.dense_layers
+        kinds = (layer for layer in range(self.layers) if self.layer_kind(layer).mlp == "experts")
+        return next(kinds, self.layers)
+
+    @property
+    def routed_layers(self) -> int:
+        """Layers from the first one with experts on."""
+        return self.layers - self.leading_layers
+
+    def variants(self, leading: bool) -> list[Variant]:
+        """The kinds of layers among the leading ones, or among the others, and how many are of each."""
+        first = self.leading_layers
+        if self.is_uniform and not self.mlp_pattern:
+            return [Variant(1.0, self, "dense" if leading else "experts")]
+        part = range(first) if leading else range(first, self.layers)
+        counts: dict[LayerKind, int] = {}
+        for kind in map(self.layer_kind, part or (0,)):
+            counts[kind] = counts.get(kind, 0) + 1
+        return [
+            Variant(
+                count / max(1, len(part)),
+                self.with_attention(kind.attention).model_copy(update={"mlp_pattern": ()}),
+                kind.mlp,
+            )
+            for kind, count in counts.items()
+        ]
+
+    def mean(self, quantity: Any, leading: bool) -> Any:
+        """The mean over the leading layers, or over the others, of `quantity(spec, mlp)`."""
+        every = [(share, quantity(spec, mlp)) for share, spec, mlp in self.variants(leading)]
+        return every[0][1] if len(every) == 1 else sum(share * value for share, value in every)
 
     @property
     def q_size(self) -> int:
@@ -219,17 +320,28 @@ class ModelSpec(Record):
     @property
     def moe_layers(self) -> int:
         """Layers whose MLP is a mixture of experts."""
-        return self.layers - self.dense_layers if self.experts else 0
+        if not (self.experts and self.mlp_pattern):
+            return self.layers - self.dense_layers if self.experts else 0
+        return sum(self.layer_kind(layer).mlp == "experts" for layer in range(self.layers))
 
     @property
     def norm_parameters(self) -> int:
         """Parameters of one norm of width `hidden`."""
         return self.hidden * (2 if self.norm == "layernorm" else 1)
 
-    @property
-    def attention_parameters(self) -> int:
-        """Parameters of one attention block, its input norm left out."""
+    def norms(self, kind: LayerKind) -> int:
+        """Norms of width `hidden` in a layer."""
+        blocks = (kind.attention != "none") + (kind.mlp != "none")
+        return blocks * (2 if self.norm_place == "around" else 1)
+
+    def attention_parameters(self, kind: AttentionKind = "full") -> int:
+        """Parameters of one attention block, its norms of width `hidden` left out."""
         h, mla = self.hidden, self.latent_attention
+        if kind == "none":
+            return 0
+        if kind == "linear":
+            assert self.linear_attention is not None
+            return self.linear_attention.parameters(h)
         if mla is not None:
             qk_dim = mla.qk_nope_head_dim + mla.qk_rope_head_dim
             queries = (
@@ -240,33 +352,50 @@ class ModelSpec(Record):
             latents = h * (mla.kv_lora_rank + mla.qk_rope_head_dim) + mla.kv_lora_rank
             keys_values = mla.kv_lora_rank * self.heads * (mla.qk_nope_head_dim + mla.v_head_dim)
             output = self.heads * mla.v_head_dim * h + h * self.linear_bias
-            return queries + latents + keys_values + output
-        weights = h * (self.q_size + 2 * self.kv_size) + self.q_size * h
+            return queries + latents + keys_values + output + self.indexer_parameters
+        weights = h * (self.q_size * (1 + self.attention_gate) + 2 * self.kv_size) + self.q_size * h
         biases = (self.q_size + 2 * self.kv_size) * (self.linear_bias or self.qkv_bias)
-        biases += h * self.linear_bias
-        return weights + biases + 2 * self.head_dim * self.qk_norm
+        biases += h * (self.linear_bias or self.output_bias)
+        norms = self.q_size + self.kv_size if self.qk_norm_width == "all" else 2 * self.head_dim
+        return weights + biases + norms * self.qk_norm + self.heads * self.attention_sinks
+
+    @property
+    def indexer_parameters(self) -> int:
+        """Parameters of the heads that choose positions: queries of the compressed ones, one key with a layer
+        norm, and a weight of each head."""
+        indexer, mla = self.indexer, self.latent_attention
+        if indexer is None or mla is None:
+            return 0
+        queries = (mla.q_lora_rank or self.hidden) * indexer.heads * indexer.head_dim
+        return queries + self.hidden * (indexer.head_dim + indexer.heads) + 2 * indexer.head_dim
 
     def mlp_parameters(self, width: int) -> int:
         """Parameters of one MLP of inner width `width`."""
         inputs = 2 if self.gated else 1
         return (inputs + 1) * self.hidden * width + self.linear_bias * (inputs * width + self.hidden)
 
+    def layer_parameters(self, kind: LayerKind, experts: int | None = None) -> int:
+        """Parameters of one layer, with all its routed experts or with `experts` of them."""
+        found = self.attention_parameters(kind.attention) + self.norms(kind) * self.norm_parameters
+        found += self.other_layer_parameters
+        if kind.mlp == "dense":
+            return found + self.mlp_parameters(self.ffn)
+        if kind.mlp == "none":
+            return found
+        shared = self.mlp_parameters(self.shared_expert_ffn) if self.shared_expert_ffn else 0
+        router = (self.hidden + self.router.bias) * self.experts + self.hidden * self.shared_expert_gate
+        routed = self.experts if experts is None else experts
+        return found + shared + router + routed * self.mlp_parameters(self.expert_ffn)
+
     @property
     def dense_layer_parameters(self) -> int:
-        """Parameters of one layer with a dense MLP, norms included."""
-        return self.attention_parameters + self.mlp_parameters(self.ffn) + 2 * self.norm_parameters
+        """Parameters of one layer with a dense MLP and the first layer's attention."""
+        return self.layer_parameters(LayerKind(self.attention_pattern[0], "dense"))
 
     @property
     def shared_moe_layer_parameters(self) -> int:
-        """Parameters of one mixture-of-experts layer outside its routed experts."""
-        shared = self.mlp_parameters(self.shared_expert_ffn) if self.shared_expert_ffn else 0
-        shared += self.hidden * self.shared_expert_gate
-        return self.attention_parameters + shared + self.hidden * self.experts + 2 * self.norm_parameters
-
-    @property
-    def moe_layer_parameters(self) -> int:
-        """Parameters of one mixture-of-experts layer with all its experts."""
-        return self.shared_moe_layer_parameters + self.experts * self.mlp_parameters(self.expert_ffn)
+        """Parameters of one layer with experts and the first layer's attention, without routed experts."""
+        return self.layer_parameters(LayerKind(self.attention_pattern[0], "experts"), experts=0)
 
     @property
     def embedding_parameters(self) -> int:
@@ -274,19 +403,26 @@ class ModelSpec(Record):
         positions = self.max_positions if self.position == "learned" else 0
         return (self.vocab + positions) * self.hidden
 
+    def _all_layers(self, experts: int | None = None) -> int:
+        if self.is_uniform and not self.mlp_pattern:
+            attention = self.attention_pattern[0]
+            dense = self.layer_parameters(LayerKind(attention, "dense"))
+            routed = self.layer_parameters(LayerKind(attention, "experts"), experts) if self.experts else 0
+            return (self.layers - self.moe_layers) * dense + self.moe_layers * routed
+        kinds = (self.layer_kind(layer) for layer in range(self.layers))
+        return sum(self.layer_parameters(kind, experts) for kind in kinds)
+
     @property
     def parameters(self) -> int:
         """All parameters, without vocabulary padding."""
         head = 0 if self.tied else self.vocab * self.hidden
-        dense = (self.layers - self.moe_layers) * self.dense_layer_parameters
-        moe = self.moe_layers * self.moe_layer_parameters if self.experts else 0
-        return self.embedding_parameters + dense + moe + self.norm_parameters + head
+        ends = self.embedding_parameters + self.norm_parameters + head + self.other_parameters
+        return ends + self._all_layers()
 
     @property
     def active_parameters(self) -> int:
         """Parameters that one token passes through (`top_k` of the experts)."""
-        idle = self.moe_layers * (self.experts - self.top_k) * self.mlp_parameters(self.expert_ffn)
-        return self.parameters - (idle if self.experts else 0)
+        return self.parameters - self._all_layers() + self._all_layers(self.top_k)
 
     def padded_vocab(self, tensor_parallel: int) -> int:
         """Vocabulary rows that are stored: the next multiple of 128 that `tensor_parallel` divides.
@@ -301,18 +437,62 @@ class ModelSpec(Record):
         """Model FLOPs of forward and backward for one sequence of `seq` tokens.
 
         Megatron-LM's convention since core 0.12 (training.py `num_floating_point_operations`): 6 per
-        matmul weight and token, causal half of the core attention, no recomputation, no router.
+        matmul weight and token, causal half of the core attention, no recomputation, no router. Weights that
+        are frozen under adapters have no gradients: 4 each; adapters are not counted.
         """
         s, h = self.seq, self.hidden
-        mla = self.latent_attention
+        kinds = (
+            [self.layer_kind(layer) for layer in range(self.layers)]
+            if not self.is_uniform or self.mlp_pattern
+            else [self.layer_kind(0)] * (self.layers - self.moe_layers)
+            + [self.layer_kind(self.layers - 1)] * self.moe_layers
+        )
+        layers = sum(count * self._layer_flops(kind) for kind, count in Counter(kinds).items())
+        return self._flops_of_weight * s * h * self.vocab + layers
+
+    @property
+    def _flops_of_weight(self) -> float:
+        return 6.0 if self.lora is None else 4.0
+
+    def _layer_flops(self, kind: LayerKind) -> float:
+        """FLOPs of forward and backward of one layer for one sequence."""
+        s, h, mla = self.seq, self.hidden, self.latent_attention
+        matrices = 3 if self.gated else 2
+        routed = self.top_k * self.expert_ffn + self.shared_expert_ffn
+        width = {"dense": self.ffn, "experts": routed, "none": 0}[kind.mlp]
+        weights = matrices * h * width + self.other_layer_parameters
+        if kind.attention == "none":
+            return self._flops_of_weight * s * weights
+        if kind.attention == "linear":
+            assert self.linear_attention is not None
+            projections = h * (self.linear_attention.entry_size + self.linear_attention.value_size)
+            return (
+                self._flops_of_weight * s * (weights + projections)
+                + 3.0 * s * self.linear_attention.flops_per_token()
+            )
         if mla is not None:
-            projections = self.attention_parameters
+            projections = self.attention_parameters()
             qk, v = self.heads * (mla.qk_nope_head_dim + mla.qk_rope_head_dim), self.heads * mla.v_head_dim
         else:
-            projections = h * (self.q_size + 2 * self.kv_size) + self.q_size * h
+            gate = self.q_size * self.attention_gate
+            projections = h * (self.q_size + gate + 2 * self.kv_size) + self.q_size * h
             qk = v = self.q_size
-        matrices = 3 if self.gated else 2
-        dense = (self.layers - self.moe_layers) * matrices * h * self.ffn
-        moe = self.moe_layers * matrices * h * (self.top_k * self.expert_ffn + self.shared_expert_ffn)
-        weights = self.layers * projections + dense + moe + h * self.vocab
-        return 6.0 * s * weights + 3.0 * s * s * (qk + v) * self.layers
+        scored = 3.0 * s * s * self.score_share(kind.attention) * (qk + v)
+        if self.indexer is not None:
+            scored += 3.0 * s * s * self.indexer.heads * self.indexer.head_dim
+        return self._flops_of_weight * s * (weights + projections) + scored
+
+    def score_share(self, kind: AttentionKind = "full") -> float:
+        """The part of all causal pairs of tokens whose scores attention computes, of 1.
+
+        Positions that an indexer chooses count as a window of as many.
+        """
+        s, window = self.seq, self.window
+        if kind not in ("window", "chunk"):
+            window = self.indexer.top_k if self.indexer is not None else s
+        if window >= s:
+            return 1.0
+        if kind == "chunk":
+            whole, rest = divmod(s, window)
+            return (whole * window**2 + rest**2) / s**2
+        return (2 * s - window) * window / s**2

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -211,14 +211,14 @@ class LayoutTable:
         if len(kinds) != 1:
             raise ValueError(f"a table holds one precision and one gradient reduction, not {sorted(kinds)}")
         precision, reduction = kinds.pop()
-        splits = tuple(dict.fromkeys(layout.layers_per_stage for layout in layouts))
+        splits, places = numbered_splits(layout.layers_per_stage for layout in layouts)
         columns: dict[str, Any] = {
             name: np.asarray([code_of(name, getattr(layout, name)) for layout in layouts], dtype=np.int64)
             for name in ARRAY_FIELDS
             if name != "split"
         }
         columns |= {name: columns[name].astype(bool) for name in BOOLEANS}
-        columns["split"] = np.asarray([splits.index(layout.layers_per_stage) for layout in layouts])
+        columns["split"] = places
         return cls(**columns, splits=splits, precision=precision, gradient_reduction=reduction)
 
 
@@ -226,6 +226,13 @@ SHARED_FIELDS = ("splits", "precision", "gradient_reduction")
 
 ARRAY_FIELDS = tuple(name for name in LayoutTable.__dataclass_fields__ if name not in SHARED_FIELDS)
 """Names of the per-row arrays."""
+
+
+def numbered_splits(splits: Iterable[tuple[int, ...]]) -> tuple[tuple[tuple[int, ...], ...], Ints]:
+    """The distinct layers of stages, in the order in which they come, and which ones each are, [n]."""
+    every = list(splits)
+    places = {split: place for place, split in enumerate(dict.fromkeys(every))}
+    return tuple(places), np.array([places[split] for split in every], dtype=np.int64)
 
 
 def distinct_numbers(column: Ints) -> list[int]:

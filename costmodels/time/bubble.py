@@ -45,6 +45,17 @@ def bubble_seconds(
     return np.maximum(result, 0.0)
 
 
+def shared_bubble(bubble: Floats, busy: Floats | float, sharers: float) -> Floats:
+    """`bubble` where `sharers` ranks share a core, [n]: those that compute have it while the others wait.
+
+    The slowest rank's `busy` seconds count a share of a core. With a core for each rank the pipeline takes
+    1 / sharers of all; it takes no less than the cores do for all ranks together.
+    """
+    if sharers <= 1:
+        return bubble
+    return np.maximum(bubble / sharers - busy * (1 - 1 / sharers), 0.0)
+
+
 def uneven_bubble_seconds(
     rank_seconds: Floats, forward: Floats, ranks: Ranks, place: Floats | Ints, slowest: Ints
 ) -> Floats:

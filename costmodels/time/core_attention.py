@@ -9,14 +9,10 @@ from costmodels.layers.shapes import element_bytes
 from costmodels.network.collectives import Group, all_gather, all_to_all
 from costmodels.spec.engine import Engine
 from costmodels.spec.hardware import Device
-from costmodels.spec.table import Floats, LayoutTable
+from costmodels.spec.table import RING, Floats, LayoutTable
 
 CAUSAL_SHARE = 0.5
 """Part of the score matrix under the diagonal, which is all that flash attention computes."""
-
-
-FLASH_BACKWARD_RATE = 63 / 73
-"""Backward over forward FLOP/s of flash attention: 63 % and 73 % of an A100's peak (arXiv:2307.08691)."""
 
 
 BATCHED_GEMM_RATE = 0.7
@@ -33,25 +29,32 @@ QUERY_BLOCK = 128
 
 
 def attention_seconds(
-    work: Operators, device: Device, engine: Engine, flops: float, bandwidth: float, element: int
+    work: Operators,
+    device: Device,
+    engine: Engine,
+    table: LayoutTable,
+    flops: float,
+    bandwidth: float,
+    element: int,
 ) -> tuple[Floats, Floats]:
     """Seconds of core attention, forward and backward, at a peak of `flops`.
 
     Flash attention reaches s / (s + half) of its rate on sequences of s tokens, d / (d + half) with heads of
     d elements, and less where heads times tokens are few for the multiprocessors, each of which takes a
-    block of 128 queries (fits to 214 published figures of arXiv:2307.08691 and arXiv:2407.08608, and 88 of
-    SimuMax's profiles: median error 1 to 6 %).
+    block of 128 queries (fits to 214 published figures of arXiv:2307.08691 and arXiv:2407.08608, 120 of an
+    H100's own, and 88 of SimuMax's profiles: median error 1 to 6 %). A ring's kernels see the tokens of one
+    rank at a time.
     """
-    if engine.attention.flash:
-        slower = (1 + engine.attention.half_seq / work.seq) * (1 + engine.attention.half_head / work.head_dim)
-        wave = engine.attention.wave * device.cores * QUERY_BLOCK * work.seq
-        rate = flops * engine.attention.efficiency * engine.attention.scale / slower
-        forward = (
-            (work.attention_flops + wave * work.attention_flops / np.maximum(work.scores, 1.0))
-            * CAUSAL_SHARE
-            / rate
-        )
-        return forward, forward * BACKWARD_FLASH / FLASH_BACKWARD_RATE
+    constants = engine.attention
+    if constants.flash:
+        ring = (table.context_parallel_form == RING) & (table.context_parallel > 1)
+        seq = work.seq / np.where(ring, table.context_parallel, 1)
+        wave = constants.wave * device.cores * QUERY_BLOCK * work.seq
+        flop = work.attention_flops * (1 + wave / np.maximum(work.scores, 1.0)) * CAUSAL_SHARE
+        rate = flops * constants.efficiency * constants.scale / (1 + constants.half_head / work.head_dim)
+        forward = flop / rate * (1 + constants.half_seq / seq)
+        slower = 1 + constants.backward_half_seq * constants.half_seq / seq
+        return forward, flop / rate * slower * BACKWARD_FLASH / constants.backward_rate
     products = work.attention_flops / (flops * engine.gemm.efficiency * BATCHED_GEMM_RATE)
     dropout = engine.activations.dropout * (2 * element + 1)
     forward, backward = (
@@ -84,4 +87,6 @@ def context_seconds(
     ring_back = np.maximum(ring + (cp.size - 1) * gradient_hop - attention_back, 0.0) + gradient_hop
     forms = [gathered, exchanged, np.maximum(ring - attention, 0.0)]
     back = [gathered, exchanged, ring_back]
-    return np.choose(table.context_parallel_form, forms), np.choose(table.context_parallel_form, back)
+    waits = np.where(shared, cp.placement.engine.network.context_latency, 0.0)
+    form = table.context_parallel_form
+    return np.choose(form, forms) + waits, np.choose(form, back) + waits

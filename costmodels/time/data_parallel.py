@@ -71,6 +71,16 @@ def accumulation_seconds(
     return each / rate, once / rate
 
 
+def copy_seconds(engine: Engine, device: Device, table: LayoutTable) -> Floats:
+    """Seconds of a step in which FSDP2 copies one frozen parameter out of the buffers of gatherings, [n]."""
+    _, gathers = _calls(engine, table)
+    wrapped = (table.replicas > 1) & engine.sharding.fully_sharded
+    times = np.where(wrapped, np.maximum(gathers, 1), 0)
+    rate = device.memory_bandwidth * engine.elementwise.efficiency
+    result: Floats = times * 2 * element_bytes(table.precision) / rate
+    return result
+
+
 def overlap_seconds(communication: Floats, window: Floats, sharpness: float) -> Floats:
     """Seconds of `communication` that do not show when it runs beside `window` seconds of computation.
 
@@ -81,6 +91,9 @@ def overlap_seconds(communication: Floats, window: Floats, sharpness: float) -> 
     joined = ((communication / longer) ** sharpness + (window / longer) ** sharpness) ** (1 / sharpness)
     return np.minimum(communication + window - joined * longer, communication)
 
+
+MOST_SHARDS = 512
+"""Shards up to which the host's time for each was measured; nobody has seen it grow beyond."""
 
 TINY = 1e-30
 """Seconds; keeps a ratio of nothing to nothing finite."""
@@ -95,6 +108,7 @@ def exchange_seconds(
     layers: Floats,
     forward: Floats,
     backward: Floats,
+    frozen: tuple[Floats, Floats] | None = None,
 ) -> Floats:
     """Seconds of gradient reduction and parameter gathering that computation does not hide, [n].
 
@@ -104,9 +118,11 @@ def exchange_seconds(
         layers: layers on the device; each is one call.
         forward: seconds of one micro batch's forward pass on a device.
         backward: the same of its backward pass.
+        frozen: parameters besides that are gathered, and have no gradients, as `shared` and `experts`.
 
-    The reductions hide behind the backward passes that produce gradients, a gathering behind the
-    forward pass that needs the parameters; at most `engine.overlap.data_parallel` of all hides (with ZeRO
+    The reductions hide behind the backward passes that produce gradients, and, of all chunks of an
+    interleaved pipeline but the last, behind those that follow; a gathering behind the forward passes that
+    need the parameters, and those before; at most `engine.overlap.data_parallel` of all hides (with ZeRO
     `engine.overlap.sharded`, if given).
     """
     policy = engine.memory_policy(table.precision)
@@ -116,8 +132,11 @@ def exchange_seconds(
     reduced = reduction_element_bytes(engine, table)
     copies = table.zero_replicas
 
-    def seconds(ranks: Ints, stride: Ints, count: Floats) -> Floats:
-        """`ranks` that lie `stride` apart hold the same `count` parameters."""
+    # What shards only hold the state of need not be gathered where it does not change.
+    regathered = (stage == 3) | engine.sharding.fully_sharded
+
+    def seconds(ranks: Ints, stride: Ints, count: Floats, still: Floats | float) -> Floats:
+        """`ranks` that lie `stride` apart hold the same `count` parameters, and `still` that are frozen."""
         shards = np.maximum(ranks // copies, 1)
         members = group(cluster, engine, shards, stride)
         calls, buckets = layers, layers
@@ -126,8 +145,10 @@ def exchange_seconds(
             buckets = np.ceil(count * policy.gathered / engine.network.reduction_bucket)
         packed = count / engine.network.sharded_efficiency
         scatter = reduce_scatter(members, packed * reduced, calls)
-        scatter = scatter + engine.host.shard * layers * np.where(shards > 1, shards, 0)
-        gather = all_gather(members, packed * policy.gathered, calls)
+        cuts = np.where(shards > 1, np.minimum(shards, MOST_SHARDS), 0)
+        scatter = scatter + engine.host.shard * layers * cuts
+        unchanged = regathered * still / engine.network.sharded_efficiency
+        gather = all_gather(members, (packed + unchanged) * policy.gathered, calls)
         if (copies > 1).any():
             # Neighbours share the shards; the copies of a shard lie farther apart and are summed.
             among = group(cluster, engine, np.minimum(ranks, copies), stride * shards)
@@ -136,16 +157,28 @@ def exchange_seconds(
         summed = all_reduce(members, count * reduced, buckets)
         return np.where(stage == 0, summed, reductions * scatter + gathers * gather)
 
-    total = seconds(table.replicas, table.tensor_parallel, shared)
-    if experts.any():
+    still, still_experts = (0.0, 0.0) if frozen is None else frozen
+    total = seconds(table.replicas, table.tensor_parallel, shared, still)
+    if experts.any() or np.any(still_experts):
         holders = table.expert_tensor_parallel * table.expert_parallel
-        total = total + seconds(table.expert_replicas, holders, experts)
-    # Stage 3 gathers in every pass, the others in the first forward pass.
-    once = np.minimum(stage, 1) * forward + reductions * backward
-    window = np.where(stage == 3, micro_batches * (forward + backward), once)
+        total = total + seconds(table.expert_replicas, holders, experts, still_experts)
     own = engine.overlap.data_parallel
     overlap = own if engine.overlap.sharded is None else np.where(stage > 0, engine.overlap.sharded, own)
+    if engine.overlap.gathered is not None:
+        overlap = np.where(stage == 3, engine.overlap.gathered, overlap)
+    # Stage 3 gathers in every pass, the others in the first forward pass.
+    once = np.minimum(stage, 1) * forward + reductions * backward
+    # Chunks of an interleaved pipeline are done one after the other, each with as many micro batches as there
+    # are ranks; only the last one has no more than its own last pass to hide behind.
+    chunks = table.virtual_pipeline_parallel
+    rounds = np.where(reductions > 1, 1, np.minimum(micro_batches, table.pipeline_parallel))
+    behind = once * (1 + (chunks - 1) * rounds) / chunks
+    window = np.where(stage == 3, micro_batches * (forward + backward), behind)
     exposed = total - overlap_seconds(overlap * total, window, engine.overlap.sharpness)
+    if (chunks > 1).any():
+        last = total / chunks
+        hidden = overlap_seconds(overlap * last, once / chunks, engine.overlap.sharpness)
+        exposed = np.where((chunks > 1) & (stage < 3), np.maximum(exposed, last - hidden), exposed)
     if engine.network.step_reductions:
         everyone = group(cluster, engine, np.full(len(table), cluster.world_size), 1)
         exposed = exposed + engine.network.step_reductions * all_reduce(everyone, np.zeros(len(table)))
@@ -164,7 +197,7 @@ def optimizer_seconds(
     parameters for every gathering and gradients for every reduction, which add up on the host.
     """
     policy = engine.memory_policy(table.precision)
-    traffic: Any = update_traffic(table)
+    traffic: Any = update_traffic(table) * engine.elementwise.update_passes
     whole = 0.0 if engine.sharding.fully_sharded else policy.gathered + policy.gradients
     mine = shared / table.zero_shards + experts / table.expert_shards
     rate = device.memory_bandwidth * engine.elementwise.efficiency

@@ -58,6 +58,8 @@ class GemmRates(NamedTuple):
     """Inner width k at which the rate is half of that of a wide product."""
     grouped: bool = False
     """Several products of one shape, those of experts, are one kernel."""
+    padding: float = 0.0
+    """Rows that each of several products of one shape computes for nothing."""
 
 
 def gemm_seconds(gemms: tuple[Gemm, ...], rates: GemmRates) -> Floats | float:
@@ -72,7 +74,10 @@ def gemm_seconds(gemms: tuple[Gemm, ...], rates: GemmRates) -> Floats | float:
         flops = rates.wide_flops if wide else rates.flops
         # Tiles of one kernel fill the same waves, whichever of its products they are of.
         kernels = 1.0 if rates.grouped else times
-        arithmetic = 2.0 * (k + rates.half_width) * (times * m * n + kernels * rates.wave) / flops
+        elements = times * m * n + kernels * rates.wave
+        if rates.padding:
+            elements = elements + (times - 1.0) * rates.padding * n
+        arithmetic = 2.0 * (k + rates.half_width) * elements / flops
         traffic = times * rates.element * (m * k + k * n + m * n) / rates.bandwidth
         # Neither is so large or small that its square is not a number, which `np.hypot` takes time to see to.
         total = total + np.sqrt(arithmetic * arithmetic + traffic * traffic) + kernels * rates.launch
@@ -110,4 +115,5 @@ def gemm_rates(device: Device, engine: Engine, precision: Precision, wide: bool)
         wave=engine.gemm.wave * device.cores * TILE,
         half_width=engine.gemm.fp8_half_width if narrow else 0.0,
         grouped=engine.experts.grouped,
+        padding=engine.experts.padding,
     )

@@ -53,6 +53,16 @@ PARTS = tuple(name for name in Passes.__dataclass_fields__ if name not in ("back
 """The parts that add up to a unit's time; named as the fields of `StepTime`."""
 
 
+def mean_passes(every: list[tuple[float, Passes]]) -> Passes:
+    """The mean of the seconds of units, with the part of them that each stands for."""
+    return Passes(
+        **{
+            name: sum((share * getattr(unit, name) for share, unit in every), np.zeros(()))
+            for name in Passes.__dataclass_fields__
+        }
+    )
+
+
 def _copies_by_node(ep: Group, top_k: int) -> Floats:
     """Nodes that a token travels to, over the experts that it travels to, with balanced experts.
 
@@ -84,12 +94,19 @@ def passes(
     unit = _Unit(work, device, engine, table, groups, repeats, wide)
     tensor, context, expert, idle = unit.tensor, unit.context, unit.expert, unit.idle
     again = _repetition(unit)
+    repeated = unit.repeated_idle(
+        again.seconds
+        + again.tensor * tensor.forward
+        + again.experts * expert.forward
+        + again.context * context.forward,
+        again.whole,
+    )
     return Passes(
-        compute=(1 + BACKWARD_GEMM) * unit.gemm,
+        compute=unit.gemm + unit.gemm_backward,
         attention=unit.attention.forward + unit.attention.backward,
         elementwise=unit.elementwise.forward + unit.elementwise.backward,
         recompute=again.seconds,
-        launch=idle.forward + idle.backward + again.whole * idle.forward,
+        launch=idle.forward + idle.backward + repeated,
         tensor_parallel=tensor.forward + tensor.backward + again.tensor * tensor.forward,
         context_parallel=context.forward + context.backward + again.context * context.forward,
         expert_parallel=expert.forward + expert.backward + again.experts * expert.forward,
@@ -101,8 +118,8 @@ def passes(
         + again.tensor * tensor.forward
         + again.experts * expert.forward
         + again.context * context.forward
-        + again.whole * idle.forward,
-        weights=(BACKWARD_GEMM - 1) * unit.gemm,
+        + repeated,
+        weights=unit.gemm_backward - unit.gemm,
     )
 
 
@@ -152,9 +169,21 @@ class _Unit:
         return gemm_seconds(gemms, self.rates)
 
     @cached_property
+    def adapters(self) -> Floats | float:
+        """Seconds of the products of adapters, each once."""
+        return self.products(self.work.adapter_gemms)
+
+    @cached_property
+    def gemm_backward(self) -> Floats:
+        """Seconds of products for gradients: of inputs, and of the weights that train."""
+        if not self.work.is_frozen:
+            return BACKWARD_GEMM * self.gemm
+        return self.gemm + (BACKWARD_GEMM - 1) * self.adapters
+
+    @cached_property
     def gemm(self) -> Floats:
         """Seconds of all products, each once."""
-        seconds = np.zeros(len(self.table)) + self.products(self.work.gemms)
+        seconds = np.zeros(len(self.table)) + self.products(self.work.gemms) + self.adapters
         rate = self.engine.gemm.whole_head_efficiency
         if self.repeats or rate == 1:
             return seconds
@@ -165,9 +194,8 @@ class _Unit:
         """Core attention."""
         peak = wide_peak_flops(self.device, self.table.precision)
         rates = self.rates
-        return _Pair(
-            *attention_seconds(self.work, self.device, self.engine, peak, rates.bandwidth, rates.element)
-        )
+        limits = peak, rates.bandwidth, rates.element
+        return _Pair(*attention_seconds(self.work, self.device, self.engine, self.table, *limits))
 
     @cached_property
     def elementwise(self) -> _Pair:
@@ -195,7 +223,9 @@ class _Unit:
     @cached_property
     def context(self) -> _Pair:
         """Exchanges of context parallelism that attention does not hide."""
-        return _Pair(*context_seconds(self.work, self.table, self.groups["cp"], *self.attention))
+        # The cores of a CPU that attend are the ones that pass keys and values on.
+        hides = _Pair(0 * self.gemm, 0 * self.gemm) if self.device.kind == "cpu" else self.attention
+        return _Pair(*context_seconds(self.work, self.table, self.groups["cp"], *hides))
 
     @cached_property
     def expert(self) -> _Pair:
@@ -204,6 +234,8 @@ class _Unit:
         exchange = np.where(work.routed_bytes > 0, all_to_all(ep, work.routed_bytes), 0.0)
         if self.engine.experts.dispatches_by_node and work.top_k:
             exchange = exchange * _copies_by_node(ep, work.top_k)
+        exchange = exchange / self.engine.experts.dispatch_rate
+        exchange = exchange + np.where(work.routed_bytes > 0, self.engine.network.dispatch_latency, 0.0)
         meanwhile = 0.0 if self.device.kind == "cpu" else self.products(work.shared_gemms)
         gathered = all_gather(self.groups["etp"], work.expert_gather_bytes)
         both = 2 * (exchange + np.where(work.expert_gather_bytes > 0, gathered, 0.0))
@@ -220,7 +252,7 @@ class _Unit:
         moved = table.offload_activations * self.repeats * ~full * self.work.attention_bytes
         seconds = moved / (self.device.host_bandwidth * self.engine.network.efficiency)
         hides = self.gemm + self.attention.forward + self.elementwise.forward
-        hides_back = BACKWARD_GEMM * self.gemm + self.attention.backward
+        hides_back = self.gemm_backward + self.attention.backward
         return _Pair(
             np.maximum(seconds - hides, 0.0),
             np.maximum(seconds - hides_back - self.elementwise.backward, 0.0),
@@ -234,14 +266,31 @@ class _Unit:
     @cached_property
     def backward(self) -> Floats:
         """The backward pass, but for what is repeated, moved and waited for."""
-        seconds = BACKWARD_GEMM * self.gemm + self.attention.backward + self.elementwise.backward
+        seconds = self.gemm_backward + self.attention.backward + self.elementwise.backward
         return seconds + self.tensor.backward + self.context.backward + self.expert.backward
+
+    @cached_property
+    def floor(self) -> Floats:
+        """Host seconds to launch the forward pass."""
+        return launch_seconds(self.work, self.engine, self.table, self.groups["tp"]) * self.repeats
+
+    def repeated_idle(self, seconds: Floats, wholes: Floats) -> Floats:
+        """Idle seconds of `wholes` forward passes that are repeated in `seconds` of device time.
+
+        What is repeated ends early, so that the device waits longer than in the forward pass itself.
+        """
+        if not wholes.any():
+            return wholes
+        if self.device.kind == "cpu":
+            return wholes * (self.floor + self.gaps)
+        each = seconds / np.maximum(wholes, 1.0) + self.gaps
+        result: Floats = wholes * (launch_floor(each, self.floor, self.engine.host.sharpness) + self.gaps)
+        return result
 
     @cached_property
     def idle(self) -> _Pair:
         """Device idle, for gaps between kernels and while the host launches them."""
-        engine, gaps = self.engine, self.gaps
-        floor = launch_seconds(self.work, engine, self.table, self.groups["tp"]) * self.repeats
+        engine, gaps, floor = self.engine, self.gaps, self.floor
         if self.device.kind == "cpu":
             # The cores that launch are the ones that compute: nothing hides behind anything.
             return _Pair(floor + gaps, floor + BACKWARD_GEMM * gaps)

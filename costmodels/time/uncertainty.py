@@ -40,6 +40,7 @@ def spread(
     step_time: Floats,
     known: Floats | float = 0.0,
     hidden: float = np.inf,
+    experts: bool = False,
 ) -> Floats:
     """Half the width of the 80 % range as a natural logarithm, [n].
 
@@ -53,14 +54,16 @@ def spread(
         step_time: their sum.
         known: `layer_table.known_share` of the rows, 0 to 1.
         hidden: hidden size of the model.
+        experts: the model has some.
     """
     width = engine.spread
+    base = width.experts if experts and width.experts is not None else width.base
     waits = sum((time[part] for part in COMMUNICATION), np.zeros_like(step_time)) / step_time
     # A node's own links are as the data sheet says; each doubling of nodes adds switches and other jobs.
     network = width.network * waits * (1.0 + np.log2(cluster.nodes))
     launch = width.launch * time["launch"] / step_time
     pipeline = width.bubble * time["bubble"] / step_time
     narrow = width.narrow * NARROW_HIDDEN / hidden
-    formulas = np.sqrt(width.base**2 + narrow**2 + network**2 + launch**2 + pipeline**2)
+    formulas = np.sqrt(base**2 + narrow**2 + network**2 + launch**2 + pipeline**2)
     result: Floats = formulas + (width.measured - formulas) * known
     return result

@@ -14,7 +14,7 @@ from costmodels.spec.hardware import Cluster
 from costmodels.spec.model import ModelSpec
 from costmodels.spec.table import Floats, Ints, LayoutTable
 from costmodels.time.measured_layers import scale_by_measurements
-from costmodels.time.passes import Passes, passes
+from costmodels.time.passes import Passes, mean_passes, passes
 
 
 def unit_passes(model: ModelSpec, cluster: Cluster, engine: Engine, table: LayoutTable) -> dict[str, Passes]:
@@ -31,16 +31,26 @@ def unit_passes(model: ModelSpec, cluster: Cluster, engine: Engine, table: Layou
         "first": embedding(model, table),
         "last": head(model, engine, padded_vocabulary(model, table), table),
     }
-    layers = {"dense": layer(model, engine, table, moe=False)}
-    if model.experts:
-        layers["moe"] = layer(model, engine, table, moe=True)
-    units = {held: passes(work, device, engine, table, groups, repeats=True) for held, work in layers.items()}
+    layers = {
+        held: [
+            (share, layer(spec, engine, table, mlp)) for share, spec, mlp in model.variants(held == "dense")
+        ]
+        for held in ("dense", "moe")[: 1 + (model.routed_layers > 0)]
+    }
+
+    def layer_passes(held: str, rows: LayoutTable) -> Passes:
+        every = [
+            (share, passes(work, device, engine, rows, groups, repeats=True)) for share, work in layers[held]
+        ]
+        return every[0][1] if len(every) == 1 else mean_passes(every)
+
+    units = {held: layer_passes(held, table) for held in layers}
     units["dense"] = scale_by_measurements(units["dense"], model, engine, table)
     if table.recompute_method.any():
         none = np.zeros_like(table.recompute)
         plain = replace(table, recompute=none, recompute_modules=none)
-        for held, work in layers.items():
-            units[f"{held}_plain"] = passes(work, device, engine, plain, groups, repeats=True)
+        for held in layers:
+            units[f"{held}_plain"] = layer_passes(held, plain)
         units["dense_plain"] = scale_by_measurements(units["dense_plain"], model, engine, table)
     for held, work in ends.items():
         units[held] = passes(work, device, engine, table, groups, repeats=False, wide=True)

@@ -1,0 +1,84 @@
+"""How wrong the model is on a source of measurements that its constants have never seen.
+
+The constants of each engine are fitted without the source (leave one source out), and the source is priced
+with them. A fit that has no other source leaves its constants where they were known to be beforehand: at the
+starts of fits.yaml, which stand on kernels and on other engines, or at what one would take who had none. What
+`like` takes over from another fit is without the source as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from costmodels.calibration.accuracy import SourceScore, is_fit_row, score
+from costmodels.calibration.layer_factors import fit_layers
+from costmodels.calibration.measurements import EngineLoader, Measurement
+from costmodels.calibration.predictions import Predictions, predict
+from costmodels.calibration.time_fit import TimeFitPlan, fit_times, is_row_of
+from costmodels.catalogue import Fits, calibrated_fits, load_engine
+from costmodels.spec.engine import Engine
+from costmodels.spec.table import Floats
+
+FEWEST = 2
+"""Rows for each constant of a fit below which those of other sources do not replace what was known before."""
+
+
+@dataclass(frozen=True)
+class UnseenSource:
+    """A source, priced by constants that have not seen it."""
+
+    score: SourceScore
+    rows: list[Measurement]
+    predictions: Predictions
+
+    @property
+    def errors(self) -> Floats:
+        """Natural logarithms of predicted over measured step time, [n]; NaN where one is not known."""
+        measured = np.log([row.step_time_s or np.nan for row in self.rows])
+        found: Floats = np.log(self.predictions.step_time_s) - measured
+        return found
+
+
+def constants_without(plan: TimeFitPlan, rows: Sequence[Measurement], source: str) -> dict[str, Any]:
+    """The constants of a fit whose rows leave `source` out."""
+    seen = [row for row in rows if row.source != source and is_row_of(row, plan) and is_fit_row(row)]
+    if len(seen) < FEWEST * len(plan.constants):
+        priors = plan.constants.items()
+        return {name: prior.start if prior.unseen is None else prior.unseen for name, prior in priors}
+    found = fit_times(plan, seen)
+    return (found.with_layers(fit_layers(found, seen)) if plan.layers else found).constants
+
+
+def fits_without(plans: Sequence[TimeFitPlan], rows: Sequence[Measurement], source: str) -> Fits:
+    """calibrated.yaml as it would be, had nobody seen `source`; ranges stay."""
+    fits: dict[str, dict[str, Any]] = {engine: dict(each) for engine, each in calibrated_fits().items()}
+    for plan in plans:
+        if source in plan.sources:
+            known = fits.setdefault(plan.engine, {}).get(plan.architecture, {"spread": {}})
+            constants = constants_without(plan, rows, source)
+            fits[plan.engine][plan.architecture] = {**known, "constants": constants}
+    return fits
+
+
+def loader(fits: Fits) -> EngineLoader:
+    """Engines with the constants of `fits`."""
+    engines: dict[str, Engine] = {}
+
+    def load(name: str) -> Engine:
+        if name not in engines:
+            engines[name] = load_engine(name, fits)
+        return engines[name]
+
+    return load
+
+
+def unseen_source(source: str, rows: Sequence[Measurement]) -> UnseenSource:
+    """The errors of one source, whose rows were read with the engines of `fits_without`."""
+    ran = [row for row in rows if row.source == source]
+    predictions = predict(ran)
+    scores: Mapping[str, SourceScore] = score(ran, predictions)
+    return UnseenSource(scores[source], ran, predictions)

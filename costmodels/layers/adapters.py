@@ -1,0 +1,98 @@
+"""Which linear layers of a block have low-rank adapters, and how tensor parallelism splits them."""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+import numpy as np
+
+from costmodels.spec.model import MlpKind, ModelSpec
+from costmodels.spec.model_parts import LoraTarget
+from costmodels.spec.table import Floats
+
+
+class AdaptedLayer(NamedTuple):
+    """A linear layer with an adapter."""
+
+    module: str
+    """Its place in a block of the runtime, such as `attention.query`."""
+    inputs: int
+    outputs: int
+    split: Literal["columns", "rows", "whole"]
+    """What of it tensor-parallel ranks share: outputs and B, inputs and A, or nothing."""
+
+    def parameters(self, rank: int, tensor_parallel: Floats | float = 1.0) -> Floats | float:
+        """Parameters of the adapter on one rank."""
+        inputs = self.inputs / (tensor_parallel if self.split == "rows" else 1.0)
+        outputs = self.outputs / (tensor_parallel if self.split == "columns" else 1.0)
+        return rank * (inputs + outputs)
+
+
+def adapted_layers(model: ModelSpec, mlp: MlpKind) -> list[AdaptedLayer]:
+    """The layers with adapters in a block with an MLP of kind `mlp` and the first layer's attention.
+
+    Routed experts and their router have none.
+    """
+    if model.lora is None:
+        return []
+    every = [*_attention(model)]
+    width = {"dense": model.ffn, "experts": model.shared_expert_ffn, "none": 0}[mlp]
+    if width:
+        place = "mlp" if mlp == "dense" else "mlp.shared"
+        every += [
+            ("up", AdaptedLayer(f"{place}.up", model.hidden, width, "columns")),
+            ("down", AdaptedLayer(f"{place}.down", width, model.hidden, "rows")),
+        ]
+        if model.gated:
+            every.append(("gate", AdaptedLayer(f"{place}.gate", model.hidden, width, "columns")))
+    return [layer for target, layer in every if target in model.lora.targets]
+
+
+def _attention(model: ModelSpec) -> list[tuple[LoraTarget, AdaptedLayer]]:
+    h, mla, kind = model.hidden, model.latent_attention, model.attention_pattern[0]
+    if kind in ("linear", "none"):
+        return []
+    if mla is None:
+        return [
+            ("query", AdaptedLayer("attention.query", h, model.q_size, "columns")),
+            ("key", AdaptedLayer("attention.key", h, model.kv_size, "columns")),
+            ("value", AdaptedLayer("attention.value", h, model.kv_size, "columns")),
+            ("output", AdaptedLayer("attention.output", model.q_size, h, "rows")),
+        ]
+    queries, values = (
+        model.heads * (mla.qk_nope_head_dim + mla.qk_rope_head_dim),
+        model.heads * mla.v_head_dim,
+    )
+    latent, both = mla.kv_lora_rank, model.heads * (mla.qk_nope_head_dim + mla.v_head_dim)
+    found: list[tuple[LoraTarget, AdaptedLayer]] = [
+        ("query", AdaptedLayer("attention.query", mla.q_lora_rank or h, queries, "columns")),
+        ("key", AdaptedLayer("attention.compress.latent", h, latent + mla.qk_rope_head_dim, "whole")),
+        ("value", AdaptedLayer("attention.key_value", latent, both, "columns")),
+        ("output", AdaptedLayer("attention.output", values, h, "rows")),
+    ]
+    if mla.q_lora_rank:
+        found.append(("query", AdaptedLayer("attention.compress.query", h, mla.q_lora_rank, "whole")))
+    return found
+
+
+def block_parameters(model: ModelSpec, mlp: MlpKind, tensor_parallel: Floats | float = 1.0) -> Floats:
+    """Parameters of the adapters of such a block on one of `tensor_parallel` ranks, [] or as these."""
+    rank = 0 if model.lora is None else model.lora.rank
+    found = np.zeros_like(tensor_parallel, dtype=np.float64)
+    for layer in adapted_layers(model, mlp):
+        found = found + layer.parameters(rank, tensor_parallel)
+    return found
+
+
+def adapter_parameters(model: ModelSpec) -> int:
+    """Parameters of all adapters of a model."""
+    total = 0.0
+    for leading, layers in ((True, model.leading_layers), (False, model.routed_layers)):
+        if layers:
+            total += layers * float(model.mean(block_parameters, leading))
+    return round(total)
+
+
+def trained_parameters(model: ModelSpec) -> int:
+    """Parameters that training changes: all of them, or those of adapters."""
+    return model.parameters if model.lora is None else adapter_parameters(model)

@@ -1,0 +1,183 @@
+"""What `ModelSpec` is made of: forms of attention, stretched positions, the choice of experts."""
+
+from __future__ import annotations
+
+from typing import Literal, get_args
+
+from pydantic import model_validator
+
+from costmodels.spec.record import Count, CountOrZero, NonNegative, Positive, Record
+
+
+class LatentAttention(Record):
+    """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1); all sizes in elements."""
+
+    q_lora_rank: CountOrZero
+    """Rank of the query compression; 0 when queries are projected directly."""
+    kv_lora_rank: Count
+    qk_nope_head_dim: Count
+    qk_rope_head_dim: Count
+    v_head_dim: Count
+
+
+LoraTarget = Literal["query", "key", "value", "output", "up", "gate", "down"]
+"""Linear layers of a block that can have adapters; latent attention has its compressions with them."""
+
+LORA_TARGETS: tuple[LoraTarget, ...] = get_args(LoraTarget)
+
+
+class Lora(Record):
+    """Low-rank adapters, which train in the place of the model (LoRA, arXiv:2106.09685, section 4.1).
+
+    A linear layer W of the targets becomes W + `alpha` / `rank` B A with A of [`rank`, inputs] and B of
+    [outputs, `rank`]. Everything else is frozen.
+    """
+
+    rank: Count
+    alpha: Positive
+    targets: tuple[LoraTarget, ...] = LORA_TARGETS
+
+    @model_validator(mode="after")
+    def _check(self) -> Lora:
+        if not self.targets or len(set(self.targets)) < len(self.targets):
+            raise ValueError(f"targets of lora must name layers once each: {', '.join(LORA_TARGETS)}")
+        return self
+
+    @property
+    def scale(self) -> float:
+        """Factor of what adapters add."""
+        return self.alpha / self.rank
+
+
+class RopeScaling(Record):
+    """How rotary frequencies are stretched for sequences longer than those of pre-training.
+
+    Words and defaults are those of Hugging Face's `rope_scaling`; a field that its kind does not use is
+    ignored. It costs nothing, and losses depend on it.
+    """
+
+    kind: str
+    """`linear` (arXiv:2306.15595), `llama3` (arXiv:2407.21783, section 3.4.2) or `yarn` (arXiv:2309.00071);
+    others can be planned, not trained."""
+    factor: Positive = 1.0
+    original_positions: CountOrZero = 0
+    """Longest sequence of pre-training; 0 when the kind needs none."""
+    low_freq_factor: Positive = 1.0
+    high_freq_factor: Positive = 4.0
+    beta_fast: Positive = 32.0
+    beta_slow: Positive = 1.0
+    mscale: NonNegative = 0.0
+    mscale_all_dim: NonNegative = 0.0
+    attention_factor: NonNegative = 0.0
+    """Factor of cosines and sines; 0 for the one that YaRN derives."""
+    truncate: bool = True
+    """Round the bounds of YaRN's ramp to whole dimensions."""
+
+    @model_validator(mode="after")
+    def _check(self) -> RopeScaling:
+        if self.kind in ("llama3", "yarn") and not self.original_positions:
+            raise ValueError(
+                f"rope_scaling {self.kind} needs original_positions, the longest sequence of pre-training"
+            )
+        if self.kind == "llama3" and self.low_freq_factor >= self.high_freq_factor:
+            raise ValueError(
+                f"rope_scaling llama3: low_freq_factor {self.low_freq_factor:g} must be less than "
+                f"high_freq_factor {self.high_freq_factor:g}"
+            )
+        return self
+
+
+class Router(Record):
+    """Choice of experts by tokens."""
+
+    score: Literal["softmax", "sigmoid"] = "softmax"
+    normalised: bool = True
+    """The weights of a token's experts add up to one, before `scale`."""
+    scale: Positive = 1.0
+    """Factor of the weights (DeepSeek's `routed_scaling_factor`)."""
+    groups: Count = 1
+    """Groups of experts, of which a token may use `top_groups` (DeepSeek-V2, arXiv:2405.04434, 2.2.2)."""
+    top_groups: Count = 1
+    group_score: Literal["max", "top2"] = "max"
+    """Score that ranks groups: their best expert, or the sum of the two best (DeepSeek-V3)."""
+    expert_bias: bool = False
+    """A bias of each expert that takes part in the choice only and follows its load (arXiv:2408.15664)."""
+    bias: bool = False
+    """The router's matrix has a bias (gpt-oss)."""
+    weighs_inputs: bool = False
+    """Weights are factors of what goes into experts, not of what they give (Llama 4)."""
+    capacity_factor: NonNegative = 0.0
+    """An expert takes in at most ceil(S x top_k / experts x factor) tokens of each sequence of S, those with
+    the largest weights; 0 for all (dropless)."""
+
+
+class LinearAttention(Record):
+    """Attention whose state has one size for any length of sequence; all sizes in elements.
+
+    `gated_delta`: Gated DeltaNet (arXiv:2412.06464); `mamba2`: Mamba-2 (arXiv:2405.21060), whose groups are
+    the key heads, whose states are the keys and whose heads are the value heads here.
+    """
+
+    kind: Literal["gated_delta", "mamba2"]
+    key_heads: Count
+    value_heads: Count
+    key_dim: Count
+    value_dim: Count
+    conv_kernel: Count = 4
+    """Positions that a convolution over queries, keys and values covers."""
+    conv_bias: bool = False
+    chunk: Count = 64
+    """Positions that are computed as products of matrices, between which a state is handed on."""
+
+    @property
+    def key_size(self) -> int:
+        """Width of the concatenated keys (or queries)."""
+        return self.key_heads * self.key_dim
+
+    @property
+    def value_size(self) -> int:
+        """Width of the concatenated values."""
+        return self.value_heads * self.value_dim
+
+    @property
+    def conv_size(self) -> int:
+        """Width of queries, keys and values together, which the convolution goes over."""
+        return 2 * self.key_size + self.value_size
+
+    @property
+    def entry_size(self) -> int:
+        """Width of what the input is projected to: the above, a gate of the values, and decay (and strength)
+        of each head."""
+        numbers = 2 if self.kind == "gated_delta" else 1
+        return self.conv_size + self.value_size + numbers * self.value_heads
+
+    def parameters(self, hidden: int) -> int:
+        """Parameters of one block between `hidden` wide inputs and outputs, its input norm left out."""
+        conv = self.conv_size * (self.conv_kernel + self.conv_bias)
+        # Decay and step of each head, and Mamba's direct way from input to output.
+        heads = self.value_heads * (2 if self.kind == "gated_delta" else 3)
+        norm = self.value_dim if self.kind == "gated_delta" else self.value_size
+        return hidden * self.entry_size + conv + heads + norm + self.value_size * hidden
+
+    def flops_per_token(self) -> float:
+        """Forward FLOPs of one token between the projections, computed in chunks.
+
+        For each head a product of a token with the state and one that adds to it, and within a chunk of C
+        tokens scores and weighted values of the half that is causal; the delta rule solves a triangle of
+        C x C besides (arXiv:2405.21060, section 6; arXiv:2412.06464, section 3.3).
+        """
+        state = 4.0 * self.key_dim * self.value_dim
+        within = float(self.chunk * (self.key_dim + self.value_dim))
+        triangle = within + state / 2 if self.kind == "gated_delta" else 0.0
+        return self.value_heads * (state + within + triangle) + 2.0 * self.conv_size * self.conv_kernel
+
+
+class Indexer(Record):
+    """DeepSeek's sparse attention: small heads score all positions, of which attention reads the best.
+
+    DeepSeek-V3.2 (arXiv:2512.02556, section 2.1); sizes in elements, `top_k` in positions.
+    """
+
+    heads: Count
+    head_dim: Count
+    top_k: Count

@@ -1,0 +1,32 @@
+"""What models may have that the bundled runtime does not compute: such models are priced, not trained."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from costmodels.spec.model import ModelSpec
+
+TRAINED_SCALINGS = ("linear", "llama3", "yarn")
+"""Kinds of rotary scaling that the runtime computes."""
+
+PARTS: dict[str, Callable[[ModelSpec], bool]] = {
+    "Mamba-2": lambda spec: spec.linear_attention is not None and spec.linear_attention.kind == "mamba2",
+    "adapters in linear attention": lambda spec: spec.lora is not None and "linear" in spec.attention_pattern,
+    "weights of the inputs of experts": lambda spec: spec.router.weighs_inputs,
+    "layers without attention or MLP": lambda spec: "none" in (*spec.attention_pattern, *spec.mlp_pattern),
+    "sparse attention with an indexer": lambda spec: spec.indexer is not None,
+    "caps of attention's scores": lambda spec: spec.attention_softcap > 0,
+    "caps of logits": lambda spec: spec.logits_softcap > 0,
+    "scaled logits": lambda spec: spec.logits_scale != 1.0,
+    "parameters of other parts": lambda spec: spec.other_layer_parameters + spec.other_parameters > 0,
+}
+"""By what a message calls it, whether a model has it."""
+
+
+def untrained_parts(spec: ModelSpec) -> list[str]:
+    """What the bundled runtime lacks to train a model; empty where it trains it."""
+    found = [part for part, has in PARTS.items() if has(spec)]
+    scaling = spec.rope_scaling
+    if spec.position == "rope" and scaling is not None and scaling.kind not in TRAINED_SCALINGS:
+        found.append(f"{scaling.kind} rope scaling (only {', '.join(TRAINED_SCALINGS)})")
+    return found
