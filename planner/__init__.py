@@ -18,16 +18,19 @@ if TYPE_CHECKING:
     from planner.budget.goodput import Failures
     from planner.explanation.explanation import Explanation, explain
     from planner.formats.check import Check, check
+    from planner.formats.conversion import Conversion, convert_config
     from planner.formats.export import Export
     from planner.formats.targets import export
     from planner.plan import Plan
     from planner.ranking.result import SearchResult
+    from planner.report.figures import plan_figures
     from planner.world_sizes import Size, Sizes, sizes
 
     __version__: str
 
 __all__ = [
     "Check",
+    "Conversion",
     "Explanation",
     "Export",
     "Failures",
@@ -39,9 +42,11 @@ __all__ = [
     "Sizes",
     "__version__",
     "check",
+    "convert_config",
     "evaluate",
     "explain",
     "export",
+    "plan_figures",
     "search",
     "sizes",
     "suggest",
@@ -54,10 +59,12 @@ _NAMES = {
     "planner.world_sizes": ("Size", "Sizes", "sizes"),
     "planner.explanation.explanation": ("Explanation", "explain"),
     "planner.formats.check": ("Check", "check"),
+    "planner.formats.conversion": ("Conversion", "convert_config"),
     "planner.formats.export": ("Export",),
     "planner.formats.targets": ("export",),
     "planner.plan": ("Plan",),
     "planner.ranking.result": ("SearchResult",),
+    "planner.report.figures": ("plan_figures",),
 }
 
 _exported = on_demand(__name__, {name: home for home, names in _NAMES.items() for name in names})

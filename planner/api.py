@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 @keywords(SearchKeywords)
 def search(model: ModelSpec | str | Path, *, world_size: int, **job: Unpack[SearchKeywords]) -> SearchResult:
-    """Price every legal layout of `model` on `world_size` devices and rank them.
+    """Rank the legal layouts of `model` on `world_size` devices by their prices.
 
     `model` is a `ModelSpec`, a catalogue name, or the path of a YAML file or of a Hugging Face
     config.json; `device` a `Device` or a catalogue name (`a100-80g` when not given), or nodes of two kinds

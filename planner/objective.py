@@ -9,7 +9,8 @@ import numpy as np
 
 from costmodels.errors import InputError
 from costmodels.spec.record import GIB
-from costmodels.spec.table import Floats
+from costmodels.spec.table import Floats, Ints
+from costmodels.spelling import or_nearest
 
 if TYPE_CHECKING:
     from costmodels.pricing import Prices
@@ -39,6 +40,9 @@ MEANINGS: dict[Objective, str] = {
 EQUAL = 1e-8
 """Relative difference below which two figures are the same."""
 
+SCORE_DIGITS = 9
+"""Digits of the natural logarithm of figures that rank layouts: rounding errors of sums do not decide."""
+
 MEMORY_DIGITS = 3
 """Digits of the natural logarithm of peaks of memory that are told apart."""
 
@@ -48,12 +52,19 @@ def parse_objective(text: str) -> Objective:
     for objective in OBJECTIVES:
         if text.lower().replace("_", "-") == objective:
             return objective
-    raise InputError(f"objective {text}: expected one of {', '.join(OBJECTIVES)}")
+    raise InputError(
+        f"objective {text}: expected one of {', '.join(OBJECTIVES)}{or_nearest(text, OBJECTIVES)}"
+    )
 
 
 def equal_peak(peak_memory_bytes: float) -> float:
     """A number that is the same for peaks of memory that count as equal, and larger for larger ones."""
     return round(math.log(max(peak_memory_bytes, 1.0)), MEMORY_DIGITS)
+
+
+def slowness(objective: Objective, sequences: Ints, seconds: Floats) -> Floats:
+    """Seconds of a step, or of one of its sequences: what is to be least but for constants of the problem."""
+    return seconds if objective == "step-time" else seconds / sequences
 
 
 def logarithms(objective: Objective, prices: Prices) -> tuple[Floats, ...]:

@@ -21,6 +21,7 @@ from costmodels.spec.record import GIB, CountOrZero, Record, in_seconds
 from planner.budget.goodput import Failures
 from planner.budget.run import Run, run
 from planner.objective import Objective
+from planner.plan_rows import COLUMNS, html_table, shown
 
 if TYPE_CHECKING:
     from costmodels.timeline import Timeline
@@ -87,6 +88,12 @@ class Plan(Record):
         )
 
     __str__ = __repr__
+
+    def _repr_html_(self) -> str:
+        """What notebooks show."""
+        cluster = self.cluster
+        title = f"{self.model.name} on {cluster.world_size} x {cluster.device.name}: {self.reason}"
+        return html_table(title, COLUMNS, [shown(self.layout, self.estimate)])
 
     def run(
         self, tokens: str | float, price_per_hour: float | None = None, failures: Failures | None = None

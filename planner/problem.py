@@ -11,14 +11,16 @@ from costmodels.errors import InputError
 from costmodels.spec.engine import Engine
 from costmodels.spec.hardware import Cluster, Device, Precision
 from costmodels.spec.model import ModelSpec
+from costmodels.spec.model_parts import Lora
 from planner.inputs.batch import Batch, resolve_batch
 from planner.inputs.cluster import ClusterKeywords, resolve_cluster
 from planner.inputs.engine import check_runs_on, resolve_engine, resolve_precision
-from planner.inputs.model import resolve_model
+from planner.inputs.model import resolve_model, with_lora
 from planner.inputs.pins import PinInput, Pins, parse_pins
 from planner.objective import DEFAULT_OBJECTIVE, Objective, parse_objective
 from planner.space.engine_rules import check_pins, engine_rules
 from planner.space.grid import Space, build, obstacle
+from planner.space.lora_rules import check_precision
 from planner.space.rule import Rule
 
 if TYPE_CHECKING:
@@ -76,6 +78,8 @@ class JobKeywords(TypedDict, total=False):
     """What the first plan is best at (`planner.objective.Objective`)."""
     rules: Sequence[Rule] | None
     """What this job cannot run."""
+    lora: Lora | None
+    """Adapters to train in the place of the model."""
 
 
 class SearchKeywords(JobKeywords, ClusterKeywords, total=False):
@@ -95,8 +99,9 @@ def resolve_problem(model: ModelSpec | str | Path, world_size: int, **job: Unpac
     cluster = cluster_of(world_size, job)
     engine = resolve_engine(job.get("engine"), cluster.device)
     check_runs_on(engine, cluster)
+    spec, lora = resolve_model(model), job.get("lora")
     problem = Problem(
-        model=resolve_model(model),
+        model=spec if lora is None else with_lora(spec, lora),
         cluster=cluster,
         engine=engine,
         batch=resolve_batch(exact, most),
@@ -106,6 +111,7 @@ def resolve_problem(model: ModelSpec | str | Path, world_size: int, **job: Unpac
         rules=tuple(job.get("rules") or ()),
     )
     check_pins(engine, pins)
+    check_precision(problem.model, problem.precision)
     return problem
 
 

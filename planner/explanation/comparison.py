@@ -48,7 +48,7 @@ class Comparison:
 
 
 def compare(first: Plan, second: Plan) -> Comparison:
-    """The terms of two plans, which must be of the same model, cluster and engine, side by side."""
+    """The terms of two plans, which must be of the same model, side by side."""
     one, other = first.estimate, second.estimate
     scale = first.layout.global_batch_size / second.layout.global_batch_size
     return Comparison(
@@ -76,6 +76,16 @@ def _terms(
 
 
 def _distinguishable(first: Plan, second: Plan) -> bool:
+    if first.cluster != second.cluster or first.engine != second.engine:
+        # What makes estimates of one cluster wrong together does not do so here.
+        one, other = first.estimate, second.estimate
+        scale = first.layout.global_batch_size / second.layout.global_batch_size
+        lowest, highest = scale * other.step_time_low_s, scale * other.step_time_high_s
+        return one.step_time_high_s < lowest or one.step_time_low_s > highest
+    return _separated(first, second)
+
+
+def _separated(first: Plan, second: Plan) -> bool:
     one, other = (
         price(first.model, first.cluster, first.engine, LayoutTable.of([plan.layout])).simulate(np.array([0]))
         for plan in (first, second)

@@ -193,8 +193,8 @@ def explain_result(
 
 def _runner_up(result: SearchResult) -> Plan:
     """The next plan that differs in speed or memory, as far as the first ones of the ranking go."""
-    rows = result.places[:MOST]
-    costs = np.log([result.prices.tokens_per_s[rows], result.prices.peak_memory_bytes[rows]])
+    prices = result.first(MOST)
+    costs = np.log([prices.tokens_per_s, prices.peak_memory_bytes])
     differ = (np.abs(costs - costs[:, :1]) > EQUAL).any(axis=0)
     return result.plan(int(differ.argmax()) if differ.any() else 1)
 

@@ -25,8 +25,8 @@ class HardwareOptions:
     local_world_size: int | None = flag(None, "Devices of one node; as in the device's usual server.")
     device: str | None = flag(
         None,
-        f"Catalogue name of the device (see `devices`); {DEFAULT_DEVICE} if none. Nodes of two kinds with "
-        f"the number of each: {KINDS}.",
+        f"Catalogue name of the device (see `devices`), or a file of its fields or of `planner calibrate`; "
+        f"{DEFAULT_DEVICE} if none. Nodes of two kinds with the number of each: {KINDS}.",
         values=device_names,
     )
     memory_margin_gib: float | None = flag(

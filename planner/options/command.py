@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 import textwrap
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -40,7 +41,7 @@ class Command(TyperCommand):
             if record is not None:
                 usual = "Arguments" if param.param_type_name == "argument" else "Options"
                 section = getattr(param, "rich_help_panel", None) or usual
-                sections.setdefault(section, []).append(record)
+                sections.setdefault(section, []).append((_folded(record[0]), record[1]))
         for section, records in sections.items():
             with formatter.section(section):
                 formatter.write_dl(records)
@@ -57,10 +58,22 @@ def add(
     function: Callable[..., None],
     name: str | None = None,
     kind: type[TyperCommand] = Command,
+    examples: Sequence[str] = (),
 ) -> None:
-    """Make a command of a function, with what `flag_groups` noted for the end of its help."""
-    epilog = getattr(function, "epilog", None)
-    app.command(name, cls=kind, epilog=epilog, context_settings=HELP)(function)
+    """Make a command of a function; its help ends with `examples` and with what `flag_groups` noted."""
+    shown = epilog_section("Examples", "\n".join(examples)) if examples else ""
+    epilog = "\n\n".join(filter(None, [getattr(function, "epilog", ""), shown]))
+    # Its first sentence, whole: a list of commands would cut it.
+    short = " ".join((inspect.getdoc(function) or "").split("\n\n")[0].split())
+    app.command(name, cls=kind, epilog=epilog, short_help=short, context_settings=HELP)(function)
+
+
+def _folded(names: str) -> str:
+    """Spellings of a flag, in two lines where one would be too long."""
+    if len(names) <= WIDTH:
+        return names
+    middle = names.index(", ") + 1
+    return f"{names[:middle]}\n     {names[middle:]}"
 
 
 def epilog_section(title: str, text: str) -> str:

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from costmodels.errors import InputError
-from costmodels.spec.model import LatentAttention, ModelSpec, Router
+from costmodels.spec.model import ModelSpec
+from costmodels.spec.model_parts import LatentAttention, Router
 from planner.options.flags import flag, flag_names
 from planner.options.limits import MOST, POSITIVE, Bounds
 

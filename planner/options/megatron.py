@@ -90,6 +90,8 @@ class AcceptedFlags:
         "samples come in the order of a seed", "single", instead="one order of samples; use single"
     )
     no_create_attention_mask_in_dataloader: bool = _same("attention is causal, and needs no mask")
+    mock_data: bool = _same("without --data-path the built-in corpus is learned")
+    exit_signal_handler: bool = _same("SIGTERM saves and ends a job")
     manual_gc: bool = _same("when Python collects garbage changes no result")
     log_throughput: bool = _same("every log line has tokens/s")
     timing_log_level: str | None = _same("steps are timed as a whole", "0", "1", "2")

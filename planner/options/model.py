@@ -9,10 +9,12 @@ from costmodels.catalogue import model_names
 from costmodels.catalogue.yaml_files import build, is_file_name
 from costmodels.errors import InputError
 from costmodels.spec.model import ModelSpec
+from costmodels.spelling import or_nearest
 from planner.inputs.model import is_hf_config, resolve_model
 from planner.options.experts import ExpertFlags, LatentFlags, expert_changes, latent_changes
 from planner.options.flags import flag
 from planner.options.limits import AT_LEAST_1, Bounds
+from planner.options.lora import LoraFlags, lora_note
 
 DEFAULT_MODEL = "gpt-22b"
 """Model that is assumed when none is given: the GPT of 22 billion parameters of PAI's guide."""
@@ -64,7 +66,7 @@ class Dimensions:
 
 
 @dataclass(frozen=True)
-class ModelOptions(LatentFlags, ExpertFlags, Dimensions):
+class ModelOptions(LoraFlags, LatentFlags, ExpertFlags, Dimensions):
     """What is trained: a named model, a model by its dimensions, or the one with changes by the other."""
 
     def spec(self) -> ModelSpec:
@@ -80,7 +82,7 @@ class ModelOptions(LatentFlags, ExpertFlags, Dimensions):
                 f"--no-position-embedding: {spec.name} learns a table of positions; add "
                 "--position-embedding-type rope or none"
             )
-        return spec
+        return self.with_lora(spec)
 
     def _described(self) -> ModelSpec:
         changes = self._changes()
@@ -100,7 +102,7 @@ class ModelOptions(LatentFlags, ExpertFlags, Dimensions):
         notes = self._assumed()
         if self.multi_latent_attention and not self.qk_layernorm:
             notes.append("latent attention normalises its latents (Megatron-LM: with --qk-layernorm only)")
-        return notes
+        return notes if self.lora_rank is None else [*notes, lora_note(self.spec())]
 
     def _assumed(self) -> list[str]:
         if self.model is not None:
@@ -265,5 +267,5 @@ def choice(name: str, value: str | None, choices: dict[str, str]) -> str | None:
     if value is None:
         return None
     if value not in choices:
-        raise InputError(f"{name} {value}: expected {', '.join(choices)}")
+        raise InputError(f"{name} {value}: expected {', '.join(choices)}{or_nearest(value, choices)}")
     return choices[value]

@@ -9,8 +9,9 @@ from costmodels.catalogue import engine_names
 from costmodels.errors import InputError
 from costmodels.spec.layout import Optimizer, RecomputeMethod, Schedule
 from costmodels.spec.model import ModelSpec
+from costmodels.spelling import or_nearest
 from planner.inputs.engine import DEFAULT_ENGINE
-from planner.inputs.pins import Pins, parse_pins, where_possible
+from planner.inputs.pins import Pins, parse_pins, pin_words, where_possible
 from planner.options.flags import arguments, flag
 from planner.options.megatron import AcceptedFlags, accepted_names
 from planner.options.model import choice
@@ -36,8 +37,8 @@ _MODULES = {
 """Megatron-LM's words first, then those of `Layout`."""
 
 
-def check_alone(*groups: object) -> None:
-    """Raise `InputError` when `groups` give flags beside a plan, which says all that they would."""
+def check_alone(*groups: object, beside: str = "--plan") -> None:
+    """Raise `InputError` when `groups` give flags beside a plan, or files, that say all that they would."""
     for group in groups:
         if isinstance(group, AcceptedFlags):
             group.check_accepted()
@@ -45,8 +46,8 @@ def check_alone(*groups: object) -> None:
     given = [word for word in words if word not in accepted_names()]
     if given:
         raise InputError(
-            f"--plan decides model, batch and layout: {', '.join(dict.fromkeys(given))} cannot change it; "
-            "leave that out, or plan again without --plan"
+            f"{beside} decides model, batch and layout: {', '.join(dict.fromkeys(given))} cannot change it; "
+            f"leave that out, or plan again without {beside}"
         )
 
 
@@ -75,11 +76,13 @@ class ParallelOptions(AcceptedFlags):
         [],
         "Fix or narrow a degree, such as tp=8, recompute=full, tp=2..8, pp=..4 or dp=2,4; repeatable.",
         metavar="NAME=VALUE",
+        values=pin_words,
     )
     forbid: list[str] = flag(
         [],
         "Leave out values of a degree, such as tp=16, schedule=zbv,dualpipev or zero=2..3; repeatable.",
         metavar="NAME=VALUE",
+        values=pin_words,
     )
     tensor_model_parallel_size: str | None = _degree(
         "tensor_parallel", "--tensor-model-parallel-size", "--tp"
@@ -135,10 +138,16 @@ class ParallelOptions(AcceptedFlags):
     use_distributed_optimizer: bool = flag(
         False, "Fix zero_stage=1 wherever data_parallel > 1.", degree="zero_stage"
     )
-    num_distributed_optimizer_instances: int | None = flag(None, "Fix zero_replicas.", degree="zero_replicas")
+    num_distributed_optimizer_instances: int | None = flag(
+        None, "Fix zero_replicas: copies of what ZeRO splits.", degree="zero_replicas"
+    )
     optimizer_cpu_offload: bool = flag(False, "Fix offload_optimizer=true.", degree="offload_optimizer")
     swap_attention: bool = flag(False, "Fix offload_activations=true.", degree="offload_activations")
-    optimizer: str | None = flag(None, f"Fix optimizer: {', '.join(get_args(Optimizer))}; adam unless given.")
+    optimizer: str | None = flag(
+        None,
+        f"Fix optimizer: {', '.join(get_args(Optimizer))}; adam unless given.",
+        values=lambda: get_args(Optimizer),
+    )
     grad_reduce_in_bf16: bool = flag(False, "Fix gradient_reduction=bf16.")
     bf16: bool = flag(False, "Train in bf16; the device's usual format unless one is given.")
     fp16: bool = flag(False, "Train in fp16.")
@@ -161,6 +170,7 @@ class ParallelOptions(AcceptedFlags):
         if self.recompute_granularity not in (None, *granularities):
             raise InputError(
                 f"--recompute-granularity {self.recompute_granularity}: expected {' or '.join(granularities)}"
+                + or_nearest(self.recompute_granularity, granularities)
             )
         self._check_recompute()
         pairs = [
@@ -240,6 +250,11 @@ class ParallelOptions(AcceptedFlags):
         layers = self.recompute_num_layers
         if layers is None or self.recompute_granularity or not self.recompute_activation_function:
             return []
+        if self.swap_attention:
+            return [
+                f"--recompute-num-layers {layers}: with --swap-attention MindSpeed recomputes the MLPs of so "
+                "many layers of a stage too; beside --recompute-activation-function that is not priced"
+            ]
         return [
             f"--recompute-num-layers {layers} has no effect beside --recompute-activation-function, which is "
             "about every layer"

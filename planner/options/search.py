@@ -55,10 +55,10 @@ def idle_links(options: HardwareOptions, cluster: Cluster) -> list[str]:
 
 
 def assumed_engine(parallel: ParallelOptions, problem: Problem) -> list[str]:
-    """That another engine was taken than the one that trains here, where no flag says so."""
-    if parallel.engine is not None or problem.engine.name == DEFAULT_ENGINE:
+    """That an engine was taken which no flag names, or one that has not run on such devices."""
+    device, engine = problem.cluster.device, problem.engine
+    if device.kind in engine.runs.untried_devices:
+        return [f"engine {engine.name} should run on {device.name}, and nobody has tried it there"]
+    if parallel.engine is not None or engine.name == DEFAULT_ENGINE:
         return []
-    return [
-        f"no engine given: {problem.engine.name}, as {DEFAULT_ENGINE} does not run on "
-        f"{problem.cluster.device.name}"
-    ]
+    return [f"no engine given: {engine.name}, as the runtime of this package has not run on {device.name}"]

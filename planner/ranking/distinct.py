@@ -51,11 +51,11 @@ def distinct_plans(result: SearchResult, top: int) -> tuple[SearchResult, list[D
 def _reach(result: SearchResult, top: int) -> int:
     """How many places hold more than `top` plans by prices that are not settled yet: to settle places again
     and again takes longer than all at once."""
-    table, steps = result.prices.table, result.prices.step_time_s
+    prices = result.first(AHEAD * top)
     plain = dict.fromkeys(FORMS)
     seen: set[tuple[object, str]] = set()
-    for count, row in enumerate(result.places[: AHEAD * top].tolist(), 1):
-        seen.add((table.layout(row).model_copy(update=plain), f"{steps[row]:.8e}"))
+    for count, seconds in enumerate(prices.step_time_s.tolist(), 1):
+        seen.add((prices.table.layout(count - 1).model_copy(update=plain), f"{seconds:.8e}"))
         if len(seen) > top:
             return count
     return top + 1

@@ -1,9 +1,8 @@
 """The first plans of the bundled engine, held to the exact bytes of its runtime's memory.
 
 The search prices masses with the closed forms of `costmodels.memory`. `costmodels.tapes.player` plays
-recordings of what the runtime allocates, and `costmodels.bundled` repeats what of it is not recorded: both
-have the bytes of `planner dryrun`. Where one of them knows a layout, they decide whether a plan fits, and
-estimates show them.
+recordings of what the runtime allocates, which has the bytes of `planner dryrun`. Where the units of a layout
+are recorded, it decides whether a plan fits, and estimates show it; elsewhere closed forms stand.
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ from dataclasses import replace
 
 import numpy as np
 
-from costmodels import bundled
 from costmodels.pricing import Prices
 from costmodels.ranks.reductions import parts_of_rank, parts_total
 from costmodels.ranks.sites import decisive_site, rank_kinds, site_values, sites
@@ -31,21 +29,17 @@ RankBytes = dict[str, Floats]
 """Bytes of every pipeline rank of one row by the fields of `StageMemory`, [1, pp] each."""
 
 
+def has_exact_memory(cluster: Cluster, engine: Engine) -> bool:
+    """Whether tapes are of what this engine runs on these devices."""
+    return engine.name == ENGINE and cluster.device.kind != "cpu"
+
+
 def verifiable(model: ModelSpec, cluster: Cluster, engine: Engine, table: LayoutTable) -> Bools:
     """The rows whose exact bytes are known, as the runtime runs them on GPUs, [n]."""
-    if engine.name != ENGINE or cluster.device.kind == "cpu" or not len(table):
+    if not has_exact_memory(cluster, engine):
         return np.zeros(len(table), dtype=np.bool_)
-    splits = table.runs(*SPLIT_BACKWARD)
-    result = np.zeros(len(table), dtype=np.bool_)
-    for compiled, rows in _by_compilation(splits):
-        some = table.take(rows)
-        result[rows] = bundled.covers(model, some, compiled=compiled) | played(model, some, compiled)
-    return result
-
-
-def played(model: ModelSpec, table: LayoutTable, compiled: bool) -> Bools:
-    """Rows whose units are all recorded, [n]."""
-    every = (player.plays(model, table.layout(row), compiled) for row in range(len(table)))
+    splits = table.runs(*SPLIT_BACKWARD).tolist()
+    every = (player.plays(model, table.layout(row), not split) for row, split in enumerate(splits))
     return np.fromiter(every, dtype=np.bool_, count=len(table))
 
 
@@ -68,18 +62,13 @@ def exact_bytes(model: ModelSpec, cluster: Cluster, engine: Engine, table: Layou
     engine = engine.for_device(cluster.device)
     found: list[RankBytes] = [{}] * len(table)
     for compiled, rows in _by_compilation(table.runs(*SPLIT_BACKWARD)):
-        is_played = played(model, table.take(rows), compiled)
-        for own, memory in ((rows[is_played], player.stage_memory), (rows[~is_played], bundled.stage_memory)):
-            if not len(own):
-                continue
-            some = table.take(own)
-            held = memory(model, cluster, engine, some, compiled)
-            for place, row in enumerate(own.tolist()):
-                ranks = int(table.pipeline_parallel[row])
-                found[row] = {
-                    name: np.broadcast_to(array, (len(some), max(ranks, array.shape[1])))[[place], :ranks]
-                    for name, array in held.items()
-                }
+        held = player.stage_memory(model, cluster, engine, table.take(rows), compiled)
+        for place, row in enumerate(rows.tolist()):
+            ranks = int(table.pipeline_parallel[row])
+            found[row] = {
+                name: np.broadcast_to(array, (len(rows), max(ranks, array.shape[1])))[[place], :ranks]
+                for name, array in held.items()
+            }
     return found
 
 

@@ -11,11 +11,13 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from costmodels.pricing import Prices
+from costmodels.pricing import Prices, price
 from costmodels.spec.table import Floats, Ints, LayoutTable, combined_key
 from costmodels.time.simulation import STEADY_BATCHES
-from planner.objective import Objective, logarithms
+from planner.objective import SCORE_DIGITS, Objective, logarithms
+from planner.ranking.contenders import Tail
 from planner.ranking.exact_memory import RankBytes, verify
+from planner.solve.concatenation import concatenate_prices
 
 FEWEST, MOST = 10, 20
 """Plans at the top of the ranking whose pipelines are simulated, however long they take, and at most."""
@@ -37,6 +39,7 @@ AT_ONCE = 256
 class Ranking:
     """Plans that fit, in their order."""
 
+    objective: Objective
     prices: Prices
     """Of the layouts that fit by closed forms; the first ones with simulated pipelines and exact memory."""
     places: Ints
@@ -45,9 +48,28 @@ class Ranking:
     """The first places are in the order of their simulated pipelines."""
     exact: Mapping[int, RankBytes | None] = field(default_factory=dict)
     """Bytes of the pipeline ranks of rows of `prices`, as far as they were asked for; None if not known."""
+    tail: Tail | None = None
+    """What lies behind all places."""
+
+    def __len__(self) -> int:
+        return len(self.places) + (0 if self.tail is None else len(self.tail))
+
+    def reaching(self, count: int) -> Ranking:
+        """The ranking with `count` places at least, as far as there are so many."""
+        if self.tail is None or count <= len(self.places):
+            return self
+        prices, table = self.prices, self.tail.table.take(self.tail.rows)
+        behind = price(prices.model, prices.cluster, prices.engine, table)
+        last = order(table, np.arange(len(table)), *logarithms(self.objective, behind))
+        return replace(
+            self,
+            prices=concatenate_prices([prices, behind]),
+            places=np.concatenate([self.places, len(prices) + last]),
+            tail=None,
+        )
 
 
-def settle(objective: Objective, ranking: Ranking, count: int) -> Ranking:
+def settle(ranking: Ranking, count: int) -> Ranking:
     """`ranking` with its first `count` places settled: by exact memory and simulated pipelines.
 
     The first call puts the places in order; further ones only leave out what does not fit, so that the best
@@ -55,48 +77,54 @@ def settle(objective: Objective, ranking: Ranking, count: int) -> Ranking:
     """
     if ranking.simulated:
         return _verified(ranking, count)
-    if objective == "memory":
+    if ranking.objective == "memory":
         # Exact bytes decide the order.
         count = max(count, MOST)
-        ranking = _ordered(objective, _verified(ranking, count), count)
+        ranking = _ordered(_verified(ranking, count), count)
     while True:
-        ranking = _played(objective, ranking)
+        ranking = _played(ranking)
         before, ranking = ranking, _verified(ranking, count)
-        if len(ranking.places) == len(before.places):
+        if len(ranking) == len(before):
             return ranking
 
 
 def _verified(ranking: Ranking, count: int) -> Ranking:
     """Without rows of the first `count` places that do not fit by their exact memory."""
-    prices, places, exact = ranking.prices, ranking.places, dict(ranking.exact)
     ahead = 0
-    if all(row in exact for row in places[:count].tolist()):
-        return ranking
-    while any(row not in exact for row in places[:count].tolist()):
-        asked = np.array([row for row in places[: count + ahead].tolist() if row not in exact][:AT_ONCE])
-        prices, fits, found = verify(prices, asked)
-        exact |= dict(zip(asked.tolist(), found, strict=True))
-        places = places[~np.isin(places, asked[~fits])]
+    while True:
+        ranking = ranking.reaching(count)
+        if all(row in ranking.exact for row in ranking.places[:count].tolist()):
+            return ranking
+        ranking = ranking.reaching(count + ahead)
+        new = [row for row in ranking.places[: count + ahead].tolist() if row not in ranking.exact]
+        some = np.array(new[:AT_ONCE])
+        prices, fits, found = verify(ranking.prices, some)
+        ranking = replace(
+            ranking,
+            prices=prices,
+            places=ranking.places[~np.isin(ranking.places, some[~fits])],
+            exact={**ranking.exact, **dict(zip(some.tolist(), found, strict=True))},
+        )
         # Where most do not fit, more of the others may not either.
-        ahead = 2 * len(asked) if 2 * np.count_nonzero(fits) < len(asked) else 0
-    return replace(ranking, prices=prices, places=places, exact=exact)
+        ahead = 2 * len(some) if 2 * np.count_nonzero(fits) < len(some) else 0
 
 
-def _played(objective: Objective, ranking: Ranking) -> Ranking:
+def _played(ranking: Ranking) -> Ranking:
     """With simulated pipelines at the top, in their order."""
+    ranking = ranking.reaching(MOST)
     prices, places = ranking.prices, ranking.places
     count = _count(prices.table.take(places[:MOST]))
     first = places[:count]
     new = first[~prices.simulated[first]]
     if len(new):
         prices = prices.simulate(new)
-    return _ordered(objective, replace(ranking, prices=prices, simulated=True), count)
+    return _ordered(replace(ranking, prices=prices, simulated=True), count)
 
 
-def _ordered(objective: Objective, ranking: Ranking, count: int) -> Ranking:
+def _ordered(ranking: Ranking, count: int) -> Ranking:
     """With the first `count` places in order."""
     prices, first = ranking.prices, ranking.places[:count]
-    again = order(prices.table, first, *logarithms(objective, prices.take(first)))
+    again = order(prices.table, first, *logarithms(ranking.objective, prices.take(first)))
     return replace(ranking, places=np.concatenate([first[again], ranking.places[count:]]))
 
 
@@ -123,8 +151,7 @@ def order(table: LayoutTable, rows: Ints, *scores: Floats) -> Ints:
         + (table.data_parallel > 1)
         + (table.zero_stage > 0)
     )
-    # To nine digits: rounding errors of the sums must not decide between equal layouts.
-    rounded = [np.round(score, 9) for score in scores]
+    rounded = [np.round(score, SCORE_DIGITS) for score in scores]
     ties = [
         kinds,
         table.recompute,

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 import numpy as np
 
+from costmodels.errors import InputError
 from costmodels.pricing import Prices, estimate, peak_memory
 from costmodels.spec.estimate import Estimate
 from costmodels.spec.layout import Layout
 from costmodels.spec.table import Ints, LayoutTable
 from planner.plan import Plan
+from planner.plan_rows import COLUMNS, html_table, record, shown
 from planner.problem import Problem
 from planner.ranking import reasons
 from planner.ranking.exact_memory import known_bytes
@@ -20,6 +23,9 @@ from planner.ranking.twins import other_form
 from planner.solve.concatenation import concatenate_tables
 from planner.solve.offload import OFFLOAD_REASON
 from planner.space.rules import DEVICE_MEMORY
+
+if TYPE_CHECKING:
+    import pandas
 
 
 @dataclass(frozen=True, repr=False)
@@ -39,10 +45,11 @@ class SearchResult:
     ranking: Ranking
     """Those that fit.
 
-    The first ones are ordered by their simulated pipelines, those behind them by closed forms.
+    The first ones are ordered by their simulated pipelines, those behind them by closed forms: of a large
+    space when somebody asks for them.
     """
     rows: Ints
-    """Rows of `table` that those of `ranking.prices` are."""
+    """Rows of `table` that those of `ranking.prices` are, and then those of its tail."""
     solutions: int = 0
     """Layouts with solved degrees, which the counts and the table have besides the enumerated ones."""
     offloads: bool = False
@@ -58,15 +65,40 @@ class SearchResult:
             f"{self.considered:,} layouts, {self.legal:,} legal, {self.feasible:,} fit; best {best}>"
         )
 
+    def _repr_html_(self) -> str:
+        """What notebooks show: the first plans."""
+        rows = [shown(plan.layout, plan.estimate) for plan in self.plans()]
+        return html_table(repr(self).strip("<>"), COLUMNS, rows)
+
+    def to_pandas(self, top: int = 100) -> pandas.DataFrame:
+        """The first `top` plans, best first, a row each: all fields of the layout, seconds, bytes and rates.
+
+        Raises `InputError` where pandas is not installed.
+        """
+        try:
+            import pandas  # Nothing else needs it.
+        except ImportError:
+            raise InputError("to_pandas needs pandas; pip install pandas") from None
+        return pandas.DataFrame([record(plan.layout, plan.estimate) for plan in self.plans(top)])
+
+    @cached_property
+    def _whole(self) -> Ranking:
+        return self.ranking.reaching(self.feasible)
+
     @property
     def prices(self) -> Prices:
         """The prices of the layouts that fit; those at the top of the ranking with simulated pipelines."""
-        return self.ranking.prices
+        return self._whole.prices
 
     @property
     def places(self) -> Ints:
         """Rows of `prices`, best first."""
-        return self.ranking.places
+        return self._whole.places
+
+    def first(self, count: int) -> Prices:
+        """The prices of the first `count` places, best first, as far as there are so many."""
+        ranking = self.ranking.reaching(count)
+        return ranking.prices.take(ranking.places[:count])
 
     @cached_property
     def fitting(self) -> Ints:
@@ -76,7 +108,7 @@ class SearchResult:
     @property
     def feasible(self) -> int:
         """The number of legal layouts that fit: the first ones by exact bytes, the others by closed forms."""
-        return len(self.places)
+        return len(self.ranking)
 
     @property
     def rejected(self) -> dict[str, int]:
@@ -108,7 +140,7 @@ class SearchResult:
 
         Those in the first `SETTLED` places do from the beginning.
         """
-        ranking = settle(self.problem.objective, self.ranking, top)
+        ranking = settle(self.ranking, top)
         return self if ranking is self.ranking else replace(self, ranking=ranking)
 
     def plans(self, top: int = SHOWN) -> list[Plan]:
@@ -147,10 +179,11 @@ class SearchResult:
         if rank not in self._candidates:
             where = self.problem.model, self.problem.cluster, self.problem.engine
             if rank < self.feasible:
-                place, exact = int(self.places[rank]), self.ranking.exact
-                layout = self.prices.table.layout(place)
+                ranking = self.ranking if rank < len(self.ranking.places) else self._whole
+                place, exact = int(ranking.places[rank]), ranking.exact
+                layout = ranking.prices.table.layout(place)
                 held = exact[place] if place in exact else known_bytes(*where, layout)
-                cost = self.prices.estimate(place, held)
+                cost = ranking.prices.estimate(place, held)
             else:
                 layout = self.table.layout(int(self.order[rank]))
                 cost = estimate(*where, layout, known_bytes(*where, layout))

@@ -107,14 +107,18 @@ def indistinguishable(result: SearchResult) -> tuple[int, ...]:
     objective = result.problem.objective
     if objective == "memory":
         return (1,)
-    rows = result.places[:MOST]
-    first, others = result.prices.take(rows[:1]), result.prices.take(rows[1:])
+    prices = result.first(MOST)
+    first, others = prices.take(slice(0, 1)), prices.take(slice(1, None))
     clear = separation(first, others, whole_step=objective == "step-time") >= 1.0
     return 1, *(int(place) + 2 for place in np.flatnonzero(~clear))
 
 
 def ties_text(places: tuple[int, ...]) -> str | None:
-    """The places that `indistinguishable` found, as a sentence; None where the first plan is alone."""
+    """The places that `indistinguishable` found, as a sentence; None where the first plan is alone.
+
+    >>> ties_text((1, 2, 3, 7))
+    'plans 1 to 3, 7 cannot be told apart'
+    """
     if len(places) < 2:
         return None
     runs: list[list[int]] = []
@@ -125,4 +129,4 @@ def ties_text(places: tuple[int, ...]) -> str | None:
             runs.append([place])
     words = [f"{run[0]} to {run[-1]}" if len(run) > 2 else ", ".join(map(str, run)) for run in runs]
     which = f"the first {len(places)} plans" if len(runs) == 1 else f"plans {', '.join(words)}"
-    return f"{which} cannot be told apart: their estimates differ by less than they may be off"
+    return f"{which} cannot be told apart"

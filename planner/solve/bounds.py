@@ -2,26 +2,111 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from costmodels.layers.shapes import distinct_shapes
 from costmodels.memory.peak import stage_memory
 from costmodels.memory.unit_sizes import row_unit_sizes
-from costmodels.pricing import peak_memory
-from costmodels.ranks.rank_layers import ZERO, Ranks, critical_ranks
+from costmodels.ranks.rank_layers import ZERO, Ranks
 from costmodels.spec.engine import Engine
 from costmodels.spec.hardware import Cluster
+from costmodels.spec.layout import SPLIT_BACKWARD
 from costmodels.spec.model import ModelSpec
 from costmodels.spec.row_blocks import block_results
-from costmodels.spec.table import Bools, Floats, Ints, LayoutTable
+from costmodels.spec.table import Bools, Floats, Ints, LayoutTable, distinct_rows
+from costmodels.time.passes import PARTS, Passes
 from costmodels.time.unit_times import unit_passes
+from planner.objective import Objective, slowness
+from planner.space.grid import Space
 from planner.space.grid_table import Places
 
-Worth = Callable[[LayoutTable, Floats], Bools]
-"""Whether rows that take so many seconds would be among the first of the ranking."""
+ANYWAY = tuple(part for part in PARTS if part != "offload")
+"""Parts of a layer that take no less where it recomputes; what it does not keep need not be moved."""
+
+
+@dataclass(frozen=True)
+class Worth:
+    """Whether rows that take so many seconds would be among the first of a ranking."""
+
+    objective: Objective
+    last: float
+    """`slowness` of the last of these."""
+
+    def __call__(self, table: LayoutTable, seconds: Floats) -> Bools:
+        result: Bools = slowness(self.objective, table.global_batch_size, seconds) <= self.last
+        return result
+
+
+@dataclass(frozen=True)
+class Floor:
+    """What no layout of a space can beat, whatever it recomputes, and however its replicas exchange."""
+
+    work: Places
+    """Of each row of the space (`planner.space.grid.Space`)."""
+    slowness: Floats
+    """The least, by these numbers."""
+
+    def of(self, rows: Ints) -> Floats:
+        """The least slowness of some rows, [n]."""
+        least: Floats = self.slowness[self.work[rows]]
+        return least
+
+    def rows_below(self, rows: Ints, last: float) -> Ints:
+        """Those of `rows` that could be as fast."""
+        return rows[self.of(rows) <= last]
+
+
+def floor_of(model: ModelSpec, cluster: Cluster, engine: Engine, space: Space, objective: Objective) -> Floor:
+    """The floor of a space."""
+    first, some = first_rows(space.work)
+    table = space.table.take(first[some])
+    seconds = _step_seconds(table, _least_whole(model, cluster, engine, table))
+    least = np.full(len(first), np.inf)
+    # Sums in another order are equal to so many digits.
+    least[some] = slowness(objective, table.global_batch_size, seconds) * (1 - 1e-9)
+    return Floor(space.work, least)
+
+
+def first_rows(number: Places) -> tuple[Ints, Bools]:
+    """The first row of each number of rows, -1 for those that none has, and which numbers there are."""
+    first = np.full(int(number.max(initial=-1)) + 1, -1)
+    first[number[::-1]] = np.arange(len(number), dtype=np.int32)[::-1]
+    return first, first >= 0
+
+
+def _least_whole(model: ModelSpec, cluster: Cluster, engine: Engine, table: LayoutTable) -> Floats:
+    """Seconds of `ANYWAY` of one micro batch on all pipeline ranks together, [n]."""
+    first, shape = distinct_rows(
+        [
+            table.tensor_parallel,
+            table.sequence_parallel,
+            table.context_parallel,
+            table.context_parallel_form,
+            table.expert_parallel,
+            table.expert_tensor_parallel,
+            table.micro_batch_size,
+            table.offload_activations,
+            table.runs(*SPLIT_BACKWARD),
+        ]
+    )
+    none = np.zeros(len(first), dtype=np.int64)
+    plain = replace(
+        table.take(first),
+        recompute=none,
+        recompute_modules=none,
+        recompute_method=none,
+        recompute_num_layers=none + 1,
+    )
+    engine = engine.for_device(cluster.device)
+
+    def whole(block: LayoutTable) -> Floats:
+        return _whole(model, unit_passes(model, cluster, engine, block), ANYWAY)
+
+    each: Floats = np.concatenate([*block_results(whole, plain)])
+    return each[shape]
 
 
 def least_seconds(model: ModelSpec, cluster: Cluster, engine: Engine, table: LayoutTable) -> Floats:
@@ -33,20 +118,42 @@ def least_seconds(model: ModelSpec, cluster: Cluster, engine: Engine, table: Lay
     """
     shapes, shape = distinct_shapes(table)
     units = unit_passes(model, cluster, engine.for_device(cluster.device), shapes)
-    count = {"dense": model.layers - model.moe_layers, "moe": model.moe_layers, "first": 1, "last": 1}
-    whole = np.zeros(len(shapes))
+    return _step_seconds(table, _whole(model, units, PARTS)[shape])
+
+
+def _whole(model: ModelSpec, units: Mapping[str, Passes], parts: Collection[str]) -> Floats:
+    """Seconds of parts of one micro batch on all pipeline ranks together, [n]."""
+    count = {"dense": model.leading_layers, "moe": model.routed_layers, "first": 1, "last": 1}
+    whole: Floats = np.zeros(())
     for kind, number in count.items():
         if number:
-            whole += number * units.get(f"{kind}_plain", units[kind]).total
-    mean = whole[shape] / table.pipeline_parallel
-    return np.where(table.runs("1f1b"), least_step(table, whole[shape], mean), mean * table.micro_batches)
+            unit = units.get(f"{kind}_plain", units[kind])
+            whole = whole + number * sum((getattr(unit, part) for part in parts), np.zeros(()))
+    return whole
+
+
+def _step_seconds(table: LayoutTable, whole: Floats) -> Floats:
+    """Seconds of a step at least, of `whole` of one micro batch on all pipeline ranks together, [n].
+
+    In interleaved schedules the bubble is that of all ranks but the slowest, over their chunks.
+    """
+    mean, chunks = whole / table.pipeline_parallel, table.virtual_pipeline_parallel
+    seconds = mean * table.micro_batches
+    seconds = np.where(table.runs("interleaved"), seconds + (whole - mean) / chunks, seconds)
+    return np.where(table.runs("1f1b"), least_step(table, whole, mean), seconds)
 
 
 def rows_worth(
-    model: ModelSpec, cluster: Cluster, engine: Engine, table: LayoutTable, rows: Ints, worth: Worth
+    model: ModelSpec,
+    cluster: Cluster,
+    engine: Engine,
+    table: LayoutTable,
+    rows: Ints,
+    worth: Worth,
+    floor: Floor,
 ) -> Ints:
     """The rows of `rows` that could be worth it, whatever the layers of their stages."""
-
+    rows = floor.rows_below(rows, worth.last)
     if not len(rows):
         return rows
 
@@ -84,12 +191,12 @@ def least_peak(model: ModelSpec, cluster: Cluster, engine: Engine, table: Layout
     engine = engine.for_device(cluster.device)
     shapes, shape = distinct_shapes(table)
     pipeline = table.pipeline_parallel.astype(np.float64)[:, None]
-    layers = model.moe_layers or model.layers
+    layers = model.routed_layers or model.layers
     held = layers / pipeline
     # Of stages without such a layer, the first ones may have none of them.
     alone = np.minimum(pipeline, layers)
     flying = (alone * (alone + 1) / 2 + (layers - alone)) / pipeline
-    own, other = ("moe", "dense") if model.moe_layers else ("dense", "moe")
+    own, other = ("moe", "dense") if model.routed_layers else ("dense", "moe")
     zero = np.zeros_like(held)
     ranks = Ranks(
         count=np.ones_like(held),
@@ -105,51 +212,3 @@ def least_peak(model: ModelSpec, cluster: Cluster, engine: Engine, table: Layout
     sizes = row_unit_sizes(model, engine, shapes, shape)
     bytes_held: Floats = sum(stage_memory(cluster, engine, table, sizes, ranks).values(), np.zeros(()))
     return bytes_held[:, 0]
-
-
-@dataclass(frozen=True)
-class Fit:
-    """The rows that fit into the memory of a device; arrays of shape [n]."""
-
-    rows: Bools
-    """Rows that do."""
-    states: Bools
-    """Rows whose parameters, gradients and optimizer states alone would, on every pipeline rank."""
-    mean: Bools
-    """Rows whose states would if all pipeline ranks had as many."""
-
-
-def fit(model: ModelSpec, cluster: Cluster, engine: Engine, table: LayoutTable, states: Places) -> Fit:
-    """The rows that fit, and those of the others that could with fewer activations.
-
-    Args:
-        states: number of each row, the same for rows that hold the same states (`planner.space.grid.Space`).
-    """
-    first = np.full(int(states.max(initial=-1)) + 1, -1)
-    first[states[::-1]] = np.arange(len(table), dtype=np.int32)[::-1]
-    some = first >= 0
-    highest, mean = _state_bytes(model, cluster, engine, table.take(first[some]))
-    within, within_mean = np.zeros((2, len(first)), dtype=np.bool_)
-    within[some], within_mean[some] = highest <= cluster.memory_bytes, mean <= cluster.memory_bytes
-    possible = within[states]
-    fits = possible.copy()
-    rows = np.flatnonzero(possible)
-    fits[rows] = peak_memory(model, cluster, engine, table, rows) <= cluster.memory_bytes
-    return Fit(fits, possible, within_mean[states])
-
-
-STATES = ("parameters", "gradients", "optimizer", "context", "communicators", "margin")
-"""Parts of `StageMemory` that do not depend on the size of a micro batch and on what is recomputed."""
-
-
-def _state_bytes(
-    model: ModelSpec, cluster: Cluster, engine: Engine, table: LayoutTable
-) -> tuple[Floats, Floats]:
-    """Bytes of states and what the device holds anyway: the most of a pipeline rank, and their mean, [n]."""
-    engine = engine.for_device(cluster.device)
-    shapes, shape = distinct_shapes(table)
-    ranks, _ = critical_ranks(model, table)
-    held = stage_memory(cluster, engine, table, row_unit_sizes(model, engine, shapes, shape), ranks)
-    states = sum((held[part] for part in STATES), np.zeros(()))
-    mean: Floats = (states * ranks.count).sum(axis=1) / ranks.count.sum(axis=1)
-    return states.max(axis=1), mean

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from costmodels.pricing import Prices
-from costmodels.spec.table import ARRAY_FIELDS, LayoutTable
+from costmodels.spec.table import ARRAY_FIELDS, LayoutTable, numbered_splits
 
 
 def concatenate_tables(tables: Sequence[LayoutTable]) -> LayoutTable:
@@ -17,13 +17,13 @@ def concatenate_tables(tables: Sequence[LayoutTable]) -> LayoutTable:
     tables = [table for table in tables if len(table)] or tables[:1]
     if len(tables) == 1:
         return tables[0]
-    splits = tuple(dict.fromkeys(split for table in tables for split in table.splits))
-    place = {split: number for number, split in enumerate(splits)}
+    splits, places = numbered_splits(split for table in tables for split in table.splits)
+    ends = np.cumsum([len(table.splits) for table in tables])
     columns: dict[str, Any] = {
         name: np.concatenate([getattr(table, name) for table in tables]) for name in ARRAY_FIELDS
     }
     columns["split"] = np.concatenate(
-        [np.array([place[split] for split in table.splits], dtype=np.int64)[table.split] for table in tables]
+        [own[table.split] for own, table in zip(np.split(places, ends[:-1]), tables, strict=True)]
     )
     first = tables[0]
     return LayoutTable(

@@ -11,7 +11,8 @@ from costmodels.ranks.rank_layers import FIELDS, Ranks, all_ranks
 from costmodels.spec.engine import Engine
 from costmodels.spec.hardware import Cluster
 from costmodels.spec.model import ModelSpec
-from costmodels.spec.table import SCHEDULES, Floats, Ints, LayoutTable, distinct_rows
+from costmodels.spec.table import SCHEDULES, Bools, Floats, Ints, LayoutTable, distinct_rows
+from planner.solve.bisection import most_fitting
 from planner.solve.mixed_splits import SLACK, Pipelines
 
 
@@ -24,7 +25,7 @@ def _held(
     for index, row in enumerate(alike.tolist()):
         pipeline, chunks = int(table.pipeline_parallel[row]), int(table.virtual_pipeline_parallel[row])
         one = (1,) * (pipeline * chunks)
-        leading = 0 if model.moe_layers else len(one)
+        leading = 0 if model.routed_layers else len(one)
         every = all_ranks(one, pipeline, leading, SCHEDULES[int(table.schedule[row])])
         filled[:, index, :pipeline] = [getattr(every, name) for name in FIELDS]
     single = Ranks(**dict(zip(FIELDS, filled[:, code], strict=True)))
@@ -66,12 +67,9 @@ def exact_caps(
 ) -> Ints:
     """The most layers of each rank that fit into its memory in equal chunks, [n, ranks], at most `most`."""
     held = _held(model, cluster, engine, table, some)
-    low: Ints = np.zeros_like(most)
+
+    def fits(count: Ints) -> Bools:
+        return held(count) <= cluster.memory_bytes
+
     # The largest number is the right one almost everywhere.
-    high = middle = most
-    while (low < high).any():
-        within = held(middle) <= cluster.memory_bytes
-        low = np.where(within, middle, low)
-        high = np.where(within, high, middle - 1)
-        middle = (low + high + 1) // 2
-    return low
+    return most_fitting(fits, np.where(fits(most), most, 0), most)

@@ -13,8 +13,9 @@ from costmodels.spec.hardware import Cluster
 from costmodels.spec.layout import SPLIT_BACKWARD, Recompute
 from costmodels.spec.model import ModelSpec
 from costmodels.spec.table import FULL, NONE, SELECTIVE, UNIFORM, Floats, Ints, LayoutTable, distinct_numbers
-from planner.solve.bounds import Fit, Worth
+from planner.solve.bounds import Worth
 from planner.solve.concatenation import concatenate_prices
+from planner.solve.fit import Fit
 from planner.solve.mixed_caps import caps_of_ranks, exact_caps
 from planner.solve.mixed_splits import (
     BEST,
@@ -45,7 +46,7 @@ Where = tuple[ModelSpec, Cluster, Engine]
 
 
 def fit_of_kinds(model: ModelSpec, cluster: Cluster, engine: Engine, table: LayoutTable) -> Fit:
-    """`planner.solve.bounds.fit`, which leaves no row unsolved: other layers may make any of them fit."""
+    """`planner.solve.fit.fit`, which leaves no row unsolved: other layers may make any of them fit."""
     every = np.ones(len(table), dtype=bool)
     return Fit(peak_memory(model, cluster, engine, table) <= cluster.memory_bytes, every, every)
 

@@ -20,7 +20,8 @@ from costmodels.spec.engine import Engine
 from costmodels.spec.hardware import Cluster
 from costmodels.spec.layout import V_SCHEDULES
 from costmodels.spec.model import ModelSpec
-from costmodels.spec.table import Bools, Floats, Ints, LayoutTable, distinct_numbers
+from costmodels.spec.table import Bools, Floats, Ints, LayoutTable, distinct_numbers, numbered_splits
+from planner.solve.bisection import fewest_enough, least_number
 
 NEXT = 3
 """Bounds beyond the least one that are tried for each kind of rank."""
@@ -79,8 +80,8 @@ def pipelines(model: ModelSpec, cluster: Cluster, engine: Engine, table: LayoutT
     ranks = int(table.pipeline_parallel.max(initial=1))
     kind, there = _kinds(cluster, table, ranks)
     rows = np.arange(len(table))[:, None]
-    usual = units[:, :, 1] if model.moe_layers else units[:, :, 0]
-    leading = model.layers - model.moe_layers if model.moe_layers else 0
+    usual = units[:, :, 1] if model.routed_layers else units[:, :, 0]
+    leading = model.leading_layers if model.routed_layers else 0
     ahead = leading * (units[:, :, 0] - usual) + units[:, :, 2]
     place = np.arange(ranks)[None, :]
     last = np.where(table.runs(*V_SCHEDULES), 0, table.pipeline_parallel - 1)[:, None]
@@ -114,11 +115,8 @@ def least_bound(some: Pipelines, caps: Ints | None = None) -> Floats:
     possible = some.reaches(some.most(high, limits))
     met = some.reaches(some.most(low, limits))
     high = np.where(met, low, high)
-    while (high - low > 1e-8 * high).any():
-        middle = (low + high) / 2
-        enough = some.reaches(some.most(middle, limits))
-        low, high = np.where(enough, low, middle), np.where(enough, middle, high)
-    return np.where(possible, high, np.inf)
+    least = least_number(lambda bound: some.reaches(some.most(bound, limits)), low, high, close=1e-8)
+    return np.where(possible, least, np.inf)
 
 
 def layers_of_ranks(
@@ -217,14 +215,16 @@ def _evened(some: Pipelines, count: Ints, limit: Ints, front: bool) -> Ints:
     for kind in range(MIXED + 1):
         own = some.there & (some.kind == kind)
         wanted = (count * own).sum(axis=1)
-        low, high = np.zeros_like(wanted), np.where(own, limit, 0).max(axis=1)
-        while (low < high).any():
-            middle = (low + high) // 2
-            enough = np.where(own, np.minimum(limit, middle[:, None]), 0).sum(axis=1) >= wanted
-            low, high = np.where(enough, low, np.minimum(middle + 1, high)), np.where(enough, middle, high)
-        level = np.where(own, np.minimum(limit, high[:, None]), 0)
+        within = np.where(own, limit, 0)
+
+        def enough(level: Ints, within: Ints = within, wanted: Ints = wanted) -> Bools:
+            held: Ints = np.minimum(within, level[:, None]).sum(axis=1)
+            return held >= wanted
+
+        height = fewest_enough(enough, np.zeros_like(wanted), within.max(axis=1))
+        level = np.minimum(within, height[:, None])
         surplus = (level.sum(axis=1) - wanted)[:, None]
-        largest = own & (level == high[:, None])
+        largest = own & (level == height[:, None])
         rank = np.cumsum(largest, axis=1) if front else np.cumsum(largest[:, ::-1], axis=1)[:, ::-1]
         result = np.where(own, level - (largest & (rank <= surplus)), result)
     return result
@@ -244,9 +244,8 @@ def with_layers(table: LayoutTable, row: Ints, layers: Ints) -> LayoutTable:
         _stages(tuple(counts[:pipeline]), chunks, v)
         for counts, (pipeline, chunks, v) in zip(layers.tolist(), sizes, strict=True)
     ]
-    splits = tuple(dict.fromkeys(words))
-    number = {split: place for place, split in enumerate(splits)}
-    return replace(part, split=np.array([number[word] for word in words], dtype=np.int64), splits=splits)
+    splits, places = numbered_splits(words)
+    return replace(part, split=places, splits=splits)
 
 
 def _stages(layers: tuple[int, ...], chunks: int, in_v: bool) -> tuple[int, ...]:

@@ -54,6 +54,7 @@ def _within_host(problem: Problem, space: Space) -> Space:
         table=space.table.take(rows),
         family=space.family[rows],
         states=space.states[rows],
+        work=space.work[rows],
         illegal={**space.illegal, HOST_MEMORY: len(held) - len(rows)},
     )
 
@@ -64,6 +65,7 @@ def union(spaces: Sequence[Space]) -> Space:
         table=concatenate_tables([space.table for space in spaces]),
         family=_apart([space.family for space in spaces]),
         states=_apart([space.states for space in spaces]),
+        work=_apart([space.work for space in spaces]),
         considered=sum(space.considered for space in spaces),
         illegal={
             rule: sum(space.illegal.get(rule, 0) for space in spaces)

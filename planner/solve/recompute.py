@@ -31,7 +31,8 @@ from costmodels.spec.table import (
     LayoutTable,
     code_of,
 )
-from planner.solve.bounds import Fit, Worth, rows_worth
+from planner.solve.bounds import Floor, Worth, rows_worth
+from planner.solve.fit import Fit
 from planner.space.grid import Space
 
 SPLIT = [SCHEDULES.index(schedule) for schedule in SPLIT_BACKWARD]
@@ -61,6 +62,7 @@ def least_recompute(
     found: Fit,
     kinds: Collection[Recompute],
     worth: Worth,
+    floor: Floor,
 ) -> Prices | None:
     """Layouts that fit because a part of their modules or of their layers recomputes, one a family at most.
 
@@ -69,6 +71,7 @@ def least_recompute(
         found: which of them fit.
         kinds: what the pins leave.
         worth: of the families, those that could be worth it are solved.
+        floor: what no layout of the space can beat.
     """
     table, family, fits = space.table, space.family, found.rows
     bases = np.flatnonzero((table.recompute == NONE) & ~fits & found.states)
@@ -79,7 +82,7 @@ def least_recompute(
     if "full" in kinds:
         # Of whole layers, which split backward does not recompute, the enumerated ones tell whether any fit.
         bases = bases[fitting[family[bases]] | np.isin(table.schedule[bases], SPLIT)]
-    plain = table.take(rows_worth(model, cluster, engine, table, bases, worth))
+    plain = table.take(rows_worth(model, cluster, engine, table, bases, worth, floor))
     whole = ("full" in kinds) & ~plain.runs(*SPLIT_BACKWARD)
     able = code_of("recompute_modules", engine.runs.modules_of(model.experts))
     most = with_recompute(plain, np.where(whole, FULL, SELECTIVE), MOST_MODULES & able)

@@ -10,13 +10,14 @@ import numpy as np
 from costmodels.pricing import Prices, peak_memory, price
 from costmodels.spec.engine import Engine
 from costmodels.spec.layout import Recompute
-from costmodels.spec.table import UNIFORM, Bools, Floats, LayoutTable
+from costmodels.spec.table import UNIFORM, LayoutTable
 from planner.inputs.choice import Choice
 from planner.inputs.pins import Pins
-from planner.objective import Objective
+from planner.objective import Objective, slowness
 from planner.problem import Problem
-from planner.solve.bounds import Fit, Worth, least_peak, rows_worth
+from planner.solve.bounds import Floor, Worth, least_peak, rows_worth
 from planner.solve.concatenation import concatenate_prices
+from planner.solve.fit import Fit
 from planner.solve.recompute import first_of_each, least_recompute
 from planner.solve.replicas import hybrid_candidates, hybrid_solutions
 from planner.solve.splits import balanced_splits
@@ -26,13 +27,15 @@ FIRST = 20
 """Places of the ranking for which degrees are solved: whatever could take one of them is."""
 
 
-def solutions(problem: Problem, space: Space, found: Fit, prices: Prices) -> list[Prices]:
+def solutions(problem: Problem, space: Space, found: Fit, floor: Floor, prices: Prices) -> list[Prices]:
     """Further layouts, legal ones that fit and beat the enumerated ones that they are like.
 
     Args:
         space: every enumerated legal layout.
         found: which of them fit.
-        prices: of those.
+        floor: what none of them can beat.
+        prices: of those that fit; at least of all that would be in the first `FIRST` places if replicas
+            exchanged nothing.
     """
     where = problem.model, problem.cluster, problem.engine
     kinds = recompute_kinds(problem.pins, problem.engine)
@@ -46,9 +49,9 @@ def solutions(problem: Problem, space: Space, found: Fit, prices: Prices) -> lis
         return [some for some in own if len(some)]
     worth = _worth(problem.objective, [prices, *own])
     every: list[Prices | None] = [*own]
-    every.append(least_recompute(*where, space, found, kinds, worth))
+    every.append(least_recompute(*where, space, found, kinds, worth, floor))
     if "layers_per_stage" not in problem.pins and not problem.cluster.parts:
-        every.append(_balanced(problem, space.table, found, worth))
+        every.append(_balanced(problem, space.table, found, worth, floor))
     best = [some.take(worth(some.table, some.step_time_s)) for some in every if some is not None]
     if "zero_replicas" not in problem.pins:
         worth = _worth(problem.objective, [prices, *best])
@@ -60,23 +63,19 @@ def solutions(problem: Problem, space: Space, found: Fit, prices: Prices) -> lis
 
 def _worth(objective: Objective, parts: Sequence[Prices]) -> Worth:
     """Whether rows that take so many seconds would be among the first of all `parts`."""
-    scores = np.concatenate([_slowness(objective, some.table, some.step_time_s) for some in parts])
-    last = np.partition(scores, FIRST - 1)[FIRST - 1] if len(scores) >= FIRST else np.inf
-
-    def worth(some: LayoutTable, seconds: Floats) -> Bools:
-        result: Bools = _slowness(objective, some, seconds) <= last
-        return result
-
-    return worth
+    each = (slowness(objective, some.table.global_batch_size, some.step_time_s) for some in parts)
+    every = np.concatenate([*each])
+    last = np.partition(every, FIRST - 1)[FIRST - 1] if len(every) >= FIRST else np.inf
+    return Worth(objective, float(last))
 
 
-def _balanced(problem: Problem, table: LayoutTable, found: Fit, worth: Worth) -> Prices | None:
+def _balanced(problem: Problem, table: LayoutTable, found: Fit, worth: Worth, floor: Floor) -> Prices | None:
     """Layouts with the split that is best, of those that the even split makes slower or too big."""
     where = problem.model, problem.cluster, problem.engine
     # Unequal chunks stall the schedules of several chunks at the longest one in every round.
     alone = table.runs("1f1b") & (table.pipeline_parallel > 1) & (table.recompute_method == UNIFORM)
     rows = np.flatnonzero(alone & (table.recompute_num_layers == 1) & found.mean)
-    rows = rows_worth(*where, table, rows, worth)
+    rows = rows_worth(*where, table, rows, worth, floor)
     if len(rows):
         possible = least_peak(*where, table.take(rows)) <= problem.cluster.memory_bytes
         rows = rows[found.rows[rows] | possible]
@@ -98,8 +97,3 @@ def recompute_kinds(pins: Pins, engine: Engine) -> tuple[Recompute, ...]:
     choice = pins.get("recompute", Choice())
     assert isinstance(choice, Choice)
     return tuple(kind for kind in engine.runs.recompute if kind in choice)
-
-
-def _slowness(objective: Objective, table: LayoutTable, seconds: Floats) -> Floats:
-    """What is to be least, but for constants of the problem: seconds of a step, or of a sequence."""
-    return seconds if objective == "step-time" else seconds / table.global_batch_size

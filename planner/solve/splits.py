@@ -21,7 +21,8 @@ from costmodels.ranks.rank_layers import ZERO, Ranks
 from costmodels.spec.engine import Engine
 from costmodels.spec.hardware import Cluster
 from costmodels.spec.model import ModelSpec
-from costmodels.spec.table import Bools, Floats, Ints, LayoutTable, distinct_numbers
+from costmodels.spec.table import Bools, Floats, Ints, LayoutTable, distinct_numbers, numbered_splits
+from planner.solve.bisection import fewest_enough, least_number, most_fitting
 from planner.solve.bounds import Worth, least_step
 
 MOST_LEADING = 8
@@ -135,7 +136,7 @@ def balanced_splits(
         fits: rows that are within the device's memory.
         worth: whether rows that take so many seconds are.
     """
-    leading = model.layers - model.moe_layers if model.moe_layers else 0
+    leading = model.leading_layers if model.routed_layers else 0
     none = np.zeros(0, dtype=np.int64)
     if not len(table) or leading > MOST_LEADING:
         return none, table.take(none)
@@ -164,9 +165,7 @@ def balanced_splits(
     mirrored = _shortened(stages, stages.most(bound, caps[good], level), level, front=True)
     row = np.concatenate([rows, rows])
     words = [tuple(part[part > 0].tolist()) for part in np.concatenate([split, mirrored])]
-    splits = tuple(dict.fromkeys(words))
-    place = {part: number for number, part in enumerate(splits)}
-    places = np.array([place[part] for part in words], dtype=np.int64)
+    splits, places = numbered_splits(words)
     once = np.unique(np.stack([row, places]), axis=1, return_index=True)[1]
     return row[once], replace(table.take(row[once]), split=places[once], splits=splits)
 
@@ -185,7 +184,7 @@ def _stages(model: ModelSpec, cluster: Cluster, engine: Engine, table: LayoutTab
     pipeline = table.pipeline_parallel[:, None]
     stage = np.arange(int(table.pipeline_parallel.max()))[None, :]
     fixed = first[:, None] * (stage == 0) + last[:, None] * (stage == pipeline - 1)
-    usual = moe if model.moe_layers else dense
+    usual = moe if model.routed_layers else dense
     return _Stages(leading, model.layers, stage < pipeline, fixed, dense, usual)
 
 
@@ -202,16 +201,13 @@ def _solve(stages: _Stages, caps: Ints | None) -> tuple[Floats, Ints]:
     near = np.minimum(near * (1 + 1e-9), high)
     high = np.where(stages.reaches(stages.most(near, caps, whole)), near, high)
     possible = stages.reaches(stages.most(high, caps, whole))
-    while (high - low > CLOSE * high).any():
-        middle = (low + high) / 2
-        enough = stages.reaches(stages.most(middle, caps, whole))
-        low, high = np.where(enough, low, middle), np.where(enough, middle, high)
-    few, many = np.ones(rows, dtype=np.int64), whole
-    while (few < many).any():
-        level = (few + many) // 2
-        enough = stages.reaches(stages.most(high, caps, level))
-        few, many = np.where(enough, few, np.minimum(level + 1, many)), np.where(enough, level, many)
-    split = _shortened(stages, stages.most(high, caps, many), many, front=False)
+    least = least_number(
+        lambda bound: stages.reaches(stages.most(bound, caps, whole)), low, high, close=CLOSE
+    )
+    level = fewest_enough(
+        lambda level: stages.reaches(stages.most(least, caps, level)), np.ones(rows, dtype=np.int64), whole
+    )
+    split = _shortened(stages, stages.most(least, caps, level), level, front=False)
     bound = np.where(possible, stages.seconds(split).max(axis=1), np.inf)
     return bound, split
 
@@ -251,7 +247,7 @@ def _ranks(stages: _Stages, split: Ints, before: Ints, has_experts: bool) -> Ran
 
 def _bytes(job: _Job, stages: _Stages, split: Ints, before: Ints) -> Floats:
     """Bytes of each stage, [n, stages]; 0 of those that a row does not have."""
-    ranks = _ranks(stages, split, before, job.model.moe_layers > 0)
+    ranks = _ranks(stages, split, before, job.model.routed_layers > 0)
     held = stage_memory(job.cluster, job.engine, job.table, job.sizes, ranks)
     return np.where(stages.there, sum(held.values(), np.zeros(())), 0.0)
 
@@ -268,10 +264,9 @@ def _caps(job: _Job, stages: _Stages) -> Ints:
     caps = np.zeros((*stages.there.shape, stages.leading + 1), dtype=np.int64)
     for start in range(stages.leading + 1):
         before = np.full(stages.there.shape, start)
-        low, high = np.zeros_like(before), np.full_like(before, stages.layers)
-        while (low < high).any():
-            middle = (low + high + 1) // 2
-            fits = _bytes(job, stages, middle, before) <= job.cluster.memory_bytes
-            low, high = np.where(fits, middle, low), np.where(fits, high, middle - 1)
-        caps[:, :, start] = low
+
+        def fits(split: Ints, before: Ints = before) -> Bools:
+            return _bytes(job, stages, split, before) <= job.cluster.memory_bytes
+
+        caps[:, :, start] = most_fitting(fits, np.zeros_like(before), np.full_like(before, stages.layers))
     return caps

@@ -8,10 +8,12 @@ from typing import Any
 import numpy as np
 
 from costmodels.errors import InputError
+from costmodels.spec.abilities import ZERO_STAGES
 from costmodels.spec.engine import Engine
-from costmodels.spec.table import BLOCK, Bools, LayoutTable, code_of, value_of
+from costmodels.spec.table import BLOCK, Bools, Ints, LayoutTable, code_of, value_of
 from planner.inputs.choice import Choice
 from planner.inputs.pins import Pins, WherePossible
+from planner.space.kind_rules import KIND_RULES
 from planner.space.rule import Rule
 
 SWITCHES = ("tensor_parallel", "pipeline_parallel", "expert_parallel", "expert_tensor_parallel")
@@ -75,11 +77,14 @@ def engine_rules(engine: Engine) -> tuple[Rule, ...]:
 
 def _rules(engine: Engine) -> Iterator[Rule]:
     runs, limited = engine.runs, limits(engine)
+    if runs.splits_plain_layers:
+        yield from KIND_RULES
     for name in sorted(limited, key=lambda name: name not in MESH_DEGREES):
         where = _in_context if name == "context_parallel_form" else None
         yield _only(engine, name, limited[name], where)
     for rule, stages, degree in (
         ("engine_zero_pipeline", runs.pipeline_zero_stages, "pipeline_parallel"),
+        ("engine_zero_context", runs.context_zero_stages, "context_parallel"),
         ("engine_zero_experts", runs.expert_zero_stages, "expert_parallel"),
     ):
         if set(stages) < set(runs.zero_stages):
@@ -109,6 +114,39 @@ def _rules(engine: Engine) -> Iterator[Rule]:
                 f"tensor_parallel {d.tensor_parallel} ({COMMAND})"
             ),
         )
+    if runs.whole_kv_heads:
+        yield Rule(
+            "engine_kv_heads",
+            lambda model, d: d.tensor_parallel > model.kv_heads,
+            lambda model, d: (
+                f"engine {engine.name} gives each rank key/value heads of its own: tensor_parallel "
+                f"{d.tensor_parallel} exceeds {model.kv_heads} ({COMMAND})"
+            ),
+            of_mesh=True,
+        )
+    if runs.expert_split != "any":
+        yield _expert_split(engine)
+    if runs.experts_over_data_parallel:
+        yield Rule(
+            "engine_experts_data",
+            lambda model, d: (model.experts > 0) & (d.data_parallel % d.expert_parallel != 0),
+            lambda model, d: (
+                f"engine {engine.name} spreads experts over data-parallel ranks alone: expert_parallel "
+                f"{d.expert_parallel} does not divide data_parallel {d.data_parallel} ({COMMAND})"
+            ),
+            of_mesh=True,
+        )
+    if runs.untied_schedules:
+        tied = [code_of("schedule", name) for name in runs.untied_schedules]
+        yield Rule(
+            "engine_schedule_tied",
+            lambda model, d: np.isin(d.schedule, tied) & model.tied,
+            lambda model, d: (
+                f"engine {engine.name} runs schedule {', '.join(runs.untied_schedules)} where the output "
+                f"head has a weight of its own, and {model.name} shares the embedding's ({COMMAND})"
+            ),
+            of_mesh=True,
+        )
     for rule, schedules, where, when in (
         ("engine_schedule_context", runs.context_parallel_schedules, _in_context, " with context_parallel"),
         (
@@ -128,6 +166,15 @@ def _rules(engine: Engine) -> Iterator[Rule]:
             lambda d: d.zero_replicas > 1,
             " with zero_replicas",
             "engine_zero_replicas",
+        )
+    if "optimizer" in runs.offload and set(runs.offload_optimizer_zero_stages) < set(ZERO_STAGES):
+        yield _only(
+            engine,
+            "zero_stage",
+            runs.offload_optimizer_zero_stages,
+            lambda d: d.offload_optimizer,
+            " with offload_optimizer",
+            "engine_zero_offload",
         )
     if runs.modules_of(0) != type(runs).model_fields["recompute_modules"].default:
         yield Rule(
@@ -151,6 +198,25 @@ def _rules(engine: Engine) -> Iterator[Rule]:
             " of some layers alone (recompute_method block)",
             "engine_recompute_layers",
         )
+
+
+def _expert_split(engine: Engine) -> Rule:
+    always = engine.runs.expert_split == "as_layers"
+
+    def wanted(d: LayoutTable) -> Ints:
+        """The tensor parallelism that experts have there."""
+        return np.where(always | (d.expert_parallel == 1), d.tensor_parallel, 1)
+
+    return Rule(
+        "engine_expert_split",
+        lambda model, d: (model.experts > 0) & (d.expert_tensor_parallel != wanted(d)),
+        lambda model, d: (
+            f"engine {engine.name} has expert_tensor_parallel {wanted(d)} with tensor_parallel "
+            f"{d.tensor_parallel} and expert_parallel {d.expert_parallel}, not {d.expert_tensor_parallel} "
+            f"({COMMAND})"
+        ),
+        of_mesh=True,
+    )
 
 
 def _only(

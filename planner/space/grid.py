@@ -76,6 +76,8 @@ class Space:
     """Of each row: rows of one number differ in sequences, sequence parallelism and what they recompute only,
     and all have one micro batch or all several, so that they hold the same parameters, gradients and
     optimizer states."""
+    work: Places
+    """Of each row: rows of one number differ in ZeRO and in what they recompute only."""
     considered: int
     """Layouts of the raw product."""
     illegal: dict[str, int]
@@ -169,11 +171,12 @@ def build(
     table = _table(model, degrees, legal, where, precision, pins)
     family = flat_places((*shape[:4], 1, shape[5]), where)
     states = flat_places((*shape[:2], 1, 1, 1, shape[5]), where)
+    work = flat_places((*shape[:4], 1, 1), where)
     alone = degrees.micro_batches == 1
     if alone.any():
         # With one micro batch gradients may be reduced before they are whole.
         states = 2 * states + alone.ravel().take(flat_places(alone.shape, where))
-    return Space(table, family, states, considered, illegal)
+    return Space(table, family, states, work, considered, illegal)
 
 
 def _rules(pins: Pins, further: Sequence[Rule]) -> list[Rule]:

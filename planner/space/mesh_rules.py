@@ -28,8 +28,14 @@ def _shares_kv_heads(model: ModelSpec, tp: Ints | int) -> Any:
     kv = model.kv_heads
     if model.latent_attention is not None:
         return model.heads % tp == 0
-    whole = (kv % tp == 0) | (tp % kv == 0)
-    return whole & (kv * model.head_dim % tp == 0)
+    # A norm over all key heads counts each of them once.
+    shared = (tp % kv == 0) & (not _has_wide_norms(model))
+    return ((kv % tp == 0) | shared) & (kv * model.head_dim % tp == 0)
+
+
+def _has_wide_norms(model: ModelSpec) -> bool:
+    """Whether keys have a norm over all heads together."""
+    return model.qk_norm and model.qk_norm_width == "all"
 
 
 def _dense_width(model: ModelSpec) -> int:
@@ -59,7 +65,10 @@ MESH_RULES: tuple[Rule, ...] = (
         "tensor_parallel_kv_heads",
         lambda model, d: ~_shares_kv_heads(model, d.tensor_parallel),
         lambda model, d: (
-            f"tensor_parallel {d.tensor_parallel} neither divides {model.kv_heads} kv_heads of width "
+            f"tensor_parallel {d.tensor_parallel} does not divide {model.kv_heads} kv_heads, which have one "
+            f"norm together; use {tensor_parallel_choices(model)}"
+            if _has_wide_norms(model)
+            else f"tensor_parallel {d.tensor_parallel} neither divides {model.kv_heads} kv_heads of width "
             f"{model.head_dim} nor is a multiple that splits their {model.kv_heads * model.head_dim} "
             f"columns; use {tensor_parallel_choices(model)}"
         ),

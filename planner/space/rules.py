@@ -23,6 +23,7 @@ from costmodels.spec.table import (
     Bools,
     LayoutTable,
 )
+from planner.space.lora_rules import LORA_RULES
 from planner.space.mesh_rules import MESH_RULES
 from planner.space.rule import Rule, divisors
 
@@ -218,6 +219,7 @@ RULES: tuple[Rule, ...] = (
         lambda model, d: d.offload_activations & (d.recompute == FULL) & (d.recompute_method == UNIFORM),
         lambda model, d: NOTHING_TO_OFFLOAD,
     ),
+    *LORA_RULES,
 )
 """In the order in which they are applied: a layout is counted under the first rule that it breaks."""
 

@@ -1,0 +1,1 @@
+"""What jobs have measured on this user's machines, beside what was predicted of them."""

@@ -1,0 +1,79 @@
+"""Seconds of a step by what takes them, measured and predicted."""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from costmodels.spec.estimate import StepTime
+from costmodels.spec.record import Name, NonNegative, Record
+
+
+class StepParts(Record):
+    """Seconds of one step on one rank by what took them; they add up to the step."""
+
+    products: NonNegative = 0.0
+    """Matrix products."""
+    attention: NonNegative = 0.0
+    elementwise: NonNegative = 0.0
+    """All other kernels: norms, activations, copies, the loss."""
+    optimizer: NonNegative = 0.0
+    host_gaps: NonNegative = 0.0
+    """On a device: it idles while the host launches. On a CPU: Python between operators."""
+    collectives: dict[Name, NonNegative] = Field(default_factory=dict)
+    """Waits for other ranks that no kernel hides, by the kind of collective."""
+
+    @property
+    def communication(self) -> float:
+        """Seconds of all collectives."""
+        return sum(self.collectives.values())
+
+    @property
+    def total(self) -> float:
+        """Seconds of the step."""
+        return sum(self.by_term().values())
+
+    def by_term(self) -> dict[str, float]:
+        """Seconds by the name in `TERMS`."""
+        return {name: getattr(self, name) for name in TERMS}
+
+    def scaled(self, factor: float) -> StepParts:
+        """All seconds times `factor`."""
+        own = {name: factor * getattr(self, name) for name in TERMS if name != "communication"}
+        kinds = {kind: factor * seconds for kind, seconds in self.collectives.items()}
+        return StepParts(**own, collectives=kinds)
+
+
+TERMS = {
+    "products": "matrix products",
+    "attention": "attention",
+    "elementwise": "element-wise work",
+    "optimizer": "the optimizer",
+    "host_gaps": "the host, which the device waits for",
+    "communication": "communication and waits for other ranks",
+}
+"""What measured and predicted parts of a step have in common, with its name in a sentence."""
+
+_WAITS = (
+    "tensor_parallel",
+    "context_parallel",
+    "expert_parallel",
+    "pipeline_parallel",
+    "bubble",
+    "data_parallel",
+)
+
+
+def predicted_parts(time: StepTime) -> dict[str, float]:
+    """The seconds of an estimate by the name in `TERMS`, as a profiler would see them.
+
+    What is computed again is of the kinds that layers compute.
+    """
+    kinds = {"products": time.compute, "attention": time.attention, "elementwise": time.elementwise}
+    layers = sum(kinds.values())
+    again = 1.0 + (time.recompute / layers if layers else 0.0)
+    found = {name: again * seconds for name, seconds in kinds.items()}
+    found["elementwise"] += time.accumulation
+    found["optimizer"] = time.optimizer
+    found["host_gaps"] = time.launch + time.offload
+    found["communication"] = sum(getattr(time, part) for part in _WAITS)
+    return found

@@ -1,0 +1,103 @@
+"""What the measured steps of a few plans make likely of the steps of the others.
+
+A measured step is its prediction times a factor. Of the logarithm of that factor a part is common to all
+plans on a machine, a part goes with each term of the step in proportion to the term's share of it, a part is
+shared by layouts that are alike, and the rest is noise. All are normal, so that measured plans tell the
+others' factors, and how sure they are, in closed form (Rasmussen and Williams, Gaussian Processes for Machine
+Learning, 2006, equations 2.23 and 2.24).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from costmodels.spec.estimate import StepTime
+from costmodels.spec.layout import Layout
+from costmodels.spec.table import Floats
+from planner.plan import Plan
+
+COMMON = 3.0
+"""Standard deviation of the part that all plans share: a machine may well be ten times as slow."""
+
+OF_TERM = 0.4
+"""That of each term of the step by itself."""
+
+OF_LAYOUT = 0.4
+"""That of a layout, shared by those that are alike, over that of its prediction: the range of its estimate is
+narrow on devices that were measured, and wide where nobody has."""
+
+NOISE = 0.015
+"""That of a median of a few steps."""
+
+REACH = 2.0
+"""Doublings of degrees, and other choices that differ, at which two layouts share e^-1 of it."""
+
+SURE = 1.6449
+"""Standard deviations below the mean that 19 of 20 are above."""
+
+OF_RANGE = 1.2816
+"""Half of a range that holds four of five, in standard deviations."""
+
+_DEGREES = (
+    "tensor_parallel",
+    "pipeline_parallel",
+    "virtual_pipeline_parallel",
+    "context_parallel",
+    "expert_parallel",
+    "data_parallel",
+    "micro_batch_size",
+    "micro_batches",
+)
+_CHOICES = ("schedule", "zero_stage", "recompute", "sequence_parallel", "context_parallel_form")
+
+
+@dataclass(frozen=True)
+class Expected:
+    """The seconds of a step that measurements of other plans make likely."""
+
+    step_time_s: float
+    low_s: float
+    """19 of 20 such plans take longer."""
+    high_s: float
+
+
+def expected_steps(plans: Sequence[Plan], measured: Mapping[int, float]) -> list[Expected]:
+    """The step of each plan after the steps of some were measured, by their place in `plans`, in seconds."""
+    predicted = np.log([plan.estimate.step_time_s for plan in plans])
+    together = _covariance(plans)
+    known = np.array(sorted(measured), dtype=np.int64)
+    mean, variance = predicted, together.diagonal().copy()
+    if len(known):
+        seen = np.log([measured[place] for place in known.tolist()])
+        inner = together[np.ix_(known, known)] + NOISE**2 * np.eye(len(known))
+        weights = np.linalg.solve(inner, together[known])
+        mean = predicted + weights.T @ (seen - predicted[known])
+        variance = variance - (together[known] * weights).sum(axis=0)
+        # Where plans that should be alike were not, the others are no surer than that.
+        off = seen - predicted[known]
+        variance = variance * max(1.0, float(off @ np.linalg.solve(inner, off)) / len(known))
+    width = SURE * np.sqrt(np.maximum(variance, 0.0) + NOISE**2)
+    ends = zip(*(np.exp(each).tolist() for each in (mean, mean - width, mean + width)), strict=True)
+    return [Expected(*each) for each in ends]
+
+
+def _covariance(plans: Sequence[Plan]) -> Floats:
+    """Covariances of the logarithms of measured over predicted steps, [n, n]."""
+    terms = list(StepTime.model_fields)
+    shares = np.array([[getattr(plan.estimate.time, name) for name in terms] for plan in plans])
+    shares /= shares.sum(axis=1, keepdims=True)
+    apart = np.array([[_difference(one.layout, other.layout) for other in plans] for one in plans])
+    ranges = [plan.estimate.step_time_high_s / plan.estimate.step_time_low_s for plan in plans]
+    own = OF_LAYOUT * np.log(ranges) / (2 * OF_RANGE)
+    result: Floats = COMMON**2 + OF_TERM**2 * shares @ shares.T + np.outer(own, own) * np.exp(-apart / REACH)
+    return result
+
+
+def _difference(one: Layout, other: Layout) -> float:
+    """How far two layouts are apart: doublings of degrees, and other choices."""
+    doublings = sum(abs(math.log2(getattr(one, name) / getattr(other, name))) for name in _DEGREES)
+    return float(doublings + sum(getattr(one, name) != getattr(other, name) for name in _CHOICES))

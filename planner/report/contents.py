@@ -1,0 +1,135 @@
+"""What a report of a plan or a run shows: the plan, its rivals, its pipeline, and what was measured."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from costmodels.errors import InputError
+from costmodels.spec.record import GIB
+from costmodels.timeline import Timeline
+from planner.api import search_problem
+from planner.explanation.comparison import Comparison, compare
+from planner.inputs.batch import Batch
+from planner.inputs.pins import parse_pins
+from planner.plan import Plan
+from planner.problem import Problem
+from planner.ranking.result import SearchResult
+from planner.world_sizes import Sizes, sizes
+
+RIVALS = 10
+"""Plans of the ranking that are shown."""
+
+MOST_POINTS = 3000
+"""Layouts of the chart of time against memory; of more, every n-th."""
+
+MOST_PASSES = 20_000
+"""Passes that a browser draws without delay; of a longer pipeline the first and the last micro batches."""
+
+
+@dataclass(frozen=True)
+class Cloud:
+    """Layouts that fit: tokens a second of a device, bytes of the fullest device, and those that no other one
+    beats in both."""
+
+    tokens_per_s: np.ndarray
+    peak_bytes: np.ndarray
+    on_front: np.ndarray
+    names: tuple[str, ...]
+    """Of those on the front, in their order."""
+
+
+@dataclass(frozen=True)
+class Contents:
+    """Everything that a page shows."""
+
+    plan: Plan
+    rivals: tuple[Plan, ...]
+    """The first plans of the same question, best first."""
+    comparison: Comparison | None
+    """The plan against the best other one."""
+    cloud: Cloud
+    timeline: Timeline | None
+    """None where the schedule cannot be simulated, or has too many passes."""
+    no_timeline: str
+    """Why there is none."""
+    sizes: Sizes | None
+    """Plans for fewer and for more devices."""
+    records: tuple[dict[str, Any], ...]
+    """What a run of the plan has logged; empty before it."""
+
+
+def gather(plan: Plan, records: Sequence[dict[str, Any]] = ()) -> Contents:
+    """What a page shows of a plan: the search for its batch is run again, and its pipeline simulated."""
+    problem = Problem(
+        model=plan.model,
+        cluster=plan.cluster,
+        engine=plan.engine,
+        batch=Batch(plan.layout.global_batch_size),
+        precision=plan.layout.precision,
+        pins=parse_pins(None, None),
+        objective=plan.objective,
+    )
+    result = search_problem(problem)
+    rivals = result.plans(RIVALS)
+    others = [one for one in rivals if one.layout != plan.layout]
+    timeline, missing = _timeline(plan)
+    return Contents(
+        plan=plan,
+        rivals=tuple(rivals),
+        comparison=compare(plan, others[0]) if others else None,
+        cloud=_cloud(result),
+        timeline=timeline,
+        no_timeline=missing,
+        sizes=_sizes(plan),
+        records=tuple(records),
+    )
+
+
+def _timeline(plan: Plan) -> tuple[Timeline | None, str]:
+    try:
+        return plan.timeline(), ""
+    except InputError as error:
+        return None, str(error)
+
+
+def _cloud(result: SearchResult) -> Cloud:
+    """The layouts that fit, at most `MOST_POINTS` and all of the front."""
+    prices = result.prices
+    if not len(prices.table):
+        return Cloud(np.zeros(0), np.zeros(0), np.zeros(0, dtype=np.bool_), ())
+    speed = prices.tokens_per_s / result.problem.cluster.world_size
+    peak = prices.peak_memory_bytes
+    order = np.lexsort((-speed, peak))
+    best = np.maximum.accumulate(speed[order])
+    leads = np.concatenate(([True], speed[order][1:] > best[:-1]))
+    front = order[leads]
+    some = np.union1d(front, order[:: -(-len(order) // MOST_POINTS)])
+    shown = some[np.argsort(peak[some], kind="stable")]
+    on_front = np.isin(shown, front)
+    names = tuple(prices.table.layout(int(row)).describe() for row in shown[on_front])
+    return Cloud(speed[shown], peak[shown] / GIB, on_front, names)
+
+
+def _sizes(plan: Plan) -> Sizes | None:
+    """Plans of the same job on a quarter to four times as many devices; None where nothing else is legal."""
+    cluster = plan.cluster
+    if cluster.parts:
+        return None
+    counts = {cluster.world_size * 2**power // 4 for power in range(5)}
+    wanted = sorted(count for count in counts if count >= 1 and count <= plan.layout.global_batch_size * 64)
+    try:
+        return sizes(
+            plan.model,
+            world_size=",".join(map(str, wanted)),
+            device=cluster.device,
+            local_world_size=cluster.devices_per_node,
+            max_global_batch_size=plan.layout.global_batch_size,
+            engine=plan.engine,
+            precision=plan.layout.precision,
+        )
+    except InputError:
+        return None

@@ -1,0 +1,63 @@
+"""Which layouts fit into the memory of a device."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from costmodels.layers.shapes import distinct_shapes
+from costmodels.memory.peak import stage_memory
+from costmodels.memory.unit_sizes import row_unit_sizes
+from costmodels.pricing import peak_memory
+from costmodels.ranks.rank_layers import critical_ranks
+from costmodels.spec.engine import Engine
+from costmodels.spec.hardware import Cluster
+from costmodels.spec.model import ModelSpec
+from costmodels.spec.table import Bools, Floats, LayoutTable
+from planner.solve.bounds import first_rows
+from planner.space.grid import Space
+
+
+@dataclass(frozen=True)
+class Fit:
+    """The rows that fit into the memory of a device; arrays of shape [n]."""
+
+    rows: Bools
+    """Rows that do."""
+    states: Bools
+    """Rows whose parameters, gradients and optimizer states alone would, on every pipeline rank."""
+    mean: Bools
+    """Rows whose states would if all pipeline ranks had as many."""
+
+
+def fit(model: ModelSpec, cluster: Cluster, engine: Engine, space: Space) -> Fit:
+    """The rows that fit, and those of the others that could with fewer activations."""
+    table = space.table
+    first, some = first_rows(space.states)
+    highest, mean = _state_bytes(model, cluster, engine, table.take(first[some]))
+    within, within_mean = np.zeros((2, len(first)), dtype=np.bool_)
+    within[some], within_mean[some] = highest <= cluster.memory_bytes, mean <= cluster.memory_bytes
+    possible = within[space.states]
+    fits = possible.copy()
+    rows = np.flatnonzero(possible)
+
+    fits[rows] = peak_memory(model, cluster, engine, table, rows) <= cluster.memory_bytes
+    return Fit(fits, possible, within_mean[space.states])
+
+
+STATES = ("parameters", "gradients", "optimizer", "context", "communicators", "margin")
+"""Parts of `StageMemory` that do not depend on the size of a micro batch and on what is recomputed."""
+
+
+def _state_bytes(
+    model: ModelSpec, cluster: Cluster, engine: Engine, table: LayoutTable
+) -> tuple[Floats, Floats]:
+    """Bytes of states and what the device holds anyway: the most of a pipeline rank, and their mean, [n]."""
+    engine = engine.for_device(cluster.device)
+    shapes, shape = distinct_shapes(table)
+    ranks, _ = critical_ranks(model, table)
+    held = stage_memory(cluster, engine, table, row_unit_sizes(model, engine, shapes, shape), ranks)
+    states = sum((held[part] for part in STATES), np.zeros(()))
+    mean: Floats = (states * ranks.count).sum(axis=1) / ranks.count.sum(axis=1)
+    return states.max(axis=1), mean

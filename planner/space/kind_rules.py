@@ -1,0 +1,78 @@
+"""What the bundled runtime does not split of layers other than plain attention: a named rule for each.
+
+The search for an engine with `Abilities.splits_plain_layers` proposes no layout that breaks one, and the
+runtime refuses such a plan.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from costmodels.spec.model import ModelSpec
+from costmodels.spec.table import RING, Bools, LayoutTable
+from planner.space.rule import Rule, divisors
+
+
+def _in_ring(d: LayoutTable) -> Bools:
+    found: Bools = (d.context_parallel > 1) & (d.context_parallel_form == RING)
+    return found
+
+
+def _binds(model: ModelSpec) -> bool:
+    return bool({"window", "chunk"} & {*model.attention_pattern}) and model.window < model.seq
+
+
+def _key_heads(model: ModelSpec) -> int:
+    """Heads of keys of layers of linear attention; 0 without any."""
+    sizes = model.linear_attention
+    return sizes.key_heads if sizes is not None and "linear" in model.attention_pattern else 0
+
+
+KIND_RULES: tuple[Rule, ...] = (
+    Rule(
+        "ring_window",
+        lambda model, d: _in_ring(d) & _binds(model),
+        lambda model, d: (
+            f"context_parallel_form ring has no windows, and layers of {model.name} see {model.window} of "
+            f"{model.seq} tokens; use all_gather or all_to_all"
+        ),
+        of_mesh=True,
+    ),
+    Rule(
+        "ring_sinks",
+        lambda model, d: _in_ring(d) & model.attention_sinks,
+        lambda model, d: (
+            f"context_parallel_form ring has no attention sinks, as {model.name} has them; use all_gather or "
+            "all_to_all"
+        ),
+        of_mesh=True,
+    ),
+    Rule(
+        "ring_gate",
+        lambda model, d: _in_ring(d) & model.attention_gate,
+        lambda model, d: (
+            f"context_parallel_form ring has no gate of attention's output, as {model.name} has it; use "
+            "all_gather or all_to_all"
+        ),
+        of_mesh=True,
+    ),
+    Rule(
+        "linear_context",
+        lambda model, d: (d.context_parallel > 1) & (_key_heads(model) > 0),
+        lambda model, d: (
+            f"context_parallel {d.context_parallel}: layers of linear attention of {model.name} hand a state "
+            "from token to token, which ranks that share a sequence do not; use 1"
+        ),
+        of_mesh=True,
+    ),
+    Rule(
+        "linear_heads",
+        lambda model, d: np.gcd(d.tensor_parallel, _key_heads(model)) != d.tensor_parallel,
+        lambda model, d: (
+            f"tensor_parallel {d.tensor_parallel} does not divide the {_key_heads(model)} key heads of "
+            f"{model.name}'s linear attention; use one of {', '.join(map(str, divisors(_key_heads(model))))}"
+        ),
+        of_mesh=True,
+    ),
+)
+"""In the order in which they are asked."""
