@@ -22,7 +22,7 @@ from torch import Tensor
 
 from costmodels import ModelSpec
 from costmodels.errors import InputError
-from planner.inputs.hf_readers import Config
+from planner.inputs.huggingface.keys import Config
 from runtime import checkpoint
 from runtime.checkpoint.manifest import reader_lock
 from runtime.checkpoint.tensor_store import Piece, Whole, write_tensors
@@ -40,7 +40,8 @@ from runtime.huggingface.files import PlannedTensor, file_size, write_files
 from runtime.huggingface.mapping import EMBEDDING, GPT2_PREFIX, HEAD, Entry, Part
 from runtime.huggingface.model_folder import LM_HEAD, HuggingFaceModel, entries_of
 from runtime.huggingface.new_folder import new_folder
-from runtime.huggingface.stored_model import StoredModel
+from runtime.huggingface.peft_adapter import write_adapter
+from runtime.huggingface.stored_model import StoredModel, TunedModel, open_stored
 from runtime.huggingface.tokenizer_files import TOKENIZER_FILE
 from runtime.model.number_formats import WEIGHT_DTYPES
 
@@ -104,7 +105,7 @@ def to_hugging_face(
     dtype: str | None = None,
     max_shard_size: str = MAX_SHARD_SIZE,
 ) -> Conversion:
-    """Turn a checkpoint, of whatever layout, into a Hugging Face model.
+    """Turn a checkpoint, of whatever layout, into a Hugging Face model; adapters are merged.
 
     Args:
         folder: of checkpoints, as `--save` writes it.
@@ -118,14 +119,10 @@ def to_hugging_face(
             is; or `output` exists.
     """
     target, number_format, largest = Path(output), _dtype(dtype), file_size(max_shard_size)
-    stored = StoredModel(folder, iteration)
-    carried = read_companions(stored.companions)
-    if carried is not None and not differences(stored.spec, carried.spec):
-        config, names = carried.config, carried.names
-    else:
-        config, names = config_for(stored.spec) | _ends(stored), Names()
+    stored = open_stored(folder, iteration)
+    config, names, is_carried = _config_of(stored)
     planned = list(_planned(stored, config, names, number_format))
-    if carried is None or number_format is not None or {"dtype", "torch_dtype"} & config.keys():
+    if not is_carried or number_format is not None or {"dtype", "torch_dtype"} & config.keys():
         config = with_dtype(config, _main_format(planned))
     with reader_lock(stored.folder), new_folder(target, "--output") as root:
         write_files(root, planned, largest)
@@ -135,7 +132,41 @@ def to_hugging_face(
     return Conversion(target, stored.spec, len(planned), sum(one.bytes for one in planned), [])
 
 
-def _ends(stored: StoredModel) -> Config:
+def to_peft(
+    folder: str | Path, output: str | Path, iteration: int | None = None, dtype: str | None = None
+) -> Conversion:
+    """Turn the adapters of a checkpoint into a folder that Hugging Face's peft reads.
+
+    Args:
+        folder: of checkpoints of a run with `--lora-rank`.
+        output: new folder.
+        iteration: the newest when not given.
+        dtype: `fp32` (when not given), `bf16` or `fp16`.
+
+    Raises:
+        InputError: as `to_hugging_face`; the checkpoint has no adapters, or their base is not there.
+    """
+    target, number_format, stored = Path(output), _dtype(dtype), open_stored(folder, iteration)
+    if not isinstance(stored, TunedModel):
+        raise InputError(f"{stored.where} has no adapters; it is a model")
+    config, _, _ = _config_of(stored)
+    with reader_lock(stored.folder), new_folder(target, "--output") as root:
+        tensors = write_adapter(root, stored, config, number_format)
+        if stored.companions.is_dir():
+            copy_companions(stored.companions, root)
+    size = sum(tensor.nbytes for tensor in tensors.values())
+    return Conversion(target, stored.adapters.spec, len(tensors), size, [])
+
+
+def _config_of(stored: StoredModel | TunedModel) -> tuple[Config, Names, bool]:
+    """config.json of a model, the names in its files, and whether they were carried with it."""
+    carried = read_companions(stored.companions)
+    if carried is not None and not differences(stored.spec, carried.spec):
+        return carried.config, carried.names, True
+    return config_for(stored.spec) | _ends(stored), Names(), carried is not None
+
+
+def _ends(stored: StoredModel | TunedModel) -> Config:
     """The keys of a config.json for the token that stands between texts, by the tokenizer of the model."""
     end = None
     if (stored.companions / TOKENIZER_FILE).is_file():
@@ -198,7 +229,7 @@ def _kept_config(model: HuggingFaceModel) -> Config:
 
 
 def _planned(
-    stored: StoredModel, config: Config, names: Names, wanted: torch.dtype | None
+    stored: StoredModel | TunedModel, config: Config, names: Names, wanted: torch.dtype | None
 ) -> Iterator[PlannedTensor]:
     """The tensors of theirs that a checkpoint becomes."""
     # Neighbours in the mapping need the same tensor of ours, that of all experts.

@@ -23,6 +23,9 @@ import typer
 import planner.options.flags
 from costmodels import ModelSpec
 from costmodels.errors import InputError
+from planner.formats.pasted import PastedCommand
+from planner.inputs.device import is_cpu
+from planner.inputs.node_kinds import is_of_kinds
 from planner.options.batch import BatchOptions
 from planner.options.cluster import ClusterOptions
 from planner.options.command import add
@@ -31,6 +34,7 @@ from planner.options.limits import check_bounds
 from planner.options.model import ModelOptions
 from planner.options.parallel import ParallelOptions, check_alone
 from planner.plan import Plan
+from runtime import entry
 from runtime.checkpoint.owner import PATIENCE_OF_RESTART_S, PATIENCE_S, Owner
 from runtime.data import Datasets
 from runtime.faults.error_file import report
@@ -41,17 +45,20 @@ from runtime.faults.watchdog import Watchdog
 from runtime.job.continuation import (
     PreviousRun,
     change_line,
+    is_elastic,
     is_restarted,
     plan_for_ranks,
     previous_run,
 )
 from runtime.job.datasets import open_datasets
 from runtime.job.devices import check_kind, detect_device, local_device_count, torch_device
+from runtime.job.going_on import from_saved, has_saved
 from runtime.job.job import Job, RunOptions, sample_order
 from runtime.job.loop import Loop
 from runtime.job.plan_check import check_plan_of_job
 from runtime.job.plan_search import search_for_job
 from runtime.logs.console import flush, progress, say
+from runtime.logs.rank_log import RankLog
 from runtime.optimizers.adam8bit import check_adam8bit
 from runtime.parallel.float8 import check_float8
 from runtime.parallel.ranks import (
@@ -65,11 +72,13 @@ from runtime.parallel.ranks import (
     run_together,
     start_process_group,
 )
-from runtime.processes.scheduler import check_one_task
+from runtime.preflight.options import PreflightOptions
+from runtime.preflight.run import preflight
 from runtime.settings.idle_flags import idle_flag_notes
 from runtime.settings.options import DataOptions, OutputOptions, TrainingOptions
 from runtime.settings.preflight import check_folder
 from runtime.train.trainer import Trainer
+from runtime.world.membership import RANK_VARIABLES, rank_variables
 
 
 def plan_of_job(job: Job, ranks: Ranks, previous: PreviousRun | None = None) -> Plan:
@@ -83,18 +92,12 @@ def plan_of_job(job: Job, ranks: Ranks, previous: PreviousRun | None = None) -> 
         if given in (None, started):
             continue
         flag_text = f"--{name.replace('_', '-')} {given}"
-        if is_alone():
-            raise InputError(
-                f"{flag_text}: this process is alone, not one of torchrun's ranks; start them with `torchrun "
-                "--nproc-per-node N -m runtime.pretrain ...`, or see the plan with `planner suggest "
-                f"{flag_text} ...`"
-            )
         raise InputError(f"{flag_text}: torchrun started {started} ranks; leave the flag out")
     if job.run.plan is not None:
         joined = dataclasses.replace(job.cluster, world_size=None, local_world_size=None, device=None)
         check_alone(job.model, job.batch, job.parallel, joined)
         plan = Plan.load(job.run.plan)
-        goes_on = previous is not None or is_restarted()
+        goes_on = previous is not None or is_restarted() or is_elastic()
         if plan.layout.world_size == ranks.world_size or not goes_on:
             return plan
         return plan_for_ranks(plan, ranks.world_size, ranks.local_world_size, job.training, job.data)
@@ -102,7 +105,7 @@ def plan_of_job(job: Job, ranks: Ranks, previous: PreviousRun | None = None) -> 
     return search_for_job(job, device, ranks.world_size, ranks.local_world_size, previous).plan(0)
 
 
-def preflight(plan: Plan, job: Job, world_size: int) -> None:
+def check_job(plan: Plan, job: Job, world_size: int) -> None:
     """Refuse, with one line, what would fail later."""
     job.training.check()
     job.output.check()
@@ -113,21 +116,25 @@ def preflight(plan: Plan, job: Job, world_size: int) -> None:
             check_folder(folder, f"--{name.replace('_', '-')}")
 
 
-def train(job: Job) -> None:
-    """Run the job on this rank."""
+def train(job: Job) -> int:
+    """Run the job on this rank; its exit code."""
     ignore_early()
     end_with_agent()
-    check_one_task(os.environ, joins=True)
+    os.environ |= rank_variables(os.environ)
     ranks = Ranks.from_environment()
-    if job.cluster.device not in (None, "cpu") and not local_device_count():
+    asks_for_cpu = is_cpu(job.cluster.device)
+    if job.cluster.device is not None and not asks_for_cpu and not local_device_count():
         raise InputError(f"--device {job.cluster.device}: this machine has no GPUs; leave it out or give cpu")
-    on_cpu = job.cluster.device == "cpu" or (job.run.plan is not None and _is_cpu_plan(job.run.plan))
+    on_cpu = asks_for_cpu or (job.run.plan is not None and _is_cpu_plan(job.run.plan))
     device = torch_device(on_cpu or not local_device_count(), ranks)
     check_bounds(job.run)
+    if job.output.log_dir is not None:
+        RankLog(job.output.log_dir, ranks.rank).open()
     start_process_group(ranks, device, job.run.distributed_timeout_minutes)
+    code = 0
     with _watchdog(job, ranks) as watchdog:
         try:
-            _run(job, ranks, device)
+            code = _run(job, ranks, device)
         except InputError as error:
             if ranks.world_size == 1:
                 dist.destroy_process_group()
@@ -140,6 +147,7 @@ def train(job: Job) -> None:
             _lost_connection(watchdog)
         set_operation("waiting for the others to end")
         leave_process_group(device)
+    return code
 
 
 def _watchdog(job: Job, ranks: Ranks) -> Watchdog:
@@ -163,11 +171,14 @@ def _lost_connection(watchdog: Watchdog) -> NoReturn:
     raise typer.Exit(1)
 
 
-def _run(job: Job, ranks: Ranks, device: torch.device) -> None:
+def _run(job: Job, ranks: Ranks, device: torch.device) -> int:
     _begin("planning")
+    if run_on_first_rank(lambda: (is_restarted() or is_elastic()) and has_saved(job)):
+        job = from_saved(job)
+    job = _looked_at(job, ranks, device)
     plan = Plan.model_validate_json(run_on_first_rank(lambda: _prepare(job, ranks)))
     with _saving_alone(job.output.save):
-        _train(job, plan, ranks, device)
+        return _train(job, plan, ranks, device)
 
 
 @contextmanager
@@ -186,7 +197,7 @@ def _saving_alone(folder: str | None) -> Iterator[None]:
         owner.release()
 
 
-def _train(job: Job, plan: Plan, ranks: Ranks, device: torch.device) -> None:
+def _train(job: Job, plan: Plan, ranks: Ranks, device: torch.device) -> int:
     spec, layout = plan.model, plan.layout
     if plan.cluster.parts:
         run_together(lambda: check_kind(plan, ranks))
@@ -207,7 +218,7 @@ def _train(job: Job, plan: Plan, ranks: Ranks, device: torch.device) -> None:
         run_on_first_rank(lambda: keep_companions(job.output, job.data, spec))
     if ranks.rank == 0:
         _announce(plan, trainer.iteration, job)
-    Loop(job, plan, trainer, datasets, consumed).run()
+    return Loop(job, plan, trainer, datasets, consumed).run()
 
 
 def _begin(what: str) -> None:
@@ -231,7 +242,7 @@ def _load(job: Job, folder: str, trainer: Trainer, spec: ModelSpec, datasets: Da
         initial_state.load_weights(folder, trainer, spec, iteration)
         return 0
     order = {} if job.data.allow_data_change else run_together(lambda: sample_order(job, datasets))
-    told = checkpoint.load(folder, trainer, spec, iteration, order)
+    told = checkpoint.load(folder, trainer, spec, iteration, order, not job.output.no_load_optim)
     if trainer.guard is not None and "step_guard" in told:
         trainer.guard.load(told["step_guard"])
     consumed: int = told["consumed_samples"]
@@ -242,10 +253,29 @@ def _is_cpu_plan(path: str) -> bool:
     return Plan.load(path).cluster.device.kind == "cpu"
 
 
+def _looked_at(job: Job, ranks: Ranks, device: torch.device) -> Job:
+    """The job, after a look at its ranks; with the links that were measured where it is to plan with them."""
+    run_together(lambda: job.preflight.check(job.run.plan))
+    set_operation("looking at all ranks")
+    table = preflight(job.preflight, ranks, device, job.arguments(), job.output.log_dir, _kinds(job))
+    if not job.preflight.replan or table is None:
+        return job
+    return dataclasses.replace(job, cluster=dataclasses.replace(job.cluster, network_table=table))
+
+
+def _kinds(job: Job) -> int:
+    """Kinds of devices that a job is for."""
+    if job.run.plan is not None:
+        return max(1, len(Plan.load(job.run.plan).cluster.parts)) if dist.get_rank() == 0 else 1
+    return 2 if job.cluster.device is not None and is_of_kinds(job.cluster.device) else 1
+
+
 def _prepare(job: Job, ranks: Ranks) -> str:
     previous = previous_run(job.output)
     plan = plan_of_job(job, ranks, previous)
-    preflight(plan, job, ranks.world_size)
+    check_job(plan, job, ranks.world_size)
+    if job.run.plan is None and job.output.log_dir is not None:
+        plan.save(Path(job.output.log_dir) / "plan.json")
     change = "" if previous is None else change_line(previous, plan.layout, ranks.world_size)
     if change:
         say(change)
@@ -284,6 +314,25 @@ def _announce(plan: Plan, iteration: int, job: Job) -> None:
         say(f"{what}: starting at iteration 0")
 
 
+def is_question(job: Job) -> bool:
+    """Whether the flags ask for a plan of several ranks, and no launcher has started this as one of them."""
+    ranks = job.cluster.world_size
+    if ranks is None or ranks < 2 or job.run.plan is not None or not is_alone():
+        return False
+    return not rank_variables(os.environ)
+
+
+def suggest() -> NoReturn:
+    """Become the `planner suggest` of the same flags, which takes those of a training command too."""
+    say(
+        "runtime.pretrain: not started by torchrun, so nothing is trained; the plan for these flags:",
+        sys.stderr,
+    )
+    flush()
+    command = entry.command("planner", "suggest", *sys.argv[1:])
+    os.execv(command[0], command)
+
+
 app = typer.Typer(add_completion=False)
 
 
@@ -297,34 +346,40 @@ app = typer.Typer(add_completion=False)
     output=OutputOptions,
     run=RunOptions,
     faults=FaultOptions,
+    preflight=PreflightOptions,
 )
 def pretrain(**groups: Any) -> None:
     """Train a GPT-like model on the ranks that torchrun started."""
+    job = Job(**groups)
+    if is_question(job):
+        suggest()
     try:
-        train(Job(**groups))
+        code = train(job)
     except InputError as error:
         if _is_first():
             report(planner.options.flags.one_line(error), error.exit_code)
         raise
+    if code:
+        _leave(code)
 
 
-add(app, pretrain)
+add(app, pretrain, kind=PastedCommand)
 
 
-def _leave() -> NoReturn:
-    """End the process at once after success.
+def _leave(code: int = 0) -> NoReturn:
+    """End the process at once, after all its work is done.
 
     Threads of the communication library can outlive the finalisation of the interpreter, and then abort a
     job that has done all its work.
     """
     atexit._run_exitfuncs()
     flush()
-    os._exit(0)
+    os._exit(code)
 
 
 def _is_first() -> bool:
     """Whether this rank speaks for all: a job refuses its input on every rank, but says so once."""
-    return os.environ.get("RANK", "0") == "0"
+    return next((os.environ[name] for name in RANK_VARIABLES if name in os.environ), "0") == "0"
 
 
 def main() -> NoReturn:

@@ -11,12 +11,14 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from costmodels import ModelSpec
 from costmodels.errors import InputError
+from runtime.checkpoint.base import base_in, check_base
 from runtime.checkpoint.folders import iteration_folder, reload_advice
 from runtime.checkpoint.manifest import check_files, read_manifest, reader_lock
 from runtime.checkpoint.run_file import RunFile, check_same_model, read_run
-from runtime.checkpoint.tensors import load_state, load_weights
+from runtime.checkpoint.tensors import load_frozen, load_state, load_weights
 from runtime.data.identity import difference
 from runtime.parallel.ranks import run_on_first_rank, run_together
+from runtime.settings.adapter_base import Base
 from runtime.train.trainer import Trainer
 
 Result = TypeVar("Result")
@@ -28,8 +30,14 @@ def load(
     spec: ModelSpec,
     iteration: int,
     expected: Mapping[str, Any] | None = None,
+    with_optimizer: bool = True,
 ) -> dict[str, Any]:
     """Read a checkpoint into `trainer`; every rank calls it. Returns what `save` was given as `run`.
+
+    Args:
+        expected: what the run must have been told, so that samples come in the same order.
+        with_optimizer: read the optimizer's state too. Without it the iteration goes on, but the optimizer,
+            its schedules and the loss scale begin anew, as with Megatron-LM's `--no-load-optim`.
 
     Raises:
         InputError: a file is missing or damaged, the checkpoint is of another model or optimizer, or its run
@@ -47,32 +55,55 @@ def load(
                     f"checkpoint {source} was trained with {name} {told.get(name)}, not {value}: samples "
                     "would come in another order; give the same, or start anew in another folder"
                 )
+        trainer.iteration = run.iteration
+        if not with_optimizer:
+            trainer.updates = 0
+            _read(source, lambda: load_weights(trainer, spec, source))
+            return told
         if sorted(run.optimizer_state) != sorted(trainer.optimizer.rule.slots):
             raise InputError(
                 f"checkpoint {source} holds other optimizer state "
                 f"({', '.join(run.optimizer_state) or 'none'}) than that of --optimizer "
-                f"{trainer.layout.optimizer}; give the optimizer that it was trained with"
+                f"{trainer.layout.optimizer}; give the optimizer that it was trained with, or begin with a "
+                "new one: --no-load-optim"
             )
-        trainer.iteration = run.iteration
         trainer.updates = run.iteration - run.skipped_iterations
         if run.loss_scale is not None and trainer.loss_scale is not None:
             trainer.loss_scale.load(run.loss_scale.model_dump())
         _read(source, lambda: load_state(trainer, spec, source))
+    if run.base is not None:
+        _load_base(source, run.base, trainer)
     return told
 
 
 def load_weights_only(folder: str | Path, trainer: Trainer, spec: ModelSpec, iteration: int) -> RunFile:
     """Read the weights of a checkpoint into `trainer`, which starts anew otherwise; every rank calls it.
 
+    They are frozen where `trainer` has adapters and the checkpoint none.
+
     Raises:
         InputError: a file is missing or damaged, or the checkpoint is of another model.
     """
     source = iteration_folder(folder, iteration)
+    is_base = trainer.spec.lora is not None and spec.lora is None
     with reader_lock(source):
         run = _checked(source, iteration)
         check_same_model(source, run, spec)
-        _read(source, lambda: load_weights(trainer, spec, source))
+        load_them = load_frozen if is_base else load_weights
+        _read(source, lambda: load_them(trainer, spec, source))
+    if is_base:
+        trainer.base = run_on_first_rank(lambda: base_in(folder, iteration))
+    elif run.base is not None:
+        _load_base(source, run.base, trainer)
     return run
+
+
+def _load_base(source: Path, base: Base, trainer: Trainer) -> None:
+    where = run_on_first_rank(lambda: check_base(source, base))
+    with reader_lock(where):
+        run = _checked(where, base.iteration)
+        _read(where, lambda: load_frozen(trainer, run.model, where))
+    trainer.base = base
 
 
 def _checked(source: Path, iteration: int) -> RunFile:

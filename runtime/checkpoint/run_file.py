@@ -13,6 +13,7 @@ from costmodels import ModelSpec
 from costmodels.errors import InputError
 from costmodels.files import read_at_most
 from runtime.checkpoint.manifest import damage_error
+from runtime.settings.adapter_base import Base
 
 RUN_FILE = "run.json"
 """What the checkpoint is of: model, iteration, optimizer state, loss scale, and what `save` was told."""
@@ -45,6 +46,8 @@ class RunFile(BaseModel):
     optimizer_state: list[str] = []
     """Slots of the optimizer's state, such as exp_avg; none where weights alone are stored."""
     loss_scale: LossScaleState | None = None
+    base: Base | None = None
+    """What the adapters of `model.lora` are added to; None where there are none."""
     consumed_samples: Count = 0
     """Samples of the training data that were trained on."""
 
@@ -52,6 +55,8 @@ class RunFile(BaseModel):
     def _skips_what_was_run(self) -> RunFile:
         if self.skipped_iterations > self.iteration:
             raise ValueError("skipped_iterations exceed iteration")
+        if (self.model.lora is None) != (self.base is None):
+            raise ValueError("adapters and their base go together")
         return self
 
     def run_state(self) -> dict[str, Any]:

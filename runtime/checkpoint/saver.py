@@ -8,7 +8,6 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from costmodels import ModelSpec
@@ -16,6 +15,7 @@ from costmodels.errors import InputError
 from runtime.checkpoint.folders import iteration_folder, latest_iteration
 from runtime.checkpoint.tensors import run_contents, stored_tensors
 from runtime.checkpoint.writer import HostCopies, SaveFailed, StagedPlanner, write
+from runtime.parallel.accelerator import device_module, is_accelerator
 from runtime.train.trainer import Trainer
 
 SAVE_TIMEOUT = timedelta(hours=2)
@@ -42,10 +42,12 @@ class Saver:
         *,
         asynchronous: bool = False,
         keep_last: int | None = None,
+        with_optimizer: bool = True,
         report: Callable[[str], None] = print,
     ) -> None:
         self.folder = Path(folder)
         self.asynchronous, self.keep_last, self.report = asynchronous, keep_last, report
+        self.with_optimizer = with_optimizer
         self.group: Any = dist.new_group(backend="gloo", timeout=SAVE_TIMEOUT)
         self.copies = HostCopies()
         self.thread: threading.Thread | None = None
@@ -61,13 +63,14 @@ class Saver:
         """
         self.wait()
         iteration, device = trainer.iteration, trainer.grid.device
-        tensors, contents = stored_tensors(trainer, spec), run_contents(trainer, spec, run)
+        tensors = stored_tensors(trainer, spec, self.with_optimizer)
+        contents = run_contents(trainer, spec, run, self.with_optimizer)
         planner = StagedPlanner(self.copies) if self.asynchronous else None
 
         def work() -> None:
             try:
-                if device.type == "cuda":
-                    torch.cuda.set_device(device)
+                if is_accelerator(device):
+                    device_module(device).set_device(device)
                 target = write(
                     self.folder,
                     iteration,

@@ -20,26 +20,29 @@ from runtime.parallel.ranks import run_together
 from runtime.train.trainer import Trainer
 
 
-def run_contents(trainer: Trainer, spec: ModelSpec, run: dict[str, Any]) -> dict[str, Any]:
+def run_contents(
+    trainer: Trainer, spec: ModelSpec, run: dict[str, Any], with_optimizer: bool = True
+) -> dict[str, Any]:
     """What run.json says of the state of `trainer`; `run` is what the loop adds."""
     return {
         "iteration": trainer.iteration,
         "skipped_iterations": trainer.iteration - trainer.updates,
-        "optimizer_state": sorted(trainer.optimizer.rule.slots),
+        "optimizer_state": sorted(trainer.optimizer.rule.slots) if with_optimizer else [],
         "loss_scale": None if trainer.loss_scale is None else trainer.loss_scale.state(),
         "model": spec.model_dump(mode="json"),
+        **({} if trainer.base is None else {"base": trainer.base.model_dump()}),
         **run,
     }
 
 
-def stored_tensors(trainer: Trainer, spec: ModelSpec) -> dict[str, Tensor]:
+def stored_tensors(trainer: Trainer, spec: ModelSpec, with_optimizer: bool = True) -> dict[str, Tensor]:
     """This rank's part of what a checkpoint stores, sharing memory with the state where it can."""
-    tensors = _weights(trainer) | trainer.optimizer.rule.states()
+    tensors = _weights(trainer) | (trainer.optimizer.rule.states() if with_optimizer else {})
     return {name: tensor for name, tensor in tensors.items() if _stored_name(name, spec) == name}
 
 
 def load_weights(trainer: Trainer, spec: ModelSpec, folder: Path) -> None:
-    """Read the weights and buffers alone, such as those that came from elsewhere."""
+    """Read what trains, and buffers, alone: weights that came from elsewhere, or adapters."""
     _read(_weights(trainer), spec, folder)
 
 
@@ -50,13 +53,27 @@ def load_state(trainer: Trainer, spec: ModelSpec, folder: Path) -> None:
     trainer.optimizer.rule.load(states, trainer.updates)
 
 
+def load_frozen(trainer: Trainer, spec: ModelSpec, folder: Path) -> None:
+    """Read what adapters are added to, of the model `spec`, which has none."""
+    frozen: dict[str, Tensor] = {}
+    for stage in trainer.executor.stages:
+        every = stage.named_parameters(remove_duplicate=False)
+        frozen |= {name: one.detach() for name, one in every if not one.requires_grad}
+    _read(frozen | _buffers(trainer), spec, folder)
+
+
 def _weights(trainer: Trainer) -> dict[str, Tensor]:
-    """Parameters and buffers of this rank."""
+    """What trains of the parameters of this rank, and buffers, which are frozen where others are."""
     weights: dict[str, Tensor] = {o.name: o.parameter.detach() for o in trainer.optimizer.owned}
+    return weights if trainer.spec.lora is not None else weights | _buffers(trainer)
+
+
+def _buffers(trainer: Trainer) -> dict[str, Tensor]:
+    buffers: dict[str, Tensor] = {}
     for stage in trainer.executor.stages:
         kept = stage.state_dict().keys()
-        weights |= {name: buffer for name, buffer in stage.named_buffers() if name in kept}
-    return weights
+        buffers |= {name: buffer for name, buffer in stage.named_buffers() if name in kept}
+    return buffers
 
 
 def _stored_name(name: str, spec: ModelSpec) -> str:

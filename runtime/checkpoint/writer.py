@@ -27,6 +27,7 @@ from costmodels.errors import InputError
 from runtime.checkpoint.folders import clear_folder, partial_folder, prune_checkpoints, publish
 from runtime.checkpoint.manifest import FileRecord, checksum_text
 from runtime.checkpoint.owner import check_ownership
+from runtime.parallel.accelerator import device_module, is_accelerator
 
 Result = TypeVar("Result")
 
@@ -118,8 +119,8 @@ class HostCopies:
             # Each has a storage of its own: torch.save would write the whole of a shared one.
             part = torch.from_numpy(self.memory[start : start + tensor.nbytes])
             copies.append(part.view(tensor.dtype).view(tensor.shape).copy_(tensor, non_blocking=True))
-        if on_gpu:
-            torch.cuda.current_stream().synchronize()
+        for device in {tensor.device for tensor in tensors if is_accelerator(tensor.device)}:
+            device_module(device).current_stream(device).synchronize()
         return copies
 
     def _reserve(self, size: int, page_locked: bool) -> None:

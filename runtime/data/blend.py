@@ -13,6 +13,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
+from runtime.data.packing import PackedDataset
 from runtime.data.samples import SampleDataset, rows_of
 
 # The share by which each corpus holds more samples than its weight asks for, as in Megatron.
@@ -41,7 +42,11 @@ class BlendedDataset:
     """
 
     def __init__(
-        self, corpora: Sequence[SampleDataset], weights: Sequence[float], size: int, endless: bool = False
+        self,
+        corpora: Sequence[SampleDataset | PackedDataset],
+        weights: Sequence[float],
+        size: int,
+        endless: bool = False,
     ) -> None:
         self.corpora = list(corpora)
         self.weights = list(weights)

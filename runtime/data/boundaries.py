@@ -18,12 +18,14 @@ class Boundaries:
 
     `reset_attention_mask`: tokens attend to their own document only; `reset_position_ids`: positions count
     from the start of the document; `eod_mask_loss`: what follows an end of document is not predicted.
+    `hides_prompts`: negative ids ~i are those of i, which are not predicted (`runtime.data.packing`).
     """
 
     eod: int
     reset_attention_mask: bool = False
     reset_position_ids: bool = False
     eod_mask_loss: bool = False
+    hides_prompts: bool = False
 
 
 def check_ends(indexed: IndexedDataset, tokenizer: Tokenizer | Record) -> None:

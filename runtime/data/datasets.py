@@ -12,10 +12,11 @@ from costmodels.errors import InputError
 from runtime.data.blend import BlendedDataset, corpus_samples, normalised_weights
 from runtime.data.boundaries import Boundaries
 from runtime.data.indexed_dataset import IndexedDataset
+from runtime.data.packing import PackedDataset, with_prompts
 from runtime.data.record import KnownTokenizer, Record, common_tokenizer, read_record
 from runtime.data.samples import SampleDataset, split_sequences
 
-Samples = SampleDataset | BlendedDataset
+Samples = SampleDataset | BlendedDataset | PackedDataset
 
 _SPLITS = ("training", "validation", "test")
 # Up to this size a token file is read whole to check its ids, beyond it in as many probes.
@@ -100,22 +101,23 @@ def build_datasets(
     train_samples: int,
     valid_samples: int = 0,
     test_samples: int = 0,
+    packs: bool = False,
 ) -> Datasets:
     """Samples of `seq` + 1 tokens for each split.
 
     `data_path` is one prefix of a .bin/.idx pair, several, or weights and prefixes by turns; `split` weighs
     training, validation and test, as "969,30,1", and applies to the sequences of each prefix; a split of
     which no samples are asked for is None. The order of the samples depends on the files, `split`, `seq`,
-    `seed` and the number of samples, never on the layout.
+    `seed` and the number of samples, never on the layout. With `packs` samples hold whole documents.
 
     Raises InputError if a file is not readable or a split that is asked for holds no documents.
     """
     blend = parse_data_path(data_path)
-    return _build((blend,) * 3, split, seq, seed, (train_samples, valid_samples, test_samples))
+    return _build((blend,) * 3, split, seq, seed, (train_samples, valid_samples, test_samples), packs)
 
 
 def build_separate_datasets(
-    data_paths: Sequence[Sequence[str]], seq: int, seed: int, samples: Sequence[int]
+    data_paths: Sequence[Sequence[str]], seq: int, seed: int, samples: Sequence[int], packs: bool = False
 ) -> Datasets:
     """As `build_datasets`, from files of its own for each split: `--train-data-path` and so on.
 
@@ -125,11 +127,16 @@ def build_separate_datasets(
     blends = [
         parse_data_path(path, name) if path else None for path, name in zip(data_paths, flags, strict=True)
     ]
-    return _build(blends, None, seq, seed, samples)
+    return _build(blends, None, seq, seed, samples, packs)
 
 
 def _build(
-    blends: Sequence[Blend | None], split: str | None, seq: int, seed: int, samples: Sequence[int]
+    blends: Sequence[Blend | None],
+    split: str | None,
+    seq: int,
+    seed: int,
+    samples: Sequence[int],
+    packs: bool,
 ) -> Datasets:
     opened: dict[str, IndexedDataset] = {}
     known: KnownTokenizer | None = None
@@ -146,7 +153,7 @@ def _build(
         blend = used[number]
         assert blend is not None
         files = [opened[prefix] for prefix in blend.prefixes]
-        return _split_samples(files, blend, split, number, seq, seed, count)
+        return _split_samples(files, blend, split, number, seq, seed, count, packs)
 
     train, valid, test = (
         make(number, count) if used[number] is not None else None for number, count in enumerate(samples)
@@ -181,6 +188,7 @@ def _split_samples(
     seq: int,
     seed: int,
     samples: int,
+    packs: bool,
 ) -> Samples:
     """The order of one split, as Megatron's BlendedMegatronDatasetBuilder makes it."""
     trains = number == 0
@@ -190,7 +198,7 @@ def _split_samples(
     if mixed:
         weights = blend.weights
         wanted = [None] * len(files) if weights is None else corpus_samples(weights, samples)
-    corpora = []
+    corpora: list[SampleDataset | PackedDataset] = []
     for dataset, count in zip(files, wanted, strict=True):
         sequences = range(len(dataset)) if split is None else split_sequences(len(dataset), split)[number]
         if not sequences:
@@ -198,14 +206,23 @@ def _split_samples(
                 f"--split {split}: gives no {_SPLITS[number]} documents out of the {len(dataset)} of "
                 f"{dataset.prefix}: {_remedy(split or '', number)}"
             )
-        corpora.append(SampleDataset(dataset, sequences, seq, count, seed, endless=trains))
+        if packs:
+            record = read_record(dataset)
+            if record is None:
+                raise InputError(
+                    f"--pack-documents: {dataset.prefix} has no record of its tokenizer, which says what "
+                    "ends a document; prepare it with planner data prepare"
+                )
+            corpora.append(PackedDataset(dataset, sequences, seq, seed, record.eod))
+        else:
+            corpora.append(SampleDataset(dataset, sequences, seq, count, seed, endless=trains))
     if not mixed:
         return corpora[0]
     if blend.weights is not None:
         size = sum(corpus_samples(blend.weights, samples, surplus=0))
         return BlendedDataset(corpora, blend.weights, size, endless=trains)
     sizes = [len(corpus) for corpus in corpora]
-    if not trains and samples > sum(sizes):
+    if not trains and not packs and samples > sum(sizes):
         raise InputError(
             f"{blend.flag}: {_SPLITS[number]} needs {samples} samples, but one epoch of these files holds "
             f"{sum(sizes)}: evaluate fewer (--eval-iters), or give each prefix a weight"
@@ -240,9 +257,13 @@ def check_vocabulary(datasets: Datasets, vocab: int) -> None:
     """
     for dataset in datasets.indexed:
         probe = _PROBE_BYTES // dataset.dtype.itemsize
+        known = read_record(dataset)
+        hides = known is not None and known.hides_prompts
         probes = min(-(-dataset.token_count // probe), _CHECKED_BYTES // _PROBE_BYTES)
         for start in np.linspace(0, max(0, dataset.token_count - probe), probes, dtype=np.int64).tolist():
             part = dataset.read(start, min(probe, dataset.token_count - start))
+            if hides:
+                part = with_prompts(part.astype(np.int64))
             worst = int(part.min()) if part.min() < 0 else int(part.max())
             if not 0 <= worst < vocab:
                 record = read_record(dataset)

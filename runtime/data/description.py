@@ -9,6 +9,7 @@ import numpy as np
 
 from costmodels.errors import InputError
 from runtime.data.indexed_dataset import IndexedDataset
+from runtime.data.packing import with_prompts
 from runtime.data.record import Record, digest, read_record, recorded_tokenizer
 from runtime.data.tokenizers import Tokenizer
 
@@ -73,11 +74,13 @@ def describe(prefix: str | Path, tokenizer: Tokenizer | None = None) -> Descript
     ended = None
     if named is not None:
         ended = sum(1 for token in final if token.size and int(token[0]) == named.eod)
-    smallest, largest = id_range(pair)
+    smallest, largest = id_range(pair, record is not None and record.hides_prompts)
     first: list[int] = []
     if filled.size:
         sequence = int(ends[filled[0]])
         first = pair.get(sequence, 0, min(_FIRST_TOKENS, int(pair.lengths[sequence]))).tolist()
+        if record is not None and record.hides_prompts:
+            first = [~token if token < 0 else token for token in first]
     text = None
     if tokenizer is not None:
         if all(0 <= token < tokenizer.vocab_size for token in first):
@@ -106,13 +109,15 @@ def describe(prefix: str | Path, tokenizer: Tokenizer | None = None) -> Descript
     )
 
 
-def id_range(pair: IndexedDataset) -> tuple[int | None, int | None]:
+def id_range(pair: IndexedDataset, hides: bool = False) -> tuple[int | None, int | None]:
     """The smallest and the largest id among the first 2^28 tokens; None of an empty file."""
     smallest: int | None = None
     largest: int | None = None
     scanned = min(pair.token_count, _SCANNED_TOKENS)
     for start in range(0, scanned, _STEP):
         part = pair.read(start, min(_STEP, scanned - start))
+        if hides:
+            part = with_prompts(part.astype(np.int64))
         low, high = int(part.min()), int(part.max())
         smallest = low if smallest is None else min(smallest, low)
         largest = high if largest is None else max(largest, high)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack, closing, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain, islice
 from pathlib import Path
 
@@ -52,10 +52,29 @@ class _Encoder:
     tokenizer: Tokenizer
     keys: tuple[str, ...]
     append_eod: bool
+    prompt_key: str | None = None
 
     def __call__(self, form: str, piece: Piece) -> Result:
+        if self.prompt_key is not None:
+            prompts, *answers = extract_texts(piece, form, (self.prompt_key, *self.keys))
+            return [self._answers(prompts, texts) for texts in answers], piece.size, piece.taken
         texts = extract_texts(piece, form, self.keys)
         return [self._encode(documents) for documents in texts], piece.size, piece.taken
+
+    def _answers(self, prompts: Sequence[Texts], answers: Sequence[Texts]) -> EncodedPiece:
+        """One sequence of each prompt and its answer; ids of prompts are stored as their complement."""
+        texts = [
+            [one if isinstance(one, str) else "".join(one) for one in part] for part in (prompts, answers)
+        ]
+        asked, told = map(self.tokenizer.encode, texts)
+        end = [self.tokenizer.eod] * self.append_eod
+        pairs = [
+            np.concatenate([~np.asarray(prompt, np.int32), np.asarray([*answer, *end], np.int32)])
+            for prompt, answer in zip(asked, told, strict=True)
+        ]
+        lengths = np.fromiter(map(len, pairs), np.int64, len(pairs))
+        tokens = np.concatenate([np.empty(0, np.int32), *pairs])
+        return EncodedPiece(tokens, lengths[lengths > 0], (lengths > 0).astype(np.int64))
 
     def _encode(self, documents: Sequence[Texts]) -> EncodedPiece:
         """As Megatron-LM's tools/preprocess_data.py: sentences without tokens are left out, and the
@@ -98,6 +117,7 @@ def prepare(
     chunk_size: int = 1024,
     form: str | None = None,
     progress: Callable[[Summary], object] | None = None,
+    prompt_key: str | None = None,
 ) -> Summary:
     """Write `{output_prefix}_{key}_document.bin` and `.idx` from text files, for each of `json_keys`, and
     `.tokenizer`, the record of the tokenizer.
@@ -106,7 +126,8 @@ def prepare(
     (an object with the keys, or a string, per line), json (an array of either), wiki (WikiExtractor's
     <doc ...>) or text (each file is one document), detected per file if None. `workers` processes, but no
     more than there are cores or work, take `chunk_size` documents at a time. An end-of-document token follows
-    each document that is not empty. `progress` is called after every chunk with the summary so far.
+    each document that is not empty. `progress` is called after every chunk with the summary so far. The text
+    under `prompt_key` stands before that of each other key, and is not predicted.
 
     Raises InputError, with file and line where there is one; then nothing is written.
     """
@@ -122,9 +143,15 @@ def prepare(
     files = expand([str(path) for path in inputs])
     prefixes = [Path(f"{output_prefix}_{key}_document") for key in keys]
     summary = Summary(prefixes[0])
-    encoder = _Encoder(tokenizer, keys, append_eod)
+    if prompt_key in keys:
+        raise InputError(
+            f"--prompt-key {prompt_key}: is one of --json-keys too; name the key of the answers there"
+        )
+    encoder = _Encoder(tokenizer, keys, append_eod, prompt_key)
     pieces = _pieces(files, form, chunk_size)
     dtype, record = best_dtype(tokenizer.vocab_size), record_of(tokenizer)
+    if prompt_key is not None:
+        dtype, record = np.dtype(np.int32), replace(record, hides_prompts=True)
     try:
         with ExitStack() as stack:
             writers = [stack.enter_context(IndexedWriter(prefix, dtype, record)) for prefix in prefixes]

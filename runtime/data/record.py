@@ -28,6 +28,8 @@ class Record:
     eod: int
     digest: str
     origin: Origin
+    hides_prompts: bool = False
+    """Ids of prompts are stored as their complement."""
 
     def __str__(self) -> str:
         return f"{self.name} ({self.vocab_size} ids, {self.eod} ends a document)"
@@ -74,7 +76,8 @@ def read_record(pair: IndexedDataset) -> Record | None:
     files = (origin.vocab_file, origin.merge_file, origin.tokenizer_model)
     numbers = (record.vocab_size, record.eod, *counts)
     is_sound = (
-        all(isinstance(text, str) and text.isprintable() for text in texts)
+        type(record.hides_prompts) is bool
+        and all(isinstance(text, str) and text.isprintable() for text in texts)
         and all(file is None or isinstance(file, str) for file in files)
         and all(type(number) is int and number >= 0 for number in numbers)
     )

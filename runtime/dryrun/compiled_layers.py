@@ -101,7 +101,9 @@ READERS = ("kernel", "output")
 
 SUMS, WAIT = "_c10d_functional::all_reduce", "_c10d_functional::wait_tensor"
 
-KINDS = (("attention_norm", "norm"), ("mlp_norm", "norm"), ("attention", "attention"), ("mlp", "mlp"))
+NORMS = ("attention_norm", "attended_norm", "mlp_norm", "computed_norm")
+
+KINDS = (*((name, "norm") for name in NORMS), ("attention", "attention"), ("mlp", "mlp"))
 """Parts of a block by the name of the module that holds them."""
 
 

@@ -34,12 +34,15 @@ def ranks_to_trace(layout: Layout, stage: int | None, rank: int | None) -> list[
 
 def check_installed(layout: Layout) -> None:
     """Raise `InputError` where a package that the step needs is not installed."""
+    check_torch("planner dryrun runs the real training step", layout.precision, layout.optimizer)
+
+
+def check_torch(purpose: str, precision: str, optimizer: str = "adam") -> None:
+    """Raise `InputError` with the purpose of a command where a package that it needs is not installed."""
     if find_spec("torch") is None:
-        raise InputError(
-            "planner dryrun runs the real training step: install torch, on a laptop its CPU build"
-        )
-    for field, value in NEEDS_TORCHAO:
-        if getattr(layout, field) == value and find_spec("torchao") is None:
+        raise InputError(f"{purpose}: install torch, on a laptop its CPU build")
+    for field, value in {"precision": precision, "optimizer": optimizer}.items():
+        if (field, value) in NEEDS_TORCHAO and find_spec("torchao") is None:
             raise InputError(
                 f"{field} {value}: torchao is not installed; `pip install torchao`, or pin another {field}"
             )

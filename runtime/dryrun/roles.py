@@ -21,7 +21,7 @@ from runtime.model.experts import MixtureOfExperts
 from runtime.model.transformer import Transformer
 from runtime.optimizers.adam8bit import Adam8bit
 from runtime.optimizers.shards import ShardedOptimizer
-from runtime.parallel import collectives, loss, offload, recomputation
+from runtime.parallel import collectives, loss, offload, recomputation, working_copies
 from runtime.parallel.pipeline_stage import LeanStage
 from runtime.train import trainer
 from runtime.train.executor import Executor
@@ -43,14 +43,15 @@ def roles(tracker: Tracker) -> Iterator[None]:
 
         during(trainer, "Balance", category="parameters")
         during(trainer, "ShardedOptimizer", category="optimizer")
-        function = loss._VocabParallelCrossEntropy
-        for name in ("forward", "backward"):
-            scoped = _in_scope(tracker, getattr(function, name), category="logits", layer="loss")
-            stack.enter_context(patch.object(function, name, staticmethod(scoped)))
+        during(loss, "head_loss", category="logits", layer="loss")
+        during(loss, "add_product", category="gradients")
+        during(working_copies.WorkingCopies, "__init__", category="parameters")
+        during(working_copies.WorkingCopies, "hand_over", category="gradients")
+        add = _in_scope(tracker, _tagging_gradients(tracker), category="gradients", phase="reduce")
+        stack.enter_context(patch.object(working_copies.GradientSums, "add", add))
         during(offload._Copy, "fetch", category="activations", layer="attention")
-        for owner in (Transformer, loss.TokenLoss):
-            call = _in_scope(tracker, owner.__call__, phase="forward")
-            stack.enter_context(patch.object(owner, "__call__", call, create=True))
+        call = _in_scope(tracker, Transformer.__call__, phase="forward")
+        stack.enter_context(patch.object(Transformer, "__call__", call, create=True))
         for name in ("collect_gradients", "squared_norm", "scale", "clip_values"):
             during(ShardedOptimizer, name, phase="reduce")
         during(ShardedOptimizer, "step", phase="optimizer")
@@ -189,6 +190,17 @@ def _tag_gradients(tracker: Tracker, group: Any, _: Any, *args: Any) -> None:
         tracker.tag(parameter.unsharded_accumulated_grad, "gradients")
 
 
+def _tagging_gradients(tracker: Tracker) -> Any:
+    add = working_copies.GradientSums.add
+
+    def tagging(self: Any) -> None:
+        for copy in self.copies:
+            tracker.tag(copy.grad, "gradients")
+        add(self)
+
+    return tagging
+
+
 def _watch_unsharded(tracker: Tracker, parameter: Any, _: Any) -> None:
     watch(tracker, [parameter._unsharded_param])
 
@@ -218,13 +230,15 @@ def watch(tracker: Tracker, parameters: Iterable[nn.Parameter]) -> None:
         tracker.tag(parameter.grad, "gradients")
 
     for parameter in parameters:
-        if not getattr(parameter, "_is_watched", False):
+        if parameter.requires_grad and not getattr(parameter, "_is_watched", False):
             parameter._is_watched = True  # type: ignore[attr-defined]
             parameter.register_post_accumulate_grad_hook(tag)  # type: ignore[no-untyped-call]
 
 
 def tag_state(tracker: Tracker, executor: Executor) -> None:
     """Tell `tracker` what a finished build holds, and the layers to watch."""
+    for copies in executor.copies:
+        watch(tracker, copies.copies.values())
     for stage in executor.stages:
         for tensor in (*stage.parameters(), *stage.buffers(), *_tables(stage)):
             tracker.tag(tensor, "parameters")
@@ -260,7 +274,7 @@ def label_layers(tracker: Tracker, executor: Executor, compiled: bool, in_two: b
     Compiled functions tell themselves; `in_two`: the core of attention is not in them.
     """
     for stage in executor.stages:
-        outer = {"embedding": stage.embedding, "norm": stage.norm, "head": stage.head}
+        outer = {"embedding": stage.embedding, "norm": stage.norm}
         for kind, module in outer.items():
             if module is not None:
                 _label(tracker, module, kind)
@@ -270,28 +284,15 @@ def label_layers(tracker: Tracker, executor: Executor, compiled: bool, in_two: b
                     _label(tracker, block.attention.core, "attention")
                 continue
             _label(tracker, block, "residual")
-            _label(tracker, block.attention_norm, "norm")
-            _label(tracker, block.mlp_norm, "norm")
+            for norm in block.norms:
+                _label(tracker, norm, "norm")
             _label(tracker, block.attention, "attention")
             is_routed = isinstance(block.mlp, MixtureOfExperts)
             _label(tracker, block.mlp, "experts" if is_routed else "mlp")
-        if stage.head is not None:
-            _keep_logits(tracker, stage.head)
 
 
 def _label(tracker: Tracker, module: nn.Module, kind: str) -> None:
     module.forward = _in_scope(tracker, module.forward, layer=kind)  # type: ignore[method-assign]
-
-
-def _keep_logits(tracker: Tracker, head: nn.Module) -> None:
-    forward = head.forward
-
-    def scored(x: Tensor) -> Tensor:
-        logits: Tensor = forward(x)
-        tracker.tag(logits, "logits")
-        return logits
-
-    head.forward = scored  # type: ignore[method-assign]
 
 
 def tag_optimizer_state(tracker: Tracker) -> None:

@@ -8,7 +8,7 @@ from itertools import count
 from typing import Any, NamedTuple
 
 from costmodels import LatentAttention, Layout, ModelSpec
-from costmodels.layers.shapes import PEAK_LOAD
+from costmodels.layers.shapes import CHUNK_TOKENS, PEAK_LOAD
 from costmodels.spec.model import VOCAB_MULTIPLE
 from costmodels.tapes.dimensions import KERNEL_ROWS, dimensions
 from costmodels.tapes.structure import (
@@ -31,13 +31,16 @@ RANKS = {
 }
 """Primes that seldom are in coefficients, as 2 and 3 are; no two of a set are equal."""
 
+REACHES = {"attention=window", "attention=chunk"}
+"""Forms of blocks whose tokens do not see all before them."""
+
 LAST = ("groups", "tp", "cp", "ep", "etp", "sharers")
 """Dimensions whose primes others have too."""
 
 SIDES = {
     # Eight times as many elements are heads that every kernel takes.
     "head": (17, 19, 23, 29),
-    "group": (13, 11, 7, 5),
+    "group": (13, 17, 7, 5),
     "keys": (7, 5, 13, 11),
     "seq": (89, 97, 101, 103),
     "batch": (107, 109, 113, 127),
@@ -47,13 +50,16 @@ SIDES = {
 }
 
 LARGER = {
-    "tp": (11, 13, 23, 29),
+    "tp": (23, 31, 23, 31),
     "keys": (137, 139, 149, 151),
     "group": (157, 163, 167, 173),
     "head": (19, 17, 17, 19),
     "etp": (17, 19, 19, 17),
 }
 """Where numbers of experts and of choices are coefficients."""
+
+FEWER = {"cp": (7, 5, 13, 11), "keys": LARGER["keys"]}
+"""Where each rank's parts of a sequence are operations of their own: graphs of many are slow to make."""
 
 FLOAT8_HEAD = (11, 13, 5, 7)
 """Of heads whose products in 8 bits are possible, over 16."""
@@ -106,13 +112,11 @@ def sample(structure: Structure, number: int) -> Sample:
     Raises:
         ValueError: no model or layout has the structure.
     """
-    if structure.offloads_activations:
-        # Layers start each other's copies, and the last one keeps all: no layer does the same alone.
-        raise ValueError("layers that offload activations are recorded together with their neighbours only")
     chosen = _Sizes(structure, number)
     model = ModelSpec.model_validate({"name": structure.unit, "layers": 1, **chosen.model_fields()})
     layout = Layout.model_validate({"layers_per_stage": (1,), **chosen.layout_fields()})
-    if structure_of(model, layout, structure.unit, structure.compiled) != structure:
+    is_last = structure.offloads_activations == "kept"
+    if structure_of(model, layout, structure.unit, structure.compiled, is_last=is_last) != structure:
         raise ValueError(f"no sample has the structure {structure.name}")
     return Sample(model, layout, chosen.free_primes(dimensions(model, layout)))
 
@@ -123,6 +127,7 @@ class _Sizes:
     def __init__(self, structure: Structure, number: int) -> None:
         self.structure, self.number = structure, number
         tables = RANKS | SIDES | (LARGER if structure.loop_of_experts else {})
+        tables |= FEWER if structure.context_form == "all_gather" else {}
         self.primes = {name: values[number] for name, values in tables.items()}
         self.taken = set(self.primes.values()) | set(LATENT[number])
         own = self.primes
@@ -165,8 +170,15 @@ class _Sizes:
             # Experts have as many rows each.
             chunks *= SHARES * structure.loop_of_experts
             own["choices"], own["groups"], own["top_groups"] = structure.loop_choices
-        odd = structure.unit == "experts"
+        # Products in 8 bits fill rows up.
+        if REACHES & {*structure.form}:
+            # Two chunks, or two windows.
+            chunks *= 2
+        odd = structure.unit == "experts" and structure.precision != "fp8"
         self.seq = chunks * (self._odd_rows(chunks) if odd else SEQ_MULTIPLE * own["seq"])
+        if structure.unit == "head":
+            # An odd number of tokens is in each chunk of the loss, so that there are not more of them.
+            self.seq = self.tp * structure.chunks * self._fresh("seq", CHUNK_TOKENS + FIRST[number])
         self.hidden = MULTIPLE * self._fresh(
             "hidden", FIRST[number] + max(FIRST[number], min(WIDEST, self.heads * self.head) // MULTIPLE)
         )
@@ -174,9 +186,9 @@ class _Sizes:
 
     def _exchange_heads(self) -> None:
         """Heads of which context-parallel ranks can have equal parts."""
-        if self.structure.one_head:
+        if self.structure.one_head and self.structure.repeats_heads:
             self.group = self.cp
-        elif self.structure.one_key_head and not self.structure.repeats_heads:
+        elif self.structure.one_head or (self.structure.one_key_head and not self.structure.repeats_heads):
             self.keys = self.cp
         elif self.structure.one_key_head:
             self.keys = self.primes["keys"]
@@ -239,9 +251,34 @@ class _Sizes:
             "qkv_bias": structure.qkv_bias and not structure.linear_bias,
             "qk_norm": structure.qk_norm,
         }
+        fields |= self._form_fields()
         if structure.latent:
             fields |= self._latent_fields()
         return fields | self._expert_fields() if structure.unit == "experts" else fields
+
+    def _form_fields(self) -> dict[str, Any]:
+        """What `costmodels.tapes.structure.block_form` says, with values that are none of the usual ones."""
+        values: dict[str, Any] = {
+            "norm_from_one": True,
+            "attention_sinks": True,
+            "output_bias": True,
+            "residual_scale": 0.5,
+            "embedding_scale": 2.0,
+            "score_scale": 0.25,
+        }
+        found: dict[str, Any] = {}
+        for part in self.structure.form:
+            name, _, word = part.partition("=")
+            if name == "attention":
+                found |= {"attention_pattern": (word,), "window": self.seq // 2}
+                continue
+            if name == "router_bias":
+                # The router's own fields say it.
+                continue
+            if name == "rotary_dim":
+                values[name] = 2 * self._fresh("turned", self.head // ALIGNED_HEAD + 1)
+            found[name] = word or values[name]
+        return found
 
     def _vocabulary(self) -> int:
         """Entries of a tokenizer, of which each tensor-parallel rank has `entries`, padding included."""
@@ -260,6 +297,7 @@ class _Sizes:
         self.primes |= {"nope": nope, "rope": rope, "value": value}
         # No size has it.
         del self.primes["head"]
+        aligned = FLOAT8_MULTIPLE if self.structure.precision == "fp8" else ALIGNED_HEAD
         query_rank = MULTIPLE * self._fresh("query_rank", FIRST[self.number])
         latent_rank = MULTIPLE * self._fresh("latent_rank", FIRST[self.number])
         scaling = {"kind": "yarn", "factor": 2.0, "original_positions": self.seq, "mscale_all_dim": 1.0}
@@ -269,9 +307,9 @@ class _Sizes:
             "latent_attention": LatentAttention(
                 q_lora_rank=query_rank if self.structure.latent_queries else 0,
                 kv_lora_rank=latent_rank,
-                qk_nope_head_dim=ALIGNED_HEAD * nope,
-                qk_rope_head_dim=ALIGNED_HEAD * rope,
-                v_head_dim=ALIGNED_HEAD * value,
+                qk_nope_head_dim=aligned * nope,
+                qk_rope_head_dim=aligned * rope,
+                v_head_dim=aligned * value,
             ),
         }
 
@@ -300,6 +338,7 @@ class _Sizes:
                 "top_groups": own["top_groups"] if structure.group_score else 1,
                 "group_score": structure.group_score or "max",
                 "expert_bias": structure.expert_bias,
+                "bias": "router_bias" in structure.form,
                 "capacity_factor": limit,
             },
         }
@@ -307,9 +346,13 @@ class _Sizes:
     def layout_fields(self) -> dict[str, Any]:
         """Of the layout."""
         structure, data_parallel = self.structure, self.ep * self.etp
+        # There is no grouped product of experts in this format.
+        loops = structure.loop_of_experts > 0
         recompute: dict[str, Any] = {}
         if structure.recompute == ("full",):
             recompute = {"recompute": "full"}
+            if structure.offloads_activations:
+                recompute |= {"recompute_method": "block"}
         elif structure.recompute:
             recompute = {"recompute": "selective", "recompute_modules": structure.recompute}
         return {
@@ -322,7 +365,8 @@ class _Sizes:
             "data_parallel": data_parallel,
             "micro_batch_size": self.rows,
             "global_batch_size": self.rows * data_parallel,
-            "precision": structure.precision,
+            "precision": "fp16" if loops and structure.precision == "bf16" else structure.precision,
+            "offload_activations": structure.offloads_activations != "",
             **recompute,
         }
 

@@ -25,6 +25,9 @@ LARGEST_OF_PRODUCT = 1024
 
 MOST_TERMS = 3
 
+ROUNDED = {"sent", "arrived", "kernel_seq"}
+"""Dimensions that are nearly products of others, which are meant where both fit."""
+
 RANKS = ("tp", "cp", "ep", "etp", "sharers")
 
 
@@ -84,13 +87,21 @@ def _sorted(powers: Mapping[str, int]) -> tuple[tuple[str, int], ...]:
 
 
 def _sum(sizes: Sequence[int], dimensions: Sequence[Dimensions], powers: list[dict[str, int]]) -> Size:
-    common = {name: min(each.get(name, 0) for each in powers) for name in set().union(*powers)}
-    every = {name: exponent for name, exponent in common.items() if exponent}
-    # Primes of ranks may be in all terms by chance, as sides are multiples of ranks.
-    for shared in (every, {name: exponent for name, exponent in every.items() if name not in RANKS}):
-        found = _shared_sum(sizes, dimensions, shared)
-        if found is not None:
-            return found
+    names = set().union(*powers)
+    # A sum may have the primes of a dimension by chance: then one of the recordings tells what is shared.
+    common = {name: min(each.get(name, 0) for each in powers) for name in names}
+    readings = [common, *sorted(powers, key=lambda each: len(ROUNDED & each.keys()))]
+    tried: list[dict[str, int]] = []
+    for reading in readings:
+        every = {name: exponent for name, exponent in reading.items() if exponent}
+        # Primes of ranks may be in all terms by chance, as sides are multiples of ranks.
+        for shared in (every, {name: exponent for name, exponent in every.items() if name not in RANKS}):
+            if shared in tried:
+                continue
+            tried.append(shared)
+            found = _shared_sum(sizes, dimensions, shared)
+            if found is not None:
+                return found
     raise UnknownSizeError(f"sizes {list(sizes)} are no sum of {MOST_TERMS} products of dimensions")
 
 
@@ -109,7 +120,7 @@ def _shared_sum(
         }
         most = MOST_TERMS if factors is alone else 2
         # One recording more than there are coefficients is their proof.
-        for count in range(2, min(most, len(sizes) - 1) + 1):
+        for count in range(1, min(most, len(sizes) - 1) + 1):
             for chosen in combinations(factors, count):
                 solved = _solved([columns[factor] for factor in chosen], rests)
                 if solved is not None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 
+from costmodels.tapes.store import write_tapes
 from costmodels.tapes.structure import Structure
 from costmodels.tapes.tape import (
     Allocation,
@@ -19,6 +21,9 @@ from costmodels.tapes.tape import (
 from runtime.dryrun.sample_sizes import SAMPLES, Sample, sample
 from runtime.dryrun.symbols import UnknownSizeError, symbolic
 from runtime.dryrun.unit_recorder import Change, Recording, UnitRecordings, UnlikeError, record_unit
+
+LONGEST_SAMPLE = 2**24
+"""Tokens of a sample whose scores, where attention keeps them, PyTorch can still count the bytes of."""
 
 PROOF = 2
 """Recordings with other sizes that agree; sums of more terms take more of them."""
@@ -38,7 +43,12 @@ def recorded_tape(structure: Structure) -> Tape:
     for number in range(SAMPLES):
         samples.append(sample(structure, number))
         model, layout, _ = samples[-1]
-        recordings.append(record_unit(model, layout, structure.unit, structure.compiled, splits))
+        sends = structure.offloads_activations == "sent"
+        if model.seq > LONGEST_SAMPLE:
+            raise ValueError(
+                f"{structure.name}: no sample of at most {LONGEST_SAMPLE} tokens tells its sizes"
+            )
+        recordings.append(record_unit(model, layout, structure.unit, structure.compiled, splits, sends))
         if number + 1 < PROOF:
             continue
         try:
@@ -47,6 +57,41 @@ def recorded_tape(structure: Structure) -> Tape:
             if number + 1 == SAMPLES:
                 raise
     raise AssertionError("the last sample returns or raises")
+
+
+def record_tapes(
+    structures: Iterable[Structure],
+    path: Path,
+    at_once: int,
+    tell: Callable[[int, Structure], None] = lambda *_: None,
+) -> list[str]:
+    """Record tapes into a file; what ends it loses no more than the last `at_once`.
+
+    Args:
+        tell: called with the number of each structure, from 1 on, before it is recorded.
+
+    Returns:
+        Why some could not be.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    tapes: dict[Structure, Tape] = {}
+    refused: list[str] = []
+    try:
+        for number, structure in enumerate(structures, start=1):
+            tell(number, structure)
+            try:
+                tapes[structure] = recorded_tape(structure)
+            except (UnknownSizeError, UnlikeError, ValueError) as error:
+                refused.append(f"{structure.name}: {error}")
+            if len(tapes) == at_once:
+                write_tapes(tapes, path)
+                tapes.clear()
+    finally:
+        if tapes:
+            write_tapes(tapes, path)
+    return refused
 
 
 def _tape(samples: Sequence[Sample], every: Sequence[UnitRecordings]) -> Tape:

@@ -8,8 +8,8 @@ that are there already.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import groupby
@@ -31,6 +31,9 @@ from costmodels.tapes.tape import (
     EXPERTS_BACKWARD_END,
     EXPERTS_FORWARD,
     EXPERTS_FORWARD_END,
+    FETCHED,
+    FETCHES,
+    FETCHES_BEFORE,
     FORGETS,
     INPUT,
     LAYER,
@@ -47,7 +50,7 @@ from runtime.dryrun.tracker import Tracker, inner_tensors
 from runtime.model.experts import MixtureOfExperts
 from runtime.model.number_formats import DTYPES
 from runtime.model.transformer import Transformer
-from runtime.parallel import recomputation
+from runtime.parallel import offload, recomputation
 from runtime.parallel.local_tensors import local_part
 from runtime.parallel.loss import TokenLoss
 from runtime.parallel.mesh import build_grid
@@ -107,7 +110,12 @@ class UnitRecordings(NamedTuple):
 
 
 def record_unit(
-    model: ModelSpec, layout: Layout, unit: Unit, compiled: bool, splits: bool = False
+    model: ModelSpec,
+    layout: Layout,
+    unit: Unit,
+    compiled: bool,
+    splits: bool = False,
+    sends_activations: bool = False,
 ) -> UnitRecordings:
     """What `unit` of a model allocates and frees on the first rank of a layout.
 
@@ -116,16 +124,20 @@ def record_unit(
         layout: without pipeline and data parallelism.
         compiled: layers are compiled.
         splits: record split backward passes too.
+        sends_activations: the layer offloads what attention keeps, which one layer alone does not.
 
     Raises:
         UnlikeError: the unit does not do the same each time.
     """
     with ExitStack() as stack:
         tracker = Tracker(on_gpu=True)
+        if sends_activations:
+            stack.enter_context(patch.object(offload, "_fetch_before", partial(offload._offload, first=True)))
         module, run_unit, source = _built(stack, tracker, model, layout, unit, compiled)
         # What a collector ends, it ends at any time.
         stack.enter_context(run.collector_pause())
         recorder = _Recorder(tracker, module, run_unit, source)
+        stack.enter_context(recorder.watched_offloading())
         recorder.turn()
         whole = recorder.twice()
         first, later = recorder.twice(splits=True) if splits else (None, None)
@@ -171,7 +183,7 @@ def _built(
     for router in stage.routers.values():
         router.to_device(device)
     # Only what belongs to layers: the tracker's executor is not needed for one stage.
-    loss = TokenLoss(model, layout, grid)
+    loss = TokenLoss(model, layout, grid, compiled)
     executor: Any = _OneStage([stage], loss)
     if stage.routers:
         Balance(executor, model, grid, TrainingOptions())
@@ -187,15 +199,12 @@ def _built(
         return block, block, partial(torch.empty, residual, dtype=dtype, device=device)
     assert stage.norm is not None and stage.head is not None
     norm, head = stage.norm, stage.head
-    if unit == "head":
-        return (
-            nn.ModuleList([norm, head]),
-            lambda x: head(norm(x)),
-            partial(torch.empty, residual, dtype=dtype, device=device),
-        )
-    vocab = model.padded_vocab(layout.tensor_parallel) // layout.tensor_parallel
-    shape = rows, positions, vocab
-    return nn.Module(), lambda x: loss(x, ids), partial(torch.empty, shape, dtype=dtype, device=device)
+    loss.labels_BS = ids
+    return (
+        nn.ModuleList([norm, head]),
+        lambda x: loss(head, norm(x)),
+        partial(torch.empty, residual, dtype=dtype, device=device),
+    )
 
 
 class _OneStage(NamedTuple):
@@ -296,6 +305,26 @@ class _Recorder:
 
         experts.register_forward_pre_hook(before)
         experts.register_forward_hook(after)
+
+    @contextmanager
+    def watched_offloading(self) -> Iterator[None]:
+        """Note when a layer starts its copies from host memory, and those of the layer before it."""
+        fetch = offload._Layer.fetch
+
+        def fetching(layer: Any) -> None:
+            begins = not layer.fetched
+            if begins:
+                self._note(FETCHES)
+            fetch(layer)
+            if begins:
+                self._note(FETCHED)
+
+        def starting(_: Any) -> None:
+            if all(name != FETCHES_BEFORE for *_, name in self.notes):
+                self._note(FETCHES_BEFORE)
+
+        with patch.object(offload._Layer, "fetch", fetching), patch.object(offload, "_start", starting):
+            yield
 
     def _note(self, name: str) -> None:
         self.notes.append((len(self.tracker.numbers), "mark", -1, name))

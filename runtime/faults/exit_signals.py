@@ -1,13 +1,14 @@
 """What a run is asked for while it trains: signals and the time limit, which all ranks follow together.
 
-SIGTERM asks for a checkpoint and the end of the run (Megatron-LM's --exit-signal-handler), SIGUSR1 for a
-checkpoint alone, as before a maintenance or some minutes before a time limit of Slurm. Either may reach any
-one rank. Both are heeded after the step that is running.
+SIGTERM asks for a checkpoint and the end of the run (Megatron-LM's --exit-signal-handler), as do Ctrl-C and a
+terminal that is closed (SIGHUP); SIGUSR1 asks for a checkpoint alone, as before a maintenance or some minutes
+before a time limit of Slurm. Each may reach any one rank, and is heeded after the step that is running.
 """
 
 from __future__ import annotations
 
 import enum
+import os
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -30,6 +31,8 @@ class Request(enum.IntEnum):
     SAVE = 1
     STOP_IN_TIME = 2
     STOP = 3
+    HANG_UP = 4
+    INTERRUPT = 5
 
     @property
     def stops(self) -> bool:
@@ -37,8 +40,18 @@ class Request(enum.IntEnum):
         return self >= Request.STOP_IN_TIME
 
 
-SIGNALS = {signal.SIGTERM: Request.STOP, signal.SIGUSR1: Request.SAVE} if hasattr(signal, "SIGUSR1") else {}
+SIGNALS: dict[signal.Signals, Request] = {}
 """What signals ask for."""
+if hasattr(signal, "SIGUSR1"):
+    SIGNALS = {
+        signal.SIGTERM: Request.STOP,
+        signal.SIGHUP: Request.HANG_UP,
+        signal.SIGINT: Request.INTERRUPT,
+        signal.SIGUSR1: Request.SAVE,
+    }
+
+INTERRUPTED = 128 + signal.SIGINT
+"""Exit code of a run that Ctrl-C has ended, whether it saved or not."""
 
 
 def ignore_early() -> None:
@@ -74,7 +87,10 @@ class Requests:
         """Take signals as requests meanwhile; afterwards they do what they did before."""
         previous: dict[int, Callable[[int, FrameType | None], object] | int | None] = {}
         if self.saves:
-            previous = {number: signal.signal(number, self._note) for number in SIGNALS}
+            # What is ignored stays so: nohup does that to SIGHUP.
+            heeded = [number for number in SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
+            heeded += [] if signal.SIGUSR1 in heeded else [signal.SIGUSR1]
+            previous = {number: signal.signal(number, self._note) for number in heeded}
         try:
             yield
         finally:
@@ -82,12 +98,15 @@ class Requests:
                 signal.signal(number, handler)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGINT and self.pending is Request.INTERRUPT:
+            os._exit(INTERRUPTED)  # A second one does not wait.
         self.pending = max(self.pending, SIGNALS[signal.Signals(number)])
 
     def reason(self, request: Request) -> str:
         """The reason of the run's end, in words."""
-        if request is Request.STOP:
-            return "SIGTERM"
+        for number, wanted in SIGNALS.items():
+            if request is wanted:
+                return number.name
         return f"--exit-duration-in-mins {self.exit_minutes:g} has passed"
 
     def after_step(self) -> Request:

@@ -1,4 +1,4 @@
-"""What attention keeps of the tokens before: keys and values, or the latents that these are made of.
+"""What attention keeps of the tokens before: keys and values, the latents that these are made of, or a state.
 
 A model is given caches from outside: the core of each attention, or all of a latent one, is replaced. Every
 row of a batch has its own length. Prompts go through together, filled up at their end with tokens that no
@@ -14,7 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from runtime.model.attention import Attention, LatentAttention, Rotary
+from runtime.model.attention import LatentAttention, MakeRotary, MultiHeadAttention, Rotary
+from runtime.model.fused_attention import EVERYTHING, Reach, reaching_attention
+from runtime.model.gated_delta import GatedDelta, delta_rule
 from runtime.model.rotary import rotate
 from runtime.model.transformer import Transformer
 from runtime.parallel.tensor import local_weight
@@ -35,16 +37,14 @@ class Cache:
         """[B] position of each row's one new token; None while whole prompts go through."""
         self.end = 0
         """Tokens that attention has to look at: one more than the largest position."""
-        self.layers = [
-            _Latents(block.attention, self)
-            if isinstance(block.attention, LatentAttention)
-            else _KeysAndValues(block.attention, self)
-            for block in stage.blocks
-        ]
+        self.lengths = torch.zeros(0, dtype=torch.int64)
+        """[B] tokens of each row's prompt."""
+        self.layers = [_kept_by(block.attention, self) for block in stage.blocks]
 
-    def begin(self, tokens: int, room: int) -> None:
-        """Forget all; prompts of up to `tokens` tokens come next, and no row will be longer than `room`."""
-        self.room, self.at = room, None
+    def begin(self, lengths: Tensor, tokens: int, room: int) -> None:
+        """Forget all; prompts of `lengths` [B] come next, of up to `tokens` tokens, and no row will be longer
+        than `room`."""
+        self.lengths, self.room, self.at = lengths, room, None
         for layer in self.layers:
             layer.forget()
         self.stage.place(torch.arange(tokens, device=self.device))
@@ -54,20 +54,24 @@ class Cache:
         self.at, self.end = positions, longest + 1
         if self.stage.embedding is not None:
             self.stage.embedding.at = positions.unsqueeze(1)
-        tables: Rotary | None = None
-        for block in self.stage.blocks:
-            if block.attention.rotates:
-                if tables is None:
-                    # Rotation broadcasts a table [S, H] over [B, N, S, H]; here each row has its own.
-                    cos, sin = block.attention.make_rotary(positions)
-                    tables = cos[:, None, None], sin[:, None, None]
-                block.attention.rotary = tables
+
+        def tables(make: MakeRotary) -> Rotary:
+            # Rotation broadcasts a table [S, H] over [B, N, S, H]; here each row has its own.
+            cos, sin = make(positions)
+            return cos[:, None, None], sin[:, None, None]
+
+        self.stage.turn(tables)
 
     def visible(self) -> Tensor:
-        """A mask [B, 1, 1, end] of the tokens that each row's new one sees."""
+        """A mask [B, 1, 1, end] of the tokens before each row's new one, and that one."""
         assert self.at is not None
         seen = torch.arange(self.end, device=self.device) <= self.at.unsqueeze(1)
         return seen[:, None, None]
+
+    def reached(self, reach: Reach, dtype: torch.dtype) -> Tensor:
+        """A mask [B, 1, 1, end] that hides what each row's new token does not see by -inf, and is 0 else."""
+        assert self.at is not None
+        return reach.mask(self.at, self.end, dtype)[:, None, None]
 
     def write(self, kept: Tensor, new: Tensor) -> None:
         """Put `new` [B, K, S, H] into `kept` [B, K, L, H]: at the start, or at each row's position."""
@@ -82,11 +86,58 @@ class Cache:
         return like.new_zeros(batch, heads, self.room, size)
 
 
+def _kept_by(attention: MultiHeadAttention, cache: Cache) -> _KeysAndValues | _Latents | _States:
+    if isinstance(attention, LatentAttention):
+        return _Latents(attention, cache)
+    if isinstance(attention, GatedDelta):
+        return _States(attention, cache)
+    return _KeysAndValues(attention, cache)
+
+
+class _States:
+    """The cache of one layer of linear attention: a state of each head, and the last positions that its
+    convolution goes over."""
+
+    def __init__(self, attention: GatedDelta, cache: Cache) -> None:
+        self.inputs, self.cache, self.chunk = attention.inputs, cache, attention.core.chunk
+        self.tails: dict[str, Tensor] = {}
+        self.state: Tensor | None = None
+        self.inputs.mixed = self.mix  # type: ignore[method-assign]
+        attention.core.forward = self.attend  # type: ignore[method-assign,assignment]
+
+    def forget(self) -> None:
+        self.tails, self.state = {}, None
+
+    def mix(self, name: str, projected_BSI: Tensor) -> Tensor:
+        """[B, S, I], as `DeltaInputs.mixed`, whose place this takes."""
+        before = self.inputs.weight(f"{name}_conv").shape[1] - 1
+        if self.cache.at is None:
+            seen_BSI = F.pad(projected_BSI, (0, 0, before, 0))
+            # Rows end before what filled them up.
+            last = self.cache.lengths.unsqueeze(1) + torch.arange(before, device=seen_BSI.device)
+            tail = seen_BSI.gather(1, last.unsqueeze(-1).expand(-1, -1, seen_BSI.shape[-1]))
+        else:
+            seen_BSI = torch.cat((self.tails[name], projected_BSI), dim=1)
+            tail = seen_BSI[:, 1:]
+        self.tails[name] = tail
+        return self.inputs.convolved(name, seen_BSI)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, decay_BNS: Tensor, strength_BNS: Tensor) -> Tensor:
+        """[B, N, S, Z], as the rule whose place this takes."""
+        if self.cache.at is None:
+            # What fills a row up leaves its state as it is.
+            filling_B1S = torch.arange(q.shape[2], device=q.device) >= self.cache.lengths[:, None, None]
+            decay_BNS, strength_BNS = (x.masked_fill(filling_B1S, 0.0) for x in (decay_BNS, strength_BNS))
+        chunk = self.chunk if self.cache.at is None else 1
+        result, self.state = delta_rule(q, k, v, decay_BNS, strength_BNS, chunk, self.state)
+        return result
+
+
 class _KeysAndValues:
     """The cache of one attention with heads of keys and values."""
 
-    def __init__(self, attention: Attention, cache: Cache) -> None:
-        self.cache = cache
+    def __init__(self, attention: MultiHeadAttention, cache: Cache) -> None:
+        self.cache, self.core = cache, attention.core
         self.plain = attention.core.forward
         self.keys: Tensor | None = None
         self.values: Tensor | None = None
@@ -105,6 +156,11 @@ class _KeysAndValues:
         if cache.at is None:
             return self.plain(q_BNSH, k_BKSH, v_BKSH)
         keys, values = (kept[:, :, : cache.end] for kept in (self.keys, self.values))
+        if not self.core.is_plain:
+            reach, sinks_N = self.core.reach, self.core.own_sinks()
+            return reaching_attention(
+                q_BNSH, keys, values, EVERYTHING, sinks_N, cache.reached(reach, q_BNSH.dtype)
+            )
         grouped = q_BNSH.shape[1] != k_BKSH.shape[1]
         return F.scaled_dot_product_attention(q_BNSH, keys, values, cache.visible(), enable_gqa=grouped)
 

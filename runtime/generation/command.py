@@ -27,6 +27,7 @@ from runtime.launch.supervisor import JobStopped, run_job
 from runtime.launch.torchrun import torchrun_command
 from runtime.logs.console import PROGRESS, progress, say
 from runtime.model.number_formats import WEIGHT_DTYPES
+from runtime.parallel.accelerator import accelerator_type
 from runtime.parallel.ranks import (
     Ranks,
     is_lost_connection,
@@ -71,9 +72,10 @@ def run(options: GenerateOptions, waiting: StatusDisplay) -> None:
     prompts = options.prompts()
     if options.world_size == 1:
         on_cpu = options.device == "cpu" or not local_device_count()
-        if on_cpu and options.device == "cuda":
-            raise InputError("--device cuda: this machine has no GPUs; leave it out")
-        generate(options, prompts, torch.device("cpu" if on_cpu else "cuda"), waiting)
+        here = accelerator_type() or "cpu"
+        if options.device not in (None, "cpu") and (on_cpu or options.device != here):
+            raise InputError(f"--device {options.device}: this machine has no such devices; leave it out")
+        generate(options, prompts, torch.device("cpu" if on_cpu else here), waiting)
     else:
         _start_ranks(options, waiting)
 

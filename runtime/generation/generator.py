@@ -154,7 +154,7 @@ class Generator:
         def step(rows: list[list[int]]) -> Tensor | None:
             made = len(rows[0])
             if made == 0:
-                stage.cache.begin(longest, longest + most)
+                stage.cache.begin(lengths, longest, longest + most)
                 return stage.logits(_filled(prompts, device), lengths - 1)
             stage.cache.go_to(lengths + made - 1, longest + made - 1)
             tokens = torch.tensor([[row[-1]] for row in rows], device=device)
@@ -169,9 +169,9 @@ class Generator:
         def step(rows: list[list[int]]) -> Tensor | None:
             texts = [[*prompt, *row] for prompt, row in zip(prompts, rows, strict=True)]
             longest = max(map(len, texts))
-            stage.cache.begin(longest, longest)
-            last = torch.tensor([len(text) - 1 for text in texts], device=device)
-            return stage.logits(_filled(texts, device), last)
+            lengths = torch.tensor([len(text) for text in texts], device=device)
+            stage.cache.begin(lengths, longest, longest)
+            return stage.logits(_filled(texts, device), lengths - 1)
 
         return step
 

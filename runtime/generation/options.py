@@ -109,8 +109,8 @@ class GenerateOptions:
         check_bounds(self)
         if self.dtype not in (None, *DTYPES):
             raise InputError(f"--dtype {self.dtype}: expected {', '.join(DTYPES)}")
-        if self.device not in (None, "cpu", "cuda"):
-            raise InputError(f"--device {self.device}: expected cpu or cuda")
+        if self.device not in (None, "cpu", "cuda", "npu", "xpu"):
+            raise InputError(f"--device {self.device}: expected cpu, cuda, npu or xpu")
 
     def notes(self) -> list[str]:
         """Flags of draws that have no effect, as no token is drawn."""

@@ -9,9 +9,9 @@ from typing import Any
 
 from costmodels.errors import InputError
 from costmodels.files import read_text
-from planner.inputs.hf_config import LARGEST_CONFIG
+from planner.inputs.huggingface.config_file import LARGEST_CONFIG
 from runtime.data import Tokenizer, load_tokenizer
-from runtime.data.tokenizers import BPETokenizer
+from runtime.data.tokenizers import BPETokenizer, implied_kind
 from runtime.huggingface.stored_model import ModelFiles
 
 REPLACEMENT = "\ufffd"
@@ -76,10 +76,7 @@ def text_of(
     Raises `InputError` where there is none.
     """
     folder = files.companions
-    if kind is None and (vocab_file or merge_file):
-        kind = "GPT2BPETokenizer"
-    if kind is None and tokenizer_model:
-        kind = "HuggingFaceTokenizer"
+    kind = kind or implied_kind(vocab_file, merge_file, tokenizer_model)
     if kind is None:
         if (folder / "tokenizer.json").is_file():
             kind, tokenizer_model = "HuggingFaceTokenizer", str(folder)

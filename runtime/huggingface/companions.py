@@ -15,8 +15,8 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from costmodels import ModelSpec
 from costmodels.errors import InputError
 from costmodels.files import read_at_most
-from planner.inputs.hf_config import model_from_hf_config, read_config
-from planner.inputs.hf_readers import Config
+from planner.inputs.huggingface.config_file import model_from_hf_config, read_config
+from planner.inputs.huggingface.keys import Config
 from runtime.huggingface.files import INDEX_FILE
 from runtime.huggingface.mapping import GPT2_PREFIX
 from runtime.huggingface.model_folder import CONFIG_FILE

@@ -9,10 +9,11 @@ import torch
 from costmodels import ModelSpec, RopeScaling
 from costmodels.catalogue.yaml_files import build
 from costmodels.errors import InputError
-from planner.inputs.hf_readers import ACTIVATIONS, READERS, SCALING_KEYS, Config
+from planner.inputs.huggingface.keys import ACTIVATIONS, ATTENTION_KINDS, SCALING_KEYS, Config
+from planner.inputs.huggingface.readers import model_fields
 
-FREE_FIELDS = ("name", "source", "published_parameters", "seq")
-"""Fields of a model that no weight and no logit depends on."""
+FREE_FIELDS = ("name", "source", "published_parameters", "seq", "mtp_layers", "lora")
+"""Fields of a model that none of its own weights and logits depends on; adapters are added to them."""
 
 _SCALING_FIELDS = {
     "linear": ("factor",),
@@ -36,7 +37,12 @@ def differences(one: ModelSpec, other: ModelSpec) -> list[str]:
     if not (one.moe_layers or other.moe_layers):
         names -= {"router", "top_k", "expert_ffn", "dense_layers"}
     dropless = [
-        spec.model_copy(update={"router": spec.router.model_copy(update={"capacity_factor": 0.0})})
+        spec.model_copy(
+            update={
+                "router": spec.router.model_copy(update={"capacity_factor": 0.0}),
+                "score_scale": spec.score_scale or spec.head_dim**-0.5,
+            }
+        )
         for spec in (one, other)
     ]
     return [
@@ -75,8 +81,7 @@ def with_dtype(config: Config, dtype: torch.dtype) -> Config:
 def _differences_from(spec: ModelSpec, config: Config) -> list[str]:
     """In what the model that is read from `config` differs from `spec`."""
     try:
-        fields = READERS[config["model_type"]](config)
-        fields.pop("sliding_window", None)
+        fields = model_fields(config)
         fields |= {"name": spec.name, "seq": fields["max_positions"]}
         return differences(spec, build(ModelSpec, fields, "config.json"))
     except (InputError, ValueError, TypeError, KeyError):
@@ -95,7 +100,7 @@ def _gpt2(spec: ModelSpec) -> Config:
         "n_layer": spec.layers,
         "n_head": spec.heads,
         "n_inner": spec.ffn,
-        "activation_function": _FIRST_NAMES[spec.activation],
+        "activation_function": _FIRST_NAMES.get(spec.activation),
         "layer_norm_epsilon": spec.norm_eps,
         "tie_word_embeddings": spec.tied,
     }
@@ -110,7 +115,7 @@ def _llama(spec: ModelSpec) -> Config:
         "num_attention_heads": spec.heads,
         "num_key_value_heads": spec.kv_heads,
         "head_dim": spec.head_dim,
-        "hidden_act": _FIRST_NAMES[spec.activation],
+        "hidden_act": _FIRST_NAMES.get(spec.activation),
         "max_position_embeddings": spec.max_positions,
         "rms_norm_eps": spec.norm_eps,
         "rope_theta": spec.rope_theta,
@@ -129,14 +134,122 @@ def _scaling(scaling: RopeScaling) -> Config:
     return {"rope_type": scaling.kind} | fields
 
 
+_LAYER_TYPES = {ours: theirs for theirs, ours in reversed(ATTENTION_KINDS.items())}
+"""What `layer_types` calls a kind of attention; of several names the first."""
+
+
+def _layer_types(spec: ModelSpec) -> Config:
+    kinds = (spec.layer_kind(layer).attention for layer in range(spec.layers))
+    return {"layer_types": [_LAYER_TYPES.get(kind, kind) for kind in kinds]}
+
+
+def _window(spec: ModelSpec) -> Config:
+    return {"sliding_window": spec.window if "window" in spec.attention_pattern else None}
+
+
+def _mistral(spec: ModelSpec) -> Config:
+    return _llama(spec) | _window(spec)
+
+
+def _late_windows(spec: ModelSpec) -> Config:
+    """Keys of Qwen models, whose last layers alone may have windows."""
+    full = sum(spec.layer_kind(layer).attention == "full" for layer in range(spec.layers))
+    return {"use_sliding_window": full < spec.layers, "max_window_layers": full, **_window(spec)}
+
+
 def _qwen2(spec: ModelSpec) -> Config:
-    config = _llama(spec) | {"use_sliding_window": False}
+    config = _llama(spec) | _late_windows(spec)
     # The architecture has no key for it.
     return {key: value for key, value in config.items() if key != "head_dim"}
 
 
 def _qwen3(spec: ModelSpec) -> Config:
-    return _llama(spec) | {"use_sliding_window": False, "attention_bias": False}
+    return _llama(spec) | _late_windows(spec) | {"attention_bias": spec.qkv_bias}
+
+
+def _partial(spec: ModelSpec) -> Config:
+    part = (spec.rotary_dim or spec.head_dim) / spec.head_dim
+    return {"partial_rotary_factor": part}
+
+
+def _phi3(spec: ModelSpec) -> Config:
+    config = _llama(spec) | _partial(spec) | _window(spec)
+    # The architecture has no key for it.
+    return {key: value for key, value in config.items() if key != "head_dim"}
+
+
+def _glm4(spec: ModelSpec) -> Config:
+    return _llama(spec) | _partial(spec) | {"attention_bias": spec.qkv_bias}
+
+
+def _seed_oss(spec: ModelSpec) -> Config:
+    biases = {"attention_bias": spec.qkv_bias, "attention_out_bias": spec.output_bias}
+    return _llama(spec) | biases | {"mlp_bias": False}
+
+
+def _olmo2(spec: ModelSpec) -> Config:
+    config = _llama(spec) | {"attention_bias": spec.qkv_bias}
+    return {key: value for key, value in config.items() if key != "head_dim"}
+
+
+def _starcoder2(spec: ModelSpec) -> Config:
+    config = _llama(spec) | {"norm_epsilon": spec.norm_eps, "use_bias": spec.linear_bias}
+    return {key: value for key, value in config.items() if key != "head_dim"} | _window(spec)
+
+
+def _gemma(spec: ModelSpec) -> Config:
+    config = {key: value for key, value in _llama(spec).items() if key != "hidden_act"}
+    return config | {"hidden_activation": _FIRST_NAMES.get(spec.activation), "attention_bias": spec.qkv_bias}
+
+
+def _positions_by_kind(spec: ModelSpec) -> Config:
+    """Positions of layers that see everything, and of those with windows."""
+    scaling = _scaling(spec.rope_scaling) if spec.rope_scaling else {"rope_type": "default"}
+    positions = {
+        "full_attention": scaling | {"rope_theta": spec.rope_theta},
+        "sliding_attention": {"rope_type": "default", "rope_theta": spec.window_rope_theta},
+    }
+    return {"rope_parameters": positions}
+
+
+def _olmo3(spec: ModelSpec) -> Config:
+    config = {name: value for name, value in _olmo2(spec).items() if not name.startswith("rope_")}
+    return config | _window(spec) | _layer_types(spec) | _positions_by_kind(spec)
+
+
+def _exaone4(spec: ModelSpec) -> Config:
+    return _llama(spec) | _window(spec) | _layer_types(spec)
+
+
+def _smollm3(spec: ModelSpec) -> Config:
+    turned = [int(spec.rotates_full or spec.layer_kind(at).attention != "full") for at in range(spec.layers)]
+    return _llama(spec) | {"no_rope_layers": turned, "attention_bias": spec.qkv_bias}
+
+
+def _gemma3(spec: ModelSpec) -> Config:
+    config = {name: value for name, value in _gemma(spec).items() if not name.startswith("rope_")}
+    return (
+        config
+        | _window(spec)
+        | _layer_types(spec)
+        | _positions_by_kind(spec)
+        | {
+            "query_pre_attn_scalar": round((spec.score_scale or spec.head_dim**-0.5) ** -2),
+        }
+    )
+
+
+def _gpt_oss(spec: ModelSpec) -> Config:
+    if not spec.experts:
+        return {}
+    return {name: value for name, value in _llama(spec).items() if name != "hidden_act"} | {
+        **_window(spec),
+        **_layer_types(spec),
+        "attention_bias": spec.linear_bias,
+        "intermediate_size": spec.expert_ffn,
+        "num_local_experts": spec.experts,
+        "num_experts_per_tok": spec.top_k,
+    }
 
 
 def _mixtral(spec: ModelSpec) -> Config:
@@ -144,7 +257,7 @@ def _mixtral(spec: ModelSpec) -> Config:
         "intermediate_size": spec.expert_ffn,
         "num_local_experts": spec.experts,
         "num_experts_per_tok": spec.top_k,
-        "sliding_window": None,
+        **_window(spec),
     }
 
 
@@ -168,8 +281,69 @@ def _qwen3_moe(spec: ModelSpec) -> Config:
     return _qwen3(spec) | _qwen_experts(spec)
 
 
+def _gated_delta(spec: ModelSpec) -> Config:
+    sizes = spec.linear_attention
+    if sizes is None:
+        return {}
+    return {name: value for name, value in _llama(spec).items() if name != "rope_theta"} | {
+        **_layer_types(spec),
+        "rope_parameters": {"rope_type": "default", "rope_theta": spec.rope_theta, **_partial(spec)},
+        "attention_bias": spec.qkv_bias,
+        "linear_num_key_heads": sizes.key_heads,
+        "linear_num_value_heads": sizes.value_heads,
+        "linear_key_head_dim": sizes.key_dim,
+        "linear_value_head_dim": sizes.value_dim,
+        "linear_conv_kernel_dim": sizes.conv_kernel,
+    }
+
+
+def _qwen3_next(spec: ModelSpec) -> Config:
+    if not spec.experts:
+        return {}
+    return (
+        _gated_delta(spec) | _qwen_experts(spec) | {"shared_expert_intermediate_size": spec.shared_expert_ffn}
+    )
+
+
+def _minimax_m2(spec: ModelSpec) -> Config:
+    if not spec.experts:
+        return {}
+    return _llama(spec) | {
+        "intermediate_size": spec.expert_ffn,
+        "rotary_dim": spec.rotary_dim or spec.head_dim,
+        **_partial(spec),
+        "num_local_experts": spec.experts,
+        "num_experts_per_tok": spec.top_k,
+        "use_qk_norm": True,
+        "scoring_func": "sigmoid",
+    }
+
+
+def _sigmoid_experts(spec: ModelSpec) -> Config:
+    router = spec.router
+    return {
+        "n_routed_experts": spec.experts,
+        "n_shared_experts": spec.shared_expert_ffn // max(1, spec.expert_ffn) or None,
+        "num_experts_per_tok": spec.top_k,
+        "moe_intermediate_size": spec.expert_ffn,
+        "first_k_dense_replace": spec.dense_layers,
+        "n_group": router.groups,
+        "topk_group": router.top_groups,
+        "routed_scaling_factor": router.scale,
+        "norm_topk_prob": router.normalised,
+        "num_nextn_predict_layers": 0,
+    }
+
+
+def _glm4_moe(spec: ModelSpec) -> Config:
+    if not spec.experts:
+        return {}
+    biases = {"attention_bias": spec.qkv_bias, "use_qk_norm": spec.qk_norm}
+    return _llama(spec) | _partial(spec) | biases | _sigmoid_experts(spec)
+
+
 def _deepseek(spec: ModelSpec) -> Config:
-    sizes, router = spec.latent_attention, spec.router
+    sizes = spec.latent_attention
     if sizes is None or not spec.expert_ffn:
         return {}
     config = _llama(spec) | {
@@ -178,17 +352,8 @@ def _deepseek(spec: ModelSpec) -> Config:
         "qk_nope_head_dim": sizes.qk_nope_head_dim,
         "qk_rope_head_dim": sizes.qk_rope_head_dim,
         "v_head_dim": sizes.v_head_dim,
-        "n_routed_experts": spec.experts,
-        "n_shared_experts": spec.shared_expert_ffn // spec.expert_ffn or None,
-        "num_experts_per_tok": spec.top_k,
-        "moe_intermediate_size": spec.expert_ffn,
         "moe_layer_freq": 1,
-        "first_k_dense_replace": spec.dense_layers,
-        "n_group": router.groups,
-        "topk_group": router.top_groups,
-        "routed_scaling_factor": router.scale,
-        "norm_topk_prob": router.normalised,
-        "num_nextn_predict_layers": 0,
+        **_sigmoid_experts(spec),
     }
     # The architectures rotate heads of this size, whatever the whole one is.
     return config | {"head_dim": sizes.qk_rope_head_dim}
@@ -206,6 +371,7 @@ def _deepseek_v3(spec: ModelSpec) -> Config:
 _WRITERS: dict[str, Callable[[ModelSpec], Config]] = {
     "gpt2": _gpt2,
     "llama": _llama,
+    "mistral": _mistral,
     "qwen2": _qwen2,
     "qwen3": _qwen3,
     "mixtral": _mixtral,
@@ -213,12 +379,29 @@ _WRITERS: dict[str, Callable[[ModelSpec], Config]] = {
     "qwen3_moe": _qwen3_moe,
     "deepseek_v2": _deepseek_v2,
     "deepseek_v3": _deepseek_v3,
+    "phi3": _phi3,
+    "glm4": _glm4,
+    "glm": _glm4,
+    "seed_oss": _seed_oss,
+    "olmo2": _olmo2,
+    "starcoder2": _starcoder2,
+    "gemma": _gemma,
+    "glm4_moe": _glm4_moe,
+    "minimax_m2": _minimax_m2,
+    "olmo3": _olmo3,
+    "exaone4": _exaone4,
+    "smollm3": _smollm3,
+    "gemma3_text": _gemma3,
+    "gpt_oss": _gpt_oss,
+    "qwen3_next": _qwen3_next,
+    "qwen3_5_text": _gated_delta,
 }
 """By model type; a model may be several, of which the first counts."""
 
 _CLASSES = {
     "gpt2": "GPT2LMHeadModel",
     "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
     "mixtral": "MixtralForCausalLM",
@@ -226,5 +409,21 @@ _CLASSES = {
     "qwen3_moe": "Qwen3MoeForCausalLM",
     "deepseek_v2": "DeepseekV2ForCausalLM",
     "deepseek_v3": "DeepseekV3ForCausalLM",
+    "phi3": "Phi3ForCausalLM",
+    "glm4": "Glm4ForCausalLM",
+    "glm": "GlmForCausalLM",
+    "seed_oss": "SeedOssForCausalLM",
+    "olmo2": "Olmo2ForCausalLM",
+    "starcoder2": "Starcoder2ForCausalLM",
+    "gemma": "GemmaForCausalLM",
+    "glm4_moe": "Glm4MoeForCausalLM",
+    "minimax_m2": "MiniMaxM2ForCausalLM",
+    "olmo3": "Olmo3ForCausalLM",
+    "exaone4": "Exaone4ForCausalLM",
+    "smollm3": "SmolLM3ForCausalLM",
+    "gemma3_text": "Gemma3ForCausalLM",
+    "gpt_oss": "GptOssForCausalLM",
+    "qwen3_next": "Qwen3NextForCausalLM",
+    "qwen3_5_text": "Qwen3_5ForCausalLM",
 }
 """Transformers' class of each model type."""

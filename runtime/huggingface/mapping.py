@@ -35,32 +35,41 @@ class Part:
     expert: int | None = None
     """Which of our stacked experts [E, ...] it is."""
     transposed: bool = False
-    """A Conv1D of GPT-2 holds [inputs, outputs]."""
+    """A Conv1D of GPT-2, and the experts of gpt-oss, hold [inputs, outputs]."""
     blocks: int = 0
     """Equal blocks of rows of which the last `pairs` rows turn by rotary positions: theirs turns neighbours
     by one angle, ours an element of the first half and one of the second. 0: the rows are in one order."""
     pairs: int = 0
+    leading: bool = False
+    """The first rows of every block turn, not the last."""
+    is_kernel: bool = False
+    """Theirs is a convolution of one channel each, [rows, 1, columns]."""
 
     def to_theirs(self, tensor: Tensor) -> Tensor:
         """Our tensor (of one expert, [rows, columns] or [rows]) in the form of theirs."""
         if self.blocks:
             halves = torch.arange(self.pairs, device=tensor.device)
             tensor = self._reordered(tensor, halves.view(2, -1).T.flatten())
-        return tensor.T if self.transposed else tensor
+        if self.is_kernel:
+            return tensor.unsqueeze(1)
+        return tensor.mT if self.transposed else tensor
 
     def to_ours(self, tensor: Tensor) -> Tensor:
         """The reverse of `to_theirs`."""
-        tensor = tensor.T if self.transposed else tensor
+        if self.is_kernel:
+            return tensor.squeeze(1)
+        tensor = tensor.mT if self.transposed else tensor
         if self.blocks:
             pairs = torch.arange(self.pairs, device=tensor.device)
             tensor = self._reordered(tensor, pairs.view(-1, 2).T.flatten())
         return tensor
 
     def _reordered(self, tensor: Tensor, order: Tensor) -> Tensor:
-        """`tensor` with the last rows of every block in another order."""
+        """`tensor` with the rows of every block that turn in another order."""
         rows = tensor.view(self.blocks, -1, *tensor.shape[1:])
-        kept = rows.shape[1] - self.pairs
-        return torch.cat((rows[:, :kept], rows[:, kept:][:, order]), dim=1).flatten(0, 1)
+        first = 0 if self.leading else rows.shape[1] - self.pairs
+        turned = rows[:, first : first + self.pairs][:, order]
+        return torch.cat((rows[:, :first], turned, rows[:, first + self.pairs :]), dim=1).flatten(0, 1)
 
 
 class Entry(NamedTuple):
@@ -70,10 +79,19 @@ class Entry(NamedTuple):
     parts: tuple[Part, ...]
     dim: int = 0
     """Along which the parts are joined."""
+    interleaved: bool = False
+    """Their elements take turns there, along the last dimension."""
+    groups: int = 1
+    """Equal shares of the rows of each: the first of all parts come first, then the second ones."""
 
     def join(self, read: Callable[[Part], Tensor]) -> Tensor:
         """The tensor of theirs, from `read`, which gives the tensor of ours that a part names."""
         tensors = [part.to_theirs(read(part)) for part in self.parts]
+        if self.interleaved:
+            return torch.stack(tensors, dim=-1).flatten(-2)
+        if self.groups > 1:
+            shares = [tensor.reshape(self.groups, -1, *tensor.shape[1:]) for tensor in tensors]
+            return torch.cat(shares, dim=1).flatten(0, 1)
         return tensors[0] if len(tensors) == 1 else torch.cat(tensors, self.dim)
 
     def shape(self, shapes: Shapes) -> tuple[int, ...]:
@@ -84,6 +102,12 @@ class Entry(NamedTuple):
         """The tensor of ours that is the part `wanted` of `theirs`."""
         widths = [part.to_theirs(_on_meta(part, shapes)).shape[self.dim] for part in self.parts]
         number = self.parts.index(wanted)
+        if self.interleaved:
+            return wanted.to_ours(theirs[..., number :: len(self.parts)])
+        if self.groups > 1:
+            first, width = sum(widths[:number]) // self.groups, widths[number] // self.groups
+            shares = theirs.reshape(self.groups, -1, *theirs.shape[1:])
+            return wanted.to_ours(shares.narrow(1, first, width).flatten(0, 1))
         return wanted.to_ours(theirs.narrow(self.dim, sum(widths[:number]), widths[number]))
 
 
@@ -108,10 +132,10 @@ def mapping(model_type: str, spec: ModelSpec, interleaved: bool = True) -> list[
     """The tensors of a Hugging Face model of `model_type`, in an order in which ours change slowly.
 
     Args:
-        model_type: one of `planner.inputs.hf_readers.READERS`.
+        model_type: one of `planner.inputs.huggingface.readers.READERS`.
         interleaved: latent attention turns neighbours (`rope_interleave` of a config.json).
     """
-    return list(_gpt2(spec) if model_type == "gpt2" else _llama(model_type, spec, interleaved))
+    return list(_gpt2(spec) if model_type == "gpt2" else _llama(spec, style_of(model_type), interleaved))
 
 
 def _one(theirs: str, ours: str, transposed: bool = False) -> Entry:
@@ -148,45 +172,150 @@ class _ExpertNames(NamedTuple):
     mlp: str
     matrices: dict[str, str]
     shared: str
+    bias: str = "gate.e_score_correction_bias"
+    """The buffer of the choice's biases."""
+    router: str = "gate"
+    stacked: bool = False
+    """All experts are in one tensor of matrices [inputs, outputs]."""
+    takes_turns: bool = False
+    """Columns of gate and input take turns in such a tensor."""
 
 
 _MATRICES = {"up": "up_proj", "gate": "gate_proj", "down": "down_proj"}
-_EXPERT_NAMES = {"mixtral": _ExpertNames("block_sparse_moe", {"up": "w3", "gate": "w1", "down": "w2"}, "")}
 _QWEN_EXPERTS = _ExpertNames("mlp", _MATRICES, "shared_expert")
 _DEEPSEEK_EXPERTS = _ExpertNames("mlp", _MATRICES, "shared_experts")
+_MIXTRAL_EXPERTS = _ExpertNames("block_sparse_moe", {"up": "w3", "gate": "w1", "down": "w2"}, "")
+_GPT_OSS_EXPERTS = _ExpertNames("mlp", _MATRICES, "", router="router", stacked=True, takes_turns=True)
+_MINIMAX_EXPERTS = _MIXTRAL_EXPERTS._replace(bias="e_score_correction_bias")
+
+_BEFORE = {"attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
+_AFTER = {"attended_norm": "post_attention_layernorm", "computed_norm": "post_feedforward_layernorm"}
+_GLM4_NORMS = _BEFORE | {
+    "attended_norm": "post_self_attn_layernorm",
+    "computed_norm": "post_mlp_layernorm",
+}
+_GEMMA_NORMS = _AFTER | {"attention_norm": "input_layernorm", "mlp_norm": "pre_feedforward_layernorm"}
 
 
-def _llama(model_type: str, spec: ModelSpec, interleaved: bool) -> Iterator[Entry]:
+class Style(NamedTuple):
+    """How a model type that follows Llama names, joins and orders its tensors."""
+
+    norms: dict[str, str] = _BEFORE
+    joined_attention: bool = False
+    """Queries, keys and values are one matrix."""
+    joined_mlp: bool = False
+    """Gate and input of the MLP are one matrix."""
+    turns_neighbours: bool = False
+    """Positions turn neighbours by one angle, in attention with grouped queries."""
+    mlp: dict[str, str] = _MATRICES
+    experts: _ExpertNames = _QWEN_EXPERTS
+    joined_delta: bool = False
+    """Of linear attention queries, keys, values and gate are one matrix, and strengths and decays another."""
+
+
+STYLES = {
+    "mixtral": Style(experts=_MIXTRAL_EXPERTS),
+    "minimax_m2": Style(experts=_MINIMAX_EXPERTS),
+    "qwen3_next": Style(joined_delta=True),
+    "gpt_oss": Style(experts=_GPT_OSS_EXPERTS),
+    **dict.fromkeys(
+        ("deepseek_v2", "deepseek_v3", "kimi_k2", "glm4_moe", "glm4_moe_lite"),
+        Style(experts=_DEEPSEEK_EXPERTS),
+    ),
+    "phi3": Style(joined_attention=True, joined_mlp=True),
+    "glm": Style(joined_mlp=True, turns_neighbours=True),
+    "glm4": Style(_GLM4_NORMS, joined_mlp=True, turns_neighbours=True),
+    "ernie4_5": Style(turns_neighbours=True),
+    "olmo2": Style(_AFTER),
+    "olmo3": Style(_AFTER),
+    "exaone4": Style(_AFTER),
+    "gemma3_text": Style(_GEMMA_NORMS),
+    "starcoder2": Style(mlp={"up": "c_fc", "down": "c_proj"}),
+}
+"""By model type; those that are missing are as Llama or Qwen."""
+
+
+def style_of(model_type: str) -> Style:
+    """The style of a model type other than GPT-2's."""
+    return STYLES.get(model_type, Style())
+
+
+def _kinds(bias: bool) -> tuple[str, ...]:
+    return ("weight", "bias") if bias else ("weight",)
+
+
+def _llama(spec: ModelSpec, style: Style, interleaved: bool) -> Iterator[Entry]:
     yield _one("model.embed_tokens.weight", EMBEDDING)
+    norm_kinds = _kinds(spec.norm == "layernorm")
+    places = {"before": _BEFORE, "after": _AFTER, "around": _BEFORE | _AFTER}[spec.norm_place]
     for layer in range(spec.layers):
         theirs, ours = f"model.layers.{layer}.", f"layers.{layer}."
-        yield _one(f"{theirs}input_layernorm.weight", f"{ours}attention_norm.weight")
+        for kind in norm_kinds:
+            for name in places:
+                yield _one(f"{theirs}{style.norms[name]}.{kind}", f"{ours}{name}.{kind}")
         attention = f"{theirs}self_attn.", f"{ours}attention."
-        if spec.latent_attention is None:
-            yield from _attention(spec, *attention)
+        if spec.layer_kind(layer).attention == "linear":
+            yield from _gated_delta(spec, style, f"{theirs}linear_attn.", f"{ours}attention.")
+        elif spec.latent_attention is None:
+            yield from _attention(spec, style, *attention)
         else:
             yield from _latent(spec, *attention, interleaved)
-        yield _one(f"{theirs}post_attention_layernorm.weight", f"{ours}mlp_norm.weight")
-        if spec.experts and layer >= spec.dense_layers:
-            usual = _QWEN_EXPERTS if spec.latent_attention is None else _DEEPSEEK_EXPERTS
-            names = _EXPERT_NAMES.get(model_type, usual)
-            yield from _experts(spec, names, f"{theirs}{names.mlp}.", f"{ours}mlp.")
+        if spec.layer_kind(layer).mlp == "experts":
+            yield from _experts(spec, style.experts, f"{theirs}{style.experts.mlp}.", f"{ours}mlp.")
         else:
-            yield from _mlp(f"{theirs}mlp.", f"{ours}mlp.")
-    yield _one("model.norm.weight", "norm.weight")
+            yield from _mlp(spec, style, f"{theirs}mlp.", f"{ours}mlp.")
+    for kind in norm_kinds:
+        yield _one(f"model.norm.{kind}", f"norm.{kind}")
     if not spec.tied:
         yield _one("lm_head.weight", HEAD)
 
 
-def _attention(spec: ModelSpec, theirs: str, ours: str) -> Iterator[Entry]:
-    for name, place in (("query", "q"), ("key", "k"), ("value", "v")):
-        for kind in ("weight", "bias") if spec.qkv_bias else ("weight",):
-            yield _one(f"{theirs}{place}_proj.{kind}", f"{ours}{name}.{kind}")
+def _attention(spec: ModelSpec, style: Style, theirs: str, ours: str) -> Iterator[Entry]:
+    heads = {"query": spec.heads, "key": spec.kv_heads, "value": 0} if style.turns_neighbours else {}
+    turned = spec.rotary_dim or spec.head_dim
+    for kind in _kinds(spec.qkv_bias or spec.linear_bias):
+        parts = [
+            Part(f"{ours}{name}.{kind}", blocks=heads.get(name, 0), pairs=turned, leading=True)
+            for name in ("query", "key", "value")
+        ]
+        if style.joined_attention:
+            yield Entry(f"{theirs}qkv_proj.{kind}", tuple(parts))
+            continue
+        for part, place in zip(parts, "qkv", strict=True):
+            if spec.attention_gate and place == "q":
+                yield Entry(f"{theirs}q_proj.{kind}", (part, Part(f"{ours}gate.{kind}")), groups=spec.heads)
+            else:
+                yield Entry(f"{theirs}{place}_proj.{kind}", (part,))
     if spec.qk_norm:
         for name in ("q", "k"):
             long = {"q": "query", "k": "key"}[name]
             yield _one(f"{theirs}{name}_norm.weight", f"{ours}{long}_norm.weight")
-    yield _one(f"{theirs}o_proj.weight", f"{ours}output.weight")
+    if spec.attention_sinks:
+        yield _one(f"{theirs}sinks", f"{ours}core.sinks")
+    for kind in _kinds(spec.linear_bias or spec.output_bias):
+        yield _one(f"{theirs}o_proj.{kind}", f"{ours}output.{kind}")
+
+
+def _gated_delta(spec: ModelSpec, style: Style, theirs: str, ours: str) -> Iterator[Entry]:
+    sizes, own = spec.linear_attention, f"{ours}inputs."
+    assert sizes is not None
+    q, k, v, strength, decay = (
+        Part(f"{own}{name}.weight") for name in ("query", "key", "value", "strength", "decay")
+    )
+    gate = Part(f"{ours}gate.weight")
+    if style.joined_delta:
+        yield Entry(f"{theirs}in_proj_qkvz.weight", (q, k, v, gate), groups=sizes.key_heads)
+        yield Entry(f"{theirs}in_proj_ba.weight", (strength, decay), groups=sizes.key_heads)
+    else:
+        yield Entry(f"{theirs}in_proj_qkv.weight", (q, k, v))
+        for place, part in (("z", gate), ("b", strength), ("a", decay)):
+            yield Entry(f"{theirs}in_proj_{place}.weight", (part,))
+    kernels = [Part(f"{own}{name}_conv", is_kernel=True) for name in ("query", "key", "value")]
+    yield Entry(f"{theirs}conv1d.weight", tuple(kernels))
+    yield _one(f"{theirs}A_log", f"{own}rate")
+    yield _one(f"{theirs}dt_bias", f"{own}step_bias")
+    yield _one(f"{theirs}norm.weight", f"{ours}gated_norm.weight")
+    yield _one(f"{theirs}out_proj.weight", f"{ours}output.weight")
 
 
 def _latent(spec: ModelSpec, theirs: str, ours: str, interleaved: bool) -> Iterator[Entry]:
@@ -206,20 +335,36 @@ def _latent(spec: ModelSpec, theirs: str, ours: str, interleaved: bool) -> Itera
     yield _one(f"{theirs}o_proj.weight", f"{ours}output.weight")
 
 
-def _mlp(theirs: str, ours: str) -> Iterator[Entry]:
-    for name, place in _MATRICES.items():
-        yield _one(f"{theirs}{place}.weight", f"{ours}{name}.weight")
+def _mlp(spec: ModelSpec, style: Style, theirs: str, ours: str) -> Iterator[Entry]:
+    for kind in _kinds(spec.linear_bias):
+        if style.joined_mlp:
+            parts = Part(f"{ours}gate.{kind}"), Part(f"{ours}up.{kind}")
+            yield Entry(f"{theirs}gate_up_proj.{kind}", parts)
+        for name, place in style.mlp.items():
+            if name == "down" or (not style.joined_mlp and (name != "gate" or spec.gated)):
+                yield _one(f"{theirs}{place}.{kind}", f"{ours}{name}.{kind}")
 
 
 def _experts(spec: ModelSpec, names: _ExpertNames, theirs: str, ours: str) -> Iterator[Entry]:
-    yield _one(f"{theirs}gate.weight", f"{ours}router.weight")
+    for kind in _kinds(spec.router.bias):
+        yield _one(f"{theirs}{names.router}.{kind}", f"{ours}router.{kind}")
     if spec.router.expert_bias:
-        yield _one(f"{theirs}gate.e_score_correction_bias", f"{ours}router.expert_bias")
-    for name, place in names.matrices.items():
+        yield _one(f"{theirs}{names.bias}", f"{ours}router.expert_bias")
+    if names.stacked:
+        yield from _stacked_experts(spec, names, f"{theirs}experts.", f"{ours}experts.")
+    for name, place in names.matrices.items() if not names.stacked else ():
         for expert in range(spec.experts):
             part = Part(f"{ours}experts.{name}", expert)
             yield Entry(f"{theirs}experts.{expert}.{place}.weight", (part,))
     if spec.shared_expert_ffn:
-        yield from _mlp(f"{theirs}{names.shared}.", f"{ours}shared.")
+        yield from _mlp(spec, Style(), f"{theirs}{names.shared}.", f"{ours}shared.")
     if spec.shared_expert_gate:
         yield _one(f"{theirs}shared_expert_gate.weight", f"{ours}shared_gate.weight")
+
+
+def _stacked_experts(spec: ModelSpec, names: _ExpertNames, theirs: str, ours: str) -> Iterator[Entry]:
+    for kind in ("", "_bias") if spec.linear_bias else ("",):
+        gate, up, down = (Part(f"{ours}{name}{kind}", transposed=not kind) for name in ("gate", "up", "down"))
+        dim = 1 if kind else 2
+        yield Entry(f"{theirs}gate_up_proj{kind}", (gate, up), dim, names.takes_turns)
+        yield Entry(f"{theirs}down_proj{kind}", (down,))

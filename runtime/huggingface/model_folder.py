@@ -13,9 +13,10 @@ from torch import Tensor
 
 from costmodels import ModelSpec
 from costmodels.errors import InputError
-from planner.inputs.hf_config import model_from_hf_config, read_config
+from planner.inputs.huggingface.config_file import model_from_hf_config, read_config
 from runtime.huggingface.files import TensorPlace, list_tensors, read_tensor
 from runtime.huggingface.mapping import EMBEDDING, GPT2_PREFIX, Entry, Part, mapping, our_shapes
+from runtime.huggingface.packed_weights import BLOCKS, SCALES, Packed, packed_tensors
 
 CONFIG_FILE = "config.json"
 LM_HEAD = "lm_head.weight"
@@ -26,6 +27,9 @@ SCALE_SUFFIX = "_scale_inv"
 _CONSTANTS = re.compile(r"\.attn\.(bias|masked_bias)$|\.rotary_emb\.inv_freq$")
 """What old versions saved beside weights: masks, and frequencies of rotary positions."""
 
+MXFP4 = "mxfp4"
+"""`quant_method` of a model whose experts are packed in four bits."""
+
 MOST_NAMES = 3
 """Tensors that one line names."""
 
@@ -35,11 +39,12 @@ class HuggingFaceModel:
 
     Args:
         folder: the model's folder.
-        seq: tokens of a training sample, for `spec`; see `planner.inputs.hf_config.model_from_hf_config`.
+        seq: tokens of a training sample, for `spec`; see
+            `planner.inputs.huggingface.config_file.model_from_hf_config`.
 
     Raises:
         InputError: no such model; a tensor that is missing, has another shape or belongs nowhere; a
-            quantised model other than one in blocks of fp8.
+            quantised model other than one in blocks of fp8 or in MXFP4.
     """
 
     def __init__(self, folder: str | Path, seq: int | None = None) -> None:
@@ -51,6 +56,13 @@ class HuggingFaceModel:
         self.shapes = our_shapes(self.spec)
         self.block = _block_of(self.config, self.where)
         self.tensors = list_tensors(self.folder)
+        self.packed: dict[str, Packed] = {}
+        if _method_of(self.config) == MXFP4:
+            self.packed = packed_tensors(self.tensors)
+            for name, packed in self.packed.items():
+                del self.tensors[name + BLOCKS], self.tensors[name + SCALES]
+                dtype = torch.bfloat16 if packed.is_whole else None
+                self.tensors[name] = TensorPlace(packed.blocks.file, name, packed.shape, dtype)
         self.prefix = GPT2_PREFIX
         """What the names in the files of a GPT-2 begin with; empty where it was saved without its head."""
         if self.config["model_type"] == "gpt2" and "wte.weight" in self.tensors:
@@ -83,7 +95,9 @@ class HuggingFaceModel:
         return torch.bfloat16 if dtype.itemsize == 1 else dtype
 
     def read(self, entry: Entry) -> Tensor:
-        """A tensor of theirs, in memory of its own; blocks of fp8 are multiplied by their factors."""
+        """A tensor of theirs, in memory of its own; blocks are multiplied by their factors."""
+        if entry.theirs in self.packed:
+            return self.packed[entry.theirs].read()
         tensor = read_tensor(self.tensors[entry.theirs])
         if tensor.element_size() > 1:
             return tensor
@@ -155,16 +169,22 @@ def entries_of(config: dict[str, Any], spec: ModelSpec) -> list[Entry]:
 
 def _block_of(config: dict[str, Any], where: str) -> tuple[int, ...]:
     """Rows and columns of the blocks of fp8 that share a factor; empty where nothing is quantised."""
-    quantised = config.get("quantization_config")
-    if quantised is None:
+    quantised, method = config.get("quantization_config"), _method_of(config)
+    if quantised is None or method == MXFP4:
         return ()
-    method = quantised.get("quant_method") if isinstance(quantised, dict) else quantised
     block = quantised.get("weight_block_size") if isinstance(quantised, dict) else None
     if method != "fp8" or not isinstance(block, list) or not _are_sizes(block):
         raise InputError(
-            f"{where}: quantised by {method!r}; give the model in bf16, fp16 or fp32, or in blocks of fp8"
+            f"{where}: quantised by {method!r}; give the model in bf16, fp16 or fp32, in blocks of fp8 or in "
+            "MXFP4"
         )
     return tuple(block)
+
+
+def _method_of(config: dict[str, Any]) -> object:
+    """What quantised the model; None for nothing."""
+    quantised = config.get("quantization_config")
+    return quantised.get("quant_method") if isinstance(quantised, dict) else quantised
 
 
 def _are_sizes(block: list[object]) -> bool:

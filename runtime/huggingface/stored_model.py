@@ -12,11 +12,13 @@ from costmodels import ModelSpec
 from costmodels.errors import InputError
 from runtime import checkpoint
 from runtime.checkpoint import RUN_FILE, TRACKER
+from runtime.checkpoint.base import check_base
 from runtime.checkpoint.tensor_store import StoredTensors
 from runtime.huggingface.companions import COMPANIONS
 from runtime.huggingface.files import INDEX_FILE, ONE_FILE
 from runtime.huggingface.mapping import EMBEDDING, HEAD, our_shapes
 from runtime.huggingface.model_folder import CONFIG_FILE, HuggingFaceModel, first_names
+from runtime.model.adapters import DOWN, UP, is_adapter
 
 
 class ModelFiles(Protocol):
@@ -61,6 +63,8 @@ class StoredModel:
         self.spec = checkpoint.read_run(self.folder).model
         self.tensors = StoredTensors(self.folder)
         self.shapes = our_shapes(self.spec)
+        if self.spec.lora is not None:
+            self.shapes = {name: shape for name, shape in self.shapes.items() if is_adapter(name)}
         self._check()
 
     @property
@@ -93,6 +97,66 @@ class StoredModel:
                 )
 
 
+class TunedModel:
+    """A checkpoint of adapters as the model that they make of their base: W + alpha / rank B A for W.
+
+    Raises:
+        InputError: the base is not there, or is broken.
+    """
+
+    def __init__(self, adapters: StoredModel, verify: bool = True) -> None:
+        base = checkpoint.read_run(adapters.folder).base
+        assert base is not None
+        check_base(adapters.folder, base)
+        self.adapters, self.base = adapters, StoredModel(base.folder, base.iteration, verify)
+        self.base_folder = base.folder
+        self.folder, self.shapes = adapters.folder, self.base.shapes
+        self.spec = adapters.spec.model_copy(update={"lora": None})
+        assert adapters.spec.lora is not None
+        self.lora = adapters.spec.lora
+
+    @property
+    def companions(self) -> Path:
+        """Folder with config.json and tokenizer, if there are any."""
+        return self.adapters.companions
+
+    def dtype(self, name: str) -> torch.dtype:
+        """The number format that a tensor is stored in."""
+        return self.base.dtype(name)
+
+    def adapter(self, name: str) -> tuple[Tensor, Tensor] | None:
+        """A [rank, inputs] and B [outputs, rank] of a weight; None where it has no adapter."""
+        names = [name.removesuffix("weight") + one for one in (DOWN, UP)]
+        if not name.endswith(".weight") or names[0] not in self.adapters.shapes:
+            return None
+        lora_a, lora_b = (self.adapters.read_ours(one).float() for one in names)
+        return lora_a, lora_b
+
+    def read_ours(self, name: str) -> Tensor:
+        """A whole tensor, without padded entries of the vocabulary; in fp32 where it has an adapter."""
+        tensor, found = self.base.read_ours(name), self.adapter(name)
+        if found is None:
+            return tensor
+        return tensor.float().addmm_(found[1], found[0], alpha=self.lora.scale)
+
+
+def open_stored(
+    folder: str | Path, iteration: int | None = None, verify: bool = True
+) -> StoredModel | TunedModel:
+    """The model of a folder of checkpoints, with its adapters merged if it has some."""
+    stored = StoredModel(folder, iteration, verify)
+    return stored if stored.spec.lora is None else TunedModel(stored, verify)
+
+
+def has_adapters(folder: str | Path, iteration: int | None = None) -> bool:
+    """Whether a folder of checkpoints holds adapters; no where it holds no checkpoint."""
+    root = Path(folder).expanduser()
+    found = checkpoint.iteration_to_load(root, iteration)
+    if found is None:
+        return False
+    return checkpoint.read_run(checkpoint.iteration_folder(root, found)).model.lora is not None
+
+
 def open_model(folder: str | Path, iteration: int | None = None, verify: bool = True) -> ModelFiles:
     """The model in `folder`: of a folder of checkpoints that of an iteration, or a Hugging Face model.
 
@@ -103,7 +167,7 @@ def open_model(folder: str | Path, iteration: int | None = None, verify: bool = 
         if iteration is not None:
             raise InputError(f"--ckpt-step {iteration}: {folder} is a Hugging Face model, which has none")
         return HuggingFaceModel(path)
-    return StoredModel(path, iteration, verify)
+    return open_stored(path, iteration, verify)
 
 
 def is_hugging_face(folder: str | Path) -> bool:

@@ -17,7 +17,7 @@ from planner.options.batch import BatchOptions
 from planner.options.flags import one_line
 from planner.options.parallel import ParallelOptions
 from planner.plan import Plan
-from runtime.processes.restart_count import RESTARTS_VARIABLE
+from runtime.processes.start_variables import ELASTIC_VARIABLE, RESTARTS_VARIABLE
 from runtime.settings.job_rules import job_rules
 from runtime.settings.options import OutputOptions, TrainingOptions
 
@@ -77,6 +77,11 @@ def previous_run(output: OutputOptions) -> PreviousRun | None:
 def is_restarted() -> bool:
     """Whether this job was started again after a failure."""
     return any(os.environ.get(name, "0") not in ("", "0") for name in RESTARTS_VARIABLES)
+
+
+def is_elastic() -> bool:
+    """Whether the number of this job's ranks may change from start to start."""
+    return bool(os.environ.get(ELASTIC_VARIABLE))
 
 
 def keep_batch(batch: BatchOptions, previous: PreviousRun | None) -> BatchOptions:

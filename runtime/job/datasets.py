@@ -16,7 +16,7 @@ from runtime.data import (
     stdlib_corpus,
 )
 from runtime.data.boundaries import Boundaries, check_ends
-from runtime.data.record import digest
+from runtime.data.record import digest, read_record
 from runtime.data.tokenizers import implied_kind
 from runtime.settings.options import DataOptions
 
@@ -77,9 +77,17 @@ def open_datasets(
         paths = [str(stdlib_corpus(tokenizer))]
     if separate[0]:
         samples = train_samples, valid_samples, valid_samples
-        datasets = build_separate_datasets(separate, spec.seq, seed, samples)
+        datasets = build_separate_datasets(separate, spec.seq, seed, samples, options.pack_documents)
     else:
-        datasets = build_datasets(paths, options.split, spec.seq, seed, train_samples, valid_samples)
+        datasets = build_datasets(
+            paths,
+            options.split,
+            spec.seq,
+            seed,
+            train_samples,
+            valid_samples,
+            packs=options.pack_documents,
+        )
     record = datasets.record
     if tokenizer is not None and record is not None and digest(tokenizer) != record.digest:
         raise InputError(
@@ -89,15 +97,30 @@ def open_datasets(
     ends = tokenizer or record
     if options.heeds_documents and ends is None:
         raise InputError(
-            "--reset-attention-mask, --reset-position-ids and --eod-mask-loss need the token that ends a "
-            "document: give --tokenizer-type (and its files) of the tokenizer that prepared the data"
+            "--reset-attention-mask, --reset-position-ids, --eod-mask-loss and --pack-documents need the "
+            "token that ends a document: give --tokenizer-type (and its files) of the tokenizer that "
+            "prepared the data"
         )
     check_vocabulary(datasets, spec.vocab)
-    if options.heeds_documents and ends is not None:
-        for indexed in datasets.indexed:
-            check_ends(indexed, ends)
+    # Padding is stored as prompts are.
+    hides = options.pack_documents or _hides_prompts(datasets)
+    if (options.heeds_documents or hides) and ends is not None:
+        if options.heeds_documents:
+            for indexed in datasets.indexed:
+                check_ends(indexed, ends)
+        packs = options.pack_documents
         boundaries = Boundaries(
-            ends.eod, options.reset_attention_mask, options.reset_position_ids, options.eod_mask_loss
+            ends.eod,
+            reset_attention_mask=options.reset_attention_mask or packs,
+            reset_position_ids=options.reset_position_ids or packs,
+            eod_mask_loss=options.eod_mask_loss or packs,
+            hides_prompts=hides,
         )
         datasets = replace(datasets, boundaries=boundaries)
     return datasets
+
+
+def _hides_prompts(datasets: Datasets) -> bool:
+    """Whether some of the files store prompts that are not predicted."""
+    records = map(read_record, datasets.indexed)
+    return any(record is not None and record.hides_prompts for record in records)

@@ -6,13 +6,16 @@ As a program it prints the number of its GPUs.
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 
 import torch
 
 from costmodels import Device
 from costmodels.catalogue import load_device
 from costmodels.errors import InputError
+from planner.inputs.device import resolve_device
 from planner.plan import Plan
+from runtime.parallel.accelerator import accelerator_count, accelerator_type, device_module
 from runtime.parallel.ranks import Ranks
 
 CATALOGUE_NAMES = (
@@ -47,8 +50,8 @@ Laptops have cards of other sizes under the same names, with a word behind them.
 
 
 def local_device_count() -> int:
-    """GPUs of this machine."""
-    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+    """GPUs, or other accelerators, of this machine."""
+    return accelerator_count()
 
 
 def torch_device(on_cpu: bool, ranks: Ranks) -> torch.device:
@@ -60,7 +63,7 @@ def torch_device(on_cpu: bool, ranks: Ranks) -> torch.device:
             f"{ranks.local_world_size} ranks on a machine of {local_device_count()} GPUs; "
             f"start at most {local_device_count()} or give --device cpu"
         )
-    return torch.device("cuda", ranks.local_rank)
+    return torch.device(accelerator_type() or "cpu", ranks.local_rank)
 
 
 def detect_device(ranks: int) -> Device:
@@ -69,12 +72,23 @@ def detect_device(ranks: int) -> Device:
     Args:
         ranks: CPU ranks that share the machine when there is no GPU.
     """
-    if not local_device_count():
-        return load_device("cpu", ranks=ranks)
-    properties = torch.cuda.get_device_properties(0)
+    return (
+        _gpu(lambda name: resolve_device(name, ranks))
+        if local_device_count()
+        else resolve_device("cpu", ranks)
+    )
+
+
+def catalogue_device() -> Device:
+    """The catalogue entry of this machine's GPUs, whatever was measured of them."""
+    return _gpu(load_device)
+
+
+def _gpu(load: Callable[[str], Device]) -> Device:
+    properties = device_module(torch.device(accelerator_type() or "cuda")).get_device_properties(0)
     for part, name in CATALOGUE_NAMES:
         if re.search(rf"\b{part}(?!\w)", properties.name, re.IGNORECASE):
-            return load_device(name).model_copy(update={"memory_bytes": float(properties.total_memory)})
+            return load(name).model_copy(update={"memory_bytes": float(properties.total_memory)})
     raise InputError(
         f"this machine's {properties.name} is not in the catalogue; give --device NAME (see `planner "
         "devices`), --device FILE.yaml or --device cpu"

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import fields
 from pathlib import Path
 
-from costmodels import ModelSpec
+from costmodels import Lora, ModelSpec
 from costmodels.errors import InputError
 from runtime import checkpoint
 from runtime.checkpoint.run_file import check_same_model
@@ -84,16 +84,32 @@ def load_weights(folder: str | Path, trainer: Trainer, spec: ModelSpec, iteratio
 
 def _check_weights(source: Path, stored: ModelSpec, spec: ModelSpec) -> None:
     different = [f"{name} {getattr(stored, name)}" for name in differences(stored, spec)]
+    if stored.lora not in (None, spec.lora):
+        wanted = "without --lora-rank" if spec.lora is None else f"with {_lora_flags(spec.lora)}"
+        raise InputError(
+            f"checkpoint {source} holds adapters ({_lora_flags(stored.lora)}), and this job trains {wanted}; "
+            "give the same, or merge them first (planner convert --merge-lora)"
+        )
     if different:
         raise InputError(
             f"checkpoint {source} is of another model ({', '.join(different)}); give the same model"
         )
 
 
+def _lora_flags(lora: Lora) -> str:
+    targets = ",".join(lora.targets)
+    return f"--lora-rank {lora.rank} --lora-alpha {lora.alpha:g} --lora-targets {targets}"
+
+
 def check_loaded(output: OutputOptions, spec: ModelSpec) -> None:
     """Raise `InputError` where the checkpoint that a run of `spec` begins from is of another model."""
     iteration = iteration_of(output)
     if iteration is None or output.load is None:
+        if spec.lora is not None:
+            raise InputError(
+                f"--lora-rank {spec.lora.rank}: adapters are added to a trained model; give --load FOLDER of "
+                "its checkpoint (planner convert makes one of a Hugging Face model)"
+            )
         return
     source = checkpoint.iteration_folder(output.load, iteration)
     run = checkpoint.read_run(source)

@@ -14,6 +14,7 @@ from planner.options.parallel import ParallelOptions
 from runtime.data import Datasets
 from runtime.data.identity import identity
 from runtime.faults.options import FaultOptions
+from runtime.preflight.options import PreflightOptions
 from runtime.settings.options import DataOptions, OutputOptions, TrainingOptions
 from runtime.settings.preflight import TIMEOUT
 
@@ -45,12 +46,20 @@ class Job:
     training: TrainingOptions = field(default_factory=TrainingOptions)
     data: DataOptions = field(default_factory=DataOptions)
     faults: FaultOptions = field(default_factory=FaultOptions)
+    preflight: PreflightOptions = field(default_factory=PreflightOptions)
     output: OutputOptions = field(default_factory=OutputOptions)
 
     def with_plan(self, path: str | Path) -> Job:
         """The same job with its model, cluster, batch and layout read from a plan file."""
         run = replace(self.run, plan=str(path))
-        return Job(run=run, training=self.training, data=self.data, faults=self.faults, output=self.output)
+        return Job(
+            run=run,
+            training=self.training,
+            data=self.data,
+            faults=self.faults,
+            preflight=self.preflight,
+            output=self.output,
+        )
 
     def with_log_dir(self, path: str | Path) -> Job:
         """The same job with its logs in the folder `path`."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -18,11 +19,15 @@ from costmodels.errors import InputError
 from planner.plan import Plan
 from runtime.data import Datasets, Samples
 from runtime.faults import heartbeat
-from runtime.faults.exit_signals import Request, Requests
+from runtime.faults.exit_signals import INTERRUPTED, Request, Requests
 from runtime.faults.heartbeat import set_operation
 from runtime.faults.watchdog import fail_alone, running_watchdog
+from runtime.job.comparison import comparison
 from runtime.job.continuation import run_state
+from runtime.job.history_line import remember
 from runtime.job.job import Job, first_train_samples, sample_order
+from runtime.job.log_lines import mindformers_lines, progress_line
+from runtime.job.measurement import PROFILED, of_records
 from runtime.job.metrics import (
     Recorder,
     evaluation_line,
@@ -32,9 +37,13 @@ from runtime.job.metrics import (
     throughput,
 )
 from runtime.job.slow_ranks import SlowRanks
-from runtime.logs.console import progress, say
+from runtime.job.tracking import run_trackers
+from runtime.logs.console import note, progress, say
 from runtime.logs.sample_log import SampleLog, drop_samples_after
+from runtime.parallel.accelerator import device_module, is_accelerator
 from runtime.parallel.ranks import wait_for_ranks
+from runtime.processes.start_variables import SUMMARY_VARIABLE
+from runtime.profiling.window import ProfileWindow, first_profiled
 from runtime.train.trainer import StepResult, Trainer
 
 if TYPE_CHECKING:
@@ -56,11 +65,22 @@ class Loop:
         self.logged_samples = consumed_samples
         self.is_first = dist.get_rank() == 0
         self.recorder = (
-            Recorder(job.output.log_dir, job.output.tensorboard_dir, trainer.iteration)
+            Recorder(
+                *(job.output.log_dir, job.output.tensorboard_dir, trainer.iteration),
+                trackers=run_trackers(job, plan),
+            )
             if self.is_first
             else None
         )
+        self.stopped_by = Request.NOTHING
+        self.figures: list[tuple[float, int]] = []
+        """Seconds of a step and peak bytes, of each log line."""
         self.results: list[StepResult] = []
+        self.window = self._window()
+        self.profiled_s: list[float] = []
+        """Seconds of the steps since the last log line that were profiled, which takes time of its own."""
+        self.profiler_bytes = 0
+        """By how much profiled steps have raised the peak of a process: their events."""
         self.evaluated_at = -1
         self.slow_ranks = SlowRanks(running_watchdog(), trainer, job.faults.straggler_factor)
         self.samples = self._sample_log()
@@ -71,7 +91,8 @@ class Loop:
             timedelta(minutes=job.run.distributed_timeout_minutes),
         )
 
-    def run(self) -> None:
+    def run(self) -> int:
+        """Train to the end, or until the run is to stop; the exit code of that."""
         with self.requests.signal_handlers():
             try:
                 why = self._train()
@@ -88,6 +109,12 @@ class Loop:
             folder, last = self.job.output.save, self.job.training.train_iters
             how = "nothing was saved" if folder is None else f"go on with --load {folder}"
             say(f"stopped after iteration {self.trainer.iteration} of {last}: {why}; {how}")
+        figures = of_records(self.figures, self.window.parts)
+        if self.is_first and figures is not None:
+            remember(self.job, self.plan, figures, len(self.figures))
+            for line in () if os.environ.get(SUMMARY_VARIABLE) else comparison(self.plan, figures):
+                say(line)
+        return INTERRUPTED if self.stopped_by is Request.INTERRUPT else 0
 
     def _train(self) -> str:
         """Train to the last iteration, or until the run is to stop; why it was, empty at the end."""
@@ -107,14 +134,14 @@ class Loop:
         gc.disable()
         clock = Clock(trainer.grid.device)
         while trainer.iteration < last:
-            self.step()
+            self._step(clock)
             iteration = trainer.iteration
             request = self.requests.after_step()
             stop = request.stops or (
                 output.exit_interval is not None and iteration % output.exit_interval == 0
             )
             if iteration % output.log_interval == 0 or iteration == last or stop:
-                self.log(clock.elapsed_s() / len(self.results))
+                self.log(clock.elapsed_s())
                 clock.restart()
                 gc.collect()
             evaluates = iteration % output.eval_interval == 0 or iteration == last
@@ -133,11 +160,38 @@ class Loop:
                         self.save()
             if stop and iteration < last:
                 if request.stops:
+                    self.stopped_by = request
                     return self.requests.reason(request)
                 return f"--exit-interval {output.exit_interval}"
         if trainer.iteration == last:
             self.test()
         return ""
+
+    def _window(self) -> ProfileWindow:
+        """The steps to profile: none where that is not wanted, or where steps differ."""
+        training, device = self.job.training, self.trainer.grid.device
+        begins = first_profiled(self.trainer.iteration, training.train_iters)
+        wanted = not self.job.output.no_profile and training.rampup_batch_size is None
+        return ProfileWindow(begins if wanted else None, self.is_first, device)
+
+    def _step(self, clock: Clock) -> None:
+        """Train on the next global batch, profiled where that is its turn: the clock leaves those out."""
+        iteration = self.trainer.iteration + 1
+        if not self.window.holds(iteration):
+            self.step()
+            return
+        device = self.trainer.grid.device
+        with clock.pause():
+            since, held = time.perf_counter(), peak_memory_bytes(device)
+            with self.window.step(iteration, self.trainer.optimizer):
+                self.step()
+            self.profiled_s.append(time.perf_counter() - since)
+            self.profiler_bytes += peak_memory_bytes(device) - held
+            if not self.window.holds(iteration + 1):
+                # The first rank has read its events; steps that are timed begin together again.
+                wait_for_ranks(device)
+                if self.recorder is not None and self.window.parts is not None:
+                    self.recorder.parts(iteration, self.window.parts)
 
     def step(self) -> None:
         """Train on the next global batch."""
@@ -173,10 +227,17 @@ class Loop:
         """Samples that this rank takes of the global batch which starts at sample `first`."""
         return [first + int(row) for row in rows]
 
-    def log(self, step_time_s: float) -> None:
-        """Report the iterations since the last report."""
-        peak = torch.tensor(float(peak_memory_bytes(self.trainer.grid.device)), dtype=torch.float64)
-        peak = peak.to(self.trainer.grid.device)
+    def log(self, elapsed_s: float) -> None:
+        """Report the iterations since the last report.
+
+        Args:
+            elapsed_s: seconds of those that were not profiled.
+        """
+        timed = len(self.results) - len(self.profiled_s)
+        step_time_s = elapsed_s / timed if timed else sum(self.profiled_s) / len(self.profiled_s)
+        device = self.trainer.grid.device
+        held = float(peak_memory_bytes(device) - self.profiler_bytes)
+        peak = torch.tensor(held, dtype=torch.float64).to(device)
         dist.all_reduce(peak, dist.ReduceOp.MAX)
         straggler = self.slow_ranks.line()
         losses = torch.stack([result.loss for result in self.results])
@@ -189,6 +250,7 @@ class Loop:
             "learning_rate": self.results[-1].learning_rate,
             "grad_norm": float(self.results[-1].grad_norm),
             "step_time_s": step_time_s,
+            "predicted_step_time_s": self.plan.estimate.step_time_s,
             **throughput(self.plan.model, self.plan.layout, self.plan.cluster, sequences / step_time_s),
             "peak_memory_bytes": int(peak),
             "nan_iterations": int((~losses.isfinite()).sum()),
@@ -197,14 +259,27 @@ class Loop:
         }
         if self.trainer.balance is not None:
             metrics |= expert_metrics(self.trainer.balance.report())
-        self.results, self.logged_samples = [], self.consumed_samples
+        if timed:
+            self.figures.append((step_time_s, int(peak)))
+        else:
+            metrics[PROFILED] = True
+        self.results, self.profiled_s, self.logged_samples = [], [], self.consumed_samples
+        self._tell_step(metrics, sequences)
         if self.recorder is not None:
             self.recorder.step(metrics, self.consumed_samples, self.batch)
-            last = self.job.training.train_iters
-            on_gpu = self.trainer.grid.device.type == "cuda"
-            say(log_line(metrics, last, self.consumed_samples, self.batch, datetime.now(), on_gpu))
             if straggler:
                 say(straggler)
+
+    def _tell_step(self, metrics: dict[str, Any], sequences: float) -> None:
+        """Say how the run is: the first rank to all, the others in their own files."""
+        tell = say if self.is_first else note
+        last = self.job.training.train_iters
+        if self.job.output.log_format == "mindformers":
+            tell(mindformers_lines(metrics, last, sequences, dist.get_world_size(), datetime.now()))
+        else:
+            on_gpu = self.trainer.grid.device.type == "cuda"
+            tell(log_line(metrics, last, self.consumed_samples, self.batch, datetime.now(), on_gpu))
+        tell(progress_line(metrics, last, metrics["predicted_step_time_s"]))
 
     def evaluate(self) -> None:
         """Mean loss over the validation samples, the same ones every time."""
@@ -258,6 +333,7 @@ class Loop:
             output.save,
             asynchronous=output.async_save,
             keep_last=output.keep_last,
+            with_optimizer=not output.no_save_optim,
             report=say if self.is_first else lambda line: None,
         )
 
@@ -299,5 +375,5 @@ class Clock:
         self.started += time.perf_counter() - since
 
     def _synchronize(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+        if is_accelerator(self.device):
+            device_module(self.device).synchronize(self.device)

@@ -15,9 +15,12 @@ from typing import Any
 import torch
 
 from costmodels import Cluster, Layout, ModelSpec
+from planner.history.step_parts import StepParts
 from runtime.logs.console import say
 from runtime.logs.line_file import LineFile
 from runtime.logs.metrics_file import drop_metrics_after
+from runtime.logs.trackers import Trackers
+from runtime.parallel.accelerator import device_module, is_accelerator
 from runtime.train.balance import Load
 
 LOG_LINE_ONLY = ("nan_iterations", "loss_scale", "skipped_iterations")
@@ -30,8 +33,8 @@ ROUTER_LOSSES = ("load_balancing_loss", "z_loss")
 
 def peak_memory_bytes(device: torch.device) -> int:
     """Most memory this rank has held: allocated tensors on a GPU, the process on a CPU."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
+    if is_accelerator(device):
+        return int(device_module(device).max_memory_allocated(device))
     scale = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * scale
 
@@ -115,7 +118,14 @@ def evaluation_line(iteration: int, loss: float, split: str = "validation") -> s
 class Recorder:
     """Writes metrics.jsonl and TensorBoard events; one rank of a job has one."""
 
-    def __init__(self, log_dir: str | None, tensorboard_dir: str | None, resumed_at: int) -> None:
+    def __init__(
+        self,
+        log_dir: str | None,
+        tensorboard_dir: str | None,
+        resumed_at: int,
+        trackers: Trackers | None = None,
+    ) -> None:
+        self.trackers = Trackers({}) if trackers is None else trackers
         self.file = None if log_dir is None else LineFile(drop_metrics_after(log_dir, resumed_at))
         self.board = None
         if tensorboard_dir is not None:
@@ -127,6 +137,7 @@ class Recorder:
 
     def step(self, metrics: Mapping[str, Any], consumed_samples: int, global_batch_size: int) -> None:
         """Record one logged training step."""
+        self.trackers.log(metrics, metrics["iteration"])
         self._write({name: value for name, value in metrics.items() if name not in LOG_LINE_ONLY})
         tags = {
             "lm loss": metrics["loss"],
@@ -149,11 +160,17 @@ class Recorder:
         self, iteration: int, loss: float, consumed_samples: int, split: str = "validation"
     ) -> None:
         """Record one evaluation."""
+        self.trackers.log({f"{split}_loss": loss}, iteration)
         self._write({"iteration": iteration, f"{split}_loss": loss})
         self._board({f"lm loss {split}": loss}, iteration, consumed_samples)
 
+    def parts(self, iteration: int, parts: StepParts) -> None:
+        """Record what the profiler saw of a step."""
+        self._write({"iteration": iteration, "parts": parts.model_dump()})
+
     def close(self) -> None:
         """Flush and close the files."""
+        self.trackers.close()
         if self.file is not None:
             self.file.close()
         if self.board is not None:

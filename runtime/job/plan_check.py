@@ -13,7 +13,7 @@ def check_plan_of_job(plan: Plan, job: Job, world_size: int) -> None:
     """
     check_plan(plan, world_size)
     check_training(plan, job.training, job.data)
-    if job.output.load is not None:
+    if job.output.load is not None or plan.model.lora is not None:
         # Seconds of PyTorch, which a job that begins anew need not wait for.
         from runtime.job.initial_state import check_loaded
 

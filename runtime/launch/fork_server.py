@@ -73,7 +73,10 @@ def main() -> NoReturn:
     gc.collect()
     gc.freeze()
     gc.enable()
-    sys.exit(run(job.ranks, job.arguments))
+    code = run(job.ranks, job.arguments)
+    flush()
+    # Extensions below PyTorch complain of what is never freed, and to free all takes a while.
+    os._exit(code)
 
 
 def _also_needed(arguments: Sequence[str]) -> Iterator[str]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from costmodels import Device
 from costmodels.catalogue.local_machine import available_cores
 from costmodels.errors import InputError
+from planner.inputs.device import is_cpu, measured_notes
 from planner.options.cluster import ClusterOptions
 from planner.options.parallel import check_alone
 from planner.options.search import idle_links
@@ -15,6 +16,8 @@ from planner.ranking.distinct import distinct_plans
 from runtime.job.continuation import PreviousRun, plan_for_ranks
 from runtime.job.job import Job
 from runtime.job.plan_search import search_for_job
+from runtime.launch.configurations import ConfiguredJob, configured_job
+from runtime.launch.options import LaunchOptions
 from runtime.launch.restarts import usable_ranks
 from runtime.launch.warm_ranks import CAN_FORK, WarmRanks
 
@@ -52,6 +55,27 @@ def local_plans(job: Job, previous: PreviousRun | None, count: int, warm: WarmRa
     return _searched(job, previous, count, warm)
 
 
+def local_configuration(job: Job, options: LaunchOptions, warm: WarmRanks | None) -> ConfiguredJob:
+    """The job of files of other software (`--config`), for the devices of this machine or in small.
+
+    Args:
+        warm: readies the CPU for ranks to be forked, where that is where they are to run.
+
+    Raises:
+        InputError: the files say no job, or one that these devices do not run.
+    """
+    cluster = job.cluster
+    if options.scale_down is not None:
+        cluster = replace(cluster, world_size=options.scale_down)
+    ranks, device = devices_of_machine(cluster, None)
+    if not isinstance(device, str) and device.kind == "cpu":
+        device = "cpu"
+    found = configured_job(job, options, ranks, device)
+    if warm is not None and forks_ranks(found.plan):
+        warm.prepare(found.plan.layout.world_size)
+    return found
+
+
 def forks_ranks(plan: Plan) -> bool:
     """Whether the ranks of a plan are forked from one process, not started by torchrun one by one."""
     return CAN_FORK and plan.cluster.device.kind == "cpu"
@@ -59,24 +83,27 @@ def forks_ranks(plan: Plan) -> bool:
 
 def _searched(job: Job, previous: PreviousRun | None, count: int, warm: WarmRanks | None) -> LocalPlans:
     cluster = job.cluster
-    ranks, device = _devices(cluster, warm)
+    ranks, device = devices_of_machine(cluster, warm)
     result = search_for_job(job, device, ranks, ranks, previous)
     idle = idle_links(cluster, result.problem.cluster)
+    measured = measured_notes(result.problem.cluster.device)
     _, rows = distinct_plans(result, count)
-    return LocalPlans([row.plan for row in rows], [*job.model.notes(), *job.parallel.notes(), *idle])
+    notes = [*job.model.notes(), *job.parallel.notes(), *idle, *measured]
+    return LocalPlans([row.plan for row in rows], notes)
 
 
-def _devices(cluster: ClusterOptions, warm: WarmRanks | None) -> tuple[int, Device | str]:
+def devices_of_machine(cluster: ClusterOptions, warm: WarmRanks | None) -> tuple[int, Device | str]:
     """How many ranks are to start on this machine, and on what."""
     gpus = 0
-    if cluster.device != "cpu":
+    on_cpu = is_cpu(cluster.device)
+    if not on_cpu:
         from runtime.job.devices import (  # PyTorch, which a CPU needs not yet.
             detect_device,
             local_device_count,
         )
 
         gpus = local_device_count()
-    if cluster.device not in (None, "cpu") and not gpus:
+    if cluster.device is not None and not on_cpu and not gpus:
         raise InputError(f"--device {cluster.device}: this machine has no GPUs; leave it out or give cpu")
     if cluster.world_size is not None and cluster.world_size < 1:
         raise InputError(f"--world-size {cluster.world_size}: must be at least 1")

@@ -15,6 +15,8 @@ from runtime.settings.preflight import RESTARTS
 FEWEST_ITERS = 2
 """Steps of a trial at least: the first one warms up and does not count."""
 
+NODE_RANK = Bounds("a whole number of at least 0", 0, 1 << 20)
+
 DEFAULT_ITERS = 5
 """Steps of a trial where no flag says how many."""
 
@@ -23,12 +25,55 @@ DEFAULT_ITERS = 5
 class LaunchOptions(RunOptions):
     """How the job is started."""
 
+    SECTIONS: ClassVar[dict[str, str]] = {"plan": "Job", "nnodes": "Nodes"}
+
     plan: str | None = flag(None, "Plan file to run instead of planning.", metavar="FILE")
+    config: list[str] = flag(
+        [],
+        "Train the job of a script or configuration that `planner check` reads, or of a page with one; "
+        "repeatable, for the file of its model. What is not done here is listed first.",
+        metavar="FILE",
+    )
+    define: list[str] = flag(
+        [],
+        "With --config: a variable that a script gets from outside, or a key's value; repeatable.",
+        metavar="NAME=VALUE",
+    )
+    scale_down: int | None = flag(
+        None,
+        "With --config: train it in small, on so many ranks at most. Layers, widths, sequences and degrees "
+        "shrink, the form of the layout stays.",
+        metavar="RANKS",
+        within=Bounds("a number of ranks of at least 1", 1, 1024),
+    )
+    script: str | None = flag(
+        None,
+        "With --engine megatron, mindspeed, nemo, torchtitan, deepspeed or nanotron: run this script "
+        "of your own installation, with the plan as its flags or file.",
+        metavar="FILE",
+    )
+    script_args: str | None = flag(None, "With --script: further words for it.", metavar="WORDS")
     dry_run: bool = flag(False, "Print the torchrun command and stop.")
     max_restarts: int = flag(
         0,
         "Start the job again from its last checkpoint after so many failures, such as a killed rank.",
         within=RESTARTS,
+    )
+    nnodes: str | None = flag(
+        None,
+        "Nodes of the job, on each of which this command is started; a range such as 1:4 lets them come and "
+        "go. Not needed where Slurm, mpirun, Kubernetes or PAI DLC says it.",
+        metavar="N",
+    )
+    node_rank: int | None = flag(
+        None, "Number of this node, from 0 on; without it ranks are numbered as nodes meet.", within=NODE_RANK
+    )
+    rdzv_endpoint: str | None = flag(
+        None, "Where the nodes meet: the first one, the same on every node.", metavar="HOST:PORT"
+    )
+    rdzv_id: str | None = flag(None, "Name of the job, for several that meet at one place.", metavar="NAME")
+    rdzv_conf: str | None = flag(
+        None, "Settings of torchrun's rendezvous, such as last_call_timeout=5.", metavar="KEY=VALUE,..."
     )
 
     def check(self, output: OutputOptions) -> None:
@@ -36,6 +81,20 @@ class LaunchOptions(RunOptions):
         check_bounds(self)
         if self.max_restarts and output.save is None:
             raise InputError("--max-restarts needs --save FOLDER, whose last checkpoint is gone on from")
+        if self.config and self.plan is not None:
+            raise InputError(
+                f"--config {self.config[0]} and --plan {self.plan} both say the layout; give one"
+            )
+        if self.script_args and self.script is None:
+            raise InputError("--script-args is for the script of --script; give one, or leave it out")
+        if self.script is not None and self.config:
+            raise InputError(
+                f"--script {self.script} takes a plan, and --config {self.config[0]} is none; save one with "
+                "planner check --save, and give it with --plan"
+            )
+        for name, given in (("--define", self.define), ("--scale-down", self.scale_down)):
+            if given and not self.config:
+                raise InputError(f"{name} is about the files of --config; give some, or leave it out")
 
 
 @dataclass(frozen=True)
@@ -46,8 +105,8 @@ class TrialOptions:
 
     plans_to_try: int | None = flag(
         None,
-        "Measure the first N plans for a few steps each on this machine, and train with the one that "
-        "--objective likes best.",
+        "Measure up to N plans for a few steps each on this machine, next whichever may be the best by what "
+        "was measured, and train with the one that --objective likes best.",
         "--try",
         metavar="N",
         within=Bounds("a number of plans of at least 1", 1),

@@ -9,11 +9,11 @@ from typing import Any, Protocol
 
 from planner.plan import Plan
 from runtime import entry
+from runtime.job.going_on import continuation
 from runtime.job.job import Job, RunOptions
 from runtime.launch.supervisor import Outcome, run_job
 from runtime.launch.torchrun import torchrun_command
 from runtime.launch.warm_ranks import WarmRanks
-from runtime.settings.options import OutputOptions
 
 
 class Display(Protocol):
@@ -68,16 +68,3 @@ def run_with_restarts(
         ranks = usable_ranks(plan)
         display.line(f"planner: {outcome.message}; restart {done + 1} of {restarts} with {ranks} ranks")
     return outcome
-
-
-def continuation(job: Job) -> Job:
-    """A job that goes on where this one was, from what it has saved if that is anything."""
-    return replace(job, output=_continued_output(job.output))
-
-
-def _continued_output(output: OutputOptions) -> OutputOptions:
-    from runtime import checkpoint
-
-    if output.save is None or checkpoint.latest_iteration(output.save) is None:
-        return output
-    return replace(output, load=output.save, ckpt_step=None, finetune=False)

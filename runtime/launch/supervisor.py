@@ -11,9 +11,10 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import IO, Any
 
 from runtime.faults.error_file import ERROR_FILE_VARIABLE, read_report
@@ -21,11 +22,20 @@ from runtime.launch.warm_ranks import WarmRanks, threads_of
 from runtime.logs.console import say
 from runtime.logs.metrics_file import MetricsReader
 from runtime.processes.children import children
-from runtime.processes.restart_count import RESTARTS_VARIABLE
+from runtime.processes.start_variables import RESTARTS_VARIABLE, SUMMARY_VARIABLE
 from runtime.processes.tether import tether
 
 TORCHRUN_FOLDER = "PET_LOG_DIR"
 """Environment variable with the folder in which torchrun makes one for each attempt; its --log-dir."""
+
+TORCHRUN_DEFAULTS = frozenset(
+    f"PET_{name}"
+    for name in (
+        *("NNODES", "NODE_RANK", "NPROC_PER_NODE", "N_PROC_PER_NODE", "MASTER_ADDR", "MASTER_PORT"),
+        *("RDZV_BACKEND", "RDZV_ENDPOINT", "RDZV_ID", "RDZV_CONF", "STANDALONE", "MAX_RESTARTS"),
+    )
+)
+"""Environment variables with which a pod tells torchrun where it is."""
 
 STOP_TIMEOUT_S = 40.0
 """How long torchrun may take to end its ranks: it gives them 30 s before it kills them."""
@@ -67,8 +77,9 @@ def run_job(
     restarts: int = 0,
     saves: bool = False,
     warm: WarmRanks | None = None,
+    variables: Mapping[str, str] = MappingProxyType({}),
 ) -> Outcome:
-    """Run `command` to its end; Ctrl-C and SIGTERM end it with all its ranks, and are raised as `JobStopped`.
+    """Run `command` to its end; Ctrl-C, SIGTERM and SIGHUP end it with all its ranks: `JobStopped` is raised.
 
     The job also ends when this process does, however that happens. What `on_line` or `on_metrics` raises ends
     it too.
@@ -79,10 +90,14 @@ def run_job(
         restarts: how often the job was started before, after failures.
         saves: the ranks save and end on SIGTERM. The first signal asks for that; a second one does not wait.
         warm: what forks CPU ranks instead, where `command` is of `torchrun_command`.
+        variables: of the environment, for the job alone.
     """
     error_file = log_dir / "error.json"
     error_file.unlink(missing_ok=True)
-    environment = {**os.environ, ERROR_FILE_VARIABLE: str(error_file), "PYTHONUNBUFFERED": "1"}
+    # Not what a pod says to torchruns: they would take it for flags that are not given.
+    kept = {name: value for name, value in os.environ.items() if name not in TORCHRUN_DEFAULTS}
+    environment = {**kept, ERROR_FILE_VARIABLE: str(error_file), "PYTHONUNBUFFERED": "1"}
+    environment |= {SUMMARY_VARIABLE: "launcher", **variables}
     environment[RESTARTS_VARIABLE] = str(restarts)
     environment.setdefault("OMP_NUM_THREADS", threads_of(ranks))
     # What ranks print comes through pipes; the folder holds nothing else, and torchrun never removes it.
@@ -143,6 +158,8 @@ class _Supervisor:
         """The exit code of the job, which is ended where anything is raised meanwhile."""
         # A shell that starts this in the background made it ignore Ctrl-C; a signal must stop it anyway.
         previous = {number: signal.signal(number, self._stop) for number in (signal.SIGINT, signal.SIGTERM)}
+        if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # Of nohup.
+            previous[signal.SIGHUP] = signal.signal(signal.SIGHUP, self._stop)
         if hasattr(signal, "SIGUSR1"):
             # torchrun would die of it; one rank that takes note of it is enough for all.
             previous[signal.SIGUSR1] = signal.signal(

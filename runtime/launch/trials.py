@@ -12,7 +12,7 @@ from costmodels.errors import InputError
 from planner.objective import equal_peak
 from planner.plan import Plan
 from runtime.job.job import Job, RunOptions
-from runtime.launch.measurement import Measurement, measurement
+from runtime.job.measurement import Measurement, measurement
 from runtime.launch.supervisor import run_job
 from runtime.launch.torchrun import torchrun_command
 from runtime.launch.warm_ranks import WarmRanks
@@ -36,7 +36,7 @@ class Trial:
     @property
     def tokens_per_s(self) -> float:
         """Tokens a second that were measured; 0 of a plan that did not run."""
-        return 0.0 if self.measured is None else _tokens(self.plan) / self.measured.step_time_s
+        return 0.0 if self.measured is None else tokens_of_step(self.plan) / self.measured.step_time_s
 
 
 def try_plan(plan: Plan, iterations: int, job: Job, warm: WarmRanks | None = None) -> Trial:
@@ -78,7 +78,9 @@ def _trial(plan: Plan, job: Job, folder: Path, warm: WarmRanks | None) -> Trial:
         run=RunOptions(str(plan_file), job.run.distributed_timeout_minutes),
         training=job.training,
         data=job.data,
-        output=OutputOptions(log_interval=1, eval_iters=0, log_dir=str(folder)),
+        output=OutputOptions(
+            log_interval=1, eval_iters=0, log_dir=str(folder), no_history=job.output.no_history
+        ),
     )
     lines: list[str] = []
     command = torchrun_command(ranks, short.arguments())
@@ -91,14 +93,14 @@ def _trial(plan: Plan, job: Job, folder: Path, warm: WarmRanks | None) -> Trial:
     return Trial(plan, figures, "" if figures is not None else "it logged no step")
 
 
-def _tokens(plan: Plan) -> int:
+def tokens_of_step(plan: Plan) -> int:
     """Tokens of one step."""
     return plan.layout.global_batch_size * plan.model.seq
 
 
 def _cost(plan: Plan, figures: Measurement) -> tuple[float, ...]:
     """What the objective of the plan wants to be least, as measured; the first decides."""
-    slowness = figures.step_time_s / _tokens(plan)
+    slowness = figures.step_time_s / tokens_of_step(plan)
     if plan.objective == "memory":
         return equal_peak(figures.peak_memory_bytes), slowness
     return (figures.step_time_s if plan.objective == "step-time" else slowness,)

@@ -6,11 +6,14 @@ import contextlib
 import os
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, TextIO
 
 PROGRESS = re.compile(r"runtime: (.+) \.\.\.")
 """A line of `progress`; its group says what goes on."""
+
+listener: Callable[[str, bool], None] | None = None
+"""Takes what this process says beside its streams, and whether that is amiss: a file of the rank."""
 
 _told: set[str] = set()
 """Streams of which it was said that they cannot be written."""
@@ -57,6 +60,19 @@ def say(text: str, stream: TextIO | None = None, end: str = "\n") -> None:
     target = UnfailingStream(sys.stdout if stream is None else stream)
     target.write(text + end)
     target.flush()
+    note(text, stream is sys.stderr and not PROGRESS.fullmatch(text))
+
+
+def note(text: str, is_error: bool = False) -> None:
+    """Keep `text` in the file of this rank alone, where it has one."""
+    global listener
+    if listener is not None:
+        # What goes wrong there is said, and must not come here again.
+        hears, listener = listener, None
+        try:
+            hears(text, is_error)
+        finally:
+            listener = hears
 
 
 def progress(what: str) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from functools import partial
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -15,15 +16,31 @@ from torch import Tensor, nn
 
 from costmodels import LatentAttention as LatentSizes
 from costmodels import ModelSpec
+from costmodels.spec.model import AttentionKind
+from costmodels.spec.model_parts import RopeScaling
 from runtime.model.attention_kernels import DocumentMasks, equal_heads_attention, masked_attention
+from runtime.model.fused_attention import EVERYTHING, Reach, reaching_attention
+from runtime.model.norms import rms_norm
 from runtime.model.rotary import first_positions, rotary_table, rotate, score_factor
 
 Rotary = tuple[Tensor, Tensor]
 """Cosines and sines, [S, H] each, or [B, 1, S, H] where rows have positions of their own."""
 
 
-MakeRotary = Callable[[Tensor], Rotary]
-"""Tables of positions [S]."""
+class MakeRotary(NamedTuple):
+    """How positions turn the heads of a layer; those of layers that are equal share their tables."""
+
+    dim: int
+    theta: float
+    scaling: RopeScaling | None
+
+    def __call__(self, positions_S: Tensor) -> Rotary:
+        """Tables of these positions."""
+        return rotary_table(positions_S, self.dim, self.theta, self.scaling)
+
+
+OverRanks = Callable[[Tensor, Tensor, Tensor, DocumentMasks, Tensor | None], Tensor]
+"""The core of attention over sequences that ranks share: of queries, keys, values, masks and sinks [N]."""
 
 
 Heads = tuple[Tensor, Tensor, Tensor]
@@ -34,17 +51,30 @@ class CoreAttention(nn.Module):
     """Causal scaled dot-product attention of [B, N, S, H] queries over [B, K, S, H] keys and values.
 
     Heads of values may have another size than those of queries and keys, and results have theirs.
+
+    Args:
+        reach: what tokens see.
+        sinks: heads that have a sink; 0 for none.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, reach: Reach = EVERYTHING, sinks: int = 0) -> None:
         super().__init__()
         self.documents = DocumentMasks()
-        self.over_ranks: Callable[[Tensor, Tensor, Tensor, DocumentMasks], Tensor] | None = None
+        self.over_ranks: OverRanks | None = None
         """Attention over sequences that ranks share (`runtime.parallel.context`)."""
+        self.reach, self.is_plain = reach, reach == EVERYTHING and not sinks
+        self.sinks = nn.Parameter(torch.empty(sinks)) if sinks else None
+
+    def own_sinks(self) -> Tensor | None:
+        """The sinks [N] of the heads that are here."""
+        return self.sinks
 
     def forward(self, q_BNSH: Tensor, k_BKSH: Tensor, v_BKSH: Tensor) -> Tensor:
         if self.over_ranks is not None:
-            return self.over_ranks(q_BNSH, k_BKSH, v_BKSH, self.documents)
+            return self.over_ranks(q_BNSH, k_BKSH, v_BKSH, self.documents, self.own_sinks())
+        if not self.is_plain and (self.sinks is not None or self.reach.binds(k_BKSH.shape[2])):
+            mask_B1TP = self.documents.masks[0] if self.documents.masks else None
+            return reaching_attention(q_BNSH, k_BKSH, v_BKSH, self.reach, self.own_sinks(), mask_B1TP)
         if self.documents.masks:
             attend = partial(masked_attention, mask_B1TP=self.documents.masks[0])
             return equal_heads_attention(attend, q_BNSH, k_BKSH, v_BKSH)
@@ -60,62 +90,87 @@ class MultiHeadAttention(nn.Module, ABC):
     """Multi-head attention: [B, S, D] -> [B, S, D]."""
 
     output: nn.Linear
+    rotates: bool
+    make_rotary: MakeRotary
+    rotary: Rotary | None
 
-    def __init__(self) -> None:
+    def __init__(self, reach: Reach = EVERYTHING, sinks: int = 0) -> None:
         super().__init__()
-        self.core = CoreAttention()
+        self.core = CoreAttention(reach, sinks)
 
     def forward(self, x_BSD: Tensor) -> Tensor:
-        q_BNSH, k_BKSH, v_BKSH = self.heads(x_BSD)
-        return self.merge(self.core(q_BNSH, k_BKSH, v_BKSH))
+        return self.merge(self.core(*self.heads(x_BSD)), x_BSD)
 
     @abstractmethod
-    def heads(self, x_BSD: Tensor) -> Heads:
-        """Queries [B, N, S, H], and keys and values [B, K, S, H], of the input."""
+    def heads(self, x_BSD: Tensor) -> tuple[Tensor, ...]:
+        """What the core takes: queries [B, N, S, H], and keys and values [B, K, S, H], of the input."""
 
-    def enter(self, x_BSD: Tensor) -> Heads:
+    def enter(self, x_BSD: Tensor) -> tuple[Tensor, ...]:
         """The heads of what comes to `forward`, whose input ranks may share."""
         return self.heads(x_BSD)
 
-    def merge(self, attended_BNSH: Tensor) -> Tensor:
-        """The result of all heads together: [B, N, S, H] -> [B, S, D]."""
+    def merge(self, attended_BNSH: Tensor, x_BSD: Tensor) -> Tensor:
+        """The result of all heads together: [B, N, S, H] -> [B, S, D]; the input may gate it."""
         result_BSD: Tensor = self.output(attended_BNSH.transpose(1, 2).flatten(2))
         return result_BSD
 
 
 class Attention(MultiHeadAttention):
-    """Multi-head attention with grouped queries: [B, S, D] -> [B, S, D]."""
+    """Multi-head attention with grouped queries, of a kind of layer: [B, S, D] -> [B, S, D]."""
 
-    def __init__(self, spec: ModelSpec) -> None:
-        super().__init__()
+    def __init__(self, spec: ModelSpec, kind: AttentionKind = "full") -> None:
+        reach = Reach(spec.window * (kind == "window"), spec.window * (kind == "chunk"))
+        super().__init__(reach, spec.heads * spec.attention_sinks)
         qkv_bias = spec.linear_bias or spec.qkv_bias
         self.query = nn.Linear(spec.hidden, spec.q_size, bias=qkv_bias)
         self.key = nn.Linear(spec.hidden, spec.kv_size, bias=qkv_bias)
         self.value = nn.Linear(spec.hidden, spec.kv_size, bias=qkv_bias)
-        self.query_norm = nn.RMSNorm(spec.head_dim, eps=spec.norm_eps) if spec.qk_norm else None
-        self.key_norm = nn.RMSNorm(spec.head_dim, eps=spec.norm_eps) if spec.qk_norm else None
-        self.output = nn.Linear(spec.q_size, spec.hidden, bias=spec.linear_bias)
+        self.norms_all = spec.qk_norm_width == "all"
+        """Norms go over all heads together."""
+        widths = (spec.q_size, spec.kv_size) if self.norms_all else (spec.head_dim, spec.head_dim)
+        self.query_norm = rms_norm(spec, widths[0]) if spec.qk_norm else None
+        self.key_norm = rms_norm(spec, widths[1]) if spec.qk_norm else None
+        self.gate = nn.Linear(spec.hidden, spec.q_size, bias=qkv_bias) if spec.attention_gate else None
+        self.output = nn.Linear(spec.q_size, spec.hidden, bias=spec.linear_bias or spec.output_bias)
         self.head_dim = spec.head_dim
-        self.rotates = spec.position == "rope"
-        self.make_rotary: MakeRotary = partial(
-            rotary_table, dim=spec.head_dim, theta=spec.rope_theta, scaling=spec.rope_scaling
+        self.score_factor = spec.score_scale * spec.head_dim**0.5 or 1.0
+        turned_by = spec.turned_by(kind)
+        self.rotates = turned_by is not None
+        self.make_rotary = MakeRotary(
+            spec.rotary_dim or spec.head_dim, *(turned_by or (spec.rope_theta, spec.rope_scaling))
         )
         self.rotary: Rotary | None = None
 
     def heads(self, x_BSD: Tensor) -> Heads:
         batch, seq = x_BSD.shape[:2]
         # One name for each through all its shapes: a second one would keep the tensor before alive.
-        q, k, v = (
-            projection(x_BSD).view(batch, seq, -1, self.head_dim)
-            for projection in (self.query, self.key, self.value)
-        )
-        if self.query_norm is not None and self.key_norm is not None:
-            q, k = self.query_norm(q), self.key_norm(k)
+        q, k, v = (projection(x_BSD) for projection in (self.query, self.key, self.value))
+        if self.norms_all:
+            q, k = self.normalised(q, k)
+        q, k, v = (heads.view(batch, seq, -1, self.head_dim) for heads in (q, k, v))
+        if not self.norms_all:
+            q, k = self.normalised(q, k)
         q, k, v = (heads.transpose(1, 2) for heads in (q, k, v))
         if self.rotates:
             cos, sin = self.rotary or self.make_rotary(first_positions(seq, x_BSD.device))
             q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+        if self.score_factor != 1.0:
+            q = q * self.score_factor
         return q, k, v
+
+    def merge(self, attended_BNSH: Tensor, x_BSD: Tensor) -> Tensor:
+        """The result of all heads together, each element scaled by the input where there is a gate."""
+        if self.gate is None:
+            return super().merge(attended_BNSH, x_BSD)
+        gated_BSQ = attended_BNSH.transpose(1, 2).flatten(2) * self.gate(x_BSD).sigmoid()
+        result_BSD: Tensor = self.output(gated_BSQ)
+        return result_BSD
+
+    def normalised(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        """Queries and keys after their norms, where the model has some."""
+        if self.query_norm is None or self.key_norm is None:
+            return q, k
+        return self.query_norm(q), self.key_norm(k)
 
 
 class Compression(nn.Module):
@@ -157,9 +212,7 @@ class LatentAttention(MultiHeadAttention):
         self.nope, self.rope, self.value = nope, rope, value
         self.score_factor = score_factor(spec.rope_scaling)
         self.rotates = spec.position == "rope"
-        self.make_rotary: MakeRotary = partial(
-            rotary_table, dim=rope, theta=spec.rope_theta, scaling=spec.rope_scaling
-        )
+        self.make_rotary = MakeRotary(rope, spec.rope_theta, spec.rope_scaling)
         self.rotary: Rotary | None = None
 
     def heads(self, x_BSD: Tensor) -> Heads:

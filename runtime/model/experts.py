@@ -38,6 +38,7 @@ class Router(nn.Module):
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(spec.experts, spec.hidden))
+        self.bias = nn.Parameter(torch.empty(spec.experts)) if spec.router.bias else None
         bias = torch.zeros(spec.experts, dtype=torch.float32) if spec.router.expert_bias else None
         self.register_buffer("expert_bias", bias)
         self.expert_bias: Tensor | None
@@ -47,7 +48,14 @@ class Router(nn.Module):
         (None for all), and returns the weights."""
 
     def logits(self, x_BSD: Tensor) -> Tensor:
-        return wide_product(x_BSD, self.weight)
+        """The scores of all experts, [B, S, E]."""
+        return self.product(x_BSD, self.weight, self.bias)
+
+    @staticmethod
+    def product(x_BSD: Tensor, weight_ED: Tensor, bias_E: Tensor | None) -> Tensor:
+        """The logits, of this matrix and bias."""
+        logits_BSE = wide_product(x_BSD, weight_ED)
+        return logits_BSE if bias_E is None else logits_BSE + bias_E.float()
 
     def forward(self, x_BSD: Tensor) -> tuple[Tensor, Tensor]:
         logits_BSE = self.logits(x_BSD)

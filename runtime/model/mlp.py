@@ -9,6 +9,16 @@ from torch import Tensor, nn
 
 from costmodels import ModelSpec
 
+SWIGLU_ALPHA, SWIGLU_LIMIT = 1.702, 7.0
+"""Of gpt-oss's activation: the factor within the sigmoid, and the largest inputs."""
+
+
+def clamped_swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    """gate sigmoid(1.702 gate) (up + 1), both clamped at 7; gates at the top alone."""
+    gate, up = gate.clamp(max=SWIGLU_LIMIT), up.clamp(-SWIGLU_LIMIT, SWIGLU_LIMIT)
+    return gate * (gate * SWIGLU_ALPHA).sigmoid() * (up + 1.0)
+
+
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": F.gelu,
     "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
@@ -22,9 +32,13 @@ class Activation(nn.Module):
 
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
-        self.function = ACTIVATIONS[spec.activation]
+        self.function = ACTIVATIONS.get(spec.activation)
+        """None for the one that clamps gate and input."""
 
     def forward(self, up: Tensor, gate: Tensor | None = None) -> Tensor:
+        if self.function is None:
+            assert gate is not None
+            return clamped_swiglu(gate, up)
         return self.function(up) if gate is None else self.function(gate) * up
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from costmodels.errors import InputError
-from costmodels.spec.model import RopeScaling
+from costmodels.spec.model_parts import RopeScaling
 
 
 @lru_cache(maxsize=8)
@@ -34,7 +34,11 @@ def rotary_table(
 
 
 def rotate(x_BNSH: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """`x_BNSH` turned by its positions, halves rotated as in Llama."""
+    """`x_BNSH` turned by its positions, halves rotated as in Llama; only its first elements where tables are
+    shorter than heads."""
+    turned = cos.shape[-1]
+    if turned < x_BNSH.shape[-1]:
+        return torch.cat((rotate(x_BNSH[..., :turned], cos, sin), x_BNSH[..., turned:]), dim=-1)
     first_BNSh, second_BNSh = x_BNSH.float().chunk(2, dim=-1)
     turned_BNSH = torch.cat((-second_BNSh, first_BNSh), dim=-1)
     return (x_BNSH.float() * cos + turned_BNSH * sin).to(x_BNSH.dtype)

@@ -6,20 +6,20 @@ entries), under context parallelism on S/cp positions.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+import torch
 from torch import Tensor, nn
 
 from costmodels import ModelSpec
-from runtime.model.attention import Attention, Heads, LatentAttention
+from runtime.model.adapters import add_adapters
+from runtime.model.attention import Attention, LatentAttention, MakeRotary, MultiHeadAttention, Rotary
 from runtime.model.attention_kernels import DocumentMasks
 from runtime.model.experts import MixtureOfExperts, Router
+from runtime.model.gated_delta import GatedDelta
 from runtime.model.mlp import MLP
+from runtime.model.norms import make_norm
 from runtime.model.rotary import first_positions
-
-
-def make_norm(spec: ModelSpec) -> nn.Module:
-    """The model's norm of width D."""
-    kind = nn.LayerNorm if spec.norm == "layernorm" else nn.RMSNorm
-    return kind(spec.hidden, eps=spec.norm_eps)
 
 
 class Embedding(nn.Module):
@@ -30,6 +30,7 @@ class Embedding(nn.Module):
         self.tokens = nn.Embedding(padded_vocab, spec.hidden)
         self.positions = nn.Embedding(spec.max_positions, spec.hidden) if spec.position == "learned" else None
         self.at: Tensor | None = None
+        self.scale = spec.embedding_scale
 
     def forward(self, tokens_BS: Tensor) -> Tensor:
         x_BSD: Tensor = self.tokens(tokens_BS)
@@ -37,43 +38,67 @@ class Embedding(nn.Module):
             at = first_positions(tokens_BS.shape[1], tokens_BS.device) if self.at is None else self.at
             # Positions of [S] are those of every row, of [B, S] each row's own.
             x_BSD = x_BSD + self.positions(at if at.dim() == 2 else at.unsqueeze(0))
-        return x_BSD
+        # Rounded to the format of the embeddings first, as models were trained that have it.
+        return x_BSD if self.scale == 1.0 else x_BSD * torch.tensor(self.scale, dtype=x_BSD.dtype).item()
 
 
 class Block(nn.Module):
-    """One pre-norm transformer layer: [B, S, D] -> [B, S, D]."""
+    """One transformer layer: [B, S, D] -> [B, S, D]; attention and MLP have norms before or after them."""
 
     def __init__(self, spec: ModelSpec, layer: int) -> None:
         super().__init__()
-        latent = spec.latent_attention
-        self.attention_norm = make_norm(spec)
-        self.attention = Attention(spec) if latent is None else LatentAttention(spec, latent)
-        self.mlp_norm = make_norm(spec)
-        routed = spec.experts and layer >= spec.dense_layers
-        self.mlp = MixtureOfExperts(spec) if routed else MLP(spec, spec.ffn)
+        latent, kind = spec.latent_attention, spec.layer_kind(layer)
+        before, after = spec.norm_place != "after", spec.norm_place != "before"
+        self.attention_norm = make_norm(spec) if before else None
+        self.attention: MultiHeadAttention
+        if kind.attention == "linear" and spec.linear_attention is not None:
+            self.attention = GatedDelta(spec, spec.linear_attention)
+        elif latent is not None:
+            self.attention = LatentAttention(spec, latent)
+        else:
+            self.attention = Attention(spec, kind.attention)
+        self.attended_norm = make_norm(spec) if after else None
+        self.mlp_norm = make_norm(spec) if before else None
+        self.mlp = MixtureOfExperts(spec) if kind.mlp == "experts" else MLP(spec, spec.ffn)
+        self.computed_norm = make_norm(spec) if after else None
+        self.scale = spec.residual_scale
+
+    @property
+    def norms(self) -> list[nn.Module]:
+        """The norms of width D, in the order of forward."""
+        every = self.attention_norm, self.attended_norm, self.mlp_norm, self.computed_norm
+        return [norm for norm in every if norm is not None]
+
+    def add(self, x_BSD: Tensor, y_BSD: Tensor, norm: nn.Module | None) -> Tensor:
+        """The residual `x_BSD` and what attention or MLP made of it, normalised by `norm`."""
+        if norm is not None:
+            y_BSD = norm(y_BSD)
+        return x_BSD + (y_BSD if self.scale == 1.0 else y_BSD * self.scale)
 
     def forward(self, x_BSD: Tensor) -> Tensor:
-        x_BSD = x_BSD + self.attention(self.attention_norm(x_BSD))
-        result_BSD: Tensor = x_BSD + self.mlp(self.mlp_norm(x_BSD))
-        return result_BSD
+        entered_BSD = x_BSD if self.attention_norm is None else self.attention_norm(x_BSD)
+        x_BSD = self.add(x_BSD, self.attention(entered_BSD), self.attended_norm)
+        entered_BSD = x_BSD if self.mlp_norm is None else self.mlp_norm(x_BSD)
+        return self.add(x_BSD, self.mlp(entered_BSD), self.computed_norm)
 
-    def up_to_core(self, x_BSD: Tensor) -> Heads:
+    def up_to_core(self, x_BSD: Tensor) -> tuple[Tensor, ...]:
         """Queries, keys and values for the core of attention, from the input of the layer."""
-        return self.attention.enter(self.attention_norm(x_BSD))
+        return self.attention.enter(x_BSD if self.attention_norm is None else self.attention_norm(x_BSD))
 
     def from_core(self, x_BSD: Tensor, attended_BNSH: Tensor) -> Tensor:
         """The output [B, S, D] of the layer with the input `x_BSD`, from what the core of attention gave."""
         # Not shared with `forward`: torch.compile cannot stop for experts in a function that this calls.
-        x_BSD = x_BSD + self.attention.merge(attended_BNSH)
-        result_BSD: Tensor = x_BSD + self.mlp(self.mlp_norm(x_BSD))
-        return result_BSD
+        x_BSD = self.add(x_BSD, self.attention.merge(attended_BNSH, x_BSD), self.attended_norm)
+        entered_BSD = x_BSD if self.mlp_norm is None else self.mlp_norm(x_BSD)
+        return self.add(x_BSD, self.mlp(entered_BSD), self.computed_norm)
 
 
 class Transformer(nn.Module):
     """The layers `layers` of a model; embedding and head only where asked (pipeline stages).
 
     Maps tokens [B, S] or, without the embedding, activations [B, S, D] to logits [B, S, V] or, without
-    the head, activations. Parameters keep their names in the whole model whatever the stage.
+    the head, activations; to what `score` makes in the place of logits, if set. Parameters keep their names
+    in the whole model whatever the stage.
     """
 
     def __init__(
@@ -90,6 +115,14 @@ class Transformer(nn.Module):
         self.layers = nn.ModuleDict({str(index): Block(spec, index) for index in layers})
         self.norm = make_norm(spec) if with_head else None
         self.head = nn.Linear(spec.hidden, padded_vocab, bias=False) if with_head else None
+        if spec.lora is not None:
+            self.requires_grad_(False)
+            for index, block in self.layers.items():
+                kind = spec.layer_kind(int(index))
+                alike = spec.model_copy(update={"attention_pattern": (kind.attention,)})
+                add_adapters(block, alike, kind.mlp)
+        self.score: Callable[[nn.Linear, Tensor], Tensor] | None = None
+        """Makes of the head and its input what the model returns in the place of logits: a loss."""
         self.tied = spec.tied
         self.documents = DocumentMasks()
         """Shared by all layers."""
@@ -123,11 +156,17 @@ class Transformer(nn.Module):
         """
         if self.embedding is not None:
             self.embedding.at = positions_S
-        tables = None
+        self.turn(lambda make: make(positions_S))
+
+    def turn(self, tables: Callable[[MakeRotary], Rotary]) -> None:
+        """Give each layer that turns its heads the `tables` of its way to make them."""
+        made: dict[MakeRotary, Rotary] = {}
         for attention in (block.attention for block in self.blocks):
             if attention.rotates:
-                tables = tables or attention.make_rotary(positions_S)
-                attention.rotary = tables
+                make = attention.make_rotary
+                if make not in made:
+                    made[make] = tables(make)
+                attention.rotary = made[make]
 
     def run_layers(self, x_BSD: Tensor) -> Tensor:
         """All layers, one after the other: [B, S, D] -> [B, S, D]."""
@@ -140,5 +179,6 @@ class Transformer(nn.Module):
             x = self.embedding(x)
         x = self.run_layers(x)
         if self.norm is not None and self.head is not None:
-            x = self.head(self.norm(x))
+            x = self.norm(x)
+            x = self.head(x) if self.score is None else self.score(self.head, x)
         return x

@@ -90,6 +90,7 @@ class ShardedOptimizer:
             ParameterShard(name, p, nn.Parameter(local_part(p.detach())), _counts(name, p, stage, grid))
             for stage in stages
             for name, p in stage.named_parameters()
+            if p.requires_grad
         ]
         self.tied = _tied_copies(stages, self.owned)
         self.rule = rule(self.owned)

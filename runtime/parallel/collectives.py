@@ -207,6 +207,11 @@ def all_gather(x: Tensor, group: str, size: int) -> Tensor:
     return _wait(torch.ops._c10d_functional.all_gather_into_tensor(x, size, group))
 
 
+def all_reduce(x: Tensor, operation: str, group: str) -> Tensor:
+    """The `operation` ("sum" or "max") of `x` over the ranks of a group, a new tensor; no gradient."""
+    return _wait(torch.ops._c10d_functional.all_reduce(x, operation, group))
+
+
 def sum_parts(x: Tensor, group: str, size: int) -> Tensor:
     """This rank's part along the first dimension of the sum of `x` over the ranks; no gradient."""
     return _wait(torch.ops._c10d_functional.reduce_scatter_tensor(x, "sum", size, group))

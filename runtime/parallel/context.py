@@ -24,7 +24,9 @@ from torch import Tensor
 
 from costmodels import Layout, ModelSpec
 from costmodels.spec.layout import ContextParallelForm
+from runtime.model.attention import OverRanks
 from runtime.model.attention_kernels import DocumentMasks, equal_heads_attention
+from runtime.model.fused_attention import Reach
 from runtime.model.transformer import Transformer
 from runtime.parallel.context_attention import exchanged_attention, gathered_attention
 from runtime.parallel.mesh import Grid
@@ -72,21 +74,24 @@ def context_parallel(stage: Transformer, layout: Layout, grid: Grid) -> None:
         from runtime.parallel.ring_attention import prepare_ring
 
         prepare_ring()
-    attend = _over_ranks(layout.context_parallel_form, grid.cp_group)
     for block in stage.blocks:
-        block.attention.core.over_ranks = attend
+        core = block.attention.core
+        core.over_ranks = _over_ranks(layout.context_parallel_form, grid.cp_group, core.reach)
 
 
-# One object for all layers and stages: torch.compile would compile each anew, up to its limit of 8.
-@lru_cache(maxsize=1)
-def _over_ranks(
-    form: ContextParallelForm, group: dist.ProcessGroup
-) -> Callable[[Tensor, Tensor, Tensor, DocumentMasks], Tensor]:
+# One object for all layers of a kind and all stages: torch.compile would compile each anew, up to its limit
+# of 8.
+@lru_cache(maxsize=2)
+def _over_ranks(form: ContextParallelForm, group: dist.ProcessGroup, reach: Reach) -> OverRanks:
     kernel = partial(_core_forward(form), group=group)
 
-    def attend(q_BNsH: Tensor, k_BKsH: Tensor, v_BKsH: Tensor, documents: DocumentMasks) -> Tensor:
+    def attend(
+        q_BNsH: Tensor, k_BKsH: Tensor, v_BKsH: Tensor, documents: DocumentMasks, sinks_N: Tensor | None
+    ) -> Tensor:
         # Keys and values travel together, so their heads must have the same size.
-        within = kernel if form == "ring" else partial(kernel, documents=documents)
+        within = kernel
+        if form != "ring":
+            within = partial(kernel, documents=documents, reach=reach, sinks_N=sinks_N)
         return equal_heads_attention(within, q_BNsH, k_BKsH, v_BKsH)
 
     return attend

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from runtime.model.attention_kernels import DocumentMasks, masked_attention, repeat_heads, suffix_attention
+from runtime.model.fused_attention import EVERYTHING, Reach, reaching_attention
 from runtime.parallel.collectives import all_gather, exchange_slices, sum_parts
 from runtime.parallel.zigzag import rank_order, sequence_order
 
@@ -25,6 +26,8 @@ def gathered_attention(
     v_BKsH: Tensor,
     group: dist.ProcessGroup,
     documents: DocumentMasks | None = None,
+    reach: Reach = EVERYTHING,
+    sinks_N: Tensor | None = None,
 ) -> Tensor:
     """Causal attention of this rank's two chunks of queries over gathered keys and values.
 
@@ -40,6 +43,8 @@ def gathered_attention(
         v_BKsH: of the same tokens.
         group: the context-parallel ranks.
         documents: holds masks where attention stays within documents.
+        reach: what tokens see.
+        sinks_N: the scores of sinks.
 
     Returns:
         [B, N, s, H].
@@ -47,10 +52,16 @@ def gathered_attention(
     name, size, rank = group.group_name, group.size(), group.rank()
     first, last = q_BNsH.chunk(2, dim=2)
     k_first, v_first, k_last, v_last = _GatherPrefixes.apply(k_BKsH, v_BKsH, name, size, rank)  # type: ignore[no-untyped-call]
-    if documents is not None and documents.masks:
+    masks = (None, None) if documents is None or not documents.masks else documents.masks
+    if reach.binds(k_BKsH.shape[2] * size) or sinks_N is not None:
         parts = (
-            masked_attention(first, k_first, v_first, documents.masks[0]),
-            masked_attention(last, k_last, v_last, documents.masks[1]),
+            reaching_attention(first, k_first, v_first, reach, sinks_N, masks[0]),
+            reaching_attention(last, k_last, v_last, reach, sinks_N, masks[1]),
+        )
+    elif masks[0] is not None and masks[1] is not None:
+        parts = (
+            masked_attention(first, k_first, v_first, masks[0]),
+            masked_attention(last, k_last, v_last, masks[1]),
         )
     else:
         parts = suffix_attention(first, k_first, v_first), suffix_attention(last, k_last, v_last)
@@ -90,7 +101,13 @@ class _GatherPrefixes(torch.autograd.Function):
 
 
 def exchanged_attention(
-    q: Tensor, k: Tensor, v: Tensor, group: dist.ProcessGroup, documents: DocumentMasks | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    group: dist.ProcessGroup,
+    documents: DocumentMasks | None = None,
+    reach: Reach = EVERYTHING,
+    sinks_N: Tensor | None = None,
 ) -> Tensor:
     """Causal attention of whole sequences, each rank on its share of the heads.
 
@@ -107,6 +124,8 @@ def exchanged_attention(
         v: the same shape.
         group: the context-parallel ranks.
         documents: holds masks where attention stays within documents.
+        reach: what tokens see.
+        sinks_N: the scores of sinks.
 
     Returns:
         [B, N, s, H].
@@ -124,8 +143,12 @@ def exchanged_attention(
     sent = torch.cat(parts, dim=3).flatten(0, 1)
     received = torch.split(exchange_slices(sent, group), shares, dim=2)
     q, k, v = (x.permute(1, 2, 0, 3) for x in received)
-    if documents is not None and documents.masks:
-        result = masked_attention(q, k, v, documents.masks[0])
+    mask_B1SS = documents.masks[0] if documents is not None and documents.masks else None
+    if reach.binds(q.shape[2]) or sinks_N is not None:
+        own_sinks = None if sinks_N is None else sinks_N.chunk(size)[group.rank()]
+        result = reaching_attention(q, k, v, reach, own_sinks, mask_B1SS)
+    elif mask_B1SS is not None:
+        result = masked_attention(q, k, v, mask_B1SS)
     else:
         result = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=shares[0] != shares[1])
     back = exchange_slices(result.permute(2, 0, 1, 3), group)

@@ -22,6 +22,7 @@ from costmodels import Layout
 from runtime.model.experts import MixtureOfExperts
 from runtime.model.number_formats import DTYPES
 from runtime.model.transformer import Transformer
+from runtime.parallel.accelerator import is_accelerator
 from runtime.parallel.local_tensors import local_part
 from runtime.parallel.mesh import Grid, expert_mesh_shape
 
@@ -30,14 +31,14 @@ warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a vi
 
 
 def needs_data_parallel(layout: Layout, grid: Grid) -> bool:
-    """Whether `layout` wraps its stages: to share work, or to keep fp32 shards apart from what computes.
+    """Whether `layout` wraps its stages: ranks share parameters or gradients, or the host keeps them.
 
     Tensor-parallel ranks too hold copies of the same experts, unless these are spread over them.
     """
     shares = layout.data_parallel * layout.context_parallel > 1
     if grid.expert_mesh is not None:
         shares = shares or math.prod(expert_mesh_shape(layout)[1:3]) > 1
-    return shares or layout.precision != "fp32" or layout.offload_optimizer
+    return shares or layout.offload_optimizer
 
 
 def data_parallel(stage: Transformer, layout: Layout, grid: Grid) -> None:
@@ -56,7 +57,7 @@ def data_parallel(stage: Transformer, layout: Layout, grid: Grid) -> None:
     policy = MixedPrecisionPolicy(
         param_dtype=DTYPES[layout.precision], reduce_dtype=DTYPES[layout.gradient_reduction]
     )
-    offload = CPUOffloadPolicy(pin_memory=grid.device.type == "cuda") if layout.offload_optimizer else None
+    offload = CPUOffloadPolicy(pin_memory=is_accelerator(grid.device)) if layout.offload_optimizer else None
     options: dict[str, Any] = {"mp_policy": policy, "offload_policy": offload or OffloadPolicy()}
     mesh = _mesh(grid.mesh, ("dp_replicate", "dp_shard"), layout)
     frees = layout.zero_stage == 3

@@ -13,7 +13,7 @@ from torch import Tensor
 from costmodels import Layout, ModelSpec
 from costmodels.errors import InputError
 from runtime.data.boundaries import Boundaries
-from runtime.model.attention import Rotary
+from runtime.model.attention import MakeRotary, Rotary
 from runtime.model.number_formats import DTYPES
 from runtime.model.transformer import Transformer
 from runtime.parallel.context import local_positions
@@ -69,7 +69,7 @@ class Documents:
         self.starts: tuple[Tensor, ...] = ()
         self.masks: tuple[int, tuple[Tensor, ...]] | None = None
         """The micro batch that has run last, and its masks: all stages of a rank share them."""
-        self.rotary: Rotary | None = None
+        self.rotary: dict[MakeRotary, Rotary] = {}
 
     def start_batch(self, tokens: Tensor) -> None:
         """Take the whole sequences of a batch, [micro batches x B, S]."""
@@ -98,10 +98,11 @@ class Documents:
         """Give the tokens of `stage` the positions `at_Bs`."""
         if stage.embedding is not None:
             stage.embedding.at = at_Bs
-        tables: Rotary | None = None
-        for attention in (block.attention for block in stage.blocks):
-            if attention.rotates:
-                if self.rotary is None:
-                    self.rotary = attention.make_rotary(torch.arange(self.seq, device=at_Bs.device))
-                tables = tables or (self.rotary[0][at_Bs].unsqueeze(1), self.rotary[1][at_Bs].unsqueeze(1))
-                attention.rotary = tables
+
+        def tables(make: MakeRotary) -> Rotary:
+            if make not in self.rotary:
+                self.rotary[make] = make(torch.arange(self.seq, device=at_Bs.device))
+            cos, sin = self.rotary[make]
+            return cos[at_Bs].unsqueeze(1), sin[at_Bs].unsqueeze(1)
+
+        stage.turn(tables)

@@ -90,7 +90,7 @@ def _distribute(experts: Experts, layout: Layout, grid: Grid) -> None:
         within: Placement = Replicate() if over_width is None else Shard(over_width)
         placements = [Shard(0) if dim == "ep" else within for dim in dims]
         part = distribute_tensor(parameter, mesh, placements, src_data_rank=None)
-        experts.register_parameter(name, nn.Parameter(part))
+        experts.register_parameter(name, nn.Parameter(part, requires_grad=parameter.requires_grad))
 
 
 class GatherDispatch:

@@ -10,10 +10,14 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
 from costmodels import ModelSpec
+from runtime.model.adapters import DOWN, UP
 from runtime.parallel.local_tensors import local_part, split_dim
 
 INIT_STD = 0.02
 """Standard deviation of initial weights (GPT-2; Megatron-LM's `--init-method-std`)."""
+
+FIRST_RATES = 0.01, 16.0
+"""Between which the decays of linear attention begin, before their logarithms."""
 
 OUTPUT_PROJECTIONS = (
     "attention.output.weight",
@@ -38,14 +42,27 @@ def full_weight(
     Vocabulary rows beyond `spec.vocab` are zero, so that padding changes nothing.
     """
     value = torch.zeros(shape, dtype=torch.float32)
-    if name.endswith("bias"):
-        return value
-    if "norm" in name:
+    if name.endswith("inputs.step_bias"):
         return value.fill_(1.0)
+    if name.endswith(("bias", "sinks", UP)):
+        return value
+    if name.endswith(DOWN):
+        # Kaiming's uniform distribution with a = sqrt(5), as PyTorch's linear layers and peft have it.
+        limit = 1 / math.sqrt(shape[1])
+        generator = torch.Generator().manual_seed(name_seed(seed, name))
+        return value.uniform_(-limit, limit, generator=generator)
+    if "norm" in name:
+        return value.fill_(0.0 if spec.norm_from_one and "gated_norm" not in name else 1.0)
+    if name.endswith("_conv"):
+        # That of PyTorch's convolutions.
+        std = (3 * shape[1]) ** -0.5
     if name.endswith(OUTPUT_PROJECTIONS):
         std /= math.sqrt(2 * spec.layers)
     drawn = name if expert is None else f"{name}.{expert}"
     generator = torch.Generator().manual_seed(name_seed(seed, drawn))
+    if name.endswith("inputs.rate"):
+        # As Mamba-2's and Gated DeltaNet's published code begin.
+        return value.uniform_(*FIRST_RATES, generator=generator).log_()
     rows = spec.vocab if name in ("embedding.tokens.weight", "head.weight") else shape[0]
     value[:rows].normal_(0.0, std, generator=generator)
     return value

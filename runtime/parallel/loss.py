@@ -1,103 +1,210 @@
-"""Cross entropy over a vocabulary that may be split over ranks and padded."""
+"""Cross entropy over a vocabulary that may be split over ranks and padded, together with the head's product.
+
+All logits never exist: a chunk of tokens at a time is multiplied by the output matrix, scored, and its logits
+are written over by their gradient, which makes the gradients of the chunk's tokens and a part of that of the
+matrix. So forward does the three products of a head, and backward hands the gradients over. Shapes: see
+`runtime.model`.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from costmodels import Layout, ModelSpec
+from costmodels.layers.shapes import loss_chunks
+from runtime.model.transformer import Transformer
+from runtime.parallel.collectives import all_reduce
 from runtime.parallel.mesh import Grid
+from runtime.parallel.tensor import local_weight
 
 
-class _VocabParallelCrossEntropy(torch.autograd.Function):
-    """Sum of token losses from local logits (Megatron-LM, arXiv:1909.08053, section 3).
+class Vocabulary(NamedTuple):
+    """This rank's part of the entries of the output matrix."""
 
-    Full logits never exist: ranks exchange one maximum, one sum and one target logit for each token.
+    size: int
+    """Entries of the tokenizer; those beyond them are padding, which takes no part."""
+    start: int = 0
+    """The first entry of this rank."""
+    group: dist.ProcessGroup | None = None
+    """Ranks that have the other parts; None where there are none."""
+
+    @property
+    def ranks(self) -> int:
+        """That split the vocabulary."""
+        return 1 if self.group is None else self.group.size()
+
+
+Scores = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+"""Logits [T, V], which it may write over, targets [T] and a factor [] -> the sum of the losses, without the
+factor, and its gradient for the logits, with it."""
+
+
+def eager_scores(
+    vocabulary: Vocabulary, logits_TV: Tensor, targets_T: Tensor, factor: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Loss and gradient, in as little memory as PyTorch's operators need one by one.
+
+    Ranks that split the vocabulary exchange one maximum, one sum and one target logit for each token
+    (Megatron-LM, arXiv:1909.08053, section 3).
     """
+    size, start, group = vocabulary
+    real = max(0, min(size - start, logits_TV.shape[-1]))
+    exponents_TV, foreign_T = logits_TV[:, :real], (targets_T < start) | (targets_T >= start + real)
+    if real:
+        highest_T = exponents_TV.amax(dim=-1).float()
+    else:
+        highest_T = logits_TV.new_full(targets_T.shape, -torch.inf, dtype=torch.float32)
+    if group is not None:
+        highest_T = all_reduce(highest_T, "max", group.group_name)
+    if logits_TV.dtype == torch.float32:
+        exponents_TV.sub_(highest_T.unsqueeze(-1))
+    else:
+        exponents_TV = exponents_TV - highest_T.unsqueeze(-1)
+    places_T1 = (targets_T - start).masked_fill(foreign_T, 0).unsqueeze(-1)
+    chosen_T = exponents_TV.gather(-1, places_T1).squeeze(-1) if real else torch.zeros_like(highest_T)
+    chosen_T = chosen_T.masked_fill(foreign_T, 0.0)
+    sums_2T = torch.stack((exponents_TV.exp_().sum(dim=-1), chosen_T))
+    if group is not None:
+        sums_2T = all_reduce(sums_2T, "sum", group.group_name)
+    losses_T, factors_T = _of_predicted(sums_2T[0].log() - sums_2T[1], targets_T, factor)
+    exponents_TV.mul_((factors_T / sums_2T[0]).unsqueeze(-1))
+    if real:
+        exponents_TV.scatter_add_(-1, places_T1, (~foreign_T * -factors_T).unsqueeze(-1))
+    if logits_TV.dtype != torch.float32:
+        logits_TV[:, :real] = exponents_TV
+    if real < logits_TV.shape[-1]:
+        logits_TV[:, real:] = 0.0
+    return losses_T.sum(), logits_TV
 
-    @staticmethod
-    def forward(
-        ctx: Any,
-        logits_BSV: Tensor,
-        targets_BS: Tensor,
-        start: int,
-        vocab: int,
-        group: dist.ProcessGroup | None,
-        ignores: bool,
-    ) -> Tensor:
-        real = max(0, min(vocab - start, logits_BSV.shape[-1]))
-        if real:
-            highest_BS = logits_BSV[..., :real].amax(dim=-1).float()
-        else:
-            highest_BS = logits_BSV.new_full(targets_BS.shape, -torch.inf, dtype=torch.float32)
-        if group is not None:
-            dist.all_reduce(highest_BS, dist.ReduceOp.MAX, group)
-        exponents_BSV = logits_BSV[..., :real] - highest_BS.unsqueeze(-1)
-        local_targets_BS = targets_BS - start
-        foreign_BS = (local_targets_BS < 0) | (local_targets_BS >= real)
-        local_targets_BS = local_targets_BS.masked_fill(foreign_BS, 0)
-        if real:
-            target_scores_BS = exponents_BSV.gather(-1, local_targets_BS.unsqueeze(-1)).squeeze(-1)
-        else:
-            target_scores_BS = torch.zeros_like(highest_BS)
-        target_scores_BS = target_scores_BS.masked_fill(foreign_BS, 0.0)
-        exponents_BSV = exponents_BSV.exp_()
-        sums_2BS = torch.stack((exponents_BSV.sum(dim=-1), target_scores_BS))
-        if group is not None:
-            dist.all_reduce(sums_2BS, group=group)
-        ctx.save_for_backward(exponents_BSV, sums_2BS[0], local_targets_BS, foreign_BS)
-        ctx.shape, ctx.dtype = logits_BSV.shape, logits_BSV.dtype
-        ctx.ignored = targets_BS < 0 if ignores else None
-        losses_BS = sums_2BS[0].log() - sums_2BS[1]
-        return (losses_BS if ctx.ignored is None else losses_BS.masked_fill(ctx.ignored, 0.0)).sum()
 
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        exponents_BSV, sums_BS, targets_BS, foreign_BS = ctx.saved_tensors
-        real = exponents_BSV.shape[-1]
-        if real:
-            # Softmax less one at the target, times `grad`; the only pass over all logits.
-            factor_BS = grad / sums_BS
-            if ctx.ignored is not None:
-                factor_BS = factor_BS.masked_fill(ctx.ignored, 0.0)
-            exponents_BSV.mul_(factor_BS.unsqueeze(-1))
-            del factor_BS
-            exponents_BSV.scatter_add_(-1, targets_BS.unsqueeze(-1), (~foreign_BS * -grad).unsqueeze(-1))
-        if real == ctx.shape[-1]:
-            gradient_BSV = exponents_BSV.to(ctx.dtype)
-        else:
-            gradient_BSV = torch.zeros(ctx.shape, dtype=ctx.dtype, device=exponents_BSV.device)
-            gradient_BSV[..., :real] = exponents_BSV
-        return gradient_BSV, None, None, None, None, None
+def fusible_scores(
+    vocabulary: Vocabulary, logits_TV: Tensor, targets_T: Tensor, factor: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The same for a compiler, which makes a few kernels of it that read logits and write their gradient."""
+    size, start, group = vocabulary
+    places_V = torch.arange(start, start + logits_TV.shape[-1], device=logits_TV.device)
+    scores_TV = logits_TV.float()
+    if size < start + logits_TV.shape[-1]:
+        scores_TV = scores_TV.masked_fill(places_V >= size, -torch.inf)
+    highest_T = scores_TV.amax(dim=-1)
+    if group is not None:
+        highest_T = all_reduce(highest_T, "max", group.group_name)
+    shifted_TV = scores_TV - highest_T.unsqueeze(-1)
+    is_target_TV = places_V == targets_T.unsqueeze(-1)
+    exponents_TV = shifted_TV.exp()
+    chosen_T = torch.where(is_target_TV, shifted_TV, 0.0).sum(dim=-1)
+    sums_2T = torch.stack((exponents_TV.sum(dim=-1), chosen_T))
+    if group is not None:
+        sums_2T = all_reduce(sums_2T, "sum", group.group_name)
+    losses_T, factors_T = _of_predicted(sums_2T[0].log() - sums_2T[1], targets_T, factor)
+    shares_TV = exponents_TV * (factors_T / sums_2T[0]).unsqueeze(-1)
+    gradient_TV = shares_TV - torch.where(is_target_TV, factors_T.unsqueeze(-1), 0.0)
+    return losses_T.sum(), gradient_TV.to(logits_TV.dtype)
+
+
+def _of_predicted(losses_T: Tensor, targets_T: Tensor, factor: Tensor) -> tuple[Tensor, Tensor]:
+    """Losses, and factors of their gradients, which are zero where nothing is predicted."""
+    ignored_T = targets_T < 0
+    return losses_T.masked_fill(ignored_T, 0.0), factor.expand_as(losses_T).masked_fill(ignored_T, 0.0)
 
 
 IGNORED_TARGET = -100
 """A target that is not predicted (PyTorch's `ignore_index`)."""
 
 
-def cross_entropy_sum(
-    logits_BSV: Tensor,
+class _HandOver(torch.autograd.Function):
+    """`value`, whose gradient for `source` is there already."""
+
+    @staticmethod
+    def forward(ctx: Any, source: Tensor, value: Tensor, gradient: Tensor) -> Tensor:
+        ctx.gradient = gradient
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+        # Not held any longer: autograd takes what nobody else holds for the gradient without a copy.
+        gradient, ctx.gradient = ctx.gradient, None
+        return gradient.mul_(grad), None, None
+
+
+def head_loss(
+    x_BSD: Tensor,
+    weight_VD: Tensor,
     targets_BS: Tensor,
-    vocab: int,
-    start: int = 0,
-    group: dist.ProcessGroup | None = None,
-    ignores: bool = False,
+    vocabulary: Vocabulary,
+    factor: float = 1.0,
+    scores: Scores | None = None,
 ) -> Tensor:
-    """Sum of the cross entropies of all tokens, in nats.
+    """The sum of the cross entropies of all tokens that are predicted, in nats, times `factor`.
 
     Args:
-        logits_BSV: this rank's slice of the padded vocabulary.
-        targets_BS: token ids below `vocab`.
-        vocab: entries of the tokenizer; logits beyond them take no part.
-        start: first vocabulary entry of this rank's slice.
-        group: ranks that hold the other slices, None when the slice is the whole vocabulary.
-        ignores: whether some targets are `IGNORED_TARGET`.
+        x_BSD: input of the output matrix.
+        weight_VD: this rank's rows of the matrix, padding included.
+        targets_BS: ids of tokens, or `IGNORED_TARGET`.
+        scores: scores a chunk of tokens; `eager_scores` of the vocabulary when not given.
     """
-    result: Tensor = _VocabParallelCrossEntropy.apply(logits_BSV, targets_BS, start, vocab, group, ignores)  # type: ignore[no-untyped-call]
-    return result
+    with torch.no_grad():
+        value, x_gradient_TD, weight_gradient_VD = _chunk_by_chunk(
+            x_BSD.flatten(0, 1),
+            weight_VD,
+            targets_BS.flatten(),
+            int(loss_chunks(targets_BS.numel(), vocabulary.ranks)),
+            torch.full((), factor, device=x_BSD.device),
+            scores or partial(eager_scores, vocabulary),
+            with_gradients=x_BSD.requires_grad or weight_VD.requires_grad,
+            is_frozen=not weight_VD.requires_grad,
+        )
+    if x_gradient_TD is None:
+        return value
+    # Apart, so that a schedule may ask for gradients of inputs and of weights one after the other.
+    loss: Tensor = _HandOver.apply(x_BSD, value, x_gradient_TD.view_as(x_BSD))  # type: ignore[no-untyped-call]
+    if weight_gradient_VD is None:
+        # Pipelines detach what they get, which a view cannot be.
+        return loss.clone()
+    of_weight: Tensor = _HandOver.apply(weight_VD, value.new_zeros(()), weight_gradient_VD)  # type: ignore[no-untyped-call]
+    return loss + of_weight
+
+
+def _chunk_by_chunk(
+    x_TD: Tensor,
+    weight_VD: Tensor,
+    targets_T: Tensor,
+    chunks: int,
+    factor: Tensor,
+    scores: Scores,
+    with_gradients: bool,
+    is_frozen: bool,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Loss times factor, and its gradients for `x_TD` and `weight_VD`, which has none where it is frozen."""
+    total = torch.zeros_like(factor)
+    x_gradient_TD = torch.empty_like(x_TD) if with_gradients else None
+    weight_gradient_VD: Tensor | None = None
+    rows = len(x_TD) // chunks
+    for number in range(chunks):
+        here = slice(number * rows, (number + 1) * rows)
+        logits_TV = x_TD[here] @ weight_VD.t()
+        loss, gradient_TV = scores(logits_TV, targets_T[here], factor)
+        del logits_TV
+        total += loss
+        if x_gradient_TD is not None:
+            torch.mm(gradient_TV, weight_VD, out=x_gradient_TD[here])
+            if not is_frozen:
+                weight_gradient_VD = add_product(weight_gradient_VD, gradient_TV, x_TD[here])
+        del gradient_TV
+    return total.mul_(factor), x_gradient_TD, weight_gradient_VD
+
+
+def add_product(total_VD: Tensor | None, gradient_TV: Tensor, x_TD: Tensor) -> Tensor:
+    """The gradient of the matrix, of one more chunk of tokens: added in the product."""
+    if total_VD is None:
+        return gradient_TV.t() @ x_TD
+    return total_VD.addmm_(gradient_TV.t(), x_TD)
 
 
 class TokenLoss:
@@ -107,17 +214,40 @@ class TokenLoss:
     """Factor of the running step: the loss scale, and the number of tokens where the sum is optimised. The
     trainer sets it and takes it out of what it reports."""
 
-    def __init__(self, spec: ModelSpec, layout: Layout, grid: Grid) -> None:
+    def __init__(self, spec: ModelSpec, layout: Layout, grid: Grid, compiled: bool = False) -> None:
         tp = layout.tensor_parallel
-        self.vocab = spec.vocab
-        self.start = grid.tp_rank * (spec.padded_vocab(tp) // tp)
-        self.group = grid.mesh.get_group("tp") if tp > 1 else None
+        start = grid.tp_rank * (spec.padded_vocab(tp) // tp)
+        self.vocabulary = Vocabulary(spec.vocab, start, grid.mesh.get_group("tp") if tp > 1 else None)
+        self.scores: Scores = partial(eager_scores, self.vocabulary)
+        if compiled:
+            self.scores = compiled_scores(self.vocabulary)
         self.tokens = layout.global_batch_size * spec.seq
         """Of the global batch of the running step, which the trainer sets too."""
         self.targets: float | None = None
         """Those of them that are predicted, where some are `IGNORED_TARGET`; the mean is over these."""
+        self.labels_BS: Tensor | None = None
+        """Of the micro batch that comes next, which the executor sets."""
 
-    def __call__(self, logits_BSV: Tensor, labels_BS: Tensor) -> Tensor:
-        ignores = self.targets is not None
-        total = cross_entropy_sum(logits_BSV, labels_BS, self.vocab, self.start, self.group, ignores)
-        return total / ((self.tokens if self.targets is None else self.targets) / self.scale)
+    def score(self, stage: Transformer) -> None:
+        """Let `stage` return losses in the place of logits, if it has a head."""
+        stage.score = self
+
+    def __call__(self, head: nn.Linear, x_BSD: Tensor) -> Tensor:
+        """The loss of a micro batch, [], from the input of the head."""
+        assert self.labels_BS is not None
+        entry = getattr(head, "entry", None)
+        if entry is not None:
+            x_BSD = entry(x_BSD)
+        factor = self.scale / (self.tokens if self.targets is None else self.targets)
+        weight_VD = local_weight(head.weight)
+        return head_loss(x_BSD, weight_VD, self.labels_BS, self.vocabulary, factor, self.scores)
+
+
+def compiled_scores(vocabulary: Vocabulary) -> Scores:
+    """What scores a chunk of tokens, compiled."""
+
+    def scores(logits_TV: Tensor, targets_T: Tensor, factor: Tensor) -> tuple[Tensor, Tensor]:
+        return fusible_scores(vocabulary, logits_TV, targets_T, factor)
+
+    compiled: Scores = torch.compile(scores)
+    return compiled

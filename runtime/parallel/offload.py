@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor
 
 from costmodels import Layout
 from runtime.model.transformer import Transformer
+from runtime.parallel.accelerator import device_module
 from runtime.parallel.recomputation import Packed, is_plain, memory_of, pack, recomputed_blocks, unpack
 
 Forward = Callable[[Tensor], Tensor]
@@ -56,17 +57,18 @@ class _Transfers:
         """The layer that ran last in this forward pass."""
         self.device = torch.device("cpu")
         """Where activations are; the storages of fake tensors do not tell."""
-        self.streams: tuple[torch.cuda.Stream, torch.cuda.Stream] | None = None
+        self.streams: tuple[torch.Stream, torch.Stream] | None = None
 
-    def streams_of(self, device: torch.device) -> tuple[torch.cuda.Stream, torch.cuda.Stream]:
+    def streams_of(self, device: torch.device) -> tuple[torch.Stream, torch.Stream]:
         """The streams of copies to host memory and back: links carry both ways at once."""
         if self.streams is None:
             self.streams = _stream(device), _stream(device)
         return self.streams
 
 
-def _stream(device: torch.device) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+def _stream(device: torch.device) -> torch.Stream:
+    stream: torch.Stream = device_module(device).Stream(device)
+    return stream
 
 
 def _nothing() -> None:
@@ -197,8 +199,8 @@ class _Copy:
             return
         self.host = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=True)
         leaving, _ = transfers.streams_of(self.device)
-        leaving.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(leaving):
+        leaving.wait_stream(device_module(self.device).current_stream(self.device))
+        with device_module(self.device).stream(leaving):
             self.host.copy_(source, non_blocking=True)
         # The device memory may serve others once this copy has ended.
         source.record_stream(leaving)
@@ -214,9 +216,9 @@ class _Copy:
         _, returning = self.transfers.streams_of(self.device)
         self.memory = torch.empty(self.host.shape, dtype=torch.uint8, device=self.device)
         # What computes now may still use this memory under its former owner.
-        returning.wait_stream(torch.cuda.current_stream(self.device))
+        returning.wait_stream(device_module(self.device).current_stream(self.device))
         returning.wait_event(self.done)
-        with torch.cuda.stream(returning):
+        with device_module(self.device).stream(returning):
             self.memory.copy_(self.host, non_blocking=True)
         self.memory.record_stream(returning)
         self.done = returning.record_event()
@@ -227,7 +229,7 @@ class _Copy:
         assert self.memory is not None
         memory = self.memory
         if self.device.type != "cpu":
-            torch.cuda.current_stream(self.device).wait_event(self.done)
+            device_module(self.device).current_stream(self.device).wait_event(self.done)
         self.used += 1
         if self.used == self.views:
             self.used, self.memory = 0, None

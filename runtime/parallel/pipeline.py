@@ -27,6 +27,7 @@ from runtime.parallel.loss import TokenLoss
 from runtime.parallel.mesh import Grid
 from runtime.parallel.pipeline_stage import LeanStage
 from runtime.parallel.send_limit import keeps_messages, limit_sends
+from runtime.parallel.working_copies import WorkingCopies, computing
 
 SCHEDULES: dict[Schedule, type] = {
     "1f1b": Schedule1F1B,
@@ -44,9 +45,15 @@ class Pipeline:
     """Layers spread over pipeline ranks, run by one of PyTorch's schedules."""
 
     def __init__(
-        self, stages: list[Transformer], spec: ModelSpec, layout: Layout, grid: Grid, loss: TokenLoss
+        self,
+        stages: list[Transformer],
+        spec: ModelSpec,
+        layout: Layout,
+        grid: Grid,
+        loss: TokenLoss,
+        copies: list[WorkingCopies],
     ) -> None:
-        self.stages = stages
+        self.stages, self.copies = stages, copies
         self.loss = loss
         self.device = grid.device
         self.is_first = any(stage.embedding is not None for stage in stages)
@@ -59,6 +66,12 @@ class Pipeline:
             _pipeline_stage(stage, index, spec, layout, grid)
             for stage, index in zip(stages, layout.stages_of(grid.pp_rank), strict=True)
         ]
+        for wrapped, one in zip(self.wrapped, copies, strict=False):
+            wrapped.add_gradients = one.add_gradients
+        for stage, wrapped in zip(stages, self.wrapped, strict=True):
+            if stage.head is not None:
+                loss.score(stage)
+                wrapped.loss = loss
         self._plan(layout.micro_batches)
 
     def _plan(self, micro_batches: int) -> None:
@@ -67,7 +80,7 @@ class Pipeline:
         self.schedule = self.kind(
             self.wrapped[0] if self.kind is Schedule1F1B else self.wrapped,
             n_microbatches=micro_batches,
-            loss_fn=self.loss,
+            loss_fn=_loss_of_stage,
             scale_grads=False,
         )
         if self.kind is not Schedule1F1B and keeps_messages():
@@ -106,10 +119,22 @@ class Pipeline:
 
     def _run(self, step: Any, tokens: Tensor, labels: Tensor) -> Tensor:
         arguments = (tokens,) if self.is_first else ()
+        labels_of = torch.split(labels, self.micro_batch_size)
+        for stage in self.wrapped:
+            stage.labels = labels_of
         losses: list[Tensor] = []
         options: dict[str, Any] = {"target": labels, "losses": losses} if self.is_last else {}
-        step(*arguments, return_outputs=False, **options)
+        with computing(self.copies):
+            step(*arguments, return_outputs=False, **options)
+        self.loss.labels_BS = None
+        for stage in self.wrapped:
+            stage.labels = ()
         return torch.stack(losses).sum().detach() if losses else torch.zeros((), device=self.device)
+
+
+def _loss_of_stage(output: Tensor, target: Tensor) -> Tensor:
+    """What the last stage has returned."""
+    return output
 
 
 def _forward_only(actions: list[Any]) -> list[Any]:
@@ -137,13 +162,13 @@ def _pipeline_stage(stage: Transformer, index: int, spec: ModelSpec, layout: Lay
     dtype = DTYPES[layout.precision]
     activation = torch.empty(batch, local_seq, spec.hidden, dtype=dtype, device="meta", requires_grad=True)
     tokens = torch.empty(batch, seq, dtype=torch.int64, device="meta")
-    logits = torch.empty(batch, seq, spec.padded_vocab(tp) // tp, dtype=dtype, device="meta")
+    loss = torch.empty((), dtype=torch.float32, device="meta")
     return LeanStage(
         stage,
         index,
         len(layout.layers_per_stage),
         grid.device,
         input_args=(activation if stage.embedding is None else tokens,),
-        output_args=(activation if stage.head is None else logits,),
+        output_args=(activation if stage.head is None else loss,),
         group=grid.pp_group,
     )

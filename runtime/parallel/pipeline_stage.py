@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.pipelining import PipelineStage, stage
 
 from runtime.faults.heartbeat import set_operation
 from runtime.parallel.documents import Documents
+from runtime.parallel.loss import TokenLoss
 
 # Any: what the stage is made of differs between the versions of PyTorch that this runs with.
 _modules: Any = stage
@@ -28,6 +30,12 @@ class LeanStage(PipelineStage):
 
     documents: Documents | None = None
     """Readies the stage for each micro batch, where documents matter."""
+    loss: TokenLoss | None = None
+    """Makes the output of the last stage."""
+    labels: Sequence[Tensor] = ()
+    """Of each micro batch of the running step."""
+    add_gradients: Callable[[], None] | None = None
+    """Adds up gradients of weights, of which autograd does not tell where backward is split."""
 
     def _get_init_p2p_neighbors_ops(self) -> Any:
         # At the bottom of a V a rank is its own neighbour, to which gloo has no connection.
@@ -63,6 +71,8 @@ class LeanStage(PipelineStage):
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         set_operation("forward", fwd_chunk_id + 1)
         self._enter(fwd_chunk_id)
+        if self.loss is not None:
+            self.loss.labels_BS = self.labels[fwd_chunk_id]
         output = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
         if not self.is_first:
             _move(self.args_recv_info[fwd_chunk_id], "meta")
@@ -93,6 +103,8 @@ class LeanStage(PipelineStage):
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: Any = False) -> None:
         self._enter(bwd_chunk_id)
         super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
+        if self.add_gradients is not None:
+            self.add_gradients()
 
     def _enter(self, micro_batch: int) -> None:
         """What is computed again in backward must see the documents of its micro batch."""

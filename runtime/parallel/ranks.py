@@ -17,6 +17,8 @@ from torch._C._distributed_c10d import HashStore
 
 import runtime
 from costmodels.errors import InputError
+from runtime.parallel.accelerator import collective_backend, device_module, is_accelerator
+from runtime.parallel.meeting import agent_store
 
 Result = TypeVar("Result")
 
@@ -79,13 +81,16 @@ def end_with_agent() -> None:
 
 
 def start_process_group(ranks: Ranks, device: torch.device, timeout_minutes: float) -> None:
-    """Initialise the default process group: NCCL on GPUs, gloo on CPUs."""
+    """Initialise the default process group with the backend of the device: NCCL on GPUs, gloo on CPUs."""
     timeout = timedelta(minutes=timeout_minutes)
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    backend = "nccl" if device.type == "cuda" else "gloo"
+    if is_accelerator(device):
+        device_module(device).set_device(device)
+    backend = collective_backend(device)
     if "MASTER_ADDR" in os.environ:
-        dist.init_process_group(backend, timeout=timeout)
+        place = {"rank": ranks.rank, "world_size": ranks.world_size}
+        store = agent_store(**place, timeout=timeout)
+        kept: dict[str, Any] = {} if store is None else {"store": store, **place}
+        dist.init_process_group(backend, timeout=timeout, **kept)
         return
     if ranks.world_size != 1:
         raise InputError(f"WORLD_SIZE={ranks.world_size} without MASTER_ADDR: start the ranks with torchrun")
@@ -98,7 +103,7 @@ def wait_for_ranks(device: torch.device) -> None:
     PyTorch asks to be told on which GPU; to bind it to the process group would open all groups' communicators
     at the start instead of those that are used.
     """
-    dist.barrier(device_ids=[device.index] if device.type == "cuda" else None)
+    dist.barrier(device_ids=[device.index] if is_accelerator(device) else None)
 
 
 def leave_process_group(device: torch.device) -> None:
@@ -108,7 +113,7 @@ def leave_process_group(device: torch.device) -> None:
     aborted ranks that had done all their work.
     """
     wait_for_ranks(device)
-    if device.type == "cuda":
+    if is_accelerator(device):
         dist.destroy_process_group()
 
 

@@ -113,7 +113,7 @@ def _recompute_modules(block: Block, layout: Layout) -> None:
     with_output: list[nn.Module] = []
     networks = [] if "mlp" in modules else _networks(block)
     if "norm" in modules:
-        with_output += [block.attention_norm, block.mlp_norm]
+        with_output += [norm for norm in (block.attention_norm, block.mlp_norm) if norm is not None]
         if layout.sequence_parallel:
             # What the matrices keep is the norm's output gathered from all ranks; these gather it again.
             gathering = [block.attention, *(network for network in networks if isinstance(network, MLP))]

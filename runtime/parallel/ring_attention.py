@@ -1,7 +1,7 @@
 """Causal attention over a sequence that is split over ranks, by passing keys and values round.
 
-The ring itself is PyTorch's (`_templated_ring_attention`); here are the kernels that it calls and their
-place in autograd. Shapes: see `runtime.model`.
+The ring itself is PyTorch's (`_templated_ring_attention`); here is its place in autograd. Shapes: see
+`runtime.model`.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor
 
 from costmodels.errors import InputError
-from runtime.model.attention_kernels import pad_heads, repeat_heads, takes_flash
+from runtime.model.attention_kernels import pad_heads
+from runtime.model.fused_attention import fused_backward, fused_forward
 
 RING_MODULE = "torch.distributed.tensor.experimental._context_parallel._attention"
 RING_FUNCTIONS = (
@@ -26,9 +26,6 @@ RING_FUNCTIONS = (
     "set_rotate_method",
 )
 """PyTorch's ring attention, which is experimental: what its module must have."""
-
-LSE_MULTIPLE = 32
-"""The memory-efficient kernel pads log-sum-exps to a multiple of this many tokens."""
 
 
 def prepare_ring() -> None:
@@ -86,7 +83,7 @@ class _RingAttention(torch.autograd.Function):
         ctx: Any, q_BNsH: Tensor, k_BKsH: Tensor, v_BKsH: Tensor, scale: float, group: dist.ProcessGroup
     ) -> Tensor:
         out_BNsH, lse_BNs, *state = _ring()._templated_ring_attention(
-            group, 2, _attend, q_BNsH, k_BKsH, v_BKsH, is_causal=True, scale=scale
+            group, 2, fused_forward, q_BNsH, k_BKsH, v_BKsH, is_causal=True, scale=scale
         )
         # Token by token in memory, as the output matrix reads and keeps it: backward needs no other copy.
         result_BNsH: Tensor = out_BNsH.transpose(1, 2).contiguous().transpose(1, 2)
@@ -100,7 +97,7 @@ class _RingAttention(torch.autograd.Function):
         gradients = _ring()._templated_ring_attention_backward(
             ctx.group,
             2,
-            _attend_backward,
+            fused_backward,
             grad_BNsH,
             "grad_out",
             q_BNsH,
@@ -113,84 +110,3 @@ class _RingAttention(torch.autograd.Function):
             state=state,
         )
         return *gradients[:3], None, None
-
-
-def _attend(
-    q_BNTH: Tensor, k_BKPH: Tensor, v_BKPH: Tensor, is_causal: bool, scale: float
-) -> tuple[Tensor, ...]:
-    """Attention of one round: output, log-sum-exp [B, N, T], and what the kernel's backward asks for."""
-    aten = torch.ops.aten
-    if takes_flash(q_BNTH):
-        out_BNTH, lse_BNT, _, _, _, _, *state, _ = aten._scaled_dot_product_flash_attention(
-            q_BNTH, k_BKPH, v_BKPH, 0.0, is_causal, scale=scale
-        )
-        return out_BNTH, lse_BNT, *state
-    k_BKPH, v_BKPH = repeat_heads(k_BKPH, q_BNTH.shape[1]), repeat_heads(v_BKPH, q_BNTH.shape[1])
-    if q_BNTH.device.type == "cpu":
-        out_BNTH, lse_BNT = aten._scaled_dot_product_flash_attention_for_cpu(
-            q_BNTH, k_BKPH, v_BKPH, 0.0, is_causal, scale=scale
-        )
-        return out_BNTH, lse_BNT
-    out_BNTH, lse_BNT, *state = aten._scaled_dot_product_efficient_attention(
-        q_BNTH, k_BKPH, v_BKPH, None, True, 0.0, is_causal, scale=scale
-    )
-    return out_BNTH, lse_BNT.narrow(2, 0, q_BNTH.shape[2]), *state
-
-
-def _attend_backward(
-    *,
-    grad_out: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    logsumexp: Tensor,
-    is_causal: bool,
-    scale: float,
-    state: list[Tensor],
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v of one round, given the output and log-sum-exp of all rounds."""
-    aten = torch.ops.aten
-    tokens, heads, kv_heads = query.shape[2], query.shape[1], key.shape[1]
-    if takes_flash(query):
-        q, k, v = aten._scaled_dot_product_flash_attention_backward(
-            grad_out,
-            query,
-            key,
-            value,
-            out,
-            logsumexp,
-            None,
-            None,
-            tokens,
-            key.shape[2],
-            0.0,
-            is_causal,
-            *state,
-            scale=scale,
-        )
-        return q, k, v
-    key, value = repeat_heads(key, heads), repeat_heads(value, heads)
-    if query.device.type == "cpu":
-        q, k, v = aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            grad_out, query, key, value, out, logsumexp, 0.0, is_causal, scale=scale
-        )
-    else:
-        padded = F.pad(logsumexp, (0, -tokens % LSE_MULTIPLE), value=torch.inf)
-        q, k, v, _ = aten._scaled_dot_product_efficient_attention_backward(
-            grad_out,
-            query,
-            key,
-            value,
-            None,
-            out,
-            padded,
-            *state,
-            0.0,
-            [True, True, True, False],
-            is_causal,
-            scale=scale,
-        )
-    groups = (key.shape[0], kv_heads, heads // kv_heads, *key.shape[2:])
-    k, v = (x.reshape(groups).sum(2, dtype=torch.float32) for x in (k, v))
-    return q, k, v

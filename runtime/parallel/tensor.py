@@ -14,10 +14,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 
 from costmodels import Layout
+from runtime.model.adapters import DOWN, UP, AdaptedLinear
 from runtime.model.attention import Attention, LatentAttention
 from runtime.model.experts import MixtureOfExperts
+from runtime.model.gated_delta import GatedDelta
 from runtime.model.mlp import MLP
-from runtime.model.routing import wide_product
+from runtime.model.norms import NormFromOne
 from runtime.model.transformer import Block, Embedding, Transformer
 from runtime.parallel.collectives import (
     copy_to_ranks,
@@ -90,13 +92,16 @@ def _split_block(block: Block, region: _Region, kv_group: dist.ProcessGroup | No
     attention, mlp = block.attention, block.mlp
     if isinstance(attention, LatentAttention):
         _split_latent_attention(attention, region)
+    elif isinstance(attention, GatedDelta):
+        _split_gated_delta(attention, region)
     else:
+        assert isinstance(attention, Attention)
         _split_attention(attention, region, kv_group)
     if isinstance(mlp, MixtureOfExperts):
         _split_tokens(mlp, region)
     else:
         _split_mlp(mlp, region)
-    for norm in (block.attention_norm, block.mlp_norm):
+    for norm in block.norms:
         _split_norm(norm, region)
 
 
@@ -104,13 +109,38 @@ def _split_attention(attention: Attention, region: _Region, kv_group: dist.Proce
     _split_columns(attention.query, region)
     for linear in (attention.key, attention.value):
         _split_columns(linear, region, kv_group)
+    if attention.core.sinks is not None:
+        core = attention.core
+        _distribute(core, "sinks", Shard(0), region)
+        core.own_sinks = lambda: local_weight(core.sinks)  # type: ignore[method-assign]
     # Every rank normalises other heads with the same weights.
     for norm in (attention.query_norm, attention.key_norm):
-        if norm is not None:
+        if norm is None:
+            continue
+        if attention.norms_all:
+            _split_wide_norm(norm, region)
+        else:
             _split_norm(norm, replace(region, sequence_parallel=True))
+    if attention.gate is not None:
+        _split_columns(attention.gate, region)
     _split_rows(attention.output, region)
     entry = _enter_first(attention, region)
     attention.enter = lambda x_BSD: attention.heads(entry(x_BSD))  # type: ignore[method-assign]
+
+
+def _split_gated_delta(attention: GatedDelta, region: _Region) -> None:
+    """Split the heads: each rank has a state for its own."""
+    inputs = attention.inputs
+    for linear in (inputs.query, inputs.key, inputs.value, inputs.strength, inputs.decay, attention.gate):
+        assert isinstance(linear, nn.Linear)
+        _split_columns(linear, region)
+    for name, _ in list(inputs.named_parameters(recurse=False)):
+        _distribute(inputs, name, Shard(0), region)
+    inputs.weight = lambda name: local_weight(getattr(inputs, name))  # type: ignore[method-assign]
+    # Every rank normalises other heads with the same weights.
+    _split_norm(attention.gated_norm, replace(region, sequence_parallel=True))
+    _split_rows(attention.output, region)
+    _enter_first(attention, region)
 
 
 def _split_latent_attention(attention: LatentAttention, region: _Region) -> None:
@@ -144,7 +174,9 @@ def _split_tokens(experts: MixtureOfExperts, region: _Region) -> None:
     inner = replace(region, sequence_parallel=True)
     router = experts.router
     _share(router, inner)
-    router.logits = lambda x_BSD: wide_product(x_BSD, local_weight(router.weight))  # type: ignore[method-assign]
+    router.logits = lambda x_BSD: router.product(  # type: ignore[method-assign]
+        x_BSD, local_weight(router.weight), local_weight(router.bias)
+    )
     if experts.shared is not None:
         _split_mlp(experts.shared, inner)
     if experts.shared_gate is not None:
@@ -179,13 +211,17 @@ def _split_columns(linear: nn.Linear, region: _Region, sharers: dist.ProcessGrou
     linear.product = F.linear  # type: ignore[assignment]
     _distribute(linear, "weight", Shard(0), region)
     _distribute(linear, "bias", Shard(0), region)
+    if isinstance(linear, AdaptedLinear):
+        # Each rank's gradient of what all hold is that of its outputs, or of its inputs.
+        _distribute(linear, DOWN, Replicate(), region)
+        _distribute(linear, UP, Shard(0), region)
 
     def forward(x_BSI: Tensor) -> Tensor:
         weight, bias = local_weight(linear.weight), local_weight(linear.bias)
         if sharers is not None:
             weight = gather(weight, 0, sharers)
             bias = None if bias is None else gather(bias, 0, sharers)
-        return _multiply(linear, x_BSI, weight, bias)
+        return _multiply(linear, x_BSI, weight, bias, sharers)
 
     _replace_forward(linear, forward)
 
@@ -194,6 +230,9 @@ def _split_rows(linear: nn.Linear, region: _Region) -> None:
     """Let each rank multiply its slice of the inputs, and sum the products."""
     linear.product = F.linear  # type: ignore[assignment]
     _distribute(linear, "weight", Shard(1), region)
+    if isinstance(linear, AdaptedLinear):
+        _distribute(linear, DOWN, Shard(1), region)
+        _distribute(linear, UP, Replicate(), region)
     _share(linear, region)
 
     def forward(x_BSI: Tensor) -> Tensor:
@@ -213,10 +252,21 @@ def _keep_whole(linear: nn.Linear, region: _Region) -> None:
         )
 
 
-def _multiply(linear: nn.Linear, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def _multiply(
+    linear: nn.Linear,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    sharers: dist.ProcessGroup | None = None,
+) -> Tensor:
     product: Any = linear.product
     result: Tensor = product(x, weight, bias)
-    return result
+    if not isinstance(linear, AdaptedLinear):
+        return result
+    up = local_weight(linear.lora_b)
+    return linear.adapt(
+        result, x, local_weight(linear.lora_a), up if sharers is None else gather(up, 0, sharers)
+    )
 
 
 def _split_embedding(embedding: Embedding, region: _Region) -> None:
@@ -253,9 +303,28 @@ def _split_norm(norm: nn.Module, region: _Region) -> None:
         _replace_forward(
             norm, lambda x: F.layer_norm(x, shape, local_weight(norm.weight), local_weight(norm.bias), eps)
         )
+    elif isinstance(norm, NormFromOne):
+        _replace_forward(norm, lambda x: norm.weighted(x, local_weight(norm.weight)))
     elif isinstance(norm, nn.RMSNorm):
         shape, epsilon = norm.normalized_shape, norm.eps
         _replace_forward(norm, lambda x: F.rms_norm(x, shape, local_weight(norm.weight), epsilon))
+
+
+def _split_wide_norm(norm: nn.RMSNorm, region: _Region) -> None:
+    """Normalise heads that ranks share out by the mean square of all of them."""
+    width = norm.normalized_shape[0]
+    _distribute(norm, "weight", Shard(0), region)
+
+    def forward(x_BSQ: Tensor) -> Tensor:
+        wide = x_BSQ.float()
+        # Every rank's result depends on every rank's squares, so gradients of the sum are summed too.
+        own = wide.square().sum(-1, keepdim=True)
+        mean = copy_to_ranks(reduce_from_ranks(own, region.group), region.group) / width
+        scaled = wide * torch.rsqrt(mean + (norm.eps or 0.0))
+        result_BSQ: Tensor = (scaled * local_weight(norm.weight).float()).to(x_BSQ.dtype)
+        return result_BSQ
+
+    _replace_forward(norm, forward)
 
 
 def _share(module: nn.Module, region: _Region) -> None:
@@ -278,7 +347,7 @@ def _distribute(module: nn.Module, name: str, placement: Placement, region: _Reg
     parameter = getattr(module, name)
     if parameter is not None:
         part = distribute_tensor(parameter, region.mesh, [placement], src_data_rank=None)
-        module.register_parameter(name, nn.Parameter(part))
+        module.register_parameter(name, nn.Parameter(part, requires_grad=parameter.requires_grad))
 
 
 def local_weight(parameter: Tensor | None) -> Any:

@@ -43,16 +43,32 @@ COMPILE_RULE = Rule(
     of_mesh=True,
 )
 
+STATES_GO_ON = (
+    "--reset-attention-mask: layers of linear attention carry their state over the ends of documents; leave "
+    "the flag out"
+)
+
 MASK_RULE = Rule(
-    "reset_attention_mask_ring",
-    lambda model, d: (d.context_parallel > 1) & (d.context_parallel_form == RING),
-    lambda model, d: NO_MASK,
+    "reset_attention_mask",
+    lambda model, d: (
+        ((d.context_parallel > 1) & (d.context_parallel_form == RING)) | ("linear" in model.attention_pattern)
+    ),
+    lambda model, d: STATES_GO_ON if "linear" in model.attention_pattern else NO_MASK,
     of_mesh=True,
+)
+
+PACK_RULE = replace(
+    MASK_RULE,
+    name="pack_documents",
+    message=lambda model, d: MASK_RULE.message(model, d).replace(
+        "--reset-attention-mask", "--pack-documents"
+    ),
 )
 
 BY_FLAG: dict[str, Callable[[Any], Rule]] = {
     "compile": lambda given: COMPILE_RULE,
     "reset_attention_mask": lambda given: MASK_RULE,
+    "pack_documents": lambda given: PACK_RULE,
     "rampup_batch_size": ramp_rule,
 }
 """Fields of groups of flags, and the rule that each makes of its value where it is given."""

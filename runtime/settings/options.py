@@ -8,6 +8,7 @@ from typing import ClassVar
 from costmodels import Layout
 from costmodels.errors import InputError
 from costmodels.spec.layout import SPLIT_BACKWARD
+from costmodels.spelling import or_nearest
 from planner.options.flags import flag
 from planner.options.limits import (
     AT_LEAST_1,
@@ -34,6 +35,9 @@ LOAD_BALANCING = ("aux_loss", "seq_aux_loss", "none")
 """What a balancing loss counts the tokens of: each micro batch, each sequence, or nothing."""
 
 LOSS_REDUCTIONS = ("mean", "sum")
+
+LOG_FORMATS = ("megatron", "mindformers")
+"""Whose lines of steps a log has."""
 
 MUON_SCALE_MODES = ("spectral", "shape_scaling", "unit_rms_norm")
 """How Muon scales its update of a matrix of r rows and c columns, in Megatron-LM's words.
@@ -175,8 +179,10 @@ class TrainingOptions:
             if getattr(self, name):
                 raise self._refusal(name, "must be 0, as the loss must not depend on the layout")
         for name, choices in _CHOICES.items():
-            if getattr(self, name) not in choices:
-                raise self._refusal(name, f"choose one of {', '.join(choices)}")
+            value = getattr(self, name)
+            if value not in choices:
+                hint = or_nearest(str(value), choices)
+                raise self._refusal(name, f"choose one of {', '.join(choices)}{hint}")
         if self.initial_loss_scale < self.min_loss_scale:
             raise self._refusal(
                 "initial_loss_scale", f"must be at least --min-loss-scale {self.min_loss_scale}"
@@ -327,6 +333,10 @@ class DataOptions:
     )
     reset_position_ids: bool = flag(False, "Count positions from the start of each document.")
     eod_mask_loss: bool = flag(False, "Do not predict what follows an end-of-document token.")
+    pack_documents: bool = flag(
+        False,
+        "Fill samples with whole documents and pad the rest; attention, positions and loss stay within them.",
+    )
 
     @property
     def split_paths(self) -> tuple[list[str], list[str], list[str]]:
@@ -336,7 +346,8 @@ class DataOptions:
     @property
     def heeds_documents(self) -> bool:
         """Whether the boundaries of documents matter."""
-        return self.reset_attention_mask or self.reset_position_ids or self.eod_mask_loss
+        flags = self.reset_attention_mask, self.reset_position_ids, self.eod_mask_loss, self.pack_documents
+        return any(flags)
 
 
 @dataclass(frozen=True)
@@ -390,6 +401,13 @@ class OutputOptions:
         "Load weights only, and begin at iteration 0 with a new optimizer and the first sample; always so "
         "with a checkpoint of `planner convert`.",
     )
+    no_load_optim: bool = flag(
+        False,
+        "Go on at the iteration of --load with a new optimizer, perhaps another, whose schedules begin anew.",
+    )
+    no_save_optim: bool = flag(
+        False, "Save weights alone: small checkpoints, that go on with --no-load-optim only."
+    )
     exit_interval: int | None = flag(
         None, "Stop after the first iteration that this divides.", within=AT_LEAST_1
     )
@@ -398,8 +416,22 @@ class OutputOptions:
         "Save and stop after the first iteration that ends this many minutes after the start.",
         within=POSITIVE,
     )
-    log_dir: str | None = flag(None, "Folder for metrics.jsonl and the plan.", metavar="FOLDER")
+    log_format: str = flag("megatron", "Lines of steps: megatron or mindformers.", metavar="NAME")
+    log_dir: str | None = flag(
+        None, "Folder for metrics.jsonl, the plan, and a folder rank_N of each rank.", metavar="FOLDER"
+    )
+    no_profile: bool = flag(
+        False, "Do not profile two steps after the warm-up, which tell what a step's time went to."
+    )
+    no_history: bool = flag(
+        False, "Do not keep what was measured in this user's history, from which `planner calibrate` learns."
+    )
     tensorboard_dir: str | None = flag(None, "Folder for TensorBoard event files.", metavar="FOLDER")
+    wandb_project: str | None = flag(None, "Project of Weights & Biases that keeps the run.", metavar="NAME")
+    wandb_exp_name: str | None = flag(None, "Name of the run there.", metavar="NAME")
+    wandb_save_dir: str | None = flag(None, "Folder of its local files.", metavar="FOLDER")
+    mlflow_experiment: str | None = flag(None, "Experiment of MLflow that keeps the run.", metavar="NAME")
+    mlflow_tracking_uri: str | None = flag(None, "Where MLflow keeps it.", metavar="URI")
 
     def check(self) -> None:
         """Raise `InputError` for intervals that make no sense."""
@@ -411,9 +443,17 @@ class OutputOptions:
             ("exit_on_missing_checkpoint", "load"),
             ("load_or_start", "load"),
             ("finetune", "load"),
+            ("no_load_optim", "load"),
+            ("no_save_optim", "save"),
+            ("wandb_exp_name", "wandb_project"),
+            ("wandb_save_dir", "wandb_project"),
+            ("mlflow_tracking_uri", "mlflow_experiment"),
         ):
             if getattr(self, name) not in (None, False) and getattr(self, needed) is None:
-                raise InputError(f"{_flag(name)} needs --{needed} FOLDER")
+                what = "FOLDER" if needed in ("save", "load") else "NAME"
+                raise InputError(f"{_flag(name)} needs {_flag(needed)} {what}")
+        if self.log_format not in LOG_FORMATS:
+            raise InputError(f"--log-format {self.log_format}: expected {' or '.join(LOG_FORMATS)}")
         if self.load_or_start and self.exit_on_missing_checkpoint:
             raise InputError(
                 "--load-or-start and --exit-on-missing-checkpoint exclude each other; give one of them"

@@ -6,6 +6,7 @@ It needs no torch.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 from costmodels.errors import InputError
 from costmodels.layers.shapes import PEAK_LOAD
@@ -13,8 +14,10 @@ from planner.inputs.engine import DEFAULT_ENGINE
 from planner.options.parallel import ParallelOptions
 from planner.plan import Plan
 from planner.problem import Problem
-from runtime.settings.options import TrainingOptions
 from runtime.settings.preflight import PRECISIONS, check_model
+
+if TYPE_CHECKING:
+    from runtime.settings.options import TrainingOptions
 
 HEAD_ROOM = (
     f"experts are dropless: the fullest device may take in {100 * (PEAK_LOAD - 1):.0f} % more rows than the "

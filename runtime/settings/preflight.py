@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import tempfile
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from costmodels import Layout, ModelSpec
 from costmodels.catalogue.local_machine import CONTEXT_BYTES, available_cores, available_memory, torch_build
 from costmodels.errors import InputError
 from costmodels.spec.record import GIB
+from costmodels.spec.untrained import untrained_parts
 from planner.inputs.engine import DEFAULT_ENGINE, engines_on
 from planner.options.limits import Bounds
 from planner.plan import Plan
+from planner.space.kind_rules import KIND_RULES
+from planner.space.lora_rules import check_precision
 from planner.space.rules import first_violation
 from runtime.settings.job_rules import check_rules, job_rules
-from runtime.settings.options import TrainingOptions
+
+if TYPE_CHECKING:
+    from runtime.settings.options import TrainingOptions
 
 PRECISIONS = ("fp32", "bf16", "fp16", "fp8")
 """Number formats that the runtime computes in."""
@@ -30,17 +36,14 @@ TIMEOUT = Bounds("positive and at most 525600 (a year), such as 10", 1e-3, 525_6
 RESTARTS = Bounds("0 (never) or positive", 0)
 """Starts of a job after its first one."""
 
-TRAINED_SCALINGS = ("linear", "llama3", "yarn")
-"""Kinds of rotary scaling that the runtime computes."""
-
 
 def check_model(spec: ModelSpec) -> None:
     """Raise `InputError` when `spec` needs what the runtime does not build."""
-    scaling = spec.rope_scaling
-    if spec.position == "rope" and scaling is not None and scaling.kind not in TRAINED_SCALINGS:
+    missing = untrained_parts(spec)
+    if missing:
         raise InputError(
-            f"model {spec.name}: the runtime does not train {scaling.kind} rope scaling; it trains "
-            f"{', '.join(TRAINED_SCALINGS)}"
+            f"model {spec.name} can be planned, not trained here: the runtime does not compute "
+            f"{', '.join(missing)}"
         )
 
 
@@ -57,9 +60,11 @@ def check_job(spec: ModelSpec, layout: Layout, world_size: int) -> None:
             f"precision {layout.precision}: the runtime computes in {' or '.join(PRECISIONS)}; "
             "pin one of them"
         )
+    check_precision(spec, layout.precision)
     broken = first_violation(spec, layout)
     if broken is not None:
         raise InputError(broken)
+    check_rules(KIND_RULES, spec, layout)
 
 
 def check_plan(plan: Plan, world_size: int) -> None:

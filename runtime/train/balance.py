@@ -71,7 +71,7 @@ class Balance:
         self.by_sequence = by_unit == "seq_aux_loss"
         self.z = options.moe_z_loss_coeff
         self.bias_rate = options.moe_router_bias_update_rate
-        self.moves_biases = spec.router.expert_bias and self.bias_rate > 0
+        self.moves_biases = spec.router.expert_bias and self.bias_rate > 0 and spec.lora is None
         device = grid.device
         self.counts = torch.zeros(spec.layers, spec.experts, dtype=torch.int64, device=device)
         self.counts_before_step = self.counts.clone()

@@ -13,6 +13,7 @@ from runtime.faults.heartbeat import set_operation
 from runtime.model.transformer import Transformer
 from runtime.parallel.documents import Documents
 from runtime.parallel.loss import TokenLoss
+from runtime.parallel.working_copies import WorkingCopies, computing
 
 
 class Executor(Protocol):
@@ -20,6 +21,8 @@ class Executor(Protocol):
 
     stages: list[Transformer]
     loss: TokenLoss
+    copies: list[WorkingCopies]
+    """Of the parameters of the stages, where these compute in 16 bits and FSDP2 does not wrap them."""
 
     def use_documents(self, documents: Documents) -> None:
         """Let `documents` ready the stages before each pass of a micro batch."""
@@ -42,9 +45,12 @@ class Executor(Protocol):
 class Accumulation:
     """All layers on every rank: micro batches one after the other."""
 
-    def __init__(self, stages: list[Transformer], layout: Layout, loss: TokenLoss) -> None:
-        self.stages = stages
+    def __init__(
+        self, stages: list[Transformer], layout: Layout, loss: TokenLoss, copies: list[WorkingCopies]
+    ) -> None:
+        self.stages, self.copies = stages, copies
         self.loss = loss
+        loss.score(stages[0])
         self.micro_batch_size = layout.micro_batch_size
         self.documents: Documents | None = None
         # ZeRO 3 reduces after every micro batch, so that whole gradients never pile up.
@@ -54,6 +60,10 @@ class Accumulation:
         self.documents = documents
 
     def train(self, tokens: Tensor, labels: Tensor) -> Tensor:
+        with computing(self.copies):
+            return self._train(tokens, labels)
+
+    def _train(self, tokens: Tensor, labels: Tensor) -> Tensor:
         model = self.stages[0]
         total = torch.zeros((), device=tokens.device)
         micro_batches = self._micro_batches(tokens, labels)
@@ -65,20 +75,28 @@ class Accumulation:
                 model.set_reshard_after_backward(last)
             set_operation("forward", number)
             self._enter(number)
-            loss = self.loss(model(x), y)
+            self.loss.labels_BS = y
+            loss = model(x)
             set_operation("backward", number)
             loss.backward()  # type: ignore[no-untyped-call]
             total += loss.detach()
+        self.loss.labels_BS = None
         return total
 
     @torch.no_grad()
     def evaluate(self, tokens: Tensor, labels: Tensor) -> Tensor:
+        with computing(self.copies):
+            return self._evaluate(tokens, labels)
+
+    def _evaluate(self, tokens: Tensor, labels: Tensor) -> Tensor:
         model = self.stages[0]
         total = torch.zeros((), device=tokens.device)
         for number, (x, y) in enumerate(self._micro_batches(tokens, labels), start=1):
             set_operation("forward", number)
             self._enter(number)
-            total += self.loss(model(x), y)
+            self.loss.labels_BS = y
+            total += model(x)
+        self.loss.labels_BS = None
         return total
 
     def _enter(self, number: int) -> None:

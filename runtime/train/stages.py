@@ -11,6 +11,8 @@ from torch.distributed.fsdp import FSDPModule
 
 from costmodels import Layout, ModelSpec
 from runtime.model.experts import MixtureOfExperts
+from runtime.model.gated_delta import GatedDelta
+from runtime.model.number_formats import DTYPES
 from runtime.model.transformer import Block, Transformer
 from runtime.parallel.context import context_parallel, local_positions, uses_ring
 from runtime.parallel.data import data_parallel, gather_once, needs_data_parallel
@@ -23,6 +25,7 @@ from runtime.parallel.offload import offload_activations
 from runtime.parallel.placements import keep_placements
 from runtime.parallel.recomputation import recompute
 from runtime.parallel.tensor import tensor_parallel
+from runtime.parallel.working_copies import WorkingCopies
 from runtime.settings.preflight import check_job
 from runtime.train.executor import Accumulation, Executor
 
@@ -38,6 +41,11 @@ def build_stage(spec: ModelSpec, layout: Layout, grid: Grid, index: int, compile
             with_embedding=index == 0,
             with_head=index == len(layout.layers_per_stage) - 1,
         )
+    if spec.lora is not None:
+        # What is frozen needs no copy in fp32: it computes in the format that it is stored in.
+        for parameter in stage.parameters():
+            if not parameter.requires_grad:
+                parameter.data = parameter.data.to(DTYPES[layout.precision])
     stage.place(local_positions(spec, layout, grid.cp_rank).to(grid.device))
     if layout.context_parallel > 1:
         context_parallel(stage, layout, grid)
@@ -77,7 +85,12 @@ def compiles_in_two(layout: Layout) -> bool:
 
 
 def _compile(block: Block, in_two: bool) -> None:
-    """Compile a layer; of one with experts, all but what depends on how many rows an expert gets."""
+    """Compile a layer; of one with experts, all but what depends on how many rows an expert gets, and of
+    linear attention all but the loop over its chunks."""
+    if isinstance(block.attention, GatedDelta):
+        rule = block.attention.core
+        loop: Any = torch.compiler.disable(rule.forward)  # type: ignore[no-untyped-call]
+        rule.forward = loop  # type: ignore[method-assign]
     if isinstance(block.mlp, MixtureOfExperts):
         shared = block.mlp.shared
         if shared is not None:
@@ -127,15 +140,20 @@ def build_executor(
         if isinstance(stage, FSDPModule):
             gather_once(stage)
         stages.append(stage)
-    return executor_of(stages, spec, layout, grid)
+    return executor_of(stages, spec, layout, grid, compiled)
 
 
-def executor_of(stages: list[Transformer], spec: ModelSpec, layout: Layout, grid: Grid) -> Executor:
+def executor_of(
+    stages: list[Transformer], spec: ModelSpec, layout: Layout, grid: Grid, compiled: bool = False
+) -> Executor:
     """The executor that runs the micro batches of `stages`."""
-    loss = TokenLoss(spec, layout, grid)
+    loss = TokenLoss(spec, layout, grid, compiled)
+    copies = []
+    if layout.precision != "fp32" and not needs_data_parallel(layout, grid):
+        copies = [WorkingCopies(stage, layout) for stage in stages]
     if layout.pipeline_parallel == 1:
-        return Accumulation(stages, layout, loss)
+        return Accumulation(stages, layout, loss, copies)
     # PyTorch's schedules bring its compiler: seconds, which only pipelines need wait for.
     from runtime.parallel.pipeline import Pipeline
 
-    return Pipeline(stages, spec, layout, grid, loss)
+    return Pipeline(stages, spec, layout, grid, loss, copies)

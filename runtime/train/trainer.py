@@ -14,6 +14,7 @@ from torch import Tensor
 from costmodels import Layout, ModelSpec
 from runtime.data.boundaries import Boundaries
 from runtime.data.datasets import check_ids
+from runtime.data.packing import with_prompts
 from runtime.faults.heartbeat import set_operation
 from runtime.faults.options import FaultOptions
 from runtime.faults.step_guard import StepGuard
@@ -23,6 +24,7 @@ from runtime.parallel.context import local_positions
 from runtime.parallel.documents import Documents, check_boundaries
 from runtime.parallel.loss import IGNORED_TARGET
 from runtime.parallel.mesh import build_grid
+from runtime.settings.adapter_base import Base
 from runtime.settings.loss_scale import loss_scale_of
 from runtime.settings.options import TrainingOptions
 from runtime.train.balance import Balance
@@ -93,6 +95,8 @@ class Trainer:
         self.positions = local_positions(spec, layout, self.grid.cp_rank)
         self.boundaries: Boundaries | None = None
         self.documents: Documents | None = None
+        self.base: Base | None = None
+        """The checkpoint that frozen weights came from, where adapters train."""
         self.iteration = 0
         self.updates = 0
         """Iterations that changed the weights; schedules and the optimizer count these."""
@@ -176,9 +180,13 @@ class Trainer:
         """Tell the loss the number of tokens of the global batch, and return over how many it is the mean."""
         tokens = len(samples) * self.layout.data_parallel * self.spec.seq
         self.executor.loss.tokens = tokens
-        if self.boundaries is None or not self.boundaries.eod_mask_loss:
+        if self.boundaries is None or not self._hides_targets:
             return tokens
-        own = np.count_nonzero(samples[:, :-1] != self.boundaries.eod)
+        predicted = samples[:, 1:] >= 0
+        if self.boundaries.eod_mask_loss:
+            inputs = with_prompts(samples[:, :-1])
+            predicted &= inputs != self.boundaries.eod
+        own = np.count_nonzero(predicted)
         total = torch.tensor(float(own), dtype=torch.float64, device=self.grid.device)
         if dist.get_world_size() > 1:
             dist.all_reduce(total)
@@ -186,6 +194,13 @@ class Trainer:
         targets = max(1.0, float(total) * self.layout.data_parallel / dist.get_world_size())
         self.executor.loss.targets = targets
         return targets
+
+    @property
+    def _hides_targets(self) -> bool:
+        """Whether some tokens may not be predicted."""
+        return self.boundaries is not None and (
+            self.boundaries.eod_mask_loss or self.boundaries.hides_prompts
+        )
 
     def _clip(self, norm: Tensor, scale: float) -> None:
         """Clip gradients that are `scale` times too large, whose true norm is `norm`."""
@@ -206,12 +221,18 @@ class Trainer:
         return float(total)
 
     def _inputs(self, samples: npt.NDArray[np.int64]) -> tuple[Tensor, Tensor]:
+        hidden = None
+        if self.boundaries is not None and self.boundaries.hides_prompts:
+            hidden = torch.from_numpy(samples < 0)
+            samples = with_prompts(samples)
         check_ids(samples, self.spec.vocab)
         batch = torch.from_numpy(samples)
         inputs, labels = (batch[:, self.positions + shift] for shift in (0, 1))
         device = self.grid.device
         if self.boundaries is not None and self.boundaries.eod_mask_loss:
             labels = labels.masked_fill(inputs == self.boundaries.eod, IGNORED_TARGET)
+        if hidden is not None:
+            labels = labels.masked_fill(hidden[:, self.positions + 1], IGNORED_TARGET)
         if self.documents is not None:
             self.documents.start_batch(batch[:, :-1].to(device, non_blocking=True))
         return inputs.to(device, non_blocking=True), labels.to(device, non_blocking=True)

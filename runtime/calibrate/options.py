@@ -1,0 +1,58 @@
+"""Flags of `planner calibrate`, and of the ranks that it starts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from costmodels.errors import InputError
+from costmodels.spec.model import ModelSpec
+from planner.inputs.model import resolve_model
+from planner.options.flags import flag
+from planner.options.limits import Bounds
+from runtime.settings.preflight import check_model
+
+DEFAULT_MODEL = {"cpu": "gpt2-nano", "gpu": "gpt2-small"}
+"""Model whose shapes are measured where none is named, by the kind of device."""
+
+
+@dataclass(frozen=True)
+class CalibrateOptions:
+    """What is measured, and where it is kept."""
+
+    SECTIONS: ClassVar[dict[str, str]] = {"model": "Calibration"}
+
+    model: list[str] = flag(
+        [],
+        "Model whose shapes are measured: a catalogue name, a config.json or a YAML file. Repeatable; "
+        f"{DEFAULT_MODEL['cpu']} on a CPU, {DEFAULT_MODEL['gpu']} elsewhere.",
+        metavar="MODEL",
+    )
+    seconds: float = flag(
+        75.0,
+        "Seconds of measuring, of all numbers of ranks together.",
+        within=Bounds("from 1 to 3600 seconds", 1, 3600),
+    )
+    save: str | None = flag(
+        None,
+        "File to write; this machine's own, which other commands use by themselves, unless given.",
+        metavar="FILE",
+    )
+    cpu: bool = flag(False, "Measure the CPU of a machine with GPUs.")
+
+    def specs(self, kind: str) -> list[ModelSpec]:
+        """The models; `InputError` for one that the runtime cannot train."""
+        names = self.model or [DEFAULT_MODEL[kind]]
+        found = [resolve_model(name) for name in names]
+        for spec in found:
+            check_model(spec)
+        if self.save is not None and not self.save.lower().endswith(".json"):
+            raise InputError(f"--save {self.save}: a device file ends in .json")
+        return found
+
+    def arguments(self) -> list[str]:
+        """The same as flags."""
+        words = [word for name in self.model for word in ("--model", name)]
+        words += ["--seconds", str(self.seconds)]
+        words += [] if self.save is None else ["--save", self.save]
+        return words + (["--cpu"] if self.cpu else [])

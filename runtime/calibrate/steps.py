@@ -1,0 +1,82 @@
+"""Seconds and bytes of a few training steps of a layout, on ranks that have met."""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import time
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.distributed as dist
+
+from costmodels import Layout, ModelSpec
+from runtime.calibrate.quiet import Watch
+from runtime.job.metrics import peak_memory_bytes
+from runtime.parallel.accelerator import device_module, is_accelerator
+from runtime.settings.options import TrainingOptions
+from runtime.train.trainer import Trainer
+
+WARM_UP = 2
+"""Steps that allocate, compile and make the optimizer's state."""
+
+LEAST_STEPS, MOST_STEPS, ENOUGH_S = 3, 7, 0.5
+"""Steps that are timed: more of short ones."""
+
+DISTURBED, MOST_TURNS = 0.08, 5
+"""Share of the cores that others may take while steps are timed, and how often they are timed again."""
+
+
+class MeasuredSteps(NamedTuple):
+    """A layout that was run for a few steps."""
+
+    step_time_s: float
+    """Median over the steps."""
+    peak_memory_bytes: int
+    """The largest of all ranks, as a run logs it."""
+    others: float
+    """Share of the cores that other processes took meanwhile."""
+
+
+def measure_steps(spec: ModelSpec, layout: Layout, device: torch.device) -> MeasuredSteps:
+    """Train `layout` for a few steps of random tokens; every rank calls it and gets the same answer.
+
+    Steps that others disturb are timed again, and those that they disturbed least count.
+    """
+    trainer = Trainer(spec, layout, TrainingOptions(train_iters=10**6), device)
+    draw = np.random.RandomState(0)
+    batch = draw.randint(0, spec.vocab, (layout.global_batch_size, spec.seq + 1))[trainer.rows]
+    gc.collect()
+    gc.disable()  # As a run does between its log lines.
+    started = time.perf_counter()
+    for _ in range(WARM_UP):
+        trainer.train_step(batch)
+        one = time.perf_counter() - started
+        started = time.perf_counter()
+    # The first rank's clock decides for all.
+    first = torch.tensor(one, dtype=torch.float64, device=device)
+    dist.broadcast(first, 0)
+    count = min(MOST_STEPS, max(LEAST_STEPS, round(ENOUGH_S / float(first))))
+    turns = []
+    for _ in range(MOST_TURNS):
+        dist.barrier()
+        watch = Watch()
+        seconds = statistics.median(_step_seconds(trainer, batch, device) for _ in range(count))
+        turns.append((watch.others(), seconds))
+        if turns[-1][0] <= DISTURBED:
+            break
+    gc.enable()
+    others, seconds = min(turns)
+    figures = torch.tensor([seconds, float(peak_memory_bytes(device))], dtype=torch.float64, device=device)
+    dist.all_reduce(figures, dist.ReduceOp.MAX)
+    return MeasuredSteps(float(figures[0]), int(figures[1]), others)
+
+
+def _step_seconds(trainer: Trainer, batch: npt.NDArray[np.int64], device: torch.device) -> float:
+    started = time.perf_counter()
+    trainer.train_step(batch)
+    if is_accelerator(device):
+        device_module(device).synchronize(device)
+    return time.perf_counter() - started

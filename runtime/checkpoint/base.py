@@ -1,0 +1,34 @@
+"""The checkpoint that adapters belong to: its name in theirs, and whether it is still there."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from costmodels.errors import InputError
+from runtime.checkpoint.folders import iteration_folder
+from runtime.checkpoint.manifest import read_manifest
+from runtime.settings.adapter_base import Base
+
+
+def base_in(folder: str | Path, iteration: int) -> Base:
+    """What names the checkpoint of `iteration` in `folder` as the base of adapters."""
+    manifest = read_manifest(iteration_folder(folder, iteration))
+    return Base(folder=str(Path(folder).resolve()), iteration=iteration, crc32=manifest.crc32)
+
+
+def check_base(source: Path, base: Base) -> Path:
+    """The checkpoint that the adapters in `source` are added to.
+
+    Raises `InputError` where it is not there as it was.
+    """
+    where = iteration_folder(base.folder, base.iteration)
+    if not where.is_dir():
+        raise InputError(
+            f"checkpoint {source} holds adapters of the model in {where}, which is not there; put it back"
+        )
+    if read_manifest(where).crc32 != base.crc32:
+        raise InputError(
+            f"checkpoint {source} holds adapters of the model that was in {where}, but there is another one; "
+            "put that one back"
+        )
+    return where

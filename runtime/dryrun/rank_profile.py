@@ -1,0 +1,225 @@
+"""Seconds of a rank of any job by what takes them: its own measured on one device, beside the plan's."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from costmodels.catalogue.local_machine import available_cores, available_memory
+from costmodels.errors import InputError
+from costmodels.rank_costs import RankCosts
+from costmodels.spec.layout import Layout
+from costmodels.spec.record import GIB
+from costmodels.spec.table import LayoutTable
+from costmodels.tapes.player.steady import fewest_micro_batches
+from planner.history.step_parts import StepParts
+from planner.plan import Plan
+from runtime.dryrun.preflight import ranks_to_trace
+from runtime.dryrun.real_rank import real_rank
+from runtime.job.devices import detect_device, local_device_count
+from runtime.parallel.accelerator import accelerator_type, device_module, is_accelerator
+from runtime.profiling.parts import step_parts
+from runtime.profiling.window import profiled, profiled_step
+from runtime.settings.options import TrainingOptions
+from runtime.train.trainer import Trainer
+
+TIMED = 3
+"""Steps whose median counts, after one that warms up."""
+
+OWN = ("products", "attention", "elementwise", "optimizer", "host_gaps")
+"""Terms that a rank takes by itself; the others are the network's."""
+
+NETWORK = (
+    "tensor_parallel",
+    "context_parallel",
+    "expert_parallel",
+    "pipeline_parallel",
+    "bubble",
+    "data_parallel",
+)
+"""Parts of `StepTime` that the network model says, for no other rank is there."""
+
+
+@dataclass(frozen=True)
+class RankProfile:
+    """A step of one rank, in seconds."""
+
+    rank: int
+    pipeline_rank: int
+    device: str
+    compiled: bool
+    micro_batches: tuple[int, ...]
+    """Numbers of micro batches with which it was measured."""
+    measured: dict[str, float]
+    """Of the whole step, by the name in `OWN`."""
+    predicted: dict[str, float]
+    """The same as the plan has it for this rank."""
+    network: dict[str, float]
+    """What the plan adds for communication and the bubble, by the name in `NETWORK`."""
+
+    @property
+    def step_s(self) -> float:
+        """The step: what was measured, and what the network takes."""
+        return sum(self.measured.values()) + sum(self.network.values())
+
+    def as_json(self) -> dict[str, Any]:
+        """The profile as JSON has it."""
+        return {
+            **vars(self),
+            "micro_batches": list(self.micro_batches),
+            "step_s": self.step_s,
+            "predicted_step_s": sum(self.predicted.values()) + sum(self.network.values()),
+        }
+
+
+def profile_rank(plan: Plan, rank: int) -> RankProfile:
+    """Run a rank of a plan for real and time it.
+
+    A step of as few micro batches as its schedule runs, and one of twice as many, tell what a micro batch
+    takes and what a step takes once. On a CPU it takes as many times as long as ranks share a core.
+
+    Raises:
+        InputError: this machine has not the device, or not the memory; the plan has no such rank.
+    """
+    layout = plan.layout
+    ranks_to_trace(layout, None, rank)
+    pipeline_rank = rank // (layout.world_size // layout.pipeline_parallel)
+    device = _device(plan, pipeline_rank)
+    counts = _micro_batches(layout)
+    short = layout.model_copy(
+        update={"global_batch_size": counts[-1] * layout.micro_batch_size * layout.data_parallel}
+    )
+    options = TrainingOptions()
+    threads, sharers = torch.get_num_threads(), 1.0
+    if device.type == "cpu":
+        # The rank has its share of the cores; numbers without meaning must not slow it down.
+        ranks, cores = min(plan.cluster.devices_per_node, layout.world_size), available_cores()
+        sharers = max(1.0, ranks / cores)
+        torch.set_num_threads(max(1, cores // ranks))
+        torch.set_flush_denormal(True)
+    try:
+        with real_rank(plan.model, short, rank, options, device) as trainer:
+            found = [_step(trainer, count, device).scaled(sharers) for count in counts]
+    except torch.OutOfMemoryError as error:
+        raise InputError(f"rank {rank} runs out of memory on {device}: {str(error).split('. ')[0]}") from None
+    finally:
+        torch.set_num_threads(threads)
+        torch.set_flush_denormal(False)
+    return RankProfile(
+        rank,
+        pipeline_rank,
+        plan.cluster.device.name,
+        options.compiles(layout, device.type == "cuda"),
+        counts,
+        whole_step(dict(zip(counts, found, strict=True)), layout.micro_batches),
+        rank_prediction(plan, pipeline_rank),
+        {name: getattr(plan.estimate.time, name) for name in NETWORK},
+    )
+
+
+def _micro_batches(layout: Layout) -> tuple[int, ...]:
+    """Micro batches of the steps to time: the fewest that the schedule runs, and twice as many."""
+    fewest = fewest_micro_batches(layout)
+    return tuple(sorted({fewest, min(2 * fewest, layout.micro_batches)}))
+
+
+def _device(plan: Plan, pipeline_rank: int) -> torch.device:
+    """What this machine runs a rank of a plan on; `InputError` where it cannot."""
+    name, kind = plan.cluster.device.name, plan.cluster.device.kind
+    if plan.cluster.parts:
+        raise InputError("planner profile runs on one device, and the plan is for nodes of two kinds")
+    if kind == "cpu":
+        room: float = available_memory()
+        device = torch.device("cpu")
+    else:
+        if not local_device_count():
+            raise InputError(
+                f"the plan is for {name}, and this machine has no such device; run planner profile where it "
+                "is, or plan for --device cpu"
+            )
+        here = detect_device(1)
+        if here.name != name:
+            raise InputError(
+                f"the plan is for {name}, and this machine has {here.name}; plan for --device {here.name}"
+            )
+        room, device = here.memory_bytes, torch.device(accelerator_type() or "cuda", 0)
+    needed = plan.estimate.memory[pipeline_rank].total
+    if needed > room:
+        raise InputError(
+            f"pipeline rank {pipeline_rank} of the plan needs {needed / GIB:.1f} GiB, and this machine has "
+            f"{room / GIB:.1f}; name another --rank, or a plan of smaller shares"
+        )
+    return device
+
+
+def _step(trainer: Trainer, micro_batches: int, device: torch.device) -> StepParts:
+    """The parts of a step of so many micro batches, scaled to the median of those without a profiler."""
+    rows = micro_batches * trainer.layout.micro_batch_size
+    samples = np.zeros((rows, trainer.spec.seq + 1), dtype=np.int64)
+    seconds = []
+    for _ in range(1 + TIMED):
+        since = time.perf_counter()
+        trainer.train_step(samples)
+        if is_accelerator(device):
+            device_module(device).synchronize(device)
+        seconds.append(time.perf_counter() - since)
+    with profiled(device) as events, profiled_step(trainer.optimizer, device):
+        trainer.train_step(samples)
+    parts = step_parts(events)
+    if parts is None or not parts.total:
+        raise InputError(f"PyTorch's profiler saw nothing of a step on {device}")
+    return parts.scaled(statistics.median(seconds[1:]) / parts.total)
+
+
+def whole_step(measured: dict[int, StepParts], micro_batches: int) -> dict[str, float]:
+    """Seconds of a step of so many micro batches by the name in `OWN`, from steps of fewer.
+
+    Collectives do nothing here; what it takes the host to call them is of the host.
+    """
+    found = {}
+    counts = sorted(measured)
+    few, many = counts[0], counts[-1]
+    for name in OWN:
+        first, last = (_own(measured[count], name) for count in (few, many))
+        each = (last - first) / (many - few) if many > few else 0.0
+        # Noise may let a part shrink, or a step of none be less than nothing.
+        each = min(max(each, 0.0), first / few)
+        found[name] = first + each * (micro_batches - few)
+    return found
+
+
+def _own(parts: StepParts, name: str) -> float:
+    seconds: float = getattr(parts, name)
+    return seconds + parts.communication if name == "host_gaps" else seconds
+
+
+def rank_prediction(plan: Plan, pipeline_rank: int) -> dict[str, float]:
+    """What the plan's model says of a pipeline rank's own step, in seconds by the name in `OWN`."""
+    costs = RankCosts.of_all(
+        plan.model,
+        plan.cluster,
+        plan.engine.for_device(plan.cluster.device),
+        LayoutTable.of([plan.layout]),
+        0,
+    )
+    here = costs.at((np.array([0]), np.array([pipeline_rank])))
+    count = plan.layout.micro_batches
+    part = {
+        name: count * float(here.part(name)[0])
+        for name in ("compute", "attention", "elementwise", "recompute", "launch", "offload")
+    }
+    layers = part["compute"] + part["attention"] + part["elementwise"]
+    again = 1.0 + (part["recompute"] / layers if layers else 0.0)
+    time_of_plan = plan.estimate.time
+    return {
+        "products": again * part["compute"],
+        "attention": again * part["attention"],
+        "elementwise": again * part["elementwise"] + time_of_plan.accumulation,
+        "optimizer": time_of_plan.optimizer,
+        "host_gaps": part["launch"] + part["offload"],
+    }

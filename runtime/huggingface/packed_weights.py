@@ -1,0 +1,65 @@
+"""Weights of four bits in blocks that share a factor, as gpt-oss is published.
+
+MXFP4 (OCP Microscaling Formats 1.0, sections 5.3 and 6.1): an element is E2M1, two of them are a byte with
+the first one in its lower half, and 32 share a power of two, stored as E8M0.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from runtime.huggingface.files import TensorPlace, read_tensor
+
+BLOCKS, SCALES = "_blocks", "_scales"
+"""What the names of the two tensors of a matrix end in."""
+
+VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+"""Of an element without its sign, the highest of its four bits."""
+
+BIAS = 127
+"""Of the exponent of a block."""
+
+BLOCK_BYTES = 16
+
+
+class Packed(NamedTuple):
+    """Matrices [E, O, I] of experts as stored: bytes [E, O, I / 32, 16] and exponents [E, O, I / 32]."""
+
+    blocks: TensorPlace
+    scales: TensorPlace
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the matrices as the model has them, [E, I, O]."""
+        *outer, outputs, groups, size = self.blocks.shape
+        return *outer, groups * size * 2, outputs
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether there is a factor for each block."""
+        return self.scales.shape == self.blocks.shape[:-1] and self.blocks.shape[-1] == BLOCK_BYTES
+
+    def read(self) -> Tensor:
+        """The matrices [E, I, O] in bf16, which holds their values exactly."""
+        return unpacked(read_tensor(self.blocks), read_tensor(self.scales)).mT.contiguous()
+
+
+def unpacked(blocks: Tensor, scales: Tensor) -> Tensor:
+    """Values [..., I] in bf16 of bytes [..., I / 32, 16] and exponents [..., I / 32]."""
+    signed = torch.tensor([*VALUES, *(-value for value in VALUES)], dtype=torch.bfloat16)
+    # Both elements of a byte by one look-up.
+    pairs = torch.stack((signed.repeat(16), signed.repeat_interleave(16)), dim=-1)
+    found = pairs[blocks.int()].flatten(-2)
+    return torch.ldexp(found, scales.int().unsqueeze(-1) - BIAS).flatten(-2)
+
+
+def packed_tensors(tensors: dict[str, TensorPlace]) -> dict[str, Packed]:
+    """The packed matrices among `tensors`, under the names that they have where they are not packed."""
+    return {
+        name.removesuffix(BLOCKS): Packed(place, tensors[name.removesuffix(BLOCKS) + SCALES])
+        for name, place in tensors.items()
+        if name.endswith(BLOCKS) and name.removesuffix(BLOCKS) + SCALES in tensors
+    }

@@ -1,0 +1,29 @@
+"""A job that goes on from what it has saved."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from runtime.job.job import Job
+
+
+def continuation(job: Job) -> Job:
+    """A job that goes on where this one was, from what it has saved if that is anything."""
+    return from_saved(job) if has_saved(job) else job
+
+
+def has_saved(job: Job) -> bool:
+    """Whether there is a checkpoint in the folder that a job saves in."""
+    from runtime import checkpoint
+
+    return job.output.save is not None and checkpoint.latest_iteration(job.output.save) is not None
+
+
+def from_saved(job: Job) -> Job:
+    """The same job, begun from the newest checkpoint in the folder that it saves in."""
+    output = job.output
+    # What was not saved cannot be loaded.
+    again = replace(
+        output, load=output.save, ckpt_step=None, finetune=False, no_load_optim=output.no_save_optim
+    )
+    return replace(job, output=again)

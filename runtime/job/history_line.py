@@ -1,0 +1,67 @@
+"""A job's line in the history of its user."""
+
+from __future__ import annotations
+
+import platform
+import sys
+from datetime import date
+
+import torch
+
+from costmodels.catalogue.measured_devices import Machine
+from planner.history.file import PastRun, append
+from planner.history.step_parts import StepParts, predicted_parts
+from planner.plan import Plan
+from planner.version import version
+from runtime.job.job import Job
+from runtime.job.measurement import Measurement
+from runtime.job.prediction import predicted_peak, predicted_step
+from runtime.logs.console import say
+
+FEWEST_RECORDS = 2
+"""Log lines of a run that is remembered: the first one, which holds the warm-up, does not count."""
+
+
+def remember(job: Job, plan: Plan, figures: Measurement, records: int) -> None:
+    """Add what a run has measured to the history; nothing that goes wrong here is more than a note.
+
+    Runs whose batches grow have no one step time, and those of one log line none without the warm-up.
+
+    Args:
+        records: log lines of the run.
+    """
+    if job.output.no_history or job.training.rampup_batch_size is not None or records < FEWEST_RECORDS:
+        return
+    try:
+        append(past_run(job, plan, figures, records))
+    except Exception as error:
+        say(f"note: this run is not in the history ({type(error).__name__}: {error})", sys.stderr)
+
+
+def past_run(job: Job, plan: Plan, figures: Measurement, records: int) -> PastRun:
+    """What the history keeps of a run."""
+    step, terms = predicted_step(plan), predicted_parts(plan.estimate.time)
+    waits = terms.pop("communication")
+    return PastRun(
+        date=date.today().isoformat(),
+        machine=Machine.here(),
+        software={
+            "planner": version() or "unknown",
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+        },
+        model=plan.model,
+        layout=plan.layout,
+        cluster=plan.cluster,
+        engine=plan.engine.name,
+        compiled=job.training.compiles(plan.layout, plan.cluster.device.kind == "gpu"),
+        records=records - 1,
+        step_time_s=figures.step_time_s,
+        peak_memory_bytes=figures.peak_memory_bytes,
+        predicted_step_time_s=step.value,
+        predicted_low_s=step.low,
+        predicted_high_s=step.high,
+        predicted_peak_bytes=predicted_peak(plan).value,
+        predicted=StepParts(**terms, collectives={"all": waits}),
+        parts=figures.parts,
+    )

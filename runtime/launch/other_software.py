@@ -1,0 +1,140 @@
+"""A plan in the training script of the user's own installation of the software that it was made for."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from costmodels.errors import InputError
+from costmodels.files import write_whole
+from costmodels.spelling import nearest
+from planner.formats.flag_catalogue import known_flags
+from planner.formats.script_arguments import SCRIPT_STARTS, ScriptStart
+from planner.formats.targets import export
+from planner.inputs.engine import DEFAULT_ENGINE
+from planner.options.flags import arguments
+from planner.plan import Plan
+from runtime.job.job import Job
+from runtime.launch.options import LaunchOptions
+
+
+@dataclass(frozen=True)
+class ScriptRun:
+    """A script to run, with all that it is given."""
+
+    plan: Plan
+    command: tuple[str, ...]
+    environment: Mapping[str, str]
+    file: Path | None
+    """What is written for it, and named by a flag; None where flags say it all."""
+    text: str
+    notes: tuple[str, ...]
+    """What the software has no words for, or wants besides."""
+
+    def line(self) -> str:
+        """The command as one would type it."""
+        variables = [f"{name}={value}" for name, value in self.environment.items()]
+        return (
+            shlex.join([*variables, *self.command])
+            if not variables
+            else (" ".join(variables) + " " + shlex.join(self.command))
+        )
+
+    def run(self) -> int:
+        """Run it to its end; the exit code of torchrun."""
+        if self.file is not None:
+            self.file.parent.mkdir(parents=True, exist_ok=True)
+            write_whole("launch", self.file, self.text)
+        return subprocess.run(self.command, env={**os.environ, **self.environment}).returncode
+
+
+def script_run(job: Job, options: LaunchOptions, log_dir: Path) -> ScriptRun:
+    """How `options.script` runs the plan of a job, on the devices of this machine.
+
+    Raises:
+        InputError: no engine is named whose scripts torchrun starts, or this machine has too few devices.
+        NoLayoutFits: nothing fits.
+    """
+    assert options.script is not None
+    plan = _plan(job, options)
+    engine = plan.engine.name
+    start = _start(engine)
+    if not Path(options.script).is_file():
+        raise InputError(f"--script {options.script}: no such file; give the training script of {engine}")
+    written = export(plan, to=start.target)
+    words, file = shlex.split(written.text), None
+    if start.file_flag:
+        file = log_dir / f"{start.target}{start.suffix}"
+        words = [start.file_flag, str(file)]
+    passed, kept = _training(job, start)
+    extra = shlex.split(options.script_args or "")
+    command = (
+        *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
+        *(f"--nproc-per-node={plan.layout.world_size}", options.script, *words, *passed, *extra),
+    )
+    environment = {name: value for name, value in start.environment if name not in os.environ}
+    notes = [f"not expressible in {start.target}: {text}" for text in written.inexpressible]
+    if kept:
+        notes.append(f"not passed on to {options.script}: {' '.join(kept)}; give --script-args")
+    return ScriptRun(plan, command, environment, file, written.text, (*notes, *written.notes))
+
+
+def _start(engine: str) -> ScriptStart:
+    if engine not in SCRIPT_STARTS:
+        if engine == DEFAULT_ENGINE:
+            raise InputError(
+                f"--script runs other software than {DEFAULT_ENGINE}; give --engine, one of "
+                f"{', '.join(SCRIPT_STARTS)}"
+            )
+        known = nearest(engine, SCRIPT_STARTS) or f"those of {', '.join(SCRIPT_STARTS)} are"
+        raise InputError(f"--engine {engine}: scripts of it are not started from here; {known}")
+    return SCRIPT_STARTS[engine]
+
+
+def _plan(job: Job, options: LaunchOptions) -> Plan:
+    from runtime.job.devices import local_device_count
+
+    here = local_device_count()
+    if options.plan is not None:
+        plan = Plan.load(options.plan)
+    else:
+        _start(job.parallel.engine or DEFAULT_ENGINE)
+        plan = _searched(job, job.cluster.world_size or here)
+    ranks = plan.layout.world_size
+    if here and ranks > here:
+        raise InputError(f"the plan is for {ranks} devices, and this machine has {here}; plan for {here}")
+    return plan
+
+
+def _searched(job: Job, ranks: int) -> Plan:
+    from planner import advice
+    from planner.api import search
+    from planner.options.search import search_keywords
+
+    if not ranks:
+        raise InputError("--script without --plan: no device is seen here; give --world-size and --device")
+    spec = job.model.spec()
+    cluster = replace(job.cluster, local_world_size=job.cluster.local_world_size or ranks)
+    result = search(spec, world_size=ranks, **search_keywords(spec, cluster, job.batch, job.parallel))
+    if result.best is None:
+        raise advice.no_layout_fits(result)
+    return result.best
+
+
+def _training(job: Job, start: ScriptStart) -> tuple[list[str], list[str]]:
+    """Flags of training, data and output that are given: those that the script takes, and the others."""
+    known = known_flags()
+    passed, kept = list[str](), list[str]()
+    for group in (job.training, job.data, job.output):
+        words = arguments(group)
+        taken = False
+        for word in words:
+            if word.startswith("--"):
+                taken = start.training_flags and word in known and known[word].framework == "megatron"
+            (passed if taken else kept).append(word)
+    return passed, kept

@@ -1,0 +1,51 @@
+"""Low-rank adapters: frozen linear layers, and what is added to them. Shapes: see `runtime.model`."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from costmodels import ModelSpec
+from costmodels.layers.adapters import adapted_layers
+from costmodels.spec.model import MlpKind
+
+DOWN, UP = "lora_a", "lora_b"
+"""Names of an adapter's matrices, [R, I] and [O, R]."""
+
+
+class AdaptedLinear(nn.Linear):
+    """A frozen linear layer and a low-rank adapter: [.., I] -> [.., O] (arXiv:2106.09685, section 4.1)."""
+
+    def __init__(self, linear: nn.Linear, rank: int, scale: float) -> None:
+        super().__init__(linear.in_features, linear.out_features, bias=linear.bias is not None)
+        self.lora_a = nn.Parameter(torch.empty(rank, linear.in_features))
+        self.lora_b = nn.Parameter(torch.empty(linear.out_features, rank))
+        self.scale = scale
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.adapt(super().forward(x), x, self.lora_a, self.lora_b)
+
+    def adapt(self, result: Tensor, x: Tensor, lora_a: Tensor, lora_b: Tensor) -> Tensor:
+        """`result`, what the frozen layer makes of `x`, and what the adapter makes of it."""
+        return result + F.linear(F.linear(x, lora_a), lora_b) * self.scale
+
+
+def add_adapters(block: nn.Module, spec: ModelSpec, mlp: MlpKind) -> None:
+    """Put adapters into a block; all else is frozen."""
+    block.requires_grad_(False)
+    assert spec.lora is not None
+    for layer in adapted_layers(spec, mlp):
+        place, _, name = layer.module.rpartition(".")
+        parent = block.get_submodule(place)
+        linear = getattr(parent, name)
+        adapted = AdaptedLinear(linear, spec.lora.rank, spec.lora.scale)
+        adapted.requires_grad_(False)
+        for one in (DOWN, UP):
+            getattr(adapted, one).requires_grad_(True)
+        setattr(parent, name, adapted)
+
+
+def is_adapter(name: str) -> bool:
+    """Whether a parameter of this name is one of an adapter."""
+    return name.endswith((DOWN, UP))

@@ -1,0 +1,301 @@
+"""Fused kernels of attention called by their names, for attention whose backward is not PyTorch's own.
+
+A layer may see a window of the tokens before it only, and its heads may have sinks: a score of their own that
+takes part in the softmax and adds nothing (StreamingLLM, arXiv:2309.17453, as gpt-oss learns it). Shapes: see
+`runtime.model`.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from runtime.model.attention_kernels import pad_heads, repeat_heads, takes_flash
+
+LSE_MULTIPLE = 32
+"""The memory-efficient kernel pads log-sum-exps to a multiple of this many tokens."""
+
+
+class Reach(NamedTuple):
+    """What the tokens of a layer see besides themselves: all before them where both are 0."""
+
+    window: int = 0
+    """So many tokens, the own one included."""
+    chunk: int = 0
+    """Those before it in its own chunk of so many."""
+
+    def binds(self, keys: int) -> bool:
+        """Whether tokens of a sequence of `keys` do not see all before them."""
+        return 0 < max(self.window, self.chunk) < keys
+
+    def mask(self, queries_T: Tensor, keys: int, dtype: torch.dtype) -> Tensor:
+        """The mask [T, P] that is added to the scores of queries at these positions: 0, or -inf to hide."""
+        keys_P, at_T1 = torch.arange(keys, device=queries_T.device), queries_T.unsqueeze(1)
+        hidden_TP = keys_P > at_T1
+        if self.window:
+            hidden_TP |= keys_P <= at_T1 - self.window
+        if self.chunk:
+            hidden_TP |= keys_P < at_T1 - at_T1 % self.chunk
+        return torch.zeros(hidden_TP.shape, dtype=dtype, device=queries_T.device).masked_fill_(
+            hidden_TP, -torch.inf
+        )
+
+
+EVERYTHING = Reach()
+
+
+def reaching_attention(
+    q_BNTH: Tensor,
+    k_BKPH: Tensor,
+    v_BKPH: Tensor,
+    reach: Reach,
+    sinks_N: Tensor | None = None,
+    mask: Tensor | None = None,
+) -> Tensor:
+    """Causal attention of the last tokens of a sequence within their reach, and with sinks.
+
+    Args:
+        q_BNTH: [B, N, T, H], the last T tokens of those of `k_BKPH`.
+        k_BKPH: [B, K, P, H], P at least T.
+        v_BKPH: the same shape.
+        reach: of the layer.
+        sinks_N: the score of each head's sink, where it has one.
+        mask: [B, 1, T, P], added to the scores: 0, or -inf to hide, at least what comes later.
+
+    Returns:
+        [B, N, T, H]. The flash kernel skips what a window hides; other devices and number formats get a mask.
+    """
+    tokens, keys = q_BNTH.shape[2], k_BKPH.shape[2]
+    if reach.chunk and reach.binds(keys) and tokens == keys and mask is None and sinks_N is None:
+        return _chunks_apart(q_BNTH, k_BKPH, v_BKPH, reach.chunk)
+    head = q_BNTH.shape[-1]
+    padded = pad_heads(q_BNTH, k_BKPH, v_BKPH) if q_BNTH.device.type == "cuda" else (q_BNTH, k_BKPH, v_BKPH)
+    result_BNTH: Tensor = _Reaching.apply(*padded, sinks_N, reach, mask, head**-0.5)  # type: ignore[no-untyped-call]
+    return result_BNTH.narrow(-1, 0, head)
+
+
+def _chunks_apart(q_BNSH: Tensor, k_BKSH: Tensor, v_BKSH: Tensor, chunk: int) -> Tensor:
+    """Causal attention within each chunk, which is a sequence of its own; zeros fill up the last one."""
+    batch, heads, seq, head = q_BNSH.shape
+    missing = -seq % chunk
+
+    def apart(x: Tensor) -> Tensor:
+        filled = F.pad(x, (0, 0, 0, missing)) if missing else x
+        # Token by token in memory, as projections make it.
+        parts = filled.transpose(1, 2).reshape(-1, chunk, x.shape[1], head)
+        return parts.transpose(1, 2)
+
+    q, k, v = apart(q_BNSH), apart(k_BKSH), apart(v_BKSH)
+    result = F.scaled_dot_product_attention(
+        q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1]
+    ).transpose(1, 2)
+    together: Tensor = result.reshape(batch, seq + missing, heads, head)[:, :seq].transpose(1, 2)
+    return together
+
+
+class _Reaching(torch.autograd.Function):
+    """A sink is one more column of scores whose value is zero: backward is that of the kernels, given the
+    log-sum-exp and the result of all columns."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q_BNTH: Tensor,
+        k_BKPH: Tensor,
+        v_BKPH: Tensor,
+        sinks_N: Tensor | None,
+        reach: Reach,
+        mask: Tensor | None,
+        scale: float,
+    ) -> Tensor:
+        window, bias = _window_or_mask(q_BNTH, k_BKPH, reach, mask)
+        causal = bias is None
+        out_BNTH, lse_BNT, *state = fused_forward(q_BNTH, k_BKPH, v_BKPH, causal, scale, bias, window)
+        if sinks_N is not None:
+            whole_BNT = torch.logaddexp(lse_BNT, sinks_N.float().unsqueeze(1))
+            out_BNTH = out_BNTH * torch.exp(lse_BNT - whole_BNT).unsqueeze(-1).to(out_BNTH.dtype)
+            lse_BNT = whole_BNT
+        # Token by token in memory, as the output matrix reads and keeps it.
+        result_BNTH: Tensor = out_BNTH.transpose(1, 2).contiguous().transpose(1, 2)
+        ctx.save_for_backward(q_BNTH, k_BKPH, v_BKPH, result_BNTH, lse_BNT, sinks_N, mask, *state)
+        ctx.reach, ctx.scale = reach, scale
+        return result_BNTH
+
+    @staticmethod
+    def backward(ctx: Any, grad_BNTH: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        q_BNTH, k_BKPH, v_BKPH, out_BNTH, lse_BNT, sinks_N, mask, *state = ctx.saved_tensors
+        window, bias = _window_or_mask(q_BNTH, k_BKPH, ctx.reach, mask)
+        to_q, to_k, to_v = fused_backward(
+            grad_out=grad_BNTH,
+            query=q_BNTH,
+            key=k_BKPH,
+            value=v_BKPH,
+            out=out_BNTH,
+            logsumexp=lse_BNT,
+            is_causal=bias is None,
+            scale=ctx.scale,
+            state=state,
+            mask=bias,
+            window=window,
+        )
+        to_sinks = None
+        if sinks_N is not None:
+            share_BNT = torch.exp(sinks_N.float().unsqueeze(1) - lse_BNT)
+            taken_BNT = (grad_BNTH * out_BNTH).sum(-1, dtype=torch.float32)
+            to_sinks = -(share_BNT * taken_BNT).sum((0, 2)).to(sinks_N.dtype)
+        return to_q, to_k.to(k_BKPH.dtype), to_v.to(v_BKPH.dtype), to_sinks, None, None, None
+
+
+def _window_or_mask(
+    q_BNTH: Tensor, k_BKPH: Tensor, reach: Reach, mask: Tensor | None
+) -> tuple[int, Tensor | None]:
+    """What a kernel is told: a window (0: none), or a mask, which is made anew in backward."""
+    tokens, keys = q_BNTH.shape[2], k_BKPH.shape[2]
+    binds, by_kernel = reach.binds(keys), takes_flash(q_BNTH) and mask is None
+    if by_kernel and not (binds and reach.chunk):
+        return reach.window * binds, None
+    if not binds and (mask is not None or tokens == keys):
+        return 0, mask
+    queries = torch.arange(keys - tokens, keys, device=q_BNTH.device)
+    own = reach.mask(queries, keys, q_BNTH.dtype)
+    return 0, own if mask is None else own + mask
+
+
+def fused_forward(
+    q_BNTH: Tensor,
+    k_BKPH: Tensor,
+    v_BKPH: Tensor,
+    is_causal: bool,
+    scale: float,
+    mask: Tensor | None = None,
+    window: int = 0,
+) -> tuple[Tensor, ...]:
+    """Attention: output, log-sum-exp [B, N, T], and what the kernel's backward asks for.
+
+    Args:
+        is_causal: hide later tokens; queries are the last ones where there are fewer, of which the flash
+            kernel alone knows.
+        mask: added to the scores instead, [T, P] or [B, 1, T, P]; never for the flash kernel.
+        window: tokens that each sees; 0 for all. For the flash kernel alone.
+    """
+    aten = torch.ops.aten
+    if window:
+        tokens, keys = q_BNTH.shape[2], k_BKPH.shape[2]
+        q_BTNH, k_BPKH, v_BPKH = (x.transpose(1, 2) for x in (q_BNTH, k_BKPH, v_BKPH))
+        out_BTNH, lse_BNT, *state = aten._flash_attention_forward(
+            q_BTNH,
+            k_BPKH,
+            v_BPKH,
+            None,
+            None,
+            tokens,
+            keys,
+            0.0,
+            True,
+            False,
+            scale=scale,
+            window_size_left=window - 1,
+            window_size_right=0,
+        )
+        return out_BTNH.transpose(1, 2), lse_BNT, *state[:2]
+    if mask is None and takes_flash(q_BNTH):
+        out_BNTH, lse_BNT, _, _, _, _, *state, _ = aten._scaled_dot_product_flash_attention(
+            q_BNTH, k_BKPH, v_BKPH, 0.0, is_causal, scale=scale
+        )
+        return out_BNTH, lse_BNT, *state
+    k_BKPH, v_BKPH = repeat_heads(k_BKPH, q_BNTH.shape[1]), repeat_heads(v_BKPH, q_BNTH.shape[1])
+    if q_BNTH.device.type == "cpu":
+        out_BNTH, lse_BNT = aten._scaled_dot_product_flash_attention_for_cpu(
+            q_BNTH, k_BKPH, v_BKPH, 0.0, is_causal, scale=scale, attn_mask=mask
+        )
+        return out_BNTH, lse_BNT
+    bias = _expanded(mask, q_BNTH, k_BKPH)
+    out_BNTH, lse_BNT, *state = aten._scaled_dot_product_efficient_attention(
+        q_BNTH, k_BKPH, v_BKPH, bias, True, 0.0, is_causal, scale=scale
+    )
+    return out_BNTH, lse_BNT.narrow(2, 0, q_BNTH.shape[2]), *state
+
+
+def fused_backward(
+    *,
+    grad_out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    logsumexp: Tensor,
+    is_causal: bool,
+    scale: float,
+    state: list[Tensor],
+    mask: Tensor | None = None,
+    window: int = 0,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of q, k and v, given the output and log-sum-exp of all that shares the softmax."""
+    aten = torch.ops.aten
+    tokens, heads, kv_heads = query.shape[2], query.shape[1], key.shape[1]
+    if window:
+        q, k, v = aten._flash_attention_backward(
+            *(x.transpose(1, 2) for x in (grad_out, query, key, value, out)),
+            logsumexp,
+            None,
+            None,
+            tokens,
+            key.shape[2],
+            0.0,
+            True,
+            *state,
+            scale=scale,
+            window_size_left=window - 1,
+            window_size_right=0,
+        )
+        return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+    if mask is None and takes_flash(query):
+        q, k, v = aten._scaled_dot_product_flash_attention_backward(
+            grad_out,
+            query,
+            key,
+            value,
+            out,
+            logsumexp,
+            None,
+            None,
+            tokens,
+            key.shape[2],
+            0.0,
+            is_causal,
+            *state,
+            scale=scale,
+        )
+        return q, k, v
+    key, value = repeat_heads(key, heads), repeat_heads(value, heads)
+    if query.device.type == "cpu":
+        q, k, v = aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            grad_out, query, key, value, out, logsumexp, 0.0, is_causal, scale=scale, attn_mask=mask
+        )
+    else:
+        padded = F.pad(logsumexp, (0, -tokens % LSE_MULTIPLE), value=torch.inf)
+        q, k, v, _ = aten._scaled_dot_product_efficient_attention_backward(
+            grad_out,
+            query,
+            key,
+            value,
+            _expanded(mask, query, key),
+            out,
+            padded,
+            *state,
+            0.0,
+            [True, True, True, False],
+            is_causal,
+            scale=scale,
+        )
+    groups = (key.shape[0], kv_heads, heads // kv_heads, *key.shape[2:])
+    k, v = (x.reshape(groups).sum(2, dtype=torch.float32) for x in (k, v))
+    return q, k, v
+
+
+def _expanded(mask: Tensor | None, q_BNTH: Tensor, k_BNPH: Tensor) -> Tensor | None:
+    """A mask for each head, without memory of its own."""
+    return None if mask is None else mask.expand(*q_BNTH.shape[:3], k_BNPH.shape[2])

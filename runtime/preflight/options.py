@@ -1,0 +1,41 @@
+"""Flags of the look at the ranks of a job before it trains."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from costmodels.errors import InputError
+from costmodels.spelling import nearest
+from planner.options.flags import flag
+
+LEVELS = ("off", "report", "measure")
+
+
+@dataclass(frozen=True)
+class PreflightOptions:
+    """How the ranks of a job are looked at before it trains."""
+
+    SECTIONS: ClassVar[dict[str, str]] = {"preflight": "Faults"}
+
+    preflight: str = flag(
+        "report",
+        "Before training: report compares devices, memory, software and flags of all ranks; measure also "
+        "times a product on each, and collectives of their groups; off.",
+        metavar="|".join(LEVELS),
+    )
+    replan: bool = flag(
+        False, "Plan with the links that --preflight measure has measured, where the ranks plan themselves."
+    )
+
+    def check(self, plan: str | None) -> None:
+        """Raise `InputError` for values that make no sense, and beside a plan that was made before."""
+        if self.preflight not in LEVELS:
+            near = nearest(self.preflight, LEVELS) or f"expected {', '.join(LEVELS)}"
+            raise InputError(f"--preflight {self.preflight}: {near}")
+        if self.replan and self.preflight != "measure":
+            raise InputError("--replan needs --preflight measure, which measures what is planned with")
+        if self.replan and plan is not None:
+            raise InputError(
+                f"--replan plans on the ranks themselves, and --plan {plan} is a plan; give either"
+            )

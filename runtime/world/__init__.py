@@ -1,0 +1,1 @@
+"""Who else trains: what launchers and schedulers say of the processes that were started for one job."""

@@ -1,0 +1,149 @@
+"""Which job this process belongs to, by the variables of whoever started it.
+
+Of several tasks that know of each other each is a rank; several that do not would each take themselves for
+the
+whole job, train alone, and write where the others write.
+"""
+
+from __future__ import annotations
+
+import uuid
+
+from costmodels.errors import InputError
+from runtime.world.interface import interface_towards
+from runtime.world.mpi import check_lonely, mpi_task
+from runtime.world.pods import pod_task
+from runtime.world.slurm import slurm_task
+from runtime.world.task import LOOPBACK, Environment, Task, number
+
+RANK_VARIABLES = ("RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "SLURM_PROCID")
+"""Variables with the number of a process among those of a job; the first that is set counts."""
+
+START_ON_EVERY_NODE = (
+    "start one task on each node: planner launch, or torchrun --nnodes ... -m runtime.pretrain"
+)
+
+
+def task_of(environment: Environment) -> Task | None:
+    """The task of a scheduler, or the pod, that this process is; None where it is the only one.
+
+    Raises `InputError` where variables contradict each other.
+    """
+    # From the innermost launcher outwards: mpirun runs in a job of Slurm, and that may run in pods.
+    task = mpi_task(environment) or slurm_task(environment)
+    if task is None:
+        check_lonely(environment)
+        task = pod_task(environment)
+    return task
+
+
+def node_of(environment: Environment) -> Task | None:
+    """The task that is to start all ranks of its node, of several; None where this node is the only one.
+
+    Raises `InputError` in what is a rank already, beside other tasks on the same node, and where variables
+    contradict each other.
+    """
+    if "LOCAL_RANK" in environment and (number(environment, "WORLD_SIZE") or 0) > 1:
+        raise InputError(
+            f"WORLD_SIZE={environment['WORLD_SIZE']}, LOCAL_RANK={environment['LOCAL_RANK']}: this is one of "
+            "several ranks, and planner launch starts all ranks of a node itself; run one on each node, or "
+            "start "
+            "torchrun on every node with -m runtime.pretrain"
+        )
+    task = task_of(environment)
+    if task is not None and task.local_count > 1:
+        raise InputError(
+            f"{task.source}: the scheduler has started this {task.local_count} times on this node, and "
+            f"planner "
+            "launch starts all ranks of a node itself; run one on each node (srun --ntasks-per-node=1, "
+            "mpirun "
+            "--map-by ppr:1:node), or start -m runtime.pretrain as every rank"
+        )
+    return task
+
+
+def rank_variables(environment: Environment) -> dict[str, str]:
+    """Variables by which this process joins the others as torchrun's ranks do, where it is not one of these.
+
+    Raises `InputError` where several processes do not know of each other, or contradict themselves.
+    """
+    if "RANK" in environment and "MASTER_ADDR" in environment and _is_joined(environment):
+        return {}
+    task = task_of(environment)
+    if task is None:
+        return {}
+    if "TORCHELASTIC_RUN_ID" in environment:
+        raise InputError(
+            f"{task.source}: the scheduler has started this {task.count} times, and each torchrun would "
+            f"train alone "
+            "and write the same files; give each --nnodes and --rdzv-endpoint, or start planner launch "
+            "instead"
+        )
+    if task.local_count == 1 and (task.devices or 1) > 1:
+        raise InputError(
+            f"{task.source}: one task on a node of {task.devices} devices, which would train on the first "
+            f"alone; " + START_ON_EVERY_NODE
+        )
+    address, port = task.endpoint()
+    variables = {
+        "RANK": str(task.number),
+        "LOCAL_RANK": str(task.local_number),
+        "WORLD_SIZE": str(task.count),
+        "LOCAL_WORLD_SIZE": str(task.local_count),
+        "MASTER_ADDR": address,
+        "MASTER_PORT": str(port),
+    }
+    return {**variables, **network_variables(environment, address)}
+
+
+def network_variables(environment: Environment, address: str) -> dict[str, str]:
+    """The interface by which `address` is reached, for gloo, which else takes that of the host's name."""
+    if "GLOO_SOCKET_IFNAME" in environment or address in (LOOPBACK, "localhost"):
+        return {}
+    name = interface_towards(address)
+    return {} if name is None else {"GLOO_SOCKET_IFNAME": name}
+
+
+def _is_joined(environment: Environment) -> bool:
+    """Whether the ranks that torchrun or a user's own variables tell of are the whole job.
+
+    Several torchruns that found each other are one job; one that found none may have lost the others, but
+    only
+    if it was to look for them.
+    """
+    _check_ranks(environment)
+    ranks, agents = (number(environment, name) or 0 for name in ("WORLD_SIZE", "GROUP_WORLD_SIZE"))
+    if "LOCAL_RANK" not in environment and not agents:
+        return False  # As one pod of several, say.
+    return agents > 1 or (ranks > 1 and not agents) or _looked_for_others(environment)
+
+
+def _check_ranks(environment: Environment) -> None:
+    """Raise `InputError` where torchrun's variables contradict each other."""
+    values = {}
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        if environment.get(name) and not environment[name].isdecimal():
+            raise InputError(f"{name}={environment[name]}: must be a whole number, as torchrun sets it")
+        values[name] = number(environment, name)
+    for name, of in (
+        ("RANK", "WORLD_SIZE"),
+        ("LOCAL_RANK", "LOCAL_WORLD_SIZE"),
+        ("LOCAL_WORLD_SIZE", "WORLD_SIZE"),
+    ):
+        value, size = values[name], values[of]
+        if value is None or size is None:
+            continue
+        if value > size or (value == size and name != "LOCAL_WORLD_SIZE"):
+            raise InputError(f"{name}={value} with {of}={size}: must be below it, as torchrun sets it")
+
+
+def _looked_for_others(environment: Environment) -> bool:
+    """Whether the torchrun of this rank was to meet others, though it found none, or no longer does.
+
+    It has the id of a job then, which people choose; torchrun's own are "none", and random with --standalone.
+    """
+    name = environment.get("TORCHELASTIC_RUN_ID", "none")
+    try:
+        return uuid.UUID(name).version != 4
+    except ValueError:
+        return name not in ("", "none")
