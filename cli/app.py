@@ -9,7 +9,9 @@ from typing import Annotated
 
 import typer
 
-from planner.options.command import HELP, add
+from cli.help_examples import EXAMPLES
+from planner.formats.pasted import PastedCommand, PlanningCommand
+from planner.options.command import HELP, Command, add
 from planner.options.flags import for_words
 from planner.version import version
 
@@ -40,6 +42,15 @@ def _to_complete() -> list[str] | None:
     return typed.split()[1:]
 
 
+KINDS: dict[str, type[Command]] = {
+    "suggest": PlanningCommand,
+    "explain": PlanningCommand,
+    "dryrun": PlanningCommand,
+    "launch": PastedCommand,
+}
+"""Commands that take pasted training commands."""
+
+
 def make_app(commands: Mapping[str, str], words: Sequence[str]) -> typer.Typer:
     """The command line for `words`: where the first names a command, only that one is imported.
 
@@ -68,5 +79,6 @@ def make_app(commands: Mapping[str, str], words: Sequence[str]) -> typer.Typer:
         if hasattr(module, "app"):
             app.add_typer(module.app, name=name)
         else:
-            add(app, for_words(getattr(module, name), words), name)
+            function = for_words(getattr(module, name.replace("-", "_")), words)
+            add(app, function, name, KINDS.get(name, Command), EXAMPLES.get(name, ()))
     return app

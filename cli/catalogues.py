@@ -118,7 +118,7 @@ def _device_row(device: Device) -> list[str]:
         device.vendor,
         f"{device.peak_flops[precision] / 1e12:.4g} {precision}",
         f"{device.memory_bytes / GIB:.1f}",
-        *(f"{rate / 1e9:.4g}" for rate in (device.memory_bandwidth, device.intra_node.bandwidth)),
+        *(f"{rate / 1e9:.5g}" for rate in (device.memory_bandwidth, device.intra_node.bandwidth)),
         f"{device.inter_node.bandwidth / 1e9:.4g}",
         str(device.devices_per_node),
         str(device.island or device.devices_per_node),

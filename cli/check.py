@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, cast
 
 from cli.tables import console
+from cli.waiting import waiting
+from costmodels.catalogue import model_names
 from costmodels.spec.record import GIB, in_seconds
 from planner.formats.check import Check, CheckKeywords, FlagChange, as_json
 from planner.formats.check import check as checked
@@ -23,14 +25,20 @@ class CheckOptions:
     SECTIONS: ClassVar[dict[str, str]] = {"define": "Files", "json": "Output"}
 
     files: list[str] = argument(
-        "A script or a list of arguments of Megatron-LM, MindSpeed or PAI's llmacc; beside it a "
-        "config.json or YAML file of its model. Nothing in them is run.",
+        "A script of Megatron-LM, MindSpeed, PAI's llmacc or Hugging Face's trainer, a configuration of "
+        "MindFormers, torchtitan, nanotron, NeMo, Megatron-Bridge, accelerate or DeepSpeed, or a page with "
+        "one; beside it a "
+        "config.json or YAML file of the model. Nothing in them is run.",
         "FILE...",
     )
     define: list[str] = flag(
         [],
-        "A variable that the script gets from outside, such as NNODES=4; repeatable.",
+        "A variable that a script gets from outside, such as NNODES=4, or a key in place of a file's, as "
+        "in num_layers=32; repeatable.",
         metavar="NAME=VALUE",
+    )
+    model: str | None = flag(
+        None, "Catalogue name or file of the model, where no file says it.", values=model_names
     )
     engine: str | None = flag(None, "Price another software than the one that the files are for.")
     json: bool = flag(False, "Print one JSON object instead of text.")
@@ -49,17 +57,20 @@ def check(options: CheckOptions, cluster: ClusterOptions) -> None:
         "local_world_size": cluster.local_world_size,
         "device": cluster.device,
         "memory_margin_gib": cluster.memory_margin_gib,
+        "model": options.model,
         "engine": options.engine,
         "define": options.define,
         **cluster.network(),
     }
-    answer = checked(options.files, **cast(CheckKeywords, given))
+    with waiting("checking"):
+        answer = checked(options.files, **cast(CheckKeywords, given))
+    if options.save is not None and answer.best is not None:
+        # Before anything is printed: a reader of that may go away.
+        answer.best.save(options.save)
     if options.json:
         print(json.dumps(as_json(answer), indent=2))
     else:
         print_check(answer)
-    if options.save is not None and answer.best is not None:
-        answer.best.save(options.save)
     raise SystemExit(exit_code(answer))
 
 
@@ -74,7 +85,7 @@ def print_check(answer: Check) -> None:
     """Everything, for people."""
     screen = console()
     for line in check_lines(answer):
-        screen.print(line, markup=False, soft_wrap=True)
+        screen.print(line, markup=False, emoji=False, soft_wrap=True)
 
 
 def check_lines(answer: Check) -> Iterator[str]:

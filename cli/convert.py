@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 
+from cli.waiting import waiting
 from costmodels.errors import InputError
 from planner.options.flags import flag, flag_groups
 
@@ -28,6 +29,9 @@ class ConvertOptions:
     ckpt_step: int | None = flag(None, "Iteration of the checkpoint; the newest when not given.")
     dtype: str | None = flag(None, "fp32, bf16 or fp16; every tensor keeps its number format when not given.")
     max_shard_size: str | None = flag(None, "Largest safetensors file, such as 5GB (the default) or 500MB.")
+    merge_lora: bool = flag(
+        False, "Add adapters to their model; without it they become a folder of Hugging Face's peft."
+    )
     seq_length: int | None = flag(
         None, "Tokens of a training sample that the checkpoint of a Hugging Face model states."
     )
@@ -45,19 +49,22 @@ def convert(options: ConvertOptions) -> None:
             raise InputError(f"--{name}: none given: name a folder")
     # Imported here so that wrong flags need not wait for PyTorch.
     from runtime import convert as conversion
-    from runtime.huggingface.stored_model import is_hugging_face
+    from runtime.huggingface.stored_model import has_adapters, is_hugging_face
 
     start = time.perf_counter()
     if is_hugging_face(options.input):
-        for flag_name in ("ckpt_step", "max_shard_size"):
-            if getattr(options, flag_name) is not None:
+        for flag_name in ("ckpt_step", "max_shard_size", "merge_lora"):
+            given = getattr(options, flag_name)
+            if given not in (None, False):
+                value = "" if given is True else f" {given}"
                 raise InputError(
-                    f"--{flag_name.replace('_', '-')} {getattr(options, flag_name)}: of no use here, as "
+                    f"--{flag_name.replace('_', '-')}{value}: of no use here, as "
                     f"--input {options.input} is a Hugging Face model; leave it out"
                 )
-        done = conversion.from_hugging_face(
-            options.input, options.output, dtype=options.dtype, seq=options.seq_length
-        )
+        with waiting("converting"):
+            done = conversion.from_hugging_face(
+                options.input, options.output, dtype=options.dtype, seq=options.seq_length
+            )
         kind = "checkpoint"
     else:
         if options.seq_length is not None:
@@ -66,10 +73,21 @@ def convert(options: ConvertOptions) -> None:
                 "Hugging Face model; leave it out"
             )
         size = options.max_shard_size or conversion.MAX_SHARD_SIZE
-        done = conversion.to_hugging_face(
-            options.input, options.output, options.ckpt_step, options.dtype, size
-        )
-        kind = "Hugging Face model"
+        if has_adapters(options.input, options.ckpt_step) and not options.merge_lora:
+            if options.max_shard_size is not None:
+                raise InputError(
+                    f"--max-shard-size {options.max_shard_size}: of no use here, as adapters are one file; "
+                    "add --merge-lora, or leave it out"
+                )
+            with waiting("converting"):
+                done = conversion.to_peft(options.input, options.output, options.ckpt_step, options.dtype)
+            kind = "adapters for peft"
+        else:
+            with waiting("converting"):
+                done = conversion.to_hugging_face(
+                    options.input, options.output, options.ckpt_step, options.dtype, size
+                )
+            kind = "Hugging Face model"
     seconds = time.perf_counter() - start
     if done.left_out:
         more = len(done.left_out) - MOST_NAMES

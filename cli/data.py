@@ -66,6 +66,9 @@ class Source:
         "--json-key",
         metavar="KEY...",
     )
+    prompt_key: str | None = flag(
+        None, "Key of a text that stands before that of --json-keys and is not predicted.", metavar="KEY"
+    )
     format: str | None = flag(
         None,
         "jsonl, json (an array), wiki (WikiExtractor's <doc ...>) or text (one document a file); found out "
@@ -145,6 +148,7 @@ def prepare(source: Source, encoding: Encoding, output: Output) -> None:
             output.chunk_size,
             source.format,
             show,
+            source.prompt_key,
         )
     others = "" if len(set(keys)) == 1 else f" and those of {', '.join(dict.fromkeys(keys[1:]))}"
     print(

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from cli.flag_notes import planning_flag_notes
 from cli.tables import console, table
 from cli.training_flags import training_flags
+from cli.waiting import waiting
 from costmodels.errors import NoLayoutFits
 from planner.explanation.comparison import Comparison
 from planner.explanation.explanation import Explanation, explain_plan
@@ -25,6 +26,7 @@ from planner.explanation.text import (
     neighbour_line,
     verdict_lines,
 )
+from planner.inputs.pins import pin_words
 from planner.objective import METRICS, metric
 from planner.options.batch import BatchOptions
 from planner.options.cluster import ClusterOptions
@@ -53,9 +55,13 @@ class Questions:
         "Why not this layout? Some of its degrees, such as tp=16,pp=2, or all as they are printed; others "
         "are chosen as is best for it. Repeatable.",
         metavar="DEGREES",
+        values=pin_words,
     )
     against: list[str] = flag(
-        [], "Compare the best plan with this layout too, term by term; repeatable.", metavar="DEGREES"
+        [],
+        "Compare the best plan with this layout too, term by term; repeatable.",
+        metavar="DEGREES",
+        values=pin_words,
     )
     no_what_if: bool = flag(
         False, "Do not search again with one change of the job, which takes as long as six searches."
@@ -86,23 +92,25 @@ def explain(
     """
     if questions.plan is not None:
         check_alone(model, cluster, batch, parallel)
-        found = explain_plan(
-            Plan.load(questions.plan),
-            layout=questions.layout,
-            against=questions.against,
-            what_if=not questions.no_what_if,
-        )
+        with waiting("explaining"):
+            found = explain_plan(
+                Plan.load(questions.plan),
+                layout=questions.layout,
+                against=questions.against,
+                what_if=not questions.no_what_if,
+            )
         assumed: list[str] = []
     else:
         spec = model.spec()
-        found = explained(
-            spec,
-            layout=questions.layout,
-            against=questions.against,
-            what_if=not questions.no_what_if,
-            world_size=cluster.required_world_size(),
-            **search_keywords(spec, cluster, reachable_batch(batch, unused), parallel, job_rules(unused)),
-        )
+        with waiting("explaining"):
+            found = explained(
+                spec,
+                layout=questions.layout,
+                against=questions.against,
+                what_if=not questions.no_what_if,
+                world_size=cluster.required_world_size(),
+                **search_keywords(spec, cluster, reachable_batch(batch, unused), parallel, job_rules(unused)),
+            )
         assumed = [
             *model.notes(),
             *cluster.notes(),
@@ -122,18 +130,19 @@ def explain(
 
 def print_explanation(found: Explanation, assumed: list[str]) -> None:
     """Everything, for people."""
-    from cli.report import header_lines, tie_lines  # Rich is loaded only to draw.
+    from cli.summary import header_lines, tie_line  # Rich is loaded only to draw.
 
     screen, result = console(), found.result
-    for line in header_lines(result, assumed):
-        screen.print(line)
+    for line in (*header_lines(result), *(f"assumed: {note}" for note in assumed)):
+        screen.print(line, markup=False)
     best, objective = result.best, result.problem.objective
     shown = best or result.closest()[0]
     screen.print(f"\n[bold]{'best' if best else 'closest'}[/bold]: {shown.layout.describe()}")
     if best is not None:
         screen.print(cost_line(best))
-    for line in tie_lines(*distinct_plans(result, SHOWN)):
-        screen.print(line)
+    ties = tie_line(*distinct_plans(result, SHOWN))
+    if ties is not None:
+        screen.print(ties)
     for comparison in found.comparisons:
         _print_comparison(screen, comparison)
     for verdict in found.verdicts:

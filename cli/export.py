@@ -14,12 +14,20 @@ from planner.formats.targets import export as exported
 
 def export(
     plan: Annotated[str, typer.Argument(metavar="PLAN", help="Plan file that --save wrote.")],
-    to: Annotated[str, typer.Option("--to", metavar="NAME", help=f"Software: {', '.join(TARGETS)}.")],
+    to: Annotated[
+        str,
+        typer.Option(
+            "--to",
+            metavar="NAME",
+            help=f"Software: {', '.join(TARGETS)}.",
+            autocompletion=lambda incomplete: [name for name in TARGETS if name.startswith(incomplete)],
+        ),
+    ],
     out: Annotated[
         str | None, typer.Option("--out", metavar="FILE", help="Write it here, not to standard output.")
     ] = None,
 ) -> None:
-    """Write a plan as flags of Megatron-LM or MindSpeed, or as DeepSpeed's JSON.
+    """Write a plan as the flags or the configuration file of other software.
 
     What the software has no words for is named on standard error.
     """
@@ -31,3 +39,5 @@ def export(
         print(f"planner: saved {out}", file=sys.stderr)
     for part in found.inexpressible:
         print(f"planner: not expressible in {to}: {part}", file=sys.stderr)
+    for note in found.notes:
+        print(f"planner: note: {note}", file=sys.stderr)

@@ -9,14 +9,15 @@ from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 
-from cli.tables import table, table_text
+from cli.tables import fitted
 from costmodels.errors import InputError
 from costmodels.spec.record import GIB, in_seconds
 from planner.plan import Plan
+from runtime.job.comparison import comparison, gib_range, peak_name, seconds_range
+from runtime.job.going_on import continuation
 from runtime.job.job import Job
-from runtime.launch.measurement import Measurement, measurement
-from runtime.launch.prediction import Prediction, predicted_peak, predicted_step
-from runtime.launch.restarts import continuation
+from runtime.job.measurement import measurement
+from runtime.job.prediction import predicted_peak, predicted_step
 from runtime.launch.supervisor import Outcome
 from runtime.logs.console import say
 
@@ -35,11 +36,7 @@ class JobEnd:
 
     def print(self, outcome: Outcome) -> None:
         """Say how the job ended, and how to go on; nothing that goes wrong here changes its exit code."""
-        if outcome.message:
-            say(f"planner: error: {outcome.message}", sys.stderr)
-        elif outcome.stopped_by is not None:
-            how = f"{outcome.stopped_by.name}: all ranks have ended, their output is in {self.log_dir}"
-            say(f"planner: stopped by {how}", sys.stderr)
+        print_outcome(outcome, self.log_dir)
         try:
             for line in self.lines():
                 say(line)
@@ -51,7 +48,7 @@ class JobEnd:
         yield from self.checkpoint_lines()
         figures = measurement(self.log_dir, self.start)
         if figures is not None:
-            yield from comparison(self.plan, figures)
+            yield from map(fitted, comparison(self.plan, figures))
 
     def checkpoint_lines(self) -> Iterator[str]:
         """The last checkpoint and how to go on."""
@@ -83,66 +80,22 @@ class JobEnd:
         return shlex.join(["planner", "launch", *job.arguments()])
 
 
+def print_outcome(outcome: Outcome, log_dir: Path) -> None:
+    """Say on standard error why a job ended before its time, where it did."""
+    if outcome.message:
+        say(f"planner: error: {outcome.message}", sys.stderr)
+    elif outcome.stopped_by is not None:
+        how = f"{outcome.stopped_by.name}: all ranks have ended, their output is in {log_dir}"
+        say(f"planner: stopped by {how}", sys.stderr)
+
+
 def prediction_lines(plan: Plan, iterations: int) -> Iterator[str]:
     """What the plan promises of a run of so many iterations."""
     step, peak, estimate = predicted_step(plan), predicted_peak(plan), plan.estimate
     run = timedelta(seconds=round(step.value * iterations))
-    yield f"predicted: {in_seconds(step.value)} a step ({_seconds(step)}), {run} for {iterations} iterations"
+    one = f"{in_seconds(step.value)} a step ({seconds_range(step)})"
+    yield f"predicted: {one}, {run} for {iterations} iterations"
     yield (
-        f"predicted: {_peak_name(plan)} {peak.value / GIB:.3g} GiB ({_gib(peak)}); a rank takes "
+        f"predicted: {peak_name(plan)} {peak.value / GIB:.3g} GiB ({gib_range(peak)}); a rank takes "
         f"{estimate.peak_memory_bytes / GIB:.2f} of {plan.cluster.memory_bytes / GIB:.1f} GiB"
     )
-
-
-def comparison(plan: Plan, figures: Measurement) -> Iterator[str]:
-    """A table of predicted and measured figures, and what to make of those out of their range."""
-    step, peak = predicted_step(plan), predicted_peak(plan)
-    rows = [
-        _row("step time (s)", step.value, figures.step_time_s),
-        _row(f"{_peak_name(plan)} (GiB)", peak.value / GIB, figures.peak_memory_bytes / GIB),
-    ]
-    yield table_text(table(["", "predicted", "measured", "predicted / measured"], rows, left=("",)))
-    if step.holds(figures.step_time_s):
-        yield f"the step is in the predicted range, {_seconds(step)}"
-    else:
-        slower = figures.step_time_s > step.high
-        yield (
-            f"the step is {'slower' if slower else 'faster'} than the predicted range, {_seconds(step)}: "
-            + _cause(plan, slower)
-        )
-    if peak.holds(figures.peak_memory_bytes):
-        yield f"the peak is in the predicted range, {_gib(peak)}"
-    else:
-        larger = figures.peak_memory_bytes > peak.value
-        yield f"the peak is {'above' if larger else 'below'} the predicted range, {_gib(peak)}: " + (
-            "give --memory-margin-gib that much more before a plan that fills its devices"
-            if larger
-            else "ranks of one CPU share what they import, which the plan counts for each"
-            if plan.cluster.device.kind == "cpu"
-            else "the plan has room that it does not count on"
-        )
-
-
-def _peak_name(plan: Plan) -> str:
-    """What of a rank's peak is measured."""
-    return "peak memory" if plan.cluster.device.kind == "cpu" else "peak of tensors"
-
-
-def _seconds(range_s: Prediction) -> str:
-    return f"{in_seconds(range_s.low)} to {in_seconds(range_s.high)}"
-
-
-def _gib(range_bytes: Prediction) -> str:
-    return f"{range_bytes.low / GIB:.3g} to {range_bytes.high / GIB:.3g} GiB"
-
-
-def _cause(plan: Plan, slower: bool) -> str:
-    if plan.cluster.device.kind == "cpu":
-        return "CPUs are shared and vary; other plans are off alike"
-    if slower:
-        return "look for a slow rank (--straggler-factor), a busy device, or links below their rating"
-    return "give the links and the device as they are, so that plans rank right"
-
-
-def _row(name: str, predicted: float, seen: float) -> list[str]:
-    return [name, f"{predicted:.4g}", f"{seen:.4g}", f"{predicted / seen:.2f}"]

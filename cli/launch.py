@@ -2,31 +2,41 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import sys
 from collections.abc import Sequence
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 import typer
 
+from cli.differences import print_differences
 from cli.job_end import JobEnd, prediction_lines
+from cli.launch_nodes import launch_node
 from cli.progress import Display
 from cli.status import Status
 from cli.trials import best_plan
+from costmodels.errors import InputError
+from costmodels.files import write_whole
+from planner.inputs.device import is_cpu
 from planner.options.batch import BatchOptions
 from planner.options.cluster import ClusterOptions
 from planner.options.flags import flag_groups
 from planner.options.model import ModelOptions
 from planner.options.parallel import ParallelOptions
 from planner.plan import Plan
+from runtime.dryrun.missing_tapes import BackgroundRecording
 from runtime.faults.options import FaultOptions
 from runtime.job.continuation import PreviousRun, previous_run
 from runtime.job.job import Job
 from runtime.job.plan_check import check_plan_of_job
-from runtime.launch.local_plans import forks_ranks, local_plans
+from runtime.launch.local_plans import forks_ranks, local_configuration, local_plans
+from runtime.launch.nodes import nodes_of_job
 from runtime.launch.options import LaunchOptions, TrialOptions
+from runtime.launch.other_software import script_run
 from runtime.launch.preparation import (
     check_machine,
     log_dir_of,
@@ -36,12 +46,16 @@ from runtime.launch.preparation import (
 from runtime.launch.restarts import rank_arguments, run_with_restarts
 from runtime.launch.supervisor import JobStopped, Outcome
 from runtime.launch.torchrun import shell_line, torchrun_command
+from runtime.launch.tries import POOL, Tries
 from runtime.launch.warm_ranks import WarmRanks
 from runtime.logs.console import say
-from runtime.processes.scheduler import check_one_task
+from runtime.preflight.options import PreflightOptions
 from runtime.settings.options import DataOptions, OutputOptions, TrainingOptions
 from runtime.settings.plan_notes import expert_balance_notes, optimizer_notes
 from runtime.settings.preflight import check_host
+
+TRIES_FILE = "tries.json"
+"""What --try has measured, in the folder of the run."""
 
 
 @flag_groups(
@@ -53,59 +67,112 @@ from runtime.settings.preflight import check_host
     data=DataOptions,
     output=OutputOptions,
     faults=FaultOptions,
+    preflight=PreflightOptions,
     options=LaunchOptions,
     trial=TrialOptions,
 )
 def launch(options: LaunchOptions, trial: TrialOptions, **groups: Any) -> None:
     """Plan for this machine and train the winner on all its GPUs, or on its CPU."""
     job = Job(run=options, **groups)
-    _check_flags(job, options, trial)
+    nodes = nodes_of_job(options, os.environ)
+    _check_flags(job, options, trial, is_alone=nodes is None)
+    if options.script is not None:
+        raise typer.Exit(_run_script(job, options))
+    if nodes is not None and options.config:
+        raise InputError(
+            "--config trains on one machine; save its plan with planner check --save, and give that"
+        )
+    if nodes is not None:
+        leave(launch_node(job, options, trial, nodes))
+        return
     with WarmRanks() as warm, Status() as status:
         if not options.dry_run:
             status.tell("planning")
         previous = previous_run(job.output)
-        plans = _plans(job, previous, trial, None if options.dry_run else warm)
+        ready = None if options.dry_run else warm
+        if options.config:
+            configured = local_configuration(job, options, ready)
+            job, plans = configured.job, [configured.plan]
+            status.clear()
+            print_differences(configured)
+        else:
+            plans = _plans(job, previous, trial, ready)
         plan = plans[0]
         logged = job.with_log_dir(log_dir_of(job, plan))
         check_plan_of_job(plan, logged, plan.layout.world_size)
         if options.dry_run:
-            _print_command(plan, logged)
+            if not options.config:
+                _print_command(plan, logged)
             return
         check_machine(plan, job)
         status.tell("preparing the data")
         # Last, so that a job which is refused leaves no folder of a run behind.
         prepare_data(plan, job)
         forked = warm if forks_ranks(plan) else None
+        tries = None
         if trial.plans_to_try is not None:
             status.clear()
-            plan = _best(plans, trial, job, forked)
+            tries = _tries(plans, trial, job, forked)
+            plan = tries.best.plan
         log_dir = make_log_dir(log_dir_of(logged, plan), is_new=job.output.log_dir is None)
         plan.save(log_dir / "plan.json")
+        if tries is not None:
+            write_whole("trials", log_dir / TRIES_FILE, json.dumps(tries.as_json(), indent=2) + "\n")
         start = 0 if previous is None else previous.iteration
         _announce(status, plan, job, log_dir, start)
         job = job.with_plan(log_dir / "plan.json")
         outcome = _train(plan, job.with_log_dir(log_dir), options.max_restarts, status, forked)
         status.clear()
         JobEnd(plan, job, log_dir, start).print(outcome)
-    if outcome.stopped_by is signal.SIGINT or outcome.exit_code:
+    leave(outcome)
+
+
+def _run_script(job: Job, options: LaunchOptions) -> int:
+    """Run a script of other software with a plan; its exit code."""
+    folder = Path(
+        job.output.log_dir or f"runs/{datetime.now():%Y%m%d-%H%M%S}-{Path(str(options.script)).stem}"
+    )
+    run = script_run(job, options, folder)
+    for note in run.notes:
+        print(f"planner: {note}", file=sys.stderr)
+    if options.dry_run:
+        print(run.line())
+        return 0
+    print(f"layout: {run.plan.layout.describe()}", flush=True)
+    return run.run()
+
+
+def leave(outcome: Outcome | None) -> None:
+    """Leave with the exit code of a job; None where none was run.
+
+    A job that has saved on SIGTERM, or because its terminal was closed, did what it was asked to: 0.
+    """
+    if outcome is not None and (outcome.exit_code or outcome.stopped_by is signal.SIGINT):
         raise typer.Exit(outcome.exit_code or 128 + signal.SIGINT)
 
 
-def _check_flags(job: Job, options: LaunchOptions, trial: TrialOptions) -> None:
+def _check_flags(job: Job, options: LaunchOptions, trial: TrialOptions, is_alone: bool) -> None:
     """Raise `InputError` for what needs no plan to be refused."""
     job.training.check()
     job.output.check()
     options.check(job.output)
     trial.check(options.plan, options.dry_run)
-    if not options.dry_run:
-        check_one_task(os.environ)
-        if job.cluster.device == "cpu" and job.cluster.world_size is not None:
-            check_host(job.cluster.world_size, f"--world-size {job.cluster.world_size}")
+    job.preflight.check(options.plan)
+    if job.preflight.replan and is_alone:
+        raise InputError(
+            "--replan is for ranks that plan themselves, on several nodes or with torchrun -m "
+            "runtime.pretrain; "
+            "on one machine --try measures plans"
+        )
+    ranks = job.cluster.world_size
+    if is_alone and not options.dry_run and ranks is not None and is_cpu(job.cluster.device):
+        check_host(ranks, f"--world-size {ranks}")
 
 
 def _plans(job: Job, previous: PreviousRun | None, trial: TrialOptions, warm: WarmRanks | None) -> list[Plan]:
     """The plans to try, or the one to train; says what was assumed."""
-    found = local_plans(job, previous, trial.plans_to_try or 1, warm)
+    count = 1 if trial.plans_to_try is None else POOL * trial.plans_to_try
+    found = local_plans(job, previous, count, warm)
     for note in found.assumptions:
         print(f"planner: assumed: {note}", file=sys.stderr)
     return found.plans
@@ -117,10 +184,10 @@ def _print_command(plan: Plan, job: Job) -> None:
     print(shell_line(torchrun_command(plan.layout.world_size, rank_arguments(described))))
 
 
-def _best(plans: Sequence[Plan], trial: TrialOptions, job: Job, warm: WarmRanks | None) -> Plan:
-    """The one of `plans` that is best on this machine."""
+def _tries(plans: Sequence[Plan], trial: TrialOptions, job: Job, warm: WarmRanks | None) -> Tries:
+    """The trials that say which of `plans` is best on this machine."""
     try:
-        return best_plan(plans, trial.iterations, job, warm)
+        return best_plan(plans, trial.iterations, job, warm, trial.plans_to_try)
     except JobStopped as stop:
         name = stop.number.name
         say(f"planner: stopped by {name}; all ranks have ended, and the trials left nothing", sys.stderr)
@@ -141,10 +208,13 @@ def _announce(status: Status, plan: Plan, job: Job, log_dir: Path, start: int) -
 def _train(plan: Plan, job: Job, restarts: int, status: Status, warm: WarmRanks | None) -> Outcome:
     """Train to the end, and show meanwhile how far it is."""
     status.tell(f"starting {plan.layout.world_size} ranks")
-    display = Display(status, job.training.train_iters)
-    try:
-        outcome = run_with_restarts(plan, job, restarts, display, warm)
-    except JobStopped as stop:
-        outcome = Outcome(128 + stop.number, "", stopped_by=stop.number)
+    assert job.run.plan is not None
+    with BackgroundRecording(plan, Path(job.run.plan)) as recording:
+        # Not before ranks train: until then they want all cores.
+        display = Display(status, job.training.train_iters, at_step=recording.start)
+        try:
+            outcome = run_with_restarts(plan, job, restarts, display, warm)
+        except JobStopped as stop:
+            outcome = Outcome(128 + stop.number, "", stopped_by=stop.number)
     display.end()
     return outcome

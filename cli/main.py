@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import gc
+import os
 import sys
 
 from cli.interrupts import exit_on_ctrl_c
@@ -13,9 +14,17 @@ COMMANDS = {
     "explain": "cli.explain",
     "check": "cli.check",
     "export": "cli.export",
+    "convert-config": "cli.convert_config",
+    "script": "cli.script",
+    "ranktable": "cli.ranktable",
     "launch": "cli.launch",
+    "calibrate": "cli.calibrate",
+    "sweep": "cli.sweep",
     "timeline": "cli.timeline",
+    "report": "cli.pages",
+    "compare": "cli.pages",
     "dryrun": "cli.dryrun",
+    "profile": "cli.profile",
     "tapes": "cli.tapes",
     "models": "cli.catalogues",
     "devices": "cli.catalogues",
@@ -26,12 +35,20 @@ COMMANDS = {
 }
 """Modules of the commands."""
 
+PLANNING = ("suggest", "explain", "check", "export", "timeline")
+"""Commands that start no ranks and load no PyTorch."""
+
+OBJECTS = 100_000
+"""New objects after which planning looks for garbage; Python does after 700."""
+
 
 def main() -> None:
     """Run the command line; wrong input ends in one line on stderr and exit code 2 (3: nothing fits)."""
     first = gc.isenabled() and not gc.get_freeze_count()
     if first:
         gc.disable()
+    # Of what is installed beside it nothing has a say in its records, and to look for that takes a while.
+    os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")
     try:
         with exit_on_ctrl_c():
             from cli.app import make_app
@@ -43,6 +60,9 @@ def main() -> None:
             # What modules hold stays to the end: to look through it for garbage, again and again, takes a
             # fifth of a short command.
             gc.freeze()
+            if sys.argv[1:2] and sys.argv[1] in PLANNING:
+                # They make many small objects, few in circles, and most of them last to the end.
+                gc.set_threshold(OBJECTS)
             gc.enable()
             atexit.register(_let_go)
     run(app, "planner")

@@ -11,21 +11,27 @@ from typing import Any
 from cli.runs import duration, scaled_number
 from cli.status import Status
 from planner.budget.run import DAY
+from runtime.job.log_lines import PROGRESS_START
 from runtime.logs.console import PROGRESS, say
 
 LOG_LINE = re.compile(r" (?:\[[^]]*\]|(validation|test) loss at) iteration +(\d+)")
 """Lines whose figures are in metrics.jsonl too; groups: what evaluation it is, the iteration."""
 
 
+WIDTH = 80
+
 Key = tuple[str, int]
 """What a record holds, and its iteration."""
 
 
 class Display:
-    """Shows the lines of a job; nothing that goes wrong in it is raised, and it is told once."""
+    """Shows the lines of a job; nothing that goes wrong in it is raised, and it is told once.
 
-    def __init__(self, status: Status, train_iters: int) -> None:
-        self.status, self.train_iters = status, train_iters
+    `at_step` is called after each step that is logged.
+    """
+
+    def __init__(self, status: Status, train_iters: int, at_step: Callable[[], None] = lambda: None) -> None:
+        self.status, self.train_iters, self.at_step = status, train_iters, at_step
         self.failed = False
         self.waiting: tuple[Key, str] | None = None
         """A line of the log that is shown as it is unless its record comes."""
@@ -59,6 +65,8 @@ class Display:
 
     def _line(self, text: str) -> None:
         self._settle()
+        if self.status.on_screen and text.startswith(PROGRESS_START):
+            return  # The short line of the step says it.
         phase = PROGRESS.fullmatch(text)
         if phase:
             self.status.tell(phase[1])
@@ -71,6 +79,8 @@ class Display:
             self.status.line(text)
 
     def _record(self, record: dict[str, Any]) -> None:
+        if "loss" in record:
+            self.at_step()
         for name in ("loss", "validation_loss", "test_loss"):
             if name in record:
                 self.records[name, record["iteration"]] = record
@@ -100,9 +110,11 @@ def short_line(record: dict[str, Any], train_iters: int) -> str:
             return f"{start}  {name.replace('_', ' ')} {_loss(record[name])}"
     left = record["step_time_s"] * (train_iters - iteration)
     eta = duration(left) if left >= DAY else str(timedelta(seconds=round(left)))
-    return (
-        f"{start}  loss {_loss(record['loss'])}  {scaled_number(record['tokens_per_s'])} tokens/s  ETA {eta}"
-    )
+    rate = scaled_number(record["tokens_per_s"])
+    line = f"{start}  loss {_loss(record['loss'])}  {rate} tokens/s  ETA {eta}"
+    predicted = record.get("predicted_step_time_s")
+    beside = f"  {record['step_time_s'] / predicted:.2g} x predicted" if predicted else ""
+    return line + beside if len(line) + len(beside) < WIDTH else line
 
 
 def _loss(value: float | None) -> str:

@@ -1,26 +1,19 @@
-"""What `planner suggest` prints for people."""
+"""The details of an answer of `planner suggest`: the ranking, and what the winner is made of."""
 
 from __future__ import annotations
 
-from bisect import bisect
-from collections.abc import Iterator
+from collections.abc import Sequence
 
 from rich.console import Console
 
-from cli.runs import run_lines
-from cli.tables import console, parameter_count, table, table_width
+from cli.tables import table, table_width
 from costmodels.spec.estimate import Estimate, StageMemory, StepTime
 from costmodels.spec.layout import Layout
 from costmodels.spec.record import GIB, in_seconds
-from planner.budget.run import Run
-from planner.inputs.engine import DEFAULT_ENGINE
-from planner.inputs.pin_notation import pin_text
-from planner.objective import MEANINGS
-from planner.pipeline_ranks import device_ranks, idle_shares
+from planner.pipeline_ranks import device_ranks
 from planner.plan import Plan
 from planner.ranking.distinct import DistinctPlan
 from planner.ranking.result import SearchResult
-from planner.ranking.ties import indistinguishable, ties_text
 
 USUAL_COLUMNS = ("tp", "pp", "vpp", "dp", "zero", "mbs", "recompute")
 """Columns that are shown even where they hold nothing unusual."""
@@ -45,72 +38,18 @@ MOST_RANKS = 6
 """Pipeline ranks whose memory is listed; of more, the first, the last and the fullest ones."""
 
 
-def print_report(
-    result: SearchResult,
-    rows: list[DistinctPlan],
-    assumed: list[str],
-    notes: list[str],
-    run: Run | None = None,
-) -> None:
-    """Header, ranking, the winner in detail, its run if asked for, and what was rejected."""
-    screen = console()
-    for line in header_lines(result, assumed):
-        screen.print(line)
-    for note in notes:
-        screen.print(f"note: {note}", markup=False)
-    screen.print()
-    _print_ranking(screen, rows)
-    for line in tie_lines(result, rows):
-        screen.print(line)
+def print_details(screen: Console, result: SearchResult, rows: Sequence[DistinctPlan]) -> None:
+    """Why the winner won, its parts of the step, its memory, and what was rejected."""
     screen.print()
     _print_winner(screen, rows[0].plan)
-    for line in run_lines(run) if run is not None else ():
-        screen.print(line, markup=False)
     if result.rejected:
         counts = ", ".join(f"{rule} {count:,}" for rule, count in result.rejected.items())
         screen.print(f"rejected: {counts}")
 
 
-def tie_lines(result: SearchResult, rows: list[DistinctPlan]) -> Iterator[str]:
-    """A line on the plans that the estimates do not tell apart, where there are some; `rows` are shown."""
-    shown = [row.place for row in rows]
-    last = max((row.place + len(row.twins) for row in rows), default=0)
-    places = tuple(place for place in indistinguishable(result) if place in shown or place > last)
-    words = ties_text(places)
-    if words is not None:
-        trains = result.problem.engine.name == DEFAULT_ENGINE
-        # Plans are tried in the order of the ranking, those between two that are alike too.
-        number = 3 if len(shown) > 2 and list(places[:3]) == shown[:3] else bisect(shown, places[1])
-        yield words + f"; `planner launch --try {number}` measures the first {number} plans" * trains
-
-
-def header_lines(result: SearchResult, assumed: list[str]) -> Iterator[str]:
-    """The job and the number of layouts that were searched, a line each."""
-    problem, cluster = result.problem, result.problem.cluster
-    batch = f"{'at most ' if problem.batch.maximum else ''}{problem.batch.size} sequences a step"
-    per_node = min(cluster.world_size, cluster.devices_per_node)
-    nodes = f"{cluster.nodes} node{'s' * (cluster.nodes > 1)} of {per_node}"
-    yield (
-        f"[bold]{problem.model.name}[/bold]: {parameter_count(problem.model.parameters)} parameters, "
-        f"seq {problem.model.seq}, {problem.precision}, {batch}"
-    )
-    devices = [
-        f"{part.world_size} x {part.device.name} of {part.memory_bytes / GIB:.1f} GiB"
-        for part in cluster.parts or (cluster,)
-    ]
-    yield f"{' and '.join(devices)}, {nodes}, engine {problem.engine.name}"
-    for note in assumed:
-        yield f"assumed: {note}"
-    if problem.pins:
-        yield "pinned: " + ", ".join(pin_text(name, value) for name, value in problem.pins.items())
-    yield (
-        f"{result.considered:,} layouts considered, {result.legal:,} legal, {result.feasible:,} fit; "
-        f"{result.elapsed_s:.3f} s"
-    )
-    yield f"ranked by {problem.objective}: {MEANINGS[problem.objective]}"
-
-
-def _print_ranking(screen: Console, listed: list[DistinctPlan]) -> None:
+def print_ranking(screen: Console, listed: Sequence[DistinctPlan]) -> None:
+    """A row for each of the first plans."""
+    screen.print()
     costs = ["step", "tokens/s/dev", "MFU", "GiB"]
     degrees = [_degrees(row.plan.layout) | {"twins": row.note} for row in listed]
     names = [name for name in degrees[0] if name in USUAL_COLUMNS or any(row[name] for row in degrees)]
@@ -166,7 +105,6 @@ def _costs(estimate: Estimate) -> list[str]:
 
 def _print_winner(screen: Console, plan: Plan) -> None:
     estimate = plan.estimate
-    screen.print(f"[bold]{'best' if plan.fits else 'closest'}[/bold]: {plan.layout.describe()}")
     screen.print(f"why: {plan.reason}")
     parts = {name: getattr(estimate.time, name) / estimate.step_time_s for name in StepTime.model_fields}
     shares = [
@@ -177,8 +115,6 @@ def _print_winner(screen: Console, plan: Plan) -> None:
     low, high = in_seconds(estimate.step_time_low_s), in_seconds(estimate.step_time_high_s)
     screen.print(f"step {in_seconds(estimate.step_time_s)}: {', '.join(shares)}")
     screen.print(f"range {low} to {high}: holds four of five measured steps")
-    for line in _of_kinds(plan):
-        screen.print(line)
     given = plan.cluster.memory_margin_bytes is not None
     beside = "the margin given" if given else "the allocator's reserve, driver context and communicators"
     limits = " and ".join(f"{part.memory_bytes / GIB:.1f}" for part in plan.cluster.parts or (plan.cluster,))
@@ -200,21 +136,6 @@ def _print_winner(screen: Console, plan: Plan) -> None:
     screen.print(
         table(["rank", "layers", *(SHORT_HEADINGS.get(kind, kind) for kind in kinds), "total"], rows)
     )
-
-
-def _of_kinds(plan: Plan) -> Iterator[str]:
-    """Which pipeline ranks each kind of node runs, and how long they wait, where there are two kinds."""
-    if not plan.cluster.parts:
-        return
-    idle, layout = idle_shares(plan), plan.layout
-    layers = [
-        sum(layout.layers_per_stage[stage] for stage in layout.stages_of(rank)) for rank in range(len(idle))
-    ]
-    for device, ranks in device_ranks(plan.cluster, layout):
-        least, most = (f"{100 * end(idle[rank] for rank in ranks):.1f}" for end in (min, max))
-        waits = f"{least} %" if least == most else f"{least} to {most} %"
-        name = f"pipeline ranks {ranks[0]} to {ranks[-1]}" if len(ranks) > 1 else f"pipeline rank {ranks[0]}"
-        yield f"{device}: {name}, {sum(layers[rank] for rank in ranks)} layers, idle {waits} of the step"
 
 
 def _held(estimate: Estimate, kind: str) -> bool:

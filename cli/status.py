@@ -53,7 +53,7 @@ class Status:
     def line(self, text: str) -> None:
         """Print a line of the answer on standard output."""
         if self.live is not None and self.on_screen:
-            self.live.console.print(text, markup=False, highlight=False, soft_wrap=True)
+            self.live.console.print(text, markup=False, highlight=False)
         else:
             say(text)
 

@@ -6,16 +6,18 @@ import json
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from cli.flag_notes import planning_flag_notes
 from cli.training_flags import training_flags
+from cli.waiting import waiting
 from costmodels.errors import InputError
 from costmodels.network.topology import describe
 from planner import advice
 from planner.api import search
 from planner.budget.run import UNIT_TOKENS, Run, check_price, parse_tokens
 from planner.inputs.choice import Choice
+from planner.inputs.device import measured_notes
 from planner.inputs.pins import WherePossible
 from planner.options.batch import BatchOptions
 from planner.options.budget import BudgetOptions
@@ -30,21 +32,36 @@ from planner.options.search import assumed_engine, idle_links, search_keywords
 from planner.plan import Plan
 from planner.problem import Problem
 from planner.ranking.distinct import DistinctPlan, distinct_plans
+from planner.ranking.exact_memory import has_exact_memory
 from planner.ranking.result import SearchResult
 from planner.ranking.ties import indistinguishable
-from planner.world_sizes import Sizes, no_size_fits, sizes
 from runtime.settings.job_rules import job_rules, reachable_batch
 from runtime.settings.plan_notes import HEAD_ROOM, needs_head_room, optimizer_notes, training_notes
+
+if TYPE_CHECKING:
+    from planner.world_sizes import Sizes
+
+
+PLANS = 10
+"""Plans that are shown where plans are listed."""
 
 
 @dataclass(frozen=True)
 class Output:
     """What is printed and written."""
 
-    SECTIONS: ClassVar[dict[str, str]] = {"top": "Output"}
+    SECTIONS: ClassVar[dict[str, str]] = {"verbose": "Output"}
 
-    top: int = flag(10, "Plans to show.", within=AT_LEAST_1)
-    json: bool = flag(False, "Print one JSON object instead of tables.")
+    verbose: bool = flag(
+        False, "Show the ranking, the memory of each pipeline rank and what was rejected too."
+    )
+    top: int | None = flag(
+        None,
+        f"Plans of the ranking to show; {PLANS} with --verbose and --json unless given.",
+        metavar="PLANS",
+        within=AT_LEAST_1,
+    )
+    json: bool = flag(False, "Print one JSON object instead of bars and tables.")
     save: str | None = flag(None, "Write the best plan to this file.", metavar="FILE")
     timeline: str | None = flag(
         None, "Write the best plan's simulated pipeline for chrome://tracing or Perfetto.", metavar="FILE"
@@ -81,26 +98,30 @@ def suggest(
     job = search_keywords(spec, cluster, reachable_batch(batch, unused), parallel, job_rules(unused))
     assumed = [*model.notes(), *cluster.notes(), *parallel.notes()]
     if isinstance(world_size, str):
-        if output.top != Output().top:
+        if output.top is not None:
             raise InputError(
                 f"--top {output.top}: of several world sizes only the best plan of each is shown"
             )
-        found = sizes(
-            spec,
-            world_size=world_size,
-            tokens=budget.tokens,
-            price_per_hour=budget.price_per_hour,
-            failures=failures,
-            **job,
-        )
-        assumed += assumed_engine(parallel, found.problem)
+        from planner.world_sizes import sizes  # Few questions are about several sizes.
+
+        with waiting("planning for each world size"):
+            found = sizes(
+                spec,
+                world_size=world_size,
+                tokens=budget.tokens,
+                price_per_hour=budget.price_per_hour,
+                failures=failures,
+                **job,
+            )
+        assumed += [*assumed_engine(parallel, found.problem), *measured_notes(found.problem.cluster.device)]
         _answer_sizes(found, assumed, cluster, parallel, output, unused)
         return
     check_price(budget.price_per_hour)
     tokens = UNIT_TOKENS if budget.tokens is None else parse_tokens(budget.tokens)
-    result, rows = distinct_plans(search(spec, world_size=world_size, **job), output.top)
-    rows = rows or _closest(result, output.top)
-    assumed += idle_links(cluster, result.problem.cluster)
+    with waiting("planning"):
+        result, rows = distinct_plans(search(spec, world_size=world_size, **job), output.top or PLANS)
+    rows = rows or _closest(result, output.top or PLANS)
+    assumed += [*idle_links(cluster, result.problem.cluster), *measured_notes(result.problem.cluster.device)]
     plans = [row.plan for row in rows]
     shown = (plans if output.json else plans[:1]) if result.feasible and budget.is_given else []
     runs = [plan.run(tokens, budget.price_per_hour, failures) for plan in shown]
@@ -110,16 +131,36 @@ def suggest(
         *_notes(result.problem, plans, cluster, parallel),
         *planning_flag_notes(unused, parallel, result.problem.engine.name),
     ]
+    if result.feasible:
+        _write(plans[0], output)
     if output.json:
         _print_notes(assumed, notes)
         print(json.dumps(as_json(result, rows, assumed, notes, runs), indent=2))
     else:
-        from cli.report import print_report  # Rich is loaded only to draw.
-
-        print_report(result, rows, assumed, notes, runs[0] if runs else None)
+        _print(result, rows, assumed, notes, runs[0] if runs else None, output)
     if not result.feasible:
         raise advice.no_layout_fits(result)
-    _write(plans[0], output)
+
+
+def _print(
+    result: SearchResult,
+    rows: list[DistinctPlan],
+    assumed: list[str],
+    notes: list[str],
+    run: Run | None,
+    output: Output,
+) -> None:
+    """The answer for people."""
+    from cli.report import print_details, print_ranking  # Rich is loaded only to draw.
+    from cli.summary import print_summary
+    from cli.tables import console
+
+    screen = console()
+    print_summary(screen, result, rows, assumed, notes, run, output.save, is_whole=output.verbose)
+    if output.verbose or output.top is not None:
+        print_ranking(screen, rows)
+    if output.verbose:
+        print_details(screen, result, rows)
 
 
 def _closest(result: SearchResult, top: int) -> list[DistinctPlan]:
@@ -142,6 +183,9 @@ def _answer_sizes(
         *_notes(found.problem, plans, cluster, parallel),
         *planning_flag_notes(unused, parallel, found.problem.engine.name),
     ]
+    best = None if chosen is None else chosen.plan
+    if chosen is not None and best is not None:
+        _write(best, output, f", the plan for {chosen.world_size} devices")
     if output.json:
         from cli.sizes import sizes_json
 
@@ -151,9 +195,10 @@ def _answer_sizes(
         from cli.sizes import print_sizes
 
         print_sizes(found, assumed, notes)
-    if chosen is None or chosen.plan is None:
+    if best is None:
+        from planner.world_sizes import no_size_fits
+
         raise no_size_fits(found)
-    _write(chosen.plan, output, f", the plan for {chosen.world_size} devices")
 
 
 def _print_notes(assumed: list[str], notes: list[str]) -> None:
@@ -163,6 +208,7 @@ def _print_notes(assumed: list[str], notes: list[str]) -> None:
 
 
 def _write(plan: Plan, output: Output, which: str = "") -> None:
+    """The files that are asked for: before anything is printed, as a reader of that may go away."""
     if output.save is not None:
         plan.save(output.save)
         print(f"planner: saved {output.save}{which}", file=sys.stderr)
@@ -196,7 +242,20 @@ def _of_plans(plans: list[Plan], parallel: ParallelOptions) -> Iterator[str]:
     if any(map(needs_head_room, plans)):
         yield HEAD_ROOM
     for plan in plans[:1]:
+        yield from _of_memory(plan)
         yield from optimizer_notes(plan, parallel)
+
+
+def _of_memory(plan: Plan) -> Iterator[str]:
+    """A line where the memory of a plan is not known exactly, and could be."""
+    if has_exact_memory(plan.cluster, plan.engine) and not plan.estimate.exact:
+        yield (
+            "memory of the first plan is by closed forms, as adapters are not recorded: planner dryrun "
+            "traces the plan"
+            if plan.model.lora is not None
+            else "memory of the first plan is by closed forms, as nobody has recorded all of its units: "
+            "planner tapes records those of a model, planner dryrun traces the plan"
+        )
 
 
 SHARED_FIELDS = {

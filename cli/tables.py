@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import shutil
+import sys
+import textwrap
 from collections.abc import Iterable, Sequence
 from typing import IO, TYPE_CHECKING
 
@@ -53,6 +55,14 @@ def table_text(table: Table) -> str:
     with screen.capture() as captured:
         screen.print(table)
     return captured.get().rstrip("\n")
+
+
+def fitted(text: str) -> str:
+    """A line of words, in several where standard output is a terminal that is narrower."""
+    width = max(shutil.get_terminal_size().columns, 20)
+    if len(text) <= width or sys.stdout is None or not sys.stdout.isatty():
+        return text
+    return textwrap.fill(text, width, break_long_words=False, break_on_hyphens=False)
 
 
 def table_width(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> int:

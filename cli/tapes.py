@@ -3,19 +3,27 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Literal
 
 from cli.interrupts import exit_on_ctrl_c
 from cli.status import Status
 from costmodels.catalogue import load_model, model_names
+from costmodels.errors import InputError
+from costmodels.spec.hardware import Precision
 from costmodels.tapes import store
 from costmodels.tapes.coverage import structures_of_model
 from costmodels.tapes.structure import Structure
 from planner.options.flags import flag, flag_groups
+from planner.options.limits import AT_LEAST_1
+from runtime.dryrun.preflight import check_torch
 
-SAVE_PERIOD = 20
-"""Tapes that an interrupted recording loses at most."""
+AT_ONCE = 20
+"""Tapes between two writes of their file."""
+
+LAYERS = {"compiled": (True,), "eager": (False,), "both": (True, False)}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,11 +31,24 @@ class TapesOptions:
     """Whose units are recorded, and where tapes are kept."""
 
     model: str | None = flag(None, "Model of the catalogue or file of one; all of the catalogue without.")
-    layers: Literal["compiled", "eager"] = flag("compiled", "Whether layers are compiled.")
-    all_recomputation: bool = flag(False, "Record every selection of modules that recompute.")
-    context_parallel: bool = flag(False, "Record context parallelism too.")
+    layers: Literal["compiled", "eager", "both"] = flag(
+        "compiled", "Whether layers are compiled, as all are but those of schedules that split backward."
+    )
+    precision: Precision = flag("bf16", "Number format; fp16 has the tapes of bf16.")
+    most: int = flag(
+        40,
+        "Tapes of each model at most: of parallelism and recomputation, the usual ones first.",
+        within=AT_LEAST_1,
+    )
     file: str | None = flag(None, "Keep tapes in this file instead of the user's cache.", metavar="FILE")
     again: bool = flag(False, "Record tapes anew that are there.")
+
+    def structures(self) -> Iterator[Structure]:
+        """The structures whose tapes there are to be, some of them more than once."""
+        names = [self.model] if self.model else model_names()
+        for model in map(load_model, names):
+            for compiled in LAYERS[self.layers]:
+                yield from islice(structures_of_model(model, compiled, self.precision), self.most)
 
 
 @flag_groups(options=TapesOptions)
@@ -37,22 +58,20 @@ def tapes(options: TapesOptions) -> None:
     Tapes of the catalogue's models come with the package; others let suggest know the exact memory of a
     model of one's own.
     """
-    models = [load_model(options.model)] if options.model else [load_model(name) for name in model_names()]
-    compiled = options.layers == "compiled"
-    wanted = dict.fromkeys(
-        structure
-        for model in models
-        for structure in structures_of_model(
-            model, compiled, options.all_recomputation, options.context_parallel
-        )
-    )
-    version = store.installed_version()
+    check_torch("planner tapes runs the layers of a model", options.precision)
+    wanted = dict.fromkeys(options.structures())
+    version = store.default_version()
     path = Path(options.file) if options.file else store.cache_path(version)
-    there = set() if options.again else set(store.structure_names(path))
-    if not options.file and not options.again:
-        there |= set(store.structure_names(store.path_of(version)))
+    there = set[str]()
+    if not options.again:
+        there = set(store.structure_names(path)) if options.file else store.known_structures(version)
     missing = [structure for structure in wanted if structure.name not in there]
-    refused = _record(missing, path)
+    try:
+        refused = _record(missing, path) if missing else []
+    except OSError as error:
+        raise InputError(
+            f"tapes cannot be written to {path}: {error.strerror}; name another --file"
+        ) from None
     print(f"{len(missing) - len(refused)} tapes recorded in {path}, {len(wanted) - len(missing)} were there")
     for line in refused:
         print(f"planner: note: {line}")
@@ -60,21 +79,12 @@ def tapes(options: TapesOptions) -> None:
 
 def _record(structures: list[Structure], path: Path) -> list[str]:
     """Record tapes into a file; returns why some were not."""
-    found, refused = {}, []
     with Status() as status:
         status.tell("loading PyTorch")
         with exit_on_ctrl_c():
-            from runtime.dryrun.symbols import UnknownSizeError
-            from runtime.dryrun.tape_recorder import recorded_tape
-            from runtime.dryrun.unit_recorder import UnlikeError
-        for number, structure in enumerate(structures, start=1):
-            status.tell(f"recording {number} of {len(structures)}: {structure.unit}")
-            try:
-                found[structure] = recorded_tape(structure)
-            except (UnknownSizeError, UnlikeError, ValueError) as error:
-                refused.append(f"{structure.name}: {error}")
-            if len(found) == SAVE_PERIOD:
-                store.write_tapes(found, path)
-                found.clear()
-        store.write_tapes(found, path)
-    return refused
+            from runtime.dryrun.tape_recorder import record_tapes
+
+        def tell(number: int, structure: Structure) -> None:
+            status.show(f"recording {number} of {len(structures)}: {structure.unit}")
+
+        return record_tapes(structures, path, AT_ONCE, tell)

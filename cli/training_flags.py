@@ -27,7 +27,8 @@ def training_flags(but: type, trains: bool = False) -> type:
     """
     # Only here: most commands that plan are given none of these flags.
     from runtime.faults.options import FaultOptions
+    from runtime.preflight.options import PreflightOptions
     from runtime.settings.options import DataOptions, OutputOptions, TrainingOptions
 
-    groups = (DataOptions, OutputOptions, FaultOptions, JobFlags)
+    groups = (DataOptions, OutputOptions, FaultOptions, PreflightOptions, JobFlags)
     return hidden_flags(*(groups if trains else (TrainingOptions, *groups)), but=but)

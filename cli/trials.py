@@ -9,7 +9,8 @@ from costmodels.spec.record import GIB
 from planner.objective import Objective
 from planner.plan import Plan
 from runtime.job.job import Job
-from runtime.launch.trials import Trial, best_trial, try_plan
+from runtime.launch.trials import Trial, try_plan
+from runtime.launch.tries import Tries, try_plans
 from runtime.launch.warm_ranks import WarmRanks
 from runtime.logs.console import say
 
@@ -22,20 +23,32 @@ BEST_NAMES: dict[Objective, str] = {
 """What the table of trials says of the plan that is kept, by its objective."""
 
 
-def best_plan(plans: Sequence[Plan], iterations: int, job: Job, warm: WarmRanks | None = None) -> Plan:
-    """The one of `plans` that its objective likes best, after `iterations` steps of `job` with each.
+def best_plan(
+    plans: Sequence[Plan], iterations: int, job: Job, warm: WarmRanks | None = None, most: int | None = None
+) -> Tries:
+    """The trials of up to `most` of `plans`, `iterations` steps of `job` each, and the one to keep.
+
+    Args:
+        plans: the best first.
+        most: plans that may be measured; all unless given.
 
     Raises:
         InputError: no plan ran.
         Stopped: a signal has ended a trial.
     """
-    trials: list[Trial] = []
-    for number, plan in enumerate(plans, 1):
-        say(f"try {number} of {len(plans)}: {plan.layout.describe()}")
-        trials.append(try_plan(plan, iterations, job, warm))
-        if trials[-1].failure:
-            say(f"try {number} is dropped: {trials[-1].failure}")
-    best = best_trial(trials)
+    most = min(len(plans), len(plans) if most is None else most)
+    count = 0
+
+    def run(plan: Plan) -> Trial:
+        nonlocal count
+        count += 1
+        say(f"try {count} of {most}: {plan.layout.describe()}")
+        trial = try_plan(plan, iterations, job, warm)
+        if trial.failure:
+            say(f"try {count} is dropped: {trial.failure}")
+        return trial
+
+    tries = try_plans(plans, most, run)
     rows = [
         [
             str(number),
@@ -44,11 +57,14 @@ def best_plan(plans: Sequence[Plan], iterations: int, job: Job, warm: WarmRanks 
             f"{trial.plan.estimate.step_time_s / trial.measured.step_time_s:.2f}",
             f"{trial.tokens_per_s:,.0f}",
             f"{trial.measured.peak_memory_bytes / GIB:.3g}",
-            BEST_NAMES[trial.plan.objective] if trial is best else "",
+            BEST_NAMES[trial.plan.objective] if trial is tries.best else "",
         ]
-        for number, trial in enumerate(trials, 1)
+        for number, trial in enumerate(tries.trials, 1)
         if trial.measured is not None
     ]
     columns = ("try", "predicted s", "measured s", "predicted / measured", "tokens/s", "peak GiB", "")
     say(table_text(table(columns, rows, left=("",))))
-    return best.plan
+    if tries.untried and len(tries.trials) < most:
+        say(f"stopped after try {len(tries.trials)} of {most}: the order is settled")
+    say(tries.describe())
+    return tries

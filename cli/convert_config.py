@@ -1,0 +1,64 @@
+"""`planner convert-config`: a configuration of one software in the words of another."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from typing import Any, ClassVar, cast
+
+from costmodels.errors import InputError
+from costmodels.files import write_whole
+from planner.formats.check import CheckKeywords
+from planner.formats.conversion import convert_config as converted
+from planner.formats.targets import TARGETS
+from planner.options.cluster import ClusterOptions
+from planner.options.flags import argument, flag, flag_groups
+
+
+@dataclass(frozen=True)
+class ConvertConfigOptions:
+    """What is read, and what is written."""
+
+    SECTIONS: ClassVar[dict[str, str]] = {"define": "Files", "to": "Output"}
+
+    files: list[str] = argument(
+        "A script or configuration that `planner check` reads; beside it a config.json or YAML file of the "
+        "model. Nothing in them is run.",
+        "FILE...",
+    )
+    define: list[str] = flag(
+        [], "A variable that a script gets from outside, or a key's value; repeatable.", metavar="NAME=VALUE"
+    )
+    to: str = flag("", f"Software: {', '.join(TARGETS)}.", metavar="NAME")
+    out: str | None = flag(None, "Write it here, not to standard output.", metavar="FILE")
+
+
+@flag_groups(options=ConvertConfigOptions, cluster=ClusterOptions)
+def convert_config(options: ConvertConfigOptions, cluster: ClusterOptions) -> None:
+    """Write the job of a script or configuration as the flags or the file of other software.
+
+    What that has no words for is named on standard error.
+    """
+    if not options.to:
+        raise InputError(f"--to is missing: expected {', '.join(TARGETS)}")
+    given: dict[str, Any] = {
+        "world_size": cluster.world_size,
+        "local_world_size": cluster.local_world_size,
+        "device": cluster.device,
+        "define": options.define,
+        **cluster.network(),
+    }
+    found = converted(options.files, to=options.to, **cast(CheckKeywords, given))
+    if options.out is None:
+        print(found.text, end="")
+    else:
+        write_whole("convert-config", options.out, found.text)
+        print(f"planner: saved {options.out}", file=sys.stderr)
+    for text in found.reading.assumed:
+        print(f"planner: assumed: {text}", file=sys.stderr)
+    for part in found.export.inexpressible:
+        print(f"planner: not expressible in {options.to}: {part}", file=sys.stderr)
+    if found.unconverted:
+        print(f"planner: not converted: {' '.join(found.unconverted)}", file=sys.stderr)
+    for note in found.export.notes:
+        print(f"planner: note: {note}", file=sys.stderr)

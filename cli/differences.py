@@ -1,0 +1,20 @@
+"""What of a configuration of other software is not done here, or not so, as one table."""
+
+from __future__ import annotations
+
+import sys
+
+from cli.tables import console, table
+from runtime.launch.configurations import ConfiguredJob
+
+
+def print_differences(configured: ConfiguredJob) -> None:
+    """Print how the job that is trained differs from the one in the files, and what was assumed of those."""
+    reading, plan = configured.reading, configured.plan
+    if configured.differences:
+        print(f"{reading.file} ({reading.framework}): what is otherwise here")
+        rows = [[one.what, str(one.line or ""), one.here] for one in configured.differences]
+        console().print(table(["in the files", "line", "here"], rows, left=("in the files", "here")))
+    for text in configured.assumed:
+        print(f"planner: assumed: {text}", file=sys.stderr)
+    print(f"layout: {plan.layout.describe()}")

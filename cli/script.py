@@ -1,0 +1,83 @@
+"""`planner script`: write the file that starts a plan on a cluster."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from costmodels.errors import InputError
+from costmodels.files import write_whole
+from planner.options.flags import argument, arguments, flag, flag_groups
+from planner.plan import Plan
+from planner.scripts.job import JobScript
+from planner.scripts.kubernetes import KINDS
+from planner.scripts.targets import SCHEDULERS, check_scheduler
+from runtime.faults.options import FaultOptions
+from runtime.settings.options import DataOptions, OutputOptions, TrainingOptions
+
+
+@dataclass(frozen=True)
+class ScriptOptions:
+    """What is written, and for whom."""
+
+    SECTIONS: ClassVar[dict[str, str]] = {"to": "Job file"}
+
+    plan: str = argument("Plan file that --save wrote.", metavar="PLAN")
+    to: str = flag("", f"Scheduler or launcher: {', '.join(SCHEDULERS)}.", metavar="NAME")
+    out: str | None = flag(None, "Write it here, not to standard output.", metavar="FILE")
+    kind: str | None = flag(None, f"With --to kubernetes: {', '.join(KINDS)}.", metavar="KIND")
+    job_name: str = flag("", "Name of the job; the model's unless given.")
+    time_limit: str | None = flag(None, "Time limit of Slurm, such as 24:00:00.", metavar="TIME")
+    partition: str | None = flag(None, "Partition of Slurm.")
+    account: str | None = flag(None, "Account of Slurm.")
+    image: str | None = flag(None, "Image of the nodes' containers.")
+    volume_claim: str | None = flag(
+        None, "Claim of a volume that all pods share, mounted at /workspace.", metavar="NAME"
+    )
+    setup: str | None = flag(
+        None, "Line of shell before the job, such as 'source .venv/bin/activate'.", metavar="LINE"
+    )
+    program: str | None = flag(
+        None,
+        "File that trains in the plan's engine, such as pretrain_gpt.py, where that is not this package.",
+        metavar="FILE",
+    )
+
+
+@flag_groups(
+    options=ScriptOptions,
+    training=TrainingOptions,
+    data=DataOptions,
+    output=OutputOptions,
+    faults=FaultOptions,
+)
+def script(options: ScriptOptions, **groups: Any) -> None:
+    """Write the file that starts a plan on a cluster, with the flags of training that are given."""
+    if not options.to:
+        raise InputError(f"--to is missing: name one of {', '.join(SCHEDULERS)}")
+    check_scheduler(options.to)
+    if options.kind is not None and options.to != "kubernetes":
+        raise InputError(f"--kind {options.kind} is for --to kubernetes; leave it out")
+    job = JobScript(
+        plan=Plan.load(options.plan),
+        plan_file=options.plan,
+        arguments=[word for group in groups.values() for word in arguments(group)],
+        name=options.job_name,
+        time_limit=options.time_limit,
+        partition=options.partition,
+        account=options.account,
+        image=options.image,
+        volume_claim=options.volume_claim,
+        program=options.program,
+        setup=options.setup,
+        kind=options.kind if options.to == "kubernetes" else options.to,
+    )
+    text = SCHEDULERS[options.to](job)
+    if options.out is None:
+        print(text, end="")
+    else:
+        write_whole("script", options.out, text)
+        print(f"planner: saved {options.out}", file=sys.stderr)
+    for note in job.notes:
+        print(f"planner: {note}", file=sys.stderr)

@@ -1,0 +1,241 @@
+"""The answer of `planner suggest` on one screen: the plan, how to run it, bars, the runner-up, ties."""
+
+from __future__ import annotations
+
+import textwrap
+from bisect import bisect
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
+from typing import NamedTuple
+
+from rich.console import Console
+from rich.text import Text
+
+from cli.runs import run_lines
+from cli.tables import parameter_count
+from costmodels.spec.estimate import Estimate, StepTime
+from costmodels.spec.record import GIB, in_seconds
+from planner.budget.run import Run
+from planner.inputs.engine import DEFAULT_ENGINE
+from planner.inputs.pin_notation import pin_text
+from planner.objective import MEANINGS
+from planner.pipeline_ranks import device_ranks, idle_shares
+from planner.plan import Plan
+from planner.ranking.distinct import DistinctPlan
+from planner.ranking.result import SearchResult
+from planner.ranking.ties import indistinguishable, ties_text
+
+SCREEN = 23
+"""Lines of a terminal of 24, without that of the next prompt."""
+
+LONGEST_BAR, SHORTEST_BAR = 40, 8
+
+BLOCKS, LETTERS = "█▓░", "#=."
+"""What bars are drawn with: in full, as far as is likely, and up to the end; for terminals without blocks."""
+
+MORE = "--verbose shows the ranking and the memory of each rank, --json everything"
+
+MOST_PARTS = 3
+"""Parts of the step that have a bar each; one more shows the rest."""
+
+LABEL = 9
+"""Columns of the names of lines."""
+
+
+class Bar(NamedTuple):
+    """A line with a figure: shares of the bar that are drawn in full, and up to what is likely."""
+
+    name: str
+    figure: str
+    full: float
+    likely: float
+    remark: str = ""
+    style: str = "cyan"
+
+
+def print_summary(
+    screen: Console,
+    result: SearchResult,
+    rows: Sequence[DistinctPlan],
+    assumed: Iterable[str],
+    notes: Iterable[str],
+    run: Run | None,
+    saved: str | None,
+    is_whole: bool,
+) -> None:
+    """Everything that decides, the plan first; on a terminal no longer than a screen of 80 columns.
+
+    Args:
+        rows: the first plans.
+        saved: file that the plan is written to.
+        is_whole: whatever its length.
+    """
+    plan = rows[0].plan
+    lines = [*_plan_lines(screen, plan, saved), Text()]
+    lines += _bars(screen, [*_figures(plan), *_parts(plan.estimate)])
+    lines += [Text(), *_rest(screen, result, rows, run)]
+    more = [] if is_whole else list(_wrapped(screen, MORE, "dim"))
+    said = [f"assumed: {note}" for note in assumed] + [f"note: {note}" for note in notes]
+    paragraphs = [list(_wrapped(screen, text)) for text in said]
+    room = SCREEN - len(lines) - len(more)
+    if screen.is_terminal and not is_whole and sum(map(len, paragraphs)) > room:
+        fit = 0
+        while sum(map(len, paragraphs[: fit + 1])) < room:
+            fit += 1
+        left = len(paragraphs) - fit
+        hint = f"{left} {'more ' * bool(fit)}note{'s' * (left > 1)}: --verbose"
+        paragraphs = [*paragraphs[:fit], [Text(hint, style="yellow")]]
+    for line in (*lines, *chain.from_iterable(paragraphs), *more):
+        screen.print(line)
+
+
+def header_lines(result: SearchResult) -> Iterator[str]:
+    """The job and the number of layouts that were searched, a line each."""
+    problem, cluster = result.problem, result.problem.cluster
+    batch = f"{'at most ' if problem.batch.maximum else ''}{problem.batch.size} sequences a step"
+    per_node = min(cluster.world_size, cluster.devices_per_node)
+    nodes = f"{cluster.nodes} node{'s' * (cluster.nodes > 1)} of {per_node}"
+    yield (
+        f"{problem.model.name}: {parameter_count(problem.model.parameters)} parameters, "
+        f"seq {problem.model.seq}, {problem.precision}, {batch}"
+    )
+    devices = [
+        f"{part.world_size} x {part.device.name} of {part.memory_bytes / GIB:.1f} GiB"
+        for part in cluster.parts or (cluster,)
+    ]
+    yield f"{' and '.join(devices)}, {nodes}, engine {problem.engine.name}"
+    if problem.pins:
+        yield "pinned: " + ", ".join(pin_text(name, value) for name, value in problem.pins.items())
+    yield (
+        f"{result.considered:,} layouts considered, {result.legal:,} legal, {result.feasible:,} fit; "
+        f"{result.elapsed_s:.3f} s"
+    )
+    if problem.objective != "throughput":
+        yield f"ranked by {problem.objective}: {MEANINGS[problem.objective]}"
+
+
+def tie_line(result: SearchResult, rows: Sequence[DistinctPlan]) -> str | None:
+    """A line on the plans that the estimates do not tell apart, or None; `rows` are shown."""
+    shown = [row.place for row in rows]
+    last = max((row.place + len(row.twins) for row in rows), default=0)
+    places = tuple(place for place in indistinguishable(result) if place in shown or place > last)
+    words = ties_text(places)
+    if words is None or result.problem.engine.name != DEFAULT_ENGINE:
+        return words
+    # Plans are tried in the order of the ranking, those between two that are alike too.
+    number = 3 if len(shown) > 2 and list(places[:3]) == shown[:3] else bisect(shown, places[1])
+    return f"{words}; planner launch --try {number} measures {number}"
+
+
+def _wrapped(screen: Console, text: str, style: str = "", indent: int = 0) -> Iterator[Text]:
+    """A paragraph whose further lines are indented; words that are longer than the screen are cut in two."""
+    for line in textwrap.wrap(
+        text, max(screen.width, 20), subsequent_indent=" " * indent, break_on_hyphens=False
+    ):
+        yield Text(line, style=style)
+
+
+def _plan_lines(screen: Console, plan: Plan, saved: str | None) -> Iterator[Text]:
+    layout = plan.layout.describe()
+    if not plan.fits:
+        yield from _wrapped(screen, f"closest: {layout}", "bold red", indent=LABEL)
+        return
+    yield from _wrapped(screen, layout, "bold green")
+    file = saved or "plan.json"
+    nodes = plan.cluster.nodes
+    where = f" on each of {nodes} nodes" if nodes > 1 else ""
+    how = "" if saved else f" (after --save {file})"
+    yield from _wrapped(screen, f"run: {_command(plan, file)}{where}{how}", indent=5)
+
+
+def _command(plan: Plan, file: str) -> str:
+    """What runs a plan that is saved, or writes it for the software that does."""
+    if plan.engine.name == DEFAULT_ENGINE:
+        return f"planner launch --plan {file}"
+    from planner.formats.targets import TARGETS  # It reads many formats, and most plans are trained here.
+
+    return f"planner export {file} --to {plan.engine.name if plan.engine.name in TARGETS else 'NAME'}"
+
+
+def _figures(plan: Plan) -> Iterator[Bar]:
+    """Step, speed, share of the peak and memory."""
+    estimate = plan.estimate
+    step, low, high = estimate.step_time_s, estimate.step_time_low_s, estimate.step_time_high_s
+    yield Bar("step", in_seconds(step), low / high, step / high, f"{in_seconds(low)} to {in_seconds(high)}")
+    speed = estimate.tokens_per_s
+    least, most = (speed * step / other for other in (high, low))
+    remark = f"{estimate.tokens_per_s_per_device:,.0f} a device"
+    yield Bar("tokens/s", f"{speed:,.0f}", least / most, speed / most, remark)
+    mfu = estimate.mfu
+    yield Bar("MFU", f"{100 * mfu:.1f} %", mfu, mfu, "of the data sheet's FLOP/s")
+    fullest = max(estimate.memory, key=lambda stage: stage.total)
+    held = estimate.peak_memory_bytes - fullest.absent
+    limits = [part.memory_bytes for part in plan.cluster.parts or (plan.cluster,)]
+    share = min(held / min(limits), 1.0)
+    style = "cyan" if plan.fits else "red"
+    of = " and ".join(f"{limit / GIB:.1f}" for limit in limits)
+    yield Bar("memory", f"{held / GIB:.1f} GiB", share, share, f"of {of} GiB", style)
+
+
+def _parts(estimate: Estimate) -> Iterator[Bar]:
+    """The largest parts of the step, and all others as one."""
+    shares = {name: getattr(estimate.time, name) / estimate.step_time_s for name in StepTime.model_fields}
+    largest = sorted(shares, key=lambda name: -shares[name])[:MOST_PARTS]
+    rest = 1 - sum(shares[name] for name in largest)
+    for name in largest:
+        yield _part(name.replace("_", " "), shares[name])
+    yield _part("all else", rest)
+
+
+def _part(name: str, share: float) -> Bar:
+    return Bar(f"  {name}", f"{100 * share:.1f} %", share, share, "of the step", "blue")
+
+
+def _bars(screen: Console, bars: Sequence[Bar]) -> Iterator[Text]:
+    """A line a bar, aligned; without the bars where the screen is too narrow for them."""
+    marks = BLOCKS if screen.encoding.startswith("utf") else LETTERS
+    texts = zip(*((bar.name, bar.figure, bar.remark) for bar in bars), strict=True)
+    name, figure, remark = (max(map(len, column)) for column in texts)
+    length = min(LONGEST_BAR, screen.width - name - figure - remark - 5)
+    for bar in bars:
+        start = f"{bar.name:{name}} {bar.figure:>{figure}}"
+        if length < SHORTEST_BAR:
+            yield from _wrapped(screen, f"{start} {bar.remark}", indent=LABEL)
+            continue
+        full, likely = (round(length * share) for share in (bar.full, bar.likely))
+        line = Text(f"{start}  ")
+        line.append(marks[0] * full + marks[1] * (likely - full), bar.style)
+        line.append(marks[2] * (length - likely), "dim")
+        yield line.append(f"  {bar.remark}" if bar.remark else "")
+
+
+def _rest(
+    screen: Console, result: SearchResult, rows: Sequence[DistinctPlan], run: Run | None
+) -> Iterator[Text]:
+    """The run, the next plan and what it lacks, ties, and the job."""
+    for line in (*_of_kinds(rows[0].plan), *(run_lines(run) if run is not None else ())):
+        yield from _wrapped(screen, line)
+    if len(rows) > 1 and rows[0].plan.fits:
+        other = rows[1].plan
+        yield from _wrapped(screen, f"next: {other.layout.describe()}", indent=6)
+        yield from _wrapped(screen, f"      {other.reason}", indent=6)
+    ties = tie_line(result, rows)
+    if ties is not None:
+        yield from _wrapped(screen, f"ties: {ties}", "yellow", indent=6)
+    for line in header_lines(result):
+        yield from _wrapped(screen, line)
+
+
+def _of_kinds(plan: Plan) -> Iterator[str]:
+    """Which pipeline ranks each kind of node runs, and how long they wait, where there are two kinds."""
+    if not plan.cluster.parts:
+        return
+    idle, layout = idle_shares(plan), plan.layout
+    layers = [
+        sum(layout.layers_per_stage[stage] for stage in layout.stages_of(rank)) for rank in range(len(idle))
+    ]
+    for device, ranks in device_ranks(plan.cluster, layout):
+        least, most = (f"{100 * end(idle[rank] for rank in ranks):.1f}" for end in (min, max))
+        waits = f"{least} %" if least == most else f"{least} to {most} %"
+        name = f"pipeline ranks {ranks[0]} to {ranks[-1]}" if len(ranks) > 1 else f"pipeline rank {ranks[0]}"
+        yield f"{device}: {name}, {sum(layers[rank] for rank in ranks)} layers, idle {waits} of the step"
