@@ -1,6 +1,11 @@
 """How far the cost model is from published measurements, by source.
 
-python -m benchmarks.accuracy --rows FILE... [--fit FILE...] [--held-out] [--json]
+python -m benchmarks.accuracy --rows FILE... [--engine ENGINE] [--fill COLUMN=VALUE]... [--fit FILE...]
+    [--held-out] [--json]
+
+Any file of measurements is read. The modules costmodels/calibration/published_* and
+costmodels/catalogue/measurements.yaml tell its columns, and how devices, models and blanks are understood.
+Rows that cannot be priced are named on the error stream, one line each, with the reason.
 """
 
 from __future__ import annotations
@@ -14,8 +19,17 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from cli.tables import console, table
-from costmodels.calibration.accuracy import SourceScore, is_fit_row, predict, score, time_factors
-from costmodels.calibration.measurements import Measurement, read_measurements
+from costmodels.calibration.accuracy import SourceScore, is_fit_row, score, time_factors
+from costmodels.calibration.measurements import (
+    NO_TABLE,
+    EngineLoader,
+    Measurement,
+    SkippedRow,
+    named_engine,
+    read_measurements,
+)
+from costmodels.calibration.predictions import predict
+from costmodels.catalogue import load_engine
 from costmodels.errors import InputError
 
 WIDTH = 132
@@ -25,48 +39,80 @@ HELD_OUT = "the constants were fitted on it"
 """Why `--held-out` skips a row."""
 
 
-def read_all(files: Sequence[str]) -> tuple[list[Measurement], Counter[tuple[str, str]]]:
-    """The usable rows of several files, and how many were skipped by (source, reason).
+def read_all(
+    files: Sequence[str],
+    engine: str | None = None,
+    fills: Mapping[str, str] | None = None,
+    load: EngineLoader = named_engine,
+) -> tuple[list[Measurement], list[SkippedRow]]:
+    """The usable rows of several files, and those that were skipped.
 
     Raises:
-        InputError: a file cannot be read or is no table of measurements.
+        InputError: a file cannot be read.
     """
     measurements: list[Measurement] = []
-    skipped: Counter[tuple[str, str]] = Counter()
+    skipped: list[SkippedRow] = []
     for file in files:
-        usable, unusable = read_measurements(file)
+        usable, unusable = read_measurements(file, engine, fills, load)
         measurements += usable
         skipped += unusable
     return measurements, skipped
 
 
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """What a run of the benchmark found."""
+
+    scores: dict[str, SourceScore]
+    scale: dict[tuple[str, str], float]
+    """Factors of step times by engine and device that `--fit` gave."""
+    skipped: list[SkippedRow]
+    taken: Counter[tuple[str, str]]
+    """Rows of which a blank was taken for something, by source and what it was."""
+
+
 def measure(
-    rows: Sequence[str], fit: Sequence[str] = (), held_out: bool = False
-) -> tuple[dict[str, SourceScore], dict[tuple[str, str], float]]:
-    """Scores of the sources in the files `rows`, and the scalars by (engine, device) that `fit` gives.
+    rows: Sequence[str],
+    fit: Sequence[str] = (),
+    held_out: bool = False,
+    engine: str | None = None,
+    fills: Mapping[str, str] | None = None,
+) -> Report:
+    """Scores of the sources in the files `rows`.
 
     Args:
         fit: files on whose rows one factor of the step times of each engine and device is fitted first.
         held_out: leave out the rows that the engines' constants were fitted on.
+        engine: who ran the jobs, whatever the rows say.
+        fills: contents of blank cells, by column.
 
     Raises:
-        InputError: a file cannot be read or is no table of measurements.
+        InputError: a file cannot be read.
     """
-    measurements, skipped = read_all(rows)
-    known = read_all(fit)[0]
+    if engine is not None:
+        load_engine(engine)
+    measurements, skipped = read_all(rows, engine, fills)
+    known = read_all(fit, engine, fills)[0]
     scale = time_factors(known, predict(known))
+    reasons = Counter((each.source, each.reason) for each in skipped if each.reason != NO_TABLE)
     if held_out:
-        skipped.update((each.source, HELD_OUT) for each in measurements if is_fit_row(each))
+        reasons.update((each.source, HELD_OUT) for each in measurements if is_fit_row(each))
         measurements = [each for each in measurements if not is_fit_row(each)]
-    return score(measurements, predict(measurements, scale), skipped), scale
+    predictions = predict(measurements, scale)
+    for row, reason in predictions.refused.items():
+        refused = measurements[row]
+        skipped.append(SkippedRow(refused.source, reason, refused.file, refused.line))
+    taken = Counter((each.source, what) for each in measurements for what in each.taken)
+    return Report(score(measurements, predictions, reasons), scale, skipped, taken)
 
 
-def report(scores: Mapping[str, SourceScore], scale: Mapping[tuple[str, str], float]) -> None:
+def show(report: Report) -> None:
     """Print tables for people."""
+    scores = report.scores
     out = console()
     if not out.is_terminal:
         out.width = WIDTH
-    for (engine, device), factor in scale.items():
+    for (engine, device), factor in report.scale.items():
         out.print(f"Step times of {engine} on {device} times {factor:.4f}.")
     columns = [*("source", "n", "median %", "mean %", "p90 %", "tau", "regret %", "in range %")]
     columns += ["OOM rows", "precision", "recall", "memory rows", "median %", "p90 %"]
@@ -83,6 +129,7 @@ def report(scores: Mapping[str, SourceScore], scale: Mapping[tuple[str, str], fl
             *(_shown(value, 1) for value in (one.memory.median_ape, one.memory.p90_ape)),
         )
         for source, one in scores.items()
+        if one.n or one.oom.n
     ]
     out.print(table(columns, rows, left=("source",)))
     kinds = [
@@ -97,6 +144,10 @@ def report(scores: Mapping[str, SourceScore], scale: Mapping[tuple[str, str], fl
                 ("source", "peak memory", "rows", "median %", "p90 %"), kinds, left=("source", "peak memory")
             )
         )
+    if report.taken:
+        out.print()
+        blanks = [(source, str(count), what) for (source, what), count in sorted(report.taken.items())]
+        out.print(table(("source", "rows", "blank, taken for"), blanks, left=("source", "blank, taken for")))
     reasons = [
         (source, str(count), reason)
         for source, one in scores.items()
@@ -105,6 +156,12 @@ def report(scores: Mapping[str, SourceScore], scale: Mapping[tuple[str, str], fl
     if reasons:
         out.print()
         out.print(table(("source", "skipped", "because"), reasons, left=("source", "because")))
+
+
+def tell_skipped(skipped: Sequence[SkippedRow]) -> None:
+    """One line of each skipped row, on the error stream."""
+    for row in skipped:
+        print(f"{row.file}:{row.line}: {row.source} skipped: {' '.join(row.reason.split())}", file=sys.stderr)
 
 
 def as_json(one: SourceScore) -> dict[str, Any]:
@@ -141,20 +198,40 @@ def main() -> None:
         action="store_true",
         help="leave out the rows that the engines' constants were fitted on",
     )
+    parser.add_argument("--engine", metavar="ENGINE", help="who ran the jobs, whatever the rows say")
+    parser.add_argument(
+        "--fill",
+        action="append",
+        default=[],
+        metavar="COLUMN=VALUE",
+        help="what blank cells of a column hold: gpu=h100, 'model_name={like: llama3-8b, layers: 16}'",
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     given = parser.parse_args()
     try:
-        scores, scale = measure(given.rows, given.fit, given.held_out)
+        report = measure(given.rows, given.fit, given.held_out, given.engine, _fills(given.fill))
     except InputError as error:
         print(f"benchmarks.accuracy: error: {' '.join(str(error).split())}", file=sys.stderr)
         sys.exit(error.exit_code)
+    tell_skipped(report.skipped)
     if not given.json:
-        report(scores, scale)
+        show(report)
         return
-    result: dict[str, object] = {"sources": {name: as_json(one) for name, one in scores.items()}}
+    result: dict[str, object] = {"sources": {name: as_json(one) for name, one in report.scores.items()}}
     if given.fit:
-        result["scalars"] = {f"{engine} on {device}": factor for (engine, device), factor in scale.items()}
+        factors = {f"{engine} on {device}": factor for (engine, device), factor in report.scale.items()}
+        result["scalars"] = factors
     print(json.dumps(result, indent=2, allow_nan=False))
+
+
+def _fills(given: Sequence[str]) -> dict[str, str]:
+    found = {}
+    for each in given:
+        column, equals, value = each.partition("=")
+        if not equals or not column.strip() or not value.strip():
+            raise InputError(f"--fill {each}: expected COLUMN=VALUE, such as gpu=h100")
+        found[column.strip()] = value.strip()
+    return found
 
 
 if __name__ == "__main__":

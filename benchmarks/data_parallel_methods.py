@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
@@ -27,7 +28,6 @@ from runtime.job.metrics import peak_memory_bytes
 from runtime.model.number_formats import DTYPES
 from runtime.model.transformer import Transformer
 from runtime.parallel.initialisation import initialise
-from runtime.parallel.loss import cross_entropy_sum
 from runtime.parallel.ranks import Ranks
 from runtime.settings.options import TrainingOptions
 from runtime.train.trainer import Trainer
@@ -97,7 +97,8 @@ class LanguageModel(nn.Module):
         with torch.autocast(tokens.device.type, DTYPES[self.precision], enabled=mixed):
             logits = self.transformer(tokens[:, :-1])
         labels = tokens[:, 1:]
-        return (cross_entropy_sum(logits, labels, self.vocab) / labels.numel()).unsqueeze(0)
+        real = logits[..., : self.vocab].flatten(0, 1).float()
+        return F.cross_entropy(real, labels.flatten()).unsqueeze(0)
 
 
 def _adam(model: nn.Module) -> torch.optim.Optimizer:

@@ -1,7 +1,8 @@
 """Corrupted files must be refused in one line: `python -m benchmarks.fuzz --inputs 5000 --seed 1`.
 
-Plan files, config.json, YAML of models and devices, network tables, `.idx` and `.bin`, and the files of a
-checkpoint are corrupted one at a time and read. What is read must come out as it was written, as other values
+Plan files, config.json, YAML of models and devices, network tables, scripts and configurations of other
+software (which may run, open and write nothing), `.idx` and `.bin`, and the files of a checkpoint are
+corrupted one at a time and read. What is read must come out as it was written, as other values
 that are valid (where nothing tells a changed number from a meant one), or as one line of `InputError`; never
 as another exception or a hang, and never as other values where checksums guard them. Then some hundred files
 are read that were made to do harm (`benchmarks.fuzz_hostile`), of which nothing may be run.
@@ -140,6 +141,8 @@ class Bench:
         source = random.Random(f"{seed} {self.target.name} {number}")
         name = source.choice(self.target.corrupted)
         data = self.target.files[name]
+        if self.target.mutate is not None and source.random() < 0.5:
+            return name, self.target.mutate(data, source)
         readable = name.endswith(".json")
         parse = self.target.parse or (json.loads if readable else None)
         return name, corrupt(data, source, parse)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +15,7 @@ import yaml
 import planner
 from costmodels import ModelSpec
 from costmodels.catalogue import load_device, load_model
-from costmodels.catalogue.yaml_files import LOADER
+from costmodels.catalogue.yaml_files import yaml_loader
 from costmodels.network.network_table import read_network_table
 from planner.inputs.model import resolve_model
 from planner.plan import Plan
@@ -38,6 +39,8 @@ class Target:
     """Checksums guard the files: whatever loads must be what was written."""
     weight: int = 1
     """Share of the inputs."""
+    mutate: Callable[[bytes, random.Random], bytes] | None = None
+    """Corrupts half of the inputs in a way of this kind alone."""
 
 
 def _json_target(name: str, content: Any, load: Callable[[Path], Any], weight: int = 1) -> Target:
@@ -49,7 +52,7 @@ def _yaml_target(name: str, content: Any, load: Callable[[Path], Any], weight: i
     text = yaml.safe_dump(content, sort_keys=False).encode()
 
     def parse(words: str) -> Any:
-        return yaml.load(words, LOADER)
+        return yaml.load(words, yaml_loader())
 
     return Target(name, {"file.yaml": text}, ("file.yaml",), load, parse, weight=weight)
 
@@ -179,7 +182,9 @@ def targets(folder: Path, with_checkpoint: bool = True) -> list[Target]:
     """All kinds of files, valid ones made in `folder`."""
     data = folder / "data"
     data.mkdir()
-    found = [plan_target(), *config_targets(), *yaml_targets(), data_target(data)]
+    from benchmarks.fuzz_configurations import configuration_targets  # It makes targets of this module.
+
+    found = [plan_target(), *config_targets(), *yaml_targets(), *configuration_targets(), data_target(data)]
     if with_checkpoint:
         from tests.support.worker_pool import WorkerPool
 

@@ -1,10 +1,11 @@
-"""Real memory of one rank of big jobs, on one GPU: against the dry run, and against the planner's formula.
+"""Real memory of one rank of big jobs, on one GPU: against the dry run, and against the plan.
 
 python -m benchmarks.memory_gpu [--json] [--only TEXT]
 
 Each rank trains for real: its kernels, its allocator. Other ranks do not exist (PyTorch's process group
 "fake"), so that collectives take no time and leave in their buffers what was there; no size depends on it.
-Layouts that spread experts over ranks are left out: there the content of buffers would be sizes.
+Layouts that spread experts over ranks are left out: there the content of buffers would be sizes. Each
+trace and each measurement has a process of its own.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -24,7 +25,6 @@ from costmodels.errors import InputError
 from costmodels.spec.record import GIB
 from planner import Plan, search
 from planner.options.flags import run
-from runtime.dryrun.memory_trace import CATEGORIES
 
 HEAD_ROOM = 0.9
 """Share of the GPU's memory that a traced peak may take: the rest is the driver's and the allocator's."""
@@ -81,95 +81,121 @@ def planned(case: Case, device: str) -> Plan:
     return result.plans(1)[0] if result.feasible else result.closest(1)[0]
 
 
-def compare(case: Case, device: str, compiled: bool) -> dict[str, Any]:
-    """Peaks of a case in bytes: traced, estimated, and where the GPU has room for it measured."""
-    import torch
+def compare(case: Case, device: str, compiled: bool, room: float) -> dict[str, Any]:
+    """Peaks of a case in bytes: traced and planned with the libraries' workspaces, and where the GPU has room
+    for it measured, of tensors (allocated) and of what the allocator holds (reserved).
 
-    from runtime.dryrun.run import trace
-
+    Args:
+        room: bytes of the GPU.
+    """
     plan = planned(case, device)
-    traced = trace(plan.model, plan.layout, pipeline_rank=case.pipeline_rank, compiled=compiled)
     memory = plan.estimate.memory[case.pipeline_rank]
+    traced = in_process(plan, case, compiled, "traced")["allocated"]
+    traced += round(plan.engine.for_device(plan.cluster.device).allocator.workspace_bytes)
     row: dict[str, Any] = {
         "model": case.model,
         "layout": plan.layout.describe(),
         "pipeline_rank": case.pipeline_rank,
         "compiled": compiled,
-        "traced": traced.peak.total,
-        "estimated": sum(getattr(memory, category) for category in CATEGORIES),
+        "traced": traced,
+        "planned": None,
+        "planned_reserved": None,
+        "exact": plan.estimate.exact,
         "allocated": None,
         "reserved": None,
     }
-    if traced.peak.total < HEAD_ROOM * torch.cuda.get_device_properties(0).total_memory:
-        row |= measured(plan, case, compiled)
+    if compiled or len(case.forms) == 1:
+        # Plans are of compiled layers wherever these can be.
+        row |= {"planned": memory.allocated, "planned_reserved": memory.reserved}
+    if traced < HEAD_ROOM * room:
+        row |= in_process(plan, case, compiled, "measured")
     return row
 
 
-def measured(plan: Plan, case: Case, compiled: bool) -> dict[str, int]:
-    """Bytes that the allocator hands out and reserves at most, in a process of its own.
+def in_process(plan: Plan, case: Case, compiled: bool, what: Literal["traced", "measured"]) -> dict[str, int]:
+    """Bytes of a case by `allocated`, and by `reserved` where they are measured, found in a process apart.
 
-    The dry run keeps PyTorch from finding Triton in the process in which it was, and the allocator of each
-    case begins empty.
+    A dry run keeps PyTorch from finding Triton in the process in which it was, and the allocator of each case
+    begins empty.
     """
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "plan.json"
         plan.save(file)
-        done = subprocess.run(measurement(file, case, compiled), capture_output=True, text=True)
+        done = subprocess.run(case_command(file, case, compiled, what), capture_output=True, text=True)
     lines = done.stdout.splitlines()
     if done.returncode or not lines:
         said = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
-        raise RuntimeError(
-            f"the measurement of {plan.model.name} {plan.layout.describe()} failed: {said[-1]}"
-        )
+        raise RuntimeError(f"{plan.model.name} {plan.layout.describe()} could not be {what}: {said[-1]}")
     found: dict[str, int] = json.loads(lines[-1])
     return found
 
 
-def measurement(plan: Path, case: Case, compiled: bool) -> list[str]:
-    """The command that measures a plan; the last line that it prints is JSON."""
+def case_command(plan: Path, case: Case, compiled: bool, what: str) -> list[str]:
+    """The command that traces or measures a plan; the last line that it prints is JSON."""
     form = "compiled" if compiled else "eager"
-    return [sys.executable, "-m", "benchmarks.memory_gpu_case", str(plan), str(case.pipeline_rank), form]
+    return [
+        sys.executable,
+        "-m",
+        "benchmarks.memory_gpu_case",
+        str(plan),
+        str(case.pipeline_rank),
+        form,
+        what,
+    ]
 
 
 def memory_gpu(
     only: Annotated[str, typer.Option(help="Run the cases whose model or layout has this in it.")] = "",
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Compare real peaks of one GPU with the dry run and the formula."""
+    """Compare real peaks of one GPU with the dry run and the plan."""
     import torch
 
-    if not torch.cuda.is_available():
-        raise InputError("benchmarks.memory_gpu measures a GPU, and this machine has none; run it on one")
-    from runtime.job.devices import detect_device
-
-    device = detect_device(1).name
     cases = [case for case in CASES if only in case.model or any(only in pin for pin in case.pins)]
     if not cases:
         raise InputError(f"--only {only}: no case has it; models are {', '.join({c.model for c in CASES})}")
+    if not torch.cuda.is_available():
+        print("benchmarks.memory_gpu: this machine has no GPU, so nothing is measured; run it on one")
+        return
+    from runtime.job.devices import detect_device
+
+    device, room = detect_device(1).name, torch.cuda.get_device_properties(0).total_memory
     rows = []
     for case, compiled in [(one, form) for one in cases for form in one.forms]:
-        rows.append(compare(case, device, compiled))
+        rows.append(compare(case, device, compiled, room))
         if not as_json:
             print(line(rows[-1]), flush=True)
-    errors = [abs(row["traced"] / row["allocated"] - 1) for row in rows if row["allocated"]]
     if as_json:
         print(json.dumps({"device": device, "torch": torch.__version__, "rows": rows}, indent=2))
-    elif errors:
-        print(f"{len(errors)} measured on {device}; dry run off by {100 * max(errors):.1f} % at most")
+        return
+    seen = [row for row in rows if row["allocated"]]
+    if seen:
+        worst = [
+            max((abs(row[name] / row["allocated"] - 1) for row in seen if row[name]), default=0.0)
+            for name in ("traced", "planned")
+        ]
+        print(f"{len(seen)} measured on {device}; at most off: dry run {worst[0]:.1%}, plan {worst[1]:.1%}")
 
 
 def line(row: dict[str, Any]) -> str:
-    """One case as text: GiB, and the errors of trace and estimate against what was allocated."""
+    """One case as text: GiB, and the errors of trace and plan against what was measured."""
     name = f"{row['model']} {row['layout']} pp={row['pipeline_rank']} "
     name += "compiled" if row["compiled"] else "eager"
-    sizes = f"traced {row['traced'] / GIB:.2f}, estimated {row['estimated'] / GIB:.2f}"
+    parts = [f"traced {row['traced'] / GIB:.2f}"]
+    if row["planned"]:
+        by = "tapes" if row["exact"] else "closed forms"
+        parts.append(
+            f"planned by {by} {row['planned'] / GIB:.2f}, reserved {row['planned_reserved'] / GIB:.2f}"
+        )
     if row["allocated"] is None:
-        return f"{name}: {sizes} GiB; not measured, too large for this GPU"
-    errors = [f"{100 * (row[key] / row['allocated'] - 1):+.1f} %" for key in ("traced", "estimated")]
-    return (
-        f"{name}: {sizes}, allocated {row['allocated'] / GIB:.2f}, reserved {row['reserved'] / GIB:.2f} GiB; "
-        f"dry run {errors[0]}, formula {errors[1]}"
-    )
+        return f"{name}: {'; '.join(parts)} GiB; not measured, too large for this GPU"
+    parts.append(f"measured: allocated {row['allocated'] / GIB:.2f}, reserved {row['reserved'] / GIB:.2f}")
+    errors = [
+        f"{title} {row[key] / row['allocated'] - 1:+.1%}"
+        for title, key in (("dry run", "traced"), ("plan", "planned"))
+        if row[key]
+    ]
+    return f"{name}: {'; '.join(parts)} GiB; {', '.join(errors)}"
 
 
 if __name__ == "__main__":

@@ -1,24 +1,21 @@
-"""A plan's real memory on one GPU: `python -m benchmarks.memory_gpu_case PLAN PIPELINE_RANK compiled|eager`.
+"""A plan's memory on one GPU: `... -m benchmarks.memory_gpu_case PLAN RANK compiled|eager measured|traced`.
 
-Prints one JSON object with the bytes that the allocator handed out and reserved at most.
+Prints one JSON object with the bytes that the allocator handed out and reserved at most, or with those that a
+dry run says it hands out.
 """
 
 from __future__ import annotations
 
 import json
 import sys
-from contextlib import ExitStack
-from typing import Any
-from unittest.mock import patch
 
 import numpy as np
 import torch
 
 from planner import Plan
-from runtime.dryrun.run import fake_process_group, isolated_pipeline, short_layout
+from runtime.dryrun.real_rank import real_rank
+from runtime.dryrun.run import short_layout, trace
 from runtime.settings.options import TrainingOptions
-from runtime.train import stages
-from runtime.train.trainer import Trainer
 
 STEPS = 3
 """Steps of the real run; the peak is that of the last one."""
@@ -29,12 +26,7 @@ def measure(plan: Plan, pipeline_rank: int, compiled: bool) -> dict[str, int]:
     layout = short_layout(plan.layout, pipeline_rank)
     rank = pipeline_rank * (layout.world_size // layout.pipeline_parallel)
     options = TrainingOptions(compile=compiled, no_compile=not compiled)
-    with ExitStack() as stack:
-        stack.enter_context(fake_process_group(layout.world_size, rank))
-        stack.enter_context(isolated_pipeline())
-        # Drawing weights on the host takes minutes, and their values do not matter.
-        stack.enter_context(patch.object(stages, "initialise", _zeros))
-        trainer = Trainer(plan.model, layout, options, torch.device("cuda", 0))
+    with real_rank(plan.model, layout, rank, options, torch.device("cuda", 0)) as trainer:
         samples = np.zeros((len(trainer.rows), plan.model.seq + 1), dtype=np.int64)
         for _ in range(STEPS):
             torch.cuda.synchronize()
@@ -47,16 +39,17 @@ def measure(plan: Plan, pipeline_rank: int, compiled: bool) -> dict[str, int]:
         }
 
 
-def _zeros(model: Any, *_: Any) -> None:
-    with torch.no_grad():
-        for tensor in (*model.parameters(), *model.buffers()):
-            tensor.zero_()
-
-
 def main() -> None:
-    """Measure what the command line names."""
-    plan, rank, form = sys.argv[1:]
-    print(json.dumps(measure(Plan.load(plan), int(rank), form == "compiled")))
+    """Measure or trace what the command line names."""
+    file, number, form, what = sys.argv[1:]
+    plan, rank, compiled = Plan.load(file), int(number), form == "compiled"
+    if what == "traced":
+        found = {
+            "allocated": trace(plan.model, plan.layout, pipeline_rank=rank, compiled=compiled).peak.total
+        }
+    else:
+        found = measure(plan, rank, compiled)
+    print(json.dumps(found))
 
 
 if __name__ == "__main__":

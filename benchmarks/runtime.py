@@ -23,23 +23,12 @@ from costmodels.errors import InputError
 from planner.options.flags import run
 from runtime.settings.preflight import check_job
 from tests.support.layouts import parse_layout
+from tests.support.models import llama
 from tests.support.ranks.parity import SEED
 from tests.support.worker_pool import WorkerPool
 
-MODEL = ModelSpec(
-    name="llama-30m",
-    layers=10,
-    hidden=384,
-    heads=6,
-    ffn=1024,
-    vocab=32000,
-    seq=256,
-    gated=True,
-    activation="silu",
-    norm="rmsnorm",
-    position="rope",
-    tied=True,
-    linear_bias=False,
+MODEL = llama("llama-30m", layers=10, hidden=384, heads=6, ffn=1024, vocab=32000, seq=256).model_copy(
+    update={"tied": True}
 )
 """A Llama of 30 M parameters; its head weighs as much as seven of its layers."""
 

@@ -5,12 +5,13 @@ python -m benchmarks.search [--json] [--calculon-system FILE]
 The first problem is also put to Calculon and llm-analysis, where they are installed
 (`benchmarks.other_searches`).
 
-Layouts priced a second: memory of every legal one and step time of those that fit, without building the
-space, ranking, and playing out the first plans, which the time of the search has too. That is of a search
-that is not the first one of its process; of a whole process, which is the command as an installed package
-runs it (its modules are compiled once, into a folder of this program), the first search is told too, and how
-many times as long it takes as a process that only imports the libraries it stands on: that is timed in turns
-with it, because machines differ.
+Layouts priced a second: memory of every legal one and step time of those that fit. A search prices fewer,
+those that a lower bound does not keep out of the first places; it also builds the space, ranks, and plays out
+the first plans. Its time is that of a search that is not the first one of its process. Of a whole process,
+which is the command as an installed package runs it (its modules are compiled once, into a folder of this
+program), the first search is told too, and how many times as long it takes, by the clock and on the
+processor, as a process that only imports the libraries it stands on: those are run in turns, because machines
+differ, and what else runs on them.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import argparse
 import json
 import os
 import re
+import resource
 import subprocess
 import sys
 import tempfile
@@ -59,7 +61,7 @@ def measure(model: str, arguments: dict[str, Any], system: str | None) -> dict[s
         text for name, value in arguments.items() for text in (f"--{name.replace('_', '-')}", str(value))
     ]
     command = [sys.executable, "-m", "planner", "suggest", "--model", model, *flags]
-    whole, first, libraries = _process(command)
+    whole, first, libraries, processor = _process(command)
     return {
         "model": model,
         **arguments,
@@ -72,6 +74,7 @@ def measure(model: str, arguments: dict[str, Any], system: str | None) -> dict[s
         "first_search_s": first,
         "process_s": whole,
         "process_to_libraries": whole / libraries,
+        "processor_to_libraries": processor,
         "solved": results[0].solutions,
         "others": [] if model != PROBLEMS[0][0] else _others(results[0], system),
     }
@@ -96,25 +99,29 @@ def _pricing(result: SearchResult) -> float:
     return time.perf_counter() - started
 
 
-def _process(command: list[str]) -> tuple[float, float, float]:
-    """Seconds of a whole process, of the search in it, and of importing `LIBRARIES`: the least of several."""
+def _process(command: list[str]) -> tuple[float, float, float, float]:
+    """Seconds of a process, of the search in it, and of importing `LIBRARIES`, the least of several each;
+    and how many times as long the first takes on the processor as the last."""
     kept = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
     whole, first, libraries = [], [], []
+    busy: list[tuple[float, float]] = []
     with tempfile.TemporaryDirectory() as folder:
         environment = {**kept, "PYTHONPYCACHEPREFIX": folder}
         for _ in range(1 + REPEATS):
-            seconds, _ = _run([sys.executable, "-c", LIBRARIES], environment)
+            seconds, least, _ = _run([sys.executable, "-c", LIBRARIES], environment)
             libraries.append(seconds)
-            seconds, text = _run(command, environment)
+            seconds, most, text = _run(command, environment)
             whole.append(seconds)
+            busy.append((most, least))
             first += [float(found) for found in re.findall(r" fit; ([\d.]+) s$", text, re.MULTILINE)]
     # The first processes have compiled the modules.
-    return min(whole[1:]), min(first[1:]), min(libraries[1:])
+    most, least = map(min, zip(*busy[1:], strict=True))
+    return min(whole[1:]), min(first[1:]), min(libraries[1:]), most / least
 
 
-def _run(command: list[str], environment: dict[str, str]) -> tuple[float, str]:
-    """Seconds of a command, and what it prints."""
-    started = time.perf_counter()
+def _run(command: list[str], environment: dict[str, str]) -> tuple[float, float, str]:
+    """Seconds of a command by the clock and on the processor, and what it prints."""
+    started, before = time.perf_counter(), resource.getrusage(resource.RUSAGE_CHILDREN)
     done = subprocess.run(
         command,
         stdout=subprocess.PIPE,
@@ -123,7 +130,9 @@ def _run(command: list[str], environment: dict[str, str]) -> tuple[float, str]:
         text=True,
         env=environment,
     )
-    return time.perf_counter() - started, done.stdout
+    seconds, after = time.perf_counter() - started, resource.getrusage(resource.RUSAGE_CHILDREN)
+    busy = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    return seconds, busy, done.stdout
 
 
 def _print(row: dict[str, Any]) -> None:
@@ -131,12 +140,12 @@ def _print(row: dict[str, Any]) -> None:
     batch = f"at most {most}" if most else f"{row['global_batch_size']}"
     print(
         f"{row['model']} on {row['world_size']}, {batch} sequences: "
-        f"{row['considered']:,} layouts considered, {row['legal']:,} priced "
-        f"({row['priced_per_s']:,.0f} a second), {row['feasible']:,} fit; "
+        f"{row['considered']:,} layouts considered, {row['legal']:,} legal "
+        f"(priced {row['priced_per_s']:,.0f} a second where all are), {row['feasible']:,} fit; "
         f"{row['solved']:,} with solved degrees among them; "
         f"search {row['search_s']:.3f} s; whole process {row['process_s']:.2f} s, its first search "
         f"{row['first_search_s']:.3f} s; {row['process_to_libraries']:.1f} x importing numpy, pydantic, "
-        "typer and rich",
+        f"typer and rich ({row['processor_to_libraries']:.1f} x on the processor)",
         flush=True,
     )
     for other in row["others"]:

@@ -1,0 +1,148 @@
+"""The questions of `benchmarks.loop`, and what every layout that answers one takes on this machine."""
+
+from __future__ import annotations
+
+import json
+import random
+import statistics
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+from costmodels import Layout, ModelSpec
+from planner.api import search
+from planner.ranking.result import SearchResult
+from runtime.calibrate.local import step_on_rank
+from runtime.launch.rank_pool import RankPool
+from runtime.launch.warm_ranks import threads_of
+
+DENSE = ModelSpec(
+    name="dense",
+    layers=4,
+    hidden=192,
+    heads=2,
+    ffn=512,
+    vocab=1024,
+    seq=128,
+    gated=True,
+    activation="silu",
+    norm="rmsnorm",
+    position="rope",
+    tied=False,
+    linear_bias=False,
+)
+
+MODELS = {
+    "dense": DENSE,
+    "experts": DENSE.model_copy(
+        update={"name": "experts", "layers": 2, "experts": 4, "top_k": 2, "expert_ffn": 256}
+    ),
+    "long": DENSE.model_copy(
+        update={
+            "name": "long",
+            "layers": 2,
+            "hidden": 128,
+            "heads": 2,
+            "ffn": 384,
+            "vocab": 512,
+            "seq": 512,
+            "max_positions": 512,
+        }
+    ),
+}
+"""Models small enough that every layout of theirs can be run."""
+
+
+DISTURBED, MOST_TIMES = 0.1, 3
+"""Share of the cores that others take from which on a layout is measured again, and how often at most."""
+
+
+class Question(NamedTuple):
+    """A model on some ranks of the CPU."""
+
+    model: str
+    world_size: int
+    batch: int
+    pin: str = ""
+
+    @property
+    def spec(self) -> ModelSpec:
+        """The model."""
+        return MODELS[self.model]
+
+    def search(self) -> SearchResult:
+        """All layouts that fit, with the device as it is known now."""
+        size = self.world_size
+        return search(
+            self.spec,
+            world_size=size,
+            local_world_size=size,
+            device="cpu",
+            global_batch_size=self.batch,
+            pin=[self.pin] if self.pin else None,
+        )
+
+
+class Measured(NamedTuple):
+    """A layout that was run."""
+
+    question: Question
+    layout: Layout
+    step_time_s: float
+    peak_memory_bytes: int
+    others: float
+    """Share of the cores that other processes took."""
+    times: int = 1
+    """That it was measured."""
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether it need not be measured again."""
+        return self.others <= DISTURBED or self.times >= MOST_TIMES
+
+
+def measure_all(questions: list[Question], kept: Path, limit_s: float) -> bool:
+    """Run what `kept` does not have yet, for `limit_s` seconds at most; whether all was measured.
+
+    Each layout has ranks of its own, as each run has, which leave nothing behind for the next.
+    """
+    known = {(row.question, row.layout) for row in read_kept(kept) if row.is_settled}
+    started, pool = time.monotonic(), RankPool(max(question.world_size for question in questions))
+    tables = [(question, question.search().table) for question in questions]
+    every = [(question, table.layout(row)) for question, table in tables for row in range(len(table))]
+    # What changes on the machine meanwhile is not to look like a way of layouts.
+    random.Random(0).shuffle(every)
+    with kept.open("a", encoding="utf-8") as file:
+        for question, layout in every:
+            if (question, layout) in known:
+                continue
+            if time.monotonic() - started > limit_s:
+                return False
+            size = question.world_size
+            found = pool.run(step_on_rank, size, question.spec, layout, "cpu", int(threads_of(size)))[0]
+            fields = layout.model_dump(mode="json")
+            file.write(json.dumps([*question, fields, *found]) + "\n")
+            file.flush()
+    return True
+
+
+def read_kept(kept: Path) -> list[Measured]:
+    """The layouts that were measured before.
+
+    Of several times the median of those that others did not disturb counts, or else the least disturbed one.
+    """
+    if not kept.exists():
+        return []
+    found: dict[tuple[Question, Layout], list[Measured]] = {}
+    for line in kept.read_text(encoding="utf-8").splitlines():
+        model, size, batch, pin, fields, seconds, peak, others = json.loads(line)
+        row = Measured(
+            Question(model, size, batch, pin), Layout.model_validate(fields), seconds, peak, others
+        )
+        found.setdefault((row.question, row.layout), []).append(row)
+    result = []
+    for rows in found.values():
+        quiet = [row for row in rows if row.others <= DISTURBED] or [min(rows, key=lambda row: row.others)]
+        seconds = statistics.median(row.step_time_s for row in quiet)
+        result.append(quiet[0]._replace(step_time_s=seconds, times=len(rows)))
+    return result

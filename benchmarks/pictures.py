@@ -1,0 +1,121 @@
+"""Draw the pictures of the documentation: what commands show in a terminal, and pages about plans and runs.
+
+    python -m benchmarks.pictures docs/pictures
+
+Terminals become SVG; pages are taken in Chromium, by playwright, at 1280 and 390 columns of pixels. The run
+trains `gpt2-nano` for a minute.
+"""
+
+from __future__ import annotations
+
+import io
+import re
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.text import Text
+
+from benchmarks.terminal import in_terminal
+
+JOB = "--model llama2-70b --world-size 64 --local-world-size 8 --device a100-80g --max-global-batch-size 16"
+
+TRAIN = (
+    "launch --model gpt2-nano --device cpu --world-size 2 --max-global-batch-size 32 --train-iters 100 "
+    "--lr 3e-3 --lr-warmup-iters 10 --log-interval 10 --eval-interval 50 --log-dir run"
+)
+
+TERMINALS = {
+    "suggest": f"suggest {JOB}",
+    "explain": f"explain {JOB} --layout tp=16 --no-what-if",
+    "launch": TRAIN.replace("--train-iters 100", "--train-iters 30").replace(" --log-dir run", ""),
+}
+"""Commands that are drawn at each width."""
+
+WIDTHS = (80, 160)
+
+SPINNER = re.compile(r"^\s*[⠀-⣿]")
+
+PAGES = {
+    "report": "suggest --model llama3-70b --world-size 64 --device h100 --max-global-batch-size 64",
+    "report-16384": (
+        "suggest --model llama3-405b --world-size 16384 --device h100 --max-global-batch-size 2048"
+    ),
+}
+"""Jobs whose plans have a page."""
+
+
+def settled(raw: str) -> str:
+    """What stays of a terminal's output when moving lines have gone."""
+    kept = []
+    for line in raw.replace("\r\n", "\n").split("\n"):
+        parts = [part for part in re.split(r"\r|\x1b\[\d*[AK]|\x1b\[\?25[lh]", line) if part]
+        parts = [part for part in parts if not SPINNER.match(Text.from_ansi(part).plain)]
+        if parts or not line.strip("\r"):
+            kept.append(parts[-1] if parts else "")
+    return "\n".join(kept).strip("\n")
+
+
+def draw_terminal(command: str, columns: int, file: Path) -> None:
+    """Run a command in a terminal, and write an SVG of it."""
+    with tempfile.TemporaryDirectory() as folder:
+        shown = in_terminal(*command.split(), columns=columns, folder=Path(folder))
+    if shown.code:
+        raise SystemExit(f"planner {command}: {shown.text}")
+    screen = Console(record=True, width=columns, file=io.StringIO())
+    screen.print(Text.from_ansi(f"$ planner {command}\n{settled(shown.raw)}"))
+    text = screen.export_svg(title="planner", unique_id=file.stem)
+    file.write_text("\n".join(line.rstrip() for line in text.splitlines()) + "\n", encoding="utf-8")
+
+
+def take_page(page: Path, folder: Path, name: str) -> None:
+    """Take a page at two widths, in light and in dark."""
+    from playwright.sync_api import sync_playwright
+
+    browser_path = shutil.which("chromium") or shutil.which("google-chrome")
+    with sync_playwright() as playwright:
+        browser: Any = playwright.chromium.launch(executable_path=browser_path, args=["--no-sandbox"])
+        for width, scheme in ((1280, "light"), (390, "dark")):
+            context = browser.new_context(
+                viewport={"width": width, "height": 900}, color_scheme=scheme, offline=True
+            )
+            tab = context.new_page()
+            tab.on(
+                "console", lambda message: print("console:", message.text) if message.type == "error" else 0
+            )
+            tab.goto(page.as_uri())
+            tab.wait_for_function(
+                "document.documentElement.dataset.drawn >= document.querySelectorAll('.figure').length"
+            )
+            tab.screenshot(path=folder / f"{name}-{width}-{scheme}.png", full_page=True)
+        browser.close()
+
+
+def main() -> None:
+    """Draw all of them into a folder; names after it draw those alone."""
+    target, wanted = Path(sys.argv[1]).resolve(), sys.argv[2:]
+    target.mkdir(parents=True, exist_ok=True)
+    for name, command in TERMINALS.items():
+        for columns in WIDTHS:
+            if not wanted or name in wanted:
+                draw_terminal(command, columns, target / f"{name}-{columns}.svg")
+    with tempfile.TemporaryDirectory() as folder:
+        here = Path(folder)
+        jobs = PAGES | {"report-run": TRAIN}
+        for name, command in jobs.items():
+            if wanted and name not in wanted:
+                continue
+            source = "run" if command == TRAIN else "plan.json"
+            words = command.split() + ([] if command == TRAIN else ["--save", source])
+            for one in (words, ["report", source, "--out", "page.html"]):
+                shown = in_terminal(*one, columns=80, folder=here)
+                if shown.code:
+                    raise SystemExit(f"planner {' '.join(one)}: {shown.text}")
+            take_page(here / "page.html", target, name)
+
+
+if __name__ == "__main__":
+    main()
