@@ -50,6 +50,18 @@ def pytest_collection_finish() -> None:
     gc.enable()
 
 
+@pytest.fixture(autouse=True)
+def no_measured_devices(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Whatever somebody has calibrated on this machine, tests plan with the catalogue."""
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path_factory.getbasetemp() / "config"))
+
+
+@pytest.fixture(autouse=True, scope="session")
+def history_of_tests(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """What jobs of tests measure is no history of whoever runs them."""
+    os.environ["XDG_DATA_HOME"] = str(tmp_path_factory.getbasetemp() / "data")
+
+
 @pytest.fixture(scope="session")
 def pool() -> WorkerPool:
     """Up to eight gloo ranks at a time."""

@@ -108,16 +108,16 @@ def test_a_source_may_be_spread_over_files_in_any_order(write, run):
 
 
 def test_fit_scales_step_times_of_the_engine_and_device_it_saw(write, run):
-    plain, scale = accuracy.measure([write("rows.csv", {"step_time_s": "3"})])
-    assert scale == {}
-    assert plain["nvidia_dgxc"].median_ape > 1
+    plain = accuracy.measure([write("rows.csv", {"step_time_s": "3"})])
+    assert plain.scale == {}
+    assert plain.scores["nvidia_dgxc"].median_ape > 1
     known = write("known.csv", {"step_time_s": "3"}, {"gpu": "A100", "step_time_s": "7"})
     result = json.loads(run("--rows", write("rows.csv", {"step_time_s": "3"}), "--fit", known, "--json"))
     assert result["sources"]["nvidia_dgxc"]["median_ape"] == pytest.approx(0, abs=1e-9)
     assert list(result["scalars"]) == ["nemo on a100-80g", "nemo on h100"]
     # Another engine has seen nothing.
     torch = write("torch.csv", {"source_id": "torchtitan"})
-    assert accuracy.measure([torch], fit=[known])[0] == accuracy.measure([torch])[0]
+    assert accuracy.measure([torch], fit=[known]).scores == accuracy.measure([torch]).scores
     assert "Step times of nemo on h100 times" in run("--rows", torch, "--fit", known)
 
 
@@ -125,13 +125,14 @@ def test_held_out_leaves_out_what_the_constants_were_fitted_on(write):
     rows = [{"mbs": str(mbs), "gbs": str(512 * times)} for mbs in (1, 2, 4, 8) for times in range(1, 11)]
     file = write("rows.csv", *rows, *({**row, "source_id": "torchtitan"} for row in rows))
     assert "nvidia_dgxc" in FITTED_SOURCES
-    found, _ = accuracy.measure([file], held_out=True)
+    found = accuracy.measure([file], held_out=True).scores
     assert found["torchtitan"].n == 40
     seen = found["nvidia_dgxc"].skipped[accuracy.HELD_OUT]
     assert 5 < seen < 30
     assert found["nvidia_dgxc"].n == 40 - seen
     # The same rows are left out of a file that holds a part of them.
-    half, _ = accuracy.measure([write("half.csv", *rows[20:]), write("rest.csv", *rows[:20])], held_out=True)
+    parts = [write("half.csv", *rows[20:]), write("rest.csv", *rows[:20])]
+    half = accuracy.measure(parts, held_out=True).scores
     assert half["nvidia_dgxc"].skipped == found["nvidia_dgxc"].skipped
 
 
@@ -141,9 +142,33 @@ def test_the_tables_show_every_source_and_reason(write, run):
     assert printed == run("--rows", file)
     lines = printed.splitlines()
     assert lines[0].split()[:2] == ["source", "n"]
-    assert [line.split()[:2] for line in lines[1:3]] == [["elsewhere", "0"], ["nvidia_dgxc", "1"]]
+    assert lines[1].split()[:2] == ["nvidia_dgxc", "1"]
     assert "tp not published" in printed
     assert "source unknown: no engine" in printed
+
+
+def test_each_skipped_row_is_a_line_with_its_reason(write, monkeypatch, capsys, tmp_path):
+    odd = tmp_path / "odd.csv"
+    odd.write_text("a,b\n1,2\n")
+    file = write("rows.csv", {}, {"tp": ""}, {"source_id": "elsewhere"})
+    monkeypatch.setattr("sys.argv", ["benchmarks.accuracy", "--rows", file, str(odd)])
+    accuracy.main()
+    assert capsys.readouterr().err.splitlines() == [
+        "rows.csv:3: nvidia_dgxc skipped: tp not published",
+        "rows.csv:4: elsewhere skipped: source unknown: no engine",
+        "odd.csv:1: odd.csv skipped: no column source_id: no table of measurements",
+    ]
+
+
+def test_engines_and_blanks_may_be_given_for_the_whole_file(write, run):
+    file = write("rows.csv", {"source_id": "elsewhere", "gpu": "", "vpp": "", "pp": "2", "dp": "4"})
+    given = ("--engine", "megatron", "--fill", "gpu=GH200-96GB")
+    assert json.loads(run("--json", "--rows", file, *given))["sources"]["elsewhere"]["n"] == 1
+    assert "vpp 1, 2, 4" in run("--rows", file, *given)
+    for wrong in (("--engine", "of-nobody"), ("--fill", "gpu")):
+        with pytest.raises(SystemExit) as end:
+            run("--rows", file, *wrong)
+        assert end.value.code == 2
 
 
 @pytest.mark.parametrize("content", [None, b"\x89PNG\xff\xfe"])

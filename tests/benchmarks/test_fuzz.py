@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.fuzz import Bench, Hangs, judge, limited
+from benchmarks.fuzz_configurations import watch
 from benchmarks.fuzz_mutations import corrupt
 from benchmarks.fuzz_targets import Target, checkpoint_targets, targets
 from costmodels.catalogue import load_model
@@ -97,3 +99,10 @@ def test_a_target_reads_back_what_it_wrote(benches: list[Bench]) -> None:
         for name in dict.fromkeys(target.corrupted):
             assert bench.put(name, target.files[name]) == ("same", ""), (target.name, name)
         assert Path(bench.folder).exists()
+
+
+def test_reading_a_configuration_is_watched() -> None:
+    with pytest.raises(AssertionError, match="open"), watch().during(Path("/nowhere")):
+        Path("/etc/hostname").open().close()
+    with pytest.raises(AssertionError, match="subprocess"), watch().during(Path("/nowhere")):
+        subprocess.run(["true"], check=True)

@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from benchmarks import fuzz_hostile
+from benchmarks import fuzz_hostile, hostile_pickles
 from benchmarks.fuzz_targets import small_plan
 from costmodels.errors import InputError
 from runtime import checkpoint
@@ -55,7 +55,7 @@ def plant(folder: Path, canary: Path) -> None:
     """Hide a command in the metadata of a checkpoint, whose checksums agree."""
     iteration = folder / "iter_0000003"
     with (iteration / METADATA).open("wb") as file:
-        file.write(fuzz_hostile.dumped(fuzz_hostile.call("posix", "system", canary)))
+        file.write(hostile_pickles.dumped(hostile_pickles.call("posix", "system", canary)))
     (iteration / checkpoint.MANIFEST).unlink()
     records = checkpoint.file_records(iteration)
     (iteration / checkpoint.MANIFEST).write_text(manifest_text(records))
@@ -87,7 +87,7 @@ def test_a_planted_command_does_run_where_it_is_unpickled(tmp_path: Path) -> Non
     """Otherwise the test above would prove nothing."""
     canary = tmp_path / fuzz_hostile.CANARY
     for module, name in (("posix", "system"), ("builtins", "exec"), ("subprocess", "getoutput")):
-        pickle.loads(fuzz_hostile.dumped(fuzz_hostile.call(module, name, canary)))
+        pickle.loads(hostile_pickles.dumped(hostile_pickles.call(module, name, canary)))
         assert canary.exists(), name
         canary.unlink()
 

@@ -318,7 +318,7 @@ def test_a_device_that_is_not_here_is_refused(
         (
             ("--plan", "PLAN", "--world-size", "2"),
             {},
-            ("--world-size 2: this process is alone, not one of torchrun's ranks", "planner suggest"),
+            ("--world-size 2: torchrun started 1 ranks; leave the flag out",),
         ),
         ((*NANO[:4], *EIGHT, "--save", "FILE/below"), {}, ("--save", "cannot write there")),
         ((*NANO[:4], *EIGHT, "--data-path", "/none"), {}, ("--data-path /none.idx: no such file",)),

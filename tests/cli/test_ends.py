@@ -18,6 +18,7 @@ import torch.distributed as dist
 from cli import generate
 from cli.status import Status
 from cli.tables import console
+from planner import Plan
 from runtime.generation import command
 from runtime.generation.options import GenerateOptions
 from runtime.parallel.ranks import wait_for_ranks
@@ -53,6 +54,19 @@ def test_a_reader_that_went_away_ends_a_command_as_it_does_any(
         monkeypatch.setattr(sys, "stdout", pipe)
         code, _, err = planner_command(*words)
     assert (code, err) == (141, "")
+
+
+def test_a_plan_is_saved_though_nobody_reads_the_answer(
+    planner_command: Command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    plan = tmp_path / "plan.json"
+    reading, writing = os.pipe()
+    os.close(reading)
+    with os.fdopen(writing, "w") as pipe:
+        monkeypatch.setattr(sys, "stdout", pipe)
+        code, _, err = planner_command(*SUGGEST, "--save", plan)
+    assert (code, err) == (141, f"planner: saved {plan}\n")
+    assert Plan.load(plan).layout.world_size == 2
 
 
 def test_no_columns_are_no_reason_to_print_nothing(

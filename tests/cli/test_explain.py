@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from cli import report
+from cli import summary
 from planner import search
 from planner.ranking.distinct import DistinctPlan
 from tests.support.commands import Command
@@ -137,10 +137,10 @@ def test_trials_are_said_to_measure_the_first_plans_whichever_are_alike(
     rows = [DistinctPlan(place, result.plan(place - 1)) for place in range(1, 11)]
     lines = {}
     for places in ((1, 2, 6, 7), (1, 2, 3, 4), (1, 6), (1, 2)):
-        monkeypatch.setattr(report, "indistinguishable", lambda _, places=places: places)
-        (lines[places],) = report.tie_lines(result, rows)
+        monkeypatch.setattr(summary, "indistinguishable", lambda _, places=places: places)
+        lines[places] = summary.tie_line(result, rows)
     assert [line.partition("; ")[2] for line in lines.values()] == [
-        f"`planner launch --try {number}` measures the first {number} plans" for number in (2, 3, 6, 2)
+        f"planner launch --try {number} measures {number}" for number in (2, 3, 6, 2)
     ]
 
 

@@ -65,11 +65,19 @@ def test_every_field_that_deepspeed_cannot_say_is_named() -> None:
         precision="fp8",
         global_batch_size=16,
     )
-    found = export_deepspeed(layout)
-    assert {text.partition("=")[0] for text in found.inexpressible} == {
-        *("pipeline_parallel", "sequence_parallel", "context_parallel", "expert_parallel", "zero_replicas"),
-        *("recompute", "offload_activations", "optimizer", "precision"),
+    found = export_deepspeed(MODEL, layout)
+    assert found.inexpressible_fields == {
+        *(
+            "pipeline_parallel",
+            "sequence_parallel",
+            "context_parallel_form",
+            "expert_parallel",
+            "zero_replicas",
+        ),
+        *("recompute", "recompute_modules", "offload_activations", "optimizer", "precision"),
+        "layers_per_stage",
     }
+    assert found.inexpressible[0] == "model small: the training script makes it"
     values = json.loads(found.text)
     assert values["tensor_parallel"] == {"autotp_size": 2}
     assert values["zero_optimization"] == {
@@ -83,7 +91,7 @@ def test_every_field_that_deepspeed_cannot_say_is_named() -> None:
     [
         (("none.json", "--to", "megatron"), "none.json"),
         (("PLAN", "--to", "megatro"), "did you mean megatron?"),
-        (("PLAN", "--to", "x"), "expected megatron, mindspeed, deepspeed"),
+        (("PLAN", "--to", "x"), "expected megatron, megatron-bridge, torchtitan, deepspeed"),
         (("PLAN",), "--to"),
         (("PLAN", "--to", "megatron", "--out", "no/such/folder/x"), "no/such/folder"),
     ],

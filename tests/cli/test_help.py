@@ -44,7 +44,7 @@ def test_help_has_sections_and_ends_with_what_changes_nothing(planner_command: C
     heads = re.findall(r"^(\S.*):$", out, re.MULTILINE)
     order = ["Model", "Cluster", "Batch", "Pins", "Optimizer", "Learning rate", "Data", "Checkpoints"]
     assert [head for head in heads if head in order] == order
-    assert heads[-1] == "Accepted too, as what they say happens anyway"
+    assert heads[-2:] == ["Accepted too, as what they say happens anyway", "Examples"]
     assert out.index("--use-flash-attn") > out.index("--max-restarts")
     # No name is broken at the end of a line.
     assert "--no-create-attention-mask-in-dataloader" in out
@@ -53,13 +53,14 @@ def test_help_has_sections_and_ends_with_what_changes_nothing(planner_command: C
     assert re.findall(r"^\w+:$", planner_command("timeline", "-h")[1], re.MULTILINE) == [
         "Arguments:",
         "Options:",
+        "Examples:",
     ]
     assert planner_command("-h")[0] == planner_command("data", "prepare", "-h")[0] == 0
 
 
 def test_the_notation_of_plans_is_described_once(planner_command: Command) -> None:
     assert all(len(line) <= WIDTH for line in NOTATION.splitlines())
-    assert NOTATION in (ROOT / "README.md").read_text()
+    assert NOTATION in (ROOT / "docs" / "planning.md").read_text()
     help_text = planner_command("suggest", "--help")[1]
     assert all(line in help_text for line in NOTATION.splitlines())
 
@@ -92,7 +93,7 @@ def test_shells_complete_commands_flags_and_names(
     assert completed(planner_command, monkeypatch, "planner sug") == ["suggest"]
     flags = completed(planner_command, monkeypatch, "planner suggest --tensor-model")
     assert flags == ["--tensor-model-parallel-size"]
-    assert completed(planner_command, monkeypatch, "planner suggest --device rtx") == ["rtx-4090", "rtx-5090"]
+    assert completed(planner_command, monkeypatch, "planner suggest --device rtx-5") == ["rtx-5090"]
     assert "dualpipev" in completed(planner_command, monkeypatch, "planner suggest --pipeline-schedule d")
 
 

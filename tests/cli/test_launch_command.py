@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
+import os
+import pty
 import re
 import shlex
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
+import typer
 
+from cli.launch import leave
 from costmodels.catalogue import local_machine
 from planner import Plan
+from runtime.launch.supervisor import Outcome
 from tests.support import ROOT
 from tests.support.commands import Command
 from tests.support.jobs import (
@@ -168,6 +175,51 @@ def test_mindspeeds_guide_to_experts_trains_in_small_on_four_ranks(
         assert list(layers) == ["0", "1"]
         for layer in layers.values():
             assert len(layer) == 4 and sum(layer) == pytest.approx(4.0, abs=1e-3)
+
+
+@pytest.mark.ranks
+def test_a_closed_terminal_saves_and_leaves_no_process(tmp_path: Path, data: str) -> None:
+    folder = tmp_path / "run"
+    words = [*TINY, *ON_TWO, "--data-path", data, "--train-iters", "1000000", "--eval-iters", "0"]
+    words += ["--log-interval", "1", "--log-dir", str(folder), "--save", str(folder / "saved")]
+    launcher, terminal = pty.fork()
+    if launcher == 0:
+        os.chdir(ROOT)
+        os.execv(sys.executable, [sys.executable, "-m", "planner", "launch", *words])
+    reader = threading.Thread(target=drain, args=(terminal,), daemon=True)
+    reader.start()
+    wait_until(lambda: len(losses(folder)) >= 3, "the first steps")
+    below = descendants(launcher)
+    # What a terminal that closes does: nobody reads any more, and its processes are told.
+    os.kill(launcher, signal.SIGHUP)
+    _, status = os.waitpid(launcher, 0)
+    os.close(terminal)
+    assert os.waitstatus_to_exitcode(status) == 0 and not any(map(is_alive, below))
+    assert (folder / "saved" / "latest_checkpointed_iteration.txt").exists()
+
+
+def drain(terminal: int) -> None:
+    """Read what is shown on a terminal until it is closed."""
+    with contextlib.suppress(OSError):
+        while os.read(terminal, 1 << 16):
+            pass
+
+
+@pytest.mark.parametrize(
+    ("outcome", "code"),
+    [
+        (Outcome(0, "", stopped_by=signal.SIGTERM), 0),
+        (Outcome(0, "", stopped_by=signal.SIGHUP), 0),
+        (Outcome(0, "", stopped_by=signal.SIGINT), 130),
+        (Outcome(143, "", stopped_by=signal.SIGTERM), 143),
+        (Outcome(4, "diverged"), 4),
+        (Outcome(0, ""), 0),
+    ],
+)
+def test_exit_codes_are_as_documented(outcome: Outcome, code: int) -> None:
+    with pytest.raises(typer.Exit) if code else contextlib.nullcontext() as stop:
+        leave(outcome)
+    assert code == (stop.value.exit_code if stop else 0)
 
 
 @pytest.mark.ranks

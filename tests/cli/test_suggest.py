@@ -65,11 +65,25 @@ def test_the_report_says_model_cluster_assumptions_winner_and_rejections(planner
         "gpt-22b: 22.1 B parameters",
         "64 x a100-80g",
         "assumed: no model given",
-        "why:",
-        "rejected: ",
+        "next: ",
     ):
         assert text in out
-    assert max(map(len, out.splitlines())) <= 80
+    assert "rejected: " not in out
+    code, whole, _ = planner("suggest", "--world-size", "64", "--max-global-batch-size", "16", "--verbose")
+    assert code == 0 and "why:" in whole and "rejected: " in whole
+    for text in (out, whole):
+        assert max(map(len, text.splitlines())) <= 80
+        # The plan comes first, and then how it is run.
+        assert text.startswith("tp=") and "\nrun: planner launch --plan plan.json" in text
+
+
+def test_a_plan_of_other_software_is_exported_and_one_that_is_saved_is_named(
+    planner: Any, tmp_path: Path
+) -> None:
+    path = str(tmp_path / "my.json")
+    _, out, _ = planner(*SMALL, "--global-batch-size", "64", "--engine", "megatron", "--save", path)
+    assert f"run: planner export {path} --to megatron" in " ".join(out.split())
+    assert "after --save" not in out
 
 
 @pytest.mark.parametrize("columns", ["40", "60", "80", "95", "200"])
@@ -83,12 +97,13 @@ def test_no_number_is_cut_in_any_terminal(
     asked = (*SMALL, "--global-batch-size", "64", "--top", "2", *pins.split())
     code, out, _ = planner(*asked, "--json")
     best = json.loads(out)["plans"][0]["estimate"]
-    code, out, _ = planner(*asked)
-    assert code == 0
-    assert f"{best['tokens_per_s_per_device']:,.0f}" in out
-    assert f"{100 * best['mfu']:.1f} %" in out
+    for more in ((), ("--verbose",)):
+        code, out, _ = planner(*asked, *more)
+        assert code == 0 and "…" not in out
+        assert f"{best['tokens_per_s_per_device']:,.0f}" in out
+        assert f"{100 * best['mfu']:.1f} %" in out
+        assert f" {best['peak_memory_bytes'] / 2**30:.1f} GiB" in out
     assert f" {best['peak_memory_bytes'] / 2**30:.1f}\n" in out
-    assert "…" not in out
 
 
 def test_save_writes_a_plan_that_loads(planner: Any, tmp_path: Path) -> None:
@@ -201,13 +216,24 @@ def test_plans_that_the_runtime_cannot_train_are_noted(
 ) -> None:
     command = ("suggest", "--world-size", "64", "--global-batch-size", "64", "--device", "h100", *words)
     code, out, err = planner(*command, "--json", "--top", "1")
-    found = json.loads(out)["notes"]
+    every = json.loads(out)["notes"]
+    # Which units are recorded depends on the PyTorch that is installed.
+    found = [note for note in every if "by closed forms" not in note]
     assert code == 0
     assert len(found) == len(notes)
     assert all(part in note for part, note in zip(notes, found, strict=True))
-    assert err.count("planner: note: ") == len(notes)
+    assert err.count("planner: note: ") == len(every)
     _, printed, _ = planner(*command, "--top", "1")
-    assert printed.count("note: ") == len(notes)
+    assert printed.count("note: ") == len(every)
+
+
+def test_memory_by_closed_forms_is_noted(planner: Any) -> None:
+    command = (*SMALL, "--global-batch-size", "64", "--squared-relu", "--qk-layernorm")
+    code, out, err = planner(*command, "--json")
+    answer = json.loads(out)
+    assert code == 0 and not answer["plans"][0]["estimate"]["exact"]
+    (note,) = answer["notes"]
+    assert "memory of the first plan is by closed forms" in note and note in err
 
 
 def test_when_nothing_fits_the_closest_plans_are_shown_and_the_code_is_3(planner: Any) -> None:
@@ -336,7 +362,7 @@ def test_what_is_not_usual_has_its_column_or_word(planner: Any, monkeypatch: pyt
         "layernorm,moe_act",
     )
     monkeypatch.setenv("COLUMNS", "200")
-    code, out, _ = planner(*words, *unusual)
+    code, out, _ = planner(*words, *unusual, "--verbose")
     assert code == 0
     header = next(line for line in out.splitlines() if line.lstrip().startswith("# "))
     assert all(
@@ -351,10 +377,12 @@ def test_what_is_not_usual_has_its_column_or_word(planner: Any, monkeypatch: pyt
     assert "schedule=zbv" in out and "cp_form=ring" in out
     monkeypatch.setenv("COLUMNS", "200")
     mixture = ("suggest", "--model", "mixtral-8x7b", "--world-size", "16", "--global-batch-size", "64")
-    _, out, _ = planner(*mixture, "--pin", "ep=4", "--pin", "etp=2", "--pin", "optimizer=adam8bit")
+    mixed_pins = ("--pin", "ep=4", "--pin", "etp=2", "--pin", "optimizer=adam8bit")
+    _, out, _ = planner(*mixture, *mixed_pins, "--verbose")
     header = next(line for line in out.splitlines() if line.lstrip().startswith("# "))
     assert all(name in header.split() for name in ("ep", "etp", "optimizer"))
     assert "ep=4 etp=2" in out and "optimizer=adam8bit" in out
-    _, plain, _ = planner(*SMALL, "--global-batch-size", "64", "--pin", "cp=1", "--pin", "schedule=1f1b")
+    plain_pins = ("--pin", "cp=1", "--pin", "schedule=1f1b")
+    _, plain, _ = planner(*SMALL, "--global-batch-size", "64", *plain_pins, "--verbose")
     header = next(line for line in plain.splitlines() if line.lstrip().startswith("# "))
     assert "cp" not in header.split() and "schedule" not in header.split()

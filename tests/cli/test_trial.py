@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 import tempfile
@@ -67,7 +68,7 @@ def jobs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, list]:
 
 def test_the_fastest_plan_is_kept(plans, jobs, tmp_path, capsys):
     jobs["seconds"] = [0.5, 0.25, 0.75]
-    assert best_plan(plans, 4, Job()) is plans[1]
+    assert best_plan(plans, 4, Job()).best.plan is plans[1]
     out = capsys.readouterr().out
     rows = [line.split() for line in out.splitlines() if re.match(r"\s*\d ", line)]
     assert [row[2] for row in rows] == ["0.5", "0.25", "0.75"]
@@ -83,16 +84,16 @@ def test_throughput_decides_where_batches_differ(plans, jobs):
     larger = layout.model_copy(update={"global_batch_size": 2 * layout.global_batch_size})
     jobs["seconds"] = [0.4, 0.6]
     both = [plans[0], plans[1].model_copy(update={"layout": larger})]
-    assert best_plan(both, 4, Job()) is both[1]
+    assert best_plan(both, 4, Job()).best.plan is both[1]
     jobs["commands"].clear()
     both = [plan.model_copy(update={"objective": "step-time"}) for plan in both]
-    assert best_plan(both, 4, Job()) is both[0]
+    assert best_plan(both, 4, Job()).best.plan is both[0]
 
 
 def test_the_lowest_measured_peak_is_kept_for_memory_and_said_so(plans, jobs, capsys):
     plans = [plan.model_copy(update={"objective": "memory"}) for plan in plans]
     jobs["seconds"], jobs["peaks"] = [0.25, 0.5, 0.375], [3 << 30, 2 << 30, (2 << 30) - 1000]
-    assert best_plan(plans, 3, Job()) is plans[2], "equal peaks go by speed"
+    assert best_plan(plans, 3, Job()).best.plan is plans[2], "equal peaks go by speed"
     out = capsys.readouterr().out
     rows = [line.split() for line in out.splitlines() if re.match(r"\s*\d ", line)]
     assert [row[5:] for row in rows] == [["3"], ["2"], ["2", "lowest", "peak"]]
@@ -101,7 +102,7 @@ def test_the_lowest_measured_peak_is_kept_for_memory_and_said_so(plans, jobs, ca
 
 def test_a_plan_that_fails_is_dropped_with_a_line(plans, jobs, tmp_path, capsys):
     jobs["seconds"] = [None, 0.5, 0.25]
-    assert best_plan(plans, 3, Job()) is plans[2]
+    assert best_plan(plans, 3, Job()).best.plan is plans[2]
     out = capsys.readouterr().out
     assert "try 1 is dropped: training failed with exit code 1: torch.OutOfMemoryError: 9 GiB\n" in out
     assert list(tmp_path.iterdir()) == []
@@ -116,7 +117,7 @@ def test_no_plan_that_runs_is_an_error(plans, jobs):
 def test_a_plan_that_training_refuses_is_dropped_unmeasured(plans, jobs, capsys):
     jobs["seconds"] = [0.5]
     splits = search("gpt2-nano", world_size=2, device="cpu", max_global_batch_size=8, pin="schedule=zbv").best
-    assert best_plan([splits, plans[0]], 3, Job(training=TrainingOptions(compile=True))) is plans[0]
+    assert best_plan([splits, plans[0]], 3, Job(training=TrainingOptions(compile=True))).best.plan is plans[0]
     assert "try 1 is dropped: --compile: schedule zbv splits backward" in capsys.readouterr().out
     assert len(jobs["commands"]) == 1
 
@@ -186,8 +187,14 @@ def test_two_ranks_try_a_plan_and_train_with_it(
     assert code == 0 and "warning" not in err
     plan = Plan.load(folder / "plan.json")
     assert f"try 1 of 1: {plan.layout.describe()}\n" in out
+    told = json.loads((folder / "tries.json").read_text())
+    assert (told["kept"], len(told["tries"])) == (plan.layout.describe(), 1)
+    assert told["tries"][0]["measured_s"] == pytest.approx(
+        float(re.findall(r"\n  1 +\S+ +(\S+)", out)[0]), 1e-3
+    )
     (row,) = [line.split() for line in out.splitlines() if line.endswith("fastest")]
     assert float(row[1]) == pytest.approx(plan.estimate.step_time_s, rel=1e-3)
+    assert float(row[2]) == pytest.approx(told["tries"][0]["measured_s"], rel=1e-3)
     assert float(row[3]) == pytest.approx(float(row[1]) / float(row[2]), abs=0.006)
     # The run starts anew: its log has its own steps only, and only it has saved.
     assert list(losses(folder)) == [1, 2, 3, 4]

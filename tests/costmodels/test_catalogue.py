@@ -6,6 +6,7 @@ import re
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,6 +21,7 @@ from costmodels.catalogue import (
     model_names,
     yaml_files,
 )
+from costmodels.catalogue.parsed_files import parsed_file
 from costmodels.errors import InputError
 from costmodels.spec.hardware import Device
 
@@ -187,13 +189,15 @@ def test_peaks_are_dense() -> None:
 
 def test_links_are_those_of_the_data_sheets() -> None:
     racks = {name for name in device_names() if (load_device(name).island or 0) > 8}
-    assert racks == {"gb200", "gb300"}
-    assert all(load_device(name).island == 72 and load_device(name).devices_per_node == 4 for name in racks)
+    sizes = {"gb200": 72, "gb300": 72, "vr200": 72, "ascend-910c": 384, "tpu-v5p": 8960, "tpu-v6e": 256}
+    assert {name: load_device(name).island for name in racks} == sizes
+    nvidia = [load_device(name) for name in racks if load_device(name).vendor == "NVIDIA"]
+    assert all(device.devices_per_node == 4 for device in nvidia)
     meshes = {name for name in device_names() if load_device(name).intra_node.wiring == "mesh"}
-    assert meshes == {"mi300x", "ascend-910", "ascend-910b"}
+    assert meshes == {"gh200", "mi300x", "mi325x", "mi350x", "mi355x", "gaudi3", "ascend-910", "ascend-910b"}
     # Cards of 100, 200 and 400 Gb/s that two devices share.
     shared = {"v100-16g": 100, "v100-32g": 100, "a100-pcie-40g": 200, "a100-pcie-80g": 200, "l40s": 200}
-    shared |= {"mi250x": 200, "h100-pcie": 400}
+    shared |= {"mi250x": 200, "h100-pcie": 400, "h100-nvl": 400}
     # One for a server of eight.
     shared |= dict.fromkeys(("rtx-4090", "rtx-5090", "a10", "l4", "t4"), 100)
     for name in device_names():
@@ -336,6 +340,32 @@ def test_a_model_and_a_device_load_within_20_ms() -> None:
         return time.process_time() - start
 
     assert min(seconds() for _ in range(5)) < 0.020
+
+
+def test_a_file_of_the_package_is_parsed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "pycache_prefix", None)
+    monkeypatch.setattr(sys, "dont_write_bytecode", False)
+    file, seen = tmp_path / "some.yaml", []
+
+    def parse(text: str, origin: str) -> dict[str, Any]:
+        seen.append(origin)
+        return yaml_files.parse(text, origin)
+
+    file.write_text("a: [1, 2.5, yes]")
+    assert [parsed_file(file, parse) for _ in range(2)] == [{"a": [1, 2.5, True]}] * 2
+    assert seen == ["some.yaml"]
+    file.write_text("a: another")
+    assert parsed_file(file, parse) == {"a": "another"}
+    (kept,) = (tmp_path / "__pycache__").iterdir()
+    kept.write_bytes(kept.read_bytes()[:-3])
+    assert parsed_file(file, parse) == {"a": "another"}
+    # A date is no plain value; a folder that cannot be written changes nothing.
+    file.write_text("a: 2026-01-01")
+    kept.unlink()
+    assert [parsed_file(file, parse)["a"].year for _ in range(2)] == [2026] * 2
+    monkeypatch.setattr(sys, "pycache_prefix", str(file))
+    assert parsed_file(file, parse)["a"].year == 2026
+    assert len(seen) == 6
 
 
 def test_the_host_is_divided_by_its_ranks() -> None:

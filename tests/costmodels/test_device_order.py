@@ -32,6 +32,7 @@ def dominates(better: Device, lesser: Device) -> bool:
         better.vendor == lesser.vendor
         and all(better.peak_flops.get(kind, 0) >= peak for kind, peak in lesser.peak_flops.items())
         and better.memory_bandwidth >= lesser.memory_bandwidth
+        and (better.island or better.devices_per_node) >= (lesser.island or lesser.devices_per_node)
         and covers(better.intra_node, lesser.intra_node)
         and covers(better.inter_node, lesser.inter_node)
     )

@@ -68,7 +68,7 @@ def test_rings_between_nodes_keep_the_host_or_the_device_waiting(gpt, a100, clus
         alone = np.ones_like(table.tensor_parallel)
         groups = {name: group(cluster(16), own, alone, alone) for name in ("cp", "ep", "etp")}
         groups["tp"] = group(cluster(16), own, table.tensor_parallel, alone)
-        work = layer(gpt, own, table, False)
+        work = layer(gpt, own, table, "dense")
         return passes(work, a100, own, table, groups, repeats=True)
 
     assert priced().total == pytest.approx([2.0, 4.0], rel=1e-3)

@@ -101,7 +101,7 @@ def test_default_precision(kind: str, formats: list[str], precision: str) -> Non
         {"peak_flops": {"int8": 1e12}},
         {"cores": 0},
         {"memory_bandwith": 1e9},
-        {"kind": "tpu"},
+        {"kind": "dsp"},
     ],
 )
 def test_a_device_refuses_wrong_fields(wrong: dict[str, object]) -> None:

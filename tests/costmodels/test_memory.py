@@ -5,10 +5,12 @@ import pytest
 
 from costmodels import LatentAttention, MemoryPolicy, price
 from costmodels.errors import InputError
+from costmodels.memory.activations import activation_bytes
 from costmodels.memory.peak import stage_memory
 from costmodels.memory.unit_sizes import rank_parameters, unit_sizes
 from costmodels.ranks.rank_layers import all_ranks, ranks_entry
 from costmodels.spec.model import ModelSpec
+from costmodels.spec.model_parts import LinearAttention
 from costmodels.spec.table import LayoutTable
 
 
@@ -317,8 +319,9 @@ def test_split_backward_keeps_gradients_until_those_of_weights(llama, cluster, e
     assert apart["activations"][0, 3] > usual["activations"][0, 3]
     # Every rank holds as many micro batches as there are ranks, and the last one most of those gradients.
     assert (np.diff(apart["activations"][0]) > 0).all()
-    logits = 2 * llama.seq * llama.vocab
-    assert apart["logits"][0, 3] - usual["logits"][0, 3] == 4 * logits
+    matrix, chunk = 2 * llama.hidden * llama.vocab, llama.seq * llama.vocab / 4
+    # What is not compiled has the exponents of a chunk of the loss in 4 bytes, not in 2.
+    assert apart["logits"][0, 3] - usual["logits"][0, 3] == 4 * matrix + 2 * chunk
 
 
 def test_norms_of_queries_and_keys_keep_their_inputs(llama, engine, layout):
@@ -353,3 +356,23 @@ def test_compiled_layers_keep_what_collectives_gave_them(llama, cluster, engine,
     assert activations(gathered, compiled) > activations(gathered, eager)
     alone = layout(llama, dp=8, **norms)
     assert activations(alone, compiled) == activations(alone, eager)
+
+
+def test_linear_attention_in_plain_operators_keeps_its_chunks_unless_they_are_computed_again(
+    llama, engine, layout
+):
+    sizes = LinearAttention(kind="gated_delta", key_heads=2, value_heads=4, key_dim=16, value_dim=8, chunk=32)
+    model = llama.with_attention("linear").model_copy(update={"linear_attention": sizes})
+    bundled, other = engine("bundled"), engine("megatron")
+    words = (
+        {"recompute": "none"},
+        {"recompute": "selective", "recompute_modules": ("core_attention",)},
+    )
+    tables = [LayoutTable.of([layout(model, **fields)]) for fields in words]
+    (whole, again), (fused, _) = (
+        [activation_bytes(model, one, table, "dense")[0][0] for table in tables] for one in (bundled, other)
+    )
+    # Six rows of keys, three of values, five of a chunk and the state before it, in fp32.
+    chunks = 4 * model.seq * 4 * (6 * 16 + 3 * 8 + 5 * 32 + 16 * 8 / 32)
+    assert whole - again == pytest.approx(chunks)
+    assert fused < whole

@@ -62,7 +62,7 @@ def test_latent_attention_weights_one_by_one(q_rank: int) -> None:
     model = tiny(norm="rmsnorm", position="rope", linear_bias=False, latent_attention=latent)
     queries = count((24, 9), (9,), (9, 4 * 6)) if q_rank else count((24, 4 * 6))
     keys_values = count((24, 7 + 2), (7,), (7, 4 * (4 + 5)))
-    assert model.attention_parameters == queries + keys_values + count((4 * 5, 24))
+    assert model.attention_parameters() == queries + keys_values + count((4 * 5, 24))
 
 
 def test_flops_follow_megatron() -> None:

@@ -5,7 +5,8 @@ import pytest
 
 from costmodels.layers.operators import embedding, head, layer, padded_vocabulary
 from costmodels.layers.shapes import routed_rows
-from costmodels.spec.model import LatentAttention, ModelSpec
+from costmodels.spec.model import ModelSpec
+from costmodels.spec.model_parts import LatentAttention
 from costmodels.spec.table import LayoutTable
 
 
@@ -16,9 +17,9 @@ def flops(work):
 
 def model_flops(model, engine, table):
     """Forward FLOPs of all devices of a tensor-parallel group for one micro batch, with their routers'."""
-    total = (model.layers - model.moe_layers) * flops(layer(model, engine, table, moe=False))
+    total = (model.layers - model.moe_layers) * flops(layer(model, engine, table, mlp="dense"))
     if model.experts:
-        total = total + model.moe_layers * flops(layer(model, engine, table, moe=True))
+        total = total + model.moe_layers * flops(layer(model, engine, table, mlp="experts"))
     total = total + flops(head(model, engine, padded_vocabulary(model, table), table))
     return total * table.tensor_parallel
 
@@ -49,7 +50,7 @@ def test_expert_work_depends_on_neither_expert_nor_expert_tensor_parallelism(mix
     layouts = [
         layout(mixture, tp=2, sp=True, dp=8, ep=ep, etp=etp) for ep, etp in ((1, 1), (4, 1), (8, 1), (4, 2))
     ]
-    work = layer(mixture, engine("megatron"), LayoutTable.of(layouts), moe=True)
+    work = layer(mixture, engine("megatron"), LayoutTable.of(layouts), mlp="experts")
     assert np.ptp(flops(work)) < 1e-6 * flops(work)[0]
     assert work.routed_bytes[0] == 0
     assert (work.routed_bytes[1:] == 2 * mixture.hidden * mixture.seq * mixture.top_k / 2).all()
@@ -60,7 +61,7 @@ def test_tokens_travel_once_for_each_expert_or_are_gathered_once(mixture, engine
     own = 2 * mixture.hidden * mixture.seq / 4
     kinds = {(1, 4): (0, 4 * own), (4, 1): (2 * own, 0), (2, 2): (2 * own, 2 * 2 * own), (1, 1): (0, 0)}
     table = LayoutTable.of([layout(mixture, tp=4, sp=True, dp=4, ep=ep, etp=etp) for ep, etp in kinds])
-    work = layer(mixture, engine("bundled"), table, moe=True)
+    work = layer(mixture, engine("bundled"), table, mlp="experts")
     found = zip(work.routed_bytes.tolist(), work.expert_gather_bytes.tolist(), strict=True)
     assert list(found) == list(kinds.values())
 
@@ -69,7 +70,7 @@ def test_without_sequence_parallelism_the_output_of_experts_is_gathered(mixture,
     table = LayoutTable.of([layout(mixture, tp=4, sp=sp, dp=4, ep=4) for sp in (True, False)])
     alone = ModelSpec.model_validate({**mixture.model_dump(), "shared_expert_ffn": 0})
     for model, expected in ((mixture, [4, 5]), (alone, [2, 3])):
-        work = layer(model, engine("bundled"), table, moe=True)
+        work = layer(model, engine("bundled"), table, mlp="experts")
         assert work.gathers_forward.tolist() == work.gathers_backward.tolist() == expected
 
 
@@ -79,7 +80,7 @@ def test_latent_attention_gathers_what_is_compressed(llama, engine, layout):
     for rank, gathered in ((1536, 1536 + 512 + 64), (0, 8192 + 512 + 64)):
         mla = LatentAttention(q_lora_rank=rank, **sizes)
         model = ModelSpec.model_validate({**llama.model_dump(), "latent_attention": mla})
-        work = layer(model, engine("bundled"), table, moe=False)
+        work = layer(model, engine("bundled"), table, mlp="dense")
         entry = gathered / 8192
         assert work.gathers_forward.tolist() == [3 + entry, 4]
         assert work.gathers_backward.tolist() == [3 + entry, 2 + 2 * entry]
@@ -100,7 +101,7 @@ def test_a_limited_capacity_bounds_the_rows(mixture, layout):
 def test_sequence_parallelism_splits_norms_and_regathers_inputs(gpt, engine, layout):
     table = LayoutTable.of([layout(gpt, tp=4), layout(gpt, tp=4, sp=True)])
     kept, again = (
-        layer(gpt, engine("megatron", activations_regathers_sequence=flag), table, False)
+        layer(gpt, engine("megatron", activations_regathers_sequence=flag), table, "dense")
         for flag in (False, True)
     )
     assert kept.gathers_forward.tolist() == again.gathers_forward.tolist() == [4, 4]
@@ -113,7 +114,7 @@ def test_sequence_parallelism_splits_norms_and_regathers_inputs(gpt, engine, lay
 
 def test_a_shared_key_value_head_is_computed_on_every_device(llama, engine, layout):
     table = LayoutTable.of([layout(llama, tp=8), layout(llama, tp=16)])
-    qkv = layer(llama, engine("megatron"), table, moe=False).gemms[0]
+    qkv = layer(llama, engine("megatron"), table, mlp="dense").gemms[0]
     assert qkv.n.tolist() == [8192 / 8 + 2 * 128, 8192 / 16 + 2 * 128]
 
 

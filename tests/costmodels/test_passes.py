@@ -20,7 +20,7 @@ def layer_passes(model, device, engine, table, cluster):
     alone = np.ones_like(degree)
     groups = {name: group(cluster, engine, alone, alone) for name in ("cp", "ep", "etp")}
     groups["tp"] = group(cluster, engine, degree, alone)
-    return passes(layer(model, engine, table, False), device, engine, table, groups, repeats=True)
+    return passes(layer(model, engine, table, "dense"), device, engine, table, groups, repeats=True)
 
 
 def test_matrix_products_run_at_the_roofline():
@@ -55,12 +55,12 @@ def test_small_products_pay_for_their_launch_their_last_wave_and_a_narrow_inside
 def test_flash_attention_skips_what_causality_masks(gpt, a100, engine, layout):
     table = LayoutTable.of([layout(gpt)])
     flash = engine("megatron", attention_efficiency=0.5)
-    work = layer(gpt, flash, table, moe=False)
-    forward, backward = attention_seconds(work, a100, flash, 312e12, 2e12, 2)
+    work = layer(gpt, flash, table, mlp="dense")
+    forward, backward = attention_seconds(work, a100, flash, table, 312e12, 2e12, 2)
     assert forward[0] == pytest.approx(2 * gpt.seq**2 * gpt.hidden / (312e12 * 0.5))
     assert backward[0] == pytest.approx(forward[0] * 2.5 * 73 / 63)
     plain = flash.with_constants({"attention.flash": False})
-    unfused, _ = attention_seconds(work, a100, plain, 312e12, 2e12, 2)
+    unfused, _ = attention_seconds(work, a100, plain, table, 312e12, 2e12, 2)
     assert unfused[0] > 3 * forward[0]
 
 
@@ -68,7 +68,8 @@ def test_flash_attention_is_slower_on_short_sequences_narrow_heads_and_few_of_th
     def forward(**constants):
         flash = engine("megatron", attention_efficiency=0.5, **constants)
         table = LayoutTable.of([layout(gpt, tp=8), layout(gpt)])
-        return attention_seconds(layer(gpt, flash, table, moe=False), a100, flash, 312e12, 2e12, 2)[0]
+        work = layer(gpt, flash, table, mlp="dense")
+        return attention_seconds(work, a100, flash, table, 312e12, 2e12, 2)[0]
 
     few, all_heads = forward()
     assert forward(attention_half_seq=gpt.seq)[1] == pytest.approx(2 * all_heads)
@@ -77,6 +78,24 @@ def test_flash_attention_is_slower_on_short_sequences_narrow_heads_and_few_of_th
     # A wave is one block of 128 queries on each multiprocessor; a rank has seq x heads / tp queries.
     assert in_waves[0] / few - 1 == pytest.approx(108 * 128 / (gpt.seq * gpt.heads / 8))
     assert in_waves[0] / few > in_waves[1] / all_heads
+
+
+def test_a_ring_sees_the_tokens_of_one_rank_at_a_time(gpt, a100, engine, layout):
+    flash = engine("megatron", attention_efficiency=0.5, attention_half_seq=512)
+    rings = [layout(gpt, cp=4, dp=2, context_parallel_form=form) for form in ("all_gather", "ring")]
+    table = LayoutTable.of(rings)
+    work = layer(gpt, flash, table, mlp="dense")
+    gathered, ring = attention_seconds(work, a100, flash, table, 312e12, 2e12, 2)[0]
+    assert ring / gathered == pytest.approx((1 + 4 * 512 / gpt.seq) / (1 + 512 / gpt.seq))
+
+
+def test_longer_layers_that_wait_for_the_host_are_never_faster(gpt, a100, engine, layout, cluster):
+    # What is computed again ends early: its wait is its own, not that of the forward pass.
+    table = LayoutTable.of([layout(gpt, recompute="full", mbs=mbs) for mbs in (1, 2, 4)])
+    slow = engine("bundled", host_layer_overhead=0.5)
+    found = layer_passes(gpt, a100, slow, table, cluster(8)).total
+    assert np.all(np.diff(found) >= -1e-12)
+    assert found[0] == pytest.approx(1.5, rel=0.02)
 
 
 def test_full_recomputation_repeats_exactly_the_forward_pass(gpt, a100, engine, layout, cluster):
@@ -147,7 +166,7 @@ def test_fp8_speeds_up_layers_but_not_the_head(gpt, a100, engine, layout, cluste
     seconds = {}
     for precision in ("bf16", "fp8"):
         table = LayoutTable.of([layout(gpt, mbs=8, precision=precision)])
-        layers = passes(layer(gpt, nvidia, table, False), device, nvidia, table, groups, repeats=True)
+        layers = passes(layer(gpt, nvidia, table, "dense"), device, nvidia, table, groups, repeats=True)
         work = head(gpt, nvidia, padded_vocabulary(gpt, table), table)
         top = passes(work, device, nvidia, table, groups, repeats=False, wide=True)
         seconds[precision] = layers.compute[0], top.compute[0], layers.attention[0]

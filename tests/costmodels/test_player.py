@@ -8,31 +8,21 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import assume, given
 
-from costmodels import Layout, ModelSpec, even_split
-from costmodels.spec.layout import SPLIT_BACKWARD
+from costmodels import Layout, even_split
+from costmodels.spec.layout import SPLIT_BACKWARD, Schedule
+from costmodels.spec.schedules import schedule_exists
 from costmodels.tapes import player
 from costmodels.tapes.player.heap import Heap, Storage
 from costmodels.tapes.player.pipeline import Names, Shared
 from costmodels.tapes.player.stage import Setting
 from costmodels.tapes.player.step import Rank
+from costmodels.tapes.player.ways import ways_of
+from tests.support import models
 
-VERSION = "2.14"
+VERSIONS = VERSION, NEWEST = "2.14", "2.15"
+"""Before and after FSDP2 and pipelines of PyTorch changed."""
 
-LLAMA = ModelSpec(
-    name="llama",
-    layers=6,
-    hidden=256,
-    ffn=512,
-    heads=8,
-    kv_heads=4,
-    vocab=1000,
-    seq=128,
-    gated=True,
-    activation="silu",
-    norm="rmsnorm",
-    position="rope",
-    linear_bias=False,
-)
+LLAMA = models.LLAMA.model_copy(update={"layers": 6, "tied": True})
 
 LAYOUTS = st.fixed_dictionaries(
     {
@@ -42,6 +32,7 @@ LAYOUTS = st.fixed_dictionaries(
         "data_parallel": st.sampled_from((1, 2, 4)),
         "zero_stage": st.sampled_from((0, 1, 2, 3)),
         "zero_replicas": st.sampled_from((1, 1, 2)),
+        "schedule": st.sampled_from(("interleaved", "interleaved", *SPLIT_BACKWARD)),
         "micro_batches": st.integers(1, 4),
         "gradient_reduction": st.sampled_from(("fp32", "bf16")),
         "optimizer": st.sampled_from(("adam", "sgd", "adafactor", "muon")),
@@ -51,15 +42,19 @@ LAYOUTS = st.fixed_dictionaries(
 )
 
 
-def layout(micro_batches: int, **fields: Any) -> Layout | None:
-    """A layout of `LLAMA`; None where fields contradict each other."""
+def layout(micro_batches: int, schedule: Schedule = "interleaved", **fields: Any) -> Layout | None:
+    """A layout of `LLAMA`, with `schedule` where ranks have several stages; None where fields contradict each
+    other."""
     pipeline, chunks = fields["pipeline_parallel"], fields["virtual_pipeline_parallel"]
     count = max(1, micro_batches) * (pipeline if pipeline > 1 else 1)
+    schedule = schedule if chunks > 1 else "1f1b"
+    if not schedule_exists(schedule, pipeline, chunks, count):
+        return None
     try:
         return Layout.model_validate(
             {
                 "layers_per_stage": even_split(LLAMA.layers, pipeline * chunks),
-                "schedule": "interleaved" if chunks > 1 else "1f1b",
+                "schedule": schedule,
                 "global_batch_size": fields["data_parallel"] * count,
                 "precision": "bf16",
                 **fields,
@@ -69,17 +64,17 @@ def layout(micro_batches: int, **fields: Any) -> Layout | None:
         return None
 
 
-@given(LAYOUTS, st.integers(0, 2))
-def test_a_step_leaves_what_it_began_with(fields: dict[str, Any], rank: int) -> None:
+@given(LAYOUTS, st.integers(0, 2), st.sampled_from(VERSIONS))
+def test_a_step_leaves_what_it_began_with(fields: dict[str, Any], rank: int, version: str) -> None:
     drawn = layout(**fields)
     assume(drawn is not None and rank < drawn.pipeline_parallel)
     assert drawn is not None
-    assume(player.plays(LLAMA, drawn, compiled=False, version=VERSION))
+    assume(player.plays(LLAMA, drawn, compiled=False, version=version))
     units = [
-        player.units_of(LLAMA, drawn, stage, compiled=False, version=VERSION)
+        player.units_of(LLAMA, drawn, stage, compiled=False, version=version)
         for stage in drawn.stages_of(rank)
     ]
-    played = Rank(Setting(LLAMA, drawn), units, rank)
+    played = Rank(Setting(LLAMA, drawn, ways_of(version)), units, rank)
     before, batch = played.heap.total, sum(storage.size for storage in played.batch)
     played.run()
     assert played.heap.total >= before
@@ -101,7 +96,12 @@ def test_no_rank_needs_less_with_more_micro_batches(fields: dict[str, Any]) -> N
 
 def test_a_passes_effect_is_the_same_again() -> None:
     """Passes that find the same state are played once."""
-    fields = {"pipeline_parallel": 2, "virtual_pipeline_parallel": 1, "data_parallel": 2, "zero_stage": 3}
+    fields: dict[str, Any] = {
+        "pipeline_parallel": 2,
+        "virtual_pipeline_parallel": 1,
+        "data_parallel": 2,
+        "zero_stage": 3,
+    }
     drawn = layout(3, **fields)
     assert drawn is not None
     once = player.rank_peaks(LLAMA, [drawn], compiled=False, version=VERSION)
@@ -128,8 +128,8 @@ def test_versions_with_other_ways_are_not_played(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(player, "has_tapes", lambda *_: True)
     drawn = layout(1, pipeline_parallel=1, virtual_pipeline_parallel=1, data_parallel=1)
     assert drawn is not None
-    assert player.plays(LLAMA, drawn, compiled=False, version="2.14")
-    assert not player.plays(LLAMA, drawn, compiled=False, version="2.15")
+    assert player.plays(LLAMA, drawn, compiled=False, version=NEWEST)
+    assert not player.plays(LLAMA, drawn, compiled=False, version="2.16")
 
 
 def test_compiled_layers_split_no_backward() -> None:
@@ -151,3 +151,17 @@ def test_a_storage_ends_with_the_last_of_its_names() -> None:
     assert heap.total == 512
     names.put("input", None)
     assert heap.total == 0
+
+
+def test_a_rank_with_the_first_stage_splits_backward_of_its_others() -> None:
+    model = LLAMA.model_copy(update={"layers": 4})
+    layout = Layout(
+        pipeline_parallel=2,
+        virtual_pipeline_parallel=2,
+        schedule="interleaved_zb",
+        layers_per_stage=(1,) * 4,
+        micro_batch_size=2,
+        global_batch_size=8,
+    )
+    totals, _ = player.rank_peaks(model, [layout], compiled=False, version=VERSION)
+    assert (totals > 0).all()

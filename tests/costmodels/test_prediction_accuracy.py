@@ -12,13 +12,12 @@ from costmodels import price
 from costmodels.calibration.accuracy import (
     FIT_SHARE,
     FITTED_SOURCES,
-    Predictions,
     is_fit_row,
-    predict,
     score,
     time_factors,
 )
 from costmodels.calibration.measurements import Measurement
+from costmodels.calibration.predictions import Predictions, predict
 from costmodels.calibration.rank_correlation import kendall_tau, rank_sweeps, regret
 from costmodels.spec.table import LayoutTable
 from costmodels.time.uncertainty import spread
@@ -194,7 +193,7 @@ def test_a_row_that_the_engine_cannot_run_is_refused_and_the_others_are_priced(m
     assert np.isfinite(found.step_time_s[[0, 2]]).all()
 
 
-def test_of_several_layouts_the_fastest_that_fits_is_priced(measurement, llama, cluster, layout):
+def test_of_several_recomputations_the_least_that_fits_is_priced(measurement, llama, cluster, layout):
     big = cluster(64)
     choices = tuple(layout(llama, tp=8, pp=2, dp=4, m=4, recompute=kind) for kind in ("none", "full"))
     prices = price(llama, big, measurement().engine, LayoutTable.of(choices))
@@ -207,10 +206,10 @@ def test_of_several_layouts_the_fastest_that_fits_is_priced(measurement, llama, 
         return predict([measurement(model=llama, cluster=cut, layouts=choices)])
 
     alone = [predict([measurement(model=llama, cluster=big, layouts=(one,))]).step_time_s for one in choices]
-    assert (chosen(peaks[0]).step_time_s, chosen(peaks[0]).fits) == (alone[0], True)
-    assert (chosen(peaks[1]).step_time_s, chosen(peaks[1]).fits) == (alone[1], True)
-    # None fits: the smallest.
-    assert (chosen(peaks[1] / 2).step_time_s, chosen(peaks[1] / 2).fits) == (alone[1], False)
+    # Where none fits, the smallest.
+    for memory, expected, fits in ((peaks[0], 0, True), (peaks[1], 1, True), (peaks[1] / 2, 1, False)):
+        found = chosen(memory)
+        assert (found.step_time_s, found.fits) == (pytest.approx(alone[expected]), fits)
 
 
 def test_allocated_and_reserved_leave_out_what_pytorch_does_not_count(measurement, llama, cluster, layout):

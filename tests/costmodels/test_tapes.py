@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from itertools import islice
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import hypothesis.strategies as st
@@ -89,17 +91,49 @@ def test_equal_tapes_make_equal_files(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["llama3-70b", "gpt3-175b"])
 @pytest.mark.parametrize("compiled", [False, True])
-def test_the_package_has_the_tapes_of_models(name: str, compiled: bool) -> None:
+def test_the_package_has_the_usual_tapes_of_models(name: str, compiled: bool) -> None:
     version = store.packaged_versions()[-1]
-    names = set(store.structure_names(store.path_of(version)))
-    structures = list(structures_of_model(load_model(name), compiled))
-    assert len(structures) > 20
-    assert {one.name for one in structures} <= names
+    names = store.known_structures(version)
+    assert {one.name for one in islice(structures_of_model(load_model(name), compiled), 30)} <= names
+
+
+def test_usual_structures_come_first() -> None:
+    found = list(structures_of_model(load_model("mixtral-8x7b"), compiled=True))
+    assert len(found) == len(set(found))
+    assert [one.unit for one in found[:3]] == ["embedding", "experts", "head"]
+    assert found[1].expert_parallel and not found[1].recompute and not found[1].context_form
+    assert {one.context_ranks for one in found} == {1, 2, 4, 8, 16}
+
+
+def test_a_file_that_is_no_archive_has_no_tapes_and_is_replaced(tmp_path: Path) -> None:
+    path = tmp_path / "torch-2.0.zip"
+    path.write_bytes(b"cut off")
+    assert store.structure_names(path) == []
+    store.write_tapes({Structure("head", "bf16"): TAPE}, path)
+    assert store.structure_names(path) == ["head,bf16"]
+
+
+def test_what_was_recorded_of_other_code_is_not_played(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "runtime" / "model"
+    folder.mkdir(parents=True)
+    layer = folder / "layer.py"
+    found = SimpleNamespace(submodule_search_locations=[str(tmp_path / "runtime")])
+    monkeypatch.setattr(store, "find_spec", lambda _: found)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    paths = []
+    for text in ("one norm", "two norms", "one norm"):
+        layer.write_text(text)
+        store.code_digest.cache_clear()
+        paths.append(store.cache_path("2.14"))
+    store.code_digest.cache_clear()
+    assert paths[0] == paths[2] != paths[1]
 
 
 @pytest.mark.parametrize(
     ("installed", "expected"),
-    [("", "2.14"), ("2.11", "2.11"), ("2.12", "2.12"), ("2.13", "2.14"), ("2.15", "2.15")],
+    [("", "2.15"), ("2.11", "2.11"), ("2.12", "2.12"), ("2.13", "2.13"), ("2.15", "2.15")],
 )
 def test_tapes_are_those_of_the_installed_version(
     installed: str, expected: str, monkeypatch: pytest.MonkeyPatch
@@ -110,8 +144,9 @@ def test_tapes_are_those_of_the_installed_version(
 
 def test_a_stage_is_a_chain_of_units() -> None:
     layout = Layout(layers_per_stage=(1, 3), pipeline_parallel=2, global_batch_size=2)
-    assert units_of_stage(MODEL, layout, 0) == ["embedding", "dense"]
-    assert units_of_stage(MODEL, layout, 1) == ["dense"] * 3 + ["head", "loss"]
+    first, last = ([kind.unit for kind in units_of_stage(MODEL, layout, stage)] for stage in (0, 1))
+    assert first == ["embedding", "dense"]
+    assert last == ["dense"] * 3 + ["head"]
 
 
 @pytest.mark.parametrize(
@@ -125,6 +160,8 @@ def test_a_stage_is_a_chain_of_units() -> None:
         ),
         ({"recompute": "selective"}, {"recompute": ("core_attention",)}),
         ({"data_parallel": 2, "zero_stage": 3, "optimizer": "sgd"}, {}),
+        ({"precision": "fp16"}, {}),
+        ({"precision": "fp8"}, {"precision": "fp8"}),
     ],
 )
 def test_a_structure_heeds_what_changes_operations(fields: dict[str, Any], changed: dict[str, Any]) -> None:

@@ -10,7 +10,7 @@ from costmodels.spec.engine import Spread
 from costmodels.spec.table import LayoutTable
 from costmodels.time.uncertainty import COMMUNICATION, spread
 
-NONE = dict.fromkeys(Spread.model_fields, 0.0)
+NONE = {**dict.fromkeys(Spread.model_fields, 0.0), "experts": None}
 
 
 def step(**parts):
@@ -61,6 +61,16 @@ def test_narrow_models_are_wider_ranges(cluster, engine):
     time = step(compute=1.0)
     of = [float(spread(cluster(8), made, time, np.ones(1), hidden=hidden)[0]) for hidden in (1024, 8192)]
     assert of == pytest.approx([0.05, np.hypot(0.03, 0.005)])
+
+
+def test_models_with_experts_may_have_a_width_of_their_own(cluster, engine):
+    time, seconds = step(compute=1.0), np.ones(1)
+    for fields, expected in (({"base": 0.1}, [0.1, 0.1]), ({"base": 0.1, "experts": 0.3}, [0.1, 0.3])):
+        made = engine("megatron", spread={**NONE, **fields})
+        found = [
+            float(spread(cluster(8), made, time, seconds, experts=experts)[0]) for experts in (False, True)
+        ]
+        assert found == pytest.approx(expected)
 
 
 def test_independent_errors_add_in_squares(width):

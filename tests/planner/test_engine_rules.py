@@ -21,8 +21,6 @@ EXPERTS = ModelSpec(
 )
 JOB: dict[str, Any] = {"world_size": 8, "max_global_batch_size": 32}
 
-UNCUT = {"bundled"}
-
 
 def found(result: SearchResult, name: str) -> set[object]:
     """The values of a degree among all layouts of a search, those with solved degrees too."""
@@ -33,10 +31,10 @@ def found(result: SearchResult, name: str) -> set[object]:
 def test_every_engine_says_where_its_abilities_are_from(name: str) -> None:
     engine = load_engine(name)
     assert engine.runs.source
-    assert bool(engine_rules(engine)) == (name not in UNCUT)
+    assert engine_rules(engine)
     for kind, device in (("gpu", "a100-80g"), ("npu", "ascend-910b")):
         assert engine.for_device(load_device(device)).runs == engine.runs
-        if kind not in engine.runs.devices:
+        if kind not in (*engine.runs.devices, *engine.runs.untried_devices):
             with pytest.raises(InputError, match=rf"engine {name} does not run on {device}; .*give one of"):
                 search(MODEL, engine=name, device=device, **JOB)
 
@@ -44,10 +42,11 @@ def test_every_engine_says_where_its_abilities_are_from(name: str) -> None:
 # Memory for a part of the layouts, so that recomputation and copies are solved for too.
 @pytest.mark.parametrize("memory", [4.0, 12.0])
 @pytest.mark.parametrize("model", [MODEL, EXPERTS], ids=["dense", "experts"])
-@pytest.mark.parametrize("name", sorted(set(engine_names()) - {"mindspeed"}))
+@pytest.mark.parametrize("name", engine_names())
 def test_all_layouts_of_a_search_are_what_the_engine_runs(name: str, model: ModelSpec, memory: float) -> None:
-    result = search(model, engine=name, precision="bf16", device_memory_gib=memory, **JOB)
-    runs = result.problem.engine.runs
+    runs = load_engine(name).runs
+    device = "a100-80g" if "gpu" in runs.devices else "ascend-910b"
+    result = search(model, engine=name, device=device, precision="bf16", device_memory_gib=memory, **JOB)
     layouts = [result.table.layout(row) for row in range(len(result.table))]
     assert layouts
     for layout in layouts:
@@ -57,6 +56,7 @@ def test_all_layouts_of_a_search_are_what_the_engine_runs(name: str, model: Mode
         assert layout.pipeline_parallel > 1 or layout.zero_stage in runs.unpiped_zero_stages
         assert layout.pipeline_parallel == 1 or runs.pipelines_of_experts or not model.experts
         assert layout.expert_parallel == 1 or layout.zero_stage in runs.expert_zero_stages
+        assert layout.context_parallel == 1 or layout.zero_stage in runs.context_zero_stages
         assert layout.zero_replicas == 1 or layout.zero_stage in runs.hybrid_zero_stages
         assert layout.context_parallel == 1 or layout.context_parallel_form in runs.context_parallel_forms
         assert layout.recompute in runs.recompute
@@ -67,6 +67,13 @@ def test_all_layouts_of_a_search_are_what_the_engine_runs(name: str, model: Mode
         for degree in ("tensor_parallel", "pipeline_parallel", "expert_parallel", "expert_tensor_parallel"):
             assert getattr(layout, degree) == 1 or getattr(runs, degree)
         assert not layout.sequence_parallel or runs.sequence_parallel
+        assert not runs.whole_kv_heads or layout.tensor_parallel <= model.kv_heads
+        assert not layout.offload_optimizer or layout.zero_stage in runs.offload_optimizer_zero_stages
+        assert not model.tied or layout.schedule not in runs.untied_schedules
+        if model.experts and runs.expert_split != "any":
+            whole = runs.expert_split != "as_layers" and layout.expert_parallel > 1
+            assert layout.expert_tensor_parallel == (1 if whole else layout.tensor_parallel)
+        assert not runs.experts_over_data_parallel or layout.data_parallel % layout.expert_parallel == 0
 
 
 def test_counts_name_the_rule_and_add_up() -> None:
@@ -142,5 +149,15 @@ def test_a_given_layout_is_priced_whatever_the_engine_runs() -> None:
 
 def test_devices_without_the_bundled_runtime_get_an_engine_that_runs_there() -> None:
     assert search(MODEL, device="ascend-910b", **JOB).problem.engine.name == "mindspeed"
+    untried = search(MODEL, device="ascend-910b", engine="bundled", **JOB)
+    assert untried.best is not None and "npu" in untried.problem.engine.runs.untried_devices
     assert search(MODEL, device="h100", **JOB).problem.engine.name == "bundled"
     assert search(MODEL, device="mi300x", **JOB).problem.engine.name == "bundled"
+
+
+def test_a_head_that_shares_the_embedding_rules_out_dualpipev_on_mindspeed() -> None:
+    job: dict[str, Any] = {**JOB, "engine": "mindspeed", "device": "ascend-910b", "pin": "schedule=dualpipev"}
+    apart = MODEL.model_copy(update={"tied": False})
+    assert search(apart, **job).best is not None
+    with pytest.raises(InputError, match="the output head has a weight of its own"):
+        search(MODEL, **job)

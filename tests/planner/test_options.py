@@ -153,7 +153,8 @@ def test_megatrons_older_words_for_rotary_positions() -> None:
 
 LLAMA_CONFIG = {
     "model_type": "mistral", "vocab_size": 32000, "max_position_embeddings": 32768, "num_hidden_layers": 2,
-    "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "sliding_window": 1024,
+    "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 4,
+    "sliding_window": 1024,
 }  # fmt: skip
 
 
@@ -170,13 +171,14 @@ def test_the_sequence_length_of_a_file_is_said_unless_it_is_given(tmp_path: Path
     assert "sequence length 128" in ModelOptions(model=str(file)).notes()[0]
 
 
-def test_the_sliding_window_is_held_against_the_sequence_that_is_trained(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("seq", "kind"), [(None, "window"), (1025, "window"), (1024, "full")])
+def test_the_sliding_window_is_held_against_the_sequence_that_is_trained(
+    tmp_path: Path, seq: int | None, kind: str
+) -> None:
     (tmp_path / "config.json").write_text(json.dumps(LLAMA_CONFIG))
-    with pytest.raises(InputError, match="sliding_window 1024 is shorter than the sequence of 4096"):
-        ModelOptions(model=str(tmp_path)).spec()
-    with pytest.raises(InputError, match=r"shorter than the sequence of 1025.*--seq-length up to 1024"):
-        ModelOptions(model=str(tmp_path), seq_length=1025).spec()
-    assert ModelOptions(model=str(tmp_path), seq_length=1024).spec().seq == 1024
+    spec = ModelOptions(model=str(tmp_path), seq_length=seq).spec()
+    assert spec.seq == (seq or 4096)
+    assert spec.attention_pattern == (kind,)
 
 
 def test_rope_scaling_goes_with_rotary_positions(tmp_path: Path) -> None:
@@ -452,10 +454,10 @@ def test_layers_beside_swapped_attention_recompute_their_mlp() -> None:
     swapped: dict[str, Any] = {"swap_attention": True, "recompute_activation_function": True}
     options = ParallelOptions(recompute_num_layers=1, **swapped)
     assert "recompute_num_layers" not in options.pins(model)
-    assert (
-        "--recompute-num-layers 1 has no effect beside --recompute-activation-function" in options.notes()[0]
-    )
+    assert "recomputes the MLPs of so many layers of a stage too" in options.notes()[0]
     assert ParallelOptions(**swapped).notes() == []
+    alone = ParallelOptions(recompute_activation_function=True, recompute_num_layers=1)
+    assert "--recompute-num-layers 1 has no effect beside" in alone.notes()[0]
 
 
 @pytest.mark.parametrize("layers", [-7, 0])

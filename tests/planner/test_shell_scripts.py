@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from planner.formats.shell import Script, read_script
+from planner.formats.text import Chars, Closings
 
 
 def lines(source: str, **defined: str) -> list[str]:
@@ -92,6 +93,23 @@ def test_words_know_their_lines() -> None:
 def test_batch_directives_are_kept() -> None:
     script = read_script("#!/bin/bash\n#SBATCH --nodes=4\n# SBATCH --no\nrun")
     assert [[word.text for word in line] for line in script.directives] == [["SBATCH", "--nodes=4"]]
+
+
+@pytest.mark.parametrize(("opening", "closing"), [("${A:-", "}"), ('"${A:-', '}"'), ("${A:-", "")])
+def test_constructs_inside_each_other_are_looked_at_once(
+    opening: str, closing: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, make = [], Closings.__init__
+
+    def init(own: Closings, chars: Chars) -> None:
+        made.append(own)
+        make(own, chars)
+
+    monkeypatch.setattr(Closings, "__init__", init)
+    script = read_script(f"A=3\nX={opening * 500}y{closing * 500}\necho $A")
+    assert script.variables["A"].text == "3"
+    # Of the script, of its words, and of none of their parts.
+    assert len(made) < 10
 
 
 def test_values_do_not_grow_without_end() -> None:

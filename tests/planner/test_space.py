@@ -16,21 +16,8 @@ from costmodels.spec.table import ARRAY_FIELDS, RECOMPUTE_KINDS
 from planner.inputs.batch import Batch
 from planner.inputs.pins import Pins, WherePossible, parse_pins
 from planner.space.grid import build, micro_batch_sizes, obstacle
-from planner.space.rules import RULES, first_violation
-
-
-def spec(**sizes: int) -> ModelSpec:
-    usual: dict[str, Any] = {
-        "layers": 4,
-        "hidden": 64,
-        "heads": 8,
-        "head_dim": 8,
-        "ffn": 256,
-        "vocab": 100,
-        "seq": 64,
-    }
-    return ModelSpec(**{"name": "tiny", **usual, **sizes})
-
+from planner.space.rules import first_violation
+from tests.support.models import small_spec
 
 MIXTURE = {"experts": 4, "top_k": 2, "expert_ffn": 64}
 
@@ -147,7 +134,7 @@ def test_the_space_agrees_with_plain_loops(
     experts: dict[str, int],
 ) -> None:
     sizes: dict[str, Any] = {"layers": layers, "hidden": hidden, "ffn": ffn, "seq": seq}
-    model = spec(**sizes, heads=heads[0], kv_heads=heads[1], **experts)
+    model = small_spec(**sizes, heads=heads[0], kv_heads=heads[1], **experts)
     batch = Batch(size, maximum)
     space = build(model, world, batch, "bf16", {})
     considered, legal = by_loops(model, world, batch)
@@ -186,12 +173,12 @@ def test_the_space_agrees_with_plain_loops(
     ],
 )
 def test_pins_leave_only_what_agrees_and_still_add_up(pins: Pins, holds: Any) -> None:
-    space = build(spec(), 8, Batch(24, True), "bf16", pins)
+    space = build(small_spec(), 8, Batch(24, True), "bf16", pins)
     layouts = [space.table.layout(row) for row in range(len(space.table))]
     assert layouts and all(holds(layout) for layout in layouts)
     assert space.considered == len(layouts) + sum(space.illegal.values())
     if "layers_per_stage" not in pins:
-        free = build(spec(), 8, Batch(24, True), "bf16", {}).table
+        free = build(small_spec(), 8, Batch(24, True), "bf16", {}).table
         every = (
             {key(free.layout(row)) for row in range(len(free))} if "micro_batch_size" not in pins else None
         )
@@ -219,8 +206,8 @@ def test_pins_leave_only_what_agrees_and_still_add_up(pins: Pins, holds: Any) ->
 )
 def test_a_narrowed_space_is_the_part_of_the_whole_that_agrees(pin: Any, forbid: Any, holds: Any) -> None:
     batch = Batch(16, True)
-    narrowed = build(spec(), 8, batch, "bf16", parse_pins(pin, forbid))
-    whole = build(spec(), 8, batch, "bf16", {}).table
+    narrowed = build(small_spec(), 8, batch, "bf16", parse_pins(pin, forbid))
+    whole = build(small_spec(), 8, batch, "bf16", {}).table
     forms = (
         ("ring", "all_to_all") if pin == "cp_form=ring,all_to_all" else ("all_gather", "ring", "all_to_all")
     )
@@ -249,13 +236,13 @@ def test_a_narrowed_space_is_the_part_of_the_whole_that_agrees(pin: Any, forbid:
 )
 def test_ranges_that_leave_nothing_are_refused(pin: Any, line: str) -> None:
     with pytest.raises(InputError) as caught:
-        build(spec(), 8, Batch(8), "bf16", parse_pins(pin))
+        build(small_spec(), 8, Batch(8), "bf16", parse_pins(pin))
     assert line in str(caught.value)
 
 
 @pytest.mark.parametrize("pin", [None, ["pp=1", "vpp=1"], ["zero=1", "tp=2", "layers_per_stage=3,1"]])
 def test_a_table_writes_out_what_is_asked_for_alone(pin: list[str] | None) -> None:
-    space = build(spec(), 8, Batch(24, True), "bf16", parse_pins(pin))
+    space = build(small_spec(), 8, Batch(24, True), "bf16", parse_pins(pin))
     rows = np.random.default_rng(0).integers(0, len(space.table), 40)
     some = space.table.take(rows)
     assert "tensor_parallel" not in vars(space.table)
@@ -272,7 +259,7 @@ def test_a_table_writes_out_what_is_asked_for_alone(pin: list[str] | None) -> No
 
 
 def test_rows_of_one_family_differ_in_what_they_recompute_only() -> None:
-    space = build(spec(), 4, Batch(8), "bf16", {})
+    space = build(small_spec(), 4, Batch(8), "bf16", {})
     layouts = [space.table.layout(row) for row in range(len(space.table))]
     families: dict[int, list[Layout]] = {}
     for number, layout in zip(space.family.tolist(), layouts, strict=True):
@@ -293,8 +280,8 @@ def test_rows_of_one_family_differ_in_what_they_recompute_only() -> None:
 
 def test_where_possible_is_the_value_in_groups_and_off_elsewhere() -> None:
     pins: Pins = {"zero_stage": WherePossible(1), "sequence_parallel": WherePossible(True)}
-    space = build(spec(), 8, Batch(24, True), "bf16", pins)
-    free = build(spec(), 8, Batch(24, True), "bf16", {})
+    space = build(small_spec(), 8, Batch(24, True), "bf16", pins)
+    free = build(small_spec(), 8, Batch(24, True), "bf16", {})
     layouts = [space.table.layout(row) for row in range(len(space.table))]
     every = [free.table.layout(row) for row in range(len(free.table))]
     wanted = [
@@ -313,7 +300,7 @@ def test_where_possible_is_the_value_in_groups_and_off_elsewhere() -> None:
 
 
 def test_a_maximum_batch_is_used_up_to_the_last_whole_unit() -> None:
-    table = build(spec(), 8, Batch(100, True), "bf16", {}).table
+    table = build(small_spec(), 8, Batch(100, True), "bf16", {}).table
     for row in range(len(table)):
         layout = table.layout(row)
         unit = layout.micro_batch_size * layout.data_parallel
@@ -327,7 +314,7 @@ def test_micro_batches_are_powers_of_two_and_divisors() -> None:
 
 
 def test_a_layer_count_that_the_pipeline_does_not_divide_is_legal() -> None:
-    table = build(spec(layers=7), 4, Batch(8), "bf16", {"pipeline_parallel": 4}).table
+    table = build(small_spec(layers=7), 4, Batch(8), "bf16", {"pipeline_parallel": 4}).table
     assert (2, 2, 2, 1) in {table.layout(row).layers_per_stage for row in range(len(table))}
 
 
@@ -344,206 +331,29 @@ def test_a_layer_count_that_the_pipeline_does_not_divide_is_legal() -> None:
 )
 def test_pins_that_do_not_make_the_world_size_are_refused(pins: Pins, line: str) -> None:
     with pytest.raises(InputError, match=line):
-        build(spec(), 8, Batch(8), "bf16", pins)
-
-
-@pytest.mark.parametrize(
-    ("rule", "sizes", "world", "batch", "pins"),
-    [
-        ("tensor_parallel_heads", {"heads": 5}, 8, 8, {}),
-        ("tensor_parallel_kv_heads", {"heads": 12, "kv_heads": 6, "head_dim": 8}, 8, 8, {}),
-        ("context_parallel", {"seq": 60}, 8, 8, {}),
-        ("context_parallel_heads", {"heads": 3, "kv_heads": 1}, 8, 8, {}),
-        ("v_micro_batches", {}, 8, 8, {}),
-        ("zero_replicas", {}, 8, 8, {"zero_replicas": 2}),
-        ("zero_replicas_stage", {}, 8, 8, {"zero_replicas": 2}),
-        ("recompute_layers", {}, 8, 8, {"recompute_num_layers": 2}),
-        ("recompute_depth", {}, 8, 8, {"recompute_num_layers": 3, "recompute": "full"}),
-        ("recompute_split_backward", {}, 8, 16, {}),
-        ("offload_recompute", {}, 8, 8, {"offload_activations": True}),
-        ("tensor_parallel_ffn", {"ffn": 30}, 8, 8, {}),
-        ("tensor_parallel_hidden", {"hidden": 60}, 8, 8, {}),
-        ("tensor_parallel_shared_experts", MIXTURE | {"shared_expert_ffn": 30}, 8, 8, {}),
-        ("expert_parallel_dense", {}, 8, 8, {"expert_parallel": 2}),
-        ("expert_parallel_dense", {}, 8, 8, {"expert_tensor_parallel": 2}),
-        ("expert_parallel", MIXTURE, 8, 8, {"expert_parallel": 8}),
-        ("expert_parallel_group", MIXTURE, 2, 8, {}),
-        ("expert_tensor_parallel", MIXTURE | {"expert_ffn": 30}, 8, 8, {}),
-        ("expert_tensor_parallel_spread", MIXTURE, 8, 8, {}),
-        ("expert_tokens", MIXTURE | {"seq": 60}, 8, 8, {}),
-        ("zero_replicas_experts", MIXTURE, 12, 12, {"zero_replicas": 2, "expert_parallel": 4}),
-        ("sequence_parallel_group", {}, 8, 8, {}),
-        ("sequence_parallel_length", {"seq": 62}, 8, 8, {}),
-        ("virtual_pipeline_group", {}, 8, 8, {}),
-        ("pipeline_stages", {}, 8, 8, {}),
-        ("layers_per_stage", {}, 8, 8, {"layers_per_stage": (1, 2, 1)}),
-        ("layers_total", {}, 8, 8, {"layers_per_stage": (1, 2)}),
-        ("virtual_pipeline_chunks", {"layers": 6}, 8, 8, {"pipeline_parallel": 2}),
-        ("batch_too_small", {}, 8, 4, {}),
-        ("batch_divisibility", {}, 8, 7, {}),
-        ("pipeline_micro_batches", {}, 8, 2, {}),
-        ("interleaved_micro_batches", {}, 8, 9, {}),
-        ("zero_group", {}, 8, 8, {}),
-        ("zero_pipeline", {}, 8, 8, {}),
-    ],
-)
-def test_each_rule_removes_what_breaks_it(
-    rule: str, sizes: dict[str, Any], world: int, batch: int, pins: Pins
-) -> None:
-    assert build(spec(**sizes), world, Batch(batch), "bf16", pins).illegal.get(rule, 0) > 0
-    assert [known.name for known in RULES].count(rule) == 1
-
-
-@pytest.mark.parametrize(
-    ("degrees", "line"),
-    [
-        ({"context_parallel": 2, "seq": 66}, "context_parallel 2 needs a sequence that 4 divides, not 66"),
-        (
-            {"context_parallel": 4, "context_parallel_form": "all_to_all", "tensor_parallel": 4},
-            "all_to_all: tensor_parallel 4 x context_parallel 4 does not divide 8 heads; use all_gather",
-        ),
-        (
-            {"tensor_parallel": 8, "kv_heads": 4, "head_dim": 1},
-            "tensor_parallel 8 neither divides 4 kv_heads of width 1 nor is a multiple that splits their 4 "
-            "columns; use 1, 2, 4",
-        ),
-        (
-            {"data_parallel": 4, "zero_stage": 1, "zero_replicas": 4},
-            "zero_replicas 4 does not divide the 4 ranks of data_parallel x context_parallel into groups",
-        ),
-        (
-            {
-                "pipeline_parallel": 2,
-                "virtual_pipeline_parallel": 2,
-                "schedule": "zbv",
-                "layers_per_stage": (1,) * 4,
-                "global_batch_size": 3,
-            },
-            "the zbv schedule needs a micro batch for each of its 4 stages, not 3; use a global batch of at "
-            "least 4",
-        ),
-        (
-            {"expert_parallel": 2, "data_parallel": 2},
-            "expert_parallel 2 and expert_tensor_parallel 1 need a mixture of experts, and tiny has none",
-        ),
-        (
-            {"expert_parallel": 2, "data_parallel": 2, "experts": 3},
-            "expert_parallel 2 does not divide 3 experts; use 1, 3",
-        ),
-        (
-            {"expert_tensor_parallel": 3, "data_parallel": 3, "experts": 4, "global_batch_size": 9},
-            "expert_tensor_parallel 3 does not divide the 64 columns of an expert (expert_ffn); use 1, 2, 4",
-        ),
-        (
-            {"tensor_parallel": 4, "experts": 4, "seq": 62},
-            "tensor_parallel 4 x context_parallel 1 does not divide seq 62, whose tokens they share out",
-        ),
-        (
-            {
-                "data_parallel": 12,
-                "zero_stage": 1,
-                "zero_replicas": 2,
-                "expert_parallel": 4,
-                "experts": 4,
-                "global_batch_size": 12,
-            },
-            "zero_replicas 2 does not divide the 3 devices that hold the same experts; use 1, 3",
-        ),
-        ({"tensor_parallel": 16}, "tensor_parallel 16 does not divide 8 heads; use 1, 2, 4, 8"),
-        ({"layers_per_stage": (5,)}, "layers_per_stage adds up to 5 layers, but tiny has 4"),
-        (
-            {"global_batch_size": 2, "pipeline_parallel": 4, "layers_per_stage": (1,) * 4},
-            "of at least 4 or fewer",
-        ),
-    ],
-)
-def test_an_illegal_layout_is_told_its_rule_and_numbers(degrees: dict[str, Any], line: str) -> None:
-    sizes: dict[str, Any] = {
-        name: degrees[name] for name in ("seq", "experts", "kv_heads", "head_dim") if name in degrees
-    }
-    moe = {"top_k": 1, "expert_ffn": 64} if "experts" in sizes else {}
-    split = {name: value for name, value in degrees.items() if name not in sizes}
-    layout = Layout(**{"layers_per_stage": (4,), "global_batch_size": 8, **split})
-    assert line in str(first_violation(spec(**sizes, **moe), layout))
-
-
-def test_experts_are_spread_over_all_that_the_stage_leaves() -> None:
-    mixture = spec(experts=8, top_k=2, expert_ffn=64)
-    table = build(mixture, 8, Batch(16), "bf16", {}).table
-    spread = set(zip(table.expert_parallel.tolist(), table.expert_tensor_parallel.tolist(), strict=True))
-    assert spread == {(1, 1), (2, 1), (4, 1), (8, 1), (1, 2), (1, 4), (1, 8)}
-    # Wider than that only where a pin asks for it.
-    table = build(mixture, 8, Batch(16), "bf16", {"expert_tensor_parallel": 2}).table
-    assert set(table.expert_parallel.tolist()) == {1, 2, 4}
-    table = build(mixture, 8, Batch(16), "bf16", {"expert_parallel": 2}).table
-    shared = set(zip(table.tensor_parallel.tolist(), table.expert_tensor_parallel.tolist(), strict=True))
-    # Megatron-LM's default is among them: as many devices an expert as tensor-parallel ranks.
-    assert {(2, 1), (2, 2), (4, 1), (4, 4)} <= shared
-    dense = build(spec(), 8, Batch(16), "bf16", {}).table
-    assert set(dense.expert_parallel.tolist()) == set(dense.expert_tensor_parallel.tolist()) == {1}
-
-
-def test_latent_attention_has_keys_of_its_own_on_every_rank() -> None:
-    sizes: dict[str, Any] = {
-        "q_lora_rank": 0,
-        "kv_lora_rank": 8,
-        "qk_nope_head_dim": 3,
-        "qk_rope_head_dim": 2,
-        "v_head_dim": 3,
-    }
-    model = ModelSpec.model_validate(
-        {**spec(heads=6, head_dim=5, ffn=96).model_dump(), "hidden": 96, "latent_attention": sizes}
-    )
-    assert set(build(model, 12, Batch(12), "bf16", {}).table.tensor_parallel.tolist()) == {1, 2, 3, 6}
-
-
-def test_a_redundant_layout_is_not_called_illegal() -> None:
-    layout = Layout(
-        pipeline_parallel=2, data_parallel=2, zero_stage=2, layers_per_stage=(2, 2), global_batch_size=8
-    )
-    assert first_violation(spec(), layout) is None
-
-
-@pytest.mark.parametrize(
-    "pins",
-    [
-        {"recompute": "full", "schedule": "zbv"},
-        {"zero_stage": 2, "pipeline_parallel": 2},
-        {"virtual_pipeline_parallel": 3, "pipeline_parallel": 2, "schedule": "interleaved"},
-    ],
-)
-def test_pins_that_ask_for_a_redundant_layout_get_it(pins: Pins) -> None:
-    table = build(spec(layers=8), 8, Batch(16), "bf16", pins).table
-    assert len(table)
-    layout = table.layout(0)
-    assert all(getattr(layout, name) == value for name, value in pins.items())
-
-
-def test_more_ranks_than_key_value_heads_share_them() -> None:
-    table = build(spec(kv_heads=2), 8, Batch(8), "bf16", {"tensor_parallel": 8}).table
-    assert len(table)
+        build(small_spec(), 8, Batch(8), "bf16", pins)
 
 
 def test_a_context_parallel_form_where_possible_leaves_groups_of_one_alone() -> None:
     pins: Pins = {"context_parallel_form": WherePossible("ring")}
-    table = build(spec(), 4, Batch(8), "bf16", pins).table
+    table = build(small_spec(), 4, Batch(8), "bf16", pins).table
     kinds = {
         (layout.context_parallel > 1, layout.context_parallel_form)
         for layout in map(table.layout, range(len(table)))
     }
     assert kinds == {(False, "all_gather"), (True, "ring")}
     with pytest.raises(InputError, match="context_parallel_form ring needs context_parallel of at least 2"):
-        build(spec(), 1, Batch(8), "bf16", {"context_parallel_form": "ring"})
+        build(small_spec(), 1, Batch(8), "bf16", {"context_parallel_form": "ring"})
 
 
 @pytest.mark.parametrize("copies", [3, 128])
 def test_copies_that_do_not_divide_the_ranks_are_the_obstacle_and_not_zero(copies: int) -> None:
     line = f"zero_replicas {copies} does not divide the 64 ranks of data_parallel x context_parallel"
-    assert obstacle(spec(), 64, Batch(64), {"zero_replicas": copies}).startswith(line)
+    assert obstacle(small_spec(), 64, Batch(64), {"zero_replicas": copies}).startswith(line)
 
 
 def test_whole_layers_that_are_recomputed_are_not_searched_with_offloading() -> None:
-    table = build(spec(), 4, Batch(8), "bf16", {"offload_activations": True}).table
+    table = build(small_spec(), 4, Batch(8), "bf16", {"offload_activations": True}).table
     assert {table.layout(row).recompute for row in range(len(table))} == {"none", "selective"}
 
 
@@ -559,7 +369,7 @@ def test_what_is_not_searched_is_pinned_in_every_row() -> None:
         "gradient_reduction": "bf16",
         "optimizer": "sgd",
     }
-    table = build(spec(), 4, Batch(8), "bf16", pins).table
+    table = build(small_spec(), 4, Batch(8), "bf16", pins).table
     assert len(table)
     for row in range(len(table)):
         layout = table.layout(row)

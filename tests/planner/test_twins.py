@@ -59,7 +59,7 @@ def test_no_plan_is_listed_twice_however_many_are_asked_for() -> None:
 
 def test_the_table_names_twins_in_the_row_of_the_first(planner_command: Command) -> None:
     job = ("--model", "llama3-8b", "--world-size", 8, "--device", "h100", "--global-batch-size", 64)
-    code, out, _ = planner_command("suggest", *map(str, job))
+    code, out, _ = planner_command("suggest", *map(str, job), "--verbose")
     assert code == 0 and "= zero 2" in out and "zero=2" not in out
     assert "recompute=none (= zero 2)" in " ".join(out.split())
     code, out, _ = planner_command("suggest", *map(str, job), "--json")

@@ -88,7 +88,7 @@ def test_wrong_world_sizes_end_in_one_line(text: Any, line: str) -> None:
 
 
 def sizes_of(world_size: Any = "16..128", **arguments: Any) -> Sizes:
-    job = {"device": "h100", "global_batch_size": 256, "tokens": "1T"}
+    job = {"device": "h100", "global_batch_size": 128, "tokens": "1T"}
     return planner.sizes("llama3-8b", world_size=world_size, **{**job, **arguments})
 
 
@@ -101,7 +101,7 @@ def found() -> Sizes:
 def test_each_size_has_the_plan_of_its_own_search(found: Sizes) -> None:
     assert [size.world_size for size in found.sizes] == [16, 24, 32, 48, 64, 96, 128]
     for size in found.sizes:
-        alone = search("llama3-8b", world_size=size.world_size, device="h100", global_batch_size=256).best
+        alone = search("llama3-8b", world_size=size.world_size, device="h100", global_batch_size=128).best
         assert alone is not None and size.plan is not None and size.run is not None
         assert size.plan.layout == alone.layout
         assert size.run == alone.run("1T")

@@ -12,6 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from costmodels import Layout, ModelSpec
 from costmodels.errors import InputError
 from runtime.model.attention_kernels import suffix_attention
+from runtime.model.fused_attention import fused_backward, fused_forward
 from runtime.parallel import ring_attention
 from runtime.parallel.context import local_positions
 from tests.support.layouts import parse_layout
@@ -150,11 +151,11 @@ def test_cuda_kernels_take_what_they_are_given(
     with FakeTensorMode(), torch.no_grad():
         q = on_gpu(8, tokens, size, dtype)
         k, v = (on_gpu(2, keys, size, dtype) for _ in range(2))
-        out, lse, *state = ring_attention._attend(q, k, v, is_causal=causal, scale=0.1)
+        out, lse, *state = fused_forward(q, k, v, is_causal=causal, scale=0.1)
         assert out.shape == q.shape
         assert lse.shape == q.shape[:3]
         known: dict[str, Any] = {"query": q, "key": k, "value": v, "out": out, "logsumexp": lse}
-        gradients = ring_attention._attend_backward(
+        gradients = fused_backward(
             grad_out=torch.empty_like(out), **known, is_causal=causal, scale=0.1, state=state
         )
         assert [x.shape for x in gradients] == [q.shape, k.shape, v.shape]

@@ -23,6 +23,7 @@ from runtime.huggingface.stored_model import StoredModel
 from tests.support import stored_models as model_files
 from tests.support.hugging_face import MODELS, hugging_face, skip_unless_there
 from tests.support.layouts import parse_layout
+from tests.support.models import FORMS
 from tests.support.models import MODELS as OUR_MODELS
 from tests.support.worker_pool import WorkerPool
 
@@ -85,10 +86,10 @@ def test_there_and_back_again_gives_the_same_bits(name: str, tmp_path: Path) -> 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["gpt2", "llama", "mixtral", "deepseek"])
+@pytest.mark.parametrize("name", ["gpt2", "llama", "mixtral", "deepseek", "sinks", "windows"])
 def test_transformers_reads_what_was_trained_here(name: str, tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
-    spec = OUR_MODELS[name]
+    spec = (OUR_MODELS | FORMS)[name]
     ours = model_files.write_checkpoint(spec, tmp_path / "ours", iteration=7)
     convert.to_hugging_face(tmp_path / "ours", tmp_path / "hf")
     config = config_in(tmp_path / "hf")

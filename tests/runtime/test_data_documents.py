@@ -7,7 +7,6 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
 
 from costmodels.errors import InputError
 from runtime.data.boundaries import Boundaries, check_ends
@@ -17,7 +16,6 @@ from runtime.data.tokenizers import ByteTokenizer
 from runtime.model.transformer import Transformer
 from runtime.parallel.documents import Documents, check_boundaries, document_mask, document_starts
 from runtime.parallel.initialisation import initialise
-from runtime.parallel.loss import IGNORED_TARGET, cross_entropy_sum
 from tests.support.layouts import deep_enough, parse_layout
 from tests.support.models import MODELS
 from tests.support.ranks import documents as work
@@ -91,21 +89,6 @@ def test_layouts_agree_on_the_losses(pool: WorkerPool, name: str, text: str) -> 
     )
     plain = pool.run(work.losses, 1, spec, alone, Boundaries(EOD), 1)[0]
     assert plain[0] != pytest.approx(expected[0], rel=1e-5)
-
-
-def test_targets_that_are_ignored_have_neither_loss_nor_gradient() -> None:
-    logits = torch.randn(2, 5, 11, requires_grad=True)
-    same = logits.detach().clone().requires_grad_()
-    targets = torch.randint(0, 11, (2, 5))
-    targets[0, 1] = targets[1, :4] = IGNORED_TARGET
-    found = cross_entropy_sum(logits, targets, 11, ignores=True)
-    expected = F.cross_entropy(
-        same.flatten(0, 1), targets.flatten(), ignore_index=IGNORED_TARGET, reduction="sum"
-    )
-    found.backward()
-    expected.backward()
-    torch.testing.assert_close(found, expected)
-    torch.testing.assert_close(logits.grad, same.grad)
 
 
 def test_the_ring_is_refused_in_one_line() -> None:

@@ -29,7 +29,7 @@ def test_flags_that_are_not_given_rule_nothing_out() -> None:
     assert job_rules(TrainingOptions(), DataOptions(), None) == ()
     assert [rule.name for rule in job_rules(COMPILE, MASK)] == [
         "compile_schedule",
-        "reset_attention_mask_ring",
+        "reset_attention_mask",
     ]
 
 
@@ -131,7 +131,7 @@ def test_pasted_flags_cut_the_space_of_suggest_and_explain(planner_command: Any)
     code, out, _ = planner_command(
         "explain", *words, "--no-what-if", "--pin", "cp=2", "--reset-attention-mask"
     )
-    assert code == 0 and json.loads(out)["rejected"]["reset_attention_mask_ring"] > 0
+    assert code == 0 and json.loads(out)["rejected"]["reset_attention_mask"] > 0
     code, _, err = planner_command("suggest", *words, "--rampup-batch-size", "0", "1", "1")
     assert code == 2 and "three whole numbers above 0" in err
 
@@ -141,5 +141,8 @@ def test_the_output_names_the_engine_that_was_taken(planner_command: Any) -> Non
     code, out, _ = planner_command("suggest", *words, "--device", "ascend-910b", "--json")
     found = json.loads(out)
     assert code == 0 and found["engine"] == "mindspeed"
-    assert "no engine given: mindspeed, as bundled does not run on ascend-910b" in found["assumed"]
+    assert (
+        "no engine given: mindspeed, as the runtime of this package has not run on ascend-910b"
+        in found["assumed"]
+    )
     assert np.isfinite(found["plans"][0]["estimate"]["step_time_s"])

@@ -17,8 +17,8 @@ import pytest
 
 from costmodels.catalogue.local_machine import available_cores
 from runtime.entry import ENTRY
+from runtime.job.measurement import Measurement, measurement
 from runtime.launch import fork_server, supervisor
-from runtime.launch.measurement import Measurement, measurement
 from runtime.launch.supervisor import TORCHRUN_FOLDER, JobStopped, Outcome, run_job
 from runtime.launch.torchrun import shell_line, torchrun_command
 from runtime.launch.warm_ranks import CAN_FORK, WarmRanks
@@ -256,7 +256,7 @@ def agent(heeds: str) -> list[str]:
     )
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_a_job_that_saves_is_asked_to_and_ends_by_itself(tmp_path: Path, number: signal.Signals) -> None:
     lines: list[str] = []
 

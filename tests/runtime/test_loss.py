@@ -1,6 +1,8 @@
-"""Cross entropy over a padded vocabulary, on one rank and split over several."""
+"""Loss and the head's product, fused: on one rank and split over several, in chunks of tokens and whole."""
 
 from __future__ import annotations
+
+from functools import partial
 
 import pytest
 import torch
@@ -9,79 +11,134 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional
 
-from runtime.parallel.loss import cross_entropy_sum
+from costmodels.layers import shapes
+from costmodels.layers.shapes import CHUNK_TOKENS, MOST_CHUNKS, loss_chunks
+from runtime.parallel.loss import (
+    IGNORED_TARGET,
+    Scores,
+    Vocabulary,
+    eager_scores,
+    fusible_scores,
+    head_loss,
+)
 from tests.support.ranks import tensor as work
 from tests.support.worker_pool import WorkerPool
 
+WIDTH = 6
 
-def random_logits(*shape: int, vocab: int, seed: int = 0, scale: float = 3.0) -> tuple[Tensor, Tensor]:
-    """Logits, the padded ones far above all others, and targets below `vocab`."""
+FORMS = {"eager": eager_scores, "fusible": fusible_scores}
+
+
+def random_head(*shape: int, entries: int, vocab: int, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+    """Inputs of a head, its matrix, whose padded rows would win, and targets below `vocab`."""
     generator = torch.Generator().manual_seed(seed)
-    logits = scale * torch.randn(*shape, generator=generator)
-    logits[..., vocab:] = 50.0
-    return logits, torch.randint(0, vocab, shape[:-1], generator=generator)
+    x = torch.randn(*shape, WIDTH, generator=generator)
+    weight = torch.randn(entries, WIDTH, generator=generator)
+    weight[vocab:] = 50.0
+    return x, weight, torch.randint(0, vocab, shape, generator=generator)
 
 
-def torch_loss(logits: Tensor, targets: Tensor, vocab: int) -> tuple[Tensor, Tensor]:
-    """PyTorch's loss of the entries that exist, and its gradient times three."""
-    leaf = logits.float().clone().requires_grad_()
-    loss = functional.cross_entropy(leaf[..., :vocab].flatten(0, -2), targets.flatten(), reduction="sum")
+def torch_loss(x: Tensor, weight: Tensor, targets: Tensor, vocab: int) -> tuple[Tensor, Tensor, Tensor]:
+    """PyTorch's loss in fp64 of the entries that exist, and gradients of three times that."""
+    leaves = [leaf.double().clone().requires_grad_() for leaf in (x, weight)]
+    logits = functional.linear(*leaves)[..., :vocab]
+    loss = functional.cross_entropy(
+        logits.flatten(0, -2), targets.flatten(), ignore_index=IGNORED_TARGET, reduction="sum"
+    )
     (3 * loss).backward()
-    assert leaf.grad is not None
-    return loss.detach(), leaf.grad
+    assert leaves[0].grad is not None and leaves[1].grad is not None
+    return loss.detach(), leaves[0].grad, leaves[1].grad
 
 
 @settings(max_examples=60, deadline=None)
 @given(
+    form=st.sampled_from(list(FORMS)),
     batch=st.integers(1, 3),
-    seq=st.integers(1, 5),
+    seq=st.sampled_from([1, 3, 4, 16]),
     vocab=st.integers(1, 40),
     padding=st.integers(0, 20),
-    scale=st.sampled_from([0.1, 3.0, 1e3]),
+    chunk=st.sampled_from([1, 4, CHUNK_TOKENS]),
+    ignored=st.integers(0, 2),
     seed=st.integers(0, 2**16),
 )
-def test_loss_and_gradient_are_pytorchs_without_the_padding(
-    batch: int, seq: int, vocab: int, padding: int, scale: float, seed: int
+def test_loss_and_gradients_are_pytorchs_without_the_padding(
+    form: str, batch: int, seq: int, vocab: int, padding: int, chunk: int, ignored: int, seed: int
 ) -> None:
-    logits, targets = random_logits(batch, seq, vocab + padding, vocab=vocab, seed=seed, scale=scale)
-    leaf = logits.clone().requires_grad_()
-    loss = cross_entropy_sum(leaf, targets, vocab)
-    (3 * loss).backward()
-    expected, gradient = torch_loss(logits, targets, vocab)
-    torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-4)
-    torch.testing.assert_close(leaf.grad, gradient, rtol=1e-5, atol=1e-5)
-    assert not leaf.grad[..., vocab:].any()  # type: ignore[index]
+    x, weight, targets = random_head(batch, seq, entries=vocab + padding, vocab=vocab, seed=seed)
+    targets.view(-1)[:ignored] = IGNORED_TARGET
+    leaves = [leaf.clone().requires_grad_() for leaf in (x, weight)]
+    vocabulary = Vocabulary(vocab)
+    scores: Scores = partial(FORMS[form], vocabulary)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shapes, "CHUNK_TOKENS", chunk)
+        loss = head_loss(leaves[0], leaves[1], targets, vocabulary, 3.0, scores)
+    loss.backward()
+    expected, x_gradient, weight_gradient = torch_loss(x, weight, targets, vocab)
+    torch.testing.assert_close(loss.double(), 3 * expected, rtol=1e-6, atol=1e-5)
+    torch.testing.assert_close(leaves[0].grad, x_gradient.float(), rtol=1e-5, atol=1e-4)
+    torch.testing.assert_close(leaves[1].grad, weight_gradient.float(), rtol=1e-5, atol=1e-4)
+    assert not leaves[1].grad[vocab:].any()  # type: ignore[index]
 
 
-def test_bf16_logits_lose_nothing_but_the_rounding_of_the_gradient() -> None:
-    logits, targets = random_logits(2, 7, 64, vocab=50)
-    leaf = logits.bfloat16().requires_grad_()
-    loss = cross_entropy_sum(leaf, targets, 50)
-    (3 * loss).backward()
-    expected, gradient = torch_loss(leaf.detach(), targets, 50)
+def test_the_gradient_of_what_follows_the_loss_is_heeded() -> None:
+    x, weight, targets = random_head(2, 4, entries=9, vocab=9)
+    leaves = [leaf.clone().requires_grad_() for leaf in (x, weight)]
+    (3 * head_loss(leaves[0], leaves[1], targets, Vocabulary(9))).backward()
+    _, x_gradient, weight_gradient = torch_loss(x, weight, targets, 9)
+    torch.testing.assert_close(leaves[0].grad, x_gradient.float(), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(leaves[1].grad, weight_gradient.float(), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_16_bits_lose_nothing_but_roundings(form: str) -> None:
+    x, weight, targets = random_head(2, 8, entries=64, vocab=50)
+    leaves = [leaf.bfloat16().requires_grad_() for leaf in (x, weight)]
+    vocabulary = Vocabulary(50)
+    loss = head_loss(leaves[0], leaves[1], targets, vocabulary, 3.0, partial(FORMS[form], vocabulary))
+    loss.backward()
+    expected, x_gradient, weight_gradient = torch_loss(leaves[0].detach(), leaves[1].detach(), targets, 50)
     assert loss.dtype == torch.float32
-    assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
-    assert leaf.grad is not None and leaf.grad.dtype == torch.bfloat16
-    torch.testing.assert_close(leaf.grad.float(), gradient, rtol=2**-8, atol=1e-6)
+    # The logits are in 16 bits.
+    assert loss.item() == pytest.approx(3 * expected.item(), rel=1e-2)
+    for leaf, gradient in zip(leaves, (x_gradient, weight_gradient), strict=True):
+        assert leaf.grad is not None and leaf.grad.dtype == torch.bfloat16
+        assert (leaf.grad.double() - gradient).norm() < 2e-2 * gradient.norm()
+
+
+def test_without_gradients_there_is_the_loss_alone() -> None:
+    x, weight, targets = random_head(2, 4, entries=9, vocab=7)
+    expected, _, _ = torch_loss(x, weight, targets, 7)
+    with torch.no_grad():
+        loss = head_loss(x.requires_grad_(), weight.requires_grad_(), targets, Vocabulary(7))
+    assert not loss.requires_grad
+    torch.testing.assert_close(loss.double(), expected, rtol=1e-6, atol=1e-6)
+
+
+@given(st.integers(1, 2**20), st.sampled_from([1, 2, 8]))
+def test_chunks_are_equal_and_neither_small_nor_larger_than_they_must(tokens: int, ranks: int) -> None:
+    chunks = int(loss_chunks(tokens, ranks))
+    assert tokens % chunks == 0 and chunks <= MOST_CHUNKS
+    assert chunks == 1 or tokens // chunks >= CHUNK_TOKENS * ranks
+    twice = 2 * chunks
+    assert chunks == MOST_CHUNKS or tokens % twice or tokens // twice < CHUNK_TOKENS * ranks
 
 
 @pytest.mark.parametrize(
-    ("world_size", "width", "vocab"),
+    ("world_size", "entries", "vocab"),
     [(2, 64, 50), (2, 64, 64), (2, 64, 32), (2, 64, 20), (4, 64, 17)],
     ids=["padding on the last rank", "no padding", "one rank all padding", "padding on both", "two empty"],
 )
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("form", FORMS)
 def test_a_split_vocabulary_gives_the_loss_of_a_whole_one(
-    pool: WorkerPool, world_size: int, width: int, vocab: int, dtype: torch.dtype
+    pool: WorkerPool, world_size: int, entries: int, vocab: int, form: str
 ) -> None:
-    logits, targets = random_logits(2, 5, width, vocab=vocab)
-    logits = logits.to(dtype)
-    expected, gradient = torch_loss(logits, targets, vocab)
-    parts = pool.run(work.split_loss, world_size, logits, targets, vocab)
-    for loss, _ in parts:
-        assert float(loss) == pytest.approx(float(expected), rel=1e-6)
-    whole = torch.cat([part for _, part in parts], dim=-1)
-    assert whole.dtype == dtype
-    tolerance = 1e-5 if dtype == torch.float32 else 2**-8
-    torch.testing.assert_close(whole.float(), gradient, rtol=tolerance, atol=1e-6)
-    assert not whole[..., vocab:].any()
+    x, weight, targets = random_head(2, 8, entries=entries, vocab=vocab)
+    expected, x_gradient, weight_gradient = torch_loss(x, weight, targets, vocab)
+    parts = pool.run(work.split_loss, world_size, x, weight, targets, vocab, form == "fusible")
+    for loss, _, _ in parts:
+        assert float(loss) == pytest.approx(3 * float(expected), rel=1e-6)
+    summed = torch.stack([part for _, part, _ in parts]).sum(0)
+    torch.testing.assert_close(summed, x_gradient.float(), rtol=1e-5, atol=1e-4)
+    whole = torch.cat([part for _, _, part in parts])
+    torch.testing.assert_close(whole, weight_gradient.float(), rtol=1e-5, atol=1e-4)
+    assert not whole[vocab:].any()

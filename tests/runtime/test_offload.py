@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from costmodels import ModelSpec
 from runtime.model.transformer import Transformer
 from runtime.parallel import offload
 from runtime.parallel.initialisation import initialise
-from runtime.parallel.loss import cross_entropy_sum
 from runtime.parallel.offload import offload_activations
 from runtime.parallel.recomputation import recompute
 from tests.support.layouts import parse_layout
@@ -43,7 +43,8 @@ def built(spec: ModelSpec, text: str) -> Transformer:
 
 def loss_of(model: Transformer, spec: ModelSpec, seed: int = 3) -> Tensor:
     ids = torch.randint(0, spec.vocab, (BATCH, spec.seq), generator=torch.Generator().manual_seed(seed))
-    return cross_entropy_sum(model(ids), ids.roll(-1, 1), spec.vocab)
+    logits = model(ids)[..., : spec.vocab].flatten(0, 1)
+    return F.cross_entropy(logits.float(), ids.roll(-1, 1).flatten(), reduction="sum")
 
 
 def gradients(model: Transformer) -> dict[str, Tensor]:
@@ -140,7 +141,7 @@ def test_a_layer_fetches_the_one_before_it_while_it_runs(copies: Copies) -> None
     loss = loss_of(away, spec)
     fetched: list[int] = []
     for block in reversed(away.blocks):
-        block.attention.query.weight.register_hook(lambda _: fetched.append(copies.back))
+        block.get_parameter("attention.query.weight").register_hook(lambda _: fetched.append(copies.back))
     loss.backward()  # type: ignore[no-untyped-call]
     layer = len(copies.left) // (spec.layers - 1)
     assert fetched == [layer, 2 * layer, 3 * layer, 3 * layer]

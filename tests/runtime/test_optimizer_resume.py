@@ -92,8 +92,18 @@ def test_another_optimizer_is_refused_in_one_line(pool: WorkerPool, tmp_path: Pa
         pool.run(work.resumed_losses, 1, SPEC, *layouts, TrainingOptions(train_iters=3), str(tmp_path))
     assert (
         "holds other optimizer state (exp_avg, exp_avg_sq, momentum_buffer) than that of --optimizer sgd; "
-        "give the optimizer that it was trained with"
+        "give the optimizer that it was trained with, or begin with a new one: --no-load-optim"
     ) in str(refused.value)
+
+
+def test_weights_alone_go_on_with_a_new_optimizer(pool: WorkerPool, tmp_path: Path) -> None:
+    layouts = [parse_layout(f"gbs=2,dp=2,optimizer={name}", SPEC) for name in ("adam", "sgd")]
+    [(counts, after, resumed, refused), *_] = pool.run(
+        work.resumed_weights, 2, SPEC, *layouts, TrainingOptions(train_iters=3), str(tmp_path)
+    )
+    assert counts == (2, 0) and resumed == pytest.approx(after, rel=1e-6)
+    assert "holds other optimizer state (none)" in refused and "--no-load-optim" in refused
+    assert not any(b"exp_avg" in path.read_bytes() for path in tmp_path.rglob(".metadata"))
 
 
 @pytest.mark.parametrize("signed", [True, False])

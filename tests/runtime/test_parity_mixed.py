@@ -8,11 +8,20 @@ from costmodels import Layout
 from tests.support.gradients import check_gradients
 from tests.support.layouts import parse_layout
 from tests.support.mixed_layouts import mixed_layouts
-from tests.support.models import MODELS
+from tests.support.models import FORMS, MODELS
 from tests.support.ranks.training import curve_and_gradients
 from tests.support.worker_pool import WorkerPool
 
-EXTENT = {"gpt2": (8, 4), "llama": (8, 4), "mixtral": (4, 3), "qwen": (4, 3), "deepseek": (4, 3)}
+SPECS = MODELS | FORMS
+
+EXTENT = {
+    "gpt2": (8, 4),
+    "llama": (8, 4),
+    "mixtral": (4, 3),
+    "qwen": (4, 3),
+    "deepseek": (4, 3),
+    **dict.fromkeys(FORMS, (4, 3)),
+}
 """Sequences of a step, and steps; those of one kind of parallelism take more in `test_parity`."""
 
 SEEDED = (
@@ -24,13 +33,21 @@ SEEDED = (
     ("qwen", 8, 2, 5),
     ("deepseek", 4, 3, 6),
     ("deepseek", 8, 2, 7),
+    ("around", 4, 4, 8),
+    ("after", 4, 4, 9),
+    ("sigmoid", 4, 4, 10),
+    ("sinks", 4, 3, 11),
+    ("sinks", 8, 2, 12),
+    ("windows", 4, 4, 13),
+    ("chunks", 4, 4, 14),
+    ("delta", 4, 4, 15),
 )
 """Model, ranks, layouts and the seed of their choice."""
 
 LAYOUTS = [
     (model, layout)
     for model, world_size, count, seed in SEEDED
-    for layout in mixed_layouts(MODELS[model], world_size, EXTENT[model][0], count, seed)
+    for layout in mixed_layouts(SPECS[model], world_size, EXTENT[model][0], count, seed)
 ]
 
 
@@ -39,8 +56,8 @@ def references(pool: WorkerPool) -> dict[str, tuple]:
     """Losses and gradients of one rank, by model."""
     found = {}
     for name, (batch, steps) in EXTENT.items():
-        alone = parse_layout(f"gbs={batch}", MODELS[name])
-        [found[name]] = pool.run(curve_and_gradients, 1, MODELS[name], alone, steps)
+        alone = parse_layout(f"gbs={batch}", SPECS[name])
+        [found[name]] = pool.run(curve_and_gradients, 1, SPECS[name], alone, steps)
     return found
 
 
@@ -50,7 +67,7 @@ def references(pool: WorkerPool) -> dict[str, tuple]:
 def test_mixed_layout_trains_like_one_rank(
     pool: WorkerPool, references: dict[str, tuple], model: str, layout: Layout
 ) -> None:
-    spec = MODELS[model]
+    spec = SPECS[model]
     losses, gradients = references[model]
     _, steps = EXTENT[model]
     by_rank = pool.run(curve_and_gradients, layout.world_size, spec, layout, steps)

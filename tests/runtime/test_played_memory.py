@@ -6,7 +6,9 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import HealthCheck, Phase, assume, given, note, reject, seed, settings
 
-from benchmarks.memory import UnknownError, compare, draw
+from tests.support.layouts import parse_layout
+from tests.support.models import FORMS
+from tests.support.played_memory import UnknownError, compare, draw
 
 PARTS, EXAMPLES = 4, 10
 """Parts that run beside each other, and the examples of each, which record the tapes that they need:
@@ -37,3 +39,25 @@ def test_played_tapes_equal_the_dry_run(part: int) -> None:
         assert not errors.misses, (errors.misses, errors.peak, errors.by_kind, errors.traced)
 
     holds()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "text", "compiled"),
+    [
+        ("around", "gbs=8,dp=2,zero=1,precision=bf16", True),
+        ("after", "gbs=8,tp=2,sp=1,dp=2,zero=3,precision=bf16", False),
+        ("sinks", "gbs=8,dp=2,ep=2,zero=2,precision=bf16", True),
+        (
+            "windows",
+            "gbs=8,tp=2,cp=2,recompute=selective,recompute_modules=core_attention,precision=bf16",
+            False,
+        ),
+        ("chunks", "gbs=8,pp=2,zero=1,dp=2,precision=fp32", False),
+        ("sigmoid", "gbs=8,pp=2,mbs=2,recompute=selective,recompute_modules=norm,precision=bf16", False),
+    ],
+)
+def test_blocks_of_few_models_are_recorded_as_they_are(name: str, text: str, compiled: bool) -> None:
+    spec = FORMS[name]
+    errors = compare(spec, parse_layout(text, spec), 0, compiled)
+    assert not errors.misses

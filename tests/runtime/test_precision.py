@@ -17,7 +17,7 @@ from runtime.settings.options import TrainingOptions
 from tests.support.layouts import parse_layout
 from tests.support.models import MODELS
 from tests.support.ranks import precision as work
-from tests.support.ranks.parity import losses_of, relative_difference
+from tests.support.ranks.parity import difference, losses_of, relative_difference
 from tests.support.worker_pool import WorkerPool
 
 OPTIONS = TrainingOptions(train_iters=16, lr=1e-3, lr_warmup_iters=4, initial_loss_scale=2.0**22)
@@ -159,7 +159,8 @@ def test_fp8_multiplies_in_the_blocks_where_the_shapes_allow_it() -> None:
     float8(stage)
     converted = [name for name, module in stage.named_modules() if hasattr(module, "product")]
     assert converted == [f"layers.0.attention.{name}" for name in ("query", "key", "value", "output")]
-    linear = stage.blocks[0].attention.query
+    linear = stage.get_submodule("layers.0.attention.query")
+    assert isinstance(linear, torch.nn.Linear)
     x = torch.randn(2, 5, 32, generator=torch.Generator().manual_seed(0)).bfloat16().requires_grad_()
     result = linear(x)
     result.float().square().sum().backward()
@@ -183,3 +184,22 @@ def test_layers_are_compiled_on_gpus_and_on_demand() -> None:
     assert not TrainingOptions().compiles(split, on_gpu=True)
     with pytest.raises(InputError, match="--compile: schedule zbv splits backward"):
         TrainingOptions(compile=True).compiles(split, on_gpu=True)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "gbs=4",
+        "gbs=4,mbs=2,gradient_reduction=bf16,recompute=full",
+        "gbs=4,tp=2,sp=1",
+        "pp=2",
+        "pp=2,schedule=zbv",
+    ],
+)
+def test_ranks_that_share_no_parameters_train_as_under_fsdp(pool: WorkerPool, text: str) -> None:
+    spec = MODELS["gpt2" if "pp" in text else "llama"]
+    layout = parse_layout(f"{text},precision=bf16", spec)
+    # Where backward is split, FSDP2 adds up gradients of weights in 16 bits before it converts them.
+    apart = 1e-2 if "zbv" in text else 1e-6
+    for plain, wrapped in pool.run(work.with_and_without_fsdp, layout.world_size, spec, layout, 4):
+        assert difference([plain], wrapped).largest < apart

@@ -24,7 +24,7 @@ from runtime.job.continuation import (
     plan_for_ranks,
     previous_run,
 )
-from runtime.processes.restart_count import RESTARTS_VARIABLE
+from runtime.processes.start_variables import RESTARTS_VARIABLE
 from runtime.settings.options import OutputOptions, TrainingOptions
 
 TRAINING = TrainingOptions()

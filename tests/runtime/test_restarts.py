@@ -15,10 +15,11 @@ import planner
 from costmodels.errors import InputError
 from runtime import checkpoint
 from runtime.faults.error_file import Report, read_report, report
+from runtime.job.going_on import continuation
 from runtime.job.job import Job, RunOptions
 from runtime.launch import restarts
 from runtime.launch.options import LaunchOptions
-from runtime.launch.restarts import continuation, run_with_restarts
+from runtime.launch.restarts import run_with_restarts
 from runtime.launch.supervisor import Outcome
 from runtime.settings.options import OutputOptions
 from tests.support import ROOT

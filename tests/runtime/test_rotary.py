@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from costmodels.errors import InputError
-from costmodels.spec.model import RopeScaling
+from costmodels.spec.model_parts import RopeScaling
 from runtime.model.rotary import ROPE_KINDS, frequencies, rotary_table, rotate, score_factor, table_factor
 
 LLAMA31 = RopeScaling(kind="llama3", factor=8.0, original_positions=8192)

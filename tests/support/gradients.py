@@ -11,6 +11,12 @@ from costmodels import ModelSpec
 ROUNDING = 1e-6
 """Relative difference that another order of fp32 sums may leave in the gradient of the last layer."""
 
+DECAYS = ("inputs.rate", "inputs.step_bias", "inputs.decay.weight")
+"""Of linear attention: its decays are differences of sums over a chunk."""
+
+CANCELLED = 20
+"""How much more rounding these differences leave: in fp32 such gradients are 5e-5 off those in fp64."""
+
 
 def depth_below_loss(spec: ModelSpec, name: str) -> int:
     """Layers that a gradient has passed on its way from the loss."""
@@ -32,4 +38,5 @@ def check_gradients(
         scale = expected[name.replace("key.bias", "query.bias")] if name.endswith("key.bias") else whole
         difference = float((gradient - whole).norm() / scale.norm())
         bound = rounding * (1 + depth_below_loss(spec, name))
+        bound *= CANCELLED if name.endswith(DECAYS) else 1
         assert difference <= bound, f"{name}: relative difference {difference:.2e} exceeds {bound:.2e}"

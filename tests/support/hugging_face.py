@@ -14,7 +14,7 @@ from packaging.version import Version
 from torch import Tensor
 
 from costmodels import ModelSpec
-from planner.inputs.hf_config import model_from_hf_config
+from planner.inputs.huggingface.config_file import model_from_hf_config
 from runtime.huggingface.model_folder import HuggingFaceModel
 
 SEQ = 24
@@ -37,6 +37,15 @@ LLAMA3 = {
     "original_max_position_embeddings": 64,
 }  # fmt: skip
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32, "beta_fast": 4.0}
+DELTA: dict[str, Any] = {
+    "layer_types": ["linear_attention", "full_attention"], "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 6,
+    "linear_conv_kernel_dim": 3, "head_dim": 16,
+}  # fmt: skip
+GEMMA3_POSITIONS = {
+    "full_attention": {"rope_type": "linear", "factor": 2.0, "rope_theta": 500.0},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+}
 
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2": ("gpt2", {"vocab_size": VOCAB, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 40}),
@@ -70,6 +79,59 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         | LATENT
         | {"n_group": 4, "topk_group": 2, "routed_scaling_factor": 2.5, "norm_topk_prob": True}
         | {"rope_scaling": YARN | {"mscale": 1.0, "mscale_all_dim": 1.0}},
+    ),
+    "phi3": ("phi3", SIZES | {"partial_rotary_factor": 0.5, "sliding_window": None, "pad_token_id": 0}),
+    "glm": ("glm", SIZES | {"head_dim": 16, "attention_bias": True, "pad_token_id": 0}),
+    "glm4": ("glm4", SIZES | {"head_dim": 16, "attention_bias": True, "pad_token_id": 0}),
+    "seed_oss": ("seed_oss", SIZES | {"head_dim": 16, "attention_bias": True, "attention_out_bias": True}),
+    "llama_biases": ("llama", SIZES | {"attention_bias": True}),
+    "ernie4_5": ("ernie4_5", SIZES | {"head_dim": 16, "use_bias": True}),
+    "olmo2": ("olmo2", SIZES),
+    "starcoder2": ("starcoder2", SIZES | {"use_bias": True, "sliding_window": None, "eos_token_id": 1}),
+    "gemma": ("gemma", SIZES | {"head_dim": 16}),
+    "glm4_moe": (
+        "glm4_moe",
+        SIZES
+        | {key: LATENT[key] for key in ("first_k_dense_replace", "n_routed_experts", "n_shared_experts")}
+        | {"num_experts_per_tok": 3, "moe_intermediate_size": 20, "head_dim": 16, "use_qk_norm": True}
+        | {"n_group": 2, "topk_group": 1, "attention_bias": True, "num_hidden_layers": 3},
+    ),
+    "mistral_window": ("mistral", SIZES | {"sliding_window": 7}),
+    "qwen2_window": (
+        "qwen2",
+        SIZES | {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1},
+    ),
+    "olmo3": ("olmo3", SIZES | {"sliding_window": 7, "num_hidden_layers": 4, "rope_scaling": YARN}),
+    "exaone4": (
+        "exaone4",
+        SIZES | {"sliding_window": 7, "sliding_window_pattern": 2, "num_hidden_layers": 4},
+    ),
+    "smollm3": ("smollm3", SIZES | {"no_rope_layer_interval": 2, "pad_token_id": 0}),
+    "gemma3": (
+        "gemma3_text",
+        {key: value for key, value in SIZES.items() if key != "rope_theta"}
+        | {"head_dim": 16, "sliding_window": 7, "num_hidden_layers": 3, "query_pre_attn_scalar": 20}
+        | {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
+        | {"rope_parameters": GEMMA3_POSITIONS},
+    ),
+    "qwen3_next": (
+        "qwen3_next",
+        SIZES | QWEN_EXPERTS | DELTA | {"shared_expert_intermediate_size": 28, "norm_topk_prob": True},
+    ),
+    "qwen3_5": ("qwen3_5_text", SIZES | DELTA),
+    "qwen3_5_moe": (
+        "qwen3_5_moe_text",
+        SIZES | QWEN_EXPERTS | DELTA | {"shared_expert_intermediate_size": 28},
+    ),
+    "gpt_oss": (
+        "gpt_oss",
+        {key: value for key, value in SIZES.items() if key != "rope_theta"}
+        | {"head_dim": 16, "num_local_experts": 6, "num_experts_per_tok": 2, "sliding_window": 7}
+        | {"rope_parameters": YARN | {"rope_theta": 500.0, "truncate": False}},
+    ),
+    "minimax_m2": (
+        "minimax_m2",
+        SIZES | {"head_dim": 16, "num_local_experts": 6, "num_experts_per_tok": 2},
     ),
 }
 """Model type and configuration by name."""

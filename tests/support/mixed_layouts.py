@@ -10,6 +10,7 @@ from costmodels import Layout, ModelSpec
 from planner.inputs.batch import Batch
 from planner.inputs.pins import parse_pins
 from planner.space.grid import build
+from planner.space.kind_rules import KIND_RULES
 
 KINDS = (
     "tensor_parallel",
@@ -41,7 +42,7 @@ def features(layout: Layout) -> frozenset[tuple[str, object]]:
 
 def mixed_layouts(spec: ModelSpec, world_size: int, batch: int, count: int, seed: int = 0) -> list[Layout]:
     """`count` fp32 layouts of `world_size` ranks, each chosen for the pairs of features that it adds."""
-    table = build(spec, world_size, Batch(batch), "fp32", parse_pins(None)).table
+    table = build(spec, world_size, Batch(batch), "fp32", parse_pins(None), KIND_RULES).table
     rows = np.random.RandomState(seed).permutation(len(table))[:4000]
     pool = [
         (layout, set(combinations(sorted(features(layout), key=str), 2)))

@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
-from costmodels import LatentAttention, ModelSpec, RopeScaling, Router
+from typing import Any
 
-LLAMA = ModelSpec(
-    name="parity-llama",
-    layers=4,
-    hidden=64,
-    heads=8,
-    kv_heads=4,
-    ffn=176,
-    vocab=250,
-    seq=32,
-    gated=True,
-    activation="silu",
-    norm="rmsnorm",
-    position="rope",
-    tied=False,
-    linear_bias=False,
-)
+from costmodels import LatentAttention, ModelSpec, RopeScaling, Router
+from costmodels.spec.model_parts import LinearAttention
+
+
+def llama(name: str, **sizes: Any) -> ModelSpec:
+    """A model with the blocks of Llama."""
+    return ModelSpec(
+        name=name,
+        gated=True,
+        activation="silu",
+        norm="rmsnorm",
+        position="rope",
+        tied=False,
+        linear_bias=False,
+        **sizes,
+    )
+
+
+LLAMA = llama("parity-llama", layers=4, hidden=64, heads=8, kv_heads=4, ffn=176, vocab=250, seq=32)
 
 MODELS = {
     "gpt2": ModelSpec(
@@ -73,3 +76,120 @@ DENSE = ("gpt2", "llama")
 
 KINDS = (*DENSE, "deepseek")
 """One more, with every part that the others have."""
+
+FORMS = {
+    "around": LLAMA.model_copy(
+        update={
+            "name": "parity-around",
+            "norm_place": "around",
+            "head_dim": 16,
+            "rotary_dim": 8,
+            "qkv_bias": True,
+            "norm_from_one": True,
+            "embedding_scale": 8.0,
+        }
+    ),
+    "after": LLAMA.model_copy(
+        update={
+            "name": "parity-after",
+            "norm_place": "after",
+            "qk_norm": True,
+            "qk_norm_width": "all",
+            "output_bias": True,
+            "residual_scale": 0.5,
+            "score_scale": 0.3,
+        }
+    ),
+    "sigmoid": LLAMA.model_copy(
+        update={
+            "name": "parity-sigmoid",
+            "head_dim": 16,
+            "rotary_dim": 8,
+            "qk_norm": True,
+            "qk_norm_width": "all",
+            "experts": 8,
+            "top_k": 3,
+            "expert_ffn": 32,
+            "router": Router(score="sigmoid", expert_bias=True),
+        }
+    ),
+    "sinks": LLAMA.model_copy(
+        update={
+            "name": "parity-sinks",
+            "attention_pattern": ("window", "full"),
+            "window": 10,
+            "attention_sinks": True,
+            "linear_bias": True,
+            "activation": "clamped_silu",
+            "rope_scaling": RopeScaling(kind="yarn", factor=4.0, original_positions=8, truncate=False),
+            "experts": 8,
+            "top_k": 3,
+            "expert_ffn": 32,
+            "router": Router(bias=True),
+        }
+    ),
+    "windows": LLAMA.model_copy(
+        update={
+            "name": "parity-windows",
+            "norm_place": "around",
+            "head_dim": 16,
+            "qk_norm": True,
+            "norm_from_one": True,
+            "embedding_scale": 8.0,
+            "attention_pattern": ("window", "window", "full"),
+            "window": 7,
+            "window_rope_theta": 100.0,
+            "rope_scaling": RopeScaling(kind="linear", factor=2.0),
+            "tied": True,
+        }
+    ),
+    "delta": LLAMA.model_copy(
+        update={
+            "name": "parity-delta",
+            "head_dim": 16,
+            "rotary_dim": 4,
+            "qk_norm": True,
+            "norm_from_one": True,
+            "attention_gate": True,
+            "attention_pattern": ("linear", "full"),
+            "linear_attention": LinearAttention(
+                kind="gated_delta", key_heads=4, value_heads=8, key_dim=8, value_dim=6, chunk=10
+            ),
+            "experts": 8,
+            "top_k": 3,
+            "expert_ffn": 32,
+            "shared_expert_ffn": 32,
+            "shared_expert_gate": True,
+        }
+    ),
+    "chunks": LLAMA.model_copy(
+        update={
+            "name": "parity-chunks",
+            "attention_pattern": ("chunk", "full"),
+            "window": 12,
+            "rotates_full": False,
+            "mlp_pattern": ("dense", "experts"),
+            "experts": 8,
+            "top_k": 1,
+            "expert_ffn": 32,
+            "shared_expert_ffn": 32,
+            "router": Router(score="sigmoid", normalised=False),
+        }
+    ),
+}
+"""Small models with what few models have: GLM-4's and Gemma's, OLMo 2's, MiniMax-M2's, gpt-oss's, Gemma 3's,
+Llama 4's and Qwen3-Next's blocks."""
+
+
+def small_spec(**sizes: int) -> ModelSpec:
+    """A dense model that many layouts divide, with other sizes where they are given."""
+    usual: dict[str, Any] = {
+        "layers": 4,
+        "hidden": 64,
+        "heads": 8,
+        "head_dim": 8,
+        "ffn": 256,
+        "vocab": 100,
+        "seq": 64,
+    }
+    return ModelSpec(**{"name": "tiny", **usual, **sizes})

@@ -32,3 +32,17 @@ def losses(
     own = samples(spec, layout)[trainer.rows]
     found = [float(trainer.train_step(own).loss) for _ in range(steps)]
     return [*found, trainer.evaluate(own)]
+
+
+def losses_of_rows(
+    spec: ModelSpec, layout: Layout, boundaries: Boundaries, rows: list[list[int]]
+) -> list[float]:
+    """Losses and gradient norms of two steps on a global batch of given rows, and the loss after them."""
+    trainer = Trainer(spec, layout, TrainingOptions(train_iters=10, lr=1e-3), torch.device("cpu"))
+    trainer.use_boundaries(boundaries)
+    own = np.array(rows, np.int64)[trainer.rows]
+    steps = [trainer.train_step(own) for _ in range(2)]
+    return [
+        *(float(one) for step in steps for one in (step.loss, step.grad_norm)),
+        trainer.evaluate(own),
+    ]

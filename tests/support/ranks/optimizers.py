@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
 from costmodels import Layout, ModelSpec
+from costmodels.errors import InputError
 from runtime import checkpoint
 from runtime.model.transformer import Transformer
 from runtime.optimizers.adafactor import PADDED_NAMES
@@ -219,3 +221,28 @@ def _whole_weights(trainer: Trainer) -> dict[str, Tensor]:
 
 def _tied_head(spec: ModelSpec, trainer: Trainer) -> dict[str, Tensor]:
     return {"head.weight": _whole_weights(trainer)["embedding.tokens.weight"]} if spec.tied else {}
+
+
+def resumed_weights(
+    spec: ModelSpec, before: Layout, after: Layout, options: TrainingOptions, folder: str
+) -> tuple[tuple[int, int], float, float, str]:
+    """What a checkpoint without the optimizer's state gives to a run with another optimizer.
+
+    That is its iteration and updates, the loss of the next step in the first run and in that one, and how
+    the checkpoint is refused where its optimizer is asked for.
+    """
+    with torch.compiler.set_stance("force_eager"):
+        first = Trainer(spec, before, options, CPU)
+        for step in range(2):
+            first.train_step(batch_of(spec, before, step)[first.rows])
+        saver = checkpoint.Saver(folder, with_optimizer=False, report=lambda line: None)
+        saver.save(first, spec, {})
+        saver.close()
+        batch = batch_of(spec, before, 2)[first.rows]
+        with pytest.raises(InputError) as refused:
+            checkpoint.load(folder, first, spec, 2)
+        second = Trainer(spec, after, options, CPU)
+        checkpoint.load(folder, second, spec, 2, with_optimizer=False)
+        counts = (second.iteration, second.updates)
+        losses = [float(trainer.train_step(batch).loss) for trainer in (first, second)]
+    return counts, losses[0], losses[1], str(refused.value)

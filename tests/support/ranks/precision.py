@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import NamedTuple
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -12,7 +13,9 @@ from runtime import checkpoint
 from runtime.optimizers.update_rules import ElementWise
 from runtime.parallel.local_tensors import local_part
 from runtime.settings.options import TrainingOptions
+from runtime.train import stages
 from runtime.train.trainer import Trainer
+from tests.support.ranks.parity import Training, trained
 from tests.support.ranks.training import CPU, batch_of
 
 
@@ -98,3 +101,10 @@ def copies_after_loading(spec: ModelSpec, layout: Layout, folder: str) -> dict[s
     second = Trainer(spec, layout, TrainingOptions(train_iters=2, seed=2), CPU)
     checkpoint.load(folder, second, spec, 0)
     return {name: tensor for name, tensor in tensors_of(second).items() if not name.endswith("step")}
+
+
+def with_and_without_fsdp(spec: ModelSpec, layout: Layout, steps: int) -> tuple[Training, Training]:
+    """A training as it is, and one whose stages FSDP2 wraps; runs on every rank of a process group."""
+    plain = trained(spec, layout, steps)
+    with patch.object(stages, "needs_data_parallel", lambda *_: True):
+        return plain, trained(spec, layout, steps)

@@ -93,7 +93,9 @@ def bytes_that_leave(spec: ModelSpec, layout: Layout) -> list[int]:
     try:
         grid = build_grid(spec, layout, CPU)
         executor = build_executor(spec, layout, grid, seed=1)
-        executor.stages[0](torch.zeros(1, spec.seq, dtype=torch.int64))
+        tokens = torch.zeros(1, spec.seq, dtype=torch.int64)
+        executor.loss.labels_BS = tokens
+        executor.stages[0](tokens)
     finally:
         offload._Copy = plain  # type: ignore[misc]
     return left

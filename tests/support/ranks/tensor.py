@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 from costmodels import Layout, ModelSpec
 from runtime.model.transformer import Transformer
 from runtime.parallel.initialisation import initialise
-from runtime.parallel.loss import TokenLoss, cross_entropy_sum
+from runtime.parallel.loss import TokenLoss, Vocabulary, eager_scores, fusible_scores, head_loss
 from runtime.parallel.mesh import build_grid
 from runtime.train.stages import build_stage
 from tests.support.ranks.parity import losses_of
@@ -65,17 +66,17 @@ def stage_of(spec: ModelSpec, layout: Layout, compiled: bool = False) -> Transfo
 
 
 def watched_passes(spec: ModelSpec, layout: Layout) -> dict[str, Any]:
-    """Collectives of forward and of backward, widths of tensors, and the shape of local logits."""
+    """Collectives of forward, loss included, and of backward, and widths of tensors."""
     stage = stage_of(spec, layout)
     loss = TokenLoss(spec, layout, build_grid(spec, layout, CPU))
     tokens = torch.arange(2 * spec.seq).view(2, -1) % spec.vocab
+    loss.score(stage)
+    loss.labels_BS = tokens
     with Watch() as forward:
-        logits = stage(tokens)
-    total = loss(logits, tokens)
+        total = stage(tokens)
     with Watch() as backward:
         total.backward()  # type: ignore[no-untyped-call]
     return {
-        "logits": tuple(logits.shape),
         "forward": dict(forward.collectives),
         "backward": dict(backward.collectives),
         "widths": forward.widths | backward.widths,
@@ -116,12 +117,17 @@ def traced_shapes(spec: ModelSpec, layout: Layout) -> tuple[tuple[int, ...], set
     return tuple(logits.shape), gradients
 
 
-def split_loss(logits: Tensor, targets: Tensor, vocab: int) -> tuple[Tensor, Tensor]:
-    """Loss and this rank's gradient of logits that are split evenly over all ranks."""
-    width = logits.shape[-1] // dist.get_world_size()
-    start = dist.get_rank() * width
-    part = logits[..., start : start + width].clone().requires_grad_()
-    loss = cross_entropy_sum(part, targets, vocab, start, dist.group.WORLD)
-    (3 * loss).backward()
-    assert part.grad is not None
-    return loss.detach(), part.grad
+def split_loss(
+    x: Tensor, weight: Tensor, targets: Tensor, vocab: int, fusible: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Three times the loss under a matrix that is split evenly over all ranks, and this rank's gradients."""
+    rows = len(weight) // dist.get_world_size()
+    start = dist.get_rank() * rows
+    x.requires_grad_()
+    part = weight[start : start + rows].clone().requires_grad_()
+    vocabulary = Vocabulary(vocab, start, dist.group.WORLD)
+    scores = partial(fusible_scores if fusible else eager_scores, vocabulary)
+    loss = head_loss(x, part, targets, vocabulary, 3.0, scores)
+    loss.backward()  # type: ignore[no-untyped-call]
+    assert x.grad is not None and part.grad is not None
+    return loss.detach(), x.grad, part.grad

@@ -1,0 +1,94 @@
+"""What a config.json leaves out is what transformers takes for it, and models have as many parameters."""
+
+import json
+
+import pytest
+
+from benchmarks.hf_models import DEFAULTS, class_defaults, compare
+from costmodels.spec.model import ModelSpec
+from costmodels.spec.untrained import untrained_parts
+from planner import search
+from planner.inputs.huggingface.readers import DEFAULTS_OF, READERS, model_fields
+
+transformers = pytest.importorskip("transformers")
+
+LAYERS = {"nemotron_h": {}, "gpt2": {"n_layer": 3}, "deepseek_v2": {"num_hidden_layers": 4}}
+"""Fewer layers than by default, where the type has a key for them."""
+
+KNOWN = [name for name in READERS if name in transformers.CONFIG_MAPPING and name not in DEFAULTS_OF]
+
+
+@pytest.mark.skipif(
+    transformers.__version__ not in DEFAULTS.read_text()[:200],
+    reason="the recorded defaults are those of another transformers",
+)
+def test_recorded_defaults_are_those_of_transformers() -> None:
+    recorded = json.loads(DEFAULTS.read_text())["types"]
+    some = ("gpt_oss", "qwen3_moe", "deepseek_v3", "gemma3_text")
+    for name in some:
+        assert recorded[name] == json.loads(json.dumps(class_defaults(name))), name
+    assert set(KNOWN) == set(recorded)
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_default_models_have_as_many_parameters(name: str) -> None:
+    row = compare(name, **LAYERS.get(name, {"num_hidden_layers": 6}))
+    assert row.transformers is None or row.read == pytest.approx(row.transformers, rel=1e-4)
+
+
+def test_the_text_part_of_a_larger_model_is_read() -> None:
+    text = {"model_type": "gemma3_text", "hidden_size": 1152, "num_hidden_layers": 12, "vocab_size": 262144}
+    fields = model_fields({"model_type": "gemma3", "text_config": text, "vision_config": {"depth": 2}})
+    model = ModelSpec(**fields, name="gemma", seq=1024)
+    assert (model.hidden, model.layers) == (1152, 12)
+    kinds = [model.layer_kind(layer).attention for layer in range(12)]
+    assert kinds == (["window"] * 5 + ["full"]) * 2
+    fields = model_fields({"model_type": "qwen3_vl", "text_config": {"hidden_size": 2048, "head_dim": 128}})
+    assert fields["qk_norm"] and fields["hidden"] == 2048
+
+
+@pytest.mark.parametrize(
+    "name", ["qwen3_next", "gemma3_text", "nemotron_h", "llama4_text", "gpt_oss", "deepseek_v32"]
+)
+def test_models_of_several_kinds_of_layers_are_planned(name: str) -> None:
+    model = ModelSpec(**model_fields({"model_type": name}), name=name, seq=2048)
+    found = search(model, world_size=256, device="h200", max_global_batch_size=256)
+    best = found.best
+    assert best is not None and best.estimate.step_time_s > 0
+    # All of its layers at once are what its parts are, one kind after the other.
+    counted = sum(model.layer_parameters(model.layer_kind(layer)) for layer in range(model.layers))
+    ends = model.parameters - counted
+    assert (
+        ends
+        == model.embedding_parameters + model.norm_parameters + (not model.tied) * model.vocab * model.hidden
+    )
+
+
+def test_a_shorter_window_is_never_slower() -> None:
+    model = ModelSpec(**model_fields({"model_type": "gpt_oss"}), name="gpt", seq=8192)
+    times = []
+    for window in (128, 1024, 8192):
+        changed = model.model_copy(update={"window": window})
+        found = search(changed, world_size=16, device="h200", max_global_batch_size=16).best
+        times.append(found.estimate.step_time_s if found else 0.0)
+    assert times == sorted(times) and times[0] < times[2]
+
+
+@pytest.mark.parametrize(
+    ("name", "part"),
+    [
+        ("gemma2", "caps of attention's scores"),
+        ("llama4_text", "weights of the inputs of experts"),
+        ("nemotron_h", "Mamba-2"),
+        ("deepseek_v32", "sparse attention with an indexer"),
+        ("granite", "scaled logits"),
+    ],
+)
+def test_models_with_parts_of_their_own_are_planned_and_not_trained(name: str, part: str) -> None:
+    fields = model_fields({"model_type": name, "logits_scaling": 2.0})
+    assert part in untrained_parts(ModelSpec(**fields, name=name, seq=2048))
+
+
+@pytest.mark.parametrize("name", ["gpt_oss", "gemma3_text", "olmo3", "smollm3", "qwen3_next", "qwen3_5_text"])
+def test_default_models_of_trained_types_lack_nothing(name: str) -> None:
+    assert untrained_parts(ModelSpec(**model_fields({"model_type": name}), name=name, seq=2048)) == []

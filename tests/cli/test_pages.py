@@ -1,0 +1,165 @@
+"""`planner report` writes a page that needs nothing else, and `planner compare` tells two plans apart."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+import shutil
+import sys
+from contextlib import redirect_stderr, redirect_stdout
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+
+import planner
+from cli.pages import compare, report
+from planner.options.flags import run
+
+pytest.importorskip("plotly")
+
+
+def run_planner(*words: str) -> tuple[int, str, str]:
+    """Exit code, standard output and standard error of a command, in this process."""
+    app = typer.Typer()
+    app.command()(report)
+    app.command()(compare)
+    out, err = io.StringIO(), io.StringIO()
+    with redirect_stdout(out), redirect_stderr(err), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["planner", *words])
+        with pytest.raises(SystemExit) as stop:
+            run(app, "planner")
+    return int(stop.value.code or 0), out.getvalue(), err.getvalue()
+
+
+@pytest.fixture(scope="module")
+def plans(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("plans")
+    found = {}
+    for name, pins in {"first": ["pp=1"], "piped": ["pp=4", "tp=4"]}.items():
+        found[name] = folder / f"{name}.json"
+        plan = planner.suggest("llama3-70b", world_size=64, device="h100", max_global_batch_size=64, pin=pins)
+        plan.save(found[name])
+    return found
+
+
+@pytest.fixture(scope="module")
+def page(plans: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    run = tmp_path_factory.mktemp("run")
+    shutil.copy(plans["piped"], run / "plan.json")
+    measured = {"step_time_s": 9.0, "peak_memory_bytes": 6e10}
+    steps = [{"iteration": step, "loss": 11.0 / step, **measured} for step in (1, 2)]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(step) + "\n" for step in steps))
+    out = run / "report.html"
+    code, _, err = run_planner("report", str(run), "--out", str(out))
+    assert code == 0, err
+    return out
+
+
+def test_a_report_holds_all_that_it_shows(page: Path) -> None:
+    text = page.read_text()
+    own = text[: text.index("<script>")] + text[text.rindex("</style>") :]
+    assert not re.search(r"<(script|link|img)[^>]+(src|href)=.https?:", own)
+    names = re.findall(r'class="figure" id="([a-z-]+)"', text)
+    assert set(names) >= {
+        "step-time",
+        "memory",
+        "pipeline",
+        "range",
+        "front",
+        "sizes",
+        "map",
+        "loss",
+        "measured",
+    }
+    assert "The median step is " in text and "llama3-70b on 64 x h100" in text
+    # Every pass of every micro batch is named.
+    assert text.count("micro batch 0, stage 0") >= 2
+
+
+def complaints_of(tab: Any) -> list[str]:
+    """Errors of a browser's tab, which fill while it lives."""
+    found: list[str] = []
+    tab.on("console", lambda message: found.append(message.text) if message.type == "error" else None)
+    tab.on("pageerror", lambda error: found.append(str(error)))
+    return found
+
+
+@pytest.mark.slow
+def test_a_browser_draws_a_report_without_complaint(page: Path) -> None:
+    api = pytest.importorskip("playwright.sync_api")
+    browser_path = shutil.which("chromium") or shutil.which("google-chrome")
+    if browser_path is None:
+        pytest.skip("no Chrome or Chromium to draw in")
+    with api.sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=browser_path, args=["--no-sandbox"])
+        for width, scheme in ((1280, "light"), (390, "dark")):
+            context = browser.new_context(
+                viewport={"width": width, "height": 900}, color_scheme=scheme, offline=True
+            )
+            tab = context.new_page()
+            errors = complaints_of(tab)
+            tab.goto(page.as_uri())
+            tab.wait_for_function(
+                "document.documentElement.dataset.drawn >= document.querySelectorAll('.figure').length"
+            )
+            assert not errors
+            assert tab.evaluate("document.documentElement.scrollWidth") <= width
+        browser.close()
+
+
+@pytest.mark.slow
+def test_figures_are_written_as_images(plans: dict[str, Path], tmp_path: Path) -> None:
+    pytest.importorskip("kaleido")
+    if shutil.which("chromium") is None and shutil.which("google-chrome") is None:
+        pytest.skip("no Chrome or Chromium to draw in")
+    words = ("--out", str(tmp_path / "page.html"), "--figures", str(tmp_path / "figures"))
+    code, _, err = run_planner("report", str(plans["piped"]), *words)
+    assert code == 0, err
+    written = {file.name: file.read_bytes() for file in (tmp_path / "figures").iterdir()}
+    assert {"memory.svg", "memory.png", "pipeline.svg", "map.png"} <= written.keys()
+    assert f"saved {len(written)} images" in err
+    for name, data in written.items():
+        assert data.startswith(b"\x89PNG" if name.endswith("png") else b"<svg"), name
+
+
+def test_two_plans_are_told_apart(plans: dict[str, Path]) -> None:
+    one, other = str(plans["first"]), str(plans["piped"])
+    code, out, err = run_planner("compare", one, other, "--json")
+    assert code == 0, err
+    found = json.loads(out)
+    assert found["throughput_ratio"] > 0
+    assert "pipeline_parallel" in " ".join(found["differences"]) or "pp" in found["differences"]
+    first, second = planner.Plan.load(one), planner.Plan.load(other)
+    assert sum(pair[0] for pair in found["time_s"].values()) == pytest.approx(first.estimate.step_time_s)
+    scale = first.layout.global_batch_size / second.layout.global_batch_size
+    total = sum(pair[1] for pair in found["time_s"].values())
+    assert total == pytest.approx(scale * second.estimate.step_time_s)
+    assert "more tokens a second" in run_planner("compare", one, other)[1]
+
+
+def test_what_cannot_be_shown_is_one_line(plans: dict[str, Path], tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    for words, part in (
+        (("report", str(tmp_path / "empty")), "a folder without plan.json"),
+        (("report", str(tmp_path / "none.json")), "no such file"),
+        (("compare", str(plans["first"]), str(tmp_path)), "a folder without plan.json"),
+    ):
+        code, _, err = run_planner(*words)
+        assert code == 2 and part in err and err.count("\n") == 1
+
+
+def test_notebooks_show_plans_and_results(plans: dict[str, Path]) -> None:
+    plan = planner.Plan.load(plans["piped"])
+    assert plan.layout.describe() in plan._repr_html_().replace("&#x27;", "'")
+    figures = planner.plan_figures(plan)
+    assert set(figures) >= {"step-time", "memory", "pipeline", "front", "map"}
+    # Of as many devices, each is a cell.
+    assert figures["map"].data[0].z.size == 64
+    result = planner.search("gpt2-small", world_size=4, device="h100", max_global_batch_size=16)
+    assert result._repr_html_().count("<tr>") > 2
+    frame = pytest.importorskip("pandas") and result.to_pandas(5)
+    assert frame["step_time_s"].iloc[0] == result.plan(0).estimate.step_time_s
+    assert len(frame) == 5 and {"tensor_parallel", "mfu", "compute_s"} <= set(frame.columns)

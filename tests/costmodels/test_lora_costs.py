@@ -1,0 +1,85 @@
+"""What adapters cost: bytes and seconds follow from what is frozen and what trains."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+import planner
+from costmodels import Layout, Lora, ModelSpec
+from costmodels.catalogue import load_model
+from costmodels.layers.adapters import adapter_parameters
+from costmodels.spec.estimate import Estimate
+from costmodels.spec.layout import even_split
+from planner.inputs.model import with_lora
+
+MODEL = load_model("llama3-8b")
+TUNED = with_lora(MODEL, Lora(rank=16, alpha=32.0))
+
+
+def estimate(model: ModelSpec, **fields: Any) -> Estimate:
+    layout = {"layers_per_stage": even_split(model.layers, 1), "global_batch_size": 8, **fields}
+    return planner.evaluate(Layout.model_validate(layout), model=model, device="h100")
+
+
+def test_adapters_of_all_linear_layers_have_as_many_parameters_as_is_published() -> None:
+    # 16 (h + o) for q, k, v, o, up, gate and down of 32 layers; peft prints 41,943,040 for this model.
+    assert adapter_parameters(TUNED) == 41_943_040
+    attention = with_lora(MODEL, Lora(rank=8, alpha=16.0, targets=("query", "value")))
+    assert adapter_parameters(attention) == 3_407_872
+
+
+def test_frozen_weights_take_two_bytes_each_and_adapters_those_of_training() -> None:
+    memory = estimate(TUNED).memory[0]
+    trains = adapter_parameters(TUNED)
+    assert memory.parameters == pytest.approx(2 * (MODEL.parameters + trains), rel=0.01)
+    assert memory.gradients + memory.optimizer == pytest.approx(16 * trains, rel=0.1)
+    sharded = estimate(TUNED, data_parallel=8, zero_stage=3).memory[0]
+    # A shard, and embedding, head and two layers as a whole.
+    ends, layers = 2 * MODEL.vocab * MODEL.hidden, 2 * MODEL.dense_layer_parameters
+    whole = MODEL.parameters / 8 + ends + layers
+    assert sharded.parameters == pytest.approx(2 * whole, rel=0.02)
+
+
+def test_inputs_of_matrices_without_adapters_are_not_kept() -> None:
+    few = with_lora(MODEL, Lora(rank=16, alpha=32.0, targets=("query", "value")))
+    kept, all_kept = (estimate(model).memory[0].activations for model in (few, TUNED))
+    # The input of up and gate, and that of down, in 16 bits, of every layer.
+    dropped = 2 * MODEL.seq * (MODEL.hidden + MODEL.ffn) * MODEL.layers
+    assert all_kept - kept == pytest.approx(dropped, rel=0.05)
+
+
+def test_backward_computes_no_gradients_of_frozen_weights() -> None:
+    whole, tuned = estimate(MODEL), estimate(TUNED)
+    # Two of three products, and the small ones of adapters.
+    assert 2 / 3 < tuned.time.compute / whole.time.compute < 0.8
+    assert tuned.time.optimizer < 0.02 * whole.time.optimizer
+    reduced, full = (estimate(model, data_parallel=8, global_batch_size=8).time for model in (TUNED, MODEL))
+    assert reduced.data_parallel < 0.1 * full.data_parallel
+
+
+def test_what_one_gpu_was_measured_to_do_is_in_the_range() -> None:
+    # NVIDIA NeMo Automodel, docs/performance-summary: 12,473 tokens/s of LoRA on one H100, sequences of 4096.
+    plan = planner.suggest(
+        MODEL.model_copy(update={"seq": 4096}),
+        world_size=1,
+        device="h100",
+        global_batch_size=32,
+        lora=Lora(rank=8, alpha=32.0),
+    )
+    tokens, found = 32 * 4096, plan.estimate
+    low, high = tokens / found.step_time_high_s, tokens / found.step_time_low_s
+    assert low < 12_473 < high
+    assert not plan.estimate.exact
+    assert any(text.startswith("lora=8: ") for text in planner.export(plan, to="megatron").inexpressible)
+
+
+def test_adapters_beside_weights_in_8_bits_are_refused() -> None:
+    with pytest.raises(planner.InputError, match="precision fp8: adapters train beside weights in 16 bits"):
+        planner.suggest(TUNED, world_size=1, device="h100", global_batch_size=8, precision="fp8")
+
+
+def test_a_mixture_of_experts_needs_adapters_in_its_attention() -> None:
+    with pytest.raises(planner.InputError, match="routed experts have no adapters"):
+        with_lora(load_model("mixtral-8x7b"), Lora(rank=4, alpha=4.0, targets=("up", "down")))

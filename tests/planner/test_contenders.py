@@ -1,0 +1,60 @@
+"""Layouts that are priced first: the ranking is the one that pricing all of them gives."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from costmodels import ModelSpec, price
+from costmodels.spec.table import ARRAY_FIELDS
+from planner import search
+from planner.objective import slowness
+from planner.problem import resolve_problem
+from planner.ranking import contenders
+from planner.solve.bounds import floor_of
+
+TINY = ModelSpec(name="tiny", layers=8, hidden=256, heads=8, vocab=1000, seq=128)
+MIXTURE = ModelSpec(
+    name="mixture", layers=8, hidden=256, heads=8, vocab=1000, seq=128, experts=8, top_k=2, expert_ffn=512
+)
+
+PROBLEMS: list[tuple[ModelSpec, dict[str, Any]]] = [
+    (TINY, {"global_batch_size": 24}),
+    (TINY, {"max_global_batch_size": 30, "objective": "step-time"}),
+    (TINY, {"global_batch_size": 16, "pin": ["offload_activations=true", "recompute=none,full"]}),
+    (MIXTURE, {"max_global_batch_size": 16, "device_memory_gib": 11.2}),
+]
+
+
+@pytest.mark.parametrize(("model", "job"), PROBLEMS)
+def test_no_layout_beats_the_floor_of_its_space(model, job):
+    problem = resolve_problem(model, 16, **job)
+    where, space = (problem.model, problem.cluster, problem.engine), problem.space()
+    prices = price(*where, space.table)
+    least = floor_of(*where, space, problem.objective).of(np.arange(len(prices)))
+    # Copies of what ZeRO splits may spare the exchange.
+    seconds = prices.step_time_s - prices.time["data_parallel"]
+    paces = slowness(problem.objective, space.table.global_batch_size, seconds)
+    assert (least <= paces).all()
+    assert np.median(least / paces) > 0.4
+
+
+@pytest.mark.parametrize(("model", "job"), PROBLEMS)
+def test_the_ranking_is_the_same_however_many_are_priced(model, job, monkeypatch):
+    monkeypatch.setattr(contenders, "FEW", 10**6)
+    every = search(model, world_size=16, **job)
+    assert every.ranking.tail is None
+    for name, number in {"FEW": 100, "SAMPLE": 50, "PLACES": 40}.items():
+        monkeypatch.setattr(contenders, name, number)
+    some = search(model, world_size=16, **job)
+    assert some.ranking.tail is not None and 40 <= len(some.ranking.places) < some.feasible / 4
+    assert (some.feasible, some.rejected, some.solutions) == (every.feasible, every.rejected, every.solutions)
+    for rank in (0, 45, every.feasible - 1):
+        one, other = some.plan(rank), every.plan(rank)
+        assert (one.layout, one.estimate, one.reason) == (other.layout, other.estimate, other.reason)
+    tables = [each.table.take(each.fitting) for each in (some, every)]
+    assert tables[0].splits == tables[1].splits
+    for name in ARRAY_FIELDS:
+        assert (getattr(tables[0], name) == getattr(tables[1], name)).all()

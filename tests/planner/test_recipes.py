@@ -1,0 +1,120 @@
+"""Recipes of Megatron-Bridge and NeMo, and NeMo's YAML, are read as the flags that they stand for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from costmodels.errors import InputError
+from planner import check
+from planner.formats.files import read_files
+from planner.formats.reading import Reading
+
+BRIDGE = """
+SEQUENCE = 4 * 1024
+
+def small_config():
+    cfg = _pretrain_common()
+    cfg.model = AutoBridge.from_hf_pretrained("meta-llama/Meta-Llama-3-8B").get_model_config()
+    cfg.model.tensor_model_parallel_size = 1
+    cfg.train.micro_batch_size = 1
+    cfg.train.global_batch_size = 128
+    return cfg
+
+def llama3_70b_pretrain_64gpu_h100_bf16_config():
+    cfg = small_config()
+    cfg.model = AutoBridge.from_hf_pretrained("meta-llama/Meta-Llama-3-70B").get_model_config()
+    cfg.model.tensor_model_parallel_size = 4
+    cfg.model.pipeline_model_parallel_size = 4
+    cfg.model.virtual_pipeline_model_parallel_size = 5
+    cfg.model.context_parallel_size = 1
+    cfg.model.sequence_parallel = True
+    cfg.model.seq_length = SEQUENCE
+    cfg.model.recompute_granularity = None
+    os.remove("everything")
+    return cfg
+"""
+
+NEMO2 = """
+def trainer(tensor_parallelism: int = 4, pipeline_parallelism: int = 2, num_nodes: int = 4):
+    strategy = run.Config(
+        nl.MegatronStrategy,
+        tensor_model_parallel_size=tensor_parallelism,
+        pipeline_model_parallel_size=pipeline_parallelism,
+        sequence_parallel=True,
+    )
+    return run.Config(nl.Trainer, devices=8, num_nodes=num_nodes, strategy=strategy)
+
+def pretrain_recipe(num_nodes: int = 8):
+    data = run.Config(MockDataModule, seq_length=8192, global_batch_size=128, micro_batch_size=1)
+    model = run.Config(LlamaModel, config=run.Config(Llama3Config70B))
+    return run.Partial(pretrain, model=model, trainer=trainer(num_nodes=num_nodes), data=data)
+"""
+
+NEMO = """
+trainer: {num_nodes: 4, devices: 8, precision: bf16}
+model:
+  micro_batch_size: 2
+  global_batch_size: 256
+  tensor_model_parallel_size: 4
+  pipeline_model_parallel_size: 2
+  virtual_pipeline_model_parallel_size: 4
+  encoder_seq_length: 2048
+  max_position_embeddings: ${.encoder_seq_length}
+  num_layers: 48
+  hidden_size: 6144
+  ffn_hidden_size: ${multiply:4, ${.hidden_size}}
+  num_attention_heads: 64
+  activations_checkpoint_granularity: selective
+  sequence_parallel: True
+  optim: {name: distributed_fused_adam, lr: 1e-4}
+"""
+
+
+def read(tmp_path: Path, name: str, text: str, define: dict[str, str] | None = None) -> Reading:
+    """What a file with this text says."""
+    file = tmp_path / name
+    file.write_text(text)
+    return read_files([file], define=define)
+
+
+def test_a_recipe_of_megatron_bridge(tmp_path: Path) -> None:
+    reading = read(tmp_path, "recipe.py", BRIDGE)
+    assert (reading.framework, reading.world_size, reading.device) == ("megatron-bridge", 64, "h100")
+    assert reading.model is not None and (reading.model.name, reading.model.seq) == ("llama3-70b", 4096)
+    assert reading.layout is not None
+    assert reading.layout.describe() == "tp=4+sp pp=4 vpp=5 dp=4 zero=1 mbs=1 x 32 recompute=none"
+    answer = check(tmp_path / "recipe.py")
+    sections = {change.flag.partition(".")[0] for change in answer.changes}
+    assert answer.legal and sections <= {"model", "train", "ddp", "optimizer"}
+
+
+def test_another_recipe_by_its_name(tmp_path: Path) -> None:
+    reading = read(tmp_path, "recipe.py", BRIDGE, {"recipe": "small_config"})
+    assert reading.model is not None and reading.model.name == "llama3-8b"
+    with pytest.raises(InputError, match="no recipe 'smal_config'; did you mean"):
+        read(tmp_path, "recipe.py", BRIDGE, {"recipe": "smal_config"})
+
+
+def test_functions_that_call_each_other_pass_their_values_on(tmp_path: Path) -> None:
+    reading = read(tmp_path, "recipe.py", NEMO2)
+    assert (reading.framework, reading.world_size, reading.local_world_size) == ("nemo", 64, 8)
+    assert reading.layout is not None
+    assert reading.layout.describe() == "tp=4+sp pp=2 dp=8 zero=1 mbs=1 x 16 recompute=none"
+
+
+def test_yaml_of_nemo(tmp_path: Path) -> None:
+    reading = read(tmp_path, "conf.yaml", NEMO)
+    assert reading.model is not None and reading.model.ffn == 24576 and reading.layout is not None
+    assert reading.layout.describe() == "tp=4+sp pp=2 vpp=4 dp=4 zero=1 mbs=2 x 32 recompute=selective"
+    wrong = read(tmp_path, "conf.yaml", NEMO.replace("global_batch_size: 256", "global_batch_size: 100"))
+    found = [(one.flag, one.line) for one in wrong.problems if one.severity == "illegal"]
+    assert found == [("model.global_batch_size", 5)]
+
+
+def test_python_without_a_recipe(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="no function in it sets degrees of parallelism"):
+        read(tmp_path, "other.py", "print('hello')\n")
+    with pytest.raises(InputError, match="not valid Python"):
+        read(tmp_path, "other.py", "def f(:\n")

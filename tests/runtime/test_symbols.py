@@ -1,0 +1,39 @@
+"""Sizes in symbols: products and sums of dimensions, read off numbers."""
+
+from __future__ import annotations
+
+import pytest
+
+from costmodels.tapes.text import size_text
+from runtime.dryrun.symbols import UnknownSizeError, symbolic
+
+DIMENSIONS = [
+    {"arrived": 28480, "seq": 62656, "hidden": 134704, "rank": 3632, "rope": 104},
+    {"arrived": 31040, "seq": 80704, "hidden": 136016, "rank": 5008, "rope": 88},
+    {"arrived": 32320, "seq": 148672, "hidden": 138352, "rank": 7408, "rope": 56},
+    {"arrived": 32960, "seq": 191168, "hidden": 142288, "rank": 11504, "rope": 56},
+]
+
+PRIMES = [
+    {"arrived": 28480, "seq": 89, "hidden": 8419, "rank": 227, "rope": 13},
+    {"arrived": 31040, "seq": 97, "hidden": 8501, "rank": 313, "rope": 11},
+    {"arrived": 32320, "seq": 101, "hidden": 8647, "rank": 463, "rope": 7},
+    {"arrived": 32960, "seq": 103, "hidden": 8893, "rank": 719, "rope": 7},
+]
+
+
+def test_a_product_is_read_off_its_primes() -> None:
+    sizes = [2 * one["seq"] * one["hidden"] for one in DIMENSIONS]
+    assert size_text(symbolic(sizes, DIMENSIONS, PRIMES)) == "2 hidden seq"
+
+
+def test_a_sum_may_have_the_primes_of_a_dimension_by_chance() -> None:
+    sizes = [4 * one["seq"] * (one["hidden"] + one["rank"] + one["rope"]) for one in DIMENSIONS]
+    # Only in the first recording.
+    assert [size % one["arrived"] == 0 for size, one in zip(sizes, DIMENSIONS, strict=True)].count(True) == 1
+    assert size_text(symbolic(sizes, DIMENSIONS, PRIMES)) == "4 hidden seq + 4 rank seq + 4 rope seq"
+
+
+def test_what_is_no_sum_of_dimensions_is_refused() -> None:
+    with pytest.raises(UnknownSizeError, match="no sum of 3 products"):
+        symbolic([one["seq"] ** 3 + 1 for one in DIMENSIONS], DIMENSIONS, PRIMES)
