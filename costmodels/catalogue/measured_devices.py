@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import json
 import os
+import platform
 import re
-import socket
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -42,7 +42,7 @@ class Machine(Record):
     @classmethod
     def here(cls) -> Machine:
         """The machine that asks."""
-        return cls(host=socket.gethostname(), processor=processor_name(), cores=available_cores())
+        return cls(host=platform.node(), processor=processor_name(), cores=available_cores())
 
 
 class MeasuredDevices(Record):
@@ -119,7 +119,7 @@ def folder() -> Path:
 
 def own_file(device: str) -> Path:
     """The file of this machine's device of a catalogue name, whether or not it is there."""
-    name = re.sub(r"[^\w.-]", "_", f"{socket.gethostname()}-{device}")
+    name = re.sub(r"[^\w.-]", "_", f"{platform.node()}-{device}")
     return folder() / f"{name}.json"
 
 

@@ -46,8 +46,8 @@ def measure_machine(
     """
     started = time.perf_counter()
     ranks = Ranks(0, 0, count, count)
-    backend = "gloo" if plain.kind == "cpu" else "nccl"
-    pool, threads = RankPool(count, backend), int(os.environ.get("OMP_NUM_THREADS") or threads_of(count))
+    pool = RankPool(count, accelerated=plain.kind != "cpu")
+    threads = int(os.environ.get("OMP_NUM_THREADS") or threads_of(count))
     progress(0.0, "kernels and collectives")
     models = [(spec, small_problem(spec, plain, ranks).table) for spec in cut(specs, plain, ranks)]
     kernels: Measurements = pool.run(

@@ -41,11 +41,11 @@ def forkserver() -> ForkServerContext:
 
 
 class RankPool:
-    """Up to `size` ranks at a time, that talk by `backend`."""
+    """Up to `size` ranks at a time, on cores or on this machine's accelerators."""
 
-    def __init__(self, size: int, backend: str = "gloo") -> None:
+    def __init__(self, size: int, accelerated: bool = False) -> None:
         self.size = size
-        self.backend = backend
+        self.accelerated = accelerated
         self.context = forkserver()
 
     def run(self, function: Callable[..., Any], world_size: int, *arguments: Any) -> list[Any]:
@@ -60,7 +60,7 @@ class RankPool:
             ranks = []
             for rank in range(world_size):
                 ours, theirs = self.context.Pipe()
-                job = (theirs, function, rank, world_size, store, self.backend, arguments)
+                job = (theirs, function, rank, world_size, store, self.accelerated, arguments)
                 process = self.context.Process(target=_work, args=job, daemon=True)
                 process.start()
                 theirs.close()
@@ -99,11 +99,13 @@ def _work(
     rank: int,
     world_size: int,
     store: str,
-    backend: str,
+    accelerated: bool,
     arguments: tuple[Any, ...],
 ) -> None:
     import torch
     import torch.distributed as dist
+
+    from runtime.parallel.accelerator import accelerator_type, collective_backend
 
     # A collector that looks at what was imported copies its memory for this rank: half of a short test.
     gc.freeze()
@@ -112,7 +114,7 @@ def _work(
     os.environ |= {**place, "LOCAL_WORLD_SIZE": str(world_size)}
     try:
         dist.init_process_group(
-            backend,
+            collective_backend(torch.device(accelerated and accelerator_type() or "cpu")),
             init_method=f"file://{store}",
             rank=rank,
             world_size=world_size,
