@@ -114,7 +114,7 @@ def _work(
     os.environ |= {**place, "LOCAL_WORLD_SIZE": str(world_size)}
     try:
         dist.init_process_group(
-            collective_backend(torch.device(accelerated and accelerator_type() or "cpu")),
+            collective_backend(torch.device((accelerated and accelerator_type()) or "cpu")),
             init_method=f"file://{store}",
             rank=rank,
             world_size=world_size,
