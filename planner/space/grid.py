@@ -158,7 +158,7 @@ def build(
     remaining = considered = math.prod(degrees.shape)
     for rule in _rules(pins, further):
         broken = rule.broken(model, degrees)
-        if legal.shape[1] > 1 and max(broken.shape[2:]) > 1:
+        if legal.shape[1] > 1 and max(broken.shape[2:], default=1) > 1:
             # The first rule that looks past mesh and chunks is asked about those that are left.
             degrees, legal = _flattened(degrees, legal)
             broken = rule.broken(model, degrees)

@@ -20,6 +20,9 @@ from runtime.model.number_formats import DTYPES
 from runtime.model.transformer import Transformer
 from runtime.parallel.local_tensors import local_part
 
+KEEPS_WIDE = torch.__version__ >= "2.15"
+"""FSDP2 adds up what autograd gives in more than 16 bits, as it does for norms, without rounding it."""
+
 
 class GradientSums:
     """Gradients of one layer's parameters, added up over micro batches in the format of the reduction."""
@@ -35,6 +38,8 @@ class GradientSums:
         self.hooks: dict[Tensor, Any] = {}
         if self.converts:
             for copy in copies:
+                if KEEPS_WIDE:
+                    copy.grad_dtype = None
                 self.hooks[copy] = copy.register_post_accumulate_grad_hook(self.come)  # type: ignore[no-untyped-call]
 
     def come(self, copy: Tensor) -> None:

@@ -28,7 +28,8 @@ def test_the_margin_reaches_the_plan_and_its_file(planner_command: Command, tmp_
 
 def test_the_report_says_what_memory_is_made_of(planner_command: Command) -> None:
     usual, told = (
-        " ".join(planner_command(*JOB, *flags)[1].split()) for flags in ((), ("--memory-margin-gib", "2"))
+        " ".join(planner_command(*JOB, "--verbose", *flags)[1].split())
+        for flags in ((), ("--memory-margin-gib", "2"))
     )
     assert "tensors at the peak, the allocator's reserve, driver context and communicators" in usual
     assert "margin" not in usual

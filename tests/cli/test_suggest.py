@@ -82,7 +82,8 @@ def test_a_plan_of_other_software_is_exported_and_one_that_is_saved_is_named(
 ) -> None:
     path = str(tmp_path / "my.json")
     _, out, _ = planner(*SMALL, "--global-batch-size", "64", "--engine", "megatron", "--save", path)
-    assert f"run: planner export {path} --to megatron" in " ".join(out.split())
+    # The path is wrapped where it does not fit.
+    assert f"run:plannerexport{path}--tomegatron" in "".join(out.split())
     assert "after --save" not in out
 
 

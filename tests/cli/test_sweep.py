@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -91,7 +92,7 @@ def test_runs_that_fail_are_named_and_tried_again(
     tries(fails=0)
     code, out, _ = planner_command(*words, "--layout", "dp=2", "--layout", "tp=3", "--layout", "tp=2")
     assert code == 0 and "as tp=3: tensor_parallel 3 does not divide" in out
-    assert "zero=1 mbs=2 x 1 recompute=none: rank 1 was killed by SIGKILL" in out
+    assert re.search(r" dp=2 .* recompute=none: rank 1 was killed by SIGKILL", out)
     seen = tries()
     assert planner_command(*words, "--layout", "dp=2", "--layout", "tp=2")[0] == 0 and len(seen) == 1
     code, _, err = planner_command(*words, "--layout", "tp=3")

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from itertools import groupby
 from typing import Literal, NamedTuple
 
-from costmodels.tapes.tape import Allocation, Event, Gradient, Release, Tape
+from costmodels.tapes.tape import OUTPUT_GRADIENT, Allocation, Event, Gradient, Release, Tape
 
 Manner = Literal["makes", "casts", "adds"]
 """How autograd gives gradients: as it makes them, in the number format in which they are reduced, or by
@@ -50,9 +50,9 @@ def cast_backward(tape: Tape, casts: Casts) -> Steps:
         if are_gradients:
             made = {one.storage: one.parameter for one in events if isinstance(one, Gradient)}
             place = len(found)
-            # The embedding's operation itself makes the gradient, and lets go of nothing before it is over;
+            # The embedding's operation itself makes the gradient, and keeps what it is given until it is over;
             # what others make, an operation without memory of its own hands on.
-            while tape.input_gradient is None and place and isinstance(found[place - 1], Release):
+            if tape.input_gradient is None and place and found[place - 1] == Release(OUTPUT_GRADIENT):
                 place -= 1
             found[place:place] = _castings(made, casts)
         found += events
@@ -66,9 +66,14 @@ def cast_weights(events: tuple[Event, ...], first: tuple[Event, ...], casts: Cas
         first: the same where there are no gradients yet, which tells what is a gradient.
     """
     gradients = {one.storage: one.parameter for one in first if isinstance(one, Gradient)}
+    own = {event.storage for event in events if isinstance(event, Allocation)}
+    # Of a head, forward has made the gradient of its matrix.
+    early = {storage: number for storage, number in gradients.items() if storage not in own}
     found: list[Event | Casting] = []
     made: dict[int, int] = {}
     for event in events:
+        if isinstance(event, Release | Gradient) and event.storage in early:
+            made[event.storage] = early.pop(event.storage)
         ends = isinstance(event, Release) and event.storage in made
         if made and (ends or isinstance(event, Allocation | Gradient)):
             found += _castings(made, casts)
