@@ -50,7 +50,7 @@ def cast_backward(tape: Tape, casts: Casts) -> Steps:
         if are_gradients:
             made = {one.storage: one.parameter for one in events if isinstance(one, Gradient)}
             place = len(found)
-            # The embedding's operation itself makes the gradient, and keeps what it is given until it is over;
+            # The embedding's operation itself makes the gradient, and keeps what it was given until it ends;
             # what others make, an operation without memory of its own hands on.
             if tape.input_gradient is None and place and found[place - 1] == Release(OUTPUT_GRADIENT):
                 place -= 1
