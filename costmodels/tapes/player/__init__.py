@@ -13,7 +13,6 @@ from costmodels.spec.layout import SPLIT_BACKWARD, Layout
 from costmodels.spec.model import ModelSpec
 from costmodels.spec.table import Floats, LayoutTable
 from costmodels.spec.untrained import untrained_parts
-from costmodels.tapes.player.bundle import wraps_parameters
 from costmodels.tapes.player.heap import CATEGORIES, Moment
 from costmodels.tapes.player.stage import Setting
 from costmodels.tapes.player.stage_units import (
@@ -82,12 +81,7 @@ def is_playable(model: ModelSpec, layout: Layout, compiled: bool, version: str |
     if layout.precision == "fp8" and layout.offload_activations and layout.context_parallel > 1:
         # Products in 8 bits keep what the host has too, where keys are gathered: more than is played.
         return False
-    if layout.schedule not in SPLIT_BACKWARD:
-        return True
-    if layout.recompute == "full" and ways_of(version or default_version()).casts_gradients:
-        # What is computed again for gradients of weights meets casts that are not played.
-        return not wraps_parameters(layout, model.experts > 0)
-    return not computes_layers_together(layout)
+    return layout.schedule not in SPLIT_BACKWARD or not computes_layers_together(layout)
 
 
 def rank_moments(

@@ -59,29 +59,41 @@ def cast_backward(tape: Tape, casts: Casts) -> Steps:
     return tuple(found)
 
 
-def cast_weights(events: tuple[Event, ...], first: tuple[Event, ...], casts: Casts) -> Steps:
+def cast_weights(
+    events: tuple[Event, ...], first: tuple[Event, ...], inputs: tuple[Event, ...], casts: Casts
+) -> Steps:
     """Gradients of weights apart, with their casts.
 
     Args:
         first: the same where there are no gradients yet, which tells what is a gradient.
+        inputs: backward for gradients of inputs, which makes what those of weights are made from.
     """
     gradients = {one.storage: one.parameter for one in first if isinstance(one, Gradient)}
-    own = {event.storage for event in events if isinstance(event, Allocation)}
+    own, given = (_allocated(each) for each in (events, inputs))
+    # What an operation has saved ends before it is over; these the stage holds.
+    held = given | gradients.keys() | {OUTPUT_GRADIENT}
     # Of a head, forward has made the gradient of its matrix.
     early = {storage: number for storage, number in gradients.items() if storage not in own}
     found: list[Event | Casting] = []
     made: dict[int, int] = {}
+    later: list[Event] = []
     for event in events:
         if isinstance(event, Release | Gradient) and event.storage in early:
             made[event.storage] = early.pop(event.storage)
-        ends = isinstance(event, Release) and event.storage in made
-        if made and (ends or isinstance(event, Allocation | Gradient)):
-            found += _castings(made, casts)
-            made = {}
+        if made and isinstance(event, Release):
+            (later if event.storage in held else found).append(event)
+            continue
+        if made:
+            found += [*_castings(made, casts), *later]
+            made, later = {}, []
         if isinstance(event, Allocation) and event.storage in gradients:
             made[event.storage] = gradients[event.storage]
         found.append(event)
-    return (*found, *_castings(made, casts))
+    return (*found, *_castings(made, casts), *later)
+
+
+def _allocated(events: tuple[Event, ...]) -> set[int]:
+    return {one.storage for one in events if isinstance(one, Allocation)}
 
 
 def _castings(gradients: Mapping[int, int], casts: Casts) -> list[Casting]:

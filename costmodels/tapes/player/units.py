@@ -202,13 +202,14 @@ def _played(tape: Tape, sizes: Sizes, border: Border, splits: bool) -> Played:
     split = None
     if splits and tape.split is not None:
         own = tape.split
-        backward = (*own.inputs, *own.first_weights, *own.weights)
+        first, inputs = own.first_weights, own.inputs
+        backward = (*inputs, *first, *own.weights)
         storages = _Storages(tape.forward, backward, own.input_gradient, sizes, border)
         split = PlayedSplit(
-            inputs=storages.steps(own.inputs),
-            first_weights=storages.steps(cast_weights(own.first_weights, own.first_weights, casts)),
-            weights=storages.steps(cast_weights(own.weights, own.first_weights, always)),
-            cast_weights=storages.steps(cast_weights(own.weights, own.first_weights, casts)),
+            inputs=storages.steps(inputs),
+            first_weights=storages.steps(cast_weights(first, first, inputs, casts)),
+            weights=storages.steps(cast_weights(own.weights, first, inputs, always)),
+            cast_weights=storages.steps(cast_weights(own.weights, first, inputs, casts)),
             forgotten=storages.steps(own.forgotten),
             rest=storages.steps(own.rest),
         )
