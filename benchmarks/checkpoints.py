@@ -247,7 +247,7 @@ def checkpoints(
     if repetitions:
         with tempfile.TemporaryDirectory() as folder:
             gpus = local_device_count() >= wide.world_size
-            workers = WorkerPool(wide.world_size, "nccl") if gpus else pool
+            workers = WorkerPool(wide.world_size, accelerated=True) if gpus else pool
             seconds = workers.run(timing, wide.world_size, larger, wide, folder, repetitions, gpus)[0]
         result["timing"] = seconds._asdict()
         if not as_json:

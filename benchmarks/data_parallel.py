@@ -215,7 +215,7 @@ def data_parallel(
     spec = MODELS[model_size]
     load = os.getloadavg()[0]
     batches = batches_of(spec, batch_size, WARM_UP + steps, text)
-    pool = WorkerPool(workers, backend="cpu:gloo,cuda:nccl") if gpus else WorkerPool(workers)
+    pool = WorkerPool(workers, accelerated=gpus > 0)
     precisions: tuple[Precision, ...] = ("fp32", mixed)
     jobs = [Job(spec, workers, batch_size, precision, on_cpu=not gpus) for precision in precisions]
     rows = rows_of(measure(pool, jobs, batches, rounds))

@@ -185,6 +185,8 @@ def test_a_closed_terminal_saves_and_leaves_no_process(tmp_path: Path, data: str
     launcher, terminal = pty.fork()
     if launcher == 0:
         os.chdir(ROOT)
+        # The tests may be run by nohup.
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
         os.execv(sys.executable, [sys.executable, "-m", "planner", "launch", *words])
     reader = threading.Thread(target=drain, args=(terminal,), daemon=True)
     reader.start()
