@@ -91,8 +91,3 @@ def adapter_parameters(model: ModelSpec) -> int:
         if layers:
             total += layers * float(model.mean(block_parameters, leading))
     return round(total)
-
-
-def trained_parameters(model: ModelSpec) -> int:
-    """Parameters that training changes: all of them, or those of adapters."""
-    return model.parameters if model.lora is None else adapter_parameters(model)

@@ -112,9 +112,9 @@ def _work(
     torch.set_num_threads(1)
     place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size)}
     os.environ |= {**place, "LOCAL_WORLD_SIZE": str(world_size)}
-    kind = accelerator_type() if accelerated else None
-    backend = "gloo" if kind is None else f"cpu:gloo,{kind}:{collective_backend(torch.device(kind))}"
     try:
+        kind = accelerator_type() if accelerated else None
+        backend = "gloo" if kind is None else f"cpu:gloo,{kind}:{collective_backend(torch.device(kind))}"
         dist.init_process_group(
             backend,
             init_method=f"file://{store}",
