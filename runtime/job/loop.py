@@ -264,11 +264,12 @@ class Loop:
         else:
             metrics[PROFILED] = True
         self.results, self.profiled_s, self.logged_samples = [], [], self.consumed_samples
-        self._tell_step(metrics, sequences)
         if self.recorder is not None:
+            # Before the lines, which a launcher shows in the form of their record.
             self.recorder.step(metrics, self.consumed_samples, self.batch)
-            if straggler:
-                say(straggler)
+        self._tell_step(metrics, sequences)
+        if self.recorder is not None and straggler:
+            say(straggler)
 
     def _tell_step(self, metrics: dict[str, Any], sequences: float) -> None:
         """Say how the run is: the first rank to all, the others in their own files."""

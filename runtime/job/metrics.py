@@ -137,8 +137,8 @@ class Recorder:
 
     def step(self, metrics: Mapping[str, Any], consumed_samples: int, global_batch_size: int) -> None:
         """Record one logged training step."""
-        self.trackers.log(metrics, metrics["iteration"])
         self._write({name: value for name, value in metrics.items() if name not in LOG_LINE_ONLY})
+        self.trackers.log(metrics, metrics["iteration"])
         tags = {
             "lm loss": metrics["loss"],
             "learning-rate": metrics["learning_rate"],
