@@ -120,8 +120,9 @@ def tie_line(result: SearchResult, rows: Sequence[DistinctPlan]) -> str | None:
     last = max((row.place + len(row.twins) for row in rows), default=0)
     places = tuple(place for place in indistinguishable(result) if place in shown or place > last)
     words = ties_text(places)
-    if words is None or result.problem.engine.name != DEFAULT_ENGINE:
-        return words
+    problem = result.problem
+    if words is None or problem.engine.name != DEFAULT_ENGINE or problem.cluster.nodes > 1:
+        return words  # Nothing here measures plans of another engine, or of several nodes.
     # Plans are tried in the order of the ranking, those between two that are alike too.
     number = 3 if len(shown) > 2 and list(places[:3]) == shown[:3] else bisect(shown, places[1])
     return f"{words}; planner launch --try {number} measures {number}"

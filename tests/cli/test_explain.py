@@ -142,6 +142,12 @@ def test_trials_are_said_to_measure_the_first_plans_whichever_are_alike(
     assert [line.partition("; ")[2] for line in lines.values()] == [
         f"planner launch --try {number} measures {number}" for number in (2, 3, 6, 2)
     ]
+    # On several nodes it measures none.
+    result = search("llama2-7b", world_size=16, global_batch_size=16)
+    rows = [DistinctPlan(place, result.plan(place - 1)) for place in range(1, 3)]
+    monkeypatch.setattr(summary, "indistinguishable", lambda _: (1, 2))
+    line = summary.tie_line(result, rows)
+    assert line is not None and "cannot be told apart" in line and "--try" not in line
 
 
 @pytest.mark.parametrize(
