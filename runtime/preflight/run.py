@@ -94,7 +94,11 @@ def _publish(
         name, devices, nodes, rate, _ = row.split(",")
         say(f"preflight: {name} of {devices} ranks on {nodes} nodes: {rate} GB/s of the bus")
     names = [each.name for each in reports]
-    for line in (*speed.slow_devices(rates, names, device.type), *speed.slow_links(links, hosts)):
+    for line in (
+        *speed.slow_devices(rates, names, device.type),
+        *speed.slow_nodes([each for _, each, _ in found], local_ranks, hosts),
+        *speed.slow_links(links, hosts),
+    ):
         say(f"preflight: {line}")
     folder = Path(tempfile.mkdtemp(prefix="planner-preflight-") if log_dir is None else log_dir)
     try:

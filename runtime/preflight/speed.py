@@ -95,9 +95,10 @@ def link_rates(rank: int, local_ranks: int, world_size: int, device: torch.devic
     found: list[LinkRate] = []
     if nodes < 2:
         return found
-    # Neighbours in two turns, so that no node has two partners at a time; then the last to the first.
+    # Neighbours in two turns, so that no node has two partners at a time; then the last to the first, which
+    # of two nodes is the other direction of the same link.
     turns = [[(at, at + 1) for at in range(first, nodes - 1, 2)] for first in (0, 1)]
-    turns.append([(nodes - 1, 0)] if nodes > 2 else [])
+    turns.append([(nodes - 1, 0)])
     for turn in turns:
         for sender, receiver in turn:
             if place == 0 and node in (sender, receiver):
@@ -198,6 +199,28 @@ def slow_devices(rates: Sequence[float], names: Sequence[str], kind: str) -> Ite
     for rate, name in zip(rates, names, strict=True):
         if rate < SLOW_DEVICE[kind] * usual:
             yield f"slow device: {name} multiplies at {rate / 1e12:.3g} TFLOP/s, {usual / 1e12:.3g} usually"
+
+
+def slow_nodes(rates: Sequence[Sequence[GroupRate]], local_ranks: int, hosts: Sequence[str]) -> Iterator[str]:
+    """Lines that name the nodes whose ranks exchange more slowly with each other than those of most nodes.
+
+    Args:
+        rates: what each rank has measured, in their order.
+        hosts: of each node.
+    """
+    by_call: dict[Collective, list[float]] = {}
+    for first in range(0, len(rates), local_ranks):
+        for rate in rates[first]:
+            if rate.nodes == 1:
+                by_call.setdefault(rate.collective, []).append(rate.bytes_per_s)
+    for name, of_nodes in by_call.items():
+        usual = statistics.median(of_nodes)
+        for host, bytes_per_s in zip(hosts, of_nodes, strict=True):
+            if bytes_per_s < SLOW_LINK * usual:
+                yield (
+                    f"slow node: {name} among the ranks on {host} runs at {bytes_per_s / 1e9:.3g} GB/s, "
+                    f"{usual / 1e9:.3g} usually"
+                )
 
 
 def slow_links(links: Sequence[LinkRate], hosts: Sequence[str]) -> Iterator[str]:

@@ -12,7 +12,7 @@ from costmodels.errors import InputError
 from costmodels.network.network_table import read_network_table
 from runtime.preflight.options import PreflightOptions
 from runtime.preflight.report import RankReport, clock_note, mismatches, report_table
-from runtime.preflight.speed import GroupRate, LinkRate, slow_devices, slow_links, table_rows
+from runtime.preflight.speed import GroupRate, LinkRate, slow_devices, slow_links, slow_nodes, table_rows
 from tests.support.ranks import preflight as work
 from tests.support.worker_pool import WorkerPool
 
@@ -80,6 +80,16 @@ def test_the_slow_one_is_named() -> None:
     ]
     links = [LinkRate(0, 1, 1e9), LinkRate(1, 2, 1e8), LinkRate(2, 0, 1e9)]
     assert list(slow_links(links, ["a", "b", "c"])) == ["slow link: b to c carries 0.1 GB/s, 1 usually"]
+    # Of two nodes there are two directions.
+    both = [LinkRate(0, 1, 1e8), LinkRate(1, 0, 1e9)]
+    assert list(slow_links(both, ["a", "b"])) == ["slow link: a to b carries 0.1 GB/s, 0.55 usually"]
+    whole = GroupRate("all_reduce", 6, 3, 1e6, 1 << 20)  # Of all nodes, so it names none.
+    rates = [[GroupRate("all_reduce", 2, 1, rate, 1 << 20), whole] for rate in (9e9, 9e9, 2e9)]
+    ranks = [each for each in rates for _ in range(2)]
+    assert list(slow_nodes(ranks, 2, ["a", "b", "c"])) == [
+        "slow node: all_reduce among the ranks on c runs at 2 GB/s, 9 usually"
+    ]
+    assert list(slow_nodes([[whole]], 1, ["a"])) == []
 
 
 def test_what_is_measured_can_be_planned_with(tmp_path: Path) -> None:
