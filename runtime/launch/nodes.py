@@ -88,8 +88,8 @@ def _of_task(task: Task, environment: Mapping[str, str]) -> Nodes:
 def _of_flags(
     options: LaunchOptions, nnodes: str, environment: Mapping[str, str], task: Task | None
 ) -> Nodes | None:
-    least, most = _range(nnodes)
     source = f"--nnodes {nnodes}" if options.nnodes is not None else f"PET_NNODES={nnodes}"
+    least, most = _range(nnodes, source)
     if task is not None and not least <= task.nodes <= most:
         raise InputError(
             f"{source}, but {task.source}: the scheduler has started {task.nodes} nodes; leave the flag out"
@@ -116,6 +116,7 @@ def _endpoint(
     options: LaunchOptions, environment: Mapping[str, str], task: Task | None, source: str
 ) -> tuple[str, int]:
     text = options.rdzv_endpoint or environment.get("PET_RDZV_ENDPOINT")
+    said = "--rdzv-endpoint " if options.rdzv_endpoint else "PET_RDZV_ENDPOINT="
     if text is None:
         if task is not None:
             return task.endpoint()
@@ -128,15 +129,15 @@ def _endpoint(
     host, _, port = text.rpartition(":") if re.search(r":\d+$", text) else (text, "", str(DEFAULT_PORT))
     host = host.strip("[]")
     if not host or not 0 < int(port) < 1 << 16:
-        raise InputError(f"--rdzv-endpoint {text}: expected HOST:PORT, such as 10.0.0.1:{DEFAULT_PORT}")
+        raise InputError(f"{said}{text}: expected HOST:PORT, such as 10.0.0.1:{DEFAULT_PORT}")
     return host, int(port)
 
 
-def _range(text: str) -> tuple[int, int]:
+def _range(text: str, source: str) -> tuple[int, int]:
     match = re.fullmatch(r"(\d{1,6})(?::(\d{1,6}))?", text.strip())
     least, most = (0, 0) if match is None else (int(match[1]), int(match[2] or match[1]))
     if not 1 <= least <= most:
-        raise InputError(f"--nnodes {text}: expected a number of nodes such as 2, or a range such as 1:4")
+        raise InputError(f"{source}: expected a number of nodes such as 2, or a range such as 1:4")
     return least, most
 
 
