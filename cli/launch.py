@@ -30,7 +30,8 @@ from planner.options.parallel import ParallelOptions
 from planner.plan import Plan
 from runtime.dryrun.missing_tapes import BackgroundRecording
 from runtime.faults.options import FaultOptions
-from runtime.job.continuation import PreviousRun, previous_run
+from runtime.job.continuation import PreviousRun, is_restarted, previous_run
+from runtime.job.going_on import from_saved, has_saved
 from runtime.job.job import Job
 from runtime.job.plan_check import check_plan_of_job
 from runtime.launch.local_plans import forks_ranks, local_configuration, local_plans
@@ -88,6 +89,8 @@ def launch(options: LaunchOptions, trial: TrialOptions, **groups: Any) -> None:
     with WarmRanks() as warm, Status() as status:
         if not options.dry_run:
             status.tell("planning")
+        if is_restarted() and has_saved(job):
+            job = from_saved(job)  # A scheduler has started it again, after it had saved.
         previous = previous_run(job.output)
         ready = None if options.dry_run else warm
         if options.config:

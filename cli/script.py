@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from costmodels.errors import InputError
@@ -15,6 +15,16 @@ from planner.scripts.kubernetes import KINDS
 from planner.scripts.targets import SCHEDULERS, check_scheduler
 from runtime.faults.options import FaultOptions
 from runtime.settings.options import DataOptions, OutputOptions, TrainingOptions
+
+USERS = {
+    "kind": ("kubernetes",),
+    "time_limit": ("slurm",),
+    "partition": ("slurm",),
+    "account": ("slurm",),
+    "image": ("kubernetes", "dlc"),
+    "volume_claim": ("kubernetes",),
+}
+"""Options that some files alone have a place for, and which."""
 
 
 @dataclass(frozen=True)
@@ -57,8 +67,16 @@ def script(options: ScriptOptions, **groups: Any) -> None:
     if not options.to:
         raise InputError(f"--to is missing: name one of {', '.join(SCHEDULERS)}")
     check_scheduler(options.to)
-    if options.kind is not None and options.to != "kubernetes":
-        raise InputError(f"--kind {options.kind} is for --to kubernetes; leave it out")
+    for name, users in USERS.items():
+        if getattr(options, name) is not None and options.to not in users:
+            raise InputError(
+                f"--{name.replace('_', '-')} {getattr(options, name)} is for --to {' and '.join(users)}; "
+                "leave it out"
+            )
+    output = groups["output"]
+    if options.program is None and output.load is None:
+        # Schedulers start jobs again, which are to go on then; the first time there is nothing there.
+        groups["output"] = replace(output, load=output.save)
     job = JobScript(
         plan=Plan.load(options.plan),
         plan_file=options.plan,

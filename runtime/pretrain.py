@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import dataclasses
 import gc
 import os
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -181,7 +181,7 @@ def _run(job: Job, ranks: Ranks, device: torch.device) -> int:
         return _train(job, plan, ranks, device)
 
 
-@contextmanager
+@contextlib.contextmanager
 def _saving_alone(folder: str | None) -> Iterator[None]:
     """Keep other jobs from writing into the folder of --save; the first rank does it for all."""
     if folder is None:
@@ -312,6 +312,19 @@ def _announce(plan: Plan, iteration: int, job: Job) -> None:
         loaded = iteration_to_load(folder, job.output.ckpt_step)
         what = f"no checkpoint in {folder}" if loaded is None else f"loaded the weights of {folder}"
         say(f"{what}: starting at iteration 0")
+    if not iteration and job.output.save not in (None, folder):
+        with contextlib.suppress(InputError):  # Of a folder that holds anything else.
+            _note_earlier_run(job)
+
+
+def _note_earlier_run(job: Job) -> None:
+    """Say whose checkpoints this run is going to write over."""
+    if has_saved(job):
+        folder = job.output.save
+        say(
+            f"note: --save {folder} holds checkpoints of an earlier run, and this one begins anew and writes "
+            f"over them; --load {folder} goes on"
+        )
 
 
 def is_question(job: Job) -> bool:

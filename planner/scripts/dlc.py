@@ -29,8 +29,8 @@ def dlc_script(job: JobScript) -> str:
         "command": command,
     }
     intro = [
-        "# dlc submit pytorchjob --workspace_id=<workspace> --resource_id=<quota> --job_file=<this file, "
-        "without comments>",
+        "# grep -v '^#' <this file> > job.params",
+        "# dlc submit pytorchjob --workspace_id=<workspace> --resource_id=<quota> --job_file=job.params",
         "# In the console: the command is that of the last line, for every node.",
     ]
     lines = [f"{name}={value}" for name, value in values.items() if value is not None]

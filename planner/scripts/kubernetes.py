@@ -7,6 +7,7 @@ Job with completionMode Indexed, whose pods have the host names NAME-INDEX.
 from __future__ import annotations
 
 import json
+import textwrap
 from typing import Any
 
 import yaml
@@ -26,6 +27,18 @@ MOST_MAP_BYTES = 1 << 20
 
 Manifest = dict[str, Any]
 
+COMMENTS = {
+    "ConfigMap": "The plan, which every pod reads.",
+    "Service": "Gives pods the names by which they find the first one.",
+    "Job": "A pod for each node. Kubernetes numbers them (JOB_COMPLETION_INDEX); the file says how many "
+    "they are (NNODES) and where they meet. A pod that fails ends the job.",
+    "JobSet": "A pod for each node. Kubernetes numbers them (JOB_COMPLETION_INDEX); the file says how many "
+    "they are (NNODES) and where they meet. After a failure all pods start again, at most three times.",
+    "PyTorchJob": "A pod for each node, the first of which is the master. The operator tells each which one "
+    "it is. After a failure they start again.",
+}
+"""What each document is for."""
+
 
 def kubernetes_script(job: JobScript) -> str:
     """The manifests of a job, with its plan in a ConfigMap; each node is a pod."""
@@ -33,10 +46,11 @@ def kubernetes_script(job: JobScript) -> str:
     if kind not in KINDS:
         raise InputError(f"--kind {kind}: {nearest(kind, KINDS) or 'expected ' + ', '.join(KINDS)}")
     documents = {"jobset": _jobset, "pytorchjob": _pytorchjob, "job": _job}[kind](job)
-    parts = [
-        yaml.safe_dump(document, sort_keys=False, width=100) for document in [_plan_map(job), *documents]
+    parts = [_text(document) for document in [_plan_map(job), *documents]]
+    notes = [
+        "# kubectl apply -f <this file>",
+        "# SIGTERM, as of a pod that is evicted, saves after the running step; pods have 300 s for it.",
     ]
-    notes = ["# kubectl apply -f <this file>"]
     if job.image is None:
         notes.append("# Replace the image by one that has the planner (--image).")
     if job.volume_claim is None:
@@ -60,8 +74,9 @@ _Dumper.add_representer(
 
 
 def _text(document: Manifest) -> str:
+    comment = textwrap.fill(COMMENTS[document["kind"]], 98, initial_indent="# ", subsequent_indent="# ")
     # As wide as its longest line: what is folded is hard to read, and to change.
-    return yaml.dump(document, Dumper=_Dumper, sort_keys=False, width=1 << 30)
+    return f"{comment}\n" + yaml.dump(document, Dumper=_Dumper, sort_keys=False, width=1 << 30)
 
 
 def _plan_map(job: JobScript) -> Manifest:
@@ -142,7 +157,13 @@ def _indexed(job: JobScript, pod: Manifest) -> Manifest:
 
 def _jobset(job: JobScript) -> list[Manifest]:
     name = job.job_name
-    pod = _pod(job, _nodes_environment(job, f"{name}-node-0-0.{name}"), "Never")
+    attempt = {"fieldPath": "metadata.annotations['jobset.sigs.k8s.io/restart-attempt']"}
+    environment = [
+        *_nodes_environment(job, f"{name}-node-0-0.{name}"),
+        # By which a start after a failure goes on from what was saved, though it began from something else.
+        {"name": "JOBSET_RESTART_ATTEMPT", "valueFrom": {"fieldRef": attempt}},
+    ]
+    pod = _pod(job, environment, "Never")
     jobs = [{"name": "node", "replicas": 1, "template": {"spec": _indexed(job, pod)}}]
     return [
         {

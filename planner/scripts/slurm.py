@@ -25,7 +25,7 @@ def slurm_script(job: JobScript) -> str:
     lines += [
         f"# {GRACE_S} seconds before the time limit: the job saves after the running step and ends with 0.",
         f"#SBATCH --signal=TERM@{GRACE_S}",
-        "# A node that fails ends the job; what it has saved is gone on from when it starts again.",
+        "# A node that fails ends the job, which Slurm starts again: from what it has saved, with --save.",
         "#SBATCH --requeue",
         f"#SBATCH --output={job.job_name}-%j.out",
         "",

@@ -24,8 +24,11 @@ from runtime.settings.options import OutputOptions, TrainingOptions
 if TYPE_CHECKING:
     from runtime.train.trainer import Trainer
 
-RESTARTS_VARIABLES = ("TORCHELASTIC_RESTART_COUNT", RESTARTS_VARIABLE)
-"""How often torchrun, or `planner launch`, has started this job again."""
+RESTARTS_VARIABLES = (
+    *("TORCHELASTIC_RESTART_COUNT", RESTARTS_VARIABLE),
+    *("SLURM_RESTART_COUNT", "JOBSET_RESTART_ATTEMPT"),
+)
+"""How often torchrun, `planner launch`, Slurm (`--requeue`) or a JobSet has started this job again."""
 
 
 class PreviousRun(BaseModel):

@@ -6,7 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.runtime.test_world import DLC, INDEXED, MPI, NODE, PYTORCHJOB, STEP
+from costmodels.catalogue import load_model
+from runtime import checkpoint
+from tests.runtime.test_world import DLC, HYDRA, INDEXED, MPI, NODE, PYTORCHJOB, STEP
 from tests.support.commands import Command
 from tests.support.jobs import LAYOUT, TINY
 
@@ -73,7 +75,16 @@ def test_every_node_is_started_as_a_part_of_one_job(
         (DLC, ("--nnodes", "4"), "--nnodes 4, but WORLD_SIZE=2"),
         (PYTORCHJOB | {"WORLD_SIZE": "12"}, (), "WORLD_SIZE=12 beside PET_NNODES=2 of 8 devices"),
         ({"JOB_COMPLETION_INDEX": "0"}, (), "nothing says of how many, so each would train alone"),
+        (INDEXED | {"NODE_RANK": "0"}, (), "NODE_RANK=0, JOB_COMPLETION_INDEX=1"),
+        (HYDRA | {"PMI_RANK": "2"}, (), "task number 2 of 2"),
         ({"PET_NNODES": "1:4"}, (), "PET_NNODES=1:4 needs --rdzv-endpoint HOST:PORT"),
+        ({"PET_NNODES": "1:4", "PET_RDZV_ENDPOINT": ":1"}, (), "PET_RDZV_ENDPOINT=:1: expected HOST:PORT"),
+        ({"PET_NNODES": "4:1", "PET_RDZV_ENDPOINT": "a"}, (), "PET_NNODES=4:1: expected a number of nodes"),
+        (
+            {},
+            ("--nnodes", "2", "--node-rank", "2", "--rdzv-endpoint", "a"),
+            "--node-rank 2: nodes are numbered from 0 to 1 with --nnodes 2",
+        ),
         ({}, ("--nnodes", "2"), "--nnodes 2 needs --rdzv-endpoint HOST:PORT"),
         ({}, ("--nnodes", "2", "--rdzv-endpoint", "a", "--world-size", "5"), "world size 5: 2 nodes of 2"),
         (
@@ -102,3 +113,26 @@ def test_what_contradicts_itself_is_refused_before_anything_is_written(
     code, out, err = planner_command("launch", *JOB, *words)
     assert (code, out) == (2, "") and err.count("\n") == 1 and named in err
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_job_that_slurm_starts_again_goes_on(
+    planner_command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = ("launch", "--model", "gpt2-nano", *LAYOUT, "--world-size", "2", "--save", "saved", "--dry-run")
+    alone = STEP | {"SLURM_STEP_NUM_TASKS": "1", "SLURM_STEP_TASKS_PER_NODE": "1", "SLURM_PROCID": "0"}
+    for name, value in alone.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    code, out, _ = planner_command(*words)
+    assert code == 0 and "--load" not in out  # It was ended before it had saved.
+    checkpoint.partial_folder(Path("saved"), 5).mkdir(parents=True)
+    checkpoint.publish(
+        "saved", 5, {"iteration": 5, "model": load_model("gpt2-nano").model_dump(mode="json")}, {}
+    )
+    for load in ((), ("--load", "base", "--finetune")):
+        code, out, err = planner_command(*words, *load)
+        assert code == 0, err
+        assert "--load saved" in out and "--finetune" not in out
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "0")
+    assert "--load" not in planner_command(*words)[1]

@@ -16,6 +16,7 @@ from planner.options.flags import arguments
 from planner.plan import Plan
 from planner.scripts.job import JobScript
 from planner.scripts.targets import SCHEDULERS
+from runtime.job.continuation import RESTARTS_VARIABLES
 from runtime.launch.nodes import nodes_of_job
 from runtime.launch.options import LaunchOptions
 from runtime.settings.options import OutputOptions, TrainingOptions
@@ -144,6 +145,9 @@ def test_kubernetes_files_are_as_published_and_start_one_job(
     text = script_of(plan, "kubernetes", kind=kind, volume_claim="shared", image="registry/planner:1")
     documents = {document["kind"]: document for document in yaml.safe_load_all(text)}
     manifest = documents[{"jobset": "JobSet", "job": "Job", "pytorchjob": "PyTorchJob"}[kind]]
+    # Each document says what it is for, and what a pod runs can be read.
+    assert all(part.lstrip().startswith("# ") for part in text.split("---\n"))
+    assert "exec planner launch \\\n" in text
     assert list(faults(manifest, schema(kind))) == []
     manifest["spec"]["surprise"] = True
     assert list(faults(manifest, schema(kind))) == [".spec: unknown field surprise"]
@@ -162,10 +166,12 @@ def test_kubernetes_files_are_as_published_and_start_one_job(
     [call] = called(tmp_path, container["command"][2])
     assert call == ["planner", "launch", "--plan", "/etc/planner/plan.json", *FLAGS]
     # What the pod knows makes the launcher see one job of two nodes.
-    told = {item["name"]: item["value"] for item in container.get("env", [])}
+    told = {item["name"]: item["value"] for item in container.get("env", []) if "value" in item}
     nodes = nodes_of_job(LaunchOptions(), variables | told)
     assert nodes is not None and (nodes.most, nodes.node) == (2, 1)
     assert nodes.host.startswith("llama2-7b-")
+    attempts = [item["valueFrom"] for item in container.get("env", []) if item["name"] in RESTARTS_VARIABLES]
+    assert len(attempts) == (kind == "jobset")
 
 
 def test_the_command_writes_a_file(planner_command: Command, plan: Plan, tmp_path: Path) -> None:
@@ -173,10 +179,18 @@ def test_the_command_writes_a_file(planner_command: Command, plan: Plan, tmp_pat
     plan.save(file)
     code, shown, err = planner_command("script", file, "--to", "slurm", "--out", out, "--lr", "1e-3")
     assert (code, shown, err) == (0, "", f"planner: saved {out}\n") and "--lr 0.001" in out.read_text()
+    assert "--load" not in out.read_text()
+    # What a scheduler starts again goes on, unless it is told to begin from something else.
+    _, shown, _ = planner_command("script", file, "--to", "slurm", "--save", "kept")
+    assert "--save kept" in shown and "--load kept" in shown
+    _, shown, _ = planner_command("script", file, "--to", "slurm", "--save", "kept", "--load", "base")
+    assert "--load base" in shown and "--load kept" not in shown
     for words, named in (
         (("--to", "slum"), "--to slum: did you mean slurm?"),
         ((), "--to is missing"),
         (("--to", "slurm", "--kind", "job"), "--kind job is for --to kubernetes"),
+        (("--to", "mpi", "--time-limit", "1:00"), "--time-limit 1:00 is for --to slurm; leave it out"),
+        (("--to", "shell", "--image", "a"), "--image a is for --to kubernetes and dlc; leave it out"),
         (("--to", "kubernetes", "--kind", "pod"), "--kind pod: "),
         (("--to", "msrun"), "--to msrun starts a program of MindSpore"),
     ):

@@ -94,10 +94,11 @@ def test_a_run_without_a_checkpoint_begins_anew(tmp_path: Path, monkeypatch: pyt
     assert previous_run(OutputOptions()) is None
     assert previous_run(OutputOptions(load=str(tmp_path), save=str(tmp_path))) is None
     assert previous_run(OutputOptions(load=str(tmp_path / "none"), load_or_start=True)) is None
-    monkeypatch.delenv("TORCHELASTIC_RESTART_COUNT", raising=False)
-    monkeypatch.delenv(RESTARTS_VARIABLE, raising=False)
+    names = ("TORCHELASTIC_RESTART_COUNT", RESTARTS_VARIABLE, "SLURM_RESTART_COUNT", "JOBSET_RESTART_ATTEMPT")
+    for name in names:
+        monkeypatch.delenv(name, raising=False)
     assert not is_restarted()
-    for name in ("TORCHELASTIC_RESTART_COUNT", RESTARTS_VARIABLE):
+    for name in names:
         monkeypatch.setenv(name, "1")
         assert is_restarted()
         monkeypatch.delenv(name)
