@@ -2,52 +2,30 @@
 
 from __future__ import annotations
 
-import os
 import time
 
 import torch
 import torch.distributed as dist
-import typer
 
-import planner.options.flags
 from costmodels.calibration.machine_measurements import StepTime
 from costmodels.catalogue import load_engine
-from costmodels.errors import InputError
 from planner.inputs.engine import DEFAULT_ENGINE
-from planner.options.flags import flag_groups
 from runtime.calibrate.choice import in_turns, small_problem
 from runtime.calibrate.local import KERNELS_SHARE, cut
 from runtime.calibrate.measure import measure_kernels
 from runtime.calibrate.options import CalibrateOptions
 from runtime.calibrate.result import finish, plain_device
 from runtime.calibrate.steps import measure_steps
-from runtime.faults.error_file import report
 from runtime.job.devices import local_device_count, torch_device
+from runtime.launch.rank_command import run_rank_command
 from runtime.logs.console import say
-from runtime.parallel.ranks import Ranks, end_with_agent, leave_process_group, start_process_group
-
-IS_FIRST = os.environ.get("RANK", "0") == "0"
+from runtime.parallel.ranks import Ranks, leave_process_group, start_process_group
 
 TIMEOUT_MINUTES = 10.0
 
-app = typer.Typer(add_completion=False)
-
-
-@app.command()
-@flag_groups(options=CalibrateOptions)
-def calibrate(options: CalibrateOptions) -> None:
-    """Measure the devices of these ranks, and write what was measured."""
-    end_with_agent()
-    try:
-        run_rank(options)
-    except InputError as error:
-        if IS_FIRST:
-            report(planner.options.flags.one_line(error), error.exit_code)
-        raise
-
 
 def run_rank(options: CalibrateOptions) -> None:
-    """Measure with the other ranks; the first one fits, writes and says what changed."""
+    """Measure the devices of these ranks; the first one fits, writes and says what changed."""
     ranks = Ranks.from_environment()
     device = torch_device(options.cpu or not local_device_count(), ranks)
     plain = plain_device(options.cpu or not local_device_count(), ranks.local_world_size)
@@ -74,4 +52,4 @@ def run_rank(options: CalibrateOptions) -> None:
 
 
 if __name__ == "__main__":
-    planner.options.flags.run(app, "runtime.calibrate", quiet=not IS_FIRST)
+    run_rank_command("runtime.calibrate", CalibrateOptions, run_rank)

@@ -81,7 +81,7 @@ def run(options: GenerateOptions, waiting: StatusDisplay) -> None:
 
 
 def run_rank(options: GenerateOptions) -> None:
-    """The same on a rank that torchrun started."""
+    """Continue prompts on the ranks that torchrun started."""
     options.check()
     prompts = options.prompts()
     ranks = Ranks.from_environment()

@@ -6,17 +6,22 @@ Each is skipped, and says why, where the system has not what it takes.
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
+import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
 import planner
 from benchmarks import slurm_job, two_hosts
 from planner.scripts.job import JobScript
+from planner.scripts.kubernetes import kubernetes_script
 from planner.scripts.mpi import mpi_script
+from runtime.entry import command
 from runtime.processes.children import children
 from tests.support import ROOT
 from tests.support.jobs import losses
@@ -93,3 +98,41 @@ def test_mpirun_starts_the_ranks_of_one_job(tmp_path: Path) -> None:
     assert list(losses(tmp_path)) == [1, 2, 3, 4]
     assert {path.name for path in tmp_path.glob("rank_*")} == {f"rank_{rank}" for rank in range(4)}
     assert shared_memory() <= before
+
+
+def test_pods_of_a_generated_file_train_one_job(tmp_path: Path) -> None:
+    plan = planner.suggest(
+        "gpt2-nano", world_size=2, local_world_size=1, device="cpu", global_batch_size=4, precision="fp32"
+    )
+    flags = ["--train-iters", "2", "--eval-iters", "0", "--log-interval", "1", "--save", "saved"]
+    job = JobScript(plan=plan, plan_file="plan.json", arguments=flags, kind="pytorchjob", mount=str(tmp_path))
+    documents = {document["kind"]: document for document in yaml.safe_load_all(kubernetes_script(job))}
+    plan_file = tmp_path / "plan.json"
+    plan_file.write_text(documents["ConfigMap"]["data"]["plan.json"])
+    (tmp_path / "planner").write_text(f'#!/bin/sh\nexec {shlex.join(command("planner"))} "$@"\n')
+    (tmp_path / "planner").chmod(0o755)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    pods = []
+    roles = documents["PyTorchJob"]["spec"]["pytorchReplicaSpecs"]
+    for node, name in enumerate(("Master", "Worker")):
+        # What the operator sets, but for the name of the first pod, which nobody here knows.
+        told = {"WORLD_SIZE": "2", "RANK": str(node), "PET_NNODES": "2", "PET_NODE_RANK": str(node)}
+        told |= {"PET_NPROC_PER_NODE": "1", "PET_MASTER_ADDR": "127.0.0.1", "PET_MASTER_PORT": port}
+        [container] = roles[name]["template"]["spec"]["containers"]
+        words = container["command"]
+        pods.append(
+            subprocess.Popen(
+                [*words[:-1], words[-1].replace("/etc/planner/plan.json", str(plan_file))],
+                cwd=tmp_path,
+                env=os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"} | told,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+        )
+    told_by = [pod.communicate()[0] for pod in pods]
+    assert [pod.returncode for pod in pods] == [0, 0], told_by
+    assert "".join(told_by).count("training gpt2-nano") == 1 and " on 2 x cpu " in "".join(told_by)
+    assert [path.name for path in (tmp_path / "saved").glob("iter_*")] == ["iter_0000002"]
