@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import ClassVar
 
 from cli.from_history import calibrate_from_history
 from cli.status import Status
 from costmodels.catalogue.local_machine import available_cores
 from costmodels.catalogue.measured_devices import folder, own_file
+from costmodels.dataclass import dataclass
 from costmodels.errors import InputError
 from planner.options.flags import flag, flag_groups
 from runtime.calibrate.options import CalibrateOptions

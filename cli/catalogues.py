@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
 from typing import Any
 
 from cli.tables import console, parameter_count, table
@@ -16,6 +15,7 @@ from costmodels.catalogue import (
     load_model,
     model_names,
 )
+from costmodels.dataclass import dataclass
 from costmodels.errors import InputError
 from costmodels.spec.hardware import Device
 from costmodels.spec.record import GIB

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any, ClassVar, cast
 
 from cli.tables import console
 from cli.waiting import waiting
 from costmodels.catalogue import model_names
+from costmodels.dataclass import dataclass
 from costmodels.spec.record import GIB, in_seconds
 from planner.formats.check import Check, CheckKeywords, FlagChange, as_json
 from planner.formats.check import check as checked

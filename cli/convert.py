@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
 
 from cli.waiting import waiting
+from costmodels.dataclass import dataclass
 from costmodels.errors import InputError
 from planner.options.flags import flag, flag_groups
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
 from typing import Any, ClassVar, cast
 
+from costmodels.dataclass import dataclass
 from costmodels.errors import InputError
 from costmodels.files import write_whole
 from planner.formats.check import CheckKeywords

@@ -7,11 +7,12 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from costmodels.dataclass import dataclass
 from costmodels.errors import InputError
 from planner.options.command import HELP, Command
 from planner.options.flags import flag, flag_groups

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import json
 import sys
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -14,6 +13,7 @@ from cli.status import Status
 from cli.tables import console, table
 from cli.training_flags import training_flags
 from costmodels.catalogue.local_machine import available_cores
+from costmodels.dataclass import dataclass
 from costmodels.spec.record import GIB
 from planner import advice
 from planner.api import search
@@ -50,7 +50,7 @@ SHORT_HEADINGS = {
 """Heads of columns."""
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class DryRunOptions:
     """What is traced and how it is shown."""
 

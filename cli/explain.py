@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from cli.flag_notes import planning_flag_notes
 from cli.tables import console, table
 from cli.training_flags import training_flags
 from cli.waiting import waiting
+from costmodels.dataclass import dataclass
 from costmodels.errors import NoLayoutFits
 from planner.explanation.comparison import Comparison
 from planner.explanation.explanation import Explanation, explain_plan

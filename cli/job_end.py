@@ -5,11 +5,12 @@ from __future__ import annotations
 import shlex
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 
 from cli.tables import fitted
+from costmodels.dataclass import dataclass
 from costmodels.errors import InputError
 from costmodels.spec.record import GIB, in_seconds
 from planner.plan import Plan

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from cli.interrupts import exit_on_ctrl_c
 from cli.status import Status
 from cli.tables import console, table
+from costmodels.dataclass import dataclass
 from costmodels.errors import InputError
 from costmodels.spec.record import in_seconds
 from planner.history.step_parts import TERMS

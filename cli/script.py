@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, ClassVar
 
+from costmodels.dataclass import dataclass
 from costmodels.errors import InputError
 from costmodels.files import write_whole
 from planner.options.flags import argument, arguments, flag, flag_groups

@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from cli.flag_notes import planning_flag_notes
 from cli.training_flags import training_flags
 from cli.waiting import waiting
+from costmodels.dataclass import dataclass
 from costmodels.errors import InputError
 from costmodels.network.topology import describe
 from planner import advice

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import typer
 
 from cli.tables import table, table_text
+from costmodels.dataclass import dataclass
 from costmodels.errors import InputError
 from costmodels.spec.record import GIB
 from planner.options.batch import BatchOptions

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Literal
 from cli.interrupts import exit_on_ctrl_c
 from cli.status import Status
 from costmodels.catalogue import load_model, model_names
+from costmodels.dataclass import dataclass
 from costmodels.errors import InputError
 from costmodels.spec.hardware import Precision
 from costmodels.tapes import store
@@ -26,7 +26,7 @@ AT_ONCE = 20
 LAYERS = {"compiled": (True,), "eager": (False,), "both": (True, False)}
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class TapesOptions:
     """Whose units are recorded, and where tapes are kept."""
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
-
+from costmodels.dataclass import dataclass
 from planner.options.flags import flag, hidden_flags
 from runtime.settings.preflight import RESTARTS, TIMEOUT
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class JobFlags:
     """What only a job that runs needs."""
 

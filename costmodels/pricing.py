@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property, partial, reduce
 
 import numpy as np
 
+from costmodels.dataclass import dataclass
 from costmodels.layers.operators import padded_vocabulary
 from costmodels.pipeline_times import bubble_and_send_seconds
 from costmodels.rank_costs import RankCosts

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, TypedDict, cast
 
+from costmodels.dataclass import dataclass
 from costmodels.errors import InputError
 from costmodels.spec.engine import Engine
 from costmodels.spec.hardware import Cluster, Device, Precision

@@ -5,10 +5,11 @@ from __future__ import annotations
 import reprlib
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, SupportsIndex
 
+from costmodels.dataclass import dataclass
 from costmodels.errors import InputError, NoLayoutFits
 from costmodels.spec.hardware import Device
 from costmodels.spec.model import ModelSpec

@@ -22,6 +22,7 @@ ORDER = {
     "costmodels": (
         *(
             "errors",
+            "dataclass",
             "exports",
             "files",
             "spelling",

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -13,6 +12,7 @@ from costmodels.calibration.measurements import Measurement
 from costmodels.calibration.memory_peaks import MEMORY_KINDS, published_peak
 from costmodels.calibration.predictions import Predictions
 from costmodels.calibration.rank_correlation import rank_sweeps
+from costmodels.dataclass import dataclass
 from costmodels.spec.table import Bools, Floats
 
 FITTED_SOURCES = (

@@ -12,7 +12,7 @@ import io
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,6 +24,7 @@ from costmodels.calibration.published_models import published_model
 from costmodels.calibration.published_networks import cluster_state
 from costmodels.catalogue import engine_names, load_engine
 from costmodels.catalogue.yaml_files import catalogue_file, is_file_name
+from costmodels.dataclass import dataclass
 from costmodels.errors import InputError
 from costmodels.files import read_text
 from costmodels.spec.engine import Engine

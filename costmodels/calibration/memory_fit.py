@@ -8,7 +8,6 @@ the device's memory (logistic loss).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -17,6 +16,7 @@ from costmodels.calibration.measurements import Measurement, table_groups
 from costmodels.calibration.memory_peaks import predicted_peaks, published_peak, ranks_of_table
 from costmodels.calibration.priors import Prior, Priors, round_constants, scipy_optimize
 from costmodels.catalogue.yaml_files import catalogue_file
+from costmodels.dataclass import dataclass
 from costmodels.ranks.rank_layers import Ranks
 from costmodels.spec.engine import Engine
 from costmodels.spec.record import Positive, Record

@@ -11,12 +11,13 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 
 import numpy as np
 
 from costmodels.calibration.measurements import Measurement
 from costmodels.calibration.memory_peaks import MEMORY_KINDS, predicted_peaks, published_peak, ranks_of_table
+from costmodels.dataclass import dataclass
 from costmodels.errors import InputError
 from costmodels.pricing import Prices, peak_memory, price
 from costmodels.spec.engine import Engine

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
+from costmodels.dataclass import dataclass
 from costmodels.errors import InputError
 from costmodels.spec.record import Positive, Record
 from costmodels.spec.table import Floats

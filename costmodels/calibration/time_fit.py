@@ -9,7 +9,7 @@ count less and less.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -18,6 +18,7 @@ from pydantic import Field
 from costmodels.calibration.measurements import Measurement, table_groups
 from costmodels.calibration.priors import Prior, Priors, round_constants, scipy_optimize
 from costmodels.catalogue.yaml_files import catalogue_file
+from costmodels.dataclass import dataclass
 from costmodels.rank_costs import RankCosts
 from costmodels.spec.engine import Engine, MeasuredLayer
 from costmodels.spec.hardware import Cluster

@@ -9,7 +9,6 @@ starts of fits.yaml, which stand on kernels and on other engines, or at what one
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -20,6 +19,7 @@ from costmodels.calibration.measurements import EngineLoader, Measurement
 from costmodels.calibration.predictions import Predictions, predict
 from costmodels.calibration.time_fit import TimeFitPlan, fit_times, is_row_of
 from costmodels.catalogue import Fits, calibrated_fits, load_engine
+from costmodels.dataclass import dataclass
 from costmodels.spec.engine import Engine
 from costmodels.spec.table import Floats
 

@@ -10,10 +10,10 @@ import os
 import platform
 import re
 import sys
-from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
+from costmodels.dataclass import dataclass
 from costmodels.spec.hardware import Device, Link, Precision
 
 CPUINFO = Path("/proc/cpuinfo")

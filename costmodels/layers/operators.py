@@ -6,11 +6,11 @@ arXiv:2205.05198, section 4). All functions take a `LayoutTable` of n rows; size
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 
+from costmodels.dataclass import dataclass
 from costmodels.layers.adapters import adapted_layers
 from costmodels.layers.shapes import (
     attention_widths,

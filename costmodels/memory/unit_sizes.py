@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 
 import numpy as np
 
+from costmodels.dataclass import dataclass
 from costmodels.layers.adapters import block_parameters
 from costmodels.layers.operators import padded_vocabulary
 from costmodels.layers.shapes import attention_widths, element_bytes, loss_chunks, tokens

@@ -7,13 +7,14 @@ apart. Costs are alpha-beta (Thakur, Rabenseifner, Gropp, IJHPCA 19(1), 2005): e
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import field
 from functools import cached_property
 from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
 
+from costmodels.dataclass import dataclass
 from costmodels.network.network_table import Rates, table_rates
 from costmodels.network.topology import Tier, group_span, tiers
 from costmodels.spec.engine import Engine

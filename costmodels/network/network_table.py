@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 from collections import defaultdict
-from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, get_args
@@ -12,6 +11,7 @@ from typing import Any, get_args
 import numpy as np
 from pydantic import ValidationError
 
+from costmodels.dataclass import dataclass
 from costmodels.errors import InputError
 from costmodels.files import MIB, read_text
 from costmodels.spec.hardware import Collective, MeasuredCollective

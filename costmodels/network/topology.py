@@ -10,12 +10,12 @@ where), so every tier joins blocks of neighbouring ranks, and a group is known b
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from costmodels.dataclass import dataclass
 from costmodels.errors import InputError
 from costmodels.spec.hardware import Cluster
 from costmodels.spec.table import Ints

@@ -9,10 +9,10 @@ waits in every collective for its slower ranks, and the links between them are t
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
+from costmodels.dataclass import dataclass
 from costmodels.spec.engine import Engine
 from costmodels.spec.hardware import Cluster, Link
 from costmodels.spec.layout import V_SCHEDULES

@@ -6,10 +6,9 @@ interleaved schedules (`megatron/core/pipeline_parallel/schedules.py`) run in th
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 
+from costmodels.dataclass import dataclass
 from costmodels.errors import InputError
 from costmodels.spec.layout import (
     CHUNKS_OF_SCHEDULES,

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from copy import copy
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 from typing import Any, get_args
 
 import numpy as np
 import numpy.typing as npt
 
+from costmodels.dataclass import dataclass
 from costmodels.spec.hardware import Precision
 from costmodels.spec.layout import (
     ContextParallelForm,

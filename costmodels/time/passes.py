@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
 
+from costmodels.dataclass import dataclass
 from costmodels.layers.operators import BACKWARD_GEMM, Gemm, Operators
 from costmodels.network.collectives import Group, all_gather, all_to_all
 from costmodels.spec.engine import Engine

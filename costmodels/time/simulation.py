@@ -8,11 +8,12 @@ other: they share its way out. The end of the last pass is the length of the cri
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
 
 import numpy as np
 
+from costmodels.dataclass import dataclass
 from costmodels.spec.layout import IN_ROUNDS, SCHEDULE_TRAITS, V_SCHEDULES, Schedule
 from costmodels.spec.schedules import BACKWARD, FORWARD, INPUTS, WEIGHTS, orders, schedule_exists
 from costmodels.spec.table import Bools, Floats, Ints

@@ -8,8 +8,8 @@ it restarts.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
+from costmodels.dataclass import dataclass
 from costmodels.errors import InputError
 from costmodels.layers.optimizer import ADAM_STATE, UPDATES
 from costmodels.spec.engine import Engine

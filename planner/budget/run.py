@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
+from costmodels.dataclass import dataclass
 from costmodels.errors import InputError
 from costmodels.spec.engine import Engine
 from costmodels.spec.estimate import Estimate

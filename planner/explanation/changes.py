@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Literal
 
+from costmodels.dataclass import dataclass
 from costmodels.errors import InputError
 from costmodels.spec.hardware import Cluster
 from costmodels.spec.record import GIB

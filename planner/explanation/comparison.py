@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 
+from costmodels.dataclass import dataclass
 from costmodels.pricing import price
 from costmodels.spec.estimate import Estimate, StageMemory, StepTime
 from costmodels.spec.table import LayoutTable

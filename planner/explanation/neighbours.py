@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import permutations
 from typing import Any
 
 import numpy as np
 from pydantic import ValidationError
 
+from costmodels.dataclass import dataclass
 from costmodels.errors import InputError
 from costmodels.pricing import Prices, peak_memory, price
 from costmodels.spec.layout import SHORT_NAMES, Layout, even_split

@@ -5,12 +5,13 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Literal
 
 import numpy as np
 from pydantic import ValidationError
 
+from costmodels.dataclass import dataclass
 from costmodels.errors import InputError
 from costmodels.pricing import price
 from costmodels.spec.layout import Layout

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from costmodels.catalogue import load_device
+from costmodels.dataclass import dataclass
 from costmodels.errors import InputError, on_one_line
 from costmodels.pricing import estimate
 from costmodels.spec.layout import Layout

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from costmodels.dataclass import dataclass
 from costmodels.errors import InputError
 from planner.formats.check import CheckKeywords, plan_as_it_stands, problem_of_reading
 from planner.formats.export import Export, flag_lines

@@ -9,12 +9,12 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import yaml
 
 from costmodels.catalogue.yaml_files import yaml_loader
+from costmodels.dataclass import dataclass
 from costmodels.errors import InputError
 
 MOST_ENTRIES = 20_000

@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import shlex
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import yaml
 
+from costmodels.dataclass import dataclass
 from costmodels.spec.layout import Layout
 
 Values = dict[str, Any]

@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
+from costmodels.dataclass import dataclass
 from costmodels.errors import InputError
 from costmodels.files import MIB, read_text
 from planner.formats import (
@@ -43,7 +44,7 @@ EXPECTED = (
 Reader = Callable[[Source, Surroundings], Reading]
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class Kind:
     """A software whose configurations are files of keys."""
 
@@ -118,7 +119,7 @@ def read_files(
     )
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class _Part:
     """One file, and what it is."""
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import dataclasses
 import typing
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Literal
 
 from costmodels.catalogue.yaml_files import parse
+from costmodels.dataclass import dataclass
 from costmodels.spelling import nearest
 from planner.formats.text import Word
 from planner.options.batch import BatchOptions

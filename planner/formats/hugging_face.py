@@ -8,9 +8,9 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
+from costmodels.dataclass import dataclass
 from costmodels.spec.layout import Layout
 from costmodels.spec.model import ModelSpec
 from planner.formats import deepspeed_config

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import re
 from collections.abc import Iterable, Mapping
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import cast
 
 from costmodels.catalogue.yaml_files import parse
+from costmodels.dataclass import dataclass
 from costmodels.spelling import nearest
 from planner.formats.entries import Entries, Entry
 from planner.formats.flag_catalogue import GivenFlag, KnownFlag, Role
@@ -30,7 +30,7 @@ def known_keys(framework: str) -> Mapping[str, Role]:
     return {path: cast(Role, role) for role, paths in groups.items() for path in str(paths).split()}
 
 
-@dataclasses.dataclass
+@dataclass
 class Keyed:
     """The keys of one file."""
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 
+from costmodels.dataclass import dataclass
 from planner.formats.flag_catalogue import known_flags
 from planner.formats.shell import Script, read_script
 from planner.formats.text import Word

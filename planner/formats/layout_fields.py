@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from pydantic import ValidationError
 
+from costmodels.dataclass import dataclass
 from costmodels.errors import on_one_line
 from costmodels.spec.layout import Layout
 from costmodels.spec.model import ModelSpec

@@ -7,12 +7,12 @@ features (mindspeed/features_manager).
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from typing import Any, get_args
 
 from pydantic import ValidationError
 
+from costmodels.dataclass import dataclass
 from costmodels.errors import InputError, on_one_line
 from costmodels.spec.layout import Layout, RecomputeModule
 from costmodels.spec.model import ModelSpec
@@ -193,7 +193,7 @@ def _unknown_world(launch: Launch, problems: Problems) -> None:
     problems.add("unknown", text, "--nnodes" if words else "", line, "give --world-size")
 
 
-@dataclasses.dataclass
+@dataclass
 class _Job:
     given: Given
     problems: Problems

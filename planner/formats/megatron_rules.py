@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
+from costmodels.dataclass import dataclass
 from costmodels.spec.model import ModelSpec
 from planner.formats.keyed import decimal
 from planner.formats.launcher import Launch

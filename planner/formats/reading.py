@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Literal
 
+from costmodels.dataclass import dataclass
 from costmodels.spec.layout import Layout
 from costmodels.spec.model import ModelSpec
 from planner.formats.flag_catalogue import GivenFlag

@@ -6,9 +6,10 @@ import ast
 import operator
 import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any
 
+from costmodels.dataclass import dataclass
 from costmodels.errors import InputError
 from planner.formats.entries import MOST_ENTRIES, Entries, Entry
 

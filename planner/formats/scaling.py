@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from math import lcm
 from typing import Any
 
+from costmodels.dataclass import dataclass
 from costmodels.spec.layout import Layout
 from costmodels.spec.model import ModelSpec
 

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 
+from costmodels.dataclass import dataclass
 from planner.formats.expansion import Expansion, Value
 from planner.formats.text import (
     DEEPEST,

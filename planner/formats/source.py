@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 
+from costmodels.dataclass import dataclass
 from costmodels.spec.model import ModelSpec
 from planner.formats.entries import Entries
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from copy import copy
-from dataclasses import dataclass
+
+from costmodels.dataclass import dataclass
 
 
 class Unknown(str):

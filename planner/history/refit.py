@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,6 +13,7 @@ from costmodels.calibration.machine_fit import batches_of, prices, refitted_devi
 from costmodels.calibration.machine_measurements import StepTime
 from costmodels.catalogue import load_engine
 from costmodels.catalogue.measured_devices import Machine
+from costmodels.dataclass import dataclass
 from costmodels.errors import InputError
 from costmodels.spec.engine import Engine
 from costmodels.spec.estimate import StepTime as StepSeconds

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
+from costmodels.dataclass import dataclass
 from costmodels.errors import InputError
 from planner.inputs.numbers import whole_number
 

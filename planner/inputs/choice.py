@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from costmodels.dataclass import dataclass
 from costmodels.errors import InputError
 
 Value = int | bool | str

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import ClassVar
 
+from costmodels.dataclass import dataclass
 from planner.objective import DEFAULT_OBJECTIVE
 from planner.options.flags import flag
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import ClassVar
 
+from costmodels.dataclass import dataclass
 from costmodels.errors import InputError
 from planner.budget.goodput import NODE_GBPS, RESTART_SECONDS, Failures
 from planner.options.flags import flag

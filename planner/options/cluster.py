@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import ClassVar, cast
 
 from costmodels.catalogue import device_names
+from costmodels.dataclass import dataclass
 from costmodels.errors import InputError
 from planner.inputs.cluster import DEFAULT_DEVICE, MOST_DEVICES, NetworkKeywords, world_size_of_kinds
 from planner.inputs.node_kinds import KINDS, is_of_kinds

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import ast
 import dataclasses
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from costmodels.dataclass import dataclass
 from costmodels.errors import InputError
 from costmodels.spec.model import ModelSpec
 from costmodels.spec.model_parts import LatentAttention, Router

@@ -7,6 +7,7 @@ import math
 import reprlib
 from typing import Any
 
+from costmodels.dataclass import dataclass
 from costmodels.errors import InputError
 
 MOST = 10**15
@@ -16,7 +17,7 @@ MOST_STEPS = 10**8
 """Iterations: a hundred times what anyone trains for."""
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class Bounds:
     """Numbers from `least` to `most`, and what they are in words; never NaN or infinite."""
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import ClassVar, cast, get_args
 
+from costmodels.dataclass import dataclass
 from costmodels.errors import InputError
 from costmodels.layers.adapters import adapter_parameters
 from costmodels.spec.model import ModelSpec

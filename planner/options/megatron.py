@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+from costmodels.dataclass import dataclass
 from costmodels.errors import InputError
 from planner.options.command import epilog_section, name_list
 from planner.options.flags import flag, flag_names
@@ -26,7 +27,7 @@ WHOLE = "#"
 """Stands for any whole number."""
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class AcceptedFlags:
     """One field for each flag."""
 

@@ -6,13 +6,13 @@ flag has never seen.
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from itertools import pairwise
 
+from costmodels.dataclass import dataclass
 from costmodels.spec.layout import SHORT_NAMES, Layout
 
 _OF_A_FILE = re.compile(r"(the )?plan \S+: |[\w ]*\b(file|config|table) ")
@@ -23,7 +23,7 @@ _BATCH, _LARGEST = "global_batch_size", "max_global_batch_size"
 PIN_FLAGS = ("--pin", "--forbid")
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class Spelling:
     """How the names in messages are spelled on one command line."""
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from costmodels.catalogue import model_names
 from costmodels.catalogue.yaml_files import build, is_file_name
+from costmodels.dataclass import dataclass
 from costmodels.errors import InputError
 from costmodels.spec.model import ModelSpec
 from costmodels.spelling import or_nearest

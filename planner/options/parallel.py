@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, ClassVar, get_args
 
 from costmodels.catalogue import engine_names
+from costmodels.dataclass import dataclass
 from costmodels.errors import InputError
 from costmodels.spec.layout import Optimizer, RecomputeMethod, Schedule
 from costmodels.spec.model import ModelSpec

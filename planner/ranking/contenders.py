@@ -5,10 +5,9 @@ The others are ordered only where somebody looks so far down the ranking.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 
+from costmodels.dataclass import dataclass
 from costmodels.pricing import Prices, price
 from costmodels.spec.table import Bools, Ints, LayoutTable
 from planner.objective import SCORE_DIGITS, Objective, logarithms, slowness

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import isclose
 
+from costmodels.dataclass import dataclass
 from costmodels.spec.estimate import Estimate
 from costmodels.spec.layout import Layout
 from planner.plan import Plan

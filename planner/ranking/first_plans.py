@@ -7,10 +7,11 @@ many as are shown the memory is exact where it is known: what does not fit by it
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 
 import numpy as np
 
+from costmodels.dataclass import dataclass
 from costmodels.pricing import Prices, price
 from costmodels.spec.table import Floats, Ints, LayoutTable, combined_key
 from costmodels.time.simulation import STEADY_BATCHES

@@ -11,10 +11,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
+from costmodels.dataclass import dataclass
 from costmodels.spec.estimate import StepTime
 from costmodels.spec.layout import Layout
 from costmodels.spec.table import Floats

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from costmodels.dataclass import dataclass
 from costmodels.errors import InputError
 from costmodels.pricing import Prices, estimate, peak_memory
 from costmodels.spec.estimate import Estimate

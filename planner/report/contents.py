@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
+from costmodels.dataclass import dataclass
 from costmodels.errors import InputError
 from costmodels.spec.record import GIB
 from costmodels.timeline import Timeline

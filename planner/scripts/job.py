@@ -5,9 +5,10 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import Path
 
+from costmodels.dataclass import dataclass
 from costmodels.errors import InputError
 from planner.formats.targets import TARGETS, export
 from planner.inputs.engine import DEFAULT_ENGINE

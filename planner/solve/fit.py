@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 
+from costmodels.dataclass import dataclass
 from costmodels.layers.shapes import distinct_shapes
 from costmodels.memory.peak import stage_memory
 from costmodels.memory.unit_sizes import row_unit_sizes

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
+from costmodels.dataclass import dataclass
 from costmodels.pricing import Prices, peak_memory, price
 from costmodels.spec.engine import Engine
 from costmodels.spec.hardware import Cluster

@@ -10,10 +10,11 @@ the rest, both evenly.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 
+from costmodels.dataclass import dataclass
 from costmodels.rank_costs import unit_seconds
 from costmodels.ranks.sites import MIXED, rank_kinds
 from costmodels.spec.engine import Engine

@@ -9,10 +9,11 @@ layers on the largest one are chosen, with the large stages in front, or behind.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 
+from costmodels.dataclass import dataclass
 from costmodels.layers.shapes import distinct_shapes
 from costmodels.memory.peak import stage_memory
 from costmodels.memory.unit_sizes import UnitSizes, row_unit_sizes

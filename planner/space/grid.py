@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
+from costmodels.dataclass import dataclass
 from costmodels.errors import InputError
 from costmodels.spec.hardware import Precision
 from costmodels.spec.layout import (

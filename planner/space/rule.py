@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Set
-from dataclasses import dataclass
 
+from costmodels.dataclass import dataclass
 from costmodels.spec.model import ModelSpec
 from costmodels.spec.table import Bools, LayoutTable
 

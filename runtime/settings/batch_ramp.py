@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 
 from costmodels import Layout, ModelSpec
+from costmodels.dataclass import dataclass
 from costmodels.errors import InputError
 from costmodels.spec.table import Bools, Ints, LayoutTable
 from planner.options.limits import MOST

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import ClassVar
 
 from costmodels import Layout
+from costmodels.dataclass import dataclass
 from costmodels.errors import InputError
 from costmodels.spec.layout import SPLIT_BACKWARD
 from costmodels.spelling import or_nearest

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass
 from typing import NamedTuple
+
+from costmodels.dataclass import dataclass
 
 CATEGORIES = (
     "parameters",

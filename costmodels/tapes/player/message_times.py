@@ -3,10 +3,9 @@ and what their stages do before and after these."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 
+from costmodels.dataclass import dataclass
 from costmodels.spec.layout import Schedule
 from costmodels.spec.schedules import BACKWARD, FORWARD, GATHERED_STAGES, INPUTS, WEIGHTS, Order, orders
 from costmodels.spec.table import Bools, Ints

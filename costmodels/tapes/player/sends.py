@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from costmodels.spec.schedules import BACKWARD, FORWARD, INPUTS
-from costmodels.spec.send_order import SENDS_OF_STAGE, Place, SendOrder
+from costmodels.spec.send_order import SENDS_OF_STAGE, ChainOrder, Place, SendOrder
 from costmodels.tapes.player.message_times import Timed
 
 
@@ -39,7 +39,8 @@ def awaited_sends(every: list[Timed], stages: tuple[tuple[int, ...], ...]) -> li
         stages: of each rank.
     """
     rank_of = {stage: rank for rank, own in enumerate(stages) for stage in own}
-    order = SendOrder(len(every))
+    hops = [abs(rank_of[stage] - rank_of[stage + 1]) for stage in range(len(rank_of) - 1)]
+    order = (ChainOrder if max(hops, default=0) <= 1 else SendOrder)(len(every))
     places: list[list[tuple[Send, _Turn, Place]]] = [[] for _ in every]
     receive: dict[Send, Place] = {}
     backward = [_backward(timed) for timed in every]
@@ -53,13 +54,15 @@ def awaited_sends(every: list[Timed], stages: tuple[tuple[int, ...], ...]) -> li
         awaited: dict[Send, Send] = {}
         # By their receives.
         pending: dict[Place, Send] = {}
+        most = SENDS_OF_STAGE * len(stages[rank])
         for send, turn, place in own:
-            pending = {
-                key: one
-                for key, one in pending.items()
-                if not one.is_result or backward[rank][one.stage, one.micro_batch] > turn.last
-            }
-            while len(pending) >= SENDS_OF_STAGE * len(stages[rank]):
+            if len(pending) >= most:
+                pending = {
+                    key: one
+                    for key, one in pending.items()
+                    if not one.is_result or backward[rank][one.stage, one.micro_batch] > turn.last
+                }
+            while len(pending) >= most:
                 done = order.first_done(pending, place)
                 awaited[pending.pop(next(iter(pending)) if done is None else done)] = send
             pending[receive[send]] = send
@@ -80,10 +83,10 @@ def _backward(timed: Timed) -> dict[tuple[int, int], int]:
 def _sends(timed: Timed) -> Iterator[tuple[Send, _Turn]]:
     """What a rank sends to others."""
     times = timed.time.tolist()
-    last = timed.time.searchsorted(timed.time, side="right") - 1
+    last = (timed.time.searchsorted(timed.time, side="right") - 1).tolist()
     passes = zip(timed.kind.tolist(), timed.stage.tolist(), timed.micro_batch.tolist(), strict=True)
     for place, (kind, stage, number) in enumerate(passes):
         is_result = kind == FORWARD
         messages = timed.gradients if is_result else timed.inputs
         if (is_result or kind in (BACKWARD, INPUTS)) and len(messages[stage]):
-            yield Send(is_result, stage, number), _Turn(times[place], place, int(last[place]))
+            yield Send(is_result, stage, number), _Turn(times[place], place, last[place])

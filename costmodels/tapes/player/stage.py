@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
 from functools import partial
 
+from costmodels.dataclass import dataclass
 from costmodels.spec.layout import SPLIT_BACKWARD, Layout
 from costmodels.spec.model import ModelSpec
 from costmodels.tapes.dimensions import dimensions
@@ -174,7 +174,8 @@ class Stage:
             if any(one.group == EXPERTS for one in tape.parameters):
                 place.experts = self._layer(tape, place.played, experts=True)
                 self.groups.append(place.experts)
-        self._link_offloading()
+        if setting.layout.offload_activations:
+            self._link_offloading()
         before: Group | None = None
         for place in self.places:
             for group in (place.experts, place.group):
@@ -188,7 +189,7 @@ class Stage:
         for place in self.places:
             place.sent_before = last
             split = place.played.split
-            backward = place.played.passes["makes"] if split is None else split.inputs
+            backward = place.played.backward("makes") if split is None else split.inputs
             if FETCHES in backward:
                 copies = backward[backward.index(FETCHES) + 1]
                 assert not isinstance(copies, str)
@@ -317,7 +318,7 @@ class Stage:
         for place in reversed(self.places):
             layer = place.group
             if layer is None:
-                self._play(place, place.played.passes[manner])
+                self._play(place, place.played.backward(manner))
                 self._tie(place, manner)
                 self.root.come(manner)
                 if not self.is_first:
@@ -329,7 +330,7 @@ class Stage:
                 self._compute_again(place)
             own = place.again or place.played
             self.manner = layer.manner(is_last)
-            self._play(place, own.passes[self.manner])
+            self._play(place, own.backward(self.manner))
             layer.come(self.manner)
             layer.post_backward(is_last, reshards=is_last)
         self._finish()

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
 
+from costmodels.dataclass import dataclass
 from costmodels.spec.layout import Schedule
 from costmodels.spec.schedules import BACKWARD, FORWARD, INPUTS, WEIGHTS
 from costmodels.spec.table import Bools, Ints

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import lru_cache
+
+import numpy as np
 
 from costmodels import Layout
 from costmodels.spec.layout import SCHEDULE_TRAITS, SPLIT_BACKWARD, Schedule
@@ -16,9 +17,7 @@ from costmodels.spec.schedules import (
     orders,
     schedule_exists,
 )
-
-State = tuple[object, ...]
-
+from costmodels.spec.table import Bools, Ints
 
 NEIGHBOURS = 2
 """Passes before and after one that tell what it finds in memory: messages come before they are needed."""
@@ -57,10 +56,10 @@ def _enough(schedule: Schedule, pipeline: int, chunks: int, wanted: int, rank: i
     choices = range(wanted % step + rounds * pipeline, wanted, step)
     if not choices or not schedule_exists(schedule, pipeline, chunks, wanted):
         return wanted
-    states = set(_states(schedule, pipeline, chunks, wanted, rank))
+    states = _states(schedule, pipeline, chunks, wanted, rank)
     for fewer in choices:
-        if schedule_exists(schedule, pipeline, chunks, fewer) and states <= set(
-            _states(schedule, pipeline, chunks, fewer, rank)
+        if schedule_exists(schedule, pipeline, chunks, fewer) and states <= _states(
+            schedule, pipeline, chunks, fewer, rank
         ):
             return fewer
     return wanted
@@ -78,28 +77,27 @@ def _orders(schedule: Schedule, pipeline: int, chunks: int, micro_batches: int) 
     return orders(schedule, pipeline, chunks, micro_batches)
 
 
-def _states(schedule: Schedule, pipeline: int, chunks: int, micro_batches: int, rank: int) -> Iterator[State]:
+def _states(schedule: Schedule, pipeline: int, chunks: int, micro_batches: int, rank: int) -> set[bytes]:
     order = _orders(schedule, pipeline, chunks, micro_batches)[rank]
-    passes = list(zip(order.kind.tolist(), order.stage.tolist(), strict=True))
-    stages = sorted({stage for _, stage in passes})
-    splits = any(kind == WEIGHTS for kind, _ in passes)
+    kind, count = order.kind, len(order.kind)
+    stages, chunk = np.unique(order.stage, return_inverse=True)
+    is_own = chunk[:, None] == np.arange(len(stages))
+    forward, weights = (is_own & (kind == one)[:, None] for one in (FORWARD, WEIGHTS))
+    ends = weights | (is_own & (kind == BACKWARD)[:, None])
+    # Each pass with those around it; 0 before the first and after the last.
+    numbers = np.pad(1 + kind * len(stages) + chunk, NEIGHBOURS)
+    around = np.lib.stride_tricks.sliding_window_view(numbers, 2 * NEIGHBOURS + 1)
     # Of each stage: micro batches between forward and backward, those that wait for gradients of weights, and
     # whether some are done.
-    counts = dict.fromkeys(stages, (0, 0, False))
-    done = dict.fromkeys(stages, 0)
-    for number, (kind, stage) in enumerate(passes):
-        under_way, waiting, some = counts[stage]
-        if kind == FORWARD:
-            under_way += 1
-            counts[stage] = under_way, waiting, some
-        around = tuple(passes[max(0, number - NEIGHBOURS) : number + NEIGHBOURS + 1])
-        yield around, tuple(counts.values()), done[stage] == micro_batches - 1
-        if kind in (BACKWARD, WEIGHTS):
-            done[stage] += 1
-            some = True
-        if kind == WEIGHTS:
-            waiting -= 1
-        elif kind != FORWARD:
-            under_way -= 1
-            waiting += splits and kind != BACKWARD
-        counts[stage] = under_way, waiting, some
+    begun, done = forward.cumsum(axis=0), _before(ends)
+    under_way = begun - _before(is_own & ~forward & ~weights)
+    waiting = begun - done - under_way if weights.any() else np.zeros_like(begun)
+    is_last = done[np.arange(count), chunk] == micro_batches - 1
+    states = np.column_stack([around, under_way, waiting, done > 0, is_last])
+    return set(states.view(np.dtype((np.void, states.itemsize * states.shape[1]))).ravel().tolist())
+
+
+def _before(happens: Bools) -> Ints:
+    """How often something has happened before each pass, [passes, stages]."""
+    result: Ints = happens.cumsum(axis=0) - happens
+    return result

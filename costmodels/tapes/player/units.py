@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import reduce
+from functools import cached_property, reduce
 from operator import mul
 from typing import NamedTuple
 
@@ -37,6 +37,7 @@ from costmodels.tapes.tape import (
     Mark,
     Release,
     Size,
+    SplitBackward,
     Tape,
     elements_of,
 )
@@ -125,31 +126,77 @@ class Border(NamedTuple):
     """The parameter whose gradient waits for that of another unit, to be added to it."""
 
 
-class PlayedSplit(NamedTuple):
-    """Backward of a unit in two passes."""
+class PlayedSplit:
+    """Backward of a unit in two passes, each worked out when it is first played."""
 
-    inputs: tuple[Step, ...]
-    first_weights: tuple[Step, ...]
-    """Leaves gradients of all parameters, new ones."""
-    weights: tuple[Step, ...]
-    """The same where they are added to gradients that are there."""
-    cast_weights: tuple[Step, ...]
-    """The same where each is cast before."""
-    forgotten: tuple[Step, ...]
-    rest: tuple[Step, ...]
+    def __init__(self, split: SplitBackward, storages: _Storages, casts: Casts) -> None:
+        self._split, self._storages, self._casts = split, storages, casts
+
+    @cached_property
+    def inputs(self) -> tuple[Step, ...]:
+        """Gradients of inputs."""
+        return self._storages.steps(self._split.inputs)
+
+    @cached_property
+    def first_weights(self) -> tuple[Step, ...]:
+        """Leaves gradients of all parameters, new ones."""
+        return self._cast(self._split.first_weights, self._casts)
+
+    @cached_property
+    def weights(self) -> tuple[Step, ...]:
+        """The same where they are added to gradients that are there."""
+        return self._cast(self._split.weights, always_cast(self._casts))
+
+    @cached_property
+    def cast_weights(self) -> tuple[Step, ...]:
+        """The same where each is cast before."""
+        return self._cast(self._split.weights, self._casts)
+
+    @cached_property
+    def forgotten(self) -> tuple[Step, ...]:
+        """What was computed again and not used."""
+        return self._storages.steps(self._split.forgotten)
+
+    @cached_property
+    def rest(self) -> tuple[Step, ...]:
+        """What the graph still held."""
+        return self._storages.steps(self._split.rest)
+
+    def _cast(self, events: tuple[Event, ...], casts: Casts) -> tuple[Step, ...]:
+        split = self._split
+        return self._storages.steps(cast_weights(events, split.first_weights, split.inputs, casts))
 
 
-class Played(NamedTuple):
-    """One unit of a stage between its neighbours, ready to be played."""
+class Played:
+    """One unit of a stage between its neighbours, its passes worked out when they are first played."""
 
-    forward: tuple[Step, ...]
-    passes: Mapping[Manner, tuple[Step, ...]]
-    """Backward by how it gives gradients to all parameters."""
-    gradients: tuple[Storage, ...]
-    """Of each parameter."""
-    input_gradient: Storage | None
-    """None where the unit has none, or hands the gradient of its output on."""
-    split: PlayedSplit | None
+    def __init__(self, tape: Tape, sizes: Sizes, border: Border, splits: bool) -> None:
+        self._tape, self._casts = tape, sizes.casts_of(tape)
+        self._whole = _Storages(tape.forward, tape.backward, tape.input_gradient, sizes, border)
+        self._backward: dict[Manner, tuple[Step, ...]] = {}
+        self.gradients = self._whole.gradients(tape)
+        """Of each parameter."""
+        self.input_gradient = self._whole.given
+        """None where the unit has none, or hands the gradient of its output on."""
+        self.split: PlayedSplit | None = None
+        if splits and tape.split is not None:
+            own = tape.split
+            backward = (*own.inputs, *own.first_weights, *own.weights)
+            storages = _Storages(tape.forward, backward, own.input_gradient, sizes, border)
+            self.split, self.input_gradient = PlayedSplit(own, storages, self._casts), storages.given
+
+    @cached_property
+    def forward(self) -> tuple[Step, ...]:
+        """What forward does."""
+        return self._whole.steps(self._tape.forward)
+
+    def backward(self, manner: Manner) -> tuple[Step, ...]:
+        """What backward does that gives gradients to all parameters."""
+        if manner not in self._backward:
+            casts = self._casts if manner == "casts" else always_cast(self._casts)
+            events = cast_backward(self._tape, casts)
+            self._backward[manner] = self._whole.steps(events, adds=manner == "adds")
+        return self._backward[manner]
 
 
 def output_of(tape: Tape, sizes: Sizes, border: Border) -> Storage:
@@ -191,42 +238,8 @@ def played(tape: Tape, sizes: Sizes, border: Border, splits: bool) -> Played:
     """A unit under dimensions and between neighbours."""
     key = id(tape), border, splits
     if key not in sizes.played:
-        sizes.played[key] = _played(tape, sizes, border, splits)
+        sizes.played[key] = Played(tape, sizes, border, splits)
     return sizes.played[key]
-
-
-def _played(tape: Tape, sizes: Sizes, border: Border, splits: bool) -> Played:
-    casts = sizes.casts_of(tape)
-    always = always_cast(casts)
-    whole = _Storages(tape.forward, tape.backward, tape.input_gradient, sizes, border)
-    split = None
-    if splits and tape.split is not None:
-        own = tape.split
-        first, inputs = own.first_weights, own.inputs
-        backward = (*inputs, *first, *own.weights)
-        storages = _Storages(tape.forward, backward, own.input_gradient, sizes, border)
-        split = PlayedSplit(
-            inputs=storages.steps(inputs),
-            first_weights=storages.steps(cast_weights(first, first, inputs, casts)),
-            weights=storages.steps(cast_weights(own.weights, first, inputs, always)),
-            cast_weights=storages.steps(cast_weights(own.weights, first, inputs, casts)),
-            forgotten=storages.steps(own.forgotten),
-            rest=storages.steps(own.rest),
-        )
-        given = storages.given
-    else:
-        given = whole.given
-    return Played(
-        forward=whole.steps(tape.forward),
-        passes={
-            "makes": whole.steps(cast_backward(tape, always)),
-            "casts": whole.steps(cast_backward(tape, casts)),
-            "adds": whole.steps(cast_backward(tape, always), adds=True),
-        },
-        gradients=whole.gradients(tape),
-        input_gradient=given,
-        split=split,
-    )
 
 
 class _Storages:

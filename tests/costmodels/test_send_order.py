@@ -1,0 +1,37 @@
+"""Which sends and receives come before which."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from costmodels.spec.send_order import ChainOrder, SendOrder
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_neighbours_alone_are_in_the_order_that_vector_clocks_say(seed: int) -> None:
+    draw, ranks = random.Random(seed), 5
+    orders = SendOrder(ranks), ChainOrder(ranks)
+    pairs = []
+    for _ in range(60):
+        sender = draw.randrange(ranks)
+        receiver = draw.choice([rank for rank in (sender - 1, sender + 1) if 0 <= rank < ranks])
+        (sent, received), other = (
+            (place := order.append(sender), order.append(receiver, place)) for order in orders
+        )
+        assert (sent, received) == other
+        pairs.append((sent, received))
+    added = 0
+    for _ in range(40):
+        # A send that follows the receive of another one of its rank, as a rank that waits for it has it.
+        (first, receive), (later, _) = draw.choice(pairs), draw.choice(pairs)
+        found = [order.first_done([receive], later) for order in orders if first[0] == later[0]]
+        assert len(set(found)) <= 1
+        added += receive in found
+        for sent, received in pairs:
+            for others in pairs:
+                for place in others:
+                    if abs(received[0] - place[0]) == 1:
+                        assert len({order.is_before(received, place) for order in orders}) == 1
+    assert added
