@@ -29,7 +29,7 @@ def test_neighbours_alone_are_in_the_order_that_vector_clocks_say(seed: int) -> 
         found = [order.first_done([receive], later) for order in orders if first[0] == later[0]]
         assert len(set(found)) <= 1
         added += receive in found
-        for sent, received in pairs:
+        for _, received in pairs:
             for others in pairs:
                 for place in others:
                     if abs(received[0] - place[0]) == 1:
