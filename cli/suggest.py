@@ -119,8 +119,11 @@ def suggest(
         return
     check_price(budget.price_per_hour)
     tokens = UNIT_TOKENS if budget.tokens is None else parse_tokens(budget.tokens)
+    # Of further plans a summary tells the speed alone.
+    is_listed = output.json or output.verbose or output.top is not None
     with waiting("planning"):
-        result, rows = distinct_plans(search(spec, world_size=world_size, **job), output.top or PLANS)
+        result = search(spec, world_size=world_size, **job)
+        result, rows = distinct_plans(result, output.top or PLANS, shows_bytes=is_listed)
     rows = rows or _closest(result, output.top or PLANS)
     assumed += [*idle_links(cluster, result.problem.cluster), *measured_notes(result.problem.cluster.device)]
     plans = [row.plan for row in rows]

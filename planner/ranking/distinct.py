@@ -37,11 +37,17 @@ class DistinctPlan:
         return f" ({self.note})" if self.twins else ""
 
 
-def distinct_plans(result: SearchResult, top: int) -> tuple[SearchResult, list[DistinctPlan]]:
-    """The result, settled as far as needed, and its best `top` plans that are twins of no better one."""
+def distinct_plans(
+    result: SearchResult, top: int, shows_bytes: bool = True
+) -> tuple[SearchResult, list[DistinctPlan]]:
+    """The result, settled as far as needed, and its best `top` plans that are twins of no better one.
+
+    Args:
+        shows_bytes: as `SearchResult.settle` takes it.
+    """
     count = _reach(result, top)
     while True:
-        result = result.settle(count)
+        result = result.settle(count, shows_bytes)
         found = _grouped(result, min(count, result.feasible))
         # One more than is shown, so that the last has all its twins.
         if len(found) > top or count >= result.feasible:

@@ -13,11 +13,12 @@ import numpy as np
 
 from costmodels.dataclass import dataclass
 from costmodels.pricing import Prices, price
-from costmodels.spec.table import Floats, Ints, LayoutTable, combined_key
+from costmodels.spec.table import ARRAY_FIELDS, Floats, Ints, LayoutTable, combined_key
 from costmodels.time.simulation import STEADY_BATCHES
 from planner.objective import SCORE_DIGITS, Objective, logarithms
 from planner.ranking.contenders import Tail
 from planner.ranking.exact_memory import RankBytes, verify
+from planner.ranking.twins import FORMS
 from planner.solve.concatenation import concatenate_prices
 
 FEWEST, MOST = 10, 20
@@ -31,6 +32,10 @@ SHOWN = 10
 
 EXACT_PLACES = 2
 """Plans whose memory is exact before more are asked for: the best, and what it is better than."""
+
+CLEAR = 0.5
+"""Share of a device's memory up to which closed forms say for sure that a plan fits. Of 87 layouts of three
+models that were drawn below it, exact bytes were 1.35 times as many at most."""
 
 AT_ONCE = 256
 """Rows whose exact memory is computed together, so that intermediate arrays stay small."""
@@ -70,14 +75,15 @@ class Ranking:
         )
 
 
-def settle(ranking: Ranking, count: int) -> Ranking:
+def settle(ranking: Ranking, count: int, shows_bytes: bool = True) -> Ranking:
     """`ranking` with its first `count` places settled: by exact memory and simulated pipelines.
 
     The first call puts the places in order; further ones only leave out what does not fit, so that the best
-    plan is the same however many are shown.
+    plan is the same however many are shown. These compute no exact bytes without `shows_bytes` where closed
+    forms leave no doubt.
     """
     if ranking.simulated:
-        return _verified(ranking, count)
+        return _verified(ranking if shows_bytes else _with_clear_places(ranking, count), count)
     if ranking.objective == "memory":
         # Exact bytes decide the order.
         count = max(count, MOST)
@@ -108,6 +114,21 @@ def _verified(ranking: Ranking, count: int) -> Ranking:
         )
         # Where most do not fit, more of the others may not either.
         ahead = 2 * len(some) if 2 * np.count_nonzero(fits) < len(some) else 0
+
+
+def _with_clear_places(ranking: Ranking, count: int) -> Ranking:
+    """With those of the first `count` places verified that fit for sure, and are like no other in all but
+    form: whether such are twins, exact bytes decide."""
+    ranking = ranking.reaching(count)
+    prices, places = ranking.prices, ranking.places[:count]
+    if prices.cluster.parts or ranking.objective == "memory":
+        return ranking
+    table = prices.table.take(places)
+    columns = [getattr(table, name) for name in ARRAY_FIELDS if name not in FORMS]
+    _, kind, alike = np.unique(combined_key(columns), return_inverse=True, return_counts=True)
+    small = prices.peak_memory_bytes[places] <= CLEAR * prices.cluster.memory_bytes
+    clear = places[small & (alike[kind] == 1)].tolist()
+    return replace(ranking, exact={**dict.fromkeys(clear), **ranking.exact})
 
 
 def _played(ranking: Ranking) -> Ranking:

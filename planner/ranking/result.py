@@ -136,12 +136,13 @@ class SearchResult:
         """The first plan that fits; None when none does."""
         return self.plan(0) if self.feasible else None
 
-    def settle(self, top: int) -> SearchResult:
+    def settle(self, top: int, shows_bytes: bool = True) -> SearchResult:
         """The result with plans in the first `top` places that fit by their exact memory, where it is known.
 
-        Those in the first `SETTLED` places do from the beginning.
+        Those in the first places do from the beginning. Without `shows_bytes`, those that closed forms give
+        half the memory at most are taken to fit.
         """
-        ranking = settle(self.ranking, top)
+        ranking = settle(self.ranking, top, shows_bytes)
         return self if ranking is self.ranking else replace(self, ranking=ranking)
 
     def plans(self, top: int = SHOWN) -> list[Plan]:

@@ -39,9 +39,33 @@ def test_a_plan_stands_for_its_twins() -> None:
 def test_places_with_twins_are_settled_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     result, asked = search(**PROBLEM), []
     settle = SearchResult.settle
-    monkeypatch.setattr(SearchResult, "settle", lambda own, top: asked.append(top) or settle(own, top))
+    monkeypatch.setattr(
+        SearchResult, "settle", lambda own, top, *rest: asked.append(top) or settle(own, top, *rest)
+    )
     _, rows = distinct_plans(result, 10)
     assert asked == [rows[-1].place + len(rows[-1].twins) + 1]
+
+
+@pytest.mark.parametrize(
+    "problem",
+    [PROBLEM, {"model": "gpt-22b", "world_size": 64, "max_global_batch_size": 16}],
+    ids=["some twins", "small"],
+)
+def test_plans_whose_bytes_nobody_looks_at_have_the_same_places(problem: dict[str, Any]) -> None:
+    result = search(**problem)
+    settled, rows = distinct_plans(result, 10, shows_bytes=False)
+    whole, others = distinct_plans(result, 10)
+    assert settled.feasible == whole.feasible
+    assert [(row.place, row.twins, row.plan.layout, row.plan.reason) for row in rows] == [
+        (row.place, row.twins, row.plan.layout, row.plan.reason) for row in others
+    ]
+    limit = rows[0].plan.cluster.memory_bytes
+    for row, other in zip(rows, others, strict=True):
+        if row.plan != other.plan:
+            assert other.plan.estimate.exact and not row.plan.estimate.exact and not row.twins
+            assert max(each.plan.estimate.peak_memory_bytes for each in (row, other)) < limit
+    assert rows[0].plan == others[0].plan
+    assert problem is PROBLEM or rows[-1].plan != others[-1].plan
 
 
 def test_the_best_is_compared_with_the_next_that_is_no_twin() -> None:

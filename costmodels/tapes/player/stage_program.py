@@ -16,7 +16,7 @@ import numpy as np
 from costmodels.spec.layout import Schedule
 from costmodels.spec.schedules import BACKWARD, INPUTS, WEIGHTS
 from costmodels.spec.table import Bools, Ints
-from costmodels.tapes.player.heap import CATEGORIES, Effect, Heap, Storage
+from costmodels.tapes.player.heap import CATEGORIES, NOTHING, Effect, Heap, Storage
 from costmodels.tapes.player.sends import Send
 from costmodels.tapes.player.stage import Stage
 from costmodels.tapes.player.stage_actions import (
@@ -204,6 +204,7 @@ class _Rows:
     def __init__(self) -> None:
         self.nets: list[tuple[int, ...]] = []
         self.peaks: list[Mapping[str, tuple[int, tuple[int, ...]]]] = []
+        self.messages: dict[Storage | None, tuple[int, int]] = {}
 
     def append(self, effect: Effect) -> int:
         """The number of one."""
@@ -213,12 +214,13 @@ class _Rows:
 
     def message(self, storage: Storage | None) -> tuple[int, int]:
         """The numbers of the beginning and the end of one."""
-        category, size = storage or (0, 0)
-        net = tuple(size * (number == category) for number in range(len(CATEGORIES)))
-        nothing = tuple(0 for _ in net)
-        begins = Effect((("schedule", size, net),), net, is_new=False)
-        ends = Effect((("schedule", 0, nothing),), tuple(-each for each in net), is_new=False)
-        return self.append(begins), self.append(ends)
+        if storage not in self.messages:
+            category, size = storage or (0, 0)
+            net = tuple(size * (number == category) for number in range(len(CATEGORIES)))
+            begins = Effect((("schedule", size, net),), net, is_new=False)
+            ends = Effect((("schedule", 0, NOTHING),), tuple(-each for each in net), is_new=False)
+            self.messages[storage] = self.append(begins), self.append(ends)
+        return self.messages[storage]
 
     def play(self, sequence: Ints, heap: Heap) -> None:
         """Do all of a sequence of numbers to the heap."""
