@@ -107,9 +107,10 @@ class ChainOrder(SendOrder):
 
     def append(self, rank: int, follows: Place | None = None) -> Place:
         """As `SendOrder.append`."""
-        for known in self.last[rank]:
-            known.append(known[-1] if known else -1)
-        place = rank, len(self.last[rank][0]) - 1
+        before, after = self.last[rank]
+        place = rank, len(before)
+        before.append(before[-1] if before else -1)
+        after.append(after[-1] if after else -1)
         if follows is not None:
             self.put_before(follows, place)
         return place

@@ -165,7 +165,7 @@ def _wait_earlier(
 ) -> None:
     """Let messages of a kind end where they are awaited, if that is before another send."""
     for number in range(len(ends)):
-        other = waits.get(kind._replace(micro_batch=number))
+        other = waits.get(Send(kind.is_result, kind.stage, number))
         if other is not None:
             name = "send_forward" if other.is_result else "send_backward"
             ends[number] = places[name][chunk_of[other.stage], other.micro_batch]
