@@ -91,7 +91,7 @@ def _attention_parameters(model: ModelSpec, tp: Floats) -> tuple[Floats, Floats]
     split += model.heads * model.attention_sinks
     whole = norm + (model.linear_bias or model.output_bias) * h
     norms = model.q_size + model.kv_size if model.qk_norm_width == "all" else 2 * model.head_dim
-    return split / tp, whole + norms * model.qk_norm + 0 * tp
+    return split / tp, whole + norms * (model.qk_norm and model.qk_norm_weights) + 0 * tp
 
 
 def _mlp_parameters(model: ModelSpec, width: int, degree: Floats) -> Floats:

@@ -8,7 +8,15 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import Field, model_validator
 
-from costmodels.spec.model_parts import Indexer, LatentAttention, LinearAttention, Lora, RopeScaling, Router
+from costmodels.spec.model_parts import (
+    Indexer,
+    LatentAttention,
+    LinearAttention,
+    Lora,
+    RopeScaling,
+    Router,
+    ScoreGrowth,
+)
 from costmodels.spec.record import (
     LARGEST_COUNT,
     Count,
@@ -104,6 +112,8 @@ class ModelSpec(Record):
     """RMS norms of `head_dim` on queries and keys (Qwen 3)."""
     qk_norm_width: Literal["head", "all"] = "head"
     """What these norms go over: each head, or all heads together (OLMo 2, MiniMax-M2)."""
+    qk_norm_weights: bool = True
+    """These norms have weights; where not, they are in layers alone whose heads positions turn (Llama 4)."""
     attention_gate: bool = False
     """A sigmoid of the input scales each element of attention's output (Qwen3-Next)."""
     attention_sinks: bool = False
@@ -113,6 +123,8 @@ class ModelSpec(Record):
     logits_softcap: NonNegative = 0.0
     score_scale: NonNegative = 0.0
     """Factor of scores; 0 for 1 / sqrt(`head_dim`)."""
+    score_growth: ScoreGrowth | None = None
+    """How scores grow with positions in layers whose heads positions do not turn (Llama 4)."""
     embedding_scale: Positive = 1.0
     residual_scale: Positive = 1.0
     """Factor of what attention and MLP add to the residual (Granite)."""
@@ -269,6 +281,10 @@ class ModelSpec(Record):
         own = is_limited and self.window_rope_theta
         return (self.window_rope_theta, None) if own else (self.rope_theta, self.rope_scaling)
 
+    def norms_heads(self, kind: AttentionKind) -> bool:
+        """Whether queries and keys have norms in layers of this kind."""
+        return self.qk_norm and (self.qk_norm_weights or self.turned_by(kind) is not None)
+
     @property
     def leading_layers(self) -> int:
         """Layers before the first one with experts; all of them in a model without experts."""
@@ -357,7 +373,8 @@ class ModelSpec(Record):
         biases = (self.q_size + 2 * self.kv_size) * (self.linear_bias or self.qkv_bias)
         biases += h * (self.linear_bias or self.output_bias)
         norms = self.q_size + self.kv_size if self.qk_norm_width == "all" else 2 * self.head_dim
-        return weights + biases + norms * self.qk_norm + self.heads * self.attention_sinks
+        norms *= self.qk_norm and self.qk_norm_weights
+        return weights + biases + norms + self.heads * self.attention_sinks
 
     @property
     def indexer_parameters(self) -> int:

@@ -87,6 +87,17 @@ class RopeScaling(Record):
         return self
 
 
+class ScoreGrowth(Record):
+    """Queries at position p, from 0 on, times 1 + `factor` log(1 + floor((p + 1) / `positions`)).
+
+    Llama 4's scaling of attention at inference and in training (arXiv:2501.19399, section 3); it costs
+    next to nothing, and losses of long sequences depend on it.
+    """
+
+    positions: Count
+    factor: Positive
+
+
 class Router(Record):
     """Choice of experts by tokens."""
 

@@ -12,12 +12,8 @@ TRAINED_SCALINGS = ("linear", "llama3", "yarn")
 PARTS: dict[str, Callable[[ModelSpec], bool]] = {
     "Mamba-2": lambda spec: spec.linear_attention is not None and spec.linear_attention.kind == "mamba2",
     "adapters in linear attention": lambda spec: spec.lora is not None and "linear" in spec.attention_pattern,
-    "weights of the inputs of experts": lambda spec: spec.router.weighs_inputs,
     "layers without attention or MLP": lambda spec: "none" in (*spec.attention_pattern, *spec.mlp_pattern),
     "sparse attention with an indexer": lambda spec: spec.indexer is not None,
-    "caps of attention's scores": lambda spec: spec.attention_softcap > 0,
-    "caps of logits": lambda spec: spec.logits_softcap > 0,
-    "scaled logits": lambda spec: spec.logits_scale != 1.0,
     "parameters of other parts": lambda spec: spec.other_layer_parameters + spec.other_parameters > 0,
 }
 """By what a message calls it, whether a model has it."""

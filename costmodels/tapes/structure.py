@@ -8,6 +8,7 @@ from costmodels.layers.shapes import loss_chunks
 from costmodels.spec.hardware import Precision
 from costmodels.spec.layout import Layout
 from costmodels.spec.model import AttentionKind, ModelSpec
+from costmodels.spec.model_parts import Router
 
 Unit = Literal["embedding", "dense", "experts", "head"]
 
@@ -166,7 +167,7 @@ def structure_of(
         found = found._replace(
             compiled=compiled,
             norm=model.norm,
-            form=("norm_from_one",) if model.norm_from_one else (),
+            form=_head_form(model),
             pads_vocabulary=entries > model.vocab,
             chunks=int(loss_chunks(tokens, tp)),
         )
@@ -178,6 +179,16 @@ def structure_of(
         one_head=found.one_head and heeds_one_head(found),
         one_key_head=found.one_key_head and heeds_one_head(found) and not found.latent,
     )
+
+
+def _head_form(model: ModelSpec) -> tuple[str, ...]:
+    """What few heads have."""
+    has = {
+        "logits_scale": model.logits_scale != 1.0,
+        "logits_softcap": model.logits_softcap > 0,
+        "norm_from_one": model.norm_from_one,
+    }
+    return tuple(name for name, is_there in has.items() if is_there)
 
 
 def _equal_precision(precision: Precision, unit: Unit) -> Precision:
@@ -262,9 +273,11 @@ def block_form(model: ModelSpec) -> tuple[str, ...]:
         "norm_from_one": model.norm_from_one,
         f"norm_place={model.norm_place}": model.norm_place != "before",
         "output_bias": model.output_bias and not model.linear_bias,
+        "qk_norm_weights": norms and not model.qk_norm_weights and turns,
         "qk_norm_width=all": norms and model.qk_norm_width == "all",
         "residual_scale": model.residual_scale != 1.0,
         "rotary_dim": turns and model.rotary_dim not in (0, model.head_dim),
+        "score_growth": model.score_growth is not None and not turns,
         "score_scale": model.score_scale not in (0.0, model.head_dim**-0.5),
     }
     return tuple(name for name, is_there in has.items() if is_there)
@@ -274,7 +287,7 @@ def _grouped(found: Structure, model: ModelSpec, layout: Layout) -> Structure:
     tp = layout.tensor_parallel
     return found._replace(
         qkv_bias=model.linear_bias or model.qkv_bias,
-        qk_norm=model.qk_norm,
+        qk_norm=model.norms_heads(model.attention_pattern[0]),
         grouped_queries=model.heads // tp > max(1, model.kv_heads // tp),
         one_key_head=model.kv_heads <= tp,
         shares_heads=tp > model.kv_heads,
@@ -336,6 +349,12 @@ def _over_context(found: Structure, model: ModelSpec, layout: Layout) -> Structu
     )
 
 
+def _router_form(router: Router) -> tuple[str, ...]:
+    """What routers have that few do."""
+    has = {"router_bias": router.bias, "weighs_inputs": router.weighs_inputs}
+    return tuple(name for name, is_there in has.items() if is_there)
+
+
 def _with_experts(found: Structure, model: ModelSpec, layout: Layout) -> Structure:
     ep, etp, router = layout.expert_parallel, layout.expert_tensor_parallel, model.router
     sides = model.hidden, model.expert_ffn // etp
@@ -356,7 +375,7 @@ def _with_experts(found: Structure, model: ModelSpec, layout: Layout) -> Structu
         group_score=router.group_score if router.groups > 1 else "",
         one_choice=model.top_k == 1,
         limited="" if not limit else "part" if limit < 1 else "full",
-        form=(*found.form, *(("router_bias",) if router.bias else ())),
+        form=(*found.form, *_router_form(router)),
         shared_experts=model.shared_expert_ffn > 0,
         shared_gate=model.shared_expert_gate,
     )

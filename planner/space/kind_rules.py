@@ -48,6 +48,15 @@ KIND_RULES: tuple[Rule, ...] = (
         of_mesh=True,
     ),
     Rule(
+        "ring_softcap",
+        lambda model, d: _in_ring(d) & (model.attention_softcap > 0),
+        lambda model, d: (
+            f"context_parallel_form ring has no caps of attention's scores, as {model.name} has them; use "
+            "all_gather or all_to_all"
+        ),
+        of_mesh=True,
+    ),
+    Rule(
         "ring_gate",
         lambda model, d: _in_ring(d) & model.attention_gate,
         lambda model, d: (

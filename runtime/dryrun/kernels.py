@@ -131,15 +131,15 @@ def attention(
 
 
 class _FusedRmsNorm(torch.autograd.Function):
-    """CUDA's kernel: keeps its input, the weight and 4 bytes a row."""
+    """CUDA's kernel: keeps its input, the weight, if any, and 4 bytes a row."""
 
     @staticmethod
-    def forward(ctx: Any, input: Tensor, weight: Tensor) -> Tensor:
+    def forward(ctx: Any, input: Tensor, weight: Tensor | None) -> Tensor:
         rows = torch.empty(*input.shape[:-1], 1, dtype=torch.float32, device=input.device)
         ctx.save_for_backward(input, weight, rows)
         return torch.empty_like(input)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None]:  # type: ignore[override]
         input, weight, _ = ctx.saved_tensors
-        return torch.empty_like(input), torch.empty_like(weight)
+        return torch.empty_like(input), None if weight is None else torch.empty_like(weight)

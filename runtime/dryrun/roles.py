@@ -265,7 +265,7 @@ def _tables(stage: Transformer) -> Iterator[Tensor]:
     if stage.embedding is not None and stage.embedding.at is not None:
         yield stage.embedding.at
     for block in stage.blocks:
-        yield from block.attention.rotary or ()
+        yield from block.attention.tables or ()
 
 
 def label_layers(tracker: Tracker, executor: Executor, compiled: bool, in_two: bool = False) -> None:

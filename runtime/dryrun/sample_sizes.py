@@ -265,6 +265,10 @@ class _Sizes:
             "residual_scale": 0.5,
             "embedding_scale": 2.0,
             "score_scale": 0.25,
+            "qk_norm_weights": False,
+            "score_growth": {"positions": self.seq, "factor": 0.5},
+            "logits_scale": 0.5,
+            "logits_softcap": 20.0,
         }
         found: dict[str, Any] = {}
         for part in self.structure.form:
@@ -272,7 +276,7 @@ class _Sizes:
             if name == "attention":
                 found |= {"attention_pattern": (word,), "window": self.seq // 2}
                 continue
-            if name == "router_bias":
+            if name in ("router_bias", "weighs_inputs"):
                 # The router's own fields say it.
                 continue
             if name == "rotary_dim":
@@ -339,6 +343,7 @@ class _Sizes:
                 "group_score": structure.group_score or "max",
                 "expert_bias": structure.expert_bias,
                 "bias": "router_bias" in structure.form,
+                "weighs_inputs": "weighs_inputs" in structure.form,
                 "capacity_factor": limit,
             },
         }

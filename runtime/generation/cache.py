@@ -14,9 +14,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from runtime.model.attention import LatentAttention, MakeRotary, MultiHeadAttention, Rotary
-from runtime.model.fused_attention import EVERYTHING, Reach, reaching_attention
+from runtime.model.attention import LatentAttention, MakeTables, MultiHeadAttention, Tables
+from runtime.model.fused_attention import reaching_attention
 from runtime.model.gated_delta import GatedDelta, delta_rule
+from runtime.model.reach import EVERYTHING, Reach
 from runtime.model.rotary import rotate
 from runtime.model.transformer import Transformer
 from runtime.parallel.tensor import local_weight
@@ -55,10 +56,9 @@ class Cache:
         if self.stage.embedding is not None:
             self.stage.embedding.at = positions.unsqueeze(1)
 
-        def tables(make: MakeRotary) -> Rotary:
-            # Rotation broadcasts a table [S, H] over [B, N, S, H]; here each row has its own.
-            cos, sin = make(positions)
-            return cos[:, None, None], sin[:, None, None]
+        def tables(make: MakeTables) -> Tables:
+            # A table [S, H] is broadcast over [B, N, S, H]; here each row has its own.
+            return tuple(table[:, None, None] for table in make(positions))
 
         self.stage.turn(tables)
 
@@ -158,9 +158,9 @@ class _KeysAndValues:
         keys, values = (kept[:, :, : cache.end] for kept in (self.keys, self.values))
         if not self.core.is_plain:
             reach, sinks_N = self.core.reach, self.core.own_sinks()
-            return reaching_attention(
-                q_BNSH, keys, values, EVERYTHING, sinks_N, cache.reached(reach, q_BNSH.dtype)
-            )
+            by_mask = EVERYTHING._replace(softcap=reach.softcap)
+            mask = cache.reached(reach, q_BNSH.dtype)
+            return reaching_attention(q_BNSH, keys, values, by_mask, sinks_N, mask)
         grouped = q_BNSH.shape[1] != k_BKSH.shape[1]
         return F.scaled_dot_product_attention(q_BNSH, keys, values, cache.visible(), enable_gqa=grouped)
 
@@ -220,5 +220,6 @@ class _Latents:
         """`x_BNSr` turned by the positions of its tokens."""
         if not self.attention.rotates:
             return x_BNSr
-        assert self.attention.rotary is not None
-        return rotate(x_BNSr, *self.attention.rotary)
+        assert self.attention.tables is not None
+        cos, sin = self.attention.tables
+        return rotate(x_BNSr, cos, sin)

@@ -226,6 +226,16 @@ def _smollm3(spec: ModelSpec) -> Config:
     return _llama(spec) | {"no_rope_layers": turned, "attention_bias": spec.qkv_bias}
 
 
+def _gemma2(spec: ModelSpec) -> Config:
+    return _gemma(spec) | {
+        **_window(spec),
+        **_layer_types(spec),
+        "query_pre_attn_scalar": round((spec.score_scale or spec.head_dim**-0.5) ** -2),
+        "attn_logit_softcapping": spec.attention_softcap or None,
+        "final_logit_softcapping": spec.logits_softcap or None,
+    }
+
+
 def _gemma3(spec: ModelSpec) -> Config:
     config = {name: value for name, value in _gemma(spec).items() if not name.startswith("rope_")}
     return (
@@ -249,6 +259,38 @@ def _gpt_oss(spec: ModelSpec) -> Config:
         "intermediate_size": spec.expert_ffn,
         "num_local_experts": spec.experts,
         "num_experts_per_tok": spec.top_k,
+    }
+
+
+def _granite(spec: ModelSpec) -> Config:
+    config = {key: value for key, value in _llama(spec).items() if key != "head_dim"}
+    return config | {
+        "attention_bias": spec.qkv_bias,
+        "embedding_multiplier": spec.embedding_scale,
+        "residual_multiplier": spec.residual_scale,
+        "attention_multiplier": spec.score_scale or spec.head_dim**-0.5,
+        "logits_scaling": 1.0 / spec.logits_scale,
+    }
+
+
+def _llama4(spec: ModelSpec) -> Config:
+    if not spec.experts:
+        return {}
+    kinds = [spec.layer_kind(layer) for layer in range(spec.layers)]
+    growth = spec.score_growth
+    return _llama(spec) | {
+        **_layer_types(spec),
+        "no_rope_layers": [int(kind.attention != "full") for kind in kinds],
+        "attention_chunk_size": spec.window or None,
+        "attention_bias": spec.qkv_bias,
+        "intermediate_size": spec.expert_ffn,
+        "intermediate_size_mlp": spec.ffn,
+        "num_local_experts": spec.experts,
+        "num_experts_per_tok": spec.top_k,
+        "moe_layers": [layer for layer, kind in enumerate(kinds) if kind.mlp == "experts"],
+        "use_qk_norm": spec.qk_norm,
+        "attn_temperature_tuning": growth is not None,
+        **({"floor_scale": growth.positions, "attn_scale": growth.factor} if growth is not None else {}),
     }
 
 
@@ -395,6 +437,9 @@ _WRITERS: dict[str, Callable[[ModelSpec], Config]] = {
     "gpt_oss": _gpt_oss,
     "qwen3_next": _qwen3_next,
     "qwen3_5_text": _gated_delta,
+    "gemma2": _gemma2,
+    "granite": _granite,
+    "llama4_text": _llama4,
 }
 """By model type; a model may be several, of which the first counts."""
 
@@ -423,6 +468,9 @@ _CLASSES = {
     "smollm3": "SmolLM3ForCausalLM",
     "gemma3_text": "Gemma3ForCausalLM",
     "gpt_oss": "GptOssForCausalLM",
+    "gemma2": "Gemma2ForCausalLM",
+    "granite": "GraniteForCausalLM",
+    "llama4_text": "Llama4ForCausalLM",
     "qwen3_next": "Qwen3NextForCausalLM",
     "qwen3_5_text": "Qwen3_5ForCausalLM",
 }

@@ -186,6 +186,7 @@ _QWEN_EXPERTS = _ExpertNames("mlp", _MATRICES, "shared_expert")
 _DEEPSEEK_EXPERTS = _ExpertNames("mlp", _MATRICES, "shared_experts")
 _MIXTRAL_EXPERTS = _ExpertNames("block_sparse_moe", {"up": "w3", "gate": "w1", "down": "w2"}, "")
 _GPT_OSS_EXPERTS = _ExpertNames("mlp", _MATRICES, "", router="router", stacked=True, takes_turns=True)
+_LLAMA4_EXPERTS = _ExpertNames("feed_forward", _MATRICES, "shared_expert", router="router", stacked=True)
 _MINIMAX_EXPERTS = _MIXTRAL_EXPERTS._replace(bias="e_score_correction_bias")
 
 _BEFORE = {"attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
@@ -208,6 +209,7 @@ class Style(NamedTuple):
     turns_neighbours: bool = False
     """Positions turn neighbours by one angle, in attention with grouped queries."""
     mlp: dict[str, str] = _MATRICES
+    mlp_name: str = "mlp"
     experts: _ExpertNames = _QWEN_EXPERTS
     joined_delta: bool = False
     """Of linear attention queries, keys, values and gate are one matrix, and strengths and decays another."""
@@ -218,6 +220,7 @@ STYLES = {
     "minimax_m2": Style(experts=_MINIMAX_EXPERTS),
     "qwen3_next": Style(joined_delta=True),
     "gpt_oss": Style(experts=_GPT_OSS_EXPERTS),
+    "llama4_text": Style(turns_neighbours=True, mlp_name="feed_forward", experts=_LLAMA4_EXPERTS),
     **dict.fromkeys(
         ("deepseek_v2", "deepseek_v3", "kimi_k2", "glm4_moe", "glm4_moe_lite"),
         Style(experts=_DEEPSEEK_EXPERTS),
@@ -229,7 +232,7 @@ STYLES = {
     "olmo2": Style(_AFTER),
     "olmo3": Style(_AFTER),
     "exaone4": Style(_AFTER),
-    "gemma3_text": Style(_GEMMA_NORMS),
+    **dict.fromkeys(("gemma2", "gemma3_text"), Style(_GEMMA_NORMS)),
     "starcoder2": Style(mlp={"up": "c_fc", "down": "c_proj"}),
 }
 """By model type; those that are missing are as Llama or Qwen."""
@@ -263,7 +266,7 @@ def _llama(spec: ModelSpec, style: Style, interleaved: bool) -> Iterator[Entry]:
         if spec.layer_kind(layer).mlp == "experts":
             yield from _experts(spec, style.experts, f"{theirs}{style.experts.mlp}.", f"{ours}mlp.")
         else:
-            yield from _mlp(spec, style, f"{theirs}mlp.", f"{ours}mlp.")
+            yield from _mlp(spec, style, f"{theirs}{style.mlp_name}.", f"{ours}mlp.")
     for kind in norm_kinds:
         yield _one(f"model.norm.{kind}", f"norm.{kind}")
     if not spec.tied:
@@ -286,7 +289,7 @@ def _attention(spec: ModelSpec, style: Style, theirs: str, ours: str) -> Iterato
                 yield Entry(f"{theirs}q_proj.{kind}", (part, Part(f"{ours}gate.{kind}")), groups=spec.heads)
             else:
                 yield Entry(f"{theirs}{place}_proj.{kind}", (part,))
-    if spec.qk_norm:
+    if spec.qk_norm and spec.qk_norm_weights:
         for name in ("q", "k"):
             long = {"q": "query", "k": "key"}[name]
             yield _one(f"{theirs}{name}_norm.weight", f"{ours}{long}_norm.weight")

@@ -19,12 +19,14 @@ from costmodels import ModelSpec
 from costmodels.spec.model import AttentionKind
 from costmodels.spec.model_parts import RopeScaling
 from runtime.model.attention_kernels import DocumentMasks, equal_heads_attention, masked_attention
-from runtime.model.fused_attention import EVERYTHING, Reach, reaching_attention
+from runtime.model.fused_attention import reaching_attention
 from runtime.model.norms import rms_norm
+from runtime.model.reach import EVERYTHING, Reach
 from runtime.model.rotary import first_positions, rotary_table, rotate, score_factor
 
-Rotary = tuple[Tensor, Tensor]
-"""Cosines and sines, [S, H] each, or [B, 1, S, H] where rows have positions of their own."""
+Tables = tuple[Tensor, ...]
+"""What positions do to a layer: cosines and sines, [S, H] each, or one factor of queries, [S, 1]; with [B, 1]
+in front where rows have positions of their own."""
 
 
 class MakeRotary(NamedTuple):
@@ -34,9 +36,24 @@ class MakeRotary(NamedTuple):
     theta: float
     scaling: RopeScaling | None
 
-    def __call__(self, positions_S: Tensor) -> Rotary:
-        """Tables of these positions."""
+    def __call__(self, positions_S: Tensor) -> Tables:
+        """Cosines and sines of these positions."""
         return rotary_table(positions_S, self.dim, self.theta, self.scaling)
+
+
+class MakeGrowth(NamedTuple):
+    """How scores grow with positions (`ScoreGrowth`)."""
+
+    positions: int
+    factor: float
+
+    def __call__(self, positions_S: Tensor) -> Tables:
+        """The factor of queries at these positions."""
+        past_S1 = torch.floor((positions_S.float() + 1.0) / self.positions).unsqueeze(-1)
+        return (1.0 + self.factor * torch.log1p(past_S1),)
+
+
+MakeTables = MakeRotary | MakeGrowth
 
 
 OverRanks = Callable[[Tensor, Tensor, Tensor, DocumentMasks, Tensor | None], Tensor]
@@ -72,7 +89,7 @@ class CoreAttention(nn.Module):
     def forward(self, q_BNSH: Tensor, k_BKSH: Tensor, v_BKSH: Tensor) -> Tensor:
         if self.over_ranks is not None:
             return self.over_ranks(q_BNSH, k_BKSH, v_BKSH, self.documents, self.own_sinks())
-        if not self.is_plain and (self.sinks is not None or self.reach.binds(k_BKSH.shape[2])):
+        if not self.is_plain and (self.sinks is not None or not self.reach.is_everything(k_BKSH.shape[2])):
             mask_B1TP = self.documents.masks[0] if self.documents.masks else None
             return reaching_attention(q_BNSH, k_BKSH, v_BKSH, self.reach, self.own_sinks(), mask_B1TP)
         if self.documents.masks:
@@ -91,8 +108,9 @@ class MultiHeadAttention(nn.Module, ABC):
 
     output: nn.Linear
     rotates: bool
-    make_rotary: MakeRotary
-    rotary: Rotary | None
+    make_tables: MakeTables | None
+    """None where positions do nothing to the layer."""
+    tables: Tables | None
 
     def __init__(self, reach: Reach = EVERYTHING, sinks: int = 0) -> None:
         super().__init__()
@@ -100,6 +118,11 @@ class MultiHeadAttention(nn.Module, ABC):
 
     def forward(self, x_BSD: Tensor) -> Tensor:
         return self.merge(self.core(*self.heads(x_BSD)), x_BSD)
+
+    def position_tables(self, seq: int, device: torch.device) -> Tables:
+        """What positions do to the layer: what the model was told, or those of the first `seq` positions."""
+        assert self.make_tables is not None
+        return self.tables or self.make_tables(first_positions(seq, device))
 
     @abstractmethod
     def heads(self, x_BSD: Tensor) -> tuple[Tensor, ...]:
@@ -119,7 +142,9 @@ class Attention(MultiHeadAttention):
     """Multi-head attention with grouped queries, of a kind of layer: [B, S, D] -> [B, S, D]."""
 
     def __init__(self, spec: ModelSpec, kind: AttentionKind = "full") -> None:
-        reach = Reach(spec.window * (kind == "window"), spec.window * (kind == "chunk"))
+        reach = Reach(
+            spec.window * (kind == "window"), spec.window * (kind == "chunk"), spec.attention_softcap
+        )
         super().__init__(reach, spec.heads * spec.attention_sinks)
         qkv_bias = spec.linear_bias or spec.qkv_bias
         self.query = nn.Linear(spec.hidden, spec.q_size, bias=qkv_bias)
@@ -128,18 +153,21 @@ class Attention(MultiHeadAttention):
         self.norms_all = spec.qk_norm_width == "all"
         """Norms go over all heads together."""
         widths = (spec.q_size, spec.kv_size) if self.norms_all else (spec.head_dim, spec.head_dim)
-        self.query_norm = rms_norm(spec, widths[0]) if spec.qk_norm else None
-        self.key_norm = rms_norm(spec, widths[1]) if spec.qk_norm else None
+        has_norms, weights = spec.norms_heads(kind), spec.qk_norm_weights
+        self.query_norm = rms_norm(spec, widths[0], weights) if has_norms else None
+        self.key_norm = rms_norm(spec, widths[1], weights) if has_norms else None
         self.gate = nn.Linear(spec.hidden, spec.q_size, bias=qkv_bias) if spec.attention_gate else None
         self.output = nn.Linear(spec.q_size, spec.hidden, bias=spec.linear_bias or spec.output_bias)
         self.head_dim = spec.head_dim
         self.score_factor = spec.score_scale * spec.head_dim**0.5 or 1.0
-        turned_by = spec.turned_by(kind)
-        self.rotates = turned_by is not None
-        self.make_rotary = MakeRotary(
-            spec.rotary_dim or spec.head_dim, *(turned_by or (spec.rope_theta, spec.rope_scaling))
-        )
-        self.rotary: Rotary | None = None
+        turned_by, growth = spec.turned_by(kind), spec.score_growth
+        self.rotates, self.grows = turned_by is not None, turned_by is None and growth is not None
+        self.make_tables = None
+        if turned_by is not None:
+            self.make_tables = MakeRotary(spec.rotary_dim or spec.head_dim, *turned_by)
+        elif growth is not None:
+            self.make_tables = MakeGrowth(growth.positions, growth.factor)
+        self.tables = None
 
     def heads(self, x_BSD: Tensor) -> Heads:
         batch, seq = x_BSD.shape[:2]
@@ -152,8 +180,11 @@ class Attention(MultiHeadAttention):
             q, k = self.normalised(q, k)
         q, k, v = (heads.transpose(1, 2) for heads in (q, k, v))
         if self.rotates:
-            cos, sin = self.rotary or self.make_rotary(first_positions(seq, x_BSD.device))
+            cos, sin = self.position_tables(seq, x_BSD.device)
             q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+        elif self.grows:
+            (growth,) = self.position_tables(seq, x_BSD.device)
+            q = (q * growth).to(q.dtype)
         if self.score_factor != 1.0:
             q = q * self.score_factor
         return q, k, v
@@ -212,8 +243,8 @@ class LatentAttention(MultiHeadAttention):
         self.nope, self.rope, self.value = nope, rope, value
         self.score_factor = score_factor(spec.rope_scaling)
         self.rotates = spec.position == "rope"
-        self.make_rotary = MakeRotary(rope, spec.rope_theta, spec.rope_scaling)
-        self.rotary: Rotary | None = None
+        self.make_tables = MakeRotary(rope, spec.rope_theta, spec.rope_scaling) if self.rotates else None
+        self.tables = None
 
     def heads(self, x_BSD: Tensor) -> Heads:
         q_BSQ, latent_BSC, k_rope = self.compress(x_BSD)
@@ -225,7 +256,7 @@ class LatentAttention(MultiHeadAttention):
         v = v.contiguous()
         k_rope = k_rope.unsqueeze(1)
         if self.rotates:
-            cos, sin = self.rotary or self.make_rotary(first_positions(seq, x_BSD.device))
+            cos, sin = self.position_tables(seq, x_BSD.device)
             q_BNSU, q_BNSr = q.split((self.nope, self.rope), dim=-1)
             q = torch.cat((q_BNSU, rotate(q_BNSr, cos, sin)), dim=-1)
             k_rope = rotate(k_rope, cos, sin)

@@ -147,13 +147,28 @@ class MixtureOfExperts(nn.Module):
         self.shared = MLP(spec, spec.shared_expert_ffn) if spec.shared_expert_ffn else None
         self.shared_gate = nn.Linear(spec.hidden, 1, bias=False) if spec.shared_expert_gate else None
         self.dispatch: Dispatch = LocalDispatch(spec.experts, drops=bool(spec.router.capacity_factor))
+        self.weighs_inputs, self.top_k = spec.router.weighs_inputs, spec.top_k
 
     def forward(self, x_BSD: Tensor) -> Tensor:
-        weights_BSk, chosen_BSk = self.router(x_BSD)
-        sent = self.dispatch.send(x_BSD.flatten(0, 1), weights_BSk.flatten(0, 1), chosen_BSk.flatten(0, 1))
+        sent = self.dispatch.send(*self.weighted_tokens(x_BSD))
         shared_BSD = None if self.shared is None else self.shared(x_BSD)
         if shared_BSD is not None and self.shared_gate is not None:
             shared_BSD = shared_BSD * self.shared_gate(x_BSD).sigmoid()
         rows_RD, counts_E = self.dispatch.receive(sent)
-        result_BSD = self.dispatch.give_back(sent, self.experts(rows_RD, counts_E)).view_as(x_BSD)
+        result_BSD = self.dispatch.give_back(sent, self.experts(rows_RD, counts_E))
+        if self.weighs_inputs and self.top_k > 1:
+            result_BSD = result_BSD.unflatten(0, (-1, self.top_k)).sum(1)
+        result_BSD = result_BSD.view_as(x_BSD)
         return result_BSD if shared_BSD is None else result_BSD + shared_BSD
+
+    def weighted_tokens(self, x_BSD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Tokens [T, D], and the weights and experts [T, k] of each.
+
+        Where weights are factors of what goes into experts, a token is k tokens of one expert each, [T k, D].
+        """
+        weights_Tk, chosen_Tk = (part.flatten(0, 1) for part in self.router(x_BSD))
+        x_TD = x_BSD.flatten(0, 1)
+        if not self.weighs_inputs:
+            return x_TD, weights_Tk, chosen_Tk
+        weighed_TkD = x_TD.unsqueeze(1) * weights_Tk.unsqueeze(-1).to(x_TD.dtype)
+        return weighed_TkD.flatten(0, 1), torch.ones_like(weights_Tk).view(-1, 1), chosen_Tk.view(-1, 1)

@@ -7,44 +7,18 @@ takes part in the softmax and adds nothing (StreamingLLM, arXiv:2309.17453, as g
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from runtime.model.attention_kernels import pad_heads, repeat_heads, takes_flash
+from runtime.model.capped_attention import capped_attention
+from runtime.model.reach import Reach
 
 LSE_MULTIPLE = 32
 """The memory-efficient kernel pads log-sum-exps to a multiple of this many tokens."""
-
-
-class Reach(NamedTuple):
-    """What the tokens of a layer see besides themselves: all before them where both are 0."""
-
-    window: int = 0
-    """So many tokens, the own one included."""
-    chunk: int = 0
-    """Those before it in its own chunk of so many."""
-
-    def binds(self, keys: int) -> bool:
-        """Whether tokens of a sequence of `keys` do not see all before them."""
-        return 0 < max(self.window, self.chunk) < keys
-
-    def mask(self, queries_T: Tensor, keys: int, dtype: torch.dtype) -> Tensor:
-        """The mask [T, P] that is added to the scores of queries at these positions: 0, or -inf to hide."""
-        keys_P, at_T1 = torch.arange(keys, device=queries_T.device), queries_T.unsqueeze(1)
-        hidden_TP = keys_P > at_T1
-        if self.window:
-            hidden_TP |= keys_P <= at_T1 - self.window
-        if self.chunk:
-            hidden_TP |= keys_P < at_T1 - at_T1 % self.chunk
-        return torch.zeros(hidden_TP.shape, dtype=dtype, device=queries_T.device).masked_fill_(
-            hidden_TP, -torch.inf
-        )
-
-
-EVERYTHING = Reach()
 
 
 def reaching_attention(
@@ -69,6 +43,9 @@ def reaching_attention(
         [B, N, T, H]. The flash kernel skips what a window hides; other devices and number formats get a mask.
     """
     tokens, keys = q_BNTH.shape[2], k_BKPH.shape[2]
+    if reach.softcap:
+        assert sinks_N is None, "models with capped scores have no sinks"
+        return capped_attention(q_BNTH, k_BKPH, v_BKPH, reach, mask)
     if reach.chunk and reach.binds(keys) and tokens == keys and mask is None and sinks_N is None:
         return _chunks_apart(q_BNTH, k_BKPH, v_BKPH, reach.chunk)
     head = q_BNTH.shape[-1]

@@ -95,7 +95,7 @@ class GatedDelta(MultiHeadAttention):
         self.core = DeltaCore(sizes.chunk)
         self.gated_norm = nn.RMSNorm(sizes.value_dim, eps=spec.norm_eps)
         self.output = nn.Linear(sizes.value_size, spec.hidden, bias=False)
-        self.rotates, self.rotary = False, None
+        self.rotates, self.make_tables, self.tables = False, None, None
 
     def heads(self, x_BSD: Tensor) -> tuple[Tensor, ...]:
         """What the rule takes."""

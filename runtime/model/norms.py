@@ -21,9 +21,10 @@ class NormFromOne(nn.RMSNorm):
         return self.weighted(x, self.weight)
 
 
-def rms_norm(spec: ModelSpec, width: int) -> nn.RMSNorm:
-    """The model's RMS norm over `width` elements."""
-    return (NormFromOne if spec.norm_from_one else nn.RMSNorm)(width, eps=spec.norm_eps)
+def rms_norm(spec: ModelSpec, width: int, weights: bool = True) -> nn.RMSNorm:
+    """The model's RMS norm over `width` elements, with or without `weights`."""
+    kind = NormFromOne if spec.norm_from_one and weights else nn.RMSNorm
+    return kind(width, eps=spec.norm_eps, elementwise_affine=weights)
 
 
 def make_norm(spec: ModelSpec) -> nn.Module:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from costmodels import ModelSpec
 from runtime.model.adapters import add_adapters
-from runtime.model.attention import Attention, LatentAttention, MakeRotary, MultiHeadAttention, Rotary
+from runtime.model.attention import Attention, LatentAttention, MakeTables, MultiHeadAttention, Tables
 from runtime.model.attention_kernels import DocumentMasks
 from runtime.model.experts import MixtureOfExperts, Router
 from runtime.model.gated_delta import GatedDelta
@@ -123,7 +123,7 @@ class Transformer(nn.Module):
                 add_adapters(block, alike, kind.mlp)
         self.score: Callable[[nn.Linear, Tensor], Tensor] | None = None
         """Makes of the head and its input what the model returns in the place of logits: a loss."""
-        self.tied = spec.tied
+        self.tied, self.logits_scale, self.softcap = spec.tied, spec.logits_scale, spec.logits_softcap
         self.documents = DocumentMasks()
         """Shared by all layers."""
         for block in self.blocks:
@@ -158,15 +158,16 @@ class Transformer(nn.Module):
             self.embedding.at = positions_S
         self.turn(lambda make: make(positions_S))
 
-    def turn(self, tables: Callable[[MakeRotary], Rotary]) -> None:
-        """Give each layer that turns its heads the `tables` of its way to make them."""
-        made: dict[MakeRotary, Rotary] = {}
+    def turn(self, tables: Callable[[MakeTables], Tables]) -> None:
+        """Give each layer that positions do something to the `tables` of its way to make them."""
+        made: dict[MakeTables, Tables] = {}
         for attention in (block.attention for block in self.blocks):
-            if attention.rotates:
-                make = attention.make_rotary
-                if make not in made:
-                    made[make] = tables(make)
-                attention.rotary = made[make]
+            make = attention.make_tables
+            if make is None:
+                continue
+            if make not in made:
+                made[make] = tables(make)
+            attention.tables = made[make]
 
     def run_layers(self, x_BSD: Tensor) -> Tensor:
         """All layers, one after the other: [B, S, D] -> [B, S, D]."""
@@ -180,5 +181,11 @@ class Transformer(nn.Module):
         x = self.run_layers(x)
         if self.norm is not None and self.head is not None:
             x = self.norm(x)
-            x = self.head(x) if self.score is None else self.score(self.head, x)
+            if self.logits_scale != 1.0:
+                x = x * self.logits_scale
+            if self.score is not None:
+                return self.score(self.head, x)
+            x = self.head(x)
+            if self.softcap:
+                x = torch.tanh(x / self.softcap) * self.softcap
         return x

@@ -26,7 +26,7 @@ from costmodels import Layout, ModelSpec
 from costmodels.spec.layout import ContextParallelForm
 from runtime.model.attention import OverRanks
 from runtime.model.attention_kernels import DocumentMasks, equal_heads_attention
-from runtime.model.fused_attention import Reach
+from runtime.model.reach import Reach
 from runtime.model.transformer import Transformer
 from runtime.parallel.context_attention import exchanged_attention, gathered_attention
 from runtime.parallel.mesh import Grid

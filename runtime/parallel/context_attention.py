@@ -15,7 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from runtime.model.attention_kernels import DocumentMasks, masked_attention, repeat_heads, suffix_attention
-from runtime.model.fused_attention import EVERYTHING, Reach, reaching_attention
+from runtime.model.fused_attention import reaching_attention
+from runtime.model.reach import EVERYTHING, Reach
 from runtime.parallel.collectives import all_gather, exchange_slices, sum_parts
 from runtime.parallel.zigzag import rank_order, sequence_order
 
@@ -53,7 +54,7 @@ def gathered_attention(
     first, last = q_BNsH.chunk(2, dim=2)
     k_first, v_first, k_last, v_last = _GatherPrefixes.apply(k_BKsH, v_BKsH, name, size, rank)  # type: ignore[no-untyped-call]
     masks = (None, None) if documents is None or not documents.masks else documents.masks
-    if reach.binds(k_BKsH.shape[2] * size) or sinks_N is not None:
+    if not reach.is_everything(k_BKsH.shape[2] * size) or sinks_N is not None:
         parts = (
             reaching_attention(first, k_first, v_first, reach, sinks_N, masks[0]),
             reaching_attention(last, k_last, v_last, reach, sinks_N, masks[1]),
@@ -144,7 +145,7 @@ def exchanged_attention(
     received = torch.split(exchange_slices(sent, group), shares, dim=2)
     q, k, v = (x.permute(1, 2, 0, 3) for x in received)
     mask_B1SS = documents.masks[0] if documents is not None and documents.masks else None
-    if reach.binds(q.shape[2]) or sinks_N is not None:
+    if not reach.is_everything(q.shape[2]) or sinks_N is not None:
         own_sinks = None if sinks_N is None else sinks_N.chunk(size)[group.rank()]
         result = reaching_attention(q, k, v, reach, own_sinks, mask_B1SS)
     elif mask_B1SS is not None:

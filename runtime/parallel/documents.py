@@ -13,7 +13,7 @@ from torch import Tensor
 from costmodels import Layout, ModelSpec
 from costmodels.errors import InputError
 from runtime.data.boundaries import Boundaries
-from runtime.model.attention import MakeRotary, Rotary
+from runtime.model.attention import MakeTables, Tables
 from runtime.model.number_formats import DTYPES
 from runtime.model.transformer import Transformer
 from runtime.parallel.context import local_positions
@@ -69,7 +69,7 @@ class Documents:
         self.starts: tuple[Tensor, ...] = ()
         self.masks: tuple[int, tuple[Tensor, ...]] | None = None
         """The micro batch that has run last, and its masks: all stages of a rank share them."""
-        self.rotary: dict[MakeRotary, Rotary] = {}
+        self.tables: dict[MakeTables, Tables] = {}
 
     def start_batch(self, tokens: Tensor) -> None:
         """Take the whole sequences of a batch, [micro batches x B, S]."""
@@ -99,10 +99,9 @@ class Documents:
         if stage.embedding is not None:
             stage.embedding.at = at_Bs
 
-        def tables(make: MakeRotary) -> Rotary:
-            if make not in self.rotary:
-                self.rotary[make] = make(torch.arange(self.seq, device=at_Bs.device))
-            cos, sin = self.rotary[make]
-            return cos[at_Bs].unsqueeze(1), sin[at_Bs].unsqueeze(1)
+        def tables(make: MakeTables) -> Tables:
+            if make not in self.tables:
+                self.tables[make] = make(torch.arange(self.seq, device=at_Bs.device))
+            return tuple(table[at_Bs].unsqueeze(1) for table in self.tables[make])
 
         stage.turn(tables)

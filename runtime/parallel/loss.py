@@ -108,6 +108,17 @@ def fusible_scores(
     return losses_T.sum(), gradient_TV.to(logits_TV.dtype)
 
 
+def capped(scores: Scores, softcap: float) -> Scores:
+    """`scores` of logits x that are bounded to softcap tanh(x / softcap) first (Gemma 2)."""
+
+    def of_bounded(logits_TV: Tensor, targets_T: Tensor, factor: Tensor) -> tuple[Tensor, Tensor]:
+        bounded_TV = torch.tanh(logits_TV / softcap)
+        loss, gradient_TV = scores(bounded_TV * softcap, targets_T, factor)
+        return loss, gradient_TV * (1.0 - bounded_TV.square())
+
+    return of_bounded
+
+
 def _of_predicted(losses_T: Tensor, targets_T: Tensor, factor: Tensor) -> tuple[Tensor, Tensor]:
     """Losses, and factors of their gradients, which are zero where nothing is predicted."""
     ignored_T = targets_T < 0
@@ -218,9 +229,11 @@ class TokenLoss:
         tp = layout.tensor_parallel
         start = grid.tp_rank * (spec.padded_vocab(tp) // tp)
         self.vocabulary = Vocabulary(spec.vocab, start, grid.mesh.get_group("tp") if tp > 1 else None)
-        self.scores: Scores = partial(eager_scores, self.vocabulary)
+        self.scores: Scores = partial(fusible_scores if compiled else eager_scores, self.vocabulary)
+        if spec.logits_softcap:
+            self.scores = capped(self.scores, spec.logits_softcap)
         if compiled:
-            self.scores = compiled_scores(self.vocabulary)
+            self.scores = torch.compile(self.scores)
         self.tokens = layout.global_batch_size * spec.seq
         """Of the global batch of the running step, which the trainer sets too."""
         self.targets: float | None = None
@@ -241,13 +254,3 @@ class TokenLoss:
         factor = self.scale / (self.tokens if self.targets is None else self.targets)
         weight_VD = local_weight(head.weight)
         return head_loss(x_BSD, weight_VD, self.labels_BS, self.vocabulary, factor, self.scores)
-
-
-def compiled_scores(vocabulary: Vocabulary) -> Scores:
-    """What scores a chunk of tokens, compiled."""
-
-    def scores(logits_TV: Tensor, targets_T: Tensor, factor: Tensor) -> tuple[Tensor, Tensor]:
-        return fusible_scores(vocabulary, logits_TV, targets_T, factor)
-
-    compiled: Scores = torch.compile(scores)
-    return compiled

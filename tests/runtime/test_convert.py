@@ -86,7 +86,9 @@ def test_there_and_back_again_gives_the_same_bits(name: str, tmp_path: Path) -> 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["gpt2", "llama", "mixtral", "deepseek", "sinks", "windows"])
+@pytest.mark.parametrize(
+    "name", ["gpt2", "llama", "mixtral", "deepseek", "sinks", "windows", "capped", "chunks"]
+)
 def test_transformers_reads_what_was_trained_here(name: str, tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     spec = (OUR_MODELS | FORMS)[name]

@@ -6,7 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from runtime.model.fused_attention import Reach, reaching_attention
+from runtime.model import capped_attention
+from runtime.model.fused_attention import reaching_attention
+from runtime.model.reach import Reach
 
 KEYS = 20
 
@@ -15,7 +17,8 @@ def written_out(q: Tensor, k: Tensor, v: Tensor, reach: Reach, sinks: Tensor | N
     """One softmax over the scores that the mask and the reach leave, and the sink."""
     repeats, tokens = q.shape[1] // k.shape[1], q.shape[2]
     k, v = k.repeat_interleave(repeats, 1), v.repeat_interleave(repeats, 1)
-    scores = q @ k.transpose(2, 3) * q.shape[-1] ** -0.5 + mask
+    scores = q @ k.transpose(2, 3) * q.shape[-1] ** -0.5
+    scores = (scores / reach.softcap).tanh() * reach.softcap + mask if reach.softcap else scores + mask
     for at in range(tokens):
         own = KEYS - tokens + at
         first = max(0, own - reach.window + 1) if reach.window else 0
@@ -26,13 +29,24 @@ def written_out(q: Tensor, k: Tensor, v: Tensor, reach: Reach, sinks: Tensor | N
     return scores.softmax(-1)[..., :KEYS] @ v
 
 
-@pytest.mark.parametrize("reach", [Reach(), Reach(5), Reach(0, 7), Reach(0, 5), Reach(50)])
+REACHES = [Reach(), Reach(5), Reach(0, 7), Reach(0, 5), Reach(50)]
+CAPPED = [reach._replace(softcap=1.5) for reach in REACHES]
+
+
+@pytest.mark.parametrize(
+    ("reach", "has_sinks"),
+    [
+        *((reach, sinks) for reach in REACHES for sinks in (False, True)),
+        *((reach, False) for reach in CAPPED),
+    ],
+)
 @pytest.mark.parametrize("tokens", [KEYS, 13])
-@pytest.mark.parametrize("has_sinks", [False, True])
 @pytest.mark.parametrize("has_mask", [False, True])
 def test_outputs_and_gradients_are_those_of_one_softmax(
-    reach: Reach, tokens: int, has_sinks: bool, has_mask: bool
+    reach: Reach, tokens: int, has_sinks: bool, has_mask: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    # Queries in several blocks, the last one not full.
+    monkeypatch.setattr(capped_attention, "BLOCK", 8)
     generator = torch.Generator().manual_seed(0)
     shapes = (2, 4, tokens, 8), (2, 2, KEYS, 8), (2, 2, KEYS, 8), (4,)
     leaves = [torch.randn(shape, generator=generator, requires_grad=True) for shape in shapes]

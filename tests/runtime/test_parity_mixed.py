@@ -41,6 +41,7 @@ SEEDED = (
     ("windows", 4, 4, 13),
     ("chunks", 4, 4, 14),
     ("delta", 4, 4, 15),
+    ("capped", 4, 3, 16),
 )
 """Model, ranks, layouts and the seed of their choice."""
 

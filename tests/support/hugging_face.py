@@ -129,6 +129,26 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         | {"head_dim": 16, "num_local_experts": 6, "num_experts_per_tok": 2, "sliding_window": 7}
         | {"rope_parameters": YARN | {"rope_theta": 500.0, "truncate": False}},
     ),
+    "gemma2": (
+        "gemma2",
+        SIZES
+        | {"head_dim": 16, "sliding_window": 7, "query_pre_attn_scalar": 20}
+        | {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0, "tie_word_embeddings": False},
+    ),
+    "granite": (
+        "granite",
+        SIZES
+        | {"embedding_multiplier": 3.0, "residual_multiplier": 0.4, "attention_multiplier": 0.2}
+        | {"logits_scaling": 5.0},
+    ),
+    "llama4": (
+        "llama4_text",
+        {key: value for key, value in SIZES.items() if key != "rope_theta"}
+        | {"head_dim": 16, "num_local_experts": 6, "num_experts_per_tok": 2, "intermediate_size_mlp": 40}
+        | {"num_hidden_layers": 4, "interleave_moe_layer_step": 2, "attention_chunk_size": 7}
+        | {"no_rope_layer_interval": 4, "floor_scale": 5, "attn_scale": 0.3, "pad_token_id": 0}
+        | {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}},
+    ),
     "minimax_m2": (
         "minimax_m2",
         SIZES | {"head_dim": 16, "num_local_experts": 6, "num_experts_per_tok": 2},

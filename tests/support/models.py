@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from costmodels import LatentAttention, ModelSpec, RopeScaling, Router
-from costmodels.spec.model_parts import LinearAttention
+from costmodels.spec.model_parts import LinearAttention, ScoreGrowth
 
 
 def llama(name: str, **sizes: Any) -> ModelSpec:
@@ -87,6 +87,7 @@ FORMS = {
             "qkv_bias": True,
             "norm_from_one": True,
             "embedding_scale": 8.0,
+            "logits_softcap": 5.0,
         }
     ),
     "after": LLAMA.model_copy(
@@ -98,6 +99,7 @@ FORMS = {
             "output_bias": True,
             "residual_scale": 0.5,
             "score_scale": 0.3,
+            "logits_scale": 0.5,
         }
     ),
     "sigmoid": LLAMA.model_copy(
@@ -143,6 +145,20 @@ FORMS = {
             "tied": True,
         }
     ),
+    "capped": LLAMA.model_copy(
+        update={
+            "name": "parity-capped",
+            "norm_place": "around",
+            "norm_from_one": True,
+            "embedding_scale": 8.0,
+            "attention_pattern": ("window", "full"),
+            "window": 9,
+            "attention_softcap": 2.0,
+            "logits_softcap": 4.0,
+            "score_scale": 0.25,
+            "tied": True,
+        }
+    ),
     "delta": LLAMA.model_copy(
         update={
             "name": "parity-delta",
@@ -173,12 +189,15 @@ FORMS = {
             "top_k": 1,
             "expert_ffn": 32,
             "shared_expert_ffn": 32,
-            "router": Router(score="sigmoid", normalised=False),
+            "router": Router(score="sigmoid", normalised=False, weighs_inputs=True),
+            "qk_norm": True,
+            "qk_norm_weights": False,
+            "score_growth": ScoreGrowth(positions=6, factor=0.3),
         }
     ),
 }
-"""Small models with what few models have: GLM-4's and Gemma's, OLMo 2's, MiniMax-M2's, gpt-oss's, Gemma 3's,
-Llama 4's and Qwen3-Next's blocks."""
+"""Small models with what few models have: GLM-4's and Gemma's, OLMo 2's, MiniMax-M2's, gpt-oss's, Gemma 2's
+and 3's, Llama 4's and Qwen3-Next's blocks."""
 
 
 def small_spec(**sizes: int) -> ModelSpec:

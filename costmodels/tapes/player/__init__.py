@@ -75,8 +75,8 @@ def is_playable(model: ModelSpec, layout: Layout, compiled: bool, version: str |
         return False
     if untrained_parts(model) or model.lora is not None:
         return False
-    if "linear" in model.attention_pattern:
-        # A layer of linear attention does more for longer sequences, which no tape says.
+    if "linear" in model.attention_pattern or model.attention_softcap:
+        # Linear attention and capped scores take more steps for longer sequences, which no tape says.
         return False
     if layout.precision == "fp8" and layout.offload_activations and layout.context_parallel > 1:
         # Products in 8 bits keep what the host has too, where keys are gathered: more than is played.

@@ -8,7 +8,9 @@ from planner.inputs.huggingface.keys import (
     attention_pattern,
     every_nth,
     given,
+    number,
     one_of,
+    period,
     refuse_other,
     whole,
     windows,
@@ -54,7 +56,7 @@ def mlp_fields(kinds: list[str]) -> Config:
     leading = kinds.index("experts") if "experts" in kinds else len(kinds)
     if all(kind == "experts" for kind in kinds[leading:]):
         return {"dense_layers": leading}
-    return {"mlp_pattern": tuple(kinds)}
+    return {"mlp_pattern": period(kinds)}
 
 
 def _shared_expert(config: Config) -> Config:
@@ -171,8 +173,17 @@ def llama4(config: Config) -> Config:
             "expert_ffn": width,
             "shared_expert_ffn": width,
             "router": {"score": "sigmoid", "normalised": False, "weighs_inputs": True},
+            "qk_norm": bool(config.get("use_qk_norm")),
+            "qk_norm_weights": False,
+            "score_growth": _score_growth(config),
         }
     )
+
+
+def _score_growth(config: Config) -> Config | None:
+    if not config.get("attn_temperature_tuning"):
+        return None
+    return {"positions": whole(config, "floor_scale"), "factor": number(config, "attn_scale", 0.1)}
 
 
 def ernie4_5_moe(config: Config) -> Config:
