@@ -60,14 +60,19 @@ def _blocks(reach: Reach, tokens: int, keys: int, is_masked: bool) -> Iterator[_
         yield _Block(slice(first, last), slice(least, end))
 
 
+def _by_keys(x_BNTH: Tensor, block: _Block, shared: int) -> Tensor:
+    """The queries of a block, [B, K, M, H]: M are those of each of the heads that share keys."""
+    batch, _, _, head = x_BNTH.shape
+    return x_BNTH[:, :, block.queries].reshape(batch, shared, -1, head)
+
+
 def _bounded(
     q_BKMH: Tensor, k_BKph: Tensor, hidden: Tensor, softcap: float, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """The probabilities of a block, and its scores over the bound, both [B, K, M, p] in fp32; M queries are
-    those of each of the heads that share keys."""
+    """The probabilities of a block, and its scores over the bound, both [B, K, M, p] in fp32."""
     bounded = torch.tanh((q_BKMH @ k_BKph.transpose(2, 3)).float() * (scale / softcap))
     shape = bounded.shape
-    scores = (bounded * softcap).unflatten(2, (-1, hidden.shape[-2])) + hidden
+    scores = (bounded * softcap).view(*shape[:2], -1, hidden.shape[-2], shape[3]) + hidden
     return scores.view(shape).softmax(-1), bounded
 
 
@@ -94,12 +99,12 @@ class _Capped(torch.autograd.Function):
         out_BNTH = out_BNTH.transpose(1, 2)
         scale = q_BNTH.shape[-1] ** -0.5
         for block in _blocks(reach, tokens, keys, mask is not None):
-            q_BKMH = q_BNTH[:, :, block.queries].unflatten(1, (shared, -1)).flatten(2, 3)
+            q_BKMH = _by_keys(q_BNTH, block, shared)
             hidden = _hidden(reach, block, tokens, keys, mask, q_BNTH)
             shares, _ = _bounded(q_BKMH, k_BKPH[:, :, block.keys], hidden, reach.softcap, scale)
             result_BKMH = shares.to(v_BKPH.dtype) @ v_BKPH[:, :, block.keys]
-            queries = block.queries.stop - block.queries.start
-            out_BNTH[:, :, block.queries] = result_BKMH.unflatten(2, (-1, queries)).flatten(1, 2)
+            own = out_BNTH[:, :, block.queries]
+            own.copy_(result_BKMH.view(own.shape))
         ctx.save_for_backward(q_BNTH, k_BKPH, v_BKPH, out_BNTH, mask)
         ctx.reach = reach
         return out_BNTH
@@ -113,10 +118,7 @@ class _Capped(torch.autograd.Function):
         to_q = torch.empty_like(q_BNTH)
         to_k, to_v = (torch.zeros_like(x, dtype=torch.float32) for x in (k_BKPH, v_BKPH))
         for block in _blocks(reach, tokens, keys, mask is not None):
-            q_BKMH, grad_BKMH, out_BKMH = (
-                x[:, :, block.queries].unflatten(1, (shared, -1)).flatten(2, 3)
-                for x in (q_BNTH, grad_BNTH, out_BNTH)
-            )
+            q_BKMH, grad_BKMH, out_BKMH = (_by_keys(x, block, shared) for x in (q_BNTH, grad_BNTH, out_BNTH))
             k_here, v_here = k_BKPH[:, :, block.keys], v_BKPH[:, :, block.keys]
             hidden = _hidden(reach, block, tokens, keys, mask, q_BNTH)
             shares, bounded = _bounded(q_BKMH, k_here, hidden, reach.softcap, scale)
@@ -125,7 +127,7 @@ class _Capped(torch.autograd.Function):
             to_scores = (grad_BKMH @ v_here.transpose(2, 3)).float()
             to_scores = shares * (to_scores - taken) * (1.0 - bounded.square()) * scale
             to_scores = to_scores.to(q_BKMH.dtype)
-            queries = block.queries.stop - block.queries.start
-            to_q[:, :, block.queries] = (to_scores @ k_here).unflatten(2, (-1, queries)).flatten(1, 2)
+            own = to_q[:, :, block.queries]
+            own.copy_((to_scores @ k_here).view(own.shape))
             to_k[:, :, block.keys] += to_scores.transpose(2, 3) @ q_BKMH
         return to_q, to_k.to(k_BKPH.dtype), to_v.to(v_BKPH.dtype), None, None

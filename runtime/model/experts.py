@@ -157,7 +157,7 @@ class MixtureOfExperts(nn.Module):
         rows_RD, counts_E = self.dispatch.receive(sent)
         result_BSD = self.dispatch.give_back(sent, self.experts(rows_RD, counts_E))
         if self.weighs_inputs and self.top_k > 1:
-            result_BSD = result_BSD.unflatten(0, (-1, self.top_k)).sum(1)
+            result_BSD = result_BSD.view(-1, self.top_k, result_BSD.shape[-1]).sum(1)
         result_BSD = result_BSD.view_as(x_BSD)
         return result_BSD if shared_BSD is None else result_BSD + shared_BSD
 

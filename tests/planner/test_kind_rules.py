@@ -19,6 +19,7 @@ from tests.support.models import FORMS, LLAMA
 JOB: dict[str, Any] = {"world_size": 4, "max_global_batch_size": 8, "device": "h100"}
 
 SINKS = LLAMA.model_copy(update={"attention_sinks": True})
+CAPPED = LLAMA.model_copy(update={"attention_softcap": 30.0})
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,7 @@ def forms(model: ModelSpec) -> set[object]:
             FORMS["windows"],
             "ring has no windows, and layers of parity-windows see 7 of 32 tokens; use all_ga",
         ),
+        (CAPPED, "ring has no caps of attention's scores, as parity-llama has them; use all_gather or all"),
         (SINKS, "ring has no attention sinks, as parity-llama has them; use all_gather or all_to_all"),
     ],
 )
