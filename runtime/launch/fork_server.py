@@ -23,6 +23,7 @@ from typing import Any, NoReturn
 
 from pydantic import BaseModel
 
+from runtime.launch.agent import END, LEFT_TO_RANKS, leave_to_ranks
 from runtime.logs.console import flush, say
 
 PRELOADED_MODULES = ("runtime.pretrain", "runtime.job.loop", "torch._dynamo", "numpy.random")
@@ -34,8 +35,8 @@ GRACE_S = 30.0
 LOOK_PERIOD_S = 0.5
 """Seconds between looks at whether ranks that are to end have had their time."""
 
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
-"""Signals that end the ranks with this process."""
+SIGNALS = (*LEFT_TO_RANKS, END, signal.SIGUSR1)
+"""Signals that somebody here hears of."""
 
 HOST = "127.0.0.1"
 
@@ -106,7 +107,7 @@ def run(ranks: int, arguments: Sequence[str], grace_s: float = GRACE_S) -> int:
     listener = socket.create_server((HOST, 0), backlog=ranks + 1)
     port = listener.getsockname()[1]
     # A signal that comes meanwhile waits until there is somebody to hear of it.
-    signal.pthread_sigmask(signal.SIG_BLOCK, (*STOP_SIGNALS, signal.SIGUSR1))
+    signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     running: dict[int, int] = {}
     agent = os.getpid()
     flush()
@@ -134,12 +135,12 @@ class _Agent:
 
         # Taken in `_next`; blocked before the store starts a thread, which would take them instead.
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})
-        for number in STOP_SIGNALS:
-            signal.signal(number, self._stop)
+        leave_to_ranks()
+        signal.signal(END, self._stop)
         signal.signal(signal.SIGUSR1, self._pass_on)
         port, file = listener.getsockname()[1], listener.detach()
         store = TCPStore(HOST, port, is_master=True, wait_for_workers=False, master_listen_fd=file)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, (*STOP_SIGNALS, signal.SIGUSR1))
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
         failed = 0
         while self.running:
             rank, pid, code = self._next()
@@ -190,7 +191,7 @@ def _become(agent: int, rank: int, ranks: int, port: int, arguments: Sequence[st
     """What one rank runs, as `python -m runtime.pretrain` under torchrun would."""
     code: Any = 1
     try:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, (*STOP_SIGNALS, signal.SIGUSR1))
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
         os.environ |= _environment(rank, ranks, port)
         import torch
 

@@ -15,6 +15,7 @@ from runtime import entry
 from runtime.job.job import Job
 from runtime.launch.local_plans import MOST_CPU_RANKS
 from runtime.launch.options import LaunchOptions
+from runtime.launch.torchrun import AGENT
 from runtime.processes.start_variables import ELASTIC_VARIABLE, SUMMARY_VARIABLE
 from runtime.world.interface import address_towards, is_this_machine
 from runtime.world.membership import network_variables, node_of
@@ -197,7 +198,7 @@ def node_command(
     own = address_towards(nodes.host)
     if own is not None:
         words.append(f"--local-addr={own}")
-    command = entry.command("torch.distributed.run", *words)
+    command = entry.command(AGENT, *words)
     return [*command, entry.ENTRY, "runtime.pretrain", *arguments]
 
 

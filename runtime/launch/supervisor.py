@@ -18,6 +18,7 @@ from types import MappingProxyType
 from typing import IO, Any
 
 from runtime.faults.error_file import ERROR_FILE_VARIABLE, read_report
+from runtime.launch.agent import END
 from runtime.launch.warm_ranks import WarmRanks, threads_of
 from runtime.logs.console import say
 from runtime.logs.metrics_file import MetricsReader
@@ -151,6 +152,8 @@ class _Supervisor:
         self.on_line, self.on_metrics = on_line, on_metrics
         self.stop_signal: signal.Signals | None = None
         """The last signal that asked for the end."""
+        self.asked: list[int] = []
+        """The ranks that there were when it came."""
         self.agent_lines: list[str] = []
         """What torchrun said of itself."""
 
@@ -179,8 +182,10 @@ class _Supervisor:
         """Take a signal: a job that saves is asked to, once; else `JobStopped` is raised."""
         before, self.stop_signal = self.stop_signal, signal.Signals(number)
         # One rank is enough for all. Not torchrun: it kills what has not saved after 30 s.
-        if before is None and self.saves and self._signal_first_rank(signal.SIGTERM):
-            return
+        if before is None and self.saves:
+            self.asked = children(self.process.pid)
+            if self._signal_first_rank(signal.SIGTERM):
+                return
         if before is not None:
             for rank in children(self.process.pid):
                 with contextlib.suppress(ProcessLookupError):
@@ -197,6 +202,11 @@ class _Supervisor:
         except ProcessLookupError:
             return False
         return True
+
+    def _check_restart(self) -> None:
+        """Raise `JobStopped` where torchrun has replaced ranks that were asked to end and could not save."""
+        if self.asked and self.stop_signal is not None and set(children(self.process.pid)) - set(self.asked):
+            raise JobStopped(self.stop_signal)
 
     def _follow(self) -> None:
         """Pass on output and metrics until both streams end."""
@@ -217,6 +227,8 @@ class _Supervisor:
                     name, line = lines.get(timeout=0.5)
                 except queue.Empty:
                     continue
+                finally:
+                    self._check_restart()
                 if line is None:
                     open_streams -= 1
                     continue
@@ -266,7 +278,7 @@ def _read(name: str, stream: IO[str], lines: queue.Queue[tuple[str, str | None]]
 def _end(process: subprocess.Popen[str]) -> None:
     """End torchrun, which ends its ranks; kill it if it does not."""
     if process.poll() is None:
-        process.send_signal(signal.SIGTERM)
+        process.send_signal(END)
         try:
             process.wait(STOP_TIMEOUT_S)
         except subprocess.TimeoutExpired:

@@ -9,11 +9,14 @@ from pathlib import Path
 
 from runtime import entry
 
+AGENT = "runtime.launch.agent"
+"""The module that is torchrun."""
+
 
 def torchrun_command(ranks: int, arguments: Sequence[str], module: str = "runtime.pretrain") -> list[str]:
     """The command that starts `ranks` ranks of `module` on this machine."""
     return [
-        *entry.command("torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"),
+        *entry.command(AGENT, "--standalone", f"--nproc-per-node={ranks}"),
         *(entry.ENTRY, module, *arguments),
     ]
 
@@ -24,7 +27,7 @@ def shell_line(command: Sequence[str]) -> str:
     That is with `-m`, and with the script `torchrun` where it lies beside this Python.
     """
     words = list(command)
-    torchrun = entry.command("torch.distributed.run")
+    torchrun = entry.command(AGENT)
     if words[: len(torchrun)] != torchrun:
         return shlex.join(words)
     script = Path(sys.executable).with_name("torchrun")

@@ -16,11 +16,13 @@ from typing import Any
 import pytest
 
 from costmodels.catalogue.local_machine import available_cores
+from runtime import entry
 from runtime.entry import ENTRY
 from runtime.job.measurement import Measurement, measurement
 from runtime.launch import fork_server, supervisor
+from runtime.launch.agent import END
 from runtime.launch.supervisor import TORCHRUN_FOLDER, JobStopped, Outcome, run_job
-from runtime.launch.torchrun import shell_line, torchrun_command
+from runtime.launch.torchrun import AGENT, shell_line, torchrun_command
 from runtime.launch.warm_ranks import CAN_FORK, WarmRanks
 from runtime.processes.children import children
 from tests.support import ROOT
@@ -184,7 +186,7 @@ def test_a_job_that_does_not_listen_is_killed(tmp_path: Path, monkeypatch: pytes
         started.append(int(line))
         raise KeyboardInterrupt
 
-    deaf = "import os, signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); "
+    deaf = f"import os, signal, time; signal.signal({int(END)}, signal.SIG_IGN); "
     before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
     with pytest.raises(KeyboardInterrupt):
         run_job(
@@ -226,7 +228,7 @@ def test_a_killed_rank_ends_the_job_and_is_named(tmp_path: Path, forks: bool) ->
 
 def test_the_command_is_torchruns_on_this_machine() -> None:
     command = torchrun_command(4, ["--plan", "a b.json"])
-    assert command[:3] == [sys.executable, ENTRY, "torch.distributed.run"]
+    assert command[:3] == [sys.executable, ENTRY, "runtime.launch.agent"]
     assert command[-4:] == [ENTRY, "runtime.pretrain", "--plan", "a b.json"]
     assert "--nproc-per-node=4" in command
     line = shell_line(command)
@@ -331,19 +333,67 @@ def test_ranks_are_not_forked_beside_a_thread(monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.ranks
 @ON_LINUX
-def test_forked_ranks_that_do_not_heed_a_request_to_stop_are_killed() -> None:
+@pytest.mark.parametrize(
+    ("number", "then", "code"),
+    [("fork_server.END", "time.sleep(3600)", 1), ("signal.SIGTERM", "time.sleep(1); os._exit(0)", 0)],
+    ids=["the launcher's", "a scheduler's"],
+)
+def test_forked_ranks_have_as_long_as_who_asks_them_gives(number: str, then: str, code: int) -> None:
     script = (
         "import os, signal, time\n"
         "from runtime.launch import fork_server\n"
         "def become(agent, *_):\n"
         "    signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
-        "    os.kill(agent, signal.SIGTERM)\n"
-        "    time.sleep(3600)\n"
+        f"    os.kill(agent, {number})\n"
+        f"    {then}\n"
         "fork_server._become = become\n"
         "print(fork_server.run(1, [], grace_s=0.1))\n"
     )
     done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True)
-    assert (done.stdout, done.stderr) == ("1\n", "")
+    assert (done.stdout, done.stderr) == (f"{code}\n", "")
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("saves", [True, False])
+def test_a_scheduler_that_signals_all_processes_lets_ranks_save(tmp_path: Path, saves: bool) -> None:
+    rank = tmp_path / "rank.py"
+    heeds = (
+        "signal.signal(signal.SIGTERM, lambda *_: (time.sleep(1), print('saved', flush=True), sys.exit(0)))"
+    )
+    rank.write_text(
+        f"import signal, sys, time\n{heeds if saves else ''}\nprint('ready', flush=True)\ntime.sleep(3600)\n"
+    )
+    command = entry.command(AGENT, "--standalone", "--nproc-per-node=1", str(rank))
+    lines: list[str] = []
+
+    def told(line: str) -> None:
+        lines.append(line)
+        if line == "ready":
+            [agent] = [pid for pid in children(os.getpid()) if children(pid)]
+            for pid in (agent, *children(agent), os.getpid()):
+                os.kill(pid, signal.SIGTERM)
+
+    if saves:
+        outcome = run_job(command, 1, tmp_path, told, lambda record: None, saves=True)
+        assert outcome == Outcome(0, "", stopped_by=signal.SIGTERM) and "saved" in lines
+    else:
+        with pytest.raises(JobStopped):
+            run_job(command, 1, tmp_path, told, lambda record: None)
+
+
+def test_a_signal_before_there_is_anything_to_save_is_no_reason_to_start_again(tmp_path: Path) -> None:
+    lines: list[str] = []
+
+    def told(line: str) -> None:
+        lines.append(line)
+        if lines == ["ready"]:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    rank = "import time; print('ready', flush=True); time.sleep(3600)"
+    again = f"import subprocess, sys\nwhile True: subprocess.run([sys.executable, '-c', {rank!r}])"
+    with pytest.raises(JobStopped) as stop:
+        run_job(script(again), 2, tmp_path, told, lambda record: None, saves=True)
+    assert stop.value.number is signal.SIGTERM
 
 
 @ON_LINUX
