@@ -2,11 +2,23 @@
 
 from __future__ import annotations
 
-import ast
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 
-from planner.formats.text import DEEPEST, LONGEST, Char, Chars, Part, Unknown, Word, plain, word_of
+from planner.formats.arithmetic import whole_value
+from planner.formats.parameters import changed
+from planner.formats.text import (
+    DEEPEST,
+    LONGEST,
+    Char,
+    Chars,
+    Part,
+    Unknown,
+    Word,
+    has_unknown,
+    plain,
+    word_of,
+)
 
 Piece = tuple[str, int, bool]
 """A character, its line, and whether quotes keep it in its word.
@@ -18,13 +30,15 @@ Value = Chars | list[Chars]
 """Of a variable: a text, or the elements of an array."""
 
 _NAME = re.compile(r"[A-Za-z_]\w*|[0-9@*#?!$-]")
-_PARAMETER = re.compile(r"(#?)([A-Za-z_]\w*|[0-9]+|[@*])(?:\[(@|\*|[0-9]+)\])?(:?[-=+?])?")
-_NUMBERS = re.compile(r"[\w\s+\-*/%()$]*")
+_PARAMETER = re.compile(r"([#!]?)([A-Za-z_]\w*|[0-9]+|[@*])(?:\[([^][]{1,80})\])?(:?[-=+?])?")
+_ELEMENTS = re.compile(r"\$(@|\{@\}|\{[A-Za-z_]\w*\[@\]\})")
+_NEVER_SET = re.compile(r"[A-Za-z_]\w*|[1-9][0-9]*")
+
+ALWAYS_SET = ("HOME", "HOSTNAME", "PATH", "PWD", "RANDOM", "SECONDS", "SHELL", "TMPDIR", "UID", "USER")
+"""Variables that a shell has, whatever a script does."""
 
 LONGEST_NAME = 200
 """Characters of a parameter's name and of what says how it is used, at most."""
-
-LARGEST = 2**62
 
 MOST_CHARS = 1_000_000
 """Characters that the values of one script may take together, beyond which none is known."""
@@ -33,8 +47,10 @@ MOST_CHARS = 1_000_000
 class Expansion:
     """Variables, and words with their values in place."""
 
-    def __init__(self, variables: dict[str, Value]) -> None:
+    def __init__(self, variables: dict[str, Value], fixed: Collection[str] = ()) -> None:
+        """Variables of `fixed` keep their values."""
         self.variables = variables
+        self._fixed = fixed
         self._left = MOST_CHARS
 
     def words(self, raw: Chars) -> list[Word]:
@@ -78,7 +94,10 @@ class Expansion:
             elif char == '"' and end > at + 1:
                 found = self._quoted(part.of(at + 1, end - 1), line, depth)
             elif char == "`" and end > at + 1:
-                found = iter([(Unknown(plain(raw[at:end])), line, False)])
+                note = end > at + 2 and raw[at + 1][0] == "#"  # A comment between the lines of a command.
+                found = iter([] if note else [(Unknown(plain(raw[at:end])), line, False)])
+            elif char == "$" and at + 1 < part.stop and raw[at + 1][0] in ("'", '"'):
+                found = iter(())  # The quotes behind it are read as such.
             elif char == "$":
                 end, found = self._variable(part, at, end, depth)
             else:
@@ -93,6 +112,11 @@ class Expansion:
 
     def _quoted(self, part: Part, line: int, depth: int) -> Iterator[Piece]:
         """Between double quotes: blanks stay, and backslashes stand before a few characters alone."""
+        if _ELEMENTS.fullmatch(plain(part.first(LONGEST_NAME))):
+            _, elements = self._variable(part, part.start, part.after(part.start), depth)
+            first = next(elements, None)
+            if first is None:
+                return  # All elements of none are no word.
         yield ("", line, True)
         raw, at = part.chars, part.start
         while at < part.stop:
@@ -120,6 +144,8 @@ class Expansion:
         opening, closing = plain(raw[at : min(at + 3, end)]), plain(raw[max(at, end - 2) : end])
         if end > at + 3 and opening == "$((" and closing == "))":
             return end, _as_pieces(self._sum(part.of(at + 3, max(at + 3, end - 2)), line))
+        if plain(raw[at : at + 2]) == "$[" and (end := self._bracket(part, at)) > at:
+            return end, _as_pieces(self._sum(part.of(at + 2, end - 1), line))
         if end > at + 2 and opening.startswith("$("):
             return end, iter([(Unknown(plain(raw[at:end])), line, False)])
         if end > at + 2 and opening.startswith("${"):
@@ -129,24 +155,63 @@ class Expansion:
             return at + 1, iter([("$", line, False)])
         return at + 1 + name.end(), self._braced(part.of(at + 1, at + 1 + name.end()), line, depth + 1)
 
+    def _bracket(self, part: Part, at: int) -> int:
+        """The index after `$[...]`, a sum as scripts once wrote it; `at` where it does not close."""
+        ends = (
+            end + 1 for end in range(at + 2, min(part.stop, at + LONGEST_NAME)) if part.chars[end][0] == "]"
+        )
+        return next(ends, at)
+
+    def never_set(self, value: Value | None) -> bool:
+        """Whether a value is that of one variable which a script asks for and nothing sets.
+
+        Such a variable is not set where the script runs as it stands.
+        """
+        if value is None or len(value) != 1 or not isinstance(value[0], tuple):
+            return False
+        name = value[0][0]
+        return (
+            isinstance(name, Unknown)
+            and _NEVER_SET.fullmatch(name) is not None
+            and name not in ALWAYS_SET
+            and name not in self.variables
+        )
+
     def _braced(self, inner: Part, line: int, depth: int) -> Iterator[Piece]:
+        if plain(inner.first(2)) == "#" and "@" in self.variables:
+            return _as_pieces([(char, line) for char in str(len(_elements(self.variables["@"])))])
         match = _PARAMETER.match(plain(inner.first(LONGEST_NAME)))
         if match is None:
             return _unknown(inner, line)
-        counts, name, index, operator = match.groups()
+        prefix, name, index, operator = match.groups()
         rest = inner.of(inner.start + match.end(), inner.stop)
+        if name in ("@", "*"):
+            name, index = "@", name
         value = self.variables.get(name)
-        if operator is None and rest.start < rest.stop:
-            return _unknown(inner, line)
-        if counts:
-            if value is None or operator:
+        if prefix == "!":
+            # The variable whose name is the value of another.
+            pointed = None if value is None or index or operator else plain(_first(value))
+            value = self.variables.get(pointed or "")
+            if value is None:
                 return _unknown(inner, line)
-            parts = len(value) if index or not _is_array(value) else len(_first(value))
+        if index is not None and index not in ("@", "*"):
+            value = self._element(name, index)
+        if prefix == "#":
+            if value is None or operator or rest.start < rest.stop or has_unknown(_first(value)):
+                return _unknown(inner, line)
+            parts = len(_elements(value)) if index in ("@", "*") else len(_first(value))
             return _as_pieces([(char, line) for char in str(parts)])
-        if index is not None and value is not None and index.isdigit():
-            elements = _elements(value)
-            value = elements[int(index)] if int(index) < len(elements) else []
+        if operator is None and rest.start < rest.stop:
+            how = plain([(char, of) for char, of, _ in self._pieces(rest, depth) if char])
+            new = (
+                None
+                if value is None
+                else changed(_elements(value) if index in ("@", "*") else _first(value), how)
+            )
+            return _unknown(inner, line) if new is None else _of_value(new, index)
         given = value is not None and bool(value or not (operator or "").startswith(":"))
+        if operator in (":-", ":=", ":+") and self.never_set(value):
+            given = False
         if operator is not None and operator[-1] in "-=":
             if given and value is not None:
                 return _of_value(value, index)
@@ -157,14 +222,50 @@ class Expansion:
         if operator is not None and operator[-1] == "+":
             return self._pieces(rest, depth) if given else iter(())
         if value is None:
-            return iter(()) if name in "@*" else iter([(Unknown(name), line, False)])
+            return iter(()) if name == "@" else iter([(Unknown(name), line, False)])
         return _of_value(value, index)
+
+    def _element(self, name: str, index: str) -> Value | None:
+        """The element of an array that stands under `index`: a number or a name."""
+        key = plain(self.value([(char, 0) for char in index]))
+        named = self.variables.get(element_name(name, key))
+        value = self.variables.get(name)
+        if named is not None or value is None:
+            return named
+        at = self.number(key)
+        if at is None:
+            return None
+        elements = _elements(value)
+        return elements[at] if -len(elements) <= at < len(elements) else []
+
+    def number(
+        self, text: str, assign: Callable[[str, int | None], None] = lambda name, value: None
+    ) -> int | None:
+        """The value of an arithmetic expression; None where it is none or not known."""
+
+        def text_of(name: str) -> str | None:
+            value = self.variables.get(name)
+            return None if value is None or has_unknown(_first(value)) else plain(_first(value))
+
+        return whole_value(text, text_of, assign)
 
     def _sum(self, inner: Part, line: int) -> Chars:
         """The value of `$((inner))`."""
-        result = whole_value(plain([(c, n) for c, n, _ in self._pieces(inner, DEEPEST // 2)]), self.variables)
+        result = self.number(plain([(c, n) for c, n, _ in self._pieces(inner, DEEPEST // 2)]), self._set)
         text = plain(inner.all).strip()
         return [(Unknown(f"(({text}))"), line)] if result is None else [(char, line) for char in str(result)]
+
+    def _set(self, name: str, value: int | None) -> None:
+        if name in self._fixed:
+            return
+        self.variables[name] = [
+            (Unknown(name), 0) if value is None else (char, 0) for char in str(value or 0)
+        ]
+
+
+def element_name(array: str, key: str) -> str:
+    """The name under which the element of an array is kept that has a name."""
+    return f"{array}[{key}]"
 
 
 def _unknown(part: Part, line: int) -> Iterator[Piece]:
@@ -177,7 +278,9 @@ def _is_array(value: Value) -> bool:
 
 def _elements(value: Value) -> list[Chars]:
     return (
-        [element for element in value if isinstance(element, list)] if _is_array(value) else [_first(value)]
+        [element for element in value if isinstance(element, list)]
+        if _is_array(value) or not value
+        else [_first(value)]
     )
 
 
@@ -201,45 +304,3 @@ def _of_value(value: Value, index: str | None) -> Iterator[Piece]:
             yield (" " if index == "*" else "", element[0][1] if element else 0, False)
         # Between quotes blanks within an element stay; without them each of its words is one.
         yield from ((char, line, False) for char, line in element)
-
-
-def whole_value(text: str, variables: dict[str, Value], depth: int = 0) -> int | None:
-    """The value of an arithmetic expression of whole numbers; None where it is none or not known."""
-    if len(text) > 1000 or depth > DEEPEST or not _NUMBERS.fullmatch(text) or "$" in text:
-        return None
-    try:
-        tree = ast.parse(text.strip(), mode="eval").body
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
-        return None
-    try:
-        return _evaluated(tree, variables, depth)
-    except (ArithmeticError, RecursionError):
-        return None
-
-
-def _evaluated(node: ast.expr, variables: dict[str, Value], depth: int) -> int | None:
-    if isinstance(node, ast.Constant):
-        return node.value if type(node.value) is int and node.value < LARGEST else None
-    if isinstance(node, ast.Name):
-        value = variables.get(node.id)
-        return None if value is None else whole_value(plain(_first(value)), variables, depth + 1)
-    if isinstance(node, ast.UnaryOp) and isinstance(node.op, (ast.USub, ast.UAdd)):
-        inner = _evaluated(node.operand, variables, depth)
-        return None if inner is None else (-inner if isinstance(node.op, ast.USub) else inner)
-    if not isinstance(node, ast.BinOp):
-        return None
-    left, right = _evaluated(node.left, variables, depth), _evaluated(node.right, variables, depth)
-    if left is None or right is None:
-        return None
-    result: int | None = None
-    if isinstance(node.op, ast.Add):
-        result = left + right
-    elif isinstance(node.op, ast.Sub):
-        result = left - right
-    elif isinstance(node.op, ast.Mult):
-        result = left * right
-    elif isinstance(node.op, (ast.Div, ast.Mod)) and right:
-        # A shell rounds towards zero.
-        quotient = abs(left) // abs(right) * (1 if (left < 0) == (right < 0) else -1)
-        result = quotient if isinstance(node.op, ast.Div) else left - quotient * right
-    return result if result is not None and abs(result) < LARGEST else None

@@ -45,18 +45,22 @@ class Launch:
     """Processes of all nodes, where a launcher says it."""
     cuda_connections: Word | None = None
     """`CUDA_DEVICE_MAX_CONNECTIONS`."""
+    printed: bool = False
+    """It is the text of another command."""
 
 
 def find_launch(source: str, defined: dict[str, str]) -> Launch | None:
     """The command of a script, of a page with scripts in it, or of a bare list of arguments, that trains.
 
-    It is the one with most flags that Megatron-LM knows; None where no command has three of them.
+    It is the one with most flags that Megatron-LM knows; None where no command has three of them. What is
+    printed counts where nothing else has: scripts print a command, and then run it without its quotes.
     """
-    best: tuple[int, Launch] | None = None
+    best: tuple[tuple[bool, int], Launch] | None = None
     for launch in commands(source, defined):
         count = known_count(launch)
-        if count >= 3 and (best is None or count > best[0]):
-            best = count, launch
+        rank = (not launch.printed, count)
+        if count >= 3 and (best is None or rank > best[0]):
+            best = rank, launch
     return None if best is None else best[1]
 
 
@@ -111,6 +115,7 @@ def _launch(command: Sequence[Word], script: Script) -> Launch:
         per_node=_counted(_value(own, PER_NODE), _value(batch, PER_NODE)),
         total=_counted(_value(own, ALL), _value(batch, ALL)),
         cuda_connections=script.variables.get("CUDA_DEVICE_MAX_CONNECTIONS"),
+        printed=command[0].text in ("echo", "printf"),
     )
 
 

@@ -1,41 +1,49 @@
 """Shell scripts, read as far as they say how a job is started: their commands, with variables in place.
 
 Nothing is run and no file is opened. A variable that is set under a condition which cannot be known is not
-known either.
+known either; one that a script asks for and never sets is not set, as where the script runs as it stands.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
-from dataclasses import field
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 
 from costmodels.dataclass import dataclass
-from planner.formats.expansion import Expansion, Value
+from planner.formats.expansion import Expansion, Value, element_name
+from planner.formats.shell_commands import ASSIGNMENT, KEYWORDS, array_words, simple_commands
+from planner.formats.shell_tests import Truth, both, either, fits, holds
 from planner.formats.text import (
     DEEPEST,
-    Char,
     Chars,
-    Closings,
     Unknown,
     Word,
     chars_of,
     has_unknown,
     plain,
-    split_words,
     word_of,
 )
 
-_ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(?:\[[^]]*\])?(\+?)=")
 _DECLARATIONS = ("export", "declare", "local", "readonly", "typeset")
 _BEFORE = ("nohup", "time", "exec", "command", "sudo", "then", "do", "else", "{", "!")
 _TESTS = ("[", "[[", "test")
 _SHELLS = ("bash", "sh", "zsh", "/bin/bash", "/bin/sh")
-_OPERATORS = ("&&", "||", ";;", "&>", ">>", "<<", "|&", ">&", "<&", ";", "&", "|", "\n", "(", ")", ">", "<")
+_LOOPS = ("for", "while", "until", "select")
+_SETS = (*_DECLARATIONS, *_TESTS, *_LOOPS, "case", "let", "shift", "echo", "printf", "true", ":", "exit")
+"""First words of commands that start nothing."""
+
 MOST_FRAMES = 200
 """Constructs inside each other; what opens beyond is not followed."""
+MOST_NESTED = 15
+"""Calls of functions and loops inside each other."""
+MOST_TURNS = 100
+"""Turns of a loop."""
+MOST_COMMANDS = 50_000
+"""Commands of a script with those that loops and calls repeat; beyond, nothing is repeated."""
 
-_DIRECTIVE = re.compile(r"#(SBATCH|BSUB|PBS|SLURM)\s")
+Event = tuple[str, list[Chars]]
+"""The operator before a command, and its words as they are written."""
 
 
 @dataclass(frozen=True)
@@ -50,17 +58,15 @@ class Script:
 
 @dataclass
 class _Frame:
-    """A construct that is open: an `if`, a loop, a function."""
+    """A construct that is open: an `if`, a loop, a call of a function."""
 
     kind: str
-    runs: bool | None
+    runs: Truth
     """Whether what it holds runs; None where that is not known."""
-    done: bool | None = False
+    done: Truth = False
     """Whether an earlier branch of an `if` has run."""
     tests: bool = False
-    """What is read belongs to the condition of an `if`."""
-    condition: list[bool | None] = field(default_factory=list)
-    """Outcomes of the commands of the condition."""
+    """What is read belongs to the condition of an `if` or a `while`."""
     subject: str | None = None
     """Of a `case`."""
     patterns: list[str] | None = None
@@ -72,9 +78,16 @@ def read_script(source: str, defined: Mapping[str, str] | None = None) -> Script
 
     Args:
         defined: values of variables that the script gets from outside; they count as set before it begins.
+            `1`, `2`, ... are its arguments.
     """
-    reader = _Reader({name: list(chars_of(value)) for name, value in (defined or {}).items()})
+    variables: dict[str, Value] = {name: list(chars_of(value)) for name, value in (defined or {}).items()}
+    arguments: list[Chars] = []
+    while (argument := (defined or {}).get(str(len(arguments) + 1))) is not None:
+        arguments.append(chars_of(argument))
+    reader = _Reader(variables)
+    variables["@"] = arguments
     reader.read(chars_of(source), 0)
+    reader.read_uncalled()
     known = {
         name: word_of([char for char in value if isinstance(char, tuple)])
         for name, value in reader.variables.items()
@@ -85,26 +98,56 @@ def read_script(source: str, defined: Mapping[str, str] | None = None) -> Script
 
 class _Reader:
     def __init__(self, variables: dict[str, Value]) -> None:
-        self.fixed = set(variables)
+        self.fixed = frozenset(variables)
         self.variables = variables
         self.commands: list[tuple[Word, ...]] = []
         self.directives: list[tuple[Word, ...]] = []
-        self._expansion = Expansion(variables)
+        self._expansion = Expansion(variables, self.fixed)
         self._frames: list[_Frame] = []
-        self._status: bool | None = True
+        self._status: Truth = True
+        self._functions: dict[str, list[Event]] = {}
+        self._called: set[str] = set()
+        self._locals: list[dict[str, Value | None]] = []
+        self._nested = 0
+        self._left = MOST_COMMANDS
 
     def read(self, chars: Chars, depth: int) -> None:
         """Go through all commands of a text."""
-        joined = "\n"
-        for before, raw in _simple_commands(chars, self.directives):
-            joined = before if before != "" else joined
-            self._keyword(raw, joined, depth)
+        self._run(deque(simple_commands(chars, self.directives)), depth)
 
-    def _keyword(self, raw: list[Chars], before: str, depth: int) -> None:
+    def read_uncalled(self) -> None:
+        """Go through functions that nothing calls: a file may be made of them."""
+        self._frames.clear()
+        for name in [name for name in self._functions if name not in self._called]:
+            self._inside(_Frame("call", True), self._functions[name], 0)
+
+    def _run(self, events: deque[Event], depth: int) -> None:
+        while events and (self._left > 0 or not self._nested):
+            self._left -= 1
+            before, raw = events.popleft()
+            self._keyword(raw, before, depth, events)
+
+    def _inside(self, frame: _Frame, body: Sequence[Event], depth: int) -> None:
+        """Go through a part that is in a frame of its own."""
+        height = len(self._frames)
+        self._frames.append(frame)
+        self._nested += 1
+        self._run(deque(body), depth)
+        self._nested -= 1
+        del self._frames[height:]
+
+    def _keyword(self, raw: list[Chars], before: str, depth: int, events: deque[Event]) -> None:
         """Open and close constructs; what is left of a command is run."""
+        negated = False
         while raw:
             word = plain(raw[0])
-            if word in ("if", "elif", "while", "until", "for", "select", "case", "function"):
+            if word in _LOOPS and self._nested < MOST_NESTED:
+                self._loop(raw, events, depth)
+                return
+            if word == "function":
+                self._define(raw, events)
+                return
+            if word in ("if", "elif", "case", *_LOOPS):
                 self._open(word, raw)
                 if word not in ("if", "elif"):
                     return
@@ -116,11 +159,11 @@ class _Reader:
                 self._frames.append(_Frame("{", True))
                 raw = raw[1:]
             elif word == "!":
-                raw = raw[1:]
+                raw, negated = raw[1:], not negated
             else:
                 break
         if raw and not self._is_pattern(raw, before):
-            self._simple(raw, before, depth)
+            self._simple(raw, before, depth, negated)
 
     def _is_pattern(self, raw: list[Chars], before: str) -> bool:
         """Whether words choose a branch of a `case`; before a branch it is found out whether that runs."""
@@ -134,10 +177,16 @@ class _Reader:
         if before != ")":
             frame.patterns += [plain(word).strip("\"'") for word in raw]
             return True
-        known = frame.subject is not None and all(re.fullmatch(r"[\w.\-]+|\*", one) for one in frame.patterns)
-        hit = bool({"*", frame.subject} & set(frame.patterns))
-        frame.runs = (hit and not frame.done) if known and frame.done is not None else None
-        frame.done = True if known and hit else (frame.done if known else None)
+        subject = frame.subject
+        outcomes = [None if subject is None else fits(subject, pattern) for pattern in frame.patterns]
+        hit: Truth = (
+            True if "*" in frame.patterns or True in outcomes else None if None in outcomes else False
+        )
+        if frame.done is None or (hit and subject is None):
+            frame.runs = None
+        else:
+            frame.runs = False if frame.done else hit
+            frame.done = frame.done or hit
         frame.patterns = None
         return False
 
@@ -148,18 +197,14 @@ class _Reader:
             self._frames.append(_Frame("if", True, tests=True))
         elif word == "elif" and self._frames and self._frames[-1].kind == "if":
             frame = self._frames[-1]
-            frame.runs, frame.tests, frame.condition = not frame.done, True, []
+            frame.runs, frame.tests = not frame.done, True
         elif word == "case":
             chars = [char for each in raw[1:2] for char in self._expansion.value(each)]
+            chars = [] if self._expansion.never_set(chars) else chars
             subject = None if has_unknown(chars) else plain(chars)
             patterns = [plain(each).strip("\"'") for each in raw[3:]]
             self._frames.append(_Frame("case", None, subject=subject, patterns=patterns))
-        elif word in ("for", "select") and len(raw) > 1:
-            self._frames.append(_Frame("loop", None))
-            name = plain(raw[1])
-            if name.isidentifier():
-                self._assign(name, _unknown(name, raw[1][0][1]))
-        elif word in ("while", "until"):
+        elif word in _LOOPS:
             self._frames.append(_Frame("loop", None))
 
     def _turn(self, word: str) -> None:
@@ -172,62 +217,167 @@ class _Reader:
             return
         frame = self._frames[-1]
         frame.tests = False
-        holds = frame.condition[0] if len(frame.condition) == 1 else None
         if word == "else":
             frame.runs = None if frame.done is None else not frame.done
         else:
-            frame.runs = False if frame.done is True else (None if frame.done is None else holds)
+            outcome = self._status
+            frame.runs = False if frame.done is True else (None if frame.done is None else outcome)
             frame.done = (
-                True if frame.done is True or holds is True else (None if holds is None else frame.done)
+                True if frame.done is True or outcome is True else (None if outcome is None else frame.done)
             )
 
-    def _runs(self) -> bool | None:
+    def _define(self, raw: list[Chars], events: deque[Event]) -> None:
+        """Keep the body of a function for its calls."""
+        name, rest = (plain(raw[1]) if len(raw) > 1 else ""), raw[2:]
+        if not rest and events:
+            rest = events.popleft()[1]
+        if not rest or plain(rest[0]) != "{":
+            events.appendleft(("\n", rest))
+            return
+        events.appendleft(("\n", rest[1:]))
+        self._functions[name] = _body(events, ("{",), "}")
+
+    def _loop(self, raw: list[Chars], events: deque[Event], depth: int) -> None:
+        """Turn by turn, where each is known and starts nothing; otherwise once, as what may run or not."""
+        word, head = plain(raw[0]), raw[1:]
+        inner = _body(events, _LOOPS, "done")
+        start = next((at for at, (_, words) in enumerate(inner) if words and plain(words[0]) == "do"), None)
+        if start is None:
+            self._inside(_Frame("loop", None), inner, depth)
+            return
+        condition: list[Event] = [("\n", head), *inner[:start]]
+        body: list[Event] = [("\n", inner[start][1][1:]), *inner[start + 1 :]]
+        known = self._runs() is True and _starts_nothing(body)
+        if word == "while" and known and self._while(condition, body, depth):
+            return
+        if word == "for" and head:
+            name = plain(head[0])
+            elements = self._elements(head)
+            if known and elements is not None and len(elements) <= MOST_TURNS and name.isidentifier():
+                for element in elements:
+                    self._assign(name, element)
+                    self._inside(_Frame("loop", True), body, depth)
+                return
+            if name.isidentifier():
+                self._assign(name, _unknown(name, head[0][0][1]))
+        self._inside(_Frame("loop", None), body, depth)
+
+    def _elements(self, head: list[Chars]) -> list[Chars] | None:
+        """What a `for` goes over; None where that is not known."""
+        if len(head) < 2 or plain(head[1]) != "in":
+            return None
+        found = [part for word in head[2:] for part in self._expansion.split(word)]
+        known = not any(has_unknown(part) or re.search(r"[{*?]", plain(part)) for part in found)
+        return found if known else None
+
+    def _while(self, condition: list[Event], body: list[Event], depth: int) -> bool:
+        """Turn by turn while a condition holds that is known; False where it is not, or does not end."""
+        if plain(condition[0][1][0] if condition[0][1] else []) in ("true", ":"):
+            return False
+        for _ in range(MOST_TURNS):
+            self._status = None
+            self._inside(_Frame("condition", True, tests=True), condition, depth)
+            if self._status is not True:
+                return self._status is False
+            self._inside(_Frame("loop", True), body, depth)
+        return False
+
+    def _runs(self) -> Truth:
         """Whether what is read now would run: False beats None, and that True."""
         states = [frame.runs for frame in self._frames]
         return False if False in states else (None if None in states else True)
 
-    def _simple(self, raw: list[Chars], before: str, depth: int) -> None:
+    def _simple(self, raw: list[Chars], before: str, depth: int, negated: bool = False) -> None:
         """A command without keywords: assignments, tests, and what would be run."""
-        runs = self._runs()
-        if (before == "&&" and self._status is False) or (before == "||" and self._status is True):
+        runs, earlier = self._runs(), self._status
+        if (before == "&&" and earlier is False) or (before == "||" and earlier is True):
             return
         if runs is False:
             return
-        if before in ("&&", "||") and self._status is None:
+        if before in ("&&", "||") and earlier is None:
             runs = None
-        while raw and plain(raw[0]) in _BEFORE:
+        while raw and plain(raw[0][:10]) in _BEFORE:
             raw = raw[1:]
-        first = plain(raw[0]) if raw else ""
-        if first in _TESTS:
-            self._status = self._test(raw)
-        else:
-            # Scripts go on where a command succeeds, and say what to do where it does not.
-            self._status = True
-        if self._frames and self._frames[-1].tests:
-            self._frames[-1].condition.append(self._status if first in _TESTS else None)
-        if first in _TESTS:
+        status, is_test = self._outcome(raw, runs)
+        status = (not status) if negated and status is not None else status
+        joined: dict[str, Callable[[Truth, Truth], Truth]] = {"&&": both, "||": either}
+        self._status = joined[before](earlier, status) if before in joined else status
+        if is_test:
             return
-        while raw and self._assignment(raw[0], runs):
-            raw = raw[1:]
-        if raw:
-            self._command(raw, runs, depth)
+        count = next((at for at, word in enumerate(raw) if _as_assignment(word) is None), len(raw))
+        if count < len(raw):
+            self._command(raw[count:], raw[:count], runs, depth)
+            return
+        for word in raw:
+            self._assignment(word, runs)
 
-    def _command(self, raw: list[Chars], runs: bool | None, depth: int) -> None:
-        first = plain(raw[0])
-        if first in _DECLARATIONS:
-            for word in raw[1:]:
-                self._assignment(word, runs)
-            return
-        if first in ("read", "unset", "mapfile", "readarray"):
-            for word in raw[1:]:
-                if plain(word).isidentifier():
-                    self._assign(plain(word), _unknown(plain(word), word[0][1]))
+    def _outcome(self, raw: list[Chars], runs: Truth) -> tuple[Truth, bool]:
+        """Whether a command succeeds, and whether it is nothing but a test."""
+        first = plain(raw[0][:10]) if raw else ""
+        if first in _TESTS:
+            return self._test(raw), True
+        if first.startswith("((") and len(raw) == 1:
+            value = self._compute(plain(self._expansion.value(raw[0][2:-2])), runs)
+            return (None if value is None else value != 0), True
+        if not (self._frames and self._frames[-1].tests):
+            # Scripts go on where a command succeeds, and say what to do where it does not.
+            return first != "false", False
+        if len(raw) == 1:
+            first = plain(self._expansion.value(raw[0]))
+        return ({"true": True, ":": True, "false": False}.get(first)), False
+
+    def _compute(self, text: str, runs: Truth) -> int | None:
+        def assign(name: str, value: int | None) -> None:
+            known = value is not None and runs is True
+            self._assign(name, [(char, 0) for char in str(value)] if known else _unknown(name, 0))
+
+        return self._expansion.number(text, assign)
+
+    def _command(self, raw: list[Chars], prefix: list[Chars], runs: Truth, depth: int) -> None:
+        if self._sets(raw, runs):
             return
         parts = [part for word in raw for part in self._expansion.split(word)]
         words = [word_of(part) for part in parts]
-        if not words:
-            return
+        # Variables before a command are for it alone, and its words are older than they.
+        names = [match[1] for match in map(_as_assignment, prefix) if match]
+        saved = {name: self.variables[name] for name in names if name in self.variables}
+        for word in prefix:
+            self._assignment(word, runs)
+        if words:
+            self._start(words, parts, runs, depth)
+        self.variables.update(saved)
+
+    def _sets(self, raw: list[Chars], runs: Truth) -> bool:
+        """Carry out a command that does nothing but set variables; whether it was one."""
+        first = plain(raw[0][:10])
+        if first in _DECLARATIONS:
+            for word in raw[1:]:
+                match = _as_assignment(word)
+                name = match[1] if match else plain(word)
+                if self._locals and first != "export" and name.isidentifier():
+                    self._locals[-1].setdefault(name, self.variables.get(name))
+                self._assignment(word, runs)
+        elif first in ("read", "unset", "mapfile", "readarray"):
+            for word in raw[1:]:
+                if plain(word).isidentifier():
+                    self._assign(plain(word), _unknown(plain(word), word[0][1]))
+        elif first == "let":
+            for word in raw[1:]:
+                self._compute(plain(self._expansion.value(word)), runs)
+        elif first == "shift":
+            count = int(plain(raw[1])) if len(raw) > 1 and re.fullmatch("[0-9]{1,3}", plain(raw[1])) else 1
+            if runs and count <= len(self._arguments()):
+                self._give_arguments(self._arguments()[count:])
+        elif first == "set" and len(raw) > 1 and plain(raw[1]) == "--":
+            self._give_arguments([part for word in raw[2:] for part in self._expansion.split(word)])
+        else:
+            return False
+        return True
+
+    def _start(self, words: list[Word], parts: list[Chars], runs: Truth, depth: int) -> None:
+        """A command that starts something: a script, a function of this one, or another program."""
         inner = _inner_script(words)
+        body = self._functions.get(words[0].text)
         if inner is not None and depth < DEEPEST:
             at, joined = inner
             text: Chars = []
@@ -236,55 +386,148 @@ class _Reader:
             own = len(self.commands)
             self.read(text, depth + 1)
             self.commands[own:] = [(*words[:at], *command) for command in self.commands[own:]]
-            return
-        self.commands.append(tuple(words))
+        elif body is not None and self._nested < MOST_NESTED:
+            self._called.add(words[0].text)
+            arguments = self._arguments()
+            self._give_arguments(parts[1:])
+            self._locals.append({})
+            self._inside(_Frame("call", runs), body, depth)
+            for name, value in self._locals.pop().items():
+                if value is None:
+                    self.variables.pop(name, None)
+                else:
+                    self.variables[name] = value
+            self._give_arguments(arguments)
+        else:
+            self.commands.append(tuple(words))
 
-    def _assignment(self, raw: Chars, runs: bool | None) -> bool:
+    def _arguments(self) -> list[Chars]:
+        """The arguments of the script, or of the function that is called."""
+        return [part for part in self.variables.get("@", []) if isinstance(part, list)]
+
+    def _give_arguments(self, arguments: list[Chars]) -> None:
+        for name in [name for name in self.variables if name.isdigit()]:
+            del self.variables[name]
+        self.variables["@"] = arguments
+        self.variables.update({str(at): part for at, part in enumerate(arguments, 1)})
+
+    def _assignment(self, raw: Chars, runs: Truth) -> bool:
         """Carry out `NAME=value`; whether it was one."""
-        match = _ASSIGNMENT.match(plain(raw[:300]))
+        match = _as_assignment(raw)
         if match is None:
             return False
-        name, adds = match.groups()
+        name, index, adds = match.groups()
         value = raw[match.end() :]
+        line = raw[0][1]
         new: Value
         if value and value[0][0] == "(" and value[-1][0] == ")":
-            elements = [part for word in _array_words(value[1:-1]) for part in self._expansion.split(word)]
-            new = elements or []
+            new = self._array(name, value[1:-1], runs)
         else:
             new = self._expansion.value(value)
+        if index is not None:
+            self._assign_element(name, index, _unknown(name, line) if runs is None else new, line)
+            return True
         old = self.variables.get(name)
         if adds and old is not None:
             new = _joined(old, new)
-        if "[" in match.group(0) or (runs is None and old != new):
-            new = _unknown(name, raw[0][1])
+        if runs is None and old != new:
+            new = _unknown(name, line)
         self._assign(name, new)
         return True
+
+    def _array(self, name: str, inner: Chars, runs: Truth) -> list[Chars]:
+        """The elements of an array; those with names are kept under these too."""
+        found: list[Chars] = []
+        for word in array_words(inner):
+            named = re.match(r"\[([^]]{1,80})\]=", plain(word[:100]))
+            if named is None:
+                found += self._expansion.split(word)
+                continue
+            value = self._expansion.value(word[named.end() :]) if runs else _unknown(name, word[0][1])
+            self._assign(element_name(name, self._key(named[1])), value)
+            found.append(value)
+        return found
+
+    def _key(self, index: str) -> str:
+        return plain(self._expansion.value([(char, 0) for char in index]))
+
+    def _assign_element(self, name: str, index: str, value: Value, line: int) -> None:
+        """Carry out `NAME[index]=value`."""
+        key, old = self._key(index), self.variables.get(name)
+        at = self._expansion.number(key)
+        elements = [part for part in old or [] if isinstance(part, list)]
+        is_list = len(elements) == len(old or []) and at is not None
+        text = [char for char in value if isinstance(char, tuple)]
+        if is_list and at is not None and 0 <= at <= len(elements):
+            self._assign(name, [*elements[:at], text, *elements[at + 1 :]])
+            return
+        self._assign(element_name(name, key), value)
+        if old is not None:
+            self._assign(name, _unknown(name, line))
 
     def _assign(self, name: str, value: Value) -> None:
         if name not in self.fixed:
             self.variables[name] = value
 
-    def _test(self, raw: list[Chars]) -> bool | None:
+    def _test(self, raw: list[Chars]) -> Truth:
         """The outcome of `[ ... ]`, None where it is not known: files are never looked at."""
-        words = [self._expansion.value(word) for word in raw[1:]]
-        texts = [plain(word) for word in words]
-        if len(words) >= 2 and texts[0] in ("-z", "-n") and self._never_set(words[1]):
-            # As in `${NAME:-default}`: what a script asks for and never sets is not set.
-            return texts[0] == "-z"
-        if any(map(has_unknown, words)):
-            return None
-        if texts and texts[-1] in ("]", "]]"):
-            texts.pop()
-        elif plain(raw[0]) != "test":
-            return None
-        negated = False
-        while texts and texts[0] == "!":
-            negated, texts = not negated, texts[1:]
-        holds = _holds(texts)
-        return holds if holds is None else holds != negated
+        first = plain(raw[0])
+        words: list[str | None] = []
+        for word in raw[1:]:
+            value = self._expansion.value(word)
+            is_set = not self._expansion.never_set(value)
+            if first == "[[" or any(char in "\"'" for char, _ in word):
+                words.append("" if not is_set else None if has_unknown(value) else plain(value))
+            elif is_set:
+                parts = self._expansion.split(word)
+                words += [None if has_unknown(part) else plain(part) for part in parts]
+        if first != "test":
+            if not words or words[-1] not in ("]", "]]"):
+                return None
+            words.pop()
+        return holds(words, first == "[[")
 
-    def _never_set(self, value: Chars) -> bool:
-        return len(value) == 1 and isinstance(value[0][0], Unknown) and value[0][0] not in self.variables
+
+def _as_assignment(raw: Chars) -> re.Match[str] | None:
+    return ASSIGNMENT.match(plain(raw[:300]))
+
+
+def _body(events: deque[Event], opens: tuple[str, ...], closes: str) -> list[Event]:
+    """The commands up to the word that closes a construct, which are taken from `events`."""
+    found: list[Event] = []
+    depth = 1
+    while events:
+        before, raw = events.popleft()
+        at = 0
+        while at < len(raw):
+            word = plain(raw[at][:10])
+            depth += (word in opens) - (word == closes)
+            if not depth:
+                if at:
+                    found.append((before, raw[:at]))
+                if raw[at + 1 :]:
+                    events.appendleft(("\n", raw[at + 1 :]))
+                return found
+            if word == "function":
+                at += 2
+            elif word in KEYWORDS:
+                at += 1
+            else:
+                break
+        found.append((before, raw))
+    return found
+
+
+def _starts_nothing(body: Sequence[Event]) -> bool:
+    """Whether no command of a loop can be one that trains, and none leaves the loop."""
+    for at, (_, raw) in enumerate(body):
+        words = [word for word in raw if plain(word[:10]) not in KEYWORDS]
+        first = plain(words[0][:10]) if words else ":"
+        sets = first in _SETS or first.startswith("((") or _as_assignment(words[0]) is not None
+        is_pattern = len(raw) == 1 and at + 1 < len(body) and body[at + 1][0] in (")", "|")
+        if not sets and not is_pattern:
+            return False
+    return True
 
 
 def _inner_script(words: list[Word]) -> tuple[int, bool] | None:
@@ -307,151 +550,3 @@ def _joined(old: Value, new: Value) -> Value:
     if (old and isinstance(old[0], list)) or (new and isinstance(new[0], list)):
         return [[part] if isinstance(part, tuple) else part for part in (*old, *new)]
     return [char for value in (old, new) for char in value if isinstance(char, tuple)]
-
-
-def _holds(texts: list[str]) -> bool | None:
-    if len(texts) == 1:
-        return bool(texts[0])
-    if len(texts) == 2 and texts[0] in ("-z", "-n"):
-        return bool(texts[1]) == (texts[0] == "-n")
-    if len(texts) != 3:
-        return None
-    left, operator, right = texts
-    if operator in ("=", "==", "!="):
-        return None if "*" in right else (left.strip("\"'") == right.strip("\"'")) == (operator != "!=")
-    if not (re.fullmatch(r"-?[0-9]{1,18}", left) and re.fullmatch(r"-?[0-9]{1,18}", right)):
-        return None
-    a, b = int(left), int(right)
-    outcomes = {"-eq": a == b, "-ne": a != b, "-lt": a < b, "-le": a <= b, "-gt": a > b, "-ge": a >= b}
-    return outcomes.get(operator)
-
-
-def _array_words(chars: Chars) -> Iterator[Chars]:
-    """The words between the brackets of an array, which go over lines with comments between them."""
-    for _, raw in _simple_commands(chars, []):
-        yield from raw
-
-
-def _simple_commands(chars: Chars, directives: list[tuple[Word, ...]]) -> Iterator[tuple[str, list[Chars]]]:
-    """Each command as the operator before it and its words as they are written."""
-    closings = Closings(chars)
-    at, before, raw = 0, "\n", list[Chars]()
-    word: Chars = []
-    size = len(chars)
-    skips = False  # The next word is a file that output goes to.
-    ends: list[str] = []  # Of texts that follow the line.
-
-    def char(index: int) -> str:
-        return chars[index][0] if index < size and not isinstance(chars[index][0], Unknown) else ""
-
-    while at <= size:
-        here = char(at)
-        operator = next((one for one in _OPERATORS if here and _starts(chars, at, one)), "")
-        blank = at == size or (here.isspace() and here != "\n")
-        if here == "(" and word and plain(word[-1:]) == "=" and _ASSIGNMENT.fullmatch(plain(word)):
-            end = _array_end(chars, closings, at)
-            word += chars[at:end]
-            at = end
-            continue
-        if here == "<" and (placeholder := _placeholder(chars, at)):
-            word.append((Unknown(placeholder), chars[at][1]))
-            at += len(placeholder) + 2
-            continue
-        if here == "#" and not word:
-            end = at
-            while end < size and char(end) != "\n":
-                end += 1
-            if _DIRECTIVE.match(plain(chars[at:end])):
-                directives.append(tuple(map(word_of, split_words(chars[at + 1 : end]))))
-            at = end
-            continue
-        if here == "\\" and char(at + 1) == "\n":
-            at += 2
-            blank = True
-            if word:
-                if not skips:
-                    raw.append(word)
-                word, skips = [], False
-            continue
-        if operator and not (operator == "&" and word[-1:] and word[-1][0] == ">"):
-            if operator in (">", "<", ">>", "<<", "&>", ">&", "<&") and plain(word).isdigit():
-                word = []  # The number of a stream.
-            if word and not skips:
-                raw.append(word)
-            if word and ends and ends[-1] == "":
-                ends[-1] = plain(word).strip("-'\"\\")
-            word, skips = [], False
-            if operator in (">", "<", ">>", "<<", "&>", ">&", "<&"):
-                skips = True
-                if operator == "<<" and char(at + 2) != "<":
-                    ends.append("")
-                at += len(operator) + (operator == "<<" and char(at + 2) == "<")
-                continue
-            if raw:
-                yield before, raw
-                before, raw = operator, []
-            elif operator != "\n" or before not in ("&&", "||", "|", ";;"):
-                before = operator
-            at += len(operator)
-            if operator == "\n" and ends:
-                at = _after_texts(chars, at, ends)
-                ends = []
-            continue
-        if blank:
-            if word and not skips:
-                raw.append(word)
-            if word and ends and ends[-1] == "":
-                ends[-1] = plain(word).strip("-'\"\\")
-            skips = skips and not word
-            word = []
-            at += 1
-            continue
-        end = closings.after(at) if closings.opens(at) else at + 1
-        word += chars[at:end]
-        at = end
-    if raw:
-        yield before, raw
-
-
-_PLACEHOLDER = re.compile(r"<([A-Za-z][\w ./:-]{0,80}[\w./])>")
-
-
-def _placeholder(chars: Chars, at: int) -> str:
-    """What `<PATH TO DATA>` stands for, which a reader is to fill in; empty for what sends a file."""
-    match = _PLACEHOLDER.match(plain(chars[at : at + 90]))
-    return "" if match is None else match.group(1)
-
-
-def _starts(chars: list[Char], at: int, text: str) -> bool:
-    return chars[at][0] == text[0] and plain(chars[at : at + len(text)]) == text
-
-
-def _array_end(chars: Chars, closings: Closings, at: int) -> int:
-    """Index after the bracket that closes an array; the next one where none does."""
-    start, comment = at, False
-    at += 1
-    while at < len(chars):
-        here = chars[at][0]
-        if comment:
-            comment = here != "\n"
-            at += 1
-            continue
-        if here == ")":
-            return at + 1
-        comment = here == "#" and chars[at - 1][0].isspace()
-        at = closings.after(at) if closings.opens(at) else at + 1
-    return start + 1
-
-
-def _after_texts(chars: Chars, at: int, ends: list[str]) -> int:
-    """Index after the texts that follow a line with `<<END`."""
-    for end in ends:
-        while at < len(chars):
-            stop = at
-            while stop < len(chars) and chars[stop][0] != "\n":
-                stop += 1
-            line = plain(chars[at:stop]).strip()
-            at = stop + 1
-            if line == end:
-                break
-    return min(at, len(chars))
