@@ -247,20 +247,24 @@ class _Reader:
             return
         condition: list[Event] = [("\n", head), *inner[:start]]
         body: list[Event] = [("\n", inner[start][1][1:]), *inner[start + 1 :]]
-        known = self._runs() is True and _starts_nothing(body)
-        if word == "while" and known and self._while(condition, body, depth):
+        runs, repeats = self._runs(), _starts_nothing(body)
+        if word == "while" and runs is True and self._while(condition, body, depth, repeats):
             return
-        if word == "for" and head:
-            name = plain(head[0])
-            elements = self._elements(head)
-            if known and elements is not None and len(elements) <= MOST_TURNS and name.isidentifier():
-                for element in elements:
-                    self._assign(name, element)
-                    self._inside(_Frame("loop", True), body, depth)
-                return
-            if name.isidentifier():
-                self._assign(name, _unknown(name, head[0][0][1]))
-        self._inside(_Frame("loop", None), body, depth)
+        name = plain(head[0]) if word in ("for", "select") and head else ""
+        elements = self._elements(head) if word == "for" and runs is True else None
+        if elements is not None and (repeats or not elements) and name.isidentifier():
+            for element in elements:
+                self._assign(name, element)
+                self._inside(_Frame("loop", True), body, depth)
+            return
+        # What a turn sets is known in that turn, and neither before it nor after the loop.
+        changed = [*([name] if name.isidentifier() else []), *_assigned(body)]
+        for each in changed:
+            if each == name or each in self.variables:
+                self._assign(each, _unknown(each, raw[0][0][1]))
+        self._inside(_Frame("loop", True if word in ("for", "while") else None), body, depth)
+        for each in changed:
+            self._assign(each, _unknown(each, raw[0][0][1]))
 
     def _elements(self, head: list[Chars]) -> list[Chars] | None:
         """What a `for` goes over; None where that is not known."""
@@ -268,16 +272,19 @@ class _Reader:
             return None
         found = [part for word in head[2:] for part in self._expansion.split(word)]
         known = not any(has_unknown(part) or re.search(r"[{*?]", plain(part)) for part in found)
-        return found if known else None
+        return found if known and len(found) <= MOST_TURNS else None
 
-    def _while(self, condition: list[Event], body: list[Event], depth: int) -> bool:
-        """Turn by turn while a condition holds that is known; False where it is not, or does not end."""
+    def _while(self, condition: list[Event], body: list[Event], depth: int, repeats: bool) -> bool:
+        """Turn by turn while a condition holds that is known; False where it is not, or does not end.
+
+        Without `repeats` it is only found out whether there is a first turn.
+        """
         if plain(condition[0][1][0] if condition[0][1] else []) in ("true", ":"):
             return False
         for _ in range(MOST_TURNS):
             self._status = None
             self._inside(_Frame("condition", True, tests=True), condition, depth)
-            if self._status is not True:
+            if self._status is not True or not repeats:
                 return self._status is False
             self._inside(_Frame("loop", True), body, depth)
         return False
@@ -516,6 +523,22 @@ def _body(events: deque[Event], opens: tuple[str, ...], closes: str) -> list[Eve
                 break
         found.append((before, raw))
     return found
+
+
+def _assigned(body: Sequence[Event]) -> list[str]:
+    """Names of variables that a part of a script sets."""
+    found: list[str] = []
+    for _, raw in body:
+        words = [word for word in raw if plain(word[:10]) not in KEYWORDS]
+        first = plain(words[0][:10]) if words else ""
+        if first == "let" or first.startswith("(("):
+            found += re.findall(r"[A-Za-z_]\w*", plain([char for word in words for char in word][:1000]))
+        for word in words[first in _DECLARATIONS :]:
+            match = _as_assignment(word)
+            if match is None:
+                break
+            found.append(match[1])
+    return list(dict.fromkeys(found))
 
 
 def _starts_nothing(body: Sequence[Event]) -> bool:

@@ -189,8 +189,11 @@ def test_what_is_not_known_decides_nothing(unknown: str) -> None:
 
 
 def test_a_loop_over_what_trains_is_not_known() -> None:
-    (command,) = read_script("for TP in 1 2; do torchrun x.py --tp $TP; done").commands
-    assert command[-1].unknown == ("TP",)
+    loop = "for TP in 1 2; do ARGS='--a 1'; torchrun $ARGS --tp $TP $N; N=$((N*2)); done"
+    inside, after = read_script(f"A=1 N=2\n{loop}\nrun $ARGS $A $N").commands
+    assert [word.text for word in inside[1:3]] == ["--a", "1"]
+    assert [word.unknown for word in inside[4:]] == [("TP",), ("N",)]
+    assert [word.unknown for word in after[1:]] == [("ARGS",), (), ("N",)]
 
 
 def test_loops_and_calls_end() -> None:
