@@ -12,12 +12,13 @@ import torch.distributed as dist
 from costmodels.calibration.machine_measurements import CallTime
 from costmodels.spec.hardware import Collective
 from runtime.calibrate.kernels import call_seconds
+from runtime.parallel.accelerator import kind_of
 from runtime.parallel.ranks import Ranks
 from runtime.preflight.speed import LONG_S, collective_call
 
 COLLECTIVES: tuple[Collective, ...] = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 
-SIZES = {"cpu": (1 << 12, 1 << 17, 1 << 21), "cuda": (1 << 14, 1 << 20, 1 << 24, 1 << 28)}
+SIZES = {"cpu": (1 << 12, 1 << 17, 1 << 21), "accelerator": (1 << 14, 1 << 20, 1 << 24, 1 << 28)}
 """Bytes of the messages."""
 
 ROUNDS = 5
@@ -40,7 +41,7 @@ def measure_calls(ranks: Ranks, device: torch.device, budget_s: float) -> Iterat
         group, members = _own_group(ranks, count, stride)
         nodes = len({member // ranks.local_world_size for member in members})
         for name in COLLECTIVES:
-            for size in SIZES[device.type]:
+            for size in SIZES[kind_of(device)]:
                 call, _ = collective_call(name, size, count, device, group)
                 seconds = call_seconds(call, device)
                 yield CallTime(
@@ -77,7 +78,7 @@ def _own_group(ranks: Ranks, count: int, stride: int) -> tuple[Any, list[int]]:
 def _messages(ranks: Ranks, members: list[int], nodes: int, device: torch.device) -> Iterator[CallTime]:
     """Messages between pairs of neighbours, there and back."""
     first, second = members
-    for size in SIZES[device.type]:
+    for size in SIZES[kind_of(device)]:
         message = torch.zeros(size, dtype=torch.uint8, device=device)
 
         def pass_on(message: torch.Tensor = message) -> None:

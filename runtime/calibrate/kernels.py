@@ -20,6 +20,7 @@ from costmodels.layers.operators import Operators, head, layer, padded_vocabular
 from costmodels.spec.engine import Engine
 from costmodels.spec.table import LayoutTable
 from runtime.model.transformer import Block
+from runtime.parallel.accelerator import kind_of
 from runtime.preflight.speed import seconds_of
 
 LEAST_CALLS, ENOUGH_S = 3, 0.02
@@ -28,10 +29,10 @@ LEAST_CALLS, ENOUGH_S = 3, 0.02
 TOGETHER = 7
 """Calls of a collective, of which the median counts."""
 
-COPY_BYTES = {"cpu": 1 << 25, "cuda": 1 << 29}
+COPY_BYTES = {"cpu": 1 << 25, "accelerator": 1 << 29}
 """Bytes that are copied: more than any cache holds of one rank's share."""
 
-PARAMETERS = {"cpu": 1 << 21, "cuda": 1 << 26}
+PARAMETERS = {"cpu": 1 << 21, "accelerator": 1 << 26}
 """Of the tensor that the optimizer updates."""
 
 TINY = 32
@@ -120,7 +121,7 @@ def measure_attention(
 
 def copy_rate(device: torch.device) -> float:
     """Bytes per second that a copy reads and writes."""
-    size = COPY_BYTES[device.type]
+    size = COPY_BYTES[kind_of(device)]
     source = torch.ones(size // 4, device=device)
     target = torch.empty_like(source)
     return 2 * size / kernel_seconds(lambda: target.copy_(source), device)
@@ -130,7 +131,7 @@ def host_rate(device: torch.device) -> float | None:
     """Bytes per second from the device to its host, where those are two."""
     if device.type == "cpu":
         return None
-    size = COPY_BYTES[device.type]
+    size = COPY_BYTES[kind_of(device)]
     source = torch.ones(size // 4, device=device)
     target = torch.empty(size // 4, pin_memory=True)
     return size / kernel_seconds(lambda: target.copy_(source, non_blocking=True), device)
@@ -165,7 +166,7 @@ def layer_host_seconds(model: ModelSpec, device: torch.device) -> float:
 
 def update_seconds(device: torch.device) -> float:
     """Seconds of the optimizer for each parameter."""
-    count = PARAMETERS[device.type]
+    count = PARAMETERS[kind_of(device)]
     weight = torch.zeros(count, device=device, requires_grad=True)
     weight.grad = torch.ones_like(weight)
     optimizer = torch.optim.AdamW([weight], fused=True)

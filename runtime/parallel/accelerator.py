@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from types import ModuleType
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -33,6 +33,17 @@ def accelerator_count() -> int:
 def is_accelerator(device: torch.device) -> bool:
     """Whether a device has memory and streams of its own, beside the host's."""
     return device.type not in ("cpu", "meta")
+
+
+def kind_of(device: torch.device) -> Literal["cpu", "accelerator"]:
+    """What a device is when its measurements are chosen: whatever PyTorch calls it."""
+    return "accelerator" if is_accelerator(device) else "cpu"
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until a device has done what it was asked for."""
+    if is_accelerator(device):
+        device_module(device).synchronize(device)
 
 
 def device_module(device: torch.device) -> ModuleType:

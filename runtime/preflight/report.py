@@ -14,6 +14,7 @@ import torch
 
 from costmodels.spec.record import GIB
 from planner.version import version
+from runtime.parallel.accelerator import device_module, is_accelerator
 
 LEAST_FREE = 0.9
 """Share of the memory that is usually free on the ranks of a job, below which something else holds it."""
@@ -62,9 +63,11 @@ def rank_report(
         "planner": version() or "source tree",
     }
     name, total, free = "cpu", int(memory_bytes), None
+    if is_accelerator(device):
+        module = device_module(device)
+        name = module.get_device_name(device)
+        free, total = module.mem_get_info(device)
     if device.type == "cuda":
-        name = torch.cuda.get_device_name(device)
-        free, total = torch.cuda.mem_get_info(device)
         software["CUDA"] = str(torch.version.cuda or torch.version.hip)
         software["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
     return RankReport(

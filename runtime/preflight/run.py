@@ -15,6 +15,7 @@ import torch.distributed as dist
 from costmodels.catalogue.local_machine import available_memory
 from costmodels.errors import InputError
 from runtime.logs.console import say
+from runtime.parallel.accelerator import kind_of
 from runtime.parallel.ranks import Ranks, run_on_first_rank
 from runtime.preflight import report, speed
 from runtime.preflight.options import PreflightOptions
@@ -95,7 +96,7 @@ def _publish(
         say(f"preflight: {name} of {devices} ranks on {nodes} nodes: {rate} GB/s of the bus")
     names = [each.name for each in reports]
     for line in (
-        *speed.slow_devices(rates, names, device.type),
+        *speed.slow_devices(rates, names, kind_of(device)),
         *speed.slow_nodes([each for _, each, _ in found], local_ranks, hosts),
         *speed.slow_links(links, hosts),
     ):

@@ -10,17 +10,18 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 
 from costmodels.spec.hardware import Collective
+from runtime.parallel.accelerator import is_accelerator, kind_of, synchronize
 
-GEMM_SIZE = {"cpu": 384, "cuda": 8192}
+GEMM_SIZE = {"cpu": 384, "accelerator": 8192}
 GEMM_CALLS = 8
 
-FIRST_BYTES, MOST_BYTES, GROWTH = 1 << 16, {"cpu": 1 << 22, "cuda": 1 << 28}, 8
+FIRST_BYTES, MOST_BYTES, GROWTH = 1 << 16, {"cpu": 1 << 22, "accelerator": 1 << 28}, 8
 """Bytes of the smallest and of the largest message, and how many times larger the next one is."""
 
 LONG_S = 0.1
@@ -29,7 +30,7 @@ LONG_S = 0.1
 CALLS = 4
 """Calls of each size, of which the shortest counts: others may be at work on the hosts."""
 
-SLOW_DEVICE = {"cpu": 0.5, "cuda": 0.85}
+SLOW_DEVICE = {"cpu": 0.5, "accelerator": 0.85}
 """Share of the median rate below which a device is named; CPUs are shared and vary."""
 
 SLOW_LINK = 0.5
@@ -58,8 +59,8 @@ class LinkRate:
 
 def gemm_rate(device: torch.device) -> float:
     """FLOP per second of a square product on this rank."""
-    size = GEMM_SIZE[device.type]
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    size = GEMM_SIZE[kind_of(device)]
+    dtype = torch.bfloat16 if is_accelerator(device) else torch.float32
     left = torch.ones(size, size, device=device, dtype=dtype)
     best = float("inf")
     for _ in range(GEMM_CALLS):
@@ -134,7 +135,7 @@ def _link(sends: bool, other: int, device: torch.device) -> float:
         else:
             dist.recv(seconds, other)
         rate = size / float(seconds)
-        if float(seconds) > LONG_S or size * GROWTH > MOST_BYTES[device.type]:
+        if float(seconds) > LONG_S or size * GROWTH > MOST_BYTES[kind_of(device)]:
             return rate
         size *= GROWTH
 
@@ -158,7 +159,7 @@ def _rate(name: Collective, count: int, nodes: int, device: torch.device, group:
         seconds = min(seconds_of(call, device) for _ in range(CALLS))
         slowest = torch.tensor(seconds, device=device)
         dist.all_reduce(slowest, dist.ReduceOp.MAX, group=group)
-        if float(slowest) > LONG_S or size * GROWTH > MOST_BYTES[device.type]:
+        if float(slowest) > LONG_S or size * GROWTH > MOST_BYTES[kind_of(device)]:
             return GroupRate(name, count, nodes, factor * size / float(slowest), size)
         size *= GROWTH
 
@@ -184,16 +185,16 @@ def collective_call(
 
 def seconds_of(call: Callable[[], Any], device: torch.device) -> float:
     """Seconds of a call until the device has done what it asks for."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    synchronize(device)
     started = time.perf_counter()
     call()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    synchronize(device)
     return max(time.perf_counter() - started, 1e-9)
 
 
-def slow_devices(rates: Sequence[float], names: Sequence[str], kind: str) -> Iterator[str]:
+def slow_devices(
+    rates: Sequence[float], names: Sequence[str], kind: Literal["cpu", "accelerator"]
+) -> Iterator[str]:
     """Lines that name the ranks whose device is slower than most."""
     usual = statistics.median(rates)
     for rate, name in zip(rates, names, strict=True):

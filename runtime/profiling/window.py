@@ -10,7 +10,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from torch.profiler import ProfilerActivity, profile, record_function
+from torch.profiler import ProfilerActivity, profile, record_function, supported_activities
 
 from planner.history.step_parts import StepParts
 from runtime.logs.console import say
@@ -31,6 +31,9 @@ FEWEST_STEPS = 20
 UPDATES = ("squared_norm", "scale", "clip_values", "step")
 """What the optimizer of a trainer does in a step, but for the reduction of gradients."""
 
+ACTIVITIES = {"cuda": ProfilerActivity.CUDA, "xpu": ProfilerActivity.XPU}
+"""By the name of a device; those that an extension brings (NPUs) have the last one."""
+
 
 @contextmanager
 def profiled(device: torch.device) -> Iterator[list[Event]]:
@@ -38,8 +41,9 @@ def profiled(device: torch.device) -> Iterator[list[Event]]:
     # Its library tells of GPUs that are not there.
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     activities = [ProfilerActivity.CPU]
-    if is_accelerator(device) and device.type == "cuda":
-        activities.append(ProfilerActivity.CUDA)
+    wanted = ACTIVITIES.get(device.type, ProfilerActivity.PrivateUse1)
+    if is_accelerator(device) and wanted in supported_activities():  # type: ignore[no-untyped-call]
+        activities.append(wanted)
     found: list[Event] = []
     profiler = profile(activities=activities)
     profiler.start()

@@ -9,8 +9,11 @@ from typing import Any
 import pytest
 import torch
 
+from runtime.calibrate import collectives, kernels
 from runtime.job import devices
 from runtime.parallel import accelerator
+from runtime.preflight import speed
+from runtime.preflight.report import rank_report
 from tests.support import ROOT
 
 
@@ -44,3 +47,26 @@ def test_only_what_is_about_cuda_names_it() -> None:
         if re.search(r"torch\.cuda\.|\"nccl\"", file.read_text(encoding="utf-8"))
     }
     assert {name for name in named if not name.startswith(("dryrun/", "preflight/"))} <= about
+
+
+def test_checks_and_measurements_know_other_accelerators(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = torch.device("xpu", 0)
+    waited: list[torch.device] = []
+    module = SimpleNamespace(
+        synchronize=waited.append,
+        get_device_name=lambda device: "Ascend 910B",
+        mem_get_info=lambda device: (60, 64),
+    )
+    monkeypatch.setattr(torch, "get_device_module", lambda device: module)
+    report = rank_report(0, 1, device, [], 0.0)
+    assert (report.device, report.free_bytes, report.memory_bytes) == ("Ascend 910B", 60, 64)
+    assert speed.seconds_of(lambda: None, device) > 0
+    assert waited == [device, device]
+    for sizes in (
+        speed.GEMM_SIZE,
+        speed.MOST_BYTES,
+        speed.SLOW_DEVICE,
+        collectives.SIZES,
+        kernels.COPY_BYTES,
+    ):
+        assert accelerator.kind_of(device) in sizes

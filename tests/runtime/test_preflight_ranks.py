@@ -75,7 +75,7 @@ def test_clocks_that_differ_are_a_warning() -> None:
 
 
 def test_the_slow_one_is_named() -> None:
-    assert list(slow_devices([1e12, 1e12, 5e11], ["a", "b", "rank 2 on c"], "cuda")) == [
+    assert list(slow_devices([1e12, 1e12, 5e11], ["a", "b", "rank 2 on c"], "accelerator")) == [
         "slow device: rank 2 on c multiplies at 0.5 TFLOP/s, 1 usually"
     ]
     links = [LinkRate(0, 1, 1e9), LinkRate(1, 2, 1e8), LinkRate(2, 0, 1e9)]
