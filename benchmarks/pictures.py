@@ -37,6 +37,9 @@ TERMINALS = {
 
 WIDTHS = (80, 160)
 
+PATIENCE_MS = 600_000
+"""Milliseconds in which a browser draws a page, whatever else its machine does."""
+
 SPINNER = re.compile(r"^\s*[⠀-⣿]")
 
 PAGES = {
@@ -82,6 +85,7 @@ def take_page(page: Path, folder: Path, name: str) -> None:
             context = browser.new_context(
                 viewport={"width": width, "height": 900}, color_scheme=scheme, offline=True
             )
+            context.set_default_timeout(PATIENCE_MS)
             tab = context.new_page()
             tab.on(
                 "console", lambda message: print("console:", message.text) if message.type == "error" else 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+from collections import deque
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -23,6 +24,9 @@ WIDTH = 80
 Key = tuple[str, int]
 """What a record holds, and its iteration."""
 
+MOST_WAITING = 4
+"""Lines that wait for a record, which comes by another way; without it they are shown as they are."""
+
 
 class Display:
     """Shows the lines of a job; nothing that goes wrong in it is raised, and it is told once.
@@ -33,8 +37,8 @@ class Display:
     def __init__(self, status: Status, train_iters: int, at_step: Callable[[], None] = lambda: None) -> None:
         self.status, self.train_iters, self.at_step = status, train_iters, at_step
         self.failed = False
-        self.waiting: tuple[Key, str] | None = None
-        """A line of the log that is shown as it is unless its record comes."""
+        self.waiting: deque[tuple[Key | None, str]] = deque()
+        """Lines to show: the first is one of the log, shown as it is unless its record comes."""
         self.records: dict[Key, dict[str, Any]] = {}
         """Those whose lines are still to come."""
 
@@ -72,11 +76,9 @@ class Display:
             self.status.tell(phase[1])
             return
         logged = LOG_LINE.match(text) if self.status.on_screen else None
-        if logged:
-            self.waiting = (f"{logged[1]}_loss" if logged[1] else "loss", int(logged[2])), text
-            self._match()
-        else:
-            self.status.line(text)
+        key = (f"{logged[1]}_loss" if logged[1] else "loss", int(logged[2])) if logged else None
+        self.waiting.append((key, text))
+        self._match()
 
     def _record(self, record: dict[str, Any]) -> None:
         if "loss" in record:
@@ -87,18 +89,22 @@ class Display:
         self._match()
 
     def _match(self) -> None:
-        """Show the waiting line in short once its record is there."""
-        if self.waiting is None or self.waiting[0] not in self.records:
-            return
-        record = self.records.pop(self.waiting[0])
-        self.waiting = None
-        self.status.line(short_line(record, self.train_iters))
-        self.status.show(f"training, step {record['iteration']} of {self.train_iters}")
+        """Show the lines that wait for no record, or whose record is there; the oldest where many wait."""
+        while self.waiting:
+            key, text = self.waiting[0]
+            record = None if key is None else self.records.pop(key, None)
+            if key is not None and record is None and len(self.waiting) <= MOST_WAITING:
+                return
+            self.waiting.popleft()
+            if record is None:
+                self.status.line(text)
+            else:
+                self.status.line(short_line(record, self.train_iters))
+                self.status.show(f"training, step {record['iteration']} of {self.train_iters}")
 
     def _settle(self) -> None:
-        if self.waiting is not None:
-            self.status.line(self.waiting[1])
-            self.waiting = None
+        while self.waiting:
+            self.status.line(self.waiting.popleft()[1])
 
 
 def short_line(record: dict[str, Any], train_iters: int) -> str:

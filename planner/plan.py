@@ -37,7 +37,19 @@ LARGEST_PLAN = 64 * MIB
 
 
 class Plan(Record):
-    """The decision how to train `model` on `cluster`: what the planner ranks and the runtime executes."""
+    """The decision how to train `model` on `cluster`: what the planner ranks and the runtime executes.
+
+    >>> import planner
+    >>> plan = planner.suggest("llama3-8b", world_size=8, device="h100", global_batch_size=64)
+    >>> plan.estimate.step_time_low_s < plan.estimate.step_time_s < plan.estimate.step_time_high_s
+    True
+    >>> run = plan.run("15T", price_per_hour=2.5)
+    >>> round(run.money / (run.days * 24 * 8), 6)
+    2.5
+    >>> plan.save("plan.json")
+    >>> planner.Plan.load("plan.json") == plan
+    True
+    """
 
     version: Literal[1] = VERSION
     model: ModelSpec

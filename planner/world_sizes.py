@@ -173,6 +173,14 @@ def sizes(
 
     Raises `InputError` for wrong input, and when no size has a legal layout; a size without one is listed
     with the reason where others have.
+
+    >>> import planner
+    >>> job = dict(device="h100", global_batch_size=64, tokens="1T")
+    >>> found = planner.sizes("llama3-8b", world_size="8,16", **job)
+    >>> [size.world_size for size in found.sizes]
+    [8, 16]
+    >>> found.sizes[0].run.days > found.sizes[1].run.days
+    True
     """
     device = job.get("device")
     if is_of_kinds(device):

@@ -110,6 +110,14 @@ class Layout(Record):
     `tp-cp-ep-dp-pp`): rank = tp + TP * (cp + CP * (dp + DP * pp)). Experts are spread over the
     tp x cp x dp ranks of a stage: the place of a rank among them is etp + ETP * (ep + EP * edp), so that
     tp x cp x dp / (ep x etp) ranks hold the same experts (parallel folding, arXiv:2504.14960, section 3.1).
+
+    >>> layout = Layout(
+    ...     tensor_parallel=2, data_parallel=4, micro_batch_size=1, global_batch_size=32, layers_per_stage=(32,)
+    ... )
+    >>> layout.world_size, layout.micro_batches
+    (8, 8)
+    >>> layout.describe()
+    'tp=2 pp=1 dp=4 zero=0 mbs=1 x 8 recompute=none'
     """
 
     tensor_parallel: Count = 1

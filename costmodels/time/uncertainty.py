@@ -56,14 +56,33 @@ def spread(
         hidden: hidden size of the model.
         experts: the model has some.
     """
+    parts = causes(cluster, engine, time, step_time, hidden, experts)
+    formulas = np.sqrt(sum((part**2 for part in parts.values()), np.zeros_like(step_time)))
+    result: Floats = formulas + (engine.spread.measured - formulas) * known
+    return result
+
+
+def causes(
+    cluster: Cluster,
+    engine: Engine,
+    time: Mapping[str, Floats],
+    step_time: Floats,
+    hidden: float = np.inf,
+    experts: bool = False,
+) -> dict[str, Floats]:
+    """Half the width of the range that each cause gives alone, by its name in `Spread`, [n] each.
+
+    The arguments are those of `spread`.
+    """
     width = engine.spread
     base = width.experts if experts and width.experts is not None else width.base
     waits = sum((time[part] for part in COMMUNICATION), np.zeros_like(step_time)) / step_time
-    # A node's own links are as the data sheet says; each doubling of nodes adds switches and other jobs.
-    network = width.network * waits * (1.0 + np.log2(cluster.nodes))
-    launch = width.launch * time["launch"] / step_time
-    pipeline = width.bubble * time["bubble"] / step_time
-    narrow = width.narrow * NARROW_HIDDEN / hidden
-    formulas = np.sqrt(base**2 + narrow**2 + network**2 + launch**2 + pipeline**2)
-    result: Floats = formulas + (width.measured - formulas) * known
-    return result
+    everywhere = np.ones_like(step_time)
+    return {
+        "base": base * everywhere,
+        "narrow": width.narrow * NARROW_HIDDEN / hidden * everywhere,
+        # A node's own links are as the data sheet says; each doubling of nodes adds switches and other jobs.
+        "network": width.network * waits * (1.0 + np.log2(cluster.nodes)),
+        "launch": width.launch * time["launch"] / step_time,
+        "bubble": width.bubble * time["bubble"] / step_time,
+    }

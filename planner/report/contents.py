@@ -13,11 +13,14 @@ from costmodels.spec.record import GIB
 from costmodels.timeline import Timeline
 from planner.api import search_problem
 from planner.explanation.comparison import Comparison, compare
+from planner.history.step_parts import StepParts
 from planner.inputs.batch import Batch
 from planner.inputs.pins import parse_pins
 from planner.plan import Plan
 from planner.problem import Problem
+from planner.ranking.distinct import distinct_plans
 from planner.ranking.result import SearchResult
+from planner.report.measured import profiled_parts
 from planner.world_sizes import Sizes, sizes
 
 RIVALS = 10
@@ -60,6 +63,8 @@ class Contents:
     """Plans for fewer and for more devices."""
     records: tuple[dict[str, Any], ...]
     """What a run of the plan has logged; empty before it."""
+    parts: StepParts | None
+    """What a profiler saw of the run's first rank, scaled to the median step; None without it."""
 
 
 def gather(plan: Plan, records: Sequence[dict[str, Any]] = ()) -> Contents:
@@ -73,8 +78,9 @@ def gather(plan: Plan, records: Sequence[dict[str, Any]] = ()) -> Contents:
         pins=parse_pins(None, None),
         objective=plan.objective,
     )
-    result = search_problem(problem)
-    rivals = result.plans(RIVALS)
+    # Twins, which every estimate has equal, stand for each other: a runner-up has something else.
+    result, rows = distinct_plans(search_problem(problem), RIVALS)
+    rivals = [row.plan for row in rows]
     others = [one for one in rivals if one.layout != plan.layout]
     timeline, missing = _timeline(plan)
     return Contents(
@@ -86,6 +92,7 @@ def gather(plan: Plan, records: Sequence[dict[str, Any]] = ()) -> Contents:
         no_timeline=missing,
         sizes=_sizes(plan),
         records=tuple(records),
+        parts=profiled_parts(records),
     )
 
 
@@ -99,6 +106,8 @@ def _timeline(plan: Plan) -> tuple[Timeline | None, str]:
 def _cloud(result: SearchResult) -> Cloud:
     """The layouts that fit, at most `MOST_POINTS` and all of the front."""
     prices = result.prices
+    # The first plans have been held to their exact bytes, by which some do not fit after all.
+    prices = prices.take(np.flatnonzero(prices.peak_memory_bytes <= result.problem.cluster.memory_bytes))
     if not len(prices.table):
         return Cloud(np.zeros(0), np.zeros(0), np.zeros(0, dtype=np.bool_), ())
     speed = prices.tokens_per_s / result.problem.cluster.world_size

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
 from costmodels.errors import InputError
 from costmodels.spec.estimate import StageMemory, StepTime
-from costmodels.spec.record import GIB
+from costmodels.spec.layout import SHORT_NAMES
+from costmodels.spec.record import GIB, in_seconds
 from costmodels.timeline import Event, Timeline
 from planner.plan import Plan
 from planner.report.contents import MOST_PASSES, Contents, gather
-
-COLOURS = (
-    *("#4477aa", "#66ccee", "#228833", "#ccbb44", "#ee6677", "#aa3377", "#882255", "#44aa99", "#999933"),
-    *("#ddaa33", "#6699cc", "#997700", "#bbbbbb", "#ee8866"),
-)
-"""Paul Tol's qualitative colours, which are told apart without red or green (personal.sron.nl/~pault)."""
+from planner.report.device_map import device_map
+from planner.report.drawing import COLOURS, Figure, empty_figure, time_unit
+from planner.report.run_figures import loss, measured, profiled
 
 PASSES = {
     "F": ("forward", "#4477aa"),
@@ -26,18 +22,13 @@ PASSES = {
     "W": ("gradients of weights", "#aa3377"),
 }
 
-MOST_DEVICES = 32_768
-"""Devices of the largest map that is drawn."""
-
-Figure = Any
-"""A `plotly.graph_objects.Figure`: its types come with plotly, which is asked for only here."""
-
 
 def figures(contents: Contents) -> dict[str, Figure]:
     """The figures by name, in the order of the page; those without data are left out."""
     found = {
         "loss": loss(contents),
         "measured": measured(contents),
+        "profile": profiled(contents),
         "step-time": step_time(contents),
         "memory": memory(contents.plan),
         "pipeline": None if contents.timeline is None else pipeline(contents.timeline),
@@ -55,6 +46,12 @@ def plan_figures(plan: Plan) -> dict[str, Figure]:
     They are `step-time`, `memory`, `pipeline`, `range`, `front`, `sizes` and `map`.
 
     Raises `InputError` where plotly is not installed.
+
+    >>> import planner
+    >>> plan = planner.suggest("gpt2-small", world_size=4, device="h100", global_batch_size=16)
+    >>> figures = planner.plan_figures(plan)
+    >>> figures["memory"].layout.yaxis.title.text
+    'GiB'
     """
     try:
         import plotly  # noqa: F401  To say what is missing before anything is computed.
@@ -63,46 +60,41 @@ def plan_figures(plan: Plan) -> dict[str, Figure]:
     return figures(gather(plan))
 
 
-def _figure(title_x: str, title_y: str, height: int = 380, **layout: Any) -> Figure:
-    from plotly import graph_objects
-
-    return graph_objects.Figure(
-        layout={
-            "template": "none",
-            "height": height,
-            "margin": {"l": 64, "r": 16, "t": 16, "b": 48},
-            "font": {"family": "system-ui, sans-serif", "size": 13},
-            "paper_bgcolor": "rgba(0,0,0,0)",
-            "plot_bgcolor": "rgba(0,0,0,0)",
-            "xaxis": {"title": {"text": title_x}, "automargin": True},
-            "yaxis": {"title": {"text": title_y}, "automargin": True},
-            "legend": {"orientation": "h", "y": 1.02, "yanchor": "bottom", "x": 0, "traceorder": "normal"},
-            "hoverlabel": {"namelength": -1},
-            **layout,
-        }
-    )
-
-
-def _short(plan: Plan, number: int) -> str:
-    layout = plan.layout
-    return f"{number}: tp{layout.tensor_parallel} pp{layout.pipeline_parallel} dp{layout.data_parallel}"
+def _shown(contents: Contents, most: int) -> tuple[list[Plan], list[str]]:
+    """The plan and the first of its rivals, and a name of each by the degrees that tell them apart."""
+    chosen = contents.plan
+    plans = [chosen, *(one for one in contents.rivals if one.layout != chosen.layout)][:most]
+    places = {one.layout: str(place) for place, one in enumerate(contents.rivals, 1)}
+    differing = [
+        short
+        for short in ("vpp", "cp", "ep", "zero", "mbs")
+        if len({getattr(plan.layout, SHORT_NAMES[short]) for plan in plans}) > 1
+    ]
+    return plans, [
+        f"{places.get(plan.layout, 'this')}: "
+        + " ".join(
+            f"{short}{getattr(plan.layout, SHORT_NAMES[short])}" for short in ("tp", "pp", "dp", *differing)
+        )
+        for plan in plans
+    ]
 
 
 def step_time(contents: Contents) -> Figure:
-    """The parts of a step of the plan and of its rivals, in milliseconds."""
-    plans = [contents.plan, *(one for one in contents.rivals if one.layout != contents.plan.layout)][:6]
-    names = [_short(plan, number) for number, plan in enumerate(plans, 1)]
-    result = _figure("ms of a step", "", height=120 + 44 * len(plans), barmode="stack")
+    """The parts of a step of the plan and of its rivals."""
+    plans, names = _shown(contents, 6)
+    scale, unit = time_unit(plan.estimate.step_time_s for plan in plans)
+    result = empty_figure(f"step ({unit})", "", height=120 + 44 * len(plans), barmode="stack")
     for colour, part in zip(COLOURS, StepTime.model_fields, strict=False):
-        seconds = [1e3 * getattr(plan.estimate.time, part) for plan in plans]
-        if max(seconds) > 0:
+        times = [scale * getattr(plan.estimate.time, part) for plan in plans]
+        if max(times) > 0:
             result.add_bar(
                 y=names,
-                x=seconds,
+                x=times,
                 name=part.replace("_", " "),
                 orientation="h",
                 marker_color=colour,
-                hovertemplate=f"%{{y}}<br>{part.replace('_', ' ')} %{{x:.4g}} ms<extra></extra>",
+                customdata=[plan.layout.describe() for plan in plans],
+                hovertemplate=f"%{{customdata}}<br>{part.replace('_', ' ')} %{{x:.4g}} {unit}<extra></extra>",
             )
     result.update_yaxes(autorange="reversed")
     return result
@@ -110,7 +102,7 @@ def step_time(contents: Contents) -> Figure:
 
 def memory(plan: Plan) -> Figure:
     """The parts of the memory of one device of each pipeline rank, in GiB, and what a device has."""
-    result = _figure("pipeline rank", "GiB", barmode="stack")
+    result = empty_figure("pipeline rank", "GiB", barmode="stack")
     ranks = list(range(len(plan.estimate.memory)))
     for colour, part in zip(COLOURS, StageMemory.model_fields, strict=False):
         values = [getattr(stage, part) / GIB for stage in plan.estimate.memory]
@@ -142,11 +134,16 @@ def _some_passes(timeline: Timeline) -> list[Event]:
 
 
 def pipeline(timeline: Timeline) -> Figure:
-    """When each rank computes which micro batch, in milliseconds; hover names a pass."""
-    result = _figure(
-        "ms", "pipeline rank", height=140 + 22 * min(40, timeline.ranks), hovermode="closest", dragmode="zoom"
-    )
+    """When each rank computes which micro batch; hover names a pass."""
     shown = _some_passes(timeline)
+    scale, unit = time_unit(event.end_s for event in shown)
+    result = empty_figure(
+        f"time ({unit})",
+        "pipeline rank",
+        height=170 + 22 * min(40, timeline.ranks),
+        hovermode="closest",
+        dragmode="zoom",
+    )
     for kind, (name, colour) in PASSES.items():
         events = [event for event in shown if event.kind == kind]
         for odd in (False, True):
@@ -157,10 +154,10 @@ def pipeline(timeline: Timeline) -> Figure:
             y: list[int | None] = []
             text: list[str] = []
             for event in part:
-                start, end = 1e3 * event.start_s, 1e3 * event.end_s
+                start, end = scale * event.start_s, scale * event.end_s
                 label = (
                     f"{event.name}: {name}, micro batch {event.micro_batch}, stage {event.stage}<br>"
-                    f"{start:.4g} to {end:.4g} ms"
+                    f"{start:.4g} to {end:.4g} {unit}"
                 )
                 # A point in the middle catches the pointer between the ends.
                 x += [start, (start + end) / 2, end, None]
@@ -183,22 +180,28 @@ def pipeline(timeline: Timeline) -> Figure:
 
 
 def ranges(contents: Contents) -> Figure:
-    """The steps of the plan and its rivals with the range that holds four of five measured steps, in ms."""
-    plans = [contents.plan, *(one for one in contents.rivals if one.layout != contents.plan.layout)][:RANGES]
-    result = _figure("ms of a step", "", height=120 + 30 * len(plans))
+    """The steps of the plan and its rivals with the range that holds four of five measured steps."""
+    plans, names = _shown(contents, RANGES)
+    scale, unit = time_unit(plan.estimate.step_time_s for plan in plans)
+    result = empty_figure(f"step ({unit})", "", height=120 + 30 * len(plans))
     steps = [plan.estimate for plan in plans]
     result.add_scatter(
-        x=[1e3 * step.step_time_s for step in steps],
-        y=[_short(plan, number) for number, plan in enumerate(plans, 1)],
+        x=[scale * step.step_time_s for step in steps],
+        y=names,
+        text=[
+            f"{plan.layout.describe()}<br>{in_seconds(plan.estimate.step_time_s)}, "
+            f"{in_seconds(plan.estimate.step_time_low_s)} to {in_seconds(plan.estimate.step_time_high_s)}"
+            for plan in plans
+        ],
         mode="markers",
         marker={"size": 10, "color": COLOURS[0]},
         error_x={
             "type": "data",
             "symmetric": False,
-            "array": [1e3 * (step.step_time_high_s - step.step_time_s) for step in steps],
-            "arrayminus": [1e3 * (step.step_time_s - step.step_time_low_s) for step in steps],
+            "array": [scale * (step.step_time_high_s - step.step_time_s) for step in steps],
+            "arrayminus": [scale * (step.step_time_s - step.step_time_low_s) for step in steps],
         },
-        hovertemplate="%{y}: %{x:.4g} ms<extra></extra>",
+        hovertemplate="%{text}<extra></extra>",
         showlegend=False,
     )
     result.update_yaxes(autorange="reversed")
@@ -209,24 +212,29 @@ RANGES = 8
 """Plans whose ranges are shown."""
 
 
+def _rounded(values: np.ndarray) -> list[float]:
+    """The values to five digits, which a page of thousands holds in less."""
+    return [float(f"{value:.5g}") for value in values.tolist()]
+
+
 def front(contents: Contents) -> Figure | None:
     """Tokens a second of a device against the memory of the fullest one: what fits, and the Pareto front."""
     cloud = contents.cloud
     if not len(cloud.tokens_per_s):
         return None
-    result = _figure("GiB of the fullest device", "tokens/s of a device", hovermode="closest")
+    result = empty_figure("GiB of the fullest device", "tokens/s of a device", hovermode="closest")
     rest = ~cloud.on_front
     result.add_scattergl(
-        x=np.round(cloud.peak_bytes[rest], 2),
-        y=np.round(cloud.tokens_per_s[rest], 1),
+        x=_rounded(cloud.peak_bytes[rest]),
+        y=_rounded(cloud.tokens_per_s[rest]),
         mode="markers",
-        marker={"size": 4, "color": "#bbbbbb"},
+        marker={"size": 4, "color": "#999999", "opacity": 0.6},
         name="layouts that fit",
         hovertemplate="%{x} GiB, %{y} tokens/s<extra></extra>",
     )
     result.add_scatter(
-        x=np.round(cloud.peak_bytes[cloud.on_front], 2),
-        y=np.round(cloud.tokens_per_s[cloud.on_front], 1),
+        x=_rounded(cloud.peak_bytes[cloud.on_front]),
+        y=_rounded(cloud.tokens_per_s[cloud.on_front]),
         text=list(cloud.names),
         mode="lines+markers",
         line={"color": COLOURS[4], "shape": "hv"},
@@ -252,128 +260,26 @@ def device_counts(contents: Contents) -> Figure | None:
     found = [size for size in contents.sizes.sizes if size.run is not None]
     if len(found) < 2:
         return None
-    result = _figure("device-hours", "days", hovermode="closest")
-    runs = [size.run for size in found if size.run is not None]
-    result.add_scatter(
-        x=[run.device_hours for run in runs],
-        y=[run.days for run in runs],
-        text=[f"{size.world_size} device{'s' * (size.world_size > 1)}" for size in found],
-        mode="lines+markers+text",
-        textposition="top center",
-        marker={"size": 10, "color": [COLOURS[4] if size.on_front else "#bbbbbb" for size in found]},
-        line={"color": "#bbbbbb", "dash": "dot"},
-        hovertemplate="%{text}<br>%{x:.4g} device-hours, %{y:.4g} days<extra></extra>",
-        showlegend=False,
-    )
-    return result
-
-
-def coordinates(plan: Plan) -> dict[str, np.ndarray]:
-    """The place of each rank of a job in every dimension of its layout, [world size] each.
-
-    Tensor-parallel ranks are neighbours, then context-parallel ones, then copies, then pipeline ranks
-    (Megatron-LM's order "tp-cp-dp-pp").
-    """
-    layout = plan.layout
-    rank = np.arange(layout.world_size)
-    found, stride = {}, 1
-    for name, size in (
-        ("tp", layout.tensor_parallel),
-        ("cp", layout.context_parallel),
-        ("dp", layout.data_parallel),
-        ("pp", layout.pipeline_parallel),
+    result = empty_figure("device-hours", "days", hovermode="closest")
+    for name, sizes, colour, mode in (
+        ("beaten by none", [size for size in found if size.on_front], COLOURS[4], "lines+"),
+        ("slower and dearer", [size for size in found if not size.on_front], "#999999", ""),
     ):
-        found[name] = rank // stride % size
-        stride *= size
-    return found
-
-
-def device_map(plan: Plan) -> Figure | None:
-    """Which node holds which rank: a cell a device, coloured by its pipeline rank."""
-    world, each = plan.cluster.world_size, min(plan.cluster.devices_per_node, plan.cluster.world_size)
-    if world > MOST_DEVICES or world % each:
-        return None
-    places = coordinates(plan)
-    nodes = world // each
-    # Nodes side by side make rows of as many cells as the page is wide.
-    across = max(1, min(nodes, 96 // each))
-    rows = -(-nodes // across)
-    cells = np.full((rows * across, each), -1)
-    cells[:nodes] = places["pp"].reshape(nodes, each)
-    labels = np.full((rows * across, each), "", dtype=object)
-    text = [
-        f"rank {rank}, node {rank // each}<br>"
-        + ", ".join(f"{name} {at}" for name, at in zip(places, place, strict=True))
-        for rank, place in enumerate(zip(*(column.tolist() for column in places.values()), strict=True))
-    ]
-    labels[:nodes] = np.array(text, dtype=object).reshape(nodes, each)
-    grid = cells.reshape(rows, across * each).astype(float)
-    grid[grid < 0] = np.nan
-    pipeline = plan.layout.pipeline_parallel
-    result = _figure(
-        f"devices, {across} node{'s' * (across > 1)} of {each} in a row",
-        "",
-        height=120 + min(600, max(40, 14 * rows)),
-    )
-    result.add_heatmap(
-        z=grid,
-        text=labels.reshape(rows, across * each),
-        hovertemplate="%{text}<extra></extra>",
-        colorscale="Viridis",
-        zmin=0,
-        zmax=max(1, pipeline - 1),
-        xgap=1,
-        ygap=1 if rows <= 60 else 0,
-        colorbar={"title": {"text": "pipeline rank"}, "dtick": max(1, pipeline // 8)},
-        showscale=pipeline > 1,
-    )
-    for border in range(1, across):
-        result.add_vline(x=border * each - 0.5, line_width=1, line_color="#888888")
-    result.update_xaxes(showgrid=False, zeroline=False, showticklabels=False)
-    result.update_yaxes(autorange="reversed", showgrid=False, zeroline=False, showticklabels=False)
-    return result
-
-
-def _steps(contents: Contents, name: str) -> tuple[list[int], list[float]]:
-    found = [record for record in contents.records if record.get(name) is not None and "iteration" in record]
-    return [record["iteration"] for record in found], [record[name] for record in found]
-
-
-def loss(contents: Contents) -> Figure | None:
-    """Losses of a run by iteration."""
-    iterations, values = _steps(contents, "loss")
-    if not values:
-        return None
-    result = _figure("iteration", "loss")
-    result.add_scatter(x=iterations, y=values, mode="lines", name="training", line={"color": COLOURS[0]})
-    evaluated = _steps(contents, "validation_loss")
-    if evaluated[1]:
-        line = {"color": COLOURS[4]}
-        result.add_scatter(x=evaluated[0], y=evaluated[1], mode="lines+markers", name="validation", line=line)
-    return result
-
-
-def measured(contents: Contents) -> Figure | None:
-    """Measured steps of a run beside the predicted one and its range, in milliseconds."""
-    iterations, seconds = _steps(contents, "step_time_s")
-    if not seconds:
-        return None
-    estimate = contents.plan.estimate
-    result = _figure("iteration", "ms of a step")
-    result.add_hrect(
-        y0=1e3 * estimate.step_time_low_s,
-        y1=1e3 * estimate.step_time_high_s,
-        fillcolor=COLOURS[0],
-        opacity=0.15,
-        line_width=0,
-        annotation_text="predicted range",
-    )
-    result.add_hline(y=1e3 * estimate.step_time_s, line_color=COLOURS[0], line_dash="dash")
-    result.add_scatter(
-        x=iterations,
-        y=[1e3 * value for value in seconds],
-        mode="lines+markers",
-        name="measured",
-        line={"color": COLOURS[4]},
-    )
+        runs = [size.run for size in sizes if size.run is not None]
+        result.add_scatter(
+            x=[run.device_hours for run in runs],
+            y=[run.days for run in runs],
+            text=[f"{size.world_size:,}" for size in sizes],
+            mode=f"{mode}markers+text",
+            textposition="top center",
+            marker={"size": 10, "color": colour},
+            line={"color": colour, "dash": "dot"},
+            name=name,
+            hovertemplate="%{text} devices<br>%{x:.4g} device-hours, %{y:.4g} days<extra></extra>",
+        )
+    # Room for the names beside the outermost points.
+    hours = [size.run.device_hours for size in found if size.run is not None]
+    room = 0.1 * (max(hours) - min(hours) or max(hours))
+    result.update_xaxes(range=[min(hours) - room, max(hours) + room])
+    result.update_yaxes(rangemode="tozero")
     return result

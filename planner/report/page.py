@@ -13,8 +13,9 @@ from costmodels.spec.record import GIB, in_seconds
 from planner.explanation.side_by_side import measured_steps
 from planner.plan import Plan
 from planner.plan_rows import shown
-from planner.report.contents import Contents
+from planner.report.contents import MOST_PASSES, Contents
 from planner.report.figures import figures
+from planner.report.range_basis import range_basis
 
 TITLES = {
     "step-time": ("Where the time goes", "Parts of a step of this plan (1) and of those that come next."),
@@ -27,14 +28,21 @@ TITLES = {
         "One step, every micro batch, as simulated; drag to zoom, double-click to go back.",
     ),
     "range": ("How sure this is", "The range holds four of five measured steps of jobs like this one."),
-    "front": ("Time against memory", "Every layout that fits, and those that no other one beats in both."),
+    "front": ("Time against memory", "Layouts that fit, and those that no other one beats in both."),
     "sizes": (
         "More devices, or fewer",
-        "The best plan for each number of devices, for the same tokens.",
+        "Days against cost of a billion tokens, by the best plan for each of these numbers of devices.",
     ),
-    "map": ("Which device holds what", "A cell is a device; hover names its place in each dimension."),
+    "map": (
+        "Which device holds what",
+        "A cell is a device; hover names its rank, its layers and its place in each dimension.",
+    ),
     "loss": ("Loss", "What the run has logged."),
     "measured": ("Predicted and measured", "Steps of the run, and what the plan promised."),
+    "profile": (
+        "What a step went to",
+        "By the profiler of the first rank, scaled to the median step, beside what the plan expected.",
+    ),
 }
 """Heading and caption of each figure."""
 
@@ -69,8 +77,12 @@ def page(contents: Contents, script: str) -> str:
     sections, calls = [], []
     for name, figure in figures(contents).items():
         title, caption = TITLES[name]
+        if name == "range":
+            caption = f"{caption} {range_basis(plan)}"
+        if contents.timeline is not None and len(contents.timeline.passes) > MOST_PASSES:
+            caption = caption.replace("every micro batch", "the first and the last micro batches")
         sections.append(
-            f'<section><h2>{title}</h2><p class="caption">{caption}</p>'
+            f'<section><h2>{title}</h2><p class="caption">{html.escape(caption).replace(" %", "&nbsp;%")}</p>'
             f'<div class="figure" id="{name}" role="img" aria-label="{html.escape(title)}"></div></section>'
         )
         # A closing tag within data would end the script.
@@ -83,7 +95,7 @@ def page(contents: Contents, script: str) -> str:
         title=html.escape(f"{plan.model.name} on {plan.cluster.world_size} x {plan.cluster.device.name}"),
         facts=_facts(plan),
         reason=html.escape(plan.reason),
-        command="planner launch --plan plan.json --train-iters 1000",
+        command=_command(plan),
         ranking=_ranking(contents),
         lacks=_lacks(contents),
         measured=_measured(contents),
@@ -123,6 +135,13 @@ def write_figures(contents: Contents, folder: str | Path) -> list[Path]:
             f"({lines[0] if lines else type(error).__name__})"
         ) from None
     return written
+
+
+def _command(plan: Plan) -> str:
+    """The command that runs the plan."""
+    nodes = plan.cluster.nodes
+    where = f"    # on each of {nodes} nodes" if nodes > 1 else ""
+    return f"planner launch --plan plan.json --train-iters 1000{where}"
 
 
 def _facts(plan: Plan) -> str:
@@ -206,9 +225,9 @@ def _measured(contents: Contents) -> str:
         )
     body = "".join("<tr>" + "".join(f"<td>{cell}</td>" for cell in row) + "</tr>" for row in rows)
     return (
-        '<section><h2>The run</h2><div class="scroll"><table>'
+        '<section><h2>The run</h2><div class="scroll"><table class="measured">'
         "<thead><tr><th></th><th>predicted</th><th>measured</th>"
-        f"<th>ratio</th></tr></thead><tbody>{body}</tbody></table></div>"
+        f"<th>predicted / measured</th></tr></thead><tbody>{body}</tbody></table></div>"
         f"<p>The median step is {'inside' if inside else 'outside of'} the predicted range."
         "</p></section>"
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import math
 import re
 import shutil
 import sys
@@ -15,8 +16,14 @@ import pytest
 import typer
 
 import planner
+from benchmarks.pictures import PATIENCE_MS
 from cli.pages import compare, report
+from costmodels.spec.record import GIB
 from planner.options.flags import run
+from planner.report.contents import gather
+from planner.report.figures import figures
+from planner.report.page import write_page
+from planner.report.range_basis import range_basis
 
 pytest.importorskip("plotly")
 
@@ -50,7 +57,8 @@ def page(plans: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Pa
     run = tmp_path_factory.mktemp("run")
     shutil.copy(plans["piped"], run / "plan.json")
     measured = {"step_time_s": 9.0, "peak_memory_bytes": 6e10}
-    steps = [{"iteration": step, "loss": 11.0 / step, **measured} for step in (1, 2)]
+    steps: list[dict[str, object]] = [{"iteration": step, "loss": 11.0 / step, **measured} for step in (1, 2)]
+    steps.append({"iteration": 2, "parts": {"products": 5.0, "attention": 1.0, "elementwise": 2.0}})
     (run / "metrics.jsonl").write_text("".join(json.dumps(step) + "\n" for step in steps))
     out = run / "report.html"
     code, _, err = run_planner("report", str(run), "--out", str(out))
@@ -73,10 +81,37 @@ def test_a_report_holds_all_that_it_shows(page: Path) -> None:
         "map",
         "loss",
         "measured",
+        "profile",
     }
     assert "The median step is " in text and "llama3-70b on 64 x h100" in text
+    assert "It reaches from -" in text and "measured runs (bundled_h100)" in text
     # Every pass of every micro batch is named.
     assert text.count("micro batch 0, stage 0") >= 2
+
+
+def test_figures_show_what_fits_and_who_differs(plans: dict[str, Path]) -> None:
+    contents = gather(planner.Plan.load(plans["first"]))
+    cluster = contents.plan.cluster
+    assert 0 < contents.cloud.peak_bytes.max() <= cluster.memory_bytes / GIB
+    # Of plans that every estimate has equal one is shown, so that the runner-up lacks something.
+    steps = [plan.estimate.step_time_s for plan in contents.rivals]
+    assert len(set(steps)) > 1 and contents.comparison.time
+    shown = figures(contents)
+    assert len(set(shown["step-time"].data[0].y)) == 6
+    (cells,) = shown["map"].data
+    assert cells.z.shape == cells.text.shape == (2, 32)
+    hover = cells.customdata[1, 31]
+    assert hover.startswith("rank 63, node 7<br>tp ") and hover.endswith(", pp 0<br>layers 0 to 79")
+
+
+def test_causes_of_a_range_make_the_range(plans: dict[str, Path]) -> None:
+    plan = planner.Plan.load(plans["piped"])
+    text = range_basis(plan)
+    low, high = (int(found) for found in re.findall(r"from (-\d+) % to \+(\d+) %", text)[0])
+    assert high == round(100 * (plan.estimate.step_time_high_s / plan.estimate.step_time_s - 1))
+    widths = [float(found) for found in re.findall(r"[a-z] (\d+) %", text)]
+    assert math.hypot(*widths) == pytest.approx(100 * math.log1p(high / 100), abs=len(widths))
+    assert low < 0 and "12 measured runs" in text
 
 
 def complaints_of(tab: Any) -> list[str]:
@@ -87,18 +122,29 @@ def complaints_of(tab: Any) -> list[str]:
     return found
 
 
+@pytest.fixture(scope="module")
+def large_page(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    plan = planner.suggest("llama3-405b", world_size=16_384, device="h100", max_global_batch_size=2048)
+    out = tmp_path_factory.mktemp("large") / "report.html"
+    write_page(gather(plan), out)
+    return out
+
+
 @pytest.mark.slow
-def test_a_browser_draws_a_report_without_complaint(page: Path) -> None:
+@pytest.mark.parametrize("name", ["page", "large_page"])
+def test_a_browser_draws_a_report_without_complaint(name: str, request: pytest.FixtureRequest) -> None:
     api = pytest.importorskip("playwright.sync_api")
     browser_path = shutil.which("chromium") or shutil.which("google-chrome")
     if browser_path is None:
         pytest.skip("no Chrome or Chromium to draw in")
+    page: Path = request.getfixturevalue(name)
     with api.sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=browser_path, args=["--no-sandbox"])
         for width, scheme in ((1280, "light"), (390, "dark")):
             context = browser.new_context(
                 viewport={"width": width, "height": 900}, color_scheme=scheme, offline=True
             )
+            context.set_default_timeout(PATIENCE_MS)
             tab = context.new_page()
             errors = complaints_of(tab)
             tab.goto(page.as_uri())

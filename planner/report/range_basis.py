@@ -1,0 +1,62 @@
+"""What the range of a plan's step time rests on, in words."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from costmodels.catalogue import calibrated_fits
+from costmodels.time.uncertainty import causes
+from planner.plan import Plan
+
+CAUSES = {
+    "base": "the kernels",
+    "narrow": "a narrow model",
+    "network": "the network",
+    "launch": "the host",
+    "bubble": "the pipeline's waits",
+}
+"""What widens a range, in the order in which equal ones are named."""
+
+LEAST = 0.005
+"""Width of a cause that is told, as a natural logarithm."""
+
+
+def range_basis(plan: Plan) -> str:
+    """Measured runs that the constants were fitted to, and how wide each cause makes the range."""
+    estimate = plan.estimate
+    time = {name: np.array([seconds]) for name, seconds in estimate.time.model_dump().items()}
+    engine = plan.engine.for_device(plan.cluster.device)
+    widths = causes(
+        *(plan.cluster, engine, time, np.array([estimate.step_time_s])),
+        hidden=plan.model.hidden,
+        experts=plan.model.experts > 0,
+    )
+    told = {CAUSES[name]: float(width[0]) for name, width in widths.items() if width[0] >= LEAST}
+    parts = ", ".join(f"{name} {100 * width:.0f} %" for name, width in sorted(told.items(), key=_by_width))
+    low, high = (
+        round(100 * (seconds / estimate.step_time_s - 1))
+        for seconds in (estimate.step_time_low_s, estimate.step_time_high_s)
+    )
+    return f"It reaches from {low} % to +{high} %: {parts}; they add up in squares. {_fit(plan)}"
+
+
+def _by_width(item: tuple[str, float]) -> float:
+    return -item[1]
+
+
+def _fit(plan: Plan) -> str:
+    """What the constants of the engine on the device were fitted to."""
+    engine, device = plan.engine.name, plan.cluster.device
+    found = calibrated_fits().get(engine, {}).get(device.architecture)
+    if found is None:
+        return (
+            f"The engine's constants for {device.name} are not fitted to measured runs; "
+            "`planner calibrate` measures a machine."
+        )
+    text = (
+        f"The engine's constants were fitted to {found['rows']} measured runs ({', '.join(found['sources'])})"
+    )
+    if "held_out" in found:
+        error = found["held_out"]["median_ape"]
+        text += f"; runs that a fit has not seen are missed by {error:.1f} % in the median"
+    return f"{text}."
