@@ -1,0 +1,38 @@
+"""What the README says in figures is what its commands have printed."""
+
+from __future__ import annotations
+
+import re
+
+from tests.support import ROOT
+
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+
+RESULTS = ROOT / "benchmarks" / "results"
+
+
+def test_it_is_short() -> None:
+    assert len(README.splitlines()) <= 150
+
+
+def test_errors_of_unseen_sources_are_those_of_the_command() -> None:
+    printed = (RESULTS / "unseen_sources.txt").read_text(encoding="utf-8")
+    rows = re.findall(r"^\S+ +(\d+) +([\d.]+) +([\d.]+) +[\d.]+ +-?[\d.]+ +([\d.]+) ", printed, re.MULTILINE)
+    known = {(n, median, mean, round(float(share))) for n, median, mean, share in rows}
+    told = re.findall(r"\| (\d+) \| ([\d.]+) % \| ([\d.]+) % \| (\d+) % \|$", README, re.MULTILINE)
+    assert len(told) > 5
+    assert {(n, median, mean, int(share)) for n, median, mean, share in told} <= known
+    # The two pages give the same sentence.
+    (summary,) = re.findall(
+        r"Median over (\d+) sources: of the median error ([\d.]+) %, of the mean error ([\d.]+) %", printed
+    )
+    words = " ".join(README.split())
+    assert f"Over {summary[0]} sources the median of the median error is {summary[1]} %" in words
+    assert f"of the mean error {summary[2]} %" in words
+
+
+def test_measured_peaks_are_those_of_the_command() -> None:
+    printed = (RESULTS / "memory_h100.txt").read_text(encoding="utf-8")
+    (rows, of, worst) = re.findall(r"(\d+) of (\d+) rows within .*; at most ([\d.]+)% off", printed)[-1]
+    (share, peaks) = re.findall(r"within ([\d.]+) % of all (\d+) peaks", " ".join(README.split()))[0]
+    assert rows == of == peaks and float(worst) <= float(share)
