@@ -70,7 +70,6 @@ class Display:
     def _line(self, text: str) -> None:
         if self.status.on_screen and text.startswith(PROGRESS_START):
             return  # The short line of the step says it.
-        self._settle()
         phase = PROGRESS.fullmatch(text)
         if phase:
             self.status.tell(phase[1])

@@ -112,7 +112,7 @@ class Layout(Record):
     tp x cp x dp / (ep x etp) ranks hold the same experts (parallel folding, arXiv:2504.14960, section 3.1).
 
     >>> layout = Layout(
-    ...     tensor_parallel=2, data_parallel=4, micro_batch_size=1, global_batch_size=32, layers_per_stage=(32,)
+    ...     tensor_parallel=2, data_parallel=4, global_batch_size=32, layers_per_stage=(32,)
     ... )
     >>> layout.world_size, layout.micro_batches
     (8, 8)

@@ -76,6 +76,8 @@ def test_a_terminal_has_a_short_line_for_each_record() -> None:
     assert shown("training", LOG, STEP, line, validation, on_screen=False) == ["training", LOG, line]
     # A line that says the same as the short one comes between the log's and its record.
     assert shown(LOG, "progress: 40 of 150 steps (26.7 %), ETA 0:03:40", STEP) == expected[1:2]
+    # Or after the next line.
+    assert shown("training", LOG, line, STEP, validation, last, test) == expected
     # As where metrics.jsonl cannot be written.
     assert shown(LOG, "saved", line) == [LOG, "saved", line]
     # Of steps before a restart there are records without lines.

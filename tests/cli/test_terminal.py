@@ -69,8 +69,8 @@ def test_explain_fits_the_width(columns: int, tmp_path: Path) -> None:
 
 
 @pytest.mark.ranks
-def test_launch_shows_steps_and_ends_with_what_was_measured(tmp_path: Path) -> None:
-    columns = 80
+@pytest.mark.parametrize("columns", WIDTHS)
+def test_launch_shows_steps_and_ends_with_what_was_measured(columns: int, tmp_path: Path) -> None:
     words = [*TINY, *LAYOUT, "--world-size", "2", "--data-path", write_corpus(tmp_path), "--split", "90,10,0"]
     words += ["--train-iters", "4", "--log-interval", "1"]
     shown = in_terminal("launch", *words, columns=columns, folder=tmp_path)
