@@ -50,11 +50,7 @@ def device_map(plan: Plan) -> Figure | None:
     across = max(1, min(nodes, ACROSS[not small] // each))
     rows = -(-nodes // across)
     grid = _rows(places[dimension].astype(float), rows, across * each, np.nan)
-    result = empty_figure(
-        f"devices, {across} node{'s' * (across > 1)} of {each} in a row",
-        "",
-        height=160 + min(600, max(40, (34 if small else 14) * rows)),
-    )
+    result = empty_figure("", "", height=140 + min(600, max(40, (34 if small else 14) * rows)))
     result.add_heatmap(
         z=grid,
         customdata=_rows(_labels(plan, places, each), rows, across * each, ""),
@@ -85,7 +81,7 @@ def device_map(plan: Plan) -> Figure | None:
         result.add_vline(x=border * each - 0.5, line_width=3, line_color="#888888")
     first = [row * across for row in range(rows)]
     shown = first[:: -(-rows // 16)]
-    result.update_xaxes(showgrid=False, zeroline=False, showticklabels=False, ticks="", title_standoff=16)
+    result.update_xaxes(showgrid=False, zeroline=False, showticklabels=False, ticks="")
     result.update_yaxes(
         autorange="reversed",
         showgrid=False,

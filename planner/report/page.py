@@ -35,7 +35,7 @@ TITLES = {
     ),
     "map": (
         "Which device holds what",
-        "A cell is a device; hover names its rank, its layers and its place in each dimension.",
+        "A cell is a device, lines part nodes; hover names rank, layers and the place in each dimension.",
     ),
     "loss": ("Loss", "What the run has logged."),
     "measured": ("Predicted and measured", "Steps of the run, and what the plan promised."),
