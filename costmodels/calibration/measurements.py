@@ -240,6 +240,10 @@ def _engines(
     for word, named in source_notes()["features"].items():
         if word in row.get("notes", "").lower():
             changes |= named
+    for release in source.get("releases", ()):
+        of_row = note_value(row, "release") or ""
+        if cluster.device.architecture in release["architectures"] and of_row >= release["since"]:
+            changes |= release["switches"]
     kernel = note_value(row, "kernel")
     engine = load(source["engine"])
     if kernel is not None and "kernels" in source:

@@ -45,6 +45,8 @@ class Gemm(NamedTuple):
     times: Floats
     wide: bool = False
     """An fp8 recipe leaves them in 16 bits."""
+    cast: bool = False
+    """The kernels before and after them write their operands in 8 bits."""
 
 
 @dataclass(frozen=True)
@@ -147,10 +149,10 @@ def _core_flops(model: ModelSpec, table: LayoutTable) -> Floats:
 
 
 def _mlp_gemms(
-    model: ModelSpec, m: Floats, width: Floats, count: Floats, wide: bool = False
+    model: ModelSpec, m: Floats, width: Floats, count: Floats, wide: bool = False, cast: bool = False
 ) -> tuple[Gemm, ...]:
     h = np.full_like(width, model.hidden)
-    return Gemm(m, h, (1 + model.gated) * width, count, wide), Gemm(m, width, h, count, wide)
+    return Gemm(m, h, (1 + model.gated) * width, count, wide, cast), Gemm(m, width, h, count, wide, cast)
 
 
 def layer(model: ModelSpec, engine: Engine, table: LayoutTable, mlp: MlpKind) -> Operators:
@@ -182,17 +184,19 @@ def layer(model: ModelSpec, engine: Engine, table: LayoutTable, mlp: MlpKind) ->
         ep, etp = table.expert_parallel, table.expert_tensor_parallel
         rows, apart = routed_rows(model, table, engine.experts.load), ep > 1
         gemms += (Gemm(t / tp, h * one, model.experts * one, one, wide=True),)
-        wide = not engine.experts.fp8
+        wide, fused = not engine.experts.fp8, engine.experts.fused
         gemms += _mlp_gemms(
-            model, rows * ep / model.experts, model.expert_ffn / etp, model.experts / ep, wide
+            model, rows * ep / model.experts, model.expert_ffn / etp, model.experts / ep, wide, fused
         )
         if model.shared_expert_ffn:
             shared = _mlp_gemms(model, t, model.shared_expert_ffn / tp, one)
             gemms += shared
-        inner = rows * model.expert_ffn / etp + t * model.shared_expert_ffn / tp
-        activated = inner * (1 + model.gated)
+        shared_inner = t * model.shared_expert_ffn / tp
+        inner = rows * model.expert_ffn / etp
+        activated = (inner + shared_inner) * (1 + model.gated)
         # Copies of tokens are put in the order of the experts and back, on either side of their way.
-        between = between + activated + engine.experts.copy_passes * 2 * h * (rows + apart * rows / etp)
+        copied = engine.experts.copy_passes * 2 * h * (rows + apart * rows / etp)
+        between = between + (shared_inner * (1 + model.gated) if fused else activated + copied)
         routed = np.where(apart, e * h * rows / etp, 0.0)
         expert_gather = np.where(etp > 1, e * h * np.where(apart, rows, t * etp / tp), 0.0)
         # Those of the shared experts, and of the output where sequence parallelism has not split it.

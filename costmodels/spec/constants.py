@@ -146,6 +146,9 @@ class HostConstants(Constants):
     """Host seconds to cut what a layer exchanges into shards, for each of them, with ZeRO 1 and above."""
     step: NonNegative = 0.0
     """Host seconds of a step besides its passes: clipping, the optimizer's launches, the loss."""
+    graph: bool = False
+    """A step is one CUDA graph (Megatron-Core's `--cuda-graph-impl full_iteration`): the device waits for no
+    launch of a layer, and experts take as many rows as they get without asking the host."""
     routing: NonNegative = 0.0
     """Host seconds of a layer's forward pass on top of that where it has experts: the host waits for the
     numbers of tokens that the routers chose, and launches kernels for experts one after the other."""
@@ -158,6 +161,9 @@ class OverlapConstants(Constants):
     """Share of tensor-parallel collectives that products of the same layer hide, chunk by chunk."""
     data_parallel: Fraction
     """Share of the data-parallel communication that can hide behind computation."""
+    expert_parallel: Fraction = 0.0
+    """Share of the exchanges of experts that passes of another micro batch hide (Megatron-Core's
+    `--overlap-moe-expert-parallel-comm`)."""
     sharded: Fraction | None = None
     """Share that can hide with ZeRO 1 and above; as `data_parallel` when not given."""
     gathered: Fraction | None = None
@@ -264,6 +270,9 @@ class ExpertConstants(Constants):
     copy_passes: Positive = 1.0
     """Traffic of putting copies of tokens in the order of the experts and back, relative to one read and one
     write on either side of their way: more where they are padded, scaled and cast on it."""
+    fused: bool = False
+    """Grouped kernels activate, scale and cast their rows themselves, and exchanges leave copies of tokens in
+    the order of the experts: nothing passes through memory between them but what products read and write."""
     padding: NonNegative = 0.0
     """Rows that each product of an expert computes for nothing: half a tile, on average."""
     fp8: bool = True

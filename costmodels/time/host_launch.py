@@ -30,7 +30,7 @@ def launch_seconds(work: Operators, engine: Engine, table: LayoutTable, tp: Grou
     result = work.kernels * engine.host.layer_overhead * split ** np.log2(tp.local) + steps
     if work.top_k:
         result = result + engine.host.routing
-    result = result * tp.islands**engine.host.nodes
+    result = result * (not engine.host.graph) * tp.islands**engine.host.nodes
     result = result * np.where(unfused_rows(work, engine), engine.host.unfused_softmax, 1.0)
     return result * np.where(table.runs(*SPLIT_BACKWARD), engine.host.split_backward, 1.0)
 

@@ -70,7 +70,7 @@ def gemm_seconds(gemms: tuple[Gemm, ...], rates: GemmRates) -> Floats | float:
     error 4 to 6 % for m of 256 and more, where the same shape measured twice differs by 4.6 %.
     """
     total: Floats | float = 0.0
-    for m, k, n, times, wide in gemms:
+    for m, k, n, times, wide, _ in gemms:
         flops = rates.wide_flops if wide else rates.flops
         # Tiles of one kernel fill the same waves, whichever of its products they are of.
         kernels = 1.0 if rates.grouped else times
@@ -88,7 +88,7 @@ def cast_elements(gemms: tuple[Gemm, ...]) -> tuple[Floats | float, Floats | flo
     """Operands of matrix products in elements: of the forward ones, and of the two backward ones of each."""
     forward: Floats | float = 0.0
     backward: Floats | float = 0.0
-    for m, k, n, times in (gemm[:4] for gemm in gemms if not gemm.wide):
+    for m, k, n, times in (gemm[:4] for gemm in gemms if not (gemm.wide or gemm.cast)):
         forward = forward + times * (m * k + k * n)
         backward = backward + times * (2 * m * n + k * n + m * k)
     return forward, backward

@@ -239,7 +239,16 @@ class _Unit:
         meanwhile = 0.0 if self.device.kind == "cpu" else self.products(work.shared_gemms)
         gathered = all_gather(self.groups["etp"], work.expert_gather_bytes)
         both = 2 * (exchange + np.where(work.expert_gather_bytes > 0, gathered, 0.0))
-        return _Pair(both - np.minimum(exchange, meanwhile), both)
+        forward = both - np.minimum(exchange, meanwhile)
+        share = self.engine.overlap.expert_parallel
+        if not share or self.device.kind == "cpu":
+            return _Pair(forward, both)
+        # Each pass hides behind one of the other direction, of another micro batch.
+        hides = self.gemm_backward + self.attention.backward + self.elementwise.backward
+        hides_back = self.gemm + self.attention.forward + self.elementwise.forward
+        return _Pair(
+            forward - np.minimum(share * forward, hides), both - np.minimum(share * both, hides_back)
+        )
 
     @cached_property
     def offload(self) -> _Pair:

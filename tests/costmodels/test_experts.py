@@ -325,3 +325,42 @@ def test_all_wait_for_the_fullest_rank_of_experts(mixture, cluster, engine, layo
     assert uneven.expert_parallel > 1.2 * even.expert_parallel
     # A device that has all experts has all their tokens.
     assert times(1.5) == times(1.0)
+
+
+def test_fused_experts_compute_as_much_and_move_less(mixture, engine, layout):
+    h100 = load_device("h100-sxm")
+    machine = Cluster(device=h100, world_size=8, devices_per_node=8, memory_bytes=h100.memory_bytes)
+
+    def times(fused):
+        one = engine("nemo", experts_fused=fused, experts_grouped=True)
+        return estimate(mixture, machine, one, layout(mixture, dp=8, ep=4, precision="fp8")).time
+
+    apart, fused = times(False), times(True)
+    assert fused.compute == apart.compute
+    assert fused.expert_parallel == apart.expert_parallel
+    assert fused.elementwise < 0.8 * apart.elementwise
+
+
+def test_a_step_in_one_graph_waits_for_no_launch(mixture, cluster, engine, layout):
+    def launch(graph):
+        one = engine("megatron", host_graph=graph, host_layer_overhead=1e-2, host_kernel_gaps=0.0)
+        return estimate(mixture, cluster(8), one, layout(mixture, dp=8)).time.launch
+
+    assert launch(True) == 0 < launch(False)
+
+
+def test_exchanges_of_experts_hide_behind_another_micro_batch_as_far_as_it_computes(
+    mixture, cluster, engine, layout
+):
+    alone = changed(mixture, shared_expert_ffn=0)
+
+    def exchange(share, **constants):
+        one = engine("megatron", overlap_expert_parallel=share, **constants)
+        return estimate(alone, cluster(16), one, layout(alone, dp=16, ep=8)).time.expert_parallel
+
+    assert exchange(0.75, network_efficiency=1.0) == pytest.approx(
+        0.25 * exchange(0.0, network_efficiency=1.0)
+    )
+    # Links a thousand times slower: far more than there is to hide behind.
+    slow = {"network_efficiency": 1e-3, "network_inter_node_efficiency": 1e-3}
+    assert exchange(0.75, **slow) > 0.9 * exchange(0.0, **slow)

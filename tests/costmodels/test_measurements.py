@@ -297,6 +297,22 @@ def test_the_bandwidth_of_the_jobs_own_nodes_is_taken_from_the_notes():
     assert of(notes="AR/AG/RS=425.3/241.3/241.7").cluster.measured == ()
 
 
+def test_releases_of_a_source_differ_on_the_devices_that_they_were_for():
+    def fused(release, gpu, source="nemo_megatron_bridge"):
+        row = of(source_id=source, gpu=gpu, notes=f"release={release} NeMo Container")
+        return row.engine.for_device(row.cluster.device).experts.fused
+
+    assert fused("26.06", "GB200") and fused("26.08", "B300")
+    assert not fused("26.04.01", "GB200")
+    assert not fused("26.06", "H100")
+    assert not fused("26.06", "GB200", "nvidia_dgxc")
+
+
+def test_natural_routing_is_uneven():
+    load = lambda notes: of(notes=notes).engine.experts.load  # noqa: E731
+    assert load("natural routing on C4") > load("forced balance") == 1
+
+
 def test_vtrains_own_sweeps_of_all_reduces_are_its_links():
     row = of(source_id="vtrain_multi", gpu="A100", precision="", flash="", sp="", zero_stage="")
     assert {seen.devices: seen.bus_bandwidth for seen in row.cluster.measured}[8] == pytest.approx(231e9)
