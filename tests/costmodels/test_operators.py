@@ -11,7 +11,7 @@ from costmodels.spec.table import LayoutTable
 
 
 def flops(work):
-    products = sum(2 * m * k * n * times for m, k, n, times, _ in work.gemms)
+    products = sum(2 * m * k * n * times for m, k, n, times, *_ in work.gemms)
     return products + work.attention_flops / 2
 
 
