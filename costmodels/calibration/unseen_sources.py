@@ -26,8 +26,8 @@ from costmodels.spec.table import Floats
 FEWEST = 1
 """Rows for each constant of a fit below which those of other sources do not replace what was known before.
 
-What is known of a constant weighs as much as a row that is off by the fit's tolerance, so that few rows move few
-constants."""
+What is known of a constant weighs as much as a row that is off by the fit's tolerance, so that few rows
+move few constants."""
 
 
 @dataclass(frozen=True)
