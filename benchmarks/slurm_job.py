@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -177,6 +178,8 @@ def run_both(folder: Path) -> Iterator[tuple[str, int, str]]:
 
 def main() -> None:
     """Print the transcript."""
+    # So that what is cut short leaves no host and no daemon behind.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     why_not = missing()
     if why_not:
         print(f"skipped: {why_not}")
