@@ -443,7 +443,6 @@ class OutputOptions:
             ("exit_on_missing_checkpoint", "load"),
             ("load_or_start", "load"),
             ("finetune", "load"),
-            ("no_load_optim", "load"),
             ("no_save_optim", "save"),
             ("wandb_exp_name", "wandb_project"),
             ("wandb_save_dir", "wandb_project"),

@@ -85,14 +85,19 @@ DENSE = ("", "dp=2,zero=3", "tp=2", "pp=2", "tp=2,dp=2,zero=2", "dp=2,zero=1,off
 SPARSE = ("dp=4,ep=2,zero=3", "dp=2,tp=2,ep=2,etp=2")
 
 
+LAYOUTS = [(("gpt2", "llama")[number % 2], text) for number, text in enumerate(DENSE)] + [
+    ("mixtral", text) for text in SPARSE
+]
+
+
 @pytest.mark.parametrize(
-    ("model", "text"),
-    [*((("gpt2", "llama")[number % 2], text) for number, text in enumerate(DENSE))]
-    + [("mixtral", text) for text in SPARSE],
+    ("optimizer", "model", "text"),
+    # What adafactor and muon do to an element depends on others of its matrix, which ranks may have.
+    [(rule, *layout) for rule in ("adafactor", "muon") for layout in LAYOUTS]
+    + [(rule, *layout) for rule, odd in (("adam", 0), ("sgd", 1)) for layout in LAYOUTS[odd::2]],
 )
-@pytest.mark.parametrize("optimizer", [rule for rule in RULES if rule != "adam8bit"])
 def test_an_optimizer_is_that_of_pytorch_whatever_splits_the_weights(
-    pool: WorkerPool, model: str, optimizer: str, text: str
+    pool: WorkerPool, optimizer: str, model: str, text: str
 ) -> None:
     for differences in rule_differences(pool, model, f"{text},optimizer={optimizer}"):
         assert max(differences.values()) < 1e-6, differences
@@ -146,7 +151,7 @@ def test_layouts_of_8_bits_agree_to_the_error_of_quantisation(pool: WorkerPool) 
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adafactor", "muon"])
-@pytest.mark.parametrize("text", ["dp=2,zero=1", "dp=2,zero=3", "tp=2", "pp=2"])
+@pytest.mark.parametrize("text", ["dp=2,zero=3", "pp=2"])
 def test_losses_do_not_depend_on_the_layout(pool: WorkerPool, optimizer: str, text: str) -> None:
     spec = MODELS["gpt2"]
     split, alone = (parse_layout(f"gbs=4,optimizer={optimizer}" + more, spec) for more in (f",{text}", ""))

@@ -10,7 +10,7 @@ from tests.support.layouts import parse_layout
 from tests.support.models import FORMS
 from tests.support.played_memory import UnknownError, compare, draw
 
-PARTS, EXAMPLES = 4, 4
+PARTS, EXAMPLES = 4, 2
 """Parts that run beside each other, and the examples of each, which record the tapes that they need:
 `python -m benchmarks.memory` draws hundreds."""
 
