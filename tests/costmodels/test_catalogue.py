@@ -329,17 +329,14 @@ def test_a_missing_file_is_named(tmp_path) -> None:  # type: ignore[no-untyped-d
     assert "none.yml" in one_line(error)
 
 
-def test_a_model_and_a_device_load_within_20_ms() -> None:
-    def seconds() -> float:
-        yaml_files.catalogue_file.cache_clear()
-        catalogue._families.cache_clear()
-        start = time.process_time()  # Of this process alone, whatever else runs.
-        load_model("qwen2.5-72b")
-        load_device("mi300x")
-        load_device("cpu", ranks=2)
-        return time.process_time() - start
-
-    assert min(seconds() for _ in range(5)) < 0.020
+def test_a_model_and_devices_read_few_files() -> None:
+    yaml_files.catalogue_file.cache_clear()
+    catalogue._families.cache_clear()
+    load_model("qwen2.5-72b")
+    load_device("mi300x")
+    load_device("cpu", ranks=2)
+    # One of a family of models, and that of devices.
+    assert yaml_files.catalogue_file.cache_info().misses == 2
 
 
 def test_a_file_of_the_package_is_parsed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
