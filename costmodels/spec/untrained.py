@@ -14,6 +14,13 @@ PARTS: dict[str, Callable[[ModelSpec], bool]] = {
     "adapters in linear attention": lambda spec: spec.lora is not None and "linear" in spec.attention_pattern,
     "layers without attention or MLP": lambda spec: "none" in (*spec.attention_pattern, *spec.mlp_pattern),
     "sparse attention with an indexer": lambda spec: spec.indexer is not None,
+    "capped or growing scores of latent attention": lambda spec: (
+        spec.latent_attention is not None and (spec.attention_softcap > 0 or spec.score_growth is not None)
+    ),
+    "capped scores beside sinks": lambda spec: spec.attention_softcap > 0 and spec.attention_sinks,
+    "norms over all heads without weights": lambda spec: (
+        spec.qk_norm and spec.qk_norm_width == "all" and not spec.qk_norm_weights
+    ),
     "parameters of other parts": lambda spec: spec.other_layer_parameters + spec.other_parameters > 0,
 }
 """By what a message calls it, whether a model has it."""

@@ -14,7 +14,7 @@ from planner.api import search, suggest
 from runtime.settings.job_rules import check_rules, job_rules
 from runtime.settings.preflight import check_job
 from tests.support.layouts import parse_layout
-from tests.support.models import FORMS, LLAMA
+from tests.support.models import FORMS, LLAMA, MODELS
 
 JOB: dict[str, Any] = {"world_size": 4, "max_global_batch_size": 8, "device": "h100"}
 
@@ -95,3 +95,18 @@ def test_states_are_not_reset_between_documents() -> None:
     ):
         check_rules(rules, FORMS["delta"], parse_layout("gbs=4", FORMS["delta"]))
     check_rules(rules, FORMS["sinks"], parse_layout("gbs=4", FORMS["sinks"]))
+
+
+@pytest.mark.parametrize(
+    ("model", "changes", "part"),
+    [
+        (MODELS["deepseek"], {"attention_softcap": 30.0}, "capped or growing scores of latent attention"),
+        (FORMS["sinks"], {"attention_softcap": 30.0}, "capped scores beside sinks"),
+        (FORMS["after"], {"qk_norm_weights": False}, "norms over all heads without weights"),
+    ],
+)
+def test_what_no_trained_model_has_is_refused(model: ModelSpec, changes: dict[str, Any], part: str) -> None:
+    odd = model.model_copy(update=changes)
+    with pytest.raises(InputError, match=part):
+        check_job(odd, parse_layout("gbs=4", odd), 1)
+    check_job(model, parse_layout("gbs=4", model), 1)
