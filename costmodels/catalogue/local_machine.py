@@ -43,7 +43,7 @@ MACHINE_BANDWIDTH = 80.0e9
 BANDWIDTH_PER_CORE = 5.0e9
 """Share of one core when all cores of a server read (12 channels of DDR5-4800 for 96 cores)."""
 
-CONTEXT_BYTES = {"cpu": 0.387e9, "cuda": 0.802e9}
+CONTEXT_BYTES = {"cpu": 0.387e9, "cuda": 0.502e9}
 """Resident size of a rank that trains a model of next to no size, by build of torch (2.13 for CPUs and 2.15
 with CUDA 13 measured; the latter's libraries are mapped even where there is no GPU)."""
 
