@@ -40,6 +40,19 @@ class SendOrder:
         own.append(clock)
         return place
 
+    def append_messages(self, senders: Ints, receivers: Ints) -> tuple[list[Place], list[Place]]:
+        """The places of sends, each followed by its receive on another rank.
+
+        Args:
+            senders: the rank that sends each, in their order.
+            receivers: the ranks that receive them.
+        """
+        sent, received = [], []
+        for sender, receiver in zip(senders.tolist(), receivers.tolist(), strict=True):
+            sent.append(self.append(sender))
+            received.append(self.append(receiver, sent[-1]))
+        return sent, received
+
     def _later(self, clock: Ints, earlier: Place) -> Ints:
         """The clock of what comes after a place too."""
         rank, number = earlier
@@ -104,6 +117,26 @@ class ChainOrder(SendOrder):
     def __init__(self, ranks: int) -> None:
         self.last: list[tuple[list[int], list[int]]] = [([], []) for _ in range(ranks)]
         """Of each rank, by place: the number of the last place of the rank before, and of the rank after."""
+
+    def append_messages(self, senders: Ints, receivers: Ints) -> tuple[list[Place], list[Place]]:
+        """As `SendOrder.append_messages`, behind nothing else."""
+        rank = np.stack([senders, receivers], axis=1).ravel()
+        by_rank = rank.argsort(kind="stable")
+        number = np.empty_like(rank)
+        starts = np.searchsorted(rank[by_rank], np.arange(len(self.last) + 1))
+        for own in map(slice, starts[:-1], starts[1:]):
+            number[by_rank[own]] = np.arange(own.stop - own.start)
+        # Of receives alone: the rank of their send, and its number.
+        source, last = np.full_like(rank, -1), np.full_like(rank, -1)
+        source[1::2], last[1::2] = senders, number[::2]
+        for each, own in enumerate(map(slice, starts[:-1], starts[1:])):
+            before, after = (
+                np.maximum.accumulate(np.where(source[by_rank[own]] == other, last[by_rank[own]], -1))
+                for other in (each - 1, each + 1)
+            )
+            self.last[each] = before.tolist(), after.tolist()
+        places = list(zip(rank.tolist(), number.tolist(), strict=True))
+        return places[::2], places[1::2]
 
     def append(self, rank: int, follows: Place | None = None) -> Place:
         """As `SendOrder.append`."""

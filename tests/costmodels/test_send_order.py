@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 
+import numpy as np
 import pytest
 
 from costmodels.spec.send_order import ChainOrder, SendOrder
@@ -35,3 +36,21 @@ def test_neighbours_alone_are_in_the_order_that_vector_clocks_say(seed: int) -> 
                     if abs(received[0] - place[0]) == 1:
                         assert len({order.is_before(received, place) for order in orders}) == 1
     assert added
+
+
+@pytest.mark.parametrize("order", [SendOrder, ChainOrder])
+def test_messages_together_have_the_places_and_order_of_messages_one_by_one(order: type[SendOrder]) -> None:
+    draw, ranks = random.Random(0), 4
+    senders = np.array([draw.randrange(ranks) for _ in range(50)])
+    steps = np.array([draw.choice([-1, 1]) for _ in senders])
+    receivers = np.abs(np.where(senders + steps == ranks, senders - 1, senders + steps))
+    together, apart = order(ranks), order(ranks)
+    sent, received = together.append_messages(senders, receivers)
+    for number, (sender, receiver) in enumerate(zip(senders.tolist(), receivers.tolist(), strict=True)):
+        assert sent[number] == (place := apart.append(sender))
+        assert received[number] == apart.append(receiver, place)
+    for one in sent:
+        for other in received:
+            if abs(one[0] - other[0]) <= 1 and (order is SendOrder or one[0] != other[0]):
+                assert together.is_before(one, other) == apart.is_before(one, other)
+                assert together.is_before(other, one) == apart.is_before(other, one)

@@ -7,86 +7,89 @@ each of its stages under way (`_add_wait_send_budget` in `torch.distributed.pipe
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import NamedTuple
+import numpy as np
 
 from costmodels.spec.schedules import BACKWARD, FORWARD, INPUTS
 from costmodels.spec.send_order import SENDS_OF_STAGE, ChainOrder, Place, SendOrder
-from costmodels.tapes.player.message_times import Timed
+from costmodels.spec.table import Bools, Ints
+from costmodels.tapes.player.message_times import NEVER, Timed
+
+RESULTS, GRADIENTS = range(2)
+"""Kinds of messages: results of forward passes, and gradients of inputs."""
 
 
-class Send(NamedTuple):
-    """A message of one micro batch."""
-
-    is_result: bool
-    """Of a forward pass; else the gradient of an input."""
-    stage: int
-    micro_batch: int
-
-
-class _Turn(NamedTuple):
-    """When something is sent: in time, after a pass of its rank, and after those together with that."""
-
-    time: int
-    place: int
-    last: int
-
-
-def awaited_sends(every: list[Timed], stages: tuple[tuple[int, ...], ...]) -> list[dict[Send, Send]]:
-    """Of each rank, sends that it awaits, and before which other one.
+def awaited_sends(every: list[Timed], stages: tuple[tuple[int, ...], ...], micro_batches: int) -> Ints:
+    """Before which other send a rank awaits each: its place in the flattened result, or `NEVER`,
+    [kinds of messages, stages, micro batches].
 
     Args:
+        every: the passes of each rank.
         stages: of each rank.
     """
-    rank_of = {stage: rank for rank, own in enumerate(stages) for stage in own}
-    hops = [abs(rank_of[stage] - rank_of[stage + 1]) for stage in range(len(rank_of) - 1)]
-    order = (ChainOrder if max(hops, default=0) <= 1 else SendOrder)(len(every))
-    places: list[list[tuple[Send, _Turn, Place]]] = [[] for _ in every]
-    receive: dict[Send, Place] = {}
-    backward = [_backward(timed) for timed in every]
-    turns = sorted((turn, rank, send) for rank, timed in enumerate(every) for send, turn in _sends(timed))
-    for turn, rank, send in turns:
-        place = order.append(rank)
-        places[rank].append((send, turn, place))
-        receive[send] = order.append(rank_of[send.stage + 1 if send.is_result else send.stage - 1], place)
-    found = []
-    for rank, own in enumerate(places):
-        awaited: dict[Send, Send] = {}
-        # By their receives.
-        pending: dict[Place, Send] = {}
-        most = SENDS_OF_STAGE * len(stages[rank])
-        for send, turn, place in own:
-            if len(pending) >= most:
-                pending = {
-                    key: one
-                    for key, one in pending.items()
-                    if not one.is_result or backward[rank][one.stage, one.micro_batch] > turn.last
-                }
-            while len(pending) >= most:
-                done = order.first_done(pending, place)
-                awaited[pending.pop(next(iter(pending)) if done is None else done)] = send
-            pending[receive[send]] = send
-        found.append(awaited)
+    rank_of = np.empty(sum(map(len, stages)), dtype=np.int64)
+    for rank, own in enumerate(stages):
+        rank_of[list(own)] = rank
+    # When the gradients of inputs are there, by stage and micro batch: no later send awaits its result.
+    returned = np.empty((len(rank_of), micro_batches), dtype=np.int64)
+    parts = []
+    for rank, timed in enumerate(every):
+        backward = (timed.kind == BACKWARD) | (timed.kind == INPUTS)
+        returned[timed.stage[backward], timed.micro_batch[backward]] = np.flatnonzero(backward)
+        parts.append(_sends(timed, backward, rank))
+    time, place, last, kind, stage, number, sender = map(np.concatenate, zip(*parts, strict=True))
+    in_turn = np.lexsort((place, time))
+    last, kind, stage, number, sender = (each[in_turn] for each in (last, kind, stage, number, sender))
+    receiver = rank_of[np.where(kind == RESULTS, stage + 1, stage - 1)]
+    order = (ChainOrder if np.abs(np.diff(rank_of)).max(initial=0) <= 1 else SendOrder)(len(every))
+    sent, received = order.append_messages(sender, receiver)
+    ends = np.where(kind == RESULTS, returned[stage, number], np.iinfo(np.int64).max)
+    message = (kind * len(rank_of) + stage) * micro_batches + number
+    found = np.full((2, len(rank_of), micro_batches), NEVER)
+    for rank, chunks in enumerate(stages):
+        rows = np.flatnonzero(sender == rank)
+        over = np.maximum(np.searchsorted(last[rows], ends[rows]), np.arange(len(rows)) + 1)
+        places = [sent[row] for row in rows.tolist()], [received[row] for row in rows.tolist()]
+        awaited, before = _awaited(order, *places, over, SENDS_OF_STAGE * len(chunks))
+        found.ravel()[message[rows[awaited]]] = message[rows[before]]
     return found
 
 
-def _backward(timed: Timed) -> dict[tuple[int, int], int]:
-    """Places of the passes that make the gradients of inputs, by stage and micro batch."""
-    passes = zip(timed.kind.tolist(), timed.stage.tolist(), timed.micro_batch.tolist(), strict=True)
-    return {
-        (stage, number): place
-        for place, (kind, stage, number) in enumerate(passes)
-        if kind in (BACKWARD, INPUTS)
-    }
+def _awaited(
+    order: SendOrder, sent: list[Place], received: list[Place], over: Ints, most: int
+) -> tuple[list[int], list[int]]:
+    """Sends of a rank that it awaits, and before which others of its sends, by their numbers.
+
+    Args:
+        over: the first send before which each needs no waiting any more.
+        most: sends that may be under way.
+    """
+    awaited: list[int] = []
+    before: list[int] = []
+    # Receives of what is under way, oldest first.
+    pending: dict[Place, int] = {}
+    ending = np.argsort(over, kind="stable")
+    ends = iter(zip(over[ending].tolist(), ending.tolist(), strict=True))
+    end, ended = next(ends, (len(sent), 0))
+    for number, place in enumerate(sent):
+        while end <= number:
+            pending.pop(received[ended], None)
+            end, ended = next(ends, (len(sent), 0))
+        while len(pending) >= most:
+            done = order.first_done(pending, place)
+            awaited.append(pending.pop(next(iter(pending)) if done is None else done))
+            before.append(number)
+        pending[received[number]] = number
+    return awaited, before
 
 
-def _sends(timed: Timed) -> Iterator[tuple[Send, _Turn]]:
-    """What a rank sends to others."""
-    times = timed.time.tolist()
-    last = (timed.time.searchsorted(timed.time, side="right") - 1).tolist()
-    passes = zip(timed.kind.tolist(), timed.stage.tolist(), timed.micro_batch.tolist(), strict=True)
-    for place, (kind, stage, number) in enumerate(passes):
-        is_result = kind == FORWARD
-        messages = timed.gradients if is_result else timed.inputs
-        if (is_result or kind in (BACKWARD, INPUTS)) and len(messages[stage]):
-            yield Send(is_result, stage, number), _Turn(times[place], place, last[place])
+def _sends(timed: Timed, backward: Bools, rank: int) -> tuple[Ints, ...]:
+    """What a rank sends to others, in order: times, passes, the last passes that have their turn with these,
+    kinds, stages, micro batches, and the rank."""
+    leaves = np.zeros(len(timed.kind), dtype=np.bool_)
+    for passes, messages in ((timed.kind == FORWARD, timed.gradients), (backward, timed.inputs)):
+        leaves |= passes & np.isin(timed.stage, [stage for stage, times in messages.items() if len(times)])
+    there = np.flatnonzero(leaves)
+    last = np.searchsorted(timed.time, timed.time[there], side="right") - 1
+    kind = np.where(timed.kind[there] == FORWARD, RESULTS, GRADIENTS)
+    sender = np.full(len(there), rank)
+    return timed.time[there], there, last, kind, timed.stage[there], timed.micro_batch[there], sender

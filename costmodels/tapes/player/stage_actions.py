@@ -12,7 +12,7 @@ from costmodels.spec.layout import Schedule
 from costmodels.spec.schedules import BACKWARD, FORWARD, INPUTS, WEIGHTS
 from costmodels.spec.table import Bools, Ints
 from costmodels.tapes.player.message_times import Timed, message_times, next_passes, resident
-from costmodels.tapes.player.sends import Send, awaited_sends
+from costmodels.tapes.player.sends import awaited_sends
 
 SEND_FORWARD, SEND_BACKWARD, RECEIVE_FORWARD, RECEIVE_BACKWARD = range(4, 8)
 REDUCE, AWAIT, RESHARD, UNSHARD = range(8, 12)
@@ -61,9 +61,9 @@ def rank_actions(schedule: Schedule, stages: Stages, rank: int, micro_batches: i
 
 
 @lru_cache(maxsize=256)
-def rank_waits(schedule: Schedule, stages: Stages, micro_batches: int) -> list[dict[Send, Send]]:
-    """Of each rank, sends that it awaits, and before which other one."""
-    return awaited_sends(_times(schedule, stages, micro_batches, True), stages)
+def send_waits(schedule: Schedule, stages: Stages, micro_batches: int) -> Ints:
+    """`awaited_sends` of the ranks that have these stages."""
+    return awaited_sends(_times(schedule, stages, micro_batches, True), stages, micro_batches)
 
 
 @lru_cache(maxsize=64)

@@ -17,7 +17,7 @@ from costmodels.spec.layout import Schedule
 from costmodels.spec.schedules import BACKWARD, INPUTS, WEIGHTS
 from costmodels.spec.table import Bools, Ints
 from costmodels.tapes.player.heap import CATEGORIES, NOTHING, Effect, Heap, Storage
-from costmodels.tapes.player.sends import Send
+from costmodels.tapes.player.sends import GRADIENTS, RESULTS
 from costmodels.tapes.player.stage import Stage
 from costmodels.tapes.player.stage_actions import (
     AWAIT,
@@ -27,7 +27,7 @@ from costmodels.tapes.player.stage_actions import (
     Actions,
     Stages,
     rank_actions,
-    rank_waits,
+    send_waits,
 )
 
 INPUT, OUTPUT, OUTPUT_GRADIENT, INPUT_GRADIENT = range(4)
@@ -68,7 +68,7 @@ def program_of(schedule: Schedule, stages: Stages, rank: int, micro_batches: int
         awaits: sends and reductions, as PyTorch from 2.15 on.
     """
     actions = rank_actions(schedule, stages, rank, micro_batches, awaits)
-    waits = rank_waits(schedule, stages, micro_batches)[rank] if awaits else None
+    waits = send_waits(schedule, stages, micro_batches) if awaits else None
     own, last = stages[rank], max(map(max, stages))
     chunks, does, places = _passes(actions, own)
     times, codes = [places], [np.full(len(places), NEXT_PASS)]
@@ -114,17 +114,18 @@ def _lifetimes(
     stages: Sequence[int],
     last: int,
     micro_batches: int,
-    waits: Mapping[Send, Send] | None,
+    waits: Ints | None,
 ) -> list[tuple[Ints, Ints, int]]:
     """When messages begin, `NEVER` where a pass makes them, and end; and their numbers. Of micro batches.
 
     Args:
-        waits: sends that are awaited before another one; the others are at the end of a step, or once results
-            have come back as gradients. None where nobody keeps messages for that.
+        waits: before which other one sends are awaited (`awaited_sends`); the others are at the end of a
+            step, or once results have come back as gradients. None where nobody keeps messages for that.
     """
     chunk_of = {stage: chunk for chunk, stage in enumerate(stages)}
     of_one = np.flatnonzero(actions.micro_batch >= 0)
-    chunks = _chunk_of(stages)[actions.stage[of_one]]
+    chunks_of_stages = _chunk_of(stages)
+    chunks = chunks_of_stages[actions.stage[of_one]]
     when = np.full((len(NAMES), len(stages), micro_batches), NEVER)
     when[actions.name[of_one], chunks, actions.micro_batch[of_one]] = of_one * MESSAGES
     places: dict[str, Ints] = dict(zip(NAMES.values(), when, strict=True))
@@ -140,7 +141,7 @@ def _lifetimes(
             taken = places["send_backward"][chunk] + END if before is None else done[before]
             if before is None and waits is not None:
                 taken = np.full(micro_batches, len(actions.name) * MESSAGES)
-                _wait_earlier(taken, waits, Send(False, stage, 0), places, chunk_of)
+                _wait_earlier(taken, waits, GRADIENTS, stage, places, chunks_of_stages)
             # The stage's input has it as its gradient.
             found.append((nothing, np.maximum(taken, own), first + INPUT_GRADIENT))
         if stage == last:
@@ -149,7 +150,7 @@ def _lifetimes(
             continue
         kept = own.copy() if after is None else np.maximum(own, done[after])
         if after is None and waits is not None:
-            _wait_earlier(kept, waits, Send(True, stage, 0), places, chunk_of)
+            _wait_earlier(kept, waits, RESULTS, stage, places, chunks_of_stages)
         found.append((nothing, kept, first + OUTPUT))
         if after is None:
             found.append((places["receive_backward"][chunk] + BEGIN, own, first + OUTPUT_GRADIENT))
@@ -157,18 +158,14 @@ def _lifetimes(
 
 
 def _wait_earlier(
-    ends: Ints,
-    waits: Mapping[Send, Send],
-    kind: Send,
-    places: Mapping[str, Ints],
-    chunk_of: Mapping[int, int],
+    ends: Ints, waits: Ints, kind: int, stage: int, places: Mapping[str, Ints], chunk_of: Ints
 ) -> None:
-    """Let messages of a kind end where they are awaited, if that is before another send."""
-    for number in range(len(ends)):
-        other = waits.get(Send(kind.is_result, kind.stage, number))
-        if other is not None:
-            name = "send_forward" if other.is_result else "send_backward"
-            ends[number] = places[name][chunk_of[other.stage], other.micro_batch]
+    """Let messages of a kind and stage end where they are awaited, if that is before another send."""
+    there = np.flatnonzero(waits[kind, stage] != NEVER)
+    other, stages, numbers = np.unravel_index(waits[kind, stage, there], waits.shape)
+    results, gradients = places["send_forward"], places["send_backward"]
+    chunks = chunk_of[stages]
+    ends[there] = np.where(other == RESULTS, results[chunks, numbers], gradients[chunks, numbers])
 
 
 def play(program: Program, stages: Sequence[Stage], states: Sequence[int], heap: Heap) -> list[int]:
