@@ -61,6 +61,9 @@ def row(job: Job, answer: Check | str) -> list[str]:
     said = "; ".join(f"{one.flag}: {one.text}" if one.flag else one.text for one in wrong[:2])
     if len(wrong) > 2:
         said += f"; and {len(wrong) - 2} more"
+    if plan is not None and not plan.fits:
+        needs = next(one.text for one in answer.problems if " GiB of " in one.text)
+        said += ("; " if said else "") + needs.partition(": lacks")[0]
     unknown = answer.reading.by_role.get("unknown", ())
     if unknown:
         said += ("; " if said else "") + f"{len(unknown)} flags or keys not known"

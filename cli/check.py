@@ -78,6 +78,8 @@ def exit_code(answer: Check) -> int:
     """0, 2 or 3, as the help says."""
     if answer.legal is not True:
         return 2
+    if answer.plan is not None and answer.fits is None:
+        return 2
     return 3 if answer.fits is False or answer.best is None else 0
 
 

@@ -21,10 +21,12 @@ def sharded_gradient_rows(engine: Engine, table: LayoutTable) -> Bools:
     """Rows that reduce gradients before they accumulate, and so keep a shard of them only.
 
     A pipeline interleaves backward passes of micro batches, so it reduces after the last one. With one micro
-    batch nothing accumulates: FSDP2, for which ZeRO 1 and 2 are the same, frees what it has reduced.
+    batch nothing accumulates: FSDP2 and MindSpore's graphs, for which ZeRO 1 and 2 are then the same, free
+    what they have reduced.
     """
     eager = (table.zero_stage >= engine.sharding.eager_reduction_stage) & (table.pipeline_parallel == 1)
-    single = (table.micro_batches == 1) & (table.zero_stage >= (1 if engine.sharding.fully_sharded else 2))
+    least = 1 if engine.sharding.fully_sharded else engine.sharding.single_reduction_stage
+    single = (table.micro_batches == 1) & (table.zero_stage >= least)
     result: Bools = (table.zero_stage >= 2) & eager | single
     return result
 

@@ -251,6 +251,8 @@ class ShardingConstants(Constants):
 
     eager_reduction_stage: CountOrZero = 2
     """Lowest ZeRO stage that reduces gradients after every micro batch and so keeps shards only."""
+    single_reduction_stage: CountOrZero = 2
+    """Lowest stage that does so where a step has a single micro batch, and nothing accumulates."""
     fully_sharded: bool = False
     """Data parallelism is FSDP2's: what is gathered and reduced is copied out of and into the buffers of the
     collectives, gradients are freed as they are reduced, and fp32 shards are what is offloaded. Otherwise

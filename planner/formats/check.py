@@ -139,7 +139,7 @@ def _answer(
     return Check(
         reading=reading,
         legal=legal,
-        fits=None if plan is None else plan.fits,
+        fits=None if plan is None or (reading.memory_is_bound and not plan.fits) else plan.fits,
         problems=tuple(ordered),
         assumed=(*reading.assumed, *assumed),
         plan=plan,
@@ -217,7 +217,10 @@ def plan_as_it_stands(reading: Reading, layout: Layout, problem: Problem, proble
             f"{name} {size / GIB:.1f}" for name, size in parts
         )
         field = _LARGEST_PART.get(parts[0][0], "") if parts else ""
-        problems.add("too_big", text, *places.of(field))
+        if reading.memory_is_bound:
+            problems.add("note", f"whether it fits is not known: as priced it {text}", *places.of(field))
+        else:
+            problems.add("too_big", text, *places.of(field))
     return Plan(
         model=problem.model,
         cluster=problem.cluster,

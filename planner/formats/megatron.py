@@ -29,6 +29,7 @@ from planner.formats.megatron_names import (
     DEGREE_FLAGS,
     OPTIMIZERS,
     SHARDING,
+    UNPRICED_MODULES,
 )
 from planner.formats.megatron_rules import check_rules
 from planner.formats.megatron_stages import layers_of_stages
@@ -144,6 +145,7 @@ def read_command(
         training=_training(given),
         assumed=tuple(assumed),
         problems=tuple(problems.found),
+        memory_is_bound=job.memory_is_bound,
     )
 
 
@@ -200,6 +202,7 @@ class _Job:
     framework: str
     model: ModelSpec | None
     deepspeed: Source | None = None
+    memory_is_bound: bool = False
 
     def count(self, name: str) -> int | None:
         """The whole number, from 1, that a flag gives."""
@@ -304,6 +307,7 @@ class _Job:
         values = {name: value for name, value in values.items() if name in names}
         if self._is_given("--checkpoint-activations") and not values.get("recompute_granularity"):
             values |= {"recompute_granularity": "full", "recompute_method": "uniform"}
+        self._price_modules(values)
         try:
             options = ParallelOptions(**values)
             pins = options.pins(model)
@@ -336,6 +340,21 @@ class _Job:
                 problems.add("note", text, "--optimizer", optimizer.line)
             found["optimizer"] = OPTIMIZERS.get(optimizer.text, "adam")
         return found
+
+    def _price_modules(self, values: dict[str, Any]) -> None:
+        """Leave out modules of `--recompute-modules` that estimates do not know, and say so."""
+        words = [word.strip() for given in values.get("recompute_modules", ()) for word in given.split(",")]
+        left_out = [word for word in words if word in UNPRICED_MODULES]
+        if words:
+            # An MLP is what recomputes of a layer, be it dense or of experts.
+            known = ["mlp" if word == "moe" else word for word in words if word not in left_out]
+            values["recompute_modules"] = known
+            if not known:
+                values.pop("recompute_granularity", None)
+        if left_out:
+            self.memory_is_bound = True
+            text = f"{', '.join(left_out)}: not priced as recomputed, and less is kept than the estimates say"
+            self.problems.add("note", text, "--recompute-modules", self.given["--recompute-modules"].line)
 
     def _recomputes_every_mlp(self, model: ModelSpec) -> bool:
         """Whether `--swap-attention --recompute-num-layers N` reaches all layers of a stage.
@@ -384,15 +403,29 @@ class _Job:
             keys = Keyed(
                 self.deepspeed.entries, "deepspeed", self.deepspeed.file, Problems(self.deepspeed.file)
             )
-            return deepspeed_config.zero_stage(keys)
+            return self._least_stage(deepspeed_config.zero_stage(keys))
         flag = self._word("--zero-stage")
         if flag is not None and flag.text in ("0", "1", "2", "3"):
-            return int(flag.text)
+            return self._least_stage(int(flag.text))
         config = self.given.get("--deepspeed_config") or self.given.get("--deepspeed-config")
         text = "says the stage of ZeRO, and is not given"
         name, line = (config.name, config.line) if config else ("--deepspeed_config", None)
         self.problems.add("unknown", text, name, line, "give that file beside this one")
         return 0
+
+    def _least_stage(self, stage: int) -> int:
+        """The stage that counts: of a pipeline in bf16 DeepSpeed splits the optimizer's state in any case.
+
+        deepspeed/runtime/engine.py (`_do_optimizer_sanity_check`) and bf16_optimizer.py; without
+        `--no-pipeline-parallel` the model is a pipeline, be it of one stage.
+        """
+        whole = self._is_given("--no-pipeline-parallel", "--no_pipeline_parallel")
+        if stage or self.precision() != "bf16" or whole:
+            return stage
+        text = "0 with bf16: DeepSpeed's BF16_Optimizer splits its state as stage 1 does, and is priced so"
+        flag = self.given.get("--zero-stage")
+        self.problems.add("note", text, "--zero-stage", flag.line if flag else None)
+        return 1
 
 
 def blame_degree(message: str, given: Given) -> GivenFlag | None:

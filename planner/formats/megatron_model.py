@@ -91,6 +91,10 @@ def read_model(
         text = "has no effect without --group-query-attention: every head has keys of its own"
         problems.add("note", text, flag.name, flag.line, "add --group-query-attention, or leave it out")
         del values["num_query_groups"]
+    if values.get("multi_latent_attention") and values.pop("kv_channels", None) is not None:
+        flag = given["--kv-channels"]
+        text = "has no effect with --multi-latent-attention, whose heads have widths of their own"
+        problems.add("note", text, flag.name, flag.line)
     if described is not None:
         values["model"] = described
     elif "vocab_size" not in values:

@@ -54,6 +54,9 @@ COMMUNICATION_TYPES = {
 MODULES = {"core_attn": "core_attention", "layernorm": "norm", "mlp": "mlp", "moe_act": "activation"}
 """Megatron-LM's `--recompute-modules`."""
 
+UNPRICED_MODULES = ("mla_up_proj", "shared_experts", "gdn_norm_out", "gdp_in_proj", "gdp_qkv", "mhc")
+"""Modules that Megatron-LM recomputes too, and estimates take as kept."""
+
 SHARDING = {"no_shard": 0, "optim": 1, "optim_grads": 2, "optim_grads_params": 3}
 """Megatron-FSDP's `--data-parallel-sharding-strategy`, as stages of ZeRO."""
 

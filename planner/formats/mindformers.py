@@ -22,6 +22,7 @@ from planner.formats.mindformers_names import (
     CONTEXT_ALGORITHMS,
     EXCERPTS,
     FORMATS,
+    KEEP_LESS,
     SCHEDULES,
     STATIC_KEYS,
 )
@@ -85,6 +86,7 @@ def read_static(source: Source, around: Surroundings) -> Reading:
         training=_training(keys),
         assumed=tuple(assumed),
         problems=tuple(problems.found),
+        memory_is_bound=_scheduler(keys) in KEEP_LESS,
     )
 
 
@@ -244,7 +246,7 @@ def _stages(keys: Keyed, model: ModelSpec, pipeline: int) -> dict[str, Any] | No
         path = STATIC_KEYS["virtual_pipeline_parallel"]
         keys.add("note", "has no effect without parallel.pipeline_config.pipeline_interleave", path)
         chunks = 1
-    scheduler = keys.choice(STATIC_KEYS["schedule"], SCHEDULES, "1f1b")
+    scheduler = _scheduler(keys)
     if scheduler not in ("1f1b", "zero_bubble_v"):
         kept = "less" if scheduler == "gpipe" else "more"
         keys.add("note", f"is priced as 1f1b, which keeps {kept}", STATIC_KEYS["schedule"])
@@ -271,6 +273,10 @@ def _stages(keys: Keyed, model: ModelSpec, pipeline: int) -> dict[str, Any] | No
         return None
     schedule = SCHEDULES[scheduler] if chunks == 1 or scheduler == "zero_bubble_v" else "interleaved"
     return {"virtual_pipeline_parallel": chunks, "schedule": schedule, "layers_per_stage": tuple(listed)}
+
+
+def _scheduler(keys: Keyed) -> str:
+    return keys.choice(STATIC_KEYS["schedule"], SCHEDULES, "1f1b")
 
 
 def _recompute(keys: Keyed, pipeline: int) -> dict[str, Any]:

@@ -78,6 +78,9 @@ SCHEDULES = {
 """`parallel.pipeline_config.pipeline_scheduler`, of one chunk on each rank; those in parts of sequences keep
 less than 1f1b, as which they are priced, and gpipe more."""
 
+KEEP_LESS = ("seqpipe", "seqvpp", "seqsmartvpp")
+"""Schedules in parts of sequences."""
+
 EXCERPTS = {
     "run_gpt2_13b.yaml": (
         "mindformers-gpt2-13b",

@@ -68,6 +68,8 @@ class Reading:
     assumed: tuple[str, ...] = ()
     """What is taken for granted because no file says it."""
     problems: tuple[ConfigProblem, ...] = ()
+    memory_is_bound: bool = False
+    """The layout stands for one that needs less: where it does not fit, that one may."""
 
     @property
     def by_role(self) -> Mapping[str, tuple[str, ...]]:

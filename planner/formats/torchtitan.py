@@ -52,7 +52,8 @@ def read_torchtitan(source: Source, around: Surroundings) -> Reading:
     places = Places(KEYS, {path: entry.line for path, entry in keys.entries.items()})
     model = _model(keys, around.model)
     degrees = _degrees(keys, model)
-    world, device = _preset(source.text, assumed) if around.world_size is None else (None, None)
+    preset = _preset(source.text, assumed) if around.world_size is None else (None, None, None)
+    world, device, memory = preset
     said = around.world_size or _said_world(keys, degrees) or world
     if said is None:
         text = "the number of devices is not known: torchrun says it"
@@ -69,6 +70,7 @@ def read_torchtitan(source: Source, around: Surroundings) -> Reading:
         world_size=said,
         local_world_size=around.local_world_size,
         device=device,
+        device_memory_gib=memory,
         global_batch_size=None if layout is None else layout.global_batch_size,
         flags=flags,
         names=KEYS,
@@ -78,17 +80,19 @@ def read_torchtitan(source: Source, around: Surroundings) -> Reading:
     )
 
 
-_PRESET = re.compile(r"preset for ([0-9]{1,5}) ([AHB][0-9]{2,3}) GPUs")
+_PRESET = re.compile(r"preset for ([0-9]{1,5}) ([AHB][0-9]{2,3}) GPUs(?: \(with ([0-9]{1,4}) ?GiB memory\))?")
 
 
-def _preset(text: str, assumed: list[str]) -> tuple[int | None, str | None]:
-    """Devices that a comment says the file is for."""
+def _preset(text: str, assumed: list[str]) -> tuple[int | None, str | None, float | None]:
+    """Devices that a comment says the file is for, and their GiB where it says these too."""
     match = _PRESET.search(text)
     if match is None:
-        return None, None
+        return None, None, None
     devices = {"A100": "a100-80g", "H100": "h100", "H200": "h200", "B200": "b200", "H800": "h800"}
-    assumed.append(f"{match.group(1)} x {match.group(2)} (a comment of the file says so)")
-    return int(match.group(1)) or None, devices.get(match.group(2))
+    memory = f" with {match.group(3)} GiB" if match.group(3) else ""
+    assumed.append(f"{match.group(1)} x {match.group(2)}{memory} (a comment of the file says so)")
+    gib = float(match.group(3) or 0) or None
+    return int(match.group(1)) or None, devices.get(match.group(2)), gib
 
 
 def _model(keys: Keyed, described: ModelSpec | None) -> ModelSpec | None:
@@ -240,11 +244,11 @@ def _recompute(keys: Keyed, model: ModelSpec, stages: tuple[int, ...]) -> dict[s
         return {}
     option = keys.text(KEYS["recompute_modules"]) or "2"
     if option == "op":
-        text = (
-            "keeps attention and every second product; priced as recomputing norms and activation functions"
-        )
+        # What it keeps of a dense layer is between nothing and all (15.5 of 34 bytes for each element of a
+        # Llama's input), and what it computes again is half of the products.
+        text = "keeps attention and every second product; priced as recomputing every second layer"
         keys.add("note", text, KEYS["recompute_modules"])
-        return {"recompute": "selective", "recompute_modules": ("norm", "activation")}
+        option = "2"
     if not re.fullmatch(r"[1-9][0-9]{0,3}", option):
         keys.add("illegal", f"{option!r} is neither op nor a number of layers", KEYS["recompute_modules"])
         return {}

@@ -72,6 +72,14 @@ def test_bytes_of_a_parameter_are_those_published(
         assert states(held, gpt) == pytest.approx(per_parameter)
 
 
+def test_a_graph_frees_gradients_as_it_scatters_them_where_nothing_is_summed(
+    gpt: ModelSpec, cluster: Callable[..., Cluster], engine: Make, layout: Callable[..., Layout]
+) -> None:
+    for m, per_parameter in ((1, 2 + 2 / 8 + 8 / 8), (4, 2 + 2 + 8 / 8)):
+        held = memory_of(gpt, cluster(8), engine("mindformers"), layout(gpt, dp=8, zero=1, m=m))
+        assert states(held, gpt) == pytest.approx(per_parameter)
+
+
 def test_nanotron_frees_narrow_gradients_where_nothing_is_reduced(
     gpt: ModelSpec, cluster: Callable[..., Cluster], engine: Make, layout: Callable[..., Layout]
 ) -> None:

@@ -104,6 +104,21 @@ def test_flags_that_say_what_is_priced_are_read_somewhere() -> None:
             "--micro-batch-size 1 --deepspeed --zero-stage 1 --checkpoint-activations --cpu-optimizer",
             "tp=1 pp=1 dp=16 zero=1 mbs=1 x 1 recompute=full offload=optimizer",
         ),
+        # BLOOM's scripts: "bf16 must use z0! it implements its own zero stage 1 equivalent".
+        (
+            "--micro-batch-size 1 --deepspeed --zero-stage 0",
+            "tp=1 pp=1 dp=16 zero=1 mbs=1 x 1 recompute=none",
+        ),
+        (
+            "--micro-batch-size 1 --deepspeed --zero-stage 0 --no-pipeline-parallel",
+            "tp=1 pp=1 dp=16 zero=0 mbs=1 x 1 recompute=none",
+        ),
+        (
+            "--micro-batch-size 1 --num-experts 4 --multi-latent-attention --kv-channels 128 "
+            "--position-embedding-type rope --recompute-granularity selective "
+            "--recompute-modules mla_up_proj mlp moe",
+            "tp=1 pp=1 dp=16 zero=0 mbs=1 x 1 recompute=selective(mlp)",
+        ),
     ],
 )
 def test_defaults_and_meanings_are_those_of_the_framework(arguments: str, expected: str) -> None:

@@ -78,6 +78,20 @@ def test_what_is_wrong_names_the_key_and_its_line(
     assert [(one.flag, one.line) for one in found] == [(key, line)] and text in found[0].text
 
 
+def test_what_is_priced_as_something_that_needs_more_may_fit(tmp_path: Path) -> None:
+    text = STATIC.replace("num_layers: 80", "num_layers: 160").replace(
+        "enable_parallel_optimizer: True",
+        "enable_parallel_optimizer: True\n  pipeline_config: {pipeline_scheduler: SCHEDULER}",
+    )
+    fits = {}
+    for scheduler in ("1f1b", "seqpipe"):
+        (tmp_path / "run.yaml").write_text(text.replace("SCHEDULER", scheduler))
+        answer = check(tmp_path / "run.yaml")
+        assert answer.legal and answer.plan is not None and not answer.plan.fits
+        fits[scheduler] = answer.fits
+    assert fits == {"1f1b": False, "seqpipe": None}
+
+
 def test_devices_must_be_those_of_the_degrees(tmp_path: Path) -> None:
     reading = read(tmp_path, STATIC, world_size=32)
     assert reading.layout is None

@@ -68,6 +68,10 @@ def read(tmp_path: Path, name: str, text: str, world_size: int | None = None) ->
             {"pipeline_parallel_degree = 4": "context_parallel_degree = 2", '"full"': '"selective"'},
             "tp=2+sp pp=1 cp=2 cp_form=all_gather dp=8 zero=3 mbs=4 x 4 recompute=full/block:16",
         ),
+        (
+            {"pipeline_parallel_degree = 4": "", '"full"': '"selective"\nselective_ac_option = "op"'},
+            "tp=2+sp pp=1 dp=16 zero=3 mbs=4 x 2 recompute=full/block:16",
+        ),
     ],
 )
 def test_torchtitan(tmp_path: Path, changes: dict[str, str], expected: str) -> None:
@@ -88,6 +92,15 @@ def test_stages_of_torchtitan_count_embedding_and_head_as_layers(tmp_path: Path)
 def test_torchtitan_does_not_say_on_how_many_devices(tmp_path: Path) -> None:
     reading = read(tmp_path, "train.toml", TORCHTITAN)
     assert reading.layout is None and [one.severity for one in reading.problems] == ["unknown"]
+
+
+def test_a_comment_of_torchtitan_says_for_which_devices_the_file_is(tmp_path: Path) -> None:
+    comment = "# NOTE: this toml config is a preset for 8 H100 GPUs (with 96GiB memory).\n"
+    reading = read(
+        tmp_path, "train.toml", comment + TORCHTITAN.replace("parallel_degree = 4", "parallel_degree = 2")
+    )
+    assert (reading.world_size, reading.device, reading.device_memory_gib) == (8, "h100", 96)
+    assert reading.layout is not None and any("96 GiB" in one for one in reading.assumed)
 
 
 @pytest.mark.parametrize(
