@@ -109,16 +109,30 @@ def test_guides_are_jobs_in_small(planner_command: Command, name: str, ranks: in
 
 
 @pytest.mark.ranks
-def test_the_guide_to_experts_trains_in_small(
-    planner_command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("name", "ranks", "layout"),
+    [
+        ("mindformers-gpt2-13b.txt", 4, "tp=2 pp=2 dp=1 zero=0 mbs=2 x 4 recompute=full"),
+        ("mindformers-dynamic-gpt.txt", 1, "tp=1 pp=1 dp=1 zero=0 mbs=1 x 2 recompute=none"),
+        ("mindspeed-moe.txt", 4, "recompute=selective(activation) offload=activations"),
+        ("pai-llmacc.txt", 2, "on 2 x cpu"),
+    ],
+)
+def test_guides_train_in_small(
+    planner_command: Command,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    ranks: int,
+    layout: str,
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    words = ["--config", guide("mindspeed-moe.txt"), "--scale-down", 4, "--device", "cpu"]
+    words = ["--config", guide(name), "--scale-down", ranks, "--device", "cpu"]
     code, out, err = planner_command(
         "launch", *map(str, words), "--train-iters", "2", "--eval-iters", "0", "--log-dir", "logs"
     )
     assert code == 0, err
-    assert "tp=2+sp pp=1 ep=2 etp=2 dp=2 zero=1" in out and "offload=activations" in out
+    assert layout in out
     records = [json.loads(line) for line in (tmp_path / "logs" / "metrics.jsonl").read_text().splitlines()]
     assert [record["iteration"] for record in records if "lm_loss" in record or "loss" in record][-1] == 2
 
