@@ -259,7 +259,7 @@ def critical_ranks(
         filled[0, index, len(entries) :] = entries[-1][0]
     ranks = Ranks(
         **{
-            name: column[code] if column.any() or name == "dense" else ZERO
+            name: column.take(code, axis=0) if column.any() or name == "dense" else ZERO
             for name, column in zip(FIELDS, filled[1:], strict=True)
         }
     )

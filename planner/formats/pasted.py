@@ -13,7 +13,7 @@ from planner.options.command import Command
 if TYPE_CHECKING:
     from planner.formats.flag_catalogue import KnownFlag
 
-INTERNAL = re.compile(
+INTERNAL = (
     r"--(no-)?("
     r"log-|tensorboard-|wandb-|one-logger|enable-one-logger|app-tag-|otel-|timing-log|barrier-with|straggler-"
     r"|disable-straggler|profile-|use-pytorch-profiler|pytorch-profiler|nvtx-|record-|memory-snapshot|nccl-|use-nccl-ub"
@@ -52,7 +52,7 @@ class PastedCommand(Command):
 
     def sets_aside(self, flag: KnownFlag) -> bool:
         """Whether the command need not know a flag: only where no result depends on it."""
-        return flag.role in ("harmless", "unpriced") and bool(INTERNAL.match(flag.name))
+        return flag.role in ("harmless", "unpriced") and bool(re.match(INTERNAL, flag.name))
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Name what is set aside; the rest is parsed as ever."""

@@ -114,6 +114,8 @@ WORD_DEGREES = ("recompute", "schedule", "context_parallel_form")
 
 @dataclass(frozen=True)
 class _Item:
+    """What a pin or a ban says of a degree."""
+
     name: str
     value: object
     verb: str = "pin"
