@@ -7,7 +7,8 @@ training thread alone: waiting for other ranks, and what else runs on the machin
 
 Beside each layout stands plain PyTorch around the same layers: a loop with autocast on one rank, DDP for
 ZeRO 0, FSDP2 for ZeRO 1 to 3, and PyTorch's own tensor parallelism. Compiled, the loop and DDP have one graph
-for the whole model, FSDP2 and tensor parallelism one a layer, which is how each is used.
+for the whole model, FSDP2 and tensor parallelism one a layer, which is how each is used. The runtime has one
+graph a layer; where layers can share one (`--layers-per-graph`), another row has the whole model in one.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import json
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from shutil import which
 from typing import Annotated, Any, NamedTuple
 
@@ -25,6 +27,7 @@ import typer
 from costmodels import Layout, ModelSpec
 from costmodels.errors import InputError
 from planner.options.flags import run
+from runtime.settings.graphs import single_layer_graphs
 from runtime.settings.preflight import check_job
 from tests.support.layouts import parse_layout
 from tests.support.models import llama
@@ -47,6 +50,9 @@ DEPTHS = (2, 8)
 
 Step = Callable[[np.ndarray], object]
 
+Contestant = Callable[[ModelSpec, Layout, bool], Step]
+"""Makes the step of a model and layout, compiled or not."""
+
 
 class Row(NamedTuple):
     """Milliseconds of one layout."""
@@ -54,6 +60,8 @@ class Row(NamedTuple):
     block: str
     layout: str
     compiled: bool
+    layers_per_graph: int
+    """Of ours, where it is compiled: 1, or all of the model."""
     host_ms: float
     """Of a layer and micro batch, forward and backward."""
     plain_ms: float | None
@@ -66,14 +74,19 @@ class Row(NamedTuple):
 
 
 def rows(block: str, text: str, forms: list[bool], rounds: int) -> list[Row]:
-    """A row of a block and layout for each form, compiled or not."""
+    """A row of a block and layout for each form, compiled or not, and one for each size of its graphs."""
     found = []
-    ranks = layout_of(BLOCKS[block], text, DEPTHS[0])[1].world_size
+    spec, layout = layout_of(BLOCKS[block], text, DEPTHS[-1])
+    shares_graphs = single_layer_graphs(spec, layout) is None
     for compiled in forms:
+        graphs = [1, spec.layers] if compiled and shares_graphs else [1]
+        pool = WorkerPool(layout.world_size)
+        by_rank = pool.run(host_times, layout.world_size, block, text, compiled, graphs, rounds)
         # The slowest rank: the others wait for it.
-        by_rank = WorkerPool(ranks).run(host_times, ranks, block, text, compiled, rounds)
-        plain = [one[1] for one in by_rank if one[1] is not None]
-        found.append(Row(block, text, compiled, max(one[0] for one in by_rank), max(plain, default=None)))
+        plain = max((one.plain for one in by_rank if one.plain is not None), default=None)
+        for number, layers in enumerate(graphs):
+            slowest = max(one.ours[number] for one in by_rank)
+            found.append(Row(block, text, compiled, layers, slowest, plain))
     return found
 
 
@@ -86,22 +99,31 @@ def layout_of(spec: ModelSpec, text: str, layers: int) -> tuple[ModelSpec, Layou
     return deep, layout
 
 
-def host_times(block: str, text: str, compiled: bool, rounds: int) -> tuple[float, float | None]:
-    """Milliseconds of a layer and micro batch, ours and plain PyTorch's; runs on every rank."""
+class Times(NamedTuple):
+    """Milliseconds of a layer and micro batch on one rank."""
+
+    ours: list[float]
+    """With each number of layers in a graph."""
+    plain: float | None
+
+
+def host_times(block: str, text: str, compiled: bool, graphs: list[int], rounds: int) -> Times:
+    """Ours, with each of `graphs` layers in a graph, and plain PyTorch's; runs on every rank."""
     import torch
 
     torch._dynamo.config.cache_size_limit = 64
     # Its products of small matrices in 16 bits take several times what the host does for them.
     torch.backends.mkldnn.set_flags(False)  # type: ignore[no-untyped-call]
-    contestants = [_trainer]
+    contestants: list[Contestant] = [partial(_trainer, graph_layers=layers) for layers in graphs]
     # PyTorch's tensor parallelism has no plan for experts, and autocast around compiled layers of it fails.
     if "tp" not in text or (block == "dense" and not compiled):
         contestants.append(_plain)
     steps = [
         make(*layout_of(BLOCKS[block], text, layers), compiled) for make in contestants for layers in DEPTHS
     ]
-    ours, *plain = per_layer_ms(steps, rounds)
-    return ours, plain[0] if plain else None
+    taken = per_layer_ms(steps, rounds)
+    ours, plain = taken[: len(graphs)], taken[len(graphs) :]
+    return Times(ours, plain[0] if plain else None)
 
 
 def per_layer_ms(steps: list[Step], rounds: int) -> list[float]:
@@ -126,14 +148,16 @@ def per_layer_ms(steps: list[Step], rounds: int) -> list[float]:
     return [1000 * (deep - shallow) / layers for shallow, deep in pairs]
 
 
-def _trainer(spec: ModelSpec, layout: Layout, compiled: bool) -> Step:
+def _trainer(spec: ModelSpec, layout: Layout, compiled: bool, graph_layers: int) -> Step:
     """The passes of a training step of the runtime."""
     import torch
 
     from runtime.settings.options import TrainingOptions
     from runtime.train.trainer import Trainer
 
-    options = TrainingOptions(train_iters=1, compile=compiled, no_compile=not compiled)
+    options = TrainingOptions(
+        train_iters=1, compile=compiled, no_compile=not compiled, layers_per_graph=graph_layers
+    )
     trainer = Trainer(spec, layout, options, torch.device("cpu"))
 
     def step(batch: np.ndarray) -> None:
@@ -271,6 +295,7 @@ def host_time(
 def line(row: Row) -> str:
     """A row as text."""
     name = f"{row.block} {row.layout} {'compiled' if row.compiled else 'eager'}"
+    name += " in one graph" if row.layers_per_graph > 1 else ""
     plain = "" if row.plain_ms is None else f", plain PyTorch {row.plain_ms:.3f}, {row.ratio:.2f} x"
     return f"{name}: {row.host_ms:.3f} ms a layer and micro batch{plain}"
 

@@ -156,12 +156,13 @@ def _wrap(module: nn.Module, drop_output: bool = False) -> None:
 def _run_units(units: Sequence[Sequence[Block]], x: Tensor) -> Tensor:
     # The layers are called, not their forward functions: FSDP2 gathers parameters around the call.
     for unit in units:
-        run = partial(_run_blocks, unit)
+        run = partial(run_blocks, unit)
         x = _Call(run, (x,)).run(x) if torch.is_grad_enabled() else run(x)
     return x
 
 
-def _run_blocks(blocks: Sequence[Block], x: Tensor) -> Tensor:
+def run_blocks(blocks: Sequence[Block], x: Tensor) -> Tensor:
+    """The layers `blocks`, one after the other."""
     for block in blocks:
         x = block(x)
     return x

@@ -23,15 +23,20 @@ from runtime.parallel.loss import TokenLoss
 from runtime.parallel.mesh import Grid
 from runtime.parallel.offload import offload_activations
 from runtime.parallel.placements import keep_placements
-from runtime.parallel.recomputation import recompute
+from runtime.parallel.recomputation import recompute, run_blocks
 from runtime.parallel.tensor import tensor_parallel
 from runtime.parallel.working_copies import WorkingCopies
 from runtime.settings.preflight import check_job
 from runtime.train.executor import Accumulation, Executor
 
 
-def build_stage(spec: ModelSpec, layout: Layout, grid: Grid, index: int, compiled: bool) -> Transformer:
-    """One stage on the meta device, split and wrapped as `layout` says."""
+def build_stage(spec: ModelSpec, layout: Layout, grid: Grid, index: int, graph_layers: int) -> Transformer:
+    """One stage on the meta device, split and wrapped as `layout` says.
+
+    Args:
+        graph_layers: layers that are compiled as one graph; 0 compiles none.
+    """
+    compiled = graph_layers > 0
     keep_placements()
     with torch.device("meta"):
         stage = Transformer(
@@ -64,7 +69,9 @@ def build_stage(spec: ModelSpec, layout: Layout, grid: Grid, index: int, compile
     for block in around:
         _compile(block, in_two)
     recompute(stage, layout)
-    if compiled:
+    if graph_layers > 1:
+        _compile_together(stage, graph_layers)
+    elif compiled:
         for block in stage.blocks:
             if block not in around:
                 _compile(block, in_two)
@@ -115,22 +122,35 @@ def _compile(block: Block, in_two: bool) -> None:
     block.forward = forward  # type: ignore[method-assign]
 
 
+def _compile_together(stage: Transformer, layers: int) -> None:
+    """Compile so many layers at a time as one graph, which all of these share."""
+    blocks, run = stage.blocks, torch.compile(run_blocks)
+    graphs = [tuple(blocks[start : start + layers]) for start in range(0, len(blocks), layers)]
+
+    def run_layers(x_BSD: Tensor) -> Tensor:
+        for graph in graphs:
+            x_BSD = run(graph, x_BSD)
+        return x_BSD
+
+    stage.run_layers = run_layers  # type: ignore[method-assign]
+
+
 def build_executor(
     spec: ModelSpec,
     layout: Layout,
     grid: Grid,
     seed: int,
     init_std: float = INIT_STD,
-    compiled: bool = False,
+    graph_layers: int = 0,
 ) -> Executor:
-    """Build, split and initialise the stages of this rank.
+    """Build, split and initialise the stages of this rank, with so many layers in a compiled graph.
 
     Weights are drawn after splitting, into memory that holds this rank's part only.
     """
     check_job(spec, layout, dist.get_world_size())
     stages = []
     for index in layout.stages_of(grid.pp_rank):
-        stage = build_stage(spec, layout, grid, index, compiled)
+        stage = build_stage(spec, layout, grid, index, graph_layers)
         # FSDP2 keeps shards in host memory whose optimizer state is there.
         stage.to_empty(device="cpu" if layout.offload_optimizer else grid.device)
         for router in stage.routers.values():
@@ -140,7 +160,7 @@ def build_executor(
         if isinstance(stage, FSDPModule):
             gather_once(stage)
         stages.append(stage)
-    return executor_of(stages, spec, layout, grid, compiled)
+    return executor_of(stages, spec, layout, grid, compiled=graph_layers > 0)
 
 
 def executor_of(

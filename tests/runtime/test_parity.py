@@ -112,6 +112,17 @@ def test_compiled_layers_give_the_same_losses(
     assert relative_difference(losses, reference) < 1e-5
 
 
+@pytest.mark.parametrize("text", ["", "pp=2", "tp=2,sp=1,recompute=full"])
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler")
+def test_layers_that_share_a_graph_give_the_same_losses(pool: WorkerPool, text: str) -> None:
+    spec = MODELS["llama"].model_copy(update={"layers": 5})
+    layout = parse_layout(BATCH + text, spec)
+    [expected] = pool.run(losses_of, 1, spec, parse_layout(BATCH, spec), STEPS)
+    # Graphs of 2, 2 and 1 layers, or of 2 and 1 on a stage.
+    together = pool.run(losses_of, layout.world_size, spec, layout, STEPS, True, 2)[-1]
+    assert relative_difference(together, expected) < 1e-5
+
+
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler")
 def test_layers_compiled_around_a_ring_give_the_same_losses(pool: WorkerPool) -> None:
     spec = MODELS["llama"]
