@@ -33,7 +33,8 @@ def comparison(plan: Plan, figures: Measurement) -> Iterator[str]:
         yield f"the peak is {'above' if larger else 'below'} the predicted range, {gib_range(peak)}: " + (
             "give --memory-margin-gib that much more before a plan that fills its devices"
             if larger
-            else "what a process of this build of PyTorch takes is a guess, which `planner calibrate` measures"
+            else "what a process of this build of PyTorch takes is a guess, which `planner calibrate` "
+            "measures"
             if plan.cluster.device.kind == "cpu"
             else "the plan has room that it does not count on"
         )
