@@ -85,6 +85,11 @@ MODEL="
   --num-attention-heads 16 --seq-length 2048 --max-position-embeddings 2048 --vocab-size 50257
 "
 for i in 1 2 3; do echo $i > CANARY; done
+(cd CANARY; TP=9; touch CANARY)
+source CANARY
+cat <<EOT > CANARY
+{"zero_optimization": {"stage": $PP}}
+EOT
 run_cmd="torchrun ${DISTRIBUTED_ARGS[@]} pretrain_gpt.py $MODEL --tensor-model-parallel-size ${TP} \\
   --pipeline-model-parallel-size $PP --micro-batch-size 1 --global-batch-size 64 --lr $LR --bf16 \\
   --sequence-parallel --use-distributed-optimizer --train-iters 100 --recompute-granularity full \\
@@ -95,6 +100,13 @@ eval $run_cmd && rm -rf CANARY
 TRAINER = """torchrun --nproc_per_node=8 train.py --model_name_or_path meta-llama/Llama-2-7b-hf --bf16 True \\
   --per_device_train_batch_size 4 --gradient_accumulation_steps 8 --learning_rate 2e-5 \\
   --fsdp "full_shard auto_wrap"
+"""
+
+OVERRIDES = """srun -N 2 python3 megatron_gpt_pretraining.py --config-name=gpt trainer.num_nodes=2 \\
+  trainer.devices=8 model.tensor_model_parallel_size=2 \\
+  ++model.pipeline_model_parallel_size=$((1 + 1)) model.num_layers=8 model.hidden_size=512 \\
+  model.num_attention_heads=8 model.encoder_seq_length=512 model.micro_batch_size=1 \\
+  model.global_batch_size=64 model.data.data_prefix=[1.0,CANARY] trainer.precision=bf16
 """
 
 MINDFORMERS = {
@@ -331,6 +343,7 @@ def configuration_targets() -> list[Target]:
         _target("configuration: script of Megatron-LM", "train.sh", SCRIPT, weight=3),
         _target("configuration: script, checked", "train.sh", SCRIPT, checks=True),
         _target("configuration: script of a trainer", "run.sh", TRAINER, weight=2),
+        _target("configuration: keys in a command", "nemo.sh", OVERRIDES),
         *(_target(f"configuration: {name}", file, text) for name, (file, text) in written.items()),
         _target("configuration: DeepSpeed", "ds.json", json.dumps(DEEPSPEED, indent=1)),
         _target("configuration: torchtitan", "train.toml", TORCHTITAN),

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from planner.formats.entries import Entries
+from costmodels.errors import InputError
+from planner.formats.entries import PARSERS, Entries
 from planner.formats.hugging_face_names import DEEPSPEED_KEYS
 from planner.formats.keyed import Keyed
+from planner.formats.launcher import Launch
+from planner.formats.source import Source
 
 AUTO = "auto"
 """Value of a key that the trainer fills in."""
@@ -19,6 +22,18 @@ def recognises(entries: Entries) -> bool:
         for path in entries
         for name in (ZERO, "train_micro_batch_size_per_gpu", "train_batch_size")
     )
+
+
+def written_by(launch: Launch, name: str, file: str) -> Source | None:
+    """The configuration that a script writes into the file `name` before it starts, if it does."""
+    text = launch.files.get(name)
+    if text is None:
+        return None
+    try:
+        entries = PARSERS[".json"](text.text, f"file {file}")
+    except InputError:
+        return None
+    return Source(file, text.text, entries) if recognises(entries) else None
 
 
 def count(keys: Keyed, path: str) -> int | None:

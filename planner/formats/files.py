@@ -24,6 +24,7 @@ from planner.formats.entries import PARSERS, Entries
 from planner.formats.keyed import known_keys
 from planner.formats.launcher import find_launch, known_count
 from planner.formats.megatron import read_megatron
+from planner.formats.overrides import override_entries
 from planner.formats.pages import block_entries, running_entries
 from planner.formats.reading import ConfigProblem, Problems, Reading
 from planner.formats.recipes import recipes
@@ -75,6 +76,9 @@ KINDS = (
 RECIPES = Kind("recipes", lambda entries: False, nemo.read_recipe)
 """Python files of Megatron-Bridge and NeMo."""
 
+OVERRIDES = Kind("overrides", lambda entries: False, nemo.read_overrides)
+"""Scripts that give keys of NeMo or Megatron-Bridge to a program."""
+
 BESIDE_SCRIPTS = ("accelerate", "deepspeed")
 """Files that the trainer of a script reads."""
 
@@ -103,20 +107,39 @@ def read_files(
     if models and model is not None:
         raise InputError(f"{models[0]} describes a model, and model {model} is given too; give one")
     described = models[0] if models else (None if model is None else str(model))
+    beside = _sourced(texts)
     around = Surroundings(
         world_size=world_size,
         local_world_size=local_world_size,
         described=described,
         model=None if described is None else resolve_model(described),
         define=defined,
+        beside=beside,
     )
-    parts = [_part(file, text, around) for file, text in texts.items() if file != described]
+    own = [file for file in texts if file != described and Path(file).name not in beside]
+    parts = [_part(file, texts[file], around) for file in own]
     reading = _together(parts, around, described)
     return dataclasses.replace(
         reading,
         world_size=world_size or reading.world_size,
         local_world_size=local_world_size or reading.local_world_size,
     )
+
+
+_SOURCE = re.compile(r"^[ \t]*(?:source|\.)[ \t]+[\"']?([^\s;&|\"']+)", re.MULTILINE)
+
+
+def _sourced(texts: Mapping[str, str]) -> dict[str, str]:
+    """Texts of the files that others read commands from (`source env.sh`), by their names without folders."""
+    found: dict[str, str] = {}
+    for file, text in texts.items():
+        names = {name.rpartition("/")[2] for name in _SOURCE.findall(text)}
+        found |= {
+            Path(other).name: content
+            for other, content in texts.items()
+            if other != file and Path(other).name in names and Path(other).suffix not in PARSERS
+        }
+    return found
 
 
 @dataclass(frozen=True)
@@ -145,6 +168,8 @@ def _part(file: str, text: str, around: Surroundings) -> _Part:
         kind = _kind_of(entries)
         if kind is not None:
             return _Part(Source(file, text, entries), kind)
+    elif entries := override_entries(text, around.define, around.beside):
+        return _Part(Source(file, text, entries), OVERRIDES)
     elif _starts_job(text, around):
         return _Part(Source(file, text), None)
     else:
@@ -156,12 +181,19 @@ def _part(file: str, text: str, around: Surroundings) -> _Part:
 
 def _starts_job(text: str, around: Surroundings) -> bool:
     define = dict(around.define)
-    return find_launch(text, define) is not None or hugging_face.find_command(text, define) is not None
+    if find_launch(text, define, around.beside) is not None:
+        return True
+    return hugging_face.find_command(text, define, around.beside) is not None
 
 
 def _together(parts: Sequence[_Part], around: Surroundings, described: str | None) -> Reading:
     """The one job that several files describe: a script beside the files that its trainer reads."""
     by_name = {part.kind.framework if part.kind else "": part.source for part in parts}
+    if len(parts) == 2 and set(by_name) == {OVERRIDES.framework, "nemo"}:
+        # A script, and the file whose keys it changes.
+        changes, whole = by_name[OVERRIDES.framework], by_name["nemo"]
+        both = dataclasses.replace(whole, entries={**whole.entries, **changes.entries})
+        return nemo.read_nemo(both, around)
     if (
         len(by_name) < len(parts)
         or not parts
@@ -175,7 +207,7 @@ def _together(parts: Sequence[_Part], around: Surroundings, described: str | Non
     if script is not None and _is_megatron(script, around):
         sizes = around.world_size, around.local_world_size
         define = dict(around.define)
-        reading = read_megatron(script.text, script.file, define, *sizes, described, deepspeed)
+        reading = read_megatron(script.text, script.file, define, *sizes, described, deepspeed, around.beside)
         if reading is not None:
             return reading
     (first, *_) = parts
@@ -188,8 +220,8 @@ def _together(parts: Sequence[_Part], around: Surroundings, described: str | Non
 def _is_megatron(script: Source, around: Surroundings) -> bool:
     """Whether a script is Megatron-LM's rather than one of Hugging Face's trainer."""
     define = dict(around.define)
-    other = hugging_face.find_command(script.text, define)
-    launch = find_launch(script.text, define)
+    other = hugging_face.find_command(script.text, define, around.beside)
+    launch = find_launch(script.text, define, around.beside)
     if launch is None or other is None:
         return launch is not None
     return known_count(launch) >= sum(path in known_keys("transformers") for path in other[1])

@@ -57,11 +57,13 @@ def is_accelerate(entries: Entries) -> bool:
     return "distributed_type" in entries or "fsdp_config.fsdp_sharding_strategy" in entries
 
 
-def find_command(source: str, define: Mapping[str, str]) -> tuple[Launch, Entries] | None:
+def find_command(
+    source: str, define: Mapping[str, str], beside: Mapping[str, str] | None = None
+) -> tuple[Launch, Entries] | None:
     """The command that trains with Hugging Face's trainer, and its flags; None where there is none."""
     known = known_keys("transformers")
     best: tuple[int, Launch, Entries] | None = None
-    for launch in commands(source, dict(define)):
+    for launch in commands(source, dict(define), beside):
         entries = _flag_entries(launch)
         count = sum(path in known for path in entries)
         if count >= FEWEST_FLAGS and (best is None or count > best[0]):
@@ -114,8 +116,10 @@ def read_hugging_face(
     main = accelerate or deepspeed or command
     assert main is not None
     problems = Problems(main.file)
-    found = None if command is None else find_command(command.text, around.define)
+    found = None if command is None else find_command(command.text, around.define, around.beside)
     launch, flags = found if found is not None else (None, {})
+    if deepspeed is None and launch is not None and "--deepspeed" in flags:
+        deepspeed = deepspeed_config.written_by(launch, flags["--deepspeed"].text, main.file)
 
     def keyed(framework: str, source: Source | None, entries: Entries) -> Keyed:
         file = main.file if source is None else source.file

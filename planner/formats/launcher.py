@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import field
 
 from costmodels.dataclass import dataclass
 from planner.formats.flag_catalogue import known_flags
@@ -47,16 +48,25 @@ class Launch:
     """`CUDA_DEVICE_MAX_CONNECTIONS`."""
     printed: bool = False
     """It is the text of another command."""
+    files: Mapping[str, Word] = field(default_factory=dict)
+    """Texts that the script writes into files, by their names."""
+    not_sourced: tuple[Word, ...] = ()
+    """Files that the script reads commands from, and that are not given."""
 
 
-def find_launch(source: str, defined: dict[str, str]) -> Launch | None:
+def find_launch(
+    source: str, defined: dict[str, str], beside: Mapping[str, str] | None = None
+) -> Launch | None:
     """The command of a script, of a page with scripts in it, or of a bare list of arguments, that trains.
 
     It is the one with most flags that Megatron-LM knows; None where no command has three of them. What is
     printed counts where nothing else has: scripts print a command, and then run it without its quotes.
+
+    Args:
+        beside: texts of other files by their names, which the script may read commands from.
     """
     best: tuple[tuple[bool, int], Launch] | None = None
-    for launch in commands(source, defined):
+    for launch in commands(source, defined, beside):
         count = known_count(launch)
         rank = (not launch.printed, count)
         if count >= 3 and (best is None or rank > best[0]):
@@ -69,10 +79,12 @@ def known_count(launch: Launch) -> int:
     return len({word.text.partition("=")[0] for word in launch.arguments} & known_flags().keys())
 
 
-def commands(source: str, defined: dict[str, str]) -> Iterator[Launch]:
+def commands(
+    source: str, defined: dict[str, str], beside: Mapping[str, str] | None = None
+) -> Iterator[Launch]:
     """Every command of a script, of a page with scripts in it, or of a bare list of arguments."""
     for line, part in _scripts(source):
-        script = read_script("\n" * (line - 1) + part, defined)
+        script = read_script("\n" * (line - 1) + part, defined, beside)
         for command in script.commands:
             yield _launch(command, script)
 
@@ -116,6 +128,8 @@ def _launch(command: Sequence[Word], script: Script) -> Launch:
         total=_counted(_value(own, ALL), _value(batch, ALL)),
         cuda_connections=script.variables.get("CUDA_DEVICE_MAX_CONNECTIONS"),
         printed=command[0].text in ("echo", "printf"),
+        files=script.files,
+        not_sourced=script.not_sourced,
     )
 
 

@@ -8,6 +8,7 @@ features (mindspeed/features_manager).
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from typing import Any, get_args
 
 from pydantic import ValidationError
@@ -53,6 +54,7 @@ def read_megatron(
     local_world_size: int | None = None,
     described: str | None = None,
     deepspeed: Source | None = None,
+    beside: Mapping[str, str] | None = None,
 ) -> Reading | None:
     """The job that a script or a list of arguments starts; None where nothing in it looks like one.
 
@@ -61,11 +63,15 @@ def read_megatron(
         world_size: devices of the job, where the caller knows it better than the script.
         described: the file that describes the model, where the script does not.
         deepspeed: the configuration of DeepSpeed that a script of Megatron-DeepSpeed names.
+        beside: texts of the files that the script reads commands from, by their names.
     """
-    launch = find_launch(source, defined)
+    launch = find_launch(source, defined, beside)
     if launch is None:
         return None
     flags, loose = given_flags(launch.arguments)
+    for flag in flags:
+        if deepspeed is None and flag.name in ("--deepspeed_config", "--deepspeed-config"):
+            deepspeed = deepspeed_config.written_by(launch, flag.text, file)
     return read_command(
         flags,
         loose,
@@ -127,6 +133,10 @@ def read_command(
         problems.add(
             "unknown", "no --global-batch-size or --max-global-batch-size", "--max-global-batch-size"
         )
+    if any(problem.severity == "unknown" for problem in problems.found):
+        for word in launch.not_sourced:
+            text = f"{word.text} is not given, and what it sets is not known"
+            problems.add("note", text, "source", word.line, "give that file too")
     return Reading(
         framework=framework,
         engine=framework if framework in ("mindspeed", "megatron-deepspeed") else "megatron",

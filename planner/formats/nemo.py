@@ -38,6 +38,13 @@ def read_nemo(source: Source, around: Surroundings) -> Reading:
     return _read(source, around, source.entries, "megatron-bridge" if bridge else "nemo", (), [])
 
 
+def read_overrides(source: Source, around: Surroundings) -> Reading:
+    """The job of a script that gives keys to a program, without the file whose keys these change."""
+    reading = read_nemo(source, around)
+    text = "what the command does not give has Megatron-LM's default (give the file that it changes, too)"
+    return dataclasses.replace(reading, assumed=(*reading.assumed, text))
+
+
 def recipe_of(source: Source, around: Surroundings) -> tuple[Recipe, tuple[str, ...]]:
     """The recipe of a Python file, and the names of the others.
 

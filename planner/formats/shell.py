@@ -11,13 +11,14 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 
 from costmodels.dataclass import dataclass
-from planner.formats.expansion import Expansion, Value, element_name
-from planner.formats.shell_commands import ASSIGNMENT, KEYWORDS, array_words, simple_commands
+from planner.formats.expansion import Value
+from planner.formats.shell_bodies import LOOPS, TESTS, Event, assigned, body_of, starts_nothing
+from planner.formats.shell_commands import SUBSHELL, SUBSHELL_END, TEXT, simple_commands
 from planner.formats.shell_tests import Truth, both, either, fits, holds
+from planner.formats.shell_variables import Variables, as_assignment, unknown_value
 from planner.formats.text import (
     DEEPEST,
     Chars,
-    Unknown,
     Word,
     chars_of,
     has_unknown,
@@ -25,13 +26,8 @@ from planner.formats.text import (
     word_of,
 )
 
-_DECLARATIONS = ("export", "declare", "local", "readonly", "typeset")
 _BEFORE = ("nohup", "time", "exec", "command", "sudo", "then", "do", "else", "{", "!")
-_TESTS = ("[", "[[", "test")
 _SHELLS = ("bash", "sh", "zsh", "/bin/bash", "/bin/sh")
-_LOOPS = ("for", "while", "until", "select")
-_SETS = (*_DECLARATIONS, *_TESTS, *_LOOPS, "case", "let", "shift", "echo", "printf", "true", ":", "exit")
-"""First words of commands that start nothing."""
 
 MOST_FRAMES = 200
 """Constructs inside each other; what opens beyond is not followed."""
@@ -39,11 +35,10 @@ MOST_NESTED = 15
 """Calls of functions and loops inside each other."""
 MOST_TURNS = 100
 """Turns of a loop."""
+MOST_SOURCES = 20
+"""Times that a script reads another one."""
 MOST_COMMANDS = 50_000
 """Commands of a script with those that loops and calls repeat; beyond, nothing is repeated."""
-
-Event = tuple[str, list[Chars]]
-"""The operator before a command, and its words as they are written."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +49,10 @@ class Script:
     directives: tuple[tuple[Word, ...], ...]
     """What comments for a batch system say, such as `#SBATCH --nodes 4`."""
     variables: Mapping[str, Word]
+    files: Mapping[str, Word]
+    """Texts that it writes into files (`cat <<END > FILE`), by the names of these."""
+    not_sourced: tuple[Word, ...]
+    """Files that it reads commands from, and that are not given."""
 
 
 @dataclass
@@ -71,45 +70,57 @@ class _Frame:
     """Of a `case`."""
     patterns: list[str] | None = None
     """Those of the next branch of a `case`, while they are read."""
+    outside: dict[str, Value] | None = None
+    """Of a subshell, the variables before it."""
 
 
-def read_script(source: str, defined: Mapping[str, str] | None = None) -> Script:
+def read_script(
+    source: str, defined: Mapping[str, str] | None = None, beside: Mapping[str, str] | None = None
+) -> Script:
     """The commands of a shell script.
 
     Args:
         defined: values of variables that the script gets from outside; they count as set before it begins.
             `1`, `2`, ... are its arguments.
+        beside: texts of other files by their names without folders, which it may read commands from.
     """
     variables: dict[str, Value] = {name: list(chars_of(value)) for name, value in (defined or {}).items()}
     arguments: list[Chars] = []
     while (argument := (defined or {}).get(str(len(arguments) + 1))) is not None:
         arguments.append(chars_of(argument))
-    reader = _Reader(variables)
+    reader = _Reader(variables, beside or {})
     variables["@"] = arguments
     reader.read(chars_of(source), 0)
     reader.read_uncalled()
     known = {
         name: word_of([char for char in value if isinstance(char, tuple)])
-        for name, value in reader.variables.items()
+        for name, value in reader.names.variables.items()
         if not (value and isinstance(value[0], list))
     }
-    return Script(tuple(reader.commands), tuple(reader.directives), known)
+    return Script(
+        tuple(reader.commands),
+        tuple(reader.directives),
+        known,
+        reader.files,
+        tuple(reader.not_sourced),
+    )
 
 
 class _Reader:
-    def __init__(self, variables: dict[str, Value]) -> None:
-        self.fixed = frozenset(variables)
-        self.variables = variables
+    def __init__(self, variables: dict[str, Value], beside: Mapping[str, str]) -> None:
+        self.names = Variables(variables, frozenset(variables))
+        self.files: dict[str, Word] = {}
+        self.not_sourced: list[Word] = []
+        self._beside = beside
         self.commands: list[tuple[Word, ...]] = []
         self.directives: list[tuple[Word, ...]] = []
-        self._expansion = Expansion(variables, self.fixed)
         self._frames: list[_Frame] = []
         self._status: Truth = True
         self._functions: dict[str, list[Event]] = {}
         self._called: set[str] = set()
-        self._locals: list[dict[str, Value | None]] = []
         self._nested = 0
         self._left = MOST_COMMANDS
+        self._sources = MOST_SOURCES
 
     def read(self, chars: Chars, depth: int) -> None:
         """Go through all commands of a text."""
@@ -139,15 +150,23 @@ class _Reader:
     def _keyword(self, raw: list[Chars], before: str, depth: int, events: deque[Event]) -> None:
         """Open and close constructs; what is left of a command is run."""
         negated = False
+        if before == ")" and raw:
+            self._is_pattern(raw, before)
         while raw:
             word = plain(raw[0])
-            if word in _LOOPS and self._nested < MOST_NESTED:
+            if word in (SUBSHELL, SUBSHELL_END):
+                self._subshell(word, before)
+                return
+            if word == TEXT:
+                self._text(raw)
+                return
+            if word in LOOPS and self._nested < MOST_NESTED:
                 self._loop(raw, events, depth)
                 return
             if word == "function":
                 self._define(raw, events)
                 return
-            if word in ("if", "elif", "case", *_LOOPS):
+            if word in ("if", "elif", "case", *LOOPS):
                 self._open(word, raw)
                 if word not in ("if", "elif"):
                     return
@@ -199,12 +218,12 @@ class _Reader:
             frame = self._frames[-1]
             frame.runs, frame.tests = not frame.done, True
         elif word == "case":
-            chars = [char for each in raw[1:2] for char in self._expansion.value(each)]
-            chars = [] if self._expansion.never_set(chars) else chars
+            chars = [char for each in raw[1:2] for char in self.names.expansion.value(each)]
+            chars = [] if self.names.expansion.never_set(chars) else chars
             subject = None if has_unknown(chars) else plain(chars)
             patterns = [plain(each).strip("\"'") for each in raw[3:]]
             self._frames.append(_Frame("case", None, subject=subject, patterns=patterns))
-        elif word in _LOOPS:
+        elif word in LOOPS:
             self._frames.append(_Frame("loop", None))
 
     def _turn(self, word: str) -> None:
@@ -226,6 +245,35 @@ class _Reader:
                 True if frame.done is True or outcome is True else (None if outcome is None else frame.done)
             )
 
+    def _subshell(self, word: str, before: str) -> None:
+        """`(` and `)`: what is set between them is set for them alone."""
+        if word == SUBSHELL:
+            runs: Truth = True
+            if before in ("&&", "||"):
+                runs = None if self._status is None else self._status is (before == "&&")
+            if len(self._frames) <= MOST_FRAMES:
+                self._frames.append(_Frame(word, runs, outside=dict(self.names.variables)))
+            return
+        at = next((at for at, frame in reversed([*enumerate(self._frames)]) if frame.kind == SUBSHELL), None)
+        if at is not None:
+            outside = self._frames[at].outside
+            del self._frames[at:]
+            if outside is not None:
+                self.names.variables.clear()
+                self.names.variables.update(outside)
+
+    def _text(self, raw: list[Chars]) -> None:
+        """A text that follows the line of its command: for a file, or for the variable of a `read`."""
+        _, target, text = raw
+        if self._runs() is not True:
+            return
+        if target:
+            name = word_of(self.names.expansion.value(target))
+            self.files[name.text] = word_of(self.names.expansion.value(text))
+        elif self.names.last_read:
+            self.names.assign(self.names.last_read, self.names.expansion.value(text))
+        self.names.last_read = ""
+
     def _define(self, raw: list[Chars], events: deque[Event]) -> None:
         """Keep the body of a function for its calls."""
         name, rest = (plain(raw[1]) if len(raw) > 1 else ""), raw[2:]
@@ -235,42 +283,44 @@ class _Reader:
             events.appendleft(("\n", rest))
             return
         events.appendleft(("\n", rest[1:]))
-        self._functions[name] = _body(events, ("{",), "}")
+        self._functions[name] = body_of(events, ("{",), "}")
 
     def _loop(self, raw: list[Chars], events: deque[Event], depth: int) -> None:
         """Turn by turn, where each is known and starts nothing; otherwise once, as what may run or not."""
         word, head = plain(raw[0]), raw[1:]
-        inner = _body(events, _LOOPS, "done")
+        inner = body_of(events, LOOPS, "done")
+        if self._runs() is False:
+            return
         start = next((at for at, (_, words) in enumerate(inner) if words and plain(words[0]) == "do"), None)
         if start is None:
             self._inside(_Frame("loop", None), inner, depth)
             return
         condition: list[Event] = [("\n", head), *inner[:start]]
         body: list[Event] = [("\n", inner[start][1][1:]), *inner[start + 1 :]]
-        runs, repeats = self._runs(), _starts_nothing(body)
+        runs, repeats = self._runs(), starts_nothing(body)
         if word == "while" and runs is True and self._while(condition, body, depth, repeats):
             return
         name = plain(head[0]) if word in ("for", "select") and head else ""
         elements = self._elements(head) if word == "for" and runs is True else None
         if elements is not None and (repeats or not elements) and name.isidentifier():
             for element in elements:
-                self._assign(name, element)
+                self.names.assign(name, element)
                 self._inside(_Frame("loop", True), body, depth)
             return
         # What a turn sets is known in that turn, and neither before it nor after the loop.
-        changed = [*([name] if name.isidentifier() else []), *_assigned(body)]
+        changed = [*([name] if name.isidentifier() else []), *assigned(body)]
         for each in changed:
-            if each == name or each in self.variables:
-                self._assign(each, _unknown(each, raw[0][0][1]))
+            if each == name or each in self.names.variables:
+                self.names.assign(each, unknown_value(each, raw[0][0][1]))
         self._inside(_Frame("loop", True if word in ("for", "while") else None), body, depth)
         for each in changed:
-            self._assign(each, _unknown(each, raw[0][0][1]))
+            self.names.assign(each, unknown_value(each, raw[0][0][1]))
 
     def _elements(self, head: list[Chars]) -> list[Chars] | None:
         """What a `for` goes over; None where that is not known."""
         if len(head) < 2 or plain(head[1]) != "in":
             return None
-        found = [part for word in head[2:] for part in self._expansion.split(word)]
+        found = [part for word in head[2:] for part in self.names.expansion.split(word)]
         known = not any(has_unknown(part) or re.search(r"[{*?]", plain(part)) for part in found)
         return found if known and len(found) <= MOST_TURNS else None
 
@@ -297,6 +347,7 @@ class _Reader:
     def _simple(self, raw: list[Chars], before: str, depth: int, negated: bool = False) -> None:
         """A command without keywords: assignments, tests, and what would be run."""
         runs, earlier = self._runs(), self._status
+        self.names.last_read = ""
         if (before == "&&" and earlier is False) or (before == "||" and earlier is True):
             return
         if runs is False:
@@ -311,78 +362,47 @@ class _Reader:
         self._status = joined[before](earlier, status) if before in joined else status
         if is_test:
             return
-        count = next((at for at, word in enumerate(raw) if _as_assignment(word) is None), len(raw))
+        count = next((at for at, word in enumerate(raw) if as_assignment(word) is None), len(raw))
         if count < len(raw):
             self._command(raw[count:], raw[:count], runs, depth)
             return
         for word in raw:
-            self._assignment(word, runs)
+            self.names.assignment(word, runs)
 
     def _outcome(self, raw: list[Chars], runs: Truth) -> tuple[Truth, bool]:
         """Whether a command succeeds, and whether it is nothing but a test."""
         first = plain(raw[0][:10]) if raw else ""
-        if first in _TESTS:
+        if first in TESTS:
             return self._test(raw), True
         if first.startswith("((") and len(raw) == 1:
-            value = self._compute(plain(self._expansion.value(raw[0][2:-2])), runs)
+            value = self.names.compute(plain(self.names.expansion.value(raw[0][2:-2])), runs)
             return (None if value is None else value != 0), True
         if not (self._frames and self._frames[-1].tests):
             # Scripts go on where a command succeeds, and say what to do where it does not.
             return first != "false", False
         if len(raw) == 1:
-            first = plain(self._expansion.value(raw[0]))
+            first = plain(self.names.expansion.value(raw[0]))
         return ({"true": True, ":": True, "false": False}.get(first)), False
 
-    def _compute(self, text: str, runs: Truth) -> int | None:
-        def assign(name: str, value: int | None) -> None:
-            known = value is not None and runs is True
-            self._assign(name, [(char, 0) for char in str(value)] if known else _unknown(name, 0))
-
-        return self._expansion.number(text, assign)
-
     def _command(self, raw: list[Chars], prefix: list[Chars], runs: Truth, depth: int) -> None:
-        if self._sets(raw, runs):
+        if self.names.sets(raw, runs):
             return
-        parts = [part for word in raw for part in self._expansion.split(word)]
+        parts = [part for word in raw for part in self.names.expansion.split(word)]
         words = [word_of(part) for part in parts]
         # Variables before a command are for it alone, and its words are older than they.
-        names = [match[1] for match in map(_as_assignment, prefix) if match]
-        saved = {name: self.variables[name] for name in names if name in self.variables}
+        names = [match[1] for match in map(as_assignment, prefix) if match]
+        saved = {name: self.names.variables[name] for name in names if name in self.names.variables}
         for word in prefix:
-            self._assignment(word, runs)
+            self.names.assignment(word, runs)
         if words:
             self._start(words, parts, runs, depth)
-        self.variables.update(saved)
-
-    def _sets(self, raw: list[Chars], runs: Truth) -> bool:
-        """Carry out a command that does nothing but set variables; whether it was one."""
-        first = plain(raw[0][:10])
-        if first in _DECLARATIONS:
-            for word in raw[1:]:
-                match = _as_assignment(word)
-                name = match[1] if match else plain(word)
-                if self._locals and first != "export" and name.isidentifier():
-                    self._locals[-1].setdefault(name, self.variables.get(name))
-                self._assignment(word, runs)
-        elif first in ("read", "unset", "mapfile", "readarray"):
-            for word in raw[1:]:
-                if plain(word).isidentifier():
-                    self._assign(plain(word), _unknown(plain(word), word[0][1]))
-        elif first == "let":
-            for word in raw[1:]:
-                self._compute(plain(self._expansion.value(word)), runs)
-        elif first == "shift":
-            count = int(plain(raw[1])) if len(raw) > 1 and re.fullmatch("[0-9]{1,3}", plain(raw[1])) else 1
-            if runs and count <= len(self._arguments()):
-                self._give_arguments(self._arguments()[count:])
-        elif first == "set" and len(raw) > 1 and plain(raw[1]) == "--":
-            self._give_arguments([part for word in raw[2:] for part in self._expansion.split(word)])
-        else:
-            return False
-        return True
+        self.names.variables.update(saved)
 
     def _start(self, words: list[Word], parts: list[Chars], runs: Truth, depth: int) -> None:
         """A command that starts something: a script, a function of this one, or another program."""
+        if words[0].text in ("source", ".") and len(words) > 1:
+            self._source(words[1], depth)
+            return
         inner = _inner_script(words)
         body = self._functions.get(words[0].text)
         if inner is not None and depth < DEEPEST:
@@ -395,162 +415,45 @@ class _Reader:
             self.commands[own:] = [(*words[:at], *command) for command in self.commands[own:]]
         elif body is not None and self._nested < MOST_NESTED:
             self._called.add(words[0].text)
-            arguments = self._arguments()
-            self._give_arguments(parts[1:])
-            self._locals.append({})
+            arguments = self.names.arguments()
+            self.names.give_arguments(parts[1:])
+            self.names.locals.append({})
             self._inside(_Frame("call", runs), body, depth)
-            for name, value in self._locals.pop().items():
+            for name, value in self.names.locals.pop().items():
                 if value is None:
-                    self.variables.pop(name, None)
+                    self.names.variables.pop(name, None)
                 else:
-                    self.variables[name] = value
-            self._give_arguments(arguments)
+                    self.names.variables[name] = value
+            self.names.give_arguments(arguments)
         else:
             self.commands.append(tuple(words))
 
-    def _arguments(self) -> list[Chars]:
-        """The arguments of the script, or of the function that is called."""
-        return [part for part in self.variables.get("@", []) if isinstance(part, list)]
-
-    def _give_arguments(self, arguments: list[Chars]) -> None:
-        for name in [name for name in self.variables if name.isdigit()]:
-            del self.variables[name]
-        self.variables["@"] = arguments
-        self.variables.update({str(at): part for at, part in enumerate(arguments, 1)})
-
-    def _assignment(self, raw: Chars, runs: Truth) -> bool:
-        """Carry out `NAME=value`; whether it was one."""
-        match = _as_assignment(raw)
-        if match is None:
-            return False
-        name, index, adds = match.groups()
-        value = raw[match.end() :]
-        line = raw[0][1]
-        new: Value
-        if value and value[0][0] == "(" and value[-1][0] == ")":
-            new = self._array(name, value[1:-1], runs)
-        else:
-            new = self._expansion.value(value)
-        if index is not None:
-            self._assign_element(name, index, _unknown(name, line) if runs is None else new, line)
-            return True
-        old = self.variables.get(name)
-        if adds and old is not None:
-            new = _joined(old, new)
-        if runs is None and old != new:
-            new = _unknown(name, line)
-        self._assign(name, new)
-        return True
-
-    def _array(self, name: str, inner: Chars, runs: Truth) -> list[Chars]:
-        """The elements of an array; those with names are kept under these too."""
-        found: list[Chars] = []
-        for word in array_words(inner):
-            named = re.match(r"\[([^]]{1,80})\]=", plain(word[:100]))
-            if named is None:
-                found += self._expansion.split(word)
-                continue
-            value = self._expansion.value(word[named.end() :]) if runs else _unknown(name, word[0][1])
-            self._assign(element_name(name, self._key(named[1])), value)
-            found.append(value)
-        return found
-
-    def _key(self, index: str) -> str:
-        return plain(self._expansion.value([(char, 0) for char in index]))
-
-    def _assign_element(self, name: str, index: str, value: Value, line: int) -> None:
-        """Carry out `NAME[index]=value`."""
-        key, old = self._key(index), self.variables.get(name)
-        at = self._expansion.number(key)
-        elements = [part for part in old or [] if isinstance(part, list)]
-        is_list = len(elements) == len(old or []) and at is not None
-        text = [char for char in value if isinstance(char, tuple)]
-        if is_list and at is not None and 0 <= at <= len(elements):
-            self._assign(name, [*elements[:at], text, *elements[at + 1 :]])
-            return
-        self._assign(element_name(name, key), value)
-        if old is not None:
-            self._assign(name, _unknown(name, line))
-
-    def _assign(self, name: str, value: Value) -> None:
-        if name not in self.fixed:
-            self.variables[name] = value
+    def _source(self, file: Word, depth: int) -> None:
+        """The commands of another file, in its place, where that is given."""
+        text = self._beside.get(file.text.rpartition("/")[2])
+        if text is None:
+            self.not_sourced.append(file)
+        elif depth < DEEPEST and self._sources:
+            self._sources -= 1
+            self.read([(char, file.line) for char in text], depth + 1)
 
     def _test(self, raw: list[Chars]) -> Truth:
         """The outcome of `[ ... ]`, None where it is not known: files are never looked at."""
         first = plain(raw[0])
         words: list[str | None] = []
         for word in raw[1:]:
-            value = self._expansion.value(word)
-            is_set = not self._expansion.never_set(value)
+            value = self.names.expansion.value(word)
+            is_set = not self.names.expansion.never_set(value)
             if first == "[[" or any(char in "\"'" for char, _ in word):
                 words.append("" if not is_set else None if has_unknown(value) else plain(value))
             elif is_set:
-                parts = self._expansion.split(word)
+                parts = self.names.expansion.split(word)
                 words += [None if has_unknown(part) else plain(part) for part in parts]
         if first != "test":
             if not words or words[-1] not in ("]", "]]"):
                 return None
             words.pop()
         return holds(words, first == "[[")
-
-
-def _as_assignment(raw: Chars) -> re.Match[str] | None:
-    return ASSIGNMENT.match(plain(raw[:300]))
-
-
-def _body(events: deque[Event], opens: tuple[str, ...], closes: str) -> list[Event]:
-    """The commands up to the word that closes a construct, which are taken from `events`."""
-    found: list[Event] = []
-    depth = 1
-    while events:
-        before, raw = events.popleft()
-        at = 0
-        while at < len(raw):
-            word = plain(raw[at][:10])
-            depth += (word in opens) - (word == closes)
-            if not depth:
-                if at:
-                    found.append((before, raw[:at]))
-                if raw[at + 1 :]:
-                    events.appendleft(("\n", raw[at + 1 :]))
-                return found
-            if word == "function":
-                at += 2
-            elif word in KEYWORDS:
-                at += 1
-            else:
-                break
-        found.append((before, raw))
-    return found
-
-
-def _assigned(body: Sequence[Event]) -> list[str]:
-    """Names of variables that a part of a script sets."""
-    found: list[str] = []
-    for _, raw in body:
-        words = [word for word in raw if plain(word[:10]) not in KEYWORDS]
-        first = plain(words[0][:10]) if words else ""
-        if first == "let" or first.startswith("(("):
-            found += re.findall(r"[A-Za-z_]\w*", plain([char for word in words for char in word][:1000]))
-        for word in words[first in _DECLARATIONS :]:
-            match = _as_assignment(word)
-            if match is None:
-                break
-            found.append(match[1])
-    return list(dict.fromkeys(found))
-
-
-def _starts_nothing(body: Sequence[Event]) -> bool:
-    """Whether no command of a loop can be one that trains, and none leaves the loop."""
-    for at, (_, raw) in enumerate(body):
-        words = [word for word in raw if plain(word[:10]) not in KEYWORDS]
-        first = plain(words[0][:10]) if words else ":"
-        sets = first in _SETS or first.startswith("((") or _as_assignment(words[0]) is not None
-        is_pattern = len(raw) == 1 and at + 1 < len(body) and body[at + 1][0] in (")", "|")
-        if not sets and not is_pattern:
-            return False
-    return True
 
 
 def _inner_script(words: list[Word]) -> tuple[int, bool] | None:
@@ -563,13 +466,3 @@ def _inner_script(words: list[Word]) -> tuple[int, bool] | None:
         if word.text.endswith(".py") or word.text in ("-m", "--module"):
             return None
     return None
-
-
-def _unknown(name: str, line: int) -> Chars:
-    return [(Unknown(name), line)]
-
-
-def _joined(old: Value, new: Value) -> Value:
-    if (old and isinstance(old[0], list)) or (new and isinstance(new[0], list)):
-        return [[part] if isinstance(part, tuple) else part for part in (*old, *new)]
-    return [char for value in (old, new) for char in value if isinstance(char, tuple)]

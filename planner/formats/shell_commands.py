@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
+from costmodels.dataclass import dataclass
 from planner.formats.text import Char, Chars, Closings, Unknown, Word, plain, split_words, word_of
 
 ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(?:\[((?:[^][]|\[[^][]*\])*)\])?(\+?)=")
@@ -12,6 +13,10 @@ KEYWORDS = ("if", "elif", "then", "else", "fi", "do", "done", "while", "until", 
 """Words behind which a command begins."""
 
 _OPERATORS = ("&&", "||", ";;", "&>", ">>", "<<", "|&", ">&", "<&", ";", "&", "|", "\n", "(", ")", ">", "<")
+SUBSHELL, SUBSHELL_END, TEXT = "(", ")", "<<"
+"""First words of what stands for a subshell's begin and end, and for a text that follows a line: the file
+that it goes to, or nothing, and the text in quotes."""
+
 _TEST_WORDS = ("&&", "||", "(", ")", "<", ">")
 """Operators that are words between `[[` and `]]`."""
 MOST_TEST_WORDS = 60
@@ -31,17 +36,32 @@ def array_words(chars: Chars) -> Iterator[Chars]:
 def simple_commands(chars: Chars, directives: list[tuple[Word, ...]]) -> Iterator[tuple[str, list[Chars]]]:
     """Each command as the operator before it and its words as they are written.
 
-    A sum `((...))` is one word; `f() {` begins with the words `function f`, however it is written.
+    A sum `((...))` is one word; `f() {` begins with the words `function f`, however it is written. The
+    brackets of subshells, and texts that follow a line, are commands of their own.
     """
     closings = Closings(chars)
     at, before, raw = 0, "\n", list[Chars]()
     word: Chars = []
     size = len(chars)
     skips = False  # The next word is a file that output goes to.
-    ends: list[str] = []  # Of texts that follow the line.
+    ends: list[_End] = []  # Of texts that follow the line.
+    goes_to: Chars = []  # The file that output of the line goes to.
+    sends = False  # The next word is that file.
+    opened = 0  # Subshells.
+    pattern = False  # What comes next chooses a branch of a `case`.
 
     def char(index: int) -> str:
         return chars[index][0] if index < size and not isinstance(chars[index][0], Unknown) else ""
+
+    def take_word() -> None:
+        """Put a word that has ended where it belongs."""
+        nonlocal goes_to
+        if word and ends and not ends[-1].word and skips:
+            ends[-1] = _End.of(word)
+        elif word and sends:
+            goes_to = word
+        elif word and not skips:
+            raw.append(word)
 
     while at <= size:
         here = char(at)
@@ -86,33 +106,46 @@ def simple_commands(chars: Chars, directives: list[tuple[Word, ...]]) -> Iterato
         if operator and not (operator == "&" and word[-1:] and word[-1][0] == ">"):
             if operator in (">", "<", ">>", "<<", "&>", ">&", "<&") and plain(word).isdigit():
                 word = []  # The number of a stream.
-            if word and not skips:
-                raw.append(word)
-            if word and ends and ends[-1] == "":
-                ends[-1] = plain(word).strip("-'\"\\")
-            word, skips = [], False
+            take_word()
+            word, skips, sends = [], False, False
             if operator in (">", "<", ">>", "<<", "&>", ">&", "<&"):
-                skips = True
+                skips, sends = True, operator in (">", ">>", "&>")
                 if operator == "<<" and char(at + 2) != "<":
-                    ends.append("")
+                    ends.append(_End())
                 at += len(operator) + (operator == "<<" and char(at + 2) == "<")
                 continue
+            closes = operator == ")" and opened > 0 and not pattern and not _chooses(raw)
+            if operator == "(" and _begins_command(raw) and not pattern:
+                if raw:
+                    yield before, raw
+                    before, raw = "\n", []
+                yield before, [[("(", chars[at][1])]]
+                opened, before, at = opened + 1, "\n", at + 1
+                continue
             if raw:
+                pattern = (pattern or _chooses(raw)) and operator != ")" and plain(raw[0]) != "esac"
                 yield before, raw
                 before, raw = operator, []
             elif operator != "\n" or before not in ("&&", "||", "|", ";;", ")"):
                 before = operator
+            if operator in (";;", ")"):
+                pattern = operator == ";;"
+            if closes:
+                yield "\n", [[(")", chars[at][1])]]
+                opened, before = opened - 1, "\n"
             at += len(operator)
             if operator == "\n" and ends:
-                at = _after_texts(chars, at, ends)
+                for last in ends:
+                    start, at = at, _after_text(chars, at, last.word)
+                    yield "\n", [[(mark, 0) for mark in TEXT], goes_to, last.quoted(chars[start:at])]
                 ends = []
+            if operator in ("\n", ";", "&&", "||", "&"):
+                goes_to = []
             continue
         if blank:
-            if word and not skips:
-                raw.append(word)
-            if word and ends and ends[-1] == "":
-                ends[-1] = plain(word).strip("-'\"\\")
+            take_word()
             skips = skips and not word
+            sends = sends and not word
             word = []
             at += 1
             continue
@@ -186,15 +219,49 @@ def _array_end(chars: Chars, closings: Closings, at: int) -> int:
     return start + 1
 
 
-def _after_texts(chars: Chars, at: int, ends: list[str]) -> int:
-    """Index after the texts that follow a line with `<<END`."""
-    for end in ends:
-        while at < len(chars):
-            stop = at
-            while stop < len(chars) and chars[stop][0] != "\n":
-                stop += 1
-            line = plain(chars[at:stop]).strip()
-            at = stop + 1
-            if line == end:
-                break
+@dataclass(frozen=True)
+class _End:
+    """The line that ends a text which follows a command (`<<END`)."""
+
+    word: str = ""
+    """Empty before it is read."""
+    literal: bool = False
+    """Nothing in the text is a variable."""
+
+    @classmethod
+    def of(cls, word: Chars) -> _End:
+        """Of the word behind `<<`."""
+        text = plain(word)
+        return cls(text.strip("-'\"\\"), any(mark in text for mark in "'\"\\"))
+
+    def quoted(self, lines: Chars) -> Chars:
+        """A text without its last line, in quotes."""
+        end = len(lines) - (bool(lines) and lines[-1][0] == "\n")
+        while end and lines[end - 1][0] != "\n":
+            end -= 1
+        quote = "'" if self.literal else '"'
+        found: Chars = []
+        for char, line in lines[:end]:
+            if char == quote:
+                found += [(mark, line) for mark in ("'\\'" if self.literal else "\\")]
+            found.append((char, line))
+        return [(quote, 0), *found, (quote, 0)]
+
+
+def _chooses(raw: list[Chars]) -> bool:
+    """Whether a command begins a `case`, whose next words are those of its branches."""
+    words = [plain(word[:5]) for word in raw[:MOST_TEST_WORDS]]
+    return "case" in words and "in" in words[words.index("case") :]
+
+
+def _after_text(chars: Chars, at: int, end: str) -> int:
+    """Index after the text that follows a line with `<<END`."""
+    while at < len(chars):
+        stop = at
+        while stop < len(chars) and chars[stop][0] != "\n":
+            stop += 1
+        line = plain(chars[at:stop]).strip()
+        at = stop + 1
+        if line == end:
+            break
     return min(at, len(chars))

@@ -33,3 +33,5 @@ class Surroundings:
     model: ModelSpec | None = None
     """That model."""
     define: Mapping[str, str] = field(default_factory=dict)
+    beside: Mapping[str, str] = field(default_factory=dict)
+    """Texts of the files that a script reads commands from, by their names."""

@@ -351,6 +351,26 @@ def test_a_script_and_the_config_of_its_model_go_together(tmp_path: Path) -> Non
     assert (reading.model.layers, reading.model.seq, reading.model.ffn) == (4, 1024, 512)
 
 
+def test_a_script_writes_its_deepspeed_configuration_and_sources_its_sizes(tmp_path: Path) -> None:
+    script, sizes = tmp_path / "train.sh", tmp_path / "sizes.sh"
+    script.write_text(
+        'source sizes.sh\nSTAGE=2\ncat <<EOT > ds.json\n{"zero_optimization": {"stage": $STAGE}, '
+        '"fp16": {"enabled": true}, "train_batch_size": 16}\nEOT\n'
+        "deepspeed --num_gpus 8 pretrain_gpt.py --num-layers $LAYERS --hidden-size 512 "
+        "--num-attention-heads 8 --seq-length 512 --max-position-embeddings 512 --micro-batch-size 1 "
+        "--global-batch-size 16 --fp16 --deepspeed --deepspeed_config ds.json --no-pipeline-parallel\n"
+    )
+    sizes.write_text("export LAYERS=4\n")
+    reading = read_files([script, sizes])
+    assert reading.layout is not None and reading.layout.zero_stage == 2
+    alone = read_files([script])
+    assert alone.layout is None
+    assert [(one.flag, one.line) for one in alone.problems if one.severity == "unknown"] == [
+        ("--num-layers", 6)
+    ]
+    assert ("source", 1) in [(one.flag, one.line) for one in alone.problems]
+
+
 def test_what_cannot_be_read_is_one_line(tmp_path: Path) -> None:
     text = tmp_path / "notes.txt"
     text.write_text("nothing of interest")

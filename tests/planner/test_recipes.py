@@ -113,6 +113,31 @@ def test_yaml_of_nemo(tmp_path: Path) -> None:
     assert found == [("model.global_batch_size", 5)]
 
 
+OVERRIDES = """
+TP=2
+srun python3 /opt/NeMo/examples/megatron_gpt_pretraining.py --config-path=conf --config-name=gpt \\
+  trainer.num_nodes=2 trainer.devices=8 model.tensor_model_parallel_size=$TP \\
+  ++model.micro_batch_size=1 model.global_batch_size=32
+"""
+
+
+def test_keys_that_a_script_gives_change_those_of_a_file(tmp_path: Path) -> None:
+    script, whole = tmp_path / "run.sh", tmp_path / "gpt.yaml"
+    script.write_text(OVERRIDES)
+    whole.write_text(
+        "trainer: {num_nodes: 1, devices: 8, precision: bf16}\n"
+        "model: {num_layers: 8, hidden_size: 512, num_attention_heads: 8, encoder_seq_length: 512, "
+        "max_position_embeddings: 512, micro_batch_size: 4, tensor_model_parallel_size: 1}\n"
+    )
+    together = read_files([script, whole])
+    assert together.framework == "nemo" and together.layout is not None and together.world_size == 16
+    assert together.layout.describe() == "tp=2 pp=1 dp=8 zero=0 mbs=1 x 4 recompute=none"
+    alone = read_files([script])
+    assert alone.layout is None and "no --num-layers" in alone.problems[0].text.replace(
+        "model.num_layers", "--num-layers"
+    )
+
+
 def test_python_without_a_recipe(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="no function in it sets degrees of parallelism"):
         read(tmp_path, "other.py", "print('hello')\n")

@@ -75,7 +75,11 @@ case ${SIZE,,} in
     H=8192 ;;
   *) L=0 H=0;;
 esac
-run $L $H
+case $L in
+  32) if [ $H = 4096 ]; then W=1; else W=2; fi ;;
+  *) for W in 3 4; do V=$W; done ;;
+esac
+run $L $H $W ${V:-none}
 """,
     "conditions": """
 A=3 B=x
@@ -131,6 +135,41 @@ eval $CMD
 run a `# a comment` b \
   c \
   d
+""",
+    "subshells keep what they set": """
+A=1
+(A=2; run $A; (A=3 && run $A); run $A)
+run $A
+[ $A = 1 ] && (B=4; run $A $B) || run never
+f() { (A=9); run $A "$@"; if (true); then (run in); fi; }
+f x
+case $A in (1) (run one $A);; *) run other;; esac
+(case $A in 2) run two;; 1) A=5; run five $A;; esac
+run $A)
+run $A ${B:-none}
+""",
+    "whole numbers": """
+declare -i N=4*2 M
+N+=3; M=N/2
+run $N $M
+local_sum() { local -i s=$1+$2; run $s; s=s*2; run $s; }
+local_sum 3 4
+""",
+    "texts that follow a line": """
+N=3
+read -r -d '' CMD <<EOF
+run --n $N "a b" \\
+  c
+EOF
+eval "$CMD"
+read -d '' LATER << 'END'
+run '$N' $N
+END
+N=4
+eval "$LATER"
+cat <<EOF | while read line; do X=1; done
+EOF
+run end
 """,
     "sums": """
 N=4

@@ -112,6 +112,25 @@ def test_constructs_inside_each_other_are_looked_at_once(
     assert len(made) < 10
 
 
+def test_texts_that_a_script_writes_are_kept_by_their_files() -> None:
+    script = read_script(
+        'N=2\nOUT=ds.$N.json\ncat <<EOT > $OUT\n{"n": $N, "q": "it\'s"}\nEOT\n'
+        "tee > b <<'EOT'\n{$N 'x'}\nEOT\nif [ $N = 3 ]; then cat > c <<E\nno\nE\nfi\nN=5; run $N"
+    )
+    assert {name: text.text for name, text in script.files.items()} == {
+        "ds.2.json": '{"n": 2, "q": "it\'s"}\n',
+        "b": "{$N 'x'}\n",
+    }
+    assert [word.text for word in script.commands[-1]] == ["run", "5"]
+
+
+def test_a_file_that_a_script_sources_is_read_where_it_is_given() -> None:
+    source = "A=1\nsource $HERE/env.sh\n. other.sh\nrun $A $B"
+    script = read_script(source, beside={"env.sh": "A=2\nB=3\nsource env.sh\nsource env.sh"})
+    assert [(word.text, word.line) for word in script.commands[-1]] == [("run", 4), ("2", 2), ("3", 2)]
+    assert [(word.text, word.line) for word in script.not_sourced] == [("other.sh", 3)]
+
+
 def test_values_do_not_grow_without_end() -> None:
     source = "A=aaaaaaaaaa\n" + "A=$A$A\n" * 60 + "run $A"
     assert read_script(source).commands[-1][1].unknown
