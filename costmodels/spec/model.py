@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import Field, model_validator
 
+from costmodels.spec.model_flops import flops_per_sequence
 from costmodels.spec.model_parts import (
     Indexer,
     LatentAttention,
     LinearAttention,
     Lora,
+    MultiTokenPrediction,
     RopeScaling,
     Router,
     ScoreGrowth,
@@ -156,14 +157,15 @@ class ModelSpec(Record):
     """Leading layers that keep the dense MLP in a mixture-of-experts model."""
     latent_attention: LatentAttention | None = None
     mtp_layers: CountOrZero = 0
-    """Layers that predict further tokens, each with a projection of two inputs (DeepSeek-V3, section 2.2).
-    They are not among `layers`, and are not trained or priced unless a job asks for them."""
+    """Multi-token prediction modules that the published weights have; a job trains `mtp`."""
     other_layer_parameters: CountOrZero = 0
     """Parameters of every layer that no other field speaks of; each is taken as one of a matrix."""
     other_parameters: CountOrZero = 0
     """Parameters outside of layers that no other field speaks of, such as further embeddings."""
     lora: Lora | None = None
     """Adapters that train while all else is frozen; `parameters` does not count them."""
+    mtp: MultiTokenPrediction | None = None
+    """Modules after the layers that predict further tokens; `parameters` does not count them either."""
     published_parameters: CountOrZero = 0
     """Parameter count that the model's authors state; 0 when none is published."""
     source: Sentence = ""
@@ -217,6 +219,8 @@ class ModelSpec(Record):
         if self.shared_expert_gate and not self.shared_expert_ffn:
             raise ValueError("shared_expert_gate needs shared experts; set shared_expert_ffn")
         self._check_lora()
+        if self.mtp is not None:
+            self._check_mtp()
         if self.dense_layers > self.layers:
             raise ValueError(f"dense_layers {self.dense_layers} exceeds layers {self.layers}")
         if self.parameters > LARGEST_COUNT:
@@ -225,6 +229,17 @@ class ModelSpec(Record):
                 f"{float(self.parameters):.3g} parameters; at most {LARGEST_COUNT:.3g} are priced"
             )
         return self
+
+    def _check_mtp(self) -> None:
+        kind = self.layer_kind(self.layers - 1)
+        if self.position == "learned":
+            raise ValueError("mtp: tokens further on have no learned positions; use position rope or none")
+        if self.lora is not None:
+            raise ValueError("mtp trains all weights, and lora adapters alone; ask for one of them")
+        if "none" in kind:
+            raise ValueError("mtp needs a last layer of attention and MLP, which its modules are like")
+        if self.mtp is not None and self.mtp.depths >= self.seq:
+            raise ValueError(f"mtp of {self.mtp.depths} depths needs sequences of more tokens than {self.seq}")
 
     def _check_lora(self) -> None:
         if self.lora is None or not self.routed_layers or self.shared_expert_ffn:
@@ -424,6 +439,22 @@ class ModelSpec(Record):
         positions = self.max_positions if self.position == "learned" else 0
         return (self.vocab + positions) * self.hidden
 
+    @property
+    def mtp_depths(self) -> int:
+        """Multi-token prediction modules that train; 0 without."""
+        return 0 if self.mtp is None else self.mtp.depths
+
+    @property
+    def mtp_module(self) -> ModelSpec:
+        """A model whose layers are all like the last one here, which that of each such module is like."""
+        return self.with_attention(self.layer_kind(self.layers - 1).attention)
+
+    @property
+    def mtp_parameters(self) -> int:
+        """Parameters of all multi-token prediction modules, which share embedding and head with the model."""
+        own = 2 * self.hidden**2 + 3 * self.norm_parameters
+        return self.mtp_depths * (own + self.layer_parameters(self.layer_kind(self.layers - 1)))
+
     def _all_layers(self, experts: int | None = None) -> int:
         if self.is_uniform and not self.mlp_pattern:
             attention = self.attention_pattern[0]
@@ -455,53 +486,8 @@ class ModelSpec(Record):
         return -(-self.vocab // multiple) * multiple
 
     def flops_per_sequence(self) -> float:
-        """Model FLOPs of forward and backward for one sequence of `seq` tokens.
-
-        Megatron-LM's convention since core 0.12 (training.py `num_floating_point_operations`): 6 per
-        matmul weight and token, causal half of the core attention, no recomputation, no router. Weights that
-        are frozen under adapters have no gradients: 4 each; adapters are not counted.
-        """
-        s, h = self.seq, self.hidden
-        kinds = (
-            [self.layer_kind(layer) for layer in range(self.layers)]
-            if not self.is_uniform or self.mlp_pattern
-            else [self.layer_kind(0)] * (self.layers - self.moe_layers)
-            + [self.layer_kind(self.layers - 1)] * self.moe_layers
-        )
-        layers = sum(count * self._layer_flops(kind) for kind, count in Counter(kinds).items())
-        return self._flops_of_weight * s * h * self.vocab + layers
-
-    @property
-    def _flops_of_weight(self) -> float:
-        return 6.0 if self.lora is None else 4.0
-
-    def _layer_flops(self, kind: LayerKind) -> float:
-        """FLOPs of forward and backward of one layer for one sequence."""
-        s, h, mla = self.seq, self.hidden, self.latent_attention
-        matrices = 3 if self.gated else 2
-        routed = self.top_k * self.expert_ffn + self.shared_expert_ffn
-        width = {"dense": self.ffn, "experts": routed, "none": 0}[kind.mlp]
-        weights = matrices * h * width + self.other_layer_parameters
-        if kind.attention == "none":
-            return self._flops_of_weight * s * weights
-        if kind.attention == "linear":
-            assert self.linear_attention is not None
-            projections = h * (self.linear_attention.entry_size + self.linear_attention.value_size)
-            return (
-                self._flops_of_weight * s * (weights + projections)
-                + 3.0 * s * self.linear_attention.flops_per_token()
-            )
-        if mla is not None:
-            projections = self.attention_parameters()
-            qk, v = self.heads * (mla.qk_nope_head_dim + mla.qk_rope_head_dim), self.heads * mla.v_head_dim
-        else:
-            gate = self.q_size * self.attention_gate
-            projections = h * (self.q_size + gate + 2 * self.kv_size) + self.q_size * h
-            qk = v = self.q_size
-        scored = 3.0 * s * s * self.score_share(kind.attention) * (qk + v)
-        if self.indexer is not None:
-            scored += 3.0 * s * s * self.indexer.heads * self.indexer.head_dim
-        return self._flops_of_weight * s * (weights + projections) + scored
+        """Model FLOPs of forward and backward for one sequence; see `costmodels.spec.model_flops`."""
+        return flops_per_sequence(self)
 
     def score_share(self, kind: AttentionKind = "full") -> float:
         """The part of all causal pairs of tokens whose scores attention computes, of 1.

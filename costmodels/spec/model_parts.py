@@ -49,6 +49,19 @@ class Lora(Record):
         return self.alpha / self.rank
 
 
+class MultiTokenPrediction(Record):
+    """Modules that predict tokens further on than the next one (DeepSeek-V3, arXiv:2412.19437, section 2.2).
+
+    Module k takes what module k - 1 (or the model, after its last norm) made of a position, and the embedding
+    of the token k further on; it predicts the one after that, by the embedding and the head of the model.
+    """
+
+    depths: Count
+    """Modules, one after the other (Megatron-LM's `--mtp-num-layers`)."""
+    loss_factor: Positive = 0.1
+    """Factor of the mean of their losses in the objective (`--mtp-loss-scaling-factor`)."""
+
+
 class RopeScaling(Record):
     """How rotary frequencies are stretched for sequences longer than those of pre-training.
 

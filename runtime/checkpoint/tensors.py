@@ -15,6 +15,7 @@ from torch.distributed.checkpoint.state_dict_loader import load as load_tensors
 from costmodels import ModelSpec
 from runtime.checkpoint.reader import CheckpointReader
 from runtime.optimizers.adafactor import PADDED_NAMES
+from runtime.optimizers.shards import FURTHER_EMBEDDING
 from runtime.parallel.local_tensors import local_part
 from runtime.parallel.ranks import run_together
 from runtime.train.trainer import Trainer
@@ -77,7 +78,9 @@ def _buffers(trainer: Trainer) -> dict[str, Tensor]:
 
 
 def _stored_name(name: str, spec: ModelSpec) -> str:
-    """A tied head is the embedding: stored once, read by all that hold a copy."""
+    """Copies of the embedding, a tied head among them, are stored once, and read by all that hold one."""
+    if name.startswith(FURTHER_EMBEDDING):
+        return name.replace(FURTHER_EMBEDDING, "embedding.tokens.weight")
     return name.replace("head.weight", "embedding.tokens.weight") if spec.tied else name
 
 

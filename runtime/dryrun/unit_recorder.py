@@ -199,7 +199,7 @@ def _built(
         return block, block, partial(torch.empty, residual, dtype=dtype, device=device)
     assert stage.norm is not None and stage.head is not None
     norm, head = stage.norm, stage.head
-    loss.labels_BS = ids
+    loss.labels = ids
     return (
         nn.ModuleList([norm, head]),
         lambda x: loss(head, norm(x)),

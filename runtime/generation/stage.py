@@ -77,7 +77,7 @@ class GeneratingStage:
     """
 
     def __init__(self, files: ModelFiles, split: Split, dtype: torch.dtype, device: torch.device) -> None:
-        self.spec, self.split, self.dtype, self.device = _dropless(files.spec), split, dtype, device
+        self.spec, self.split, self.dtype, self.device = _plain(files.spec), split, dtype, device
         layout = split.layout(self.spec)
         check_job(self.spec, layout, split.world_size)
         self.grid = build_grid(self.spec, layout, device) if split.world_size > 1 else None
@@ -147,9 +147,11 @@ class GeneratingStage:
         return x
 
 
-def _dropless(spec: ModelSpec) -> ModelSpec:
-    """A limited capacity depends on tokens that come later: here experts take in all of them."""
-    return spec.model_copy(update={"router": spec.router.model_copy(update={"capacity_factor": 0.0})})
+def _plain(spec: ModelSpec) -> ModelSpec:
+    """Without what training alone has: modules that predict further tokens, and a limited capacity of experts,
+    which depends on tokens that come later."""
+    router = spec.router.model_copy(update={"capacity_factor": 0.0})
+    return spec.model_copy(update={"router": router, "mtp": None})
 
 
 def _fill_up_tokens(stage: Transformer, ranks: int) -> None:

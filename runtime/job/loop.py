@@ -257,6 +257,9 @@ class Loop:
             "loss_scale": self.results[-1].loss_scale,
             "skipped_iterations": len(self.results) - len(kept),
         }
+        further = [result.further for result in self.results if result.further is not None]
+        if further:
+            metrics["mtp_losses"] = torch.stack([further[number] for number in kept or [-1]]).mean(0).tolist()
         if self.trainer.balance is not None:
             metrics |= expert_metrics(self.trainer.balance.report())
         if timed:

@@ -87,12 +87,19 @@ def log_line(
         f" learning rate: {metrics['learning_rate']:.6E} |"
         f" global batch size: {global_batch_size:5d} |"
         f" lm loss: {metrics['loss']:.6E} |"
+        f"{_further_words(metrics)}"
         f"{_expert_words(metrics)}"
         f" loss scale: {metrics['loss_scale']:.1f} |"
         f" grad norm: {metrics['grad_norm']:.3f} |"
         f" number of skipped iterations: {metrics['skipped_iterations']:3d} |"
         f" number of nan iterations: {metrics['nan_iterations']:3d} |"
     )
+
+
+def _further_words(metrics: Mapping[str, Any]) -> str:
+    """Losses of multi-token prediction, as Megatron-LM names them."""
+    losses = enumerate(metrics.get("mtp_losses", ()), start=1)
+    return "".join(f" mtp_{depth} loss: {loss:.6E} |" for depth, loss in losses)
 
 
 def _expert_words(metrics: Mapping[str, Any]) -> str:
@@ -152,6 +159,8 @@ class Recorder:
         for name in ROUTER_LOSSES:
             if name in metrics:
                 tags[name] = metrics[name]
+        for depth, loss in enumerate(metrics.get("mtp_losses", ()), start=1):
+            tags[f"mtp_{depth} loss"] = loss
         for layer, shares in metrics.get("expert_load", {}).items():
             tags[f"fullest expert/layer {layer}"] = max(shares)
         self._board(tags, metrics["iteration"], consumed_samples)

@@ -18,6 +18,7 @@ from runtime.model.attention_kernels import DocumentMasks
 from runtime.model.experts import MixtureOfExperts, Router
 from runtime.model.gated_delta import GatedDelta
 from runtime.model.mlp import MLP
+from runtime.model.multi_token import FurtherToken, Scorer, with_further_losses
 from runtime.model.norms import make_norm
 from runtime.model.rotary import first_positions
 
@@ -97,8 +98,9 @@ class Transformer(nn.Module):
     """The layers `layers` of a model; embedding and head only where asked (pipeline stages).
 
     Maps tokens [B, S] or, without the embedding, activations [B, S, D] to logits [B, S, V] or, without
-    the head, activations; to what `score` makes in the place of logits, if set. Parameters keep their names
-    in the whole model whatever the stage.
+    the head, activations; to what `score` makes in the place of logits, if set. Modules that predict further
+    tokens are where the head is, with a copy of the embedding where that is elsewhere. Parameters keep their
+    names in the whole model whatever the stage.
     """
 
     def __init__(
@@ -115,14 +117,23 @@ class Transformer(nn.Module):
         self.layers = nn.ModuleDict({str(index): Block(spec, index) for index in layers})
         self.norm = make_norm(spec) if with_head else None
         self.head = nn.Linear(spec.hidden, padded_vocab, bias=False) if with_head else None
+        blocks = (Block(spec, spec.layers - 1) for _ in range(spec.mtp_depths if with_head else 0))
+        self.mtp = nn.ModuleList(FurtherToken(spec, block) for block in blocks)
+        self.further_embedding: Embedding | None = None
+        """A copy of the embedding for these modules, on another stage than the first."""
+        if self.mtp and not with_embedding:
+            self.further_embedding = Embedding(spec, padded_vocab)
         if spec.lora is not None:
             self.requires_grad_(False)
             for index, block in self.layers.items():
                 kind = spec.layer_kind(int(index))
                 alike = spec.model_copy(update={"attention_pattern": (kind.attention,)})
                 add_adapters(block, alike, kind.mlp)
-        self.score: Callable[[nn.Linear, Tensor], Tensor] | None = None
+        self.score: Scorer | None = None
         """Makes of the head and its input what the model returns in the place of logits: a loss."""
+        self.numbers = [*layers, *range(spec.layers, spec.layers + len(self.mtp))]
+        """Of `blocks`: those that predict further tokens follow the layers of the whole model."""
+        self.ends_share = spec.tied or spec.mtp is not None
         self.tied, self.logits_scale, self.softcap = spec.tied, spec.logits_scale, spec.logits_softcap
         self.documents = DocumentMasks()
         """Shared by all layers."""
@@ -131,23 +142,43 @@ class Transformer(nn.Module):
         self.tie()
 
     @property
-    def blocks(self) -> list[Block]:
+    def stack(self) -> list[Block]:
         """The layers, in order."""
         return [block for block in self.layers.values() if isinstance(block, Block)]
+
+    @property
+    def blocks(self) -> list[Block]:
+        """The layers, and those of the modules that predict further tokens."""
+        further = (module.block for module in self.mtp if isinstance(module, FurtherToken))
+        return [*self.stack, *(block for block in further if isinstance(block, Block))]
 
     @property
     def routers(self) -> dict[int, Router]:
         """Routers by the number of their layer."""
         return {
-            int(index): block.mlp.router
-            for index, block in self.layers.items()
-            if isinstance(block, Block) and isinstance(block.mlp, MixtureOfExperts)
+            index: block.mlp.router
+            for index, block in zip(self.numbers, self.blocks, strict=True)
+            if isinstance(block.mlp, MixtureOfExperts)
         }
 
+    @property
+    def token_table(self) -> nn.Parameter | None:
+        """The copy of the token embedding that this stage trains, and another stage or the head too."""
+        if not self.ends_share:
+            return None
+        for embedding in (self.embedding, self.further_embedding):
+            if embedding is not None:
+                return embedding.tokens.weight
+        return None if self.head is None else self.head.weight
+
     def tie(self) -> None:
-        """Make head and embedding one parameter if the model ties them and both are here."""
-        if self.tied and self.embedding is not None and self.head is not None:
+        """Make head and embeddings one parameter if the model ties them and both are here."""
+        if not self.tied or self.head is None:
+            return
+        if self.embedding is not None:
             self.head.weight = self.embedding.tokens.weight
+        if self.further_embedding is not None:
+            self.further_embedding.tokens.weight = self.head.weight
 
     def place(self, positions_S: Tensor) -> None:
         """Tell the model which positions its tokens have; without it, the first ones in order.
@@ -181,11 +212,25 @@ class Transformer(nn.Module):
         x = self.run_layers(x)
         if self.norm is not None and self.head is not None:
             x = self.norm(x)
-            if self.logits_scale != 1.0:
-                x = x * self.logits_scale
             if self.score is not None:
-                return self.score(self.head, x)
-            x = self.head(x)
+                return self._scored(self.head, x, self.score)
+            x = self.head(self._scaled(x))
             if self.softcap:
                 x = torch.tanh(x / self.softcap) * self.softcap
         return x
+
+    def _scaled(self, x_BSD: Tensor) -> Tensor:
+        return x_BSD if self.logits_scale == 1.0 else x_BSD * self.logits_scale
+
+    def _scored(self, head: nn.Linear, x_BSD: Tensor, score: Scorer) -> Tensor:
+        """The loss of the output of the last norm; an evaluation leaves further tokens out."""
+        loss = score(head, self._scaled(x_BSD))
+        if not self.mtp or not torch.is_grad_enabled():
+            return loss
+        embed = self.embedding or self.further_embedding
+        assert embed is not None
+
+        def of_depth(further_BSD: Tensor, depth: int) -> Tensor:
+            return score(head, self._scaled(further_BSD), depth)
+
+        return with_further_losses(loss, x_BSD, list(self.mtp), embed, of_depth, score.further)

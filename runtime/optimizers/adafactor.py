@@ -24,7 +24,7 @@ LEAST_RMS = 1e-3
 LARGEST_RMS = 1.0
 """Largest root mean square of an update (section 6)."""
 
-PADDED_NAMES = ("embedding.tokens.weight", "head.weight")
+PADDED_NAMES = ("embedding.tokens.weight", "head.weight", "further_embedding.tokens.weight")
 """Parameters whose rows beyond the vocabulary are padding, more or less of it with the layout."""
 
 

@@ -25,7 +25,7 @@ SLOT = "momentum_buffer"
 
 def is_orthogonalised(owned: ParameterShard) -> bool:
     """Whether Muon updates a parameter: a matrix of the layers, or of an expert; Adam has the rest."""
-    return owned.name.startswith("layers.") and owned.decayed
+    return owned.name.startswith(("layers.", "mtp.")) and owned.decayed
 
 
 def orthogonalise(matrices: Tensor, steps: int) -> Tensor:

@@ -21,6 +21,9 @@ CLIP_EPSILON = 1e-6
 MOMENTS = ("exp_avg", "exp_avg_sq")
 """PyTorch's names of Adam's moments."""
 
+FURTHER_EMBEDDING = "further_embedding.tokens.weight"
+"""The copy of an embedding that multi-token prediction reads, where it is not that of the first stage."""
+
 EXPERT_DIMS = frozenset(("e_replicate", "e_shard", "ep", "etp"))
 """Dimensions of a device mesh that only experts are on."""
 
@@ -153,13 +156,8 @@ def clip_factor(norm: Tensor, limit: float) -> Tensor:
 
 
 def _tied_copies(stages: Sequence[Transformer], owned: Sequence[ParameterShard]) -> list[ParameterShard]:
-    """This rank's copies of the tied weight: the embedding of the first stage, the head of the last."""
-    copies = []
-    for stage in stages:
-        if stage.tied and stage.embedding is not None:
-            copies.append(stage.embedding.tokens.weight)
-        elif stage.tied and stage.head is not None:
-            copies.append(stage.head.weight)
+    """This rank's copies of an embedding that first and last stage share."""
+    copies = [stage.token_table for stage in stages if stage.token_table is not None]
     return [o for o in owned if any(o.parameter is copy for copy in copies)]
 
 
@@ -169,7 +167,7 @@ def _is_expert(parameter: Tensor) -> bool:
 
 
 def _counts(name: str, parameter: Tensor, stage: Transformer, grid: Grid) -> bool:
-    if name == "head.weight" and stage.tied:
+    if name == FURTHER_EMBEDDING or (name == "head.weight" and stage.tied):
         return False
     # Copies differ in the coordinates of dimensions that do not split the parameter.
     coordinates = {"tp": grid.tp_rank}

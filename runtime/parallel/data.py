@@ -80,6 +80,8 @@ def data_parallel(stage: Transformer, layout: Layout, grid: Grid) -> None:
         if experts is not None:
             # The host waits for the sizes of parts before experts compute: gather their weights ahead of it.
             wrapped.set_modules_to_forward_prefetch([experts])
+    for module in stage.mtp:
+        _sum_gradients(fully_shard(module, mesh=mesh, reshard_after_forward=frees, **options), mesh)
     # Embedding and head are the first that backward gathers: PyTorch's default keeps them.
     fully_shard(stage, mesh=mesh, reshard_after_forward=None if frees else False, **options)
     _sum_gradients(stage, mesh)

@@ -72,13 +72,14 @@ def full_weight(
 def initialise(model: nn.Module, spec: ModelSpec, seed: int, std: float = INIT_STD) -> None:
     """Fill the parameters of `model` (a whole model or a stage, sharded or not) in place.
 
-    A tied head on another stage than the embedding starts from the embedding's value.
+    Copies of the embedding on another stage, a tied head among them, start from its value.
     """
     for name, parameter in model.named_parameters():
         if ".experts." in name:
             local_part(parameter).copy_(_own_experts(name, parameter, spec, seed, std))
             continue
-        source = "embedding.tokens.weight" if spec.tied and name == "head.weight" else name
+        is_copy = name.startswith("further_embedding") or (spec.tied and name == "head.weight")
+        source = "embedding.tokens.weight" if is_copy else name
         value = full_weight(source, parameter.shape, spec, seed, std)
         if isinstance(parameter, DTensor):
             value = value.to(parameter.device)

@@ -125,8 +125,9 @@ def _of_predicted(losses_T: Tensor, targets_T: Tensor, factor: Tensor) -> tuple[
     return losses_T.masked_fill(ignored_T, 0.0), factor.expand_as(losses_T).masked_fill(ignored_T, 0.0)
 
 
-IGNORED_TARGET = -100
-"""A target that is not predicted (PyTorch's `ignore_index`)."""
+def ids_of(targets: Tensor) -> Tensor:
+    """The ids of targets, of those that are not predicted too."""
+    return torch.where(targets < 0, ~targets, targets)
 
 
 class _HandOver(torch.autograd.Function):
@@ -157,7 +158,7 @@ def head_loss(
     Args:
         x_BSD: input of the output matrix.
         weight_VD: this rank's rows of the matrix, padding included.
-        targets_BS: ids of tokens, or `IGNORED_TARGET`.
+        targets_BS: ids of tokens, or negative where nothing is predicted.
         scores: scores a chunk of tokens; `eager_scores` of the vocabulary when not given.
     """
     with torch.no_grad():
@@ -236,21 +237,46 @@ class TokenLoss:
             self.scores = torch.compile(self.scores)
         self.tokens = layout.global_batch_size * spec.seq
         """Of the global batch of the running step, which the trainer sets too."""
-        self.targets: float | None = None
-        """Those of them that are predicted, where some are `IGNORED_TARGET`; the mean is over these."""
-        self.labels_BS: Tensor | None = None
-        """Of the micro batch that comes next, which the executor sets."""
+        self.targets: tuple[float, ...] | None = None
+        """Those of them that are predicted at each depth, where some are not; the mean is over these."""
+        self.labels: Tensor | None = None
+        """Of the micro batch that comes next, which the executor sets: [B, S], or [B, 1 + depths, S] where
+        further tokens are predicted."""
+        self.depths = spec.mtp_depths
+        self.further_factor = 0.0 if spec.mtp is None else spec.mtp.loss_factor / spec.mtp.depths
+        self.seq = spec.seq
+        self.further_losses: Tensor | None = None
+        """This rank's part of the mean loss of each depth in the running step, times `scale`, [depths]; the
+        trainer sets it to zero where there are any."""
 
     def score(self, stage: Transformer) -> None:
         """Let `stage` return losses in the place of logits, if it has a head."""
         stage.score = self
 
-    def __call__(self, head: nn.Linear, x_BSD: Tensor) -> Tensor:
-        """The loss of a micro batch, [], from the input of the head."""
-        assert self.labels_BS is not None
+    def __call__(self, head: nn.Linear, x_BSD: Tensor, depth: int = 0) -> Tensor:
+        """The loss of a micro batch, [], from the input of the head; of a further token in the objective."""
         entry = getattr(head, "entry", None)
         if entry is not None:
             x_BSD = entry(x_BSD)
-        factor = self.scale / (self.tokens if self.targets is None else self.targets)
-        weight_VD = local_weight(head.weight)
-        return head_loss(x_BSD, weight_VD, self.labels_BS, self.vocabulary, factor, self.scores)
+        factor = self.scale / self._predicted(depth)
+        labels_BS, weight_VD = self._labels(depth), local_weight(head.weight)
+        loss = head_loss(x_BSD, weight_VD, labels_BS, self.vocabulary, factor, self.scores)
+        if depth:
+            if self.further_losses is not None:
+                self.further_losses[depth - 1] += loss.detach()
+            loss = loss * self.further_factor
+        return loss
+
+    def further(self, depth: int) -> Tensor:
+        """Ids [B, S] of the tokens `depth` further on, which are the targets of the depth before."""
+        return ids_of(self._labels(depth - 1))
+
+    def _labels(self, depth: int) -> Tensor:
+        assert self.labels is not None
+        return self.labels[:, depth] if self.depths else self.labels
+
+    def _predicted(self, depth: int) -> float:
+        if self.targets is not None:
+            return self.targets[depth]
+        # The last tokens of a sequence have none so far on.
+        return self.tokens * (self.seq - depth) / self.seq if depth else self.tokens

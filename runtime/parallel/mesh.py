@@ -38,7 +38,8 @@ class Grid:
     """Ranks over which the tokens of one sequence are spread where they choose experts: tensor- and context-
     parallel ones, in this order; None where one rank has them all, or there are no experts."""
     embedding_group: dist.ProcessGroup | None = None
-    """Two pipeline ranks that share a tied embedding; None where one rank holds both or none."""
+    """Two pipeline ranks that share an embedding, tied or read by multi-token prediction; None where one rank
+    holds both or none."""
 
     @property
     def pp_group(self) -> dist.ProcessGroup:
@@ -74,7 +75,8 @@ def build_grid(spec: ModelSpec, layout: Layout, device: torch.device) -> Grid:
         sequence_group = cp_group if tp == 1 else mesh.get_group("tp")
         if tp > 1 and cp > 1:
             sequence_group = _own_group(ranks.reshape(-1, cp * tp))
-    apart = spec.tied and pp > 1 and layout.stages_of(0)[-1] != len(layout.layers_per_stage) - 1
+    shares = spec.tied or spec.mtp is not None
+    apart = shares and pp > 1 and layout.stages_of(0)[-1] != len(layout.layers_per_stage) - 1
     return Grid(
         mesh=mesh,
         device=device,

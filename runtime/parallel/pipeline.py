@@ -126,7 +126,7 @@ class Pipeline:
         options: dict[str, Any] = {"target": labels, "losses": losses} if self.is_last else {}
         with computing(self.copies):
             step(*arguments, return_outputs=False, **options)
-        self.loss.labels_BS = None
+        self.loss.labels = None
         for stage in self.wrapped:
             stage.labels = ()
         return torch.stack(losses).sum().detach() if losses else torch.zeros((), device=self.device)

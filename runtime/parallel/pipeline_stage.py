@@ -72,7 +72,7 @@ class LeanStage(PipelineStage):
         set_operation("forward", fwd_chunk_id + 1)
         self._enter(fwd_chunk_id)
         if self.loss is not None:
-            self.loss.labels_BS = self.labels[fwd_chunk_id]
+            self.loss.labels = self.labels[fwd_chunk_id]
         output = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
         if not self.is_first:
             _move(self.args_recv_info[fwd_chunk_id], "meta")

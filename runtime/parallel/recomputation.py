@@ -63,18 +63,23 @@ def recompute(stage: Transformer, layout: Layout) -> None:
         for block in blocks:
             _recompute_modules(block, layout)
     elif layout.recompute_method == "uniform" and blocks and layers > 1:
-        units = [blocks[start : start + layers] for start in range(0, len(blocks), layers)]
+        stack = stage.stack
+        units = [stack[start : start + layers] for start in range(0, len(stack), layers)]
         stage.run_layers = partial(_run_units, units)  # type: ignore[method-assign]
+        for block in blocks[len(stack) :]:
+            _wrap(block)
     else:
         for block in blocks:
             _wrap(block)
 
 
 def recomputed_blocks(stage: Transformer, layout: Layout) -> list[Block]:
-    """Layers of `stage` that recompute something."""
+    """Layers of `stage` that recompute something; those that predict further tokens do in any case."""
     if layout.recompute == "none":
         return []
-    return stage.blocks[: layout.recompute_num_layers if layout.recompute_method == "block" else None]
+    stack = stage.stack
+    further = stage.blocks[len(stack) :]
+    return stack[: layout.recompute_num_layers if layout.recompute_method == "block" else None] + further
 
 
 def unpack(packed: Packed) -> Tensor:

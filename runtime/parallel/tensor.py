@@ -19,6 +19,7 @@ from runtime.model.attention import Attention, LatentAttention
 from runtime.model.experts import MixtureOfExperts
 from runtime.model.gated_delta import GatedDelta
 from runtime.model.mlp import MLP
+from runtime.model.multi_token import FurtherToken
 from runtime.model.norms import NormFromOne
 from runtime.model.transformer import Block, Embedding, Transformer
 from runtime.parallel.collectives import (
@@ -48,19 +49,27 @@ def tensor_parallel(stage: Transformer, layout: Layout, grid: Grid) -> None:
     rest from the ranks that share the head, in every forward pass. These rows are far fewer than the
     activations, and nothing is stored twice.
 
+    Modules that predict further tokens project their two inputs by a matrix that every rank holds whole.
+
     Experts choose among the tokens that a rank holds alone: without sequence parallelism a rank takes its
     slice of them before, and all gather the results. `runtime.parallel.expert` splits the experts.
     """
     mesh = grid.mesh["tp"]
     region = _Region(mesh, mesh.get_group(), grid.tp_rank, layout.tensor_parallel, layout.sequence_parallel)
-    if stage.embedding is not None:
-        _split_embedding(stage.embedding, region)
+    for embedding in (stage.embedding, stage.further_embedding):
+        if embedding is not None:
+            _split_embedding(embedding, region)
     for block in stage.blocks:
         _split_block(block, region, grid.kv_group)
     if stage.norm is not None and stage.head is not None:
         _split_norm(stage.norm, region)
         _split_columns(stage.head, region)
         _enter_first(stage.head, region)
+    for module in stage.mtp:
+        assert isinstance(module, FurtherToken)
+        _keep_whole(module.join, region)
+        for norm in module.norms:
+            _split_norm(norm, region)
     stage.tie()
 
 

@@ -43,6 +43,13 @@ class Load(NamedTuple):
     """Share of the pairs of tokens and experts that found no room; None for dropless models."""
 
 
+def _routed_layers(spec: ModelSpec) -> list[int]:
+    """Numbers of the layers with experts, those of modules that predict further tokens last."""
+    last = spec.layer_kind(spec.layers - 1)
+    kinds = [*map(spec.layer_kind, range(spec.layers)), *[last] * spec.mtp_depths]
+    return [layer for layer, kind in enumerate(kinds) if kind.mlp == "experts"]
+
+
 class _AddToObjective(torch.autograd.Function):
     """`weights`, and in backward a gradient of `scale` for `objective`, wherever it comes from."""
 
@@ -73,7 +80,7 @@ class Balance:
         self.bias_rate = options.moe_router_bias_update_rate
         self.moves_biases = spec.router.expert_bias and self.bias_rate > 0 and spec.lora is None
         device = grid.device
-        self.counts = torch.zeros(spec.layers, spec.experts, dtype=torch.int64, device=device)
+        self.counts = torch.zeros(spec.layers + spec.mtp_depths, spec.experts, dtype=torch.int64, device=device)
         self.counts_before_step = self.counts.clone()
         self.totals = torch.zeros(3, dtype=torch.float64, device=device)
         """Sums over layers of the means of aux and of z since the last report, and the pairs dropped."""
@@ -130,18 +137,18 @@ class Balance:
     def report(self) -> Load:
         """The load since the last report; every rank calls it."""
         counts, totals = self._sum(self.counts), self._sum(self.totals)
-        first = self.spec.layers - self.spec.moe_layers
-        routed = counts[first:].double()
+        layers = _routed_layers(self.spec)
+        routed = counts[layers].double()
         pairs = routed.sum(dim=1, keepdim=True).clamp(min=1)
         shares = (routed / pairs * self.spec.experts).tolist()
         aux, z, dropped = totals.tolist()
-        mean = 1.0 / (max(self.steps, 1) * self.spec.moe_layers)
+        mean = 1.0 / (max(self.steps, 1) * len(layers))
         self.counts.zero_()
         self.counts_before_step.zero_()
         self.totals.zero_()
         self.steps = 0
         return Load(
-            dict(enumerate(shares, start=first)),
+            dict(zip(layers, shares, strict=True)),
             aux * mean if self.aux else None,
             z * mean if self.z else None,
             dropped / float(pairs.sum()) if self.spec.router.capacity_factor else None,
@@ -149,8 +156,10 @@ class Balance:
 
     def biases(self) -> dict[str, Tensor]:
         """The expert biases of this rank's layers by the names that checkpoints store."""
+        places = {layer: f"layers.{layer}" for layer in range(self.spec.layers)}
+        places |= {self.spec.layers + depth: f"mtp.{depth}.block" for depth in range(self.spec.mtp_depths)}
         return {
-            f"layers.{layer}.mlp.router.expert_bias": router.expert_bias
+            f"{places[layer]}.mlp.router.expert_bias": router.expert_bias
             for layer, router in self.routers.items()
             if router.expert_bias is not None
         }

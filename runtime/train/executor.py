@@ -75,12 +75,12 @@ class Accumulation:
                 model.set_reshard_after_backward(last)
             set_operation("forward", number)
             self._enter(number)
-            self.loss.labels_BS = y
+            self.loss.labels = y
             loss = model(x)
             set_operation("backward", number)
             loss.backward()  # type: ignore[no-untyped-call]
             total += loss.detach()
-        self.loss.labels_BS = None
+        self.loss.labels = None
         return total
 
     @torch.no_grad()
@@ -94,9 +94,9 @@ class Accumulation:
         for number, (x, y) in enumerate(self._micro_batches(tokens, labels), start=1):
             set_operation("forward", number)
             self._enter(number)
-            self.loss.labels_BS = y
+            self.loss.labels = y
             total += model(x)
-        self.loss.labels_BS = None
+        self.loss.labels = None
         return total
 
     def _enter(self, number: int) -> None:

@@ -22,13 +22,13 @@ from runtime.optimizers.shards import ShardedOptimizer, clip_factor
 from runtime.optimizers.update_rules import update_rule
 from runtime.parallel.context import local_positions
 from runtime.parallel.documents import Documents, check_boundaries
-from runtime.parallel.loss import IGNORED_TARGET
 from runtime.parallel.mesh import build_grid
 from runtime.settings.adapter_base import Base
 from runtime.settings.loss_scale import loss_scale_of
 from runtime.settings.options import TrainingOptions
 from runtime.train.balance import Balance
 from runtime.train.stages import build_executor
+from runtime.train.targets import next_tokens, predicted_tokens, targets_of
 
 
 class StepResult(NamedTuple):
@@ -43,6 +43,8 @@ class StepResult(NamedTuple):
     """Of the next step."""
     skipped: bool = False
     """The step has changed nothing but the loss scale."""
+    further: Tensor | None = None
+    """Mean losses of multi-token prediction by depth, [depths]; None without. `loss` has no part of them."""
 
 
 def batch_rows(layout: Layout, dp_rank: int, batch: int | None = None) -> npt.NDArray[np.int64]:
@@ -126,14 +128,18 @@ class Trainer:
         # Of the mean: the sum is the mean times the number of tokens.
         factor = scale * tokens if self.sums_losses else scale
         self.executor.loss.scale = factor
+        depths = self.spec.mtp_depths
+        self.executor.loss.further_losses = torch.zeros(depths, device=self.grid.device) if depths else None
         loss = self.executor.train(*self._inputs(samples))
         set_operation("reduction of gradients")
         self.optimizer.collect_gradients()
         totals = torch.stack((self._once(loss), self.optimizer.squared_norm()))
+        if self.executor.loss.further_losses is not None:
+            totals = torch.cat((totals, self._once(self.executor.loss.further_losses)))
         set_operation("all-reduce of loss and gradient norm")
         if dist.get_world_size() > 1:
             dist.all_reduce(totals)
-        loss, norm = totals[0], totals[1].sqrt()
+        loss, norm, further = totals[0], totals[1].sqrt(), totals[2:] / factor if depths else None
         if factor != 1.0:
             loss, norm = loss / factor, norm / scale
         rate = self.learning_rate.at(self.updates)
@@ -141,13 +147,13 @@ class Trainer:
         if self._is_skipped(loss, norm):
             self.optimizer.drop_gradients()
             self._end_step(updated=False)
-            return StepResult(loss, norm, rate, self._scale(), skipped=True)
+            return StepResult(loss, norm, rate, self._scale(), skipped=True, further=further)
         set_operation("optimizer step")
         self._clip(norm, scale)
         self.optimizer.step(rate, self.weight_decay.at(self.updates))
         self.updates += 1
         self._end_step(updated=True)
-        return StepResult(loss, norm, rate, self._scale())
+        return StepResult(loss, norm, rate, self._scale(), further=further)
 
     def _scale(self) -> float:
         return 1.0 if self.loss_scale is None else self.loss_scale.value
@@ -182,18 +188,14 @@ class Trainer:
         self.executor.loss.tokens = tokens
         if self.boundaries is None or not self._hides_targets:
             return tokens
-        predicted = samples[:, 1:] >= 0
-        if self.boundaries.eod_mask_loss:
-            inputs = with_prompts(samples[:, :-1])
-            predicted &= inputs != self.boundaries.eod
-        own = np.count_nonzero(predicted)
-        total = torch.tensor(float(own), dtype=torch.float64, device=self.grid.device)
+        total = predicted_tokens(self._next_tokens(samples), self.spec.mtp_depths).to(self.grid.device)
         if dist.get_world_size() > 1:
             dist.all_reduce(total)
         # Ranks of one replica hold the same sequences.
-        targets = max(1.0, float(total) * self.layout.data_parallel / dist.get_world_size())
+        shared = self.layout.data_parallel / dist.get_world_size()
+        targets = tuple(max(1.0, count * shared) for count in total.tolist())
         self.executor.loss.targets = targets
-        return targets
+        return targets[0]
 
     @property
     def _hides_targets(self) -> bool:
@@ -220,21 +222,23 @@ class Trainer:
             dist.all_reduce(total)
         return float(total)
 
+    def _next_tokens(self, samples: npt.NDArray[np.int64]) -> Tensor:
+        hides = self.boundaries is not None and self.boundaries.hides_prompts
+        hidden = torch.from_numpy(samples < 0) if hides else None
+        batch = torch.from_numpy(with_prompts(samples) if hides else samples)
+        return next_tokens(batch, self.boundaries, hidden)
+
     def _inputs(self, samples: npt.NDArray[np.int64]) -> tuple[Tensor, Tensor]:
-        hidden = None
+        labels = self._next_tokens(samples)
         if self.boundaries is not None and self.boundaries.hides_prompts:
-            hidden = torch.from_numpy(samples < 0)
             samples = with_prompts(samples)
         check_ids(samples, self.spec.vocab)
         batch = torch.from_numpy(samples)
-        inputs, labels = (batch[:, self.positions + shift] for shift in (0, 1))
+        inputs = batch[:, self.positions]
         device = self.grid.device
-        if self.boundaries is not None and self.boundaries.eod_mask_loss:
-            labels = labels.masked_fill(inputs == self.boundaries.eod, IGNORED_TARGET)
-        if hidden is not None:
-            labels = labels.masked_fill(hidden[:, self.positions + 1], IGNORED_TARGET)
         if self.documents is not None:
             self.documents.start_batch(batch[:, :-1].to(device, non_blocking=True))
+        labels = targets_of(labels, self.positions, self.spec.mtp_depths)
         return inputs.to(device, non_blocking=True), labels.to(device, non_blocking=True)
 
     def _once(self, loss: Tensor) -> Tensor:

@@ -14,7 +14,6 @@ from torch.nn import functional
 from costmodels.layers import shapes
 from costmodels.layers.shapes import CHUNK_TOKENS, MOST_CHUNKS, loss_chunks
 from runtime.parallel.loss import (
-    IGNORED_TARGET,
     Scores,
     Vocabulary,
     eager_scores,
@@ -25,6 +24,9 @@ from tests.support.ranks import tensor as work
 from tests.support.worker_pool import WorkerPool
 
 WIDTH = 6
+
+IGNORED_TARGET = -100
+"""PyTorch's `ignore_index`; any negative target is not predicted."""
 
 FORMS = {"eager": eager_scores, "fusible": fusible_scores}
 

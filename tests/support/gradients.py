@@ -21,8 +21,10 @@ CANCELLED = 20
 def depth_below_loss(spec: ModelSpec, name: str) -> int:
     """Layers that a gradient has passed on its way from the loss."""
     if name.startswith("layers."):
-        return spec.layers - int(name.split(".")[1])
-    return spec.layers + 1 if name.startswith("embedding") else 1
+        return spec.layers - int(name.split(".")[1]) + spec.mtp_depths
+    if name.startswith("mtp."):
+        return spec.mtp_depths - int(name.split(".")[1])
+    return spec.layers + 1 if "embedding" in name else 1
 
 
 def check_gradients(
@@ -34,7 +36,8 @@ def check_gradients(
     biases) has no gradient but rounding and is compared with the norm of the query's.
     """
     for name, gradient in found.items():
-        whole = expected["embedding.tokens.weight" if name == "head.weight" and spec.tied else name]
+        is_copy = name.startswith("further_embedding") or (name == "head.weight" and spec.tied)
+        whole = expected["embedding.tokens.weight" if is_copy else name]
         scale = expected[name.replace("key.bias", "query.bias")] if name.endswith("key.bias") else whole
         difference = float((gradient - whole).norm() / scale.norm())
         bound = rounding * (1 + depth_below_loss(spec, name))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from costmodels import LatentAttention, ModelSpec, RopeScaling, Router
-from costmodels.spec.model_parts import LinearAttention, ScoreGrowth
+from costmodels.spec.model_parts import LinearAttention, MultiTokenPrediction, ScoreGrowth
 
 
 def llama(name: str, **sizes: Any) -> ModelSpec:
@@ -178,6 +178,18 @@ FORMS = {
             "shared_expert_gate": True,
         }
     ),
+    "further": MODELS["deepseek"].model_copy(
+        update={"name": "parity-further", "mtp": MultiTokenPrediction(depths=2, loss_factor=0.3)}
+    ),
+    "further-tied": LLAMA.model_copy(
+        update={
+            "name": "parity-further-tied",
+            "tied": True,
+            "embedding_scale": 8.0,
+            "logits_scale": 0.5,
+            "mtp": MultiTokenPrediction(depths=1, loss_factor=1.0),
+        }
+    ),
     "chunks": LLAMA.model_copy(
         update={
             "name": "parity-chunks",
@@ -197,7 +209,7 @@ FORMS = {
     ),
 }
 """Small models with what few models have: GLM-4's and Gemma's, OLMo 2's, MiniMax-M2's, gpt-oss's, Gemma 2's
-and 3's, Llama 4's and Qwen3-Next's blocks."""
+and 3's, Llama 4's and Qwen3-Next's blocks, and DeepSeek-V3's modules that predict further tokens."""
 
 
 def small_spec(**sizes: int) -> ModelSpec:

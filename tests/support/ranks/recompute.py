@@ -94,7 +94,7 @@ def bytes_that_leave(spec: ModelSpec, layout: Layout) -> list[int]:
         grid = build_grid(spec, layout, CPU)
         executor = build_executor(spec, layout, grid, seed=1)
         tokens = torch.zeros(1, spec.seq, dtype=torch.int64)
-        executor.loss.labels_BS = tokens
+        executor.loss.labels = tokens
         executor.stages[0](tokens)
     finally:
         offload._Copy = plain  # type: ignore[misc]

@@ -71,7 +71,7 @@ def watched_passes(spec: ModelSpec, layout: Layout) -> dict[str, Any]:
     loss = TokenLoss(spec, layout, build_grid(spec, layout, CPU))
     tokens = torch.arange(2 * spec.seq).view(2, -1) % spec.vocab
     loss.score(stage)
-    loss.labels_BS = tokens
+    loss.labels = tokens
     with Watch() as forward:
         total = stage(tokens)
     with Watch() as backward:

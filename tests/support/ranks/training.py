@@ -126,3 +126,18 @@ def losses_of_sizes(
         losses.append(float(trainer.train_step(samples[trainer.rows_of(size)]).loss))
         valid.append(trainer.evaluate(batch_of(spec, layout, 0)[trainer.rows]))
     return losses, valid
+
+
+def further_losses(
+    spec: ModelSpec, layout: Layout
+) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], float, list[float]]:
+    """Weights of one rank before a step, their gradients, and the losses of the next and further tokens."""
+    trainer = Trainer(spec, layout, TrainingOptions(train_iters=100, lr=0.0, clip_grad=0.0), CPU)
+    [stage] = trainer.executor.stages
+    weights = {name: tensor.detach().clone() for name, tensor in stage.state_dict().items()}
+    _, gradients = step_gradients(trainer, spec, 0)
+    for owned in trainer.optimizer.owned:
+        owned.parameter.grad = owned.shard.grad = None
+    result = trainer.train_step(batch_of(spec, layout, 0)[trainer.rows])
+    assert result.further is not None
+    return weights, gradients, float(result.loss), result.further.tolist()
