@@ -253,10 +253,12 @@ def _of_plans(plans: list[Plan], parallel: ParallelOptions) -> Iterator[str]:
 def _of_memory(plan: Plan) -> Iterator[str]:
     """A line where the memory of a plan is not known exactly, and could be."""
     if has_exact_memory(plan.cluster, plan.engine) and not plan.estimate.exact:
+        unrecorded = "adapters" if plan.model.lora is not None else None
+        unrecorded = "multi-token prediction modules" if plan.model.mtp is not None else unrecorded
         yield (
-            "memory of the first plan is by closed forms, as adapters are not recorded: planner dryrun "
+            f"memory of the first plan is by closed forms, as {unrecorded} are not recorded: planner dryrun "
             "traces the plan"
-            if plan.model.lora is not None
+            if unrecorded is not None
             else "memory of the first plan is by closed forms, as nobody has recorded all of its units: "
             "planner tapes records those of a model, planner dryrun traces the plan"
         )

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from costmodels.spec.hardware import Cluster, Device, Link, MeasuredCollective, Precision
     from costmodels.spec.layout import SHORT_NAMES, Layout, Recompute, Schedule, even_split
     from costmodels.spec.model import ModelSpec
-    from costmodels.spec.model_parts import LatentAttention, Lora, RopeScaling, Router
+    from costmodels.spec.model_parts import LatentAttention, Lora, MultiTokenPrediction, RopeScaling, Router
 
 __all__ = [
     "SHORT_NAMES",
@@ -26,6 +26,7 @@ __all__ = [
     "MeasuredCollective",
     "MemoryPolicy",
     "ModelSpec",
+    "MultiTokenPrediction",
     "Precision",
     "Prices",
     "Recompute",
@@ -46,7 +47,13 @@ _NAMES = {
     "costmodels.spec.hardware": ("Cluster", "Device", "Link", "MeasuredCollective", "Precision"),
     "costmodels.spec.layout": ("SHORT_NAMES", "Layout", "Recompute", "Schedule", "even_split"),
     "costmodels.spec.model": ("ModelSpec",),
-    "costmodels.spec.model_parts": ("LatentAttention", "Lora", "RopeScaling", "Router"),
+    "costmodels.spec.model_parts": (
+        "LatentAttention",
+        "Lora",
+        "MultiTokenPrediction",
+        "RopeScaling",
+        "Router",
+    ),
 }
 
 __getattr__ = on_demand(__name__, {name: home for home, names in _NAMES.items() for name in names})

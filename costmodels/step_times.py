@@ -74,11 +74,14 @@ def boundary_seconds(model: ModelSpec, cluster: Cluster, engine: Engine, table: 
 def tied_seconds(
     model: ModelSpec, cluster: Cluster, engine: Engine, table: LayoutTable, vocabulary: Floats
 ) -> Floats:
-    """Seconds to sum the gradients of both copies of a tied embedding, on the first and the last stage, [n].
+    """Seconds to sum the gradients of both copies of an embedding, on the first and the last stage, [n]: of a
+    tied one, or of one that modules which predict further tokens read.
 
     Args:
         vocabulary: `padded_vocabulary` of each row.
     """
+
+    is_shared = (model.tied and model.lora is None) or model.mtp is not None
 
     def seconds(site: Site) -> Floats:
         apart = table.tensor_parallel * table.context_parallel * table.data_parallel
@@ -86,7 +89,7 @@ def tied_seconds(
         pair = group(site.cluster, site.engine, np.minimum(table.pipeline_parallel, 2), apart)
         count = vocabulary * model.hidden / table.tensor_parallel
         # In a V both are on the first rank.
-        apart_from_another = ~table.runs(*V_SCHEDULES) * (model.tied and model.lora is None)
+        apart_from_another = ~table.runs(*V_SCHEDULES) * is_shared
         return apart_from_another * all_reduce(pair, count * reduction_element_bytes(site.engine, table))
 
     return reduce(np.maximum, [seconds(site) for site in border_sites(sites(cluster, engine))])

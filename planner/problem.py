@@ -11,11 +11,11 @@ from costmodels.errors import InputError
 from costmodels.spec.engine import Engine
 from costmodels.spec.hardware import Cluster, Device, Precision
 from costmodels.spec.model import ModelSpec
-from costmodels.spec.model_parts import Lora
+from costmodels.spec.model_parts import Lora, MultiTokenPrediction
 from planner.inputs.batch import Batch, resolve_batch
 from planner.inputs.cluster import ClusterKeywords, resolve_cluster
 from planner.inputs.engine import check_runs_on, resolve_engine, resolve_precision
-from planner.inputs.model import resolve_model, with_lora
+from planner.inputs.model import resolve_model, with_lora, with_mtp
 from planner.inputs.pins import PinInput, Pins, parse_pins
 from planner.objective import DEFAULT_OBJECTIVE, Objective, parse_objective
 from planner.space.engine_rules import check_pins, engine_rules
@@ -80,6 +80,8 @@ class JobKeywords(TypedDict, total=False):
     """What this job cannot run."""
     lora: Lora | None
     """Adapters to train in the place of the model."""
+    mtp: MultiTokenPrediction | None
+    """Modules to train with the model, which predict further tokens."""
 
 
 class SearchKeywords(JobKeywords, ClusterKeywords, total=False):
@@ -99,7 +101,8 @@ def resolve_problem(model: ModelSpec | str | Path, world_size: int, **job: Unpac
     cluster = cluster_of(world_size, job)
     engine = resolve_engine(job.get("engine"), cluster.device)
     check_runs_on(engine, cluster)
-    spec, lora = resolve_model(model), job.get("lora")
+    spec, lora, mtp = resolve_model(model), job.get("lora"), job.get("mtp")
+    spec = spec if mtp is None else with_mtp(spec, mtp)
     problem = Problem(
         model=spec if lora is None else with_lora(spec, lora),
         cluster=cluster,

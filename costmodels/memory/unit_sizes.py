@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import fields, replace
+from typing import NamedTuple
 
 import numpy as np
 
 from costmodels.dataclass import dataclass
 from costmodels.layers.adapters import block_parameters
+from costmodels.layers.further_tokens import joining_bytes, joining_parameters
 from costmodels.layers.operators import padded_vocabulary
 from costmodels.layers.shapes import attention_widths, element_bytes, loss_chunks, tokens
 from costmodels.memory.activations import activation_bytes, output_gradient_bytes
@@ -33,7 +35,13 @@ class UnitSizes:
     """Parameters of the routed experts of a layer."""
     embedding: Floats
     head: Floats
-    """Parameters of final norm and output matrix; the matrix of a tied head counts with pp > 1 only."""
+    """Parameters of final norm and output matrix; the matrix of a tied head counts with pp > 1 only. Of
+    modules that predict further tokens too, but for routed experts; with pp > 1 they read an embedding of
+    their own where no tied head is one."""
+    further_experts: Floats
+    """Parameters of the routed experts of all these modules."""
+    further_activations: Floats
+    """Bytes that they keep from forward to backward."""
     dense_activations: Floats
     """Bytes from forward to backward."""
     moe_activations: Floats
@@ -127,6 +135,26 @@ def _layer(model: ModelSpec, engine: Engine, table: LayoutTable, mlp: MlpKind) -
     return np.stack((*trains, *frozen, *activation_bytes(model, engine, table, mlp)))
 
 
+class _Further(NamedTuple):
+    """Of all modules that predict further tokens, [n] each."""
+
+    parameters: Floats
+    """Outside of routed experts."""
+    experts: Floats
+    activations: Floats
+    """Bytes, without those of the loss."""
+
+
+def _further(model: ModelSpec, engine: Engine, table: LayoutTable) -> _Further:
+    count = model.mtp_depths
+    if not count:
+        return _Further(*(np.zeros(len(table)) for _ in _Further._fields))
+    kind = model.layer_kind(model.layers - 1)
+    shared, experts, _, _, kept, _, _ = _layer(model.mtp_module, engine, table, kind.mlp)
+    own = joining_parameters(model)
+    return _Further(count * (shared + own), count * experts, count * (kept + joining_bytes(model, table)))
+
+
 def unit_sizes(model: ModelSpec, engine: Engine, table: LayoutTable) -> UnitSizes:
     """Sizes of the units of every row.
 
@@ -167,6 +195,9 @@ def unit_sizes(model: ModelSpec, engine: Engine, table: LayoutTable) -> UnitSize
         (vocabulary * h + model.other_parameters) / tp + positions * h,
         has_matrix * vocabulary * h / tp + model.norm_parameters,
     )
+    further = _further(model, engine, table)
+    copy = (table.pipeline_parallel > 1) & (model.mtp_depths > 0 and not model.tied)
+    ends = ends[0], ends[1] + further.parameters + copy * vocabulary * h / tp
     frozen_ends = zero, zero
     if model.lora is not None:
         ends, frozen_ends = frozen_ends, ends
@@ -186,6 +217,7 @@ def unit_sizes(model: ModelSpec, engine: Engine, table: LayoutTable) -> UnitSize
         copy = np.where(table.runs(*SPLIT_BACKWARD), 4 * (e < 4), e)
         chunks = loss_chunks(t.astype(np.int64), table.tensor_parallel)
         logits = shown / chunks * (e + copy) + e * t * h + waiting
+    waits = e * vocabulary * h / tp if engine.loss.chunked else 0.0
     head_input = e * t * h / (part if engine.activations.regathers_sequence else 1)
     return UnitSizes(
         dense_layer=dense_layer,
@@ -193,6 +225,8 @@ def unit_sizes(model: ModelSpec, engine: Engine, table: LayoutTable) -> UnitSize
         experts=experts,
         embedding=ends[0],
         head=ends[1],
+        further_experts=further.experts,
+        further_activations=further.activations + model.mtp_depths * waits,
         frozen_dense_layer=frozen_dense,
         frozen_moe_layer=frozen_moe,
         frozen_experts=frozen_experts,
@@ -234,7 +268,8 @@ def rank_parameters(sizes: UnitSizes, ranks: Ranks) -> tuple[Floats, Floats]:
     shared = ranks.all_dense * sizes.dense_layer[:, None] + end_parameters(sizes, ranks)
     if not sizes.experts.any():
         return shared, np.zeros_like(shared)
-    return shared + ranks.all_moe * sizes.moe_layer[:, None], ranks.all_moe * sizes.experts[:, None]
+    experts = ranks.all_moe * sizes.experts[:, None] + ranks.last * sizes.further_experts[:, None]
+    return shared + ranks.all_moe * sizes.moe_layer[:, None], experts
 
 
 def frozen_parameters(sizes: UnitSizes, ranks: Ranks) -> tuple[Floats, Floats]:

@@ -239,7 +239,7 @@ class ModelSpec(Record):
         if "none" in kind:
             raise ValueError("mtp needs a last layer of attention and MLP, which its modules are like")
         if self.mtp is not None and self.mtp.depths >= self.seq:
-            raise ValueError(f"mtp of {self.mtp.depths} depths needs sequences of more tokens than {self.seq}")
+            raise ValueError(f"mtp of {self.mtp.depths} depths needs samples of more tokens than {self.seq}")
 
     def _check_lora(self) -> None:
         if self.lora is None or not self.routed_layers or self.shared_expert_ffn:

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from costmodels.layers.further_tokens import joining
 from costmodels.layers.operators import embedding, head, layer, padded_vocabulary
 from costmodels.network.collectives import group
 from costmodels.ranks.rank_layers import ZERO, Ranks
@@ -54,6 +55,18 @@ def unit_passes(model: ModelSpec, cluster: Cluster, engine: Engine, table: Layou
         units["dense_plain"] = scale_by_measurements(units["dense_plain"], model, engine, table)
     for held, work in ends.items():
         units[held] = passes(work, device, engine, table, groups, repeats=False, wide=True)
+    if model.mtp_depths:
+        kind = model.layer_kind(model.layers - 1)
+        inner = layer(model.mtp_module, engine, table, kind.mlp)
+        further = [
+            units["last"],
+            passes(inner, device, engine, table, groups, repeats=True),
+            passes(joining(model, engine, table), device, engine, table, groups, repeats=False, wide=True),
+        ]
+        # Each depth is a layer, what joins its inputs, and the head once more.
+        units["last"] = mean_passes(
+            [(1.0, units["last"]), *((float(model.mtp_depths), one) for one in further)]
+        )
     return units
 
 

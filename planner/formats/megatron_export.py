@@ -80,20 +80,20 @@ def _stages(layout: Layout, model: ModelSpec, mindspeed: bool, missing: list[str
     if even:
         return flags
     if not mindspeed:
-        return flags | {"--pipeline-model-parallel-layout": stage_layout(listed)}
+        return flags | {"--pipeline-model-parallel-layout": stage_layout(listed, model.mtp_depths)}
     if chunks == 1:
         return flags | {"--num-layer-list": ",".join(map(str, listed))}
     if layout.schedule == "dualpipev":
         missing.append(f"layers_per_stage={','.join(map(str, listed))}: stages of DualPipe-V are alike")
         return flags
     flags.pop("--num-virtual-stages-per-pipeline-rank", None)
-    return flags | {"--pipeline-model-parallel-layout": stage_layout(listed)}
+    return flags | {"--pipeline-model-parallel-layout": stage_layout(listed, model.mtp_depths)}
 
 
-def stage_layout(layers: tuple[int, ...]) -> str:
-    """Layers of each stage in Megatron-LM's letters, such as `Et*3|t*4|t*3L`."""
+def stage_layout(layers: tuple[int, ...], further: int = 0) -> str:
+    """Layers of each stage in Megatron-LM's letters, such as `Et*3|t*4|t*3mL` with one `further` token."""
     stages = [f"t*{count}" if count > 1 else "t" for count in layers]
-    stages[0], stages[-1] = f"E{stages[0]}", f"{stages[-1]}L"
+    stages[0], stages[-1] = f"E{stages[0]}", f"{stages[-1]}{'m' * further}L"
     return "|".join(stages)
 
 
@@ -209,6 +209,11 @@ def model_flags(model: ModelSpec, missing: list[str]) -> Flags:
     ):
         if given:
             flags[name] = ""
+    if model.mtp is not None:
+        flags |= {
+            "--mtp-num-layers": str(model.mtp.depths),
+            "--mtp-loss-scaling-factor": repr(model.mtp.loss_factor),
+        }
     return flags | _expert_flags(model) | _latent_flags(model)
 
 

@@ -30,6 +30,8 @@ TARGETS: dict[str, Callable[[Plan], Export]] = {
 }
 """What writes a plan, by the name of the software."""
 
+MTP_FLAG = "--mtp-num-layers"
+
 
 def export(plan: Plan | str | Path, *, to: str) -> Export:
     """A plan, or the file of one, in the words of another software.
@@ -41,6 +43,9 @@ def export(plan: Plan | str | Path, *, to: str) -> Export:
         raise InputError(f"export to {to!r}: {nearest(to, TARGETS) or 'expected ' + ', '.join(TARGETS)}")
     plan = plan if isinstance(plan, Plan) else Plan.load(plan)
     found = TARGETS[to](plan)
+    if plan.model.mtp is not None and MTP_FLAG not in found.text:
+        what = f"mtp={plan.model.mtp.depths}: multi-token prediction is set up in the software's own words"
+        found = replace(found, inexpressible=(*found.inexpressible, what))
     if plan.model.lora is None:
         return found
     what = f"lora={plan.model.lora.rank}: adapters are set up by the training script there, not written here"

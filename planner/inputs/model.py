@@ -7,7 +7,7 @@ from pathlib import Path
 from costmodels.catalogue import load_model
 from costmodels.catalogue.yaml_files import build
 from costmodels.spec.model import ModelSpec
-from costmodels.spec.model_parts import Lora
+from costmodels.spec.model_parts import Lora, MultiTokenPrediction
 
 
 def resolve_model(model: ModelSpec | str | Path, seq: int | None = None) -> ModelSpec:
@@ -43,3 +43,9 @@ def with_seq(model: ModelSpec, seq: int | None) -> ModelSpec:
 def with_lora(spec: ModelSpec, lora: Lora) -> ModelSpec:
     """`spec` with adapters; raises `InputError` where it has no layers for them."""
     return build(ModelSpec, spec.model_dump() | {"lora": lora.model_dump()}, f"LoRA of {spec.name}")
+
+
+def with_mtp(spec: ModelSpec, mtp: MultiTokenPrediction) -> ModelSpec:
+    """`spec` with modules that predict further tokens; raises `InputError` where it cannot have them."""
+    values = spec.model_dump() | {"mtp": mtp.model_dump()}
+    return build(ModelSpec, values, f"multi-token prediction of {spec.name}")

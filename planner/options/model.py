@@ -13,6 +13,7 @@ from costmodels.spelling import or_nearest
 from planner.inputs.model import is_hf_config, resolve_model
 from planner.options.experts import ExpertFlags, LatentFlags, expert_changes, latent_changes
 from planner.options.flags import flag
+from planner.options.further_tokens import FurtherTokenFlags, further_note
 from planner.options.limits import AT_LEAST_1, Bounds
 from planner.options.lora import LoraFlags, lora_note
 
@@ -66,7 +67,7 @@ class Dimensions:
 
 
 @dataclass(frozen=True)
-class ModelOptions(LoraFlags, LatentFlags, ExpertFlags, Dimensions):
+class ModelOptions(LoraFlags, FurtherTokenFlags, LatentFlags, ExpertFlags, Dimensions):
     """What is trained: a named model, a model by its dimensions, or the one with changes by the other."""
 
     def spec(self) -> ModelSpec:
@@ -82,7 +83,7 @@ class ModelOptions(LoraFlags, LatentFlags, ExpertFlags, Dimensions):
                 f"--no-position-embedding: {spec.name} learns a table of positions; add "
                 "--position-embedding-type rope or none"
             )
-        return self.with_lora(spec)
+        return self.with_lora(self.with_mtp(spec))
 
     def _described(self) -> ModelSpec:
         changes = self._changes()
@@ -102,6 +103,8 @@ class ModelOptions(LoraFlags, LatentFlags, ExpertFlags, Dimensions):
         notes = self._assumed()
         if self.multi_latent_attention and not self.qk_layernorm:
             notes.append("latent attention normalises its latents (Megatron-LM: with --qk-layernorm only)")
+        if self.mtp_num_layers is not None:
+            notes.append(further_note(self.spec()))
         return notes if self.lora_rank is None else [*notes, lora_note(self.spec())]
 
     def _assumed(self) -> list[str]:

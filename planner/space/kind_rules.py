@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import numpy as np
 
+from costmodels.spec.layout import SPLIT_BACKWARD
 from costmodels.spec.model import ModelSpec
-from costmodels.spec.table import RING, Bools, LayoutTable
+from costmodels.spec.table import RING, SCHEDULES, Bools, LayoutTable
 from planner.space.rule import Rule, divisors
 
 
@@ -26,6 +27,11 @@ def _key_heads(model: ModelSpec) -> int:
     """Heads of keys of layers of linear attention; 0 without any."""
     sizes = model.linear_attention
     return sizes.key_heads if sizes is not None and "linear" in model.attention_pattern else 0
+
+
+def _splits_backward(d: LayoutTable) -> Bools:
+    found: Bools = d.runs(*SPLIT_BACKWARD)
+    return found
 
 
 KIND_RULES: tuple[Rule, ...] = (
@@ -82,6 +88,14 @@ KIND_RULES: tuple[Rule, ...] = (
             f"{model.name}'s linear attention; use one of {', '.join(map(str, divisors(_key_heads(model))))}"
         ),
         of_mesh=True,
+    ),
+    Rule(
+        "mtp_split_backward",
+        lambda model, d: _splits_backward(d) & (model.mtp is not None),
+        lambda model, d: (
+            f"schedule {SCHEDULES[int(d.schedule)]} splits backward passes, and the losses of multi-token "
+            "prediction come together in one that it does not split; use schedule 1f1b or interleaved"
+        ),
     ),
 )
 """In the order in which they are asked."""

@@ -148,8 +148,10 @@ class GeneratingStage:
 
 
 def _plain(spec: ModelSpec) -> ModelSpec:
-    """Without what training alone has: modules that predict further tokens, and a limited capacity of experts,
-    which depends on tokens that come later."""
+    """Without what training alone has: modules that predict further tokens, and a limited capacity of experts.
+
+    The latter depends on tokens that come later; here experts take in all of them.
+    """
     router = spec.router.model_copy(update={"capacity_factor": 0.0})
     return spec.model_copy(update={"router": router, "mtp": None})
 

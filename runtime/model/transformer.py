@@ -162,7 +162,7 @@ class Transformer(nn.Module):
         }
 
     @property
-    def token_table(self) -> nn.Parameter | None:
+    def token_table(self) -> Tensor | None:
         """The copy of the token embedding that this stage trains, and another stage or the head too."""
         if not self.ends_share:
             return None

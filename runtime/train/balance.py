@@ -80,7 +80,9 @@ class Balance:
         self.bias_rate = options.moe_router_bias_update_rate
         self.moves_biases = spec.router.expert_bias and self.bias_rate > 0 and spec.lora is None
         device = grid.device
-        self.counts = torch.zeros(spec.layers + spec.mtp_depths, spec.experts, dtype=torch.int64, device=device)
+        self.counts = torch.zeros(
+            spec.layers + spec.mtp_depths, spec.experts, dtype=torch.int64, device=device
+        )
         self.counts_before_step = self.counts.clone()
         self.totals = torch.zeros(3, dtype=torch.float64, device=device)
         """Sums over layers of the means of aux and of z since the last report, and the pairs dropped."""

@@ -193,7 +193,7 @@ class Trainer:
             dist.all_reduce(total)
         # Ranks of one replica hold the same sequences.
         shared = self.layout.data_parallel / dist.get_world_size()
-        targets = tuple(max(1.0, count * shared) for count in total.tolist())
+        targets: tuple[float, ...] = tuple(max(1.0, count * shared) for count in total.tolist())
         self.executor.loss.targets = targets
         return targets[0]
 

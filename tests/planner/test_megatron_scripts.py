@@ -212,15 +212,15 @@ def test_what_is_illegal_names_the_flag_and_its_line(arguments: str, flag: str, 
 
 def test_flags_are_named_by_what_they_do() -> None:
     reading = read(
-        "--micro-batch-size 1 --tp-comm-overlap --mtp-num-layers 1 --wandb-project x --num-layer 3"
+        "--micro-batch-size 1 --tp-comm-overlap --mamba-num-heads 1 --wandb-project x --num-layer 3"
     )
     roles = reading.by_role
     assert roles["unpriced"] == ("--tp-comm-overlap",)
-    assert roles["unsupported"] == ("--mtp-num-layers",)
+    assert roles["unsupported"] == ("--mamba-num-heads",)
     assert roles["harmless"] == ("--wandb-project",)
     assert roles["unknown"] == ("--num-layer",)
     assert {problem.flag for problem in reading.problems if problem.severity == "note"} == {
-        *("--tp-comm-overlap", "--mtp-num-layers", "--num-layer")
+        *("--tp-comm-overlap", "--mamba-num-heads", "--num-layer")
     }
 
 

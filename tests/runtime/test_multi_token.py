@@ -1,4 +1,4 @@
-"""Multi-token prediction: the objective and its gradients, what is predicted, and every layout like one rank."""
+"""Multi-token prediction: the objective and its gradients, what is predicted, layouts like one rank."""
 
 from __future__ import annotations
 
@@ -31,14 +31,23 @@ LAYOUTS = {
         "ep=2,dp=4,zero=1",
         "pp=2,tp=2,sp=True,ep=2,recompute=full",
         "dp=2,zero=3,recompute=full",
-        "dp=2,recompute=selective,recompute_modules=norm+mlp",
+        "dp=2,recompute=selective,recompute_modules=norm;mlp",
     ),
-    "further-tied": ("pp=2,tp=2", "cp=2,pp=2", "dp=2,zero=2,tp=2,sp=True", "pp=2,schedule=zbv,layers_per_stage=1+1+1+1"),
+    "further-tied": (
+        "pp=2,tp=2,sp=False",
+        "cp=2,pp=2",
+        "dp=2,zero=2,tp=2,sp=True",
+        "pp=2,vpp=2,schedule=interleaved",
+        "dp=2,recompute=full,recompute_num_layers=2",
+        "offload_activations=True",
+        "pp=2,offload_activations=True",
+        "dp=2,zero=1,offload_optimizer=True",
+    ),
 }
 
 
 def reference_losses(model: Transformer, spec: ModelSpec, batch: Tensor) -> list[Tensor]:
-    """Mean losses of the next token and of those after it, by the definition: positions that have none are cut.
+    """Mean losses of the next token and of those after it, by the definition; positions without are cut.
 
     The layers are the model's own, whatever these compute; embeddings, joins, norms and heads are not.
     """
@@ -99,9 +108,7 @@ def alone(pool: WorkerPool) -> dict[str, tuple]:
 
 @pytest.mark.ranks
 @pytest.mark.parametrize(("name", "text"), [(name, text) for name in LAYOUTS for text in LAYOUTS[name]])
-def test_layouts_train_like_one_rank(
-    pool: WorkerPool, alone: dict[str, tuple], name: str, text: str
-) -> None:
+def test_layouts_train_like_one_rank(pool: WorkerPool, alone: dict[str, tuple], name: str, text: str) -> None:
     spec = FORMS[name]
     layout = parse_layout(f"{text},gbs={BATCH}", spec)
     losses, gradients = alone[name]

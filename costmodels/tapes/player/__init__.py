@@ -73,7 +73,7 @@ def is_playable(model: ModelSpec, layout: Layout, compiled: bool, version: str |
     """Whether the memory of a layout would be known with tapes of all its units."""
     if parsed_version(version or default_version()) > NEWEST:
         return False
-    if untrained_parts(model) or model.lora is not None:
+    if untrained_parts(model) or model.lora is not None or model.mtp is not None:
         return False
     if "linear" in model.attention_pattern or model.attention_softcap:
         # Linear attention and capped scores take more steps for longer sequences, which no tape says.

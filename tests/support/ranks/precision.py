@@ -38,7 +38,7 @@ def steps_of(spec: ModelSpec, layout: Layout, options: TrainingOptions, batches:
 def step_of(trainer: Trainer, spec: ModelSpec, number: int) -> Step:
     """Train on one batch."""
     result = trainer.train_step(batch_of(spec, trainer.layout, number)[trainer.rows])
-    return Step(float(result.loss), float(result.grad_norm), *result[2:])
+    return Step(float(result.loss), float(result.grad_norm), *result[2:5])
 
 
 def tensors_of(trainer: Trainer) -> dict[str, Tensor]:
