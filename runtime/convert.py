@@ -37,7 +37,15 @@ from runtime.huggingface.companions import (
 )
 from runtime.huggingface.configs import config_for, differences, with_dtype
 from runtime.huggingface.files import PlannedTensor, file_size, write_files
-from runtime.huggingface.mapping import EMBEDDING, GPT2_PREFIX, HEAD, Entry, Part
+from runtime.huggingface.mapping import (
+    EMBEDDING,
+    FURTHER_TYPES,
+    GPT2_PREFIX,
+    HEAD,
+    Entry,
+    Part,
+    further_copies,
+)
 from runtime.huggingface.model_folder import LM_HEAD, HuggingFaceModel, entries_of
 from runtime.huggingface.new_folder import new_folder
 from runtime.huggingface.peft_adapter import write_adapter
@@ -48,6 +56,9 @@ from runtime.model.number_formats import WEIGHT_DTYPES
 MAX_SHARD_SIZE = "5GB"
 
 EXPERT_BIAS = "router.expert_bias"
+FURTHER = "mtp."
+"""What names of modules that predict further tokens begin with here."""
+
 LAYER = re.compile(r"model\.layers\.\d+\.")
 
 
@@ -129,7 +140,9 @@ def to_hugging_face(
         write_config(root, config)
         if stored.companions.is_dir():
             copy_companions(stored.companions, root)
-    return Conversion(target, stored.spec, len(planned), sum(one.bytes for one in planned), [])
+    known = {part.ours for entry in entries_of(config, stored.spec) for part in entry.parts}
+    left_out = [name for name in stored.shapes if name.startswith(FURTHER) and name not in known]
+    return Conversion(target, stored.spec, len(planned), sum(one.bytes for one in planned), left_out)
 
 
 def to_peft(
@@ -162,7 +175,10 @@ def _config_of(stored: StoredModel | TunedModel) -> tuple[Config, Names, bool]:
     """config.json of a model, the names in its files, and whether they were carried with it."""
     carried = read_companions(stored.companions)
     if carried is not None and not differences(stored.spec, carried.spec):
-        return carried.config, carried.names, True
+        config = dict(carried.config)
+        if stored.spec.mtp_depths and config["model_type"] in FURTHER_TYPES:
+            config["num_nextn_predict_layers"] = stored.spec.mtp_depths
+        return config, carried.names, True
     return config_for(stored.spec) | _ends(stored), Names(), carried is not None
 
 
@@ -251,6 +267,10 @@ def _planned(
         yield planned
         if ours == EMBEDDING and stored.spec.tied and names.stores_tied_head:
             yield planned._replace(name=LM_HEAD)
+        if config["model_type"] in FURTHER_TYPES:
+            for copy, source in further_copies(stored.spec).items():
+                if source == ours:
+                    yield planned._replace(name=copy)
 
 
 def _main_format(tensors: list[PlannedTensor]) -> torch.dtype:

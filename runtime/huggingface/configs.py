@@ -12,8 +12,9 @@ from costmodels.errors import InputError
 from planner.inputs.huggingface.keys import ACTIVATIONS, ATTENTION_KINDS, SCALING_KEYS, Config
 from planner.inputs.huggingface.readers import model_fields
 
-FREE_FIELDS = ("name", "source", "published_parameters", "seq", "mtp_layers", "lora")
-"""Fields of a model that none of its own weights and logits depends on; adapters are added to them."""
+FREE_FIELDS = ("name", "source", "published_parameters", "seq", "mtp_layers", "lora", "mtp")
+"""Fields of a model that none of its own weights and logits depends on; adapters, and modules that predict
+further tokens, are added to them."""
 
 _SCALING_FIELDS = {
     "linear": ("factor",),
@@ -373,7 +374,7 @@ def _sigmoid_experts(spec: ModelSpec) -> Config:
         "topk_group": router.top_groups,
         "routed_scaling_factor": router.scale,
         "norm_topk_prob": router.normalised,
-        "num_nextn_predict_layers": 0,
+        "num_nextn_predict_layers": spec.mtp_depths,
     }
 
 

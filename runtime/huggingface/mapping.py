@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from costmodels import ModelSpec
+from costmodels.spec.model import LayerKind
 from runtime.model.transformer import Transformer
 
 EMBEDDING, HEAD = "embedding.tokens.weight", "head.weight"
@@ -135,7 +136,11 @@ def mapping(model_type: str, spec: ModelSpec, interleaved: bool = True) -> list[
         model_type: one of `planner.inputs.huggingface.readers.READERS`.
         interleaved: latent attention turns neighbours (`rope_interleave` of a config.json).
     """
-    return list(_gpt2(spec) if model_type == "gpt2" else _llama(spec, style_of(model_type), interleaved))
+    if model_type == "gpt2":
+        return list(_gpt2(spec))
+    style = style_of(model_type)
+    further = _further(spec, style, interleaved) if model_type in FURTHER_TYPES else ()
+    return [*_llama(spec, style, interleaved), *further]
 
 
 def _one(theirs: str, ours: str, transposed: bool = False) -> Entry:
@@ -249,28 +254,59 @@ def _kinds(bias: bool) -> tuple[str, ...]:
 
 def _llama(spec: ModelSpec, style: Style, interleaved: bool) -> Iterator[Entry]:
     yield _one("model.embed_tokens.weight", EMBEDDING)
-    norm_kinds = _kinds(spec.norm == "layernorm")
-    places = {"before": _BEFORE, "after": _AFTER, "around": _BEFORE | _AFTER}[spec.norm_place]
     for layer in range(spec.layers):
-        theirs, ours = f"model.layers.{layer}.", f"layers.{layer}."
-        for kind in norm_kinds:
-            for name in places:
-                yield _one(f"{theirs}{style.norms[name]}.{kind}", f"{ours}{name}.{kind}")
-        attention = f"{theirs}self_attn.", f"{ours}attention."
-        if spec.layer_kind(layer).attention == "linear":
-            yield from _gated_delta(spec, style, f"{theirs}linear_attn.", f"{ours}attention.")
-        elif spec.latent_attention is None:
-            yield from _attention(spec, style, *attention)
-        else:
-            yield from _latent(spec, *attention, interleaved)
-        if spec.layer_kind(layer).mlp == "experts":
-            yield from _experts(spec, style.experts, f"{theirs}{style.experts.mlp}.", f"{ours}mlp.")
-        else:
-            yield from _mlp(spec, style, f"{theirs}{style.mlp_name}.", f"{ours}mlp.")
-    for kind in norm_kinds:
-        yield _one(f"model.norm.{kind}", f"norm.{kind}")
+        kind = spec.layer_kind(layer)
+        yield from _layer(spec, style, kind, f"model.layers.{layer}.", f"layers.{layer}.", interleaved)
+    for word in _kinds(spec.norm == "layernorm"):
+        yield _one(f"model.norm.{word}", f"norm.{word}")
     if not spec.tied:
         yield _one("lm_head.weight", HEAD)
+
+
+def _layer(
+    spec: ModelSpec, style: Style, kind: LayerKind, theirs: str, ours: str, interleaved: bool
+) -> Iterator[Entry]:
+    places = {"before": _BEFORE, "after": _AFTER, "around": _BEFORE | _AFTER}[spec.norm_place]
+    for word in _kinds(spec.norm == "layernorm"):
+        for name in places:
+            yield _one(f"{theirs}{style.norms[name]}.{word}", f"{ours}{name}.{word}")
+    attention = f"{theirs}self_attn.", f"{ours}attention."
+    if kind.attention == "linear":
+        yield from _gated_delta(spec, style, f"{theirs}linear_attn.", f"{ours}attention.")
+    elif spec.latent_attention is None:
+        yield from _attention(spec, style, *attention)
+    else:
+        yield from _latent(spec, *attention, interleaved)
+    if kind.mlp == "experts":
+        yield from _experts(spec, style.experts, f"{theirs}{style.experts.mlp}.", f"{ours}mlp.")
+    else:
+        yield from _mlp(spec, style, f"{theirs}{style.mlp_name}.", f"{ours}mlp.")
+
+
+FURTHER_TYPES = ("deepseek_v3", "kimi_k2", "glm4_moe", "glm4_moe_lite")
+"""Model types whose files have layers after the last that predict further tokens; transformers skips them."""
+
+_FURTHER = {"token_norm": "enorm", "hidden_norm": "hnorm", "join": "eh_proj", "norm": "shared_head.norm"}
+
+
+def _further(spec: ModelSpec, style: Style, interleaved: bool) -> Iterator[Entry]:
+    """Modules that predict further tokens, as DeepSeek-V3's files have them (its README_WEIGHTS.md)."""
+    kind = spec.layer_kind(spec.layers - 1)
+    for depth in range(spec.mtp_depths):
+        theirs, ours = f"model.layers.{spec.layers + depth}.", f"mtp.{depth}."
+        for name, place in _FURTHER.items():
+            yield _one(f"{theirs}{place}.weight", f"{ours}{name}.weight")
+        yield from _layer(spec, style, kind, theirs, f"{ours}block.", interleaved)
+
+
+def further_copies(spec: ModelSpec) -> dict[str, str]:
+    """Names of copies of embedding and head in such layers, and ours of what they are copies of."""
+    copies = {}
+    for depth in range(spec.mtp_depths):
+        theirs = f"model.layers.{spec.layers + depth}."
+        copies[f"{theirs}embed_tokens.weight"] = EMBEDDING
+        copies[f"{theirs}shared_head.head.weight"] = EMBEDDING if spec.tied else HEAD
+    return copies
 
 
 def _attention(spec: ModelSpec, style: Style, theirs: str, ours: str) -> Iterator[Entry]:

@@ -11,11 +11,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from costmodels import ModelSpec
+from costmodels import ModelSpec, MultiTokenPrediction
 from costmodels.errors import InputError
 from planner.inputs.huggingface.config_file import model_from_hf_config, read_config
+from planner.inputs.model import with_mtp
 from runtime.huggingface.files import TensorPlace, list_tensors, read_tensor
-from runtime.huggingface.mapping import EMBEDDING, GPT2_PREFIX, Entry, Part, mapping, our_shapes
+from runtime.huggingface.mapping import (
+    EMBEDDING,
+    FURTHER_TYPES,
+    GPT2_PREFIX,
+    Entry,
+    Part,
+    further_copies,
+    mapping,
+    our_shapes,
+)
 from runtime.huggingface.packed_weights import BLOCKS, SCALES, Packed, packed_tensors
 
 CONFIG_FILE = "config.json"
@@ -57,6 +67,8 @@ class HuggingFaceModel:
         self.block = _block_of(self.config, self.where)
         self.tensors = list_tensors(self.folder)
         self.packed: dict[str, Packed] = {}
+        self.copies: set[str] = set()
+        """Names of copies of embedding and head in layers that predict further tokens."""
         if _method_of(self.config) == MXFP4:
             self.packed = packed_tensors(self.tensors)
             for name, packed in self.packed.items():
@@ -70,6 +82,7 @@ class HuggingFaceModel:
             self.tensors = {
                 name if name == LM_HEAD else GPT2_PREFIX + name: found for name, found in self.tensors.items()
             }
+        self._find_further()
         self.left_out = self._check()
         """Names of tensors that are no part of the model here, as those of multi-token prediction layers."""
         self.places: dict[str, list[tuple[Entry, Part]]] = defaultdict(list)
@@ -115,6 +128,24 @@ class HuggingFaceModel:
         parts = [self.read_part(entry, part) for entry, part in self.places[name]]
         return parts[0] if self.places[name][0][1].expert is None else torch.stack(parts)
 
+    def _find_further(self) -> None:
+        """Take in the layers that predict further tokens, where all of them are there as they are here: with
+        the embedding and the head of the model."""
+        if str(self.config["model_type"]) not in FURTHER_TYPES or not self.spec.mtp_layers:
+            return
+        spec = with_mtp(self.spec, MultiTokenPrediction(depths=self.spec.mtp_layers))
+        entries = entries_of(self.config, spec)
+        if {entry.theirs for entry in entries} - self.tensors.keys():
+            return
+        names = {entry.parts[0].ours: entry.theirs for entry in entries}
+        self.copies = {copy for copy in further_copies(spec) if copy in self.tensors}
+        for copy in self.copies:
+            one, other = self.tensors[copy], self.tensors[names[further_copies(spec)[copy]]]
+            if one.shape != other.shape or not torch.equal(read_tensor(one), read_tensor(other)):
+                self.copies = set()
+                return
+        self.spec, self.entries, self.shapes = spec, entries, our_shapes(spec)
+
     def _check(self) -> list[str]:
         """Hold the tensors against the architecture; returns the names of those that it leaves out."""
         kind = f"a {self.config['model_type']} of this config.json"
@@ -126,7 +157,7 @@ class HuggingFaceModel:
             self._check_tensor(entry.theirs, entry.shape(self.shapes), self.tensors[entry.theirs])
         if self.block:
             wanted |= {name + SCALE_SUFFIX for name in wanted}
-        left = sorted(self.tensors.keys() - wanted - ({LM_HEAD} if self.spec.tied else set()))
+        left = sorted(self.tensors.keys() - wanted - self.copies - ({LM_HEAD} if self.spec.tied else set()))
         further = self.config.get("num_nextn_predict_layers")
         count = further if isinstance(further, int) else 0
         known = tuple(f"model.layers.{self.spec.layers + number}." for number in range(count))

@@ -94,6 +94,11 @@ def _check_weights(source: Path, stored: ModelSpec, spec: ModelSpec) -> None:
         raise InputError(
             f"checkpoint {source} is of another model ({', '.join(different)}); give the same model"
         )
+    if spec.mtp_depths > stored.mtp_depths:
+        raise InputError(
+            f"--mtp-num-layers {spec.mtp_depths}: checkpoint {source} has weights of {stored.mtp_depths} "
+            "modules that predict further tokens; ask for at most as many, or leave the flag out"
+        )
 
 
 def _lora_flags(lora: Lora) -> str:

@@ -2,19 +2,33 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from costmodels import ModelSpec
+from costmodels import ModelSpec, MultiTokenPrediction
+from costmodels.catalogue import load_model
+from costmodels.errors import InputError
+from planner import suggest
+from runtime import convert
 from runtime.data.boundaries import Boundaries
+from runtime.huggingface.stored_model import StoredModel
+from runtime.job.initial_state import check_loaded
 from runtime.model.transformer import Transformer
+from runtime.settings.options import OutputOptions
+from runtime.settings.preflight import check_job
 from runtime.train.targets import next_tokens, predicted_tokens, targets_of
 from tests.support.gradients import check_gradients
 from tests.support.layouts import parse_layout
-from tests.support.models import FORMS
+from tests.support.models import FORMS, LLAMA
 from tests.support.ranks.training import batch_of, curve_and_gradients, further_losses
+from tests.support.stored_models import loss_with_loaded_weights, write_checkpoint
 from tests.support.worker_pool import WorkerPool
 
 BATCH, STEPS = 4, 2
@@ -127,3 +141,122 @@ def test_targets_of_further_tokens_end_with_the_sample_and_know_hidden_ids() -> 
     assert targets_of(labels, torch.tensor([3, 0]), 2).tolist() == [[[8, 6], [-1, 0], [-1, ~7]]]
     assert targets_of(labels, torch.tensor([1]), 0).tolist() == [[0]]
     assert predicted_tokens(labels, 2).tolist() == [3, 2, 1]
+
+
+def test_weights_go_to_hugging_faces_names_and_back(tmp_path: Path) -> None:
+    spec = FORMS["further"]
+    model = write_checkpoint(spec, tmp_path / "ours")
+    convert.to_hugging_face(tmp_path / "ours", tmp_path / "hf")
+    config = json.loads((tmp_path / "hf" / "config.json").read_text())
+    assert (config["model_type"], config["num_nextn_predict_layers"]) == ("deepseek_v3", 2)
+    theirs = load_file(tmp_path / "hf" / "model.safetensors")
+    own = model.state_dict()
+    assert torch.equal(theirs["model.layers.4.eh_proj.weight"], own["mtp.0.join.weight"])
+    assert torch.equal(theirs["model.layers.5.shared_head.norm.weight"], own["mtp.1.norm.weight"])
+    assert torch.equal(theirs["model.layers.5.embed_tokens.weight"], own["embedding.tokens.weight"][:250])
+    assert torch.equal(theirs["model.layers.4.shared_head.head.weight"], own["head.weight"][:250])
+    done = convert.from_hugging_face(tmp_path / "hf", tmp_path / "back")
+    assert done.left_out == [] and done.spec.mtp_depths == 2
+    first, second = StoredModel(tmp_path / "ours"), StoredModel(tmp_path / "back")
+    assert first.tensors.wholes == second.tensors.wholes
+    assert all(torch.equal(first.tensors.read(name), second.tensors.read(name)) for name in first.shapes)
+
+
+def test_a_head_of_its_own_is_left_out(tmp_path: Path) -> None:
+    write_checkpoint(FORMS["further"], tmp_path / "ours")
+    convert.to_hugging_face(tmp_path / "ours", tmp_path / "hf")
+    file = tmp_path / "hf" / "model.safetensors"
+    tensors = load_file(file)
+    tensors["model.layers.4.shared_head.head.weight"] += 1.0
+    save_file(tensors, file)
+    done = convert.from_hugging_face(tmp_path / "hf", tmp_path / "back")
+    assert done.spec.mtp is None and "model.layers.4.eh_proj.weight" in done.left_out
+
+
+def test_an_architecture_without_such_layers_leaves_them_out(tmp_path: Path) -> None:
+    write_checkpoint(
+        FORMS["further-tied"].model_copy(update={"logits_scale": 1.0, "embedding_scale": 1.0}), tmp_path
+    )
+    done = convert.to_hugging_face(tmp_path, tmp_path / "hf")
+    assert "mtp.0.join.weight" in done.left_out and len(done.left_out) == 13
+
+
+@pytest.mark.ranks
+def test_a_job_goes_on_from_weights_with_as_many_modules_or_fewer(pool: WorkerPool, tmp_path: Path) -> None:
+    spec = FORMS["further"]
+    write_checkpoint(spec, tmp_path)
+    losses = {}
+    for layout, depths in (("", 2), ("pp=2,tp=2", 2), ("dp=2", 1), ("dp=2", 0)):
+        mtp = MultiTokenPrediction(depths=depths) if depths else None
+        wanted = spec.model_copy(update={"mtp": mtp})
+        split = parse_layout(f"{layout},gbs=4", wanted)
+        found = pool.run(loss_with_loaded_weights, split.world_size, wanted, split, str(tmp_path))
+        losses[layout, depths] = found[0]
+    assert list(losses.values()) == pytest.approx([losses["", 2]] * 4, rel=1e-5)
+    with pytest.raises(InputError, match=r"3: checkpoint .* has weights of 2 modules"):
+        check_loaded(
+            OutputOptions(load=str(tmp_path)),
+            spec.model_copy(update={"mtp": MultiTokenPrediction(depths=3)}),
+        )
+
+
+def test_backward_that_is_split_is_refused_by_search_and_runtime() -> None:
+    spec = FORMS["further-tied"]
+    words = "schedule zbv splits backward passes, and the losses of multi-token prediction"
+    with pytest.raises(InputError, match=words):
+        check_job(spec, parse_layout("schedule=zbv,gbs=8", spec), 2)
+    job = {"world_size": 2, "device": "cpu", "global_batch_size": 8}
+    with pytest.raises(InputError, match=words):
+        suggest(spec, pin={"schedule": "zbv"}, **job)
+    assert suggest(spec, **job).model.mtp == spec.mtp
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"position": "learned"}, "no learned positions"),
+        ({"lora": {"rank": 2, "alpha": 4.0}}, "mtp trains all weights"),
+        ({"mtp": {"depths": 40}}, "samples of more tokens than 32"),
+    ],
+)
+def test_models_that_cannot_predict_further_say_why(changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        ModelSpec.model_validate(FORMS["further-tied"].model_dump() | changes)
+
+
+def test_modules_cost_a_layer_a_head_and_what_joins_inputs() -> None:
+    plain = LLAMA.model_copy(update={"layers": 8})
+    spec = plain.model_copy(update={"mtp": MultiTokenPrediction(depths=2)})
+    layer = spec.layer_parameters(spec.layer_kind(7))
+    assert spec.mtp_parameters == 2 * (layer + 2 * 64 * 64 + 3 * 64)
+    model = Transformer(spec, spec.vocab)
+    own = sum(one.numel() for name, one in model.named_parameters() if name.startswith("mtp."))
+    assert own == spec.mtp_parameters and spec.parameters == plain.parameters
+    deeper = plain.model_copy(update={"layers": 10})
+    more = spec.flops_per_sequence() - deeper.flops_per_sequence()
+    assert more == pytest.approx(2 * 6 * 32 * (64 * 250 + 2 * 64 * 64))
+
+
+def test_plans_count_time_and_memory_on_the_last_stage() -> None:
+    plain = load_model("llama2-7b")
+    spec = plain.model_copy(update={"mtp": MultiTokenPrediction(depths=1)})
+    job: dict[str, Any] = {
+        "world_size": 8,
+        "device": "a100-80g",
+        "global_batch_size": 16,
+        "precision": "bf16",
+    }
+    pins = {
+        "tp": 1,
+        "pp": 4,
+        "dp": 2,
+        "zero": 0,
+        "mbs": 1,
+        "layers_per_stage": "8,8,8,8",
+        "recompute": "none",
+    }
+    one, other = (suggest(model, pin=pins, **job).estimate for model in (plain, spec))
+    assert other.step_time_s > one.step_time_s
+    assert not suggest(spec, pin=pins, **job | {"engine": None}).estimate.exact
+    first, last = ([stage.parameters for stage in estimate.memory] for estimate in (one, other))
+    assert first[:3] == last[:3] and last[3] > first[3]
