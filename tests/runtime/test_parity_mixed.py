@@ -42,6 +42,8 @@ SEEDED = (
     ("chunks", 4, 3, 14),
     ("delta", 4, 3, 15),
     ("capped", 4, 3, 16),
+    ("further", 4, 3, 17),
+    ("further-tied", 4, 2, 18),
 )
 """Model, ranks, layouts and the seed of their choice."""
 
