@@ -17,6 +17,7 @@ from costmodels import ModelSpec
 from costmodels.catalogue import load_device, load_model
 from costmodels.catalogue.yaml_files import yaml_loader
 from costmodels.network.network_table import read_network_table
+from costmodels.spec.model_flops import flops_per_sequence
 from planner.inputs.model import resolve_model
 from planner.plan import Plan
 from runtime.data import IndexedWriter, build_datasets
@@ -89,7 +90,7 @@ def config_targets() -> list[Target]:
 
 def priced(model: ModelSpec) -> Any:
     """A model, whose sizes could be counted."""
-    return model.model_dump(), model.parameters, model.flops_per_sequence()
+    return model.model_dump(), model.parameters, flops_per_sequence(model)
 
 
 def yaml_targets() -> list[Target]:

@@ -22,6 +22,7 @@ import typer
 from costmodels import Layout, ModelSpec
 from costmodels.catalogue import load_model
 from costmodels.errors import InputError
+from costmodels.spec.model_flops import flops_per_sequence
 from costmodels.spec.record import GIB
 from planner.options.flags import run
 from runtime.settings.preflight import check_job
@@ -110,7 +111,7 @@ def speed(case: Case, found: dict[str, Any], on_gpu: bool, peak_flops: float | N
     rate = layout.global_batch_size / found["step_time_s"]
     return found | {
         "tokens_per_s": rate * spec.seq,
-        "mfu": rate * spec.flops_per_sequence() / peak_flops if peak_flops else None,
+        "mfu": rate * flops_per_sequence(spec) / peak_flops if peak_flops else None,
     }
 
 

@@ -18,6 +18,7 @@ import typer
 
 from costmodels import Layout, ModelSpec
 from costmodels.errors import InputError
+from costmodels.spec.model_flops import flops_per_sequence
 from costmodels.spec.record import GIB
 from planner.options.flags import run
 from planner.options.model import ModelOptions
@@ -57,7 +58,7 @@ def measure(spec: ModelSpec, layout: Layout, steps: int, compiled: bool | None) 
         seconds.append(time.perf_counter() - started)
     step_time = statistics.median(seconds[WARM_UP:])
     described = detect_device(1)
-    flops = spec.flops_per_sequence() * layout.global_batch_size / step_time
+    flops = flops_per_sequence(spec) * layout.global_batch_size / step_time
     peak = described.peak_flops.get(layout.precision)
     return {
         "model": spec.name,

@@ -19,6 +19,7 @@ from costmodels.spec.estimate import Estimate, StageMemory, StepTime
 from costmodels.spec.hardware import Cluster
 from costmodels.spec.layout import Layout
 from costmodels.spec.model import ModelSpec
+from costmodels.spec.model_flops import flops_per_sequence
 from costmodels.spec.row_blocks import block_results
 from costmodels.spec.table import Bools, Floats, Ints, LayoutTable
 from costmodels.step_times import step_seconds, tied_seconds
@@ -80,8 +81,8 @@ class Prices:
 
     @property
     def tflops_per_device(self) -> Floats:
-        """Model TFLOP/s by `ModelSpec.flops_per_sequence`."""
-        sequences = self.table.global_batch_size * self.model.flops_per_sequence()
+        """Model TFLOP/s by `costmodels.spec.model_flops.flops_per_sequence`."""
+        sequences = self.table.global_batch_size * flops_per_sequence(self.model)
         return sequences / self.step_time_s / self._devices / 1e12
 
     @property

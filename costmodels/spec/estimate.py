@@ -118,7 +118,7 @@ class Estimate(Record):
     """Tokens of all devices together."""
     tokens_per_s_per_device: Positive
     tflops_per_device: Positive
-    """Model TFLOP/s by `ModelSpec.flops_per_sequence` (no recomputation, causal attention)."""
+    """Model TFLOP/s by `costmodels.spec.model_flops` (no recomputation, causal attention)."""
     mfu: Positive
     """Model FLOPs over the peak of the layout's precision, 0 to 1."""
 

@@ -7,7 +7,6 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import Field, model_validator
 
-from costmodels.spec.model_flops import flops_per_sequence
 from costmodels.spec.model_parts import (
     Indexer,
     LatentAttention,
@@ -484,10 +483,6 @@ class ModelSpec(Record):
         """
         multiple = math.lcm(VOCAB_MULTIPLE, tensor_parallel)
         return -(-self.vocab // multiple) * multiple
-
-    def flops_per_sequence(self) -> float:
-        """Model FLOPs of forward and backward for one sequence; see `costmodels.spec.model_flops`."""
-        return flops_per_sequence(self)
 
     def score_share(self, kind: AttentionKind = "full") -> float:
         """The part of all causal pairs of tokens whose scores attention computes, of 1.

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from costmodels.spec.model import LayerKind, ModelSpec
+from costmodels.spec.model import LayerKind, ModelSpec
 
 
 def flops_per_sequence(model: ModelSpec) -> float:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from costmodels import Cluster, Layout, ModelSpec
+from costmodels.spec.model_flops import flops_per_sequence
 from planner.history.step_parts import StepParts
 from runtime.logs.console import say
 from runtime.logs.line_file import LineFile
@@ -43,7 +44,7 @@ def throughput(
     spec: ModelSpec, layout: Layout, cluster: Cluster, sequences_per_s: float
 ) -> dict[str, float | None]:
     """Tokens per second of the job, model TFLOP/s and MFU of one device."""
-    flops = spec.flops_per_sequence() * sequences_per_s / layout.world_size
+    flops = flops_per_sequence(spec) * sequences_per_s / layout.world_size
     peak = cluster.device.peak_flops.get(layout.precision)
     return {
         "tokens_per_s": sequences_per_s * spec.seq,

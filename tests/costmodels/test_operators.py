@@ -6,6 +6,7 @@ import pytest
 from costmodels.layers.operators import embedding, head, layer, padded_vocabulary
 from costmodels.layers.shapes import routed_rows
 from costmodels.spec.model import ModelSpec
+from costmodels.spec.model_flops import flops_per_sequence
 from costmodels.spec.model_parts import LatentAttention
 from costmodels.spec.table import LayoutTable
 
@@ -28,7 +29,7 @@ def model_flops(model, engine, table):
 def test_forward_work_is_a_third_of_the_model_flops_however_it_is_split(name, request, engine, layout):
     model = request.getfixturevalue(name)
     table = LayoutTable.of([layout(model, tp=tp, mbs=mbs) for tp in (1, 2, 4, 8) for mbs in (1, 2)])
-    expected = model.flops_per_sequence() / 3 * table.micro_batch_size
+    expected = flops_per_sequence(model) / 3 * table.micro_batch_size
     # Every rank routes tokens of its own.
     router = 2 * model.seq * model.hidden * model.experts * model.moe_layers
     found = model_flops(model, engine("megatron"), table)
@@ -42,7 +43,7 @@ def test_latent_attention_counts_its_projections_once(llama, engine, layout):
     model = ModelSpec.model_validate({**llama.model_dump(), "latent_attention": mla})
     table = LayoutTable.of([layout(model)])
     # The model's count takes the weights of the latents' norms for matrices: 2048 of 148 million.
-    expected = model.flops_per_sequence() / 3
+    expected = flops_per_sequence(model) / 3
     np.testing.assert_allclose(model_flops(model, engine("megatron"), table), expected, rtol=1e-4)
 
 

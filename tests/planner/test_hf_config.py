@@ -8,6 +8,7 @@ import pytest
 
 from costmodels.catalogue import load_model
 from costmodels.errors import InputError
+from costmodels.spec.model_flops import flops_per_sequence
 from costmodels.spec.model_parts import RopeScaling, Router
 from planner.inputs.huggingface.config_file import model_from_hf_config
 
@@ -213,7 +214,7 @@ def test_rope_scaling_is_recorded_and_costs_nothing(
 ) -> None:
     model = model_from_hf_config(write(tmp_path / "m", LLAMA | config))
     assert model.rope_scaling == scaling
-    assert model.flops_per_sequence() == load_model("llama2-70b").flops_per_sequence()
+    assert flops_per_sequence(model) == flops_per_sequence(load_model("llama2-70b"))
 
 
 def test_mistral_is_read_as_a_llama(tmp_path: Path) -> None:
@@ -250,7 +251,7 @@ def test_layers_attend_to_windows_that_are_shorter_than_the_sequence(
     assert kinds.count("window") == windows * model.layers
     whole = model.model_copy(update={"attention_pattern": ("full",)})
     # Of 8192 tokens, a window of 4096 sees three quarters of the pairs.
-    saved = (whole.flops_per_sequence() - model.flops_per_sequence()) / (
+    saved = (flops_per_sequence(whole) - flops_per_sequence(model)) / (
         3.0 * seq**2 * 2 * model.q_size * model.layers
     )
     assert saved == pytest.approx(windows / 4)

@@ -14,6 +14,7 @@ import torch
 
 from costmodels import ModelSpec
 from costmodels.catalogue import load_model
+from costmodels.spec.model_flops import flops_per_sequence
 from planner.inputs.cluster import resolve_cluster
 from runtime.job.metrics import Recorder, evaluation_line, log_line, peak_memory_bytes, throughput
 from runtime.logs.metrics_file import METRICS_FILE, MetricsReader, drop_metrics_after, read_metrics
@@ -98,7 +99,7 @@ def test_throughput_counts_the_tokens_and_model_flops_of_a_step() -> None:
     cluster = resolve_cluster("a100-80g", 8)
     figures = throughput(SPEC, layout, cluster, 32 / 0.5)
     assert figures["tokens_per_s"] == 32 * 1024 / 0.5
-    per_device = SPEC.flops_per_sequence() * 32 / 8 / 0.5
+    per_device = flops_per_sequence(SPEC) * 32 / 8 / 0.5
     assert figures["tflops_per_device"] == pytest.approx(per_device / 1e12)
     assert figures["mfu"] == pytest.approx(per_device / 312e12)
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from costmodels import ModelSpec, MultiTokenPrediction
 from costmodels.catalogue import load_model
 from costmodels.errors import InputError
+from costmodels.spec.model_flops import flops_per_sequence
 from planner import suggest
 from runtime import convert
 from runtime.data.boundaries import Boundaries
@@ -205,7 +206,7 @@ def test_backward_that_is_split_is_refused_by_search_and_runtime() -> None:
     words = "schedule zbv splits backward passes, and the losses of multi-token prediction"
     with pytest.raises(InputError, match=words):
         check_job(spec, parse_layout("schedule=zbv,gbs=8", spec), 2)
-    job = {"world_size": 2, "device": "cpu", "global_batch_size": 8}
+    job: dict[str, Any] = {"world_size": 2, "device": "cpu", "global_batch_size": 8}
     with pytest.raises(InputError, match=words):
         suggest(spec, pin={"schedule": "zbv"}, **job)
     assert suggest(spec, **job).model.mtp == spec.mtp
@@ -233,7 +234,7 @@ def test_modules_cost_a_layer_a_head_and_what_joins_inputs() -> None:
     own = sum(one.numel() for name, one in model.named_parameters() if name.startswith("mtp."))
     assert own == spec.mtp_parameters and spec.parameters == plain.parameters
     deeper = plain.model_copy(update={"layers": 10})
-    more = spec.flops_per_sequence() - deeper.flops_per_sequence()
+    more = flops_per_sequence(spec) - flops_per_sequence(deeper)
     assert more == pytest.approx(2 * 6 * 32 * (64 * 250 + 2 * 64 * 64))
 
 
