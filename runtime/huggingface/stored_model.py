@@ -111,7 +111,7 @@ class TunedModel:
         self.adapters, self.base = adapters, StoredModel(base.folder, base.iteration, verify)
         self.base_folder = base.folder
         self.folder, self.shapes = adapters.folder, self.base.shapes
-        self.spec = adapters.spec.model_copy(update={"lora": None})
+        self.spec = adapters.spec.model_copy(update={"lora": None, "mtp": self.base.spec.mtp})
         assert adapters.spec.lora is not None
         self.lora = adapters.spec.lora
 
