@@ -124,7 +124,7 @@ def _compile(block: Block, in_two: bool) -> None:
 
 def _compile_together(stage: Transformer, layers: int) -> None:
     """Compile so many layers at a time as one graph, which all of these share."""
-    blocks, run = stage.blocks, torch.compile(run_blocks)
+    blocks, run = stage.stack, torch.compile(run_blocks)
     graphs = [tuple(blocks[start : start + layers]) for start in range(0, len(blocks), layers)]
 
     def run_layers(x_BSD: Tensor) -> Tensor:
@@ -133,6 +133,9 @@ def _compile_together(stage: Transformer, layers: int) -> None:
         return x_BSD
 
     stage.run_layers = run_layers  # type: ignore[method-assign]
+    for block in stage.blocks[len(blocks) :]:
+        # Those of modules that predict further tokens stand apart.
+        _compile(block, in_two=False)
 
 
 def build_executor(
