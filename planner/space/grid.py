@@ -158,10 +158,12 @@ def build(
     remaining = considered = math.prod(degrees.shape)
     for rule in _rules(pins, further):
         broken = rule.broken(model, degrees)
-        if legal.shape[1] > 1 and max(broken.shape[2:], default=1) > 1:
+        if degrees.shape[1] > 1 and max(broken.shape[2:], default=1) > 1:
             # The first rule that looks past mesh and chunks is asked about those that are left.
             degrees, legal = _flattened(degrees, legal)
             broken = rule.broken(model, degrees)
+        if not broken.any():
+            continue
         legal = legal & ~broken
         before, remaining = remaining, _count(legal, degrees.shape)
         if before > remaining:
