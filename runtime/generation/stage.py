@@ -124,9 +124,9 @@ class GeneratingStage:
         if not self.is_last:
             dist.send(x.contiguous(), dist.get_rank() + self.split.tensor_parallel)
             return None
-        assert self.model.norm is not None and self.model.head is not None
+        assert self.model.norm is not None
         x = x[torch.arange(len(last), device=self.device), last].unsqueeze(1)
-        logits = self.model.head(self.model.norm(x))
+        logits = self.model.logits(self.model.norm(x))
         if self.grid is not None and self.split.tensor_parallel > 1:
             logits = gather(logits, 2, self.grid.mesh.get_group("tp"))
         return logits[:, 0, : self.spec.vocab]  # type: ignore[no-any-return]

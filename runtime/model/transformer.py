@@ -214,10 +214,14 @@ class Transformer(nn.Module):
             x = self.norm(x)
             if self.score is not None:
                 return self._scored(self.head, x, self.score)
-            x = self.head(self._scaled(x))
-            if self.softcap:
-                x = torch.tanh(x / self.softcap) * self.softcap
+            return self.logits(x)
         return x
+
+    def logits(self, x_BSD: Tensor) -> Tensor:
+        """Logits [B, S, V], or this rank's share of V, of the output of the last norm."""
+        assert self.head is not None
+        logits_BSV = self.head(self._scaled(x_BSD))
+        return torch.tanh(logits_BSV / self.softcap) * self.softcap if self.softcap else logits_BSV
 
     def _scaled(self, x_BSD: Tensor) -> Tensor:
         return x_BSD if self.logits_scale == 1.0 else x_BSD * self.logits_scale

@@ -43,6 +43,10 @@ def test_the_likeliest_tokens_are_those_of_transformers(name: str, tmp_path: Pat
     assert cached == expected
     assert len({token for row in cached for token in row}) > TOKENS / 2
     assert ours.continue_ids(PROMPTS, TOKENS, ignore_end=True, cached=False) == cached
+    # The likeliest token says nothing of logits that are scaled or bounded, which drawn tokens depend on.
+    with torch.no_grad():
+        last = [theirs(torch.tensor([prompt])).logits[0, -1] for prompt in PROMPTS]  # type: ignore[operator]
+    torch.testing.assert_close(ours._plain_step(PROMPTS)([[], [], []]), torch.stack(last), atol=1e-4, rtol=1e-4)
 
 
 @pytest.fixture(scope="module")
