@@ -175,7 +175,7 @@ def _built(
         stack.enter_context(compiled_layers(tracker))
     stack.enter_context(tracker)
     with patch.object(stages, "needs_data_parallel", lambda *_: False):
-        stage = stages.build_stage(model, layout, grid, 0, graph_layers=int(compiled))
+        stage = stages.build_stage(model, layout, grid, 0, int(compiled))
     dtype = DTYPES[layout.precision]
     with unset_fake_temporarily():
         _convert(stage, dtype)
