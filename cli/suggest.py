@@ -14,6 +14,7 @@ from cli.waiting import waiting
 from costmodels.dataclass import dataclass
 from costmodels.errors import InputError
 from costmodels.network.topology import describe
+from costmodels.tapes.player import is_playable
 from planner import advice
 from planner.api import search
 from planner.budget.run import UNIT_TOKENS, Run, check_price, parse_tokens
@@ -254,7 +255,8 @@ def _of_memory(plan: Plan) -> Iterator[str]:
     """A line where the memory of a plan is not known exactly, and could be."""
     if has_exact_memory(plan.cluster, plan.engine) and not plan.estimate.exact:
         unrecorded = "adapters" if plan.model.lora is not None else None
-        unrecorded = "multi-token prediction modules" if plan.model.mtp is not None else unrecorded
+        if plan.model.mtp is not None and not is_playable(plan.model, plan.layout, compiled=True):
+            unrecorded = "multi-token prediction modules in fp8 or beside offloaded activations"
         yield (
             f"memory of the first plan is by closed forms, as {unrecorded} are not recorded: planner dryrun "
             "traces the plan"

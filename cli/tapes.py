@@ -13,9 +13,12 @@ from costmodels.catalogue import load_model, model_names
 from costmodels.dataclass import dataclass
 from costmodels.errors import InputError
 from costmodels.spec.hardware import Precision
+from costmodels.spec.model import ModelSpec
+from costmodels.spec.model_parts import MultiTokenPrediction
 from costmodels.tapes import store
 from costmodels.tapes.coverage import structures_of_model
 from costmodels.tapes.structure import Structure
+from planner.inputs.model import with_mtp
 from planner.options.flags import flag, flag_groups
 from planner.options.limits import AT_LEAST_1
 from runtime.dryrun.preflight import check_torch
@@ -40,15 +43,22 @@ class TapesOptions:
         "Tapes of each model at most: of parallelism and recomputation, the usual ones first.",
         within=AT_LEAST_1,
     )
+    mtp_num_layers: int | None = flag(
+        None, "Record modules that predict this many further tokens too.", within=AT_LEAST_1
+    )
     file: str | None = flag(None, "Keep tapes in this file instead of the user's cache.", metavar="FILE")
     again: bool = flag(False, "Record tapes anew that are there.")
 
     def structures(self) -> Iterator[Structure]:
         """The structures whose tapes there are to be, some of them more than once."""
         names = [self.model] if self.model else model_names()
-        for model in map(load_model, names):
+        for model in map(self._model, names):
             for compiled in LAYERS[self.layers]:
                 yield from islice(structures_of_model(model, compiled, self.precision), self.most)
+
+    def _model(self, name: str) -> ModelSpec:
+        spec, depths = load_model(name), self.mtp_num_layers
+        return spec if depths is None else with_mtp(spec, MultiTokenPrediction(depths=depths))
 
 
 @flag_groups(options=TapesOptions)

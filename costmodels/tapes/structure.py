@@ -102,6 +102,16 @@ class Structure(NamedTuple):
     """What blocks have that few models do, as `block_form` says it."""
     shared_experts: bool = False
     shared_gate: bool = False
+    further: int = 0
+    """Of a head: modules that predict further tokens, whose layers are what the fields of layers say."""
+    further_experts: bool = False
+    tied: bool = False
+    """Of such a head, whose matrix is the embedding's."""
+
+    @property
+    def routes(self) -> bool:
+        """Whether it has routed experts."""
+        return self.unit == "experts" or self.further_experts
 
     @property
     def name(self) -> str:
@@ -171,6 +181,8 @@ def structure_of(
             pads_vocabulary=entries > model.vocab,
             chunks=int(loss_chunks(tokens, tp)),
         )
+        if model.mtp_depths:
+            return _with_further(found, model, layout)
     else:
         found = _of_layer(found._replace(compiled=compiled), model, layout, recomputes, is_last)
     return found._replace(
@@ -178,6 +190,30 @@ def structure_of(
         grouped_queries=found.grouped_queries and heeds_groups(found),
         one_head=found.one_head and heeds_one_head(found),
         one_key_head=found.one_key_head and heeds_one_head(found) and not found.latent,
+    )
+
+
+def _with_further(head: Structure, model: ModelSpec, layout: Layout) -> Structure:
+    """The structure of a head and of the modules after it, whose layers are like the last one."""
+    kind = model.layer_kind(model.layers - 1)
+    unit: Unit = "experts" if kind.mlp == "experts" else "dense"
+    layer = structure_of(
+        model.model_copy(update={"mtp": None}),
+        layout,
+        unit,
+        head.compiled,
+        is_last=True,
+        attention=kind.attention,
+    )
+    scaled = ("embedding_scale",) if model.embedding_scale != 1.0 else ()
+    return layer._replace(
+        unit="head",
+        chunks=head.chunks,
+        pads_vocabulary=head.pads_vocabulary,
+        form=tuple(dict.fromkeys((*layer.form, *head.form, *scaled))),
+        further=model.mtp_depths,
+        further_experts=unit == "experts",
+        tied=model.tied,
     )
 
 
@@ -210,12 +246,11 @@ def _kept_operands(activation: str, compiled: bool) -> str:
 
 def heeds_rows(structure: Structure) -> bool:
     """Whether operations differ for micro batches of one sequence; recorded tapes tell."""
-    match structure.unit:
-        case "embedding":
-            return structure.sequence_parallel or structure.learned_positions
-        case "experts" if structure.tensor_parallel:
-            # Ranks take their parts of sequences, and join them.
-            return True
+    if structure.unit == "embedding":
+        return structure.sequence_parallel or structure.learned_positions
+    if structure.routes and structure.tensor_parallel:
+        # Ranks take their parts of sequences, and join them.
+        return True
     return structure.sequence_parallel or structure.unfused or structure.context_form == "all_gather"
 
 

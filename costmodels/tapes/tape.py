@@ -27,9 +27,13 @@ INPUT, OUTPUT, OUTPUT_GRADIENT = 0, 1, 2
 LAYER, EXPERTS = "layer", "experts"
 """Groups of parameters that FSDP2 wraps together: the routed experts of a layer, and all else of a unit."""
 
-EXPERTS_FORWARD, EXPERTS_FORWARD_END = "experts_forward", "experts_forward_end"
-EXPERTS_BACKWARD, EXPERTS_BACKWARD_END = "experts_backward", "experts_backward_end"
-"""Marks around the routed experts of a layer, where FSDP2 gathers their parameters and is done with them."""
+FURTHER = "further"
+"""Begins the groups of modules that predict further tokens, each with the number of its depth: a module
+(`further1`), its layer (`further1_layer`) and the routed experts of that (`further1_experts`)."""
+
+FORWARD, FORWARD_END, BACKWARD, BACKWARD_END = "_forward", "_forward_end", "_backward", "_backward_end"
+"""Marks, after the name of a group that is not all of a unit: where FSDP2 gathers its parameters and is done
+with them."""
 
 FETCHES, FETCHED = "fetches", "fetched"
 """Marks around the copies back of what a layer has sent to host memory; another layer may have begun them."""
@@ -76,13 +80,21 @@ class Gradient(NamedTuple):
     storage: int
 
 
+class Addend(NamedTuple):
+    """Autograd has one of several gradients that it adds up to that of a parameter; where it has had another
+    one, the storage that begins next is their sum."""
+
+    parameter: int
+    storage: int
+
+
 class Mark(NamedTuple):
     """Something happens that others may want to act on."""
 
     name: str
 
 
-Event = Allocation | Release | Gradient | Mark
+Event = Allocation | Release | Gradient | Addend | Mark
 
 
 class Parameter(NamedTuple):
@@ -129,6 +141,11 @@ class Tape(NamedTuple):
     """What the input is while this unit holds it over to backward; "" where it does not."""
     split: SplitBackward | None = None
     """None where it was not recorded, as for compiled layers, whose graphs cannot be split."""
+
+
+def shared_parameter(tape: Tape) -> int:
+    """The number of the parameter of a head that may be the embedding, or its copy: the last of its own."""
+    return max(number for number, one in enumerate(tape.parameters) if one.group == LAYER)
 
 
 def elements_of(size: Size, dimensions: Mapping[str, int]) -> int:

@@ -7,6 +7,7 @@ from functools import lru_cache
 from typing import Any
 
 from costmodels.tapes.tape import (
+    Addend,
     Allocation,
     Event,
     Gradient,
@@ -49,7 +50,7 @@ def as_json(tape: Tape) -> dict[str, Any]:
     """A tape for a file: sizes and categories by their numbers in tables.
 
     An event is [storage, size, category] where a storage begins, [storage] where one ends, [storage,
-    parameter] for a gradient, and the name of a mark.
+    parameter] for a gradient, [storage, parameter, 0, 0] for an addend, and the name of a mark.
     """
     sizes: dict[str, int] = {}
     categories: dict[str, int] = {}
@@ -66,6 +67,8 @@ def as_json(tape: Tape) -> dict[str, Any]:
                 return [storage]
             case Gradient(parameter, storage):
                 return [storage, parameter]
+            case Addend(parameter, storage):
+                return [storage, parameter, 0, 0]
             case Mark(name):
                 return name
 
@@ -99,6 +102,8 @@ def parsed_tape(data: dict[str, Any]) -> Tape:
                 return Gradient(parameter, storage)
             case [storage, size, category]:
                 return Allocation(storage, sizes[size], categories[category])
+            case [storage, parameter, _, _]:
+                return Addend(parameter, storage)
         raise ValueError(f"{one!r} is no event of a tape")
 
     def events(every: list[Any]) -> tuple[Event, ...]:

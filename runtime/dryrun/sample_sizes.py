@@ -85,6 +85,9 @@ SHARES = 4
 MULTIPLE = 16
 """Of widths, so that kernels take them."""
 
+FEWEST_ROWS = 5
+"""Sequences of a micro batch that has to be small: 2 and 3 are in coefficients."""
+
 SEQ_MULTIPLE = 64
 """Of sequences, so that kernels round nothing."""
 
@@ -175,8 +178,11 @@ class _Sizes:
             # Two chunks, or two windows.
             chunks *= 2
         odd = structure.unit == "experts" and structure.precision != "fp8"
-        self.seq = chunks * (self._odd_rows(chunks) if odd else SEQ_MULTIPLE * own["seq"])
-        if structure.unit == "head":
+        if structure.further:
+            self.seq = self._scored_rows(chunks)
+        else:
+            self.seq = chunks * (self._odd_rows(chunks) if odd else SEQ_MULTIPLE * own["seq"])
+        if structure.unit == "head" and not structure.further:
             # An odd number of tokens is in each chunk of the loss, so that there are not more of them.
             self.seq = self.tp * structure.chunks * self._fresh("seq", CHUNK_TOKENS + FIRST[number])
         self.hidden = MULTIPLE * self._fresh(
@@ -196,6 +202,26 @@ class _Sizes:
             self.group *= self.cp // self.keys
         else:
             self.keys *= self.cp
+
+    def _scored_rows(self, chunks: int) -> int:
+        """The length of sequences that layers take, and whose loss is in as many chunks as it is to be."""
+        scored, others = self.structure.chunks, chunks // (self.tp * self.cp)
+        even = others & -others
+        if scored % even == 0:
+            chunks *= scored // even
+            if self.rows == 1:
+                # The loss of fewer tokens is in fewer chunks.
+                self._fresh("seq", CHUNK_TOKENS + FIRST[self.number])
+            return chunks * self._odd_rows(chunks)
+        # There are no more chunks where there are too few tokens for them.
+        if self.rows > 1:
+            self.rows = self._fresh("batch", FEWEST_ROWS)
+        most = 2 * scored * CHUNK_TOKENS // (others * self.rows)
+        self._fresh("seq", most * (SAMPLES + self.number) // (2 * SAMPLES))
+        odd = self._odd_rows(chunks)
+        if odd > most:
+            raise ValueError(f"{self.structure.name}: no sample has so few chunks of the loss")
+        return chunks * odd
 
     def _odd_rows(self, chunks: int) -> int:
         """Rows of a chunk that are a prime, so that a share of them is no product of sizes; where a kernel
@@ -246,7 +272,7 @@ class _Sizes:
             "activation": structure.activation or "gelu",
             "norm": structure.norm or "layernorm",
             "position": _position(structure),
-            "tied": False,
+            "tied": structure.tied,
             "linear_bias": structure.linear_bias,
             "qkv_bias": structure.qkv_bias and not structure.linear_bias,
             "qk_norm": structure.qk_norm,
@@ -254,7 +280,9 @@ class _Sizes:
         fields |= self._form_fields()
         if structure.latent:
             fields |= self._latent_fields()
-        return fields | self._expert_fields() if structure.unit == "experts" else fields
+        if structure.further:
+            fields["mtp"] = {"depths": structure.further}
+        return fields | self._expert_fields() if structure.routes else fields
 
     def _form_fields(self) -> dict[str, Any]:
         """What `costmodels.tapes.structure.block_form` says, with values that are none of the usual ones."""

@@ -8,6 +8,7 @@ from pathlib import Path
 from costmodels.tapes.store import write_tapes
 from costmodels.tapes.structure import Structure
 from costmodels.tapes.tape import (
+    Addend,
     Allocation,
     Event,
     Gradient,
@@ -39,7 +40,7 @@ def recorded_tape(structure: Structure) -> Tape:
     """
     samples: list[Sample] = []
     recordings: list[UnitRecordings] = []
-    splits = not structure.compiled and structure.unit != "embedding"
+    splits = not structure.compiled and structure.unit != "embedding" and not structure.further
     for number in range(SAMPLES):
         samples.append(sample(structure, number))
         model, layout, _ = samples[-1]
@@ -177,6 +178,8 @@ def _events(
             events.append(Release(number))
         elif kind == "gradient":
             events.append(Gradient(what, number))
+        elif kind == "addend":
+            events.append(Addend(what, number))
         else:
             events.append(Mark(text))
     return tuple(events)

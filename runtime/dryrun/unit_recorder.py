@@ -8,7 +8,7 @@ that are there already.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -26,15 +26,16 @@ from torch.distributed.tensor import DTensor
 from costmodels import Layout, ModelSpec
 from costmodels.tapes.structure import LAYERS, Unit
 from costmodels.tapes.tape import (
+    BACKWARD,
+    BACKWARD_END,
     EXPERTS,
-    EXPERTS_BACKWARD,
-    EXPERTS_BACKWARD_END,
-    EXPERTS_FORWARD,
-    EXPERTS_FORWARD_END,
     FETCHED,
     FETCHES,
     FETCHES_BEFORE,
     FORGETS,
+    FORWARD,
+    FORWARD_END,
+    FURTHER,
     INPUT,
     LAYER,
     OUTPUT,
@@ -48,6 +49,7 @@ from runtime.dryrun.kernels import gpu_kernels
 from runtime.dryrun.roles import label_layers, roles
 from runtime.dryrun.tracker import Tracker, inner_tensors
 from runtime.model.experts import MixtureOfExperts
+from runtime.model.multi_token import FurtherToken
 from runtime.model.number_formats import DTYPES
 from runtime.model.transformer import Transformer
 from runtime.parallel import offload, recomputation
@@ -59,8 +61,8 @@ from runtime.train import stages
 from runtime.train.balance import Balance
 
 Change = tuple[str, int, int, str]
-"""What happens: "allocation", "release", "gradient" or "mark"; the number of the storage; its bytes, or the
-number of the parameter; its category, or the name of the mark."""
+"""What happens: "allocation", "release", "gradient", "addend" or "mark"; the storage; its bytes,
+or the number of the parameter; its category, or the name of the mark."""
 
 
 BORDERS = {INPUT, OUTPUT, OUTPUT_GRADIENT}
@@ -180,6 +182,7 @@ def _built(
     with unset_fake_temporarily():
         _convert(stage, dtype)
     stage.to_empty(device=device)
+    stage.tie()
     for router in stage.routers.values():
         router.to_device(device)
     # Only what belongs to layers: the tracker's executor is not needed for one stage.
@@ -197,14 +200,17 @@ def _built(
     if unit in LAYERS:
         (block,) = stage.blocks
         return block, block, partial(torch.empty, residual, dtype=dtype, device=device)
-    assert stage.norm is not None and stage.head is not None
-    norm, head = stage.norm, stage.head
-    loss.labels = ids
-    return (
-        nn.ModuleList([norm, head]),
-        lambda x: loss(head, norm(x)),
-        partial(torch.empty, residual, dtype=dtype, device=device),
-    )
+    module, run_head = _head(stage, loss, ids)
+    return module, run_head, partial(torch.empty, residual, dtype=dtype, device=device)
+
+
+def _head(stage: Transformer, loss: TokenLoss, ids: Tensor) -> tuple[nn.Module, Callable[[Tensor], Tensor]]:
+    """Norm, head and loss, and modules after them that predict further tokens, with their embedding."""
+    loss.score(stage)
+    loss.labels = torch.stack([ids] * (1 + len(stage.mtp)), dim=1) if stage.mtp else ids
+    further = (stage.embedding, stage.mtp) if stage.mtp else ()
+    parts = (stage.norm, stage.head, *further)
+    return nn.ModuleList([part for part in parts if part is not None]), stage.end
 
 
 class _OneStage(NamedTuple):
@@ -281,30 +287,43 @@ class _Recorder:
         self.places: dict[str, int] = {}
         self.borders: dict[int, int] = {}
         self.result: int | None = None
-        self.routed: set[int] = set()
+        self.groups: dict[int, str] = {}
+        """Of parameters that FSDP2 wraps apart from the others of the unit."""
         for number, (_, parameter) in enumerate(self.named):
             parameter.register_post_accumulate_grad_hook(partial(self._gradient_comes, number))  # type: ignore[no-untyped-call]
+        further: list[FurtherToken] = []
         for part in module.modules():
-            if isinstance(part, MixtureOfExperts):
-                self.routed |= {id(parameter) for parameter in part.experts.parameters()}
-                self._watch_experts(part.experts)
+            if isinstance(part, FurtherToken):
+                further.append(part)
+            elif isinstance(part, MixtureOfExperts) and not further:
+                self._watch(part.experts, EXPERTS)
+        for depth, part in enumerate(further, start=1):
+            group = f"{FURTHER}{depth}"
+            self._watch(part, group)
+            self._watch(part.block, f"{group}_{LAYER}")
+            mlp = part.block.mlp
+            if isinstance(mlp, MixtureOfExperts):
+                self._watch(mlp.experts, f"{group}_{EXPERTS}")
 
-    def _watch_experts(self, experts: nn.Module) -> None:
+    def _watch(self, module: nn.Module, group: str) -> None:
+        """Note where FSDP2 acts around a module that it wraps."""
+        self.groups |= {id(parameter): group for parameter in module.parameters()}
+
         def before(_: nn.Module, inputs: tuple[Any, ...]) -> Any:
-            self._note(EXPERTS_FORWARD)
+            self._note(group + FORWARD)
             tensors = [x for x in inputs if isinstance(x, Tensor) and x.requires_grad]
             if not tensors:
                 return inputs
-            wrapped = iter(_Around.apply(partial(self._note, EXPERTS_BACKWARD_END), *tensors))  # type: ignore[no-untyped-call]
+            wrapped = iter(_Around.apply(partial(self._note, group + BACKWARD_END), *tensors))  # type: ignore[no-untyped-call]
             return tuple(next(wrapped) if any(x is t for t in tensors) else x for x in inputs)
 
         def after(_: nn.Module, __: Any, result: Tensor) -> None:
-            self._note(EXPERTS_FORWARD_END)
+            self._note(group + FORWARD_END)
             if result.requires_grad:
-                result.register_hook(lambda gradient: self._note(EXPERTS_BACKWARD))  # type: ignore[no-untyped-call]
+                result.register_hook(lambda gradient: self._note(group + BACKWARD))  # type: ignore[no-untyped-call]
 
-        experts.register_forward_pre_hook(before)
-        experts.register_forward_hook(after)
+        module.register_forward_pre_hook(before)
+        module.register_forward_hook(after)
 
     @contextmanager
     def watched_offloading(self) -> Iterator[None]:
@@ -325,6 +344,27 @@ class _Recorder:
 
         with patch.object(offload._Layer, "fetch", fetching), patch.object(offload, "_start", starting):
             yield
+
+    def _watch_addends(self, y: Tensor) -> None:
+        """Note the gradients that autograd adds up to that of a parameter, which is used several times."""
+        numbers = {id(parameter): number for number, (_, parameter) in enumerate(self.named)}
+        uses: dict[int, list[tuple[Any, int]]] = {}
+        nodes, seen = [y.grad_fn], {y.grad_fn}
+        while nodes:
+            node: Any = nodes.pop()
+            for place, (after, _) in enumerate(() if node is None else node.next_functions):
+                number = numbers.get(id(getattr(after, "variable", None)))
+                if number is not None:
+                    uses.setdefault(number, []).append((node, place))
+                elif after not in seen:
+                    seen.add(after)
+                    nodes.append(after)
+        for number, users in uses.items():
+            for node, place in users if len(users) > 1 else ():
+                node.register_hook(partial(self._addend_comes, number, place))
+
+    def _addend_comes(self, number: int, place: int, gradients: Sequence[Any], _: Any) -> None:
+        self.notes.append((len(self.tracker.numbers), "addend", self._block(gradients[place]), number))
 
     def _note(self, name: str) -> None:
         self.notes.append((len(self.tracker.numbers), "mark", -1, name))
@@ -378,6 +418,7 @@ class _Recorder:
         with tracker.scope(phase="forward"):
             y = self.run_unit(x)
         self.borders.setdefault(self._block(y), OUTPUT)
+        self._watch_addends(y)
         self._reach("returned")
         end = _Output.apply(y, self)  # type: ignore[no-untyped-call]
         # What nobody else holds ends here: input, then output.
@@ -475,6 +516,8 @@ class _Recorder:
                     if kind == "gradient":
                         # One that an earlier micro batch has made is nobody's here.
                         found.append((kind, names.known.get(block, -1), what, ""))
+                    elif kind == "addend":
+                        found.append((kind, names.of(block), what, ""))
                     else:
                         found.append((kind, -1, 0, what))
                     note = next(notes, None)
@@ -504,7 +547,7 @@ class _Recorder:
             gradient = parameter.grad
             partial_sum = isinstance(gradient, DTensor) and any(p.is_partial() for p in gradient.placements)
         local = local_part(parameter.detach())
-        group = EXPERTS if id(parameter) in self.routed else LAYER
+        group = self.groups.get(id(parameter), LAYER)
         return RecordedParameter(name, tuple(local.shape), group, partial_sum, isinstance(parameter, DTensor))
 
 

@@ -210,12 +210,13 @@ class Transformer(nn.Module):
         if self.embedding is not None:
             x = self.embedding(x)
         x = self.run_layers(x)
-        if self.norm is not None and self.head is not None:
-            x = self.norm(x)
-            if self.score is not None:
-                return self._scored(self.head, x, self.score)
-            return self.logits(x)
-        return x
+        return x if self.head is None else self.end(x)
+
+    def end(self, x_BSD: Tensor) -> Tensor:
+        """What comes of the output of all layers: logits, or what `score` makes in their place."""
+        assert self.norm is not None and self.head is not None
+        x_BSD = self.norm(x_BSD)
+        return self.logits(x_BSD) if self.score is None else self._scored(self.head, x_BSD, self.score)
 
     def logits(self, x_BSD: Tensor) -> Tensor:
         """Logits [B, S, V], or this rank's share of V, of the output of the last norm."""

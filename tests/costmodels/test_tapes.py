@@ -19,6 +19,7 @@ from costmodels.tapes.dimensions import dimensions
 from costmodels.tapes.structure import Structure, structure_of, units_of_stage
 from costmodels.tapes.tape import (
     FORGETS,
+    Addend,
     Allocation,
     Gradient,
     Mark,
@@ -47,7 +48,7 @@ MODEL = ModelSpec(name="small", layers=4, hidden=64, heads=4, vocab=100, seq=32)
 TAPE = Tape(
     (Parameter("weight", (parsed_size("1 hidden"), parsed_size("3")), "layer", True, False),),
     (Allocation(1, parsed_size("2 hidden seq"), "activations"), Mark("experts_forward"), Release(1)),
-    (Allocation(3, parsed_size("2 hidden + 8"), "gradients"), Gradient(0, 3), Release(0)),
+    (Allocation(3, parsed_size("2 hidden + 8"), "gradients"), Addend(0, 3), Gradient(0, 3), Release(0)),
     None,
     "activations",
 )

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import hypothesis.strategies as st
 import pytest
 from hypothesis import HealthCheck, Phase, assume, given, note, reject, seed, settings
 
+from costmodels import ModelSpec
+from costmodels.spec.model_parts import MultiTokenPrediction
+from costmodels.tapes.player import is_playable
 from tests.support.layouts import parse_layout
 from tests.support.models import FORMS
 from tests.support.played_memory import UnknownError, compare, draw
@@ -61,3 +66,54 @@ def test_blocks_of_few_models_are_recorded_as_they_are(name: str, text: str, com
     spec = FORMS[name]
     errors = compare(spec, parse_layout(text, spec), 0, compiled)
     assert not errors.misses
+
+
+FURTHER = ModelSpec(
+    name="further",
+    layers=2,
+    hidden=1024,
+    heads=8,
+    kv_heads=4,
+    head_dim=128,
+    ffn=2816,
+    vocab=32000,
+    seq=2048,
+    gated=True,
+    activation="silu",
+    norm="rmsnorm",
+    position="rope",
+    tied=False,
+    mtp=MultiTokenPrediction(depths=2),
+)
+ROUTED: dict[str, Any] = {"experts": 8, "top_k": 2, "expert_ffn": 1024, "dense_layers": 1}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("text", "rank", "compiled", "fields"),
+    [
+        ("gbs=4,dp=2,zero=3,precision=bf16", 0, False, {}),
+        ("gbs=4,dp=2,zero=1,precision=bf16", 0, True, {"tied": True}),
+        ("gbs=4,tp=2,sp=1,dp=2,zero=3,precision=fp32,gradient_reduction=bf16", 0, False, {"tied": True}),
+        ("gbs=8,pp=2,tp=2,dp=2,zero=2,recompute=full,precision=bf16", 1, False, {}),
+        ("gbs=4,dp=2,ep=2,zero=1,precision=bf16", 0, False, ROUTED),
+        ("gbs=4,pp=2,cp=2,precision=bf16", 1, False, {"tied": True}),
+        # Without FSDP2 the modules' own parameters are the root's.
+        ("gbs=4,optimizer=muon,precision=bf16", 0, False, {}),
+    ],
+)
+def test_modules_that_predict_further_tokens_are_recorded_as_they_are(
+    text: str, rank: int, compiled: bool, fields: dict[str, Any]
+) -> None:
+    spec = FURTHER.model_copy(update=fields)
+    errors = compare(spec, parse_layout(text, spec), rank, compiled)
+    assert not errors.misses, errors
+
+
+def test_modules_are_played_but_in_eight_bits_and_beside_offloading() -> None:
+    for text, known in (
+        ("gbs=4,precision=bf16", True),
+        ("gbs=4,precision=fp8", False),
+        ("gbs=4,precision=bf16,offload_activations=1", False),
+    ):
+        assert is_playable(FURTHER, parse_layout(text, FURTHER), compiled=True) == known

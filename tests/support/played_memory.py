@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from costmodels import LatentAttention, Layout, ModelSpec, even_split
 from costmodels.spec.layout import SPLIT_BACKWARD, Schedule
+from costmodels.spec.model_parts import MultiTokenPrediction
 from costmodels.tapes import player, store
 from costmodels.tapes.player import CATEGORIES
 from planner.space.rules import first_violation
@@ -112,6 +113,7 @@ def draw_model(choose: Choose, small: bool) -> ModelSpec:
         qk_norm=choose([False, True]) and not latent,
         **extra,
         **(draw_experts(choose) if choose([False, False, True]) else {}),
+        mtp=choose([None, None, None, MultiTokenPrediction(depths=1), MultiTokenPrediction(depths=2)]),
     )
 
 

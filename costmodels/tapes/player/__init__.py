@@ -73,10 +73,13 @@ def is_playable(model: ModelSpec, layout: Layout, compiled: bool, version: str |
     """Whether the memory of a layout would be known with tapes of all its units."""
     if parsed_version(version or default_version()) > NEWEST:
         return False
-    if untrained_parts(model) or model.lora is not None or model.mtp is not None:
+    if untrained_parts(model) or model.lora is not None:
         return False
     if "linear" in model.attention_pattern or model.attention_softcap:
         # Linear attention and capped scores take more steps for longer sequences, which no tape says.
+        return False
+    if model.mtp is not None and (layout.precision == "fp8" or layout.offload_activations):
+        # No sizes fill products in 8 bits and tell the chunks of the loss; copies cross from unit to unit.
         return False
     if layout.precision == "fp8" and layout.offload_activations and layout.context_parallel > 1:
         # Products in 8 bits keep what the host has too, where keys are gathered: more than is played.

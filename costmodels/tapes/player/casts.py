@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from itertools import groupby
 from typing import Literal, NamedTuple
 
-from costmodels.tapes.tape import OUTPUT_GRADIENT, Allocation, Event, Gradient, Release, Tape
+from costmodels.tapes.tape import OUTPUT_GRADIENT, Addend, Allocation, Event, Gradient, Release, Tape
 
 Manner = Literal["makes", "casts", "adds"]
 """How autograd gives gradients: as it makes them, in the number format in which they are reduced, or by
@@ -34,7 +34,14 @@ class Casting(NamedTuple):
     size: int
 
 
-Steps = tuple[Event | Casting, ...]
+class Sum(NamedTuple):
+    """A storage of `size` bytes begins: the sum of gradients that were cast."""
+
+    storage: int
+    size: int
+
+
+Steps = tuple[Event | Casting | Sum, ...]
 
 
 def always_cast(casts: Casts) -> Casts:
@@ -44,11 +51,13 @@ def always_cast(casts: Casts) -> Casts:
 
 def cast_backward(tape: Tape, casts: Casts) -> Steps:
     """Backward of a unit with its casts: those of one operation in the order of parameters."""
-    found: list[Event | Casting] = []
-    for are_gradients, some in groupby(tape.backward, lambda event: isinstance(event, Gradient)):
+    found: list[Event | Casting | Sum] = []
+    added, backward = _with_addends(tape.backward, casts)
+    for are_gradients, some in groupby(backward, lambda event: isinstance(event, Gradient)):
         events = tuple(some)
         if are_gradients:
             made = {one.storage: one.parameter for one in events if isinstance(one, Gradient)}
+            made = {storage: number for storage, number in made.items() if number not in added}
             place = len(found)
             # The embedding's operation itself makes the gradient, and keeps what it was given until it ends;
             # what others make, an operation without memory of its own hands on.
@@ -57,6 +66,26 @@ def cast_backward(tape: Tape, casts: Casts) -> Steps:
             found[place:place] = _castings(made, casts)
         found += events
     return tuple(found)
+
+
+def _with_addends(events: tuple[Event, ...], casts: Casts) -> tuple[set[int], Steps]:
+    """Events with the casts of gradients that are added up, and the parameters whose they are."""
+    found: list[Event | Casting | Sum] = []
+    added: set[int] = set()
+    summed: int | None = None
+    for event in events:
+        if isinstance(event, Addend):
+            cast = casts.get(event.parameter)
+            if cast is not None:
+                found.append(Casting(event.storage, cast.size))
+                summed = cast.size if event.parameter in added else None
+                added.add(event.parameter)
+        elif isinstance(event, Allocation) and summed is not None:
+            found.append(Sum(event.storage, summed))
+            summed = None
+        else:
+            found.append(event)
+    return added, tuple(found)
 
 
 def cast_weights(

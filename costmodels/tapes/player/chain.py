@@ -17,7 +17,7 @@ from costmodels.tapes.player.units import (
 )
 from costmodels.tapes.structure import LAYERS
 from costmodels.tapes.structure import Unit as Kind
-from costmodels.tapes.tape import INPUT, OUTPUT, OUTPUT_GRADIENT, Tape
+from costmodels.tapes.tape import INPUT, OUTPUT, OUTPUT_GRADIENT, Tape, shared_parameter
 
 
 class Unit(NamedTuple):
@@ -92,7 +92,9 @@ class Chain:
         if not self.is_tied:
             return None
         unit = self.units[number]
-        return {"embedding": 0, "head": len(unit.tape.parameters) - 1}.get(unit.kind)
+        if unit.kind == "head":
+            return shared_parameter(unit.tape)
+        return 0 if unit.kind == "embedding" else None
 
     def _is_held(self, number: int) -> bool:
         """Whether a stage holds the output of a unit: what it gives."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
+from dataclasses import field
 from functools import partial
 
 from costmodels.dataclass import dataclass
@@ -36,15 +37,14 @@ from costmodels.tapes.player.ways import Ways
 from costmodels.tapes.structure import LAYERS
 from costmodels.tapes.tape import (
     EXPERTS,
-    EXPERTS_BACKWARD,
-    EXPERTS_BACKWARD_END,
-    EXPERTS_FORWARD,
-    EXPERTS_FORWARD_END,
     FETCHED,
     FETCHES,
     FETCHES_BEFORE,
     FORGETS,
+    FORWARD_END,
+    LAYER,
     Tape,
+    shared_parameter,
 )
 
 Part = tuple[Parameter, tuple[int, ...], Storage]
@@ -62,28 +62,29 @@ class Setting:
         self.sizes = Sizes(dimensions(model, layout), self.casts)
         self.whole = Sizes(dimensions(model, layout.model_copy(update=alone)))
         """Sizes of a layout that splits no matrices."""
-        self.bundles: dict[tuple[int, bool], Bundle] = {}
-        """Of layers, by the identity of their tapes: those of routed experts, and of all else."""
+        self.bundles: dict[tuple[int, str], Bundle] = {}
+        """Of layers, by the identity of their tapes and the group."""
         self.stages: dict[Hashable, Stage] = {}
         self.known_casts: dict[int, Casts] = {}
         """By the identity of tapes."""
 
-    def bundle(self, tape: Tape, one: Played, experts: bool) -> Bundle:
-        """The parameters of a layer."""
-        key = id(tape), experts
+    def bundle(self, tape: Tape, one: Played, group: str) -> Bundle:
+        """The parameters of a layer, or of a group of a unit."""
+        key = id(tape), group
         if key not in self.bundles:
-            parts = [part for part in self.parts(tape, one) if part[0].is_expert == experts]
-            self.bundles[key] = self.bundle_of(parts, experts, is_layer=True)
+            parts = self.parts(tape, one, group)
+            self.bundles[key] = self.bundle_of(parts, parts[0][0].is_expert, is_layer=True)
         return self.bundles[key]
 
-    def parts(self, tape: Tape, one: Played) -> list[Part]:
-        """The parameters of a unit."""
+    def parts(self, tape: Tape, one: Played, group: str) -> list[Part]:
+        """The parameters of a group of a unit."""
         own, whole = (parameters_of(tape, sizes) for sizes in (self.sizes, self.whole))
         made = [
             storage._replace(size=cast.size) if cast is not None and cast.always and storage.size else storage
             for storage, cast in zip(one.gradients, map(self.casts(tape).get, range(len(own))), strict=True)
         ]
-        return list(zip(own, (other.sides for other in whole), made, strict=True))
+        every = zip(own, (other.sides for other in whole), made, strict=True)
+        return [part for part, known in zip(every, tape.parameters, strict=True) if known.group == group]
 
     def casts(self, tape: Tape) -> Casts:
         """The gradients of a unit that autograd casts."""
@@ -124,13 +125,19 @@ class Place:
     """Of a layer that is computed again together with the one after it: what it does then, and backward."""
     group: Group | None = None
     """Of a layer; embedding and head belong to the root."""
-    experts: Group | None = None
+    inner: dict[str, Group] = field(default_factory=dict)
+    """Other groups of its parameters, by name, those first whose forward ends first."""
     copies: Span | None = None
     """What comes back from host memory for backward, of a layer that sends its activations there."""
     sent_before: Place | None = None
     """The layer before it that does."""
     is_fetched: bool = False
     """Another layer has begun its copies."""
+
+    @property
+    def experts(self) -> Group | None:
+        """The routed experts of a layer."""
+        return self.inner.get(EXPERTS)
 
 
 class Stage:
@@ -141,7 +148,9 @@ class Stage:
         self.traffic = Traffic()
         kinds = [unit.kind for unit in units]
         self.is_first, self.is_last = kinds[0] == "embedding", kinds[-1] == "head"
-        self.is_tied = setting.model.tied and self.is_first and self.is_last
+        model = setting.model
+        self.is_tied = (model.tied or model.mtp is not None) and self.is_first and self.is_last
+        """Embedding and head share a parameter, or head and modules that predict further tokens."""
         is_piped = setting.layout.pipeline_parallel > 1
         splits = setting.layout.schedule in SPLIT_BACKWARD
         chain = Chain(units, setting.sizes, self.is_tied, is_piped, splits, kept_as)
@@ -164,21 +173,24 @@ class Stage:
         self.changes: dict[tuple[str, int], tuple[Effect, int]] = {}
         """What passes do in each of these states, and the state that they leave."""
         tapes = [unit.tape for unit in units]
+        self.shared = shared_parameter(tapes[-1]) if self.is_tied else 0
+        """The number of the head's parameter that the embedding is."""
         self.root = self._root(tapes)
         self.groups = [self.root]
         for place, tape in zip(self.places, tapes, strict=True):
-            if place.kind not in LAYERS:
-                continue
-            place.group = self._layer(tape, place.played, experts=False)
-            self.groups.append(place.group)
-            if any(one.group == EXPERTS for one in tape.parameters):
-                place.experts = self._layer(tape, place.played, experts=True)
-                self.groups.append(place.experts)
+            if place.kind in LAYERS:
+                place.group = self._group(tape, place.played, LAYER)
+                self.groups.append(place.group)
+            names = dict.fromkeys(one.group for one in tape.parameters if one.group != LAYER)
+            inner = {name: self._group(tape, place.played, name) for name in names}
+            self.groups += inner.values()
+            ends = [step for step in place.played.forward if isinstance(step, str)]
+            place.inner = dict(sorted(inner.items(), key=lambda item: ends.index(item[0] + FORWARD_END)))
         if setting.layout.offload_activations:
             self._link_offloading()
         before: Group | None = None
         for place in self.places:
-            for group in (place.experts, place.group):
+            for group in (*place.inner.values(), place.group):
                 if group is not None:
                     group.before, before = before, group
         self.root.before = before
@@ -202,7 +214,7 @@ class Stage:
         for place, tape in zip(self.places, tapes, strict=True):
             if place.kind in LAYERS:
                 continue
-            own = self.setting.parts(tape, place.played)
+            own = self.setting.parts(tape, place.played, LAYER)
             if self.is_tied and place.kind == "embedding":
                 # The sum of its gradient and that of the output matrix, which is the same parameter.
                 parameter, whole, made = own[0]
@@ -213,8 +225,8 @@ class Stage:
         bundle = self.setting.bundle_of(parts, experts=False, is_layer=False)
         return Group(self.heap, self.traffic, bundle, True, self.setting.wraps)
 
-    def _layer(self, tape: Tape, one: Played, experts: bool) -> Group:
-        bundle = self.setting.bundle(tape, one, experts)
+    def _group(self, tape: Tape, one: Played, name: str) -> Group:
+        bundle = self.setting.bundle(tape, one, name)
         return Group(self.heap, self.traffic, bundle, False, self.setting.wraps)
 
     # What a schedule does with parameters.
@@ -318,12 +330,14 @@ class Stage:
         for place in reversed(self.places):
             layer = place.group
             if layer is None:
+                self.manner = manner
                 self._play(place, place.played.backward(manner))
                 self._tie(place, manner)
                 self.root.come(manner)
                 if not self.is_first:
                     # No other gradient of the root's is to come.
-                    self.root.add_up()
+                    for group in (self.root, *place.inner.values()):
+                        group.add_up()
                 continue
             layer.pre_backward()
             if place.again is None:
@@ -360,7 +374,7 @@ class Stage:
                 total = total._replace(category=TEMPORARIES)
             self.heap.allocate(total)
             for one in (place, self.places[-1]):
-                gradient = one.played.gradients[0 if one is place else -1]
+                gradient = one.played.gradients[0 if one is place else self.shared]
                 self.heap.free(Storage(TEMPORARIES, total.size) if casts else gradient)
             if manner == "adds":
                 self.heap.free(total)
@@ -458,7 +472,7 @@ class Stage:
             self.traffic.reduced_last.clear()
 
     def _play(self, place: Place, steps: tuple[Step, ...]) -> None:
-        heap, experts = self.heap, place.experts
+        heap = self.heap
         for number, step in enumerate(steps):
             if not isinstance(step, str):
                 # What comes back from host memory may be there already.
@@ -471,18 +485,28 @@ class Stage:
                 if before is not None and before.copies is not None:
                     heap.play(before.copies)
                     before.is_fetched = True
-            elif experts is None:
-                continue
-            elif step == EXPERTS_FORWARD:
-                experts.pre_forward()
-            elif step == EXPERTS_FORWARD_END and self.heap.label == "forward":
-                experts.post_forward()
-            elif step == EXPERTS_FORWARD_END:
-                # Computed again, parameters stay, and the experts are a root of their own.
-                self._end_of_root()
-            elif step == EXPERTS_BACKWARD:
-                experts.pre_backward()
-            elif step == EXPERTS_BACKWARD_END:
-                if self.makes_gradients:
-                    experts.come(self.manner)
-                experts.post_backward(self.is_last_backward, reshards=self.is_last_backward)
+            else:
+                self._act(place, step)
+
+    def _act(self, place: Place, mark: str) -> None:
+        """What FSDP2 does at a mark around what a group computes."""
+        for name, group in place.inner.items():
+            match mark.removeprefix(name):
+                case "_forward":
+                    group.pre_forward()
+                    experts = place.inner.get(name.replace(LAYER, EXPERTS))
+                    if experts is not None:
+                        experts.unshard()
+                case "_forward_end" if self.heap.label == "forward":
+                    group.post_forward()
+                case "_forward_end":
+                    # Computed again, parameters stay, and the experts are a root of their own.
+                    self._end_of_root()
+                case "_backward":
+                    group.pre_backward()
+                case "_backward_end":
+                    if self.makes_gradients:
+                        group.come(self.manner)
+                    # Without FSDP2 a module is of the root, but for its layer.
+                    if group.wraps or name.endswith((LAYER, EXPERTS)):
+                        group.post_backward(self.is_last_backward, reshards=self.is_last_backward)

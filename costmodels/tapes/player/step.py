@@ -68,12 +68,13 @@ class Rank:
             width = own if latent is None else latent.qk_rope_head_dim
             for _ in range(2 * tables):
                 heap.allocate(Storage(PARAMETERS, block_bytes(4 * positions * width)))
-        ids = block_bytes(8 * layout.micro_batches * layout.micro_batch_size * positions)
+        tokens = layout.micro_batches * layout.micro_batch_size * positions
+        ids, labels = block_bytes(8 * tokens), block_bytes(8 * tokens * (1 + model.mtp_depths))
         is_first = self.stages[0].is_first
         if is_first:
             heap.allocate(Storage(PARAMETERS, block_bytes(8 * positions)))
         saves = is_first and layout.tensor_parallel == 1
-        self.batch = [Storage(ACTIVATIONS if saves else TEMPORARIES, ids), Storage(TEMPORARIES, ids)]
+        self.batch = [Storage(ACTIVATIONS if saves else TEMPORARIES, ids), Storage(TEMPORARIES, labels)]
         for storage in self.batch:
             heap.allocate(storage)
         heap.enter("schedule")

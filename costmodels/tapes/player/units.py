@@ -12,6 +12,7 @@ from costmodels.tapes.player.casts import (
     Casts,
     Manner,
     Steps,
+    Sum,
     always_cast,
     cast_backward,
     cast_weights,
@@ -93,7 +94,7 @@ class Parameter(NamedTuple):
 def parameters_of(tape: Tape, sizes: Sizes) -> list[Parameter]:
     """The parameters of a unit, in the order of its module."""
     return [
-        Parameter(one.name, tuple(map(sizes.elements, one.shape)), one.group == EXPERTS, one.partial)
+        Parameter(one.name, tuple(map(sizes.elements, one.shape)), one.group.endswith(EXPERTS), one.partial)
         for one in tape.parameters
     ]
 
@@ -315,6 +316,10 @@ class _Storages:
                     category = GRADIENTS if storage in kept - ending else TEMPORARIES
                     last[storage] = Storage(category, size)
                     changes += [(category, size), _end(self._made(storage))]
+                case Sum(storage, size):
+                    category = GRADIENTS if storage in kept - ending else TEMPORARIES
+                    last[storage] = Storage(category, size)
+                    changes.append((category, size))
                 case Release(storage):
                     changes.append(_end(last.get(storage, self.ends[storage])))
                 case Gradient(_, storage):
