@@ -161,7 +161,7 @@ def with_less_recomputation(layouts: list[Layout]) -> LayoutTable:
 
 
 @pytest.mark.slow
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(
     layers=st.integers(1, 4),
     heads=st.sampled_from([(8, 8), (4, 2), (3, 1)]),

@@ -16,7 +16,7 @@ from tests.support.models import LLAMA, MODELS
 from tests.support.ranks import experts as work
 from tests.support.worker_pool import WorkerPool
 
-STEPS = 5
+STEPS = 3
 
 BIASED = MODELS["gpt2"].model_copy(
     update={"name": "gpt2-experts", "layers": 2, "experts": 6, "top_k": 2, "expert_ffn": 20}

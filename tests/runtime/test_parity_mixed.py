@@ -15,12 +15,12 @@ from tests.support.worker_pool import WorkerPool
 SPECS = MODELS | FORMS
 
 EXTENT = {
-    "gpt2": (8, 4),
-    "llama": (8, 4),
-    "mixtral": (4, 3),
-    "qwen": (4, 3),
-    "deepseek": (4, 3),
-    **dict.fromkeys(FORMS, (4, 3)),
+    "gpt2": (8, 3),
+    "llama": (8, 3),
+    "mixtral": (4, 2),
+    "qwen": (4, 2),
+    "deepseek": (4, 2),
+    **dict.fromkeys(FORMS, (4, 2)),
 }
 """Sequences of a step, and steps; those of one kind of parallelism take more in `test_parity`."""
 

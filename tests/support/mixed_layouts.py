@@ -7,6 +7,7 @@ from itertools import combinations
 import numpy as np
 
 from costmodels import Layout, ModelSpec
+from costmodels.spec.table import LayoutTable, value_of
 from planner.inputs.batch import Batch
 from planner.inputs.pins import parse_pins
 from planner.space.grid import build
@@ -32,25 +33,31 @@ PLAIN = (1, 0, False, "none", "1f1b")
 """Values that stand for a kind of parallelism being absent."""
 
 
-def features(layout: Layout) -> frozenset[tuple[str, object]]:
-    """Kinds of parallelism that a layout uses, with their values."""
-    values = {kind: getattr(layout, kind) for kind in KINDS}
-    if layout.context_parallel == 1:
-        del values["context_parallel_form"]
-    return frozenset((kind, value) for kind, value in values.items() if value not in PLAIN)
+def features(table: LayoutTable) -> list[frozenset[tuple[str, object]]]:
+    """Kinds of parallelism that each layout of a table uses, with their values."""
+    columns = [[value_of(kind, code) for code in getattr(table, kind).tolist()] for kind in KINDS]
+    return [
+        frozenset(
+            (kind, value)
+            for kind, value in zip(KINDS, row, strict=True)
+            if value not in PLAIN and (kind != "context_parallel_form" or ranks > 1)
+        )
+        for ranks, row in zip(table.context_parallel.tolist(), zip(*columns, strict=True), strict=True)
+    ]
 
 
 def mixed_layouts(spec: ModelSpec, world_size: int, batch: int, count: int, seed: int = 0) -> list[Layout]:
     """`count` fp32 layouts of `world_size` ranks, each chosen for the pairs of features that it adds."""
     table = build(spec, world_size, Batch(batch), "fp32", parse_pins(None), KIND_RULES).table
     rows = np.random.RandomState(seed).permutation(len(table))[:4000]
-    pool = [
-        (layout, set(combinations(sorted(features(layout), key=str), 2)))
-        for layout in map(table.layout, rows.tolist())
-    ]
+    # Of layouts that nothing here tells apart the first one stands for all.
+    firsts: dict[frozenset[tuple[str, object]], int] = {}
+    for row, kinds in zip(rows.tolist(), features(table.take(rows)), strict=True):
+        firsts.setdefault(kinds, row)
+    pool = [(row, set(combinations(sorted(kinds, key=str), 2))) for kinds, row in firsts.items()]
     chosen = []
     for _ in range(count):
-        layout, pairs = max(pool, key=lambda candidate: len(candidate[1]))
-        chosen.append(layout)
+        row, pairs = max(pool, key=lambda candidate: len(candidate[1]))
+        chosen.append(table.layout(row))
         pool = [(other, others - pairs) for other, others in pool]
     return chosen
