@@ -12,7 +12,6 @@ from cli.status import Status
 from costmodels.catalogue import load_model, model_names
 from costmodels.dataclass import dataclass
 from costmodels.errors import InputError
-from costmodels.spec.hardware import Precision
 from costmodels.spec.model import ModelSpec
 from costmodels.spec.model_parts import MultiTokenPrediction
 from costmodels.tapes import store
@@ -37,7 +36,9 @@ class TapesOptions:
     layers: Literal["compiled", "eager", "both"] = flag(
         "compiled", "Whether layers are compiled, as all are but those of schedules that split backward."
     )
-    precision: Precision = flag("bf16", "Number format; fp16 has the tapes of bf16.")
+    precision: Literal["fp32", "tf32", "fp16", "bf16", "fp8"] = flag(
+        "bf16", "Number format; fp16 has the tapes of bf16."
+    )
     most: int = flag(
         40,
         "Tapes of each model at most: of parallelism and recomputation, the usual ones first.",

@@ -28,6 +28,8 @@ class GemmConstants(Constants):
     """`efficiency` of 32-bit products, tf32 too, which power limits less; the same when not given."""
     fp8_efficiency: Fraction | None = None
     """`efficiency` of 8-bit products; the same when not given."""
+    fp4_efficiency: Fraction | None = None
+    """`efficiency` of 4-bit products, with what it takes to cast their operands; `fp8_efficiency` if None."""
     fp8_half_width: NonNegative = 290.0
     """Inner width k at which an 8-bit product runs at half of its rate: k / (k + half)."""
     fp8_cast_bytes: NonNegative = 0.0

@@ -10,7 +10,7 @@ from costmodels.errors import InputError
 from costmodels.layers.operators import Gemm
 from costmodels.layers.shapes import element_bytes
 from costmodels.spec.engine import Engine
-from costmodels.spec.hardware import Device, Precision
+from costmodels.spec.hardware import NARROW, Device, Precision
 from costmodels.spec.table import Floats
 
 TILE = 128 * 128
@@ -33,7 +33,7 @@ def peak_flops(device: Device, precision: Precision) -> float:
 
 def wide_peak_flops(device: Device, precision: Precision) -> float:
     """Peak of what an fp8 recipe leaves in 16 bits: attention and the head."""
-    if precision != "fp8":
+    if precision not in NARROW:
         return peak_flops(device, precision)
     wide: tuple[Precision, ...] = ("bf16", "fp16")
     return max(device.peak_flops.get(name, 0.0) for name in wide) or peak_flops(device, precision)
@@ -101,8 +101,10 @@ def gemm_rates(device: Device, engine: Engine, precision: Precision, wide: bool)
         wide: an fp8 recipe leaves them in 16 bits.
     """
     wide_peak = wide_peak_flops(device, precision)
-    narrow = precision == "fp8" and not wide
+    narrow = precision in NARROW and not wide
     share = engine.gemm.fp8_efficiency if narrow else None
+    if narrow and precision == "nvfp4" and engine.gemm.fp4_efficiency is not None:
+        share = engine.gemm.fp4_efficiency
     if precision in ("fp32", "tf32"):
         share = engine.gemm.fp32_efficiency
     return GemmRates(

@@ -11,7 +11,7 @@ from costmodels.dataclass import dataclass
 from costmodels.layers.operators import BACKWARD_GEMM, Gemm, Operators
 from costmodels.network.collectives import Group, all_gather, all_to_all
 from costmodels.spec.engine import Engine
-from costmodels.spec.hardware import Device
+from costmodels.spec.hardware import NARROW, Device
 from costmodels.spec.layout import SPLIT_BACKWARD
 from costmodels.spec.table import FULL, UNIFORM, Bools, Floats, LayoutTable
 from costmodels.time.core_attention import attention_seconds, context_seconds
@@ -155,7 +155,7 @@ class _Unit:
     @property
     def cast(self) -> float:
         """Seconds to cast one element of an operand for an 8-bit product."""
-        casts = self.table.precision == "fp8" and not self.wide
+        casts = self.table.precision in NARROW and not self.wide
         return self.engine.gemm.fp8_cast_bytes / self.rates.bandwidth if casts else 0.0
 
     @cached_property

@@ -13,7 +13,8 @@ from planner.formats.megatron_names import DEGREE_FLAGS
 
 _LISTS = ("--recompute-modules", "--offload-modules")
 _ELSEWHERE = (
-    *("--bf16", "--fp16", "--fp8-format", "--grad-reduce-in-bf16"),
+    *("--bf16", "--fp16", "--fp8-format", "--fp8-recipe", "--fp4-format", "--fp4-recipe"),
+    "--grad-reduce-in-bf16",
     *("--num-layers-per-virtual-pipeline-stage", "--num-virtual-stages-per-pipeline-rank"),
     *("--group-query-attention", "--max-position-embeddings"),
 )

@@ -54,6 +54,7 @@ RECIPES = {
     "bf16_with_fp8_current_scaling_mixed": "fp8",
     "bf16_with_fp8_delayed_scaling_mixed": "fp8",
     "bf16_with_fp8_subchannel_scaling_mixed": "fp8",
-    "bf16_with_mxfp8_mixed": "fp8",
+    "bf16_with_mxfp8_mixed": "mxfp8",
+    "bf16_with_nvfp4_mixed": "nvfp4",
 }
 """`mixed_precision`: names of its recipes."""

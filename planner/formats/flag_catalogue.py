@@ -42,6 +42,8 @@ _NOT_THEIRS = {
     "pipeline_schedule",
     "data_parallel_size",
     "fp8",
+    "mxfp8",
+    "nvfp4",
     "fp32",
 }
 """Fields whose flags Megatron-LM does not have, or not with this meaning."""

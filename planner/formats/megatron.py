@@ -45,6 +45,9 @@ from planner.options.parallel import ParallelOptions
 NPU = "ascend-910b"
 """Device that is assumed of MindSpeed's scripts, which do not name one."""
 
+EIGHT_BITS = ("--fp8-format", "--fp8-hybrid", "--fp8-e4m3")
+"""Flags that ask for products in 8 bits; `--fp8-recipe` says which."""
+
 
 def read_megatron(
     source: str,
@@ -237,13 +240,16 @@ class _Job:
 
     def precision(self) -> str:
         """The number format of matrix products."""
-        if self._is_given("--fp8-format", "--fp8-hybrid", "--fp8-e4m3"):
-            return "fp8"
+        if self._is_given("--fp4-format"):
+            return "nvfp4"
+        if self._is_given(*EIGHT_BITS):
+            recipe = self._word("--fp8-recipe")
+            return "mxfp8" if recipe is not None and recipe.text == "mxfp8" else "fp8"
         return "bf16" if self._is_given("--bf16") else "fp16" if self._is_given("--fp16") else "fp32"
 
     def names_precision(self) -> bool:
         """Whether a flag says the number format."""
-        return self._is_given("--bf16", "--fp16", "--fp8-format", "--fp8-hybrid", "--fp8-e4m3")
+        return self._is_given("--bf16", "--fp16", *EIGHT_BITS, "--fp4-format")
 
     def layout(self, world: int | None, launch: Launch) -> Layout | None:
         """The layout as the framework makes it of the flags, with its defaults."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from costmodels.spec.hardware import NARROW
 from costmodels.spec.layout import Layout
 from costmodels.spec.model import ModelSpec
 from planner.formats.export import Export, flag_lines
@@ -151,12 +152,19 @@ def _mindspeeds_modules(layout: Layout, missing: list[str]) -> Flags:
     return flags
 
 
+RECIPES: dict[str, Flags] = {
+    "fp8": {"--fp8-format": "hybrid"},
+    "mxfp8": {"--fp8-format": "e4m3", "--fp8-recipe": "mxfp8"},
+    "nvfp4": {"--fp4-format": "e2m1", "--fp4-recipe": "nvfp4"},
+}
+"""Flags of number formats of fewer than 16 bits, beside `--bf16`."""
+
+
 def _formats(layout: Layout, missing: list[str]) -> Flags:
     flags: Flags = {}
-    if layout.precision in ("bf16", "fp8"):
+    if layout.precision in ("bf16", *NARROW):
         flags["--bf16"] = ""
-    if layout.precision == "fp8":
-        flags["--fp8-format"] = "hybrid"
+    flags |= RECIPES.get(layout.precision, {})
     if layout.precision == "fp16":
         flags["--fp16"] = ""
     if layout.gradient_reduction == "bf16":

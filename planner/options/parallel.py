@@ -7,6 +7,7 @@ from typing import Any, ClassVar, get_args
 from costmodels.catalogue import engine_names
 from costmodels.dataclass import dataclass
 from costmodels.errors import InputError
+from costmodels.spec.hardware import NARROW, Precision
 from costmodels.spec.layout import Optimizer, RecomputeMethod, Schedule
 from costmodels.spec.model import ModelSpec
 from costmodels.spelling import or_nearest
@@ -153,6 +154,8 @@ class ParallelOptions(AcceptedFlags):
     fp16: bool = flag(False, "Train in fp16.")
     fp32: bool = flag(False, "Train in fp32.")
     fp8: bool = flag(False, "Matrix products of the layers in fp8, all else in bf16.")
+    mxfp8: bool = flag(False, "Those in fp8 with a factor for each 32 elements, on Blackwell.")
+    nvfp4: bool = flag(False, "Those in 4 bits with a factor for each 16 elements, on Blackwell.")
     engine: str | None = flag(
         None,
         "Who executes the layout, and so which layouts there are: a name of `engines`, or a YAML file; "
@@ -210,9 +213,10 @@ class ParallelOptions(AcceptedFlags):
         return where_possible(pins, "context_parallel_form", form) if form else pins
 
     def _precisions(self) -> list[str]:
-        """The formats that are asked for; scripts of Megatron-LM say bf16 beside fp8."""
-        given = [kind for kind in ("bf16", "fp16", "fp32", "fp8") if getattr(self, kind)]
-        return ["fp8"] if given == ["bf16", "fp8"] else given
+        """The formats that are asked for; scripts of Megatron-LM say bf16 beside those of fewer bits."""
+        given = [kind for kind in get_args(Precision) if getattr(self, kind, False)]
+        narrow = [kind for kind in given if kind in NARROW]
+        return narrow if given == ["bf16", *narrow] else given
 
     def _check_formats(self, pins: Pins) -> None:
         """What Megatron-LM and MindSpeed say of accepted flags that ask for number formats."""
