@@ -166,7 +166,7 @@ def _as_flags(keys: Keyed, framework: str) -> tuple[list[GivenFlag], dict[str, s
         elif known[name].words:
             give(name, entry, tuple(entry.items) if entry.items is not None else (text,))
     for name, entry in _said_otherwise(keys, framework):
-        give(name, entry, ())
+        give(name, entry, _VALUES.get(name, ()))
     if "--recompute-granularity" not in flags:
         for name in ("--recompute-method", "--recompute-num-layers"):
             flags.pop(name, None)  # Nothing is recomputed, whatever the method.
@@ -205,6 +205,10 @@ def _computed(entry: Entry, entries: Entries) -> str:
     return text
 
 
+_VALUES = {"--fp8-recipe": ("mxfp8",), "--fp4-format": ("e2m1",)}
+"""What flags say that names of recipes stand for."""
+
+
 def _said_otherwise(keys: Keyed, framework: str) -> list[tuple[str, Entry]]:
     """Switches that other words than those of Megatron-LM turn on."""
     found: list[tuple[str, Entry]] = []
@@ -212,8 +216,12 @@ def _said_otherwise(keys: Keyed, framework: str) -> list[tuple[str, Entry]]:
     for path, entry in keys.entries.items():
         leaf, text = path.rpartition(".")[2], entry.text.lower()
         if leaf in ("precision", "mixed_precision", "plugins"):
+            if "nvfp4" in text:
+                found.append(("--fp4-format", entry))
             if "fp8" in text:
                 found.append(("--fp8-hybrid", entry))
+            if "mxfp8" in text:
+                found.append(("--fp8-recipe", entry))
             if "bf16" in text:
                 found.append(("--bf16", entry))
             elif "16" in text and "fp8" not in text:

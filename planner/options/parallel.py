@@ -216,7 +216,7 @@ class ParallelOptions(AcceptedFlags):
         """The formats that are asked for; scripts of Megatron-LM say bf16 beside those of fewer bits."""
         given = [kind for kind in get_args(Precision) if getattr(self, kind, False)]
         narrow = [kind for kind in given if kind in NARROW]
-        return narrow if given == ["bf16", *narrow] else given
+        return narrow if narrow and given == ["bf16", *narrow] else given
 
     def _check_formats(self, pins: Pins) -> None:
         """What Megatron-LM and MindSpeed say of accepted flags that ask for number formats."""
