@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from itertools import chain
 from typing import Any
 
 from cli.tables import console, parameter_count, table
@@ -18,7 +20,9 @@ from costmodels.catalogue import (
 from costmodels.dataclass import dataclass
 from costmodels.errors import InputError
 from costmodels.spec.hardware import Device
+from costmodels.spec.model import ModelSpec
 from costmodels.spec.record import GIB
+from costmodels.spec.untrained import untrained_parts
 from planner.options.flags import flag, flag_groups
 
 WIDE_COLUMNS = 150
@@ -37,7 +41,8 @@ def models(output: Output) -> None:
     """List the models of the catalogue."""
     specs = [load_model(name) for name in model_names()]
     if output.json:
-        _print_json([spec.model_dump() | {"parameters": spec.parameters} for spec in specs])
+        more = [{"parameters": spec.parameters, "untrained": untrained_parts(spec)} for spec in specs]
+        _print_json([spec.model_dump() | own for spec, own in zip(specs, more, strict=True)])
         return
     rows = [
         [
@@ -64,6 +69,17 @@ def models(output: Output) -> None:
         "source",
     ]
     _print_table(columns, rows, narrow=("active", "ffn", "vocab"))
+    for line in chain.from_iterable(map(_besides, specs)):
+        console().print(line, soft_wrap=True)
+
+
+def _besides(spec: ModelSpec) -> Iterator[str]:
+    """What the weights of a model have besides, and what is priced of it and not trained."""
+    if spec.mtp_layers:
+        count = f"{spec.mtp_layers} module" + "s" * (spec.mtp_layers > 1)
+        yield f"{spec.name}: {count} for multi-token prediction besides, with --mtp-num-layers"
+    if missing := untrained_parts(spec):
+        yield f"{spec.name}: priced, not trained here, for {', '.join(missing)}"
 
 
 @dataclass(frozen=True)

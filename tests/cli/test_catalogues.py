@@ -9,7 +9,8 @@ import pytest
 import yaml
 
 from cli import main as command_line
-from costmodels.catalogue import device_names, device_template, engine_names, model_names
+from cli.catalogues import _besides
+from costmodels.catalogue import device_names, device_template, engine_names, load_model, model_names
 
 
 def printed(words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> str:
@@ -68,3 +69,14 @@ def test_a_template_of_a_device_is_printed(
     text = printed(["devices", "--template"], monkeypatch, capsys)
     assert text == device_template()
     assert set(yaml.safe_load(text)) >= {"peak_flops", "memory_bytes", "intra_node", "source"}
+
+
+def test_models_say_what_they_have_besides(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = printed(["models"], monkeypatch, capsys)
+    assert "deepseek-v3: 1 module for multi-token prediction besides, with --mtp-num-layers" in text
+    records = json.loads(printed(["models", "--json"], monkeypatch, capsys))
+    assert all(record["untrained"] == [] for record in records)
+    mixed = load_model("llama3-8b").model_copy(update={"name": "mixed", "other_parameters": 1})
+    assert list(_besides(mixed)) == ["mixed: priced, not trained here, for parameters of other parts"]
