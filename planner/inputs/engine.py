@@ -42,6 +42,6 @@ def resolve_precision(precision: str | None, device: Device, engine: Engine) -> 
         if kind == wanted and kind in able:
             return kind  # type: ignore[no-any-return]
     choices = ", ".join(able) or "no precision"
-    others = [name for name in engine_names() if wanted in load_engine(name).memory]
+    others = [name for name in engines_on(device) if wanted in load_engine(name).memory]
     hint = f"; engines that do: {', '.join(others)}" if others and wanted in device.peak_flops else ""
     raise InputError(f"precision {wanted}: {device.name} with engine {engine.name} trains in {choices}{hint}")

@@ -93,7 +93,7 @@ def test_weights_are_kept_cast_beside_those_in_16_bits(precision: str) -> None:
         (
             "gb300",
             "bundled",
-            "precision nvfp4: gb300 with engine bundled trains in .*; engines that do: m",
+            "precision nvfp4: gb300 with engine bundled trains in .*; engines that do: megatron, nemo$",
         ),
     ],
 )
