@@ -237,9 +237,11 @@ def _engines(
     changes = dict(source.get("switches", {}))
     if "network" in source:
         changes |= cluster_state(row.get("notes", ""), source["network"], cluster.nodes)
+    said = f"{row.get('notes', '')} {row.get('precision', '')}".lower()
     for word, named in source_notes()["features"].items():
-        if word in row.get("notes", "").lower():
-            changes |= named
+        if word in said:
+            changes |= {name: value for name, value in named.items() if not isinstance(value, dict)}
+            changes |= named.get(cluster.device.architecture, {})
     for release in source.get("releases", ()):
         of_row = note_value(row, "release") or ""
         if cluster.device.architecture in release["architectures"] and of_row >= release["since"]:

@@ -61,6 +61,9 @@ MODULES = {
 }
 """Modules that notes name as recomputed."""
 
+KINDS = {"DP", "FSDP", "TP", "PP", "CP", "EP"}
+"""Kinds of parallelism in the notes of rows whose method is named by them."""
+
 MARGINAL = ("vpp", "mbs", "recompute", "sp", "zero_stage", "ep")
 """Columns of a layout that may be blank."""
 
@@ -85,12 +88,20 @@ def usual_choices(
             if not model.experts:
                 continue
             values = tuple(str(min(int(value), model.experts)) for value in values)
+            if _whole_experts(row):
+                values = ("1",)
         if (name == "sp" and (number(row, "tp") or 1) == 1) or (name == "vpp" and _plain_pipeline(row)):
             values = ("0",) if name == "sp" else ("1",)
         found[name] = tuple(dict.fromkeys(values))
     if not row.get("precision"):
         found["precision"] = (str(usual.get("precision") or device.default_precision),)
     return found
+
+
+def _whole_experts(row: Mapping[str, str]) -> bool:
+    """A method that the notes name by its kinds of parallelism, `FSDP` beside `FSDP + EP`, without experts'."""
+    kinds = {kind.strip().upper() for kind in (note_value(row, "method") or "").split("+")}
+    return kinds <= KINDS and "EP" not in kinds
 
 
 def _plain_pipeline(row: Mapping[str, str]) -> bool:
@@ -220,10 +231,15 @@ def _expert_tensor_parallel(row: Mapping[str, str], model: ModelSpec, tp: int, s
     """
     if not model.experts:
         return 1
-    printed = re.search(r"\b(?:ETP|etp)=(\d{1,9})", row.get("notes", ""))
+    notes = row.get("notes", "")
+    printed = re.search(r"\b(?:ETP|etp)=(\d{1,9})", notes)
     if printed:
         return int(printed[1])
-    whole = "FSDP" in row.get("zero_stage", "") or stage % (count(row, "ep") * tp) > 0
+    told = re.search(r"\bETP=[^;]*=TP for non-folding", notes)
+    if told and "folding" in (note_value(row, "method") or "").lower():
+        # What is folded apart is folded to keep experts whole.
+        return 1
+    whole = (not told and "FSDP" in row.get("zero_stage", "")) or stage % (count(row, "ep") * tp) > 0
     return 1 if whole or model.expert_ffn < model.hidden else tp
 
 

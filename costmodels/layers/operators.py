@@ -97,6 +97,9 @@ class Operators:
     """Tokens that one rank sends to experts of other ranks' devices, and gets back."""
     expert_gather_bytes: Floats
     """Tokens that the ranks which share experts gather, and whose results they sum and scatter."""
+    alternate_gemms: tuple[Gemm, ...] = ()
+    """Products among `gemms` that selective recomputation repeats where it saves every second one: of keys, of
+    attention's output, and the second one of a gated MLP (`ActivationConstants.saves_alternate_products`)."""
     adapter_gemms: tuple[Gemm, ...] = ()
     """Products of low-rank adapters; the others are then of frozen weights, which have no gradients."""
     is_frozen: bool = False
@@ -207,6 +210,10 @@ def layer(model: ModelSpec, engine: Engine, table: LayoutTable, mlp: MlpKind) ->
         gemms += _mlp_gemms(model, t, model.ffn / tp, one)
         activated = t * (1 + model.gated) * model.ffn / tp
         between = between + activated
+    alternate: tuple[Gemm, ...] = ()
+    if mlp == "dense" and attends and model.attention_pattern[0] != "linear":
+        alternate = Gemm(t, h * one, kv / 2, one), attention[-1]
+        alternate += (Gemm(t, h * one, model.ffn / tp, one),) if model.gated else ()
     between = between + attends * t * h / tp
     whole = e * t * h / np.where(sp, tp, 1)
     # Latent attention gathers what is compressed; without sequence parallelism that costs backward only.
@@ -245,6 +252,7 @@ def layer(model: ModelSpec, engine: Engine, table: LayoutTable, mlp: MlpKind) ->
         top_k=model.top_k,
         routed_bytes=routed,
         expert_gather_bytes=expert_gather,
+        alternate_gemms=alternate,
         adapter_gemms=adapters,
         is_frozen=model.lora is not None,
         kernels=kernels,

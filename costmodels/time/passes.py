@@ -13,7 +13,7 @@ from costmodels.network.collectives import Group, all_gather, all_to_all
 from costmodels.spec.engine import Engine
 from costmodels.spec.hardware import NARROW, Device
 from costmodels.spec.layout import SPLIT_BACKWARD
-from costmodels.spec.table import FULL, UNIFORM, Bools, Floats, LayoutTable
+from costmodels.spec.table import FULL, SELECTIVE, UNIFORM, Bools, Floats, LayoutTable, code_of
 from costmodels.time.core_attention import attention_seconds, context_seconds
 from costmodels.time.host_launch import launch_floor, launch_seconds
 from costmodels.time.matrix_products import (
@@ -312,6 +312,9 @@ class _Unit:
         return _Pair(idle + gaps, idle_back + BACKWARD_GEMM * gaps)
 
 
+CORE_ATTENTION = code_of("recompute_modules", ("core_attention",))
+
+
 class _Repetition(NamedTuple):
     """Work of the forward pass that backward repeats, [n] each."""
 
@@ -348,16 +351,29 @@ def _repetition(unit: _Unit) -> _Repetition:
     lighter = mlp * mlp_gemm + activation * work.activation_bytes * unit.stream
     lighter = lighter + table.recomputes("norm") * work.norm_bytes * unit.stream
     again = again + lighter * unit.repeats
+    alternates = _alternates(unit)
+    if alternates.any():
+        second = unit.products(work.alternate_gemms) + cast * cast_elements(work.alternate_gemms)[0]
+        again = np.where(alternates, second + work.elementwise_forward * unit.stream, again)
     # What holds weights is computed for the gradients of its inputs, and once more for those of weights.
-    again = again + apart * np.where(full, again, lighter * unit.repeats)
+    again = again + apart * np.where(full | alternates, again, lighter * unit.repeats)
     wholes = full * (1.0 + apart)
     return _Repetition(
         seconds=again,
         whole=wholes,
         tensor=_repeated_collectives(unit, full, mlp, ends, stops),
         experts=wholes + mlp * (1.0 + apart),
-        context=wholes + table.recomputes("core_attention") * unit.repeats,
+        context=wholes + (table.recomputes("core_attention") & ~alternates) * unit.repeats,
     )
+
+
+def _alternates(unit: _Unit) -> Bools:
+    """Rows whose selective recomputation repeats every second product, and not attention."""
+    table, saves = unit.table, unit.engine.activations.saves_alternate_products
+    if not (saves and unit.repeats and unit.work.alternate_gemms):
+        return np.zeros(len(table), dtype=bool)
+    usual: Bools = (table.recompute == SELECTIVE) & (table.recompute_modules == CORE_ATTENTION)
+    return usual
 
 
 def _repeated_collectives(unit: _Unit, full: Bools, mlp: Bools, ends: Floats, stops: bool) -> Floats:

@@ -313,6 +313,42 @@ def test_natural_routing_is_uneven():
     assert load("natural routing on C4") > load("forced balance") == 1
 
 
+def test_words_of_rows_switch_what_the_engine_did():
+    def engine(**cells):
+        row = of(source_id="torchtitan", **cells)
+        return row.engine.for_device(row.cluster.device)
+
+    plain = engine()
+    for word in ("+AsyncTP", "bf16 Async TP"):
+        assert engine(notes=word).overlap.tensor_parallel > plain.overlap.tensor_parallel == 0
+    for cells in ({"notes": "float8 rowwise"}, {"precision": "fp8 rowwise"}):
+        assert engine(**cells).gemm.fp8_efficiency < plain.gemm.fp8_efficiency
+    # The products of other devices were not seen with one scale for each row.
+    other = engine(gpu="MI300X")
+    assert engine(gpu="MI300X", notes="rowwise").gemm.fp8_efficiency == other.gemm.fp8_efficiency
+    drops = of(notes="token-drop capacity factor 1").engine.for_device(of().cluster.device)
+    assert drops.host.routing < of().engine.for_device(of().cluster.device).host.routing
+
+
+@pytest.mark.parametrize(
+    ("method", "zero", "ep", "expected"),
+    [
+        ("FSDP", "3(FSDP)", "", (1, 2)),
+        ("FSDP + EP", "3(FSDP)", "", (8, 2)),
+        ("MCore", "1", "4", (4, 2)),
+        ("MCore w/ Folding", "1", "4", (4, 1)),
+    ],
+)
+def test_methods_named_by_their_parallelism_tell_how_experts_are_split(method, zero, ep, expected):
+    row = of(
+        **{"source_id": "moe_parallel_folding", "moe_experts": "8", "topk": "2", "pp": "1", "vpp": "1"},
+        **{"dp": "16", "ep": ep, "zero_stage": zero, "recompute": "none"},
+        notes=f"method={method}; ETP=not printed (=TP for non-folding); token-drop",
+    )
+    layout = row.layouts[0]
+    assert (layout.expert_parallel, layout.expert_tensor_parallel) == expected
+
+
 def test_vtrains_own_sweeps_of_all_reduces_are_its_links():
     row = of(source_id="vtrain_multi", gpu="A100", precision="", flash="", sp="", zero_stage="")
     assert {seen.devices: seen.bus_bandwidth for seen in row.cluster.measured}[8] == pytest.approx(231e9)
