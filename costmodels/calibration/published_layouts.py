@@ -99,7 +99,7 @@ def usual_choices(
 
 
 def _whole_experts(row: Mapping[str, str]) -> bool:
-    """A method that the notes name by its kinds of parallelism, `FSDP` beside `FSDP + EP`, without experts'."""
+    """The notes name a method by its kinds of parallelism, such as `FSDP` beside `FSDP + EP`, without EP."""
     kinds = {kind.strip().upper() for kind in (note_value(row, "method") or "").split("+")}
     return kinds <= KINDS and "EP" not in kinds
 

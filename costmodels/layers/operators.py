@@ -98,8 +98,8 @@ class Operators:
     expert_gather_bytes: Floats
     """Tokens that the ranks which share experts gather, and whose results they sum and scatter."""
     alternate_gemms: tuple[Gemm, ...] = ()
-    """Products among `gemms` that selective recomputation repeats where it saves every second one: of keys, of
-    attention's output, and the second one of a gated MLP (`ActivationConstants.saves_alternate_products`)."""
+    """Products among `gemms` that selective recomputation repeats where it saves every second one: of keys,
+    of attention's output, and the second of a gated MLP (`ActivationConstants.saves_alternate_products`)."""
     adapter_gemms: tuple[Gemm, ...] = ()
     """Products of low-rank adapters; the others are then of frozen weights, which have no gradients."""
     is_frozen: bool = False

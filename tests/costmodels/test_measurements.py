@@ -341,8 +341,15 @@ def test_words_of_rows_switch_what_the_engine_did():
 )
 def test_methods_named_by_their_parallelism_tell_how_experts_are_split(method, zero, ep, expected):
     row = of(
-        **{"source_id": "moe_parallel_folding", "moe_experts": "8", "topk": "2", "pp": "1", "vpp": "1"},
-        **{"dp": "16", "ep": ep, "zero_stage": zero, "recompute": "none"},
+        source_id="moe_parallel_folding",
+        moe_experts="8",
+        topk="2",
+        pp="1",
+        vpp="1",
+        dp="16",
+        ep=ep,
+        zero_stage=zero,
+        recompute="none",
         notes=f"method={method}; ETP=not printed (=TP for non-folding); token-drop",
     )
     layout = row.layouts[0]

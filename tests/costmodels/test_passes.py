@@ -113,7 +113,7 @@ def test_saving_every_second_product_repeats_the_others_and_no_attention(gpt, a1
     saving = engine("megatron", host_layer_overhead=0.0, saves_alternate_products=True)
     none, second, full = layer_passes(gpt, a100, saving, table, cluster(8)).recompute
     assert none == 0 < second < full
-    # Of the products of a plain block those of keys and of attention's output: 2 h^2 of 12 h^2, smaller than most.
+    # Of the products of a plain block those of keys and of attention's output: 2 h^2 of 12 h^2, both small.
     bare = engine("megatron", host_layer_overhead=0.0, saves_alternate_products=True, elementwise_passes=1e-6)
     times = layer_passes(gpt, a100, bare, table, cluster(8))
     assert times.recompute[1] == pytest.approx(times.compute[0] / 3 / 6, rel=0.25)
