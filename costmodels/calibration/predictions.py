@@ -43,6 +43,8 @@ class Predictions:
     """NaN where the row cannot be priced."""
     spread: Floats
     """Half the width of the 80 % range as a natural logarithm (`costmodels.time.uncertainty`)."""
+    blanks: Floats
+    """Part of it that the layouts leave which a row may have had; the rest adds to it in squares."""
     fits: Bools
     """The peak of the fullest device is within the memory of the devices."""
     allocated_bytes: Floats
@@ -99,10 +101,12 @@ def predict(measurements: Sequence[Measurement], scale: TimeFactors | None = Non
     weight = _weights(candidates, owner, over, len(measurements))
     mean = _weighted(owner, weight, logs, len(measurements))
     apart = _weighted(owner, weight, np.square(logs - mean[owner]), len(measurements))
+    blanks = NORMAL_80 * np.sqrt(apart)
     range_ = _weighted(owner, weight, width, len(measurements))
     return Predictions(
         step_time_s=np.exp(mean),
-        spread=np.sqrt(np.square(range_) + NORMAL_80**2 * apart),
+        spread=np.hypot(range_, blanks),
+        blanks=blanks,
         fits=fits,
         refused=refused,
         **{f"{kind}_bytes": _weighted(owner, weight, values, len(fits)) for kind, values in held.items()},

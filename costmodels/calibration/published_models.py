@@ -121,6 +121,9 @@ def _of_catalogue(model: ModelSpec, row: Mapping[str, str], seq: int) -> ModelSp
     if row.get("layers"):
         values["layers"] = count(row, "layers", most=MOST_LAYERS)
     values |= _optional(row)
+    if values["mtp_layers"] and "mtp layer" in row.get("notes", "").lower():
+        # The modules of the published weights were trained too.
+        values["mtp"] = {"depths": values["mtp_layers"]}
     values["dense_layers"] = min(values["dense_layers"], values["layers"])
     for field in ("hidden", "heads"):
         if row.get(field) and count(row, field) != values[field]:

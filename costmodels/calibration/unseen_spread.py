@@ -16,7 +16,7 @@ from costmodels.spec.table import Floats, LayoutTable
 from costmodels.time.uncertainty import spread
 
 COVERAGE = 0.84
-"""Share of the rows which the range covers, those of each source together counting as one."""
+"""Share of the rows which the range covers, each weighed by the root of how many its source has."""
 
 FITTED = ("base", "narrow", "experts", "network", "bubble")
 """Fields of `Spread` that are found here."""
@@ -41,13 +41,14 @@ class _Row(NamedTuple):
     prices: Prices
     hidden: int
     experts: bool
+    blanks: float
 
 
 def spreads(found: Sequence[UnseenSource]) -> dict[tuple[str, str], dict[str, float]]:
     """Fields of `Spread` for each engine and architecture that `found` has rows of.
 
-    Quantile regression (Koenker and Bassett 1978) of the absolute errors on the width of the range, every
-    source with the same weight.
+    Quantile regression (Koenker and Bassett 1978) of the absolute errors on the width of the range. Rows of
+    one source are alike: all of them weigh as the root of their number, against those of other sources.
     """
     groups: defaultdict[tuple[str, str], list[_Row]] = defaultdict(list)
     for one in found:
@@ -55,13 +56,15 @@ def spreads(found: Sequence[UnseenSource]) -> dict[tuple[str, str], dict[str, fl
         counts: defaultdict[tuple[str, str], int] = defaultdict(int)
         for row in one.rows:
             counts[row.engine.name, row.cluster.device.architecture] += 1
-        for row, missed in zip(one.rows, errors.tolist(), strict=True):
+        blanks = one.predictions.blanks.tolist()
+        for row, missed, blank in zip(one.rows, errors.tolist(), blanks, strict=True):
             if np.isfinite(missed):
                 key = row.engine.name, row.cluster.device.architecture
                 table = LayoutTable.of([row.layouts[0]])
                 prices = price(row.model, row.cluster, row.engine, table)
                 experts = row.model.experts > 0
-                groups[key].append(_Row(abs(missed), 1 / counts[key], prices, row.model.hidden, experts))
+                hidden = row.model.hidden
+                groups[key].append(_Row(abs(missed), counts[key] ** -0.5, prices, hidden, experts, blank))
     return {key: _fields(rows) for key, rows in sorted(groups.items())}
 
 
@@ -108,4 +111,4 @@ def _width(row: _Row, chosen: Spread) -> float:
     engine = row.prices.engine.model_copy(update={"spread": chosen})
     time, seconds = row.prices.time, row.prices.step_time_s
     found = spread(row.prices.cluster, engine, time, seconds, hidden=row.hidden, experts=row.experts)
-    return float(found[0])
+    return float(np.hypot(found[0], row.blanks))

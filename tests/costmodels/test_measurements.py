@@ -308,6 +308,16 @@ def test_releases_of_a_source_differ_on_the_devices_that_they_were_for():
     assert not fused("26.06", "GB200", "nvidia_dgxc")
 
 
+def test_modules_that_predict_further_tokens_are_trained_where_the_notes_say_so():
+    blank = dict.fromkeys(("layers", "hidden", "ffn", "heads", "kv_heads", "vocab"), "")
+    plain, further = (
+        of(model_name="DeepSeek-V3", notes=notes, ep="8", **blank).model
+        for notes in ("w/o MTP", "natural routing, MTP layer")
+    )
+    assert plain.mtp_depths == 0
+    assert further.mtp_depths == 1
+
+
 def test_natural_routing_is_uneven():
     load = lambda notes: of(notes=notes).engine.experts.load  # noqa: E731
     assert load("natural routing on C4") > load("forced balance") == 1
