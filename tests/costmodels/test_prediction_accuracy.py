@@ -58,7 +58,8 @@ def predicted(
     seconds = np.array(seconds, dtype=float)
     full = lambda value: np.broadcast_to(value, seconds.shape).copy()  # noqa: E731
     return Predictions(
-        seconds, full(spread), full(0.0), full(fits).astype(bool), full(allocated), full(reserved), full(device),
+        seconds, full(spread), full(0.0), full(fits).astype(bool),
+        full(allocated), full(reserved), full(device),
         full(step), dict(refused),
     )  # fmt: skip
 
