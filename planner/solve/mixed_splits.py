@@ -5,7 +5,8 @@ each takes as many layers as the bound and its memory allow, and the bound can b
 enough. The least bound is found by bisection. It and the next ones that let some rank have a layer more are
 tried: with few micro batches it pays to give the fast kind more than would keep both as busy, as every micro
 batch passes through all ranks. Of what a bound allows the faster kind takes all that it can, the slower one
-the rest, both evenly.
+the rest, both evenly; or the ranks in front take all that they can, whose forward passes of further micro
+batches go on while the first one is under way behind them.
 """
 
 from __future__ import annotations
@@ -32,6 +33,9 @@ BEST = 3
 
 SLACK = 1e-9
 """Relative rounding error that sums of seconds may have."""
+
+FORWARD = 1 / 3
+"""Share of a micro batch's seconds that forward takes."""
 
 
 @dataclass(frozen=True)
@@ -130,13 +134,11 @@ def layers_of_ranks(
         best: bounds of which the layers are kept, at most.
     """
     limits = np.broadcast_to(some.layers[:, None], some.kind.shape) if caps is None else caps
-    bounds = _bounds(some, least)
-    chosen = np.stack([_filled(some, bound, limits) for bound in bounds.T], axis=1)
-    slowest = np.stack([some.seconds(count) for count in chosen.transpose(1, 0, 2)], axis=1)
-    chunks = some.chunks[:, None]
-    most, every = slowest.max(axis=2), slowest.sum(axis=2)
-    # As the pipeline is filled and drained, one micro batch passes through all ranks, a chunk at a time.
-    took = some.micro_batches[:, None] * most + (every - most) / chunks
+    bounds = np.repeat(_bounds(some, least), 2, axis=1)
+    in_front = [bool(number % 2) for number in range(bounds.shape[1])]
+    filled = [_filled(some, bound, limits, front) for bound, front in zip(bounds.T, in_front, strict=True)]
+    chosen = np.stack(filled, axis=1)
+    took = np.stack([_took(some, count) for count in filled], axis=1)
     order = took.argsort(axis=1, kind="stable")
     # Bounds that differ may allow the same layers, which take the same.
     gain = np.diff(np.take_along_axis(took, order, axis=1), axis=1, prepend=0.0)
@@ -147,7 +149,24 @@ def layers_of_ranks(
     part = some.take(row)
     limit = part.most(np.take_along_axis(bounds, order, axis=1).reshape(-1), limits[row])
     both = [_evened(part, counts, limit, front) for front in (False, True)]
-    return np.concatenate(both), np.concatenate([row, row])
+    return np.concatenate([*both, counts]), np.concatenate([row] * 3)
+
+
+def _took(some: Pipelines, count: Ints) -> Floats:
+    """Seconds of a step with so many layers on each rank, [n].
+
+    The first micro batch passes through all ranks, a chunk at a time, before and after a rank works on all of
+    them without a pause; while it is behind that rank, this waits once it has nothing to go ahead with.
+    """
+    seconds = some.seconds(count)
+    chunks = some.chunks[:, None]
+    through = np.cumsum(seconds, axis=1)
+    before, behind = through - seconds, through[:, -1:] - through
+    ranks_behind = np.cumsum(some.there[:, ::-1], axis=1)[:, ::-1] - 1
+    waits = np.maximum(behind - FORWARD * ranks_behind * seconds, 0.0)
+    rank = some.micro_batches[:, None] * seconds + (before + waits) / chunks
+    took: Floats = np.where(some.there, rank, 0.0).max(axis=1)
+    return took
 
 
 def equal_chunks(some: Pipelines, caps: Ints | None, best: int) -> tuple[Ints, Ints]:
@@ -194,10 +213,14 @@ def _representatives(some: Pipelines) -> list[Ints]:
     return found
 
 
-def _filled(some: Pipelines, bound: Floats, caps: Ints) -> Ints:
-    """As many layers as a bound allows, the fastest ranks first, [n, ranks]; each chunk has one at least."""
+def _filled(some: Pipelines, bound: Floats, caps: Ints, in_front: bool) -> Ints:
+    """As many layers as a bound allows, [n, ranks], the first ranks first or else the fastest ones.
+
+    Each chunk has one at least.
+    """
     limit, fewest = some.most(bound, caps), np.where(some.there, some.chunks[:, None], 0)
-    order = np.where(some.there, some.each, np.inf).argsort(axis=1, kind="stable")
+    first = np.zeros_like(some.each) if in_front else some.each
+    order = np.where(some.there, first, np.inf).argsort(axis=1, kind="stable")
     spare = np.take_along_axis(np.maximum(limit - fewest, 0), order, axis=1)
     left = np.maximum(some.layers - fewest.sum(axis=1), 0)[:, None]
     before = np.cumsum(spare, axis=1) - spare

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bz2
 import errno
+import gc
 import gzip
 import json
 import lzma
@@ -11,7 +12,7 @@ import os
 import signal
 import struct
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from importlib import import_module
 from itertools import pairwise
@@ -35,6 +36,15 @@ from runtime.data.tokenizers import ByteTokenizer, gpt2_tokenizer
 BYTES = ByteTokenizer()
 MODULE = import_module("runtime.data.preparation")
 TEXTS = ["first", "", "zweiter — ✓", "a\nb\n"]
+
+
+@pytest.fixture
+def uncollected() -> Iterator[None]:
+    """No garbage of other tests is collected meanwhile: finalizers fail at the bottom of a deep recursion."""
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
 
 
 def jsonl(texts: list[str], key: str = "text") -> str:
@@ -322,7 +332,7 @@ def test_array_is_read_as_json_reads_it(
     ],
 )
 def test_bad_json_names_file_and_line_and_writes_nothing(
-    tmp_path: Path, name: str, content: str, message: str
+    tmp_path: Path, uncollected: None, name: str, content: str, message: str
 ) -> None:
     with pytest.raises(InputError, match=message) as caught:
         prepared(tmp_path, content, name)
