@@ -20,7 +20,7 @@ from planner.inputs.pins import PinInput, Pins, parse_pins
 from planner.objective import DEFAULT_OBJECTIVE, Objective, parse_objective
 from planner.space.engine_rules import check_pins, engine_rules
 from planner.space.grid import Space, build, obstacle
-from planner.space.lora_rules import check_precision
+from planner.space.lora_rules import check_engine, check_precision
 from planner.space.rule import Rule
 
 if TYPE_CHECKING:
@@ -115,6 +115,7 @@ def resolve_problem(model: ModelSpec | str | Path, world_size: int, **job: Unpac
     )
     check_pins(engine, pins)
     check_precision(problem.model, problem.precision)
+    check_engine(problem.model, engine)
     return problem
 
 

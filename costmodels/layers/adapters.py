@@ -1,4 +1,4 @@
-"""Which linear layers of a block have low-rank adapters, and how tensor parallelism splits them."""
+"""Which linear layers of a block can have low-rank adapters, and how tensor parallelism splits them."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from costmodels.spec.model_parts import LoraTarget
 from costmodels.spec.table import Floats
 
 
-class AdaptedLayer(NamedTuple):
-    """A linear layer with an adapter."""
+class LinearLayer(NamedTuple):
+    """A linear layer that can have an adapter."""
 
     module: str
     """Its place in a block of the runtime, such as `attention.query`."""
@@ -21,57 +21,66 @@ class AdaptedLayer(NamedTuple):
     split: Literal["columns", "rows", "whole"]
     """What of it tensor-parallel ranks share: outputs and B, inputs and A, or nothing."""
 
+    def sides(self, tensor_parallel: Floats | float = 1.0) -> tuple[Floats | float, Floats | float]:
+        """Inputs and outputs on one rank."""
+        inputs = self.inputs / (tensor_parallel if self.split == "rows" else 1.0)
+        return inputs, self.outputs / (tensor_parallel if self.split == "columns" else 1.0)
+
     def parameters(self, rank: int, tensor_parallel: Floats | float = 1.0) -> Floats | float:
         """Parameters of the adapter on one rank."""
-        inputs = self.inputs / (tensor_parallel if self.split == "rows" else 1.0)
-        outputs = self.outputs / (tensor_parallel if self.split == "columns" else 1.0)
+        inputs, outputs = self.sides(tensor_parallel)
         return rank * (inputs + outputs)
 
 
-def adapted_layers(model: ModelSpec, mlp: MlpKind) -> list[AdaptedLayer]:
-    """The layers with adapters in a block with an MLP of kind `mlp` and the first layer's attention.
+def linear_layers(model: ModelSpec, mlp: MlpKind) -> list[tuple[LoraTarget, LinearLayer]]:
+    """The layers that can have adapters in a block with an MLP of kind `mlp` and the first layer's attention.
 
     Routed experts and their router have none.
     """
-    if model.lora is None:
-        return []
     every = [*_attention(model)]
     width = {"dense": model.ffn, "experts": model.shared_expert_ffn, "none": 0}[mlp]
     if width:
         place = "mlp" if mlp == "dense" else "mlp.shared"
         every += [
-            ("up", AdaptedLayer(f"{place}.up", model.hidden, width, "columns")),
-            ("down", AdaptedLayer(f"{place}.down", width, model.hidden, "rows")),
+            ("up", LinearLayer(f"{place}.up", model.hidden, width, "columns")),
+            ("down", LinearLayer(f"{place}.down", width, model.hidden, "rows")),
         ]
         if model.gated:
-            every.append(("gate", AdaptedLayer(f"{place}.gate", model.hidden, width, "columns")))
-    return [layer for target, layer in every if target in model.lora.targets]
+            every.append(("gate", LinearLayer(f"{place}.gate", model.hidden, width, "columns")))
+    return every
 
 
-def _attention(model: ModelSpec) -> list[tuple[LoraTarget, AdaptedLayer]]:
+def adapted_layers(model: ModelSpec, mlp: MlpKind) -> list[LinearLayer]:
+    """Those of `linear_layers` that have adapters."""
+    if model.lora is None:
+        return []
+    return [layer for target, layer in linear_layers(model, mlp) if target in model.lora.targets]
+
+
+def _attention(model: ModelSpec) -> list[tuple[LoraTarget, LinearLayer]]:
     h, mla, kind = model.hidden, model.latent_attention, model.attention_pattern[0]
     if kind in ("linear", "none"):
         return []
     if mla is None:
         return [
-            ("query", AdaptedLayer("attention.query", h, model.q_size, "columns")),
-            ("key", AdaptedLayer("attention.key", h, model.kv_size, "columns")),
-            ("value", AdaptedLayer("attention.value", h, model.kv_size, "columns")),
-            ("output", AdaptedLayer("attention.output", model.q_size, h, "rows")),
+            ("query", LinearLayer("attention.query", h, model.q_size, "columns")),
+            ("key", LinearLayer("attention.key", h, model.kv_size, "columns")),
+            ("value", LinearLayer("attention.value", h, model.kv_size, "columns")),
+            ("output", LinearLayer("attention.output", model.q_size, h, "rows")),
         ]
     queries, values = (
         model.heads * (mla.qk_nope_head_dim + mla.qk_rope_head_dim),
         model.heads * mla.v_head_dim,
     )
     latent, both = mla.kv_lora_rank, model.heads * (mla.qk_nope_head_dim + mla.v_head_dim)
-    found: list[tuple[LoraTarget, AdaptedLayer]] = [
-        ("query", AdaptedLayer("attention.query", mla.q_lora_rank or h, queries, "columns")),
-        ("key", AdaptedLayer("attention.compress.latent", h, latent + mla.qk_rope_head_dim, "whole")),
-        ("value", AdaptedLayer("attention.key_value", latent, both, "columns")),
-        ("output", AdaptedLayer("attention.output", values, h, "rows")),
+    found: list[tuple[LoraTarget, LinearLayer]] = [
+        ("query", LinearLayer("attention.query", mla.q_lora_rank or h, queries, "columns")),
+        ("key", LinearLayer("attention.compress.latent", h, latent + mla.qk_rope_head_dim, "whole")),
+        ("value", LinearLayer("attention.key_value", latent, both, "columns")),
+        ("output", LinearLayer("attention.output", values, h, "rows")),
     ]
     if mla.q_lora_rank:
-        found.append(("query", AdaptedLayer("attention.compress.query", h, mla.q_lora_rank, "whole")))
+        found.append(("query", LinearLayer("attention.compress.query", h, mla.q_lora_rank, "whole")))
     return found
 
 

@@ -12,6 +12,7 @@ import numpy as np
 
 from costmodels.dataclass import dataclass
 from costmodels.layers.adapters import adapted_layers
+from costmodels.layers.quantised import block_bytes, block_parameters, quantised_layers
 from costmodels.layers.shapes import (
     attention_widths,
     element_bytes,
@@ -259,27 +260,37 @@ def layer(model: ModelSpec, engine: Engine, table: LayoutTable, mlp: MlpKind) ->
     )
 
 
-LAYER_KERNELS, ADAPTER_KERNELS = 20, 3
-"""Kernels of the forward pass of a layer, roughly, and of an adapter: two products and a scaled addition."""
+LAYER_KERNELS, ADAPTER_KERNELS, MATRIX_KERNELS = 20, 3, 1
+"""Kernels of the forward pass of a layer, roughly, of an adapter (two products and a scaled addition), and of
+a matrix in 4 bits that is turned back."""
 
 
 def _adapters(
     model: ModelSpec, table: LayoutTable, mlp: MlpKind
 ) -> tuple[tuple[Gemm, ...], Floats, Floats, float]:
-    """Of a layer's adapters: products, bytes of additions forward and backward, and `kernels`."""
+    """Of a layer's adapters: products, bytes of additions forward and backward, and `kernels`.
+
+    A base in 4 bits is read and written in the format that computes for each product, which is one in
+    forward and one for the gradient of the input.
+    """
     t, one, adapted = tokens(model, table), np.ones(len(table)), adapted_layers(model, mlp)
     if model.lora is None or not adapted:
         return (), 0 * one, 0 * one, 1.0
     rank, gemms, forward, backward = model.lora.rank * one, [], 0 * one, 0 * one
     e, tp = element_bytes(table.precision), table.tensor_parallel
     for layer in adapted:
-        inputs = layer.inputs / np.where(layer.split == "rows", tp, 1)
-        outputs = layer.outputs / np.where(layer.split == "columns", tp, 1)
+        inputs, outputs = layer.sides(tp.astype(np.float64))
         gemms += [Gemm(t, inputs * one, rank, one), Gemm(t, rank, outputs * one, one)]
         # What an adapter gives is scaled and added; so are gradients of the output, and of the input.
         forward = forward + 3 * e * t * outputs
         backward = backward + e * t * (2 * outputs + 3 * inputs)
-    return tuple(gemms), forward, backward, 1 + ADAPTER_KERNELS / LAYER_KERNELS * len(adapted)
+    launches = ADAPTER_KERNELS * len(adapted)
+    if packed := quantised_layers(model, mlp):
+        share = tp.astype(np.float64)
+        turned_back = block_bytes(model, mlp, share) + e * block_parameters(model, mlp, share)
+        forward, backward = forward + turned_back, backward + turned_back
+        launches += MATRIX_KERNELS * len(packed)
+    return tuple(gemms), forward, backward, 1 + launches / LAYER_KERNELS
 
 
 def embedding(model: ModelSpec, table: LayoutTable) -> Operators:

@@ -165,6 +165,7 @@ def frozen_bytes(engine: Engine, table: LayoutTable, sizes: UnitSizes, ranks: Ra
     """Bytes of frozen parameters at the peak, [n, k], or `ZERO`: in the format that computes, no masters.
 
     FSDP2 gathers copies of what ranks share, whatever the stage; with ZeRO 3, a layer or two at a time.
+    Matrices in 4 bits are no parameters to it: all ranks hold them whole.
     """
     if not (sizes.frozen_dense_layer.any() or sizes.frozen_moe_layer.any()):
         return ZERO
@@ -177,7 +178,8 @@ def frozen_bytes(engine: Engine, table: LayoutTable, sizes: UnitSizes, ranks: Ra
     gathered = GATHERED_LAYERS * layer * (ranks.layers > 0) + ends
     parts = shared / table.zero_shards[:, None] + experts / table.expert_shards[:, None]
     held: Floats = np.where(frees, parts + gathered, shared + experts + copies * parts)
-    return element * held
+    packed = ranks.all_dense * sizes.quantised_dense_layer[:, None]
+    return element * held + packed + ranks.all_moe * sizes.quantised_moe_layer[:, None]
 
 
 def recomputation_bytes(table: LayoutTable, sizes: UnitSizes, ranks: Ranks) -> Floats:
@@ -249,7 +251,7 @@ def stage_memory(
         "activations": activations,
         "logits": logits,
         "communication": reduction_output_bytes(engine, table, sizes.layer_input, ranks, flying),
-        "temporaries": ZERO,
+        "temporaries": sizes.dequantised[:, None] * (ranks.layers > 0) if sizes.dequantised.any() else ZERO,
     }
     policy = engine.memory_policy(table.precision)
     if policy.stepping_whole:

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from costmodels.dataclass import dataclass
+from costmodels.layers import quantised
 from costmodels.layers.adapters import block_parameters
 from costmodels.layers.further_tokens import joining_bytes, joining_parameters
 from costmodels.layers.operators import padded_vocabulary
@@ -68,11 +69,16 @@ class UnitSizes:
     score_reserve: Floats
     """Bytes of the blocks of one layer's attention scores that the allocator cannot use."""
     frozen_dense_layer: Floats
-    """Parameters of the same that are frozen under adapters."""
+    """Parameters of the same that are frozen under adapters, without those in 4 bits."""
     frozen_moe_layer: Floats
     frozen_experts: Floats
     frozen_embedding: Floats
     frozen_head: Floats
+    quantised_dense_layer: Floats
+    """Bytes of the frozen matrices of a layer in 4 bits."""
+    quantised_moe_layer: Floats
+    dequantised: Floats
+    """Bytes of the largest of them in the format that computes, which is there while it multiplies."""
 
 
 def _attention_parameters(model: ModelSpec, tp: Floats) -> tuple[Floats, Floats]:
@@ -109,13 +115,14 @@ def _mlp_parameters(model: ModelSpec, width: int, degree: Floats) -> Floats:
     return split / degree + model.linear_bias * model.hidden
 
 
-LAYER_ROWS = 7
+LAYER_ROWS = 9
 """What `_layer` tells."""
 
 
 def _layer(model: ModelSpec, engine: Engine, table: LayoutTable, mlp: MlpKind) -> Floats:
     """Of a layer of the first layer's attention: parameters outside and inside of routed experts that train,
-    and that do not, and bytes kept, recomputed and offloaded; [`LAYER_ROWS`, n]."""
+    and that do not, bytes kept, recomputed and offloaded, and bytes of matrices in 4 bits and of the largest
+    of them as it multiplies; [`LAYER_ROWS`, n]."""
     tp, h = table.tensor_parallel.astype(np.float64), model.hidden
     norm = model.norm_parameters * (2 if model.norm_place == "around" else 1)
     split, whole = _attention_parameters(model, tp)
@@ -131,8 +138,11 @@ def _layer(model: ModelSpec, engine: Engine, table: LayoutTable, mlp: MlpKind) -
     trains, none = (shared, experts), np.zeros(len(table))
     frozen = none, none
     if model.lora is not None:
-        trains, frozen = (block_parameters(model, mlp, tp), none), trains
-    return np.stack((*trains, *frozen, *activation_bytes(model, engine, table, mlp)))
+        packed = quantised.block_parameters(model, mlp, tp)
+        trains, frozen = (block_parameters(model, mlp, tp), none), (shared - packed, experts)
+    largest = element_bytes(table.precision) * quantised.largest_matrix(model, mlp, tp)
+    activations = activation_bytes(model, engine, table, mlp)
+    return np.stack((*trains, *frozen, *activations, quantised.block_bytes(model, mlp, tp), largest))
 
 
 class _Further(NamedTuple):
@@ -150,7 +160,7 @@ def _further(model: ModelSpec, engine: Engine, table: LayoutTable) -> _Further:
     if not count:
         return _Further(*(np.zeros(len(table)) for _ in _Further._fields))
     kind = model.layer_kind(model.layers - 1)
-    shared, experts, _, _, kept, _, _ = _layer(model.mtp_module, engine, table, kind.mlp)
+    shared, experts, _, _, kept = _layer(model.mtp_module, engine, table, kind.mlp)[:5]
     own = joining_parameters(model)
     return _Further(count * (shared + own), count * experts, count * (kept + joining_bytes(model, table)))
 
@@ -188,9 +198,9 @@ def unit_sizes(model: ModelSpec, engine: Engine, table: LayoutTable) -> UnitSize
                     lambda spec, mlp: np.stack(activation_bytes(spec, engine, plain, mlp)),
                     leading=held == "dense",
                 )
-    dense_layer, _, frozen_dense, _, dense_kept, dense_recomputation, dense_offload = layers["dense"]
+    dense_layer, _, frozen_dense, _, dense_kept, dense_recomputation, dense_offload = layers["dense"][:7]
     moe_layer, experts, frozen_moe, frozen_experts = layers["moe"][:4]
-    moe_kept, moe_recomputation, moe_offload = layers["moe"][4:]
+    moe_kept, moe_recomputation, moe_offload = layers["moe"][4:7]
     ends = (
         (vocabulary * h + model.other_parameters) / tp + positions * h,
         has_matrix * vocabulary * h / tp + model.norm_parameters,
@@ -232,6 +242,9 @@ def unit_sizes(model: ModelSpec, engine: Engine, table: LayoutTable) -> UnitSize
         frozen_experts=frozen_experts,
         frozen_embedding=frozen_ends[0],
         frozen_head=frozen_ends[1],
+        quantised_dense_layer=layers["dense"][7],
+        quantised_moe_layer=layers["moe"][7],
+        dequantised=np.maximum(layers["dense"][8], layers["moe"][8]),
         dense_activations=dense_kept,
         moe_activations=moe_kept,
         dense_recomputation=dense_recomputation,

@@ -36,6 +36,9 @@ class Lora(Record):
     rank: Count
     alpha: Positive
     targets: tuple[LoraTarget, ...] = LORA_TARGETS
+    quantize_base: Literal["nf4"] | None = None
+    """Format of the frozen matrices of all layers that could have adapters (QLoRA, arXiv:2305.14314); that of
+    matrix products if None."""
 
     @model_validator(mode="after")
     def _check(self) -> Lora:

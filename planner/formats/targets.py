@@ -48,5 +48,7 @@ def export(plan: Plan | str | Path, *, to: str) -> Export:
         found = replace(found, inexpressible=(*found.inexpressible, what))
     if plan.model.lora is None:
         return found
-    what = f"lora={plan.model.lora.rank}: adapters are set up by the training script there, not written here"
+    base = plan.model.lora.quantize_base
+    named = f"lora={plan.model.lora.rank}" + ("" if base is None else f" on a base in {base}")
+    what = f"{named}: adapters are set up by the training script there, not written here"
     return replace(found, inexpressible=(*found.inexpressible, what))

@@ -7,6 +7,7 @@ from typing import ClassVar, cast, get_args
 from costmodels.dataclass import dataclass
 from costmodels.errors import InputError
 from costmodels.layers.adapters import adapter_parameters
+from costmodels.layers.quantised import quantised_parameters
 from costmodels.spec.model import ModelSpec
 from costmodels.spec.model_parts import LORA_TARGETS, Lora, LoraTarget
 from planner.inputs.model import with_lora
@@ -31,6 +32,9 @@ THEIR_NAMES: dict[str, LoraTarget] = {
 }
 """Targets as `target_modules` of Hugging Face's peft names them."""
 
+FORMATS = ("nf4",)
+"""Formats of 4 bits that frozen matrices may have."""
+
 
 @dataclass(frozen=True)
 class LoraFlags:
@@ -50,9 +54,22 @@ class LoraFlags:
         metavar="NAMES",
     )
 
+    quantize_base: str | None = flag(
+        None,
+        f"Keep the frozen matrices of layers in 4 bits (QLoRA): {', '.join(FORMATS)}.",
+        metavar="FORMAT",
+        values=lambda: list(FORMATS),
+    )
+
     def with_lora(self, spec: ModelSpec) -> ModelSpec:
         """`spec` with the adapters that the flags ask for; raises `InputError` where they contradict it."""
-        given = {"lora-alpha": self.lora_alpha, "lora-targets": self.lora_targets}
+        given = {
+            "lora-alpha": self.lora_alpha,
+            "lora-targets": self.lora_targets,
+            "quantize-base": self.quantize_base,
+        }
+        if self.quantize_base not in (None, *FORMATS):
+            raise InputError(f"--quantize-base {self.quantize_base}: expected {', '.join(FORMATS)}")
         if self.lora_rank is None:
             for name, value in given.items():
                 if value is not None:
@@ -62,6 +79,7 @@ class LoraFlags:
             rank=self.lora_rank,
             alpha=2.0 * self.lora_rank if self.lora_alpha is None else self.lora_alpha,
             targets=LORA_TARGETS if self.lora_targets is None else parse_targets(self.lora_targets),
+            quantize_base=self.quantize_base,  # type: ignore[arg-type]
         )
         return with_lora(spec, lora)
 
@@ -69,10 +87,13 @@ class LoraFlags:
 def lora_note(spec: ModelSpec) -> str:
     """What of a model with adapters trains, in words."""
     assert spec.lora is not None
-    return (
+    told = (
         f"LoRA of rank {spec.lora.rank} (alpha {spec.lora.alpha:g}): {adapter_parameters(spec) / 1e6:,.1f} M "
         f"parameters train, {spec.parameters / 1e6:,.1f} M are frozen"
     )
+    if spec.lora.quantize_base is None:
+        return told
+    return f"{told}, {quantised_parameters(spec) / 1e6:,.1f} M of them in {spec.lora.quantize_base}"
 
 
 def parse_targets(text: str) -> tuple[LoraTarget, ...]:

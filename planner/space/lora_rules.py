@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import numpy as np
 
 from costmodels.errors import InputError
+from costmodels.layers.quantised import BLOCK, quantised_layers
+from costmodels.spec.engine import Engine
+from costmodels.spec.hardware import NARROW
 from costmodels.spec.layout import SPLIT_BACKWARD
 from costmodels.spec.model import ModelSpec
 from costmodels.spec.table import OPTIMIZERS, SCHEDULES, Bools, LayoutTable
+from planner.inputs.engine import DEFAULT_ENGINE
 from planner.space.rule import Rule
 
 ELEMENT_WISE = ("adam", "sgd", "adam8bit")
@@ -46,10 +51,42 @@ LORA_RULES: tuple[Rule, ...] = (
             f"use {', '.join(ELEMENT_WISE)}"
         ),
     ),
+    Rule(
+        "quantize_base_blocks",
+        lambda model, d: (d.tensor_parallel > 1) & (_shared_inputs(model) % (BLOCK * d.tensor_parallel) > 0),
+        lambda model, d: (
+            f"quantize-base {model.lora and model.lora.quantize_base}: tensor_parallel "
+            f"{int(d.tensor_parallel)} splits matrices with {_shared_inputs(model)} inputs (their greatest "
+            f"common divisor), which would split blocks of {BLOCK} weights that share a scale; use fewer"
+        ),
+        of_mesh=True,
+    ),
 )
 
 
+def _shared_inputs(model: ModelSpec) -> int:
+    """Greatest common divisor of the inputs of matrices in 4 bits that tensor parallelism splits by inputs;
+    0 where there are none."""
+    sizes = [
+        layer.inputs
+        for leading, layers in ((True, model.leading_layers), (False, model.routed_layers))
+        for _, spec, mlp in (model.variants(leading) if layers else ())
+        for layer in quantised_layers(spec, mlp)
+        if layer.split == "rows"
+    ]
+    return math.gcd(*sizes)
+
+
 def check_precision(model: ModelSpec, precision: str) -> None:
-    """Raise `InputError` for adapters beside weights in 8 bits."""
-    if model.lora is not None and precision == "fp8":
-        raise InputError("precision fp8: adapters train beside weights in 16 bits; use bf16")
+    """Raise `InputError` for adapters beside weights that are multiplied in 8 bits or fewer."""
+    if model.lora is not None and precision in NARROW:
+        raise InputError(f"precision {precision}: adapters train beside weights in 16 bits; use bf16")
+
+
+def check_engine(model: ModelSpec, engine: Engine) -> None:
+    """Raise `InputError` for a base in 4 bits under software whose way to keep it is not known."""
+    if model.lora is not None and model.lora.quantize_base is not None and engine.name != DEFAULT_ENGINE:
+        raise InputError(
+            f"quantize-base {model.lora.quantize_base}: engine {engine.name} is not priced with frozen "
+            f"matrices in 4 bits; leave --quantize-base out, or use engine {DEFAULT_ENGINE}"
+        )

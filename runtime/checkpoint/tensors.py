@@ -17,6 +17,7 @@ from runtime.checkpoint.reader import CheckpointReader
 from runtime.optimizers.adafactor import PADDED_NAMES
 from runtime.optimizers.shards import FURTHER_EMBEDDING
 from runtime.parallel.local_tensors import local_part
+from runtime.parallel.quantised_base import base_weights
 from runtime.parallel.ranks import run_together
 from runtime.train.trainer import Trainer
 
@@ -61,6 +62,12 @@ def load_frozen(trainer: Trainer, spec: ModelSpec, folder: Path) -> None:
         every = stage.named_parameters(remove_duplicate=False)
         frozen |= {name: one.detach() for name, one in every if not one.requires_grad}
     _read(frozen | _buffers(trainer), spec, folder)
+    # One after the other: there may be no room for all of them in more than 4 bits.
+    for stage in trainer.executor.stages:
+        for name, weight in base_weights(stage):
+            wide = weight.empty()
+            load_tensors({name: wide}, storage_reader=CheckpointReader(folder), no_dist=True)
+            weight.take(local_part(wide))
 
 
 def _weights(trainer: Trainer) -> dict[str, Tensor]:

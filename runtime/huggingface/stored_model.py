@@ -10,6 +10,7 @@ from torch import Tensor
 
 from costmodels import ModelSpec
 from costmodels.errors import InputError
+from costmodels.layers.quantised import quantised_names
 from runtime import checkpoint
 from runtime.checkpoint import RUN_FILE, TRACKER
 from runtime.checkpoint.base import check_base
@@ -19,6 +20,7 @@ from runtime.huggingface.files import INDEX_FILE, ONE_FILE
 from runtime.huggingface.mapping import EMBEDDING, HEAD, our_shapes
 from runtime.huggingface.model_folder import CONFIG_FILE, HuggingFaceModel, first_names
 from runtime.model.adapters import DOWN, UP, is_adapter
+from runtime.model.nf4 import rounded
 
 
 class ModelFiles(Protocol):
@@ -113,7 +115,7 @@ class TunedModel:
         self.folder, self.shapes = adapters.folder, self.base.shapes
         self.spec = adapters.spec.model_copy(update={"lora": None, "mtp": self.base.spec.mtp})
         assert adapters.spec.lora is not None
-        self.lora = adapters.spec.lora
+        self.lora, self.quantised = adapters.spec.lora, quantised_names(adapters.spec)
 
     @property
     def companions(self) -> Path:
@@ -133,8 +135,11 @@ class TunedModel:
         return lora_a, lora_b
 
     def read_ours(self, name: str) -> Tensor:
-        """A whole tensor, without padded entries of the vocabulary; in fp32 where it has an adapter."""
+        """A whole tensor, without padded entries of the vocabulary; in fp32 where it has an adapter or was
+        trained beside in 4 bits, whose values it then has."""
         tensor, found = self.base.read_ours(name), self.adapter(name)
+        if name in self.quantised:
+            tensor = rounded(tensor)
         if found is None:
             return tensor
         return tensor.float().addmm_(found[1], found[0], alpha=self.lora.scale)

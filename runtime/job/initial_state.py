@@ -103,7 +103,8 @@ def _check_weights(source: Path, stored: ModelSpec, spec: ModelSpec) -> None:
 
 def _lora_flags(lora: Lora) -> str:
     targets = ",".join(lora.targets)
-    return f"--lora-rank {lora.rank} --lora-alpha {lora.alpha:g} --lora-targets {targets}"
+    base = "" if lora.quantize_base is None else f" --quantize-base {lora.quantize_base}"
+    return f"--lora-rank {lora.rank} --lora-alpha {lora.alpha:g} --lora-targets {targets}{base}"
 
 
 def check_loaded(output: OutputOptions, spec: ModelSpec) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -22,9 +24,10 @@ class AdaptedLinear(nn.Linear):
         self.lora_a = nn.Parameter(torch.empty(rank, linear.in_features))
         self.lora_b = nn.Parameter(torch.empty(linear.out_features, rank))
         self.scale = scale
+        self.product: Any = F.linear
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.adapt(super().forward(x), x, self.lora_a, self.lora_b)
+        return self.adapt(self.product(x, self.weight, self.bias), x, self.lora_a, self.lora_b)
 
     def adapt(self, result: Tensor, x: Tensor, lora_a: Tensor, lora_b: Tensor) -> Tensor:
         """`result`, what the frozen layer makes of `x`, and what the adapter makes of it."""

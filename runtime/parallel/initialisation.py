@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from costmodels import ModelSpec
 from runtime.model.adapters import DOWN, UP
 from runtime.parallel.local_tensors import local_part, split_dim
+from runtime.parallel.quantised_base import base_weights
 
 INIT_STD = 0.02
 """Standard deviation of initial weights (GPT-2; Megatron-LM's `--init-method-std`)."""
@@ -91,6 +92,14 @@ def initialise(model: nn.Module, spec: ModelSpec, seed: int, std: float = INIT_S
             parameter.copy_(value)
     for buffer in model.buffers():
         buffer.zero_()
+    for name, weight in base_weights(model):
+        value = full_weight(name, weight.shape, spec, seed, std)
+        whole = weight.like
+        if isinstance(whole, DTensor):
+            value = distribute_tensor(
+                value.to(weight.codes.device), whole.device_mesh, whole.placements, src_data_rank=None
+            ).to_local()
+        weight.take(value)
 
 
 def _own_experts(name: str, parameter: Tensor, spec: ModelSpec, seed: int, std: float) -> Tensor:

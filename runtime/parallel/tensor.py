@@ -228,7 +228,8 @@ def _split_columns(linear: nn.Linear, region: _Region, sharers: dist.ProcessGrou
     def forward(x_BSI: Tensor) -> Tensor:
         weight, bias = local_weight(linear.weight), local_weight(linear.bias)
         if sharers is not None:
-            weight = gather(weight, 0, sharers)
+            if isinstance(weight, Tensor):
+                weight = gather(weight, 0, sharers)
             bias = None if bias is None else gather(bias, 0, sharers)
         return _multiply(linear, x_BSI, weight, bias, sharers)
 

@@ -23,6 +23,7 @@ from runtime.parallel.loss import TokenLoss
 from runtime.parallel.mesh import Grid
 from runtime.parallel.offload import offload_activations
 from runtime.parallel.placements import keep_placements
+from runtime.parallel.quantised_base import quantise_base
 from runtime.parallel.recomputation import recompute, run_blocks
 from runtime.parallel.tensor import tensor_parallel
 from runtime.parallel.working_copies import WorkingCopies
@@ -57,6 +58,7 @@ def build_stage(spec: ModelSpec, layout: Layout, grid: Grid, index: int, graph_l
     if layout.tensor_parallel > 1:
         tensor_parallel(stage, layout, grid)
     expert_parallel(stage, layout, grid)
+    quantise_base(stage, spec, layout, grid)
     if layout.precision == "fp8":
         float8(stage)
     in_two = compiles_in_two(layout)

@@ -75,9 +75,55 @@ def test_what_one_gpu_was_measured_to_do_is_in_the_range() -> None:
     assert any(text.startswith("lora=8: ") for text in planner.export(plan, to="megatron").inexpressible)
 
 
-def test_adapters_beside_weights_in_8_bits_are_refused() -> None:
-    with pytest.raises(planner.InputError, match="precision fp8: adapters train beside weights in 16 bits"):
-        planner.suggest(TUNED, world_size=1, device="h100", global_batch_size=8, precision="fp8")
+@pytest.mark.parametrize(
+    ("precision", "device", "engine"),
+    [("fp8", "h100", "bundled"), ("mxfp8", "b200", "megatron"), ("nvfp4", "b200", "megatron")],
+)
+def test_adapters_beside_narrow_products_are_refused(precision: str, device: str, engine: str) -> None:
+    line = f"precision {precision}: adapters train beside weights in 16 bits"
+    with pytest.raises(planner.InputError, match=line):
+        planner.suggest(
+            TUNED, world_size=1, device=device, global_batch_size=8, precision=precision, engine=engine
+        )
+
+
+NF4 = with_lora(MODEL, Lora(rank=16, alpha=32.0, quantize_base="nf4"))
+MATRICES = MODEL.layers * MODEL.hidden * (2 * MODEL.hidden + 2 * MODEL.kv_size + 3 * MODEL.ffn)
+LARGEST = MODEL.hidden * MODEL.ffn
+
+
+@pytest.mark.parametrize("fields", [{}, {"data_parallel": 8, "zero_stage": 1}, {"tensor_parallel": 8}])
+def test_a_base_in_4_bits_takes_that_much_less(fields: dict[str, int]) -> None:
+    wide, packed = (estimate(model, **fields).memory[0] for model in (TUNED, NF4))
+    split = fields.get("tensor_parallel", 1)
+    # FSDP2 gathers copies of 16 bits besides its shards of them; what is in 4 bits it does not know of.
+    shards = 1 + 1 / fields["data_parallel"] if "data_parallel" in fields else 1
+    saved = wide.parameters - packed.parameters
+    assert saved == pytest.approx(MATRICES / split * (2 * shards - 4.127 / 8), rel=1e-3)
+    assert packed.temporaries - wide.temporaries == pytest.approx(2 * LARGEST / split)
+    assert packed.activations == wide.activations
+
+
+def test_each_rank_holds_its_base_in_4_bits_whole() -> None:
+    sharded = estimate(NF4, data_parallel=8, zero_stage=3).memory[0].parameters
+    # The rest, embedding and head, is split, and gathered as a whole while it is used.
+    ends = 2 * MODEL.vocab * MODEL.hidden
+    assert sharded == pytest.approx(MATRICES * 4.127 / 8 + 2 * ends * (1 + 1 / 8), rel=0.02)
+
+
+def test_turning_matrices_back_is_read_and_written_twice_a_pass() -> None:
+    wide, packed, again = (
+        estimate(model, recompute=recompute).time
+        for model, recompute in ((TUNED, "none"), (NF4, "none"), (NF4, "full"))
+    )
+    least = 8 * 2 * MATRICES * (4.127 / 8 + 2) / 3.35e12
+    assert least < packed.elementwise - wide.elementwise < 3 * least
+    assert packed.compute == wide.compute and again.recompute > packed.recompute
+
+
+def test_other_engines_are_refused_by_name() -> None:
+    with pytest.raises(planner.InputError, match="quantize-base nf4: engine megatron is not priced"):
+        planner.suggest(NF4, world_size=8, device="h100", global_batch_size=8, engine="megatron")
 
 
 def test_a_mixture_of_experts_needs_adapters_in_its_attention() -> None:

@@ -17,6 +17,7 @@ MIXTURE = {"experts": 4, "top_k": 2, "expert_ffn": 64}
 
 
 LORA: dict[str, Any] = {"lora": {"rank": 4, "alpha": 8.0}}
+NF4: dict[str, Any] = {"lora": {"rank": 4, "alpha": 8.0, "quantize_base": "nf4"}}
 
 
 @pytest.mark.parametrize(
@@ -60,6 +61,7 @@ LORA: dict[str, Any] = {"lora": {"rank": 4, "alpha": 8.0}}
         ("lora_split_backward", LORA, 8, 16, {}),
         ("lora_offload_optimizer", LORA, 8, 8, {"offload_optimizer": True}),
         ("lora_optimizer", LORA, 8, 8, {"optimizer": "muon"}),
+        ("quantize_base_blocks", NF4, 8, 8, {}),
     ],
 )
 def test_each_rule_removes_what_breaks_it(

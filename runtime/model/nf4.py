@@ -1,0 +1,141 @@
+"""Frozen matrices in 4 bits: NF4 with scales in 8 bits (QLoRA, arXiv:2305.14314, section 3).
+
+Plain operators of PyTorch, on any device. Each output's weights are in blocks of 64 inputs, whose scale is
+the largest magnitude in it; the scales of the same 64 inputs of 256 outputs are stored as 255ths of the
+largest. No block holds weights of two outputs, so that ranks can split a matrix without changing its values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from costmodels.layers.quantised import BLOCK, GROUP
+
+LEVELS = (
+    *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635),
+    *(-0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725),
+    *(0.24611230194568634, 0.33791524171829224, 0.44070982933044434, 0.5626170039176941),
+    *(0.7229568362236023, 1.0),
+)
+"""What the 16 codes stand for, before scales: quantiles of a normal distribution (appendix E)."""
+
+STEPS = 255
+"""Largest code of a scale."""
+
+TINY = torch.finfo(torch.float32).tiny
+"""In the place of the scales of blocks that are zero."""
+
+
+class NF4Weight(nn.Module):
+    """A frozen matrix [O, I], or the rows of it from `first_row` on, in 4 bits.
+
+    Args:
+        outputs: O, rows that are here.
+        inputs: I.
+        dtype: format of products.
+        first_row: rows of the matrix before those that are here.
+    """
+
+    codes: Tensor
+    """Two weights a byte, the first one in the upper bits: [O, blocks x 32]."""
+    scales: Tensor
+    """Codes of scales, [O, blocks]."""
+    factors: Tensor
+    """Largest scale of each group, fp32 [groups, blocks]: of all groups that rows here belong to."""
+    pairs: Tensor
+    """What both weights of a byte are before scales, [256, 2]."""
+
+    def __init__(self, outputs: int, inputs: int, dtype: torch.dtype, first_row: int = 0) -> None:
+        super().__init__()
+        blocks = -(-inputs // BLOCK)
+        self.outputs, self.inputs, self.first_row = outputs, inputs, first_row
+        self.first_group = first_row // GROUP
+        groups = -(-(first_row + outputs) // GROUP) - self.first_group
+        self._hold("codes", outputs, blocks * BLOCK // 2, dtype=torch.uint8)
+        self._hold("scales", outputs, blocks, dtype=torch.uint8)
+        self._hold("factors", groups, blocks, dtype=torch.float32)
+        self._hold("pairs", 256, 2, dtype=dtype)
+
+    def _hold(self, name: str, *shape: int, dtype: torch.dtype) -> None:
+        self.register_buffer(name, torch.empty(shape, dtype=dtype), persistent=False)
+
+    @torch.no_grad()
+    def fill(self, weight_OI: Tensor, whole: Callable[[Tensor], Tensor] = lambda factors: factors) -> None:
+        """Take the place of `weight_OI`.
+
+        Args:
+            whole: makes the largest scales of groups of all rows from those of the rows that are here.
+        """
+        wide = F.pad(weight_OI.float(), (0, self.scales.shape[1] * BLOCK - self.inputs))
+        blocks = wide.view(self.outputs, -1, BLOCK)
+        largest = blocks.abs().amax(-1)
+        front = self.first_row - self.first_group * GROUP
+        back = len(self.factors) * GROUP - front - self.outputs
+        grouped = F.pad(largest, (0, 0, front, back)).view(len(self.factors), GROUP, -1)
+        self.factors.copy_(whole(grouped.amax(1)))
+        self.scales.copy_((largest / self._by_row(self.factors).clamp(min=TINY) * STEPS).round())
+        relative = blocks / self._own_scales().clamp(min=TINY).unsqueeze(-1)
+        levels = torch.tensor(LEVELS, device=relative.device)
+        nearest = torch.bucketize(relative, (levels[1:] + levels[:-1]) / 2, out_int32=True)
+        both = nearest.view(self.outputs, -1, 2)
+        self.codes.copy_(both[..., 0] * len(LEVELS) + both[..., 1])
+        self.pairs.copy_(torch.cartesian_prod(levels, levels))
+
+    def _by_row(self, grouped: Tensor) -> Tensor:
+        """What each row has of [groups, blocks]."""
+        front = self.first_row - self.first_group * GROUP
+        every = grouped.unsqueeze(1).expand(-1, GROUP, -1).flatten(0, 1)
+        return every[front : front + self.outputs]
+
+    def _own_scales(self) -> Tensor:
+        """Scales in fp32, [O, blocks]."""
+        return self.scales * self._by_row(self.factors / STEPS)
+
+    def dense(self) -> Tensor:
+        """The matrix [O, I] that the codes stand for, in the format of products."""
+        found = F.embedding(self.codes.int(), self.pairs)
+        blocks = found.view(self.outputs, -1, BLOCK).mul_(self._own_scales().unsqueeze(-1))
+        return blocks.view(self.outputs, -1)[:, : self.inputs]
+
+    def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """[.., I] -> [.., O]."""
+        return F.linear(x, self.dense(), bias)
+
+
+class _Product(torch.autograd.Function):
+    """A product that keeps nothing: backward makes the matrix again, for the gradient of the input."""
+
+    @staticmethod
+    def forward(
+        ctx: torch.autograd.function.FunctionCtx, x: Tensor, weight: NF4Weight, bias: Tensor | None
+    ) -> Tensor:  # type: ignore[override]
+        ctx.weight = weight  # type: ignore[attr-defined]
+        return weight.multiply(x, bias)
+
+    @staticmethod
+    def backward(ctx: torch.autograd.function.FunctionCtx, gradient: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+        weight: NF4Weight = ctx.weight  # type: ignore[attr-defined]
+        return gradient @ weight.dense(), None, None
+
+
+def nf4_linear(x: Tensor, weight: NF4Weight, bias: Tensor | None = None) -> Tensor:
+    """torch.nn.functional.linear of a frozen matrix in 4 bits, and of a frozen bias."""
+    if torch.compiler.is_compiling():
+        # A compiler takes the matrix in backward for that of forward, and keeps it, unless it is told not to.
+        again: Tensor = checkpoint(weight.multiply, x, bias, use_reentrant=False, preserve_rng_state=False)
+        return again
+    result: Tensor = _Product.apply(x, weight, bias)  # type: ignore[no-untyped-call]
+    return result
+
+
+def rounded(weight_OI: Tensor) -> Tensor:
+    """What a matrix in 4 bits stands for in the place of `weight_OI`, in fp32."""
+    outputs, inputs = weight_OI.shape
+    stored = NF4Weight(outputs, inputs, torch.float32).to(weight_OI.device)
+    stored.fill(weight_OI)
+    return stored.dense()
