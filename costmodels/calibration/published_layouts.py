@@ -216,11 +216,22 @@ def _recompute(row: Mapping[str, str]) -> tuple[str, tuple[str, ...]]:
         # So many layers of every stage that it is all of them.
         return "full", ()
     said = note_value(row, "recompute_modules") or note_value(row, "modules") or note_value(row, "recompute")
-    if word != "selective" or not said:
-        return word, ()
-    named = [MODULES.get(part.strip()) for part in said.split("+")]
-    modules = tuple(sorted({module for module in named if module}))
-    return word, modules
+    named = _modules(said) if said else _listed_modules(row)
+    return word, named if word == "selective" else ()
+
+
+def _modules(text: str) -> tuple[str, ...]:
+    named = {MODULES.get(part.strip()) for part in text.split("+")}
+    return tuple(sorted(module for module in named if module))
+
+
+def _listed_modules(row: Mapping[str, str]) -> tuple[str, ...]:
+    """Modules of the part of the notes that is a list of nothing else, such as `moe_act+layernorm`."""
+    for part in row.get("notes", "").split(";"):
+        names = [name.strip() for name in part.split("+")]
+        if len(names) > 1 and all(name in MODULES for name in names):
+            return _modules(part)
+    return ()
 
 
 def _expert_tensor_parallel(row: Mapping[str, str], model: ModelSpec, tp: int, stage: int) -> int:

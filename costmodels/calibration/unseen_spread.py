@@ -8,25 +8,28 @@ from typing import NamedTuple
 
 import numpy as np
 
+from costmodels.calibration.measurements import Measurement
 from costmodels.calibration.priors import round_constants, scipy_optimize
 from costmodels.calibration.unseen_sources import UnseenSource
-from costmodels.pricing import Prices, price
+from costmodels.pricing import price
 from costmodels.spec.engine import Spread
 from costmodels.spec.table import Floats, LayoutTable
-from costmodels.time.uncertainty import spread
+from costmodels.time.uncertainty import causes
 
 COVERAGE = 0.84
-"""Share of the rows which the range covers, each weighed by the root of how many its source has."""
+"""Share of the rows which the range covers, each weighed by its recipe."""
 
-FITTED = ("base", "narrow", "experts", "network", "bubble")
-"""Fields of `Spread` that are found here."""
+STARTS = {"base": 0.08, "narrow": 0.05, "experts": 0.2, "network": 0.03, "launch": 0.1, "bubble": 0.05}
+"""Fields of `Spread` that are found here, and where they stay unless rows speak against it."""
 
-PULL = 1e-4
+PULL = 1e-3
+"""What a field whose square is twice its start's costs, of what the errors do."""
 
-STARTS = {"base": 0.08, "narrow": 0.05, "experts": 0.2, "network": 0.03, "bubble": 0.05}
+LEAST, MOST, FEW = 0.015, 1.0, 0.15
+"""Least and largest width of a field; that of the whole step is `FEW` more for one row, half for two, ..."""
 
-LEAST, FEW = 0.015, 0.15
-"""Width that is left however near all rows are, and what is added to it for one row, half for two, ..."""
+ROUNDS = 4
+"""Times that the regression is weighed by the widths it found."""
 
 UNSEEN_EXPERTS = 0.35
 """Width of models with experts on an engine and architecture that was seen with dense ones alone."""
@@ -37,78 +40,122 @@ LARGEST = 1.5
 
 class _Row(NamedTuple):
     missed: float
+    """Distance of the prediction, as a natural logarithm."""
     weight: float
-    prices: Prices
-    hidden: int
     experts: bool
     blanks: float
+    """Width that what the row leaves open has already."""
+    of_one: dict[str, float]
+    """Width that each field would give, were it 1 (`costmodels.time.uncertainty.causes`)."""
+    nodes: int
+    pipelined: bool
 
 
 def spreads(found: Sequence[UnseenSource]) -> dict[tuple[str, str], dict[str, float]]:
     """Fields of `Spread` for each engine and architecture that `found` has rows of.
 
-    Quantile regression (Koenker and Bassett 1978) of the absolute errors on the width of the range. Rows of
-    one source are alike: all of them weigh as the root of their number, against those of other sources.
+    Rows of one recipe, the same model in the same format on the same device, are wrong together, at
+    whatever scale and in whatever layout: those of a source weigh as much as one row. Rows of a stage of
+    ZeRO that the engine does not plan for tell nothing of the ranges of its plans. What is off by more for
+    the same cause tells the causes apart; the width of the whole step is then what `COVERAGE` of the rows
+    need besides (`weighted_quantile`).
     """
     groups: defaultdict[tuple[str, str], list[_Row]] = defaultdict(list)
     for one in found:
-        errors = one.errors
-        counts: defaultdict[tuple[str, str], int] = defaultdict(int)
-        for row in one.rows:
-            counts[row.engine.name, row.cluster.device.architecture] += 1
-        blanks = one.predictions.blanks.tolist()
-        for row, missed, blank in zip(one.rows, errors.tolist(), blanks, strict=True):
-            if np.isfinite(missed):
-                key = row.engine.name, row.cluster.device.architecture
-                table = LayoutTable.of([row.layouts[0]])
-                prices = price(row.model, row.cluster, row.engine, table)
-                experts = row.model.experts > 0
-                hidden = row.model.hidden
-                groups[key].append(_Row(abs(missed), counts[key] ** -0.5, prices, hidden, experts, blank))
+        planned = [row.layouts[0].zero_stage in row.engine.runs.zero_stages for row in one.rows]
+        counted = np.flatnonzero(np.isfinite(one.errors) & planned)
+        kinds = [_kind(one.rows[place]) for place in counted]
+        recipes: defaultdict[tuple[str, str, bool], set[tuple[str, str, str]]] = defaultdict(set)
+        for kind, place in zip(kinds, counted, strict=True):
+            row = one.rows[place]
+            recipes[kind].add((row.model.name, row.cluster.device.name, row.layouts[0].precision))
+        for kind, place in zip(kinds, counted, strict=True):
+            weight = len(recipes[kind]) / kinds.count(kind)
+            missed, blanks = abs(float(one.errors[place])), float(one.predictions.blanks[place])
+            groups[kind[:2]].append(_row(one.rows[place], missed, weight, blanks))
     return {key: _fields(rows) for key, rows in sorted(groups.items())}
+
+
+def weighted_quantile(values: Floats, weights: Floats, share: float) -> float:
+    """Value below which `share` of the weights lie, each counted half below its own value.
+
+    Between two values it is interpolated (Hazen 1914; the fifth of Hyndman and Fan 1996, with weights), so
+    that of few rows it need not be the largest.
+    """
+    order = np.argsort(values)
+    below = np.cumsum(weights[order]) - weights[order] / 2
+    return float(np.interp(share, below / weights.sum(), values[order]))
+
+
+def _kind(row: Measurement) -> tuple[str, str, bool]:
+    return row.engine.name, row.cluster.device.architecture, row.model.experts > 0
+
+
+def _row(row: Measurement, missed: float, weight: float, blanks: float) -> _Row:
+    table, experts = LayoutTable.of([row.layouts[0]]), row.model.experts > 0
+    prices = price(row.model, row.cluster, row.engine, table)
+    engine = prices.engine.model_copy(update={"spread": Spread(**dict.fromkeys(STARTS, 1.0))})
+    found = causes(row.cluster, engine, prices.time, prices.step_time_s, row.model.hidden, experts)
+    of_one = {name: float(each[0]) for name, each in found.items()}
+    pipelined = row.layouts[0].pipeline_parallel > 1
+    return _Row(min(missed, LARGEST), weight, experts, blanks, of_one, row.cluster.nodes, pipelined)
 
 
 def _shown(rows: list[_Row]) -> list[str]:
     """Fields that the rows tell anything of; the others keep their defaults, which are wide."""
     missing = {
+        "base": all(row.experts for row in rows),
         "experts": not any(row.experts for row in rows),
-        "network": not any(row.prices.cluster.nodes > 1 for row in rows),
-        "bubble": not any((row.prices.table.pipeline_parallel > 1).any() for row in rows),
+        "network": all(row.nodes == 1 for row in rows),
+        "bubble": not any(row.pipelined for row in rows),
     }
-    return [name for name in FITTED if not missing.get(name)]
+    return [name for name in STARTS if not missing.get(name)]
 
 
 def _fields(rows: list[_Row]) -> dict[str, float]:
-    minimize = scipy_optimize().minimize
     names = _shown(rows)
-    missed = np.array([min(row.missed, LARGEST) for row in rows])
-    weight = np.array([row.weight for row in rows])
-    start = np.log([STARTS[name] for name in names])
-
-    def widths(values: Floats) -> Floats:
-        chosen = Spread(**dict(zip(names, np.exp(values).tolist(), strict=True)), launch=0.1)
-        return np.array([_width(row, chosen) for row in rows])
-
-    def loss(values: Floats) -> float:
-        over = missed - widths(values)
-        pinball = weight * np.maximum(COVERAGE * over, (COVERAGE - 1) * over)
-        return float(pinball.sum() / weight.sum() + PULL * np.square(values - start).mean())
-
-    best = np.exp(minimize(loss, start, method="Nelder-Mead", options={"maxiter": 400, "xatol": 1e-2}).x)
-    found = dict(zip(names, best.tolist(), strict=True))
-    for name, count in (
-        ("base", sum(not row.experts for row in rows)),
-        ("experts", sum(row.experts for row in rows)),
-    ):
-        if name in found:
-            found[name] = max(found[name], LEAST + FEW / max(count, 1))
+    weights = np.array([row.weight for row in rows])
+    experts = np.array([row.experts for row in rows])
+    rest = np.array([row.missed**2 - row.blanks**2 for row in rows])
+    squares = {name: np.array([row.of_one.get(name, 1.0) ** 2 for row in rows]) for name in STARTS}
+    # The width of the whole step is that of its kind.
+    squares["base"], squares["experts"] = (~experts).astype(float), experts.astype(float)
+    columns = np.stack([squares[name] for name in names], axis=1)
+    rest = rest - sum(STARTS[name] ** 2 * squares[name] for name in STARTS if name not in names)
+    starts = np.array([STARTS[name] for name in names]) ** 2
+    values = starts
+    for _ in range(ROUNDS):
+        # Squares of wide ranges would count for more than their part.
+        values = _regression(columns, rest, weights / np.sqrt(columns @ values), starts)
+    found = dict(zip(names, np.sqrt(values).tolist(), strict=True))
+    whole = np.isin(names, ("base", "experts"))
+    needed = np.sqrt(np.maximum(rest - columns[:, ~whole] @ values[~whole], 0.0))
+    for name, own in (("base", ~experts), ("experts", experts)):
+        if own.any():
+            least = LEAST + FEW / int(own.sum())
+            found[name] = max(weighted_quantile(needed[own], weights[own], COVERAGE), least)
     if "experts" not in found:
         found["experts"] = max(found["base"], UNSEEN_EXPERTS)
-    return {**round_constants(found, 3), "launch": 0.1}
+    return round_constants(found, 3)
 
 
-def _width(row: _Row, chosen: Spread) -> float:
-    engine = row.prices.engine.model_copy(update={"spread": chosen})
-    time, seconds = row.prices.time, row.prices.step_time_s
-    found = spread(row.prices.cluster, engine, time, seconds, hidden=row.hidden, experts=row.experts)
-    return float(np.hypot(found[0], row.blanks))
+def _regression(columns: Floats, values: Floats, weights: Floats, starts: Floats) -> Floats:
+    """Factors of `columns`, [n, k], whose sums lie above `COVERAGE` of `values`, [n].
+
+    Quantile regression (Koenker and Bassett 1978), as the linear program that it is: its optimum is the same
+    whoever looks for it.
+
+    Args:
+        starts: factors from which only errors move them, [k].
+    """
+    count, kinds = columns.shape
+    weights = weights / weights.sum()
+    pull = PULL * float(weights @ np.abs(values)) / (kinds * starts)
+    # columns x factors + above - below = values;  factors - more + less = starts
+    cost = np.concatenate([np.zeros(kinds), COVERAGE * weights, (1 - COVERAGE) * weights, pull, pull])
+    each, none, own = np.eye(count), np.zeros((count, 2 * kinds)), np.eye(kinds)
+    equal = np.block([[columns, each, -each, none], [own, np.zeros((kinds, 2 * count)), -own, own]])
+    bounds = [(LEAST**2, MOST**2)] * kinds + [(0, None)] * (2 * (count + kinds))
+    found = scipy_optimize().linprog(cost, A_eq=equal, b_eq=[*values, *starts], bounds=bounds)
+    result: Floats = found.x[:kinds]
+    return result

@@ -77,6 +77,8 @@ class ElementwiseConstants(Constants):
     """Memory traffic of cross entropy for each logit, forward and backward, at `passes` of 1."""
     update_passes: Positive = 1.0
     """Traffic of the optimizer's update relative to one read and one write of what it touches."""
+    accumulation_passes: Positive = 1.0
+    """Traffic of adding 16-bit gradients to a sum in fp32, in the same way."""
     split_backward: Positive = 1.0
     """Element-wise work under a schedule that splits backward, relative to the others."""
 

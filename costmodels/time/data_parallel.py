@@ -51,7 +51,10 @@ def accumulation_seconds(
     policy = engine.memory_policy(table.precision)
     gradient, total = policy.gathered, reduction_element_bytes(engine, table)
     rate = device.memory_bandwidth * engine.elementwise.efficiency
-    adding = 2 * total + (0 if engine.gemm.fused_accumulation else gradient)
+    adding = 2 * total
+    if not engine.gemm.fused_accumulation:
+        mixed = engine.elementwise.accumulation_passes if gradient < total else 1.0
+        adding = mixed * (adding + gradient)
     zero = np.zeros(len(table))
     if not engine.sharding.fully_sharded:
         return zero + adding / rate, zero

@@ -34,6 +34,16 @@ def test_fsdp2_casts_adds_and_copies(fields, expected, gpt, cluster, engine, lay
     assert traffic(gpt, cluster(8), engine("bundled"), one) == pytest.approx(expected)
 
 
+def test_adding_16_bits_to_fp32_may_be_slower_than_a_copy(gpt, cluster, engine, layout):
+    """Only what is added: neither casts and copies, nor sums in one format."""
+    slower = engine("bundled", elementwise_accumulation_passes=1.5)
+    one = layout(gpt, dp=8, zero=1, m=4)
+    assert traffic(gpt, cluster(8), slower, one) == pytest.approx(6 + 3 * 1.5 * 10 + 8 + 6 / 8 + 4)
+    for same in ({"precision": "fp32"}, {"gradient_reduction": "bf16"}):
+        one = layout(gpt, dp=8, zero=1, m=4, **same)
+        assert traffic(gpt, cluster(8), slower, one) == traffic(gpt, cluster(8), engine("bundled"), one)
+
+
 def test_one_rank_in_fp32_adds_in_place(gpt, cluster, engine, layout):
     for m in (1, 4):
         one = layout(gpt, m=m, precision="fp32")

@@ -189,6 +189,20 @@ def test_a_cell_lists_the_modules_that_are_recomputed():
         of(recompute="norm+router")
 
 
+@pytest.mark.parametrize(
+    ("notes", "modules"),
+    [
+        ("no CUDA graphs; moe_act+layernorm; DP overlap", ("activation", "norm")),
+        ("moe+layernorm", ("mlp", "norm")),
+        ("recompute=norm+act; layernorm+moe", ("activation", "norm")),  # what is named comes first
+        ("moe_dev + 1F1B all-to-all overlap; norm", ("core_attention",)),  # no list of modules
+    ],
+)
+def test_notes_list_the_modules_of_selective_recomputation(notes, modules):
+    (layout,) = of(recompute="selective", notes=notes).layouts
+    assert layout.recompute_modules == modules
+
+
 def test_what_was_taken_for_a_blank_is_told():
     row = of(vpp="", flash="", mbs="")
     assert not row.certain
