@@ -39,6 +39,7 @@ class NF4Weight(nn.Module):
         inputs: I.
         dtype: format of products.
         first_row: rows of the matrix before those that are here.
+        device: the default one unless given.
     """
 
     codes: Tensor
@@ -50,19 +51,27 @@ class NF4Weight(nn.Module):
     pairs: Tensor
     """What both weights of a byte are before scales, [256, 2]."""
 
-    def __init__(self, outputs: int, inputs: int, dtype: torch.dtype, first_row: int = 0) -> None:
+    def __init__(
+        self,
+        outputs: int,
+        inputs: int,
+        dtype: torch.dtype,
+        first_row: int = 0,
+        device: torch.device | None = None,
+    ) -> None:
         super().__init__()
         blocks = -(-inputs // BLOCK)
         self.outputs, self.inputs, self.first_row = outputs, inputs, first_row
         self.first_group = first_row // GROUP
         groups = -(-(first_row + outputs) // GROUP) - self.first_group
-        self._hold("codes", outputs, blocks * BLOCK // 2, dtype=torch.uint8)
-        self._hold("scales", outputs, blocks, dtype=torch.uint8)
-        self._hold("factors", groups, blocks, dtype=torch.float32)
-        self._hold("pairs", 256, 2, dtype=dtype)
-
-    def _hold(self, name: str, *shape: int, dtype: torch.dtype) -> None:
-        self.register_buffer(name, torch.empty(shape, dtype=dtype), persistent=False)
+        for name, shape, stored in (
+            ("codes", (outputs, blocks * BLOCK // 2), torch.uint8),
+            ("scales", (outputs, blocks), torch.uint8),
+            ("factors", (groups, blocks), torch.float32),
+            ("pairs", (256, 2), dtype),
+        ):
+            empty = torch.empty(shape, dtype=stored, device=device)
+            self.register_buffer(name, empty, persistent=False)
 
     @torch.no_grad()
     def fill(self, weight_OI: Tensor, whole: Callable[[Tensor], Tensor] = lambda factors: factors) -> None:
@@ -136,6 +145,6 @@ def nf4_linear(x: Tensor, weight: NF4Weight, bias: Tensor | None = None) -> Tens
 def rounded(weight_OI: Tensor) -> Tensor:
     """What a matrix in 4 bits stands for in the place of `weight_OI`, in fp32."""
     outputs, inputs = weight_OI.shape
-    stored = NF4Weight(outputs, inputs, torch.float32).to(weight_OI.device)
+    stored = NF4Weight(outputs, inputs, torch.float32, device=weight_OI.device)
     stored.fill(weight_OI)
     return stored.dense()

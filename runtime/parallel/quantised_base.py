@@ -35,7 +35,8 @@ class BaseWeight(NF4Weight):
         rows, inputs = local_part(parameter).shape
         self.rows_apart = isinstance(parameter, DTensor) and split_dim(parameter.placements[0]) == 0
         rank = parameter.device_mesh.get_local_rank() if isinstance(parameter, DTensor) else 0
-        super().__init__(rows, inputs, dtype, rank * rows if self.rows_apart else 0)
+        first = rank * rows if self.rows_apart else 0
+        super().__init__(rows, inputs, dtype, first, parameter.device)
         self.shape, self.sharers = parameter.shape, sharers
         self.like = parameter.detach().to("meta")
 

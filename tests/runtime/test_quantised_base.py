@@ -141,6 +141,8 @@ def test_only_matrices_of_layers_are_in_4_bits() -> None:
         grid = build_grid(spec, layout, torch.device("cpu"))
         found = dict(base_weights(build_stage(spec, layout, grid, 0, graph_layers=0)))
     assert found.keys() == quantised_names(spec)
+    # No memory before a stage has its device.
+    assert all(buffer.is_meta for one in found.values() for buffer in one.buffers())
     total = sum(one.outputs * one.inputs for one in found.values())
     assert total == quantised_parameters(spec)
     held = sum(one.codes.nbytes + one.scales.nbytes + one.factors.nbytes for one in found.values())
