@@ -95,9 +95,9 @@ class RopeScaling(Record):
             raise ValueError(
                 f"rope_scaling {self.kind} needs original_positions, the longest sequence of pre-training"
             )
-        if self.kind == "llama3" and self.low_freq_factor >= self.high_freq_factor:
+        if self.kind == "llama3" and self.low_freq_factor > self.high_freq_factor:
             raise ValueError(
-                f"rope_scaling llama3: low_freq_factor {self.low_freq_factor:g} must be less than "
+                f"rope_scaling llama3: low_freq_factor {self.low_freq_factor:g} must be at most "
                 f"high_freq_factor {self.high_freq_factor:g}"
             )
         return self

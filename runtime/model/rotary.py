@@ -102,10 +102,11 @@ def _linear(plain: Tensor, theta: float, scaling: RopeScaling) -> Tensor:
 
 def _llama3(plain: Tensor, theta: float, scaling: RopeScaling) -> Tensor:
     """Waves longer than `original / low_freq_factor` are stretched, those shorter than
-    `original / high_freq_factor` kept, and those between mixed (Llama 3.1's `apply_scaling`)."""
+    `original / high_freq_factor` kept, and those between mixed (Llama 3.1's `apply_scaling`); Llama 4 Scout
+    has one factor for both."""
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
     turns = scaling.original_positions * plain / (2 * math.pi)
-    kept = ((turns - low) / (high - low)).clamp(0.0, 1.0)
+    kept = ((turns - low) / (high - low)).clamp(0.0, 1.0) if low < high else (turns >= low).to(plain.dtype)
     return (1 - kept) * plain / scaling.factor + kept * plain
 
 

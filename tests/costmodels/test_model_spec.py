@@ -118,8 +118,8 @@ EXPERTS = {"experts": 8, "top_k": 2, "expert_ffn": 8}
         (EXPERTS | {"shared_expert_gate": True}, "shared_expert_gate needs shared experts"),
         ({"rope_scaling": {"kind": "yarn"}}, "yarn needs original_positions"),
         (
-            {"rope_scaling": {"kind": "llama3", "original_positions": 8, "high_freq_factor": 1.0}},
-            "must be less than high_freq_factor 1",
+            {"rope_scaling": {"kind": "llama3", "original_positions": 8, "high_freq_factor": 0.5}},
+            "must be at most high_freq_factor 0.5",
         ),
         ({"layers": 0}, "layers"),
         ({"hidden": None}, "hidden"),

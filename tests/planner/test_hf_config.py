@@ -341,3 +341,20 @@ def test_what_cannot_be_expressed_is_refused(tmp_path: Path, config: dict[str, A
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"cannot read model config .*config\.json"):
         model_from_hf_config(tmp_path)
+
+
+def test_gelu_of_the_first_gemma_means_its_approximation(tmp_path: Path) -> None:
+    file = tmp_path / "config.json"
+    for said in ("gelu", "gelu_pytorch_tanh"):
+        file.write_text(json.dumps({"model_type": "gemma", "hidden_act": said}))
+        assert model_from_hf_config(file).activation == "gelu_tanh"
+
+
+def test_a_llama_4_scout_is_read_with_one_factor_for_both_bounds_of_its_waves(tmp_path: Path) -> None:
+    file = tmp_path / "config.json"
+    scaling = LLAMA3_ROPE | {"factor": 16.0, "high_freq_factor": 1.0}
+    file.write_text(
+        json.dumps({"model_type": "llama4_text", "rope_scaling": scaling, "rope_theta": 500000.0})
+    )
+    read = model_from_hf_config(file).rope_scaling
+    assert read is not None and read.low_freq_factor == read.high_freq_factor == 1.0

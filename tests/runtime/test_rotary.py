@@ -88,6 +88,17 @@ def test_yarn_factors() -> None:
     assert table_factor(plain.model_copy(update={"factor": 0.5})) == 1.0
 
 
+def test_llama3_with_one_factor_keeps_or_stretches_every_wave() -> None:
+    # Llama 4 Scout: nothing lies between.
+    plain = frequencies(128, 500000.0, None)
+    one = RopeScaling(
+        kind="llama3", factor=16.0, original_positions=8192, low_freq_factor=1.0, high_freq_factor=1.0
+    )
+    scaled, stretched = frequencies(128, 500000.0, one), 2 * math.pi / plain > 8192
+    assert stretched.any() and not stretched.all()
+    torch.testing.assert_close(scaled, torch.where(stretched, plain / 16, plain))
+
+
 def test_an_unknown_kind_is_refused() -> None:
     scaling = RopeScaling(kind="longrope", factor=4.0)
     with pytest.raises(InputError, match="'longrope' can be planned, not trained") as error:

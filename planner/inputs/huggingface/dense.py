@@ -223,6 +223,9 @@ def exaone4(config: Config) -> Config:
 def gemma(config: Config) -> Config:
     """Gemma: norms whose weights are stored less one, scaled embeddings."""
     hidden = whole(config, "hidden_size")
+    if config.get("hidden_act") == "gelu":
+        # The first release says so and means the approximation, as transformers takes it.
+        config = config | {"hidden_act": "gelu_pytorch_tanh"}
     return (
         decoder(config)
         | biased(config)
