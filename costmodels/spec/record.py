@@ -52,4 +52,4 @@ def in_seconds(seconds: float) -> str:
 class Record(BaseModel):
     """A frozen, validated record that refuses fields it does not know."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
+    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=(), defer_build=True)

@@ -65,6 +65,7 @@ MIXED = ROUTED.model_copy(update={"dense_layers": 1})
             LAYERED, {"offload_activations": True, "zero_stage": 3}, True, id="offloaded-activations"
         ),
         pytest.param(DENSE, {"precision": "fp8", "zero_stage": 1}, True, id="fp8"),
+        pytest.param(DENSE, {"precision": "fp8", "tensor_parallel": 2}, True, id="fp8-of-split-layers"),
         pytest.param(ROUTED, {"expert_parallel": 2, "zero_stage": 1}, False, id="groups-of-experts"),
         pytest.param(ROUTED, {"precision": "fp16", "zero_stage": 3}, False, id="experts-one-by-one"),
         pytest.param(MIXED, {"recompute": "full", "zero_stage": 1}, True, id="compiled-experts-again"),

@@ -312,6 +312,8 @@ class _Storages:
                 case Allocation(storage, _, _):
                     category, size = self.known[storage]
                     changes.append((TEMPORARIES if storage in brief else category, size))
+                case Release(storage):
+                    changes.append(_end(last.get(storage, self.ends[storage])))
                 case Casting(storage, size):
                     category = GRADIENTS if storage in kept - ending else TEMPORARIES
                     last[storage] = Storage(category, size)
@@ -320,8 +322,6 @@ class _Storages:
                     category = GRADIENTS if storage in kept - ending else TEMPORARIES
                     last[storage] = Storage(category, size)
                     changes.append((category, size))
-                case Release(storage):
-                    changes.append(_end(last.get(storage, self.ends[storage])))
                 case Gradient(_, storage):
                     if storage in ending:
                         changes.append(_end(last.get(storage, self._made(storage))))
