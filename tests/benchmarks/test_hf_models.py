@@ -79,6 +79,7 @@ def test_a_shorter_window_is_never_slower() -> None:
     [
         ("nemotron_h", "Mamba-2"),
         ("deepseek_v32", "sparse attention with an indexer"),
+        ("gemma4_text", "parameters of other parts"),
     ],
 )
 def test_models_with_parts_of_their_own_are_planned_and_not_trained(name: str, part: str) -> None:
@@ -89,3 +90,8 @@ def test_models_with_parts_of_their_own_are_planned_and_not_trained(name: str, p
 @pytest.mark.parametrize("name", ["gpt_oss", "gemma3_text", "olmo3", "smollm3", "qwen3_next", "qwen3_5_text"])
 def test_default_models_of_trained_types_lack_nothing(name: str) -> None:
     assert untrained_parts(ModelSpec(**model_fields({"model_type": name}), name=name, seq=2048)) == []
+
+
+def test_a_gemma_4_with_too_few_parameters_for_its_fields_is_refused() -> None:
+    with pytest.raises(ValueError, match="global_head_dim 8 with num_kv_shared_layers 30 is not supported"):
+        model_fields({"model_type": "gemma4_text", "global_head_dim": 8, "num_kv_shared_layers": 30})

@@ -273,29 +273,3 @@ def gemma3(config: Config) -> Config:
             "score_scale": number(config, "query_pre_attn_scalar", 256) ** -0.5,
         }
     )
-
-
-def gemma4(config: Config) -> Config:
-    """Gemma 4: Gemma 3 with larger heads in layers that see everything, and inputs of each layer's own.
-
-    What it has besides is counted, in the mean of a layer: the larger heads, the gate and projection of the
-    layer's own inputs, their embeddings and norms.
-    """
-    if config.get("enable_moe_block") or config.get("num_kv_shared_layers") or config.get("attention_k_eq_v"):
-        raise ValueError(
-            "a gemma4 with enable_moe_block, num_kv_shared_layers or attention_k_eq_v is not supported"
-        )
-    refuse_other(config, use_double_wide_mlp=False)
-    fields = gemma3(config | {"query_pre_attn_scalar": 1.0}) | {"norm_from_one": False}
-    layers, hidden, head = fields["layers"], fields["hidden"], whole(config, "head_dim")
-    pattern = fields.get("attention_pattern", ("full",))
-    full = sum(pattern[layer % len(pattern)] == "full" for layer in range(layers))
-    large = whole(config, "global_head_dim", 512)
-    wider = (2 * fields["heads"] + 2 * fields["kv_heads"]) * (large - head) * hidden + 2 * (large - head)
-    own = whole(config, "hidden_size_per_layer_input", 0)
-    outside = own * whole(config, "vocab_size_per_layer_input", 0) * layers + own * (layers * hidden + 1)
-    each = (2 * own * hidden + hidden) * (own > 0)
-    return fields | {
-        "other_layer_parameters": each + wider * full // layers,
-        "other_parameters": outside if own else 0,
-    }

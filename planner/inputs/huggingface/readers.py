@@ -9,6 +9,7 @@ from importlib.resources import files
 from typing import Any
 
 from planner.inputs.huggingface import dense, hybrid, routed
+from planner.inputs.huggingface.gemma4 import gemma4
 from planner.inputs.huggingface.keys import Config
 
 READERS: dict[str, Callable[[Config], Config]] = {
@@ -22,7 +23,7 @@ READERS: dict[str, Callable[[Config], Config]] = {
     "gemma": dense.gemma,
     "gemma2": dense.gemma2,
     "gemma3_text": dense.gemma3,
-    "gemma4_text": dense.gemma4,
+    "gemma4_text": gemma4,
     "glm": dense.glm,
     "glm4": dense.glm4,
     "glm4_moe": routed.glm4_moe,
