@@ -31,6 +31,7 @@ from costmodels.calibration.measurements import (
 from costmodels.calibration.predictions import predict
 from costmodels.catalogue import load_engine
 from costmodels.errors import InputError
+from planner.options.flags import while_read
 
 WIDTH = 132
 """Columns of the printed tables where there is no terminal to ask."""
@@ -235,4 +236,5 @@ def _fills(given: Sequence[str]) -> dict[str, str]:
 
 
 if __name__ == "__main__":
-    main()
+    with while_read():
+        main()

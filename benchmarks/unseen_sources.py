@@ -24,6 +24,7 @@ from costmodels.calibration.unseen_sources import UnseenSource, fits_without, lo
 from costmodels.calibration.unseen_spread import spreads
 from costmodels.catalogue import calibrated_fits
 from costmodels.errors import InputError
+from planner.options.flags import while_read
 
 
 def unseen_sources(files: list[str], only: list[str] | None = None) -> dict[str, UnseenSource]:
@@ -112,4 +113,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with while_read():
+        main()

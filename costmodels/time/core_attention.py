@@ -28,6 +28,15 @@ QUERY_BLOCK = 128
 """Queries that a block of flash attention takes at a time."""
 
 
+def padded_head(size: int) -> int:
+    """Elements of a head that the kernels of flash attention compute with.
+
+    Multiples of 32, beyond 128 of 64 (`round_multiple` in FlashAttention's csrc/flash_attn/flash_api.cpp).
+    """
+    step = 32 if size <= 128 else 64
+    return -(-size // step) * step
+
+
 def attention_seconds(
     work: Operators,
     device: Device,
@@ -51,7 +60,9 @@ def attention_seconds(
         seq = work.seq / np.where(ring, table.context_parallel, 1)
         wave = constants.wave * device.cores * QUERY_BLOCK * work.seq
         flop = work.attention_flops * (1 + wave / np.maximum(work.scores, 1.0)) * CAUSAL_SHARE
-        rate = flops * constants.efficiency * constants.scale / (1 + constants.half_head / work.head_dim)
+        head = padded_head(work.head_dim) if device.kind == "gpu" else work.head_dim
+        flop = flop * head / work.head_dim
+        rate = flops * constants.efficiency * constants.scale / (1 + constants.half_head / head)
         forward = flop / rate * (1 + constants.half_seq / seq)
         slower = 1 + constants.backward_half_seq * constants.half_seq / seq
         return forward, flop / rate * slower * BACKWARD_FLASH / constants.backward_rate

@@ -6,6 +6,7 @@ described once.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import errno
 import inspect
@@ -283,6 +284,17 @@ FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 def _drop_output() -> None:
     """Let nothing that is buffered for standard output be written at exit, which would fail again."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+@contextlib.contextmanager
+def while_read() -> Iterator[None]:
+    """Exit with code 141 and no line, as `run` does, where the reader of standard output goes away."""
+    try:
+        yield
+        sys.stdout.flush()
+    except BrokenPipeError:
+        _drop_output()
+        sys.exit(141)
 
 
 def run(app: typer.Typer, name: str, quiet: bool = False) -> None:

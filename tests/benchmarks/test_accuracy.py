@@ -2,6 +2,7 @@
 
 import csv
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -182,6 +183,15 @@ def test_a_file_that_cannot_be_read_is_one_line_and_an_exit_code(tmp_path, conte
     (line,) = done.stderr.splitlines()
     assert line.startswith("benchmarks.accuracy: error: ")
     assert str(file) in line
+
+
+def test_a_reader_that_leaves_ends_it_without_a_word(write):
+    command = [sys.executable, "-m", "benchmarks.accuracy", "--rows", write("runs.csv", {})]
+    here, there = os.pipe()
+    os.close(here)
+    with os.fdopen(there, "wb") as gone:
+        done = subprocess.run(command, cwd=ROOT, stdout=gone, stderr=subprocess.PIPE, text=True)
+    assert (done.returncode, done.stderr) == (141, "")
 
 
 def test_nothing_that_can_be_read_is_an_empty_object(tmp_path, run):

@@ -80,6 +80,22 @@ def test_flash_attention_is_slower_on_short_sequences_narrow_heads_and_few_of_th
     assert in_waves[0] / few > in_waves[1] / all_heads
 
 
+@pytest.mark.parametrize(
+    ("size", "kernel"), [(64, 64), (72, 96), (80, 96), (128, 128), (136, 192), (200, 256)]
+)
+def test_flash_attention_computes_with_padded_heads(size, kernel, gpt, a100, engine, layout):
+    def seconds(head, device):
+        model = gpt.model_copy(update={"head_dim": head})
+        table = LayoutTable.of([layout(model)])
+        flash = engine("megatron", attention_efficiency=0.5, attention_half_head=32)
+        work = layer(model, flash, table, mlp="dense")
+        return attention_seconds(work, device, flash, table, 312e12, 2e12, 2)[0][0]
+
+    assert seconds(size, a100) == pytest.approx(seconds(kernel, a100))
+    processor = a100.model_copy(update={"kind": "cpu"})
+    assert (seconds(size, processor) < seconds(kernel, processor)) == (size < kernel)
+
+
 def test_a_ring_sees_the_tokens_of_one_rank_at_a_time(gpt, a100, engine, layout):
     flash = engine("megatron", attention_efficiency=0.5, attention_half_seq=512)
     rings = [layout(gpt, cp=4, dp=2, context_parallel_form=form) for form in ("all_gather", "ring")]
