@@ -128,8 +128,8 @@ def _attention_gemms(model: ModelSpec, table: LayoutTable) -> tuple[Gemm, ...]:
     chosen: tuple[Gemm, ...] = ()
     if model.indexer is not None:
         # All tensor-parallel ranks choose the same positions.
-        width = model.indexer.heads * model.indexer.head_dim
-        chosen = (Gemm(t, rank, width * one, one), Gemm(t, h, width / model.indexer.heads * one, one))
+        width, some = model.indexer.heads * model.indexer.head_dim, model.indexer.share * one
+        chosen = (Gemm(t, rank, width * one, some), Gemm(t, h, width / model.indexer.heads * one, some))
     if not mla.q_lora_rank:
         return Gemm(t, h, queries / tp, one), down, up, *chosen, output
     return Gemm(own, h, rank, one), Gemm(t, rank, queries / tp, one), down, up, *chosen, output
@@ -148,7 +148,7 @@ def _core_flops(model: ModelSpec, table: LayoutTable) -> Floats:
     pairs = t * model.seq * model.score_share(kind)
     found: Floats = 2 * pairs * sum(attention_widths(model)) / tp
     if model.indexer is not None:
-        found = found + 2 * t * model.seq * model.indexer.heads * model.indexer.head_dim
+        found = found + 2 * t * model.seq * model.indexer.heads * model.indexer.head_dim * model.indexer.share
     return found
 
 

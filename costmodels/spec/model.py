@@ -396,13 +396,13 @@ class ModelSpec(Record):
 
     @property
     def indexer_parameters(self) -> int:
-        """Parameters of the heads that choose positions: queries of the compressed ones, one key with a layer
-        norm, and a weight of each head."""
+        """Parameters in the mean of a layer: of queries, one key with a layer norm, a weight of each head."""
         indexer, mla = self.indexer, self.latent_attention
         if indexer is None or mla is None:
             return 0
         queries = (mla.q_lora_rank or self.hidden) * indexer.heads * indexer.head_dim
-        return queries + self.hidden * (indexer.head_dim + indexer.heads) + 2 * indexer.head_dim
+        own = queries + self.hidden * (indexer.head_dim + indexer.heads) + 2 * indexer.head_dim
+        return round(indexer.share * own)
 
     def mlp_parameters(self, width: int) -> int:
         """Parameters of one MLP of inner width `width`."""

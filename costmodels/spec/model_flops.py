@@ -55,5 +55,5 @@ def _layer_flops(model: ModelSpec, kind: LayerKind) -> float:
         qk = v = model.q_size
     scored = 3.0 * s * s * model.score_share(kind.attention) * (qk + v)
     if model.indexer is not None:
-        scored += 3.0 * s * s * model.indexer.heads * model.indexer.head_dim
+        scored += 3.0 * s * s * model.indexer.heads * model.indexer.head_dim * model.indexer.share
     return each * s * (weights + projections) + scored

@@ -6,7 +6,7 @@ from typing import Literal, get_args
 
 from pydantic import model_validator
 
-from costmodels.spec.record import Count, CountOrZero, NonNegative, Positive, Record
+from costmodels.spec.record import Count, CountOrZero, Fraction, NonNegative, Positive, Record
 
 
 class LatentAttention(Record):
@@ -208,3 +208,5 @@ class Indexer(Record):
     heads: Count
     head_dim: Count
     top_k: Count
+    share: Fraction = 1.0
+    """Of the layers, those that choose; the others read what the last one before them chose (GLM-5.2)."""

@@ -6,6 +6,7 @@ import pytest
 
 from benchmarks.hf_models import DEFAULTS, class_defaults, compare
 from costmodels.spec.model import ModelSpec
+from costmodels.spec.model_flops import flops_per_sequence
 from costmodels.spec.untrained import untrained_parts
 from planner import search
 from planner.inputs.huggingface.readers import DEFAULTS_OF, READERS, model_fields
@@ -95,3 +96,35 @@ def test_default_models_of_trained_types_lack_nothing(name: str) -> None:
 def test_a_gemma_4_with_too_few_parameters_for_its_fields_is_refused() -> None:
     with pytest.raises(ValueError, match="global_head_dim 8 with num_kv_shared_layers 30 is not supported"):
         model_fields({"model_type": "gemma4_text", "global_head_dim": 8, "num_kv_shared_layers": 30})
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        {"indexer_types": ["full", "full", "shared", "shared", "full", "shared"]},
+        {"index_topk_pattern": "FFSSFS"},
+        {"index_topk_freq": 3, "index_skip_topk_offset": 2},
+    ],
+)
+def test_layers_that_read_what_another_ones_indexer_chose_have_none(said: dict[str, object]) -> None:
+    row = compare("glm_moe_dsa", num_hidden_layers=6, **said)
+    assert row.transformers is not None and row.read == pytest.approx(row.transformers, rel=1e-8)
+    fields = model_fields({"model_type": "glm_moe_dsa", "num_hidden_layers": 6} | said)
+    assert fields["indexer"]["share"] == 0.5
+    all_choose = model_fields({"model_type": "glm_moe_dsa", "num_hidden_layers": 6})
+    models = [ModelSpec(**one, name="glm", seq=65536) for one in (fields, all_choose)]
+    assert flops_per_sequence(models[0]) < flops_per_sequence(models[1])
+    times = [search(one, world_size=64, device="h200", max_global_batch_size=64).best for one in models]
+    assert times[0] and times[1] and times[0].estimate.step_time_s < times[1].estimate.step_time_s
+
+
+@pytest.mark.parametrize(
+    ("types", "message"),
+    [
+        (["full"], "has 1 entries for num_hidden_layers 6"),
+        (["none"] * 6, "has 'none', and only full and shared"),
+    ],
+)
+def test_other_indexer_types_are_refused(types: list[str], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        model_fields({"model_type": "glm_moe_dsa", "num_hidden_layers": 6, "indexer_types": types})

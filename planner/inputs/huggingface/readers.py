@@ -28,7 +28,7 @@ READERS: dict[str, Callable[[Config], Config]] = {
     "glm4": dense.glm4,
     "glm4_moe": routed.glm4_moe,
     "glm4_moe_lite": routed.glm4_moe_lite,
-    "glm_moe_dsa": routed.deepseek_v32,
+    "glm_moe_dsa": routed.glm_moe_dsa,
     "gpt2": dense.gpt2,
     "gpt_oss": routed.gpt_oss,
     "granite": dense.granite,

@@ -297,16 +297,34 @@ def glm4_moe_lite(config: Config) -> Config:
 
 
 def deepseek_v32(config: Config) -> Config:
-    """DeepSeek-V3.2 and GLM-5: attention reads the positions that an indexer chooses."""
+    """DeepSeek-V3.2: attention reads the positions that an indexer chooses."""
     indexer = {
         "heads": whole(config, "index_n_heads"),
         "head_dim": whole(config, "index_head_dim"),
         "top_k": whole(config, "index_topk"),
     }
-    shared = [kind for kind in config.get("indexer_types") or [] if kind != "full"]
-    if shared:
-        raise ValueError(f"indexer_types {shared[0]!r} is not supported: only full is")
     return deepseek_v3(config) | {"indexer": indexer}
+
+
+def glm_moe_dsa(config: Config) -> Config:
+    """GLM-5: DeepSeek-V3.2, and from 5.2 on some layers read what the indexer of another one chose."""
+    fields = deepseek_v32(config)
+    layers, kinds = fields["layers"], config.get("indexer_types") or config.get("index_topk_pattern")
+    if kinds is None:
+        every, offset = (
+            max(1, whole(config, "index_topk_freq", 1)),
+            whole(config, "index_skip_topk_offset", 2),
+        )
+        kinds = ["shared" if max(layer - offset + 1, 0) % every else "full" for layer in range(layers)]
+    kinds = [{"F": "full", "S": "shared"}.get(kind, kind) for kind in kinds]
+    unknown = [kind for kind in kinds if kind not in ("full", "shared")]
+    if unknown or len(kinds) != layers:
+        raise ValueError(
+            f"indexer_types has {unknown[0]!r}, and only full and shared are known"
+            if unknown
+            else f"indexer_types has {len(kinds)} entries for num_hidden_layers {layers}"
+        )
+    return fields | {"indexer": fields["indexer"] | {"share": kinds.count("full") / layers}}
 
 
 def glm4_moe(config: Config) -> Config:
