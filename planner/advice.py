@@ -10,6 +10,7 @@ from costmodels.catalogue import device_names, load_device
 from costmodels.errors import InputError, NoLayoutFits
 from costmodels.spec.record import GIB
 from planner.inputs.batch import Batch
+from planner.inputs.engine import DEFAULT_ENGINE
 from planner.inputs.pin_notation import pins_text, pins_without_one
 from planner.inputs.pins import Pins
 from planner.problem import Problem
@@ -48,7 +49,12 @@ def no_layout_fits(result: SearchResult) -> NoLayoutFits:
         f"{limit:.1f} GiB: the closest, {closest.layout.describe()}, needs {need:.1f} GiB and lacks "
         f"{need - limit:.1f} GiB"
     )
-    changes = [*_without_a_pin(problem), *_more_devices(problem), *_bigger_device(problem, need)]
+    changes = [
+        *_without_a_pin(problem),
+        *_base_in_4_bits(problem),
+        *_more_devices(problem),
+        *_bigger_device(problem, need),
+    ]
     return NoLayoutFits(f"{line}; it fits {', or '.join(changes)}" if changes else f"{line} on each device")
 
 
@@ -127,6 +133,15 @@ def _without_a_pin(problem: Problem) -> list[str]:
     if not found and len(problem.pins) > 1 and _fits(replace(problem, pins={}), offload=True):
         found.append("without the pins")
     return found
+
+
+def _base_in_4_bits(problem: Problem) -> Iterator[str]:
+    lora = problem.model.lora
+    if lora is None or lora.quantize_base is not None or problem.engine.name != DEFAULT_ENGINE:
+        return
+    packed = lora.model_copy(update={"quantize_base": "nf4"})
+    if _fits(replace(problem, model=problem.model.model_copy(update={"lora": packed}))):
+        yield "with a base in 4 bits (--quantize-base nf4)"
 
 
 def _more_devices(problem: Problem) -> Iterator[str]:

@@ -48,13 +48,18 @@ def matrix_bytes(inputs: Any, outputs: Any) -> Floats:
     return result
 
 
-def largest_matrix(model: ModelSpec, mlp: MlpKind, tensor_parallel: Floats) -> Floats:
-    """Weights of the largest of these matrices of a block on one rank: what is turned back at a time."""
+def turned_back_at_once(model: ModelSpec, mlp: MlpKind, tensor_parallel: Floats) -> Floats:
+    """Weights of a block's matrices that are in the format that computes at a time, on one rank.
+
+    As many as an MLP has, of the largest: traces of compiled layers show three to four of a gated one in
+    backward. Layers that are not compiled hold one, and the codes of another as indices.
+    """
     found = np.zeros_like(tensor_parallel)
     for layer in quantised_layers(model, mlp):
         inputs, outputs = layer.sides(tensor_parallel)
         found = np.maximum(found, inputs * outputs)
-    return found
+    result: Floats = (2 + model.gated) * found
+    return result
 
 
 def block_parameters(model: ModelSpec, mlp: MlpKind, tensor_parallel: Floats) -> Floats:

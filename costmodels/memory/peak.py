@@ -224,6 +224,10 @@ def activation_and_logit_bytes(
         ahead = np.where(table.runs(*V_SCHEDULES), 1, table.pipeline_parallel)
         ahead = np.where(table.runs(*SPLIT_BACKWARD), ahead, 0)
         logits += ranks.last * (ahead * sizes.logit_gradients)[:, None]
+    if sizes.dequantised.any():
+        # The logits are gone when the first layer goes backward, and its matrices are turned back.
+        turned_back = sizes.dequantised[:, None] * (ranks.layers > 0)
+        activations = activations + np.maximum(turned_back - logits, 0.0)
     if not engine.loss.apart:
         return activations, logits
     # The gradient of the logits is freed before the first layer is recomputed.
@@ -251,7 +255,7 @@ def stage_memory(
         "activations": activations,
         "logits": logits,
         "communication": reduction_output_bytes(engine, table, sizes.layer_input, ranks, flying),
-        "temporaries": sizes.dequantised[:, None] * (ranks.layers > 0) if sizes.dequantised.any() else ZERO,
+        "temporaries": ZERO,
     }
     policy = engine.memory_policy(table.precision)
     if policy.stepping_whole:

@@ -78,7 +78,7 @@ class UnitSizes:
     """Bytes of the frozen matrices of a layer in 4 bits."""
     quantised_moe_layer: Floats
     dequantised: Floats
-    """Bytes of the largest of them in the format that computes, which is there while it multiplies."""
+    """Bytes of those that are in the format that computes at a time."""
 
 
 def _attention_parameters(model: ModelSpec, tp: Floats) -> tuple[Floats, Floats]:
@@ -121,8 +121,8 @@ LAYER_ROWS = 9
 
 def _layer(model: ModelSpec, engine: Engine, table: LayoutTable, mlp: MlpKind) -> Floats:
     """Of a layer of the first layer's attention: parameters outside and inside of routed experts that train,
-    and that do not, bytes kept, recomputed and offloaded, and bytes of matrices in 4 bits and of the largest
-    of them as it multiplies; [`LAYER_ROWS`, n]."""
+    and that do not, bytes kept, recomputed and offloaded, and bytes of matrices in 4 bits and of those that
+    are turned back at a time; [`LAYER_ROWS`, n]."""
     tp, h = table.tensor_parallel.astype(np.float64), model.hidden
     norm = model.norm_parameters * (2 if model.norm_place == "around" else 1)
     split, whole = _attention_parameters(model, tp)
@@ -140,9 +140,9 @@ def _layer(model: ModelSpec, engine: Engine, table: LayoutTable, mlp: MlpKind) -
     if model.lora is not None:
         packed = quantised.block_parameters(model, mlp, tp)
         trains, frozen = (block_parameters(model, mlp, tp), none), (shared - packed, experts)
-    largest = element_bytes(table.precision) * quantised.largest_matrix(model, mlp, tp)
+    turned_back = element_bytes(table.precision) * quantised.turned_back_at_once(model, mlp, tp)
     activations = activation_bytes(model, engine, table, mlp)
-    return np.stack((*trains, *frozen, *activations, quantised.block_bytes(model, mlp, tp), largest))
+    return np.stack((*trains, *frozen, *activations, quantised.block_bytes(model, mlp, tp), turned_back))
 
 
 class _Further(NamedTuple):

@@ -100,8 +100,9 @@ def test_a_base_in_4_bits_takes_that_much_less(fields: dict[str, int]) -> None:
     shards = 1 + 1 / fields["data_parallel"] if "data_parallel" in fields else 1
     saved = wide.parameters - packed.parameters
     assert saved == pytest.approx(MATRICES / split * (2 * shards - 4.127 / 8), rel=1e-3)
-    assert packed.temporaries - wide.temporaries == pytest.approx(2 * LARGEST / split)
-    assert packed.activations == wide.activations
+    more = packed.activations + packed.logits - wide.activations - wide.logits
+    # Matrices in 16 bits while a layer is in backward, when the logits have gone.
+    assert 0 <= more <= 3 * 2 * LARGEST / split
 
 
 def test_each_rank_holds_its_base_in_4_bits_whole() -> None:
@@ -119,6 +120,15 @@ def test_turning_matrices_back_is_read_and_written_twice_a_pass() -> None:
     least = 8 * 2 * MATRICES * (4.127 / 8 + 2) / 3.35e12
     assert least < packed.elementwise - wide.elementwise < 3 * least
     assert packed.compute == wide.compute and again.recompute > packed.recompute
+
+
+def test_one_gpu_has_room_for_70_billion_parameters_in_4_bits_only() -> None:
+    large = load_model("llama3-70b").model_copy(update={"seq": 4096})
+    job: Any = {"world_size": 1, "device": "h100", "global_batch_size": 32}
+    plan = planner.suggest(large, lora=Lora(rank=16, alpha=32.0, quantize_base="nf4"), **job)
+    assert not plan.estimate.exact
+    with pytest.raises(planner.InputError, match=r"fits with a base in 4 bits \(--quantize-base nf4\)"):
+        planner.suggest(large, lora=Lora(rank=16, alpha=32.0), **job)
 
 
 def test_other_engines_are_refused_by_name() -> None:

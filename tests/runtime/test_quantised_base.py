@@ -11,12 +11,14 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from costmodels import Lora, ModelSpec
+import planner
+from costmodels import Layout, Lora, ModelSpec
+from costmodels.catalogue import load_model
 from costmodels.errors import InputError
 from costmodels.layers.quantised import matrix_bytes, quantised_names, quantised_parameters
 from runtime import convert
 from runtime.checkpoint.tensor_store import StoredTensors
-from runtime.dryrun.run import fake_process_group
+from runtime.dryrun.run import fake_process_group, trace
 from runtime.model.nf4 import rounded
 from runtime.parallel.mesh import build_grid
 from runtime.parallel.quantised_base import base_weights
@@ -148,3 +150,23 @@ def test_only_matrices_of_layers_are_in_4_bits() -> None:
     held = sum(one.codes.nbytes + one.scales.nbytes + one.factors.nbytes for one in found.values())
     assert held == sum(matrix_bytes(one.inputs, one.outputs) for one in found.values())
     assert not any(name.endswith(("embedding.tokens.weight", "head.weight")) for name in found)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("fields", "compiled"),
+    [
+        ({}, True),
+        ({}, False),
+        ({"recompute": "full"}, True),
+        ({"data_parallel": 2, "zero_stage": 3}, True),
+        ({"tensor_parallel": 2, "sequence_parallel": True}, False),
+    ],
+)
+def test_memory_in_closed_form_is_near_that_of_a_trace(fields: dict[str, Any], compiled: bool) -> None:
+    spec = quantised(load_model("llama3-8b"), layers=8, seq=2048, lora=None)
+    layout = Layout.model_validate({"layers_per_stage": (8,), "global_batch_size": 2} | fields)
+    traced = trace(spec, layout, compiled=compiled).peak.total
+    found = planner.evaluate(layout, model=spec, device="h100").memory[0]
+    planned = found.total - found.reserve - found.context - found.communicators
+    assert planned == pytest.approx(traced, rel=0.1)
