@@ -248,7 +248,7 @@ def _split_rows(linear: nn.Linear, region: _Region) -> None:
     def forward(x_BSI: Tensor) -> Tensor:
         product = _multiply(linear, x_BSI, local_weight(linear.weight), None)
         if linear.product is not F.linear and torch.compiler.is_compiling():
-            # Products in 8 bits are views made in an autograd function: compiled code may not sum ranks' over them.
+            # A product in 8 bits is a view made in an autograd function: compiled code may not write over it.
             product = product.clone()
         result = region.leave(product)
         return result if linear.bias is None else result.add(local_weight(linear.bias))

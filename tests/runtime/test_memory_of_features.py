@@ -40,6 +40,8 @@ GROUPED = DENSE.model_copy(update={"kv_heads": 2})
 
 LAYERED = DENSE.model_copy(update={"layers": 3})
 
+WIDE = ROUTED.model_copy(update={"ffn": 2048, "expert_ffn": 2048})
+
 MIXED = ROUTED.model_copy(update={"dense_layers": 1})
 
 
@@ -68,6 +70,9 @@ MIXED = ROUTED.model_copy(update={"dense_layers": 1})
         pytest.param(DENSE, {"precision": "fp8", "tensor_parallel": 2}, True, id="fp8-of-split-layers"),
         pytest.param(ROUTED, {"expert_parallel": 2, "zero_stage": 1}, False, id="groups-of-experts"),
         pytest.param(ROUTED, {"precision": "fp16", "zero_stage": 3}, False, id="experts-one-by-one"),
+        pytest.param(
+            WIDE, {"precision": "fp32", "gradient_reduction": "bf16"}, False, id="narrowed-one-by-one"
+        ),
         pytest.param(MIXED, {"recompute": "full", "zero_stage": 1}, True, id="compiled-experts-again"),
         pytest.param(
             ROUTED,

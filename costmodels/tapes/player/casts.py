@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from itertools import groupby
 from typing import Literal, NamedTuple
 
-from costmodels.tapes.tape import OUTPUT_GRADIENT, Addend, Allocation, Event, Gradient, Release, Tape
+from costmodels.tapes.tape import EXPERTS, OUTPUT_GRADIENT, Addend, Allocation, Event, Gradient, Release, Tape
 
 Manner = Literal["makes", "casts", "adds"]
 """How autograd gives gradients: as it makes them, in the number format in which they are reduced, or by
@@ -60,12 +60,23 @@ def cast_backward(tape: Tape, casts: Casts) -> Steps:
             made = {storage: number for storage, number in made.items() if number not in added}
             place = len(found)
             # The embedding's operation itself makes the gradient, and keeps what it was given until it ends;
-            # what others make, an operation without memory of its own hands on.
+            # those of experts that compute one by one do too. What others make, an operation without memory
+            # of its own hands on.
             if tape.input_gradient is None and place and found[place - 1] == Release(OUTPUT_GRADIENT):
                 place -= 1
+            if any(_is_stacked(tape, number) for number in made.values()):
+                while isinstance(found[place - 1], Release):
+                    place -= 1
             found[place:place] = _castings(made, casts)
         found += events
     return tuple(found)
+
+
+def _is_stacked(tape: Tape, number: int) -> bool:
+    """Whether the gradient of a parameter is put together of those of experts that compute one by one."""
+    parameter = tape.parameters[number]
+    # Their number is known then: there are so many products.
+    return parameter.group == EXPERTS and not any(term.powers for term in parameter.shape[0])
 
 
 def _with_addends(events: tuple[Event, ...], casts: Casts) -> tuple[set[int], Steps]:
