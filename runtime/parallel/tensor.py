@@ -247,7 +247,8 @@ def _split_rows(linear: nn.Linear, region: _Region) -> None:
 
     def forward(x_BSI: Tensor) -> Tensor:
         product = _multiply(linear, x_BSI, local_weight(linear.weight), None)
-        if linear.product is not F.linear and torch.compiler.is_compiling():
+        plain = linear.product is F.linear or isinstance(linear, AdaptedLinear)
+        if not plain and torch.compiler.is_compiling():
             # A product in 8 bits is a view made in an autograd function: compiled code may not write over it.
             product = product.clone()
         result = region.leave(product)

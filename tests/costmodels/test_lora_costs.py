@@ -127,6 +127,8 @@ def test_one_gpu_has_room_for_70_billion_parameters_in_4_bits_only() -> None:
     job: Any = {"world_size": 1, "device": "h100", "global_batch_size": 32}
     plan = planner.suggest(large, lora=Lora(rank=16, alpha=32.0, quantize_base="nf4"), **job)
     assert not plan.estimate.exact
+    left_out = planner.export(plan, to="megatron").inexpressible
+    assert any(text.startswith("lora=16 on a base in nf4: ") for text in left_out)
     with pytest.raises(planner.InputError, match=r"fits with a base in 4 bits \(--quantize-base nf4\)"):
         planner.suggest(large, lora=Lora(rank=16, alpha=32.0), **job)
 

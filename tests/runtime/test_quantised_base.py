@@ -16,6 +16,7 @@ from costmodels import Layout, Lora, ModelSpec
 from costmodels.catalogue import load_model
 from costmodels.errors import InputError
 from costmodels.layers.quantised import matrix_bytes, quantised_names, quantised_parameters
+from costmodels.spec.model_parts import LORA_TARGETS
 from runtime import convert
 from runtime.checkpoint.tensor_store import StoredTensors
 from runtime.dryrun.run import fake_process_group, trace
@@ -38,8 +39,9 @@ WIDE = llama("quantised", layers=4, hidden=128, heads=4, kv_heads=2, ffn=384, vo
 """Whose gates have a group of scales that two tensor-parallel ranks share."""
 
 
-def quantised(spec: ModelSpec, **changes: Any) -> ModelSpec:
-    return ModelSpec.model_validate({**spec.model_dump(), **changes, "lora": LORA.model_dump()})
+def quantised(spec: ModelSpec, targets: tuple[str, ...] = LORA_TARGETS, **changes: Any) -> ModelSpec:
+    lora = LORA.model_dump() | {"targets": targets}
+    return ModelSpec.model_validate({**spec.model_dump(), **changes, "lora": lora})
 
 
 LATENT = MODELS["deepseek"].model_copy(
@@ -71,6 +73,7 @@ GPT = MODELS["gpt2"].model_copy(update={"hidden": 128, "head_dim": 32, "ffn": 51
         ),
         (quantised(WIDE, kv_heads=1), ["tp=2"]),
         (quantised(GPT), ["tp=2", "pp=2"]),
+        (quantised(WIDE, layers=2, targets=("query", "down")), ["tp=2,sp=1,recompute=full"]),
         (quantised(LATENT), ["tp=2,sp=1,ep=2", "dp=2,zero=3,ep=2"]),
     ],
 )
@@ -78,13 +81,26 @@ def test_every_layout_trains_beside_the_same_base(
     pool: WorkerPool, spec: ModelSpec, layouts: list[str]
 ) -> None:
     [alone] = pool.run(trained, 1, spec, parse_layout("gbs=4", spec), 4)
-    lora = LORA.model_copy(update={"quantize_base": None})
-    [wide] = pool.run(trained, 1, spec.model_copy(update={"lora": lora}), parse_layout("gbs=4", spec), 4)
+    assert spec.lora is not None
+    in_16_bits = spec.model_copy(update={"lora": spec.lora.model_copy(update={"quantize_base": None})})
+    [wide] = pool.run(trained, 1, in_16_bits, parse_layout("gbs=4", spec), 4)
     assert difference([wide], alone).losses > 1e-4
     for text in layouts:
         layout = parse_layout(f"gbs=4,{text}", spec)
         found = difference(pool.run(trained, layout.world_size, spec, layout, 4), alone)
         assert found.largest < 1e-5, text
+
+
+@pytest.mark.slow
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    "text", ["tp=2,sp=1,recompute=selective,recompute_modules=mlp;norm", "recompute=full"]
+)
+def test_compiled_layers_train_beside_the_same_base(pool: WorkerPool, text: str) -> None:
+    spec = quantised(WIDE, layers=2, targets=("query", "value"))
+    [alone] = pool.run(trained, 1, spec, parse_layout("gbs=4", spec), 2)
+    layout = parse_layout(f"gbs=4,{text}", spec)
+    assert difference(pool.run(trained, layout.world_size, spec, layout, 2, True), alone).largest < 1e-5
 
 
 @pytest.mark.ranks
