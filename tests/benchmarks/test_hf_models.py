@@ -93,9 +93,16 @@ def test_default_models_of_trained_types_lack_nothing(name: str) -> None:
     assert untrained_parts(ModelSpec(**model_fields({"model_type": name}), name=name, seq=2048)) == []
 
 
-def test_a_gemma_4_with_too_few_parameters_for_its_fields_is_refused() -> None:
-    with pytest.raises(ValueError, match="global_head_dim 8 with num_kv_shared_layers 30 is not supported"):
-        model_fields({"model_type": "gemma4_text", "global_head_dim": 8, "num_kv_shared_layers": 30})
+@pytest.mark.parametrize(
+    ("head", "taking", "message"),
+    [
+        (8, 20, "global_head_dim 8 and num_kv_shared_layers 20 leave too few parameters"),
+        (512, 30, "num_kv_shared_layers 30 is not one of 0 to 29"),
+    ],
+)
+def test_a_gemma_4_with_impossible_layers_is_refused(head: int, taking: int, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        model_fields({"model_type": "gemma4_text", "global_head_dim": head, "num_kv_shared_layers": taking})
 
 
 @pytest.mark.parametrize(

@@ -358,3 +358,11 @@ def test_a_llama_4_scout_is_read_with_one_factor_for_both_bounds_of_its_waves(tm
     )
     read = model_from_hf_config(file).rope_scaling
     assert read is not None and read.low_freq_factor == read.high_freq_factor == 1.0
+
+
+@pytest.mark.parametrize("kind", ["gemma3_text", "gemma4_text", "glm_moe_dsa", "qwen3_next", "llama"])
+def test_more_layers_than_any_model_has_are_refused_at_once(kind: str, tmp_path: Path) -> None:
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps({"model_type": kind, "num_hidden_layers": 10**12}))
+    with pytest.raises(InputError, match="num_hidden_layers is 1000000000000, more than 10000"):
+        model_from_hf_config(file)

@@ -28,7 +28,7 @@ def gemma4(config: Config) -> Config:
     if further < 0:
         large, taking = config.get("global_head_dim"), config.get("num_kv_shared_layers")
         raise ValueError(
-            f"global_head_dim {large} with num_kv_shared_layers {taking} is not supported: too small"
+            f"global_head_dim {large} and num_kv_shared_layers {taking} leave too few parameters"
         )
     embedded = own * whole(config, "vocab_size_per_layer_input", 0) * layers + own * (layers * hidden + 1)
     mean, rest = divmod(further, layers)
@@ -58,11 +58,13 @@ def _beyond_windows(config: Config, fields: Config) -> int:
     # As transformers, which heeds this number only where keys are values.
     kept = whole(config, "num_global_key_value_heads", few) if same else few
     pattern = fields.get("attention_pattern", ("full",))
-    first_taking = layers - whole(config, "num_kv_shared_layers", 0)
+    taking = whole(config, "num_kv_shared_layers", 0)
+    if not 0 <= taking < layers:
+        raise ValueError(f"num_kv_shared_layers {taking} is not one of 0 to {layers - 1}")
     wider = 3 * hidden * fields["ffn"] * bool(config.get("use_double_wide_mlp"))
     found: int = -layers * (hidden * head * (2 * heads + 2 * few) + 2 * head)
     for layer in range(layers):
-        sees_all, takes = pattern[layer % len(pattern)] == "full", layer >= first_taking
+        sees_all, takes = pattern[layer % len(pattern)] == "full", layer >= layers - taking
         size, kv = (large, kept) if sees_all else (head, few)
         matrices = 0 if takes else 1 if sees_all and same else 2
         found += hidden * size * (2 * heads + matrices * kv) + size * (1 if takes else 2) + wider * takes

@@ -8,6 +8,7 @@ from functools import cache
 from importlib.resources import files
 from typing import Any
 
+from costmodels.spec.model import MOST_LAYERS
 from planner.inputs.huggingface import dense, hybrid, routed
 from planner.inputs.huggingface.gemma4 import gemma4
 from planner.inputs.huggingface.keys import Config
@@ -105,4 +106,8 @@ def model_fields(config: Config) -> Config:
     # What Transformers 5 keeps in one mapping stood by itself before.
     if "rope_theta" in keys or "rope_scaling" in keys:
         keys.setdefault("rope_parameters", None)
+    layers = keys.get("num_hidden_layers")
+    if isinstance(layers, int) and layers > MOST_LAYERS:
+        # Readers go through them one by one.
+        raise ValueError(f"num_hidden_layers is {layers}, more than {MOST_LAYERS}")
     return READERS[model_type](known["defaults"] | keys)

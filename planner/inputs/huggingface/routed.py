@@ -311,10 +311,8 @@ def glm_moe_dsa(config: Config) -> Config:
     fields = deepseek_v32(config)
     layers, kinds = fields["layers"], config.get("indexer_types") or config.get("index_topk_pattern")
     if kinds is None:
-        every, offset = (
-            max(1, whole(config, "index_topk_freq", 1)),
-            whole(config, "index_skip_topk_offset", 2),
-        )
+        every = max(1, whole(config, "index_topk_freq", 1))
+        offset = whole(config, "index_skip_topk_offset", 2)
         kinds = ["shared" if max(layer - offset + 1, 0) % every else "full" for layer in range(layers)]
     kinds = [{"F": "full", "S": "shared"}.get(kind, kind) for kind in kinds]
     unknown = [kind for kind in kinds if kind not in ("full", "shared")]
