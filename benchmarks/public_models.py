@@ -38,21 +38,29 @@ def _further_layers(model: ModelSpec) -> int:
     return joined + model.layer_parameters(model.layer_kind(model.layers - 1))
 
 
+def _published_moe_layers(model: ModelSpec) -> int:
+    return model.moe_layers + model.mtp_layers
+
+
 BESIDE: dict[str, Callable[[ModelSpec], int]] = {
     "copy of the embeddings": lambda model: model.vocab * model.hidden,
     "masks": lambda model: model.layers * model.max_positions**2,
     "frequencies": lambda model: model.layers * model.head_dim // 2,
     "layer of further tokens": _further_layers,
     "its embeddings and head": lambda model: 2 * model.vocab * model.hidden,
-    "biases of experts": lambda model: (model.moe_layers + model.mtp_layers) * model.experts,
+    "biases of experts": lambda model: _published_moe_layers(model) * model.experts,
     "scales of blocks": lambda model: model.parameters // 128**2,
     "scales of groups": lambda model: (
-        3 * model.moe_layers * model.experts * model.hidden * model.expert_ffn // 32
+        3 * _published_moe_layers(model) * model.experts * model.hidden * model.expert_ffn // 32
+    ),
+    "experts in pairs": lambda model: (
+        -3 * _published_moe_layers(model) * model.experts * model.hidden * model.expert_ffn // 2
     ),
 }
 """What files hold beside the weights of a language model: tied embeddings once more, buffers (causal masks,
 rotary frequencies, biases that follow loads), layers that predict further tokens, scales of blocks of
-128 x 128 (fp8) or of groups of 32 (int4, MXFP4). `vision` is counted by transformers."""
+128 x 128 (fp8) or of groups of 32 (int4, MXFP4). `vision` is counted by transformers. Where two elements of
+four bits are stored as one of eight, half of the experts is missing (`experts in pairs`)."""
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,8 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from costmodels.spec.model import MlpKind, ModelSpec
-from costmodels.spec.model_parts import LoraTarget
+from costmodels.spec.model import ModelSpec
+from costmodels.spec.model_parts import LoraTarget, MlpKind
 from costmodels.spec.table import Floats
 
 

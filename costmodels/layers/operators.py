@@ -15,6 +15,7 @@ from costmodels.layers.adapters import adapted_layers
 from costmodels.layers.quantised import block_bytes, block_parameters, quantised_layers
 from costmodels.layers.shapes import (
     attention_widths,
+    compressor_width,
     element_bytes,
     entry_width,
     key_value_width,
@@ -24,7 +25,8 @@ from costmodels.layers.shapes import (
     whole_heads_width,
 )
 from costmodels.spec.engine import Engine
-from costmodels.spec.model import MlpKind, ModelSpec
+from costmodels.spec.model import ModelSpec
+from costmodels.spec.model_parts import MlpKind
 from costmodels.spec.table import ALL_GATHER, ALL_TO_ALL, RING, Floats, LayoutTable
 
 BACKWARD_GEMM = 2.0
@@ -123,16 +125,24 @@ def _attention_gemms(model: ModelSpec, table: LayoutTable) -> tuple[Gemm, ...]:
     own = t / np.where(table.sequence_parallel, tp, 1)
     latent = mla.kv_lora_rank * one
     down = Gemm(own, h, latent + mla.qk_rope_head_dim, one)
-    up = Gemm(t, latent, model.heads * (mla.qk_nope_head_dim + mla.v_head_dim) / tp, one)
+    up: tuple[Gemm, ...] = (Gemm(t, latent, model.heads * (mla.qk_nope_head_dim + mla.v_head_dim) / tp, one),)
     rank = (mla.q_lora_rank or model.hidden) * one
     chosen: tuple[Gemm, ...] = ()
-    if model.indexer is not None:
-        # All tensor-parallel ranks choose the same positions.
-        width, some = model.indexer.heads * model.indexer.head_dim, model.indexer.share * one
-        chosen = (Gemm(t, rank, width * one, some), Gemm(t, h, width / model.indexer.heads * one, some))
+    compressed, indexer = model.compressed_attention, model.indexer
+    if indexer is not None and (share := indexer.share_in(kind, compressed)):
+        # All tensor-parallel ranks choose the same positions. Keys of entries are made with the entries.
+        width = indexer.heads * indexer.head_dim
+        weights = indexer.heads + indexer.head_dim * (compressed is None)
+        chosen = (Gemm(t, rank, width * one, share * one), Gemm(t, h, weights * one, share * one))
+    if compressed is not None:
+        # Latents are keys and values as they are; each rank compresses its own tokens for all.
+        up = (Gemm(own, h, compressor_width(model) * one, one),) if compressor_width(model) else ()
+        groups, inner = compressed.o_groups / tp, compressed.o_lora_rank * one
+        chosen += (Gemm(t, values / compressed.o_groups * one, inner, groups),)
+        output = Gemm(t, groups * inner, h, one)
     if not mla.q_lora_rank:
-        return Gemm(t, h, queries / tp, one), down, up, *chosen, output
-    return Gemm(own, h, rank, one), Gemm(t, rank, queries / tp, one), down, up, *chosen, output
+        return Gemm(t, h, queries / tp, one), down, *up, *chosen, output
+    return Gemm(own, h, rank, one), Gemm(t, rank, queries / tp, one), down, *up, *chosen, output
 
 
 def _core_flops(model: ModelSpec, table: LayoutTable) -> Floats:
@@ -147,9 +157,7 @@ def _core_flops(model: ModelSpec, table: LayoutTable) -> Floats:
         return result
     pairs = t * model.seq * model.score_share(kind)
     found: Floats = 2 * pairs * sum(attention_widths(model)) / tp
-    if model.indexer is not None:
-        found = found + 2 * t * model.seq * model.indexer.heads * model.indexer.head_dim * model.indexer.share
-    return found
+    return found + 2 * t * model.seq * model.index_width(kind)
 
 
 def _mlp_gemms(
@@ -178,6 +186,8 @@ def layer(model: ModelSpec, engine: Engine, table: LayoutTable, mlp: MlpKind) ->
     queries, values = attention_widths(model)
     kv = key_value_width(model, table)
     attention = _attention_gemms(model, table)
+    if model.other_layer_parameters:
+        attention = (Gemm(t, h * one, model.other_layer_parameters / h / tp, one), *attention)
     gemms: tuple[Gemm, ...] = ()
     shared: tuple[Gemm, ...] = ()
     between = t * (queries / tp + kv)
@@ -216,7 +226,11 @@ def layer(model: ModelSpec, engine: Engine, table: LayoutTable, mlp: MlpKind) ->
         alternate = Gemm(t, h * one, kv / 2, one), attention[-1]
         alternate += (Gemm(t, h * one, model.ffn / tp, one),) if model.gated else ()
     between = between + attends * t * h / tp
-    whole = e * t * h / np.where(sp, tp, 1)
+    own = t / np.where(sp, tp, 1)
+    between = between + own * compressor_width(model)
+    whole = e * own * h
+    # A hyper-connection before and after each block reads all residuals twice and writes them once, fused.
+    mixed = 6 * model.residual_streams * (model.residual_streams > 1)
     # Latent attention gathers what is compressed; without sequence parallelism that costs backward only.
     entry = entry_width(model) / h
     gathers = attends * np.where(sp, 1.0 + entry, 2.0) + mlp_gathers + joins
@@ -234,8 +248,8 @@ def layer(model: ModelSpec, engine: Engine, table: LayoutTable, mlp: MlpKind) ->
         head_dim=model.head_dim,
         attention_flops=_core_flops(model, table),
         scores=t * model.seq * model.heads / tp,
-        elementwise_forward=(2 + norms) * whole + 2 * e * between + adding,
-        elementwise_backward=(3 + 1.5 * norms) * whole + 3 * e * between + adding_back,
+        elementwise_forward=(2 + mixed + norms) * whole + 2 * e * between + adding,
+        elementwise_backward=(3 + 1.5 * (mixed + norms)) * whole + 3 * e * between + adding_back,
         norm_bytes=norms * whole,
         activation_bytes=2 * e * activated,
         attention_bytes=attends * e * t * (h + (queries + values) / tp + kv),

@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 
 from costmodels.layers.adapters import LinearLayer, linear_layers
-from costmodels.spec.model import MlpKind, ModelSpec
+from costmodels.spec.model import ModelSpec
+from costmodels.spec.model_parts import MlpKind
 from costmodels.spec.table import Floats
 
 BLOCK = 64

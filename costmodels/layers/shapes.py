@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from costmodels.spec.layout import SPLIT_BACKWARD
-from costmodels.spec.model import LayerKind, MlpKind, ModelSpec
+from costmodels.spec.model import ModelSpec
+from costmodels.spec.model_parts import LayerKind, MlpKind
 from costmodels.spec.table import Floats, Ints, LayoutTable, distinct_rows
 
 MEAN_LOAD = 1.0
@@ -71,13 +72,24 @@ def entry_width(model: ModelSpec) -> int:
     mla = model.latent_attention
     if mla is None:
         return model.hidden
-    return (mla.q_lora_rank or model.hidden) + mla.kv_lora_rank + mla.qk_rope_head_dim
+    return (mla.q_lora_rank or model.hidden) + mla.latent_width
+
+
+def compressor_width(model: ModelSpec) -> int:
+    """Width of what compressed entries are made of, of a model with one kind of attention."""
+    compressed, mla, indexer = model.compressed_attention, model.latent_attention, model.indexer
+    if compressed is None or mla is None or indexer is None:
+        return 0
+    return compressed.projected_width(model.attention_pattern[0], mla.latent_width, indexer)
 
 
 def key_value_width(model: ModelSpec, table: LayoutTable) -> Floats:
     """Width of keys and values together on one device; devices beyond `kv_heads` share a head."""
     if model.attention_pattern[0] in ("linear", "none"):
         return np.zeros(len(table))
+    if model.latent_attention is not None and model.compressed_attention is not None:
+        # All ranks hold the one key, which is the value too.
+        return np.full(len(table), float(model.latent_attention.latent_width))
     if model.latent_attention is not None:
         result: Floats = sum(attention_widths(model)) / table.tensor_parallel
         return result

@@ -13,6 +13,7 @@ import numpy as np
 from costmodels.layers.adapters import adapted_layers
 from costmodels.layers.shapes import (
     attention_widths,
+    compressor_width,
     element_bytes,
     key_value_width,
     norm_count,
@@ -22,7 +23,8 @@ from costmodels.layers.shapes import (
 )
 from costmodels.spec.engine import Engine
 from costmodels.spec.layout import SPLIT_BACKWARD
-from costmodels.spec.model import MlpKind, ModelSpec
+from costmodels.spec.model import ModelSpec
+from costmodels.spec.model_parts import MlpKind
 from costmodels.spec.table import FULL, SELECTIVE, Floats, LayoutTable, code_of
 
 CORE_ATTENTION = code_of("recompute_modules", ("core_attention",))
@@ -67,6 +69,9 @@ def activation_bytes(
     unfused = engine.activations.unfused_norm_bytes * (engine.elementwise.norm_passes > 1)
     norms = (2 * e + 2 * engine.activations.dropout + engine.activations.norm_bytes + unfused) * residual
     norms = norms * norm_count(model, mlp) / 2
+    # What hyper-connections mix, before attention and before the MLP.
+    streams = model.residual_streams
+    norms = norms + 2 * e * streams * residual * (streams > 1)
     gathered = part if engine.activations.regathers_sequence else 1
     attention_input, mlp_input = keeps.heads * e * t * h / gathered, keeps.up * e * t * h / gathered
     kind, moe = model.attention_pattern[0], mlp == "experts"
@@ -89,7 +94,8 @@ def activation_bytes(
         # Ranks compress their own tokens, and gather what is compressed and normalised.
         mla = model.latent_attention
         compressed = mla.q_lora_rank + mla.kv_lora_rank + mla.qk_rope_head_dim
-        attention = attention + e * t * compressed * (1 / part + 1 / gathered)
+        made = compressed * (1 / part + 1 / gathered) + compressor_width(model) / part
+        attention = attention + e * t * made
         attention_input = e * t * h / (part if mla.q_lora_rank else gathered)
     if kind == "linear" and engine.activations.plain_delta_rule:
         core = _delta_rule_bytes(model, table)
@@ -139,7 +145,7 @@ def activation_bytes(
         saved = residual * np.where(tp > 1, 3, 1) + t * h + width + t * (queries + values) / tp
         saved = e * (saved + t * key_value_width(model, table) / 2) + core
         chosen = np.where(usual, saved, chosen)
-    kept = np.where(table.recompute == FULL, e * residual, chosen)
+    kept = np.where(table.recompute == FULL, e * streams * residual, chosen)
     working = whole - kept
     if not table.offload_activations.any():
         return kept, working, np.zeros(len(table))

@@ -12,12 +12,13 @@ from costmodels.layers import quantised
 from costmodels.layers.adapters import block_parameters
 from costmodels.layers.further_tokens import joining_bytes, joining_parameters
 from costmodels.layers.operators import padded_vocabulary
-from costmodels.layers.shapes import attention_widths, element_bytes, loss_chunks, tokens
+from costmodels.layers.shapes import element_bytes, loss_chunks, tokens
 from costmodels.memory.activations import activation_bytes, output_gradient_bytes
 from costmodels.ranks.rank_layers import Ranks
 from costmodels.spec.engine import Engine
 from costmodels.spec.layout import SPLIT_BACKWARD
-from costmodels.spec.model import MlpKind, ModelSpec
+from costmodels.spec.model import ModelSpec
+from costmodels.spec.model_parts import MlpKind
 from costmodels.spec.table import Floats, Ints, LayoutTable
 
 
@@ -92,12 +93,10 @@ def _attention_parameters(model: ModelSpec, tp: Floats) -> tuple[Floats, Floats]
         assert model.linear_attention is not None
         return model.linear_attention.parameters(h) / tp, norm + 0 * tp
     if mla is not None:
-        queries, values = attention_widths(model)
-        down = h * (mla.kv_lora_rank + mla.qk_rope_head_dim) + mla.kv_lora_rank
-        up = mla.kv_lora_rank * model.heads * (mla.qk_nope_head_dim + mla.v_head_dim) + values * h
-        up += (mla.q_lora_rank or h) * queries
-        down += mla.q_lora_rank * (h + 1) + h * model.linear_bias + model.indexer_parameters
-        return up / tp, norm + down + 0 * tp
+        up = mla.split_parameters(h, model.heads, model.compressed_attention)
+        up += model.heads * model.attention_sinks
+        down = mla.whole_parameters(h, model.compressed_attention) + h * model.linear_bias
+        return up / tp, norm + down + model.chooser_parameters(kind) + 0 * tp
     bias = model.linear_bias or model.qkv_bias
     # Ranks that share a key/value head split its weights too.
     kv = 2 * model.kv_heads * model.head_dim

@@ -8,14 +8,19 @@ from typing import Annotated, Any, Literal, NamedTuple
 from pydantic import Field, model_validator
 
 from costmodels.spec.model_parts import (
+    AttentionKind,
+    CompressedAttention,
     Indexer,
     LatentAttention,
+    LayerKind,
     LinearAttention,
     Lora,
+    MlpKind,
     MultiTokenPrediction,
     RopeScaling,
     Router,
     ScoreGrowth,
+    windowed_share,
 )
 from costmodels.spec.record import (
     LARGEST_COUNT,
@@ -34,19 +39,6 @@ VOCAB_MULTIPLE = 128
 
 MOST_LAYERS = 10_000
 """Layers that a search still goes through; the deepest models have some hundreds."""
-
-AttentionKind = Literal["full", "window", "chunk", "linear", "none"]
-"""What the tokens of a layer attend to: all before them, `window` of them, those of their own chunk of
-`window`, a state of one size; "none" where a layer has no attention."""
-
-MlpKind = Literal["dense", "experts", "none"]
-
-
-class LayerKind(NamedTuple):
-    """What a layer is made of."""
-
-    attention: AttentionKind
-    mlp: MlpKind
 
 
 class Variant(NamedTuple):
@@ -133,6 +125,9 @@ class ModelSpec(Record):
     residual_scale: Positive = 1.0
     """Factor of what attention and MLP add to the residual (Granite)."""
     logits_scale: Positive = 1.0
+    residual_streams: Count = 1
+    """Residuals beside each other, which hyper-connections mix before and after attention and MLP
+    (arXiv:2512.24880); their parameters are other ones, of layers and outside of them."""
     window: CountOrZero = 0
     """Tokens that attention sees in layers of kind `window` or `chunk`."""
     attention_pattern: tuple[AttentionKind, ...] = ("full",)
@@ -155,6 +150,7 @@ class ModelSpec(Record):
     dense_layers: CountOrZero = 0
     """Leading layers that keep the dense MLP in a mixture-of-experts model."""
     latent_attention: LatentAttention | None = None
+    compressed_attention: CompressedAttention | None = None
     mtp_layers: CountOrZero = 0
     """Multi-token prediction modules that the published weights have; a job trains `mtp`."""
     other_layer_parameters: CountOrZero = 0
@@ -241,6 +237,8 @@ class ModelSpec(Record):
             raise ValueError(f"mtp of {self.mtp.depths} depths needs samples of more tokens than {self.seq}")
 
     def _check_lora(self) -> None:
+        if self.lora is not None and self.compressed_attention is not None:
+            raise ValueError("lora: layers of compressed_attention have no adapters")
         if self.lora is None or not self.routed_layers or self.shared_expert_ffn:
             return
         if {*self.lora.targets} <= {"up", "gate", "down"}:
@@ -261,8 +259,10 @@ class ModelSpec(Record):
             raise ValueError("activation clamped_silu has a gate; set gated")
         if "experts" in patterns[1] and not self.experts:
             raise ValueError("mlp_pattern has layers of experts, and experts is 0")
-        if self.latent_attention is None and self.indexer is not None:
-            raise ValueError("indexer belongs to latent_attention, which is missing")
+        if self.latent_attention is None and (self.indexer or self.compressed_attention) is not None:
+            raise ValueError("indexer and compressed_attention belong to latent_attention, which is missing")
+        if patterns[0] & {"compressed", "sparse"} and not (self.compressed_attention and self.indexer):
+            raise ValueError("layers of kind compressed or sparse need compressed_attention and an indexer")
         if self.rotary_dim % 2 or self.rotary_dim > self.head_dim:
             raise ValueError(
                 f"rotary_dim {self.rotary_dim} must be even and at most head_dim {self.head_dim}"
@@ -294,7 +294,8 @@ class ModelSpec(Record):
     def turned_by(self, kind: AttentionKind) -> tuple[float, RopeScaling | None] | None:
         """Base and stretching of the rotary positions in layers of this kind; None where nothing turns."""
         is_limited = kind in ("window", "chunk")
-        if self.position != "rope" or not (is_limited or (kind == "full" and self.rotates_full)):
+        sees_all = kind in ("full", "compressed", "sparse")
+        if self.position != "rope" or not (is_limited or (sees_all and self.rotates_full)):
             return None
         own = is_limited and self.window_rope_theta
         return (self.window_rope_theta, None) if own else (self.rope_theta, self.rope_scaling)
@@ -377,16 +378,10 @@ class ModelSpec(Record):
             assert self.linear_attention is not None
             return self.linear_attention.parameters(h)
         if mla is not None:
-            qk_dim = mla.qk_nope_head_dim + mla.qk_rope_head_dim
-            queries = (
-                h * mla.q_lora_rank + mla.q_lora_rank + mla.q_lora_rank * self.heads * qk_dim
-                if mla.q_lora_rank
-                else h * self.heads * qk_dim
-            )
-            latents = h * (mla.kv_lora_rank + mla.qk_rope_head_dim) + mla.kv_lora_rank
-            keys_values = mla.kv_lora_rank * self.heads * (mla.qk_nope_head_dim + mla.v_head_dim)
-            output = self.heads * mla.v_head_dim * h + h * self.linear_bias
-            return queries + latents + keys_values + output + self.indexer_parameters
+            compressed = self.compressed_attention
+            found = mla.split_parameters(h, self.heads, compressed) + mla.whole_parameters(h, compressed)
+            found += h * self.linear_bias + self.heads * self.attention_sinks
+            return found + self.chooser_parameters(kind)
         weights = h * (self.q_size * (1 + self.attention_gate) + 2 * self.kv_size) + self.q_size * h
         biases = (self.q_size + 2 * self.kv_size) * (self.linear_bias or self.qkv_bias)
         biases += h * (self.linear_bias or self.output_bias)
@@ -394,15 +389,17 @@ class ModelSpec(Record):
         norms *= self.qk_norm and self.qk_norm_weights
         return weights + biases + norms + self.heads * self.attention_sinks
 
-    @property
-    def indexer_parameters(self) -> int:
-        """Parameters in the mean of a layer: of queries, one key with a layer norm, a weight of each head."""
-        indexer, mla = self.indexer, self.latent_attention
-        if indexer is None or mla is None:
+    def index_width(self, kind: AttentionKind) -> float:
+        """Width of an indexer's heads together for each pair of tokens, in the mean of a layer."""
+        return 0.0 if self.indexer is None else self.indexer.width_in(kind, self.compressed_attention)
+
+    def chooser_parameters(self, kind: AttentionKind) -> int:
+        """Parameters of indexer and compressed entries, in the mean of a layer with latent attention."""
+        h, mla, indexer, entries = self.hidden, self.latent_attention, self.indexer, self.compressed_attention
+        if mla is None or indexer is None:
             return 0
-        queries = (mla.q_lora_rank or self.hidden) * indexer.heads * indexer.head_dim
-        own = queries + self.hidden * (indexer.head_dim + indexer.heads) + 2 * indexer.head_dim
-        return round(indexer.share * own)
+        found = indexer.parameters(kind, h, mla.q_lora_rank or h, entries)
+        return found + (0 if entries is None else entries.parameters(kind, h, mla.latent_width, indexer))
 
     def mlp_parameters(self, width: int) -> int:
         """Parameters of one MLP of inner width `width`."""
@@ -487,14 +484,14 @@ class ModelSpec(Record):
     def score_share(self, kind: AttentionKind = "full") -> float:
         """The part of all causal pairs of tokens whose scores attention computes, of 1.
 
-        Positions that an indexer chooses count as a window of as many.
+        Positions that an indexer chooses count as a window of as many, and an entry as one position.
         """
-        s, window = self.seq, self.window
-        if kind not in ("window", "chunk"):
-            window = self.indexer.top_k if self.indexer is not None else s
-        if window >= s:
-            return 1.0
-        if kind == "chunk":
+        s, window, compressed = self.seq, self.window, self.compressed_attention
+        if kind == "chunk" and window < s:
             whole, rest = divmod(s, window)
             return (whole * window**2 + rest**2) / s**2
-        return (2 * s - window) * window / s**2
+        chosen = self.indexer.top_k if self.index_width(kind) and self.indexer is not None else s
+        rate = 0 if compressed is None else compressed.entry_rate(kind)
+        if rate:
+            return windowed_share(s, window or s) + windowed_share(s, chosen * rate) / rate
+        return windowed_share(s, window if kind in ("window", "chunk") else chosen)

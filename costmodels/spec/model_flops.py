@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 
-from costmodels.spec.model import LayerKind, ModelSpec
+from costmodels.spec.model import ModelSpec
+from costmodels.spec.model_parts import LayerKind
 
 
 def flops_per_sequence(model: ModelSpec) -> float:
@@ -47,13 +48,12 @@ def _layer_flops(model: ModelSpec, kind: LayerKind) -> float:
         projections = h * (linear.entry_size + linear.value_size)
         return each * s * (weights + projections) + 3.0 * s * linear.flops_per_token()
     if mla is not None:
-        projections = model.attention_parameters()
+        projections = model.attention_parameters(kind.attention)
         qk, v = model.heads * (mla.qk_nope_head_dim + mla.qk_rope_head_dim), model.heads * mla.v_head_dim
     else:
         gate = model.q_size * model.attention_gate
         projections = h * (model.q_size + gate + 2 * model.kv_size) + model.q_size * h
         qk = v = model.q_size
     scored = 3.0 * s * s * model.score_share(kind.attention) * (qk + v)
-    if model.indexer is not None:
-        scored += 3.0 * s * s * model.indexer.heads * model.indexer.head_dim * model.indexer.share
+    scored += 3.0 * s * s * model.index_width(kind.attention)
     return each * s * (weights + projections) + scored

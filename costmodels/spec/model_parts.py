@@ -2,11 +2,25 @@
 
 from __future__ import annotations
 
-from typing import Literal, get_args
+from typing import Literal, NamedTuple, get_args
 
 from pydantic import model_validator
 
 from costmodels.spec.record import Count, CountOrZero, Fraction, NonNegative, Positive, Record
+
+AttentionKind = Literal["full", "window", "chunk", "linear", "compressed", "sparse", "none"]
+"""What the tokens of a layer attend to: all before them, `window` of them, those of their own chunk of
+`window`, a state of one size, a window and entries of `compressed_attention`, or some of these; "none" where
+a layer has no attention."""
+
+MlpKind = Literal["dense", "experts", "none"]
+
+
+class LayerKind(NamedTuple):
+    """What a layer is made of."""
+
+    attention: AttentionKind
+    mlp: MlpKind
 
 
 class LatentAttention(Record):
@@ -18,6 +32,62 @@ class LatentAttention(Record):
     qk_nope_head_dim: Count
     qk_rope_head_dim: Count
     v_head_dim: Count
+
+    @property
+    def latent_width(self) -> int:
+        """Width of what keys and values are made of."""
+        return self.kv_lora_rank + self.qk_rope_head_dim
+
+    def split_parameters(self, hidden: int, heads: int, compressed: CompressedAttention | None = None) -> int:
+        """Parameters that tensor parallelism splits: of queries, keys, values and output, without biases."""
+        qk, values = self.qk_nope_head_dim + self.qk_rope_head_dim, heads * self.v_head_dim
+        queries = (self.q_lora_rank or hidden) * heads * qk
+        if compressed is not None:
+            output = compressed.o_lora_rank * (values + compressed.o_groups * hidden)
+            return queries + output
+        both = heads * (self.qk_nope_head_dim + self.v_head_dim)
+        return queries + self.kv_lora_rank * both + values * hidden
+
+    def whole_parameters(self, hidden: int, compressed: CompressedAttention | None = None) -> int:
+        """Parameters that every rank holds: of what compresses inputs, with its norms."""
+        norm = self.kv_lora_rank if compressed is None else self.latent_width
+        return self.q_lora_rank * (hidden + 1) + hidden * self.latent_width + norm
+
+
+def windowed_share(seq: int, window: int) -> float:
+    """The part of the causal pairs of `seq` tokens that are less than `window` apart, of 1."""
+    return 1.0 if window >= seq else (2 * seq - window) * window / seq**2
+
+
+class CompressedAttention(Record):
+    """What DeepSeek-V4 makes of latent attention (its report, section 2.3); sizes in elements.
+
+    The latents are the one key of all heads, and their value, without a projection back. Beside those of a
+    window, layers of kind `compressed` read an entry for every `rate` positions before, and layers of kind
+    `sparse` those of the entries for every `sparse_rate` that an indexer chooses. An entry is a mean by
+    weights that are projected as its values are; in sparse layers it is of two runs of positions, with
+    projections of its own for each. Groups of heads are compressed to `o_lora_rank` before the output.
+    """
+
+    rate: Count
+    sparse_rate: Count
+    o_groups: Count
+    o_lora_rank: Count
+
+    def entry_rate(self, kind: AttentionKind) -> int:
+        """Positions for which there is an entry in layers of this kind; 0 where there are none."""
+        return {"compressed": self.rate, "sparse": self.sparse_rate}.get(kind, 0)
+
+    def projected_width(self, kind: AttentionKind, head_dim: int, indexer: Indexer) -> int:
+        """Width of what entries are made of: values and weights, in sparse layers twice, and those of the
+        indexer's keys."""
+        return {"compressed": 2 * head_dim, "sparse": 4 * (head_dim + indexer.head_dim)}.get(kind, 0)
+
+    def parameters(self, kind: AttentionKind, hidden: int, head_dim: int, indexer: Indexer) -> int:
+        """Parameters of projections, of a weight for each position of an entry, and of norms of entries."""
+        wide = self.projected_width(kind, head_dim, indexer)
+        norms = wide // {"compressed": 2, "sparse": 4}.get(kind, 1)
+        return wide * hidden + self.entry_rate(kind) * wide // 2 + norms
 
 
 LoraTarget = Literal["query", "key", "value", "output", "up", "gate", "down"]
@@ -117,7 +187,7 @@ class ScoreGrowth(Record):
 class Router(Record):
     """Choice of experts by tokens."""
 
-    score: Literal["softmax", "sigmoid"] = "softmax"
+    score: Literal["softmax", "sigmoid", "sqrtsoftplus"] = "softmax"
     normalised: bool = True
     """The weights of a token's experts add up to one, before `scale`."""
     scale: Positive = 1.0
@@ -210,3 +280,22 @@ class Indexer(Record):
     top_k: Count
     share: Fraction = 1.0
     """Of the layers, those that choose; the others read what the last one before them chose (GLM-5.2)."""
+
+    def share_in(self, kind: AttentionKind, compressed: CompressedAttention | None) -> float:
+        """Indexers in the mean of a layer of this kind; of those with entries sparse ones choose."""
+        return self.share if compressed is None else float(kind == "sparse")
+
+    def width_in(self, kind: AttentionKind, compressed: CompressedAttention | None) -> float:
+        """Width of all heads in the mean of such a layer, for each pair of tokens: of an entry, one position
+        is scored."""
+        rate = 1 if compressed is None else compressed.sparse_rate
+        return self.heads * self.head_dim * self.share_in(kind, compressed) / rate
+
+    def parameters(
+        self, kind: AttentionKind, hidden: int, queried: int, compressed: CompressedAttention | None
+    ) -> int:
+        """Parameters in the mean of such a layer: of queries from `queried` elements, a weight of each head,
+        and one key with a layer norm where entries have none."""
+        key = (hidden + 2) * self.head_dim if compressed is None else 0
+        own = queried * self.heads * self.head_dim + hidden * self.heads + key
+        return round(self.share_in(kind, compressed) * own)

@@ -14,6 +14,9 @@ PARTS: dict[str, Callable[[ModelSpec], bool]] = {
     "adapters in linear attention": lambda spec: spec.lora is not None and "linear" in spec.attention_pattern,
     "layers without attention or MLP": lambda spec: "none" in (*spec.attention_pattern, *spec.mlp_pattern),
     "sparse attention with an indexer": lambda spec: spec.indexer is not None,
+    "attention to compressed entries": lambda spec: spec.compressed_attention is not None,
+    "hyper-connections": lambda spec: spec.residual_streams > 1,
+    "sqrtsoftplus scores of experts": lambda spec: spec.experts > 0 and spec.router.score == "sqrtsoftplus",
     "capped or growing scores of latent attention": lambda spec: (
         spec.latent_attention is not None and (spec.attention_softcap > 0 or spec.score_growth is not None)
     ),

@@ -7,8 +7,8 @@ from typing import Literal, NamedTuple
 from costmodels.layers.shapes import loss_chunks
 from costmodels.spec.hardware import Precision
 from costmodels.spec.layout import Layout
-from costmodels.spec.model import AttentionKind, ModelSpec
-from costmodels.spec.model_parts import Router
+from costmodels.spec.model import ModelSpec
+from costmodels.spec.model_parts import AttentionKind, Router
 
 Unit = Literal["embedding", "dense", "experts", "head"]
 

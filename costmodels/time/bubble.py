@@ -140,6 +140,7 @@ def message_seconds(model: ModelSpec, cluster: Cluster, engine: Engine, table: L
     """
     split = np.where(table.sequence_parallel | engine.network.scatters_messages, table.tensor_parallel, 1)
     payload = element_bytes(table.precision) * tokens(model, table) * model.hidden / split
+    payload = payload * model.residual_streams
     stride = table.tensor_parallel * table.context_parallel * table.data_parallel
     return send(cluster, engine, payload, table.pipeline_parallel, stride)
 

@@ -203,6 +203,8 @@ def model_flags(model: ModelSpec, missing: list[str]) -> Flags:
             missing.append(f"rope_theta={model.rope_theta}: --rotary-base takes whole numbers")
     if model.rope_scaling is not None:
         missing.append(f"rope_scaling {model.rope_scaling.kind}: give the flags of your version by hand")
+    if model.compressed_attention is not None:
+        missing.append("compressed_attention: its latent attention has keys of each head and position")
     if model.gated and model.activation == "silu":
         flags["--swiglu"] = ""
     elif model.activation == "relu2" and not model.gated:

@@ -151,7 +151,7 @@ def model_values(model: ModelSpec, missing: list[str]) -> Values:
     """The keys of a model, as its Llama or its GPT-2."""
     llama = (model.gated, model.activation, model.norm, model.position) == (True, "silu", "rmsnorm", "rope")
     gpt = (model.gated, model.norm, model.position) == (False, "layernorm", "learned") and model.linear_bias
-    if not (llama or gpt) or model.qk_norm or (llama and model.linear_bias):
+    if not (llama or gpt) or model.qk_norm or (llama and model.linear_bias) or model.compressed_attention:
         missing.append(f"model {model.name}: its layers are neither a Llama's nor a GPT-2's")
     keys = STATIC_KEYS
     values: Values = {

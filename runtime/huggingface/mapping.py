@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from costmodels import ModelSpec
-from costmodels.spec.model import LayerKind
+from costmodels.spec.model_parts import LayerKind
 from runtime.model.transformer import Transformer
 
 EMBEDDING, HEAD = "embedding.tokens.weight", "head.weight"

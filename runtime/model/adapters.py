@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from costmodels import ModelSpec
 from costmodels.layers.adapters import adapted_layers
-from costmodels.spec.model import MlpKind
+from costmodels.spec.model_parts import MlpKind
 
 DOWN, UP = "lora_a", "lora_b"
 """Names of an adapter's matrices, [R, I] and [O, R]."""

@@ -16,8 +16,7 @@ from torch import Tensor, nn
 
 from costmodels import LatentAttention as LatentSizes
 from costmodels import ModelSpec
-from costmodels.spec.model import AttentionKind
-from costmodels.spec.model_parts import RopeScaling
+from costmodels.spec.model_parts import AttentionKind, RopeScaling
 from runtime.model.attention_kernels import DocumentMasks, equal_heads_attention, masked_attention
 from runtime.model.fused_attention import reaching_attention
 from runtime.model.norms import rms_norm

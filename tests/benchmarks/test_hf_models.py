@@ -80,6 +80,7 @@ def test_a_shorter_window_is_never_slower() -> None:
     [
         ("nemotron_h", "Mamba-2"),
         ("deepseek_v32", "sparse attention with an indexer"),
+        ("deepseek_v4", "attention to compressed entries"),
         ("gemma4_text", "parameters of other parts"),
     ],
 )

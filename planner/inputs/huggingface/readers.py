@@ -10,6 +10,7 @@ from typing import Any
 
 from costmodels.spec.model import MOST_LAYERS
 from planner.inputs.huggingface import dense, hybrid, routed
+from planner.inputs.huggingface.deepseek_v4 import deepseek_v4
 from planner.inputs.huggingface.gemma4 import gemma4
 from planner.inputs.huggingface.keys import Config
 
@@ -18,6 +19,7 @@ READERS: dict[str, Callable[[Config], Config]] = {
     "deepseek_v2": routed.deepseek_v2,
     "deepseek_v3": routed.deepseek_v3,
     "deepseek_v32": routed.deepseek_v32,
+    "deepseek_v4": deepseek_v4,
     "ernie4_5": dense.ernie4_5,
     "ernie4_5_moe": routed.ernie4_5_moe,
     "exaone4": dense.exaone4,
