@@ -19,6 +19,7 @@ _MODEL = (
     *("--moe-router-topk-scaling-factor", "--moe-router-num-groups", "--moe-router-group-topk"),
     *("--moe-router-enable-expert-bias", "--moe-expert-capacity-factor", "--multi-latent-attention"),
     *("--q-lora-rank", "--kv-lora-rank", "--qk-head-dim", "--qk-pos-emb-head-dim", "--v-head-dim"),
+    *("--mtp-num-layers", "--mtp-loss-scaling-factor"),
 )
 """Flags whose fields of the model have the same name."""
 

@@ -30,7 +30,8 @@ TARGETS: dict[str, Callable[[Plan], Export]] = {
 }
 """What writes a plan, by the name of the software."""
 
-MTP_FLAG = "--mtp-num-layers"
+MTP_WORDS = ("--mtp-num-layers", "mtp_num_layers")
+"""The number of modules that predict further tokens, as a flag and as a field."""
 
 
 def export(plan: Plan | str | Path, *, to: str) -> Export:
@@ -43,7 +44,7 @@ def export(plan: Plan | str | Path, *, to: str) -> Export:
         raise InputError(f"export to {to!r}: {nearest(to, TARGETS) or 'expected ' + ', '.join(TARGETS)}")
     plan = plan if isinstance(plan, Plan) else Plan.load(plan)
     found = TARGETS[to](plan)
-    if plan.model.mtp is not None and MTP_FLAG not in found.text:
+    if plan.model.mtp is not None and not any(word in found.text for word in MTP_WORDS):
         what = f"mtp={plan.model.mtp.depths}: multi-token prediction is set up in the software's own words"
         found = replace(found, inexpressible=(*found.inexpressible, what))
     if plan.model.lora is None:

@@ -19,7 +19,9 @@ from planner.formats.export import Export
 from planner.formats.files import read_files
 from planner.formats.reading import Reading
 from planner.formats.targets import TARGETS
+from planner.formats.targets import export as export_plan
 from planner.formats.torchtitan_names import less_layers, stage_layers
+from planner.inputs.huggingface.readers import model_fields
 from planner.ranking.result import SearchResult
 from tests.support.models import llama
 
@@ -152,6 +154,28 @@ def test_every_field_that_is_not_usual_is_said_or_named(target: str) -> None:
         export = TARGETS[target](plan.model_copy(update={"layout": LAYOUT.model_copy(update=value)}))
         said = export.layout_flags != usual.layout_flags
         assert said or field in export.inexpressible_fields | usual.inexpressible_fields, field
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_modules_for_further_tokens_are_said_or_named(target: str) -> None:
+    plan = found(ENGINES[target], EXPERTS, 60.0).best
+    assert plan is not None
+    model = ModelSpec.model_validate({**EXPERTS.model_dump(), "mtp": {"depths": 2}})
+    export = TARGETS[target](plan.model_copy(update={"model": model}))
+    whole = export_plan(plan.model_copy(update={"model": model}), to=target)
+    said = "mtp-num-layers 2" in export.text or "mtp_num_layers: 2" in export.text
+    assert said != any(one.startswith("mtp=2") for one in whole.inexpressible)
+    assert said == (target in ("megatron", "megatron-bridge", "mindspeed"))
+
+
+@pytest.mark.parametrize("target", ["megatron", "megatron-bridge", "mindspeed", "mindformers", "nanotron"])
+def test_a_form_of_attention_without_words_is_named(target: str) -> None:
+    plan = found(ENGINES[target], EXPERTS, 60.0).best
+    assert plan is not None
+    model = ModelSpec(**model_fields({"model_type": "deepseek_v4"}), name="v4", seq=4096)
+    export = TARGETS[target](plan.model_copy(update={"model": model}))
+    named = ("compressed_attention", "model v4")
+    assert any(one.startswith(named) for one in export.inexpressible)
 
 
 LAYOUT = Layout(
