@@ -84,12 +84,8 @@ def load_weights(folder: str | Path, trainer: Trainer, spec: ModelSpec, iteratio
 
 def _check_weights(source: Path, stored: ModelSpec, spec: ModelSpec) -> None:
     different = [f"{name} {getattr(stored, name)}" for name in differences(stored, spec)]
-    if stored.lora not in (None, spec.lora):
-        wanted = "without --lora-rank" if spec.lora is None else f"with {_lora_flags(spec.lora)}"
-        raise InputError(
-            f"checkpoint {source} holds adapters ({_lora_flags(stored.lora)}), and this job trains {wanted}; "
-            "give the same, or merge them first (planner convert --merge-lora)"
-        )
+    if stored.lora is not None:
+        check_adapters(source, stored, spec)
     if different:
         raise InputError(
             f"checkpoint {source} is of another model ({', '.join(different)}); give the same model"
@@ -99,6 +95,22 @@ def _check_weights(source: Path, stored: ModelSpec, spec: ModelSpec) -> None:
             f"--mtp-num-layers {spec.mtp_depths}: checkpoint {source} has weights of {stored.mtp_depths} "
             "modules that predict further tokens; ask for at most as many, or leave the flag out"
         )
+
+
+def check_adapters(source: Path, stored: ModelSpec, spec: ModelSpec) -> None:
+    """Raise `InputError` where a checkpoint holds other adapters than a job trains, or none."""
+    if stored.lora == spec.lora:
+        return
+    wanted = "without --lora-rank" if spec.lora is None else f"with {_lora_flags(spec.lora)}"
+    if stored.lora is None:
+        raise InputError(
+            f"checkpoint {source} holds no adapters, and this job trains {wanted}; give --finetune, which "
+            "begins with its weights, or leave --lora-rank out"
+        )
+    raise InputError(
+        f"checkpoint {source} holds adapters ({_lora_flags(stored.lora)}), and this job trains {wanted}; "
+        "give the same, or merge them first (planner convert --merge-lora)"
+    )
 
 
 def _lora_flags(lora: Lora) -> str:
@@ -122,6 +134,7 @@ def check_loaded(output: OutputOptions, spec: ModelSpec) -> None:
     if begins_anew(output, iteration):
         _check_weights(source, run.model, spec)
     else:
+        check_adapters(source, run.model, spec)
         check_same_model(source, run, spec)
 
 

@@ -18,7 +18,9 @@ from costmodels.layers.adapters import adapter_parameters
 from runtime import checkpoint, convert
 from runtime.checkpoint.tensor_store import StoredTensors
 from runtime.huggingface.stored_model import open_model
+from runtime.job.initial_state import check_adapters, check_loaded
 from runtime.model.transformer import Transformer
+from runtime.settings.options import OutputOptions
 from tests.support.hugging_face import hugging_face, skip_unless_there
 from tests.support.layouts import layout_of, parse_layout
 from tests.support.models import MODELS
@@ -153,6 +155,17 @@ def test_a_checkpoint_holds_adapters_and_goes_on_under_another_layout(
     assert np.isfinite(narrow).all()
     merged = open_model(folder)
     assert merged.spec.lora is None
+    for lora, message in (
+        (None, r"\(--lora-rank 4 .*\), and this job trains without --lora-rank; give the same, or merge"),
+        (
+            LORA.model_copy(update={"quantize_base": "nf4"}),
+            r"with --lora-rank 4 .* --quantize-base nf4; give",
+        ),
+    ):
+        with pytest.raises(InputError, match=message):
+            check_loaded(OutputOptions(load=folder), llama.model_copy(update={"lora": lora}))
+    with pytest.raises(InputError, match=r"holds no adapters, and this job trains with .*; give --finetune"):
+        check_adapters(folder, merged.spec, llama)
     shutil.rmtree(base / "iter_0000000")
     with pytest.raises(InputError, match=r"holds adapters of the model in .*base.*, which is not there"):
         open_model(folder)
