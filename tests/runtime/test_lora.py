@@ -163,7 +163,7 @@ def test_a_checkpoint_holds_adapters_and_goes_on_under_another_layout(
         ),
     ):
         with pytest.raises(InputError, match=message):
-            check_loaded(OutputOptions(load=folder), llama.model_copy(update={"lora": lora}))
+            check_loaded(OutputOptions(load=str(folder)), llama.model_copy(update={"lora": lora}))
     with pytest.raises(InputError, match=r"holds no adapters, and this job trains with .*; give --finetune"):
         check_adapters(folder, merged.spec, llama)
     shutil.rmtree(base / "iter_0000000")
