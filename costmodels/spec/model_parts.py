@@ -95,6 +95,9 @@ LoraTarget = Literal["query", "key", "value", "output", "up", "gate", "down"]
 
 LORA_TARGETS: tuple[LoraTarget, ...] = get_args(LoraTarget)
 
+BaseFormat = Literal["nf4"]
+"""Formats of 4 bits that frozen matrices may have."""
+
 
 class Lora(Record):
     """Low-rank adapters, which train in the place of the model (LoRA, arXiv:2106.09685, section 4.1).
@@ -106,7 +109,7 @@ class Lora(Record):
     rank: Count
     alpha: Positive
     targets: tuple[LoraTarget, ...] = LORA_TARGETS
-    quantize_base: Literal["nf4"] | None = None
+    quantize_base: BaseFormat | None = None
     """Format of the frozen matrices of all layers that could have adapters (QLoRA, arXiv:2305.14314); that of
     matrix products if None."""
 

@@ -9,7 +9,7 @@ from costmodels.errors import InputError
 from costmodels.layers.adapters import adapter_parameters
 from costmodels.layers.quantised import quantised_parameters
 from costmodels.spec.model import ModelSpec
-from costmodels.spec.model_parts import LORA_TARGETS, Lora, LoraTarget
+from costmodels.spec.model_parts import LORA_TARGETS, BaseFormat, Lora, LoraTarget
 from planner.inputs.model import with_lora
 from planner.options.flags import flag
 from planner.options.limits import AT_LEAST_1, POSITIVE
@@ -32,8 +32,7 @@ THEIR_NAMES: dict[str, LoraTarget] = {
 }
 """Targets as `target_modules` of Hugging Face's peft names them."""
 
-FORMATS = ("nf4",)
-"""Formats of 4 bits that frozen matrices may have."""
+FORMATS: tuple[BaseFormat, ...] = get_args(BaseFormat)
 
 
 @dataclass(frozen=True)
@@ -79,7 +78,7 @@ class LoraFlags:
             rank=self.lora_rank,
             alpha=2.0 * self.lora_rank if self.lora_alpha is None else self.lora_alpha,
             targets=LORA_TARGETS if self.lora_targets is None else parse_targets(self.lora_targets),
-            quantize_base=self.quantize_base,  # type: ignore[arg-type]
+            quantize_base=self.quantize_base,
         )
         return with_lora(spec, lora)
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 
 import pytest
 
 import costmodels
 from costmodels import Cluster, Device, Engine, Layout, Link, ModelSpec, even_split
+from costmodels.calibration.measurements import Measurement
 from costmodels.catalogue import load_engine
 from costmodels.spec.engine import GROUPS, constant_fields, merge_fields
 
@@ -129,3 +132,29 @@ def layout() -> Callable[..., Layout]:
         return Layout.model_validate({**fields, "micro_batch_size": mbs, "global_batch_size": mbs * dp * m})
 
     return make
+
+
+@pytest.fixture
+def measurement(
+    gpt: ModelSpec,
+    cluster: Callable[..., Cluster],
+    engine: Callable[..., Engine],
+    layout: Callable[..., Layout],
+) -> Callable[..., Measurement]:
+    """Makes one row of 8 devices; fields of `Measurement` may be replaced."""
+    usual = Measurement(
+        source="here",
+        sweep="",
+        reference="table 1",
+        line=2,
+        model=gpt,
+        cluster=cluster(8),
+        engine=engine("megatron"),
+        layouts=(layout(gpt, dp=8, m=2),),
+        step_time_s=1.0,
+        oom=False,
+        allocated_bytes=None,
+        reserved_bytes=None,
+        first_rank_only=False,
+    )
+    return partial(replace, usual)

@@ -16,32 +16,10 @@ from costmodels.calibration.accuracy import (
     score,
     time_factors,
 )
-from costmodels.calibration.measurements import Measurement
 from costmodels.calibration.predictions import Predictions, predict
 from costmodels.calibration.rank_correlation import kendall_tau, rank_sweeps, regret
 from costmodels.spec.table import LayoutTable
 from costmodels.time.uncertainty import spread
-
-
-@pytest.fixture
-def measurement(gpt, cluster, engine, layout):
-    """Makes one row of 8 devices; fields of `Measurement` may be replaced."""
-    usual = Measurement(
-        source="here",
-        sweep="",
-        reference="table 1",
-        line=2,
-        model=gpt,
-        cluster=cluster(8),
-        engine=engine("megatron"),
-        layouts=(layout(gpt, dp=8, m=2),),
-        step_time_s=1.0,
-        oom=False,
-        allocated_bytes=None,
-        reserved_bytes=None,
-        first_rank_only=False,
-    )
-    return lambda **fields: replace(usual, **fields)
 
 
 def predicted(

@@ -7,7 +7,6 @@ import pytest
 
 from costmodels import price
 from costmodels.calibration.accuracy import score
-from costmodels.calibration.measurements import Measurement
 from costmodels.calibration.predictions import predict
 from costmodels.calibration.unseen_sources import UnseenSource
 from costmodels.calibration.unseen_spread import COVERAGE, UNSEEN_EXPERTS, spreads, weighted_quantile
@@ -16,27 +15,6 @@ from costmodels.spec.table import LayoutTable
 from costmodels.time.uncertainty import spread
 
 DRAWS = np.random.default_rng(7)
-
-
-@pytest.fixture
-def row(gpt, cluster, engine, layout):
-    """Makes a row of 8 devices; fields of `Measurement` may be replaced."""
-    usual = Measurement(
-        source="here",
-        sweep="",
-        reference="table 1",
-        line=2,
-        model=gpt,
-        cluster=cluster(8),
-        engine=engine("megatron"),
-        layouts=(layout(gpt, dp=8, m=2),),
-        step_time_s=1.0,
-        oom=False,
-        allocated_bytes=None,
-        reserved_bytes=None,
-        first_rank_only=False,
-    )
-    return lambda **fields: replace(usual, **fields)
 
 
 def off(*rows, source="here"):
@@ -83,37 +61,40 @@ def test_a_quantile_lies_between_two_values():
     assert weighted_quantile(np.append(values, 9.0), heavy, 0.75) == pytest.approx(0.35)
 
 
-def test_four_rows_leave_the_farthest_one_outside(row):
-    source = off(*((row(line=line), error) for line, error in enumerate((0.1, -0.2, 0.25, -0.3))))
+def test_four_rows_leave_the_farthest_one_outside(measurement):
+    source = off(*((measurement(line=line), error) for line, error in enumerate((0.1, -0.2, 0.25, -0.3))))
     assert inside(spreads([source]), source) == 0.75
 
 
-def test_many_rows_are_held_as_often_as_said(row):
-    source = off(*((row(line=line), error) for line, error in enumerate(DRAWS.normal(0, 0.1, 200))))
+def test_many_rows_are_held_as_often_as_said(measurement):
+    source = off(*((measurement(line=line), error) for line, error in enumerate(DRAWS.normal(0, 0.1, 200))))
     found = spreads([source])
     assert inside(found, source) == pytest.approx(COVERAGE, abs=0.01)
 
 
-def test_a_recipe_counts_once_however_often_it_ran(row, gpt):
+def test_a_recipe_counts_once_however_often_it_ran(measurement, gpt):
     """Forty runs of one model that are wrong together, against ten models."""
     models = [gpt.model_copy(update={"name": f"model {number}"}) for number in range(10)]
     several = [
-        (row(model=model), error) for model, error in zip(models, np.linspace(0.01, 0.1, 10), strict=True)
+        (measurement(model=model), error)
+        for model, error in zip(models, np.linspace(0.01, 0.1, 10), strict=True)
     ]
-    same = off(*((row(line=line), 0.7 + 0.001 * line) for line in range(40)), source="there")
+    same = off(*((measurement(line=line), 0.7 + 0.001 * line) for line in range(40)), source="there")
     alone, both = (
         spreads(found)["megatron", "ampere"]["base"] for found in ([off(*several)], [off(*several), same])
     )
     assert alone < both < 0.2
-    other = [(row(model=model), 0.7) for model in models]
+    other = [(measurement(model=model), 0.7) for model in models]
     assert spreads([off(*several), off(*other, source="there")])["megatron", "ampere"]["base"] > 0.6
 
 
-def test_what_waits_for_the_host_tells_the_width_of_that(row, engine):
+def test_what_waits_for_the_host_tells_the_width_of_that(measurement, engine):
     """Errors that grow with the share that waits for the host are laid to it, not to the whole step."""
     slow = engine("megatron", host_layer_overhead=3e-2)
-    usual = [(row(line=line), error) for line, error in enumerate(DRAWS.normal(0, 0.03, 60))]
-    waits = [(row(line=line, engine=slow), error) for line, error in enumerate(DRAWS.normal(0, 0.3, 60))]
+    usual = [(measurement(line=line), error) for line, error in enumerate(DRAWS.normal(0, 0.03, 60))]
+    waits = [
+        (measurement(line=line, engine=slow), error) for line, error in enumerate(DRAWS.normal(0, 0.3, 60))
+    ]
     both = off(*usual, *waits)
     found = spreads([both])["megatron", "ampere"]
     assert found["base"] < 0.08
@@ -121,16 +102,16 @@ def test_what_waits_for_the_host_tells_the_width_of_that(row, engine):
     assert spreads([off(*usual)])["megatron", "ampere"]["launch"] == pytest.approx(0.1)
 
 
-def test_fields_that_no_row_speaks_of_are_left_to_the_engine(row, mixture, layout):
-    dense = spreads([off((row(), 0.1), (row(), 0.05))])["megatron", "ampere"]
+def test_fields_that_no_row_speaks_of_are_left_to_the_engine(measurement, mixture, layout):
+    dense = spreads([off((measurement(), 0.1), (measurement(), 0.05))])["megatron", "ampere"]
     assert dense["experts"] == UNSEEN_EXPERTS
     assert not {"network", "bubble"} & dense.keys()
-    experts = row(model=mixture, layouts=(layout(mixture, dp=8, m=2),))
+    experts = measurement(model=mixture, layouts=(layout(mixture, dp=8, m=2),))
     assert "base" not in spreads([off((experts, 0.1), (experts, 0.05))])["megatron", "ampere"]
 
 
-def test_rows_of_what_an_engine_does_not_plan_say_nothing(row, gpt, layout):
-    usual = [(row(line=line), 0.05) for line in range(5)]
-    sharded = [(row(layouts=(layout(gpt, dp=8, m=2, zero=3),)), 1.0) for _ in range(5)]
+def test_rows_of_what_an_engine_does_not_plan_say_nothing(measurement, gpt, layout):
+    usual = [(measurement(line=line), 0.05) for line in range(5)]
+    sharded = [(measurement(layouts=(layout(gpt, dp=8, m=2, zero=3),)), 1.0) for _ in range(5)]
     assert spreads([off(*usual, *sharded)]) == spreads([off(*usual)])
     assert spreads([off(*sharded)]) == {}
