@@ -29,6 +29,10 @@ LEAST_SPREAD = 0.1
 SPREAD_SHARE, MORE = 0.8, 1.3
 """Quantile of the errors that are left which the range holds, and how much wider it is for other models."""
 
+ALONE = 0.3
+"""How much less than on a CPU steps may move what kernels said of an accelerator: ranks of a CPU share their
+cores, which single kernels do not show in full; a kernel of an accelerator has it for itself."""
+
 UPDATE_BYTES = 28.0
 """That Adam's update of a parameter reads and writes (`costmodels.layers.optimizer.UPDATES`)."""
 
@@ -260,11 +264,11 @@ def _knowledge(device: Device, engine: Engine, steps: Sequence[StepTime]) -> dic
     def some(has: Any) -> bool:
         return any(has(layout) for layout in layouts)
 
-    share = Knowledge(engine.gemm.efficiency, 0.3, 0.005, 1.0)
+    shared = 1.0 if device.kind == "cpu" else ALONE
     found = {
-        "gemm.efficiency": share,
-        "elementwise.passes": Knowledge(engine.elementwise.passes, 0.5, 0.1, 100.0),
-        "attention.efficiency": Knowledge(engine.attention.efficiency, 0.4, 0.0005, 1.0),
+        "gemm.efficiency": Knowledge(engine.gemm.efficiency, 0.3 * shared, 0.005, 1.0),
+        "elementwise.passes": Knowledge(engine.elementwise.passes, 0.5 * shared, 0.1, 100.0),
+        "attention.efficiency": Knowledge(engine.attention.efficiency, 0.4 * shared, 0.0005, 1.0),
         "host.layer_overhead": Knowledge(host.layer_overhead, 0.35, 1e-6, 1.0),
         "host.step": Knowledge(host.step or 5 * host.layer_overhead, 1.0, 1e-6, 10.0),
     }

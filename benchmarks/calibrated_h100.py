@@ -1,0 +1,179 @@
+"""Step times of the bundled runtime on an H100, calibrated from its kernels and ten of its rows.
+
+python -m benchmarks.calibrated_h100 --rows bundled_h100.csv --kernels micro_h100_kernels.csv
+    [--draws N] [--json]
+
+`planner calibrate` as it would run on that machine, without the machine: measured kernels stand for those
+that it times, ten rows for the steps that it runs, and the other rows are priced with what comes out. It
+starts from constants that have seen no row of the file. Which ten is drawn, several times: `--draws`.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple
+
+import numpy as np
+import typer
+
+from benchmarks.accuracy import read_all
+from costmodels import Device
+from costmodels.calibration.machine_fit import batches_of, fitted_device, prices
+from costmodels.calibration.machine_measurements import AttentionTime, Measurements, ProductTime, StepTime
+from costmodels.calibration.predictions import settled_measurements
+from costmodels.calibration.time_fit import time_fit_plans
+from costmodels.calibration.unseen_sources import fits_without, loader
+from costmodels.errors import InputError
+from costmodels.spec.engine import Engine
+from costmodels.spec.table import Floats
+from planner.inputs.engine import DEFAULT_ENGINE
+from planner.options.flags import run
+
+SEEN = 10
+"""Rows that calibration sees."""
+
+LAUNCH_S = 25e-6
+"""Of each kernel time in the file: calls were timed one by one (README.md beside the measurements)."""
+
+GEMMS = ("gemm_nt", "gemm_nn_dgrad", "gemm_tn_wgrad")
+"""A linear layer's product and its two gradients: [m, k] by [k, n], of which each names its own m, n, k."""
+
+
+class Errors(NamedTuple):
+    """Errors of some rows, in per cent."""
+
+    median: float
+    mean: float
+    worst: float
+
+
+def kernel_measurements(path: Path, plain: Device, engine: Engine) -> Measurements:
+    """A file of kernel times as calibration measures them; of the host it says nothing."""
+    try:
+        with path.open(encoding="utf-8") as file:
+            rows = [row for row in csv.DictReader(file) if row["dtype"] in ("bfloat16", "")]
+        by_op: dict[str, list[Mapping[str, str]]] = {}
+        for row in rows:
+            by_op.setdefault(row["op"], []).append(row)
+        update = by_op["fused_adamw fp32"][0]
+        return Measurements(
+            ranks=1,
+            precision="bf16",
+            products=tuple(_products(by_op)),
+            attention=tuple(_attention(by_op)),
+            copy_bytes_per_s=1e9 * max(float(row["tflops_or_gbs"]) for row in by_op["copy"]),
+            host_bytes_per_s=1e9 * float(by_op["h2d pinned"][0]["tflops_or_gbs"]),
+            layer_host_s=engine.for_device(plain).host.layer_overhead,
+            update_s=float(update["seconds"]) / int(update["m"]),
+        )
+    except OSError as error:
+        raise InputError(f"--kernels {path}: {error.strerror}") from None
+    except (KeyError, ValueError) as error:
+        raise InputError(f"--kernels {path}: no table of kernel times ({error})") from None
+
+
+def _products(by_op: Mapping[str, Sequence[Mapping[str, str]]]) -> list[ProductTime]:
+    seconds: dict[tuple[int, int, int], dict[str, float]] = {}
+    for op in GEMMS:
+        for row in by_op[op]:
+            m, n, k = (int(row[name]) for name in "mnk")
+            # The gradients' products have the layer's sizes in other places.
+            shape = {"gemm_nt": (m, k, n), "gemm_nn_dgrad": (m, n, k), "gemm_tn_wgrad": (k, n, m)}[op]
+            seconds.setdefault(shape, {})[op] = _kernel_s(row)
+    return [
+        ProductTime(m=m, k=k, n=n, forward_s=found[GEMMS[0]], backward_s=found[GEMMS[1]] + found[GEMMS[2]])
+        for (m, k, n), found in seconds.items()
+        if len(found) == len(GEMMS)
+    ]
+
+
+def _attention(by_op: Mapping[str, Sequence[Mapping[str, str]]]) -> list[AttentionTime]:
+    names = ("m", "n", "k", "extra")
+    forward = {tuple(row[name] for name in names): _kernel_s(row) for row in by_op["sdpa_fwd_causal"]}
+    found = []
+    for row in by_op["sdpa_bwd_causal"]:
+        width = re.match(r"d=(\d+)", row["extra"])
+        if width is None:
+            raise ValueError(f"extra={row['extra']!r} names no head size")
+        found.append(
+            AttentionTime(
+                batch=int(row["m"]),
+                heads=int(row["n"]),
+                seq=int(row["k"]),
+                head_dim=int(width[1]),
+                forward_s=forward[tuple(row[name] for name in names)],
+                backward_s=_kernel_s(row),
+            )
+        )
+    return found
+
+
+def _kernel_s(row: Mapping[str, str]) -> float:
+    seconds = float(row["seconds"])
+    return max(seconds - LAUNCH_S, seconds / 5)
+
+
+def errors(device: Device, engine: Engine, steps: Sequence[StepTime]) -> Errors:
+    """How far steps are from what a device's constants say."""
+    missed: Floats = np.concatenate(
+        [
+            prices(batch, device, engine, ranks=1).step_time_s / batch.seconds - 1
+            for batch in batches_of(steps)
+        ]
+    )
+    apart = 100 * np.abs(missed)
+    return Errors(float(np.median(apart)), float(apart.mean()), float(apart.max()))
+
+
+def calibrated_h100(
+    rows: Annotated[Path, typer.Option(help="CSV file of measured steps of the runtime.")],
+    kernels: Annotated[Path, typer.Option(help="CSV file of kernel times of the same device.")],
+    draws: Annotated[int, typer.Option(min=1, help="How often rows to calibrate with are drawn.")] = 10,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Calibrate from kernels and ten rows, and price the others."""
+    seen = settled_measurements(read_all([str(rows)])[0])
+    sources = {row.source for row in seen}
+    if len(sources) != 1 or len(seen) <= SEEN:
+        raise InputError(f"--rows {rows}: expected more than {SEEN} steps of one source")
+    load = loader(fits_without(time_fit_plans(), seen, *sources))
+    engine = load(DEFAULT_ENGINE)
+    unseen = settled_measurements(read_all([str(rows)], load=load)[0])
+    plain = unseen[0].cluster.device
+    steps = [
+        StepTime(model=row.model, layout=row.layouts[0], seconds=row.step_time_s)
+        for row in unseen
+        if row.step_time_s is not None
+    ]
+    measured = kernel_measurements(kernels, plain, engine)
+    before, found = errors(plain, engine, steps), []
+    draw = np.random.default_rng(0)
+    for number in range(draws):
+        order = draw.permutation(len(steps))
+        told = tuple(steps[row] for row in order[:SEEN])
+        device = fitted_device(plain, engine, measured.model_copy(update={"steps": told}))
+        found.append(errors(device, engine, [steps[row] for row in order[SEEN:]]))
+        if not as_json:
+            left = len(steps) - SEEN
+            print(f"draw {number + 1}: the other {left} rows, in per cent: {_text(found[-1])}", flush=True)
+    if as_json:
+        answer: dict[str, Any] = {"before": before._asdict(), "draws": [one._asdict() for one in found]}
+        print(json.dumps(answer, indent=2))
+        return
+    print(f"all {len(steps)} rows before: {_text(before)}")
+    middle = Errors(*(float(np.median(column)) for column in zip(*found, strict=True)))
+    print(f"middle of {draws} draws: {_text(middle)}; largest median {max(one.median for one in found):.1f}")
+
+
+def _text(found: Errors) -> str:
+    return f"median {found.median:.1f}, mean {found.mean:.1f}, worst {found.worst:.1f}"
+
+
+if __name__ == "__main__":
+    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+    app.command()(calibrated_h100)
+    run(app, "benchmarks.calibrated_h100")
