@@ -1,13 +1,14 @@
 """How far predictions are from what every layout takes on this machine, before and after calibration.
 
 python -m benchmarks.loop [--world-size N]... [--model NAME]... [--pin PIN] [--folder FOLDER]
-    [--limit SECONDS] [--json]
+    [--sample N] [--limit SECONDS] [--json]
 
 Small models, a dense one, one with experts and one with long sequences, are trained for a few steps with
 every layout that fits on that many CPU ranks, each on ranks of its own. `planner calibrate` measures the same
 models with another batch, so that no layout of a comparison was calibrated with. What was measured is kept
-in a folder and not measured again; `--limit` ends a call after so many seconds, for machines that are quiet
-for a while only.
+in a folder and not measured again, but for the shortest steps, of which regret hangs on the noise; `--limit`
+ends a call after so many seconds, for machines that are quiet for a while only. `--sample` draws some layouts
+of each model where all would take hours.
 """
 
 from __future__ import annotations
@@ -142,6 +143,7 @@ def loop(
     pin: Annotated[str, typer.Option(help="A degree that all layouts share, such as recompute=none.")] = "",
     folder: Annotated[str, typer.Option(help="Where measurements are kept, for a later call.")] = "",
     limit: Annotated[float, typer.Option(help="Seconds after which to stop measuring.")] = 1e9,
+    sample: Annotated[int, typer.Option(help="Layouts of each question, drawn at random; all if 0.")] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Measure every layout of small models, and compare predictions before and after calibration."""
@@ -165,8 +167,9 @@ def loop(
                 calibrate(place / DEVICES, models, size, place)
         questions = [Question(name, size, size, pin) for size in world_size for name in models]
         left = limit - (time.monotonic() - started)
-        done = measure_all(questions, place / KEPT, left)
-        rows = [row for row in read_kept(place / KEPT) if row.question in questions]
+        wanted = {question: question.layouts(sample or None) for question in questions}
+        done = measure_all(wanted, place / KEPT, left)
+        rows = [row for row in read_kept(place / KEPT) if row.layout in wanted.get(row.question, ())]
         if not done:
             print(f"{len(rows)} layouts measured, more are left: call again", file=sys.stderr)
             raise typer.Exit(1)

@@ -6,6 +6,7 @@ import json
 import random
 import statistics
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -56,6 +57,10 @@ MODELS = {
 DISTURBED, MOST_TIMES = 0.1, 3
 """Share of the cores that others take from which on a layout is measured again, and how often at most."""
 
+NEAR = 1.15
+"""Steps of a question that take up to so many times the shortest are measured `MOST_TIMES`: which of them is
+the shortest is what the regret of a choice hangs on."""
+
 
 class Question(NamedTuple):
     """A model on some ranks of the CPU."""
@@ -82,6 +87,14 @@ class Question(NamedTuple):
             pin=[self.pin] if self.pin else None,
         )
 
+    def layouts(self, sample: int | None) -> list[Layout]:
+        """All layouts that fit, or so many of them, drawn at random."""
+        table = self.search().table
+        every = [table.layout(row) for row in range(len(table))]
+        if sample is None or sample >= len(every):
+            return every
+        return random.Random(self.model).sample(every, sample)
+
 
 class Measured(NamedTuple):
     """A layout that was run."""
@@ -101,29 +114,43 @@ class Measured(NamedTuple):
         return self.others <= DISTURBED or self.times >= MOST_TIMES
 
 
-def measure_all(questions: list[Question], kept: Path, limit_s: float) -> bool:
+def measure_all(wanted: Mapping[Question, Sequence[Layout]], kept: Path, limit_s: float) -> bool:
     """Run what `kept` does not have yet, for `limit_s` seconds at most; whether all was measured.
 
-    Each layout has ranks of its own, as each run has, which leave nothing behind for the next.
+    Each layout has ranks of its own, as each run has, which leave nothing behind for the next. The shortest
+    steps of each question are measured again.
     """
-    known = {(row.question, row.layout) for row in read_kept(kept) if row.is_settled}
-    started, pool = time.monotonic(), RankPool(max(question.world_size for question in questions))
-    tables = [(question, question.search().table) for question in questions]
-    every = [(question, table.layout(row)) for question, table in tables for row in range(len(table))]
+    started, pool = time.monotonic(), RankPool(max(question.world_size for question in wanted))
+    every = [(question, layout) for question, layouts in wanted.items() for layout in layouts]
     # What changes on the machine meanwhile is not to look like a way of layouts.
     random.Random(0).shuffle(every)
-    with kept.open("a", encoding="utf-8") as file:
-        for question, layout in every:
-            if (question, layout) in known:
-                continue
-            if time.monotonic() - started > limit_s:
-                return False
-            size = question.world_size
-            found = pool.run(step_on_rank, size, question.spec, layout, "cpu", int(threads_of(size)))[0]
-            fields = layout.model_dump(mode="json")
-            file.write(json.dumps([*question, fields, *found]) + "\n")
-            file.flush()
-    return True
+    while True:
+        rows = {(row.question, row.layout): row for row in read_kept(kept)}
+        left = [key for key in every if key not in rows or not rows[key].is_settled]
+        left = left or _near([rows[key] for key in every])
+        if not left:
+            return True
+        with kept.open("a", encoding="utf-8") as file:
+            for question, layout in left:
+                if time.monotonic() - started > limit_s:
+                    return False
+                threads = int(threads_of(question.world_size))
+                found = pool.run(step_on_rank, question.world_size, question.spec, layout, "cpu", threads)[0]
+                fields = layout.model_dump(mode="json")
+                file.write(json.dumps([*question, fields, *found]) + "\n")
+                file.flush()
+
+
+def _near(rows: Sequence[Measured]) -> list[tuple[Question, Layout]]:
+    """Those of the shortest steps of each question that were not measured as often as they should be."""
+    shortest: dict[Question, float] = {}
+    for row in rows:
+        shortest[row.question] = min(row.step_time_s, shortest.get(row.question, row.step_time_s))
+    return [
+        (row.question, row.layout)
+        for row in rows
+        if row.times < MOST_TIMES and row.step_time_s <= NEAR * shortest[row.question]
+    ]
 
 
 def read_kept(kept: Path) -> list[Measured]:

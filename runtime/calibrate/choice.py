@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import zip_longest
 
 from costmodels import Device, Layout, ModelSpec
 from costmodels.spec.table import LayoutTable
@@ -50,37 +49,56 @@ def small_problem(spec: ModelSpec, device: Device, ranks: Ranks) -> SearchResult
     )
 
 
-def telling_layouts(table: LayoutTable) -> Iterator[Layout]:
-    """Layouts of a table, those first that have most in them which none before them has."""
-    layouts = [table.layout(row) for row in range(len(table))]
-    signs = [frozenset(_signs(layout)) for layout in layouts]
-    seen: set[object] = set()
-    left = set(range(len(layouts)))
-    several = False
+def in_turns(models: Sequence[tuple[ModelSpec, LayoutTable]]) -> Iterator[tuple[ModelSpec, Layout]]:
+    """Layouts of several models in turns, those first that have most in them which none before them has.
+
+    What a layout does that another model was measured doing comes after what no model was: they share their
+    constants, and time may end before all is measured.
+    """
+    left = [_Left(spec, table) for spec, table in models]
+    told: set[object] = set()
     while left:
-        # Of as many new signs the simplest layout, with one micro batch and with several in turns.
+        new = [one for one in left if one.has_more_than(told)] or left
+        for one in new:
+            layout, signs = one.take(told)
+            told |= signs
+            yield one.spec, layout
+        left = [one for one in left if one.has_more_than(set())]
+
+
+class _Left:
+    """The layouts of one model that were not measured, and what those do that were."""
+
+    def __init__(self, spec: ModelSpec, table: LayoutTable) -> None:
+        self.spec = spec
+        self.layouts = [table.layout(row) for row in range(len(table))]
+        self.signs = {row: frozenset(_signs(layout)) for row, layout in enumerate(self.layouts)}
+        self.seen: set[object] = set()
+        self.several = False
+
+    def has_more_than(self, told: set[object]) -> bool:
+        """Whether some layout does what neither those of this model did nor `told` has."""
+        return any(signs - self.seen - told for signs in self.signs.values())
+
+    def take(self, told: set[object]) -> tuple[Layout, frozenset[object]]:
+        """The layout that does most of what is not told, and then of what is not seen of this model.
+
+        Of as many the simplest, with one micro batch and with several in turns.
+        """
         best = max(
-            left,
+            self.signs,
             key=lambda row: (
-                len(signs[row] - seen),
-                (layouts[row].micro_batches > 1) == several,
-                -len(signs[row]),
+                len(self.signs[row] - self.seen - told),
+                len(self.signs[row] - self.seen),
+                (self.layouts[row].micro_batches > 1) == self.several,
+                -len(self.signs[row]),
                 -row,
             ),
         )
-        if not signs[best] - seen:
-            return
-        seen |= signs[best]
-        several = layouts[best].micro_batches == 1
-        left.remove(best)
-        yield layouts[best]
-
-
-def in_turns(models: Sequence[tuple[ModelSpec, LayoutTable]]) -> Iterator[tuple[ModelSpec, Layout]]:
-    """The telling layouts of several models, the most telling of each first."""
-    queues = [telling_layouts(table) for _, table in models]
-    for turn in zip_longest(*queues):
-        yield from ((spec, one) for (spec, _), one in zip(models, turn, strict=True) if one is not None)
+        signs = self.signs.pop(best)
+        self.seen |= signs
+        self.several = self.layouts[best].micro_batches == 1
+        return self.layouts[best], signs
 
 
 def _signs(layout: Layout) -> Iterator[object]:

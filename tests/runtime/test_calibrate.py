@@ -26,7 +26,7 @@ def own_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, no_measured_devi
 def test_every_way_is_among_the_layouts_with_one_micro_batch_and_with_several() -> None:
     spec = load_model("gpt2-nano")
     table = choice.small_problem(spec, load_device("cpu", 2), RANKS).table
-    chosen = list(choice.telling_layouts(table))
+    chosen = [layout for _, layout in choice.in_turns([(spec, table)])]
     assert len(chosen) < len(table) / 2 and len(set(chosen)) == len(chosen)
     for has in (
         lambda one: one.tensor_parallel == 2 and one.sequence_parallel,
@@ -61,6 +61,20 @@ def test_models_take_turns() -> None:
         "other",
         "gpt2-nano",
     ]
+
+
+def test_what_no_model_did_comes_before_what_another_one_did() -> None:
+    spec = load_model("gpt2-nano")
+    table = choice.small_problem(spec, load_device("cpu", 2), RANKS).table
+    alone = [layout for _, layout in choice.in_turns([(spec, table)])]
+    models = [(spec.model_copy(update={"name": name}), table) for name in ("one", "two", "three")]
+    every = list(choice.in_turns(models))
+    first = [layout for _, layout in every[: len(alone) + 2]]
+    assert {one.tensor_parallel for one in first} == {1, 2}
+    assert {one.schedule for one in first} >= {one.schedule for one in alone}
+    assert {one.context_parallel_form for one in first} >= {one.context_parallel_form for one in alone}
+    # In the end each model was measured doing all of it.
+    assert len(set(every)) == len(every) and len(every) > 2.5 * len(alone)
 
 
 @pytest.mark.ranks
