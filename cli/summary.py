@@ -1,7 +1,5 @@
 """The answer of `planner suggest` on one screen: the plan, how to run it, bars, the runner-up, ties."""
 
-from __future__ import annotations
-
 import textwrap
 from bisect import bisect
 from collections.abc import Iterable, Iterator, Sequence

@@ -4,8 +4,6 @@ Korthikanti et al. (arXiv:2205.05198, sections 4 and 5), so counted that grouped
 attention, experts, context parallelism and 32-bit activations come out of the same lines.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import numpy as np

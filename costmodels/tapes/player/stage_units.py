@@ -1,7 +1,5 @@
 """Which tapes the units of a stage play, from its layout."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 from costmodels.spec.layout import Layout
