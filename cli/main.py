@@ -66,11 +66,13 @@ def main() -> None:
             # What modules hold stays to the end: to look through it for garbage, again and again, takes a
             # fifth of a short command.
             gc.freeze()
-            if plans:
-                # They make many small objects, few in circles, and most of them last to the end.
-                gc.set_threshold(OBJECTS)
             gc.enable()
             atexit.register(_let_go)
+            if plans:
+                # They make many small objects, few in circles, and most of them last to the end, when nobody
+                # need look through them either.
+                gc.set_threshold(OBJECTS)
+                atexit.register(gc.freeze)
     run(app, "planner")
 
 
