@@ -44,7 +44,7 @@ class Problem:
 
     @cached_property
     def constants(self) -> Engine:
-        """The engine with its constants for the device; on nodes of two kinds as it is, for each has its own."""
+        """The engine with its constants for the device; on nodes of two kinds as it is."""
         return self.engine if self.cluster.parts else self.engine.for_device(self.cluster.device)
 
     @property
