@@ -179,6 +179,10 @@ class LayoutTable:
         """The rows that an index or mask array selects, or those of a slice, which are not copied."""
         return replace(self, **{name: getattr(self, name)[rows] for name in ARRAY_FIELDS})
 
+    def column(self, name: str, rows: Ints) -> Any:
+        """One column of the rows that an index selects."""
+        return getattr(self, name)[rows]
+
     def layout(self, row: int) -> Layout:
         """One row as a `Layout`."""
         codes = {name: getattr(self, name)[row].item() for name in ARRAY_FIELDS}

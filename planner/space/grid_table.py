@@ -86,6 +86,16 @@ class GridTable(LayoutTable):
             gradient_reduction=self.gradient_reduction,
         )
 
+    def column(self, name: str, rows: Ints) -> Any:
+        """One column of the rows that an index selects; the others are not written out."""
+        if name in vars(self):
+            return vars(self)[name][rows]
+        array = self._columns[name]
+        if array.size == 1:
+            return np.broadcast_to(array.ravel(), rows.shape)
+        axes = zip(self._places, array.shape, strict=True)
+        return _written(array, tuple(place[rows] if size > 1 else place for place, size in axes), {})
+
 
 def places_of(legal: Bools) -> tuple[Places, ...]:
     """The places at which a mask holds: along each axis, in the order of its elements."""
