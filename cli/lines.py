@@ -1,6 +1,7 @@
 """Lines with styles, on a screen that draws them or, where nobody sees styles, as they are.
 
-Rich takes longer to load than a short answer to search for. What a pipe or a file takes needs nothing of it.
+To load Rich and to draw with it takes some 15 ms of a short question's 400. What a pipe or a file takes needs
+nothing of it.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ EPOCH = (1980, 1, 1, 0, 0, 0)
 @cache
 def installed_version() -> str:
     """The minor version of the PyTorch that is installed, such as "2.14"; "" without one."""
-    # Found, not imported: reading this one line takes a hundredth of what `importlib.metadata` takes.
+    # Found, not imported: reading this one line takes a tenth of what `importlib.metadata` takes.
     torch = find_spec("torch")
     if torch is None or torch.origin is None:
         return ""
