@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import gc
 import os
 import sys
@@ -49,6 +50,11 @@ def main() -> None:
         gc.disable()
     # Of what is installed beside it nothing has a say in its records, and to look for that takes a while.
     os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")
+    plans = bool(sys.argv[1:]) and sys.argv[1] in PLANNING
+    if plans:
+        # No layout takes a product of large matrices; NumPy's BLAS would start a thread for each core.
+        os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+        _keep_memory()
     try:
         with exit_on_ctrl_c():
             from cli.app import make_app
@@ -60,12 +66,29 @@ def main() -> None:
             # What modules hold stays to the end: to look through it for garbage, again and again, takes a
             # fifth of a short command.
             gc.freeze()
-            if sys.argv[1:2] and sys.argv[1] in PLANNING:
-                # They make many small objects, few in circles, and most of them last to the end.
-                gc.set_threshold(OBJECTS)
             gc.enable()
             atexit.register(_let_go)
+            if plans:
+                # They make many small objects, few in circles, and most of them last to the end, when nobody
+                # need look through them either.
+                gc.set_threshold(OBJECTS)
+                atexit.register(gc.freeze)
     run(app, "planner")
+
+
+M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD = -1, -2, -3
+"""Parameters of glibc's allocator (mallopt(3))."""
+
+
+def _keep_memory() -> None:
+    """Let the C library use the memory of one array for the next: planning makes many of some 100 KiB to some
+    MiB, each of which it would else get from the kernel anew, filled with zeros, and give back."""
+    import ctypes  # NumPy loads it too.
+
+    with contextlib.suppress(OSError, AttributeError, TypeError):  # Not every C library is glibc.
+        mallopt = ctypes.CDLL(None).mallopt
+        for parameter, mib in ((M_MMAP_THRESHOLD, 32), (M_TRIM_THRESHOLD, 64), (M_TOP_PAD, 16)):
+            mallopt(parameter, mib << 20)
 
 
 def _let_go() -> None:

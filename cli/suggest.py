@@ -156,16 +156,19 @@ def _print(
     output: Output,
 ) -> None:
     """The answer for people."""
-    from cli.report import print_details, print_ranking  # Rich is loaded only to draw.
+    from cli.lines import Screen, screen
     from cli.summary import print_summary
-    from cli.tables import console
 
-    screen = console()
-    print_summary(screen, result, rows, assumed, notes, run, output.save, is_whole=output.verbose)
-    if output.verbose or output.top is not None:
-        print_ranking(screen, rows)
+    has_tables = output.verbose or output.top is not None
+    shown = Screen() if has_tables else screen()
+    print_summary(shown, result, rows, assumed, notes, run, output.save, is_whole=output.verbose)
+    if not has_tables:
+        return
+    from cli.report import print_details, print_ranking  # Rich is loaded only to draw.
+
+    print_ranking(shown.console, rows)
     if output.verbose:
-        print_details(screen, result, rows)
+        print_details(shown.console, result, rows)
 
 
 def _closest(result: SearchResult, top: int) -> list[DistinctPlan]:

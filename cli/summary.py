@@ -1,16 +1,12 @@
 """The answer of `planner suggest` on one screen: the plan, how to run it, bars, the runner-up, ties."""
 
-from __future__ import annotations
-
 import textwrap
 from bisect import bisect
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 from typing import NamedTuple
 
-from rich.console import Console
-from rich.text import Text
-
+from cli.lines import BLOCKS, FEWEST_COLUMNS, Line, Screen
 from cli.runs import run_lines
 from cli.tables import parameter_count
 from costmodels.spec.estimate import Estimate, StepTime
@@ -30,8 +26,8 @@ SCREEN = 23
 
 LONGEST_BAR, SHORTEST_BAR = 40, 8
 
-BLOCKS, LETTERS = "█▓░", "#=."
-"""What bars are drawn with: in full, as far as is likely, and up to the end; for terminals without blocks."""
+LETTERS = "#=."
+"""What bars are drawn with where there are no `BLOCKS`: in full, as far as is likely, and up to the end."""
 
 MORE = "--verbose shows the ranking and the memory of each rank, --json everything"
 
@@ -54,7 +50,7 @@ class Bar(NamedTuple):
 
 
 def print_summary(
-    screen: Console,
+    screen: Screen,
     result: SearchResult,
     rows: Sequence[DistinctPlan],
     assumed: Iterable[str],
@@ -71,9 +67,9 @@ def print_summary(
         is_whole: whatever its length.
     """
     plan = rows[0].plan
-    lines = [*_plan_lines(screen, plan, saved), Text()]
+    lines = [*_plan_lines(screen, plan, saved), Line.of()]
     lines += _bars(screen, [*_figures(plan), *_parts(plan.estimate)])
-    lines += [Text(), *_rest(screen, result, rows, run)]
+    lines += [Line.of(), *_rest(screen, result, rows, run)]
     more = [] if is_whole else list(_wrapped(screen, MORE, "dim"))
     said = [f"assumed: {note}" for note in assumed] + [f"note: {note}" for note in notes]
     paragraphs = [list(_wrapped(screen, text)) for text in said]
@@ -84,7 +80,7 @@ def print_summary(
             fit += 1
         left = len(paragraphs) - fit
         hint = f"{left} {'more ' * bool(fit)}note{'s' * (left > 1)}: --verbose"
-        paragraphs = [*paragraphs[:fit], [Text(hint, style="yellow")]]
+        paragraphs = [*paragraphs[:fit], [Line.of(hint, "yellow")]]
     for line in (*lines, *chain.from_iterable(paragraphs), *more):
         screen.print(line)
 
@@ -128,15 +124,15 @@ def tie_line(result: SearchResult, rows: Sequence[DistinctPlan]) -> str | None:
     return f"{words}; planner launch --try {number} measures {number}"
 
 
-def _wrapped(screen: Console, text: str, style: str = "", indent: int = 0) -> Iterator[Text]:
+def _wrapped(screen: Screen, text: str, style: str = "", indent: int = 0) -> Iterator[Line]:
     """A paragraph whose further lines are indented; words that are longer than the screen are cut in two."""
     for line in textwrap.wrap(
-        text, max(screen.width, 20), subsequent_indent=" " * indent, break_on_hyphens=False
+        text, max(screen.width, FEWEST_COLUMNS), subsequent_indent=" " * indent, break_on_hyphens=False
     ):
-        yield Text(line, style=style)
+        yield Line.of(line, style)
 
 
-def _plan_lines(screen: Console, plan: Plan, saved: str | None) -> Iterator[Text]:
+def _plan_lines(screen: Screen, plan: Plan, saved: str | None) -> Iterator[Line]:
     layout = plan.layout.describe()
     if not plan.fits:
         yield from _wrapped(screen, f"closest: {layout}", "bold red", indent=LABEL)
@@ -192,7 +188,7 @@ def _part(name: str, share: float) -> Bar:
     return Bar(f"  {name}", f"{100 * share:.1f} %", share, share, "of the step", "blue")
 
 
-def _bars(screen: Console, bars: Sequence[Bar]) -> Iterator[Text]:
+def _bars(screen: Screen, bars: Sequence[Bar]) -> Iterator[Line]:
     """A line a bar, aligned; without the bars where the screen is too narrow for them."""
     marks = BLOCKS if screen.encoding.startswith("utf") else LETTERS
     texts = zip(*((bar.name, bar.figure, bar.remark) for bar in bars), strict=True)
@@ -204,15 +200,13 @@ def _bars(screen: Console, bars: Sequence[Bar]) -> Iterator[Text]:
             yield from _wrapped(screen, f"{start} {bar.remark}", indent=LABEL)
             continue
         full, likely = (round(length * share) for share in (bar.full, bar.likely))
-        line = Text(f"{start}  ")
-        line.append(marks[0] * full + marks[1] * (likely - full), bar.style)
-        line.append(marks[2] * (length - likely), "dim")
-        yield line.append(f"  {bar.remark}" if bar.remark else "")
+        line = Line.of(f"{start}  ").plus(marks[0] * full + marks[1] * (likely - full), bar.style)
+        yield line.plus(marks[2] * (length - likely), "dim").plus(f"  {bar.remark}" if bar.remark else "")
 
 
 def _rest(
-    screen: Console, result: SearchResult, rows: Sequence[DistinctPlan], run: Run | None
-) -> Iterator[Text]:
+    screen: Screen, result: SearchResult, rows: Sequence[DistinctPlan], run: Run | None
+) -> Iterator[Line]:
     """The run, the next plan and what it lacks, ties, and the job."""
     for line in (*_of_kinds(rows[0].plan), *(run_lines(run) if run is not None else ())):
         yield from _wrapped(screen, line)

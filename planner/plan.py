@@ -1,7 +1,5 @@
 """`Plan`: the decision, with all that it rests on; one JSON file that loads back equal."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Mapping
@@ -73,7 +71,7 @@ class Plan(Record):
     """Layouts that are not feasible, by the rule that removed them."""
 
     @model_validator(mode="after")
-    def _check(self) -> Plan:
+    def _check(self) -> "Plan":
         if self.layout.world_size != self.cluster.world_size:
             raise ValueError(
                 f"layout {self.layout.describe()} occupies {self.layout.world_size} devices, "
@@ -118,7 +116,7 @@ class Plan(Record):
         where = self.model, self.cluster, self.engine, self.layout
         return run(*where, self.estimate, tokens, price_per_hour, failures)
 
-    def timeline(self) -> Timeline:
+    def timeline(self) -> "Timeline":
         """The seconds at which each forward and backward pass and each message of one step runs, simulated.
 
         Raises `InputError` where the schedule does not run the plan's micro batches, or they are too many.
@@ -137,7 +135,7 @@ class Plan(Record):
         write_whole("plan", path, json.dumps(values, indent=2) + "\n")
 
     @classmethod
-    def load(cls, path: str | Path) -> Plan:
+    def load(cls, path: str | Path) -> "Plan":
         """Read a plan that `save` wrote.
 
         Raises `InputError`, in one line that names the file, when it is missing, is not JSON, is of a

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import html
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -36,6 +35,8 @@ def record(layout: Layout, estimate: Estimate) -> dict[str, Any]:
 
 def html_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """An HTML table with a line above it."""
+    import html  # Notebooks alone ask for one, and it loads a table of all entities.
+
     head = "".join(f"<th>{html.escape(column)}</th>" for column in columns)
     body = "".join(
         "<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>" for row in rows

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, TypedDict, cast
 
@@ -40,6 +41,11 @@ class Problem:
     objective: Objective = "throughput"
     rules: tuple[Rule, ...] = ()
     """What this job cannot run, besides what no job and what its engine cannot."""
+
+    @cached_property
+    def constants(self) -> Engine:
+        """The engine with its constants for the device; on nodes of two kinds as it is."""
+        return self.engine if self.cluster.parts else self.engine.for_device(self.cluster.device)
 
     @property
     def further(self) -> tuple[Rule, ...]:

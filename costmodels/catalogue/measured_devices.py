@@ -4,8 +4,6 @@ The file is JSON, which has an end that a file cut short lacks. It holds a devic
 that was measured: ranks of a CPU share cores and memory, so that one rank's share differs with their number.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import platform
@@ -40,7 +38,7 @@ class Machine(Record):
     """That a process may use."""
 
     @classmethod
-    def here(cls) -> Machine:
+    def here(cls) -> "Machine":
         """The machine that asks."""
         return cls(host=platform.node(), processor=processor_name(), cores=available_cores())
 
@@ -60,7 +58,7 @@ class MeasuredDevices(Record):
     """A device by the ranks that share the machine."""
 
     @model_validator(mode="after")
-    def _check(self) -> MeasuredDevices:
+    def _check(self) -> "MeasuredDevices":
         for ranks, device in self.devices.items():
             for what, rate in (
                 *((f"peak_flops {name}", rate) for name, rate in device.peak_flops.items()),

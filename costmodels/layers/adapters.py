@@ -1,7 +1,5 @@
 """Which linear layers of a block can have low-rank adapters, and how tensor parallelism splits them."""
 
-from __future__ import annotations
-
 from typing import Literal, NamedTuple
 
 import numpy as np

@@ -4,8 +4,6 @@ Shapes are those of Megatron-LM (Narayanan et al., arXiv:2104.04473, section 2.3
 arXiv:2205.05198, section 4). All functions take a `LayoutTable` of n rows; sizes are per row.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import numpy as np

@@ -1,7 +1,5 @@
 """What optimizers keep and do for each parameter."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import numpy as np

@@ -44,7 +44,7 @@ def loss_chunks(of_micro_batch: Ints | int, tensor_parallel: Ints | int) -> Ints
     found: Ints = np.ones_like(of_micro_batch)
     chunks = 2
     while chunks <= MOST_CHUNKS:
-        whole = of_micro_batch % chunks == 0
+        whole = of_micro_batch & (chunks - 1) == 0
         enough = of_micro_batch >= chunks * CHUNK_TOKENS * tensor_parallel
         found = np.where(whole & enough, chunks, found)
         chunks *= 2

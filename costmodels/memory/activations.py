@@ -4,8 +4,6 @@ Korthikanti et al. (arXiv:2205.05198, sections 4 and 5), so counted that grouped
 attention, experts, context parallelism and 32-bit activations come out of the same lines.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import numpy as np
@@ -25,7 +23,7 @@ from costmodels.spec.engine import Engine
 from costmodels.spec.layout import SPLIT_BACKWARD
 from costmodels.spec.model import ModelSpec
 from costmodels.spec.model_parts import MlpKind
-from costmodels.spec.table import FULL, SELECTIVE, Floats, LayoutTable, code_of
+from costmodels.spec.table import FULL, SELECTIVE, Floats, LayoutTable, by_context_form, code_of
 
 CORE_ATTENTION = code_of("recompute_modules", ("core_attention",))
 """Modules that selective recomputation repeats unless others are named, as bits."""
@@ -180,10 +178,8 @@ def _context_copies(model: ModelSpec, table: LayoutTable) -> Floats:
     values = attention_widths(model)[1] / table.tensor_parallel
     gathered = kv * (table.context_parallel - 1) + values
     exchanged = values + whole_heads_width(model, table) - kv
-    forms = [gathered, exchanged, 0.0 * kv]
-    result: Floats = (
-        e * t * np.where(table.context_parallel > 1, np.choose(table.context_parallel_form, forms), 0.0)
-    )
+    kept = by_context_form(table, gathered, exchanged, 0.0)
+    result: Floats = e * t * np.where(table.context_parallel > 1, kept, 0.0)
     return result
 
 

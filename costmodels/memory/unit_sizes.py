@@ -1,7 +1,5 @@
 """Parameters and activations of what pipeline ranks are made of: layers, embedding and head on one device."""
 
-from __future__ import annotations
-
 from dataclasses import fields, replace
 from typing import NamedTuple
 

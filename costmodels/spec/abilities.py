@@ -1,7 +1,5 @@
 """`Abilities`: which layouts an engine can run at all. They are data (`catalogue/engines.yaml`)."""
 
-from __future__ import annotations
-
 from typing import Literal, get_args
 
 from costmodels.spec.layout import ContextParallelForm, Recompute, RecomputeModule, Schedule

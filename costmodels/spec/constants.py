@@ -1,7 +1,5 @@
 """Constants of a training engine, by what they are of; rates are shares of the device's data-sheet peak."""
 
-from __future__ import annotations
-
 from typing import Annotated
 
 from pydantic import Field

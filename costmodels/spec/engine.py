@@ -1,7 +1,5 @@
 """`Engine`: who executes the layout. Its constants are data (`catalogue/engines.yaml`)."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -116,7 +114,7 @@ class Engine(Record):
         return in_groups(values) if isinstance(values, dict) else values
 
     @model_validator(mode="after")
-    def _check(self) -> Engine:
+    def _check(self) -> "Engine":
         for key, overrides in self.devices.items():
             if unknown := [name for name in constant_names(overrides) if not _is_constant(name)]:
                 raise ValueError(
@@ -139,7 +137,7 @@ class Engine(Record):
             )
         return self.memory[name]
 
-    def with_constants(self, constants: Mapping[str, Any]) -> Engine:
+    def with_constants(self, constants: Mapping[str, Any]) -> "Engine":
         """The engine with other constants on every device, by names such as `gemm.efficiency`.
 
         Raises:
@@ -154,7 +152,7 @@ class Engine(Record):
         devices = {key: without_constants(overrides, constants) for key, overrides in self.devices.items()}
         return self.model_copy(update={**changes, "devices": devices})
 
-    def for_device(self, device: Device) -> Engine:
+    def for_device(self, device: Device) -> "Engine":
         """The engine with its constants for `device`: of itself, of its architecture, or else of its kind.
 
         Raises:

@@ -1,7 +1,5 @@
 """`Estimate`: what a layout costs."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from pydantic import model_validator

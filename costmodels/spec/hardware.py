@@ -1,7 +1,5 @@
 """`Device` and `Cluster`: what the model is trained on."""
 
-from __future__ import annotations
-
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
@@ -46,7 +44,7 @@ class MeasuredCollective(Record):
     """Seconds of a call however small its message; other groups take it in proportion to their nodes."""
 
     @model_validator(mode="after")
-    def _check(self) -> MeasuredCollective:
+    def _check(self) -> "MeasuredCollective":
         if self.devices < 2 or self.devices % self.nodes:
             raise ValueError(
                 f"{self.devices} devices on {self.nodes} nodes: expected at least 2, as many on every node"
@@ -136,13 +134,13 @@ class Cluster(Record):
     """Bandwidth of a pod's network cards over that of its links to the spine."""
     measured: tuple[MeasuredCollective, ...] = ()
     """A measured sweep of collectives; it replaces the bandwidth of links and the engine's efficiency."""
-    parts: tuple[Cluster, ...] = ()
+    parts: tuple["Cluster", ...] = ()
     """Clusters of each kind of node, in the order of their ranks, where there are two. The other fields then
     stand for both (`costmodels.spec.mixed_cluster`): `memory_bytes` is the larger one's, links are the slower
     ones. Where the whole is changed, such as to twice the ranks, memory or links, its parts follow."""
 
     @model_validator(mode="after")
-    def _check(self) -> Cluster:
+    def _check(self) -> "Cluster":
         if self.parts:
             self._check_parts()
         local = self.devices_per_node

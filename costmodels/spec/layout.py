@@ -1,7 +1,5 @@
 """`Layout`: how a job is split. The planner ranks it and the runtime executes it."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -166,7 +164,7 @@ class Layout(Record):
         return values
 
     @model_validator(mode="after")
-    def _check(self) -> Layout:
+    def _check(self) -> "Layout":
         stages = self.pipeline_parallel * self.virtual_pipeline_parallel
         if len(self.layers_per_stage) != stages:
             raise ValueError(

@@ -1,7 +1,5 @@
 """`ModelSpec`: what is trained."""
 
-from __future__ import annotations
-
 import math
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -46,7 +44,7 @@ class Variant(NamedTuple):
 
     share: float
     """Part of the layers."""
-    spec: ModelSpec
+    spec: "ModelSpec"
     """A model that has no other layers."""
     mlp: MlpKind
 
@@ -189,7 +187,7 @@ class ModelSpec(Record):
         return filled
 
     @model_validator(mode="after")
-    def _check(self) -> ModelSpec:
+    def _check(self) -> "ModelSpec":
         if self.heads % self.kv_heads:
             raise ValueError(f"heads {self.heads} is not divisible by kv_heads {self.kv_heads}")
         if self.seq > self.max_positions:
@@ -282,7 +280,7 @@ class ModelSpec(Record):
             return LayerKind(attention, "experts")
         return LayerKind(attention, self.mlp_pattern[layer % len(self.mlp_pattern)])
 
-    def with_attention(self, kind: AttentionKind) -> ModelSpec:
+    def with_attention(self, kind: AttentionKind) -> "ModelSpec":
         """A model all of whose layers have this kind of attention."""
         same = self.attention_pattern == (kind,)
         return self if same else self.model_copy(update={"attention_pattern": (kind,)})
@@ -441,7 +439,7 @@ class ModelSpec(Record):
         return 0 if self.mtp is None else self.mtp.depths
 
     @property
-    def mtp_module(self) -> ModelSpec:
+    def mtp_module(self) -> "ModelSpec":
         """A model whose layers are all like the last one here, which that of each such module is like."""
         return self.with_attention(self.layer_kind(self.layers - 1).attention)
 

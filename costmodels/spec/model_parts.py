@@ -1,7 +1,5 @@
 """What `ModelSpec` is made of: forms of attention, stretched positions, the choice of experts."""
 
-from __future__ import annotations
-
 from typing import Literal, NamedTuple, get_args
 
 from pydantic import model_validator
@@ -38,7 +36,9 @@ class LatentAttention(Record):
         """Width of what keys and values are made of."""
         return self.kv_lora_rank + self.qk_rope_head_dim
 
-    def split_parameters(self, hidden: int, heads: int, compressed: CompressedAttention | None = None) -> int:
+    def split_parameters(
+        self, hidden: int, heads: int, compressed: "CompressedAttention | None" = None
+    ) -> int:
         """Parameters that tensor parallelism splits: of queries, keys, values and output, without biases."""
         qk, values = self.qk_nope_head_dim + self.qk_rope_head_dim, heads * self.v_head_dim
         queries = (self.q_lora_rank or hidden) * heads * qk
@@ -48,7 +48,7 @@ class LatentAttention(Record):
         both = heads * (self.qk_nope_head_dim + self.v_head_dim)
         return queries + self.kv_lora_rank * both + values * hidden
 
-    def whole_parameters(self, hidden: int, compressed: CompressedAttention | None = None) -> int:
+    def whole_parameters(self, hidden: int, compressed: "CompressedAttention | None" = None) -> int:
         """Parameters that every rank holds: of what compresses inputs, with its norms."""
         norm = self.kv_lora_rank if compressed is None else self.latent_width
         return self.q_lora_rank * (hidden + 1) + hidden * self.latent_width + norm
@@ -78,12 +78,12 @@ class CompressedAttention(Record):
         """Positions for which there is an entry in layers of this kind; 0 where there are none."""
         return {"compressed": self.rate, "sparse": self.sparse_rate}.get(kind, 0)
 
-    def projected_width(self, kind: AttentionKind, head_dim: int, indexer: Indexer) -> int:
+    def projected_width(self, kind: AttentionKind, head_dim: int, indexer: "Indexer") -> int:
         """Width of what entries are made of: values and weights, in sparse layers twice, and those of the
         indexer's keys."""
         return {"compressed": 2 * head_dim, "sparse": 4 * (head_dim + indexer.head_dim)}.get(kind, 0)
 
-    def parameters(self, kind: AttentionKind, hidden: int, head_dim: int, indexer: Indexer) -> int:
+    def parameters(self, kind: AttentionKind, hidden: int, head_dim: int, indexer: "Indexer") -> int:
         """Parameters of projections, of a weight for each position of an entry, and of norms of entries."""
         wide = self.projected_width(kind, head_dim, indexer)
         norms = wide // {"compressed": 2, "sparse": 4}.get(kind, 1)
@@ -114,7 +114,7 @@ class Lora(Record):
     matrix products if None."""
 
     @model_validator(mode="after")
-    def _check(self) -> Lora:
+    def _check(self) -> "Lora":
         if not self.targets or len(set(self.targets)) < len(self.targets):
             raise ValueError(f"targets of lora must name layers once each: {', '.join(LORA_TARGETS)}")
         return self
@@ -163,7 +163,7 @@ class RopeScaling(Record):
     """Round the bounds of YaRN's ramp to whole dimensions."""
 
     @model_validator(mode="after")
-    def _check(self) -> RopeScaling:
+    def _check(self) -> "RopeScaling":
         if self.kind in ("llama3", "yarn") and not self.original_positions:
             raise ValueError(
                 f"rope_scaling {self.kind} needs original_positions, the longest sequence of pre-training"

@@ -1,7 +1,5 @@
 """What all records of the vocabulary have in common."""
 
-from __future__ import annotations
-
 import math
 from typing import Annotated
 

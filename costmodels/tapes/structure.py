@@ -1,7 +1,5 @@
 """Which operations a unit of a model does: the key that chooses its tape."""
 
-from __future__ import annotations
-
 from typing import Literal, NamedTuple
 
 from costmodels.layers.shapes import loss_chunks

@@ -15,8 +15,6 @@ Storages are numbers. Those at the borders of a unit have several holders, and e
 - The gradient of the input is allocated in backward and goes to the unit before.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from fractions import Fraction
 from typing import NamedTuple

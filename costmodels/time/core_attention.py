@@ -9,7 +9,7 @@ from costmodels.layers.shapes import element_bytes
 from costmodels.network.collectives import Group, all_gather, all_to_all
 from costmodels.spec.engine import Engine
 from costmodels.spec.hardware import Device
-from costmodels.spec.table import RING, Floats, LayoutTable
+from costmodels.spec.table import RING, Floats, LayoutTable, by_context_form
 
 CAUSAL_SHARE = 0.5
 """Part of the score matrix under the diagonal, which is all that flash attention computes."""
@@ -96,8 +96,6 @@ def context_seconds(
     gradient_hop = 4 / element_bytes(table.precision) * hop
     exchanged = np.where(shared, all_to_all(cp, work.exchange_bytes) + cp.latency, 0.0)
     ring_back = np.maximum(ring + (cp.size - 1) * gradient_hop - attention_back, 0.0) + gradient_hop
-    forms = [gathered, exchanged, np.maximum(ring - attention, 0.0)]
-    back = [gathered, exchanged, ring_back]
     waits = np.where(shared, cp.placement.engine.network.context_latency, 0.0)
-    form = table.context_parallel_form
-    return np.choose(form, forms) + waits, np.choose(form, back) + waits
+    forward = by_context_form(table, gathered, exchanged, np.maximum(ring - attention, 0.0))
+    return forward + waits, by_context_form(table, gathered, exchanged, ring_back) + waits

@@ -1,7 +1,5 @@
 """Seconds of matrix products on one device: a roofline, waves of tiles, and a launch."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import numpy as np

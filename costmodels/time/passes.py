@@ -1,7 +1,5 @@
 """Seconds of forward and backward pass of one unit, a layer, the embedding or the head, on one device."""
 
-from __future__ import annotations
-
 from functools import cached_property
 from typing import NamedTuple
 

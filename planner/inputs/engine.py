@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import get_args
 
 from costmodels.catalogue import engine_names, load_engine
@@ -15,13 +16,13 @@ DEFAULT_ENGINE = "bundled"
 def resolve_engine(engine: Engine | str | None, device: Device | None = None) -> Engine:
     """An engine from itself, its name or file; where none is named, the first that runs on `device`."""
     if engine is None:
-        engine = DEFAULT_ENGINE if device is None else [*engines_on(device), DEFAULT_ENGINE][0]
+        engine = DEFAULT_ENGINE if device is None else next(engines_on(device), DEFAULT_ENGINE)
     return engine if isinstance(engine, Engine) else load_engine(engine)
 
 
-def engines_on(device: Device) -> list[str]:
+def engines_on(device: Device) -> Iterator[str]:
     """Names of the catalogue's engines that have run on `device`: the bundled one first, where it has."""
-    return [name for name in engine_names() if device.kind in load_engine(name).runs.devices]
+    return (name for name in engine_names() if device.kind in load_engine(name).runs.devices)
 
 
 def check_runs_on(engine: Engine, cluster: Cluster) -> None:

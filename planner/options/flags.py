@@ -13,7 +13,7 @@ import inspect
 import os
 import sys
 import typing
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Annotated, Any
 
@@ -111,10 +111,17 @@ def sections_of(group: type) -> dict[str, str]:
     return found
 
 
-def _parameters(group: type) -> list[inspect.Parameter]:
+def _parameters(group: type, named: Container[str] | None) -> list[inspect.Parameter]:
+    fields = [
+        field
+        for field in dataclasses.fields(group)
+        if named is None or field.metadata.get("positional") or any(name in named for name in _names(field))
+    ]
+    if not fields:
+        return []
     hints, sections = typing.get_type_hints(group), sections_of(group)
     parameters = []
-    for field in dataclasses.fields(group):
+    for field in fields:
         if field.metadata.get("positional"):
             words = typer.Argument(help=field.metadata["help"], metavar=field.metadata["metavar"])
             parameters.append(
@@ -181,26 +188,30 @@ def flag_groups(
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Give a command the flags of `groups` (dataclasses); it is called with one instance of each.
 
-    Groups that have a `help_note` add it to the end of the command's help, after `notes`. Flags of `late`
-    groups are known to `for_words` of the command alone, which else gets None for these groups: to declare a
-    hundred flags takes some 20 ms.
+    Groups that have a `help_note` add it to the end of the command's help, after `notes`. A command with
+    `late` groups is what `for_words` makes of it: it gets None for these groups unless words name flags of
+    theirs, and where words name its own flags alone, only those are declared. To declare a hundred takes some
+    20 ms.
 
     >>> @flag_groups(model=ModelOptions, data=DataOptions)  # doctest: +SKIP
     ... def command(model: ModelOptions, data: DataOptions) -> None: ...
     """
 
     def decorate(function: Callable[..., None]) -> Callable[..., None]:
-        command = _command(function, groups, dict.fromkeys(late), notes)
-        if late:
-            known = {name for group in groups.values() for name in _spellings(group)}
+        if not late:
+            return _command(function, groups, {}, notes)
 
-            def for_words(words: Iterable[str]) -> Callable[..., None]:
-                if {word.partition("=")[0] for word in words if word.startswith("--")} <= known:
-                    return command
-                return _command(function, groups | {name: make() for name, make in late.items()}, {}, notes)
+        def for_words(words: Iterable[str]) -> Callable[..., None]:
+            flags = [word.partition("=")[0] for word in words if word.startswith("-")]
+            named = {flag for flag in flags if flag.startswith("--")}
+            if named <= {name for group in groups.values() for name in _spellings(group)}:
+                # With one dash help is asked for, or something is wrong: then all flags count.
+                few = named if len(named) == len(set(flags)) else None
+                return _command(function, groups, dict.fromkeys(late), notes, few)
+            return _command(function, groups | {name: make() for name, make in late.items()}, {}, notes)
 
-            command.for_words = for_words  # type: ignore[attr-defined]
-        return command
+        function.for_words = for_words  # type: ignore[attr-defined]
+        return function
 
     return decorate
 
@@ -213,8 +224,13 @@ def for_words(command: Callable[..., None], words: Iterable[str]) -> Callable[..
 
 def _spellings(group: type) -> Iterator[str]:
     for field in dataclasses.fields(group):
-        for name in flag_names(field):
-            yield from name.split("/")
+        yield from _names(field)
+
+
+def _names(field: dataclasses.Field[Any]) -> Iterator[str]:
+    """All words that give a flag, those that turn it off too."""
+    for name in flag_names(field):
+        yield from name.split("/")
 
 
 def _command(
@@ -222,8 +238,13 @@ def _command(
     groups: Mapping[str, type],
     others: Mapping[str, None],
     notes: tuple[str, ...],
+    named: Container[str] | None = None,
 ) -> Callable[..., None]:
-    """`function` with the flags of `groups` as its parameters, and given `others` as they are."""
+    """`function` with the flags of `groups` as its parameters, and given `others` as they are.
+
+    Args:
+        named: spellings of the flags to declare, all unless given; the others have their defaults.
+    """
 
     def command(**values: Any) -> None:
         fields = [field for group in groups.values() for field in dataclasses.fields(group)]
@@ -231,7 +252,13 @@ def _command(
         with message_spelling(spelling(names, sys.argv[1:])):
             try:
                 given = {
-                    name: group(**{field.name: values[field.name] for field in dataclasses.fields(group)})
+                    name: group(
+                        **{
+                            field.name: values[field.name]
+                            for field in dataclasses.fields(group)
+                            if field.name in values
+                        }
+                    )
                     for name, group in groups.items()
                 }
                 for group in given.values():
@@ -244,7 +271,7 @@ def _command(
     command.__doc__ = inspect.cleandoc(function.__doc__ or "")
     said = [*notes, *(group.help_note() for group in groups.values() if hasattr(group, "help_note"))]
     command.epilog = "\n\n".join(said)  # type: ignore[attr-defined]
-    signature = [parameter for group in groups.values() for parameter in _parameters(group)]
+    signature = [parameter for group in groups.values() for parameter in _parameters(group, named)]
     command.__signature__ = inspect.Signature(signature)  # type: ignore[attr-defined]
     command.__annotations__ = {parameter.name: parameter.annotation for parameter in signature}
     return command

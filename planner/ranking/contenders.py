@@ -46,7 +46,7 @@ def contenders(problem: Problem, space: Space, rows: Ints, floor: Floor) -> Ints
         return rows
     least = floor.of(rows)
     sample = rows[np.argpartition(least, SAMPLE)[:SAMPLE]]
-    prices = price(problem.model, problem.cluster, problem.engine, space.table.take(sample))
+    prices = price(problem.model, problem.cluster, problem.constants, space.table.take(sample))
     paces = slowness(problem.objective, prices.table.global_batch_size, prices.step_time_s)
     last = np.partition(paces, PLACES - 1)[PLACES - 1]
     found: Ints = rows[least <= last * (1 + ROUNDING)]

@@ -31,7 +31,7 @@ def rank(
     that offload activations or the optimizer are searched too where nothing fits without. The first `count`
     places are settled (`SearchResult.settle`).
     """
-    model, cluster, engine = problem.model, problem.cluster, problem.engine
+    model, cluster, engine = problem.model, problem.cluster, problem.constants
     found, alone = _fit(problem, space), space
     if offload and not found.rows.any():
         for space in offload_spaces(problem, alone):
@@ -74,7 +74,7 @@ def rank(
 
 
 def _fit(problem: Problem, space: Space) -> Fit:
-    where = problem.model, problem.cluster, problem.engine
+    where = problem.model, problem.cluster, problem.constants
     if problem.cluster.parts:
         from planner.solve.mixed_nodes import fit_of_kinds  # Few clusters have nodes of two kinds.
 

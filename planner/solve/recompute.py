@@ -74,14 +74,15 @@ def least_recompute(
         floor: what no layout of the space can beat.
     """
     table, family, fits = space.table, space.family, found.rows
-    bases = np.flatnonzero((table.recompute == NONE) & ~fits & found.states)
+    bases = np.flatnonzero(found.states & ~fits)
+    bases = bases[table.column("recompute", bases) == NONE]
     if not len(bases) or not {"selective", "full"} & set(kinds):
         return None
     fitting = np.zeros(int(family.max()) + 1, dtype=bool)
     fitting[family[fits]] = True
     if "full" in kinds:
         # Of whole layers, which split backward does not recompute, the enumerated ones tell whether any fit.
-        bases = bases[fitting[family[bases]] | np.isin(table.schedule[bases], SPLIT)]
+        bases = bases[fitting[family[bases]] | np.isin(table.column("schedule", bases), SPLIT)]
     plain = table.take(rows_worth(model, cluster, engine, table, bases, worth, floor))
     whole = ("full" in kinds) & ~plain.runs(*SPLIT_BACKWARD)
     able = code_of("recompute_modules", engine.runs.modules_of(model.experts))

@@ -10,7 +10,7 @@ import numpy as np
 from costmodels.pricing import Prices, peak_memory, price
 from costmodels.spec.engine import Engine
 from costmodels.spec.layout import Recompute
-from costmodels.spec.table import UNIFORM, LayoutTable
+from costmodels.spec.table import SCHEDULES, UNIFORM, LayoutTable
 from planner.inputs.choice import Choice
 from planner.inputs.pins import Pins
 from planner.objective import Objective, slowness
@@ -37,7 +37,7 @@ def solutions(problem: Problem, space: Space, found: Fit, floor: Floor, prices: 
         prices: of those that fit; at least of all that would be in the first `FIRST` places if replicas
             exchanged nothing.
     """
-    where = problem.model, problem.cluster, problem.engine
+    where = problem.model, problem.cluster, problem.constants
     kinds = recompute_kinds(problem.pins, problem.engine)
     own = []
     if problem.cluster.parts and "layers_per_stage" not in problem.pins:
@@ -71,10 +71,13 @@ def _worth(objective: Objective, parts: Sequence[Prices]) -> Worth:
 
 def _balanced(problem: Problem, table: LayoutTable, found: Fit, worth: Worth, floor: Floor) -> Prices | None:
     """Layouts with the split that is best, of those that the even split makes slower or too big."""
-    where = problem.model, problem.cluster, problem.engine
+    where = problem.model, problem.cluster, problem.constants
     # Unequal chunks stall the schedules of several chunks at the longest one in every round.
-    alone = table.runs("1f1b") & (table.pipeline_parallel > 1) & (table.recompute_method == UNIFORM)
-    rows = np.flatnonzero(alone & (table.recompute_num_layers == 1) & found.mean)
+    rows = np.flatnonzero(found.mean)
+    rows = rows[table.column("pipeline_parallel", rows) > 1]
+    rows = rows[table.column("schedule", rows) == SCHEDULES.index("1f1b")]
+    whole = table.column("recompute_method", rows) == UNIFORM
+    rows = rows[whole & (table.column("recompute_num_layers", rows) == 1)]
     rows = rows_worth(*where, table, rows, worth, floor)
     if len(rows):
         possible = least_peak(*where, table.take(rows)) <= problem.cluster.memory_bytes

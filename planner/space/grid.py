@@ -177,7 +177,8 @@ def build(
     alone = degrees.micro_batches == 1
     if alone.any():
         # With one micro batch gradients may be reduced before they are whole.
-        states = 2 * states + alone.ravel().take(flat_places(alone.shape, where))
+        states = 2 * states
+        states += alone.ravel().take(flat_places(alone.shape, where))
     return Space(table, family, states, work, considered, illegal)
 
 

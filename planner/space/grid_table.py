@@ -86,6 +86,16 @@ class GridTable(LayoutTable):
             gradient_reduction=self.gradient_reduction,
         )
 
+    def column(self, name: str, rows: Ints) -> Any:
+        """One column of the rows that an index selects; the others are not written out."""
+        if name in vars(self):
+            return vars(self)[name][rows]
+        array = self._columns[name]
+        if array.size == 1:
+            return np.broadcast_to(array.ravel(), rows.shape)
+        axes = zip(self._places, array.shape, strict=True)
+        return _written(array, tuple(place[rows] if size > 1 else place for place, size in axes), {})
+
 
 def places_of(legal: Bools) -> tuple[Places, ...]:
     """The places at which a mask holds: along each axis, in the order of its elements."""
@@ -94,9 +104,15 @@ def places_of(legal: Bools) -> tuple[Places, ...]:
         rest = rest.astype(np.int32)
     found: list[Any] = []
     for size in reversed(legal.shape[1:]):
-        found.append(np.zeros(len(rest), dtype=np.int32) if size == 1 else (rest % size).astype(np.int32))
-        rest = rest if size == 1 else rest // size
-    return (rest.astype(np.int32), *reversed(found))
+        if size == 1:
+            found.append(np.zeros(len(rest), dtype=np.int32))
+            continue
+        whole = rest // size
+        # NumPy takes ten times as long for remainders as for quotients.
+        rest -= whole * size
+        found.append(rest.astype(np.int32, copy=False))
+        rest = whole
+    return (rest.astype(np.int32, copy=False), *reversed(found))
 
 
 def _written(
@@ -115,9 +131,11 @@ def _written(
 def flat_places(shape: tuple[int, ...], places: tuple[Places, ...]) -> Places:
     """Places in an array of a grid, whose axes are of the grid's length or of one, that is laid out flat."""
     wide = math.prod(shape) > np.iinfo(np.int32).max
-    flat: Any = np.zeros(1, dtype=np.int64 if wide else np.int32)
-    for axis, size in zip(places, shape, strict=True):
-        if size != 1:
-            flat = flat * size + axis
-    found: Places = np.broadcast_to(flat, places[0].shape)
-    return found
+    several = [(axis, size) for axis, size in zip(places, shape, strict=True) if size != 1]
+    if not several:
+        return np.broadcast_to(np.zeros(1, dtype=np.int32), places[0].shape)
+    flat: Places = several[0][0].astype(np.int64 if wide else np.int32)
+    for axis, size in several[1:]:
+        flat *= size
+        flat += axis
+    return flat

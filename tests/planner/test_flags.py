@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from dataclasses import dataclass
 from typing import Any
 
@@ -67,6 +68,24 @@ def test_flags_of_late_groups_are_declared_for_words_that_need_them(
     assert made == [Rare] and called[-1] == (Usual(3), Rare(0.5))
     # What nobody knows is told with all that is known in mind.
     assert invoke("--rat", "1") == 2 and "--rate" in capsys.readouterr().err
+
+
+def test_flags_that_no_word_names_have_the_defaults_that_help_declares() -> None:
+    given: list[dict[str, Any]] = []
+
+    @flag_groups(late={"unused": lambda: Rare}, model=ModelOptions, batch=BatchOptions, plan=ParallelOptions)
+    def command(**groups: Any) -> None:
+        """Do something."""
+        given.append(groups)
+
+    every = for_words(command, ["-h"])
+    few = for_words(command, ["--tp", "2"])
+    declared = {name: one.default for name, one in inspect.signature(every).parameters.items()}
+    assert set(inspect.signature(few).parameters) < set(declared)
+    for made in (every, few):
+        named = inspect.signature(made).parameters
+        made(**{name: default for name, default in declared.items() if name in named})
+    assert given[0] == given[1]
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from costmodels.spec.model import ModelSpec
 from costmodels.spec.table import Floats, LayoutTable
 from costmodels.spec.untrained import untrained_parts
 from costmodels.tapes.player.heap import CATEGORIES, Moment
-from costmodels.tapes.player.stage import Setting
+from costmodels.tapes.player.stage import KnownSizes, Setting
 from costmodels.tapes.player.stage_units import (
     Known,
     computes_layers_together,
@@ -112,8 +112,9 @@ def rank_peaks(
     """
     ranks = max((layout.pipeline_parallel for layout in layouts), default=1)
     compositions = np.zeros((len(CATEGORIES), len(layouts), ranks))
+    sizes: KnownSizes = {}
     for row, layout in enumerate(layouts):
-        every = _moments(model, layout, range(layout.pipeline_parallel), compiled, version)
+        every = _moments(model, layout, range(layout.pipeline_parallel), compiled, version, sizes)
         for rank, moments in enumerate(every):
             highest = max(moments, key=lambda moment: moment.total)
             compositions[:, row, rank] = highest.composition
@@ -141,10 +142,15 @@ def stage_memory(
 
 
 def _moments(
-    model: ModelSpec, layout: Layout, ranks: Iterable[int], compiled: bool, version: str | None
+    model: ModelSpec,
+    layout: Layout,
+    ranks: Iterable[int],
+    compiled: bool,
+    version: str | None,
+    sizes: KnownSizes | None = None,
 ) -> list[list[Moment]]:
     version, known = version or default_version(), Known()
-    setting, found = Setting(model, layout, ways_of(version)), []
+    setting, found = Setting(model, layout, ways_of(version), sizes), []
     for rank in ranks:
         stages = layout.stages_of(rank)
         units = [units_of(model, layout, stage, compiled, version, known) for stage in stages]

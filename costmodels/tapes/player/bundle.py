@@ -4,8 +4,6 @@ Names and order of what happens are those of `foreach_all_gather`, `foreach_all_
 `foreach_reduce` in `torch.distributed.fsdp._fully_shard._fsdp_collectives`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 

@@ -1,8 +1,6 @@
 """Where autograd casts gradients to the number format in which they are reduced: as soon as their operation
 is over (`validate_outputs` of PyTorch's engine), before the next one and before anybody takes them."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from itertools import groupby
 from typing import Literal, NamedTuple

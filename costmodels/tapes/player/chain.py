@@ -1,7 +1,5 @@
 """The units of a stage between each other: who lets go last of what goes from one to the next."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import NamedTuple
 

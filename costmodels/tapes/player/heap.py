@@ -1,7 +1,5 @@
 """The memory of one rank while a step is played: bytes that are allocated, by their owners, and the peaks."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Hashable
 from typing import NamedTuple
 

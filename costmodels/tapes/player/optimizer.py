@@ -1,8 +1,6 @@
 """What an optimizer keeps for the parameters of a group, and makes while it updates them
 (`runtime.optimizers`)."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 

@@ -51,17 +51,29 @@ Part = tuple[Parameter, tuple[int, ...], Storage]
 """A parameter, its sides where nobody splits it, and its gradient as autograd makes it."""
 
 
+KnownSizes = dict[Hashable, tuple[Sizes, Sizes]]
+"""Sizes under a layout, and under one that splits no matrices, by what decides the units of a model."""
+
+
 class Setting:
     """What the ranks of one layout share while they are played."""
 
-    def __init__(self, model: ModelSpec, layout: Layout, ways: Ways) -> None:
+    def __init__(self, model: ModelSpec, layout: Layout, ways: Ways, known: KnownSizes | None = None) -> None:
+        """`known`: of other layouts of the model; more are added."""
         self.model, self.layout, self.ways, self.heap = model, layout, ways, Heap()
         self.wraps = wraps_parameters(layout, model.experts > 0)
         self.policies = {experts: policy_of(layout, experts) for experts in (False, True)}
         alone = {"tensor_parallel": 1, "sequence_parallel": False, "expert_tensor_parallel": 1}
-        self.sizes = Sizes(dimensions(model, layout), self.casts)
-        self.whole = Sizes(dimensions(model, layout.model_copy(update=alone)))
-        """Sizes of a layout that splits no matrices."""
+        known = {} if known is None else known
+        own = dimensions(model, layout)
+        casts = [(one.converts, one.widens, one.reduced) for one in self.policies.values()]
+        # What units do depends on these, and on their tapes.
+        key = *own.items(), *casts, self.wraps, layout.expert_tensor_parallel
+        if key not in known:
+            whole = Sizes(dimensions(model, layout.model_copy(update=alone)))
+            known[key] = Sizes(own, self.casts), whole
+        self.sizes, self.whole = known[key]
+        """The latter those of a layout that splits no matrices."""
         self.bundles: dict[tuple[int, str], Bundle] = {}
         """Of layers, by the identity of their tapes and the group."""
         self.stages: dict[Hashable, Stage] = {}

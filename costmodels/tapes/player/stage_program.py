@@ -5,8 +5,6 @@ plans with the schedule share. What each change does to memory follows from the 
 is an array, and its peaks are those of running sums.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import NamedTuple

@@ -1,7 +1,5 @@
 """Which tapes the units of a stage play, from its layout."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 from costmodels.spec.layout import Layout
@@ -26,9 +24,15 @@ class Wanted(NamedTuple):
     """It is the first of the layers that are computed again together."""
 
 
-Known = dict[tuple[UnitKind, bool, bool], Structure]
-"""Structures of a layout by unit and attention, whether it recomputes, and whether it is the last layer of
-its stage."""
+class Known:
+    """What stages of one layout have been found to have, compiled or not: most have the same units."""
+
+    def __init__(self) -> None:
+        self.structures: dict[tuple[UnitKind, bool, bool], Structure] = {}
+        """By unit and attention, whether it recomputes, and whether it is the last layer of its stage."""
+        self.stages: dict[tuple[UnitKind, ...], list[Wanted]] = {}
+        """By their units."""
+        self.units: dict[tuple[UnitKind, ...], list[Unit]] = {}
 
 
 def structures_of_stage(
@@ -39,8 +43,20 @@ def structures_of_stage(
     Args:
         known: those that other stages of the layout have; more are added.
     """
-    known = {} if known is None else known
+    known = known or Known()
+    kinds = tuple(units_of_stage(model, layout, stage))
+    if kinds not in known.stages:
+        known.stages[kinds] = _structures(model, layout, kinds, compiled, known.structures)
+    return known.stages[kinds]
 
+
+def _structures(
+    model: ModelSpec,
+    layout: Layout,
+    kinds: tuple[UnitKind, ...],
+    compiled: bool,
+    known: dict[tuple[UnitKind, bool, bool], Structure],
+) -> list[Wanted]:
     def structure(kind: UnitKind, recomputes: bool, is_last: bool) -> Structure:
         key = kind, recomputes, is_last
         if key not in known:
@@ -48,12 +64,12 @@ def structures_of_stage(
         return known[key]
 
     found: list[Wanted] = []
-    number, count = 0, len(layout.layer_range(stage))
+    number, count = 0, sum(kind.unit in LAYERS for kind in kinds)
     is_block = layout.recompute_method == "block"
     together = 1 if layout.recompute == "none" or is_block else layout.recompute_num_layers
     again = layout.recompute_num_layers if is_block else count
     repeats = compiled and computes_layers_together(layout)
-    for kind in units_of_stage(model, layout, stage):
+    for kind in kinds:
         if kind.unit not in LAYERS:
             found.append(Wanted(structure(kind, False, False)))
             continue
@@ -87,6 +103,10 @@ def units_of(
     Raises:
         KeyError: one has no tape.
     """
+    known = known or Known()
+    kinds = tuple(units_of_stage(model, layout, stage))
+    if kinds in known.units:
+        return known.units[kinds]
     found: list[Unit] = []
     for wanted in structures_of_stage(model, layout, stage, compiled, known):
         tape = _known_tape(wanted.structure, version)
@@ -94,6 +114,7 @@ def units_of(
         if wanted.repeats and plain is not None and wanted.is_first:
             plain = holding_input(plain)
         found.append(Unit(wanted.structure.unit, repeated(tape) if wanted.repeats else tape, plain))
+    known.units[kinds] = found
     return found
 
 

@@ -1,7 +1,5 @@
 """The units of a stage as spans of memory: tapes under the dimensions of one model and layout."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from functools import cached_property, reduce
 from operator import mul
@@ -130,7 +128,7 @@ class Border(NamedTuple):
 class PlayedSplit:
     """Backward of a unit in two passes, each worked out when it is first played."""
 
-    def __init__(self, split: SplitBackward, storages: _Storages, casts: Casts) -> None:
+    def __init__(self, split: SplitBackward, storages: "_Storages", casts: Casts) -> None:
         self._split, self._storages, self._casts = split, storages, casts
 
     @cached_property

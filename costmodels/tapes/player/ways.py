@@ -1,7 +1,5 @@
 """What FSDP2 and pipelines of PyTorch's versions do otherwise to memory."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 Version = tuple[int, int]
