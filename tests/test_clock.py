@@ -29,7 +29,7 @@ def impatient(tree: ast.Module) -> list[str]:
         if isinstance(node, ast.Assert) and any(ast.unparse(c.func) in WALL_CLOCKS for c in calls(node.test)):
             found.append(node)
     for call in calls(tree):
-        name = ast.unparse(call.func).rpartition(".")[2]
+        name = getattr(call.func, "attr", getattr(call.func, "id", ""))
         limits = [word.value for word in call.keywords if word.arg in ("timeout", "timeout_s", "deadline")]
         if name in WAITS:
             limits += call.args[-1:]

@@ -66,6 +66,7 @@ def test_four_rows_leave_the_farthest_one_outside(measurement):
     assert inside(spreads([source]), source) == 0.75
 
 
+@pytest.mark.slow
 def test_many_rows_are_held_as_often_as_said(measurement):
     source = off(*((measurement(line=line), error) for line, error in enumerate(DRAWS.normal(0, 0.1, 200))))
     found = spreads([source])

@@ -299,7 +299,7 @@ def test_plans_of_a_search_are_written_and_read_back(model: ModelSpec, framework
     )
     table = result.table
 
-    @settings(max_examples=60)
+    @settings(max_examples=30)
     @given(st.integers(0, len(table) - 1))
     def round_trip(row: int) -> None:
         layout = table.layout(row)

@@ -86,6 +86,7 @@ def with_every_split(table: LayoutTable, layers: int) -> LayoutTable:
     )
 
 
+@pytest.mark.slow
 @settings(max_examples=40, deadline=None)
 @given(
     names=st.sampled_from(KINDS),
