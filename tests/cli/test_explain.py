@@ -17,6 +17,7 @@ from tests.support.scripts import MINDSPEED
 JOB = ("--model", "llama2-7b", "--world-size", "16", "--device", "a100-80g", "--max-global-batch-size", "32")
 
 
+@pytest.mark.slow
 def test_it_prints_why_the_best_won_and_others_did_not(planner_command: Command) -> None:
     layouts = (
         "--layout",

@@ -89,6 +89,7 @@ def test_a_recipe_counts_once_however_often_it_ran(measurement, gpt):
     assert spreads([off(*several), off(*other, source="there")])["megatron", "ampere"]["base"] > 0.6
 
 
+@pytest.mark.slow
 def test_what_waits_for_the_host_tells_the_width_of_that(measurement, engine):
     """Errors that grow with the share that waits for the host are laid to it, not to the whole step."""
     slow = engine("megatron", host_layer_overhead=3e-2)

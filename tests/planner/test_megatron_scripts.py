@@ -391,6 +391,7 @@ WORDS = st.sampled_from(
 )
 
 
+@pytest.mark.slow
 @given(st.lists(WORDS, max_size=12), st.sampled_from([None, 1, 6, 16]))
 def test_no_flags_raise(words: list[str], world_size: int | None) -> None:
     reading = read("--micro-batch-size 1 " + " ".join(words), world_size)

@@ -84,8 +84,14 @@ def test_an_objective_of_memory_solves_nothing_and_one_of_time_does() -> None:
     [
         SMALL,
         {"model": "gpt-22b", "world_size": 2, "max_global_batch_size": 16},
-        {"model": "mixtral-8x7b", "world_size": 64, "device": "h100", "max_global_batch_size": 256},
-        {"model": "llama3-405b", "world_size": 16384, "device": "h100", "global_batch_size": 2048},
+        pytest.param(
+            {"model": "mixtral-8x7b", "world_size": 64, "device": "h100", "max_global_batch_size": 256},
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            {"model": "llama3-405b", "world_size": 16384, "device": "h100", "global_batch_size": 2048},
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=lambda job: job["model"],
 )

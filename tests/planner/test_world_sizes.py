@@ -121,9 +121,12 @@ def test_the_front_is_what_no_other_size_beats_in_time_and_cost(found: Sizes) ->
     assert 1 < len(front) < len(points)
 
 
-@pytest.mark.parametrize("objective", ["throughput", "step-time", "cost", "memory"])
+@pytest.mark.parametrize(
+    "objective",
+    ["throughput", "memory", *(pytest.param(name, marks=pytest.mark.slow) for name in ("step-time", "cost"))],
+)
 def test_the_chosen_size_is_best_by_the_objective(objective: str) -> None:
-    found = sizes_of("16..32", objective=objective)
+    found = sizes_of("16..64", objective=objective)
     figures = {
         size.world_size: {
             "throughput": -size.plan.estimate.tokens_per_s,
@@ -203,6 +206,7 @@ def test_sizes_after_the_first_keep_all_of_the_cluster() -> None:
         assert size.plan == alone.best
 
 
+@pytest.mark.slow
 def test_where_nothing_fits_the_error_is_that_of_the_largest_size() -> None:
     found = planner.sizes("llama2-70b", world_size="2,4", **HELD)
     assert found.chosen is None and found.front == ()

@@ -121,6 +121,7 @@ def test_a_job_that_goes_on_with_other_ranks_keeps_its_rules() -> None:
         check_training(again, COMPILE, MASK)
 
 
+@pytest.mark.slow
 def test_pasted_flags_cut_the_space_of_suggest_and_explain(planner_command: Any) -> None:
     words = ["--model", "llama2-7b", "--world-size", "8", "--global-batch-size", "32", "--json"]
     code, out, err = planner_command("suggest", *words, "--pin", "pp=2", "--compile", "--lr", "0.1")
