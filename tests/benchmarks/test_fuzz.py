@@ -37,6 +37,7 @@ def benches(tmp_path_factory: pytest.TempPathFactory) -> list[Bench]:
     return [Bench(kind, tmp_path_factory.mktemp("bench")) for kind in kinds]
 
 
+@pytest.mark.slow
 @settings(max_examples=250, deadline=None)
 @given(data=st.data())
 def test_no_corrupted_file_ends_in_a_traceback_a_hang_or_a_wrong_load(

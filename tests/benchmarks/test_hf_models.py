@@ -53,7 +53,7 @@ def test_the_text_part_of_a_larger_model_is_read() -> None:
 )
 def test_models_of_several_kinds_of_layers_are_planned(name: str) -> None:
     model = ModelSpec(**model_fields({"model_type": name}), name=name, seq=2048)
-    found = search(model, world_size=256, device="h200", max_global_batch_size=256)
+    found = search(model, world_size=64, device="h200", max_global_batch_size=64)
     best = found.best
     assert best is not None and best.estimate.step_time_s > 0
     # All of its layers at once are what its parts are, one kind after the other.

@@ -21,6 +21,7 @@ def test_the_list_is_of_sixty_models_and_more_and_says_where_each_was_read() -> 
         assert commit.startswith("v") or (len(commit) == 10 and int(commit, 16))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name, entry in MODELS.items() if "refused" not in entry])
 def test_public_models_have_as_many_parameters_as_are_published(name: str, tmp_path: Path) -> None:
     found = row(MODELS[name], tmp_path)

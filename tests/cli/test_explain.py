@@ -17,6 +17,7 @@ from tests.support.scripts import MINDSPEED
 JOB = ("--model", "llama2-7b", "--world-size", "16", "--device", "a100-80g", "--max-global-batch-size", "32")
 
 
+@pytest.mark.slow
 def test_it_prints_why_the_best_won_and_others_did_not(planner_command: Command) -> None:
     layouts = (
         "--layout",
@@ -56,6 +57,7 @@ def test_a_pasted_script_is_explained_like_it_is_planned(planner_command: Comman
     assert "best: tp=2+sp pp=1 ep=2" in out
 
 
+@pytest.mark.slow
 def test_json_has_all_of_it(planner_command: Command) -> None:
     code, out, _ = planner_command("explain", *JOB, "--layout", "tp=16", "--against", "pp=4", "--json")
     assert code == 0
@@ -88,6 +90,7 @@ def test_a_saved_plan_is_explained(planner_command: Command, tmp_path: Path) -> 
     assert "tp=8+sp" in out and " lost: " in " ".join(out.split())
 
 
+@pytest.mark.slow
 def test_where_nothing_fits_it_ends_as_suggest_does(planner_command: Command) -> None:
     pins = ("--pin", "offload_activations=false", "--pin", "offload_optimizer=false")
     job = ("--model", "llama2-70b", "--world-size", "8", "--max-global-batch-size", "16", *pins)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from runtime.settings.options import TrainingOptions
 from runtime.settings.plan_notes import expert_balance_notes, needs_head_room, optimizer_notes
 
 
+@cache
 def planned(model: str, *pins: str, world_size: int = 64) -> Plan:
     return suggest(model, world_size=world_size, device="h200", global_batch_size=64, pin=list(pins))
 

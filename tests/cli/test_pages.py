@@ -66,6 +66,7 @@ def page(plans: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Pa
     return out
 
 
+@pytest.mark.slow
 def test_a_report_holds_all_that_it_shows(page: Path) -> None:
     text = page.read_text()
     own = text[: text.index("<script>")] + text[text.rindex("</style>") :]
@@ -89,6 +90,7 @@ def test_a_report_holds_all_that_it_shows(page: Path) -> None:
     assert text.count("micro batch 0, stage 0") >= 2
 
 
+@pytest.mark.slow
 def test_figures_show_what_fits_and_who_differs(plans: dict[str, Path]) -> None:
     contents = gather(planner.Plan.load(plans["first"]))
     cluster = contents.plan.cluster
@@ -197,6 +199,7 @@ def test_what_cannot_be_shown_is_one_line(plans: dict[str, Path], tmp_path: Path
         assert code == 2 and part in err and err.count("\n") == 1
 
 
+@pytest.mark.slow
 def test_notebooks_show_plans_and_results(plans: dict[str, Path]) -> None:
     plan = planner.Plan.load(plans["piped"])
     assert plan.layout.describe() in plan._repr_html_().replace("&#x27;", "'")

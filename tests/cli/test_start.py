@@ -26,9 +26,11 @@ print(code, [name for name in {SLOW} if name in sys.modules])
 @pytest.mark.parametrize(
     "words",
     [
-        "--help",
+        pytest.param("--help", marks=pytest.mark.slow),
         "suggest --model llama2-7b --world-size 8 --max-global-batch-size 16",
-        "explain --model llama2-7b --world-size 8 --max-global-batch-size 16",
+        pytest.param(
+            "explain --model llama2-7b --world-size 8 --max-global-batch-size 16", marks=pytest.mark.slow
+        ),
         "launch --help",
     ],
 )

@@ -85,6 +85,7 @@ def test_a_plan_for_more_ranks_than_the_machine_bears_is_refused(
     refused(planner_command("launch", "--plan", plan), f"the plan {plan}: 2 ranks on the CPU", "at most 1")
 
 
+@pytest.mark.slow
 def test_a_folder_of_checkpoints_has_one_writer(planner_command: Command, tmp_path: Path) -> None:
     folder = tmp_path / "saved"
     folder.mkdir()

@@ -215,7 +215,7 @@ def test_save_names_the_plan_also_beside_flags_of_a_run(planner: Any, tmp_path: 
 def test_plans_that_the_runtime_cannot_train_are_noted(
     planner: Any, words: tuple[str, ...], notes: list[str]
 ) -> None:
-    command = ("suggest", "--world-size", "64", "--global-batch-size", "64", "--device", "h100", *words)
+    command = ("suggest", "--world-size", "16", "--global-batch-size", "16", "--device", "h100", *words)
     code, out, err = planner(*command, "--json", "--top", "1")
     every = json.loads(out)["notes"]
     # Which units are recorded depends on the PyTorch that is installed.
@@ -294,9 +294,9 @@ def test_wrong_input_ends_in_one_line_on_stderr_and_code_2(
 
 
 def test_the_memory_variable_decides_what_fits(planner: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    words = ("suggest", "--world-size", "64", "--max-global-batch-size", "16", "--json")
+    words = ("suggest", "--world-size", "8", "--max-global-batch-size", "16", "--json")
     feasible = []
-    for memory in ("80", "12", "1"):
+    for memory in ("80", "64", "1"):
         monkeypatch.setenv("DEVICE_MEMORY_GB", memory)
         code, out, _ = planner(*words)
         feasible.append(json.loads(out)["feasible"])

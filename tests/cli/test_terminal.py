@@ -115,6 +115,7 @@ def every_command() -> dict[str, Any]:
     return commands(typer.main.get_command(make_app(COMMANDS, [])))
 
 
+@pytest.mark.slow
 def test_every_help_has_80_columns_and_every_option_says_what_it_is(
     every_command: dict[str, Any], planner_command: Command
 ) -> None:

@@ -14,6 +14,9 @@ from costmodels.spec.hardware import Precision
 from costmodels.spec.table import LayoutTable
 
 GPT = load_model("gpt-22b")
+USUAL = ("bundled", "megatron")
+"""Engines of the inner loop."""
+
 LAYOUTS: list[dict[str, Any]] = [
     {"tensor_parallel": 8, "pipeline_parallel": 2, "micro_batch_size": 2},
     {"tensor_parallel": 2, "data_parallel": 8, "zero_stage": 3},
@@ -76,7 +79,10 @@ def test_the_pairs_hold_the_successors_that_vendors_name() -> None:
     }
 
 
-@pytest.mark.parametrize("engine", engine_names())
+@pytest.mark.parametrize(
+    "engine",
+    [name if name in USUAL else pytest.param(name, marks=pytest.mark.slow) for name in engine_names()],
+)
 def test_a_better_device_is_never_slower(engine: str) -> None:
     slower = []
     for better, lesser in PAIRS:

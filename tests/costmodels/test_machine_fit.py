@@ -109,6 +109,7 @@ def test_steps_of_a_slower_machine_are_fitted() -> None:
     assert after < 0.1 < before
 
 
+@pytest.mark.slow
 def test_ranges_are_as_wide_as_what_is_left() -> None:
     start = machine_fit.fitted_device(load_device("cpu", 2), ENGINE, kernels())
     exact = machine_fit.refitted_device(start, ENGINE, 2, steps(start))
@@ -121,6 +122,7 @@ def test_ranges_are_as_wide_as_what_is_left() -> None:
     assert spread[0] == machine_fit.LEAST_SPREAD < 0.5 < spread[1]
 
 
+@pytest.mark.slow
 def test_what_a_rank_takes_besides_tensors_is_that_of_measured_peaks() -> None:
     start = machine_fit.fitted_device(load_device("cpu", 2), ENGINE, kernels())
     bare = start.model_copy(update={"context_bytes": 0.0})

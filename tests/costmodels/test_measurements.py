@@ -520,6 +520,7 @@ def test_garbage_is_skipped_or_priced_never_a_traceback(source, cells):
     assert found.n + sum(found.skipped.values()) == (not row.oom or bool(found.skipped))
 
 
+@pytest.mark.slow
 @settings(max_examples=50, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
 @given(content=st.binary(max_size=200) | st.text(max_size=200).map(str.encode))
 def test_garbage_files_raise_nothing_but_input_errors(tmp_path, content):
@@ -547,6 +548,7 @@ PRICED = {
 """Usable rows of the sources that lack little."""
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not MEASURED.is_dir(), reason="the published measurements are not here")
 def test_published_files_are_read():
     for path in sorted(MEASURED.glob("*.csv")):

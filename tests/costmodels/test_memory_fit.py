@@ -180,6 +180,7 @@ def test_rows_of_a_fit_are_those_of_its_engine_and_sources(rows: Callable[..., l
     assert not has_memory(row, PLAN.model_copy(update={"sources": ("there",)}))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("source", "precision", "recall"), [("aleph_layouts", 0.98, 0.95), ("hf_ultrascale", 0.985, 0.985)]
 )
@@ -192,6 +193,7 @@ def test_jobs_that_run_out_of_memory_are_told_from_those_that_do_not(
     assert oom.recall_fits is not None and oom.recall_fits >= recall
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("source", "kind", "percent"),
     [

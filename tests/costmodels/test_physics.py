@@ -97,6 +97,7 @@ def with_link(cluster: Cluster, tier: str, bandwidth: float = 1.0, latency: floa
 FEW_EXAMPLES = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
+@pytest.mark.slow
 @FEW_EXAMPLES
 @given(job=jobs(), factor=st.floats(1.0, 4.0))
 def test_better_hardware_is_never_slower(job: Job, factor: float) -> None:
@@ -117,6 +118,7 @@ def test_better_hardware_is_never_slower(job: Job, factor: float) -> None:
         assert seconds(model, other, engine, layout) <= before, what
 
 
+@pytest.mark.slow
 @FEW_EXAMPLES
 @given(job=jobs(), times=st.sampled_from((2, 4)))
 def test_longer_sequences_and_larger_batches_are_never_faster(job: Job, times: int) -> None:
@@ -129,6 +131,7 @@ def test_longer_sequences_and_larger_batches_are_never_faster(job: Job, times: i
     assert seconds(model, cluster, engine, batch) >= before
 
 
+@pytest.mark.slow
 @FEW_EXAMPLES
 @given(job=jobs(), field=st.sampled_from(("peak_flops", "memory_bandwidth", "intra_node", "inter_node")))
 def test_a_little_more_of_anything_changes_little(job: Job, field: str) -> None:

@@ -83,6 +83,7 @@ def test_a_step_leaves_what_it_began_with(fields: dict[str, Any], rank: int, ver
     assert all(moment.total >= before - batch for moment in played.heap.moments())
 
 
+@pytest.mark.slow
 @given(LAYOUTS)
 def test_no_rank_needs_less_with_more_micro_batches(fields: dict[str, Any]) -> None:
     one, other = layout(**fields), layout(**fields | {"micro_batches": fields["micro_batches"] + 1})

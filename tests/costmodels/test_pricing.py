@@ -47,7 +47,9 @@ def layouts(llama, layout):
     return found
 
 
-@pytest.mark.parametrize("name", ["bundled", "megatron", "fsdp"])
+@pytest.mark.parametrize(
+    "name", ["bundled", *(pytest.param(name, marks=pytest.mark.slow) for name in ("megatron", "fsdp"))]
+)
 def test_a_table_prices_each_row_as_if_it_were_alone(name, llama, cluster, engine, layouts):
     prices = price(llama, cluster(64), engine(name), LayoutTable.of(layouts))
     assert len(prices) == len(layouts)

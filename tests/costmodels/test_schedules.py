@@ -54,7 +54,9 @@ def played_seconds(orders: list[list[Action]], seconds: dict[str, list[float]]) 
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved", *SPLIT_BACKWARD])
-@pytest.mark.parametrize("pipeline", [1, 2, 3, 4, 7, 8])
+@pytest.mark.parametrize(
+    "pipeline", [1, 2, 3, 4, *(pytest.param(ranks, marks=pytest.mark.slow) for ranks in (7, 8))]
+)
 def test_orders_are_those_of_pytorch(schedule, pipeline):
     chunk_counts = {"1f1b": [1], "zbv": [2], "dualpipev": [2]}.get(schedule, [2, 3, 5])
     compared = 0

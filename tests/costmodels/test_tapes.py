@@ -98,6 +98,7 @@ def test_the_package_has_the_usual_tapes_of_models(name: str, compiled: bool) ->
     assert {one.name for one in islice(structures_of_model(load_model(name), compiled), 30)} <= names
 
 
+@pytest.mark.slow
 def test_usual_structures_come_first() -> None:
     found = list(structures_of_model(load_model("mixtral-8x7b"), compiled=True))
     assert len(found) == len(set(found))

@@ -123,6 +123,7 @@ def test_an_architecture_may_be_like_another_one():
     assert blackwell["gemm"]["efficiency"] != hopper["gemm"]["efficiency"]
 
 
+@pytest.mark.slow
 def test_cross_validation_prices_each_row_by_the_fit_without_it(rows, monkeypatch):
     from benchmarks import calibrate
 

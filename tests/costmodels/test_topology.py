@@ -161,6 +161,7 @@ def check(closed: float, explicit: float, found: Cluster, size: int, stride: int
         assert closed <= explicit * 1.0001
 
 
+@pytest.mark.slow
 @settings(max_examples=300, deadline=None)
 @given(groups())
 def test_rings_are_as_fast_as_the_slowest_link_of_the_graph(drawn: tuple[Cluster, int, int]) -> None:

@@ -66,6 +66,7 @@ def test_four_rows_leave_the_farthest_one_outside(measurement):
     assert inside(spreads([source]), source) == 0.75
 
 
+@pytest.mark.slow
 def test_many_rows_are_held_as_often_as_said(measurement):
     source = off(*((measurement(line=line), error) for line, error in enumerate(DRAWS.normal(0, 0.1, 200))))
     found = spreads([source])
@@ -88,6 +89,7 @@ def test_a_recipe_counts_once_however_often_it_ran(measurement, gpt):
     assert spreads([off(*several), off(*other, source="there")])["megatron", "ampere"]["base"] > 0.6
 
 
+@pytest.mark.slow
 def test_what_waits_for_the_host_tells_the_width_of_that(measurement, engine):
     """Errors that grow with the share that waits for the host are laid to it, not to the whole step."""
     slow = engine("megatron", host_layer_overhead=3e-2)

@@ -14,9 +14,6 @@ import pytest
 
 from tests.support import ROOT
 
-# What is built serves all of them.
-pytestmark = pytest.mark.xdist_group("test_package")
-
 pytest.importorskip("build", reason="packages are built with the extra dev")
 pytest.importorskip("twine", reason="packages are checked with the extra dev")
 

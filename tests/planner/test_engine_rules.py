@@ -10,16 +10,20 @@ from costmodels import ModelSpec
 from costmodels.catalogue import engine_names, load_device, load_engine
 from costmodels.errors import InputError
 from costmodels.spec.layout import Layout, even_split
-from costmodels.spec.table import value_of
+from costmodels.spec.table import ARRAY_FIELDS, distinct_rows, value_of
 from planner import evaluate, explain, search
 from planner.ranking.result import SearchResult
 from planner.space.engine_rules import engine_rules
+from tests.support.layouts import layouts_of
 
 MODEL = ModelSpec(name="small", layers=8, hidden=1024, heads=8, vocab=32000, seq=2048)
 EXPERTS = ModelSpec(
     name="mixture", layers=8, hidden=512, heads=8, vocab=32000, seq=2048, experts=8, expert_ffn=1024, top_k=2
 )
 JOB: dict[str, Any] = {"world_size": 8, "max_global_batch_size": 32}
+
+SIZES = ("micro_batch_size", "global_batch_size", "recompute_num_layers", "split")
+"""What no rule of an engine speaks of."""
 
 
 def found(result: SearchResult, name: str) -> set[object]:
@@ -47,7 +51,8 @@ def test_all_layouts_of_a_search_are_what_the_engine_runs(name: str, model: Mode
     runs = load_engine(name).runs
     device = "a100-80g" if "gpu" in runs.devices else "ascend-910b"
     result = search(model, engine=name, device=device, precision="bf16", device_memory_gib=memory, **JOB)
-    layouts = [result.table.layout(row) for row in range(len(result.table))]
+    columns = [getattr(result.table, name) for name in ARRAY_FIELDS if name not in SIZES]
+    layouts = layouts_of(result.table.take(distinct_rows(columns)[0]))
     assert layouts
     for layout in layouts:
         assert layout.schedule in runs.schedules

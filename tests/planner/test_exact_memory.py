@@ -59,6 +59,7 @@ def test_a_plan_that_does_not_fit_by_exact_bytes_is_rejected_under_the_rule_of_m
     assert some.rejected["device_memory"] == some.legal - some.feasible
 
 
+@pytest.mark.slow
 def test_as_many_plans_as_are_shown_fit_by_their_exact_bytes() -> None:
     job: dict[str, Any] = {"world_size": 8, "global_batch_size": 32, "memory_margin_gib": 0.0}
     job["pin"] = ["schedule=1f1b", "cp=1", "recompute=none"]

@@ -90,11 +90,11 @@ def found(engine: str, model: ModelSpec, memory_gib: float) -> SearchResult:
 
 @st.composite
 def plans(draw: st.DrawFn, engine: str) -> Plan:
-    """A layout of the planner's own space, with little memory for some: those recompute and offload."""
-    result = found(engine, draw(st.sampled_from(MODELS)), draw(st.sampled_from((3.0, 10.0, 60.0))))
+    """A layout of the planner's own space, with so little memory that some recompute or offload."""
+    model = draw(st.sampled_from(MODELS))
+    result = found(engine, model, 3.0)
     layout = result.table.layout(draw(st.integers(0, len(result.table) - 1)))
-    base = found(engine, result.problem.model, 60.0).best
-    assert base is not None
+    base = result.best or result.closest(1)[0]
     return base.model_copy(update={"layout": layout})
 
 

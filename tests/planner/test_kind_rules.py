@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import pytest
@@ -29,6 +30,7 @@ class DataFlags:
     reset_attention_mask: bool = True
 
 
+@cache
 def forms(model: ModelSpec) -> set[object]:
     """Forms of context parallelism that a search goes through."""
     table = search(model, **JOB).table

@@ -299,7 +299,7 @@ def test_plans_of_a_search_are_written_and_read_back(model: ModelSpec, framework
     )
     table = result.table
 
-    @settings(max_examples=60)
+    @settings(max_examples=30)
     @given(st.integers(0, len(table) - 1))
     def round_trip(row: int) -> None:
         layout = table.layout(row)
@@ -391,6 +391,7 @@ WORDS = st.sampled_from(
 )
 
 
+@pytest.mark.slow
 @given(st.lists(WORDS, max_size=12), st.sampled_from([None, 1, 6, 16]))
 def test_no_flags_raise(words: list[str], world_size: int | None) -> None:
     reading = read("--micro-batch-size 1 " + " ".join(words), world_size)

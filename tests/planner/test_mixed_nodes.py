@@ -86,6 +86,7 @@ def with_every_split(table: LayoutTable, layers: int) -> LayoutTable:
     )
 
 
+@pytest.mark.slow
 @settings(max_examples=40, deadline=None)
 @given(
     names=st.sampled_from(KINDS),
@@ -179,6 +180,7 @@ def test_a_kind_twice_as_fast_gets_about_twice_the_layers() -> None:
     assert max(idle_shares(best)) < 0.2
 
 
+@pytest.mark.slow
 def test_the_better_order_of_the_kinds_is_found_however_they_are_written() -> None:
     asked: dict[str, Any] = {"world_size": 4, "local_world_size": 2, "global_batch_size": 16}
     pin = ["vpp=1", "recompute=none"]

@@ -43,6 +43,7 @@ def in_order(found: list[tuple[float, float]]) -> bool:
     )
 
 
+@pytest.mark.slow
 @settings(max_examples=12, deadline=None)
 @given(
     objective=st.sampled_from(OBJECTIVES),

@@ -77,7 +77,7 @@ def run_of(plan: Plan, device: Device, with_parts: bool = True, **changes: objec
     return PastRun.model_validate(fields | changes)
 
 
-@pytest.mark.parametrize("with_parts", [True, False])
+@pytest.mark.parametrize("with_parts", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_layouts_that_the_fit_has_not_seen_come_out_right(plans: list[Plan], with_parts: bool) -> None:
     truth = machine_as_it_is()
     runs = [run_of(plan, truth, with_parts) for plan in plans]
@@ -112,6 +112,7 @@ def test_too_little_is_refused_with_what_is_missing(plans: list[Plan]) -> None:
             refits(some, TORCH)
 
 
+@pytest.mark.slow
 def test_the_command_writes_the_file_that_plans_are_made_with(
     plans: list[Plan], planner_command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

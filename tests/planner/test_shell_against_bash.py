@@ -235,6 +235,7 @@ def test_a_loop_over_what_trains_is_not_known() -> None:
     assert [word.unknown for word in after[1:]] == [("ARGS",), (), ("N",)]
 
 
+@pytest.mark.slow
 def test_loops_and_calls_end() -> None:
     loops = "while [ 1 = 1 ]; do B=1; done\nfor i in 1 2; do for j in $i 2; do C=2; done; done"
     script = f"f() {{ f; f; }}\nf\n{loops}\nA=2"

@@ -131,6 +131,7 @@ def test_a_file_that_a_script_sources_is_read_where_it_is_given() -> None:
     assert [(word.text, word.line) for word in script.not_sourced] == [("other.sh", 3)]
 
 
+@pytest.mark.slow
 def test_values_do_not_grow_without_end() -> None:
     source = "A=aaaaaaaaaa\n" + "A=$A$A\n" * 60 + "run $A"
     assert read_script(source).commands[-1][1].unknown

@@ -13,6 +13,7 @@ from planner import search
 from planner.ranking.result import SearchResult
 from planner.space.rules import LONGEST_CHUNK
 from runtime.settings.preflight import check_job
+from tests.support.layouts import layouts_of
 
 SMALL: dict[str, Any] = {"model": "gpt-22b", "world_size": 8, "max_global_batch_size": 16}
 
@@ -22,8 +23,7 @@ def solutions(result: SearchResult) -> LayoutTable:
 
 
 def recomputations(result: SearchResult) -> set[str]:
-    found = solutions(result)
-    return {found.layout(row).recompute for row in range(len(found))}
+    return {layout.recompute for layout in layouts_of(solutions(result))}
 
 
 def test_the_best_plan_recomputes_no_more_than_it_must() -> None:
@@ -84,8 +84,14 @@ def test_an_objective_of_memory_solves_nothing_and_one_of_time_does() -> None:
     [
         SMALL,
         {"model": "gpt-22b", "world_size": 2, "max_global_batch_size": 16},
-        {"model": "mixtral-8x7b", "world_size": 64, "device": "h100", "max_global_batch_size": 256},
-        {"model": "llama3-405b", "world_size": 16384, "device": "h100", "global_batch_size": 2048},
+        pytest.param(
+            {"model": "mixtral-8x7b", "world_size": 64, "device": "h100", "max_global_batch_size": 256},
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            {"model": "llama3-405b", "world_size": 16384, "device": "h100", "global_batch_size": 2048},
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=lambda job: job["model"],
 )
@@ -96,8 +102,8 @@ def test_what_is_solved_fits_and_the_runtime_takes_it(job: dict[str, Any]) -> No
     problem = result.problem
     held = peak_memory(problem.model, problem.cluster, problem.engine, found)
     assert (held <= problem.cluster.memory_bytes).all()
-    layouts = [found.layout(row) for row in range(len(found))]
-    first = [result.table.layout(row) for row in result.fitting[:500]]
+    layouts = layouts_of(found)
+    first = layouts_of(result.table.take(result.fitting[:500]))
     assert len(set(layouts)) == len(layouts) and len(set(first)) == len(first)
     for layout in layouts:
         check_job(problem.model, layout, job["world_size"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ from planner.inputs.batch import Batch
 from planner.inputs.pins import Pins, WherePossible, parse_pins
 from planner.space.grid import build, micro_batch_sizes, obstacle
 from planner.space.rules import first_violation
+from tests.support.layouts import layouts_of
 from tests.support.models import small_spec
 
 MIXTURE = {"experts": 4, "top_k": 2, "expert_ffn": 64}
@@ -138,7 +140,7 @@ def test_the_space_agrees_with_plain_loops(
     batch = Batch(size, maximum)
     space = build(model, world, batch, "bf16", {})
     considered, legal = by_loops(model, world, batch)
-    found = [space.table.layout(row) for row in range(len(space.table))]
+    found = layouts_of(space.table)
     assert space.considered == considered
     assert len(found) == len(legal)
     assert {key(layout) for layout in found} == legal
@@ -148,6 +150,12 @@ def test_the_space_agrees_with_plain_loops(
     assert all(
         layout.layers_per_stage == even_split(layers, len(layout.layers_per_stage)) for layout in found
     )
+
+
+@cache
+def free_layouts(batch: int) -> list[Layout]:
+    """All layouts of a small model on 8 devices with at most `batch` sequences."""
+    return layouts_of(build(small_spec(), 8, Batch(batch, True), "bf16", {}).table)
 
 
 @pytest.mark.parametrize(
@@ -174,14 +182,11 @@ def test_the_space_agrees_with_plain_loops(
 )
 def test_pins_leave_only_what_agrees_and_still_add_up(pins: Pins, holds: Any) -> None:
     space = build(small_spec(), 8, Batch(24, True), "bf16", pins)
-    layouts = [space.table.layout(row) for row in range(len(space.table))]
+    layouts = layouts_of(space.table)
     assert layouts and all(holds(layout) for layout in layouts)
     assert space.considered == len(layouts) + sum(space.illegal.values())
     if "layers_per_stage" not in pins:
-        free = build(small_spec(), 8, Batch(24, True), "bf16", {}).table
-        every = (
-            {key(free.layout(row)) for row in range(len(free))} if "micro_batch_size" not in pins else None
-        )
+        every = set(map(key, free_layouts(24))) if "micro_batch_size" not in pins else None
         assert every is None or {key(layout) for layout in layouts} <= every
 
 
@@ -207,16 +212,15 @@ def test_pins_leave_only_what_agrees_and_still_add_up(pins: Pins, holds: Any) ->
 def test_a_narrowed_space_is_the_part_of_the_whole_that_agrees(pin: Any, forbid: Any, holds: Any) -> None:
     batch = Batch(16, True)
     narrowed = build(small_spec(), 8, batch, "bf16", parse_pins(pin, forbid))
-    whole = build(small_spec(), 8, batch, "bf16", {}).table
     forms = (
         ("ring", "all_to_all") if pin == "cp_form=ring,all_to_all" else ("all_gather", "ring", "all_to_all")
     )
     wanted = {
         layout
-        for layout in map(whole.layout, range(len(whole)))
+        for layout in free_layouts(16)
         if holds(layout) and (layout.context_parallel == 1 or layout.context_parallel_form in forms)
     }
-    found = [narrowed.table.layout(row) for row in range(len(narrowed.table))]
+    found = layouts_of(narrowed.table)
     assert set(found) == wanted and len(found) == len(wanted)
     assert narrowed.considered == len(found) + sum(narrowed.illegal.values())
 
@@ -260,7 +264,7 @@ def test_a_table_writes_out_what_is_asked_for_alone(pin: list[str] | None) -> No
 
 def test_rows_of_one_family_differ_in_what_they_recompute_only() -> None:
     space = build(small_spec(), 4, Batch(8), "bf16", {})
-    layouts = [space.table.layout(row) for row in range(len(space.table))]
+    layouts = layouts_of(space.table)
     families: dict[int, list[Layout]] = {}
     for number, layout in zip(space.family.tolist(), layouts, strict=True):
         families.setdefault(number, []).append(layout)
@@ -282,11 +286,10 @@ def test_where_possible_is_the_value_in_groups_and_off_elsewhere() -> None:
     pins: Pins = {"zero_stage": WherePossible(1), "sequence_parallel": WherePossible(True)}
     space = build(small_spec(), 8, Batch(24, True), "bf16", pins)
     free = build(small_spec(), 8, Batch(24, True), "bf16", {})
-    layouts = [space.table.layout(row) for row in range(len(space.table))]
-    every = [free.table.layout(row) for row in range(len(free.table))]
+    layouts = layouts_of(space.table)
     wanted = [
         layout
-        for layout in every
+        for layout in free_layouts(24)
         if layout.zero_stage == (layout.data_parallel * layout.context_parallel > 1)
         and layout.sequence_parallel == (layout.tensor_parallel > 1)
     ]
@@ -301,12 +304,10 @@ def test_where_possible_is_the_value_in_groups_and_off_elsewhere() -> None:
 
 def test_a_maximum_batch_is_used_up_to_the_last_whole_unit() -> None:
     table = build(small_spec(), 8, Batch(100, True), "bf16", {}).table
-    for row in range(len(table)):
-        layout = table.layout(row)
-        unit = layout.micro_batch_size * layout.data_parallel
-        unit *= layout.pipeline_parallel if layout.schedule.startswith("interleaved") else 1
-        assert layout.global_batch_size % unit == 0
-        assert 100 - unit < layout.global_batch_size <= 100
+    turns = np.where(table.runs("interleaved", "interleaved_zb"), table.pipeline_parallel, 1)
+    unit = table.micro_batch_size * table.data_parallel * turns
+    assert (table.global_batch_size % unit == 0).all()
+    assert ((100 - unit < table.global_batch_size) & (table.global_batch_size <= 100)).all()
 
 
 def test_micro_batches_are_powers_of_two_and_divisors() -> None:

@@ -48,7 +48,10 @@ def test_places_with_twins_are_settled_at_once(monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.parametrize(
     "problem",
-    [PROBLEM, {"model": "gpt-22b", "world_size": 64, "max_global_batch_size": 16}],
+    [
+        pytest.param(PROBLEM, marks=pytest.mark.slow),
+        {"model": "gpt-22b", "world_size": 64, "max_global_batch_size": 16},
+    ],
     ids=["some twins", "small"],
 )
 def test_plans_whose_bytes_nobody_looks_at_have_the_same_places(problem: dict[str, Any]) -> None:

@@ -107,6 +107,7 @@ def test_each_size_has_the_plan_of_its_own_search(found: Sizes) -> None:
         assert size.run == alone.run("1T")
 
 
+@pytest.mark.slow
 def test_the_front_is_what_no_other_size_beats_in_time_and_cost(found: Sizes) -> None:
     points = {size.world_size: (size.run.days, size.run.device_hours) for size in found.sizes if size.run}
     front = [size.world_size for size in found.front]
@@ -120,7 +121,10 @@ def test_the_front_is_what_no_other_size_beats_in_time_and_cost(found: Sizes) ->
     assert 1 < len(front) < len(points)
 
 
-@pytest.mark.parametrize("objective", ["throughput", "step-time", "cost", "memory"])
+@pytest.mark.parametrize(
+    "objective",
+    ["throughput", "memory", *(pytest.param(name, marks=pytest.mark.slow) for name in ("step-time", "cost"))],
+)
 def test_the_chosen_size_is_best_by_the_objective(objective: str) -> None:
     found = sizes_of("16..64", objective=objective)
     figures = {
@@ -202,6 +206,7 @@ def test_sizes_after_the_first_keep_all_of_the_cluster() -> None:
         assert size.plan == alone.best
 
 
+@pytest.mark.slow
 def test_where_nothing_fits_the_error_is_that_of_the_largest_size() -> None:
     found = planner.sizes("llama2-70b", world_size="2,4", **HELD)
     assert found.chosen is None and found.front == ()
@@ -233,6 +238,7 @@ def test_what_is_wrong_with_every_size_ends_in_one_line(arguments: dict[str, Any
     assert line in str(caught.value) and "\n" not in str(caught.value)
 
 
+@pytest.mark.slow
 def test_failures_count_in_days_and_may_stop_the_large_sizes_only() -> None:
     plain, failing = sizes_of("16,128"), sizes_of("16,128", failures=Failures(2_000.0))
     for one, other in zip(plain.sizes, failing.sizes, strict=True):

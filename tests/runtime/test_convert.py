@@ -163,6 +163,7 @@ def test_weights_of_another_model_are_refused(pool: WorkerPool, tmp_path: Path) 
         pool.run(model_files.loss_with_loaded_weights, 1, other, parse_layout("gbs=4", other), str(tmp_path))
 
 
+@pytest.mark.slow
 def test_number_formats_can_be_chosen_both_ways(tmp_path: Path) -> None:
     skip_unless_there("deepseek_v3")
     model, _ = hugging_face("deepseek_v3", tmp_path / "hf")

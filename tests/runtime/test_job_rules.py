@@ -17,7 +17,7 @@ from runtime.job.continuation import plan_for_ranks
 from runtime.settings.job_rules import check_rules, job_rules, reachable_batch
 from runtime.settings.options import DataOptions, TrainingOptions
 from runtime.settings.preflight import check_training
-from tests.support.layouts import parse_layout
+from tests.support.layouts import layouts_of, parse_layout
 from tests.support.models import MODELS
 
 MODEL = MODELS["llama"]
@@ -35,16 +35,17 @@ def test_flags_that_are_not_given_rule_nothing_out() -> None:
 
 def test_compiled_jobs_get_no_schedule_that_splits_backward() -> None:
     result = search(MODEL, pin=["pp=2"], rules=job_rules(COMPILE), **JOB)
-    schedules = {result.table.layout(row).schedule for row in range(len(result.table))}
+    schedules = {layout.schedule for layout in layouts_of(result.table)}
     assert schedules == {"1f1b", "interleaved"}
     assert result.illegal["compile_schedule"] > 0
 
 
 def test_masks_of_documents_leave_no_ring() -> None:
-    pins = ["cp=2"]
-    forms = {plan.layout.context_parallel_form for plan in search(MODEL, pin=pins, **JOB).plans(200)}
-    result = search(MODEL, pin=pins, rules=job_rules(MASK), **JOB)
-    assert forms - {plan.layout.context_parallel_form for plan in result.plans(200)} == {"ring"}
+    free, masked = (search(MODEL, pin=["cp=2"], rules=rules, **JOB) for rules in ((), job_rules(MASK)))
+    every, some = (
+        {layout.context_parallel_form for layout in layouts_of(each.table)} for each in (free, masked)
+    )
+    assert every - some == {"ring"}
 
 
 @pytest.mark.parametrize("ramp", [(4, 4, 100), (4, 2, 100), (8, 8, 100), (16, 3, 100), (1, 5, 9)])
@@ -68,7 +69,7 @@ def test_the_ramp_allows_what_can_run_every_size_of_it(ramp: tuple[int, int, int
         return full in sizes and all(runs(layout, size) for size in sizes)
 
     def enumerated(result: Any) -> list[Any]:
-        return [result.table.layout(row) for row in range(result.legal - result.solutions)]
+        return layouts_of(result.table)[: result.legal - result.solutions]
 
     assert enumerated(ramped) == [layout for layout in enumerated(every) if climbs(layout)]
 
@@ -120,6 +121,7 @@ def test_a_job_that_goes_on_with_other_ranks_keeps_its_rules() -> None:
         check_training(again, COMPILE, MASK)
 
 
+@pytest.mark.slow
 def test_pasted_flags_cut_the_space_of_suggest_and_explain(planner_command: Any) -> None:
     words = ["--model", "llama2-7b", "--world-size", "8", "--global-batch-size", "32", "--json"]
     code, out, err = planner_command("suggest", *words, "--pin", "pp=2", "--compile", "--lr", "0.1")

@@ -88,7 +88,7 @@ def test_bytes_are_those_that_are_counted_and_as_published() -> None:
     assert 8 * held(14336, 4096) / (14336 * 4096) == pytest.approx(4.127, abs=5e-4)
 
 
-@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_products_and_gradients_are_those_of_the_dense_matrix(dtype: torch.dtype, compiled: bool) -> None:
     weight, bias = stored(drawn(96, 100, 1), dtype), torch.randn(96).to(dtype)

@@ -45,7 +45,7 @@ EXPERTS = {"expert_parallel": 2, "data_parallel": 2}
         ("gpt3-175b", "embedding", False, SPLIT),
         ("llama3-70b", "dense", False, SPLIT | {"recompute": "full"}),
         ("llama3-70b", "head", False, {}),
-        ("mixtral-8x7b", "experts", False, EXPERTS),
+        pytest.param("mixtral-8x7b", "experts", False, EXPERTS, marks=pytest.mark.slow),
         pytest.param("llama3-70b", "dense", True, {"context_parallel": 2}, marks=pytest.mark.slow),
         pytest.param("qwen3-30b-a3b", "experts", True, EXPERTS, marks=pytest.mark.slow),
         pytest.param("gpt3-175b", "head", True, SPLIT, marks=pytest.mark.slow),

