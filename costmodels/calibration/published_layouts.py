@@ -26,6 +26,7 @@ PRECISIONS = {
     "bf16": "bf16",
     "fp8": "fp8",
     "mxfp8": "fp8",
+    "nvfp4": "nvfp4",
     "float8": "fp8",
     "float16": "fp16",
     "bfloat16": "bf16",

@@ -59,6 +59,14 @@ def test_a_source_may_correct_its_columns():
     assert vtrain("vtrain_multi").layouts[0].recompute == "full"
 
 
+def test_only_a_vocabulary_that_is_not_padded_slows_the_head_of_one_device():
+    # Both sources are of one engine, whose own runs pad it.
+    alone, padded = vtrain().engine, vtrain("vtrain_multi").engine
+    assert alone.gemm.whole_head_efficiency < 0.6
+    assert padded.gemm.whole_head_efficiency == 1.0
+    assert alone.name == padded.name
+
+
 def test_a_source_may_have_measured_its_nodes():
     measured = vtrain().cluster.measured
     assert [(row.devices, row.nodes) for row in measured] == [(2, 1), (4, 1), (8, 1)]

@@ -149,7 +149,7 @@ def test_blanks_are_skipped_under_their_name(column, reason):
         ({"gpu": "TPU v9"}, "gpu unknown"),
         ({"model_name": "mamba-3b"}, "layers other than equal attention and MLP"),
         ({"model_name": "unheard-of", "ffn": ""}, "architecture unknown, and ffn not published"),
-        ({"precision": "nvfp4"}, "precision nvfp4 not modelled"),
+        ({"precision": "mxfp4"}, "precision mxfp4 not modelled"),
         ({"layers": "many"}, "layers is no number"),
         ({"tp": "two"}, "tp is no number"),
         ({"dp": "2"}, "tp x pp x cp x dp is not gpus"),
