@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
+
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Placement
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Placement
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 
 def local_part(tensor: Tensor) -> Tensor:
@@ -17,6 +21,17 @@ def like_parameter(local: Tensor, parameter: Tensor) -> Tensor:
         return local
     # Not from_local, which would move what is offloaded to the host to the device of the mesh.
     return DTensor(local, parameter._spec, requires_grad=False)  # type: ignore[no-untyped-call]
+
+
+def as_distributed(local: Tensor, like: Tensor, mesh: DeviceMesh, places: Sequence[Placement]) -> Tensor:
+    """`local` as a distributed tensor of the shape of `like`."""
+    meta = TensorMeta(like.shape, like.stride(), local.dtype)
+    return DTensor(local, DTensorSpec(mesh, tuple(places), meta), requires_grad=False)  # type: ignore[no-untyped-call]
+
+
+def partial_sums(places: Iterable[Placement]) -> list[Placement]:
+    """How the gradient of what computes as `places` is split: that of what all hold is a sum to be made."""
+    return [Partial() if place.is_replicate() else place for place in places]
 
 
 def split_dim(place: Placement) -> int | None:
