@@ -31,10 +31,10 @@ def sharded_gradient_rows(engine: Engine, table: LayoutTable) -> Bools:
     return result
 
 
-def fsdp_rows(table: LayoutTable, has_experts: bool) -> Bools:
-    """Rows whose parameters FSDP2 manages: all but those of fp32 that no other rank holds.
+def copied_rows(table: LayoutTable, has_experts: bool) -> Bools:
+    """Rows that compute with copies of their parameters: all but those of fp32 that no other rank holds.
 
-    The runtime wraps all of a stage or nothing of it, and tensor-parallel ranks may hold the same experts.
+    The runtime copies all of a stage or nothing of it, and tensor-parallel ranks may hold the same experts.
     """
     apart = table.precision not in ("fp32", "tf32")
     result: Bools = (table.replicas > 1) | table.offload_optimizer | apart
@@ -70,9 +70,9 @@ def _states(
     makes that copy of a layer as it frees the sum, so that one follows the other; elsewhere both are there.
     """
     policy = engine.memory_policy(table.precision)
-    frees, wraps = sharded_parameter_rows(table), fsdp_rows(table, has_experts)
+    frees, copied = sharded_parameter_rows(table), copied_rows(table, has_experts)
     on_host = table.offload_optimizer & engine.sharding.fully_sharded
-    copies = wraps if engine.sharding.fully_sharded else replicas > 1
+    copies = copied if engine.sharding.fully_sharded else replicas > 1
     copy = np.where(~frees & copies & ~on_host, policy.shard, 0.0) / shards
     master = engine.sharding.fully_sharded and policy.optimizer > ADAM_STATE
     permanent = 0.0 if master else np.where(on_host, 0.0, policy.parameters / shards)
@@ -83,7 +83,7 @@ def _states(
     if table.gradient_reduction == "bf16" and policy.gradients > NARROW:
         wide = np.where(on_host, 0.0, MASTER / shards)
         summed = np.maximum(NARROW, wide) if engine.sharding.fully_sharded else NARROW + wide
-        whole = np.where(wraps, summed, whole) if engine.sharding.fully_sharded else summed
+        whole = np.where(copied, summed, whole) if engine.sharding.fully_sharded else summed
     sharded = np.where(on_host, 0.0, policy.gradients / shards)
     state = policy.optimizer - ADAM_STATE + layer_state(table)
     return (
