@@ -110,9 +110,7 @@ class RankCosts:
     def accumulation(self) -> dict[int, tuple[Floats, Floats]]:
         """`accumulation_seconds` on each site, [n]."""
         return {
-            code: accumulation_seconds(
-                self.sites[code].engine, self.sites[code].cluster.device, self.table, self.model.experts > 0
-            )
+            code: accumulation_seconds(self.sites[code].engine, self.sites[code].cluster.device, self.table)
             for code in self.codes
         }
 

@@ -35,9 +35,7 @@ def _calls(engine: Engine, table: LayoutTable) -> tuple[Ints, Ints]:
     return reductions, gathers
 
 
-def accumulation_seconds(
-    engine: Engine, device: Device, table: LayoutTable, has_experts: bool
-) -> tuple[Floats, Floats]:
+def accumulation_seconds(engine: Engine, device: Device, table: LayoutTable) -> tuple[Floats, Floats]:
     """Seconds per parameter to add up gradients and to copy them: for each micro batch, and once a step.
 
     With g bytes of a gradient as backward leaves it and a bytes of a sum, an addition is 2a + g bytes of
@@ -58,7 +56,7 @@ def accumulation_seconds(
     zero = np.zeros(len(table))
     if not engine.sharding.fully_sharded:
         return zero + adding / rate, zero
-    wrapped, several = copied_rows(table, has_experts), table.micro_batches > 1
+    wrapped, several = copied_rows(table), table.micro_batches > 1
     first = 0.0 if total == gradient else gradient + total
     _, gathers = _calls(engine, table)
     copied_out = 2 * gradient + (MASTER + gradient) / table.zero_shards

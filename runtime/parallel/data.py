@@ -41,13 +41,12 @@ def needs_data_parallel(layout: Layout, grid: Grid) -> bool:
     return shares or layout.offload_optimizer
 
 
-def wraps_stages(layout: Layout, grid: Grid) -> bool:
+def wraps_stages(layout: Layout) -> bool:
     """Whether FSDP2 wraps the stages: it splits parameters, or the host keeps them.
 
     Where ranks hold all of them, `runtime.parallel.working_copies` reduces their gradients.
     """
-    splits = layout.zero_stage > 0 or layout.offload_optimizer
-    return splits and needs_data_parallel(layout, grid)
+    return layout.zero_stage > 0 or layout.offload_optimizer
 
 
 def data_parallel(stage: Transformer, layout: Layout, grid: Grid) -> None:

@@ -1,8 +1,8 @@
 """Parameters that compute where none is split over data-parallel ranks, beside those that the optimizer sees.
 
 FSDP2 keeps the two apart as well, and what is computed is the same to the bit; but where nothing is split,
-its hooks around every layer are host time for nothing. Copies are there while a step computes, and take no
-memory while the optimizer works.
+its hooks around every layer are host time for nothing. Copies in 16 bits are there while a step computes, and
+take no memory while the optimizer works; those in fp32 share that of the parameters.
 
 Where other ranks hold the same parameters, gradients of a layer add up in one buffer, which the last backward
 pass of a step sums over these ranks as soon as the layer is done, while it goes on with the layers before.
@@ -163,20 +163,24 @@ class WorkingCopies:
                 if not parameter.requires_grad:
                     continue
                 if parameter not in self.copies:
-                    self.copies[parameter] = nn.Parameter(local_part(parameter.detach()).to(dtype, copy=True))
+                    self.copies[parameter] = nn.Parameter(local_part(parameter.detach()).to(dtype))
                 self.places.append((module, name, parameter))
-        self.parameters = [local_part(one.detach()) for one in self.copies]
-        self.locals = {one: one.detach() for one in self.copies.values()}
+        apart = {one: copy for one, copy in self.copies.items() if copy.dtype != one.dtype}
+        self.parameters = [local_part(one.detach()) for one in apart]
+        self.locals = {one: one.detach() for one in apart.values()}
+        """Those that do not share the memory of the parameters."""
         self.bytes = [one.untyped_storage().nbytes() for one in self.locals.values()]
         self.groups = [
             (masters, self._sums(masters, DTYPES[layout.gradient_reduction])) for masters in _groups(stage)
         ]
         self.waiting: list[GradientSums] = []
         """Those whose reduction the running step has not begun, in the order in which ranks do."""
-        self._free(self.copies.values())
+        self._free(self.locals)
 
     def _sums(self, masters: list[nn.Parameter], dtype: torch.dtype) -> GradientSums:
         copies, group = [self.copies[one] for one in masters], group_of(masters[0])
+        if group is None and copies[0] not in self.locals:
+            dtype = copies[0].dtype
         for master, copy in zip(masters, copies, strict=True):
             if KEEPS_WIDE and copy.dtype != dtype and not is_split(master):
                 copy.grad_dtype = None
@@ -192,7 +196,7 @@ class WorkingCopies:
             yield
         finally:
             self._put({one: one for one in self.copies})
-            self._free(self.copies.values())
+            self._free(self.locals)
         self.hand_over()
 
     def fill(self) -> None:
@@ -200,7 +204,8 @@ class WorkingCopies:
         into = list(self.locals.values())
         for local, size in zip(into, self.bytes, strict=True):
             local.untyped_storage().resize_(size)
-        torch._foreach_copy_(into, self.parameters)
+        if into:
+            torch._foreach_copy_(into, self.parameters)
 
     def add_gradients(self) -> None:
         """Add up gradients that no backward pass of autograd has made, but a schedule that splits it."""
@@ -242,7 +247,8 @@ class WorkingCopies:
 
     def _free(self, copies: Iterable[nn.Parameter]) -> None:
         for copy in copies:
-            self.locals[copy].untyped_storage().resize_(0)
+            if copy in self.locals:
+                self.locals[copy].untyped_storage().resize_(0)
 
 
 def _groups(stage: Transformer) -> list[list[nn.Parameter]]:

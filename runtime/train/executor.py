@@ -22,7 +22,7 @@ class Executor(Protocol):
     stages: list[Transformer]
     loss: TokenLoss
     copies: list[WorkingCopies]
-    """Of the parameters of the stages, where FSDP2 does not wrap them and they need some."""
+    """Of the parameters of the stages, where FSDP2 does not wrap them."""
 
     def use_documents(self, documents: Documents) -> None:
         """Let `documents` ready the stages before each pass of a micro batch."""

@@ -80,7 +80,7 @@ def build_stage(spec: ModelSpec, layout: Layout, grid: Grid, index: int, graph_l
                 _compile(block, in_two)
     if layout.offload_activations:
         offload_activations(stage, layout)
-    if wraps_stages(layout, grid):
+    if wraps_stages(layout):
         data_parallel(stage, layout, grid)
     elif needs_data_parallel(layout, grid):
         replicate(stage, grid)
@@ -177,8 +177,7 @@ def executor_of(
     """The executor that runs the micro batches of `stages`."""
     loss = TokenLoss(spec, layout, grid, compiled)
     copies = []
-    shares = needs_data_parallel(layout, grid)
-    if not wraps_stages(layout, grid) and (shares or layout.precision != "fp32"):
+    if not wraps_stages(layout):
         copies = [WorkingCopies(stage, layout) for stage in stages]
     if layout.pipeline_parallel == 1:
         return Accumulation(stages, layout, loss, copies)

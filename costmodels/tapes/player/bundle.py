@@ -58,18 +58,9 @@ class Policy(NamedTuple):
     """Parameters are split along the first side that can be split evenly."""
 
 
-def shares_parameters(layout: Layout, has_experts: bool) -> bool:
-    """Whether ranks share parameters or gradients (`runtime.parallel.data.needs_data_parallel`)."""
-    shares = layout.data_parallel * layout.context_parallel > 1
-    if has_experts:
-        shares = shares or expert_holders(layout) > 1
-    return shares or layout.offload_optimizer
-
-
-def wraps_parameters(layout: Layout, has_experts: bool) -> bool:
+def wraps_parameters(layout: Layout) -> bool:
     """Whether FSDP2 manages parameters (`runtime.parallel.data.wraps_stages`)."""
-    splits = layout.zero_stage > 0 or layout.offload_optimizer
-    return splits and shares_parameters(layout, has_experts)
+    return layout.zero_stage > 0 or layout.offload_optimizer
 
 
 def expert_holders(layout: Layout) -> int:

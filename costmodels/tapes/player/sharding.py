@@ -33,15 +33,12 @@ State = tuple[bool, ...]
 class Group:
     """`FSDPParamGroup`: a bundle of parameters in the course of a step."""
 
-    def __init__(
-        self, heap: Heap, traffic: Traffic, bundle: Bundle, is_root: bool, wraps: bool, shares: bool
-    ) -> None:
+    def __init__(self, heap: Heap, traffic: Traffic, bundle: Bundle, is_root: bool, wraps: bool) -> None:
         """`wraps`: FSDP2 manages it; else its parameters are there, and gradients are added up, beside those
-        of the optimizer where these are wider or ranks share something (`runtime.parallel.working_copies`).
-        """
+        of the optimizer where these are wider (`runtime.parallel.working_copies`)."""
         self.heap, self.traffic, self.bundle, self.ways = heap, traffic, bundle, bundle.ways
         self.wraps = wraps and len(bundle.parts) > 0
-        self.copies = not wraps and (shares or bundle.policy.width != MASTER)
+        self.copies = not wraps and bundle.policy.width != MASTER
         self.reduces = not wraps and bundle.policy.holders > 1
         """Ranks sum its gradients in one buffer."""
         self.casts = self.wraps and bundle.ways.casts_gradients and bundle.policy.converts
@@ -251,13 +248,13 @@ class Group:
 
     def hand_over(self) -> None:
         """The end of the passes of a step: gradients as the optimizer sees them."""
-        if not self.copies:
+        if not (self.copies or self.reduces):
             return
         heap, bundle = self.heap, self.bundle
         self._free_copies()
         self.add_up()
         narrow = self.has_sums and bundle.policy.reduced != MASTER
-        if self.has_fresh and bundle.policy.width != MASTER:
+        if self.has_fresh:
             replace(heap, bundle.made, bundle.wide)
         elif narrow and self.reduces:
             for one in bundle.wide:

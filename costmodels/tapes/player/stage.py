@@ -10,13 +10,7 @@ from costmodels.dataclass import dataclass
 from costmodels.spec.layout import SPLIT_BACKWARD, Layout
 from costmodels.spec.model import ModelSpec
 from costmodels.tapes.dimensions import dimensions
-from costmodels.tapes.player.bundle import (
-    Bundle,
-    casts_of,
-    policy_of,
-    shares_parameters,
-    wraps_parameters,
-)
+from costmodels.tapes.player.bundle import Bundle, casts_of, policy_of, wraps_parameters
 from costmodels.tapes.player.casts import Casts, Manner
 from costmodels.tapes.player.chain import Chain, Unit
 from costmodels.tapes.player.heap import (
@@ -62,8 +56,7 @@ class Setting:
 
     def __init__(self, model: ModelSpec, layout: Layout, ways: Ways) -> None:
         self.model, self.layout, self.ways, self.heap = model, layout, ways, Heap()
-        self.wraps = wraps_parameters(layout, model.experts > 0)
-        self.shares = shares_parameters(layout, model.experts > 0)
+        self.wraps = wraps_parameters(layout)
         self.policies = {experts: policy_of(layout, experts) for experts in (False, True)}
         alone = {"tensor_parallel": 1, "sequence_parallel": False, "expert_tensor_parallel": 1}
         self.sizes = Sizes(dimensions(model, layout), self.casts)
@@ -230,11 +223,11 @@ class Stage:
                 own.pop()
             parts += own
         bundle = self.setting.bundle_of(parts, experts=False, is_layer=False)
-        return Group(self.heap, self.traffic, bundle, True, self.setting.wraps, self.setting.shares)
+        return Group(self.heap, self.traffic, bundle, True, self.setting.wraps)
 
     def _group(self, tape: Tape, one: Played, name: str) -> Group:
         bundle = self.setting.bundle(tape, one, name)
-        return Group(self.heap, self.traffic, bundle, False, self.setting.wraps, self.setting.shares)
+        return Group(self.heap, self.traffic, bundle, False, self.setting.wraps)
 
     # What a schedule does with parameters.
 
