@@ -23,10 +23,16 @@ def like_parameter(local: Tensor, parameter: Tensor) -> Tensor:
     return DTensor(local, parameter._spec, requires_grad=False)  # type: ignore[no-untyped-call]
 
 
-def as_distributed(local: Tensor, like: Tensor, mesh: DeviceMesh, places: Sequence[Placement]) -> Tensor:
-    """`local` as a distributed tensor of the shape of `like`."""
-    meta = TensorMeta(like.shape, like.stride(), local.dtype)
-    return DTensor(local, DTensorSpec(mesh, tuple(places), meta), requires_grad=False)  # type: ignore[no-untyped-call]
+def spec_like(tensor: Tensor, mesh: DeviceMesh, places: Sequence[Placement]) -> DTensorSpec:
+    """How a tensor like `tensor` is split where it is as `places` say."""
+    return DTensorSpec(mesh, tuple(places), TensorMeta(tensor.shape, tensor.stride(), tensor.dtype))
+
+
+def as_distributed(local: Tensor, spec: DTensorSpec | None) -> Tensor:
+    """`local` as a distributed tensor; as it is without a `spec`."""
+    if spec is None:
+        return local
+    return DTensor(local, spec, requires_grad=False)  # type: ignore[no-untyped-call]
 
 
 def partial_sums(places: Iterable[Placement]) -> list[Placement]:

@@ -9,10 +9,11 @@ from __future__ import annotations
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Placement, Replicate
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 from runtime.model.experts import Experts
 from runtime.model.transformer import Transformer
-from runtime.parallel.local_tensors import as_distributed, local_part, partial_sums
+from runtime.parallel.local_tensors import as_distributed, local_part, partial_sums, spec_like
 from runtime.parallel.mesh import Grid
 
 REPLICAS = ("dp_replicate", "e_replicate")
@@ -34,9 +35,8 @@ def replicate(stage: Transformer, grid: Grid) -> None:
                 continue
             if parameter not in made:
                 dims = (replicas, *_dims(parameter))
-                places = (Replicate(), *_placements(parameter))
-                local = local_part(parameter.detach())
-                made[parameter] = nn.Parameter(as_distributed(local, parameter, mesh[dims], places))
+                spec = spec_like(parameter, mesh[dims], (Replicate(), *_placements(parameter)))
+                made[parameter] = nn.Parameter(as_distributed(local_part(parameter.detach()), spec))
             module.register_parameter(name, made[parameter])
     stage.tie()
 
@@ -55,16 +55,16 @@ def is_split(parameter: Tensor) -> bool:
     return isinstance(parameter, DTensor) and parameter.device_mesh.ndim > (group_of(parameter) is not None)
 
 
-def as_gradient(local: Tensor, parameter: Tensor) -> Tensor:
-    """What those ranks have summed, as the gradient of a parameter.
+def gradient_spec(parameter: Tensor) -> DTensorSpec | None:
+    """How the gradient of a parameter is distributed once those ranks have summed it; None if it is not.
 
     Ranks that split the computation, and not the parameter, have a sum still to make.
     """
     if not isinstance(parameter, DTensor):
-        return local
+        return None
     summed = int(group_of(parameter) is not None)
     places = (*parameter.placements[:summed], *partial_sums(parameter.placements[summed:]))
-    return as_distributed(local, parameter, parameter.device_mesh, places)
+    return spec_like(parameter, parameter.device_mesh, places)
 
 
 def _dims(tensor: Tensor) -> tuple[str, ...]:

@@ -22,8 +22,8 @@ from costmodels import Layout
 from runtime.model.experts import MixtureOfExperts
 from runtime.model.number_formats import DTYPES
 from runtime.model.transformer import Transformer
-from runtime.parallel.local_tensors import local_part
-from runtime.parallel.replicas import as_gradient, group_of, is_split
+from runtime.parallel.local_tensors import as_distributed, local_part
+from runtime.parallel.replicas import gradient_spec, group_of, is_split
 
 KEEPS_WIDE = torch.__version__ >= "2.15"
 """FSDP2 adds up what autograd gives in more than 16 bits, as it does for norms, without rounding it, but for
@@ -173,6 +173,7 @@ class WorkingCopies:
         self.groups = [
             (masters, self._sums(masters, DTYPES[layout.gradient_reduction])) for masters in _groups(stage)
         ]
+        self.gradient_specs = {master: gradient_spec(master) for master in self.copies}
         self.waiting: list[GradientSums] = []
         """Those whose reduction the running step has not begun, in the order in which ranks do."""
         self._free(self.locals)
@@ -239,7 +240,8 @@ class WorkingCopies:
         self.reduce()
         for masters, sums in self.groups:
             for number, gradient in sums.take():
-                masters[number].grad = as_gradient(gradient, masters[number])
+                master = masters[number]
+                master.grad = as_distributed(gradient, self.gradient_specs[master])
 
     def _put(self, values: dict[nn.Parameter, nn.Parameter]) -> None:
         for module, name, parameter in self.places:
