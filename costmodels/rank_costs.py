@@ -110,7 +110,9 @@ class RankCosts:
     def accumulation(self) -> dict[int, tuple[Floats, Floats]]:
         """`accumulation_seconds` on each site, [n]."""
         return {
-            code: accumulation_seconds(self.sites[code].engine, self.sites[code].cluster.device, self.table)
+            code: accumulation_seconds(
+                self.sites[code].engine, self.sites[code].cluster.device, self.table, self.model.experts > 0
+            )
             for code in self.codes
         }
 

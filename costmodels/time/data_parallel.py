@@ -35,7 +35,9 @@ def _calls(engine: Engine, table: LayoutTable) -> tuple[Ints, Ints]:
     return reductions, gathers
 
 
-def accumulation_seconds(engine: Engine, device: Device, table: LayoutTable) -> tuple[Floats, Floats]:
+def accumulation_seconds(
+    engine: Engine, device: Device, table: LayoutTable, has_experts: bool
+) -> tuple[Floats, Floats]:
     """Seconds per parameter to add up gradients and to copy them: for each micro batch, and once a step.
 
     With g bytes of a gradient as backward leaves it and a bytes of a sum, an addition is 2a + g bytes of
@@ -56,7 +58,9 @@ def accumulation_seconds(engine: Engine, device: Device, table: LayoutTable) -> 
     zero = np.zeros(len(table))
     if not engine.sharding.fully_sharded:
         return zero + adding / rate, zero
-    wrapped, several = copied_rows(table), table.micro_batches > 1
+    copies, several = copied_rows(table), table.micro_batches > 1
+    # In fp32, ranks that hold the same parameters copy gradients alone.
+    reduces = copies | (table.replicas > 1) | (has_experts & (table.expert_replicas > 1))
     first = 0.0 if total == gradient else gradient + total
     _, gathers = _calls(engine, table)
     copied_out = 2 * gradient + (MASTER + gradient) / table.zero_shards
@@ -64,11 +68,11 @@ def accumulation_seconds(engine: Engine, device: Device, table: LayoutTable) -> 
     eager = sharded_gradient_rows(engine, table)
     sharded = gradient + total + several * 3 * MASTER / table.zero_shards
     each: Floats = np.where(eager, sharded, several * adding)
-    once: Floats = np.where(eager, 0.0, several * (first - adding) + wrapped * handed_over)
+    once: Floats = np.where(eager, 0.0, several * (first - adding) + reduces * handed_over)
     # Stage 3 gathers in every pass, the others in the first one.
     every = table.zero_stage == 3
     each = each + every * copied_out * gathers / table.micro_batches
-    once = once + ~every * wrapped * copied_out
+    once = once + ~every * copies * copied_out
     return each / rate, once / rate
 
 
