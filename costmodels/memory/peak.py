@@ -164,7 +164,7 @@ def gathered_bytes(engine: Engine, table: LayoutTable, sizes: UnitSizes, ranks: 
 def frozen_bytes(engine: Engine, table: LayoutTable, sizes: UnitSizes, ranks: Ranks) -> Floats:
     """Bytes of frozen parameters at the peak, [n, k], or `ZERO`: in the format that computes, no masters.
 
-    FSDP2 gathers copies of what ranks share, whatever the stage; with ZeRO 3, a layer or two at a time.
+    FSDP2 gathers copies of what ranks share, from ZeRO 1 on; with ZeRO 3, a layer or two at a time.
     Matrices in 4 bits are no parameters to it: all ranks hold them whole.
     """
     if not (sizes.frozen_dense_layer.any() or sizes.frozen_moe_layer.any()):
@@ -172,6 +172,7 @@ def frozen_bytes(engine: Engine, table: LayoutTable, sizes: UnitSizes, ranks: Ra
     shared, experts = frozen_parameters(sizes, ranks)
     element, frees = element_bytes(table.precision), sharded_parameter_rows(table)[:, None]
     wraps = (table.replicas > 1) | (bool(sizes.frozen_experts.any()) & (table.expert_replicas > 1))
+    wraps = wraps & ((table.zero_stage > 0) | table.offload_optimizer)
     copies = (wraps & engine.sharding.fully_sharded)[:, None]
     layer = np.maximum(sizes.frozen_dense_layer, sizes.frozen_moe_layer + sizes.frozen_experts)[:, None]
     ends = ranks.first * sizes.frozen_embedding[:, None] + ranks.last * sizes.frozen_head[:, None]

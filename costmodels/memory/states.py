@@ -31,14 +31,11 @@ def sharded_gradient_rows(engine: Engine, table: LayoutTable) -> Bools:
     return result
 
 
-def fsdp_rows(table: LayoutTable, has_experts: bool) -> Bools:
-    """Rows whose parameters FSDP2 manages: all but those of fp32 that no other rank holds.
-
-    The runtime wraps all of a stage or nothing of it, and tensor-parallel ranks may hold the same experts.
-    """
+def copied_rows(table: LayoutTable) -> Bools:
+    """Rows that compute with copies of their parameters: all but those of fp32 that nothing splits."""
     apart = table.precision not in ("fp32", "tf32")
-    result: Bools = (table.replicas > 1) | table.offload_optimizer | apart
-    return result | (table.expert_replicas > 1) if has_experts else result
+    result: Bools = (table.zero_stage > 0) | table.offload_optimizer | apart
+    return result
 
 
 def sharded_parameter_rows(table: LayoutTable) -> Bools:
@@ -57,7 +54,7 @@ def reduction_element_bytes(engine: Engine, table: LayoutTable) -> float:
 
 
 def _states(
-    engine: Engine, table: LayoutTable, replicas: Ints, shards: Ints, has_experts: bool
+    engine: Engine, table: LayoutTable, replicas: Ints, shards: Ints
 ) -> tuple[Floats, Floats, Floats]:
     """Bytes per parameter of parameters, gradients and optimizer state.
 
@@ -70,9 +67,9 @@ def _states(
     makes that copy of a layer as it frees the sum, so that one follows the other; elsewhere both are there.
     """
     policy = engine.memory_policy(table.precision)
-    frees, wraps = sharded_parameter_rows(table), fsdp_rows(table, has_experts)
+    frees, copied = sharded_parameter_rows(table), copied_rows(table)
     on_host = table.offload_optimizer & engine.sharding.fully_sharded
-    copies = wraps if engine.sharding.fully_sharded else replicas > 1
+    copies = copied if engine.sharding.fully_sharded else replicas > 1
     copy = np.where(~frees & copies & ~on_host, policy.shard, 0.0) / shards
     master = engine.sharding.fully_sharded and policy.optimizer > ADAM_STATE
     permanent = 0.0 if master else np.where(on_host, 0.0, policy.parameters / shards)
@@ -83,7 +80,7 @@ def _states(
     if table.gradient_reduction == "bf16" and policy.gradients > NARROW:
         wide = np.where(on_host, 0.0, MASTER / shards)
         summed = np.maximum(NARROW, wide) if engine.sharding.fully_sharded else NARROW + wide
-        whole = np.where(wraps, summed, whole) if engine.sharding.fully_sharded else summed
+        whole = np.where(copied, summed, whole) if engine.sharding.fully_sharded else summed
     sharded = np.where(on_host, 0.0, policy.gradients / shards)
     state = policy.optimizer - ADAM_STATE + layer_state(table)
     return (
@@ -102,11 +99,10 @@ def model_states(
         held: counts of parameters, as `parameters` has them.
     """
     shared, experts = held
-    has_experts = bool(sizes.experts.any())
-    each = _states(engine, table, table.replicas, table.zero_shards, has_experts)
+    each = _states(engine, table, table.replicas, table.zero_shards)
     states = [per[:, None] * shared for per in each]
-    if has_experts:
-        every = _states(engine, table, table.expert_replicas, table.expert_shards, has_experts)
+    if sizes.experts.any():
+        every = _states(engine, table, table.expert_replicas, table.expert_shards)
         for state, per in zip(states, every, strict=True):
             state += per[:, None] * experts
     more = end_state(table) - layer_state(table)

@@ -19,7 +19,7 @@ from costmodels.layers.optimizer import (
     update_traffic,
 )
 from costmodels.layers.shapes import element_bytes
-from costmodels.memory.states import MASTER, fsdp_rows, reduction_element_bytes, sharded_gradient_rows
+from costmodels.memory.states import MASTER, copied_rows, reduction_element_bytes, sharded_gradient_rows
 from costmodels.network.collectives import all_gather, all_reduce, group, reduce_scatter
 from costmodels.spec.engine import Engine
 from costmodels.spec.hardware import Cluster, Device
@@ -58,7 +58,9 @@ def accumulation_seconds(
     zero = np.zeros(len(table))
     if not engine.sharding.fully_sharded:
         return zero + adding / rate, zero
-    wrapped, several = fsdp_rows(table, has_experts), table.micro_batches > 1
+    copies, several = copied_rows(table), table.micro_batches > 1
+    # In fp32, ranks that hold the same parameters copy gradients alone.
+    reduces = copies | (table.replicas > 1) | (has_experts & (table.expert_replicas > 1))
     first = 0.0 if total == gradient else gradient + total
     _, gathers = _calls(engine, table)
     copied_out = 2 * gradient + (MASTER + gradient) / table.zero_shards
@@ -66,19 +68,19 @@ def accumulation_seconds(
     eager = sharded_gradient_rows(engine, table)
     sharded = gradient + total + several * 3 * MASTER / table.zero_shards
     each: Floats = np.where(eager, sharded, several * adding)
-    once: Floats = np.where(eager, 0.0, several * (first - adding) + wrapped * handed_over)
+    once: Floats = np.where(eager, 0.0, several * (first - adding) + reduces * handed_over)
     # Stage 3 gathers in every pass, the others in the first one.
     every = table.zero_stage == 3
     each = each + every * copied_out * gathers / table.micro_batches
-    once = once + ~every * wrapped * copied_out
+    once = once + ~every * copies * copied_out
     return each / rate, once / rate
 
 
 def copy_seconds(engine: Engine, device: Device, table: LayoutTable) -> Floats:
     """Seconds of a step in which FSDP2 copies one frozen parameter out of the buffers of gatherings, [n]."""
     _, gathers = _calls(engine, table)
-    wrapped = (table.replicas > 1) & engine.sharding.fully_sharded
-    times = np.where(wrapped, np.maximum(gathers, 1), 0)
+    wrapped = (table.zero_stage > 0) & engine.sharding.fully_sharded
+    times = np.where(wrapped, gathers, 0)
     rate = device.memory_bandwidth * engine.elementwise.efficiency
     result: Floats = times * 2 * element_bytes(table.precision) / rate
     return result

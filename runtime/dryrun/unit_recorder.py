@@ -176,7 +176,10 @@ def _built(
     if compiled:
         stack.enter_context(compiled_layers(tracker))
     stack.enter_context(tracker)
-    with patch.object(stages, "needs_data_parallel", lambda *_: False):
+    with (
+        patch.object(stages, "needs_data_parallel", lambda *_: False),
+        patch.object(stages, "wraps_stages", lambda *_: False),
+    ):
         stage = stages.build_stage(model, layout, grid, 0, int(compiled))
     dtype = DTYPES[layout.precision]
     with unset_fake_temporarily():

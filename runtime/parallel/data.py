@@ -1,4 +1,4 @@
-"""Share the parameters of one stage over data- and context-parallel ranks: ZeRO 0 to 3 by FSDP2."""
+"""Share the parameters of one stage over data- and context-parallel ranks: ZeRO 1 to 3 by FSDP2."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a vi
 
 
 def needs_data_parallel(layout: Layout, grid: Grid) -> bool:
-    """Whether `layout` wraps its stages: ranks share parameters or gradients, or the host keeps them.
+    """Whether ranks share parameters or gradients, or the host keeps them.
 
     Tensor-parallel ranks too hold copies of the same experts, unless these are spread over them.
     """
@@ -41,8 +41,16 @@ def needs_data_parallel(layout: Layout, grid: Grid) -> bool:
     return shares or layout.offload_optimizer
 
 
+def wraps_stages(layout: Layout) -> bool:
+    """Whether FSDP2 wraps the stages: it splits parameters, or the host keeps them.
+
+    Where ranks hold all of them, `runtime.parallel.working_copies` reduces their gradients.
+    """
+    return layout.zero_stage > 0 or layout.offload_optimizer
+
+
 def data_parallel(stage: Transformer, layout: Layout, grid: Grid) -> None:
-    """Shard (ZeRO 1 to 3) or replicate (ZeRO 0) `stage` with FSDP2, or both (hybrid).
+    """Shard `stage` with FSDP2 (ZeRO 1 to 3), also over some of the ranks (hybrid), or offload it (ZeRO 0).
 
     Gradients are summed, not averaged: the loss is already divided by the tokens of the global batch. Those
     of several micro batches are added up in the format of the reduction too, as with Megatron-LM's

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
+
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Placement
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Placement
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 
 def local_part(tensor: Tensor) -> Tensor:
@@ -17,6 +21,23 @@ def like_parameter(local: Tensor, parameter: Tensor) -> Tensor:
         return local
     # Not from_local, which would move what is offloaded to the host to the device of the mesh.
     return DTensor(local, parameter._spec, requires_grad=False)  # type: ignore[no-untyped-call]
+
+
+def spec_like(tensor: Tensor, mesh: DeviceMesh, places: Sequence[Placement]) -> DTensorSpec:
+    """How a tensor like `tensor` is split where it is as `places` say."""
+    return DTensorSpec(mesh, tuple(places), TensorMeta(tensor.shape, tensor.stride(), tensor.dtype))
+
+
+def as_distributed(local: Tensor, spec: DTensorSpec | None) -> Tensor:
+    """`local` as a distributed tensor; as it is without a `spec`."""
+    if spec is None:
+        return local
+    return DTensor(local, spec, requires_grad=False)  # type: ignore[no-untyped-call]
+
+
+def partial_sums(places: Iterable[Placement]) -> list[Placement]:
+    """How the gradient of what computes as `places` is split: that of what all hold is a sum to be made."""
+    return [Partial() if place.is_replicate() else place for place in places]
 
 
 def split_dim(place: Placement) -> int | None:

@@ -67,7 +67,7 @@ class Pipeline:
             for stage, index in zip(stages, layout.stages_of(grid.pp_rank), strict=True)
         ]
         for wrapped, one in zip(self.wrapped, copies, strict=False):
-            wrapped.add_gradients = one.add_gradients
+            wrapped.copies = one
         for stage, wrapped in zip(stages, self.wrapped, strict=True):
             if stage.head is not None:
                 loss.score(stage)

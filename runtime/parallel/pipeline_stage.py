@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, cast
 
 import torch
@@ -13,6 +13,7 @@ from torch.distributed.pipelining import PipelineStage, stage
 from runtime.faults.heartbeat import set_operation
 from runtime.parallel.documents import Documents
 from runtime.parallel.loss import TokenLoss
+from runtime.parallel.working_copies import WorkingCopies
 
 # Any: what the stage is made of differs between the versions of PyTorch that this runs with.
 _modules: Any = stage
@@ -34,8 +35,8 @@ class LeanStage(PipelineStage):
     """Makes the output of the last stage."""
     labels: Sequence[Tensor] = ()
     """Of each micro batch of the running step."""
-    add_gradients: Callable[[], None] | None = None
-    """Adds up gradients of weights, of which autograd does not tell where backward is split."""
+    copies: WorkingCopies | None = None
+    """Of its parameters."""
 
     def _get_init_p2p_neighbors_ops(self) -> Any:
         # At the bottom of a V a rank is its own neighbour, to which gloo has no connection.
@@ -103,8 +104,13 @@ class LeanStage(PipelineStage):
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: Any = False) -> None:
         self._enter(bwd_chunk_id)
         super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
-        if self.add_gradients is not None:
-            self.add_gradients()
+        if self.copies is not None:
+            self.copies.add_gradients()
+
+    def perform_reduce_grad(self, grad_scale_factor: int) -> None:
+        super().perform_reduce_grad(grad_scale_factor)
+        if self.copies is not None:
+            self.copies.reduce()
 
     def _enter(self, micro_batch: int) -> None:
         """What is computed again in backward must see the documents of its micro batch."""

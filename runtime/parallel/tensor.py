@@ -11,7 +11,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
 from costmodels import Layout
 from runtime.model.adapters import DOWN, UP, AdaptedLinear
@@ -30,6 +30,7 @@ from runtime.parallel.collectives import (
     reduce_scatter,
     split_to_ranks,
 )
+from runtime.parallel.local_tensors import partial_sums
 from runtime.parallel.mesh import Grid
 
 
@@ -369,5 +370,4 @@ def local_weight(parameter: Tensor | None) -> Any:
     """This rank's part of a parameter; the gradient of one that all hold whole is a sum still to be made."""
     if not isinstance(parameter, DTensor):
         return parameter
-    sums = [Partial() if placement.is_replicate() else placement for placement in parameter.placements]
-    return parameter.to_local(grad_placements=sums)
+    return parameter.to_local(grad_placements=partial_sums(parameter.placements))

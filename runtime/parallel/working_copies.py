@@ -1,46 +1,79 @@
-"""Parameters in 16 bits for ranks that share none, beside those in fp32 that the optimizer sees.
+"""Parameters that compute where none is split over data-parallel ranks, beside those that the optimizer sees.
 
-FSDP2 keeps the two apart as well, and what is computed is the same to the bit; but where nothing is split or
-reduced, its hooks around every layer are host time for nothing. Copies are there while a step computes, and
-take no memory while the optimizer works.
+FSDP2 keeps the two apart as well, and what is computed is the same to the bit; but where nothing is split,
+its hooks around every layer are host time for nothing. Copies in 16 bits are there while a step computes, and
+take no memory while the optimizer works; those in fp32 share that of the parameters.
+
+Where other ranks hold the same parameters, gradients of a layer add up in one buffer, which the last backward
+pass of a step sums over these ranks as soon as the layer is done, while it goes on with the layers before.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from costmodels import Layout
 from runtime.model.experts import MixtureOfExperts
 from runtime.model.number_formats import DTYPES
 from runtime.model.transformer import Transformer
-from runtime.parallel.local_tensors import local_part
+from runtime.parallel.local_tensors import as_distributed, local_part
+from runtime.parallel.replicas import gradient_spec, group_of, is_split
 
 KEEPS_WIDE = torch.__version__ >= "2.15"
-"""FSDP2 adds up what autograd gives in more than 16 bits, as it does for norms, without rounding it."""
+"""FSDP2 adds up what autograd gives in more than 16 bits, as it does for norms, without rounding it, but for
+parameters that are distributed tensors."""
 
 
 class GradientSums:
-    """Gradients of one layer's parameters, added up over micro batches in the format of the reduction."""
+    """Gradients of one layer's parameters, added up over micro batches in the format of the reduction.
 
-    def __init__(self, copies: Sequence[nn.Parameter], dtype: torch.dtype) -> None:
-        self.copies, self.dtype = copies, dtype
-        self.converts = dtype != copies[0].dtype
+    Args:
+        group: ranks that sum them up in the end, if there are others.
+        when_done: called when the last backward pass of a step has made all, if it was told that it is.
+    """
+
+    def __init__(
+        self,
+        copies: Sequence[nn.Parameter],
+        dtype: torch.dtype,
+        group: dist.ProcessGroup | None,
+        when_done: Callable[[], None],
+    ) -> None:
+        self.copies, self.dtype, self.group, self.when_done = list(copies), dtype, group, when_done
+        self.adds = group is not None or dtype != copies[0].dtype
+        """Autograd does not add them up itself."""
+        self.sizes = [copy.numel() for copy in copies]
+        self.buffer: Tensor | None = None
+        """Of all of them, where ranks sum it."""
+        self.work: Any = None
         self.sums: dict[int, Tensor] = {}
-        self.local_sums: dict[int, Tensor] = {}
-        """This rank's parts of them."""
-        self.left = len(copies) if self.converts else 0
-        """Gradients that the first backward pass has not made."""
+        """By the number of the copy."""
+        self.left = 0
+        """Gradients that the running backward pass has not made, while somebody counts."""
+        self.is_last = False
+        """The running backward pass is the last one of the step."""
+        self.is_whole = False
+        """It has made all of them."""
         self.hooks: dict[Tensor, Any] = {}
-        if self.converts:
-            for copy in copies:
-                if KEEPS_WIDE:
-                    copy.grad_dtype = None
+        if self.adds:
+            self._count()
+
+    def count_last(self) -> None:
+        """Count the gradients of the backward pass that comes, the last one of the step."""
+        self.is_last = True
+        self._count()
+
+    def _count(self) -> None:
+        for copy in self.copies:
+            if copy not in self.hooks:
                 self.hooks[copy] = copy.register_post_accumulate_grad_hook(self.come)  # type: ignore[no-untyped-call]
+        self.left = len(self.copies)
 
     def come(self, copy: Tensor) -> None:
         """Take note that one gradient is there; the last one of a backward pass adds them all up.
@@ -48,14 +81,18 @@ class GradientSums:
         It is the same one in every pass, so that the others need not tell after the first. Were it another
         one, what comes after it would be added in the next pass, or at the end.
         """
+        if not self.left:
+            self.add()
+            return
+        self.left -= 1
         if self.left:
-            self.left -= 1
-            if self.left:
-                return
-            for other, hook in self.hooks.items():
-                if other is not copy:
-                    hook.remove()
+            return
+        for other in [one for one in self.hooks if one is not copy]:
+            self.hooks.pop(other).remove()
         self.add()
+        if self.is_last:
+            self.is_whole = True
+            self.when_done()
 
     def add(self) -> None:
         """Add the gradients that are there, and drop them."""
@@ -67,19 +104,41 @@ class GradientSums:
                 continue
             copy.grad = None
             if number in self.sums:
-                known.append(self.local_sums[number])
-                more.append(local_part(gradient))
+                known.append(self.sums[number])
+                more.append(gradient)
             else:
-                self.sums[number] = gradient.to(self.dtype)
-                self.local_sums[number] = local_part(self.sums[number])
+                self.sums[number] = self._first(number, gradient)
         if known:
             torch._foreach_add_(known, more)
 
+    def _first(self, number: int, gradient: Tensor) -> Tensor:
+        if self.group is None:
+            return gradient.to(self.dtype)
+        if self.buffer is None:
+            self.buffer = gradient.new_empty(sum(self.sizes), dtype=self.dtype)
+        return self._place(self.buffer, number).view(gradient.shape).copy_(gradient)
+
+    def _place(self, buffer: Tensor, number: int) -> Tensor:
+        start = sum(self.sizes[:number])
+        return buffer[start : start + self.sizes[number]]
+
+    def reduce(self) -> None:
+        """Begin to sum them up over the ranks."""
+        self.add()
+        if self.buffer is not None:
+            for number in range(len(self.copies)):
+                if number not in self.sums:
+                    self._place(self.buffer, number).zero_()
+            self.work = dist.all_reduce(self.buffer, group=self.group, async_op=True)
+
     def take(self) -> Iterator[tuple[int, Tensor]]:
         """The number of each copy that has a gradient, and that in fp32; afterwards none is here."""
-        if self.converts:
+        if self.work is not None:
+            self.work.wait()
+        self.work = self.buffer = None
+        self.is_last = self.is_whole = False
+        if self.adds:
             self.add()
-            self.local_sums.clear()
             for number in list(self.sums):
                 yield number, self.sums.pop(number).float()
             return
@@ -90,7 +149,10 @@ class GradientSums:
 
 
 class WorkingCopies:
-    """The parameters of a stage in the format that computes."""
+    """The parameters of a stage in the format that computes: this rank's parts, as plain tensors.
+
+    Compiled functions would take distributed ones apart and put gradients together on every call.
+    """
 
     def __init__(self, stage: Transformer, layout: Layout) -> None:
         dtype = DTYPES[layout.precision]
@@ -101,62 +163,105 @@ class WorkingCopies:
                 if not parameter.requires_grad:
                     continue
                 if parameter not in self.copies:
-                    self.copies[parameter] = nn.Parameter(parameter.detach().to(dtype))
+                    self.copies[parameter] = nn.Parameter(local_part(parameter.detach()).to(dtype))
                 self.places.append((module, name, parameter))
-        self.parameters = [local_part(one.detach()) for one in self.copies]
-        self.locals = [local_part(one.detach()) for one in self.copies.values()]
-        self.bytes = [one.untyped_storage().nbytes() for one in self.locals]
+        apart = {one: copy for one, copy in self.copies.items() if copy.dtype != one.dtype}
+        self.parameters = [local_part(one.detach()) for one in apart]
+        self.locals = {one: one.detach() for one in apart.values()}
+        """Those that do not share the memory of the parameters."""
+        self.bytes = [one.untyped_storage().nbytes() for one in self.locals.values()]
         self.groups = [
-            (masters, GradientSums([self.copies[one] for one in masters], DTYPES[layout.gradient_reduction]))
-            for masters in _groups(stage)
+            (masters, self._sums(masters, DTYPES[layout.gradient_reduction])) for masters in _groups(stage)
         ]
-        self._free()
+        self.gradient_specs = {master: gradient_spec(master) for master in self.copies}
+        self.waiting: list[GradientSums] = []
+        """Those whose reduction the running step has not begun, in the order in which ranks do."""
+        self._free(self.locals)
+
+    def _sums(self, masters: list[nn.Parameter], dtype: torch.dtype) -> GradientSums:
+        copies, group = [self.copies[one] for one in masters], group_of(masters[0])
+        if group is None and copies[0] not in self.locals:
+            dtype = copies[0].dtype
+        for master, copy in zip(masters, copies, strict=True):
+            if KEEPS_WIDE and copy.dtype != dtype and not is_split(master):
+                copy.grad_dtype = None
+        return GradientSums(copies, dtype, group, self._reduce_whole)
 
     @contextmanager
     def computing(self) -> Iterator[None]:
         """Let the stage have its copies, and afterwards its parameters their gradients."""
         self.fill()
         self._put(self.copies)
+        self.waiting = [sums for _, sums in self.groups if sums.group is not None]
         try:
             yield
         finally:
             self._put({one: one for one in self.copies})
-            self._free()
+            self._free(self.locals)
         self.hand_over()
 
     def fill(self) -> None:
         """Make the copies those of the parameters as they are."""
-        for local, size in zip(self.locals, self.bytes, strict=True):
+        into = list(self.locals.values())
+        for local, size in zip(into, self.bytes, strict=True):
             local.untyped_storage().resize_(size)
-        torch._foreach_copy_(self.locals, self.parameters)
+        if into:
+            torch._foreach_copy_(into, self.parameters)
 
     def add_gradients(self) -> None:
         """Add up gradients that no backward pass of autograd has made, but a schedule that splits it."""
         for _, sums in self.groups:
-            if sums.converts:
+            if sums.adds:
                 sums.add()
+
+    def reduce_next(self) -> None:
+        """Let the backward pass that comes, the last of the step, reduce gradients layer by layer."""
+        for sums in self.waiting:
+            sums.count_last()
+
+    def reduce(self) -> None:
+        """Reduce what is not, after the last backward pass of a step."""
+        for sums in self.waiting:
+            sums.is_whole = True
+        self._reduce_whole()
+
+    def _reduce_whole(self) -> None:
+        """Reduce layers whose gradients are all there, and free their copies.
+
+        All ranks do so in one order, whatever comes first.
+        """
+        while self.waiting and self.waiting[0].is_whole:
+            sums = self.waiting.pop(0)
+            sums.reduce()
+            self._free(sums.copies)
 
     def hand_over(self) -> None:
         """Give the parameters their gradients in fp32."""
+        self.reduce()
         for masters, sums in self.groups:
             for number, gradient in sums.take():
-                masters[number].grad = gradient
+                master = masters[number]
+                master.grad = as_distributed(gradient, self.gradient_specs[master])
 
     def _put(self, values: dict[nn.Parameter, nn.Parameter]) -> None:
         for module, name, parameter in self.places:
             module._parameters[name] = values[parameter]
 
-    def _free(self) -> None:
-        for local in self.locals:
-            local.untyped_storage().resize_(0)
+    def _free(self, copies: Iterable[nn.Parameter]) -> None:
+        for copy in copies:
+            if copy in self.locals:
+                self.locals[copy].untyped_storage().resize_(0)
 
 
 def _groups(stage: Transformer) -> list[list[nn.Parameter]]:
-    """The parameters of each layer's experts, of each layer, and all others, each once."""
-    experts = [block.mlp.experts for block in stage.blocks if isinstance(block.mlp, MixtureOfExperts)]
+    """The parameters of each layer's experts, of each layer, and all others, each once, as backward comes to
+    them."""
+    modules: list[nn.Module] = []
+    for block in reversed(stage.blocks):
+        modules += [block.mlp.experts, block] if isinstance(block.mlp, MixtureOfExperts) else [block]
     groups: list[list[nn.Parameter]] = []
     grouped: set[nn.Parameter] = set()
-    for module in (*experts, *stage.blocks, stage):
+    for module in (*modules, stage):
         groups.append([one for one in module.parameters() if one.requires_grad and one not in grouped])
         grouped.update(groups[-1])
     return [group for group in groups if group]

@@ -10,8 +10,10 @@ def single_layer_graphs(spec: ModelSpec, layout: Layout) -> str | None:
     """Why no graph has more than one layer; None where layers can share one."""
     if layout.schedule in SPLIT_BACKWARD:
         return f"schedule {layout.schedule} runs layers that are not compiled"
-    if layout.data_parallel * layout.context_parallel > 1 or layout.offload_optimizer:
+    if layout.zero_stage > 0 or layout.offload_optimizer:
         return "FSDP2 gathers the parameters of each layer before it"
+    if layout.context_parallel > 1:
+        return "ranks exchange keys and values in each layer"
     if spec.moe_layers:
         return "rows of experts come in any number, and no graph holds them"
     if "linear" in spec.attention_pattern:

@@ -22,7 +22,7 @@ class Executor(Protocol):
     stages: list[Transformer]
     loss: TokenLoss
     copies: list[WorkingCopies]
-    """Of the parameters of the stages, where these compute in 16 bits and FSDP2 does not wrap them."""
+    """Of the parameters of the stages, where FSDP2 does not wrap them."""
 
     def use_documents(self, documents: Documents) -> None:
         """Let `documents` ready the stages before each pass of a micro batch."""
@@ -78,6 +78,9 @@ class Accumulation:
             self.loss.labels = y
             loss = model(x)
             set_operation("backward", number)
+            if number == len(micro_batches):
+                for copies in self.copies:
+                    copies.reduce_next()
             loss.backward()  # type: ignore[no-untyped-call]
             total += loss.detach()
         self.loss.labels = None

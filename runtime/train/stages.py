@@ -15,7 +15,7 @@ from runtime.model.gated_delta import GatedDelta
 from runtime.model.number_formats import DTYPES
 from runtime.model.transformer import Block, Transformer
 from runtime.parallel.context import context_parallel, local_positions, uses_ring
-from runtime.parallel.data import data_parallel, gather_once, needs_data_parallel
+from runtime.parallel.data import data_parallel, gather_once, needs_data_parallel, wraps_stages
 from runtime.parallel.expert import expert_parallel
 from runtime.parallel.float8 import float8
 from runtime.parallel.initialisation import INIT_STD, initialise
@@ -25,6 +25,7 @@ from runtime.parallel.offload import offload_activations
 from runtime.parallel.placements import keep_placements
 from runtime.parallel.quantised_base import quantise_base
 from runtime.parallel.recomputation import recompute, run_blocks
+from runtime.parallel.replicas import replicate
 from runtime.parallel.tensor import tensor_parallel
 from runtime.parallel.working_copies import WorkingCopies
 from runtime.settings.preflight import check_job
@@ -79,8 +80,10 @@ def build_stage(spec: ModelSpec, layout: Layout, grid: Grid, index: int, graph_l
                 _compile(block, in_two)
     if layout.offload_activations:
         offload_activations(stage, layout)
-    if needs_data_parallel(layout, grid):
+    if wraps_stages(layout):
         data_parallel(stage, layout, grid)
+    elif needs_data_parallel(layout, grid):
+        replicate(stage, grid)
     return stage
 
 
@@ -174,7 +177,7 @@ def executor_of(
     """The executor that runs the micro batches of `stages`."""
     loss = TokenLoss(spec, layout, grid, compiled)
     copies = []
-    if layout.precision != "fp32" and not needs_data_parallel(layout, grid):
+    if not wraps_stages(layout):
         copies = [WorkingCopies(stage, layout) for stage in stages]
     if layout.pipeline_parallel == 1:
         return Accumulation(stages, layout, loss, copies)

@@ -53,7 +53,7 @@ def test_one_rank_in_fp32_adds_in_place(gpt, cluster, engine, layout):
 def test_experts_that_tensor_parallel_ranks_replicate_are_reduced_from_a_buffer(
     mixture, cluster, engine, layout
 ):
-    """In fp32 on tp ranks alone, FSDP2 is there for the experts only: it copies all parameters out and in."""
+    """In fp32 on tp ranks alone, where nothing else is copied."""
 
     def seconds(**degrees):
         one = layout(mixture, tp=2, precision="fp32", **degrees)

@@ -79,8 +79,8 @@ def test_experts_of_one_rank_only_are_copied_by_fsdp2_alone(
     assert held == pytest.approx(expected)
 
 
-def test_fsdp2_copies_experts_in_fp32_wherever_it_wraps(mixture, cluster, engine, layout):
-    """Also those of one rank, and all that is beside experts of which tensor-parallel ranks hold copies."""
+def test_parameters_in_fp32_are_copied_where_some_are_split(mixture, cluster, engine, layout):
+    """Also experts of one rank beside what ZeRO splits; nothing where ranks hold all of it."""
 
     def held(size, **degrees):
         one = layout(mixture, precision="fp32", **degrees)
@@ -92,7 +92,7 @@ def test_fsdp2_copies_experts_in_fp32_wherever_it_wraps(mixture, cluster, engine
     sizes = unit_sizes(mixture, engine("bundled"), LayoutTable.of([layout(mixture, tp=2)]))
     shared = 2 * sizes.dense_layer[0] + mixture.moe_layers * sizes.moe_layer[0]
     shared += sizes.embedding[0] + sizes.head[0]
-    assert held(2, tp=2) == pytest.approx(8 * (shared + experts))
+    assert held(2, tp=2) == pytest.approx(4 * (shared + experts))
     assert held(2, tp=2, ep=2) == pytest.approx(4 * (shared + experts / 2))
     alone = ModelSpec.model_validate({**mixture.model_dump(), "experts": 0, "top_k": 0})
     split = unit_sizes(alone, engine("bundled"), LayoutTable.of([layout(alone, tp=2)]))

@@ -92,12 +92,14 @@ MATRICES = MODEL.layers * MODEL.hidden * (2 * MODEL.hidden + 2 * MODEL.kv_size +
 LARGEST = MODEL.hidden * MODEL.ffn
 
 
-@pytest.mark.parametrize("fields", [{}, {"data_parallel": 8, "zero_stage": 1}, {"tensor_parallel": 8}])
+@pytest.mark.parametrize(
+    "fields", [{}, {"data_parallel": 8}, {"data_parallel": 8, "zero_stage": 1}, {"tensor_parallel": 8}]
+)
 def test_a_base_in_4_bits_takes_that_much_less(fields: dict[str, int]) -> None:
     wide, packed = (estimate(model, **fields).memory[0] for model in (TUNED, NF4))
     split = fields.get("tensor_parallel", 1)
     # FSDP2 gathers copies of 16 bits besides its shards of them; what is in 4 bits it does not know of.
-    shards = 1 + 1 / fields["data_parallel"] if "data_parallel" in fields else 1
+    shards = 1 + 1 / fields["data_parallel"] if "zero_stage" in fields else 1
     saved = wide.parameters - packed.parameters
     assert saved == pytest.approx(MATRICES / split * (2 * shards - 4.127 / 8), rel=1e-3)
     more = packed.activations + packed.logits - wide.activations - wide.logits

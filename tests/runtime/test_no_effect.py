@@ -71,7 +71,8 @@ def told(pins: str = "", experts: bool = False, **given: Any) -> list[str]:
             "--max-skipped-steps 5 has no effect",
         ),
         ("", {"straggler_factor": 3.0}, "--straggler-factor 3 has no effect: one rank"),
-        ("dp=2", {"layers_per_graph": 4}, "--layers-per-graph 4 has no effect: FSDP2 gathers"),
+        ("dp=2,zero=1", {"layers_per_graph": 4}, "--layers-per-graph 4 has no effect: FSDP2 gathers"),
+        ("cp=2", {"layers_per_graph": 4}, "--layers-per-graph 4 has no effect: ranks exchange keys"),
         (
             "recompute=full,recompute_method=uniform,recompute_num_layers=2",
             {"layers_per_graph": 4},

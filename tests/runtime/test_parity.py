@@ -112,7 +112,9 @@ def test_compiled_layers_give_the_same_losses(
     assert relative_difference(losses, reference) < 1e-5
 
 
-@pytest.mark.parametrize(("text", "layers"), [("", 5), ("pp=2", 5), ("tp=2,sp=1,recompute=full", 4)])
+@pytest.mark.parametrize(
+    ("text", "layers"), [("", 5), ("dp=2", 5), ("pp=2", 5), ("tp=2,sp=1,recompute=full", 4)]
+)
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler")
 def test_layers_that_share_a_graph_give_the_same_losses(pool: WorkerPool, text: str, layers: int) -> None:
     spec = MODELS["llama"].model_copy(update={"layers": layers})

@@ -56,12 +56,9 @@ class Policy(NamedTuple):
     """Parameters are split along the first side that can be split evenly."""
 
 
-def wraps_parameters(layout: Layout, has_experts: bool) -> bool:
-    """Whether FSDP2 manages parameters (`runtime.parallel.data.needs_data_parallel`)."""
-    shares = layout.data_parallel * layout.context_parallel > 1
-    if has_experts:
-        shares = shares or expert_holders(layout) > 1
-    return shares or layout.offload_optimizer
+def wraps_parameters(layout: Layout) -> bool:
+    """Whether FSDP2 manages parameters (`runtime.parallel.data.wraps_stages`)."""
+    return layout.zero_stage > 0 or layout.offload_optimizer
 
 
 def expert_holders(layout: Layout) -> int:
@@ -177,6 +174,8 @@ class Bundle:
             for one, storage in zip(self.parts, made, strict=True)
         ]
         """Gradients as the optimizer sees them, there."""
+        self.joined = Storage(GRADIENTS, block_bytes(policy.reduced * sum(one.whole for one in self.parts)))
+        """The sums there, where ranks add them up."""
         self.gradient = Storage(GRADIENTS, block_bytes(MASTER * elements))
         """Of all shards."""
         masters = 0 if policy.offloads else sum(block_bytes(MASTER * one.shard) for one in self.parts)

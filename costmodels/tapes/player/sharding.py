@@ -39,6 +39,8 @@ class Group:
         self.heap, self.traffic, self.bundle, self.ways = heap, traffic, bundle, bundle.ways
         self.wraps = wraps and len(bundle.parts) > 0
         self.copies = not wraps and bundle.policy.width != MASTER
+        self.reduces = not wraps and bundle.policy.holders > 1
+        """Ranks sum its gradients in one buffer."""
         self.casts = self.wraps and bundle.ways.casts_gradients and bundle.policy.converts
         """Autograd casts gradients."""
         self.frees = bundle.policy.frees and not is_root
@@ -55,6 +57,8 @@ class Group:
         """Gradients of shards are there."""
         self.has_all_reduced = False
         """What an all-reduce keeps is there."""
+        self.has_copies = False
+        """Copies are there."""
         self.has_wide = False
         """Gradients of what copies are made of are there."""
         self.is_done = False
@@ -69,6 +73,7 @@ class Group:
             self.has_fresh,
             self.has_sums,
             self.has_gradient,
+            self.has_copies,
             self.has_wide,
             self.has_all_reduced,
         )
@@ -81,6 +86,7 @@ class Group:
             self.has_fresh,
             self.has_sums,
             self.has_gradient,
+            self.has_copies,
             self.has_wide,
             self.has_all_reduced,
         ) = state
@@ -160,6 +166,8 @@ class Group:
         self.is_done = True
         if not self.wraps:
             self.add_up()
+            if self.reduces and is_last:
+                self._free_copies()
             return
         heap, traffic, bundle = self.heap, self.traffic, self.bundle
         label = heap.label
@@ -214,14 +222,24 @@ class Group:
         """The beginning of a step."""
         if self.copies:
             self.heap.allocate(self.bundle.copies)
+            self.has_copies = True
+
+    def _free_copies(self) -> None:
+        if self.has_copies:
+            self.heap.free(self.bundle.copies)
+            self.has_copies = False
 
     def add_up(self) -> None:
         """Add gradients of copies up (`GradientSums.add`)."""
-        if not (self.copies and self.bundle.policy.converts and self.has_fresh):
+        adds = self.reduces or (self.copies and self.bundle.policy.converts)
+        if not (adds and self.has_fresh):
             return
         heap, bundle, label = self.heap, self.bundle, self.heap.label
         heap.enter("reduce")
         if self.has_sums:
+            free_all(heap, bundle.made)
+        elif self.reduces:
+            heap.allocate(bundle.joined)
             free_all(heap, bundle.made)
         else:
             heap.repeat(bundle.effects, "convert", lambda: bundle.convert(heap))
@@ -230,14 +248,19 @@ class Group:
 
     def hand_over(self) -> None:
         """The end of the passes of a step: gradients as the optimizer sees them."""
-        if not self.copies:
+        if not (self.copies or self.reduces):
             return
         heap, bundle = self.heap, self.bundle
-        heap.free(bundle.copies)
+        self._free_copies()
         self.add_up()
+        narrow = self.has_sums and bundle.policy.reduced != MASTER
         if self.has_fresh:
             replace(heap, bundle.made, bundle.wide)
-        elif self.has_sums and bundle.policy.reduced != MASTER:
+        elif narrow and self.reduces:
+            for one in bundle.wide:
+                heap.allocate(one)
+            heap.free(bundle.joined)
+        elif narrow:
             replace(heap, bundle.sums, bundle.wide)
         self.has_wide, self.has_fresh, self.has_sums = self.has_fresh or self.has_sums, False, False
 
@@ -248,5 +271,6 @@ class Group:
         if self.has_fresh:
             free_all(self.heap, self.bundle.made)
         if self.has_wide:
-            free_all(self.heap, self.bundle.wide)
+            joined = self.reduces and self.bundle.policy.reduced == MASTER
+            free_all(self.heap, [self.bundle.joined] if joined else self.bundle.wide)
         self.has_gradient = self.has_fresh = self.has_wide = False

@@ -61,7 +61,7 @@ class Setting:
     def __init__(self, model: ModelSpec, layout: Layout, ways: Ways, known: KnownSizes | None = None) -> None:
         """`known`: of other layouts of the model; more are added."""
         self.model, self.layout, self.ways, self.heap = model, layout, ways, Heap()
-        self.wraps = wraps_parameters(layout, model.experts > 0)
+        self.wraps = wraps_parameters(layout)
         self.policies = {experts: policy_of(layout, experts) for experts in (False, True)}
         alone = {"tensor_parallel": 1, "sequence_parallel": False, "expert_tensor_parallel": 1}
         known = {} if known is None else known

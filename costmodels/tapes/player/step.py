@@ -92,6 +92,7 @@ class Rank:
         """All micro batches."""
         for group in self.groups:
             group.fill_copies()
+        self.states = [stage.state_number() for stage in self.stages]
         if self.layout.pipeline_parallel == 1:
             self.accumulate()
             self.states = [stage.state_number() for stage in self.stages]

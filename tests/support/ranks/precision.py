@@ -106,5 +106,5 @@ def copies_after_loading(spec: ModelSpec, layout: Layout, folder: str) -> dict[s
 def with_and_without_fsdp(spec: ModelSpec, layout: Layout, steps: int) -> tuple[Training, Training]:
     """A training as it is, and one whose stages FSDP2 wraps; runs on every rank of a process group."""
     plain = trained(spec, layout, steps)
-    with patch.object(stages, "needs_data_parallel", lambda *_: True):
+    with patch.object(stages, "wraps_stages", lambda *_: True):
         return plain, trained(spec, layout, steps)
