@@ -51,9 +51,11 @@ def symbolic(sizes: Sequence[int], dimensions: Sequence[Dimensions], primes: Seq
         primes: of each, the prime of every dimension that varies freely.
 
     Raises:
-        UnknownSizeError: there is none.
+        UnknownSizeError: there is none, or no telling which.
     """
     if len(set(sizes)) == 1:
+        if sizes[0] and _shared_primes(sizes[0], primes):
+            raise UnknownSizeError(f"{sizes[0]} is a constant, or recordings have equal dimensions")
         return () if not sizes[0] else (Term(sizes[0], 1, ()),)
     powers = [_powers(Fraction(size), *own) for size, *own in zip(sizes, dimensions, primes, strict=True)]
     rests = _rests(sizes, dimensions, powers[0])
@@ -61,6 +63,11 @@ def symbolic(sizes: Sequence[int], dimensions: Sequence[Dimensions], primes: Seq
     if is_product and max(rests[0].numerator, rests[0].denominator) <= LARGEST_OF_PRODUCT:
         return (Term(rests[0].numerator, rests[0].denominator, _sorted(powers[0])),)
     return _sum(sizes, dimensions, powers)
+
+
+def _shared_primes(size: int, primes: Sequence[Dimensions]) -> list[str]:
+    """Dimensions whose primes are in a size, in all recordings."""
+    return [name for name in primes[0] if all(size % own.get(name, size + 1) == 0 for own in primes)]
 
 
 def _powers(value: Fraction, dimensions: Dimensions, primes: Dimensions) -> dict[str, int]:

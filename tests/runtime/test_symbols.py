@@ -37,3 +37,10 @@ def test_a_sum_may_have_the_primes_of_a_dimension_by_chance() -> None:
 def test_what_is_no_sum_of_dimensions_is_refused() -> None:
     with pytest.raises(UnknownSizeError, match="no sum of 3 products"):
         symbolic([one["seq"] ** 3 + 1 for one in DIMENSIONS], DIMENSIONS, PRIMES)
+
+
+def test_what_recordings_have_alike_is_a_constant_unless_they_have_a_dimension_alike() -> None:
+    assert size_text(symbolic([64] * 4, DIMENSIONS, PRIMES)) == "64"
+    alike = [one | {"seq": 107} for one in PRIMES]
+    with pytest.raises(UnknownSizeError, match="equal dimensions"):
+        symbolic([128 * 107] * 4, [one | {"seq": 128 * 107} for one in DIMENSIONS], alike)
