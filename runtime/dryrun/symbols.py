@@ -51,11 +51,10 @@ def symbolic(sizes: Sequence[int], dimensions: Sequence[Dimensions], primes: Seq
         primes: of each, the prime of every dimension that varies freely.
 
     Raises:
-        UnknownSizeError: there is none, or no telling which.
+        UnknownSizeError: there is none.
     """
-    if len(set(sizes)) == 1:
-        if sizes[0] and _shared_primes(sizes[0], primes):
-            raise UnknownSizeError(f"{sizes[0]} is a constant, or recordings have equal dimensions")
+    # What all recordings have alike is a constant, but for what has the prime of a dimension in all of them.
+    if len(set(sizes)) == 1 and not (sizes[0] and _shared_primes(sizes[0], primes)):
         return () if not sizes[0] else (Term(sizes[0], 1, ()),)
     powers = [_powers(Fraction(size), *own) for size, *own in zip(sizes, dimensions, primes, strict=True)]
     rests = _rests(sizes, dimensions, powers[0])

@@ -39,8 +39,11 @@ def test_what_is_no_sum_of_dimensions_is_refused() -> None:
         symbolic([one["seq"] ** 3 + 1 for one in DIMENSIONS], DIMENSIONS, PRIMES)
 
 
-def test_what_recordings_have_alike_is_a_constant_unless_they_have_a_dimension_alike() -> None:
+def test_what_recordings_have_alike_is_a_constant_unless_it_has_a_dimension_in_all_of_them() -> None:
     assert size_text(symbolic([64] * 4, DIMENSIONS, PRIMES)) == "64"
-    alike = [one | {"seq": 107} for one in PRIMES]
-    with pytest.raises(UnknownSizeError, match="equal dimensions"):
-        symbolic([128 * 107] * 4, [one | {"seq": 128 * 107} for one in DIMENSIONS], alike)
+    primes = [one | {"seq": 107} for one in PRIMES]
+    alike = [one | {"seq": 128 * 107} for one in DIMENSIONS]
+    assert size_text(symbolic([128 * 107] * 4, alike, primes)) == "1 seq"
+    others = [one | {"seq": scale * 128 * 107} for scale, one in zip((5, 7, 11, 13), DIMENSIONS, strict=True)]
+    with pytest.raises(UnknownSizeError):
+        symbolic([128 * 107] * 4, others, primes)
