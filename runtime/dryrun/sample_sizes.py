@@ -67,11 +67,21 @@ FLOAT8_HEAD = (11, 13, 5, 7)
 LATENT = ((17, 13, 11, 31), (17, 11, 13, 29), (19, 7, 17, 29), (17, 7, 19, 29))
 """Of latent attention, over 8: parts of heads without position and with it, and shorter and longer values."""
 
-LIMITS = {"": 0.0, "full": 1.1, "part": 0.9}
-"""Capacity factors."""
+LIMITS = {"": 0.0, "full": 1.103, "part": 0.907}
+"""Capacity factors, of as many digits that some even numbers of rows are none of a share of others."""
+
+SPAN = 256
+"""Rows of a chunk that one set of sizes tries, then the next one, so that no two have the same."""
+
+LONGEST = 2**16
+"""Rows of a chunk that are tried before there are none: a sequence has many chunks."""
 
 SHARED = ((3, 7), (5, 3), (5, 3), (3, 7))
 """Where ranks share a head they divide it: their number, and the prime of a head, 8 times both."""
+
+FLOAT8_SHARED = ((3, 5), (5, 3), (3, 5), (5, 3))
+"""The same where a share has sides that products in 8 bits take: a head is 16 times both, and no kernel takes
+larger ones."""
 
 FIRST = (200, 300, 450, 700)
 """Least primes of widths, so that no two sets have the same."""
@@ -84,9 +94,6 @@ SHARES = 4
 
 MULTIPLE = 16
 """Of widths, so that kernels take them."""
-
-FEWEST_ROWS = 5
-"""Sequences of a micro batch that has to be small: 2 and 3 are in coefficients."""
 
 SEQ_MULTIPLE = 64
 """Of sequences, so that kernels round nothing."""
@@ -119,7 +126,9 @@ def sample(structure: Structure, number: int) -> Sample:
     model = ModelSpec.model_validate({"name": structure.unit, "layers": 1, **chosen.model_fields()})
     layout = Layout.model_validate({"layers_per_stage": (1,), **chosen.layout_fields()})
     is_last = structure.offloads_activations == "kept"
-    if structure_of(model, layout, structure.unit, structure.compiled, is_last=is_last) != structure:
+    found = structure_of(model, layout, structure.unit, structure.compiled, is_last=is_last)
+    # Fewer tokens are in as many chunks where the recorder says so.
+    if found._replace(chunks=structure.chunks) != structure:
         raise ValueError(f"no sample has the structure {structure.name}")
     return Sample(model, layout, chosen.free_primes(dimensions(model, layout)))
 
@@ -130,7 +139,12 @@ class _Sizes:
     def __init__(self, structure: Structure, number: int) -> None:
         self.structure, self.number = structure, number
         tables = RANKS | SIDES | (LARGER if structure.loop_of_experts else {})
+        if structure.repeats_heads:
+            # Context-parallel ranks are a multiple of these.
+            tables["keys"] = SIDES["keys"]
         tables |= FEWER if structure.context_form == "all_gather" else {}
+        shares_even = structure.shares_heads and structure.precision == "fp8" and not structure.odd_sides
+        tables |= {name: LARGER[name] for name in ("tp", "group")} if shares_even else {}
         self.primes = {name: values[number] for name, values in tables.items()}
         self.taken = set(self.primes.values()) | set(LATENT[number])
         own = self.primes
@@ -163,9 +177,10 @@ class _Sizes:
         if structure.shares_heads:
             # As many heads as the prime says: other tensor-parallel ranks share them.
             self.kv_heads = self.tp
-            sharers, own["head"] = SHARED[number]
+            sharers, own["head"] = (FLOAT8_SHARED if shares_even else SHARED)[number]
             own["sharers"] = sharers
-            self.tp, self.head = self.tp * sharers, ALIGNED_HEAD * sharers * own["head"]
+            multiple = FLOAT8_MULTIPLE if shares_even else ALIGNED_HEAD
+            self.tp, self.head = self.tp * sharers, multiple * sharers * own["head"]
         self.heads = self.keys * self.group * self.tp
         self.entries = math.lcm(VOCAB_MULTIPLE, self.tp) // self.tp * self._fresh("vocab", FIRST[number])
         chunks = self.tp * (2 * self.cp if self.cp > 1 else 1)
@@ -177,11 +192,13 @@ class _Sizes:
         if REACHES & {*structure.form}:
             # Two chunks, or two windows.
             chunks *= 2
-        odd = structure.unit == "experts" and structure.precision != "fp8"
         if structure.further:
-            self.seq = self._scored_rows(chunks)
-        else:
-            self.seq = chunks * (self._odd_rows(chunks) if odd else SEQ_MULTIPLE * own["seq"])
+            # Tokens of a rank are as many times the chunks of the loss as they have to be.
+            chunks *= structure.chunks // math.gcd(structure.chunks, chunks // (self.tp * self.cp))
+        odd = structure.routes and structure.precision != "fp8"
+        # Ranks that repeat heads are many, and have two parts of a sequence each.
+        multiple = SEQ_MULTIPLE // (2 if structure.repeats_heads else 1)
+        self.seq = chunks * (self._odd_rows(chunks) if odd else multiple * own["seq"])
         if structure.unit == "head" and not structure.further:
             # An odd number of tokens is in each chunk of the loss, so that there are not more of them.
             self.seq = self.tp * structure.chunks * self._fresh("seq", CHUNK_TOKENS + FIRST[number])
@@ -203,31 +220,11 @@ class _Sizes:
         else:
             self.keys *= self.cp
 
-    def _scored_rows(self, chunks: int) -> int:
-        """The length of sequences that layers take, and whose loss is in as many chunks as it is to be."""
-        scored, others = self.structure.chunks, chunks // (self.tp * self.cp)
-        even = others & -others
-        if scored % even == 0:
-            chunks *= scored // even
-            if self.rows == 1:
-                # The loss of fewer tokens is in fewer chunks.
-                self._fresh("seq", CHUNK_TOKENS + FIRST[self.number])
-            return chunks * self._odd_rows(chunks)
-        # There are no more chunks where there are too few tokens for them.
-        if self.rows > 1:
-            self.rows = self._fresh("batch", FEWEST_ROWS)
-        most = 2 * scored * CHUNK_TOKENS // (others * self.rows)
-        self._fresh("seq", most * (SAMPLES + self.number) // (2 * SAMPLES))
-        odd = self._odd_rows(chunks)
-        if odd > most:
-            raise ValueError(f"{self.structure.name}: no sample has so few chunks of the loss")
-        return chunks * odd
-
     def _odd_rows(self, chunks: int) -> int:
         """Rows of a chunk that are a prime, so that a share of them is no product of sizes; where a kernel
         fills up all of them, what it makes has a prime of its own too."""
-        for rows in count(self.primes["seq"]):
-            if not _is_prime(rows) or not self._is_even(rows * chunks):
+        for rows in range(self.primes["seq"], LONGEST):
+            if not self._is_own(rows) or not _is_prime(rows) or not self._is_even(rows * chunks):
                 continue
             here = rows * chunks // self.cp
             filled = -(-here // KERNEL_ROWS)
@@ -239,15 +236,23 @@ class _Sizes:
                 self.primes |= {"seq": rows, "kernel_seq": filled}
                 self.taken |= own
                 return rows
-        raise AssertionError("there is no largest prime")
+        raise ValueError(f"{self.structure.name}: no sample has experts with equal numbers of rows")
+
+    def _is_own(self, rows: int) -> bool:
+        """Whether no other set of sizes may have so many rows: what two have would look like a constant."""
+        others = SIDES["seq"]
+        is_in_turn = rows // SPAN % SAMPLES == self.number
+        return rows == others[self.number] or (is_in_turn and rows not in others)
 
     def _is_even(self, seq: int) -> bool:
         """Whether the experts of a rank have equal numbers of rows, where that matters."""
         count, limit = self.structure.loop_of_experts, LIMITS[self.structure.limited]
-        if not count or self.ep == 1:
+        if not count:
             return True
-        pairs = self.rows * seq // (self.cp * self.tp) * self.primes["choices"]
-        return int(pairs * min(PEAK_LOAD, limit or PEAK_LOAD)) * self.etp % count == 0
+        pairs = self.rows * seq // (self.cp * self.tp) * self.primes["choices"] * self.etp
+        if self.ep == 1:
+            return int(pairs * min(1.0, limit or 1.0)) % count == 0
+        return int(pairs // self.etp * min(PEAK_LOAD, limit or PEAK_LOAD)) * self.etp % count == 0
 
     def _fresh(self, name: str, least: int) -> int:
         """The smallest prime that is at least so large and that nobody has, for a dimension."""

@@ -11,8 +11,12 @@ from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from functools import reduce
 from itertools import combinations, combinations_with_replacement
+from math import lcm, prod
 from operator import mul
 
+import numpy as np
+
+from costmodels.spec.table import Ints
 from costmodels.tapes.tape import Size, Term
 
 Dimensions = Mapping[str, int]
@@ -24,6 +28,9 @@ LARGEST_OF_PRODUCT = 1024
 """Of a product alone: layers with a loop of experts have their number in it."""
 
 MOST_TERMS = 3
+
+MODULUS = 2**31 - 1
+"""A prime whose residues have products that 64 bits hold."""
 
 ROUNDED = {"sent", "arrived", "kernel_seq"}
 """Dimensions that are nearly products of others, which are meant where both fit."""
@@ -46,7 +53,8 @@ def symbolic(sizes: Sequence[int], dimensions: Sequence[Dimensions], primes: Seq
     Raises:
         UnknownSizeError: there is none.
     """
-    if len(set(sizes)) == 1:
+    # What all recordings have alike is a constant, but for what has the prime of a dimension in all of them.
+    if len(set(sizes)) == 1 and not (sizes[0] and _shared_primes(sizes[0], primes)):
         return () if not sizes[0] else (Term(sizes[0], 1, ()),)
     powers = [_powers(Fraction(size), *own) for size, *own in zip(sizes, dimensions, primes, strict=True)]
     rests = _rests(sizes, dimensions, powers[0])
@@ -54,6 +62,11 @@ def symbolic(sizes: Sequence[int], dimensions: Sequence[Dimensions], primes: Seq
     if is_product and max(rests[0].numerator, rests[0].denominator) <= LARGEST_OF_PRODUCT:
         return (Term(rests[0].numerator, rests[0].denominator, _sorted(powers[0])),)
     return _sum(sizes, dimensions, powers)
+
+
+def _shared_primes(size: int, primes: Sequence[Dimensions]) -> list[str]:
+    """Dimensions whose primes are in a size, in all recordings."""
+    return [name for name in primes[0] if all(size % own.get(name, size + 1) == 0 for own in primes)]
 
 
 def _powers(value: Fraction, dimensions: Dimensions, primes: Dimensions) -> dict[str, int]:
@@ -114,18 +127,46 @@ def _shared_sum(
     # Few factors first: sums of products of two are seldom, and many.
     alone: list[tuple[str, ...]] = [(), *((name,) for name in names)]
     for factors in (alone, [*alone, *combinations_with_replacement(names, 2)]):
-        columns = {
-            factor: [Fraction(reduce(mul, (own[name] for name in factor), 1)) for own in dimensions]
-            for factor in factors
-        }
+        columns = [[prod(own[name] for name in factor) for own in dimensions] for factor in factors]
         most = MOST_TERMS if factors is alone else 2
         # One recording more than there are coefficients is their proof.
         for count in range(1, min(most, len(sizes) - 1) + 1):
-            for chosen in combinations(factors, count):
-                solved = _solved([columns[factor] for factor in chosen], rests)
+            for chosen in _dependent(columns, rests, count):
+                solved = _solved([[Fraction(side) for side in columns[place]] for place in chosen], rests)
                 if solved is not None:
-                    return tuple(_term(c, factor, shared) for c, factor in zip(solved, chosen, strict=True))
+                    terms = zip(solved, chosen, strict=True)
+                    return tuple(_term(c, factors[place], shared) for c, place in terms)
     return None
+
+
+def _dependent(columns: Sequence[Sequence[int]], rests: Sequence[Fraction], count: int) -> list[list[int]]:
+    """Choices of `count` columns, in order, that may add up to the rests.
+
+    Determinants of these columns with the rests are 0 modulo a prime, which is quicker to see than fractions.
+    """
+    scale = lcm(*(rest.denominator for rest in rests))
+    sides = np.array([[side % MODULUS for side in column] for column in columns], dtype=np.int64)
+    sums = np.array([int(rest * scale) % MODULUS for rest in rests], dtype=np.int64)
+    chosen = np.array(list(combinations(range(len(columns)), count)), dtype=np.intp).reshape(-1, count)
+    fits = np.ones(len(chosen), dtype=bool)
+    for last in range(count, len(rests)):
+        rows = [*range(count), last]
+        vectors = [*(sides[chosen[:, place]][:, rows] for place in range(count)), sums[rows][None]]
+        fits &= _determinants(vectors) == 0
+    found: list[list[int]] = chosen[fits].tolist()
+    return found
+
+
+def _determinants(vectors: Sequence[Ints]) -> Ints:
+    """Determinants modulo a prime of matrices whose columns these are, [matrices, rows] each."""
+    if len(vectors) == 1:
+        return vectors[0][:, 0]
+    total: Ints = np.zeros(1, dtype=np.int64)
+    for row in range(len(vectors)):
+        others = [np.delete(vector, row, axis=1) for vector in vectors[1:]]
+        term = vectors[0][:, row] * _determinants(others) % MODULUS
+        total = (total - term if row % 2 else total + term) % MODULUS
+    return total
 
 
 def _term(coefficient: Fraction, factor: Sequence[str], shared: Mapping[str, int]) -> Term:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from unittest.mock import patch
 
+from costmodels import Layout, ModelSpec
 from costmodels.tapes.store import write_tapes
 from costmodels.tapes.structure import Structure
 from costmodels.tapes.tape import (
@@ -22,9 +25,10 @@ from costmodels.tapes.tape import (
 from runtime.dryrun.sample_sizes import SAMPLES, Sample, sample
 from runtime.dryrun.symbols import UnknownSizeError, symbolic
 from runtime.dryrun.unit_recorder import Change, Recording, UnitRecordings, UnlikeError, record_unit
+from runtime.parallel import loss
 
-LONGEST_SAMPLE = 2**24
-"""Tokens of a sample whose scores, where attention keeps them, PyTorch can still count the bytes of."""
+MOST_BYTES = 2**63
+"""That PyTorch can count of one tensor."""
 
 PROOF = 2
 """Recordings with other sizes that agree; sums of more terms take more of them."""
@@ -45,11 +49,10 @@ def recorded_tape(structure: Structure) -> Tape:
         samples.append(sample(structure, number))
         model, layout, _ = samples[-1]
         sends = structure.offloads_activations == "sent"
-        if model.seq > LONGEST_SAMPLE:
-            raise ValueError(
-                f"{structure.name}: no sample of at most {LONGEST_SAMPLE} tokens tells its sizes"
-            )
-        recordings.append(record_unit(model, layout, structure.unit, structure.compiled, splits, sends))
+        if structure.unfused and _score_bytes(model, layout) >= MOST_BYTES:
+            raise ValueError(f"{structure.name}: samples that tell its sizes have too many scores to count")
+        with _loss_in(structure.chunks):
+            recordings.append(record_unit(model, layout, structure.unit, structure.compiled, splits, sends))
         if number + 1 < PROOF:
             continue
         try:
@@ -58,6 +61,19 @@ def recorded_tape(structure: Structure) -> Tape:
             if number + 1 == SAMPLES:
                 raise
     raise AssertionError("the last sample returns or raises")
+
+
+def _score_bytes(model: ModelSpec, layout: Layout) -> int:
+    """Bytes of the scores of one rank's heads, in 4 bytes each."""
+    heads, rows = model.heads // layout.tensor_parallel, layout.micro_batch_size
+    return 4 * rows * heads * model.seq * (model.seq // layout.context_parallel)
+
+
+@contextmanager
+def _loss_in(chunks: int) -> Iterator[None]:
+    """Let the loss be in so many chunks, whose number follows from sizes, when samples' sizes are others."""
+    with patch.object(loss, "loss_chunks", lambda *_: chunks):
+        yield
 
 
 def record_tapes(

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from costmodels import Layout, ModelSpec
+from costmodels import Layout, ModelSpec, Router
+from costmodels.spec.model_parts import MultiTokenPrediction
 from tests.support.played_memory import compare
 
 DENSE = ModelSpec(
@@ -73,7 +74,39 @@ MIXED = ROUTED.model_copy(update={"dense_layers": 1})
         pytest.param(
             WIDE, {"precision": "fp32", "gradient_reduction": "bf16"}, False, id="narrowed-one-by-one"
         ),
+        pytest.param(
+            WIDE,
+            {"precision": "fp32", "gradient_reduction": "bf16", "expert_parallel": 2},
+            False,
+            id="narrowed-one-by-one-of-one-rank",
+        ),
         pytest.param(MIXED, {"recompute": "full", "zero_stage": 1}, True, id="compiled-experts-again"),
+        pytest.param(
+            MIXED.model_copy(update={"mtp": MultiTokenPrediction(depths=2)}),
+            {"precision": "fp8", "tensor_parallel": 2, "recompute": "full"},
+            False,
+            id="further-tokens-in-fp8",
+        ),
+        pytest.param(
+            ROUTED.model_copy(
+                update={"top_k": 1, "router": Router(capacity_factor=0.5), "shared_expert_ffn": 0}
+            ),
+            {"precision": "fp32", "expert_parallel": 2, "tensor_parallel": 2},
+            False,
+            id="limited-experts-one-by-one",
+        ),
+        pytest.param(
+            DENSE.model_copy(update={"kv_heads": 2, "head_dim": 64}),
+            {"precision": "fp8", "tensor_parallel": 4, "global_batch_size": 16},
+            False,
+            id="shared-heads-in-fp8",
+        ),
+        pytest.param(
+            DENSE.model_copy(update={"kv_heads": 2}),
+            {"tensor_parallel": 2, "context_parallel": 2, "context_parallel_form": "all_to_all"},
+            False,
+            id="repeated-heads",
+        ),
         pytest.param(
             ROUTED,
             {"expert_parallel": 4, "zero_stage": 3, "offload_optimizer": True},

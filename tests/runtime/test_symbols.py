@@ -37,3 +37,13 @@ def test_a_sum_may_have_the_primes_of_a_dimension_by_chance() -> None:
 def test_what_is_no_sum_of_dimensions_is_refused() -> None:
     with pytest.raises(UnknownSizeError, match="no sum of 3 products"):
         symbolic([one["seq"] ** 3 + 1 for one in DIMENSIONS], DIMENSIONS, PRIMES)
+
+
+def test_what_recordings_have_alike_is_a_constant_unless_it_has_a_dimension_in_all_of_them() -> None:
+    assert size_text(symbolic([64] * 4, DIMENSIONS, PRIMES)) == "64"
+    primes = [one | {"seq": 107} for one in PRIMES]
+    alike = [one | {"seq": 128 * 107} for one in DIMENSIONS]
+    assert size_text(symbolic([128 * 107] * 4, alike, primes)) == "1 seq"
+    others = [one | {"seq": scale * 128 * 107} for scale, one in zip((5, 7, 11, 13), DIMENSIONS, strict=True)]
+    with pytest.raises(UnknownSizeError):
+        symbolic([128 * 107] * 4, others, primes)

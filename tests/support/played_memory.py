@@ -10,8 +10,10 @@ from typing import Any, NamedTuple, TypeVar
 from costmodels import LatentAttention, Layout, ModelSpec, even_split
 from costmodels.spec.layout import SPLIT_BACKWARD, Schedule
 from costmodels.spec.model_parts import MultiTokenPrediction
+from costmodels.spec.table import LayoutTable
 from costmodels.tapes import player, store
 from costmodels.tapes.player import CATEGORIES
+from planner.space.kind_rules import KIND_RULES
 from planner.space.rules import first_violation
 from runtime.dryrun.run import trace
 from runtime.dryrun.symbols import UnknownSizeError
@@ -211,6 +213,8 @@ def draw(choose: Choose, small: bool = False, compiled: bool | None = None) -> E
     except ValueError:
         return None
     if layout.world_size > 64 or first_violation(model, layout) is not None:
+        return None
+    if any(bool(rule.broken(model, LayoutTable.one(layout))) for rule in KIND_RULES):
         return None
     if compiled and layout.schedule in SPLIT_BACKWARD:
         return None

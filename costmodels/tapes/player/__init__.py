@@ -78,8 +78,11 @@ def is_playable(model: ModelSpec, layout: Layout, compiled: bool, version: str |
     if "linear" in model.attention_pattern or model.attention_softcap:
         # Linear attention and capped scores take more steps for longer sequences, which no tape says.
         return False
-    if model.mtp is not None and (layout.precision == "fp8" or layout.offload_activations):
-        # No sizes fill products in 8 bits and tell the chunks of the loss; copies cross from unit to unit.
+    if model.mtp is not None and layout.offload_activations:
+        # Copies cross from unit to unit.
+        return False
+    if model.mtp is not None and layout.precision == "fp8" and compiled:
+        # What is played of latent attention over context-parallel ranks differs from dry runs by some MiB.
         return False
     if layout.precision == "fp8" and layout.offload_activations and layout.context_parallel > 1:
         # Products in 8 bits keep what the host has too, where keys are gathered: more than is played.

@@ -71,10 +71,12 @@ def cast_backward(tape: Tape, casts: Casts) -> Steps:
 
 
 def _is_stacked(tape: Tape, number: int) -> bool:
-    """Whether the gradient of a parameter is put together of those of experts that compute one by one."""
+    """Whether what makes the gradient of a parameter puts it together of those of experts that compute one by
+    one: a rank's part of all experts is handed on once more."""
     parameter = tape.parameters[number]
     # Their number is known then: there are so many products.
-    return parameter.group == EXPERTS and not any(term.powers for term in parameter.shape[0])
+    is_counted = not any(term.powers for term in parameter.shape[0])
+    return parameter.group == EXPERTS and is_counted and not parameter.distributed
 
 
 def _with_addends(events: tuple[Event, ...], casts: Casts) -> tuple[set[int], Steps]:

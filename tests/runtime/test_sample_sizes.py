@@ -1,0 +1,77 @@
+"""Sizes that tapes are recorded with: they have the structure that is wanted, and tell dimensions apart."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from costmodels.tapes.player import is_playable
+from costmodels.tapes.player.stage_units import structures_of_stage
+from costmodels.tapes.structure import Structure
+from runtime.dryrun.sample_sizes import SAMPLES, sample
+from tests.support.played_memory import draw
+
+EXAMPLES = 250
+
+
+def structures(seed: int) -> set[Structure]:
+    """Those of random models and layouts."""
+    chosen, found, count = random.Random(seed), set[Structure](), 0
+    while count < EXAMPLES:
+        example = draw(chosen.choice)
+        if example is None or not is_playable(example.model, example.layout, example.compiled):
+            continue
+        model, layout, _, compiled = example
+        count += 1
+        for stage in range(len(layout.layers_per_stage)):
+            for wanted in structures_of_stage(model, layout, stage, compiled):
+                found |= {one for one in (wanted.structure, wanted.plain) if one is not None}
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(2))
+def test_there_are_two_samples_of_every_structure_whose_dimensions_differ(seed: int) -> None:
+    for structure in structures(seed):
+        first, second = (sample(structure, number) for number in range(2))
+        for name in ("seq", "hidden", *(("sent", "arrived") if structure.routes else ())):
+            assert first.dimensions[name] != second.dimensions[name], (structure.name, name)
+
+
+EXPERTS = Structure(
+    "experts",
+    "fp32",
+    tensor_parallel=True,
+    norm="layernorm",
+    unfused=True,
+    loop_of_experts=8,
+    score="softmax",
+)
+
+HEAD = Structure("head", "fp32", several=True, norm="rmsnorm", unfused=True, further=1, chunks=1)
+
+
+@pytest.mark.parametrize(
+    "structure",
+    [
+        # No prime number of rows is divided evenly for limits of few digits.
+        EXPERTS._replace(expert_parallel=True, loop_choices=(1, 1, 1), one_choice=True, limited="part"),
+        EXPERTS._replace(expert_parallel=True, loop_choices=(1, 1, 1), one_choice=True, limited="full"),
+        EXPERTS._replace(loop_choices=(1, 1, 1), one_choice=True, limited="part", several=True),
+        # So many rows that the loss of layers alone would be in more chunks.
+        HEAD._replace(
+            further_experts=True,
+            loop_of_experts=8,
+            loop_choices=(1, 1, 1),
+            one_choice=True,
+            score="softmax",
+        ),
+        HEAD._replace(context_form="all_gather", chunks=2),
+        Structure("dense", "fp8", tensor_parallel=True, norm="rmsnorm", shares_heads=True),
+    ],
+    ids=["part", "full", "part-of-one-rank", "chunks-of-experts", "chunks-of-parts", "fp8-shared-heads"],
+)
+def test_a_structure_with_narrow_demands_has_samples(structure: Structure) -> None:
+    lengths = {sample(structure, number).dimensions["seq"] for number in range(SAMPLES)}
+    assert len(lengths) == SAMPLES
