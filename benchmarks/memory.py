@@ -1,12 +1,14 @@
 """Played tapes against dry runs of the runtime, on random models and layouts.
 
-python -m benchmarks.memory [--examples N] [--seed S] [--layers drawn|compiled|eager] [--json]
+python -m benchmarks.memory [--examples N] [--seed S] [--layers drawn|compiled|eager] [--kind KIND] [--small]
+                            [--json]
 
-Each example is a model (GPT-2 or Llama, perhaps with experts or latent attention), a legal layout of up to 64
-ranks, one of its pipeline ranks, and layers that are compiled or not. The peak and each category of it must
-be within 0.1 % or 1 MiB of those of the dry run. Moments whose totals are that close may take turns as the
-highest: the composition is compared with that of the closest of them. Units that have no tape yet are
-recorded first; those that cannot be are counted as unknown.
+Each example is a model (GPT-2 or Llama, perhaps with experts or latent attention, windows, sinks, Gated
+DeltaNet, scores with caps or modules that predict further tokens), a legal layout of up to 64 ranks, one of
+its pipeline ranks, and layers that are compiled or not. The peak and each category of it must be within 0.1 %
+or 1 MiB of those of the dry run. Moments whose totals are that close may take turns as the highest: the
+composition is compared with that of the closest of them. Units that have no tape yet are recorded first;
+those that cannot be are counted as unknown.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ import time
 from typing import Any
 
 from costmodels.tapes.player import CATEGORIES
-from tests.support.played_memory import Errors, UnknownError, allowed, compare, draw
+from tests.support.played_memory import KINDS, Errors, UnknownError, allowed, compare, draw
 
 LAYERS = {"compiled": True, "eager": False}
 
@@ -49,13 +51,18 @@ def main() -> None:
     parser.add_argument(
         "--layers", choices=["drawn", *LAYERS], default="drawn", help="whether layers are compiled"
     )
+    parser.add_argument(
+        "--kind", choices=["drawn", *KINDS], default="drawn", help="what the models have besides"
+    )
+    parser.add_argument("--small", action="store_true", help="of few layers and micro batches")
     options = parser.parse_args()
+    kind = None if options.kind == "drawn" else options.kind
     chosen, names = random.Random(options.seed), list[str]()
     errors: list[Errors] = []
     started = time.perf_counter()
     unknown = 0
     while len(errors) + unknown < options.examples:
-        drawn = draw(chosen.choice, compiled=LAYERS.get(options.layers))
+        drawn = draw(chosen.choice, options.small, LAYERS.get(options.layers), kind)
         if drawn is None:
             continue
         try:
