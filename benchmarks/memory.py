@@ -1,13 +1,14 @@
 """Played tapes against dry runs of the runtime, on random models and layouts.
 
-python -m benchmarks.memory [--examples N] [--seed S] [--layers drawn|compiled|eager] [--jobs J]
-    [--file FILE [--seconds T]] [--json]
+python -m benchmarks.memory [--examples N] [--seed S] [--layers drawn|compiled|eager] [--kind KIND] [--small]
+    [--jobs J] [--file FILE [--seconds T]] [--json]
 
-Each example is a model (GPT-2 or Llama, perhaps with experts or latent attention), a legal layout of up to 64
-ranks, one of its pipeline ranks, and layers that are compiled or not. The peak and each category of it must
-be within 0.1 % or 1 MiB of those of the dry run. Moments whose totals are that close may take turns as the
-highest: the composition is compared with that of the closest of them. Units that have no tape yet are
-recorded first; those that cannot be are counted as unknown.
+Each example is a model (GPT-2 or Llama, perhaps with experts or latent attention, windows, sinks, Gated
+DeltaNet, scores with caps or modules that predict further tokens), a legal layout of up to 64 ranks, one of
+its pipeline ranks, and layers that are compiled or not. The peak and each category of it must be within 0.1 %
+or 1 MiB of those of the dry run. Moments whose totals are that close may take turns as the highest: the
+composition is compared with that of the closest of them. Units that have no tape yet are recorded first;
+those that cannot be are counted as unknown.
 
 With a file, examples are kept in it as they come, and another call with the same file goes on after them: a
 run may be made in pieces. It is of one seed, one version of PyTorch and one state of the code.
@@ -31,7 +32,16 @@ from typing import Any
 
 from costmodels.tapes import store
 from costmodels.tapes.player import CATEGORIES
-from tests.support.played_memory import Errors, Example, UnknownError, allowed, compare, draw, record
+from tests.support.played_memory import (
+    KINDS,
+    Errors,
+    Example,
+    UnknownError,
+    allowed,
+    compare,
+    draw,
+    record,
+)
 
 LAYERS = {"compiled": True, "eager": False}
 
@@ -76,11 +86,11 @@ def code_digest() -> str:
     return found.hexdigest()[:12]
 
 
-def drawn(seed: int, layers: str) -> Iterator[Example]:
+def drawn(seed: int, layers: str, kind: str, small: bool) -> Iterator[Example]:
     """Examples without end."""
     chosen = random.Random(seed)
     while True:
-        example = draw(chosen.choice, compiled=LAYERS.get(layers))
+        example = draw(chosen.choice, small, LAYERS.get(layers), None if kind == "drawn" else kind)
         if example is not None:
             yield example
 
@@ -196,15 +206,19 @@ def main() -> None:
     parser.add_argument(
         "--layers", choices=["drawn", *LAYERS], default="drawn", help="whether layers are compiled"
     )
+    parser.add_argument(
+        "--kind", choices=["drawn", *KINDS], default="drawn", help="what the models have besides"
+    )
+    parser.add_argument("--small", action="store_true", help="of few layers and micro batches")
     options = parser.parse_args()
     started = time.perf_counter()
-    run = {"seed": options.seed, "layers": options.layers}
-    run |= {"torch": store.installed_version(), "code": code_digest()}
+    given = {name: getattr(options, name) for name in ("seed", "layers", "kind", "small")}
+    run = given | {"torch": store.installed_version(), "code": code_digest()}
     try:
         kept = Kept(options.file, run)
     except ValueError as error:
         parser.error(str(error))
-    numbered = enumerate(islice(drawn(options.seed, options.layers), options.examples), start=1)
+    numbered = enumerate(islice(drawn(**given), options.examples), start=1)
     missing = [(number, example) for number, example in numbered if number not in kept.results]
     if not options.json:
         for result in kept.results.values():

@@ -32,6 +32,9 @@ def tokens(model: ModelSpec, table: LayoutTable) -> Floats:
 CHUNK_TOKENS = 1024
 """Fewest tokens that the bundled runtime multiplies by a whole output matrix at a time."""
 
+QUERY_BLOCK = 128
+"""Queries whose capped scores the bundled runtime has at a time."""
+
 MOST_CHUNKS = 16
 
 

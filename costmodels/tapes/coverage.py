@@ -118,6 +118,11 @@ def _is_split(model: ModelSpec, fields: dict[str, Any]) -> bool:
     tp, cp = fields.get("tensor_parallel", 1), fields.get("context_parallel", 1)
     if model.heads % tp or model.ffn % tp or (model.kv_heads % tp and tp % model.kv_heads):
         return False
-    if fields.get("context_parallel_form") == "all_to_all" and model.heads // tp % cp:
+    sizes, form = model.linear_attention, fields.get("context_parallel_form")
+    if sizes is not None and "linear" in model.attention_pattern and (cp > 1 or sizes.key_heads % tp):
+        return False
+    if form == "ring" and (model.attention_gate or model.attention_sinks or model.attention_softcap):
+        return False
+    if form == "all_to_all" and model.heads // tp % cp:
         return False
     return not (model.experts and model.experts % fields.get("expert_parallel", 1))

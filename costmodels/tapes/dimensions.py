@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from costmodels.layers.shapes import PEAK_LOAD
+from costmodels.layers.shapes import PEAK_LOAD, QUERY_BLOCK
 from costmodels.spec.layout import Layout
 from costmodels.spec.model import ModelSpec
 
@@ -18,7 +18,7 @@ def dimensions(model: ModelSpec, layout: Layout) -> dict[str, int]:
     key/value heads of a rank; group: queries of each; head: elements of one, and turned:
     half of those that positions turn, where it is not all; sharers: ranks that share a
     key/value head; vocab: entries of a rank; tokens: those of the first rank that the tokenizer has;
-    positions: of the learned table.
+    positions: of the learned table; seen: of the keys that a block of queries sees where a window limits it.
     """
     tp, cp = layout.tensor_parallel, layout.context_parallel
     heads = model.heads // tp
@@ -40,8 +40,27 @@ def dimensions(model: ModelSpec, layout: Layout) -> dict[str, int]:
         "vocab": vocab,
         "tokens": min(model.vocab, vocab),
         "positions": model.max_positions,
+        "seen": model.window + QUERY_BLOCK - 1,
     }
-    return found | _latent(model) | _experts(model, layout)
+    return found | _latent(model) | _state(model, layout) | _experts(model, layout)
+
+
+def _state(model: ModelSpec, layout: Layout) -> dict[str, int]:
+    """state_keys: key heads of linear attention on a rank; state_group: value heads of each; state_head and
+    state_value: elements of a key and a value; before: positions of a convolution besides its own; step:
+    positions that are computed at once; steps: of a sequence."""
+    sizes = model.linear_attention
+    if sizes is None:
+        return {}
+    return {
+        "state_keys": max(1, sizes.key_heads // layout.tensor_parallel),
+        "state_group": max(1, sizes.value_heads // sizes.key_heads),
+        "state_head": sizes.key_dim,
+        "state_value": sizes.value_dim,
+        "before": max(1, sizes.conv_kernel - 1),
+        "step": sizes.chunk,
+        "steps": -(-model.seq // sizes.chunk),
+    }
 
 
 def _latent(model: ModelSpec) -> dict[str, int]:

@@ -18,6 +18,7 @@ from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 
+from costmodels.tapes.loops import unrolled
 from costmodels.tapes.structure import Structure
 from costmodels.tapes.tape import Tape
 from costmodels.tapes.text import as_json, parsed_tape
@@ -105,6 +106,7 @@ def remember_tapes(tapes: Mapping[Structure, Tape], version: str) -> None:
     """Know tapes for as long as this process lasts, without writing them to a file."""
     _recorded.update({(version, structure.name): tape for structure, tape in tapes.items()})
     tape_of.cache_clear()
+    tape_of_steps.cache_clear()
 
 
 @cache
@@ -117,6 +119,14 @@ def tape_of(structure: Structure, version: str) -> Tape | None:
         if name is not None and archive is not None:
             return parsed_tape(json.loads(archive.read(name)))
     return None
+
+
+@cache
+def tape_of_steps(structure: Structure, version: str, steps: int) -> Tape:
+    """The tape of a structure that has one, with so many steps."""
+    tape = tape_of(structure, version)
+    assert tape is not None
+    return unrolled(tape, steps)
 
 
 def _paths(version: str) -> Iterator[Path]:
@@ -176,6 +186,7 @@ def write_tapes(tapes: Mapping[Structure, Tape], path: Path) -> None:
 def clear_caches() -> None:
     """Read files anew."""
     tape_of.cache_clear()
+    tape_of_steps.cache_clear()
     _members.cache_clear()
     _archive.cache_clear()
     packaged_versions.cache_clear()

@@ -2,7 +2,7 @@
 
 from typing import Literal, NamedTuple
 
-from costmodels.layers.shapes import loss_chunks
+from costmodels.layers.shapes import QUERY_BLOCK, loss_chunks
 from costmodels.spec.hardware import Precision
 from costmodels.spec.layout import Layout
 from costmodels.spec.model import ModelSpec
@@ -20,6 +20,9 @@ FLASH_HEAD = 256
 
 FLOAT8_MULTIPLE = 16
 """What sides of matrices must be multiples of in products in 8 bits (`runtime.parallel.float8`)."""
+
+FEWEST_STEPS = 6
+"""Of linear attention, whose first and last ones are unlike the others."""
 
 GROUPED_MULTIPLE = 8
 """Elements in 16 bits that rows of matrices must be multiples of in PyTorch's grouped product."""
@@ -45,6 +48,10 @@ class Structure(NamedTuple):
     """Of a head: parts of a micro batch whose logits are there one after the other."""
     pads_vocabulary: bool = False
     """The first rank's part of the vocabulary has rows that no token has."""
+    few_steps: bool = False
+    """Attention takes too few steps through a sequence, or unequal ones, for recordings to tell sizes."""
+    partial_step: bool = False
+    """Zeros fill up the last step of linear attention."""
     linear_bias: bool = False
     qkv_bias: bool = False
     qk_norm: bool = False
@@ -249,12 +256,15 @@ def heeds_rows(structure: Structure) -> bool:
     if structure.routes and structure.tensor_parallel:
         # Ranks take their parts of sequences, and join them.
         return True
+    if "attention=linear" in structure.form:
+        return True
     return structure.sequence_parallel or structure.unfused or structure.context_form == "all_gather"
 
 
 def heeds_groups(structure: Structure) -> bool:
     """Whether operations of a layer differ for grouped queries."""
-    return structure.unfused or structure.context_form == "all_to_all"
+    is_linear = "attention=linear" in structure.form
+    return structure.unfused or structure.context_form == "all_to_all" or is_linear
 
 
 def heeds_one_head(structure: Structure) -> bool:
@@ -276,8 +286,15 @@ def _of_layer(
         offloads_activations=_offloads(layout, common.compiled, recomputes, is_last),
         one_head=model.heads == layout.tensor_parallel,
     )
-    found = _latent(found, model) if model.latent_attention is not None else _grouped(found, model, layout)
+    if model.attention_pattern == ("linear",):
+        found = _linear(found, model)
+    elif model.latent_attention is not None:
+        found = _latent(found, model)
+    else:
+        found = _grouped(found, model, layout)
     found = found._replace(form=block_form(model))
+    if model.attention_softcap and _has_scores(model):
+        found = _capped(found, model, layout)
     if layout.precision == "fp8":
         found = found._replace(odd_sides=any(side % FLOAT8_MULTIPLE for side in _sides(model, layout)))
     found = _over_context(found, model, layout)
@@ -297,23 +314,49 @@ def _offloads(layout: Layout, compiled: bool, recomputes: bool, is_last: bool) -
 
 def block_form(model: ModelSpec) -> tuple[str, ...]:
     """What the layers of a model have that few models do: fields of `ModelSpec`, with words as values."""
-    norms = model.qk_norm and model.latent_attention is None
     (kind,) = model.attention_pattern
-    turns = model.turned_by(kind) is not None
+    scores, turns = _has_scores(model), model.turned_by(kind) is not None
+    norms = model.qk_norm and model.latent_attention is None and scores
     has = {
-        f"attention={kind}": not model.reaches_all(kind),
-        "attention_sinks": model.attention_sinks,
+        f"attention={kind}": kind == "linear" or not model.reaches_all(kind),
+        "attention_gate": model.attention_gate and scores,
+        "attention_sinks": model.attention_sinks and scores,
+        "attention_softcap": model.attention_softcap > 0 and scores,
         "norm_from_one": model.norm_from_one,
         f"norm_place={model.norm_place}": model.norm_place != "before",
-        "output_bias": model.output_bias and not model.linear_bias,
+        "output_bias": model.output_bias and not model.linear_bias and scores,
         "qk_norm_weights": norms and not model.qk_norm_weights and turns,
         "qk_norm_width=all": norms and model.qk_norm_width == "all",
         "residual_scale": model.residual_scale != 1.0,
         "rotary_dim": turns and model.rotary_dim not in (0, model.head_dim),
-        "score_growth": model.score_growth is not None and not turns,
-        "score_scale": model.score_scale not in (0.0, model.head_dim**-0.5),
+        "score_growth": model.score_growth is not None and not turns and scores,
+        "score_scale": model.score_scale not in (0.0, model.head_dim**-0.5) and scores,
     }
     return tuple(name for name, is_there in has.items() if is_there)
+
+
+def _has_scores(model: ModelSpec) -> bool:
+    """Whether queries are held against keys, in layers that are of one kind."""
+    return model.attention_pattern != ("linear",)
+
+
+def _linear(found: Structure, model: ModelSpec) -> Structure:
+    sizes = model.linear_attention
+    assert sizes is not None
+    return found._replace(
+        grouped_queries=sizes.value_heads > sizes.key_heads,
+        one_head=False,
+        few_steps=-(-model.seq // sizes.chunk) < FEWEST_STEPS,
+        partial_step=model.seq % sizes.chunk > 0,
+    )
+
+
+def _capped(found: Structure, model: ModelSpec, layout: Layout) -> Structure:
+    """Ranks that gather keys have queries of two places in a sequence, which see other numbers of keys."""
+    gathers = layout.context_parallel > 1 and layout.context_parallel_form == "all_gather"
+    parts = 2 * layout.context_parallel if gathers else 1
+    uneven = model.seq % (QUERY_BLOCK * parts) > 0
+    return found._replace(few_steps=uneven or (gathers and "attention=window" in found.form))
 
 
 def _grouped(found: Structure, model: ModelSpec, layout: Layout) -> Structure:
@@ -333,6 +376,9 @@ def _sides(model: ModelSpec, layout: Layout) -> list[int]:
     """Sides of the matrices of a layer on one rank, without routed experts."""
     tp, sizes = layout.tensor_parallel, model.latent_attention
     found = [model.hidden, model.ffn // tp, model.shared_expert_ffn // tp]
+    state = model.linear_attention
+    if state is not None and not _has_scores(model):
+        return [*found, *(side // tp for side in (state.key_size, state.value_size, state.value_heads))]
     if sizes is None:
         return [*found, model.q_size // tp, model.kv_size // tp]
     heads = model.heads // tp

@@ -15,7 +15,9 @@ Storages are numbers. Those at the borders of a unit have several holders, and e
 - The gradient of the input is allocated in backward and goes to the unit before.
 """
 
-from collections.abc import Mapping
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from typing import NamedTuple
 
@@ -126,6 +128,29 @@ class SplitBackward(NamedTuple):
     input_gradient: int | None
 
 
+class Loop(NamedTuple):
+    """Events of a pass that happen once for each step of a unit, but for some of the steps."""
+
+    first: int
+    """The place of the first of them among the events of the pass, of which it has one turn."""
+    length: int
+    less: int
+    """Turns are so many less than steps."""
+
+
+class Repeats(NamedTuple):
+    """What longer sequences take more steps of."""
+
+    dimension: str
+    """The number of steps."""
+    loops: tuple[tuple[Loop, ...], ...]
+    """Of each pass, in the order of `passes_of`."""
+    shifts: tuple[tuple[tuple[int, int], ...], ...]
+    """Of each pass and event, what is added to the number of its storage with each step, and each turn."""
+    input_gradients: tuple[int, int]
+    """What is added with each step to the numbers of these, with whole backward passes and split ones."""
+
+
 class Tape(NamedTuple):
     """What a unit does to memory."""
 
@@ -139,6 +164,24 @@ class Tape(NamedTuple):
     """What the input is while this unit holds it over to backward; "" where it does not."""
     split: SplitBackward | None = None
     """None where it was not recorded, as for compiled layers, whose graphs cannot be split."""
+    repeats: Repeats | None = None
+    """None where sequences of all lengths take the same operations, or where steps are `unrolled`."""
+
+
+def passes_of(tape: Tape) -> tuple[tuple[Event, ...], ...]:
+    """The events of all passes of a tape."""
+    split = () if tape.split is None else tape.split[:-1]
+    return (tape.forward, tape.backward, *split)
+
+
+def with_passes(tape: Tape, passes: Sequence[tuple[Event, ...]], given: Sequence[int | None]) -> Tape:
+    """A tape with other passes, and other storages that go to the unit before it."""
+    forward, backward, *others = passes
+    split = None
+    if tape.split is not None:
+        inputs, first, weights, forgotten, rest = others
+        split = SplitBackward(inputs, first, weights, forgotten, rest, given[1])
+    return tape._replace(forward=forward, backward=backward, input_gradient=given[0], split=split)
 
 
 def shared_parameter(tape: Tape) -> int:

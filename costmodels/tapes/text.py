@@ -11,9 +11,11 @@ from costmodels.tapes.tape import (
     Allocation,
     Event,
     Gradient,
+    Loop,
     Mark,
     Parameter,
     Release,
+    Repeats,
     Size,
     SplitBackward,
     Tape,
@@ -82,6 +84,7 @@ def as_json(tape: Tape) -> dict[str, Any]:
         "input_gradient": tape.input_gradient,
         "input_category": tape.input_category,
         "split": split and [*(list(map(event, part)) for part in split[:-1]), split.input_gradient],
+        **({} if tape.repeats is None else {"repeats": tape.repeats}),
         "sizes": list(sizes),
         "categories": list(categories),
     }
@@ -123,4 +126,17 @@ def parsed_tape(data: dict[str, Any]) -> Tape:
         data["input_gradient"],
         data["input_category"],
         None if split is None else parts(split),
+        _parsed_repeats(data.get("repeats")),
+    )
+
+
+def _parsed_repeats(data: Any) -> Repeats | None:
+    if data is None:
+        return None
+    dimension, loops, shifts, input_gradients = data
+    return Repeats(
+        dimension,
+        tuple(tuple(Loop(*loop) for loop in each) for each in loops),
+        tuple(tuple((by_step, by_turn) for by_step, by_turn in each) for each in shifts),
+        (input_gradients[0], input_gradients[1]),
     )

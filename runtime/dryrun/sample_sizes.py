@@ -8,7 +8,7 @@ from itertools import count
 from typing import Any, NamedTuple
 
 from costmodels import LatentAttention, Layout, ModelSpec
-from costmodels.layers.shapes import CHUNK_TOKENS, PEAK_LOAD
+from costmodels.layers.shapes import CHUNK_TOKENS, PEAK_LOAD, QUERY_BLOCK
 from costmodels.spec.model import VOCAB_MULTIPLE
 from costmodels.tapes.dimensions import KERNEL_ROWS, dimensions
 from costmodels.tapes.structure import (
@@ -66,6 +66,12 @@ FLOAT8_HEAD = (11, 13, 5, 7)
 
 LATENT = ((17, 13, 11, 31), (17, 11, 13, 29), (19, 7, 17, 29), (17, 7, 19, 29))
 """Of latent attention, over 8: parts of heads without position and with it, and shorter and longer values."""
+
+STEPS = (19, 29, 37, 41)
+"""Least primes of the steps through a sequence, and of its blocks of queries."""
+
+LEAST_BEFORE = 5
+"""Least prime of the tokens before each that a convolution sees."""
 
 LIMITS = {"": 0.0, "full": 1.103, "part": 0.907}
 """Capacity factors, of as many digits that some even numbers of rows are none of a share of others."""
@@ -142,7 +148,8 @@ class _Sizes:
         if structure.repeats_heads:
             # Context-parallel ranks are a multiple of these.
             tables["keys"] = SIDES["keys"]
-        tables |= FEWER if structure.context_form == "all_gather" else {}
+        capped = "attention_softcap" in structure.form
+        tables |= FEWER if structure.context_form == "all_gather" or capped else {}
         shares_even = structure.shares_heads and structure.precision == "fp8" and not structure.odd_sides
         tables |= {name: LARGER[name] for name in ("tp", "group")} if shares_even else {}
         self.primes = {name: values[number] for name, values in tables.items()}
@@ -198,7 +205,13 @@ class _Sizes:
         odd = structure.routes and structure.precision != "fp8"
         # Ranks that repeat heads are many, and have two parts of a sequence each.
         multiple = SEQ_MULTIPLE // (2 if structure.repeats_heads else 1)
-        self.seq = chunks * (self._odd_rows(chunks) if odd else multiple * own["seq"])
+        if "attention=linear" in structure.form:
+            self.seq = self._step_rows(chunks)
+        elif capped:
+            # Each block of queries takes time to record.
+            self.seq = chunks * QUERY_BLOCK * self._fresh("seq", STEPS[number])
+        else:
+            self.seq = chunks * (self._odd_rows(chunks) if odd else multiple * own["seq"])
         if structure.unit == "head" and not structure.further:
             # An odd number of tokens is in each chunk of the loss, so that there are not more of them.
             self.seq = self.tp * structure.chunks * self._fresh("seq", CHUNK_TOKENS + FIRST[number])
@@ -293,7 +306,9 @@ class _Sizes:
         """What `costmodels.tapes.structure.block_form` says, with values that are none of the usual ones."""
         values: dict[str, Any] = {
             "norm_from_one": True,
+            "attention_gate": True,
             "attention_sinks": True,
+            "attention_softcap": 30.0,
             "output_bias": True,
             "residual_scale": 0.5,
             "embedding_scale": 2.0,
@@ -307,7 +322,8 @@ class _Sizes:
         for part in self.structure.form:
             name, _, word = part.partition("=")
             if name == "attention":
-                found |= {"attention_pattern": (word,), "window": self.seq // 2}
+                found["attention_pattern"] = (word,)
+                found |= self._linear_fields() if word == "linear" else {"window": self._window()}
                 continue
             if name in ("router_bias", "weighs_inputs"):
                 # The router's own fields say it.
@@ -316,6 +332,42 @@ class _Sizes:
                 values[name] = 2 * self._fresh("turned", self.head // ALIGNED_HEAD + 1)
             found[name] = word or values[name]
         return found
+
+    def _window(self) -> int:
+        if "attention_softcap" not in self.structure.form:
+            return self.seq // 2
+        return self._fresh("seen", self.seq // 2) - QUERY_BLOCK + 1
+
+    def _linear_fields(self) -> dict[str, Any]:
+        """Of linear attention, whose heads are those that layers with scores would have."""
+        own = self.primes
+        for name in ("keys", "group", "head"):
+            own[f"state_{name}"] = own.pop(name)
+        return {
+            # No size has these.
+            "heads": self.tp,
+            "kv_heads": self.tp,
+            "head_dim": 2 * self._fresh("head", FIRST[self.number]),
+            "linear_attention": {
+                "kind": "gated_delta",
+                "key_heads": self.keys * self.tp,
+                "value_heads": self.keys * self.group * self.tp,
+                "key_dim": self.head,
+                "value_dim": ALIGNED_HEAD * self._fresh("state_value", least=ALIGNED_HEAD),
+                "conv_kernel": 1 + self._fresh("before", LEAST_BEFORE),
+                "chunk": self.step,
+            },
+        }
+
+    def _step_rows(self, chunks: int) -> int:
+        """The length of sequences that linear attention goes through in a prime number of steps, of rows that
+        are a prime over those that have to be together."""
+        rows = self.primes["step"] = self.primes.pop("seq")
+        steps, self.step = self._fresh("steps", STEPS[self.number]), chunks * rows
+        if not self.structure.partial_step:
+            return steps * self.step
+        rows = self._fresh("seq", steps * (rows - 1) + self.number + 1)
+        return chunks * rows
 
     def _vocabulary(self) -> int:
         """Entries of a tokenizer, of which each tensor-parallel rank has `entries`, padding included."""

@@ -22,6 +22,7 @@ from costmodels.tapes.tape import (
     SplitBackward,
     Tape,
 )
+from runtime.dryrun.loops import collapsed, rolled_together, steps_dimension
 from runtime.dryrun.sample_sizes import SAMPLES, Sample, sample
 from runtime.dryrun.symbols import UnknownSizeError, symbolic
 from runtime.dryrun.unit_recorder import Change, Recording, UnitRecordings, UnlikeError, record_unit
@@ -31,7 +32,7 @@ MOST_BYTES = 2**63
 """That PyTorch can count of one tensor."""
 
 PROOF = 2
-"""Recordings with other sizes that agree; sums of more terms take more of them."""
+"""Recordings with other sizes that agree; sums of more terms take more of them, and loops one."""
 
 
 def recorded_tape(structure: Structure) -> Tape:
@@ -57,7 +58,7 @@ def recorded_tape(structure: Structure) -> Tape:
             continue
         try:
             return _tape(samples, recordings)
-        except UnknownSizeError:
+        except (UnknownSizeError, UnlikeError):
             if number + 1 == SAMPLES:
                 raise
     raise AssertionError("the last sample returns or raises")
@@ -112,13 +113,22 @@ def record_tapes(
 
 
 def _tape(samples: Sequence[Sample], every: Sequence[UnitRecordings]) -> Tape:
-    for other in every[1:]:
-        for one, same in zip(every[0], other, strict=True):
-            if one is not None and same is not None and _without_sizes(one) != _without_sizes(same):
+    own = [one.dimensions for one in samples]
+    repeats = None
+    if not _are_alike(every):
+        every = [
+            UnitRecordings(collapsed(one.whole), *(each and collapsed(each) for each in one[1:]))
+            for one in every
+        ]
+        if not _are_alike(every):
+            if len(every) <= PROOF:
+                raise UnlikeError(f"{samples[0].model.name}: other sizes, other operations")
+            dimension = steps_dimension([len(one.whole.changes) for one in every], own)
+            every, repeats = rolled_together(every, dimension, [one[dimension] for one in own])
+            if not _are_alike(every):
                 raise UnlikeError(f"{samples[0].model.name}: other sizes, other operations")
     recordings = [one.whole for one in every]
     first = recordings[0]
-    own = [one.dimensions for one in samples]
     primes = [one.primes for one in samples]
     known: dict[tuple[int, ...], Size] = {}
 
@@ -147,6 +157,17 @@ def _tape(samples: Sequence[Sample], every: Sequence[UnitRecordings]) -> Tape:
         first.input_gradient,
         first.input_category,
         _split(every, size_of),
+        repeats,
+    )
+
+
+def _are_alike(every: Sequence[UnitRecordings]) -> bool:
+    """Whether recordings differ in their sizes alone."""
+    return all(
+        _without_sizes(one) == _without_sizes(same)
+        for other in every[1:]
+        for one, same in zip(every[0], other, strict=True)
+        if one is not None and same is not None
     )
 
 

@@ -79,6 +79,8 @@ class CoreAttention(nn.Module):
         self.over_ranks: OverRanks | None = None
         """Attention over sequences that ranks share (`runtime.parallel.context`)."""
         self.reach, self.is_plain = reach, reach == EVERYTHING and not sinks
+        self.steps = reach.softcap > 0
+        """It goes through a sequence step by step: operations of which longer ones take more."""
         self.sinks = nn.Parameter(torch.empty(sinks)) if sinks else None
 
     def own_sinks(self) -> Tensor | None:

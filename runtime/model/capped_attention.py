@@ -13,10 +13,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from costmodels.layers.shapes import QUERY_BLOCK as BLOCK
 from runtime.model.reach import Reach
-
-BLOCK = 128
-"""Queries whose scores are there at a time."""
 
 
 def capped_attention(
@@ -76,17 +74,39 @@ def _bounded(
     return scores.view(shape).softmax(-1), bounded
 
 
-def _hidden(reach: Reach, block: _Block, tokens: int, keys: int, mask: Tensor | None, q: Tensor) -> Tensor:
-    """What is added to the scores of a block: [t, p], or [B, 1, 1, t, p] of a mask."""
-    if mask is not None:
-        found = mask[:, :, block.queries, block.keys].unsqueeze(1)
-        if not reach.binds(keys):
-            return found
-    at_t = torch.arange(
-        keys - tokens + block.queries.start, keys - tokens + block.queries.stop, device=q.device
-    )
-    own_tp = reach.mask(at_t, keys, torch.float32)[:, block.keys]
-    return own_tp if mask is None else found + own_tp
+class _Inputs(NamedTuple):
+    """What attention is over."""
+
+    q_BNTH: Tensor
+    k_BKPH: Tensor
+    v_BKPH: Tensor
+    reach: Reach
+    mask: Tensor | None
+
+    @property
+    def blocks(self) -> Iterator[_Block]:
+        """Queries, some at a time."""
+        tokens, keys = self.q_BNTH.shape[2], self.k_BKPH.shape[2]
+        return _blocks(self.reach, tokens, keys, self.mask is not None)
+
+    def probabilities(self, q_BKMH: Tensor, block: _Block) -> tuple[Tensor, Tensor]:
+        """`_bounded` of the queries of a block."""
+        hidden, scale = self._hidden(block), q_BKMH.shape[-1] ** -0.5
+        return _bounded(q_BKMH, self.k_BKPH[:, :, block.keys], hidden, self.reach.softcap, scale)
+
+    def _hidden(self, block: _Block) -> Tensor:
+        """What is added to the scores of a block: [t, p], or [B, 1, 1, t, p] of a mask."""
+        tokens, keys, mask = self.q_BNTH.shape[2], self.k_BKPH.shape[2], self.mask
+        if mask is not None:
+            found = mask[:, :, block.queries, block.keys].unsqueeze(1)
+            if not self.reach.binds(keys):
+                return found
+        first = keys - tokens
+        at_t = torch.arange(
+            first + block.queries.start, first + block.queries.stop, device=self.q_BNTH.device
+        )
+        own_tp = self.reach.mask(at_t, keys, torch.float32)[:, block.keys]
+        return own_tp if mask is None else found + own_tp
 
 
 class _Capped(torch.autograd.Function):
@@ -94,17 +114,11 @@ class _Capped(torch.autograd.Function):
     def forward(
         ctx: Any, q_BNTH: Tensor, k_BKPH: Tensor, v_BKPH: Tensor, reach: Reach, mask: Tensor | None
     ) -> Tensor:
-        tokens, keys, shared = q_BNTH.shape[2], k_BKPH.shape[2], k_BKPH.shape[1]
+        given = _Inputs(q_BNTH, k_BKPH, v_BKPH, reach, mask)
         out_BNTH = torch.empty_like(q_BNTH.transpose(1, 2), memory_format=torch.contiguous_format)
         out_BNTH = out_BNTH.transpose(1, 2)
-        scale = q_BNTH.shape[-1] ** -0.5
-        for block in _blocks(reach, tokens, keys, mask is not None):
-            q_BKMH = _by_keys(q_BNTH, block, shared)
-            hidden = _hidden(reach, block, tokens, keys, mask, q_BNTH)
-            shares, _ = _bounded(q_BKMH, k_BKPH[:, :, block.keys], hidden, reach.softcap, scale)
-            result_BKMH = shares.to(v_BKPH.dtype) @ v_BKPH[:, :, block.keys]
-            own = out_BNTH[:, :, block.queries]
-            own.copy_(result_BKMH.view(own.shape))
+        for block in given.blocks:
+            _attend(given, block, out_BNTH)
         ctx.save_for_backward(q_BNTH, k_BKPH, v_BKPH, out_BNTH, mask)
         ctx.reach = reach
         return out_BNTH
@@ -112,22 +126,41 @@ class _Capped(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_BNTH: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         q_BNTH, k_BKPH, v_BKPH, out_BNTH, mask = ctx.saved_tensors
-        reach: Reach = ctx.reach
-        tokens, keys, shared = q_BNTH.shape[2], k_BKPH.shape[2], k_BKPH.shape[1]
-        scale = q_BNTH.shape[-1] ** -0.5
+        given = _Inputs(q_BNTH, k_BKPH, v_BKPH, ctx.reach, mask)
         to_q = torch.empty_like(q_BNTH)
         to_k, to_v = (torch.zeros_like(x, dtype=torch.float32) for x in (k_BKPH, v_BKPH))
-        for block in _blocks(reach, tokens, keys, mask is not None):
-            q_BKMH, grad_BKMH, out_BKMH = (_by_keys(x, block, shared) for x in (q_BNTH, grad_BNTH, out_BNTH))
-            k_here, v_here = k_BKPH[:, :, block.keys], v_BKPH[:, :, block.keys]
-            hidden = _hidden(reach, block, tokens, keys, mask, q_BNTH)
-            shares, bounded = _bounded(q_BKMH, k_here, hidden, reach.softcap, scale)
-            to_v[:, :, block.keys] += shares.to(grad_BKMH.dtype).transpose(2, 3) @ grad_BKMH
-            taken = (grad_BKMH.float() * out_BKMH.float()).sum(-1, keepdim=True)
-            to_scores = (grad_BKMH @ v_here.transpose(2, 3)).float()
-            to_scores = shares * (to_scores - taken) * (1.0 - bounded.square()) * scale
-            to_scores = to_scores.to(q_BKMH.dtype)
-            own = to_q[:, :, block.queries]
-            own.copy_((to_scores @ k_here).view(own.shape))
-            to_k[:, :, block.keys] += to_scores.transpose(2, 3) @ q_BKMH
+        for block in given.blocks:
+            _add_gradients(given, block, out_BNTH, grad_BNTH, to_q, to_k, to_v)
         return to_q, to_k.to(k_BKPH.dtype), to_v.to(v_BKPH.dtype), None, None
+
+
+# Functions of their own: the scores of a block end before those of the next one are made.
+def _attend(given: _Inputs, block: _Block, out_BNTH: Tensor) -> None:
+    """Write what the queries of a block read."""
+    shares, _ = given.probabilities(_by_keys(given.q_BNTH, block, given.k_BKPH.shape[1]), block)
+    own = out_BNTH[:, :, block.queries]
+    own.copy_((shares.to(given.v_BKPH.dtype) @ given.v_BKPH[:, :, block.keys]).view(own.shape))
+
+
+def _add_gradients(
+    given: _Inputs,
+    block: _Block,
+    out_BNTH: Tensor,
+    grad_BNTH: Tensor,
+    to_q: Tensor,
+    to_k: Tensor,
+    to_v: Tensor,
+) -> None:
+    """Write the gradient of the queries of a block, and add to those of all keys and values."""
+    shared = given.k_BKPH.shape[1]
+    q_BKMH, grad_BKMH, out_BKMH = (_by_keys(x, block, shared) for x in (given.q_BNTH, grad_BNTH, out_BNTH))
+    k_here, v_here = given.k_BKPH[:, :, block.keys], given.v_BKPH[:, :, block.keys]
+    shares, bounded = given.probabilities(q_BKMH, block)
+    to_v[:, :, block.keys].add_(shares.to(grad_BKMH.dtype).transpose(2, 3) @ grad_BKMH)
+    taken = (grad_BKMH.float() * out_BKMH.float()).sum(-1, keepdim=True)
+    to_scores = (grad_BKMH @ v_here.transpose(2, 3)).float()
+    to_scores = shares * (to_scores - taken) * (1.0 - bounded.square()) * q_BKMH.shape[-1] ** -0.5
+    to_scores = to_scores.to(q_BKMH.dtype)
+    own = to_q[:, :, block.queries]
+    own.copy_((to_scores @ k_here).view(own.shape))
+    to_k[:, :, block.keys].add_(to_scores.transpose(2, 3) @ q_BKMH)

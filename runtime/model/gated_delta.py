@@ -74,7 +74,7 @@ class DeltaCore(CoreAttention):
 
     def __init__(self, chunk: int) -> None:
         super().__init__()
-        self.chunk = chunk
+        self.chunk, self.steps = chunk, True
 
     def forward(  # type: ignore[override]
         self, q_BKSH: Tensor, k_BKSH: Tensor, v_BNSZ: Tensor, decay_BNS: Tensor, strength_BNS: Tensor

@@ -18,6 +18,8 @@ def single_layer_graphs(spec: ModelSpec, layout: Layout) -> str | None:
         return "rows of experts come in any number, and no graph holds them"
     if "linear" in spec.attention_pattern:
         return "no graph holds the loop of linear attention"
+    if spec.attention_softcap:
+        return "no graph holds the loop of attention with capped scores"
     if layout.offload_activations:
         return "activations leave for the host after each layer"
     units = layout.recompute == "full" and layout.recompute_method == "uniform"

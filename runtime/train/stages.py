@@ -11,7 +11,6 @@ from torch.distributed.fsdp import FSDPModule
 
 from costmodels import Layout, ModelSpec
 from runtime.model.experts import MixtureOfExperts
-from runtime.model.gated_delta import GatedDelta
 from runtime.model.number_formats import DTYPES
 from runtime.model.transformer import Block, Transformer
 from runtime.parallel.context import context_parallel, local_positions, uses_ring
@@ -67,7 +66,7 @@ def build_stage(spec: ModelSpec, layout: Layout, grid: Grid, index: int, graph_l
     around = [
         block
         for block in stage.blocks
-        if compiled and layout.recompute == "full" and (in_two or isinstance(block.mlp, MixtureOfExperts))
+        if compiled and layout.recompute == "full" and (in_two or not _is_one_graph(block))
     ]
     for block in around:
         _compile(block, in_two)
@@ -96,13 +95,18 @@ def compiles_in_two(layout: Layout) -> bool:
     return uses_ring(layout) and not layout.offload_activations
 
 
+def _is_one_graph(block: Block) -> bool:
+    """Whether a compiler takes all of a layer, as long as that does not ring."""
+    return not (block.attention.core.steps or isinstance(block.mlp, MixtureOfExperts))
+
+
 def _compile(block: Block, in_two: bool) -> None:
     """Compile a layer; of one with experts, all but what depends on how many rows an expert gets, and of
-    linear attention all but the loop over its chunks."""
-    if isinstance(block.attention, GatedDelta):
-        rule = block.attention.core
-        loop: Any = torch.compiler.disable(rule.forward)  # type: ignore[no-untyped-call]
-        rule.forward = loop  # type: ignore[method-assign]
+    attention that goes through a sequence in steps all but these."""
+    if block.attention.core.steps:
+        steps = block.attention.core
+        plain_steps: Any = torch.compiler.disable(steps.forward)  # type: ignore[no-untyped-call]
+        steps.forward = plain_steps  # type: ignore[method-assign]
     if isinstance(block.mlp, MixtureOfExperts):
         shared = block.mlp.shared
         if shared is not None:
@@ -114,11 +118,8 @@ def _compile(block: Block, in_two: bool) -> None:
     if not in_two:
         block.forward = torch.compile(block.forward)  # type: ignore[method-assign]
         return
-    before, core, after = (
-        torch.compile(block.up_to_core),
-        block.attention.core,
-        torch.compile(block.from_core),
-    )
+    core = block.attention.core
+    before, after = torch.compile(block.up_to_core), torch.compile(block.from_core)
 
     def forward(x_BSD: Tensor) -> Tensor:
         result_BSD: Tensor = after(x_BSD, core(*before(x_BSD)))

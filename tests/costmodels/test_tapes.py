@@ -16,15 +16,18 @@ from costmodels.catalogue import load_model
 from costmodels.tapes import store
 from costmodels.tapes.coverage import structures_of_model
 from costmodels.tapes.dimensions import dimensions
+from costmodels.tapes.loops import unrolled
 from costmodels.tapes.structure import Structure, structure_of, units_of_stage
 from costmodels.tapes.tape import (
     FORGETS,
     Addend,
     Allocation,
     Gradient,
+    Loop,
     Mark,
     Parameter,
     Release,
+    Repeats,
     SplitBackward,
     Tape,
     Term,
@@ -81,6 +84,38 @@ def test_tapes_survive_files(tmp_path: Path) -> None:
 def test_split_backward_survives_files() -> None:
     split = SplitBackward((Release(0),), TAPE.backward, (Mark(FORGETS),), (), (Release(3),), 4)
     assert parsed_tape(as_json(TAPE._replace(split=split))).split == split
+
+
+LOOPED = Tape(
+    (),
+    (
+        Allocation(3, parsed_size("1 hidden"), "activations"),
+        Allocation(4, parsed_size("1 seq"), "activations"),
+    ),
+    (Release(3), Release(4), Release(0)),
+    None,
+    "activations",
+    repeats=Repeats(
+        "steps",
+        ((Loop(1, 1, 1),), (Loop(0, 1, 1),)),
+        (((0, 0), (0, 1)), ((1, -1), (-1, 0), (0, 0))),
+        (0, 0),
+    ),
+)
+"""Forward makes one storage more with each step after the first; backward ends the last ones first."""
+
+
+def test_a_loop_is_there_as_often_as_there_are_steps() -> None:
+    tape = unrolled(LOOPED._replace(backward=(Release(2), Release(7), Release(0))), 4)
+    assert tape.repeats is None
+    assert [event.storage for event in tape.forward if isinstance(event, Allocation)] == [3, 4, 5, 6]
+    assert [event.storage for event in tape.backward if isinstance(event, Release)] == [6, 5, 4, 3, 0]
+    assert parsed_tape(as_json(LOOPED)) == LOOPED
+
+
+def test_a_sequence_of_fewer_steps_than_are_always_there_is_refused() -> None:
+    with pytest.raises(ValueError, match="at least 1 steps"):
+        unrolled(LOOPED, 0)
 
 
 def test_equal_tapes_make_equal_files(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, assume, given, note, reject, seed, settings
 
 from costmodels import ModelSpec
-from costmodels.spec.model_parts import MultiTokenPrediction
+from costmodels.spec.model_parts import LinearAttention, MultiTokenPrediction
 from costmodels.tapes.player import is_playable
 from tests.support.layouts import parse_layout
 from tests.support.models import FORMS
@@ -103,6 +103,42 @@ ROUTED: dict[str, Any] = {"experts": 8, "top_k": 2, "expert_ffn": 1024, "dense_l
     ],
 )
 def test_modules_that_predict_further_tokens_are_recorded_as_they_are(
+    text: str, rank: int, compiled: bool, fields: dict[str, Any]
+) -> None:
+    spec = FURTHER.model_copy(update=fields)
+    errors = compare(spec, parse_layout(text, spec), rank, compiled)
+    assert not errors.misses, errors
+
+
+LINEAR: dict[str, Any] = {
+    "mtp": None,
+    "layers": 3,
+    "attention_pattern": ("linear", "linear", "full"),
+    "attention_gate": True,
+    "linear_attention": LinearAttention(
+        kind="gated_delta", key_heads=4, value_heads=8, key_dim=64, value_dim=96
+    ),
+}
+CAPPED: dict[str, Any] = {
+    "mtp": None,
+    "attention_pattern": ("window", "full"),
+    "window": 512,
+    "attention_softcap": 50.0,
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("text", "rank", "compiled", "fields"),
+    [
+        ("gbs=4,dp=2,zero=3,recompute=full,precision=bf16", 0, True, LINEAR),
+        ("gbs=4,pp=2,tp=2,sp=1,mbs=2,precision=bf16", 0, False, LINEAR),
+        ("gbs=4,dp=2,zero=1,precision=bf16", 0, False, LINEAR | {"seq": 2000, "max_positions": 2000}),
+        ("gbs=4,dp=2,zero=3,recompute=full,precision=bf16", 0, False, CAPPED),
+        ("gbs=4,dp=2,zero=1,precision=bf16", 0, True, CAPPED),
+    ],
+)
+def test_attention_that_goes_through_sequences_in_steps_is_recorded_as_it_is(
     text: str, rank: int, compiled: bool, fields: dict[str, Any]
 ) -> None:
     spec = FURTHER.model_copy(update=fields)

@@ -15,13 +15,15 @@ from costmodels.tapes.tape import (
     OUTPUT_GRADIENT,
     Allocation,
     Gradient,
+    Loop,
     Mark,
     Release,
     Tape,
     elements_of,
 )
+from runtime.dryrun.loops import collapsed, rolled
 from runtime.dryrun.tape_recorder import recorded_tape
-from runtime.dryrun.unit_recorder import record_unit
+from runtime.dryrun.unit_recorder import Change, Recording, record_unit
 from tests.support.models import LLAMA
 
 MODEL = LLAMA.model_copy(update={"layers": 1})
@@ -139,3 +141,28 @@ def test_split_backward_makes_the_same_gradients(recompute: str) -> None:
     assert sorted(ends) == sorted({*made, INPUT, OUTPUT, OUTPUT_GRADIENT} - {tape.split.input_gradient})
     # What was computed again and not used is left to the next layer.
     assert bool(tape.split.forgotten) == (recompute == "full")
+
+
+def allocation(number: int, size: int = 8) -> Change:
+    return "allocation", number, size, "temporaries"
+
+
+def release(number: int) -> Change:
+    return "release", number, 0, ""
+
+
+def test_of_turns_that_leave_nothing_behind_the_highest_stands_for_all() -> None:
+    turns = [change for n in range(3, 10) for change in (allocation(n, n), release(n))]
+    found = collapsed(Recording(forward=[*turns, allocation(10)], backward=[release(10)]))
+    assert found.forward == [allocation(3, 9), release(3), allocation(4)]
+    assert found.backward == [release(4)]
+
+
+@pytest.mark.parametrize("steps", [9, 12])
+def test_turns_that_keep_something_are_one_loop(steps: int) -> None:
+    made = [allocation(3 + n) for n in range(steps)]
+    found = rolled([allocation(2, 4), *made], steps)
+    assert found.changes == [allocation(2, 4), allocation(3)]
+    assert (found.loops, found.by_turn) == ([Loop(1, 1, 0)], [0, 1])
+    back = rolled([release(2 + steps - n) for n in range(steps)], steps)
+    assert (back.loops, back.by_turn) == ([Loop(0, 1, 0)], [-1])

@@ -84,14 +84,51 @@ def allowed(size: float) -> float:
     return max(BYTES, SHARE * size)
 
 
-def draw_model(choose: Choose, small: bool) -> ModelSpec:
+KINDS = ("plain", "window", "sinks", "linear", "capped", "further")
+"""What models have: attention of all tokens, windows, these with sinks, Gated DeltaNet, scores with caps, or
+modules that predict further tokens."""
+
+
+def draw_kind(choose: Choose, kind: str) -> dict[str, Any]:
+    """Random fields of models of a kind."""
+    if kind == "plain":
+        return {}
+    if kind == "further":
+        return {"mtp": MultiTokenPrediction(depths=choose([1, 2]))}
+    if kind == "linear":
+        keys = choose([4, 8])
+        sizes = {
+            "kind": "gated_delta",
+            "key_heads": keys,
+            "value_heads": keys * choose([1, 2]),
+            "key_dim": choose([64, 96]),
+            "value_dim": choose([64, 128]),
+            "chunk": choose([64, 64, 80]),
+        }
+        pattern = choose([("linear",), ("linear", "full"), ("linear", "linear", "full")])
+        gate, norm = choose([False, True]), choose([False, True])
+        own = {"attention_gate": gate, "norm_from_one": norm}
+        return {"linear_attention": sizes, "attention_pattern": pattern} | own
+    pattern = choose([("window",), ("window", "full"), ("full", "window", "window")])
+    found = {"window": choose([256, 512, 1000]), "attention_pattern": pattern}
+    if kind == "capped":
+        return found | {"attention_softcap": 50.0, "logits_softcap": choose([0.0, 30.0])}
+    return found | {"attention_sinks": kind == "sinks"}
+
+
+def draw_model(choose: Choose, small: bool, kind: str | None = None) -> ModelSpec:
     """A random model, wide enough for errors to show; of few layers where it is to be small.
+
+    Args:
+        kind: one of `KINDS`; drawn where not given.
 
     Raises:
         ValueError: its fields contradict each other.
     """
     heads, head_dim = choose([8, 16]), choose([64, 128, 128, 80])
-    gated, latent = choose([False, True]), choose([False, False, True])
+    kind = choose(["plain", *KINDS]) if kind is None else kind
+    gated = choose([False, True])
+    latent = kind in ("plain", "further", "linear") and choose([False, False, True])
     if latent:
         extra: dict[str, Any] = {"latent_attention": draw_latent(choose), "kv_heads": heads}
     else:
@@ -115,7 +152,7 @@ def draw_model(choose: Choose, small: bool) -> ModelSpec:
         qk_norm=choose([False, True]) and not latent,
         **extra,
         **(draw_experts(choose) if choose([False, False, True]) else {}),
-        mtp=choose([None, None, None, MultiTokenPrediction(depths=1), MultiTokenPrediction(depths=2)]),
+        **draw_kind(choose, kind),
     )
 
 
@@ -199,16 +236,19 @@ def draw_layout(choose: Choose, model: ModelSpec, small: bool) -> Layout:
     )
 
 
-def draw(choose: Choose, small: bool = False, compiled: bool | None = None) -> Example | None:
+def draw(
+    choose: Choose, small: bool = False, compiled: bool | None = None, kind: str | None = None
+) -> Example | None:
     """A random example; None for what the runtime does not run.
 
     Args:
         small: few layers and micro batches.
         compiled: layers are; drawn where not given.
+        kind: of the model, one of `KINDS`; drawn where not given.
     """
     compiled = choose([False, True]) if compiled is None else compiled
     try:
-        model = draw_model(choose, small)
+        model = draw_model(choose, small, kind)
         layout = draw_layout(choose, model, small)
     except ValueError:
         return None

@@ -75,9 +75,6 @@ def is_playable(model: ModelSpec, layout: Layout, compiled: bool, version: str |
         return False
     if untrained_parts(model) or model.lora is not None:
         return False
-    if "linear" in model.attention_pattern or model.attention_softcap:
-        # Linear attention and capped scores take more steps for longer sequences, which no tape says.
-        return False
     if model.mtp is not None and layout.offload_activations:
         # Copies cross from unit to unit.
         return False

@@ -4,11 +4,11 @@ from typing import NamedTuple
 
 from costmodels.spec.layout import Layout
 from costmodels.spec.model import ModelSpec
+from costmodels.tapes.dimensions import dimensions
 from costmodels.tapes.player.chain import Unit
 from costmodels.tapes.player.repeated_layers import holding_input, repeated
-from costmodels.tapes.store import tape_of
+from costmodels.tapes.store import tape_of, tape_of_steps
 from costmodels.tapes.structure import LAYERS, Structure, UnitKind, structure_of, units_of_stage
-from costmodels.tapes.structure import Unit as Kind
 from costmodels.tapes.tape import Tape
 
 
@@ -77,7 +77,7 @@ def _structures(
         number += 1
         is_last = number % together == 0 or number == count
         plain = None if is_last else structure(kind, False, False)
-        whole = repeats and _is_one_graph(kind.unit, layout)
+        whole = repeats and _is_one_graph(kind, model, layout)
         own = structure(kind, recomputes and not whole, number == count)
         found.append(Wanted(own, plain, whole, is_first))
     return found
@@ -89,10 +89,11 @@ def computes_layers_together(layout: Layout) -> bool:
     return is_uniform and layout.recompute_num_layers > 1
 
 
-def _is_one_graph(unit: Kind, layout: Layout) -> bool:
+def _is_one_graph(kind: UnitKind, model: ModelSpec, layout: Layout) -> bool:
     """Whether a compiled layer is one graph (`runtime.train.stages.build_stage`)."""
     in_ring = layout.context_parallel > 1 and layout.context_parallel_form == "ring"
-    return unit != "experts" and not in_ring
+    steps = kind.attention == "linear" or model.attention_softcap > 0
+    return kind.unit != "experts" and not in_ring and not steps
 
 
 def units_of(
@@ -109,8 +110,8 @@ def units_of(
         return known.units[kinds]
     found: list[Unit] = []
     for wanted in structures_of_stage(model, layout, stage, compiled, known):
-        tape = _known_tape(wanted.structure, version)
-        plain = None if wanted.plain is None else _known_tape(wanted.plain, version)
+        tape = _known_tape(wanted.structure, model, layout, version)
+        plain = None if wanted.plain is None else _known_tape(wanted.plain, model, layout, version)
         if wanted.repeats and plain is not None and wanted.is_first:
             plain = holding_input(plain)
         found.append(Unit(wanted.structure.unit, repeated(tape) if wanted.repeats else tape, plain))
@@ -118,8 +119,10 @@ def units_of(
     return found
 
 
-def _known_tape(structure: Structure, version: str) -> Tape:
+def _known_tape(structure: Structure, model: ModelSpec, layout: Layout, version: str) -> Tape:
     tape = tape_of(structure, version)
     if tape is None:
         raise KeyError(structure.name)
-    return tape
+    if tape.repeats is None:
+        return tape
+    return tape_of_steps(structure, version, dimensions(model, layout)[tape.repeats.dimension])
