@@ -55,6 +55,17 @@ def is_split(parameter: Tensor) -> bool:
     return isinstance(parameter, DTensor) and parameter.device_mesh.ndim > (group_of(parameter) is not None)
 
 
+def without_replicas(parameter: Tensor) -> Tensor:
+    """This rank's view of a parameter that those who hold the same are left out of: how it computes."""
+    dims, places = _dims(parameter), _placements(parameter)
+    if group_of(parameter) is None or not isinstance(parameter, DTensor):
+        return parameter
+    if len(dims) == 1:
+        return local_part(parameter)
+    spec = spec_like(parameter, parameter.device_mesh[dims[1:]], places[1:])
+    return as_distributed(local_part(parameter), spec)
+
+
 def gradient_spec(parameter: Tensor) -> DTensorSpec | None:
     """How the gradient of a parameter is distributed once those ranks have summed it; None if it is not.
 

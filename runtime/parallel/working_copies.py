@@ -23,7 +23,7 @@ from runtime.model.experts import MixtureOfExperts
 from runtime.model.number_formats import DTYPES
 from runtime.model.transformer import Transformer
 from runtime.parallel.local_tensors import as_distributed, local_part
-from runtime.parallel.replicas import gradient_spec, group_of, is_split
+from runtime.parallel.replicas import gradient_spec, group_of, is_split, without_replicas
 
 KEEPS_WIDE = torch.__version__ >= "2.15"
 """FSDP2 adds up what autograd gives in more than 16 bits, as it does for norms, without rounding it, but for
@@ -48,7 +48,7 @@ class GradientSums:
         self.copies, self.dtype, self.group, self.when_done = list(copies), dtype, group, when_done
         self.adds = group is not None or dtype != copies[0].dtype
         """Autograd does not add them up itself."""
-        self.sizes = [copy.numel() for copy in copies]
+        self.sizes = [local_part(copy.detach()).numel() for copy in copies]
         self.buffer: Tensor | None = None
         """Of all of them, where ranks sum it."""
         self.work: Any = None
@@ -99,10 +99,9 @@ class GradientSums:
         known: list[Tensor] = []
         more: list[Tensor] = []
         for number, copy in enumerate(self.copies):
-            gradient = copy.grad
-            if gradient is None:
+            if copy.grad is None:
                 continue
-            copy.grad = None
+            gradient, copy.grad = local_part(copy.grad), None
             if number in self.sums:
                 known.append(self.sums[number])
                 more.append(gradient)
@@ -144,18 +143,20 @@ class GradientSums:
             return
         for number, copy in enumerate(self.copies):
             if copy.grad is not None:
-                gradient, copy.grad = copy.grad, None
+                gradient, copy.grad = local_part(copy.grad), None
                 yield number, gradient.float()
 
 
 class WorkingCopies:
     """The parameters of a stage in the format that computes: this rank's parts, as plain tensors.
 
-    Compiled functions would take distributed ones apart and put gradients together on every call.
+    Compiled functions would take distributed ones apart and put gradients together on every call. Products
+    in 8 bits have them even so: of plain weights compilers keep other things for backward than under FSDP2.
     """
 
     def __init__(self, stage: Transformer, layout: Layout) -> None:
         dtype = DTYPES[layout.precision]
+        part = without_replicas if layout.precision == "fp8" else local_part
         self.copies: dict[nn.Parameter, nn.Parameter] = {}
         self.places: list[tuple[nn.Module, str, nn.Parameter]] = []
         for module in stage.modules():
@@ -163,11 +164,11 @@ class WorkingCopies:
                 if not parameter.requires_grad:
                     continue
                 if parameter not in self.copies:
-                    self.copies[parameter] = nn.Parameter(local_part(parameter.detach()).to(dtype))
+                    self.copies[parameter] = nn.Parameter(part(parameter.detach()).to(dtype))
                 self.places.append((module, name, parameter))
         apart = {one: copy for one, copy in self.copies.items() if copy.dtype != one.dtype}
         self.parameters = [local_part(one.detach()) for one in apart]
-        self.locals = {one: one.detach() for one in apart.values()}
+        self.locals = {one: local_part(one.detach()) for one in apart.values()}
         """Those that do not share the memory of the parameters."""
         self.bytes = [one.untyped_storage().nbytes() for one in self.locals.values()]
         self.groups = [
