@@ -66,15 +66,11 @@ ANSWERED = [
 ]
 
 
-@pytest.fixture(scope="module")
-def application() -> Any:
-    return typer.main.get_command(make_app(COMMANDS, []))
-
-
 @pytest.mark.parametrize("words", SHOWN)
-def test_a_command_of_a_page_can_be_typed(application: Any, words: list[str]) -> None:
+def test_a_command_of_a_page_can_be_typed(words: list[str]) -> None:
     """Its flags exist, and take what they are given."""
-    command, rest, name = application, words, "planner"
+    command: Any = typer.main.get_command(make_app(COMMANDS, words))
+    rest, name = words, "planner"
     while hasattr(command, "commands"):
         assert rest[0] in command.commands, shlex.join(words)
         name, command, rest = rest[0], command.commands[rest[0]], rest[1:]
