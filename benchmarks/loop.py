@@ -6,9 +6,8 @@ python -m benchmarks.loop [--world-size N]... [--model NAME]... [--pin PIN] [--f
 Small models, a dense one, one with experts and one with long sequences, are trained for a few steps with
 every layout that fits on that many CPU ranks, each on ranks of its own. `planner calibrate` measures the same
 models with another batch, so that no layout of a comparison was calibrated with. What was measured is kept
-in a folder and not measured again, but for the shortest steps, of which regret hangs on the noise; `--limit`
-ends a call after so many seconds, for machines that are quiet for a while only. `--sample` draws some layouts
-of each model where all would take hours.
+in a folder and not measured again; `--limit` ends a call after so many seconds, for machines that are quiet
+for a while only. `--sample` draws some layouts of each model where all would take hours.
 """
 
 from __future__ import annotations

@@ -54,12 +54,11 @@ MODELS = {
 """Models small enough that every layout of theirs can be run."""
 
 
-DISTURBED, MOST_TIMES = 0.1, 3
-"""Share of the cores that others take from which on a layout is measured again, and how often at most."""
+DISTURBED = 0.1
+"""Share of the cores that others may take while a measurement counts, where one was less disturbed."""
 
-NEAR = 1.15
-"""Steps of a question that take up to so many times the shortest are measured `MOST_TIMES`: which of them is
-the shortest is what the regret of a choice hangs on."""
+TIMES = 3
+"""Each layout is measured: one differs by some per cent from run to run, and now and then by a third."""
 
 
 class Question(NamedTuple):
@@ -108,49 +107,31 @@ class Measured(NamedTuple):
     times: int = 1
     """That it was measured."""
 
-    @property
-    def is_settled(self) -> bool:
-        """Whether it need not be measured again."""
-        return self.others <= DISTURBED or self.times >= MOST_TIMES
-
 
 def measure_all(wanted: Mapping[Question, Sequence[Layout]], kept: Path, limit_s: float) -> bool:
     """Run what `kept` does not have yet, for `limit_s` seconds at most; whether all was measured.
 
-    Each layout has ranks of its own, as each run has, which leave nothing behind for the next. The shortest
-    steps of each question are measured again.
+    Each layout has ranks of its own, as each run has, which leave nothing behind for the next, and comes up
+    `TIMES` times, in rounds.
     """
     started, pool = time.monotonic(), RankPool(max(question.world_size for question in wanted))
     every = [(question, layout) for question, layouts in wanted.items() for layout in layouts]
     # What changes on the machine meanwhile is not to look like a way of layouts.
     random.Random(0).shuffle(every)
-    while True:
-        rows = {(row.question, row.layout): row for row in read_kept(kept)}
-        left = [key for key in every if key not in rows or not rows[key].is_settled]
-        left = left or _near([rows[key] for key in every])
-        if not left:
-            return True
-        with kept.open("a", encoding="utf-8") as file:
-            for question, layout in left:
+    times = {(row.question, row.layout): row.times for row in read_kept(kept)}
+    with kept.open("a", encoding="utf-8") as file:
+        for turn in range(TIMES):
+            for question, layout in every:
+                if times.get((question, layout), 0) > turn:
+                    continue
                 if time.monotonic() - started > limit_s:
                     return False
-                threads = int(threads_of(question.world_size))
-                found = pool.run(step_on_rank, question.world_size, question.spec, layout, "cpu", threads)[0]
+                size = question.world_size
+                found = pool.run(step_on_rank, size, question.spec, layout, "cpu", int(threads_of(size)))[0]
                 fields = layout.model_dump(mode="json")
                 file.write(json.dumps([*question, fields, *found]) + "\n")
                 file.flush()
-
-
-def _near(rows: Sequence[Measured]) -> list[tuple[Question, Layout]]:
-    """Those of the shortest steps of each question that were not measured as often as they should be."""
-    shortest: dict[Question, float] = {}
-    for row in rows:
-        shortest[row.question] = min(row.step_time_s, shortest.get(row.question, row.step_time_s))
-    return [
-        (row.question, row.layout)
-        for row in rows
-        if row.times < MOST_TIMES and row.step_time_s <= NEAR * shortest[row.question]
-    ]
+    return True
 
 
 def read_kept(kept: Path) -> list[Measured]:

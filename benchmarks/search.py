@@ -10,8 +10,8 @@ those that a lower bound does not keep out of the first places; it also builds t
 the first plans. Its time is that of a search that is not the first one of its process. Of a whole process,
 which is the command as an installed package runs it (its modules are compiled once, into a folder of this
 program), the first search is told too, and how many times as long it takes, by the clock and on the
-processor, as a process that only imports the libraries it stands on: those are run in turns, because machines
-differ, and what else runs on them.
+processor, as a process that only imports the libraries it stands on: those are run in turns, and the median
+of the turns' ratios is printed, because machines differ, and what else runs on them.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import json
 import os
 import re
 import resource
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -51,6 +52,9 @@ LIBRARIES = "import numpy, pydantic, typer, rich"
 REPEATS = 3
 """The quickest of these is reported: the rest is other work on the machine."""
 
+TURNS = 7
+"""Pairs of whole processes."""
+
 
 def measure(model: str, arguments: dict[str, Any], system: str | None) -> dict[str, Any]:
     """One problem: counts, seconds of the search alone and of the whole process, and those of other tools."""
@@ -61,7 +65,7 @@ def measure(model: str, arguments: dict[str, Any], system: str | None) -> dict[s
         text for name, value in arguments.items() for text in (f"--{name.replace('_', '-')}", str(value))
     ]
     command = [sys.executable, "-m", "planner", "suggest", "--model", model, *flags]
-    whole, first, libraries, processor = _process(command)
+    whole, first, clock, processor = _process(command)
     return {
         "model": model,
         **arguments,
@@ -73,7 +77,7 @@ def measure(model: str, arguments: dict[str, Any], system: str | None) -> dict[s
         "priced_per_s": results[0].legal / pricing,
         "first_search_s": first,
         "process_s": whole,
-        "process_to_libraries": whole / libraries,
+        "process_to_libraries": clock,
         "processor_to_libraries": processor,
         "solved": results[0].solutions,
         "others": [] if model != PROBLEMS[0][0] else _others(results[0], system),
@@ -100,23 +104,22 @@ def _pricing(result: SearchResult) -> float:
 
 
 def _process(command: list[str]) -> tuple[float, float, float, float]:
-    """Seconds of a process, of the search in it, and of importing `LIBRARIES`, the least of several each;
-    and how many times as long the first takes on the processor as the last."""
+    """Seconds of a process and of the search in it, the least of several; and how many times as long it takes
+    as importing `LIBRARIES`, by the clock and on the processor, the median of several pairs."""
     kept = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
-    whole, first, libraries = [], [], []
-    busy: list[tuple[float, float]] = []
+    whole, first = [], []
+    ratios: list[tuple[float, float]] = []
     with tempfile.TemporaryDirectory() as folder:
         environment = {**kept, "PYTHONPYCACHEPREFIX": folder}
-        for _ in range(1 + REPEATS):
-            seconds, least, _ = _run([sys.executable, "-c", LIBRARIES], environment)
-            libraries.append(seconds)
-            seconds, most, text = _run(command, environment)
-            whole.append(seconds)
-            busy.append((most, least))
-            first += [float(found) for found in re.findall(r" fit; ([\d.]+) s$", text, re.MULTILINE)]
-    # The first processes have compiled the modules.
-    most, least = map(min, zip(*busy[1:], strict=True))
-    return min(whole[1:]), min(first[1:]), min(libraries[1:]), most / least
+        for turn in range(1 + TURNS):
+            fewest_s, least_s, _ = _run([sys.executable, "-c", LIBRARIES], environment)
+            seconds, busy_s, text = _run(command, environment)
+            if turn:  # The first processes compile the modules.
+                whole.append(seconds)
+                ratios.append((seconds / fewest_s, busy_s / least_s))
+                first += [float(found) for found in re.findall(r" fit; ([\d.]+) s$", text, re.MULTILINE)]
+    clock, processor = map(statistics.median, zip(*ratios, strict=True))
+    return min(whole), min(first), clock, processor
 
 
 def _run(command: list[str], environment: dict[str, str]) -> tuple[float, float, str]:
