@@ -126,7 +126,7 @@ def record_unit(
         layout: without pipeline and data parallelism.
         compiled: layers are compiled.
         splits: record split backward passes too.
-        sends_activations: the layer offloads what attention keeps, which one layer alone does not.
+        sends_activations: the last layer offloads what attention keeps too, which that of a stage alone does not.
 
     Raises:
         UnlikeError: the unit does not do the same each time.
@@ -134,7 +134,7 @@ def record_unit(
     with ExitStack() as stack:
         tracker = Tracker(on_gpu=True)
         if sends_activations:
-            stack.enter_context(patch.object(offload, "_fetch_before", partial(offload._offload, first=True)))
+            stack.enter_context(patch.object(offload, "_fetch_before", partial(offload._offload, first=False)))
         module, run_unit, source = _built(stack, tracker, model, layout, unit, compiled)
         # What a collector ends, it ends at any time.
         stack.enter_context(run.collector_pause())
@@ -330,8 +330,8 @@ class _Recorder:
 
     @contextmanager
     def watched_offloading(self) -> Iterator[None]:
-        """Note when a layer starts its copies from host memory, and those of the layer before it."""
-        fetch = offload._Layer.fetch
+        """Note when a layer starts its copies from host memory, and those of the unit before it."""
+        fetch, start = offload._Layer.fetch, offload._start
 
         def fetching(layer: Any) -> None:
             begins = not layer.fetched
@@ -341,8 +341,10 @@ class _Recorder:
             if begins:
                 self._note(FETCHED)
 
-        def starting(_: Any) -> None:
-            if all(name != FETCHES_BEFORE for *_, name in self.notes):
+        def starting(reference: Callable[[], Any]) -> None:
+            if reference() is not None:
+                start(reference)
+            elif all(name != FETCHES_BEFORE for *_, name in self.notes):
                 self._note(FETCHES_BEFORE)
 
         with patch.object(offload._Layer, "fetch", fetching), patch.object(offload, "_start", starting):

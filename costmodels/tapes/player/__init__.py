@@ -75,15 +75,6 @@ def is_playable(model: ModelSpec, layout: Layout, compiled: bool, version: str |
         return False
     if untrained_parts(model) or model.lora is not None:
         return False
-    if model.mtp is not None and layout.offload_activations:
-        # Copies cross from unit to unit.
-        return False
-    if model.mtp is not None and layout.precision == "fp8" and compiled:
-        # What is played of latent attention over context-parallel ranks differs from dry runs by some MiB.
-        return False
-    if layout.precision == "fp8" and layout.offload_activations and layout.context_parallel > 1:
-        # Products in 8 bits keep what the host has too, where keys are gathered: more than is played.
-        return False
     return layout.schedule not in SPLIT_BACKWARD or not computes_layers_together(layout)
 
 
