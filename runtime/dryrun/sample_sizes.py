@@ -71,8 +71,9 @@ FLOAT8_LATENT = {
     "keys": ((7, 5, 11), (3, 11, 13), (11, 5, 7), (5, 3, 7)),
     "values": ((5, 7, 13), (7, 3, 11), (3, 5, 13), (7, 5, 13)),
 }
-"""Of latent attention whose products in 8 bits are possible, over 16, by what is longer: parts of heads without
-position and with it, and values. The flash kernel takes the longer ones, and the first sums are unequal."""
+"""Of latent attention whose products in 8 bits are possible, over 16, by what is longer: parts of heads
+without position and with it, and values. The flash kernel takes the longer ones, and the first two sums are
+unequal."""
 
 FLOAT8_LATENT_RANKS = {"tp": (17, 19, 17, 19), "keys": (23, 29, 19, 17)}
 """Beside these."""
