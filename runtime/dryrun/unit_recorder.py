@@ -180,7 +180,7 @@ def _built(
         patch.object(stages, "needs_data_parallel", lambda *_: False),
         patch.object(stages, "wraps_stages", lambda *_: False),
     ):
-        stage = stages.build_stage(model, layout, grid, 0, int(compiled))
+        stage = stages.build_stage(model, layout, grid, 0, compiled)
     dtype = DTYPES[layout.precision]
     with unset_fake_temporarily():
         _convert(stage, dtype)
