@@ -326,8 +326,8 @@ def test_what_splits_backward_is_not_compiled(gpt, cluster, engine, layout):
 
 
 def test_layers_that_nothing_wraps_take_the_host_less(gpt, cluster, engine, layout):
-    one = engine("bundled", host_layer_overhead=1e-2, host_plain=0.5, host_chained=0.25)
-    wrapped = engine("bundled", host_layer_overhead=1e-2, sharding_plain_whole=False)
+    one = engine("bundled", host_layer_overhead=10.0, host_plain=0.5, host_chained=0.25)
+    wrapped = engine("bundled", host_layer_overhead=10.0, sharding_plain_whole=False)
 
     def launch(engine, devices=4, **fields):
         return seconds(gpt, cluster(devices), engine, layout(gpt, m=2, **fields)).launch
