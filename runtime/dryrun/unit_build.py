@@ -54,7 +54,7 @@ def built_unit(
         patch.object(stages, "needs_data_parallel", lambda *_: False),
         patch.object(stages, "wraps_stages", lambda *_: False),
     ):
-        stage = stages.build_stage(model, layout, grid, 0, int(compiled))
+        stage = stages.build_stage(model, layout, grid, 0, compiled)
     dtype = DTYPES[layout.precision]
     with unset_fake_temporarily():
         _convert(stage, dtype)
