@@ -14,6 +14,7 @@ from costmodels.tapes.dimensions import KERNEL_ROWS, dimensions
 from costmodels.tapes.structure import (
     ALIGNED_HEAD,
     FLOAT8_MULTIPLE,
+    REACHES,
     Structure,
     heeds_groups,
     heeds_rows,
@@ -30,9 +31,6 @@ RANKS = {
     "etp": (19, 17, 29, 23),
 }
 """Primes that seldom are in coefficients, as 2 and 3 are; no two of a set are equal."""
-
-REACHES = {"attention=window", "attention=chunk"}
-"""Forms of blocks whose tokens do not see all before them."""
 
 LAST = ("groups", "tp", "cp", "ep", "etp", "sharers")
 """Dimensions whose primes others have too."""
@@ -61,6 +59,9 @@ LARGER = {
 FEWER = {"cp": (7, 5, 13, 11), "keys": LARGER["keys"]}
 """Where each rank's parts of a sequence are operations of their own: graphs of many are slow to make."""
 
+FEW_OF_MANY = (11, 13, 5, 7)
+"""Context-parallel ranks over the key heads that they repeat, where all scores would be too many to count."""
+
 FLOAT8_HEAD = (11, 13, 5, 7)
 """Of heads whose products in 8 bits are possible, over 16."""
 
@@ -69,6 +70,12 @@ LATENT = ((17, 13, 11, 31), (17, 11, 13, 29), (19, 7, 17, 29), (17, 7, 19, 29))
 
 STEPS = (19, 29, 37, 41)
 """Least primes of the steps through a sequence, and of its blocks of queries."""
+
+MOST_TRIES = 1000
+"""Of lengths of sequences whose last block of queries is smaller, before there are none."""
+
+SMALLEST_PRIME = 17
+"""Of a number of tokens whose largest prime tells it from others."""
 
 LEAST_BEFORE = 5
 """Least prime of the tokens before each that a convolution sees."""
@@ -145,11 +152,13 @@ class _Sizes:
     def __init__(self, structure: Structure, number: int) -> None:
         self.structure, self.number = structure, number
         tables = RANKS | SIDES | (LARGER if structure.loop_of_experts else {})
+        capped = "attention_softcap" in structure.form
+        tables |= FEWER if structure.context_form == "all_gather" or capped else {}
         if structure.repeats_heads:
             # Context-parallel ranks are a multiple of these.
             tables["keys"] = SIDES["keys"]
-        capped = "attention_softcap" in structure.form
-        tables |= FEWER if structure.context_form == "all_gather" or capped else {}
+            if structure.unfused or capped:
+                tables |= {"tp": RANKS["tp"], "cp": FEW_OF_MANY, "group": SIDES["group"]}
         shares_even = structure.shares_heads and structure.precision == "fp8" and not structure.odd_sides
         tables |= {name: LARGER[name] for name in ("tp", "group")} if shares_even else {}
         self.primes = {name: values[number] for name, values in tables.items()}
@@ -178,6 +187,8 @@ class _Sizes:
         if structure.precision == "fp8":
             own["head"] = FLOAT8_HEAD[number]
             self.head = FLOAT8_MULTIPLE * own["head"]
+        if "attention=linear" in structure.form and structure.precision == "fp8" and not structure.odd_heads:
+            self.keys *= FLOAT8_MULTIPLE
         if structure.context_form == "all_to_all":
             self._exchange_heads()
         self.kv_heads = self.keys * self.tp
@@ -190,13 +201,14 @@ class _Sizes:
             self.tp, self.head = self.tp * sharers, multiple * sharers * own["head"]
         self.heads = self.keys * self.group * self.tp
         self.entries = math.lcm(VOCAB_MULTIPLE, self.tp) // self.tp * self._fresh("vocab", FIRST[number])
-        chunks = self.tp * (2 * self.cp if self.cp > 1 else 1)
+        # Ranks that exchange heads have no two parts of a sequence.
+        whole = self.cp == 1 or (capped and structure.context_form == "all_to_all")
+        chunks = self.tp * self.cp * (1 if whole else 2)
         if structure.loop_of_experts:
             # Experts have as many rows each.
             chunks *= SHARES * structure.loop_of_experts
             own["choices"], own["groups"], own["top_groups"] = structure.loop_choices
-        # Products in 8 bits fill rows up.
-        if REACHES & {*structure.form}:
+        if REACHES & {*structure.form} and not capped:
             # Two chunks, or two windows.
             chunks *= 2
         if structure.further:
@@ -206,7 +218,9 @@ class _Sizes:
         # Ranks that repeat heads are many, and have two parts of a sequence each.
         multiple = SEQ_MULTIPLE // (2 if structure.repeats_heads else 1)
         if "attention=linear" in structure.form:
-            self.seq = self._step_rows(chunks)
+            self.seq = self._step_rows(chunks * (FLOAT8_MULTIPLE if structure.precision == "fp8" else 1))
+        elif capped and structure.partial_step:
+            self.seq = self._block_rows(chunks)
         elif capped:
             # Each block of queries takes time to record.
             self.seq = chunks * QUERY_BLOCK * self._fresh("seq", STEPS[number])
@@ -334,13 +348,56 @@ class _Sizes:
         return found
 
     def _window(self) -> int:
+        """What a token sees: half of a sequence, or of the part of one whose queries are together."""
+        part = self.seq // self._parts()
+        least = part // 2 if self.structure.short_window else self.seq // 2
         if "attention_softcap" not in self.structure.form:
-            return self.seq // 2
-        return self._fresh("seen", self.seq // 2) - QUERY_BLOCK + 1
+            return least
+        for window in count(least):
+            values = {"seen": window + QUERY_BLOCK - 1}
+            if self.structure.partial_step:
+                values["last_seen"] = window + part % QUERY_BLOCK - 1
+            if self._take(values):
+                return window
+        raise AssertionError("there are more primes")
+
+    def _parts(self) -> int:
+        """Of a sequence, each of whose queries attention has together."""
+        return 2 * self.cp if self.structure.context_form == "all_gather" else 1
+
+    def _block_rows(self, chunks: int) -> int:
+        """The length of sequences whose capped scores come in blocks of queries, the last of them smaller."""
+        parts = self._parts()
+        least = STEPS[self.number] * QUERY_BLOCK * parts // chunks + 1
+        for rows in range(least, least + MOST_TRIES):
+            part, seq = rows * chunks // parts, rows * chunks
+            last = part % QUERY_BLOCK
+            # No two sets have the same.
+            if last // SAMPLES % SAMPLES != self.number:
+                continue
+            values = {"seq": rows, "blocks": part - last, "last_block": last}
+            if parts > 1:
+                values["block_keys"] = seq - last
+            if self._take(values):
+                return seq
+        raise ValueError(f"{self.structure.name}: no sample has a smaller last block that tells its size")
+
+    def _take(self, values: Mapping[str, int]) -> bool:
+        """Let the largest primes of some numbers be those of dimensions, where nothing else has them."""
+        found = {name: _largest_prime(value) for name, value in values.items()}
+        known = self.taken - {self.primes.get(name) for name in values}
+        for name, prime in found.items():
+            others = (value for other, value in values.items() if other != name)
+            if prime < SMALLEST_PRIME or prime in known or any(value % prime == 0 for value in others):
+                return False
+        self.primes |= found
+        self.taken |= {*found.values()}
+        return True
 
     def _linear_fields(self) -> dict[str, Any]:
         """Of linear attention, whose heads are those that layers with scores would have."""
         own = self.primes
+        multiple = FLOAT8_MULTIPLE if self.structure.precision == "fp8" else ALIGNED_HEAD
         for name in ("keys", "group", "head"):
             own[f"state_{name}"] = own.pop(name)
         return {
@@ -353,7 +410,7 @@ class _Sizes:
                 "key_heads": self.keys * self.tp,
                 "value_heads": self.keys * self.group * self.tp,
                 "key_dim": self.head,
-                "value_dim": ALIGNED_HEAD * self._fresh("state_value", least=ALIGNED_HEAD),
+                "value_dim": multiple * self._fresh("state_value", least=ALIGNED_HEAD),
                 "conv_kernel": 1 + self._fresh("before", LEAST_BEFORE),
                 "chunk": self.step,
             },
@@ -363,11 +420,12 @@ class _Sizes:
         """The length of sequences that linear attention goes through in a prime number of steps, of rows that
         are a prime over those that have to be together."""
         rows = self.primes["step"] = self.primes.pop("seq")
-        steps, self.step = self._fresh("steps", STEPS[self.number]), chunks * rows
+        few, self.step = self.structure.few_steps, chunks * rows
+        steps = few or self._fresh("steps", STEPS[self.number])
         if not self.structure.partial_step:
             return steps * self.step
-        rows = self._fresh("seq", steps * (rows - 1) + self.number + 1)
-        return chunks * rows
+        least = steps * rows - rows // 2 if few else steps * (rows - 1)
+        return chunks * self._fresh("seq", least + self.number + 1)
 
     def _vocabulary(self) -> int:
         """Entries of a tokenizer, of which each tensor-parallel rank has `entries`, padding included."""
@@ -469,6 +527,9 @@ class _Sizes:
             if name in values and rows % values[name]:
                 own[name] = values[name]
         first = ["sent", "arrived"]
+        if "blocks" in own:
+            # These are many times their primes.
+            first += ["blocks", "last_block", "block_keys", "seen", "last_seen", "seq"]
         if self.structure.loop_of_experts:
             for name in ("choices", "groups", "top_groups"):
                 own.pop(name)
@@ -483,6 +544,16 @@ def _position(structure: Structure) -> str:
     if structure.rotates:
         return "rope"
     return "learned" if structure.learned_positions else "none"
+
+
+def _largest_prime(value: int) -> int:
+    """The largest prime that divides a number; 1 of 0 and 1."""
+    found, divisor = 1, 2
+    while divisor * divisor <= value:
+        while value % divisor == 0:
+            value, found = value // divisor, divisor
+        divisor += 1
+    return max(value, found)
 
 
 def _is_prime(value: int) -> bool:
