@@ -20,6 +20,7 @@ from costmodels.tapes.structure import (
     heeds_rows,
     structure_of,
 )
+from runtime.dryrun.primes import Primes, is_prime
 
 SAMPLES = 4
 """Sets of sizes that there are; two prove most tapes."""
@@ -73,9 +74,6 @@ STEPS = (19, 29, 37, 41)
 
 MOST_TRIES = 1000
 """Of lengths of sequences whose last block of queries is smaller, before there are none."""
-
-SMALLEST_PRIME = 17
-"""Of a number of tokens whose largest prime tells it from others."""
 
 LEAST_BEFORE = 5
 """Least prime of the tokens before each that a convolution sees."""
@@ -162,7 +160,7 @@ class _Sizes:
         shares_even = structure.shares_heads and structure.precision == "fp8" and not structure.odd_sides
         tables |= {name: LARGER[name] for name in ("tp", "group")} if shares_even else {}
         self.primes = {name: values[number] for name, values in tables.items()}
-        self.taken = set(self.primes.values()) | set(LATENT[number])
+        self.chosen = Primes(self.primes, LATENT[number])
         own = self.primes
         self.tp = own["tp"] if structure.tensor_parallel else 1
         self.cp = 1
@@ -200,7 +198,9 @@ class _Sizes:
             multiple = FLOAT8_MULTIPLE if shares_even else ALIGNED_HEAD
             self.tp, self.head = self.tp * sharers, multiple * sharers * own["head"]
         self.heads = self.keys * self.group * self.tp
-        self.entries = math.lcm(VOCAB_MULTIPLE, self.tp) // self.tp * self._fresh("vocab", FIRST[number])
+        self.entries = (
+            math.lcm(VOCAB_MULTIPLE, self.tp) // self.tp * self.chosen.fresh("vocab", FIRST[number])
+        )
         # Ranks that exchange heads have no two parts of a sequence.
         whole = self.cp == 1 or (capped and structure.context_form == "all_to_all")
         chunks = self.tp * self.cp * (1 if whole else 2)
@@ -223,16 +223,16 @@ class _Sizes:
             self.seq = self._block_rows(chunks)
         elif capped:
             # Each block of queries takes time to record.
-            self.seq = chunks * QUERY_BLOCK * self._fresh("seq", STEPS[number])
+            self.seq = chunks * QUERY_BLOCK * self.chosen.fresh("seq", STEPS[number])
         else:
             self.seq = chunks * (self._odd_rows(chunks) if odd else multiple * own["seq"])
         if structure.unit == "head" and not structure.further:
             # An odd number of tokens is in each chunk of the loss, so that there are not more of them.
-            self.seq = self.tp * structure.chunks * self._fresh("seq", CHUNK_TOKENS + FIRST[number])
-        self.hidden = MULTIPLE * self._fresh(
+            self.seq = self.tp * structure.chunks * self.chosen.fresh("seq", CHUNK_TOKENS + FIRST[number])
+        self.hidden = MULTIPLE * self.chosen.fresh(
             "hidden", FIRST[number] + max(FIRST[number], min(WIDEST, self.heads * self.head) // MULTIPLE)
         )
-        self.ffn = MULTIPLE * self._fresh("ffn", int(FFN_SHARE * self.hidden / self.tp / MULTIPLE))
+        self.ffn = MULTIPLE * self.chosen.fresh("ffn", int(FFN_SHARE * self.hidden / self.tp / MULTIPLE))
 
     def _exchange_heads(self) -> None:
         """Heads of which context-parallel ranks can have equal parts."""
@@ -251,7 +251,7 @@ class _Sizes:
         """Rows of a chunk that are a prime, so that a share of them is no product of sizes; where a kernel
         fills up all of them, what it makes has a prime of its own too."""
         for rows in range(self.primes["seq"], LONGEST):
-            if not self._is_own(rows) or not _is_prime(rows) or not self._is_even(rows * chunks):
+            if not self._is_own(rows) or not is_prime(rows) or not self._is_even(rows * chunks):
                 continue
             here = rows * chunks // self.cp
             filled = -(-here // KERNEL_ROWS)
@@ -259,9 +259,9 @@ class _Sizes:
                 self.primes["seq"] = rows
                 return rows
             own = {rows, filled} - {self.primes["seq"]}
-            if _is_prime(filled) and not own & self.taken:
+            if is_prime(filled) and not own & self.chosen.taken:
                 self.primes |= {"seq": rows, "kernel_seq": filled}
-                self.taken |= own
+                self.chosen.taken |= own
                 return rows
         raise ValueError(f"{self.structure.name}: no sample has experts with equal numbers of rows")
 
@@ -281,13 +281,6 @@ class _Sizes:
             return int(pairs * min(1.0, limit or 1.0)) % count == 0
         return int(pairs // self.etp * min(PEAK_LOAD, limit or PEAK_LOAD)) * self.etp % count == 0
 
-    def _fresh(self, name: str, least: int) -> int:
-        """The smallest prime that is at least so large and that nobody has, for a dimension."""
-        found = next(value for value in count(least) if value not in self.taken and _is_prime(value))
-        self.taken.add(found)
-        self.primes[name] = found
-        return found
-
     def model_fields(self) -> dict[str, Any]:
         """Of the model."""
         structure = self.structure
@@ -299,7 +292,7 @@ class _Sizes:
             "head_dim": self.head,
             "vocab": self._vocabulary(),
             "seq": self.seq,
-            "max_positions": self._fresh("positions", self.seq),
+            "max_positions": self.chosen.fresh("positions", self.seq),
             "gated": structure.gated,
             "activation": structure.activation or "gelu",
             "norm": structure.norm or "layernorm",
@@ -343,7 +336,7 @@ class _Sizes:
                 # The router's own fields say it.
                 continue
             if name == "rotary_dim":
-                values[name] = 2 * self._fresh("turned", self.head // ALIGNED_HEAD + 1)
+                values[name] = 2 * self.chosen.fresh("turned", self.head // ALIGNED_HEAD + 1)
             found[name] = word or values[name]
         return found
 
@@ -357,7 +350,7 @@ class _Sizes:
             values = {"seen": window + QUERY_BLOCK - 1}
             if self.structure.partial_step:
                 values["last_seen"] = window + part % QUERY_BLOCK - 1
-            if self._take(values):
+            if self.chosen.take(values):
                 return window
         raise AssertionError("there are more primes")
 
@@ -378,21 +371,9 @@ class _Sizes:
             values = {"seq": rows, "blocks": part - last, "last_block": last}
             if parts > 1:
                 values["block_keys"] = seq - last
-            if self._take(values):
+            if self.chosen.take(values):
                 return seq
         raise ValueError(f"{self.structure.name}: no sample has a smaller last block that tells its size")
-
-    def _take(self, values: Mapping[str, int]) -> bool:
-        """Let the largest primes of some numbers be those of dimensions, where nothing else has them."""
-        found = {name: _largest_prime(value) for name, value in values.items()}
-        known = self.taken - {self.primes.get(name) for name in values}
-        for name, prime in found.items():
-            others = (value for other, value in values.items() if other != name)
-            if prime < SMALLEST_PRIME or prime in known or any(value % prime == 0 for value in others):
-                return False
-        self.primes |= found
-        self.taken |= {*found.values()}
-        return True
 
     def _linear_fields(self) -> dict[str, Any]:
         """Of linear attention, whose heads are those that layers with scores would have."""
@@ -404,14 +385,14 @@ class _Sizes:
             # No size has these.
             "heads": self.tp,
             "kv_heads": self.tp,
-            "head_dim": 2 * self._fresh("head", FIRST[self.number]),
+            "head_dim": 2 * self.chosen.fresh("head", FIRST[self.number]),
             "linear_attention": {
                 "kind": "gated_delta",
                 "key_heads": self.keys * self.tp,
                 "value_heads": self.keys * self.group * self.tp,
                 "key_dim": self.head,
-                "value_dim": multiple * self._fresh("state_value", least=ALIGNED_HEAD),
-                "conv_kernel": 1 + self._fresh("before", LEAST_BEFORE),
+                "value_dim": multiple * self.chosen.fresh("state_value", least=ALIGNED_HEAD),
+                "conv_kernel": 1 + self.chosen.fresh("before", LEAST_BEFORE),
                 "chunk": self.step,
             },
         }
@@ -421,11 +402,11 @@ class _Sizes:
         are a prime over those that have to be together."""
         rows = self.primes["step"] = self.primes.pop("seq")
         few, self.step = self.structure.few_steps, chunks * rows
-        steps = few or self._fresh("steps", STEPS[self.number])
+        steps = few or self.chosen.fresh("steps", STEPS[self.number])
         if not self.structure.partial_step:
             return steps * self.step
         least = steps * rows - rows // 2 if few else steps * (rows - 1)
-        return chunks * self._fresh("seq", least + self.number + 1)
+        return chunks * self.chosen.fresh("seq", least + self.number + 1)
 
     def _vocabulary(self) -> int:
         """Entries of a tokenizer, of which each tensor-parallel rank has `entries`, padding included."""
@@ -433,7 +414,7 @@ class _Sizes:
             return self.entries * self.tp
         # A prime less than a multiple below what is stored.
         found = self.entries * self.tp - 1
-        while not _is_prime(found):
+        while not is_prime(found):
             found -= 1
         self.primes["tokens"] = found
         return found
@@ -445,8 +426,8 @@ class _Sizes:
         # No size has it.
         del self.primes["head"]
         aligned = FLOAT8_MULTIPLE if self.structure.precision == "fp8" else ALIGNED_HEAD
-        query_rank = MULTIPLE * self._fresh("query_rank", FIRST[self.number])
-        latent_rank = MULTIPLE * self._fresh("latent_rank", FIRST[self.number])
+        query_rank = MULTIPLE * self.chosen.fresh("query_rank", FIRST[self.number])
+        latent_rank = MULTIPLE * self.chosen.fresh("latent_rank", FIRST[self.number])
         scaling = {"kind": "yarn", "factor": 2.0, "original_positions": self.seq, "mscale_all_dim": 1.0}
         return {
             "kv_heads": self.heads,
@@ -465,14 +446,14 @@ class _Sizes:
         groups = own["groups"] if structure.group_score else 1
         experts = self.ep * structure.loop_of_experts
         if not experts:
-            experts = self.ep * groups * self._fresh("experts", FIRST[self.number])
+            experts = self.ep * groups * self.chosen.fresh("experts", FIRST[self.number])
         limit = LIMITS[structure.limited]
         return {
             "experts": experts,
             "top_k": 1 if structure.one_choice else own["choices"],
-            "expert_ffn": MULTIPLE * self.etp * self._fresh("expert_ffn", FIRST[self.number]),
+            "expert_ffn": MULTIPLE * self.etp * self.chosen.fresh("expert_ffn", FIRST[self.number]),
             "shared_expert_ffn": (
-                MULTIPLE * self.tp * self._fresh("shared_ffn", FIRST[self.number])
+                MULTIPLE * self.tp * self.chosen.fresh("shared_ffn", FIRST[self.number])
                 if structure.shared_experts
                 else 0
             ),
@@ -544,17 +525,3 @@ def _position(structure: Structure) -> str:
     if structure.rotates:
         return "rope"
     return "learned" if structure.learned_positions else "none"
-
-
-def _largest_prime(value: int) -> int:
-    """The largest prime that divides a number; 1 of 0 and 1."""
-    found, divisor = 1, 2
-    while divisor * divisor <= value:
-        while value % divisor == 0:
-            value, found = value // divisor, divisor
-        divisor += 1
-    return max(value, found)
-
-
-def _is_prime(value: int) -> bool:
-    return value > 1 and all(value % divisor for divisor in range(2, int(value**0.5) + 1))
