@@ -360,6 +360,9 @@ class _Sizes:
 
     def _block_rows(self, chunks: int) -> int:
         """The length of sequences whose capped scores come in blocks of queries, the last of them smaller."""
+        if self.structure.precision == "fp8":
+            # Products in 8 bits fill up tokens to multiples of 16, whose last blocks tell no size.
+            raise ValueError(f"{self.structure.name}: no sample has a smaller last block in 8 bits")
         parts = self._parts()
         least = STEPS[self.number] * QUERY_BLOCK * parts // chunks + 1
         for rows in range(least, least + MOST_TRIES):

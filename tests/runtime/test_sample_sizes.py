@@ -111,3 +111,8 @@ def test_scores_of_repeated_key_heads_can_be_counted() -> None:
     for number in range(SAMPLES):
         model, layout, _ = sample(structure, number)
         assert score_bytes(model, layout) < MOST_BYTES
+
+
+def test_a_smaller_last_block_in_eight_bits_has_no_sample() -> None:
+    with pytest.raises(ValueError, match="8 bits"):
+        sample(CAPPED._replace(precision="fp8", partial_step=True), 0)
