@@ -11,6 +11,7 @@ from costmodels.tapes.player.stage_units import structures_of_stage
 from costmodels.tapes.structure import Structure
 from runtime.dryrun.sample_sizes import SAMPLES, sample
 from runtime.dryrun.tape_recorder import MOST_BYTES, score_bytes
+from runtime.model.attention_kernels import FLASH_HEAD_SIZE
 from tests.support.played_memory import draw
 
 EXAMPLES = 250
@@ -52,6 +53,10 @@ EXPERTS = Structure(
 
 HEAD = Structure("head", "fp32", several=True, norm="rmsnorm", unfused=True, further=1, chunks=1)
 
+FLOAT8_LATENT = Structure(
+    "dense", "fp8", norm="rmsnorm", latent=True, longer_heads="keys", context_form="all_gather"
+)
+
 
 LINEAR = Structure("dense", "bf16", norm="rmsnorm", grouped_queries=True, form=("attention=linear",))
 
@@ -85,11 +90,13 @@ CAPPED = Structure("dense", "bf16", norm="rmsnorm", form=("attention=window", "a
         CAPPED._replace(partial_step=True),
         CAPPED._replace(partial_step=True, tensor_parallel=True, context_form="all_gather"),
         CAPPED._replace(partial_step=True, context_form="all_gather", short_window=True),
+        FLOAT8_LATENT,
+        FLOAT8_LATENT._replace(longer_heads="values", tensor_parallel=True),
     ],
     ids=[
         *("part", "full", "part-of-one-rank", "chunks-of-experts", "chunks-of-parts", "fp8-shared-heads"),
         *("fp8-heads", "fp8-odd-heads", "three-steps", "part-of-a-step"),
-        *("smaller-block", "smaller-blocks", "short-window"),
+        *("smaller-block", "smaller-blocks", "short-window", "fp8-keys", "fp8-values"),
     ],
 )
 def test_a_structure_with_narrow_demands_has_samples(structure: Structure) -> None:
@@ -116,3 +123,16 @@ def test_scores_of_repeated_key_heads_can_be_counted() -> None:
 def test_a_smaller_last_block_in_eight_bits_has_no_sample() -> None:
     with pytest.raises(ValueError, match="8 bits"):
         sample(CAPPED._replace(precision="fp8", partial_step=True), 0)
+
+
+@pytest.mark.parametrize("longer", ["keys", "values", ""])
+def test_latent_heads_in_eight_bits_are_of_the_kernel_that_models_have(longer: str) -> None:
+    sums = set[int]()
+    for number in range(2):
+        sizes = sample(FLOAT8_LATENT._replace(longer_heads=longer), number).model.latent_attention
+        assert sizes is not None
+        keys = sizes.qk_nope_head_dim + sizes.qk_rope_head_dim
+        assert max(keys, sizes.v_head_dim) <= FLASH_HEAD_SIZE
+        sums.add(keys)
+    # Equal ones would look like a constant.
+    assert len(sums) == 2

@@ -58,7 +58,7 @@ def _is_view(func: Any) -> bool:
 def stage_of(spec: ModelSpec, layout: Layout, compiled: bool = False) -> Transformer:
     """The only stage of a layout, with its initial weights."""
     grid = build_grid(spec, layout, CPU)
-    stage = build_stage(spec, layout, grid, 0, graph_layers=int(compiled))
+    stage = build_stage(spec, layout, grid, 0, compiled=compiled)
     stage.to_empty(device="cpu")
     stage.tie()
     initialise(stage, spec, 1)
@@ -107,7 +107,7 @@ def traced_shapes(spec: ModelSpec, layout: Layout) -> tuple[tuple[int, ...], set
     dist.destroy_process_group()
     dist.init_process_group("fake", rank=1, world_size=layout.world_size, store=FakeStore())
     grid = build_grid(spec, layout, CPU)
-    stage = build_stage(spec, layout, grid, 0, graph_layers=0)
+    stage = build_stage(spec, layout, grid, 0, compiled=False)
     with FakeTensorMode(allow_non_fake_inputs=True):
         stage.to_empty(device="cpu")
         stage.tie()
