@@ -160,13 +160,16 @@ class _Sizes:
 
     def __init__(self, structure: Structure, number: int) -> None:
         self.structure, self.number = structure, number
-        tables = RANKS | SIDES | (LARGER if structure.loop_of_experts else {})
+        tables: dict[str, tuple[int, ...]] = {**RANKS, **SIDES}
+        tables |= LARGER if structure.loop_of_experts else {}
         capped = "attention_softcap" in structure.form
         tables |= FEWER if structure.context_form == "all_gather" or capped else {}
         if structure.repeats_heads:
             # Context-parallel ranks are a multiple of these.
             tables["keys"] = SIDES["keys"]
-            if structure.unfused or capped:
+            if capped:
+                raise ValueError(f"{structure.name}: samples have too many blocks of queries to record")
+            if structure.unfused:
                 tables |= {"tp": RANKS["tp"], "cp": FEW_OF_MANY, "group": SIDES["group"]}
         shares_even = structure.shares_heads and structure.precision == "fp8" and not structure.odd_sides
         tables |= {name: LARGER[name] for name in ("tp", "group")} if shares_even else {}
@@ -530,9 +533,11 @@ class _Sizes:
             if name in values and rows % values[name]:
                 own[name] = values[name]
         first = ["sent", "arrived"]
+        # These are many times their primes.
         if "blocks" in own:
-            # These are many times their primes.
             first += ["blocks", "last_block", "block_keys", "seen", "last_seen", "seq"]
+        elif "seen" in own:
+            first.append("seen")
         if self.structure.loop_of_experts:
             for name in ("choices", "groups", "top_groups"):
                 own.pop(name)

@@ -120,9 +120,19 @@ def test_scores_of_repeated_key_heads_can_be_counted() -> None:
         assert score_bytes(model, layout) < MOST_BYTES
 
 
-def test_a_smaller_last_block_in_eight_bits_has_no_sample() -> None:
-    with pytest.raises(ValueError, match="8 bits"):
-        sample(CAPPED._replace(precision="fp8", partial_step=True), 0)
+@pytest.mark.parametrize(
+    ("structure", "reason"),
+    [
+        (CAPPED._replace(precision="fp8", partial_step=True), "8 bits"),
+        (
+            CAPPED._replace(context_form="all_to_all", one_key_head=True, repeats_heads=True),
+            "too many blocks",
+        ),
+    ],
+)
+def test_capped_scores_that_no_sample_tells_are_refused(structure: Structure, reason: str) -> None:
+    with pytest.raises(ValueError, match=reason):
+        sample(structure, 0)
 
 
 @pytest.mark.parametrize("longer", ["keys", "values", ""])
