@@ -180,7 +180,8 @@ class _Sizes:
             tables |= FLOAT8_LATENT_RANKS
             if structure.context_form == "all_gather":
                 # The others are not small.
-                tables["cp"] = (max({*FEWER["cp"]} - {*self.latent}),) * SAMPLES
+                ranks = max({*FEWER["cp"]} - {*self.latent})
+                tables["cp"] = ranks, ranks, ranks, ranks
         self.primes = {name: values[number] for name, values in tables.items()}
         self.chosen = Primes(self.primes, self.latent)
         own = self.primes
