@@ -1,14 +1,15 @@
 """Played tapes against dry runs of the runtime, on random models and layouts.
 
 python -m benchmarks.memory [--examples N] [--seed S] [--layers drawn|compiled|eager] [--kind KIND] [--small]
-    [--jobs J] [--file FILE [--seconds T]] [--json]
+    [--where FIELD=VALUE ...] [--jobs J] [--file FILE [--seconds T]] [--json]
 
 Each example is a model (GPT-2 or Llama, perhaps with experts or latent attention, windows, sinks, Gated
 DeltaNet, scores with caps or modules that predict further tokens), a legal layout of up to 64 ranks, one of
 its pipeline ranks, and layers that are compiled or not. The peak and each category of it must be within 0.1 %
 or 1 MiB of those of the dry run. Moments whose totals are that close may take turns as the highest: the
 composition is compared with that of the closest of them. Units that have no tape yet are recorded first;
-those that cannot be are counted as unknown.
+those that cannot be are counted as unknown. `--where precision=fp8 seq=192` keeps examples whose model or
+layout has these values.
 
 With a file, examples are kept in it as they come, and another call with the same file goes on after them: a
 run may be made in pieces. It is of one seed, one version of PyTorch and one state of the code.
@@ -30,6 +31,7 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
+from costmodels import Layout, ModelSpec
 from costmodels.tapes import store
 from costmodels.tapes.player import CATEGORIES
 from tests.support.played_memory import (
@@ -86,13 +88,19 @@ def code_digest() -> str:
     return found.hexdigest()[:12]
 
 
-def drawn(seed: int, layers: str, kind: str, small: bool) -> Iterator[Example]:
-    """Examples without end."""
+def drawn(seed: int, layers: str, kind: str, small: bool, where: list[str]) -> Iterator[Example]:
+    """Examples without end, of which `where` is true."""
     chosen = random.Random(seed)
     while True:
         example = draw(chosen.choice, small, LAYERS.get(layers), None if kind == "drawn" else kind)
-        if example is not None:
+        if example is not None and all(_has(example, *field.split("=", 1)) for field in where):
             yield example
+
+
+def _has(example: Example, name: str, value: str) -> bool:
+    """Whether a field of an example's model or layout has a value."""
+    owner = example.layout if name in Layout.model_fields else example.model
+    return str(getattr(owner, name)) == value
 
 
 def result_of(number: int, example: Example) -> Result:
@@ -210,9 +218,19 @@ def main() -> None:
         "--kind", choices=["drawn", *KINDS], default="drawn", help="what the models have besides"
     )
     parser.add_argument("--small", action="store_true", help="of few layers and micro batches")
+    parser.add_argument(
+        "--where",
+        nargs="+",
+        default=[],
+        metavar="FIELD=VALUE",
+        help="of a model or layout, as examples have it",
+    )
     options = parser.parse_args()
     started = time.perf_counter()
-    given = {name: getattr(options, name) for name in ("seed", "layers", "kind", "small")}
+    for name, has_value, _ in (field.partition("=") for field in options.where):
+        if not has_value or name not in {**ModelSpec.model_fields, **Layout.model_fields}:
+            parser.error(f"--where {name}: no FIELD=VALUE of a model or layout")
+    given = {name: getattr(options, name) for name in ("seed", "layers", "kind", "small", "where")}
     run = given | {"torch": store.installed_version(), "code": code_digest()}
     try:
         kept = Kept(options.file, run)

@@ -9,7 +9,7 @@ from typing import Literal
 
 from cli.interrupts import exit_on_ctrl_c
 from cli.status import Status
-from costmodels.catalogue import load_model, model_names
+from costmodels.catalogue import model_names
 from costmodels.dataclass import dataclass
 from costmodels.errors import InputError
 from costmodels.spec.model import ModelSpec
@@ -17,7 +17,7 @@ from costmodels.spec.model_parts import MultiTokenPrediction
 from costmodels.tapes import store
 from costmodels.tapes.coverage import structures_of_model
 from costmodels.tapes.structure import Structure
-from planner.inputs.model import with_mtp
+from planner.inputs.model import resolve_model, with_mtp
 from planner.options.flags import flag, flag_groups
 from planner.options.limits import AT_LEAST_1
 from runtime.dryrun.preflight import check_torch
@@ -32,7 +32,10 @@ LAYERS = {"compiled": (True,), "eager": (False,), "both": (True, False)}
 class TapesOptions:
     """Whose units are recorded, and where tapes are kept."""
 
-    model: str | None = flag(None, "Model of the catalogue or file of one; all of the catalogue without.")
+    model: str | None = flag(
+        None,
+        "Catalogue name, or path of a Hugging Face config.json or a YAML file; all of the catalogue without.",
+    )
     layers: Literal["compiled", "eager", "both"] = flag(
         "compiled", "Whether layers are compiled, as all are but those of schedules that split backward."
     )
@@ -58,7 +61,7 @@ class TapesOptions:
                 yield from islice(structures_of_model(model, compiled, self.precision), self.most)
 
     def _model(self, name: str) -> ModelSpec:
-        spec, depths = load_model(name), self.mtp_num_layers
+        spec, depths = resolve_model(name), self.mtp_num_layers
         return spec if depths is None else with_mtp(spec, MultiTokenPrediction(depths=depths))
 
 

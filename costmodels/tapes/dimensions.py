@@ -18,7 +18,7 @@ def dimensions(model: ModelSpec, layout: Layout) -> dict[str, int]:
     key/value heads of a rank; group: queries of each; head: elements of one, and turned:
     half of those that positions turn, where it is not all; sharers: ranks that share a
     key/value head; vocab: entries of a rank; tokens: those of the first rank that the tokenizer has;
-    positions: of the learned table; seen: of the keys that a block of queries sees where a window limits it.
+    positions: of the learned table.
     """
     tp, cp = layout.tensor_parallel, layout.context_parallel
     heads = model.heads // tp
@@ -40,9 +40,29 @@ def dimensions(model: ModelSpec, layout: Layout) -> dict[str, int]:
         "vocab": vocab,
         "tokens": min(model.vocab, vocab),
         "positions": model.max_positions,
-        "seen": model.window + QUERY_BLOCK - 1,
     }
-    return found | _latent(model) | _state(model, layout) | _experts(model, layout)
+    return found | _latent(model) | _blocks(model, layout) | _state(model, layout) | _experts(model, layout)
+
+
+def _blocks(model: ModelSpec, layout: Layout) -> dict[str, int]:
+    """Of capped scores, which are there for a block of queries at a time, the last of which may be smaller.
+
+    blocks: queries in whole blocks, of each of the two parts that a rank has where it gathers keys;
+    last_block: the others; block_keys: keys up to the last whole block of a sequence; seen and last_seen:
+    what the last whole block and a smaller one after it see of keys where a window limits them.
+    """
+    if not model.attention_softcap:
+        return {}
+    gathers = layout.context_parallel > 1 and layout.context_parallel_form == "all_gather"
+    part = model.seq // (2 * layout.context_parallel if gathers else 1)
+    last = part % QUERY_BLOCK
+    return {
+        "blocks": max(1, part - last),
+        "last_block": max(1, last),
+        "block_keys": max(1, model.seq - last),
+        "seen": max(1, min(model.window + QUERY_BLOCK - 1, model.seq - last)),
+        "last_seen": max(1, min(model.window + last - 1, model.seq)),
+    }
 
 
 def _state(model: ModelSpec, layout: Layout) -> dict[str, int]:

@@ -22,7 +22,10 @@ FLOAT8_MULTIPLE = 16
 """What sides of matrices must be multiples of in products in 8 bits (`runtime.parallel.float8`)."""
 
 FEWEST_STEPS = 6
-"""Of linear attention, whose first and last ones are unlike the others."""
+"""Of linear attention that are a loop: its first and last ones are unlike the others."""
+
+REACHES = {"attention=window", "attention=chunk"}
+"""Forms of blocks whose tokens do not see all before them."""
 
 GROUPED_MULTIPLE = 8
 """Elements in 16 bits that rows of matrices must be multiples of in PyTorch's grouped product."""
@@ -48,10 +51,12 @@ class Structure(NamedTuple):
     """Of a head: parts of a micro batch whose logits are there one after the other."""
     pads_vocabulary: bool = False
     """The first rank's part of the vocabulary has rows that no token has."""
-    few_steps: bool = False
-    """Attention takes too few steps through a sequence, or unequal ones, for recordings to tell sizes."""
+    few_steps: int = 0
+    """Of linear attention, where they are no loop; 1 where capped scores are those of less than one block."""
     partial_step: bool = False
-    """Zeros fill up the last step of linear attention."""
+    """The last step of attention through a sequence has fewer tokens than the others."""
+    short_window: bool = False
+    """Tokens see less than one of two parts of a rank that gathers keys, where that changes operations."""
     linear_bias: bool = False
     qkv_bias: bool = False
     qk_norm: bool = False
@@ -81,6 +86,8 @@ class Structure(NamedTuple):
     """Context-parallel ranks that exchange heads first repeat those of keys and values."""
     odd_sides: bool = False
     """Some matrices have sides that products in 8 bits do not take."""
+    odd_heads: bool = False
+    """The same of matrices with a row for each head of linear attention, which others have not."""
     recompute: tuple[str, ...] = ()
     """Modules that backward computes again, in alphabetical order; "full" for the layer."""
     offloads_activations: str = ""
@@ -293,11 +300,12 @@ def _of_layer(
     else:
         found = _grouped(found, model, layout)
     found = found._replace(form=block_form(model))
-    if model.attention_softcap and _has_scores(model):
-        found = _capped(found, model, layout)
     if layout.precision == "fp8":
-        found = found._replace(odd_sides=any(side % FLOAT8_MULTIPLE for side in _sides(model, layout)))
-    found = _over_context(found, model, layout)
+        found = found._replace(
+            odd_sides=any(side % FLOAT8_MULTIPLE for side in _sides(model, layout)),
+            odd_heads=_state_heads(model, layout) % FLOAT8_MULTIPLE > 0,
+        )
+    found = _within_reach(_over_context(found, model, layout), model, layout)
     return _with_experts(found, model, layout) if found.unit == "experts" else found
 
 
@@ -343,20 +351,32 @@ def _has_scores(model: ModelSpec) -> bool:
 def _linear(found: Structure, model: ModelSpec) -> Structure:
     sizes = model.linear_attention
     assert sizes is not None
+    steps = -(-model.seq // sizes.chunk)
     return found._replace(
         grouped_queries=sizes.value_heads > sizes.key_heads,
         one_head=False,
-        few_steps=-(-model.seq // sizes.chunk) < FEWEST_STEPS,
+        few_steps=steps if steps < FEWEST_STEPS else 0,
         partial_step=model.seq % sizes.chunk > 0,
     )
 
 
-def _capped(found: Structure, model: ModelSpec, layout: Layout) -> Structure:
-    """Ranks that gather keys have queries of two places in a sequence, which see other numbers of keys."""
-    gathers = layout.context_parallel > 1 and layout.context_parallel_form == "all_gather"
-    parts = 2 * layout.context_parallel if gathers else 1
-    uneven = model.seq % (QUERY_BLOCK * parts) > 0
-    return found._replace(few_steps=uneven or (gathers and "attention=window" in found.form))
+def _within_reach(found: Structure, model: ModelSpec, layout: Layout) -> Structure:
+    """Of scores that are capped, windows and chunks: how the tokens of a rank come out in parts.
+
+    Ranks that gather keys have queries of two places in a sequence, of which the first rank's first ones see
+    the keys of their own part only.
+    """
+    capped, binds = "attention_softcap" in found.form, bool(REACHES & {*found.form})
+    in_chunks, gathers = "attention=chunk" in found.form, found.context_form == "all_gather"
+    part = model.seq // (2 * layout.context_parallel if gathers else 1)
+    whole = part - part % QUERY_BLOCK
+    if gathers and binds and (capped or in_chunks or found.unfused):
+        reach = model.window + QUERY_BLOCK - 1 if capped else model.window + 1
+        found = found._replace(short_window=reach <= (whole if capped else part))
+    if capped:
+        return found._replace(few_steps=int(not whole), partial_step=0 < whole < part)
+    apart = in_chunks and not model.attention_sinks and (found.short_window or not gathers)
+    return found._replace(partial_step=part % model.window > 0) if apart else found
 
 
 def _grouped(found: Structure, model: ModelSpec, layout: Layout) -> Structure:
@@ -378,7 +398,7 @@ def _sides(model: ModelSpec, layout: Layout) -> list[int]:
     found = [model.hidden, model.ffn // tp, model.shared_expert_ffn // tp]
     state = model.linear_attention
     if state is not None and not _has_scores(model):
-        return [*found, *(side // tp for side in (state.key_size, state.value_size, state.value_heads))]
+        return [*found, state.key_size // tp, state.value_size // tp]
     if sizes is None:
         return [*found, model.q_size // tp, model.kv_size // tp]
     heads = model.heads // tp
@@ -390,6 +410,12 @@ def _sides(model: ModelSpec, layout: Layout) -> list[int]:
         heads * (sizes.qk_nope_head_dim + sizes.v_head_dim),
         heads * sizes.v_head_dim,
     ]
+
+
+def _state_heads(model: ModelSpec, layout: Layout) -> int:
+    """Heads of the values of linear attention on one rank; 0 without it."""
+    state = model.linear_attention
+    return 0 if state is None or _has_scores(model) else state.value_heads // layout.tensor_parallel
 
 
 def _is_unfused(precision: str, head: int) -> bool:

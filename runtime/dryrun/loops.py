@@ -50,9 +50,15 @@ class Rolled(NamedTuple):
     loops: list[Loop]
 
 
-def collapsed(recording: Recording) -> Recording:
-    """The same recording without turns of loops that leave nothing behind, but for the highest of each."""
-    passes = {name: _without_lower_turns(_youngest_first(getattr(recording, name))) for name in PASSES}
+def collapsed(recording: Recording, keeps_last: bool = False) -> Recording:
+    """The same recording without turns of loops that leave nothing behind, but for the highest of each.
+
+    Args:
+        keeps_last: the last turn of each is of another size, and stays besides the highest of the others.
+    """
+    passes = {
+        name: _without_lower_turns(_youngest_first(getattr(recording, name)), keeps_last) for name in PASSES
+    }
     names = {number: number for number in range(OUTPUT_GRADIENT + 1)} | {-1: -1}
     for changes in passes.values():
         for _, number, *_ in changes:
@@ -78,7 +84,7 @@ def _youngest_first(changes: Iterable[Change]) -> list[Change]:
     return found
 
 
-def _without_lower_turns(changes: Sequence[Change]) -> list[Change]:
+def _without_lower_turns(changes: Sequence[Change], keeps_last: bool) -> list[Change]:
     found: list[Change] = []
     place = 0
     while place < len(changes):
@@ -87,7 +93,10 @@ def _without_lower_turns(changes: Sequence[Change]) -> list[Change]:
             found.append(changes[place])
             place += 1
             continue
-        found.extend(max(turns, key=_height))
+        alike = turns[:-1] if keeps_last else turns
+        found.extend(max(alike, key=_height))
+        for turn in turns[len(alike) :]:
+            found.extend(turn)
         place += sum(map(len, turns))
     return found
 

@@ -14,11 +14,13 @@ from costmodels.tapes.dimensions import KERNEL_ROWS, dimensions
 from costmodels.tapes.structure import (
     ALIGNED_HEAD,
     FLOAT8_MULTIPLE,
+    REACHES,
     Structure,
     heeds_groups,
     heeds_rows,
     structure_of,
 )
+from runtime.dryrun.primes import Primes, is_prime
 
 SAMPLES = 4
 """Sets of sizes that there are; two prove most tapes."""
@@ -30,9 +32,6 @@ RANKS = {
     "etp": (19, 17, 29, 23),
 }
 """Primes that seldom are in coefficients, as 2 and 3 are; no two of a set are equal."""
-
-REACHES = {"attention=window", "attention=chunk"}
-"""Forms of blocks whose tokens do not see all before them."""
 
 LAST = ("groups", "tp", "cp", "ep", "etp", "sharers")
 """Dimensions whose primes others have too."""
@@ -61,6 +60,9 @@ LARGER = {
 FEWER = {"cp": (7, 5, 13, 11), "keys": LARGER["keys"]}
 """Where each rank's parts of a sequence are operations of their own: graphs of many are slow to make."""
 
+FEW_OF_MANY = (11, 13, 5, 7)
+"""Context-parallel ranks over the key heads that they repeat, where all scores would be too many to count."""
+
 FLOAT8_HEAD = (11, 13, 5, 7)
 """Of heads whose products in 8 bits are possible, over 16."""
 
@@ -80,6 +82,9 @@ FLOAT8_LATENT_RANKS = {"tp": (17, 19, 17, 19), "keys": (23, 29, 19, 17)}
 
 STEPS = (19, 29, 37, 41)
 """Least primes of the steps through a sequence, and of its blocks of queries."""
+
+MOST_TRIES = 1000
+"""Of lengths of sequences whose last block of queries is smaller, before there are none."""
 
 LEAST_BEFORE = 5
 """Least prime of the tokens before each that a convolution sees."""
@@ -155,12 +160,17 @@ class _Sizes:
 
     def __init__(self, structure: Structure, number: int) -> None:
         self.structure, self.number = structure, number
-        tables = RANKS | SIDES | (LARGER if structure.loop_of_experts else {})
+        tables: dict[str, tuple[int, ...]] = {**RANKS, **SIDES}
+        tables |= LARGER if structure.loop_of_experts else {}
+        capped = "attention_softcap" in structure.form
+        tables |= FEWER if structure.context_form == "all_gather" or capped else {}
         if structure.repeats_heads:
             # Context-parallel ranks are a multiple of these.
             tables["keys"] = SIDES["keys"]
-        capped = "attention_softcap" in structure.form
-        tables |= FEWER if structure.context_form == "all_gather" or capped else {}
+            if capped:
+                raise ValueError(f"{structure.name}: samples have too many blocks of queries to record")
+            if structure.unfused:
+                tables |= {"tp": RANKS["tp"], "cp": FEW_OF_MANY, "group": SIDES["group"]}
         shares_even = structure.shares_heads and structure.precision == "fp8" and not structure.odd_sides
         tables |= {name: LARGER[name] for name in ("tp", "group")} if shares_even else {}
         self.latent: tuple[int, ...] = LATENT[number]
@@ -173,7 +183,7 @@ class _Sizes:
                 ranks = max({*FEWER["cp"]} - {*self.latent})
                 tables["cp"] = ranks, ranks, ranks, ranks
         self.primes = {name: values[number] for name, values in tables.items()}
-        self.taken = set(self.primes.values()) | set(self.latent)
+        self.chosen = Primes(self.primes, self.latent)
         own = self.primes
         self.tp = own["tp"] if structure.tensor_parallel else 1
         self.cp = 1
@@ -198,6 +208,8 @@ class _Sizes:
         if structure.precision == "fp8":
             own["head"] = FLOAT8_HEAD[number]
             self.head = FLOAT8_MULTIPLE * own["head"]
+        if "attention=linear" in structure.form and structure.precision == "fp8" and not structure.odd_heads:
+            self.keys *= FLOAT8_MULTIPLE
         if structure.context_form == "all_to_all":
             self._exchange_heads()
         self.kv_heads = self.keys * self.tp
@@ -209,14 +221,17 @@ class _Sizes:
             multiple = FLOAT8_MULTIPLE if shares_even else ALIGNED_HEAD
             self.tp, self.head = self.tp * sharers, multiple * sharers * own["head"]
         self.heads = self.keys * self.group * self.tp
-        self.entries = math.lcm(VOCAB_MULTIPLE, self.tp) // self.tp * self._fresh("vocab", FIRST[number])
-        chunks = self.tp * (2 * self.cp if self.cp > 1 else 1)
+        self.entries = (
+            math.lcm(VOCAB_MULTIPLE, self.tp) // self.tp * self.chosen.fresh("vocab", FIRST[number])
+        )
+        # Ranks that exchange heads have no two parts of a sequence.
+        whole = self.cp == 1 or (capped and structure.context_form == "all_to_all")
+        chunks = self.tp * self.cp * (1 if whole else 2)
         if structure.loop_of_experts:
             # Experts have as many rows each.
             chunks *= SHARES * structure.loop_of_experts
             own["choices"], own["groups"], own["top_groups"] = structure.loop_choices
-        # Products in 8 bits fill rows up.
-        if REACHES & {*structure.form}:
+        if REACHES & {*structure.form} and not capped:
             # Two chunks, or two windows.
             chunks *= 2
         if structure.further:
@@ -226,19 +241,21 @@ class _Sizes:
         # Ranks that repeat heads are many, and have two parts of a sequence each.
         multiple = SEQ_MULTIPLE // (2 if structure.repeats_heads else 1)
         if "attention=linear" in structure.form:
-            self.seq = self._step_rows(chunks)
+            self.seq = self._step_rows(chunks * (FLOAT8_MULTIPLE if structure.precision == "fp8" else 1))
+        elif capped and structure.partial_step:
+            self.seq = self._block_rows(chunks)
         elif capped:
             # Each block of queries takes time to record.
-            self.seq = chunks * QUERY_BLOCK * self._fresh("seq", STEPS[number])
+            self.seq = chunks * QUERY_BLOCK * self.chosen.fresh("seq", STEPS[number])
         else:
             self.seq = chunks * (self._odd_rows(chunks) if odd else multiple * own["seq"])
         if structure.unit == "head" and not structure.further:
             # An odd number of tokens is in each chunk of the loss, so that there are not more of them.
-            self.seq = self.tp * structure.chunks * self._fresh("seq", CHUNK_TOKENS + FIRST[number])
-        self.hidden = MULTIPLE * self._fresh(
+            self.seq = self.tp * structure.chunks * self.chosen.fresh("seq", CHUNK_TOKENS + FIRST[number])
+        self.hidden = MULTIPLE * self.chosen.fresh(
             "hidden", FIRST[number] + max(FIRST[number], min(WIDEST, self.heads * self.head) // MULTIPLE)
         )
-        self.ffn = MULTIPLE * self._fresh("ffn", int(FFN_SHARE * self.hidden / self.tp / MULTIPLE))
+        self.ffn = MULTIPLE * self.chosen.fresh("ffn", int(FFN_SHARE * self.hidden / self.tp / MULTIPLE))
 
     def _exchange_heads(self) -> None:
         """Heads of which context-parallel ranks can have equal parts."""
@@ -257,7 +274,7 @@ class _Sizes:
         """Rows of a chunk that are a prime, so that a share of them is no product of sizes; where a kernel
         fills up all of them, what it makes has a prime of its own too."""
         for rows in range(self.primes["seq"], LONGEST):
-            if not self._is_own(rows) or not _is_prime(rows) or not self._is_even(rows * chunks):
+            if not self._is_own(rows) or not is_prime(rows) or not self._is_even(rows * chunks):
                 continue
             here = rows * chunks // self.cp
             filled = -(-here // KERNEL_ROWS)
@@ -265,9 +282,9 @@ class _Sizes:
                 self.primes["seq"] = rows
                 return rows
             own = {rows, filled} - {self.primes["seq"]}
-            if _is_prime(filled) and not own & self.taken:
+            if is_prime(filled) and not own & self.chosen.taken:
                 self.primes |= {"seq": rows, "kernel_seq": filled}
-                self.taken |= own
+                self.chosen.taken |= own
                 return rows
         raise ValueError(f"{self.structure.name}: no sample has experts with equal numbers of rows")
 
@@ -287,13 +304,6 @@ class _Sizes:
             return int(pairs * min(1.0, limit or 1.0)) % count == 0
         return int(pairs // self.etp * min(PEAK_LOAD, limit or PEAK_LOAD)) * self.etp % count == 0
 
-    def _fresh(self, name: str, least: int) -> int:
-        """The smallest prime that is at least so large and that nobody has, for a dimension."""
-        found = next(value for value in count(least) if value not in self.taken and _is_prime(value))
-        self.taken.add(found)
-        self.primes[name] = found
-        return found
-
     def model_fields(self) -> dict[str, Any]:
         """Of the model."""
         structure = self.structure
@@ -305,7 +315,7 @@ class _Sizes:
             "head_dim": self.head,
             "vocab": self._vocabulary(),
             "seq": self.seq,
-            "max_positions": self._fresh("positions", self.seq),
+            "max_positions": self.chosen.fresh("positions", self.seq),
             "gated": structure.gated,
             "activation": structure.activation or "gelu",
             "norm": structure.norm or "layernorm",
@@ -349,32 +359,66 @@ class _Sizes:
                 # The router's own fields say it.
                 continue
             if name == "rotary_dim":
-                values[name] = 2 * self._fresh("turned", self.head // ALIGNED_HEAD + 1)
+                values[name] = 2 * self.chosen.fresh("turned", self.head // ALIGNED_HEAD + 1)
             found[name] = word or values[name]
         return found
 
     def _window(self) -> int:
+        """What a token sees: half of a sequence, or of the part of one whose queries are together."""
+        part = self.seq // self._parts()
+        least = part // 2 if self.structure.short_window else self.seq // 2
         if "attention_softcap" not in self.structure.form:
-            return self.seq // 2
-        return self._fresh("seen", self.seq // 2) - QUERY_BLOCK + 1
+            return least
+        for window in count(least):
+            values = {"seen": window + QUERY_BLOCK - 1}
+            if self.structure.partial_step:
+                values["last_seen"] = window + part % QUERY_BLOCK - 1
+            if self.chosen.take(values):
+                return window
+        raise AssertionError("there are more primes")
+
+    def _parts(self) -> int:
+        """Of a sequence, each of whose queries attention has together."""
+        return 2 * self.cp if self.structure.context_form == "all_gather" else 1
+
+    def _block_rows(self, chunks: int) -> int:
+        """The length of sequences whose capped scores come in blocks of queries, the last of them smaller."""
+        if self.structure.precision == "fp8":
+            # Products in 8 bits fill up tokens to multiples of 16, whose last blocks tell no size.
+            raise ValueError(f"{self.structure.name}: no sample has a smaller last block in 8 bits")
+        parts = self._parts()
+        least = STEPS[self.number] * QUERY_BLOCK * parts // chunks + 1
+        for rows in range(least, least + MOST_TRIES):
+            part, seq = rows * chunks // parts, rows * chunks
+            last = part % QUERY_BLOCK
+            # No two sets have the same.
+            if last // SAMPLES % SAMPLES != self.number:
+                continue
+            values = {"seq": rows, "blocks": part - last, "last_block": last}
+            if parts > 1:
+                values["block_keys"] = seq - last
+            if self.chosen.take(values):
+                return seq
+        raise ValueError(f"{self.structure.name}: no sample has a smaller last block that tells its size")
 
     def _linear_fields(self) -> dict[str, Any]:
         """Of linear attention, whose heads are those that layers with scores would have."""
         own = self.primes
+        multiple = FLOAT8_MULTIPLE if self.structure.precision == "fp8" else ALIGNED_HEAD
         for name in ("keys", "group", "head"):
             own[f"state_{name}"] = own.pop(name)
         return {
             # No size has these.
             "heads": self.tp,
             "kv_heads": self.tp,
-            "head_dim": 2 * self._fresh("head", FIRST[self.number]),
+            "head_dim": 2 * self.chosen.fresh("head", FIRST[self.number]),
             "linear_attention": {
                 "kind": "gated_delta",
                 "key_heads": self.keys * self.tp,
                 "value_heads": self.keys * self.group * self.tp,
                 "key_dim": self.head,
-                "value_dim": ALIGNED_HEAD * self._fresh("state_value", least=ALIGNED_HEAD),
-                "conv_kernel": 1 + self._fresh("before", LEAST_BEFORE),
+                "value_dim": multiple * self.chosen.fresh("state_value", least=ALIGNED_HEAD),
+                "conv_kernel": 1 + self.chosen.fresh("before", LEAST_BEFORE),
                 "chunk": self.step,
             },
         }
@@ -383,11 +427,12 @@ class _Sizes:
         """The length of sequences that linear attention goes through in a prime number of steps, of rows that
         are a prime over those that have to be together."""
         rows = self.primes["step"] = self.primes.pop("seq")
-        steps, self.step = self._fresh("steps", STEPS[self.number]), chunks * rows
+        few, self.step = self.structure.few_steps, chunks * rows
+        steps = few or self.chosen.fresh("steps", STEPS[self.number])
         if not self.structure.partial_step:
             return steps * self.step
-        rows = self._fresh("seq", steps * (rows - 1) + self.number + 1)
-        return chunks * rows
+        least = steps * rows - rows // 2 if few else steps * (rows - 1)
+        return chunks * self.chosen.fresh("seq", least + self.number + 1)
 
     def _vocabulary(self) -> int:
         """Entries of a tokenizer, of which each tensor-parallel rank has `entries`, padding included."""
@@ -395,7 +440,7 @@ class _Sizes:
             return self.entries * self.tp
         # A prime less than a multiple below what is stored.
         found = self.entries * self.tp - 1
-        while not _is_prime(found):
+        while not is_prime(found):
             found -= 1
         self.primes["tokens"] = found
         return found
@@ -407,8 +452,8 @@ class _Sizes:
         # No size has it.
         del self.primes["head"]
         aligned = FLOAT8_MULTIPLE if self.structure.precision == "fp8" else ALIGNED_HEAD
-        query_rank = MULTIPLE * self._fresh("query_rank", FIRST[self.number])
-        latent_rank = MULTIPLE * self._fresh("latent_rank", FIRST[self.number])
+        query_rank = MULTIPLE * self.chosen.fresh("query_rank", FIRST[self.number])
+        latent_rank = MULTIPLE * self.chosen.fresh("latent_rank", FIRST[self.number])
         scaling = {"kind": "yarn", "factor": 2.0, "original_positions": self.seq, "mscale_all_dim": 1.0}
         return {
             "kv_heads": self.heads,
@@ -427,14 +472,14 @@ class _Sizes:
         groups = own["groups"] if structure.group_score else 1
         experts = self.ep * structure.loop_of_experts
         if not experts:
-            experts = self.ep * groups * self._fresh("experts", FIRST[self.number])
+            experts = self.ep * groups * self.chosen.fresh("experts", FIRST[self.number])
         limit = LIMITS[structure.limited]
         return {
             "experts": experts,
             "top_k": 1 if structure.one_choice else own["choices"],
-            "expert_ffn": MULTIPLE * self.etp * self._fresh("expert_ffn", FIRST[self.number]),
+            "expert_ffn": MULTIPLE * self.etp * self.chosen.fresh("expert_ffn", FIRST[self.number]),
             "shared_expert_ffn": (
-                MULTIPLE * self.tp * self._fresh("shared_ffn", FIRST[self.number])
+                MULTIPLE * self.tp * self.chosen.fresh("shared_ffn", FIRST[self.number])
                 if structure.shared_experts
                 else 0
             ),
@@ -489,6 +534,11 @@ class _Sizes:
             if name in values and rows % values[name]:
                 own[name] = values[name]
         first = ["sent", "arrived"]
+        # These are many times their primes.
+        if "blocks" in own:
+            first += ["blocks", "last_block", "block_keys", "seen", "last_seen", "seq"]
+        elif "seen" in own:
+            first.append("seen")
         if self.structure.loop_of_experts:
             for name in ("choices", "groups", "top_groups"):
                 own.pop(name)
@@ -503,7 +553,3 @@ def _position(structure: Structure) -> str:
     if structure.rotates:
         return "rope"
     return "learned" if structure.learned_positions else "none"
-
-
-def _is_prime(value: int) -> bool:
-    return value > 1 and all(value % divisor for divisor in range(2, int(value**0.5) + 1))

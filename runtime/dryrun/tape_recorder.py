@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from unittest.mock import patch
 
@@ -51,21 +52,21 @@ def recorded_tape(structure: Structure) -> Tape:
         samples.append(sample(structure, number))
         model, layout, _ = samples[-1]
         sends = structure.offloads_activations == "sent"
-        if structure.unfused and _score_bytes(model, layout) >= MOST_BYTES:
+        if structure.unfused and score_bytes(model, layout) >= MOST_BYTES:
             raise ValueError(f"{structure.name}: samples that tell its sizes have too many scores to count")
         with _loss_in(structure.chunks):
             recordings.append(record_unit(model, layout, structure.unit, structure.compiled, splits, sends))
         if number + 1 < PROOF:
             continue
         try:
-            return _tape(samples, recordings)
+            return _tape(samples, recordings, structure)
         except (UnknownSizeError, UnlikeError):
             if number + 1 == SAMPLES:
                 raise
     raise AssertionError("the last sample returns or raises")
 
 
-def _score_bytes(model: ModelSpec, layout: Layout) -> int:
+def score_bytes(model: ModelSpec, layout: Layout) -> int:
     """Bytes of the scores of one rank's heads, in 4 bytes each."""
     heads, rows = model.heads // layout.tensor_parallel, layout.micro_batch_size
     return 4 * rows * heads * model.seq * (model.seq // layout.context_parallel)
@@ -113,13 +114,15 @@ def record_tapes(
     return refused
 
 
-def _tape(samples: Sequence[Sample], every: Sequence[UnitRecordings]) -> Tape:
+def _tape(samples: Sequence[Sample], every: Sequence[UnitRecordings], structure: Structure) -> Tape:
     own = [one.dimensions for one in samples]
     repeats = None
     if not _are_alike(every):
+        # Blocks of queries leave nothing behind, of which the last one may be smaller.
+        keeps_last = structure.partial_step and "attention_softcap" in structure.form
+        shorter = partial(collapsed, keeps_last=keeps_last)
         every = [
-            UnitRecordings(collapsed(one.whole), *(each and collapsed(each) for each in one[1:]))
-            for one in every
+            UnitRecordings(shorter(one.whole), *(each and shorter(each) for each in one[1:])) for one in every
         ]
         if not _are_alike(every):
             if len(every) <= PROOF:

@@ -13,6 +13,7 @@ from hypothesis import given
 
 from costmodels import Layout, ModelSpec
 from costmodels.catalogue import load_model
+from costmodels.spec.model_parts import LinearAttention
 from costmodels.tapes import store
 from costmodels.tapes.coverage import structures_of_model
 from costmodels.tapes.dimensions import dimensions
@@ -111,6 +112,62 @@ def test_a_loop_is_there_as_often_as_there_are_steps() -> None:
     assert [event.storage for event in tape.forward if isinstance(event, Allocation)] == [3, 4, 5, 6]
     assert [event.storage for event in tape.backward if isinstance(event, Release)] == [6, 5, 4, 3, 0]
     assert parsed_tape(as_json(LOOPED)) == LOOPED
+
+
+LINEAR = MODEL.model_copy(
+    update={
+        "attention_pattern": ("linear",),
+        "linear_attention": LinearAttention(
+            kind="gated_delta", key_heads=4, value_heads=8, key_dim=16, value_dim=16
+        ),
+    }
+)
+
+CAPPED = MODEL.model_copy(
+    update={"attention_pattern": ("window",), "window": 300, "attention_softcap": 50.0, "seq": 1024}
+)
+
+GATHERS = {"context_parallel": 2, "context_parallel_form": "all_gather"}
+
+
+@pytest.mark.parametrize(
+    ("model", "fields", "changes"),
+    [
+        (LINEAR, {"seq": 64 * 6}, {}),
+        (LINEAR, {"seq": 64 * 5}, {"few_steps": 5}),
+        (LINEAR, {"seq": 64 * 5 + 1}, {"partial_step": True}),
+        (LINEAR, {"seq": 63}, {"few_steps": 1, "partial_step": True}),
+        (LINEAR, {"seq": 64 * 6, "precision": "fp8"}, {"odd_heads": True}),
+        (CAPPED, {}, {}),
+        (CAPPED, {"seq": 1000}, {"partial_step": True}),
+        # Of 256 queries each.
+        (CAPPED, GATHERS, {}),
+        (CAPPED, GATHERS | {"window": 129}, {"short_window": True}),
+        (CAPPED, GATHERS | {"window": 130}, {}),
+        (CAPPED, GATHERS | {"seq": 480}, {"few_steps": 1}),
+        (CAPPED, GATHERS | {"seq": 1000}, {"partial_step": True}),
+        # A mask hides what comes before a window, which plain kernels know nothing of.
+        (CAPPED, GATHERS | {"attention_softcap": 0.0, "window": 255}, {}),
+        (
+            CAPPED,
+            GATHERS | {"attention_softcap": 0.0, "window": 255, "precision": "fp32"},
+            {"short_window": True},
+        ),
+        (CAPPED, GATHERS | {"attention_softcap": 0.0, "window": 256, "precision": "fp32"}, {}),
+    ],
+)
+def test_structures_tell_how_a_sequence_comes_out_in_steps(
+    model: ModelSpec, fields: dict[str, Any], changes: dict[str, Any]
+) -> None:
+    in_model = {name: value for name, value in fields.items() if name in ModelSpec.model_fields}
+    in_layout = {name: value for name, value in fields.items() if name not in in_model}
+    spec = model.model_copy(update=in_model)
+    layout = Layout.model_validate(
+        {"layers_per_stage": (4,), "global_batch_size": 8, "precision": "bf16", **in_layout}
+    )
+    found = structure_of(spec, layout, "dense", compiled=False)
+    told = {"few_steps": 0, "partial_step": False, "short_window": False, "odd_heads": False} | changes
+    assert {name: getattr(found, name) for name in told} == told
 
 
 def test_a_sequence_of_fewer_steps_than_are_always_there_is_refused() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from typing import Any
 
 import hypothesis.strategies as st
@@ -116,6 +117,8 @@ def test_modules_that_predict_further_tokens_are_recorded_as_they_are(
     assert not errors.misses, errors
 
 
+FP8 = pytest.mark.skipif(find_spec("torchao") is None, reason="products in 8 bits are torchao's")
+
 LINEAR: dict[str, Any] = {
     "mtp": None,
     "layers": 3,
@@ -142,6 +145,16 @@ CAPPED: dict[str, Any] = {
         ("gbs=4,dp=2,zero=1,precision=bf16", 0, False, LINEAR | {"seq": 2000, "max_positions": 2000}),
         ("gbs=4,dp=2,zero=3,recompute=full,precision=bf16", 0, False, CAPPED),
         ("gbs=4,dp=2,zero=1,precision=bf16", 0, True, CAPPED),
+        # Few steps, the last of them smaller.
+        ("gbs=4,dp=2,zero=1,precision=bf16", 0, False, LINEAR | {"seq": 184, "max_positions": 184}),
+        # Blocks of queries, of which the last is smaller.
+        ("gbs=4,tp=2,dp=2,zero=1,precision=bf16", 0, False, CAPPED | {"seq": 2000, "max_positions": 2000}),
+        # Windows over gathered keys, longer and shorter than each of a rank's two parts of a sequence.
+        ("gbs=4,cp=2,precision=bf16", 0, False, CAPPED),
+        ("gbs=4,cp=2,mbs=2,precision=bf16", 0, True, CAPPED | {"window": 256}),
+        ("gbs=4,cp=2,precision=fp32", 0, False, CAPPED | {"window": 256, "attention_softcap": 0.0}),
+        pytest.param("gbs=4,dp=2,zero=1,tp=2,precision=fp8", 0, False, LINEAR, marks=FP8),
+        pytest.param("gbs=4,dp=2,zero=1,precision=fp8", 0, True, LINEAR | ROUTED, marks=FP8),
     ],
 )
 def test_attention_that_goes_through_sequences_in_steps_is_recorded_as_it_is(

@@ -10,6 +10,7 @@ from costmodels.tapes.player import is_playable
 from costmodels.tapes.player.stage_units import structures_of_stage
 from costmodels.tapes.structure import Structure
 from runtime.dryrun.sample_sizes import SAMPLES, sample
+from runtime.dryrun.tape_recorder import MOST_BYTES, score_bytes
 from runtime.model.attention_kernels import FLASH_HEAD_SIZE
 from tests.support.played_memory import draw
 
@@ -57,6 +58,11 @@ FLOAT8_LATENT = Structure(
 )
 
 
+LINEAR = Structure("dense", "bf16", norm="rmsnorm", grouped_queries=True, form=("attention=linear",))
+
+CAPPED = Structure("dense", "bf16", norm="rmsnorm", form=("attention=window", "attention_softcap"))
+
+
 @pytest.mark.parametrize(
     "structure",
     [
@@ -74,23 +80,59 @@ FLOAT8_LATENT = Structure(
         ),
         HEAD._replace(context_form="all_gather", chunks=2),
         Structure("dense", "fp8", tensor_parallel=True, norm="rmsnorm", shares_heads=True),
+        # Heads of linear attention whose number is one that products in 8 bits take, and one that is not.
+        LINEAR._replace(precision="fp8", tensor_parallel=True),
+        LINEAR._replace(precision="fp8", partial_step=True, odd_heads=True),
+        # As many steps as there are to be.
+        LINEAR._replace(few_steps=3),
+        LINEAR._replace(few_steps=1, partial_step=True),
+        # The last block of queries is smaller, of the one part of a sequence or of both.
+        CAPPED._replace(partial_step=True),
+        CAPPED._replace(partial_step=True, tensor_parallel=True, context_form="all_gather"),
+        CAPPED._replace(partial_step=True, context_form="all_gather", short_window=True),
         FLOAT8_LATENT,
         FLOAT8_LATENT._replace(longer_heads="values", tensor_parallel=True),
     ],
     ids=[
-        "part",
-        "full",
-        "part-of-one-rank",
-        "chunks-of-experts",
-        "chunks-of-parts",
-        "fp8-shared-heads",
-        "fp8-keys",
-        "fp8-values",
+        *("part", "full", "part-of-one-rank", "chunks-of-experts", "chunks-of-parts", "fp8-shared-heads"),
+        *("fp8-heads", "fp8-odd-heads", "three-steps", "part-of-a-step"),
+        *("smaller-block", "smaller-blocks", "short-window", "fp8-keys", "fp8-values"),
     ],
 )
 def test_a_structure_with_narrow_demands_has_samples(structure: Structure) -> None:
     lengths = {sample(structure, number).dimensions["seq"] for number in range(SAMPLES)}
     assert len(lengths) == SAMPLES
+
+
+def test_scores_of_repeated_key_heads_can_be_counted() -> None:
+    structure = EXPERTS._replace(
+        several=True,
+        grouped_queries=True,
+        one_key_head=True,
+        context_form="all_to_all",
+        repeats_heads=True,
+        expert_parallel=True,
+        loop_choices=(4, 1, 1),
+        form=("attention=window",),
+    )
+    for number in range(SAMPLES):
+        model, layout, _ = sample(structure, number)
+        assert score_bytes(model, layout) < MOST_BYTES
+
+
+@pytest.mark.parametrize(
+    ("structure", "reason"),
+    [
+        (CAPPED._replace(precision="fp8", partial_step=True), "8 bits"),
+        (
+            CAPPED._replace(context_form="all_to_all", one_key_head=True, repeats_heads=True),
+            "too many blocks",
+        ),
+    ],
+)
+def test_capped_scores_that_no_sample_tells_are_refused(structure: Structure, reason: str) -> None:
+    with pytest.raises(ValueError, match=reason):
+        sample(structure, 0)
 
 
 @pytest.mark.parametrize("longer", ["keys", "values", ""])

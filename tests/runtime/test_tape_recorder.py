@@ -159,6 +159,13 @@ def test_of_turns_that_leave_nothing_behind_the_highest_stands_for_all() -> None
     assert found.backward == [release(4)]
 
 
+def test_a_smaller_last_turn_stays_besides_the_highest_of_the_others() -> None:
+    turns = [change for n in range(3, 9) for change in (allocation(n, n), release(n))]
+    last = [allocation(9, 2), release(9)]
+    found = collapsed(Recording(forward=[*turns, *last]), keeps_last=True)
+    assert found.forward == [allocation(3, 8), release(3), allocation(4, 2), release(4)]
+
+
 @pytest.mark.parametrize("steps", [9, 12])
 def test_turns_that_keep_something_are_one_loop(steps: int) -> None:
     made = [allocation(3 + n) for n in range(steps)]

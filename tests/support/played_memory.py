@@ -86,7 +86,7 @@ def allowed(size: float) -> float:
 
 KINDS = ("plain", "window", "sinks", "linear", "capped", "further")
 """What models have: attention of all tokens, windows, these with sinks, Gated DeltaNet, scores with caps, or
-modules that predict further tokens."""
+modules that predict further tokens. Of some, sequences are no whole numbers of steps, or few of them."""
 
 
 def draw_kind(choose: Choose, kind: str) -> dict[str, Any]:
@@ -107,12 +107,13 @@ def draw_kind(choose: Choose, kind: str) -> dict[str, Any]:
         }
         pattern = choose([("linear",), ("linear", "full"), ("linear", "linear", "full")])
         gate, norm = choose([False, True]), choose([False, True])
-        own = {"attention_gate": gate, "norm_from_one": norm}
+        own = {"attention_gate": gate, "norm_from_one": norm, "seq": choose([1024, 2048, 4096, 2000, 192])}
         return {"linear_attention": sizes, "attention_pattern": pattern} | own
     pattern = choose([("window",), ("window", "full"), ("full", "window", "window")])
     found = {"window": choose([256, 512, 1000]), "attention_pattern": pattern}
     if kind == "capped":
-        return found | {"attention_softcap": 50.0, "logits_softcap": choose([0.0, 30.0])}
+        own = {"attention_softcap": 50.0, "logits_softcap": choose([0.0, 30.0])}
+        return found | own | {"seq": choose([1024, 2048, 4096, 2000, 3120])}
     return found | {"attention_sinks": kind == "sinks"}
 
 
@@ -133,27 +134,27 @@ def draw_model(choose: Choose, small: bool, kind: str | None = None) -> ModelSpe
         extra: dict[str, Any] = {"latent_attention": draw_latent(choose), "kv_heads": heads}
     else:
         extra = {"kv_heads": choose([heads, heads, 4, 2])}
-    return ModelSpec(
-        name="drawn",
-        layers=choose([1, 2, 3] if small else [1, 2, 3, 4, 6, 8]),
-        hidden=choose([1024, 2048, 4096]),
-        heads=heads,
-        head_dim=head_dim,
-        ffn=choose([2048, 2816, 8192]),
-        vocab=choose([8000, 32000, 50257]),
-        seq=choose([1024, 2048, 4096]),
-        gated=gated,
-        activation="silu" if gated else choose(["gelu", "gelu_tanh", "relu2"]),
-        norm=choose(["layernorm", "rmsnorm"]),
-        position=choose(["learned", "rope", "none"]),
-        tied=choose([False, True]),
-        linear_bias=choose([False, True]),
-        qkv_bias=choose([False, True]),
-        qk_norm=choose([False, True]) and not latent,
+    fields: dict[str, Any] = {
+        "name": "drawn",
+        "layers": choose([1, 2, 3] if small else [1, 2, 3, 4, 6, 8]),
+        "hidden": choose([1024, 2048, 4096]),
+        "heads": heads,
+        "head_dim": head_dim,
+        "ffn": choose([2048, 2816, 8192]),
+        "vocab": choose([8000, 32000, 50257]),
+        "seq": choose([1024, 2048, 4096]),
+        "gated": gated,
+        "activation": "silu" if gated else choose(["gelu", "gelu_tanh", "relu2"]),
+        "norm": choose(["layernorm", "rmsnorm"]),
+        "position": choose(["learned", "rope", "none"]),
+        "tied": choose([False, True]),
+        "linear_bias": choose([False, True]),
+        "qkv_bias": choose([False, True]),
+        "qk_norm": choose([False, True]) and not latent,
         **extra,
         **(draw_experts(choose) if choose([False, False, True]) else {}),
-        **draw_kind(choose, kind),
-    )
+    }
+    return ModelSpec(**(fields | draw_kind(choose, kind)))
 
 
 def draw_experts(choose: Choose) -> dict[str, Any]:
