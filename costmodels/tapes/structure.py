@@ -112,6 +112,8 @@ class Structure(NamedTuple):
     further_experts: bool = False
     tied: bool = False
     """Of such a head, whose matrix is the embedding's."""
+    fp8_recipe: str = ""
+    """Of products in 8 bits, where it is not "rowwise"."""
 
     @property
     def routes(self) -> bool:
@@ -296,7 +298,10 @@ def _of_layer(
     if model.attention_softcap and _has_scores(model):
         found = _capped(found, model, layout)
     if layout.precision == "fp8":
-        found = found._replace(odd_sides=any(side % FLOAT8_MULTIPLE for side in _sides(model, layout)))
+        found = found._replace(
+            odd_sides=any(side % FLOAT8_MULTIPLE for side in _sides(model, layout)),
+            fp8_recipe="" if layout.fp8_recipe in ("default", "rowwise") else layout.fp8_recipe,
+        )
     found = _over_context(found, model, layout)
     return _with_experts(found, model, layout) if found.unit == "experts" else found
 
