@@ -83,7 +83,7 @@ class Float8Weight(torch.Tensor):
         made.elements, made.scale = elements, scale
         return made
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     def __tensor_flatten__(self) -> tuple[list[str], torch.dtype]:
         return ["elements", "scale"], self.dtype
@@ -95,7 +95,9 @@ class Float8Weight(torch.Tensor):
         return Float8Weight(parts["elements"], parts["scale"], dtype)
 
     @classmethod
-    def __torch_dispatch__(cls, operation: Any, types: Any, args: Any, kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, operation: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         if operation not in _VIEWS:
             raise NotImplementedError(f"{operation} of a weight in 8 bits")
         weight, *rest = args
