@@ -26,12 +26,12 @@ import typer
 import yaml
 
 from benchmarks.loop_measure import MODELS, Measured, Question, measure_all, read_kept
-from costmodels import Device
+from costmodels import Device, Layout
 from costmodels.calibration.rank_correlation import kendall_tau, regret
 from costmodels.catalogue import load_device, load_engine
 from costmodels.catalogue.measured_devices import read_devices
 from costmodels.errors import InputError
-from costmodels.pricing import price
+from costmodels.pricing import Prices, price
 from costmodels.spec.table import LayoutTable
 from planner.inputs.cluster import resolve_cluster
 from planner.inputs.engine import DEFAULT_ENGINE
@@ -40,6 +40,9 @@ from runtime import entry
 
 KEPT, DEVICES = "measured.jsonl", "device.json"
 """Files of the folder."""
+
+FIRST = 3
+"""First plans that are measured besides where layouts are drawn."""
 
 CALIBRATION_S = 130
 """Seconds that a calibration takes, with its start."""
@@ -58,13 +61,16 @@ class Errors(NamedTuple):
     """Median error of the peak."""
 
 
+def prices_of(question: Question, device: Device, layouts: Sequence[Layout]) -> Prices:
+    """What is predicted of layouts on a device."""
+    cluster = resolve_cluster(device, question.world_size, question.world_size)
+    prices = price(question.spec, cluster, load_engine(DEFAULT_ENGINE), LayoutTable.of(layouts))
+    return prices.simulate(np.flatnonzero(~prices.simulated))
+
+
 def errors(rows: Sequence[Measured], device: Device) -> Errors:
     """The errors of predictions for one question's layouts on a device."""
-    question = rows[0].question
-    cluster = resolve_cluster(device, question.world_size, question.world_size)
-    table = LayoutTable.of([row.layout for row in rows])
-    prices = price(question.spec, cluster, load_engine(DEFAULT_ENGINE), table)
-    prices = prices.simulate(np.flatnonzero(~prices.simulated))
+    prices = prices_of(rows[0].question, device, [row.layout for row in rows])
     seconds = np.array([row.step_time_s for row in rows])
     peaks = np.array([float(row.peak_memory_bytes) for row in rows])
     predicted, missed = prices.step_time_s, np.log(seconds / prices.step_time_s)
@@ -77,6 +83,15 @@ def errors(rows: Sequence[Measured], device: Device) -> Errors:
         100 * float(np.mean(np.abs(missed) <= prices.spread)),
         100 * float(np.median(np.abs(prices.peak_memory_bytes / peaks - 1))),
     )
+
+
+def drawn(question: Question, count: int, devices: Sequence[Device]) -> list[Layout]:
+    """So many layouts at random, and the first plans of each device: a regret is that of a first plan."""
+    every, found = question.layouts(None), question.layouts(count)
+    for device in devices:
+        fastest = np.argsort(prices_of(question, device, every).step_time_s, kind="stable")[:FIRST]
+        found += [every[place] for place in fastest.tolist()]
+    return list(dict.fromkeys(found))
 
 
 def overall(found: Sequence[Errors]) -> dict[str, float]:
@@ -100,6 +115,14 @@ def calibrate(file: Path, models: Sequence[str], size: int, folder: Path) -> Non
     subprocess.run(command, check=True, stdout=sys.stderr)
 
 
+def known_devices(question: Question, devices: Path) -> dict[str, Device]:
+    """A rank's share of this machine, as the catalogue has it and as it was measured."""
+    return {
+        "uncalibrated": load_device("cpu", question.world_size),
+        "calibrated": read_devices(devices).device(question.world_size),
+    }
+
+
 def answer(rows: Sequence[Measured], devices: Path) -> dict[str, Any]:
     """The figures of all questions that rows are of."""
     questions = list(dict.fromkeys(row.question for row in rows))
@@ -107,10 +130,7 @@ def answer(rows: Sequence[Measured], devices: Path) -> dict[str, Any]:
     totals: dict[str, list[Errors]] = {"uncalibrated": [], "calibrated": []}
     for question in questions:
         own = [row for row in rows if row.question == question]
-        known = {
-            "uncalibrated": load_device("cpu", question.world_size),
-            "calibrated": read_devices(devices).device(question.world_size),
-        }
+        known = known_devices(question, devices)
         figures = {name: errors(own, device) for name, device in known.items()}
         for name, found in figures.items():
             totals[name].append(found)
@@ -142,7 +162,9 @@ def loop(
     pin: Annotated[str, typer.Option(help="A degree that all layouts share, such as recompute=none.")] = "",
     folder: Annotated[str, typer.Option(help="Where measurements are kept, for a later call.")] = "",
     limit: Annotated[float, typer.Option(help="Seconds after which to stop measuring.")] = 1e9,
-    sample: Annotated[int, typer.Option(help="Layouts of each question, drawn at random; all if 0.")] = 0,
+    sample: Annotated[
+        int, typer.Option(help="Layouts of each question, drawn at random, and its first plans; all if 0.")
+    ] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Measure every layout of small models, and compare predictions before and after calibration."""
@@ -166,7 +188,12 @@ def loop(
                 calibrate(place / DEVICES, models, size, place)
         questions = [Question(name, size, size, pin) for size in world_size for name in models]
         left = limit - (time.monotonic() - started)
-        wanted = {question: question.layouts(sample or None) for question in questions}
+        wanted = {
+            question: drawn(question, sample, [*known_devices(question, place / DEVICES).values()])
+            if sample
+            else question.layouts(None)
+            for question in questions
+        }
         done = measure_all(wanted, place / KEPT, left)
         rows = [row for row in read_kept(place / KEPT) if row.layout in wanted.get(row.question, ())]
         if not done:

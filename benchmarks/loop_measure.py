@@ -57,8 +57,9 @@ MODELS = {
 DISTURBED = 0.1
 """Share of the cores that others may take while a measurement counts, where one was less disturbed."""
 
-TIMES = 3
-"""Each layout is measured: one differs by some per cent from run to run, and now and then by a third."""
+TIMES, STEPS_S = 3, 1.0
+"""Each layout is measured, and how many seconds of steps each time: steps differ by a tenth, and a layout by
+some per cent from run to run."""
 
 
 class Question(NamedTuple):
@@ -127,7 +128,8 @@ def measure_all(wanted: Mapping[Question, Sequence[Layout]], kept: Path, limit_s
                 if time.monotonic() - started > limit_s:
                     return False
                 size = question.world_size
-                found = pool.run(step_on_rank, size, question.spec, layout, "cpu", int(threads_of(size)))[0]
+                words = question.spec, layout, "cpu", int(threads_of(size)), STEPS_S
+                found = pool.run(step_on_rank, size, *words)[0]
                 fields = layout.model_dump(mode="json")
                 file.write(json.dumps([*question, fields, *found]) + "\n")
                 file.flush()

@@ -330,13 +330,24 @@ def _with_memory(device: Device, engine: Engine, ranks: int, batches: Sequence[B
     """
     if device.kind != "cpu":
         return device
-    without = device.model_copy(update={"context_bytes": 0.0})
-    rest = [
-        batch.peaks[batch.peaks > 0]
-        - prices(batch, without, engine, ranks).peak_memory_bytes[batch.peaks > 0]
-        for batch in batches
-    ]
-    every = np.concatenate(rest)
-    if not len(every):
+    known = [batch.peaks > 0 for batch in batches]
+
+    def peaks(reserve: float) -> Floats:
+        """Of steps whose peaks are known, with nothing besides tensors but so much for each parameter."""
+        trial = with_constants(
+            device.model_copy(update={"context_bytes": 0.0}), engine, {"allocator.gathering_reserve": reserve}
+        )
+        found = [prices(batch, trial, engine, ranks).peak_memory_bytes for batch in batches]
+        return np.concatenate([every[some] for every, some in zip(found, known, strict=True)])
+
+    rest = np.concatenate([batch.peaks[some] for batch, some in zip(batches, known, strict=True)]) - peaks(0)
+    if not len(rest):
         return device
-    return device.model_copy(update={"context_bytes": float(max(0.0, np.median(every)))})
+    parameters = peaks(1.0) - peaks(0.0)
+    gathers = parameters > 0
+    context = float(max(0.0, np.median(rest if gathers.all() else rest[~gathers])))
+    device = device.model_copy(update={"context_bytes": context})
+    if not gathers.any():
+        return device
+    reserve = float(max(0.0, np.median((rest[gathers] - context) / parameters[gathers])))
+    return with_constants(device, engine, {"allocator.gathering_reserve": float(f"{reserve:.3g}")})

@@ -13,11 +13,11 @@ from typing import Any
 import numpy as np
 
 from costmodels.calibration.measurements import Measurement, table_groups
-from costmodels.calibration.memory_peaks import predicted_peaks, published_peak, ranks_of_table
+from costmodels.calibration.memory_peaks import predicted_peaks, published_peak
 from costmodels.calibration.priors import Prior, Priors, round_constants, scipy_optimize
 from costmodels.catalogue.yaml_files import catalogue_file
 from costmodels.dataclass import dataclass
-from costmodels.ranks.rank_layers import Ranks
+from costmodels.ranks.rank_layers import Ranks, ranks_of_table
 from costmodels.spec.engine import Engine
 from costmodels.spec.record import Positive, Record
 from costmodels.spec.table import Bools, Floats, LayoutTable

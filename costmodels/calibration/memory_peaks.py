@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import numpy as np
-
 from costmodels.calibration.measurements import Measurement
 from costmodels.layers.shapes import distinct_shapes
 from costmodels.memory.peak import stage_memory, update_bytes
 from costmodels.memory.unit_sizes import row_unit_sizes
-from costmodels.ranks.rank_layers import FIELDS, Ranks, all_ranks, ranks_entry
+from costmodels.ranks.rank_layers import Ranks
 from costmodels.ranks.reductions import parts_total
 from costmodels.spec.engine import Engine
 from costmodels.spec.hardware import Cluster
@@ -24,16 +22,6 @@ def published_peak(measurement: Measurement, kind: str) -> float | None:
     """The published peak of one of `MEMORY_KINDS`, in bytes."""
     peak: float | None = getattr(measurement, f"{kind}_bytes")
     return peak
-
-
-def ranks_of_table(model: ModelSpec, table: LayoutTable) -> Ranks:
-    """All pipeline ranks of each row, arrays of shape [n, k]; those that a row lacks hold nothing."""
-    every = [all_ranks(*ranks_entry(model, table, row)) for row in range(len(table))]
-    filled = np.zeros((len(FIELDS), len(table), max(len(ranks.count) for ranks in every)))
-    for row, ranks in enumerate(every):
-        for column, name in zip(filled, FIELDS, strict=True):
-            column[row, : len(ranks.count)] = getattr(ranks, name)
-    return Ranks(**dict(zip(FIELDS, filled, strict=True)))
 
 
 def predicted_peaks(

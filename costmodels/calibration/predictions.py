@@ -16,10 +16,11 @@ from dataclasses import field, replace
 import numpy as np
 
 from costmodels.calibration.measurements import Measurement
-from costmodels.calibration.memory_peaks import MEMORY_KINDS, predicted_peaks, published_peak, ranks_of_table
+from costmodels.calibration.memory_peaks import MEMORY_KINDS, predicted_peaks, published_peak
 from costmodels.dataclass import dataclass
 from costmodels.errors import InputError
 from costmodels.pricing import Prices, peak_memory, price
+from costmodels.ranks.rank_layers import ranks_of_table
 from costmodels.spec.engine import Engine
 from costmodels.spec.layout import Layout
 from costmodels.spec.table import Bools, Floats, Ints, LayoutTable

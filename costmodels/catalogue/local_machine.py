@@ -6,6 +6,7 @@ Everything is a peak or an assumption that a process can look up in milliseconds
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import platform
 import re
@@ -99,8 +100,9 @@ def torch_build() -> str:
     return "cuda" if any(Path(folder, "lib", "libtorch_cuda.so").exists() for folder in folders) else "cpu"
 
 
+@functools.cache
 def available_cores() -> int:
-    """Cores that this process may run on."""
+    """Cores that this process may run on, as it was when first asked: ranks of a CPU bind their threads."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1

@@ -74,6 +74,20 @@ def update_buffer_bytes(policy: MemoryPolicy, table: LayoutTable, shared: Floats
     return total
 
 
+def gathering_reserve_bytes(engine: Engine, table: LayoutTable, shared: Floats, experts: Floats) -> Floats:
+    """Bytes that the allocator holds and cannot use after parameters were gathered, [n, k] or `ZERO`.
+
+    Args:
+        shared, experts: as for `update_buffer_bytes`.
+    """
+    each = engine.allocator.gathering_reserve
+    if not each:
+        return ZERO
+    gathers = (table.zero_stage >= 1)[:, None] * each
+    several, several_experts = table.replicas > 1, table.expert_replicas > 1
+    return gathers * (shared * several[:, None] + experts * several_experts[:, None])
+
+
 def dynamic_bytes(parts: dict[str, Floats]) -> Floats:
     """Bytes that come and go within a step, [n, k]."""
     return parts_total({name: parts[name] for name in DYNAMIC})
@@ -268,6 +282,7 @@ def stage_memory(
     if policy.stepping_whole:
         take_fuller_moment(parts, update_buffer_bytes(policy, table, *held_parameters))
     lost = engine.allocator.fragmentation * dynamic_bytes(parts)
+    lost = lost + gathering_reserve_bytes(engine, table, *held_parameters)
     if engine.allocator.score_reserve:
         lost = lost + sizes.score_reserve[:, None] * (ranks.layers > 0)
     for name, bytes_ in permanent_bytes(engine, sizes, ranks).items():

@@ -150,10 +150,18 @@ class Placement:
         return near, far
 
     def lag(self, collective: Collective) -> Floats | float:
-        """Seconds of a call of next to no bytes between nodes as measured; 0 where no table tells it."""
+        """Seconds of a call of next to no bytes as measured; 0 where no table tells it.
+
+        What `call` says comes on top in a node, where the links' own latency is no more than a part of it.
+        """
         if not self.cluster.measured:
             return 0.0
-        return np.where(self.size > 1, self.measured(collective).lag(self.spans[self.home][1]), 0.0)
+        local, blocks = self.spans[self.home]
+        table = self.measured(collective)
+        lag = table.lag(blocks, local)
+        if table.late_within is not None:
+            lag = lag + np.where(blocks > 1, 0.0, self.call)
+        return np.where(self.size > 1, lag, 0.0)
 
     @cached_property
     def call(self) -> Floats | float:
@@ -287,7 +295,7 @@ def all_to_all(members: Group, payload: Floats) -> Floats:
 
     Parts for the own node and for other nodes travel at the same time, each on its tier.
     """
-    result: Floats = payload * members.exchange + members.latency
+    result: Floats = payload * members.exchange + members.wait("all_to_all")
     return result
 
 

@@ -106,12 +106,17 @@ class Rates:
     if unmeasured."""
     late: tuple[Floats, Floats] | None = None
     """Logarithms of the nodes, and a call's latency for each of them; None where no row tells it."""
+    late_within: tuple[Floats, Floats] | None = None
+    """Logarithms of the ranks of a group in one node, and a call's latency; None where no row tells it."""
 
-    def lag(self, nodes: Ints) -> Floats | float:
-        """Seconds of a call of next to no bytes in groups on `nodes` nodes, [n]."""
+    def lag(self, nodes: Ints, local: Ints) -> Floats | float:
+        """Seconds of a call of next to no bytes in groups of `local` ranks on each of `nodes` nodes, [n]."""
+        near: Floats | float = 0.0
+        if self.late_within is not None:
+            near = np.interp(np.log2(np.maximum(local, 2)), *self.late_within)
         if self.late is None:
-            return 0.0
-        result: Floats = np.where(nodes > 1, nodes * np.interp(np.log2(nodes), *self.late), 0.0)
+            return near
+        result: Floats = np.where(nodes > 1, nodes * np.interp(np.log2(nodes), *self.late), near)
         return result
 
     def inside(self, local: Ints, links: Floats) -> Floats:
@@ -149,6 +154,7 @@ def table_rates(
     within: dict[int, float] = {}
     across: dict[int, dict[float, float]] = {}
     late: dict[float, float] = {}
+    late_within: dict[int, float] = {}
     for kind in SUBSTITUTES[collective]:
         rows = _largest(measured, kind)
         inside = {row.devices: row.bus_bandwidth for row in rows if _is_inside(row, home, per_node)}
@@ -163,9 +169,12 @@ def table_rates(
                     slow[homes] = row.latency / homes
         if not across:
             late = slow
+        if not within:
+            late_within = {row.devices: row.latency for row in rows if row.devices in inside and row.latency}
         within, across = within or inside, across or outside
     curves = tuple((local, *_curve(points)) for local, points in sorted(across.items(), reverse=True))
-    return Rates(_curve(within) if within else None, curves, _curve(late) if late else None)
+    latencies = (_curve(points) if points else None for points in (late, late_within))
+    return Rates(_curve(within) if within else None, curves, *latencies)
 
 
 def _is_inside(row: MeasuredCollective, home: int, per_node: int) -> bool:

@@ -278,3 +278,13 @@ def in_flight(ranks: Ranks, micro_batches: Floats) -> dict[str, Floats]:
         for kind in LAYER_KINDS
         if getattr(ranks, kind).any()
     }
+
+
+def ranks_of_table(model: ModelSpec, table: LayoutTable) -> Ranks:
+    """All pipeline ranks of each row, arrays of shape [n, k]; those that a row lacks hold nothing."""
+    every = [all_ranks(*ranks_entry(model, table, row)) for row in range(len(table))]
+    filled = np.zeros((len(FIELDS), len(table), max(len(ranks.count) for ranks in every)))
+    for row, ranks in enumerate(every):
+        for column, name in zip(filled, FIELDS, strict=True):
+            column[row, : len(ranks.count)] = getattr(ranks, name)
+    return Ranks(**dict(zip(FIELDS, filled, strict=True)))

@@ -253,6 +253,9 @@ class AllocatorConstants(Constants):
     fragmentation: NonNegative
     """Extra share of the dynamic memory that the allocator reserves but cannot use: all but model states,
     permanent buffers and workspaces."""
+    gathering_reserve: NonNegative = 0.0
+    """Bytes for each parameter that ZeRO 1 and above gather that the allocator holds and cannot use: blocks
+    that come and go with every layer leave holes in the heap of a CPU's process."""
     score_reserve: NonNegative = 0.0
     """Bytes for each attention score of one layer that the allocator holds and cannot use, without flash
     attention: blocks that large are not given out again in parts."""

@@ -7,7 +7,7 @@ import numpy as np
 
 from costmodels.dataclass import dataclass
 from costmodels.layers.operators import BACKWARD_GEMM, Gemm, Operators
-from costmodels.network.collectives import Group, all_gather, all_to_all
+from costmodels.network.collectives import Group, all_gather, all_reduce, all_to_all, reduce_scatter
 from costmodels.spec.engine import Engine
 from costmodels.spec.hardware import NARROW, Device
 from costmodels.spec.layout import SPLIT_BACKWARD, WIDE_WEIGHT_GRADIENTS
@@ -219,10 +219,26 @@ class _Unit:
     def tensor(self) -> _Pair:
         """Collectives of tensor parallelism that products do not hide."""
         tp, work = self.groups["tp"], self.work
-        gather = all_gather(tp, work.sequence_bytes)
-        gather = (1 - self.engine.overlap.tensor_parallel) * gather
-        gather = gather + self.engine.network.ring_step * np.where(tp.size > tp.local, tp.size, 0)
-        return _Pair(work.gathers_forward * gather, work.gathers_backward * gather)
+        shown = 1 - self.engine.overlap.tensor_parallel
+        gather = shown * all_gather(tp, work.sequence_bytes)
+        step = self.engine.network.ring_step * np.where(tp.size > tp.local, tp.size, 0)
+        if not tp.placement.cluster.measured:
+            gather = gather + step
+            return _Pair(work.gathers_forward * gather, work.gathers_backward * gather)
+        # Measured collectives each have a rate and a latency of their own. Half of what sequence parallelism
+        # does in a pass gathers, half scatters, and layer inputs are gathered once more.
+        scatter = shown * reduce_scatter(tp, work.sequence_bytes) + step
+        half_sum = shown * all_reduce(tp, work.sequence_bytes) / 2 + step
+        gather, split = gather + step, self.table.sequence_parallel
+        scatters = np.minimum(work.gathers_forward, work.gathers_backward) / 2
+
+        def seconds(count: Floats) -> Floats:
+            result: Floats = np.where(
+                split, scatters * scatter + (count - scatters) * gather, count * half_sum
+            )
+            return result
+
+        return _Pair(seconds(work.gathers_forward), seconds(work.gathers_backward))
 
     @cached_property
     def context(self) -> _Pair:

@@ -13,6 +13,7 @@ from costmodels.calibration.machine_measurements import CallTime
 from costmodels.spec.hardware import Collective
 from runtime.calibrate.kernels import call_seconds
 from runtime.parallel.accelerator import kind_of
+from runtime.parallel.cores import keep_to_own_cores
 from runtime.parallel.ranks import Ranks
 from runtime.preflight.speed import LONG_S, collective_call
 
@@ -32,13 +33,14 @@ def measure_calls(ranks: Ranks, device: torch.device, budget_s: float) -> Iterat
         budget_s: after which no further group is measured; the first one always is.
     """
     started = time.perf_counter()
-    for number, (count, stride) in enumerate(_groups(ranks)):
+    groups = [(count, *_own_group(ranks, count, stride)) for count, stride in _groups(ranks)]
+    keep_to_own_cores(device)  # As the steps of a run do, once all groups are there.
+    for number, (count, group, members) in enumerate(groups):
         # The first rank's clock decides for all.
         late = torch.tensor(float(time.perf_counter() - started > budget_s), device=device)
         dist.broadcast(late, 0)
         if number and float(late):
             return
-        group, members = _own_group(ranks, count, stride)
         nodes = len({member // ranks.local_world_size for member in members})
         for name in COLLECTIVES:
             for size in SIZES[kind_of(device)]:

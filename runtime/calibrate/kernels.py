@@ -6,6 +6,7 @@ Shapes are those that the cost model counts for the layers of a model (`costmode
 from __future__ import annotations
 
 import math
+import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -30,8 +31,8 @@ QUEUED = 8
 """Calls of a kernel that an accelerator is given before it is waited for, as a step launches one while
 another runs."""
 
-TOGETHER = 7
-"""Calls of a collective, of which the median counts."""
+TOGETHER, TOGETHER_S = (7, 31), 0.05
+"""Calls of a collective, of which the median counts: the fewest and the most, and in how many seconds."""
 
 COPY_BYTES = {"cpu": 1 << 25, "accelerator": 1 << 29}
 """Bytes that are copied: more than any cache holds of one rank's share."""
@@ -62,8 +63,9 @@ def kernel_seconds(call: Callable[[], Any], device: torch.device) -> float:
 def call_seconds(call: Callable[[], Any], device: torch.device) -> float:
     """The same of what ranks call together, as often on each."""
     call()
-    taken = sorted(seconds_of(call, device) for _ in range(TOGETHER))
-    return slowest(taken[TOGETHER // 2], device)
+    least, most = TOGETHER
+    count = min(most, max(least, round(TOGETHER_S / slowest(seconds_of(call, device), device))))
+    return slowest(statistics.median(seconds_of(call, device) for _ in range(count)), device)
 
 
 def slowest(seconds: float, device: torch.device) -> float:

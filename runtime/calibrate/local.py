@@ -91,12 +91,15 @@ def _kernels_on_rank(
     return measure_kernels(models, engine, ranks, device, budget_s)
 
 
-def step_on_rank(spec: ModelSpec, layout: Layout, kind: str, threads: int) -> MeasuredSteps:
-    """A few steps of a layout; runs on every rank."""
+def step_on_rank(
+    spec: ModelSpec, layout: Layout, kind: str, threads: int, enough_s: float | None = None
+) -> MeasuredSteps:
+    """A few steps of a layout, or as many as take `enough_s` seconds; runs on every rank."""
     import torch
 
-    from runtime.calibrate.steps import measure_steps
+    from runtime.calibrate.steps import ENOUGH_S, measure_steps
     from runtime.job.devices import torch_device
 
     torch.set_num_threads(threads)
-    return measure_steps(spec, layout, torch_device(kind == "cpu", Ranks.from_environment()))
+    device = torch_device(kind == "cpu", Ranks.from_environment())
+    return measure_steps(spec, layout, device, ENOUGH_S if enough_s is None else enough_s)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import statistics
 import time
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -22,8 +23,8 @@ from runtime.train.trainer import Trainer
 WARM_UP = 2
 """Steps that allocate, compile and make the optimizer's state."""
 
-LEAST_STEPS, MOST_STEPS, ENOUGH_S = 3, 7, 0.5
-"""Steps that are timed: more of short ones."""
+LEAST_STEPS, MOST_STEPS, ENOUGH_S = 3, 15, 0.5
+"""Steps that are timed, and in how long: more of short ones."""
 
 DISTURBED, MOST_TURNS = 0.08, 5
 """Share of the cores that others may take while steps are timed, and how often they are timed again."""
@@ -33,17 +34,22 @@ class MeasuredSteps(NamedTuple):
     """A layout that was run for a few steps."""
 
     step_time_s: float
-    """Median over the steps."""
+    """Mean of the middle half of the steps."""
     peak_memory_bytes: int
     """The largest of all ranks, as a run logs it."""
     others: float
     """Share of the cores that other processes took meanwhile."""
 
 
-def measure_steps(spec: ModelSpec, layout: Layout, device: torch.device) -> MeasuredSteps:
+def measure_steps(
+    spec: ModelSpec, layout: Layout, device: torch.device, enough_s: float = ENOUGH_S
+) -> MeasuredSteps:
     """Train `layout` for a few steps of random tokens; every rank calls it and gets the same answer.
 
     Steps that others disturb are timed again, and those that they disturbed least count.
+
+    Args:
+        enough_s: seconds of steps that are timed, where that many are few or many enough.
     """
     trainer = Trainer(spec, layout, TrainingOptions(train_iters=10**6), device)
     draw = np.random.RandomState(0)
@@ -58,12 +64,12 @@ def measure_steps(spec: ModelSpec, layout: Layout, device: torch.device) -> Meas
     # The first rank's clock decides for all.
     first = torch.tensor(one, dtype=torch.float64, device=device)
     dist.broadcast(first, 0)
-    count = min(MOST_STEPS, max(LEAST_STEPS, round(ENOUGH_S / float(first))))
+    count = min(MOST_STEPS, max(LEAST_STEPS, round(enough_s / float(first))))
     turns = []
     for _ in range(MOST_TURNS):
         dist.barrier()
         watch = Watch()
-        seconds = statistics.median(_step_seconds(trainer, batch, device) for _ in range(count))
+        seconds = middle_mean([_step_seconds(trainer, batch, device) for _ in range(count)])
         turns.append((watch.others(), seconds))
         if turns[-1][0] <= DISTURBED:
             break
@@ -72,6 +78,12 @@ def measure_steps(spec: ModelSpec, layout: Layout, device: torch.device) -> Meas
     figures = torch.tensor([seconds, float(peak_memory_bytes(device))], dtype=torch.float64, device=device)
     dist.all_reduce(figures, dist.ReduceOp.MAX)
     return MeasuredSteps(float(figures[0]), int(figures[1]), others)
+
+
+def middle_mean(values: Sequence[float]) -> float:
+    """Mean of the middle half: as steady as a mean where nothing disturbs, and deaf to what is far off."""
+    cut = len(values) // 4
+    return statistics.fmean(sorted(values)[cut : len(values) - cut])
 
 
 def _step_seconds(trainer: Trainer, batch: npt.NDArray[np.int64], device: torch.device) -> float:

@@ -16,6 +16,7 @@ from runtime.checkpoint.folders import iteration_folder, latest_iteration
 from runtime.checkpoint.tensors import run_contents, stored_tensors
 from runtime.checkpoint.writer import HostCopies, SaveFailed, StagedPlanner, write
 from runtime.parallel.accelerator import device_module, is_accelerator
+from runtime.parallel.cores import use_all_cores
 from runtime.train.trainer import Trainer
 
 SAVE_TIMEOUT = timedelta(hours=2)
@@ -69,6 +70,8 @@ class Saver:
 
         def work() -> None:
             try:
+                if planner is not None:
+                    use_all_cores()
                 if is_accelerator(device):
                     device_module(device).set_device(device)
                 target = write(

@@ -21,6 +21,7 @@ from runtime.faults.step_guard import StepGuard
 from runtime.optimizers.shards import ShardedOptimizer, clip_factor
 from runtime.optimizers.update_rules import update_rule
 from runtime.parallel.context import local_positions
+from runtime.parallel.cores import keep_to_own_cores
 from runtime.parallel.documents import Documents, check_boundaries
 from runtime.parallel.mesh import build_grid
 from runtime.settings.adapter_base import Base
@@ -180,6 +181,8 @@ class Trainer:
         return bool(guard.judge(*numbers))
 
     def _end_step(self, updated: bool) -> None:
+        # All that compiles, and the groups' own threads, are there by now.
+        keep_to_own_cores(self.grid.device)
         if self.balance is not None:
             self.balance.end_step(updated)
 

@@ -13,10 +13,11 @@ from costmodels import Cluster, Engine, Layout, ModelSpec
 from costmodels.calibration.accuracy import FITTED_SOURCES, SourceScore, is_fit_row, score
 from costmodels.calibration.measurements import Measurement, measurement_of, read_measurements
 from costmodels.calibration.memory_fit import MemoryFitPlan, fit_memory, has_memory, memory_fit_plans
-from costmodels.calibration.memory_peaks import MEMORY_KINDS, predicted_peaks, published_peak, ranks_of_table
+from costmodels.calibration.memory_peaks import MEMORY_KINDS, predicted_peaks, published_peak
 from costmodels.calibration.predictions import predict
 from costmodels.catalogue import engine_names, load_engine
 from costmodels.errors import InputError
+from costmodels.ranks.rank_layers import ranks_of_table
 from costmodels.spec.table import LayoutTable
 
 MEASURED = Path(__file__).parents[3] / "shared" / "measured"

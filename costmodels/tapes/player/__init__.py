@@ -6,7 +6,10 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from costmodels.memory.peak import dynamic_bytes, margin_bytes
+from costmodels.layers.shapes import distinct_shapes
+from costmodels.memory.peak import dynamic_bytes, gathering_reserve_bytes, margin_bytes
+from costmodels.memory.unit_sizes import rank_parameters, row_unit_sizes
+from costmodels.ranks.rank_layers import ranks_of_table
 from costmodels.spec.engine import Engine
 from costmodels.spec.hardware import Cluster
 from costmodels.spec.layout import SPLIT_BACKWARD, Layout
@@ -139,6 +142,10 @@ def stage_memory(
     _, compositions = rank_peaks(model, layouts, compiled)
     parts = dict(zip(CATEGORIES, compositions, strict=True))
     lost = engine.allocator.fragmentation * dynamic_bytes(parts)
+    if engine.allocator.gathering_reserve:
+        sizes = row_unit_sizes(model, engine, *distinct_shapes(table))
+        held = rank_parameters(sizes, ranks_of_table(model, table))
+        lost = lost + gathering_reserve_bytes(engine, table, *held)
     ranks = np.arange(compositions.shape[-1]) < table.pipeline_parallel[:, None]
     parts["temporaries"] = parts["temporaries"] + engine.allocator.workspace_bytes * ranks
     return parts | margin_bytes(cluster, engine, table, lost, model.experts > 0)
