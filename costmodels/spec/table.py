@@ -227,7 +227,10 @@ class LayoutTable:
         """A table of given layouts, which must share their number formats."""
         kinds = {tuple(getattr(layout, name) for name in FORMATS) for layout in layouts}
         if len(kinds) != 1:
-            raise ValueError(f"a table holds layouts of one {', '.join(FORMATS)}, not {sorted(kinds)}")
+            raise ValueError(
+                "a table holds one precision and one gradient reduction, and fp8 of one kind (fp8_recipe, "
+                f"fp8_param_gather), not {sorted(kinds)}"
+            )
         formats: dict[str, Any] = dict(zip(FORMATS, kinds.pop(), strict=True))
         splits, places = numbered_splits(layout.layers_per_stage for layout in layouts)
         columns: dict[str, Any] = {
