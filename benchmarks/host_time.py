@@ -7,8 +7,7 @@ training thread alone: waiting for other ranks, and what else runs on the machin
 
 Beside each layout stands plain PyTorch around the same layers: a loop with autocast on one rank, DDP for
 ZeRO 0, FSDP2 for ZeRO 1 to 3, and PyTorch's own tensor parallelism. Compiled, the loop and DDP have one graph
-for the whole model, FSDP2 and tensor parallelism one a layer, which is how each is used. The runtime has one
-graph a layer; where layers can share one (`--layers-per-graph`), another row has the whole model in one.
+for the whole model, FSDP2 and tensor parallelism one a layer, which is how each is used.
 """
 
 from __future__ import annotations
@@ -17,7 +16,6 @@ import json
 import sys
 import time
 from collections.abc import Callable
-from functools import partial
 from shutil import which
 from typing import Annotated, Any, NamedTuple
 
@@ -27,7 +25,6 @@ import typer
 from costmodels import Layout, ModelSpec
 from costmodels.errors import InputError
 from planner.options.flags import run
-from runtime.settings.graphs import single_layer_graphs
 from runtime.settings.preflight import check_job
 from tests.support.layouts import parse_layout
 from tests.support.models import llama
@@ -48,6 +45,9 @@ MICRO_BATCHES = 4
 DEPTHS = (2, 8)
 """Layers of the two models."""
 
+WARM_UP = 3
+"""Steps that compile and make state."""
+
 Step = Callable[[np.ndarray], object]
 
 Contestant = Callable[[ModelSpec, Layout, bool], Step]
@@ -60,8 +60,6 @@ class Row(NamedTuple):
     block: str
     layout: str
     compiled: bool
-    layers_per_graph: int
-    """Of ours, where it is compiled: 1, or all of the model."""
     host_ms: float
     """Of a layer and micro batch, forward and backward."""
     plain_ms: float | None
@@ -73,21 +71,14 @@ class Row(NamedTuple):
         return None if self.plain_ms is None else self.host_ms / self.plain_ms
 
 
-def rows(block: str, text: str, forms: list[bool], rounds: int) -> list[Row]:
-    """A row of a block and layout for each form, compiled or not, and one for each size of its graphs."""
-    found = []
-    spec, layout = layout_of(BLOCKS[block], text, DEPTHS[-1])
-    shares_graphs = single_layer_graphs(spec, layout) is None
-    for compiled in forms:
-        graphs = [1, spec.layers] if compiled and shares_graphs else [1]
-        pool = WorkerPool(layout.world_size)
-        by_rank = pool.run(host_times, layout.world_size, block, text, compiled, graphs, rounds)
-        # The slowest rank: the others wait for it.
-        plain = max((one.plain for one in by_rank if one.plain is not None), default=None)
-        for number, layers in enumerate(graphs):
-            slowest = max(one.ours[number] for one in by_rank)
-            found.append(Row(block, text, compiled, layers, slowest, plain))
-    return found
+def row(block: str, text: str, compiled: bool, rounds: int) -> Row:
+    """The row of a block and layout, compiled or not."""
+    _, layout = layout_of(BLOCKS[block], text, DEPTHS[-1])
+    pool = WorkerPool(layout.world_size)
+    by_rank = pool.run(host_times, layout.world_size, block, text, compiled, rounds)
+    # The slowest rank: the others wait for it.
+    plain = max((one.plain for one in by_rank if one.plain is not None), default=None)
+    return Row(block, text, compiled, max(one.ours for one in by_rank), plain)
 
 
 def layout_of(spec: ModelSpec, text: str, layers: int) -> tuple[ModelSpec, Layout]:
@@ -102,27 +93,25 @@ def layout_of(spec: ModelSpec, text: str, layers: int) -> tuple[ModelSpec, Layou
 class Times(NamedTuple):
     """Milliseconds of a layer and micro batch on one rank."""
 
-    ours: list[float]
-    """With each number of layers in a graph."""
+    ours: float
     plain: float | None
 
 
-def host_times(block: str, text: str, compiled: bool, graphs: list[int], rounds: int) -> Times:
-    """Ours, with each of `graphs` layers in a graph, and plain PyTorch's; runs on every rank."""
+def host_times(block: str, text: str, compiled: bool, rounds: int) -> Times:
+    """Ours and plain PyTorch's; runs on every rank."""
     import torch
 
     torch._dynamo.config.cache_size_limit = 64
     # Its products of small matrices in 16 bits take several times what the host does for them.
     torch.backends.mkldnn.set_flags(False)  # type: ignore[no-untyped-call]
-    contestants: list[Contestant] = [partial(_trainer, graph_layers=layers) for layers in graphs]
+    contestants: list[Contestant] = [_trainer]
     # PyTorch's tensor parallelism has no plan for experts, and autocast around compiled layers of it fails.
     if "tp" not in text or (block == "dense" and not compiled):
         contestants.append(_plain)
     steps = [
         make(*layout_of(BLOCKS[block], text, layers), compiled) for make in contestants for layers in DEPTHS
     ]
-    taken = per_layer_ms(steps, rounds)
-    ours, plain = taken[: len(graphs)], taken[len(graphs) :]
+    ours, *plain = per_layer_ms(steps, rounds)
     return Times(ours, plain[0] if plain else None)
 
 
@@ -134,12 +123,12 @@ def per_layer_ms(steps: list[Step], rounds: int) -> list[float]:
     """
     tokens = np.random.RandomState(0)
     taken: list[list[float]] = [[] for _ in steps]
-    for number in range(rounds + 3):
+    for number in range(rounds + WARM_UP):
         for own, step in zip(taken, steps, strict=True):
             batch = tokens.randint(0, DENSE.vocab, (MICRO_BATCHES, DENSE.seq + 1)).astype(np.int64)
             started = time.thread_time()
             step(batch)
-            if number >= 3:  # The first ones compile and make state.
+            if number >= WARM_UP:
                 own.append(time.thread_time() - started)
     # The quickest: what else runs on the machine empties caches, and only adds.
     least = [min(own) for own in taken]
@@ -148,16 +137,14 @@ def per_layer_ms(steps: list[Step], rounds: int) -> list[float]:
     return [1000 * (deep - shallow) / layers for shallow, deep in pairs]
 
 
-def _trainer(spec: ModelSpec, layout: Layout, compiled: bool, graph_layers: int) -> Step:
+def _trainer(spec: ModelSpec, layout: Layout, compiled: bool) -> Step:
     """The passes of a training step of the runtime."""
     import torch
 
     from runtime.settings.options import TrainingOptions
     from runtime.train.trainer import Trainer
 
-    options = TrainingOptions(
-        train_iters=1, compile=compiled, no_compile=not compiled, layers_per_graph=graph_layers
-    )
+    options = TrainingOptions(train_iters=1, compile=compiled, no_compile=not compiled)
     trainer = Trainer(spec, layout, options, torch.device("cpu"))
 
     def step(batch: np.ndarray) -> None:
@@ -283,21 +270,20 @@ def host_time(
         raise InputError(f"--only {only}: no row has it; blocks are {', '.join(BLOCKS)}, layouts {LAYOUTS}")
     found: list[Row] = []
     for block, text in wanted:
-        for row in rows(block, text, forms, rounds):
-            found.append(row)
+        for compiled in forms:
+            found.append(row(block, text, compiled, rounds))
             if not as_json:
-                print(line(row), flush=True)
+                print(line(found[-1]), flush=True)
     if as_json:
-        json.dump({"rows": [row._asdict() for row in found]}, sys.stdout, indent=2)
+        json.dump({"rows": [one._asdict() for one in found]}, sys.stdout, indent=2)
         print()
 
 
-def line(row: Row) -> str:
+def line(one: Row) -> str:
     """A row as text."""
-    name = f"{row.block} {row.layout} {'compiled' if row.compiled else 'eager'}"
-    name += " in one graph" if row.layers_per_graph > 1 else ""
-    plain = "" if row.plain_ms is None else f", plain PyTorch {row.plain_ms:.3f}, {row.ratio:.2f} x"
-    return f"{name}: {row.host_ms:.3f} ms a layer and micro batch{plain}"
+    name = f"{one.block} {one.layout} {'compiled' if one.compiled else 'eager'}"
+    plain = "" if one.plain_ms is None else f", plain PyTorch {one.plain_ms:.3f}, {one.ratio:.2f} x"
+    return f"{name}: {one.host_ms:.3f} ms a layer and micro batch{plain}"
 
 
 if __name__ == "__main__":

@@ -1,18 +1,23 @@
 """Tokens per second of layouts on two CPU ranks, beside DDP of the transformers library's model.
 
-python -m benchmarks.runtime [--layout tp=2]... [--rounds N] [--json]
+python -m benchmarks.runtime [--layout tp=2]... [--rounds N] [--json] [--against PATH [--pairs N]]
 
 All contestants live in the same two processes and take turns, so that what else the machine does meets all.
+With `--against`, the checkout of another commit at PATH and this one take turns as whole processes, and DDP,
+which is the same in both, says what the machine did meanwhile: speeds are compared as multiples of DDP's.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import statistics
+import subprocess
 import sys
 import time
 from collections.abc import Callable
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
@@ -112,6 +117,36 @@ def _ddp(spec: ModelSpec) -> Step:
     return step
 
 
+def against(other: Path, words: list[str], pairs: int) -> dict[str, dict[str, float]]:
+    """Speeds of both checkouts as multiples of DDP's in the same process, and the median of their ratios.
+
+    Args:
+        words: arguments of both commands.
+    """
+    here = Path(__file__).resolve().parents[1]
+    found: list[dict[Path, dict[str, float]]] = []
+    for number in range(pairs):
+        pair = {}
+        for tree in (here, other) if number % 2 else (other, here):
+            command = [sys.executable, "-m", "benchmarks.runtime", "--json", *words]
+            environment = os.environ | {"PYTHONPATH": str(tree)}
+            done = subprocess.run(
+                command, cwd=tree, env=environment, stdout=subprocess.PIPE, text=True, check=True
+            )
+            rows = json.loads(done.stdout)["layouts"]
+            pair[tree] = {name: row["speed_over_ddp"] for name, row in rows.items()}
+        found.append(pair)
+    return {
+        name: {
+            "speed_over_ddp": statistics.median(pair[here][name] for pair in found),
+            "other_speed_over_ddp": statistics.median(pair[other][name] for pair in found),
+            "speed_over_other": statistics.median(pair[here][name] / pair[other][name] for pair in found),
+        }
+        for name in found[0][here]
+        if name != DDP
+    }
+
+
 app = typer.Typer(add_completion=False)
 
 
@@ -120,16 +155,34 @@ def runtime(
     layout: Annotated[list[str], typer.Option(help="Layout of 2 ranks (repeatable).")] = list(LAYOUTS),  # noqa: B006
     rounds: Annotated[int, typer.Option(help="Turns of each contestant.")] = 5,
     steps: Annotated[int, typer.Option(help="Training steps of a turn.")] = 1,
+    other: Annotated[
+        Path | None, typer.Option("--against", help="A checkout of another commit, to compare with.")
+    ] = None,
+    pairs: Annotated[int, typer.Option(help="Turns of both checkouts.")] = 3,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Train each layout and DDP in turns and compare their speed."""
-    if rounds < 1 or steps < 1:
-        raise InputError(f"--rounds {rounds} --steps {steps}: both must be at least 1")
+    if rounds < 1 or steps < 1 or pairs < 1:
+        raise InputError(f"--rounds {rounds} --steps {steps} --pairs {pairs}: all must be at least 1")
     if find_spec("transformers") is None:
         raise InputError("the transformers library is not installed; run `pip install '.[benchmarks]'`")
     layouts = {text: parse_layout(f"gbs={GLOBAL_BATCH_SIZE},{text}", MODEL) for text in layout}
     for one in layouts.values():
         check_job(MODEL, one, 2)
+    if other is not None:
+        if not (other / "benchmarks" / "runtime.py").is_file():
+            raise InputError(f"--against {other}: no checkout with benchmarks/runtime.py")
+        words = [f"--layout={text}" for text in layout] + [f"--rounds={rounds}", f"--steps={steps}"]
+        compared = against(other.resolve(), words, pairs)
+        if as_json:
+            json.dump({"model": MODEL.name, "layouts": compared}, sys.stdout, indent=2)
+            print()
+            return
+        for name, row in compared.items():
+            own, old = row["speed_over_ddp"], row["other_speed_over_ddp"]
+            times = f"{own:.2f}x the speed of {DDP}, {old:.2f}x there"
+            print(f"{name}: {row['speed_over_other']:.3f}x the speed of the other checkout ({times})")
+        return
     seconds = WorkerPool(2).run(race, 2, MODEL, layouts, rounds, steps)[0]
     rows = {
         name: {

@@ -192,7 +192,7 @@ def frozen_bytes(engine: Engine, table: LayoutTable, sizes: UnitSizes, ranks: Ra
     shared, experts = frozen_parameters(sizes, ranks)
     element, frees = element_bytes(table.precision), sharded_parameter_rows(table)[:, None]
     wraps = (table.replicas > 1) | (bool(sizes.frozen_experts.any()) & (table.expert_replicas > 1))
-    wraps = wraps & ((table.zero_stage > 0) | table.offload_optimizer)
+    wraps = wraps & ~table.keeps_whole
     copies = (wraps & engine.sharding.fully_sharded)[:, None]
     layer = np.maximum(sizes.frozen_dense_layer, sizes.frozen_moe_layer + sizes.frozen_experts)[:, None]
     ends = ranks.first * sizes.frozen_embedding[:, None] + ranks.last * sizes.frozen_head[:, None]

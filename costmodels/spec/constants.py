@@ -165,6 +165,10 @@ class HostConstants(Constants):
     """Host time of a layer whose softmax no kernel fuses (`softmax_batch`), relative to that of others."""
     split_backward: Positive = 1.0
     """Host time of a layer under a schedule that splits backward, relative to the others."""
+    plain: Positive = 1.0
+    """Host time of a layer whose parameters nothing wraps (`plain_whole`), relative to the others."""
+    chained: Positive = 1.0
+    """The same of a layer that besides runs in a chain of compiled ones."""
     shard: NonNegative = 0.0
     """Host seconds to cut what a layer exchanges into shards, for each of them, with ZeRO 1 and above."""
     step: NonNegative = 0.0
@@ -283,6 +287,9 @@ class ShardingConstants(Constants):
     """Data parallelism is FSDP2's: what is gathered and reduced is copied out of and into the buffers of the
     collectives, gradients are freed as they are reduced, and fp32 shards are what is offloaded. Otherwise
     parameters and gradients lie in the buffers of the collectives, which are cleared after every step."""
+    plain_whole: bool = False
+    """But for parameters that a rank computes with as a whole and updates itself, which FSDP2 does not wrap:
+    they are cast to plain tensors, and gradients add up in the buffer of their reduction."""
 
 
 class ExpertConstants(Constants):

@@ -156,6 +156,12 @@ class LayoutTable:
         """Ranks over which ZeRO splits; 1 without ZeRO."""
         return np.where(self.zero_stage > 0, self.replicas // self.zero_replicas, 1)
 
+    @property
+    def keeps_whole(self) -> Bools:
+        """Rows whose ranks hold and update all of their parameters, on the device."""
+        result: Bools = (self.zero_stage == 0) & ~self.offload_optimizer
+        return result
+
     @cached_property
     def expert_replicas(self) -> Ints:
         """Ranks that hold the same share of the same experts (Megatron-LM's expert data parallelism)."""

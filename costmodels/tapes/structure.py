@@ -162,7 +162,7 @@ def structure_of(
     Args:
         compiled: layers are compiled.
         recomputes: the layer is one of those that recompute what the layout says.
-        is_last: the layer is the last one of its stage.
+        is_last: the layer, or the last one of a head, is the last one of its stage.
         attention: of the layer; that of the model's first one if None.
     """
     if unit in LAYERS:
@@ -189,7 +189,7 @@ def structure_of(
             chunks=int(loss_chunks(tokens, tp)),
         )
         if model.mtp_depths:
-            return _with_further(found, model, layout)
+            return _with_further(found, model, layout, is_last)
     else:
         found = _of_layer(found._replace(compiled=compiled), model, layout, recomputes, is_last)
     return found._replace(
@@ -200,7 +200,7 @@ def structure_of(
     )
 
 
-def _with_further(head: Structure, model: ModelSpec, layout: Layout) -> Structure:
+def _with_further(head: Structure, model: ModelSpec, layout: Layout, is_last: bool) -> Structure:
     """The structure of a head and of the modules after it, whose layers are like the last one."""
     kind = model.layer_kind(model.layers - 1)
     unit: Unit = "experts" if kind.mlp == "experts" else "dense"
@@ -209,7 +209,7 @@ def _with_further(head: Structure, model: ModelSpec, layout: Layout) -> Structur
         layout,
         unit,
         head.compiled,
-        is_last=True,
+        is_last=is_last,
         attention=kind.attention,
     )
     scaled = ("embedding_scale",) if model.embedding_scale != 1.0 else ()
@@ -285,7 +285,7 @@ def _of_layer(
         gated=model.gated,
         activation=_kept_operands(model.activation, common.compiled),
         recompute=modules[layout.recompute] if recomputes else (),
-        offloads_activations=_offloads(layout, common.compiled, recomputes, is_last),
+        offloads_activations=_offloads(layout, common.compiled, recomputes, is_last and not model.mtp_depths),
         one_head=model.heads == layout.tensor_parallel,
     )
     if model.attention_pattern == ("linear",):
@@ -414,6 +414,7 @@ def _latent(found: Structure, model: ModelSpec) -> Structure:
         # `runtime.model.rotary.score_factor` is not 1.
         scales_scores=scaling is not None and scaling.mscale_all_dim > 0 and scaling.factor > 1,
         unaligned_heads=keys % ALIGNED_HEAD > 0,
+        unfused=max(keys, sizes.v_head_dim) > FLASH_HEAD and found.precision != "fp32",
     )
 
 

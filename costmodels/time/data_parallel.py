@@ -46,7 +46,8 @@ def accumulation_seconds(
     gradient to the format of the sum (g + a), adds the others, and copies the sum into the buffer of the
     reduction (2a, or g + a for the gradient of a single micro batch); gathering casts the fp32 shard and
     copies what arrives out of a buffer (2g). Where it reduces every micro batch, only shards add up. The
-    time once a step is less than zero where the first gradient needs no addition.
+    time once a step is less than zero where the first gradient needs no addition. What FSDP2 does not wrap
+    (`plain_whole`) is cast once a step, and its first gradient goes right into the buffer of the reduction.
     """
     policy = engine.memory_policy(table.precision)
     gradient, total = policy.gathered, reduction_element_bytes(engine, table)
@@ -60,7 +61,8 @@ def accumulation_seconds(
         return zero + adding / rate, zero
     copies, several = copied_rows(table), table.micro_batches > 1
     # In fp32, ranks that hold the same parameters copy gradients alone.
-    reduces = copies | (table.replicas > 1) | (has_experts & (table.expert_replicas > 1))
+    shared = (table.replicas > 1) | (has_experts & (table.expert_replicas > 1))
+    reduces = copies | shared
     first = 0.0 if total == gradient else gradient + total
     _, gathers = _calls(engine, table)
     # In fp8 all but embedding and head, which are few.
@@ -75,6 +77,9 @@ def accumulation_seconds(
     every = table.zero_stage == 3
     each = each + every * copied_out * gathers / table.micro_batches
     once = once + ~every * copies * copied_out
+    if engine.sharding.plain_whole:
+        begun = (gradient + total) * (shared | (total != gradient)) - several * adding
+        once = np.where(table.keeps_whole, begun + copies * (MASTER + gradient), once)
     return each / rate, once / rate
 
 

@@ -8,7 +8,7 @@ from costmodels.layers.operators import Operators
 from costmodels.network.collectives import Group
 from costmodels.spec.engine import Engine
 from costmodels.spec.layout import SPLIT_BACKWARD
-from costmodels.spec.table import Bools, Floats, LayoutTable
+from costmodels.spec.table import FULL, RING, UNIFORM, Bools, Floats, LayoutTable
 
 
 def unfused_rows(work: Operators, engine: Engine) -> Bools | bool:
@@ -32,7 +32,21 @@ def launch_seconds(work: Operators, engine: Engine, table: LayoutTable, tp: Grou
         result = result + engine.host.routing
     result = result * (not engine.host.graph) * tp.islands**engine.host.nodes
     result = result * np.where(unfused_rows(work, engine), engine.host.unfused_softmax, 1.0)
+    if engine.sharding.plain_whole:
+        alone = np.where(chained_rows(work, table), engine.host.chained, engine.host.plain)
+        result = result * np.where(table.keeps_whole, alone, 1.0)
     return result * np.where(table.runs(*SPLIT_BACKWARD), engine.host.split_backward, 1.0)
+
+
+def chained_rows(work: Operators, table: LayoutTable) -> Bools:
+    """Rows whose compiled layers are one graph each, which run in chains where nothing wraps them, [n].
+
+    The first layer of a stage stands for the others and takes longer, which is not told apart here.
+    """
+    units = (table.recompute == FULL) & (table.recompute_method == UNIFORM) & (table.recompute_num_layers > 1)
+    rings = (table.context_parallel > 1) & (table.context_parallel_form == RING)
+    result: Bools = ~(units | rings | table.offload_activations) & (not work.top_k)
+    return result
 
 
 def launch_floor(seconds: Floats, floor: Floats | float, sharpness: float = 8.0) -> Floats:

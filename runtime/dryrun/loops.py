@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from costmodels.tapes.tape import OUTPUT_GRADIENT, Loop, Repeats
-from runtime.dryrun.unit_recorder import Change, Recording, UnitRecordings, UnlikeError
+from runtime.dryrun.recording import Change, Recording, UnitRecordings, UnlikeError
 
 LONGEST_TURN = 96
 """Changes of one turn at most."""

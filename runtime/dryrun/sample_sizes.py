@@ -67,6 +67,17 @@ FLOAT8_HEAD = (11, 13, 5, 7)
 LATENT = ((17, 13, 11, 31), (17, 11, 13, 29), (19, 7, 17, 29), (17, 7, 19, 29))
 """Of latent attention, over 8: parts of heads without position and with it, and shorter and longer values."""
 
+FLOAT8_LATENT = {
+    "keys": ((7, 5, 11), (3, 11, 13), (11, 5, 7), (5, 3, 7)),
+    "values": ((5, 7, 13), (7, 3, 11), (3, 5, 13), (7, 5, 13)),
+}
+"""Of latent attention whose products in 8 bits are possible, over 16, by what is longer: parts of heads
+without position and with it, and values. The flash kernel takes the longer ones, and the first two sums are
+unequal."""
+
+FLOAT8_LATENT_RANKS = {"tp": (17, 19, 17, 19), "keys": (23, 29, 19, 17)}
+"""Beside these."""
+
 STEPS = (19, 29, 37, 41)
 """Least primes of the steps through a sequence, and of its blocks of queries."""
 
@@ -152,8 +163,16 @@ class _Sizes:
         tables |= FEWER if structure.context_form == "all_gather" or capped else {}
         shares_even = structure.shares_heads and structure.precision == "fp8" and not structure.odd_sides
         tables |= {name: LARGER[name] for name in ("tp", "group")} if shares_even else {}
+        self.latent = LATENT[number]
+        if structure.latent and structure.precision == "fp8":
+            nope, rope, value = FLOAT8_LATENT[structure.longer_heads or "keys"][number]
+            self.latent = nope, rope, value, value
+            tables |= FLOAT8_LATENT_RANKS
+            if structure.context_form == "all_gather":
+                # The others are not small.
+                tables["cp"] = (max({*FEWER["cp"]} - {*self.latent}),) * SAMPLES
         self.primes = {name: values[number] for name, values in tables.items()}
-        self.taken = set(self.primes.values()) | set(LATENT[number])
+        self.taken = set(self.primes.values()) | set(self.latent)
         own = self.primes
         self.tp = own["tp"] if structure.tensor_parallel else 1
         self.cp = 1
@@ -381,7 +400,7 @@ class _Sizes:
         return found
 
     def _latent_fields(self) -> dict[str, Any]:
-        nope, rope, shorter, longer = LATENT[self.number]
+        nope, rope, shorter, longer = self.latent
         value = {"keys": shorter, "values": longer}.get(self.structure.longer_heads, nope + rope)
         self.primes |= {"nope": nope, "rope": rope, "value": value}
         # No size has it.

@@ -23,9 +23,10 @@ from costmodels.tapes.tape import (
     Tape,
 )
 from runtime.dryrun.loops import collapsed, rolled_together, steps_dimension
+from runtime.dryrun.recording import Change, Recording, UnitRecordings, UnlikeError
 from runtime.dryrun.sample_sizes import SAMPLES, Sample, sample
 from runtime.dryrun.symbols import UnknownSizeError, symbolic
-from runtime.dryrun.unit_recorder import Change, Recording, UnitRecordings, UnlikeError, record_unit
+from runtime.dryrun.unit_recorder import record_unit
 from runtime.parallel import loss
 
 MOST_BYTES = 2**63

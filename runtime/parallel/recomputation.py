@@ -62,7 +62,7 @@ def recompute(stage: Transformer, layout: Layout) -> None:
     if layout.recompute == "selective":
         for block in blocks:
             _recompute_modules(block, layout)
-    elif layout.recompute_method == "uniform" and blocks and layers > 1:
+    elif recomputes_units(layout) and blocks:
         stack = stage.stack
         units = [stack[start : start + layers] for start in range(0, len(stack), layers)]
         stage.run_layers = partial(_run_units, units)  # type: ignore[method-assign]
@@ -71,6 +71,12 @@ def recompute(stage: Transformer, layout: Layout) -> None:
     else:
         for block in blocks:
             _wrap(block)
+
+
+def recomputes_units(layout: Layout) -> bool:
+    """Whether several layers are recomputed at a time."""
+    uniform = layout.recompute == "full" and layout.recompute_method == "uniform"
+    return uniform and layout.recompute_num_layers > 1
 
 
 def recomputed_blocks(stage: Transformer, layout: Layout) -> list[Block]:

@@ -48,6 +48,8 @@ class GradientSums:
         self.copies, self.dtype, self.group, self.when_done = list(copies), dtype, group, when_done
         self.adds = group is not None or dtype != copies[0].dtype
         """Autograd does not add them up itself."""
+        self.formats = [getattr(copy, "grad_dtype", copy.dtype) for copy in copies]
+        """Those that autograd casts each gradient to; None where it leaves it as it is."""
         self.sizes = [local_part(copy.detach()).numel() for copy in copies]
         self.buffer: Tensor | None = None
         """Of all of them, where ranks sum it."""
@@ -94,14 +96,49 @@ class GradientSums:
             self.is_whole = True
             self.when_done()
 
+    def give(self, gradients: Sequence[tuple[int, Tensor]]) -> None:
+        """Add the gradients of one backward pass for all of the layer, by the number of their copies."""
+        rounded = [(number, self._as_autograd(number, gradient)) for number, gradient in gradients]
+        if self.adds:
+            self._add(rounded)
+        else:
+            self._leave(rounded)
+        if self.is_last:
+            self.is_whole = True
+            self.when_done()
+
+    def _as_autograd(self, number: int, gradient: Tensor) -> Tensor:
+        """A gradient in the format in which autograd hands it to a parameter."""
+        dtype = self.formats[number]
+        return gradient if dtype is None or dtype == gradient.dtype else gradient.to(dtype)
+
+    def _leave(self, gradients: Sequence[tuple[int, Tensor]]) -> None:
+        """Add gradients to those of the copies, as autograd does."""
+        known, more = [], []
+        for number, gradient in gradients:
+            copy = self.copies[number]
+            if copy.grad is None:
+                copy.grad = gradient
+            else:
+                known.append(copy.grad)
+                more.append(gradient)
+        if known:
+            torch._foreach_add_(known, more)
+
     def add(self) -> None:
         """Add the gradients that are there, and drop them."""
+        self._add(self._taken())
+
+    def _taken(self) -> Iterator[tuple[int, Tensor]]:
+        for number, copy in enumerate(self.copies):
+            if copy.grad is not None:
+                gradient, copy.grad = local_part(copy.grad), None
+                yield number, gradient
+
+    def _add(self, gradients: Iterable[tuple[int, Tensor]]) -> None:
         known: list[Tensor] = []
         more: list[Tensor] = []
-        for number, copy in enumerate(self.copies):
-            if copy.grad is None:
-                continue
-            gradient, copy.grad = local_part(copy.grad), None
+        for number, gradient in gradients:
             if number in self.sums:
                 known.append(self.sums[number])
                 more.append(gradient)
@@ -141,10 +178,8 @@ class GradientSums:
             for number in list(self.sums):
                 yield number, self.sums.pop(number).float()
             return
-        for number, copy in enumerate(self.copies):
-            if copy.grad is not None:
-                gradient, copy.grad = local_part(copy.grad), None
-                yield number, gradient.float()
+        for number, gradient in self._taken():
+            yield number, gradient.float()
 
 
 class WorkingCopies:

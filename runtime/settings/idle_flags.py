@@ -12,7 +12,6 @@ from typing import Any
 
 from costmodels import Layout, ModelSpec
 from planner.options.flags import flag_names
-from runtime.settings.graphs import single_layer_graphs
 
 Reason = Callable[[Any], str | None]
 """Why flags have no effect on a job, which has the fields of all its flags, `spec` and `layout`."""
@@ -80,7 +79,6 @@ REASONS: tuple[tuple[tuple[str, ...], Reason], ...] = (
         ("moe_router_bias_update_rate",),
         lambda job: None if job.spec.router.expert_bias else f"experts of {job.spec.name} have no biases",
     ),
-    (("layers_per_graph",), lambda job: single_layer_graphs(job.spec, job.layout)),
     (("split",), lambda job: "--train-data-path names data of its own" if job.train_data_path else None),
     (
         ("tokenizer_model",),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from costmodels import Layout, ModelSpec
+from costmodels import Layout
 from costmodels.dataclass import dataclass
 from costmodels.errors import InputError
 from costmodels.spec.layout import SPLIT_BACKWARD
@@ -22,7 +22,6 @@ from planner.options.limits import (
     check_bounds,
 )
 from runtime.settings.batch_ramp import BatchRamp, batch_ramp, check_numbers
-from runtime.settings.graphs import single_layer_graphs
 from runtime.settings.job_rules import compile_refusal
 from runtime.settings.learning_rate import (
     DECAY_STYLES,
@@ -168,12 +167,6 @@ class TrainingOptions:
     hysteresis: int = flag(2, "Overflows until the loss scale halves.", within=AT_LEAST_1)
     compile: bool = flag(False, "Compile the layers with torch.compile; the default on GPUs.")
     no_compile: bool = flag(False, "Do not compile the layers; the default on CPUs.")
-    layers_per_graph: int = flag(
-        1,
-        "Layers that are compiled as one graph: more of them take less of the host's time, longer to "
-        "compile, and memory for all their gradients at once, in the format that computes.",
-        within=AT_LEAST_1,
-    )
     attention_dropout: float = flag(0.0, "Only 0: a layout must not change the loss.", within=SHARE)
     hidden_dropout: float = flag(0.0, "Only 0: a layout must not change the loss.", within=SHARE)
 
@@ -256,12 +249,6 @@ class TrainingOptions:
         if self.compile and splits:
             raise InputError(compile_refusal(layout.schedule))
         return self.compile or (on_gpu and not splits and not self.no_compile)
-
-    def graph_layers(self, spec: ModelSpec, layout: Layout, on_gpu: bool) -> int:
-        """Layers that are compiled as one graph; 0 where layers are not compiled."""
-        if not self.compiles(layout, on_gpu):
-            return 0
-        return 1 if single_layer_graphs(spec, layout) else self.layers_per_graph
 
     def learning_rate(self) -> LearningRate:
         """The schedule that the flags describe."""

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from itertools import groupby
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -19,12 +22,13 @@ from runtime.parallel.expert import expert_parallel
 from runtime.parallel.float8 import float8
 from runtime.parallel.float8_gather import Float8Gather
 from runtime.parallel.initialisation import INIT_STD, initialise
+from runtime.parallel.layer_chain import LayerChain
 from runtime.parallel.loss import TokenLoss
 from runtime.parallel.mesh import Grid
 from runtime.parallel.offload import offload_activations
 from runtime.parallel.placements import keep_placements
 from runtime.parallel.quantised_base import quantise_base
-from runtime.parallel.recomputation import recompute, run_blocks
+from runtime.parallel.recomputation import recompute, recomputed_blocks, recomputes_units
 from runtime.parallel.replicas import replicate
 from runtime.parallel.tensor import tensor_parallel
 from runtime.parallel.working_copies import WorkingCopies
@@ -32,13 +36,8 @@ from runtime.settings.preflight import check_job
 from runtime.train.executor import Accumulation, Executor
 
 
-def build_stage(spec: ModelSpec, layout: Layout, grid: Grid, index: int, graph_layers: int) -> Transformer:
-    """One stage on the meta device, split and wrapped as `layout` says.
-
-    Args:
-        graph_layers: layers that are compiled as one graph; 0 compiles none.
-    """
-    compiled = graph_layers > 0
+def build_stage(spec: ModelSpec, layout: Layout, grid: Grid, index: int, compiled: bool) -> Transformer:
+    """One stage on the meta device, split and wrapped as `layout` says."""
     keep_placements()
     with torch.device("meta"):
         stage = Transformer(
@@ -72,9 +71,7 @@ def build_stage(spec: ModelSpec, layout: Layout, grid: Grid, index: int, graph_l
     for block in around:
         _compile(block, in_two)
     recompute(stage, layout)
-    if graph_layers > 1:
-        _compile_together(stage, graph_layers)
-    elif compiled:
+    if compiled:
         for block in stage.blocks:
             if block not in around:
                 _compile(block, in_two)
@@ -129,20 +126,24 @@ def _compile(block: Block, in_two: bool) -> None:
     block.forward = forward  # type: ignore[method-assign]
 
 
-def _compile_together(stage: Transformer, layers: int) -> None:
-    """Compile so many layers at a time as one graph, which all of these share."""
-    blocks, run = stage.stack, torch.compile(run_blocks)
-    graphs = [tuple(blocks[start : start + layers]) for start in range(0, len(blocks), layers)]
+def _chain_layers(stage: Transformer, spec: ModelSpec, layout: Layout, copies: WorkingCopies) -> None:
+    """Let neighbours among compiled layers run as chains, where they are alike and each is one graph."""
+    if compiles_in_two(layout) or layout.offload_activations or recomputes_units(layout):
+        return
+    again = set(recomputed_blocks(stage, layout))
+    kinds = [(spec.layer_kind(int(index)), block in again) for index, block in stage.layers.items()]
+    runs: list[Callable[[Tensor], Tensor]] = []
+    for _, pairs in groupby(zip(kinds, stage.stack, strict=True), key=itemgetter(0)):
+        alike = [block for _, block in pairs]
+        chained = len(alike) > 1 and all(_is_one_graph(block) for block in alike)
+        runs += [LayerChain(alike, copies).run] if chained else alike
 
     def run_layers(x_BSD: Tensor) -> Tensor:
-        for graph in graphs:
-            x_BSD = run(graph, x_BSD)
+        for run in runs:
+            x_BSD = run(x_BSD)
         return x_BSD
 
     stage.run_layers = run_layers  # type: ignore[method-assign]
-    for block in stage.blocks[len(blocks) :]:
-        # Those of modules that predict further tokens stand apart.
-        _compile(block, in_two=False)
 
 
 def build_executor(
@@ -151,16 +152,16 @@ def build_executor(
     grid: Grid,
     seed: int,
     init_std: float = INIT_STD,
-    graph_layers: int = 0,
+    compiled: bool = False,
 ) -> Executor:
-    """Build, split and initialise the stages of this rank, with so many layers in a compiled graph.
+    """Build, split and initialise the stages of this rank.
 
     Weights are drawn after splitting, into memory that holds this rank's part only.
     """
     check_job(spec, layout, dist.get_world_size())
     stages = []
     for index in layout.stages_of(grid.pp_rank):
-        stage = build_stage(spec, layout, grid, index, graph_layers)
+        stage = build_stage(spec, layout, grid, index, compiled)
         # FSDP2 keeps shards in host memory whose optimizer state is there.
         stage.to_empty(device="cpu" if layout.offload_optimizer else grid.device)
         for router in stage.routers.values():
@@ -172,7 +173,7 @@ def build_executor(
     for stage in stages:
         if isinstance(stage, FSDPModule):
             gather_once(stage)
-    executor = executor_of(stages, spec, layout, grid, compiled=graph_layers > 0)
+    executor = executor_of(stages, spec, layout, grid, compiled)
     executor.float8_gather = float8_gather
     return executor
 
@@ -185,6 +186,9 @@ def executor_of(
     copies = []
     if not wraps_stages(layout):
         copies = [WorkingCopies(stage, layout) for stage in stages]
+    if compiled:
+        for stage, own in zip(stages, copies, strict=False):
+            _chain_layers(stage, spec, layout, own)
     if layout.pipeline_parallel == 1:
         return Accumulation(stages, layout, loss, copies)
     # PyTorch's schedules bring its compiler: seconds, which only pipelines need wait for.

@@ -79,10 +79,10 @@ class Trainer:
         self.guard = None if faults is None or not faults.judges_steps else StepGuard(faults)
         """Says which steps must not change the weights; nobody does where `faults` ask for nothing."""
         self.loss_scale = loss_scale_of(options, layout)
-        graph_layers = options.graph_layers(spec, layout, on_gpu=device.type == "cuda")
+        compiled = options.compiles(layout, on_gpu=device.type == "cuda")
         self.grid = build_grid(spec, layout, device)
         self.executor = build_executor(
-            spec, layout, self.grid, options.seed, options.init_method_std, graph_layers
+            spec, layout, self.grid, options.seed, options.init_method_std, compiled
         )
         self.optimizer = ShardedOptimizer(
             self.executor.stages,

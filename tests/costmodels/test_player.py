@@ -14,7 +14,8 @@ from costmodels.spec.schedules import schedule_exists
 from costmodels.tapes import player
 from costmodels.tapes.player.heap import Heap, Storage
 from costmodels.tapes.player.pipeline import Names, Shared
-from costmodels.tapes.player.stage import Setting
+from costmodels.tapes.player.setting import Setting
+from costmodels.tapes.player.stage import Stages
 from costmodels.tapes.player.step import Rank
 from costmodels.tapes.player.ways import ways_of
 from tests.support import models
@@ -74,7 +75,7 @@ def test_a_step_leaves_what_it_began_with(fields: dict[str, Any], rank: int, ver
         player.units_of(LLAMA, drawn, stage, compiled=False, version=version)
         for stage in drawn.stages_of(rank)
     ]
-    played = Rank(Setting(LLAMA, drawn, ways_of(version)), units, rank)
+    played = Rank(Stages(Setting(LLAMA, drawn, ways_of(version))), units, rank)
     before, batch = played.heap.total, sum(storage.size for storage in played.batch)
     played.run()
     assert played.heap.total >= before

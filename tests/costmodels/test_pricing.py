@@ -325,6 +325,24 @@ def test_what_splits_backward_is_not_compiled(gpt, cluster, engine, layout):
         assert after[1] > 1.5 * before[1]
 
 
+def test_layers_that_nothing_wraps_take_the_host_less(gpt, cluster, engine, layout):
+    one = engine("bundled", host_layer_overhead=10.0, host_plain=0.5, host_chained=0.25)
+    wrapped = engine("bundled", host_layer_overhead=10.0, sharding_plain_whole=False)
+
+    def launch(engine, devices=4, **fields):
+        return seconds(gpt, cluster(devices), engine, layout(gpt, m=2, **fields)).launch
+
+    for fields, factor in (
+        ({"dp": 4}, 0.25),
+        ({"dp": 4, "recompute": "full", "recompute_num_layers": 2}, 0.5),
+        ({"dp": 4, "offload_activations": True}, 0.5),
+        ({"dp": 2, "cp": 2, "cp_form": "ring"}, 0.5),
+        ({"dp": 4, "zero": 1}, 1.0),
+        ({"dp": 4, "offload_optimizer": True}, 1.0),
+    ):
+        assert launch(one, **fields) == pytest.approx(factor * launch(wrapped, **fields), rel=0.05), fields
+
+
 def test_a_ring_across_nodes_goes_through_one_network_card(llama, prompt, engine, layout):
     """Nothing hides the last hop of the fp32 gradients of keys and values."""
     long = ModelSpec.model_validate({**llama.model_dump(), "seq": 262144, "max_positions": 262144})

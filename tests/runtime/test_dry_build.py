@@ -142,7 +142,7 @@ def dry_build(spec: ModelSpec, layout: Layout, rank: int) -> None:
         check_job(spec, layout, layout.world_size)
         grid = build_grid(spec, layout, torch.device("cpu"))
         indices = layout.stages_of(grid.pp_rank)
-        stages = [build_stage(spec, layout, grid, index, graph_layers=0) for index in indices]
+        stages = [build_stage(spec, layout, grid, index, compiled=False) for index in indices]
         executor_of(stages, spec, layout, grid)
     held = [int(name) for stage in stages for name in stage.layers]
     assert held == [layer for index in indices for layer in layout.layer_range(index)]

@@ -71,13 +71,6 @@ def told(pins: str = "", experts: bool = False, **given: Any) -> list[str]:
             "--max-skipped-steps 5 has no effect",
         ),
         ("", {"straggler_factor": 3.0}, "--straggler-factor 3 has no effect: one rank"),
-        ("dp=2,zero=1", {"layers_per_graph": 4}, "--layers-per-graph 4 has no effect: FSDP2 gathers"),
-        ("cp=2", {"layers_per_graph": 4}, "--layers-per-graph 4 has no effect: ranks exchange keys"),
-        (
-            "recompute=full,recompute_method=uniform,recompute_num_layers=2",
-            {"layers_per_graph": 4},
-            "--layers-per-graph 4 has no effect: units of several layers",
-        ),
         (
             "",
             {
@@ -100,15 +93,12 @@ def test_experts_have_reasons_of_their_own() -> None:
     assert told(experts=True, **none)[0].endswith("--moe-router-load-balancing-type is none")
     (line,) = told(experts=True, moe_router_bias_update_rate=0.1)
     assert line.endswith("experts of mixtral-8x7b have no biases")
-    (line,) = told(experts=True, layers_per_graph=2)
-    assert line.startswith("--layers-per-graph 2 has no effect: rows of experts")
 
 
 def test_nothing_is_said_of_flags_that_are_carried_out() -> None:
     assert told() == []
     assert told("optimizer=muon", adam_beta1=0.8, muon_momentum=0.9) == []
     assert told("precision=fp16", hysteresis=4) == []
-    assert told("tp=2,pp=2,recompute=full", layers_per_graph=4) == []
     assert told("dp=2", straggler_factor=3.0, save="x", save_interval=5, eval_interval=7) == []
     assert told(experts=True, moe_aux_loss_coeff=0.01, moe_router_load_balancing_type="seq_aux_loss") == []
 

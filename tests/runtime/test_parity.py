@@ -112,19 +112,6 @@ def test_compiled_layers_give_the_same_losses(
     assert relative_difference(losses, reference) < 1e-5
 
 
-@pytest.mark.parametrize(
-    ("text", "layers"), [("", 5), ("dp=2", 5), ("pp=2", 5), ("tp=2,sp=1,recompute=full", 4)]
-)
-@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler")
-def test_layers_that_share_a_graph_give_the_same_losses(pool: WorkerPool, text: str, layers: int) -> None:
-    spec = MODELS["llama"].model_copy(update={"layers": layers})
-    layout = parse_layout(BATCH + text, spec)
-    [expected] = pool.run(losses_of, 1, spec, parse_layout(BATCH, spec), STEPS)
-    # Graphs of 2, 2 and 1 layers, of 2 and 1 on a stage, or of 2 and 2.
-    together = pool.run(losses_of, layout.world_size, spec, layout, STEPS, True, 2)[-1]
-    assert relative_difference(together, expected) < 1e-5
-
-
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler")
 def test_layers_compiled_around_a_ring_give_the_same_losses(pool: WorkerPool) -> None:
     spec = MODELS["llama"]

@@ -10,6 +10,7 @@ from costmodels.tapes.player import is_playable
 from costmodels.tapes.player.stage_units import structures_of_stage
 from costmodels.tapes.structure import Structure
 from runtime.dryrun.sample_sizes import SAMPLES, sample
+from runtime.model.attention_kernels import FLASH_HEAD_SIZE
 from tests.support.played_memory import draw
 
 EXAMPLES = 250
@@ -51,6 +52,10 @@ EXPERTS = Structure(
 
 HEAD = Structure("head", "fp32", several=True, norm="rmsnorm", unfused=True, further=1, chunks=1)
 
+FLOAT8_LATENT = Structure(
+    "dense", "fp8", norm="rmsnorm", latent=True, longer_heads="keys", context_form="all_gather"
+)
+
 
 @pytest.mark.parametrize(
     "structure",
@@ -69,9 +74,33 @@ HEAD = Structure("head", "fp32", several=True, norm="rmsnorm", unfused=True, fur
         ),
         HEAD._replace(context_form="all_gather", chunks=2),
         Structure("dense", "fp8", tensor_parallel=True, norm="rmsnorm", shares_heads=True),
+        FLOAT8_LATENT,
+        FLOAT8_LATENT._replace(longer_heads="values", tensor_parallel=True),
     ],
-    ids=["part", "full", "part-of-one-rank", "chunks-of-experts", "chunks-of-parts", "fp8-shared-heads"],
+    ids=[
+        "part",
+        "full",
+        "part-of-one-rank",
+        "chunks-of-experts",
+        "chunks-of-parts",
+        "fp8-shared-heads",
+        "fp8-keys",
+        "fp8-values",
+    ],
 )
 def test_a_structure_with_narrow_demands_has_samples(structure: Structure) -> None:
     lengths = {sample(structure, number).dimensions["seq"] for number in range(SAMPLES)}
     assert len(lengths) == SAMPLES
+
+
+@pytest.mark.parametrize("longer", ["keys", "values", ""])
+def test_latent_heads_in_eight_bits_are_of_the_kernel_that_models_have(longer: str) -> None:
+    sums = set[int]()
+    for number in range(2):
+        sizes = sample(FLOAT8_LATENT._replace(longer_heads=longer), number).model.latent_attention
+        assert sizes is not None
+        keys = sizes.qk_nope_head_dim + sizes.qk_rope_head_dim
+        assert max(keys, sizes.v_head_dim) <= FLASH_HEAD_SIZE
+        sums.add(keys)
+    # Equal ones would look like a constant.
+    assert len(sums) == 2

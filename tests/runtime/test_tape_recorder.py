@@ -22,8 +22,9 @@ from costmodels.tapes.tape import (
     elements_of,
 )
 from runtime.dryrun.loops import collapsed, rolled
+from runtime.dryrun.recording import Change, Recording
 from runtime.dryrun.tape_recorder import recorded_tape
-from runtime.dryrun.unit_recorder import Change, Recording, record_unit
+from runtime.dryrun.unit_recorder import record_unit
 from tests.support.models import LLAMA
 
 MODEL = LLAMA.model_copy(update={"layers": 1})

@@ -15,10 +15,10 @@ from costmodels.tapes import player, store
 from costmodels.tapes.player import CATEGORIES
 from planner.space.kind_rules import KIND_RULES
 from planner.space.rules import first_violation
+from runtime.dryrun.recording import UnlikeError
 from runtime.dryrun.run import trace
 from runtime.dryrun.symbols import UnknownSizeError
 from runtime.dryrun.tape_recorder import recorded_tape
-from runtime.dryrun.unit_recorder import UnlikeError
 
 SHARE, BYTES = 0.001, 2**20
 """How far what is played may be from the dry run: the larger of a share and of a number of bytes."""

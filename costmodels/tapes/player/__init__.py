@@ -17,7 +17,8 @@ from costmodels.spec.model import ModelSpec
 from costmodels.spec.table import Floats, LayoutTable
 from costmodels.spec.untrained import untrained_parts
 from costmodels.tapes.player.heap import CATEGORIES, Moment
-from costmodels.tapes.player.stage import KnownSizes, Setting
+from costmodels.tapes.player.setting import KnownSizes, Setting
+from costmodels.tapes.player.stage import Stages
 from costmodels.tapes.player.stage_units import (
     Known,
     computes_layers_together,
@@ -77,12 +78,6 @@ def is_playable(model: ModelSpec, layout: Layout, compiled: bool, version: str |
     if parsed_version(version or default_version()) > NEWEST:
         return False
     if untrained_parts(model) or model.lora is not None:
-        return False
-    if model.mtp is not None and layout.offload_activations:
-        # Copies cross from unit to unit.
-        return False
-    if model.mtp is not None and layout.precision == "fp8" and compiled:
-        # What is played of latent attention over context-parallel ranks differs from dry runs by some MiB.
         return False
     if layout.gathers_fp8:
         # Units are recorded with weights in the format that computes.
@@ -160,11 +155,11 @@ def _moments(
     sizes: KnownSizes | None = None,
 ) -> list[list[Moment]]:
     version, known = version or default_version(), Known()
-    setting, found = Setting(model, layout, ways_of(version), sizes), []
+    every, found = Stages(Setting(model, layout, ways_of(version), sizes)), []
     for rank in ranks:
         stages = layout.stages_of(rank)
         units = [units_of(model, layout, stage, compiled, version, known) for stage in stages]
-        played = Rank(setting, units, rank)
+        played = Rank(every, units, rank)
         played.run()
         played.update()
         found.append([moment for moment in played.heap.moments() if moment.label != "build"])

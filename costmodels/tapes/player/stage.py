@@ -3,37 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import field
 from functools import partial
 
-from costmodels.dataclass import dataclass
-from costmodels.spec.layout import SPLIT_BACKWARD, Layout
-from costmodels.spec.model import ModelSpec
-from costmodels.tapes.dimensions import dimensions
-from costmodels.tapes.player.bundle import Bundle, casts_of, policy_of, wraps_parameters
-from costmodels.tapes.player.casts import Casts, Manner
+from costmodels.spec.layout import SPLIT_BACKWARD
+from costmodels.tapes.player.casts import Manner
 from costmodels.tapes.player.chain import Chain, Unit
 from costmodels.tapes.player.heap import (
     GRADIENTS,
-    OPTIMIZER,
     TEMPORARIES,
     Effect,
     Effects,
-    Heap,
-    Span,
     Storage,
 )
-from costmodels.tapes.player.optimizer import Updated, state_of
+from costmodels.tapes.player.place import Place, link_offloading
+from costmodels.tapes.player.setting import Part, Setting
 from costmodels.tapes.player.sharding import Group, State, Traffic
 from costmodels.tapes.player.units import (
-    Parameter,
     Played,
     PlayedSplit,
-    Sizes,
     Step,
-    parameters_of,
 )
-from costmodels.tapes.player.ways import Ways
 from costmodels.tapes.structure import LAYERS
 from costmodels.tapes.tape import (
     EXPERTS,
@@ -46,110 +35,6 @@ from costmodels.tapes.tape import (
     Tape,
     shared_parameter,
 )
-
-Part = tuple[Parameter, tuple[int, ...], Storage]
-"""A parameter, its sides where nobody splits it, and its gradient as autograd makes it."""
-
-
-KnownSizes = dict[Hashable, tuple[Sizes, Sizes]]
-"""Sizes under a layout, and under one that splits no matrices, by what decides the units of a model."""
-
-
-class Setting:
-    """What the ranks of one layout share while they are played."""
-
-    def __init__(self, model: ModelSpec, layout: Layout, ways: Ways, known: KnownSizes | None = None) -> None:
-        """`known`: of other layouts of the model; more are added."""
-        self.model, self.layout, self.ways, self.heap = model, layout, ways, Heap()
-        self.wraps = wraps_parameters(layout)
-        self.policies = {experts: policy_of(layout, experts) for experts in (False, True)}
-        alone = {"tensor_parallel": 1, "sequence_parallel": False, "expert_tensor_parallel": 1}
-        known = {} if known is None else known
-        own = dimensions(model, layout)
-        casts = [(one.converts, one.widens, one.reduced) for one in self.policies.values()]
-        # What units do depends on these, and on their tapes.
-        key = *own.items(), *casts, self.wraps, layout.expert_tensor_parallel
-        if key not in known:
-            whole = Sizes(dimensions(model, layout.model_copy(update=alone)))
-            known[key] = Sizes(own, self.casts), whole
-        self.sizes, self.whole = known[key]
-        """The latter those of a layout that splits no matrices."""
-        self.bundles: dict[tuple[int, str], Bundle] = {}
-        """Of layers, by the identity of their tapes and the group."""
-        self.stages: dict[Hashable, Stage] = {}
-        self.known_casts: dict[int, Casts] = {}
-        """By the identity of tapes."""
-
-    def bundle(self, tape: Tape, one: Played, group: str) -> Bundle:
-        """The parameters of a layer, or of a group of a unit."""
-        key = id(tape), group
-        if key not in self.bundles:
-            parts = self.parts(tape, one, group)
-            self.bundles[key] = self.bundle_of(parts, parts[0][0].is_expert, is_layer=True)
-        return self.bundles[key]
-
-    def parts(self, tape: Tape, one: Played, group: str) -> list[Part]:
-        """The parameters of a group of a unit."""
-        own, whole = (parameters_of(tape, sizes) for sizes in (self.sizes, self.whole))
-        made = [
-            storage._replace(size=cast.size) if cast is not None and cast.always and storage.size else storage
-            for storage, cast in zip(one.gradients, map(self.casts(tape).get, range(len(own))), strict=True)
-        ]
-        every = zip(own, (other.sides for other in whole), made, strict=True)
-        return [part for part, known in zip(every, tape.parameters, strict=True) if known.group == group]
-
-    def casts(self, tape: Tape) -> Casts:
-        """The gradients of a unit that autograd casts."""
-        if not (self.wraps and self.ways.casts_gradients):
-            return {}
-        if id(tape) not in self.known_casts:
-            own, whole = (parameters_of(tape, sizes) for sizes in (self.sizes, self.whole))
-            self.known_casts[id(tape)] = casts_of(tape, own, whole, self.policies, self.layout)
-        return self.known_casts[id(tape)]
-
-    def bundle_of(self, parts: Sequence[Part], experts: bool, is_layer: bool) -> Bundle:
-        """Parameters that are wrapped together."""
-        policy = self.policies[experts]
-        bundle = Bundle([own for own, _, _ in parts], [made for _, _, made in parts], policy, self.ways)
-        seen = [
-            Updated(one.parameter.name, one.sides, whole, is_layer)
-            for one, (_, whole, _) in zip(bundle.parts, parts, strict=True)
-        ]
-        bundle.updated = seen
-        bundle.optimizer = Storage(OPTIMIZER, sum(one.size for one in state_of(self.layout, seen)))
-        return bundle
-
-    def stage(self, units: Sequence[Unit], kept_as: str) -> Stage:
-        """A stage of these units, the same for all that are alike; `kept_as` is what `Chain` takes."""
-        key = (kept_as, *((id(unit.tape), unit.plain is None) for unit in units))
-        if key not in self.stages:
-            self.stages[key] = Stage(self, units, kept_as)
-        return self.stages[key]
-
-
-@dataclass
-class Place:
-    """One unit of a stage."""
-
-    kind: str
-    played: Played
-    again: Played | None = None
-    """Of a layer that is computed again together with the one after it: what it does then, and backward."""
-    group: Group | None = None
-    """Of a layer; embedding and head belong to the root."""
-    inner: dict[str, Group] = field(default_factory=dict)
-    """Other groups of its parameters, by name, those first whose forward ends first."""
-    copies: Span | None = None
-    """What comes back from host memory for backward, of a layer that sends its activations there."""
-    sent_before: Place | None = None
-    """The layer before it that does."""
-    is_fetched: bool = False
-    """Another layer has begun its copies."""
-
-    @property
-    def experts(self) -> Group | None:
-        """The routed experts of a layer."""
-        return self.inner.get(EXPERTS)
 
 
 class Stage:
@@ -199,26 +84,13 @@ class Stage:
             ends = [step for step in place.played.forward if isinstance(step, str)]
             place.inner = dict(sorted(inner.items(), key=lambda item: ends.index(item[0] + FORWARD_END)))
         if setting.layout.offload_activations:
-            self._link_offloading()
+            link_offloading(self.places)
         before: Group | None = None
         for place in self.places:
             for group in (*place.inner.values(), place.group):
                 if group is not None:
                     group.before, before = before, group
         self.root.before = before
-
-    def _link_offloading(self) -> None:
-        """Let layers know those before them whose copies from host memory they begin."""
-        last: Place | None = None
-        for place in self.places:
-            place.sent_before = last
-            split = place.played.split
-            backward = place.played.backward("makes") if split is None else split.inputs
-            if FETCHES in backward:
-                copies = backward[backward.index(FETCHES) + 1]
-                assert not isinstance(copies, str)
-                place.copies = copies
-                last = place
 
     def _root(self, tapes: Sequence[Tape]) -> Group:
         """All parameters that no layer has."""
@@ -522,3 +394,18 @@ class Stage:
                     # Without FSDP2 a module is of the root, but for its layer.
                     if group.wraps or name.endswith((LAYER, EXPERTS)):
                         group.post_backward(self.is_last_backward, reshards=self.is_last_backward)
+
+
+class Stages:
+    """The stages of a setting, those that are alike once."""
+
+    def __init__(self, setting: Setting) -> None:
+        self.setting = setting
+        self._known: dict[Hashable, Stage] = {}
+
+    def of(self, units: Sequence[Unit], kept_as: str) -> Stage:
+        """The stage of these units; `kept_as` is what `Chain` takes."""
+        key = (kept_as, *((id(unit.tape), unit.plain is None) for unit in units))
+        if key not in self._known:
+            self._known[key] = Stage(self.setting, units, kept_as)
+        return self._known[key]

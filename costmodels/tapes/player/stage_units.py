@@ -71,7 +71,7 @@ def _structures(
     repeats = compiled and computes_layers_together(layout)
     for kind in kinds:
         if kind.unit not in LAYERS:
-            found.append(Wanted(structure(kind, False, False)))
+            found.append(Wanted(structure(kind, False, kind.unit == "head")))
             continue
         is_first, recomputes = number % together == 0, number < again
         number += 1

@@ -24,7 +24,7 @@ from costmodels.tapes.player.pipeline import (
     PipelineStage,
     one_forward_one_backward,
 )
-from costmodels.tapes.player.stage import Setting
+from costmodels.tapes.player.stage import Stages
 from costmodels.tapes.player.stage_program import play, program_of
 from costmodels.tapes.player.steady import enough_micro_batches
 
@@ -35,19 +35,20 @@ ENOUGH_MICRO_BATCHES = 3
 class Rank:
     """The stages of one rank and what lasts as long as its step."""
 
-    def __init__(self, setting: Setting, stages: Sequence[Sequence[Unit]], rank: int) -> None:
+    def __init__(self, stages: Stages, units: Sequence[Sequence[Unit]], rank: int) -> None:
+        setting = stages.setting
         self.model, self.layout, self.heap = setting.model, setting.layout, setting.heap
         self.wraps, self.awaits_sends = setting.wraps, setting.ways.awaits_sends
         self.heap.clear()
         self.heap.enter("build")
         numbers = self.layout.stages_of(rank)
-        units_of = dict(zip(numbers, stages, strict=True))
+        units_of = dict(zip(numbers, units, strict=True))
         self.stages = []
         """Those that are alike are the same object."""
         for number in numbers:
             after = units_of.get(number + 1)
             kept_as = "" if after is None else after[0].tape.input_category
-            self.stages.append(setting.stage(units_of[number], kept_as))
+            self.stages.append(stages.of(units_of[number], kept_as))
         self.groups = [group for stage in self.stages for group in stage.groups]
         self.rank = rank
         self.states = [stage.state_number() for stage in self.stages]

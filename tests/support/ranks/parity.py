@@ -35,18 +35,14 @@ BITING: dict[str, Any] = {
 it: gradient norms show it, and so does an epsilon as large as small gradients are."""
 
 
-def losses_of(
-    spec: ModelSpec, layout: Layout, steps: int, compiled: bool = False, graph_layers: int = 1
-) -> list[float]:
+def losses_of(spec: ModelSpec, layout: Layout, steps: int, compiled: bool = False) -> list[float]:
     """Losses of `steps` training steps on random tokens; runs on every rank of a process group."""
     import torch
 
     from runtime.settings.options import TrainingOptions
     from runtime.train.trainer import Trainer
 
-    options = TrainingOptions(
-        train_iters=steps, lr=1e-3, seed=SEED, compile=compiled, layers_per_graph=graph_layers, **ROUTING
-    )
+    options = TrainingOptions(train_iters=steps, lr=1e-3, seed=SEED, compile=compiled, **ROUTING)
     trainer = Trainer(spec, layout, options, torch.device("cpu"))
     tokens = np.random.RandomState(SEED)
     losses = []

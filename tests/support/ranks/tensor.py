@@ -58,7 +58,7 @@ def _is_view(func: Any) -> bool:
 def stage_of(spec: ModelSpec, layout: Layout, compiled: bool = False) -> Transformer:
     """The only stage of a layout, with its initial weights."""
     grid = build_grid(spec, layout, CPU)
-    stage = build_stage(spec, layout, grid, 0, graph_layers=int(compiled))
+    stage = build_stage(spec, layout, grid, 0, compiled=compiled)
     stage.to_empty(device="cpu")
     stage.tie()
     initialise(stage, spec, 1)

@@ -1,0 +1,51 @@
+"""The units of a stage with the groups of their parameters, and who fetches what from host memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import field
+
+from costmodels.dataclass import dataclass
+from costmodels.tapes.player.heap import Span
+from costmodels.tapes.player.sharding import Group
+from costmodels.tapes.player.units import Played
+from costmodels.tapes.tape import EXPERTS, FETCHES
+
+
+@dataclass
+class Place:
+    """One unit of a stage."""
+
+    kind: str
+    played: Played
+    again: Played | None = None
+    """Of a layer that is computed again together with the one after it: what it does then, and backward."""
+    group: Group | None = None
+    """Of a layer; embedding and head belong to the root."""
+    inner: dict[str, Group] = field(default_factory=dict)
+    """Other groups of its parameters, by name, those first whose forward ends first."""
+    copies: Span | None = None
+    """What comes back from host memory for backward, of a layer that sends its activations there."""
+    sent_before: Place | None = None
+    """The layer before it that does."""
+    is_fetched: bool = False
+    """Another layer has begun its copies."""
+
+    @property
+    def experts(self) -> Group | None:
+        """The routed experts of a layer."""
+        return self.inner.get(EXPERTS)
+
+
+def link_offloading(places: Sequence[Place]) -> None:
+    """Let layers know those before them whose copies from host memory they begin."""
+    last: Place | None = None
+    for place in places:
+        place.sent_before = last
+        split = place.played.split
+        backward = place.played.backward("makes") if split is None else split.inputs
+        if FETCHES in backward:
+            copies = backward[backward.index(FETCHES) + 1]
+            assert not isinstance(copies, str)
+            place.copies = copies
+            last = place

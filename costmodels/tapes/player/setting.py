@@ -1,0 +1,87 @@
+"""What the ranks of one layout share while they are played: sizes, policies, and bundles of parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+
+from costmodels.spec.layout import Layout
+from costmodels.spec.model import ModelSpec
+from costmodels.tapes.dimensions import dimensions
+from costmodels.tapes.player.bundle import Bundle, casts_of, policy_of, wraps_parameters
+from costmodels.tapes.player.casts import Casts
+from costmodels.tapes.player.heap import OPTIMIZER, Heap, Storage
+from costmodels.tapes.player.optimizer import Updated, state_of
+from costmodels.tapes.player.units import Parameter, Played, Sizes, parameters_of
+from costmodels.tapes.player.ways import Ways
+from costmodels.tapes.tape import Tape
+
+Part = tuple[Parameter, tuple[int, ...], Storage]
+"""A parameter, its sides where nobody splits it, and its gradient as autograd makes it."""
+
+
+KnownSizes = dict[Hashable, tuple[Sizes, Sizes]]
+"""Sizes under a layout, and under one that splits no matrices, by what decides the units of a model."""
+
+
+class Setting:
+    """What the ranks of one layout share while they are played."""
+
+    def __init__(self, model: ModelSpec, layout: Layout, ways: Ways, known: KnownSizes | None = None) -> None:
+        """`known`: of other layouts of the model; more are added."""
+        self.model, self.layout, self.ways, self.heap = model, layout, ways, Heap()
+        self.wraps = wraps_parameters(layout)
+        self.policies = {experts: policy_of(layout, experts) for experts in (False, True)}
+        alone = {"tensor_parallel": 1, "sequence_parallel": False, "expert_tensor_parallel": 1}
+        known = {} if known is None else known
+        own = dimensions(model, layout)
+        casts = [(one.converts, one.widens, one.reduced) for one in self.policies.values()]
+        # What units do depends on these, and on their tapes.
+        key = *own.items(), *casts, self.wraps, layout.expert_tensor_parallel
+        if key not in known:
+            whole = Sizes(dimensions(model, layout.model_copy(update=alone)))
+            known[key] = Sizes(own, self.casts), whole
+        self.sizes, self.whole = known[key]
+        """The latter those of a layout that splits no matrices."""
+        self.bundles: dict[tuple[int, str], Bundle] = {}
+        """Of layers, by the identity of their tapes and the group."""
+        self.known_casts: dict[int, Casts] = {}
+        """By the identity of tapes."""
+
+    def bundle(self, tape: Tape, one: Played, group: str) -> Bundle:
+        """The parameters of a layer, or of a group of a unit."""
+        key = id(tape), group
+        if key not in self.bundles:
+            parts = self.parts(tape, one, group)
+            self.bundles[key] = self.bundle_of(parts, parts[0][0].is_expert, is_layer=True)
+        return self.bundles[key]
+
+    def parts(self, tape: Tape, one: Played, group: str) -> list[Part]:
+        """The parameters of a group of a unit."""
+        own, whole = (parameters_of(tape, sizes) for sizes in (self.sizes, self.whole))
+        made = [
+            storage._replace(size=cast.size) if cast is not None and cast.always and storage.size else storage
+            for storage, cast in zip(one.gradients, map(self.casts(tape).get, range(len(own))), strict=True)
+        ]
+        every = zip(own, (other.sides for other in whole), made, strict=True)
+        return [part for part, known in zip(every, tape.parameters, strict=True) if known.group == group]
+
+    def casts(self, tape: Tape) -> Casts:
+        """The gradients of a unit that autograd casts."""
+        if not (self.wraps and self.ways.casts_gradients):
+            return {}
+        if id(tape) not in self.known_casts:
+            own, whole = (parameters_of(tape, sizes) for sizes in (self.sizes, self.whole))
+            self.known_casts[id(tape)] = casts_of(tape, own, whole, self.policies, self.layout)
+        return self.known_casts[id(tape)]
+
+    def bundle_of(self, parts: Sequence[Part], experts: bool, is_layer: bool) -> Bundle:
+        """Parameters that are wrapped together."""
+        policy = self.policies[experts]
+        bundle = Bundle([own for own, _, _ in parts], [made for _, _, made in parts], policy, self.ways)
+        seen = [
+            Updated(one.parameter.name, one.sides, whole, is_layer)
+            for one, (_, whole, _) in zip(bundle.parts, parts, strict=True)
+        ]
+        bundle.updated = seen
+        bundle.optimizer = Storage(OPTIMIZER, sum(one.size for one in state_of(self.layout, seen)))
+        return bundle

@@ -1,0 +1,221 @@
+"""Compiled layers that are alike, run one after the other by one node of autograd.
+
+A compiled layer costs the host more than its kernels: guards are checked, arguments sorted and a node of
+autograd made for each, and each gradient goes to its parameter by a node of its own. Layers that are alike
+share one pair of compiled functions. So only the first layer is called as it is, which checks the guards, and
+stands for the others: they run what it was compiled to, each with its own parameters, and gradients go right
+into the sums of their layer. What is computed, kept for backward and freed is the same, in the same order.
+
+The pair is that of AOTAutograd's node. Once its backward is compiled, one pass finds it, the next sees that
+all layers are given the same but for their input and parameters, and those after run the chain. Layers that
+are not given the same are called one by one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, MutableMapping, Sequence
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+
+from runtime.model.transformer import Block
+from runtime.parallel.recomputation import memory_of
+from runtime.parallel.working_copies import GradientSums, WorkingCopies
+
+Compiled = Callable[[list[Any]], Sequence[Any]]
+"""Empties the list of its arguments, so that memory is free as soon as it can be."""
+
+INPUT = -1
+"""In the place of the number of a parameter: the input of the layer."""
+
+Source = int | None
+"""Where an argument of a compiled layer comes from: one of its parameters, by number, or its `INPUT`; None if
+all layers have the same."""
+
+
+class _Layer(NamedTuple):
+    block: Block
+    parameters: list[Tensor]
+    """What it computes with, and its buffers; in one order for all layers."""
+    sums: GradientSums
+    numbers: list[int | None]
+    """In `sums`, of each parameter that trains."""
+
+
+class LayerChain:
+    """The layers of a stage, of which the first stands for the others.
+
+    Args:
+        blocks: compiled layers, each one graph, in order.
+        copies: their parameters while they compute.
+    """
+
+    def __init__(self, blocks: Sequence[Block], copies: WorkingCopies) -> None:
+        self.layers = [_layer(block, copies) for block in blocks]
+        self.sources: dict[_Pair, list[Source]] = {}
+        """Of the arguments of a pair; none if layers are not given the same."""
+
+    def run(self, x_BSD: Tensor) -> Tensor:
+        """All layers, one after the other: [B, S, D] -> [B, S, D]."""
+        first, *others = self.layers
+        y_BSD, pair, arguments = _call(first, x_BSD)
+        if pair is not None and arguments:
+            if pair not in self.sources:
+                return self._compare(pair, _sources(first, arguments, x_BSD), arguments, y_BSD)
+            if self.sources[pair]:
+                run = _Run(pair, others, self.sources[pair], arguments)
+                result_BSD: Tensor = _Chain.apply(y_BSD, run)  # type: ignore[no-untyped-call]
+                return result_BSD
+        for layer in others:
+            y_BSD = layer.block(y_BSD)
+        return y_BSD
+
+    def _compare(self, pair: _Pair, sources: list[Source], arguments: list[Any], x_BSD: Tensor) -> Tensor:
+        """Call the layers after the first, and see whether their arguments come from the same `sources`."""
+        alike = sources.count(INPUT) == 1
+        for layer in self.layers[1:]:
+            y_BSD, own, given = _call(layer, x_BSD)
+            alike = alike and own is pair and _sources(layer, given, x_BSD) == sources
+            alike = alike and all(
+                source is not None or _is_same(one, other)
+                for source, one, other in zip(sources, arguments, given, strict=True)
+            )
+            x_BSD = y_BSD
+        self.sources[pair] = sources if alike else []
+        return x_BSD
+
+
+class _Pair:
+    """The two functions that alike layers are compiled to.
+
+    Args:
+        function: that of AOTAutograd, which calls them.
+    """
+
+    def __init__(self, function: Any) -> None:
+        self.forward: Compiled = function.compiled_fw
+        self.backward: Compiled = function.compiled_bw
+
+        def note(arguments: list[Any]) -> Sequence[Any]:
+            if _noted is not None:
+                _noted[:] = arguments
+            return self.forward(arguments)
+
+        note._boxed_call = True  # type: ignore[attr-defined]
+        function.compiled_fw = note
+
+
+_pairs: MutableMapping[type, _Pair | None] = WeakKeyDictionary()
+"""By AOTAutograd's function; None if it does more than call a pair. Stages share them."""
+
+_noted: list[Any] | None = None
+"""The arguments of a pair, while somebody wants to know."""
+
+
+def _call(layer: _Layer, x: Tensor) -> tuple[Tensor, _Pair | None, list[Any]]:
+    """What a layer makes of `x`, its pair, and what this was given, if a pair is known by now."""
+    global _noted
+    arguments: list[Any] = []
+    _noted = arguments
+    try:
+        output: Tensor = layer.block(x)
+    finally:
+        _noted = None
+    function = getattr(type(output.grad_fn), "_forward_cls", None)
+    if function is None:
+        return output, None, []
+    if function not in _pairs and getattr(function, "compiled_bw", None) is not None:
+        _pairs[function] = _Pair(function) if _is_plain(function) else None
+    return output, _pairs.get(function), arguments
+
+
+class _Run(NamedTuple):
+    """The layers of one micro batch."""
+
+    pair: _Pair
+    layers: list[_Layer]
+    sources: list[Source]
+    arguments: list[Any]
+    """Of the first layer."""
+
+
+class _Chain(torch.autograd.Function):
+    """The layers after the first."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, run: _Run) -> Tensor:
+        ctx.run, ctx.saved = run, []
+        with torch._C._AutoDispatchBelowAutograd():
+            for layer in run.layers:
+                arguments = [
+                    argument if source is None else x if source == INPUT else layer.parameters[source]
+                    for source, argument in zip(run.sources, run.arguments, strict=True)
+                ]
+                x, *saved = run.pair.forward(arguments)
+                ctx.saved.append(saved)
+        # What the node keeps must not be its own output, which keeps the node.
+        return x.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        run: _Run = ctx.run
+        if len(ctx.saved) != len(run.layers):
+            raise RuntimeError("backward has been through these layers already")
+        entry = run.sources.index(INPUT)
+        own = [(at, source) for at, source in enumerate(run.sources) if source not in (None, INPUT)]
+        for layer in reversed(run.layers):
+            arguments = ctx.saved.pop()
+            arguments.append(grad.contiguous())
+            del grad
+            with torch._C._AutoDispatchBelowAutograd():
+                gradients = run.pair.backward(arguments)
+            grad = gradients[entry]
+            layer.sums.give(
+                [
+                    (number, gradients[at])
+                    for at, source in own
+                    if (number := layer.numbers[source or 0]) is not None and gradients[at] is not None
+                ]
+            )
+            del gradients
+        return grad, None
+
+
+def _layer(block: Block, copies: WorkingCopies) -> _Layer:
+    parameters: list[Tensor] = [copies.copies.get(one, one) for one in block.parameters()]
+    parameters += block.buffers()
+    known = {id(one) for one in parameters}
+    (sums,) = (sums for _, sums in copies.groups if any(id(copy) in known for copy in sums.copies))
+    numbers = {id(copy): number for number, copy in enumerate(sums.copies)}
+    return _Layer(block, parameters, sums, [numbers.get(id(one)) for one in parameters])
+
+
+def _sources(layer: _Layer, arguments: list[Any], x: Tensor) -> list[Source]:
+    """Where each argument of a compiled layer comes from; nowhere if that cannot be told."""
+    if not all(isinstance(argument, Tensor) for argument in arguments):
+        return []
+    known = {memory_of(one): number for number, one in enumerate(layer.parameters)}
+    if len(known) < len(layer.parameters) or memory_of(x) in known:
+        return []
+    known[memory_of(x)] = INPUT
+    return [known.get(memory_of(argument)) for argument in arguments]
+
+
+def _is_same(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors show the same."""
+    places = [(memory_of(x), x.storage_offset(), x.shape, x.stride(), x.dtype) for x in (one, other)]
+    return places[0] == places[1]
+
+
+def _is_plain(function: Any) -> bool:
+    """Whether a function of AOTAutograd only calls its pair: one output, and nothing else that it changes."""
+    meta = getattr(function, "metadata", None)
+    if meta is None or function.maybe_subclass_metadata is not None:
+        return False
+    return bool(
+        meta.num_forward == meta.num_outputs == 1
+        and not (meta.num_outputs_aliased or meta.num_graphsafe_rng_states or meta.tokens)
+        and not (meta.num_backward_tokens or function.num_symints_saved_for_bw)
+    )
