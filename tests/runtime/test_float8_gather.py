@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import shutil
 from importlib.util import find_spec
 
 import pytest
+import torch
 
 from tests.support.layouts import parse_layout
 from tests.support.models import MODELS
+from tests.support.ranks import precision as work
 from tests.support.ranks.parity import losses_of
 from tests.support.worker_pool import WorkerPool
 
@@ -39,3 +42,31 @@ def test_losses_are_those_of_weights_that_are_gathered_in_bf16(
     assert narrow.gathers_fp8
     losses = pool.run(losses_of, plain.world_size, spec, narrow, 4)
     assert losses == pool.run(losses_of, plain.world_size, spec, plain, 4)
+
+
+@pytest.mark.parametrize("text", ["gbs=4,dp=2,zero=3", "gbs=4,dp=2,zero=1,recompute=full"])
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler")
+def test_compiled_losses_are_the_same_but_for_what_compilers_do_not_round(
+    pool: WorkerPool, text: str
+) -> None:
+    """A compiler keeps fp32 in what it fuses, and fuses the two otherwise; told to round, it has the same."""
+    spec = MODELS["llama"]
+    plain = parse_layout(f"{text},precision=fp8,fp8_recipe=tensorwise", spec)
+    narrow = plain.model_copy(update={"fp8_param_gather": True})
+    losses = pool.run(work.exactly_compiled_losses, 2, spec, narrow, 3)
+    assert losses == pool.run(work.exactly_compiled_losses, 2, spec, plain, 3)
+
+
+def test_what_is_gathered_has_a_byte_for_each_weight(pool: WorkerPool) -> None:
+    spec = MODELS["llama"]
+    plain = parse_layout("gbs=2,dp=2,zero=3,precision=fp8,fp8_recipe=tensorwise", spec)
+    wide = pool.run(work.gathered, 2, spec, plain)[0]
+    narrow = pool.run(work.gathered, 2, spec, plain.model_copy(update={"fp8_param_gather": True}))[0]
+    head, kv = spec.hidden // spec.heads, spec.kv_heads or spec.heads
+    layer = spec.hidden * (2 * spec.hidden + 2 * kv * head + 3 * spec.ffn)
+    assert (wide.narrow, narrow.narrow) == (0, spec.layers * layer)
+    assert set(wide.sent) == {torch.bfloat16}
+    assert sum(wide.sent.values()) - sum(narrow.sent.values()) == spec.layers * layer
+    # Norms travel among the weights, as bytes; embedding and head as they did.
+    norms = spec.layers * 2 * spec.hidden * torch.bfloat16.itemsize
+    assert narrow.sent[torch.uint8] == spec.layers * layer + norms
