@@ -146,7 +146,8 @@ def _even_rows(model: ModelSpec, table: LayoutTable) -> Floats:
 
 
 def distinct_shapes(table: LayoutTable) -> tuple[LayoutTable, Ints]:
-    """The few rows that differ in the shape of their operators, and which of them each row is like."""
+    """The few rows that differ in the shape of their operators or in what launches them, and which of them
+    each row is like."""
     first, code = distinct_rows(
         [
             table.tensor_parallel,
@@ -161,6 +162,7 @@ def distinct_shapes(table: LayoutTable) -> tuple[LayoutTable, Ints]:
             table.recompute_num_layers,
             table.recompute_method,
             table.offload_activations,
+            table.keeps_whole,
             table.pipeline_parallel > 1,
             table.runs(*SPLIT_BACKWARD),
         ]

@@ -90,6 +90,7 @@ def _least_whole(model: ModelSpec, cluster: Cluster, engine: Engine, table: Layo
             table.expert_tensor_parallel,
             table.micro_batch_size,
             table.offload_activations,
+            table.keeps_whole,
             table.runs(*SPLIT_BACKWARD),
         ]
     )

@@ -163,14 +163,15 @@ class _Sizes:
         tables |= FEWER if structure.context_form == "all_gather" or capped else {}
         shares_even = structure.shares_heads and structure.precision == "fp8" and not structure.odd_sides
         tables |= {name: LARGER[name] for name in ("tp", "group")} if shares_even else {}
-        self.latent = LATENT[number]
+        self.latent: tuple[int, ...] = LATENT[number]
         if structure.latent and structure.precision == "fp8":
             nope, rope, value = FLOAT8_LATENT[structure.longer_heads or "keys"][number]
             self.latent = nope, rope, value, value
             tables |= FLOAT8_LATENT_RANKS
             if structure.context_form == "all_gather":
                 # The others are not small.
-                tables["cp"] = (max({*FEWER["cp"]} - {*self.latent}),) * SAMPLES
+                ranks = max({*FEWER["cp"]} - {*self.latent})
+                tables["cp"] = ranks, ranks, ranks, ranks
         self.primes = {name: values[number] for name, values in tables.items()}
         self.taken = set(self.primes.values()) | set(self.latent)
         own = self.primes

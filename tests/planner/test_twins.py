@@ -72,7 +72,8 @@ def test_plans_whose_bytes_nobody_looks_at_have_the_same_places(problem: dict[st
 
 
 def test_the_best_is_compared_with_the_next_that_is_no_twin() -> None:
-    result = search("gpt2-small", world_size=8, device="h100", max_global_batch_size=16, pin="tp=1")
+    batch: dict[str, Any] = {"max_global_batch_size": 16, "pin": ["tp=1", "zero=1..3"]}
+    result = search("gpt2-small", world_size=8, device="h100", **batch)
     _, (best, rival) = distinct_plans(result, 2)
     assert best.twins
     assert rival.plan.layout.describe() in best.plan.reason and "zero=2" not in best.plan.reason

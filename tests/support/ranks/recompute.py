@@ -72,7 +72,7 @@ def kept_on_rank(spec: ModelSpec, layout: Layout, expected: float) -> float:
     Gloo's threads hold what they have sent for a moment: they get time to come to `expected`.
     """
     grid = build_grid(spec, layout, CPU)
-    stage = build_stage(spec, layout, grid, grid.pp_rank, graph_layers=0)
+    stage = build_stage(spec, layout, grid, grid.pp_rank, compiled=False)
     stage.to_empty(device="cpu")
     initialise(stage, spec, seed=1, std=0.3)
     shards = layout.tensor_parallel if layout.sequence_parallel else 1

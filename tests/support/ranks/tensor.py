@@ -107,7 +107,7 @@ def traced_shapes(spec: ModelSpec, layout: Layout) -> tuple[tuple[int, ...], set
     dist.destroy_process_group()
     dist.init_process_group("fake", rank=1, world_size=layout.world_size, store=FakeStore())
     grid = build_grid(spec, layout, CPU)
-    stage = build_stage(spec, layout, grid, 0, graph_layers=0)
+    stage = build_stage(spec, layout, grid, 0, compiled=False)
     with FakeTensorMode(allow_non_fake_inputs=True):
         stage.to_empty(device="cpu")
         stage.tie()
