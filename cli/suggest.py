@@ -260,6 +260,8 @@ def _of_memory(plan: Plan) -> Iterator[str]:
         unrecorded = "adapters" if plan.model.lora is not None else None
         if plan.model.mtp is not None and not is_playable(plan.model, plan.layout, compiled=True):
             unrecorded = "multi-token prediction modules in fp8 or beside offloaded activations"
+        if plan.layout.gathers_fp8:
+            unrecorded = "weights that are gathered in fp8"
         yield (
             f"memory of the first plan is by closed forms, as {unrecorded} are not recorded: planner dryrun "
             "traces the plan"

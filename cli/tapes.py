@@ -12,6 +12,7 @@ from cli.status import Status
 from costmodels.catalogue import model_names
 from costmodels.dataclass import dataclass
 from costmodels.errors import InputError
+from costmodels.spec.layout import fp8_conflict
 from costmodels.spec.model import ModelSpec
 from costmodels.spec.model_parts import MultiTokenPrediction
 from costmodels.tapes import store
@@ -42,6 +43,9 @@ class TapesOptions:
     precision: Literal["fp32", "tf32", "fp16", "bf16", "fp8"] = flag(
         "bf16", "Number format; fp16 has the tapes of bf16."
     )
+    fp8_recipe: Literal["rowwise", "tensorwise", "rowwise_with_gw_hp"] | None = flag(
+        None, "Scales of fp8; rowwise unless given."
+    )
     most: int = flag(
         40,
         "Tapes of each model at most: of parallelism and recomputation, the usual ones first.",
@@ -58,7 +62,8 @@ class TapesOptions:
         names = [self.model] if self.model else model_names()
         for model in map(self._model, names):
             for compiled in LAYERS[self.layers]:
-                yield from islice(structures_of_model(model, compiled, self.precision), self.most)
+                recipe = self.fp8_recipe or "default"
+                yield from islice(structures_of_model(model, compiled, self.precision, recipe), self.most)
 
     def _model(self, name: str) -> ModelSpec:
         spec, depths = resolve_model(name), self.mtp_num_layers
@@ -73,6 +78,9 @@ def tapes(options: TapesOptions) -> None:
     model of one's own.
     """
     check_torch("planner tapes runs the layers of a model", options.precision)
+    conflict = fp8_conflict(options.precision, options.fp8_recipe or "default", gathers=False)
+    if conflict is not None:
+        raise InputError(conflict)
     wanted = dict.fromkeys(options.structures())
     version = store.default_version()
     path = Path(options.file) if options.file else store.cache_path(version)

@@ -125,7 +125,7 @@ def _after_backward(
         window = layers[some], forward[some], backward[some]
         unchanged = (still[0], still[1]) if still else None
         exchange = exchange_seconds(
-            site.cluster, site.engine, table, most, most_experts, *window, frozen=unchanged
+            site.cluster, site.engine, table, most, most_experts, *window, frozen=unchanged, inner=inner
         )
         update = optimizer_seconds(site.engine, device, table, most, most_experts)
         update += orthogonal_seconds(costs.model, site.cluster, site.engine, table, inner, most_experts)

@@ -19,7 +19,7 @@ from planner.inputs.engine import check_runs_on, resolve_engine, resolve_precisi
 from planner.inputs.model import resolve_model, with_lora, with_mtp
 from planner.inputs.pins import PinInput, Pins, parse_pins
 from planner.objective import DEFAULT_OBJECTIVE, Objective, parse_objective
-from planner.space.engine_rules import check_pins, engine_rules
+from planner.space.engine_rules import check_formats, check_pins, engine_rules
 from planner.space.grid import Space, build, obstacle
 from planner.space.lora_rules import check_engine, check_precision
 from planner.space.rule import Rule
@@ -120,6 +120,7 @@ def resolve_problem(model: ModelSpec | str | Path, world_size: int, **job: Unpac
         rules=tuple(job.get("rules") or ()),
     )
     check_pins(engine, pins)
+    check_formats(engine, problem.precision, pins)
     check_precision(problem.model, problem.precision)
     check_engine(problem.model, engine)
     return problem

@@ -171,8 +171,14 @@ def gathered_bytes(engine: Engine, table: LayoutTable, sizes: UnitSizes, ranks: 
     copied = engine.sharding.fully_sharded | (table.expert_replicas > 1)
     layer = np.maximum(sizes.dense_layer, sizes.moe_layer + sizes.experts * copied)
     layers = GATHERED_LAYERS * layer[:, None] * (ranks.layers > 0)
-    each = sharded_parameter_rows(table) * engine.memory_policy(table.precision).gathered
-    return (layers + end_parameters(sizes, ranks)) * each[:, None]
+    frees = sharded_parameter_rows(table)
+    each = frees * engine.memory_policy(table.precision).gathered
+    found: Floats = (layers + end_parameters(sizes, ranks)) * each[:, None]
+    if table.fp8_param_gather:
+        # One byte less, but of routed experts.
+        own = np.maximum(sizes.dense_layer, sizes.moe_layer)[:, None] * (ranks.layers > 0)
+        found = found - (frees & table.gathers_fp8)[:, None] * GATHERED_LAYERS * own
+    return found
 
 
 def frozen_bytes(engine: Engine, table: LayoutTable, sizes: UnitSizes, ranks: Ranks) -> Floats:

@@ -105,6 +105,10 @@ def model_states(
         every = _states(engine, table, table.expert_replicas, table.expert_shards)
         for state, per in zip(states, every, strict=True):
             state += per[:, None] * experts
+    if table.fp8_param_gather:
+        # One byte less of what is gathered of layers, and stays.
+        narrow = table.gathers_fp8 & ~sharded_parameter_rows(table)
+        states[0] = states[0] - narrow[:, None] * (shared - end_parameters(sizes, ranks))
     more = end_state(table) - layer_state(table)
     if more.any():
         ends = end_parameters(sizes, ranks)

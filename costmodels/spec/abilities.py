@@ -2,7 +2,7 @@
 
 from typing import Literal, get_args
 
-from costmodels.spec.layout import ContextParallelForm, Recompute, RecomputeModule, Schedule
+from costmodels.spec.layout import ContextParallelForm, Fp8Recipe, Recompute, RecomputeModule, Schedule
 from costmodels.spec.record import Record
 
 ZeroStage = Literal[0, 1, 2, 3]
@@ -72,6 +72,10 @@ class Abilities(Record):
     """Of the modules, activation functions are recomputed in layers with experts alone."""
     recompute_some_layers: tuple[Recompute, ...] = ("selective", "full")
     """Kinds that recompute the first layers of each stage alone, too (`recompute_method` block)."""
+    fp8_recipes: tuple[Fp8Recipe, ...] = get_args(Fp8Recipe)
+    """Scales of products in fp8 that may be asked for; what it does otherwise is the first of them."""
+    fp8_param_gather: bool = True
+    """ZeRO gathers weights in fp8."""
     offload: tuple[OffloadTarget, ...] = get_args(OffloadTarget)
     offload_optimizer_zero_stages: tuple[ZeroStage, ...] = ZERO_STAGES
     """Stages that go with an offloaded optimizer."""

@@ -4,11 +4,21 @@ from typing import Annotated
 
 from pydantic import Field
 
+from costmodels.spec.layout import Fp8Recipe
 from costmodels.spec.record import CountOrZero, Fraction, NonNegative, Positive, Record
 
 
 class Constants(Record):
     """A group of constants, named as the field of `costmodels.spec.engine.Engine` that has it."""
+
+
+class RecipeConstants(Record):
+    """Matrix products of one recipe of fp8, where they differ from what the engine does unless it is told."""
+
+    efficiency: Fraction | None = None
+    """`fp8_efficiency` of it."""
+    cast_bytes: NonNegative | None = None
+    """`fp8_cast_bytes` of it."""
 
 
 class GemmConstants(Constants):
@@ -32,8 +42,19 @@ class GemmConstants(Constants):
     """Inner width k at which an 8-bit product runs at half of its rate: k / (k + half)."""
     fp8_cast_bytes: NonNegative = 0.0
     """Traffic of casting one element of an operand of an 8-bit product, for each product that reads it."""
+    fp8_recipes: dict[Fp8Recipe, RecipeConstants] = Field(default_factory=dict)
+    """What differs by `Layout.fp8_recipe`."""
     fused_accumulation: bool = False
     """Matrix products add the gradients of weights to those of earlier micro batches themselves."""
+
+    def of_recipe(self, recipe: Fp8Recipe) -> "GemmConstants":
+        """The constants where fp8 is computed by one recipe."""
+        own = self.fp8_recipes.get(recipe)
+        if own is None:
+            return self
+        efficiency = self.fp8_efficiency if own.efficiency is None else own.efficiency
+        cast_bytes = self.fp8_cast_bytes if own.cast_bytes is None else own.cast_bytes
+        return self.model_copy(update={"fp8_efficiency": efficiency, "fp8_cast_bytes": cast_bytes})
 
 
 class AttentionConstants(Constants):

@@ -75,6 +75,23 @@ ring: keys and values go round while attention runs (arXiv:2310.01889).
 GradientReduction = Literal["fp32", "bf16"]
 """Number format in which data-parallel ranks sum gradients."""
 
+Fp8Recipe = Literal["default", "rowwise", "tensorwise", "rowwise_with_gw_hp", "delayed", "blockwise"]
+"""Scales of products in fp8: torchao's names, and Transformer Engine's by Megatron-LM's.
+
+default: what the engine does unless it is told;
+rowwise: one for each row or column of an operand, by what it holds;
+tensorwise: one for each operand, by what it holds (Transformer Engine's "current scaling");
+rowwise_with_gw_hp: rowwise, and gradients of weights in 16 bits;
+delayed: one for each operand, by what it held in earlier steps;
+blockwise: one for each 128 elements of a row, and for each 128 x 128 of a weight.
+"""
+
+WIDE_WEIGHT_GRADIENTS: tuple[Fp8Recipe, ...] = ("rowwise_with_gw_hp",)
+"""Recipes whose gradients of weights are products in 16 bits."""
+
+GATHERS_FP8: tuple[Fp8Recipe, ...] = ("tensorwise",)
+"""Recipes whose weights data-parallel ranks can gather in fp8: whatever the rank, they have one scale."""
+
 Optimizer = Literal["adam", "sgd", "adafactor", "muon", "adam8bit"]
 """Who updates the weights: their states differ in size.
 
@@ -153,6 +170,10 @@ class Layout(Record):
     """Optimizer state and master weights stay in host memory, and the step runs there."""
     precision: Precision = "bf16"
     gradient_reduction: GradientReduction = "fp32"
+    fp8_recipe: Fp8Recipe = "default"
+    """Of precision fp8."""
+    fp8_param_gather: bool = False
+    """Where ZeRO gathers weights of products in fp8, it does so in fp8 (Megatron-LM's flag of the name)."""
     optimizer: Optimizer = "adam"
 
     @model_validator(mode="before")
@@ -212,6 +233,7 @@ class Layout(Record):
             self.recompute_num_layers,
             self.offload_activations,
         )
+        conflict = conflict or fp8_conflict(self.precision, self.fp8_recipe, self.fp8_param_gather)
         if conflict is not None:
             raise ValueError(conflict)
         return self
@@ -231,6 +253,11 @@ class Layout(Record):
         """Ranks over which ZeRO splits; 1 without ZeRO."""
         ranks = self.data_parallel * self.context_parallel
         return ranks // self.zero_replicas if self.zero_stage else 1
+
+    @property
+    def gathers_fp8(self) -> bool:
+        """Whether weights are gathered in fp8: shards that wait in host memory are gathered in 16 bits."""
+        return self.fp8_param_gather and self.zero_stage > 0 and not self.offload_optimizer
 
     def stages_of(self, pipeline_rank: int) -> tuple[int, ...]:
         """Indices of the stages that `pipeline_rank` holds, first chunk first.
@@ -272,6 +299,10 @@ class Layout(Record):
             parts.append(f"offload={'+'.join(offloaded)}")
         if self.gradient_reduction != "fp32":
             parts.append(f"gradient_reduction={self.gradient_reduction}")
+        if self.fp8_recipe != "default":
+            parts.append(f"fp8_recipe={self.fp8_recipe}")
+        if self.gathers_fp8:
+            parts.append("fp8_param_gather")
         if self.optimizer != "adam":
             parts.append(f"optimizer={self.optimizer}")
         return " ".join(parts)
@@ -309,6 +340,15 @@ def recompute_conflict(
             "recompute_method block"
         )
     return NOTHING_TO_OFFLOAD if offloads and recompute == "full" and method == "uniform" else None
+
+
+def fp8_conflict(precision: str, recipe: str, gathers: bool) -> str | None:
+    """The contradiction between what a layout says of fp8, in words, or None."""
+    if recipe != "default" and precision != "fp8":
+        return f"fp8_recipe {recipe} needs precision fp8, not {precision}"
+    if gathers and recipe not in GATHERS_FP8:
+        return f"fp8_param_gather needs fp8_recipe {' or '.join(GATHERS_FP8)}, not {recipe}"
+    return None
 
 
 def _chunks_of_schedules() -> str:

@@ -15,6 +15,7 @@ from costmodels.dataclass import dataclass
 from costmodels.spec.hardware import Precision
 from costmodels.spec.layout import (
     ContextParallelForm,
+    Fp8Recipe,
     GradientReduction,
     Layout,
     Optimizer,
@@ -76,7 +77,7 @@ def value_of(field: str, code: Any) -> Any:
 
 @dataclass(frozen=True)
 class LayoutTable:
-    """Layouts that share a precision and a gradient reduction. All arrays have shape [n].
+    """Layouts that share a precision, what goes with it, and a gradient reduction. All arrays have shape [n].
 
     Those of one layout (`LayoutTable.one`) are 0-d, and those of a grid of layouts broadcast against each
     other: what follows from degrees is said once for all three. `split` points into `splits`, the distinct
@@ -114,6 +115,8 @@ class LayoutTable:
     splits: tuple[tuple[int, ...], ...]
     precision: Precision
     gradient_reduction: GradientReduction = "fp32"
+    fp8_recipe: Fp8Recipe = "default"
+    fp8_param_gather: bool = False
 
     def __len__(self) -> int:
         return len(self.tensor_parallel)
@@ -171,6 +174,12 @@ class LayoutTable:
         shards = np.maximum(self.expert_replicas // self.zero_replicas, 1)
         return np.where(self.zero_stage > 0, shards, 1)
 
+    @property
+    def gathers_fp8(self) -> Bools:
+        """Rows that gather weights in fp8 (`Layout.gathers_fp8`)."""
+        result: Bools = self.fp8_param_gather & (self.zero_stage > 0) & ~self.offload_optimizer
+        return result
+
     def recomputes(self, module: RecomputeModule) -> Bools:
         """Rows that compute `module` again by selective recomputation."""
         return self.recompute_modules & code_of("recompute_modules", (module,)) > 0
@@ -197,9 +206,13 @@ class LayoutTable:
         return Layout(
             **values,
             layers_per_stage=split,
-            precision=self.precision,
-            gradient_reduction=self.gradient_reduction,
+            **self.formats,
         )
+
+    @property
+    def formats(self) -> dict[str, Any]:
+        """What all rows share but their splits: fields of `Layout`."""
+        return {name: getattr(self, name) for name in FORMATS}
 
     def with_batch(self, size: int) -> LayoutTable:
         """The same layouts with steps of `size` sequences."""
@@ -217,11 +230,14 @@ class LayoutTable:
 
     @classmethod
     def of(cls, layouts: Sequence[Layout]) -> LayoutTable:
-        """A table of given layouts, which must share their precision and gradient reduction."""
-        kinds = {(layout.precision, layout.gradient_reduction) for layout in layouts}
+        """A table of given layouts, which must share their number formats."""
+        kinds = {tuple(getattr(layout, name) for name in FORMATS) for layout in layouts}
         if len(kinds) != 1:
-            raise ValueError(f"a table holds one precision and one gradient reduction, not {sorted(kinds)}")
-        precision, reduction = kinds.pop()
+            raise ValueError(
+                "a table holds one precision and one gradient reduction, and fp8 of one kind (fp8_recipe, "
+                f"fp8_param_gather), not {sorted(kinds)}"
+            )
+        formats: dict[str, Any] = dict(zip(FORMATS, kinds.pop(), strict=True))
         splits, places = numbered_splits(layout.layers_per_stage for layout in layouts)
         columns: dict[str, Any] = {
             name: np.asarray([code_of(name, getattr(layout, name)) for layout in layouts], dtype=np.int64)
@@ -230,10 +246,13 @@ class LayoutTable:
         }
         columns |= {name: columns[name].astype(bool) for name in BOOLEANS}
         columns["split"] = places
-        return cls(**columns, splits=splits, precision=precision, gradient_reduction=reduction)
+        return cls(**columns, splits=splits, **formats)
 
 
-SHARED_FIELDS = ("splits", "precision", "gradient_reduction")
+FORMATS = ("precision", "gradient_reduction", "fp8_recipe", "fp8_param_gather")
+"""Fields of `Layout` that all rows of a table share: number formats."""
+
+SHARED_FIELDS = ("splits", *FORMATS)
 
 ARRAY_FIELDS = tuple(name for name in LayoutTable.__dataclass_fields__ if name not in SHARED_FIELDS)
 """Names of the per-row arrays."""

@@ -7,7 +7,7 @@ from itertools import product
 from typing import Any, NamedTuple
 
 from costmodels.spec.hardware import Precision
-from costmodels.spec.layout import Layout
+from costmodels.spec.layout import Fp8Recipe, Layout
 from costmodels.spec.model import ModelSpec
 from costmodels.tapes.structure import Structure, structure_of, units_of_stage
 
@@ -79,7 +79,7 @@ ROWS = tuple(
 
 
 def structures_of_model(
-    model: ModelSpec, compiled: bool, precision: Precision = "bf16"
+    model: ModelSpec, compiled: bool, precision: Precision = "bf16", fp8_recipe: Fp8Recipe = "default"
 ) -> Iterator[Structure]:
     """The structures of the units of a model, each once, those that most plans have first.
 
@@ -89,7 +89,12 @@ def structures_of_model(
     seen: set[Structure] = set()
     for fields in _layouts(model):
         layout = Layout.model_validate(
-            {"layers_per_stage": (model.layers,), **fields, "precision": precision}
+            {
+                "layers_per_stage": (model.layers,),
+                **fields,
+                "precision": precision,
+                "fp8_recipe": fp8_recipe,
+            }
         )
         for unit in dict.fromkeys(units_of_stage(model, layout, 0)):
             structure = structure_of(model, layout, unit.unit, compiled, attention=unit.attention)

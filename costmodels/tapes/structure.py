@@ -119,6 +119,8 @@ class Structure(NamedTuple):
     further_experts: bool = False
     tied: bool = False
     """Of such a head, whose matrix is the embedding's."""
+    fp8_recipe: str = ""
+    """Of products in 8 bits, where it is not "rowwise"."""
 
     @property
     def routes(self) -> bool:
@@ -304,6 +306,7 @@ def _of_layer(
         found = found._replace(
             odd_sides=any(side % FLOAT8_MULTIPLE for side in _sides(model, layout)),
             odd_heads=_state_heads(model, layout) % FLOAT8_MULTIPLE > 0,
+            fp8_recipe="" if layout.fp8_recipe in ("default", "rowwise") else layout.fp8_recipe,
         )
     found = _within_reach(_over_context(found, model, layout), model, layout)
     return _with_experts(found, model, layout) if found.unit == "experts" else found

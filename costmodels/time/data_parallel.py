@@ -65,7 +65,9 @@ def accumulation_seconds(
     reduces = copies | shared
     first = 0.0 if total == gradient else gradient + total
     _, gathers = _calls(engine, table)
-    copied_out = 2 * gradient + (MASTER + gradient) / table.zero_shards
+    # In fp8 all but embedding and head, which are few.
+    arrives = np.where(table.gathers_fp8, FP8, gradient)
+    copied_out = 2 * arrives + (MASTER + arrives) / table.zero_shards
     handed_over = np.where(several, 2 * total, gradient + total)
     eager = sharded_gradient_rows(engine, table)
     sharded = gradient + total + several * 3 * MASTER / table.zero_shards
@@ -102,6 +104,9 @@ def overlap_seconds(communication: Floats, window: Floats, sharpness: float) -> 
     return np.minimum(communication + window - joined * longer, communication)
 
 
+FP8 = 1.0
+"""Bytes of an element that is gathered in fp8."""
+
 MOST_SHARDS = 512
 """Shards up to which the host's time for each was measured; nobody has seen it grow beyond."""
 
@@ -119,6 +124,7 @@ def exchange_seconds(
     forward: Floats,
     backward: Floats,
     frozen: tuple[Floats, Floats] | None = None,
+    inner: Floats | None = None,
 ) -> Floats:
     """Seconds of gradient reduction and parameter gathering that computation does not hide, [n].
 
@@ -129,6 +135,7 @@ def exchange_seconds(
         forward: seconds of one micro batch's forward pass on a device.
         backward: the same of its backward pass.
         frozen: parameters besides that are gathered, and have no gradients, as `shared` and `experts`.
+        inner: those of `shared` that are of layers, and gathered in fp8 where any are.
 
     The reductions hide behind the backward passes that produce gradients, and, of all chunks of an
     interleaved pipeline but the last, behind those that follow; a gathering behind the forward passes that
@@ -145,8 +152,13 @@ def exchange_seconds(
     # What shards only hold the state of need not be gathered where it does not change.
     regathered = (stage == 3) | engine.sharding.fully_sharded
 
-    def seconds(ranks: Ints, stride: Ints, count: Floats, still: Floats | float) -> Floats:
-        """`ranks` that lie `stride` apart hold the same `count` parameters, and `still` that are frozen."""
+    def seconds(
+        ranks: Ints, stride: Ints, count: Floats, still: Floats | float, narrow: Floats | None = None
+    ) -> Floats:
+        """`ranks` that lie `stride` apart hold the same `count` parameters, and `still` that are frozen.
+
+        `narrow` of them may be gathered in fp8.
+        """
         shards = np.maximum(ranks // copies, 1)
         members = group(cluster, engine, shards, stride)
         calls, buckets = layers, layers
@@ -158,7 +170,11 @@ def exchange_seconds(
         cuts = np.where(shards > 1, np.minimum(shards, MOST_SHARDS), 0)
         scatter = scatter + engine.host.shard * layers * cuts
         unchanged = regathered * still / engine.network.sharded_efficiency
-        gather = all_gather(members, (packed + unchanged) * policy.gathered, calls)
+        sent = (packed + unchanged) * policy.gathered
+        if narrow is not None and table.fp8_param_gather:
+            less = (policy.gathered - FP8) / engine.network.sharded_efficiency
+            sent = sent - table.gathers_fp8 * less * narrow
+        gather = all_gather(members, sent, calls)
         if (copies > 1).any():
             # Neighbours share the shards; the copies of a shard lie farther apart and are summed.
             among = group(cluster, engine, np.minimum(ranks, copies), stride * shards)
@@ -168,7 +184,11 @@ def exchange_seconds(
         return np.where(stage == 0, summed, reductions * scatter + gathers * gather)
 
     still, still_experts = (0.0, 0.0) if frozen is None else frozen
-    total = seconds(table.replicas, table.tensor_parallel, shared, still)
+    total = seconds(table.replicas, table.tensor_parallel, shared, still, inner)
+    if table.fp8_param_gather:
+        # Of the largest elements of all weights, once a step.
+        among = group(cluster, engine, np.maximum(table.replicas // copies, 1), table.tensor_parallel)
+        total = total + table.gathers_fp8 * all_reduce(among, np.zeros(len(table)))
     if experts.any() or np.any(still_experts):
         holders = table.expert_tensor_parallel * table.expert_parallel
         total = total + seconds(table.expert_replicas, holders, experts, still_experts)

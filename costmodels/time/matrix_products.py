@@ -9,7 +9,8 @@ from costmodels.layers.operators import Gemm
 from costmodels.layers.shapes import element_bytes
 from costmodels.spec.engine import Engine
 from costmodels.spec.hardware import NARROW, Device, Precision
-from costmodels.spec.table import Floats
+from costmodels.spec.layout import WIDE_WEIGHT_GRADIENTS, Fp8Recipe
+from costmodels.spec.table import Bools, Floats
 
 TILE = 128 * 128
 """Elements of the output that one multiprocessor computes at a time."""
@@ -82,25 +83,37 @@ def gemm_seconds(gemms: tuple[Gemm, ...], rates: GemmRates) -> Floats | float:
     return total
 
 
-def cast_elements(gemms: tuple[Gemm, ...]) -> tuple[Floats | float, Floats | float]:
-    """Operands of matrix products in elements: of the forward ones, and of the two backward ones of each."""
+def cast_elements(
+    gemms: tuple[Gemm, ...], recipe: Fp8Recipe = "default", arrive: Bools | bool = False
+) -> tuple[Floats | float, Floats | float]:
+    """Operands of matrix products in elements: of the forward ones, and of the two backward ones of each, or
+    of the one that is in 8 bits.
+
+    Args:
+        arrive: weights come in 8 bits, so that only the backward pass, which wants them on their side, makes
+            them anew.
+    """
+    twice = recipe not in WIDE_WEIGHT_GRADIENTS
     forward: Floats | float = 0.0
     backward: Floats | float = 0.0
     for m, k, n, times in (gemm[:4] for gemm in gemms if not (gemm.wide or gemm.cast)):
-        forward = forward + times * (m * k + k * n)
-        backward = backward + times * (2 * m * n + k * n + m * k)
+        forward = forward + times * (m * k + np.where(arrive, 0.0, k * n))
+        backward = backward + times * (m * n + k * n + twice * (m * n + m * k))
     return forward, backward
 
 
-def gemm_rates(device: Device, engine: Engine, precision: Precision, wide: bool) -> GemmRates:
+def gemm_rates(
+    device: Device, engine: Engine, precision: Precision, wide: bool, recipe: Fp8Recipe = "default"
+) -> GemmRates:
     """The rates of an engine's products on a device.
 
     Args:
+        recipe: of products in fp8.
         wide: an fp8 recipe leaves them in 16 bits.
     """
     wide_peak = wide_peak_flops(device, precision)
     narrow = precision in NARROW and not wide
-    share = engine.gemm.fp8_efficiency if narrow else None
+    share = engine.gemm.of_recipe(recipe).fp8_efficiency if narrow else None
     if narrow and precision == "nvfp4" and engine.gemm.fp4_efficiency is not None:
         share = engine.gemm.fp4_efficiency
     if precision in ("fp32", "tf32"):

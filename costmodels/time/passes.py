@@ -10,7 +10,7 @@ from costmodels.layers.operators import BACKWARD_GEMM, Gemm, Operators
 from costmodels.network.collectives import Group, all_gather, all_reduce, all_to_all, reduce_scatter
 from costmodels.spec.engine import Engine
 from costmodels.spec.hardware import NARROW, Device
-from costmodels.spec.layout import SPLIT_BACKWARD
+from costmodels.spec.layout import SPLIT_BACKWARD, WIDE_WEIGHT_GRADIENTS
 from costmodels.spec.table import FULL, SELECTIVE, UNIFORM, Bools, Floats, LayoutTable, code_of
 from costmodels.time.core_attention import attention_seconds, context_seconds
 from costmodels.time.host_launch import launch_floor, launch_seconds
@@ -148,13 +148,15 @@ class _Unit:
     @cached_property
     def rates(self) -> GemmRates:
         """Rates of its matrix products."""
-        return gemm_rates(self.device, self.engine, self.table.precision, self.wide)
+        recipe = self.table.fp8_recipe
+        return gemm_rates(self.device, self.engine, self.table.precision, self.wide, recipe)
 
     @property
     def cast(self) -> float:
         """Seconds to cast one element of an operand for an 8-bit product."""
         casts = self.table.precision in NARROW and not self.wide
-        return self.engine.gemm.fp8_cast_bytes / self.rates.bandwidth if casts else 0.0
+        constants = self.engine.gemm.of_recipe(self.table.fp8_recipe)
+        return constants.fp8_cast_bytes / self.rates.bandwidth if casts else 0.0
 
     @cached_property
     def stream(self) -> Floats:
@@ -175,6 +177,9 @@ class _Unit:
     def gemm_backward(self) -> Floats:
         """Seconds of products for gradients: of inputs, and of the weights that train."""
         if not self.work.is_frozen:
+            if self.table.fp8_recipe in WIDE_WEIGHT_GRADIENTS and not self.wide:
+                rates = gemm_rates(self.device, self.engine, self.table.precision, wide=True)
+                return self.gemm + gemm_seconds(self.work.gemms, rates)
             return BACKWARD_GEMM * self.gemm
         return self.gemm + (BACKWARD_GEMM - 1) * self.adapters
 
@@ -201,7 +206,8 @@ class _Unit:
         work = self.work
         forward, backward = work.elementwise_forward * self.stream, work.elementwise_backward * self.stream
         if self.cast:
-            cast_forward, cast_backward = cast_elements(work.gemms)
+            recipe, arrive = self.table.fp8_recipe, self.table.gathers_fp8
+            cast_forward, cast_backward = cast_elements(work.gemms, recipe, arrive)
             forward, backward = forward + self.cast * cast_forward, backward + self.cast * cast_backward
         # Each rank adds its attention to that of the ranks before it, in fp32.
         merges = (self.groups["cp"].size - 1) * work.merge_bytes * self.stream

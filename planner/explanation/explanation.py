@@ -12,7 +12,7 @@ import numpy as np
 from costmodels.dataclass import dataclass
 from costmodels.spec.layout import Layout
 from costmodels.spec.model import ModelSpec
-from costmodels.spec.table import code_of
+from costmodels.spec.table import FORMATS, code_of
 from planner import advice
 from planner.api import search
 from planner.explanation.changes import Binding, Change, binding, changes
@@ -217,7 +217,8 @@ def degrees_of(layout: Layout) -> Pins:
 
 def _problem_of(plan: Plan) -> Problem:
     layout = plan.layout
-    fixed = {**SINGLE_VALUES, "gradient_reduction": "fp32"}
+    usual_formats = {name: Layout.model_fields[name].default for name in FORMATS[1:]}
+    fixed = {**SINGLE_VALUES, **usual_formats}
     for name in _found_by_search(plan):
         fixed.pop(name, None)
     pins: Pins = {

@@ -215,7 +215,7 @@ def _same(result: SearchResult, layout: Layout, names: Iterable[str]) -> Bools:
     """Legal layouts of the search with the same values of `names`, which are arrays of a table, [n]."""
     table = result.table
     splits = [at for at, split in enumerate(table.splits) if split == layout.layers_per_stage]
-    alike = (table.precision, table.gradient_reduction) == (layout.precision, layout.gradient_reduction)
+    alike = all(getattr(layout, name) == value for name, value in table.formats.items())
     same = np.full(len(table), alike)
     for name in names:
         own = splits if name == "split" else [code_of(name, getattr(layout, name))]

@@ -17,6 +17,7 @@ from planner.formats.export import (
     Values,
     flag_values,
     lacks,
+    lacks_fp8,
     lacks_recomputation,
     lacks_some_layers,
     yaml_text,
@@ -129,6 +130,7 @@ def _name_missing(layout: Layout, kind: str, missing: list[str]) -> None:
         lacks(missing, layout, "offload_activations", "the training script sends activations")
     if layout.precision not in FORMATS.values():
         lacks(missing, layout, "precision", f"it computes in {', '.join(FORMATS.values())}")
+    lacks_fp8(missing, layout, "its backends have recipes of their own")
     if layout.gradient_reduction == "fp32" and layout.precision != "fp32" and kind == "FSDP":
         lacks(missing, layout, "gradient_reduction", "gradients are summed in the format of the products")
     if layout.optimizer != "adam":

@@ -6,14 +6,22 @@ from typing import Any
 
 from costmodels.spec.layout import Layout
 from costmodels.spec.model import ModelSpec
-from planner.formats.bridge_names import CHUNKS, KEYS, OFF, PRECISION, RECIPES
+from planner.formats.bridge_names import CHUNKS, FP8_RECIPES, KEYS, OFF, PRECISION, RECIPES
 from planner.formats.export import Export, Values, flag_values, lacks, yaml_text
 from planner.formats.megatron_export import layout_flags, model_flags
 from planner.formats.megatron_names import DEGREE_FLAGS
 
 _LISTS = ("--recompute-modules", "--offload-modules")
 _ELSEWHERE = (
-    *("--bf16", "--fp16", "--fp8-format", "--fp8-recipe", "--fp4-format", "--fp4-recipe"),
+    *(
+        "--bf16",
+        "--fp16",
+        "--fp8-format",
+        "--fp8-recipe",
+        "--fp4-format",
+        "--fp4-recipe",
+        "--fp8-param-gather",
+    ),
     "--grad-reduce-in-bf16",
     *("--num-layers-per-virtual-pipeline-stage", "--num-virtual-stages-per-pipeline-rank"),
     *("--group-query-attention", "--max-position-embeddings"),
@@ -51,11 +59,19 @@ def layout_values(layout: Layout, model: ModelSpec, missing: list[str]) -> Value
         values[CHUNKS] = layout.virtual_pipeline_parallel
     sharded = values[KEYS["--use-distributed-optimizer"]]
     values["optimizer.use_distributed_optimizer"] = sharded
-    recipe = next((name for name, short in RECIPES.items() if short == layout.precision), None)
-    values[PRECISION] = recipe
+    values[PRECISION] = _mixed_precision(layout)
+    if layout.fp8_param_gather:
+        lacks(missing, layout, "fp8_param_gather", "recipes of mixed precision decide it")
     if layout.gradient_reduction != "fp32":
         lacks(missing, layout, "gradient_reduction", "recipes of mixed precision sum in fp32")
     return values
+
+
+def _mixed_precision(layout: Layout) -> str | None:
+    """The recipe of a number format; of fp8 the first one unless its scales say another."""
+    named = [name for name, short in RECIPES.items() if short == layout.precision]
+    word = next((word for word, recipe in FP8_RECIPES.items() if recipe == layout.fp8_recipe), "")
+    return next((name for name in named if word in name), None)
 
 
 def _values(flags: dict[str, str], model: ModelSpec) -> Values:

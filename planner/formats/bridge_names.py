@@ -59,3 +59,6 @@ RECIPES = {
     "bf16_with_nvfp4_mixed": "nvfp4",
 }
 """`mixed_precision`: names of its recipes."""
+
+FP8_RECIPES = {"current": "tensorwise", "delayed": "delayed", "subchannel": "blockwise", "mxfp8": "mxfp8"}
+"""What words in these names are called by `--fp8-recipe`."""

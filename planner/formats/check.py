@@ -182,7 +182,12 @@ def _kept(layout: Layout | None) -> dict[str, object]:
     """What changes numbers, not speed alone, and so stays as it is."""
     if layout is None:
         return {}
-    return {"optimizer": layout.optimizer, "gradient_reduction": layout.gradient_reduction}
+    return {
+        "optimizer": layout.optimizer,
+        "gradient_reduction": layout.gradient_reduction,
+        "fp8_recipe": layout.fp8_recipe,
+        "fp8_param_gather": layout.fp8_param_gather,
+    }
 
 
 def plan_as_it_stands(reading: Reading, layout: Layout, problem: Problem, problems: Problems) -> Plan | None:

@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from costmodels.spec.layout import Layout
 from costmodels.spec.model import ModelSpec
-from planner.formats.export import Export, Values, flag_values, json_text, lacks, lacks_recomputation
+from planner.formats.export import (
+    Export,
+    Values,
+    flag_values,
+    json_text,
+    lacks,
+    lacks_fp8,
+    lacks_recomputation,
+)
 
 IN_CODE = {
     "pipeline_parallel": "stages are made in code, by deepspeed.pipe.PipelineModule",
@@ -53,6 +61,7 @@ def layout_values(layout: Layout, missing: list[str]) -> Values:
         values[f"{layout.precision}.enabled"] = True
     elif layout.precision != "fp32":
         lacks(missing, layout, "precision", "products in other formats are made in code")
+    lacks_fp8(missing, layout, "as precision")
     values["data_types.grad_accum_dtype"] = "fp32"
     values["communication_data_type"] = layout.gradient_reduction
     if layout.recompute != "none":

@@ -56,6 +56,13 @@ def lacks_recomputation(missing: list[str], layout: Layout, why: str) -> None:
             lacks(missing, layout, field, "as recompute")
 
 
+def lacks_fp8(missing: list[str], layout: Layout, why: str) -> None:
+    """Add to `missing` that a software has no words for how a layout scales and gathers in fp8."""
+    for field, usual in (("fp8_recipe", "default"), ("fp8_param_gather", False)):
+        if getattr(layout, field) != usual:
+            lacks(missing, layout, field, why)
+
+
 def lacks_some_layers(missing: list[str], layout: Layout) -> None:
     """Add to `missing` what a software does not say that recomputes all layers, one by one."""
     for field, usual in (("recompute_method", "uniform"), ("recompute_num_layers", 1)):

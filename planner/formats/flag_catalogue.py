@@ -42,6 +42,8 @@ _NOT_THEIRS = {
     "pipeline_schedule",
     "data_parallel_size",
     "fp8",
+    "fp8_recipe",
+    "fp8_param_gather",
     "mxfp8",
     "nvfp4",
     "fp32",

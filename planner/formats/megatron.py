@@ -23,6 +23,7 @@ from planner.formats.keyed import Keyed
 from planner.formats.launcher import Launch, count_of, find_launch, sizes_on_page
 from planner.formats.launcher import world_size as launched
 from planner.formats.megatron_aliases import with_todays_names
+from planner.formats.megatron_export import FP8_RECIPES
 from planner.formats.megatron_model import Given, blame, last_of_each, option_values, read_model, unset
 from planner.formats.megatron_names import (
     COMMUNICATION_TYPES,
@@ -247,6 +248,16 @@ class _Job:
             return "mxfp8" if recipe is not None and recipe.text == "mxfp8" else "fp8"
         return "bf16" if self._is_given("--bf16") else "fp16" if self._is_given("--fp16") else "fp32"
 
+    def _fp8_recipe(self) -> str:
+        """The scales of fp8, where a flag says them."""
+        flag = self._word("--fp8-recipe")
+        if flag is None or self.precision() != "fp8":
+            return "default"
+        if flag.text in FP8_RECIPES:
+            return flag.text
+        self.problems.add("note", f"{flag.text} is not priced: taken as delayed", "--fp8-recipe", flag.line)
+        return "default"
+
     def names_precision(self) -> bool:
         """Whether a flag says the number format."""
         return self._is_given("--bf16", "--fp16", *EIGHT_BITS, "--fp4-format")
@@ -349,6 +360,7 @@ class _Job:
         if self._is_given("--fine-grained-activation-offloading"):
             found["offload_activations"] = True
         found["precision"] = self.precision()
+        found["fp8_recipe"] = self._fp8_recipe()
         optimizer = self._word("--optimizer")
         if optimizer is not None:
             if optimizer.text not in OPTIMIZERS:

@@ -160,11 +160,25 @@ RECIPES: dict[str, Flags] = {
 """Flags of number formats of fewer than 16 bits, beside `--bf16`."""
 
 
+FP8_RECIPES: dict[str, Flags] = {
+    "delayed": {"--fp8-recipe": "delayed"},
+    "tensorwise": {"--fp8-recipe": "tensorwise"},
+    "blockwise": {"--fp8-format": "e4m3", "--fp8-recipe": "blockwise"},
+}
+"""Flags of scales of fp8, beside or instead of those of `RECIPES`."""
+
+
 def _formats(layout: Layout, missing: list[str]) -> Flags:
     flags: Flags = {}
     if layout.precision in ("bf16", *NARROW):
         flags["--bf16"] = ""
     flags |= RECIPES.get(layout.precision, {})
+    if layout.fp8_recipe in FP8_RECIPES:
+        flags |= FP8_RECIPES[layout.fp8_recipe]
+    elif layout.fp8_recipe != "default":
+        missing.append(f"fp8_recipe={layout.fp8_recipe}: it has {', '.join(FP8_RECIPES)}")
+    if layout.fp8_param_gather:
+        flags["--fp8-param-gather"] = ""
     if layout.precision == "fp16":
         flags["--fp16"] = ""
     if layout.gradient_reduction == "bf16":

@@ -6,7 +6,15 @@ from typing import Any
 
 from costmodels.spec.layout import Layout
 from costmodels.spec.model import ModelSpec
-from planner.formats.export import Export, Values, flag_values, lacks, lacks_recomputation, yaml_text
+from planner.formats.export import (
+    Export,
+    Values,
+    flag_values,
+    lacks,
+    lacks_fp8,
+    lacks_recomputation,
+    yaml_text,
+)
 from planner.formats.mindformers_names import CONTEXT_ALGORITHMS, FORMATS, SCHEDULES, STATIC_KEYS
 
 AT = "model.model_config"
@@ -82,6 +90,7 @@ def layout_values(layout: Layout, model: ModelSpec, missing: list[str]) -> Value
     if name is None:
         lacks(missing, layout, "precision", f"it computes in {', '.join(FORMATS)}")
     values[keys["precision"]] = name or "bfloat16"
+    lacks_fp8(missing, layout, "as precision")
     if layout.gradient_reduction != "fp32":
         lacks(missing, layout, "gradient_reduction", "gradients are summed in fp32")
     if layout.optimizer != "adam":

@@ -9,6 +9,7 @@ from planner.formats.export import (
     Values,
     flag_values,
     lacks,
+    lacks_fp8,
     lacks_recomputation,
     lacks_some_layers,
     yaml_text,
@@ -96,6 +97,7 @@ def _name_missing(layout: Layout, missing: list[str]) -> None:
             lacks(missing, layout, name, "it offloads nothing")
     if layout.precision not in FORMATS.values():
         lacks(missing, layout, "precision", f"it computes in {', '.join(FORMATS.values())}")
+    lacks_fp8(missing, layout, "as precision")
     if layout.optimizer not in OPTIMIZERS.values():
         lacks(missing, layout, "optimizer", "it has adam and sgd")
 

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from costmodels.errors import InputError
 from costmodels.spec.model import ModelSpec
 from costmodels.spelling import nearest
+from planner.formats.bridge_names import FP8_RECIPES
 from planner.formats.entries import Entries, Entry
 from planner.formats.flag_catalogue import GivenFlag, KnownFlag, known_flags
 from planner.formats.hub_models import model_of
@@ -166,7 +167,7 @@ def _as_flags(keys: Keyed, framework: str) -> tuple[list[GivenFlag], dict[str, s
         elif known[name].words:
             give(name, entry, tuple(entry.items) if entry.items is not None else (text,))
     for name, entry in _said_otherwise(keys, framework):
-        give(name, entry, _VALUES.get(name, ()))
+        give(name, entry, _value_named(name, entry.text))
     if "--recompute-granularity" not in flags:
         for name in ("--recompute-method", "--recompute-num-layers"):
             flags.pop(name, None)  # Nothing is recomputed, whatever the method.
@@ -205,8 +206,11 @@ def _computed(entry: Entry, entries: Entries) -> str:
     return text
 
 
-_VALUES = {"--fp8-recipe": ("mxfp8",), "--fp4-format": ("e2m1",)}
-"""What flags say that names of recipes stand for."""
+def _value_named(flag: str, text: str) -> tuple[str, ...]:
+    """What a flag says that the name of a recipe stands for."""
+    if flag == "--fp8-recipe":
+        return tuple(recipe for word, recipe in FP8_RECIPES.items() if word in text.lower())[:1]
+    return ("e2m1",) if flag == "--fp4-format" else ()
 
 
 def _said_otherwise(keys: Keyed, framework: str) -> list[tuple[str, Entry]]:
@@ -220,7 +224,7 @@ def _said_otherwise(keys: Keyed, framework: str) -> list[tuple[str, Entry]]:
                 found.append(("--fp4-format", entry))
             if "fp8" in text:
                 found.append(("--fp8-hybrid", entry))
-            if "mxfp8" in text:
+            if "fp8" in text and any(word in text for word in FP8_RECIPES):
                 found.append(("--fp8-recipe", entry))
             if "bf16" in text:
                 found.append(("--bf16", entry))

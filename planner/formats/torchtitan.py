@@ -6,12 +6,12 @@ Defaults are those of torchtitan/config/job_config.py, stages those of distribut
 from __future__ import annotations
 
 import re
-from typing import Any
+from typing import Any, get_args
 
 from costmodels.catalogue import load_model
 from costmodels.catalogue.yaml_files import build
 from costmodels.errors import InputError, on_one_line
-from costmodels.spec.layout import Layout
+from costmodels.spec.layout import Fp8Recipe, Layout
 from costmodels.spec.model import ModelSpec
 from planner.formats.entries import Entries
 from planner.formats.keyed import Keyed, with_definitions
@@ -185,6 +185,8 @@ def _layout(
         return None
     whole["global_batch_size"] = exact or unit
     whole |= _recompute(keys, model, stages["layers_per_stage"]) | {"precision": _precision(keys)}
+    if whole["precision"] == "fp8":
+        whole |= _fp8(keys)
     if keys.switch(KEYS["offload_optimizer"]):
         whole["offload_optimizer"] = True
     if whole["zero_stage"] == 0:
@@ -265,6 +267,15 @@ def _precision(keys: Keyed) -> str:
     if "mx" in converters:
         keys.add("note", "not priced: products are taken as bf16", "model.converters")
     return FORMATS.get(keys.text(KEYS["precision"]) or "bfloat16", "bf16")
+
+
+def _fp8(keys: Keyed) -> dict[str, Any]:
+    """Scales of fp8 and how weights are gathered: keys of releases up to 0.2, wherever those put them."""
+    given = {path.rpartition(".")[2]: path for path in keys.entries if "float8" in path}
+    recipe = keys.text(given.get("recipe_name", ""))
+    found: dict[str, Any] = {"fp8_recipe": recipe} if recipe in get_args(Fp8Recipe) else {}
+    gathers = keys.switch(given.get("enable_fsdp_float8_all_gather", ""))
+    return {"fp8_recipe": "tensorwise", "fp8_param_gather": True} if gathers else found
 
 
 def _training(keys: Keyed) -> dict[str, str]:

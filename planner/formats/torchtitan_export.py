@@ -11,6 +11,7 @@ from planner.formats.export import (
     flag_lines,
     flag_values,
     lacks,
+    lacks_fp8,
     lacks_recomputation,
     lacks_some_layers,
 )
@@ -137,6 +138,7 @@ def _name_missing(layout: Layout, missing: list[str], experts: bool) -> None:
         lacks(missing, layout, "offload_activations", "it is no flag of the trainer")
     if layout.precision not in FORMATS.values():
         lacks(missing, layout, "precision", "converters of products are chosen in Python")
+    lacks_fp8(missing, layout, "converters of products are chosen in Python")
     if layout.gradient_reduction != "fp32":
         lacks(missing, layout, "gradient_reduction", "gradients are summed in fp32")
     if layout.optimizer != "adam":

@@ -12,6 +12,7 @@ from costmodels.spec.layout import (
     CHUNKS_OF_SCHEDULES,
     SHORT_NAMES,
     ContextParallelForm,
+    Fp8Recipe,
     GradientReduction,
     Layout,
     Optimizer,
@@ -22,7 +23,7 @@ from costmodels.spec.layout import (
     recompute_conflict,
     schedule_takes,
 )
-from costmodels.spec.table import BOOLEANS
+from costmodels.spec.table import BOOLEANS, FORMATS
 from costmodels.spelling import near_names, nearest
 from planner.inputs.choice import EXAMPLES, Choice, Value, Values, span
 
@@ -65,6 +66,7 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "context_parallel_form": get_args(ContextParallelForm),
     "recompute_method": get_args(RecomputeMethod),
     "gradient_reduction": get_args(GradientReduction),
+    "fp8_recipe": get_args(Fp8Recipe),
     "optimizer": get_args(Optimizer),
 }
 
@@ -86,6 +88,8 @@ SYNONYMS = {
     **{f"zero{stage}": f"zero={stage}" for stage in range(4)},
 }
 """What others call a value of a degree, and the pin that it is here."""
+
+_SWITCHES = (*BOOLEANS, "fp8_param_gather")
 
 ZERO_STAGES = (0, 1, 2, 3)
 
@@ -181,11 +185,12 @@ def _group(item: _Item) -> Values:
 
 def _known(name: str) -> tuple[Value, ...]:
     """All values of a degree that has a few: of one that is not searched, two."""
-    if name in BOOLEANS:
+    if name in _SWITCHES:
         return False, True
     if name == "zero_stage":
         return ZERO_STAGES
-    return _CHOICES[name] if name in (*WORD_DEGREES, "recompute_method", "gradient_reduction") else ()
+    formats = (one for one in FORMATS if one != "precision")
+    return _CHOICES[name] if name in (*WORD_DEGREES, "recompute_method", *formats) else ()
 
 
 def pin_words() -> Iterator[str]:
@@ -220,6 +225,8 @@ def _check_together(pins: Pins) -> None:
     form = pins.get("context_parallel_form")
     if isinstance(form, str) and pins.get("context_parallel") == 1:
         raise InputError(f"pin context_parallel_form={form} needs context_parallel of at least 2, not 1")
+    if pins.get("fp8_param_gather") is True and pins.get("zero_stage") == 0:
+        raise InputError("pin fp8_param_gather needs zero_stage of at least 1, not 0: nothing is gathered")
     if pins.get("zero_replicas", 1) != 1 and pins.get("zero_stage") == 0:
         raise InputError(f"pin zero_replicas={pins['zero_replicas']} needs zero_stage of at least 1, not 0")
 
@@ -311,7 +318,7 @@ def _several(item: _Item) -> Values | None:
 
 def _single(item: _Item) -> PinValue:
     text = str(item.value).strip().lower()
-    if item.name in BOOLEANS:
+    if item.name in _SWITCHES:
         if text not in _WORDS:
             raise item.wrong("true or false")
         return _WORDS[text]

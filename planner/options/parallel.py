@@ -8,7 +8,7 @@ from costmodels.catalogue import engine_names
 from costmodels.dataclass import dataclass
 from costmodels.errors import InputError
 from costmodels.spec.hardware import NARROW, Precision
-from costmodels.spec.layout import Optimizer, RecomputeMethod, Schedule
+from costmodels.spec.layout import Fp8Recipe, Optimizer, RecomputeMethod, Schedule
 from costmodels.spec.model import ModelSpec
 from costmodels.spelling import or_nearest
 from planner.inputs.engine import DEFAULT_ENGINE
@@ -154,6 +154,13 @@ class ParallelOptions(AcceptedFlags):
     fp16: bool = flag(False, "Train in fp16.")
     fp32: bool = flag(False, "Train in fp32.")
     fp8: bool = flag(False, "Matrix products of the layers in fp8, all else in bf16.")
+    fp8_recipe: str | None = flag(
+        None,
+        "Scales of --fp8: tensorwise, rowwise (here the default), rowwise_with_gw_hp, or other engines' own; "
+        "mxfp8 is --mxfp8.",
+        values=lambda: (*get_args(Fp8Recipe)[1:], "mxfp8"),
+    )
+    fp8_param_gather: bool = flag(False, "ZeRO gathers weights in fp8; of --fp8-recipe tensorwise.")
     mxfp8: bool = flag(False, "Those in fp8 with a factor for each 32 elements, on Blackwell.")
     nvfp4: bool = flag(False, "Those in 4 bits with a factor for each 16 elements, on Blackwell.")
     engine: str | None = flag(
@@ -197,6 +204,8 @@ class ParallelOptions(AcceptedFlags):
             ("recompute_method", "block" if self._swaps_first_layers else self.recompute_method),
             ("recompute_num_layers", None if self.notes() else self.recompute_num_layers),
             *(("precision", kind) for kind in self._precisions()),
+            ("fp8_recipe", None if self.fp8_recipe == "mxfp8" else self.fp8_recipe),
+            ("fp8_param_gather", self.fp8_param_gather or None),
         ]
         strings = [*self.pin, *(f"{name}={value}" for name, value in pairs if value is not None)]
         pins = parse_pins(strings, self.forbid)
@@ -215,6 +224,9 @@ class ParallelOptions(AcceptedFlags):
     def _precisions(self) -> list[str]:
         """The formats that are asked for; scripts of Megatron-LM say bf16 beside those of fewer bits."""
         given = [kind for kind in get_args(Precision) if getattr(self, kind, False)]
+        if self.fp8_recipe == "mxfp8":
+            # Megatron-LM's spelling: a recipe of its formats in 8 bits.
+            given = [*(kind for kind in given if kind not in ("fp8", "mxfp8")), "mxfp8"]
         narrow = [kind for kind in given if kind in NARROW]
         return narrow if narrow and given == ["bf16", *narrow] else given
 

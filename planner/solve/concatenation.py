@@ -13,7 +13,7 @@ from costmodels.spec.table import ARRAY_FIELDS, LayoutTable, numbered_splits
 
 
 def concatenate_tables(tables: Sequence[LayoutTable]) -> LayoutTable:
-    """The rows of all tables, which share their precision and gradient reduction, in order."""
+    """The rows of all tables, which share their number formats, in order."""
     tables = [table for table in tables if len(table)] or tables[:1]
     if len(tables) == 1:
         return tables[0]
@@ -25,10 +25,7 @@ def concatenate_tables(tables: Sequence[LayoutTable]) -> LayoutTable:
     columns["split"] = np.concatenate(
         [own[table.split] for own, table in zip(np.split(places, ends[:-1]), tables, strict=True)]
     )
-    first = tables[0]
-    return LayoutTable(
-        **columns, splits=splits, precision=first.precision, gradient_reduction=first.gradient_reduction
-    )
+    return LayoutTable(**columns, splits=splits, **tables[0].formats)
 
 
 def concatenate_prices(parts: Sequence[Prices]) -> Prices:

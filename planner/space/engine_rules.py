@@ -10,6 +10,8 @@ import numpy as np
 from costmodels.errors import InputError
 from costmodels.spec.abilities import ZERO_STAGES
 from costmodels.spec.engine import Engine
+from costmodels.spec.hardware import Precision
+from costmodels.spec.layout import fp8_conflict
 from costmodels.spec.table import BLOCK, Bools, Ints, LayoutTable, code_of, value_of
 from planner.inputs.choice import Choice
 from planner.inputs.pins import Pins, WherePossible
@@ -68,6 +70,22 @@ def check_pins(engine: Engine, pins: Pins) -> None:
             wanted = pin is None or pin in values
         if not wanted:
             raise InputError(f"pin {name}={pin}: {_has(engine, name, values)}")
+
+
+def check_formats(engine: Engine, precision: Precision, pins: Pins) -> None:
+    """Raise `InputError` where pins ask of fp8 what the precision or the engine does not have."""
+    recipe, gathers = str(pins.get("fp8_recipe", "default")), pins.get("fp8_param_gather") is True
+    conflict = fp8_conflict(precision, recipe, gathers)
+    if conflict is not None:
+        raise InputError(f"pin {conflict}")
+    able = engine.runs.fp8_recipes
+    if recipe not in ("default", *able):
+        others = ", ".join(able) or "no recipe to choose"
+        raise InputError(f"pin fp8_recipe={recipe}: engine {engine.name} has {others} ({COMMAND})")
+    if gathers and not engine.runs.fp8_param_gather:
+        raise InputError(
+            f"pin fp8_param_gather: engine {engine.name} is priced without it; leave it out ({COMMAND})"
+        )
 
 
 def engine_rules(engine: Engine) -> tuple[Rule, ...]:

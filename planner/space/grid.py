@@ -19,7 +19,7 @@ from costmodels.spec.hardware import Precision
 from costmodels.spec.layout import (
     CHUNKS_OF_SCHEDULES,
     SHORT_NAMES,
-    GradientReduction,
+    Layout,
     even_split,
     schedule_takes,
 )
@@ -27,6 +27,7 @@ from costmodels.spec.model import ModelSpec
 from costmodels.spec.table import (
     ARRAY_FIELDS,
     BOOLEANS,
+    FORMATS,
     RECOMPUTE_KINDS,
     SCHEDULES,
     SELECTIVE,
@@ -295,8 +296,9 @@ def _table(
         splits = tuple(even_split(model.layers, count) for count in counts)
         split = np.searchsorted(counts, stages) if counts else np.zeros_like(stages)
     columns = {name: getattr(degrees, name) for name in ARRAY_FIELDS if name != "split"}
-    reduction: GradientReduction = "bf16" if pins.get("gradient_reduction") == "bf16" else "fp32"
-    return GridTable.on(columns | {"split": split}, where, splits, precision, reduction)
+    # All but the precision is as it is pinned.
+    formats = {name: pins.get(name, Layout.model_fields[name].default) for name in FORMATS[1:]}
+    return GridTable.on(columns | {"split": split}, where, splits, {"precision": precision, **formats})
 
 
 def _along(axis: int, values: Sequence[int] | Sequence[PinValue] | Ints) -> Ints:

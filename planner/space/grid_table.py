@@ -13,8 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from costmodels.spec.hardware import Precision
-from costmodels.spec.layout import GradientReduction, Layout
+from costmodels.spec.layout import Layout
 from costmodels.spec.table import ARRAY_FIELDS, Bools, Ints, LayoutTable
 
 Places = npt.NDArray[np.int32]
@@ -30,22 +29,21 @@ class GridTable(LayoutTable):
         columns: Mapping[str, npt.NDArray[Any]],
         places: tuple[Places, ...],
         splits: tuple[tuple[int, ...], ...],
-        precision: Precision,
-        gradient_reduction: GradientReduction,
+        formats: Mapping[str, Any],
     ) -> GridTable:
         """The layouts at some places of a grid.
 
         Args:
             columns: by field, arrays with an axis for each of the grid's, of its length or of one.
             places: of each row, along each axis of the grid.
+            formats: what all rows share (`costmodels.spec.table.FORMATS`).
         """
         table = cls.__new__(cls)
         vars(table).update(
             _columns=columns,
             _places=places,
             splits=splits,
-            precision=precision,
-            gradient_reduction=gradient_reduction,
+            **formats,
         )
         return table
 
@@ -82,8 +80,7 @@ class GridTable(LayoutTable):
         return LayoutTable(
             **columns,
             splits=self.splits,
-            precision=self.precision,
-            gradient_reduction=self.gradient_reduction,
+            **self.formats,
         )
 
     def column(self, name: str, rows: Ints) -> Any:

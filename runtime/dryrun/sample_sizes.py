@@ -521,6 +521,7 @@ class _Sizes:
             "micro_batch_size": self.rows,
             "global_batch_size": self.rows * data_parallel,
             "precision": "fp16" if loops and structure.precision == "bf16" else structure.precision,
+            "fp8_recipe": structure.fp8_recipe or "default",
             "offload_activations": structure.offloads_activations != "",
             **recompute,
         }

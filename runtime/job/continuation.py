@@ -165,7 +165,12 @@ def _splits(island: int, node: int) -> bool:
 
 def _kept(layout: Layout, training: TrainingOptions, has_experts: bool) -> Pins:
     """What the losses depend on."""
-    pins: Pins = {"optimizer": layout.optimizer, "gradient_reduction": layout.gradient_reduction}
+    pins: Pins = {
+        "optimizer": layout.optimizer,
+        "gradient_reduction": layout.gradient_reduction,
+        "fp8_recipe": layout.fp8_recipe,
+        "fp8_param_gather": layout.fp8_param_gather,
+    }
     if has_experts and counts_micro_batches(training):
         pins["micro_batch_size"] = layout.micro_batch_size
     return pins

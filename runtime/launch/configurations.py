@@ -25,7 +25,7 @@ from planner.plan import Plan
 from planner.problem import Problem, resolve_problem
 from runtime.job.job import Job
 from runtime.launch.options import LaunchOptions
-from runtime.settings.preflight import PRECISIONS
+from runtime.settings.preflight import PRECISIONS, RECIPES
 
 GROUPS = ("training", "data", "output", "faults")
 """Groups of flags that say what is learned, from which data, and what is kept of it."""
@@ -214,6 +214,12 @@ def _problem(
             "gradient_reduction": layout.gradient_reduction,
         }
     )
+    if layout is not None and wanted == "fp8":
+        if layout.fp8_recipe in RECIPES:
+            kept = {**kept, "fp8_recipe": layout.fp8_recipe, "fp8_param_gather": layout.fp8_param_gather}
+        else:
+            text = f"{layout.fp8_recipe} -> {RECIPES[1]}: the runtime has {', '.join(RECIPES[1:])}"
+            differences.append(Difference("fp8_recipe", None, text))
     return resolve_problem(
         model,
         world,

@@ -1,4 +1,4 @@
-"""Matrix products in 8 bits, by torchao."""
+"""Matrix products in 8 bits: which layers have them, and by which recipe."""
 
 from __future__ import annotations
 
@@ -11,11 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from costmodels.errors import InputError
+from costmodels.spec.layout import Fp8Recipe
 from runtime.model.transformer import Transformer
+from runtime.parallel.float8_tensorwise import MULTIPLE, tensorwise_linear
 from runtime.parallel.local_tensors import local_part
-
-MULTIPLE = 16
-"""What the sides of a matrix must be multiples of: the kernels read 16 bytes at a time."""
 
 LEAST_CAPABILITY = (8, 9)
 """NVIDIA's first GPUs with fp8: Ada, then Hopper and Blackwell."""
@@ -46,17 +45,20 @@ def check_float8(device: torch.device) -> None:
         raise InputError(f"precision fp8: torchao is not installed; run `pip install torchao`, or {instead}")
 
 
-def float8(stage: Transformer) -> None:
+def float8(stage: Transformer, recipe: Fp8Recipe = "default") -> None:
     """Let the linear layers of the blocks of `stage` multiply in fp8, the head in bf16.
 
-    Each product scales every row of its left and every column of its right operand by a power of two of its
-    own (torchao's recipe "rowwise"), so that no scale depends on what another rank or sequence holds. What
-    goes in and comes out is bf16. On a CPU, fp32 products of the rounded operands stand in.
+    "rowwise", the default, scales every row of the left and every column of the right operand of a product by
+    a power of two of its own, so that no scale depends on what another rank or sequence holds;
+    "rowwise_with_gw_hp" does so too, but for gradients of weights, which are products in bf16. Both are
+    torchao's. "tensorwise" has one scale for all that a rank holds of an operand
+    (`runtime.parallel.float8_tensorwise`). What goes in and comes out is bf16. On a CPU, fp32 products of the
+    rounded operands stand in.
 
     Routed experts, and layers with a side that is not a multiple of 16, stay in bf16. A layer whose forward
     is its own (one that tensor parallelism has split) finds what multiplies as its attribute `product`.
     """
-    product = _product()
+    product = tensorwise_linear if recipe == "tensorwise" else _product(recipe)
     for block in stage.blocks:
         for module in block.modules():
             if isinstance(module, nn.Linear) and _fits(module):
@@ -73,12 +75,14 @@ def _forward(linear: nn.Linear, product: Product) -> Callable[[Tensor], Tensor]:
     return lambda x: product(x, linear.weight, linear.bias)
 
 
-def _product() -> Product:
+def _product(recipe: Fp8Recipe) -> Product:
+    """Products of a recipe of torchao's."""
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
     from torchao.float8.float8_linear import Float8Linear, matmul_with_hp_or_float8_args
 
     # Tokens are an inner dimension of the products that make weight gradients.
-    config = replace(Float8LinearConfig.from_recipe_name("rowwise"), pad_inner_dim=True)
+    name = "rowwise" if recipe == "default" else recipe
+    config = replace(Float8LinearConfig.from_recipe_name(name), pad_inner_dim=True)
     settings: dict[bool, Any] = {}
     for on_gpu in (True, False):
         of_kind = replace(config, emulate=not on_gpu)

@@ -23,6 +23,7 @@ from costmodels.spec.send_order import SENDS_OF_STAGE
 from runtime.model.number_formats import DTYPES
 from runtime.model.transformer import Transformer
 from runtime.parallel.documents import Documents
+from runtime.parallel.float8_gather import Float8Gather
 from runtime.parallel.loss import TokenLoss
 from runtime.parallel.mesh import Grid
 from runtime.parallel.pipeline_stage import LeanStage
@@ -43,6 +44,8 @@ FORWARD_ACTIONS = ("F", "SEND_F", "WAIT_SEND_F", "RECV_F", "UNSHARD", "RESHARD")
 
 class Pipeline:
     """Layers spread over pipeline ranks, run by one of PyTorch's schedules."""
+
+    float8_gather: Float8Gather | None = None
 
     def __init__(
         self,

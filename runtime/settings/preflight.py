@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from costmodels import Layout, ModelSpec
 from costmodels.catalogue.local_machine import CONTEXT_BYTES, available_cores, available_memory, torch_build
 from costmodels.errors import InputError
+from costmodels.spec.layout import Fp8Recipe
 from costmodels.spec.record import GIB
 from costmodels.spec.untrained import untrained_parts
 from planner.inputs.engine import DEFAULT_ENGINE, engines_on
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
 PRECISIONS = ("fp32", "bf16", "fp16", "fp8")
 """Number formats that the runtime computes in."""
 
+RECIPES: tuple[Fp8Recipe, ...] = ("default", "rowwise", "tensorwise", "rowwise_with_gw_hp")
+"""Scales of products in fp8 that it knows."""
 
 RANKS_PER_CORE, RANKS_ALWAYS = 8, 16
 """Ranks that share a core of the CPU at most, and ranks that any machine may start: slow, but of use to try a
@@ -59,6 +62,10 @@ def check_job(spec: ModelSpec, layout: Layout, world_size: int) -> None:
         raise InputError(
             f"precision {layout.precision}: the runtime computes in {' or '.join(PRECISIONS)}; "
             "pin one of them"
+        )
+    if layout.fp8_recipe not in RECIPES:
+        raise InputError(
+            f"fp8_recipe {layout.fp8_recipe}: the runtime has {' or '.join(RECIPES[1:])}; pin one of them"
         )
     check_precision(spec, layout.precision)
     broken = first_violation(spec, layout)

@@ -12,6 +12,7 @@ from costmodels import Layout
 from runtime.faults.heartbeat import set_operation
 from runtime.model.transformer import Transformer
 from runtime.parallel.documents import Documents
+from runtime.parallel.float8_gather import Float8Gather
 from runtime.parallel.loss import TokenLoss
 from runtime.parallel.working_copies import WorkingCopies, computing
 
@@ -23,6 +24,8 @@ class Executor(Protocol):
     loss: TokenLoss
     copies: list[WorkingCopies]
     """Of the parameters of the stages, where FSDP2 does not wrap them."""
+    float8_gather: Float8Gather | None
+    """What FSDP2 gathers in 8 bits, if anything; its scales are to be agreed on before each step."""
 
     def use_documents(self, documents: Documents) -> None:
         """Let `documents` ready the stages before each pass of a micro batch."""
@@ -44,6 +47,8 @@ class Executor(Protocol):
 
 class Accumulation:
     """All layers on every rank: micro batches one after the other."""
+
+    float8_gather: Float8Gather | None = None
 
     def __init__(
         self, stages: list[Transformer], layout: Layout, loss: TokenLoss, copies: list[WorkingCopies]

@@ -20,6 +20,7 @@ from runtime.parallel.context import context_parallel, local_positions, uses_rin
 from runtime.parallel.data import data_parallel, gather_once, needs_data_parallel, wraps_stages
 from runtime.parallel.expert import expert_parallel
 from runtime.parallel.float8 import float8
+from runtime.parallel.float8_gather import Float8Gather
 from runtime.parallel.initialisation import INIT_STD, initialise
 from runtime.parallel.layer_chain import LayerChain
 from runtime.parallel.loss import TokenLoss
@@ -59,7 +60,7 @@ def build_stage(spec: ModelSpec, layout: Layout, grid: Grid, index: int, compile
     expert_parallel(stage, layout, grid)
     quantise_base(stage, spec, layout, grid)
     if layout.precision == "fp8":
-        float8(stage)
+        float8(stage, layout.fp8_recipe)
     in_two = compiles_in_two(layout)
     # torch.compile takes checkpoints into its graphs, but none of what cannot be one graph.
     around = [
@@ -167,10 +168,14 @@ def build_executor(
             router.to_device(grid.device)
         stage.tie()
         initialise(stage, spec, seed, init_std)
+        stages.append(stage)
+    float8_gather = Float8Gather(stages, layout) if layout.gathers_fp8 else None
+    for stage in stages:
         if isinstance(stage, FSDPModule):
             gather_once(stage)
-        stages.append(stage)
-    return executor_of(stages, spec, layout, grid, compiled)
+    executor = executor_of(stages, spec, layout, grid, compiled)
+    executor.float8_gather = float8_gather
+    return executor
 
 
 def executor_of(

@@ -131,6 +131,7 @@ class Trainer:
         self.executor.loss.scale = factor
         depths = self.spec.mtp_depths
         self.executor.loss.further_losses = torch.zeros(depths, device=self.grid.device) if depths else None
+        self._agree_on_scales()
         loss = self.executor.train(*self._inputs(samples))
         set_operation("reduction of gradients")
         self.optimizer.collect_gradients()
@@ -220,10 +221,15 @@ class Trainer:
         """Mean token loss of a global batch, given this rank's rows of it."""
         self._set_batch(samples)
         self.executor.loss.scale = 1.0
+        self._agree_on_scales()
         total = self._once(self.executor.evaluate(*self._inputs(samples)))
         if dist.get_world_size() > 1:
             dist.all_reduce(total)
         return float(total)
+
+    def _agree_on_scales(self) -> None:
+        if self.executor.float8_gather is not None:
+            self.executor.float8_gather.agree()
 
     def _next_tokens(self, samples: npt.NDArray[np.int64]) -> Tensor:
         hides = self.boundaries is not None and self.boundaries.hides_prompts

@@ -91,7 +91,13 @@ def test_every_field_survives_the_table(several: list[Layout]) -> None:
 
 def test_a_table_holds_one_precision_and_one_gradient_reduction() -> None:
     usual = Layout(layers_per_stage=(4,), global_batch_size=8)
-    for other in ({"precision": "fp8"}, {"gradient_reduction": "bf16"}):
+    others: list[dict[str, object]] = [
+        {"precision": "fp8"},
+        {"gradient_reduction": "bf16"},
+        {"fp8_recipe": "tensorwise"},
+        {"fp8_param_gather": True},
+    ]
+    for other in others:
         with pytest.raises(ValueError, match="one precision and one gradient reduction"):
             LayoutTable.of([usual, usual.model_copy(update=other)])
 

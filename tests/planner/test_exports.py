@@ -212,6 +212,8 @@ UNUSUAL: dict[str, dict[str, Any]] = {
     "offload_optimizer": {"offload_optimizer": True},
     "precision": {"precision": "fp8"},
     "gradient_reduction": {"gradient_reduction": "bf16"},
+    "fp8_recipe": {"precision": "fp8", "fp8_recipe": "blockwise"},
+    "fp8_param_gather": {"precision": "fp8", "fp8_recipe": "tensorwise", "fp8_param_gather": True},
     "optimizer": {"optimizer": "muon"},
 }
 

@@ -324,6 +324,8 @@ def test_megatrons_parallel_flags_are_pins() -> None:
         ),
         ({"fp8": True}, {"precision": "fp8"}),
         ({"fp8": True, "bf16": True}, {"precision": "fp8"}),
+        ({"fp8": True, "fp8_recipe": "tensorwise"}, {"precision": "fp8", "fp8_recipe": "tensorwise"}),
+        ({"fp8": True, "fp8_recipe": "mxfp8", "bf16": True}, {"precision": "mxfp8"}),
     ],
 )
 def test_flags_of_every_parallelism_are_pins(flags: dict[str, Any], pins: dict[str, Any]) -> None:

@@ -151,7 +151,6 @@ CAPPED: dict[str, Any] = {
         ("gbs=4,tp=2,dp=2,zero=1,precision=bf16", 0, False, CAPPED | {"seq": 2000, "max_positions": 2000}),
         # Windows over gathered keys, longer and shorter than each of a rank's two parts of a sequence.
         ("gbs=4,cp=2,precision=bf16", 0, False, CAPPED),
-        ("gbs=4,cp=2,mbs=2,precision=bf16", 0, True, CAPPED | {"window": 256}),
         ("gbs=4,cp=2,precision=fp32", 0, False, CAPPED | {"window": 256, "attention_softcap": 0.0}),
         pytest.param("gbs=4,dp=2,zero=1,tp=2,precision=fp8", 0, False, LINEAR, marks=FP8),
         pytest.param("gbs=4,dp=2,zero=1,precision=fp8", 0, True, LINEAR | ROUTED, marks=FP8),

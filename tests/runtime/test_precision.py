@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -136,19 +137,36 @@ def test_gradients_are_summed_in_the_format_that_the_layout_names(pool: WorkerPo
         assert float((gradient - wide[name]).norm() / wide[name].norm()) < 2**-6, name
 
 
+RECIPES = ("rowwise", "tensorwise", "rowwise_with_gw_hp")
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("text", ["", "dp=2,zero=3", "tp=2"])
-def test_fp8_follows_bf16(pool: WorkerPool, text: str) -> None:
+def test_fp8_follows_bf16(pool: WorkerPool, text: str, recipe: str) -> None:
     if find_spec("torchao") is None:
         pytest.skip("torchao is not installed")
-    layout = parse_layout("gbs=2,precision=fp8" + ("," + text if text else ""), LLAMA)
-    bf16 = layout.model_copy(update={"precision": "bf16"})
+    layout = parse_layout(f"gbs=2,precision=fp8,fp8_recipe={recipe}" + ("," + text if text else ""), LLAMA)
+    bf16 = layout.model_copy(update={"precision": "bf16", "fp8_recipe": "default"})
     losses = pool.run(losses_of, layout.world_size, LLAMA, layout, 6)
     expected = pool.run(losses_of, layout.world_size, LLAMA, bf16, 6)
     assert all(one == losses[0] for one in losses)
     assert 1e-5 < relative_difference(losses[0], expected[0]) < 2e-2
 
 
-def test_fp8_multiplies_in_the_blocks_where_the_shapes_allow_it() -> None:
+def test_recipes_differ_and_rowwise_is_the_default(pool: WorkerPool) -> None:
+    if find_spec("torchao") is None:
+        pytest.skip("torchao is not installed")
+    layout = parse_layout("gbs=2,precision=fp8", LLAMA)
+    losses = {
+        recipe: pool.run(losses_of, 1, LLAMA, layout.model_copy(update={"fp8_recipe": recipe}), 3)[0]
+        for recipe in ("default", *RECIPES)
+    }
+    assert losses["default"] == losses["rowwise"]
+    assert len({str(losses[recipe]) for recipe in RECIPES}) == len(RECIPES)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_fp8_multiplies_in_the_blocks_where_the_shapes_allow_it(recipe: Any) -> None:
     if find_spec("torchao") is None:
         pytest.skip("torchao is not installed")
     from runtime.model.transformer import Transformer
@@ -156,7 +174,7 @@ def test_fp8_multiplies_in_the_blocks_where_the_shapes_allow_it() -> None:
 
     spec = ModelSpec(name="odd", layers=1, hidden=32, heads=2, ffn=40, vocab=64, seq=16)
     stage = Transformer(spec, 64).bfloat16()
-    float8(stage)
+    float8(stage, recipe)
     converted = [name for name, module in stage.named_modules() if hasattr(module, "product")]
     assert converted == [f"layers.0.attention.{name}" for name in ("query", "key", "value", "output")]
     linear = stage.get_submodule("layers.0.attention.query")

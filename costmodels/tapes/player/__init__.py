@@ -79,6 +79,9 @@ def is_playable(model: ModelSpec, layout: Layout, compiled: bool, version: str |
         return False
     if untrained_parts(model) or model.lora is not None:
         return False
+    if layout.gathers_fp8:
+        # Units are recorded with weights in the format that computes.
+        return False
     if layout.precision == "fp8" and layout.offload_activations and layout.context_parallel > 1:
         # Products in 8 bits keep what the host has too, where keys are gathered: more than is played.
         return False

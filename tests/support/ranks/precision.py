@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from costmodels import Layout, ModelSpec
 from runtime import checkpoint
 from runtime.optimizers.update_rules import ElementWise
+from runtime.parallel.float8_tensorwise import Float8Weight
 from runtime.parallel.local_tensors import local_part
 from runtime.settings.options import TrainingOptions
 from runtime.train import stages
 from runtime.train.trainer import Trainer
-from tests.support.ranks.parity import Training, trained
+from tests.support.ranks.parity import Training, losses_of, trained
 from tests.support.ranks.training import CPU, batch_of
 
 
@@ -108,3 +110,50 @@ def with_and_without_fsdp(spec: ModelSpec, layout: Layout, steps: int) -> tuple[
     plain = trained(spec, layout, steps)
     with patch.object(stages, "wraps_stages", lambda *_: True):
         return plain, trained(spec, layout, steps)
+
+
+class Gathered(NamedTuple):
+    """What was gathered in one pass forward."""
+
+    sent: dict[torch.dtype, int]
+    """Bytes that all ranks together gave to collectives, by the format that these saw."""
+    narrow: int
+    """Elements of the weights that linear layers then had in 8 bits."""
+
+
+class _Gathers(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.sent: dict[torch.dtype, int] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.c10d._allgather_base_.default:
+            whole = args[0]
+            self.sent[whole.dtype] = self.sent.get(whole.dtype, 0) + whole.nbytes
+        return func(*args, **(kwargs or {}))
+
+
+def gathered(spec: ModelSpec, layout: Layout) -> Gathered:
+    """What an evaluation of one micro batch gathers."""
+    trainer, narrow = Trainer(spec, layout, TrainingOptions(train_iters=1), CPU), [0]
+
+    def note(module: nn.Module, inputs: Any) -> None:
+        if isinstance(module.weight, Float8Weight):
+            assert module.weight.elements.element_size() == 1
+            narrow[0] += module.weight.elements.untyped_storage().nbytes()
+
+    for stage in trainer.executor.stages:
+        for module in stage.modules():
+            if isinstance(module, nn.Linear):
+                module.register_forward_pre_hook(note)
+    with _Gathers() as gathers:
+        trainer.evaluate(batch_of(spec, layout, 0)[trainer.rows])
+    return Gathered(gathers.sent, narrow[0])
+
+
+def exactly_compiled_losses(spec: ModelSpec, layout: Layout, steps: int) -> list[float]:
+    """Losses of compiled layers that round wherever uncompiled ones do, also amid what is fused."""
+    import torch._inductor.config
+
+    with torch._inductor.config.patch(emulate_precision_casts=True):
+        return losses_of(spec, layout, steps, compiled=True)

@@ -1,0 +1,183 @@
+"""Matrix products in 8 bits with one scale for each matrix, in operations that a compiler sees through.
+
+The largest element of a matrix and its cast are plain operations, so that compiled layers fuse them with what
+makes the matrix. Numbers are those of torchao's recipe "tensorwise".
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+SMALLEST = 1e-12
+"""The least that a matrix of next to nothing is taken to have as its largest element."""
+
+MULTIPLE = 16
+"""What the sides of a matrix must be multiples of: the kernels read 16 bytes at a time."""
+
+
+class Formats(NamedTuple):
+    """The formats of a device."""
+
+    operand: torch.dtype
+    """Of weights and activations: more digits."""
+    gradient: torch.dtype
+    """Of gradients of activations: a wider range."""
+
+
+def formats() -> Formats:
+    """Those that kernels of this build of PyTorch take; AMD's MI300 has others than all else."""
+    from torchao.float8.config import e4m3_dtype, e5m2_dtype
+
+    return Formats(e4m3_dtype, e5m2_dtype)
+
+
+class Narrow(NamedTuple):
+    """A matrix in 8 bits."""
+
+    elements: Tensor
+    scale: Tensor
+    """What its elements were multiplied by, 0-d in fp32."""
+
+    def transposed(self) -> Narrow:
+        """The same on its side, with rows in one piece."""
+        return Narrow(self.elements.t().contiguous(), self.scale)
+
+
+def scale_for(largest: Tensor, dtype: torch.dtype) -> Tensor:
+    """What matrices are multiplied by whose largest elements are `largest`, in fp32."""
+    # Compiled and eager quotients of fp32 differ in their last bit.
+    return (torch.finfo(dtype).max / largest.double().clamp(min=SMALLEST)).float()
+
+
+def cast(matrix: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """The elements of a matrix in 8 bits; none is out of range where the scale is its own."""
+    return (matrix.float() * scale).to(dtype)
+
+
+def narrow(matrix: Tensor, dtype: torch.dtype) -> Narrow:
+    """A matrix in 8 bits, by its own scale."""
+    scale = scale_for(matrix.abs().amax(), dtype)
+    return Narrow(cast(matrix, scale, dtype), scale)
+
+
+class Float8Weight(torch.Tensor):
+    """A weight that FSDP2 has gathered in 8 bits: to autograd a matrix in the format that computes."""
+
+    elements: Tensor
+    scale: Tensor
+
+    @staticmethod
+    def __new__(cls, elements: Tensor, scale: Tensor, dtype: torch.dtype) -> Float8Weight:
+        made: Float8Weight = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+            cls,
+            elements.size(),
+            strides=elements.stride(),
+            storage_offset=elements.storage_offset(),
+            dtype=dtype,
+            device=elements.device,
+        )
+        made.elements, made.scale = elements, scale
+        return made
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    def __tensor_flatten__(self) -> tuple[list[str], torch.dtype]:
+        return ["elements", "scale"], self.dtype
+
+    @staticmethod
+    def __tensor_unflatten__(
+        parts: dict[str, Tensor], dtype: torch.dtype, size: Any, stride: Any
+    ) -> Float8Weight:
+        return Float8Weight(parts["elements"], parts["scale"], dtype)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, operation: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if operation not in _VIEWS:
+            raise NotImplementedError(f"{operation} of a weight in 8 bits")
+        weight, *rest = args
+        return Float8Weight(operation(weight.elements, *rest, **(kwargs or {})), weight.scale, weight.dtype)
+
+
+_VIEWS = (
+    torch.ops.aten.detach.default,
+    torch.ops.aten.alias.default,
+    torch.ops.aten.as_strided.default,
+    torch.ops.aten.view.default,
+)
+"""What FSDP2, distributed tensors and autograd do to a weight."""
+
+
+def _narrow_weight(weight: Tensor, dtype: torch.dtype) -> Narrow:
+    if isinstance(weight, Float8Weight):
+        return Narrow(weight.elements, weight.scale)
+    return narrow(weight, dtype)
+
+
+def _multiply(left: Narrow, right: Narrow, dtype: torch.dtype, fast: bool) -> Tensor:
+    """left [I, K] times right [J, K] on its side: [I, J].
+
+    Args:
+        fast: sums of K may lose digits.
+    """
+    if not left.elements.is_cuda:
+        product = left.elements.float() @ right.elements.float().t()
+        return (product / (left.scale * right.scale)).to(dtype)
+    result: Tensor = torch._scaled_mm(
+        left.elements,
+        right.elements.t(),
+        scale_a=left.scale.reciprocal(),
+        scale_b=right.scale.reciprocal(),
+        out_dtype=dtype,
+        use_fast_accum=fast,
+    )
+    return result
+
+
+def _filled(matrix: Narrow) -> Narrow:
+    """A matrix with so many rows that they can be summed over."""
+    missing = -matrix.elements.shape[0] % MULTIPLE
+    if not missing:
+        return matrix
+    # Padding does not know formats in 8 bits.
+    bits = F.pad(matrix.elements.view(torch.uint8), (0, 0, 0, missing))
+    return Narrow(bits.view(matrix.elements.dtype), matrix.scale)
+
+
+@torch._dynamo.allow_in_graph
+class _Product(torch.autograd.Function):
+    """x [M, K], weight [N, K] -> [M, N]."""
+
+    @staticmethod
+    def forward(ctx: Any, x_MK: Tensor, weight_NK: Tensor, kinds: Formats) -> Tensor:
+        # Not in 8 bits: other layers keep the same activations, and compilers choose what is kept.
+        ctx.save_for_backward(x_MK, weight_NK)
+        ctx.kinds = kinds
+        weight = _narrow_weight(weight_NK, kinds.operand)
+        return _multiply(narrow(x_MK, kinds.operand), weight, x_MK.dtype, fast=True)
+
+    @staticmethod
+    def backward(ctx: Any, grad_MN: Tensor) -> tuple[Tensor | None, Tensor | None, None]:  # type: ignore[override]
+        x_MK, weight_NK = ctx.saved_tensors
+        kinds, dtype = ctx.kinds, grad_MN.dtype
+        gradient, of_x, of_weight = narrow(grad_MN, kinds.gradient), None, None
+        if ctx.needs_input_grad[0]:
+            weight = _narrow_weight(weight_NK, kinds.operand)
+            of_x = _multiply(gradient, weight.transposed(), dtype, fast=False)
+        if ctx.needs_input_grad[1]:
+            x = _filled(narrow(x_MK, kinds.operand)).transposed()
+            of_weight = _multiply(_filled(gradient).transposed(), x, dtype, fast=False)
+        return of_x, of_weight, None
+
+
+def tensorwise_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """As torch.nn.functional.linear."""
+    # Views are made outside: compiled code may write over results that are none.
+    rows = _Product.apply(x.flatten(0, -2), weight, formats())
+    result: Tensor = rows.view(*x.shape[:-1], -1)
+    return result if bias is None else result + bias

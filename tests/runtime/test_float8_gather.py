@@ -1,0 +1,69 @@
+"""Weights that FSDP2 gathers in 8 bits: the same numbers as gathered in 16."""
+
+from __future__ import annotations
+
+import shutil
+from importlib.util import find_spec
+
+import pytest
+import torch
+
+from tests.support.layouts import parse_layout
+from tests.support.models import MODELS
+from tests.support.ranks import precision as work
+from tests.support.ranks.parity import losses_of
+from tests.support.worker_pool import WorkerPool
+
+pytestmark = pytest.mark.skipif(find_spec("torchao") is None, reason="torchao is not installed")
+
+
+@pytest.mark.parametrize(
+    ("model", "text"),
+    [
+        ("llama", "gbs=2,dp=2,zero=3"),
+        ("llama", "gbs=8,dp=2,zero=1"),
+        ("llama", "gbs=4,dp=2,zero=2,recompute=full"),
+        ("gpt2", "gbs=8,dp=2,zero=3,gradient_reduction=bf16"),
+        ("llama", "gbs=4,dp=2,zero=3,cp=2"),
+        ("llama", "gbs=4,dp=4,zero=1,zero_replicas=2"),
+        ("llama", "gbs=4,dp=2,zero=3,tp=2,sp=1"),
+        ("gpt2", "gbs=8,dp=2,zero=1,pp=2"),
+        ("gpt2", "gbs=8,dp=2,zero=1,pp=2,vpp=2,schedule=zbv"),
+        ("mixtral", "gbs=4,dp=2,zero=3,ep=2"),
+    ],
+)
+def test_losses_are_those_of_weights_that_are_gathered_in_bf16(
+    pool: WorkerPool, model: str, text: str
+) -> None:
+    """To the bit: a weight is cast by the same scale, on one side of the gathering or on the other."""
+    spec = MODELS[model]
+    plain = parse_layout("gbs=4,dp=2,zero=3,precision=fp8,fp8_recipe=tensorwise", spec)
+    narrow = plain.model_copy(update={"fp8_param_gather": True})
+    assert narrow.gathers_fp8
+    losses = pool.run(losses_of, plain.world_size, spec, narrow, 4)
+    assert losses == pool.run(losses_of, plain.world_size, spec, plain, 4)
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler")
+def test_compiled_losses_are_the_same_but_for_what_compilers_do_not_round(pool: WorkerPool) -> None:
+    """A compiler keeps fp32 in what it fuses, and fuses the two otherwise; told to round, it has the same."""
+    spec = MODELS["llama"]
+    plain = parse_layout("gbs=4,dp=2,zero=3,precision=fp8,fp8_recipe=tensorwise", spec)
+    narrow = plain.model_copy(update={"fp8_param_gather": True})
+    losses = pool.run(work.exactly_compiled_losses, 2, spec, narrow, 3)
+    assert losses == pool.run(work.exactly_compiled_losses, 2, spec, plain, 3)
+
+
+def test_what_is_gathered_has_a_byte_for_each_weight(pool: WorkerPool) -> None:
+    spec = MODELS["llama"]
+    plain = parse_layout("gbs=2,dp=2,zero=3,precision=fp8,fp8_recipe=tensorwise", spec)
+    wide = pool.run(work.gathered, 2, spec, plain)[0]
+    narrow = pool.run(work.gathered, 2, spec, plain.model_copy(update={"fp8_param_gather": True}))[0]
+    head, kv = spec.hidden // spec.heads, spec.kv_heads or spec.heads
+    layer = spec.hidden * (2 * spec.hidden + 2 * kv * head + 3 * spec.ffn)
+    assert (wide.narrow, narrow.narrow) == (0, spec.layers * layer)
+    assert set(wide.sent) == {torch.bfloat16}
+    assert sum(wide.sent.values()) - sum(narrow.sent.values()) == spec.layers * layer
+    # Norms travel among the weights, as bytes; embedding and head as they did.
+    norms = spec.layers * 2 * spec.hidden * torch.bfloat16.itemsize
+    assert narrow.sent[torch.uint8] == spec.layers * layer + norms
