@@ -9,3 +9,6 @@ WEIGHT_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.fl
 
 DTYPES = {**WEIGHT_DTYPES, "fp8": torch.bfloat16}
 """Formats of activations; fp8 is one of matrix products only."""
+
+FLOAT8_SIDES = 16
+"""What the sides of a matrix in 8 bits must be multiples of: the kernels read 16 bytes at a time."""

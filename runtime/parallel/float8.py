@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from costmodels.errors import InputError
 from costmodels.spec.layout import Fp8Recipe
+from runtime.model.number_formats import FLOAT8_SIDES
 from runtime.model.transformer import Transformer
-from runtime.parallel.float8_tensorwise import MULTIPLE, tensorwise_linear
 from runtime.parallel.local_tensors import local_part
 
 LEAST_CAPABILITY = (8, 9)
@@ -58,7 +58,7 @@ def float8(stage: Transformer, recipe: Fp8Recipe = "default") -> None:
     Routed experts, and layers with a side that is not a multiple of 16, stay in bf16. A layer whose forward
     is its own (one that tensor parallelism has split) finds what multiplies as its attribute `product`.
     """
-    product = tensorwise_linear if recipe == "tensorwise" else _product(recipe)
+    product = _tensorwise() if recipe == "tensorwise" else _product(recipe)
     for block in stage.blocks:
         for module in block.modules():
             if isinstance(module, nn.Linear) and _fits(module):
@@ -68,11 +68,18 @@ def float8(stage: Transformer, recipe: Fp8Recipe = "default") -> None:
 
 
 def _fits(linear: nn.Linear) -> bool:
-    return all(side % MULTIPLE == 0 for side in local_part(linear.weight).shape)
+    return all(side % FLOAT8_SIDES == 0 for side in local_part(linear.weight).shape)
 
 
 def _forward(linear: nn.Linear, product: Product) -> Callable[[Tensor], Tensor]:
     return lambda x: product(x, linear.weight, linear.bias)
+
+
+def _tensorwise() -> Product:
+    """Products of our own, which bring PyTorch's compiler."""
+    from runtime.parallel.float8_tensorwise import tensorwise_linear
+
+    return tensorwise_linear
 
 
 def _product(recipe: Fp8Recipe) -> Product:
@@ -88,7 +95,7 @@ def _product(recipe: Fp8Recipe) -> Product:
         of_kind = replace(config, emulate=not on_gpu)
         with torch.device("meta"):
             # torchao readies the compiler when it converts a module.
-            sample = nn.Sequential(nn.Linear(MULTIPLE, MULTIPLE))
+            sample = nn.Sequential(nn.Linear(FLOAT8_SIDES, FLOAT8_SIDES))
             (linear,) = convert_to_float8_training(sample, config=of_kind)
         assert isinstance(linear, Float8Linear)
         settings[on_gpu] = linear.linear_mm_config, linear.config

@@ -12,11 +12,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from runtime.model.number_formats import FLOAT8_SIDES
+
 SMALLEST = 1e-12
 """The least that a matrix of next to nothing is taken to have as its largest element."""
-
-MULTIPLE = 16
-"""What the sides of a matrix must be multiples of: the kernels read 16 bytes at a time."""
 
 
 class Formats(NamedTuple):
@@ -141,7 +140,7 @@ def _multiply(left: Narrow, right: Narrow, dtype: torch.dtype, fast: bool) -> Te
 
 def _filled(matrix: Narrow) -> Narrow:
     """A matrix with so many rows that they can be summed over."""
-    missing = -matrix.elements.shape[0] % MULTIPLE
+    missing = -matrix.elements.shape[0] % FLOAT8_SIDES
     if not missing:
         return matrix
     # Padding does not know formats in 8 bits.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -23,12 +23,14 @@ from costmodels.spec.send_order import SENDS_OF_STAGE
 from runtime.model.number_formats import DTYPES
 from runtime.model.transformer import Transformer
 from runtime.parallel.documents import Documents
-from runtime.parallel.float8_gather import Float8Gather
 from runtime.parallel.loss import TokenLoss
 from runtime.parallel.mesh import Grid
 from runtime.parallel.pipeline_stage import LeanStage
 from runtime.parallel.send_limit import keeps_messages, limit_sends
 from runtime.parallel.working_copies import WorkingCopies, computing
+
+if TYPE_CHECKING:
+    from runtime.parallel.float8_gather import Float8Gather
 
 SCHEDULES: dict[Schedule, type] = {
     "1f1b": Schedule1F1B,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
@@ -12,9 +12,11 @@ from costmodels import Layout
 from runtime.faults.heartbeat import set_operation
 from runtime.model.transformer import Transformer
 from runtime.parallel.documents import Documents
-from runtime.parallel.float8_gather import Float8Gather
 from runtime.parallel.loss import TokenLoss
 from runtime.parallel.working_copies import WorkingCopies, computing
+
+if TYPE_CHECKING:
+    from runtime.parallel.float8_gather import Float8Gather
 
 
 class Executor(Protocol):

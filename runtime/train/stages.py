@@ -20,7 +20,6 @@ from runtime.parallel.context import context_parallel, local_positions, uses_rin
 from runtime.parallel.data import data_parallel, gather_once, needs_data_parallel, wraps_stages
 from runtime.parallel.expert import expert_parallel
 from runtime.parallel.float8 import float8
-from runtime.parallel.float8_gather import Float8Gather
 from runtime.parallel.initialisation import INIT_STD, initialise
 from runtime.parallel.layer_chain import LayerChain
 from runtime.parallel.loss import TokenLoss
@@ -169,7 +168,12 @@ def build_executor(
         stage.tie()
         initialise(stage, spec, seed, init_std)
         stages.append(stage)
-    float8_gather = Float8Gather(stages, layout) if layout.gathers_fp8 else None
+    float8_gather = None
+    if layout.gathers_fp8:
+        # Its products bring PyTorch's compiler, which no other layout need wait for.
+        from runtime.parallel.float8_gather import Float8Gather
+
+        float8_gather = Float8Gather(stages, layout)
     for stage in stages:
         if isinstance(stage, FSDPModule):
             gather_once(stage)

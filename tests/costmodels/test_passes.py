@@ -108,7 +108,7 @@ def test_a_ring_sees_the_tokens_of_one_rank_at_a_time(gpt, a100, engine, layout)
 def test_longer_layers_that_wait_for_the_host_are_never_faster(gpt, a100, engine, layout, cluster):
     # What is computed again ends early: its wait is its own, not that of the forward pass.
     table = LayoutTable.of([layout(gpt, recompute="full", mbs=mbs) for mbs in (1, 2, 4)])
-    slow = engine("bundled", host_layer_overhead=0.5, host_backward=1.0)
+    slow = engine("bundled", host_layer_overhead=0.5, host_backward=1.0, host_chained=1.0)
     found = layer_passes(gpt, a100, slow, table, cluster(8)).total
     assert np.all(np.diff(found) >= -1e-12)
     assert found[0] == pytest.approx(1.5, rel=0.02)

@@ -66,6 +66,9 @@ def test_played_tapes_equal_the_dry_run(part: int) -> None:
 )
 def test_blocks_of_few_models_are_recorded_as_they_are(name: str, text: str, compiled: bool) -> None:
     spec = FORMS[name]
+    if name == "chunks":
+        # Others than those that divide the sequence have no tape.
+        spec = spec.model_copy(update={"window": spec.seq // 2})
     errors = compare(spec, parse_layout(text, spec), 0, compiled)
     assert not errors.misses
 

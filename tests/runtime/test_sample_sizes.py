@@ -29,7 +29,14 @@ def structures(seed: int) -> set[Structure]:
         for stage in range(len(layout.layers_per_stage)):
             for wanted in structures_of_stage(model, layout, stage, compiled):
                 found |= {one for one in (wanted.structure, wanted.plain) if one is not None}
-    return found
+    return {one for one in found if not _has_no_sample(one)}
+
+
+def _has_no_sample(structure: Structure) -> bool:
+    """Whether capped scores tell no size: in last blocks that 8 bits fill up, and in thousands of blocks."""
+    capped = "attention_softcap" in structure.form
+    filled = structure.partial_step and structure.precision == "fp8"
+    return capped and (filled or structure.repeats_heads)
 
 
 @pytest.mark.slow
