@@ -17,6 +17,7 @@ from costmodels.calibration.robust_fit import Knowledge, robust_fit
 from costmodels.pricing import Prices, price
 from costmodels.spec.engine import Engine
 from costmodels.spec.hardware import Cluster, Device, Link, MeasuredCollective, Precision
+from costmodels.spec.layout import SPLIT_BACKWARD
 from costmodels.spec.model import ModelSpec
 from costmodels.spec.table import Floats, LayoutTable
 
@@ -281,6 +282,13 @@ def _knowledge(device: Device, engine: Engine, steps: Sequence[StepTime]) -> dic
     if some(lambda layout: layout.pipeline_parallel > 1):
         late = network.message_latency or device.intra_node.latency
         found["network.message_latency"] = Knowledge(late, 1.2, 1e-7, 1.0)
+    if device.kind == "cpu" and some(
+        lambda layout: layout.pipeline_parallel > 1 and layout.schedule != "1f1b"
+    ):
+        late = network.meanwhile_latency or device.intra_node.latency
+        found["network.meanwhile_latency"] = Knowledge(late, 1.2, 1e-7, 1.0)
+    if some(lambda layout: layout.schedule in SPLIT_BACKWARD and layout.pipeline_parallel > 1):
+        found["host.split_backward"] = Knowledge(host.split_backward, 0.7, 0.3, 20.0)
     if some(lambda layout: layout.tensor_parallel > 1):
         found["host.tensor_parallel"] = Knowledge(host.tensor_parallel, 0.3, 0.3, 10.0)
     if some(lambda layout: layout.sequence_parallel):

@@ -303,9 +303,10 @@ def send(cluster: Cluster, engine: Engine, payload: Floats, size: Ints, stride: 
     """Seconds of one message between neighbours of a group; the slowest pair counts."""
     placed = Placement(cluster, engine, size, stride)
     near, far = placed.messages()
-    result = payload / near + placed.tiers[0].latency
+    once = engine.network.collective_latency
+    measured = placed.measured("send").late_within if cluster.measured else None
+    # A message that was measured is no collective: what these take besides their hops is not in it.
+    result = payload / near + (placed.tiers[0].latency + once if measured is None else measured[1][0])
     for below, tier in pairwise(placed.tiers):
-        result = np.where(placed.crosses(below, tier), payload / far + tier.latency, result)
-    return np.where(
-        size > 1, result + engine.network.collective_latency + engine.network.message_latency, 0.0
-    )
+        result = np.where(placed.crosses(below, tier), payload / far + tier.latency + once, result)
+    return np.where(size > 1, result + engine.network.message_latency, 0.0)

@@ -115,6 +115,8 @@ class NetworkConstants(Constants):
     """Seconds of one call of a collective on top of the hops of its links: launch and synchronisation."""
     message_latency: NonNegative = 0.0
     """Seconds of a message between pipeline stages on top of that."""
+    meanwhile_latency: NonNegative = 0.0
+    """Seconds that it takes besides where ranks compute while they send: gloo's threads wait for a core."""
     context_latency: NonNegative = 0.0
     """Seconds of a layer's exchange of context parallelism, forward or backward, on top of that."""
     dispatch_latency: NonNegative = 0.0

@@ -136,13 +136,15 @@ def message_seconds(model: ModelSpec, cluster: Cluster, engine: Engine, table: L
 
     Sequence parallelism sends its part of the sequence only; without it an engine may let every
     tensor-parallel rank send a part, which the receivers gather over their own links (arXiv:2104.04473,
-    section 4.1). The slowest pair of neighbours counts.
+    section 4.1). The slowest pair of neighbours counts. In 1F1B alone ranks wait for what they send.
     """
     split = np.where(table.sequence_parallel | engine.network.scatters_messages, table.tensor_parallel, 1)
     payload = element_bytes(table.precision) * tokens(model, table) * model.hidden / split
     payload = payload * model.residual_streams
     stride = table.tensor_parallel * table.context_parallel * table.data_parallel
-    return send(cluster, engine, payload, table.pipeline_parallel, stride)
+    meanwhile = np.where(table.runs("1f1b"), 0.0, engine.network.meanwhile_latency)
+    seconds = send(cluster, engine, payload, table.pipeline_parallel, stride)
+    return seconds + meanwhile * (table.pipeline_parallel > 1)
 
 
 def message_wait_seconds(

@@ -112,7 +112,8 @@ def _signs(layout: Layout) -> Iterator[object]:
     if layout.pipeline_parallel > 1:
         ways.append(("pp", layout.pipeline_parallel, layout.schedule))
     if layout.expert_parallel > 1:
-        ways.append(("ep", layout.expert_parallel))
+        # Tokens travel from the ranks of another degree each time, which hides or adds to the costs of that.
+        ways.append(("ep", layout.expert_parallel, layout.tensor_parallel, layout.context_parallel))
     if layout.expert_tensor_parallel > 1:
         ways.append(("etp", layout.expert_tensor_parallel))
     replicas = layout.data_parallel * layout.context_parallel

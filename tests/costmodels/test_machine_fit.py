@@ -109,6 +109,28 @@ def test_steps_of_a_slower_machine_are_fitted() -> None:
     assert after < 0.1 < before
 
 
+def test_messages_of_ranks_that_compute_meanwhile_are_fitted_apart() -> None:
+    start = machine_fit.fitted_device(load_device("cpu", 2), ENGINE, kernels())
+    late = machine_fit.with_constants(start, ENGINE, {"network.meanwhile_latency": 5e-3})
+    plain: dict[str, Any] = {"pipeline_parallel": 2, "global_batch_size": 4, "precision": "fp32"}
+    piped = [
+        Layout(layers_per_stage=(2, 2), **plain),
+        Layout(layers_per_stage=(1, 1, 1, 1), virtual_pipeline_parallel=2, schedule="interleaved", **plain),
+    ]
+    [batch] = machine_fit.batches_of([StepTime(model=NANO, layout=layout, seconds=1.0) for layout in piped])
+    waiting, computing = machine_fit.prices(batch, late, ENGINE, 2).step_time_s
+    before = machine_fit.prices(batch, start, ENGINE, 2).step_time_s
+    assert waiting == before[0] and computing > before[1] + 5e-3
+    steps_of_both = [
+        StepTime(model=NANO, layout=layout, seconds=float(seconds))
+        for layout, seconds in zip(piped, (waiting, computing), strict=True)
+    ]
+    fitted = machine_fit.refitted_device(start, ENGINE, 2, steps_of_both)
+    assert machine_fit.prices(batch, fitted, ENGINE, 2).step_time_s == pytest.approx(
+        [waiting, computing], 0.05
+    )
+
+
 @pytest.mark.slow
 def test_ranges_are_as_wide_as_what_is_left() -> None:
     start = machine_fit.fitted_device(load_device("cpu", 2), ENGINE, kernels())

@@ -224,3 +224,12 @@ def test_a_message_between_two_devices_is_not_as_slow_as_a_collective(cluster, i
     slow = ideal.with_constants({"network.message_latency": 0.5})
     late = send(measured, slow, np.array([1e9]), np.array([4]), np.array([16]))[0]
     assert late == pytest.approx(seconds + 0.5)
+
+
+def test_a_measured_message_takes_what_it_did_and_not_what_a_collective_takes_besides(cluster, ideal):
+    row = MeasuredCollective(collective="send", devices=2, nodes=1, bus_bandwidth=1e9, latency=6e-5)
+    measured = cluster(8).model_copy(update={"measured": (row,)})
+    slow = ideal.with_constants({"network.collective_latency": 0.5, "network.message_latency": 0.25})
+    pair = np.array([2]), np.array([1])
+    assert send(measured, slow, np.array([1e6]), *pair)[0] == pytest.approx(1e-3 + 6e-5 + 0.25)
+    assert send(cluster(8), slow, np.array([0.0]), *pair)[0] > 0.75

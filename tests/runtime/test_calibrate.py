@@ -42,6 +42,15 @@ def test_every_way_is_among_the_layouts_with_one_micro_batch_and_with_several() 
     assert {one.micro_batches > 1 for one in chosen[:2]} == {False, True}
 
 
+def test_experts_are_exchanged_by_ranks_of_every_degree() -> None:
+    spec = load_model("gpt2-nano").model_copy(update={"experts": 4, "top_k": 2, "expert_ffn": 64})
+    table = choice.small_problem(spec, load_device("cpu", 2), RANKS).table
+    chosen = [layout for _, layout in choice.in_turns([(spec, table)]) if layout.expert_parallel == 2]
+    degrees = ("data_parallel", "tensor_parallel", "context_parallel")
+    several = {(name, one.micro_batches > 1) for one in chosen for name in degrees if getattr(one, name) == 2}
+    assert several == {(name, more) for name in degrees for more in (False, True)}
+
+
 def test_a_large_model_is_cut_until_its_steps_are_short() -> None:
     spec, device = load_model("gpt2-xl"), load_device("cpu", 2)
     small = choice.cut_to_size(spec, device, RANKS)
