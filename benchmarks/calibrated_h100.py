@@ -30,7 +30,6 @@ from costmodels.calibration.unseen_sources import fits_without, loader
 from costmodels.errors import InputError
 from costmodels.spec.engine import Engine
 from costmodels.spec.table import Floats
-from planner.inputs.engine import DEFAULT_ENGINE
 from planner.options.flags import run
 
 SEEN = 10
@@ -141,9 +140,11 @@ def calibrated_h100(
     if len(sources) != 1 or len(seen) <= SEEN:
         raise InputError(f"--rows {rows}: expected more than {SEEN} steps of one source")
     load = loader(fits_without(time_fit_plans(), seen, *sources))
-    engine = load(DEFAULT_ENGINE)
     unseen = settled_measurements(read_all([str(rows)], load=load)[0])
-    plain = unseen[0].cluster.device
+    # As it was when the rows were measured, with what it did another way then.
+    engine, plain = unseen[0].engine, unseen[0].cluster.device
+    if any(row.engine != engine for row in unseen):
+        raise InputError(f"--rows {rows}: expected one engine in all rows")
     steps = [
         StepTime(model=row.model, layout=row.layouts[0], seconds=row.step_time_s)
         for row in unseen
