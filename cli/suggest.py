@@ -30,7 +30,7 @@ from planner.options.limits import AT_LEAST_1
 from planner.options.model import ModelOptions
 from planner.options.notation import NOTATION
 from planner.options.parallel import ParallelOptions
-from planner.options.search import assumed_engine, idle_links, search_keywords
+from planner.options.search import announced_devices, assumed_engine, idle_links, search_keywords
 from planner.plan import Plan
 from planner.problem import Problem
 from planner.ranking.distinct import DistinctPlan, distinct_plans
@@ -115,7 +115,8 @@ def suggest(
                 failures=failures,
                 **job,
             )
-        assumed += [*assumed_engine(parallel, found.problem), *measured_notes(found.problem.cluster.device)]
+        assumed += [*assumed_engine(parallel, found.problem), *announced_devices(found.problem.cluster)]
+        assumed += measured_notes(found.problem.cluster.device)
         _answer_sizes(found, assumed, cluster, parallel, output, unused)
         return
     check_price(budget.price_per_hour)
@@ -130,7 +131,7 @@ def suggest(
     plans = [row.plan for row in rows]
     shown = (plans if output.json else plans[:1]) if result.feasible and budget.is_given else []
     runs = [plan.run(tokens, budget.price_per_hour, failures) for plan in shown]
-    assumed += assumed_engine(parallel, result.problem)
+    assumed += [*assumed_engine(parallel, result.problem), *announced_devices(result.problem.cluster)]
     notes = [
         *result.notes,
         *_notes(result.problem, plans, cluster, parallel),
