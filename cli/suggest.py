@@ -38,7 +38,7 @@ from planner.ranking.exact_memory import has_exact_memory
 from planner.ranking.result import SearchResult
 from planner.ranking.ties import indistinguishable
 from runtime.settings.job_rules import job_rules, reachable_batch
-from runtime.settings.plan_notes import HEAD_ROOM, needs_head_room, optimizer_notes, training_notes
+from runtime.settings.plan_notes import head_room, needs_head_room, optimizer_notes, training_notes
 
 if TYPE_CHECKING:
     from planner.world_sizes import Sizes
@@ -248,8 +248,9 @@ def _joined(problem: Problem, cluster: HardwareOptions) -> Iterator[str]:
 
 def _of_plans(plans: list[Plan], parallel: ParallelOptions) -> Iterator[str]:
     """What the figures of plans rest on, and what would lower them."""
-    if any(map(needs_head_room, plans)):
-        yield HEAD_ROOM
+    uneven = [plan for plan in plans if needs_head_room(plan)]
+    if uneven:
+        yield head_room(uneven[0])
     for plan in plans[:1]:
         yield from _of_memory(plan)
         yield from optimizer_notes(plan, parallel)

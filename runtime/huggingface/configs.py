@@ -40,7 +40,7 @@ def differences(one: ModelSpec, other: ModelSpec) -> list[str]:
     dropless = [
         spec.model_copy(
             update={
-                "router": spec.router.model_copy(update={"capacity_factor": 0.0}),
+                "router": spec.router.model_copy(update={"capacity_factor": 0.0, "loads": ()}),
                 "score_scale": spec.score_scale or spec.head_dim**-0.5,
             }
         )
