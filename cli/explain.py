@@ -34,7 +34,7 @@ from planner.options.cluster import ClusterOptions
 from planner.options.flags import flag, flag_groups
 from planner.options.model import ModelOptions
 from planner.options.parallel import ParallelOptions, check_alone
-from planner.options.search import assumed_engine, idle_links, search_keywords
+from planner.options.search import announced_devices, assumed_engine, idle_links, search_keywords
 from planner.plan import Plan
 from planner.ranking.distinct import distinct_plans
 from planner.ranking.first_plans import SHOWN
@@ -117,6 +117,7 @@ def explain(
             *cluster.notes(),
             *parallel.notes(),
             *assumed_engine(parallel, found.result.problem),
+            *announced_devices(found.result.problem.cluster),
             *idle_links(cluster, found.result.problem.cluster),
         ]
     for note in planning_flag_notes(unused, parallel, found.result.problem.engine.name):

@@ -30,7 +30,7 @@ from planner.options.limits import AT_LEAST_1
 from planner.options.model import ModelOptions
 from planner.options.notation import NOTATION
 from planner.options.parallel import ParallelOptions
-from planner.options.search import assumed_engine, idle_links, search_keywords
+from planner.options.search import announced_devices, assumed_engine, idle_links, search_keywords
 from planner.plan import Plan
 from planner.problem import Problem
 from planner.ranking.distinct import DistinctPlan, distinct_plans
@@ -38,7 +38,7 @@ from planner.ranking.exact_memory import has_exact_memory
 from planner.ranking.result import SearchResult
 from planner.ranking.ties import indistinguishable
 from runtime.settings.job_rules import job_rules, reachable_batch
-from runtime.settings.plan_notes import HEAD_ROOM, needs_head_room, optimizer_notes, training_notes
+from runtime.settings.plan_notes import head_room, needs_head_room, optimizer_notes, training_notes
 
 if TYPE_CHECKING:
     from planner.world_sizes import Sizes
@@ -115,7 +115,8 @@ def suggest(
                 failures=failures,
                 **job,
             )
-        assumed += [*assumed_engine(parallel, found.problem), *measured_notes(found.problem.cluster.device)]
+        assumed += [*assumed_engine(parallel, found.problem), *announced_devices(found.problem.cluster)]
+        assumed += measured_notes(found.problem.cluster.device)
         _answer_sizes(found, assumed, cluster, parallel, output, unused)
         return
     check_price(budget.price_per_hour)
@@ -130,7 +131,7 @@ def suggest(
     plans = [row.plan for row in rows]
     shown = (plans if output.json else plans[:1]) if result.feasible and budget.is_given else []
     runs = [plan.run(tokens, budget.price_per_hour, failures) for plan in shown]
-    assumed += assumed_engine(parallel, result.problem)
+    assumed += [*assumed_engine(parallel, result.problem), *announced_devices(result.problem.cluster)]
     notes = [
         *result.notes,
         *_notes(result.problem, plans, cluster, parallel),
@@ -247,8 +248,9 @@ def _joined(problem: Problem, cluster: HardwareOptions) -> Iterator[str]:
 
 def _of_plans(plans: list[Plan], parallel: ParallelOptions) -> Iterator[str]:
     """What the figures of plans rest on, and what would lower them."""
-    if any(map(needs_head_room, plans)):
-        yield HEAD_ROOM
+    uneven = [plan for plan in plans if needs_head_room(plan)]
+    if uneven:
+        yield head_room(uneven[0])
     for plan in plans[:1]:
         yield from _of_memory(plan)
         yield from optimizer_notes(plan, parallel)

@@ -138,6 +138,9 @@ def _plan_lines(screen: Screen, plan: Plan, saved: str | None) -> Iterator[Line]
         yield from _wrapped(screen, f"closest: {layout}", "bold red", indent=LABEL)
         return
     yield from _wrapped(screen, layout, "bold green")
+    if plan.cluster.device.kind in plan.engine.runs.priced_devices:
+        yield from _wrapped(screen, f"nothing here runs on {plan.cluster.device.name}", indent=LABEL)
+        return
     file = saved or "plan.json"
     nodes = plan.cluster.nodes
     where = f" on each of {nodes} nodes" if nodes > 1 else ""

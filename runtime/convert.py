@@ -37,6 +37,7 @@ from runtime.huggingface.companions import (
 )
 from runtime.huggingface.configs import config_for, differences, with_dtype
 from runtime.huggingface.files import PlannedTensor, file_size, write_files
+from runtime.huggingface.language_part import ONLY_PARTS
 from runtime.huggingface.mapping import (
     EMBEDDING,
     FURTHER_TYPES,
@@ -103,7 +104,8 @@ def from_hugging_face(
         }
         checkpoint.publish(root, 0, run, checkpoint.file_records(tensors))
         names = Names(prefix=model.prefix, stores_tied_head=model.stores_tied_head)
-        write_companions(root / COMPANIONS, _kept_config(model), names)
+        if model.config["model_type"] not in ONLY_PARTS:
+            write_companions(root / COMPANIONS, _kept_config(model), names)
         copy_companions(model.folder, root / COMPANIONS)
     size = sum(torch.Size(whole.shape).numel() * whole.dtype.itemsize for whole in wholes.values())
     return Conversion(target, model.spec, len(wholes), size, model.left_out)

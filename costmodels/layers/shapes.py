@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import numpy as np
 
 from costmodels.spec.layout import SPLIT_BACKWARD
@@ -118,25 +121,41 @@ def norm_count(model: ModelSpec, mlp: MlpKind) -> int:
     return model.norms(LayerKind(model.attention_pattern[0], mlp))
 
 
-def _kept_load(model: ModelSpec, load: float) -> float:
-    """A load, or as much of it as a limited capacity takes in."""
-    return min(load, model.router.capacity_factor or load)
+def _spread_rows(model: ModelSpec, table: LayoutTable, loads: Callable[[int], float]) -> Floats:
+    """Rows of experts whose load over the mean is `loads` of the expert-parallel ranks, where there are
+    several; a limited capacity takes in no more."""
+    ranks, places = np.unique(table.expert_parallel, return_inverse=True)
+    found = [loads(count) if count > 1 else MEAN_LOAD for count in ranks.tolist()]
+    limit = model.router.capacity_factor
+    kept = np.array([min(load, limit or load) for load in found])
+    result: Floats = _even_rows(model, table) * kept[places]
+    return result
 
 
 def routed_rows(model: ModelSpec, table: LayoutTable, load: float = MEAN_LOAD) -> Floats:
     """Tokens that the experts of one device take in, each token once for each of its experts.
 
     Every rank sends out tokens of its own, 1/tp of those of a micro batch; the experts of ep x etp ranks are
-    spread over ep of them. `load` is that of the fullest device over the mean, where there are several.
+    spread over ep of them. `load` is that of the fullest device over the mean, where there are several and
+    the model says nothing of it.
     """
-    uneven = np.where(table.expert_parallel > 1, _kept_load(model, load), _kept_load(model, MEAN_LOAD))
-    result: Floats = _even_rows(model, table) * uneven
-    return result
+
+    def mean_load(ranks: int) -> float:
+        said = model.router.load_of(ranks)
+        return said.mean if said is not None else load
+
+    return _spread_rows(model, table, mean_load)
+
+
+def peak_load(model: ModelSpec, ranks: int) -> float:
+    """Rows of the fullest of `ranks` expert-parallel ranks over the mean that memory has to hold."""
+    said = model.router.load_of(ranks)
+    return PEAK_LOAD if said is None else max(PEAK_LOAD, said.peak)
 
 
 def peak_routed_rows(model: ModelSpec, table: LayoutTable) -> Floats:
-    """Rows as `routed_rows` with the head-room of `PEAK_LOAD`; a device with all experts needs none."""
-    return routed_rows(model, table, PEAK_LOAD)
+    """Rows as `routed_rows` with the head-room of `peak_load`; a device with all experts needs none."""
+    return _spread_rows(model, table, partial(peak_load, model))
 
 
 def _even_rows(model: ModelSpec, table: LayoutTable) -> Floats:

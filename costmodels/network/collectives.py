@@ -164,6 +164,12 @@ class Placement:
         return np.where(self.size > 1, lag, 0.0)
 
     @cached_property
+    def tells_calls(self) -> bool:
+        """Whether a table tells what calls take in a node, and not only the rate of one collective, whose
+        latency is then a part of the engine's constants."""
+        return bool(self.cluster.measured) and self.measured("all_reduce").late_within is not None
+
+    @cached_property
     def call(self) -> Floats | float:
         """Seconds that every call takes besides its hops."""
         latency = self.engine.network.collective_latency

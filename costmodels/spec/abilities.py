@@ -28,6 +28,8 @@ class Abilities(Record):
     """Kinds of devices that it runs on."""
     untried_devices: tuple[DeviceKind, ...] = ()
     """Kinds of devices that it should run on, and that nobody has tried."""
+    priced_devices: tuple[DeviceKind, ...] = ()
+    """Kinds of devices whose steps are priced, to compare what to rent, and that it cannot run on."""
     tensor_parallel: bool = True
     whole_kv_heads: bool = False
     """Each tensor-parallel rank has key/value heads of its own: there are no more ranks than such heads."""

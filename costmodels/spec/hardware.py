@@ -98,6 +98,8 @@ class Device(Record):
     collectives: tuple[MeasuredCollective, ...] = ()
     """Collectives that were measured between such devices; they stand for `Cluster.measured` where no table
     is given."""
+    announced: bool = False
+    """Nobody can buy it yet: its figures are what its maker says it will do."""
     source: str = ""
 
     @property

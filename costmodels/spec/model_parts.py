@@ -1,8 +1,8 @@
 """What `ModelSpec` is made of: forms of attention, stretched positions, the choice of experts."""
 
-from typing import Literal, NamedTuple, get_args
+from typing import Annotated, Literal, NamedTuple, get_args
 
-from pydantic import model_validator
+from pydantic import Field, model_validator
 
 from costmodels.spec.record import Count, CountOrZero, Fraction, NonNegative, Positive, Record
 
@@ -187,6 +187,16 @@ class ScoreGrowth(Record):
     factor: Positive
 
 
+class ExpertLoad(Record):
+    """Rows that the experts of the fullest expert-parallel rank take in, over the mean of all."""
+
+    ranks: Count
+    mean: Annotated[float, Field(ge=1)]
+    """Of steps and layers: the others wait for it."""
+    peak: Annotated[float, Field(ge=1)]
+    """Of the step and layer where it is largest, early in training as a rule: memory has to hold it."""
+
+
 class Router(Record):
     """Choice of experts by tokens."""
 
@@ -209,6 +219,13 @@ class Router(Record):
     capacity_factor: NonNegative = 0.0
     """An expert takes in at most ceil(S x top_k / experts x factor) tokens of each sequence of S, those with
     the largest weights; 0 for all (dropless)."""
+    loads: tuple[ExpertLoad, ...] = ()
+    """How unevenly experts are used, by growing number of expert-parallel ranks; as engines were measured,
+    with head-room in memory, where it is empty."""
+
+    def load_of(self, ranks: int) -> ExpertLoad | None:
+        """The load of `ranks` expert-parallel ranks: that of the most ranks that are not more."""
+        return next((load for load in reversed(self.loads) if load.ranks <= ranks), None)
 
 
 class LinearAttention(Record):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from costmodels.layers.shapes import PEAK_LOAD, QUERY_BLOCK
+from costmodels.layers.shapes import QUERY_BLOCK, peak_load
 from costmodels.spec.layout import Layout
 from costmodels.spec.model import ModelSpec
 
@@ -108,7 +108,8 @@ def _experts(model: ModelSpec, layout: Layout) -> dict[str, int]:
     gathered = own * (1 if ep > 1 else etp)
     pairs = gathered * model.top_k
     sent = int(pairs * min(1.0, limit or 1.0))
-    arrived = int(pairs * min(PEAK_LOAD, limit or PEAK_LOAD)) if ep > 1 else sent
+    load = peak_load(model, ep)
+    arrived = int(pairs * min(load, limit or load)) if ep > 1 else sent
     return {
         "experts": model.experts,
         "groups": model.router.groups,

@@ -222,11 +222,11 @@ class _Unit:
         shown = 1 - self.engine.overlap.tensor_parallel
         gather = shown * all_gather(tp, work.sequence_bytes)
         step = self.engine.network.ring_step * np.where(tp.size > tp.local, tp.size, 0)
-        if not tp.placement.cluster.measured:
+        if not tp.placement.tells_calls:
             gather = gather + step
             return _Pair(work.gathers_forward * gather, work.gathers_backward * gather)
-        # Measured collectives each have a rate and a latency of their own. Half of what sequence parallelism
-        # does in a pass gathers, half scatters, and layer inputs are gathered once more.
+        # Calls that were measured each have a rate and a latency of their own. Half of what sequence
+        # parallelism does in a pass gathers, half scatters, and layer inputs are gathered once more.
         scatter = shown * reduce_scatter(tp, work.sequence_bytes) + step
         half_sum = shown * all_reduce(tp, work.sequence_bytes) / 2 + step
         gather, split = gather + step, self.table.sequence_parallel

@@ -28,7 +28,8 @@ def engines_on(device: Device) -> Iterator[str]:
 def check_runs_on(engine: Engine, cluster: Cluster) -> None:
     """Raise `InputError` where `engine` does not run on the devices of `cluster`."""
     for device in {part.device.name: part.device for part in cluster.parts or (cluster,)}.values():
-        if device.kind not in (*engine.runs.devices, *engine.runs.untried_devices):
+        runs = engine.runs
+        if device.kind not in (*runs.devices, *runs.untried_devices, *runs.priced_devices):
             raise InputError(
                 f"engine {engine.name} does not run on {device.name}; leave it out, or give one of "
                 f"{', '.join(engines_on(device))}"

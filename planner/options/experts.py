@@ -10,6 +10,7 @@ from costmodels.dataclass import dataclass
 from costmodels.errors import InputError
 from costmodels.spec.model import ModelSpec
 from costmodels.spec.model_parts import LatentAttention, Router
+from planner.inputs.expert_loads import expert_loads
 from planner.options.flags import flag, flag_names
 from planner.options.limits import MOST, POSITIVE, Bounds
 
@@ -43,6 +44,12 @@ class ExpertFlags:
         None,
         "Tokens that an expert takes in, as a multiple of an even load; all unless given, or if negative.",
         within=Bounds("a number such as 1.25", -MOST),
+    )
+    moe_load_imbalance: str | None = flag(
+        None,
+        "Tokens of the fullest expert-parallel rank over the mean, such as 1.2, or the metrics.jsonl of a "
+        "run; priced in time and memory.",
+        metavar="X",
     )
 
 
@@ -154,6 +161,8 @@ def _router_changes(flags: ExpertFlags, base: ModelSpec | None, top_k: int) -> d
         )
     if factor is not None:
         found["capacity_factor"] = max(factor, 0.0)
+    if flags.moe_load_imbalance is not None:
+        found["loads"] = expert_loads(flags.moe_load_imbalance, "--moe-load-imbalance")
     return found | _groups(flags, base, top_k)
 
 

@@ -54,9 +54,17 @@ def idle_links(options: HardwareOptions, cluster: Cluster) -> list[str]:
     return [f"{', '.join(given)} {verb} no effect: the job's {cluster.world_size} devices are in one node"]
 
 
+def announced_devices(cluster: Cluster) -> list[str]:
+    """That figures of devices are promises."""
+    devices = [part.device for part in cluster.parts or (cluster,)]
+    return [f"{one.name} is announced: its figures are its maker's" for one in devices if one.announced]
+
+
 def assumed_engine(parallel: ParallelOptions, problem: Problem) -> list[str]:
     """That an engine was taken which no flag names, or one that has not run on such devices."""
     device, engine = problem.cluster.device, problem.engine
+    if device.kind in engine.runs.priced_devices:
+        return [f"engine {engine.name} does not run on {device.name}: priced as if it did, to compare"]
     if device.kind in engine.runs.untried_devices:
         return [f"engine {engine.name} should run on {device.name}, and nobody has tried it there"]
     if parallel.engine is not None or engine.name == DEFAULT_ENGINE:

@@ -2,8 +2,8 @@
 
 Routers are assumed to be as balanced as the planner assumes (`costmodels.layers.shapes`): a rank sends its
 rows evenly to the ranks of the experts, and the rank that is traced is the fullest one, which takes in
-`PEAK_LOAD` times the mean where experts are spread over ranks. A limited capacity of less than one drops what
-is beyond it, and one below `PEAK_LOAD` bounds the load.
+`peak_load` times the mean where experts are spread over ranks. A limited capacity of less than one drops what
+is beyond it, and one below that load bounds it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from unittest.mock import patch
 from torch import Tensor
 
 from costmodels import ModelSpec
-from costmodels.layers.shapes import PEAK_LOAD
+from costmodels.layers.shapes import peak_load
 from runtime.model import experts, routing
 from runtime.parallel import expert as expert_parallel
 
@@ -36,7 +36,8 @@ def even_load(spec: ModelSpec) -> Iterator[None]:
     ) -> tuple[list[int], list[int], list[int]]:
         ranks, pairs = leaving.shape[0], chosen.numel()
         sent = int(pairs * min(1.0, limit or 1.0))
-        received = int(pairs * min(PEAK_LOAD, limit or PEAK_LOAD))
+        load = peak_load(spec, ranks)
+        received = int(pairs * min(load, limit or load))
         return shares(sent, ranks), shares(received, ranks), [received] * arriving.shape[0]
 
     with (

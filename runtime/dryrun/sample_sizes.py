@@ -2,126 +2,12 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
-from itertools import count
 from typing import Any, NamedTuple
 
 from costmodels import LatentAttention, Layout, ModelSpec
-from costmodels.layers.shapes import CHUNK_TOKENS, PEAK_LOAD, QUERY_BLOCK
-from costmodels.spec.model import VOCAB_MULTIPLE
-from costmodels.tapes.dimensions import KERNEL_ROWS, dimensions
-from costmodels.tapes.structure import (
-    ALIGNED_HEAD,
-    FLOAT8_MULTIPLE,
-    REACHES,
-    Structure,
-    heeds_groups,
-    heeds_rows,
-    structure_of,
-)
-from runtime.dryrun.primes import Primes, is_prime
-
-SAMPLES = 4
-"""Sets of sizes that there are; two prove most tapes."""
-
-RANKS = {
-    "tp": (5, 7, 11, 13),
-    "cp": (37, 41, 43, 47),
-    "ep": (31, 37, 41, 43),
-    "etp": (19, 17, 29, 23),
-}
-"""Primes that seldom are in coefficients, as 2 and 3 are; no two of a set are equal."""
-
-LAST = ("groups", "tp", "cp", "ep", "etp", "sharers")
-"""Dimensions whose primes others have too."""
-
-SIDES = {
-    # Eight times as many elements are heads that every kernel takes.
-    "head": (17, 19, 23, 29),
-    "group": (13, 17, 7, 5),
-    "keys": (7, 5, 13, 11),
-    "seq": (89, 97, 101, 103),
-    "batch": (107, 109, 113, 127),
-    "choices": (53, 59, 61, 67),
-    "groups": (71, 73, 79, 83),
-    "top_groups": (43, 47, 53, 59),
-}
-
-LARGER = {
-    "tp": (23, 31, 23, 31),
-    "keys": (137, 139, 149, 151),
-    "group": (157, 163, 167, 173),
-    "head": (19, 17, 17, 19),
-    "etp": (17, 19, 19, 17),
-}
-"""Where numbers of experts and of choices are coefficients."""
-
-FEWER = {"cp": (7, 5, 13, 11), "keys": LARGER["keys"]}
-"""Where each rank's parts of a sequence are operations of their own: graphs of many are slow to make."""
-
-FEW_OF_MANY = (11, 13, 5, 7)
-"""Context-parallel ranks over the key heads that they repeat, where all scores would be too many to count."""
-
-FLOAT8_HEAD = (11, 13, 5, 7)
-"""Of heads whose products in 8 bits are possible, over 16."""
-
-LATENT = ((17, 13, 11, 31), (17, 11, 13, 29), (19, 7, 17, 29), (17, 7, 19, 29))
-"""Of latent attention, over 8: parts of heads without position and with it, and shorter and longer values."""
-
-FLOAT8_LATENT = {
-    "keys": ((7, 5, 11), (3, 11, 13), (11, 5, 7), (5, 3, 7)),
-    "values": ((5, 7, 13), (7, 3, 11), (3, 5, 13), (7, 5, 13)),
-}
-"""Of latent attention whose products in 8 bits are possible, over 16, by what is longer: parts of heads
-without position and with it, and values. The flash kernel takes the longer ones, and the first two sums are
-unequal."""
-
-FLOAT8_LATENT_RANKS = {"tp": (17, 19, 17, 19), "keys": (23, 29, 19, 17)}
-"""Beside these."""
-
-STEPS = (19, 29, 37, 41)
-"""Least primes of the steps through a sequence, and of its blocks of queries."""
-
-MOST_TRIES = 1000
-"""Of lengths of sequences whose last block of queries is smaller, before there are none."""
-
-LEAST_BEFORE = 5
-"""Least prime of the tokens before each that a convolution sees."""
-
-LIMITS = {"": 0.0, "full": 1.103, "part": 0.907}
-"""Capacity factors, of as many digits that some even numbers of rows are none of a share of others."""
-
-SPAN = 256
-"""Rows of a chunk that one set of sizes tries, then the next one, so that no two have the same."""
-
-LONGEST = 2**16
-"""Rows of a chunk that are tried before there are none: a sequence has many chunks."""
-
-SHARED = ((3, 7), (5, 3), (5, 3), (3, 7))
-"""Where ranks share a head they divide it: their number, and the prime of a head, 8 times both."""
-
-FLOAT8_SHARED = ((3, 5), (5, 3), (3, 5), (5, 3))
-"""The same where a share has sides that products in 8 bits take: a head is 16 times both, and no kernel takes
-larger ones."""
-
-FIRST = (200, 300, 450, 700)
-"""Least primes of widths, so that no two sets have the same."""
-
-WIDEST = 2**17
-"""Models need not be wider for compilers to keep what they keep."""
-
-SHARES = 4
-"""Of rows: `PEAK_LOAD` is a number of these."""
-
-MULTIPLE = 16
-"""Of widths, so that kernels take them."""
-
-SEQ_MULTIPLE = 64
-"""Of sequences, so that kernels round nothing."""
-
-FFN_SHARE = 3.5
-"""Width of an MLP over that of the model, as models have it: compilers keep the smaller tensors."""
+from costmodels.tapes.dimensions import dimensions
+from costmodels.tapes.structure import ALIGNED_HEAD, FLOAT8_MULTIPLE, Structure, structure_of
+from runtime.dryrun.prime_sizes import FIRST, LEAST_BEFORE, LIMITS, MULTIPLE, Sizes
 
 
 class Sample(NamedTuple):
@@ -144,9 +30,9 @@ def sample(structure: Structure, number: int) -> Sample:
     Raises:
         ValueError: no model or layout has the structure.
     """
-    chosen = _Sizes(structure, number)
-    model = ModelSpec.model_validate({"name": structure.unit, "layers": 1, **chosen.model_fields()})
-    layout = Layout.model_validate({"layers_per_stage": (1,), **chosen.layout_fields()})
+    chosen = Sizes(structure, number)
+    model = ModelSpec.model_validate({"name": structure.unit, "layers": 1, **_model_fields(chosen)})
+    layout = Layout.model_validate({"layers_per_stage": (1,), **_layout_fields(chosen)})
     is_last = structure.offloads_activations == "kept"
     found = structure_of(model, layout, structure.unit, structure.compiled, is_last=is_last)
     # Fewer tokens are in as many chunks where the recorder says so.
@@ -155,399 +41,172 @@ def sample(structure: Structure, number: int) -> Sample:
     return Sample(model, layout, chosen.free_primes(dimensions(model, layout)))
 
 
-class _Sizes:
-    """Sizes of a model and a layout, each with a prime of its own."""
+def _model_fields(sizes: Sizes) -> dict[str, Any]:
+    """Those of the model."""
+    structure = sizes.structure
+    fields: dict[str, Any] = {
+        "hidden": sizes.hidden,
+        "ffn": sizes.ffn * sizes.tp,
+        "heads": sizes.heads,
+        "kv_heads": sizes.kv_heads,
+        "head_dim": sizes.head,
+        "vocab": sizes.vocabulary(),
+        "seq": sizes.seq,
+        "max_positions": sizes.chosen.fresh("positions", sizes.seq),
+        "gated": structure.gated,
+        "activation": structure.activation or "gelu",
+        "norm": structure.norm or "layernorm",
+        "position": _position(structure),
+        "tied": structure.tied,
+        "linear_bias": structure.linear_bias,
+        "qkv_bias": structure.qkv_bias and not structure.linear_bias,
+        "qk_norm": structure.qk_norm,
+    }
+    fields |= _form_fields(sizes)
+    if structure.latent:
+        fields |= _latent_fields(sizes)
+    if structure.further:
+        fields["mtp"] = {"depths": structure.further}
+    return fields | _expert_fields(sizes) if structure.routes else fields
 
-    def __init__(self, structure: Structure, number: int) -> None:
-        self.structure, self.number = structure, number
-        tables: dict[str, tuple[int, ...]] = {**RANKS, **SIDES}
-        tables |= LARGER if structure.loop_of_experts else {}
-        capped = "attention_softcap" in structure.form
-        tables |= FEWER if structure.context_form == "all_gather" or capped else {}
-        if structure.repeats_heads:
-            # Context-parallel ranks are a multiple of these.
-            tables["keys"] = SIDES["keys"]
-            if capped:
-                raise ValueError(f"{structure.name}: samples have too many blocks of queries to record")
-            if structure.unfused:
-                tables |= {"tp": RANKS["tp"], "cp": FEW_OF_MANY, "group": SIDES["group"]}
-        shares_even = structure.shares_heads and structure.precision == "fp8" and not structure.odd_sides
-        tables |= {name: LARGER[name] for name in ("tp", "group")} if shares_even else {}
-        self.latent: tuple[int, ...] = LATENT[number]
-        if structure.latent and structure.precision == "fp8":
-            nope, rope, value = FLOAT8_LATENT[structure.longer_heads or "keys"][number]
-            self.latent = nope, rope, value, value
-            tables |= FLOAT8_LATENT_RANKS
-            if structure.context_form == "all_gather":
-                # The others are not small.
-                ranks = max({*FEWER["cp"]} - {*self.latent})
-                tables["cp"] = ranks, ranks, ranks, ranks
-        self.primes = {name: values[number] for name, values in tables.items()}
-        self.chosen = Primes(self.primes, self.latent)
-        own = self.primes
-        self.tp = own["tp"] if structure.tensor_parallel else 1
-        self.cp = 1
-        if structure.context_form:
-            self.cp = structure.context_ranks if structure.context_ranks > 1 else own["cp"]
-        self.ep = own["ep"] if structure.expert_parallel else 1
-        if structure.loop_of_experts and self.ep > 1:
-            # Groups of experts are whole.
-            groups = structure.loop_choices[1]
-            self.ep *= groups // math.gcd(groups, structure.loop_of_experts)
-        self.etp = structure.expert_ranks
-        if structure.expert_tensor_parallel and self.etp == 1:
-            self.etp = own["etp"]
-        self.rows = own["batch"] if structure.several or not heeds_rows(structure) else 1
-        self.keys = 1 if structure.one_key_head or structure.shares_heads else own["keys"]
-        self.group = own["group"] if structure.grouped_queries or not heeds_groups(structure) else 1
-        if structure.one_head:
-            self.keys = self.group = 1
-        if structure.latent:
-            self.group = 1
-        self.head = own["head"] * (1 if structure.unaligned_heads else ALIGNED_HEAD)
-        if structure.precision == "fp8":
-            own["head"] = FLOAT8_HEAD[number]
-            self.head = FLOAT8_MULTIPLE * own["head"]
-        if "attention=linear" in structure.form and structure.precision == "fp8" and not structure.odd_heads:
-            self.keys *= FLOAT8_MULTIPLE
-        if structure.context_form == "all_to_all":
-            self._exchange_heads()
-        self.kv_heads = self.keys * self.tp
-        if structure.shares_heads:
-            # As many heads as the prime says: other tensor-parallel ranks share them.
-            self.kv_heads = self.tp
-            sharers, own["head"] = (FLOAT8_SHARED if shares_even else SHARED)[number]
-            own["sharers"] = sharers
-            multiple = FLOAT8_MULTIPLE if shares_even else ALIGNED_HEAD
-            self.tp, self.head = self.tp * sharers, multiple * sharers * own["head"]
-        self.heads = self.keys * self.group * self.tp
-        self.entries = (
-            math.lcm(VOCAB_MULTIPLE, self.tp) // self.tp * self.chosen.fresh("vocab", FIRST[number])
-        )
-        # Ranks that exchange heads have no two parts of a sequence.
-        whole = self.cp == 1 or (capped and structure.context_form == "all_to_all")
-        chunks = self.tp * self.cp * (1 if whole else 2)
-        if structure.loop_of_experts:
-            # Experts have as many rows each.
-            chunks *= SHARES * structure.loop_of_experts
-            own["choices"], own["groups"], own["top_groups"] = structure.loop_choices
-        if REACHES & {*structure.form} and not capped:
-            # Two chunks, or two windows.
-            chunks *= 2
-        if structure.further:
-            # Tokens of a rank are as many times the chunks of the loss as they have to be.
-            chunks *= structure.chunks // math.gcd(structure.chunks, chunks // (self.tp * self.cp))
-        odd = structure.routes and structure.precision != "fp8"
-        # Ranks that repeat heads are many, and have two parts of a sequence each.
-        multiple = SEQ_MULTIPLE // (2 if structure.repeats_heads else 1)
-        if "attention=linear" in structure.form:
-            self.seq = self._step_rows(chunks * (FLOAT8_MULTIPLE if structure.precision == "fp8" else 1))
-        elif capped and structure.partial_step:
-            self.seq = self._block_rows(chunks)
-        elif capped:
-            # Each block of queries takes time to record.
-            self.seq = chunks * QUERY_BLOCK * self.chosen.fresh("seq", STEPS[number])
-        else:
-            self.seq = chunks * (self._odd_rows(chunks) if odd else multiple * own["seq"])
-        if structure.unit == "head" and not structure.further:
-            # An odd number of tokens is in each chunk of the loss, so that there are not more of them.
-            self.seq = self.tp * structure.chunks * self.chosen.fresh("seq", CHUNK_TOKENS + FIRST[number])
-        self.hidden = MULTIPLE * self.chosen.fresh(
-            "hidden", FIRST[number] + max(FIRST[number], min(WIDEST, self.heads * self.head) // MULTIPLE)
-        )
-        self.ffn = MULTIPLE * self.chosen.fresh("ffn", int(FFN_SHARE * self.hidden / self.tp / MULTIPLE))
 
-    def _exchange_heads(self) -> None:
-        """Heads of which context-parallel ranks can have equal parts."""
-        if self.structure.one_head and self.structure.repeats_heads:
-            self.group = self.cp
-        elif self.structure.one_head or (self.structure.one_key_head and not self.structure.repeats_heads):
-            self.keys = self.cp
-        elif self.structure.one_key_head:
-            self.keys = self.primes["keys"]
-            self.cp *= self.keys
-            self.group *= self.cp // self.keys
-        else:
-            self.keys *= self.cp
+def _form_fields(sizes: Sizes) -> dict[str, Any]:
+    """What `costmodels.tapes.structure.block_form` says, with values that are none of the usual ones."""
+    values: dict[str, Any] = {
+        "norm_from_one": True,
+        "attention_gate": True,
+        "attention_sinks": True,
+        "attention_softcap": 30.0,
+        "output_bias": True,
+        "residual_scale": 0.5,
+        "embedding_scale": 2.0,
+        "score_scale": 0.25,
+        "qk_norm_weights": False,
+        "score_growth": {"positions": sizes.seq, "factor": 0.5},
+        "logits_scale": 0.5,
+        "logits_softcap": 20.0,
+    }
+    found: dict[str, Any] = {}
+    for part in sizes.structure.form:
+        name, _, word = part.partition("=")
+        if name == "attention":
+            found["attention_pattern"] = (word,)
+            found |= _linear_fields(sizes) if word == "linear" else {"window": sizes.window()}
+            continue
+        if name in ("router_bias", "weighs_inputs"):
+            # The router's own fields say it.
+            continue
+        if name == "rotary_dim":
+            values[name] = 2 * sizes.chosen.fresh("turned", sizes.head // ALIGNED_HEAD + 1)
+        found[name] = word or values[name]
+    return found
 
-    def _odd_rows(self, chunks: int) -> int:
-        """Rows of a chunk that are a prime, so that a share of them is no product of sizes; where a kernel
-        fills up all of them, what it makes has a prime of its own too."""
-        for rows in range(self.primes["seq"], LONGEST):
-            if not self._is_own(rows) or not is_prime(rows) or not self._is_even(rows * chunks):
-                continue
-            here = rows * chunks // self.cp
-            filled = -(-here // KERNEL_ROWS)
-            if here == filled * KERNEL_ROWS or not (self.structure.latent or self.structure.unfused):
-                self.primes["seq"] = rows
-                return rows
-            own = {rows, filled} - {self.primes["seq"]}
-            if is_prime(filled) and not own & self.chosen.taken:
-                self.primes |= {"seq": rows, "kernel_seq": filled}
-                self.chosen.taken |= own
-                return rows
-        raise ValueError(f"{self.structure.name}: no sample has experts with equal numbers of rows")
 
-    def _is_own(self, rows: int) -> bool:
-        """Whether no other set of sizes may have so many rows: what two have would look like a constant."""
-        others = SIDES["seq"]
-        is_in_turn = rows // SPAN % SAMPLES == self.number
-        return rows == others[self.number] or (is_in_turn and rows not in others)
+def _linear_fields(sizes: Sizes) -> dict[str, Any]:
+    """Of linear attention, whose heads are those that layers with scores would have."""
+    own = sizes.primes
+    multiple = FLOAT8_MULTIPLE if sizes.structure.precision == "fp8" else ALIGNED_HEAD
+    for name in ("keys", "group", "head"):
+        own[f"state_{name}"] = own.pop(name)
+    return {
+        # No size has these.
+        "heads": sizes.tp,
+        "kv_heads": sizes.tp,
+        "head_dim": 2 * sizes.chosen.fresh("head", FIRST[sizes.number]),
+        "linear_attention": {
+            "kind": "gated_delta",
+            "key_heads": sizes.keys * sizes.tp,
+            "value_heads": sizes.keys * sizes.group * sizes.tp,
+            "key_dim": sizes.head,
+            "value_dim": multiple * sizes.chosen.fresh("state_value", least=ALIGNED_HEAD),
+            "conv_kernel": 1 + sizes.chosen.fresh("before", LEAST_BEFORE),
+            "chunk": sizes.step,
+        },
+    }
 
-    def _is_even(self, seq: int) -> bool:
-        """Whether the experts of a rank have equal numbers of rows, where that matters."""
-        count, limit = self.structure.loop_of_experts, LIMITS[self.structure.limited]
-        if not count:
-            return True
-        pairs = self.rows * seq // (self.cp * self.tp) * self.primes["choices"] * self.etp
-        if self.ep == 1:
-            return int(pairs * min(1.0, limit or 1.0)) % count == 0
-        return int(pairs // self.etp * min(PEAK_LOAD, limit or PEAK_LOAD)) * self.etp % count == 0
 
-    def model_fields(self) -> dict[str, Any]:
-        """Of the model."""
-        structure = self.structure
-        fields: dict[str, Any] = {
-            "hidden": self.hidden,
-            "ffn": self.ffn * self.tp,
-            "heads": self.heads,
-            "kv_heads": self.kv_heads,
-            "head_dim": self.head,
-            "vocab": self._vocabulary(),
-            "seq": self.seq,
-            "max_positions": self.chosen.fresh("positions", self.seq),
-            "gated": structure.gated,
-            "activation": structure.activation or "gelu",
-            "norm": structure.norm or "layernorm",
-            "position": _position(structure),
-            "tied": structure.tied,
-            "linear_bias": structure.linear_bias,
-            "qkv_bias": structure.qkv_bias and not structure.linear_bias,
-            "qk_norm": structure.qk_norm,
-        }
-        fields |= self._form_fields()
-        if structure.latent:
-            fields |= self._latent_fields()
-        if structure.further:
-            fields["mtp"] = {"depths": structure.further}
-        return fields | self._expert_fields() if structure.routes else fields
+def _latent_fields(sizes: Sizes) -> dict[str, Any]:
+    nope, rope, shorter, longer = sizes.latent
+    value = {"keys": shorter, "values": longer}.get(sizes.structure.longer_heads, nope + rope)
+    sizes.primes |= {"nope": nope, "rope": rope, "value": value}
+    # No size has it.
+    del sizes.primes["head"]
+    aligned = FLOAT8_MULTIPLE if sizes.structure.precision == "fp8" else ALIGNED_HEAD
+    query_rank = MULTIPLE * sizes.chosen.fresh("query_rank", FIRST[sizes.number])
+    latent_rank = MULTIPLE * sizes.chosen.fresh("latent_rank", FIRST[sizes.number])
+    scaling = {"kind": "yarn", "factor": 2.0, "original_positions": sizes.seq, "mscale_all_dim": 1.0}
+    return {
+        "kv_heads": sizes.heads,
+        "rope_scaling": scaling if sizes.structure.scales_scores else None,
+        "latent_attention": LatentAttention(
+            q_lora_rank=query_rank if sizes.structure.latent_queries else 0,
+            kv_lora_rank=latent_rank,
+            qk_nope_head_dim=aligned * nope,
+            qk_rope_head_dim=aligned * rope,
+            v_head_dim=aligned * value,
+        ),
+    }
 
-    def _form_fields(self) -> dict[str, Any]:
-        """What `costmodels.tapes.structure.block_form` says, with values that are none of the usual ones."""
-        values: dict[str, Any] = {
-            "norm_from_one": True,
-            "attention_gate": True,
-            "attention_sinks": True,
-            "attention_softcap": 30.0,
-            "output_bias": True,
-            "residual_scale": 0.5,
-            "embedding_scale": 2.0,
-            "score_scale": 0.25,
-            "qk_norm_weights": False,
-            "score_growth": {"positions": self.seq, "factor": 0.5},
-            "logits_scale": 0.5,
-            "logits_softcap": 20.0,
-        }
-        found: dict[str, Any] = {}
-        for part in self.structure.form:
-            name, _, word = part.partition("=")
-            if name == "attention":
-                found["attention_pattern"] = (word,)
-                found |= self._linear_fields() if word == "linear" else {"window": self._window()}
-                continue
-            if name in ("router_bias", "weighs_inputs"):
-                # The router's own fields say it.
-                continue
-            if name == "rotary_dim":
-                values[name] = 2 * self.chosen.fresh("turned", self.head // ALIGNED_HEAD + 1)
-            found[name] = word or values[name]
-        return found
 
-    def _window(self) -> int:
-        """What a token sees: half of a sequence, or of the part of one whose queries are together."""
-        part = self.seq // self._parts()
-        least = part // 2 if self.structure.short_window else self.seq // 2
-        if "attention_softcap" not in self.structure.form:
-            return least
-        for window in count(least):
-            values = {"seen": window + QUERY_BLOCK - 1}
-            if self.structure.partial_step:
-                values["last_seen"] = window + part % QUERY_BLOCK - 1
-            if self.chosen.take(values):
-                return window
-        raise AssertionError("there are more primes")
+def _expert_fields(sizes: Sizes) -> dict[str, Any]:
+    structure, own = sizes.structure, sizes.primes
+    groups = own["groups"] if structure.group_score else 1
+    experts = sizes.ep * structure.loop_of_experts
+    if not experts:
+        experts = sizes.ep * groups * sizes.chosen.fresh("experts", FIRST[sizes.number])
+    limit = LIMITS[structure.limited]
+    return {
+        "experts": experts,
+        "top_k": 1 if structure.one_choice else own["choices"],
+        "expert_ffn": MULTIPLE * sizes.etp * sizes.chosen.fresh("expert_ffn", FIRST[sizes.number]),
+        "shared_expert_ffn": (
+            MULTIPLE * sizes.tp * sizes.chosen.fresh("shared_ffn", FIRST[sizes.number])
+            if structure.shared_experts
+            else 0
+        ),
+        "shared_expert_gate": structure.shared_gate,
+        "router": {
+            "score": structure.score,
+            "normalised": structure.normalised,
+            "scale": 2.0 if structure.scaled else 1.0,
+            "groups": groups,
+            "top_groups": own["top_groups"] if structure.group_score else 1,
+            "group_score": structure.group_score or "max",
+            "expert_bias": structure.expert_bias,
+            "bias": "router_bias" in structure.form,
+            "weighs_inputs": "weighs_inputs" in structure.form,
+            "capacity_factor": limit,
+        },
+    }
 
-    def _parts(self) -> int:
-        """Of a sequence, each of whose queries attention has together."""
-        return 2 * self.cp if self.structure.context_form == "all_gather" else 1
 
-    def _block_rows(self, chunks: int) -> int:
-        """The length of sequences whose capped scores come in blocks of queries, the last of them smaller."""
-        if self.structure.precision == "fp8":
-            # Products in 8 bits fill up tokens to multiples of 16, whose last blocks tell no size.
-            raise ValueError(f"{self.structure.name}: no sample has a smaller last block in 8 bits")
-        parts = self._parts()
-        least = STEPS[self.number] * QUERY_BLOCK * parts // chunks + 1
-        for rows in range(least, least + MOST_TRIES):
-            part, seq = rows * chunks // parts, rows * chunks
-            last = part % QUERY_BLOCK
-            # No two sets have the same.
-            if last // SAMPLES % SAMPLES != self.number:
-                continue
-            values = {"seq": rows, "blocks": part - last, "last_block": last}
-            if parts > 1:
-                values["block_keys"] = seq - last
-            if self.chosen.take(values):
-                return seq
-        raise ValueError(f"{self.structure.name}: no sample has a smaller last block that tells its size")
-
-    def _linear_fields(self) -> dict[str, Any]:
-        """Of linear attention, whose heads are those that layers with scores would have."""
-        own = self.primes
-        multiple = FLOAT8_MULTIPLE if self.structure.precision == "fp8" else ALIGNED_HEAD
-        for name in ("keys", "group", "head"):
-            own[f"state_{name}"] = own.pop(name)
-        return {
-            # No size has these.
-            "heads": self.tp,
-            "kv_heads": self.tp,
-            "head_dim": 2 * self.chosen.fresh("head", FIRST[self.number]),
-            "linear_attention": {
-                "kind": "gated_delta",
-                "key_heads": self.keys * self.tp,
-                "value_heads": self.keys * self.group * self.tp,
-                "key_dim": self.head,
-                "value_dim": multiple * self.chosen.fresh("state_value", least=ALIGNED_HEAD),
-                "conv_kernel": 1 + self.chosen.fresh("before", LEAST_BEFORE),
-                "chunk": self.step,
-            },
-        }
-
-    def _step_rows(self, chunks: int) -> int:
-        """The length of sequences that linear attention goes through in a prime number of steps, of rows that
-        are a prime over those that have to be together."""
-        rows = self.primes["step"] = self.primes.pop("seq")
-        few, self.step = self.structure.few_steps, chunks * rows
-        steps = few or self.chosen.fresh("steps", STEPS[self.number])
-        if not self.structure.partial_step:
-            return steps * self.step
-        least = steps * rows - rows // 2 if few else steps * (rows - 1)
-        return chunks * self.chosen.fresh("seq", least + self.number + 1)
-
-    def _vocabulary(self) -> int:
-        """Entries of a tokenizer, of which each tensor-parallel rank has `entries`, padding included."""
-        if not self.structure.pads_vocabulary:
-            return self.entries * self.tp
-        # A prime less than a multiple below what is stored.
-        found = self.entries * self.tp - 1
-        while not is_prime(found):
-            found -= 1
-        self.primes["tokens"] = found
-        return found
-
-    def _latent_fields(self) -> dict[str, Any]:
-        nope, rope, shorter, longer = self.latent
-        value = {"keys": shorter, "values": longer}.get(self.structure.longer_heads, nope + rope)
-        self.primes |= {"nope": nope, "rope": rope, "value": value}
-        # No size has it.
-        del self.primes["head"]
-        aligned = FLOAT8_MULTIPLE if self.structure.precision == "fp8" else ALIGNED_HEAD
-        query_rank = MULTIPLE * self.chosen.fresh("query_rank", FIRST[self.number])
-        latent_rank = MULTIPLE * self.chosen.fresh("latent_rank", FIRST[self.number])
-        scaling = {"kind": "yarn", "factor": 2.0, "original_positions": self.seq, "mscale_all_dim": 1.0}
-        return {
-            "kv_heads": self.heads,
-            "rope_scaling": scaling if self.structure.scales_scores else None,
-            "latent_attention": LatentAttention(
-                q_lora_rank=query_rank if self.structure.latent_queries else 0,
-                kv_lora_rank=latent_rank,
-                qk_nope_head_dim=aligned * nope,
-                qk_rope_head_dim=aligned * rope,
-                v_head_dim=aligned * value,
-            ),
-        }
-
-    def _expert_fields(self) -> dict[str, Any]:
-        structure, own = self.structure, self.primes
-        groups = own["groups"] if structure.group_score else 1
-        experts = self.ep * structure.loop_of_experts
-        if not experts:
-            experts = self.ep * groups * self.chosen.fresh("experts", FIRST[self.number])
-        limit = LIMITS[structure.limited]
-        return {
-            "experts": experts,
-            "top_k": 1 if structure.one_choice else own["choices"],
-            "expert_ffn": MULTIPLE * self.etp * self.chosen.fresh("expert_ffn", FIRST[self.number]),
-            "shared_expert_ffn": (
-                MULTIPLE * self.tp * self.chosen.fresh("shared_ffn", FIRST[self.number])
-                if structure.shared_experts
-                else 0
-            ),
-            "shared_expert_gate": structure.shared_gate,
-            "router": {
-                "score": structure.score,
-                "normalised": structure.normalised,
-                "scale": 2.0 if structure.scaled else 1.0,
-                "groups": groups,
-                "top_groups": own["top_groups"] if structure.group_score else 1,
-                "group_score": structure.group_score or "max",
-                "expert_bias": structure.expert_bias,
-                "bias": "router_bias" in structure.form,
-                "weighs_inputs": "weighs_inputs" in structure.form,
-                "capacity_factor": limit,
-            },
-        }
-
-    def layout_fields(self) -> dict[str, Any]:
-        """Of the layout."""
-        structure, data_parallel = self.structure, self.ep * self.etp
-        # There is no grouped product of experts in this format.
-        loops = structure.loop_of_experts > 0
-        recompute: dict[str, Any] = {}
-        if structure.recompute == ("full",):
-            recompute = {"recompute": "full"}
-            if structure.offloads_activations:
-                recompute |= {"recompute_method": "block"}
-        elif structure.recompute:
-            recompute = {"recompute": "selective", "recompute_modules": structure.recompute}
-        return {
-            "tensor_parallel": self.tp,
-            "sequence_parallel": structure.sequence_parallel,
-            "context_parallel": self.cp,
-            "context_parallel_form": structure.context_form or "all_gather",
-            "expert_parallel": self.ep,
-            "expert_tensor_parallel": self.etp,
-            "data_parallel": data_parallel,
-            "micro_batch_size": self.rows,
-            "global_batch_size": self.rows * data_parallel,
-            "precision": "fp16" if loops and structure.precision == "bf16" else structure.precision,
-            "fp8_recipe": structure.fp8_recipe or "default",
-            "offload_activations": structure.offloads_activations != "",
-            **recompute,
-        }
-
-    def free_primes(self, values: Mapping[str, int]) -> dict[str, int]:
-        """The primes of dimensions that are not 1, those that have others in them first."""
-        own = dict(self.primes)
-        rows = values["batch"] * values["seq"] * values.get("choices", 1) * self.etp
-        for name in ("sent", "arrived"):
-            # What is a product of other sizes is no size of its own; what is none is as good as a prime.
-            if name in values and rows % values[name]:
-                own[name] = values[name]
-        first = ["sent", "arrived"]
-        # These are many times their primes.
-        if "blocks" in own:
-            first += ["blocks", "last_block", "block_keys", "seen", "last_seen", "seq"]
-        elif "seen" in own:
-            first.append("seen")
-        if self.structure.loop_of_experts:
-            for name in ("choices", "groups", "top_groups"):
-                own.pop(name)
-        if self.structure.context_form == "all_to_all" and self.structure.one_key_head:
-            # There ranks are a multiple of the keys, and groups one of ranks.
-            first += ["group", "cp"]
-        order = [*first, *(name for name in own if name not in (*first, *LAST)), *LAST]
-        return {name: own[name] for name in dict.fromkeys(order) if name in own and values.get(name, 1) > 1}
+def _layout_fields(sizes: Sizes) -> dict[str, Any]:
+    """Those of the layout."""
+    structure, data_parallel = sizes.structure, sizes.ep * sizes.etp
+    # There is no grouped product of experts in this format.
+    loops = structure.loop_of_experts > 0
+    recompute: dict[str, Any] = {}
+    if structure.recompute == ("full",):
+        recompute = {"recompute": "full"}
+        if structure.offloads_activations:
+            recompute |= {"recompute_method": "block"}
+    elif structure.recompute:
+        recompute = {"recompute": "selective", "recompute_modules": structure.recompute}
+    return {
+        "tensor_parallel": sizes.tp,
+        "sequence_parallel": structure.sequence_parallel,
+        "context_parallel": sizes.cp,
+        "context_parallel_form": structure.context_form or "all_gather",
+        "expert_parallel": sizes.ep,
+        "expert_tensor_parallel": sizes.etp,
+        "data_parallel": data_parallel,
+        "micro_batch_size": sizes.rows,
+        "global_batch_size": sizes.rows * data_parallel,
+        "precision": "fp16" if loops and structure.precision == "bf16" else structure.precision,
+        "fp8_recipe": structure.fp8_recipe or "default",
+        "offload_activations": structure.offloads_activations != "",
+        **recompute,
+    }
 
 
 def _position(structure: Structure) -> str:

@@ -24,8 +24,9 @@ from costmodels.tapes.tape import (
     Tape,
 )
 from runtime.dryrun.loops import collapsed, rolled_together, steps_dimension
+from runtime.dryrun.prime_sizes import SAMPLES
 from runtime.dryrun.recording import Change, Recording, UnitRecordings, UnlikeError
-from runtime.dryrun.sample_sizes import SAMPLES, Sample, sample
+from runtime.dryrun.sample_sizes import Sample, sample
 from runtime.dryrun.symbols import UnknownSizeError, symbolic
 from runtime.dryrun.unit_recorder import record_unit
 from runtime.parallel import loss

@@ -40,7 +40,7 @@ def differences(one: ModelSpec, other: ModelSpec) -> list[str]:
     dropless = [
         spec.model_copy(
             update={
-                "router": spec.router.model_copy(update={"capacity_factor": 0.0}),
+                "router": spec.router.model_copy(update={"capacity_factor": 0.0, "loads": ()}),
                 "score_scale": spec.score_scale or spec.head_dim**-0.5,
             }
         )
@@ -60,7 +60,7 @@ def config_for(spec: ModelSpec) -> Config:
     """
     nearest: list[str] | None = None
     for model_type, write in _WRITERS.items():
-        config = {"model_type": model_type, "architectures": [_CLASSES[model_type]]} | write(spec)
+        config = {"model_type": model_type, "architectures": [CLASSES[model_type]]} | write(spec)
         found = _differences_from(spec, config)
         if not found:
             return config
@@ -444,7 +444,7 @@ _WRITERS: dict[str, Callable[[ModelSpec], Config]] = {
 }
 """By model type; a model may be several, of which the first counts."""
 
-_CLASSES = {
+CLASSES = {
     "gpt2": "GPT2LMHeadModel",
     "llama": "LlamaForCausalLM",
     "mistral": "MistralForCausalLM",
@@ -474,5 +474,6 @@ _CLASSES = {
     "llama4_text": "Llama4ForCausalLM",
     "qwen3_next": "Qwen3NextForCausalLM",
     "qwen3_5_text": "Qwen3_5ForCausalLM",
+    "qwen3_5_moe_text": "Qwen3_5MoeForCausalLM",
 }
 """Transformers' class of each model type."""

@@ -43,22 +43,22 @@ class Part:
     pairs: int = 0
     leading: bool = False
     """The first rows of every block turn, not the last."""
-    is_kernel: bool = False
-    """Theirs is a convolution of one channel each, [rows, 1, columns]."""
+    besides: int | None = None
+    """Where theirs has a dimension of 1 besides: kernels of one channel each, [rows, 1, columns]."""
 
     def to_theirs(self, tensor: Tensor) -> Tensor:
         """Our tensor (of one expert, [rows, columns] or [rows]) in the form of theirs."""
         if self.blocks:
             halves = torch.arange(self.pairs, device=tensor.device)
             tensor = self._reordered(tensor, halves.view(2, -1).T.flatten())
-        if self.is_kernel:
-            return tensor.unsqueeze(1)
+        if self.besides is not None:
+            return tensor.unsqueeze(self.besides)
         return tensor.mT if self.transposed else tensor
 
     def to_ours(self, tensor: Tensor) -> Tensor:
         """The reverse of `to_theirs`."""
-        if self.is_kernel:
-            return tensor.squeeze(1)
+        if self.besides is not None:
+            return tensor.squeeze(self.besides)
         tensor = tensor.mT if self.transposed else tensor
         if self.blocks:
             pairs = torch.arange(self.pairs, device=tensor.device)
@@ -129,16 +129,21 @@ def our_shapes(spec: ModelSpec) -> dict[str, torch.Size]:
     }
 
 
-def mapping(model_type: str, spec: ModelSpec, interleaved: bool = True) -> list[Entry]:
+def mapping(
+    model_type: str, spec: ModelSpec, interleaved: bool = True, is_stacked: bool = False
+) -> list[Entry]:
     """The tensors of a Hugging Face model of `model_type`, in an order in which ours change slowly.
 
     Args:
         model_type: one of `planner.inputs.huggingface.readers.READERS`.
         interleaved: latent attention turns neighbours (`rope_interleave` of a config.json).
+        is_stacked: the experts of a layer are one tensor, although transformers writes each by itself.
     """
     if model_type == "gpt2":
         return list(_gpt2(spec))
     style = style_of(model_type)
+    if is_stacked:
+        style = style._replace(experts=style.experts._replace(stacked=_STACKED))
     further = _further(spec, style, interleaved) if model_type in FURTHER_TYPES else ()
     return [*_llama(spec, style, interleaved), *further]
 
@@ -171,6 +176,17 @@ def _gpt2(spec: ModelSpec) -> Iterator[Entry]:
         yield _one("lm_head.weight", HEAD)
 
 
+class _Stack(NamedTuple):
+    """How the experts of a layer are one tensor for gate and input, and one for the output."""
+
+    gate_up: str = "experts.gate_up_proj"
+    down: str = "experts.down_proj"
+    transposed: bool = False
+    """They hold matrices [inputs, outputs]."""
+    takes_turns: bool = False
+    """Columns of gate and input take turns."""
+
+
 class _ExpertNames(NamedTuple):
     """What a model type calls the parts of a layer with experts."""
 
@@ -179,20 +195,36 @@ class _ExpertNames(NamedTuple):
     shared: str
     bias: str = "gate.e_score_correction_bias"
     """The buffer of the choice's biases."""
+    bias_is_row: bool = False
+    """It is [1, experts]."""
     router: str = "gate"
-    stacked: bool = False
-    """All experts are in one tensor of matrices [inputs, outputs]."""
-    takes_turns: bool = False
-    """Columns of gate and input take turns in such a tensor."""
+    stacked: _Stack | None = None
 
 
 _MATRICES = {"up": "up_proj", "gate": "gate_proj", "down": "down_proj"}
 _QWEN_EXPERTS = _ExpertNames("mlp", _MATRICES, "shared_expert")
 _DEEPSEEK_EXPERTS = _ExpertNames("mlp", _MATRICES, "shared_experts")
 _MIXTRAL_EXPERTS = _ExpertNames("block_sparse_moe", {"up": "w3", "gate": "w1", "down": "w2"}, "")
-_GPT_OSS_EXPERTS = _ExpertNames("mlp", _MATRICES, "", router="router", stacked=True, takes_turns=True)
-_LLAMA4_EXPERTS = _ExpertNames("feed_forward", _MATRICES, "shared_expert", router="router", stacked=True)
 _MINIMAX_EXPERTS = _MIXTRAL_EXPERTS._replace(bias="e_score_correction_bias")
+_ERNIE_EXPERTS = _DEEPSEEK_EXPERTS._replace(bias="moe_statics.e_score_correction_bias", bias_is_row=True)
+
+_STACKED = _Stack()
+STACKED_TYPES = ("qwen3_5_moe_text",)
+"""Model types that are published with the experts of a layer in one tensor, and saved with each by itself."""
+
+_GPT_OSS_EXPERTS = _ExpertNames(
+    "mlp", _MATRICES, "", router="router", stacked=_Stack(transposed=True, takes_turns=True)
+)
+_LLAMA4_EXPERTS = _ExpertNames(
+    "feed_forward", _MATRICES, "shared_expert", router="router", stacked=_Stack(transposed=True)
+)
+_GRANITE_EXPERTS = _ExpertNames(
+    "block_sparse_moe",
+    _MATRICES,
+    "",
+    router="router.layer",
+    stacked=_Stack("input_linear.weight", "output_linear.weight"),
+)
 
 _BEFORE = {"attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
 _AFTER = {"attended_norm": "post_attention_layernorm", "computed_norm": "post_feedforward_layernorm"}
@@ -225,6 +257,7 @@ STYLES = {
     "minimax_m2": Style(experts=_MINIMAX_EXPERTS),
     "qwen3_next": Style(joined_delta=True),
     "gpt_oss": Style(experts=_GPT_OSS_EXPERTS),
+    "granitemoe": Style(experts=_GRANITE_EXPERTS),
     "llama4_text": Style(turns_neighbours=True, mlp_name="feed_forward", experts=_LLAMA4_EXPERTS),
     **dict.fromkeys(
         ("deepseek_v2", "deepseek_v3", "kimi_k2", "glm4_moe", "glm4_moe_lite"),
@@ -234,6 +267,7 @@ STYLES = {
     "glm": Style(joined_mlp=True, turns_neighbours=True),
     "glm4": Style(_GLM4_NORMS, joined_mlp=True, turns_neighbours=True),
     "ernie4_5": Style(turns_neighbours=True),
+    "ernie4_5_moe": Style(turns_neighbours=True, experts=_ERNIE_EXPERTS),
     "olmo2": Style(_AFTER),
     "olmo3": Style(_AFTER),
     "exaone4": Style(_AFTER),
@@ -349,7 +383,7 @@ def _gated_delta(spec: ModelSpec, style: Style, theirs: str, ours: str) -> Itera
         yield Entry(f"{theirs}in_proj_qkv.weight", (q, k, v))
         for place, part in (("z", gate), ("b", strength), ("a", decay)):
             yield Entry(f"{theirs}in_proj_{place}.weight", (part,))
-    kernels = [Part(f"{own}{name}_conv", is_kernel=True) for name in ("query", "key", "value")]
+    kernels = [Part(f"{own}{name}_conv", besides=1) for name in ("query", "key", "value")]
     yield Entry(f"{theirs}conv1d.weight", tuple(kernels))
     yield _one(f"{theirs}A_log", f"{own}rate")
     yield _one(f"{theirs}dt_bias", f"{own}step_bias")
@@ -388,9 +422,10 @@ def _experts(spec: ModelSpec, names: _ExpertNames, theirs: str, ours: str) -> It
     for kind in _kinds(spec.router.bias):
         yield _one(f"{theirs}{names.router}.{kind}", f"{ours}router.{kind}")
     if spec.router.expert_bias:
-        yield _one(f"{theirs}{names.bias}", f"{ours}router.expert_bias")
+        bias = Part(f"{ours}router.expert_bias", besides=0 if names.bias_is_row else None)
+        yield Entry(f"{theirs}{names.bias}", (bias,))
     if names.stacked:
-        yield from _stacked_experts(spec, names, f"{theirs}experts.", f"{ours}experts.")
+        yield from _stacked_experts(spec, names.stacked, theirs, f"{ours}experts.")
     for name, place in names.matrices.items() if not names.stacked else ():
         for expert in range(spec.experts):
             part = Part(f"{ours}experts.{name}", expert)
@@ -401,9 +436,9 @@ def _experts(spec: ModelSpec, names: _ExpertNames, theirs: str, ours: str) -> It
         yield _one(f"{theirs}shared_expert_gate.weight", f"{ours}shared_gate.weight")
 
 
-def _stacked_experts(spec: ModelSpec, names: _ExpertNames, theirs: str, ours: str) -> Iterator[Entry]:
+def _stacked_experts(spec: ModelSpec, stack: _Stack, theirs: str, ours: str) -> Iterator[Entry]:
     for kind in ("", "_bias") if spec.linear_bias else ("",):
-        gate, up, down = (Part(f"{ours}{name}{kind}", transposed=not kind) for name in ("gate", "up", "down"))
-        dim = 1 if kind else 2
-        yield Entry(f"{theirs}gate_up_proj{kind}", (gate, up), dim, names.takes_turns)
-        yield Entry(f"{theirs}down_proj{kind}", (down,))
+        turned = stack.transposed and not kind
+        gate, up, down = (Part(f"{ours}{name}{kind}", transposed=turned) for name in ("gate", "up", "down"))
+        yield Entry(f"{theirs}{stack.gate_up}{kind}", (gate, up), 2 if turned else 1, stack.takes_turns)
+        yield Entry(f"{theirs}{stack.down}{kind}", (down,))

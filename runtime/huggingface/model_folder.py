@@ -16,10 +16,12 @@ from costmodels.errors import InputError
 from planner.inputs.huggingface.config_file import model_from_hf_config, read_config
 from planner.inputs.model import with_mtp
 from runtime.huggingface.files import TensorPlace, list_tensors, read_tensor
+from runtime.huggingface.language_part import FURTHER, language_config, language_tensors
 from runtime.huggingface.mapping import (
     EMBEDDING,
     FURTHER_TYPES,
     GPT2_PREFIX,
+    STACKED_TYPES,
     Entry,
     Part,
     further_copies,
@@ -36,6 +38,9 @@ SCALE_SUFFIX = "_scale_inv"
 
 _CONSTANTS = re.compile(r"\.attn\.(bias|masked_bias)$|\.rotary_emb\.inv_freq$")
 """What old versions saved beside weights: masks, and frequencies of rotary positions."""
+
+STACKED = re.compile(r"^model\..*\.mlp\.experts\.gate_up_proj$")
+"""A tensor of all experts of a layer."""
 
 MXFP4 = "mxfp4"
 """`quant_method` of a model whose experts are packed in four bits."""
@@ -61,11 +66,15 @@ class HuggingFaceModel:
         self.folder = Path(folder).expanduser()
         self.where = f"model {str(self.folder)!r}"
         self.spec: ModelSpec = model_from_hf_config(self.folder, seq)
-        self.config: dict[str, Any] = read_config(self.folder / CONFIG_FILE)
-        self.entries = entries_of(self.config, self.spec)
+        whole = read_config(self.folder / CONFIG_FILE)
+        self.config: dict[str, Any] = language_config(whole)
+        """Of the language model, by itself."""
+        self.tensors, beside = list_tensors(self.folder), list[str]()
+        if self.config is not whole:
+            self.tensors, beside = language_tensors(self.tensors)
+        self.entries = entries_of(self.config, self.spec, any(map(STACKED.search, self.tensors)))
         self.shapes = our_shapes(self.spec)
         self.block = _block_of(self.config, self.where)
-        self.tensors = list_tensors(self.folder)
         self.packed: dict[str, Packed] = {}
         self.copies: set[str] = set()
         """Names of copies of embedding and head in layers that predict further tokens."""
@@ -83,7 +92,7 @@ class HuggingFaceModel:
                 name if name == LM_HEAD else GPT2_PREFIX + name: found for name, found in self.tensors.items()
             }
         self._find_further()
-        self.left_out = self._check()
+        self.left_out = self._check() + beside
         """Names of tensors that are no part of the model here, as those of multi-token prediction layers."""
         self.places: dict[str, list[tuple[Entry, Part]]] = defaultdict(list)
         """Where each tensor of ours is, expert by expert."""
@@ -161,7 +170,12 @@ class HuggingFaceModel:
         further = self.config.get("num_nextn_predict_layers")
         count = further if isinstance(further, int) else 0
         known = tuple(f"model.layers.{self.spec.layers + number}." for number in range(count))
-        foreign = [name for name in left if not name.startswith(known) and not _CONSTANTS.search(name)]
+        known_kinds = (_CONSTANTS, FURTHER)
+        foreign = [
+            name
+            for name in left
+            if not name.startswith(known) and not any(kind.search(name) for kind in known_kinds)
+        ]
         if foreign:
             raise InputError(f"{self.where}: no place for {first_names(foreign)} in {kind}")
         if self.stores_tied_head:
@@ -193,9 +207,12 @@ class HuggingFaceModel:
         return factors.shape == blocks and factors.dtype is not None
 
 
-def entries_of(config: dict[str, Any], spec: ModelSpec) -> list[Entry]:
-    """The tensors that a model with this config.json has."""
-    return mapping(str(config["model_type"]), spec, config.get("rope_interleave", True) is not False)
+def entries_of(config: dict[str, Any], spec: ModelSpec, is_stacked: bool = False) -> list[Entry]:
+    """The tensors that a model with this config.json has, stored as transformers does or with the experts
+    of a layer in one."""
+    model_type = str(config["model_type"])
+    interleaved = config.get("rope_interleave", True) is not False
+    return mapping(model_type, spec, interleaved, is_stacked and model_type in STACKED_TYPES)
 
 
 def _block_of(config: dict[str, Any], where: str) -> tuple[int, ...]:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from costmodels.errors import InputError
-from costmodels.layers.shapes import PEAK_LOAD
+from costmodels.layers.shapes import peak_load
 from planner.inputs.engine import DEFAULT_ENGINE
 from planner.options.parallel import ParallelOptions
 from planner.plan import Plan
@@ -19,11 +19,16 @@ from runtime.settings.preflight import PRECISIONS, check_model
 if TYPE_CHECKING:
     from runtime.settings.options import TrainingOptions
 
-HEAD_ROOM = (
-    f"experts are dropless: the fullest device may take in {100 * (PEAK_LOAD - 1):.0f} % more rows than the "
-    "mean, and memory is planned for that"
-)
 NO_BALANCE = "without --moe-aux-loss-coeff or expert biases nothing balances routers"
+
+
+def head_room(plan: Plan) -> str:
+    """What memory is planned for where devices have some of the experts each."""
+    more = 100 * (peak_load(plan.model, plan.layout.expert_parallel) - 1)
+    return (
+        f"experts are dropless: the fullest device may take in {more:.0f} % more rows than the mean, and "
+        "memory is planned for that"
+    )
 
 
 def needs_head_room(plan: Plan) -> bool:
@@ -36,7 +41,7 @@ def expert_balance_notes(plan: Plan, training: TrainingOptions) -> Iterator[str]
     """A note on a plan that `training` may exceed, as nothing makes tokens choose experts evenly."""
     balanced = training.moe_aux_loss_coeff and training.moe_router_load_balancing_type != "none"
     if needs_head_room(plan) and not balanced and not plan.model.router.expert_bias:
-        yield f"{HEAD_ROOM}; {NO_BALANCE}"
+        yield f"{head_room(plan)}; {NO_BALANCE}"
 
 
 def optimizer_notes(plan: Plan, parallel: ParallelOptions) -> Iterator[str]:

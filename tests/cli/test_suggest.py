@@ -387,3 +387,21 @@ def test_what_is_not_usual_has_its_column_or_word(planner: Any, monkeypatch: pyt
     _, plain, _ = planner(*SMALL, "--global-batch-size", "64", *plain_pins, "--verbose")
     header = next(line for line in plain.splitlines() if line.lstrip().startswith("# "))
     assert "cp" not in header.split() and "schedule" not in header.split()
+
+
+@pytest.mark.parametrize(
+    ("device", "note", "is_run"),
+    [
+        ("tpu-v5p", "engine bundled does not run on tpu-v5p: priced as if it did", False),
+        ("trainium2", "engine bundled does not run on trainium2: priced as if it did", False),
+        ("gaudi3", "nobody has tried it there", True),
+        ("vr200", "vr200 is announced: its figures are its maker's", True),
+    ],
+)
+def test_plans_for_devices_that_nothing_has_run_on_say_so(
+    planner: Any, device: str, note: str, is_run: bool
+) -> None:
+    code, out, _ = planner(*SMALL[:-1], device, "--max-global-batch-size", "32")
+    assert code == 0 and note in " ".join(out.split())
+    assert ("run: planner launch" in out) is is_run
+    assert ("nothing here runs on" in out) is not is_run

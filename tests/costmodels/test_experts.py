@@ -11,13 +11,14 @@ import pytest
 
 from costmodels import ModelSpec, even_split
 from costmodels.catalogue import load_device, load_engine
+from costmodels.layers.shapes import peak_load, peak_routed_rows, routed_rows
 from costmodels.memory.peak import stage_memory
 from costmodels.memory.unit_sizes import unit_sizes
 from costmodels.pricing import estimate, peak_memory, price
 from costmodels.ranks.rank_layers import all_ranks, ranks_entry
 from costmodels.spec.hardware import Cluster
 from costmodels.spec.layout import Layout
-from costmodels.spec.model_parts import Router
+from costmodels.spec.model_parts import ExpertLoad, Router
 from costmodels.spec.table import LayoutTable
 
 MEASURED = Path(__file__).parents[3] / "shared" / "measured" / "moe_parallel_folding.csv"
@@ -325,6 +326,28 @@ def test_all_wait_for_the_fullest_rank_of_experts(mixture, cluster, engine, layo
     assert uneven.expert_parallel > 1.2 * even.expert_parallel
     # A device that has all experts has all their tokens.
     assert times(1.5) == times(1.0)
+
+
+def test_loads_of_a_model_are_waited_for_and_held(mixture, cluster, engine, layout):
+    loads = (ExpertLoad(ranks=1, mean=1.1, peak=1.2), ExpertLoad(ranks=4, mean=1.5, peak=2.0))
+    router = mixture.router.model_copy(update={"loads": loads})
+    uneven = mixture.model_copy(update={"router": router})
+
+    def rows(model, which, ep):
+        return which(model, LayoutTable.of([layout(model, dp=8, ep=ep)]))[0]
+
+    for ep, mean, peak in ((2, 1.1, 1.25), (4, 1.5, 2.0), (8, 1.5, 2.0)):
+        assert rows(uneven, routed_rows, ep) == pytest.approx(mean * rows(mixture, routed_rows, ep))
+        held = peak / 1.25 * rows(mixture, peak_routed_rows, ep)
+        assert rows(uneven, peak_routed_rows, ep) == pytest.approx(held)
+        assert peak_load(uneven, ep) == peak
+    # A device that has all experts has all their tokens.
+    assert rows(uneven, routed_rows, 1) == rows(mixture, routed_rows, 1)
+    constant = engine("megatron", experts_load=1.5)
+    one = layout(mixture, dp=8, ep=4)
+    assert estimate(uneven, cluster(8), engine("megatron", experts_load=1.0), one).time == pytest.approx(
+        estimate(mixture, cluster(8), constant, one).time
+    )
 
 
 def test_fused_experts_compute_as_much_and_move_less(mixture, engine, layout):

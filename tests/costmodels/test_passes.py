@@ -7,7 +7,8 @@ import pytest
 
 from costmodels.errors import InputError
 from costmodels.layers.operators import Gemm, head, layer, padded_vocabulary
-from costmodels.network.collectives import group
+from costmodels.network.collectives import all_gather, group
+from costmodels.spec.hardware import MeasuredCollective
 from costmodels.spec.table import LayoutTable
 from costmodels.time.core_attention import attention_seconds
 from costmodels.time.host_launch import launch_floor
@@ -266,3 +267,23 @@ def test_a_whole_vocabulary_may_run_slower(gpt, a100, engine, layout, cluster):
 
     ratio = head_seconds(gemm_whole_head_efficiency=0.5) / head_seconds()
     assert ratio == pytest.approx([2.0, 1.0])
+
+
+@pytest.mark.parametrize("told", [False, True])
+def test_calls_in_a_node_are_priced_each_where_they_were_measured(gpt, engine, layout, cluster, told):
+    """A rate alone says nothing of calls: what they take is in the constants that were fitted to gathers."""
+    kinds = {"all_gather": 1e-4, "reduce_scatter": 3e-4, "all_reduce": 5e-4}
+    measured = tuple(
+        MeasuredCollective(
+            collective=kind, devices=8, nodes=1, bus_bandwidth=1e11, latency=latency if told else 0.0
+        )
+        for kind, latency in kinds.items()
+    )
+    nodes, megatron = cluster(8).model_copy(update={"measured": measured}), engine("megatron")
+    table = LayoutTable.of([layout(gpt, tp=8)])
+    seconds = layer_passes(gpt, nodes.device, megatron, table, nodes).tensor_parallel[0]
+    work, alone = layer(gpt, megatron, table, "dense"), np.ones(1, dtype=np.int64)
+    tp = group(nodes, megatron, table.tensor_parallel, alone)
+    gathers = (work.gathers_forward + work.gathers_backward) * (1 - megatron.overlap.tensor_parallel)
+    as_gathers = (gathers * all_gather(tp, work.sequence_bytes))[0]
+    assert (seconds == pytest.approx(as_gathers, rel=1e-6)) is not told

@@ -38,7 +38,7 @@ def test_every_engine_says_where_its_abilities_are_from(name: str) -> None:
     assert engine_rules(engine)
     for kind, device in (("gpu", "a100-80g"), ("npu", "ascend-910b")):
         assert engine.for_device(load_device(device)).runs == engine.runs
-        if kind not in (*engine.runs.devices, *engine.runs.untried_devices):
+        if kind not in (*engine.runs.devices, *engine.runs.untried_devices, *engine.runs.priced_devices):
             with pytest.raises(InputError, match=rf"engine {name} does not run on {device}; .*give one of"):
                 search(MODEL, engine=name, device=device, **JOB)
 

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from costmodels.catalogue import load_model
 from costmodels.errors import InputError
+from costmodels.spec.model_parts import Router
+from planner.inputs.expert_loads import expert_loads
 from planner.options.model import ModelOptions
 
 SIZES: dict[str, Any] = {
@@ -274,3 +278,44 @@ def test_wrong_flags_of_experts_end_in_one_line(flags: dict[str, Any], line: str
         ModelOptions(**flags).spec()
     assert line in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_a_number_says_how_full_the_fullest_rank_is() -> None:
+    (load,) = expert_loads("1.3", "--flag")
+    assert (load.ranks, load.mean, load.peak) == (1, 1.3, 1.3)
+
+
+def test_metrics_of_a_run_say_it_for_any_number_of_ranks(tmp_path: Path) -> None:
+    file = tmp_path / "metrics.jsonl"
+    steps = [
+        {"iteration": 1, "expert_load": {"0": [2.0, 1.0, 0.5, 0.5], "1": [1.0, 1.0, 1.0, 1.0]}},
+        {"iteration": 1, "validation_loss": 5.0},
+        {"iteration": 2, "expert_load": {"0": [1.2, 0.8, 1.0, 1.0], "1": [0.0, 0.0, 3.0, 1.0]}},
+    ]
+    file.write_text("".join(json.dumps(step) + "\n" for step in steps))
+    loads = {load.ranks: (load.mean, load.peak) for load in expert_loads(str(file), "--flag")}
+    # Of two ranks the fullest has 1.5, 1, 1 and 2 of the mean; of four 2, 1, 1.2 and 3.
+    assert loads[1] == (1.0, 1.0)
+    assert loads[2] == pytest.approx(((1.5 + 1 + 1 + 2) / 4, 2.0))
+    assert loads[4] == pytest.approx(((2 + 1 + 1.2 + 3) / 4, 3.0))
+    assert Router(loads=expert_loads(str(file), "--flag")).load_of(3).ranks == 2  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("0.9", "expected a number of at least 1"),
+        ("nan", "expected a number of at least 1"),
+        ("none.jsonl", "none.jsonl: No such file or directory; give a number"),
+        ("dense.jsonl", "no step says expert_load"),
+        ("broken.jsonl", "is no metrics.jsonl"),
+    ],
+)
+def test_loads_that_say_nothing_are_refused(
+    text: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "dense.jsonl").write_text('{"iteration": 1, "loss": 5.0}\n')
+    (tmp_path / "broken.jsonl").write_text('{"expert_load": {"0": ["a"]}}\n')
+    with pytest.raises(InputError, match=words):
+        expert_loads(text, "--moe-load-imbalance")

@@ -15,6 +15,9 @@ from costmodels import ModelSpec, Router
 from costmodels.errors import InputError
 from runtime import checkpoint, convert
 from runtime.checkpoint.tensor_store import FILE_BYTES
+from runtime.data.tokenizers import ByteTokenizer
+from runtime.generation.generator import Generator
+from runtime.generation.text import Text
 from runtime.huggingface.companions import COMPANIONS
 from runtime.huggingface.configs import config_for
 from runtime.huggingface.files import file_size
@@ -83,6 +86,80 @@ def test_there_and_back_again_gives_the_same_bits(name: str, tmp_path: Path) -> 
     names = HuggingFaceModel(tmp_path / "hf").shapes
     first, second = StoredModel(tmp_path / "ours"), StoredModel(tmp_path / "again")
     assert all(torch.equal(first.read_ours(name), second.read_ours(name)) for name in names)
+
+
+IMAGES = {"hidden_size": 16, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+QWEN_IMAGES = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 32}
+SIDES_OF_IMAGES = {"image_size": 28, "patch_size": 14}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "whole", "images"),
+    [
+        ("gemma3", "gemma3", IMAGES | SIDES_OF_IMAGES),
+        (
+            "llama4",
+            "llama4",
+            IMAGES
+            | SIDES_OF_IMAGES
+            | dict.fromkeys(("vision_output_dim", "projector_input_dim", "projector_output_dim"), 32),
+        ),
+        ("qwen3_5", "qwen3_5", QWEN_IMAGES),
+        ("qwen3_5_moe", "qwen3_5_moe", QWEN_IMAGES),
+        ("qwen3", "qwen3_vl", QWEN_IMAGES | {"deepstack_visual_indexes": []}),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_the_language_model_of_one_that_sees_is_taken_out_of_it(
+    name: str, whole: str, images: dict[str, Any], tmp_path: Path
+) -> None:
+    transformers = pytest.importorskip("transformers")
+    if whole not in transformers.CONFIG_MAPPING:
+        pytest.skip(f"transformers {transformers.__version__} has no {whole}")
+    config = transformers.AutoConfig.for_model(whole, text_config=dict(MODELS[name][1]), vision_config=images)
+    theirs = transformers.AutoModelForImageTextToText.from_config(config, attn_implementation="eager").eval()
+    theirs.save_pretrained(tmp_path / "hf")
+    if name.endswith("moe"):
+        stack_experts(tmp_path / "hf")
+    done = convert.from_hugging_face(tmp_path / "hf", tmp_path / "ours")
+    assert done.left_out and all("vis" in name or "projector" in name for name in done.left_out)
+    convert.to_hugging_face(tmp_path / "ours", tmp_path / "text")
+    alone = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "text", attn_implementation="eager", dtype=torch.float32
+    ).eval()
+    ours = Generator(tmp_path / "hf", text=Text(ByteTokenizer()))
+    tokens = [5, 7, 11, 13, 17, 19, 23, 29, 31]
+    with torch.no_grad():
+        expected = theirs(torch.tensor([tokens])).logits[0, -1]
+        assert torch.equal(alone(torch.tensor([tokens])).logits[0, -1], expected)
+        found = ours._plain_step([tokens])([[]])[0]
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+
+
+def stack_experts(folder: Path) -> None:
+    """Store the experts of each layer in one tensor, as Qwen 3.5 is published."""
+    tensors = tensors_in(folder)
+    places = sorted({name.split("experts.")[0] for name in tensors if ".experts." in name})
+    for place in places:
+        parts: dict[str, list[Tensor]] = {}
+        for kind in ("gate", "up", "down"):
+            names = [f"{place}experts.{expert}.{kind}_proj.weight" for expert in range(6)]
+            parts[kind] = [tensors.pop(name) for name in names]
+        stacked = {kind: torch.stack(each) for kind, each in parts.items()}
+        tensors[f"{place}experts.gate_up_proj"] = torch.cat((stacked["gate"], stacked["up"]), 1)
+        tensors[f"{place}experts.down_proj"] = stacked["down"]
+    save_file(tensors, folder / "model.safetensors")
+
+
+def test_modules_of_a_qwen3_next_that_predict_further_tokens_are_left_out(tmp_path: Path) -> None:
+    skip_unless_there("qwen3_next")
+    model, _ = hugging_face("qwen3_next", tmp_path / "hf")
+    model.save_pretrained(tmp_path / "hf")
+    tensors = tensors_in(tmp_path / "hf") | {"mtp.fc.weight": torch.ones(32, 64)}
+    save_file(tensors, tmp_path / "hf" / "model.safetensors")
+    done = convert.from_hugging_face(tmp_path / "hf", tmp_path / "ours")
+    assert done.left_out == ["mtp.fc.weight"]
 
 
 @pytest.mark.slow

@@ -20,8 +20,8 @@ from tests.support.hugging_face import (
     skip_unless_there,
 )
 
-TOLERANCE = 1e-4
-"""Largest norm of a difference, relative to the norm of what is compared."""
+LOGITS, GRADIENTS = 1e-5, 1e-4
+"""Largest norms of a difference, relative to the norm of what is compared."""
 
 NOISE = 1e-7
 """Added to that for a gradient, relative to the norm of all: some are zero but for rounding (key biases)."""
@@ -41,7 +41,7 @@ def test_logits_and_gradients_are_those_of_hugging_face(name: str, tmp_path: Pat
     tokens = torch.randint(0, VOCAB, (BATCH, SEQ), generator=generator)
     pull = torch.randn(BATCH, SEQ, VOCAB, generator=generator)
     expected, logits = theirs(tokens).logits, ours(tokens)
-    assert (logits - expected).norm() <= TOLERANCE * expected.norm()
+    assert (logits - expected).norm() <= LOGITS * expected.norm()
 
     (expected * pull).sum().backward()
     (logits * pull).sum().backward()
@@ -50,7 +50,7 @@ def test_logits_and_gradients_are_those_of_hugging_face(name: str, tmp_path: Pat
     for key, parameter in ours.named_parameters():
         assert parameter.grad is not None, key
         difference = (parameter.grad - reference[key]).norm()
-        assert difference <= TOLERANCE * reference[key].norm() + floor, key
+        assert difference <= GRADIENTS * reference[key].norm() + floor, key
 
 
 @pytest.mark.parametrize(
@@ -77,4 +77,4 @@ def test_every_option_shows_in_the_logits(name: str, change: dict[str, object], 
     tokens = torch.randint(0, VOCAB, (BATCH, SEQ), generator=torch.Generator().manual_seed(2))
     with torch.no_grad():
         expected = theirs(tokens).logits
-        assert (ours(tokens) - expected).norm() > 100 * TOLERANCE * expected.norm()
+        assert (ours(tokens) - expected).norm() > 1000 * LOGITS * expected.norm()

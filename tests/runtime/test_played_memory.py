@@ -10,7 +10,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, assume, given, note, reject, seed, settings
 
 from costmodels import ModelSpec
-from costmodels.spec.model_parts import LinearAttention, MultiTokenPrediction
+from costmodels.spec.model_parts import ExpertLoad, LinearAttention, MultiTokenPrediction, Router
 from costmodels.tapes.player import is_playable, structures_of_stage
 from runtime.dryrun.sample_sizes import sample
 from tests.support.layouts import parse_layout
@@ -91,6 +91,7 @@ FURTHER = ModelSpec(
     mtp=MultiTokenPrediction(depths=2),
 )
 ROUTED: dict[str, Any] = {"experts": 8, "top_k": 2, "expert_ffn": 1024, "dense_layers": 1}
+UNEVEN: dict[str, Any] = {"router": Router(loads=(ExpertLoad(ranks=1, mean=1.2, peak=1.7),))}
 
 
 @pytest.mark.slow
@@ -102,6 +103,7 @@ ROUTED: dict[str, Any] = {"experts": 8, "top_k": 2, "expert_ffn": 1024, "dense_l
         ("gbs=4,tp=2,sp=1,dp=2,zero=3,precision=fp32,gradient_reduction=bf16", 0, False, {"tied": True}),
         ("gbs=8,pp=2,tp=2,dp=2,zero=2,recompute=full,precision=bf16", 1, False, {}),
         ("gbs=4,dp=2,ep=2,zero=1,precision=bf16", 0, False, ROUTED),
+        ("gbs=4,dp=2,ep=2,zero=1,precision=bf16", 0, False, ROUTED | UNEVEN),
         ("gbs=4,pp=2,cp=2,precision=bf16", 1, False, {"tied": True}),
         ("gbs=4,offload_activations=1,precision=bf16", 0, False, {}),
         ("gbs=8,pp=2,dp=2,zero=2,offload_activations=1,precision=bf16", 1, True, {}),

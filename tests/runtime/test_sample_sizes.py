@@ -9,7 +9,8 @@ import pytest
 from costmodels.tapes.player import is_playable
 from costmodels.tapes.player.stage_units import structures_of_stage
 from costmodels.tapes.structure import Structure
-from runtime.dryrun.sample_sizes import SAMPLES, sample
+from runtime.dryrun.prime_sizes import SAMPLES
+from runtime.dryrun.sample_sizes import sample
 from runtime.dryrun.tape_recorder import MOST_BYTES, score_bytes
 from runtime.model.attention_kernels import FLASH_HEAD_SIZE
 from tests.support.played_memory import draw

@@ -149,6 +149,26 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         | {"no_rope_layer_interval": 4, "floor_scale": 5, "attn_scale": 0.3, "pad_token_id": 0}
         | {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}},
     ),
+    "arcee": ("arcee", SIZES | {"head_dim": 16}),
+    "granitemoe": (
+        "granitemoe",
+        SIZES
+        | {"num_local_experts": 6, "num_experts_per_tok": 2, "embedding_multiplier": 3.0}
+        | {"residual_multiplier": 0.4, "attention_multiplier": 0.2, "logits_scaling": 5.0},
+    ),
+    "ernie4_5_moe": (
+        "ernie4_5_moe",
+        SIZES
+        | {"num_hidden_layers": 3, "moe_layer_start_index": 1, "moe_num_experts": 6, "moe_k": 2}
+        | {"moe_intermediate_size": 20, "moe_num_shared_experts": 2, "eos_token_id": 1},
+    ),
+    "glm4_moe_lite": (
+        "glm4_moe_lite",
+        SIZES
+        | {key: value for key, value in LATENT.items() if key != "first_k_dense_replace"}
+        | {"mlp_layer_types": ["dense", "sparse", "sparse"], "n_group": 4, "topk_group": 2}
+        | {"routed_scaling_factor": 1.8, "pad_token_id": 0},
+    ),
     "minimax_m2": (
         "minimax_m2",
         SIZES | {"head_dim": 16, "num_local_experts": 6, "num_experts_per_tok": 2},

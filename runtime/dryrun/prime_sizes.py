@@ -1,0 +1,354 @@
+"""Sizes of a unit of a given structure that tell dimensions apart: each a product of primes of its own."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from itertools import count
+
+from costmodels.layers.shapes import CHUNK_TOKENS, PEAK_LOAD, QUERY_BLOCK
+from costmodels.spec.model import VOCAB_MULTIPLE
+from costmodels.tapes.dimensions import KERNEL_ROWS
+from costmodels.tapes.structure import (
+    ALIGNED_HEAD,
+    FLOAT8_MULTIPLE,
+    REACHES,
+    Structure,
+    heeds_groups,
+    heeds_rows,
+)
+from runtime.dryrun.primes import Primes, is_prime
+
+SAMPLES = 4
+"""Sets of sizes that there are; two prove most tapes."""
+
+RANKS = {
+    "tp": (5, 7, 11, 13),
+    "cp": (37, 41, 43, 47),
+    "ep": (31, 37, 41, 43),
+    "etp": (19, 17, 29, 23),
+}
+"""Primes that seldom are in coefficients, as 2 and 3 are; no two of a set are equal."""
+
+LAST = ("groups", "tp", "cp", "ep", "etp", "sharers")
+"""Dimensions whose primes others have too."""
+
+SIDES = {
+    # Eight times as many elements are heads that every kernel takes.
+    "head": (17, 19, 23, 29),
+    "group": (13, 17, 7, 5),
+    "keys": (7, 5, 13, 11),
+    "seq": (89, 97, 101, 103),
+    "batch": (107, 109, 113, 127),
+    "choices": (53, 59, 61, 67),
+    "groups": (71, 73, 79, 83),
+    "top_groups": (43, 47, 53, 59),
+}
+
+LARGER = {
+    "tp": (23, 31, 23, 31),
+    "keys": (137, 139, 149, 151),
+    "group": (157, 163, 167, 173),
+    "head": (19, 17, 17, 19),
+    "etp": (17, 19, 19, 17),
+}
+"""Where numbers of experts and of choices are coefficients."""
+
+FEWER = {"cp": (7, 5, 13, 11), "keys": LARGER["keys"]}
+"""Where each rank's parts of a sequence are operations of their own: graphs of many are slow to make."""
+
+FEW_OF_MANY = (11, 13, 5, 7)
+"""Context-parallel ranks over the key heads that they repeat, where all scores would be too many to count."""
+
+FLOAT8_HEAD = (11, 13, 5, 7)
+"""Of heads whose products in 8 bits are possible, over 16."""
+
+LATENT = ((17, 13, 11, 31), (17, 11, 13, 29), (19, 7, 17, 29), (17, 7, 19, 29))
+"""Of latent attention, over 8: parts of heads without position and with it, and shorter and longer values."""
+
+FLOAT8_LATENT = {
+    "keys": ((7, 5, 11), (3, 11, 13), (11, 5, 7), (5, 3, 7)),
+    "values": ((5, 7, 13), (7, 3, 11), (3, 5, 13), (7, 5, 13)),
+}
+"""Of latent attention whose products in 8 bits are possible, over 16, by what is longer: parts of heads
+without position and with it, and values. The flash kernel takes the longer ones, and the first two sums are
+unequal."""
+
+FLOAT8_LATENT_RANKS = {"tp": (17, 19, 17, 19), "keys": (23, 29, 19, 17)}
+"""Beside these."""
+
+STEPS = (19, 29, 37, 41)
+"""Least primes of the steps through a sequence, and of its blocks of queries."""
+
+MOST_TRIES = 1000
+"""Of lengths of sequences whose last block of queries is smaller, before there are none."""
+
+LEAST_BEFORE = 5
+"""Least prime of the tokens before each that a convolution sees."""
+
+LIMITS = {"": 0.0, "full": 1.103, "part": 0.907}
+"""Capacity factors, of as many digits that some even numbers of rows are none of a share of others."""
+
+SPAN = 256
+"""Rows of a chunk that one set of sizes tries, then the next one, so that no two have the same."""
+
+LONGEST = 2**16
+"""Rows of a chunk that are tried before there are none: a sequence has many chunks."""
+
+SHARED = ((3, 7), (5, 3), (5, 3), (3, 7))
+"""Where ranks share a head they divide it: their number, and the prime of a head, 8 times both."""
+
+FLOAT8_SHARED = ((3, 5), (5, 3), (3, 5), (5, 3))
+"""The same where a share has sides that products in 8 bits take: a head is 16 times both, and no kernel takes
+larger ones."""
+
+FIRST = (200, 300, 450, 700)
+"""Least primes of widths, so that no two sets have the same."""
+
+WIDEST = 2**17
+"""Models need not be wider for compilers to keep what they keep."""
+
+SHARES = 4
+"""Of rows: `PEAK_LOAD` is a number of these."""
+
+MULTIPLE = 16
+"""Of widths, so that kernels take them."""
+
+SEQ_MULTIPLE = 64
+"""Of sequences, so that kernels round nothing."""
+
+FFN_SHARE = 3.5
+"""Width of an MLP over that of the model, as models have it: compilers keep the smaller tensors."""
+
+
+class Sizes:
+    """Sizes of a model and a layout, each with a prime of its own."""
+
+    def __init__(self, structure: Structure, number: int) -> None:
+        self.structure, self.number = structure, number
+        tables: dict[str, tuple[int, ...]] = {**RANKS, **SIDES}
+        tables |= LARGER if structure.loop_of_experts else {}
+        capped = "attention_softcap" in structure.form
+        tables |= FEWER if structure.context_form == "all_gather" or capped else {}
+        if structure.repeats_heads:
+            # Context-parallel ranks are a multiple of these.
+            tables["keys"] = SIDES["keys"]
+            if capped:
+                raise ValueError(f"{structure.name}: samples have too many blocks of queries to record")
+            if structure.unfused:
+                tables |= {"tp": RANKS["tp"], "cp": FEW_OF_MANY, "group": SIDES["group"]}
+        shares_even = structure.shares_heads and structure.precision == "fp8" and not structure.odd_sides
+        tables |= {name: LARGER[name] for name in ("tp", "group")} if shares_even else {}
+        self.latent: tuple[int, ...] = LATENT[number]
+        if structure.latent and structure.precision == "fp8":
+            nope, rope, value = FLOAT8_LATENT[structure.longer_heads or "keys"][number]
+            self.latent = nope, rope, value, value
+            tables |= FLOAT8_LATENT_RANKS
+            if structure.context_form == "all_gather":
+                # The others are not small.
+                ranks = max({*FEWER["cp"]} - {*self.latent})
+                tables["cp"] = ranks, ranks, ranks, ranks
+        self.primes = {name: values[number] for name, values in tables.items()}
+        self.chosen = Primes(self.primes, self.latent)
+        own = self.primes
+        self.tp = own["tp"] if structure.tensor_parallel else 1
+        self.cp = 1
+        if structure.context_form:
+            self.cp = structure.context_ranks if structure.context_ranks > 1 else own["cp"]
+        self.ep = own["ep"] if structure.expert_parallel else 1
+        if structure.loop_of_experts and self.ep > 1:
+            # Groups of experts are whole.
+            groups = structure.loop_choices[1]
+            self.ep *= groups // math.gcd(groups, structure.loop_of_experts)
+        self.etp = structure.expert_ranks
+        if structure.expert_tensor_parallel and self.etp == 1:
+            self.etp = own["etp"]
+        self.rows = own["batch"] if structure.several or not heeds_rows(structure) else 1
+        self.keys = 1 if structure.one_key_head or structure.shares_heads else own["keys"]
+        self.group = own["group"] if structure.grouped_queries or not heeds_groups(structure) else 1
+        if structure.one_head:
+            self.keys = self.group = 1
+        if structure.latent:
+            self.group = 1
+        self.head = own["head"] * (1 if structure.unaligned_heads else ALIGNED_HEAD)
+        if structure.precision == "fp8":
+            own["head"] = FLOAT8_HEAD[number]
+            self.head = FLOAT8_MULTIPLE * own["head"]
+        if "attention=linear" in structure.form and structure.precision == "fp8" and not structure.odd_heads:
+            self.keys *= FLOAT8_MULTIPLE
+        if structure.context_form == "all_to_all":
+            self._exchange_heads()
+        self.kv_heads = self.keys * self.tp
+        if structure.shares_heads:
+            # As many heads as the prime says: other tensor-parallel ranks share them.
+            self.kv_heads = self.tp
+            sharers, own["head"] = (FLOAT8_SHARED if shares_even else SHARED)[number]
+            own["sharers"] = sharers
+            multiple = FLOAT8_MULTIPLE if shares_even else ALIGNED_HEAD
+            self.tp, self.head = self.tp * sharers, multiple * sharers * own["head"]
+        self.heads = self.keys * self.group * self.tp
+        self.entries = (
+            math.lcm(VOCAB_MULTIPLE, self.tp) // self.tp * self.chosen.fresh("vocab", FIRST[number])
+        )
+        # Ranks that exchange heads have no two parts of a sequence.
+        whole = self.cp == 1 or (capped and structure.context_form == "all_to_all")
+        chunks = self.tp * self.cp * (1 if whole else 2)
+        if structure.loop_of_experts:
+            # Experts have as many rows each.
+            chunks *= SHARES * structure.loop_of_experts
+            own["choices"], own["groups"], own["top_groups"] = structure.loop_choices
+        if REACHES & {*structure.form} and not capped:
+            # Two chunks, or two windows.
+            chunks *= 2
+        if structure.further:
+            # Tokens of a rank are as many times the chunks of the loss as they have to be.
+            chunks *= structure.chunks // math.gcd(structure.chunks, chunks // (self.tp * self.cp))
+        odd = structure.routes and structure.precision != "fp8"
+        # Ranks that repeat heads are many, and have two parts of a sequence each.
+        multiple = SEQ_MULTIPLE // (2 if structure.repeats_heads else 1)
+        if "attention=linear" in structure.form:
+            self.seq = self._step_rows(chunks * (FLOAT8_MULTIPLE if structure.precision == "fp8" else 1))
+        elif capped and structure.partial_step:
+            self.seq = self._block_rows(chunks)
+        elif capped:
+            # Each block of queries takes time to record.
+            self.seq = chunks * QUERY_BLOCK * self.chosen.fresh("seq", STEPS[number])
+        else:
+            self.seq = chunks * (self._odd_rows(chunks) if odd else multiple * own["seq"])
+        if structure.unit == "head" and not structure.further:
+            # An odd number of tokens is in each chunk of the loss, so that there are not more of them.
+            self.seq = self.tp * structure.chunks * self.chosen.fresh("seq", CHUNK_TOKENS + FIRST[number])
+        self.hidden = MULTIPLE * self.chosen.fresh(
+            "hidden", FIRST[number] + max(FIRST[number], min(WIDEST, self.heads * self.head) // MULTIPLE)
+        )
+        self.ffn = MULTIPLE * self.chosen.fresh("ffn", int(FFN_SHARE * self.hidden / self.tp / MULTIPLE))
+
+    def _exchange_heads(self) -> None:
+        """Heads of which context-parallel ranks can have equal parts."""
+        if self.structure.one_head and self.structure.repeats_heads:
+            self.group = self.cp
+        elif self.structure.one_head or (self.structure.one_key_head and not self.structure.repeats_heads):
+            self.keys = self.cp
+        elif self.structure.one_key_head:
+            self.keys = self.primes["keys"]
+            self.cp *= self.keys
+            self.group *= self.cp // self.keys
+        else:
+            self.keys *= self.cp
+
+    def _odd_rows(self, chunks: int) -> int:
+        """Rows of a chunk that are a prime, so that a share of them is no product of sizes; where a kernel
+        fills up all of them, what it makes has a prime of its own too."""
+        for rows in range(self.primes["seq"], LONGEST):
+            if not self._is_own(rows) or not is_prime(rows) or not self._is_even(rows * chunks):
+                continue
+            here = rows * chunks // self.cp
+            filled = -(-here // KERNEL_ROWS)
+            if here == filled * KERNEL_ROWS or not (self.structure.latent or self.structure.unfused):
+                self.primes["seq"] = rows
+                return rows
+            own = {rows, filled} - {self.primes["seq"]}
+            if is_prime(filled) and not own & self.chosen.taken:
+                self.primes |= {"seq": rows, "kernel_seq": filled}
+                self.chosen.taken |= own
+                return rows
+        raise ValueError(f"{self.structure.name}: no sample has experts with equal numbers of rows")
+
+    def _is_own(self, rows: int) -> bool:
+        """Whether no other set of sizes may have so many rows: what two have would look like a constant."""
+        others = SIDES["seq"]
+        is_in_turn = rows // SPAN % SAMPLES == self.number
+        return rows == others[self.number] or (is_in_turn and rows not in others)
+
+    def _is_even(self, seq: int) -> bool:
+        """Whether the experts of a rank have equal numbers of rows, where that matters."""
+        count, limit = self.structure.loop_of_experts, LIMITS[self.structure.limited]
+        if not count:
+            return True
+        pairs = self.rows * seq // (self.cp * self.tp) * self.primes["choices"] * self.etp
+        if self.ep == 1:
+            return int(pairs * min(1.0, limit or 1.0)) % count == 0
+        return int(pairs // self.etp * min(PEAK_LOAD, limit or PEAK_LOAD)) * self.etp % count == 0
+
+    def window(self) -> int:
+        """What a token sees: half of a sequence, or of the part of one whose queries are together."""
+        part = self.seq // self._parts()
+        least = part // 2 if self.structure.short_window else self.seq // 2
+        if "attention_softcap" not in self.structure.form:
+            return least
+        for window in count(least):
+            values = {"seen": window + QUERY_BLOCK - 1}
+            if self.structure.partial_step:
+                values["last_seen"] = window + part % QUERY_BLOCK - 1
+            if self.chosen.take(values):
+                return window
+        raise AssertionError("there are more primes")
+
+    def _parts(self) -> int:
+        """Of a sequence, each of whose queries attention has together."""
+        return 2 * self.cp if self.structure.context_form == "all_gather" else 1
+
+    def _block_rows(self, chunks: int) -> int:
+        """The length of sequences whose capped scores come in blocks of queries, the last of them smaller."""
+        if self.structure.precision == "fp8":
+            # Products in 8 bits fill up tokens to multiples of 16, whose last blocks tell no size.
+            raise ValueError(f"{self.structure.name}: no sample has a smaller last block in 8 bits")
+        parts = self._parts()
+        least = STEPS[self.number] * QUERY_BLOCK * parts // chunks + 1
+        for rows in range(least, least + MOST_TRIES):
+            part, seq = rows * chunks // parts, rows * chunks
+            last = part % QUERY_BLOCK
+            # No two sets have the same.
+            if last // SAMPLES % SAMPLES != self.number:
+                continue
+            values = {"seq": rows, "blocks": part - last, "last_block": last}
+            if parts > 1:
+                values["block_keys"] = seq - last
+            if self.chosen.take(values):
+                return seq
+        raise ValueError(f"{self.structure.name}: no sample has a smaller last block that tells its size")
+
+    def _step_rows(self, chunks: int) -> int:
+        """The length of sequences that linear attention goes through in a prime number of steps, of rows that
+        are a prime over those that have to be together."""
+        rows = self.primes["step"] = self.primes.pop("seq")
+        few, self.step = self.structure.few_steps, chunks * rows
+        steps = few or self.chosen.fresh("steps", STEPS[self.number])
+        if not self.structure.partial_step:
+            return steps * self.step
+        least = steps * rows - rows // 2 if few else steps * (rows - 1)
+        return chunks * self.chosen.fresh("seq", least + self.number + 1)
+
+    def vocabulary(self) -> int:
+        """Entries of a tokenizer, of which each tensor-parallel rank has `entries`, padding included."""
+        if not self.structure.pads_vocabulary:
+            return self.entries * self.tp
+        # A prime less than a multiple below what is stored.
+        found = self.entries * self.tp - 1
+        while not is_prime(found):
+            found -= 1
+        self.primes["tokens"] = found
+        return found
+
+    def free_primes(self, values: Mapping[str, int]) -> dict[str, int]:
+        """The primes of dimensions that are not 1, those that have others in them first."""
+        own = dict(self.primes)
+        rows = values["batch"] * values["seq"] * values.get("choices", 1) * self.etp
+        for name in ("sent", "arrived"):
+            # What is a product of other sizes is no size of its own; what is none is as good as a prime.
+            if name in values and rows % values[name]:
+                own[name] = values[name]
+        first = ["sent", "arrived"]
+        # These are many times their primes.
+        if "blocks" in own:
+            first += ["blocks", "last_block", "block_keys", "seen", "last_seen", "seq"]
+        elif "seen" in own:
+            first.append("seen")
+        if self.structure.loop_of_experts:
+            for name in ("choices", "groups", "top_groups"):
+                own.pop(name)
+        if self.structure.context_form == "all_to_all" and self.structure.one_key_head:
+            # There ranks are a multiple of the keys, and groups one of ranks.
+            first += ["group", "cp"]
+        order = [*first, *(name for name in own if name not in (*first, *LAST)), *LAST]
+        return {name: own[name] for name in dict.fromkeys(order) if name in own and values.get(name, 1) > 1}
