@@ -167,6 +167,16 @@ def test_attention_that_goes_through_sequences_in_steps_is_recorded_as_it_is(
     assert not errors.misses, errors
 
 
+@FP8
+@pytest.mark.slow
+@pytest.mark.parametrize("form", ["all_gather", "all_to_all", "ring"])
+def test_attention_over_context_ranks_that_is_offloaded_is_played_in_8_bits(form: str) -> None:
+    spec = FURTHER.model_copy(update={"mtp": None})
+    text = f"gbs=4,cp=2,context_parallel_form={form},offload_activations=1,precision=fp8"
+    errors = compare(spec, parse_layout(text, spec), 0, compiled=form == "all_gather")
+    assert not errors.misses, errors
+
+
 def test_of_layers_before_further_ones_all_send_their_activations() -> None:
     for text, last in (("gbs=4,offload_activations=1", "kept"), ("gbs=4,pp=2,offload_activations=1", "sent")):
         layout = parse_layout(text, FURTHER)
