@@ -90,6 +90,7 @@ FURTHER = ModelSpec(
     tied=False,
     mtp=MultiTokenPrediction(depths=2),
 )
+ONE_FURTHER = MultiTokenPrediction(depths=1)
 ROUTED: dict[str, Any] = {"experts": 8, "top_k": 2, "expert_ffn": 1024, "dense_layers": 1}
 
 
@@ -106,6 +107,13 @@ ROUTED: dict[str, Any] = {"experts": 8, "top_k": 2, "expert_ffn": 1024, "dense_l
         ("gbs=4,offload_activations=1,precision=bf16", 0, False, {}),
         ("gbs=8,pp=2,dp=2,zero=2,offload_activations=1,precision=bf16", 1, True, {}),
         ("gbs=4,tp=2,dp=2,zero=3,precision=fp8", 0, True, {}),
+        # Autograd casts the gradient of an embedding while its operation holds what it was given.
+        (
+            "gbs=8,dp=8,zero=1,precision=fp16,gradient_reduction=bf16",
+            0,
+            False,
+            {"layers": 1, "hidden": 2048, "seq": 512, "max_positions": 512, "mtp": ONE_FURTHER},
+        ),
         # Without FSDP2 the modules' own parameters are the root's.
         ("gbs=4,optimizer=muon,precision=bf16", 0, False, {}),
     ],
