@@ -14,7 +14,6 @@ from cli.waiting import waiting
 from costmodels.dataclass import dataclass
 from costmodels.errors import InputError
 from costmodels.network.topology import describe
-from costmodels.tapes.player import is_playable
 from planner import advice
 from planner.api import search
 from planner.budget.run import UNIT_TOKENS, Run, check_price, parse_tokens
@@ -260,8 +259,6 @@ def _of_memory(plan: Plan) -> Iterator[str]:
     """A line where the memory of a plan is not known exactly, and could be."""
     if has_exact_memory(plan.cluster, plan.engine) and not plan.estimate.exact:
         unrecorded = "adapters" if plan.model.lora is not None else None
-        if plan.model.mtp is not None and not is_playable(plan.model, plan.layout, compiled=True):
-            unrecorded = "multi-token prediction modules in fp8 or beside offloaded activations"
         if plan.layout.gathers_fp8:
             unrecorded = "weights that are gathered in fp8"
         yield (

@@ -43,7 +43,8 @@ def record_unrecorded(plan: Plan) -> None:
         return
     from runtime.dryrun.tape_recorder import record_tapes  # It loads PyTorch.
 
-    record_tapes(structures, store.cache_path(store.default_version()), at_once=1)
+    splits = plan.layout.schedule in SPLIT_BACKWARD
+    record_tapes(structures, store.cache_path(store.default_version()), at_once=1, splits=splits)
 
 
 class BackgroundRecording:

@@ -33,6 +33,8 @@ RANKS = {
 LAST = ("groups", "tp", "cp", "ep", "etp", "sharers")
 """Dimensions whose primes others have too."""
 
+OF_EXPERTS = {"ep", "etp", "choices", "groups", "top_groups"}
+
 SIDES = {
     # Eight times as many elements are heads that every kernel takes.
     "head": (17, 19, 23, 29),
@@ -78,7 +80,13 @@ FLOAT8_LATENT_RANKS = {"tp": (17, 19, 17, 19), "keys": (23, 29, 19, 17)}
 """Beside these."""
 
 STEPS = (19, 29, 37, 41)
-"""Least primes of the steps through a sequence, and of its blocks of queries."""
+"""Least primes of the steps through a sequence, and of its blocks of queries if the last one is smaller."""
+
+FEWEST_BLOCKS = 11
+"""Of queries that are a loop, with room for windows that see a part of them."""
+
+EIGHTHS = (3, 5, 7, 1)
+"""What is left of each set's prime of these over 8, so that no two have the same."""
 
 MOST_TRIES = 1000
 """Of lengths of sequences whose last block of queries is smaller, before there are none."""
@@ -150,6 +158,8 @@ class Sizes:
                 tables["cp"] = ranks, ranks, ranks, ranks
         self.primes = {name: values[number] for name, values in tables.items()}
         self.chosen = Primes(self.primes, self.latent)
+        if capped:
+            self.chosen.taken = self._used()
         own = self.primes
         self.tp = own["tp"] if structure.tensor_parallel else 1
         self.cp = 1
@@ -211,8 +221,7 @@ class Sizes:
         elif capped and structure.partial_step:
             self.seq = self._block_rows(chunks)
         elif capped:
-            # Each block of queries takes time to record.
-            self.seq = chunks * QUERY_BLOCK * self.chosen.fresh("seq", STEPS[number])
+            self.seq = self._whole_blocks(chunks) * self._few_blocks()
         else:
             self.seq = chunks * (self._odd_rows(chunks) if odd else multiple * own["seq"])
         if structure.unit == "head" and not structure.further:
@@ -287,6 +296,26 @@ class Sizes:
     def _parts(self) -> int:
         """Of a sequence, each of whose queries attention has together."""
         return 2 * self.cp if self.structure.context_form == "all_gather" else 1
+
+    def _used(self) -> set[int]:
+        """The primes that sizes of this structure have: small ones are few."""
+        structure = self.structure
+        used = {prime for name, prime in self.primes.items() if structure.routes or name not in OF_EXPERTS}
+        used |= {FLOAT8_HEAD[self.number]} if structure.precision == "fp8" else set()
+        return used | {*(self.latent if structure.latent else ())}
+
+    def _whole_blocks(self, chunks: int) -> int:
+        """The fewest tokens that are whole blocks of queries on each rank: each takes time to record."""
+        structure = self.structure
+        # Else ranks have the same tokens.
+        divides = structure.sequence_parallel or structure.routes
+        together = chunks if divides else chunks // self.tp
+        return math.lcm(together, self._parts() * QUERY_BLOCK)
+
+    def _few_blocks(self) -> int:
+        """A small prime that no other set of sizes has."""
+        mine = (one for one in count(FEWEST_BLOCKS) if one % 8 == EIGHTHS[self.number])
+        return self.chosen.fresh("seq", next(one for one in mine if self.chosen.is_free(one)))
 
     def _block_rows(self, chunks: int) -> int:
         """The length of sequences whose capped scores come in blocks of queries, the last of them smaller."""

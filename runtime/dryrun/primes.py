@@ -21,9 +21,13 @@ class Primes:
         self.of = primes
         self.taken = {*primes.values(), *others}
 
+    def is_free(self, value: int) -> bool:
+        """Whether a number is a prime that nobody has."""
+        return value not in self.taken and is_prime(value)
+
     def fresh(self, name: str, least: int) -> int:
         """The smallest prime that is at least so large and that nobody has, for a dimension."""
-        found = next(value for value in count(least) if value not in self.taken and is_prime(value))
+        found = next(value for value in count(least) if self.is_free(value))
         self.taken.add(found)
         self.of[name] = found
         return found

@@ -38,8 +38,11 @@ PROOF = 2
 """Recordings with other sizes that agree; sums of more terms take more of them, and loops one."""
 
 
-def recorded_tape(structure: Structure) -> Tape:
+def recorded_tape(structure: Structure, splits: bool = True) -> Tape:
     """The tape of a structure, under the PyTorch that runs.
+
+    Args:
+        splits: with backward in two passes too, where the unit has them.
 
     Raises:
         ValueError: no model or layout has the structure.
@@ -48,7 +51,7 @@ def recorded_tape(structure: Structure) -> Tape:
     """
     samples: list[Sample] = []
     recordings: list[UnitRecordings] = []
-    splits = not structure.compiled and structure.unit != "embedding" and not structure.further
+    splits &= not structure.compiled and structure.unit != "embedding" and not structure.further
     for number in range(SAMPLES):
         samples.append(sample(structure, number))
         model, layout, _ = samples[-1]
@@ -85,11 +88,13 @@ def record_tapes(
     path: Path,
     at_once: int,
     tell: Callable[[int, Structure], None] = lambda *_: None,
+    splits: bool = True,
 ) -> list[str]:
     """Record tapes into a file; what ends it loses no more than the last `at_once`.
 
     Args:
         tell: called with the number of each structure, from 1 on, before it is recorded.
+        splits: with backward in two passes too.
 
     Returns:
         Why some could not be.
@@ -103,7 +108,7 @@ def record_tapes(
         for number, structure in enumerate(structures, start=1):
             tell(number, structure)
             try:
-                tapes[structure] = recorded_tape(structure)
+                tapes[structure] = recorded_tape(structure, splits)
             except (UnknownSizeError, UnlikeError, ValueError) as error:
                 refused.append(f"{structure.name}: {error}")
             if len(tapes) == at_once:

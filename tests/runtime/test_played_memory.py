@@ -90,6 +90,7 @@ FURTHER = ModelSpec(
     tied=False,
     mtp=MultiTokenPrediction(depths=2),
 )
+ONE_FURTHER = MultiTokenPrediction(depths=1)
 ROUTED: dict[str, Any] = {"experts": 8, "top_k": 2, "expert_ffn": 1024, "dense_layers": 1}
 UNEVEN: dict[str, Any] = {"router": Router(loads=(ExpertLoad(ranks=1, mean=1.2, peak=1.7),))}
 
@@ -108,6 +109,13 @@ UNEVEN: dict[str, Any] = {"router": Router(loads=(ExpertLoad(ranks=1, mean=1.2, 
         ("gbs=4,offload_activations=1,precision=bf16", 0, False, {}),
         ("gbs=8,pp=2,dp=2,zero=2,offload_activations=1,precision=bf16", 1, True, {}),
         ("gbs=4,tp=2,dp=2,zero=3,precision=fp8", 0, True, {}),
+        # Autograd casts the gradient of an embedding while its operation holds what it was given.
+        (
+            "gbs=8,dp=8,zero=1,precision=fp16,gradient_reduction=bf16",
+            0,
+            False,
+            {"layers": 1, "hidden": 2048, "seq": 512, "max_positions": 512, "mtp": ONE_FURTHER},
+        ),
         # Without FSDP2 the modules' own parameters are the root's.
         ("gbs=4,optimizer=muon,precision=bf16", 0, False, {}),
     ],
@@ -166,6 +174,16 @@ def test_attention_that_goes_through_sequences_in_steps_is_recorded_as_it_is(
 ) -> None:
     spec = FURTHER.model_copy(update=fields)
     errors = compare(spec, parse_layout(text, spec), rank, compiled)
+    assert not errors.misses, errors
+
+
+@FP8
+@pytest.mark.slow
+@pytest.mark.parametrize("form", ["all_gather", "all_to_all", "ring"])
+def test_attention_over_context_ranks_that_is_offloaded_is_played_in_8_bits(form: str) -> None:
+    spec = FURTHER.model_copy(update={"mtp": None})
+    text = f"gbs=4,cp=2,context_parallel_form={form},offload_activations=1,precision=fp8"
+    errors = compare(spec, parse_layout(text, spec), 0, compiled=form == "all_gather")
     assert not errors.misses, errors
 
 

@@ -273,13 +273,14 @@ def record(model: ModelSpec, layout: Layout, compiled: bool) -> None:
         UnknownError: one cannot be recorded, or the step not be played.
     """
     version = store.installed_version()
+    if not player.is_playable(model, layout, compiled, version):
+        raise UnknownError(f"{layout.describe()} is not played")
+    splits = layout.schedule in SPLIT_BACKWARD
     for structure in player.missing(model, layout, compiled, version):
         try:
-            store.remember_tapes({structure: recorded_tape(structure)}, version)
+            store.remember_tapes({structure: recorded_tape(structure, splits)}, version)
         except (UnlikeError, UnknownSizeError, ValueError) as error:
             raise UnknownError(f"{structure.name}: {error}") from error
-    if not player.plays(model, layout, compiled, version):
-        raise UnknownError(f"{layout.describe()} is not played")
 
 
 def compare(model: ModelSpec, layout: Layout, rank: int, compiled: bool = False) -> Errors:

@@ -82,9 +82,6 @@ def is_playable(model: ModelSpec, layout: Layout, compiled: bool, version: str |
     if layout.gathers_fp8:
         # Units are recorded with weights in the format that computes.
         return False
-    if layout.precision == "fp8" and layout.offload_activations and layout.context_parallel > 1:
-        # Products in 8 bits keep what the host has too, where keys are gathered: more than is played.
-        return False
     return layout.schedule not in SPLIT_BACKWARD or not computes_layers_together(layout)
 
 

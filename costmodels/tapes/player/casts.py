@@ -1,11 +1,22 @@
 """Where autograd casts gradients to the number format in which they are reduced: as soon as their operation
 is over (`validate_outputs` of PyTorch's engine), before the next one and before anybody takes them."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence, Set
 from itertools import groupby
 from typing import Literal, NamedTuple
 
-from costmodels.tapes.tape import EXPERTS, OUTPUT_GRADIENT, Addend, Allocation, Event, Gradient, Release, Tape
+from costmodels.tapes.tape import (
+    EXPERTS,
+    FURTHER,
+    OUTPUT_GRADIENT,
+    Addend,
+    Allocation,
+    Event,
+    Gradient,
+    Release,
+    Tape,
+    shared_parameter,
+)
 
 Manner = Literal["makes", "casts", "adds"]
 """How autograd gives gradients: as it makes them, in the number format in which they are reduced, or by
@@ -50,7 +61,8 @@ def always_cast(casts: Casts) -> Casts:
 def cast_backward(tape: Tape, casts: Casts) -> Steps:
     """Backward of a unit with its casts: those of one operation in the order of parameters."""
     found: list[Event | Casting | Sum] = []
-    added, backward = _with_addends(tape.backward, casts)
+    embedded = _of_embedding(tape)
+    added, backward = _with_addends(tape.backward, casts, embedded)
     for are_gradients, some in groupby(backward, lambda event: isinstance(event, Gradient)):
         events = tuple(some)
         if are_gradients:
@@ -62,12 +74,31 @@ def cast_backward(tape: Tape, casts: Casts) -> Steps:
             # of its own hands on.
             if tape.input_gradient is None and place and found[place - 1] == Release(OUTPUT_GRADIENT):
                 place -= 1
-            if any(_is_stacked(tape, number) for number in made.values()):
-                while isinstance(found[place - 1], Release):
-                    place -= 1
+            if embedded & made.keys() or any(_is_stacked(tape, number) for number in made.values()):
+                place = _before_ends(found)
             found[place:place] = _castings(made, casts)
         found += events
     return tuple(found)
+
+
+def _of_embedding(tape: Tape) -> set[int]:
+    """The storages of gradients of the embedding of modules that predict further tokens, as its operations
+    make them: forward makes those of the head's matrix, which it may be."""
+    if not any(one.group.startswith(FURTHER) for one in tape.parameters):
+        return set()
+    shared = shared_parameter(tape)
+    given = {
+        one.storage for one in tape.backward if isinstance(one, Gradient | Addend) and one.parameter == shared
+    }
+    return given & _allocated(tape.backward)
+
+
+def _before_ends(events: Sequence[Event | Casting | Sum]) -> int:
+    """The place before the storages that end last, which an operation holds until it is over."""
+    place = len(events)
+    while place and isinstance(events[place - 1], Release):
+        place -= 1
+    return place
 
 
 def _is_stacked(tape: Tape, number: int) -> bool:
@@ -79,7 +110,7 @@ def _is_stacked(tape: Tape, number: int) -> bool:
     return parameter.group == EXPERTS and is_counted and not parameter.distributed
 
 
-def _with_addends(events: tuple[Event, ...], casts: Casts) -> tuple[set[int], Steps]:
+def _with_addends(events: tuple[Event, ...], casts: Casts, embedded: Set[int]) -> tuple[set[int], Steps]:
     """Events with the casts of gradients that are added up, and the parameters whose they are."""
     found: list[Event | Casting | Sum] = []
     added: set[int] = set()
@@ -88,7 +119,8 @@ def _with_addends(events: tuple[Event, ...], casts: Casts) -> tuple[set[int], St
         if isinstance(event, Addend):
             cast = casts.get(event.parameter)
             if cast is not None:
-                found.append(Casting(event.storage, cast.size))
+                place = _before_ends(found) if event.storage in embedded else len(found)
+                found.insert(place, Casting(event.storage, cast.size))
                 summed = cast.size if event.parameter in added else None
                 added.add(event.parameter)
         elif isinstance(event, Allocation) and summed is not None:
