@@ -39,9 +39,8 @@ class _Layer(NamedTuple):
     block: Block
     parameters: list[Tensor]
     """What it computes with, and its buffers; in one order for all layers."""
-    sums: GradientSums
-    numbers: list[int | None]
-    """In `sums`, of each parameter that trains."""
+    sums: list[tuple[GradientSums, dict[int, int]]]
+    """Those of its experts and of the others, with the numbers that the parameters that train have in them."""
 
 
 class LayerChain:
@@ -164,7 +163,7 @@ class _Chain(torch.autograd.Function):
         if len(ctx.saved) != len(run.layers):
             raise RuntimeError("backward has been through these layers already")
         entry = run.sources.index(INPUT)
-        own = [(at, source) for at, source in enumerate(run.sources) if source not in (None, INPUT)]
+        places = {source: at for at, source in enumerate(run.sources) if source not in (None, INPUT)}
         for layer in reversed(run.layers):
             arguments = ctx.saved.pop()
             arguments.append(grad.contiguous())
@@ -172,13 +171,10 @@ class _Chain(torch.autograd.Function):
             with torch._C._AutoDispatchBelowAutograd():
                 gradients = run.pair.backward(arguments)
             grad = gradients[entry]
-            layer.sums.give(
-                [
-                    (number, gradients[at])
-                    for at, source in own
-                    if (number := layer.numbers[source or 0]) is not None and gradients[at] is not None
-                ]
-            )
+            for sums, numbers in layer.sums:
+                given = [(number, gradients[places[own]]) for own, number in numbers.items() if own in places]
+                sums.give([(number, gradient) for number, gradient in given if gradient is not None])
+                del given
             del gradients
         return grad, None
 
@@ -186,10 +182,15 @@ class _Chain(torch.autograd.Function):
 def _layer(block: Block, copies: WorkingCopies) -> _Layer:
     parameters: list[Tensor] = [copies.copies.get(one, one) for one in block.parameters()]
     parameters += block.buffers()
-    known = {id(one) for one in parameters}
-    (sums,) = (sums for _, sums in copies.groups if any(id(copy) in known for copy in sums.copies))
-    numbers = {id(copy): number for number, copy in enumerate(sums.copies)}
-    return _Layer(block, parameters, sums, [numbers.get(id(one)) for one in parameters])
+    number_of = {id(one): number for number, one in enumerate(parameters)}
+    sums = [
+        (
+            own,
+            {number_of[id(copy)]: number for number, copy in enumerate(own.copies) if id(copy) in number_of},
+        )
+        for _, own in copies.groups
+    ]
+    return _Layer(block, parameters, [(own, numbers) for own, numbers in sums if numbers])
 
 
 def _sources(layer: _Layer, arguments: list[Any], x: Tensor) -> list[Source]:

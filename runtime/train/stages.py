@@ -15,10 +15,11 @@ from torch.distributed.fsdp import FSDPModule
 from costmodels import Layout, ModelSpec
 from runtime.model.experts import MixtureOfExperts
 from runtime.model.number_formats import DTYPES
+from runtime.model.routing import LocalDispatch, major_of, takes_grouped
 from runtime.model.transformer import Block, Transformer
 from runtime.parallel.context import context_parallel, local_positions, uses_ring
 from runtime.parallel.data import data_parallel, gather_once, needs_data_parallel, wraps_stages
-from runtime.parallel.expert import expert_parallel
+from runtime.parallel.expert import GatherDispatch, expert_parallel
 from runtime.parallel.float8 import float8
 from runtime.parallel.initialisation import INIT_STD, initialise
 from runtime.parallel.layer_chain import LayerChain
@@ -60,6 +61,9 @@ def build_stage(spec: ModelSpec, layout: Layout, grid: Grid, index: int, compile
     quantise_base(stage, spec, layout, grid)
     if layout.precision == "fp8":
         float8(stage, layout.fp8_recipe)
+    for block in stage.blocks:
+        if isinstance(block.mlp, MixtureOfExperts):
+            block.mlp.is_whole = _is_whole(block.mlp, spec, layout, grid)
     in_two = compiles_in_two(layout)
     # torch.compile takes checkpoints into its graphs, but none of what cannot be one graph.
     around = [
@@ -94,7 +98,18 @@ def compiles_in_two(layout: Layout) -> bool:
 
 def _is_one_graph(block: Block) -> bool:
     """Whether a compiler takes all of a layer, as long as that does not ring."""
-    return not (block.attention.core.steps or isinstance(block.mlp, MixtureOfExperts))
+    return not (
+        block.attention.core.steps or (isinstance(block.mlp, MixtureOfExperts) and not block.mlp.is_whole)
+    )
+
+
+def _is_whole(mixture: MixtureOfExperts, spec: ModelSpec, layout: Layout, grid: Grid) -> bool:
+    """Whether a compiler takes all of a mixture: no shape of it depends on what routers choose."""
+    dispatch = mixture.dispatch.local if isinstance(mixture.dispatch, GatherDispatch) else mixture.dispatch
+    if spec.lora is not None or not isinstance(dispatch, LocalDispatch) or dispatch.drops:
+        return False
+    torch.compiler.assume_constant_result(major_of)
+    return takes_grouped(DTYPES[layout.precision], grid.device, spec.hidden, mixture.experts.width)
 
 
 def _compile(block: Block, in_two: bool) -> None:
@@ -104,7 +119,7 @@ def _compile(block: Block, in_two: bool) -> None:
         steps = block.attention.core
         plain_steps: Any = torch.compiler.disable(steps.forward)  # type: ignore[no-untyped-call]
         steps.forward = plain_steps  # type: ignore[method-assign]
-    if isinstance(block.mlp, MixtureOfExperts):
+    if isinstance(block.mlp, MixtureOfExperts) and not block.mlp.is_whole:
         shared = block.mlp.shared
         if shared is not None:
             shared.forward = torch.compile(shared.forward)  # type: ignore[method-assign]
