@@ -77,15 +77,22 @@ def watched_groups(module: nn.Module, notes: Notes) -> dict[int, str]:
         if isinstance(part, FurtherToken):
             further.append(part)
         elif isinstance(part, MixtureOfExperts) and not further:
-            found |= _watched(part.experts, EXPERTS, notes)
+            found |= _watched_experts(part, EXPERTS, notes)
     for depth, part in enumerate(further, start=1):
         group = f"{FURTHER}{depth}"
         found |= _watched(part, group, notes)
         found |= _watched(part.block, f"{group}_{LAYER}", notes)
         mlp = part.block.mlp
         if isinstance(mlp, MixtureOfExperts):
-            found |= _watched(mlp.experts, f"{group}_{EXPERTS}", notes)
+            found |= _watched_experts(mlp, f"{group}_{EXPERTS}", notes)
     return found
+
+
+def _watched_experts(mixture: MixtureOfExperts, group: str, notes: Notes) -> dict[int, str]:
+    """The same of experts, which nothing wraps where a compiler takes them with their layer."""
+    if mixture.is_whole:
+        return dict.fromkeys(map(id, mixture.experts.parameters()), group)
+    return _watched(mixture.experts, group, notes)
 
 
 def _watched(module: nn.Module, group: str, notes: Notes) -> dict[int, str]:

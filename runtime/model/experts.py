@@ -47,8 +47,8 @@ class Router(nn.Module):
         """How often each expert was chosen, for `observe` to count."""
         self.top_k, self.options = spec.top_k, spec.router
         self.observe: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None], Tensor] | None = None
-        """Sees the load [E], logits and scores [B, S, E], choices, weights and which of them an expert takes in
-        [B, S, k] (None for all), and returns the weights."""
+        """Sees the load [E], logits and scores [B, S, E], choices, weights and which of them an expert takes
+        in, [B, S, k] (None for all), and returns the weights."""
 
     def logits(self, x_BSD: Tensor) -> Tensor:
         """The scores of all experts, [B, S, E]."""

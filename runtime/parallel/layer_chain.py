@@ -40,7 +40,7 @@ class _Layer(NamedTuple):
     parameters: list[Tensor]
     """What it computes with, and its buffers; in one order for all layers."""
     sums: list[tuple[GradientSums, dict[int, int]]]
-    """Those of its experts and of the others, with the numbers that the parameters that train have in them."""
+    """Those of its experts and of the others, with the numbers that parameters have in them."""
 
 
 class LayerChain:
@@ -183,14 +183,11 @@ def _layer(block: Block, copies: WorkingCopies) -> _Layer:
     parameters: list[Tensor] = [copies.copies.get(one, one) for one in block.parameters()]
     parameters += block.buffers()
     number_of = {id(one): number for number, one in enumerate(parameters)}
-    sums = [
-        (
-            own,
-            {number_of[id(copy)]: number for number, copy in enumerate(own.copies) if id(copy) in number_of},
-        )
-        for _, own in copies.groups
-    ]
-    return _Layer(block, parameters, [(own, numbers) for own, numbers in sums if numbers])
+    sums = []
+    for _, own in copies.groups:
+        numbers = {number_of[id(one)]: at for at, one in enumerate(own.copies) if id(one) in number_of}
+        sums += [(own, numbers)] if numbers else []
+    return _Layer(block, parameters, sums)
 
 
 def _sources(layer: _Layer, arguments: list[Any], x: Tensor) -> list[Source]:

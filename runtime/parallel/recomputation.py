@@ -193,21 +193,8 @@ def _drop_outputs(block: Block) -> None:
 
 def is_recomputing() -> bool:
     """Whether what runs now has run before: what a forward pass counts must not count twice."""
-    return _runs_again
-
-
-_runs_again = False
-"""A variable, not a question to autograd: compilers guard it, and make a function for each of the two."""
-
-
-@contextmanager
-def _running_again() -> Iterator[None]:
-    global _runs_again
-    before, _runs_again = _runs_again, True
-    try:
-        yield
-    finally:
-        _runs_again = before
+    # Only backward runs forward functions a second time, in compiled layers too.
+    return torch._C._current_graph_task_id() != -1
 
 
 _outputs: list[list[tuple[weakref.ref[Tensor], _Call]]] = []
@@ -302,7 +289,7 @@ class _Call:
             for tensor in self.anchor.grad_fn.saved_tensors
         ]
         if not with_internals:
-            with torch.no_grad(), _running_again():
+            with torch.no_grad():
                 self.output = self.function(*inputs)
             return
         found: list[Tensor] = []
@@ -313,7 +300,7 @@ class _Call:
                 raise _Enough
 
         try:
-            with torch.enable_grad(), saved_tensors_hooks(capture, unpack), _running_again():
+            with torch.enable_grad(), saved_tensors_hooks(capture, unpack):
                 output = self.function(*inputs)
             if with_output:
                 self.output = output.detach()

@@ -122,7 +122,8 @@ class Balance:
         if not torch.is_grad_enabled():
             return weights
         counts = self._count(chosen)
-        first = not is_recomputing()
+        # No compiled layer that counts runs again; what backward computes again of it counts nothing.
+        first = torch.compiler.is_compiling() or not is_recomputing()
         if first:
             load += counts.sum(0)
             if kept is not None:

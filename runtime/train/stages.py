@@ -13,13 +13,14 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from costmodels import Layout, ModelSpec
+from costmodels.layers.shapes import experts_are_whole
 from runtime.model.experts import MixtureOfExperts
 from runtime.model.number_formats import DTYPES
-from runtime.model.routing import LocalDispatch, major_of, takes_grouped
+from runtime.model.routing import major_of, takes_grouped
 from runtime.model.transformer import Block, Transformer
 from runtime.parallel.context import context_parallel, local_positions, uses_ring
 from runtime.parallel.data import data_parallel, gather_once, needs_data_parallel, wraps_stages
-from runtime.parallel.expert import GatherDispatch, expert_parallel
+from runtime.parallel.expert import expert_parallel
 from runtime.parallel.float8 import float8
 from runtime.parallel.initialisation import INIT_STD, initialise
 from runtime.parallel.layer_chain import LayerChain
@@ -61,9 +62,10 @@ def build_stage(spec: ModelSpec, layout: Layout, grid: Grid, index: int, compile
     quantise_base(stage, spec, layout, grid)
     if layout.precision == "fp8":
         float8(stage, layout.fp8_recipe)
-    for block in stage.blocks:
-        if isinstance(block.mlp, MixtureOfExperts):
-            block.mlp.is_whole = _is_whole(block.mlp, spec, layout, grid)
+    if compiled:
+        for number, block in zip(stage.numbers, stage.blocks, strict=True):
+            if isinstance(block.mlp, MixtureOfExperts):
+                block.mlp.is_whole = _is_whole(block.mlp, spec, number, layout, grid)
     in_two = compiles_in_two(layout)
     # torch.compile takes checkpoints into its graphs, but none of what cannot be one graph.
     around = [
@@ -103,13 +105,20 @@ def _is_one_graph(block: Block) -> bool:
     )
 
 
-def _is_whole(mixture: MixtureOfExperts, spec: ModelSpec, layout: Layout, grid: Grid) -> bool:
-    """Whether a compiler takes all of a mixture: no shape of it depends on what routers choose."""
-    dispatch = mixture.dispatch.local if isinstance(mixture.dispatch, GatherDispatch) else mixture.dispatch
-    if spec.lora is not None or not isinstance(dispatch, LocalDispatch) or dispatch.drops:
+def _is_whole(mixture: MixtureOfExperts, spec: ModelSpec, number: int, layout: Layout, grid: Grid) -> bool:
+    """Whether a compiler takes all of the layer that a mixture belongs to."""
+    dtype, kind = DTYPES[layout.precision], spec.layer_kind(min(number, spec.layers - 1))
+    if not experts_are_whole(spec.with_attention(kind.attention), layout):
         return False
+    if dtype != torch.bfloat16 and not COMPILES_WIDE:
+        return False
+    # Compilers cannot ask devices.
     torch.compiler.assume_constant_result(major_of)
-    return takes_grouped(DTYPES[layout.precision], grid.device, spec.hidden, mixture.experts.width)
+    return takes_grouped(dtype, grid.device, spec.hidden, mixture.experts.width)
+
+
+COMPILES_WIDE = torch.__version__ >= "2.15"
+"""Before, compilers take grouped products in bf16 alone."""
 
 
 def _compile(block: Block, in_two: bool) -> None:
