@@ -29,6 +29,15 @@ def tokens(model: ModelSpec, table: LayoutTable) -> Floats:
     return table.micro_batch_size * model.seq / table.context_parallel
 
 
+def compiles_experts(model: ModelSpec) -> bool:
+    """Whether the bundled runtime lets compilers take experts with their layer, as far as models go.
+
+    A limited capacity makes sizes depend on what routers choose, and gradients of biases are sums of rows,
+    which compilers make in ways of their own.
+    """
+    return not (model.router.capacity_factor or model.linear_bias or model.lora is not None)
+
+
 def experts_are_whole(model: ModelSpec, layout: Layout) -> bool:
     """Whether the bundled runtime compiles layers with experts as one graph each.
 
@@ -39,13 +48,13 @@ def experts_are_whole(model: ModelSpec, layout: Layout) -> bool:
     Args:
         model: with the attention of the layer alone.
     """
-    sized = layout.expert_parallel > 1 or model.router.capacity_factor > 0 or model.lora is not None
     wraps = layout.zero_stage > 0 or layout.offload_optimizer
     in_ring = layout.context_parallel > 1 and layout.context_parallel_form == "ring"
     parts = in_ring or layout.offload_activations or model.attention_softcap > 0
     parts = parts or model.attention_pattern == ("linear",)
     again = layout.recompute == "full" and layout.recompute_method == "uniform"
-    return not (sized or wraps or parts or (again and layout.recompute_num_layers > 1))
+    again = again and layout.recompute_num_layers > 1
+    return compiles_experts(model) and layout.expert_parallel == 1 and not (wraps or parts or again)
 
 
 CHUNK_TOKENS = 1024

@@ -169,11 +169,17 @@ class _Chain(torch.autograd.Function):
             arguments.append(grad.contiguous())
             del grad
             with torch._C._AutoDispatchBelowAutograd():
-                gradients = run.pair.backward(arguments)
+                gradients = list(run.pair.backward(arguments))
             grad = gradients[entry]
             for sums, numbers in layer.sums:
-                given = [(number, gradients[places[own]]) for own, number in numbers.items() if own in places]
-                sums.give([(number, gradient) for number, gradient in given if gradient is not None])
+                given = []
+                for own, number in numbers.items():
+                    at = places.get(own)
+                    if at is not None and gradients[at] is not None:
+                        given.append((number, gradients[at]))
+                        # Of a layer's experts they are large, and end as soon as they are added.
+                        gradients[at] = None
+                sums.give(given)
                 del given
             del gradients
         return grad, None

@@ -113,7 +113,7 @@ def _is_whole(mixture: MixtureOfExperts, spec: ModelSpec, number: int, layout: L
     if dtype != torch.bfloat16 and not COMPILES_WIDE:
         return False
     # Compilers cannot ask devices.
-    torch.compiler.assume_constant_result(major_of)
+    torch.compiler.assume_constant_result(major_of)  # type: ignore[no-untyped-call]
     return takes_grouped(dtype, grid.device, spec.hidden, mixture.experts.width)
 
 
