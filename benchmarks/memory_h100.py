@@ -6,8 +6,9 @@ Rows are steps of this package's runtime, in the columns of `costmodels.calibrat
 model cut to some layers, on one device. What is played is that of the PyTorch with which a row was measured;
 units without a tape are recorded where that is the installed one, and rows that lack some are named.
 
-The rows were measured before the output matrix and the loss became one operation over chunks of tokens. What
-both did then was recorded too (`whole_logits.json`), and is played here in the place of what they do now.
+The rows were measured before the output matrix and the loss became one operation over chunks of tokens, and
+before layers with experts became one graph. What both did then is played here in the place of what they do
+now: the former was recorded (`whole_logits.json`), and layers of two graphs are those that FSDP2 wraps.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from costmodels.errors import InputError
 from costmodels.spec.record import GIB
 from costmodels.tapes import player, store
 from costmodels.tapes.player.heap import OPTIMIZER
+from costmodels.tapes.player.stage_units import structures_of_stage
 from costmodels.tapes.structure import structure_of
 from costmodels.tapes.text import parsed_tape
 from planner.options.flags import run
@@ -96,6 +98,21 @@ def remember_whole_logits(row: Row) -> None:
         store.remember_tapes({head: parsed_tape(tapes[key])}, row.version)
 
 
+def remember_parts(row: Row) -> None:
+    """Let layers with experts be what they were when the row was measured."""
+    for one in structures_of_stage(row.model, row.layout, 0, compiled=True):
+        if not one.structure.whole:
+            continue
+        parts = one.structure._replace(whole=False)
+        tape = store.tape_of(parts, row.version)
+        if tape is None and store.installed_version() == row.version:
+            from runtime.dryrun.tape_recorder import recorded_tape
+
+            tape = recorded_tape(parts)
+        if tape is not None:
+            store.remember_tapes({one.structure: tape}, row.version)
+
+
 def played_bytes(row: Row) -> int:
     """Bytes of tensors at the peak of a step of the row, with the libraries' workspaces.
 
@@ -103,6 +120,7 @@ def played_bytes(row: Row) -> int:
         UnknownError: units of it have no tape.
     """
     remember_whole_logits(row)
+    remember_parts(row)
     if player.missing(row.model, row.layout, True, row.version):
         if store.installed_version() != row.version:
             raise UnknownError(f"not all units are recorded under PyTorch {row.version}: run this with it")

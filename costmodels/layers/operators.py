@@ -13,6 +13,7 @@ from costmodels.layers.adapters import adapted_layers
 from costmodels.layers.quantised import block_bytes, block_parameters, quantised_layers
 from costmodels.layers.shapes import (
     attention_widths,
+    compiles_experts,
     compressor_width,
     element_bytes,
     entry_width,
@@ -94,6 +95,8 @@ class Operators:
     """Traffic of adding one rank's attention to that of the ranks before it, in fp32."""
     top_k: int
     """Experts of a token."""
+    whole: bool
+    """A compiler may take all of it, experts too."""
     routed_bytes: Floats
     """Tokens that one rank sends to experts of other ranks' devices, and gets back."""
     expert_gather_bytes: Floats
@@ -263,6 +266,7 @@ def layer(model: ModelSpec, engine: Engine, table: LayoutTable, mlp: MlpKind) ->
         ),
         merge_bytes=np.where(forms == RING, (e + 8) * t * values / tp, 0.0),
         top_k=model.top_k,
+        whole=compiles_experts(model),
         routed_bytes=routed,
         expert_gather_bytes=expert_gather,
         alternate_gemms=alternate,
@@ -333,6 +337,7 @@ def embedding(model: ModelSpec, table: LayoutTable) -> Operators:
         gathered_bytes=zero,
         merge_bytes=zero,
         top_k=0,
+        whole=True,
         routed_bytes=zero,
         expert_gather_bytes=zero,
     )
@@ -373,6 +378,7 @@ def head(model: ModelSpec, engine: Engine, padded_vocab: Floats, table: LayoutTa
         gathered_bytes=zero,
         merge_bytes=zero,
         top_k=0,
+        whole=True,
         routed_bytes=zero,
         expert_gather_bytes=zero,
         is_frozen=model.lora is not None,

@@ -7,7 +7,7 @@ from functools import partial
 
 import numpy as np
 
-from costmodels.spec.layout import SPLIT_BACKWARD
+from costmodels.spec.layout import SPLIT_BACKWARD, Layout
 from costmodels.spec.model import ModelSpec
 from costmodels.spec.model_parts import LayerKind, MlpKind
 from costmodels.spec.table import Floats, Ints, LayoutTable, distinct_rows
@@ -30,6 +30,34 @@ def element_bytes(precision: str) -> int:
 def tokens(model: ModelSpec, table: LayoutTable) -> Floats:
     """Tokens of one micro batch on one context-parallel rank."""
     return table.micro_batch_size * model.seq / table.context_parallel
+
+
+def compiles_experts(model: ModelSpec) -> bool:
+    """Whether the bundled runtime lets compilers take experts with their layer, as far as models go.
+
+    A limited capacity makes sizes depend on what routers choose, and gradients of biases are sums of rows,
+    which compilers make in ways of their own.
+    """
+    return not (model.router.capacity_factor or model.linear_bias or model.lora is not None)
+
+
+def experts_are_whole(model: ModelSpec, layout: Layout) -> bool:
+    """Whether the bundled runtime compiles layers with experts as one graph each.
+
+    No size in one depends on what routers choose, as long as one kernel makes the products of all experts;
+    nothing wraps the experts apart, nothing in attention needs a graph of its own, and no backward pass runs
+    all of a compiled layer again.
+
+    Args:
+        model: with the attention of the layer alone.
+    """
+    wraps = layout.zero_stage > 0 or layout.offload_optimizer
+    in_ring = layout.context_parallel > 1 and layout.context_parallel_form == "ring"
+    parts = in_ring or layout.offload_activations or model.attention_softcap > 0
+    parts = parts or model.attention_pattern == ("linear",)
+    again = layout.recompute == "full" and layout.recompute_method == "uniform"
+    again = again and layout.recompute_num_layers > 1
+    return compiles_experts(model) and layout.expert_parallel == 1 and not (wraps or parts or again)
 
 
 CHUNK_TOKENS = 1024

@@ -2,7 +2,7 @@
 
 from typing import Literal, NamedTuple
 
-from costmodels.layers.shapes import QUERY_BLOCK, loss_chunks
+from costmodels.layers.shapes import QUERY_BLOCK, experts_are_whole, loss_chunks
 from costmodels.spec.hardware import Precision
 from costmodels.spec.layout import Layout
 from costmodels.spec.model import ModelSpec
@@ -101,6 +101,8 @@ class Structure(NamedTuple):
     """Experts of a rank that are computed one after the other; 0 where one kernel computes all."""
     loop_choices: tuple[int, ...] = ()
     """Of such experts, too few to tell sizes by: choices of a token, groups, and groups that are open."""
+    whole: bool = False
+    """One graph is all of a compiled layer with experts."""
     score: str = ""
     normalised: bool = False
     scaled: bool = False
@@ -477,6 +479,7 @@ def _with_experts(found: Structure, model: ModelSpec, layout: Layout) -> Structu
         expert_ranks=etp if ep > 1 else 1,
         loop_of_experts=0 if grouped else model.experts // ep,
         loop_choices=() if grouped else few,
+        whole=found.compiled and grouped and experts_are_whole(model, layout),
         score=router.score,
         normalised=router.normalised,
         scaled=router.scale != 1.0,

@@ -45,7 +45,11 @@ def chained_rows(work: Operators, table: LayoutTable) -> Bools:
     """
     units = (table.recompute == FULL) & (table.recompute_method == UNIFORM) & (table.recompute_num_layers > 1)
     rings = (table.context_parallel > 1) & (table.context_parallel_form == RING)
-    result: Bools = ~(units | rings | table.offload_activations) & (not work.top_k)
+    result: Bools = ~(units | rings | table.offload_activations)
+    if work.top_k:
+        # `costmodels.layers.shapes.experts_are_whole`; in other formats each expert has products of its own.
+        grouped = table.precision in ("bf16", "fp8")
+        result = result & (table.expert_parallel == 1) & (work.whole and grouped)
     return result
 
 

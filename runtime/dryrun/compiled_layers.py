@@ -89,12 +89,15 @@ REDUCTIONS = {
     "argmax",
     "cat",
     "logsumexp",
+    "index_put",
+    "scatter_add",
 }
 """Operators whose result has a buffer, and whose inputs need none; `cat` is one, since its parts are written
-where they belong."""
+where they belong, and so are those that write to places of what is made for them."""
 
-ALIASES = {"_unsafe_view", "reshape", "wait_tensor", "lift_fresh", "alias"}
-"""Operators that share memory besides those that PyTorch calls views."""
+ALIASES = {"_unsafe_view", "reshape", "wait_tensor", "lift_fresh", "alias", "copy_"}
+"""Operators that share memory besides those that PyTorch calls views; what is copied into an input is added
+right there."""
 
 READERS = ("kernel", "output")
 """Kinds of nodes that read buffers only."""

@@ -26,6 +26,7 @@ from costmodels.tapes.tape import (
 from runtime.dryrun.tracker import Tracker, inner_tensors
 from runtime.model.experts import MixtureOfExperts
 from runtime.model.multi_token import FurtherToken
+from runtime.model.transformer import Block
 from runtime.parallel import offload
 
 Note = tuple[int, str, int, Any]
@@ -76,16 +77,25 @@ def watched_groups(module: nn.Module, notes: Notes) -> dict[int, str]:
     for part in module.modules():
         if isinstance(part, FurtherToken):
             further.append(part)
-        elif isinstance(part, MixtureOfExperts) and not further:
-            found |= _watched(part.experts, EXPERTS, notes)
+        elif isinstance(part, Block) and not further:
+            found |= _watched_experts(part, EXPERTS, notes)
     for depth, part in enumerate(further, start=1):
         group = f"{FURTHER}{depth}"
         found |= _watched(part, group, notes)
         found |= _watched(part.block, f"{group}_{LAYER}", notes)
-        mlp = part.block.mlp
-        if isinstance(mlp, MixtureOfExperts):
-            found |= _watched(mlp.experts, f"{group}_{EXPERTS}", notes)
+        found |= _watched_experts(part.block, f"{group}_{EXPERTS}", notes)
     return found
+
+
+def _watched_experts(block: nn.Module, group: str, notes: Notes) -> dict[int, str]:
+    """The same of the experts of a layer, which come and go with it where a compiler takes them together."""
+    mixture = getattr(block, "mlp", None)
+    if not isinstance(mixture, MixtureOfExperts):
+        return {}
+    if not mixture.is_whole:
+        return _watched(mixture.experts, group, notes)
+    _watched(block, group, notes)
+    return {id(parameter): group for parameter in mixture.experts.parameters()}
 
 
 def _watched(module: nn.Module, group: str, notes: Notes) -> dict[int, str]:

@@ -205,6 +205,8 @@ def _layout_fields(sizes: Sizes) -> dict[str, Any]:
         "precision": "fp16" if loops and structure.precision == "bf16" else structure.precision,
         "fp8_recipe": structure.fp8_recipe or "default",
         "offload_activations": structure.offloads_activations != "",
+        # Wraps experts, as ZeRO does where there are ranks for it.
+        "offload_optimizer": structure.compiled and structure.routes and not structure.whole,
         **recompute,
     }
 

@@ -42,10 +42,13 @@ class Router(nn.Module):
         bias = torch.zeros(spec.experts, dtype=torch.float32) if spec.router.expert_bias else None
         self.register_buffer("expert_bias", bias)
         self.expert_bias: Tensor | None
+        self.register_buffer("load", torch.zeros(spec.experts, dtype=torch.int64), persistent=False)
+        self.load: Tensor
+        """How often each expert was chosen, for `observe` to count."""
         self.top_k, self.options = spec.top_k, spec.router
-        self.observe: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor | None], Tensor] | None = None
-        """Sees logits and scores [B, S, E], choices, weights and which of them an expert takes in [B, S, k]
-        (None for all), and returns the weights."""
+        self.observe: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None], Tensor] | None = None
+        """Sees the load [E], logits and scores [B, S, E], choices, weights and which of them an expert takes
+        in, [B, S, k] (None for all), and returns the weights."""
 
     def logits(self, x_BSD: Tensor) -> Tensor:
         """The scores of all experts, [B, S, E]."""
@@ -72,14 +75,15 @@ class Router(nn.Module):
         if self.options.capacity_factor:
             kept_BSk = self.capacity_mask(weights_BSk.detach(), chosen_BSk)
         if self.observe is not None:
-            weights_BSk = self.observe(logits_BSE, scores_BSE, chosen_BSk, weights_BSk, kept_BSk)
+            weights_BSk = self.observe(self.load, logits_BSE, scores_BSE, chosen_BSk, weights_BSk, kept_BSk)
         if kept_BSk is not None:
             weights_BSk = weights_BSk.masked_fill(~kept_BSk, 0.0)
             chosen_BSk = chosen_BSk.masked_fill(~kept_BSk, scores_BSE.shape[-1])
         return weights_BSk, chosen_BSk
 
     def to_device(self, device: torch.device) -> None:
-        """Move the biases, which are no parameters, to where routing computes."""
+        """Move load and biases, which are no parameters, to where routing computes."""
+        self.load = self.load.to(device)
         if self.expert_bias is not None:
             self.expert_bias = self.expert_bias.to(device)
 
@@ -126,7 +130,7 @@ class Experts(nn.Module):
         return grouped_linear(rows, getattr(self, name), counts_E, getattr(self, f"{name}_bias"), sizes)
 
     def forward(self, rows_RD: Tensor, counts_E: Tensor) -> Tensor:
-        grouped = takes_grouped(rows_RD, rows_RD.shape[1], self.width)
+        grouped = takes_grouped(rows_RD.dtype, rows_RD.device, rows_RD.shape[1], self.width)
         sizes = None if grouped else row_counts(rows_RD, counts_E)
         inner_RF = [self.product("up", rows_RD, counts_E, sizes)]
         if self.gate is not None:
@@ -147,6 +151,8 @@ class MixtureOfExperts(nn.Module):
         self.shared = MLP(spec, spec.shared_expert_ffn) if spec.shared_expert_ffn else None
         self.shared_gate = nn.Linear(spec.hidden, 1, bias=False) if spec.shared_expert_gate else None
         self.dispatch: Dispatch = LocalDispatch(spec.experts, drops=bool(spec.router.capacity_factor))
+        self.is_whole = False
+        """A compiler takes all of it."""
         self.weighs_inputs, self.top_k = spec.router.weighs_inputs, spec.top_k
 
     def forward(self, x_BSD: Tensor) -> Tensor:

@@ -192,27 +192,30 @@ def grouped_linear(
     return product_RO + bias_EO.repeat_interleave(counts_E, dim=0, output_size=x_RI.shape[0])
 
 
+def major_of(device: torch.device) -> int:
+    """The compute capability of a GPU, its first number; compilers take it as a constant."""
+    # Without a GPU tensors are fake, and stand for ones on a GPU of today.
+    return torch.cuda.get_device_capability(device)[0] if torch.cuda.is_available() else GROUPED_MAJORS[0]
+
+
 def _leaves_garbage(device: torch.device) -> bool:
     """Whether grouped products of `device` may not write the gradients of weights without rows."""
-    if device.type != "cuda" or not torch.cuda.is_available():
+    if device.type != "cuda":
         return False
-    return torch.version.hip is not None or torch.cuda.get_device_capability(device)[0] >= BLACKWELL
+    return torch.version.hip is not None or major_of(device) >= BLACKWELL
 
 
-def takes_grouped(x: Tensor, *widths: int) -> bool:
-    """Whether PyTorch's grouped product takes `x` and weights of these widths, without a loop of its own.
+def takes_grouped(dtype: torch.dtype, device: torch.device, *widths: int) -> bool:
+    """Whether PyTorch's grouped product takes rows and weights of these widths, without a loop of its own.
 
     CUDA kernels are made for bf16 on Hopper and data-centre Blackwell; elsewhere PyTorch asks the device for
     the sizes of groups in every product.
     """
-    if any(width * x.element_size() % ALIGNMENT_BYTES for width in widths):
+    if any(width * dtype.itemsize % ALIGNMENT_BYTES for width in widths):
         return False
-    if x.device.type != "cuda":
+    if device.type != "cuda":
         return True
-    if x.dtype != torch.bfloat16:
-        return False
-    # Without a GPU these are fake tensors, which stand for ones on a GPU of today.
-    return not torch.cuda.is_available() or torch.cuda.get_device_capability(x.device)[0] in GROUPED_MAJORS
+    return dtype == torch.bfloat16 and major_of(device) in GROUPED_MAJORS
 
 
 class _WideProduct(torch.autograd.Function):

@@ -39,9 +39,8 @@ class _Layer(NamedTuple):
     block: Block
     parameters: list[Tensor]
     """What it computes with, and its buffers; in one order for all layers."""
-    sums: GradientSums
-    numbers: list[int | None]
-    """In `sums`, of each parameter that trains."""
+    sums: list[tuple[GradientSums, dict[int, int]]]
+    """Those of its experts and of the others, with the numbers that parameters have in them."""
 
 
 class LayerChain:
@@ -164,21 +163,24 @@ class _Chain(torch.autograd.Function):
         if len(ctx.saved) != len(run.layers):
             raise RuntimeError("backward has been through these layers already")
         entry = run.sources.index(INPUT)
-        own = [(at, source) for at, source in enumerate(run.sources) if source not in (None, INPUT)]
+        places = {source: at for at, source in enumerate(run.sources) if source not in (None, INPUT)}
         for layer in reversed(run.layers):
             arguments = ctx.saved.pop()
             arguments.append(grad.contiguous())
             del grad
             with torch._C._AutoDispatchBelowAutograd():
-                gradients = run.pair.backward(arguments)
+                gradients = list(run.pair.backward(arguments))
             grad = gradients[entry]
-            layer.sums.give(
-                [
-                    (number, gradients[at])
-                    for at, source in own
-                    if (number := layer.numbers[source or 0]) is not None and gradients[at] is not None
-                ]
-            )
+            for sums, numbers in layer.sums:
+                given = []
+                for own, number in numbers.items():
+                    at = places.get(own)
+                    if at is not None and gradients[at] is not None:
+                        given.append((number, gradients[at]))
+                        # Of a layer's experts they are large, and end as soon as they are added.
+                        gradients[at] = None
+                sums.give(given)
+                del given
             del gradients
         return grad, None
 
@@ -186,10 +188,12 @@ class _Chain(torch.autograd.Function):
 def _layer(block: Block, copies: WorkingCopies) -> _Layer:
     parameters: list[Tensor] = [copies.copies.get(one, one) for one in block.parameters()]
     parameters += block.buffers()
-    known = {id(one) for one in parameters}
-    (sums,) = (sums for _, sums in copies.groups if any(id(copy) in known for copy in sums.copies))
-    numbers = {id(copy): number for number, copy in enumerate(sums.copies)}
-    return _Layer(block, parameters, sums, [numbers.get(id(one)) for one in parameters])
+    number_of = {id(one): number for number, one in enumerate(parameters)}
+    sums = []
+    for _, own in copies.groups:
+        numbers = {number_of[id(one)]: at for at, one in enumerate(own.copies) if id(one) in number_of}
+        sums += [(own, numbers)] if numbers else []
+    return _Layer(block, parameters, sums)
 
 
 def _sources(layer: _Layer, arguments: list[Any], x: Tensor) -> list[Source]:

@@ -16,7 +16,6 @@ experts have biases, n_i counts what the scores alone would choose, as there.
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -54,13 +53,14 @@ class _AddToObjective(torch.autograd.Function):
     """`weights`, and in backward a gradient of `scale` for `objective`, wherever it comes from."""
 
     @staticmethod
-    def forward(ctx: Any, weights: Tensor, objective: Tensor, scale: float) -> Tensor:
-        ctx.scale, ctx.shape = scale, objective.shape
+    def forward(ctx: Any, weights: Tensor, objective: Tensor, scale: Tensor) -> Tensor:
+        ctx.save_for_backward(scale)
         return weights.view_as(weights)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:  # type: ignore[override]
-        return grad, grad.new_full(ctx.shape, ctx.scale), None
+        (scale,) = ctx.saved_tensors
+        return grad, scale, None
 
 
 class Balance:
@@ -80,19 +80,38 @@ class Balance:
         self.bias_rate = options.moe_router_bias_update_rate
         self.moves_biases = spec.router.expert_bias and self.bias_rate > 0 and spec.lora is None
         device = grid.device
-        self.counts = torch.zeros(
-            spec.layers + spec.mtp_depths, spec.experts, dtype=torch.int64, device=device
-        )
-        self.counts_before_step = self.counts.clone()
+        for router in self.routers.values():
+            router.load.zero_()
+            router.observe = self.observe
+        self.counts_before_step = self.counts()
         self.totals = torch.zeros(3, dtype=torch.float64, device=device)
         """Sums over layers of the means of aux and of z since the last report, and the pairs dropped."""
+        # Tensors, so that layers need not be compiled again when they change.
+        self.scale, self.token_share = (torch.zeros((), device=device) for _ in range(2))
+        """The factor of the running step, and the inverse of its tokens."""
+        self.of_step: tuple[float, float] | None = None
+        """What these were made of."""
         self.steps = 0
-        for layer, router in self.routers.items():
-            router.observe = partial(self.observe, layer)
+        self.begin_step()
+
+    def begin_step(self) -> None:
+        """Take over from the loss what holds for the step that comes."""
+        of_step = self.loss.scale, self.loss.tokens
+        if of_step != self.of_step:
+            self.of_step = of_step
+            self.scale.fill_(of_step[0])
+            self.token_share.fill_(1.0 / of_step[1])
+
+    def counts(self) -> Tensor:
+        """How often each expert of each layer was chosen on this rank since the last report, [layers, E]."""
+        layers = self.spec.layers + self.spec.mtp_depths
+        none = torch.zeros(self.spec.experts, dtype=torch.int64, device=self.grid.device)
+        loads = {layer: router.load for layer, router in self.routers.items()}
+        return torch.stack([loads.get(layer, none) for layer in range(layers)])
 
     def observe(
         self,
-        layer: int,
+        load: Tensor,
         logits: Tensor,
         scores: Tensor,
         chosen: Tensor,
@@ -103,9 +122,10 @@ class Balance:
         if not torch.is_grad_enabled():
             return weights
         counts = self._count(chosen)
-        first = not is_recomputing()
+        # No compiled layer that counts runs again; what backward computes again of it counts nothing.
+        first = torch.compiler.is_compiling() or not is_recomputing()
         if first:
-            self.counts[layer] += counts.sum(0)
+            load += counts.sum(0)
             if kept is not None:
                 self.totals[2] += (~kept).sum()
         if not (self.aux or self.z):
@@ -116,7 +136,7 @@ class Balance:
         if first:
             self.totals[:2] += torch.stack((aux.detach(), z.detach())).double()
         objective = self.aux * aux + self.z * z
-        result: Tensor = _AddToObjective.apply(weights, objective, self.loss.scale)  # type: ignore[no-untyped-call]
+        result: Tensor = _AddToObjective.apply(weights, objective, self.scale)  # type: ignore[no-untyped-call]
         return result
 
     def end_step(self, updated: bool) -> None:
@@ -129,23 +149,24 @@ class Balance:
         if not self.moves_biases:
             return
         if updated:
-            load = self._sum(self.counts - self.counts_before_step).double()
+            load = self._sum(self.counts() - self.counts_before_step).double()
             direction = (load.mean(dim=1, keepdim=True) - load).sign().float()
             for layer, router in self.routers.items():
                 assert router.expert_bias is not None
                 router.expert_bias += self.bias_rate * direction[layer]
-        self.counts_before_step = self.counts.clone()
+        self.counts_before_step = self.counts()
 
     def report(self) -> Load:
         """The load since the last report; every rank calls it."""
-        counts, totals = self._sum(self.counts), self._sum(self.totals)
+        counts, totals = self._sum(self.counts()), self._sum(self.totals)
         layers = _routed_layers(self.spec)
         routed = counts[layers].double()
         pairs = routed.sum(dim=1, keepdim=True).clamp(min=1)
         shares = (routed / pairs * self.spec.experts).tolist()
         aux, z, dropped = totals.tolist()
         mean = 1.0 / (max(self.steps, 1) * len(layers))
-        self.counts.zero_()
+        for router in self.routers.values():
+            router.load.zero_()
         self.counts_before_step.zero_()
         self.totals.zero_()
         self.steps = 0
@@ -183,12 +204,12 @@ class Balance:
         if not self.by_sequence:
             tokens *= counts.shape[0]
             counts, sums = counts.sum(0), sums.sum(0)
-        factor = self.spec.experts / (self.spec.top_k * tokens * self.loss.tokens)
-        return factor * (counts * sums).sum()
+        factor = self.spec.experts / (self.spec.top_k * tokens)
+        return factor * self.token_share * (counts * sums).sum()
 
     def _z(self, logits: Tensor) -> Tensor:
         """This rank's part of the mean of z over the tokens of the global batch."""
-        return logits.logsumexp(-1).square().sum() / self.loss.tokens
+        return logits.logsumexp(-1).square().sum() * self.token_share
 
     def _sum(self, values: Tensor) -> Tensor:
         """The sum over all ranks, each of which holds other tokens or other layers."""

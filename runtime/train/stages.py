@@ -13,8 +13,10 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from costmodels import Layout, ModelSpec
+from costmodels.layers.shapes import experts_are_whole
 from runtime.model.experts import MixtureOfExperts
 from runtime.model.number_formats import DTYPES
+from runtime.model.routing import major_of, takes_grouped
 from runtime.model.transformer import Block, Transformer
 from runtime.parallel.context import context_parallel, local_positions, uses_ring
 from runtime.parallel.data import data_parallel, gather_once, needs_data_parallel, wraps_stages
@@ -60,6 +62,10 @@ def build_stage(spec: ModelSpec, layout: Layout, grid: Grid, index: int, compile
     quantise_base(stage, spec, layout, grid)
     if layout.precision == "fp8":
         float8(stage, layout.fp8_recipe)
+    if compiled:
+        for number, block in zip(stage.numbers, stage.blocks, strict=True):
+            if isinstance(block.mlp, MixtureOfExperts):
+                block.mlp.is_whole = _is_whole(block.mlp, spec, number, layout, grid)
     in_two = compiles_in_two(layout)
     # torch.compile takes checkpoints into its graphs, but none of what cannot be one graph.
     around = [
@@ -94,7 +100,25 @@ def compiles_in_two(layout: Layout) -> bool:
 
 def _is_one_graph(block: Block) -> bool:
     """Whether a compiler takes all of a layer, as long as that does not ring."""
-    return not (block.attention.core.steps or isinstance(block.mlp, MixtureOfExperts))
+    return not (
+        block.attention.core.steps or (isinstance(block.mlp, MixtureOfExperts) and not block.mlp.is_whole)
+    )
+
+
+def _is_whole(mixture: MixtureOfExperts, spec: ModelSpec, number: int, layout: Layout, grid: Grid) -> bool:
+    """Whether a compiler takes all of the layer that a mixture belongs to."""
+    dtype, kind = DTYPES[layout.precision], spec.layer_kind(min(number, spec.layers - 1))
+    if not experts_are_whole(spec.with_attention(kind.attention), layout):
+        return False
+    if dtype != torch.bfloat16 and not COMPILES_WIDE:
+        return False
+    # Compilers cannot ask devices.
+    torch.compiler.assume_constant_result(major_of)  # type: ignore[no-untyped-call]
+    return takes_grouped(dtype, grid.device, spec.hidden, mixture.experts.width)
+
+
+COMPILES_WIDE = torch.__version__ >= "2.15"
+"""Before, compilers take grouped products in bf16 alone."""
 
 
 def _compile(block: Block, in_two: bool) -> None:
@@ -104,7 +128,7 @@ def _compile(block: Block, in_two: bool) -> None:
         steps = block.attention.core
         plain_steps: Any = torch.compiler.disable(steps.forward)  # type: ignore[no-untyped-call]
         steps.forward = plain_steps  # type: ignore[method-assign]
-    if isinstance(block.mlp, MixtureOfExperts):
+    if isinstance(block.mlp, MixtureOfExperts) and not block.mlp.is_whole:
         shared = block.mlp.shared
         if shared is not None:
             shared.forward = torch.compile(shared.forward)  # type: ignore[method-assign]

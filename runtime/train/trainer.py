@@ -132,6 +132,8 @@ class Trainer:
         depths = self.spec.mtp_depths
         self.executor.loss.further_losses = torch.zeros(depths, device=self.grid.device) if depths else None
         self._agree_on_scales()
+        if self.balance is not None:
+            self.balance.begin_step()
         loss = self.executor.train(*self._inputs(samples))
         set_operation("reduction of gradients")
         self.optimizer.collect_gradients()

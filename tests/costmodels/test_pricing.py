@@ -343,6 +343,28 @@ def test_layers_that_nothing_wraps_take_the_host_less(gpt, cluster, engine, layo
         assert launch(one, **fields) == pytest.approx(factor * launch(wrapped, **fields), rel=0.05), fields
 
 
+def test_chains_take_experts_whose_sizes_the_host_knows(mixture, cluster, engine, layout):
+    one = engine("bundled", host_layer_overhead=10.0, host_plain=0.5, host_chained=0.25)
+    all_plain = engine("bundled", host_layer_overhead=10.0, host_plain=0.5, host_chained=0.5)
+
+    def ratio(model=mixture, **fields):
+        """Of the host's time to that with chains that save nothing."""
+        given = layout(model, m=2, dp=4, **fields)
+        chains, none = (seconds(model, cluster(4), each, given).launch for each in (one, all_plain))
+        return chains / none
+
+    assert ratio() == pytest.approx(0.5, rel=0.05)
+    assert ratio(etp=2) == pytest.approx(0.5, rel=0.05)
+    router = mixture.router.model_copy(update={"capacity_factor": 1.0})
+    for model, fields in (
+        (mixture, {"ep": 2}),
+        (mixture, {"precision": "fp16"}),
+        (mixture.model_copy(update={"router": router}), {}),
+        (mixture.model_copy(update={"linear_bias": True}), {}),
+    ):
+        assert ratio(model, **fields) > 0.8, fields
+
+
 def test_a_ring_across_nodes_goes_through_one_network_card(llama, prompt, engine, layout):
     """Nothing hides the last hop of the fp32 gradients of keys and values."""
     long = ModelSpec.model_validate({**llama.model_dump(), "seq": 262144, "max_positions": 262144})

@@ -6,9 +6,10 @@ import shutil
 
 import pytest
 
+from costmodels import ModelSpec, Router
 from tests.support.layouts import parse_layout
 from tests.support.models import llama
-from tests.support.ranks.chains import Both, chained_and_apart
+from tests.support.ranks.chains import Both, chained_and_apart, compiled_and_eager
 from tests.support.worker_pool import WorkerPool
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler")
@@ -19,10 +20,21 @@ CHAINED = 4 * 2 - 3
 """Micro batches of two steps, less the most that find out how layers are compiled and that they are alike."""
 
 
-def both(pool: WorkerPool, text: str, other_tables: int | None = None) -> Both:
-    layout = parse_layout(f"mbs=1,{text}", SPEC)
+EXPERTS = SPEC.model_copy(update={"layers": 4, "experts": 4, "top_k": 2, "expert_ffn": 32})
+
+SHARED = EXPERTS.model_copy(
+    update={
+        "shared_expert_ffn": 32,
+        "shared_expert_gate": True,
+        "router": Router(score="sigmoid", scale=2.5, expert_bias=True),
+    }
+)
+
+
+def both(pool: WorkerPool, text: str, other_tables: int | None = None, spec: ModelSpec = SPEC) -> Both:
+    layout = parse_layout(f"mbs=1,{text}", spec)
     layout = layout.model_copy(update={"global_batch_size": 4 * layout.data_parallel})
-    return pool.run(chained_and_apart, layout.world_size, SPEC, layout, other_tables)[-1]
+    return pool.run(chained_and_apart, layout.world_size, spec, layout, other_tables)[-1]
 
 
 @pytest.mark.parametrize(
@@ -45,6 +57,68 @@ def test_chains_train_as_layers_do_one_by_one(pool: WorkerPool, text: str) -> No
     for name, weight in found.apart.weights.items():
         assert (found.chained.weights[name] == weight).all(), name
     assert found.runs >= CHAINED
+
+
+SELECTIVE = "recompute=selective,recompute_modules="
+
+
+@pytest.mark.parametrize(
+    ("spec", "text"),
+    [
+        (EXPERTS, ""),
+        (SHARED, "recompute=full"),
+        pytest.param(SHARED, "dp=2", marks=pytest.mark.slow),
+        pytest.param(EXPERTS, SELECTIVE + "norm;activation", marks=pytest.mark.slow),
+        pytest.param(SHARED, SELECTIVE + "core_attention;mlp", marks=pytest.mark.slow),
+        pytest.param(SHARED, "tp=2,sp=1", marks=pytest.mark.slow),
+        pytest.param(EXPERTS, "tp=2,etp=2,recompute=full", marks=pytest.mark.slow),
+        pytest.param(EXPERTS, "pp=2,dp=2", marks=pytest.mark.slow),
+        pytest.param(EXPERTS, "cp=2", marks=pytest.mark.slow),
+    ],
+)
+def test_chains_of_experts_train_as_layers_do_one_by_one(
+    pool: WorkerPool, spec: ModelSpec, text: str
+) -> None:
+    """With the losses of routers, z losses, and the biases that follow what was counted."""
+    found = both(pool, f"{text},precision=bf16" if text else "precision=bf16", spec=spec)
+    assert found.chained.losses == found.apart.losses
+    assert found.chained.norms == found.apart.norms
+    for name, weight in found.apart.weights.items():
+        assert (found.chained.weights[name] == weight).all(), name
+    assert found.loads[0] == found.loads[1]
+    assert found.totals[0] == pytest.approx(found.totals[1], rel=1e-12)
+    assert found.totals[0][0] > 0
+    assert found.totals[0][1] > 0
+    assert found.runs >= CHAINED
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("spec", "text"),
+    [
+        (EXPERTS, "ep=2"),
+        (EXPERTS, "dp=2,zero=1"),
+        (EXPERTS, "cp=2,cp_form=ring,recompute=full"),
+        (EXPERTS, "recompute=full,recompute_method=uniform,recompute_num_layers=2"),
+        (EXPERTS.model_copy(update={"router": Router(capacity_factor=1.0)}), ""),
+    ],
+)
+def test_experts_that_are_not_one_graph_are_not_chained(pool: WorkerPool, spec: ModelSpec, text: str) -> None:
+    found = both(pool, f"{text},precision=bf16" if text else "precision=bf16", spec=spec)
+    assert found.chained.losses == found.apart.losses
+    assert found.loads[0] == found.loads[1]
+    assert found.runs == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("text", ["", "recompute=full", "tp=2,sp=1", "dp=2"])
+def test_whole_layers_with_experts_count_and_train_as_eager_ones(pool: WorkerPool, text: str) -> None:
+    layout = parse_layout(f"mbs=1,gbs=4,{text}" if text else "mbs=1,gbs=4", SHARED)
+    for compiled, eager in pool.run(compiled_and_eager, layout.world_size, SHARED, layout):
+        assert compiled.loads == eager.loads
+        assert compiled.training.losses == pytest.approx(eager.training.losses, rel=1e-6)
+        assert compiled.training.norms == pytest.approx(eager.training.norms, rel=1e-5)
+        assert compiled.totals == pytest.approx(eager.totals, rel=1e-5)
 
 
 def test_only_layers_of_one_kind_are_chained(pool: WorkerPool) -> None:

@@ -80,7 +80,7 @@ def test_sorted_rows_compute_what_every_token_would(
     sent = dispatch.send(x, weights, chosen)
     rows, counts = dispatch.receive(sent)
     assert counts.tolist() == [int((chosen == expert).sum()) for expert in range(experts)]
-    sizes = None if takes_grouped(rows, width, inner) else counts.tolist()
+    sizes = None if takes_grouped(rows.dtype, rows.device, width, inner) else counts.tolist()
     found = dispatch.give_back(sent, grouped_linear(rows, matrix, counts, bias, sizes))
     expected = x.new_zeros(tokens, inner)
     for expert in range(experts):

@@ -9,6 +9,16 @@ from costmodels import Layout, ModelSpec
 from tests.support.ranks.parity import Training, trained
 
 
+class Seen(NamedTuple):
+    """A training, and what its routers have counted."""
+
+    training: Training
+    loads: list[list[int]]
+    """How often each expert of each layer was chosen."""
+    totals: list[float]
+    """Sums of the losses of routers."""
+
+
 class Both(NamedTuple):
     """The same training in both ways."""
 
@@ -16,6 +26,36 @@ class Both(NamedTuple):
     apart: Training
     runs: int
     """Of chains."""
+    loads: tuple[list[list[int]], list[list[int]]]
+    totals: tuple[list[float], list[float]]
+    """Both of `Seen`, in either way."""
+
+
+def seen(spec: ModelSpec, layout: Layout, compiled: bool) -> Seen:
+    """Two steps of a training; runs on every rank of a process group."""
+    from runtime.train.balance import Balance
+
+    make = Balance.__init__
+    balances: list[Balance] = []
+
+    def made(balance: Balance, *arguments: Any) -> None:
+        make(balance, *arguments)
+        balances.append(balance)
+
+    with patch.object(Balance, "__init__", made):
+        training = trained(spec, layout, 2, compiled=compiled)
+    if not balances:
+        return Seen(training, [], [])
+    (balance,) = balances
+    return Seen(training, balance.counts().tolist(), balance.totals.tolist())
+
+
+def compiled_and_eager(spec: ModelSpec, layout: Layout) -> tuple[Seen, Seen]:
+    """The same training with compiled layers and without; runs on every rank of a process group."""
+    import torch
+
+    torch._dynamo.reset()
+    return seen(spec, layout, True), seen(spec, layout, False)
 
 
 def chained_and_apart(spec: ModelSpec, layout: Layout, other_tables: int | None = None) -> Both:
@@ -48,7 +88,13 @@ def chained_and_apart(spec: ModelSpec, layout: Layout, other_tables: int | None 
     torch._dynamo.reset()
     with patch.object(Transformer, "place", placed):
         with patch.object(layer_chain._Chain, "apply", counted):
-            chained = trained(spec, layout, 2, compiled=True)
+            chained = seen(spec, layout, True)
         with patch.object(stages, "_chain_layers", lambda *_: None):
-            apart = trained(spec, layout, 2, compiled=True)
-    return Both(chained, apart, runs)
+            apart = seen(spec, layout, True)
+    return Both(
+        chained.training,
+        apart.training,
+        runs,
+        (chained.loads, apart.loads),
+        (chained.totals, apart.totals),
+    )

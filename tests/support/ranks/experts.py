@@ -138,6 +138,7 @@ def objective(spec: ModelSpec, layout: Layout, options: Mapping[str, Any]) -> Ob
 
 def _remember(
     seen: list[tuple[Tensor, Tensor]],
+    load: Tensor,
     logits: Tensor,
     scores: Tensor,
     chosen: Tensor,
@@ -172,7 +173,7 @@ def counted(spec: ModelSpec, layout: Layout) -> list[int]:
     counts = []
     for run in (trainer.evaluate, trainer.train_step):
         run(batch)
-        total = balance.counts.sum(1)
+        total = balance.counts().sum(1)
         if dist.get_world_size() > 1:
             dist.all_reduce(total)
         counts += total.tolist()
