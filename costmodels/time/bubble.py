@@ -142,9 +142,9 @@ def message_seconds(model: ModelSpec, cluster: Cluster, engine: Engine, table: L
     payload = element_bytes(table.precision) * tokens(model, table) * model.hidden / split
     payload = payload * model.residual_streams
     stride = table.tensor_parallel * table.context_parallel * table.data_parallel
-    meanwhile = np.where(table.runs("1f1b"), 0.0, engine.network.meanwhile_latency)
-    seconds = send(cluster, engine, payload, table.pipeline_parallel, stride)
-    return seconds + meanwhile * (table.pipeline_parallel > 1)
+    meanwhile: Floats = np.where(table.runs("1f1b"), 0.0, engine.network.meanwhile_latency)
+    result: Floats = send(cluster, engine, payload, table.pipeline_parallel, stride)
+    return result + meanwhile * (table.pipeline_parallel > 1)
 
 
 def message_wait_seconds(

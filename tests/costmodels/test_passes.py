@@ -8,7 +8,7 @@ import pytest
 from costmodels.errors import InputError
 from costmodels.layers.operators import Gemm, head, layer, padded_vocabulary
 from costmodels.network.collectives import all_gather, group
-from costmodels.spec.hardware import MeasuredCollective
+from costmodels.spec.hardware import Collective, MeasuredCollective
 from costmodels.spec.table import LayoutTable
 from costmodels.time.core_attention import attention_seconds
 from costmodels.time.host_launch import launch_floor
@@ -272,7 +272,7 @@ def test_a_whole_vocabulary_may_run_slower(gpt, a100, engine, layout, cluster):
 @pytest.mark.parametrize("told", [False, True])
 def test_calls_in_a_node_are_priced_each_where_they_were_measured(gpt, engine, layout, cluster, told):
     """A rate alone says nothing of calls: what they take is in the constants that were fitted to gathers."""
-    kinds = {"all_gather": 1e-4, "reduce_scatter": 3e-4, "all_reduce": 5e-4}
+    kinds: dict[Collective, float] = {"all_gather": 1e-4, "reduce_scatter": 3e-4, "all_reduce": 5e-4}
     measured = tuple(
         MeasuredCollective(
             collective=kind, devices=8, nodes=1, bus_bandwidth=1e11, latency=latency if told else 0.0
