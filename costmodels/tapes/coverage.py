@@ -73,7 +73,7 @@ EXPERT_PARALLEL = (
     Choice(4.1, {"expert_tensor_parallel": 2, "zero_stage": 1}),
     Choice(4.1, {"expert_tensor_parallel": 2}),
 )
-"""Compiled layers whose experts nothing wraps are one graph; how seldom that is has not been counted apart."""
+"""Compiled layers whose experts nothing wraps are one graph; how seldom they are is not counted apart."""
 
 ROWS = tuple(
     Choice(rarity, {"micro_batch_size": rows}) for rarity, rows in ((0.0, 2), (1.0, 1), (1.0, 4), (2.0, 8))
