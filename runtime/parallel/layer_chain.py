@@ -214,7 +214,7 @@ def _is_same(one: Tensor, other: Tensor) -> bool:
 
 
 def _is_plain(function: Any) -> bool:
-    """Whether a function of AOTAutograd only calls its pair: one output, and nothing else that it changes itself.
+    """Whether a function of AOTAutograd only calls its pair: one output, and nothing that it changes itself.
 
     What routers count, the pair adds to their buffers, which are inputs like parameters.
     """
