@@ -67,10 +67,13 @@ TENSOR_PARALLEL = (
 
 EXPERT_PARALLEL = (
     Choice(0.0, {"expert_parallel": 2}),
+    Choice(1.4, {"zero_stage": 1}),
     Choice(1.4, {}),
     Choice(3.9, {"expert_parallel": 2, "expert_tensor_parallel": 2}),
+    Choice(4.1, {"expert_tensor_parallel": 2, "zero_stage": 1}),
     Choice(4.1, {"expert_tensor_parallel": 2}),
 )
+"""Compiled layers whose experts nothing wraps are one graph; how seldom they are is not counted apart."""
 
 ROWS = tuple(
     Choice(rarity, {"micro_batch_size": rows}) for rarity, rows in ((0.0, 2), (1.0, 1), (1.0, 4), (2.0, 8))
@@ -114,6 +117,7 @@ def _layouts(model: ModelSpec) -> Iterator[dict[str, Any]]:
         if not _is_split(model, fields):
             continue
         data_parallel = fields.get("expert_parallel", 1) * fields.get("expert_tensor_parallel", 1)
+        data_parallel *= 2 if "zero_stage" in fields else 1
         rows = fields.get("micro_batch_size", 1)
         yield fields | {"data_parallel": data_parallel, "global_batch_size": rows * data_parallel}
 

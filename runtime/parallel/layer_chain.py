@@ -214,7 +214,10 @@ def _is_same(one: Tensor, other: Tensor) -> bool:
 
 
 def _is_plain(function: Any) -> bool:
-    """Whether a function of AOTAutograd only calls its pair: one output, and nothing else that it changes."""
+    """Whether a function of AOTAutograd only calls its pair: one output, and nothing that it changes itself.
+
+    What routers count, the pair adds to their buffers, which are inputs like parameters.
+    """
     meta = getattr(function, "metadata", None)
     if meta is None or function.maybe_subclass_metadata is not None:
         return False
