@@ -37,7 +37,13 @@ from planner.ranking.exact_memory import has_exact_memory
 from planner.ranking.result import SearchResult
 from planner.ranking.ties import indistinguishable
 from runtime.settings.job_rules import job_rules, reachable_batch
-from runtime.settings.plan_notes import head_room, needs_head_room, optimizer_notes, training_notes
+from runtime.settings.plan_notes import (
+    expert_island_notes,
+    head_room,
+    needs_head_room,
+    optimizer_notes,
+    training_notes,
+)
 
 if TYPE_CHECKING:
     from planner.world_sizes import Sizes
@@ -252,6 +258,7 @@ def _of_plans(plans: list[Plan], parallel: ParallelOptions) -> Iterator[str]:
         yield head_room(uneven[0])
     for plan in plans[:1]:
         yield from _of_memory(plan)
+        yield from expert_island_notes(plan)
         yield from optimizer_notes(plan, parallel)
 
 

@@ -258,6 +258,9 @@ def _items(pin: PinInput, verb: str) -> Iterable[_Item]:
             of_choices = (f"{degree}={plain}" for degree, values in _CHOICES.items() if plain in values)
             example = SYNONYMS.get(plain) or next(of_choices, "tensor_parallel=8")
             raise InputError(f"{verb} {text!r}: expected name=value, such as {example}")
+        if "=" in value:
+            apart = " ".join(f"--{verb} {one.strip()}" for one in text.split(","))
+            raise InputError(f"{verb} {text!r}: one degree each, as in {apart}")
         yield _Item(_full_name(name.strip(), verb), value.strip(), verb)
 
 

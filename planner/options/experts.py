@@ -10,7 +10,6 @@ from costmodels.dataclass import dataclass
 from costmodels.errors import InputError
 from costmodels.spec.model import ModelSpec
 from costmodels.spec.model_parts import LatentAttention, Router
-from planner.inputs.expert_loads import expert_loads
 from planner.options.flags import flag, flag_names
 from planner.options.limits import MOST, POSITIVE, Bounds
 
@@ -162,6 +161,8 @@ def _router_changes(flags: ExpertFlags, base: ModelSpec | None, top_k: int) -> d
     if factor is not None:
         found["capacity_factor"] = max(factor, 0.0)
     if flags.moe_load_imbalance is not None:
+        from planner.inputs.expert_loads import expert_loads  # Few jobs say it.
+
         found["loads"] = expert_loads(flags.moe_load_imbalance, "--moe-load-imbalance")
     return found | _groups(flags, base, top_k)
 

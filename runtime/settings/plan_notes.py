@@ -44,6 +44,20 @@ def expert_balance_notes(plan: Plan, training: TrainingOptions) -> Iterator[str]
         yield f"{head_room(plan)}; {NO_BALANCE}"
 
 
+def expert_island_notes(plan: Plan) -> Iterator[str]:
+    """A note on a plan whose experts of a layer lie beyond what the fast link joins."""
+    layout = plan.layout
+    ranks = layout.expert_parallel * layout.expert_tensor_parallel
+    joined = min(part.joined for part in plan.cluster.parts or (plan.cluster,))
+    lies_across = plan.cluster.world_size > joined and (ranks > joined or joined % ranks > 0)
+    if plan.model.moe_layers and layout.expert_parallel > 1 and lies_across:
+        whose = "tokens" if ranks > joined else "some tokens"
+        yield (
+            f"the experts of a layer are on {ranks} devices and the fast link joins {joined}: {whose} go to "
+            "them over the network"
+        )
+
+
 def optimizer_notes(plan: Plan, parallel: ParallelOptions) -> Iterator[str]:
     """A note on a plan without ZeRO that was to save memory."""
     layout = plan.layout

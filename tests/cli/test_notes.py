@@ -11,12 +11,17 @@ from planner.api import suggest
 from planner.options.parallel import ParallelOptions
 from planner.plan import Plan
 from runtime.settings.options import TrainingOptions
-from runtime.settings.plan_notes import expert_balance_notes, needs_head_room, optimizer_notes
+from runtime.settings.plan_notes import (
+    expert_balance_notes,
+    expert_island_notes,
+    needs_head_room,
+    optimizer_notes,
+)
 
 
 @cache
-def planned(model: str, *pins: str, world_size: int = 64) -> Plan:
-    return suggest(model, world_size=world_size, device="h200", global_batch_size=64, pin=list(pins))
+def planned(model: str, *pins: str, world_size: int = 64, device: str = "h200") -> Plan:
+    return suggest(model, world_size=world_size, device=device, global_batch_size=64, pin=list(pins))
 
 
 @pytest.mark.parametrize(
@@ -64,3 +69,26 @@ def test_reused_parameters_are_noted_where_zero_would_save_more() -> None:
         (whole, ParallelOptions()),
     ):
         assert not list(optimizer_notes(plan, options))
+
+
+@pytest.mark.parametrize(
+    ("device", "degree", "world_size", "noted"),
+    [
+        ("h100", 8, 64, False),
+        ("h100", 16, 64, True),
+        ("gb200", 64, 64, False),
+        # The second group lies across the border of racks.
+        ("gb200", 64, 128, True),
+        ("gb200", 8, 144, False),
+        ("ascend-910c", 64, 128, False),
+        ("h100", 1, 64, False),
+    ],
+)
+def test_experts_beyond_the_fast_link_are_noted(
+    device: str, degree: int, world_size: int, noted: bool
+) -> None:
+    pins = (f"ep={degree}", "etp=1", *(("tp=2",) if world_size > 64 else ()))
+    plan = planned("qwen3-30b-a3b", *pins, world_size=world_size, device=device)
+    notes = list(expert_island_notes(plan))
+    assert len(notes) == noted
+    assert all(f"on {degree} devices and the fast link joins" in note for note in notes)

@@ -186,3 +186,10 @@ def test_wrong_ranges_and_prohibitions_are_refused_in_one_line(pin: Any, forbid:
         parse_pins(pin, forbid)
     assert line in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("verb", ["pin", "forbid"])
+def test_two_degrees_in_one_word_are_told_apart(verb: str) -> None:
+    with pytest.raises(InputError) as error:
+        parse_pins(**{"pin": None, verb: "ep=64, pp=4"})
+    assert str(error.value) == f"{verb} 'ep=64, pp=4': one degree each, as in --{verb} ep=64 --{verb} pp=4"
