@@ -85,6 +85,9 @@ STEPS = (19, 29, 37, 41)
 FEWEST_BLOCKS = 11
 """Of queries that are a loop, with room for windows that see a part of them."""
 
+MOST_BLOCKS = 1000
+"""That are tried before there are none."""
+
 EIGHTHS = (3, 5, 7, 1)
 """What is left of each set's prime of these over 8, so that no two have the same."""
 
@@ -221,7 +224,8 @@ class Sizes:
         elif capped and structure.partial_step:
             self.seq = self._block_rows(chunks)
         elif capped:
-            self.seq = self._whole_blocks(chunks) * self._few_blocks()
+            self.seq = self._whole_blocks(chunks)
+            self.seq *= self._few_blocks(self.seq)
         else:
             self.seq = chunks * (self._odd_rows(chunks) if odd else multiple * own["seq"])
         if structure.unit == "head" and not structure.further:
@@ -312,10 +316,13 @@ class Sizes:
         together = chunks if divides else chunks // self.tp
         return math.lcm(together, self._parts() * QUERY_BLOCK)
 
-    def _few_blocks(self) -> int:
-        """A small prime that no other set of sizes has."""
-        mine = (one for one in count(FEWEST_BLOCKS) if one % 8 == EIGHTHS[self.number])
-        return self.chosen.fresh("seq", next(one for one in mine if self.chosen.is_free(one)))
+    def _few_blocks(self, whole: int) -> int:
+        """A small prime that no other set of sizes has, with equal numbers of rows for each expert."""
+        for blocks in range(FEWEST_BLOCKS, MOST_BLOCKS):
+            mine = blocks % 8 == EIGHTHS[self.number] and self.chosen.is_free(blocks)
+            if mine and self._is_even(whole * blocks):
+                return self.chosen.fresh("seq", blocks)
+        raise ValueError(f"{self.structure.name}: no sample has experts with equal numbers of rows")
 
     def _block_rows(self, chunks: int) -> int:
         """The length of sequences whose capped scores come in blocks of queries, the last of them smaller."""

@@ -187,6 +187,16 @@ def test_attention_over_context_ranks_that_is_offloaded_is_played_in_8_bits(form
     assert not errors.misses, errors
 
 
+@pytest.mark.slow
+def test_gradients_that_a_split_backward_leaves_are_added_up_as_backward_comes_to_them() -> None:
+    spec = FURTHER.model_copy(
+        update={"mtp": None, "layers": 4, "hidden": 2048, "ffn": 8192, "vocab": 8000, "seq": 512}
+    )
+    text = "gbs=8,dp=4,pp=2,vpp=2,schedule=interleaved_zb,optimizer=sgd,precision=bf16"
+    errors = compare(spec, parse_layout(text, spec), 1, compiled=False)
+    assert not errors.misses, errors
+
+
 def test_of_layers_before_further_ones_all_send_their_activations() -> None:
     for text, last in (("gbs=4,offload_activations=1", "kept"), ("gbs=4,pp=2,offload_activations=1", "sent")):
         layout = parse_layout(text, FURTHER)

@@ -318,7 +318,8 @@ class Stage:
         for place in self.places:
             assert place.played.split is not None
             self._play(place, place.played.split.rest)
-        for group in self.groups:
+        # As backward would come to them (`WorkingCopies.add_gradients`).
+        for group in reversed(self.groups):
             group.add_up()
         heap.enter(label)
 
