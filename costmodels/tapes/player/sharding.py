@@ -167,7 +167,7 @@ class Group:
         if not self.wraps:
             self.add_up()
             if self.reduces and is_last:
-                self._free_copies()
+                self.free_copies()
             return
         heap, traffic, bundle = self.heap, self.traffic, self.bundle
         label = heap.label
@@ -224,7 +224,8 @@ class Group:
             self.heap.allocate(self.bundle.copies)
             self.has_copies = True
 
-    def _free_copies(self) -> None:
+    def free_copies(self) -> None:
+        """The end of what computes with them."""
         if self.has_copies:
             self.heap.free(self.bundle.copies)
             self.has_copies = False
@@ -251,7 +252,6 @@ class Group:
         if not (self.copies or self.reduces):
             return
         heap, bundle = self.heap, self.bundle
-        self._free_copies()
         self.add_up()
         narrow = self.has_sums and bundle.policy.reduced != MASTER
         if self.has_fresh:

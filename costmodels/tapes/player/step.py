@@ -99,9 +99,12 @@ class Rank:
             self.states = [stage.state_number() for stage in self.stages]
         else:
             self._run_pipeline()
-        for chunk, stage in enumerate(self.stages):
+        # Stage by stage and group by group as `runtime.parallel.working_copies.computing` ends.
+        for chunk, stage in reversed([*enumerate(self.stages)]):
             stage.enter_state(self.states[chunk])
             for group in stage.groups:
+                group.free_copies()
+            for group in reversed(stage.groups):
                 group.hand_over()
             self.states[chunk] = stage.state_number()
 
