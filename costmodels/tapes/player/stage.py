@@ -60,7 +60,7 @@ class Stage:
         ]
         self.makes_gradients = True
         """Backward makes gradients of weights."""
-        self.manner: Manner = "makes"
+        self.inner_manners: dict[str, Manner] = {}
         """How it gives them to the parameters of the layer that it has come to."""
         self.effects: Effects = {}
         self.ends: dict[Hashable, list[State]] = {}
@@ -213,9 +213,9 @@ class Stage:
         self.root.pre_backward()
         for place in reversed(self.places):
             layer = place.group
+            self.inner_manners = {name: group.manner(is_last) for name, group in place.inner.items()}
             if layer is None:
-                self.manner = manner
-                self._play(place, place.played.backward(manner))
+                self._play(place, place.played.backward(manner, self.inner_manners))
                 self._tie(place, manner)
                 self.root.come(manner)
                 if not self.is_first:
@@ -227,9 +227,9 @@ class Stage:
             if place.again is None:
                 self._compute_again(place)
             own = place.again or place.played
-            self.manner = layer.manner(is_last)
-            self._play(place, own.backward(self.manner))
-            layer.come(self.manner)
+            given = layer.manner(is_last)
+            self._play(place, own.backward(given, self.inner_manners))
+            layer.come(given)
             layer.post_backward(is_last, reshards=is_last)
         self._finish()
         heap.enter(label)
@@ -391,7 +391,7 @@ class Stage:
                     group.pre_backward()
                 case "_backward_end":
                     if self.makes_gradients:
-                        group.come(self.manner)
+                        group.come(self.inner_manners.get(name, "makes"))
                     # Without FSDP2 a module is of the root, but for its layer.
                     if group.wraps or name.endswith((LAYER, EXPERTS)):
                         group.post_backward(self.is_last_backward, reshards=self.is_last_backward)

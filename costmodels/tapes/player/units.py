@@ -1,6 +1,6 @@
 """The units of a stage as spans of memory: tapes under the dimensions of one model and layout."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from functools import cached_property, reduce
 from operator import mul
 from typing import NamedTuple
@@ -172,7 +172,7 @@ class Played:
     def __init__(self, tape: Tape, sizes: Sizes, border: Border, splits: bool) -> None:
         self._tape, self._casts = tape, sizes.casts_of(tape)
         self._whole = _Storages(tape.forward, tape.backward, tape.input_gradient, sizes, border)
-        self._backward: dict[Manner, tuple[Step, ...]] = {}
+        self._backward: dict[tuple[Manner, ...], tuple[Step, ...]] = {}
         self.gradients = self._whole.gradients(tape)
         """Of each parameter."""
         self.input_gradient = self._whole.given
@@ -189,13 +189,25 @@ class Played:
         """What forward does."""
         return self._whole.steps(self._tape.forward)
 
-    def backward(self, manner: Manner) -> tuple[Step, ...]:
-        """What backward does that gives gradients to all parameters."""
-        if manner not in self._backward:
-            casts = self._casts if manner == "casts" else always_cast(self._casts)
-            events = cast_backward(self._tape, casts)
-            self._backward[manner] = self._whole.steps(events, adds=manner == "adds")
-        return self._backward[manner]
+    def backward(self, manner: Manner, inner: Mapping[str, Manner] | None = None) -> tuple[Step, ...]:
+        """What backward does that gives gradients to all parameters.
+
+        Args:
+            manner: how autograd gives them.
+            inner: the same of other groups of parameters in the unit, by name.
+        """
+        of_group = inner or {}
+        manners = tuple(of_group.get(one.group, manner) for one in self._tape.parameters)
+        if manners not in self._backward:
+            kept = always_cast(self._casts)
+            casts = {
+                number: cast
+                for number, cast in self._casts.items()
+                if manners[number] == "casts" or number in kept
+            }
+            adding = {number for number, own in enumerate(manners) if own == "adds"}
+            self._backward[manners] = self._whole.steps(cast_backward(self._tape, casts), adding)
+        return self._backward[manners]
 
 
 def output_of(tape: Tape, sizes: Sizes, border: Border) -> Storage:
@@ -292,16 +304,17 @@ class _Storages:
             for number in range(len(tape.parameters))
         )
 
-    def steps(self, events: Steps, adds: bool = False) -> tuple[Step, ...]:
+    def steps(self, events: Steps, adding: Set[int] = frozenset()) -> tuple[Step, ...]:
         """Spans between marks.
 
         Args:
-            adds: autograd adds to gradients that are there, and new ones end at once.
+            adding: parameters to whose gradients autograd adds, so that new ones end at once.
         """
         found: list[Step] = []
         changes: list[tuple[int, int]] = []
-        kept = {one.storage for one in events if isinstance(one, Gradient) and one.parameter != self.tied}
-        ending = kept if adds else set[int]()
+        given = [one for one in events if isinstance(one, Gradient) and one.parameter != self.tied]
+        kept = {one.storage for one in given}
+        ending = {one.storage for one in given if one.parameter in adding}
         # What others follow in the same place.
         brief = ending | {one.storage for one in events if isinstance(one, Casting)}
         last: dict[int, Storage] = {}
