@@ -197,6 +197,25 @@ def test_gradients_that_a_split_backward_leaves_are_added_up_as_backward_comes_t
     assert not errors.misses, errors
 
 
+ALONE = FURTHER.model_copy(update={"name": "alone", "mtp": None, "seq": 1024, "vocab": 8000})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("text", "compiled"),
+    [
+        # All copies of parameters are free before the first gradient is handed over in fp32.
+        ("gbs=1,precision=bf16,gradient_reduction=bf16", False),
+        # Ranks that route other tokens sum the gradients of experts, where those of the layer are added to.
+        ("gbs=2,mbs=1,tp=2,precision=bf16,gradient_reduction=bf16", False),
+        ("gbs=2,mbs=1,tp=2,precision=bf16,gradient_reduction=bf16", True),
+    ],
+)
+def test_sums_in_16_bits_of_layers_and_experts_are_as_they_are_made(text: str, compiled: bool) -> None:
+    spec = ALONE.model_copy(update=ROUTED | {"expert_ffn": 2048, "layers": 3})
+    assert not compare(spec, parse_layout(text, spec), 0, compiled).misses
+
+
 def test_of_layers_before_further_ones_all_send_their_activations() -> None:
     for text, last in (("gbs=4,offload_activations=1", "kept"), ("gbs=4,pp=2,offload_activations=1", "sent")):
         layout = parse_layout(text, FURTHER)
