@@ -22,31 +22,15 @@ from typing import Annotated, Any, NamedTuple
 import numpy as np
 import typer
 
+from benchmarks.host_trace import BLOCKS, DENSE, DEPTHS, MICRO_BATCHES, WARM_UP
 from costmodels import Layout, ModelSpec
 from costmodels.errors import InputError
 from planner.options.flags import run
 from runtime.settings.preflight import check_job
 from tests.support.layouts import parse_layout
-from tests.support.models import llama
 from tests.support.worker_pool import WorkerPool
 
-DENSE = llama("dense", layers=1, hidden=32, heads=2, ffn=64, vocab=64, seq=8)
-
-BLOCKS = {
-    "dense": DENSE,
-    "experts": DENSE.model_copy(update={"name": "experts", "experts": 4, "top_k": 2, "expert_ffn": 32}),
-}
-"""Models whose layers are timed."""
-
 LAYOUTS = ("dp=1", *(f"dp=2,zero={stage}" for stage in range(4)), "tp=2", "tp=2,sp=1")
-
-MICRO_BATCHES = 4
-
-DEPTHS = (2, 8)
-"""Layers of the two models."""
-
-WARM_UP = 3
-"""Steps that compile and make state."""
 
 Step = Callable[[np.ndarray], object]
 

@@ -48,9 +48,13 @@ BLOCKS = {
     "dense": DENSE,
     "experts": DENSE.model_copy(update={"name": "experts", "experts": 4, "top_k": 2, "expert_ffn": 32}),
 }
-"""Models whose layers are watched."""
+"""Models whose layers are watched, and timed by `benchmarks.host_time`."""
 
-DEPTHS, MICRO_BATCHES, WARM_UP = (2, 8), 4, 3
+DEPTHS, MICRO_BATCHES = (2, 8), 4
+"""Layers of the two models, and the batch of a step."""
+
+WARM_UP = 3
+"""Steps that compile and make state."""
 
 Calls = dict[str, float]
 """Of a layer and micro batch, by name."""
