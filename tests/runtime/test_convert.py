@@ -130,8 +130,10 @@ def test_the_language_model_of_one_that_sees_is_taken_out_of_it(
     ).eval()
     ours = Generator(tmp_path / "hf", text=Text(ByteTokenizer()))
     tokens = [5, 7, 11, 13, 17, 19, 23, 29, 31]
+    # The forward around Llama 4's language model reads a field that transformers 5.24 took from it.
+    speaker = theirs.language_model if name == "llama4" else theirs
     with torch.no_grad():
-        expected = theirs(torch.tensor([tokens])).logits[0, -1]
+        expected = speaker(torch.tensor([tokens])).logits[0, -1]
         assert torch.equal(alone(torch.tensor([tokens])).logits[0, -1], expected)
         found = ours._plain_step([tokens])([[]])[0]
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
