@@ -55,6 +55,20 @@ CASES = (
     Case("gpt2-xl", "gpt2-xl", "mbs=8,gbs=16", {"seq": 1024}, target=0.45),
     Case("qwen3-0.6b", "qwen3-0.6b", "mbs=4,gbs=16", {"seq": 2048}, target=0.42),
     Case("qwen3-30b-a3b", "qwen3-30b-a3b", "mbs=2,gbs=4", {"layers": 3, "seq": 4096}, target=0.35),
+    Case(
+        "gpt2-medium graphs",
+        "gpt2-medium",
+        "mbs=8,gbs=32,cuda_graphs=1",
+        {"seq": 1024},
+        times=("gpt2-medium", 1.0),
+    ),
+    Case(
+        "qwen3-0.6b graphs",
+        "qwen3-0.6b",
+        "mbs=4,gbs=16,cuda_graphs=1",
+        {"seq": 2048},
+        times=("qwen3-0.6b", 1.0),
+    ),
 )
 
 BESIDE = 1.2

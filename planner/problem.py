@@ -20,6 +20,7 @@ from planner.inputs.model import resolve_model, with_lora, with_mtp
 from planner.inputs.pins import PinInput, Pins, parse_pins
 from planner.objective import DEFAULT_OBJECTIVE, Objective, parse_objective
 from planner.space.engine_rules import check_formats, check_pins, engine_rules
+from planner.space.graph_rules import check_graphs
 from planner.space.grid import Space, build, obstacle
 from planner.space.lora_rules import check_engine, check_precision
 from planner.space.rule import Rule
@@ -121,6 +122,7 @@ def resolve_problem(model: ModelSpec | str | Path, world_size: int, **job: Unpac
     )
     check_pins(engine, pins)
     check_formats(engine, problem.precision, pins)
+    check_graphs(problem.model, cluster.device, problem.precision, pins)
     check_precision(problem.model, problem.precision)
     check_engine(problem.model, engine)
     return problem

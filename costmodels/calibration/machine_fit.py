@@ -19,7 +19,7 @@ from costmodels.spec.engine import Engine
 from costmodels.spec.hardware import Cluster, Device, Link, MeasuredCollective, Precision
 from costmodels.spec.layout import SPLIT_BACKWARD
 from costmodels.spec.model import ModelSpec
-from costmodels.spec.table import Floats, LayoutTable
+from costmodels.spec.table import Floats, LayoutTable, shared_fields
 
 TOLERANCE = 0.06
 """Relative error of a step that noise explains."""
@@ -92,7 +92,7 @@ def batches_of(steps: Sequence[StepTime]) -> list[Batch]:
     """Steps by what one table can hold."""
     groups: dict[tuple[str, ...], list[StepTime]] = {}
     for step in steps:
-        key = (step.model.model_dump_json(), step.layout.precision, step.layout.gradient_reduction)
+        key = (step.model.model_dump_json(), *map(str, shared_fields(step.layout)))
         groups.setdefault(key, []).append(step)
     return [
         Batch(

@@ -32,6 +32,7 @@ from costmodels.spec.hardware import Cluster
 from costmodels.spec.layout import Layout
 from costmodels.spec.model import ModelSpec
 from costmodels.spec.record import GIB
+from costmodels.spec.table import shared_fields
 
 SOURCES = "measurements.yaml"
 LARGEST_ROWS = 1 << 30
@@ -85,7 +86,7 @@ def table_groups(measurements: Sequence[Measurement]) -> Iterable[list[int]]:
     for place, row in enumerate(measurements):
         records = (row.model, row.cluster, row.engine)
         layout = row.layouts[0]
-        key = (*(record.model_dump_json() for record in records), layout.precision, layout.gradient_reduction)
+        key = (*(record.model_dump_json() for record in records), *map(str, shared_fields(layout)))
         groups[key].append(place)
     return groups.values()
 

@@ -23,7 +23,7 @@ from costmodels.pricing import Prices, peak_memory, price
 from costmodels.ranks.rank_layers import ranks_of_table
 from costmodels.spec.engine import Engine
 from costmodels.spec.layout import Layout
-from costmodels.spec.table import Bools, Floats, Ints, LayoutTable
+from costmodels.spec.table import Bools, Floats, Ints, LayoutTable, shared_fields
 
 TimeFactors = Mapping[tuple[str, str], float]
 """Factors of step times by the names of engine and device."""
@@ -232,7 +232,7 @@ def _groups(measurements: Sequence[Measurement], candidates: Sequence[_Candidate
     for place, candidate in enumerate(candidates):
         row, layout = measurements[candidate.row], candidate.layout
         records = text(row.model), text(row.cluster), text(candidate.engine)
-        key = (*records, layout.precision, layout.gradient_reduction)
+        key = (*records, *map(str, shared_fields(layout)))
         groups[key].append(place)
     return list(groups.values())
 

@@ -56,7 +56,7 @@ NONE, SELECTIVE, FULL = (RECOMPUTE_KINDS.index(kind) for kind in ("none", "selec
 UNIFORM, BLOCK = (RECOMPUTE_METHODS.index(method) for method in ("uniform", "block"))
 ALL_GATHER, ALL_TO_ALL, RING = (CONTEXT_FORMS.index(form) for form in ("all_gather", "all_to_all", "ring"))
 
-BOOLEANS = ("sequence_parallel", "offload_activations", "offload_optimizer")
+BOOLEANS = ("sequence_parallel", "offload_activations", "offload_optimizer", "cuda_graphs")
 
 
 def code_of(field: str, value: Any) -> int:
@@ -111,6 +111,7 @@ class LayoutTable:
     offload_optimizer: Bools
     optimizer: Ints
     """Codes: indices of `OPTIMIZERS`."""
+    cuda_graphs: Bools
     split: Ints
     splits: tuple[tuple[int, ...], ...]
     precision: Precision
@@ -231,7 +232,7 @@ class LayoutTable:
     @classmethod
     def of(cls, layouts: Sequence[Layout]) -> LayoutTable:
         """A table of given layouts, which must share their number formats."""
-        kinds = {tuple(getattr(layout, name) for name in FORMATS) for layout in layouts}
+        kinds = {shared_fields(layout) for layout in layouts}
         if len(kinds) != 1:
             raise ValueError(
                 "a table holds one precision and one gradient reduction, and fp8 of one kind (fp8_recipe, "
@@ -251,6 +252,12 @@ class LayoutTable:
 
 FORMATS = ("precision", "gradient_reduction", "fp8_recipe", "fp8_param_gather")
 """Fields of `Layout` that all rows of a table share: number formats."""
+
+
+def shared_fields(layout: Layout) -> tuple[Any, ...]:
+    """What layouts of one table must have alike, in the order of `FORMATS`."""
+    return tuple(getattr(layout, name) for name in FORMATS)
+
 
 SHARED_FIELDS = ("splits", *FORMATS)
 

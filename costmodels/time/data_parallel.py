@@ -196,6 +196,8 @@ def exchange_seconds(
     overlap = own if engine.overlap.sharded is None else np.where(stage > 0, engine.overlap.sharded, own)
     if engine.overlap.gathered is not None:
         overlap = np.where(stage == 3, engine.overlap.gathered, overlap)
+    # Gradients of graphs are reduced after the last pass.
+    overlap = np.where(table.cuda_graphs, 0.0, overlap)
     # Stage 3 gathers in every pass, the others in the first forward pass.
     once = np.minimum(stage, 1) * forward + reductions * backward
     # Chunks of an interleaved pipeline are done one after the other, each with as many micro batches as there

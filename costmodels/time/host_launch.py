@@ -24,13 +24,14 @@ def launch_seconds(work: Operators, engine: Engine, table: LayoutTable, tp: Grou
 
     Every doubling of tensor parallelism in a node multiplies it, and so do the nodes (islands) that a group
     spans, whose rings wait for each other. A softmax that no kernel fuses is several launches instead of one.
+    A CUDA graph is one launch of all layers.
     """
     split = np.where(table.sequence_parallel, engine.host.sequence_parallel, engine.host.tensor_parallel)
     steps = engine.host.tensor_parallel_step * np.where(tp.size > 1, tp.local, 0)
     result = work.kernels * engine.host.layer_overhead * split ** np.log2(tp.local) + steps
     if work.top_k:
         result = result + engine.host.routing
-    result = result * (not engine.host.graph) * tp.islands**engine.host.nodes
+    result = result * (not engine.host.graph) * ~table.cuda_graphs * tp.islands**engine.host.nodes
     result = result * np.where(unfused_rows(work, engine), engine.host.unfused_softmax, 1.0)
     if engine.sharding.plain_whole:
         alone = np.where(chained_rows(work, table), engine.host.chained, engine.host.plain)

@@ -63,6 +63,14 @@ def lacks_fp8(missing: list[str], layout: Layout, why: str) -> None:
             lacks(missing, layout, field, why)
 
 
+def lacks_graphs(missing: list[str], layout: Layout) -> None:
+    """Add to `missing` that a software has no CUDA graphs of passes, if a layout has them."""
+    if layout.cuda_graphs:
+        lacks(
+            missing, layout, "cuda_graphs", "graphs of whole passes of a micro batch are the runtime's here"
+        )
+
+
 def lacks_some_layers(missing: list[str], layout: Layout) -> None:
     """Add to `missing` what a software does not say that recomputes all layers, one by one."""
     for field, usual in (("recompute_method", "uniform"), ("recompute_num_layers", 1)):

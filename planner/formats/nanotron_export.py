@@ -10,6 +10,7 @@ from planner.formats.export import (
     flag_values,
     lacks,
     lacks_fp8,
+    lacks_graphs,
     lacks_recomputation,
     lacks_some_layers,
     yaml_text,
@@ -98,6 +99,7 @@ def _name_missing(layout: Layout, missing: list[str]) -> None:
     if layout.precision not in FORMATS.values():
         lacks(missing, layout, "precision", f"it computes in {', '.join(FORMATS.values())}")
     lacks_fp8(missing, layout, "as precision")
+    lacks_graphs(missing, layout)
     if layout.optimizer not in OPTIMIZERS.values():
         lacks(missing, layout, "optimizer", "it has adam and sgd")
 

@@ -82,10 +82,11 @@ def check_formats(engine: Engine, precision: Precision, pins: Pins) -> None:
     if recipe not in ("default", *able):
         others = ", ".join(able) or "no recipe to choose"
         raise InputError(f"pin fp8_recipe={recipe}: engine {engine.name} has {others} ({COMMAND})")
-    if gathers and not engine.runs.fp8_param_gather:
-        raise InputError(
-            f"pin fp8_param_gather: engine {engine.name} is priced without it; leave it out ({COMMAND})"
-        )
+    for name in ("fp8_param_gather", "cuda_graphs"):
+        if pins.get(name) is True and not getattr(engine.runs, name):
+            raise InputError(
+                f"pin {name}: engine {engine.name} is priced without it; leave it out ({COMMAND})"
+            )
 
 
 def engine_rules(engine: Engine) -> tuple[Rule, ...]:

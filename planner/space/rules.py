@@ -23,6 +23,7 @@ from costmodels.spec.table import (
     Bools,
     LayoutTable,
 )
+from planner.space.graph_rules import GRAPH_RULES
 from planner.space.lora_rules import LORA_RULES
 from planner.space.mesh_rules import MESH_RULES
 from planner.space.rule import Rule, divisors
@@ -220,6 +221,7 @@ RULES: tuple[Rule, ...] = (
         lambda model, d: NOTHING_TO_OFFLOAD,
     ),
     *LORA_RULES,
+    *GRAPH_RULES,
 )
 """In the order in which they are applied: a layout is counted under the first rule that it breaks."""
 

@@ -150,7 +150,7 @@ def head_loss(
     weight_VD: Tensor,
     targets_BS: Tensor,
     vocabulary: Vocabulary,
-    factor: float = 1.0,
+    factor: float | Tensor = 1.0,
     scores: Scores | None = None,
 ) -> Tensor:
     """The sum of the cross entropies of all tokens that are predicted, in nats, times `factor`.
@@ -167,7 +167,7 @@ def head_loss(
             weight_VD,
             targets_BS.flatten(),
             int(loss_chunks(targets_BS.numel(), vocabulary.ranks)),
-            torch.full((), factor, device=x_BSD.device),
+            factor if isinstance(factor, Tensor) else torch.full((), factor, device=x_BSD.device),
             scores or partial(eager_scores, vocabulary),
             with_gradients=x_BSD.requires_grad or weight_VD.requires_grad,
             is_frozen=not weight_VD.requires_grad,
@@ -245,9 +245,22 @@ class TokenLoss:
         self.depths = spec.mtp_depths
         self.further_factor = 0.0 if spec.mtp is None else spec.mtp.loss_factor / spec.mtp.depths
         self.seq = spec.seq
+        self.device = grid.device
+        self.factors: Tensor | None = None
+        """What losses are multiplied by at each depth, [1 + depths], where passes read it on the device."""
         self.further_losses: Tensor | None = None
         """This rank's part of the mean loss of each depth in the running step, times `scale`, [depths]; the
         trainer sets it to zero where there are any."""
+
+    def stay(self) -> None:
+        """Keep what changes from step to step at one place on the device from now on."""
+        self.factors = torch.empty(1 + self.depths, device=self.device)
+
+    def begin_step(self) -> None:
+        """Take over what holds for the step that comes, if passes read it on the device."""
+        if self.factors is not None:
+            for depth, factor in enumerate(self.factors):
+                factor.fill_(self._factor(depth))
 
     def score(self, stage: Transformer) -> None:
         """Let `stage` return losses in the place of logits, if it has a head."""
@@ -258,7 +271,7 @@ class TokenLoss:
         entry = getattr(head, "entry", None)
         if entry is not None:
             x_BSD = entry(x_BSD)
-        factor = self.scale / self._predicted(depth)
+        factor = self._factor(depth) if self.factors is None else self.factors[depth]
         labels_BS, weight_VD = self._labels(depth), local_weight(head.weight)
         loss = head_loss(x_BSD, weight_VD, labels_BS, self.vocabulary, factor, self.scores)
         if depth:
@@ -274,6 +287,9 @@ class TokenLoss:
     def _labels(self, depth: int) -> Tensor:
         assert self.labels is not None
         return self.labels[:, depth] if self.depths else self.labels
+
+    def _factor(self, depth: int) -> float:
+        return self.scale / self._predicted(depth)
 
     def _predicted(self, depth: int) -> float:
         if self.targets is not None:

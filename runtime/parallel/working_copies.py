@@ -63,8 +63,37 @@ class GradientSums:
         self.is_whole = False
         """It has made all of them."""
         self.hooks: dict[Tensor, Any] = {}
+        self.stays = False
+        """Sums keep their places from step to step."""
         if self.adds:
             self._count()
+
+    def clear(self) -> None:
+        """Set all sums to zero, at the places that they keep from now on."""
+        if self.stays:
+            torch._foreach_zero_(self._held())
+            return
+        self.stays = True
+        parts = [local_part(copy.detach()) for copy in self.copies]
+        if self.group is not None:
+            self.buffer = parts[0].new_zeros(sum(self.sizes), dtype=self.dtype)
+            self.sums = {
+                number: self._place(self.buffer, number).view(part.shape) for number, part in enumerate(parts)
+            }
+        elif self.adds:
+            self.sums = {
+                number: torch.zeros_like(part, dtype=self.dtype) for number, part in enumerate(parts)
+            }
+        else:
+            for copy in self.copies:
+                copy.grad = torch.zeros_like(copy)
+
+    def _held(self) -> list[Tensor]:
+        if self.buffer is not None:
+            return [self.buffer]
+        if self.adds:
+            return list(self.sums.values())
+        return [local_part(copy.grad) for copy in self.copies if copy.grad is not None]
 
     def count_last(self) -> None:
         """Count the gradients of the backward pass that comes, the last one of the step."""
@@ -171,8 +200,15 @@ class GradientSums:
         """The number of each copy that has a gradient, and that in fp32; afterwards none is here."""
         if self.work is not None:
             self.work.wait()
-        self.work = self.buffer = None
+        self.work = None
         self.is_last = self.is_whole = False
+        if self.stays:
+            for number, copy in enumerate(self.copies):
+                held = self.sums[number] if self.adds else copy.grad
+                assert held is not None
+                yield number, local_part(held).float()
+            return
+        self.buffer = None
         if self.adds:
             self.add()
             for number in list(self.sums):
@@ -210,6 +246,8 @@ class WorkingCopies:
             (masters, self._sums(masters, DTYPES[layout.gradient_reduction])) for masters in _groups(stage)
         ]
         self.gradient_specs = {master: gradient_spec(master) for master in self.copies}
+        self.stays = False
+        """Copies and sums keep their memory from step to step."""
         self.waiting: list[GradientSums] = []
         """Those whose reduction the running step has not begun, in the order in which ranks do."""
         self._free(self.locals)
@@ -228,19 +266,30 @@ class WorkingCopies:
         """Let the stage have its copies, and afterwards its parameters their gradients."""
         self.fill()
         self._put(self.copies)
+        trains = torch.is_grad_enabled()
+        if self.stays and trains:
+            for _, sums in self.groups:
+                sums.clear()
         self.waiting = [sums for _, sums in self.groups if sums.group is not None]
         try:
             yield
         finally:
             self._put({one: one for one in self.copies})
             self._free(self.locals)
-        self.hand_over()
+        if trains or not self.stays:
+            self.hand_over()
+
+    def stay(self) -> None:
+        """Keep copies and sums of gradients where they are, from the first step on."""
+        self.stays = True
 
     def fill(self) -> None:
         """Make the copies those of the parameters as they are."""
         into = list(self.locals.values())
         for local, size in zip(into, self.bytes, strict=True):
-            local.untyped_storage().resize_(size)
+            # To the same size it would move, too.
+            if local.untyped_storage().nbytes() != size:
+                local.untyped_storage().resize_(size)
         if into:
             torch._foreach_copy_(into, self.parameters)
 
@@ -284,6 +333,8 @@ class WorkingCopies:
             module._parameters[name] = values[parameter]
 
     def _free(self, copies: Iterable[nn.Parameter]) -> None:
+        if self.stays:
+            return
         for copy in copies:
             if copy in self.locals:
                 self.locals[copy].untyped_storage().resize_(0)

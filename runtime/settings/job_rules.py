@@ -48,12 +48,28 @@ STATES_GO_ON = (
     "the flag out"
 )
 
+NO_GRAPHS = (
+    "--reset-attention-mask: documents begin and end elsewhere in each micro batch, and cuda_graphs are "
+    "always the same kernels; leave one of the two out"
+)
+
 MASK_RULE = Rule(
     "reset_attention_mask",
     lambda model, d: (
-        ((d.context_parallel > 1) & (d.context_parallel_form == RING)) | ("linear" in model.attention_pattern)
+        ((d.context_parallel > 1) & (d.context_parallel_form == RING))
+        | ("linear" in model.attention_pattern)
+        | d.cuda_graphs
     ),
-    lambda model, d: STATES_GO_ON if "linear" in model.attention_pattern else NO_MASK,
+    lambda model, d: (
+        STATES_GO_ON if "linear" in model.attention_pattern else NO_GRAPHS if d.cuda_graphs else NO_MASK
+    ),
+    of_mesh=True,
+)
+
+POSITIONS_RULE = Rule(
+    "reset_position_ids",
+    lambda model, d: d.cuda_graphs,
+    lambda model, d: NO_GRAPHS.replace("--reset-attention-mask", "--reset-position-ids"),
     of_mesh=True,
 )
 
@@ -69,6 +85,7 @@ BY_FLAG: dict[str, Callable[[Any], Rule]] = {
     "compile": lambda given: COMPILE_RULE,
     "reset_attention_mask": lambda given: MASK_RULE,
     "pack_documents": lambda given: PACK_RULE,
+    "reset_position_ids": lambda given: POSITIONS_RULE,
     "rampup_batch_size": ramp_rule,
 }
 """Fields of groups of flags, and the rule that each makes of its value where it is given."""

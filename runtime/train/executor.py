@@ -14,6 +14,7 @@ from runtime.model.transformer import Transformer
 from runtime.parallel.documents import Documents
 from runtime.parallel.loss import TokenLoss
 from runtime.parallel.working_copies import WorkingCopies, computing
+from runtime.train.graphed_pass import GraphedPass
 
 if TYPE_CHECKING:
     from runtime.parallel.float8_gather import Float8Gather
@@ -62,11 +63,18 @@ class Accumulation:
         self.documents: Documents | None = None
         # ZeRO 3 reduces after every micro batch, so that whole gradients never pile up.
         self.defer_reduction = layout.zero_stage < 3
+        self.graphed: GraphedPass | None = None
+        if layout.cuda_graphs:
+            for own in copies:
+                own.stay()
+            loss.stay()
+            self.graphed = GraphedPass(self._pass, loss.device)
 
     def use_documents(self, documents: Documents) -> None:
         self.documents = documents
 
     def train(self, tokens: Tensor, labels: Tensor) -> Tensor:
+        self.loss.begin_step()
         with computing(self.copies):
             return self._train(tokens, labels)
 
@@ -81,6 +89,9 @@ class Accumulation:
                 model.set_requires_gradient_sync(last)
                 model.set_reshard_after_backward(last)
             set_operation("forward", number)
+            if self.graphed is not None:
+                total += self.graphed(x, y)
+                continue
             self._enter(number)
             self.loss.labels = y
             loss = model(x)
@@ -93,8 +104,16 @@ class Accumulation:
         self.loss.labels = None
         return total
 
+    def _pass(self, tokens: Tensor, labels: Tensor) -> Tensor:
+        """Forward and backward of a micro batch, whose gradients are reduced after the last one."""
+        self.loss.labels = labels
+        loss: Tensor = self.stages[0](tokens)
+        loss.backward()  # type: ignore[no-untyped-call]
+        return loss.detach()
+
     @torch.no_grad()
     def evaluate(self, tokens: Tensor, labels: Tensor) -> Tensor:
+        self.loss.begin_step()
         with computing(self.copies):
             return self._evaluate(tokens, labels)
 

@@ -89,6 +89,8 @@ class Trainer:
             self.grid,
             lambda owned: update_rule(owned, spec, layout, options, self.grid),
         )
+        if spec.mtp_depths:
+            self.executor.loss.further_losses = torch.zeros(spec.mtp_depths, device=device)
         self.balance = Balance(self.executor, spec, self.grid, options) if spec.moe_layers else None
         """Watches over the load of experts, if there are any."""
         self.learning_rate, self.weight_decay = options.learning_rate(), options.weight_decays()
@@ -130,7 +132,8 @@ class Trainer:
         factor = scale * tokens if self.sums_losses else scale
         self.executor.loss.scale = factor
         depths = self.spec.mtp_depths
-        self.executor.loss.further_losses = torch.zeros(depths, device=self.grid.device) if depths else None
+        if self.executor.loss.further_losses is not None:
+            self.executor.loss.further_losses.zero_()
         self._agree_on_scales()
         if self.balance is not None:
             self.balance.begin_step()
