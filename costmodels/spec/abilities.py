@@ -78,6 +78,8 @@ class Abilities(Record):
     """Scales of products in fp8 that may be asked for; what it does otherwise is the first of them."""
     fp8_param_gather: bool = True
     """ZeRO gathers weights in fp8."""
+    expert_halves: bool = False
+    """Tokens may travel to experts in halves (`Layout.expert_halves`)."""
     cuda_graphs: bool = False
     """Passes of a micro batch may be one CUDA graph (`Layout.cuda_graphs`)."""
     offload: tuple[OffloadTarget, ...] = get_args(OffloadTarget)

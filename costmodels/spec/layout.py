@@ -175,6 +175,8 @@ class Layout(Record):
     fp8_param_gather: bool = False
     """Where ZeRO gathers weights of products in fp8, it does so in fp8 (Megatron-LM's flag of the name)."""
     optimizer: Optimizer = "adam"
+    expert_halves: bool = False
+    """Tokens of a micro batch travel to experts in halves, one while experts compute the other."""
     cuda_graphs: bool = False
     """Forward and backward of a micro batch are one CUDA graph, which the host launches at once."""
 
@@ -307,8 +309,7 @@ class Layout(Record):
             parts.append("fp8_param_gather")
         if self.optimizer != "adam":
             parts.append(f"optimizer={self.optimizer}")
-        if self.cuda_graphs:
-            parts.append("cuda_graphs")
+        parts += [name for name in ("expert_halves", "cuda_graphs") if getattr(self, name)]
         return " ".join(parts)
 
     def describe_recompute(self) -> str:

@@ -56,7 +56,7 @@ NONE, SELECTIVE, FULL = (RECOMPUTE_KINDS.index(kind) for kind in ("none", "selec
 UNIFORM, BLOCK = (RECOMPUTE_METHODS.index(method) for method in ("uniform", "block"))
 ALL_GATHER, ALL_TO_ALL, RING = (CONTEXT_FORMS.index(form) for form in ("all_gather", "all_to_all", "ring"))
 
-BOOLEANS = ("sequence_parallel", "offload_activations", "offload_optimizer", "cuda_graphs")
+BOOLEANS = ("sequence_parallel", "offload_activations", "offload_optimizer", "expert_halves", "cuda_graphs")
 
 
 def code_of(field: str, value: Any) -> int:
@@ -111,6 +111,7 @@ class LayoutTable:
     offload_optimizer: Bools
     optimizer: Ints
     """Codes: indices of `OPTIMIZERS`."""
+    expert_halves: Bools
     cuda_graphs: Bools
     split: Ints
     splits: tuple[tuple[int, ...], ...]

@@ -251,15 +251,25 @@ class _Unit:
     def expert(self) -> _Pair:
         """Tokens on their way to experts and back; shared experts compute meanwhile in the forward pass."""
         work, ep = self.work, self.groups["ep"]
-        exchange = np.where(work.routed_bytes > 0, all_to_all(ep, work.routed_bytes), 0.0)
+        halves = 1 + self.table.expert_halves
+        exchange = np.where(work.routed_bytes > 0, halves * all_to_all(ep, work.routed_bytes / halves), 0.0)
         if self.engine.experts.dispatches_by_node and work.top_k:
             exchange = exchange * _copies_by_node(ep, work.top_k)
         exchange = exchange / self.engine.experts.dispatch_rate
-        exchange = exchange + np.where(work.routed_bytes > 0, self.engine.network.dispatch_latency, 0.0)
+        exchange = exchange + np.where(
+            work.routed_bytes > 0, halves * self.engine.network.dispatch_latency, 0.0
+        )
         meanwhile = 0.0 if self.device.kind == "cpu" else self.products(work.shared_gemms)
         gathered = all_gather(self.groups["etp"], work.expert_gather_bytes)
         both = 2 * (exchange + np.where(work.expert_gather_bytes > 0, gathered, 0.0))
         forward = both - np.minimum(exchange, meanwhile)
+        if self.table.expert_halves.any() and self.device.kind != "cpu":
+            # A half on its way to the experts, and one on its way back, hide behind products of the other.
+            routed = self.table.expert_halves * (
+                self.products(work.mlp_gemms) - self.products(work.shared_gemms)
+            )
+            forward = np.maximum(forward - np.minimum(exchange, routed), 0.0)
+            both = both - np.minimum(exchange, BACKWARD_GEMM * routed)
         share = self.engine.overlap.expert_parallel
         if not share or self.device.kind == "cpu":
             return _Pair(forward, both)

@@ -18,7 +18,7 @@ from planner.formats.export import (
     flag_values,
     lacks,
     lacks_fp8,
-    lacks_graphs,
+    lacks_own_ways,
     lacks_recomputation,
     lacks_some_layers,
     yaml_text,
@@ -132,7 +132,7 @@ def _name_missing(layout: Layout, kind: str, missing: list[str]) -> None:
     if layout.precision not in FORMATS.values():
         lacks(missing, layout, "precision", f"it computes in {', '.join(FORMATS.values())}")
     lacks_fp8(missing, layout, "its backends have recipes of their own")
-    lacks_graphs(missing, layout)
+    lacks_own_ways(missing, layout)
     if layout.gradient_reduction == "fp32" and layout.precision != "fp32" and kind == "FSDP":
         lacks(missing, layout, "gradient_reduction", "gradients are summed in the format of the products")
     if layout.optimizer != "adam":

@@ -11,7 +11,7 @@ from planner.formats.export import (
     json_text,
     lacks,
     lacks_fp8,
-    lacks_graphs,
+    lacks_own_ways,
     lacks_recomputation,
 )
 
@@ -63,7 +63,7 @@ def layout_values(layout: Layout, missing: list[str]) -> Values:
     elif layout.precision != "fp32":
         lacks(missing, layout, "precision", "products in other formats are made in code")
     lacks_fp8(missing, layout, "as precision")
-    lacks_graphs(missing, layout)
+    lacks_own_ways(missing, layout)
     values["data_types.grad_accum_dtype"] = "fp32"
     values["communication_data_type"] = layout.gradient_reduction
     if layout.recompute != "none":

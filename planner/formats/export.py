@@ -63,12 +63,11 @@ def lacks_fp8(missing: list[str], layout: Layout, why: str) -> None:
             lacks(missing, layout, field, why)
 
 
-def lacks_graphs(missing: list[str], layout: Layout) -> None:
-    """Add to `missing` that a software has no CUDA graphs of passes, if a layout has them."""
-    if layout.cuda_graphs:
-        lacks(
-            missing, layout, "cuda_graphs", "graphs of whole passes of a micro batch are the runtime's here"
-        )
+def lacks_own_ways(missing: list[str], layout: Layout) -> None:
+    """Add to `missing` what only the bundled runtime does, if a layout has it."""
+    for name in ("expert_halves", "cuda_graphs"):
+        if getattr(layout, name):
+            lacks(missing, layout, name, "only the runtime that comes with the planner does this")
 
 
 def lacks_some_layers(missing: list[str], layout: Layout) -> None:

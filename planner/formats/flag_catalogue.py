@@ -44,6 +44,7 @@ _NOT_THEIRS = {
     "fp8",
     "fp8_recipe",
     "fp8_param_gather",
+    "expert_halves",
     "cuda_graphs",
     "mxfp8",
     "nvfp4",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from costmodels.spec.hardware import NARROW
 from costmodels.spec.layout import Layout
 from costmodels.spec.model import ModelSpec
-from planner.formats.export import Export, flag_lines, lacks_graphs
+from planner.formats.export import Export, flag_lines, lacks_own_ways
 from planner.formats.megatron_names import (
     COMMUNICATION_TYPES,
     CONTEXT_ALGORITHMS,
@@ -183,7 +183,7 @@ def _formats(layout: Layout, missing: list[str]) -> Flags:
         flags["--fp16"] = ""
     if layout.gradient_reduction == "bf16":
         flags["--grad-reduce-in-bf16"] = ""
-    lacks_graphs(missing, layout)
+    lacks_own_ways(missing, layout)
     if layout.optimizer in ("adafactor", "adam8bit"):
         missing.append(f"optimizer={layout.optimizer}: it has adam, sgd and muon")
     elif layout.optimizer != "adam":

@@ -12,7 +12,7 @@ from planner.formats.export import (
     flag_values,
     lacks,
     lacks_fp8,
-    lacks_graphs,
+    lacks_own_ways,
     lacks_recomputation,
     yaml_text,
 )
@@ -92,7 +92,7 @@ def layout_values(layout: Layout, model: ModelSpec, missing: list[str]) -> Value
         lacks(missing, layout, "precision", f"it computes in {', '.join(FORMATS)}")
     values[keys["precision"]] = name or "bfloat16"
     lacks_fp8(missing, layout, "as precision")
-    lacks_graphs(missing, layout)
+    lacks_own_ways(missing, layout)
     if layout.gradient_reduction != "fp32":
         lacks(missing, layout, "gradient_reduction", "gradients are summed in fp32")
     if layout.optimizer != "adam":

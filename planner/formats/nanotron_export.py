@@ -10,7 +10,7 @@ from planner.formats.export import (
     flag_values,
     lacks,
     lacks_fp8,
-    lacks_graphs,
+    lacks_own_ways,
     lacks_recomputation,
     lacks_some_layers,
     yaml_text,
@@ -99,7 +99,7 @@ def _name_missing(layout: Layout, missing: list[str]) -> None:
     if layout.precision not in FORMATS.values():
         lacks(missing, layout, "precision", f"it computes in {', '.join(FORMATS.values())}")
     lacks_fp8(missing, layout, "as precision")
-    lacks_graphs(missing, layout)
+    lacks_own_ways(missing, layout)
     if layout.optimizer not in OPTIMIZERS.values():
         lacks(missing, layout, "optimizer", "it has adam and sgd")
 

@@ -12,7 +12,7 @@ from planner.formats.export import (
     flag_values,
     lacks,
     lacks_fp8,
-    lacks_graphs,
+    lacks_own_ways,
     lacks_recomputation,
     lacks_some_layers,
 )
@@ -140,7 +140,7 @@ def _name_missing(layout: Layout, missing: list[str], experts: bool) -> None:
     if layout.precision not in FORMATS.values():
         lacks(missing, layout, "precision", "converters of products are chosen in Python")
     lacks_fp8(missing, layout, "converters of products are chosen in Python")
-    lacks_graphs(missing, layout)
+    lacks_own_ways(missing, layout)
     if layout.gradient_reduction != "fp32":
         lacks(missing, layout, "gradient_reduction", "gradients are summed in fp32")
     if layout.optimizer != "adam":

@@ -163,6 +163,11 @@ class ParallelOptions(AcceptedFlags):
     fp8_param_gather: bool = flag(False, "ZeRO gathers weights in fp8; of --fp8-recipe tensorwise.")
     mxfp8: bool = flag(False, "Those in fp8 with a factor for each 32 elements, on Blackwell.")
     nvfp4: bool = flag(False, "Those in 4 bits with a factor for each 16 elements, on Blackwell.")
+    expert_halves: bool = flag(
+        False,
+        "Send tokens to experts of other ranks in two halves, one of which travels while experts compute the "
+        "other.",
+    )
     cuda_graphs: bool = flag(
         False,
         "Launch forward and backward of a micro batch as one CUDA graph: small layers wait for the host no "
@@ -211,6 +216,7 @@ class ParallelOptions(AcceptedFlags):
             *(("precision", kind) for kind in self._precisions()),
             ("fp8_recipe", None if self.fp8_recipe == "mxfp8" else self.fp8_recipe),
             ("fp8_param_gather", self.fp8_param_gather or None),
+            ("expert_halves", self.expert_halves or None),
             ("cuda_graphs", self.cuda_graphs or None),
         ]
         strings = [*self.pin, *(f"{name}={value}" for name, value in pairs if value is not None)]

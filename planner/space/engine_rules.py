@@ -82,7 +82,7 @@ def check_formats(engine: Engine, precision: Precision, pins: Pins) -> None:
     if recipe not in ("default", *able):
         others = ", ".join(able) or "no recipe to choose"
         raise InputError(f"pin fp8_recipe={recipe}: engine {engine.name} has {others} ({COMMAND})")
-    for name in ("fp8_param_gather", "cuda_graphs"):
+    for name in ("fp8_param_gather", "expert_halves", "cuda_graphs"):
         if pins.get(name) is True and not getattr(engine.runs, name):
             raise InputError(
                 f"pin {name}: engine {engine.name} is priced without it; leave it out ({COMMAND})"

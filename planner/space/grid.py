@@ -57,6 +57,7 @@ SINGLE_VALUES = {
     "offload_activations": False,
     "offload_optimizer": False,
     "optimizer": "adam",
+    "expert_halves": False,
     "cuda_graphs": False,
 }
 """Fields that have one value in a search: this, or the pinned one."""

@@ -220,6 +220,12 @@ RULES: tuple[Rule, ...] = (
         lambda model, d: d.offload_activations & (d.recompute == FULL) & (d.recompute_method == UNIFORM),
         lambda model, d: NOTHING_TO_OFFLOAD,
     ),
+    Rule(
+        "expert_halves_group",
+        lambda model, d: d.expert_halves & (d.expert_parallel == 1),
+        lambda model, d: "expert_halves needs expert_parallel of at least 2, not 1: no token travels",
+        of_mesh=True,
+    ),
     *LORA_RULES,
     *GRAPH_RULES,
 )

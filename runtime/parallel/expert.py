@@ -14,6 +14,7 @@ tokens of its own and even load; backward sends the same:
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -74,7 +75,8 @@ def _split_experts(mixture: MixtureOfExperts, layout: Layout, grid: Grid) -> Non
     etp_group = grid.expert_mesh.get_group("etp") if etp > 1 else None
     if ep > 1:
         group = grid.expert_mesh.get_group("ep")
-        mixture.dispatch = ExchangeDispatch(local.experts, local.drops, group, etp_group)
+        whole = ExchangeDispatch(local.experts, local.drops, group, etp_group)
+        mixture.dispatch = HalvedDispatch(whole, experts) if layout.expert_halves else whole
     elif etp_group is not None:
         mixture.dispatch = GatherDispatch(local, etp_group)
 
@@ -135,6 +137,10 @@ class ExchangeDispatch:
         self.group, self.etp_group = group, etp_group
 
     def send(self, x_TD: Tensor, weights_Tk: Tensor, chosen_Tk: Tensor) -> _Travelling:
+        return self.ready(x_TD, weights_Tk, chosen_Tk)()
+
+    def ready(self, x_TD: Tensor, weights_Tk: Tensor, chosen_Tk: Tensor) -> Callable[[], _Travelling]:
+        """What sends tokens off, once the ranks of their experts know how many come."""
         assignment = assign(chosen_Tk, self.experts)
         ranks = self.group.size()
         leaving = assignment.counts.view(ranks, -1)
@@ -147,9 +153,13 @@ class ExchangeDispatch:
         exchange = Exchange(leave, arrive, self.group)
         if self.drops:
             assignment = assignment.without_dropped(sum(exchange.sent))
-        started = exchange.start(permute(x_TD, assignment.order, chosen_Tk.shape[1]))
-        order = _places_by_expert(arriving, totals)
-        return _Travelling(started, weights_Tk, assignment, exchange, arriving.sum((0, 1)), totals, order)
+
+        def start() -> _Travelling:
+            started = exchange.start(permute(x_TD, assignment.order, chosen_Tk.shape[1]))
+            order = _places_by_expert(arriving, totals)
+            return _Travelling(started, weights_Tk, assignment, exchange, arriving.sum((0, 1)), totals, order)
+
+        return start
 
     def receive(self, sent: _Travelling) -> tuple[Tensor, Tensor]:
         rows_RD = sent.exchange.finish(sent.started)
@@ -159,11 +169,53 @@ class ExchangeDispatch:
         return permute(rows_RD, sent.order, 1), sent.counts
 
     def give_back(self, sent: _Travelling, rows_RD: Tensor) -> Tensor:
+        exchange, rows_RD = self.way_back(sent, rows_RD)
+        rows_RD = exchange.whole(rows_RD)
+        return combine(rows_RD, sent.weights, sent.assignment.order)
+
+    def way_back(self, sent: _Travelling, rows_RD: Tensor) -> tuple[Exchange, Tensor]:
+        """Results to be sent to where their tokens came from, and what sends them."""
         rows_RD = spread(rows_RD, sent.order, len(sent.totals) * max(sent.totals))
         if self.etp_group is not None:
             rows_RD = reduce_scatter(rows_RD, 0, self.etp_group)[: sum(sent.exchange.received)]
-        rows_RD = Exchange(sent.exchange.received, sent.exchange.sent, self.group).whole(rows_RD)
-        return combine(rows_RD, sent.weights, sent.assignment.order)
+        return Exchange(sent.exchange.received, sent.exchange.sent, self.group), rows_RD
+
+
+class HalvedDispatch:
+    """Tokens travel in halves: experts compute one while the other is on its way to them or back.
+
+    In backward too, which goes through the steps in the opposite order.
+    """
+
+    def __init__(self, whole: ExchangeDispatch, experts: Experts) -> None:
+        self.whole, self.experts = whole, experts
+
+    def send(self, x_TD: Tensor, weights_Tk: Tensor, chosen_Tk: Tensor) -> list[_Travelling]:
+        halves = zip(*(each.chunk(2) for each in (x_TD, weights_Tk, chosen_Tk)), strict=True)
+        # The sizes of both are exchanged before the rows of the first one are in the way.
+        return [start() for start in [self.whole.ready(*half) for half in halves]]
+
+    def receive(self, sent: list[_Travelling]) -> tuple[Tensor, Tensor]:
+        return self.whole.receive(sent[0])
+
+    def give_back(self, sent: list[_Travelling], rows_RD: Tensor) -> Tensor:
+        returning = [self._start_back(sent[0], rows_RD)]
+        returning += [self._start_back(half, self.experts(*self.whole.receive(half))) for half in sent[1:]]
+        return torch.cat([finish() for finish in returning])
+
+    def _start_back(self, sent: _Travelling, rows_RD: Tensor) -> Callable[[], Tensor]:
+        """Send results back, and return what waits for those that come: the weighted sums of a half."""
+        exchange, leaving_RD = self.whole.way_back(sent, rows_RD)
+        started = exchange.start(leaving_RD)
+
+        def finish() -> Tensor:
+            # What has left stays until then, as collectives keep it.
+            nonlocal leaving_RD
+            rows_RD = exchange.finish(started)
+            del leaving_RD
+            return combine(rows_RD, sent.weights, sent.assignment.order)
+
+        return finish
 
 
 def rows_to_move(

@@ -372,6 +372,25 @@ def test_a_step_in_one_graph_waits_for_no_launch(mixture, cluster, engine, layou
     assert launch(True) == 0 < launch(False)
 
 
+def test_halves_hide_an_exchange_each_way_behind_products_of_the_other(mixture, cluster, engine, layout):
+    alone = changed(mixture, shared_expert_ffn=0)
+
+    def times(halves, **constants):
+        one = engine("bundled", network_dispatch_latency=0.0, **constants)
+        rows = layout(alone, dp=16, ep=8).model_copy(update={"expert_halves": halves})
+        return estimate(alone, cluster(16), one, rows).time
+
+    # Links so fast that there is always enough to hide behind, and so slow that there never is.
+    fast, slow = {"network_efficiency": 1.0}, {"network_efficiency": 1e-3}
+    slow["network_inter_node_efficiency"] = 1e-3
+    whole, halved = (times(halves, **fast) for halves in (False, True))
+    # Each half has a latency of its own.
+    assert 0.5 * whole.expert_parallel < halved.expert_parallel < 0.6 * whole.expert_parallel
+    assert halved.compute == whole.compute
+    whole, halved = (times(halves, **slow).expert_parallel for halves in (False, True))
+    assert 0.9 * whole < halved < whole
+
+
 def test_exchanges_of_experts_hide_behind_another_micro_batch_as_far_as_it_computes(
     mixture, cluster, engine, layout
 ):

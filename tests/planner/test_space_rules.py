@@ -45,6 +45,7 @@ NF4: dict[str, Any] = {"lora": {"rank": 4, "alpha": 8.0, "quantize_base": "nf4"}
         ("expert_tensor_parallel_spread", MIXTURE, 8, 8, {}),
         ("expert_tokens", MIXTURE | {"seq": 60}, 8, 8, {}),
         ("zero_replicas_experts", MIXTURE, 12, 12, {"zero_replicas": 2, "expert_parallel": 4}),
+        ("expert_halves_group", MIXTURE, 8, 8, {"expert_halves": True}),
         ("sequence_parallel_group", {}, 8, 8, {}),
         ("sequence_parallel_length", {"seq": 62}, 8, 8, {}),
         ("virtual_pipeline_group", {}, 8, 8, {}),
@@ -62,6 +63,11 @@ NF4: dict[str, Any] = {"lora": {"rank": 4, "alpha": 8.0, "quantize_base": "nf4"}
         ("lora_offload_optimizer", LORA, 8, 8, {"offload_optimizer": True}),
         ("lora_optimizer", LORA, 8, 8, {"optimizer": "muon"}),
         ("quantize_base_blocks", NF4, 8, 8, {}),
+        ("cuda_graphs_pipeline", {}, 8, 8, {"cuda_graphs": True}),
+        ("cuda_graphs_zero", {}, 8, 8, {"cuda_graphs": True}),
+        ("cuda_graphs_offload", {}, 8, 8, {"cuda_graphs": True, "offload_optimizer": True}),
+        ("cuda_graphs_ring", {}, 8, 8, {"cuda_graphs": True}),
+        ("cuda_graphs_experts", MIXTURE, 8, 8, {"cuda_graphs": True}),
     ],
 )
 def test_each_rule_removes_what_breaks_it(

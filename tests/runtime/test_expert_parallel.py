@@ -110,6 +110,10 @@ CASES = (
     ("deepseek", "ep=2,pp=2,schedule=zbv,mbs=2,gbs=16"),
     ("deepseek", "ep=2,pp=2,schedule=dualpipev"),
     ("deepseek", "ep=2,offload_activations=1,offload_optimizer=1,zero=1"),
+    ("mixtral", "ep=2,expert_halves=1,zero=1"),
+    ("mixtral", "ep=2,etp=2,expert_halves=1"),
+    ("qwen", "ep=2,pp=2,schedule=zbv,expert_halves=1"),
+    ("deepseek", "ep=2,tp=2,sp=1,recompute=full,expert_halves=1"),
 )
 
 
@@ -141,7 +145,7 @@ def test_shards_of_no_even_size(pool: WorkerPool, reference: Reference, text: st
     "text",
     [
         "ep=2",
-        "ep=2,etp=2,zero=1",
+        "ep=2,etp=2,zero=1,expert_halves=1",
         "ep=2,dp=4,zero=3",
         "ep=2,pp=2,schedule=zbv,recompute=full,layers_per_stage=1;1;1;1",
     ],
@@ -154,8 +158,17 @@ def test_ranks_without_rows(pool: WorkerPool, reference: Reference, text: str) -
     assert list(ranks[0].load.shares.values()) == [[4.0, 0.0, 0.0, 0.0]] * spec.layers
 
 
+def test_a_half_travels_while_experts_compute_the_other(pool: WorkerPool) -> None:
+    """The next half, or the results of the one before, are on their way whenever experts compute."""
+    spec = MODELS["deepseek"].model_copy(update={"layers": 2, "dense_layers": 0})
+    for text, travelling in (("ep=2", [0]), ("ep=2,expert_halves=1", [1, 1])):
+        layout = parse_layout(f"gbs=2,mbs=1,{text}", spec)
+        forward, backward = pool.run(work.travelling_beside_experts, 2, spec, layout)[0]
+        assert forward == backward == travelling * spec.layers
+
+
 LIMITED = (
-    (0.5, "ep=2"),
+    (0.5, "ep=2,expert_halves=1"),
     (0.5, "cp=2"),
     (0.5, "tp=2"),
     (0.5, "ep=2,tp=2,cp=2"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import partial
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -194,3 +195,39 @@ def bias_steps(spec: ModelSpec, layout: Layout) -> tuple[list[Load], list[dict[s
         biases.append({name: bias.clone() for name, bias in balance.biases().items()})
         loads.append(balance.report())
     return loads, biases
+
+
+def travelling_beside_experts(spec: ModelSpec, layout: Layout) -> tuple[list[int], list[int]]:
+    """Exchanges under way each time that experts begin to compute, forward and back, in a step of one micro
+    batch; runs on every rank of a process group."""
+    from runtime.model.experts import Experts
+    from runtime.parallel.collectives import Exchange
+
+    send, arrived, compute = Exchange._send, Exchange._arrived, Experts.forward
+    travelling = 0
+    found: tuple[list[int], list[int]] = [], []
+
+    def sent(exchange: Exchange, *arguments: Any) -> None:
+        nonlocal travelling
+        travelling += 1
+        send(exchange, *arguments)
+
+    def came(exchange: Exchange) -> Tensor:
+        nonlocal travelling
+        travelling -= 1
+        return arrived(exchange)
+
+    def computed(experts: Experts, rows: Tensor, counts: Tensor) -> Tensor:
+        found[0].append(travelling)
+        result = compute(experts, rows, counts)
+        result.register_hook(lambda _: found[1].append(travelling))
+        return result
+
+    trainer, _ = _built(spec, layout, {})
+    with (
+        patch.object(Exchange, "_send", sent),
+        patch.object(Exchange, "_arrived", came),
+        patch.object(Experts, "forward", computed),
+    ):
+        _step(trainer, 0)
+    return found
