@@ -265,13 +265,18 @@ def _of_plans(plans: list[Plan], parallel: ParallelOptions) -> Iterator[str]:
 def _of_memory(plan: Plan) -> Iterator[str]:
     """A line where the memory of a plan is not known exactly, and could be."""
     if has_exact_memory(plan.cluster, plan.engine) and not plan.estimate.exact:
-        unrecorded = "adapters" if plan.model.lora is not None else None
-        if plan.layout.gathers_fp8:
-            unrecorded = "weights that are gathered in fp8"
+        layout = plan.layout
+        unrecorded = {
+            "adapters": plan.model.lora is not None,
+            "weights that are gathered in fp8": layout.gathers_fp8,
+            "tokens that travel in halves": layout.expert_halves,
+            "CUDA graphs": layout.cuda_graphs,
+        }
+        found = [name for name, there in unrecorded.items() if there]
         yield (
-            f"memory of the first plan is by closed forms, as {unrecorded} are not recorded: planner dryrun "
-            "traces the plan"
-            if unrecorded is not None
+            f"memory of the first plan is by closed forms, as {' and '.join(found)} are not recorded: planner "
+            "dryrun traces the plan"
+            if found
             else "memory of the first plan is by closed forms, as nobody has recorded all of its units: "
             "planner tapes records those of a model, planner dryrun traces the plan"
         )
