@@ -274,8 +274,8 @@ def _of_memory(plan: Plan) -> Iterator[str]:
         }
         found = [name for name, there in unrecorded.items() if there]
         yield (
-            f"memory of the first plan is by closed forms, as {' and '.join(found)} are not recorded: planner "
-            "dryrun traces the plan"
+            f"memory of the first plan is by closed forms, as {' and '.join(found)} are not recorded: "
+            "planner dryrun traces the plan"
             if found
             else "memory of the first plan is by closed forms, as nobody has recorded all of its units: "
             "planner tapes records those of a model, planner dryrun traces the plan"
