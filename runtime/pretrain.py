@@ -218,7 +218,10 @@ def _train(job: Job, plan: Plan, ranks: Ranks, device: torch.device) -> int:
         run_on_first_rank(lambda: keep_companions(job.output, job.data, spec))
     if ranks.rank == 0:
         _announce(plan, trainer.iteration, job)
-    return Loop(job, plan, trainer, datasets, consumed).run()
+    try:
+        return Loop(job, plan, trainer, datasets, consumed).run()
+    finally:
+        trainer.close()
 
 
 def _begin(what: str) -> None:

@@ -31,6 +31,7 @@ from runtime.parallel.working_copies import WorkingCopies, computing
 
 if TYPE_CHECKING:
     from runtime.parallel.float8_gather import Float8Gather
+    from runtime.parallel.graphed_pass import GraphedPass
 
 SCHEDULES: dict[Schedule, type] = {
     "1f1b": Schedule1F1B,
@@ -48,6 +49,7 @@ class Pipeline:
     """Layers spread over pipeline ranks, run by one of PyTorch's schedules."""
 
     float8_gather: Float8Gather | None = None
+    graphed: GraphedPass | None = None
 
     def __init__(
         self,

@@ -12,9 +12,9 @@ from costmodels import Layout
 from runtime.faults.heartbeat import set_operation
 from runtime.model.transformer import Transformer
 from runtime.parallel.documents import Documents
+from runtime.parallel.graphed_pass import GraphedPass
 from runtime.parallel.loss import TokenLoss
 from runtime.parallel.working_copies import WorkingCopies, computing
-from runtime.train.graphed_pass import GraphedPass
 
 if TYPE_CHECKING:
     from runtime.parallel.float8_gather import Float8Gather
@@ -29,6 +29,8 @@ class Executor(Protocol):
     """Of the parameters of the stages, where FSDP2 does not wrap them."""
     float8_gather: Float8Gather | None
     """What FSDP2 gathers in 8 bits, if anything; its scales are to be agreed on before each step."""
+    graphed: GraphedPass | None
+    """Passes that are a graph, if they are."""
 
     def use_documents(self, documents: Documents) -> None:
         """Let `documents` ready the stages before each pass of a micro batch."""

@@ -232,6 +232,11 @@ class Trainer:
             dist.all_reduce(total)
         return float(total)
 
+    def close(self) -> None:
+        """Let go of what must end before communicators do."""
+        if self.executor.graphed is not None:
+            self.executor.graphed.end()
+
     def _agree_on_scales(self) -> None:
         if self.executor.float8_gather is not None:
             self.executor.float8_gather.agree()

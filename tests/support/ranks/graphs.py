@@ -61,8 +61,9 @@ def graphed_and_plain(spec: ModelSpec, layout: Layout, compiled: bool, records: 
     Args:
         records: replay what operators did, as a graph does, instead of running passes anew.
     """
+    from runtime.parallel import graphed_pass
     from runtime.parallel.working_copies import WorkingCopies
-    from runtime.train import executor, graphed_pass
+    from runtime.train import executor
 
     replayed = asked = 0
     copies: list[WorkingCopies] = []

@@ -49,6 +49,7 @@ class GraphedPass:
         self.inputs: tuple[Tensor, Tensor] | None = None
         self.passes = 0
         self.replay: Pass | None = None
+        self.graph: torch.cuda.CUDAGraph | None = None
 
     def __call__(self, tokens: Tensor, labels: Tensor) -> Tensor:
         """The loss of a micro batch, [], which the next call may write over."""
@@ -63,6 +64,12 @@ class GraphedPass:
         if self.replay is None:
             self.replay = self.capture(self._pass)
         return self.replay()
+
+    def end(self) -> None:
+        """Let go of the graph: communicators whose collectives it has captured cannot end before it does."""
+        if self.graph is not None:
+            self.graph.reset()
+        self.graph = self.replay = None
 
     def _pass(self) -> Tensor:
         assert self.inputs is not None
@@ -79,7 +86,7 @@ class GraphedPass:
         return loss
 
     def _cuda_graph(self, run: Pass) -> Pass:
-        graph = torch.cuda.CUDAGraph()
+        self.graph = graph = torch.cuda.CUDAGraph()
         try:
             # Threads of collectives ask for their events meanwhile: only what this thread does is watched.
             with torch.cuda.graph(graph, stream=self.stream, capture_error_mode="thread_local"):
