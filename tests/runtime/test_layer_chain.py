@@ -31,10 +31,19 @@ SHARED = EXPERTS.model_copy(
 )
 
 
+WITH_KERNELS = (
+    "precision=bf16",
+    "tp=2,sp=1,recompute=full,precision=bf16",
+    "recompute=full,precision=bf16",
+)
+"""Layouts whose layers are compiled to kernels, those of others to the same functions of single operators."""
+
+
 def both(pool: WorkerPool, text: str, other_tables: int | None = None, spec: ModelSpec = SPEC) -> Both:
     layout = parse_layout(f"mbs=1,{text}", spec)
     layout = layout.model_copy(update={"global_batch_size": 4 * layout.data_parallel})
-    return pool.run(chained_and_apart, layout.world_size, spec, layout, other_tables)[-1]
+    backend = "inductor" if text in WITH_KERNELS else "aot_eager"
+    return pool.run(chained_and_apart, layout.world_size, spec, layout, other_tables, backend)[-1]
 
 
 @pytest.mark.parametrize(

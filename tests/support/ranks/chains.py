@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
@@ -58,11 +59,13 @@ def compiled_and_eager(spec: ModelSpec, layout: Layout) -> tuple[Seen, Seen]:
     return seen(spec, layout, True), seen(spec, layout, False)
 
 
-def chained_and_apart(spec: ModelSpec, layout: Layout, other_tables: int | None = None) -> Both:
+def chained_and_apart(spec: ModelSpec, layout: Layout, other_tables: int | None, backend: str) -> Both:
     """Train two steps in both ways; runs on every rank of a process group.
 
     Args:
         other_tables: a layer that has rotary tables of its own, for other positions.
+        backend: of torch.compile. Chains see both functions of AOTAutograd, whoever compiles these; a C++
+            compiler takes most of a minute for what it makes of a few layers.
     """
     import torch
 
@@ -86,7 +89,8 @@ def chained_and_apart(spec: ModelSpec, layout: Layout, other_tables: int | None 
         return run(*arguments)
 
     torch._dynamo.reset()
-    with patch.object(Transformer, "place", placed):
+    by_backend = partial(torch.compile, backend=backend)
+    with patch.object(Transformer, "place", placed), patch.object(torch, "compile", by_backend):
         with patch.object(layer_chain._Chain, "apply", counted):
             chained = seen(spec, layout, True)
         with patch.object(stages, "_chain_layers", lambda *_: None):
