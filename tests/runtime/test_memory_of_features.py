@@ -102,6 +102,23 @@ MIXED = ROUTED.model_copy(update={"dense_layers": 1})
             id="shared-heads-in-fp8",
         ),
         pytest.param(
+            DENSE.model_copy(
+                update={
+                    "hidden": 2048,
+                    "heads": 16,
+                    "kv_heads": 16,
+                    "norm": "rmsnorm",
+                    "position": "rope",
+                    "qk_norm": True,
+                    "qkv_bias": True,
+                    "linear_bias": False,
+                }
+            ),
+            {"precision": "fp8", "tensor_parallel": 2, "sequence_parallel": True, "zero_stage": 1},
+            True,
+            id="tables-of-wrapped-layers",
+        ),
+        pytest.param(
             DENSE.model_copy(update={"kv_heads": 2}),
             {"tensor_parallel": 2, "context_parallel": 2, "context_parallel_form": "all_to_all"},
             False,
