@@ -67,6 +67,12 @@ MIXED = ROUTED.model_copy(update={"dense_layers": 1})
         pytest.param(
             LAYERED, {"offload_activations": True, "zero_stage": 3}, True, id="offloaded-activations"
         ),
+        pytest.param(
+            LAYERED,
+            {"data_parallel": 1, "global_batch_size": 4, "gradient_reduction": "bf16", "optimizer": "sgd"},
+            True,
+            id="chained-layers",
+        ),
         pytest.param(DENSE, {"precision": "fp8", "zero_stage": 1}, True, id="fp8"),
         pytest.param(DENSE, {"precision": "fp8", "tensor_parallel": 2}, True, id="fp8-of-split-layers"),
         pytest.param(ROUTED, {"expert_parallel": 2, "zero_stage": 1}, False, id="groups-of-experts"),
