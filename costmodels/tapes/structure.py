@@ -84,8 +84,8 @@ class Structure(NamedTuple):
     """Of a ring, in whose rounds operations repeat."""
     repeats_heads: bool = False
     """Context-parallel ranks that exchange heads first repeat those of keys and values."""
-    odd_sides: bool = False
-    """Some matrices have sides that products in 8 bits do not take."""
+    odd_sides: tuple[str, ...] = ()
+    """Sides of matrices that products in 8 bits do not take."""
     odd_heads: bool = False
     """The same of matrices with a row for each head of linear attention, which others have not."""
     recompute: tuple[str, ...] = ()
@@ -306,7 +306,7 @@ def _of_layer(
     found = found._replace(form=block_form(model))
     if layout.precision == "fp8":
         found = found._replace(
-            odd_sides=any(side % FLOAT8_MULTIPLE for side in _sides(model, layout)),
+            odd_sides=tuple(name for name, side in _sides(model, layout).items() if side % FLOAT8_MULTIPLE),
             odd_heads=_state_heads(model, layout) % FLOAT8_MULTIPLE > 0,
             fp8_recipe="" if layout.fp8_recipe in ("default", "rowwise") else layout.fp8_recipe,
         )
@@ -397,24 +397,28 @@ def _grouped(found: Structure, model: ModelSpec, layout: Layout) -> Structure:
     )
 
 
-def _sides(model: ModelSpec, layout: Layout) -> list[int]:
-    """Sides of the matrices of a layer on one rank, without routed experts."""
+def _sides(model: ModelSpec, layout: Layout) -> dict[str, int]:
+    """Sides of the matrices of a layer as one rank multiplies by them, by name, without routed experts."""
     tp, sizes = layout.tensor_parallel, model.latent_attention
-    found = [model.hidden, model.ffn // tp, model.shared_expert_ffn // tp]
+    found = {"hidden": model.hidden, "ffn": model.ffn // tp, "shared_ffn": model.shared_expert_ffn // tp}
     state = model.linear_attention
     if state is not None and not _has_scores(model):
-        return [*found, state.key_size // tp, state.value_size // tp]
-    if sizes is None:
-        return [*found, model.q_size // tp, model.kv_size // tp]
+        return found | {"keys": state.key_size // tp, "values": state.value_size // tp}
     heads = model.heads // tp
-    found += [sizes.q_lora_rank, sizes.kv_lora_rank, sizes.kv_lora_rank + sizes.qk_rope_head_dim]
+    if sizes is None:
+        return found | {
+            "queries": heads * model.head_dim,
+            "keys": max(1, model.kv_heads // tp) * model.head_dim,
+        }
     keys = sizes.qk_nope_head_dim + sizes.qk_rope_head_dim
-    return [
-        *found,
-        heads * keys,
-        heads * (sizes.qk_nope_head_dim + sizes.v_head_dim),
-        heads * sizes.v_head_dim,
-    ]
+    return found | {
+        "query_rank": sizes.q_lora_rank,
+        "latent_rank": sizes.kv_lora_rank,
+        "compressed": sizes.kv_lora_rank + sizes.qk_rope_head_dim,
+        "queries": heads * keys,
+        "keys": heads * (sizes.qk_nope_head_dim + sizes.v_head_dim),
+        "values": heads * sizes.v_head_dim,
+    }
 
 
 def _state_heads(model: ModelSpec, layout: Layout) -> int:

@@ -21,7 +21,7 @@ from runtime.model.experts import MixtureOfExperts
 from runtime.model.transformer import Transformer
 from runtime.optimizers.adam8bit import Adam8bit
 from runtime.optimizers.shards import ShardedOptimizer
-from runtime.parallel import collectives, loss, offload, recomputation, working_copies
+from runtime.parallel import collectives, layer_chain, loss, offload, recomputation, working_copies
 from runtime.parallel.pipeline_stage import LeanStage
 from runtime.train import trainer
 from runtime.train.executor import Executor
@@ -75,6 +75,7 @@ def roles(tracker: Tracker) -> Iterator[None]:
         after(LeanStage, "backward_weight_one_chunk", partial(_tag_weights, tracker))
 
         stack.enter_context(patch.object(saved_tensors_hooks, "__enter__", _entering(tracker)))
+        stack.enter_context(patch.object(layer_chain._Chain, "forward", _keeping(tracker)))
         stack.enter_context(patch.object(torch.UntypedStorage, "resize_", _resizing(tracker)))
         stack.enter_context(patch.object(recomputation, "_Call", _labelled_call(tracker)))
         stack.enter_context(saved_tensors_hooks(_keep, _same))
@@ -154,6 +155,20 @@ def _entering(tracker: Tracker) -> Any:
         torch._C._autograd._push_saved_tensors_default_hooks(packing, self.unpack_hook)
 
     return enter
+
+
+def _keeping(tracker: Tracker) -> Any:
+    """How layers run that autograd takes for one: what it keeps for them are activations."""
+    forward = layer_chain._Chain.forward
+
+    def keeping(ctx: Any, *args: Any) -> Tensor:
+        result = forward(ctx, *args)
+        for saved in ctx.saved:
+            for tensor in saved:
+                tracker.tag(tensor, "activations")
+        return result
+
+    return staticmethod(keeping)
 
 
 def _resizing(tracker: Tracker) -> Any:

@@ -55,7 +55,7 @@ def float8(stage: Transformer, recipe: Fp8Recipe = "default") -> None:
     (`runtime.parallel.float8_tensorwise`). What goes in and comes out is bf16. On a CPU, fp32 products of the
     rounded operands stand in.
 
-    Routed experts, and layers with a side that is not a multiple of 16, stay in bf16. A layer whose forward
+    Routed experts, and products with a side that is not a multiple of 16, stay in bf16. A layer whose forward
     is its own (one that tensor parallelism has split) finds what multiplies as its attribute `product`.
     """
     product = _tensorwise() if recipe == "tensorwise" else _product(recipe)
@@ -68,7 +68,10 @@ def float8(stage: Transformer, recipe: Fp8Recipe = "default") -> None:
 
 
 def _fits(linear: nn.Linear) -> bool:
-    return all(side % FLOAT8_SIDES == 0 for side in local_part(linear.weight).shape)
+    rows, columns = local_part(linear.weight).shape
+    # Ranks that share a head join its rows before they multiply.
+    rows *= linear.__dict__.get("sharers", 1)
+    return rows % FLOAT8_SIDES == 0 and columns % FLOAT8_SIDES == 0
 
 
 def _forward(linear: nn.Linear, product: Product) -> Callable[[Tensor], Tensor]:

@@ -66,7 +66,7 @@ def _is_narrow(linear: nn.Linear) -> bool:
     """Whether a layer multiplies in 8 bits by the weight as it is gathered; rows that tensor-parallel ranks
     join first are joined in 16 bits."""
     own = linear.__dict__
-    return own.get("product") is tensorwise_linear and not own.get("joins_rows", False)
+    return own.get("product") is tensorwise_linear and own.get("sharers", 1) == 1
 
 
 def _sharing(weight: Tensor) -> DeviceMesh | None:

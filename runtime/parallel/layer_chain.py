@@ -64,8 +64,13 @@ class LayerChain:
             if pair not in self.sources:
                 return self._compare(pair, _sources(first, arguments, x_BSD), arguments, y_BSD)
             if self.sources[pair]:
-                run = _Run(pair, others, self.sources[pair], arguments)
+                sources = self.sources[pair]
+                # The input would be there as long as the node.
+                arguments[sources.index(INPUT)] = None
+                run = _Run(pair, others, sources, arguments, [])
                 result_BSD: Tensor = _Chain.apply(y_BSD, run)  # type: ignore[no-untyped-call]
+                if result_BSD.grad_fn is not None:
+                    result_BSD.grad_fn.register_prehook(run.take)
                 return result_BSD
         for layer in others:
             y_BSD = layer.block(y_BSD)
@@ -137,7 +142,14 @@ class _Run(NamedTuple):
     layers: list[_Layer]
     sources: list[Source]
     arguments: list[Any]
-    """Of the first layer."""
+    """Of the first layer, without its input."""
+    given: list[Tensor]
+    """The gradient of what the last layer made: autograd would hold it until all layers are done."""
+
+    def take(self, gradients: Sequence[Tensor]) -> tuple[None]:
+        """Take the gradient from autograd, which is about to run the layers backward."""
+        self.given.extend(gradients)
+        return (None,)
 
 
 class _Chain(torch.autograd.Function):
@@ -146,6 +158,7 @@ class _Chain(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, run: _Run) -> Tensor:
         ctx.run, ctx.saved = run, []
+        ctx.set_materialize_grads(False)
         with torch._C._AutoDispatchBelowAutograd():
             for layer in run.layers:
                 arguments = [
@@ -158,11 +171,12 @@ class _Chain(torch.autograd.Function):
         return x.detach()
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, _: None) -> tuple[Tensor, None]:  # type: ignore[override]
         run: _Run = ctx.run
         if len(ctx.saved) != len(run.layers):
             raise RuntimeError("backward has been through these layers already")
         entry = run.sources.index(INPUT)
+        grad = run.given.pop()
         places = {source: at for at, source in enumerate(run.sources) if source not in (None, INPUT)}
         for layer in reversed(run.layers):
             arguments = ctx.saved.pop()

@@ -221,7 +221,7 @@ def _split_columns(linear: nn.Linear, region: _Region, sharers: dist.ProcessGrou
     linear.product = F.linear  # type: ignore[assignment]
     _distribute(linear, "weight", Shard(0), region)
     _distribute(linear, "bias", Shard(0), region)
-    linear.joins_rows = sharers is not None  # type: ignore[assignment]
+    linear.sharers = 1 if sharers is None else sharers.size()  # type: ignore[assignment]
     if isinstance(linear, AdaptedLinear):
         # Each rank's gradient of what all hold is that of its outputs, or of its inputs.
         _distribute(linear, DOWN, Replicate(), region)

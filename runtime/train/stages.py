@@ -63,6 +63,7 @@ def build_stage(spec: ModelSpec, layout: Layout, grid: Grid, index: int, compile
     if layout.precision == "fp8":
         float8(stage, layout.fp8_recipe)
     if compiled:
+        _mark_tables(stage)
         for number, block in zip(stage.numbers, stage.blocks, strict=True):
             if isinstance(block.mlp, MixtureOfExperts):
                 block.mlp.is_whole = _is_whole(block.mlp, spec, number, layout, grid)
@@ -87,6 +88,17 @@ def build_stage(spec: ModelSpec, layout: Layout, grid: Grid, index: int, compile
     elif needs_data_parallel(layout, grid):
         replicate(stage, grid)
     return stage
+
+
+def _mark_tables(stage: Transformer) -> None:
+    """Let compilers know that tables of positions stay where they are: what they keep for backward depends on
+    it, and of modules that FSDP2 wraps they know it of parameters alone."""
+    import torch._dynamo
+
+    mark: Any = torch._dynamo.mark_static_address
+    for block in stage.blocks:
+        for table in block.attention.tables or ():
+            mark(table, guard=False)
 
 
 def compiles_in_two(layout: Layout) -> bool:

@@ -67,6 +67,12 @@ MIXED = ROUTED.model_copy(update={"dense_layers": 1})
         pytest.param(
             LAYERED, {"offload_activations": True, "zero_stage": 3}, True, id="offloaded-activations"
         ),
+        pytest.param(
+            LAYERED,
+            {"data_parallel": 1, "global_batch_size": 4, "gradient_reduction": "bf16", "optimizer": "sgd"},
+            True,
+            id="chained-layers",
+        ),
         pytest.param(DENSE, {"precision": "fp8", "zero_stage": 1}, True, id="fp8"),
         pytest.param(DENSE, {"precision": "fp8", "tensor_parallel": 2}, True, id="fp8-of-split-layers"),
         pytest.param(ROUTED, {"expert_parallel": 2, "zero_stage": 1}, False, id="groups-of-experts"),
@@ -100,6 +106,23 @@ MIXED = ROUTED.model_copy(update={"dense_layers": 1})
             {"precision": "fp8", "tensor_parallel": 4, "global_batch_size": 16},
             False,
             id="shared-heads-in-fp8",
+        ),
+        pytest.param(
+            DENSE.model_copy(
+                update={
+                    "hidden": 2048,
+                    "heads": 16,
+                    "kv_heads": 16,
+                    "norm": "rmsnorm",
+                    "position": "rope",
+                    "qk_norm": True,
+                    "qkv_bias": True,
+                    "linear_bias": False,
+                }
+            ),
+            {"precision": "fp8", "tensor_parallel": 2, "sequence_parallel": True, "zero_stage": 1},
+            True,
+            id="tables-of-wrapped-layers",
         ),
         pytest.param(
             DENSE.model_copy(update={"kv_heads": 2}),

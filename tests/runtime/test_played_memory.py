@@ -118,6 +118,8 @@ UNEVEN: dict[str, Any] = {"router": Router(loads=(ExpertLoad(ranks=1, mean=1.2, 
         ),
         # Without FSDP2 the modules' own parameters are the root's.
         ("gbs=4,optimizer=muon,precision=bf16", 0, False, {}),
+        # So ranks sum their gradients in one buffer.
+        ("gbs=2,dp=2,precision=bf16", 0, False, {"hidden": 2048, "seq": 128, "max_positions": 128}),
     ],
 )
 def test_modules_that_predict_further_tokens_are_recorded_as_they_are(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,9 @@ import torch
 
 from costmodels import ModelSpec
 from costmodels.errors import InputError
+from costmodels.tapes.structure import structure_of
+from runtime.dryrun.tracker import Tracker
+from runtime.dryrun.unit_build import built_unit
 from runtime.parallel.float8 import check_float8
 from runtime.settings.idle_flags import idle_flag_notes
 from runtime.settings.loss_scale import LossScale, loss_scale_of
@@ -186,6 +190,35 @@ def test_fp8_multiplies_in_the_blocks_where_the_shapes_allow_it(recipe: Any) -> 
     assert result.dtype == torch.bfloat16
     assert 0 < float((result.detach() - exact).norm() / exact.norm()) < 0.1
     assert x.grad is not None and linear.weight.grad is not None and linear.bias.grad is not None
+
+
+@pytest.mark.parametrize(("head", "odd"), [(16, ()), (24, ("keys",)), (8, ("keys",))])
+def test_fp8_multiplies_by_heads_that_ranks_share_as_they_join_them(head: int, odd: tuple[str, ...]) -> None:
+    pytest.importorskip("torchao")
+    spec = ModelSpec(
+        name="shared",
+        layers=1,
+        hidden=64,
+        ffn=128,
+        heads=8,
+        kv_heads=2,
+        head_dim=head,
+        vocab=64,
+        seq=16,
+        gated=True,
+        activation="silu",
+    )
+    layout = parse_layout("gbs=1,tp=4,precision=fp8", spec)
+    assert structure_of(spec, layout, "dense", compiled=False).odd_sides == odd
+    with ExitStack() as stack:
+        block, _, _ = built_unit(stack, Tracker(on_gpu=True), spec, layout, "dense", compiled=False)
+        products = {
+            name.split(".")[-1]: getattr(module, "product", torch.nn.functional.linear)
+            for name, module in block.named_modules()
+            if isinstance(module, torch.nn.Linear)
+        }
+    exact = {name for name, product in products.items() if product is torch.nn.functional.linear}
+    assert exact == ({"key", "value"} if odd else set())
 
 
 def test_fp8_is_refused_where_the_device_cannot_multiply_in_it() -> None:

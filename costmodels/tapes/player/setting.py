@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
+from typing import NamedTuple
 
 from costmodels.spec.layout import Layout
 from costmodels.spec.model import ModelSpec
@@ -15,8 +16,17 @@ from costmodels.tapes.player.units import Parameter, Played, Sizes, parameters_o
 from costmodels.tapes.player.ways import Ways
 from costmodels.tapes.tape import Tape
 
-Part = tuple[Parameter, tuple[int, ...], Storage]
-"""A parameter, its sides where nobody splits it, and its gradient as autograd makes it."""
+
+class Part(NamedTuple):
+    """A parameter of a group."""
+
+    parameter: Parameter
+    whole: tuple[int, ...]
+    """Its sides where nobody splits it."""
+    made: Storage
+    """Its gradient as autograd makes it."""
+    is_layer: bool
+    """It belongs to a layer, not to embedding or head."""
 
 
 KnownSizes = dict[Hashable, tuple[Sizes, Sizes]]
@@ -51,19 +61,23 @@ class Setting:
         """The parameters of a layer, or of a group of a unit."""
         key = id(tape), group
         if key not in self.bundles:
-            parts = self.parts(tape, one, group)
-            self.bundles[key] = self.bundle_of(parts, parts[0][0].is_expert, is_layer=True)
+            parts = self.parts(tape, one, group, is_layer=True)
+            self.bundles[key] = self.bundle_of(parts, parts[0].parameter.is_expert)
         return self.bundles[key]
 
-    def parts(self, tape: Tape, one: Played, group: str) -> list[Part]:
+    def parts(self, tape: Tape, one: Played, group: str, is_layer: bool) -> list[Part]:
         """The parameters of a group of a unit."""
         own, whole = (parameters_of(tape, sizes) for sizes in (self.sizes, self.whole))
         made = [
             storage._replace(size=cast.size) if cast is not None and cast.always and storage.size else storage
             for storage, cast in zip(one.gradients, map(self.casts(tape).get, range(len(own))), strict=True)
         ]
-        every = zip(own, (other.sides for other in whole), made, strict=True)
-        return [part for part, known in zip(every, tape.parameters, strict=True) if known.group == group]
+        every = zip(own, whole, made, tape.parameters, strict=True)
+        return [
+            Part(parameter, other.sides, storage, is_layer)
+            for parameter, other, storage, known in every
+            if known.group == group
+        ]
 
     def casts(self, tape: Tape) -> Casts:
         """The gradients of a unit that autograd casts."""
@@ -74,13 +88,13 @@ class Setting:
             self.known_casts[id(tape)] = casts_of(tape, own, whole, self.policies, self.layout)
         return self.known_casts[id(tape)]
 
-    def bundle_of(self, parts: Sequence[Part], experts: bool, is_layer: bool) -> Bundle:
+    def bundle_of(self, parts: Sequence[Part], experts: bool) -> Bundle:
         """Parameters that are wrapped together."""
         policy = self.policies[experts]
-        bundle = Bundle([own for own, _, _ in parts], [made for _, _, made in parts], policy, self.ways)
+        bundle = Bundle([one.parameter for one in parts], [one.made for one in parts], policy, self.ways)
         seen = [
-            Updated(one.parameter.name, one.sides, whole, is_layer)
-            for one, (_, whole, _) in zip(bundle.parts, parts, strict=True)
+            Updated(one.parameter.name, one.sides, part.whole, part.is_layer)
+            for one, part in zip(bundle.parts, parts, strict=True)
         ]
         bundle.updated = seen
         bundle.optimizer = Storage(OPTIMIZER, sum(one.size for one in state_of(self.layout, seen)))

@@ -78,7 +78,7 @@ class Stage:
             if place.kind in LAYERS:
                 place.group = self._group(tape, place.played, LAYER)
                 self.groups.append(place.group)
-            names = dict.fromkeys(one.group for one in tape.parameters if one.group != LAYER)
+            names = [name for name in _inner_groups(tape) if not self._is_of_root(name)]
             inner = {name: self._group(tape, place.played, name) for name in names}
             self.groups += inner.values()
             ends = [step for step in place.played.forward if isinstance(step, str)]
@@ -98,16 +98,22 @@ class Stage:
         for place, tape in zip(self.places, tapes, strict=True):
             if place.kind in LAYERS:
                 continue
-            own = self.setting.parts(tape, place.played, LAYER)
+            own = self.setting.parts(tape, place.played, LAYER, is_layer=False)
             if self.is_tied and place.kind == "embedding":
                 # The sum of its gradient and that of the output matrix, which is the same parameter.
-                parameter, whole, made = own[0]
-                own[0] = parameter, whole, made._replace(category=GRADIENTS)
+                own[0] = own[0]._replace(made=own[0].made._replace(category=GRADIENTS))
             if self.is_tied and place.kind == "head":
                 own.pop()
             parts += own
-        bundle = self.setting.bundle_of(parts, experts=False, is_layer=False)
+            for name in filter(self._is_of_root, _inner_groups(tape)):
+                parts += self.setting.parts(tape, place.played, name, is_layer=True)
+        bundle = self.setting.bundle_of(parts, experts=False)
         return Group(self.heap, self.traffic, bundle, True, self.setting.wraps)
+
+    def _is_of_root(self, name: str) -> bool:
+        """Whether the root has the parameters of a group within a unit: without FSDP2 all but those of
+        layers and their experts (`runtime.parallel.working_copies`)."""
+        return not (self.setting.wraps or name.endswith((LAYER, EXPERTS)))
 
     def _group(self, tape: Tape, one: Played, name: str) -> Group:
         bundle = self.setting.bundle(tape, one, name)
@@ -220,8 +226,7 @@ class Stage:
                 self.root.come(manner)
                 if not self.is_first:
                     # No other gradient of the root's is to come.
-                    for group in (self.root, *place.inner.values()):
-                        group.add_up()
+                    self.root.add_up()
                 continue
             layer.pre_backward()
             if place.again is None:
@@ -392,9 +397,12 @@ class Stage:
                 case "_backward_end":
                     if self.makes_gradients:
                         group.come(self.inner_manners.get(name, "makes"))
-                    # Without FSDP2 a module is of the root, but for its layer.
-                    if group.wraps or name.endswith((LAYER, EXPERTS)):
-                        group.post_backward(self.is_last_backward, reshards=self.is_last_backward)
+                    group.post_backward(self.is_last_backward, reshards=self.is_last_backward)
+
+
+def _inner_groups(tape: Tape) -> list[str]:
+    """Groups of the parameters of a unit besides its own."""
+    return list(dict.fromkeys(one.group for one in tape.parameters if one.group != LAYER))
 
 
 class Stages:
