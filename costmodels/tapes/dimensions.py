@@ -10,7 +10,7 @@ KERNEL_ROWS = 32
 """Rows of queries of which PyTorch's memory-efficient attention keeps the sums, and fills them up to."""
 
 
-def dimensions(model: ModelSpec, layout: Layout) -> dict[str, int]:
+def dimensions(model: ModelSpec, layout: Layout, query_block: int = QUERY_BLOCK) -> dict[str, int]:
     """The dimensions of a model and a layout on one rank, by name; integers, none of them 0.
 
     batch: sequences of a micro batch; seq: positions of a rank, before sequence parallelism divides them by
@@ -19,6 +19,9 @@ def dimensions(model: ModelSpec, layout: Layout) -> dict[str, int]:
     half of those that positions turn, where it is not all; sharers: ranks that share a
     key/value head; vocab: entries of a rank; tokens: those of the first rank that the tokenizer has;
     positions: of the learned table.
+
+    Args:
+        query_block: queries whose capped scores are there at a time.
     """
     tp, cp = layout.tensor_parallel, layout.context_parallel
     heads = model.heads // tp
@@ -41,26 +44,29 @@ def dimensions(model: ModelSpec, layout: Layout) -> dict[str, int]:
         "tokens": min(model.vocab, vocab),
         "positions": model.max_positions,
     }
-    return found | _latent(model) | _blocks(model, layout) | _state(model, layout) | _experts(model, layout)
+    found |= _latent(model) | _blocks(model, layout, query_block)
+    return found | _state(model, layout) | _experts(model, layout)
 
 
-def _blocks(model: ModelSpec, layout: Layout) -> dict[str, int]:
+def _blocks(model: ModelSpec, layout: Layout, query_block: int) -> dict[str, int]:
     """Of capped scores, which are there for a block of queries at a time, the last of which may be smaller.
 
-    blocks: queries in whole blocks, of each of the two parts that a rank has where it gathers keys;
-    last_block: the others; block_keys: keys up to the last whole block of a sequence; seen and last_seen:
-    what the last whole block and a smaller one after it see of keys where a window limits them.
+    query_block: queries of a whole block; blocks: those of all of them, of each of the two parts that a rank
+    has where it gathers keys; last_block: the others; block_keys: keys up to the last whole block of a
+    sequence; seen and last_seen: what the last whole block and a smaller one after it see of keys where a
+    window limits them.
     """
     if not model.attention_softcap:
         return {}
     gathers = layout.context_parallel > 1 and layout.context_parallel_form == "all_gather"
     part = model.seq // (2 * layout.context_parallel if gathers else 1)
-    last = part % QUERY_BLOCK
+    last = part % query_block
     return {
+        "query_block": query_block,
         "blocks": max(1, part - last),
         "last_block": max(1, last),
         "block_keys": max(1, model.seq - last),
-        "seen": max(1, min(model.window + QUERY_BLOCK - 1, model.seq - last)),
+        "seen": max(1, min(model.window + query_block - 1, model.seq - last)),
         "last_seen": max(1, min(model.window + last - 1, model.seq)),
     }
 

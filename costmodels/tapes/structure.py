@@ -165,6 +165,7 @@ def structure_of(
     recomputes: bool = True,
     is_last: bool = False,
     attention: AttentionKind | None = None,
+    query_block: int = QUERY_BLOCK,
 ) -> Structure:
     """The structure of a unit.
 
@@ -173,6 +174,7 @@ def structure_of(
         recomputes: the layer is one of those that recompute what the layout says.
         is_last: the layer, or the last one of a head, is the last one of its stage.
         attention: of the layer; that of the model's first one if None.
+        query_block: queries whose capped scores are there at a time.
     """
     if unit in LAYERS:
         model = model.with_attention(attention or model.attention_pattern[0])
@@ -198,9 +200,9 @@ def structure_of(
             chunks=int(loss_chunks(tokens, tp)),
         )
         if model.mtp_depths:
-            return _with_further(found, model, layout, is_last)
+            return _with_further(found, model, layout, is_last, query_block)
     else:
-        found = _of_layer(found._replace(compiled=compiled), model, layout, recomputes, is_last)
+        found = _of_layer(found._replace(compiled=compiled), model, layout, recomputes, is_last, query_block)
     return found._replace(
         several=found.several and heeds_rows(found),
         grouped_queries=found.grouped_queries and heeds_groups(found),
@@ -209,7 +211,9 @@ def structure_of(
     )
 
 
-def _with_further(head: Structure, model: ModelSpec, layout: Layout, is_last: bool) -> Structure:
+def _with_further(
+    head: Structure, model: ModelSpec, layout: Layout, is_last: bool, query_block: int
+) -> Structure:
     """The structure of a head and of the modules after it, whose layers are like the last one."""
     kind = model.layer_kind(model.layers - 1)
     unit: Unit = "experts" if kind.mlp == "experts" else "dense"
@@ -220,6 +224,7 @@ def _with_further(head: Structure, model: ModelSpec, layout: Layout, is_last: bo
         head.compiled,
         is_last=is_last,
         attention=kind.attention,
+        query_block=query_block,
     )
     scaled = ("embedding_scale",) if model.embedding_scale != 1.0 else ()
     return layer._replace(
@@ -284,7 +289,7 @@ def heeds_one_head(structure: Structure) -> bool:
 
 
 def _of_layer(
-    common: Structure, model: ModelSpec, layout: Layout, recomputes: bool, is_last: bool
+    common: Structure, model: ModelSpec, layout: Layout, recomputes: bool, is_last: bool, query_block: int
 ) -> Structure:
     modules = {"none": (), "full": ("full",), "selective": tuple(sorted(layout.recompute_modules))}
     found = common._replace(
@@ -310,7 +315,7 @@ def _of_layer(
             odd_heads=_state_heads(model, layout) % FLOAT8_MULTIPLE > 0,
             fp8_recipe="" if layout.fp8_recipe in ("default", "rowwise") else layout.fp8_recipe,
         )
-    found = _within_reach(_over_context(found, model, layout), model, layout)
+    found = _within_reach(_over_context(found, model, layout), model, layout, query_block)
     return _with_experts(found, model, layout) if found.unit == "experts" else found
 
 
@@ -365,7 +370,7 @@ def _linear(found: Structure, model: ModelSpec) -> Structure:
     )
 
 
-def _within_reach(found: Structure, model: ModelSpec, layout: Layout) -> Structure:
+def _within_reach(found: Structure, model: ModelSpec, layout: Layout, query_block: int) -> Structure:
     """Of scores that are capped, windows and chunks: how the tokens of a rank come out in parts.
 
     Ranks that gather keys have queries of two places in a sequence, of which the first rank's first ones see
@@ -374,9 +379,9 @@ def _within_reach(found: Structure, model: ModelSpec, layout: Layout) -> Structu
     capped, binds = "attention_softcap" in found.form, bool(REACHES & {*found.form})
     in_chunks, gathers = "attention=chunk" in found.form, found.context_form == "all_gather"
     part = model.seq // (2 * layout.context_parallel if gathers else 1)
-    whole = part - part % QUERY_BLOCK
+    whole = part - part % query_block
     if gathers and binds and (capped or in_chunks or found.unfused):
-        reach = model.window + QUERY_BLOCK - 1 if capped else model.window + 1
+        reach = model.window + query_block - 1 if capped else model.window + 1
         found = found._replace(short_window=reach <= (whole if capped else part))
     if capped:
         return found._replace(few_steps=int(not whole), partial_step=0 < whole < part)

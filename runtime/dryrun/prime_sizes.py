@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from itertools import count
 
-from costmodels.layers.shapes import CHUNK_TOKENS, PEAK_LOAD, QUERY_BLOCK
+from costmodels.layers.shapes import CHUNK_TOKENS, PEAK_LOAD
 from costmodels.spec.model import VOCAB_MULTIPLE
 from costmodels.tapes.dimensions import KERNEL_ROWS
 from costmodels.tapes.structure import (
@@ -80,19 +80,19 @@ FLOAT8_LATENT_RANKS = {"tp": (17, 19, 17, 19), "keys": (23, 29, 19, 17)}
 """Beside these."""
 
 STEPS = (19, 29, 37, 41)
-"""Least primes of the steps through a sequence, and of its blocks of queries if the last one is smaller."""
+"""Least primes of the steps through a sequence."""
 
-FEWEST_BLOCKS = 11
+FEWEST_BLOCKS = 17
 """Of queries that are a loop, with room for windows that see a part of them."""
 
-MOST_BLOCKS = 1000
-"""That are tried before there are none."""
+ALL_QUERIES = 2**40
+"""In one block, or in none."""
+
+MOST_TRIES = 1000
+"""Of sizes of these, before there are none."""
 
 EIGHTHS = (3, 5, 7, 1)
 """What is left of each set's prime of these over 8, so that no two have the same."""
-
-MOST_TRIES = 1000
-"""Of lengths of sequences whose last block of queries is smaller, before there are none."""
 
 LEAST_BEFORE = 5
 """Least prime of the tokens before each that a convolution sees."""
@@ -144,9 +144,7 @@ class Sizes:
         if structure.repeats_heads:
             # Context-parallel ranks are a multiple of these.
             tables["keys"] = SIDES["keys"]
-            if capped:
-                raise ValueError(f"{structure.name}: samples have too many blocks of queries to record")
-            if structure.unfused:
+            if structure.unfused or capped:
                 tables |= {"tp": RANKS["tp"], "cp": FEW_OF_MANY, "group": SIDES["group"]}
         shares_even = structure.shares_heads and structure.precision == "fp8" and not structure.odd_sides
         tables |= {name: LARGER[name] for name in ("tp", "group")} if shares_even else {}
@@ -203,6 +201,7 @@ class Sizes:
         self.entries = (
             math.lcm(VOCAB_MULTIPLE, self.tp) // self.tp * self.chosen.fresh("vocab", FIRST[number])
         )
+        self.query_block = ALL_QUERIES
         # Ranks that exchange heads have no two parts of a sequence.
         whole = self.cp == 1 or (capped and structure.context_form == "all_to_all")
         chunks = self.tp * self.cp * (1 if whole else 2)
@@ -221,11 +220,8 @@ class Sizes:
         multiple = SEQ_MULTIPLE // (2 if structure.repeats_heads else 1)
         if "attention=linear" in structure.form:
             self.seq = self._step_rows(chunks * (FLOAT8_MULTIPLE if structure.precision == "fp8" else 1))
-        elif capped and structure.partial_step:
-            self.seq = self._block_rows(chunks)
-        elif capped:
-            self.seq = self._whole_blocks(chunks)
-            self.seq *= self._few_blocks(self.seq)
+        elif capped and not structure.few_steps:
+            self.seq = self._blocks(chunks)
         else:
             self.seq = chunks * (self._odd_rows(chunks) if odd else multiple * own["seq"])
         if structure.unit == "head" and not structure.further:
@@ -287,12 +283,12 @@ class Sizes:
         """What a token sees: half of a sequence, or of the part of one whose queries are together."""
         part = self.seq // self._parts()
         least = part // 2 if self.structure.short_window else self.seq // 2
-        if "attention_softcap" not in self.structure.form:
+        if "attention_softcap" not in self.structure.form or self.structure.few_steps:
             return least
         for window in count(least):
-            values = {"seen": window + QUERY_BLOCK - 1}
+            values = {"seen": window + self.query_block - 1}
             if self.structure.partial_step:
-                values["last_seen"] = window + part % QUERY_BLOCK - 1
+                values["last_seen"] = window + part % self.query_block - 1
             if self.chosen.take(values):
                 return window
         raise AssertionError("there are more primes")
@@ -308,41 +304,52 @@ class Sizes:
         used |= {FLOAT8_HEAD[self.number]} if structure.precision == "fp8" else set()
         return used | {*(self.latent if structure.latent else ())}
 
-    def _whole_blocks(self, chunks: int) -> int:
-        """The fewest tokens that are whole blocks of queries on each rank: each takes time to record."""
-        structure = self.structure
+    def _blocks(self, chunks: int) -> int:
+        """The length of sequences whose capped scores come in few blocks of queries, each of which takes time
+        to record; of how many queries the samples choose too."""
+        structure, parts = self.structure, self._parts()
         # Else ranks have the same tokens.
         divides = structure.sequence_parallel or structure.routes
         together = chunks if divides else chunks // self.tp
-        return math.lcm(together, self._parts() * QUERY_BLOCK)
-
-    def _few_blocks(self, whole: int) -> int:
-        """A small prime that no other set of sizes has, with equal numbers of rows for each expert."""
-        for blocks in range(FEWEST_BLOCKS, MOST_BLOCKS):
-            mine = blocks % 8 == EIGHTHS[self.number] and self.chosen.is_free(blocks)
-            if mine and self._is_even(whole * blocks):
-                return self.chosen.fresh("seq", blocks)
-        raise ValueError(f"{self.structure.name}: no sample has experts with equal numbers of rows")
-
-    def _block_rows(self, chunks: int) -> int:
-        """The length of sequences whose capped scores come in blocks of queries, the last of them smaller."""
-        if self.structure.precision == "fp8":
-            # Products in 8 bits fill up tokens to multiples of 16, whose last blocks tell no size.
-            raise ValueError(f"{self.structure.name}: no sample has a smaller last block in 8 bits")
-        parts = self._parts()
-        least = STEPS[self.number] * QUERY_BLOCK * parts // chunks + 1
-        for rows in range(least, least + MOST_TRIES):
-            part, seq = rows * chunks // parts, rows * chunks
-            last = part % QUERY_BLOCK
-            # No two sets have the same.
-            if last // SAMPLES % SAMPLES != self.number:
-                continue
-            values = {"seq": rows, "blocks": part - last, "last_block": last}
-            if parts > 1:
-                values["block_keys"] = seq - last
-            if self.chosen.take(values):
+        step = math.lcm(together, parts * SEQ_MULTIPLE) // parts
+        find = self._smaller_block if structure.partial_step else self._whole_block
+        blocks = next(value for value in count(FEWEST_BLOCKS) if self._is_mine(value))
+        block = step if structure.partial_step else 1
+        for _ in range(MOST_TRIES):
+            block = next(value for value in count(block + 1) if self._is_mine(value))
+            seq = find(blocks, block, step) * parts
+            if seq:
                 return seq
-        raise ValueError(f"{self.structure.name}: no sample has a smaller last block that tells its size")
+        raise ValueError(f"{structure.name}: no sample has blocks of queries that tell its sizes")
+
+    def _is_mine(self, value: int) -> bool:
+        """Whether a number is a free prime that no other set of sizes tries."""
+        return value % 8 == EIGHTHS[self.number] and self.chosen.is_free(value)
+
+    def _whole_block(self, blocks: int, prime: int, step: int) -> int:
+        """Tokens in so many blocks that are a prime times `step`; 0 where experts have unequal rows."""
+        part = blocks * prime * step
+        if not self._is_even(part * self._parts()) or blocks == prime:
+            return 0
+        self.query_block = prime * step
+        return part if self.chosen.take({"seq": blocks, "query_block": prime}) else 0
+
+    def _smaller_block(self, blocks: int, prime: int, step: int) -> int:
+        """Tokens in so many blocks of a prime of queries and in a smaller one; 0 where none tell sizes."""
+        parts, whole = self._parts(), blocks * prime
+        self.query_block = prime
+        for rows in range(whole // step + 1, (whole + prime - 1) // step + 1):
+            part = rows * step
+            last = part - whole
+            # No two sets have the same.
+            if last // 8 % SAMPLES != self.number or not self._is_even(part * parts):
+                continue
+            values = {"seq": rows, "blocks": blocks, "query_block": prime, "last_block": last}
+            if parts > 1:
+                values["block_keys"] = part * parts - last
+            if self.chosen.take(values):
+                return part
+        return 0
 
     def _step_rows(self, chunks: int) -> int:
         """The length of sequences that linear attention goes through in a prime number of steps, of rows that
@@ -376,10 +383,8 @@ class Sizes:
                 own[name] = values[name]
         first = ["sent", "arrived"]
         # These are many times their primes.
-        if "blocks" in own:
-            first += ["blocks", "last_block", "block_keys", "seen", "last_seen", "seq"]
-        elif "seen" in own:
-            first.append("seen")
+        if "query_block" in own:
+            first += ["blocks", "last_block", "block_keys", "seen", "last_seen", "seq", "query_block"]
         if self.structure.loop_of_experts:
             for name in ("choices", "groups", "top_groups"):
                 own.pop(name)

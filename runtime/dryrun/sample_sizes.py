@@ -17,11 +17,13 @@ class Sample(NamedTuple):
     layout: Layout
     primes: dict[str, int]
     """Of each dimension that varies freely; one that has primes of others comes before them."""
+    query_block: int
+    """Queries whose capped scores are there at a time."""
 
     @property
     def dimensions(self) -> dict[str, int]:
         """What sizes are products of."""
-        return dimensions(self.model, self.layout)
+        return dimensions(self.model, self.layout, self.query_block)
 
 
 def sample(structure: Structure, number: int) -> Sample:
@@ -34,11 +36,14 @@ def sample(structure: Structure, number: int) -> Sample:
     model = ModelSpec.model_validate({"name": structure.unit, "layers": 1, **_model_fields(chosen)})
     layout = Layout.model_validate({"layers_per_stage": (1,), **_layout_fields(chosen)})
     is_last = structure.offloads_activations == "kept"
-    found = structure_of(model, layout, structure.unit, structure.compiled, is_last=is_last)
+    block = chosen.query_block
+    found = structure_of(
+        model, layout, structure.unit, structure.compiled, is_last=is_last, query_block=block
+    )
     # Fewer tokens are in as many chunks where the recorder says so.
     if found._replace(chunks=structure.chunks) != structure:
         raise ValueError(f"no sample has the structure {structure.name}")
-    return Sample(model, layout, chosen.free_primes(dimensions(model, layout)))
+    return Sample(model, layout, chosen.free_primes(dimensions(model, layout, block)), block)
 
 
 def _model_fields(sizes: Sizes) -> dict[str, Any]:
@@ -153,7 +158,9 @@ def _expert_fields(sizes: Sizes) -> dict[str, Any]:
     groups = own["groups"] if structure.group_score else 1
     experts = sizes.ep * structure.loop_of_experts
     if not experts:
-        experts = sizes.ep * groups * sizes.chosen.fresh("experts", FIRST[sizes.number])
+        # Few for each rank and group, so that no model is too large to be one.
+        each = FIRST[sizes.number] // (4 if sizes.ep * groups > 1 else 1)
+        experts = sizes.ep * groups * sizes.chosen.fresh("experts", each)
     limit = LIMITS[structure.limited]
     return {
         "experts": experts,

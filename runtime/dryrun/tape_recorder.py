@@ -29,6 +29,7 @@ from runtime.dryrun.recording import Change, Recording, UnitRecordings, UnlikeEr
 from runtime.dryrun.sample_sizes import Sample, sample
 from runtime.dryrun.symbols import UnknownSizeError, symbolic
 from runtime.dryrun.unit_recorder import record_unit
+from runtime.model import capped_attention
 from runtime.parallel import loss
 
 MOST_BYTES = 2**63
@@ -54,11 +55,11 @@ def recorded_tape(structure: Structure, splits: bool = True) -> Tape:
     splits &= not structure.compiled and structure.unit != "embedding" and not structure.further
     for number in range(SAMPLES):
         samples.append(sample(structure, number))
-        model, layout, _ = samples[-1]
+        model, layout, _, query_block = samples[-1]
         sends = structure.offloads_activations == "sent"
         if structure.unfused and score_bytes(model, layout) >= MOST_BYTES:
             raise ValueError(f"{structure.name}: samples that tell its sizes have too many scores to count")
-        with _loss_in(structure.chunks):
+        with _in_parts(structure.chunks, query_block):
             recordings.append(record_unit(model, layout, structure.unit, structure.compiled, splits, sends))
         if number + 1 < PROOF:
             continue
@@ -77,9 +78,13 @@ def score_bytes(model: ModelSpec, layout: Layout) -> int:
 
 
 @contextmanager
-def _loss_in(chunks: int) -> Iterator[None]:
-    """Let the loss be in so many chunks, whose number follows from sizes, when samples' sizes are others."""
-    with patch.object(loss, "loss_chunks", lambda *_: chunks):
+def _in_parts(chunks: int, query_block: int) -> Iterator[None]:
+    """Let the loss be in so many chunks, whose number follows from sizes, when samples' sizes are others, and
+    capped scores be there for so many queries at a time, which tell how many these are."""
+    with (
+        patch.object(loss, "loss_chunks", lambda *_: chunks),
+        patch.object(capped_attention, "BLOCK", query_block),
+    ):
         yield
 
 

@@ -19,6 +19,9 @@ from runtime.huggingface.stored_model import TunedModel
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 
+LIKE_EXPERTS = frozenset(("gate_proj", "up_proj", "down_proj"))
+"""Modules that peft takes for routed experts wherever a model has some: their tensors are named instead."""
+
 
 def write_adapter(
     root: Path, model: TunedModel, config: Config, dtype: torch.dtype | None
@@ -33,14 +36,19 @@ def write_adapter(
     """
     lora, tensors, patterns = model.lora, {}, dict[str, int]()
     targets: list[str] = []
+    parameters: list[str] = []
     for entry in entries_of(config, model.spec):
         joined = _joined(model, entry)
         if joined is None:
             continue
         module = entry.theirs.removesuffix(".weight")
         target = ".".join(module.split(".")[-2:])
-        if target not in targets:
-            targets.append(target)
+        if model.spec.experts and target.rpartition(".")[2] in LIKE_EXPERTS:
+            named, target = parameters, f"{target}.weight"
+        else:
+            named = targets
+        if target not in named:
+            named.append(target)
         if len(joined[0]) != lora.rank:
             patterns[target] = len(joined[0]) // lora.rank
         for name, tensor in zip(("lora_A", "lora_B"), joined, strict=True):
@@ -54,6 +62,7 @@ def write_adapter(
         "r": lora.rank,
         "lora_alpha": lora.alpha,
         "target_modules": targets,
+        "target_parameters": parameters or None,
         "rank_pattern": {target: times * lora.rank for target, times in patterns.items()},
         "alpha_pattern": {target: times * lora.alpha for target, times in patterns.items()},
         "fan_in_fan_out": config.get("model_type") == "gpt2",

@@ -164,10 +164,20 @@ CAPPED: dict[str, Any] = {
         ("gbs=4,dp=2,zero=1,precision=bf16", 0, False, LINEAR | {"seq": 184, "max_positions": 184}),
         # Blocks of queries, of which the last is smaller.
         ("gbs=4,tp=2,dp=2,zero=1,precision=bf16", 0, False, CAPPED | {"seq": 2000, "max_positions": 2000}),
+        ("gbs=4,dp=2,zero=1,precision=bf16", 0, False, CAPPED | {"seq": 96, "max_positions": 96}),
+        # Context-parallel ranks that repeat the one key head, and see all blocks.
+        ("gbs=4,cp=2,cp_form=all_to_all,precision=bf16", 0, True, CAPPED | {"kv_heads": 1}),
         # Windows over gathered keys, longer and shorter than each of a rank's two parts of a sequence.
         ("gbs=4,cp=2,precision=bf16", 0, False, CAPPED),
         ("gbs=4,cp=2,precision=fp32", 0, False, CAPPED | {"window": 256, "attention_softcap": 0.0}),
         pytest.param("gbs=4,dp=2,zero=1,tp=2,precision=fp8", 0, False, LINEAR, marks=FP8),
+        pytest.param(
+            "gbs=4,tp=2,sp=1,dp=2,zero=1,precision=fp8",
+            0,
+            False,
+            CAPPED | {"seq": 2000, "max_positions": 2000},
+            marks=FP8,
+        ),
         pytest.param("gbs=4,dp=2,zero=1,precision=fp8", 0, True, LINEAR | ROUTED, marks=FP8),
     ],
 )

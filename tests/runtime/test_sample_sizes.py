@@ -30,14 +30,7 @@ def structures(seed: int) -> set[Structure]:
         for stage in range(len(layout.layers_per_stage)):
             for wanted in structures_of_stage(model, layout, stage, compiled):
                 found |= {one for one in (wanted.structure, wanted.plain) if one is not None}
-    return {one for one in found if not _has_no_sample(one)}
-
-
-def _has_no_sample(structure: Structure) -> bool:
-    """Whether capped scores tell no size: in last blocks that 8 bits fill up, and in thousands of blocks."""
-    capped = "attention_softcap" in structure.form
-    filled = structure.partial_step and structure.precision == "fp8"
-    return capped and (filled or structure.repeats_heads)
+    return found
 
 
 @pytest.mark.slow
@@ -98,13 +91,20 @@ CAPPED = Structure("dense", "bf16", norm="rmsnorm", form=("attention=window", "a
         CAPPED._replace(partial_step=True),
         CAPPED._replace(partial_step=True, tensor_parallel=True, context_form="all_gather"),
         CAPPED._replace(partial_step=True, context_form="all_gather", short_window=True),
+        CAPPED._replace(partial_step=True, precision="fp8", sequence_parallel=True, tensor_parallel=True),
+        # All queries in a block, and all tokens on ranks that repeat key heads.
+        CAPPED._replace(few_steps=1),
+        CAPPED._replace(
+            grouped_queries=True, one_key_head=True, context_form="all_to_all", repeats_heads=True
+        ),
         FLOAT8_LATENT,
         FLOAT8_LATENT._replace(longer_heads="values", tensor_parallel=True),
     ],
     ids=[
         *("part", "full", "part-of-one-rank", "chunks-of-experts", "chunks-of-parts", "fp8-shared-heads"),
         *("fp8-heads", "fp8-odd-heads", "three-steps", "part-of-a-step"),
-        *("smaller-block", "smaller-blocks", "short-window", "fp8-keys", "fp8-values"),
+        *("smaller-block", "smaller-blocks", "short-window", "fp8-smaller-block"),
+        *("one-block", "repeated-keys", "fp8-keys", "fp8-values"),
     ],
 )
 def test_a_structure_with_narrow_demands_has_samples(structure: Structure) -> None:
@@ -124,23 +124,8 @@ def test_scores_of_repeated_key_heads_can_be_counted() -> None:
         form=("attention=window",),
     )
     for number in range(SAMPLES):
-        model, layout, _ = sample(structure, number)
+        model, layout, *_ = sample(structure, number)
         assert score_bytes(model, layout) < MOST_BYTES
-
-
-@pytest.mark.parametrize(
-    ("structure", "reason"),
-    [
-        (CAPPED._replace(precision="fp8", partial_step=True), "8 bits"),
-        (
-            CAPPED._replace(context_form="all_to_all", one_key_head=True, repeats_heads=True),
-            "too many blocks",
-        ),
-    ],
-)
-def test_capped_scores_that_no_sample_tells_are_refused(structure: Structure, reason: str) -> None:
-    with pytest.raises(ValueError, match=reason):
-        sample(structure, 0)
 
 
 @pytest.mark.parametrize("longer", ["keys", "values", ""])
