@@ -16,6 +16,7 @@ from costmodels.tapes.player.heap import Heap, Storage
 from costmodels.tapes.player.pipeline import Names, Shared
 from costmodels.tapes.player.setting import Setting
 from costmodels.tapes.player.stage import Stages
+from costmodels.tapes.player.stage_program import DOES, INPUT, NEXT_PASS, program_of
 from costmodels.tapes.player.step import Rank
 from costmodels.tapes.player.ways import ways_of
 from tests.support import models
@@ -167,3 +168,22 @@ def test_a_rank_with_the_first_stage_splits_backward_of_its_others() -> None:
     )
     totals, _ = player.rank_peaks(model, [layout], compiled=False, version=VERSION)
     assert (totals > 0).all()
+
+
+def test_the_input_of_a_stage_ends_before_gradients_of_its_weights_are_added_up() -> None:
+    stages = (0, 3), (1, 2)
+    program = program_of("zbv", stages, 1, micro_batches=4, awaits=False, adds=True)
+    passes = iter(zip(program.does.tolist(), program.chunks.tolist(), strict=True))
+    computed, ended, added = [0, 0], 0, 0
+    for change in program.changes.tolist():
+        if change == NEXT_PASS:
+            does, chunk = next(passes)
+            computed[chunk] += DOES[does] == "weights"
+            if DOES[does] == "add_up":
+                assert ended == computed[0]
+                added += 1
+        elif change == 2 * INPUT + 1:
+            # Only the first of the two stages has its input from another rank.
+            ended += 1
+    assert added == sum(computed) == 8
+    assert ended == 4

@@ -161,8 +161,8 @@ class Stage:
             group.state = state
 
     def effect_of(self, name: str, state: int) -> tuple[Effect, int]:
-        """What `unshard`, `wait`, `reshard`, `forward`, `backward` of a micro batch, `inputs`, `weights` or
-        `reduce` does in the state of a number, and the number of the state that it leaves."""
+        """What `unshard`, `wait`, `reshard`, `forward`, `backward` of a micro batch, `inputs`, `weights`,
+        `add_up` or `reduce` does in the state of a number, and the number of the state that it leaves."""
         if (name, state) not in self.changes:
             self.enter_state(state)
             arguments = (False,) if name == "backward" else ()
@@ -323,10 +323,13 @@ class Stage:
         for place in self.places:
             assert place.played.split is not None
             self._play(place, place.played.split.rest)
-        # As backward would come to them (`WorkingCopies.add_gradients`).
+        heap.enter(label)
+
+    def add_up(self) -> None:
+        """Add up the gradients that `weights` has made, as backward would come to them
+        (`WorkingCopies.add_gradients`)."""
         for group in reversed(self.groups):
             group.add_up()
-        heap.enter(label)
 
     def _apart(self, split: PlayedSplit, group: Group, ends_root: bool) -> tuple[Step, ...]:
         """The gradients of weights of a unit."""

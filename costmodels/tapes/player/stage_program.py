@@ -38,12 +38,16 @@ NEXT_PASS = -1
 
 NEVER = -1
 
-WAIT, PASS, BEGIN, END = range(4)
-"""Within an action: parameters are there, then it computes, then messages begin or end."""
+WAIT, PASS, BEGIN, END, ADD = range(5)
+"""Within an action: parameters are there, then it computes, then messages begin or end, then gradients of
+weights are added up."""
 
-WAITS = len(NAMES)
-DOES = {**NAMES, WAITS: "wait"}
-"""What stages do, by its number: actions, and what they await before them."""
+TIMES = 5
+"""Of an action."""
+
+WAITS, ADDS = len(NAMES), len(NAMES) + 1
+DOES = {**NAMES, WAITS: "wait", ADDS: "add_up"}
+"""What stages do, by its number: actions, what they await before them, and what they add up after them."""
 
 
 class Program(NamedTuple):
@@ -59,16 +63,19 @@ class Program(NamedTuple):
 
 
 @lru_cache(maxsize=256)
-def program_of(schedule: Schedule, stages: Stages, rank: int, micro_batches: int, awaits: bool) -> Program:
+def program_of(
+    schedule: Schedule, stages: Stages, rank: int, micro_batches: int, awaits: bool, adds: bool
+) -> Program:
     """The program of one of the ranks that have these stages.
 
     Args:
         awaits: sends and reductions, as PyTorch from 2.15 on.
+        adds: gradients of weights that are made apart are added up then, as without FSDP2.
     """
     actions = rank_actions(schedule, stages, rank, micro_batches, awaits)
     waits = send_waits(schedule, stages, micro_batches) if awaits else None
     own, last = stages[rank], max(map(max, stages))
-    chunks, does, places = _passes(actions, own)
+    chunks, does, places = _passes(actions, own, adds)
     times, codes = [places], [np.full(len(places), NEXT_PASS)]
     for starts, ends, message in _lifetimes(actions, own, last, micro_batches, waits):
         for when, code in ((starts, 2 * message), (ends, 2 * message + 1)):
@@ -79,7 +86,7 @@ def program_of(schedule: Schedule, stages: Stages, rank: int, micro_batches: int
     return Program(chunks, does, np.concatenate(codes)[order])
 
 
-def _passes(actions: Actions, stages: Sequence[int]) -> tuple[Ints, Ints, Ints]:
+def _passes(actions: Actions, stages: Sequence[int], adds: bool) -> tuple[Ints, Ints, Ints]:
     """Chunks, what their stages do, and the times of it."""
     name, stage = actions.name, actions.stage
     computes = name <= WEIGHTS
@@ -93,10 +100,11 @@ def _passes(actions: Actions, stages: Sequence[int]) -> tuple[Ints, Ints, Ints]:
     does = np.where(is_first & (name == WEIGHTS), BACKWARD, name)
     waiting = np.flatnonzero(waits)
     doing = np.flatnonzero((computes | ((name >= REDUCE) & (name != AWAIT))) & ~(is_first & (name == INPUTS)))
-    times = np.concatenate([waiting * MESSAGES + WAIT, doing * MESSAGES + PASS])
+    adding = np.flatnonzero(does == WEIGHTS) if adds else doing[:0]
+    times = np.concatenate([waiting * TIMES + WAIT, doing * TIMES + PASS, adding * TIMES + ADD])
     order = np.argsort(times)
-    does = np.concatenate([np.full(len(waiting), WAITS), does[doing]])[order]
-    chunks = _chunk_of(stages)[stage[np.concatenate([waiting, doing])[order]]]
+    does = np.concatenate([np.full(len(waiting), WAITS), does[doing], np.full(len(adding), ADDS)])[order]
+    chunks = _chunk_of(stages)[stage[np.concatenate([waiting, doing, adding])[order]]]
     return chunks, does, times[order]
 
 
@@ -125,7 +133,7 @@ def _lifetimes(
     chunks_of_stages = _chunk_of(stages)
     chunks = chunks_of_stages[actions.stage[of_one]]
     when = np.full((len(NAMES), len(stages), micro_batches), NEVER)
-    when[actions.name[of_one], chunks, actions.micro_batch[of_one]] = of_one * MESSAGES
+    when[actions.name[of_one], chunks, actions.micro_batch[of_one]] = of_one * TIMES
     places: dict[str, Ints] = dict(zip(NAMES.values(), when, strict=True))
     done = np.where(places["weights"] == NEVER, places["backward"], places["weights"]) + END
     nothing: Ints = np.full(micro_batches, NEVER)
@@ -138,13 +146,13 @@ def _lifetimes(
                 found.append((places["receive_forward"][chunk] + BEGIN, own, first + INPUT))
             taken = places["send_backward"][chunk] + END if before is None else done[before]
             if before is None and waits is not None:
-                taken = np.full(micro_batches, len(actions.name) * MESSAGES)
+                taken = np.full(micro_batches, len(actions.name) * TIMES)
                 _wait_earlier(taken, waits, GRADIENTS, stage, places, chunks_of_stages)
             # The stage's input has it as its gradient.
             found.append((nothing, np.maximum(taken, own), first + INPUT_GRADIENT))
         if stage == last:
             # Losses are there to the end.
-            found.append((nothing, np.full(micro_batches, len(actions.name) * MESSAGES), first + OUTPUT))
+            found.append((nothing, np.full(micro_batches, len(actions.name) * TIMES), first + OUTPUT))
             continue
         kept = own.copy() if after is None else np.maximum(own, done[after])
         if after is None and waits is not None:

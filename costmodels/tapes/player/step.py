@@ -125,7 +125,7 @@ class Rank:
             self.states = [stage.state_number()]
             return
         every = tuple(layout.stages_of(rank) for rank in range(layout.pipeline_parallel))
-        program = program_of(layout.schedule, every, self.rank, count, self.awaits_sends)
+        program = program_of(layout.schedule, every, self.rank, count, self.awaits_sends, adds=not self.wraps)
         self.states = play(program, self.stages, self.states, self.heap)
 
     @contextmanager
