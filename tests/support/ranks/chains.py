@@ -51,12 +51,13 @@ def seen(spec: ModelSpec, layout: Layout, compiled: bool) -> Seen:
     return Seen(training, balance.counts().tolist(), balance.totals.tolist())
 
 
-def compiled_and_eager(spec: ModelSpec, layout: Layout) -> tuple[Seen, Seen]:
-    """The same training with compiled layers and without; runs on every rank of a process group."""
+def compiled_and_eager(spec: ModelSpec, layout: Layout, backend: str) -> tuple[Seen, Seen]:
+    """The same training with layers compiled by a backend and without; runs on all ranks of a process group."""
     import torch
 
     torch._dynamo.reset()
-    return seen(spec, layout, True), seen(spec, layout, False)
+    with patch.object(torch, "compile", partial(torch.compile, backend=backend)):
+        return seen(spec, layout, True), seen(spec, layout, False)
 
 
 def chained_and_apart(spec: ModelSpec, layout: Layout, other_tables: int | None, backend: str) -> Both:
