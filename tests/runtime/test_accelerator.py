@@ -39,7 +39,7 @@ def test_other_accelerators_are_counted_and_given_to_ranks(
 
 
 def test_only_what_is_about_cuda_names_it() -> None:
-    """Kernels, formats, graphs and page-locking of cards of NVIDIA and AMD; dry runs and checks of machines."""
+    """Kernels, formats, graphs and page-locking of cards of NVIDIA and AMD; dry runs; checks of machines."""
     about = {"model/routing.py", "model/attention_kernels.py", "parallel/float8.py", "checkpoint/writer.py"}
     about.add("parallel/graphed_pass.py")
     named = {

@@ -52,7 +52,7 @@ def seen(spec: ModelSpec, layout: Layout, compiled: bool) -> Seen:
 
 
 def compiled_and_eager(spec: ModelSpec, layout: Layout, backend: str) -> tuple[Seen, Seen]:
-    """The same training with layers compiled by a backend and without; runs on all ranks of a process group."""
+    """The same training with layers compiled by a backend and without; runs on ranks of a process group."""
     import torch
 
     torch._dynamo.reset()
