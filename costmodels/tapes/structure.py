@@ -272,15 +272,19 @@ def heeds_rows(structure: Structure) -> bool:
     if structure.routes and structure.tensor_parallel:
         # Ranks take their parts of sequences, and join them.
         return True
-    if "attention=linear" in structure.form:
+    if _multiplies_heads(structure):
         return True
-    return structure.sequence_parallel or structure.unfused or structure.context_form == "all_gather"
+    return structure.sequence_parallel or structure.context_form == "all_gather"
 
 
 def heeds_groups(structure: Structure) -> bool:
     """Whether operations of a layer differ for grouped queries."""
-    is_linear = "attention=linear" in structure.form
-    return structure.unfused or structure.context_form == "all_to_all" or is_linear
+    return _multiplies_heads(structure) or structure.context_form == "all_to_all"
+
+
+def _multiplies_heads(structure: Structure) -> bool:
+    """Whether attention is products of matrices, which copy heads that do not lie as they need them."""
+    return structure.unfused or not {"attention=linear", "attention_softcap"}.isdisjoint(structure.form)
 
 
 def heeds_one_head(structure: Structure) -> bool:

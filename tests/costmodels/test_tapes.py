@@ -139,6 +139,7 @@ GATHERS = {"context_parallel": 2, "context_parallel_form": "all_gather"}
         (LINEAR, {"seq": 63}, {"few_steps": 1, "partial_step": True}),
         (LINEAR, {"seq": 64 * 6, "precision": "fp8"}, {"odd_heads": True}),
         (CAPPED, {}, {}),
+        (CAPPED, {"micro_batch_size": 2, "kv_heads": 2}, {"several": True, "grouped_queries": True}),
         (CAPPED, {"seq": 1000}, {"partial_step": True}),
         # Of 256 queries each.
         (CAPPED, GATHERS, {}),

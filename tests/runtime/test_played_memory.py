@@ -165,6 +165,13 @@ CAPPED: dict[str, Any] = {
         # Blocks of queries, of which the last is smaller.
         ("gbs=4,tp=2,dp=2,zero=1,precision=bf16", 0, False, CAPPED | {"seq": 2000, "max_positions": 2000}),
         ("gbs=4,dp=2,zero=1,precision=bf16", 0, False, CAPPED | {"seq": 96, "max_positions": 96}),
+        # Each block of queries multiplies by keys of its own heads, in as many sequences.
+        (
+            "gbs=4,mbs=2,recompute=full,precision=bf16",
+            0,
+            False,
+            CAPPED | {"layers": 1, "attention_pattern": ("full",), "heads": 16, "kv_heads": 16, "seq": 1024},
+        ),
         # Context-parallel ranks that repeat the one key head, and see all blocks.
         ("gbs=4,cp=2,cp_form=all_to_all,precision=bf16", 0, True, CAPPED | {"kv_heads": 1}),
         # Windows over gathered keys, longer and shorter than each of a rank's two parts of a sequence.
