@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
+from itertools import chain
 from typing import NamedTuple
 
 INPUT, OUTPUT, OUTPUT_GRADIENT = 0, 1, 2
@@ -43,6 +44,10 @@ FETCHES_BEFORE = "fetches_before"
 
 FORGETS = "forgets"
 """Mark of gradients of weights: what the unit before has computed again for them ends."""
+
+ENDS = "ends"
+"""Mark of gradients of inputs: what ends with the output of a stage, once the gradients of all its inputs are
+there."""
 
 
 class Term(NamedTuple):
@@ -164,24 +169,31 @@ class Tape(NamedTuple):
     """What the input is while this unit holds it over to backward; "" where it does not."""
     split: SplitBackward | None = None
     """None where it was not recorded, as for compiled layers, whose graphs cannot be split."""
+    split_end: SplitBackward | None = None
+    """The same of the last unit of a stage, whose output ends before gradients of weights are made, and with
+    it (`ENDS`) what these do not need; None where there is no such thing."""
     repeats: Repeats | None = None
     """None where sequences of all lengths take the same operations, or where steps are `unrolled`."""
 
 
 def passes_of(tape: Tape) -> tuple[tuple[Event, ...], ...]:
     """The events of all passes of a tape."""
-    split = () if tape.split is None else tape.split[:-1]
-    return (tape.forward, tape.backward, *split)
+    splits = (split[:-1] for split in (tape.split, tape.split_end) if split is not None)
+    return (tape.forward, tape.backward, *chain.from_iterable(splits))
 
 
 def with_passes(tape: Tape, passes: Sequence[tuple[Event, ...]], given: Sequence[int | None]) -> Tape:
     """A tape with other passes, and other storages that go to the unit before it."""
     forward, backward, *others = passes
-    split = None
-    if tape.split is not None:
-        inputs, first, weights, forgotten, rest = others
-        split = SplitBackward(inputs, first, weights, forgotten, rest, given[1])
-    return tape._replace(forward=forward, backward=backward, input_gradient=given[0], split=split)
+    splits: list[SplitBackward | None] = []
+    for split in (tape.split, tape.split_end):
+        if split is not None:
+            inputs, first, weights, forgotten, rest, *others = others
+            split = SplitBackward(inputs, first, weights, forgotten, rest, given[1])
+        splits.append(split)
+    return Tape(
+        tape.parameters, forward, backward, given[0], tape.input_category, splits[0], splits[1], tape.repeats
+    )
 
 
 def shared_parameter(tape: Tape) -> int:

@@ -56,7 +56,6 @@ def as_json(tape: Tape) -> dict[str, Any]:
     """
     sizes: dict[str, int] = {}
     categories: dict[str, int] = {}
-    split = tape.split
 
     def number(table: dict[str, int], text: str) -> int:
         return table.setdefault(text, len(table))
@@ -74,6 +73,9 @@ def as_json(tape: Tape) -> dict[str, Any]:
             case Mark(name):
                 return name
 
+    def parts(split: SplitBackward) -> list[Any]:
+        return [*(list(map(event, part)) for part in split[:-1]), split.input_gradient]
+
     return {
         "parameters": [
             [one.name, [size_text(side) for side in one.shape], one.group, one.partial, one.distributed]
@@ -83,7 +85,8 @@ def as_json(tape: Tape) -> dict[str, Any]:
         "backward": [event(one) for one in tape.backward],
         "input_gradient": tape.input_gradient,
         "input_category": tape.input_category,
-        "split": split and [*(list(map(event, part)) for part in split[:-1]), split.input_gradient],
+        "split": tape.split and parts(tape.split),
+        **({} if tape.split_end is None else {"split_end": parts(tape.split_end)}),
         **({} if tape.repeats is None else {"repeats": tape.repeats}),
         "sizes": list(sizes),
         "categories": list(categories),
@@ -93,7 +96,7 @@ def as_json(tape: Tape) -> dict[str, Any]:
 def parsed_tape(data: dict[str, Any]) -> Tape:
     """The tape of a file."""
     sizes = [parsed_size(text) for text in data["sizes"]]
-    categories, split = data["categories"], data.get("split")
+    categories = data["categories"]
 
     def event(one: Any) -> Event:
         match one:
@@ -112,7 +115,9 @@ def parsed_tape(data: dict[str, Any]) -> Tape:
     def events(every: list[Any]) -> tuple[Event, ...]:
         return tuple(map(event, every))
 
-    def parts(split: list[Any]) -> SplitBackward:
+    def parts(split: list[Any] | None) -> SplitBackward | None:
+        if split is None:
+            return None
         inputs, first, weights, forgotten, rest = map(events, split[:-1])
         return SplitBackward(inputs, first, weights, forgotten, rest, split[-1])
 
@@ -125,7 +130,8 @@ def parsed_tape(data: dict[str, Any]) -> Tape:
         events(data["backward"]),
         data["input_gradient"],
         data["input_category"],
-        None if split is None else parts(split),
+        parts(data.get("split")),
+        parts(data.get("split_end")),
         _parsed_repeats(data.get("repeats")),
     )
 

@@ -37,6 +37,11 @@ PLAYED = (
     ("split", "weights"),
     ("split", "forgotten"),
     ("split", "rest"),
+    ("end", "backward"),
+    ("end_first", "weights"),
+    ("end", "weights"),
+    ("end", "forgotten"),
+    ("end", "rest"),
 )
 """The passes of a tape, of which recording they are."""
 

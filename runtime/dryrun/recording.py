@@ -57,6 +57,9 @@ class UnitRecordings(NamedTuple):
     split_first: Recording | None
     """Where weights have no gradients yet; None where backward is not split."""
     split: Recording | None
+    end_first: Recording | None = None
+    """The same two of the last unit of a stage; None where nothing ends sooner then."""
+    end: Recording | None = None
 
 
 def changes_alike(recording: Recording, first: Recording | None = None) -> list[Change]:

@@ -171,7 +171,8 @@ def _tape(samples: Sequence[Sample], every: Sequence[UnitRecordings], structure:
         _events([one.backward for one in recordings], size_of),
         first.input_gradient,
         first.input_category,
-        _split(every, size_of),
+        _split([(one.split_first, one.split) for one in every], size_of),
+        _split([(one.end_first, one.end) for one in every], size_of),
         repeats,
     )
 
@@ -187,10 +188,10 @@ def _are_alike(every: Sequence[UnitRecordings]) -> bool:
 
 
 def _split(
-    every: Sequence[UnitRecordings], size_of: Callable[[tuple[int, ...]], Size]
+    every: Sequence[tuple[Recording | None, Recording | None]], size_of: Callable[[tuple[int, ...]], Size]
 ) -> SplitBackward | None:
-    firsts = [one.split_first for one in every if one.split_first is not None]
-    laters = [one.split for one in every if one.split is not None]
+    firsts = [first for first, _ in every if first is not None]
+    laters = [later for _, later in every if later is not None]
     if not laters:
         return None
     return SplitBackward(

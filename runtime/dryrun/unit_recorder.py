@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from operator import itemgetter
 from typing import Any
@@ -22,6 +23,7 @@ from torch.distributed.tensor import DTensor
 from costmodels import Layout, ModelSpec
 from costmodels.tapes.structure import Unit
 from costmodels.tapes.tape import (
+    ENDS,
     FORGETS,
     INPUT,
     LAYER,
@@ -80,8 +82,15 @@ def record_unit(
         stack.enter_context(watched_offloading(recorder.notes))
         recorder.turn()
         whole = recorder.twice()
-        first, later = recorder.twice(splits=True) if splits else (None, None)
-        return UnitRecordings(whole[0], first, later)
+        if not splits:
+            return UnitRecordings(whole[0], None, None)
+        first, later = recorder.twice(splits=True)
+        end_first, end = (
+            _with_end(*each) for each in zip((first, later), recorder.twice(True, True), strict=True)
+        )
+        if end.backward == later.backward:
+            return UnitRecordings(whole[0], first, later)
+        return UnitRecordings(whole[0], first, later, end_first, end)
 
 
 class _Input(torch.autograd.Function):
@@ -155,21 +164,25 @@ class _Recorder:
         for _, parameter in self.named:
             parameter.grad = None
 
-    def twice(self, splits: bool = False) -> tuple[Recording, Recording]:
+    def twice(self, splits: bool = False, is_end: bool = False) -> tuple[Recording, Recording]:
         """A micro batch without gradients before it, and one that adds to its gradients.
 
         Raises:
             UnlikeError: they do different things.
         """
         self.forget_gradients()
-        first, later = self.turn(splits), self.turn(splits)
+        first, later = self.turn(splits, is_end), self.turn(splits, is_end)
         self.forget_gradients()
         if changes_alike(first) != changes_alike(later, first):
             raise UnlikeError("the second micro batch does other things than the first")
         return first, later
 
-    def turn(self, splits: bool = False) -> Recording:
-        """One forward and backward pass."""
+    def turn(self, splits: bool = False, is_end: bool = False) -> Recording:
+        """One forward and backward pass.
+
+        Args:
+            is_end: the unit is the last of its stage.
+        """
         tracker = self.tracker
         self.notes.found.clear()
         self.places.clear()
@@ -190,7 +203,7 @@ class _Recorder:
         self._reach("dropped")
         if splits:
             assert anchor is not None
-            self._split(end, anchor)
+            self._split(end, anchor, is_end)
         else:
             end.backward()
         if anchor is None:
@@ -199,9 +212,9 @@ class _Recorder:
         self._reach("over")
         return self._recording()
 
-    def _split(self, end: Tensor, anchor: Tensor) -> None:
+    def _split(self, end: Tensor, anchor: Tensor, is_end: bool) -> None:
         """Backward as PyTorch's stages split it; units above hold the graph of this one to the end."""
-        above = end.grad_fn if self.named else None
+        above = end.grad_fn if self.named and not is_end else None
         had = [parameter.grad is not None for _, parameter in self.named]
         parameters = [parameter for _, parameter in self.named]
         gradient = torch.empty((), device=end.device)
@@ -313,6 +326,16 @@ class _Recorder:
         local = local_part(parameter.detach())
         group = self.groups.get(id(parameter), LAYER)
         return RecordedParameter(name, tuple(local.shape), group, partial_sum, isinstance(parameter, DTensor))
+
+
+def _with_end(inner: Recording, end: Recording) -> Recording:
+    """A split backward of the last unit of a stage, which tells from that of another one what ends with the
+    output of the stage."""
+    more = [change for change in end.backward if change not in inner.backward]
+    if [change for change in end.backward if change not in more] != inner.backward:
+        raise UnlikeError("the last unit of a stage does other things than those before it")
+    ends: list[Change] = [("mark", -1, 0, ENDS), *more] if more else []
+    return replace(end, backward=[*inner.backward, *ends])
 
 
 def _clear_last_call() -> None:

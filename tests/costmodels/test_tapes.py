@@ -20,6 +20,7 @@ from costmodels.tapes.dimensions import dimensions
 from costmodels.tapes.loops import unrolled
 from costmodels.tapes.structure import Structure, structure_of, units_of_stage
 from costmodels.tapes.tape import (
+    ENDS,
     FORGETS,
     Addend,
     Allocation,
@@ -84,7 +85,10 @@ def test_tapes_survive_files(tmp_path: Path) -> None:
 
 def test_split_backward_survives_files() -> None:
     split = SplitBackward((Release(0),), TAPE.backward, (Mark(FORGETS),), (), (Release(3),), 4)
-    assert parsed_tape(as_json(TAPE._replace(split=split))).split == split
+    end = split._replace(inputs=(Release(0), Mark(ENDS), Release(3)), rest=())
+    tape = TAPE._replace(split=split, split_end=end)
+    assert parsed_tape(as_json(tape)) == tape
+    assert parsed_tape(as_json(TAPE._replace(split=split))).split_end is None
 
 
 LOOPED = Tape(

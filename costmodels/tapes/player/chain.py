@@ -1,6 +1,7 @@
 """The units of a stage between each other: who lets go last of what goes from one to the next."""
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 from costmodels.tapes.player.heap import COMMUNICATION, Storage
@@ -51,7 +52,11 @@ class Chain:
             splits: backward is two passes, but in the first stage.
             kept_as: what the output is to the next stage, where that is on the same rank.
         """
-        self.units, self.sizes, self.is_tied, self.is_piped = units, sizes, is_tied, is_piped
+        *others, last = units
+        if splits and last.tape.split_end is not None:
+            last = last._replace(tape=_at_end(last.tape))
+        self.units = [*others, last]
+        self.sizes, self.is_tied, self.is_piped = sizes, is_tied, is_piped
         self.kept_as = kept_as
         self.is_last = units[-1].kind == "head"
         is_first = units[0].kind == "embedding"
@@ -143,3 +148,9 @@ class Chain:
             return self.outputs[number]
         category = self.units[number + 1].backward.input_category
         return output_of(unit.plain, self.sizes, Border(output_category=category))
+
+
+@lru_cache(maxsize=256)
+def _at_end(tape: Tape) -> Tape:
+    """The tape of a unit as the last of its stage."""
+    return tape._replace(split=tape.split_end)

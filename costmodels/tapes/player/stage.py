@@ -25,6 +25,7 @@ from costmodels.tapes.player.units import (
 )
 from costmodels.tapes.structure import LAYERS
 from costmodels.tapes.tape import (
+    ENDS,
     EXPERTS,
     FETCHED,
     FETCHES,
@@ -284,10 +285,15 @@ class Stage:
             if place.group is not None:
                 place.group.pre_backward()
             assert place.played.split is not None
-            self._play(place, place.played.split.inputs)
+            steps = place.played.split.inputs
+            self._play(place, steps[: _end(steps)])
             if place.group is not None:
                 place.group.post_backward(is_last=False, reshards=False)
         self._finish()
+        last = self.places[-1]
+        assert last.played.split is not None
+        steps = last.played.split.inputs
+        self._play(last, steps[_end(steps) :])
         self.makes_gradients = True
         heap.enter(label)
 
@@ -401,6 +407,11 @@ class Stage:
                     if self.makes_gradients:
                         group.come(self.inner_manners.get(name, "makes"))
                     group.post_backward(self.is_last_backward, reshards=self.is_last_backward)
+
+
+def _end(steps: Sequence[Step]) -> int:
+    """Where what ends with a stage's output does."""
+    return steps.index(ENDS) if ENDS in steps else len(steps)
 
 
 def _inner_groups(tape: Tape) -> list[str]:
