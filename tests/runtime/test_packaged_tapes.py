@@ -9,7 +9,7 @@ from costmodels.catalogue import load_model
 from costmodels.tapes import store
 from costmodels.tapes.dimensions import dimensions
 from costmodels.tapes.structure import Unit, structure_of
-from costmodels.tapes.tape import Allocation, Release, Tape, elements_of
+from costmodels.tapes.tape import Allocation, Release, Tape, elements_of, passes_of
 from runtime.dryrun.tape_recorder import recorded_tape
 
 
@@ -19,9 +19,8 @@ def peaks(tape: Tape, sizes: dict[str, int]) -> list[tuple[int, int]]:
     A compiler may order operations otherwise each time.
     """
     found: list[tuple[int, int]] = []
-    split = () if tape.split is None else tape.split[:-1]
     made: dict[int, int] = {}
-    for events in (tape.forward, tape.backward, *split):
+    for events in passes_of(tape):
         highest = total = 0
         for event in events:
             if isinstance(event, Allocation):
