@@ -271,6 +271,7 @@ def _of_memory(plan: Plan) -> Iterator[str]:
             "weights that are gathered in fp8": layout.gathers_fp8,
             "tokens that travel in halves": layout.expert_halves,
             "CUDA graphs": layout.cuda_graphs,
+            "products in mxfp8": layout.precision == "mxfp8",
         }
         found = [name for name, there in unrecorded.items() if there]
         yield (

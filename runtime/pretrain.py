@@ -23,6 +23,7 @@ import typer
 import planner.options.flags
 from costmodels import ModelSpec
 from costmodels.errors import InputError
+from costmodels.spec.hardware import NARROW
 from planner.formats.pasted import PastedCommand
 from planner.inputs.device import is_cpu
 from planner.inputs.node_kinds import is_of_kinds
@@ -201,8 +202,8 @@ def _train(job: Job, plan: Plan, ranks: Ranks, device: torch.device) -> int:
     spec, layout = plan.model, plan.layout
     if plan.cluster.parts:
         run_together(lambda: check_kind(plan, ranks))
-    if layout.precision == "fp8":
-        run_together(lambda: check_float8(device))
+    if layout.precision in NARROW:
+        run_together(lambda: check_float8(device, layout.precision))
     if layout.optimizer == "adam8bit":
         run_together(check_adam8bit)
     _begin("opening the data")

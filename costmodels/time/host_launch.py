@@ -7,6 +7,7 @@ import numpy as np
 from costmodels.layers.operators import Operators
 from costmodels.network.collectives import Group
 from costmodels.spec.engine import Engine
+from costmodels.spec.hardware import NARROW
 from costmodels.spec.layout import SPLIT_BACKWARD
 from costmodels.spec.table import FULL, RING, UNIFORM, Bools, Floats, LayoutTable
 
@@ -49,7 +50,7 @@ def chained_rows(work: Operators, table: LayoutTable) -> Bools:
     result: Bools = ~(units | rings | table.offload_activations)
     if work.top_k:
         # `costmodels.layers.shapes.experts_are_whole`; in other formats each expert has products of its own.
-        grouped = table.precision in ("bf16", "fp8")
+        grouped = table.precision in ("bf16", *NARROW)
         result = result & (table.expert_parallel == 1) & (work.whole and grouped)
     return result
 

@@ -17,7 +17,7 @@ from planner.space.rule import Rule
 Broken = Callable[[ModelSpec, LayoutTable], Bools]
 
 
-GROUPED = ("bf16", "fp8")
+GROUPED = ("bf16", "fp8", "mxfp8")
 """Precisions in which products of all experts are one kernel, which reads on the device how many rows each
 gets."""
 

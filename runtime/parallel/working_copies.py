@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from costmodels import Layout
+from costmodels.spec.hardware import NARROW
 from runtime.model.experts import MixtureOfExperts
 from runtime.model.number_formats import DTYPES
 from runtime.model.transformer import Transformer
@@ -227,7 +228,7 @@ class WorkingCopies:
 
     def __init__(self, stage: Transformer, layout: Layout) -> None:
         dtype = DTYPES[layout.precision]
-        part = without_replicas if layout.precision == "fp8" else local_part
+        part = without_replicas if layout.precision in NARROW else local_part
         self.copies: dict[nn.Parameter, nn.Parameter] = {}
         self.places: list[tuple[nn.Module, str, nn.Parameter]] = []
         for module in stage.modules():

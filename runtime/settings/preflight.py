@@ -23,7 +23,7 @@ from runtime.settings.job_rules import check_rules, job_rules
 if TYPE_CHECKING:
     from runtime.settings.options import TrainingOptions
 
-PRECISIONS = ("fp32", "bf16", "fp16", "fp8")
+PRECISIONS = ("fp32", "bf16", "fp16", "fp8", "mxfp8")
 """Number formats that the runtime computes in."""
 
 RECIPES: tuple[Fp8Recipe, ...] = ("default", "rowwise", "tensorwise", "rowwise_with_gw_hp")

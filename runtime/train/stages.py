@@ -14,6 +14,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from costmodels import Layout, ModelSpec
 from costmodels.layers.shapes import experts_are_whole
+from costmodels.spec.hardware import NARROW
 from runtime.model.experts import MixtureOfExperts
 from runtime.model.number_formats import DTYPES
 from runtime.model.routing import major_of, takes_grouped
@@ -60,8 +61,8 @@ def build_stage(spec: ModelSpec, layout: Layout, grid: Grid, index: int, compile
         tensor_parallel(stage, layout, grid)
     expert_parallel(stage, layout, grid)
     quantise_base(stage, spec, layout, grid)
-    if layout.precision == "fp8":
-        float8(stage, layout.fp8_recipe)
+    if layout.precision in NARROW:
+        float8(stage, "mxfp8" if layout.precision == "mxfp8" else layout.fp8_recipe)
     if compiled:
         _mark_tables(stage)
         for number, block in zip(stage.numbers, stage.blocks, strict=True):

@@ -79,9 +79,9 @@ def is_playable(model: ModelSpec, layout: Layout, compiled: bool, version: str |
         return False
     if untrained_parts(model) or model.lora is not None:
         return False
-    if layout.gathers_fp8 or layout.expert_halves or layout.cuda_graphs:
+    if layout.gathers_fp8 or layout.precision == "mxfp8" or layout.expert_halves or layout.cuda_graphs:
         # Units are recorded with weights in the format that computes, and with tokens that travel at once.
-        # What graphs keep is not played.
+        # What graphs keep is not played, and no sizes tell how factors of 32 elements fill their tiles.
         return False
     return layout.schedule not in SPLIT_BACKWARD or not computes_layers_together(layout)
 

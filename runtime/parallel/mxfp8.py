@@ -1,0 +1,121 @@
+"""Matrix products in 8 bits with a factor for each 32 elements, in operations that a compiler sees through.
+
+Elements are E4M3 in all three products of a layer, factors E8M0 and rounded up, as in training recipes for
+Blackwell (arXiv:2506.08027, section 3): a largest element never leaves the range. Each product sums over the
+elements that share a factor, so that matrices are cast once along their rows and once along their columns.
+The kernel is cuBLAS', by PyTorch; on a CPU fp32 products of the rounded operands stand in.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.functional import ScalingType, SwizzleType
+
+from runtime.model.number_formats import MXFP8_BLOCK
+
+LARGEST = 448.0
+"""Of E4M3."""
+
+EXPONENT_BITS = 23
+"""Place of the exponent in fp32, which counts from 127 as E8M0 does."""
+
+TILE_ROWS, TILE_BLOCKS = 128, 4
+"""Factors that cuBLAS reads together (its documentation, "1D block scaling factors layout")."""
+
+
+class Narrow(NamedTuple):
+    """A matrix in 8 bits."""
+
+    elements: Tensor
+    """[R, K] in E4M3."""
+    exponents: Tensor
+    """[R, K / 32], uint8: what elements are multiplied by is 2 to these minus 127."""
+
+
+def narrow(matrix_RK: Tensor) -> Narrow:
+    """A matrix in 8 bits, cast along its rows."""
+    blocks = matrix_RK.float().reshape(len(matrix_RK), -1, MXFP8_BLOCK)
+    bits = (blocks.abs().amax(-1) / LARGEST).view(torch.int32)
+    # Whatever is more than a power of two takes the next one.
+    exponents = (bits + ((1 << EXPONENT_BITS) - 1)) >> EXPONENT_BITS
+    # 2 to 127 minus the exponent, which no bf16 number takes out of range.
+    inverse = ((254 - exponents) << EXPONENT_BITS).view(torch.float32)
+    elements = (blocks * inverse.unsqueeze(-1)).flatten(-2).to(torch.float8_e4m3fn)
+    return Narrow(elements, exponents.to(torch.uint8))
+
+
+def wide(matrix: Narrow) -> Tensor:
+    """The numbers that a matrix in 8 bits stands for, in fp32."""
+    blocks = matrix.elements.float().view(len(matrix.elements), -1, MXFP8_BLOCK)
+    return torch.ldexp(blocks, matrix.exponents.int().unsqueeze(-1) - 127).flatten(-2)
+
+
+def tiled(exponents_RB: Tensor) -> Tensor:
+    """Factors as cuBLAS reads them: tiles of 128 rows and 4 blocks, in each the rows 0, 32, 64 and 96 first.
+
+    Returns:
+        All of them in one dimension, in E8M0, filled up to whole tiles.
+    """
+    rows, blocks = exponents_RB.shape
+    filled = F.pad(exponents_RB, (0, -blocks % TILE_BLOCKS, 0, -rows % TILE_ROWS))
+    tiles = filled.view(-1, 4, TILE_ROWS // 4, filled.shape[1] // TILE_BLOCKS, TILE_BLOCKS)
+    return tiles.permute(0, 3, 2, 1, 4).flatten().view(torch.float8_e8m0fnu)
+
+
+def _multiply(left: Narrow, right: Narrow, dtype: torch.dtype) -> Tensor:
+    """left [I, K] times right [J, K] on its side: [I, J]."""
+    if not left.elements.is_cuda:
+        return (wide(left) @ wide(right).t()).to(dtype)
+    kind, layout = ScalingType.BlockWise1x32, SwizzleType.SWIZZLE_32_4_4
+    result: Tensor = F.scaled_mm(
+        left.elements,
+        right.elements.t(),
+        tiled(left.exponents),
+        kind,
+        tiled(right.exponents),
+        kind,
+        swizzle_a=layout,
+        swizzle_b=layout,
+        output_dtype=dtype,
+    )
+    return result
+
+
+def _on_side(matrix_RK: Tensor) -> Narrow:
+    """A matrix on its side, cast along its columns, with so many rows that they can be summed over."""
+    missing = -matrix_RK.shape[0] % MXFP8_BLOCK
+    filled = F.pad(matrix_RK, (0, 0, 0, missing)) if missing else matrix_RK
+    return narrow(filled.t().contiguous())
+
+
+@torch._dynamo.allow_in_graph
+class _Product(torch.autograd.Function):
+    """x [M, K], weight [N, K] -> [M, N]."""
+
+    @staticmethod
+    def forward(ctx: Any, x_MK: Tensor, weight_NK: Tensor) -> Tensor:
+        # Not in 8 bits: other layers keep the same activations, and compilers choose what is kept.
+        ctx.save_for_backward(x_MK, weight_NK)
+        return _multiply(narrow(x_MK), narrow(weight_NK), x_MK.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad_MN: Tensor) -> tuple[Tensor | None, Tensor | None]:  # type: ignore[override]
+        x_MK, weight_NK = ctx.saved_tensors
+        dtype, of_x, of_weight = grad_MN.dtype, None, None
+        if ctx.needs_input_grad[0]:
+            of_x = _multiply(narrow(grad_MN), _on_side(weight_NK), dtype)
+        if ctx.needs_input_grad[1]:
+            of_weight = _multiply(_on_side(grad_MN), _on_side(x_MK), dtype)
+        return of_x, of_weight
+
+
+def mxfp8_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """As torch.nn.functional.linear."""
+    # Views are made outside: compiled code may not write over results that are none.
+    rows = _Product.apply(x.flatten(0, -2), weight)
+    result: Tensor = rows.view(*x.shape[:-1], -1)
+    return result if bias is None else result + bias
