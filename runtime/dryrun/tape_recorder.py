@@ -162,8 +162,9 @@ def _tape(samples: Sequence[Sample], every: Sequence[UnitRecordings], structure:
             group,
             partial,
             distributed,
+            split,
         )
-        for place, (name, shape, group, partial, distributed) in enumerate(first.parameters)
+        for place, (name, shape, group, partial, distributed, split) in enumerate(first.parameters)
     )
     return Tape(
         parameters,

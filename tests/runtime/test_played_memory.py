@@ -118,6 +118,13 @@ UNEVEN: dict[str, Any] = {"router": Router(loads=(ExpertLoad(ranks=1, mean=1.2, 
         ),
         # Without FSDP2 the modules' own parameters are the root's.
         ("gbs=4,optimizer=muon,precision=bf16", 0, False, {}),
+        # One head of a rank is a part of the matrix, as others are.
+        (
+            "gbs=2,tp=2,sp=1,cp=2,cp_form=all_to_all,zero=3,offload_activations=1,precision=bf16",
+            0,
+            False,
+            {"mtp": None, "layers": 1, "hidden": 4096, "ffn": 1024, "heads": 4, "vocab": 2048, "seq": 1024},
+        ),
         # So ranks sum their gradients in one buffer.
         ("gbs=2,dp=2,precision=bf16", 0, False, {"hidden": 2048, "seq": 128, "max_positions": 128}),
     ],
