@@ -59,6 +59,9 @@ LARGER = {
 FEWER = {"cp": (7, 5, 13, 11), "keys": LARGER["keys"]}
 """Where each rank's parts of a sequence are operations of their own: graphs of many are slow to make."""
 
+FEW_HEADS = {"keys": (59, 61, 67, 73), "group": (13, 11, 7, 5)}
+"""Where experts have sequences of many tokens, and these have scores."""
+
 FEW_OF_MANY = (11, 13, 5, 7)
 """Context-parallel ranks over the key heads that they repeat, where all scores would be too many to count."""
 
@@ -140,7 +143,12 @@ class Sizes:
         tables: dict[str, tuple[int, ...]] = {**RANKS, **SIDES}
         tables |= LARGER if structure.loop_of_experts else {}
         capped = "attention_softcap" in structure.form
-        tables |= FEWER if structure.context_form == "all_gather" or capped else {}
+        # There sequences are long, and all scores would be too many to count.
+        many = structure.loop_of_experts > 0 and (structure.unfused or capped)
+        # Sinks take a turn of a loop for each rank.
+        fewer = many and structure.context_form == "all_to_all" and "attention_sinks" not in structure.form
+        tables |= FEWER if structure.context_form == "all_gather" or capped or fewer else {}
+        tables |= FEW_HEADS if many else {}
         if structure.repeats_heads:
             # Context-parallel ranks are a multiple of these.
             tables["keys"] = SIDES["keys"]
