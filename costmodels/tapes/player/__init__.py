@@ -21,7 +21,6 @@ from costmodels.tapes.player.setting import KnownSizes, Setting
 from costmodels.tapes.player.stage import Stages
 from costmodels.tapes.player.stage_units import (
     Known,
-    computes_layers_together,
     structures_of_stage,
     units_of,
 )
@@ -83,7 +82,7 @@ def is_playable(model: ModelSpec, layout: Layout, compiled: bool, version: str |
         # Units are recorded with weights in the format that computes, and with tokens that travel at once.
         # What graphs keep is not played.
         return False
-    return layout.schedule not in SPLIT_BACKWARD or not computes_layers_together(layout)
+    return not (compiled and layout.schedule in SPLIT_BACKWARD)
 
 
 def rank_moments(
