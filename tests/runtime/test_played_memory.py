@@ -222,8 +222,10 @@ def test_gradients_that_a_split_backward_leaves_are_added_up_as_backward_comes_t
 def test_layers_that_a_split_backward_computes_again_together_are_played() -> None:
     spec = FURTHER.model_copy(update={"mtp": None, "layers": 8, "hidden": 2048, "vocab": 8000})
     text = "gbs=8,pp=2,vpp=2,schedule=interleaved_zb,recompute=full,recompute_num_layers=2,mbs=2,tp=2,sp=1"
-    errors = compare(spec, parse_layout(text + ",precision=bf16", spec), 1, compiled=False)
+    layout = parse_layout(text + ",precision=bf16", spec)
+    errors = compare(spec, layout, 1, compiled=False)
     assert not errors.misses, errors
+    assert not is_playable(spec.model_copy(update=ROUTED), layout, compiled=False)
 
 
 ALONE = FURTHER.model_copy(update={"name": "alone", "mtp": None, "seq": 1024, "vocab": 8000})

@@ -21,6 +21,7 @@ from costmodels.tapes.player.setting import KnownSizes, Setting
 from costmodels.tapes.player.stage import Stages
 from costmodels.tapes.player.stage_units import (
     Known,
+    computes_layers_together,
     structures_of_stage,
     units_of,
 )
@@ -82,7 +83,11 @@ def is_playable(model: ModelSpec, layout: Layout, compiled: bool, version: str |
         # Units are recorded with weights in the format that computes, and with tokens that travel at once.
         # What graphs keep is not played.
         return False
-    return not (compiled and layout.schedule in SPLIT_BACKWARD)
+    if layout.schedule not in SPLIT_BACKWARD:
+        return True
+    # Backward of experts for gradients of inputs leaves a part of what it has computed again.
+    plain = not (model.experts or model.linear_attention or model.attention_softcap)
+    return not compiled and (plain or not computes_layers_together(layout))
 
 
 def rank_moments(
