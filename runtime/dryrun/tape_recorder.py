@@ -9,7 +9,7 @@ from pathlib import Path
 from unittest.mock import patch
 
 from costmodels.tapes.store import write_tapes
-from costmodels.tapes.structure import Structure
+from costmodels.tapes.structure import LAYERS, Structure
 from costmodels.tapes.tape import (
     Addend,
     Allocation,
@@ -137,7 +137,8 @@ def record_tapes(
 
 
 def _tape(samples: Sequence[Sample], every: Sequence[UnitRecordings], structure: Structure) -> Tape:
-    own = [one.dimensions for one in samples]
+    foreign = foreign_dimensions(structure)
+    own = [{name: n for name, n in one.dimensions.items() if name not in foreign} for one in samples]
     repeats = None
     if not _are_alike(every):
         # Blocks of queries leave nothing behind, of which the last one may be smaller.
@@ -155,7 +156,7 @@ def _tape(samples: Sequence[Sample], every: Sequence[UnitRecordings], structure:
                 raise UnlikeError(f"{samples[0].model.name}: other sizes, other operations")
     recordings = [one.whole for one in every]
     first = recordings[0]
-    primes = [one.primes for one in samples]
+    primes = [{name: n for name, n in one.primes.items() if name not in foreign} for one in samples]
     known: dict[tuple[int, ...], Size] = {}
 
     def size_of(values: tuple[int, ...]) -> Size:
@@ -185,6 +186,12 @@ def _tape(samples: Sequence[Sample], every: Sequence[UnitRecordings], structure:
         _split(every, size_of),
         repeats,
     )
+
+
+def foreign_dimensions(structure: Structure) -> set[str]:
+    """Dimensions that no size of a unit has, which sums would have by chance."""
+    found = {"vocab", "tokens", "positions"} if structure.unit in LAYERS else set[str]()
+    return found | ({"head", "group"} if structure.latent else set())
 
 
 def _are_alike(every: Sequence[UnitRecordings]) -> bool:
