@@ -85,8 +85,11 @@ def is_playable(model: ModelSpec, layout: Layout, compiled: bool, version: str |
         return False
     if layout.schedule not in SPLIT_BACKWARD:
         return True
-    # Backward of experts for gradients of inputs leaves a part of what it has computed again.
-    plain = not (model.experts or model.linear_attention or model.attention_softcap)
+    # Backward of experts for gradients of inputs leaves a part of what it has computed again, and that of
+    # PyTorch before 2.13 computes in another order.
+    plain = parsed_version(version or default_version()) >= (2, 13) and not (
+        model.experts or model.linear_attention or model.attention_softcap
+    )
     return not compiled and (plain or not computes_layers_together(layout))
 
 
