@@ -73,6 +73,8 @@ def record_unit(
     with ExitStack() as stack:
         tracker = Tracker(on_gpu=True)
         if sends_activations:
+            # What is too small to be worth a copy is nothing here, and in samples of some sizes only.
+            stack.enter_context(patch.object(offload, "SMALLEST", 0))
             sends = partial(offload._offload, first=False)
             stack.enter_context(patch.object(offload, "_fetch_before", sends))
         module, run_unit, source = built_unit(stack, tracker, model, layout, unit, compiled)
