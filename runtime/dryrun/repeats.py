@@ -87,8 +87,8 @@ _known: dict[Key, Result | None] = {}
 _eligible: dict[Any, bool] = {}
 """Whether the results of an operator follow from its arguments."""
 
-_copies: dict[Any, bool] = {}
-"""Whether an operator shows its operand or copies it."""
+_shows: dict[Any, bool] = {}
+"""Whether an operator always shows its operand."""
 
 _FAKE = torch._C._TorchDispatchModeKey.FAKE
 
@@ -107,7 +107,7 @@ def call(func: Any, args: Any, kwargs: Any) -> Any:
     key, operands = found
     result = _known.get(key, _UNSEEN)
     if result is _UNSEEN:
-        if func.is_view and len(operands) == 1:
+        if _shows_operand(func) and len(operands) == 1:
             result = _known[key] = _views_of(mode, func, args, kwargs, operands[0])
         else:
             # PyTorch's cache would be no use besides this one.
@@ -127,14 +127,13 @@ def repeats_of_compilers() -> Iterator[None]:
     dispatch: Any = FakeTensorMode._cached_dispatch_impl
 
     def repeating(mode: Any, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
-        is_known = _is_eligible(func) and not _may_copy(func)
-        found = operation_key(mode, func, args, kwargs) if is_known else None
+        found = operation_key(mode, func, args, kwargs) if _is_eligible(func) else None
         if found is None:
             return dispatch(mode, func, types, args, kwargs)
         key, operands = found
         result = _known.get(key, _UNSEEN)
         if result is _UNSEEN:
-            if func.is_view and len(operands) == 1:
+            if _shows_operand(func) and len(operands) == 1:
                 result = _known[key] = _views_of(mode, func, args, kwargs, operands[0])
             else:
                 returned = mode._dispatch_impl(func, types, args, kwargs)
@@ -148,13 +147,14 @@ def repeats_of_compilers() -> Iterator[None]:
         yield
 
 
-def _may_copy(func: Any) -> bool:
-    if func not in _copies:
-        # Those that are made of others, such as casts; autograd takes them apart, compilers call them whole.
+def _shows_operand(func: Any) -> bool:
+    if func not in _shows:
+        # Those that are made of others may copy, as casts and `contiguous` do. Autograd takes them apart, but
+        # wrappers and compilers call them whole.
         composite = torch._C.DispatchKey.CompositeImplicitAutograd
         has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
-        _copies[func] = func.is_view and has_kernel(func.name(), composite)
-    return _copies[func]
+        _shows[func] = func.is_view and not has_kernel(func.name(), composite)
+    return _shows[func]
 
 
 def _is_eligible(func: Any) -> bool:
