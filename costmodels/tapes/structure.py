@@ -307,7 +307,7 @@ def _of_layer(
         one_head=model.heads == layout.tensor_parallel,
     )
     if model.attention_pattern == ("linear",):
-        found = _linear(found, model)
+        found = _linear(found, model, layout.tensor_parallel)
     elif model.latent_attention is not None:
         found = _latent(found, model)
     else:
@@ -362,13 +362,15 @@ def _has_scores(model: ModelSpec) -> bool:
     return model.attention_pattern != ("linear",)
 
 
-def _linear(found: Structure, model: ModelSpec) -> Structure:
+def _linear(found: Structure, model: ModelSpec, ranks: int) -> Structure:
     sizes = model.linear_attention
     assert sizes is not None
     steps = -(-model.seq // sizes.chunk)
     return found._replace(
         grouped_queries=sizes.value_heads > sizes.key_heads,
-        one_head=False,
+        # Compilers make other products of single matrices.
+        one_head=found.compiled and sizes.value_heads == ranks,
+        one_key_head=found.compiled and sizes.key_heads == ranks,
         few_steps=steps if steps < FEWEST_STEPS else 0,
         partial_step=model.seq % sizes.chunk > 0,
     )

@@ -112,6 +112,9 @@ class Parameter(NamedTuple):
     """The gradient of a rank is a part of a sum over tensor-parallel ranks, which FSDP2 makes first."""
     distributed: bool
     """It is a DTensor."""
+    split: tuple[int, ...] | None = None
+    """The sides along which tensor-parallel ranks have parts of it, or those of routed experts; None where a
+    tape does not tell."""
 
 
 class SplitBackward(NamedTuple):

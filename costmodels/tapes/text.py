@@ -78,7 +78,12 @@ def as_json(tape: Tape) -> dict[str, Any]:
 
     return {
         "parameters": [
-            [one.name, [size_text(side) for side in one.shape], one.group, one.partial, one.distributed]
+            [
+                one.name,
+                [size_text(side) for side in one.shape],
+                *one[2:5],
+                *([] if one.split is None else [one.split]),
+            ]
             for one in tape.parameters
         ],
         "forward": [event(one) for one in tape.forward],
@@ -123,8 +128,8 @@ def parsed_tape(data: dict[str, Any]) -> Tape:
 
     return Tape(
         tuple(
-            Parameter(name, tuple(map(parsed_size, shape)), group, partial, distributed)
-            for name, shape, group, partial, distributed in data["parameters"]
+            Parameter(name, tuple(map(parsed_size, shape)), group, partial, distributed, *map(tuple, split))
+            for name, shape, group, partial, distributed, *split in data["parameters"]
         ),
         events(data["forward"]),
         events(data["backward"]),

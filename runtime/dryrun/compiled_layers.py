@@ -32,6 +32,7 @@ from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
 from runtime.dryrun.fake_gpu import cpp_device
+from runtime.dryrun.repeats import repeats_of_compilers
 from runtime.dryrun.tracker import COLLECTIVES, Tracker
 
 SETTINGS = {
@@ -110,13 +111,20 @@ KINDS = (*((name, "norm") for name in NORMS), ("attention", "attention"), ("mlp"
 """Parts of a block by the name of the module that holds them."""
 
 
+class _EveryFile:
+    """Files whose lines are not told."""
+
+    def __contains__(self, name: object) -> bool:
+        return True
+
+
 @contextmanager
 def compiled_layers(tracker: Tracker) -> Iterator[None]:
     """Let `torch.compile` make functions that only make memory, while this lasts."""
     import torch._dynamo
     import torch._functorch.config as functorch_config
     import torch._inductor.config as inductor_config
-    from torch._dynamo import guards
+    from torch._dynamo import guards, output_graph
     from torch._functorch import partitioners
 
     compile, put = torch.compile, torch._prims.device_put
@@ -140,6 +148,8 @@ def compiled_layers(tracker: Tracker) -> Iterator[None]:
     with ExitStack() as stack:
         stack.enter_context(inductor_config.patch(SETTINGS))
         stack.enter_context(functorch_config.patch({"enable_autograd_cache": False}))
+        # Every node has the lines of the model that it comes from, with marks below them, for errors.
+        stack.enter_context(patch.object(output_graph, "uninteresting_files", _EveryFile))
         # Graphs are printed for a log that nobody keeps.
         stack.enter_context(patch.object(fx.GraphModule, "print_readable", lambda *_, **__: ""))
         # Would time guards, for the same log, on caches that it empties.
@@ -152,6 +162,7 @@ def compiled_layers(tracker: Tracker) -> Iterator[None]:
                 partitioners, "functionalize_rng_ops", lambda _, forward, backward, *rest: (forward, backward)
             )
         )
+        stack.enter_context(repeats_of_compilers())
         torch._dynamo.reset()
         yield
         torch._dynamo.reset()

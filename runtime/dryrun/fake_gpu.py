@@ -30,8 +30,9 @@ MOST_OPERATIONS = 20_000
 
 def cpp_device(device: Any) -> Any:
     """The device that C++ should see for another; anything else as it is."""
-    kind = device.type if isinstance(device, torch.device) else device
-    return CPP_DEVICE if isinstance(kind, str) and kind.partition(":")[0] == GPU.type else device
+    if isinstance(device, torch.device):
+        return CPP_DEVICE if device.type == "cuda" else device
+    return CPP_DEVICE if isinstance(device, str) and device.partition(":")[0] == "cuda" else device
 
 
 def kernel_device(device: Any) -> Any:

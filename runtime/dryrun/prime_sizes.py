@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from itertools import count
 
 from costmodels.layers.shapes import CHUNK_TOKENS, PEAK_LOAD
@@ -58,6 +58,9 @@ LARGER = {
 
 FEWER = {"cp": (7, 5, 13, 11), "keys": LARGER["keys"]}
 """Where each rank's parts of a sequence are operations of their own: graphs of many are slow to make."""
+
+FEW_HEADS = {"keys": (59, 61, 67, 73), "group": (13, 11, 7, 5)}
+"""Where experts have sequences of many tokens, and these have scores."""
 
 FEW_OF_MANY = (11, 13, 5, 7)
 """Context-parallel ranks over the key heads that they repeat, where all scores would be too many to count."""
@@ -140,7 +143,12 @@ class Sizes:
         tables: dict[str, tuple[int, ...]] = {**RANKS, **SIDES}
         tables |= LARGER if structure.loop_of_experts else {}
         capped = "attention_softcap" in structure.form
-        tables |= FEWER if structure.context_form == "all_gather" or capped else {}
+        # There sequences are long, and all scores would be too many to count.
+        many = structure.loop_of_experts > 0 and (structure.unfused or capped)
+        # Sinks take a turn of a loop for each rank.
+        fewer = many and structure.context_form == "all_to_all" and "attention_sinks" not in structure.form
+        tables |= FEWER if structure.context_form == "all_gather" or capped or fewer else {}
+        tables |= FEW_HEADS if many else {}
         if structure.repeats_heads:
             # Context-parallel ranks are a multiple of these.
             tables["keys"] = SIDES["keys"]
@@ -354,13 +362,25 @@ class Sizes:
     def _step_rows(self, chunks: int) -> int:
         """The length of sequences that linear attention goes through in a prime number of steps, of rows that
         are a prime over those that have to be together."""
-        rows = self.primes["step"] = self.primes.pop("seq")
-        few, self.step = self.structure.few_steps, chunks * rows
-        steps = few or self.chosen.fresh("steps", STEPS[self.number])
-        if not self.structure.partial_step:
-            return steps * self.step
-        least = steps * rows - rows // 2 if few else steps * (rows - 1)
-        return chunks * self.chosen.fresh("seq", least + self.number + 1)
+        first = self.primes.pop("seq")
+        steps = self.structure.few_steps or self.chosen.fresh("steps", STEPS[self.number])
+        for rows in range(first, LONGEST):
+            if not self._is_own(rows) or (rows != first and not self.chosen.is_free(rows)):
+                continue
+            whole = steps * rows
+            for length in self._partial_lengths(steps, rows) if self.structure.partial_step else (whole,):
+                if not self._is_even(length * chunks):
+                    continue
+                self.primes |= {"step": rows} | ({"seq": length} if length < whole else {})
+                self.chosen.taken |= {*self.primes.values()}
+                self.step = chunks * rows
+                return length * chunks
+        raise ValueError(f"{self.structure.name}: no sample has experts with equal numbers of rows")
+
+    def _partial_lengths(self, steps: int, rows: int) -> Iterator[int]:
+        """Primes of tokens whose last one of so many steps is a partial one, of a large part of its rows."""
+        least = steps * rows - (rows // 2 if self.structure.few_steps else steps)
+        return filter(self.chosen.is_free, range(least + self.number + 1, steps * rows))
 
     def vocabulary(self) -> int:
         """Entries of a tokenizer, of which each tensor-parallel rank has `entries`, padding included."""

@@ -24,6 +24,7 @@ class RecordedParameter(NamedTuple):
     group: str
     partial: bool
     distributed: bool
+    split: tuple[int, ...] = ()
 
 
 @dataclass

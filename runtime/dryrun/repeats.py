@@ -4,13 +4,16 @@ A training step runs few different operations many times: those of all layers an
 What an operation returns follows from the shapes, strides, formats and devices of its operands and from its
 other arguments. It is noted here the first time; after that, fake tensors of the same kind are made several
 times faster than `FakeTensorMode` makes them from its own cache, which heeds much that the runtime's tensors
-never have (symbolic sizes, sparse layouts, constants).
+never have (symbolic sizes, sparse layouts, constants). Compilers ask for the same operations again and again
+while they follow a layer, take it apart and derive its backward: they are answered from here too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -84,6 +87,9 @@ _known: dict[Key, Result | None] = {}
 _eligible: dict[Any, bool] = {}
 """Whether the results of an operator follow from its arguments."""
 
+_shows: dict[Any, bool] = {}
+"""Whether an operator always shows its operand."""
+
 _FAKE = torch._C._TorchDispatchModeKey.FAKE
 
 
@@ -101,7 +107,7 @@ def call(func: Any, args: Any, kwargs: Any) -> Any:
     key, operands = found
     result = _known.get(key, _UNSEEN)
     if result is _UNSEEN:
-        if func.is_view and len(operands) == 1:
+        if _shows_operand(func) and len(operands) == 1:
             result = _known[key] = _views_of(mode, func, args, kwargs, operands[0])
         else:
             # PyTorch's cache would be no use besides this one.
@@ -113,6 +119,42 @@ def call(func: Any, args: Any, kwargs: Any) -> Any:
             learn(mode, key, operands, returned)
             return returned
     return func(*args, **kwargs) if result is None else repeat(mode, result, operands)
+
+
+@contextmanager
+def repeats_of_compilers() -> Iterator[None]:
+    """Let the fake modes of compilers repeat operations too, instead of PyTorch's cache, while this lasts."""
+    dispatch: Any = FakeTensorMode._cached_dispatch_impl
+
+    def repeating(mode: Any, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        found = operation_key(mode, func, args, kwargs) if _is_eligible(func) else None
+        if found is None:
+            return dispatch(mode, func, types, args, kwargs)
+        key, operands = found
+        result = _known.get(key, _UNSEEN)
+        if result is _UNSEEN:
+            if _shows_operand(func) and len(operands) == 1:
+                result = _known[key] = _views_of(mode, func, args, kwargs, operands[0])
+            else:
+                returned = mode._dispatch_impl(func, types, args, kwargs)
+                learn(mode, key, operands, returned)
+                return returned
+        if result is None:
+            return mode._dispatch_impl(func, types, args, kwargs)
+        return repeat(mode, result, operands)
+
+    with patch.object(FakeTensorMode, "_cached_dispatch_impl", repeating):
+        yield
+
+
+def _shows_operand(func: Any) -> bool:
+    if func not in _shows:
+        # Those that are made of others may copy, as casts and `contiguous` do. Autograd takes them apart, but
+        # wrappers and compilers call them whole.
+        composite = torch._C.DispatchKey.CompositeImplicitAutograd
+        has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+        _shows[func] = func.is_view and not has_kernel(func.name(), composite)
+    return _shows[func]
 
 
 def _is_eligible(func: Any) -> bool:
@@ -168,7 +210,10 @@ def learn(mode: FakeTensorMode, key: Key, operands: Sequence[Tensor], result: An
 def repeat(mode: FakeTensorMode, result: Result, operands: Sequence[Tensor]) -> Any:
     """The tensors of an operation that has once returned `result`."""
     made = [_make(mode, part, operands) if isinstance(part, ResultTensor) else part for part in result.parts]
-    return made[0] if result.kind is None else result.kind(made)
+    if result.kind is None:
+        return made[0]
+    # Python's forms of operators return named tuples.
+    return getattr(result.kind, "_make", result.kind)(made)
 
 
 def _make(mode: FakeTensorMode, made: ResultTensor, operands: Sequence[Tensor]) -> Tensor:

@@ -18,7 +18,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor, nn
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
 from costmodels import Layout, ModelSpec
 from costmodels.tapes.structure import Unit
@@ -73,6 +73,8 @@ def record_unit(
     with ExitStack() as stack:
         tracker = Tracker(on_gpu=True)
         if sends_activations:
+            # What is too small to be worth a copy is nothing here, and in samples of some sizes only.
+            stack.enter_context(patch.object(offload, "SMALLEST", 0))
             sends = partial(offload._offload, first=False)
             stack.enter_context(patch.object(offload, "_fetch_before", sends))
         module, run_unit, source = built_unit(stack, tracker, model, layout, unit, compiled)
@@ -325,7 +327,8 @@ class _Recorder:
             partial_sum = isinstance(gradient, DTensor) and any(p.is_partial() for p in gradient.placements)
         local = local_part(parameter.detach())
         group = self.groups.get(id(parameter), LAYER)
-        return RecordedParameter(name, tuple(local.shape), group, partial_sum, isinstance(parameter, DTensor))
+        split = _split_sides(parameter) if isinstance(parameter, DTensor) else None
+        return RecordedParameter(name, tuple(local.shape), group, partial_sum, split is not None, split or ())
 
 
 def _with_end(inner: Recording, end: Recording) -> Recording:
@@ -336,6 +339,16 @@ def _with_end(inner: Recording, end: Recording) -> Recording:
         raise UnlikeError("the last unit of a stage does other things than those before it")
     ends: list[Change] = [("mark", -1, 0, ENDS), *more] if more else []
     return replace(end, backward=[*inner.backward, *ends])
+
+
+def _split_sides(parameter: DTensor) -> tuple[int, ...]:
+    """The sides along which tensor-parallel ranks have parts of a parameter, or those of routed experts."""
+    meshes = parameter.device_mesh.mesh_dim_names or ()
+    return tuple(
+        one.dim
+        for one, mesh in zip(parameter.placements, meshes, strict=True)
+        if isinstance(one, Shard) and mesh != "ep"
+    )
 
 
 def _clear_last_call() -> None:

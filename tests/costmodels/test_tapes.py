@@ -175,6 +175,13 @@ def test_structures_tell_how_a_sequence_comes_out_in_steps(
     assert {name: getattr(found, name) for name in told} == told
 
 
+@pytest.mark.parametrize(("ranks", "compiled", "one"), [(4, True, True), (2, True, False), (4, False, False)])
+def test_compiled_linear_attention_of_one_key_head_is_apart(ranks: int, compiled: bool, one: bool) -> None:
+    layout = Layout(layers_per_stage=(4,), global_batch_size=1, precision="bf16", tensor_parallel=ranks)
+    found = structure_of(LINEAR, layout, "dense", compiled)
+    assert (found.one_head, found.one_key_head) == (False, one)
+
+
 def test_a_sequence_of_fewer_steps_than_are_always_there_is_refused() -> None:
     with pytest.raises(ValueError, match="at least 1 steps"):
         unrolled(LOOPED, 0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any
 from unittest.mock import patch
 
@@ -12,7 +13,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from costmodels import ModelSpec
-from runtime.dryrun import repeats
+from runtime.dryrun import compiled_layers, repeats
 from runtime.dryrun.run import trace
 from tests.support.layouts import layout_of
 
@@ -24,6 +25,7 @@ OPERATIONS: dict[str, Callable[[Tensor, Tensor], tuple[Any, tuple[Any, ...]]]] =
     "slice": lambda x, _: (aten.slice.Tensor, (x, 1, 1, 3)),
     "split": lambda x, _: (aten.split.Tensor, (x, 2, 1)),
     "detach of a view": lambda x, _: (aten.detach.default, (x[1:].transpose(0, 1),)),
+    "copy of a view": lambda x, _: (aten.contiguous.default, (x.transpose(0, 2),)),
     "expand": lambda x, _: (aten.expand.default, (x[:, :1], [2, 5, 4])),
     "product": lambda x, y: (aten.bmm.default, (x, y)),
     "whole number": lambda x, _: (aten.mul.Scalar, (x.long(), 2)),
@@ -54,13 +56,20 @@ def tensors_of(result: Any) -> list[Tensor]:
     return list(result) if isinstance(result, (list, tuple)) else [result]
 
 
+def asked_by_compilers(func: Any, args: Any, kwargs: Any) -> Any:
+    """The result of an operation as compilers ask for it."""
+    with repeats.repeats_of_compilers():
+        return func(*args, **kwargs)
+
+
+@pytest.mark.parametrize("ask", [repeats.call, asked_by_compilers])
 @pytest.mark.parametrize("name", OPERATIONS)
-def test_repeated_results_are_alike(name: str, fresh: FakeTensorMode) -> None:
+def test_repeated_results_are_alike(name: str, ask: Any, fresh: FakeTensorMode) -> None:
     for _ in range(3):
         x, y = torch.empty(2, 3, 4), torch.empty(2, 4, 3)
         func, args = OPERATIONS[name](x, y)
         expected = func(*args)
-        found = repeats.call(func, args, {})
+        found = ask(func, args, {})
         assert type(found) is type(expected)
         for one, other in zip(tensors_of(found), tensors_of(expected), strict=True):
             assert kept(one) == kept(other)
@@ -70,7 +79,16 @@ def test_repeated_results_are_alike(name: str, fresh: FakeTensorMode) -> None:
             ]
             assert shares[0] == shares[1]
             assert (one is x) == (other is x)
+    assert repeats._known
     assert list(repeats._known.values()).count(None) == 0
+
+
+def test_named_results_keep_their_names(fresh: FakeTensorMode) -> None:
+    x = torch.empty(2, 3)
+    for _ in range(2):
+        with repeats.repeats_of_compilers():
+            found = torch._refs.native_layer_norm(x, [3], None, None, 1e-5)
+        assert [part.shape for part in found] == [(2, 3), (2, 1), (2, 1)]
 
 
 def test_operands_that_are_one_are_not_taken_for_two(fresh: FakeTensorMode) -> None:
@@ -138,6 +156,9 @@ def test_repeats_change_no_byte(name: str) -> None:
     spec = ModelSpec.model_validate({"name": "llama", **LLAMA, **GATED, **model})
     layout = layout_of(spec, global_batch_size=4, **fields)
     found = trace(spec, layout, compiled=compiled)
-    with patch.object(repeats, "call", lambda func, args, kwargs: func(*args, **kwargs)):
+    with (
+        patch.object(repeats, "call", lambda func, args, kwargs: func(*args, **kwargs)),
+        patch.object(compiled_layers, "repeats_of_compilers", nullcontext),
+    ):
         expected = trace(spec, layout, compiled=compiled)
     assert found == expected

@@ -118,6 +118,13 @@ UNEVEN: dict[str, Any] = {"router": Router(loads=(ExpertLoad(ranks=1, mean=1.2, 
         ),
         # Without FSDP2 the modules' own parameters are the root's.
         ("gbs=4,optimizer=muon,precision=bf16", 0, False, {}),
+        # One head of a rank is a part of the matrix, as others are.
+        (
+            "gbs=2,tp=2,sp=1,cp=2,cp_form=all_to_all,zero=3,offload_activations=1,precision=bf16",
+            0,
+            False,
+            {"mtp": None, "layers": 1, "hidden": 4096, "ffn": 1024, "heads": 4, "vocab": 2048, "seq": 1024},
+        ),
         # So ranks sum their gradients in one buffer.
         ("gbs=2,dp=2,precision=bf16", 0, False, {"hidden": 2048, "seq": 128, "max_positions": 128}),
     ],
@@ -143,6 +150,13 @@ LINEAR: dict[str, Any] = {
         kind="gated_delta", key_heads=4, value_heads=8, key_dim=64, value_dim=96
     ),
 }
+UNGROUPED: dict[str, Any] = {
+    "layers": 2,
+    "attention_pattern": ("linear",),
+    "linear_attention": LinearAttention(
+        kind="gated_delta", key_heads=4, value_heads=4, key_dim=64, value_dim=96
+    ),
+}
 CAPPED: dict[str, Any] = {
     "mtp": None,
     "attention_pattern": ("window", "full"),
@@ -158,6 +172,8 @@ CAPPED: dict[str, Any] = {
         ("gbs=4,dp=2,zero=3,recompute=full,precision=bf16", 0, True, LINEAR),
         ("gbs=4,pp=2,tp=2,sp=1,mbs=2,precision=bf16", 0, False, LINEAR),
         ("gbs=4,dp=2,zero=1,precision=bf16", 0, False, LINEAR | {"seq": 2000, "max_positions": 2000}),
+        # What a step keeps of few heads is too small to be sent.
+        ("gbs=4,offload_activations=1,precision=bf16", 0, False, LINEAR | UNGROUPED),
         ("gbs=4,dp=2,zero=3,recompute=full,precision=bf16", 0, False, CAPPED),
         ("gbs=4,dp=2,zero=1,precision=bf16", 0, True, CAPPED),
         # Few steps, the last of them smaller.
@@ -214,6 +230,17 @@ def test_gradients_that_a_split_backward_leaves_are_added_up_as_backward_comes_t
     text = "gbs=8,dp=4,pp=2,vpp=2,schedule=interleaved_zb,optimizer=sgd,precision=bf16"
     errors = compare(spec, parse_layout(text, spec), 1, compiled=False)
     assert not errors.misses, errors
+
+
+@pytest.mark.slow
+def test_layers_that_a_split_backward_computes_again_together_are_played() -> None:
+    spec = FURTHER.model_copy(update={"mtp": None, "layers": 8, "hidden": 2048, "vocab": 8000})
+    text = "gbs=8,pp=2,vpp=2,schedule=interleaved_zb,recompute=full,recompute_num_layers=2,mbs=2,tp=2,sp=1"
+    layout = parse_layout(text + ",precision=bf16", spec)
+    assert not is_playable(spec.model_copy(update=ROUTED), layout, compiled=False)
+    if is_playable(spec, layout, compiled=False):
+        errors = compare(spec, layout, 1, compiled=False)
+        assert not errors.misses, errors
 
 
 ALONE = FURTHER.model_copy(update={"name": "alone", "mtp": None, "seq": 1024, "vocab": 8000})

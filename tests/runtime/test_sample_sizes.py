@@ -61,6 +61,19 @@ FLOAT8_LATENT = Structure(
 
 LINEAR = Structure("dense", "bf16", norm="rmsnorm", grouped_queries=True, form=("attention=linear",))
 
+STEPS_OF_EXPERTS = EXPERTS._replace(
+    precision="bf16",
+    unfused=False,
+    grouped_queries=True,
+    expert_parallel=True,
+    expert_tensor_parallel=True,
+    expert_ranks=2,
+    loop_choices=(1, 1, 1),
+    one_choice=True,
+    limited="part",
+    form=("attention=linear",),
+)
+
 CAPPED = Structure("dense", "bf16", norm="rmsnorm", form=("attention=window", "attention_softcap"))
 
 
@@ -71,6 +84,10 @@ CAPPED = Structure("dense", "bf16", norm="rmsnorm", form=("attention=window", "a
         EXPERTS._replace(expert_parallel=True, loop_choices=(1, 1, 1), one_choice=True, limited="part"),
         EXPERTS._replace(expert_parallel=True, loop_choices=(1, 1, 1), one_choice=True, limited="full"),
         EXPERTS._replace(loop_choices=(1, 1, 1), one_choice=True, limited="part", several=True),
+        # The same of sequences that are a number of steps, the last of them whole or not.
+        STEPS_OF_EXPERTS,
+        STEPS_OF_EXPERTS._replace(partial_step=True),
+        STEPS_OF_EXPERTS._replace(partial_step=True, few_steps=2, expert_parallel=False, expert_ranks=1),
         # So many rows that the loss of layers alone would be in more chunks.
         HEAD._replace(
             further_experts=True,
@@ -101,31 +118,53 @@ CAPPED = Structure("dense", "bf16", norm="rmsnorm", form=("attention=window", "a
         FLOAT8_LATENT._replace(longer_heads="values", tensor_parallel=True),
     ],
     ids=[
-        *("part", "full", "part-of-one-rank", "chunks-of-experts", "chunks-of-parts", "fp8-shared-heads"),
+        *("part", "full", "part-of-one-rank", "part-of-steps", "part-of-partial-steps", "part-of-few-steps"),
+        *("chunks-of-experts", "chunks-of-parts", "fp8-shared-heads"),
         *("fp8-heads", "fp8-odd-heads", "three-steps", "part-of-a-step"),
         *("smaller-block", "smaller-blocks", "short-window", "fp8-smaller-block"),
         *("one-block", "repeated-keys", "fp8-keys", "fp8-values"),
     ],
 )
 def test_a_structure_with_narrow_demands_has_samples(structure: Structure) -> None:
-    lengths = {sample(structure, number).dimensions["seq"] for number in range(SAMPLES)}
-    assert len(lengths) == SAMPLES
+    every = [sample(structure, number).dimensions for number in range(SAMPLES)]
+    assert len({own["seq"] for own in every}) == SAMPLES
+    if structure.loop_of_experts:
+        # Experts have equal numbers of rows.
+        rows = [own["arrived"] * (own["etp"] if structure.expert_parallel else 1) for own in every]
+        assert not any(count % structure.loop_of_experts for count in rows)
 
 
-def test_scores_of_repeated_key_heads_can_be_counted() -> None:
-    structure = EXPERTS._replace(
-        several=True,
-        grouped_queries=True,
-        one_key_head=True,
-        context_form="all_to_all",
-        repeats_heads=True,
-        expert_parallel=True,
-        loop_choices=(4, 1, 1),
-        form=("attention=window",),
-    )
+MANY_SCORES = EXPERTS._replace(several=True, grouped_queries=True, loop_choices=(4, 1, 1))
+
+
+@pytest.mark.parametrize(
+    "structure",
+    [
+        MANY_SCORES._replace(
+            one_key_head=True,
+            context_form="all_to_all",
+            repeats_heads=True,
+            expert_parallel=True,
+            form=("attention=window",),
+        ),
+        MANY_SCORES._replace(
+            tensor_parallel=False, context_form="all_to_all", loop_of_experts=16, form=("attention=window",)
+        ),
+        # A block of queries at a time.
+        MANY_SCORES._replace(
+            tensor_parallel=False,
+            context_form="all_gather",
+            expert_parallel=True,
+            loop_of_experts=2,
+            limited="full",
+            form=CAPPED.form,
+        ),
+    ],
+    ids=["repeated-keys", "exchanged-heads", "blocks"],
+)
+def test_scores_can_be_counted(structure: Structure) -> None:
     for number in range(SAMPLES):
-        model, layout, *_ = sample(structure, number)
-        assert score_bytes(model, layout) < MOST_BYTES
+        assert score_bytes(sample(structure, number)) < MOST_BYTES
 
 
 @pytest.mark.parametrize("longer", ["keys", "values", ""])

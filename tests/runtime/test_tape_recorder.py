@@ -8,7 +8,7 @@ import pytest
 
 from costmodels import Layout, ModelSpec
 from costmodels.tapes.dimensions import dimensions
-from costmodels.tapes.structure import Unit, structure_of
+from costmodels.tapes.structure import Structure, Unit, structure_of
 from costmodels.tapes.tape import (
     INPUT,
     OUTPUT,
@@ -23,7 +23,7 @@ from costmodels.tapes.tape import (
 )
 from runtime.dryrun.loops import collapsed, rolled
 from runtime.dryrun.recording import Change, Recording
-from runtime.dryrun.tape_recorder import recorded_tape
+from runtime.dryrun.tape_recorder import foreign_dimensions, recorded_tape
 from runtime.dryrun.unit_recorder import record_unit
 from tests.support.models import LLAMA
 
@@ -114,6 +114,12 @@ def test_tapes_of_experts_and_latents(model: ModelSpec, unit: Unit, fields: dict
     assert bytes_of_tape(tape, model, layout) == recorded
     marks = [event.name for event in (*tape.forward, *tape.backward) if isinstance(event, Mark)]
     assert marks.count("experts_backward_end") == (unit == "experts")
+
+
+def test_sizes_of_layers_are_no_sums_of_what_only_others_have() -> None:
+    latent, head = Structure("dense", "fp8", norm="rmsnorm", latent=True), Structure("head", "bf16")
+    assert {"vocab", "positions", "head"} <= foreign_dimensions(latent)
+    assert not foreign_dimensions(head)
 
 
 def test_every_parameter_gets_its_gradient_once() -> None:

@@ -281,6 +281,8 @@ def record(model: ModelSpec, layout: Layout, compiled: bool) -> None:
             store.remember_tapes({structure: recorded_tape(structure, splits)}, version)
         except (UnlikeError, UnknownSizeError, ValueError) as error:
             raise UnknownError(f"{structure.name}: {error}") from error
+    if not player.plays(model, layout, compiled, version):
+        raise UnknownError(f"{layout.describe()}: its layers are not played together")
 
 
 def compare(model: ModelSpec, layout: Layout, rank: int, compiled: bool = False) -> Errors:

@@ -18,6 +18,7 @@ from costmodels.spec.table import Floats, LayoutTable
 from costmodels.spec.untrained import untrained_parts
 from costmodels.tapes.player.heap import CATEGORIES, Moment
 from costmodels.tapes.player.setting import KnownSizes, Setting
+from costmodels.tapes.player.split_layers import UnalignedError
 from costmodels.tapes.player.stage import Stages
 from costmodels.tapes.player.stage_units import (
     Known,
@@ -70,7 +71,16 @@ def _is_known(structure: Structure, version: str, splits: bool) -> bool:
 
 def plays(model: ModelSpec, layout: Layout, compiled: bool, version: str | None = None) -> bool:
     """Whether the memory of a layout is known: there are tapes of all its units, and of their passes."""
-    return is_playable(model, layout, compiled, version) and not missing(model, layout, compiled, version)
+    if not is_playable(model, layout, compiled, version) or missing(model, layout, compiled, version):
+        return False
+    if layout.schedule in SPLIT_BACKWARD and computes_layers_together(layout):
+        version, known = version or default_version(), Known()
+        try:
+            for stage in range(len(layout.layers_per_stage)):
+                units_of(model, layout, stage, compiled, version, known)
+        except UnalignedError:
+            return False
+    return True
 
 
 def is_playable(model: ModelSpec, layout: Layout, compiled: bool, version: str | None = None) -> bool:
@@ -83,7 +93,14 @@ def is_playable(model: ModelSpec, layout: Layout, compiled: bool, version: str |
         # Units are recorded with weights in the format that computes, and with tokens that travel at once.
         # What graphs keep is not played, and no sizes tell how factors of 32 elements fill their tiles.
         return False
-    return layout.schedule not in SPLIT_BACKWARD or not computes_layers_together(layout)
+    if layout.schedule not in SPLIT_BACKWARD:
+        return True
+    # Backward of experts for gradients of inputs leaves a part of what it has computed again, and that of
+    # PyTorch before 2.13 computes in another order.
+    plain = parsed_version(version or default_version()) >= (2, 13) and not (
+        model.experts or model.linear_attention or model.attention_softcap
+    )
+    return not compiled and (plain or not computes_layers_together(layout))
 
 
 def rank_moments(

@@ -67,7 +67,7 @@ class Setting:
 
     def parts(self, tape: Tape, one: Played, group: str, is_layer: bool) -> list[Part]:
         """The parameters of a group of a unit."""
-        own, whole = (parameters_of(tape, sizes) for sizes in (self.sizes, self.whole))
+        own, whole = self._parameters(tape)
         made = [
             storage._replace(size=cast.size) if cast is not None and cast.always and storage.size else storage
             for storage, cast in zip(one.gradients, map(self.casts(tape).get, range(len(own))), strict=True)
@@ -84,9 +84,22 @@ class Setting:
         if not (self.wraps and self.ways.casts_gradients):
             return {}
         if id(tape) not in self.known_casts:
-            own, whole = (parameters_of(tape, sizes) for sizes in (self.sizes, self.whole))
+            own, whole = self._parameters(tape)
             self.known_casts[id(tape)] = casts_of(tape, own, whole, self.policies, self.layout)
         return self.known_casts[id(tape)]
+
+    def _parameters(self, tape: Tape) -> tuple[list[Parameter], list[Parameter]]:
+        """The parameters of a unit, and the same where no matrix is split."""
+        own, whole = (parameters_of(tape, sizes) for sizes in (self.sizes, self.whole))
+        ranks = self.layout.tensor_parallel, self.layout.expert_tensor_parallel
+        for number, known in enumerate(tape.parameters):
+            # Symbols do not tell one head from the part of a rank that has one.
+            if known.split is not None:
+                sides = list(own[number].sides)
+                for side in known.split:
+                    sides[side] *= ranks[own[number].is_expert]
+                whole[number] = own[number]._replace(sides=tuple(sides))
+        return own, whole
 
     def bundle_of(self, parts: Sequence[Part], experts: bool) -> Bundle:
         """Parameters that are wrapped together."""

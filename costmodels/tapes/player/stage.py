@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from functools import partial
 
 from costmodels.spec.layout import SPLIT_BACKWARD
@@ -284,15 +284,15 @@ class Stage:
                 self.root.pre_backward()
             if place.group is not None:
                 place.group.pre_backward()
-            assert place.played.split is not None
-            steps = place.played.split.inputs
+            if place.again is None:
+                self._compute_again(place)
+            steps = _split(place).inputs
             self._play(place, steps[: _end(steps)])
             if place.group is not None:
                 place.group.post_backward(is_last=False, reshards=False)
         self._finish()
         last = self.places[-1]
-        assert last.played.split is not None
-        steps = last.played.split.inputs
+        steps = _split(last).inputs
         self._play(last, steps[_end(steps) :])
         self.makes_gradients = True
         heap.enter(label)
@@ -304,32 +304,52 @@ class Stage:
     def _weights(self) -> None:
         heap, label = self.heap, self.heap.label
         heap.enter("backward")
-        forgotten: tuple[Step, ...] = ()
+        forgotten: list[tuple[Step, ...]] = []
+        for together in self._together():
+            parts: list[tuple[Step, ...]] = []
+            for place in together:
+                steps = self._apart(place)
+                start = steps.index(FORGETS) if FORGETS in steps else 0
+                if place.again is not None:
+                    self._enter_layer(place)
+                self._play_spans(steps[:start])
+                if place.again is not None:
+                    self._end_of_root()
+                parts.append(steps[start:])
+            if FORGETS in parts[-1]:
+                self._play_spans(*forgotten)
+                forgotten.clear()
+            for place, steps in zip(together, parts, strict=True):
+                group = place.group or self.root
+                self._play_spans(steps)
+                if self._ends_root(place):
+                    for each in self.groups:
+                        each.post_backward(is_last=False, reshards=False)
+                for one in (group, place.experts):
+                    if one is not None:
+                        one.come("casts" if one.casts else "makes")
+            self._play_spans(*forgotten)
+            forgotten = [_split(place).forgotten for place in together]
+        self._play_spans(*forgotten)
         for place in self.places:
-            group, split = place.group or self.root, place.played.split
-            assert split is not None
-            # Its graph begins at the output of the module, where the root has a hook: what was there of
-            # gradients is converted before these are added.
-            ends_root = place.kind == "head" and group.wraps
-            for step in self._apart(split, group, ends_root):
-                if step == FORGETS:
-                    self._play(place, forgotten)
-                    forgotten = ()
-                elif not isinstance(step, str):
-                    heap.play(step)
-            if ends_root:
-                for each in self.groups:
-                    each.post_backward(is_last=False, reshards=False)
-            for one in (group, place.experts):
-                if one is not None:
-                    one.come("casts" if one.casts else "makes")
-            self._play(place, forgotten)
-            forgotten = split.forgotten
-        self._play(self.places[-1], forgotten)
-        for place in self.places:
-            assert place.played.split is not None
-            self._play(place, place.played.split.rest)
+            self._play(place, _split(place).rest)
         heap.enter(label)
+
+    def _together(self) -> Iterator[list[Place]]:
+        """Layers that are computed again together, and the other units one by one."""
+        found: list[Place] = []
+        for place in self.places:
+            found.append(place)
+            if place.again is None:
+                yield found
+                found = []
+
+    def _play_spans(self, *passes: tuple[Step, ...]) -> None:
+        """Play what happens between marks."""
+        for steps in passes:
+            for step in steps:
+                if not isinstance(step, str):
+                    self.heap.play(step)
 
     def add_up(self) -> None:
         """Add up the gradients that `weights` has made, as backward would come to them
@@ -337,8 +357,14 @@ class Stage:
         for group in reversed(self.groups):
             group.add_up()
 
-    def _apart(self, split: PlayedSplit, group: Group, ends_root: bool) -> tuple[Step, ...]:
+    def _ends_root(self, place: Place) -> bool:
+        """Whether the root has a hook where the gradients of a unit's weights are done: their graph begins at
+        the output of its module. What was there of gradients is converted before these are added."""
+        return place.kind == "head" and self.root.wraps
+
+    def _apart(self, place: Place) -> tuple[Step, ...]:
         """The gradients of weights of a unit."""
+        group, split, ends_root = place.group or self.root, _split(place), self._ends_root(place)
         if group.casts and group.has_sums:
             # No hook of a layer's comes before, only that of the root.
             return split.weights if ends_root else split.cast_weights
@@ -412,6 +438,13 @@ class Stage:
 def _end(steps: Sequence[Step]) -> int:
     """Where what ends with a stage's output does."""
     return steps.index(ENDS) if ENDS in steps else len(steps)
+
+
+def _split(place: Place) -> PlayedSplit:
+    """Backward of a unit in two passes."""
+    found = (place.again or place.played).split
+    assert found is not None
+    return found
 
 
 def _inner_groups(tape: Tape) -> list[str]:

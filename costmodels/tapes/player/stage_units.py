@@ -2,11 +2,12 @@
 
 from typing import NamedTuple
 
-from costmodels.spec.layout import Layout
+from costmodels.spec.layout import SPLIT_BACKWARD, Layout
 from costmodels.spec.model import ModelSpec
 from costmodels.tapes.dimensions import dimensions
 from costmodels.tapes.player.chain import Unit
 from costmodels.tapes.player.repeated_layers import holding_input, repeated
+from costmodels.tapes.player.split_layers import split_together, with_brief_input
 from costmodels.tapes.store import tape_of, tape_of_steps
 from costmodels.tapes.structure import LAYERS, Structure, UnitKind, structure_of, units_of_stage
 from costmodels.tapes.tape import Tape
@@ -108,12 +109,18 @@ def units_of(
     kinds = tuple(units_of_stage(model, layout, stage))
     if kinds in known.units:
         return known.units[kinds]
+    splits = layout.schedule in SPLIT_BACKWARD and computes_layers_together(layout)
     found: list[Unit] = []
     for wanted in structures_of_stage(model, layout, stage, compiled, known):
         tape = _known_tape(wanted.structure, model, layout, version)
         plain = None if wanted.plain is None else _known_tape(wanted.plain, model, layout, version)
         if wanted.repeats and plain is not None and wanted.is_first:
             plain = holding_input(plain)
+        if splits and wanted.structure.unit in LAYERS:
+            if plain is not None:
+                plain = split_together(tape, plain, wanted.is_first)
+            elif not wanted.is_first:
+                tape = with_brief_input(tape)
         found.append(Unit(wanted.structure.unit, repeated(tape) if wanted.repeats else tape, plain))
     known.units[kinds] = found
     return found
