@@ -93,6 +93,13 @@ def test_losses_follow_those_of_16_bits(pool: WorkerPool, text: str) -> None:
     assert 1e-5 < relative_difference(losses[0], expected[0]) < 2e-2
 
 
-def test_other_devices_are_refused() -> None:
+def test_other_devices_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(InputError, match=r"precision mxfp8: device cpu has no mxfp8 matrix products; pin"):
         check_float8(torch.device("cpu"), "mxfp8")
+    capability = [9, 0]
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "a GPU")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: tuple(capability))
+    with pytest.raises(InputError, match=r"a GPU has no mxfp8 .*since Blackwell.*; pin precision=bf16"):
+        check_float8(torch.device("cuda"), "mxfp8")
+    capability[0] = 10
+    check_float8(torch.device("cuda"), "mxfp8")
