@@ -131,11 +131,15 @@ def _shared_sum(
         most = MOST_TERMS if factors is alone else 2
         # One recording more than there are coefficients is their proof.
         for count in range(1, min(most, len(sizes) - 1) + 1):
-            for chosen in _dependent(columns, rests, count):
-                solved = _solved([[Fraction(side) for side in columns[place]] for place in chosen], rests)
-                if solved is not None:
-                    terms = zip(solved, chosen, strict=True)
-                    return tuple(_term(c, factors[place], shared) for c, place in terms)
+            sums = [
+                (solved, chosen)
+                for chosen in _dependent(columns, rests, count)
+                if (solved := _solved([list(map(Fraction, columns[place])) for place in chosen], rests))
+            ]
+            if sums:
+                # Primes may be as far apart as others are: small coefficients tell what is meant.
+                solved, chosen = min(sums, key=lambda one: sum(c.numerator + c.denominator for c in one[0]))
+                return tuple(_term(c, factors[p], shared) for c, p in zip(solved, chosen, strict=True))
     return None
 
 

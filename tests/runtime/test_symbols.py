@@ -47,3 +47,12 @@ def test_what_recordings_have_alike_is_a_constant_unless_it_has_a_dimension_in_a
     others = [one | {"seq": scale * 128 * 107} for scale, one in zip((5, 7, 11, 13), DIMENSIONS, strict=True)]
     with pytest.raises(UnknownSizeError):
         symbolic([128 * 107] * 4, others, primes)
+
+
+def test_primes_that_are_as_far_apart_as_others_are_told_by_small_coefficients() -> None:
+    # 37 more than ranks, too.
+    sides = [
+        {"tp": tp, "before": before} for tp, before in zip((5, 7, 11, 13), (41, 43, 47, 49), strict=True)
+    ]
+    sizes = [one["before"] + 1 for one in sides]
+    assert size_text(symbolic(sizes, sides, sides)) == "1 + 1 before"
