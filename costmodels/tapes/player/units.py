@@ -315,14 +315,17 @@ class _Storages:
         given = [one for one in events if isinstance(one, Gradient) and one.parameter != self.tied]
         kept = {one.storage for one in given}
         ending = {one.storage for one in given if one.parameter in adding}
-        # What others follow in the same place.
+        # What others follow in the same place, and what is added to gradients of weights made apart.
         brief = ending | {one.storage for one in events if isinstance(one, Casting)}
+        brief |= {one.storage for one in events if isinstance(one, Release)} - kept - self.early
         last: dict[int, Storage] = {}
         for event in events:
             match event:
                 case Allocation(storage, _, _):
                     category, size = self.known[storage]
-                    changes.append((TEMPORARIES if storage in brief else category, size))
+                    if storage in brief and category == GRADIENTS:
+                        category, last[storage] = TEMPORARIES, Storage(TEMPORARIES, size)
+                    changes.append((category, size))
                 case Release(storage):
                     changes.append(_end(last.get(storage, self.ends[storage])))
                 case Casting(storage, size):
