@@ -62,7 +62,7 @@ FEWER = {"cp": (7, 5, 13, 11), "keys": LARGER["keys"]}
 FEW_HEADS = {"keys": (59, 61, 67, 73), "group": (13, 11, 7, 5)}
 """Where experts have sequences of many tokens, and these have scores."""
 
-FEW_OF_MANY = (11, 13, 5, 7)
+FEW_OF_MANY = (11, 13, 17, 7)
 """Context-parallel ranks over the key heads that they repeat, where all scores would be too many to count."""
 
 FLOAT8_HEAD = (11, 13, 5, 7)

@@ -9,6 +9,7 @@ import pytest
 from costmodels.tapes.player import is_playable
 from costmodels.tapes.player.stage_units import structures_of_stage
 from costmodels.tapes.structure import Structure
+from runtime.dryrun.loops import FEWEST_TURNS
 from runtime.dryrun.prime_sizes import SAMPLES
 from runtime.dryrun.sample_sizes import sample
 from runtime.dryrun.tape_recorder import MOST_BYTES, score_bytes
@@ -178,3 +179,20 @@ def test_latent_heads_in_eight_bits_are_of_the_kernel_that_models_have(longer: s
         sums.add(keys)
     # Equal ones would look like a constant.
     assert len(sums) == 2
+
+
+@pytest.mark.parametrize("number", range(4))
+def test_sinks_of_repeated_heads_take_enough_turns_to_be_a_loop(number: int) -> None:
+    structure = Structure(
+        "dense",
+        "fp32",
+        norm="rmsnorm",
+        grouped_queries=True,
+        one_head=True,
+        one_key_head=True,
+        unfused=True,
+        context_form="all_to_all",
+        repeats_heads=True,
+        form=("attention_sinks",),
+    )
+    assert sample(structure, number).layout.context_parallel >= FEWEST_TURNS
