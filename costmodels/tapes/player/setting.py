@@ -55,6 +55,7 @@ class Setting:
         self.bundles: dict[tuple[int, str], Bundle] = {}
         """Of layers, by the identity of their tapes and the group."""
         self.known_casts: dict[int, Casts] = {}
+        self.known_parameters: dict[int, tuple[list[Parameter], list[Parameter]]] = {}
         """By the identity of tapes."""
 
     def bundle(self, tape: Tape, one: Played, group: str) -> Bundle:
@@ -90,6 +91,8 @@ class Setting:
 
     def _parameters(self, tape: Tape) -> tuple[list[Parameter], list[Parameter]]:
         """The parameters of a unit, and the same where no matrix is split."""
+        if id(tape) in self.known_parameters:
+            return self.known_parameters[id(tape)]
         own, whole = (parameters_of(tape, sizes) for sizes in (self.sizes, self.whole))
         ranks = self.layout.tensor_parallel, self.layout.expert_tensor_parallel
         for number, known in enumerate(tape.parameters):
@@ -99,6 +102,7 @@ class Setting:
                 for side in known.split:
                     sides[side] *= ranks[own[number].is_expert]
                 whole[number] = own[number]._replace(sides=tuple(sides))
+        self.known_parameters[id(tape)] = own, whole
         return own, whole
 
     def bundle_of(self, parts: Sequence[Part], experts: bool) -> Bundle:
