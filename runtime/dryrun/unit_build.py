@@ -48,11 +48,7 @@ def built_unit(
     stack.enter_context(gpu_kernels(fake))
     stack.enter_context(roles(tracker))
     if compiled:
-        import torch._dynamo.config as dynamo_config
-
         stack.enter_context(compiled_layers(tracker))
-        # What compilers leave behind is none of the unit's: it ends with all the rest.
-        stack.enter_context(dynamo_config.patch(run_gc_after_compile=False))
     stack.enter_context(tracker)
     with (
         patch.object(stages, "needs_data_parallel", lambda *_: False),
