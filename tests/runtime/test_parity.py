@@ -112,12 +112,13 @@ def test_compiled_layers_give_the_same_losses(
     assert relative_difference(losses, reference) < 1e-5
 
 
-@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler")
 def test_layers_compiled_around_a_ring_give_the_same_losses(pool: WorkerPool) -> None:
     spec = MODELS["llama"]
     layout = parse_layout(BATCH + "cp=2,cp_form=ring,recompute=full", spec)
     [expected] = pool.run(losses_of, 1, spec, parse_layout(BATCH, spec), STEPS)
-    assert relative_difference(pool.run(losses_of, 2, spec, layout, STEPS, True)[0], expected) < 1e-5
+    # Graphs end at the ring, whoever compiles their parts.
+    losses = pool.run(losses_of, 2, spec, layout, STEPS, True, "aot_eager")[0]
+    assert relative_difference(losses, expected) < 1e-5
 
 
 def test_bf16_follows_fp32(pool: WorkerPool, model: ModelSpec, reference: list[float]) -> None:

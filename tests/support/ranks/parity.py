@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
+from unittest.mock import patch
 
 import numpy as np
 import numpy.typing as npt
@@ -35,15 +37,22 @@ BITING: dict[str, Any] = {
 it: gradient norms show it, and so does an epsilon as large as small gradients are."""
 
 
-def losses_of(spec: ModelSpec, layout: Layout, steps: int, compiled: bool = False) -> list[float]:
-    """Losses of `steps` training steps on random tokens; runs on every rank of a process group."""
+def losses_of(
+    spec: ModelSpec, layout: Layout, steps: int, compiled: bool = False, backend: str = "inductor"
+) -> list[float]:
+    """Losses of `steps` training steps on random tokens; runs on every rank of a process group.
+
+    Args:
+        compiled: layers are compiled by the backend.
+    """
     import torch
 
     from runtime.settings.options import TrainingOptions
     from runtime.train.trainer import Trainer
 
     options = TrainingOptions(train_iters=steps, lr=1e-3, seed=SEED, compile=compiled, **ROUTING)
-    trainer = Trainer(spec, layout, options, torch.device("cpu"))
+    with patch.object(torch, "compile", partial(torch.compile, backend=backend)):
+        trainer = Trainer(spec, layout, options, torch.device("cpu"))
     tokens = np.random.RandomState(SEED)
     losses = []
     for _ in range(steps):
@@ -82,15 +91,22 @@ class Difference(NamedTuple):
         return float(np.max(self))
 
 
-def trained(spec: ModelSpec, layout: Layout, steps: int, compiled: bool = False) -> Training:
-    """Train `steps` steps on tokens that can be learnt; runs on every rank of a process group."""
+def trained(
+    spec: ModelSpec, layout: Layout, steps: int, compiled: bool = False, backend: str = "inductor"
+) -> Training:
+    """Train `steps` steps on tokens that can be learnt; runs on every rank of a process group.
+
+    Args:
+        compiled: layers are compiled by the backend.
+    """
     import torch
 
     from runtime.settings.options import TrainingOptions
     from runtime.train.trainer import Trainer
 
     options = TrainingOptions(train_iters=steps, seed=SEED, compile=compiled, **BITING, **ROUTING)
-    trainer = Trainer(spec, layout, options, torch.device("cpu"))
+    with patch.object(torch, "compile", partial(torch.compile, backend=backend)):
+        trainer = Trainer(spec, layout, options, torch.device("cpu"))
     random, losses, norms = np.random.RandomState(SEED), [], []
     for _ in range(steps):
         result = trainer.train_step(learnable(spec, layout.global_batch_size, random)[trainer.rows])
