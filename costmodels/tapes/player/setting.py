@@ -54,9 +54,9 @@ class Setting:
         """The latter those of a layout that splits no matrices."""
         self.bundles: dict[tuple[int, str], Bundle] = {}
         """Of layers, by the identity of their tapes and the group."""
+        # By the identity of tapes.
         self.known_casts: dict[int, Casts] = {}
         self.known_parameters: dict[int, tuple[list[Parameter], list[Parameter]]] = {}
-        """By the identity of tapes."""
 
     def bundle(self, tape: Tape, one: Played, group: str) -> Bundle:
         """The parameters of a layer, or of a group of a unit."""
