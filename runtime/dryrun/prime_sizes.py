@@ -25,8 +25,8 @@ SAMPLES = 4
 RANKS = {
     "tp": (5, 7, 11, 13),
     "cp": (37, 41, 43, 47),
-    "ep": (31, 37, 41, 43),
-    "etp": (19, 17, 29, 23),
+    "ep": (29, 37, 41, 43),
+    "etp": (41, 43, 37, 53),
 }
 """Primes that seldom are in coefficients, as 2 and 3 are; no two of a set are equal."""
 
@@ -38,7 +38,7 @@ OF_EXPERTS = {"ep", "etp", "choices", "groups", "top_groups"}
 SIDES = {
     # Eight times as many elements are heads that every kernel takes.
     "head": (17, 19, 23, 29),
-    "group": (13, 17, 7, 5),
+    "group": (13, 11, 7, 5),
     "keys": (7, 5, 13, 11),
     "seq": (89, 97, 101, 103),
     "batch": (107, 109, 113, 127),
@@ -52,23 +52,26 @@ LARGER = {
     "keys": (137, 139, 149, 151),
     "group": (157, 163, 167, 173),
     "head": (19, 17, 17, 19),
-    "etp": (17, 19, 19, 17),
+    "etp": (41, 23, 37, 53),
 }
 """Where numbers of experts and of choices are coefficients."""
 
 FEWER = {"cp": (7, 5, 13, 11), "keys": LARGER["keys"]}
 """Where each rank's parts of a sequence are operations of their own: graphs of many are slow to make."""
 
+SHARING = {"cp": (11, 13, 17, 19)}
+"""The same where ranks share heads, whose primes are small."""
+
 FEW_HEADS = {"keys": (59, 61, 67, 73), "group": (13, 11, 7, 5)}
 """Where experts have sequences of many tokens, and these have scores."""
 
-FEW_OF_MANY = (11, 13, 17, 7)
+FEW_OF_MANY = (31, 29, 19, 17)
 """Context-parallel ranks over the key heads that they repeat, where all scores would be too many to count."""
 
 FLOAT8_HEAD = (11, 13, 5, 7)
 """Of heads whose products in 8 bits are possible, over 16."""
 
-LATENT = ((17, 13, 11, 31), (17, 11, 13, 29), (19, 7, 17, 29), (17, 7, 19, 29))
+LATENT = ((17, 13, 11, 31), (13, 11, 17, 29), (19, 7, 17, 31), (17, 7, 19, 29))
 """Of latent attention, over 8: parts of heads without position and with it, and shorter and longer values."""
 
 FLOAT8_LATENT = {
@@ -82,10 +85,10 @@ unequal."""
 FLOAT8_LATENT_RANKS = {"tp": (17, 19, 17, 19), "keys": (23, 29, 19, 17)}
 """Beside these."""
 
-STEPS = (19, 29, 37, 41)
-"""Least primes of the steps through a sequence."""
+FEWEST_STEPS = 10
+"""Through a sequence, each of which takes time to record."""
 
-FEWEST_BLOCKS = 17
+FEWEST_BLOCKS = 10
 """Of queries that are a loop, with room for windows that see a part of them."""
 
 ALL_QUERIES = 2**40
@@ -94,8 +97,8 @@ ALL_QUERIES = 2**40
 MOST_TRIES = 1000
 """Of sizes of these, before there are none."""
 
-EIGHTHS = (3, 5, 7, 1)
-"""What is left of each set's prime of these over 8, so that no two have the same."""
+EIGHTHS = (3, 5, 1, 7)
+"""What is left over 8 of each set's primes that it looks for, so that no two have the same."""
 
 LEAST_BEFORE = 5
 """Least prime of the tokens before each that a convolution sees."""
@@ -142,12 +145,13 @@ class Sizes:
         self.structure, self.number = structure, number
         tables: dict[str, tuple[int, ...]] = {**RANKS, **SIDES}
         tables |= LARGER if structure.loop_of_experts else {}
-        capped = "attention_softcap" in structure.form
+        capped, is_linear = (name in structure.form for name in ("attention_softcap", "attention=linear"))
         # There sequences are long, and all scores would be too many to count.
         many = structure.loop_of_experts > 0 and (structure.unfused or capped)
         # Sinks take a turn of a loop for each rank.
         fewer = many and structure.context_form == "all_to_all" and "attention_sinks" not in structure.form
         tables |= FEWER if structure.context_form == "all_gather" or capped or fewer else {}
+        tables |= SHARING if structure.shares_heads and tables["cp"] == FEWER["cp"] else {}
         tables |= FEW_HEADS if many else {}
         if structure.repeats_heads:
             # Context-parallel ranks are a multiple of these.
@@ -166,7 +170,7 @@ class Sizes:
                 ranks = max({*FEWER["cp"]} - {*self.latent})
                 tables["cp"] = ranks, ranks, ranks, ranks
         self.primes = {name: values[number] for name, values in tables.items()}
-        self.chosen = Primes(self.primes, self.latent)
+        self.chosen = Primes(self.primes, self.latent if structure.latent else ())
         if capped:
             self.chosen.taken = self._used()
         own = self.primes
@@ -191,9 +195,9 @@ class Sizes:
             self.group = 1
         self.head = own["head"] * (1 if structure.unaligned_heads else ALIGNED_HEAD)
         if structure.precision == "fp8":
-            own["head"] = FLOAT8_HEAD[number]
+            own["head"] = own["head"] if is_linear else FLOAT8_HEAD[number]
             self.head = FLOAT8_MULTIPLE * own["head"]
-        if "attention=linear" in structure.form and structure.precision == "fp8" and not structure.odd_heads:
+        if is_linear and structure.precision == "fp8" and not structure.odd_heads:
             self.keys *= FLOAT8_MULTIPLE
         if structure.context_form == "all_to_all":
             self._exchange_heads()
@@ -226,7 +230,7 @@ class Sizes:
         odd = structure.routes and structure.precision != "fp8"
         # Ranks that repeat heads are many, and have two parts of a sequence each.
         multiple = SEQ_MULTIPLE // (2 if structure.repeats_heads else 1)
-        if "attention=linear" in structure.form:
+        if is_linear:
             self.seq = self._step_rows(chunks * (FLOAT8_MULTIPLE if structure.precision == "fp8" else 1))
         elif capped and not structure.few_steps:
             self.seq = self._blocks(chunks)
@@ -238,7 +242,7 @@ class Sizes:
         self.hidden = MULTIPLE * self.chosen.fresh(
             "hidden", FIRST[number] + max(FIRST[number], min(WIDEST, self.heads * self.head) // MULTIPLE)
         )
-        self.ffn = MULTIPLE * self.chosen.fresh("ffn", int(FFN_SHARE * self.hidden / self.tp / MULTIPLE))
+        self.ffn = MULTIPLE * self.own_prime("ffn", int(FFN_SHARE * self.hidden / self.tp / MULTIPLE))
 
     def _exchange_heads(self) -> None:
         """Heads of which context-parallel ranks can have equal parts."""
@@ -258,6 +262,8 @@ class Sizes:
         fills up all of them, what it makes has a prime of its own too."""
         for rows in range(self.primes["seq"], LONGEST):
             if not self._is_own(rows) or not is_prime(rows) or not self._is_even(rows * chunks):
+                continue
+            if rows != self.primes["seq"] and not self.chosen.is_free(rows):
                 continue
             here = rows * chunks // self.cp
             filled = -(-here // KERNEL_ROWS)
@@ -321,18 +327,23 @@ class Sizes:
         together = chunks if divides else chunks // self.tp
         step = math.lcm(together, parts * SEQ_MULTIPLE) // parts
         find = self._smaller_block if structure.partial_step else self._whole_block
-        blocks = next(value for value in count(FEWEST_BLOCKS) if self._is_mine(value))
+        blocks = self._mine(FEWEST_BLOCKS)
         block = step if structure.partial_step else 1
         for _ in range(MOST_TRIES):
-            block = next(value for value in count(block + 1) if self._is_mine(value))
+            block = self._mine(block + 1)
             seq = find(blocks, block, step) * parts
             if seq:
                 return seq
         raise ValueError(f"{structure.name}: no sample has blocks of queries that tell its sizes")
 
-    def _is_mine(self, value: int) -> bool:
-        """Whether a number is a free prime that no other set of sizes tries."""
-        return value % 8 == EIGHTHS[self.number] and self.chosen.is_free(value)
+    def own_prime(self, name: str, least: int) -> int:
+        """A prime of at least so much for a dimension, which no other set of sizes has for it."""
+        return self.chosen.fresh(name, self._mine(least))
+
+    def _mine(self, least: int) -> int:
+        """The first free prime from a number on that no other set of sizes tries."""
+        eighth = EIGHTHS[self.number]
+        return next(value for value in count(least) if value % 8 == eighth and self.chosen.is_free(value))
 
     def _whole_block(self, blocks: int, prime: int, step: int) -> int:
         """Tokens in so many blocks that are a prime times `step`; 0 where experts have unequal rows."""
@@ -363,7 +374,7 @@ class Sizes:
         """The length of sequences that linear attention goes through in a prime number of steps, of rows that
         are a prime over those that have to be together."""
         first = self.primes.pop("seq")
-        steps = self.structure.few_steps or self.chosen.fresh("steps", STEPS[self.number])
+        steps = self.structure.few_steps or self.own_prime("steps", FEWEST_STEPS)
         for rows in range(first, LONGEST):
             if not self._is_own(rows) or (rows != first and not self.chosen.is_free(rows)):
                 continue

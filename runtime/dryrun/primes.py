@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from itertools import count
 
-SMALLEST = 17
+SMALLEST = 11
 """Of a number of tokens whose largest prime tells it from others."""
 
 

@@ -123,8 +123,8 @@ def _linear_fields(sizes: Sizes) -> dict[str, Any]:
             "key_heads": sizes.keys * sizes.tp,
             "value_heads": sizes.keys * sizes.group * sizes.tp,
             "key_dim": sizes.head,
-            "value_dim": multiple * sizes.chosen.fresh("state_value", least=ALIGNED_HEAD),
-            "conv_kernel": 1 + sizes.chosen.fresh("before", LEAST_BEFORE),
+            "value_dim": multiple * sizes.own_prime("state_value", ALIGNED_HEAD),
+            "conv_kernel": 1 + sizes.own_prime("before", LEAST_BEFORE),
             "chunk": sizes.step,
         },
     }

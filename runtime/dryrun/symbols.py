@@ -7,6 +7,7 @@ recordings. Where that fails, a size is a sum: of what its parts have in common 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from functools import reduce
@@ -21,6 +22,9 @@ from costmodels.tapes.tape import Size, Term
 
 Dimensions = Mapping[str, int]
 
+Summand = tuple[tuple[str, ...], ...]
+"""Products of dimensions that one coefficient has together."""
+
 LARGEST_COEFFICIENT = 64
 """Of a term of a sum, numerator and denominator: beyond it, terms would fit anything."""
 
@@ -28,6 +32,26 @@ LARGEST_OF_PRODUCT = 1024
 """Of a product alone: layers with a loop of experts have their number in it."""
 
 MOST_TERMS = 3
+
+ONE = ""
+"""Stands for the number 1 among dimensions."""
+
+WHOLES = (
+    ("nope", "rope"),
+    ("nope", "value"),
+    ("latent_rank", "rope"),
+    ("query_rank", "latent_rank", "rope"),
+    ("hidden", "latent_rank", "rope"),
+    ("state_head", "state_value"),
+    ("seq", "before"),
+    (ONE, "before"),
+    (ONE, "experts"),
+    (ONE, ONE, "group"),
+)
+"""Sides that are in one tensor, one after the other: their sum is proved as one dimension is."""
+
+LARGE = 128
+"""What is no coefficient."""
 
 MODULUS = 2**31 - 1
 """A prime whose residues have products that 64 bits hold."""
@@ -53,6 +77,8 @@ def symbolic(sizes: Sequence[int], dimensions: Sequence[Dimensions], primes: Seq
     Raises:
         UnknownSizeError: there is none.
     """
+    if len(set(sizes)) == 1 and (name := _same_dimension(sizes[0], dimensions, primes)):
+        return (Term(sizes[0] // dimensions[0][name], 1, ((name, 1),)),)
     # What all recordings have alike is a constant, but for what has the prime of a dimension in all of them.
     if len(set(sizes)) == 1 and not (sizes[0] and _shared_primes(sizes[0], primes)):
         return () if not sizes[0] else (Term(sizes[0], 1, ()),)
@@ -62,6 +88,20 @@ def symbolic(sizes: Sequence[int], dimensions: Sequence[Dimensions], primes: Seq
     if is_product and max(rests[0].numerator, rests[0].denominator) <= LARGEST_OF_PRODUCT:
         return (Term(rests[0].numerator, rests[0].denominator, _sorted(powers[0])),)
     return _sum(sizes, dimensions, powers)
+
+
+def _same_dimension(size: int, dimensions: Sequence[Dimensions], primes: Sequence[Dimensions]) -> str | None:
+    """A dimension that all recordings have alike, of other primes, and that is in a size: sums of small
+    primes are few."""
+    return next(
+        (
+            name
+            for name, value in dimensions[0].items()
+            if value >= LARGE and size and size % value == 0
+            if all(own[name] == value for own in dimensions) and len({own.get(name) for own in primes}) > 1
+        ),
+        None,
+    )
 
 
 def _shared_primes(size: int, primes: Sequence[Dimensions]) -> list[str]:
@@ -124,13 +164,22 @@ def _shared_sum(
     """The sum that is some powers times small terms; none where there is none."""
     rests = _rests(sizes, dimensions, shared)
     names = [name for name in dimensions[0] if len({own[name] for own in dimensions}) > 1]
-    # Few factors first: sums of products of two are seldom, and many.
-    alone: list[tuple[str, ...]] = [(), *((name,) for name in names)]
-    for factors in (alone, [*alone, *combinations_with_replacement(names, 2)]):
-        columns = [[prod(own[name] for name in factor) for own in dimensions] for factor in factors]
-        most = MOST_TERMS if factors is alone else 2
-        # One recording more than there are coefficients is their proof.
-        for count in range(1, min(most, len(sizes) - 1) + 1):
+    # Few summands first: sums of products of two are seldom, and many.
+    alone: list[Summand] = [((),), *(((name,),) for name in names)]
+    pairs: list[Summand] = [(pair,) for pair in combinations_with_replacement(names, 2)]
+    # One recording more than there are coefficients is their proof.
+    most = len(sizes) - 1
+    for summands, counts in (
+        (alone, range(1, 2)),
+        (_wholes(dimensions[0]), range(1, 2)),
+        (alone, range(2, min(MOST_TERMS, most) + 1)),
+        ([*alone, *pairs], range(1, min(2, most) + 1)),
+    ):
+        columns = [
+            [sum(prod(own[name] for name in part) for part in summand) for own in dimensions]
+            for summand in summands
+        ]
+        for count in counts if columns else ():
             sums = [
                 (solved, chosen)
                 for chosen in _dependent(columns, rests, count)
@@ -139,8 +188,18 @@ def _shared_sum(
             if sums:
                 # Primes may be as far apart as others are: small coefficients tell what is meant.
                 solved, chosen = min(sums, key=lambda one: sum(c.numerator + c.denominator for c in one[0]))
-                return tuple(_term(c, factors[p], shared) for c, p in zip(solved, chosen, strict=True))
+                parts = ((c, Counter(summands[p])) for c, p in zip(solved, chosen, strict=True))
+                return tuple(_term(c * n, part, shared) for c, own in parts for part, n in own.items())
     return None
+
+
+def _wholes(dimensions: Dimensions) -> list[Summand]:
+    """Sums of dimensions that are there."""
+    return [
+        tuple((name,) if name else () for name in whole)
+        for whole in WHOLES
+        if all(name in dimensions or name == ONE for name in whole)
+    ]
 
 
 def _dependent(columns: Sequence[Sequence[int]], rests: Sequence[Fraction], count: int) -> list[list[int]]:

@@ -35,7 +35,11 @@ MOST_BYTES = 2**63
 """That PyTorch can count of one tensor."""
 
 PROOF = 2
-"""Recordings with other sizes that agree; sums of more terms take more of them, and loops one."""
+"""Recordings with other sizes that agree; sums of more terms take more of them, and so do loops of as many
+turns as a dimension is yet to tell."""
+
+STEPS = "steps"
+"""The dimension that is the number of turns of linear attention."""
 
 
 def recorded_tape(structure: Structure, splits: bool = True) -> Tape:
@@ -148,9 +152,12 @@ def _tape(samples: Sequence[Sample], every: Sequence[UnitRecordings], structure:
             UnitRecordings(shorter(one.whole), *(each and shorter(each) for each in one[1:])) for one in every
         ]
         if not _are_alike(every):
-            if len(every) <= PROOF:
-                raise UnlikeError(f"{samples[0].model.name}: other sizes, other operations")
-            dimension = steps_dimension([len(one.whole.changes) for one in every], own)
+            dimension = STEPS
+            if STEPS not in own[0]:
+                # Any dimension grows with two of them.
+                if len(every) <= PROOF:
+                    raise UnlikeError(f"{samples[0].model.name}: other sizes, other operations")
+                dimension = steps_dimension([len(one.whole.changes) for one in every], own)
             every, repeats = rolled_together(every, dimension, [one[dimension] for one in own])
             if not _are_alike(every):
                 raise UnlikeError(f"{samples[0].model.name}: other sizes, other operations")

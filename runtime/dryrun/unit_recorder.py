@@ -82,8 +82,7 @@ def record_unit(
         stack.enter_context(run.collector_pause())
         recorder = _Recorder(tracker, module, run_unit, source)
         stack.enter_context(watched_offloading(recorder.notes))
-        recorder.turn()
-        whole = recorder.twice()
+        whole = recorder.warm(compiled)
         if not splits:
             return UnitRecordings(whole[0], None, None)
         first, later = recorder.twice(splits=True)
@@ -165,6 +164,21 @@ class _Recorder:
     def forget_gradients(self) -> None:
         for _, parameter in self.named:
             parameter.grad = None
+
+    def warm(self, compiled: bool) -> tuple[Recording, Recording]:
+        """The first two micro batches that do the same: what is compiled or kept for all of them may come
+        with a first one.
+
+        Raises:
+            UnlikeError: they do different things.
+        """
+        if compiled:
+            self.turn()
+            return self.twice()
+        try:
+            return self.twice()
+        except UnlikeError:
+            return self.twice()
 
     def twice(self, splits: bool = False, is_end: bool = False) -> tuple[Recording, Recording]:
         """A micro batch without gradients before it, and one that adds to its gradients.

@@ -39,8 +39,11 @@ def structures(seed: int) -> set[Structure]:
 def test_there_are_two_samples_of_every_structure_whose_dimensions_differ(seed: int) -> None:
     for structure in structures(seed):
         first, second = (sample(structure, number) for number in range(2))
-        for name in ("seq", "hidden", *(("sent", "arrived") if structure.routes else ())):
-            assert first.dimensions[name] != second.dimensions[name], (structure.name, name)
+        alike = [name for name in first.primes if first.primes[name] == second.primes.get(name)]
+        assert not {*alike} - {"cp", "etp"}, (structure.name, alike)
+        for one in (first, second):
+            own = [prime for name, prime in one.primes.items() if name not in ("sent", "arrived")]
+            assert len(own) == len(set(own)), (structure.name, one.primes)
 
 
 EXPERTS = Structure(
