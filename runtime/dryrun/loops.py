@@ -7,9 +7,9 @@ of storages, which grow or fall by the same from turn to turn (`rolled`).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
-from itertools import groupby
+from itertools import groupby, zip_longest
 from typing import NamedTuple
 
 import numpy as np
@@ -25,6 +25,9 @@ FEWEST_TURNS = 6
 
 MOST_OTHERS = 4
 """First and last steps that do other things than a turn of a loop."""
+
+MOST_BY_CHANCE = 64
+"""Places of a pass where loops seem to begin; where there are more, recordings are unlike."""
 
 PASSES = ("forward", "backward", "weights", "forgotten", "rest")
 """Of a recording, in the order of time."""
@@ -149,15 +152,20 @@ def _height(turn: Iterable[Change]) -> int:
     return highest
 
 
-def rolled(changes: Sequence[Change], steps: int) -> Rolled:
-    """One pass with one turn of each loop that goes through about so many steps."""
+def rolled(changes: Sequence[Change], steps: int, others: Collection[int] = ()) -> Rolled:
+    """One pass with one turn of each loop that goes through about so many steps.
+
+    Args:
+        others: places in what is returned where no loop begins, whatever it looks like.
+    """
     found = Rolled([], [], [])
     tokens: dict[tuple[str, int, str], int] = {}
     alike = np.array([tokens.setdefault((k, s, t), len(tokens)) for k, _, s, t in changes], dtype=np.int64)
     numbers = np.array([number for _, number, *_ in changes], dtype=np.int64)
     place = 0
     while place < len(changes):
-        length, turns = _loop_at(alike, numbers, place, steps)
+        is_other = len(found.changes) in others
+        length, turns = (0, 0) if is_other else _loop_at(alike, numbers, place, steps)
         if turns:
             found.loops.append(Loop(len(found.changes), length, steps - turns))
             by_turn = numbers[place + length : place + 2 * length] - numbers[place : place + length]
@@ -204,7 +212,7 @@ def rolled_together(
         firsts, given[kind] = _by_steps([one.input_gradient for one in recordings], steps)
         parts: dict[str, list[list[Change]]] = {}
         for name in PASSES:
-            passes = [rolled(getattr(one, name), n) for one, n in zip(recordings, steps, strict=True)]
+            passes = _rolled_alike([getattr(one, name) for one in recordings], steps)
             parts[name], by_step = _numbered_alike(passes, steps)
             loops[kind, name] = tuple(passes[0].loops)
             shifts[kind, name] = tuple(zip(by_step, passes[0].by_turn, strict=True))
@@ -220,6 +228,19 @@ def rolled_together(
         (given["whole"], given.get("split", 0)),
     )
     return found, repeats
+
+
+def _rolled_alike(every: Sequence[Sequence[Change]], steps: Sequence[int]) -> list[Rolled]:
+    """One pass of several recordings with one turn of each loop that all of them have: about as many changes
+    as there are steps may be alike in one of them by chance."""
+    others: set[int] = set()
+    while True:
+        passes = [rolled(changes, n, others) for changes, n in zip(every, steps, strict=True)]
+        loops = zip_longest(*(one.loops for one in passes))
+        unlike = next((same for same in loops if len(set(same)) > 1), None)
+        if unlike is None or len(others) > MOST_BY_CHANCE:
+            return passes
+        others.add(min(loop.first for loop in unlike if loop is not None))
 
 
 def _numbered_alike(passes: Sequence[Rolled], steps: Sequence[int]) -> tuple[list[list[Change]], list[int]]:
