@@ -45,6 +45,9 @@ FETCHES_BEFORE = "fetches_before"
 FORGETS = "forgets"
 """Mark of gradients of weights: what the unit before has computed again for them ends."""
 
+SEEN = "seen"
+"""Mark of gradients of weights: FSDP2 comes to those that were there before it began with the experts'."""
+
 ENDS = "ends"
 """Mark of gradients of inputs: what ends with the output of a stage, once the gradients of all its inputs are
 there."""
@@ -202,6 +205,20 @@ def with_passes(tape: Tape, passes: Sequence[tuple[Event, ...]], given: Sequence
 def shared_parameter(tape: Tape) -> int:
     """The number of the parameter of a head that may be the embedding, or its copy: the last of its own."""
     return max(number for number, one in enumerate(tape.parameters) if one.group == LAYER)
+
+
+def seen_gradients(weights: Sequence[Event]) -> list[set[int]]:
+    """The parameters whose gradients are there by each `SEEN` of gradients of weights: what the experts'
+    backward gives itself, it gives at its end."""
+    found, begun = list[set[int]](), -1
+    made = {event.storage: place for place, event in enumerate(weights) if isinstance(event, Allocation)}
+    given = [event for event in weights if isinstance(event, Gradient)]
+    for place, event in enumerate(weights):
+        if event == Mark(EXPERTS + BACKWARD):
+            begun = place
+        elif event == Mark(SEEN):
+            found.append({one.parameter for one in given if made.get(one.storage, -1) < begun})
+    return found
 
 
 def elements_of(size: Size, dimensions: Mapping[str, int]) -> int:

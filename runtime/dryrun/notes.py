@@ -22,6 +22,7 @@ from costmodels.tapes.tape import (
     FORWARD_END,
     FURTHER,
     LAYER,
+    SEEN,
 )
 from runtime.dryrun.tracker import Tracker, inner_tensors
 from runtime.model.experts import MixtureOfExperts
@@ -40,6 +41,8 @@ class Notes:
     def __init__(self, tracker: Tracker) -> None:
         self.tracker = tracker
         self.found: list[Note] = []
+        self.sees = False
+        """Gradients of weights come apart from others: what is wrapped ends by itself each time."""
 
     def mark(self, name: str, once: bool = False) -> None:
         """Something happens here; with `once`, the first time only."""
@@ -109,10 +112,16 @@ def _watched(module: nn.Module, group: str, notes: Notes) -> dict[int, str]:
         wrapped = iter(_Around.apply(partial(notes.mark, group + BACKWARD_END), *tensors))  # type: ignore[no-untyped-call]
         return tuple(next(wrapped) if any(x is t for t in tensors) else x for x in inputs)
 
+    def begins(_: Tensor) -> None:
+        notes.mark(group + BACKWARD)
+        if notes.sees:
+            # As `FSDPState._register_root_post_backward_final_callback`.
+            torch.autograd.Variable._execution_engine.queue_callback(partial(notes.mark, SEEN))  # type: ignore[attr-defined]
+
     def after(_: nn.Module, __: Any, result: Tensor) -> None:
         notes.mark(group + FORWARD_END)
         if result.requires_grad:
-            result.register_hook(lambda gradient: notes.mark(group + BACKWARD))  # type: ignore[no-untyped-call]
+            result.register_hook(begins)  # type: ignore[no-untyped-call]
 
     module.register_forward_pre_hook(before)
     module.register_forward_hook(after)

@@ -237,7 +237,10 @@ class _Recorder:
         _, groups = stage_backward_input([end], [gradient], [anchor], iter(parameters))
         del gradient
         self._reach("inputs")
-        with patch.object(recomputation, "_forget_last", self._forgetting(recomputation._forget_last)):
+        with (
+            patch.object(recomputation, "_forget_last", self._forgetting(recomputation._forget_last)),
+            patch.object(self.notes, "sees", True),
+        ):
             stage_backward_weight(iter(parameters), groups)
         for number, parameter in enumerate(parameters):
             self.tracker.tag(parameter.grad, "gradients")

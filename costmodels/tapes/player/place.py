@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import field
 
 from costmodels.dataclass import dataclass
 from costmodels.tapes.player.heap import Span
 from costmodels.tapes.player.sharding import Group
 from costmodels.tapes.player.units import Played
-from costmodels.tapes.tape import EXPERTS, FETCHES
+from costmodels.tapes.tape import EXPERTS, FETCHES, LAYER
 
 
 @dataclass
@@ -28,8 +28,17 @@ class Place:
     """What comes back from host memory for backward, of a layer that sends its activations there."""
     sent_before: Place | None = None
     """The layer before it that does."""
+    numbers: dict[str, list[int]] = field(default_factory=dict)
+    """Parameters of each group, in its order."""
     is_fetched: bool = False
     """Another layer has begun its copies."""
+
+    def places_of(self, group: Group, parameters: Set[int]) -> list[int] | None:
+        """Where parameters of this unit are in a group; None where it is another unit's."""
+        name = LAYER if group is self.group else EXPERTS if group is self.experts else ""
+        if not name:
+            return None
+        return [place for place, number in enumerate(self.numbers[name]) if number in parameters]
 
     @property
     def experts(self) -> Group | None:

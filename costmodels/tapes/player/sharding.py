@@ -6,6 +6,8 @@ Names and order of what happens are those of `FSDPParamGroup` in
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterable, Sequence
+
 from costmodels.tapes.player.bundle import MASTER, Bundle, free_all, replace
 from costmodels.tapes.player.casts import Manner
 from costmodels.tapes.player.heap import Heap, Storage
@@ -27,7 +29,7 @@ class Traffic:
             self.gathered_last = None
 
 
-State = tuple[bool, ...]
+State = tuple[bool, bool, bool, bool, bool, bool, bool, bool, tuple[int, ...], tuple[int, ...]]
 
 
 class Group:
@@ -53,6 +55,10 @@ class Group:
         """Autograd has made gradients."""
         self.has_sums = False
         """They are there in the number format in which they are reduced."""
+        self.late: tuple[int, ...] = ()
+        """Parameters whose gradients alone are fresh, where FSDP2 has come to those of the others."""
+        self.lacking: tuple[int, ...] = ()
+        """Those that have no sums yet, where the others do."""
         self.has_gradient = False
         """Gradients of shards are there."""
         self.has_all_reduced = False
@@ -76,6 +82,8 @@ class Group:
             self.has_copies,
             self.has_wide,
             self.has_all_reduced,
+            self.late,
+            self.lacking,
         )
 
     @state.setter
@@ -89,6 +97,8 @@ class Group:
             self.has_copies,
             self.has_wide,
             self.has_all_reduced,
+            self.late,
+            self.lacking,
         ) = state
 
     # Gathering.
@@ -161,6 +171,51 @@ class Group:
         elif manner == "makes":
             self.has_fresh = True
 
+    def see(self, given: Collection[int], is_first: bool) -> bool:
+        """FSDP2 comes to gradients of parameters that autograd has given so far, before it gives the others
+        (`FSDPState._root_post_backward_final_callback`), and to those of an earlier pass.
+
+        Args:
+            is_first: of this pass.
+
+        Returns:
+            Whether anything is done with them.
+        """
+        bundle, heap, every = self.bundle, self.heap, range(len(self.bundle.parts))
+        earlier = self._fresh if is_first and self.has_fresh else ()
+        there = [number for number in every if number in given or number in earlier]
+        if not (self.wraps and bundle.policy.converts) or self.casts or not there:
+            return False
+        label = heap.label
+        heap.enter("reduce")
+        self._add(there)
+        lacking = self.lacking if self.has_sums else every
+        self.lacking = tuple(number for number in lacking if number not in there)
+        self.late = tuple(number for number in (every if is_first else self._fresh) if number not in given)
+        self.has_sums, self.has_fresh = True, len(self.late) > 0
+        heap.enter(label)
+        return True
+
+    @property
+    def _fresh(self) -> Sequence[int]:
+        """The parameters whose new gradients are there, if any are."""
+        return self.late or range(len(self.bundle.parts))
+
+    def _add(self, numbers: Iterable[int]) -> None:
+        """Add new gradients of parameters to their sums, or make these of them."""
+        for number in numbers:
+            if not self.has_sums or number in self.lacking:
+                self.heap.allocate(self.bundle.sums[number])
+            self.heap.free(self.bundle.made[number])
+
+    def _settle(self, is_last: bool) -> None:
+        """Add what is new to the sums; what has none is reduced as it is."""
+        if not (self.has_sums and self.has_fresh):
+            return
+        self._add(number for number in self._fresh if not (is_last and number in self.lacking))
+        self.late = self.lacking = self.lacking if is_last else ()
+        self.has_fresh = len(self.late) > 0
+
     def post_backward(self, is_last: bool, reshards: bool) -> None:
         """After it: accumulate gradients, or reduce them where this backward is the last one."""
         self.is_done = True
@@ -172,9 +227,7 @@ class Group:
         heap, traffic, bundle = self.heap, self.traffic, self.bundle
         label = heap.label
         heap.enter("reduce")
-        if self.has_sums and self.has_fresh:
-            free_all(heap, bundle.made)
-            self.has_fresh = False
+        self._settle(is_last)
         if not is_last:
             if reshards:
                 self.reshard()
@@ -185,7 +238,10 @@ class Group:
             return
         gradients: list[Storage] = []
         if self.has_sums or self.has_fresh:
-            gradients = bundle.sum_partial(heap, bundle.sums if self.has_sums else bundle.made)
+            gradients = list(bundle.sums if self.has_sums else bundle.made)
+            for number in self.lacking:
+                gradients[number] = bundle.made[number]
+            gradients = bundle.sum_partial(heap, gradients)
         if reshards:
             self.reshard()
         free_all(heap, traffic.reduced_last)
@@ -195,13 +251,14 @@ class Group:
             is_new = not self.has_gradient and not bundle.policy.offloads
             heap.repeat(
                 bundle.effects,
-                ("reduce", self.has_sums, is_new),
+                ("reduce", self.has_sums, self.lacking, is_new),
                 lambda: bundle.reduce(heap, gradients, is_new),
             )
             traffic.reduced_last.append(bundle.source)
             self.has_gradient = self.has_gradient or is_new
             self.has_all_reduced = bundle.keeps_all_reduced(is_new)
             self.has_sums = self.has_fresh = False
+            self.late = self.lacking = ()
         heap.enter(label)
 
     def _end_all_reduce(self) -> None:
@@ -269,8 +326,9 @@ class Group:
         if self.has_gradient:
             self.heap.free(self.bundle.gradient)
         if self.has_fresh:
-            free_all(self.heap, self.bundle.made)
+            free_all(self.heap, [self.bundle.made[number] for number in self._fresh])
         if self.has_wide:
             joined = self.reduces and self.bundle.policy.reduced == MASTER
             free_all(self.heap, [self.bundle.joined] if joined else self.bundle.wide)
         self.has_gradient = self.has_fresh = self.has_wide = False
+        self.late = ()

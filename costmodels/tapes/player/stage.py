@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from functools import partial
 
 from costmodels.spec.layout import SPLIT_BACKWARD
@@ -33,6 +33,7 @@ from costmodels.tapes.tape import (
     FORGETS,
     FORWARD_END,
     LAYER,
+    SEEN,
     Tape,
     shared_parameter,
 )
@@ -79,6 +80,8 @@ class Stage:
             if place.kind in LAYERS:
                 place.group = self._group(tape, place.played, LAYER)
                 self.groups.append(place.group)
+            for number, parameter in enumerate(tape.parameters):
+                place.numbers.setdefault(parameter.group, []).append(number)
             names = [name for name in _inner_groups(tape) if not self._is_of_root(name)]
             inner = {name: self._group(tape, place.played, name) for name in names}
             self.groups += inner.values()
@@ -321,12 +324,12 @@ class Stage:
                 forgotten.clear()
             for place, steps in zip(together, parts, strict=True):
                 group = place.group or self.root
-                self._play_spans(steps)
+                seen = self._play_weights(place, steps)
                 if self._ends_root(place):
                     for each in self.groups:
                         each.post_backward(is_last=False, reshards=False)
                 for one in (group, place.experts):
-                    if one is not None:
+                    if one is not None and id(one) not in seen:
                         one.come("casts" if one.casts else "makes")
             self._play_spans(*forgotten)
             forgotten = [_split(place).forgotten for place in together]
@@ -334,6 +337,27 @@ class Stage:
         for place in self.places:
             self._play(place, _split(place).rest)
         heap.enter(label)
+
+    def _play_weights(self, place: Place, steps: Sequence[Step]) -> Mapping[int, Collection[int]]:
+        """Gradients of the weights of a unit.
+
+        Returns:
+            The parameters to whose gradients FSDP2 comes meanwhile, of groups by their identities.
+        """
+        times, found = iter(_split(place).seen), dict[int, Collection[int]]()
+        for step in steps:
+            if not isinstance(step, str):
+                self.heap.play(step)
+            elif step == SEEN and self.setting.wraps:
+                parameters = next(times)
+                for group in self.groups:
+                    own = place.places_of(group, parameters)
+                    before = found.get(id(group), ())
+                    if own is None:
+                        group.post_backward(is_last=False, reshards=False)
+                    elif group.see([one for one in own if one not in before], is_first=not before):
+                        found[id(group)] = own
+        return found
 
     def _together(self) -> Iterator[list[Place]]:
         """Layers that are computed again together, and the other units one by one."""
@@ -368,7 +392,8 @@ class Stage:
         if group.casts and group.has_sums:
             # No hook of a layer's comes before, only that of the root.
             return split.weights if ends_root else split.cast_weights
-        adds = group.has_fresh and not (ends_root and group.bundle.policy.converts)
+        # Those of parameters that come late are added up amid the pass.
+        adds = group.has_fresh and not group.late and not (ends_root and group.bundle.policy.converts)
         return split.weights if adds else split.first_weights
 
     def reduce(self) -> None:

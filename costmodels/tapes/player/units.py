@@ -39,6 +39,7 @@ from costmodels.tapes.tape import (
     SplitBackward,
     Tape,
     elements_of,
+    seen_gradients,
 )
 
 STRENGTH = {"temporaries": 0, "communication": 1, "activations": 2, "logits": 3}
@@ -150,6 +151,11 @@ class PlayedSplit:
     def cast_weights(self) -> tuple[Step, ...]:
         """The same where each is cast before."""
         return self._cast(self._split.weights, self._casts)
+
+    @cached_property
+    def seen(self) -> list[set[int]]:
+        """The parameters that have gradients by each time that FSDP2 comes to them."""
+        return seen_gradients(self._split.first_weights)
 
     @cached_property
     def forgotten(self) -> tuple[Step, ...]:
