@@ -12,12 +12,15 @@ from costmodels import Layout, even_split
 from costmodels.spec.layout import SPLIT_BACKWARD, Schedule
 from costmodels.spec.schedules import schedule_exists
 from costmodels.tapes import player
-from costmodels.tapes.player.heap import Heap, Storage
+from costmodels.tapes.player.bundle import Bundle, Policy
+from costmodels.tapes.player.heap import GRADIENTS, Heap, Storage
 from costmodels.tapes.player.pipeline import Names, Shared
 from costmodels.tapes.player.setting import Setting
+from costmodels.tapes.player.sharding import Group, Traffic
 from costmodels.tapes.player.stage import Stages
 from costmodels.tapes.player.stage_program import DOES, INPUT, NEXT_PASS, program_of
 from costmodels.tapes.player.step import Rank
+from costmodels.tapes.player.units import Parameter
 from costmodels.tapes.player.ways import ways_of
 from tests.support import models
 
@@ -187,3 +190,59 @@ def test_the_input_of_a_stage_ends_before_gradients_of_its_weights_are_added_up(
             ended += 1
     assert added == sum(computed) == 8
     assert ended == 4
+
+
+def group_of_three() -> Group:
+    """Three matrices on two ranks, whose gradients are made in bf16 and reduced in fp32."""
+    policy = Policy(
+        shards=2,
+        holders=2,
+        all_reduces=False,
+        frees=False,
+        width=2,
+        reduced=4,
+        converts=True,
+        widens=True,
+        offloads=False,
+        any_side=False,
+    )
+    matrices = [Parameter(str(number), (512 * number, 4), True, False) for number in (1, 2, 3)]
+    made = [Storage(GRADIENTS, 2 * one.elements) for one in matrices]
+    return Group(Heap(), Traffic(), Bundle(matrices, made, policy, ways_of(VERSION)), False, True)
+
+
+def test_gradients_that_come_late_wait_for_the_next_time_that_fsdp2_comes() -> None:
+    group = group_of_three()
+    heap, bundle = group.heap, group.bundle
+    made, sums = ([one.size for one in storages] for storages in (bundle.made, bundle.sums))
+    for gradients in (sums[0] + sums[1] + made[2], sum(sums) + made[2]):
+        for storage in bundle.made:
+            heap.allocate(storage)
+        assert group.see([0, 1], is_first=True)
+        assert heap.bytes[GRADIENTS] == gradients
+    group.post_backward(is_last=False, reshards=False)
+    assert heap.bytes[GRADIENTS] == sum(sums)
+    assert (group.has_fresh, group.has_sums) == (False, True)
+
+
+@pytest.mark.parametrize("waits", [False, True])
+def test_gradients_that_come_late_are_reduced_with_the_others(waits: bool) -> None:
+    group = group_of_three()
+    for storage in group.bundle.made:
+        group.heap.allocate(storage)
+    assert group.see([0, 1], is_first=True)
+    if not waits:
+        group.post_backward(is_last=False, reshards=False)
+    group.post_backward(is_last=True, reshards=True)
+    assert group.heap.bytes[GRADIENTS] == group.bundle.gradient.size
+    assert (group.has_fresh, group.has_sums) == (False, False)
+
+
+def test_of_gradients_that_come_in_parts_fsdp2_sees_each_once() -> None:
+    group = group_of_three()
+    for storage in group.bundle.made:
+        group.heap.allocate(storage)
+    assert group.see([0], is_first=True)
+    assert group.see([1, 2], is_first=False)
+    assert group.heap.bytes[GRADIENTS] == sum(one.size for one in group.bundle.sums)
+    assert not group.has_fresh

@@ -20,8 +20,11 @@ from costmodels.tapes.dimensions import dimensions
 from costmodels.tapes.loops import unrolled
 from costmodels.tapes.structure import Structure, structure_of, units_of_stage
 from costmodels.tapes.tape import (
+    BACKWARD,
     ENDS,
+    EXPERTS,
     FORGETS,
+    SEEN,
     Addend,
     Allocation,
     Gradient,
@@ -34,6 +37,7 @@ from costmodels.tapes.tape import (
     Tape,
     Term,
     elements_of,
+    seen_gradients,
 )
 from costmodels.tapes.text import as_json, parsed_size, parsed_tape, size_text
 
@@ -89,6 +93,15 @@ def test_split_backward_survives_files() -> None:
     tape = TAPE._replace(split=split, split_end=end)
     assert parsed_tape(as_json(tape)) == tape
     assert parsed_tape(as_json(TAPE._replace(split=split))).split_end is None
+
+
+def test_what_the_backward_of_experts_gives_itself_is_not_seen_with_what_was_there_before() -> None:
+    size, begins, sees = parsed_size("1 hidden"), Mark(EXPERTS + BACKWARD), Mark(SEEN)
+    made = [Allocation(number, size, "gradients") for number in range(3, 7)]
+    given = [Gradient(number - 3, number) for number in range(3, 7)]
+    events = (made[0], begins, made[1], sees, Release(0), made[2], begins, made[3], sees, *given)
+    assert seen_gradients(events) == [{0}, {0, 1, 2}]
+    assert seen_gradients(given) == []
 
 
 LOOPED = Tape(

@@ -247,6 +247,15 @@ ALONE = FURTHER.model_copy(update={"name": "alone", "mtp": None, "seq": 1024, "v
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 1])
+def test_gradients_of_experts_that_fsdp2_comes_to_amid_a_split_backward_are_added_up_then(rank: int) -> None:
+    spec = ALONE.model_copy(update=ROUTED | {"expert_ffn": 2048, "layers": 4, "seq": 512})
+    text = "gbs=8,dp=2,ep=2,zero=1,pp=2,vpp=2,schedule=interleaved_zb,precision=bf16"
+    errors = compare(spec, parse_layout(text, spec), rank, compiled=False)
+    assert not errors.misses, errors
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("text", "compiled"),
     [

@@ -56,3 +56,25 @@ def test_primes_that_are_as_far_apart_as_others_are_told_by_small_coefficients()
     ]
     sizes = [one["before"] + 1 for one in sides]
     assert size_text(symbolic(sizes, sides, sides)) == "1 + 1 before"
+
+
+def test_sides_that_are_in_one_tensor_take_no_more_recordings_than_one() -> None:
+    sides = [
+        {"seq": 89, "nope": 136, "rope": 104, "experts": 211},
+        {"seq": 97, "nope": 104, "rope": 88, "experts": 307},
+    ]
+    primes = [
+        {"seq": 89, "nope": 17, "rope": 13, "experts": 211},
+        {"seq": 97, "nope": 13, "rope": 11, "experts": 307},
+    ]
+    sizes = [2 * one["seq"] * (one["nope"] + one["rope"]) for one in sides]
+    assert size_text(symbolic(sizes, sides, primes)) == "2 nope seq + 2 rope seq"
+    sizes = [8 * (one["experts"] + 1) for one in sides]
+    assert size_text(symbolic(sizes, sides, primes)) == "8 + 8 experts"
+
+
+def test_a_dimension_that_is_the_same_product_of_other_primes_is_no_constant() -> None:
+    sides = [{"head": 240, "sharers": 3}, {"head": 240, "sharers": 5}]
+    primes = [{"head": 5, "sharers": 3}, {"head": 3, "sharers": 5}]
+    assert size_text(symbolic([480, 480], sides, primes)) == "2 head"
+    assert size_text(symbolic([64, 64], sides, primes)) == "64"

@@ -21,8 +21,8 @@ from costmodels.tapes.tape import (
     Tape,
     elements_of,
 )
-from runtime.dryrun.loops import collapsed, rolled
-from runtime.dryrun.recording import Change, Recording
+from runtime.dryrun.loops import collapsed, rolled, rolled_together
+from runtime.dryrun.recording import Change, Recording, UnitRecordings
 from runtime.dryrun.tape_recorder import foreign_dimensions, recorded_tape
 from runtime.dryrun.unit_recorder import record_unit
 from tests.support.models import LLAMA
@@ -180,3 +180,22 @@ def test_turns_that_keep_something_are_one_loop(steps: int) -> None:
     assert (found.loops, found.by_turn) == ([Loop(1, 1, 0)], [0, 1])
     back = rolled([release(2 + steps - n) for n in range(steps)], steps)
     assert (back.loops, back.by_turn) == ([Loop(0, 1, 0)], [-1])
+
+
+def test_what_is_as_often_as_there_are_steps_by_chance_is_no_loop() -> None:
+    def recording(steps: int) -> Recording:
+        others = [3 + steps + n for n in range(10)]
+        forward = [
+            *(allocation(3 + n) for n in range(steps)),
+            *(allocation(number, 2 + place % 3 * place) for place, number in enumerate(others)),
+        ]
+        mark: Change = ("mark", -1, 0, "ends")
+        backward = [*map(release, others), mark, *(release(2 + steps - n) for n in range(steps))]
+        return Recording(forward=forward, backward=backward)
+
+    steps = (11, 13)
+    every = [UnitRecordings(recording(n), None, None) for n in steps]
+    assert rolled(every[0].whole.backward, steps[0]).loops[0].first == 0
+    found, repeats = rolled_together(every, "steps", steps)
+    assert repeats.loops == ((Loop(0, 1, 0),), (Loop(11, 1, 0),))
+    assert [len(one.whole.backward) for one in found] == [12, 12]
