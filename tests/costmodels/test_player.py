@@ -13,7 +13,7 @@ from costmodels.spec.layout import SPLIT_BACKWARD, Schedule
 from costmodels.spec.schedules import schedule_exists
 from costmodels.tapes import player
 from costmodels.tapes.player.bundle import Bundle, Policy
-from costmodels.tapes.player.heap import GRADIENTS, Heap, Storage
+from costmodels.tapes.player.heap import GRADIENTS, TEMPORARIES, Heap, Storage
 from costmodels.tapes.player.pipeline import Names, Shared
 from costmodels.tapes.player.setting import Setting
 from costmodels.tapes.player.sharding import Group, Traffic
@@ -211,25 +211,29 @@ def group_of_three() -> Group:
     return Group(Heap(), Traffic(), Bundle(matrices, made, policy, ways_of(VERSION)), False, True)
 
 
+def give(group: Group, passing: list[int]) -> None:
+    """New gradients of all parameters, of which FSDP2 comes to some before the pass ends."""
+    for number, storage in enumerate(group.bundle.made):
+        group.heap.allocate(storage._replace(category=TEMPORARIES) if number in passing else storage)
+
+
 def test_gradients_that_come_late_wait_for_the_next_time_that_fsdp2_comes() -> None:
     group = group_of_three()
     heap, bundle = group.heap, group.bundle
     made, sums = ([one.size for one in storages] for storages in (bundle.made, bundle.sums))
     for gradients in (sums[0] + sums[1] + made[2], sum(sums) + made[2]):
-        for storage in bundle.made:
-            heap.allocate(storage)
+        give(group, [0, 1])
         assert group.see([0, 1], is_first=True)
         assert heap.bytes[GRADIENTS] == gradients
     group.post_backward(is_last=False, reshards=False)
     assert heap.bytes[GRADIENTS] == sum(sums)
-    assert (group.has_fresh, group.has_sums) == (False, True)
+    assert (group.has_fresh, group.has_sums, heap.bytes[TEMPORARIES]) == (False, True, 0)
 
 
 @pytest.mark.parametrize("waits", [False, True])
 def test_gradients_that_come_late_are_reduced_with_the_others(waits: bool) -> None:
     group = group_of_three()
-    for storage in group.bundle.made:
-        group.heap.allocate(storage)
+    give(group, [0, 1])
     assert group.see([0, 1], is_first=True)
     if not waits:
         group.post_backward(is_last=False, reshards=False)
@@ -240,8 +244,7 @@ def test_gradients_that_come_late_are_reduced_with_the_others(waits: bool) -> No
 
 def test_of_gradients_that_come_in_parts_fsdp2_sees_each_once() -> None:
     group = group_of_three()
-    for storage in group.bundle.made:
-        group.heap.allocate(storage)
+    give(group, [0, 1, 2])
     assert group.see([0], is_first=True)
     assert group.see([1, 2], is_first=False)
     assert group.heap.bytes[GRADIENTS] == sum(one.size for one in group.bundle.sums)

@@ -27,6 +27,7 @@ from costmodels.tapes.tape import (
     SEEN,
     Addend,
     Allocation,
+    Event,
     Gradient,
     Loop,
     Mark,
@@ -99,7 +100,7 @@ def test_what_the_backward_of_experts_gives_itself_is_not_seen_with_what_was_the
     size, begins, sees = parsed_size("1 hidden"), Mark(EXPERTS + BACKWARD), Mark(SEEN)
     made = [Allocation(number, size, "gradients") for number in range(3, 7)]
     given = [Gradient(number - 3, number) for number in range(3, 7)]
-    events = (made[0], begins, made[1], sees, Release(0), made[2], begins, made[3], sees, *given)
+    events: list[Event] = [made[0], begins, made[1], sees, Release(0), made[2], begins, made[3], sees, *given]
     assert seen_gradients(events) == [{0}, {0, 1, 2}]
     assert seen_gradients(given) == []
 

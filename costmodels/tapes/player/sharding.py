@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterable, Sequence
 
 from costmodels.tapes.player.bundle import MASTER, Bundle, free_all, replace
 from costmodels.tapes.player.casts import Manner
-from costmodels.tapes.player.heap import Heap, Storage
+from costmodels.tapes.player.heap import TEMPORARIES, Heap, Storage
 
 
 class Traffic:
@@ -45,6 +45,8 @@ class Group:
         """Ranks sum its gradients in one buffer."""
         self.casts = self.wraps and bundle.ways.casts_gradients and bundle.policy.converts
         """Autograd casts gradients."""
+        self.sees = self.wraps and bundle.policy.converts and not self.casts
+        """FSDP2 changes gradients that it comes to amid a pass."""
         self.frees = bundle.policy.frees and not is_root
         self.before: Group | None = None
         """The group whose forward ends before that of this one."""
@@ -181,14 +183,14 @@ class Group:
         Returns:
             Whether anything is done with them.
         """
-        bundle, heap, every = self.bundle, self.heap, range(len(self.bundle.parts))
+        heap, every = self.heap, range(len(self.bundle.parts))
         earlier = self._fresh if is_first and self.has_fresh else ()
         there = [number for number in every if number in given or number in earlier]
-        if not (self.wraps and bundle.policy.converts) or self.casts or not there:
+        if not self.sees or not there:
             return False
         label = heap.label
         heap.enter("reduce")
-        self._add(there)
+        self._add(there, given)
         lacking = self.lacking if self.has_sums else every
         self.lacking = tuple(number for number in lacking if number not in there)
         self.late = tuple(number for number in (every if is_first else self._fresh) if number not in given)
@@ -201,12 +203,17 @@ class Group:
         """The parameters whose new gradients are there, if any are."""
         return self.late or range(len(self.bundle.parts))
 
-    def _add(self, numbers: Iterable[int]) -> None:
-        """Add new gradients of parameters to their sums, or make these of them."""
+    def _add(self, numbers: Iterable[int], passing: Collection[int] = ()) -> None:
+        """Add new gradients of parameters to their sums, or make these of them.
+
+        Args:
+            passing: parameters whose gradients have not lasted to the end of a pass, as gradients do.
+        """
         for number in numbers:
+            made = self.bundle.made[number]
             if not self.has_sums or number in self.lacking:
                 self.heap.allocate(self.bundle.sums[number])
-            self.heap.free(self.bundle.made[number])
+            self.heap.free(made._replace(category=TEMPORARIES) if number in passing else made)
 
     def _settle(self, is_last: bool) -> None:
         """Add what is new to the sums; what has none is reduced as it is."""

@@ -389,11 +389,12 @@ class Stage:
     def _apart(self, place: Place) -> tuple[Step, ...]:
         """The gradients of weights of a unit."""
         group, split, ends_root = place.group or self.root, _split(place), self._ends_root(place)
+        if split.seen and group.sees:
+            return split.seen_weights
         if group.casts and group.has_sums:
             # No hook of a layer's comes before, only that of the root.
             return split.weights if ends_root else split.cast_weights
-        # Those of parameters that come late are added up amid the pass.
-        adds = group.has_fresh and not group.late and not (ends_root and group.bundle.policy.converts)
+        adds = group.has_fresh and not (ends_root and group.bundle.policy.converts)
         return split.weights if adds else split.first_weights
 
     def reduce(self) -> None:

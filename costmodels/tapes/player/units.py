@@ -143,6 +143,11 @@ class PlayedSplit:
         return self._cast(self._split.first_weights, self._casts)
 
     @cached_property
+    def seen_weights(self) -> tuple[Step, ...]:
+        """The same where FSDP2 has come to some of them before the end."""
+        return self._storages.steps(self._split.first_weights, passing=set().union(*self.seen))
+
+    @cached_property
     def weights(self) -> tuple[Step, ...]:
         """The same where they are added to gradients that are there."""
         return self._cast(self._split.weights, always_cast(self._casts))
@@ -310,11 +315,14 @@ class _Storages:
             for number in range(len(tape.parameters))
         )
 
-    def steps(self, events: Steps, adding: Set[int] = frozenset()) -> tuple[Step, ...]:
+    def steps(
+        self, events: Steps, adding: Set[int] = frozenset(), passing: Set[int] = frozenset()
+    ) -> tuple[Step, ...]:
         """Spans between marks.
 
         Args:
             adding: parameters to whose gradients autograd adds, so that new ones end at once.
+            passing: parameters whose gradients others end before the pass does.
         """
         found: list[Step] = []
         changes: list[tuple[int, int]] = []
@@ -322,7 +330,8 @@ class _Storages:
         kept = {one.storage for one in given}
         ending = {one.storage for one in given if one.parameter in adding}
         # What others follow in the same place, and what is added to gradients of weights made apart.
-        brief = ending | {one.storage for one in events if isinstance(one, Casting)}
+        brief = ending | {one.storage for one in given if one.parameter in passing}
+        brief |= {one.storage for one in events if isinstance(one, Casting)}
         brief |= {one.storage for one in events if isinstance(one, Release)} - kept - self.early
         last: dict[int, Storage] = {}
         for event in events:
