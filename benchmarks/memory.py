@@ -47,6 +47,9 @@ from tests.support.played_memory import (
 
 LAYERS = {"compiled": True, "eager": False}
 
+MOST_DRAWS = 50_000
+"""Before an example that is asked for."""
+
 QUANTITIES = ("peak", *CATEGORIES)
 
 
@@ -89,18 +92,27 @@ def code_digest() -> str:
 
 
 def drawn(seed: int, layers: str, kind: str, small: bool, where: list[str]) -> Iterator[Example]:
-    """Examples without end, of which `where` is true."""
-    chosen = random.Random(seed)
-    while True:
-        example = draw(chosen.choice, small, LAYERS.get(layers), None if kind == "drawn" else kind)
-        if example is not None and all(_has(example, *field.split("=", 1)) for field in where):
+    """Examples without end, of which `where` is true.
+
+    Raises:
+        ValueError: none is among many.
+    """
+    chosen, wanted = random.Random(seed), [field.split("=", 1) for field in where]
+
+    def is_wanted(model: ModelSpec, layout: Layout) -> bool:
+        owners = [layout if name in Layout.model_fields else model for name, _ in wanted]
+        return all(
+            str(getattr(one, name)) == value for one, (name, value) in zip(owners, wanted, strict=True)
+        )
+
+    own, missed = None if kind == "drawn" else kind, 0
+    while missed < MOST_DRAWS:
+        example = draw(chosen.choice, small, LAYERS.get(layers), own, is_wanted)
+        missed += 1
+        if example is not None:
             yield example
-
-
-def _has(example: Example, name: str, value: str) -> bool:
-    """Whether a field of an example's model or layout has a value."""
-    owner = example.layout if name in Layout.model_fields else example.model
-    return str(getattr(owner, name)) == value
+            missed = 0
+    raise ValueError(f"none of {MOST_DRAWS} examples has {' '.join(where)}")
 
 
 def result_of(number: int, example: Example) -> Result:
@@ -237,7 +249,10 @@ def main() -> None:
     except ValueError as error:
         parser.error(str(error))
     numbered = enumerate(islice(drawn(**given), options.examples), start=1)
-    missing = [(number, example) for number, example in numbered if number not in kept.results]
+    try:
+        missing = [(number, example) for number, example in numbered if number not in kept.results]
+    except ValueError as error:
+        parser.error(str(error))
     if not options.json:
         for result in kept.results.values():
             show(result)

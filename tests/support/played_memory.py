@@ -238,9 +238,13 @@ def draw_layout(choose: Choose, model: ModelSpec, small: bool) -> Layout:
 
 
 def draw(
-    choose: Choose, small: bool = False, compiled: bool | None = None, kind: str | None = None
+    choose: Choose,
+    small: bool = False,
+    compiled: bool | None = None,
+    kind: str | None = None,
+    is_wanted: Callable[[ModelSpec, Layout], bool] = lambda *_: True,
 ) -> Example | None:
-    """A random example; None for what the runtime does not run.
+    """A random example; None for what the runtime does not run, or is not wanted.
 
     Args:
         small: few layers and micro batches.
@@ -253,7 +257,7 @@ def draw(
         layout = draw_layout(choose, model, small)
     except ValueError:
         return None
-    if layout.world_size > 64 or first_violation(model, layout) is not None:
+    if layout.world_size > 64 or not is_wanted(model, layout) or first_violation(model, layout) is not None:
         return None
     if any(bool(rule.broken(model, LayoutTable.one(layout))) for rule in KIND_RULES):
         return None
