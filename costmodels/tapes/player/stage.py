@@ -395,6 +395,10 @@ class Stage:
             # No hook of a layer's comes before, only that of the root.
             return split.weights if ends_root else split.cast_weights
         adds = group.has_fresh and not (ends_root and group.bundle.policy.converts)
+        experts = place.experts
+        if experts is not None and experts.has_fresh != adds:
+            # Ranks may have summed either's.
+            return split.weights_of(frozenset(place.numbers[EXPERTS if adds else LAYER]))
         return split.weights if adds else split.first_weights
 
     def reduce(self) -> None:

@@ -131,6 +131,7 @@ class PlayedSplit:
 
     def __init__(self, split: SplitBackward, storages: "_Storages", casts: Casts) -> None:
         self._split, self._storages, self._casts = split, storages, casts
+        self._mixed: dict[frozenset[int], tuple[Step, ...]] = {}
 
     @cached_property
     def inputs(self) -> tuple[Step, ...]:
@@ -151,6 +152,20 @@ class PlayedSplit:
     def weights(self) -> tuple[Step, ...]:
         """The same where they are added to gradients that are there."""
         return self._cast(self._split.weights, always_cast(self._casts))
+
+    def weights_of(self, parameters: frozenset[int]) -> tuple[Step, ...]:
+        """Leaves new gradients of some parameters, and adds to those of the others."""
+        if parameters not in self._mixed:
+            new = {
+                one.storage
+                for one in self._split.first_weights
+                if isinstance(one, Gradient) and one.parameter in parameters
+            }
+            events = tuple(
+                one for one in self._split.weights if not (isinstance(one, Release) and one.storage in new)
+            )
+            self._mixed[parameters] = self._cast(events, always_cast(self._casts))
+        return self._mixed[parameters]
 
     @cached_property
     def cast_weights(self) -> tuple[Step, ...]:
