@@ -51,7 +51,7 @@ class Problem:
     @property
     def further(self) -> tuple[Rule, ...]:
         """The rules of the engine and the job, besides those of all layouts."""
-        return engine_rules(self.engine) + self.rules
+        return engine_rules(self.engine, self.precision) + self.rules
 
     def space(self) -> Space:
         """The legal layouts; raises `InputError` when the pins do not divide the world size."""

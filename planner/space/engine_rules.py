@@ -15,7 +15,7 @@ from costmodels.spec.layout import fp8_conflict
 from costmodels.spec.table import BLOCK, Bools, Ints, LayoutTable, code_of, value_of
 from planner.inputs.choice import Choice
 from planner.inputs.pins import Pins, WherePossible
-from planner.space.kind_rules import KIND_RULES
+from planner.space.kind_rules import kind_rules
 from planner.space.rule import Rule
 
 SWITCHES = ("tensor_parallel", "pipeline_parallel", "expert_parallel", "expert_tensor_parallel")
@@ -89,15 +89,15 @@ def check_formats(engine: Engine, precision: Precision, pins: Pins) -> None:
             )
 
 
-def engine_rules(engine: Engine) -> tuple[Rule, ...]:
-    """The rules of an engine; none for one that runs everything."""
-    return tuple(_rules(engine))
+def engine_rules(engine: Engine, precision: str) -> tuple[Rule, ...]:
+    """The rules of an engine in a precision; none for one that runs everything."""
+    return tuple(_rules(engine, precision))
 
 
-def _rules(engine: Engine) -> Iterator[Rule]:
+def _rules(engine: Engine, precision: str) -> Iterator[Rule]:
     runs, limited = engine.runs, limits(engine)
     if runs.splits_plain_layers:
-        yield from KIND_RULES
+        yield from kind_rules(precision)
     for name in sorted(limited, key=lambda name: name not in MESH_DEGREES):
         where = _in_context if name == "context_parallel_form" else None
         yield _only(engine, name, limited[name], where)

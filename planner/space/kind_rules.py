@@ -8,10 +8,16 @@ from __future__ import annotations
 
 import numpy as np
 
+from costmodels.spec.hardware import NARROW
 from costmodels.spec.layout import SPLIT_BACKWARD
 from costmodels.spec.model import ModelSpec
 from costmodels.spec.table import RING, SCHEDULES, Bools, LayoutTable
+from costmodels.tapes.player.ways import Version, parsed_version
+from costmodels.tapes.store import installed_version
 from planner.space.rule import Rule, divisors
+
+KEEPS_FUNCTIONS: Version = (2, 13)
+"""The first PyTorch whose schedules that split backward find the nodes that Functions of Python have made."""
 
 
 def _in_ring(d: LayoutTable) -> Bools:
@@ -99,3 +105,20 @@ KIND_RULES: tuple[Rule, ...] = (
     ),
 )
 """In the order in which they are asked."""
+
+FLOAT8_RULE = Rule(
+    "fp8_split_backward",
+    lambda model, d: _splits_backward(d),
+    lambda model, d: (
+        f"schedule {SCHEDULES[int(d.schedule)]} splits backward passes, in which PyTorch "
+        f"{installed_version()} loses products in 8 bits; install PyTorch 2.13 or later, pin precision=bf16, "
+        "or use schedule 1f1b or interleaved"
+    ),
+)
+
+
+def kind_rules(precision: str) -> tuple[Rule, ...]:
+    """`KIND_RULES`, and what the PyTorch that is installed, if one is, does not do in a precision."""
+    version = installed_version()
+    loses = version is not None and parsed_version(version) < KEEPS_FUNCTIONS
+    return (*KIND_RULES, *((FLOAT8_RULE,) if loses and precision in NARROW else ()))

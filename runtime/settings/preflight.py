@@ -15,7 +15,7 @@ from costmodels.spec.untrained import untrained_parts
 from planner.inputs.engine import DEFAULT_ENGINE, engines_on
 from planner.options.limits import Bounds
 from planner.plan import Plan
-from planner.space.kind_rules import KIND_RULES
+from planner.space.kind_rules import kind_rules
 from planner.space.lora_rules import check_precision
 from planner.space.rules import first_violation
 from runtime.settings.job_rules import check_rules, job_rules
@@ -71,7 +71,7 @@ def check_job(spec: ModelSpec, layout: Layout, world_size: int) -> None:
     broken = first_violation(spec, layout)
     if broken is not None:
         raise InputError(broken)
-    check_rules(KIND_RULES, spec, layout)
+    check_rules(kind_rules(layout.precision), spec, layout)
 
 
 def check_plan(plan: Plan, world_size: int) -> None:

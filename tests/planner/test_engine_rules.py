@@ -35,7 +35,7 @@ def found(result: SearchResult, name: str) -> set[object]:
 def test_every_engine_says_where_its_abilities_are_from(name: str) -> None:
     engine = load_engine(name)
     assert engine.runs.source
-    assert engine_rules(engine)
+    assert engine_rules(engine, "bf16")
     for kind, device in (("gpu", "a100-80g"), ("npu", "ascend-910b")):
         assert engine.for_device(load_device(device)).runs == engine.runs
         if kind not in (*engine.runs.devices, *engine.runs.untried_devices, *engine.runs.priced_devices):

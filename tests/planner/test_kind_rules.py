@@ -12,6 +12,7 @@ from costmodels import ModelSpec
 from costmodels.errors import InputError
 from costmodels.spec.table import value_of
 from planner.api import search, suggest
+from planner.space import kind_rules
 from runtime.settings.job_rules import check_rules, job_rules
 from runtime.settings.preflight import check_job
 from tests.support.layouts import parse_layout
@@ -112,3 +113,16 @@ def test_what_no_trained_model_has_is_refused(model: ModelSpec, changes: dict[st
     with pytest.raises(InputError, match=part):
         check_job(odd, parse_layout("gbs=4", odd), 1)
     check_job(model, parse_layout("gbs=4", model), 1)
+
+
+def test_before_pytorch_2_13_no_backward_is_split_in_8_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    layout = parse_layout("pp=2,vpp=2,schedule=interleaved_zb,gbs=8,precision=fp8", LLAMA)
+    check_job(LLAMA, layout, 2)
+    monkeypatch.setattr(kind_rules, "installed_version", lambda: "2.11")
+    words = "interleaved_zb splits backward passes, in which PyTorch 2.11 loses products in 8 bits; install"
+    with pytest.raises(InputError, match=words):
+        check_job(LLAMA, layout, 2)
+    check_job(LLAMA, layout.model_copy(update={"precision": "bf16"}), 2)
+    # One that is not there is any.
+    monkeypatch.setattr(kind_rules, "installed_version", lambda: None)
+    check_job(LLAMA, layout, 2)

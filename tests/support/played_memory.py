@@ -13,7 +13,7 @@ from costmodels.spec.model_parts import MultiTokenPrediction
 from costmodels.spec.table import LayoutTable
 from costmodels.tapes import player, store
 from costmodels.tapes.player import CATEGORIES
-from planner.space.kind_rules import KIND_RULES
+from planner.space.kind_rules import kind_rules
 from planner.space.rules import first_violation
 from runtime.dryrun.recording import UnlikeError
 from runtime.dryrun.run import trace
@@ -259,7 +259,7 @@ def draw(
         return None
     if layout.world_size > 64 or not is_wanted(model, layout) or first_violation(model, layout) is not None:
         return None
-    if any(bool(rule.broken(model, LayoutTable.one(layout))) for rule in KIND_RULES):
+    if any(bool(rule.broken(model, LayoutTable.one(layout))) for rule in kind_rules(layout.precision)):
         return None
     if compiled and layout.schedule in SPLIT_BACKWARD:
         return None
