@@ -1,7 +1,7 @@
 """Where autograd casts gradients to the number format in which they are reduced: as soon as their operation
 is over (`validate_outputs` of PyTorch's engine), before the next one and before anybody takes them."""
 
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from itertools import groupby
 from typing import Literal, NamedTuple
 
@@ -148,20 +148,30 @@ def cast_weights(
     early = {storage: number for storage, number in gradients.items() if storage not in own}
     found: list[Event | Casting] = []
     made: dict[int, int] = {}
-    later: list[Event] = []
+    there: dict[int, int] = {}
+    later: list[Release] = []
+
+    def at_their_ends() -> Iterator[Event | Casting]:
+        # What was there comes last, by itself, as its matrix is the last parameter.
+        given_last = {OUTPUT_GRADIENT, *gradients} if there else set[int]()
+        yield from _castings(made, casts)
+        yield from (event for event in later if event.storage not in given_last)
+        yield from _castings(there, casts)
+        yield from (event for event in later if event.storage in given_last)
+
     for event in events:
         if isinstance(event, Release | Gradient) and event.storage in early:
-            made[event.storage] = early.pop(event.storage)
-        if made and isinstance(event, Release):
+            there[event.storage] = early.pop(event.storage)
+        if (made or there) and isinstance(event, Release):
             (later if event.storage in held else found).append(event)
             continue
-        if made:
-            found += [*_castings(made, casts), *later]
-            made, later = {}, []
+        if made or there:
+            found += at_their_ends()
+            made, there, later = {}, {}, []
         if isinstance(event, Allocation) and event.storage in gradients:
             made[event.storage] = gradients[event.storage]
         found.append(event)
-    return (*found, *_castings(made, casts), *later)
+    return (*found, *at_their_ends())
 
 
 def _allocated(events: tuple[Event, ...]) -> set[int]:
