@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
-from itertools import groupby, zip_longest
+from itertools import count, groupby, zip_longest
 from typing import NamedTuple
 
 import numpy as np
@@ -27,7 +27,7 @@ MOST_OTHERS = 4
 """First and last steps that do other things than a turn of a loop."""
 
 MOST_BY_CHANCE = 64
-"""Places of a pass where loops seem to begin; where there are more, recordings are unlike."""
+"""Loops of a pass that only seem to be; where there are more, recordings are unlike."""
 
 PASSES = ("forward", "backward", "weights", "forgotten", "rest")
 """Of a recording, in the order of time."""
@@ -234,13 +234,20 @@ def _rolled_alike(every: Sequence[Sequence[Change]], steps: Sequence[int]) -> li
     """One pass of several recordings with one turn of each loop that all of them have: about as many changes
     as there are steps may be alike in one of them by chance."""
     others: set[int] = set()
-    while True:
+    for tries in count():
         passes = [rolled(changes, n, others) for changes, n in zip(every, steps, strict=True)]
         loops = zip_longest(*(one.loops for one in passes))
         unlike = next((same for same in loops if len(set(same)) > 1), None)
-        if unlike is None or len(others) > MOST_BY_CHANCE:
-            return passes
-        others.add(min(loop.first for loop in unlike if loop is not None))
+        if unlike is None or tries == MOST_BY_CHANCE:
+            break
+        # All of its turns, of which fewer would do for another one.
+        first, length, turns = min(
+            (loop.first, loop.length, n - loop.less)
+            for loop, n in zip(unlike, steps, strict=True)
+            if loop is not None
+        )
+        others |= {*range(first, first + length * turns)}
+    return passes
 
 
 def _numbered_alike(passes: Sequence[Rolled], steps: Sequence[int]) -> tuple[list[list[Change]], list[int]]:
