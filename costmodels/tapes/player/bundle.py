@@ -4,7 +4,7 @@ Names and order of what happens are those of `foreach_all_gather`, `foreach_all_
 `foreach_reduce` in `torch.distributed.fsdp._fully_shard._fsdp_collectives`.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from costmodels.spec.layout import SPLIT_BACKWARD, Layout
@@ -226,11 +226,9 @@ class Bundle:
                 held.append(heap.allocate(output))
         free_all(heap, held)
 
-    def convert(self, heap: Heap, numbers: Iterable[int] | None = None) -> None:
-        """`FSDPParam.to_accumulated_grad_if_needed` of all, or of parameters by their numbers."""
-        for number in range(len(self.made)) if numbers is None else numbers:
-            heap.allocate(self.sums[number])
-            heap.free(self.made[number])
+    def convert(self, heap: Heap) -> None:
+        """`FSDPParam.to_accumulated_grad_if_needed` of all."""
+        replace(heap, self.made, self.sums)
 
     def sum_partial(self, heap: Heap, gradients: Sequence[Storage]) -> list[Storage]:
         """Gradients with sums over tensor-parallel ranks instead of their parts."""
