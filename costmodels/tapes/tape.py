@@ -207,18 +207,30 @@ def shared_parameter(tape: Tape) -> int:
     return max(number for number, one in enumerate(tape.parameters) if one.group == LAYER)
 
 
-def seen_gradients(weights: Sequence[Event]) -> list[set[int]]:
-    """The parameters whose gradients are there by each `SEEN` of gradients of weights: what the experts'
-    backward gives itself, it gives at its end."""
-    found, begun = list[set[int]](), -1
+def seen_gradients(weights: Sequence[Event]) -> list[list[int]]:
+    """The parameters whose gradients are there by each `SEEN` of gradients of weights, in the order in which
+    they were made: what the experts' backward gives itself, it gives at its end."""
+    found, begun = list[list[int]](), -1
     made = {event.storage: place for place, event in enumerate(weights) if isinstance(event, Allocation)}
     given = [event for event in weights if isinstance(event, Gradient)]
+    given.sort(key=lambda one: made.get(one.storage, -1))
     for place, event in enumerate(weights):
         if event == Mark(EXPERTS + BACKWARD):
             begun = place
         elif event == Mark(SEEN):
-            found.append({one.parameter for one in given if made.get(one.storage, -1) < begun})
+            found.append([one.parameter for one in given if made.get(one.storage, -1) < begun])
     return found
+
+
+def made_by_experts(weights: Sequence[Event]) -> set[int]:
+    """The parameters whose gradients the experts' backward gives itself, amid gradients of weights."""
+    made, is_begun = set[int](), False
+    for event in weights:
+        if isinstance(event, Mark) and event.name in (EXPERTS + BACKWARD, SEEN):
+            is_begun = event.name != SEEN
+        elif isinstance(event, Allocation) and is_begun:
+            made.add(event.storage)
+    return {one.parameter for one in weights if isinstance(one, Gradient) and one.storage in made}
 
 
 def elements_of(size: Size, dimensions: Mapping[str, int]) -> int:

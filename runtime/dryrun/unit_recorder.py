@@ -230,7 +230,8 @@ class _Recorder:
 
     def _split(self, end: Tensor, anchor: Tensor, is_end: bool) -> None:
         """Backward as PyTorch's stages split it; units above hold the graph of this one to the end."""
-        above = end.grad_fn if self.named and not is_end else None
+        # A node that is none of Python's: those do not hold what is under them.
+        above = end.view_as(end).grad_fn if self.named and not is_end else None
         had = [parameter.grad is not None for _, parameter in self.named]
         parameters = [parameter for _, parameter in self.named]
         gradient = torch.empty((), device=end.device)

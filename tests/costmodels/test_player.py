@@ -221,9 +221,12 @@ def test_gradients_that_come_late_wait_for_the_next_time_that_fsdp2_comes() -> N
     group = group_of_three()
     heap, bundle = group.heap, group.bundle
     made, sums = ([one.size for one in storages] for storages in (bundle.made, bundle.sums))
-    for gradients in (sums[0] + sums[1] + made[2], sum(sums) + made[2]):
+    for gradients, listed in ((sums[0] + sums[1] + made[2], 0), (sum(sums) + made[2], made[2])):
         give(group, [0, 1])
-        assert group.see([0, 1], is_first=True)
+        assert group.see([0, 1], is_first=True, last=[1])
+        # What was there before a pass ends with it.
+        assert heap.bytes[GRADIENTS] == gradients + listed
+        group.traffic.end_list(heap)
         assert heap.bytes[GRADIENTS] == gradients
     group.post_backward(is_last=False, reshards=False)
     assert heap.bytes[GRADIENTS] == sum(sums)

@@ -38,6 +38,7 @@ from costmodels.tapes.tape import (
     Tape,
     Term,
     elements_of,
+    made_by_experts,
     seen_gradients,
 )
 from costmodels.tapes.text import as_json, parsed_size, parsed_tape, size_text
@@ -101,7 +102,8 @@ def test_what_the_backward_of_experts_gives_itself_is_not_seen_with_what_was_the
     made = [Allocation(number, size, "gradients") for number in range(3, 7)]
     given = [Gradient(number - 3, number) for number in range(3, 7)]
     events: list[Event] = [made[0], begins, made[1], sees, Release(0), made[2], begins, made[3], sees, *given]
-    assert seen_gradients(events) == [{0}, {0, 1, 2}]
+    assert seen_gradients(events) == [[0], [0, 1, 2]]
+    assert made_by_experts(events) == {1, 3}
     assert seen_gradients(given) == []
 
 

@@ -15,7 +15,8 @@ from costmodels.tapes.player import is_playable, structures_of_stage
 from runtime.dryrun.sample_sizes import sample
 from tests.support.layouts import parse_layout
 from tests.support.models import FORMS
-from tests.support.played_memory import UnknownError, compare, draw
+from tests.support.played_memory import Example, UnknownError, allowed, compare, draw
+from tests.support.played_passes import played_passes, traced_passes
 
 PARTS, EXAMPLES = 4, 2
 """Parts that run beside each other, and the examples of each, which record the tapes that they need:
@@ -266,6 +267,38 @@ def test_gradients_of_weights_that_come_apart_are_where_the_runtime_has_them(
     for rank in range(2):
         errors = compare(spec, layout, rank, compiled=False)
         assert not errors.misses, errors
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("text", "fields"),
+    [
+        # To sums that are there, autograd adds gradients of experts as it makes them.
+        (
+            "gbs=16,dp=4,tp=2,sp=1,zero=1,pp=2,vpp=2,schedule=zbv",
+            ROUTED | {"gated": False, "activation": "gelu"},
+        ),
+        # Before PyTorch 2.15, gradients of an earlier pass end with the pass that adds them up, and what has
+        # been made last amid its backward is there until that is over.
+        (
+            "gbs=8,mbs=2,dp=2,ep=2,zero=3,pp=2,vpp=2,schedule=interleaved_zb",
+            ROUTED | {"experts": 16, "expert_ffn": 2048},
+        ),
+        # PyTorch 2.11 keeps what a layer has saved as long as the layers after it.
+        ("gbs=8,mbs=2,tp=2,pp=2,vpp=2,schedule=interleaved_zb", ROUTED | {"top_k": 1, "layers": 8}),
+    ],
+)
+def test_passes_of_gradients_of_inputs_and_of_weights_are_as_high_as_the_runtimes(
+    text: str, fields: dict[str, Any]
+) -> None:
+    spec = ALONE.model_copy(update={"layers": 4, "hidden": 2048, "linear_bias": False} | fields)
+    layout = parse_layout(f"{text},precision=bf16", spec)
+    for rank in range(2):
+        example = Example(spec, layout, rank, compiled=False)
+        played, traced = played_passes(example), traced_passes(example)
+        assert [one.stage for one in played] == [one.stage for one in traced]
+        apart = [ours.high - own.high for ours, own in zip(played, traced, strict=True)]
+        assert max(map(abs, apart)) <= allowed(0), apart
 
 
 @pytest.mark.slow

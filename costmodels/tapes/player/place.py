@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Set
+from collections.abc import Collection, Sequence
 from dataclasses import field
 
 from costmodels.dataclass import dataclass
@@ -33,8 +33,8 @@ class Place:
     is_fetched: bool = False
     """Another layer has begun its copies."""
 
-    def places_of(self, group: Group, parameters: Set[int]) -> list[int] | None:
-        """Where parameters of this unit are in a group; None where it is another unit's."""
+    def places_of(self, group: Group, parameters: Collection[int]) -> list[int] | None:
+        """Where parameters of this unit are in a group, in its order; None where it is another unit's."""
         name = LAYER if group is self.group else EXPERTS if group is self.experts else ""
         if not name:
             return None

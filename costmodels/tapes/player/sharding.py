@@ -7,10 +7,17 @@ Names and order of what happens are those of `FSDPParamGroup` in
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
+from typing import Literal
 
 from costmodels.tapes.player.bundle import MASTER, Bundle, free_all, replace
 from costmodels.tapes.player.casts import Manner
 from costmodels.tapes.player.heap import TEMPORARIES, Heap, Storage
+
+Since = Literal["before", "begun", "held", "earlier"]
+"""When new gradients were made that FSDP2 comes to: before it comes to all; in the pass of gradients of
+weights that runs, to whose end they do not last, as gradients do, and perhaps just before, so that the pass
+still has them in hand; or in an earlier pass, and this one has listed what was there
+(`stage_backward_weight`)."""
 
 
 class Traffic:
@@ -21,6 +28,13 @@ class Traffic:
         """The buffer of the last all-gather of forward."""
         self.reduced_last: list[Storage] = []
         """What reduce-scatters read from."""
+        self.listed: list[Storage] = []
+        """Gradients that nobody needs any more, and that a pass of those of weights has listed."""
+
+    def end_list(self, heap: Heap) -> None:
+        """End the list of gradients that were there before a pass."""
+        free_all(heap, self.listed)
+        self.listed.clear()
 
     def let_go(self, heap: Heap) -> None:
         """End the buffer of the last all-gather of forward."""
@@ -173,12 +187,13 @@ class Group:
         elif manner == "makes":
             self.has_fresh = True
 
-    def see(self, given: Collection[int], is_first: bool) -> bool:
+    def see(self, given: Collection[int], is_first: bool, last: Collection[int] = ()) -> bool:
         """FSDP2 comes to gradients of parameters that autograd has given so far, before it gives the others
         (`FSDPState._root_post_backward_final_callback`), and to those of an earlier pass.
 
         Args:
             is_first: of this pass.
+            last: of those given, which the pass still has in hand.
 
         Returns:
             Whether anything is done with them.
@@ -190,8 +205,11 @@ class Group:
             return False
         label = heap.label
         heap.enter("reduce")
-        self._add(there, given)
         lacking = self.lacking if self.has_sums else every
+        # What is added to sums comes before what becomes one.
+        for number in sorted(there, key=lambda one: one in lacking):
+            self._add([number], "held" if number in last else "begun" if number in given else "earlier")
+        free_all(heap, [self.bundle.made[one]._replace(category=TEMPORARIES) for one in last])
         self.lacking = tuple(number for number in lacking if number not in there)
         self.late = tuple(number for number in (every if is_first else self._fresh) if number not in given)
         self.has_sums, self.has_fresh = True, len(self.late) > 0
@@ -203,28 +221,31 @@ class Group:
         """The parameters whose new gradients are there, if any are."""
         return self.late or range(len(self.bundle.parts))
 
-    def _add(self, numbers: Iterable[int], passing: Collection[int] = ()) -> None:
-        """Add new gradients of parameters to their sums, or make these of them.
-
-        Args:
-            passing: parameters whose gradients have not lasted to the end of a pass, as gradients do.
-        """
+    def _add(self, numbers: Iterable[int], since: Since) -> None:
+        """Add new gradients of parameters to their sums, or make these of them."""
         for number in numbers:
             made = self.bundle.made[number]
             if not self.has_sums or number in self.lacking:
                 self.heap.allocate(self.bundle.sums[number])
-            self.heap.free(made._replace(category=TEMPORARIES) if number in passing else made)
+            if since == "earlier":
+                self.traffic.listed.append(made)
+            elif since != "held":
+                self.heap.free(made._replace(category=TEMPORARIES) if since == "begun" else made)
 
-    def _settle(self, is_last: bool) -> None:
+    def _settle(self, is_last: bool, since: Since) -> None:
         """Add what is new to the sums; what has none is reduced as it is."""
         if not (self.has_sums and self.has_fresh):
             return
-        self._add(number for number in self._fresh if not (is_last and number in self.lacking))
+        self._add((number for number in self._fresh if not (is_last and number in self.lacking)), since)
         self.late = self.lacking = self.lacking if is_last else ()
         self.has_fresh = len(self.late) > 0
 
-    def post_backward(self, is_last: bool, reshards: bool) -> None:
-        """After it: accumulate gradients, or reduce them where this backward is the last one."""
+    def post_backward(self, is_last: bool, reshards: bool, since: Since = "before") -> None:
+        """After it: accumulate gradients, or reduce them where this backward is the last one.
+
+        Args:
+            since: when new ones were made.
+        """
         self.is_done = True
         if not self.wraps:
             self.add_up()
@@ -234,12 +255,15 @@ class Group:
         heap, traffic, bundle = self.heap, self.traffic, self.bundle
         label = heap.label
         heap.enter("reduce")
-        self._settle(is_last)
+        self._settle(is_last, since)
         if not is_last:
             if reshards:
                 self.reshard()
             if bundle.policy.converts and self.has_fresh:
-                heap.repeat(bundle.effects, "convert", lambda: bundle.convert(heap))
+                if since == "before":
+                    heap.repeat(bundle.effects, "convert", lambda: bundle.convert(heap))
+                else:
+                    self._add(range(len(bundle.parts)), since)
                 self.has_fresh, self.has_sums = False, True
             heap.enter(label)
             return

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
-from functools import partial
+from functools import cached_property, partial
 
 from costmodels.spec.layout import SPLIT_BACKWARD
 from costmodels.tapes.player.casts import Manner
@@ -308,6 +308,7 @@ class Stage:
         heap, label = self.heap, self.heap.label
         heap.enter("backward")
         forgotten: list[tuple[Step, ...]] = []
+        come: set[int] = set()
         for together in self._together():
             parts: list[tuple[Step, ...]] = []
             for place in together:
@@ -324,22 +325,37 @@ class Stage:
                 forgotten.clear()
             for place, steps in zip(together, parts, strict=True):
                 group = place.group or self.root
-                seen = self._play_weights(place, steps)
+                seen = self._play_weights(place, steps, come)
                 if self._ends_root(place):
                     for each in self.groups:
-                        each.post_backward(is_last=False, reshards=False)
+                        self._come_to(each, come)
                 for one in (group, place.experts):
                     if one is not None and id(one) not in seen:
                         one.come("casts" if one.casts else "makes")
+                    come.add(id(one))
             self._play_spans(*forgotten)
             forgotten = [_split(place).forgotten for place in together]
         self._play_spans(*forgotten)
         for place in self.places:
             self._play(place, _split(place).rest)
+        self.traffic.end_list(heap)
         heap.enter(label)
 
-    def _play_weights(self, place: Place, steps: Sequence[Step]) -> Mapping[int, Collection[int]]:
+    def _come_to(self, group: Group, come: Collection[int]) -> None:
+        """FSDP2 comes to a group amid a pass of gradients of weights.
+
+        Args:
+            come: the groups that have theirs from this pass, by their identities.
+        """
+        group.post_backward(False, reshards=False, since="begun" if id(group) in come else "earlier")
+
+    def _play_weights(
+        self, place: Place, steps: Sequence[Step], come: Collection[int]
+    ) -> Mapping[int, Collection[int]]:
         """Gradients of the weights of a unit.
+
+        Args:
+            come: groups that have had theirs before, by their identities.
 
         Returns:
             The parameters to whose gradients FSDP2 comes meanwhile, of groups by their identities.
@@ -351,11 +367,11 @@ class Stage:
             elif step == SEEN and self.setting.wraps:
                 parameters = next(times)
                 for group in self.groups:
-                    own = place.places_of(group, parameters)
+                    own, last = (place.places_of(group, some) for some in (parameters, parameters[-1:]))
                     before = found.get(id(group), ())
                     if own is None:
-                        group.post_backward(is_last=False, reshards=False)
-                    elif group.see([one for one in own if one not in before], is_first=not before):
+                        self._come_to(group, come)
+                    elif group.see([n for n in own if n not in before], not before, last or ()):
                         found[id(group)] = own
         return found
 
@@ -389,8 +405,9 @@ class Stage:
     def _apart(self, place: Place) -> tuple[Step, ...]:
         """The gradients of weights of a unit."""
         group, split, ends_root = place.group or self.root, _split(place), self._ends_root(place)
+        brief = self._brief(place)
         if split.seen and group.sees:
-            return split.seen_weights
+            return split.first_weights(brief)
         if group.casts and group.has_sums:
             # No hook of a layer's comes before, only that of the root.
             return split.weights if ends_root else split.cast_weights
@@ -399,7 +416,23 @@ class Stage:
         if experts is not None and experts.has_fresh != adds:
             # Ranks may have summed either's.
             return split.weights_of(frozenset(place.numbers[EXPERTS if adds else LAYER]))
-        return split.weights if adds else split.first_weights
+        return split.weights if adds else split.first_weights(brief)
+
+    def _brief(self, place: Place) -> set[int]:
+        """The parameters of a unit whose new gradients FSDP2 converts before a pass of the weights ends."""
+        seen = set().union(*_split(place).seen)
+        found = set[int]()
+        for name, group in ((LAYER, place.group), (EXPERTS, place.experts)):
+            if group is not None and group.sees:
+                own = place.numbers[name]
+                found |= {*own} if self.places.index(place) < self.comes_last else seen & {*own}
+        return found
+
+    @cached_property
+    def comes_last(self) -> int:
+        """The last unit amid whose gradients of weights FSDP2 comes to all groups; -1 where there is none."""
+        every = [n for n, one in enumerate(self.places) if self._ends_root(one) or _split(one).seen]
+        return max(every, default=-1) if self.setting.wraps else -1
 
     def reduce(self) -> None:
         """`perform_reduce_grad` of a pipeline's stage."""

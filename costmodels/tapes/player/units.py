@@ -39,6 +39,7 @@ from costmodels.tapes.tape import (
     SplitBackward,
     Tape,
     elements_of,
+    made_by_experts,
     seen_gradients,
 )
 
@@ -129,24 +130,28 @@ class Border(NamedTuple):
 class PlayedSplit:
     """Backward of a unit in two passes, each worked out when it is first played."""
 
-    def __init__(self, split: SplitBackward, storages: "_Storages", casts: Casts) -> None:
-        self._split, self._storages, self._casts = split, storages, casts
+    def __init__(self, split: SplitBackward, storages: "_Storages", casts: Casts, experts: Set[int]) -> None:
+        self._split, self._storages, self._casts, self._experts = split, storages, casts, experts
         self._mixed: dict[frozenset[int], tuple[Step, ...]] = {}
+        self._brief: dict[frozenset[int], tuple[Step, ...]] = {}
 
     @cached_property
     def inputs(self) -> tuple[Step, ...]:
         """Gradients of inputs."""
         return self._storages.steps(self._split.inputs)
 
-    @cached_property
-    def first_weights(self) -> tuple[Step, ...]:
-        """Leaves gradients of all parameters, new ones."""
-        return self._cast(self._split.first_weights, self._casts)
+    def first_weights(self, brief: Set[int] = frozenset()) -> tuple[Step, ...]:
+        """Leaves gradients of all parameters, new ones.
 
-    @cached_property
-    def seen_weights(self) -> tuple[Step, ...]:
-        """The same where FSDP2 has come to some of them before the end."""
-        return self._storages.steps(self._split.first_weights, passing=set().union(*self.seen))
+        Args:
+            brief: parameters whose gradients FSDP2 converts before the pass of the stage is over.
+        """
+        key = frozenset(brief)
+        if key not in self._brief:
+            split = self._split
+            events = cast_weights(split.first_weights, split.first_weights, split.inputs, self._casts)
+            self._brief[key] = self._storages.steps(events, passing=key)
+        return self._brief[key]
 
     @cached_property
     def weights(self) -> tuple[Step, ...]:
@@ -169,11 +174,17 @@ class PlayedSplit:
 
     @cached_property
     def cast_weights(self) -> tuple[Step, ...]:
-        """The same where each is cast before."""
-        return self._cast(self._split.weights, self._casts)
+        """The same where each is cast before, but for what the experts' backward gives itself: to those that
+        are there, FSDP2 lets autograd add as it makes them."""
+        split, always = self._split, always_cast(self._casts)
+        own = made_by_experts(split.first_weights) & self._experts
+        casts = {
+            number: cast for number, cast in self._casts.items() if number in always or number not in own
+        }
+        return self._cast(split.weights, casts)
 
     @cached_property
-    def seen(self) -> list[set[int]]:
+    def seen(self) -> list[list[int]]:
         """The parameters that have gradients by each time that FSDP2 comes to them."""
         return seen_gradients(self._split.first_weights)
 
@@ -208,7 +219,9 @@ class Played:
             own = tape.split
             backward = (*own.inputs, *own.first_weights, *own.weights)
             storages = _Storages(tape.forward, backward, own.input_gradient, sizes, border)
-            self.split, self.input_gradient = PlayedSplit(own, storages, self._casts), storages.given
+            experts = {number for number, one in enumerate(tape.parameters) if one.group == EXPERTS}
+            self.split = PlayedSplit(own, storages, self._casts, experts)
+            self.input_gradient = storages.given
 
     @cached_property
     def forward(self) -> tuple[Step, ...]:
@@ -342,7 +355,7 @@ class _Storages:
         found: list[Step] = []
         changes: list[tuple[int, int]] = []
         given = [one for one in events if isinstance(one, Gradient) and one.parameter != self.tied]
-        kept = {one.storage for one in given}
+        kept = {one.storage for one in given if one.parameter not in passing}
         ending = {one.storage for one in given if one.parameter in adding}
         # What others follow in the same place, and what is added to gradients of weights made apart.
         brief = ending | {one.storage for one in given if one.parameter in passing}
