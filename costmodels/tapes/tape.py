@@ -45,6 +45,10 @@ FETCHES_BEFORE = "fetches_before"
 FORGETS = "forgets"
 """Mark of gradients of weights: what the unit before has computed again for them ends."""
 
+AGAIN = "again"
+"""Mark of gradients of weights, in the place of `FORGETS`: what was computed again is there, and nobody's
+ends, as those of inputs have left a part of theirs."""
+
 SEEN = "seen"
 """Mark of gradients of weights: FSDP2 comes to those that were there before it began with the experts'."""
 

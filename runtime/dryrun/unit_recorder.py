@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor, Shard
 from costmodels import Layout, ModelSpec
 from costmodels.tapes.structure import Unit
 from costmodels.tapes.tape import (
+    AGAIN,
     ENDS,
     FORGETS,
     INPUT,
@@ -238,8 +239,10 @@ class _Recorder:
         _, groups = stage_backward_input([end], [gradient], [anchor], iter(parameters))
         del gradient
         self._reach("inputs")
+        call = recomputation._Call
         with (
             patch.object(recomputation, "_forget_last", self._forgetting(recomputation._forget_last)),
+            patch.object(call, "_run_again", self._running_again(call._run_again)),
             patch.object(self.notes, "sees", True),
         ):
             stage_backward_weight(iter(parameters), groups)
@@ -259,6 +262,14 @@ class _Recorder:
             forget(call)
 
         return forgetting
+
+    def _running_again(self, run_again: Callable[..., None]) -> Callable[..., None]:
+        def running(call: Any, with_internals: bool) -> None:
+            run_again(call, with_internals)
+            if not call.served:
+                self.notes.mark(AGAIN)
+
+        return running
 
     def _input(self) -> tuple[Tensor, Tensor | None]:
         plain = self.source()

@@ -95,12 +95,8 @@ def is_playable(model: ModelSpec, layout: Layout, compiled: bool, version: str |
         return False
     if layout.schedule not in SPLIT_BACKWARD:
         return True
-    # Backward of experts for gradients of inputs leaves a part of what it has computed again, and that of
-    # PyTorch before 2.13 computes in another order.
-    plain = parsed_version(version or default_version()) >= (2, 13) and not (
-        model.experts or model.linear_attention or model.attention_softcap
-    )
-    return not compiled and (plain or not computes_layers_together(layout))
+    # What steps of linear attention compute again is not aligned well enough.
+    return not compiled and not (model.linear_attention and computes_layers_together(layout))
 
 
 def rank_moments(

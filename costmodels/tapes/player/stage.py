@@ -25,6 +25,7 @@ from costmodels.tapes.player.units import (
 )
 from costmodels.tapes.structure import LAYERS
 from costmodels.tapes.tape import (
+    AGAIN,
     ENDS,
     EXPERTS,
     FETCHED,
@@ -308,19 +309,21 @@ class Stage:
         heap, label = self.heap, self.heap.label
         heap.enter("backward")
         forgotten: list[tuple[Step, ...]] = []
+        left: list[tuple[Step, ...]] = []
         come: set[int] = set()
         for together in self._together():
             parts: list[tuple[Step, ...]] = []
             for place in together:
                 steps = self._apart(place)
-                start = steps.index(FORGETS) if FORGETS in steps else 0
+                marks = (FORGETS, AGAIN) if len(together) > 1 else (FORGETS,)
+                start = next((steps.index(mark) for mark in marks if mark in steps), 0)
                 if place.again is not None:
                     self._enter_layer(place)
                 self._play_spans(steps[:start])
                 if place.again is not None:
                     self._end_of_root()
                 parts.append(steps[start:])
-            if FORGETS in parts[-1]:
+            if all(FORGETS in steps for steps in parts):
                 self._play_spans(*forgotten)
                 forgotten.clear()
             for place, steps in zip(together, parts, strict=True):
@@ -333,9 +336,10 @@ class Stage:
                     if one is not None and id(one) not in seen:
                         one.come("casts" if one.casts else "makes")
                     come.add(id(one))
-            self._play_spans(*forgotten)
-            forgotten = [_split(place).forgotten for place in together]
-        self._play_spans(*forgotten)
+            # Where a part of several layers is left, all of theirs stays.
+            kept = left if any(AGAIN in steps for steps in parts) else forgotten
+            kept += [_split(place).forgotten for place in together]
+        self._play_spans(*forgotten, *left)
         for place in self.places:
             self._play(place, _split(place).rest)
         self.traffic.end_list(heap)
