@@ -87,7 +87,16 @@ def symbolic(sizes: Sequence[int], dimensions: Sequence[Dimensions], primes: Seq
     is_product = powers[1:] == powers[:-1] and len(set(rests)) == 1
     if is_product and max(rests[0].numerator, rests[0].denominator) <= LARGEST_OF_PRODUCT:
         return (Term(rests[0].numerator, rests[0].denominator, _sorted(powers[0])),)
+    # A recording may have the prime of a dimension by chance: another one tells what is meant.
+    for own in sorted(powers, key=_rounded):
+        (rest, *others) = set(_rests(sizes, dimensions, own))
+        if not others and max(rest.numerator, rest.denominator) <= LARGEST_COEFFICIENT:
+            return (Term(rest.numerator, rest.denominator, _sorted(own)),)
     return _sum(sizes, dimensions, powers)
+
+
+def _rounded(powers: Mapping[str, int]) -> int:
+    return len(ROUNDED & powers.keys())
 
 
 def _same_dimension(size: int, dimensions: Sequence[Dimensions], primes: Sequence[Dimensions]) -> str | None:
@@ -143,7 +152,7 @@ def _sum(sizes: Sequence[int], dimensions: Sequence[Dimensions], powers: list[di
     names = set().union(*powers)
     # A sum may have the primes of a dimension by chance: then one of the recordings tells what is shared.
     common = {name: min(each.get(name, 0) for each in powers) for name in names}
-    readings = [common, *sorted(powers, key=lambda each: len(ROUNDED & each.keys()))]
+    readings = [common, *sorted(powers, key=_rounded)]
     tried: list[dict[str, int]] = []
     for reading in readings:
         every = {name: exponent for name, exponent in reading.items() if exponent}

@@ -57,7 +57,7 @@ def recorded_tape(structure: Structure, splits: bool = True) -> Tape:
     recordings: list[UnitRecordings] = []
     splits &= not structure.compiled and structure.unit != "embedding" and not structure.further
     sends = structure.offloads_activations == "sent"
-    has_scores = structure.unfused or "attention_softcap" in structure.form
+    has_scores = structure.unfused or not {"attention_softcap", "attention=linear"}.isdisjoint(structure.form)
     failure: Exception | None = None
     for number in range(SAMPLES):
         # Where one of them is not there or too large, the others may do.
@@ -82,8 +82,14 @@ def recorded_tape(structure: Structure, splits: bool = True) -> Tape:
 
 
 def score_bytes(one: Sample) -> int:
-    """Bytes of the scores of one rank's heads that are there at a time, in 4 bytes each."""
+    """Bytes of the scores of one rank's heads that are there at a time, in 4 bytes each; of linear attention
+    those of the tokens of all steps."""
     model, layout = one.model, one.layout
+    linear = model.linear_attention
+    if linear is not None:
+        tokens = -(-model.seq // linear.chunk) * linear.chunk
+        heads = linear.value_heads // (layout.tensor_parallel * layout.context_parallel)
+        return 4 * layout.micro_batch_size * heads * tokens * linear.chunk
     heads, queries = model.heads // layout.tensor_parallel, model.seq
     if layout.context_parallel_form == "all_to_all":
         heads //= layout.context_parallel

@@ -233,6 +233,15 @@ def test_gradients_that_come_late_wait_for_the_next_time_that_fsdp2_comes() -> N
     assert (group.has_fresh, group.has_sums, heap.bytes[TEMPORARIES]) == (False, True, 0)
 
 
+def test_to_gradients_that_came_late_alone_backward_adds_others() -> None:
+    group = group_of_three()
+    give(group, [0, 1])
+    group.see([0, 1], is_first=True)
+    assert (group.manner(is_last=False), group.late) == ("makes", (2,))
+    group.come("makes")
+    assert (group.manner(is_last=False), group.late) == ("adds", ())
+
+
 @pytest.mark.parametrize("waits", [False, True])
 def test_gradients_that_come_late_are_reduced_with_the_others(waits: bool) -> None:
     group = group_of_three()

@@ -12,7 +12,7 @@ from costmodels.tapes.structure import Structure
 from runtime.dryrun.loops import FEWEST_TURNS
 from runtime.dryrun.prime_sizes import SAMPLES
 from runtime.dryrun.sample_sizes import sample
-from runtime.dryrun.tape_recorder import MOST_BYTES, score_bytes
+from runtime.dryrun.tape_recorder import MOST_BYTES, PROOF, score_bytes
 from runtime.model.attention_kernels import FLASH_HEAD_SIZE
 from tests.support.played_memory import draw
 
@@ -169,6 +169,22 @@ MANY_SCORES = EXPERTS._replace(several=True, grouped_queries=True, loop_choices=
 def test_scores_can_be_counted(structure: Structure) -> None:
     for number in range(SAMPLES):
         assert score_bytes(sample(structure, number)) < MOST_BYTES
+
+
+def test_enough_samples_have_scores_that_can_be_counted_where_they_are_those_of_steps() -> None:
+    """Experts have equal numbers of rows then, and each step is long."""
+    structure = MANY_SCORES._replace(
+        unfused=False,
+        several=True,
+        expert_parallel=True,
+        loop_of_experts=8,
+        loop_choices=(2, 1, 1),
+        limited="part",
+        partial_step=True,
+        form=("attention=linear",),
+    )
+    sizes = [score_bytes(sample(structure, number)) for number in range(SAMPLES)]
+    assert PROOF <= sum(size < MOST_BYTES for size in sizes) < SAMPLES
 
 
 @pytest.mark.parametrize("longer", ["keys", "values", ""])

@@ -78,3 +78,15 @@ def test_a_dimension_that_is_the_same_product_of_other_primes_is_no_constant() -
     primes = [{"head": 5, "sharers": 3}, {"head": 3, "sharers": 5}]
     assert size_text(symbolic([480, 480], sides, primes)) == "2 head"
     assert size_text(symbolic([64, 64], sides, primes)) == "64"
+
+
+def test_a_dimension_that_is_as_many_others_in_one_recording_only_is_not_meant() -> None:
+    sides = [
+        {"arrived": 7120, "seq": 56960, "keys": 7, "group": 13},
+        {"arrived": 7760, "seq": 86912, "keys": 5, "group": 11},
+    ]
+    primes = [{"seq": 89, "keys": 7, "group": 13}, {"arrived": 7760, "seq": 97, "keys": 5, "group": 11}]
+    sizes = [2 * one["seq"] * one["keys"] * one["group"] for one in sides]
+    # By chance, both of them.
+    assert len({one["seq"] * one["keys"] // one["arrived"] for one in sides}) == 1
+    assert size_text(symbolic(sizes, sides, primes)) == "2 group keys seq"

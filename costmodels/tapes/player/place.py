@@ -40,6 +40,16 @@ class Place:
             return None
         return [place for place, number in enumerate(self.numbers[name]) if number in parameters]
 
+    def late(self) -> set[int]:
+        """Parameters that have new gradients where the others of their groups have none."""
+        groups = {LAYER: self.group, **self.inner}
+        return {
+            self.numbers[name][place]
+            for name, group in groups.items()
+            if group is not None
+            for place in group.late
+        }
+
     @property
     def experts(self) -> Group | None:
         """The routed experts of a layer."""

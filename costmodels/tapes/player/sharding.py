@@ -170,12 +170,13 @@ class Group:
             self.before.unshard()
 
     def manner(self, is_last: bool) -> Manner:
-        """How autograd will give gradients to parameters (`FSDPParamGroup._set_unsharded_grad_dtypes`).
+        """How autograd will give gradients to parameters that are not `late`
+        (`FSDPParamGroup._set_unsharded_grad_dtypes`).
 
         Args:
             is_last: they are reduced after this backward.
         """
-        if self.has_fresh or (self.casts and self.has_sums):
+        if (self.has_fresh and not self.late) or (self.casts and self.has_sums):
             return "adds"
         # What is reduced at once is cast on its way to the other ranks.
         return "casts" if self.casts and not (is_last and self.bundle.policy.widens) else "makes"
@@ -185,7 +186,7 @@ class Group:
         if manner == "casts":
             self.has_sums = True
         elif manner == "makes":
-            self.has_fresh = True
+            self.has_fresh, self.late = True, ()
 
     def see(self, given: Collection[int], is_first: bool, last: Collection[int] = ()) -> bool:
         """FSDP2 comes to gradients of parameters that autograd has given so far, before it gives the others

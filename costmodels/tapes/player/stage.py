@@ -238,7 +238,7 @@ class Stage:
                 self._compute_again(place)
             own = place.again or place.played
             given = layer.manner(is_last)
-            self._play(place, own.backward(given, self.inner_manners))
+            self._play(place, own.backward(given, self.inner_manners, place.late()))
             layer.come(given)
             layer.post_backward(is_last, reshards=is_last)
         self._finish()

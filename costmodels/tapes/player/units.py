@@ -228,15 +228,21 @@ class Played:
         """What forward does."""
         return self._whole.steps(self._tape.forward)
 
-    def backward(self, manner: Manner, inner: Mapping[str, Manner] | None = None) -> tuple[Step, ...]:
+    def backward(
+        self, manner: Manner, inner: Mapping[str, Manner] | None = None, late: Set[int] = frozenset()
+    ) -> tuple[Step, ...]:
         """What backward does that gives gradients to all parameters.
 
         Args:
             manner: how autograd gives them.
             inner: the same of other groups of parameters in the unit, by name.
+            late: parameters that have new ones, and get more added to them.
         """
         of_group = inner or {}
-        manners = tuple(of_group.get(one.group, manner) for one in self._tape.parameters)
+        manners = tuple(
+            "adds" if number in late else of_group.get(one.group, manner)
+            for number, one in enumerate(self._tape.parameters)
+        )
         if manners not in self._backward:
             kept = always_cast(self._casts)
             casts = {
