@@ -281,6 +281,11 @@ def check_passes(example: Example) -> None:
             "gbs=8,mbs=2,dp=2,ep=2,zero=3,pp=2,vpp=2,schedule=interleaved_zb",
             ROUTED | {"experts": 16, "expert_ffn": 2048},
         ),
+        # One operation makes gradients of a matrix and its bias, which are cast once both are there.
+        (
+            "gbs=8,dp=2,zero=1,pp=2,vpp=2,schedule=interleaved_zb",
+            {"linear_bias": True, "gated": False, "activation": "gelu"},
+        ),
         # PyTorch 2.11 keeps what a layer has saved as long as the layers after it.
         ("gbs=8,mbs=2,tp=2,pp=2,vpp=2,schedule=interleaved_zb", ROUTED | {"top_k": 1, "layers": 8}),
     ],

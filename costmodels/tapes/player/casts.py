@@ -132,13 +132,18 @@ def _with_addends(events: tuple[Event, ...], casts: Casts, embedded: Set[int]) -
 
 
 def cast_weights(
-    events: tuple[Event, ...], first: tuple[Event, ...], inputs: tuple[Event, ...], casts: Casts
+    events: tuple[Event, ...],
+    first: tuple[Event, ...],
+    inputs: tuple[Event, ...],
+    casts: Casts,
+    biases: Set[int],
 ) -> Steps:
     """Gradients of weights apart, with their casts.
 
     Args:
         first: the same where there are no gradients yet, which tells what is a gradient.
         inputs: backward for gradients of inputs, which makes what those of weights are made from.
+        biases: parameters, each after its matrix.
     """
     gradients = {one.storage: one.parameter for one in first if isinstance(one, Gradient)}
     own, given = (_allocated(each) for each in (events, inputs))
@@ -165,11 +170,14 @@ def cast_weights(
         if (made or there) and isinstance(event, Release):
             (later if event.storage in held else found).append(event)
             continue
-        if made or there:
+        number = gradients.get(event.storage) if isinstance(event, Allocation) else None
+        # One operation makes those of a matrix and its bias.
+        is_more = number is not None and number in biases and number - 1 in made.values()
+        if (made or there) and not is_more:
             found += at_their_ends()
             made, there, later = {}, {}, []
-        if isinstance(event, Allocation) and event.storage in gradients:
-            made[event.storage] = gradients[event.storage]
+        if isinstance(event, Allocation) and number is not None:
+            made[event.storage] = number
         found.append(event)
     return (*found, *at_their_ends())
 

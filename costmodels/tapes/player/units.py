@@ -130,8 +130,11 @@ class Border(NamedTuple):
 class PlayedSplit:
     """Backward of a unit in two passes, each worked out when it is first played."""
 
-    def __init__(self, split: SplitBackward, storages: "_Storages", casts: Casts, experts: Set[int]) -> None:
-        self._split, self._storages, self._casts, self._experts = split, storages, casts, experts
+    def __init__(self, tape: Tape, split: SplitBackward, storages: "_Storages", casts: Casts) -> None:
+        self._split, self._storages, self._casts = split, storages, casts
+        parameters = list(enumerate(tape.parameters))
+        self._experts = {number for number, one in parameters if one.group == EXPERTS}
+        self._biases = {number for number, one in parameters if one.name.endswith(".bias")}
         self._mixed: dict[frozenset[int], tuple[Step, ...]] = {}
         self._brief: dict[frozenset[int], tuple[Step, ...]] = {}
 
@@ -148,8 +151,7 @@ class PlayedSplit:
         """
         key = frozenset(brief)
         if key not in self._brief:
-            split = self._split
-            events = cast_weights(split.first_weights, split.first_weights, split.inputs, self._casts)
+            events = self._with_casts(self._split.first_weights, self._casts)
             self._brief[key] = self._storages.steps(events, passing=key)
         return self._brief[key]
 
@@ -199,8 +201,11 @@ class PlayedSplit:
         return self._storages.steps(self._split.rest)
 
     def _cast(self, events: tuple[Event, ...], casts: Casts) -> tuple[Step, ...]:
+        return self._storages.steps(self._with_casts(events, casts))
+
+    def _with_casts(self, events: tuple[Event, ...], casts: Casts) -> Steps:
         split = self._split
-        return self._storages.steps(cast_weights(events, split.first_weights, split.inputs, casts))
+        return cast_weights(events, split.first_weights, split.inputs, casts, self._biases)
 
 
 class Played:
@@ -219,8 +224,7 @@ class Played:
             own = tape.split
             backward = (*own.inputs, *own.first_weights, *own.weights)
             storages = _Storages(tape.forward, backward, own.input_gradient, sizes, border)
-            experts = {number for number, one in enumerate(tape.parameters) if one.group == EXPERTS}
-            self.split = PlayedSplit(own, storages, self._casts, experts)
+            self.split = PlayedSplit(tape, own, storages, self._casts)
             self.input_gradient = storages.given
 
     @cached_property
