@@ -335,6 +335,13 @@ def test_sums_in_16_bits_of_layers_and_experts_are_as_they_are_made(text: str, c
     assert not compare(spec, parse_layout(text, spec), 0, compiled).misses
 
 
+@pytest.mark.slow
+def test_experts_one_by_one_are_summed_over_ranks_before_the_gradient_of_their_rows_is_whole() -> None:
+    spec = ALONE.model_copy(update=ROUTED | {"experts": 8, "expert_ffn": 1024, "hidden": 2048})
+    errors = compare(spec, parse_layout("gbs=1,tp=4,ep=2,precision=fp32", spec), 0, compiled=False)
+    assert not errors.misses, errors
+
+
 def test_of_layers_before_further_ones_all_send_their_activations() -> None:
     for text, last in (("gbs=4,offload_activations=1", "kept"), ("gbs=4,pp=2,offload_activations=1", "sent")):
         layout = parse_layout(text, FURTHER)

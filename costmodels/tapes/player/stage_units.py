@@ -5,7 +5,9 @@ from typing import NamedTuple
 from costmodels.spec.layout import SPLIT_BACKWARD, Layout
 from costmodels.spec.model import ModelSpec
 from costmodels.tapes.dimensions import dimensions
+from costmodels.tapes.player.bundle import wraps_parameters
 from costmodels.tapes.player.chain import Unit
+from costmodels.tapes.player.plain_parameters import with_plain_parameters
 from costmodels.tapes.player.repeated_layers import holding_input, repeated
 from costmodels.tapes.player.split_layers import split_together, with_brief_input
 from costmodels.tapes.store import tape_of, tape_of_steps
@@ -130,6 +132,6 @@ def _known_tape(structure: Structure, model: ModelSpec, layout: Layout, version:
     tape = tape_of(structure, version)
     if tape is None:
         raise KeyError(structure.name)
-    if tape.repeats is None:
-        return tape
-    return tape_of_steps(structure, version, dimensions(model, layout)[tape.repeats.dimension])
+    if tape.repeats is not None:
+        tape = tape_of_steps(structure, version, dimensions(model, layout)[tape.repeats.dimension])
+    return tape if wraps_parameters(layout) else with_plain_parameters(tape)
