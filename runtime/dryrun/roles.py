@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial, wraps
 from typing import Any
@@ -49,6 +49,7 @@ def roles(tracker: Tracker) -> Iterator[None]:
         during(working_copies.WorkingCopies, "hand_over", category="gradients")
         add = _in_scope(tracker, _tagging_gradients(tracker), category="gradients", phase="reduce")
         stack.enter_context(patch.object(working_copies.GradientSums, "add", add))
+        stack.enter_context(patch.object(working_copies.GradientSums, "give", _tagging_given(tracker)))
         during(offload._Copy, "fetch", category="activations", layer="attention")
         call = _in_scope(tracker, Transformer.__call__, phase="forward")
         stack.enter_context(patch.object(Transformer, "__call__", call, create=True))
@@ -212,6 +213,20 @@ def _tagging_gradients(tracker: Tracker) -> Any:
         for copy in self.copies:
             tracker.tag(copy.grad, "gradients")
         add(self)
+
+    return tagging
+
+
+def _tagging_given(tracker: Tracker) -> Any:
+    give = working_copies.GradientSums.give
+
+    def tagging(self: Any, gradients: Sequence[tuple[int, Tensor]]) -> None:
+        # Of layers that run as a chain; no hook of the parameters sees these. What autograd would add to
+        # those that are there is none by itself.
+        for number, gradient in gradients:
+            if self.adds or self.copies[number].grad is None:
+                tracker.tag(gradient, "gradients")
+        give(self, gradients)
 
     return tagging
 

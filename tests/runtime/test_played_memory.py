@@ -336,6 +336,13 @@ def test_sums_in_16_bits_of_layers_and_experts_are_as_they_are_made(text: str, c
 
 
 @pytest.mark.slow
+def test_gradients_of_chained_layers_are_gradients() -> None:
+    spec = ALONE.model_copy(update={"layers": 6, "hidden": 2048})
+    layout = parse_layout("gbs=6,pp=3,precision=bf16", spec)
+    assert not compare(spec, layout, 1, compiled=True).misses
+
+
+@pytest.mark.slow
 def test_experts_one_by_one_are_summed_over_ranks_before_the_gradient_of_their_rows_is_whole() -> None:
     spec = ALONE.model_copy(update=ROUTED | {"experts": 8, "expert_ffn": 1024, "hidden": 2048})
     errors = compare(spec, parse_layout("gbs=1,tp=4,ep=2,precision=fp32", spec), 0, compiled=False)
