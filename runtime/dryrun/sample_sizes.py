@@ -9,6 +9,9 @@ from costmodels.tapes.dimensions import dimensions
 from costmodels.tapes.structure import ALIGNED_HEAD, FLOAT8_MULTIPLE, Structure, structure_of
 from runtime.dryrun.prime_sizes import FIRST, LEAST_BEFORE, LIMITS, MULTIPLE, Sizes
 
+MOST_RANKS = 2**20
+"""Of a sample, whose groups each take time: primes of four kinds of ranks can be millions together."""
+
 
 class Sample(NamedTuple):
     """One set of sizes."""
@@ -30,11 +33,13 @@ def sample(structure: Structure, number: int) -> Sample:
     """The set of sizes `number` of a structure.
 
     Raises:
-        ValueError: no model or layout has the structure.
+        ValueError: no model or layout has the structure, or none of few enough ranks.
     """
     chosen = Sizes(structure, number)
     model = ModelSpec.model_validate({"name": structure.unit, "layers": 1, **_model_fields(chosen)})
     layout = Layout.model_validate({"layers_per_stage": (1,), **_layout_fields(chosen)})
+    if layout.world_size > MOST_RANKS:
+        raise ValueError(f"samples of the structure {structure.name} need {layout.world_size} ranks")
     is_last = structure.offloads_activations == "kept"
     block = chosen.query_block
     found = structure_of(

@@ -94,10 +94,9 @@ def build_grid(spec: ModelSpec, layout: Layout, device: torch.device) -> Grid:
 
 def _own_group(rows: torch.Tensor) -> dist.ProcessGroup | None:
     """The process group of the row of ranks that this rank is in; None when it is alone or in none."""
-    rank = dist.get_rank()
-    own: list[int] = next((row for row in rows.tolist() if rank in row), [])
-    if len(own) < 2:
+    own = rows[(rows == dist.get_rank()).any(1)].flatten()
+    if own.numel() < 2:
         return None
     # Only its members meet: thousands of ranks need not wait for each other's groups.
-    group: Any = dist.new_group(own, use_local_synchronization=True)
+    group: Any = dist.new_group(own.tolist(), use_local_synchronization=True)
     return group if isinstance(group, dist.ProcessGroup) else None

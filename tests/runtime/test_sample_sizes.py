@@ -215,3 +215,33 @@ def test_sinks_of_repeated_heads_take_enough_turns_to_be_a_loop(number: int) -> 
         form=("attention_sinks",),
     )
     assert sample(structure, number).layout.context_parallel >= FEWEST_TURNS
+
+
+def test_a_sample_of_more_ranks_than_can_be_grouped_is_refused() -> None:
+    """Four kinds of ranks, each a prime times what shares heads, and experts that compute one by one."""
+    structure = Structure(
+        "experts",
+        "bf16",
+        compiled=True,
+        several=True,
+        tensor_parallel=True,
+        norm="layernorm",
+        linear_bias=True,
+        qkv_bias=True,
+        gated=True,
+        grouped_queries=True,
+        one_key_head=True,
+        shares_heads=True,
+        context_form="all_to_all",
+        repeats_heads=True,
+        expert_parallel=True,
+        expert_tensor_parallel=True,
+        expert_ranks=2,
+        loop_of_experts=1,
+        loop_choices=(2, 4, 2),
+        score="softmax",
+        group_score="max",
+        form=("attention=window",),
+    )
+    with pytest.raises(ValueError, match="need [0-9]+ ranks"):
+        sample(structure, 0)

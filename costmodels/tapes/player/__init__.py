@@ -93,10 +93,7 @@ def is_playable(model: ModelSpec, layout: Layout, compiled: bool, version: str |
         # Units are recorded with weights in the format that computes, and with tokens that travel at once.
         # What graphs keep is not played, and no sizes tell how factors of 32 elements fill their tiles.
         return False
-    if layout.schedule not in SPLIT_BACKWARD:
-        return True
-    # What steps of linear attention compute again is not aligned well enough.
-    return not compiled and not (model.linear_attention and computes_layers_together(layout))
+    return layout.schedule not in SPLIT_BACKWARD or not compiled
 
 
 def rank_moments(

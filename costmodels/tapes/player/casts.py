@@ -136,14 +136,14 @@ def cast_weights(
     first: tuple[Event, ...],
     inputs: tuple[Event, ...],
     casts: Casts,
-    biases: Set[int],
+    together: Set[int],
 ) -> Steps:
     """Gradients of weights apart, with their casts.
 
     Args:
         first: the same where there are no gradients yet, which tells what is a gradient.
         inputs: backward for gradients of inputs, which makes what those of weights are made from.
-        biases: parameters, each after its matrix.
+        together: gradients that one operation makes with the one before.
     """
     gradients = {one.storage: one.parameter for one in first if isinstance(one, Gradient)}
     own, given = (_allocated(each) for each in (events, inputs))
@@ -170,14 +170,11 @@ def cast_weights(
         if (made or there) and isinstance(event, Release):
             (later if event.storage in held else found).append(event)
             continue
-        number = gradients.get(event.storage) if isinstance(event, Allocation) else None
-        # One operation makes those of a matrix and its bias.
-        is_more = number is not None and number in biases and number - 1 in made.values()
-        if (made or there) and not is_more:
+        if (made or there) and not (isinstance(event, Allocation) and event.storage in together):
             found += at_their_ends()
             made, there, later = {}, {}, []
-        if isinstance(event, Allocation) and number is not None:
-            made[event.storage] = number
+        if isinstance(event, Allocation) and event.storage in gradients:
+            made[event.storage] = gradients[event.storage]
         found.append(event)
     return (*found, *at_their_ends())
 

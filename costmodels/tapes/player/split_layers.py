@@ -89,7 +89,9 @@ def split_together(full: Tape, plain: Tape, is_first: bool) -> Tape:
         # The result is the next layer's.
         own = [e for e in plain.forward if isinstance(e, Mark) or e.storage not in (INPUT, OUTPUT)]
         computed = tuple(_renamed(event, names) for event in own)
-        return *_in_order(before, computed, mark, is_first), *_without_ends(after, gone)
+        # What gradients of inputs have left of theirs without use ends once all layers are there again.
+        unused = [e for e in again if isinstance(e, Release) and e.storage not in _made(again)]
+        return *_in_order(before, computed, mark, is_first), *unused, *_without_ends(after, gone)
 
     given = split.input_gradient
     if given is not None and given > OUTPUT_GRADIENT:

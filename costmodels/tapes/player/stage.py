@@ -15,6 +15,7 @@ from costmodels.tapes.player.heap import (
     Effects,
     Storage,
 )
+from costmodels.tapes.player.held_gradients import HOLDS, TAKEN
 from costmodels.tapes.player.place import Place, link_offloading
 from costmodels.tapes.player.setting import Part, Setting
 from costmodels.tapes.player.sharding import Group, State, Traffic
@@ -63,6 +64,8 @@ class Stage:
         ]
         self.makes_gradients = True
         """Backward makes gradients of weights."""
+        self.held: list[Step] = []
+        """The end of gradients that a pass of those of weights has made last."""
         self.inner_manners: dict[str, Manner] = {}
         """How it gives them to the parameters of the layer that it has come to."""
         self.effects: Effects = {}
@@ -339,6 +342,7 @@ class Stage:
             # Where a part of several layers is left, all of theirs stays.
             kept = left if any(AGAIN in steps for steps in parts) else forgotten
             kept += [_split(place).forgotten for place in together]
+        self._end_held()
         self._play_spans(*forgotten, *left)
         for place in self.places:
             self._play(place, _split(place).rest)
@@ -365,9 +369,12 @@ class Stage:
             The parameters to whose gradients FSDP2 comes meanwhile, of groups by their identities.
         """
         times, found = iter(_split(place).seen), dict[int, Collection[int]]()
-        for step in steps:
+        holds = steps.index(HOLDS) if HOLDS in steps else len(steps)
+        for step in steps[:holds]:
             if not isinstance(step, str):
                 self.heap.play(step)
+            elif step == TAKEN:
+                self._end_held()
             elif step == SEEN and self.setting.wraps:
                 parameters = next(times)
                 for group in self.groups:
@@ -377,7 +384,13 @@ class Stage:
                         self._come_to(group, come)
                     elif group.see([n for n in own if n not in before], not before, last or ()):
                         found[id(group)] = own
+        self.held += steps[holds:]
         return found
+
+    def _end_held(self) -> None:
+        """End the gradients that the last operation has made."""
+        self._play_spans(tuple(self.held))
+        self.held.clear()
 
     def _together(self) -> Iterator[list[Place]]:
         """Layers that are computed again together, and the other units one by one."""

@@ -25,6 +25,7 @@ from costmodels.tapes.player.heap import (
     Storage,
     block_bytes,
 )
+from costmodels.tapes.player.held_gradients import operations_of, with_held
 from costmodels.tapes.tape import (
     EXPERTS,
     INPUT,
@@ -132,9 +133,9 @@ class PlayedSplit:
 
     def __init__(self, tape: Tape, split: SplitBackward, storages: "_Storages", casts: Casts) -> None:
         self._split, self._storages, self._casts = split, storages, casts
-        parameters = list(enumerate(tape.parameters))
-        self._experts = {number for number, one in parameters if one.group == EXPERTS}
-        self._biases = {number for number, one in parameters if one.name.endswith(".bias")}
+        self._experts = {number for number, one in enumerate(tape.parameters) if one.group == EXPERTS}
+        gradients = {one.storage for one in split.first_weights if isinstance(one, Gradient)}
+        self._operations = operations_of(split.weights, gradients)
         self._mixed: dict[frozenset[int], tuple[Step, ...]] = {}
         self._brief: dict[frozenset[int], tuple[Step, ...]] = {}
 
@@ -205,7 +206,8 @@ class PlayedSplit:
 
     def _with_casts(self, events: tuple[Event, ...], casts: Casts) -> Steps:
         split = self._split
-        return cast_weights(events, split.first_weights, split.inputs, casts, self._biases)
+        own = cast_weights(events, split.first_weights, split.inputs, casts, self._operations.together)
+        return with_held(own, self._operations)
 
 
 class Played:
