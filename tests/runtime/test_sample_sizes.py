@@ -243,5 +243,5 @@ def test_a_sample_of_more_ranks_than_can_be_grouped_is_refused() -> None:
         group_score="max",
         form=("attention=window",),
     )
-    with pytest.raises(ValueError, match="need [0-9]+ ranks"):
+    with pytest.raises(ValueError, match=r"need [0-9]+ ranks"):
         sample(structure, 0)
