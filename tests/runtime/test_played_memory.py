@@ -292,6 +292,11 @@ def check_passes(example: Example) -> None:
             "gbs=8,dp=2,zero=1,pp=2,vpp=2,schedule=interleaved_zb",
             {"linear_bias": True, "gated": False, "activation": "gelu"},
         ),
+        # Gradients of experts one by one are there while what is put together of them is cast.
+        (
+            "gbs=8,dp=2,zero=1,pp=2,vpp=2,schedule=interleaved_zb,gradient_reduction=bf16,precision=fp32",
+            ROUTED,
+        ),
         # Stages hold what they have added last while they compute the next layer again.
         (
             "gbs=8,dp=2,zero=1,pp=2,vpp=2,schedule=interleaved_zb,recompute=full",
@@ -305,7 +310,7 @@ def test_passes_of_gradients_of_inputs_and_of_weights_are_as_high_as_the_runtime
     text: str, fields: dict[str, Any]
 ) -> None:
     spec = ALONE.model_copy(update={"layers": 4, "hidden": 2048, "linear_bias": False} | fields)
-    layout = parse_layout(f"{text},precision=bf16", spec)
+    layout = parse_layout(f"precision=bf16,{text}", spec)
     for rank in range(2):
         check_passes(Example(spec, layout, rank, compiled=False))
 

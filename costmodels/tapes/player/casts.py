@@ -131,22 +131,17 @@ def _with_addends(events: tuple[Event, ...], casts: Casts, embedded: Set[int]) -
     return added, tuple(found)
 
 
-def cast_weights(
-    events: tuple[Event, ...],
-    first: tuple[Event, ...],
-    inputs: tuple[Event, ...],
-    casts: Casts,
-    together: Set[int],
-) -> Steps:
+def cast_weights(tape: Tape, events: tuple[Event, ...], casts: Casts, together: Set[int]) -> Steps:
     """Gradients of weights apart, with their casts.
 
     Args:
-        first: the same where there are no gradients yet, which tells what is a gradient.
-        inputs: backward for gradients of inputs, which makes what those of weights are made from.
+        tape: whose backward is split.
         together: gradients that one operation makes with the one before.
     """
-    gradients = {one.storage: one.parameter for one in first if isinstance(one, Gradient)}
-    own, given = (_allocated(each) for each in (events, inputs))
+    split = tape.split
+    assert split is not None
+    gradients = {one.storage: one.parameter for one in split.first_weights if isinstance(one, Gradient)}
+    own, given = (_allocated(each) for each in (events, split.inputs))
     # What an operation has saved ends before it is over; these the stage holds.
     held = given | gradients.keys() | {OUTPUT_GRADIENT}
     # Of a head, forward has made the gradient of its matrix.
@@ -173,9 +168,14 @@ def cast_weights(
         if (made or there) and not (isinstance(event, Allocation) and event.storage in together):
             found += at_their_ends()
             made, there, later = {}, {}, []
-        if isinstance(event, Allocation) and event.storage in gradients:
-            made[event.storage] = gradients[event.storage]
         found.append(event)
+        if isinstance(event, Allocation) and event.storage in gradients:
+            number = gradients[event.storage]
+            if _is_stacked(tape, number):
+                # What it is put together of is there until then.
+                found += _castings({event.storage: number}, casts)
+            else:
+                made[event.storage] = number
     return (*found, *at_their_ends())
 
 

@@ -37,7 +37,6 @@ from costmodels.tapes.tape import (
     Mark,
     Release,
     Size,
-    SplitBackward,
     Tape,
     elements_of,
     made_by_experts,
@@ -131,8 +130,10 @@ class Border(NamedTuple):
 class PlayedSplit:
     """Backward of a unit in two passes, each worked out when it is first played."""
 
-    def __init__(self, tape: Tape, split: SplitBackward, storages: "_Storages", casts: Casts) -> None:
-        self._split, self._storages, self._casts = split, storages, casts
+    def __init__(self, tape: Tape, storages: "_Storages", casts: Casts) -> None:
+        split = tape.split
+        assert split is not None
+        self._tape, self._split, self._storages, self._casts = tape, split, storages, casts
         self._experts = {number for number, one in enumerate(tape.parameters) if one.group == EXPERTS}
         gradients = {one.storage for one in split.first_weights if isinstance(one, Gradient)}
         self._operations = operations_of(split.weights, gradients)
@@ -205,8 +206,7 @@ class PlayedSplit:
         return self._storages.steps(self._with_casts(events, casts))
 
     def _with_casts(self, events: tuple[Event, ...], casts: Casts) -> Steps:
-        split = self._split
-        own = cast_weights(events, split.first_weights, split.inputs, casts, self._operations.together)
+        own = cast_weights(self._tape, events, casts, self._operations.together)
         return with_held(own, self._operations)
 
 
@@ -226,7 +226,7 @@ class Played:
             own = tape.split
             backward = (*own.inputs, *own.first_weights, *own.weights)
             storages = _Storages(tape.forward, backward, own.input_gradient, sizes, border)
-            self.split = PlayedSplit(tape, own, storages, self._casts)
+            self.split = PlayedSplit(tape, storages, self._casts)
             self.input_gradient = storages.given
 
     @cached_property
