@@ -7,6 +7,7 @@ and while these are computed again.
 
 from __future__ import annotations
 
+from bisect import bisect
 from collections.abc import Sequence, Set
 from itertools import pairwise, takewhile
 from typing import NamedTuple
@@ -45,7 +46,8 @@ def operations_of(weights: Sequence[Event], gradients: Set[int]) -> Operations:
     ended = {one.storage: n for n, one in enumerate(weights) if isinstance(one, Release)}
     ends = {storage: ended.get(storage, len(weights)) for storage in places}
     # By the number of allocations before.
-    clusters = {storage: sum(place < end for place, _ in made) for storage, end in ends.items()}
+    starts = [place for place, _ in made]
+    clusters = {storage: bisect(starts, end) for storage, end in ends.items()}
     together = frozenset(
         storage
         for (start, before), (end, storage) in pairwise(made)
