@@ -160,8 +160,9 @@ UNGROUPED: dict[str, Any] = {
 }
 STATES: dict[str, Any] = {
     "attention_pattern": ("linear",),
+    "seq": 256,
     "linear_attention": LinearAttention(
-        kind="gated_delta", key_heads=8, value_heads=8, key_dim=128, value_dim=128
+        kind="gated_delta", key_heads=16, value_heads=16, key_dim=128, value_dim=128
     ),
 }
 CAPPED: dict[str, Any] = {
