@@ -13,6 +13,7 @@ from costmodels.tapes.tape import (
     Allocation,
     Event,
     Gradient,
+    Parameter,
     Release,
     Tape,
     shared_parameter,
@@ -105,9 +106,13 @@ def _is_stacked(tape: Tape, number: int) -> bool:
     """Whether what makes the gradient of a parameter puts it together of those of experts that compute one by
     one: a rank's part of all experts is handed on once more."""
     parameter = tape.parameters[number]
-    # Their number is known then: there are so many products.
-    is_counted = not any(term.powers for term in parameter.shape[0])
-    return parameter.group == EXPERTS and is_counted and not parameter.distributed
+    return computes_one_by_one(parameter) and not parameter.distributed
+
+
+def computes_one_by_one(parameter: Parameter) -> bool:
+    """Whether it is of routed experts that are a loop: their number is known then, as there are so many
+    products."""
+    return parameter.group == EXPERTS and not any(term.powers for term in parameter.shape[0])
 
 
 def _with_addends(events: tuple[Event, ...], casts: Casts, embedded: Set[int]) -> tuple[set[int], Steps]:

@@ -3,6 +3,7 @@ as plain tensors, while tapes are recorded with those that FSDP2 gives."""
 
 from functools import lru_cache
 
+from costmodels.tapes.player.casts import computes_one_by_one
 from costmodels.tapes.tape import BACKWARD_END, EXPERTS, Allocation, Gradient, Mark, Release, Tape
 
 END = Mark(EXPERTS + BACKWARD_END)
@@ -12,10 +13,8 @@ def with_plain_parameters(tape: Tape) -> Tape:
     """The tape of a unit whose experts' gradients are taken when the last of them has been put together of
     those of experts that compute one by one: a plain tensor has no operation in between (`to_local`), which
     would come after that for the gradient of rows."""
-    is_counted = any(
-        one.group == EXPERTS and not any(term.powers for term in one.shape[0]) for one in tape.parameters
-    )
-    return _with_early_end(tape) if is_counted and END in tape.backward else tape
+    is_loop = any(map(computes_one_by_one, tape.parameters))
+    return _with_early_end(tape) if is_loop and END in tape.backward else tape
 
 
 @lru_cache(maxsize=256)

@@ -90,7 +90,8 @@ def split_together(full: Tape, plain: Tape, is_first: bool) -> Tape:
         own = [e for e in plain.forward if isinstance(e, Mark) or e.storage not in (INPUT, OUTPUT)]
         computed = tuple(_renamed(event, names) for event in own)
         # What gradients of inputs have left of theirs without use ends once all layers are there again.
-        unused = [e for e in again if isinstance(e, Release) and e.storage not in _made(again)]
+        own_again = {*_made(again)}
+        unused = [e for e in again if isinstance(e, Release) and e.storage not in own_again]
         return *_in_order(before, computed, mark, is_first), *unused, *_without_ends(after, gone)
 
     given = split.input_gradient
