@@ -1,29 +1,66 @@
 """Tapes under a layout in which FSDP2 manages no parameters (`runtime.parallel.working_copies`): they compute
-as plain tensors, while tapes are recorded with those that FSDP2 gives."""
+as plain tensors, while tapes are recorded with those that FSDP2 gives, distributed ones. Of these an operation
+of its own hands each gradient on (`to_local`), which may come after others."""
 
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 
 from costmodels.tapes.player.casts import computes_one_by_one
-from costmodels.tapes.tape import BACKWARD_END, EXPERTS, Allocation, Gradient, Mark, Release, Tape
+from costmodels.tapes.tape import BACKWARD_END, EXPERTS, Allocation, Event, Gradient, Mark, Release, Size, Tape
 
 END = Mark(EXPERTS + BACKWARD_END)
 
 
-def with_plain_parameters(tape: Tape) -> Tape:
-    """The tape of a unit whose experts' gradients are taken when the last of them has been put together of
-    those of experts that compute one by one: a plain tensor has no operation in between (`to_local`), which
-    would come after that for the gradient of rows."""
+@lru_cache(maxsize=1024)
+def with_plain_parameters(tape: Tape, has_operations: bool) -> Tape:
+    """The tape of a unit whose gradients are taken as soon as they are there: those of experts that compute
+    one by one before that of the rows is whole, and others before that of an input is added to another one's.
+
+    Args:
+        has_operations: gradients come from operations one by one, not from a compiled function.
+    """
     is_loop = any(map(computes_one_by_one, tape.parameters))
-    return _with_early_end(tape) if is_loop and END in tape.backward else tape
+    events = tape.backward
+    if is_loop and END in events:
+        events = _with_early_end(tape, events)
+    if has_operations and any(one.distributed for one in tape.parameters):
+        events = _before_sums(tape, events)
+    return tape if events is tape.backward else tape._replace(backward=events)
 
 
-@lru_cache(maxsize=256)
-def _with_early_end(tape: Tape) -> Tape:
-    events = [event for event in tape.backward if event != END]
+def _with_early_end(tape: Tape, backward: tuple[Event, ...]) -> tuple[Event, ...]:
+    """The experts' end when the last of their gradients has been put together."""
+    events = [event for event in backward if event != END]
     experts = {number for number, one in enumerate(tape.parameters) if one.group == EXPERTS}
     given = {one.storage for one in events if isinstance(one, Gradient) and one.parameter in experts}
     place = 1 + max(n for n, one in enumerate(events) if isinstance(one, Allocation) and one.storage in given)
     while isinstance(events[place], Release):
         place += 1
     events.insert(place, END)
-    return tape._replace(backward=tuple(events))
+    return tuple(events)
+
+
+def _before_sums(tape: Tape, backward: tuple[Event, ...]) -> tuple[Event, ...]:
+    """Gradients of distributed parameters before a sum of gradients of an input whose last one their operation
+    has made, too."""
+    made = {one.storage: (n, one.size) for n, one in enumerate(backward) if isinstance(one, Allocation)}
+    found: list[Event] = []
+    for event in backward:
+        place = len(found)
+        if isinstance(event, Gradient) and tape.parameters[event.parameter].distributed:
+            while isinstance(found[place - 1], Gradient):
+                place -= 1
+            place = place - 3 if _follows(found[place - 3 : place], made, event.storage) else len(found)
+        found.insert(place, event)
+    return tuple(found)
+
+
+def _follows(events: Sequence[Event], made: Mapping[int, tuple[int, Size]], gradient: int) -> bool:
+    """Whether events are a sum of two gradients and their end, which come after what has made the last of
+    them and then the `gradient` of a parameter."""
+    match events:
+        case [Allocation(total, size, _), Release(one), Release(other)]:
+            parts = [made[storage] for storage in (one, other) if storage in made]
+            alike = gradient in made and [of_part for _, of_part in parts] == [size, size]
+            return alike and max(parts)[0] < made[gradient][0] < made[total][0]
+    return False

@@ -2,6 +2,7 @@
 
 from typing import NamedTuple
 
+from costmodels.spec.hardware import NARROW
 from costmodels.spec.layout import SPLIT_BACKWARD, Layout
 from costmodels.spec.model import ModelSpec
 from costmodels.tapes.dimensions import dimensions
@@ -134,4 +135,7 @@ def _known_tape(structure: Structure, model: ModelSpec, layout: Layout, version:
         raise KeyError(structure.name)
     if tape.repeats is not None:
         tape = tape_of_steps(structure, version, dimensions(model, layout)[tape.repeats.dimension])
-    return tape if wraps_parameters(layout) else with_plain_parameters(tape)
+    if wraps_parameters(layout):
+        return tape
+    in_operations = not structure.compiled or structure.offloads_activations in ("sent", "kept")
+    return with_plain_parameters(tape, in_operations and layout.precision not in NARROW)
