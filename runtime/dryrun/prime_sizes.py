@@ -251,7 +251,8 @@ class Sizes:
         elif self.structure.one_head or (self.structure.one_key_head and not self.structure.repeats_heads):
             self.keys = self.cp
         elif self.structure.one_key_head:
-            self.keys = self.primes["keys"]
+            # Where tensor-parallel ranks share a head, each has one.
+            self.keys = 1 if self.structure.shares_heads else self.primes["keys"]
             self.cp *= self.keys
             self.group *= self.cp // self.keys
         else:

@@ -47,6 +47,14 @@ def offload_activations(stage: Transformer, layout: Layout) -> None:
         at_once = layout.pipeline_parallel == 1 and block is stage.blocks[-1]
         wrap = _fetch_before if at_once else partial(_offload, first=first)
         wrap(block.attention, transfers)
+        _tell_apart(block.attention)
+
+
+def _tell_apart(attention: nn.Module) -> None:
+    """Give a module a class of its own: where torch.compile stops at a call, it looks at the class of what is
+    called, and layers whose attention can be compiled would stop there, too."""
+    kind = type(attention)
+    attention.__class__ = type(f"Offloading{kind.__name__}", (kind,), {})
 
 
 class _Transfers:

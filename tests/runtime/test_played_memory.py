@@ -354,10 +354,35 @@ def test_sums_in_16_bits_of_layers_and_experts_are_as_they_are_made(text: str, c
 
 
 @pytest.mark.slow
-def test_gradients_of_chained_layers_are_gradients() -> None:
-    spec = ALONE.model_copy(update={"layers": 6, "hidden": 2048})
-    layout = parse_layout("gbs=6,pp=3,precision=bf16", spec)
-    assert not compare(spec, layout, 1, compiled=True).misses
+@pytest.mark.parametrize(
+    ("text", "rank", "fields"),
+    [
+        ("gbs=6,pp=3", 1, {"hidden": 2048}),
+        ("gbs=12,pp=3,dp=2,gradient_reduction=bf16,recompute=full", 2, {"ffn": 8192, "seq": 4096}),
+    ],
+)
+def test_gradients_of_chained_layers_are_gradients(text: str, rank: int, fields: dict[str, Any]) -> None:
+    spec = ALONE.model_copy(update={"layers": 6} | fields)
+    layout = parse_layout(f"{text},precision=bf16", spec)
+    assert not compare(spec, layout, rank, compiled=True).misses
+
+
+@pytest.mark.slow
+def test_gradients_of_plain_parameters_are_added_before_those_of_an_input() -> None:
+    sizes = {"hidden": 4096, "ffn": 2048, "heads": 16, "kv_heads": 16, "linear_bias": True}
+    spec = ALONE.model_copy(update=sizes | {"seq": 2048})
+    text = "gbs=4,tp=2,sp=1,pp=2,offload_activations=1,precision=fp32"
+    errors = compare(spec, parse_layout(text, spec), 0, compiled=False)
+    assert not errors.misses, errors
+
+
+@pytest.mark.slow
+def test_further_layers_are_compiled_as_a_whole_behind_one_whose_attention_is_not() -> None:
+    sizes = {"hidden": 2048, "vocab": 8000, "expert_ffn": 512, "top_k": 4}
+    spec = FURTHER.model_copy(update=ROUTED | sizes)
+    text = "gbs=4,mbs=2,recompute=full,recompute_method=block,offload_activations=1,precision=fp32"
+    errors = compare(spec, parse_layout(text, spec), 0, compiled=True)
+    assert not errors.misses, errors
 
 
 @pytest.mark.slow
