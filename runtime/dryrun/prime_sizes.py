@@ -63,10 +63,11 @@ SHARING = {"cp": (11, 13, 17, 19)}
 """The same where ranks share heads, whose primes are small."""
 
 FEW_HEADS = {"keys": (59, 61, 67, 73), "group": (13, 11, 7, 5)}
-"""Where experts have sequences of many tokens, and these have scores."""
+"""Where experts have sequences of many tokens, or long steps, and these have scores."""
 
 FEW_OF_MANY = (31, 29, 19, 17)
-"""Context-parallel ranks over the key heads that they repeat, where all scores would be too many to count."""
+"""Context-parallel ranks over the key heads that they repeat, where all scores would be too many to count, or
+all ranks too many to group."""
 
 FLOAT8_HEAD = (11, 13, 5, 7)
 """Of heads whose products in 8 bits are possible, over 16."""
@@ -152,11 +153,13 @@ class Sizes:
         fewer = many and structure.context_form == "all_to_all" and "attention_sinks" not in structure.form
         tables |= FEWER if structure.context_form == "all_gather" or capped or fewer else {}
         tables |= SHARING if structure.shares_heads and tables["cp"] == FEWER["cp"] else {}
-        tables |= FEW_HEADS if many else {}
+        # Steps of experts that drop rows are long.
+        drops = structure.loop_of_experts > 0 and is_linear and structure.limited == "part"
+        tables |= FEW_HEADS if many or drops else {}
         if structure.repeats_heads:
             # Context-parallel ranks are a multiple of these.
             tables["keys"] = SIDES["keys"]
-            if structure.unfused or capped:
+            if structure.unfused or capped or (structure.loop_of_experts and structure.expert_ranks > 1):
                 tables |= {"tp": RANKS["tp"], "cp": FEW_OF_MANY, "group": SIDES["group"]}
         shares_even = structure.shares_heads and structure.precision == "fp8" and not structure.odd_sides
         tables |= {name: LARGER[name] for name in ("tp", "group")} if shares_even else {}
