@@ -1,12 +1,22 @@
 """Tapes under a layout in which FSDP2 manages no parameters (`runtime.parallel.working_copies`): they compute
-as plain tensors, while tapes are recorded with those that FSDP2 gives, distributed ones. Of these an operation
-of its own hands each gradient on (`to_local`), which may come after others."""
+as plain tensors, while tapes are recorded with those that FSDP2 gives, distributed ones. Of these, gradients
+come by an operation of its own (`to_local`), before which others may."""
 
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 
 from costmodels.tapes.player.casts import computes_one_by_one
-from costmodels.tapes.tape import BACKWARD_END, EXPERTS, Allocation, Event, Gradient, Mark, Release, Size, Tape
+from costmodels.tapes.tape import (
+    BACKWARD_END,
+    EXPERTS,
+    Allocation,
+    Event,
+    Gradient,
+    Mark,
+    Release,
+    Size,
+    Tape,
+)
 
 END = Mark(EXPERTS + BACKWARD_END)
 
@@ -41,8 +51,8 @@ def _with_early_end(tape: Tape, backward: tuple[Event, ...]) -> tuple[Event, ...
 
 
 def _before_sums(tape: Tape, backward: tuple[Event, ...]) -> tuple[Event, ...]:
-    """Gradients of distributed parameters before a sum of gradients of an input whose last one their operation
-    has made, too."""
+    """Gradients of distributed parameters before a sum of those of an input of which their operation has made
+    one, too."""
     made = {one.storage: (n, one.size) for n, one in enumerate(backward) if isinstance(one, Allocation)}
     found: list[Event] = []
     for event in backward:
