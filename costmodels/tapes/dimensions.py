@@ -5,6 +5,7 @@ from __future__ import annotations
 from costmodels.layers.shapes import QUERY_BLOCK, peak_load
 from costmodels.spec.layout import Layout
 from costmodels.spec.model import ModelSpec
+from costmodels.tapes.structure import FLOAT8_MULTIPLE, has_odd_rows
 
 KERNEL_ROWS = 32
 """Rows of queries of which PyTorch's memory-efficient attention keeps the sums, and fills them up to."""
@@ -18,7 +19,8 @@ def dimensions(model: ModelSpec, layout: Layout, query_block: int = QUERY_BLOCK)
     key/value heads of a rank; group: queries of each; head: elements of one, and turned:
     half of those that positions turn, where it is not all; sharers: ranks that share a
     key/value head; vocab: entries of a rank; tokens: those of the first rank that the tokenizer has;
-    positions: of the learned table.
+    positions: of the learned table; filled: tokens of a rank as products in 8 bits fill them up, where
+    they do.
 
     Args:
         query_block: queries whose capped scores are there at a time.
@@ -44,6 +46,9 @@ def dimensions(model: ModelSpec, layout: Layout, query_block: int = QUERY_BLOCK)
         "tokens": min(model.vocab, vocab),
         "positions": model.max_positions,
     }
+    if has_odd_rows(model, layout):
+        tokens = found["batch"] * found["seq"]
+        found["filled"] = -(-tokens // FLOAT8_MULTIPLE) * FLOAT8_MULTIPLE
     found |= _latent(model) | _blocks(model, layout, query_block)
     return found | _state(model, layout) | _experts(model, layout)
 

@@ -88,6 +88,8 @@ class Structure(NamedTuple):
     """Sides of matrices that products in 8 bits do not take."""
     odd_heads: bool = False
     """The same of matrices with a row for each head of linear attention, which others have not."""
+    odd_rows: bool = False
+    """The same of the tokens of a rank, which are filled up for gradients of weights."""
     recompute: tuple[str, ...] = ()
     """Modules that backward computes again, in alphabetical order; "full" for the layer."""
     offloads_activations: str = ""
@@ -235,6 +237,7 @@ def _with_further(
         further=model.mtp_depths,
         further_experts=unit == "experts",
         tied=model.tied,
+        odd_rows=False,
     )
 
 
@@ -319,8 +322,17 @@ def _of_layer(
             odd_heads=_state_heads(model, layout) % FLOAT8_MULTIPLE > 0,
             fp8_recipe="" if layout.fp8_recipe in ("default", "rowwise") else layout.fp8_recipe,
         )
+        found = found._replace(
+            odd_rows=_has_scores(model) and not found.latent and has_odd_rows(model, layout)
+        )
     found = _within_reach(_over_context(found, model, layout), model, layout, query_block)
     return _with_experts(found, model, layout) if found.unit == "experts" else found
+
+
+def has_odd_rows(model: ModelSpec, layout: Layout) -> bool:
+    """Whether the tokens of a rank are filled up in products in 8 bits that sum over them."""
+    tokens = layout.micro_batch_size * (model.seq // layout.context_parallel)
+    return layout.precision == "fp8" and tokens % FLOAT8_MULTIPLE > 0
 
 
 def _offloads(layout: Layout, compiled: bool, recomputes: bool, is_last: bool) -> str:
@@ -494,6 +506,7 @@ def _with_experts(found: Structure, model: ModelSpec, layout: Layout) -> Structu
         expert_ranks=etp if ep > 1 else 1,
         loop_of_experts=0 if grouped else model.experts // ep,
         loop_choices=() if grouped else few,
+        odd_rows=found.odd_rows and grouped,
         whole=found.compiled and grouped and experts_are_whole(model, layout),
         score=router.score,
         normalised=router.normalised,

@@ -237,6 +237,8 @@ class Sizes:
             self.seq = self._step_rows(chunks * (FLOAT8_MULTIPLE if structure.precision == "fp8" else 1))
         elif capped and not structure.few_steps:
             self.seq = self._blocks(chunks)
+        elif structure.odd_rows:
+            self.seq = self._unfilled(chunks)
         else:
             self.seq = chunks * (self._odd_rows(chunks) if odd else multiple * own["seq"])
         if structure.unit == "head" and not structure.further:
@@ -280,6 +282,25 @@ class Sizes:
                 self.chosen.taken |= own
                 return rows
         raise ValueError(f"{self.structure.name}: no sample has experts with equal numbers of rows")
+
+    def _unfilled(self, chunks: int) -> int:
+        """The length of sequences whose tokens are filled up to a number that has a prime of its own."""
+        for rows in range(self.primes["seq"], LONGEST):
+            own = rows == self.primes["seq"] or self.chosen.is_free(rows)
+            if own and self._is_own(rows) and self.chosen.take(self._filled(rows * chunks)):
+                self.primes["seq"] = rows
+                self.chosen.taken.add(rows)
+                return rows * chunks
+        raise ValueError(f"{self.structure.name}: no sample has tokens that are filled up")
+
+    def _filled(self, seq: int) -> dict[str, int]:
+        """The tokens of a rank as products in 8 bits fill them up; 1, which is no dimension, where they do not
+        though they should."""
+        if not self.structure.odd_rows:
+            return {}
+        tokens = self.rows * seq // self.cp
+        filled = -(-tokens // FLOAT8_MULTIPLE) * FLOAT8_MULTIPLE
+        return {"filled": filled if filled > tokens else 1}
 
     def _is_own(self, rows: int) -> bool:
         """Whether no other set of sizes may have so many rows: what two have would look like a constant."""
@@ -329,7 +350,7 @@ class Sizes:
         # Else ranks have the same tokens.
         divides = structure.sequence_parallel or structure.routes
         together = chunks if divides else chunks // self.tp
-        step = math.lcm(together, parts * SEQ_MULTIPLE) // parts
+        step = math.lcm(together, parts * (1 if structure.odd_rows else SEQ_MULTIPLE)) // parts
         find = self._smaller_block if structure.partial_step else self._whole_block
         blocks = self._mine(FEWEST_BLOCKS)
         block = step if structure.partial_step else 1
@@ -355,7 +376,8 @@ class Sizes:
         if not self._is_even(part * self._parts()) or blocks == prime:
             return 0
         self.query_block = prime * step
-        return part if self.chosen.take({"seq": blocks, "query_block": prime}) else 0
+        values = {"seq": blocks, "query_block": prime, **self._filled(part * self._parts())}
+        return part if self.chosen.take(values) else 0
 
     def _smaller_block(self, blocks: int, prime: int, step: int) -> int:
         """Tokens in so many blocks of a prime of queries and in a smaller one; 0 where none tell sizes."""
@@ -368,6 +390,7 @@ class Sizes:
             if last // 8 % SAMPLES != self.number or not self._is_even(part * parts):
                 continue
             values = {"seq": rows, "blocks": blocks, "query_block": prime, "last_block": last}
+            values |= self._filled(part * parts)
             if parts > 1:
                 values["block_keys"] = part * parts - last
             if self.chosen.take(values):
@@ -416,7 +439,7 @@ class Sizes:
             # What is a product of other sizes is no size of its own; what is none is as good as a prime.
             if name in values and rows % values[name]:
                 own[name] = values[name]
-        first = ["sent", "arrived"]
+        first = ["sent", "arrived", "filled"]
         # These are many times their primes.
         if "query_block" in own:
             first += ["blocks", "last_block", "block_keys", "seen", "last_seen", "seq", "query_block"]

@@ -56,7 +56,7 @@ LARGE = 128
 MODULUS = 2**31 - 1
 """A prime whose residues have products that 64 bits hold."""
 
-ROUNDED = {"sent", "arrived", "kernel_seq"}
+ROUNDED = {"sent", "arrived", "kernel_seq", "filled"}
 """Dimensions that are nearly products of others, which are meant where both fit."""
 
 RANKS = ("tp", "cp", "ep", "etp", "sharers")

@@ -76,7 +76,6 @@ def test_what_a_pass_did_can_be_done_again_for_other_micro_batches(
 @pytest.mark.parametrize(
     ("spec", "text"),
     [
-        (SPEC, "precision=bf16"),
         (EXPERTS, "precision=bf16,tp=2,sp=1,recompute=full"),
         (SPEC, "precision=fp32,dp=2"),
     ],

@@ -32,7 +32,6 @@ SHARED = EXPERTS.model_copy(
 
 
 WITH_KERNELS = (
-    "precision=bf16",
     "tp=2,sp=1,recompute=full,precision=bf16",
     "recompute=full,precision=bf16",
 )
@@ -52,10 +51,8 @@ def both(pool: WorkerPool, text: str, other_tables: int | None = None, spec: Mod
         "",
         "precision=bf16",
         "dp=2,precision=bf16",
-        pytest.param("dp=2", marks=pytest.mark.slow),
         pytest.param("pp=2,layers_per_stage=2;3,precision=bf16", marks=pytest.mark.slow),
         pytest.param("tp=2,sp=1,recompute=full,precision=bf16", marks=pytest.mark.slow),
-        pytest.param("tp=2", marks=pytest.mark.slow),
         pytest.param("cp=2,precision=bf16", marks=pytest.mark.slow),
     ],
 )
@@ -76,13 +73,11 @@ SELECTIVE = "recompute=selective,recompute_modules="
     [
         (EXPERTS, ""),
         (SHARED, "recompute=full"),
-        pytest.param(SHARED, "dp=2", marks=pytest.mark.slow),
         pytest.param(EXPERTS, SELECTIVE + "norm;activation", marks=pytest.mark.slow),
         pytest.param(SHARED, SELECTIVE + "core_attention;mlp", marks=pytest.mark.slow),
         pytest.param(SHARED, "tp=2,sp=1", marks=pytest.mark.slow),
         pytest.param(EXPERTS, "tp=2,etp=2,recompute=full", marks=pytest.mark.slow),
         pytest.param(EXPERTS, "pp=2,dp=2", marks=pytest.mark.slow),
-        pytest.param(EXPERTS, "cp=2", marks=pytest.mark.slow),
     ],
 )
 def test_chains_of_experts_train_as_layers_do_one_by_one(
@@ -120,7 +115,7 @@ def test_experts_that_are_not_one_graph_are_not_chained(pool: WorkerPool, spec: 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("text", ["", "recompute=full", "tp=2,sp=1", "dp=2"])
+@pytest.mark.parametrize("text", ["", "recompute=full", "tp=2,sp=1"])
 def test_whole_layers_with_experts_count_and_train_as_eager_ones(pool: WorkerPool, text: str) -> None:
     layout = parse_layout(f"mbs=1,gbs=4,{text}" if text else "mbs=1,gbs=4", SHARED)
     backend = "inductor" if layout.tensor_parallel > 1 else "aot_eager"

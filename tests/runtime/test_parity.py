@@ -108,7 +108,9 @@ def test_compiled_layers_give_the_same_losses(
     pool: WorkerPool, model: ModelSpec, reference: list[float]
 ) -> None:
     layout = parse_layout(BATCH + "dp=2,zero=1,recompute=selective,recompute_modules=norm", model)
-    losses = pool.run(losses_of, 2, model, layout, STEPS, True)[0]
+    # A C++ compiler takes most of the time: for one of the models it is the same functions of single operators.
+    backend = "inductor" if model.gated else "aot_eager"
+    losses = pool.run(losses_of, 2, model, layout, STEPS, True, backend)[0]
     assert relative_difference(losses, reference) < 1e-5
 
 

@@ -386,10 +386,32 @@ def test_further_layers_are_compiled_as_a_whole_behind_one_whose_attention_is_no
 
 
 @pytest.mark.slow
-def test_experts_one_by_one_are_summed_over_ranks_before_the_gradient_of_their_rows_is_whole() -> None:
-    spec = ALONE.model_copy(update=ROUTED | {"experts": 8, "expert_ffn": 1024, "hidden": 2048})
-    errors = compare(spec, parse_layout("gbs=1,tp=4,ep=2,precision=fp32", spec), 0, compiled=False)
+@pytest.mark.parametrize(
+    ("text", "fields"),
+    [
+        ("", {"expert_ffn": 1024}),
+        # Those of a module that predicts a further token, too.
+        (
+            ",optimizer=sgd",
+            {"mtp": ONE_FURTHER, "expert_ffn": 2048, "seq": 2048, "vocab": 4000, "ffn": 2048},
+        ),
+    ],
+)
+def test_experts_one_by_one_are_summed_over_ranks_before_the_gradient_of_their_rows_is_whole(
+    text: str, fields: dict[str, Any]
+) -> None:
+    spec = ALONE.model_copy(update=ROUTED | {"hidden": 2048} | fields)
+    errors = compare(spec, parse_layout(f"gbs=1,tp=4,ep=2,precision=fp32{text}", spec), 0, compiled=False)
     assert not errors.misses, errors
+
+
+@FP8
+@pytest.mark.slow
+@pytest.mark.parametrize("text", ["recompute=full", "pp=2"])
+def test_tokens_that_products_in_8_bits_fill_up_are_played_to_the_row(text: str) -> None:
+    spec = ALONE.model_copy(update={"seq": 1560, "ffn": 8192, "hidden": 2048})
+    layout = parse_layout(f"gbs=4,mbs=1,{text},precision=fp8", spec)
+    assert abs(compare(spec, layout, 0, compiled=False).peak) < 2**12
 
 
 def test_of_layers_before_further_ones_all_send_their_activations() -> None:

@@ -112,7 +112,7 @@ def _is_stacked(tape: Tape, number: int) -> bool:
 def computes_one_by_one(parameter: Parameter) -> bool:
     """Whether it is of routed experts that are a loop: their number is known then, as there are so many
     products."""
-    return parameter.group == EXPERTS and not any(term.powers for term in parameter.shape[0])
+    return parameter.group.endswith(EXPERTS) and not any(term.powers for term in parameter.shape[0])
 
 
 def _with_addends(events: tuple[Event, ...], casts: Casts, embedded: Set[int]) -> tuple[set[int], Steps]:

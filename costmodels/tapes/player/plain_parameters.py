@@ -8,7 +8,6 @@ from functools import lru_cache
 from costmodels.tapes.player.casts import computes_one_by_one
 from costmodels.tapes.tape import (
     BACKWARD_END,
-    EXPERTS,
     Allocation,
     Event,
     Gradient,
@@ -17,8 +16,6 @@ from costmodels.tapes.tape import (
     Size,
     Tape,
 )
-
-END = Mark(EXPERTS + BACKWARD_END)
 
 
 @lru_cache(maxsize=1024)
@@ -29,24 +26,26 @@ def with_plain_parameters(tape: Tape, has_operations: bool) -> Tape:
     Args:
         has_operations: gradients come from operations one by one, not from a compiled function.
     """
-    is_loop = any(map(computes_one_by_one, tape.parameters))
     events = tape.backward
-    if is_loop and END in events:
-        events = _with_early_end(tape, events)
+    for group in {one.group for one in tape.parameters if computes_one_by_one(one)}:
+        events = _with_early_end(tape, events, group)
     if has_operations and any(one.distributed for one in tape.parameters):
         events = _before_sums(tape, events)
     return tape if events is tape.backward else tape._replace(backward=events)
 
 
-def _with_early_end(tape: Tape, backward: tuple[Event, ...]) -> tuple[Event, ...]:
-    """The experts' end when the last of their gradients has been put together."""
-    events = [event for event in backward if event != END]
-    experts = {number for number, one in enumerate(tape.parameters) if one.group == EXPERTS}
+def _with_early_end(tape: Tape, backward: tuple[Event, ...], group: str) -> tuple[Event, ...]:
+    """The end of a group of experts when the last of their gradients has been put together."""
+    ends = Mark(group + BACKWARD_END)
+    if ends not in backward:
+        return backward
+    events = [event for event in backward if event != ends]
+    experts = {number for number, one in enumerate(tape.parameters) if one.group == group}
     given = {one.storage for one in events if isinstance(one, Gradient) and one.parameter in experts}
     place = 1 + max(n for n, one in enumerate(events) if isinstance(one, Allocation) and one.storage in given)
     while isinstance(events[place], Release):
         place += 1
-    events.insert(place, END)
+    events.insert(place, ends)
     return tuple(events)
 
 
