@@ -322,9 +322,8 @@ def _of_layer(
             odd_heads=_state_heads(model, layout) % FLOAT8_MULTIPLE > 0,
             fp8_recipe="" if layout.fp8_recipe in ("default", "rowwise") else layout.fp8_recipe,
         )
-        found = found._replace(
-            odd_rows=_has_scores(model) and not found.latent and has_odd_rows(model, layout)
-        )
+        fills = _has_scores(model) and not found.latent
+        found = found._replace(odd_rows=fills and has_odd_rows(model, layout))
     found = _within_reach(_over_context(found, model, layout), model, layout, query_block)
     return _with_experts(found, model, layout) if found.unit == "experts" else found
 

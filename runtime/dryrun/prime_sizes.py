@@ -294,8 +294,8 @@ class Sizes:
         raise ValueError(f"{self.structure.name}: no sample has tokens that are filled up")
 
     def _filled(self, seq: int) -> dict[str, int]:
-        """The tokens of a rank as products in 8 bits fill them up; 1, which is no dimension, where they do not
-        though they should."""
+        """The tokens of a rank as products in 8 bits fill them up; 1, which is no dimension, where there is
+        nothing to fill."""
         if not self.structure.odd_rows:
             return {}
         tokens = self.rows * seq // self.cp

@@ -161,6 +161,8 @@ GATHERS = {"context_parallel": 2, "context_parallel_form": "all_gather"}
         (CAPPED, {}, {}),
         (CAPPED, {"micro_batch_size": 2, "kv_heads": 2}, {"several": True, "grouped_queries": True}),
         (CAPPED, {"seq": 1000}, {"partial_step": True}),
+        (CAPPED, {"seq": 1000, "precision": "fp8"}, {"partial_step": True, "odd_rows": True}),
+        (CAPPED, {"seq": 1000, "precision": "fp8", "micro_batch_size": 2}, {"partial_step": True}),
         # Of 256 queries each.
         (CAPPED, GATHERS, {}),
         (CAPPED, GATHERS | {"window": 129}, {"short_window": True}),
@@ -187,7 +189,8 @@ def test_structures_tell_how_a_sequence_comes_out_in_steps(
         {"layers_per_stage": (4,), "global_batch_size": 8, "precision": "bf16", **in_layout}
     )
     found = structure_of(spec, layout, "dense", compiled=False)
-    told = {"few_steps": 0, "partial_step": False, "short_window": False, "odd_heads": False} | changes
+    odd = {"odd_heads": False, "odd_rows": False}
+    told = {"few_steps": 0, "partial_step": False, "short_window": False, **odd} | changes
     assert {name: getattr(found, name) for name in told} == told
 
 

@@ -108,7 +108,7 @@ def test_compiled_layers_give_the_same_losses(
     pool: WorkerPool, model: ModelSpec, reference: list[float]
 ) -> None:
     layout = parse_layout(BATCH + "dp=2,zero=1,recompute=selective,recompute_modules=norm", model)
-    # A C++ compiler takes most of the time: for one of the models it is the same functions of single operators.
+    # A C++ compiler takes most of the time: one of the models has the same functions of single operators.
     backend = "inductor" if model.gated else "aot_eager"
     losses = pool.run(losses_of, 2, model, layout, STEPS, True, backend)[0]
     assert relative_difference(losses, reference) < 1e-5

@@ -192,16 +192,6 @@ def test_fp8_multiplies_in_the_blocks_where_the_shapes_allow_it(recipe: Any) -> 
     assert x.grad is not None and linear.weight.grad is not None and linear.bias.grad is not None
 
 
-@pytest.mark.parametrize(("seq", "fills"), [(1024, False), (1000, True)])
-def test_a_structure_tells_that_fp8_fills_tokens_up(seq: int, fills: bool) -> None:
-    spec = MODELS["llama"].model_copy(update={"seq": seq})
-    structures = {
-        precision: structure_of(spec, parse_layout(f"gbs=1,precision={precision}", spec), "dense", False)
-        for precision in ("bf16", "fp8")
-    }
-    assert (structures["bf16"].odd_rows, structures["fp8"].odd_rows) == (False, fills)
-
-
 @pytest.mark.parametrize(("head", "odd"), [(16, ()), (24, ("keys",)), (8, ("keys",))])
 def test_fp8_multiplies_by_heads_that_ranks_share_as_they_join_them(head: int, odd: tuple[str, ...]) -> None:
     pytest.importorskip("torchao")

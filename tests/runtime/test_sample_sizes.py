@@ -114,6 +114,8 @@ CAPPED = Structure("dense", "bf16", norm="rmsnorm", form=("attention=window", "a
         CAPPED._replace(partial_step=True, tensor_parallel=True, context_form="all_gather"),
         CAPPED._replace(partial_step=True, context_form="all_gather", short_window=True),
         CAPPED._replace(partial_step=True, precision="fp8", sequence_parallel=True, tensor_parallel=True),
+        CAPPED._replace(partial_step=True, precision="fp8", context_form="all_to_all", odd_rows=True),
+        Structure("dense", "fp8", norm="rmsnorm", context_form="all_gather", odd_rows=True),
         # All queries in a block, and all tokens on ranks that repeat key heads.
         CAPPED._replace(few_steps=1),
         CAPPED._replace(
@@ -127,6 +129,7 @@ CAPPED = Structure("dense", "bf16", norm="rmsnorm", form=("attention=window", "a
         *("chunks-of-experts", "chunks-of-parts", "fp8-shared-heads"),
         *("fp8-heads", "fp8-odd-heads", "three-steps", "part-of-a-step"),
         *("smaller-block", "smaller-blocks", "short-window", "fp8-smaller-block"),
+        *("fp8-filled-block", "fp8-filled-rows"),
         *("one-block", "repeated-keys", "fp8-keys", "fp8-values"),
     ],
 )
