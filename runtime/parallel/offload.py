@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cache, partial
 
 import torch
 from torch import Tensor, nn
@@ -47,14 +47,14 @@ def offload_activations(stage: Transformer, layout: Layout) -> None:
         at_once = layout.pipeline_parallel == 1 and block is stage.blocks[-1]
         wrap = _fetch_before if at_once else partial(_offload, first=first)
         wrap(block.attention, transfers)
-        _tell_apart(block.attention)
+        block.attention.__class__ = _offloading(type(block.attention))
 
 
-def _tell_apart(attention: nn.Module) -> None:
-    """Give a module a class of its own: where torch.compile stops at a call, it looks at the class of what is
-    called, and layers whose attention can be compiled would stop there, too."""
-    kind = type(attention)
-    attention.__class__ = type(f"Offloading{kind.__name__}", (kind,), {})
+@cache
+def _offloading(kind: type[nn.Module]) -> type[nn.Module]:
+    """A class that tells attention that offloads from other attention of its kind: where torch.compile stops
+    at a call, it looks at the class of what is called alone, and would stop in the other layers, too."""
+    return type(f"Offloading{kind.__name__}", (kind,), {})
 
 
 class _Transfers:

@@ -126,6 +126,14 @@ def test_nothing_leaves_without_gradients_or_from_layers_that_are_recomputed_who
     assert not copies.left
 
 
+def test_attention_that_offloads_has_one_class_by_which_compilers_know_it() -> None:
+    """They need not stop in other layers, nor start anew in each of these."""
+    whole = "recompute=full,recompute_method=block,recompute_num_layers=1,offload_activations=1"
+    first, *others = [type(block.attention) for block in built(MODELS["llama"], whole).blocks]
+    assert len(others) > 1 and len({*others}) == 1
+    assert issubclass(others[0], first) and others[0] is not first
+
+
 def test_a_graph_that_is_kept_fetches_again(copies: Copies) -> None:
     spec = MODELS["llama"]
     x = torch.randn(BATCH, spec.seq, spec.hidden, requires_grad=True)

@@ -18,7 +18,6 @@ from costmodels.tapes.tape import (
 )
 
 
-@lru_cache(maxsize=1024)
 def with_plain_parameters(tape: Tape, has_operations: bool) -> Tape:
     """The tape of a unit whose gradients are taken as soon as they are there: those of experts that compute
     one by one before that of the rows is whole, and others before that of an input is added to another one's.
@@ -26,12 +25,17 @@ def with_plain_parameters(tape: Tape, has_operations: bool) -> Tape:
     Args:
         has_operations: gradients come from operations one by one, not from a compiled function.
     """
+    loops = {one.group for one in tape.parameters if computes_one_by_one(one)}
+    comes_late = has_operations and any(one.distributed for one in tape.parameters)
+    return _taken_early(tape, frozenset(loops), comes_late) if loops or comes_late else tape
+
+
+@lru_cache(maxsize=1024)
+def _taken_early(tape: Tape, loops: frozenset[str], before_sums: bool) -> Tape:
     events = tape.backward
-    for group in {one.group for one in tape.parameters if computes_one_by_one(one)}:
+    for group in loops:
         events = _with_early_end(tape, events, group)
-    if has_operations and any(one.distributed for one in tape.parameters):
-        events = _before_sums(tape, events)
-    return tape if events is tape.backward else tape._replace(backward=events)
+    return tape._replace(backward=_before_sums(tape, events) if before_sums else events)
 
 
 def _with_early_end(tape: Tape, backward: tuple[Event, ...], group: str) -> tuple[Event, ...]:
@@ -57,7 +61,7 @@ def _before_sums(tape: Tape, backward: tuple[Event, ...]) -> tuple[Event, ...]:
     for event in backward:
         place = len(found)
         if isinstance(event, Gradient) and tape.parameters[event.parameter].distributed:
-            while isinstance(found[place - 1], Gradient):
+            while place and isinstance(found[place - 1], Gradient):
                 place -= 1
             place = place - 3 if _follows(found[place - 3 : place], made, event.storage) else len(found)
         found.insert(place, event)
