@@ -47,7 +47,11 @@ def offload_activations(stage: Transformer, layout: Layout) -> None:
         at_once = layout.pipeline_parallel == 1 and block is stage.blocks[-1]
         wrap = _fetch_before if at_once else partial(_offload, first=first)
         wrap(block.attention, transfers)
-        block.attention.__class__ = _offloading(type(block.attention))
+        _tell_apart(block.attention)
+
+
+def _tell_apart(attention: nn.Module) -> None:
+    attention.__class__ = _offloading(type(attention))
 
 
 @cache

@@ -75,7 +75,6 @@ SELECTIVE = "recompute=selective,recompute_modules="
         (SHARED, "recompute=full"),
         pytest.param(EXPERTS, SELECTIVE + "norm;activation", marks=pytest.mark.slow),
         pytest.param(SHARED, SELECTIVE + "core_attention;mlp", marks=pytest.mark.slow),
-        pytest.param(SHARED, "tp=2,sp=1", marks=pytest.mark.slow),
         pytest.param(EXPERTS, "tp=2,etp=2,recompute=full", marks=pytest.mark.slow),
         pytest.param(EXPERTS, "pp=2,dp=2", marks=pytest.mark.slow),
     ],

@@ -39,10 +39,21 @@ class Run(NamedTuple):
 
 
 def trained(
-    spec: ModelSpec, layout: Layout, steps: int, options: Mapping[str, Any], bias: list[float] | None = None
+    spec: ModelSpec,
+    layout: Layout,
+    steps: int,
+    options: Mapping[str, Any],
+    bias: list[float] | None = None,
+    backend: str = "inductor",
 ) -> Run:
-    """Train with the options of `ROUTING` and `options`; `bias` is that of all experts."""
-    trainer, balance = _built(spec, layout, options)
+    """Train with the options of `ROUTING` and `options`.
+
+    Args:
+        bias: that of all experts.
+        backend: of layers that are compiled.
+    """
+    with patch.object(torch, "compile", partial(torch.compile, backend=backend)):
+        trainer, balance = _built(spec, layout, options)
     for stage in trainer.executor.stages:
         for router in stage.routers.values():
             if bias is not None:
