@@ -15,6 +15,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from functools import cache, partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -50,12 +51,12 @@ def offload_activations(stage: Transformer, layout: Layout) -> None:
         _tell_apart(block.attention)
 
 
-def _tell_apart(attention: nn.Module) -> None:
+def _tell_apart(attention: Any) -> None:
     attention.__class__ = _offloading(type(attention))
 
 
 @cache
-def _offloading(kind: type[nn.Module]) -> type[nn.Module]:
+def _offloading(kind: type[Any]) -> type[Any]:
     """A class that tells attention that offloads from other attention of its kind: where torch.compile stops
     at a call, it looks at the class of what is called alone, and would stop in the other layers, too."""
     return type(f"Offloading{kind.__name__}", (kind,), {})
