@@ -52,11 +52,12 @@ def offload_activations(stage: Transformer, layout: Layout) -> None:
 
 
 def _tell_apart(attention: Any) -> None:
-    attention.__class__ = _offloading(type(attention))
+    kind: Any = type(attention)
+    attention.__class__ = _offloading(kind)
 
 
 @cache
-def _offloading(kind: type[Any]) -> type[Any]:
+def _offloading(kind: Any) -> Any:
     """A class that tells attention that offloads from other attention of its kind: where torch.compile stops
     at a call, it looks at the class of what is called alone, and would stop in the other layers, too."""
     return type(f"Offloading{kind.__name__}", (kind,), {})
