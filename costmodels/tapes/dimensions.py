@@ -47,10 +47,14 @@ def dimensions(model: ModelSpec, layout: Layout, query_block: int = QUERY_BLOCK)
         "positions": model.max_positions,
     }
     if has_odd_rows(model, layout):
-        tokens = found["batch"] * found["seq"]
-        found["filled"] = -(-tokens // FLOAT8_MULTIPLE) * FLOAT8_MULTIPLE
+        found["filled"] = filled_tokens(found["batch"] * found["seq"])
     found |= _latent(model) | _blocks(model, layout, query_block)
     return found | _state(model, layout) | _experts(model, layout)
+
+
+def filled_tokens(tokens: int) -> int:
+    """Tokens as products in 8 bits that sum over them fill them up."""
+    return -(-tokens // FLOAT8_MULTIPLE) * FLOAT8_MULTIPLE
 
 
 def _blocks(model: ModelSpec, layout: Layout, query_block: int) -> dict[str, int]:

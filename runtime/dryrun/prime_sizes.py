@@ -8,7 +8,7 @@ from itertools import count
 
 from costmodels.layers.shapes import CHUNK_TOKENS, PEAK_LOAD
 from costmodels.spec.model import VOCAB_MULTIPLE
-from costmodels.tapes.dimensions import KERNEL_ROWS
+from costmodels.tapes.dimensions import KERNEL_ROWS, filled_tokens
 from costmodels.tapes.structure import (
     ALIGNED_HEAD,
     FLOAT8_MULTIPLE,
@@ -299,7 +299,7 @@ class Sizes:
         if not self.structure.odd_rows:
             return {}
         tokens = self.rows * seq // self.cp
-        filled = -(-tokens // FLOAT8_MULTIPLE) * FLOAT8_MULTIPLE
+        filled = filled_tokens(tokens)
         return {"filled": filled if filled > tokens else 1}
 
     def _is_own(self, rows: int) -> bool:
