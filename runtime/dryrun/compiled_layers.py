@@ -164,8 +164,8 @@ def compiled_layers(tracker: Tracker) -> Iterator[None]:
         )
         stack.enter_context(repeats_of_compilers())
         torch._dynamo.reset()
+        stack.callback(torch._dynamo.reset)
         yield
-        torch._dynamo.reset()
 
 
 def memory_function(graph: fx.GraphModule, tracker: Tracker) -> Any:

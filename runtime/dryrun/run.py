@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
@@ -194,15 +195,17 @@ def fake_process_group(world_size: int, rank: int) -> Iterator[None]:
 
     if dist.is_initialized():
         raise RuntimeError("a dry run needs a process without a process group")
-    dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
-    try:
-        yield
-    finally:
-        # It remembers meshes, whose groups end here.
-        forget: Any = debug._clear_sharding_prop_cache
-        forget()
-        dist.destroy_process_group()
-        gc.collect()
+    # Each process group puts its rank before what this process reports, and leaves it there.
+    with patch.object(sys, "excepthook", sys.excepthook):
+        dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
+        try:
+            yield
+        finally:
+            # It remembers meshes, whose groups end here.
+            forget: Any = debug._clear_sharding_prop_cache
+            forget()
+            dist.destroy_process_group()
+            gc.collect()
 
 
 def _prepare_maps() -> None:

@@ -82,6 +82,7 @@ def record_unit(
         # What a collector ends, it ends at any time.
         stack.enter_context(run.collector_pause())
         recorder = _Recorder(tracker, module, run_unit, source)
+        stack.callback(recorder.unhook)
         stack.enter_context(watched_offloading(recorder.notes))
         whole = recorder.warm(compiled)
         if not splits:
@@ -143,8 +144,15 @@ class _Recorder:
         self.result: int | None = None
         self.groups = watched_groups(module, self.notes)
         """Of parameters that FSDP2 wraps apart from the others of the unit."""
-        for number, (_, parameter) in enumerate(self.named):
+        self.hooks = [
             parameter.register_post_accumulate_grad_hook(partial(self._gradient_comes, number))  # type: ignore[no-untyped-call]
+            for number, (_, parameter) in enumerate(self.named)
+        ]
+
+    def unhook(self) -> None:
+        """Leave the parameters: no collector sees what their hooks hold, the recorder and so themselves."""
+        for hook in self.hooks:
+            hook.remove()
 
     def _gradient_comes(self, number: int, parameter: Tensor) -> None:
         self.tracker.tag(parameter.grad, "gradients")

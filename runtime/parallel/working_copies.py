@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
+from weakref import WeakMethod
 
 import torch
 import torch.distributed as dist
@@ -102,9 +103,10 @@ class GradientSums:
         self._count()
 
     def _count(self) -> None:
+        come = _weakly(self.come)
         for copy in self.copies:
             if copy not in self.hooks:
-                self.hooks[copy] = copy.register_post_accumulate_grad_hook(self.come)  # type: ignore[no-untyped-call]
+                self.hooks[copy] = copy.register_post_accumulate_grad_hook(come)  # type: ignore[no-untyped-call]
         self.left = len(self.copies)
 
     def come(self, copy: Tensor) -> None:
@@ -339,6 +341,18 @@ class WorkingCopies:
         for copy in copies:
             if copy in self.locals:
                 self.locals[copy].untyped_storage().resize_(0)
+
+
+def _weakly(method: Callable[[Tensor], None]) -> Callable[[Tensor], None]:
+    """A hook that holds nothing: no collector sees what those of a tensor hold, and so the tensor itself."""
+    reference = WeakMethod(method)
+
+    def call(tensor: Tensor) -> None:
+        called = reference()
+        if called is not None:
+            called(tensor)
+
+    return call
 
 
 def _groups(stage: Transformer) -> list[list[nn.Parameter]]:

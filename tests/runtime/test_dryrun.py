@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import sys
 from contextlib import ExitStack
 from typing import Any
 from unittest.mock import patch
@@ -19,6 +21,8 @@ from runtime.dryrun.memory_trace import MemoryTrace, Moment, block_bytes
 from runtime.dryrun.roles import label_layers, roles, tag_optimizer_state, tag_state
 from runtime.dryrun.run import trace
 from runtime.dryrun.tracker import Tracker
+from runtime.dryrun.unit_recorder import record_unit
+from runtime.model.transformer import Transformer
 from runtime.settings.options import TrainingOptions
 from runtime.train.trainer import Trainer
 from tests.support.layouts import layout_of
@@ -316,6 +320,22 @@ def test_a_schedule_that_splits_backward_is_not_compiled() -> None:
     )
     with pytest.raises(InputError, match="splits backward"):
         trace(spec, layout, compiled=True)
+
+
+def kept_models() -> int:
+    gc.collect()
+    return sum(type(one) is Transformer for one in gc.get_objects())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_model_ends_with_its_dry_run(compiled: bool) -> None:
+    """What hooks of its parameters hold, no collector sees: it must not be the model."""
+    spec, reports, before = llama(), sys.excepthook, kept_models()
+    trace(spec, layout_of(spec, precision="bf16", data_parallel=2), compiled=compiled)
+    record_unit(llama(1), layout_of(llama(1), precision="bf16"), "dense", compiled)
+    assert kept_models() == before
+    assert sys.excepthook is reports
 
 
 def test_ranks_that_do_not_exist_are_refused() -> None:
