@@ -334,7 +334,8 @@ def test_a_model_ends_with_its_dry_run(compiled: bool) -> None:
     spec, reports, before = llama(), sys.excepthook, kept_models()
     trace(spec, layout_of(spec, precision="bf16", data_parallel=2), compiled=compiled)
     record_unit(llama(1), layout_of(llama(1), precision="bf16"), "dense", compiled)
-    assert kept_models() == before
+    # Fewer, where compiled functions have held one of another test.
+    assert kept_models() <= before
     assert sys.excepthook is reports
 
 
