@@ -89,11 +89,16 @@ def test_losses_of_growing_batches_are_those_of_one_rank(pool: WorkerPool, text:
         assert valid == pytest.approx(validation, rel=1e-5)
 
 
-def test_a_smaller_batch_trains_as_under_a_layout_of_that_batch(pool: WorkerPool) -> None:
-    options = TrainingOptions(train_iters=2, lr=1e-2, lr_decay_style="constant")
-    small, large = (parse_layout(f"gbs={size},pp=2", SPEC) for size in (4, 12))
-    [(expected, _), _] = pool.run(work.losses_of_sizes, 2, SPEC, small, options, [4, 4])
-    [(losses, _), _] = pool.run(work.losses_of_sizes, 2, SPEC, large, options, [4, 4])
+@pytest.mark.parametrize("model", ["gpt2", "mixtral"])
+def test_a_smaller_batch_trains_as_under_a_layout_of_that_batch(pool: WorkerPool, model: str) -> None:
+    spec = MODELS[model]
+    # Losses of routers are divided by the tokens of the batch, too.
+    options = TrainingOptions(
+        train_iters=2, lr=1e-2, lr_decay_style="constant", moe_aux_loss_coeff=0.5, moe_z_loss_coeff=0.1
+    )
+    small, large = (parse_layout(f"gbs={size},pp=2", spec) for size in (4, 12))
+    [(expected, _), _] = pool.run(work.losses_of_sizes, 2, spec, small, options, [4, 4])
+    [(losses, _), _] = pool.run(work.losses_of_sizes, 2, spec, large, options, [4, 4])
     assert losses == expected
 
 
