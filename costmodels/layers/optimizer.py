@@ -1,5 +1,6 @@
 """What optimizers keep and do for each parameter."""
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -32,11 +33,22 @@ UPDATES: dict[Optimizer, Update] = {
     # A mean for each row and column of a matrix (arXiv:1804.04235, section 3): 8 / hidden bytes at most. The
     # update is written and read once more, to be clipped.
     "adafactor": Update(0.01, 0.01, 20.0),
-    # Momentum of the matrices of the layers; Adam for the others (kellerjordan.github.io/posts/muon).
+    # Momentum of the matrices of the layers; Adam for the others (kellerjordan.github.io/posts/muon). Layers
+    # have few of those (`has_matrices`).
     "muon": Update(4.0, ADAM_STATE, 20.0),
     # Two moments in 8 bits, each block of 256 with a scale in fp32 (arXiv:2110.02861, section 2).
     "adam8bit": Update(2.0 + 2 * 4 / 256, 2.0 + 2 * 4 / 256, 16.0),
 }
+
+
+def has_matrices(name: str, shape: Sequence[int]) -> bool:
+    """Whether a parameter of a layer is a matrix, or a stack of them, whose updates Muon makes orthogonal.
+
+    Adam has the others: vectors and stacks of biases, and what has two sides and is no matrix. Such are gates
+    of one output [1, D], whose updates would only be scaled. So are the kernels [C, 4] of convolutions of one
+    channel each, which Megatron-LM stores as [C, 1, 4] and counts with the vectors.
+    """
+    return len(shape) > 1 and min(shape[-2:]) > 1 and not name.endswith(("bias", "_conv"))
 
 
 def _of(column: int, table: LayoutTable) -> Floats:

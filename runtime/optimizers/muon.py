@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from costmodels.layers.optimizer import has_matrices
 from runtime.optimizers.sharding import local_matrices, whole_matrices
 from runtime.optimizers.shards import ParameterShard, UpdateRule
 from runtime.parallel.local_tensors import like_parameter
@@ -25,7 +26,8 @@ SLOT = "momentum_buffer"
 
 def is_orthogonalised(owned: ParameterShard) -> bool:
     """Whether Muon updates a parameter: a matrix of the layers, or of an expert; Adam has the rest."""
-    return owned.name.startswith(("layers.", "mtp.")) and owned.decayed
+    is_layer = owned.name.startswith(("layers.", "mtp."))
+    return is_layer and has_matrices(owned.name, owned.parameter.shape)
 
 
 def orthogonalise(matrices: Tensor, steps: int) -> Tensor:

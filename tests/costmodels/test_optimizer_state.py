@@ -55,6 +55,24 @@ def test_muon_leaves_embedding_and_head_to_adam() -> None:
     assert state_bytes("muon", MATRIX._replace(is_layer=False)) == state_bytes("adam", MATRIX)
 
 
+@pytest.mark.parametrize(
+    ("name", "sides", "whole"),
+    [
+        ("experts.up_bias", (2, 64), (8, 64)),
+        ("inputs.query_conv", (64, 4), (128, 4)),
+        ("shared_gate.weight", (1, 64), (1, 64)),
+    ],
+)
+def test_muon_leaves_what_is_no_matrix_to_adam(
+    name: str, sides: tuple[int, ...], whole: tuple[int, ...]
+) -> None:
+    one = Updated(name, sides, whole, is_layer=True)
+    assert state_bytes("muon", one) == state_bytes("adam", one)
+    assert update_bytes([one], optimizer="muon") == 0
+    row = Updated("weight", (1, 64), (8, 64), is_layer=True)
+    assert state_bytes("muon", row) < state_bytes("adam", row), "the only row here of a matrix"
+
+
 def test_muon_gathers_one_matrix_at_a_time() -> None:
     whole, square, update = 2 * 512 * 64, 2 * 64 * 64, 4 * 256 * 64
     every = [MATRIX, MATRIX._replace(name="other"), VECTOR]

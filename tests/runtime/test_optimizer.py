@@ -14,7 +14,7 @@ from runtime.optimizers.muon import update_scale
 from runtime.optimizers.shards import clip_factor, is_decayed
 from runtime.settings.options import TrainingOptions
 from tests.support.layouts import parse_layout
-from tests.support.models import MODELS
+from tests.support.models import FORMS, MODELS
 from tests.support.ranks import optimizers as work
 from tests.support.ranks.training import losses_with, whole_gradients
 from tests.support.worker_pool import WorkerPool
@@ -109,12 +109,25 @@ def test_an_optimizer_is_that_of_pytorch_whatever_splits_the_weights(
 
 def rule_differences(pool: WorkerPool, model: str, text: str, **settings: Any) -> list[dict[str, float]]:
     """Differences of the weights of all ranks to PyTorch's optimizer after four steps."""
-    spec = MODELS[model]
+    spec = (MODELS | FORMS)[model]
     layout = parse_layout("gbs=4," + text.lstrip(","), spec)
     growing = {"weight_decay_incr_style": "linear", "start_weight_decay": 0.1, "end_weight_decay": 0.5}
     options = TrainingOptions(**{**SETTINGS, **growing, **settings})
     found: list[dict[str, float]] = pool.run(work.rule_steps, layout.world_size, spec, layout, options)
     return found
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "model", "text"),
+    [("adam", "sinks", ""), ("muon", "sinks", "ep=2,dp=2"), ("muon", "delta", ""), ("muon", "delta", "tp=2")],
+)
+def test_what_has_two_sides_and_is_no_matrix_is_updated_as_it_should_be(
+    pool: WorkerPool, optimizer: str, model: str, text: str
+) -> None:
+    """Biases of experts do not decay. Adam has them, depthwise kernels and gates, under Muon too."""
+    for differences in rule_differences(pool, model, f"{text},optimizer={optimizer}"):
+        assert max(differences.values()) < 1e-6, differences
+        assert any(name.endswith(work.NO_MATRICES) for name in differences)
 
 
 @pytest.mark.parametrize(
@@ -201,6 +214,8 @@ def test_gradients_are_clipped_as_pytorch_does() -> None:
         ("layers.0.mlp.up.bias", (4,), False),
         ("layers.0.mlp_norm.weight", (4,), False),
         ("norm.bias", (4,), False),
+        ("layers.0.mlp.experts.up_bias", (4, 4), False),
+        ("layers.0.mlp.experts.up", (4, 4, 4), True),
     ],
 )
 def test_weight_decay_leaves_out_biases_and_norms(name: str, shape: tuple[int, ...], decayed: bool) -> None:

@@ -4,7 +4,7 @@
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from costmodels.layers.optimizer import UPDATES
+from costmodels.layers.optimizer import UPDATES, has_matrices
 from costmodels.spec.layout import Layout
 from costmodels.tapes.player.heap import (
     COMMUNICATION,
@@ -44,7 +44,7 @@ class Updated(NamedTuple):
     @property
     def is_orthogonalised(self) -> bool:
         """Muon updates it."""
-        return self.is_layer and len(self.sides) > 1 and not self.name.endswith("bias")
+        return self.is_layer and has_matrices(self.name, self.whole)
 
 
 def state_of(layout: Layout, parameters: Sequence[Updated]) -> list[Storage]:

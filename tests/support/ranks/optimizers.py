@@ -21,6 +21,9 @@ from runtime.settings.options import TrainingOptions
 from runtime.train.trainer import Trainer
 from tests.support.ranks.training import CPU, batch_of
 
+NO_MATRICES = ("bias", "_conv", "shared_gate.weight")
+"""Parameters with two sides that Muon leaves to Adam: biases of experts, depthwise kernels and gates."""
+
 
 class StepReport(NamedTuple):
     """One step, and the same on the whole model by PyTorch's own optimizers."""
@@ -129,7 +132,11 @@ def _reference(
     """PyTorch's optimizers, with groups for decayed weights and others."""
     adam: dict[str, Any] = {"betas": (options.adam_beta1, options.adam_beta2), "eps": options.adam_eps}
     if layout.optimizer == "muon":
-        matrices = {n: p for n, p in weights.items() if n.startswith("layers.") and p.ndim == 2}
+        matrices = {
+            n: p
+            for n, p in weights.items()
+            if n.startswith("layers.") and p.ndim == 2 and not n.endswith(NO_MATRICES)
+        }
         rest = {n: p for n, p in weights.items() if n not in matrices}
         adjust = "match_rms_adamw" if options.muon_scale_mode == "spectral" else "original"
         settings: dict[str, Any] = {
@@ -151,7 +158,9 @@ def _reference(
 
 
 def _groups(weights: dict[str, nn.Parameter]) -> list[dict[str, Any]]:
-    groups = [[p for p in weights.values() if (p.ndim > 1) == decayed] for decayed in (True, False)]
+    """With weight decay and without, which biases and vectors have not."""
+    matrices = {n for n, p in weights.items() if p.ndim > 1 and "bias" not in n}
+    groups = [[p for n, p in weights.items() if (n in matrices) == decayed] for decayed in (True, False)]
     return [
         {"params": group, "decayed": decayed}
         for group, decayed in zip(groups, (True, False), strict=True)
