@@ -9,14 +9,14 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, get_args
 
 from pydantic import ValidationError
 
 from costmodels.calibration.published_cells import MOST_LAYERS, Unusable, count, note_value, number, switch
 from costmodels.calibration.published_splits import SPLITS
 from costmodels.spec.hardware import Device
-from costmodels.spec.layout import Layout
+from costmodels.spec.layout import Layout, Optimizer
 from costmodels.spec.model import ModelSpec
 
 PRECISIONS = {
@@ -46,7 +46,7 @@ SCHEDULES = {
 }
 """Spellings of schedules in the notes of rows that name one."""
 
-OPTIMIZERS = ("sgd", "adafactor", "muon", "adam8bit")
+OPTIMIZERS = tuple(name for name in get_args(Optimizer) if name != "adam")
 """Optimizers that are not Adam, by the beginnings of cells."""
 
 MODULES = {

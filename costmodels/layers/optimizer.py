@@ -33,6 +33,9 @@ UPDATES: dict[Optimizer, Update] = {
     # A mean for each row and column of a matrix (arXiv:1804.04235, section 3): 8 / hidden bytes at most. The
     # update is written and read once more, to be clipped.
     "adafactor": Update(0.01, 0.01, 20.0),
+    # Momentum, and the means of Adafactor twice (arXiv:2307.02047, algorithm 2). The gradient is read for its
+    # means, for the size of the update and to move the momentum; the momentum once more to move the weight.
+    "came": Update(4.02, 4.02, 32.0),
     # Momentum of the matrices of the layers; Adam for the others (kellerjordan.github.io/posts/muon). Layers
     # have few of those (`has_matrices`).
     "muon": Update(4.0, ADAM_STATE, 20.0),

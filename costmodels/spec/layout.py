@@ -92,13 +92,14 @@ WIDE_WEIGHT_GRADIENTS: tuple[Fp8Recipe, ...] = ("rowwise_with_gw_hp",)
 GATHERS_FP8: tuple[Fp8Recipe, ...] = ("tensorwise",)
 """Recipes whose weights data-parallel ranks can gather in fp8: whatever the rank, they have one scale."""
 
-Optimizer = Literal["adam", "sgd", "adafactor", "muon", "adam8bit"]
+Optimizer = Literal["adam", "sgd", "adafactor", "muon", "adam8bit", "came"]
 """Who updates the weights: their states differ in size.
 
 adam: Adam, two moments of each weight; sgd: one, the momentum;
 adafactor: a mean for each row and column (arXiv:1804.04235);
 muon: the momentum of matrices of the layers, Adam for the rest (kellerjordan.github.io/posts/muon);
-adam8bit: both moments in 8 bits (arXiv:2110.02861).
+adam8bit: both moments in 8 bits (arXiv:2110.02861);
+came: the momentum, and two means for each row and column (arXiv:2307.02047).
 """
 
 SHORT_NAMES = {

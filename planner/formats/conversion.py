@@ -11,6 +11,7 @@ from costmodels.errors import InputError
 from planner.formats.check import CheckKeywords, plan_as_it_stands, problem_of_reading
 from planner.formats.export import Export, flag_lines
 from planner.formats.files import read_files
+from planner.formats.flag_catalogue import known_flags
 from planner.formats.reading import Problems, Reading
 from planner.formats.targets import export
 from planner.inputs.keywords import keywords
@@ -56,10 +57,11 @@ def convert_config(
     )
     plan = plan_of_reading(reading, given)
     written = export(plan, to=to)
-    learned = flag_lines(reading.training) if reading.training else ""
-    text, unconverted = written.text, tuple(learned.splitlines())
-    if to in MEGATRONS:
-        text, unconverted = text + learned, ()
+    said = [name for name in reading.training if to in MEGATRONS and name in known_flags()]
+    learned = {name: reading.training[name] for name in said}
+    rest = {name: value for name, value in reading.training.items() if name not in learned}
+    text = written.text + (flag_lines(learned) if learned else "")
+    unconverted = tuple(flag_lines(rest).splitlines()) if rest else ()
     return Conversion(reading, plan, written, text, unconverted)
 
 

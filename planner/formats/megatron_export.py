@@ -11,6 +11,7 @@ from planner.formats.megatron_names import (
     CONTEXT_ALGORITHMS,
     DEGREE_FLAGS,
     MODULES,
+    OPTIMIZERS,
     SHARDING,
 )
 
@@ -184,7 +185,7 @@ def _formats(layout: Layout, missing: list[str]) -> Flags:
     if layout.gradient_reduction == "bf16":
         flags["--grad-reduce-in-bf16"] = ""
     lacks_own_ways(missing, layout)
-    if layout.optimizer in ("adafactor", "adam8bit"):
+    if layout.optimizer not in OPTIMIZERS.values():
         missing.append(f"optimizer={layout.optimizer}: it has adam, sgd and muon")
     elif layout.optimizer != "adam":
         flags["--optimizer"] = layout.optimizer

@@ -19,10 +19,12 @@ from planner.formats.keyed import Keyed, with_definitions
 from planner.formats.layout_fields import Places, build_layout, degrees_of_world
 from planner.formats.mindformers_model import read_model
 from planner.formats.mindformers_names import (
+    CAME,
     CONTEXT_ALGORITHMS,
     EXCERPTS,
     FORMATS,
     KEEP_LESS,
+    OPTIMIZERS,
     SCHEDULES,
     STATIC_KEYS,
 )
@@ -219,7 +221,7 @@ def _layout(
     whole["micro_batch_size"] = (keys.count(STATIC_KEYS["micro_batch_size"]) or 1) * interleave
     whole["global_batch_size"] = whole["micro_batch_size"] * whole["data_parallel"] * batches
     whole |= _recompute(keys, pipeline) | {"precision": _precision(keys)}
-    whole["gradient_reduction"] = "fp32"
+    whole |= {"gradient_reduction": "fp32", "optimizer": optimizer_of(keys, STATIC_KEYS["optimizer"])}
     return build_layout(whole, places, problems)
 
 
@@ -354,18 +356,37 @@ def _name_unpriced(keys: Keyed, model: ModelSpec, layout: Layout) -> None:
         keys.add("note", "collectives of recomputed layers are priced as repeated, and are not", path)
 
 
+def optimizer_of(keys: Keyed, path: str) -> str:
+    """The optimizer of a layout that the key `path` names."""
+    return OPTIMIZERS.get((keys.text(path) or "").lower(), "adam")
+
+
+def came_training(keys: Keyed, section: str) -> dict[str, str | None]:
+    """Parameters of CAME, as flags; a note for each that changes what is learned and has no flag."""
+    for name in ("scale_parameter", "relative_step", "warmup_init"):
+        path = f"{section}.{name}"
+        if keys.switch(path):
+            keys.add("note", "changes learning rates, and no flag says so: rates here are those given", path)
+    return {flag: keys.text(f"{section}.{name}") for name, flag in CAME.items()}
+
+
 def _training(keys: Keyed) -> dict[str, str]:
-    """What is learned, as flags of Megatron-LM."""
+    """What is learned, as flags of Megatron-LM, and of the optimizers that it has not."""
     pairs = {
         "--seed": keys.text("seed"),
         "--lr": keys.text("lr_schedule.learning_rate"),
         "--min-lr": keys.text("lr_schedule.lr_end"),
         "--lr-warmup-iters": keys.text("lr_schedule.warmup_steps"),
-        "--adam-beta1": keys.text("optimizer.beta1"),
-        "--adam-beta2": keys.text("optimizer.beta2"),
-        "--adam-eps": keys.text("optimizer.eps"),
         "--weight-decay": keys.text("optimizer.weight_decay"),
     }
+    if optimizer_of(keys, STATIC_KEYS["optimizer"]) == "came":
+        pairs |= came_training(keys, "optimizer")
+    else:
+        pairs |= {
+            "--adam-beta1": keys.text("optimizer.beta1"),
+            "--adam-beta2": keys.text("optimizer.beta2"),
+            "--adam-eps": keys.text("optimizer.eps"),
+        }
     kind = (keys.text("lr_schedule.type") or "").lower()
     styles = {"cosine": "cosine", "linear": "linear", "constant": "constant", "polynomial": "linear"}
     style = next((word for name, word in styles.items() if name in kind), None)

@@ -16,7 +16,7 @@ from costmodels.spec.model import ModelSpec
 from planner.formats.entries import Entries
 from planner.formats.keyed import Keyed, with_definitions
 from planner.formats.layout_fields import Places, build_layout, degrees_of_world, even_stages
-from planner.formats.mindformers import launched_devices
+from planner.formats.mindformers import came_training, launched_devices, optimizer_of
 from planner.formats.mindformers_names import DYNAMIC_KEYS, EXCERPTS, FORMATS
 from planner.formats.reading import Problems, Reading
 from planner.formats.roles import name_others
@@ -184,6 +184,7 @@ def _layout(keys: Keyed, model: ModelSpec, world: int, places: Places) -> Layout
         "global_batch_size": micro * batches * whole["data_parallel"],
         "zero_stage": _zero(keys),
         "precision": _precision(keys),
+        "optimizer": optimizer_of(keys, DYNAMIC_KEYS["optimizer"]),
     }
     return build_layout(whole | _recompute(keys), places, keys.problems)
 
@@ -249,7 +250,7 @@ def keys_of_layout(layout: Layout) -> dict[str, str]:
 
 
 def _training(keys: Keyed) -> dict[str, str]:
-    """What is learned, as flags of Megatron-LM."""
+    """What is learned, as flags of Megatron-LM, and of the optimizers that it has not."""
     betas = keys.first("optimizer_config.betas")
     items = betas.items if betas is not None and betas.items else (None, None)
     cosine = keys.switch("optimizer_config.learning_rate_scheduler_kwargs.use_cosine")
@@ -261,12 +262,17 @@ def _training(keys: Keyed) -> dict[str, str]:
         "--clip-grad": keys.text("training_config.grad_clip_kwargs.clip_value"),
         "--lr": keys.text("optimizer_config.learning_rate"),
         "--weight-decay": keys.text("optimizer_config.weight_decay"),
-        "--adam-eps": keys.text("optimizer_config.eps"),
-        "--adam-beta1": items[0],
-        "--adam-beta2": items[1] if len(items) > 1 else None,
         "--lr-warmup-iters": keys.text(f"{schedule}.warmup_steps"),
         "--lr-decay-iters": keys.text(f"{schedule}.decay_steps"),
         "--min-lr": keys.text(f"{schedule}.end_learning_rate"),
         "--lr-decay-style": "cosine" if cosine else None,
     }
+    if optimizer_of(keys, DYNAMIC_KEYS["optimizer"]) == "came":
+        pairs |= came_training(keys, "optimizer_config")
+    else:
+        pairs |= {
+            "--adam-eps": keys.text("optimizer_config.eps"),
+            "--adam-beta1": items[0],
+            "--adam-beta2": items[1] if len(items) > 1 else None,
+        }
     return {name: value for name, value in pairs.items() if value}

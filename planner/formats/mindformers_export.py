@@ -16,10 +16,19 @@ from planner.formats.export import (
     lacks_recomputation,
     yaml_text,
 )
-from planner.formats.mindformers_names import CONTEXT_ALGORITHMS, FORMATS, SCHEDULES, STATIC_KEYS
+from planner.formats.mindformers_names import CAME_VALUES, CONTEXT_ALGORITHMS, FORMATS, SCHEDULES, STATIC_KEYS
 
 AT = "model.model_config"
 RECOMPUTE, OPTIMIZER = "recompute_config", "parallel.parallel_optimizer_config"
+
+OPTIMIZERS: dict[str, Values] = {
+    "adam": {STATIC_KEYS["optimizer"]: "AdamW"},
+    "came": {
+        STATIC_KEYS["optimizer"]: "Came",
+        **{f"optimizer.{name}": value for name, value in CAME_VALUES.items()},
+    },
+}
+"""What its optimizers that the runtime has too are called, with the settings that both have by default."""
 
 PATTERNS = {
     "norm": (r"ffn_norm\.norm", r"attention_norm\.norm"),
@@ -47,7 +56,6 @@ def export_mindformers(model: ModelSpec, layout: Layout) -> Export:
         "parallel_config.vocab_emb_dp": False,
         **of_layout,
         **model_values(model, missing),
-        "optimizer.type": "AdamW",
         "runner_wrapper.type": "MFTrainOneStepCell",
         "runner_wrapper.scale_sense": 1.0,
     }
@@ -95,9 +103,9 @@ def layout_values(layout: Layout, model: ModelSpec, missing: list[str]) -> Value
     lacks_own_ways(missing, layout)
     if layout.gradient_reduction != "fp32":
         lacks(missing, layout, "gradient_reduction", "gradients are summed in fp32")
-    if layout.optimizer != "adam":
-        lacks(missing, layout, "optimizer", "it has AdamW, and others of its own")
-    return values
+    if layout.optimizer not in OPTIMIZERS:
+        lacks(missing, layout, "optimizer", f"its optimizers are written for {' and '.join(OPTIMIZERS)}")
+    return values | OPTIMIZERS.get(layout.optimizer, OPTIMIZERS["adam"])
 
 
 def _stages(layout: Layout, missing: list[str]) -> Values:

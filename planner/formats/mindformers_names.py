@@ -64,6 +64,35 @@ DYNAMIC_KEYS = {
 FORMATS = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32"}
 """Number formats by MindSpore's names."""
 
+OPTIMIZERS = {
+    "came": "came",
+    "camezero2": "came",
+    "adafactor": "adafactor",
+    "sgd": "sgd",
+    "momentum": "sgd",
+    "muon": "muon",
+}
+"""Types of optimizers in small letters (mindformers/core/optim, mindspore.nn.optim); others are taken for
+Adam."""
+
+CAME = {
+    "beta1": "--came-beta1",
+    "decay_rate": "--came-decay-rate",
+    "beta3": "--came-beta3",
+    "clip_threshold": "--came-clip-threshold",
+}
+"""Parameters of its `Came` as flags (mindformers/core/optim/came.py); learning rates may also follow from the
+step or from the size of weights, which they do not by default."""
+
+CAME_VALUES = {
+    "beta1": 0.9,
+    "decay_rate": 0.8,
+    "beta3": 0.99,
+    "clip_threshold": 1.0,
+    "eps": [1e-30, 1e-3, 1e-16],
+}
+"""Defaults of its `Came`; the second of eps is for learning rates that follow from the size of weights."""
+
 CONTEXT_ALGORITHMS = {"colossalai_cp": "all_gather", "ulysses_cp": "all_to_all", "hybrid_cp": "all_to_all"}
 """`parallel_config.context_parallel_algo`; colossalai_cp is a ring where the model has use_ring_attention."""
 

@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.state_dict_loader import load as load_tensors
 
 from costmodels import ModelSpec
 from runtime.checkpoint.reader import CheckpointReader
-from runtime.optimizers.adafactor import PADDED_NAMES
+from runtime.optimizers.factored import PADDED_NAMES
 from runtime.optimizers.shards import FURTHER_EMBEDDING
 from runtime.parallel.local_tensors import local_part
 from runtime.parallel.quantised_base import base_weights

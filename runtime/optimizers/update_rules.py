@@ -12,6 +12,7 @@ from costmodels import Layout, ModelSpec
 from costmodels.spec.layout import Optimizer
 from runtime.optimizers.adafactor import Adafactor
 from runtime.optimizers.adam8bit import Adam8bit
+from runtime.optimizers.came import Came
 from runtime.optimizers.muon import Muon, is_orthogonalised
 from runtime.optimizers.shards import MOMENTS, ParameterShard, UpdateRule, parameter_groups
 from runtime.parallel.local_tensors import like_parameter
@@ -98,6 +99,10 @@ def _adafactor(owned: Sequence[ParameterShard], setting: Setting) -> UpdateRule:
     return Adafactor(owned, setting.spec.vocab, setting.device)
 
 
+def _came(owned: Sequence[ParameterShard], setting: Setting) -> UpdateRule:
+    return Came(owned, setting.spec.vocab, setting.options, setting.device)
+
+
 def _muon(owned: Sequence[ParameterShard], setting: Setting) -> UpdateRule:
     others = [o for o in owned if not is_orthogonalised(o)]
     rest = ElementWise(others, torch.optim.AdamW, MOMENTS, **setting.adam)
@@ -114,6 +119,7 @@ RULES: dict[Optimizer, Callable[[Sequence[ParameterShard], Setting], UpdateRule]
     "adam": _adam,
     "sgd": _sgd,
     "adafactor": _adafactor,
+    "came": _came,
     "muon": _muon,
     "adam8bit": _adam8bit,
 }

@@ -24,6 +24,7 @@ MUON = (
     "muon_scale_mode",
     "muon_extra_scale_factor",
 )
+CAME = ("came_beta1", "came_decay_rate", "came_beta3", "came_clip_threshold")
 SCALES = ("initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis")
 BALANCE = ("moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_router_load_balancing_type")
 
@@ -31,6 +32,7 @@ REASONS: tuple[tuple[tuple[str, ...], Reason], ...] = (
     (ADAM, lambda job: _optimizer(job, "adam", "adam8bit", "muon")),
     (("sgd_momentum",), lambda job: _optimizer(job, "sgd")),
     (MUON, lambda job: _optimizer(job, "muon")),
+    (CAME, lambda job: _optimizer(job, "came")),
     (("min_lr",), lambda job: "--lr-decay-style is constant" if job.lr_decay_style == "constant" else None),
     (
         ("lr_decay_iters",),

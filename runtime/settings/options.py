@@ -119,6 +119,17 @@ class TrainingOptions:
         "Further factor of Muon's update; with 0.2, learning rates of Adam suit it.",
         within=POSITIVE,
     )
+    came_beta1: float = flag(0.9, "Decay of CAME's momentum.", within=SHARE)
+    came_decay_rate: float = flag(
+        0.8,
+        "Step t of CAME keeps 1 - t^-RATE of the means of squared gradients.",
+        metavar="RATE",
+        within=Bounds("at least 0 and at most 1", 0, 1),
+    )
+    came_beta3: float = flag(0.99, "Decay of CAME's means of instability.", within=SHARE)
+    came_clip_threshold: float = flag(
+        1.0, "Largest root mean square of CAME's update of a parameter.", within=POSITIVE
+    )
     loss_reduction: str = flag(
         "mean",
         f"What is optimised over the tokens of a batch: {', '.join(LOSS_REDUCTIONS)}. The loss that is "

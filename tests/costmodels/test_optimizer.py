@@ -12,7 +12,7 @@ from costmodels.pricing import estimate
 from costmodels.ranks.rank_layers import all_ranks, ranks_entry
 from costmodels.spec.table import LayoutTable
 
-KINDS = ("adam", "sgd", "adafactor", "muon", "adam8bit")
+KINDS = ("adam", "sgd", "adafactor", "muon", "adam8bit", "came")
 
 
 def held(model, cluster, engine, layout):
@@ -31,6 +31,8 @@ def test_states_are_those_of_the_optimizers(gpt, cluster, engine, layout):
     assert bytes_of["muon"] == 8 * layers + 12 * (n - layers)
     assert bytes_of["adam8bit"] == pytest.approx((4 + 2 + 8 / 256) * n)
     assert 4 * n < bytes_of["adafactor"] < 4.1 * n
+    # The momentum, and two means for each row and each column of Adafactor's one.
+    assert bytes_of["came"] - bytes_of["sgd"] == pytest.approx(2 * (bytes_of["adafactor"] - 4 * n))
 
 
 def test_zero_shards_the_states_and_offloading_takes_them_along(gpt, cluster, engine, layout):
@@ -49,6 +51,7 @@ def test_less_state_is_less_traffic(gpt, cluster, engine, layout):
         return estimate(gpt, cluster(8), engine("bundled"), one).time.optimizer
 
     assert seconds("adam8bit") < seconds("sgd") < seconds("adam")
+    assert seconds("sgd") < seconds("came")
     assert seconds("sgd") == pytest.approx(20 / 28 * seconds("adam"))
 
 

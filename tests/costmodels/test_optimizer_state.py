@@ -43,6 +43,8 @@ def update_bytes(parameters: list[Updated], **fields: Any) -> int:
         ("muon", 4 * 256 * 64 + 512 + 8 * 256),
         # Means of rows and of columns; the latter are less than a block.
         ("adafactor", 4 * 256 + 512 + 4 * 256),
+        # A momentum, and these twice; a vector has a momentum and a mean for each element.
+        ("came", 4 * 256 * 64 + 2 * (4 * 256 + 512) + 2 * 4 * 256),
         # Vectors of fewer than 4096 elements stay in fp32.
         ("adam8bit", 2 * (256 * 64 + 512 + 1024) + 8 * 256),
     ],

@@ -7,8 +7,11 @@ from pathlib import Path
 import pytest
 
 from planner import check
+from planner.formats.conversion import convert_config
 from planner.formats.files import read_files
+from planner.formats.mindformers_names import CAME_VALUES
 from planner.formats.reading import Reading
+from runtime.settings.options import TrainingOptions
 from tests.support.guides import guide
 
 STATIC = """
@@ -90,6 +93,65 @@ def test_what_is_priced_as_something_that_needs_more_may_fit(tmp_path: Path) -> 
         assert answer.legal and answer.plan is not None and not answer.plan.fits
         fits[scheduler] = answer.fits
     assert fits == {"1f1b": False, "seqpipe": None}
+
+
+CAME = """
+optimizer: {type: Came, beta1: 0.8, decay_rate: 0.7, beta3: 0.95, clip_threshold: 2.0, weight_decay: 0.1,
+            eps: [1.e-30, 1.e-3, 1.e-16], scale_parameter: False, relative_step: True}
+"""
+
+
+def test_came_is_read_with_its_settings(tmp_path: Path) -> None:
+    reading = read(tmp_path, STATIC + CAME)
+    assert reading.layout is not None and reading.layout.optimizer == "came"
+    assert dict(reading.training) == {
+        "--weight-decay": "0.1",
+        "--came-beta1": "0.8",
+        "--came-decay-rate": "0.7",
+        "--came-beta3": "0.95",
+        "--came-clip-threshold": "2.0",
+    }
+    [note] = [one for one in reading.problems if one.flag.startswith("optimizer.")]
+    assert note.flag == "optimizer.relative_step" and "learning rates" in note.text
+
+
+def test_came_of_the_dynamic_graph_is_read(tmp_path: Path) -> None:
+    text = """
+model_config: {num_layers: 2, hidden_size: 64, num_attention_heads: 4, ffn_hidden_size: 128, seq_length: 64,
+               vocab_size: 99}
+training_config: {seed: 1}
+optimizer_config: {optimizer_type: CameZeRO2, beta3: 0.9, eps: [1.e-30, 1.e-3, 1.e-16]}
+"""
+    reading = read(tmp_path, text, world_size=2)
+    assert reading.layout is not None and reading.layout.optimizer == "came"
+    assert dict(reading.training) == {"--seed": "1", "--came-beta3": "0.9"}
+
+
+@pytest.mark.parametrize(
+    ("name", "optimizer"),
+    [("AdamW", "adam"), ("adafactor", "adafactor"), ("SGD", "sgd"), ("Muon", "muon"), ("Came", "came")],
+)
+def test_optimizers_are_those_of_the_same_names(tmp_path: Path, name: str, optimizer: str) -> None:
+    reading = read(tmp_path, f"{STATIC}optimizer: {{type: {name}}}\n")
+    assert reading.layout is not None and reading.layout.optimizer == optimizer
+
+
+def test_settings_of_came_are_no_flags_of_megatron(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text(STATIC.replace("num_layers: 80", "num_layers: 8") + CAME)
+    for to, missing in (("megatron", ["optimizer"]), ("mindformers", [])):
+        made = convert_config(file, to=to)
+        named = [one for one in made.export.inexpressible if one.startswith("optimizer=")]
+        assert [one.partition("=")[0] for one in named] == missing
+        assert "came-beta" not in made.text and "--came-beta3 0.95" in made.unconverted
+        assert ("type: Came" in made.text) == (to == "mindformers")
+
+
+def test_the_export_of_came_has_the_settings_that_the_runtime_trains_with() -> None:
+    options = TrainingOptions()
+    assert {name: getattr(options, f"came_{name}") for name in CAME_VALUES if name != "eps"} == {
+        name: value for name, value in CAME_VALUES.items() if name != "eps"
+    }
 
 
 def test_devices_must_be_those_of_the_degrees(tmp_path: Path) -> None:

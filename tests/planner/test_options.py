@@ -380,7 +380,10 @@ def test_a_strict_pin_outlives_the_flag_that_says_the_same() -> None:
             "pin schedule=zbv contradicts virtual_pipeline_parallel=4",
         ),
         ({"num_distributed_optimizer_instances": 0}, "pin zero_replicas=0: expected a whole number"),
-        ({"optimizer": "lion"}, "pin optimizer=lion: expected one of adam, sgd, adafactor, muon, adam8bit"),
+        (
+            {"optimizer": "lion"},
+            "pin optimizer=lion: expected one of adam, sgd, adafactor, muon, adam8bit, came",
+        ),
         (
             {"recompute_granularity": "full", "recompute_activation_function": True},
             "--recompute-modules need --recompute-granularity selective, not full",

@@ -80,7 +80,7 @@ def test_short_and_full_names_and_all_kinds_of_values() -> None:
         ("recompute=some", "pin recompute=some: expected one of none, selective, full"),
         ("precision=bf8", "pin precision=bf8: expected one of fp32"),
         ("ep=0", "pin expert_parallel=0: expected a whole number of at least 1"),
-        ("optimizer=lion", "pin optimizer=lion: expected one of adam, sgd, adafactor, muon, adam8bit"),
+        ("optimizer=lion", "pin optimizer=lion: expected one of adam, sgd, adafactor, muon, adam8bit, came"),
         ("cp_form=mesh", "pin context_parallel_form=mesh: expected one of all_gather, all_to_all, ring"),
         (["cp=1", "cp_form=ring"], "context_parallel_form=ring needs context_parallel of at least 2"),
         (["schedule=zbv", "vpp=3"], "pin schedule=zbv contradicts virtual_pipeline_parallel=3; 1f1b needs"),

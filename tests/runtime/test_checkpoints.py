@@ -21,10 +21,13 @@ from tests.support.worker_pool import WorkerPool
 SMALL = MODELS["llama"].model_copy(update={"layers": 1})
 
 
-def test_vocabularies_of_other_padding_load_both_ways(pool: WorkerPool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("optimizer", ["adafactor", "came"])
+def test_vocabularies_of_other_padding_load_both_ways(
+    pool: WorkerPool, tmp_path: Path, optimizer: str
+) -> None:
     spec = SMALL.model_copy(update={"hidden": 48, "heads": 6, "kv_heads": 3, "ffn": 96})
-    layouts = [parse_layout(f"gbs=3,{text}", spec) for text in ("dp=3,zero=1,optimizer=adafactor",) * 3]
-    layouts[1] = parse_layout("gbs=3,tp=3,optimizer=adafactor", spec)
+    layouts = [parse_layout(f"gbs=3,{text}", spec) for text in (f"dp=3,zero=1,optimizer={optimizer}",) * 3]
+    layouts[1] = parse_layout(f"gbs=3,tp=3,optimizer={optimizer}", spec)
     assert spec.padded_vocab(3) > spec.padded_vocab(1)
     [first, *others] = pool.run(work.losses_of_other_padding, 3, spec, layouts, str(tmp_path))[0]
     for other in others:

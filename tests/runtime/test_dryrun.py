@@ -232,6 +232,7 @@ FEATURES: dict[str, dict[str, Any]] = {
     "fp16": {"precision": "fp16"},
     "sgd": {"optimizer": "sgd"},
     "adafactor": {"optimizer": "adafactor", "data_parallel": 2, "zero_stage": 1},
+    "came": {"optimizer": "came", "data_parallel": 2, "zero_stage": 1, "tensor_parallel": 2},
     "muon": {"optimizer": "muon", "data_parallel": 2, "zero_stage": 1, "tensor_parallel": 2},
     "hybrid": {"data_parallel": 4, "zero_stage": 2, "zero_replicas": 2, "gradient_reduction": "bf16"},
     "all_gather": {"context_parallel": 2},
@@ -252,12 +253,14 @@ def test_features_are_traced(name: str) -> None:
 def test_optimizer_states_by_kind() -> None:
     spec = llama(1)
     states = {}
-    for optimizer in ("adam", "sgd", "adafactor"):
+    for optimizer in ("adam", "sgd", "adafactor", "came"):
         layout = layout_of(spec, precision="bf16", global_batch_size=1, optimizer=optimizer)
         states[optimizer] = trace(spec, layout).moments["optimizer"].live["optimizer"]
     assert states["sgd"] == 4 * spec.parameters
     assert 2 * states["sgd"] < states["adam"] < 2 * states["sgd"] + 1000
     assert states["adafactor"] < states["sgd"] / 10
+    vectors = sum(p.numel() for p in Transformer(spec, spec.vocab).parameters() if p.ndim == 1)
+    assert states["came"] - states["sgd"] == 2 * states["adafactor"] - 4 * vectors
 
 
 def test_offloading_moves_bytes_to_the_host() -> None:

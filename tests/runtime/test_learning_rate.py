@@ -124,7 +124,7 @@ def test_clipping_by_value_takes_the_place_of_clipping_by_norm() -> None:
     assert [options.largest_norm() for options in norms] == [1.0, 0.0, 0.0]
 
 
-@pytest.mark.parametrize("optimizer", ["sgd", "muon", "adafactor", "adam8bit"])
+@pytest.mark.parametrize("optimizer", ["sgd", "muon", "adafactor", "adam8bit", "came"])
 def test_only_adam_has_two_forms_of_weight_decay(optimizer: str) -> None:
     options = TrainingOptions(no_decoupled_weight_decay=True)
     layout = parse_layout("", MODELS["gpt2"])
@@ -172,6 +172,8 @@ def test_only_adam_has_two_forms_of_weight_decay(optimizer: str) -> None:
         ),
         ({"sgd_momentum": 1.0}, "--sgd-momentum 1.0: must be at least 0 and below 1"),
         ({"muon_momentum": -0.1}, "--muon-momentum -0.1"),
+        ({"came_decay_rate": 1.1}, "--came-decay-rate 1.1: must be at least 0 and at most 1"),
+        ({"came_beta3": 1.0}, "--came-beta3 1.0: must be at least 0 and below 1"),
         ({"muon_num_ns_steps": 0}, "--muon-num-ns-steps 0: must be at least 1"),
         ({"muon_scale_mode": "rms"}, "--muon-scale-mode rms: choose one of spectral, shape_scaling"),
         ({"muon_extra_scale_factor": 0.0}, "--muon-extra-scale-factor 0.0: must be positive"),

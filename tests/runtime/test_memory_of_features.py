@@ -52,6 +52,7 @@ MIXED = ROUTED.model_copy(update={"dense_layers": 1})
     [
         pytest.param(DENSE, {"optimizer": "muon", "zero_stage": 1}, False, id="muon"),
         pytest.param(DENSE, {"optimizer": "adafactor", "zero_stage": 3}, False, id="adafactor"),
+        pytest.param(DENSE, {"optimizer": "came", "zero_stage": 1, "tensor_parallel": 2}, False, id="came"),
         pytest.param(DENSE, {"context_parallel": 2, "context_parallel_form": "ring"}, False, id="ring"),
         pytest.param(GROUPED, {"precision": "fp32"}, False, id="scores-of-attention"),
         pytest.param(DENSE, {"offload_optimizer": True, "zero_stage": 2}, False, id="offloaded-optimizer"),

@@ -98,6 +98,7 @@ def test_experts_have_reasons_of_their_own() -> None:
 def test_nothing_is_said_of_flags_that_are_carried_out() -> None:
     assert told() == []
     assert told("optimizer=muon", adam_beta1=0.8, muon_momentum=0.9) == []
+    assert told("optimizer=came", came_beta3=0.9, came_clip_threshold=2.0) == []
     assert told("precision=fp16", hysteresis=4) == []
     assert told("dp=2", straggler_factor=3.0, save="x", save_interval=5, eval_interval=7) == []
     assert told(experts=True, moe_aux_loss_coeff=0.01, moe_router_load_balancing_type="seq_aux_loss") == []

@@ -92,8 +92,8 @@ LAYOUTS = [(("gpt2", "llama")[number % 2], text) for number, text in enumerate(D
 
 @pytest.mark.parametrize(
     ("optimizer", "model", "text"),
-    # What adafactor and muon do to an element depends on others of its matrix, which ranks may have.
-    [(rule, *layout) for rule in ("adafactor", "muon") for layout in LAYOUTS]
+    # What these do to an element depends on others of its matrix, which ranks may have.
+    [(rule, *layout) for rule in ("adafactor", "muon", "came") for layout in LAYOUTS]
     + [(rule, *layout) for rule, odd in (("adam", 0), ("sgd", 1)) for layout in LAYOUTS[odd::2]],
 )
 def test_an_optimizer_is_that_of_pytorch_whatever_splits_the_weights(
@@ -143,6 +143,12 @@ def test_muon_has_the_settings_of_pytorch(pool: WorkerPool, settings: dict[str, 
     assert max(differences.values()) < 1e-6
 
 
+def test_came_has_the_settings_of_the_paper_and_of_mindformers(pool: WorkerPool) -> None:
+    settings = {"came_beta1": 0.5, "came_decay_rate": 0.3, "came_beta3": 0.7, "came_clip_threshold": 0.25}
+    [differences] = rule_differences(pool, "llama", "optimizer=came", **settings)
+    assert max(differences.values()) < 1e-6
+
+
 def test_muon_scales_updates_as_megatron_lm_does() -> None:
     modes = ("spectral", "shape_scaling", "unit_rms_norm")
     assert [update_scale(mode, 4, 16) for mode in modes] == [4.0, 1.0, 0.5]
@@ -163,7 +169,7 @@ def test_layouts_of_8_bits_agree_to_the_error_of_quantisation(pool: WorkerPool) 
             assert max(differences.values()) < 2e-3
 
 
-@pytest.mark.parametrize("optimizer", ["sgd", "adafactor", "muon"])
+@pytest.mark.parametrize("optimizer", ["sgd", "adafactor", "muon", "came"])
 @pytest.mark.parametrize("text", ["dp=2,zero=3", "pp=2"])
 def test_losses_do_not_depend_on_the_layout(pool: WorkerPool, optimizer: str, text: str) -> None:
     spec = MODELS["gpt2"]

@@ -20,7 +20,7 @@ WSD: dict[str, Any] = {"lr_decay_style": "WSD", "lr_wsd_decay_iters": 3, "lr_war
 
 
 @pytest.mark.parametrize("text", ["", "tp=2,dp=2,zero=1", "dp=2,zero=3,precision=bf16,offload_optimizer=1"])
-@pytest.mark.parametrize("optimizer", ["adam", "sgd", "adafactor", "muon", "adam8bit"])
+@pytest.mark.parametrize("optimizer", ["adam", "sgd", "adafactor", "muon", "adam8bit", "came"])
 def test_resuming_repeats_the_losses_to_the_bit(
     pool: WorkerPool, tmp_path: Path, optimizer: str, text: str
 ) -> None:
@@ -56,7 +56,7 @@ def test_schedules_go_on_where_they_were(pool: WorkerPool, tmp_path: Path, setti
     assert resumed == losses[2:]
 
 
-@pytest.mark.parametrize("optimizer", ["sgd", "adafactor", "muon", "adam8bit"])
+@pytest.mark.parametrize("optimizer", ["sgd", "adafactor", "muon", "adam8bit", "came"])
 @pytest.mark.parametrize(
     ("before", "after"), [("tp=2,dp=2,zero=1", "pp=2,dp=2,zero=3"), ("dp=4,zero=2", "tp=2,dp=2")]
 )
@@ -75,7 +75,7 @@ def test_a_checkpoint_loads_under_another_layout(
 def test_a_checkpoint_of_experts_loads_under_another_layout(pool: WorkerPool, tmp_path: Path) -> None:
     spec = MODELS["mixtral"]
     options = TrainingOptions(train_iters=4, lr=1e-2)
-    for optimizer in ("adafactor", "muon"):
+    for optimizer in ("adafactor", "muon", "came"):
         layouts = [
             parse_layout(f"gbs=4,{text},optimizer={optimizer}", spec)
             for text in ("dp=4,ep=2,zero=1", "tp=2,dp=2,ep=2,etp=2")

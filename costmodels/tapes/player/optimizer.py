@@ -69,13 +69,23 @@ def _state(layout: Layout, one: Updated) -> list[int]:
         case "adafactor":
             if len(one.sides) == 1:
                 return [moment]
-            return [moment // one.sides[-1], moment // one.sides[-2]]
+            return _means(one)
+        case "came":
+            if len(one.sides) == 1:
+                return [moment, moment]
+            return [moment, *_means(one), *_means(one)]
         case "adam8bit":
             if one.elements < QUANTISED_FROM or one.elements % BLOCK:
                 return [moment, moment]
             return 2 * [one.elements, WIDE * one.elements // BLOCK, CODES]
     each = UPDATES[layout.optimizer].layers if one.is_layer else UPDATES[layout.optimizer].ends
     return [round(each * one.elements)]
+
+
+def _means(one: Updated) -> list[int]:
+    """Bytes of a mean for each row and for each column of a matrix."""
+    moment = WIDE * one.elements
+    return [moment // one.sides[-1], moment // one.sides[-2]]
 
 
 def step(heap: Heap, layout: Layout, groups: Sequence[Sequence[Updated]]) -> None:
@@ -85,11 +95,16 @@ def step(heap: Heap, layout: Layout, groups: Sequence[Sequence[Updated]]) -> Non
         for one in _unlike(groups):
             if one.is_orthogonalised:
                 _during(heap, _orthogonalising(layout, one))
-    if layout.optimizer == "adafactor" and not layout.offload_optimizer:
+    if layout.optimizer in ("adafactor", "came") and not layout.offload_optimizer:
         sums = Storage(TEMPORARIES, sum(size for group in groups for one in group for size in _sums(one)))
         heap.allocate(sums)
         for one in _unlike(groups):
-            _during(heap, [Storage(TEMPORARIES, block_bytes(WIDE * one.elements))])
+            # CAME divides a matrix by the factors of its estimate, one after the other.
+            factors = layout.optimizer == "came" and len(one.sides) > 1
+            _during(
+                heap,
+                [Storage(TEMPORARIES, block_bytes(max(_means(one)) if factors else WIDE * one.elements))],
+            )
         heap.free(sums)
 
 
@@ -107,8 +122,10 @@ def _during(heap: Heap, storages: Sequence[Storage]) -> None:
 
 
 def _sums(one: Updated) -> list[int]:
-    """Bytes of Adafactor's squares of the rows and columns of this step, and of the sums of those that ranks
-    share, which last as long as its update."""
+    """Bytes of squares of rows and columns in a step of Adafactor or CAME, and of their sums over ranks.
+
+    They last as long as the update.
+    """
     if len(one.sides) == 1:
         return []
     found = []

@@ -14,7 +14,7 @@ from costmodels import Layout, ModelSpec
 from costmodels.errors import InputError
 from runtime import checkpoint
 from runtime.model.transformer import Transformer
-from runtime.optimizers.adafactor import PADDED_NAMES
+from runtime.optimizers.factored import PADDED_NAMES
 from runtime.optimizers.muon import Muon
 from runtime.parallel.local_tensors import local_part
 from runtime.settings.options import TrainingOptions
@@ -113,9 +113,10 @@ def _made_up_gradient(weight: Tensor) -> Tensor:
 def _for_pytorch(whole: dict[str, Tensor], spec: ModelSpec, layout: Layout) -> dict[str, Tensor]:
     """Weights as PyTorch's optimizers should see them, by name.
 
-    Adafactor's means are over the vocabulary without its padding, and Muon takes the matrix of each expert.
+    Means of Adafactor and CAME are over the vocabulary without its padding, and Muon takes the matrix of each
+    expert.
     """
-    if layout.optimizer == "adafactor":
+    if layout.optimizer in ("adafactor", "came"):
         return {
             name: tensor[: spec.vocab if name in PADDED_NAMES else None] for name, tensor in whole.items()
         }
@@ -149,12 +150,61 @@ def _reference(
         return [torch.optim.SGD(_groups(weights), momentum=options.sgd_momentum)]
     if layout.optimizer == "adafactor":
         return [torch.optim.Adafactor(_groups(weights))]
+    if layout.optimizer == "came":
+        return [PlainCame(_groups(weights), options)]
     if layout.optimizer == "adam8bit":
         from torchao.optim import AdamW8bit
 
         return [AdamW8bit(_groups(weights), **adam)]
     kind = torch.optim.Adam if options.no_decoupled_weight_decay else torch.optim.AdamW
     return [kind(_groups(weights), **adam)]
+
+
+class PlainCame(torch.optim.Optimizer):
+    """CAME as algorithm 2 of arXiv:2307.02047 says, in fp64, with the schedule and names of MindFormers.
+
+    MindFormers has 1 - t^-decay_rate in the place of the paper's second beta
+    (mindformers/core/optim/came.py).
+    """
+
+    def __init__(self, groups: list[dict[str, Any]], options: TrainingOptions) -> None:
+        super().__init__(groups, {"lr": 0.0, "weight_decay": 0.0})
+        self.options = options
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        beta1, beta3 = self.options.came_beta1, self.options.came_beta3
+        for group in self.param_groups:
+            for weight in group["params"]:
+                kept = self.state[weight]
+                kept["t"] = kept.get("t", 0) + 1
+                beta2 = 1 - kept["t"] ** -self.options.came_decay_rate
+                gradient = weight.grad.double()
+                update = gradient / self._mean(kept, "v", gradient**2 + 1e-30, beta2).sqrt()
+                rms = (update**2).mean().sqrt()
+                update = update / max(1.0, float(rms) / self.options.came_clip_threshold)
+                momentum = self._mean(kept, "m", update, beta1, factored=False)
+                step = momentum
+                if weight.ndim > 1:
+                    instability = self._mean(kept, "u", (update - momentum) ** 2 + 1e-16, beta3)
+                    step = momentum / instability.sqrt()
+                value = weight.double()
+                weight.copy_(value - group["lr"] * (group["weight_decay"] * value + step))
+
+    def _mean(
+        self, kept: dict[str, Any], name: str, new: Tensor, beta: float, factored: bool = True
+    ) -> Tensor:
+        """The running mean of `new`; of a matrix the outer product of its rows' and its columns' means."""
+
+        def mean(name: str, new: Tensor) -> Tensor:
+            kept[name] = beta * kept.get(name, torch.zeros_like(new)) + (1 - beta) * new
+            whole: Tensor = kept[name]
+            return whole
+
+        if new.ndim < 2 or not factored:
+            return mean(name, new)
+        rows, columns = mean(f"{name}_row", new.mean(-1)), mean(f"{name}_col", new.mean(-2))
+        return rows[..., :, None] * columns[..., None, :] / rows.mean(-1)[..., None, None]
 
 
 def _groups(weights: dict[str, nn.Parameter]) -> list[dict[str, Any]]:
