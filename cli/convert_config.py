@@ -5,11 +5,13 @@ from __future__ import annotations
 import sys
 from typing import Any, ClassVar, cast
 
+from cli.written_plans import print_notes
 from costmodels.dataclass import dataclass
 from costmodels.errors import InputError
 from costmodels.files import write_whole
 from planner.formats.check import CheckKeywords
 from planner.formats.conversion import convert_config as converted
+from planner.formats.nearest import check_expressible
 from planner.formats.targets import TARGETS
 from planner.options.cluster import ClusterOptions
 from planner.options.flags import argument, flag, flag_groups
@@ -31,13 +33,17 @@ class ConvertConfigOptions:
     )
     to: str = flag("", f"Software: {', '.join(TARGETS)}.", metavar="NAME")
     out: str | None = flag(None, "Write it here, not to standard output.", metavar="FILE")
+    nearest: bool = flag(
+        False, "Write the nearest job where the other software has no words for a part of this one."
+    )
 
 
 @flag_groups(options=ConvertConfigOptions, cluster=ClusterOptions)
 def convert_config(options: ConvertConfigOptions, cluster: ClusterOptions) -> None:
     """Write the job of a script or configuration as the flags or the file of other software.
 
-    What that has no words for is named on standard error.
+    Exit code 5, and nothing is written, where that has no words for a part of the job. With --nearest the job
+    that is written is priced, and its difference said.
     """
     if not options.to:
         raise InputError(f"--to is missing: expected {', '.join(TARGETS)}")
@@ -49,6 +55,7 @@ def convert_config(options: ConvertConfigOptions, cluster: ClusterOptions) -> No
         **cluster.network(),
     }
     found = converted(options.files, to=options.to, **cast(CheckKeywords, given))
+    check_expressible(found.export, options.nearest)
     if options.out is None:
         print(found.text, end="")
     else:
@@ -56,9 +63,6 @@ def convert_config(options: ConvertConfigOptions, cluster: ClusterOptions) -> No
         print(f"planner: saved {options.out}", file=sys.stderr)
     for text in found.reading.assumed:
         print(f"planner: assumed: {text}", file=sys.stderr)
-    for part in found.export.inexpressible:
-        print(f"planner: not expressible in {options.to}: {part}", file=sys.stderr)
     if found.unconverted:
         print(f"planner: not converted: {' '.join(found.unconverted)}", file=sys.stderr)
-    for note in found.export.notes:
-        print(f"planner: note: {note}", file=sys.stderr)
+    print_notes(found.plan, found.export)

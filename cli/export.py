@@ -7,9 +7,12 @@ from typing import Annotated
 
 import typer
 
+from cli.written_plans import print_notes
 from costmodels.files import write_whole
+from planner.formats.nearest import check_expressible
 from planner.formats.targets import TARGETS
 from planner.formats.targets import export as exported
+from planner.plan import Plan
 
 
 def export(
@@ -26,18 +29,24 @@ def export(
     out: Annotated[
         str | None, typer.Option("--out", metavar="FILE", help="Write it here, not to standard output.")
     ] = None,
+    nearest: Annotated[
+        bool,
+        typer.Option(
+            "--nearest", help="Write the nearest job where the software has no words for a part of the plan."
+        ),
+    ] = False,
 ) -> None:
     """Write a plan as the flags or the configuration file of other software.
 
-    What the software has no words for is named on standard error.
+    Exit code 5, and nothing is written, where it has no words for a part of the plan. With --nearest the job
+    that is written is priced again, and its difference said.
     """
-    found = exported(plan, to=to)
+    loaded = Plan.load(plan)
+    found = exported(loaded, to=to)
+    check_expressible(found, nearest)
     if out is None:
         print(found.text, end="")
     else:
         write_whole("export", out, found.text)
         print(f"planner: saved {out}", file=sys.stderr)
-    for part in found.inexpressible:
-        print(f"planner: not expressible in {to}: {part}", file=sys.stderr)
-    for note in found.notes:
-        print(f"planner: note: {note}", file=sys.stderr)
+    print_notes(loaded, found)

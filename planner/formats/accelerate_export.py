@@ -27,7 +27,7 @@ from planner.formats.export import (
 
 def export_accelerate(model: ModelSpec, layout: Layout, machines: int) -> Export:
     """The configuration of a launch on `machines` nodes; model and batch are the training script's."""
-    missing = [f"model {model.name}: the training script makes it"]
+    missing: list[str] = []
     of_layout = layout_values(layout, missing)
     values: Values = {
         "compute_environment": "LOCAL_MACHINE",
@@ -50,7 +50,15 @@ def export_accelerate(model: ModelSpec, layout: Layout, machines: int) -> Export
             "fsdp_config.fsdp_cpu_ram_efficient_loading": True,
             "fsdp_config.fsdp_state_dict_type": "SHARDED_STATE_DICT",
         }
-    return Export("accelerate", yaml_text(values), tuple(missing), flag_values(of_layout))
+    in_script = [f"model {model.name}: the training script makes it"]
+    for name in ("micro_batch_size", "global_batch_size"):
+        lacks(in_script, layout, name, "the training script gives it")
+    if of_layout[KIND] == "FSDP" and layout.precision != "fp32":
+        why = "a policy of the training script says it; without one it is the format of the products"
+        lacks(in_script, layout, "gradient_reduction", why)
+    return Export(
+        "accelerate", yaml_text(values), tuple(missing), flag_values(of_layout), in_script=tuple(in_script)
+    )
 
 
 def layout_values(layout: Layout, missing: list[str]) -> Values:
@@ -109,8 +117,6 @@ def _parallelism(layout: Layout, missing: list[str]) -> Values:
 
 
 def _name_missing(layout: Layout, kind: str, missing: list[str]) -> None:
-    lacks(missing, layout, "micro_batch_size", "the training script gives it")
-    lacks(missing, layout, "global_batch_size", "the training script gives it")
     if layout.zero_stage < 2 and kind == "FSDP":
         lacks(missing, layout, "zero_stage", "beside other parallelism gradients are sharded, too")
     if layout.sequence_parallel:
@@ -133,7 +139,7 @@ def _name_missing(layout: Layout, kind: str, missing: list[str]) -> None:
         lacks(missing, layout, "precision", f"it computes in {', '.join(FORMATS.values())}")
     lacks_fp8(missing, layout, "its backends have recipes of their own")
     lacks_own_ways(missing, layout)
-    if layout.gradient_reduction == "fp32" and layout.precision != "fp32" and kind == "FSDP":
-        lacks(missing, layout, "gradient_reduction", "gradients are summed in the format of the products")
+    if layout.gradient_reduction != "fp32" and kind != "FSDP":
+        lacks(missing, layout, "gradient_reduction", "gradients are summed in fp32")
     if layout.optimizer != "adam":
         lacks(missing, layout, "optimizer", "the training script makes it")

@@ -8,10 +8,12 @@ from costmodels.spec.layout import Layout
 from costmodels.spec.model import ModelSpec
 from planner.formats.bridge_names import CHUNKS, FP8_RECIPES, KEYS, OFF, PRECISION, RECIPES
 from planner.formats.export import Export, Values, flag_values, lacks, yaml_text
-from planner.formats.megatron_export import layout_flags, model_flags
+from planner.formats.megatron_export import environment, layout_flags, model_flags, overlap_flags
 from planner.formats.megatron_names import DEGREE_FLAGS
+from planner.options.experts import list_of_layers
 
 _LISTS = ("--recompute-modules", "--offload-modules")
+_PATTERNS = ("--moe-layer-freq", "--window-attn-skip-freq", "--no-rope-freq", "--linear-attention-freq")
 _ELSEWHERE = (
     *(
         "--bf16",
@@ -40,15 +42,41 @@ RESET: Values = {
 """What a recipe may have set, and a plan has not."""
 
 
-def export_bridge(model: ModelSpec, layout: Layout) -> Export:
-    """The file of overrides of a pre-training script (`--config-file`)."""
+def export_bridge(model: ModelSpec, layout: Layout, overlaps: bool = False) -> Export:
+    """The file of overrides of a pre-training script (`--config-file`).
+
+    Args:
+        overlaps: the price rests on data-parallel communication that hides behind passes.
+    """
     missing: list[str] = []
-    of_model = _values(model_flags(model, missing), model)
-    if model.gated or model.activation not in ("gelu", "gelu_tanh"):
-        missing.append(f"activation {model.activation} of {model.name}: a function, which the recipe gives")
+    flags = model_flags(model, missing)
+    in_script = []
+    if model.activation not in ("gelu", "gelu_tanh"):
+        in_script = [f"activation={model.activation}: a function, which the recipe gives"]
+        flags.pop("--squared-relu", None)
+        if flags.pop("--quick-geglu", None) is not None:
+            flags["--swiglu"] = ""  # Says that there is a gate.
+    if model.position == "learned" and model.max_positions != model.seq:
+        missing.append(f"max_positions={model.max_positions}: there are as many as a sequence has tokens")
     of_layout = layout_values(layout, model, missing)
-    text = yaml_text(of_model | of_layout)
-    return Export("megatron-bridge", text, tuple(missing), flag_values(of_layout))
+    values = _values(flags, model) | of_layout | _values(overlap_flags(layout) if overlaps else {}, model)
+    variables = environment(layout_flags(layout, model, "megatron", []))
+    return Export(
+        "megatron-bridge",
+        yaml_text(values),
+        tuple(missing),
+        flag_values(of_layout),
+        notes=_notes(layout),
+        environment=variables,
+        in_script=tuple(in_script),
+    )
+
+
+def _notes(layout: Layout) -> tuple[str, ...]:
+    recipe = _mixed_precision(layout) or ""
+    if layout.precision != "fp8" or layout.fp8_recipe != "default":
+        return ()
+    return (f"fp8_recipe=default: recipes have names there, and {recipe} is the usual one",)
 
 
 def layout_values(layout: Layout, model: ModelSpec, missing: list[str]) -> Values:
@@ -79,8 +107,10 @@ def _values(flags: dict[str, str], model: ModelSpec) -> Values:
 
 
 def _value(flag: str, text: str, model: ModelSpec) -> Any:
-    if flag == "--moe-layer-freq":
-        return [0] * model.dense_layers + [1] * (model.layers - model.dense_layers)
+    if flag in _PATTERNS:
+        return list_of_layers(text)
+    if flag == "--window-size":
+        return [int(part) for part in text.split(",")]
     if flag in _LISTS:
         return text.split()
     if not text:

@@ -19,7 +19,13 @@ _MODEL = (
     *("--moe-router-topk-scaling-factor", "--moe-router-num-groups", "--moe-router-group-topk"),
     *("--moe-router-enable-expert-bias", "--moe-expert-capacity-factor", "--multi-latent-attention"),
     *("--q-lora-rank", "--kv-lora-rank", "--qk-head-dim", "--qk-pos-emb-head-dim", "--v-head-dim"),
-    *("--mtp-num-layers", "--mtp-loss-scaling-factor"),
+    *("--mtp-num-layers", "--mtp-loss-scaling-factor", "--window-size", "--window-attn-skip-freq"),
+    *("--softmax-type", "--attention-output-gate", "--qk-l2-norm", "--no-rope-freq", "--rotary-percent"),
+    *("--experimental-attention-variant", "--linear-attention-freq", "--linear-conv-kernel-dim"),
+    *("--linear-key-head-dim", "--linear-value-head-dim", "--linear-num-key-heads"),
+    *("--linear-num-value-heads", "--dsa-indexer-n-heads", "--dsa-indexer-head-dim", "--dsa-indexer-topk"),
+    *("--moe-apply-probs-on-input", "--rotary-scaling-factor", "--mscale", "--mscale-all-dim", "--rope-type"),
+    *("--glu-linear-offset", "--activation-func-clamp-value"),
 )
 """Flags whose fields of the model have the same name."""
 
@@ -27,6 +33,15 @@ KEYS = {flag: f"model.{flag[2:].replace('-', '_')}" for flag in _MODEL} | {
     "--norm-epsilon": "model.layernorm_epsilon",
     "--num-experts": "model.num_moe_experts",
     "--swiglu": "model.gated_linear_unit",
+    "--apply-layernorm-1p": "model.layernorm_zero_centered_gamma",
+    "--use-rope-scaling": "model.rope_scaling",
+    "--rope-scaling-factor": "model.rope_scaling_factor",
+    "--yarn-original-max-position-embeddings": "model.yarn_original_max_position_embeddings",
+    "--yarn-beta-fast": "model.yarn_beta_fast",
+    "--yarn-beta-slow": "model.yarn_beta_slow",
+    "--no-yarn-correction-range-round-to-int": "model.yarn_correction_range_round_to_int",
+    "--overlap-grad-reduce": "ddp.overlap_grad_reduce",
+    "--overlap-param-gather": "ddp.overlap_param_gather",
     "--disable-bias-linear": "model.add_bias_linear",
     "--untie-embeddings-and-output-weights": "model.share_embeddings_and_output_weights",
     "--micro-batch-size": "train.micro_batch_size",
@@ -41,7 +56,10 @@ KEYS = {flag: f"model.{flag[2:].replace('-', '_')}" for flag in _MODEL} | {
 }
 """Paths by the flag that they say; switches are true there, but for those of `OFF`."""
 
-OFF = ("--disable-bias-linear", "--untie-embeddings-and-output-weights")
+OFF = (
+    *("--disable-bias-linear", "--untie-embeddings-and-output-weights"),
+    "--no-yarn-correction-range-round-to-int",
+)
 """Switches whose fields are false."""
 
 CHUNKS = "model.virtual_pipeline_model_parallel_size"

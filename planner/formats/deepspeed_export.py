@@ -32,9 +32,10 @@ USUAL = {"schedule": ("1f1b",), "context_parallel_form": ("all_gather", "all_to_
 
 def export_deepspeed(model: ModelSpec, layout: Layout) -> Export:
     """The configuration file; the model, learning rates and the optimizer stay with the training script."""
-    missing = [f"model {model.name}: the training script makes it"]
+    missing: list[str] = []
     values = layout_values(layout, missing)
-    return Export("deepspeed", json_text(values), tuple(missing), flag_values(values))
+    in_script = (f"model {model.name}: the training script makes it",)
+    return Export("deepspeed", json_text(values), tuple(missing), flag_values(values), in_script=in_script)
 
 
 def layout_values(layout: Layout, missing: list[str]) -> Values:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
-import shlex
 from collections.abc import Mapping
+from dataclasses import field
 from typing import Any
 
 import yaml
 
 from costmodels.dataclass import dataclass
 from costmodels.spec.layout import Layout
+from planner.formats.written import written
+from planner.formats.yaml_dumper import Dumper
 
 Values = dict[str, Any]
 """Values of keys by path, with points between, such as `{"parallelism.tp": 2}`."""
@@ -29,13 +31,24 @@ class Export:
     layout_flags: Mapping[str, str]
     """Flags or paths of keys that say the layout, with their values (empty for switches)."""
     notes: tuple[str, ...] = ()
-    """What else the software wants to run it, such as a variable of the environment."""
+    """What else there is to know; of a field of the layout in the form of `inexpressible`."""
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """Variables of the environment that the software wants to run it."""
+    in_script: tuple[str, ...] = ()
+    """What the file of no plan says, because the software takes it from its training script: in the form of
+    `inexpressible`."""
 
     @property
     def inexpressible_fields(self) -> frozenset[str]:
-        """Fields of the layout (`Layout`) that are not expressed, or not alone."""
-        names = (text.partition("=")[0] for text in self.inexpressible)
-        return frozenset(name for name in names if name in Layout.model_fields)
+        """Fields of the layout (`Layout`) that are not expressed, or not alone, or not in any plan."""
+        return frozenset(name for name in self.named if name in Layout.model_fields)
+
+    @property
+    def named(self) -> frozenset[str]:
+        """Names of fields of the layout, and of parts of the model, that are not expressed as they are."""
+        return frozenset(
+            text.partition("=")[0] for text in (*self.inexpressible, *self.in_script, *self.notes)
+        )
 
 
 def lacks(missing: list[str], layout: Layout, field: str, why: str) -> None:
@@ -47,20 +60,20 @@ def lacks(missing: list[str], layout: Layout, field: str, why: str) -> None:
 def lacks_recomputation(missing: list[str], layout: Layout, why: str) -> None:
     """Add to `missing` that a software does not recompute as a layout does."""
     lacks(missing, layout, "recompute", why)
-    for field, usual in (
+    for name, usual in (
         ("recompute_modules", ()),
         ("recompute_method", "uniform"),
         ("recompute_num_layers", 1),
     ):
-        if getattr(layout, field) != usual:
-            lacks(missing, layout, field, "as recompute")
+        if getattr(layout, name) != usual:
+            lacks(missing, layout, name, "as recompute")
 
 
 def lacks_fp8(missing: list[str], layout: Layout, why: str) -> None:
     """Add to `missing` that a software has no words for how a layout scales and gathers in fp8."""
-    for field, usual in (("fp8_recipe", "default"), ("fp8_param_gather", False)):
-        if getattr(layout, field) != usual:
-            lacks(missing, layout, field, why)
+    for name, usual in (("fp8_recipe", "default"), ("fp8_param_gather", False)):
+        if getattr(layout, name) != usual:
+            lacks(missing, layout, name, why)
 
 
 def lacks_own_ways(missing: list[str], layout: Layout) -> None:
@@ -70,11 +83,13 @@ def lacks_own_ways(missing: list[str], layout: Layout) -> None:
             lacks(missing, layout, name, "only the runtime that comes with the planner does this")
 
 
-def lacks_some_layers(missing: list[str], layout: Layout) -> None:
+def lacks_some_layers(
+    missing: list[str], layout: Layout, why: str = "all layers are recomputed, one by one"
+) -> None:
     """Add to `missing` what a software does not say that recomputes all layers, one by one."""
-    for field, usual in (("recompute_method", "uniform"), ("recompute_num_layers", 1)):
-        if getattr(layout, field) != usual:
-            lacks(missing, layout, field, "all layers are recomputed, one by one")
+    for name, usual in (("recompute_method", "uniform"), ("recompute_num_layers", 1)):
+        if getattr(layout, name) != usual:
+            lacks(missing, layout, name, why)
 
 
 def flag_lines(flags: Mapping[str, str]) -> str:
@@ -83,7 +98,8 @@ def flag_lines(flags: Mapping[str, str]) -> str:
 
 
 def _quoted(value: str) -> str:
-    return shlex.quote(value) if set(value) & set("()*|[]") else value
+    """The words of a value, between which there are blanks."""
+    return " ".join(written(word, "word", "a flag's value") for word in value.split(" ")) if value else ""
 
 
 def nested_mappings(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -109,25 +125,14 @@ def yaml_text(values: Mapping[str, Any]) -> str:
     )
 
 
-class _Dumper(yaml.SafeDumper):
-    """Writes lists on one line, no references, and floats that every parser of YAML reads as numbers."""
-
-    def ignore_aliases(self, data: object) -> bool:
-        return True
+class _Dumper(Dumper):
+    """Writes lists on one line."""
 
 
 def _list(dumper: yaml.SafeDumper, value: list[Any]) -> yaml.Node:
     return dumper.represent_sequence("tag:yaml.org,2002:seq", value, flow_style=True)
 
 
-def _float(dumper: yaml.SafeDumper, value: float) -> yaml.Node:
-    text = repr(value)
-    if "e" in text and "." not in text:
-        text = text.replace("e", ".0e")
-    return dumper.represent_scalar("tag:yaml.org,2002:float", text)
-
-
-_Dumper.add_representer(float, _float)
 _Dumper.add_representer(list, _list)
 
 

@@ -15,7 +15,7 @@ from pydantic import ValidationError
 
 from costmodels.dataclass import dataclass
 from costmodels.errors import InputError, on_one_line
-from costmodels.spec.layout import Layout, RecomputeModule
+from costmodels.spec.layout import GATHERS_FP8, Layout, RecomputeModule
 from costmodels.spec.model import ModelSpec
 from planner.formats import deepspeed_config
 from planner.formats.flag_catalogue import GivenFlag, given_flags
@@ -258,6 +258,15 @@ class _Job:
         self.problems.add("note", f"{flag.text} is not priced: taken as delayed", "--fp8-recipe", flag.line)
         return "default"
 
+    def _gathers_fp8(self, recipe: str) -> bool:
+        """Whether weights are gathered in fp8, as far as that is priced."""
+        flag = self.given.get("--fp8-param-gather")
+        if flag is None or recipe in GATHERS_FP8:
+            return flag is not None
+        text = f"not priced but with --fp8-recipe {' or '.join(GATHERS_FP8)}: weights are gathered in 16 bits"
+        self.problems.add("note", text, flag.name, flag.line)
+        return False
+
     def names_precision(self) -> bool:
         """Whether a flag says the number format."""
         return self._is_given("--bf16", "--fp16", *EIGHT_BITS, "--fp4-format")
@@ -361,6 +370,7 @@ class _Job:
             found["offload_activations"] = True
         found["precision"] = self.precision()
         found["fp8_recipe"] = self._fp8_recipe()
+        found["fp8_param_gather"] = self._gathers_fp8(found["fp8_recipe"])
         optimizer = self._word("--optimizer")
         if optimizer is not None:
             if optimizer.text not in OPTIMIZERS:

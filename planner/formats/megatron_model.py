@@ -7,10 +7,13 @@ import typing
 from collections.abc import Mapping
 from typing import Any
 
+from costmodels.catalogue.yaml_files import build
 from costmodels.errors import InputError, on_one_line
 from costmodels.spec.model import ModelSpec
 from planner.formats.flag_catalogue import GivenFlag, Role
+from planner.formats.megatron_layers import with_layers
 from planner.formats.reading import Problems
+from planner.options.experts import list_of_layers
 from planner.options.limits import check_bounds
 from planner.options.model import DEFAULT_VOCAB, ModelOptions
 
@@ -112,14 +115,37 @@ def read_model(
         problems.add("unknown", f"no {', '.join(missing)}: the model is not known", missing[0])
         return None
     try:
+        mixed = _mixed_layers(values)
         options = ModelOptions(**values)
         check_bounds(options)
-        return options.spec()
+        spec = options.spec()
+        changes = with_layers(spec, given, problems) | mixed
+        if spec.experts and "--moe-apply-probs-on-input" in given:
+            changes["router"] = spec.router.model_dump() | {"weighs_inputs": True}
+        if any(problem.severity != "note" for problem in problems.found[before:]):
+            return None
+        return build(ModelSpec, spec.model_dump() | changes, "the model") if changes else spec
     except InputError as error:
         message = on_one_line(error)
         blamed = blame(message, given)
         problems.add("illegal", message, blamed.name if blamed else "", blamed.line if blamed else None)
         return None
+
+
+def _mixed_layers(values: dict[str, Any]) -> dict[str, Any]:
+    """Layers with experts among dense ones, as a field of the model; they are taken out of `values`."""
+    text, layers = values.get("moe_layer_freq"), values.get("num_layers")
+    if text is None or not isinstance(layers, int) or not values.get("num_experts"):
+        return {}
+    if re.fullmatch(r"[2-9]|[1-9][0-9]{1,5}", text):
+        found = [int(layer % int(text) == 0) for layer in range(layers)]
+    else:
+        found = list_of_layers(text) or []
+    dense = found.index(1) if 1 in found else len(found)
+    if len(found) != layers or 0 not in found[dense:] or not {*found} <= {0, 1}:
+        return {}  # Experts follow the leading layers, or it is none of these: said as such.
+    del values["moe_layer_freq"]
+    return {"mlp_pattern": tuple("experts" if one else "dense" for one in found)}
 
 
 _NORMS = {"layernorm": "LayerNorm", "layernorm1p": "LayerNorm", "rmsnorm": "RMSNorm"}

@@ -174,7 +174,13 @@ def _degrees(keys: Keyed, model: ModelSpec | None) -> dict[str, Any]:
         name = keys.choice(STATIC_KEYS["context_parallel_form"], CONTEXT_ALGORITHMS, "colossalai_cp")
         ring = name == "colossalai_cp" and keys.switch("model.model_config.use_ring_attention")
         degrees["context_parallel_form"] = "ring" if ring else CONTEXT_ALGORITHMS[name]
-    return degrees | {"zero_stage": _zero(keys), "offload_activations": keys.switch("swap_config.swap")}
+    degrees |= {"zero_stage": _zero(keys), "offload_activations": keys.switch("swap_config.swap")}
+    sharded = STATIC_KEYS["zero_replicas"]
+    shards = keys.count(sharded) if degrees["zero_stage"] and keys.text(sharded) != "-1" else None
+    ranks = degrees["data_parallel"] * degrees["context_parallel"]
+    if shards and ranks % shards == 0:
+        degrees["zero_replicas"] = ranks // shards
+    return degrees
 
 
 def _zero(keys: Keyed) -> int:

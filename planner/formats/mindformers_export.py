@@ -6,6 +6,7 @@ from typing import Any
 
 from costmodels.spec.layout import Layout
 from costmodels.spec.model import ModelSpec
+from costmodels.spec.model_parts import LatentAttention
 from planner.formats.export import (
     Export,
     Values,
@@ -17,6 +18,7 @@ from planner.formats.export import (
     yaml_text,
 )
 from planner.formats.mindformers_names import CAME_VALUES, CONTEXT_ALGORITHMS, FORMATS, SCHEDULES, STATIC_KEYS
+from planner.formats.model_words import Said, lacks_of_model
 
 AT = "model.model_config"
 RECOMPUTE, OPTIMIZER = "recompute_config", "parallel.parallel_optimizer_config"
@@ -35,6 +37,38 @@ PATTERNS = {
     "activation": (r"feed_forward\.mul", r"feed_forward\.w1\.activation\.silu"),
 }
 """Operators of its Llama by the module that recomputes them (its page "Memory Optimization")."""
+
+
+_EXPERTS = dict.fromkeys(("experts", "top_k", "expert_ffn", "shared_expert_ffn", "mlp_pattern"))
+
+LLAMA: Said = {
+    "gated": (True,),
+    "activation": ("silu",),
+    "norm": ("rmsnorm",),
+    "position": ("rope",),
+    "linear_bias": (False,),
+    **dict.fromkeys(("kv_heads", "head_dim", "norm_eps", "rope_theta", "tied", "qkv_bias", "max_positions")),
+    **dict.fromkeys(f"latent_attention.{name}" for name in LatentAttention.model_fields),
+    **_EXPERTS,
+}
+"""Parts of a model that its Llama has words for."""
+
+GPT2: Said = {
+    "gated": (False,),
+    "activation": ("gelu",),
+    "norm": ("layernorm",),
+    "position": ("learned",),
+    "linear_bias": (True,),
+    "tied": (True,),
+    "max_positions": None,
+    **_EXPERTS,
+}
+"""Parts of a model that its GPT-2 has words for."""
+
+BECAUSE = dict.fromkeys(
+    ("gated", "activation", "norm", "position", "linear_bias", "qk_norm", "compressed_attention"),
+    "its layers are a Llama's or a GPT-2's",
+)
 
 
 def export_mindformers(model: ModelSpec, layout: Layout) -> Export:
@@ -168,10 +202,8 @@ def _recompute(layout: Layout, missing: list[str]) -> Values:
 
 def model_values(model: ModelSpec, missing: list[str]) -> Values:
     """The keys of a model, as its Llama or its GPT-2."""
-    llama = (model.gated, model.activation, model.norm, model.position) == (True, "silu", "rmsnorm", "rope")
-    gpt = (model.gated, model.norm, model.position) == (False, "layernorm", "learned") and model.linear_bias
-    if not (llama or gpt) or model.qk_norm or (llama and model.linear_bias) or model.compressed_attention:
-        missing.append(f"model {model.name}: its layers are neither a Llama's nor a GPT-2's")
+    llama = model.gated or model.position == "rope"
+    lacks_of_model(missing, model, LLAMA if llama else GPT2, BECAUSE)
     keys = STATIC_KEYS
     values: Values = {
         f"{AT}.type": "LlamaConfig" if llama else "GPT2Config",
@@ -195,17 +227,19 @@ def model_values(model: ModelSpec, missing: list[str]) -> Values:
         }
     if model.latent_attention is not None:
         values |= {f"{AT}.{name}": size for name, size in model.latent_attention.model_dump().items()}
-    if model.rope_scaling is not None:
-        missing.append(f"rope_scaling {model.rope_scaling.kind}: give it as scaling_factor by hand")
     if not model.experts:
         return values
     shared = model.shared_expert_ffn
     if shared % model.expert_ffn:
-        missing.append(f"shared experts of {shared}: it has whole ones of {model.expert_ffn}")
+        missing.append(f"shared_expert_ffn={shared}: it has whole experts of {model.expert_ffn}")
+    kinds = [model.layer_kind(layer).mlp for layer in range(model.layers)]
+    dense = kinds.index("experts") if "experts" in kinds else model.layers
+    if "dense" in kinds[dense:]:
+        missing.append("mlp_pattern=dense,experts: the first layers alone are dense")
     return values | {
         keys["experts"]: model.experts,
         "moe_config.num_experts_chosen": model.top_k,
         "moe_config.moe_intermediate_size": model.expert_ffn,
         "moe_config.shared_expert_num": shared // model.expert_ffn,
-        "moe_config.first_k_dense_replace": model.dense_layers,
+        "moe_config.first_k_dense_replace": dense,
     }

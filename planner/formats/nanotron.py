@@ -7,7 +7,7 @@ from typing import Any
 from costmodels.catalogue.yaml_files import build
 from costmodels.errors import InputError, on_one_line
 from costmodels.spec.layout import Layout, even_split
-from costmodels.spec.model import ModelSpec
+from costmodels.spec.model import MOST_LAYERS, ModelSpec
 from planner.formats.entries import Entries
 from planner.formats.keyed import Keyed, with_definitions
 from planner.formats.layout_fields import Places, build_layout, degrees_of_world
@@ -105,12 +105,28 @@ def _model(keys: Keyed, places: Places) -> ModelSpec | None:
             "expert_ffn": width,
             "shared_expert_ffn": shared if keys.switch(f"{moe}.enable_shared_expert") else 0,
         }
+        mixed = _layers_with_experts(keys, int(sizes["layers"] or 0))
+        if mixed is not None:
+            fields["mlp_pattern"] = mixed
     try:
         return build(ModelSpec, fields, f"{AT} of {keys.file}")
     except InputError as error:
         message = on_one_line(error)
         keys.problems.add("illegal", message, *places.blamed(message))
         return None
+
+
+def _layers_with_experts(keys: Keyed, layers: int) -> tuple[str, ...] | None:
+    """MLPs of all layers where `moe_config.layers` lists those with experts; None for all of them ([-1])."""
+    entry = keys.entries.get(f"{AT}.moe_config.layers")
+    items = [] if entry is None or entry.items is None else list(entry.items)
+    if not items or items == ["-1"] or layers > MOST_LAYERS:
+        return None
+    if not all(item.isdigit() and len(item) < 6 and int(item) < layers for item in items):
+        keys.add("illegal", f"are not layers from 0 to {layers - 1}", f"{AT}.moe_config.layers")
+        return None
+    listed = {int(item) for item in items}
+    return tuple("experts" if layer in listed else "dense" for layer in range(layers))
 
 
 def _layout(

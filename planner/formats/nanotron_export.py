@@ -15,9 +15,29 @@ from planner.formats.export import (
     lacks_some_layers,
     yaml_text,
 )
+from planner.formats.model_words import Said, lacks_of_model
 from planner.formats.nanotron_names import FORMATS, KEYS, OPTIMIZERS, TP_MODES
 
 AT = "model.model_config"
+
+SAID: Said = {
+    "gated": (True,),
+    "activation": ("silu",),
+    "norm": ("rmsnorm",),
+    "position": ("rope",),
+    "linear_bias": (False,),
+    **dict.fromkeys(("kv_heads", "max_positions", "norm_eps", "rope_theta", "tied", "qkv_bias")),
+    **dict.fromkeys(("experts", "top_k", "expert_ffn", "shared_expert_ffn", "mlp_pattern")),
+}
+"""Parts of a model that it has words for: its models are Llama and Qwen 2."""
+
+BECAUSE = dict.fromkeys(
+    ("gated", "activation", "norm", "position", "linear_bias", "qk_norm", "latent_attention"),
+    "its models are Llama and Qwen 2",
+) | {
+    "head_dim": "heads are hidden / heads wide",
+    "router": "experts are chosen by their softmax, and none drops",
+}
 
 
 def export_nanotron(model: ModelSpec, layout: Layout) -> Export:
@@ -130,11 +150,7 @@ def _optimizer(layout: Layout) -> Values:
 def model_values(model: ModelSpec, missing: list[str], ring: bool) -> Values:
     """The keys of a model, as nanotron's Llama or, with experts, biases of queries or a ring, its Qwen 2."""
     qwen = bool(model.experts) or model.qkv_bias or ring
-    llama = (model.gated, model.activation, model.norm, model.position) == (True, "silu", "rmsnorm", "rope")
-    if not llama or model.linear_bias or model.qk_norm or model.latent_attention is not None:
-        missing.append(f"model {model.name}: its models are Llama and Qwen 2, which compute otherwise")
-    elif model.head_dim * model.heads != model.hidden:
-        missing.append(f"model {model.name}: heads of {model.head_dim}, where its are hidden / heads wide")
+    lacks_of_model(missing, model, SAID, BECAUSE)
     values: Values = {
         f"{AT}.is_{'qwen2' if qwen else 'llama'}_config": True,
         KEYS["hidden"]: model.hidden,
@@ -151,20 +167,17 @@ def model_values(model: ModelSpec, missing: list[str], ring: bool) -> Values:
         f"{AT}.tie_word_embeddings": model.tied,
         KEYS["vocab"]: model.vocab,
     }
-    if model.rope_scaling is not None:
-        missing.append(f"rope_scaling {model.rope_scaling.kind}: give it as rope_scaling by hand")
     if not model.experts:
         return values
     at = f"{AT}.moe_config"
-    router = model.router
-    if (router.score, router.groups, router.capacity_factor) != ("softmax", 1, 0) or model.shared_expert_gate:
-        missing.append(f"router of {model.name}: it chooses experts by their softmax, and drops none")
+    kinds = [model.layer_kind(layer).mlp for layer in range(model.layers)]
+    mixed = [layer for layer, kind in enumerate(kinds) if kind == "experts"]
     values |= {
         KEYS["experts"]: model.experts,
         f"{at}.top_k": model.top_k,
         f"{at}.moe_intermediate_size": model.expert_ffn,
         f"{at}.enable_shared_expert": bool(model.shared_expert_ffn),
-        f"{at}.layers": list(range(model.dense_layers, model.layers)) if model.dense_layers else [-1],
+        f"{at}.layers": mixed if len(mixed) < model.layers else [-1],
     }
     if model.shared_expert_ffn:
         values[f"{at}.shared_expert_intermediate_size"] = model.shared_expert_ffn

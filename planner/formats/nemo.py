@@ -19,7 +19,7 @@ from planner.formats.hub_models import model_of
 from planner.formats.keyed import Keyed, resolved_value, with_definitions
 from planner.formats.launcher import Launch
 from planner.formats.megatron import read_command
-from planner.formats.megatron_names import DEGREE_FLAGS
+from planner.formats.megatron_names import DEGREE_FLAGS, OPTIMIZERS
 from planner.formats.nemo_names import FLAGS, NOT_MEGATRONS, OFF
 from planner.formats.reading import ConfigProblem, Problems, Reading
 from planner.formats.recipes import PARALLEL, Recipe, recipes
@@ -89,7 +89,11 @@ def _read(
     if around.model is None and model is not None:
         assumed.append(f"the model is {model.name} of the catalogue")
     world, local, device = _devices(keys, models)
-    launch = Launch(framework, (), None, None, None, Word("1", 0))
+    # Its launchers set one connection where Megatron-LM wants one, which it does not with its FSDP.
+    fsdp = any(
+        flag.name in ("--use-megatron-fsdp", "--use-custom-fsdp", "--use-torch-fsdp2") for flag in given
+    )
+    launch = Launch(framework, (), None, None, None, None if fsdp else Word("1", 0))
     reading = read_command(
         given,
         [],
@@ -166,6 +170,10 @@ def _as_flags(keys: Keyed, framework: str) -> tuple[list[GivenFlag], dict[str, s
                 give(name, entry, ())
         elif known[name].words:
             give(name, entry, tuple(entry.items) if entry.items is not None else (text,))
+    if "--num-query-groups" in flags:
+        # Megatron-LM's parser has a switch besides, which the field needs not.
+        entry = keys.entries[paths["--num-query-groups"]]
+        give("--group-query-attention", entry, ())
     for name, entry in _said_otherwise(keys, framework):
         give(name, entry, _value_named(name, entry.text))
     if "--recompute-granularity" not in flags:
@@ -210,6 +218,8 @@ def _value_named(flag: str, text: str) -> tuple[str, ...]:
     """What a flag says that the name of a recipe stands for."""
     if flag == "--fp8-recipe":
         return tuple(recipe for word, recipe in FP8_RECIPES.items() if word in text.lower())[:1]
+    if flag == "--optimizer":
+        return (text,)
     return ("e2m1",) if flag == "--fp4-format" else ()
 
 
@@ -234,6 +244,8 @@ def _said_otherwise(keys: Keyed, framework: str) -> list[tuple[str, Entry]]:
             found.append(("--fp8-hybrid", entry))
         elif leaf == "name" and text in ("distributed_fused_adam", "mcore_distributed_optim"):
             found.append(("--use-distributed-optimizer", entry))
+        elif path.endswith("optimizer.optimizer") and text in OPTIMIZERS:
+            found.append(("--optimizer", entry))
         elif leaf == "activation" and text in ("swiglu", "fast-swiglu"):
             found.append(("--swiglu", entry))
     given = {path.rpartition(".")[2]: entry.text.lower() for path, entry in keys.entries.items()}

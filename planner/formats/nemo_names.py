@@ -16,6 +16,8 @@ FLAGS = {
     "max_steps": "--train-iters",
     "override_vocab_size": "--vocab-size",
     "gated_linear_unit": "--swiglu",
+    "layernorm_zero_centered_gamma": "--apply-layernorm-1p",
+    "rope_scaling": "--use-rope-scaling",
 }
 """Flags by the last word of a key, where it is not the flag's own with underscores."""
 
@@ -24,6 +26,7 @@ OFF = {
     "bias": "--disable-bias-linear",
     "share_embeddings_and_output_weights": "--untie-embeddings-and-output-weights",
     "grad_reduce_in_fp32": "--grad-reduce-in-bf16",
+    "yarn_correction_range_round_to_int": "--no-yarn-correction-range-round-to-int",
 }
 """Switches that are given where a key is false."""
 

@@ -18,13 +18,19 @@ from planner.formats.nanotron_export import export_nanotron
 from planner.formats.torchtitan_export import export_torchtitan
 from planner.plan import Plan
 
+
+def _overlaps(plan: Plan) -> bool:
+    """Whether the price of a plan rests on data-parallel communication that hides behind passes."""
+    return plan.engine.overlap.data_parallel > 0
+
+
 TARGETS: dict[str, Callable[[Plan], Export]] = {
-    "megatron": lambda plan: export_megatron(plan.model, plan.layout),
-    "megatron-bridge": lambda plan: export_bridge(plan.model, plan.layout),
+    "megatron": lambda plan: export_megatron(plan.model, plan.layout, overlaps=_overlaps(plan)),
+    "megatron-bridge": lambda plan: export_bridge(plan.model, plan.layout, _overlaps(plan)),
     "torchtitan": lambda plan: export_torchtitan(plan.model, plan.layout),
     "deepspeed": lambda plan: export_deepspeed(plan.model, plan.layout),
     "nanotron": lambda plan: export_nanotron(plan.model, plan.layout),
-    "mindspeed": lambda plan: export_megatron(plan.model, plan.layout, "mindspeed"),
+    "mindspeed": lambda plan: export_megatron(plan.model, plan.layout, "mindspeed", _overlaps(plan)),
     "mindformers": lambda plan: export_mindformers(plan.model, plan.layout),
     "accelerate": lambda plan: export_accelerate(plan.model, plan.layout, plan.cluster.nodes),
 }
@@ -38,18 +44,28 @@ def export(plan: Plan | str | Path, *, to: str) -> Export:
     """A plan, or the file of one, in the words of another software.
 
     `Export.text` is what it takes; `Export.inexpressible` names each part of the plan that it has no words
-    for. Raises `InputError` for a software that is not in `TARGETS`, and for a file that is no plan.
+    for, and `Export.in_script` what its training script says in any case. Raises `InputError` for a software
+    that is not in `TARGETS`, and for a file that is no plan.
     """
     if to not in TARGETS:
         raise InputError(f"export to {to!r}: {nearest(to, TARGETS) or 'expected ' + ', '.join(TARGETS)}")
     plan = plan if isinstance(plan, Plan) else Plan.load(plan)
     found = TARGETS[to](plan)
+    missing: list[str] = []
+    if found.inexpressible_fields & {"tensor_parallel", "pipeline_parallel", "context_parallel"}:
+        missing.append(f"data_parallel={plan.layout.data_parallel}: devices that other degrees leave join it")
     if plan.model.mtp is not None and not any(word in found.text for word in MTP_WORDS):
-        what = f"mtp={plan.model.mtp.depths}: multi-token prediction is set up in the software's own words"
-        found = replace(found, inexpressible=(*found.inexpressible, what))
-    if plan.model.lora is None:
-        return found
-    base = plan.model.lora.quantize_base
-    named = f"lora={plan.model.lora.rank}" + ("" if base is None else f" on a base in {base}")
-    what = f"{named}: adapters are set up by the training script there, not written here"
-    return replace(found, inexpressible=(*found.inexpressible, what))
+        missing.append(
+            f"mtp={plan.model.mtp.depths}: multi-token prediction is set up in the software's own words"
+        )
+    if plan.model.lora is not None:
+        base = plan.model.lora.quantize_base
+        named = f"lora={plan.model.lora.rank}" + ("" if base is None else f" on a base in {base}")
+        missing.append(f"{named}: adapters are set up by the training script there, not written here")
+    if any(text.startswith("model ") for text in found.in_script):
+        fields = tuple(text for text in missing if text.startswith("data_parallel="))
+        others = tuple(text for text in missing if text not in fields)
+        return replace(
+            found, inexpressible=(*found.inexpressible, *fields), in_script=(*found.in_script, *others)
+        )
+    return replace(found, inexpressible=(*found.inexpressible, *missing))

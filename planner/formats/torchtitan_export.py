@@ -5,6 +5,7 @@ from __future__ import annotations
 from costmodels.catalogue import load_model
 from costmodels.spec.layout import Layout
 from costmodels.spec.model import ModelSpec
+from costmodels.spec.model_parts import RopeScaling
 from planner.formats.export import (
     Export,
     Values,
@@ -16,6 +17,7 @@ from planner.formats.export import (
     lacks_recomputation,
     lacks_some_layers,
 )
+from planner.formats.model_words import model_parts
 from planner.formats.torchtitan_names import (
     FIRST_LESS,
     FORMATS,
@@ -43,6 +45,14 @@ def export_torchtitan(model: ModelSpec, layout: Layout) -> Export:
         )
     else:
         flags = {"--module": MODELS[name][0], "--config": MODELS[name][1]}
+        its = load_model(name)
+        for field in ("rope_scaling", "norm_eps", "max_positions"):
+            theirs, ours = (model_parts(one).get(field) for one in (its, model))
+            if field == "rope_scaling":
+                theirs, ours = its.rope_scaling, model.rope_scaling
+            if theirs != ours:
+                shown = ours.kind if isinstance(ours, RopeScaling) else ours
+                missing.append(f"{field}={shown}: its {MODELS[name][1]} has another, in Python")
     values = layout_values(layout, model, missing)
     of_layout = flag_values(values)
     for path, value in ({KEYS["seq"]: model.seq} | values).items():

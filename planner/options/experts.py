@@ -229,7 +229,7 @@ def _group_score(top_k: int, chosen: int) -> str | None:
 
 def _leading_dense(text: str, layers: int) -> int:
     """Dense layers before those with experts; `text` is Megatron-LM's frequency or list of layers."""
-    pattern = [1] * layers if text.strip() == "1" else _pattern(text)
+    pattern = [1] * layers if text.strip() == "1" else list_of_layers(text)
     dense = pattern.index(1) if pattern and 1 in pattern else len(pattern or ())
     if pattern is None or 0 in pattern[dense:] or not set(pattern) <= {0, 1} or dense == len(pattern):
         raise InputError(
@@ -241,7 +241,7 @@ def _leading_dense(text: str, layers: int) -> int:
     return dense
 
 
-def _pattern(text: str) -> list[int] | None:
+def list_of_layers(text: str) -> list[int] | None:
     """The list that an expression of lists of whole numbers, + and * makes; None for anything else."""
     try:
         result = _evaluated(ast.parse(text.strip(), mode="eval").body)

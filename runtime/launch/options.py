@@ -53,6 +53,9 @@ class LaunchOptions(RunOptions):
         metavar="FILE",
     )
     script_args: str | None = flag(None, "With --script: further words for it.", metavar="WORDS")
+    nearest: bool = flag(
+        False, "With --script: run the nearest job where its software has no words for a part of the plan."
+    )
     dry_run: bool = flag(False, "Print the torchrun command and stop.")
     max_restarts: int = flag(
         0,
@@ -87,6 +90,8 @@ class LaunchOptions(RunOptions):
             )
         if self.script_args and self.script is None:
             raise InputError("--script-args is for the script of --script; give one, or leave it out")
+        if self.nearest and self.script is None:
+            raise InputError("--nearest is for the script of --script; give one, or leave it out")
         if self.script is not None and self.config:
             raise InputError(
                 f"--script {self.script} takes a plan, and --config {self.config[0]} is none; save one with "

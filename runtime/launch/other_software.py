@@ -13,9 +13,10 @@ from pathlib import Path
 from costmodels.errors import InputError
 from costmodels.files import write_whole
 from costmodels.spelling import nearest
-from planner.formats.flag_catalogue import known_flags
-from planner.formats.script_arguments import SCRIPT_STARTS, ScriptStart
+from planner.formats.nearest import check_expressible, differences
+from planner.formats.script_arguments import SCRIPT_STARTS, ScriptStart, passed_on
 from planner.formats.targets import export
+from planner.formats.written import words_of
 from planner.inputs.engine import DEFAULT_ENGINE
 from planner.options.flags import arguments
 from planner.plan import Plan
@@ -67,18 +68,21 @@ def script_run(job: Job, options: LaunchOptions, log_dir: Path) -> ScriptRun:
     if not Path(options.script).is_file():
         raise InputError(f"--script {options.script}: no such file; give the training script of {engine}")
     written = export(plan, to=start.target)
-    words, file = shlex.split(written.text), None
-    if start.file_flag:
-        file = log_dir / f"{start.target}{start.suffix}"
-        words = [start.file_flag, str(file)]
-    passed, kept = _training(job, start)
-    extra = shlex.split(options.script_args or "")
+    check_expressible(written, options.nearest)
+    file = log_dir / f"{start.target}{start.suffix}" if start.file_flag else None
+    words = words_of(written.text, "the plan") if file is None else [start.file_flag, str(file)]
+    given = [word for group in (job.training, job.data, job.output) for word in arguments(group)]
+    passed, kept = passed_on(given, start)
+    extra = words_of(options.script_args or "", "--script-args")
     command = (
         *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
         *(f"--nproc-per-node={plan.layout.world_size}", options.script, *words, *passed, *extra),
     )
-    environment = {name: value for name, value in start.environment if name not in os.environ}
+    environment = {name: value for name, value in written.environment.items() if name not in os.environ}
     notes = [f"not expressible in {start.target}: {text}" for text in written.inexpressible]
+    notes += [f"to be said in {options.script}: {text}" for text in written.in_script]
+    if written.inexpressible:
+        notes.append(differences(plan, written))
     if kept:
         notes.append(f"not passed on to {options.script}: {' '.join(kept)}; give --script-args")
     return ScriptRun(plan, command, environment, file, written.text, (*notes, *written.notes))
@@ -124,17 +128,3 @@ def _searched(job: Job, ranks: int) -> Plan:
     if result.best is None:
         raise advice.no_layout_fits(result)
     return result.best
-
-
-def _training(job: Job, start: ScriptStart) -> tuple[list[str], list[str]]:
-    """Flags of training, data and output that are given: those that the script takes, and the others."""
-    known = known_flags()
-    passed, kept = list[str](), list[str]()
-    for group in (job.training, job.data, job.output):
-        words = arguments(group)
-        taken = False
-        for word in words:
-            if word.startswith("--"):
-                taken = start.training_flags and word in known and known[word].framework == "megatron"
-            (passed if taken else kept).append(word)
-    return passed, kept

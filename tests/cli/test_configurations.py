@@ -31,7 +31,10 @@ def test_a_script_becomes_a_file_of_other_software(
     planner_command: Command, script: Path, tmp_path: Path
 ) -> None:
     out_file = tmp_path / "deepspeed.json"
-    code, out, err = planner_command("convert-config", script, "--to", "deepspeed", "--out", out_file)
+    words = ("convert-config", script, "--to", "deepspeed", "--out", out_file)
+    code, out, err = planner_command(*words)
+    assert (code, out) == (5, "") and "pipeline_parallel=2" in err and not out_file.exists()
+    code, out, err = planner_command(*words, "--nearest")
     assert (code, out) == (0, "") and f"saved {out_file}" in err
     assert json.loads(out_file.read_text())["train_batch_size"] == 16
     assert "not expressible in deepspeed: pipeline_parallel=2: stages are made in code" in err

@@ -9,7 +9,7 @@ import pytest
 
 from costmodels import ModelSpec
 from costmodels.spec.layout import Layout
-from planner import Plan, suggest
+from planner import Plan, evaluate, suggest
 from planner.formats.deepspeed_export import export_deepspeed
 from planner.formats.files import read_files
 from tests.support.commands import Command
@@ -27,11 +27,12 @@ def test_flags_of_a_file_are_the_plan_again(planner_command: Command, plan: Plan
     saved, flags = tmp_path / "plan.json", tmp_path / "flags.txt"
     plan.save(saved)
     code, out, err = planner_command("export", saved, "--to", "megatron", "--out", flags)
-    assert (code, out, err) == (0, "", f"planner: saved {flags}\n")
+    note = "planner: note: it wants CUDA_DEVICE_MAX_CONNECTIONS=1 in the environment\n"
+    assert (code, out, err) == (0, "", f"planner: saved {flags}\n{note}")
     reading = read_files([flags], world_size=8)
     assert reading.layout == plan.layout
     code, out, err = planner_command("export", saved, "--to", "megatron")
-    assert (code, out, err) == (0, flags.read_text(), "")
+    assert (code, out, err) == (0, flags.read_text(), note)
 
 
 def test_deepspeed_has_its_batch_and_stage_and_names_the_rest(
@@ -77,13 +78,49 @@ def test_every_field_that_deepspeed_cannot_say_is_named() -> None:
         *("recompute", "recompute_modules", "offload_activations", "optimizer", "precision"),
         "layers_per_stage",
     }
-    assert found.inexpressible[0] == "model small: the training script makes it"
+    assert found.in_script == ("model small: the training script makes it",)
     values = json.loads(found.text)
     assert values["tensor_parallel"] == {"autotp_size": 2}
     assert values["zero_optimization"] == {
         "stage": 1,
         "offload_optimizer": {"device": "cpu", "pin_memory": True},
     }
+
+
+def test_a_plan_without_words_is_not_written_unless_the_nearest_job_is_asked_for(
+    planner_command: Command, plan: Plan, tmp_path: Path
+) -> None:
+    """The nearest job is read from what is written, and priced as that plan is on its own."""
+    layout = Layout(
+        pipeline_parallel=4,
+        virtual_pipeline_parallel=2,
+        schedule="zbv",
+        data_parallel=2,
+        layers_per_stage=(1,) * 8,
+        global_batch_size=32,
+    )
+    model = MODEL.model_copy(update={"attention_softcap": 50.0})
+
+    def priced(layout: Layout) -> Plan:
+        price = evaluate(layout, model=MODEL, device="a100-80g", engine="megatron")
+        return plan.model_copy(update={"model": model, "layout": layout, "estimate": price})
+
+    zbv = priced(layout)
+    saved, flags = tmp_path / "plan.json", tmp_path / "flags.sh"
+    zbv.save(saved)
+    code, out, err = planner_command("export", saved, "--to", "megatron", "--out", flags)
+    assert (code, out, len(err.splitlines())) == (5, "", 1) and not flags.exists()
+    assert "schedule=zbv" in err and "attention_softcap=50.0" in err and "--nearest" in err
+    code, out, err = planner_command("export", saved, "--to", "megatron", "--out", flags, "--nearest")
+    assert (code, out) == (0, "") and "not expressible in megatron: schedule=zbv" in err
+    reading = read_files([flags], world_size=8)
+    assert reading.layout == layout.model_copy(update={"schedule": "interleaved"})
+    assert reading.layout is not None
+    nearest = priced(reading.layout).estimate
+    gained = nearest.step_time_s / zbv.estimate.step_time_s - 1
+    more = (nearest.peak_memory_bytes - zbv.estimate.peak_memory_bytes) / 2**30
+    said = next(line for line in err.splitlines() if "what is written" in line)
+    assert f"{gained:+.1%} against the plan" in said and f"{more:+.1f} GiB" in said
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -279,9 +280,116 @@ def test_models_are_written_and_read_back(name: str) -> None:
 
 
 def shape(model: ModelSpec) -> dict[str, object]:
-    """What a model's flags say of it: all but names, and GELU in one form."""
-    values = model.model_dump(exclude={"name", "source", "published_parameters"})
+    """What a model's flags say of it: all but names and what no job trains, and GELU in one form."""
+    values = model.model_dump(exclude={"name", "source", "published_parameters", "mtp_layers"})
     return values | {"activation": values["activation"].removesuffix("_tanh")}
+
+
+WINDOWS = ModelSpec(
+    name="windows",
+    layers=6,
+    hidden=512,
+    heads=8,
+    kv_heads=2,
+    vocab=32000,
+    seq=2048,
+    position="rope",
+    window=128,
+    attention_pattern=("window", "window", "full"),
+    attention_sinks=True,
+    rotates_full=False,
+    qk_norm=True,
+    norm="rmsnorm",
+)
+
+
+def megatrons(model: ModelSpec) -> dict[str, str]:
+    """Flags of a model, each with its value as a shell passes it."""
+    exported = export_megatron(model, Layout(layers_per_stage=(model.layers,), global_batch_size=1))
+    words = shlex.split(exported.text)
+    starts = [at for at, word in enumerate(words) if word.startswith("--")]
+    return {
+        words[at]: " ".join(words[at + 1 : end]) for at, end in zip(starts, [*starts[1:], None], strict=True)
+    }
+
+
+def listed(text: str) -> list[int]:
+    """A list of layers as Megatron-LM evaluates it (arguments.py, `_eval_pattern`)."""
+    assert set(text) <= set("[](),*+0123456789")
+    return list(eval(text))
+
+
+def test_windows_sinks_and_layers_without_positions_are_megatrons() -> None:
+    """Flags by what Megatron-LM does with them (core/transformer/utils.py, `is_layer_window_attention`)."""
+    flags = megatrons(WINDOWS)
+    left, right = map(int, flags["--window-size"].split(","))
+    seen = [position for position in range(2048) if 1000 - left <= position <= 1000 + right]
+    assert len(seen) == WINDOWS.window and max(seen) == 1000
+    assert listed(flags["--window-attn-skip-freq"]) == [1, 1, 0, 1, 1, 0]
+    assert listed(flags["--no-rope-freq"]) == [0, 0, 1, 0, 0, 1]
+    assert flags["--softmax-type"] == "learnable" and "--qk-layernorm" in flags
+
+
+def test_linear_attention_gates_and_parts_of_heads_are_megatrons() -> None:
+    linear = {"kind": "gated_delta", "key_heads": 2, "value_heads": 4, "key_dim": 64, "value_dim": 32}
+    values = WINDOWS.model_dump() | {
+        "attention_pattern": ("linear", "linear", "full"),
+        "linear_attention": linear,
+        "attention_gate": True,
+        "rotary_dim": 16,
+        "attention_sinks": False,
+        "rotates_full": True,
+    }
+    flags = megatrons(ModelSpec.model_validate(values))
+    assert listed(flags["--linear-attention-freq"]) == [1, 1, 0, 1, 1, 0]
+    sizes = ("num-key-heads", "num-value-heads", "key-head-dim", "value-head-dim", "conv-kernel-dim")
+    assert [int(flags[f"--linear-{name}"]) for name in sizes] == [2, 4, 64, 32, 4]
+    assert "--attention-output-gate" in flags and int(64 * float(flags["--rotary-percent"])) == 16
+
+
+@pytest.mark.parametrize(
+    ("flags", "kinds"),
+    [
+        ("--window-size 127,0", ["window"] * 4),
+        ("--window-size '(127,0)' --window-attn-skip-freq 2", ["window", "full", "window", "full"]),
+        ("--window-size 127,0 --window-attn-skip-freq [1,1,0,0]", ["window", "window", "full", "full"]),
+        (
+            "--experimental-attention-variant gdn --linear-attention-freq 4",
+            ["linear", "linear", "linear", "full"],
+        ),
+    ],
+)
+def test_forms_of_attention_are_read_as_megatron_does(flags: str, kinds: list[str]) -> None:
+    text = (
+        "--num-layers 4 --hidden-size 512 --num-attention-heads 8 --seq-length 1024 "
+        f"--max-position-embeddings 1024 --micro-batch-size 1 --global-batch-size 1 --bf16 {flags}"
+    )
+    reading = read_megatron(text, "flags.txt", {}, 1)
+    assert reading is not None and reading.model is not None, reading and reading.problems
+    assert [reading.model.layer_kind(layer).attention for layer in range(4)] == kinds
+    assert reading.model.window == (128 if "window" in kinds else 0)
+
+
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        ("--window-size x", "--window-size"),
+        ("--window-size 127,0 --window-attn-skip-freq [1,0]", "--window-attn-skip-freq"),
+        (
+            "--experimental-attention-variant gdn --linear-attention-freq __import__('os')",
+            "--linear-attention",
+        ),
+        ("--position-embedding-type rope --rotary-percent 1.5", "--rotary-percent"),
+    ],
+)
+def test_forms_of_attention_that_are_none_are_illegal(flags: str, named: str) -> None:
+    text = (
+        "--num-layers 4 --hidden-size 512 --num-attention-heads 8 --seq-length 1024 "
+        f"--max-position-embeddings 1024 --micro-batch-size 1 --global-batch-size 1 --bf16 {flags}"
+    )
+    reading = read_megatron(text, "flags.txt", {}, 1)
+    assert reading is not None and reading.model is None
+    assert any(one.severity == "illegal" and one.flag.startswith(named) for one in reading.problems)
 
 
 DENSE = load_model("llama3-8b").model_copy(update={"layers": 12})

@@ -1,0 +1,24 @@
+"""What is said of a plan that was written for other software."""
+
+from __future__ import annotations
+
+import sys
+
+from planner.formats.export import Export
+from planner.formats.nearest import differences
+from planner.plan import Plan
+
+
+def print_notes(plan: Plan, export: Export) -> None:
+    """Say on standard error what of a plan an export lacks, what that costs, and what its software wants."""
+    for part in export.inexpressible:
+        print(f"planner: not expressible in {export.target}: {part}", file=sys.stderr)
+    if export.inexpressible:
+        print(f"planner: {differences(plan, export)}", file=sys.stderr)
+    for part in export.in_script:
+        print(f"planner: left to the training script: {part}", file=sys.stderr)
+    if export.environment:
+        variables = " ".join(f"{name}={value}" for name, value in export.environment.items())
+        print(f"planner: note: it wants {variables} in the environment", file=sys.stderr)
+    for note in export.notes:
+        print(f"planner: note: {note}", file=sys.stderr)

@@ -1,0 +1,108 @@
+"""The job that a software runs instead of a plan that it has no words for, and what that job costs."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+import yaml
+
+from costmodels.dataclass import dataclass
+from costmodels.errors import InputError
+from costmodels.pricing import estimate
+from costmodels.spec.estimate import Estimate
+from costmodels.spec.layout import Layout
+from costmodels.spec.model import ModelSpec
+from costmodels.spec.record import GIB, in_seconds
+from planner.formats.export import Export
+from planner.formats.files import read_files
+from planner.formats.model_words import model_parts
+from planner.plan import Plan
+from planner.ranking.exact_memory import known_bytes
+
+SUFFIXES = {"megatron": "sh", "mindspeed": "sh", "torchtitan": "sh", "deepspeed": "json"}
+"""Endings of files that are not YAML."""
+
+
+class Inexpressible(InputError):
+    """A plan that a software has no words for. Exit code 5."""
+
+    exit_code = 5
+
+
+@dataclass(frozen=True)
+class Nearest:
+    """What is written instead of a plan."""
+
+    model: ModelSpec
+    layout: Layout
+    estimate: Estimate
+
+
+def check_expressible(export: Export, nearest: bool) -> None:
+    """Raise `Inexpressible` where a part of a plan has no words there, unless `nearest` allows it."""
+    if export.inexpressible and not nearest:
+        parts = "; ".join(export.inexpressible)
+        raise Inexpressible(
+            f"{export.target} has no words for {parts}; nothing is written: --nearest writes the nearest job"
+        )
+
+
+def nearest_job(plan: Plan, export: Export) -> Nearest:
+    """The job that an export says, as this package reads it, priced as the plan is.
+
+    What the training script says in any case is as in the plan. Raises `InputError` where the export says no
+    job that is consistent.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, f"config.{SUFFIXES.get(export.target, 'yaml')}")
+        file.write_text(export.text, encoding="utf-8")
+        files = [file]
+        if any(text.startswith("model ") for text in (*export.inexpressible, *export.in_script)):
+            files.append(Path(folder, "model.yaml"))
+            files[-1].write_text(yaml.safe_dump(plan.model.model_dump(mode="json", exclude_none=True)))
+        reading = read_files(files, world_size=plan.layout.world_size)
+    if reading.layout is None or reading.model is None:
+        reasons = [f"{one.flag}: {one.text}" for one in reading.problems if one.severity != "note"]
+        raise InputError(f"{'; '.join(reasons) or 'it says no layout'}")
+    layout = reading.layout.model_dump() | {
+        text.partition("=")[0]: getattr(plan.layout, text.partition("=")[0])
+        for text in export.in_script
+        if text.partition("=")[0] in Layout.model_fields
+    }
+    model = _model(plan, export, reading.model)
+    where = model, plan.cluster, plan.engine, Layout.model_validate(layout)
+    return Nearest(model, where[3], estimate(*where, known_bytes(*where)))
+
+
+def _model(plan: Plan, export: Export, read: ModelSpec) -> ModelSpec:
+    """The plan's model where nothing of it is lost, and as it was read otherwise."""
+    lost = export.named - {text.partition("=")[0] for text in export.in_script}
+    parts = {name.partition(".")[0] for name in model_parts(plan.model)} | {"mtp", "lora"}
+    if not {name.partition(".")[0] for name in lost} & parts:
+        return plan.model
+    changes = {
+        name: getattr(plan.model, name)
+        for name in ("name", "activation", "router", "other_parameters", "other_layer_parameters")
+        if not {one for one in lost if one.partition(".")[0] == name}
+    }
+    return read.model_copy(update=changes)
+
+
+def differences(plan: Plan, export: Export) -> str:
+    """What the job that is written costs against the plan, in a sentence."""
+    try:
+        job = nearest_job(plan, export)
+    except ValueError as error:
+        return f"what is written cannot be priced: {error}"
+    ours, theirs = plan.estimate, job.estimate
+    gained = theirs.step_time_s / ours.step_time_s - 1
+    more = (theirs.peak_memory_bytes - ours.peak_memory_bytes) / GIB
+    limit = plan.cluster.memory_bytes
+    text = (
+        f"what is written: {job.layout.describe()}; {in_seconds(theirs.step_time_s)} a step, {gained:+.1%} "
+        f"against the plan, and {theirs.peak_memory_bytes / GIB:.1f} GiB, {more:+.1f} GiB"
+    )
+    if theirs.peak_memory_bytes > limit:
+        text += f": it does not fit into {limit / GIB:.1f} GiB"
+    return text

@@ -1,0 +1,36 @@
+"""YAML that every parser reads alike: of versions 1.1 and 1.2, and those of Kubernetes."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import yaml
+
+_AMBIGUOUS = re.compile(
+    r"[-+.]?[0-9].*|[-+]?\.(inf|nan)|y|n|yes|no|on|off|true|false|null|~|=|<<", re.IGNORECASE
+)
+"""Texts that some parser takes for a number, a date, a truth value or nothing, where no quotes are."""
+
+
+class Dumper(yaml.SafeDumper):
+    """Writes no references, text of several lines as it is, and what parsers differ about in quotes."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+
+def _text(dumper: yaml.SafeDumper, text: str) -> yaml.Node:
+    style = "|" if "\n" in text else '"' if _AMBIGUOUS.fullmatch(text) else None
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
+
+
+def _number(dumper: yaml.SafeDumper, value: float) -> yaml.Node:
+    text = repr(value)
+    if "e" in text and "." not in text:
+        text = text.replace("e", ".0e")
+    return dumper.represent_scalar("tag:yaml.org,2002:float", text)
+
+
+Dumper.add_representer(str, _text)
+Dumper.add_representer(float, _number)
