@@ -6,9 +6,11 @@ import sys
 from dataclasses import replace
 from typing import Any, ClassVar
 
+from cli.written_plans import print_notes
 from costmodels.dataclass import dataclass
 from costmodels.errors import InputError
 from costmodels.files import write_whole
+from planner.formats.nearest import check_expressible
 from planner.options.flags import argument, arguments, flag, flag_groups
 from planner.plan import Plan
 from planner.scripts.job import JobScript
@@ -54,6 +56,9 @@ class ScriptOptions:
         "File that trains in the plan's engine, such as pretrain_gpt.py, where that is not this package.",
         metavar="FILE",
     )
+    nearest: bool = flag(
+        False, "With --program: start the nearest job where its software has no words for a part of the plan."
+    )
 
 
 @flag_groups(
@@ -92,6 +97,8 @@ def script(options: ScriptOptions, **groups: Any) -> None:
         setup=options.setup,
         kind=options.kind if options.to == "kubernetes" else options.to,
     )
+    if job.exported is not None:
+        check_expressible(job.exported, options.nearest)
     text = SCHEDULERS[options.to](job)
     if options.out is None:
         print(text, end="")
@@ -100,3 +107,5 @@ def script(options: ScriptOptions, **groups: Any) -> None:
         print(f"planner: saved {options.out}", file=sys.stderr)
     for note in job.notes:
         print(f"planner: {note}", file=sys.stderr)
+    if job.exported is not None:
+        print_notes(job.plan, replace(job.exported, environment={}))

@@ -288,6 +288,7 @@ def _changes(reading: Reading, plan: Plan | None, best: Plan | None) -> tuple[Fl
     if best is None or write is None:
         return ()
     lines = {flag.name: flag.line for flag in reading.flags}
+    texts = {flag.name: flag.text for flag in reading.flags}
     after = write(best)
     before: Mapping[str, str] = {}
     if reading.layout is not None:
@@ -298,8 +299,16 @@ def _changes(reading: Reading, plan: Plan | None, best: Plan | None) -> tuple[Fl
     return tuple(
         FlagChange(name, before.get(name), after.get(name), lines.get(name))
         for name in dict.fromkeys([*after, *before])
-        if before.get(name) != after.get(name)
+        if before.get(name) != after.get(name) and not _stands(name, before, after, texts)
     )
+
+
+def _stands(name: str, before: Mapping[str, str], after: Mapping[str, str], texts: Mapping[str, str]) -> bool:
+    """Whether a file already has a flag as it is to be: without effect on the layout that it says now.
+
+    So is `--use-distributed-optimizer` of a single replica.
+    """
+    return name not in before and name in texts and texts[name] == after[name]
 
 
 def as_json(answer: Check) -> dict[str, object]:

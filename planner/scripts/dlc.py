@@ -5,21 +5,19 @@ Source: PAI, "Commands used to submit jobs": `dlc submit pytorchjob --job_file=F
 
 from __future__ import annotations
 
-import shlex
-
-from planner.scripts.job import JobScript, header
+from planner.formats.written import written
+from planner.scripts.job import JobScript, comments, header, on_signals, shell_word
 
 
 def dlc_script(job: JobScript) -> str:
     """A file of parameters; DLC tells every node the first one, and which it is."""
     if job.is_bundled():
         # DLC's WORLD_SIZE and RANK count nodes, which planner launch knows.
-        command = shlex.join(job.launch())
+        command = " ".join(map(shell_word, job.launch()))
     else:
         lines = job.node_lines("$RANK", "$MASTER_ADDR", "$MASTER_PORT")
         command = " ".join(line.strip().removesuffix("\\").strip() for line in lines)
-    if job.setup:
-        command = f"{job.setup} && {command}"
+    command = " && ".join([*job.before(), command])
     values = {
         "name": job.job_name,
         "workers": str(job.nodes),
@@ -33,5 +31,7 @@ def dlc_script(job: JobScript) -> str:
         "# dlc submit pytorchjob --workspace_id=<workspace> --resource_id=<quota> --job_file=job.params",
         "# In the console: the command is that of the last line, for every node.",
     ]
-    lines = [f"{name}={value}" for name, value in values.items() if value is not None]
-    return "\n".join([*header(job), *intro, *lines]) + "\n"
+    lines = [f"{name}={written(value, 'text', name)}" for name, value in values.items() if value is not None]
+    when = "where DLC stops the job" + ("" if job.is_bundled() else ", 30 s before torchrun ends its ranks")
+    ends = comments([on_signals(job, when)])
+    return "\n".join([*header(job), *intro, *ends, *lines]) + "\n"

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import re
-import shlex
 from collections.abc import Sequence
 from dataclasses import field
+from functools import cached_property
 from pathlib import Path
 
 from costmodels.dataclass import dataclass
 from costmodels.errors import InputError
-from planner.formats.targets import TARGETS, export
+from planner.formats.export import Export
+from planner.formats.script_arguments import SCRIPT_STARTS, ScriptStart, passed_on, resuming_flags
+from planner.formats.targets import export
+from planner.formats.written import Shell, words_of, written
 from planner.inputs.engine import DEFAULT_ENGINE
 from planner.plan import Plan
 
@@ -101,12 +104,68 @@ class JobScript:
         """Whether `planner launch` trains the plan."""
         return self.program is None
 
-    def layout_arguments(self) -> list[str]:
-        """The plan in the flags of the program that trains it."""
-        target = self.plan.engine.name if self.plan.engine.name in TARGETS else "megatron"
-        written = export(self.plan, to=target)
-        self.notes.extend(f"not expressible in {target}: {part}" for part in written.inexpressible)
-        return shlex.split(written.text)
+    @cached_property
+    def start(self) -> ScriptStart | None:
+        """How programs of the plan's engine take a plan; None of this package, and where nobody knows."""
+        return None if self.is_bundled() else SCRIPT_STARTS.get(self.plan.engine.name)
+
+    @cached_property
+    def exported(self) -> Export | None:
+        """The plan in the words of the program that trains it."""
+        return None if self.start is None else export(self.plan, to=self.start.target)
+
+    @cached_property
+    def config_file(self) -> str | None:
+        """The file of the plan that the program reads; None where flags say the plan."""
+        start = self.start
+        return f"{self.job_name}{start.suffix}" if start is not None and start.file_flag else None
+
+    @cached_property
+    def training(self) -> list[str]:
+        """Flags of training as the program takes them; the rest is noted."""
+        if self.is_bundled():
+            return list(self.arguments)
+        engine, start = self.plan.engine.name, self.start
+        if start is None:
+            self.notes.append(f"the plan is not passed on to {self.program}: no flags of {engine} are known")
+            return list(self.arguments)
+        passed, kept = passed_on(self.arguments, start)
+        if kept:
+            self.notes.append(f"not passed on to {self.program}: {' '.join(kept)}")
+        further, notes = resuming_flags(passed, start)
+        self.notes.extend(notes)
+        return [*passed, *further]
+
+    @property
+    def resumes(self) -> bool:
+        """Whether the job saves when it is asked to end, and goes on from there when it is started again."""
+        words = self.training
+        if "--save" not in words:
+            return False
+        if self.is_bundled():
+            return True
+        at = words.index("--load") + 1 if "--load" in words else 0
+        return "--exit-signal-handler" in words and words[at] == words[words.index("--save") + 1]
+
+    def program_arguments(self) -> list[str]:
+        """The plan and the flags of training, for the program that trains."""
+        found = self.exported
+        if found is None or self.start is None:
+            return self.training
+        if self.config_file is not None:
+            return [self.start.file_flag, self.config_file, *self.training]
+        return [*words_of(found.text, "the plan's flags"), *self.training]
+
+    def before(self) -> list[str]:
+        """Commands of each node before the one that trains, a line each."""
+        found = self.exported
+        lines = [] if self.setup is None else [written(self.setup, "line", "--setup")]
+        if found is not None:
+            lines += [f"export {name}={shell_word(value)}" for name, value in found.environment.items()]
+        if found is not None and self.config_file is not None:
+            text = " ".join(shell_word(line) for line in found.text.splitlines())
+            lines.append(f"printf '%s\\n' {text} > {shell_word(self.config_file)}")
+        return lines
 
     def launch(self) -> list[str]:
         """The words that start the ranks of one node, of a job whose nodes the environment names."""
@@ -116,23 +175,30 @@ class JobScript:
         """The command of one node as lines of shell.
 
         Args:
-            node, address, port: words of shell that stand for the number of the node, the first node and its
-                port.
+            node, address, port: expansions of shell that stand for the number of the node, the first node and
+                its port, such as `$NODE_RANK`.
         """
         if self.is_bundled():
             flags = ["--nnodes", str(self.nodes)] if self.nodes > 1 else []
-            flags += ["--node-rank", node, "--rdzv-endpoint", f"{address}:{port}"] if flags else []
+            meeting = [Shell(f'"{node}"'), "--rdzv-endpoint", Shell(f'"{address}:{port}"')]
+            flags += ["--node-rank", *meeting] if flags else []
             return command_lines(
                 ["exec planner launch", *pairs(["--plan", self.plan_file, *flags, *self.arguments])]
             )
         torchrun = [
             "exec torchrun",
-            *(f"--nnodes {self.nodes}", f"--nproc-per-node {self.devices}", f"--node-rank {node}"),
-            *(f"--master-addr {address}", f"--master-port {port}"),
+            *(f"--nnodes {self.nodes}", f"--nproc-per-node {self.devices}", f'--node-rank "{node}"'),
+            *(f'--master-addr "{address}"', f'--master-port "{port}"'),
         ]
-        words = shlex.split(self.program or "")
-        rest = [*self.layout_arguments(), *self.arguments]
-        return command_lines([*torchrun, shlex.join(words), *pairs(rest)])
+        return self._program_lines(torchrun)
+
+    def rank_lines(self) -> list[str]:
+        """The command of one rank of a program, whose number the environment says."""
+        return self._program_lines(["exec python"])
+
+    def _program_lines(self, launcher: list[str]) -> list[str]:
+        words = " ".join(shell_word(word, "--program") for word in words_of(self.program or "", "--program"))
+        return command_lines([*launcher, words, *pairs(self.program_arguments())])
 
 
 def pairs(words: Sequence[str]) -> list[str]:
@@ -146,9 +212,9 @@ def pairs(words: Sequence[str]) -> list[str]:
     return lines
 
 
-def shell_word(word: str) -> str:
-    """A word as it is typed: a variable in double quotes, anything else as shlex has it."""
-    return f'"{word}"' if re.search(r"\$[{A-Z(]", word) else shlex.quote(word)
+def shell_word(word: str, what: str = "the command") -> str:
+    """A word as it is typed, so that the shell passes it on as it is."""
+    return written(word, "word", what)
 
 
 def command_lines(words: Sequence[str], indent: str = "    ") -> list[str]:
@@ -157,13 +223,42 @@ def command_lines(words: Sequence[str], indent: str = "    ") -> list[str]:
     return [f"{line} \\" for line in lines[:-1]] + lines[-1:]
 
 
-def header(job: JobScript, comment: str = "#") -> list[str]:
+def comments(lines: Sequence[str]) -> list[str]:
+    """Lines of comment, whatever names stand in them."""
+    return [f"# {written(line, 'comment', 'a comment')}" for line in lines]
+
+
+def header(job: JobScript) -> list[str]:
     """What the file is of, in lines of comment."""
     plan = job.plan
-    return [
-        f"{comment} {plan.model.name} on {plan.cluster.world_size} x {plan.cluster.device.name}: "
-        f"{job.nodes} nodes of {job.devices}.",
-        f"{comment} {plan.layout.describe()}",
-        f"{comment} {plan.estimate.step_time_s:.3g} s a step predicted "
-        f"({plan.estimate.step_time_low_s:.3g} to {plan.estimate.step_time_high_s:.3g}).",
-    ]
+    return comments(
+        [
+            f"{plan.model.name} on {plan.cluster.world_size} x {plan.cluster.device.name}: "
+            f"{job.nodes} nodes of {job.devices}.",
+            plan.layout.describe(),
+            f"{plan.estimate.step_time_s:.3g} s a step predicted "
+            f"({plan.estimate.step_time_low_s:.3g} to {plan.estimate.step_time_high_s:.3g}).",
+        ]
+    )
+
+
+def on_signals(job: JobScript, seconds: str) -> str:
+    """What becomes of a job that a scheduler asks to end, in a sentence.
+
+    Args:
+        seconds: how long it is given, such as `180 s before the time limit`.
+    """
+    if job.resumes:
+        return f"SIGTERM comes {seconds}: the job saves after the running step and ends with 0."
+    if job.is_bundled() or "--exit-signal-handler" in job.training:
+        return f"SIGTERM comes {seconds}: nothing is kept, for no --save is given."
+    return f"SIGTERM comes {seconds}: what becomes of it is up to {job.program}."
+
+
+def on_restart(job: JobScript) -> str:
+    """Where a job that is started again goes on, as the end of a sentence."""
+    if job.resumes:
+        return "from what it has saved"
+    if job.is_bundled():
+        return "from the beginning, for no --save is given"
+    return f"and goes on as {job.program} does"

@@ -14,13 +14,21 @@ import yaml
 
 from costmodels.errors import InputError
 from costmodels.spelling import nearest
-from planner.scripts.job import JobScript, header, pairs
+from planner.formats.written import written
+from planner.formats.yaml_dumper import Dumper
+from planner.scripts.job import JobScript, comments, header, on_signals, pairs
 
 KINDS = ("jobset", "pytorchjob", "job")
 
 PORT = 29400
 
 PLAN_FOLDER = "/etc/planner"
+
+GRACE_S = 300
+"""Seconds that a pod is given to end after SIGTERM."""
+
+_GRACE = f"{GRACE_S} s before a pod that is evicted ends"
+_GRACE_OF_TORCHRUN = "30 s before torchrun ends the ranks of a pod that is evicted"
 
 MOST_MAP_BYTES = 1 << 20
 """Bytes that a ConfigMap may hold."""
@@ -49,7 +57,7 @@ def kubernetes_script(job: JobScript) -> str:
     parts = [_text(document) for document in [_plan_map(job), *documents]]
     notes = [
         "# kubectl apply -f <this file>",
-        "# SIGTERM, as of a pod that is evicted, saves after the running step; pods have 300 s for it.",
+        *comments([on_signals(job, _GRACE if job.is_bundled() else _GRACE_OF_TORCHRUN)]),
     ]
     if job.image is None:
         notes.append("# Replace the image by one that has the planner (--image).")
@@ -58,25 +66,10 @@ def kubernetes_script(job: JobScript) -> str:
     return "\n".join([*header(job), *notes]) + "\n---\n" + "---\n".join(parts)
 
 
-class _Dumper(yaml.SafeDumper):
-    """Writes text of several lines as it is."""
-
-    def ignore_aliases(self, data: Any) -> bool:
-        return True
-
-
-_Dumper.add_representer(
-    str,
-    lambda dumper, text: dumper.represent_scalar(
-        "tag:yaml.org,2002:str", text, style="|" if "\n" in text else None
-    ),
-)
-
-
 def _text(document: Manifest) -> str:
     comment = textwrap.fill(COMMENTS[document["kind"]], 98, initial_indent="# ", subsequent_indent="# ")
     # As wide as its longest line: what is folded is hard to read, and to change.
-    return f"{comment}\n" + yaml.dump(document, Dumper=_Dumper, sort_keys=False, width=1 << 30)
+    return f"{comment}\n" + yaml.dump(document, Dumper=Dumper, sort_keys=False, width=1 << 30)
 
 
 def _plan_map(job: JobScript) -> Manifest:
@@ -106,10 +99,11 @@ def _pod(job: JobScript, environment: list[Manifest], restart: str, subdomain: s
     ]
     if job.volume_claim:
         mounts.append({"name": "workspace", "mountPath": job.mount})
-        volumes.append({"name": "workspace", "persistentVolumeClaim": {"claimName": job.volume_claim}})
+        claim = written(job.volume_claim, "text", "--volume-claim")
+        volumes.append({"name": "workspace", "persistentVolumeClaim": {"claimName": claim}})
     container: Manifest = {
         "name": "pytorch",
-        "image": job.image or "planner:latest",
+        "image": written(job.image or "planner:latest", "text", "--image"),
         "command": ["bash", "-c", _command(job)],
         "ports": [{"name": "pytorchjob-port", "containerPort": PORT}],
         "resources": {"limits": limits, "requests": dict(limits)},
@@ -123,7 +117,7 @@ def _pod(job: JobScript, environment: list[Manifest], restart: str, subdomain: s
     if subdomain is not None:
         spec["subdomain"] = subdomain
     # Longer than a step and a checkpoint: SIGTERM saves and ends with 0.
-    spec["terminationGracePeriodSeconds"] = 300
+    spec["terminationGracePeriodSeconds"] = GRACE_S
     return {"spec": spec}
 
 
@@ -135,8 +129,8 @@ def _command(job: JobScript) -> str:
     else:
         node = "${PET_NODE_RANK:-${RANK:-$JOB_COMPLETION_INDEX}}"
         address, port = "${PET_MASTER_ADDR:-$MASTER_ADDR}", "${PET_MASTER_PORT:-$MASTER_PORT}"
-        lines = ["\n".join(job.node_lines(f'"{node}"', f'"{address}"', f'"{port}"'))]
-    return "\n".join([*([job.setup] if job.setup else []), *lines])
+        lines = ["\n".join(job.node_lines(node, address, port))]
+    return "\n".join([*job.before(), *lines])
 
 
 def _nodes_environment(job: JobScript, first: str) -> list[Manifest]:

@@ -29,12 +29,18 @@ def mpi_script(job: JobScript) -> str:
         "#!/bin/bash",
         *header(job),
         "set -euo pipefail",
-        *([job.setup] if job.setup else []),
+        *job.before(),
         *(hosts if job.nodes > 1 else ["MASTER_ADDR=${MASTER_ADDR:-127.0.0.1}"]),
         f"MASTER_PORT=${{MASTER_PORT:-{PORT}}}",
         "export MASTER_ADDR MASTER_PORT",
-        "# A signal to mpirun ends the ranks a second later, before they have saved: send it SIGUSR1 first, "
-        "which saves.",
+        *(
+            [
+                "# A signal to mpirun ends the ranks a second later, before they have saved: send it SIGUSR1 "
+                "first, which saves."
+            ]
+            if job.resumes
+            else []
+        ),
         "# More flags of mpirun, such as --allow-run-as-root, are the arguments of this script.",
         'MPIRUN_ARGS=("$@")',
         "",

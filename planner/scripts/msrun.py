@@ -5,10 +5,9 @@ Source: MindSpore, "msrun Launching": parameters of the command line.
 
 from __future__ import annotations
 
-import shlex
-
 from costmodels.errors import InputError
-from planner.scripts.job import JobScript, command_lines, header
+from planner.formats.written import words_of
+from planner.scripts.job import JobScript, command_lines, header, shell_word
 
 PORT = 8118
 """msrun's own."""
@@ -28,7 +27,12 @@ def msrun_script(job: JobScript) -> str:
         *(f"--worker_num={total}", f"--local_worker_num={job.devices}"),
         *('--master_addr="$MASTER_ADDR"', '--master_port="$MASTER_PORT"', '--node_rank="$NODE_RANK"'),
         *('--log_dir="$LOG_DIR"', "--join=True", "--cluster_time_out=600"),
-        shlex.join([*shlex.split(job.program), *job.arguments]),
+        " ".join(
+            [
+                *(shell_word(word, "--program") for word in words_of(job.program, "--program")),
+                *map(shell_word, job.arguments),
+            ]
+        ),
     ]
     lines = [
         "#!/bin/bash",
@@ -36,7 +40,7 @@ def msrun_script(job: JobScript) -> str:
         f"# On every node: {job.job_name}.sh NUMBER ADDRESS, with numbers from 0 to {job.nodes - 1}.",
         "# The degrees of the plan are those of parallel_config in the program's own file.",
         "set -euo pipefail",
-        *([job.setup] if job.setup else []),
+        *job.before(),
         "NODE_RANK=${1:-${NODE_RANK:-0}}",
         "MASTER_ADDR=${2:-${MASTER_ADDR:" + ("-" if job.nodes == 1 else "") + first + "}}",
         f"MASTER_PORT=${{MASTER_PORT:-{PORT}}}",

@@ -2,51 +2,87 @@
 
 from __future__ import annotations
 
-from planner.scripts.job import PORT, SCHEDULER_NAMES, JobScript, command_lines, header, pairs
+import re
+
+from costmodels.errors import InputError
+from planner.formats.written import written
+from planner.scripts.job import (
+    PORT,
+    SCHEDULER_NAMES,
+    JobScript,
+    command_lines,
+    comments,
+    header,
+    on_restart,
+    on_signals,
+    pairs,
+)
 
 GRACE_S = 180
 """Seconds before the time limit at which the job is asked to save and end."""
 
 
 def slurm_script(job: JobScript) -> str:
-    """A batch script: one task on each node, which starts the ranks of its node."""
+    """A batch script: a task on each node, which starts the ranks of its node, or, of a program, one a rank.
+
+    Ranks of a program are tasks of their own, so that signals reach them: torchrun ends its ranks 30 s after
+    one, whatever they are saving.
+    """
+    tasks = 1 if job.is_bundled() else job.devices
     lines = ["#!/bin/bash", *header(job), f"#SBATCH --job-name={job.job_name}"]
-    lines += [f"#SBATCH --nodes={job.nodes}", "#SBATCH --ntasks-per-node=1"]
+    lines += [f"#SBATCH --nodes={job.nodes}", f"#SBATCH --ntasks-per-node={tasks}"]
     if job.device_kind in SCHEDULER_NAMES:
         lines.append(f"#SBATCH --gres={SCHEDULER_NAMES[job.device_kind]}:{job.devices}")
         lines.append("#SBATCH --exclusive")
     else:
-        lines.append(f"#SBATCH --cpus-per-task={job.devices}")
+        lines.append(f"#SBATCH --cpus-per-task={job.devices // tasks}")
     for name in ("partition", "account"):
         value = getattr(job, name)
-        lines += [f"#SBATCH --{name}={value}"] if value else []
-    if job.time_limit:
-        lines += [f"#SBATCH --time={job.time_limit}"]
+        if value is not None:
+            lines.append(f"#SBATCH --{name}={written(value, 'value', f'--{name}')}")
+    if job.time_limit is not None:
+        lines.append(f"#SBATCH --time={time_limit(job.time_limit)}")
     lines += [
-        f"# {GRACE_S} seconds before the time limit: the job saves after the running step and ends with 0.",
+        *comments([on_signals(job, f"{GRACE_S} s before the time limit")]),
         f"#SBATCH --signal=TERM@{GRACE_S}",
-        "# A node that fails ends the job, which Slurm starts again: from what it has saved, with --save.",
+        *comments([f"A node that fails ends the job, which Slurm starts again, {on_restart(job)}."]),
         "#SBATCH --requeue",
         f"#SBATCH --output={job.job_name}-%j.out",
         "",
         "set -euo pipefail",
-        *([job.setup] if job.setup else []),
+        *job.before(),
         "# The nodes meet on the first one; its port follows from the number of the job.",
         'MASTER_ADDR=${MASTER_ADDR:-$(scontrol show hostnames "$SLURM_JOB_NODELIST" | sed -n 1p)}',
         f"MASTER_PORT=${{MASTER_PORT:-$(({PORT} + SLURM_JOB_ID % 1000))}}",
         "export MASTER_ADDR MASTER_PORT",
         "",
     ]
-    srun = ["srun", "--ntasks-per-node=1", "--kill-on-bad-exit=1", "--label"]
+    srun = ["srun", f"--ntasks-per-node={tasks}", "--kill-on-bad-exit=1", "--label"]
     if job.is_bundled():
         lines += command_lines([" ".join(srun), "planner launch", *pairs(job.launch()[2:])])
     else:
+        # Each rank may use all cores of its node, as under torchrun.
+        srun.append("--cpu-bind=none")
         lines += [
-            "node() {",
-            *(
-                f"    {line}"
-                for line in job.node_lines('"$SLURM_NODEID"', '"$MASTER_ADDR"', '"$MASTER_PORT"')
-            ),
+            "rank() {",
+            '    export RANK="$SLURM_PROCID" LOCAL_RANK="$SLURM_LOCALID"',
+            f"    export WORLD_SIZE={job.nodes * job.devices} LOCAL_WORLD_SIZE={job.devices}",
+            *(f"    {line}" for line in job.rank_lines()),
+            "}",
+            "export -f rank",
+            f"{' '.join(srun)} bash -c rank",
         ]
-        lines += ["}", "export -f node", f"{' '.join(srun)} bash -c node"]
     return "\n".join(lines) + "\n"
+
+
+_TIMES = re.compile(r"[0-9]{1,7}(:[0-9]{1,2}){0,2}|[0-9]{1,5}-[0-9]{1,2}(:[0-9]{1,2}){0,2}")
+
+
+def time_limit(text: str) -> str:
+    """A time limit that Slurm takes (sbatch's manual page, `--time`); raises `InputError` for others."""
+    if not _TIMES.fullmatch(text):
+        raise InputError(
+            f"--time-limit {text[:80]!a}: expected minutes, minutes:seconds, hours:minutes:seconds, "
+            "days-hours, days-hours:minutes or days-hours:minutes:seconds, such as 24:00:00 or 7-0"
+        )
+    return written(text, "value", "--time-limit")

@@ -9,9 +9,13 @@ from pathlib import Path
 
 import pytest
 import yaml
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 import planner
 from costmodels.errors import InputError
+from planner.formats.script_arguments import SCRIPT_STARTS
+from planner.formats.targets import export as export_plan
 from planner.options.flags import arguments
 from planner.plan import Plan
 from planner.scripts.job import JobScript
@@ -20,6 +24,7 @@ from runtime.job.continuation import RESTARTS_VARIABLES
 from runtime.launch.nodes import nodes_of_job
 from runtime.launch.options import LaunchOptions
 from runtime.settings.options import OutputOptions, TrainingOptions
+from tests.planner.test_exports import plans
 from tests.support.commands import Command
 from tests.support.kubernetes import faults, schema
 
@@ -124,6 +129,125 @@ def test_programs_of_other_engines_get_the_plan_as_flags(tmp_path: Path) -> None
     assert call[:3] == ["torchrun", "--nnodes", "2"]
     at = call.index("--tensor-model-parallel-size")
     assert call[at + 1] == str(megatron.layout.tensor_parallel) and call.index("pretrain_gpt.py") < at
+
+
+@pytest.fixture(scope="module")
+def megatron() -> Plan:
+    """A plan for Megatron-LM."""
+    return planner.suggest(
+        "llama2-7b", engine="megatron", world_size=16, device="a100-80g", global_batch_size=32
+    )
+
+
+SAVING = ["--train-iters", "7", "--save", "my checkpoints", "--data-path", "corpus"]
+
+
+@pytest.mark.parametrize("to", ["slurm", "shell", "kubernetes", "dlc"])
+def test_megatrons_jobs_save_and_go_on_as_their_files_promise(
+    megatron: Plan, tmp_path: Path, to: str
+) -> None:
+    job = JobScript(plan=megatron, plan_file="p", arguments=SAVING, program="pretrain_gpt.py")
+    text = SCHEDULERS[to](job)
+    assert to == "shell" or "saves after the running step" in text
+    if to == "kubernetes":
+        document = list(yaml.safe_load_all(text))[-1]
+        spec = document["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]
+        text = spec["containers"][0]["command"][2]
+    elif to == "dlc":
+        text = next(line.partition("=")[2] for line in text.splitlines() if line.startswith("command="))
+    stub = tmp_path / "bin"
+    stub.mkdir()
+    (stub / "srun").write_text('#!/bin/bash\nexec "${@: -3}"\n')
+    (stub / "srun").chmod(0o755)
+    (stub / "python").write_text(STUB)
+    (stub / "python").chmod(0o755)
+    (stub / "torchrun").write_text(STUB.replace("MASTER_", "CUDA_|MASTER_"))
+    (stub / "torchrun").chmod(0o755)
+    (stub / "python").write_text(STUB.replace("MASTER_", "CUDA_|RANK|LOCAL_|WORLD_|MASTER_"))
+    (stub / "scontrol").write_text("#!/bin/bash\necho gpu07\n")
+    (stub / "scontrol").chmod(0o755)
+    done = subprocess.run(
+        ["bash", "-c", text],
+        env={
+            "PATH": f"{stub}:{os.environ['PATH']}",
+            "CALLS": str(tmp_path / "calls"),
+            "SLURM_JOB_NODELIST": "gpu[07-08]",
+            "SLURM_JOB_ID": "1",
+            "SLURM_PROCID": "9",
+            "SLURM_LOCALID": "1",
+            "NODE_RANK": "0",
+            "RANK": "0",
+            "MASTER_ADDR": "a",
+            "MASTER_PORT": "1",
+        },
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    words = (tmp_path / "calls").read_text().split("\0")
+    assert words[words.index("--save") + 1] == words[words.index("--load") + 1] == "my checkpoints"
+    assert "--exit-signal-handler" in words and "--save-interval" in words
+    assert {"--overlap-grad-reduce", "--overlap-param-gather"} <= set(words)
+    variables = (tmp_path / "calls.env").read_text().split("\n")
+    assert "CUDA_DEVICE_MAX_CONNECTIONS=1" in variables
+    if to == "slurm":  # A task for each rank: torchrun would end one that saves for more than 30 s.
+        assert {"RANK=9", "LOCAL_RANK=1", "WORLD_SIZE=16", "LOCAL_WORLD_SIZE=8"} <= set(variables)
+
+
+def test_nothing_is_promised_of_jobs_that_do_not_save(plan: Plan, megatron: Plan) -> None:
+    unsaved = SCHEDULERS["slurm"](JobScript(plan=plan, plan_file="p"))
+    assert "nothing is kept" in unsaved and "from the beginning" in unsaved
+    assert "saves after" in SCHEDULERS["slurm"](JobScript(plan=plan, plan_file="p", arguments=FLAGS))
+    base = [*SAVING, "--load", "base"]
+    other = JobScript(plan=megatron, plan_file="p", arguments=base, program="pretrain_gpt.py")
+    assert "saves after" not in SCHEDULERS["slurm"](other)
+    assert any(note.startswith("--load base: ") for note in other.notes)
+    torchtitan = planner.suggest(
+        "llama3-8b", engine="torchtitan", world_size=16, device="h100", global_batch_size=32
+    )
+    theirs = JobScript(plan=torchtitan, plan_file="p", arguments=SAVING, program="train.py")
+    text = SCHEDULERS["slurm"](theirs)
+    assert "up to train.py" in text and "--exit-signal-handler" not in text
+
+
+@given(data=st.data())
+@settings(max_examples=8, deadline=None, suppress_health_check=list(HealthCheck))
+def test_a_check_has_no_complaint_of_a_generated_script(data: st.DataObject, tmp_path: Path) -> None:
+    plan = data.draw(plans("megatron"))
+    export = export_plan(plan, to="megatron")
+    if export.inexpressible:
+        return
+    job = JobScript(plan=plan, plan_file="p", arguments=SAVING, program="pretrain_gpt.py")
+    for to in ("slurm", "shell"):
+        file = tmp_path / f"job.{to}"
+        file.write_text(SCHEDULERS[to](job))
+        found = planner.check([file], device="a100-80g")
+        assert found.legal and found.problems == (), found.problems
+        assert found.plan is not None and found.plan.layout == plan.layout
+
+
+def test_a_check_proposes_nothing_that_a_script_has(tmp_path: Path) -> None:
+    """`--use-distributed-optimizer` has no effect where a model has one replica, and still stands there."""
+    flags = (
+        "--num-layers 32 --hidden-size 4096 --num-attention-heads 32 --seq-length 4096 "
+        "--max-position-embeddings 4096 --micro-batch-size 1 --global-batch-size 64 --bf16 "
+        "--tensor-model-parallel-size 8 --sequence-parallel --pipeline-model-parallel-size 2 "
+        "--use-distributed-optimizer"
+    )
+    file = tmp_path / "train.sh"
+    file.write_text(f"torchrun --nnodes 2 --nproc-per-node 8 pretrain_gpt.py {flags}\n")
+    found = planner.check([file], device="h100")
+    assert found.best is not None and found.best.layout.zero_stage == 1
+    assert "--use-distributed-optimizer" not in {change.flag for change in found.changes}
+
+
+@pytest.mark.parametrize("engine", ["deepspeed", "nanotron"])
+def test_programs_that_read_a_file_get_one(tmp_path: Path, engine: str) -> None:
+    plan = planner.suggest("llama2-7b", engine=engine, world_size=8, device="h100", global_batch_size=32)
+    [call] = called(tmp_path, script_of(plan, "shell", program="train.py"), "0", "a")
+    start = SCRIPT_STARTS[engine]
+    file = tmp_path / call[call.index(start.file_flag) + 1]
+    assert file.read_text() == export_plan(plan, to=start.target).text
 
 
 @pytest.mark.parametrize(
