@@ -15,7 +15,6 @@ from benchmarks.planted_faults import (
     counted,
     outcome,
     read_faults,
-    runner_in,
     staleness,
 )
 from costmodels.errors import InputError
@@ -69,19 +68,6 @@ def test_a_fault_that_cannot_be_planted_is_stale_and_runs_no_tests(tree: Path) -
 
 def test_tests_that_do_not_run_find_nothing(tree: Path) -> None:
     assert outcome(fault("a + b"), tree, lambda words: (5, "")).word == "broken"
-
-
-@pytest.mark.slow
-def test_tests_run_in_the_copy_as_far_as_the_first_failure(tree: Path) -> None:
-    (tree / "runtime/__init__.py").touch()
-    (tree / "test_sums.py").write_text(
-        "from runtime.model.sums import total\n"
-        "def test_total(): assert total(2, 2) == 4\n"
-        "def test_more(): assert total(2, 3) == 5\n"
-    )
-    tests = runner_in(tree)
-    assert tests("test_sums.py")[0] == 0
-    assert outcome(fault("a + b", "test_sums.py"), tree, tests).by == "test_sums.py::test_total"
 
 
 def test_the_count_says_what_was_found_by_tests_that_were_there() -> None:

@@ -192,8 +192,14 @@ def counted(spec: ModelSpec, layout: Layout) -> list[int]:
     return counts
 
 
-def bias_steps(spec: ModelSpec, layout: Layout) -> tuple[list[Load], list[dict[str, Tensor]]]:
-    """Loads of three steps, and biases after each; the second one updates no weights."""
+def bias_steps(
+    spec: ModelSpec, layout: Layout, reports: bool = True
+) -> tuple[list[Load], list[dict[str, Tensor]]]:
+    """Loads of three steps, and biases after each; the second one updates no weights.
+
+    Args:
+        reports: loads are reported after each step, not at the end alone.
+    """
     trainer, balance = _built(spec, layout, {"moe_router_bias_update_rate": 0.25})
     loads, biases = [], []
     for step in range(3):
@@ -204,7 +210,8 @@ def bias_steps(spec: ModelSpec, layout: Layout) -> tuple[list[Load], list[dict[s
         else:
             _step(trainer, step)
         biases.append({name: bias.clone() for name, bias in balance.biases().items()})
-        loads.append(balance.report())
+        if reports or step == 2:
+            loads.append(balance.report())
     return loads, biases
 
 
