@@ -8,7 +8,6 @@ fault has to be written anew.
 
 from __future__ import annotations
 
-import os
 import shutil
 import subprocess
 import sys
@@ -23,19 +22,13 @@ from typing import Annotated, Any
 import typer
 import yaml
 
-from cli.tables import console, table
+from benchmarks.warm_tests import FAILED, WarmTests
 from costmodels.errors import InputError
 from planner.options.flags import run
 
 ROOT = Path(__file__).parents[1]
 
 FAULTS = Path(__file__).with_suffix(".yaml")
-
-HANGS_S = 900.0
-"""Seconds after which tests hang, which nobody who waits for them overlooks."""
-
-FAILED = 1
-"""Exit code of pytest where tests failed."""
 
 
 @dataclass(frozen=True)
@@ -130,31 +123,6 @@ def copied(root: Path, target: Path) -> None:
             shutil.copy2(root / name, target / name)
 
 
-def runner_in(root: Path) -> Tests:
-    """Runs tests of the tree `root`, in one process, as far as the first that fails."""
-
-    def run_tests(words: str) -> tuple[int, str]:
-        command = [sys.executable, "-B", "-m", "pytest", "-x", "-n", "0", "-p", "no:cacheprovider", "-rf"]
-        settings = {"PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
-        try:
-            ended = subprocess.run(
-                [*command, "--tb=no", *words.split()],
-                cwd=root,
-                env={**os.environ, **settings},
-                capture_output=True,
-                text=True,
-                timeout=HANGS_S,
-            )
-        except subprocess.TimeoutExpired:
-            return FAILED, f"{words} hangs"
-        failed = [
-            line.split()[1] for line in ended.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))
-        ]
-        return ended.returncode, ", ".join(name.partition("[")[0] for name in failed) or words
-
-    return run_tests
-
-
 def counted(outcomes: Iterable[Outcome]) -> str:
     """How many faults became what, in words."""
     found = list(outcomes)
@@ -193,12 +161,14 @@ def main(
     with tempfile.TemporaryDirectory(prefix="planted-faults-") as folder:
         tree = Path(folder) / "tree"
         copied(ROOT, tree)
+        tests = WarmTests(tree)
         for fault in faults:
-            outcomes.append(outcome(fault, tree, runner_in(tree)))
+            outcomes.append(outcome(fault, tree, tests))
             print(f"{outcomes[-1].word}: {fault.name}: {outcomes[-1].by}", file=sys.stderr, flush=True)
-    columns = ("part", "fault", "outcome", "by")
     rows = [(one.fault.part, one.fault.name, one.word, Path(one.by).name) for one in outcomes]
-    console().print(table(columns, rows, left=columns))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
     print(counted(outcomes))
     raise typer.Exit(int(any(one.word != "found" for one in outcomes)))
 
