@@ -102,7 +102,7 @@ def test_biases_follow_the_load(pool: WorkerPool, text: str) -> None:
 def test_biases_follow_the_load_of_their_step_however_rarely_it_is_reported(pool: WorkerPool) -> None:
     spec = short("deepseek")
     layout = parse_layout("gbs=4", spec)
-    (often, rarely) = (pool.run(work.bias_steps, 1, spec, layout, reports)[0] for reports in (True, False))
+    often, rarely = (pool.run(work.bias_steps, 1, spec, layout, 4, reports)[0] for reports in (True, False))
     for one, other in zip(often[1], rarely[1], strict=True):
         assert one.keys() == other.keys()
         assert all(torch.equal(one[name], other[name]) for name in one)
