@@ -41,7 +41,7 @@ class WarmTests:
 
     def __init__(self, root: Path) -> None:
         self.root, self.runs = root, 0
-        os.environ |= {"PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
+        os.environ |= {"PYTHONPATH": str(root), "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
         for name in IMPORTED:
             importlib.import_module(name)
 
@@ -103,7 +103,8 @@ _HERE = Path(__file__).parents[1]
 @contextmanager
 def _forked_server() -> Iterator[None]:
     """Let the server of forked processes be a fork of this one, and not an interpreter of its own."""
-    spawn: Any = util.spawnv_passfds
+    module: Any = util
+    spawn = module.spawnv_passfds
 
     def start(path: bytes, arguments: Sequence[str], kept: Sequence[int]) -> int:
         if "forkserver" not in arguments[-1]:
@@ -121,8 +122,8 @@ def _forked_server() -> Iterator[None]:
         finally:
             os._exit(1)
 
-    util.spawnv_passfds = start
+    module.spawnv_passfds = start
     try:
         yield
     finally:
-        util.spawnv_passfds = spawn
+        module.spawnv_passfds = spawn
