@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
 
 from runtime.model import capped_attention
+from runtime.model.attention_kernels import equal_heads_attention
 from runtime.model.fused_attention import reaching_attention
 from runtime.model.reach import Reach
 from runtime.parallel.documents import document_mask
@@ -74,3 +78,13 @@ def test_outputs_and_gradients_are_those_of_one_softmax(
         torch.autograd.grad(found, leaves, pull), torch.autograd.grad(expected, leaves, pull), strict=True
     ):
         assert torch.allclose(one, other, atol=1e-5)
+
+
+@pytest.mark.parametrize(("head", "value"), [(8, 12), (12, 8)])
+def test_heads_of_two_sizes_attend_by_the_scores_of_their_queries(head: int, value: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(2, 4, KEYS, size, generator=generator) for size in (head, head, value))
+    attend = partial(scaled_dot_product_attention, is_causal=True)
+    later = torch.zeros(KEYS, KEYS).masked_fill(torch.ones(KEYS, KEYS).triu(1).bool(), -torch.inf)
+    found = equal_heads_attention(attend, q, k, v)
+    assert torch.allclose(found, written_out(q, k, v, Reach(), None, later), atol=1e-5)
