@@ -241,6 +241,26 @@ def test_a_check_proposes_nothing_that_a_script_has(tmp_path: Path) -> None:
     assert "--use-distributed-optimizer" not in {change.flag for change in found.changes}
 
 
+def test_a_plan_of_this_package_goes_to_a_program_as_flags_of_megatron(plan: Plan, tmp_path: Path) -> None:
+    [call] = called(tmp_path, script_of(plan, "shell", program="pretrain_gpt.py"), "0", "a")
+    assert call[call.index("--tensor-model-parallel-size") + 1] == str(plan.layout.tensor_parallel)
+    assert call[call.index("--load") + 1] == "my checkpoints" and "--exit-signal-handler" in call
+
+
+def test_a_program_gets_no_other_plan_unless_asked_for(
+    planner_command: Command, megatron: Plan, tmp_path: Path
+) -> None:
+    model = megatron.model.model_copy(update={"logits_softcap": 30.0})
+    file = tmp_path / "plan.json"
+    megatron.model_copy(update={"model": model}).save(file)
+    words = ("script", file, "--to", "slurm", "--program", "pretrain_gpt.py")
+    code, shown, err = planner_command(*words)
+    assert (code, shown) == (5, "") and "logits_softcap=30.0" in err
+    code, shown, err = planner_command(*words, "--nearest")
+    assert code == 0 and "pretrain_gpt.py" in shown and "logits_softcap=30.0" in err
+    assert "+0.0% against the plan" in err
+
+
 @pytest.mark.parametrize("engine", ["deepspeed", "nanotron"])
 def test_programs_that_read_a_file_get_one(tmp_path: Path, engine: str) -> None:
     plan = planner.suggest("llama2-7b", engine=engine, world_size=8, device="h100", global_batch_size=32)
