@@ -126,6 +126,7 @@ FEATURES: dict[str, dict[str, Any]] = {
     "windows": {"window": 64, "attention_pattern": ("window", "window", "window", "full")},
     "all windows": {"window": 128, "attention_pattern": ("window",)},
     "chunks": {"window": 128, "attention_pattern": ("chunk", "full")},
+    "windows and chunks": {"window": 128, "attention_pattern": ("window", "chunk", "full", "full")},
     "linear": {
         "attention_pattern": ("linear", "linear", "linear", "full"),
         "linear_attention": {
@@ -283,6 +284,29 @@ def test_layers_of_torchtitan_are_shared_out_as_it_does(layers: list[int]) -> No
         assert -(-(sum(listed) + first + last) // each) == len(listed)
     if max(listed) == min(listed):
         assert found == (listed[0], 0, 0)
+
+
+@pytest.mark.parametrize("name", FEATURES)
+def test_each_form_of_a_model_is_said_to_megatron_or_named(name: str, tmp_path: Path) -> None:
+    base = found("megatron", LLAMA, 60.0).best
+    assert base is not None
+    model = ModelSpec.model_validate(LLAMA.model_dump() | FEATURES[name])
+    plan = base.model_copy(update={"model": model})
+    exported = export_plan(plan, to="megatron")
+    assert unnamed(exported, differing(plan, read_again(exported, plan, tmp_path))) == set()
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_one_connection_is_asked_for_but_beside_fsdp(stage: int) -> None:
+    """Megatron-LM refuses FSDP with one connection, and with other checkpoints than its own."""
+    plan = found("megatron", LLAMA, 60.0).best
+    assert plan is not None
+    layout = Layout.model_validate(LAYOUT.model_dump() | {"expert_parallel": 1, "zero_stage": stage})
+    layout = layout.model_copy(update={"expert_tensor_parallel": 1})
+    for target in ("megatron", "megatron-bridge"):
+        exported = export_plan(plan.model_copy(update={"layout": layout}), to=target)
+        assert exported.environment == ({} if stage > 1 else {"CUDA_DEVICE_MAX_CONNECTIONS": "1"})
+        assert target != "megatron" or ("--ckpt-format fsdp_dtensor" in exported.text) == (stage > 1)
 
 
 @pytest.mark.parametrize("target", TARGETS)
