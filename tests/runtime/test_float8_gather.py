@@ -37,7 +37,7 @@ def test_losses_are_those_of_weights_that_are_gathered_in_bf16(
 ) -> None:
     """To the bit: a weight is cast by the same scale, on one side of the gathering or on the other."""
     spec = MODELS[model]
-    plain = parse_layout("gbs=4,dp=2,zero=3,precision=fp8,fp8_recipe=tensorwise", spec)
+    plain = parse_layout(f"{text},precision=fp8,fp8_recipe=tensorwise", spec)
     narrow = plain.model_copy(update={"fp8_param_gather": True})
     assert narrow.gathers_fp8
     losses = pool.run(losses_of, plain.world_size, spec, narrow, 4)
