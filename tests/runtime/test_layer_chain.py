@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from functools import cache
 
 import pytest
 
@@ -38,6 +39,7 @@ WITH_KERNELS = (
 """Layouts whose layers are compiled to kernels, those of others to the same functions of single operators."""
 
 
+@cache
 def both(pool: WorkerPool, text: str, other_tables: int | None = None, spec: ModelSpec = SPEC) -> Both:
     layout = parse_layout(f"mbs=1,{text}", spec)
     layout = layout.model_copy(update={"global_batch_size": 4 * layout.data_parallel})

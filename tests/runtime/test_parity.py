@@ -15,7 +15,7 @@ from tests.support.ranks.parity import difference, losses_of, relative_differenc
 from tests.support.ranks.planted_faults import FAULTS, wrongly_trained
 from tests.support.worker_pool import WorkerPool
 
-STEPS = 10
+STEPS = 5
 BATCH = "gbs=4,"
 LAYOUTS = (
     "tp=2",
