@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from costmodels import Layout, ModelSpec, Router
-from costmodels.spec.model_parts import MultiTokenPrediction
 from tests.support.played_memory import compare
 
 DENSE = ModelSpec(
@@ -74,26 +73,13 @@ MIXED = ROUTED.model_copy(update={"dense_layers": 1})
             True,
             id="chained-layers",
         ),
-        pytest.param(DENSE, {"precision": "fp8", "zero_stage": 1}, True, id="fp8"),
         pytest.param(DENSE, {"precision": "fp8", "tensor_parallel": 2}, True, id="fp8-of-split-layers"),
         pytest.param(ROUTED, {"expert_parallel": 2, "zero_stage": 1}, False, id="groups-of-experts"),
         pytest.param(ROUTED, {"precision": "fp16", "zero_stage": 3}, False, id="experts-one-by-one"),
         pytest.param(
             WIDE, {"precision": "fp32", "gradient_reduction": "bf16"}, False, id="narrowed-one-by-one"
         ),
-        pytest.param(
-            WIDE,
-            {"precision": "fp32", "gradient_reduction": "bf16", "expert_parallel": 2},
-            False,
-            id="narrowed-one-by-one-of-one-rank",
-        ),
         pytest.param(MIXED, {"recompute": "full", "zero_stage": 1}, True, id="compiled-experts-again"),
-        pytest.param(
-            MIXED.model_copy(update={"mtp": MultiTokenPrediction(depths=2)}),
-            {"precision": "fp8", "tensor_parallel": 2, "recompute": "full"},
-            False,
-            id="further-tokens-in-fp8",
-        ),
         pytest.param(
             ROUTED.model_copy(
                 update={"top_k": 1, "router": Router(capacity_factor=0.5), "shared_expert_ffn": 0}

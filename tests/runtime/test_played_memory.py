@@ -18,7 +18,7 @@ from tests.support.models import FORMS
 from tests.support.played_memory import Example, UnknownError, allowed, compare, draw
 from tests.support.played_passes import played_passes, traced_passes
 
-PARTS, EXAMPLES = 4, 2
+PARTS, EXAMPLES = 2, 1
 """Parts that run beside each other, and the examples of each, which record the tapes that they need:
 `python -m benchmarks.memory` draws hundreds."""
 
@@ -55,7 +55,7 @@ def test_played_tapes_equal_the_dry_run(part: int) -> None:
     [
         ("around", "gbs=8,dp=2,zero=1,precision=bf16", True),
         ("after", "gbs=8,tp=2,sp=1,dp=2,zero=3,precision=bf16", False),
-        ("sinks", "gbs=8,dp=2,ep=2,zero=2,precision=bf16", True),
+        ("sinks", "gbs=8,dp=2,ep=2,zero=2,precision=bf16", False),
         (
             "windows",
             "gbs=8,tp=2,cp=2,recompute=selective,recompute_modules=core_attention,precision=bf16",
@@ -102,13 +102,9 @@ UNEVEN: dict[str, Any] = {"router": Router(loads=(ExpertLoad(ranks=1, mean=1.2, 
     [
         ("gbs=4,dp=2,zero=3,precision=bf16", 0, False, {}),
         ("gbs=4,dp=2,zero=1,precision=bf16", 0, True, {"tied": True}),
-        ("gbs=4,tp=2,sp=1,dp=2,zero=3,precision=fp32,gradient_reduction=bf16", 0, False, {"tied": True}),
         ("gbs=8,pp=2,tp=2,dp=2,zero=2,recompute=full,precision=bf16", 1, False, {}),
-        ("gbs=4,dp=2,ep=2,zero=1,precision=bf16", 0, False, ROUTED),
         ("gbs=4,dp=2,ep=2,zero=1,precision=bf16", 0, False, ROUTED | UNEVEN),
-        ("gbs=4,pp=2,cp=2,precision=bf16", 1, False, {"tied": True}),
         ("gbs=4,offload_activations=1,precision=bf16", 0, False, {}),
-        ("gbs=8,pp=2,dp=2,zero=2,offload_activations=1,precision=bf16", 1, True, {}),
         ("gbs=4,tp=2,dp=2,zero=3,precision=fp8", 0, True, {}),
         # Autograd casts the gradient of an embedding while its operation holds what it was given.
         (
@@ -178,17 +174,13 @@ CAPPED: dict[str, Any] = {
     ("text", "rank", "compiled", "fields"),
     [
         ("gbs=4,dp=2,zero=3,recompute=full,precision=bf16", 0, True, LINEAR),
-        ("gbs=4,pp=2,tp=2,sp=1,mbs=2,precision=bf16", 0, False, LINEAR),
-        ("gbs=4,dp=2,zero=1,precision=bf16", 0, False, LINEAR | {"seq": 2000, "max_positions": 2000}),
         # What a step keeps of few heads is too small to be sent.
         ("gbs=4,offload_activations=1,precision=bf16", 0, False, LINEAR | UNGROUPED),
         ("gbs=4,dp=2,zero=3,recompute=full,precision=bf16", 0, False, CAPPED),
-        ("gbs=4,dp=2,zero=1,precision=bf16", 0, True, CAPPED),
         # Few steps, the last of them smaller.
         ("gbs=4,dp=2,zero=1,precision=bf16", 0, False, LINEAR | {"seq": 184, "max_positions": 184}),
         # Blocks of queries, of which the last is smaller.
         ("gbs=4,tp=2,dp=2,zero=1,precision=bf16", 0, False, CAPPED | {"seq": 2000, "max_positions": 2000}),
-        ("gbs=4,dp=2,zero=1,precision=bf16", 0, False, CAPPED | {"seq": 96, "max_positions": 96}),
         # Each block of queries multiplies by keys of its own heads, in as many sequences.
         (
             "gbs=4,mbs=2,recompute=full,precision=bf16",
@@ -197,19 +189,10 @@ CAPPED: dict[str, Any] = {
             CAPPED | {"layers": 1, "attention_pattern": ("full",), "heads": 16, "kv_heads": 16, "seq": 1024},
         ),
         # Context-parallel ranks that repeat the one key head, and see all blocks.
-        ("gbs=4,cp=2,cp_form=all_to_all,precision=bf16", 0, True, CAPPED | {"kv_heads": 1}),
-        # Windows over gathered keys, longer and shorter than each of a rank's two parts of a sequence.
-        ("gbs=4,cp=2,precision=bf16", 0, False, CAPPED),
-        ("gbs=4,cp=2,precision=fp32", 0, False, CAPPED | {"window": 256, "attention_softcap": 0.0}),
+        ("gbs=4,cp=2,cp_form=all_to_all,precision=bf16", 0, False, CAPPED | {"kv_heads": 1}),
+        # Windows over gathered keys, shorter than each of a rank's two parts of a sequence.
+        ("gbs=4,cp=2,precision=bf16", 0, False, CAPPED | {"window": 256}),
         pytest.param("gbs=4,dp=2,zero=1,tp=2,precision=fp8", 0, False, LINEAR, marks=FP8),
-        pytest.param(
-            "gbs=4,tp=2,sp=1,dp=2,zero=1,precision=fp8",
-            0,
-            False,
-            CAPPED | {"seq": 2000, "max_positions": 2000},
-            marks=FP8,
-        ),
-        pytest.param("gbs=4,dp=2,zero=1,precision=fp8", 0, True, LINEAR | ROUTED, marks=FP8),
     ],
 )
 def test_attention_that_goes_through_sequences_in_steps_is_recorded_as_it_is(
@@ -222,7 +205,7 @@ def test_attention_that_goes_through_sequences_in_steps_is_recorded_as_it_is(
 
 @FP8
 @pytest.mark.slow
-@pytest.mark.parametrize("form", ["all_gather", "all_to_all", "ring"])
+@pytest.mark.parametrize("form", ["all_gather", "ring"])
 def test_attention_over_context_ranks_that_is_offloaded_is_played_in_8_bits(form: str) -> None:
     spec = FURTHER.model_copy(update={"mtp": None})
     text = f"gbs=4,cp=2,context_parallel_form={form},offload_activations=1,precision=fp8"
@@ -303,8 +286,6 @@ def check_passes(example: Example) -> None:
             "gbs=8,dp=2,zero=1,pp=2,vpp=2,schedule=interleaved_zb,recompute=full",
             {"layers": 8, "seq": 2048, "ffn": 8192, "gated": False, "activation": "relu2"},
         ),
-        # PyTorch 2.11 keeps what a layer has saved as long as the layers after it.
-        ("gbs=8,mbs=2,tp=2,pp=2,vpp=2,schedule=interleaved_zb", ROUTED | {"top_k": 1, "layers": 8}),
     ],
 )
 def test_passes_of_gradients_of_inputs_and_of_weights_are_as_high_as_the_runtimes(
@@ -320,7 +301,6 @@ def test_passes_of_gradients_of_inputs_and_of_weights_are_as_high_as_the_runtime
 @pytest.mark.parametrize(
     "fields",
     [
-        {},
         # Loads are counted once, in forward.
         ROUTED | {"linear_bias": False},
         # Gradients of inputs leave what those of the experts' biases need.
@@ -339,26 +319,24 @@ def test_layers_that_a_split_backward_computes_again_together_are_played(fields:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("text", "compiled"),
+    "text",
     [
         # All copies of parameters are free before the first gradient is handed over in fp32.
-        ("gbs=1,precision=bf16,gradient_reduction=bf16", False),
+        "gbs=1,precision=bf16,gradient_reduction=bf16",
         # Ranks that route other tokens sum the gradients of experts, where those of the layer are added to.
-        ("gbs=2,mbs=1,tp=2,precision=bf16,gradient_reduction=bf16", False),
-        ("gbs=2,mbs=1,tp=2,precision=bf16,gradient_reduction=bf16", True),
+        "gbs=2,mbs=1,tp=2,precision=bf16,gradient_reduction=bf16",
     ],
 )
-def test_sums_in_16_bits_of_layers_and_experts_are_as_they_are_made(text: str, compiled: bool) -> None:
+def test_sums_in_16_bits_of_layers_and_experts_are_as_they_are_made(text: str) -> None:
     spec = ALONE.model_copy(update=ROUTED | {"expert_ffn": 2048, "layers": 3})
-    assert not compare(spec, parse_layout(text, spec), 0, compiled).misses
+    assert not compare(spec, parse_layout(text, spec), 0, compiled=False).misses
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("text", "rank", "fields"),
     [
-        ("gbs=6,pp=3", 1, {"hidden": 2048}),
-        ("gbs=12,pp=3,dp=2,gradient_reduction=bf16,recompute=full", 2, {"ffn": 8192, "seq": 4096}),
+        ("gbs=12,pp=3,dp=2,gradient_reduction=bf16,recompute=full", 2, {"ffn": 8192}),
     ],
 )
 def test_gradients_of_chained_layers_are_gradients(text: str, rank: int, fields: dict[str, Any]) -> None:

@@ -44,11 +44,9 @@ def bytes_of_tape(tape: Tape, model: ModelSpec, layout: Layout) -> list[int]:
     ("unit", "compiled", "fields"),
     [
         ("embedding", False, {"tensor_parallel": 2, "sequence_parallel": True}),
-        ("dense", False, {"micro_batch_size": 2}),
         ("dense", False, {"tensor_parallel": 2, "sequence_parallel": True, "recompute": "full"}),
         ("dense", False, {"recompute": "selective", "recompute_modules": ("norm", "mlp")}),
         ("dense", False, {"tensor_parallel": 8}),
-        ("dense", True, {"tensor_parallel": 2}),
         ("dense", False, {"context_parallel": 2, "context_parallel_form": "ring"}),
         ("dense", False, {"context_parallel": 4, "context_parallel_form": "all_to_all"}),
         ("dense", False, {"precision": "fp32", "micro_batch_size": 2}),
@@ -58,7 +56,6 @@ def bytes_of_tape(tape: Tape, model: ModelSpec, layout: Layout) -> list[int]:
             True,
             {"precision": "fp16", "recompute": "selective", "recompute_modules": ("activation",)},
         ),
-        ("head", False, {"precision": "fp32"}),
         ("head", True, {"tensor_parallel": 2}),
         ("head", False, {"micro_batch_size": 2}),
     ],
@@ -100,7 +97,6 @@ LATENT = ModelSpec.model_validate(
     [
         (ROUTED, "experts", {"tensor_parallel": 2}),
         (ROUTED, "experts", {"expert_parallel": 2, "data_parallel": 2, "recompute": "full"}),
-        (ROUTED, "experts", {"expert_parallel": 2, "expert_tensor_parallel": 2, "data_parallel": 4}),
         (ROUTED, "experts", {"precision": "fp16", "expert_parallel": 2, "data_parallel": 2}),
         (LATENT, "dense", {"tensor_parallel": 2, "sequence_parallel": True}),
     ],
