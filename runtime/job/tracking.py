@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from planner.plan import Plan
 from runtime.job.job import Job
-from runtime.logs.trackers import MlflowRun, Tracker, Trackers, WandbRun
+from runtime.logs.trackers import MlflowRun, Tracker, Trackers, WandbRun, check_installed
 
 
 def run_trackers(job: Job, plan: Plan) -> Trackers:
@@ -24,10 +24,12 @@ def run_trackers(job: Job, plan: Plan) -> Trackers:
     }
     starts: dict[str, Callable[[], Tracker]] = {}
     if output.wandb_project is not None:
+        check_installed("wandb", "--wandb-project", "wandb")
         project = output.wandb_project
         folder = output.wandb_save_dir or output.log_dir
         starts["wandb"] = lambda: WandbRun(project, output.wandb_exp_name, folder, settings)
     if output.mlflow_experiment is not None:
+        check_installed("mlflow", "--mlflow-experiment", "mlflow")
         experiment = output.mlflow_experiment
         starts["mlflow"] = lambda: MlflowRun(experiment, output.mlflow_tracking_uri, settings)
     return Trackers(starts)

@@ -5,13 +5,24 @@ Both have modes that need no network: WANDB_MODE=offline, and a folder or file a
 
 from __future__ import annotations
 
+import queue
 import sys
+import threading
+import time
 from collections.abc import Callable, Mapping
 from importlib import import_module
+from importlib.util import find_spec
 from typing import Any, Protocol
 
 from costmodels.errors import InputError
 from runtime.logs.console import say
+
+ANSWER_S = 60.0
+"""Seconds after which a service that does not answer gets no more figures; the first answer includes the
+import of its package."""
+
+END_S = 30.0
+"""Seconds that a run waits at its end for services to take the last figures."""
 
 
 class Tracker(Protocol):
@@ -30,7 +41,7 @@ class WandbRun:
     def __init__(
         self, project: str, name: str | None, folder: str | None, settings: Mapping[str, Any]
     ) -> None:
-        self.wandb = _imported("wandb", "--wandb-project", "wandb")
+        self.wandb = import_module("wandb")
         self.run = self.wandb.init(project=project, name=name, dir=folder, config=dict(settings))
 
     def log(self, figures: Mapping[str, float], iteration: int) -> None:
@@ -47,7 +58,7 @@ class MlflowRun:
     """A run of MLflow."""
 
     def __init__(self, experiment: str, uri: str | None, settings: Mapping[str, Any]) -> None:
-        mlflow = _imported("mlflow", "--mlflow-experiment", "mlflow")
+        mlflow = import_module("mlflow")
         if uri is not None:
             mlflow.set_tracking_uri(uri)
         self.client = mlflow.MlflowClient()
@@ -68,47 +79,81 @@ class MlflowRun:
 
 
 class Trackers:
-    """All services of a run; one that fails is told once, and the run goes on without it."""
+    """All services of a run. Each has a thread of its own, so that none holds the run up; one that fails or
+    does not answer is told once, and the run goes on without it."""
 
     def __init__(self, starts: Mapping[str, Callable[[], Tracker]]) -> None:
-        self.running: dict[str, Tracker] = {}
-        for name, start in starts.items():
-            try:
-                self.running[name] = start()
-            except InputError:
-                raise
-            except Exception as error:
-                self._drop(name, error)
+        self.running = {name: _Service(name, start) for name, start in starts.items()}
 
     def log(self, figures: Mapping[str, Any], iteration: int) -> None:
         """Add those figures of an iteration that are numbers."""
         numbers = {name: float(value) for name, value in figures.items() if isinstance(value, (int, float))}
-        self._all(lambda tracker: tracker.log(numbers, iteration))
+        for service in self.running.values():
+            service.log(numbers, iteration)
 
     def close(self) -> None:
-        """End all runs."""
-        self._all(lambda tracker: tracker.close())
-
-    def _all(self, work: Callable[[Tracker], None]) -> None:
-        for name, tracker in list(self.running.items()):
-            try:
-                work(tracker)
-            except Exception as error:
-                self.running.pop(name)
-                self._drop(name, error)
-
-    def _drop(self, name: str, error: Exception) -> None:
-        what = " ".join(str(error).split())[:200]
-        say(
-            f"warning: {name} gets no more figures ({type(error).__name__}: {what}); the run goes on",
-            sys.stderr,
-        )
+        """End all runs, and wait a while for services that have answered so far."""
+        for service in self.running.values():
+            service.end()
+        deadline = time.monotonic() + END_S
+        for service in self.running.values():
+            service.wait(deadline)
 
 
-def _imported(module: str, flag: str, extra: str) -> Any:
-    try:
-        return import_module(module)
-    except ImportError:
-        raise InputError(
-            f"{flag} needs the package {module}: pip install 'llm-parallelism-planner[{extra}]'"
-        ) from None
+class _Service:
+    """A tracker that a thread starts, feeds and ends."""
+
+    def __init__(self, name: str, start: Callable[[], Tracker]) -> None:
+        self.name = name
+        self.waiting: queue.Queue[tuple[Mapping[str, float], int] | None] = queue.Queue()
+        self.is_told = self.has_ended = False
+        self.busy_since: float | None = time.monotonic()
+        """When the service was asked for what it has not answered yet; None while it has nothing to do."""
+        self.thread = threading.Thread(target=self._serve, args=(start,), name=name, daemon=True)
+        self.thread.start()
+
+    def log(self, figures: Mapping[str, float], iteration: int) -> None:
+        """Hand figures over; a service that is too slow for them is told of, and gets no more."""
+        since = self.busy_since
+        if since is not None and time.monotonic() - since > ANSWER_S:
+            self._tell(f"no answer for {ANSWER_S:g} s")
+        if not self.is_told:
+            self.waiting.put((figures, iteration))
+
+    def end(self) -> None:
+        """Let the thread end when it has handed over all."""
+        self.waiting.put(None)
+
+    def wait(self, deadline: float) -> None:
+        """Wait for that until `deadline`, unless nobody expects an answer any more."""
+        if not self.is_told:
+            self.thread.join(max(0.0, deadline - time.monotonic()))
+            if not self.has_ended:
+                self._tell(f"no answer for {END_S:g} s at the end")
+
+    def _serve(self, start: Callable[[], Tracker]) -> None:
+        try:
+            tracker = start()
+            self.busy_since = None
+            while (figures := self.waiting.get()) is not None:
+                self.busy_since = time.monotonic()
+                tracker.log(*figures)
+                self.busy_since = None
+            self.busy_since = time.monotonic()
+            tracker.close()
+        except Exception as error:
+            self._tell(f"{type(error).__name__}: {' '.join(str(error).split())[:200]}")
+        finally:
+            self.busy_since, self.has_ended = None, True
+
+    def _tell(self, why: str) -> None:
+        if self.is_told:
+            return
+        self.is_told = True
+        say(f"warning: {self.name} gets no more figures ({why}); the run goes on", sys.stderr)
+
+
+def check_installed(module: str, flag: str, extra: str) -> None:
+    """Raise `InputError`, which names `flag`, where the package of a service is missing."""
+    if find_spec(module) is None:
+        raise InputError(f"{flag} needs the package {module}: pip install 'llm-parallelism-planner[{extra}]'")

@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import re
 import sys
+import threading
 from collections.abc import Iterator, Mapping
 from datetime import datetime
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from costmodels.errors import InputError
 from runtime.job.log_lines import mindformers_lines, progress_line
 from runtime.logs import console
+from runtime.logs import trackers as trackers_module
 from runtime.logs.rank_log import RankLog
-from runtime.logs.trackers import MlflowRun, Trackers, WandbRun
+from runtime.logs.trackers import MlflowRun, Trackers, WandbRun, check_installed
 from runtime.settings.options import OutputOptions
+from tests.support.jobs import wait_until
 
 STEP = {
     "iteration": 40,
@@ -125,7 +129,7 @@ def test_flags_of_logs_that_make_no_sense_are_refused(options: OutputOptions, na
 def test_a_service_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(InputError, match=r"--wandb-project needs the package wandb: pip install"):
-        Trackers({"wandb": lambda: WandbRun("project", None, None, {})})
+        check_installed("wandb", "--wandb-project", "wandb")
 
 
 def test_a_service_that_fails_is_told_once_and_left_out(capsys: pytest.CaptureFixture[str]) -> None:
@@ -146,6 +150,42 @@ def test_a_service_that_fails_is_told_once_and_left_out(capsys: pytest.CaptureFi
     assert seen == [1, 2]
     assert capsys.readouterr().err == (
         "warning: broken gets no more figures (OSError: no network); the run goes on\n"
+    )
+
+
+def test_a_service_that_does_not_answer_holds_nothing_up(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A server that is not there, which mlflow asks for minutes, and one that then hangs."""
+    answers = threading.Event()
+    asked: list[int] = []
+
+    def never() -> Any:
+        answers.wait()
+
+    def hangs(figures: Mapping[str, float], iteration: int) -> None:
+        asked.append(iteration)
+        if iteration == 2:
+            answers.wait()
+
+    monkeypatch.setattr(trackers_module, "ANSWER_S", -1.0)
+    silent = Trackers({"silent": never})
+    silent.log(STEP, 1)
+    silent.log(STEP, 2)
+    silent.close()
+    monkeypatch.undo()
+    monkeypatch.setattr(trackers_module, "END_S", 0.0)
+    hung = Trackers({"hung": lambda: SimpleNamespace(log=hangs, close=lambda: asked.append(0))})
+    hung.log(STEP, 1)
+    hung.log(STEP, 2)
+    wait_until(lambda: 2 in asked, "the second figures to be handed over")
+    hung.close()
+    answers.set()
+    for service in (*silent.running.values(), *hung.running.values()):
+        service.thread.join()
+    assert capsys.readouterr().err == (
+        "warning: silent gets no more figures (no answer for -1 s); the run goes on\n"
+        "warning: hung gets no more figures (no answer for 0 s at the end); the run goes on\n"
     )
 
 
