@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -276,14 +277,25 @@ def _read(name: str, stream: IO[str], lines: queue.Queue[tuple[str, str | None]]
 
 
 def _end(process: subprocess.Popen[str]) -> None:
-    """End torchrun, which ends its ranks; kill it if it does not."""
+    """End torchrun, which ends its ranks; kill it if it does not, and what it leaves behind."""
     if process.poll() is None:
         process.send_signal(END)
-        try:
-            process.wait(STOP_TIMEOUT_S)
-        except subprocess.TimeoutExpired:
+        deadline = time.monotonic() + STOP_TIMEOUT_S
+        while not _has_ended(process) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        # Not waited for yet, so that no other group can have its number.
+        with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+        process.wait()
+
+
+def _has_ended(process: subprocess.Popen[str]) -> bool:
+    """Whether a child has ended; the system keeps its number until it is waited for."""
+    flags = os.WEXITED | os.WNOHANG | os.WNOWAIT
+    try:
+        return os.waitid(os.P_PID, process.pid, flags) is not None
+    except ChildProcessError:
+        return True
 
 
 def _cause(agent_lines: Sequence[str], code: int) -> str:
